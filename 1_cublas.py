@@ -1,0 +1,91 @@
+"""Step 1: matrix products on tensor cores, by TF32 and automatic mixed precision (AMP).
+
+Change:   BF16 products, activations and residual stream; what stays FP32 multiplies in TF32.
+          Weights and optimizer stay FP32. GPUs before Ampere take FP16, with loss scaling.
+Why:      the baseline was bound by FP32 arithmetic; tensor cores multiply an order of magnitude faster.
+Run:      python 1_cublas.py          Read: diff 0_baseline.py 1_cublas.py
+"""
+
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from common import benchmark
+from common.model import GPT
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.proj = nn.Linear(config.n_embd, config.n_embd)
+        future = torch.ones(config.seq_len, config.seq_len, dtype=torch.bool).triu(diagonal=1)
+        self.register_buffer("future", future, persistent=False)  # (T, T)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.qkv(x).split(C, dim=-1))  # (B, H, T, D)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, H, T, T)
+        weights = scores.masked_fill(self.future[:T, :T], -math.inf).softmax(dim=-1)
+        y = weights @ v  # (B, H, T, D)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.proj(F.gelu(self.fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x):  # (B, T, C)
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Head(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_f = nn.LayerNorm(config.n_embd)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # weight tied by GPT
+
+    def forward(self, x, targets):
+        logits = self.lm_head(self.ln_f(x))  # (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def main(args):
+    torch.set_float32_matmul_precision("high")  # TF32
+    with args.device:
+        model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
+    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
+
+    def train_step(tokens, targets):
+        with torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp_dtype is not torch.float32):
+            loss = model(tokens, targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss
+
+    return benchmark.run(train_step, model, args)
+
+
+if __name__ == "__main__":
+    benchmark.launch(main)

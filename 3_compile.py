@@ -1,0 +1,92 @@
+"""Step 3: one compiled graph.
+
+Change:   torch.compile fuses normalization, GELU, residual adds, casts and the loss into a few
+          kernels, forward and backward; AdamW becomes one kernel over all parameters.
+Why:      between the matrix products every operation read and wrote a whole tensor; fused, each
+          tensor travels once, and the host launches a fraction of the kernels.
+Run:      python 3_compile.py         Read: diff 2_sdpa.py 3_compile.py
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from common import benchmark
+from common.model import GPT
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.qkv(x).split(C, dim=-1))  # (B, H, T, D)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.proj(F.gelu(self.fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x):  # (B, T, C)
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Head(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_f = nn.LayerNorm(config.n_embd)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # weight tied by GPT
+
+    def forward(self, x, targets):
+        logits = self.lm_head(self.ln_f(x))  # (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def main(args):
+    torch.set_float32_matmul_precision("high")  # TF32
+    with args.device:
+        model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
+    model = torch.compile(model, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **args.adamw, fused=True)
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if args.compute_capability >= (9, 0):
+        backends.insert(0, SDPBackend.CUDNN_ATTENTION)  # the fastest kernel from Hopper on
+    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
+
+    def train_step(tokens, targets):
+        amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp_dtype is not torch.float32)
+        with amp, sdpa_kernel(backends, set_priority=True):
+            loss = model(tokens, targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss
+
+    return benchmark.run(train_step, model, args)
+
+
+if __name__ == "__main__":
+    benchmark.launch(main)

@@ -1,0 +1,116 @@
+"""Real text to batches of tokens, all staged on the device before anything is timed."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+# llm.c writes 256 int32 before the tokens: magic, version, number of tokens, zeros.
+LLMC_MAGIC = 20240520
+LLMC_HEADER_BYTES = 256 * 4
+
+
+class DataError(ValueError):
+    """The text cannot be trained on; the message is one line that says why."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A tokenized text: `tokens` is 1-D uint8 (bytes) or uint16 (token ids), `name` says of what."""
+
+    tokens: np.ndarray
+    name: str
+
+
+def standard_library_text() -> Text:
+    """Source of this Python's standard library as bytes: about 10 MB, on every machine."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+    files = sorted(f for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts))
+    if not files:
+        raise DataError(f"no Python source found under {root}; name a text with --data FILE")
+    source = b"".join(file.read_bytes() for file in files)
+    name = f"Python {platform.python_version()} standard library"
+    return Text(np.frombuffer(source, dtype=np.uint8), name)
+
+
+def read_text(path: Path | None) -> Text:
+    """Read a file as bytes, or a `.bin` of uint16 tokens as nanoGPT's and llm.c's scripts write it.
+
+    None reads the default text. Raises DataError for a file that is missing, unreadable or empty,
+    and for a `.bin` whose size fits no whole number of tokens.
+    """
+    if path is None:
+        return standard_library_text()
+    try:
+        size = path.stat().st_size
+        if size == 0:
+            raise DataError(f"{path} is empty")
+        if path.suffix != ".bin":
+            return Text(np.memmap(path, dtype=np.uint8, mode="r"), path.name)
+        if size % 2:
+            raise DataError(f"{path} has an odd number of bytes, so it holds no uint16 tokens")
+        return Text(_read_uint16_tokens(path, size), path.name)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _read_uint16_tokens(path: Path, size: int) -> np.ndarray:
+    with path.open("rb") as file:
+        header = np.frombuffer(file.read(12), dtype="<i4")
+    if len(header) < 3 or header[0] != LLMC_MAGIC:
+        return np.memmap(path, dtype="<u2", mode="r")
+    n_tokens = (size - LLMC_HEADER_BYTES) // 2
+    if header[1] != 1 or header[2] != n_tokens:
+        raise DataError(
+            f"{path} has an llm.c header of version {header[1]} for {header[2]} tokens, "
+            f"but version 1 for {max(n_tokens, 0)} tokens was expected from its size"
+        )
+    if n_tokens == 0:
+        raise DataError(f"{path} is empty: an llm.c header and no tokens")
+    return np.memmap(path, dtype="<u2", mode="r", offset=LLMC_HEADER_BYTES)
+
+
+def check_text(text: Text, seq_len: int, vocab_size: int) -> None:
+    """Raise DataError unless `text` holds one sequence and its targets, and fits the vocabulary."""
+    if len(text.tokens) <= seq_len:
+        raise DataError(
+            f"{text.name} has {len(text.tokens)} tokens; one sequence and its targets need "
+            f"{seq_len + 1} (--seq-len {seq_len})"
+        )
+    largest = int(text.tokens.max())
+    if largest >= vocab_size:
+        raise DataError(
+            f"{text.name} has token id {largest}, outside the vocabulary: "
+            f"--vocab-size must be at least {largest + 1}"
+        )
+
+
+def draw_batches(text: Text, n_batches: int, batch_size: int, seq_len: int, seed: int) -> np.ndarray:
+    """Draw `n_batches` of random excerpts: int64 (n_batches, batch_size, seq_len + 1).
+
+    Batch k depends on `seed` and k alone, not on how many are drawn.
+    """
+    generator = np.random.default_rng(seed)
+    starts = generator.integers(len(text.tokens) - seq_len, size=(n_batches, batch_size, 1))
+    return text.tokens[starts + np.arange(seq_len + 1)].astype(np.int64)
+
+
+def stage_batches(batches: np.ndarray, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Copy drawn batches to the device as (tokens, targets) pairs, each (B, T) int64 and contiguous."""
+    excerpts = torch.from_numpy(batches)
+    return [
+        (excerpt[:, :-1].contiguous().to(device), excerpt[:, 1:].contiguous().to(device))
+        for excerpt in excerpts
+    ]
+
+
+def fingerprint(batches: np.ndarray) -> str:
+    """First 16 hex digits of the SHA-256 of the drawn tokens: equal means trained on the same batches."""
+    return hashlib.sha256(batches.tobytes()).hexdigest()[:16]
