@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
+import itertools
 import math
 import os
 import resource
@@ -51,16 +51,16 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Callable
 
 import torch
 
 from common import data, flops, hardware, profile
 from common.model import PRESETS, GPTConfig
+from common.record import SCHEMA_VERSION, empty_step_record, smaller_batch, write_json
 
-SCHEMA_VERSION = 1
 ROOT = Path(__file__).resolve().parent.parent
 TrainStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -157,9 +157,12 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
     presets = ", ".join(f"{name} ({preset.purpose})" for name, preset in PRESETS.items())
     shape = parser.add_argument_group("workload (what is trained; defaults come from the preset)")
     shape.add_argument(
-        "--preset", choices=["auto", *PRESETS], default="auto", metavar="NAME",
+        "--preset",
+        choices=["auto", *PRESETS],
+        default="auto",
+        metavar="NAME",
         help=f"auto, {presets}; auto takes tiny on a CPU, and on a GPU what fits its free memory (default: auto)",
-    )  # fmt: skip
+    )
     shape.add_argument("--n-layer", type=positive_int, metavar="N", help="transformer blocks")
     shape.add_argument("--n-head", type=positive_int, metavar="N", help="attention heads; divides --n-embd")
     shape.add_argument("--n-embd", type=positive_int, metavar="N", help="channels of the residual stream")
@@ -169,9 +172,11 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
     shape.add_argument("--lr", type=positive_float, metavar="X", help="AdamW's learning rate, constant")
     shape.add_argument("--seed", type=seed_int, default=1337, metavar="N", help="weights and batches (default: 1337)")
     shape.add_argument(
-        "--data", type=Path, metavar="FILE",
+        "--data",
+        type=Path,
+        metavar="FILE",
         help="text as bytes, or a .bin of uint16 tokens (nanoGPT, llm.c) (default: Python's standard library)",
-    )  # fmt: skip
+    )
     run = parser.add_argument_group("run (how it is measured)")
     run.add_argument("--steps", type=positive_int, metavar="N", help="timed steps (default: 30 on a GPU, 10 on a CPU)")
     run.add_argument(
@@ -179,10 +184,12 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
     )
     run.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:N (default: auto)")
     run.add_argument(
-        "--amp-dtype", choices=["auto", "bf16", "fp16", "fp32"], default="auto",
+        "--amp-dtype",
+        choices=["auto", "bf16", "fp16", "fp32"],
+        default="auto",
         help="mixed precision; auto is bf16 where the hardware multiplies it, else fp16 on a GPU and fp32 on a CPU "
         "(default: auto)",
-    )  # fmt: skip
+    )
     run.add_argument(
         "--output", type=Path, metavar="FILE", help=f"the JSON record (default: results/{script.stem}.json)"
     )
@@ -275,6 +282,8 @@ def launch(main: Callable[[Arguments], dict]) -> None:
     args = parse_args(Path(module.__file__), module.__doc__)
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     print_header(args)
+    if args.device.type == "cuda":
+        torch.cuda.set_device(args.device)  # libraries that ask for "cuda" get this one
     try:
         record = main(args)
     except KeyboardInterrupt:
@@ -298,9 +307,7 @@ def launch(main: Callable[[Arguments], dict]) -> None:
     sys.exit(0 if record["status"] in ("ok", "skipped") else 1)
 
 
-def run(
-    train_step: TrainStep, model: torch.nn.Module, args: Arguments, *, note: str | None = None, **settings
-) -> dict:
+def run(train_step: TrainStep, model: torch.nn.Module, args: Arguments, *, note: str | None = None, **settings) -> dict:
     """Warm up, time `args.steps` training steps, observe one more, and return the step record.
 
     Args:
@@ -342,9 +349,7 @@ def run(
         args,
         status="ok",
         note=note or _precision_note(observed["settings"], args),
-        timing={
-            "warmup_s": warmup_s, "step_ms": step_ms, "median_ms": median_ms, "p25_ms": p25_ms, "p75_ms": p75_ms
-        },  # fmt: skip
+        timing={"warmup_s": warmup_s, "step_ms": step_ms, "median_ms": median_ms, "p25_ms": p25_ms, "p75_ms": p75_ms},
         tokens_per_s=work["tokens_per_step"] / median_ms * 1e3,
         model_flops_per_s=work["flops_per_step"] / median_ms * 1e3,
         loss=loss,
@@ -362,16 +367,15 @@ def time_steps_cuda(train_step: TrainStep, batches: list, device: torch.device, 
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
     losses = []
     torch.cuda.reset_peak_memory_stats(device)
-    with torch.cuda.device(device):
-        events[0].record()
-        for k, batch in enumerate(batches):
-            progress.show("timed", k, len(batches))
-            losses.append(train_step(*batch).detach().clone())
-            events[k + 1].record()
-        # The GPU is still at work on the queued steps: the clocks read now are those of the steps.
-        gpu_state = hardware.gpu_state(device)
-        torch.cuda.synchronize(device)
-    step_ms = [start.elapsed_time(end) for start, end in zip(events, events[1:])]
+    events[0].record()
+    for k, batch in enumerate(batches):
+        progress.show("timed", k, len(batches))
+        losses.append(train_step(*batch).detach().clone())
+        events[k + 1].record()
+    # The GPU is still at work on the queued steps: the clocks read now are those of the steps.
+    gpu_state = hardware.gpu_state(device)
+    torch.cuda.synchronize(device)
+    step_ms = [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
     measured = {
         "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
@@ -429,13 +433,6 @@ def explain(error: Exception, args: Arguments) -> dict:
     return {"status": "failed", "reason": text}
 
 
-def smaller_batch(batch_size: int) -> str:
-    """What to try when a step ran out of memory."""
-    if batch_size > 1:
-        return f"try --batch-size {2 ** int(math.log2(batch_size - 1))}"
-    return "batch size 1 is already the smallest; try a smaller --seq-len, --n-layer or --n-embd"
-
-
 def one_line(error: BaseException) -> str:
     """First line of an exception's message, at most 300 characters."""
     lines = str(error).strip().splitlines()
@@ -478,30 +475,9 @@ def workload(args: Arguments) -> dict:
 
 
 def step_record(args: Arguments, **fields) -> dict:
-    return empty_step_record(args.step, args.script.read_text()) | fields
-
-
-def empty_step_record(step: str, source: str | None) -> dict:
-    """A step record with every field, nothing measured."""
-    return {
-        "step": step,
-        "source": source,
-        "status": None,
-        "reason": None,
-        "note": None,
-        "settings": {},
-        "timing": {"warmup_s": None, "step_ms": [], "median_ms": None, "p25_ms": None, "p75_ms": None},
-        "tokens_per_s": None,
-        "model_flops_per_s": None,
-        "peak_allocated_bytes": None,
-        "peak_reserved_bytes": None,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "loss": [],
-        "host_syncs": None,
-        "gpu_state": None,
-        "profile": None,
-        "bytes_per_step": None,
-    }
+    peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    record = empty_step_record(args.step, args.script.read_text())
+    return record | {"peak_rss_bytes": peak_rss_bytes} | fields
 
 
 def command_line(args: Arguments) -> str:
@@ -513,20 +489,6 @@ def command_line(args: Arguments) -> str:
         elif not word.startswith("--output="):
             words.append(Path(word).name if os.sep in word else word)
     return shlex.join(["python", *words])
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Write by temporary file and rename: a reader sees the old file or the new, never half of one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=1, allow_nan=False)
-            file.write("\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 # --- what a person sees ---------------------------------------------------------------------------

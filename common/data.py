@@ -63,8 +63,9 @@ def read_text(path: Path | None) -> Text:
 
 def _read_uint16_tokens(path: Path, size: int) -> np.ndarray:
     with path.open("rb") as file:
-        header = np.frombuffer(file.read(12), dtype="<i4")
-    if len(header) < 3 or header[0] != LLMC_MAGIC:
+        start = file.read(12)
+    header = np.frombuffer(start, dtype="<i4") if len(start) == 12 else [None]
+    if header[0] != LLMC_MAGIC:
         return np.memmap(path, dtype="<u2", mode="r")
     n_tokens = (size - LLMC_HEADER_BYTES) // 2
     if header[1] != 1 or header[2] != n_tokens:
@@ -87,8 +88,7 @@ def check_text(text: Text, seq_len: int, vocab_size: int) -> None:
     largest = int(text.tokens.max())
     if largest >= vocab_size:
         raise DataError(
-            f"{text.name} has token id {largest}, outside the vocabulary: "
-            f"--vocab-size must be at least {largest + 1}"
+            f"{text.name} has token id {largest}, outside the vocabulary: --vocab-size must be at least {largest + 1}"
         )
 
 
@@ -105,10 +105,7 @@ def draw_batches(text: Text, n_batches: int, batch_size: int, seq_len: int, seed
 def stage_batches(batches: np.ndarray, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Copy drawn batches to the device as (tokens, targets) pairs, each (B, T) int64 and contiguous."""
     excerpts = torch.from_numpy(batches)
-    return [
-        (excerpt[:, :-1].contiguous().to(device), excerpt[:, 1:].contiguous().to(device))
-        for excerpt in excerpts
-    ]
+    return [(excerpt[:, :-1].contiguous().to(device), excerpt[:, 1:].contiguous().to(device)) for excerpt in excerpts]
 
 
 def fingerprint(batches: np.ndarray) -> str:

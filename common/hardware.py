@@ -62,7 +62,9 @@ def resolve_device(name: str) -> torch.device:
         raise  # a full GPU is an out-of-memory row, not a broken one
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
-        raise DeviceError(f"torch {torch.__version__} cannot use {name} ({reason}); --device cpu runs on the CPU")
+        raise DeviceError(
+            f"torch {torch.__version__} cannot use {name} ({reason}); --device cpu runs on the CPU"
+        ) from None
     return device
 
 
@@ -153,7 +155,7 @@ def describe(device: torch.device) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if gpu else None,
-        "cudnn": torch.backends.cudnn.version() if gpu else None,
+        "cudnn": cudnn_version() if gpu else None,
         "triton": package_version("triton"),
         "transformer_engine": package_version("transformer-engine"),
         "driver": nvidia_smi("driver_version", device) if gpu else None,
@@ -182,7 +184,7 @@ def gpu_state(device: torch.device) -> dict | None:
         "throttle_reasons": "clocks_throttle_reasons.active",
     }
     answer = nvidia_smi(",".join(fields.values()), device)
-    return dict(zip(fields, answer.split(", "))) if answer else None
+    return dict(zip(fields, answer.split(", "), strict=False)) if answer else None
 
 
 def device_name(device: torch.device) -> str:
@@ -196,6 +198,14 @@ def cpu_name() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def cudnn_version() -> int | str | None:
+    """As torch reports it, for example 91900; its complaint where another library's cuDNN was loaded first."""
+    try:
+        return torch.backends.cudnn.version()
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0]
 
 
 def package_version(name: str) -> str | None:

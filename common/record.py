@@ -1,0 +1,97 @@
+"""Writing and reading records without torch: reports are rebuilt on any machine.
+
+The schema stands in common/benchmark.py, whose runs fill it in.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+
+SCHEMA_VERSION = 1
+STATUSES = ("ok", "skipped", "oom", "failed", "timeout")
+
+
+class RecordError(ValueError):
+    """A file is not a record this version can read; the message is one line that says why."""
+
+
+def empty_step_record(step: str, source: str | None) -> dict:
+    """A step record with every field, nothing measured."""
+    return {
+        "step": step,
+        "source": source,
+        "status": None,
+        "reason": None,
+        "note": None,
+        "settings": {},
+        "timing": {"warmup_s": None, "step_ms": [], "median_ms": None, "p25_ms": None, "p75_ms": None},
+        "tokens_per_s": None,
+        "model_flops_per_s": None,
+        "peak_allocated_bytes": None,
+        "peak_reserved_bytes": None,
+        "peak_rss_bytes": None,
+        "loss": [],
+        "host_syncs": None,
+        "gpu_state": None,
+        "profile": None,
+        "bytes_per_step": None,
+    }
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write by temporary file and rename: a reader sees the old file or the new, never half of one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file, indent=1, allow_nan=False)
+            file.write("\n")
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_envelope(path: Path) -> dict:
+    """Read and check an envelope. Raises RecordError for a file that is corrupt, foreign or newer."""
+    try:
+        envelope = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path.name} is not readable JSON ({type(error).__name__})") from None
+    version = envelope.get("schema_version") if isinstance(envelope, dict) else None
+    if not isinstance(version, int):
+        raise RecordError(f"{path.name} is not a record of this benchmark")
+    if version > SCHEMA_VERSION:
+        raise RecordError(f"{path.name} has schema version {version}; this report reads up to {SCHEMA_VERSION}")
+    steps, workload, environment = (envelope.get(key) for key in ("steps", "workload", "environment"))
+    if not (isinstance(steps, list) and isinstance(workload, dict) and isinstance(environment, dict)):
+        raise RecordError(f"{path.name} is not a record of this benchmark")
+    envelope["steps"] = [_checked_step(step, path) for step in steps]
+    return envelope
+
+
+def _checked_step(step: object, path: Path) -> dict:
+    """A step record with every field; RecordError where an ok step lacks the numbers tables are made of."""
+    if not (isinstance(step, dict) and isinstance(step.get("step"), str) and step.get("status") in STATUSES):
+        raise RecordError(f"{path.name} holds a step without a name or a known status")
+    record = empty_step_record(step["step"], None) | step
+    if record["status"] == "ok":
+        try:
+            timing = record["timing"]
+            needed = [timing["median_ms"], timing["warmup_s"], record["tokens_per_s"], record["model_flops_per_s"]]
+            if not all(isinstance(number, (int, float)) for number in needed + record["loss"]) or not record["loss"]:
+                raise TypeError
+        except (TypeError, KeyError):
+            raise RecordError(f"{path.name} holds an ok step without its numbers") from None
+    return record
+
+
+def smaller_batch(batch_size: int) -> str:
+    """What to try when a step ran out of memory."""
+    if batch_size > 1:
+        return f"try --batch-size {2 ** int(math.log2(batch_size - 1))}"
+    return "batch size 1 is already the smallest; try a smaller --seq-len, --n-layer or --n-embd"

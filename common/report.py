@@ -1,0 +1,296 @@
+"""From the records of a run to a table and Markdown: `python -m common.report RUN_DIR`.
+
+Works from JSON alone, without torch. A run folder holds one `<step>.json` per script and, where a
+script ended without one, `<step>.exit`: why, in the words of run_all.sh. `results.json` is all of
+them merged; a folder that holds nothing else is reported from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tabulate import tabulate
+
+from common.record import (
+    SCHEMA_VERSION,
+    RecordError,
+    empty_step_record,
+    read_envelope,
+    smaller_batch,
+    write_json,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+MERGED = "results.json"
+README_BEGIN, README_END = "<!-- results:begin -->", "<!-- results:end -->"
+LOSS_WINDOW = 20
+CONVENTION = (
+    "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square it needs. "
+    f"Loss is the mean of the last {LOSS_WINDOW} training steps, on the same batches in every row."
+)
+
+
+# --- a run folder to one envelope -----------------------------------------------------------------
+
+
+def load_run(run_dir: Path) -> dict:
+    """Merge the records of a run folder into one envelope; `problems` names the files left out.
+
+    Raises RecordError where nothing can be reported, or where the records are of different workloads.
+    """
+    if not run_dir.is_dir():
+        raise RecordError(f"{run_dir} is not a folder")
+    envelopes, problems, unreadable = [], [], set()
+    for path in sorted(run_dir.glob("*.json")):
+        if path.name == MERGED:
+            continue
+        try:
+            envelopes.append(read_envelope(path))
+        except RecordError as error:
+            problems.append(f"left out: {error}")
+            unreadable.add(path.stem)
+    ended = {path.stem: path.read_text().strip() for path in sorted(run_dir.glob("*.exit"))}
+    if not envelopes and not ended:
+        return read_envelope(run_dir / MERGED)
+    merged = _merge(envelopes)
+    merged["problems"] = problems + _machine_problems(envelopes)
+    known = {step["step"] for step in merged["steps"]}
+    for name in sorted((ended.keys() | unreadable) - known):
+        why = ended.get(name) or "its record cannot be read"
+        merged["steps"].append(_ended_record(name, why, merged["workload"].get("batch_size")))
+    merged["steps"].sort(key=lambda step: step["step"])
+    return merged
+
+
+def _merge(envelopes: list[dict]) -> dict:
+    first = envelopes[0] if envelopes else {"command": "", "started_at": None, "environment": {}, "workload": {}}
+    for envelope in envelopes[1:]:
+        ours, theirs = first["workload"], envelope["workload"]
+        differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+        if differing:
+            steps = first["steps"][0]["step"], envelope["steps"][0]["step"]
+            raise RecordError(f"{steps[0]} and {steps[1]} ran different workloads: {', '.join(differing)} differ")
+    words = str(first.get("command") or "").split(" ")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": " ".join(["./run_all.sh", *words[2:]]),  # after `python <script>`
+        "started_at": min((e["started_at"] for e in envelopes if e.get("started_at")), default=None),
+        "environment": first["environment"],
+        "workload": first["workload"],
+        "roofs": next((e["roofs"] for e in envelopes if e.get("roofs")), None),
+        "steps": [step for envelope in envelopes for step in envelope["steps"]],
+        "peers": [],
+    }
+
+
+def _machine_problems(envelopes: list[dict]) -> list[str]:
+    """Rows of one table must come from one machine, one torch and one commit."""
+    problems = []
+    for key in ("device", "torch", "driver", "commit"):
+        seen = {str(envelope["environment"].get(key)) for envelope in envelopes}
+        if len(seen) > 1:
+            problems.append(f"rows differ in {key}: {', '.join(sorted(seen))}")
+    return problems
+
+
+def _ended_record(name: str, why: str, batch_size: int | None) -> dict:
+    """The row of a process that left no record. `why` is `STATUS REASON`, as run_all.sh writes it."""
+    status, _, reason = why.partition(" ")
+    if status not in ("oom", "failed", "timeout"):
+        status, reason = "failed", why
+    if status == "oom" and batch_size:
+        reason = f"{reason}; {smaller_batch(batch_size)}"
+    return empty_step_record(name, None) | {"status": status, "reason": reason}
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def mean_loss(step: dict) -> float:
+    """Mean of the last LOSS_WINDOW training steps, in nats."""
+    window = step["loss"][-LOSS_WINDOW:]
+    return sum(window) / len(window)
+
+
+def peak_bytes(step: dict) -> int | None:
+    """CUDA allocator's peak; on a CPU the peak of the whole process."""
+    return step["peak_allocated_bytes"] or step["peak_rss_bytes"]
+
+
+def reference_step(steps: list[dict]) -> dict | None:
+    """The row that speedups are against: step 0, or the first that has a time."""
+    return next((step for step in steps if step["status"] == "ok"), None)
+
+
+def table(run: dict) -> tuple[list[str], list[list[str]]]:
+    """Headers and one row of strings per step; a row without a time has dashes."""
+    steps = run["steps"]
+    reference = reference_step(steps)
+    against = "vs baseline" if reference in (None, steps[0]) else f"vs {reference['step']}"
+    headers = ["step", "status", "ms/step", "tokens/s", "TFLOP/s", "vs previous", against, "peak GiB", "warm-up s"]
+    headers += ["loss", "loss difference"]
+    rows, previous = [], None
+    for step in steps:
+        if step["status"] != "ok":
+            rows.append([step["step"], step["status"], *["-"] * (len(headers) - 2)])
+            continue
+        rows.append([step["step"], "ok", *_measured_cells(step, previous or step, reference)])
+        previous = step
+    return headers, rows
+
+
+def _measured_cells(step: dict, previous: dict, reference: dict) -> list[str]:
+    ms, memory, loss = step["timing"]["median_ms"], peak_bytes(step), mean_loss(step)
+    tflops = step["model_flops_per_s"] / 1e12
+    return [
+        f"{ms:.1f}",
+        f"{step['tokens_per_s']:,.0f}",
+        f"{tflops:.0f}" if tflops >= 10 else f"{tflops:.3f}",
+        f"{previous['timing']['median_ms'] / ms:.2f}x",
+        f"{reference['timing']['median_ms'] / ms:.2f}x",
+        f"{memory / 2**30:.1f}" if memory else "-",
+        f"{step['timing']['warmup_s']:.1f}",
+        f"{loss:.4f}",
+        f"{loss / mean_loss(reference) - 1:+.2%}",
+    ]
+
+
+def render_table(run: dict, style: str) -> str:
+    headers, rows = table(run)
+    align = ["left", "left", *["right"] * (len(headers) - 2)]
+    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
+
+
+def remarks(run: dict) -> list[str]:
+    """Lines under the table: why a row has no time, what qualifies one that has, what was left out."""
+    lines = [
+        f"{step['step']}: {said}"
+        for step in run["steps"]
+        for said in [step["reason"] if step["status"] != "ok" else step["note"]]
+        if said
+    ]
+    if run["environment"].get("device_type") == "cpu":
+        lines.append("peak GiB is the memory of the whole process: on a CPU nothing counts the tensors alone")
+    return lines + run.get("problems", [])
+
+
+def describe_machine(environment: dict) -> str:
+    parts = [environment.get("device"), f"torch {environment.get('torch')}"]
+    for name, label in (("transformer_engine", "Transformer Engine"), ("cuda", "CUDA"), ("driver", "driver")):
+        if environment.get(name):
+            parts.append(f"{label} {environment[name]}")
+    commit = environment.get("commit")
+    dirty = " with uncommitted changes" if environment.get("dirty") else ""
+    parts.append(f"commit {commit[:10]}{dirty}" if commit else f"commit unknown ({environment.get('commit_reason')})")
+    return ", ".join(str(part) for part in parts)
+
+
+def describe_workload(workload: dict) -> str:
+    return (
+        f"{workload['preset']}: {workload['n_layer']} layers, {workload['n_head']} heads, "
+        f"{workload['n_embd']} channels, sequence {workload['seq_len']}, vocabulary {workload['vocab_size']}, "
+        f"batch {workload['batch_size']}, {workload['parameters'] / 1e6:.1f} M parameters, "
+        f"{workload['steps']} timed steps on {workload['data']['name']}"
+    )
+
+
+def render_text(run: dict) -> str:
+    lines = [render_table(run, "simple"), "", *remarks(run), CONVENTION]
+    return "\n".join(lines)
+
+
+def render_markdown(run: dict) -> str:
+    lines = ["# Training step speedup", ""]
+    if run["environment"]:
+        lines += [f"Machine: {describe_machine(run['environment'])}", ""]
+        lines += [f"Workload: {describe_workload(run['workload'])}", ""]
+    lines += [render_table(run, "pipe"), ""]
+    lines += [f"- {line}" for line in remarks(run)]
+    lines += [f"- {CONVENTION}", "", f"Reproduce: `{run['command']}`", ""]
+    return "\n".join(lines)
+
+
+# --- README ---------------------------------------------------------------------------------------
+
+
+def readme_table(results: Path) -> str:
+    """The recorded runs under `results/<machine>/<preset>/`, machine by machine, steps as rows."""
+    parts = []
+    for machine in sorted(path for path in results.iterdir() if path.is_dir()):
+        runs = [read_envelope(path) for path in machine.glob(f"*/{MERGED}")]
+        runs.sort(key=lambda run: run["workload"]["flops_per_step"])
+        if runs:
+            parts.append(_machine_table(machine, runs))
+    return "\n\n".join(parts)
+
+
+def _machine_table(folder: Path, runs: list[dict]) -> str:
+    headers = ["step"]
+    columns = [[step["step"] for step in runs[0]["steps"]]]
+    for run in runs:
+        workload, reference = run["workload"], reference_step(run["steps"])
+        headers.append(f"{workload['preset']}, batch {workload['batch_size']}")
+        columns.append([_speedup_cell(step, reference) for step in run["steps"]])
+    widest = runs[-1]
+    headers += ["TFLOP/s", "peak GiB"]
+    for index in (4, 7):
+        columns.append([row[index] for row in table(widest)[1]])
+    longest = max(runs, key=lambda run: len(reference_step(run["steps"])["loss"]))
+    headers.append(f"loss difference ({longest['workload']['preset']})")
+    columns.append([row[10] for row in table(longest)[1]])
+    rows = [list(row) for row in zip(*columns, strict=True)]
+    drawn = tabulate(rows, headers, tablefmt="pipe", colalign=["left", *["right"] * (len(headers) - 1)])
+    links = ", ".join(
+        f"[{run['workload']['preset']}](docs/results/{folder.name}/{run['workload']['preset']}/results.json)"
+        for run in runs
+    )
+    return (
+        f"{runs[0]['environment']['device']}, milliseconds per training step and speedup over step 0; TFLOP/s and "
+        f"memory of {widest['workload']['preset']}; loss over {len(longest['steps'][0]['loss'])} steps on the same "
+        f"batches.\n\n{drawn}\n\nRecords: {links}. {CONVENTION}"
+    )
+
+
+def _speedup_cell(step: dict, reference: dict) -> str:
+    if step["status"] != "ok":
+        return step["status"]
+    ms = step["timing"]["median_ms"]
+    return f"{ms:.1f} ms, {reference['timing']['median_ms'] / ms:.1f}x"
+
+
+def update_readme(readme: Path, results: Path) -> str:
+    """README's text with the part between its markers made anew from the records."""
+    before, begin, rest = readme.read_text().partition(README_BEGIN)
+    _, end, after = rest.partition(README_END)
+    if not (begin and end):
+        raise RecordError(f"{readme.name} lacks the markers {README_BEGIN} and {README_END}")
+    return f"{before}{begin}\n\n{readme_table(results)}\n\n{end}{after}"
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m common.report", description=__doc__.splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="a folder run_all.sh wrote")
+    what.add_argument("--update-readme", action="store_true", help="renew README's table from docs/results/")
+    args = parser.parse_args()
+    try:
+        if args.update_readme:
+            readme = ROOT / "README.md"
+            readme.write_text(update_readme(readme, ROOT / "docs" / "results"))
+            return
+        run = load_run(args.run_dir)
+        write_json(args.run_dir / MERGED, run)
+        (args.run_dir / "report.md").write_text(render_markdown(run))
+    except (RecordError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    print(render_text(run))
+    sys.exit(0 if all(step["status"] in ("ok", "skipped") for step in run["steps"]) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+#!/usr/bin/env bash
+# Run every step in a process of its own and tabulate them. See usage below, or ./run_all.sh --help.
+set -u
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+limit="${STEP_TIMEOUT:-1800}"
+te_version=2.20.2
+
+usage() {
+  cat <<EOF
+usage: ./run_all.sh [ARGUMENT ...]
+
+Runs every [0-9]_*.py in order with the ARGUMENTs (python 0_baseline.py --help lists them), prints a
+table and writes it, the records and the logs to a new folder under results/; results/latest names it.
+Exit code: 0 when every row is ok or skipped, 2 for bad arguments, 130 after Ctrl-C, 1 otherwise.
+
+  ./run_all.sh --setup     only prepare Python, and print the interpreter that will be used
+  STEP_TIMEOUT=SECONDS     the longest one step may take (now $limit)
+  PYTHON=INTERPRETER       use this Python as it is
+EOF
+}
+
+has() { "$1" -c "import $2" >/dev/null 2>&1; }
+
+# Print the interpreter to use. A torch that is already there is never replaced: in NVIDIA's
+# container it is NVIDIA's own. Elsewhere .venv gets the pinned requirements.
+setup() {
+  if [ -n "${PYTHON:-}" ]; then
+    echo "$PYTHON"
+    return
+  fi
+  if has python3 torch; then
+    if ! has python3 "numpy, tabulate"; then
+      grep -v '^torch' "$here/requirements.txt" >"$here/.requirements-without-torch.txt"
+      python3 -m pip install --quiet --no-deps -r "$here/.requirements-without-torch.txt" >&2 || return 1
+      rm -f "$here/.requirements-without-torch.txt"
+    fi
+    echo python3
+    return
+  fi
+  local python="$here/.venv/bin/python"
+  if ! has "$python" "torch, numpy, tabulate"; then
+    echo "run_all.sh: installing requirements.txt into .venv (once)" >&2
+    python3 -m venv --clear "$here/.venv" >&2 || return 1
+    "$python" -m pip install --quiet -r "$here/requirements.txt" >&2 || return 1
+    if command -v nvidia-smi >/dev/null; then
+      # Optional: without it the FP8 step is a skipped row that says so.
+      "$python" -m pip install --quiet wheel setuptools ninja >&2 &&
+        "$python" -m pip install --quiet --no-build-isolation "transformer-engine[pytorch]==$te_version" >&2 ||
+        echo "run_all.sh: Transformer Engine did not install; the step that needs it will be skipped" >&2
+    fi
+  fi
+  echo "$python"
+}
+
+# Say how a process ended that left no record, for the report: STATUS REASON.
+how_it_ended() { # exit code, seconds it took, log
+  if [ "$1" -eq 124 ] || { [ "$1" -eq 137 ] && [ "$2" -ge "$limit" ]; }; then
+    echo "timeout took longer than $limit s: raise STEP_TIMEOUT, or take fewer --steps"
+  elif [ "$1" -eq 137 ]; then
+    echo "oom killed by the system (signal 9), as it does when host memory runs out"
+  elif [ "$1" -gt 128 ]; then
+    echo "failed killed by signal $(($1 - 128)): see ${3##*/}"
+  else
+    echo "failed ended with exit code $1 and no record: see ${3##*/}"
+  fi
+}
+
+run_step() { # script
+  local name record log started pid code
+  name="$(basename "$1" .py)"
+  record="$run/$name.json"
+  log="$run/$name.log"
+  started=$SECONDS
+  # In the background, so that Ctrl-C reaches the trap at once; timeout ends the whole process group.
+  timeout --kill-after=10 "$limit" "$python" "$1" "${arguments[@]}" --output "$record" \
+    > >(tee -a "$log") 2>>"$log" </dev/null &
+  pid=$!
+  trap 'interrupted=1; kill -TERM "$pid" 2>/dev/null' INT TERM
+  wait "$pid"
+  code=$?
+  if [ "$interrupted" -eq 1 ]; then
+    wait "$pid" 2>/dev/null # the first wait ended with the signal, not with the process
+  fi
+  trap 'interrupted=1' INT TERM
+  if [ ! -e "$record" ]; then
+    if [ "$interrupted" -eq 1 ]; then
+      echo "failed interrupted" >"$run/$name.exit"
+    else
+      how_it_ended "$code" $((SECONDS - started)) "$log" >"$run/$name.exit"
+    fi
+  fi
+}
+
+case " $* " in
+  *" --help "* | *" -h "*) usage; exit 0 ;;
+  *" --output"*) echo "run_all.sh: error: --output is chosen by run_all.sh: results/ holds a folder per run" >&2; exit 2 ;;
+esac
+case "$limit" in
+  '' | *[!0-9]* | 0) echo "run_all.sh: error: STEP_TIMEOUT=$limit is not a whole number of seconds" >&2; exit 2 ;;
+esac
+python="$(setup)" || { echo "run_all.sh: error: could not prepare Python (see above)" >&2; exit 1; }
+if [ "${1:-}" = --setup ]; then
+  echo "$python"
+  exit 0
+fi
+export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+
+# Check the arguments once, and pin what `auto` chose, so that all rows do the same work.
+resolved="$("$python" -m common.benchmark "$@")" || exit $?
+mapfile -t resolved <<<"$resolved"
+arguments=("$@" "${resolved[@]}")
+
+mkdir -p "$here/results" &&
+  run="$(mktemp -d "$here/results/$(date -u +%Y%m%d-%H%M%S)-XXXX")" && chmod 755 "$run" ||
+  { echo "run_all.sh: error: cannot write to results/" >&2; exit 2; }
+ln -sfn "$(basename "$run")" "$here/results/latest"
+
+interrupted=0
+trap 'interrupted=1' INT TERM
+for index in 0 1 2 3 4 5 6 7 8 9; do
+  found=0
+  for script in "$here/${index}"_*.py; do
+    [ -e "$script" ] || continue
+    found=1
+    if [ "$interrupted" -eq 1 ]; then
+      echo "failed not run: interrupted" >"$run/$(basename "$script" .py).exit"
+    else
+      run_step "$script"
+      echo
+    fi
+  done
+  if [ "$found" -eq 0 ] && [ "$index" -le 4 ]; then
+    echo "failed ${index}_*.py is missing: restore it with git checkout" >"$run/${index}_missing.exit"
+  fi
+done
+
+"$python" -m common.report "$run"
+code=$?
+echo "written to results/$(basename "$run")"
+[ "$interrupted" -eq 0 ] || exit 130
+exit "$code"

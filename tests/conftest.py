@@ -1,0 +1,68 @@
+"""What the tests share: the step scripts as modules, and a training step without its benchmark."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from common import benchmark, data  # noqa: E402
+from common.model import GPTConfig  # noqa: E402
+
+STEPS = sorted(path.stem for path in ROOT.glob("[0-9]_*.py"))
+CPU_STEPS = STEPS[:4]
+SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=64, seq_len=64, vocab_size=256)
+
+
+def load_step(name: str):
+    """Import a step script under its own name; its file name is not an identifier."""
+    spec = importlib.util.spec_from_file_location(f"step_{name}", ROOT / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **overrides) -> benchmark.Arguments:
+    fields = {
+        "script": ROOT / f"{step}.py", "preset_given": "tiny", "config": config, "batch_size": 2, "steps": 6,
+        "warmup": 2, "lr": 1e-3, "seed": 1337, "text": data.standard_library_text(), "device": torch.device(device),
+        "amp_dtype": amp_dtype, "amp_note": None, "output": ROOT / "results" / "unused.json", "notes": (),
+    }  # fmt: skip
+    return benchmark.Arguments(**(fields | overrides))
+
+
+def built(step: str, monkeypatch, **overrides) -> SimpleNamespace:
+    """Run a script's `main` up to `benchmark.run`: its train_step, model, args, and staged batches."""
+    module, caught = load_step(step), {}
+
+    def catch(train_step, model, args, **settings):
+        caught.update(train_step=train_step, model=model, args=args, settings=settings)
+        return {}
+
+    monkeypatch.setattr(benchmark, "run", catch)
+    module.main(arguments(step, **overrides))
+    args = caught["args"]
+    batches = data.stage_batches(benchmark.draw_batches(args), args.device)
+    return SimpleNamespace(module=module, batches=batches, **caught)
+
+
+@pytest.fixture(autouse=True)
+def restore_precision():
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    """A file of 4000 printable bytes."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(np.random.default_rng(0).integers(32, 127, 4000, dtype=np.uint8).tobytes())
+    return path

@@ -1,0 +1,48 @@
+"""Record the signatures of a Transformer Engine release from its source, without importing it.
+
+    pip download --no-deps transformer-engine==2.9.0 && unzip transformer_engine-2.9.0-*.whl -d te
+    python tests/te_signatures.py te > tests/data/te-2.9.0.json
+
+Writes {name: {"parameters": [...], "keyword_only": [...]}} for what step 4 may use: the modules and
+functions of transformer_engine.pytorch and the recipes.
+"""
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+SOURCES = {
+    "transformer_engine.pytorch": ("pytorch/module/*.py", "pytorch/quantization.py", "pytorch/transformer.py"),
+    "transformer_engine.common.recipe": ("common/recipe/__init__.py",),
+}
+
+
+def signature(node: ast.AST) -> dict | None:
+    """Parameters of a function, of a class's __init__, or of a dataclass's fields."""
+    if isinstance(node, ast.ClassDef):
+        init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+        if init is None:
+            fields = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign)]
+            return {"parameters": fields, "keyword_only": []}
+        node = init
+    if not isinstance(node, ast.FunctionDef):
+        return None
+    parameters = [a.arg for a in node.args.args if a.arg != "self"]
+    return {"parameters": parameters, "keyword_only": [a.arg for a in node.args.kwonlyargs]}
+
+
+def record(root: Path) -> dict:
+    names = {}
+    for module, patterns in SOURCES.items():
+        for path in sorted(p for pattern in patterns for p in (root / "transformer_engine").glob(pattern)):
+            for node in ast.parse(path.read_text()).body:
+                found = None if getattr(node, "name", "_").startswith("_") else signature(node)
+                if found is not None:
+                    names[f"{module}.{node.name}"] = found
+    return names
+
+
+if __name__ == "__main__":
+    json.dump(record(Path(sys.argv[1])), sys.stdout, indent=1, sort_keys=True)
+    print()

@@ -1,0 +1,35 @@
+import pytest
+import torch
+from conftest import STEPS, load_step
+from torch.utils.flop_counter import FlopCounterMode
+
+from common import flops
+from common.model import GPT, PRESETS, GPTConfig
+
+SHAPES = [
+    GPTConfig(n_layer=2, n_head=4, n_embd=64, seq_len=32, vocab_size=256),
+    GPTConfig(n_layer=3, n_head=2, n_embd=48, seq_len=80, vocab_size=400),
+]
+
+
+@pytest.mark.parametrize("config", SHAPES)
+def test_flops_match_torch_on_step_0_but_for_the_half_square(config):
+    module = load_step(STEPS[0])
+    model = GPT(config, module.Block, module.Head, seed=0)
+    tokens = torch.randint(config.vocab_size, (2, config.seq_len))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    hidden_half = 6 * config.n_layer * config.seq_len * config.n_embd * tokens.numel()
+    assert counter.get_total_flops() == flops.flops_per_step(config, batch_size=2) + hidden_half
+
+
+@pytest.mark.parametrize("config", SHAPES)
+def test_parameters_match_the_model(config):
+    module = load_step(STEPS[0])
+    model = GPT(config, module.Block, module.Head, seed=0)
+    assert flops.parameters(config) == sum(p.numel() for p in model.parameters())
+
+
+def test_known_sizes():
+    assert flops.parameters(PRESETS["gpt2"].config) == pytest.approx(124e6, rel=0.01)
+    assert flops.parameters(PRESETS["gpt3-xl"].config) == pytest.approx(1.3e9, rel=0.03)

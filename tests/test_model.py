@@ -1,0 +1,79 @@
+import math
+
+import pytest
+import torch
+from conftest import CPU_STEPS, SMALL, load_step
+
+from common.model import GPT, PRESETS, GPTConfig
+
+
+def build(step, config=SMALL, seed=1337):
+    module = load_step(step)
+    return GPT(config, module.Block, module.Head, seed)
+
+
+def logits_of(model, tokens):
+    caught = []
+    hook = model.head.lm_head.register_forward_hook(lambda module, inputs, output: caught.append(output))
+    model(tokens, tokens)
+    hook.remove()
+    return caught[0]
+
+
+@pytest.mark.parametrize("step", CPU_STEPS)
+def test_a_changed_future_token_moves_no_earlier_logit(step):
+    model = build(step)
+    tokens = torch.randint(SMALL.vocab_size, (2, SMALL.seq_len))
+    changed = tokens.clone()
+    position = SMALL.seq_len // 2
+    changed[:, position] = (changed[:, position] + 1) % SMALL.vocab_size
+    before, after = logits_of(model, tokens), logits_of(model, changed)
+    torch.testing.assert_close(after[:, :position], before[:, :position], rtol=0, atol=0)
+    assert (after[:, position:] != before[:, position:]).any(dim=-1).all(), "later logits must see the change"
+
+
+def test_initial_weights_are_the_same_in_all_steps():
+    reference = build(CPU_STEPS[0]).state_dict()
+    for step in CPU_STEPS[1:]:
+        weights = build(step).state_dict()
+        assert weights.keys() == reference.keys()
+        for name, weight in weights.items():
+            assert torch.equal(weight, reference[name]), (step, name)
+
+
+def test_initialization_follows_gpt2():
+    config = GPTConfig(n_layer=8, n_head=4, n_embd=128, seq_len=64, vocab_size=512)
+    parameters = dict(build(CPU_STEPS[0], config).named_parameters())
+    for name, parameter in parameters.items():
+        if parameter.dim() == 2:
+            residual = name.endswith(("attn.proj.weight", "mlp.proj.weight"))
+            expected = 0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02
+            assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
+        else:
+            assert (parameter == (0.0 if name.endswith("bias") else 1.0)).all(), name
+
+
+def test_the_head_is_tied_to_the_embedding():
+    model = build(CPU_STEPS[0])
+    assert model.head.lm_head.weight is model.wte.weight
+
+
+def test_a_seed_decides_the_weights():
+    first, again, other = build(CPU_STEPS[0]), build(CPU_STEPS[0]), build(CPU_STEPS[0], seed=7)
+    assert torch.equal(first.wte.weight, again.wte.weight)
+    assert not torch.equal(first.wte.weight, other.wte.weight)
+
+
+def test_every_preset_splits_into_heads():
+    for preset in PRESETS.values():
+        assert preset.config.n_embd == preset.config.n_head * preset.config.head_dim
+
+
+def test_the_residual_stream_has_the_dtype_asked_for():
+    module, seen = load_step(CPU_STEPS[1]), []
+    model = GPT(SMALL, module.Block, module.Head, 1337, residual_dtype=torch.bfloat16)
+    model.blocks[0].register_forward_pre_hook(lambda block, inputs: seen.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        model(tokens, tokens)
+    assert seen == [torch.bfloat16]
