@@ -87,26 +87,32 @@ def main(args):
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if args.compute_capability >= (9, 0):
         backends.insert(0, SDPBackend.CUDNN_ATTENTION)  # the fastest kernel from Hopper on
-    recipe = DelayedScaling()
+    recipe = DelayedScaling(amax_history_len=16)
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
 
-    def train_step(tokens, targets):
+    def forward_backward(tokens, targets):
         amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp_dtype is not torch.float32)
-        with amp, sdpa_kernel(backends, set_priority=True), te.autocast(enabled=not no_fp8, recipe=recipe):
+        fp8 = te.autocast(enabled=not no_fp8, recipe=recipe)
+        with amp, sdpa_kernel(backends, set_priority=True), fp8:
             loss = model(tokens, targets)
         scaler.scale(loss).backward()
+        return loss
+
+    def calibrate(tokens, targets):
+        for _ in range(2):  # delayed scaling takes its scales from earlier passes: these train nothing
+            forward_backward(tokens, targets)
+            optimizer.zero_grad()
+
+    def train_step(tokens, targets):
+        loss = forward_backward(tokens, targets)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         return loss
 
-    return benchmark.run(
-        train_step,
-        model,
-        args,
-        note=no_fp8 and f"BF16 in TE's fused modules: {no_fp8}",
-        fp8_recipe=None if no_fp8 else type(recipe).__name__,
-    )
+    settings = {"note": no_fp8 and f"BF16 in TE's fused modules: {no_fp8}"}
+    settings["fp8_recipe"] = None if no_fp8 else type(recipe).__name__
+    return benchmark.run(train_step, model, args, prepare=calibrate, **settings)
 
 
 if __name__ == "__main__":

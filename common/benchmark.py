@@ -107,8 +107,13 @@ class Arguments:
 
     @property
     def adamw(self) -> dict:
-        """The optimizer's keywords, the same for all steps (GPT-3 paper, appendix B, without schedule)."""
-        return {"lr": self.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+        """The optimizer's keywords, the same for all steps.
+
+        Those of Llama 2 (Touvron et al. 2023, section 2.1), without schedule or clipping. Its eps matters
+        here: byte tokens leave most rows of a large vocabulary without a target, and at the usual 1e-8 Adam
+        blows their vanishing gradients up to full steps, so that the loss jumps, in FP32 as well.
+        """
+        return {"lr": self.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 
     @property
     def compute_capability(self) -> tuple[int, int]:
@@ -307,12 +312,21 @@ def launch(main: Callable[[Arguments], dict]) -> None:
     sys.exit(0 if record["status"] in ("ok", "skipped") else 1)
 
 
-def run(train_step: TrainStep, model: torch.nn.Module, args: Arguments, *, note: str | None = None, **settings) -> dict:
+def run(
+    train_step: TrainStep,
+    model: torch.nn.Module,
+    args: Arguments,
+    *,
+    prepare: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
+    note: str | None = None,
+    **settings,
+) -> dict:
     """Warm up, time `args.steps` training steps, observe one more, and return the step record.
 
     Args:
         train_step: takes tokens and targets, each (B, T) int64 on the device; trains; returns the loss.
         model: only its training mode is touched.
+        prepare: takes the first batch before the first step and must not train; counts as warm-up time.
         note: one line that qualifies the row.
         settings: what the observed step cannot show, for the record's `settings`.
 
@@ -326,6 +340,8 @@ def run(train_step: TrainStep, model: torch.nn.Module, args: Arguments, *, note:
 
     losses = []
     started = time.perf_counter()
+    if prepare is not None:
+        prepare(*batches[0])
     for k in range(args.warmup):
         progress.show("warm-up", k, args.warmup)
         losses.append(train_step(*batches[k]).detach().clone())

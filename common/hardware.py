@@ -28,6 +28,7 @@ NUMERIC_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
 )
 NUMERIC_PREFIXES = ("NVTE_",)
+CPUINFO = Path("/proc/cpuinfo")
 
 
 class DeviceError(ValueError):
@@ -112,7 +113,7 @@ def has_bf16_matrix_instructions(device: torch.device) -> bool:
     if device.type == "cuda":
         return compute_capability(device) >= (8, 0)
     try:
-        cpuinfo = Path("/proc/cpuinfo").read_text()
+        cpuinfo = CPUINFO.read_text()
     except OSError:
         return False
     flags = next((line for line in cpuinfo.splitlines() if line.lower().startswith(("flags", "features"))), "")
@@ -193,7 +194,7 @@ def device_name(device: torch.device) -> str:
 
 def cpu_name() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = CPUINFO.read_text().splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

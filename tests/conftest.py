@@ -50,6 +50,8 @@ def built(step: str, monkeypatch, **overrides) -> SimpleNamespace:
     module.main(arguments(step, **overrides))
     args = caught["args"]
     batches = data.stage_batches(benchmark.draw_batches(args), args.device)
+    if prepare := caught["settings"].pop("prepare", None):
+        prepare(*batches[0])
     return SimpleNamespace(module=module, batches=batches, **caught)
 
 
