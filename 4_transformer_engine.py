@@ -18,8 +18,6 @@ from common.model import GPT
 try:
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling
-
-    te_error = None
 except (ImportError, OSError, RuntimeError) as error:  # absent, or built for another torch or CUDA
     te, te_error = None, error
 
@@ -61,21 +59,19 @@ class Head(nn.Module):
 
 
 def check_fp8(args):
-    """Skip where TE cannot run; return why FP8 cannot, or None."""
+    """Skip where TE cannot run; return the row's note where FP8 cannot."""
     if args.device.type != "cuda":
         raise benchmark.Skip("Transformer Engine needs an NVIDIA GPU")
     if te is None:
         install = 'pip install --no-build-isolation "transformer-engine[pytorch]"'
         raise benchmark.Skip(f"Transformer Engine does not import ({benchmark.one_line(te_error)}): {install}")
     available, reason = te.is_fp8_available(return_reason=True)
-    for name, size, multiple in (
-        ("--n-embd", args.config.n_embd, 16),
-        ("--vocab-size", args.config.vocab_size, 16),
-        ("--batch-size x --seq-len", args.batch_size * args.config.seq_len, 8),
-    ):
+    config, tokens = args.config, args.batch_size * args.config.seq_len
+    sizes = (("--n-embd", config.n_embd, 16), ("--vocab-size", config.vocab_size, 16), ("tokens per step", tokens, 8))
+    for name, size, multiple in sizes:
         if available and size % multiple:
             raise benchmark.Skip(f"FP8 needs {name} divisible by {multiple}, not {size}")
-    return None if available else reason
+    return None if available else f"BF16 in TE's fused modules: {reason}"
 
 
 def main(args):
@@ -92,8 +88,7 @@ def main(args):
 
     def forward_backward(tokens, targets):
         amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp_dtype is not torch.float32)
-        fp8 = te.autocast(enabled=not no_fp8, recipe=recipe)
-        with amp, sdpa_kernel(backends, set_priority=True), fp8:
+        with amp, sdpa_kernel(backends, set_priority=True), te.autocast(enabled=not no_fp8, recipe=recipe):
             loss = model(tokens, targets)
         scaler.scale(loss).backward()
         return loss
@@ -110,9 +105,8 @@ def main(args):
         optimizer.zero_grad()
         return loss
 
-    settings = {"note": no_fp8 and f"BF16 in TE's fused modules: {no_fp8}"}
-    settings["fp8_recipe"] = None if no_fp8 else type(recipe).__name__
-    return benchmark.run(train_step, model, args, prepare=calibrate, **settings)
+    fp8_recipe = None if no_fp8 else type(recipe).__name__
+    return benchmark.run(train_step, model, args, prepare=calibrate, note=no_fp8, fp8_recipe=fp8_recipe)
 
 
 if __name__ == "__main__":
