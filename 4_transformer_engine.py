@@ -58,8 +58,8 @@ class Head(nn.Module):
         return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def check_fp8(args):
-    """Skip where TE cannot run; return the row's note where FP8 cannot."""
+def choose_recipe(args):
+    """FP8's recipe and None, or None and why FP8 cannot run here. Skips where TE cannot run at all."""
     if args.device.type != "cuda":
         raise benchmark.Skip("Transformer Engine needs an NVIDIA GPU")
     if te is None:
@@ -71,11 +71,11 @@ def check_fp8(args):
     for name, size, multiple in sizes:
         if available and size % multiple:
             raise benchmark.Skip(f"FP8 needs {name} divisible by {multiple}, not {size}")
-    return None if available else f"BF16 in TE's fused modules: {reason}"
+    return (DelayedScaling(amax_history_len=16), None) if available else (None, f"BF16 instead of FP8: {reason}")
 
 
 def main(args):
-    no_fp8 = check_fp8(args)
+    recipe, note = choose_recipe(args)
     torch.set_float32_matmul_precision("high")  # TF32
     with args.device:
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
@@ -83,12 +83,11 @@ def main(args):
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if args.compute_capability >= (9, 0):
         backends.insert(0, SDPBackend.CUDNN_ATTENTION)  # the fastest kernel from Hopper on
-    recipe = DelayedScaling(amax_history_len=16)
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
 
     def forward_backward(tokens, targets):
         amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp_dtype is not torch.float32)
-        with amp, sdpa_kernel(backends, set_priority=True), te.autocast(enabled=not no_fp8, recipe=recipe):
+        with amp, sdpa_kernel(backends, set_priority=True), te.autocast(enabled=recipe is not None, recipe=recipe):
             loss = model(tokens, targets)
         scaler.scale(loss).backward()
         return loss
@@ -105,8 +104,8 @@ def main(args):
         optimizer.zero_grad()
         return loss
 
-    fp8_recipe = None if no_fp8 else type(recipe).__name__
-    return benchmark.run(train_step, model, args, prepare=calibrate, note=no_fp8, fp8_recipe=fp8_recipe)
+    fp8_recipe = recipe and type(recipe).__name__
+    return benchmark.run(train_step, model, args, prepare=calibrate, note=note, fp8_recipe=fp8_recipe)
 
 
 if __name__ == "__main__":
