@@ -210,12 +210,10 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         amp_dtype, amp_note = hardware.resolve_amp_dtype(given.amp_dtype, device)
         preset, batch_size, notes = _resolve_preset(given.preset, device)
         config = _override_shape(PRESETS[preset].config, given)
-        if given.output and not given.output.name:
-            raise ValueError(f"--output {given.output} names no file")
-        output = given.output or ROOT / "results" / f"{script.stem}.json"
-        _check_writable(output)
         text = data.read_text(given.data)
         data.check_text(text, config.seq_len, config.vocab_size)
+        output = given.output or ROOT / "results" / f"{script.stem}.json"
+        _check_writable(output)
     except torch.OutOfMemoryError:
         parser.error(f"--device {given.device} has no free memory left for even one tensor")
     except ValueError as error:

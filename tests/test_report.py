@@ -1,0 +1,175 @@
+"""The table and its file from fixture records: every status, every kind of broken file."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from common import report
+from common.record import RecordError, empty_step_record, read_envelope
+
+NAMES = ["0_a", "1_b", "2_c", "3_d", "4_e"]
+WORKLOAD = {
+    "preset": "tiny", "n_layer": 2, "n_head": 4, "n_embd": 128, "seq_len": 1024, "vocab_size": 256, "batch_size": 8,
+    "parameters": 600_000, "tokens_per_step": 2048, "flops_per_step": 8_400_000_000,
+    "data": {"name": "text", "tokens": 10_000, "batches_sha256": "0"}, "seed": 1, "lr": 0.001, "warmup": 1, "steps": 3,
+}  # fmt: skip
+
+
+def step(name, ms=100.0, status="ok", **fields):
+    record = empty_step_record(name, "source") | {"status": status}
+    if status == "ok":
+        timing = {"warmup_s": 1.0, "step_ms": [ms] * 3, "median_ms": ms, "p25_ms": ms, "p75_ms": ms}
+        record |= {"timing": timing, "tokens_per_s": 2048 / ms * 1e3, "model_flops_per_s": 8.4e9 / ms * 1e3}
+        record |= {"loss": [4.0, 3.0, 2.0, 1.0], "peak_allocated_bytes": 3 * 2**30}
+    return record | fields
+
+
+def envelope(*steps, workload=WORKLOAD, **environment):
+    environment = {"device": "GPU", "device_type": "cuda", "torch": "2.x", "commit": "abc"} | environment
+    return {
+        "schema_version": 1, "command": f"python {steps[0]['step']}.py --preset tiny", "started_at": "2026-01-01",
+        "environment": environment, "workload": workload, "roofs": None, "steps": list(steps),
+    }  # fmt: skip
+
+
+def write_run(folder, *steps):
+    for record in steps:
+        (folder / f"{record['step']}.json").write_text(json.dumps(envelope(record)))
+    return folder
+
+
+def rows_of(run):
+    headers, rows = report.table(run)
+    return [dict(zip(headers, row, strict=True)) for row in rows]
+
+
+def test_speedups_are_against_the_previous_row_and_step_0(tmp_path):
+    run = report.load_run(write_run(tmp_path, step("0_a", 300), step("1_b", 100), step("2_c", 120, loss=[2.0] * 4)))
+    rows = rows_of(run)
+    assert [row["vs previous"] for row in rows] == ["1.00x", "3.00x", "0.83x"]
+    assert [row["vs baseline"] for row in rows] == ["1.00x", "3.00x", "2.50x"]
+    assert rows[2]["loss difference"] == "-20.00%" and rows[0]["loss"] == "2.5000"
+    assert rows[1]["ms/step"] == "100.0" and rows[1]["tokens/s"] == "20,480" and rows[1]["peak GiB"] == "3.0"
+
+
+def test_loss_is_the_mean_of_the_last_20():
+    assert report.mean_loss({"loss": [100.0] * 50 + [2.0] * 20}) == 2.0
+
+
+def test_rows_without_a_time_stay_with_their_reason(tmp_path):
+    steps = [step("0_a", 300), step("1_b", status="skipped", reason="no such thing"), step("2_c", 100)]
+    run = report.load_run(write_run(tmp_path, *steps))
+    rows = rows_of(run)
+    assert rows[1]["status"] == "skipped" and rows[1]["ms/step"] == "-"
+    assert rows[2]["vs previous"] == "3.00x", "against the last row that has a time"
+    assert "1_b: no such thing" in report.render_text(run)
+
+
+def test_without_step_0_speedups_say_what_they_are_against(tmp_path):
+    run = report.load_run(write_run(tmp_path, step("0_a", status="oom", reason="x"), step("1_b", 80), step("2_c", 40)))
+    rows = rows_of(run)
+    assert "vs baseline" not in rows[0] and rows[2]["vs 1_b"] == "2.00x"
+
+
+def test_no_row_with_a_time_is_still_a_table(tmp_path):
+    run = report.load_run(write_run(tmp_path, *(step(name, status="failed", reason="x") for name in NAMES)))
+    assert len(rows_of(run)) == 5
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "reason"),
+    [
+        ("timeout took too long", "timeout", "took too long"),
+        ("oom killed", "oom", "killed; try --batch-size 4"),
+        ("failed ended with exit code 3", "failed", "ended with exit code 3"),
+        ("nonsense", "failed", "nonsense"),
+        ("", "failed", "its record cannot be read"),
+    ],
+)
+def test_a_process_without_a_record_has_a_row(tmp_path, said, status, reason):
+    write_run(tmp_path, step("0_a"))
+    (tmp_path / "1_b.exit").write_text(said + "\n")
+    second = report.load_run(tmp_path)["steps"][1]
+    assert (second["step"], second["status"], second["reason"]) == ("1_b", status, reason)
+
+
+def test_only_exits_are_still_a_table(tmp_path):
+    (tmp_path / "0_a.exit").write_text("failed no")
+    run = report.load_run(tmp_path)
+    assert len(rows_of(run)) == 1 and "0_a: no" in report.render_markdown(run)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{ broken", "not readable JSON"),
+        ("\x00\xff", "not readable JSON"),
+        ("[]", "not a record"),
+        ('{"hello": 1}', "not a record"),
+        ('{"schema_version": 99}', "schema version 99"),
+        ('{"schema_version": 1, "steps": 3, "workload": {}, "environment": {}}', "not a record"),
+        ('{"schema_version": 1, "steps": [3], "workload": {}, "environment": {}}', "without a name"),
+        (json.dumps(envelope(step("9_z") | {"timing": None})), "without its numbers"),
+        (json.dumps(envelope(step("9_z") | {"loss": ["x"]})), "without its numbers"),
+        (json.dumps(envelope(step("9_z") | {"status": "great"})), "known status"),
+    ],
+)
+def test_a_corrupt_or_foreign_file_is_named_and_left_out(tmp_path, content, said):
+    write_run(tmp_path, step("0_a"))
+    (tmp_path / "1_b.json").write_text(content, encoding="latin-1")
+    run = report.load_run(tmp_path)
+    assert [s["step"] for s in run["steps"]] == ["0_a", "1_b"] and run["steps"][1]["status"] == "failed"
+    assert "1_b.json" in report.render_text(run) and said in report.render_markdown(run)
+
+
+def test_different_workloads_are_not_merged(tmp_path):
+    write_run(tmp_path, step("0_a"))
+    other = envelope(step("1_b"), workload=WORKLOAD | {"batch_size": 9, "seed": 2})
+    (tmp_path / "1_b.json").write_text(json.dumps(other))
+    with pytest.raises(RecordError, match="different workloads: batch_size, seed differ"):
+        report.load_run(tmp_path)
+
+
+def test_rows_of_different_machines_are_named(tmp_path):
+    write_run(tmp_path, step("0_a"))
+    (tmp_path / "1_b.json").write_text(json.dumps(envelope(step("1_b"), device="other GPU")))
+    assert "rows differ in device: GPU, other GPU" in report.render_text(report.load_run(tmp_path))
+
+
+def test_the_command_rebuilds_everything(tmp_path):
+    write_run(tmp_path, step("0_a", 300), step("1_b", 100, note="a note"))
+    command = [sys.executable, "-m", "common.report", str(tmp_path)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    merged = read_envelope(tmp_path / "results.json")
+    assert [s["step"] for s in merged["steps"]] == ["0_a", "1_b"]
+    assert merged["command"] == "./run_all.sh --preset tiny"
+    assert "3.00x" in ran.stdout and "1_b: a note" in ran.stdout
+    written = (tmp_path / "report.md").read_text()
+    for path in tmp_path.glob("*_*.json"):
+        path.unlink()
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    assert (tmp_path / "report.md").read_text() == written, "results.json alone gives the same report"
+
+
+def test_the_command_needs_no_torch(tmp_path):
+    write_run(tmp_path, step("0_a"))
+    code = f"import sys; sys.modules['torch'] = None; sys.argv[1:] = [{str(tmp_path)!r}]; import runpy; "
+    code += "runpy.run_module('common.report', run_name='__main__')"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("folder", ["absent", "empty"])
+def test_a_folder_without_records_is_one_line_and_exit_code_2(tmp_path, folder):
+    (tmp_path / "empty").mkdir()
+    command = [sys.executable, "-m", "common.report", str(tmp_path / folder)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1
+
+
+def test_a_failed_row_makes_exit_code_1(tmp_path):
+    write_run(tmp_path, step("0_a"), step("1_b", status="failed", reason="x"))
+    command = [sys.executable, "-m", "common.report", str(tmp_path)]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 1
