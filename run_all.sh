@@ -31,9 +31,8 @@ setup() {
   fi
   if has python3 torch; then
     if ! has python3 "numpy, tabulate"; then
-      grep -v '^torch' "$here/requirements.txt" >"$here/.requirements-without-torch.txt"
-      python3 -m pip install --quiet --no-deps -r "$here/.requirements-without-torch.txt" >&2 || return 1
-      rm -f "$here/.requirements-without-torch.txt"
+      grep -v '^torch' "$here/requirements.txt" |
+        python3 -m pip install --quiet --no-deps -r /dev/stdin >&2 || return 1
     fi
     echo python3
     return
@@ -72,6 +71,7 @@ run_step() { # script
   record="$run/$name.json"
   log="$run/$name.log"
   started=$SECONDS
+  # shellcheck disable=SC2094 # both streams append to the log
   # In the background, so that Ctrl-C reaches the trap at once; timeout ends the whole process group.
   timeout --kill-after=10 "$limit" "$python" "$1" "${arguments[@]}" --output "$record" \
     > >(tee -a "$log") 2>>"$log" </dev/null &
@@ -108,12 +108,16 @@ export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 
 # Check the arguments once, and pin what `auto` chose, so that all rows do the same work.
 resolved="$("$python" -m common.benchmark "$@")" || exit $?
-mapfile -t resolved <<<"$resolved"
-arguments=("$@" "${resolved[@]}")
+arguments=("$@")
+while read -r word; do
+  [ -z "$word" ] || arguments+=("$word")
+done <<<"$resolved"
 
-mkdir -p "$here/results" &&
-  run="$(mktemp -d "$here/results/$(date -u +%Y%m%d-%H%M%S)-XXXX")" && chmod 755 "$run" ||
-  { echo "run_all.sh: error: cannot write to results/" >&2; exit 2; }
+if ! { mkdir -p "$here/results" && run="$(mktemp -d "$here/results/$(date -u +%Y%m%d-%H%M%S)-XXXX")"; }; then
+  echo "run_all.sh: error: cannot write to results/" >&2
+  exit 2
+fi
+chmod 755 "$run"
 ln -sfn "$(basename "$run")" "$here/results/latest"
 
 interrupted=0

@@ -556,7 +556,8 @@ def result_line(record: dict) -> str:
 
 
 if __name__ == "__main__":
-    # run_all.sh checks its arguments once, before any row, and pins what `auto` chose for every row.
+    # run_all.sh checks its arguments once, before any row; what `auto` chose it pins for every row.
     checked = parse_args(ROOT / "run_all.sh", "Runs the five steps and tabulates them.")
-    print(*checked.notes, sep="\n", file=sys.stderr)
-    print("--preset", checked.preset_given, "--batch-size", checked.batch_size, sep="\n")
+    if checked.notes:
+        print(*checked.notes, sep="\n", file=sys.stderr)
+        print("--preset", checked.preset_given, "--batch-size", checked.batch_size, sep="\n")

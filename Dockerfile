@@ -1,0 +1,7 @@
+# The scripts run from the working copy, mounted at /workspace: the image adds only what NVIDIA's lacks.
+ARG BASE=nvcr.io/nvidia/pytorch:25.11-py3
+# hadolint ignore=DL3006
+FROM ${BASE}
+RUN pip install --no-cache-dir --no-deps tabulate==0.10.0
+WORKDIR /workspace
+CMD ["./run_all.sh"]

@@ -1,0 +1,72 @@
+"""README, Dockerfile and the names used of Transformer Engine: promises that text makes."""
+
+import ast
+import itertools
+import json
+import re
+
+import pytest
+from conftest import ROOT, STEPS
+
+from common import report
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_readme_is_short_and_its_table_is_fresh():
+    assert len(README.splitlines()) <= 150
+    assert report.update_readme(ROOT / "README.md", ROOT / "docs" / "results") == README
+
+
+def test_a_stale_table_is_noticed(tmp_path):
+    copy = tmp_path / "README.md"
+    copy.write_text(README.replace(" ms, ", " ms,  ", 1))
+    assert report.update_readme(copy, ROOT / "docs" / "results") != copy.read_text()
+
+
+def test_readme_shows_every_diff_and_every_file():
+    for before, after in itertools.pairwise(STEPS):
+        assert f"diff {before}.py {after}.py" in README
+    for path in [*ROOT.glob("common/*.py"), *ROOT.glob("*.sh"), ROOT / "Dockerfile", *ROOT.glob("[0-9]_*.py")]:
+        if path.name != "__init__.py":
+            assert path.name in README, path.name
+
+
+def test_links_in_readme_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_requirements_are_pinned():
+    for path in (ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"):
+        for line in path.read_text().splitlines():
+            assert re.match(r"[a-z-]+==[\d.]+(;|$)", line), line
+    tabulate = re.search("tabulate==.*", (ROOT / "requirements.txt").read_text())[0]
+    assert tabulate in (ROOT / "Dockerfile").read_text(), "the container gets the same release"
+
+
+@pytest.mark.parametrize("version", ["2.9.0", "2.20.2"])
+def test_transformer_engine_has_what_step_4_uses(version):
+    signatures = json.loads((ROOT / "tests" / "data" / f"te-{version}.json").read_text())
+    tree = ast.parse((ROOT / f"{STEPS[4]}.py").read_text())
+    imported = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformer_engine"):
+            imported |= {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    used = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "te":
+            name = f"transformer_engine.pytorch.{function.attr}"
+        elif isinstance(function, ast.Name) and function.id in imported:
+            name = imported[function.id]
+        else:
+            continue
+        used.add(name)
+        signature = signatures[name]
+        assert len(node.args) <= len(signature["parameters"]), name
+        accepted = {*signature["parameters"], *signature["keyword_only"]}
+        assert {keyword.arg for keyword in node.keywords} <= accepted, name
+    assert len(used) >= 6, "the modules, autocast, is_fp8_available and the recipe"
