@@ -305,7 +305,10 @@ def launch(main: Callable[[Arguments], dict]) -> None:
         "roofs": None,
         "steps": [record],
     }
-    write_json(args.output, envelope)
+    try:
+        write_json(args.output, envelope)
+    except OSError as error:
+        sys.exit(f"{args.step}: error: cannot write {args.output}: {error.strerror or error}")
     print(result_line(record))
     sys.exit(0 if record["status"] in ("ok", "skipped") else 1)
 
@@ -332,7 +335,7 @@ def run(
     """
     model.train()
     # One more batch than is trained on for the record: the untimed steps that observe use it.
-    drawn = draw_batches(args)
+    drawn = data.read_batches(args.text, batch_starts(args), args.config.seq_len)
     *batches, spare = data.stage_batches(drawn, args.device)
     progress = Progress(args)
 
@@ -461,10 +464,10 @@ def synchronize(device: torch.device) -> None:
 # --- the record -----------------------------------------------------------------------------------
 
 
-def draw_batches(args: Arguments):
+def batch_starts(args: Arguments):
     """Batches of the warm-up and the timed steps, and one spare for the untimed steps after them."""
     n_batches = args.warmup + args.steps + 1
-    return data.draw_batches(args.text, n_batches, args.batch_size, args.config.seq_len, args.seed)
+    return data.draw_starts(args.text, n_batches, args.batch_size, args.config.seq_len, args.seed)
 
 
 def workload(args: Arguments) -> dict:
@@ -479,7 +482,7 @@ def workload(args: Arguments) -> dict:
         "data": {
             "name": args.text.name,
             "tokens": len(args.text.tokens),
-            "batches_sha256": data.fingerprint(draw_batches(args)),
+            "batches_sha256": data.fingerprint(args.text, batch_starts(args), args.config.seq_len),
         },
         "seed": args.seed,
         "lr": args.lr,

@@ -92,14 +92,17 @@ def check_text(text: Text, seq_len: int, vocab_size: int) -> None:
         )
 
 
-def draw_batches(text: Text, n_batches: int, batch_size: int, seq_len: int, seed: int) -> np.ndarray:
-    """Draw `n_batches` of random excerpts: int64 (n_batches, batch_size, seq_len + 1).
+def draw_starts(text: Text, n_batches: int, batch_size: int, seq_len: int, seed: int) -> np.ndarray:
+    """Where the random excerpts of each batch begin: int64 (n_batches, batch_size).
 
     Batch k depends on `seed` and k alone, not on how many are drawn.
     """
-    generator = np.random.default_rng(seed)
-    starts = generator.integers(len(text.tokens) - seq_len, size=(n_batches, batch_size, 1))
-    return text.tokens[starts + np.arange(seq_len + 1)].astype(np.int64)
+    return np.random.default_rng(seed).integers(len(text.tokens) - seq_len, size=(n_batches, batch_size))
+
+
+def read_batches(text: Text, starts: np.ndarray, seq_len: int) -> np.ndarray:
+    """The excerpts at `starts` with one token more, as int64 (n_batches, batch_size, seq_len + 1)."""
+    return text.tokens[starts[..., None] + np.arange(seq_len + 1)].astype(np.int64)
 
 
 def stage_batches(batches: np.ndarray, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -108,6 +111,9 @@ def stage_batches(batches: np.ndarray, device: torch.device) -> list[tuple[torch
     return [(excerpt[:, :-1].contiguous().to(device), excerpt[:, 1:].contiguous().to(device)) for excerpt in excerpts]
 
 
-def fingerprint(batches: np.ndarray) -> str:
+def fingerprint(text: Text, starts: np.ndarray, seq_len: int) -> str:
     """First 16 hex digits of the SHA-256 of the drawn tokens: equal means trained on the same batches."""
-    return hashlib.sha256(batches.tobytes()).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for start in starts.flat:  # one excerpt at a time: a batch too large for memory still has its row
+        digest.update(text.tokens[start : start + seq_len + 1].astype(np.int64).tobytes())
+    return digest.hexdigest()[:16]

@@ -49,7 +49,9 @@ def built(step: str, monkeypatch, **overrides) -> SimpleNamespace:
     monkeypatch.setattr(benchmark, "run", catch)
     module.main(arguments(step, **overrides))
     args = caught["args"]
-    batches = data.stage_batches(benchmark.draw_batches(args), args.device)
+    batches = data.stage_batches(
+        data.read_batches(args.text, benchmark.batch_starts(args), args.config.seq_len), args.device
+    )
     if prepare := caught["settings"].pop("prepare", None):
         prepare(*batches[0])
     return SimpleNamespace(module=module, batches=batches, **caught)

@@ -87,12 +87,13 @@ def test_token_ids_outside_the_vocabulary_are_refused():
 
 def test_a_text_of_exactly_one_sequence_can_be_drawn():
     text = data.Text(np.arange(65, dtype=np.uint8), "exact")
-    assert (data.draw_batches(text, 3, 2, 64, seed=0) == np.arange(65)).all()
+    assert (data.read_batches(text, data.draw_starts(text, 3, 2, 64, seed=0), 64) == np.arange(65)).all()
 
 
 def test_batches_are_excerpts_and_their_successors():
     text = data.Text(np.arange(200, dtype=np.uint8), "count")
-    (tokens, targets), *_ = data.stage_batches(data.draw_batches(text, 2, 4, 16, seed=0), torch.device("cpu"))
+    drawn = data.read_batches(text, data.draw_starts(text, 2, 4, 16, seed=0), 16)
+    (tokens, targets), *_ = data.stage_batches(drawn, torch.device("cpu"))
     assert tokens.shape == targets.shape == (4, 16)
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.is_contiguous() and targets.is_contiguous()
@@ -101,7 +102,7 @@ def test_batches_are_excerpts_and_their_successors():
 
 def test_batch_k_does_not_depend_on_how_many_are_drawn():
     text = data.read_text(None)
-    few, many = (data.draw_batches(text, n, 2, 32, seed=5) for n in (3, 9))
+    few, many = (data.draw_starts(text, n, 2, 32, seed=5) for n in (3, 9))
     assert (many[:3] == few).all()
-    assert data.fingerprint(few) == data.fingerprint(many[:3])
-    assert data.fingerprint(few) != data.fingerprint(data.draw_batches(text, 3, 2, 32, seed=6))
+    assert data.fingerprint(text, few, 32) == data.fingerprint(text, many[:3], 32)
+    assert data.fingerprint(text, few, 32) != data.fingerprint(text, data.draw_starts(text, 3, 2, 32, seed=6), 32)
