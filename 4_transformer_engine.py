@@ -18,7 +18,7 @@ from common.model import GPT
 try:
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling
-except (ImportError, OSError, RuntimeError) as error:  # absent, or built for another torch or CUDA
+except (ImportError, OSError, RuntimeError, AssertionError) as error:  # absent, or does not fit this torch or CUDA
     te, te_error = None, error
 
 
@@ -65,13 +65,13 @@ def choose_recipe(args):
     if te is None:
         install = 'pip install --no-build-isolation "transformer-engine[pytorch]"'
         raise benchmark.Skip(f"Transformer Engine does not import ({benchmark.one_line(te_error)}): {install}")
-    available, reason = te.is_fp8_available(return_reason=True)
-    config, tokens = args.config, args.batch_size * args.config.seq_len
-    sizes = (("--n-embd", config.n_embd, 16), ("--vocab-size", config.vocab_size, 16), ("tokens per step", tokens, 8))
-    for name, size, multiple in sizes:
-        if available and size % multiple:
-            raise benchmark.Skip(f"FP8 needs {name} divisible by {multiple}, not {size}")
-    return (DelayedScaling(amax_history_len=16), None) if available else (None, f"BF16 instead of FP8: {reason}")
+    available, reason = (False, args.amp_note) if args.amp_note else te.is_fp8_available(return_reason=True)
+    sizes = {"--n-embd": args.config.n_embd, "--vocab-size": args.config.vocab_size}
+    sizes["--batch-size x --seq-len"] = args.batch_size * args.config.seq_len  # the inner one of weight gradients
+    for name, size in sizes.items():
+        if available and size % 16:
+            raise benchmark.Skip(f"FP8 needs {name} divisible by 16, not {size}")
+    return (DelayedScaling(amax_history_len=16), None) if available else (None, f"no FP8: {reason}")
 
 
 def main(args):

@@ -2,6 +2,6 @@
 ARG BASE=nvcr.io/nvidia/pytorch:25.11-py3
 # hadolint ignore=DL3006
 FROM ${BASE}
-RUN pip install --no-cache-dir --no-deps tabulate==0.10.0
+RUN PIP_CONSTRAINT='' pip install --no-cache-dir --no-deps tabulate==0.10.0
 WORKDIR /workspace
 CMD ["./run_all.sh"]

@@ -30,10 +30,11 @@ setup() {
     return
   fi
   if has python3 torch; then
-    if ! has python3 "numpy, tabulate"; then
-      grep -v '^torch' "$here/requirements.txt" |
-        python3 -m pip install --quiet --no-deps -r /dev/stdin >&2 || return 1
-    fi
+    for package in numpy tabulate; do
+      # Without the container's PIP_CONSTRAINT, which may know another release of a package it lacks.
+      has python3 "$package" || grep "^$package" "$here/requirements.txt" |
+        PIP_CONSTRAINT='' python3 -m pip install --quiet --no-deps -r /dev/stdin >&2 || return 1
+    done
     echo python3
     return
   fi

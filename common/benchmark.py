@@ -12,7 +12,7 @@ The record, schema version 1. One JSON object a run, the *envelope*:
     workload         {preset, n_layer, n_head, n_embd, seq_len, vocab_size, batch_size, parameters,
                       tokens_per_step, flops_per_step, data{name, tokens, batches_sha256}, seed, lr,
                       warmup, steps}
-    roofs            null, or the measured ceilings of this machine
+    roofs            null: not measured yet
     steps            a list of *step records*; a script run alone writes one
 
 and a step record:
@@ -30,9 +30,10 @@ and a step record:
     peak_rss_bytes   host memory of the process at its largest, compiler and torch included
     loss             one value per training step, in nats, warm-up included
     host_syncs       waits for the GPU in one step; null on a CPU
-    gpu_state        clocks, temperature, power and throttle reasons while the steps ran; null on a CPU
-    profile          null, or where the GPU time went
-    bytes_per_step   null, or {value, source}
+    gpu_state        clocks, temperature, power, throttle reasons after the last step was launched, and whether
+                     the GPU was still at work then (while_running); null on a CPU
+    profile          null: not measured yet
+    bytes_per_step   null: not measured yet
 
 Fields of a step that did not come to pass are null (lists: empty).
 """
@@ -43,7 +44,6 @@ import argparse
 import datetime
 import itertools
 import math
-import os
 import resource
 import shlex
 import statistics
@@ -109,7 +109,7 @@ class Arguments:
     def adamw(self) -> dict:
         """The optimizer's keywords, the same for all steps.
 
-        Those of Llama 2 (Touvron et al. 2023, section 2.1), without schedule or clipping. Its eps matters
+        Those of Llama 2 (Touvron et al. 2023, section 2.2), without schedule or clipping. Its eps matters
         here: byte tokens leave most rows of a large vocabulary without a target, and at the usual 1e-8 Adam
         blows their vanishing gradients up to full steps, so that the loss jumps, in FP32 as well.
         """
@@ -322,7 +322,7 @@ def run(
     note: str | None = None,
     **settings,
 ) -> dict:
-    """Warm up, time `args.steps` training steps, observe one more, and return the step record.
+    """Warm up, time `args.steps` training steps, observe untimed ones, and return the step record.
 
     Args:
         train_step: takes tokens and targets, each (B, T) int64 on the device; trains; returns the loss.
@@ -389,8 +389,9 @@ def time_steps_cuda(train_step: TrainStep, batches: list, device: torch.device, 
         progress.show("timed", k, len(batches))
         losses.append(train_step(*batch).detach().clone())
         events[k + 1].record()
-    # The GPU is still at work on the queued steps: the clocks read now are those of the steps.
     gpu_state = hardware.gpu_state(device)
+    if gpu_state is not None:  # clocks of the steps only if steps were still queued when they were read
+        gpu_state["while_running"] = not events[-1].query()
     torch.cuda.synchronize(device)
     step_ms = [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
     measured = {
@@ -441,11 +442,13 @@ def explain(error: Exception, args: Arguments) -> dict:
         sign in everything for sign in ("out of memory", "can't allocate memory", "alloc_failed")
     ):
         return {"status": "oom", "reason": f"out of memory: {smaller_batch(args.batch_size)}"}
-    if "compiler" in everything and any(sign in everything for sign in ("c++", "cxx", "cpp", "failed to find c ")):
+    if any(sign in everything for sign in ("invalidcxxcompiler", "no working c++ compiler", "failed to find c comp")):
         text = "torch.compile found no working C++ compiler: install one (Debian, Ubuntu: apt-get install g++)"
-    elif "triton" in everything and any(sign in everything for sign in ("missing", "cannot find", "no module")):
+    elif any(
+        sign in everything for sign in ("tritonmissing", "working triton installation", "no module named 'triton")
+    ):
         text = "torch.compile found no working Triton: pip install triton, in the version this torch names"
-    elif "python.h" in everything:
+    elif "python.h: no such file" in everything:
         text = "torch.compile needs Python's headers (Debian, Ubuntu: apt-get install python3-dev)"
     return {"status": "failed", "reason": text}
 
@@ -482,7 +485,7 @@ def workload(args: Arguments) -> dict:
         "data": {
             "name": args.text.name,
             "tokens": len(args.text.tokens),
-            "batches_sha256": data.fingerprint(args.text, batch_starts(args), args.config.seq_len),
+            "batches_sha256": _fingerprint(args),
         },
         "seed": args.seed,
         "lr": args.lr,
@@ -491,8 +494,16 @@ def workload(args: Arguments) -> dict:
     }
 
 
+def _fingerprint(args: Arguments) -> str | None:
+    try:
+        return data.fingerprint(args.text, batch_starts(args), args.config.seq_len)
+    except MemoryError:  # a batch that large ends as an oom row, which needs its workload
+        return None
+
+
 def step_record(args: Arguments, **fields) -> dict:
-    peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     record = empty_step_record(args.step, args.script.read_text())
     return record | {"peak_rss_bytes": peak_rss_bytes} | fields
 
@@ -501,10 +512,10 @@ def command_line(args: Arguments) -> str:
     """The command to run again: without --output, without the folders of this machine."""
     words, given = [args.script.name], iter(sys.argv[1:])
     for word in given:
-        if word == "--output":
-            next(given, None)
-        elif not word.startswith("--output="):
-            words.append(Path(word).name if os.sep in word else word)
+        name, _, value = word.partition("=")
+        value = value or next(given, "")  # every argument takes a value
+        if name != "--output":
+            words += [name, Path(value).name if Path(value).is_absolute() else value]
     return shlex.join(["python", *words])
 
 

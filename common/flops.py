@@ -1,11 +1,12 @@
 """Model FLOPs and parameter counts, analytic, by one convention for all steps.
 
 Convention: a multiply-add is two FLOPs; backward costs twice the forward; causal attention counts
-only the half of the (T, T) square it needs (others count the full square); embeddings lookups,
+only the half of the (T, T) square it needs (others count the full square); embedding lookups,
 normalization, activation, softmax and the optimizer count nothing. So the figure is the work the
 model needs, not the work an implementation does, and it is the same for every step.
 
-Source: Kaplan et al. 2020, section 2.1 (6 N per token); the attention term from its table 1, halved.
+Source: Kaplan et al. 2020, section 2.1 and table 1: 6 N per token, and 2 n_layer n_ctx d forward for
+attention over half the square, which times 3 is the term here.
 """
 
 from __future__ import annotations

@@ -71,6 +71,8 @@ def resolve_device(name: str) -> torch.device:
 
 def _why_no_cuda() -> str:
     driver = nvidia_smi("driver_version")
+    if driver and os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides every GPU: unset it, or pass --device cpu"
     if driver is None:
         return "no CUDA device here: nvidia-smi finds no NVIDIA GPU; --device cpu runs on the CPU"
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU-only build"
@@ -160,7 +162,7 @@ def describe(device: torch.device) -> dict:
         "triton": package_version("triton"),
         "transformer_engine": package_version("transformer-engine"),
         "driver": nvidia_smi("driver_version", device) if gpu else None,
-        "power_limit_w": nvidia_smi("power.limit", device) if gpu else None,
+        "power_limit_w": _number(nvidia_smi("power.limit", device)) if gpu else None,
         "compute_capability": ".".join(map(str, compute_capability(device))) if gpu else None,
         "gpu_memory_bytes": torch.cuda.get_device_properties(device).total_memory if gpu else None,
         "variables": {
@@ -185,7 +187,19 @@ def gpu_state(device: torch.device) -> dict | None:
         "throttle_reasons": "clocks_throttle_reasons.active",
     }
     answer = nvidia_smi(",".join(fields.values()), device)
-    return dict(zip(fields, answer.split(", "), strict=False)) if answer else None
+    if answer is None:
+        return None
+    return {name: _number(value) for name, value in zip(fields, answer.split(", "), strict=False)}
+
+
+def _number(text: str | None) -> float | str | None:
+    """nvidia-smi's `1980` as a number, `[N/A]` as None, a bit mask as it is."""
+    if text is None or text.startswith("["):
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def device_name(device: torch.device) -> str:

@@ -28,7 +28,8 @@ README_BEGIN, README_END = "<!-- results:begin -->", "<!-- results:end -->"
 LOSS_WINDOW = 20
 CONVENTION = (
     "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square it needs. "
-    f"Loss is the mean of the last {LOSS_WINDOW} training steps, on the same batches in every row."
+    f"Loss is the mean of the last {LOSS_WINDOW} training steps (all, where there were fewer), on the same batches in "
+    "every row."
 )
 
 
@@ -120,7 +121,7 @@ def peak_bytes(step: dict) -> int | None:
 
 
 def reference_step(steps: list[dict]) -> dict | None:
-    """The row that speedups are against: step 0, or the first that has a time."""
+    """The row that speedups are against: the first that has a time."""
     return next((step for step in steps if step["status"] == "ok"), None)
 
 
@@ -219,7 +220,8 @@ def readme_table(results: Path) -> str:
     """The recorded runs under `results/<machine>/<preset>/`, machine by machine, steps as rows."""
     parts = []
     for machine in sorted(path for path in results.iterdir() if path.is_dir()):
-        runs = [read_envelope(path) for path in machine.glob(f"*/{MERGED}")]
+        records = [read_envelope(path) for path in machine.glob(f"*/{MERGED}")]
+        runs = [run for run in records if reference_step(run["steps"])]
         runs.sort(key=lambda run: run["workload"]["flops_per_step"])
         if runs:
             parts.append(_machine_table(machine, runs))
@@ -233,23 +235,24 @@ def _machine_table(folder: Path, runs: list[dict]) -> str:
         workload, reference = run["workload"], reference_step(run["steps"])
         headers.append(f"{workload['preset']}, batch {workload['batch_size']}")
         columns.append([_speedup_cell(step, reference) for step in run["steps"]])
-    widest = runs[-1]
+    widest = runs[-1]  # the most work per step
     headers += ["TFLOP/s", "peak GiB"]
     for index in (4, 7):
         columns.append([row[index] for row in table(widest)[1]])
-    longest = max(runs, key=lambda run: len(reference_step(run["steps"])["loss"]))
-    headers.append(f"loss difference ({longest['workload']['preset']})")
-    columns.append([row[10] for row in table(longest)[1]])
+    headers.append("loss difference, in the same order")
+    columns.append(
+        [", ".join(cells) for cells in zip(*([row[10] for row in table(run)[1]] for run in runs), strict=True)]
+    )
     rows = [list(row) for row in zip(*columns, strict=True)]
     drawn = tabulate(rows, headers, tablefmt="pipe", colalign=["left", *["right"] * (len(headers) - 1)])
     links = ", ".join(
-        f"[{run['workload']['preset']}](docs/results/{folder.name}/{run['workload']['preset']}/results.json)"
+        f"[{run['workload']['preset']}](docs/results/{folder.name}/{run['workload']['preset']}/results.json) "
+        f"({len(reference_step(run['steps'])['loss'])} training steps)"
         for run in runs
     )
     return (
-        f"{runs[0]['environment']['device']}, milliseconds per training step and speedup over step 0; TFLOP/s and "
-        f"memory of {widest['workload']['preset']}; loss over {len(longest['steps'][0]['loss'])} steps on the same "
-        f"batches.\n\n{drawn}\n\nRecords: {links}. {CONVENTION}"
+        f"{runs[0]['environment']['device']}, milliseconds per training step and speedup over the first row; "
+        f"TFLOP/s and memory of {widest['workload']['preset']}.\n\n{drawn}\n\nRecords: {links}. {CONVENTION}"
     )
 
 

@@ -204,6 +204,7 @@ def test_a_loss_that_is_not_finite_fails_the_row():
         (RuntimeError("InvalidCxxCompiler: No working C++ compiler found in cpp.cxx"), "failed", "apt-get install g++"),
         (RuntimeError("Failed to find C compiler. Please specify via CC"), "failed", "install"),
         (RuntimeError("TritonMissing: Cannot find a working triton installation"), "failed", "pip install triton"),
+        (RuntimeError("BackendCompilerFailed: cuDNN error at /MHA.cpp:12"), "failed", "cuDNN error"),
         (RuntimeError("line one\nline two"), "failed", "line one"),
     ],
 )
