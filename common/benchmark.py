@@ -58,8 +58,8 @@ from pathlib import Path
 import torch
 
 from common import data, flops, hardware, profile
-from common.model import PRESETS, GPTConfig
-from common.record import SCHEMA_VERSION, empty_step_record, smaller_batch, write_json
+from common.model import PRESETS, GPTConfig, Preset
+from common.record import SCHEMA_VERSION, describe_shape, empty_step_record, smaller_batch, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 TrainStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -157,6 +157,7 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
         prog=script.name,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="presets:\n" + "\n".join(f"  {name:16} {_describe_preset(PRESETS[name])}" for name in PRESETS),
         allow_abbrev=False,
     )
     presets = ", ".join(f"{name} ({preset.purpose})" for name, preset in PRESETS.items())
@@ -199,6 +200,10 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
         "--output", type=Path, metavar="FILE", help=f"the JSON record (default: results/{script.stem}.json)"
     )
     return parser
+
+
+def _describe_preset(preset: Preset) -> str:
+    return f"{describe_shape(asdict(preset.config) | {'batch_size': preset.batch_size})}, lr {preset.lr:g}"
 
 
 def parse_args(script: Path, description: str | None, argv: list[str] | None = None) -> Arguments:
@@ -543,8 +548,7 @@ def print_header(args: Arguments) -> None:
     amp = str(args.amp_dtype).removeprefix("torch.")
     lines = [
         f"{args.step} on {hardware.device_name(args.device)}, torch {torch.__version__}",
-        f"shape: {args.preset}, {config.n_layer} layers, {config.n_head} heads, {config.n_embd} channels, "
-        f"sequence {config.seq_len}, vocabulary {config.vocab_size}, batch {args.batch_size}, "
+        f"shape: {args.preset}: {describe_shape(asdict(config) | {'batch_size': args.batch_size})}, "
         f"{flops.parameters(config) / 1e6:.1f} M parameters",
         f"text: {args.text.name}, {len(args.text.tokens):,} tokens",
         f"mixed precision, where the step uses it: {amp}" + (f" ({args.amp_note})" if args.amp_note else ""),

@@ -6,6 +6,7 @@ Nothing here is timed into the result; one extra step is run under torch.profile
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -45,6 +46,7 @@ class Trace:
 
 def trace_step(step: Callable[[], object], device: torch.device) -> Trace:
     """Run `step` once under torch.profiler. Raises what the profiler raises."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its stages on stderr tell a reader nothing
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)

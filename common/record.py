@@ -90,6 +90,12 @@ def _checked_step(step: object, path: Path) -> dict:
     return record
 
 
+def describe_shape(shape: dict) -> str:
+    """The fields that make a shape, by name: `n_layer 2, n_head 4, ...`."""
+    fields = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size")
+    return ", ".join(f"{field} {shape.get(field)}" for field in fields)
+
+
 def smaller_batch(batch_size: int) -> str:
     """What to try when a step ran out of memory."""
     if batch_size > 1:

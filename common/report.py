@@ -16,6 +16,7 @@ from tabulate import tabulate
 from common.record import (
     SCHEMA_VERSION,
     RecordError,
+    describe_shape,
     empty_step_record,
     read_envelope,
     smaller_batch,
@@ -28,8 +29,8 @@ README_BEGIN, README_END = "<!-- results:begin -->", "<!-- results:end -->"
 LOSS_WINDOW = 20
 CONVENTION = (
     "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square it needs. "
-    f"Loss is the mean of the last {LOSS_WINDOW} training steps (all, where there were fewer), on the same batches in "
-    "every row."
+    f"Loss is the mean of the last {LOSS_WINDOW} training steps (of all, untimed ones too, where there were fewer), "
+    "on the same batches in every row."
 )
 
 
@@ -189,11 +190,10 @@ def describe_machine(environment: dict) -> str:
 
 
 def describe_workload(workload: dict) -> str:
+    parameters, data = workload.get("parameters", 0), workload.get("data") or {}
     return (
-        f"{workload['preset']}: {workload['n_layer']} layers, {workload['n_head']} heads, "
-        f"{workload['n_embd']} channels, sequence {workload['seq_len']}, vocabulary {workload['vocab_size']}, "
-        f"batch {workload['batch_size']}, {workload['parameters'] / 1e6:.1f} M parameters, "
-        f"{workload['steps']} timed steps on {workload['data']['name']}"
+        f"{workload.get('preset')}: {describe_shape(workload)}, {parameters / 1e6:.1f} M parameters, "
+        f"{workload.get('warmup')} + {workload.get('steps')} steps (untimed + timed) on {data.get('name')}"
     )
 
 
