@@ -299,7 +299,7 @@ def launch(main: Callable[[Arguments], dict]) -> None:
         sys.exit(130)
     except Exception as error:  # the row must say what happened, whatever happened
         record = step_record(args, **explain(error, args))
-        if record["status"] == "failed":
+        if record["status"] == "failed" and not isinstance(error, FloatingPointError):
             traceback.print_exc()
     envelope = {
         "schema_version": SCHEMA_VERSION,

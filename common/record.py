@@ -83,6 +83,7 @@ def _checked_step(step: object, path: Path) -> dict:
         try:
             timing = record["timing"]
             needed = [timing["median_ms"], timing["warmup_s"], record["tokens_per_s"], record["model_flops_per_s"]]
+            needed += [record[name] or 0 for name in ("peak_allocated_bytes", "peak_rss_bytes")]
             if not all(isinstance(number, (int, float)) for number in needed + record["loss"]) or not record["loss"]:
                 raise TypeError
         except (TypeError, KeyError):

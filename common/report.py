@@ -55,6 +55,8 @@ def load_run(run_dir: Path) -> dict:
             unreadable.add(path.stem)
     ended = {path.stem: path.read_text().strip() for path in sorted(run_dir.glob("*.exit"))}
     if not envelopes and not ended:
+        if problems and not (run_dir / MERGED).exists():
+            raise RecordError(f"{run_dir} holds no record: {'; '.join(problems)}")
         return read_envelope(run_dir / MERGED)
     merged = _merge(envelopes)
     merged["problems"] = problems + _machine_problems(envelopes)

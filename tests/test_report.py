@@ -114,6 +114,8 @@ def test_only_exits_are_still_a_table(tmp_path):
         ('{"schema_version": 1, "steps": [3], "workload": {}, "environment": {}}', "without a name"),
         (json.dumps(envelope(step("9_z") | {"timing": None})), "without its numbers"),
         (json.dumps(envelope(step("9_z") | {"loss": ["x"]})), "without its numbers"),
+        (json.dumps(envelope(step("9_z") | {"peak_allocated_bytes": "x"})), "without its numbers"),
+        (json.dumps(envelope(step("9_z")) | {"environment": None}), "not a record"),
         (json.dumps(envelope(step("9_z") | {"status": "great"})), "known status"),
     ],
 )
