@@ -41,7 +41,9 @@ setup() {
   local python="$here/.venv/bin/python"
   if ! has "$python" "torch, numpy, tabulate"; then
     echo "run_all.sh: installing requirements.txt into .venv (once)" >&2
-    python3 -m venv --clear "$here/.venv" >&2 || return 1
+    if [ ! -x "$python" ]; then # never over one that exists: pip repairs what it lacks
+      python3 -m venv "$here/.venv" >&2 || return 1
+    fi
     "$python" -m pip install --quiet -r "$here/requirements.txt" >&2 || return 1
     if command -v nvidia-smi >/dev/null; then
       # Optional: without it the FP8 step is a skipped row that says so.
@@ -98,8 +100,12 @@ case " $* " in
   *" --output"*) echo "run_all.sh: error: --output is chosen by run_all.sh: results/ holds a folder per run" >&2; exit 2 ;;
 esac
 case "$limit" in
-  '' | *[!0-9]* | 0) echo "run_all.sh: error: STEP_TIMEOUT=$limit is not a whole number of seconds" >&2; exit 2 ;;
+  '' | *[!0-9]* | 0*) echo "run_all.sh: error: STEP_TIMEOUT=$limit is not a whole number of seconds" >&2; exit 2 ;;
 esac
+if [ -n "${PYTHON:-}" ] && ! has "$PYTHON" sys; then
+  echo "run_all.sh: error: PYTHON=$PYTHON does not run" >&2
+  exit 2
+fi
 python="$(setup)" || { echo "run_all.sh: error: could not prepare Python (see above)" >&2; exit 1; }
 if [ "${1:-}" = --setup ]; then
   echo "$python"

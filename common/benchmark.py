@@ -44,6 +44,7 @@ import argparse
 import datetime
 import itertools
 import math
+import os
 import resource
 import shlex
 import statistics
@@ -125,8 +126,8 @@ class Arguments:
 
 
 def positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    if not text.isdecimal() or not 1 <= int(text[:20]) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 2^31 - 1")
     return int(text)
 
 
@@ -271,8 +272,10 @@ def _override_shape(config: GPTConfig, given: argparse.Namespace) -> GPTConfig:
 def _check_writable(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise ValueError(f"--output {path} is a folder; name a file")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"--output {path} is not a regular file")
+        if len(os.fsencode(path.name)) > 255:
+            raise ValueError(f"--output {path.name[:20]}... is too long for a file name")
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:

@@ -44,7 +44,7 @@ def empty_step_record(step: str, source: str | None) -> dict:
 
 def write_json(path: Path, content: dict) -> None:
     """Write by temporary file and rename: a reader sees the old file or the new, never half of one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".record-")
     try:
         with os.fdopen(handle, "w") as file:
             json.dump(content, file, indent=1, allow_nan=False)
@@ -60,7 +60,7 @@ def read_envelope(path: Path) -> dict:
     """Read and check an envelope. Raises RecordError for a file that is corrupt, foreign or newer."""
     try:
         envelope = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{path.name} is not readable JSON ({type(error).__name__})") from None
     version = envelope.get("schema_version") if isinstance(envelope, dict) else None
     if not isinstance(version, int):
@@ -68,7 +68,7 @@ def read_envelope(path: Path) -> dict:
     if version > SCHEMA_VERSION:
         raise RecordError(f"{path.name} has schema version {version}; this report reads up to {SCHEMA_VERSION}")
     steps, workload, environment = (envelope.get(key) for key in ("steps", "workload", "environment"))
-    if not (isinstance(steps, list) and isinstance(workload, dict) and isinstance(environment, dict)):
+    if not (isinstance(steps, list) and steps and isinstance(workload, dict) and isinstance(environment, dict)):
         raise RecordError(f"{path.name} is not a record of this benchmark")
     envelope["steps"] = [_checked_step(step, path) for step in steps]
     return envelope
@@ -84,9 +84,9 @@ def _checked_step(step: object, path: Path) -> dict:
             timing = record["timing"]
             needed = [timing["median_ms"], timing["warmup_s"], record["tokens_per_s"], record["model_flops_per_s"]]
             needed += [record[name] or 0 for name in ("peak_allocated_bytes", "peak_rss_bytes")]
-            if not all(isinstance(number, (int, float)) for number in needed + record["loss"]) or not record["loss"]:
-                raise TypeError
-        except (TypeError, KeyError):
+            if not record["loss"] or not all(map(math.isfinite, needed + record["loss"])) or timing["median_ms"] <= 0:
+                raise ValueError
+        except (TypeError, KeyError, ValueError, OverflowError):
             raise RecordError(f"{path.name} holds an ok step without its numbers") from None
     return record
 

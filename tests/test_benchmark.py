@@ -53,6 +53,9 @@ def parse(*words):
         (["--seq-len", "99999999"], "need 100000000"),
         (["--output", "/proc/nowhere/x.json"], "cannot write --output"),
         (["--output", "/"], "--output"),
+        (["--output", "/dev/null"], "is not a regular file"),
+        (["--output", "/tmp/" + "a" * 300], "too long"),
+        (["--batch-size", "9" * 20], "2^31 - 1"),
         (["--nonsense"], "unrecognized arguments"),
     ],
 )

@@ -111,6 +111,8 @@ def test_ctrl_c_keeps_finished_rows(ladder):
         (["--data", "absent.txt"], {}, "cannot read absent.txt"),
         (["--output", "x.json"], {}, "--output"),
         ([], {"STEP_TIMEOUT": "soon"}, "STEP_TIMEOUT=soon"),
+        ([], {"STEP_TIMEOUT": "00"}, "STEP_TIMEOUT=00"),
+        ([], {"PYTHON": "/nope"}, "PYTHON=/nope"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_row(ladder, words, more, said):
