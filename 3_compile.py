@@ -1,7 +1,7 @@
 """Step 3: one compiled graph.
 
 Change:   torch.compile fuses normalization, GELU, residual adds, casts and the loss into a few
-          kernels, forward and backward; AdamW becomes one kernel over all parameters.
+          kernels, forward and backward; AdamW becomes a few kernels over all parameters.
 Why:      between the matrix products every operation read and wrote a whole tensor; fused, each
           tensor travels once, and the host launches a fraction of the kernels.
 Run:      python 3_compile.py         Read: diff 2_sdpa.py 3_compile.py
@@ -69,7 +69,8 @@ def main(args):
     with args.device:
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
     model = torch.compile(model, fullgraph=True)
-    optimizer = torch.optim.AdamW(model.parameters(), **args.adamw, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
+    optimizer.step = torch.compile(optimizer.step)
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if args.compute_capability >= (9, 0):
         backends.insert(0, SDPBackend.CUDNN_ATTENTION)  # the fastest kernel from Hopper on

@@ -1,8 +1,9 @@
 """Step 4: FP8 matrix products, by Transformer Engine (TE).
 
 Change:   TE's fused modules replace LayerNorm + Linear, Linear, LayerNorm + MLP and the head. They
-          quantize to FP8 inside their normalization and GELU kernels, with delayed scaling, so
-          torch.compile has only the loss left to fuse.
+          quantize to FP8 inside their normalization and GELU kernels, so torch.compile has only
+          the loss and AdamW left. Weight gradients of the blocks are written once, in FP32.
+          Delayed scaling takes its scales from earlier passes: the first ones train nothing.
 Why:      compiled, the step was bound by BF16 products; FP8 tensor cores multiply twice as fast.
 Run:      python 4_transformer_engine.py        Read: diff 3_compile.py 4_transformer_engine.py
 """
@@ -17,17 +18,17 @@ from common.model import GPT
 
 try:
     import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.common.recipe import DelayedScaling, MMParams
 except (ImportError, OSError, RuntimeError, AssertionError) as error:  # absent, or does not fit this torch or CUDA
-    te, te_error = None, error
+    te, te_error = None, benchmark.one_line(error)
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
-        self.qkv = te.LayerNormLinear(config.n_embd, 3 * config.n_embd)
-        self.proj = te.Linear(config.n_embd, config.n_embd)
+        self.qkv = te.LayerNormLinear(config.n_embd, 3 * config.n_embd, fuse_wgrad_accumulation=True)
+        self.proj = te.Linear(config.n_embd, config.n_embd, fuse_wgrad_accumulation=True)
 
     def forward(self, x):
         B, T, C = x.shape
@@ -40,7 +41,12 @@ class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.attn = CausalSelfAttention(config)
-        self.mlp = te.LayerNormMLP(config.n_embd, 4 * config.n_embd)
+        self.mlp = te.LayerNormMLP(config.n_embd, 4 * config.n_embd, fuse_wgrad_accumulation=True)
+        self.register_full_backward_pre_hook(Block.allocate_gradients)
+
+    def allocate_gradients(self, _):  # in FP32, for the products to write to: no BF16 copy, no cast
+        for weight in (p for p in self.parameters() if p.dim() == 2):
+            weight.grad = weight.main_grad = torch.empty_like(weight)
 
     def forward(self, x):  # (B, T, C)
         x = x + self.attn(x)
@@ -51,27 +57,26 @@ class Head(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, bias=False)  # weight tied by GPT
-        self.cross_entropy = torch.compile(F.cross_entropy, fullgraph=True)
+        self.loss = torch.compile(F.cross_entropy, options={"coordinate_descent_tuning": 1, "online_softmax": False})
 
     def forward(self, x, targets):
         logits = self.lm_head(x)  # (B, T, V)
-        return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return self.loss(logits.flatten(0, 1), targets.flatten())
 
 
-def choose_recipe(args):
-    """FP8's recipe and None, or None and why FP8 cannot run here. Skips where TE cannot run at all."""
+def choose_recipe(args):  # FP8's recipe and None, or None and why FP8 cannot run; Skip where TE cannot either
     if args.device.type != "cuda":
         raise benchmark.Skip("Transformer Engine needs an NVIDIA GPU")
     if te is None:
-        install = 'pip install --no-build-isolation "transformer-engine[pytorch]"'
-        raise benchmark.Skip(f"Transformer Engine does not import ({benchmark.one_line(te_error)}): {install}")
+        raise benchmark.Skip(f'{te_error}: pip install --no-build-isolation "transformer-engine[pytorch]"')
     available, reason = (False, args.amp_note) if args.amp_note else te.is_fp8_available(return_reason=True)
-    sizes = {"--n-embd": args.config.n_embd, "--vocab-size": args.config.vocab_size}
-    sizes["--batch-size x --seq-len"] = args.batch_size * args.config.seq_len  # the inner one of weight gradients
-    for name, size in sizes.items():
+    C, V, tokens = args.config.n_embd, args.config.vocab_size, args.batch_size * args.config.seq_len
+    for name, size in {"--n-embd": C, "--vocab-size": V, "--batch-size x --seq-len": tokens}.items():
         if available and size % 16:
             raise benchmark.Skip(f"FP8 needs {name} divisible by 16, not {size}")
-    return (DelayedScaling(amax_history_len=16), None) if available else (None, f"no FP8: {reason}")
+    recipe = DelayedScaling(amax_history_len=16)
+    recipe.fp8_gemm_dgrad = MMParams(use_split_accumulator=False)  # accumulate as the forward products do
+    return (recipe, None) if available else (None, f"no FP8: {reason}")
 
 
 def main(args):
@@ -79,23 +84,21 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # TF32
     with args.device:
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), **args.adamw, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
+    optimizer.step = torch.compile(optimizer.step)
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if args.compute_capability >= (9, 0):
         backends.insert(0, SDPBackend.CUDNN_ATTENTION)  # the fastest kernel from Hopper on
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
 
     def forward_backward(tokens, targets):
+        for parameter in model.parameters():
+            parameter.grad, parameter.main_grad, parameter.overwrite_main_grad = None, None, True
         amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp_dtype is not torch.float32)
         with amp, sdpa_kernel(backends, set_priority=True), te.autocast(enabled=recipe is not None, recipe=recipe):
             loss = model(tokens, targets)
         scaler.scale(loss).backward()
         return loss
-
-    def calibrate(tokens, targets):
-        for _ in range(2):  # delayed scaling takes its scales from earlier passes: these train nothing
-            forward_backward(tokens, targets)
-            optimizer.zero_grad()
 
     def train_step(tokens, targets):
         loss = forward_backward(tokens, targets)
@@ -104,8 +107,7 @@ def main(args):
         optimizer.zero_grad()
         return loss
 
-    fp8_recipe = recipe and type(recipe).__name__
-    return benchmark.run(train_step, model, args, prepare=calibrate, note=note, fp8_recipe=fp8_recipe)
+    return benchmark.run(train_step, model, args, prime=forward_backward, note=note, fp8_recipe=recipe and repr(recipe))
 
 
 if __name__ == "__main__":

@@ -327,7 +327,7 @@ def run(
     model: torch.nn.Module,
     args: Arguments,
     *,
-    prepare: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
+    prime: TrainStep | None = None,
     note: str | None = None,
     **settings,
 ) -> dict:
@@ -336,7 +336,7 @@ def run(
     Args:
         train_step: takes tokens and targets, each (B, T) int64 on the device; trains; returns the loss.
         model: only its training mode is touched.
-        prepare: takes the first batch before the first step and must not train; counts as warm-up time.
+        prime: takes the batches of the warm-up before the first step and must not train; counts as warm-up time.
         note: one line that qualifies the row.
         settings: what the observed step cannot show, for the record's `settings`.
 
@@ -350,8 +350,9 @@ def run(
 
     losses = []
     started = time.perf_counter()
-    if prepare is not None:
-        prepare(*batches[0])
+    if prime is not None:
+        for batch in batches[: args.warmup]:
+            prime(*batch)
     for k in range(args.warmup):
         progress.show("warm-up", k, args.warmup)
         losses.append(train_step(*batches[k]).detach().clone())

@@ -40,7 +40,7 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(GPTConfig(2, 4, 128, 1024, 256), 2, 1e-3, "any CPU, in about a minute"),
-    "gpt2": Preset(GPTConfig(12, 12, 768, 1024, 50304), 32, 6e-4, "124 M, the shape everybody knows"),
+    "gpt2": Preset(GPTConfig(12, 12, 768, 1024, 50304), 32, 1e-4, "124 M, the shape everybody knows"),
     "gpt3-xl": Preset(GPTConfig(24, 16, 2048, 2048, 50304), 4, 2e-4, "1.3 B, deep"),
     "gpt3-6.7b-slice": Preset(GPTConfig(6, 32, 4096, 2048, 50304), 8, 1.2e-4, "6 of GPT-3 6.7B's 32 layers, wide"),
 }

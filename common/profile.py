@@ -96,13 +96,14 @@ def _attention_kernel(operator_names: set[str]) -> str | None:
 
 
 def _optimizer(operator_names: set[str]) -> str | None:
-    step = next((name for name in operator_names if name.startswith("Optimizer.step#")), None)
-    if step is None:
+    algorithms = {name.partition("#")[2].partition(".")[0] for name in operator_names if name.startswith("Optimizer.")}
+    if not algorithms:
         return None
-    algorithm = step.removeprefix("Optimizer.step#").partition(".")[0]
-    if any(name.startswith("_fused_adam") for name in operator_names):
-        return f"{algorithm}, fused"
-    return f"{algorithm}, foreach" if any(name.startswith("_foreach_") for name in operator_names) else algorithm
+    how = [", fused"] if any(name.startswith("_fused_adam") for name in operator_names) else []
+    how += [", foreach"] if any(name.startswith("_foreach_") for name in operator_names) else []
+    if not any(name.startswith("Optimizer.step#") for name in operator_names):
+        how = [", compiled"]  # the compiler drops the step's own record, zero_grad's stays
+    return algorithms.pop() + "".join(how[:1])
 
 
 def count_host_syncs(step: Callable[[], object]) -> int:

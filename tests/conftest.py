@@ -52,8 +52,9 @@ def built(step: str, monkeypatch, **overrides) -> SimpleNamespace:
     batches = data.stage_batches(
         data.read_batches(args.text, benchmark.batch_starts(args), args.config.seq_len), args.device
     )
-    if prepare := caught["settings"].pop("prepare", None):
-        prepare(*batches[0])
+    if prime := caught["settings"].pop("prime", None):
+        for batch in batches[: args.warmup]:
+            prime(*batch)
     return SimpleNamespace(module=module, batches=batches, **caught)
 
 

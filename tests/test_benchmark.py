@@ -180,7 +180,7 @@ def test_what_ran_is_observed(monkeypatch):
         STEPS[0]: ("float32", "by hand", False, "AdamW"),
         STEPS[1]: ("bfloat16", "by hand", False, "AdamW"),
         STEPS[2]: ("bfloat16", "flash (CPU)", False, "AdamW"),
-        STEPS[3]: ("bfloat16", "flash (CPU)", True, "AdamW, fused"),
+        STEPS[3]: ("bfloat16", "flash (CPU)", True, "AdamW, compiled"),
     }
     run = benchmark.run
     for step in CPU_STEPS:

@@ -94,13 +94,10 @@ def test_the_host_never_waits(step, monkeypatch):
     assert profile.count_host_syncs(lambda: run.train_step(*run.batches[3])) == 0
 
 
-def test_loss_scaling_waits_for_the_host_unless_the_optimizer_is_fused(monkeypatch):
-    waits = {}
-    for step in (STEPS[1], STEPS[3]):
-        run = on_gpu(step, monkeypatch, amp_dtype=torch.float16)
-        waits[step] = profile.count_host_syncs(lambda run=run: run.train_step(*run.batches[3]))
-    assert waits[STEPS[1]] > 0, "the one exception, and it is counted"
-    assert waits[STEPS[3]] == 0
+def test_loss_scaling_waits_for_the_host(monkeypatch):
+    run = on_gpu(STEPS[1], monkeypatch, amp_dtype=torch.float16)
+    waits = profile.count_host_syncs(lambda: run.train_step(*run.batches[3]))
+    assert waits > 0, "the one exception, and it is counted"
 
 
 def test_a_host_sync_is_noticed():
@@ -140,6 +137,7 @@ def test_fp8_block_is_close_to_the_plain_block(te_step):
     with torch.no_grad():
         for a, b in zip(fused.parameters(), plain.parameters(), strict=True):
             a.copy_(b)
+            a.overwrite_main_grad = True
 
     def output_and_gradients(block, fp8):
         leaf = x.bfloat16().requires_grad_()
