@@ -8,12 +8,16 @@ te_version=2.20.2
 
 usage() {
   cat <<EOF
-usage: ./run_all.sh [ARGUMENT ...]
+usage: ./run_all.sh [--peers] [--no-roofs] [--no-profile] [ARGUMENT ...]
 
-Runs every [0-9]_*.py in order with the ARGUMENTs (python 0_baseline.py --help lists them), prints a
-table and writes it, the records and the logs to a new folder under results/; results/latest names it.
+Measures the machine's roofs, runs every [0-9]_*.py in order with the ARGUMENTs (python 0_baseline.py --help
+lists them), prints a table and writes it, the records, traces and logs to a new folder under results/;
+results/latest names it.
 Exit code: 0 when every row is ok or skipped, 2 for bad arguments, 130 after Ctrl-C, 1 otherwise.
 
+  --peers                  also run peers/*.py, on the same workload
+  --no-roofs               do not measure copy bandwidth and matrix products of this machine
+  --no-profile             do not profile steps after the timed ones
   ./run_all.sh --setup     only prepare Python, and print the interpreter that will be used
   STEP_TIMEOUT=SECONDS     the longest one step may take (now $limit)
   PYTHON=INTERPRETER       use this Python as it is
@@ -68,9 +72,10 @@ how_it_ended() { # exit code, seconds it took, log
   fi
 }
 
-run_step() { # script
+run_step() { # script; peers/x.py leaves its record in the folder peers/
   local name record log started pid code
-  name="$(basename "$1" .py)"
+  name="${1#"$here"/}"
+  name="${name%.py}"
   record="$run/$name.json"
   log="$run/$name.log"
   started=$SECONDS
@@ -111,11 +116,21 @@ if [ "${1:-}" = --setup ]; then
   echo "$python"
   exit 0
 fi
+peers=0 roofs=1 profile=1 arguments=()
+for word in "$@"; do
+  case "$word" in
+    --peers) peers=1 ;;
+    --no-roofs) roofs=0 ;;
+    --no-profile) profile=0 ;;
+    --profile) ;; # what happens anyway
+    *) arguments+=("$word") ;;
+  esac
+done
+[ "$profile" -eq 0 ] || arguments+=(--profile)
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 
 # Check the arguments once, and pin what `auto` chose, so that all rows do the same work.
-resolved="$("$python" -m common.benchmark "$@")" || exit $?
-arguments=("$@")
+resolved="$("$python" -m common.benchmark "${arguments[@]}")" || exit $?
 while read -r word; do
   [ -z "$word" ] || arguments+=("$word")
 done <<<"$resolved"
@@ -127,6 +142,22 @@ fi
 chmod 755 "$run"
 ln -sfn "$(basename "$run")" "$here/results/latest"
 
+run_or_skip() { # script
+  local name="${1#"$here"/}"
+  if [ "$interrupted" -eq 1 ]; then
+    echo "failed not run: interrupted" >"$run/${name%.py}.exit"
+  else
+    run_step "$1"
+    echo
+  fi
+}
+
+measure_roofs() {
+  echo "measuring the roofs of this machine"
+  "$python" -m common.hardware "${arguments[@]}" --output "$run/roofs.json" >"$run/roofs.log" 2>&1 ||
+    echo "the roofs could not be measured: $(tail -n 1 "$run/roofs.log" | cut -c1-200)" | tee "$run/roofs.failed"
+}
+
 interrupted=0
 trap 'interrupted=1' INT TERM
 for index in 0 1 2 3 4 5 6 7 8 9; do
@@ -134,17 +165,20 @@ for index in 0 1 2 3 4 5 6 7 8 9; do
   for script in "$here/${index}"_*.py; do
     [ -e "$script" ] || continue
     found=1
-    if [ "$interrupted" -eq 1 ]; then
-      echo "failed not run: interrupted" >"$run/$(basename "$script" .py).exit"
-    else
-      run_step "$script"
-      echo
-    fi
+    run_or_skip "$script"
   done
   if [ "$found" -eq 0 ] && [ "$index" -le 4 ]; then
     echo "failed ${index}_*.py is missing: restore it with git checkout" >"$run/${index}_missing.exit"
   fi
 done
+
+if [ "$peers" -eq 1 ]; then
+  mkdir "$run/peers"
+  for script in "$here"/peers/*.py; do
+    run_or_skip "$script"
+  done
+fi
+[ "$roofs" -eq 0 ] || [ "$interrupted" -eq 1 ] || measure_roofs
 
 "$python" -m common.report "$run"
 code=$?

@@ -12,7 +12,8 @@ The record, schema version 1. One JSON object a run, the *envelope*:
     workload         {preset, n_layer, n_head, n_embd, seq_len, vocab_size, batch_size, parameters,
                       tokens_per_step, flops_per_step, data{name, tokens, batches_sha256}, seed, lr,
                       warmup, steps}
-    roofs            null: not measured yet
+    roofs            null where not measured, or {copy_bytes_per_s, fp32_flops_per_s, tf32_..., bf16_..., fp8_...,
+                     shapes[], square{}, notes[]}, see hardware.measure_roofs
     steps            a list of *step records*; a script run alone writes one
 
 and a step record:
@@ -32,8 +33,12 @@ and a step record:
     host_syncs       waits for the GPU in one step; null on a CPU
     gpu_state        clocks, temperature, power, throttle reasons after the last step was launched, and whether
                      the GPU was still at work then (while_running); null on a CPU
-    profile          null: not measured yet
-    bytes_per_step   null: not measured yet
+    profile          null without --profile, or {step_ms, steps, gpu_busy_ms, gpu_idle_ms, kernels_per_step, host_syncs,
+                     autograd_nodes_attention, bound_by, shares{compute, launch, memory},
+                     categories{name: {ms, launches}}, kernels[{name, category, ms, launches}]}: per training step;
+                     the categories and the idle time add up to step_ms. On a CPU operators stand for kernels,
+                     gpu_* and bound_by are null
+    bytes_per_step   null: not measured
 
 Fields of a step that did not come to pass are null (lists: empty).
 """
@@ -69,6 +74,9 @@ TrainStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 AUTO_SLICE_GIB = 84
 AUTO_GPT2_GIB = (2, 2.0)
 
+PROFILED_STEPS = 3
+PROFILE_TOLERANCE = 0.03  # of the timed median; beyond it the row says so
+
 
 class Skip(Exception):
     """Raised by a script that cannot run here; the message is one line that says what to do."""
@@ -94,6 +102,7 @@ class Arguments:
     device: torch.device
     amp_dtype: torch.dtype
     amp_note: str | None
+    profile: bool
     output: Path
     notes: tuple[str, ...]
 
@@ -199,6 +208,11 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
         "(default: auto)",
     )
     run.add_argument(
+        "--profile",
+        action="store_true",
+        help="profile untimed steps afterwards: kernel table on stderr, Chrome trace beside the record",
+    )
+    run.add_argument(
         "--output", type=Path, metavar="FILE", help=f"the JSON record (default: results/{script.stem}.json)"
     )
     return parser
@@ -239,6 +253,7 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         device=device,
         amp_dtype=amp_dtype,
         amp_note=amp_note,
+        profile=given.profile,
         output=output,
         notes=notes,
     )
@@ -318,6 +333,8 @@ def launch(main: Callable[[Arguments], dict]) -> None:
         write_json(args.output, envelope)
     except OSError as error:
         sys.exit(f"{args.step}: error: cannot write {args.output}: {error.strerror or error}")
+    if record["profile"]:
+        print(profile.kernel_table(record["profile"]), file=sys.stderr)
     print(result_line(record))
     sys.exit(0 if record["status"] in ("ok", "skipped") else 1)
 
@@ -367,15 +384,15 @@ def run(
     if bad is not None:
         raise FloatingPointError(f"loss is {loss[bad]} at training step {bad}: lower --lr (now {args.lr:g})")
 
-    observed = observe(lambda: train_step(*spare), args.device)
-    observed["settings"] |= settings
     median_ms = statistics.median(step_ms)
+    observed, profile_note = observe(lambda: train_step(*spare), model, median_ms, args)
+    observed["settings"] |= settings
     p25_ms, _, p75_ms = statistics.quantiles(step_ms, method="inclusive") if len(step_ms) > 1 else step_ms * 3
     work = workload(args)
     return step_record(
         args,
         status="ok",
-        note=note or _precision_note(observed["settings"], args),
+        note="; ".join(filter(None, [note or _precision_note(observed["settings"], args), profile_note])) or None,
         timing={"warmup_s": warmup_s, "step_ms": step_ms, "median_ms": median_ms, "p25_ms": p25_ms, "p75_ms": p75_ms},
         tokens_per_s=work["tokens_per_step"] / median_ms * 1e3,
         model_flops_per_s=work["flops_per_step"] / median_ms * 1e3,
@@ -424,15 +441,41 @@ def time_steps_cpu(train_step: TrainStep, batches: list, device: torch.device, p
     return step_ms, losses, {}
 
 
-def observe(step: Callable[[], object], device: torch.device) -> dict:
-    """`settings` and `host_syncs` of untimed steps; a profiler that fails costs the settings, not the row."""
-    settings = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
-    host_syncs = profile.count_host_syncs(step) if device.type == "cuda" else None
+def observe(
+    step: Callable[[], torch.Tensor], model: torch.nn.Module, median_ms: float, args: Arguments
+) -> tuple[dict, str | None]:
+    """`settings`, `host_syncs` and, where asked for, `profile`, of untimed steps; and a note on the profile.
+
+    A profiler that fails costs what it would have shown, not the row.
+    """
+    observed = {"settings": {"float32_matmul_precision": torch.get_float32_matmul_precision()}}
+    observed["host_syncs"] = profile.count_host_syncs(step) if args.device.type == "cuda" else None
     try:
-        settings |= profile.observed_settings(profile.trace_step(step, device))
+        trace = profile.trace_step(step, args.device)
+        observed["settings"] |= profile.observed_settings(trace)
+        if not args.profile:
+            return observed, None
+        profile.write_chrome_trace(trace, args.output.with_suffix(".trace.json.gz"))
+        observed["profile"] = profile_step(step, model, args) | {"host_syncs": observed["host_syncs"]}
     except (RuntimeError, OSError, ValueError) as error:
-        settings["unobserved"] = one_line(error)
-    return {"settings": settings, "host_syncs": host_syncs}
+        observed["settings"].setdefault("unobserved", one_line(error))
+        return observed, f"not profiled: {one_line(error)}" if args.profile else None
+    difference = observed["profile"]["step_ms"] / median_ms - 1
+    if args.device.type == "cuda" and abs(difference) > PROFILE_TOLERANCE:
+        return observed, f"the profiled step is {difference:+.0%} off the timed median: read its times as shares"
+    return observed, None
+
+
+def profile_step(step: Callable[[], torch.Tensor], model: torch.nn.Module, args: Arguments) -> dict:
+    """The record's `profile`, of PROFILED_STEPS steps after one that is left out."""
+    steps = [step] * (PROFILED_STEPS + 1)
+    found = {"bound_by": None, "shares": None}
+    if args.device.type == "cuda":
+        found |= profile.profile_cuda(steps, args.device)
+        found["bound_by"], found["shares"] = profile.bound_by(found)
+    else:
+        found |= profile.profile_cpu(steps)
+    return found | {"autograd_nodes_attention": profile.attention_autograd_nodes(model, step)}
 
 
 def _precision_note(settings: dict, args: Arguments) -> str | None:
@@ -523,7 +566,10 @@ def command_line(args: Arguments) -> str:
     words, given = [args.script.name], iter(sys.argv[1:])
     for word in given:
         name, _, value = word.partition("=")
-        value = value or next(given, "")  # every argument takes a value
+        if name == "--profile":  # the only one without a value
+            words.append(name)
+            continue
+        value = value or next(given, "")
         if name != "--output":
             words += [name, Path(value).name if Path(value).is_absolute() else value]
     return shlex.join(["python", *words])

@@ -1,4 +1,8 @@
-"""What this machine is and what it can do: devices, precision, versions, clocks, commit."""
+"""What this machine is and what it can do: devices, precision, versions, clocks, commit, measured roofs.
+
+python -m common.hardware ARGUMENT ...    the roofs of this machine at the shapes of that workload; the
+                                          arguments are those of a step, --output names the JSON
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,13 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import torch
+from torch.utils.benchmark import Timer
 
 # Variables that change which kernels run or what they compute; TE and Inductor read whole families.
 NUMERIC_VARIABLES = (
@@ -247,3 +254,125 @@ def commit() -> dict:
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+
+
+# --- roofs ----------------------------------------------------------------------------------------
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
+
+
+def matrix_products(n_layer: int, n_embd: int, vocab_size: int, tokens: int) -> dict[tuple[int, int, int], int]:
+    """(M, N, K) of every matrix product of a training step outside attention, and how often it runs.
+
+    Each weight (N, K) has three: forward (tokens, N, K), input gradient (tokens, K, N) and weight
+    gradient (N, K, tokens).
+    """
+    C = n_embd
+    weights = {(3 * C, C): n_layer, (C, C): n_layer, (4 * C, C): n_layer, (C, 4 * C): n_layer, (vocab_size, C): 1}
+    products: dict[tuple[int, int, int], int] = {}
+    for (N, K), count in weights.items():
+        for shape in ((tokens, N, K), (tokens, K, N), (N, K, tokens)):
+            products[shape] = products.get(shape, 0) + count
+    return products
+
+
+def measure_roofs(products: dict[tuple[int, int, int], int], device: torch.device) -> dict:
+    """The record's `roofs`: what this device reaches when it does nothing else.
+
+    copy_bytes_per_s counts bytes read and written. <precision>_flops_per_s is over all `products`, each as
+    often as the step runs it; `shapes` has each alone, `square` one large product. Null where the device lacks
+    the precision or the memory; `notes` says which and why.
+    """
+    gpu = device.type == "cuda"
+    notes = []
+    busy = _number(nvidia_smi("utilization.gpu", device)) if gpu else None
+    if isinstance(busy, float) and busy > 20:
+        notes.append(f"the GPU was {busy:.0f} % busy before the roofs were measured: they may be too low")
+    edge = 8192 if gpu else 1024
+    shapes = [{"m": m, "n": n, "k": k, "count": count} for (m, n, k), count in products.items()]
+    square = {"m": edge, "n": edge, "k": edge}
+    roofs = {"copy_bytes_per_s": _or_note(lambda: _copy_rate(device), "copy", notes)}
+    for precision in PRECISIONS:
+        if reason := _why_not(precision, device):
+            notes.append(f"{precision} not measured: {reason}")
+        for shape in [*shapes, square]:
+            rate = None if reason else _or_note(partial(_product_rate, shape, precision, device), precision, notes)
+            shape[f"{precision}_flops_per_s"] = rate
+        roofs[f"{precision}_flops_per_s"] = _combined_rate(shapes, f"{precision}_flops_per_s")
+    return roofs | {"shapes": shapes, "square": square, "notes": list(dict.fromkeys(notes))}
+
+
+def _combined_rate(shapes: list[dict], name: str) -> float | None:
+    """FLOP/s over all shapes, each as often as it runs; None where one of them has none."""
+    if any(shape[name] is None for shape in shapes):
+        return None
+    flops = [2 * s["m"] * s["n"] * s["k"] * s["count"] for s in shapes]
+    return sum(flops) / sum(f / s[name] for f, s in zip(flops, shapes, strict=True))
+
+
+def _why_not(precision: str, device: torch.device) -> str | None:
+    capability = compute_capability(device)
+    if precision == "tf32" and capability < (8, 0):
+        return "needs an Ampere GPU or newer"
+    if precision == "bf16" and not has_bf16_matrix_instructions(device):
+        return "no BF16 matrix instructions"
+    if precision == "fp8" and capability < (8, 9):
+        return "needs an Ada or Hopper GPU or newer"
+    return None
+
+
+def _or_note(measure: Callable[[], float], what: str, notes: list[str]) -> float | None:
+    try:
+        return measure()
+    except RuntimeError as error:  # too little memory, or a shape that the format cannot take
+        notes.append(f"{what} not measured: {str(error).strip().splitlines()[0][:150]}")
+        return None
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Median time of one call, back to back."""
+    work()
+    return (
+        Timer("work()", globals={"work": work})
+        .blocked_autorange(min_run_time=0.1 if device.type == "cuda" else 0.02)
+        .median
+    )
+
+
+def _copy_rate(device: torch.device) -> float:
+    size = min(2**30, free_memory_bytes(device) // 4) if device.type == "cuda" else 2**28
+    source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    return 2 * size / _seconds(lambda: target.copy_(source), device)
+
+
+def _product_rate(shape: dict, precision: str, device: torch.device) -> float:
+    """FLOP/s of (M, K) times (K, N), both random: zeros draw less power and run faster."""
+    m, n, k = shape["m"], shape["n"], shape["k"]
+    dtype = torch.bfloat16 if precision in ("bf16", "fp8") else torch.float32
+    a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype).t()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        if precision == "fp8":
+            a, b, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
+            # Not public, but the only FP8 product PyTorch has.
+            product = lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)  # noqa: E731
+        else:
+            product = lambda: a @ b  # noqa: E731
+        return 2 * m * n * k / _seconds(product, device)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def main() -> None:
+    from common import benchmark, record  # which import this module
+
+    args = benchmark.parse_args(Path("common/hardware.py"), "The roofs of this machine at the shapes of a workload.")
+    config = args.config
+    products = matrix_products(config.n_layer, config.n_embd, config.vocab_size, args.batch_size * config.seq_len)
+    record.write_json(args.output, measure_roofs(products, args.device))
+
+
+if __name__ == "__main__":
+    main()

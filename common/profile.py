@@ -1,12 +1,32 @@
-"""What a training step really ran: operators, kernels, host synchronizations.
+"""What a training step really ran, and where its time went.
 
-Nothing here is timed into the result; one extra step is run under torch.profiler.
+Nothing here is timed into the result: extra steps run under torch.profiler after the timed ones.
+
+    python -m common.profile        DRAM bytes of attention by hand and fused, counted beside analytic
+
+Categories of time, by kernel name (see CATEGORIES):
+
+    matrix products              also those of attention where it is written out by hand
+    attention                    fused attention, and softmax where it is written out
+    normalization and pointwise  LayerNorm, GELU, adds, masks, bias sums, embedding, and what a compiler fused of these
+    optimizer                    AdamW, and the unscaling of FP16 gradients
+    copies and casts             dtype and layout changes, quantization to FP8, fills
+    loss                         log-softmax and negative log-likelihood
+    communication                NCCL
+    other                        names that no rule knows
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
+import gzip
 import json
 import os
+import re
+import shutil
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -14,6 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from tabulate import tabulate
 from torch.profiler import ProfilerActivity
 
 MATRIX_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_linear_pointwise", "_mkl_linear", "convolution")
@@ -29,12 +51,32 @@ ATTENTION_OPERATORS = {
 }
 
 
+# Category -> what its kernels' names hold; the first that matches wins, so the order is part of the rule.
+CATEGORIES = {
+    "communication": r"nccl",
+    "optimizer": r"multi_tensor_apply|adam|triton_for_fused|_foreach_|Optimizer\.",
+    "normalization and pointwise": r"layer_norm|LayerNorm|normalization::|gelu|GammaBeta|reduce_dbias",
+    "loss": r"nll_loss|log_softmax|LogSoftMax|cross_entropy|softmax_warp_\w+<[^<>]*\d+, true",
+    "attention": r"sdpa|flash|fmha|attention|dot_do_o|convert_dq|SoftMax|softmax",
+    "matrix products": r"gemm|nvjet|cutlass_\d+_(simt|tensorop|wmma)|xmma|splitKreduce|gemv|dot_kernel|cublas"
+    r"|^aten::(mm|addmm|bmm|baddbmm|linear)$|mkldnn|_linear_pointwise|onednn|mkl_linear",
+    "copies and casts": r"direct_copy|_copy_kernel|CatArray|FillFunctor|Memcpy|Memset|delayed_scaling"
+    r"|transpose_\w*kernel|triton_poi_fused(_+(to_copy|t|cat|unsafe_view|view|transpose|clone|permute))+_\d+$"
+    r"|^aten::(copy_|_to_copy|to|cat|fill_|zero_|clone|contiguous|zeros_like)$",
+}
+# What is left of PyTorch's, Triton's and Transformer Engine's own kernels is pointwise or a plain reduction.
+POINTWISE = r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|cub::|CompiledF|^aten::|krn_partial"
+COMPUTE = ("matrix products", "attention")
+MARKER_BYTES = 4093  # a copy of this size separates the profiled steps on the GPU's timeline
+
+
 @dataclass(frozen=True)
 class Trace:
     """One profiled step: Chrome trace events of the operators, and of the GPU kernels."""
 
     operators: list[dict]
     kernels: list[dict]
+    chrome: str = ""
 
     def operator_names(self) -> set[str]:
         """Without namespace: `aten::mm` is `mm`."""
@@ -54,16 +96,27 @@ def trace_step(step: Callable[[], object], device: torch.device) -> Trace:
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+    text, by_kind = _chrome_trace(profiler)
+    operators = by_kind.get("cpu_op", []) + by_kind.get("user_annotation", [])
+    return Trace(operators, kernels=by_kind.get("kernel", []), chrome=text)
+
+
+def _chrome_trace(profiler: torch.profiler.profile) -> tuple[str, dict[str, list[dict]]]:
+    """The Chrome trace as text, and its events by their kind (`cat`)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        # Kernel names may hold bytes that are not UTF-8.
-        events = json.loads(path.read_text(errors="replace"), strict=False)["traceEvents"]
-    by_category: dict[str, list[dict]] = {}
-    for event in events:
-        by_category.setdefault(event.get("cat", ""), []).append(event)
-    operators = by_category.get("cpu_op", []) + by_category.get("user_annotation", [])
-    return Trace(operators, kernels=by_category.get("kernel", []))
+        text = path.read_text(errors="replace")  # kernel names may hold bytes that are not UTF-8
+    by_kind: dict[str, list[dict]] = {}
+    for event in json.loads(text, strict=False)["traceEvents"]:
+        by_kind.setdefault(event.get("cat", ""), []).append(event)
+    return text, by_kind
+
+
+def write_chrome_trace(trace: Trace, path: Path) -> None:
+    """For chrome://tracing and ui.perfetto.dev, which read it compressed. Raises OSError."""
+    with gzip.open(path, "wt", compresslevel=5) as file:
+        file.write(trace.chrome)
 
 
 def observed_settings(trace: Trace) -> dict:
@@ -117,3 +170,266 @@ def count_host_syncs(step: Callable[[], object]) -> int:
         finally:
             torch.cuda.set_sync_debug_mode(previous)
     return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
+# --- where the time went --------------------------------------------------------------------------
+
+
+def categorize(name: str) -> str:
+    """The category of a kernel, or of a CPU operator, by its name."""
+    for category, pattern in CATEGORIES.items():
+        if re.search(pattern, name):
+            return category
+    return "normalization and pointwise" if re.search(POINTWISE, name) else "other"
+
+
+def profile_cuda(steps: list[Callable[[], object]], device: torch.device) -> dict:
+    """The record's `profile` of `steps`, without what only a CPU trace shows. Raises what the profiler raises.
+
+    The first step is left out. Only the GPU is traced: recording every operator slows the host, and a host
+    that is slower than the GPU would show as idle time that the timed steps did not have.
+    """
+    marker = torch.zeros(2, MARKER_BYTES, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for step in steps:
+            step()
+            marker[0].copy_(marker[1])
+        torch.cuda.synchronize(device)
+    _, by_kind = _chrome_trace(profiler)
+    events = [event for kind in ("kernel", "gpu_memcpy", "gpu_memset") for event in by_kind.get(kind, [])]
+    return summarize_timeline(events, len(steps) - 1)
+
+
+def summarize_timeline(events: list[dict], n_steps: int) -> dict:
+    """Busy and idle time and kernels, per step, of the GPU's work between the first and the last marker.
+
+    Where kernels overlap, each instant belongs to the one that began first, so that the categories and
+    the idle time add up to the step. Raises ValueError where the markers are not there.
+    """
+    markers = [e for e in events if e.get("args", {}).get("bytes") == MARKER_BYTES and "Memcpy" in e["name"]]
+    markers.sort(key=lambda event: event["ts"])
+    if len(markers) != n_steps + 1:
+        raise ValueError(f"the profiler lost work: {len(markers)} of {n_steps + 1} markers are in its trace")
+    begin, end = markers[0]["ts"] + markers[0]["dur"], markers[-1]["ts"]
+    kernels: dict[str, dict] = {}
+    cursor = begin
+    for event in sorted(events, key=lambda event: event["ts"]):
+        if not begin <= event["ts"] < end or event in markers:
+            continue
+        own = max(0.0, event["ts"] + event["dur"] - max(event["ts"], cursor))
+        cursor = max(cursor, event["ts"] + event["dur"])
+        row = kernels.setdefault(event["name"], {"name": event["name"], "ms": 0.0, "launches": 0})
+        row["ms"] += own / 1e3
+        row["launches"] += 1
+    return _per_step(list(kernels.values()), (end - begin) / 1e3, n_steps)
+
+
+def profile_cpu(steps: list[Callable[[], object]]) -> dict:
+    """Like `profile_cuda`, of a CPU: operators instead of kernels, each with the time of no other inside it."""
+    steps[0]()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for step in steps[1:]:
+            step()
+    rows = [
+        {"name": row.key, "ms": row.self_cpu_time_total / 1e3, "launches": row.count}
+        for row in profiler.key_averages()
+        if row.self_cpu_time_total > 0
+    ]
+    total = sum(row["ms"] for row in rows)
+    return _per_step(rows, total, len(steps) - 1) | {"gpu_busy_ms": None, "gpu_idle_ms": None}
+
+
+def _per_step(rows: list[dict], total_ms: float, n_steps: int) -> dict:
+    categories = {name: {"ms": 0.0, "launches": 0} for name in [*CATEGORIES, "other"]}
+    for row in rows:
+        row["category"] = categorize(row["name"])
+        row["ms"], row["launches"] = row["ms"] / n_steps, row["launches"] / n_steps
+        for field in ("ms", "launches"):
+            categories[row["category"]][field] += row[field]
+    busy = sum(row["ms"] for row in rows)
+    return {
+        "step_ms": total_ms / n_steps,
+        "steps": n_steps,
+        "gpu_busy_ms": busy,
+        "gpu_idle_ms": total_ms / n_steps - busy,
+        "kernels_per_step": sum(row["launches"] for row in rows),
+        "categories": categories,
+        "kernels": sorted(rows, key=lambda row: -row["ms"]),
+    }
+
+
+def bound_by(profile: dict) -> tuple[str, dict[str, float]]:
+    """`compute`, `memory` or `launch`, and the share of the step that each has: the largest wins.
+
+    Compute is the time in matrix products and fused attention, launch the time in which the GPU waits,
+    memory all other kernels: those read and write whole tensors for a few operations each.
+    """
+    step = profile["step_ms"]
+    softmax = sum(
+        k["ms"] for k in profile["kernels"] if k["category"] == "attention" and "softmax" in k["name"].lower()
+    )
+    compute = sum(profile["categories"][name]["ms"] for name in COMPUTE) - softmax
+    idle = profile["gpu_idle_ms"]
+    shares = {"compute": compute / step, "launch": idle / step, "memory": (step - compute - idle) / step}
+    return max(shares, key=shares.get), shares
+
+
+def attention_autograd_nodes(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> int | None:
+    """Nodes of the backward graph between output and input of the first block's attention; None where it has none.
+
+    A model compiled as a whole has a single node for everything.
+    """
+    if hasattr(model, "_orig_mod"):
+        return 1
+    attention = next((module for module in model.modules() if type(module).__name__ == "CausalSelfAttention"), None)
+    if attention is None:
+        return None
+    ends = []
+    handle = attention.register_forward_hook(lambda _, inputs, output: ends.append((inputs[0].grad_fn, output.grad_fn)))
+    try:
+        step()
+    finally:
+        handle.remove()
+    start, last = ends[0]
+    seen, waiting = set(), [last]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node is start or node in seen or type(node).__name__ == "AccumulateGrad":
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return len(seen)
+
+
+def kernel_table(profile: dict, rows: int = 20) -> str:
+    """The kernels that take the most time, and the categories, as text."""
+    step = profile["step_ms"]
+    kernels = [
+        [
+            kernel["name"][:70],
+            kernel["category"],
+            f"{kernel['launches']:.0f}",
+            f"{kernel['ms']:.3f}",
+            f"{kernel['ms'] / step:.1%}",
+        ]
+        for kernel in profile["kernels"][:rows]
+    ]
+    categories = [
+        [name, f"{value['launches']:.0f}", f"{value['ms']:.3f}", f"{value['ms'] / step:.1%}"]
+        for name, value in profile["categories"].items()
+        if value["launches"]
+    ]
+    if profile["gpu_idle_ms"] is not None:
+        categories.append(["idle", "", f"{profile['gpu_idle_ms']:.3f}", f"{profile['gpu_idle_ms'] / step:.1%}"])
+    return "\n\n".join(
+        [
+            tabulate(kernels, ["kernel", "category", "launches", "ms/step", "share"], disable_numparse=True),
+            tabulate(categories, ["category", "launches", "ms/step", "share"], disable_numparse=True),
+        ]
+    )
+
+
+# --- DRAM traffic of attention --------------------------------------------------------------------
+
+COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+
+
+def attention_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention as scores, mask, softmax and product; all (B, H, T, D)."""
+    future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(diagonal=1)
+    scores = q @ k.transpose(-2, -1) / q.size(-1) ** 0.5
+    return scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ v
+
+
+def attention_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The same by scaled_dot_product_attention."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+ATTENTIONS = {"by hand": attention_by_hand, "fused": attention_fused}
+
+
+def analytic_attention_bytes(which: str, B: int, H: int, T: int, D: int) -> int:
+    """Bytes that forward and backward must move at least when each kernel reads and writes DRAM once, in BF16.
+
+    By hand under autocast, in units of one (B, H, T, T) tensor of 2-byte numbers. Forward: scores 1, scale 2,
+    mask 2, cast to FP32 3, softmax 4, cast back 3, product 1; backward: the products 4, casts 6, softmax 6,
+    mask 2, scale 2. Fused: q, k, v, o forward; q, k, v, o, do, dq, dk, dv backward; by hand moves these as well.
+    """
+    head_tensor, score_tensor = 2 * B * H * T * D, 2 * B * H * T * T
+    return 12 * head_tensor + (36 * score_tensor if which == "by hand" else 0)
+
+
+def count_attention_bytes(which: str, shape: tuple[int, int, int, int]) -> int:
+    """DRAM bytes of one forward and backward by the GPU's counters. Raises OSError where they cannot be read."""
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise OSError("Nsight Compute (ncu) is not installed")
+    worker = [sys.executable, "-m", "common.profile", "--count", which, "--shape", *map(str, shape)]
+    counting = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--metrics", ",".join(COUNTERS)]
+    done = subprocess.run([*counting, *worker], capture_output=True, text=True, timeout=600)
+    rows = csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"'))
+    units = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+    counted = [
+        float(r["Metric Value"].replace(",", "")) * units[r["Metric Unit"]]
+        for r in rows
+        if r["Metric Name"] in COUNTERS
+    ]
+    if not counted:
+        said = [line for line in (done.stdout + done.stderr).splitlines() if "ERR" in line or "rror" in line]
+        raise OSError(said[0].strip("= ") if said else f"ncu ended with exit code {done.returncode} and no counters")
+    return round(sum(counted))
+
+
+def run_attention(which: str, shape: tuple[int, int, int, int], device: torch.device) -> None:
+    """Forward and backward under BF16 autocast: once to warm up, once between the profiler's start and stop."""
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+    def forward_backward():
+        with torch.autocast(device.type, torch.bfloat16):
+            y = ATTENTIONS[which](q, k, v)
+        torch.autograd.backward(y, torch.ones_like(y))
+
+    forward_backward()
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaProfilerStart()
+    forward_backward()
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaProfilerStop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m common.profile", description="DRAM bytes of attention, forward and backward, in BF16."
+    )
+    parser.add_argument("--shape", type=int, nargs=4, default=(8, 16, 2048, 128), metavar=("B", "H", "T", "D"))
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON, too")
+    parser.add_argument("--count", choices=ATTENTIONS, help=argparse.SUPPRESS)  # the process under the counters
+    args = parser.parse_args()
+    shape = tuple(args.shape)
+    if min(shape) < 1:
+        parser.exit(2, f"{parser.prog}: error: --shape takes four whole numbers from 1 on\n")
+    if args.count:
+        run_attention(args.count, shape, torch.device("cuda"))
+        return
+    figures = {"shape": dict(zip("BHTD", shape, strict=True)), "bytes": {}, "reason": None}
+    for which in ATTENTIONS:
+        figures["bytes"][which] = {"analytic": analytic_attention_bytes(which, *shape), "counters": None}
+        try:
+            figures["bytes"][which]["counters"] = count_attention_bytes(which, shape)
+        except (OSError, subprocess.SubprocessError) as error:
+            figures["reason"] = f"no counters: {error}"
+    rows = [
+        [which, *("-" if value is None else f"{value / 1e9:.2f}" for value in (found["analytic"], found["counters"]))]
+        for which, found in figures["bytes"].items()
+    ]
+    print(tabulate(rows, ["attention", "analytic GB", "counted GB"], disable_numparse=True))
+    if figures["reason"]:
+        print(figures["reason"])
+    if args.output:
+        args.output.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -71,7 +71,24 @@ def read_envelope(path: Path) -> dict:
     if not (isinstance(steps, list) and steps and isinstance(workload, dict) and isinstance(environment, dict)):
         raise RecordError(f"{path.name} is not a record of this benchmark")
     envelope["steps"] = [_checked_step(step, path) for step in steps]
+    peers = envelope.get("peers")
+    envelope["peers"] = [_checked_step(peer, path) for peer in peers] if isinstance(peers, list) else []
+    try:
+        envelope["roofs"] = checked_roofs(envelope["roofs"]) if envelope.get("roofs") else None
+    except ValueError:
+        raise RecordError(f"{path.name} holds roofs that are not numbers") from None
     return envelope
+
+
+def checked_roofs(roofs: object) -> dict:
+    """The roofs as they are. Raises ValueError where a rate is neither null nor a positive number."""
+    if not isinstance(roofs, dict):
+        raise ValueError("roofs are not an object")
+    for name, rate in roofs.items():
+        number = isinstance(rate, (int, float)) and not isinstance(rate, bool) and math.isfinite(rate) and rate > 0
+        if name.endswith("_per_s") and rate is not None and not number:
+            raise ValueError(f"{name} is not a rate")
+    return roofs
 
 
 def _checked_step(step: object, path: Path) -> dict:
@@ -84,9 +101,15 @@ def _checked_step(step: object, path: Path) -> dict:
             timing = record["timing"]
             needed = [timing["median_ms"], timing["warmup_s"], record["tokens_per_s"], record["model_flops_per_s"]]
             needed += [record[name] or 0 for name in ("peak_allocated_bytes", "peak_rss_bytes")]
+            profile = record["profile"]
+            if profile is not None:
+                shares = profile["shares"]
+                needed += [profile["step_ms"], *(shares.values() if shares else [])]
+                if profile["bound_by"] is not None and profile["bound_by"] not in shares:
+                    raise ValueError
             if not record["loss"] or not all(map(math.isfinite, needed + record["loss"])) or timing["median_ms"] <= 0:
                 raise ValueError
-        except (TypeError, KeyError, ValueError, OverflowError):
+        except (TypeError, KeyError, ValueError, OverflowError, AttributeError):
             raise RecordError(f"{path.name} holds an ok step without its numbers") from None
     return record
 

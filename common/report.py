@@ -8,6 +8,7 @@ them merged; a folder that holds nothing else is reported from it.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tabulate import tabulate
 from common.record import (
     SCHEMA_VERSION,
     RecordError,
+    checked_roofs,
     describe_shape,
     empty_step_record,
     read_envelope,
@@ -24,9 +26,13 @@ from common.record import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-MERGED = "results.json"
+MERGED, ROOFS = "results.json", "roofs.json"
 README_BEGIN, README_END = "<!-- results:begin -->", "<!-- results:end -->"
 LOSS_WINDOW = 20
+BOUND_RULE = (
+    "bound by: the largest share of the profiled step, of compute (matrix products and fused attention), memory "
+    "(all other kernels) and launch (the GPU waits for the host)"
+)
 CONVENTION = (
     "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square it needs. "
     f"Loss is the mean of the last {LOSS_WINDOW} training steps (of all, untimed ones too, where there were fewer), "
@@ -44,48 +50,75 @@ def load_run(run_dir: Path) -> dict:
     """
     if not run_dir.is_dir():
         raise RecordError(f"{run_dir} is not a folder")
-    envelopes, problems, unreadable = [], [], set()
-    for path in sorted(run_dir.glob("*.json")):
-        if path.name == MERGED:
+    problems: list[str] = []
+    envelopes, ended = _read_folder(run_dir, problems)
+    peers, peers_ended = _read_folder(run_dir / "peers", problems)
+    if not envelopes and not ended:
+        if problems and not (run_dir / MERGED).exists():
+            raise RecordError(f"{run_dir} holds no record: {'; '.join(problems)}")
+        return read_envelope(run_dir / MERGED)
+    merged = _merge(envelopes, peers)
+    merged["problems"] = problems + _machine_problems(envelopes + peers) + _read_roofs(run_dir, merged)
+    batch_size = merged["workload"].get("batch_size")
+    merged["steps"] = _with_ended(merged["steps"], ended, batch_size)
+    merged["peers"] = _with_ended(merged["peers"], peers_ended, batch_size)
+    return merged
+
+
+def _read_folder(folder: Path, problems: list[str]) -> tuple[list[dict], dict[str, str]]:
+    """The envelopes of a folder, and how the processes ended that left none; adds to `problems`."""
+    envelopes, ended = [], {}
+    for path in sorted(folder.glob("*.json")):
+        if path.name in (MERGED, ROOFS):
             continue
         try:
             envelopes.append(read_envelope(path))
         except RecordError as error:
             problems.append(f"left out: {error}")
-            unreadable.add(path.stem)
-    ended = {path.stem: path.read_text().strip() for path in sorted(run_dir.glob("*.exit"))}
-    if not envelopes and not ended:
-        if problems and not (run_dir / MERGED).exists():
-            raise RecordError(f"{run_dir} holds no record: {'; '.join(problems)}")
-        return read_envelope(run_dir / MERGED)
-    merged = _merge(envelopes)
-    merged["problems"] = problems + _machine_problems(envelopes)
-    known = {step["step"] for step in merged["steps"]}
-    for name in sorted((ended.keys() | unreadable) - known):
-        why = ended.get(name) or "its record cannot be read"
-        merged["steps"].append(_ended_record(name, why, merged["workload"].get("batch_size")))
-    merged["steps"].sort(key=lambda step: step["step"])
-    return merged
+            ended[path.stem] = "its record cannot be read"
+    ended |= {path.stem: path.read_text().strip() for path in sorted(folder.glob("*.exit"))}
+    return envelopes, ended
 
 
-def _merge(envelopes: list[dict]) -> dict:
+def _read_roofs(run_dir: Path, merged: dict) -> list[str]:
+    """Put the roofs of a run folder into its envelope; returns what to say of them."""
+    failed = run_dir / "roofs.failed"
+    if failed.exists():
+        return [failed.read_text().strip()]
+    if not (run_dir / ROOFS).exists():
+        return []
+    try:
+        merged["roofs"] = checked_roofs(json.loads((run_dir / ROOFS).read_text()))
+    except (OSError, ValueError) as error:
+        return [f"left out: {ROOFS} cannot be read ({type(error).__name__})"]
+    return []
+
+
+def _with_ended(records: list[dict], ended: dict[str, str], batch_size: int | None) -> list[dict]:
+    """The records and rows for processes that left none, by name."""
+    known = {record["step"] for record in records}
+    rows = [_ended_record(name, why, batch_size) for name, why in ended.items() if name not in known]
+    return sorted(records + rows, key=lambda record: record["step"])
+
+
+def _merge(envelopes: list[dict], peers: list[dict]) -> dict:
     first = envelopes[0] if envelopes else {"command": "", "started_at": None, "environment": {}, "workload": {}}
-    for envelope in envelopes[1:]:
+    for envelope in envelopes[1:] + (peers if envelopes else []):
         ours, theirs = first["workload"], envelope["workload"]
         differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
         if differing:
             steps = first["steps"][0]["step"], envelope["steps"][0]["step"]
             raise RecordError(f"{steps[0]} and {steps[1]} ran different workloads: {', '.join(differing)} differ")
-    words = str(first.get("command") or "").split(" ")
+    words = str(first.get("command") or "").replace(" --profile", "").split(" ")
     return {
         "schema_version": SCHEMA_VERSION,
-        "command": " ".join(["./run_all.sh", *words[2:]]),  # after `python <script>`
+        "command": " ".join(["./run_all.sh", *(["--peers"] if peers else []), *words[2:]]),  # after `python <script>`
         "started_at": min((e["started_at"] for e in envelopes if e.get("started_at")), default=None),
         "environment": first["environment"],
         "workload": first["workload"],
         "roofs": next((e["roofs"] for e in envelopes if e.get("roofs")), None),
         "steps": [step for envelope in envelopes for step in envelope["steps"]],
-        "peers": [],
+        "peers": [step for envelope in peers for step in envelope["steps"]],
     }
 
 
@@ -132,17 +165,52 @@ def table(run: dict) -> tuple[list[str], list[list[str]]]:
     """Headers and one row of strings per step; a row without a time has dashes."""
     steps = run["steps"]
     reference = reference_step(steps)
+    with_roofs, with_profile = bool(run.get("roofs")), any(step["profile"] for step in steps)
     against = "vs baseline" if reference in (None, steps[0]) else f"vs {reference['step']}"
     headers = ["step", "status", "ms/step", "tokens/s", "TFLOP/s", "vs previous", against, "peak GiB", "warm-up s"]
     headers += ["loss", "loss difference"]
+    headers += ["of roof"] if with_roofs else []
+    headers += ["bound by"] if with_profile else []
     rows, previous = [], None
-    for step in steps:
+    for step in [*steps, *run.get("peers", [])]:
+        peer = step not in steps
+        name = f"peer: {step['step']}" if peer else step["step"]
         if step["status"] != "ok":
-            rows.append([step["step"], step["status"], *["-"] * (len(headers) - 2)])
+            rows.append([name, step["status"], *["-"] * (len(headers) - 2)])
             continue
-        rows.append([step["step"], "ok", *_measured_cells(step, previous or step, reference)])
-        previous = step
+        cells = _measured_cells(step, previous or step, reference or step)
+        if peer:
+            cells[3] = "-"  # a peer follows no step
+        else:
+            previous = step
+        cells += [_roof_cell(step, run["roofs"])] if with_roofs else []
+        cells += [_bound_cell(step["profile"])] if with_profile else []
+        rows.append([name, "ok", *cells])
     return headers, rows
+
+
+def roof_of(step: dict, roofs: dict) -> tuple[str, float | None]:
+    """The precision a row's matrix products are held against, and its measured FLOP/s."""
+    settings = step["settings"]
+    dtype, highest = settings.get("amp_dtype"), settings.get("float32_matmul_precision") == "highest"
+    if settings.get("fp8_recipe"):
+        precision = "fp8"
+    elif dtype in ("bfloat16", "float16"):
+        precision = "bf16"
+    else:
+        precision = "fp32" if highest or roofs.get("tf32_flops_per_s") is None else "tf32"
+    return precision, roofs.get(f"{precision}_flops_per_s")
+
+
+def _roof_cell(step: dict, roofs: dict) -> str:
+    precision, roof = roof_of(step, roofs)
+    return f"{step['model_flops_per_s'] / roof:.0%} of {precision}" if roof else "-"
+
+
+def _bound_cell(profile: dict | None) -> str:
+    if not (profile and profile.get("bound_by")):
+        return "-"
+    return f"{profile['bound_by']} {profile['shares'][profile['bound_by']]:.0%}"
 
 
 def _measured_cells(step: dict, previous: dict, reference: dict) -> list[str]:
@@ -171,13 +239,30 @@ def remarks(run: dict) -> list[str]:
     """Lines under the table: why a row has no time, what qualifies one that has, what was left out."""
     lines = [
         f"{step['step']}: {said}"
-        for step in run["steps"]
+        for step in [*run["steps"], *run.get("peers", [])]
         for said in [step["reason"] if step["status"] != "ok" else step["note"]]
         if said
     ]
     if run["environment"].get("device_type") == "cpu":
         lines.append("peak GiB is the memory of the whole process: on a CPU nothing counts the tensors alone")
+    if run.get("roofs"):
+        lines += describe_roofs(run["roofs"])
+    if any(step["profile"] and step["profile"].get("bound_by") for step in run["steps"]):
+        lines.append(BOUND_RULE)
     return lines + run.get("problems", [])
+
+
+def describe_roofs(roofs: dict) -> list[str]:
+    """What the machine reaches at most, in one line, and what could not be measured."""
+    rates = [
+        f"{precision.upper()} {roofs[f'{precision}_flops_per_s'] / 1e12:.3g} TFLOP/s"
+        for precision in ("fp32", "tf32", "bf16", "fp8")
+        if roofs.get(f"{precision}_flops_per_s")
+    ]
+    copy = roofs.get("copy_bytes_per_s")
+    rates = ([f"copy {copy / 1e9:,.0f} GB/s"] if copy else []) + rates
+    said = f"roofs, measured in this run, matrix products at the shapes of this workload: {', '.join(rates)}"
+    return [said if rates else "roofs: none could be measured", *map(str, roofs.get("notes", []))]
 
 
 def describe_machine(environment: dict) -> str:
@@ -294,7 +379,8 @@ def main() -> None:
     except (RecordError, OSError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     print(render_text(run))
-    sys.exit(0 if all(step["status"] in ("ok", "skipped") for step in run["steps"]) else 1)
+    rows = [*run["steps"], *run.get("peers", [])]
+    sys.exit(0 if all(row["status"] in ("ok", "skipped") for row in rows) else 1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,69 @@
+"""Peer: te.TransformerLayer used plainly.
+
+Transformer Engine's whole layer, with its own fused attention, under FP8 autocast with its default recipe;
+the head in BF16 by PyTorch; fused AdamW; no torch.compile. Source: Transformer Engine's "Getting started".
+
+Run:      python peers/te_layer.py                  Needs: Transformer Engine, see README
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import benchmark
+from common.model import GPT
+
+
+class Head(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_f = nn.LayerNorm(config.n_embd)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def forward(self, x, targets):
+        logits = self.lm_head(self.ln_f(x))  # (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def main(args):
+    if args.device.type != "cuda":
+        raise benchmark.Skip("Transformer Engine needs an NVIDIA GPU")
+    try:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import DelayedScaling
+    except Exception as error:  # whatever breaks in it, the row says so
+        install = 'pip install --no-build-isolation "transformer-engine[pytorch]"'
+        raise benchmark.Skip(f"Transformer Engine does not import ({benchmark.one_line(error)}): {install}") from None
+    available, reason = te.is_fp8_available(return_reason=True)
+    if not available:
+        raise benchmark.Skip(f"no FP8: {reason}")
+    torch.set_float32_matmul_precision("high")
+
+    def block(config):
+        return te.TransformerLayer(
+            config.n_embd, 4 * config.n_embd, config.n_head, hidden_dropout=0.0, attention_dropout=0.0,
+            self_attn_mask_type="causal", attn_input_format="bshd", fuse_qkv_params=True,
+        )  # fmt: skip
+
+    with args.device:
+        model = GPT(args.config, block, Head, args.seed, residual_dtype=args.amp_dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), **args.adamw, fused=True)
+    recipe = DelayedScaling()
+
+    def train_step(tokens, targets):
+        with torch.autocast(args.device.type, args.amp_dtype), te.autocast(enabled=True, recipe=recipe):
+            loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return benchmark.run(train_step, model, args, fp8_recipe=repr(recipe))
+
+
+if __name__ == "__main__":
+    benchmark.launch(main)

@@ -1,0 +1,51 @@
+"""Peer: the compiled step with torchao's float8 training.
+
+The model of 3_compile.py, its block's four Linear layers converted by convert_to_float8_training with the
+tensorwise recipe, which torchao's README lists as its fastest; the head stays BF16, as that README advises.
+Fused AdamW, torch.compile over the model. Source: torchao.float8's README.
+
+Run:      python peers/torchao_float8.py            Needs: pip install torchao
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import benchmark
+from common.model import GPT
+
+
+def main(args):
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except Exception as error:  # whatever breaks in it, the row says so
+        raise benchmark.Skip(f"torchao does not import ({benchmark.one_line(error)}): pip install torchao") from None
+    if args.compute_capability < (8, 9):
+        raise benchmark.Skip("float8 training needs an Ada or Hopper GPU or newer")
+    torch.set_float32_matmul_precision("high")
+    compiled = importlib.import_module("3_compile")
+    with args.device:
+        model = GPT(args.config, compiled.Block, compiled.Head, args.seed, residual_dtype=args.amp_dtype)
+    recipe = Float8LinearConfig.from_recipe_name("tensorwise")
+    convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: "lm_head" not in name)
+    model = torch.compile(model, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **args.adamw, fused=True)
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+
+    def train_step(tokens, targets):
+        with torch.autocast(args.device.type, args.amp_dtype), sdpa_kernel(backends, set_priority=True):
+            loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return benchmark.run(train_step, model, args, fp8_recipe="torchao tensorwise")
+
+
+if __name__ == "__main__":
+    benchmark.launch(main)
