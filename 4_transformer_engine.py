@@ -57,7 +57,7 @@ class Head(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, bias=False)  # weight tied by GPT
-        self.loss = torch.compile(F.cross_entropy, options={"coordinate_descent_tuning": 1, "online_softmax": False})
+        self.loss = torch.compile(F.cross_entropy, options={"coordinate_descent_tuning": True, "online_softmax": False})
 
     def forward(self, x, targets):
         logits = self.lm_head(x)  # (B, T, V)

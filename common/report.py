@@ -76,7 +76,8 @@ def _read_folder(folder: Path, problems: list[str]) -> tuple[list[dict], dict[st
         except RecordError as error:
             problems.append(f"left out: {error}")
             ended[path.stem] = "its record cannot be read"
-    ended |= {path.stem: path.read_text().strip() for path in sorted(folder.glob("*.exit"))}
+    for path in sorted(folder.glob("*.exit")):
+        ended[path.stem] = path.read_text().strip() or "its record cannot be read"
     return envelopes, ended
 
 
@@ -213,13 +214,17 @@ def _bound_cell(profile: dict | None) -> str:
     return f"{profile['bound_by']} {profile['shares'][profile['bound_by']]:.0%}"
 
 
+def _tflops(flops_per_s: float) -> str:
+    tflops = flops_per_s / 1e12
+    return f"{tflops:,.0f}" if tflops >= 10 else f"{tflops:.3f}"
+
+
 def _measured_cells(step: dict, previous: dict, reference: dict) -> list[str]:
     ms, memory, loss = step["timing"]["median_ms"], peak_bytes(step), mean_loss(step)
-    tflops = step["model_flops_per_s"] / 1e12
     return [
         f"{ms:.1f}",
         f"{step['tokens_per_s']:,.0f}",
-        f"{tflops:.0f}" if tflops >= 10 else f"{tflops:.3f}",
+        _tflops(step["model_flops_per_s"]),
         f"{previous['timing']['median_ms'] / ms:.2f}x",
         f"{reference['timing']['median_ms'] / ms:.2f}x",
         f"{memory / 2**30:.1f}" if memory else "-",
@@ -255,7 +260,7 @@ def remarks(run: dict) -> list[str]:
 def describe_roofs(roofs: dict) -> list[str]:
     """What the machine reaches at most, in one line, and what could not be measured."""
     rates = [
-        f"{precision.upper()} {roofs[f'{precision}_flops_per_s'] / 1e12:.3g} TFLOP/s"
+        f"{precision.upper()} {_tflops(roofs[f'{precision}_flops_per_s'])} TFLOP/s"
         for precision in ("fp32", "tf32", "bf16", "fp8")
         if roofs.get(f"{precision}_flops_per_s")
     ]
