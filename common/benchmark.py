@@ -456,7 +456,7 @@ def observe(
         if not args.profile:
             return observed, None
         profile.write_chrome_trace(trace, args.output.with_suffix(".trace.json.gz"))
-        observed["profile"] = profile_step(step, model, args) | {"host_syncs": observed["host_syncs"]}
+        observed["profile"] = profile_step(step, model, median_ms, args) | {"host_syncs": observed["host_syncs"]}
     except (RuntimeError, OSError, ValueError) as error:
         observed["settings"].setdefault("unobserved", one_line(error))
         return observed, f"not profiled: {one_line(error)}" if args.profile else None
@@ -466,13 +466,13 @@ def observe(
     return observed, None
 
 
-def profile_step(step: Callable[[], torch.Tensor], model: torch.nn.Module, args: Arguments) -> dict:
+def profile_step(step: Callable[[], torch.Tensor], model: torch.nn.Module, median_ms: float, args: Arguments) -> dict:
     """The record's `profile`, of PROFILED_STEPS steps after one that is left out."""
     steps = [step] * (PROFILED_STEPS + 1)
     found = {"bound_by": None, "shares": None}
     if args.device.type == "cuda":
         found |= profile.profile_cuda(steps, args.device)
-        found["bound_by"], found["shares"] = profile.bound_by(found)
+        found["bound_by"], found["shares"] = profile.bound_by(found, median_ms)
     else:
         found |= profile.profile_cpu(steps)
     return found | {"autograd_nodes_attention": profile.attention_autograd_nodes(model, step)}

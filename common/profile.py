@@ -259,19 +259,20 @@ def _per_step(rows: list[dict], total_ms: float, n_steps: int) -> dict:
     }
 
 
-def bound_by(profile: dict) -> tuple[str, dict[str, float]]:
-    """`compute`, `memory` or `launch`, and the share of the step that each has: the largest wins.
+def bound_by(profile: dict, median_ms: float) -> tuple[str, dict[str, float]]:
+    """`compute`, `memory` or `launch`, and the share of the timed step that each has: the largest wins.
 
-    Compute is the time in matrix products and fused attention, launch the time in which the GPU waits,
-    memory all other kernels: those read and write whole tensors for a few operations each.
+    Compute is the time in matrix products and fused attention; memory that in all other kernels, which read and
+    write whole tensors for a few operations each; launch the rest of the timed median: the GPU waits for the host.
+    Not of the profiled step, because the profiler slows the host.
     """
-    step = profile["step_ms"]
+    categories, busy = profile["categories"], profile["gpu_busy_ms"]
     softmax = sum(
         k["ms"] for k in profile["kernels"] if k["category"] == "attention" and "softmax" in k["name"].lower()
     )
-    compute = sum(profile["categories"][name]["ms"] for name in COMPUTE) - softmax
-    idle = profile["gpu_idle_ms"]
-    shares = {"compute": compute / step, "launch": idle / step, "memory": (step - compute - idle) / step}
+    compute = sum(categories[name]["ms"] for name in COMPUTE) - softmax
+    step = max(median_ms, busy)
+    shares = {"compute": compute / step, "memory": (busy - compute) / step, "launch": (step - busy) / step}
     return max(shares, key=shares.get), shares
 
 
@@ -285,21 +286,24 @@ def attention_autograd_nodes(model: torch.nn.Module, step: Callable[[], torch.Te
     attention = next((module for module in model.modules() if type(module).__name__ == "CausalSelfAttention"), None)
     if attention is None:
         return None
-    ends = []
-    handle = attention.register_forward_hook(lambda _, inputs, output: ends.append((inputs[0].grad_fn, output.grad_fn)))
+    counts = []
+
+    def count(_, inputs, output):  # now: Python's view of a custom Function ends with the graph
+        seen, waiting = set(), [output.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node in seen or node in (None, inputs[0].grad_fn) or type(node).__name__ == "AccumulateGrad":
+                continue
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+        counts.append(len(seen))
+
+    handle = attention.register_forward_hook(count)
     try:
         step()
     finally:
         handle.remove()
-    start, last = ends[0]
-    seen, waiting = set(), [last]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node is start or node in seen or type(node).__name__ == "AccumulateGrad":
-            continue
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return len(seen)
+    return counts[0]
 
 
 def kernel_table(profile: dict, rows: int = 20) -> str:

@@ -30,8 +30,8 @@ MERGED, ROOFS = "results.json", "roofs.json"
 README_BEGIN, README_END = "<!-- results:begin -->", "<!-- results:end -->"
 LOSS_WINDOW = 20
 BOUND_RULE = (
-    "bound by: the largest share of the profiled step, of compute (matrix products and fused attention), memory "
-    "(all other kernels) and launch (the GPU waits for the host)"
+    "bound by: the largest share of the step, of compute (matrix products and fused attention), memory (all other "
+    "kernels) and launch (the GPU waits for the host)"
 )
 CONVENTION = (
     "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square it needs. "

@@ -254,6 +254,8 @@ def test_a_profiler_that_fails_costs_the_settings_not_the_row(monkeypatch):
         raise RuntimeError("no profiler here")
 
     monkeypatch.setattr(benchmark.profile, "trace_step", broken)
-    observed = benchmark.observe(lambda: None, torch.device("cpu"))
-    assert observed["settings"]["unobserved"] == "no profiler here"
-    assert observed["settings"]["float32_matmul_precision"]
+    for asked, said in ((False, None), (True, "not profiled: no profiler here")):
+        args = arguments(STEPS[0], profile=asked)
+        observed, note = benchmark.observe(lambda: None, torch.nn.Identity(), 1.0, args)
+        assert observed["settings"]["unobserved"] == "no profiler here" and note == said
+        assert observed["settings"]["float32_matmul_precision"] and "profile" not in observed
