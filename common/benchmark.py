@@ -467,14 +467,13 @@ def observe(
 
 
 def profile_step(step: Callable[[], torch.Tensor], model: torch.nn.Module, median_ms: float, args: Arguments) -> dict:
-    """The record's `profile`, of PROFILED_STEPS steps after one that is left out."""
-    steps = [step] * (PROFILED_STEPS + 1)
+    """The record's `profile`, of PROFILED_STEPS steps."""
     found = {"bound_by": None, "shares": None}
     if args.device.type == "cuda":
-        found |= profile.profile_cuda(steps, args.device)
+        found |= profile.profile_cuda(step, PROFILED_STEPS, median_ms, args.device)
         found["bound_by"], found["shares"] = profile.bound_by(found, median_ms)
     else:
-        found |= profile.profile_cpu(steps)
+        found |= profile.profile_cpu(step, PROFILED_STEPS)
     return found | {"autograd_nodes_attention": profile.attention_autograd_nodes(model, step)}
 
 

@@ -67,7 +67,8 @@ CATEGORIES = {
 # What is left of PyTorch's, Triton's and Transformer Engine's own kernels is pointwise or a plain reduction.
 POINTWISE = r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|cub::|CompiledF|^aten::|krn_partial"
 COMPUTE = ("matrix products", "attention")
-MARKER_BYTES = 4093  # a copy of this size separates the profiled steps on the GPU's timeline
+MARKER_BYTES = 4093  # copies of this size begin and end a profiled step on the GPU's timeline
+CYCLES_PER_MS = 2_000_000  # of a GPU at about 2 GHz
 
 
 @dataclass(frozen=True)
@@ -183,53 +184,58 @@ def categorize(name: str) -> str:
     return "normalization and pointwise" if re.search(POINTWISE, name) else "other"
 
 
-def profile_cuda(steps: list[Callable[[], object]], device: torch.device) -> dict:
-    """The record's `profile` of `steps`, without what only a CPU trace shows. Raises what the profiler raises.
+def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, device: torch.device) -> dict:
+    """The record's `profile` of `n_steps`, without what only a CPU trace shows. Raises what the profiler raises.
 
-    The first step is left out. Only the GPU is traced: recording every operator slows the host, and a host
-    that is slower than the GPU would show as idle time that the timed steps did not have.
+    Profiling slows the host. So that this does not show as idle time, only the GPU is traced, and each step is
+    queued while the GPU is kept busy: what idles then are the gaps between kernels. How long the host keeps the
+    GPU waiting shows in the timed median, which is longer than the profiled step.
     """
     marker = torch.zeros(2, MARKER_BYTES, dtype=torch.uint8, device=device)
+    cycles = int((2 * median_ms + 100) * CYCLES_PER_MS)
     torch.cuda.synchronize(device)
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for step in steps:
+        for _ in range(n_steps):
+            torch.cuda._sleep(cycles)  # not public, but what PyTorch's own tests use
+            marker[0].copy_(marker[1])
             step()
             marker[0].copy_(marker[1])
         torch.cuda.synchronize(device)
     _, by_kind = _chrome_trace(profiler)
     events = [event for kind in ("kernel", "gpu_memcpy", "gpu_memset") for event in by_kind.get(kind, [])]
-    return summarize_timeline(events, len(steps) - 1)
+    return summarize_timeline(events, n_steps)
 
 
 def summarize_timeline(events: list[dict], n_steps: int) -> dict:
-    """Busy and idle time and kernels, per step, of the GPU's work between the first and the last marker.
+    """Busy and idle time and kernels, per step, of the GPU's work between each pair of markers.
 
     Where kernels overlap, each instant belongs to the one that began first, so that the categories and
     the idle time add up to the step. Raises ValueError where the markers are not there.
     """
+    events = sorted(events, key=lambda event: event["ts"])
     markers = [e for e in events if e.get("args", {}).get("bytes") == MARKER_BYTES and "Memcpy" in e["name"]]
-    markers.sort(key=lambda event: event["ts"])
-    if len(markers) != n_steps + 1:
-        raise ValueError(f"the profiler lost work: {len(markers)} of {n_steps + 1} markers are in its trace")
-    begin, end = markers[0]["ts"] + markers[0]["dur"], markers[-1]["ts"]
+    if len(markers) != 2 * n_steps:
+        raise ValueError(f"the profiler lost work: {len(markers)} of {2 * n_steps} markers are in its trace")
     kernels: dict[str, dict] = {}
-    cursor = begin
-    for event in sorted(events, key=lambda event: event["ts"]):
-        if not begin <= event["ts"] < end or event in markers:
-            continue
-        own = max(0.0, event["ts"] + event["dur"] - max(event["ts"], cursor))
-        cursor = max(cursor, event["ts"] + event["dur"])
-        row = kernels.setdefault(event["name"], {"name": event["name"], "ms": 0.0, "launches": 0})
-        row["ms"] += own / 1e3
-        row["launches"] += 1
-    return _per_step(list(kernels.values()), (end - begin) / 1e3, n_steps)
+    total = 0.0
+    for first, last in zip(markers[::2], markers[1::2], strict=True):
+        cursor = begin = first["ts"] + first["dur"]
+        total += last["ts"] - begin
+        for event in events:
+            if not begin <= event["ts"] < last["ts"]:
+                continue
+            own = max(0.0, event["ts"] + event["dur"] - max(event["ts"], cursor))
+            cursor = max(cursor, event["ts"] + event["dur"])
+            row = kernels.setdefault(event["name"], {"name": event["name"], "ms": 0.0, "launches": 0})
+            row["ms"] += own / 1e3
+            row["launches"] += 1
+    return _per_step(list(kernels.values()), total / 1e3, n_steps)
 
 
-def profile_cpu(steps: list[Callable[[], object]]) -> dict:
+def profile_cpu(step: Callable[[], object], n_steps: int) -> dict:
     """Like `profile_cuda`, of a CPU: operators instead of kernels, each with the time of no other inside it."""
-    steps[0]()
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for step in steps[1:]:
+        for _ in range(n_steps):
             step()
     rows = [
         {"name": row.key, "ms": row.self_cpu_time_total / 1e3, "launches": row.count}
@@ -237,7 +243,7 @@ def profile_cpu(steps: list[Callable[[], object]]) -> dict:
         if row.self_cpu_time_total > 0
     ]
     total = sum(row["ms"] for row in rows)
-    return _per_step(rows, total, len(steps) - 1) | {"gpu_busy_ms": None, "gpu_idle_ms": None}
+    return _per_step(rows, total, n_steps) | {"gpu_busy_ms": None, "gpu_idle_ms": None}
 
 
 def _per_step(rows: list[dict], total_ms: float, n_steps: int) -> dict:
