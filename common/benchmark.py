@@ -457,7 +457,7 @@ def observe(
             return observed, None
         profile.write_chrome_trace(trace, args.output.with_suffix(".trace.json.gz"))
         observed["profile"] = profile_step(step, model, median_ms, args) | {"host_syncs": observed["host_syncs"]}
-    except (RuntimeError, OSError, ValueError) as error:
+    except Exception as error:  # whatever breaks in the profiler, the measured row stands
         observed["settings"].setdefault("unobserved", one_line(error))
         return observed, f"not profiled: {one_line(error)}" if args.profile else None
     difference = observed["profile"]["step_ms"] / median_ms - 1

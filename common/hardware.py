@@ -268,9 +268,9 @@ def matrix_products(n_layer: int, n_embd: int, vocab_size: int, tokens: int) -> 
     gradient (N, K, tokens).
     """
     C = n_embd
-    weights = {(3 * C, C): n_layer, (C, C): n_layer, (4 * C, C): n_layer, (C, 4 * C): n_layer, (vocab_size, C): 1}
+    weights = [(3 * C, C, n_layer), (C, C, n_layer), (4 * C, C, n_layer), (C, 4 * C, n_layer), (vocab_size, C, 1)]
     products: dict[tuple[int, int, int], int] = {}
-    for (N, K), count in weights.items():
+    for N, K, count in weights:
         for shape in ((tokens, N, K), (tokens, K, N), (N, K, tokens)):
             products[shape] = products.get(shape, 0) + count
     return products

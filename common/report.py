@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tabulate import tabulate
@@ -321,20 +322,19 @@ def readme_table(results: Path) -> str:
 
 
 def _machine_table(folder: Path, runs: list[dict]) -> str:
-    headers = ["step"]
-    columns = [[step["step"] for step in runs[0]["steps"]]]
-    for run in runs:
-        workload, reference = run["workload"], reference_step(run["steps"])
-        headers.append(f"{workload['preset']}, batch {workload['batch_size']}")
-        columns.append([_speedup_cell(step, reference) for step in run["steps"]])
     widest = runs[-1]  # the most work per step
-    headers += ["TFLOP/s", "peak GiB"]
-    for index in (4, 7):
-        columns.append([row[index] for row in table(widest)[1]])
+    names = max(([row[0] for row in table(run)[1]] for run in runs), key=len)
+    headers, columns = ["step"], [names]
+    for run in runs:
+        workload = run["workload"]
+        headers.append(f"{workload['preset']}, batch {workload['batch_size']}")
+        columns.append(_column(run, names, _speedup_cell))
+    for title, index in (("TFLOP/s", 4), ("peak GiB", 7)):
+        headers.append(title)
+        columns.append(_column(widest, names, lambda _, row, __, index=index: row[index]))
     headers.append("loss difference, in the same order")
-    columns.append(
-        [", ".join(cells) for cells in zip(*([row[10] for row in table(run)[1]] for run in runs), strict=True)]
-    )
+    differences = [_column(run, names, lambda _, row, __: row[10]) for run in runs]
+    columns.append([", ".join(cells) for cells in zip(*differences, strict=True)])
     rows = [list(row) for row in zip(*columns, strict=True)]
     drawn = tabulate(rows, headers, tablefmt="pipe", colalign=["left", *["right"] * (len(headers) - 1)])
     links = ", ".join(
@@ -348,11 +348,18 @@ def _machine_table(folder: Path, runs: list[dict]) -> str:
     )
 
 
-def _speedup_cell(step: dict, reference: dict) -> str:
-    if step["status"] != "ok":
-        return step["status"]
-    ms = step["timing"]["median_ms"]
-    return f"{ms:.1f} ms, {reference['timing']['median_ms'] / ms:.1f}x"
+def _column(run: dict, names: list[str], cell: Callable[[dict, list[str], dict], str]) -> list[str]:
+    """One cell for each of `names`, from the run's record and table row of that name; a dash where it has none."""
+    records, reference = [*run["steps"], *run["peers"]], reference_step(run["steps"])
+    found = {row[0]: cell(record, row, reference) for record, row in zip(records, table(run)[1], strict=True)}
+    return [found.get(name, "-") for name in names]
+
+
+def _speedup_cell(record: dict, row: list[str], reference: dict) -> str:
+    if record["status"] != "ok":
+        return record["status"]
+    ms = record["timing"]["median_ms"]
+    return f"{row[2]} ms, {reference['timing']['median_ms'] / ms:.1f}x"
 
 
 def update_readme(readme: Path, results: Path) -> str:

@@ -121,6 +121,9 @@ def test_only_exits_are_still_a_table(tmp_path):
         (json.dumps(envelope(step("9_z") | {"peak_allocated_bytes": "x"})), "without its numbers"),
         (json.dumps(envelope(step("9_z")) | {"environment": None}), "not a record"),
         (json.dumps(envelope(step("9_z") | {"status": "great"})), "known status"),
+        (json.dumps(envelope(step("9_z", profile={"step_ms": 1}))), "without its numbers"),
+        (json.dumps(envelope(step("9_z", profile="fast"))), "without its numbers"),
+        (json.dumps(envelope(step("9_z")) | {"roofs": {"copy_bytes_per_s": "x"}}), "roofs that are not numbers"),
     ],
 )
 def test_a_corrupt_or_foreign_file_is_named_and_left_out(tmp_path, content, said):
@@ -179,3 +182,71 @@ def test_a_failed_row_makes_exit_code_1(tmp_path):
     write_run(tmp_path, step("0_a"), step("1_b", status="failed", reason="x"))
     command = [sys.executable, "-m", "common.report", str(tmp_path)]
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 1
+
+
+ROOFS = {"copy_bytes_per_s": 4e12, "fp32_flops_per_s": 5e13, "tf32_flops_per_s": 3e14, "bf16_flops_per_s": 7e14}
+ROOFS |= {"fp8_flops_per_s": 1.3e15, "shapes": [], "square": {}, "notes": ["fp4 not measured: too new"]}
+
+
+def settings(**more):
+    return {"settings": {"amp_dtype": "bfloat16", "float32_matmul_precision": "high"} | more}
+
+
+def test_rows_are_held_against_the_roof_of_their_precision(tmp_path):
+    steps = [
+        step("0_a", **settings(amp_dtype="float32", float32_matmul_precision="highest")),
+        step("1_b", **settings(amp_dtype="float32")),
+        step("2_c", **settings()),
+        step("3_d", **settings(fp8_recipe="DelayedScaling")),
+    ]
+    for one, rate in zip(steps, (2.5e13, 3e13, 3.5e14, 6.5e14), strict=True):
+        one["model_flops_per_s"] = rate
+    write_run(tmp_path, *steps)
+    (tmp_path / "roofs.json").write_text(json.dumps(ROOFS))
+    run = report.load_run(tmp_path)
+    assert [row["of roof"] for row in rows_of(run)] == ["50% of fp32", "10% of tf32", "50% of bf16", "50% of fp8"]
+    said = report.render_text(run)
+    assert "copy 4,000 GB/s" in said and "FP8 1,300 TFLOP/s" in said and "fp4 not measured" in said
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"copy_bytes_per_s": "fast"}', '{"fp8_flops_per_s": -1}'])
+def test_broken_roofs_are_named_and_the_table_stands(tmp_path, content):
+    write_run(tmp_path, step("0_a"))
+    (tmp_path / "roofs.json").write_text(content)
+    run = report.load_run(tmp_path)
+    assert "roofs.json cannot be read" in report.render_text(run) and "of roof" not in rows_of(run)[0]
+
+
+def test_roofs_that_failed_say_why(tmp_path):
+    write_run(tmp_path, step("0_a"))
+    (tmp_path / "roofs.failed").write_text("the roofs could not be measured: no luck\n")
+    assert "no luck" in report.render_text(report.load_run(tmp_path))
+
+
+def test_what_binds_a_row_is_in_the_table(tmp_path):
+    shares = {"compute": 0.6, "memory": 0.3, "launch": 0.1}
+    profiled = step("0_a", profile={"step_ms": 100.0, "bound_by": "compute", "shares": shares})
+    run = report.load_run(write_run(tmp_path, profiled, step("1_b")))
+    assert [row["bound by"] for row in rows_of(run)] == ["compute 60%", "-"]
+    assert "the largest share of the step" in report.render_text(run)
+
+
+def test_peers_stand_under_the_steps_and_follow_none(tmp_path):
+    write_run(tmp_path, step("0_a", 300), step("1_b", 100))
+    (tmp_path / "peers").mkdir()
+    write_run(tmp_path / "peers", step("z_peer", 150))
+    (tmp_path / "peers" / "gone.exit").write_text("failed ended with exit code 3")
+    run = report.load_run(tmp_path)
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == ["0_a", "1_b", "peer: gone", "peer: z_peer"]
+    assert rows[3]["vs baseline"] == "2.00x" and rows[3]["vs previous"] == "-" and rows[2]["status"] == "failed"
+    assert run["command"].startswith("./run_all.sh --peers")
+
+
+def test_a_peer_of_another_workload_is_not_merged(tmp_path):
+    write_run(tmp_path, step("0_a"))
+    (tmp_path / "peers").mkdir()
+    other = envelope(step("p"), workload=WORKLOAD | {"seed": 2})
+    (tmp_path / "peers" / "p.json").write_text(json.dumps(other))
+    with pytest.raises(RecordError, match="seed differ"):
+        report.load_run(tmp_path)

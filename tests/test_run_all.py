@@ -57,7 +57,11 @@ def test_the_real_ladder_on_a_cpu(tmp_path, text_file):
     shutil.copytree(ROOT / "common", tmp_path / "common")
     ran = run_all(tmp_path, *TINY, "--data", str(text_file))
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    steps = results(tmp_path)["steps"]
+    run = results(tmp_path)
+    steps = run["steps"]
+    assert run["roofs"]["fp32_flops_per_s"] > 0 and "of roof" in ran.stdout
+    assert all(step["profile"]["categories"]["matrix products"]["ms"] > 0 for step in steps[:4])
+    assert (tmp_path / "results" / "latest" / f"{STEPS[0]}.trace.json.gz").stat().st_size > 0
     assert [step["step"] for step in steps] == STEPS
     assert [step["status"] for step in steps] == ["ok"] * 4 + ["skipped"]
     first_losses = [step["loss"][0] for step in steps[:4]]
@@ -147,3 +151,27 @@ def test_help_and_setup(ladder):
     folder = ladder({})
     assert "STEP_TIMEOUT" in run_all(folder, "--help").stdout
     assert run_all(folder, "--setup").stdout.strip() == sys.executable
+
+
+def test_peers_roofs_and_profile_can_be_chosen(ladder):
+    folder = ladder({"0_x": "ok"})
+    (folder / "peers").mkdir()
+    (folder / "peers" / "mine.py").write_text(OK_STEP)
+    (folder / "peers" / "broken.py").write_text(BODIES["crash"])
+    ran = run_all(folder, *TINY, "--peers", "--no-roofs", "--no-profile")
+    run = results(folder)
+    assert [(peer["step"], peer["status"]) for peer in run["peers"]] == [("broken", "failed"), ("mine", "ok")]
+    assert run["roofs"] is None and run["steps"][0]["profile"] is None and "peer: mine" in ran.stdout
+
+
+def test_roofs_that_cannot_be_measured_leave_the_table(ladder):
+    folder = ladder({f"{index}_x": "ok" for index in range(5)})
+    path = folder / "common" / "hardware.py"
+    path.write_text(
+        path.read_text().replace(
+            "def main() -> None:\n", 'def main() -> None:\n    raise SystemExit("no roofs today")\n'
+        )
+    )
+    ran = run_all(folder, *TINY, "--no-profile")
+    assert ran.returncode == 0, "a row is not lost for a roof"
+    assert "the roofs could not be measured: no roofs today" in ran.stdout and results(folder)["roofs"] is None

@@ -1,0 +1,53 @@
+"""Roofs: the workload's own matrix products, and what cannot be measured says so."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, SMALL
+
+from common import flops, hardware
+from common.model import PRESETS
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("config", [SMALL, PRESETS["gpt3-xl"].config])
+def test_the_products_are_all_of_a_step_outside_attention(config):
+    products = hardware.matrix_products(config.n_layer, config.n_embd, config.vocab_size, tokens=128)
+    total = sum(2 * m * n * k * count for (m, n, k), count in products.items())
+    assert total == 6 * flops.matmul_parameters(config) * 128
+
+
+def test_roofs_of_a_cpu():
+    roofs = hardware.measure_roofs({(64, 64, 32): 2, (64, 32, 64): 1}, CPU)
+    assert roofs["copy_bytes_per_s"] > 1e8
+    slowest, fastest = sorted(shape["fp32_flops_per_s"] for shape in roofs["shapes"])
+    assert slowest <= roofs["fp32_flops_per_s"] <= fastest
+    assert roofs["fp8_flops_per_s"] is None and any("fp8 not measured" in note for note in roofs["notes"])
+    assert roofs["square"]["fp32_flops_per_s"] > 0
+
+
+def test_a_product_that_fails_is_a_note_and_the_rest_stands(monkeypatch):
+    def broken(shape, precision, device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried a lot\nmore")
+
+    monkeypatch.setattr(hardware, "_product_rate", broken)
+    roofs = hardware.measure_roofs({(8, 8, 8): 1}, CPU)
+    assert roofs["fp32_flops_per_s"] is None and roofs["copy_bytes_per_s"] > 0
+    assert "fp32 not measured: CUDA out of memory. Tried a lot" in roofs["notes"]
+
+
+def test_measuring_leaves_the_precision_as_it_was():
+    torch.set_float32_matmul_precision("high")
+    hardware.measure_roofs({(8, 8, 8): 1}, CPU)
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_the_command_writes_json(tmp_path):
+    words = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32"]
+    command = [sys.executable, "-m", "common.hardware", *words, "--output", str(tmp_path / "roofs.json")]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert json.loads((tmp_path / "roofs.json").read_text())["fp32_flops_per_s"] > 0
