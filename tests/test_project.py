@@ -27,7 +27,13 @@ def test_a_stale_table_is_noticed(tmp_path):
 def test_readme_shows_every_diff_and_every_file():
     for before, after in itertools.pairwise(STEPS):
         assert f"diff {before}.py {after}.py" in README
-    for path in [*ROOT.glob("common/*.py"), *ROOT.glob("peers/*.py"), *ROOT.glob("*.sh"), ROOT / "Dockerfile", *ROOT.glob("[0-9]_*.py")]:
+    for path in [
+        *ROOT.glob("common/*.py"),
+        *ROOT.glob("peers/*.py"),
+        *ROOT.glob("*.sh"),
+        ROOT / "Dockerfile",
+        *ROOT.glob("[0-9]_*.py"),
+    ]:
         if path.name != "__init__.py":
             assert path.name in README, path.name
 

@@ -1,0 +1,1 @@
+"""Small experiments that show why each step helps."""

@@ -1,0 +1,236 @@
+"""What does each choice inside a step give? One line of a script changed, everything else as it is.
+
+    python -m anatomy.ablations [--only NAME ...] [--output FILE] [ARGUMENT ...]
+
+The ARGUMENTs are those of a step. Each variant is the script of a step with a few replacements, run in a process
+of its own on the step's benchmark; the unchanged scripts run beside them, and the table gives the difference.
+Predictions are arithmetic: bytes over copy bandwidth, FLOPs over the measured roof, at the shape of
+gpt3-6.7b-slice on an H200 unless the line says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from common.record import RecordError, read_envelope, write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 900
+
+
+class VariantError(ValueError):
+    """A replacement does not fit its script any more."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A script with `replacements` (old, new), each of which must fit.
+
+    `kind` is `ablation` where they take away what the script has, `try` where they add what it does not.
+    """
+
+    name: str
+    script: str
+    question: str
+    predicted: str
+    kind: str
+    replacements: tuple[tuple[str, str], ...]
+
+    def source(self) -> str:
+        text = (ROOT / f"{self.script}.py").read_text()
+        for old, new in self.replacements:
+            if old not in text:
+                raise VariantError(f"{self.name}: {self.script}.py has no line {old.strip()!r}")
+            text = text.replace(old, new)
+        return text
+
+
+COMPILED_ADAMW = "**args.adamw)\n    optimizer.step = torch.compile(optimizer.step)"
+FP32_RESIDUAL = ((", residual_dtype=args.amp_dtype", ""),)
+FUSED_WGRAD = ", fuse_wgrad_accumulation=True"
+HOOK = "        self.register_full_backward_pre_hook(Block.allocate_gradients)\n"
+HEAD = "self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, bias=False"
+LOSS = 'options={"coordinate_descent_tuning": True, "online_softmax": False}'
+DGRAD = "    recipe.fp8_gemm_dgrad ="
+SDPA = "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)"
+TE_ATTENTION = (
+    'te.DotProductAttention(config.n_head, config.head_dim, qkv_format="bshd", attn_mask_type="causal", '
+    "attention_dropout=0.0)"
+)
+COMPILE = "torch.compile(model, fullgraph=True)"
+
+VARIANTS = (
+    Variant(
+        "fused AdamW without compile", "2_sdpa", "how much of step 3 is its optimizer?",
+        "foreach AdamW makes about 3 passes over 40 GB where one is enough: -18 ms", "ablation",
+        (("**args.adamw)", "**args.adamw, fused=True)"),),
+    ),
+    Variant(
+        "FP32 residual stream, step 1", "1_cublas", "what does the BF16 residual stream give?",
+        "twice the bytes of adds and LayerNorm: +10 ms", "ablation", FP32_RESIDUAL,
+    ),
+    Variant(
+        "FP32 residual stream, step 2", "2_sdpa", "the same, with fused attention",
+        "+10 ms", "ablation", FP32_RESIDUAL,
+    ),
+    Variant(
+        "FP32 residual stream, step 3", "3_compile", "the same, compiled",
+        "about 2 bytes more per element in 12 fused kernels, forward and backward: +3 ms", "ablation", FP32_RESIDUAL,
+    ),
+    Variant(
+        "compile without its optimizer", "3_compile", "how much does the compiled AdamW give?",
+        "foreach AdamW takes 30 ms where 40 GB at 4.25 TB/s take 9.4: +20 ms", "ablation",
+        ((COMPILED_ADAMW, "**args.adamw)"),),
+    ),
+    Variant(
+        "fused AdamW, step 3", "3_compile", "is PyTorch's own fused AdamW as good?",
+        "it reaches 3.4 of 4.25 TB/s: +2.3 ms", "ablation", ((COMPILED_ADAMW, "**args.adamw, fused=True)"),),
+    ),
+    Variant(
+        "CUDA graphs, step 3", "3_compile", "do captured launches help?",
+        "0.7 ms of gaps: -0.5 ms; and the allocator no longer sees the memory", "try",
+        ((COMPILE, 'torch.compile(model, fullgraph=True, mode="reduce-overhead")'),),
+    ),
+    Variant(
+        "loss without online softmax, step 3", "3_compile", "does step 4's compiler option help here?",
+        "-0.2 ms, gpt2 -0.5 ms", "try",
+        ((COMPILE, 'torch.compile(model, fullgraph=True, options={"online_softmax": False})'),),
+    ),
+    Variant(
+        "BF16 head", "4_transformer_engine", "what does the FP8 head give?",
+        "10 TFLOP x 3 at 680 instead of 1290 TFLOP/s, less the cast of its gradient: +13 ms", "ablation",
+        (("logits = self.lm_head(x)", "with te.autocast(enabled=False):\n            logits = self.lm_head(x)"),),
+    ),
+    Variant(
+        "BF16 instead of FP8", "4_transformer_engine", "what do TE's fused modules give without FP8?",
+        "matrix products 206 instead of 100 ms, no casts: +95 ms", "ablation",
+        (("return (recipe, None) if available", "return (None, None) if available"),),
+    ),
+    Variant(
+        "weight gradients cast from BF16", "4_transformer_engine", "what does writing them in FP32 give?",
+        "1.2 G weights read as 2 and written as 4 bytes more: +1.7 ms", "ablation", ((FUSED_WGRAD, ""), (HOOK, "")),
+    ),
+    Variant(
+        "head's weight gradient in FP32 too", "4_transformer_engine", "why not the head?",
+        "-0.4 ms, but 0.4 GiB more at the peak, which lies there", "try",
+        ((HEAD, HEAD + FUSED_WGRAD), ("        self.loss =", HOOK + "        self.loss =")),
+    ),
+    Variant(
+        "split accumulator for input gradients", "4_transformer_engine", "TE's default: what does it cost?",
+        "10 % of the input gradients' 32 ms: +3 ms", "ablation",
+        ((DGRAD, "    recipe.unused ="),),
+    ),
+    Variant(
+        "no split accumulator for weight gradients", "4_transformer_engine", "why keep it there?",
+        "-3 ms; sums over 16 384 tokens lose digits", "try", ((DGRAD, "    recipe.fp8_gemm_wgrad =" + DGRAD[4:]),),
+    ),
+    Variant(
+        "fused AdamW, step 4", "4_transformer_engine", "is PyTorch's own fused AdamW as good?",
+        "+2.3 ms", "ablation", ((COMPILED_ADAMW, "**args.adamw, fused=True)"),),
+    ),
+    Variant(
+        "loss as the compiler makes it", "4_transformer_engine", "what do the options of the loss give?",
+        "a second pass from cache instead of an online softmax: +0.5 ms, gpt2 +1 ms", "ablation",
+        ((", " + LOSS, ""),),
+    ),
+    Variant(
+        "current scaling", "4_transformer_engine", "what does delayed scaling give?",
+        "one more pass over every tensor to find its largest value: +8 ms", "ablation",
+        (("import DelayedScaling,", "import Float8CurrentScaling,"),
+         ("DelayedScaling(amax_history_len=16)", "Float8CurrentScaling()")),
+    ),
+    Variant(
+        "Transformer Engine's attention", "4_transformer_engine", "is its attention faster than SDPA?",
+        "the same cuDNN kernels: 0 ms", "try",
+        (
+            ("        self.proj = te", f"        self.attention = {TE_ATTENTION}\n        self.proj = te"),
+            (".transpose(1, 2) for t in", " for t in"), (SDPA, "y = self.attention(q, k, v)"),
+            ("y.transpose(1, 2).reshape(B, T, C)", "y"),
+        ),
+    ),
+)  # fmt: skip
+
+
+def run_script(name: str, text: str, arguments: list[str], folder: Path) -> dict:
+    """The record of one script text: its step record, or one that says how it ended."""
+    script, output = folder / f"{name}.py", folder / "record.json"
+    script.write_text(text)
+    output.unlink(missing_ok=True)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, str(script), *arguments, "--output", str(output)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        if done.returncode == 2:
+            raise SystemExit(done.stderr.strip().splitlines()[-1])
+        return read_envelope(output)
+    except subprocess.TimeoutExpired:
+        raise RecordError(f"took longer than {LIMIT_S} s") from None
+
+
+def run_variants(variants: list[Variant], arguments: list[str]) -> dict:
+    """Run each variant and, once, the script it changes: {environment, workload, baselines, variants}."""
+    found = {"environment": None, "workload": None, "baselines": {}, "variants": []}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+
+        def measure(name: str, text: str) -> dict:
+            try:
+                envelope = run_script(name, text, arguments, folder)
+            except RecordError as error:
+                return {"status": "failed", "reason": str(error), "median_ms": None, "peak_bytes": None, "loss": None}
+            found["environment"], found["workload"] = envelope["environment"], envelope["workload"]
+            (step,) = envelope["steps"]
+            kept = {key: step[key] for key in ("status", "reason", "loss", "timing")}
+            return kept | {"median_ms": step["timing"]["median_ms"], "peak_bytes": step["peak_allocated_bytes"]}
+
+        for variant in variants:
+            if variant.script not in found["baselines"]:
+                found["baselines"][variant.script] = measure(
+                    variant.script, (ROOT / f"{variant.script}.py").read_text()
+                )
+            described = {key: getattr(variant, key) for key in ("name", "script", "question", "predicted", "kind")}
+            found["variants"].append(described | measure("variant", variant.source()))
+            print(table(found), end="\n\n", flush=True)
+    return found
+
+
+def table(found: dict, style: str = "simple") -> str:
+    """One row per variant: what it changes, the prediction, and the difference to the unchanged script."""
+    rows = []
+    for variant in found["variants"]:
+        baseline = found["baselines"][variant["script"]]
+        row = [variant["script"], variant["kind"], variant["name"], variant["predicted"]]
+        if variant["median_ms"] is None or baseline["median_ms"] is None:
+            row += [variant["status"], variant["reason"] or "-"]
+        else:
+            row += [f"{variant['median_ms']:.1f}", f"{variant['median_ms'] - baseline['median_ms']:+.1f} ms"]
+        rows.append(row)
+    headers = ["script", "kind", "variant", "predicted", "ms/step", "measured"]
+    return tabulate(rows, headers, tablefmt=style, disable_numparse=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m anatomy.ablations", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="variants whose name or script contains one of these")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
+    given, arguments = parser.parse_known_args()
+    wanted = given.only or [""]
+    variants = [v for v in VARIANTS if any(word in v.name or word in v.script for word in wanted)]
+    if not variants:
+        parser.exit(2, f"{parser.prog}: error: no variant is named like {', '.join(wanted)}\n")
+    found = run_variants(variants, arguments)
+    if given.output:
+        write_json(given.output, json.loads(json.dumps(found)))
+
+
+if __name__ == "__main__":
+    main()

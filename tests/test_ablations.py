@@ -1,0 +1,51 @@
+"""Ablations: every replacement still fits its script, and a variant runs beside the unchanged script."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from anatomy import ablations
+
+FAST = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "2"]
+
+
+@pytest.mark.parametrize("variant", ablations.VARIANTS, ids=lambda variant: variant.name)
+def test_every_replacement_fits_and_gives_a_script(variant):
+    text = variant.source()
+    compile(text, variant.name, "exec")
+    assert text != (ROOT / f"{variant.script}.py").read_text() and variant.kind in ("ablation", "try")
+
+
+def test_names_are_unique():
+    assert len({variant.name for variant in ablations.VARIANTS}) == len(ablations.VARIANTS)
+
+
+def test_a_replacement_that_no_longer_fits_is_an_error():
+    variant = ablations.Variant("x", "2_sdpa", "?", "?", "try", (("no such line", ""),))
+    with pytest.raises(ablations.VariantError, match="has no line 'no such line'"):
+        variant.source()
+
+
+def run(tmp_path, *words):
+    command = [sys.executable, "-m", "anatomy.ablations", "--output", str(tmp_path / "x.json"), *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_a_variant_runs_beside_its_script(tmp_path):
+    ran = run(tmp_path, "--only", "fused AdamW without", *FAST)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads((tmp_path / "x.json").read_text())
+    (variant,) = found["variants"]
+    assert variant["median_ms"] > 0 and found["baselines"]["2_sdpa"]["median_ms"] > 0
+    assert found["workload"]["n_embd"] == 32 and "fused AdamW without compile" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--only", "nonsense"], "no variant is named like"), (["--n-embd", "x"], "--n-embd")]
+)
+def test_bad_input_is_one_line(tmp_path, words, said):
+    ran = run(tmp_path, *words)
+    assert ran.returncode != 0 and said in ran.stderr and ran.stderr.count("\n") == 1
