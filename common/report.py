@@ -336,7 +336,7 @@ def _machine_table(folder: Path, runs: list[dict]) -> str:
     differences = [_column(run, names, lambda _, row, __: row[10]) for run in runs]
     columns.append([", ".join(cells) for cells in zip(*differences, strict=True)])
     rows = [list(row) for row in zip(*columns, strict=True)]
-    drawn = tabulate(rows, headers, tablefmt="pipe", colalign=["left", *["right"] * (len(headers) - 1)])
+    drawn = tabulate(rows, headers, tablefmt="pipe", colalign=_numbers(headers))
     links = ", ".join(
         f"[{run['workload']['preset']}](docs/results/{folder.name}/{run['workload']['preset']}/results.json) "
         f"({len(reference_step(run['steps'])['loss'])} training steps)"
@@ -362,13 +362,69 @@ def _speedup_cell(record: dict, row: list[str], reference: dict) -> str:
     return f"{row[2]} ms, {reference['timing']['median_ms'] / ms:.1f}x"
 
 
-def update_readme(readme: Path, results: Path) -> str:
-    """README's text with the part between its markers made anew from the records."""
-    before, begin, rest = readme.read_text().partition(README_BEGIN)
+def performance_tables(results: Path) -> str:
+    """Of every recorded run with a profile: time by category, row by row; and the counted bytes of attention."""
+    parts = []
+    for path in sorted(results.glob(f"*/*/{MERGED}")):
+        run = read_envelope(path)
+        profiled = [row for row in [*run["steps"], *run["peers"]] if row["profile"]]
+        if profiled:
+            workload = run["workload"]
+            title = f"### {workload['preset']}, batch {workload['batch_size']}, {run['environment']['device']}"
+            parts += [title, _category_table(profiled), *(f"- {line}" for line in describe_roofs(run["roofs"] or {}))]
+    for path in sorted(results.glob("*/attention-traffic.json")):
+        parts += ["### DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
+    return "\n\n".join(parts)
+
+
+def _category_table(rows: list[dict]) -> str:
+    names = [
+        name for name in rows[0]["profile"]["categories"] if any(r["profile"]["categories"][name]["ms"] for r in rows)
+    ]
+    headers = ["ms per step", *names, "gaps", "profiled", "timed", "launches", "bound by", "peak GiB"]
+    drawn = []
+    for row in rows:
+        profile = row["profile"]
+        cells = [f"{profile['categories'][name]['ms']:.1f}" for name in names]
+        cells += [f"{profile[name]:.1f}" for name in ("gpu_idle_ms", "step_ms")]
+        cells += [f"{row['timing']['median_ms']:.1f}", f"{profile['kernels_per_step']:.0f}", _bound_cell(profile)]
+        drawn.append([row["step"], *cells, f"{peak_bytes(row) / 2**30:.1f}"])
+    return tabulate(drawn, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
+
+
+def _traffic_table(traffic: dict) -> str:
+    shape = ", ".join(f"{name} {size}" for name, size in traffic["shape"].items())
+    rows = [
+        [
+            f"attention {which}, {shape}",
+            *(f"{found[how] / 1e9:.2f}" if found[how] else "-" for how in ("analytic", "counters")),
+        ]
+        for which, found in traffic["bytes"].items()
+    ]
+    headers = ["forward and backward, BF16", "analytic GB", "counted GB"]
+    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
+
+
+def _numbers(headers: list[str]) -> list[str]:
+    return ["left", *["right"] * (len(headers) - 1)]
+
+
+def between_markers(document: Path, generated: str) -> str:
+    """The document's text with the part between its markers replaced. Raises RecordError where it has none."""
+    before, begin, rest = document.read_text().partition(README_BEGIN)
     _, end, after = rest.partition(README_END)
     if not (begin and end):
-        raise RecordError(f"{readme.name} lacks the markers {README_BEGIN} and {README_END}")
-    return f"{before}{begin}\n\n{readme_table(results)}\n\n{end}{after}"
+        raise RecordError(f"{document.name} lacks the markers {README_BEGIN} and {README_END}")
+    return f"{before}{begin}\n\n{generated}\n\n{end}{after}"
+
+
+def documents(root: Path, results: Path) -> dict[Path, str]:
+    """The documents with generated parts, as the records would have them."""
+    readme, performance = root / "README.md", root / "docs" / "performance.md"
+    return {
+        readme: between_markers(readme, readme_table(results)),
+        performance: between_markers(performance, performance_tables(results)),
+    }
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -378,12 +434,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m common.report", description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="a folder run_all.sh wrote")
-    what.add_argument("--update-readme", action="store_true", help="renew README's table from docs/results/")
+    what.add_argument(
+        "--update-readme", action="store_true", help="renew the tables of README and docs/ from docs/results/"
+    )
     args = parser.parse_args()
     try:
         if args.update_readme:
-            readme = ROOT / "README.md"
-            readme.write_text(update_readme(readme, ROOT / "docs" / "results"))
+            for document, text in documents(ROOT, ROOT / "docs" / "results").items():
+                document.write_text(text)
             return
         run = load_run(args.run_dir)
         write_json(args.run_dir / MERGED, run)
