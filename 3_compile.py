@@ -3,7 +3,7 @@
 Change:   torch.compile fuses normalization, GELU, residual adds, casts and the loss into a few
           kernels, forward and backward; AdamW becomes a few kernels over all parameters.
 Why:      between the matrix products every operation read and wrote a whole tensor; fused, each
-          tensor travels once, and the host launches a fraction of the kernels.
+          tensor travels once, and the host launches fewer kernels.
 Run:      python 3_compile.py         Read: diff 2_sdpa.py 3_compile.py
 """
 

@@ -1,8 +1,8 @@
 """Step 4: FP8 matrix products, by Transformer Engine (TE).
 
 Change:   TE's fused modules replace LayerNorm + Linear, Linear, LayerNorm + MLP and the head. They
-          quantize to FP8 inside their normalization and GELU kernels, so torch.compile has only
-          the loss and AdamW left. Weight gradients of the blocks are written once, in FP32.
+          quantize to FP8 inside their normalization and GELU kernels; torch.compile is left for the
+          loss and AdamW. Weight gradients of the blocks are written once, in FP32.
           Delayed scaling takes its scales from earlier passes: the first ones train nothing.
 Why:      compiled, the step was bound by BF16 products; FP8 tensor cores multiply twice as fast.
 Run:      python 4_transformer_engine.py        Read: diff 3_compile.py 4_transformer_engine.py
@@ -44,9 +44,9 @@ class Block(nn.Module):
         self.mlp = te.LayerNormMLP(config.n_embd, 4 * config.n_embd, fuse_wgrad_accumulation=True)
         self.register_full_backward_pre_hook(Block.allocate_gradients)
 
-    def allocate_gradients(self, _):  # in FP32, for the products to write to: no BF16 copy, no cast
+    def allocate_gradients(self, _):  # in FP32, for the products to write to; zeros, because TE 2.9 adds to them
         for weight in (p for p in self.parameters() if p.dim() == 2):
-            weight.grad = weight.main_grad = torch.empty_like(weight)
+            weight.grad = weight.main_grad = torch.zeros_like(weight)
 
     def forward(self, x):  # (B, T, C)
         x = x + self.attn(x)

@@ -10,8 +10,8 @@ usage() {
   cat <<EOF
 usage: ./run_all.sh [--peers] [--no-roofs] [--no-profile] [ARGUMENT ...]
 
-Measures the machine's roofs, runs every [0-9]_*.py in order with the ARGUMENTs (python 0_baseline.py --help
-lists them), prints a table and writes it, the records, traces and logs to a new folder under results/;
+Runs every [0-9]_*.py in order with the ARGUMENTs (python 0_baseline.py --help lists them), measures the
+machine's roofs, prints a table and writes it, the records, traces and logs to a new folder under results/;
 results/latest names it.
 Exit code: 0 when every row is ok or skipped, 2 for bad arguments, 130 after Ctrl-C, 1 otherwise.
 
@@ -72,17 +72,13 @@ how_it_ended() { # exit code, seconds it took, log
   fi
 }
 
-run_step() { # script; peers/x.py leaves its record in the folder peers/
-  local name record log started pid code
-  name="${1#"$here"/}"
-  name="${name%.py}"
-  record="$run/$name.json"
-  log="$run/$name.log"
-  started=$SECONDS
+# Run a command under the time limit, appending to a log; sets `code`. In the background, so that Ctrl-C
+# reaches the trap at once; timeout ends the whole process group.
+run_limited() { # log, command ...
+  local log=$1 pid
+  shift
   # shellcheck disable=SC2094 # both streams append to the log
-  # In the background, so that Ctrl-C reaches the trap at once; timeout ends the whole process group.
-  timeout --kill-after=10 "$limit" "$python" "$1" "${arguments[@]}" --output "$record" \
-    > >(tee -a "$log") 2>>"$log" </dev/null &
+  timeout --kill-after=10 "$limit" "$@" > >(tee -a "$log") 2>>"$log" </dev/null &
   pid=$!
   trap 'interrupted=1; kill -TERM "$pid" 2>/dev/null' INT TERM
   wait "$pid"
@@ -91,6 +87,16 @@ run_step() { # script; peers/x.py leaves its record in the folder peers/
     wait "$pid" 2>/dev/null # the first wait ended with the signal, not with the process
   fi
   trap 'interrupted=1' INT TERM
+}
+
+run_step() { # script; peers/x.py leaves its record in the folder peers/
+  local name record log started
+  name="${1#"$here"/}"
+  name="${name%.py}"
+  record="$run/$name.json"
+  log="$run/$name.log"
+  started=$SECONDS
+  run_limited "$log" "$python" "$1" "${arguments[@]}" --output "$record"
   if [ ! -e "$record" ]; then
     if [ "$interrupted" -eq 1 ]; then
       echo "failed interrupted" >"$run/$name.exit"
@@ -128,6 +134,7 @@ for word in "$@"; do
 done
 [ "$profile" -eq 0 ] || arguments+=(--profile)
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONSAFEPATH=1 # a folder named common where the user stands is not ours
 
 # Check the arguments once, and pin what `auto` chose, so that all rows do the same work.
 resolved="$("$python" -m common.benchmark "${arguments[@]}")" || exit $?
@@ -141,6 +148,7 @@ if ! { mkdir -p "$here/results" && run="$(mktemp -d "$here/results/$(date -u +%Y
 fi
 chmod 755 "$run"
 ln -sfn "$(basename "$run")" "$here/results/latest"
+printf '%q ' ./run_all.sh "$@" >"$run/command"
 
 run_or_skip() { # script
   local name="${1#"$here"/}"
@@ -153,9 +161,14 @@ run_or_skip() { # script
 }
 
 measure_roofs() {
+  local said
   echo "measuring the roofs of this machine"
-  "$python" -m common.hardware "${arguments[@]}" --output "$run/roofs.json" >"$run/roofs.log" 2>&1 ||
-    echo "the roofs could not be measured: $(tail -n 1 "$run/roofs.log" | cut -c1-200)" | tee "$run/roofs.failed"
+  run_limited "$run/roofs.log" "$python" -m common.hardware "${arguments[@]}" --output "$run/roofs.json"
+  [ "$code" -ne 0 ] || return 0
+  said="$(tail -n 1 "$run/roofs.log" | cut -c1-200)"
+  [ "$code" -ne 124 ] || said="took longer than $limit s"
+  [ "$interrupted" -eq 0 ] || said="interrupted"
+  echo "the roofs could not be measured: $said" | tee "$run/roofs.failed"
 }
 
 interrupted=0

@@ -453,13 +453,16 @@ def observe(
     try:
         trace = profile.trace_step(step, args.device)
         observed["settings"] |= profile.observed_settings(trace)
-        if not args.profile:
-            return observed, None
+    except Exception as error:  # whatever breaks in the profiler, the measured row stands
+        observed["settings"]["unobserved"] = one_line(error)
+        return observed, f"not profiled: {one_line(error)}" if args.profile else None
+    if not args.profile:
+        return observed, None
+    try:
         profile.write_chrome_trace(trace, args.output.with_suffix(".trace.json.gz"))
         observed["profile"] = profile_step(step, model, median_ms, args) | {"host_syncs": observed["host_syncs"]}
-    except Exception as error:  # whatever breaks in the profiler, the measured row stands
-        observed["settings"].setdefault("unobserved", one_line(error))
-        return observed, f"not profiled: {one_line(error)}" if args.profile else None
+    except Exception as error:
+        return observed, f"not profiled: {one_line(error)}"
     difference = observed["profile"]["step_ms"] / median_ms - 1
     if args.device.type == "cuda" and abs(difference) > PROFILE_TOLERANCE:
         return observed, f"the profiled step is {difference:+.0%} off the timed median: read its times as shares"
@@ -474,7 +477,11 @@ def profile_step(step: Callable[[], torch.Tensor], model: torch.nn.Module, media
         found["bound_by"], found["shares"] = profile.bound_by(found, median_ms)
     else:
         found |= profile.profile_cpu(step, PROFILED_STEPS)
-    return found | {"autograd_nodes_attention": profile.attention_autograd_nodes(model, step)}
+    try:
+        nodes = profile.attention_autograd_nodes(model, step)
+    except (RuntimeError, AttributeError):  # a backward graph that cannot be walked: the times stand
+        nodes = None
+    return found | {"autograd_nodes_attention": nodes}
 
 
 def _precision_note(settings: dict, args: Arguments) -> str | None:

@@ -168,6 +168,8 @@ def describe(device: torch.device) -> dict:
         "cudnn": cudnn_version() if gpu else None,
         "triton": package_version("triton"),
         "transformer_engine": package_version("transformer-engine"),
+        "torchao": package_version("torchao"),
+        "transformers": package_version("transformers"),
         "driver": nvidia_smi("driver_version", device) if gpu else None,
         "power_limit_w": _number(nvidia_smi("power.limit", device)) if gpu else None,
         "compute_capability": ".".join(map(str, compute_capability(device))) if gpu else None,

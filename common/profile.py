@@ -2,13 +2,12 @@
 
 Nothing here is timed into the result: extra steps run under torch.profiler after the timed ones.
 
-    python -m common.profile        DRAM bytes of attention by hand and fused, counted beside analytic
-
 Categories of time, by kernel name (see CATEGORIES):
 
     matrix products              also those of attention where it is written out by hand
     attention                    fused attention, and softmax where it is written out
-    normalization and pointwise  LayerNorm, GELU, adds, masks, bias sums, embedding, and what a compiler fused of these
+    normalization and pointwise  LayerNorm, GELU, adds, masks, bias sums, embedding, and what a compiler fused of
+                                 these, with casts and quantization where it fused them in
     optimizer                    AdamW, and the unscaling of FP16 gradients
     copies and casts             dtype and layout changes, quantization to FP8, fills
     loss                         log-softmax and negative log-likelihood
@@ -18,15 +17,10 @@ Categories of time, by kernel name (see CATEGORIES):
 
 from __future__ import annotations
 
-import argparse
-import csv
 import gzip
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -34,7 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tabulate import tabulate
 from torch.profiler import ProfilerActivity
 
@@ -338,108 +331,3 @@ def kernel_table(profile: dict, rows: int = 20) -> str:
             tabulate(categories, ["category", "launches", "ms/step", "share"], disable_numparse=True),
         ]
     )
-
-
-# --- DRAM traffic of attention --------------------------------------------------------------------
-
-COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-
-
-def attention_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention as scores, mask, softmax and product; all (B, H, T, D)."""
-    future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(diagonal=1)
-    scores = q @ k.transpose(-2, -1) / q.size(-1) ** 0.5
-    return scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ v
-
-
-def attention_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same by scaled_dot_product_attention."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-ATTENTIONS = {"by hand": attention_by_hand, "fused": attention_fused}
-
-
-def analytic_attention_bytes(which: str, B: int, H: int, T: int, D: int) -> int:
-    """Bytes that forward and backward must move at least when each kernel reads and writes DRAM once, in BF16.
-
-    By hand under autocast, in units of one (B, H, T, T) tensor of 2-byte numbers. Forward: scores 1, scale 2,
-    mask 2, cast to FP32 3, softmax 4, cast back 3, product 1; backward: the products 4, casts 6, softmax 6,
-    mask 2, scale 2. Fused: q, k, v, o forward; q, k, v, o, do, dq, dk, dv backward; by hand moves these as well.
-    """
-    head_tensor, score_tensor = 2 * B * H * T * D, 2 * B * H * T * T
-    return 12 * head_tensor + (36 * score_tensor if which == "by hand" else 0)
-
-
-def count_attention_bytes(which: str, shape: tuple[int, int, int, int]) -> int:
-    """DRAM bytes of one forward and backward by the GPU's counters. Raises OSError where they cannot be read."""
-    ncu = shutil.which("ncu")
-    if ncu is None:
-        raise OSError("Nsight Compute (ncu) is not installed")
-    worker = [sys.executable, "-m", "common.profile", "--count", which, "--shape", *map(str, shape)]
-    counting = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--metrics", ",".join(COUNTERS)]
-    done = subprocess.run([*counting, *worker], capture_output=True, text=True, timeout=600)
-    rows = csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"'))
-    units = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
-    counted = [
-        float(r["Metric Value"].replace(",", "")) * units[r["Metric Unit"]]
-        for r in rows
-        if r["Metric Name"] in COUNTERS
-    ]
-    if not counted:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if "ERR" in line or "rror" in line]
-        raise OSError(said[0].strip("= ") if said else f"ncu ended with exit code {done.returncode} and no counters")
-    return round(sum(counted))
-
-
-def run_attention(which: str, shape: tuple[int, int, int, int], device: torch.device) -> None:
-    """Forward and backward under BF16 autocast: once to warm up, once between the profiler's start and stop."""
-    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-
-    def forward_backward():
-        with torch.autocast(device.type, torch.bfloat16):
-            y = ATTENTIONS[which](q, k, v)
-        torch.autograd.backward(y, torch.ones_like(y))
-
-    forward_backward()
-    torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaProfilerStart()
-    forward_backward()
-    torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaProfilerStop()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m common.profile", description="DRAM bytes of attention, forward and backward, in BF16."
-    )
-    parser.add_argument("--shape", type=int, nargs=4, default=(8, 16, 2048, 128), metavar=("B", "H", "T", "D"))
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON, too")
-    parser.add_argument("--count", choices=ATTENTIONS, help=argparse.SUPPRESS)  # the process under the counters
-    args = parser.parse_args()
-    shape = tuple(args.shape)
-    if min(shape) < 1:
-        parser.exit(2, f"{parser.prog}: error: --shape takes four whole numbers from 1 on\n")
-    if args.count:
-        run_attention(args.count, shape, torch.device("cuda"))
-        return
-    figures = {"shape": dict(zip("BHTD", shape, strict=True)), "bytes": {}, "reason": None}
-    for which in ATTENTIONS:
-        figures["bytes"][which] = {"analytic": analytic_attention_bytes(which, *shape), "counters": None}
-        try:
-            figures["bytes"][which]["counters"] = count_attention_bytes(which, shape)
-        except (OSError, subprocess.SubprocessError) as error:
-            figures["reason"] = f"no counters: {error}"
-    rows = [
-        [which, *("-" if value is None else f"{value / 1e9:.2f}" for value in (found["analytic"], found["counters"]))]
-        for which, found in figures["bytes"].items()
-    ]
-    print(tabulate(rows, ["attention", "analytic GB", "counted GB"], disable_numparse=True))
-    if figures["reason"]:
-        print(figures["reason"])
-    if args.output:
-        args.output.write_text(json.dumps(figures, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from common.record import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-MERGED, ROOFS = "results.json", "roofs.json"
+MERGED, ROOFS, COMMAND = "results.json", "roofs.json", "command"
 README_BEGIN, README_END = "<!-- results:begin -->", "<!-- results:end -->"
 LOSS_WINDOW = 20
 BOUND_RULE = (
@@ -59,6 +60,8 @@ def load_run(run_dir: Path) -> dict:
             raise RecordError(f"{run_dir} holds no record: {'; '.join(problems)}")
         return read_envelope(run_dir / MERGED)
     merged = _merge(envelopes, peers)
+    if (run_dir / COMMAND).exists():
+        merged["command"] = _without_folders((run_dir / COMMAND).read_text())
     merged["problems"] = problems + _machine_problems(envelopes + peers) + _read_roofs(run_dir, merged)
     batch_size = merged["workload"].get("batch_size")
     merged["steps"] = _with_ended(merged["steps"], ended, batch_size)
@@ -96,6 +99,15 @@ def _read_roofs(run_dir: Path, merged: dict) -> list[str]:
     return []
 
 
+def _without_folders(command: str) -> str:
+    """The command line with absolute paths shortened to their last part: the folders are of this machine alone."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return command.strip()
+    return shlex.join(Path(word).name if word.startswith("/") else word for word in words)
+
+
 def _with_ended(records: list[dict], ended: dict[str, str], batch_size: int | None) -> list[dict]:
     """The records and rows for processes that left none, by name."""
     known = {record["step"] for record in records}
@@ -111,10 +123,9 @@ def _merge(envelopes: list[dict], peers: list[dict]) -> dict:
         if differing:
             steps = first["steps"][0]["step"], envelope["steps"][0]["step"]
             raise RecordError(f"{steps[0]} and {steps[1]} ran different workloads: {', '.join(differing)} differ")
-    words = str(first.get("command") or "").replace(" --profile", "").split(" ")
     return {
         "schema_version": SCHEMA_VERSION,
-        "command": " ".join(["./run_all.sh", *(["--peers"] if peers else []), *words[2:]]),  # after `python <script>`
+        "command": str(first.get("command") or ""),
         "started_at": min((e["started_at"] for e in envelopes if e.get("started_at")), default=None),
         "environment": first["environment"],
         "workload": first["workload"],
@@ -337,15 +348,18 @@ def _machine_table(folder: Path, runs: list[dict]) -> str:
     columns.append([", ".join(cells) for cells in zip(*differences, strict=True)])
     rows = [list(row) for row in zip(*columns, strict=True)]
     drawn = tabulate(rows, headers, tablefmt="pipe", colalign=_numbers(headers))
-    links = ", ".join(
-        f"[{run['workload']['preset']}](docs/results/{folder.name}/{run['workload']['preset']}/results.json) "
-        f"({len(reference_step(run['steps'])['loss'])} training steps)"
-        for run in runs
-    )
+    links = ", ".join(_link(folder, run) for run in runs)
     return (
         f"{runs[0]['environment']['device']}, milliseconds per training step and speedup over the first row; "
         f"TFLOP/s and memory of {widest['workload']['preset']}.\n\n{drawn}\n\nRecords: {links}. {CONVENTION}"
     )
+
+
+def _link(folder: Path, run: dict) -> str:
+    preset, commit = run["workload"]["preset"], run["environment"].get("commit") or "unknown"
+    n_losses = len(reference_step(run["steps"])["loss"])
+    path = f"docs/results/{folder.name}/{preset}/{MERGED}"
+    return f"[{preset}]({path}) ({n_losses} training steps, commit {commit[:7]})"
 
 
 def _column(run: dict, names: list[str], cell: Callable[[dict, list[str], dict], str]) -> list[str]:

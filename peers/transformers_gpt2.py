@@ -24,6 +24,8 @@ def main(args):
         raise benchmark.Skip(
             f"transformers does not import ({benchmark.one_line(error)}): pip install transformers"
         ) from None
+    if args.amp_dtype is torch.float16:
+        raise benchmark.Skip("this peer has no loss scaling: it runs under BF16 or FP32")
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
     shape = args.config
