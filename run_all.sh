@@ -66,9 +66,9 @@ how_it_ended() { # exit code, seconds it took, log
   elif [ "$1" -eq 137 ]; then
     echo "oom killed by the system (signal 9), as it does when host memory runs out"
   elif [ "$1" -gt 128 ]; then
-    echo "failed killed by signal $(($1 - 128)): see ${3##*/}"
+    echo "failed killed by signal $(($1 - 128)): see ${3#"$run"/}"
   else
-    echo "failed ended with exit code $1 and no record: see ${3##*/}"
+    echo "failed ended with exit code $1 and no record: see ${3#"$run"/}"
   fi
 }
 
@@ -81,7 +81,7 @@ run_limited() { # log, command ...
   timeout --kill-after=10 "$limit" "$@" > >(tee -a "$log") 2>>"$log" </dev/null &
   pid=$!
   trap 'interrupted=1; kill -TERM "$pid" 2>/dev/null' INT TERM
-  wait "$pid"
+  { wait "$pid"; } 2>/dev/null # bash's own word on a killed process; the report has one
   code=$?
   if [ "$interrupted" -eq 1 ]; then
     wait "$pid" 2>/dev/null # the first wait ended with the signal, not with the process
@@ -103,6 +103,7 @@ run_step() { # script; peers/x.py leaves its record in the folder peers/
     else
       how_it_ended "$code" $((SECONDS - started)) "$log" >"$run/$name.exit"
     fi
+    echo "$name: $(<"$run/$name.exit")"
   fi
 }
 
@@ -113,8 +114,8 @@ esac
 case "$limit" in
   '' | *[!0-9]* | 0*) echo "run_all.sh: error: STEP_TIMEOUT=$limit is not a whole number of seconds" >&2; exit 2 ;;
 esac
-if [ -n "${PYTHON:-}" ] && ! has "$PYTHON" sys; then
-  echo "run_all.sh: error: PYTHON=$PYTHON does not run" >&2
+if [ -n "${PYTHON:-}" ] && [ "$("$PYTHON" -c 'import torch, numpy, tabulate; print("runs")' 2>/dev/null)" != runs ]; then
+  echo "run_all.sh: error: PYTHON=$PYTHON does not run, or lacks torch, numpy or tabulate" >&2
   exit 2
 fi
 python="$(setup)" || { echo "run_all.sh: error: could not prepare Python (see above)" >&2; exit 1; }
@@ -136,6 +137,7 @@ done
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONSAFEPATH=1 # a folder named common where the user stands is not ours
 
+trap 'echo "run_all.sh: interrupted" >&2; exit 130' INT TERM
 # Check the arguments once, and pin what `auto` chose, so that all rows do the same work.
 resolved="$("$python" -m common.benchmark "${arguments[@]}")" || exit $?
 while read -r word; do
@@ -188,6 +190,7 @@ done
 if [ "$peers" -eq 1 ]; then
   mkdir "$run/peers"
   for script in "$here"/peers/*.py; do
+    [ -e "$script" ] || continue
     run_or_skip "$script"
   done
 fi

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from common.record import RecordError, read_envelope, write_json
+from common.record import RecordError, check_writable, read_envelope, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 900
@@ -223,6 +223,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="variants whose name or script contains one of these")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
     given, arguments = parser.parse_known_args()
+    try:
+        if given.output:
+            check_writable(given.output)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     wanted = given.only or [""]
     variants = [v for v in VARIANTS if any(word in v.name or word in v.script for word in wanted)]
     if not variants:

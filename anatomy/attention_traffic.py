@@ -21,7 +21,7 @@ from tabulate import tabulate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import hardware
-from common.record import write_json
+from common.record import check_writable, write_json
 
 COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
@@ -104,6 +104,11 @@ def main() -> None:
     parser.add_argument("--count", choices=ATTENTIONS, help=argparse.SUPPRESS)  # the process under the counters
     args = parser.parse_args()
     shape = tuple(args.shape)
+    try:
+        if args.output:
+            check_writable(args.output)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     if min(shape) < 1:
         parser.exit(2, f"{parser.prog}: error: --shape takes four whole numbers from 1 on\n")
     if args.count:

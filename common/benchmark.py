@@ -49,12 +49,10 @@ import argparse
 import datetime
 import itertools
 import math
-import os
 import resource
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -65,7 +63,7 @@ import torch
 
 from common import data, flops, hardware, profile
 from common.model import PRESETS, GPTConfig, Preset
-from common.record import SCHEMA_VERSION, describe_shape, empty_step_record, smaller_batch, write_json
+from common.record import SCHEMA_VERSION, check_writable, describe_shape, empty_step_record, smaller_batch, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 TrainStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -234,7 +232,7 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         text = data.read_text(given.data)
         data.check_text(text, config.seq_len, config.vocab_size)
         output = given.output or ROOT / "results" / f"{script.stem}.json"
-        _check_writable(output)
+        check_writable(output)
     except torch.OutOfMemoryError:
         parser.error(f"--device {given.device} has no free memory left for even one tensor")
     except ValueError as error:
@@ -282,19 +280,6 @@ def _override_shape(config: GPTConfig, given: argparse.Namespace) -> GPTConfig:
     if config.n_embd % config.n_head:
         raise ValueError(f"--n-embd {config.n_embd} is not divisible by --n-head {config.n_head}")
     return config
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            raise ValueError(f"--output {path} is not a regular file")
-        if len(os.fsencode(path.name)) > 255:
-            raise ValueError(f"--output {path.name[:20]}... is too long for a file name")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ValueError(f"cannot write --output {path}: {error.strerror or error}") from None
 
 
 # --- one run --------------------------------------------------------------------------------------
@@ -458,15 +443,19 @@ def observe(
         return observed, f"not profiled: {one_line(error)}" if args.profile else None
     if not args.profile:
         return observed, None
+    no_trace = None
     try:
         profile.write_chrome_trace(trace, args.output.with_suffix(".trace.json.gz"))
+    except OSError as error:
+        no_trace = f"no Chrome trace: {error.strerror or error}"
+    try:
         observed["profile"] = profile_step(step, model, median_ms, args) | {"host_syncs": observed["host_syncs"]}
     except Exception as error:
         return observed, f"not profiled: {one_line(error)}"
     difference = observed["profile"]["step_ms"] / median_ms - 1
     if args.device.type == "cuda" and abs(difference) > PROFILE_TOLERANCE:
         return observed, f"the profiled step is {difference:+.0%} off the timed median: read its times as shares"
-    return observed, None
+    return observed, no_trace
 
 
 def profile_step(step: Callable[[], torch.Tensor], model: torch.nn.Module, median_ms: float, args: Arguments) -> dict:

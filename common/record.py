@@ -42,6 +42,26 @@ def empty_step_record(step: str, source: str | None) -> dict:
     }
 
 
+def check_writable(path: Path) -> None:
+    """Raises ValueError, one line, where `path` cannot become a record; makes its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise ValueError(f"--output {path} is not a regular file")
+        if path.exists() and path.open("rb").read(1) not in (b"", b"{"):
+            raise ValueError(f"--output {path} exists and is no record: it stays as it is")
+        if len(os.fsencode(path.name)) > 255:
+            raise ValueError(f"--output {path.name[:20]}... is too long for a file name")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write --output {path}: {error.strerror or error}") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
 def write_json(path: Path, content: dict) -> None:
     """Write by temporary file and rename: a reader sees the old file or the new, never half of one."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".record-")
@@ -59,7 +79,7 @@ def write_json(path: Path, content: dict) -> None:
 def read_envelope(path: Path) -> dict:
     """Read and check an envelope. Raises RecordError for a file that is corrupt, foreign or newer."""
     try:
-        envelope = json.loads(path.read_text())
+        envelope = json.loads(path.read_text(), parse_constant=_refuse_constant)
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{path.name} is not readable JSON ({type(error).__name__})") from None
     version = envelope.get("schema_version") if isinstance(envelope, dict) else None
@@ -85,7 +105,7 @@ def checked_roofs(roofs: object) -> dict:
     if not isinstance(roofs, dict):
         raise ValueError("roofs are not an object")
     for name, rate in roofs.items():
-        number = isinstance(rate, (int, float)) and not isinstance(rate, bool) and math.isfinite(rate) and rate > 0
+        number = isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 < rate < math.inf
         if name.endswith("_per_s") and rate is not None and not number:
             raise ValueError(f"{name} is not a rate")
     return roofs

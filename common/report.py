@@ -28,6 +28,7 @@ from common.record import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
+UNREADABLE = "its record cannot be read"
 MERGED, ROOFS, COMMAND = "results.json", "roofs.json", "command"
 README_BEGIN, README_END = "<!-- results:begin -->", "<!-- results:end -->"
 LOSS_WINDOW = 20
@@ -56,16 +57,39 @@ def load_run(run_dir: Path) -> dict:
     envelopes, ended = _read_folder(run_dir, problems)
     peers, peers_ended = _read_folder(run_dir / "peers", problems)
     if not envelopes and not ended:
-        if problems and not (run_dir / MERGED).exists():
-            raise RecordError(f"{run_dir} holds no record: {'; '.join(problems)}")
+        if not (run_dir / MERGED).exists():
+            raise RecordError("; ".join([f"{run_dir} holds no record", *problems]))
         return read_envelope(run_dir / MERGED)
-    merged = _merge(envelopes, peers)
+    merged = _merge(envelopes, _of_same_workload(peers, envelopes, problems))
     if (run_dir / COMMAND).exists():
         merged["command"] = _without_folders((run_dir / COMMAND).read_text())
     merged["problems"] = problems + _machine_problems(envelopes + peers) + _read_roofs(run_dir, merged)
     batch_size = merged["workload"].get("batch_size")
     merged["steps"] = _with_ended(merged["steps"], ended, batch_size)
     merged["peers"] = _with_ended(merged["peers"], peers_ended, batch_size)
+    return _with_earlier(merged, run_dir)
+
+
+def _of_same_workload(peers: list[dict], envelopes: list[dict], problems: list[str]) -> list[dict]:
+    same = [peer for peer in peers if not envelopes or peer["workload"] == envelopes[0]["workload"]]
+    problems += [f"left out: peer {p['steps'][0]['step']} ran a different workload" for p in peers if p not in same]
+    return same
+
+
+def _with_earlier(merged: dict, run_dir: Path) -> dict:
+    """Rows whose file has become unreadable, from the merge made while it could be read."""
+    try:
+        earlier = read_envelope(run_dir / MERGED)
+    except RecordError:
+        return merged
+    for kind in ("steps", "peers"):
+        known = {row["step"]: row for row in earlier[kind] if row["reason"] != UNREADABLE}
+        for index, row in enumerate(merged[kind]):
+            if row["reason"] == UNREADABLE and row["step"] in known:
+                merged[kind][index] = known[row["step"]]
+                merged["problems"].append(f"{row['step']}: taken from {MERGED}, because {UNREADABLE}")
+    if merged["roofs"] is None and earlier["roofs"] and (run_dir / ROOFS).exists():
+        merged["roofs"] = earlier["roofs"]
     return merged
 
 
@@ -79,9 +103,10 @@ def _read_folder(folder: Path, problems: list[str]) -> tuple[list[dict], dict[st
             envelopes.append(read_envelope(path))
         except RecordError as error:
             problems.append(f"left out: {error}")
-            ended[path.stem] = "its record cannot be read"
+            ended[path.stem] = UNREADABLE
     for path in sorted(folder.glob("*.exit")):
-        ended[path.stem] = path.read_text().strip() or "its record cannot be read"
+        if path.is_file():
+            ended[path.stem] = path.read_text(errors="replace").strip() or UNREADABLE
     return envelopes, ended
 
 
@@ -117,7 +142,7 @@ def _with_ended(records: list[dict], ended: dict[str, str], batch_size: int | No
 
 def _merge(envelopes: list[dict], peers: list[dict]) -> dict:
     first = envelopes[0] if envelopes else {"command": "", "started_at": None, "environment": {}, "workload": {}}
-    for envelope in envelopes[1:] + (peers if envelopes else []):
+    for envelope in envelopes[1:]:
         ours, theirs = first["workload"], envelope["workload"]
         differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
         if differing:
@@ -178,15 +203,15 @@ def table(run: dict) -> tuple[list[str], list[list[str]]]:
     """Headers and one row of strings per step; a row without a time has dashes."""
     steps = run["steps"]
     reference = reference_step(steps)
-    with_roofs, with_profile = bool(run.get("roofs")), any(step["profile"] for step in steps)
+    with_roofs, with_profile = bool(run.get("roofs")), any(_bound_cell(step["profile"]) != "-" for step in steps)
     against = "vs baseline" if reference in (None, steps[0]) else f"vs {reference['step']}"
     headers = ["step", "status", "ms/step", "tokens/s", "TFLOP/s", "vs previous", against, "peak GiB", "warm-up s"]
     headers += ["loss", "loss difference"]
     headers += ["of roof"] if with_roofs else []
     headers += ["bound by"] if with_profile else []
     rows, previous = [], None
-    for step in [*steps, *run.get("peers", [])]:
-        peer = step not in steps
+    peers = run.get("peers", [])
+    for step, peer in [*((step, False) for step in steps), *((step, True) for step in peers)]:
         name = f"peer: {step['step']}" if peer else step["step"]
         if step["status"] != "ok":
             rows.append([name, step["status"], *["-"] * (len(headers) - 2)])
@@ -458,11 +483,16 @@ def main() -> None:
                 document.write_text(text)
             return
         run = load_run(args.run_dir)
+        text, markdown = render_text(run), render_markdown(run)  # before anything is replaced
+        markdown.encode()
         write_json(args.run_dir / MERGED, run)
-        (args.run_dir / "report.md").write_text(render_markdown(run))
+        (args.run_dir / "report.md").write_text(markdown)
     except (RecordError, OSError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-    print(render_text(run))
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, IndexError) as error:
+        said = str(error).splitlines()[0][:150] if str(error) else type(error).__name__
+        parser.exit(2, f"{parser.prog}: error: a record in {args.run_dir} has a field of a wrong kind ({said})\n")
+    print(text)
     rows = [*run["steps"], *run.get("peers", [])]
     sys.exit(0 if all(row["status"] in ("ok", "skipped") for row in rows) else 1)
 

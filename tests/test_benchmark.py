@@ -75,6 +75,11 @@ def test_an_output_that_is_a_folder_or_unwritable_is_refused(tmp_path, capsys):
             parse("--device", "cpu", "--output", str(path))
         assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
     assert blocked.read_text() == ""
+    mine = tmp_path / "notes.md"
+    mine.write_text("mine")
+    with pytest.raises(SystemExit):
+        parse("--device", "cpu", "--output", str(mine))
+    assert "is no record" in capsys.readouterr().err and mine.read_text() == "mine"
 
 
 def fake_nvidia_smi(tmp_path, monkeypatch):
