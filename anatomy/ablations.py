@@ -19,9 +19,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tabulate import tabulate
-
 from common.record import RecordError, check_writable, read_envelope, write_json
+from common.report import ablation_table
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 900
@@ -199,23 +198,8 @@ def run_variants(variants: list[Variant], arguments: list[str]) -> dict:
                 )
             described = {key: getattr(variant, key) for key in ("name", "script", "question", "predicted", "kind")}
             found["variants"].append(described | measure("variant", variant.source()))
-            print(table(found), end="\n\n", flush=True)
+            print(ablation_table(found), end="\n\n", flush=True)
     return found
-
-
-def table(found: dict, style: str = "simple") -> str:
-    """One row per variant: what it changes, the prediction, and the difference to the unchanged script."""
-    rows = []
-    for variant in found["variants"]:
-        baseline = found["baselines"][variant["script"]]
-        row = [variant["script"], variant["kind"], variant["name"], variant["predicted"]]
-        if variant["median_ms"] is None or baseline["median_ms"] is None:
-            row += [variant["status"], variant["reason"] or "-"]
-        else:
-            row += [f"{variant['median_ms']:.1f}", f"{variant['median_ms'] - baseline['median_ms']:+.1f} ms"]
-        rows.append(row)
-    headers = ["script", "kind", "variant", "predicted", "ms/step", "measured"]
-    return tabulate(rows, headers, tablefmt=style, disable_numparse=True)
 
 
 def main() -> None:

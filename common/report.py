@@ -411,6 +411,11 @@ def performance_tables(results: Path) -> str:
             workload = run["workload"]
             title = f"### {workload['preset']}, batch {workload['batch_size']}, {run['environment']['device']}"
             parts += [title, _category_table(profiled), *(f"- {line}" for line in describe_roofs(run["roofs"] or {}))]
+    for path in sorted(results.glob("*/*/ablations.json")):
+        parts += [
+            f"### What each choice gives: {path.parent.name}",
+            ablation_table(json.loads(path.read_text()), "pipe"),
+        ]
     for path in sorted(results.glob("*/attention-traffic.json")):
         parts += ["### DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
     return "\n\n".join(parts)
@@ -429,6 +434,21 @@ def _category_table(rows: list[dict]) -> str:
         cells += [f"{row['timing']['median_ms']:.1f}", f"{profile['kernels_per_step']:.0f}", _bound_cell(profile)]
         drawn.append([row["step"], *cells, f"{peak_bytes(row) / 2**30:.1f}"])
     return tabulate(drawn, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
+
+
+def ablation_table(found: dict, style: str = "simple") -> str:
+    """What anatomy.ablations found, a row per variant: the prediction, and the difference to the unchanged script."""
+    rows = []
+    for variant in found["variants"]:
+        baseline = found["baselines"][variant["script"]]
+        row = [variant["script"], variant["kind"], variant["name"], variant["predicted"]]
+        if variant["median_ms"] is None or baseline["median_ms"] is None:
+            row += [variant["status"], variant["reason"] or "-"]
+        else:
+            row += [f"{variant['median_ms']:.1f}", f"{variant['median_ms'] - baseline['median_ms']:+.1f} ms"]
+        rows.append(row)
+    headers = ["script", "kind", "variant", "predicted", "ms/step", "measured"]
+    return tabulate(rows, headers, tablefmt=style, disable_numparse=True)
 
 
 def _traffic_table(traffic: dict) -> str:

@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT
 
 from anatomy import ablations
+from common import report
 
 FAST = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "2"]
 
@@ -49,3 +50,14 @@ def test_a_variant_runs_beside_its_script(tmp_path):
 def test_bad_input_is_one_line(tmp_path, words, said):
     ran = run(tmp_path, *words)
     assert ran.returncode != 0 and said in ran.stderr and ran.stderr.count("\n") == 1
+
+
+def test_a_recorded_ablation_is_a_table():
+    baselines = {"2_sdpa": {"median_ms": 280.0}}
+    common = {"script": "2_sdpa", "kind": "try", "predicted": "-3 ms"}
+    variants = [
+        common | {"name": "faster", "median_ms": 275.5, "status": "ok", "reason": None},
+        common | {"name": "broken", "median_ms": None, "status": "failed", "reason": "no such kernel"},
+    ]
+    drawn = report.ablation_table({"baselines": baselines, "variants": variants})
+    assert "-4.5 ms" in drawn and "275.5" in drawn and "no such kernel" in drawn
