@@ -94,8 +94,9 @@ def test_the_host_never_waits(step, monkeypatch):
     assert profile.count_host_syncs(lambda: run.train_step(*run.batches[3])) == 0
 
 
-def test_loss_scaling_waits_for_the_host(monkeypatch):
-    run = on_gpu(STEPS[1], monkeypatch, amp_dtype=torch.float16)
+@pytest.mark.parametrize("step", [STEPS[1], STEPS[3]])
+def test_loss_scaling_waits_for_the_host(step, monkeypatch):
+    run = on_gpu(step, monkeypatch, amp_dtype=torch.float16)
     waits = profile.count_host_syncs(lambda: run.train_step(*run.batches[3]))
     assert waits > 0, "the one exception, and it is counted"
 
@@ -158,6 +159,24 @@ def test_fp8_block_is_close_to_the_plain_block(te_step):
     for one, other in zip(expected, exact, strict=True):
         error = (one.float() - other.float()).norm() / one.float().norm()
         assert error < 0.02, f"without FP8, {tuple(one.shape)}: relative error {error:.3f}"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_profile_adds_up_and_knows_its_kernels(step, monkeypatch):
+    run = on_gpu(step, monkeypatch)
+    found = profile.profile_cuda(lambda: run.train_step(*run.batches[3]), 2, 10.0, run.args.device)
+    categories = {name: value["ms"] for name, value in found["categories"].items()}
+    assert sum(categories.values()) + found["gpu_idle_ms"] == pytest.approx(found["step_ms"], rel=1e-3)
+    assert categories["matrix products"] > 0 and categories["optimizer"] > 0 and categories["loss"] > 0
+    assert categories["other"] < 0.03 * found["gpu_busy_ms"]
+
+
+def test_roofs_are_measured_in_every_precision():
+    roofs = hardware.measure_roofs({(1024, 1024, 1024): 1}, torch.device("cuda", 0))
+    wanted = ["fp32", *(["tf32", "bf16"] if torch.cuda.get_device_capability() >= (8, 0) else [])]
+    wanted += ["fp8"] if torch.cuda.get_device_capability() >= (8, 9) else []
+    assert all(roofs[f"{precision}_flops_per_s"] > 1e12 for precision in wanted)
+    assert roofs["copy_bytes_per_s"] > 1e11
 
 
 def test_peak_memory_and_events_are_recorded(monkeypatch, tmp_path):
