@@ -2,7 +2,7 @@
 
 Change:   TE's fused modules replace LayerNorm + Linear, Linear, LayerNorm + MLP and the head. They
           quantize to FP8 inside their normalization and GELU kernels; torch.compile is left for the
-          loss and AdamW. Weight gradients of the blocks are written once, in FP32.
+          loss and AdamW. The blocks' weight gradients leave the products in FP32, not in BF16.
           Delayed scaling takes its scales from earlier passes: the first ones train nothing.
 Why:      compiled, the step was bound by BF16 products; FP8 tensor cores multiply twice as fast.
 Run:      python 4_transformer_engine.py        Read: diff 3_compile.py 4_transformer_engine.py

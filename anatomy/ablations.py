@@ -11,7 +11,6 @@ gpt3-6.7b-slice on an H200 unless the line says otherwise.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -39,7 +38,6 @@ class Variant:
 
     name: str
     script: str
-    question: str
     predicted: str
     kind: str
     replacements: tuple[tuple[str, str], ...]
@@ -69,86 +67,86 @@ COMPILE = "torch.compile(model, fullgraph=True)"
 
 VARIANTS = (
     Variant(
-        "fused AdamW without compile", "2_sdpa", "how much of step 3 is its optimizer?",
+        "fused AdamW without compile", "2_sdpa",
         "foreach AdamW makes about 3 passes over 40 GB where one is enough: -18 ms", "ablation",
         (("**args.adamw)", "**args.adamw, fused=True)"),),
     ),
     Variant(
-        "FP32 residual stream, step 1", "1_cublas", "what does the BF16 residual stream give?",
+        "FP32 residual stream, step 1", "1_cublas",
         "twice the bytes of adds and LayerNorm: +10 ms", "ablation", FP32_RESIDUAL,
     ),
     Variant(
-        "FP32 residual stream, step 2", "2_sdpa", "the same, with fused attention",
+        "FP32 residual stream, step 2", "2_sdpa",
         "+10 ms", "ablation", FP32_RESIDUAL,
     ),
     Variant(
-        "FP32 residual stream, step 3", "3_compile", "the same, compiled",
+        "FP32 residual stream, step 3", "3_compile",
         "about 2 bytes more per element in 12 fused kernels, forward and backward: +3 ms", "ablation", FP32_RESIDUAL,
     ),
     Variant(
-        "compile without its optimizer", "3_compile", "how much does the compiled AdamW give?",
+        "compile without its optimizer", "3_compile",
         "foreach AdamW takes 30 ms where 40 GB at 4.25 TB/s take 9.4: +20 ms", "ablation",
         ((COMPILED_ADAMW, "**args.adamw)"),),
     ),
     Variant(
-        "fused AdamW, step 3", "3_compile", "is PyTorch's own fused AdamW as good?",
+        "fused AdamW, step 3", "3_compile",
         "it reaches 3.4 of 4.25 TB/s: +2.3 ms", "ablation", ((COMPILED_ADAMW, "**args.adamw, fused=True)"),),
     ),
     Variant(
-        "CUDA graphs, step 3", "3_compile", "do captured launches help?",
+        "CUDA graphs, step 3", "3_compile",
         "0.7 ms of gaps: -0.5 ms; and the allocator no longer sees the memory", "try",
         ((COMPILE, 'torch.compile(model, fullgraph=True, mode="reduce-overhead")'),),
     ),
     Variant(
-        "loss without online softmax, step 3", "3_compile", "does step 4's compiler option help here?",
+        "loss without online softmax, step 3", "3_compile",
         "-0.2 ms, gpt2 -0.5 ms", "try",
         ((COMPILE, 'torch.compile(model, fullgraph=True, options={"online_softmax": False})'),),
     ),
     Variant(
-        "BF16 head", "4_transformer_engine", "what does the FP8 head give?",
+        "BF16 head", "4_transformer_engine",
         "10 TFLOP x 3 at 680 instead of 1290 TFLOP/s, less the cast of its gradient: +13 ms", "ablation",
         (("logits = self.lm_head(x)", "with te.autocast(enabled=False):\n            logits = self.lm_head(x)"),),
     ),
     Variant(
-        "BF16 instead of FP8", "4_transformer_engine", "what do TE's fused modules give without FP8?",
+        "BF16 instead of FP8", "4_transformer_engine",
         "matrix products 206 instead of 100 ms, no casts: +95 ms", "ablation",
         (("return (recipe, None) if available", "return (None, None) if available"),),
     ),
     Variant(
-        "weight gradients cast from BF16", "4_transformer_engine", "what does writing them in FP32 give?",
+        "weight gradients cast from BF16", "4_transformer_engine",
         "1.2 G weights read as 2 and written as 4 bytes more: +1.7 ms", "ablation", ((FUSED_WGRAD, ""), (HOOK, "")),
     ),
     Variant(
-        "head's weight gradient in FP32 too", "4_transformer_engine", "why not the head?",
+        "head's weight gradient in FP32 too", "4_transformer_engine",
         "-0.4 ms, but 0.4 GiB more at the peak, which lies there", "try",
         ((HEAD, HEAD + FUSED_WGRAD), ("        self.loss =", HOOK + "        self.loss =")),
     ),
     Variant(
-        "split accumulator for input gradients", "4_transformer_engine", "TE's default: what does it cost?",
+        "split accumulator for input gradients", "4_transformer_engine",
         "10 % of the input gradients' 32 ms: +3 ms", "ablation",
         ((DGRAD, "    recipe.unused ="),),
     ),
     Variant(
-        "no split accumulator for weight gradients", "4_transformer_engine", "why keep it there?",
+        "no split accumulator for weight gradients", "4_transformer_engine",
         "-3 ms; sums over 16 384 tokens lose digits", "try", ((DGRAD, "    recipe.fp8_gemm_wgrad =" + DGRAD[4:]),),
     ),
     Variant(
-        "fused AdamW, step 4", "4_transformer_engine", "is PyTorch's own fused AdamW as good?",
+        "fused AdamW, step 4", "4_transformer_engine",
         "+2.3 ms", "ablation", ((COMPILED_ADAMW, "**args.adamw, fused=True)"),),
     ),
     Variant(
-        "loss as the compiler makes it", "4_transformer_engine", "what do the options of the loss give?",
+        "loss as the compiler makes it", "4_transformer_engine",
         "a second pass from cache instead of an online softmax: +0.5 ms, gpt2 +1 ms", "ablation",
         ((", " + LOSS, ""),),
     ),
     Variant(
-        "current scaling", "4_transformer_engine", "what does delayed scaling give?",
+        "current scaling", "4_transformer_engine",
         "one more pass over every tensor to find its largest value: +8 ms", "ablation",
         (("import DelayedScaling,", "import Float8CurrentScaling,"),
          ("DelayedScaling(amax_history_len=16)", "Float8CurrentScaling()")),
     ),
     Variant(
-        "Transformer Engine's attention", "4_transformer_engine", "is its attention faster than SDPA?",
+        "Transformer Engine's attention", "4_transformer_engine",
         "the same cuDNN kernels: 0 ms", "try",
         (
             ("        self.proj = te", f"        self.attention = {TE_ATTENTION}\n        self.proj = te"),
@@ -196,7 +194,7 @@ def run_variants(variants: list[Variant], arguments: list[str]) -> dict:
                 found["baselines"][variant.script] = measure(
                     variant.script, (ROOT / f"{variant.script}.py").read_text()
                 )
-            described = {key: getattr(variant, key) for key in ("name", "script", "question", "predicted", "kind")}
+            described = {key: getattr(variant, key) for key in ("name", "script", "predicted", "kind")}
             found["variants"].append(described | measure("variant", variant.source()))
             print(ablation_table(found), end="\n\n", flush=True)
     return found
@@ -218,7 +216,7 @@ def main() -> None:
         parser.exit(2, f"{parser.prog}: error: no variant is named like {', '.join(wanted)}\n")
     found = run_variants(variants, arguments)
     if given.output:
-        write_json(given.output, json.loads(json.dumps(found)))
+        write_json(given.output, found)
 
 
 if __name__ == "__main__":

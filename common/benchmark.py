@@ -443,19 +443,19 @@ def observe(
         return observed, f"not profiled: {one_line(error)}" if args.profile else None
     if not args.profile:
         return observed, None
-    no_trace = None
+    notes = []
     try:
         profile.write_chrome_trace(trace, args.output.with_suffix(".trace.json.gz"))
     except OSError as error:
-        no_trace = f"no Chrome trace: {error.strerror or error}"
+        notes.append(f"no Chrome trace: {error.strerror or error}")
     try:
         observed["profile"] = profile_step(step, model, median_ms, args) | {"host_syncs": observed["host_syncs"]}
     except Exception as error:
         return observed, f"not profiled: {one_line(error)}"
     difference = observed["profile"]["step_ms"] / median_ms - 1
     if args.device.type == "cuda" and abs(difference) > PROFILE_TOLERANCE:
-        return observed, f"the profiled step is {difference:+.0%} off the timed median: read its times as shares"
-    return observed, no_trace
+        notes.append(f"the profiled step is {difference:+.0%} off the timed median: read its times as shares")
+    return observed, "; ".join(notes) or None
 
 
 def profile_step(step: Callable[[], torch.Tensor], model: torch.nn.Module, median_ms: float, args: Arguments) -> dict:

@@ -359,9 +359,9 @@ def _product_rate(shape: dict, precision: str, device: torch.device) -> float:
         if precision == "fp8":
             a, b, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
             # Not public, but the only FP8 product PyTorch has.
-            product = lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)  # noqa: E731
+            product = partial(torch._scaled_mm, a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
         else:
-            product = lambda: a @ b  # noqa: E731
+            product = partial(torch.matmul, a, b)
         return 2 * m * n * k / _seconds(product, device)
     finally:
         torch.set_float32_matmul_precision(before)

@@ -30,7 +30,7 @@ from common.record import (
 ROOT = Path(__file__).resolve().parent.parent
 UNREADABLE = "its record cannot be read"
 MERGED, ROOFS, COMMAND = "results.json", "roofs.json", "command"
-README_BEGIN, README_END = "<!-- results:begin -->", "<!-- results:end -->"
+GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
 LOSS_WINDOW = 20
 BOUND_RULE = (
     "bound by: the largest share of the step, of compute (matrix products and fused attention), memory (all other "
@@ -367,9 +367,9 @@ def _machine_table(folder: Path, runs: list[dict]) -> str:
         columns.append(_column(run, names, _speedup_cell))
     for title, index in (("TFLOP/s", 4), ("peak GiB", 7)):
         headers.append(title)
-        columns.append(_column(widest, names, lambda _, row, __, index=index: row[index]))
+        columns.append(_column(widest, names, _table_cell(index)))
     headers.append("loss difference, in the same order")
-    differences = [_column(run, names, lambda _, row, __: row[10]) for run in runs]
+    differences = [_column(run, names, _table_cell(10)) for run in runs]
     columns.append([", ".join(cells) for cells in zip(*differences, strict=True)])
     rows = [list(row) for row in zip(*columns, strict=True)]
     drawn = tabulate(rows, headers, tablefmt="pipe", colalign=_numbers(headers))
@@ -392,6 +392,10 @@ def _column(run: dict, names: list[str], cell: Callable[[dict, list[str], dict],
     records, reference = [*run["steps"], *run["peers"]], reference_step(run["steps"])
     found = {row[0]: cell(record, row, reference) for record, row in zip(records, table(run)[1], strict=True)}
     return [found.get(name, "-") for name in names]
+
+
+def _table_cell(index: int) -> Callable[[dict, list[str], dict], str]:
+    return lambda _record, row, _reference: row[index]
 
 
 def _speedup_cell(record: dict, row: list[str], reference: dict) -> str:
@@ -470,10 +474,10 @@ def _numbers(headers: list[str]) -> list[str]:
 
 def between_markers(document: Path, generated: str) -> str:
     """The document's text with the part between its markers replaced. Raises RecordError where it has none."""
-    before, begin, rest = document.read_text().partition(README_BEGIN)
-    _, end, after = rest.partition(README_END)
+    before, begin, rest = document.read_text().partition(GENERATED_BEGIN)
+    _, end, after = rest.partition(GENERATED_END)
     if not (begin and end):
-        raise RecordError(f"{document.name} lacks the markers {README_BEGIN} and {README_END}")
+        raise RecordError(f"{document.name} lacks the markers {GENERATED_BEGIN} and {GENERATED_END}")
     return f"{before}{begin}\n\n{generated}\n\n{end}{after}"
 
 

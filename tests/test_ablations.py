@@ -25,7 +25,7 @@ def test_names_are_unique():
 
 
 def test_a_replacement_that_no_longer_fits_is_an_error():
-    variant = ablations.Variant("x", "2_sdpa", "?", "?", "try", (("no such line", ""),))
+    variant = ablations.Variant("x", "2_sdpa", "?", "try", (("no such line", ""),))
     with pytest.raises(ablations.VariantError, match="has no line 'no such line'"):
         variant.source()
 

@@ -47,6 +47,8 @@ def test_a_kernel_has_the_category_its_name_says(name, category):
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_recorded_profiles_add_up_and_leave_little_unknown(path):
     run = json.loads(path.read_text())
+    if not any(step["profile"] for step in run["steps"]):
+        pytest.skip("recorded without a profile")
     for step in [*run["steps"], *run["peers"]]:
         found = step["profile"]
         if not found:
