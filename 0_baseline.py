@@ -26,7 +26,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
-        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.qkv(x).split(C, dim=-1))  # (B, H, T, D)
+        qkv = self.qkv(x).split(C, dim=-1)
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in qkv)  # (B, H, T, D)
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, H, T, T)
         weights = scores.masked_fill(self.future[:T, :T], -math.inf).softmax(dim=-1)
         y = weights @ v  # (B, H, T, D)

@@ -66,7 +66,7 @@ from common.model import PRESETS, GPTConfig, Preset
 from common.record import SCHEMA_VERSION, check_writable, describe_shape, empty_step_record, smaller_batch, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-TrainStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+TrainStep = Callable[..., torch.Tensor]
 
 # Memory of the largest step, GiB: a constant and a share per sequence, with room to spare.
 AUTO_SLICE_GIB = 84
@@ -329,7 +329,7 @@ def run(
     model: torch.nn.Module,
     args: Arguments,
     *,
-    prime: TrainStep | None = None,
+    prime: bool = False,
     note: str | None = None,
     **settings,
 ) -> dict:
@@ -338,7 +338,8 @@ def run(
     Args:
         train_step: takes tokens and targets, each (B, T) int64 on the device; trains; returns the loss.
         model: only its training mode is touched.
-        prime: takes the batches of the warm-up before the first step and must not train; counts as warm-up time.
+        prime: before the first step, call `train_step(tokens, targets, prime=True)`, which must not train, with
+            the batches of the warm-up; counts as warm-up time.
         note: one line that qualifies the row.
         settings: what the observed step cannot show, for the record's `settings`.
 
@@ -352,9 +353,9 @@ def run(
 
     losses = []
     started = time.perf_counter()
-    if prime is not None:
+    if prime:
         for batch in batches[: args.warmup]:
-            prime(*batch)
+            train_step(*batch, prime=True)
     for k in range(args.warmup):
         progress.show("warm-up", k, args.warmup)
         losses.append(train_step(*batches[k]).detach().clone())
@@ -462,7 +463,7 @@ def profile_step(step: Callable[[], torch.Tensor], model: torch.nn.Module, media
     """The record's `profile`, of PROFILED_STEPS steps."""
     found = {"bound_by": None, "shares": None}
     if args.device.type == "cuda":
-        found |= profile.profile_cuda(step, PROFILED_STEPS, median_ms, args.device)
+        found |= profile.profile_cuda(step, PROFILED_STEPS, args.device)
         found["bound_by"], found["shares"] = profile.bound_by(found, median_ms)
     else:
         found |= profile.profile_cpu(step, PROFILED_STEPS)

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import re
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,7 +63,7 @@ CATEGORIES = {
 POINTWISE = r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|cub::|CompiledF|^aten::|krn_partial"
 COMPUTE = ("matrix products", "attention")
 MARKER_BYTES = 4093  # copies of this size begin and end a profiled step on the GPU's timeline
-CYCLES_PER_MS = 2_000_000  # of a GPU at about 2 GHz
+FILLER_SIZE = 4096  # of the matrices whose products keep the GPU busy while the host launches a step
 
 
 @dataclass(frozen=True)
@@ -177,19 +179,22 @@ def categorize(name: str) -> str:
     return "normalization and pointwise" if re.search(POINTWISE, name) else "other"
 
 
-def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, device: torch.device) -> dict:
+def profile_cuda(step: Callable[[], object], n_steps: int, device: torch.device) -> dict:
     """The record's `profile` of `n_steps`, without what only a CPU trace shows. Raises what the profiler raises.
 
     Profiling slows the host. So that this does not show as idle time, only the GPU is traced, and each step is
-    queued while the GPU is kept busy: what idles then are the gaps between kernels. How long the host keeps the
-    GPU waiting shows in the timed median, which is longer than the profiled step.
+    queued while the GPU multiplies matrices: what idles then are the gaps between kernels. How long the host keeps
+    the GPU waiting shows in the timed median, which is longer than the profiled step. (A GPU that sleeps
+    meanwhile cools, and runs the step several percent faster than it does in a row of steps.)
     """
     marker = torch.zeros(2, MARKER_BYTES, dtype=torch.uint8, device=device)
-    cycles = int((2 * median_ms + 100) * CYCLES_PER_MS)
-    torch.cuda.synchronize(device)
+    keep_busy = _keep_busy(device)
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        started = time.perf_counter()
+        step()  # untraced between markers: how long the host takes under the profiler
+        launch_ms = (time.perf_counter() - started) * 1e3
         for _ in range(n_steps):
-            torch.cuda._sleep(cycles)  # not public, but what PyTorch's own tests use
+            keep_busy(1.2 * launch_ms + 5)
             marker[0].copy_(marker[1])
             step()
             marker[0].copy_(marker[1])
@@ -197,6 +202,25 @@ def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, dev
     _, by_kind = _chrome_trace(profiler)
     events = [event for kind in ("kernel", "gpu_memcpy", "gpu_memset") for event in by_kind.get(kind, [])]
     return summarize_timeline(events, n_steps)
+
+
+def _keep_busy(device: torch.device) -> Callable[[float], None]:
+    """A function that queues matrix products for about the milliseconds it is given."""
+    left, right = torch.rand(2, FILLER_SIZE, FILLER_SIZE, device=device)
+    product = torch.empty_like(left)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.mm(left, right, out=product)
+    begin.record()
+    torch.mm(left, right, out=product)
+    end.record()
+    torch.cuda.synchronize(device)
+    product_ms = begin.elapsed_time(end)
+
+    def keep_busy(ms: float) -> None:
+        for _ in range(math.ceil(ms / product_ms)):
+            torch.mm(left, right, out=product)
+
+    return keep_busy
 
 
 def summarize_timeline(events: list[dict], n_steps: int) -> dict:

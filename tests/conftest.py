@@ -53,9 +53,9 @@ def built(step: str, monkeypatch, **overrides) -> SimpleNamespace:
     batches = data.stage_batches(
         data.read_batches(args.text, benchmark.batch_starts(args), args.config.seq_len), args.device
     )
-    if prime := caught["settings"].pop("prime", None):
+    if caught["settings"].pop("prime", False):
         for batch in batches[: args.warmup]:
-            prime(*batch)
+            caught["train_step"](*batch, prime=True)
     return SimpleNamespace(module=module, batches=batches, **caught)
 
 
