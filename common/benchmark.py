@@ -38,7 +38,7 @@ and a step record:
                      categories{name: {ms, launches}}, kernels[{name, category, ms, launches}]}: per training step;
                      the categories and the idle time add up to step_ms. On a CPU operators stand for kernels,
                      gpu_* and bound_by are null
-    bytes_per_step   null: not measured
+    bytes_per_step   {value, source: "analytic"}: the least a step moves, see flops.least_bytes_per_step
 
 Fields of a step that did not come to pass are null (lists: empty).
 """
@@ -383,6 +383,7 @@ def run(
         tokens_per_s=work["tokens_per_step"] / median_ms * 1e3,
         model_flops_per_s=work["flops_per_step"] / median_ms * 1e3,
         loss=loss,
+        bytes_per_step={"value": flops.least_bytes_per_step(args.config, args.batch_size), "source": "analytic"},
         **measured,
         **observed,
     )

@@ -1,4 +1,4 @@
-"""Model FLOPs and parameter counts, analytic, by one convention for all steps.
+"""Model FLOPs, parameter counts and least bytes, analytic, by one convention for all steps.
 
 Convention: a multiply-add is two FLOPs; backward costs twice the forward; causal attention counts
 only the half of the (T, T) square it needs (others count the full square); embedding lookups,
@@ -32,3 +32,17 @@ def flops_per_step(config: GPTConfig, batch_size: int) -> int:
     dense = 6 * matmul_parameters(config) * tokens
     causal_attention = 6 * config.n_layer * config.seq_len * config.n_embd * tokens
     return dense + causal_attention
+
+
+def least_bytes_per_step(config: GPTConfig, batch_size: int) -> int:
+    """Bytes that one training step moves through memory at least, the same for every step.
+
+    Each operand of a matrix product travels once per product: activations in 2 bytes, read and written in the
+    forward product and in the two backward ones, 3 x 2 x tokens x (inputs + outputs), where a block's products have
+    7 C inputs and 9 C outputs. Weights in 4 bytes: read forward, read backward, their gradient written, 12 a
+    parameter; AdamW reads weight, gradient and two moments and writes three of them, 28 more. Everything between
+    the products, attention and the loss could in principle stay on the chip, and counts nothing.
+    """
+    tokens = batch_size * config.seq_len
+    widths = config.n_layer * 16 * config.n_embd + config.n_embd + config.vocab_size
+    return 6 * tokens * widths + 40 * parameters(config)

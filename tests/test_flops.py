@@ -30,6 +30,14 @@ def test_parameters_match_the_model(config):
     assert flops.parameters(config) == sum(p.numel() for p in model.parameters())
 
 
+def test_least_bytes_are_the_operands_of_every_product_and_adamw():
+    config, tokens = SHAPES[0], 2 * 32
+    C, V = config.n_embd, config.vocab_size
+    products = [(C, 3 * C), (C, C), (C, 4 * C), (4 * C, C)] * config.n_layer + [(C, V)]
+    activations = sum(3 * 2 * tokens * (inputs + outputs) for inputs, outputs in products)
+    assert flops.least_bytes_per_step(config, batch_size=2) == activations + 40 * flops.parameters(config)
+
+
 def test_known_sizes():
     assert flops.parameters(PRESETS["gpt2"].config) == pytest.approx(124e6, rel=0.01)
     assert flops.parameters(PRESETS["gpt3-xl"].config) == pytest.approx(1.3e9, rel=0.03)
