@@ -464,7 +464,7 @@ def profile_step(step: Callable[[], torch.Tensor], model: torch.nn.Module, media
     """The record's `profile`, of PROFILED_STEPS steps."""
     found = {"bound_by": None, "shares": None}
     if args.device.type == "cuda":
-        found |= profile.profile_cuda(step, PROFILED_STEPS, args.device)
+        found |= profile.profile_cuda(step, PROFILED_STEPS, median_ms, args.device)
         found["bound_by"], found["shares"] = profile.bound_by(found, median_ms)
     else:
         found |= profile.profile_cpu(step, PROFILED_STEPS)

@@ -179,13 +179,13 @@ def categorize(name: str) -> str:
     return "normalization and pointwise" if re.search(POINTWISE, name) else "other"
 
 
-def profile_cuda(step: Callable[[], object], n_steps: int, device: torch.device) -> dict:
+def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, device: torch.device) -> dict:
     """The record's `profile` of `n_steps`, without what only a CPU trace shows. Raises what the profiler raises.
 
     Profiling slows the host. So that this does not show as idle time, only the GPU is traced, and each step is
-    queued while the GPU multiplies matrices: what idles then are the gaps between kernels. How long the host keeps
-    the GPU waiting shows in the timed median, which is longer than the profiled step. (A GPU that sleeps
-    meanwhile cools, and runs the step several percent faster than it does in a row of steps.)
+    queued while the GPU runs the one before and, where that is too short, multiplies matrices: what idles then are
+    the gaps between kernels. How long the host keeps the GPU waiting shows in the timed median, which is longer
+    than the profiled step. (A GPU that only waits cools, and then runs the step several percent faster.)
     """
     marker = torch.zeros(2, MARKER_BYTES, dtype=torch.uint8, device=device)
     keep_busy = _keep_busy(device)
@@ -194,7 +194,7 @@ def profile_cuda(step: Callable[[], object], n_steps: int, device: torch.device)
         step()  # untraced between markers: how long the host takes under the profiler
         launch_ms = (time.perf_counter() - started) * 1e3
         for _ in range(n_steps):
-            keep_busy(1.2 * launch_ms + 5)
+            keep_busy(2 * launch_ms - median_ms)
             marker[0].copy_(marker[1])
             step()
             marker[0].copy_(marker[1])

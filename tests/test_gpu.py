@@ -164,7 +164,7 @@ def test_fp8_block_is_close_to_the_plain_block(te_step):
 @pytest.mark.parametrize("step", STEPS)
 def test_a_profile_adds_up_and_knows_its_kernels(step, monkeypatch):
     run = on_gpu(step, monkeypatch)
-    found = profile.profile_cuda(lambda: run.train_step(*run.batches[3]), 2, run.args.device)
+    found = profile.profile_cuda(lambda: run.train_step(*run.batches[3]), 2, 10.0, run.args.device)
     categories = {name: value["ms"] for name, value in found["categories"].items()}
     assert sum(categories.values()) + found["gpu_idle_ms"] == pytest.approx(found["step_ms"], rel=1e-3)
     assert categories["matrix products"] > 0 and categories["optimizer"] > 0 and categories["loss"] > 0
