@@ -200,8 +200,8 @@ def run_script(name: str, text: str, arguments: list[str], folder: Path) -> dict
         raise RecordError(f"took longer than {LIMIT_S} s") from None
 
 
-def run_variants(variants: list[Variant], arguments: list[str]) -> dict:
-    """Run each variant and, once, the script it changes: {environment, workload, baselines, variants}."""
+def run_variants(variants: list[Variant], arguments: list[str], output: Path | None) -> None:
+    """Run each variant and, once, the script it changes; writes {environment, workload, baselines, variants}."""
     found = {"environment": None, "workload": None, "baselines": {}, "variants": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -224,7 +224,8 @@ def run_variants(variants: list[Variant], arguments: list[str]) -> dict:
             described = {key: getattr(variant, key) for key in ("name", "script", "predicted", "kind")}
             found["variants"].append(described | measure("variant", variant.source()))
             print(ablation_table(found), end="\n\n", flush=True)
-    return found
+            if output:  # after each: what is measured is kept
+                write_json(output, found)
 
 
 def main() -> None:
@@ -241,9 +242,7 @@ def main() -> None:
     variants = [v for v in VARIANTS if any(word in v.name or word in v.script for word in wanted)]
     if not variants:
         parser.exit(2, f"{parser.prog}: error: no variant is named like {', '.join(wanted)}\n")
-    found = run_variants(variants, arguments)
-    if given.output:
-        write_json(given.output, found)
+    run_variants(variants, arguments, given.output)
 
 
 if __name__ == "__main__":

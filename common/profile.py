@@ -63,7 +63,8 @@ CATEGORIES = {
 POINTWISE = r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|cub::|CompiledF|^aten::|krn_partial"
 COMPUTE = ("matrix products", "attention")
 MARKER_BYTES = 4093  # copies of this size begin and end a profiled step on the GPU's timeline
-FILLER_SIZE = 4096  # of the matrices whose products keep the GPU busy while the host launches a step
+FILLER_SIZE = 8192  # of the matrices whose products keep the GPU busy while the host launches a step
+LAUNCH_MARGIN_MS = 50  # the profiler's buffers grow while it records: a later step can take the host longer
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, dev
         step()  # untraced between markers: how long the host takes under the profiler
         launch_ms = (time.perf_counter() - started) * 1e3
         for _ in range(n_steps):
-            keep_busy(2 * launch_ms - median_ms)
+            keep_busy(3 * launch_ms + LAUNCH_MARGIN_MS - median_ms)
             marker[0].copy_(marker[1])
             step()
             marker[0].copy_(marker[1])
@@ -206,7 +207,7 @@ def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, dev
 
 def _keep_busy(device: torch.device) -> Callable[[float], None]:
     """A function that queues matrix products for about the milliseconds it is given."""
-    left, right = torch.rand(2, FILLER_SIZE, FILLER_SIZE, device=device)
+    left, right = torch.rand(2, FILLER_SIZE, FILLER_SIZE, device=device, dtype=torch.float16)
     product = torch.empty_like(left)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.mm(left, right, out=product)
