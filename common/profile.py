@@ -63,7 +63,8 @@ CATEGORIES = {
 POINTWISE = r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|cub::|CompiledF|^aten::|krn_partial"
 COMPUTE = ("matrix products", "attention")
 MARKER_BYTES = 4093  # copies of this size begin and end a profiled step on the GPU's timeline
-FILLER_SIZE = 8192  # of the matrices whose products keep the GPU busy while the host launches a step
+FILLER_SIZE = 8192  # of the matrices whose products and sums keep the GPU busy while the host launches a step
+FILLER_ADDS = 8
 LAUNCH_MARGIN_MS = 50  # the profiler's buffers grow while it records: a later step can take the host longer
 
 
@@ -206,20 +207,27 @@ def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, dev
 
 
 def _keep_busy(device: torch.device) -> Callable[[float], None]:
-    """A function that queues matrix products for about the milliseconds it is given."""
+    """A function that queues work for about the milliseconds it is given: arithmetic and memory in turn, as a step
+    has them, because products alone would leave the GPU hotter and its clock lower than a step finds it."""
     left, right = torch.rand(2, FILLER_SIZE, FILLER_SIZE, device=device, dtype=torch.float16)
     product = torch.empty_like(left)
+
+    def fill():
+        torch.mm(left, right, out=product)
+        for _ in range(FILLER_ADDS):
+            torch.add(left, right, out=product)
+
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.mm(left, right, out=product)
+    fill()
     begin.record()
-    torch.mm(left, right, out=product)
+    fill()
     end.record()
     torch.cuda.synchronize(device)
-    product_ms = begin.elapsed_time(end)
+    fill_ms = begin.elapsed_time(end)
 
     def keep_busy(ms: float) -> None:
-        for _ in range(math.ceil(ms / product_ms)):
-            torch.mm(left, right, out=product)
+        for _ in range(math.ceil(ms / fill_ms)):
+            fill()
 
     return keep_busy
 

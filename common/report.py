@@ -349,42 +349,42 @@ def readme_table(results: Path) -> str:
     """The recorded runs under `results/<machine>/<preset>/`, machine by machine, steps as rows."""
     parts = []
     for machine in sorted(path for path in results.iterdir() if path.is_dir()):
-        records = [read_envelope(path) for path in machine.glob(f"*/{MERGED}")]
-        runs = [run for run in records if reference_step(run["steps"])]
-        runs.sort(key=lambda run: run["workload"]["flops_per_step"])
+        records = {path.parent.name: read_envelope(path) for path in machine.glob(f"*/{MERGED}")}
+        runs = {name: run for name, run in records.items() if reference_step(run["steps"])}
         if runs:
-            parts.append(_machine_table(machine, runs))
+            by_work = sorted(runs.items(), key=lambda named: named[1]["workload"]["flops_per_step"])
+            parts.append(_machine_table(machine, dict(by_work)))
     return "\n\n".join(parts)
 
 
-def _machine_table(folder: Path, runs: list[dict]) -> str:
-    widest = runs[-1]  # the most work per step
-    names = max(([row[0] for row in table(run)[1]] for run in runs), key=len)
+def _machine_table(folder: Path, runs: dict[str, dict]) -> str:
+    rows_of = {name: [row[0] for row in table(run)[1]] for name, run in runs.items()}
+    widest = max(runs, key=lambda name: (len(rows_of[name]), runs[name]["workload"]["flops_per_step"]))
+    names = rows_of[widest]
     headers, columns = ["step"], [names]
-    for run in runs:
-        workload = run["workload"]
-        headers.append(f"{workload['preset']}, batch {workload['batch_size']}")
-        columns.append(_column(run, names, _speedup_cell))
+    for name, run in runs.items():
+        headers.append(f"{name}, batch {run['workload']['batch_size']}")
+        columns.append(_column(run, names, _speedup_cell if rows_of[name][0] == names[0] else _milliseconds_cell))
     for title, index in (("TFLOP/s", 4), ("peak GiB", 7)):
         headers.append(title)
-        columns.append(_column(widest, names, _table_cell(index)))
+        columns.append(_column(runs[widest], names, _table_cell(index)))
     headers.append("loss difference, in the same order")
-    differences = [_column(run, names, _table_cell(10)) for run in runs]
+    comparable = {name: run for name, run in runs.items() if rows_of[name][0] == names[0]}
+    differences = [_column(run, names, _table_cell(10)) for run in comparable.values()]
     columns.append([", ".join(cells) for cells in zip(*differences, strict=True)])
     rows = [list(row) for row in zip(*columns, strict=True)]
     drawn = tabulate(rows, headers, tablefmt="pipe", colalign=_numbers(headers))
-    links = ", ".join(_link(folder, run) for run in runs)
+    links = ", ".join(_link(folder, name, run) for name, run in runs.items())
     return (
-        f"{runs[0]['environment']['device']}, milliseconds per training step and speedup over the first row; "
-        f"TFLOP/s and memory of {widest['workload']['preset']}.\n\n{drawn}\n\nRecords: {links}. {CONVENTION}"
+        f"{runs[widest]['environment']['device']}, milliseconds per training step and speedup over the first row; "
+        f"TFLOP/s and memory of {widest}.\n\n{drawn}\n\nRecords: {links}. {CONVENTION}"
     )
 
 
-def _link(folder: Path, run: dict) -> str:
-    preset, commit = run["workload"]["preset"], run["environment"].get("commit") or "unknown"
-    n_losses = len(reference_step(run["steps"])["loss"])
-    path = f"docs/results/{folder.name}/{preset}/{MERGED}"
-    return f"[{preset}]({path}) ({n_losses} training steps, commit {commit[:7]})"
+def _link(folder: Path, name: str, run: dict) -> str:
+    commit, n_losses = run["environment"].get("commit") or "unknown", len(reference_step(run["steps"])["loss"])
+    path = f"docs/results/{folder.name}/{name}/{MERGED}"
+    return f"[{name}]({path}) ({n_losses} training steps, commit {commit[:7]})"
 
 
 def _column(run: dict, names: list[str], cell: Callable[[dict, list[str], dict], str]) -> list[str]:
@@ -405,6 +405,10 @@ def _speedup_cell(record: dict, row: list[str], reference: dict) -> str:
     return f"{row[2]} ms, {reference['timing']['median_ms'] / ms:.1f}x"
 
 
+def _milliseconds_cell(record: dict, row: list[str], _reference: dict) -> str:
+    return f"{row[2]} ms" if record["status"] == "ok" else record["status"]
+
+
 def performance_tables(results: Path) -> str:
     """Of every recorded run with a profile: time by category, row by row; and the counted bytes of attention."""
     parts = []
@@ -413,8 +417,11 @@ def performance_tables(results: Path) -> str:
         profiled = [row for row in [*run["steps"], *run["peers"]] if row["profile"]]
         if profiled:
             workload = run["workload"]
-            title = f"### {workload['preset']}, batch {workload['batch_size']}, {run['environment']['device']}"
-            parts += [title, _category_table(profiled), *(f"- {line}" for line in describe_roofs(run["roofs"] or {}))]
+            title = f"### {path.parent.name}, batch {workload['batch_size']}, {run['environment']['device']}"
+            notes = [f"{row['step']}: {row['note']}" for row in profiled if row["note"]]
+            parts += [title, _category_table(profiled)]
+            parts += [f"- {line}" for line in notes + describe_roofs(run["roofs"] or {})]
+    parts += ["### The same again", _repeat_table(results)]
     for path in sorted(results.glob("*/*/ablations.json")):
         parts += [
             f"### What each choice gives: {path.parent.name}",
@@ -438,6 +445,20 @@ def _category_table(rows: list[dict]) -> str:
         cells += [f"{row['timing']['median_ms']:.1f}", f"{profile['kernels_per_step']:.0f}", _bound_cell(profile)]
         drawn.append([row["step"], *cells, f"{peak_bytes(row) / 2**30:.1f}"])
     return tabulate(drawn, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
+
+
+def _repeat_table(results: Path) -> str:
+    """The medians of a second run of a recorded workload, beside those of the first."""
+    rows = []
+    for path in sorted(results.glob("*/*/results-2.json")):
+        first = {step["step"]: step for step in read_envelope(path.parent / MERGED)["steps"]}
+        for again in read_envelope(path)["steps"]:
+            if again["status"] == "ok" and first[again["step"]]["status"] == "ok":
+                ms, ms_again = (step["timing"]["median_ms"] for step in (first[again["step"]], again))
+                cells = [f"{ms:.1f}", f"{ms_again:.1f}", f"{ms_again / ms - 1:+.1%}"]
+                rows.append([path.parent.name, again["step"], *cells])
+    headers = ["workload", "step", "ms/step", "second run", "difference"]
+    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
 
 
 def ablation_table(found: dict, style: str = "simple") -> str:
