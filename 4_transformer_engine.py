@@ -18,7 +18,7 @@ from common.model import GPT
 
 try:
     import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import DelayedScaling, MMParams
+    from transformer_engine.common.recipe import DelayedScaling
 except (ImportError, OSError, RuntimeError, AssertionError) as error:  # absent, or does not fit this torch or CUDA
     te, te_error = None, f'{benchmark.one_line(error)}: pip install --no-build-isolation "transformer-engine[pytorch]"'
 
@@ -73,8 +73,7 @@ def choose_recipe(args):  # FP8's recipe and None, or None and why FP8 cannot ru
     for name, size in {"--n-embd": C, "--vocab-size": V, "--batch-size x --seq-len": tokens}.items():
         if available and size % 16:
             raise benchmark.Skip(f"FP8 needs {name} divisible by 16, not {size}")
-    # Input gradients accumulate as TE's forward products do: faster, in fewer bits than its default for them.
-    recipe = DelayedScaling(amax_history_len=16, fp8_gemm_dgrad=MMParams(use_split_accumulator=False))
+    recipe = DelayedScaling(amax_history_len=16)
     return (recipe, None) if available else (None, f"no FP8: {reason}")
 
 
