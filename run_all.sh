@@ -26,6 +26,11 @@ EOF
 
 has() { "$1" -c "import $2" >/dev/null 2>&1; }
 
+# Install the pinned release of a package, without the container's PIP_CONSTRAINT, which may know another one.
+add() { # package, options of pip
+  grep "^$1" "$here/requirements.txt" | PIP_CONSTRAINT='' python3 -m pip install --quiet "${@:2}" -r /dev/stdin >&2
+}
+
 # Print the interpreter to use. A torch that is already there is never replaced: in NVIDIA's
 # container it is NVIDIA's own. Elsewhere .venv gets the pinned requirements.
 setup() {
@@ -35,15 +40,16 @@ setup() {
   fi
   if has python3 torch; then
     for package in numpy tabulate; do
-      # Without the container's PIP_CONSTRAINT, which may know another release of a package it lacks.
-      has python3 "$package" || grep "^$package" "$here/requirements.txt" |
-        PIP_CONSTRAINT='' python3 -m pip install --quiet --no-deps -r /dev/stdin >&2 || return 1
+      has python3 "$package" || add "$package" --no-deps || return 1
+    done
+    for package in jinja2 matplotlib; do # without them the table stands, and the page is missing
+      has python3 "$package" || add "$package" || echo "run_all.sh: $package did not install; no report.html" >&2
     done
     echo python3
     return
   fi
   local python="$here/.venv/bin/python"
-  if ! has "$python" "torch, numpy, tabulate"; then
+  if ! has "$python" "torch, numpy, tabulate, jinja2, matplotlib"; then
     echo "run_all.sh: installing requirements.txt into .venv (once)" >&2
     if [ ! -x "$python" ]; then # never over one that exists: pip repairs what it lacks
       python3 -m venv "$here/.venv" >&2 || return 1

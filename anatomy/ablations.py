@@ -18,8 +18,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.documents import ablation_table
 from common.record import RecordError, check_writable, read_envelope, write_json
-from common.report import ablation_table
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 900

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 SCHEMA_VERSION = 1
+LARGEST_RECORD_BYTES = 50_000_000  # a record with the profile of a deep model has less than one
 STATUSES = ("ok", "skipped", "oom", "failed", "timeout")
 
 
@@ -77,7 +78,13 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def read_envelope(path: Path) -> dict:
-    """Read and check an envelope. Raises RecordError for a file that is corrupt, foreign or newer."""
+    """Read and check an envelope. Raises RecordError for a file that is corrupt, foreign, newer or too large."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise RecordError(f"{path.name} is not readable JSON ({type(error).__name__})") from None
+    if size > LARGEST_RECORD_BYTES:
+        raise RecordError(f"{path.name} has {size / 1e6:,.0f} MB, more than any record")
     try:
         envelope = json.loads(path.read_text(), parse_constant=_refuse_constant)
     except (OSError, ValueError, RecursionError) as error:

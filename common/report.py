@@ -1,4 +1,4 @@
-"""From the records of a run to a table and Markdown: `python -m common.report RUN_DIR`.
+"""From the records of a run to a table, Markdown, a page and a picture: `python -m common.report RUN_DIR`.
 
 Works from JSON alone, without torch. A run folder holds one `<step>.json` per script and, where a
 script ended without one, `<step>.exit`: why, in the words of run_all.sh. `results.json` is all of
@@ -11,11 +11,22 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from tabulate import tabulate
 
+from common import compare
+from common.analysis import (
+    LOSS_WINDOW,
+    consecutive,
+    headline,
+    mean_loss,
+    peak_bytes,
+    reference_step,
+    roof_of,
+    sentence,
+    warnings,
+)
 from common.record import (
     SCHEMA_VERSION,
     RecordError,
@@ -27,11 +38,8 @@ from common.record import (
     write_json,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 UNREADABLE = "its record cannot be read"
 MERGED, ROOFS, COMMAND = "results.json", "roofs.json", "command"
-GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
-LOSS_WINDOW = 20
 BOUND_RULE = (
     "bound by: the largest share of the step, of compute (matrix products and fused attention), memory (all other "
     "kernels) and launch (the GPU waits for the host)"
@@ -183,27 +191,11 @@ def _ended_record(name: str, why: str, batch_size: int | None) -> dict:
 # --- the table ------------------------------------------------------------------------------------
 
 
-def mean_loss(step: dict) -> float:
-    """Mean of the last LOSS_WINDOW training steps, in nats."""
-    window = step["loss"][-LOSS_WINDOW:]
-    return sum(window) / len(window)
-
-
-def peak_bytes(step: dict) -> int | None:
-    """CUDA allocator's peak; on a CPU the peak of the whole process."""
-    return step["peak_allocated_bytes"] or step["peak_rss_bytes"]
-
-
-def reference_step(steps: list[dict]) -> dict | None:
-    """The row that speedups are against: the first that has a time."""
-    return next((step for step in steps if step["status"] == "ok"), None)
-
-
 def table(run: dict) -> tuple[list[str], list[list[str]]]:
     """Headers and one row of strings per step; a row without a time has dashes."""
     steps = run["steps"]
     reference = reference_step(steps)
-    with_roofs, with_profile = bool(run.get("roofs")), any(_bound_cell(step["profile"]) != "-" for step in steps)
+    with_roofs, with_profile = bool(run.get("roofs")), any(bound_cell(step["profile"]) != "-" for step in steps)
     against = "vs baseline" if reference in (None, steps[0]) else f"vs {reference['step']}"
     headers = ["step", "status", "ms/step", "tokens/s", "TFLOP/s", "vs previous", against, "peak GiB", "warm-up s"]
     headers += ["loss", "loss difference"]
@@ -222,22 +214,9 @@ def table(run: dict) -> tuple[list[str], list[list[str]]]:
         else:
             previous = step
         cells += [_roof_cell(step, run["roofs"])] if with_roofs else []
-        cells += [_bound_cell(step["profile"])] if with_profile else []
+        cells += [bound_cell(step["profile"])] if with_profile else []
         rows.append([name, "ok", *cells])
     return headers, rows
-
-
-def roof_of(step: dict, roofs: dict) -> tuple[str, float | None]:
-    """The precision a row's matrix products are held against, and its measured FLOP/s."""
-    settings = step["settings"]
-    dtype, highest = settings.get("amp_dtype"), settings.get("float32_matmul_precision") == "highest"
-    if settings.get("fp8_recipe"):
-        precision = "fp8"
-    elif dtype in ("bfloat16", "float16"):
-        precision = "bf16"
-    else:
-        precision = "fp32" if highest or roofs.get("tf32_flops_per_s") is None else "tf32"
-    return precision, roofs.get(f"{precision}_flops_per_s")
 
 
 def _roof_cell(step: dict, roofs: dict) -> str:
@@ -245,7 +224,7 @@ def _roof_cell(step: dict, roofs: dict) -> str:
     return f"{step['model_flops_per_s'] / roof:.0%} of {precision}" if roof else "-"
 
 
-def _bound_cell(profile: dict | None) -> str:
+def bound_cell(profile: dict | None) -> str:
     if not (profile and profile.get("bound_by")):
         return "-"
     return f"{profile['bound_by']} {profile['shares'][profile['bound_by']]:.0%}"
@@ -332,212 +311,72 @@ def render_text(run: dict) -> str:
 
 
 def render_markdown(run: dict) -> str:
-    lines = ["# Training step speedup", ""]
+    lines = ["# Training step speedup", "", *(f"**{line}**\n" for line in headline(run)[1:])]
     if run["environment"]:
         lines += [f"Machine: {describe_machine(run['environment'])}", ""]
         lines += [f"Workload: {describe_workload(run['workload'])}", ""]
     lines += [render_table(run, "pipe"), ""]
-    lines += [f"- {line}" for line in remarks(run)]
+    lines += [f"- {sentence(before, step)}" for before, step in consecutive(run["steps"])]
+    lines += ["", *(f"- {line}" for line in warnings(run)), ""]
+    lines += [f"- {line}" for line in remarks(run) if line not in run.get("problems", [])]
     lines += [f"- {CONVENTION}", "", f"Reproduce: `{run['command']}`", ""]
     return "\n".join(lines)
-
-
-# --- README ---------------------------------------------------------------------------------------
-
-
-def readme_table(results: Path) -> str:
-    """The recorded runs under `results/<machine>/<preset>/`, machine by machine, steps as rows."""
-    parts = []
-    for machine in sorted(path for path in results.iterdir() if path.is_dir()):
-        records = {path.parent.name: read_envelope(path) for path in machine.glob(f"*/{MERGED}")}
-        runs = {name: run for name, run in records.items() if reference_step(run["steps"])}
-        if runs:
-            by_work = sorted(runs.items(), key=lambda named: named[1]["workload"]["flops_per_step"])
-            parts.append(_machine_table(machine, dict(by_work)))
-    return "\n\n".join(parts)
-
-
-def _machine_table(folder: Path, runs: dict[str, dict]) -> str:
-    rows_of = {name: [row[0] for row in table(run)[1]] for name, run in runs.items()}
-    widest = max(runs, key=lambda name: (len(rows_of[name]), runs[name]["workload"]["flops_per_step"]))
-    names = rows_of[widest]
-    headers, columns = ["step"], [names]
-    for name, run in runs.items():
-        headers.append(f"{name}, batch {run['workload']['batch_size']}")
-        columns.append(_column(run, names, _speedup_cell if rows_of[name][0] == names[0] else _milliseconds_cell))
-    for title, index in (("TFLOP/s", 4), ("peak GiB", 7)):
-        headers.append(title)
-        columns.append(_column(runs[widest], names, _table_cell(index)))
-    headers.append("loss difference, in the same order")
-    comparable = {name: run for name, run in runs.items() if rows_of[name][0] == names[0]}
-    differences = [_column(run, names, _table_cell(10)) for run in comparable.values()]
-    columns.append([", ".join(cells) for cells in zip(*differences, strict=True)])
-    rows = [list(row) for row in zip(*columns, strict=True)]
-    drawn = tabulate(rows, headers, tablefmt="pipe", colalign=_numbers(headers))
-    links = ", ".join(_link(folder, name, run) for name, run in runs.items())
-    return (
-        f"{runs[widest]['environment']['device']}, milliseconds per training step and speedup over the first row; "
-        f"TFLOP/s and memory of {widest}.\n\n{drawn}\n\nRecords: {links}. {CONVENTION}"
-    )
-
-
-def _link(folder: Path, name: str, run: dict) -> str:
-    commit, n_losses = run["environment"].get("commit") or "unknown", len(reference_step(run["steps"])["loss"])
-    path = f"docs/results/{folder.name}/{name}/{MERGED}"
-    return f"[{name}]({path}) ({n_losses} training steps, commit {commit[:7]})"
-
-
-def _column(run: dict, names: list[str], cell: Callable[[dict, list[str], dict], str]) -> list[str]:
-    """One cell for each of `names`, from the run's record and table row of that name; a dash where it has none."""
-    records, reference = [*run["steps"], *run["peers"]], reference_step(run["steps"])
-    found = {row[0]: cell(record, row, reference) for record, row in zip(records, table(run)[1], strict=True)}
-    return [found.get(name, "-") for name in names]
-
-
-def _table_cell(index: int) -> Callable[[dict, list[str], dict], str]:
-    return lambda _record, row, _reference: row[index]
-
-
-def _speedup_cell(record: dict, row: list[str], reference: dict) -> str:
-    if record["status"] != "ok":
-        return record["status"]
-    ms = record["timing"]["median_ms"]
-    return f"{row[2]} ms, {reference['timing']['median_ms'] / ms:.1f}x"
-
-
-def _milliseconds_cell(record: dict, row: list[str], _reference: dict) -> str:
-    return f"{row[2]} ms" if record["status"] == "ok" else record["status"]
-
-
-def performance_tables(results: Path) -> str:
-    """Of every recorded run with a profile: time by category, row by row; and the counted bytes of attention."""
-    parts = []
-    for path in sorted(results.glob(f"*/*/{MERGED}")):
-        run = read_envelope(path)
-        profiled = [row for row in [*run["steps"], *run["peers"]] if row["profile"]]
-        if profiled:
-            workload = run["workload"]
-            title = f"### {path.parent.name}, batch {workload['batch_size']}, {run['environment']['device']}"
-            notes = [f"{row['step']}: {row['note']}" for row in profiled if row["note"]]
-            parts += [title, _category_table(profiled)]
-            parts += [f"- {line}" for line in notes + describe_roofs(run["roofs"] or {})]
-    parts += ["### The same again", _repeat_table(results)]
-    for path in sorted(results.glob("*/*/ablations.json")):
-        parts += [
-            f"### What each choice gives: {path.parent.name}",
-            ablation_table(json.loads(path.read_text()), "pipe"),
-        ]
-    for path in sorted(results.glob("*/attention-traffic.json")):
-        parts += ["### DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
-    return "\n\n".join(parts)
-
-
-def _category_table(rows: list[dict]) -> str:
-    names = [
-        name for name in rows[0]["profile"]["categories"] if any(r["profile"]["categories"][name]["ms"] for r in rows)
-    ]
-    headers = ["ms per step", *names, "gaps", "profiled", "timed", "launches", "bound by", "peak GiB"]
-    drawn = []
-    for row in rows:
-        profile = row["profile"]
-        cells = [f"{profile['categories'][name]['ms']:.1f}" for name in names]
-        cells += [f"{profile[name]:.1f}" for name in ("gpu_idle_ms", "step_ms")]
-        cells += [f"{row['timing']['median_ms']:.1f}", f"{profile['kernels_per_step']:.0f}", _bound_cell(profile)]
-        drawn.append([row["step"], *cells, f"{peak_bytes(row) / 2**30:.1f}"])
-    return tabulate(drawn, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
-
-
-def _repeat_table(results: Path) -> str:
-    """The medians of a second run of a recorded workload, beside those of the first."""
-    rows = []
-    for path in sorted(results.glob("*/*/results-2.json")):
-        first = {step["step"]: step for step in read_envelope(path.parent / MERGED)["steps"]}
-        for again in read_envelope(path)["steps"]:
-            if again["status"] == "ok" and first[again["step"]]["status"] == "ok":
-                ms, ms_again = (step["timing"]["median_ms"] for step in (first[again["step"]], again))
-                cells = [f"{ms:.1f}", f"{ms_again:.1f}", f"{ms_again / ms - 1:+.1%}"]
-                rows.append([path.parent.name, again["step"], *cells])
-    headers = ["workload", "step", "ms/step", "second run", "difference"]
-    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
-
-
-def ablation_table(found: dict, style: str = "simple") -> str:
-    """What anatomy.ablations found, a row per variant: the prediction, and the difference to the unchanged script."""
-    rows = []
-    for variant in found["variants"]:
-        baseline = found["baselines"][variant["script"]]
-        row = [variant["script"], variant["kind"], variant["name"], variant["predicted"]]
-        if variant["median_ms"] is None or baseline["median_ms"] is None:
-            row += [variant["status"], variant["reason"] or "-"]
-        else:
-            row += [f"{variant['median_ms']:.1f}", f"{variant['median_ms'] - baseline['median_ms']:+.1f} ms"]
-        rows.append(row)
-    headers = ["script", "kind", "variant", "predicted", "ms/step", "measured"]
-    return tabulate(rows, headers, tablefmt=style, disable_numparse=True)
-
-
-def _traffic_table(traffic: dict) -> str:
-    shape = ", ".join(f"{name} {size}" for name, size in traffic["shape"].items())
-    rows = [
-        [
-            f"attention {which}, {shape}",
-            *(f"{found[how] / 1e9:.2f}" if found[how] else "-" for how in ("analytic", "counters")),
-        ]
-        for which, found in traffic["bytes"].items()
-    ]
-    headers = ["forward and backward, BF16", "analytic GB", "counted GB"]
-    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
-
-
-def _numbers(headers: list[str]) -> list[str]:
-    return ["left", *["right"] * (len(headers) - 1)]
-
-
-def between_markers(document: Path, generated: str) -> str:
-    """The document's text with the part between its markers replaced. Raises RecordError where it has none."""
-    before, begin, rest = document.read_text().partition(GENERATED_BEGIN)
-    _, end, after = rest.partition(GENERATED_END)
-    if not (begin and end):
-        raise RecordError(f"{document.name} lacks the markers {GENERATED_BEGIN} and {GENERATED_END}")
-    return f"{before}{begin}\n\n{generated}\n\n{end}{after}"
-
-
-def documents(root: Path, results: Path) -> dict[Path, str]:
-    """The documents with generated parts, as the records would have them."""
-    readme, performance = root / "README.md", root / "docs" / "performance.md"
-    return {
-        readme: between_markers(readme, readme_table(results)),
-        performance: between_markers(performance, performance_tables(results)),
-    }
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 
+def write_reports(run: dict, folder: Path) -> list[str]:
+    """Write report.md, report.html and speedup.png of an envelope; returns what could not be written, and why.
+
+    Everything is rendered before anything is replaced.
+    """
+    files: dict[str, bytes] = {"report.md": render_markdown(run).encode()}
+    missing = []
+    try:
+        from common import charts, page  # what draws may be absent; the table must not be
+
+        machine, workload = describe_machine(run["environment"]), describe_workload(run["workload"])
+        words = {"machine": machine, "workload": workload, "convention": CONVENTION}
+        files["report.html"] = page.render(run, table(run), remarks(run), words).encode()
+        title = f"{run['environment'].get('device')}, {run['workload'].get('preset')}: training step, times faster"
+        files["speedup.png"] = charts.speedup_png(page.speedup_bars(run), title)
+    except ImportError as error:
+        missing = [f"no report.html and speedup.png ({error}): pip install -r requirements.txt"]
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return missing
+
+
+def compare_runs(folders: tuple[Path, Path]) -> str:
+    """What two run folders have to say to each other. Raises RecordError where they cannot be compared."""
+    return compare.compare(*map(load_run, folders), compare.names_of(folders))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m common.report", description=__doc__.splitlines()[0])
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="a folder run_all.sh wrote")
-    what.add_argument(
-        "--update-readme", action="store_true", help="renew the tables of README and docs/ from docs/results/"
+    parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="a folder run_all.sh wrote")
+    parser.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("RUN_A", "RUN_B"), help="ratios of two runs, step by step"
     )
     args = parser.parse_args()
+    if (args.run_dir is None) == (args.compare is None):
+        parser.error("give one RUN_DIR, or --compare RUN_A RUN_B")
     try:
-        if args.update_readme:
-            for document, text in documents(ROOT, ROOT / "docs" / "results").items():
-                document.write_text(text)
+        if args.compare:
+            print(compare_runs(tuple(args.compare)))
             return
         run = load_run(args.run_dir)
-        text, markdown = render_text(run), render_markdown(run)  # before anything is replaced
-        markdown.encode()
+        text = render_text(run)
+        missing = write_reports(run, args.run_dir)
         write_json(args.run_dir / MERGED, run)
-        (args.run_dir / "report.md").write_text(markdown)
     except (RecordError, OSError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, IndexError) as error:
         said = str(error).splitlines()[0][:150] if str(error) else type(error).__name__
-        parser.exit(2, f"{parser.prog}: error: a record in {args.run_dir} has a field of a wrong kind ({said})\n")
-    print(text)
+        where = args.run_dir or " or ".join(map(str, args.compare))
+        parser.exit(2, f"{parser.prog}: error: a record in {where} has a field of a wrong kind ({said})\n")
+    print("\n".join([text, *missing]))
     rows = [*run["steps"], *run.get("peers", [])]
     sys.exit(0 if all(row["status"] in ("ok", "skipped") for row in rows) else 1)
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 from anatomy import ablations
-from common import report
+from common import documents
 
 FAST = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "2"]
 
@@ -59,5 +59,5 @@ def test_a_recorded_ablation_is_a_table():
         common | {"name": "faster", "median_ms": 275.5, "status": "ok", "reason": None},
         common | {"name": "broken", "median_ms": None, "status": "failed", "reason": "no such kernel"},
     ]
-    drawn = report.ablation_table({"baselines": baselines, "variants": variants})
+    drawn = documents.ablation_table({"baselines": baselines, "variants": variants})
     assert "-4.5 ms" in drawn and "275.5" in drawn and "no such kernel" in drawn

@@ -8,21 +8,22 @@ import re
 import pytest
 from conftest import ROOT, STEPS
 
-from common import report
+from common import analysis, documents, report
+from common.record import read_envelope
 
 README = (ROOT / "README.md").read_text()
 
 
 def test_readme_is_short_and_its_table_is_fresh():
     assert len(README.splitlines()) <= 150
-    for document, text in report.documents(ROOT, ROOT / "docs" / "results").items():
-        assert document.read_text() == text, f"stale: python -m common.report --update-readme ({document.name})"
+    for document, text in documents.documents(ROOT, ROOT / "docs" / "results").items():
+        assert document.read_text() == text, f"stale: python -m common.documents ({document.name})"
 
 
 def test_a_stale_table_is_noticed(tmp_path):
     copy = tmp_path / "README.md"
     copy.write_text(README.replace(" ms, ", " ms,  ", 1))
-    assert report.between_markers(copy, report.readme_table(ROOT / "docs" / "results")) != copy.read_text()
+    assert documents.between_markers(copy, documents.readme_table(ROOT / "docs" / "results")) != copy.read_text()
 
 
 def test_readme_shows_every_diff_and_every_file():
@@ -48,9 +49,10 @@ def test_links_in_readme_lead_somewhere():
 def test_requirements_are_pinned():
     for path in (ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"):
         for line in path.read_text().splitlines():
-            assert re.match(r"[a-z-]+==[\d.]+(;|$)", line), line
-    tabulate = re.search("tabulate==.*", (ROOT / "requirements.txt").read_text())[0]
-    assert tabulate in (ROOT / "Dockerfile").read_text(), "the container gets the same release"
+            assert re.match(r"[a-z0-9-]+==[\d.]+(;|$)", line), line
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    for package in re.findall(r"(?:tabulate|jinja2|matplotlib)==[\d.]+", dockerfile):
+        assert package in (ROOT / "requirements.txt").read_text(), "the container gets the same release"
 
 
 @pytest.mark.parametrize("version", ["2.9.0", "2.20.2"])
@@ -78,3 +80,13 @@ def test_transformer_engine_has_what_step_4_uses(version):
         accepted = {*signature["parameters"], *signature["keyword_only"]}
         assert {keyword.arg for keyword in node.keywords} <= accepted, name
     assert len(used) >= 6, "the modules, autocast, is_fp8_available and the recipe"
+
+
+@pytest.mark.parametrize(
+    "record", sorted((ROOT / "docs" / "results").glob("*/*/results.json")), ids=lambda p: p.parent.name
+)
+def test_recorded_reports_say_what_the_records_hold(record):
+    markdown, html = ((record.parent / f"report.{kind}").read_text() for kind in ("md", "html"))
+    run = read_envelope(record)
+    assert report.render_markdown(run) == markdown, "stale: python -m common.documents"
+    assert all(line in html for line in analysis.headline(run))

@@ -1,0 +1,296 @@
+"""What the records of a run say: sentences, changes between two steps, and warnings. Without torch.
+
+Everything here is computed from one envelope (see common/benchmark.py); rows without a time stay, with their reason.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from common.record import describe_shape
+
+LOSS_WINDOW = 20
+FEWEST_STEPS = {"cuda": 30, "cpu": 10}
+WIDEST_SPREAD = 0.03
+LONGEST_SOURCE = 100_000  # characters of a script worth comparing line by line
+WRAP_COLUMN = 52  # of a code line, so that two stand side by side
+IDLE = "gaps"
+GIB = 2**30
+# Bits of NVML's clocks event reasons that hold clocks down; the idle and application-clock bits are no warning.
+THROTTLE_REASONS = {
+    0x04: "power limit",
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+
+
+# --- one row --------------------------------------------------------------------------------------
+
+
+def is_timed(step: dict) -> bool:
+    return step["status"] == "ok"
+
+
+def median_ms(step: dict) -> float:
+    return step["timing"]["median_ms"]
+
+
+def quartiles_ms(step: dict) -> tuple[float, float]:
+    """25th and 75th percentile; the median for both where the record has none."""
+    timing = step["timing"]
+    return timing.get("p25_ms") or timing["median_ms"], timing.get("p75_ms") or timing["median_ms"]
+
+
+def mean_loss(step: dict) -> float:
+    """Mean of the last LOSS_WINDOW training steps, in nats."""
+    window = step["loss"][-LOSS_WINDOW:]
+    return sum(window) / len(window)
+
+
+def peak_bytes(step: dict) -> int | None:
+    """CUDA allocator's peak; on a CPU the peak of the whole process."""
+    return step["peak_allocated_bytes"] or step["peak_rss_bytes"]
+
+
+def reference_step(steps: list[dict]) -> dict | None:
+    """The row that speedups are against: the first that has a time."""
+    return next(filter(is_timed, steps), None)
+
+
+def why_untimed(step: dict) -> str:
+    """`skipped: reason` of a row without a time."""
+    return f"{step['status']}: {step['reason'] or 'no reason given'}"
+
+
+def category_ms(step: dict) -> dict[str, float] | None:
+    """Milliseconds of the profiled step by kernel category, idle gaps included; None without a profile."""
+    profile = step["profile"]
+    if not (profile and profile.get("categories")):
+        return None
+    times = {name: float(entry["ms"]) for name, entry in profile["categories"].items()}
+    return times | {IDLE: float(profile.get("gpu_idle_ms") or 0.0)}
+
+
+def roof_of(step: dict, roofs: dict) -> tuple[str, float | None]:
+    """The precision a row's matrix products are held against, and its measured FLOP/s."""
+    settings = step["settings"]
+    dtype, highest = settings.get("amp_dtype"), settings.get("float32_matmul_precision") == "highest"
+    if settings.get("fp8_recipe"):
+        precision = "fp8"
+    elif dtype in ("bfloat16", "float16"):
+        precision = "bf16"
+    else:
+        precision = "fp32" if highest or roofs.get("tf32_flops_per_s") is None else "tf32"
+    return precision, roofs.get(f"{precision}_flops_per_s")
+
+
+def times_faster(ratio: float) -> str:
+    """`2.00x faster`, or `1.25x slower` of a ratio below 1."""
+    return f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+
+def headline(run: dict) -> list[str]:
+    """Machine and shape; the last step against the first; what FP8 adds."""
+    device, workload = run["environment"].get("device") or "unknown machine", run["workload"]
+    lines = [f"{device}, {workload.get('preset')}: {describe_shape(workload)}"]
+    timed = [step for step in run["steps"] if is_timed(step)]
+    if not timed:
+        return [*lines, "No step has a time."]
+    first, last = timed[0], timed[-1]
+    if first is last:
+        lines.append(f"Only {first['step']} has a time: {median_ms(first):.1f} ms per training step.")
+    else:
+        ratio = median_ms(first) / median_ms(last)
+        lines.append(
+            f"{last['step']} is {times_faster(ratio)} than {first['step']}: "
+            f"{median_ms(first):.1f} ms per training step become {median_ms(last):.1f} ms."
+        )
+    return [*lines, _what_fp8_adds(run["steps"])]
+
+
+def _what_fp8_adds(steps: list[dict]) -> str:
+    for before, after in consecutive(steps):
+        if is_timed(after) and after["settings"].get("fp8_recipe") and before is not None:
+            ratio = median_ms(before) / median_ms(after)
+            return f"FP8 alone: {after['step']} is {times_faster(ratio)} than {before['step']}."
+    return "No step ran in FP8, so what FP8 adds is not measured here."
+
+
+def consecutive(steps: list[dict]) -> Iterator[tuple[dict | None, dict]]:
+    """Each step with the nearest one before it that has a time."""
+    before = None
+    for step in steps:
+        yield before, step
+        before = step if is_timed(step) else before
+
+
+def sentence(before: dict | None, step: dict) -> str:
+    """What a step did, in one line, from its record and that of the step before."""
+    if not is_timed(step):
+        return f"{step['step']} has no time ({why_untimed(step)})."
+    if before is None:
+        return f"{step['step']} takes {median_ms(step):.1f} ms per training step{_bound(step, ', bound by ')}."
+    said = [
+        f"{step['step']} is {times_faster(median_ms(before) / median_ms(step))} than {before['step']} "
+        f"({median_ms(before):.1f} to {median_ms(step):.1f} ms)"
+    ]
+    said += _largest_changes(before, step)
+    if peak_bytes(before) and peak_bytes(step):
+        said.append(f"peak memory goes from {peak_bytes(before) / GIB:.1f} to {peak_bytes(step) / GIB:.1f} GiB")
+    if _bound(before) and _bound(step):
+        same = before["profile"]["bound_by"] == step["profile"]["bound_by"]
+        said.append(f"{'still' if same else 'now'} bound by {_bound(step)}, before by {_bound(before)}")
+    return "; ".join(said) + "."
+
+
+def _bound(step: dict, prefix: str = "") -> str:
+    profile = step["profile"]
+    if not (profile and profile.get("bound_by")):
+        return ""
+    return f"{prefix}{profile['bound_by']} ({profile['shares'][profile['bound_by']]:.0%})"
+
+
+def _largest_changes(before: dict, step: dict) -> list[str]:
+    """The category that lost most and the one that gained most, where that is over 1 % of the step before."""
+    old, new = category_ms(before), category_ms(step)
+    if old is None or new is None:
+        return []
+    change = {name: new.get(name, 0.0) - old.get(name, 0.0) for name in old | new if name != IDLE}
+    least = 0.01 * median_ms(before)
+    said = []
+    for name, less in ((min(change, key=change.get), True), (max(change, key=change.get), False)):
+        if abs(change[name]) > least and (change[name] < 0) == less:
+            times = f"{old.get(name, 0.0):.1f} to {new.get(name, 0.0):.1f} ms"
+            said.append(f"{'less' if less else 'more'} time in {name} ({times})")
+    return said
+
+
+def largest_loss_difference(steps: list[dict]) -> str:
+    """How far the loss curves of a run are apart, against the first step that has one."""
+    timed = [step for step in steps if is_timed(step)]
+    if len(timed) < 2:
+        return "There is no second curve to compare."
+    first, *others = timed
+    gap, step, k = max(
+        (abs(b - a), other["step"], k)
+        for other in others
+        for k, (a, b) in enumerate(zip(first["loss"], other["loss"], strict=False))
+    )
+    ends = max(others, key=lambda other: abs(mean_loss(other) / mean_loss(first) - 1))
+    return (
+        f"The largest difference to {first['step']} at one training step is {gap:.4f} nats ({step}, step {k}); "
+        f"of the mean over the last {LOSS_WINDOW}, {mean_loss(ends) / mean_loss(first) - 1:+.2%} ({ends['step']})."
+    )
+
+
+# --- two steps ------------------------------------------------------------------------------------
+
+
+def changed_categories(before: dict, step: dict) -> list[dict]:
+    """Of each category: ms and launches before and after, largest change first. Empty without both profiles."""
+    old, new = category_ms(before), category_ms(step)
+    if old is None or new is None:
+        return []
+    rows = [
+        {"name": name, "before_ms": old.get(name, 0.0), "after_ms": new.get(name, 0.0)}
+        | {"before_launches": _launches(before, name), "after_launches": _launches(step, name)}
+        for name in old | new
+        if old.get(name) or new.get(name)
+    ]
+    return sorted(rows, key=_change, reverse=True)
+
+
+def _launches(step: dict, category: str) -> float | None:
+    entry = step["profile"]["categories"].get(category)
+    return entry.get("launches") if entry else (None if category == IDLE else 0)
+
+
+def _change(row: dict) -> float:
+    return abs(row["after_ms"] - row["before_ms"])
+
+
+def changed_kernels(before: dict, step: dict, at_most: int = 10) -> list[dict]:
+    """Kernels by name that vanished, appeared, shrank or grew, largest change first."""
+    old, new = _kernels(before), _kernels(step)
+    rows = []
+    for name in old | new:
+        a, b = old.get(name), new.get(name)
+        row = {"name": name, "category": (b or a)["category"], "what": _what_happened(a, b)}
+        row |= {"before_ms": a["ms"] if a else 0.0, "after_ms": b["ms"] if b else 0.0}
+        row |= {"before_launches": a["launches"] if a else 0, "after_launches": b["launches"] if b else 0}
+        rows.append(row)
+    return sorted(rows, key=_change, reverse=True)[:at_most]
+
+
+def count_changes(before: dict, step: dict) -> dict[str, int]:
+    """How many kernel names vanished, appeared, and stayed."""
+    old, new = _kernels(before).keys(), _kernels(step).keys()
+    return {"vanished": len(old - new), "appeared": len(new - old), "stayed": len(old & new)}
+
+
+def _kernels(step: dict) -> dict[str, dict]:
+    return {kernel["name"]: kernel for kernel in (step["profile"] or {}).get("kernels") or []}
+
+
+def _what_happened(before: dict | None, after: dict | None) -> str:
+    if before is None:
+        return "appeared"
+    if after is None:
+        return "vanished"
+    return "shrank" if after["ms"] < before["ms"] else "grew"
+
+
+def code_diff(before: dict, step: dict) -> str | None:
+    """The two scripts side by side as an HTML table, escaped, changes marked inside lines; None without sources."""
+    old, new = before["source"], step["source"]
+    if not (isinstance(old, str) and isinstance(new, str)) or max(len(old), len(new)) > LONGEST_SOURCE:
+        return None
+    differ = difflib.HtmlDiff(tabsize=4, wrapcolumn=WRAP_COLUMN)
+    return differ.make_table(old.splitlines(), new.splitlines(), context=True, numlines=2)
+
+
+# --- warnings -------------------------------------------------------------------------------------
+
+
+def warnings(run: dict) -> list[str]:
+    """Where a rule of a fair benchmark was broken; what the merge found is among them."""
+    environment = run["environment"]
+    found = list(run.get("problems") or [])
+    if environment.get("dirty"):
+        found.append("the working copy had uncommitted changes: the commit does not hold the code that ran")
+    if environment.get("commit") is None and run["steps"]:
+        found.append(f"the commit is unknown: {environment.get('commit_reason') or 'not recorded'}")
+    rows_of: dict[str, list[str]] = {}
+    for step in [*run["steps"], *run.get("peers", [])]:
+        for said in _row_warnings(step, environment.get("device_type")) if is_timed(step) else []:
+            rows_of.setdefault(said, []).append(step["step"])
+    return list(dict.fromkeys([*found, *(f"{', '.join(names)}: {said}" for said, names in rows_of.items())]))
+
+
+def _row_warnings(step: dict, device_type: str | None) -> list[str]:
+    found = []
+    times, least = step["timing"].get("step_ms") or [], FEWEST_STEPS.get(device_type, FEWEST_STEPS["cuda"])
+    if len(times) < least:
+        found.append(f"{len(times)} timed steps, fewer than {least}")
+    p25, p75 = quartiles_ms(step)
+    if (p75 - p25) / median_ms(step) > WIDEST_SPREAD:
+        found.append(f"the middle half of its times spreads over {(p75 - p25) / median_ms(step):.1%} of the median")
+    if reasons := throttle_reasons(step):
+        found.append(f"clocks were held down by: {', '.join(reasons)}")
+    return found
+
+
+def throttle_reasons(step: dict) -> list[str]:
+    """Why the GPU's clocks were below their maximum after the last timed step."""
+    mask = (step.get("gpu_state") or {}).get("throttle_reasons")
+    try:
+        bits = int(str(mask), 16)
+    except ValueError:
+        return []
+    return [name for bit, name in THROTTLE_REASONS.items() if bits & bit]

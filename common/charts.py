@@ -1,0 +1,219 @@
+"""The charts of a report, drawn by matplotlib from plain numbers: SVG text for the page, PNG for a slide.
+
+Text and axes take the color of the page around them, so that one chart serves light, dark and paper. Names come
+from records: they are shortened, and never read as markup.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import matplotlib
+import matplotlib.patches
+import matplotlib.ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INK = "#123457"  # stands for the page's own text color, see _svg
+ACCENT, FAINT = "#2f7ebc", "#9aa5b1"
+# Okabe and Ito's colors, which stay apart for color-blind readers, and grays; the order is that of a stack.
+CATEGORY_COLORS = {
+    "matrix products": "#0072b2",
+    "attention": "#56b4e9",
+    "normalization and pointwise": "#009e73",
+    "optimizer": "#e69f00",
+    "copies and casts": "#cc79a7",
+    "loss": "#d55e00",
+    "communication": "#f0e442",
+    "other": "#8a6d3b",
+    "gaps": "#b8bec6",
+}
+SERIES_COLORS = ("#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2", "#cc79a7", "#8a6d3b", "#9aa5b1")
+WIDTH_IN = 5.0  # small, so that text stays legible on a phone
+LONGEST_NAME, LONGEST_LABEL = 24, 48
+STYLE = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "text.parse_math": False,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "legend.frameon": False,
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One step: its value, or None and in `label` why it has none; `low` and `high` are quartiles."""
+
+    name: str
+    value: float | None
+    label: str
+    low: float | None = None
+    high: float | None = None
+
+
+def falling_bars(bars: list[Bar], unit: str) -> str:
+    """SVG of one bar per step, with what fell away since the one before drawn faintly, quartiles as whiskers."""
+    with _figure(0.42 * len(bars) + 0.7) as figure:
+        axes = _steps_axes(figure, [bar.name for bar in bars])
+        top = max((bar.value for bar in bars if bar.value), default=1.0)
+        before = None
+        for row, bar in enumerate(bars):
+            reach = bar.value or 0.0
+            if bar.value is not None:
+                if before is not None and before > bar.value:
+                    axes.barh(row, before - bar.value, left=bar.value, color=FAINT, alpha=0.3, height=0.62)
+                    reach = before
+                axes.barh(row, bar.value, color=ACCENT, height=0.62)
+                if bar.low is not None and bar.high is not None:
+                    errors = [[max(0.0, bar.value - bar.low)], [max(0.0, bar.high - bar.value)]]
+                    axes.errorbar(bar.value, row, xerr=errors, color=INK, capsize=2, linewidth=0.9)
+                before = bar.value
+            axes.text(reach + 0.012 * top, row, _short(bar.label, LONGEST_LABEL), va="center")
+        axes.set_xlim(0, 1.32 * top)
+        axes.set_xlabel(unit)
+        return _svg(figure, f"falling-{unit}")
+
+
+def stacked_bars(stacks: list[tuple[str, dict[str, float] | None, str]], unit: str, shares: bool) -> str:
+    """SVG of the time of each step by category, absolute or as shares; (name, times or None, why None) a step."""
+    names = [name for name in CATEGORY_COLORS if any(times and times.get(name) for _, times, _ in stacks)]
+    with _figure(0.42 * len(stacks) + 0.75 + 0.22 * math.ceil(len(names) / 2)) as figure:
+        axes = _steps_axes(figure, [name for name, _, _ in stacks])
+        for row, (_, times, why) in enumerate(stacks):
+            if times is None:
+                axes.text(0.01, row, _short(why, LONGEST_LABEL), va="center", transform=axes.get_yaxis_transform())
+                continue
+            total, left = sum(times.values()) or 1.0, 0.0
+            for name in names:
+                width = times.get(name, 0.0) * (100 / total if shares else 1)
+                axes.barh(row, width, left=left, color=CATEGORY_COLORS[name], height=0.62)
+                left += width
+        handles = [matplotlib.patches.Patch(color=CATEGORY_COLORS[name], label=name) for name in names]
+        if handles:
+            figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8)
+        axes.set_xlabel("% of the profiled step" if shares else unit)
+        axes.set_xlim(0, 100 if shares else None)
+        return _svg(figure, f"stacked-{shares}")
+
+
+def roofline(points: list[tuple[str, float, float]], copy_bytes_per_s: float, roofs: dict[str, float]) -> str:
+    """SVG of measured ceilings, their ridge points, and steps as (name, FLOP per byte, FLOP/s)."""
+    with _figure(3.6) as figure:
+        axes = figure.subplots()
+        slope = copy_bytes_per_s / 1e12  # TFLOP/s per FLOP/byte
+        ridges = {name: rate / copy_bytes_per_s for name, rate in roofs.items()}
+        xs = [*ridges.values(), *(intensity for _, intensity, _ in points)]
+        left, right = min(xs) / 4, max(xs) * 20
+        for name, rate in roofs.items():
+            axes.plot([left, ridges[name], right], [left * slope, rate / 1e12, rate / 1e12], color=FAINT, linewidth=1.2)
+            axes.plot(ridges[name], rate / 1e12, marker="D", color=INK, markersize=4)
+            axes.text(right, rate / 1e12, f"{name} {rate / 1e12:,.4g}", va="bottom", ha="right", fontsize=8)
+        for index, (name, intensity, rate) in enumerate(points):
+            color, to_the_right = SERIES_COLORS[index % len(SERIES_COLORS)], index % 2
+            axes.plot(intensity, rate / 1e12, marker="o", color=color, linestyle="none", markersize=7)
+            beside = {"x": intensity * (1.2 if to_the_right else 0.83), "ha": "left" if to_the_right else "right"}
+            axes.text(y=rate / 1e12, s=_short(name, LONGEST_NAME), va="center", fontsize=8, **beside)
+        axes.set(xscale="log", yscale="log", xlim=(left, right), xlabel="model FLOP per byte", ylabel="TFLOP/s")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+            axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        return _svg(figure, "roofline")
+
+
+def loss_curves(curves: list[tuple[str, list[float]]]) -> str:
+    """SVG of the loss of every training step, one line per script."""
+    with _figure(3.2) as figure:
+        axes = figure.subplots()
+        styles = ("-", "--", "-.", ":", (0, (5, 1)))
+        for index, (name, losses) in enumerate(curves):
+            color, style = SERIES_COLORS[index % len(SERIES_COLORS)], styles[index % len(styles)]
+            marker = "o" if len(losses) == 1 else None
+            label = _short(name, LONGEST_NAME)
+            axes.plot(losses, color=color, linestyle=style, linewidth=1.4, label=label, marker=marker)
+        axes.set(xlabel="training step, warm-up included", ylabel="loss, nats")
+        axes.legend(fontsize=8)
+        return _svg(figure, "loss")
+
+
+def strip_plot(rows: list[tuple[str, list[float], str]]) -> str:
+    """SVG of every raw time as a dot, in percent of its step's median; (name, ms, why there are none) a step."""
+    with _figure(0.36 * len(rows) + 0.7) as figure:
+        axes = _steps_axes(figure, [name for name, _, _ in rows])
+        for row, (_, times, why) in enumerate(rows):
+            if not times:
+                axes.text(0.01, row, _short(why, LONGEST_LABEL), va="center", transform=axes.get_yaxis_transform())
+                continue
+            middle = sorted(times)[len(times) // 2]
+            # Deterministic offsets keep dots of one value apart.
+            heights = [row + 0.26 * (((7 * k) % 11) / 5 - 1) for k in range(len(times))]
+            axes.plot([100 * t / middle for t in times], heights, "o", color=ACCENT, alpha=0.55, markersize=3)
+        axes.axvline(100, color=INK, linewidth=0.7)
+        axes.set_xlabel("% of the step's median")
+        return _svg(figure, "strip")
+
+
+def speedup_png(bars: list[Bar], title: str) -> bytes:
+    """A PNG for a README or a slide: times faster than the first step, on white."""
+    with _figure(0.55 * len(bars) + 1.1) as figure:
+        axes = _steps_axes(figure, [bar.name for bar in bars])
+        top = max((bar.value for bar in bars if bar.value), default=1.0)
+        for row, bar in enumerate(bars):
+            axes.barh(row, bar.value or 0.0, color=ACCENT, height=0.66)
+            axes.text((bar.value or 0.0) + 0.012 * top, row, _short(bar.label, LONGEST_LABEL), va="center")
+        axes.set_xlim(0, 1.3 * top)
+        axes.set_xlabel("times faster than the first row")
+        figure.suptitle(_short(title, 100), fontsize=9.5)
+        written = io.BytesIO()
+        figure.savefig(written, format="png", dpi=200, facecolor="white", metadata={"Software": None})
+        return written.getvalue()
+
+
+@contextmanager
+def _figure(height_in: float) -> Iterator[Figure]:
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a name from a record may hold a glyph the font lacks
+        yield Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+
+
+def _steps_axes(figure: Figure, names: list[str]) -> Axes:
+    axes = figure.subplots()
+    axes.set_yticks(range(len(names)), [_short(name, LONGEST_NAME) for name in names])
+    axes.set_ylim(len(names) - 0.4, -0.6)  # the first step on top
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    return axes
+
+
+def _short(text: str, longest: str | int) -> str:
+    printable = "".join(c if c.isprintable() else " " for c in str(text))
+    return printable if len(printable) <= longest else printable[: longest - 1] + "…"
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """The figure as an <svg> element that fits its container; ids are made unique among charts by `name`."""
+    written = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = written.getvalue()
+    text = text[text.index("<svg") :].replace(INK, "currentColor")
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    prefix = re.sub(r"\W", "", name) + "-"
+    text = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{prefix}", text)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    return re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)

@@ -1,0 +1,199 @@
+"""Renew what is generated from docs/results/, in README, docs/ and beside the records: `python -m common.documents`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tabulate import tabulate
+
+from common.analysis import peak_bytes, reference_step
+from common.record import RecordError, read_envelope
+from common.report import CONVENTION, MERGED, bound_cell, describe_roofs, table, write_reports
+
+ROOT = Path(__file__).resolve().parent.parent
+GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
+
+
+def readme_table(results: Path) -> str:
+    """The recorded runs under `results/<machine>/<preset>/`, machine by machine, steps as rows."""
+    parts = []
+    for machine in sorted(path for path in results.iterdir() if path.is_dir()):
+        records = {path.parent.name: read_envelope(path) for path in machine.glob(f"*/{MERGED}")}
+        runs = {name: run for name, run in records.items() if reference_step(run["steps"])}
+        if runs:
+            by_work = sorted(runs.items(), key=lambda named: named[1]["workload"]["flops_per_step"])
+            parts.append(_machine_table(machine, dict(by_work)))
+    return "\n\n".join(parts)
+
+
+def _machine_table(folder: Path, runs: dict[str, dict]) -> str:
+    rows_of = {name: [row[0] for row in table(run)[1]] for name, run in runs.items()}
+    widest = max(runs, key=lambda name: (len(rows_of[name]), runs[name]["workload"]["flops_per_step"]))
+    names = rows_of[widest]
+    headers, columns = ["step"], [names]
+    for name, run in runs.items():
+        headers.append(f"{name}, batch {run['workload']['batch_size']}")
+        columns.append(_column(run, names, _speedup_cell if rows_of[name][0] == names[0] else _milliseconds_cell))
+    for title, index in (("TFLOP/s", 4), ("peak GiB", 7)):
+        headers.append(title)
+        columns.append(_column(runs[widest], names, _table_cell(index)))
+    headers.append("loss difference, in the same order")
+    comparable = {name: run for name, run in runs.items() if rows_of[name][0] == names[0]}
+    differences = [_column(run, names, _table_cell(10)) for run in comparable.values()]
+    columns.append([", ".join(cells) for cells in zip(*differences, strict=True)])
+    rows = [list(row) for row in zip(*columns, strict=True)]
+    drawn = tabulate(rows, headers, tablefmt="pipe", colalign=_numbers(headers))
+    links = ", ".join(_link(folder, name, run) for name, run in runs.items())
+    return (
+        f"{runs[widest]['environment']['device']}, milliseconds per training step and speedup over the first row; "
+        f"TFLOP/s and memory of {widest}.\n\n{_picture(folder, widest)}\n\n{drawn}\n\nRecorded: {links}. {CONVENTION}"
+    )
+
+
+def _picture(folder: Path, name: str) -> str:
+    path = f"docs/results/{folder.name}/{name}"
+    return f'<a href="{path}/report.html"><img src="{path}/speedup.png" width="560" alt="Speedup by step, {name}"></a>'
+
+
+def _link(folder: Path, name: str, run: dict) -> str:
+    commit, n_losses = run["environment"].get("commit") or "unknown", len(reference_step(run["steps"])["loss"])
+    path = f"docs/results/{folder.name}/{name}"
+    return f"{name} ([report]({path}/report.html), [record]({path}/{MERGED}), {n_losses} steps, commit {commit[:7]})"
+
+
+def _column(run: dict, names: list[str], cell: Callable[[dict, list[str], dict], str]) -> list[str]:
+    """One cell for each of `names`, from the run's record and table row of that name; a dash where it has none."""
+    records, reference = [*run["steps"], *run["peers"]], reference_step(run["steps"])
+    found = {row[0]: cell(record, row, reference) for record, row in zip(records, table(run)[1], strict=True)}
+    return [found.get(name, "-") for name in names]
+
+
+def _table_cell(index: int) -> Callable[[dict, list[str], dict], str]:
+    return lambda _record, row, _reference: row[index]
+
+
+def _speedup_cell(record: dict, row: list[str], reference: dict) -> str:
+    if record["status"] != "ok":
+        return record["status"]
+    ms = record["timing"]["median_ms"]
+    return f"{row[2]} ms, {reference['timing']['median_ms'] / ms:.1f}x"
+
+
+def _milliseconds_cell(record: dict, row: list[str], _reference: dict) -> str:
+    return f"{row[2]} ms" if record["status"] == "ok" else record["status"]
+
+
+def performance_tables(results: Path) -> str:
+    """Of every recorded run with a profile: time by category, row by row; and the counted bytes of attention."""
+    parts = []
+    for path in sorted(results.glob(f"*/*/{MERGED}")):
+        run = read_envelope(path)
+        profiled = [row for row in [*run["steps"], *run["peers"]] if row["profile"]]
+        if profiled:
+            workload = run["workload"]
+            title = f"### {path.parent.name}, batch {workload['batch_size']}, {run['environment']['device']}"
+            notes = [f"{row['step']}: {row['note']}" for row in profiled if row["note"]]
+            parts += [title, _category_table(profiled)]
+            parts += [f"- {line}" for line in notes + describe_roofs(run["roofs"] or {})]
+    parts += ["### The same again", _repeat_table(results)]
+    for path in sorted(results.glob("*/*/ablations.json")):
+        parts += [
+            f"### What each choice gives: {path.parent.name}",
+            ablation_table(json.loads(path.read_text()), "pipe"),
+        ]
+    for path in sorted(results.glob("*/attention-traffic.json")):
+        parts += ["### DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
+    return "\n\n".join(parts)
+
+
+def _category_table(rows: list[dict]) -> str:
+    names = [
+        name for name in rows[0]["profile"]["categories"] if any(r["profile"]["categories"][name]["ms"] for r in rows)
+    ]
+    headers = ["ms per step", *names, "gaps", "profiled", "timed", "launches", "bound by", "peak GiB"]
+    drawn = []
+    for row in rows:
+        profile = row["profile"]
+        cells = [f"{profile['categories'][name]['ms']:.1f}" for name in names]
+        cells += [f"{profile[name]:.1f}" for name in ("gpu_idle_ms", "step_ms")]
+        cells += [f"{row['timing']['median_ms']:.1f}", f"{profile['kernels_per_step']:.0f}", bound_cell(profile)]
+        drawn.append([row["step"], *cells, f"{peak_bytes(row) / 2**30:.1f}"])
+    return tabulate(drawn, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
+
+
+def _repeat_table(results: Path) -> str:
+    """The medians of a second run of a recorded workload, beside those of the first."""
+    rows = []
+    for path in sorted(results.glob("*/*/results-2.json")):
+        first = {step["step"]: step for step in read_envelope(path.parent / MERGED)["steps"]}
+        for again in read_envelope(path)["steps"]:
+            if again["status"] == "ok" and first[again["step"]]["status"] == "ok":
+                ms, ms_again = (step["timing"]["median_ms"] for step in (first[again["step"]], again))
+                cells = [f"{ms:.1f}", f"{ms_again:.1f}", f"{ms_again / ms - 1:+.1%}"]
+                rows.append([path.parent.name, again["step"], *cells])
+    headers = ["workload", "step", "ms/step", "second run", "difference"]
+    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
+
+
+def ablation_table(found: dict, style: str = "simple") -> str:
+    """What anatomy.ablations found, a row per variant: the prediction, and the difference to the unchanged script."""
+    rows = []
+    for variant in found["variants"]:
+        baseline = found["baselines"][variant["script"]]
+        row = [variant["script"], variant["kind"], variant["name"], variant["predicted"]]
+        if variant["median_ms"] is None or baseline["median_ms"] is None:
+            row += [variant["status"], variant["reason"] or "-"]
+        else:
+            row += [f"{variant['median_ms']:.1f}", f"{variant['median_ms'] - baseline['median_ms']:+.1f} ms"]
+        rows.append(row)
+    headers = ["script", "kind", "variant", "predicted", "ms/step", "measured"]
+    return tabulate(rows, headers, tablefmt=style, disable_numparse=True)
+
+
+def _traffic_table(traffic: dict) -> str:
+    shape = ", ".join(f"{name} {size}" for name, size in traffic["shape"].items())
+    rows = [
+        [
+            f"attention {which}, {shape}",
+            *(f"{found[how] / 1e9:.2f}" if found[how] else "-" for how in ("analytic", "counters")),
+        ]
+        for which, found in traffic["bytes"].items()
+    ]
+    headers = ["forward and backward, BF16", "analytic GB", "counted GB"]
+    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
+
+
+def _numbers(headers: list[str]) -> list[str]:
+    return ["left", *["right"] * (len(headers) - 1)]
+
+
+def between_markers(document: Path, generated: str) -> str:
+    """The document's text with the part between its markers replaced. Raises RecordError where it has none."""
+    before, begin, rest = document.read_text().partition(GENERATED_BEGIN)
+    _, end, after = rest.partition(GENERATED_END)
+    if not (begin and end):
+        raise RecordError(f"{document.name} lacks the markers {GENERATED_BEGIN} and {GENERATED_END}")
+    return f"{before}{begin}\n\n{generated}\n\n{end}{after}"
+
+
+def documents(root: Path, results: Path) -> dict[Path, str]:
+    """The documents with generated parts, as the records would have them."""
+    readme, performance = root / "README.md", root / "docs" / "performance.md"
+    return {
+        readme: between_markers(readme, readme_table(results)),
+        performance: between_markers(performance, performance_tables(results)),
+    }
+
+
+def main() -> None:
+    results = ROOT / "docs" / "results"
+    for document, text in documents(ROOT, results).items():
+        document.write_text(text)
+    for path in results.glob(f"*/*/{MERGED}"):
+        write_reports(read_envelope(path), path.parent)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The page in a real browser: nothing fails, nothing is fetched, it fits a phone, the keyboard reaches everything."""
+
+import json
+import shutil
+
+import pytest
+import runs
+
+from common import page, report
+
+if not (shutil.which("chromedriver") and shutil.which("chromium")):
+    pytest.skip("needs chromium and chromium-driver of the distribution", allow_module_level=True)
+webdriver = pytest.importorskip("selenium.webdriver")
+from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+
+FOCUSABLE = "a[href], summary, [tabindex='0']"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    options = webdriver.ChromeOptions()
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.binary_location = shutil.which("chromium")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+def open_page(browser, made, folder, width):
+    """Show the page of a run, and return the addresses it asked for."""
+    assert report.write_reports(made, folder) == []
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get_log("performance")
+    browser.get((folder / "report.html").as_uri())
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+
+
+@pytest.mark.parametrize("name", runs.RUNS)
+def test_the_page_is_whole_quiet_and_alone(browser, name, tmp_path):
+    asked = open_page(browser, runs.RUNS[name](), tmp_path, 1440)
+    assert [address for address in asked if not address.startswith(("file:", "data:"))] == []
+    assert len([address for address in asked if address.startswith("file:")]) == 1
+    assert browser.get_log("browser") == []
+    for section, _ in page.SECTIONS:
+        assert browser.find_element(By.ID, section).is_displayed(), section
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("name", runs.RUNS)
+def test_no_page_scrolls_sideways(browser, name, width, tmp_path):
+    open_page(browser, runs.RUNS[name](), tmp_path, width)
+    browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def test_every_chart_says_in_words_what_it_shows(browser, tmp_path):
+    open_page(browser, runs.recorded(), tmp_path, 1440)
+    drawn = browser.find_elements(By.TAG_NAME, "svg")
+    assert len(drawn) == 7
+    for svg in drawn:
+        holder = svg.find_element(By.XPATH, "..")
+        assert holder.get_attribute("role") == "img" and len(holder.get_attribute("aria-label")) > 40
+        assert svg.size["width"] > 300 and svg.size["height"] > 80
+
+
+def test_the_keyboard_reaches_everything(browser, tmp_path):
+    open_page(browser, runs.recorded(), tmp_path, 1440)
+    expected = browser.execute_script(
+        f'return [...document.querySelectorAll("{FOCUSABLE}")].filter(e => e.checkVisibility()).length'
+    )
+    body = browser.find_element(By.TAG_NAME, "body")
+    reached = set()
+    for _ in range(expected + 5):
+        body.send_keys(Keys.TAB)
+        reached.add(browser.switch_to.active_element.id)
+    assert expected > 15 and len(reached - {body.id}) >= expected
+    summary = browser.find_element(By.TAG_NAME, "summary")
+    summary.send_keys(Keys.ENTER)
+    assert summary.find_element(By.XPATH, "..").get_attribute("open") is not None
+
+
+def test_ids_are_unique(browser, tmp_path):
+    open_page(browser, runs.recorded(), tmp_path, 1440)
+    ids = browser.execute_script("return [...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(ids) == len(set(ids))
