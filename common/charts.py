@@ -83,6 +83,7 @@ def falling_bars(bars: list[Bar], unit: str) -> str:
                 if bar.low is not None and bar.high is not None:
                     errors = [[max(0.0, bar.value - bar.low)], [max(0.0, bar.high - bar.value)]]
                     axes.errorbar(bar.value, row, xerr=errors, color=INK, capsize=2, linewidth=0.9)
+                    reach = max(reach, bar.high)
                 before = bar.value
             axes.text(reach + 0.012 * top, row, _short(bar.label, LONGEST_LABEL), va="center")
         axes.set_xlim(0, 1.32 * top)
