@@ -6,6 +6,7 @@ Everything here is computed from one envelope (see common/benchmark.py); rows wi
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 
 from common.record import describe_shape
@@ -13,9 +14,21 @@ from common.record import describe_shape
 LOSS_WINDOW = 20
 FEWEST_STEPS = {"cuda": 30, "cpu": 10}
 WIDEST_SPREAD = 0.03
-LONGEST_SOURCE = 100_000  # characters of a script worth comparing line by line
+LONGEST_SOURCE = 1000  # lines of a script worth comparing
 WRAP_COLUMN = 52  # of a code line, so that two stand side by side
-IDLE = "gaps"
+MOST_PROFILE_OFF = 0.03
+GAPS = "gaps"
+CATEGORIES = (
+    "matrix products",
+    "attention",
+    "normalization and pointwise",
+    "optimizer",
+    "copies and casts",
+    "loss",
+    "communication",
+    "other",
+    GAPS,
+)
 GIB = 2**30
 # Bits of NVML's clocks event reasons that hold clocks down; the idle and application-clock bits are no warning.
 THROTTLE_REASONS = {
@@ -65,13 +78,55 @@ def why_untimed(step: dict) -> str:
     return f"{step['status']}: {step['reason'] or 'no reason given'}"
 
 
-def category_ms(step: dict) -> dict[str, float] | None:
-    """Milliseconds of the profiled step by kernel category, idle gaps included; None without a profile."""
+def profile_is_off(step: dict) -> float | None:
+    """How far the profiled step is off the timed median, as a share, where that is more than MOST_PROFILE_OFF."""
     profile = step["profile"]
-    if not (profile and profile.get("categories")):
+    off = profile["step_ms"] / median_ms(step) - 1 if profile else 0.0
+    return off if abs(off) > MOST_PROFILE_OFF else None
+
+
+def gaps_ms(step: dict) -> float | None:
+    """Milliseconds of a step in which the GPU idles; None where only a GPU could tell.
+
+    Where the profiler made the step longer than it is when timed, its gaps are its own; what is left of the timed
+    median after the kernels stands for them.
+    """
+    profile = step["profile"]
+    if not profile or profile.get("gpu_idle_ms") is None:
         return None
-    times = {name: float(entry["ms"]) for name, entry in profile["categories"].items()}
-    return times | {IDLE: float(profile.get("gpu_idle_ms") or 0.0)}
+    if (profile_is_off(step) or 0.0) > 0:
+        return max(0.0, min(profile["gpu_idle_ms"], median_ms(step) - _kernels_ms(profile)))
+    return float(profile["gpu_idle_ms"])
+
+
+def _kernels_ms(profile: dict) -> float:
+    return sum(entry["ms"] for entry in profile["categories"].values())
+
+
+def category_ms(step: dict) -> dict[str, float] | None:
+    """Milliseconds of a step by kernel category, gaps included; None without a profile."""
+    profile = step["profile"]
+    if not (profile and profile["categories"]):
+        return None
+    times: dict[str, float] = {}
+    for name, entry in profile["categories"].items():
+        known = name if name in CATEGORIES else "other"
+        times[known] = times.get(known, 0.0) + float(entry["ms"])
+    return times | {GAPS: gaps_ms(step) or 0.0}
+
+
+def bound_by(step: dict) -> str:
+    """`compute 93%`: what binds a row, and the share of the step behind it; a dash where that is not known."""
+    profile = step["profile"]
+    if not (profile and profile.get("bound_by")):
+        return "-"
+    return f"{profile['bound_by']} {profile['shares'][profile['bound_by']]:.0%}"
+
+
+def of_roof(step: dict, roofs: dict) -> str:
+    """`74% of fp8`: a row's model FLOP/s against the roof of its precision; a dash where that was not measured."""
+    precision, roof = roof_of(step, roofs)
+    return f"{step['model_flops_per_s'] / roof:.0%} of {precision}" if roof else "-"
 
 
 def roof_of(step: dict, roofs: dict) -> tuple[str, float | None]:
@@ -116,9 +171,11 @@ def headline(run: dict) -> list[str]:
 
 def _what_fp8_adds(steps: list[dict]) -> str:
     for before, after in consecutive(steps):
-        if is_timed(after) and after["settings"].get("fp8_recipe") and before is not None:
+        if is_timed(after) and after["settings"].get("fp8_recipe"):
+            if before is None:
+                return f"{after['step']} ran in FP8, but no step before it has a time to hold it against."
             ratio = median_ms(before) / median_ms(after)
-            return f"FP8 alone: {after['step']} is {times_faster(ratio)} than {before['step']}."
+            return f"FP8 through Transformer Engine: {after['step']} is {times_faster(ratio)} than {before['step']}."
     return "No step ran in FP8, so what FP8 adds is not measured here."
 
 
@@ -135,39 +192,35 @@ def sentence(before: dict | None, step: dict) -> str:
     if not is_timed(step):
         return f"{step['step']} has no time ({why_untimed(step)})."
     if before is None:
-        return f"{step['step']} takes {median_ms(step):.1f} ms per training step{_bound(step, ', bound by ')}."
+        bound = "" if bound_by(step) == "-" else f", bound by {bound_by(step)}"
+        return f"{step['step']} takes {median_ms(step):.1f} ms per training step{bound}."
     said = [
         f"{step['step']} is {times_faster(median_ms(before) / median_ms(step))} than {before['step']} "
-        f"({median_ms(before):.1f} to {median_ms(step):.1f} ms)"
+        f"({median_ms(before):.1f} to {median_ms(step):.1f} ms)",
+        *_largest_changes(before, step),
     ]
-    said += _largest_changes(before, step)
-    if peak_bytes(before) and peak_bytes(step):
-        said.append(f"peak memory goes from {peak_bytes(before) / GIB:.1f} to {peak_bytes(step) / GIB:.1f} GiB")
-    if _bound(before) and _bound(step):
+    peaks = [f"{peak / GIB:.1f}" if peak else None for peak in (peak_bytes(before), peak_bytes(step))]
+    if all(peaks):
+        said.append(f"peak memory {'stays ' if peaks[0] == peaks[1] else f'goes from {peaks[0]} to '}{peaks[1]} GiB")
+    if "-" not in (bound_by(before), bound_by(step)):
         same = before["profile"]["bound_by"] == step["profile"]["bound_by"]
-        said.append(f"{'still' if same else 'now'} bound by {_bound(step)}, before by {_bound(before)}")
+        said.append(f"{'still' if same else 'now'} bound by {bound_by(step)}, before by {bound_by(before)}")
     return "; ".join(said) + "."
 
 
-def _bound(step: dict, prefix: str = "") -> str:
-    profile = step["profile"]
-    if not (profile and profile.get("bound_by")):
-        return ""
-    return f"{prefix}{profile['bound_by']} ({profile['shares'][profile['bound_by']]:.0%})"
-
-
 def _largest_changes(before: dict, step: dict) -> list[str]:
-    """The category that lost most and the one that gained most, where that is over 1 % of the step before."""
+    """The categories that lost and gained time, largest first, down to a tenth of all that moved."""
     old, new = category_ms(before), category_ms(step)
     if old is None or new is None:
         return []
-    change = {name: new.get(name, 0.0) - old.get(name, 0.0) for name in old | new if name != IDLE}
-    least = 0.01 * median_ms(before)
+    change = {name: new.get(name, 0.0) - old.get(name, 0.0) for name in old | new if name != GAPS}
+    least = max(0.1 * sum(map(abs, change.values())), 0.01 * median_ms(before))
+    large = sorted((name for name in change if abs(change[name]) > least), key=lambda name: -abs(change[name]))
     said = []
-    for name, less in ((min(change, key=change.get), True), (max(change, key=change.get), False)):
-        if abs(change[name]) > least and (change[name] < 0) == less:
-            times = f"{old.get(name, 0.0):.1f} to {new.get(name, 0.0):.1f} ms"
-            said.append(f"{'less' if less else 'more'} time in {name} ({times})")
+    for word, names in (("less", [n for n in large if change[n] < 0]), ("more", [n for n in large if change[n] > 0])):
+        if names:
+            listed = (f"{name} ({old.get(name, 0.0):.1f} to {new.get(name, 0.0):.1f} ms)" for name in names)
+            said.append(f"{word} time in {', '.join(listed)}")
     return said
 
 
@@ -208,7 +261,7 @@ def changed_categories(before: dict, step: dict) -> list[dict]:
 
 def _launches(step: dict, category: str) -> float | None:
     entry = step["profile"]["categories"].get(category)
-    return entry.get("launches") if entry else (None if category == IDLE else 0)
+    return entry.get("launches") if entry else (None if category == GAPS else 0)
 
 
 def _change(row: dict) -> float:
@@ -249,10 +302,15 @@ def _what_happened(before: dict | None, after: dict | None) -> str:
 def code_diff(before: dict, step: dict) -> str | None:
     """The two scripts side by side as an HTML table, escaped, changes marked inside lines; None without sources."""
     old, new = before["source"], step["source"]
-    if not (isinstance(old, str) and isinstance(new, str)) or max(len(old), len(new)) > LONGEST_SOURCE:
+    if not (isinstance(old, str) and isinstance(new, str)):
         return None
-    differ = difflib.HtmlDiff(tabsize=4, wrapcolumn=WRAP_COLUMN)
-    return differ.make_table(old.splitlines(), new.splitlines(), context=True, numlines=2)
+    lines = old.splitlines(), new.splitlines()
+    if max(map(len, lines)) > LONGEST_SOURCE or max(len(old), len(new)) > 100 * LONGEST_SOURCE:
+        return None
+    drawn = difflib.HtmlDiff(tabsize=4, wrapcolumn=WRAP_COLUMN).make_table(*lines, context=True, numlines=2)
+    # difflib numbers its anchors through the whole process, and the page does not use them.
+    drawn = re.sub(r'<td class="diff_next"[^>]*>.*?</td>', "", drawn)
+    return re.sub(r' id="[^"]*"| nowrap="nowrap"|<colgroup></colgroup>', "", drawn)
 
 
 # --- warnings -------------------------------------------------------------------------------------
@@ -282,12 +340,15 @@ def _row_warnings(step: dict, device_type: str | None) -> list[str]:
     if (p75 - p25) / median_ms(step) > WIDEST_SPREAD:
         found.append(f"the middle half of its times spreads over {(p75 - p25) / median_ms(step):.1%} of the median")
     if reasons := throttle_reasons(step):
-        found.append(f"clocks were held down by: {', '.join(reasons)}")
+        found.append(f"the driver reported clocks held down by: {', '.join(reasons)}")
+    if (off := profile_is_off(step)) is not None:
+        gaps = "; its gaps are what the timed median leaves" if off > 0 and gaps_ms(step) is not None else ""
+        found.append(f"the profiled step is {off:+.0%} off the timed median: read its times as shares{gaps}")
     return found
 
 
 def throttle_reasons(step: dict) -> list[str]:
-    """Why the GPU's clocks were below their maximum after the last timed step."""
+    """What the driver said held the GPU's clocks down when the last timed step had been launched."""
     mask = (step.get("gpu_state") or {}).get("throttle_reasons")
     try:
         bits = int(str(mask), 16)

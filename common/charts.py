@@ -37,6 +37,7 @@ CATEGORY_COLORS = {
 SERIES_COLORS = ("#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2", "#cc79a7", "#8a6d3b", "#9aa5b1")
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
 LONGEST_NAME, LONGEST_LABEL = 24, 48
+MOST_DOTS = 300  # of one row: more would hide each other and swell the file
 STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -113,8 +114,10 @@ def stacked_bars(stacks: list[tuple[str, dict[str, float] | None, str]], unit: s
         return _svg(figure, f"stacked-{shares}")
 
 
-def roofline(points: list[tuple[str, float, float]], copy_bytes_per_s: float, roofs: dict[str, float]) -> str:
-    """SVG of measured ceilings, their ridge points, and steps as (name, FLOP per byte, FLOP/s)."""
+def roofline(
+    points: list[tuple[str, float, float]], copy_bytes_per_s: float, roofs: dict[str, float], untimed: list[str]
+) -> str:
+    """SVG of measured ceilings, their ridge points, and steps as (name, FLOP per byte, FLOP/s); `untimed` in words."""
     with _figure(3.6) as figure:
         axes = figure.subplots()
         slope = copy_bytes_per_s / 1e12  # TFLOP/s per FLOP/byte
@@ -124,46 +127,55 @@ def roofline(points: list[tuple[str, float, float]], copy_bytes_per_s: float, ro
         for name, rate in roofs.items():
             axes.plot([left, ridges[name], right], [left * slope, rate / 1e12, rate / 1e12], color=FAINT, linewidth=1.2)
             axes.plot(ridges[name], rate / 1e12, marker="D", color=INK, markersize=4)
-            axes.text(right, rate / 1e12, f"{name} {rate / 1e12:,.4g}", va="bottom", ha="right", fontsize=8)
+            axes.text(right, rate / 1e12, f"{name} {_tflops(rate)}", va="bottom", ha="right", fontsize=8)
         for index, (name, intensity, rate) in enumerate(points):
             color, to_the_right = SERIES_COLORS[index % len(SERIES_COLORS)], index % 2
             axes.plot(intensity, rate / 1e12, marker="o", color=color, linestyle="none", markersize=7)
             beside = {"x": intensity * (1.2 if to_the_right else 0.83), "ha": "left" if to_the_right else "right"}
             axes.text(y=rate / 1e12, s=_short(name, LONGEST_NAME), va="center", fontsize=8, **beside)
+        for row, said in enumerate(untimed):
+            axes.text(0.99, 0.02 + 0.06 * row, _short(said, 64), transform=axes.transAxes, ha="right", fontsize=8)
         axes.set(xscale="log", yscale="log", xlim=(left, right), xlabel="model FLOP per byte", ylabel="TFLOP/s")
         for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5), numticks=12))
             axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
             axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         return _svg(figure, "roofline")
 
 
-def loss_curves(curves: list[tuple[str, list[float]]]) -> str:
-    """SVG of the loss of every training step, one line per script."""
-    with _figure(3.2) as figure:
-        axes = figure.subplots()
+def loss_curves(curves: list[tuple[str, list[float], str]]) -> str:
+    """SVG of the loss of every training step, and below it the difference to the first curve; (name, losses, why
+    there are none) a step."""
+    with _figure(4.6) as figure:
+        above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
         styles = ("-", "--", "-.", ":", (0, (5, 1)))
-        for index, (name, losses) in enumerate(curves):
+        reference = next(losses for _, losses, _ in curves if losses)
+        for index, (name, losses, why) in enumerate(curves):
             color, style = SERIES_COLORS[index % len(SERIES_COLORS)], styles[index % len(styles)]
-            marker = "o" if len(losses) == 1 else None
-            label = _short(name, LONGEST_NAME)
-            axes.plot(losses, color=color, linestyle=style, linewidth=1.4, label=label, marker=marker)
-        axes.set(xlabel="training step, warm-up included", ylabel="loss, nats")
-        axes.legend(fontsize=8)
+            look = {"color": color, "linestyle": style, "linewidth": 1.4, "marker": "o" if len(losses) == 1 else None}
+            label = _short(name, LONGEST_NAME) if losses else _short(f"{name}: {why}", LONGEST_LABEL)
+            above.plot(losses, label=label, **look)
+            if losses and losses is not reference:
+                below.plot([b - a for a, b in zip(reference, losses, strict=False)], **look)
+        above.set_ylabel("loss, nats")
+        above.legend(fontsize=8)
+        below.axhline(0, color=INK, linewidth=0.7)
+        below.set(xlabel="training step, warm-up included", ylabel="difference")
         return _svg(figure, "loss")
 
 
-def strip_plot(rows: list[tuple[str, list[float], str]]) -> str:
-    """SVG of every raw time as a dot, in percent of its step's median; (name, ms, why there are none) a step."""
+def strip_plot(rows: list[tuple[str, float, list[float], str]]) -> str:
+    """SVG of raw times as dots, in percent of the step's median; (name, median, ms, why there are none) a step."""
     with _figure(0.36 * len(rows) + 0.7) as figure:
-        axes = _steps_axes(figure, [name for name, _, _ in rows])
-        for row, (_, times, why) in enumerate(rows):
+        axes = _steps_axes(figure, [name for name, *_ in rows])
+        for row, (_, middle, times, why) in enumerate(rows):
             if not times:
                 axes.text(0.01, row, _short(why, LONGEST_LABEL), va="center", transform=axes.get_yaxis_transform())
                 continue
-            middle = sorted(times)[len(times) // 2]
+            drawn = times[:: math.ceil(len(times) / MOST_DOTS)]
             # Deterministic offsets keep dots of one value apart.
-            heights = [row + 0.26 * (((7 * k) % 11) / 5 - 1) for k in range(len(times))]
-            axes.plot([100 * t / middle for t in times], heights, "o", color=ACCENT, alpha=0.55, markersize=3)
+            heights = [row + 0.26 * (((7 * k) % 11) / 5 - 1) for k in range(len(drawn))]
+            axes.plot([100 * t / middle for t in drawn], heights, "o", color=ACCENT, alpha=0.55, markersize=3)
         axes.axvline(100, color=INK, linewidth=0.7)
         axes.set_xlabel("% of the step's median")
         return _svg(figure, "strip")
@@ -199,6 +211,10 @@ def _steps_axes(figure: Figure, names: list[str]) -> Axes:
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     return axes
+
+
+def _tflops(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:,.0f}" if flops_per_s >= 1e14 else f"{flops_per_s / 1e12:.3g}"
 
 
 def _short(text: str, longest: str | int) -> str:

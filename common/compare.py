@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from common.analysis import is_timed, median_ms, quartiles_ms, reference_step, why_untimed
-from common.record import RecordError
+from common.analysis import is_timed, median_ms, quartiles_ms, why_untimed
+from common.record import RecordError, empty_step_record
 
 SHAPE_FIELDS = (
     "preset", "n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size", "parameters", "tokens_per_step",
@@ -21,23 +21,23 @@ def compare(a: dict, b: dict, names: tuple[str, str]) -> str:
     """Text of the ratios of two envelopes, step by step.
 
     The same workload: times, with the ratio that the quartiles allow at least and at most. Two shapes: speedups
-    over the first row, because times of different work say nothing about each other. Raises RecordError where
+    over the first row that both have, because times of different work say nothing about each other. Raises RecordError where
     neither can be compared.
     """
-    differing = sorted(
-        k for k in a["workload"].keys() | b["workload"].keys() if a["workload"].get(k) != b["workload"].get(k)
-    )
+    ours, theirs = a["workload"], b["workload"]
+    ours, theirs = a["workload"], b["workload"]
+    differing = sorted(field for field in ours.keys() | theirs.keys() if ours.get(field) != theirs.get(field))
     serious = [field for field in differing if field not in HARMLESS_FIELDS]
     other = [field for field in serious if field not in SHAPE_FIELDS]
     if other:
         raise RecordError(f"{names[0]} and {names[1]} ran different workloads: {', '.join(other)} differ")
     pairs = _pairs(a, b)
-    if not any(is_timed(x) and is_timed(y) for x, y in pairs):
+    if not any(map(_both_timed, pairs)):
         raise RecordError(f"{names[0]} and {names[1]} have no step in common that has a time in both")
     lines = [f"{letter}: {_describe(run, name)}" for letter, run, name in (("A", a, names[0]), ("B", b, names[1]))]
     if serious:
         lines += [f"The shapes differ ({', '.join(serious)}): speedups are compared, times are not.", ""]
-        return "\n".join([*lines, _speedup_table(pairs, a, b)])
+        return "\n".join([*lines, _speedup_table(pairs)])
     if differing:
         lines.append(f"Both ran the same work, but {', '.join(differing)} differ.")
     return "\n".join(
@@ -52,8 +52,18 @@ def compare(a: dict, b: dict, names: tuple[str, str]) -> str:
 
 
 def _pairs(a: dict, b: dict) -> list[tuple[dict, dict]]:
-    rows_b = {row["step"]: row for row in [*b["steps"], *b["peers"]]}
-    return [(row, rows_b[row["step"]]) for row in [*a["steps"], *a["peers"]] if row["step"] in rows_b]
+    """The rows of both runs by name; a row that only one has gets a counterpart that says so."""
+    rows_a, rows_b = ({row["step"]: row for row in [*run["steps"], *run["peers"]]} for run in (a, b))
+    names = rows_a | rows_b
+    return [(rows_a.get(name) or _missing(name, "A"), rows_b.get(name) or _missing(name, "B")) for name in names]
+
+
+def _missing(name: str, where: str) -> dict:
+    return empty_step_record(name, None) | {"status": "absent", "reason": f"not in {where}"}
+
+
+def _both_timed(pair: tuple[dict, dict]) -> bool:
+    return all(map(is_timed, pair))
 
 
 def _describe(run: dict, name: str) -> str:
@@ -78,10 +88,8 @@ def _cells(row: dict) -> list[str]:
     return [f"{median_ms(row):.1f}" if is_timed(row) else why_untimed(row)]
 
 
-def _speedup_table(pairs: list[tuple[dict, dict]], a: dict, b: dict) -> str:
-    first_a, first_b = reference_step(a["steps"]), reference_step(b["steps"])
-    if first_a is None or first_b is None or first_a["step"] != first_b["step"]:
-        raise RecordError("the runs have no common first row to hold speedups against")
+def _speedup_table(pairs: list[tuple[dict, dict]]) -> str:
+    first_a, first_b = next(filter(_both_timed, pairs))
     rows = []
     for x, y in pairs:
         speedups = [
@@ -90,7 +98,8 @@ def _speedup_table(pairs: list[tuple[dict, dict]], a: dict, b: dict) -> str:
         said = [f"{s:.2f}x" if s else why_untimed(row) for s, row in zip(speedups, (x, y), strict=True)]
         rates = [f"{row['model_flops_per_s'] / 1e12:,.4g}" if is_timed(row) else "-" for row in (x, y)]
         rows.append([x["step"], *said, f"{speedups[1] / speedups[0]:.3f}" if all(speedups) else "-", *rates])
-    return _drawn(rows, ["step", "A speedup", "B speedup", "B / A", "A TFLOP/s", "B TFLOP/s"])
+    said = f"Speedups are over {first_a['step']}, the first row that has a time in both.\n\n"
+    return said + _drawn(rows, ["step", "A speedup", "B speedup", "B / A", "A TFLOP/s", "B TFLOP/s"])
 
 
 def _drawn(rows: list[list[str]], headers: list[str]) -> str:

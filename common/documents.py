@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from common.analysis import peak_bytes, reference_step
+from common.analysis import GIB, bound_by, peak_bytes, reference_step
 from common.record import RecordError, read_envelope
-from common.report import CONVENTION, MERGED, bound_cell, describe_roofs, table, write_reports
+from common.report import CONVENTION, MERGED, describe_roofs, table, write_reports
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -118,8 +118,8 @@ def _category_table(rows: list[dict]) -> str:
         profile = row["profile"]
         cells = [f"{profile['categories'][name]['ms']:.1f}" for name in names]
         cells += [f"{profile[name]:.1f}" for name in ("gpu_idle_ms", "step_ms")]
-        cells += [f"{row['timing']['median_ms']:.1f}", f"{profile['kernels_per_step']:.0f}", bound_cell(profile)]
-        drawn.append([row["step"], *cells, f"{peak_bytes(row) / 2**30:.1f}"])
+        cells += [f"{row['timing']['median_ms']:.1f}", f"{profile['kernels_per_step']:.0f}", bound_by(row)]
+        drawn.append([row["step"], *cells, f"{peak_bytes(row) / GIB:.1f}"])
     return tabulate(drawn, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
 
 
@@ -191,7 +191,7 @@ def main() -> None:
     results = ROOT / "docs" / "results"
     for document, text in documents(ROOT, results).items():
         document.write_text(text)
-    for path in results.glob(f"*/*/{MERGED}"):
+    for path in sorted(results.glob(f"*/*/{MERGED}")):
         write_reports(read_envelope(path), path.parent)
 
 

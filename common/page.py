@@ -24,7 +24,7 @@ SECTIONS = (
     ("loss", "Loss"),
     ("trust", "Can I trust this?"),
 )
-LONGEST_SETTINGS, KERNEL_NAME = 300, 90
+LONGEST_SETTINGS, KERNEL_NAME = 300, 120
 
 
 def render(run: dict, table: tuple[list[str], list[list[str]]], remarks: list[str], words: dict[str, str]) -> str:
@@ -48,7 +48,7 @@ def render(run: dict, table: tuple[list[str], list[list[str]]], remarks: list[st
         "reproduce": run["command"] or "the command is not recorded",
         **words,
         **_waterfall(run),
-        **_categories([*run["steps"], *run["peers"]]),
+        **_categories([*run["steps"], *run["peers"]], run["environment"].get("device_type") == "cpu"),
         **_roofline(run),
         **_loss(run["steps"]),
         **_trust(run),
@@ -101,7 +101,17 @@ def _waterfall(run: dict) -> dict:
     }
 
 
-def _categories(rows: list[dict]) -> dict:
+def _categories(rows: list[dict], on_cpu: bool) -> dict:
+    caption = (
+        "Milliseconds of the profiled step by kernel category; with the gaps, in which the GPU idles, they add up."
+    )
+    if on_cpu:
+        caption = "Milliseconds of the profiled step by category of PyTorch's operators; profiling makes a step longer."
+    off = [row["step"] for row in rows if is_timed(row) and analysis.profile_is_off(row) is not None]
+    if off:
+        caption += (
+            f" Off the timed median by more than {analysis.MOST_PROFILE_OFF:.0%}: {', '.join(off)} (see the remarks)."
+        )
     stacks = [
         (row["step"], times, "" if times else (why_untimed(row) if not is_timed(row) else "not profiled"))
         for row in rows
@@ -109,13 +119,20 @@ def _categories(rows: list[dict]) -> dict:
     ]
     names = [name for name in charts.CATEGORY_COLORS if any(times and times.get(name) for _, times, _ in stacks)]
     if not names:
-        return {"category_rows": [], "category_headers": [], "stacked_svg": None, "shares_svg": None}
+        return {
+            "category_rows": [],
+            "category_headers": [],
+            "category_caption": "",
+            "stacked_svg": None,
+            "shares_svg": None,
+        }
     cells = [
         [name, *([_number(times.get(n, 0.0)) for n in names] + [_number(sum(times.values()))] if times else [why])]
         for name, times, why in stacks
     ]
     return {
         "category_headers": ["ms per step", *names, "sum"],
+        "category_caption": caption,
         "category_rows": cells,
         "stacked_svg": Markup(charts.stacked_bars(stacks, "milliseconds", shares=False)),
         "shares_svg": Markup(charts.stacked_bars(stacks, "milliseconds", shares=True)),
@@ -151,36 +168,41 @@ def _pair(steps: list[dict], index: int) -> dict:
             f"{counts['stayed']} stayed; those with the largest change:"
         )
         pair["categories"] = [
-            [row["name"], _arrow(row, "ms", 1), f"{row['after_ms'] - row['before_ms']:+,.1f}", _arrow(row, "launches")]
+            [
+                row["name"],
+                _arrow(row, "ms", 1),
+                f"{row['after_ms'] - row['before_ms']:+,.1f}",
+                "" if row["name"] == analysis.GAPS else _arrow(row, "launches"),
+            ]
             for row in changed
         ]
         kernels = analysis.changed_kernels(before, after)
         pair["kernels"] = [
-            [_cut(row["name"], KERNEL_NAME), _arrow(row, "ms", 2), _arrow(row, "launches"), row["what"]]
-            for row in kernels
+            [_kernel(row["name"]), row["what"], _arrow(row, "ms", 2), _arrow(row, "launches")] for row in kernels
         ]
     return pair
 
 
 def _facts(before: dict, after: dict) -> list[list[str]]:
-    def of(step: dict, name: str) -> float | None:
-        return (step["profile"] or {}).get(name)
+    def of(name: str) -> list[float | None]:
+        return [(step["profile"] or {}).get(name) for step in (before, after)]
 
+    peaks = [peak / GIB if peak else None for peak in (peak_bytes(before), peak_bytes(after))]
     rows = [
-        ["ms per step", median_ms(before), median_ms(after)],
-        ["peak GiB", *(peak / GIB if peak else None for peak in (peak_bytes(before), peak_bytes(after)))],
-        ["kernels launched", of(before, "kernels_per_step"), of(after, "kernels_per_step")],
-        ["gaps, ms", of(before, "gpu_idle_ms"), of(after, "gpu_idle_ms")],
-        ["backward nodes of attention", *(of(step, "autograd_nodes_attention") for step in (before, after))],
-        ["host waits for the GPU", before.get("host_syncs"), after.get("host_syncs")],
+        ("ms per step", [median_ms(before), median_ms(after)], 1),
+        ("peak GiB", peaks, 1),
+        ("kernels launched", of("kernels_per_step"), 0),
+        ("gaps, ms", [analysis.gaps_ms(before), analysis.gaps_ms(after)], 1),
+        ("backward nodes of attention", of("autograd_nodes_attention"), 0),
+        ("host waits for the GPU", [before.get("host_syncs"), after.get("host_syncs")], 0),
     ]
     shown = [
-        [name, _number(a), _number(b), f"{b - a:+,.1f}" if a is not None and b is not None else "-"]
-        for name, a, b in rows
+        [name, _number(a, digits), _number(b, digits), "-" if a is None or b is None else f"{b - a:+,.{digits}f}"]
+        for name, (a, b), digits in rows
         if a is not None or b is not None
     ]
-    bounds = [of(step, "bound_by") for step in (before, after)]
-    return [*shown, ["bound by", *(bound or "-" for bound in bounds), ""]] if any(bounds) else shown
+    bounds = [analysis.bound_by(step) for step in (before, after)]
+    return shown if bounds == ["-", "-"] else [*shown, ["bound by", *bounds, ""]]
 
 
 def _roofline(run: dict) -> dict:
@@ -198,15 +220,17 @@ def _roofline(run: dict) -> dict:
         return nothing | {"no_roofline": "The roofs of this machine were not measured in this run."}
     if not points:
         return nothing | {"no_roofline": "No row holds the bytes of its step, so it has no place under the roofs."}
+    untimed = [f"{step['step']}: {why_untimed(step)}" for step in run["steps"] if not is_timed(step)]
     sources = ", ".join(sorted({str(step["bytes_per_step"].get("source")) for step, _, _ in points}))
     placed = [(step["step"], intensity, rate) for step, intensity, rate in points]
     return nothing | {
-        "roofline_svg": Markup(charts.roofline(placed, roofs["copy_bytes_per_s"], rates)),
+        "roofline_svg": Markup(charts.roofline(placed, roofs["copy_bytes_per_s"], rates, untimed)),
         "roofline_rows": [
             *(
-                [step["step"], _number(intensity), f"{rate / 1e12:,.4g}", _of_roof(step, rate, roofs)]
+                [step["step"], _number(intensity), f"{rate / 1e12:,.4g}", analysis.of_roof(step, roofs)]
                 for step, intensity, rate in points
             ),
+            *([step["step"], "-", "-", why_untimed(step)] for step in run["steps"] if not is_timed(step)),
             *(
                 [f"ridge of {name}", _number(rate / roofs["copy_bytes_per_s"]), f"{rate / 1e12:,.4g}", ""]
                 for name, rate in rates.items()
@@ -215,15 +239,11 @@ def _roofline(run: dict) -> dict:
         "roofline_caption": (
             f"Measured ceilings: copy bandwidth {roofs['copy_bytes_per_s'] / 1e9:,.0f} GB/s, and matrix products at "
             "this workload's shapes (gray, TFLOP/s); diamonds are the ridge points. FLOPs are the model's, by the "
-            f"causal convention; bytes ({sources}) are the least a step has to move: each operand of a matrix product "
-            "once per product, and AdamW. Both are the same for every step, so the points stand in one column."
+            f"causal convention; bytes ({sources}) are the least a step has to move with activations of 2 bytes and "
+            "FP32 weights: each operand of a matrix product once per product, and AdamW. Both are the same for every "
+            "step, whatever format it computes in, so the points stand in one column."
         ),
     }
-
-
-def _of_roof(step: dict, rate: float, roofs: dict) -> str:
-    precision, roof = analysis.roof_of(step, roofs)
-    return f"{rate / roof:.0%} of {precision}" if roof else "-"
 
 
 def _loss(steps: list[dict]) -> dict:
@@ -232,14 +252,20 @@ def _loss(steps: list[dict]) -> dict:
         return {"loss_rows": [], "loss_svg": None, "loss_caption": ""}
     reference = analysis.mean_loss(timed[0])
     return {
-        "loss_svg": Markup(charts.loss_curves([(step["step"], step["loss"]) for step in timed])),
+        "loss_svg": Markup(
+            charts.loss_curves(
+                [(s["step"], s["loss"], "") if is_timed(s) else (s["step"], [], why_untimed(s)) for s in steps]
+            )
+        ),
         "loss_rows": [
             [
                 step["step"],
                 *(f"{loss:.4f}" for loss in (step["loss"][0], step["loss"][-1], analysis.mean_loss(step))),
                 f"{analysis.mean_loss(step) / reference - 1:+.2%}",
             ]
-            for step in timed
+            if is_timed(step)
+            else [step["step"], "-", "-", "-", why_untimed(step)]
+            for step in steps
         ],
         "loss_caption": f"Loss of every training step, on the same batches. {analysis.largest_loss_difference(steps)}",
     }
@@ -248,19 +274,17 @@ def _loss(steps: list[dict]) -> dict:
 def _trust(run: dict) -> dict:
     rows = [*run["steps"], *run["peers"]]
     strips = [
-        (row["step"], row["timing"].get("step_ms") or [], "no raw times")
+        (row["step"], median_ms(row), row["timing"].get("step_ms") or [], "no raw times")
         if is_timed(row)
-        else (row["step"], [], why_untimed(row))
+        else (row["step"], 0.0, [], why_untimed(row))
         for row in rows
     ]
     clocks = [(row["step"], row["gpu_state"]) for row in rows if row.get("gpu_state")]
     return {
         "strip_svg": Markup(charts.strip_plot(strips)),
         "strip_rows": [
-            [name, len(times), *(_number(f(times)) for f in (min, lambda t: sorted(t)[len(t) // 2], max))]
-            if times
-            else [name, why]
-            for name, times, why in strips
+            [name, len(times), _number(min(times)), _number(middle), _number(max(times))] if times else [name, why]
+            for name, middle, times, why in strips
         ],
         "clock_rows": [
             [
@@ -289,13 +313,20 @@ def _settings(row: dict) -> str:
 # --- cells ----------------------------------------------------------------------------------------
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None or isinstance(value, str) else f"{value:,.1f}"
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None or isinstance(value, str) else f"{value:,.{digits}f}"
 
 
 def _arrow(row: dict, what: str, digits: int = 0) -> str:
     values = [row[f"before_{what}"], row[f"after_{what}"]]
     return " → ".join("-" if value is None else f"{value:,.{digits}f}" for value in values)
+
+
+def _kernel(name: str) -> str:
+    """A kernel's name without what all names share, its middle left out where it is long: ends tell them apart."""
+    for noise in ("void ", "at::native::", "(anonymous namespace)::", "transformer_engine::"):
+        name = name.replace(noise, "")
+    return name if len(name) <= KERNEL_NAME else f"{name[: KERNEL_NAME * 2 // 3]} … {name[-KERNEL_NAME // 3 :]}"
 
 
 def _cut(text: str, longest: int) -> str:

@@ -128,17 +128,33 @@ def _checked_step(step: object, path: Path) -> dict:
             timing = record["timing"]
             needed = [timing["median_ms"], timing["warmup_s"], record["tokens_per_s"], record["model_flops_per_s"]]
             needed += [record[name] or 0 for name in ("peak_allocated_bytes", "peak_rss_bytes")]
-            profile = record["profile"]
-            if profile is not None:
-                shares = profile["shares"]
-                needed += [profile["step_ms"], *(shares.values() if shares else [])]
-                if profile["bound_by"] is not None and profile["bound_by"] not in shares:
-                    raise ValueError
+            needed += [*(timing.get("step_ms") or []), *(timing.get(key) or 0 for key in ("p25_ms", "p75_ms"))]
+            if record["profile"] is not None:
+                needed += _profile_numbers(record["profile"])
+            if record["bytes_per_step"] is not None:
+                needed.append(record["bytes_per_step"]["value"] or 0)
+            if not (isinstance(record["settings"], dict) and isinstance(record.get("gpu_state") or {}, dict)):
+                raise ValueError
             if not record["loss"] or not all(map(math.isfinite, needed + record["loss"])) or timing["median_ms"] <= 0:
                 raise ValueError
         except (TypeError, KeyError, ValueError, OverflowError, AttributeError):
             raise RecordError(f"{path.name} holds an ok step without its numbers") from None
     return record
+
+
+def _profile_numbers(profile: dict) -> list[float]:
+    """Every number of a profile that a report shows. Raises what a field of another kind raises."""
+    shares = profile["shares"]
+    if profile["bound_by"] is not None and profile["bound_by"] not in shares:
+        raise ValueError
+    entries = [*profile["categories"].values(), *profile["kernels"]]
+    if not all(
+        isinstance(kernel["name"], str) and isinstance(kernel["category"], str) for kernel in profile["kernels"]
+    ):
+        raise ValueError
+    counts = [profile.get(name) or 0 for name in ("gpu_idle_ms", "kernels_per_step", "autograd_nodes_attention")]
+    numbers = [profile["step_ms"], *(shares.values() if shares else []), *counts]
+    return numbers + [entry[name] for entry in entries for name in ("ms", "launches")]
 
 
 def describe_shape(shape: dict) -> str:

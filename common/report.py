@@ -17,13 +17,15 @@ from tabulate import tabulate
 
 from common import compare
 from common.analysis import (
+    GIB,
     LOSS_WINDOW,
+    bound_by,
     consecutive,
     headline,
     mean_loss,
+    of_roof,
     peak_bytes,
     reference_step,
-    roof_of,
     sentence,
     warnings,
 )
@@ -61,13 +63,13 @@ def load_run(run_dir: Path) -> dict:
     """
     if not run_dir.is_dir():
         raise RecordError(f"{run_dir} is not a folder")
+    if holds_only_the_merge(run_dir):
+        return read_envelope(run_dir / MERGED)
     problems: list[str] = []
     envelopes, ended = _read_folder(run_dir, problems)
     peers, peers_ended = _read_folder(run_dir / "peers", problems)
     if not envelopes and not ended:
-        if not (run_dir / MERGED).exists():
-            raise RecordError("; ".join([f"{run_dir} holds no record", *problems]))
-        return read_envelope(run_dir / MERGED)
+        raise RecordError("; ".join([f"{run_dir} holds no record", *problems]))
     merged = _merge(envelopes, _of_same_workload(peers, envelopes, problems))
     if (run_dir / COMMAND).exists():
         merged["command"] = _without_folders((run_dir / COMMAND).read_text())
@@ -76,6 +78,15 @@ def load_run(run_dir: Path) -> dict:
     merged["steps"] = _with_ended(merged["steps"], ended, batch_size)
     merged["peers"] = _with_ended(merged["peers"], peers_ended, batch_size)
     return _with_earlier(merged, run_dir)
+
+
+def holds_only_the_merge(run_dir: Path) -> bool:
+    """Whether a folder has results.json but no file of a script: a record that was put away.
+
+    What else lies there (a second run, say) is not part of it, and it must not be written anew.
+    """
+    of_scripts = (path for kind in ("json", "exit") for path in run_dir.glob(f"[0-9]_*.{kind}"))
+    return (run_dir / MERGED).exists() and not any(of_scripts) and not (run_dir / "peers").exists()
 
 
 def _of_same_workload(peers: list[dict], envelopes: list[dict], problems: list[str]) -> list[dict]:
@@ -158,7 +169,7 @@ def _merge(envelopes: list[dict], peers: list[dict]) -> dict:
             raise RecordError(f"{steps[0]} and {steps[1]} ran different workloads: {', '.join(differing)} differ")
     return {
         "schema_version": SCHEMA_VERSION,
-        "command": str(first.get("command") or ""),
+        "command": "\n".join(dict.fromkeys(str(e["command"]) for e in envelopes if e.get("command"))),
         "started_at": min((e["started_at"] for e in envelopes if e.get("started_at")), default=None),
         "environment": first["environment"],
         "workload": first["workload"],
@@ -169,9 +180,9 @@ def _merge(envelopes: list[dict], peers: list[dict]) -> dict:
 
 
 def _machine_problems(envelopes: list[dict]) -> list[str]:
-    """Rows of one table must come from one machine, one torch and one commit."""
+    """Rows of one table must come from one machine, with the same software and the same code."""
     problems = []
-    for key in ("device", "torch", "driver", "commit"):
+    for key in ("device", "torch", "transformer_engine", "driver", "variables", "commit", "dirty"):
         seen = {str(envelope["environment"].get(key)) for envelope in envelopes}
         if len(seen) > 1:
             problems.append(f"rows differ in {key}: {', '.join(sorted(seen))}")
@@ -195,7 +206,7 @@ def table(run: dict) -> tuple[list[str], list[list[str]]]:
     """Headers and one row of strings per step; a row without a time has dashes."""
     steps = run["steps"]
     reference = reference_step(steps)
-    with_roofs, with_profile = bool(run.get("roofs")), any(bound_cell(step["profile"]) != "-" for step in steps)
+    with_roofs, with_profile = bool(run.get("roofs")), any(bound_by(step) != "-" for step in steps)
     against = "vs baseline" if reference in (None, steps[0]) else f"vs {reference['step']}"
     headers = ["step", "status", "ms/step", "tokens/s", "TFLOP/s", "vs previous", against, "peak GiB", "warm-up s"]
     headers += ["loss", "loss difference"]
@@ -213,21 +224,10 @@ def table(run: dict) -> tuple[list[str], list[list[str]]]:
             cells[3] = "-"  # a peer follows no step
         else:
             previous = step
-        cells += [_roof_cell(step, run["roofs"])] if with_roofs else []
-        cells += [bound_cell(step["profile"])] if with_profile else []
+        cells += [of_roof(step, run["roofs"])] if with_roofs else []
+        cells += [bound_by(step)] if with_profile else []
         rows.append([name, "ok", *cells])
     return headers, rows
-
-
-def _roof_cell(step: dict, roofs: dict) -> str:
-    precision, roof = roof_of(step, roofs)
-    return f"{step['model_flops_per_s'] / roof:.0%} of {precision}" if roof else "-"
-
-
-def bound_cell(profile: dict | None) -> str:
-    if not (profile and profile.get("bound_by")):
-        return "-"
-    return f"{profile['bound_by']} {profile['shares'][profile['bound_by']]:.0%}"
 
 
 def _tflops(flops_per_s: float) -> str:
@@ -243,7 +243,7 @@ def _measured_cells(step: dict, previous: dict, reference: dict) -> list[str]:
         _tflops(step["model_flops_per_s"]),
         f"{previous['timing']['median_ms'] / ms:.2f}x",
         f"{reference['timing']['median_ms'] / ms:.2f}x",
-        f"{memory / 2**30:.1f}" if memory else "-",
+        f"{memory / GIB:.1f}" if memory else "-",
         f"{step['timing']['warmup_s']:.1f}",
         f"{loss:.4f}",
         f"{loss / mean_loss(reference) - 1:+.2%}",
@@ -319,11 +319,20 @@ def render_markdown(run: dict) -> str:
     lines += [f"- {sentence(before, step)}" for before, step in consecutive(run["steps"])]
     lines += ["", *(f"- {line}" for line in warnings(run)), ""]
     lines += [f"- {line}" for line in remarks(run) if line not in run.get("problems", [])]
-    lines += [f"- {CONVENTION}", "", f"Reproduce: `{run['command']}`", ""]
+    lines += [f"- {CONVENTION}", "", "Reproduce:", "", "```", run["command"], "```", ""]
     return "\n".join(lines)
 
 
 # --- the command ----------------------------------------------------------------------------------
+
+
+def render_html(run: dict) -> str:
+    """The page of an envelope. Raises ImportError where what draws it is not installed."""
+    from common import page
+
+    words = {"machine": describe_machine(run["environment"]), "workload": describe_workload(run["workload"])}
+    notes = [line for line in remarks(run) if line not in run.get("problems", [])]
+    return page.render(run, table(run), notes, words | {"convention": CONVENTION})
 
 
 def write_reports(run: dict, folder: Path) -> list[str]:
@@ -336,13 +345,13 @@ def write_reports(run: dict, folder: Path) -> list[str]:
     try:
         from common import charts, page  # what draws may be absent; the table must not be
 
-        machine, workload = describe_machine(run["environment"]), describe_workload(run["workload"])
-        words = {"machine": machine, "workload": workload, "convention": CONVENTION}
-        files["report.html"] = page.render(run, table(run), remarks(run), words).encode()
+        files["report.html"] = render_html(run).encode()
         title = f"{run['environment'].get('device')}, {run['workload'].get('preset')}: training step, times faster"
         files["speedup.png"] = charts.speedup_png(page.speedup_bars(run), title)
     except ImportError as error:
         missing = [f"no report.html and speedup.png ({error}): pip install -r requirements.txt"]
+        for name in ("report.html", "speedup.png"):  # of an earlier run of this command: they would not fit report.md
+            (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
     return missing
@@ -369,10 +378,11 @@ def main() -> None:
         run = load_run(args.run_dir)
         text = render_text(run)
         missing = write_reports(run, args.run_dir)
-        write_json(args.run_dir / MERGED, run)
+        if not holds_only_the_merge(args.run_dir):
+            write_json(args.run_dir / MERGED, run)
     except (RecordError, OSError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, IndexError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, IndexError, ZeroDivisionError) as error:
         said = str(error).splitlines()[0][:150] if str(error) else type(error).__name__
         where = args.run_dir or " or ".join(map(str, args.compare))
         parser.exit(2, f"{parser.prog}: error: a record in {where} has a field of a wrong kind ({said})\n")

@@ -33,6 +33,20 @@ def test_two_shapes_compare_speedups_not_times():
     assert "n_embd" in said and "2.00x" in said and "3.00x" in said and "1.500" in said and "900.0" not in said
 
 
+def test_a_row_that_only_one_run_has_says_so():
+    both, only = runs.step("0_a"), runs.step("1_b")
+    said = compare.compare(runs.run(both, only), runs.run(both), NAMES)
+    assert "absent: not in B" in said
+
+
+def test_speedups_of_two_shapes_are_over_the_first_row_of_both():
+    wide = runs.WORKLOAD | {"n_embd": 256}
+    a = runs.run(runs.step("0_a", 400.0), runs.step("1_b", 200.0), runs.step("2_c", 100.0))
+    b = runs.run(runs.step("1_b", 900.0), runs.step("2_c", 300.0), workload=wide)
+    said = compare.compare(a, b, NAMES)
+    assert "over 1_b" in said and "3.00x" in said and "4.00x" not in said
+
+
 @pytest.mark.parametrize("field", ["seed", "surprise"])
 def test_other_differences_are_refused_by_name(field):
     other = runs.run(runs.step("0_a"), workload=runs.WORKLOAD | {field: 7})

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from runs import profile
 
 from common import report
 from common.record import RecordError, empty_step_record, read_envelope
@@ -225,8 +226,7 @@ def test_roofs_that_failed_say_why(tmp_path):
 
 
 def test_what_binds_a_row_is_in_the_table(tmp_path):
-    shares = {"compute": 0.6, "memory": 0.3, "launch": 0.1}
-    profiled = step("0_a", profile={"step_ms": 100.0, "bound_by": "compute", "shares": shares})
+    profiled = step("0_a", profile=profile(100.0))
     run = report.load_run(write_run(tmp_path, profiled, step("1_b")))
     assert [row["bound by"] for row in rows_of(run)] == ["compute 60%", "-"]
     assert "the largest share of the step" in report.render_text(run)
@@ -275,7 +275,6 @@ def test_a_row_that_became_unreadable_is_kept_from_the_merge(tmp_path):
         {"environment": {"commit": 5}},
         {"workload": WORKLOAD | {"parameters": "many"}},
         {"workload": WORKLOAD | {"data": 3}},
-        {"steps": [step("1_b", settings=3)]},
         {"steps": [step("1_b", note="\ud800")]},
     ],
     ids=str,
@@ -297,3 +296,38 @@ def test_odd_exit_files_do_not_stop_the_report(tmp_path):
     (tmp_path / "1_b.exit").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "9_x.exit").mkdir()
     assert [row["step"] for row in rows_of(report.load_run(tmp_path))] == ["0_a", "1_b"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"settings": "x"},
+        {"gpu_state": "hot"},
+        {"bytes_per_step": "x"},
+        {"profile": profile(1.0) | {"kernels": "abc"}},
+        {"profile": profile(1.0) | {"gpu_idle_ms": "x"}},
+        {"timing": {"warmup_s": 1.0, "median_ms": 1.0, "step_ms": ["a"], "p25_ms": 1.0, "p75_ms": 1.0}},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_row_with_a_field_of_a_wrong_kind_is_left_out(tmp_path, wrong):
+    run = report.load_run(write_run(tmp_path, step("0_a"), step("1_b", **wrong)))
+    assert [row["status"] for row in run["steps"]] == ["ok", "failed"]
+    assert any("1_b.json" in problem for problem in run["problems"])
+
+
+def test_a_record_that_was_put_away_is_reported_and_never_written(tmp_path):
+    merged = envelope(step("0_a", 300), step("1_b", 100))
+    (tmp_path / "results.json").write_text(json.dumps(merged))
+    (tmp_path / "results-2.json").write_text(json.dumps(envelope(step("1_b", 101))))
+    (tmp_path / "ablations.json").write_text("{}")
+    before = (tmp_path / "results.json").read_bytes()
+    assert rebuild(tmp_path).returncode == 0
+    assert (tmp_path / "results.json").read_bytes() == before
+    assert "3.00x" in (tmp_path / "report.md").read_text()
+
+
+def test_one_dirty_row_is_named(tmp_path):
+    for name, dirty in (("0_a", False), ("1_b", True)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(envelope(step(name), dirty=dirty)))
+    assert "rows differ in dirty: False, True" in report.load_run(tmp_path)["problems"]
