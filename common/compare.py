@@ -21,8 +21,8 @@ def compare(a: dict, b: dict, names: tuple[str, str]) -> str:
     """Text of the ratios of two envelopes, step by step.
 
     The same workload: times, with the ratio that the quartiles allow at least and at most. Two shapes: speedups
-    over the first row that both have, because times of different work say nothing about each other. Raises RecordError where
-    neither can be compared.
+    over the first row that both have, because times of different work say nothing about each other. Raises
+    RecordError where neither can be compared.
     """
     ours, theirs = a["workload"], b["workload"]
     ours, theirs = a["workload"], b["workload"]
