@@ -136,8 +136,8 @@ def roofline(
         for row, said in enumerate(untimed):
             axes.text(0.99, 0.02 + 0.06 * row, _short(said, 64), transform=axes.transAxes, ha="right", fontsize=8)
         axes.set(xscale="log", yscale="log", xlim=(left, right), xlabel="model FLOP per byte", ylabel="TFLOP/s")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5), numticks=12))
+        for axis, marks in ((axes.xaxis, (1,)), (axes.yaxis, (1, 2, 5))):
+            axis.set_major_locator(matplotlib.ticker.LogLocator(subs=marks, numticks=12))
             axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
             axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         return _svg(figure, "roofline")
