@@ -14,7 +14,7 @@ from common.record import describe_shape
 LOSS_WINDOW = 20
 FEWEST_STEPS = {"cuda": 30, "cpu": 10}
 WIDEST_SPREAD = 0.03
-LONGEST_SOURCE = 1000  # lines of a script worth comparing
+LONGEST_SOURCE = 300  # lines of a script worth comparing: difflib takes more than the square of it
 WRAP_COLUMN = 52  # of a code line, so that two stand side by side
 MOST_PROFILE_OFF = 0.03
 GAPS = "gaps"
@@ -52,15 +52,22 @@ def median_ms(step: dict) -> float:
 
 
 def quartiles_ms(step: dict) -> tuple[float, float]:
-    """25th and 75th percentile; the median for both where the record has none."""
+    """25th and 75th percentile; where the record has none, the range of its times."""
     timing = step["timing"]
-    return timing.get("p25_ms") or timing["median_ms"], timing.get("p75_ms") or timing["median_ms"]
+    times = timing.get("step_ms") or [timing["median_ms"]]
+    return timing.get("p25_ms") or min(times), timing.get("p75_ms") or max(times)
 
 
 def mean_loss(step: dict) -> float:
     """Mean of the last LOSS_WINDOW training steps, in nats."""
     window = step["loss"][-LOSS_WINDOW:]
     return sum(window) / len(window)
+
+
+def loss_difference(step: dict, reference: dict) -> str:
+    """Mean loss of a row against that of another, in percent; a dash where that one is 0."""
+    against = mean_loss(reference)
+    return f"{mean_loss(step) / against - 1:+.2%}" if against else "-"
 
 
 def peak_bytes(step: dict) -> int | None:
@@ -235,10 +242,10 @@ def largest_loss_difference(steps: list[dict]) -> str:
         for other in others
         for k, (a, b) in enumerate(zip(first["loss"], other["loss"], strict=False))
     )
-    ends = max(others, key=lambda other: abs(mean_loss(other) / mean_loss(first) - 1))
+    ends = max(others, key=lambda other: abs(mean_loss(other) - mean_loss(first)))
     return (
         f"The largest difference to {first['step']} at one training step is {gap:.4f} nats ({step}, step {k}); "
-        f"of the mean over the last {LOSS_WINDOW}, {mean_loss(ends) / mean_loss(first) - 1:+.2%} ({ends['step']})."
+        f"of the mean over the last {LOSS_WINDOW}, {loss_difference(ends, first)} ({ends['step']})."
     )
 
 
@@ -288,7 +295,13 @@ def count_changes(before: dict, step: dict) -> dict[str, int]:
 
 
 def _kernels(step: dict) -> dict[str, dict]:
-    return {kernel["name"]: kernel for kernel in (step["profile"] or {}).get("kernels") or []}
+    """Kernels by name; what a record lists twice is added up."""
+    found: dict[str, dict] = {}
+    for kernel in (step["profile"] or {}).get("kernels") or []:
+        row = found.setdefault(kernel["name"], kernel | {"ms": 0.0, "launches": 0})
+        row["ms"] += kernel["ms"]
+        row["launches"] += kernel["launches"]
+    return found
 
 
 def _what_happened(before: dict | None, after: dict | None) -> str:
@@ -351,7 +364,7 @@ def throttle_reasons(step: dict) -> list[str]:
     """What the driver said held the GPU's clocks down when the last timed step had been launched."""
     mask = (step.get("gpu_state") or {}).get("throttle_reasons")
     try:
-        bits = int(str(mask), 16)
+        bits = mask if isinstance(mask, int) else int(str(mask), 16)
     except ValueError:
         return []
     return [name for bit, name in THROTTLE_REASONS.items() if bits & bit]

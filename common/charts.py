@@ -37,6 +37,7 @@ CATEGORY_COLORS = {
 SERIES_COLORS = ("#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2", "#cc79a7", "#8a6d3b", "#9aa5b1")
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
 LONGEST_NAME, LONGEST_LABEL = 24, 48
+MOST_POINTS = 1000  # of one curve
 MOST_DOTS = 300  # of one row: more would hide each other and swell the file
 STYLE = {
     "svg.fonttype": "none",
@@ -152,11 +153,13 @@ def loss_curves(curves: list[tuple[str, list[float], str]]) -> str:
         reference = next(losses for _, losses, _ in curves if losses)
         for index, (name, losses, why) in enumerate(curves):
             color, style = SERIES_COLORS[index % len(SERIES_COLORS)], styles[index % len(styles)]
+            every = math.ceil(len(losses) / MOST_POINTS) or 1
             look = {"color": color, "linestyle": style, "linewidth": 1.4, "marker": "o" if len(losses) == 1 else None}
             label = _short(name, LONGEST_NAME) if losses else _short(f"{name}: {why}", LONGEST_LABEL)
-            above.plot(losses, label=label, **look)
+            above.plot(range(0, len(losses), every), losses[::every], label=label, **look)
             if losses and losses is not reference:
-                below.plot([b - a for a, b in zip(reference, losses, strict=False)], **look)
+                gaps = [b - a for a, b in zip(reference, losses, strict=False)]
+                below.plot(range(0, len(gaps), every), gaps[::every], **look)
         above.set_ylabel("loss, nats")
         above.legend(fontsize=8)
         below.axhline(0, color=INK, linewidth=0.7)

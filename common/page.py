@@ -250,7 +250,6 @@ def _loss(steps: list[dict]) -> dict:
     timed = [step for step in steps if is_timed(step)]
     if not timed:
         return {"loss_rows": [], "loss_svg": None, "loss_caption": ""}
-    reference = analysis.mean_loss(timed[0])
     return {
         "loss_svg": Markup(
             charts.loss_curves(
@@ -261,7 +260,7 @@ def _loss(steps: list[dict]) -> dict:
             [
                 step["step"],
                 *(f"{loss:.4f}" for loss in (step["loss"][0], step["loss"][-1], analysis.mean_loss(step))),
-                f"{analysis.mean_loss(step) / reference - 1:+.2%}",
+                analysis.loss_difference(step, timed[0]),
             ]
             if is_timed(step)
             else [step["step"], "-", "-", "-", why_untimed(step)]

@@ -22,6 +22,7 @@ from common.analysis import (
     bound_by,
     consecutive,
     headline,
+    loss_difference,
     mean_loss,
     of_roof,
     peak_bytes,
@@ -31,12 +32,16 @@ from common.analysis import (
 )
 from common.record import (
     SCHEMA_VERSION,
+    NewerSchemaError,
     RecordError,
     checked_roofs,
     describe_shape,
     empty_step_record,
+    printable,
     read_envelope,
+    read_text,
     smaller_batch,
+    write_bytes,
     write_json,
 )
 
@@ -72,7 +77,7 @@ def load_run(run_dir: Path) -> dict:
         raise RecordError("; ".join([f"{run_dir} holds no record", *problems]))
     merged = _merge(envelopes, _of_same_workload(peers, envelopes, problems))
     if (run_dir / COMMAND).exists():
-        merged["command"] = _without_folders((run_dir / COMMAND).read_text())
+        merged["command"] = _without_folders(read_text(run_dir / COMMAND))
     merged["problems"] = problems + _machine_problems(envelopes + peers) + _read_roofs(run_dir, merged)
     batch_size = merged["workload"].get("batch_size")
     merged["steps"] = _with_ended(merged["steps"], ended, batch_size)
@@ -99,6 +104,8 @@ def _with_earlier(merged: dict, run_dir: Path) -> dict:
     """Rows whose file has become unreadable, from the merge made while it could be read."""
     try:
         earlier = read_envelope(run_dir / MERGED)
+    except NewerSchemaError:
+        raise
     except RecordError:
         return merged
     for kind in ("steps", "peers"):
@@ -107,6 +114,11 @@ def _with_earlier(merged: dict, run_dir: Path) -> dict:
             if row["reason"] == UNREADABLE and row["step"] in known:
                 merged[kind][index] = known[row["step"]]
                 merged["problems"].append(f"{row['step']}: taken from {MERGED}, because {UNREADABLE}")
+        present = {row["step"] for row in merged[kind]}
+        for gone in (row for name, row in known.items() if name not in present and row["source"] is not None):
+            merged[kind].append(gone)
+            merged["problems"].append(f"{gone['step']}: taken from {MERGED}, because its file is gone")
+        merged[kind].sort(key=lambda row: row["step"])
     if merged["roofs"] is None and earlier["roofs"] and (run_dir / ROOFS).exists():
         merged["roofs"] = earlier["roofs"]
     return merged
@@ -119,7 +131,11 @@ def _read_folder(folder: Path, problems: list[str]) -> tuple[list[dict], dict[st
         if path.name in (MERGED, ROOFS):
             continue
         try:
-            envelopes.append(read_envelope(path))
+            envelope = read_envelope(path)
+            if any(envelope["steps"][0]["step"] == other["steps"][0]["step"] for other in envelopes):
+                problems.append(f"left out: {path.name} is a second record of {envelope['steps'][0]['step']}")
+            else:
+                envelopes.append(envelope)
         except RecordError as error:
             problems.append(f"left out: {error}")
             ended[path.stem] = UNREADABLE
@@ -133,12 +149,12 @@ def _read_roofs(run_dir: Path, merged: dict) -> list[str]:
     """Put the roofs of a run folder into its envelope; returns what to say of them."""
     failed = run_dir / "roofs.failed"
     if failed.exists():
-        return [failed.read_text().strip()]
+        return [printable(read_text(failed).strip())]
     if not (run_dir / ROOFS).exists():
         return []
     try:
-        merged["roofs"] = checked_roofs(json.loads((run_dir / ROOFS).read_text()))
-    except (OSError, ValueError) as error:
+        merged["roofs"] = checked_roofs(json.loads(read_text(run_dir / ROOFS)))
+    except (OSError, ValueError, RecursionError) as error:
         return [f"left out: {ROOFS} cannot be read ({type(error).__name__})"]
     return []
 
@@ -246,12 +262,14 @@ def _measured_cells(step: dict, previous: dict, reference: dict) -> list[str]:
         f"{memory / GIB:.1f}" if memory else "-",
         f"{step['timing']['warmup_s']:.1f}",
         f"{loss:.4f}",
-        f"{loss / mean_loss(reference) - 1:+.2%}",
+        loss_difference(step, reference),
     ]
 
 
 def render_table(run: dict, style: str) -> str:
     headers, rows = table(run)
+    if style == "pipe":
+        rows = [[_as_markdown(cell).replace("|", "\\|") for cell in row] for row in rows]
     align = ["left", "left", *["right"] * (len(headers) - 2)]
     return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
 
@@ -310,16 +328,22 @@ def render_text(run: dict) -> str:
     return "\n".join(lines)
 
 
+def _as_markdown(line: str) -> str:
+    """A line in which nothing that a record says is markup, or ends a cell."""
+    return printable(line, 1000).replace("&", "&amp;").replace("<", "&lt;").replace("`", "'")
+
+
 def render_markdown(run: dict) -> str:
-    lines = ["# Training step speedup", "", *(f"**{line}**\n" for line in headline(run)[1:])]
+    lines = ["# Training step speedup", "", *(f"**{_as_markdown(line)}**\n" for line in headline(run)[1:])]
     if run["environment"]:
-        lines += [f"Machine: {describe_machine(run['environment'])}", ""]
-        lines += [f"Workload: {describe_workload(run['workload'])}", ""]
+        lines += [f"Machine: {_as_markdown(describe_machine(run['environment']))}", ""]
+        lines += [f"Workload: {_as_markdown(describe_workload(run['workload']))}", ""]
     lines += [render_table(run, "pipe"), ""]
-    lines += [f"- {sentence(before, step)}" for before, step in consecutive(run["steps"])]
-    lines += ["", *(f"- {line}" for line in warnings(run)), ""]
-    lines += [f"- {line}" for line in remarks(run) if line not in run.get("problems", [])]
-    lines += [f"- {CONVENTION}", "", "Reproduce:", "", "```", run["command"], "```", ""]
+    lines += [f"- {_as_markdown(sentence(before, step))}" for before, step in consecutive(run["steps"])]
+    lines += ["", *(f"- {_as_markdown(line)}" for line in warnings(run)), ""]
+    lines += [f"- {_as_markdown(line)}" for line in remarks(run) if line not in run.get("problems", [])]
+    commands = [printable(line, 1000) for line in run["command"].splitlines()]
+    lines += [f"- {CONVENTION}", "", "Reproduce:", "", *(f"    {command}" for command in commands), ""]
     return "\n".join(lines)
 
 
@@ -353,7 +377,7 @@ def write_reports(run: dict, folder: Path) -> list[str]:
         for name in ("report.html", "speedup.png"):  # of an earlier run of this command: they would not fit report.md
             (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
-        (folder / name).write_bytes(content)
+        write_bytes(folder / name, content)
     return missing
 
 
@@ -363,6 +387,7 @@ def compare_runs(folders: tuple[Path, Path]) -> str:
 
 
 def main() -> None:
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that has no such letters gets the table, too
     parser = argparse.ArgumentParser(prog="python -m common.report", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="a folder run_all.sh wrote")
     parser.add_argument(
@@ -373,7 +398,7 @@ def main() -> None:
         parser.error("give one RUN_DIR, or --compare RUN_A RUN_B")
     try:
         if args.compare:
-            print(compare_runs(tuple(args.compare)))
+            print("\n".join(printable(line, 1000) for line in compare_runs(tuple(args.compare)).splitlines()))
             return
         run = load_run(args.run_dir)
         text = render_text(run)
@@ -382,11 +407,11 @@ def main() -> None:
             write_json(args.run_dir / MERGED, run)
     except (RecordError, OSError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, IndexError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
         said = str(error).splitlines()[0][:150] if str(error) else type(error).__name__
         where = args.run_dir or " or ".join(map(str, args.compare))
         parser.exit(2, f"{parser.prog}: error: a record in {where} has a field of a wrong kind ({said})\n")
-    print("\n".join([text, *missing]))
+    print("\n".join(printable(line, 1000) for line in [*text.splitlines(), *missing]))
     rows = [*run["steps"], *run.get("peers", [])]
     sys.exit(0 if all(row["status"] in ("ok", "skipped") for row in rows) else 1)
 

@@ -1,6 +1,7 @@
 """The table and its file from fixture records: every status, every kind of broken file."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -275,7 +276,6 @@ def test_a_row_that_became_unreadable_is_kept_from_the_merge(tmp_path):
         {"environment": {"commit": 5}},
         {"workload": WORKLOAD | {"parameters": "many"}},
         {"workload": WORKLOAD | {"data": 3}},
-        {"steps": [step("1_b", note="\ud800")]},
     ],
     ids=str,
 )
@@ -331,3 +331,60 @@ def test_one_dirty_row_is_named(tmp_path):
     for name, dirty in (("0_a", False), ("1_b", True)):
         (tmp_path / f"{name}.json").write_text(json.dumps(envelope(step(name), dirty=dirty)))
     assert "rows differ in dirty: False, True" in report.load_run(tmp_path)["problems"]
+
+
+def test_a_merge_of_a_newer_version_is_never_overwritten(tmp_path):
+    write_run(tmp_path, step("0_a"))
+    (tmp_path / "results.json").write_text(json.dumps(envelope(step("0_a")) | {"schema_version": 9}))
+    before = (tmp_path / "results.json").read_bytes()
+    ran = rebuild(tmp_path)
+    assert ran.returncode == 2 and "schema version 9" in ran.stderr
+    assert (tmp_path / "results.json").read_bytes() == before
+
+
+def test_a_row_whose_file_is_gone_is_kept_from_the_merge(tmp_path):
+    write_run(tmp_path, step("0_a", 300), step("1_b", 100))
+    rebuild(tmp_path)
+    (tmp_path / "1_b.json").unlink()
+    ran = rebuild(tmp_path)
+    assert "3.00x" in ran.stdout and "1_b: taken from results.json, because its file is gone" in ran.stdout
+
+
+def test_a_second_record_of_a_step_is_named_and_left_out(tmp_path):
+    write_run(tmp_path, step("0_a", 300))
+    (tmp_path / "3_x.json").write_text(json.dumps(envelope(step("0_a", 100))))
+    run = report.load_run(tmp_path)
+    assert [row["timing"]["median_ms"] for row in run["steps"]] == [300]
+    assert "left out: 3_x.json is a second record of 0_a" in run["problems"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tokens_per_s": True}, {"tokens_per_s": -5}, {"loss": [1e308]}, {"peak_rss_bytes": -1}]
+)
+def test_impossible_numbers_leave_a_row_out(tmp_path, wrong):
+    run = report.load_run(write_run(tmp_path, step("0_a"), step("1_b", **wrong)))
+    assert [row["status"] for row in run["steps"]] == ["ok", "failed"]
+
+
+def test_what_is_no_regular_file_is_named(tmp_path):
+    write_run(tmp_path, step("0_a"))
+    os.mkfifo(tmp_path / "1_b.json")
+    (tmp_path / "roofs.json").write_text("[" * 200_000)
+    problems = "; ".join(report.load_run(tmp_path)["problems"])
+    assert "1_b.json is not a regular file" in problems and "roofs.json cannot be read" in problems
+
+
+def test_a_terminal_without_letters_gets_the_table(tmp_path):
+    write_run(tmp_path, step("0_b\u00e9\x1b[31m"))
+    ran = subprocess.run(
+        [sys.executable, "-m", "common.report", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert ran.returncode == 0 and "0_b\\xe9 [31m" in ran.stdout
+
+
+def test_names_are_no_markup_in_markdown(tmp_path):
+    write_run(tmp_path, step("0_<b>|x\n# y", note="<script>"))
+    rebuild(tmp_path)
+    markdown, _, _ = (tmp_path / "report.md").read_text().partition("Reproduce")  # the command is a code block
+    assert "<b>" not in markdown and "<script>" not in markdown and "\n# y" not in markdown and "\\|x" in markdown
