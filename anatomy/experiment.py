@@ -1,4 +1,10 @@
-"""What all experiments share: arguments, timing, and results that render as tables and sentences."""
+"""What all experiments share: arguments, timing, and results that render as tables and sentences.
+
+An experiment is a file of this folder with three parts: a docstring (the question as one sentence, the prediction by
+napkin math, the source, the run line), `add_arguments(parser)` for its own sizes, and `run(args) -> Result`.
+`args` holds what `common_arguments` and the experiment added; `device` is a torch.device that works, `dtype` a
+torch.dtype or None for the experiment's own choice, `iters` a number, and `quick` asks for smaller sizes.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,16 @@ import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 from tabulate import tabulate
 from torch.utils.benchmark import Timer
 
+from common.benchmark import positive_int as positive
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+ITERS, QUICK_ITERS = 50, 10
 
 
 class Refused(ValueError):
@@ -49,14 +59,27 @@ class Result:
         return "\n\n".join([*parts, "\n".join(f"- {sentence}" for sentence in self.sentences)])
 
     def record(self) -> dict:
-        return {"tables": [asdict(t) for t in self.tables], "sentences": self.sentences, "figures": self.figures}
+        return {
+            "tables": [asdict(table) for table in self.tables],
+            "sentences": self.sentences,
+            "figures": self.figures,
+            "attachments": list(self.attachments),
+        }
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 on, for argparse."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
+def common_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every experiment takes; `positive` above is the type of a size."""
+    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:N (default: auto)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, metavar="NAME", help=f"{', '.join(DTYPES)} (default: the experiment's own choice)"
+    )
+    parser.add_argument(
+        "--iters", type=positive, metavar="N", help=f"timed calls (default: {ITERS}; {QUICK_ITERS} with --quick)"
+    )
+    parser.add_argument("--quick", action="store_true", help="smaller sizes: seconds, even on a small CPU")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the figures as JSON, and attachments beside it"
+    )
 
 
 def seconds(function: Callable[[], object], iters: int) -> float:
