@@ -232,6 +232,7 @@ def end_session(child: subprocess.Popen) -> None:
 def page(record: dict) -> str:
     """One experiment as Markdown."""
     result = Result([Table(**table) for table in record["tables"]], record["sentences"], record["figures"])
+    result.listings = record["listings"]
     links = [f"{'!' * name.endswith(('.svg', '.png'))}[{name}]({name})" for name in record["attachments"]]
     environment = record["environment"]
     where = f"`{record['command']}` on {environment['device']}, torch {environment['torch']}, {record['started_at']}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,16 +47,19 @@ class Result:
     """What an experiment found.
 
     `sentences` are computed from the result and claim no more than it shows; `figures` are the raw numbers behind
-    tables and sentences, for JSON; `attachments` are files to write beside them: name -> text or bytes.
+    tables and sentences, for JSON; `attachments` are files to write beside them: name -> text or bytes; `listings`
+    are code to show: title -> text.
     """
 
     tables: list[Table]
     sentences: list[str]
     figures: dict
     attachments: dict[str, str | bytes] = field(default_factory=dict)
+    listings: dict[str, str] = field(default_factory=dict)
 
     def render(self, style: str = "simple") -> str:
         parts = [f"{table.title}\n\n{table.render(style)}" for table in self.tables]
+        parts += [f"{title}\n\n{textwrap.indent(text, '    ')}" for title, text in self.listings.items()]
         return "\n\n".join([*parts, "\n".join(f"- {sentence}" for sentence in self.sentences)])
 
     def record(self) -> dict:
@@ -64,6 +68,7 @@ class Result:
             "sentences": self.sentences,
             "figures": self.figures,
             "attachments": list(self.attachments),
+            "listings": self.listings,
         }
 
 
@@ -80,6 +85,11 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the figures as JSON, and attachments beside it"
     )
+
+
+def default_size(args: argparse.Namespace, quick: int, cpu: int, gpu: int) -> int:
+    """A size for this device; a GPU takes its own even in quick form, because less would time only launches."""
+    return gpu if args.device.type == "cuda" else quick if args.quick else cpu
 
 
 def seconds(function: Callable[[], object], iters: int) -> float:
