@@ -22,7 +22,7 @@ import argparse
 
 import torch
 
-from anatomy.experiment import Result, Table, default_size, positive, seconds
+from anatomy.experiment import Result, Table, default_size, positive, seconds, us
 
 TOLERANCE = 1.25  # times within this factor of each other are called equal
 CACHE_LINE = 64  # bytes; a GPU's sectors are 32
@@ -83,10 +83,6 @@ def run(args: argparse.Namespace) -> Result:
         sentences(figures, shared),
         shape | {"view_shares_memory": shared, "operations": figures},
     )
-
-
-def us(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f}"
 
 
 def sentences(figures: dict, shared: bool) -> list[str]:

@@ -92,6 +92,14 @@ def default_size(args: argparse.Namespace, quick: int, cpu: int, gpu: int) -> in
     return gpu if args.device.type == "cuda" else quick if args.quick else cpu
 
 
+def us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}"
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
+
+
 def seconds(function: Callable[[], object], iters: int) -> float:
     """Median of five measurements of the seconds of one call, the GPU's work included; `iters` calls in all."""
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
