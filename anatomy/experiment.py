@@ -19,6 +19,7 @@ import torch
 from tabulate import tabulate
 from torch.utils.benchmark import Timer
 
+from common import profile
 from common.benchmark import positive_int as positive
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -105,3 +106,16 @@ def seconds(function: Callable[[], object], iters: int) -> float:
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     timer.timeit(1)  # warm-up: compilation, allocation
     return statistics.median(timer.timeit(max(1, iters // 5)).median for _ in range(5))
+
+
+def launches(function: Callable[[], object], device: torch.device) -> int:
+    """Kernels that one call launches on a GPU, as the profiler saw them; on a CPU, operators not inside another."""
+    trace = profile.trace_step(function, device)
+    if device.type == "cuda":
+        return len(trace.kernels)
+    operators = [event for event in trace.operators if event["name"].startswith("aten::")]
+    count, end = 0, 0.0
+    for event in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
+        if event["ts"] >= end:
+            count, end = count + 1, event["ts"] + event["dur"]
+    return count
