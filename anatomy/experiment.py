@@ -9,11 +9,13 @@ torch.dtype or None for the experiment's own choice, `iters` a number, and `quic
 from __future__ import annotations
 
 import argparse
+import io
 import statistics
 import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tabulate import tabulate
@@ -21,6 +23,9 @@ from torch.utils.benchmark import Timer
 
 from common import profile
 from common.benchmark import positive_int as positive
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 ITERS, QUICK_ITERS = 50, 10
@@ -119,3 +124,18 @@ def launches(function: Callable[[], object], device: torch.device) -> int:
         if event["ts"] >= end:
             count, end = count + 1, event["ts"] + event["dur"]
     return count
+
+
+def plot(name: str, draw: Callable[[Axes], None]) -> dict[str, str]:
+    """The attachment `name`, an SVG that `draw` filled; none where matplotlib is not installed."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        return {}
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    draw(figure.add_subplot())
+    text = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):  # text as text; the same file each time
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return {name: text.getvalue()}

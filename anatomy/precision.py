@@ -134,7 +134,7 @@ def sentences(products: dict, ranges: dict, recipes: dict) -> list[str]:
     errors = {name: row["error"] / row["predicted_error"] for name, row in products.items() if row["error"]}
     off = [f"{name} ({ratio:.1f}x)" for name, ratio in errors.items() if not 0.5 <= ratio <= 2]
     timed = {name: row["seconds"] for name, row in products.items() if row["seconds"]}
-    faster = [f"{name} {timed['FP32'] / s:.1f}x" for name, s in timed.items() if name != "FP32"]
+    faster = [f"{name} {timed['FP32'] / s:.2g}x" for name, s in timed.items() if name != "FP32"]
     wrong = [name for name, row in ranges.items() if row["lost"] != row["predicted_lost"]]
     worst = max(recipes, key=lambda name: recipes[name]["elsewhere"])
     best = min(recipes, key=lambda name: recipes[name]["elsewhere"] + recipes[name]["outlier"])

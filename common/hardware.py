@@ -305,8 +305,8 @@ def measure_roofs(products: dict[tuple[int, int, int], int], device: torch.devic
 
 
 def _combined_rate(shapes: list[dict], name: str) -> float | None:
-    """FLOP/s over all shapes, each as often as it runs; None where one of them has none."""
-    if any(shape[name] is None for shape in shapes):
+    """FLOP/s over all shapes, each as often as it runs; None where one of them has none, or there is no shape."""
+    if not shapes or any(shape[name] is None for shape in shapes):
         return None
     flops = [2 * s["m"] * s["n"] * s["k"] * s["count"] for s in shapes]
     return sum(flops) / sum(f / s[name] for f, s in zip(flops, shapes, strict=True))
