@@ -5,7 +5,7 @@ can reach min(peak, F / Q x bandwidth). The two meet at the ridge, peak / bandwi
 4.2 TB/s that is 167 FLOP per byte. Intensities F / Q for numbers of b bytes, input read and output written once:
 
 - ReLU 1 / 2b, softmax 5 / 2b, LayerNorm 8 / 2b: 0.25 to 2 in BF16, far left of the ridge;
-- a product of (n, n) matrices: 2 n^3 / 3 n^2 b = n / 3b, so in BF16 it crosses 167 at n = 1000;
+- a product of (n, n) matrices: 2 n^3 / 3 n^2 b = 2n / 3b, so in BF16 it crosses 167 at n = 500;
 - causal attention, fused: 2 B H T^2 D / 4 B H T D b = T / 2b, so at T = 670.
 
 So more FLOPs need not take longer: a product of n = 1024 has 2.1 GFLOP and 6 MB, ReLU on 2^26 numbers 0.07 GFLOP and
