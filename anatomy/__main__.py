@@ -23,6 +23,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from tabulate import tabulate
 
 from anatomy.experiment import DTYPES, ITERS, QUICK_ITERS, Refused, Result, Table, common_arguments, positive
 from common import hardware
@@ -76,6 +77,7 @@ def run_one(name: str, argv: list[str]) -> int:
         args.iters = args.iters or (QUICK_ITERS if args.quick else ITERS)
         if args.output:
             check_writable(args.output)
+        torch.set_float32_matmul_precision("highest")  # FP32 means FP32, also in containers that set TF32
         result = module.run(args)
     except (Refused, hardware.DeviceError) as error:
         parser.error(one_line(error))
@@ -246,7 +248,7 @@ def index(outcomes: dict[str, dict], device: torch.device) -> str:
         [f"[{name}]({name}.md)", questions.get(name, ""), outcome["reason"] or "ok", f"{outcome['seconds']:.0f}"]
         for name, outcome in outcomes.items()
     ]
-    table = Table("", ["experiment", "question", "outcome", "seconds"], rows).render("github")
+    table = tabulate(rows, ["experiment", "question", "outcome", "seconds"], tablefmt="github", disable_numparse=True)
     said = [
         f"## {name}\n\n" + "\n".join(f"- {sentence}" for sentence in outcome["record"]["sentences"])
         for name, outcome in outcomes.items()
@@ -264,7 +266,11 @@ def main(argv: list[str]) -> int:
         return 0
     name, *rest = argv
     if name == "all":
-        return run_all(rest)
+        try:
+            return run_all(rest)
+        except KeyboardInterrupt:
+            print("python -m anatomy all: interrupted; what was finished is kept", file=sys.stderr)
+            return 130
     if name.replace("_", "-") not in known:
         print(f"python -m anatomy: error: no experiment is named {name!r}: {', '.join([*known, 'all'])}",
               file=sys.stderr)  # fmt: skip

@@ -116,6 +116,7 @@ def count(device: torch.device) -> dict:
     """DRAM bytes, least and counted, where the GPU's counters can be read; `said` sums it up or says why not."""
     if device.type != "cuda":
         return {"said": "DRAM counters need a GPU; the bytes above are the least that must move."}
+    torch.cuda.empty_cache()  # the process under the counters needs memory, too
     try:
         pairs = {
             which: (analytic_attention_bytes(which, *COUNTED), count_attention_bytes(which, COUNTED))

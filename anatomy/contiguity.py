@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> Result:
     contiguous = torch.randn(M, K, device=args.device, dtype=dtype)
     stored = contiguous.t().contiguous()  # (K, M)
     view = stored.t()  # (M, K) again, the same numbers as `contiguous`
-    other, right = torch.randn_like(contiguous), torch.randn(K, N, device=args.device, dtype=dtype)
+    other, right = torch.randn_like(contiguous), torch.randn(K, N, device=args.device, dtype=dtype) / K**0.5
     worst = float(CACHE_LINE // dtype.itemsize)
     operations = {  # name: function, least and most that the view may take, as a multiple of contiguous
         "matrix product": (lambda x: x @ right, 1.0, 1.0),

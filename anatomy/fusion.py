@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> Result:
             rows.append([expression, variant, "-", f"{n_bytes / 1e6:.1f}", "-", function, "-", "-"])
             continue
         expected.setdefault(expression, function(*inputs))  # eager comes first
-        torch.testing.assert_close(function(*inputs), expected[expression], rtol=0.02, atol=0.02)
+        torch.testing.assert_close(function(*inputs), expected[expression], rtol=0.02, atol=0.05)
         call = partial(function, *inputs)
         # A CPU's trace does not show generated functions.
         n_launches = launches(call, device) + (len(kernels) if device.type == "cpu" else 0)
