@@ -43,15 +43,19 @@ def attention_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 ATTENTIONS = {"by hand": attention_by_hand, "fused": attention_fused}
 
 
-def analytic_attention_bytes(which: str, B: int, H: int, T: int, D: int) -> int:
-    """Bytes that forward and backward must move at least when each kernel reads and writes DRAM once, in BF16.
+def analytic_attention_bytes(
+    which: str, B: int, H: int, T: int, D: int, itemsize: int = 2, autocast: bool = True
+) -> int:
+    """Bytes that forward and backward must move at least when each kernel reads and writes DRAM once.
 
-    By hand under autocast, in units of one (B, H, T, T) tensor of 2-byte numbers. Forward: scores 1, scale 2,
+    By hand, in units of one (B, H, T, T) tensor. Under autocast, of 2-byte numbers. Forward: scores 1, scale 2,
     mask 2, cast to FP32 3, softmax 4, cast back 3, product 1; backward: the products 4, casts 6, softmax 6,
-    mask 2, scale 2. Fused: q, k, v, o forward; q, k, v, o, do, dq, dk, dv backward; by hand moves these as well.
+    mask 2, scale 2. Without autocast there are no casts and softmax moves 2, backward 3, numbers of the one dtype.
+    Fused: q, k, v, o forward; q, k, v, o, do, dq, dk, dv backward; by hand moves these as well.
     """
-    head_tensor, score_tensor = 2 * B * H * T * D, 2 * B * H * T * T
-    return 12 * head_tensor + (36 * score_tensor if which == "by hand" else 0)
+    head_tensor, score_tensor = itemsize * B * H * T * D, itemsize * B * H * T * T
+    passes = 36 if autocast else 19
+    return 12 * head_tensor + (passes * score_tensor if which == "by hand" else 0)
 
 
 def count_attention_bytes(which: str, shape: tuple[int, int, int, int]) -> int:

@@ -484,23 +484,31 @@ def _precision_note(settings: dict, args: Arguments) -> str | None:
 
 def explain(error: Exception, args: Arguments) -> dict:
     """`status` and a one-line `reason` that says what to do, for an exception of a training script."""
-    text = one_line(error)
-    everything = f"{type(error).__name__} {error}".lower()
     if isinstance(error, Skip):
-        return {"status": "skipped", "reason": text}
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        sign in everything for sign in ("out of memory", "can't allocate memory", "alloc_failed")
-    ):
+        return {"status": "skipped", "reason": one_line(error)}
+    if out_of_memory(error):
         return {"status": "oom", "reason": f"out of memory: {smaller_batch(args.batch_size)}"}
+    return {"status": "failed", "reason": missing_tool(error) or one_line(error)}
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether device or host had too little memory, whichever library says so."""
+    everything = f"{type(error).__name__} {error}".lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        sign in everything for sign in ("out of memory", "can't allocate memory", "alloc_failed")
+    )
+
+
+def missing_tool(error: BaseException) -> str | None:
+    """What to install where torch.compile misses something, as one line; None for any other error."""
+    everything = f"{type(error).__name__} {error}".lower()
     if any(sign in everything for sign in ("invalidcxxcompiler", "no working c++ compiler", "failed to find c comp")):
-        text = "torch.compile found no working C++ compiler: install one (Debian, Ubuntu: apt-get install g++)"
-    elif any(
-        sign in everything for sign in ("tritonmissing", "working triton installation", "no module named 'triton")
-    ):
-        text = "torch.compile found no working Triton: pip install triton, in the version this torch names"
-    elif "python.h: no such file" in everything:
-        text = "torch.compile needs Python's headers (Debian, Ubuntu: apt-get install python3-dev)"
-    return {"status": "failed", "reason": text}
+        return "torch.compile found no working C++ compiler: install one (Debian, Ubuntu: apt-get install g++)"
+    if any(sign in everything for sign in ("tritonmissing", "working triton installation", "no module named 'triton")):
+        return "torch.compile found no working Triton: pip install triton, in the version this torch names"
+    if "python.h: no such file" in everything:
+        return "torch.compile needs Python's headers (Debian, Ubuntu: apt-get install python3-dev)"
+    return None
 
 
 def one_line(error: BaseException) -> str:

@@ -293,26 +293,26 @@ def measure_roofs(products: dict[tuple[int, int, int], int], device: torch.devic
     edge = 8192 if gpu else 1024
     shapes = [{"m": m, "n": n, "k": k, "count": count} for (m, n, k), count in products.items()]
     square = {"m": edge, "n": edge, "k": edge}
-    roofs = {"copy_bytes_per_s": _or_note(lambda: _copy_rate(device), "copy", notes)}
+    roofs = {"copy_bytes_per_s": _or_note(lambda: copy_rate(device), "copy", notes)}
     for precision in PRECISIONS:
-        if reason := _why_not(precision, device):
+        if reason := why_not(precision, device):
             notes.append(f"{precision} not measured: {reason}")
         for shape in [*shapes, square]:
-            rate = None if reason else _or_note(partial(_product_rate, shape, precision, device), precision, notes)
+            rate = None if reason else _or_note(partial(product_rate, shape, precision, device), precision, notes)
             shape[f"{precision}_flops_per_s"] = rate
         roofs[f"{precision}_flops_per_s"] = _combined_rate(shapes, f"{precision}_flops_per_s")
     return roofs | {"shapes": shapes, "square": square, "notes": list(dict.fromkeys(notes))}
 
 
 def _combined_rate(shapes: list[dict], name: str) -> float | None:
-    """FLOP/s over all shapes, each as often as it runs; None where one of them has none."""
-    if any(shape[name] is None for shape in shapes):
+    """FLOP/s over all shapes, each as often as it runs; None where one of them has none, or there is no shape."""
+    if not shapes or any(shape[name] is None for shape in shapes):
         return None
     flops = [2 * s["m"] * s["n"] * s["k"] * s["count"] for s in shapes]
     return sum(flops) / sum(f / s[name] for f, s in zip(flops, shapes, strict=True))
 
 
-def _why_not(precision: str, device: torch.device) -> str | None:
+def why_not(precision: str, device: torch.device) -> str | None:
     capability = compute_capability(device)
     if precision == "tf32" and capability < (8, 0):
         return "needs an Ampere GPU or newer"
@@ -341,14 +341,14 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     )
 
 
-def _copy_rate(device: torch.device) -> float:
+def copy_rate(device: torch.device) -> float:
     size = min(2**30, free_memory_bytes(device) // 4) if device.type == "cuda" else 2**28
     source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
     return 2 * size / _seconds(lambda: target.copy_(source), device)
 
 
-def _product_rate(shape: dict, precision: str, device: torch.device) -> float:
+def product_rate(shape: dict, precision: str, device: torch.device) -> float:
     """FLOP/s of (M, K) times (K, N), both random: zeros draw less power and run faster."""
     m, n, k = shape["m"], shape["n"], shape["k"]
     dtype = torch.bfloat16 if precision in ("bf16", "fp8") else torch.float32

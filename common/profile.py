@@ -18,6 +18,7 @@ Categories of time, by kernel name (see CATEGORIES):
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 import os
@@ -109,6 +110,22 @@ def _chrome_trace(profiler: torch.profiler.profile) -> tuple[str, dict[str, list
     for event in json.loads(text, strict=False)["traceEvents"]:
         by_kind.setdefault(event.get("cat", ""), []).append(event)
     return text, by_kind
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """The most memory that one `step` holds at a time, beyond what there was: tensors, not the allocator's reserve."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = [event for kind in _chrome_trace(profiler)[1].values() for event in kind if event["name"] == "[memory]"]
+    changes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
+    return max(itertools.accumulate(changes), default=0)
 
 
 def write_chrome_trace(trace: Trace, path: Path) -> None:

@@ -34,7 +34,7 @@ def test_a_product_that_fails_is_a_note_and_the_rest_stands(monkeypatch):
     def broken(shape, precision, device):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried a lot\nmore")
 
-    monkeypatch.setattr(hardware, "_product_rate", broken)
+    monkeypatch.setattr(hardware, "product_rate", broken)
     roofs = hardware.measure_roofs({(8, 8, 8): 1}, CPU)
     assert roofs["fp32_flops_per_s"] is None and roofs["copy_bytes_per_s"] > 0
     assert "fp32 not measured: CUDA out of memory. Tried a lot" in roofs["notes"]

@@ -1,0 +1,149 @@
+"""What does fused attention save?
+
+Prediction for causal attention, forward and backward, of (B, H, T, D) tensors in 2-byte numbers. By hand, each kernel
+reads and writes (B, H, T, T) scores: 36 passes over them under autocast (19 without), counted in attention_traffic.py.
+At B 1, H 16, T 8192, D 128 that is 36 x 2.1 GB = 77 GB, 18 ms at 4.3 TB/s, besides 12 B H T^2 D = 1.6 TFLOP of
+products. Fused, q, k, v, o and their gradients travel once, 12 x 34 MB = 0.4 GB, 0.1 ms, and the half above the
+diagonal is not computed, 7 B H T^2 D = 1 TFLOP with the scores recomputed: bound by compute. So a pass over the
+scores costs T / D times one over q, and the gain grows with T; memory grows with T^2 by hand, with T fused.
+
+Predicted times are the bytes over the copy bandwidth and the FLOPs over the rate of a square product, both measured
+here: one after the other by hand, the longer of the two fused.
+
+Source: Dao et al., FlashAttention (2022), section 3; FlashAttention-2 (2023), section 3.1.
+Run:    python -m anatomy attention --lengths 256 1024 4096 16384 --batch 1 --nhead 16 --head-dim 128
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from anatomy.attention_traffic import analytic_attention_bytes, attention_by_hand, count_attention_bytes
+from anatomy.experiment import Result, Table, default_size, ms, positive, seconds
+from common import hardware, profile
+from common.benchmark import one_line, out_of_memory
+
+BACKENDS = {
+    "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "SDPA flash": SDPBackend.FLASH_ATTENTION,
+    "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "SDPA math": SDPBackend.MATH,  # not fused: the fallback
+}
+COUNTED = (1, 16, 2048, 128)  # B, H, T, D of the DRAM counters
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    lengths = "sequence lengths T, tokens (default: 256 to 16384 on a GPU, to 2048 on a CPU)"
+    parser.add_argument("--lengths", type=positive, nargs="+", metavar="T", help=lengths)
+    parser.add_argument("--batch", type=positive, default=1, metavar="B", help="sequences (default: 1)")
+    parser.add_argument("--nhead", type=positive, metavar="H", help="heads (default: 16 on a GPU, 4 on a CPU)")
+    head_dim = "numbers per head (default: 128 on a GPU, 64 on a CPU)"
+    parser.add_argument("--head-dim", type=positive, metavar="D", help=head_dim)
+
+
+def run(args: argparse.Namespace) -> Result:
+    device = args.device
+    gpu_dtype = torch.bfloat16 if hardware.has_bf16_matrix_instructions(device) else torch.float16
+    dtype = args.dtype or (gpu_dtype if device.type == "cuda" else torch.float32)
+    longest = default_size(args, quick=512, cpu=2048, gpu=16384)
+    lengths = sorted(set(args.lengths or [T for T in (2**i for i in range(8, 15)) if longest >= T]))
+    B = args.batch
+    H, D = args.nhead or default_size(args, 4, 4, 16), args.head_dim or default_size(args, 64, 64, 128)
+    autocast = dtype in (torch.bfloat16, torch.float16)
+    copy_rate = hardware.copy_rate(device)
+    edge = default_size(args, quick=512, cpu=1024, gpu=8192)
+    product_rate = hardware.product_rate(dict.fromkeys("mnk", edge), "bf16" if autocast else "fp32", device)
+    found, missing, rows = {}, {}, []
+    for T in lengths:
+        for name in ("by hand", *BACKENDS):
+            if name in missing:
+                continue
+            fused = name not in ("by hand", "SDPA math")
+            which = "fused" if fused else "by hand"
+            n_bytes = analytic_attention_bytes(which, B, H, T, D, dtype.itemsize, autocast)
+            moving, computing = n_bytes / copy_rate, (7 if fused else 12) * B * H * T * T * D / product_rate
+            row = {"bytes": n_bytes, "predicted_s": max(moving, computing) if fused else moving + computing}
+            try:
+                row |= measure(name, (B, H, T, D), device, dtype, autocast, args.iters)
+            except RuntimeError as error:
+                if out_of_memory(error):
+                    rows.append([str(T), name, "out of memory", *["-"] * 3])
+                else:  # this backend has no kernel here, whatever the length
+                    missing[name] = one_line(error)
+                continue
+            found.setdefault(name, {})[T] = row
+            rows.append([str(T), name, ms(row["seconds"]), ms(row["predicted_s"])])
+            rows[-1] += [f"{row['peak_bytes'] / 2**20:.1f}", f"{n_bytes / 1e9:.3f}"]
+    rows += [["all", name, "no kernel here", *["-"] * 3] for name in missing]
+    headers = ["T", "attention", "ms", "predicted ms", "peak MiB", "least GB"]
+    title = f"Causal attention, forward and backward, B {B}, H {H}, D {D}, {dtype}{', autocast' * autocast}"
+    tables, counted = [Table(title, headers, rows)], count(device)
+    if "bytes" in counted:
+        counts = [[which, *(f"{n / 1e9:.2f}" for n in pair)] for which, pair in counted["bytes"].items()]
+        title = "DRAM bytes at B {}, H {}, T {}, D {}, bfloat16".format(*COUNTED)
+        tables.append(Table(title, ["attention", "least GB", "counted GB"], counts))
+    figures = {"B": B, "H": H, "D": D, "attention": found, "missing": missing, "counters": counted}
+    return Result(tables, [*sentences(found), counted["said"]], figures)
+
+
+def measure(name: str, shape: tuple, device: torch.device, dtype: torch.dtype, autocast: bool, iters: int) -> dict:
+    """Time and peak memory of one forward and backward. Raises RuntimeError where there is no kernel or memory."""
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    toward = torch.randn_like(q)
+
+    def step():
+        with torch.autocast(device.type, dtype, enabled=autocast):
+            if name == "by hand":
+                y = attention_by_hand(q, k, v)
+            else:
+                with sdpa_kernel(BACKENDS[name]):
+                    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(y, (q, k, v), toward)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # why a backend cannot run: the error says so, too
+        step()
+        return {"peak_bytes": profile.peak_bytes(step, device), "seconds": seconds(step, iters)}
+
+
+def count(device: torch.device) -> dict:
+    """DRAM bytes, least and counted, where the GPU's counters can be read; `said` sums it up or says why not."""
+    if device.type != "cuda":
+        return {"said": "DRAM counters need a GPU; the bytes above are the least that must move."}
+    torch.cuda.empty_cache()  # the process under the counters needs memory, too
+    try:
+        pairs = {
+            which: (analytic_attention_bytes(which, *COUNTED), count_attention_bytes(which, COUNTED))
+            for which in ("by hand", "fused")
+        }
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"said": f"No DRAM counters: {one_line(error)}"}
+    ratio = pairs["by hand"][1] / pairs["fused"][1]
+    return {"bytes": pairs, "said": f"By the counters attention by hand moved {ratio:.0f} times the bytes of fused."}
+
+
+def sentences(found: dict[str, dict[int, dict]]) -> list[str]:
+    byhand, fused = found.get("by hand", {}), {n: r for n, r in found.items() if n not in ("by hand", "SDPA math")}
+    both = sorted(T for T in byhand if any(T in rows for rows in fused.values()))
+    if not both:
+        return ["No length ran both by hand and fused, so nothing is compared."]
+    said = []
+    for T in dict.fromkeys((both[0], both[-1])):
+        best = min((n for n in fused if T in fused[n]), key=lambda n: fused[n][T]["seconds"])
+        time, predicted, memory = (byhand[T][k] / fused[best][T][k] for k in ("seconds", "predicted_s", "peak_bytes"))
+        said.append(
+            f"At T {T} attention by hand takes {time:.1f} times as long as {best}, the fastest fused kernel here "
+            f"({predicted:.1f} predicted), and {memory:.1f} times the memory."
+        )
+    if both[0] < both[-1]:
+        grown = {n: found[n][both[-1]]["peak_bytes"] / rows[both[0]]["peak_bytes"]
+                 for n, rows in found.items() if n in ("by hand", best) and both[0] in rows}  # fmt: skip
+        by_kind = " and ".join(f"x{ratio:.1f} {name}" for name, ratio in grown.items())
+        said.append(f"From T {both[0]} to {both[-1]}, x{both[-1] / both[0]:g}, peak memory grew {by_kind}.")
+    return said

@@ -1,0 +1,142 @@
+"""When is an operation compute-bound, and when memory-bound?
+
+Prediction. An operation of F FLOPs that moves Q bytes takes at least F / peak and at least Q / bandwidth seconds: it
+can reach min(peak, F / Q x bandwidth). The two meet at the ridge, peak / bandwidth: with 700 TFLOP/s in BF16 and
+4.2 TB/s that is 167 FLOP per byte. Intensities F / Q for numbers of b bytes, input read and output written once:
+
+- ReLU 1 / 2b, softmax 5 / 2b, LayerNorm 8 / 2b: 0.25 to 2 in BF16, far left of the ridge;
+- a product of (n, n) matrices: 2 n^3 / 3 n^2 b = 2n / 3b, so in BF16 it crosses 167 at n = 500;
+- causal attention, fused: 2 B H T^2 D / 4 B H T D b = T / 2b, so at T = 670.
+
+So more FLOPs need not take longer: a product of n = 1024 has 2.1 GFLOP and 6 MB, ReLU on 2^26 numbers 0.07 GFLOP and
+268 MB, which takes 64 us where the product could take 3. Ceilings are measured here: a large copy, a large product.
+
+Source: Williams, Waterman, Patterson, Roofline (CACM 2009).
+Run:    python -m anatomy roofline --numbers 67108864 --edges 256 1024 4096 --length 2048
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from anatomy.experiment import Refused, Result, Table, default_size, plot, positive, seconds, us
+from common import hardware
+
+CHANNELS, HEAD_DIM = 1024, 64
+PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # FP16 runs at BF16's rate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    numbers = "numbers that ReLU, softmax and LayerNorm take (default: 2^26 on a GPU, 2^23 on a CPU)"
+    parser.add_argument("--numbers", type=positive, metavar="N", help=numbers + f", a multiple of {CHANNELS}")
+    edges = "edges of square products (default: 256 to 8192 on a GPU, 32 to 1024 on a CPU)"
+    parser.add_argument("--edges", type=positive, nargs="+", metavar="N", help=edges)
+    length = "tokens of attention, B 1, H 16, D 64 (default: 4096 on a GPU, 1024 on a CPU)"
+    parser.add_argument("--length", type=positive, metavar="T", help=length)
+
+
+def operations(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, tuple]:
+    """Name: function, FLOPs, bytes that it must move at least."""
+    rand = partial(torch.randn, device=args.device, dtype=dtype)
+    N, size = args.numbers or default_size(args, 2**22, 2**23, 2**26), dtype.itemsize
+    if N % CHANNELS:
+        raise Refused(f"--numbers {N} is not a multiple of {CHANNELS}, the length of a row")
+    x = rand(N // CHANNELS, CHANNELS)
+    weight, bias = rand(CHANNELS), rand(CHANNELS)
+    found = {
+        "ReLU": (lambda: torch.relu(x), N, 2 * N * size),
+        "softmax": (lambda: x.softmax(-1), 5 * N, 2 * N * size),  # max, subtract, exp, sum, divide
+        "LayerNorm": (lambda: F.layer_norm(x, (CHANNELS,), weight, bias), 8 * N, 2 * N * size),
+    }
+    default = [2**i for i in range(8, 14)] if args.device.type == "cuda" else [32, 128, 512, 1024]
+    for n in sorted(set(args.edges or default[: 3 if args.quick and args.device.type == "cpu" else None])):
+        a, b = rand(n, n), rand(n, n)
+        found[f"product n {n}"] = (partial(torch.matmul, a, b), 2 * n**3, 3 * n * n * size)
+    H, D, T = 16, HEAD_DIM, args.length or default_size(args, 512, 1024, 4096)
+    q, k, v = rand(3, 1, H, T, D)
+    attention = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    found[f"attention T {T}"] = (attention, 2 * H * T * T * D, 4 * H * T * D * size)
+    return found
+
+
+def run(args: argparse.Namespace) -> Result:
+    fast = args.device.type == "cuda" and hardware.has_bf16_matrix_instructions(args.device)
+    dtype = args.dtype or (torch.bfloat16 if fast else torch.float32)
+    if dtype not in PRECISION:
+        raise Refused(f"--dtype {str(dtype)[6:]} has no measured ceiling: float32, bfloat16 or float16")
+    todo = operations(args, dtype)
+    roofs = hardware.measure_roofs({}, args.device)
+    bandwidth, ceilings = (
+        roofs["copy_bytes_per_s"],
+        {p: roofs["square"][f"{p}_flops_per_s"] for p in hardware.PRECISIONS},
+    )
+    peak = ceilings[PRECISION[dtype]]
+    if not (bandwidth and peak):
+        raise Refused(f"no ceiling for {dtype}: {'; '.join(roofs['notes'])}")
+    rows = []
+    for precision, rate in ceilings.items():
+        why = next((note.partition(": ")[2] for note in roofs["notes"] if note.startswith(precision)), "")
+        rows.append([precision, *([f"{rate / 1e12:.3g}", f"{rate / bandwidth:.1f}"] if rate else [why, "-"])])
+    title = f"Ceilings: copy {bandwidth / 1e9:.1f} GB/s, and products of edge {roofs['square']['m']}"
+    tables, found = [Table(title, ["precision", "TFLOP/s", "ridge FLOP/byte"], rows)], {}
+    rows = []
+    for name, (function, flops, n_bytes) in todo.items():
+        row = {"flops": flops, "bytes": n_bytes, "intensity": flops / n_bytes, "seconds": seconds(function, args.iters)}
+        row["bound"] = "memory" if row["intensity"] < peak / bandwidth else "compute"
+        row["predicted_s"] = max(flops / peak, n_bytes / bandwidth)
+        row["of_roof"] = row["predicted_s"] / row["seconds"]
+        found[name] = row
+        rows.append([name, f"{flops / 1e9:.3g}", f"{n_bytes / 1e6:.3g}", f"{row['intensity']:.3g}", row["bound"]])
+        rows[-1] += [us(row["predicted_s"]), us(row["seconds"]), f"{flops / row['seconds'] / 1e9:.4g}"]
+        rows[-1].append(f"{row['of_roof']:.0%}")
+    headers = ["operation", "GFLOP", "MB", "FLOP/byte", "bound by", "least us", "measured us", "GFLOP/s", "of roof"]
+    tables.append(Table(f"Operations in {dtype}", headers, rows))
+    attached = plot("roofline.svg", partial(draw, found, bandwidth, ceilings))
+    said = sentences(found, peak / bandwidth) + ([] if attached else ["No plot: matplotlib is not installed."])
+    figures = {"copy_bytes_per_s": bandwidth, "ceilings": ceilings, "ridge": peak / bandwidth, "operations": found}
+    return Result(tables, said, figures, attached)
+
+
+def draw(found: dict, bandwidth: float, ceilings: dict, axes) -> None:
+    intensities = [row["intensity"] for row in found.values()]
+    ends = [min(intensities) / 2, max(*intensities, *(2 * rate / bandwidth for rate in ceilings.values() if rate)) * 2]
+    for precision, rate in ceilings.items():
+        if rate:  # rises to the ridge, then level
+            axes.plot(
+                [ends[0], rate / bandwidth, ends[1]], [ends[0] * bandwidth, rate, rate], label=f"{precision} roof"
+            )
+    for name, row in found.items():
+        point = (row["intensity"], row["flops"] / row["seconds"])
+        axes.plot(*point, "ko")
+        axes.annotate(name, point, textcoords="offset points", xytext=(5, -9), fontsize=8)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="FLOP/s", title="Roofline, measured")
+    axes.legend()
+
+
+def sentences(found: dict, ridge: float) -> list[str]:
+    compute = [name for name, row in found.items() if row["bound"] == "compute"]
+    low = [f"{name} ({row['of_roof']:.0%})" for name, row in found.items() if row["of_roof"] < 0.5]
+    high = [name for name, row in found.items() if row["of_roof"] > 1.1]
+    pairs = [
+        (a["flops"] / b["flops"], more, less) for more, a in found.items() for less, b in found.items()
+        if a["flops"] > b["flops"] and a["seconds"] < b["seconds"]
+    ]  # fmt: skip
+    said = [
+        f"The ridge is at {ridge:.1f} FLOP per byte; right of it, so compute-bound: {', '.join(compute) or 'none'}.",
+        f"Below half of the roof: {', '.join(low) or 'none'}"
+        + ("; what keeps them there, launches for example, a roofline does not show." if low else "."),
+    ]
+    if high:
+        said.append(
+            f"Above the roof: {', '.join(high)}; a cache held their bytes, or something slowed the measured ceiling."
+        )
+    if not pairs:
+        return [*said, "Here no operation with more FLOPs was faster than one with fewer."]
+    ratio, more, less = max(pairs)
+    time = found[more]["seconds"] / found[less]["seconds"]
+    said.append(f"More FLOPs, less time: {more} has {ratio:.0f} times the FLOPs of {less} and {time:.2f} of its time.")
+    return said

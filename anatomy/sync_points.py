@@ -1,0 +1,146 @@
+"""What does `.item()` cost?
+
+Prediction. The host queues kernels and runs ahead of the GPU. An operation that needs a value on the host waits until
+the queue is empty: it takes its own time (about 10 us: copy, wait, wake up) plus all that was queued before it. After
+one product of two (4096, 4096) FP32 matrices, 2 x 4096^3 = 0.14 TFLOP, that is 3 ms more at 50 TFLOP/s. A copy from
+pinned memory that does not block only queues: its own time, whatever runs. In a loop whose kernel is short, each
+iteration pays for `.item()` and the GPU idles meanwhile: iterations x the time of `.item()` with an empty queue.
+On a CPU there is no queue: nothing to wait for, only the call itself.
+
+Source: the PyTorch documentation on asynchronous execution (CUDA semantics) and on set_sync_debug_mode.
+Run:    python -m anatomy sync-points --work 4096 --numbers 262144 --loop 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from anatomy.experiment import Result, Table, default_size, ms, positive, seconds, us
+from common import profile
+from common.benchmark import synchronize
+
+TOLERANCE = 2.0  # of a prediction: what the host does in microseconds is noisy
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    work = "edge of the matrices of the large kernel (default: 4096 on a GPU, 1024 on a CPU)"
+    parser.add_argument("--work", type=positive, metavar="N", help=work)
+    numbers = "numbers that are copied or searched (default: 262144, 1 MiB in FP32)"
+    parser.add_argument("--numbers", type=positive, default=2**18, metavar="N", help=numbers)
+    parser.add_argument("--loop", type=positive, default=1000, metavar="N", help="iterations (default: 1000)")
+
+
+def run(args: argparse.Namespace) -> Result:
+    device, dtype = args.device, args.dtype or torch.float32
+    edge = args.work or default_size(args, quick=512, cpu=1024, gpu=4096)
+    left, right = torch.randn(2, edge, edge, device=device, dtype=dtype)
+    value, vector = torch.ones((), device=device, dtype=dtype), torch.ones(args.numbers, device=device, dtype=dtype)
+    queues = {
+        "empty queue": None,
+        "after a small kernel": lambda: value * 2,
+        "after a large kernel": lambda: left @ right,
+    }
+    large_s = seconds(queues["after a large kernel"], args.iters)
+    operations = {  # name: function, does it wait for the queue
+        "a kernel, for comparison": (lambda: value * 2, False),
+        ".item()": (value.item, True),
+        ".cpu()": (vector.cpu, True),
+        "print": (lambda: printed(value), True),
+        "nonzero": (vector.nonzero, True),
+        ".to(), blocking": (None, True),
+        ".to(), pinned and non-blocking": (None, False),
+    }
+    if gpu := device.type == "cuda":
+        pageable = torch.ones(args.numbers, dtype=dtype)
+        pinned = pageable.pin_memory()
+        operations[".to(), blocking"] = (lambda: pageable.to(device), True)
+        operations[".to(), pinned and non-blocking"] = (lambda: pinned.to(device, non_blocking=True), False)
+    found, rows = {}, []
+    for name, (operation, waits) in operations.items():
+        if operation is None:
+            rows.append([name, *["needs a GPU"] * 5])
+            continue
+        host_s = {queue: host_seconds(operation, work, device, args.iters) for queue, work in queues.items()}
+        # Waiting is predicted as what was queued, on top of the operation's own time.
+        predicted = host_s["empty queue"] + (large_s if waits and gpu else 0)
+        syncs = profile.count_host_syncs(operation) if gpu else None
+        found[name] = {"host_s": host_s, "waits": waits and gpu, "predicted_large_s": predicted, "host_syncs": syncs}
+        rows.append([name, *map(us, host_s.values()), us(predicted), "-" if syncs is None else str(syncs)])
+    loop = loop_seconds(value, args.loop, device, item_s=found[".item()"]["host_s"]["empty queue"])
+    figures = {"large_kernel_s": large_s, "operations": found, "loop": loop}
+    headers = ["operation", *(f"{queue} us" for queue in queues), "predicted after large us", "host syncs"]
+    title = f"Time on the host. The large kernel: a ({edge}, {edge}) product, {us(large_s)} us, {dtype}"
+    loops = [[name, ms(loop[f"{name}_s"]), ms(loop[f"{name}_predicted_s"])] for name in ("without", "with")]
+    loop_title = f"{args.loop} iterations of one small kernel, without and with .item() in each"
+    tables = [Table(title, headers, rows), Table(loop_title, [".item()", "ms", "predicted ms"], loops)]
+    return Result(tables, sentences(figures, gpu), figures)
+
+
+def printed(value: torch.Tensor) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        print(value)
+
+
+def host_seconds(operation: Callable, work: Callable | None, device: torch.device, iters: int) -> float:
+    """Median time until `operation` returns to the host, when `work` was queued right before it."""
+    times = []
+    for _ in range(iters + 1):
+        synchronize(device)
+        if work:
+            work()
+        begin = time.perf_counter()
+        operation()
+        times.append(time.perf_counter() - begin)
+    synchronize(device)
+    return statistics.median(times[1:])  # the first one warms up
+
+
+def loop_seconds(value: torch.Tensor, iterations: int, device: torch.device, item_s: float) -> dict:
+    """Both loops, median of three, each until the device is done; predicted from one iteration's parts."""
+
+    def loop(body: Callable[[], object]) -> float:
+        times = []
+        for _ in range(3):
+            synchronize(device)
+            begin = time.perf_counter()
+            for _ in range(iterations):
+                body()
+            synchronize(device)
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    kernel_s = seconds(lambda: value * 2, 100)
+    without, with_item = loop(lambda: value * 2), loop(lambda: (value * 2).item())
+    predicted = iterations * kernel_s
+    return {"iterations": iterations, "without_s": without, "without_predicted_s": predicted,
+            "with_s": with_item, "with_predicted_s": predicted + iterations * item_s}  # fmt: skip
+
+
+def sentences(figures: dict, gpu: bool) -> list[str]:
+    found, loop = figures["operations"], figures["loop"]
+    item = found[".item()"]["host_s"]
+    empty, large = item["empty queue"], item["after a large kernel"]
+    missed = [
+        name for name, row in found.items()
+        if not 1 / TOLERANCE <= row["host_s"]["after a large kernel"] / row["predicted_large_s"] <= TOLERANCE
+    ]  # fmt: skip
+    each = (loop["with_s"] - loop["without_s"]) / loop["iterations"]
+    return [
+        f".item() took {us(empty)} us with an empty queue and {us(large)} us after a large kernel of "
+        f"{us(figures['large_kernel_s'])} us"
+        + ("." if gpu else "; a CPU has finished that kernel before it goes on, so nothing is left to wait for."),
+        f"After the large kernel the prediction missed by more than {TOLERANCE:g}x for: {', '.join(missed)}."
+        if missed
+        else f"After the large kernel every operation is within {TOLERANCE:g}x of its prediction.",
+        f"In the loop .item() made each iteration {us(each)} us longer ({us(empty)} us were predicted): "
+        f"{loop['with_s'] / loop['without_s']:.1f} times the loop without it."
+        if each > 0
+        else "In the loop .item() cost less than the noise of this machine.",
+    ]

@@ -1,0 +1,314 @@
+"""Experiments of anatomy/: what holds by arithmetic or semantics, on a CPU; and what `python -m anatomy` promises."""
+
+import argparse
+import importlib
+import json
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from anatomy import experiment
+from common import hardware, profile
+
+cli = importlib.import_module("anatomy.__main__")
+CPU = torch.device("cpu")
+MINE = ("attention", "contiguity", "fusion", "memory-hierarchy", "precision", "roofline", "sync-points")
+
+
+def run(name: str, *words: str, iters: int = 5) -> experiment.Result:
+    """The experiment in quick form on a CPU; its figures and tables are fit for JSON."""
+    module = importlib.import_module(cli.module_name(name))
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    args = parser.parse_args(words)
+    args.device, args.dtype, args.iters, args.quick = CPU, None, iters, True
+    result = module.run(args)
+    json.dumps(result.record(), allow_nan=False)
+    for table in result.tables:
+        assert all(len(row) == len(table.headers) for row in table.rows), table.title
+        assert all(isinstance(cell, str) for row in table.rows for cell in row), table.title
+    assert result.sentences and all(sentence.endswith(".") for sentence in result.sentences)
+    return result
+
+
+# --- experiments ----------------------------------------------------------------------------------
+
+
+def test_fusion_counts_bytes_and_launches():
+    N = 2**16
+    result = run("fusion", "--numbers", str(N), "--edge", "64")
+    cases = result.figures["cases"]
+    chain = cases["sigmoid(relu(x*w+b))"]
+    assert (chain["eager"]["bytes"], chain["compiled"]["bytes"]) == (40 * N, 16 * N)
+    assert (chain["eager"]["launches"], chain["compiled"]["launches"]) == (4, 1)
+    assert chain["eager"]["predicted_s"] / chain["compiled"]["predicted_s"] == pytest.approx(2.5)
+    for same in ("x / x.sum()", "relu(x)"):  # nothing to save
+        assert cases[same]["eager"]["bytes"] == cases[same]["compiled"]["bytes"]
+    loop, together = (cases["64 small x*2"][variant] for variant in ("eager", "_foreach_mul"))
+    assert loop["launches"] == 64 and together["launches"] == 1 and loop["bytes"] == together["bytes"]
+    assert cases["relu(A@B+c)"]["eager"]["launches"] == 3
+    (code,) = result.listings.values()
+    assert 'extern "C"' in code and "sigmoid" not in code.splitlines()[0]
+    by_hand = next(row for row in result.tables[0].rows if row[1] == "Triton by hand")
+    assert "Triton" in by_hand[5] or "GPU" in by_hand[5]
+
+
+def test_fusion_without_a_compiler_has_rows_that_say_so(monkeypatch):
+    module = importlib.import_module("anatomy.fusion")
+
+    def broken(*_):
+        raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found in ...")
+
+    monkeypatch.setattr(module, "run_and_get_code", broken)
+    result = run("fusion", "--numbers", "4096", "--edge", "32")
+    told = [row for row in result.tables[0].rows if row[1] == "compiled"]
+    assert len(told) == 4 and all("C++ compiler" in row[5] for row in told) and not result.listings
+
+
+def test_attention_by_hand_moves_the_scores():
+    result = run("attention", "--lengths", "256", "512", "--nhead", "2", "--head-dim", "16")
+    found = result.figures["attention"]
+    tensor, scores = 4 * 2 * 512 * 16, 4 * 2 * 512 * 512
+    assert found["SDPA flash"][512]["bytes"] == 12 * tensor
+    assert found["by hand"][512]["bytes"] == 12 * tensor + 19 * scores
+    assert found["by hand"][512]["peak_bytes"] > scores > found["SDPA flash"][512]["peak_bytes"]
+    grown = {
+        name: found[name][512]["peak_bytes"] / found[name][256]["peak_bytes"] for name in ("by hand", "SDPA flash")
+    }
+    assert grown["by hand"] > 3 > grown["SDPA flash"]
+    assert {"SDPA cuDNN", "SDPA efficient"} <= set(result.figures["missing"])
+    assert any("GPU" in sentence for sentence in result.sentences)
+
+
+def test_precision_orders_the_errors_and_knows_the_ranges():
+    result = run("precision", "--size", "128")
+    products, quantization = result.figures["products"], result.figures["quantization"]["recipes"]
+    error = {name: row["error"] for name, row in products.items()}
+    assert error["FP64"] == 0 < error["FP32"] < error["FP16"] < error["BF16"] < error["FP8"]
+    assert error["TF32"] is None and "Ampere" in products["TF32"]["reason"] and products["FP8"]["seconds"] is None
+    assert {name: row["bytes"] for name, row in products.items()} == {
+        "FP64": 24 * 128**2, "FP32": 12 * 128**2, "TF32": 12 * 128**2, "BF16": 6 * 128**2, "FP16": 6 * 128**2,
+        "FP8": 4 * 128**2,
+    }  # fmt: skip
+    for name in ("BF16", "FP16", "FP8"):
+        assert 0.5 < error[name] / products[name]["predicted_error"] < 2, name
+    for row in result.figures["ranges"].values():
+        assert row["lost"] == row["predicted_lost"]
+    assert result.figures["ranges"]["1e5"]["lost"][0] == "FP16"
+    delayed, current, blocks = quantization.values()
+    assert current["elsewhere"] > 2 * blocks["elsewhere"] and delayed["outlier"] > 0.9 > current["outlier"]
+
+
+def test_precision_with_a_dtype_has_that_format_beside_fp32():
+    module = importlib.import_module("anatomy.precision")
+    args = argparse.Namespace(dtype=torch.bfloat16, device=CPU, iters=5)
+    assert list(module.matrix_products(128, args)) == ["FP32", "BF16"]
+
+
+def test_contiguity_compares_the_same_numbers():
+    figures = run("contiguity", "--m", "64", "--n", "48", "--k", "32").figures
+    assert figures["view_shares_memory"] and figures["copy_bytes"] == 2 * 64 * 32 * 4
+    assert len(figures["operations"]) == 5
+    for found in figures["operations"].values():
+        low, high = found["predicted"]
+        assert found["holds"] == (low / 1.25 <= found["ratio"] <= high * 1.25)
+        assert found["ratio"] == found["view_s"] / found["contiguous_s"]
+
+
+def test_sync_points_has_a_row_for_what_needs_a_gpu():
+    result = run("sync-points", "--work", "64", "--numbers", "1024", "--loop", "20")
+    needs_gpu = [row[0] for row in result.tables[0].rows if "needs a GPU" in row]
+    assert needs_gpu == [".to(), blocking", ".to(), pinned and non-blocking"]
+    found = result.figures["operations"]
+    assert not any(row["waits"] for row in found.values()), "a CPU has no queue"
+    assert set(found[".item()"]["host_s"]) == {"empty queue", "after a small kernel", "after a large kernel"}
+    assert result.figures["loop"]["iterations"] == 20 and "finished" in result.sentences[0]
+
+
+def test_roofline_is_arithmetic_where_it_can_be():
+    result = run("roofline", "--numbers", "65536", "--edges", "16", "256", "--length", "64")
+    found, ridge = result.figures["operations"], result.figures["ridge"]
+    assert found["product n 256"]["intensity"] == pytest.approx(2 * 256 / 12)
+    assert found["attention T 64"]["intensity"] == pytest.approx(64 / 8)
+    assert found["ReLU"]["intensity"] == 1 / 8 and found["LayerNorm"]["flops"] == 8 * 65536
+    for row in found.values():
+        assert row["bound"] == ("memory" if row["intensity"] < ridge else "compute")
+    assert result.figures["ceilings"]["fp8"] is None
+    assert any("needs an Ada" in cell for row in result.tables[0].rows for cell in row)
+
+
+def test_roofline_refuses_what_has_no_ceiling(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.run_one("roofline", ["--device", "cpu", "--quick", "--dtype", "float64"])
+    assert caught.value.code == 2 and "float64 has no measured ceiling" in capsys.readouterr().err
+
+
+def test_memory_hierarchy_ends_with_the_largest_set():
+    module = importlib.import_module("anatomy.memory_hierarchy")
+    assert module.working_sets(2**16, 2**20, 4) == [2**16, 2**18, 2**20]
+    result = run("memory-hierarchy", "--smallest", "64", "--largest", "4")
+    sets = result.figures["working_sets"]
+    assert [row["bytes"] for row in sets] == [2**16, 2**18, 2**20, 2**22]
+    for row in sets:
+        assert row["bytes_per_s"] == row["bytes"] / row["seconds"]
+    levels = list(module.caches(CPU).values())
+    assert levels == sorted(levels)
+
+
+def test_memory_hierarchy_tells_steps_and_their_absence():
+    module = importlib.import_module("anatomy.memory_hierarchy")
+    rows = [{"bytes": b, "bytes_per_s": r, "level": lv, "call_bound": False} for b, r, lv in
+            [(2**20, 90e9, "L2"), (2**22, 80e9, "L2"), (2**24, 20e9, "DRAM")]]  # fmt: skip
+    assert "largest step, 4.0x, lies between 4 and 16 MiB, where L2 ends." in module.sentences(rows, {"L2": 2**23})[-1]
+    rising = [row | {"bytes_per_s": i + 1.0} for i, row in enumerate(rows)]
+    assert "does not hold" in module.sentences(rising, {})[1] and "no working set" in module.sentences(rising, {})[-1]
+
+
+# --- what they share ------------------------------------------------------------------------------
+
+
+def test_peak_memory_is_what_a_step_holds():
+    x = torch.ones(2**20)  # 4 MiB
+    assert profile.peak_bytes(lambda: ((x + 1) * 2).sum(), CPU) == pytest.approx(2 * 2**22, abs=1024)
+
+
+def test_launches_count_outermost_operators():
+    x = torch.ones(8)
+    assert experiment.launches(lambda: torch.relu(x * 2 + 1), CPU) == 3
+
+
+def test_a_plot_is_an_svg_or_nothing(monkeypatch):
+    pytest.importorskip("matplotlib")
+    assert experiment.plot("x.svg", lambda axes: axes.plot([1, 2], [3, 4]))["x.svg"].startswith("<?xml")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert experiment.plot("x.svg", lambda axes: None) == {}
+
+
+# --- python -m anatomy ----------------------------------------------------------------------------
+
+
+def test_the_list_has_a_question_for_each(capsys):
+    assert cli.main([]) == 0
+    said, found = capsys.readouterr().out, cli.experiments()
+    assert set(MINE) <= set(found)
+    for name, question in found.items():
+        assert question.endswith("?") and f"{name} " in said and question in said
+
+
+@pytest.mark.parametrize("name", MINE)
+def test_each_has_a_prediction_a_source_a_run_line_and_is_short(name):
+    path = ROOT / "anatomy" / f"{name.replace('-', '_')}.py"
+    text = path.read_text()
+    head = text.split('"""')[1]
+    assert "Prediction" in head and "Source:" in head and f"python -m anatomy {name}" in head
+    assert len(text.splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nonsense"], "no experiment is named 'nonsense'"),
+        (["contiguity", "--m", "0"], "'0' is not a whole number"),
+        (["precision", "--size", "100", "--device", "cpu"], "not a multiple of 128"),
+        (["fusion", "--dtype", "int3"], "--dtype"),
+        (["fusion", "--device", "tpu"], "--device tpu"),
+        (["memory-hierarchy", "--smallest", "9999", "--largest", "1", "--device", "cpu"], "larger than"),
+        (["contiguity", "--device", "cpu", "--output", "/proc/no/such"], "--output"),
+        (["all", "--limit", "0"], "--limit"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, said, capsys):
+    try:
+        code = cli.main(words)
+    except SystemExit as error:
+        code = error.code
+    err = capsys.readouterr().err
+    assert code == 2 and said in err and err.count("\n") == 1
+
+
+def test_no_gpu_is_one_line(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["contiguity", "--device", "cuda"])
+    err = capsys.readouterr().err
+    assert caught.value.code == 2 and err.count("\n") == 1 and "CUDA" in err
+
+
+def test_a_missing_compiler_is_exit_code_2_and_a_failure_1(monkeypatch, capsys):
+    module = importlib.import_module("anatomy.contiguity")
+
+    def raising(error):
+        def run(args):
+            raise error
+
+        return run
+
+    monkeypatch.setattr(module, "run", raising(RuntimeError("No working C++ compiler found in x")))
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["contiguity", "--device", "cpu"])
+    assert caught.value.code == 2 and "install one" in capsys.readouterr().err
+    monkeypatch.setattr(module, "run", raising(RuntimeError("CUDA out of memory")))
+    assert cli.main(["contiguity", "--device", "cpu"]) == 1 and "smaller sizes" in capsys.readouterr().err
+    monkeypatch.setattr(module, "run", raising(ValueError("boom\nmore")))
+    assert cli.main(["contiguity", "--device", "cpu"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("ValueError: boom")
+
+
+def test_output_is_a_record_without_the_paths_of_this_machine(tmp_path, capsys):
+    words = ["contiguity", "--device", "cpu", "--quick", "--m", "32", "--n", "32", "--k", "32"]
+    assert cli.main([*words, "--output", str(tmp_path / "x.json")]) == 0
+    record = json.loads((tmp_path / "x.json").read_text())
+    assert record["experiment"] == "contiguity" and record["command"] == "python -m anatomy " + " ".join(words)
+    assert record["environment"]["device_type"] == "cpu" and record["tables"] and record["sentences"]
+    assert record["sentences"][0] in capsys.readouterr().out
+
+
+def fake_command(name, shared, output):
+    """In place of an experiment's process: a good one, and four that end badly."""
+    record = {
+        "experiment": name, "question": "Does it?", "command": "python -m anatomy good", "started_at": "now",
+        "environment": {"device": "x", "torch": "2"}, "tables": [{"title": "T", "headers": ["a"], "rows": [["1"]]}],
+        "sentences": ["It does."], "figures": {}, "attachments": ["x.svg"], "listings": {"Code:": "a = 1"},
+    }  # fmt: skip
+    ends = {
+        "bad": "import sys; print('Traceback'); sys.exit('python -m anatomy bad: error: it broke')",
+        "refuses": "import sys; print('python -m anatomy refuses: error: no Triton', file=sys.stderr); sys.exit(2)",
+        "slow": "import time; time.sleep(60)",
+        "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "good": f"import pathlib; pathlib.Path({str(output)!r}).write_text({json.dumps(record)!r})",
+    }
+    return [sys.executable, "-c", ends[name]]
+
+
+def test_all_goes_on_after_a_failure(monkeypatch, capsys, tmp_path):
+    names = ("bad", "refuses", "slow", "killed", "good")
+    monkeypatch.setattr(cli, "experiments", lambda: {name: f"What about {name}?" for name in names})
+    monkeypatch.setattr(cli, "child_command", fake_command)
+    assert cli.main(["all", "--device", "cpu", "--limit", "2", "--output", str(tmp_path / "run")]) == 1
+    index = (tmp_path / "run" / "anatomy.md").read_text()
+    for expected in ("it broke", "cannot run (exit code 2): no Triton", "took longer than 2 s", "SIGKILL", "It does."):
+        assert expected in index, expected
+    page = (tmp_path / "run" / "good.md").read_text()
+    assert "| a   |" in page and "![x.svg](x.svg)" in page and "    a = 1" in page
+    assert "it broke" in (tmp_path / "run" / "bad.md").read_text() and "it broke" in capsys.readouterr().out
+
+
+def test_all_is_0_where_all_came_to_a_result(monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "experiments", lambda: {"good": "Does it?"})
+    monkeypatch.setattr(cli, "child_command", fake_command)
+    assert cli.main(["all", "--device", "cpu", "--output", str(tmp_path)]) == 0
+
+
+def test_a_child_gets_the_quick_form_and_its_device():
+    command = cli.child_command("fusion", ["--device", "cpu", "--quick"], ROOT / "x.json")
+    assert command[1:6] == ["-m", "anatomy", "fusion", "--device", "cpu"] and command[-1].endswith("x.json")
+
+
+def test_bf16_is_refused_where_a_gpu_lacks_it(monkeypatch):
+    monkeypatch.setattr(hardware, "has_bf16_matrix_instructions", lambda device: False)
+    cli.refuse_missing_dtype(torch.bfloat16, CPU)  # a CPU emulates it
+    with pytest.raises(experiment.Refused, match="Ampere"):
+        cli.refuse_missing_dtype(torch.bfloat16, torch.device("cuda"))
