@@ -27,6 +27,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from anatomy.attention_traffic import attention_by_hand
 from anatomy.experiment import Refused, Result, Table, positive
+from common.benchmark import one_line
 
 
 class CausalSelfAttention(nn.Module):
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> Result:
         try:
             seen = [observe(block, torch.randn(b, t, C, device=args.device, dtype=dtype)) for b, t in shapes]
         except TorchDynamoException as error:
-            sentences.append(f"Compiled is missing: {str(error).strip().splitlines()[0]}")
+            sentences.append(f"Compiled is missing: {one_line(error)}.")
             continue
         pictures |= draw(seen[0][0], f"autograd-{name.replace(' ', '-')}") if args.picture else {}
         cells = [{"nodes": len(edges), "saved_bytes": saved} for edges, saved in seen]

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> Result:
         found[mode] = {"cold": cold, "warm": warm}
         if reason := cold.get("reason") or warm.get("reason"):
             rows.append([mode, predicted[mode], *["-"] * 6])
-            sentences.append(f"{mode} did not run: {reason}")
+            sentences.append(f"{mode} did not run: {reason}.")
             continue
         first, again, step = cold["first_steps_s"], warm["first_steps_s"], warm["step_s"]
         times = [f"{step * 1e3:.2f}", f"{first:.1f}", f"< {first / 2:.1f}", f"{again:.1f}"]

@@ -23,6 +23,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 
 from anatomy.experiment import Result, Table, positive, seconds
+from common.benchmark import one_line
 
 
 def first_half(x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> Result:
                 times = {"broken_s": timed(broken, x, args), "mended_s": timed(mended, x, args)}
             except TorchDynamoException as error:  # no compiler: what was detected stands
                 times = {"broken_s": None, "mended_s": None}
-                sentences = [f"No times: {str(error).strip().splitlines()[0]}"]
+                sentences = [f"No times: {one_line(error)}."]
             finally:
                 logging.disable(logging.NOTSET)
         found[name] = {"breaks": breaks, "reason": reason, "line": line, "breaks_mended": left, "same_result": same}

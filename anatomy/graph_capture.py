@@ -26,6 +26,7 @@ import torch.nn as nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 
 from anatomy.experiment import Result, Table, positive
+from common.benchmark import one_line
 
 
 class Branching(nn.Module):
@@ -104,7 +105,7 @@ def capture(tool: str, x: torch.Tensor) -> dict:
             found["first"], found["other"] = (torch.equal(captured(t), model(t)) for t in (x, -x))
             found["captured"] = describe()
         except Exception as error:  # each tool has exceptions of its own: what it refuses is the finding
-            found["reason"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            found["reason"] = f"{type(error).__name__}: {one_line(error)}"
         finally:
             logging.disable(logging.NOTSET)
     deprecated = (str(w.message) for w in caught if issubclass(w.category, (DeprecationWarning, FutureWarning)))
@@ -129,7 +130,7 @@ def run(args: argparse.Namespace) -> Result:
         rows.append([tool, *(f"{p} / {m}" for p, m in zip(predicted, measured, strict=True))])
         notes = [f"refuses: {cell['reason']}"] if cell["reason"] else []
         notes += ["deprecated: " + cell["deprecated"]] if cell["deprecated"] else []
-        sentences += [f"{tool} {note}" for note in notes]
+        sentences += [f"{tool} {note.rstrip('.')}." for note in notes]
     wrong = [tool for tool, cell in found.items() if cell["other"] is False]
     warned = [f"{tool} ({'with' if found[tool]['warned'] else 'without'} a warning at capture)" for tool in wrong]
     sentences.insert(0, f"Wrong on the other side without an error: {', '.join(warned) or 'none'}.")

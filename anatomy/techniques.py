@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anatomy.attention_traffic import attention_by_hand, attention_fused
 from anatomy.experiment import Result, Table, positive, seconds
+from common.benchmark import one_line
 from common.hardware import has_bf16_matrix_instructions
 from common.model import GPTConfig
 
@@ -124,7 +125,7 @@ def compare(build: Callable, args: argparse.Namespace, speed: tuple, memory: tup
         found = {"memory": peak_bytes(technique, args.device) / peak_bytes(plain, args.device)}
         found["speed"] = seconds(plain, args.iters) / seconds(technique, args.iters)
     except (RuntimeError, TorchDynamoException) as error:
-        return {"reason": str(error).strip().splitlines()[0]}
+        return {"reason": one_line(error)}
     return found | {"holds": found["speed"] >= speed[0] and (memory is None or found["memory"] <= memory[1])}
 
 
