@@ -86,28 +86,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     gpu, load = args.device.type == "cuda", float(args.load)
-    timed, rows = (
-        args.batches or (24 if args.quick else 100),
-        args.rows or (1024 if gpu else 64),
-    )  # the queue lies in /dev/shm
+    timed = args.batches or (24 if args.quick else 100)
+    rows = args.rows or (1024 if gpu else 64)  # few: the queue lies in /dev/shm, which containers keep small
     step, alone = training_step(args.step, args.device)
 
     def cell(workers: int, pinned: bool, predicted: float, prefetch: int = 2, irregular: bool = False) -> dict:
         skip = workers * prefetch + 1
-        dataset = (
-            Waiting(timed + skip, max(1, rows // 16), load / 2, True)
-            if irregular
-            else Waiting(timed + skip, rows, load)
-        )
+        small, quicker = (max(1, rows // 16), load / 2) if irregular else (rows, load)
+        dataset = Waiting(timed + skip, small, quicker, irregular)
         how = {"num_workers": workers, "pin_memory": pinned, "prefetch_factor": prefetch if workers else None}
-        found = {
-            "workers": workers,
-            "pinned": pinned,
-            "prefetch": prefetch if workers else 0,
-            "predicted_ms": predicted,
-        }
-        found["measured_ms"] = ms_per_batch(step, dataset, args.device, skip, **how)
-        return found | {"stalls": found["measured_ms"] > STALL * alone}
+        measured = ms_per_batch(step, dataset, args.device, skip, **how)
+        found = {"workers": workers, "pinned": pinned, "prefetch": prefetch if workers else 0}
+        return found | {"predicted_ms": predicted, "measured_ms": measured, "stalls": measured > STALL * alone}
 
     enough = math.ceil(load / alone) + 1  # one more than make batches as fast as the step takes them
     pageable = [cell(0, False, load + alone)]
@@ -120,9 +110,8 @@ def run(args: argparse.Namespace) -> Result:
         for prefetch in (1, 2, 8)
     ]
     tables = [table(f"Every batch takes {load:.0f} ms to load, a step {alone:.1f} ms alone", pageable + pinned, alone)]
-    tables.append(
-        table(f"Loading takes {mean:.1f} ms on average, each {SLOW_EVERY}th batch {slow:.0f}", irregular, alone)
-    )
+    title = f"Loading takes {mean:.1f} ms on average, each {SLOW_EVERY}th batch {slow:.0f}"
+    tables.append(table(title, irregular, alone))
     flowing = [c["workers"] for c in pageable if not c["stalls"]]
     cured = [c["prefetch"] for c in irregular if not c["stalls"]]
     sentences = [
@@ -137,7 +126,9 @@ def run(args: argparse.Namespace) -> Result:
     ]
     if gpu:
         gains = [p["measured_ms"] - c["measured_ms"] for p, c in ((pageable[0], pinned[0]), (pageable[-1], pinned[-1]))]
-        sentences.append(f"Pinned memory takes off {gains[0]:.1f} ms without workers, {gains[1]:.1f} ms with {enough}.")
+        sentences.append(
+            f"Pinned memory changes a step by {-gains[0]:+.1f} ms without workers, {-gains[1]:+.1f} with {enough}."
+        )
     else:
         sentences.append("On a CPU the step only waits, as a GPU's host would; pinned memory needs a GPU: not tried.")
     figures = {"step_alone_ms": alone, "load_ms": load, "batches": timed, "rows": rows}

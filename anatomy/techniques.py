@@ -1,10 +1,9 @@
 """Do the usual claims about speed and memory hold here?
 
-Prediction: the claims of tutorials and papers, as ratios to the plain form, stand in CLAIMS with what they rest on.
-Checkpointing, for example, runs forward twice, and backward counts two: 3 passes against 4 are 0.75x. Memory is what
-forward and backward allocate at their peak above weights, their gradients and inputs.
-Source: PyTorch's performance tuning guide, AMP recipe and channels-last tutorial, its blog on CUDA graphs; Dao et al.,
-2022 (FlashAttention); Chen et al., 2016 (checkpointing).
+Prediction: CLAIMS has what tutorials and papers claim, as ratios to the plain form, and why. Checkpointing, for example,
+runs forward twice, and backward counts two: 3 passes against 4 are 0.75x. A claim holds where speed is at least the
+lower end and memory at most the upper one: the peak of forward and backward above weights, their gradients and inputs.
+Source: PyTorch's tuning guide, AMP recipe, channels-last tutorial, CUDA graphs blog; FlashAttention (Dao et al., 2022).
 
     python -m anatomy techniques [--only NAME ...] [--layers N] [--batch B] [--seq T] [--dmodel C]
 """
@@ -40,25 +39,21 @@ CLAIMS = {  # technique -> (speed from, to), (memory from, to), why
     "channels-last": ((1.1, 1.3), None, "the convolutions' own layout, no transposes"),
     "gradient accumulation": ((0.9, 1.0), (0.2, 0.3), "activations of 1 part in 4 at a time"),
 }
-PARTS = 4
 
 
 def peak_bytes(work: Callable, device: torch.device) -> int:
     """Bytes that `work` allocates at its peak above what is there before it."""
     work()  # gradients are there from now on
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         work()
-        torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its stages on stderr tell a reader nothing
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes.sort(key=lambda event: event.start_ns())
-    return max(accumulate((event.nbytes() for event in changes), initial=0))
+    return max(accumulate((e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())), initial=0))
 
 
 def checkpointed(blocks: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
@@ -71,9 +66,8 @@ def pairs(args: argparse.Namespace, layers: int, B: int, T: int, C: int) -> dict
     """Technique -> what builds (plain, technique), each a forward and backward; in BF16 on a GPU, as on the ladder."""
     device, dtype, gpu = args.device, args.dtype or torch.float32, args.device.type == "cuda"
     bf16 = has_bf16_matrix_instructions(device) and dtype is torch.float32
-    config = GPTConfig(layers, 1 if C % 64 else C // 64, C, T, vocab_size=256)
-    Block = importlib.import_module("2_sdpa").Block
-    blocks = nn.Sequential(*(Block(config) for _ in range(layers))).to(device, dtype)
+    config, step_2 = GPTConfig(layers, 1 if C % 64 else C // 64, C, T, 256), importlib.import_module("2_sdpa")
+    blocks = nn.Sequential(*(step_2.Block(config) for _ in range(layers))).to(device, dtype)
     x = torch.randn(B, T, C, device=device, dtype=dtype)
 
     def step(model: Callable, x: torch.Tensor = x, amp: bool = gpu and bf16, parts: int = 1) -> Callable:
@@ -86,42 +80,36 @@ def pairs(args: argparse.Namespace, layers: int, B: int, T: int, C: int) -> dict
         return forward_backward
 
     def attention() -> tuple[Callable, Callable]:
-        narrow = torch.bfloat16 if gpu and bf16 else dtype
-        shape = (B, config.n_head, T, config.head_dim)
-        q, k, v = (torch.randn(shape, device=device, dtype=narrow, requires_grad=True) for _ in range(3))
+        how = {"device": device, "dtype": torch.bfloat16 if gpu and bf16 else dtype, "requires_grad": True}
+        q, k, v = (torch.randn(B, config.n_head, T, config.head_dim, **how) for _ in range(3))
         return tuple(step(lambda _, a=a: a(q, k, v)) for a in (attention_by_hand, attention_fused))
 
     def graphs() -> tuple[Callable, Callable]:
-        small = nn.Sequential(*(m for _ in range(16) for m in (nn.Linear(64, 64), nn.ReLU()))).to(device)
-        few = torch.randn(64, 64, device=device)
+        small, few = nn.Sequential(*[nn.Linear(64, 64), nn.ReLU()] * 16).to(device), torch.randn(64, 64, device=device)
         graphed = torch.cuda.make_graphed_callables(copy.deepcopy(small), (few,))
         return step(small, few, amp=False), step(graphed, few, amp=False)
 
     def layouts() -> tuple[Callable, Callable]:
-        sizes = [(3, 64), (64, 64), (64, 128), (128, 128)]
-        plain = nn.Sequential(*(nn.Sequential(nn.Conv2d(a, b, 3), nn.BatchNorm2d(b), nn.ReLU()) for a, b in sizes))
-        plain = plain.to(device, dtype)
-        images = torch.randn(4 * B if gpu else B, 3, *[112 if gpu else 32] * 2, device=device, dtype=dtype)
+        layers = (nn.Sequential(nn.Conv2d(a, b, 3), nn.BatchNorm2d(b), nn.ReLU()) for a, b in ((3, 64), (64, 128)))
+        plain = nn.Sequential(*layers).to(device, dtype)
+        images = torch.randn(4 * B if gpu else 2, 3, *[112 if gpu else 32] * 2, device=device, dtype=dtype)
         last = copy.deepcopy(plain).to(memory_format=torch.channels_last)
         return step(plain, images), step(last, images.contiguous(memory_format=torch.channels_last))
 
     return {
         "torch.compile": lambda: (step(blocks), step(torch.compile(copy.deepcopy(blocks)))),
-        "mixed precision": lambda: (step(blocks, amp=False), step(blocks, amp=True)) if bf16 else "no BF16 here",
         "FlashAttention": attention,
         "checkpointing": lambda: (step(blocks), step(partial(checkpointed, blocks))),
-        "CUDA graphs": lambda: graphs() if gpu else "it needs a GPU",
         "channels-last": layouts,
-        "gradient accumulation": lambda: (step(blocks), step(blocks, parts=PARTS)),
+        "gradient accumulation": lambda: (step(blocks), step(blocks, parts=4)),
+        **({"mixed precision": lambda: (step(blocks, amp=False), step(blocks, amp=True))} if bf16 else {}),
+        **({"CUDA graphs": graphs} if gpu else {}),
     }
 
 
-def compare(build: Callable, args: argparse.Namespace, speed: tuple, memory: tuple | None, _: str) -> dict:
+def compare(build: Callable, args: argparse.Namespace, speed: tuple, memory: tuple | None) -> dict:
     try:
-        built = build()
-        if isinstance(built, str):
-            return {"reason": built}
-        plain, technique = built
+        plain, technique = build()
         found = {"memory": peak_bytes(technique, args.device) / peak_bytes(plain, args.device)}
         found["speed"] = seconds(plain, args.iters) / seconds(technique, args.iters)
     except (RuntimeError, TorchDynamoException) as error:
@@ -134,32 +122,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=positive, help="transformer blocks (default 6; 4 on a CPU)")
     parser.add_argument("--batch", type=positive, help="sequences in a batch (default 8)", default=8)
     parser.add_argument("--seq", type=positive, help="tokens in a sequence (default 1024 on a GPU, 256 on a CPU; 128)")
-    parser.add_argument(
-        "--dmodel", type=positive, help="channels, in heads of 64 or one head (default 1024; 128 on a CPU)"
-    )
+    parser.add_argument("--dmodel", type=positive, help="channels, in heads of 64 or one (default 1024; 128 on a CPU)")
 
 
 def run(args: argparse.Namespace) -> Result:
     gpu = args.device.type == "cuda"
-    T = args.seq or (128 if args.quick else 1024 if gpu else 256)
-    C = args.dmodel or (1024 if gpu else 128)
+    T, C = args.seq or (128 if args.quick else 1024 if gpu else 256), args.dmodel or (1024 if gpu else 128)
     builders = pairs(args, args.layers or (6 if gpu else 4), args.batch, T, C)
     found, rows, sentences = {}, [], []
     for name in args.only or CLAIMS:
-        cell, (speed, memory, why) = compare(builders[name], args, *CLAIMS[name]), CLAIMS[name]
-        found[name] = cell
+        speed, memory, why = CLAIMS[name]
+        needs = {"reason": "it needs a GPU" if name == "CUDA graphs" else "it needs FP32 weights and BF16 in hardware"}
+        cell = found[name] = compare(builders[name], args, speed, memory) if name in builders else needs
         claimed = [f"{low:g}-{high:g}x" for low, high in (speed, memory or speed)]
+        shown = ["-", "-", "not measured"]
         if "reason" in cell:
             sentences.append(f"{name} was not measured: {cell['reason']}.")
-            shown = ["-", "-", "not measured"]
         else:
-            memory_shown = "held" if name == "CUDA graphs" else f"{cell['memory']:.2f}x"  # a pool between the steps
-            shown = [f"{cell['speed']:.2f}x", memory_shown, "holds" if cell["holds"] else "does NOT hold"]
+            peak = "held" if name == "CUDA graphs" else f"{cell['memory']:.2f}x"  # a pool that stays between steps
+            shown = [f"{cell['speed']:.2f}x", peak, "holds" if cell["holds"] else "does NOT hold"]
         rows.append([name, why, claimed[0], shown[0], claimed[1] if memory else "-", *shown[1:]])
-    measured = [name for name, cell in found.items() if "holds" in cell]
-    kept = [name for name in measured if found[name]["holds"]]
-    broken = ", ".join(name for name in measured if name not in kept) or "none"
-    sentences.insert(0, f"{len(kept)} of {len(measured)} claims hold here, at least; not at these sizes: {broken}.")
+    measured = {name: cell["holds"] for name, cell in found.items() if "holds" in cell}
+    broken = ", ".join(name for name, holds in measured.items() if not holds) or "none"
+    sentences.insert(0, f"{sum(measured.values())} of {len(measured)} claims hold here; not at these sizes: {broken}.")
     headers = ["technique", "why", "speed claimed", "measured", "memory claimed", "measured", "claim"]
-    title = f"Speed and memory as ratios to the plain form, batch {args.batch}, length {T}, {C} channels"
-    return Result([Table(title, headers, rows)], sentences, {"techniques": found})
+    table = Table(f"Ratios to the plain form, batch {args.batch}, length {T}, {C} channels", headers, rows)
+    return Result([table], sentences, {"techniques": found})

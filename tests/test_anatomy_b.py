@@ -143,7 +143,7 @@ def test_a_torch_without_jit_is_a_row(monkeypatch):
 
 def test_techniques_put_claims_beside_measurements():
     names = [name for name in techniques.CLAIMS if name != "torch.compile"]
-    result = quick("techniques", "--dmodel", "32", "--seq", "32", "--only", *names)
+    result = quick("techniques", "--dmodel", "32", "--seq", "32", "--batch", "4", "--only", *names)
     found = result.figures["techniques"]
     assert list(found) == names and "reason" in found["CUDA graphs"]
     assert found["checkpointing"]["memory"] < 0.6 and found["gradient accumulation"]["memory"] < 0.4
