@@ -1,6 +1,6 @@
 """Do the usual claims about speed and memory hold here?
 
-Prediction: CLAIMS has what tutorials and papers claim, as ratios to the plain form, and why. Checkpointing, for example,
+Prediction: CLAIMS has what tutorials and papers claim, as ratios to the plain form, and why. Checkpointing, say,
 runs forward twice, and backward counts two: 3 passes against 4 are 0.75x. A claim holds where speed is at least the
 lower end and memory at most the upper one: the peak of forward and backward above weights, their gradients and inputs.
 Source: PyTorch's tuning guide, AMP recipe, channels-last tutorial, CUDA graphs blog; FlashAttention (Dao et al., 2022).
