@@ -1,0 +1,145 @@
+"""When does data loading stall the GPU?
+
+Prediction: with load the milliseconds to make a batch, step the GPU's for one training step and W worker processes:
+loaded in the training process, where each step waits for its copy, a batch takes load + step; by workers it takes
+max(step, load / W), so the GPU stalls while load / W > step. Pinned memory lets the copy run beside the step: it saves
+bytes / bandwidth of the link (about 25 GB/s by PCIe 4) and, in the training process, the host's wait. Prefetching
+smooths what is irregular: W x prefetch batches wait in the queue, enough for W x prefetch x step milliseconds of one
+slow batch; it does not help where loading is slow on average.
+Source: arithmetic of a pipeline; the documentation of torch.utils.data.DataLoader (workers, prefetch_factor, pinning).
+
+    python -m anatomy input-pipeline [--load MS] [--step MS] [--batches N] [--rows N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+import warnings
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from anatomy.experiment import Result, Table, positive, seconds
+from common.benchmark import synchronize
+
+CHANNELS = 1024
+STALL = 1.25  # a step that takes longer than this times the step alone is stalled
+SLOW_EVERY, SLOW_TIMES = 8, 6  # irregular loading: each 8th batch takes 6 times as long
+
+
+class Waiting(Dataset):
+    """Batches that take `load_ms` each, as storage that answers late: waiting needs no core, decoding would."""
+
+    def __init__(self, batches: int, rows: int, load_ms: float, irregular: bool = False):
+        self.batches, self.rows, self.load_ms, self.irregular = batches, rows, load_ms, irregular
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        slow = self.irregular and index % SLOW_EVERY == SLOW_EVERY - 1
+        time.sleep(self.load_ms / 1e3 * (SLOW_TIMES if slow else 1))
+        return torch.full((self.rows, CHANNELS), float(index))
+
+
+def training_step(step_ms: float, device: torch.device):
+    """A function that takes about `step_ms` of the device, and what it takes alone, in ms.
+
+    On a GPU it multiplies matrices; on a CPU it waits, in the place of a device that computes beside the host.
+    """
+    if device.type == "cpu":
+        return lambda batch: time.sleep(step_ms / 1e3), seconds(lambda: time.sleep(step_ms / 1e3), 10) * 1e3
+    weight = torch.randn(4096, 4096, device=device)
+    products = max(1, round(step_ms / 1e3 / seconds(lambda: weight @ weight, 50)))
+
+    def step(batch: torch.Tensor) -> None:
+        for _ in range(products):
+            weight @ weight
+
+    return step, seconds(lambda: step(weight), 20) * 1e3
+
+
+def ms_per_batch(step, dataset: Waiting, device: torch.device, skip: int, **loader) -> float:
+    """Milliseconds a batch, the first `skip` left out: they start the workers and fill the queue."""
+    pinned = loader["pin_memory"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: they wait
+        batches = iter(DataLoader(dataset, batch_size=None, **loader))
+    for _ in range(skip):
+        step(next(batches).to(device))
+    synchronize(device)
+    started = time.perf_counter()
+    for batch in batches:
+        step(batch.to(device, non_blocking=pinned))
+    synchronize(device)
+    return (time.perf_counter() - started) * 1e3 / (len(dataset) - skip)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--load", type=positive, default=20, metavar="MS", help="milliseconds to load a batch (20)")
+    parser.add_argument("--step", type=positive, default=10, metavar="MS", help="milliseconds of a step alone (10)")
+    parser.add_argument("--batches", type=positive, metavar="N", help="batches timed (default 100; 24 in quick form)")
+    parser.add_argument("--rows", type=positive, metavar="N", help="rows of 4096 bytes in a batch (1024; 64 on a CPU)")
+
+
+def run(args: argparse.Namespace) -> Result:
+    gpu, load = args.device.type == "cuda", float(args.load)
+    timed = args.batches or (24 if args.quick else 100)
+    rows = args.rows or (1024 if gpu else 64)  # few: the queue lies in /dev/shm, which containers keep small
+    step, alone = training_step(args.step, args.device)
+
+    def cell(workers: int, pinned: bool, predicted: float, prefetch: int = 2, irregular: bool = False) -> dict:
+        skip = workers * prefetch + 1
+        small, quicker = (max(1, rows // 16), load / 2) if irregular else (rows, load)
+        dataset = Waiting(timed + skip, small, quicker, irregular)
+        how = {"num_workers": workers, "pin_memory": pinned, "prefetch_factor": prefetch if workers else None}
+        measured = ms_per_batch(step, dataset, args.device, skip, **how)
+        found = {"workers": workers, "pinned": pinned, "prefetch": prefetch if workers else 0}
+        return found | {"predicted_ms": predicted, "measured_ms": measured, "stalls": measured > STALL * alone}
+
+    enough = math.ceil(load / alone) + 1  # one more than make batches as fast as the step takes them
+    pageable = [cell(0, False, load + alone)]
+    pageable += [cell(workers, False, max(alone, load / workers)) for workers in sorted({1, 2, enough})]
+    pinned = [cell(workers, True, max(alone, load / max(workers, 1))) for workers in (0, enough)] if gpu else []
+    slow, mean = load / 2 * SLOW_TIMES, load / 2 * (SLOW_EVERY - 1 + SLOW_TIMES) / SLOW_EVERY
+    fast = math.ceil(1.5 * mean / alone)  # workers that are fast enough on average
+    irregular = [
+        cell(fast, False, alone + max(0.0, slow - fast * prefetch * alone) / SLOW_EVERY, prefetch, irregular=True)
+        for prefetch in (1, 2, 8)
+    ]
+    tables = [table(f"Every batch takes {load:.0f} ms to load, a step {alone:.1f} ms alone", pageable + pinned, alone)]
+    title = f"Loading takes {mean:.1f} ms on average, each {SLOW_EVERY}th batch {slow:.0f}"
+    tables.append(table(title, irregular, alone))
+    flowing = [c["workers"] for c in pageable if not c["stalls"]]
+    cured = [c["prefetch"] for c in irregular if not c["stalls"]]
+    sentences = [
+        f"Loaded in the training process, a step takes {pageable[0]['measured_ms'] - alone:.1f} ms more, "
+        f"predicted {load:.1f}.",
+        f"The stall is gone (under {STALL - 1:.0%} of a step) with {flowing[0]} worker(s)."
+        if flowing
+        else f"No number of workers that was tried ends the stall: {enough} leave it above {STALL - 1:.0%} of a step.",
+        f"Irregular loading needs a prefetch of {cured[0]} with {fast} worker(s)."
+        if cured
+        else f"No prefetch that was tried ends the stall of irregular loading with {fast} worker(s).",
+    ]
+    if gpu:
+        gains = [p["measured_ms"] - c["measured_ms"] for p, c in ((pageable[0], pinned[0]), (pageable[-1], pinned[-1]))]
+        sentences.append(
+            f"Pinned memory changes a step by {-gains[0]:+.1f} ms without workers, {-gains[1]:+.1f} with {enough}."
+        )
+    else:
+        sentences.append("On a CPU the step only waits, as a GPU's host would; pinned memory needs a GPU: not tried.")
+    figures = {"step_alone_ms": alone, "load_ms": load, "batches": timed, "rows": rows}
+    return Result(tables, sentences, figures | {"regular": pageable + pinned, "irregular": irregular})
+
+
+def table(title: str, cells: list[dict], alone: float) -> Table:
+    headers = ["workers", "memory", "prefetch", "predicted, ms a step", "measured", "stall, ms", "stalled"]
+    rows = [
+        [str(c["workers"]), "pinned" if c["pinned"] else "pageable", str(c["prefetch"]), f"{c['predicted_ms']:.1f}",
+         f"{c['measured_ms']:.1f}", f"{c['measured_ms'] - alone:.1f}", f"{1 - alone / c['measured_ms']:.0%}"]
+        for c in cells
+    ]  # fmt: skip
+    return Table(title, headers, rows)

@@ -1,0 +1,150 @@
+"""Do the usual claims about speed and memory hold here?
+
+Prediction: CLAIMS has what tutorials and papers claim, as ratios to the plain form, and why. Checkpointing, say,
+runs forward twice, and backward counts two: 3 passes against 4 are 0.75x. A claim holds where speed is at least the
+lower end and memory at most the upper one: the peak of forward and backward above weights, their gradients and inputs.
+Source: PyTorch's tuning guide, AMP recipe, channels-last tutorial, CUDA graphs blog; FlashAttention (Dao et al., 2022).
+
+    python -m anatomy techniques [--only NAME ...] [--layers N] [--batch B] [--seq T] [--dmodel C]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import os
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+
+import torch
+import torch.nn as nn
+from torch._dynamo.exc import TorchDynamoException
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from anatomy.attention_traffic import attention_by_hand, attention_fused
+from anatomy.experiment import Result, Table, positive, seconds
+from common.benchmark import one_line
+from common.hardware import has_bf16_matrix_instructions
+from common.model import GPTConfig
+
+CLAIMS = {  # technique -> (speed from, to), (memory from, to), why
+    "torch.compile": ((1.2, 2.0), None, "fused pointwise kernels: fewer bytes, same FLOPs"),
+    "mixed precision": ((1.5, 2.0), (0.4, 0.6), "2 bytes a number, not 4; tensor cores"),
+    "FlashAttention": ((2.0, 4.0), None, "(T, T) scores stay on the chip"),
+    "checkpointing": ((0.7, 0.8), (0.3, 0.5), "4 passes, not 3; inputs of blocks kept"),
+    "CUDA graphs": ((1.5, 2.0), None, "small kernels: about 5 us of launching each is gone"),
+    "channels-last": ((1.1, 1.3), None, "the convolutions' own layout, no transposes"),
+    "gradient accumulation": ((0.9, 1.0), (0.2, 0.3), "activations of 1 part in 4 at a time"),
+}
+
+
+def peak_bytes(work: Callable, device: torch.device) -> int:
+    """Bytes that `work` allocates at its peak above what is there before it."""
+    work()  # gradients are there from now on
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its stages on stderr tell a reader nothing
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate((e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())), initial=0))
+
+
+def checkpointed(blocks: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def pairs(args: argparse.Namespace, layers: int, B: int, T: int, C: int) -> dict[str, Callable]:
+    """Technique -> what builds (plain, technique), each a forward and backward; in BF16 on a GPU, as on the ladder."""
+    device, dtype, gpu = args.device, args.dtype or torch.float32, args.device.type == "cuda"
+    bf16 = has_bf16_matrix_instructions(device) and dtype is torch.float32
+    config, step_2 = GPTConfig(layers, 1 if C % 64 else C // 64, C, T, 256), importlib.import_module("2_sdpa")
+    blocks = nn.Sequential(*(step_2.Block(config) for _ in range(layers))).to(device, dtype)
+    x = torch.randn(B, T, C, device=device, dtype=dtype)
+
+    def step(model: Callable, x: torch.Tensor = x, amp: bool = gpu and bf16, parts: int = 1) -> Callable:
+        def forward_backward() -> None:
+            for part in x.chunk(parts):
+                with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                    loss = model(part).float().square().mean() / parts
+                loss.backward()  # into gradients that are there already
+
+        return forward_backward
+
+    def attention() -> tuple[Callable, Callable]:
+        how = {"device": device, "dtype": torch.bfloat16 if gpu and bf16 else dtype, "requires_grad": True}
+        q, k, v = (torch.randn(B, config.n_head, T, config.head_dim, **how) for _ in range(3))
+        return tuple(step(lambda _, a=a: a(q, k, v)) for a in (attention_by_hand, attention_fused))
+
+    def graphs() -> tuple[Callable, Callable]:
+        small, few = nn.Sequential(*[nn.Linear(64, 64), nn.ReLU()] * 16).to(device), torch.randn(64, 64, device=device)
+        graphed = torch.cuda.make_graphed_callables(copy.deepcopy(small), (few,))
+        return step(small, few, amp=False), step(graphed, few, amp=False)
+
+    def layouts() -> tuple[Callable, Callable]:
+        layers = (nn.Sequential(nn.Conv2d(a, b, 3), nn.BatchNorm2d(b), nn.ReLU()) for a, b in ((3, 64), (64, 128)))
+        plain = nn.Sequential(*layers).to(device, dtype)
+        images = torch.randn(4 * B if gpu else 2, 3, *[112 if gpu else 32] * 2, device=device, dtype=dtype)
+        last = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+        return step(plain, images), step(last, images.contiguous(memory_format=torch.channels_last))
+
+    return {
+        "torch.compile": lambda: (step(blocks), step(torch.compile(copy.deepcopy(blocks)))),
+        "FlashAttention": attention,
+        "checkpointing": lambda: (step(blocks), step(partial(checkpointed, blocks))),
+        "channels-last": layouts,
+        "gradient accumulation": lambda: (step(blocks), step(blocks, parts=4)),
+        **({"mixed precision": lambda: (step(blocks, amp=False), step(blocks, amp=True))} if bf16 else {}),
+        **({"CUDA graphs": graphs} if gpu else {}),
+    }
+
+
+def compare(build: Callable, args: argparse.Namespace, speed: tuple, memory: tuple | None) -> dict:
+    try:
+        plain, technique = build()
+        found = {"memory": peak_bytes(technique, args.device) / peak_bytes(plain, args.device)}
+        found["speed"] = seconds(plain, args.iters) / seconds(technique, args.iters)
+    except (RuntimeError, TorchDynamoException) as error:
+        return {"reason": one_line(error)}
+    return found | {"holds": found["speed"] >= speed[0] and (memory is None or found["memory"] <= memory[1])}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", choices=CLAIMS, metavar="NAME", help=f"some of: {', '.join(CLAIMS)}")
+    parser.add_argument("--layers", type=positive, help="transformer blocks (default 6; 4 on a CPU)")
+    parser.add_argument("--batch", type=positive, help="sequences in a batch (default 8)", default=8)
+    parser.add_argument("--seq", type=positive, help="tokens in a sequence (default 1024 on a GPU, 256 on a CPU; 128)")
+    parser.add_argument("--dmodel", type=positive, help="channels, in heads of 64 or one (default 1024; 128 on a CPU)")
+
+
+def run(args: argparse.Namespace) -> Result:
+    gpu = args.device.type == "cuda"
+    T, C = args.seq or (128 if args.quick else 1024 if gpu else 256), args.dmodel or (1024 if gpu else 128)
+    builders = pairs(args, args.layers or (6 if gpu else 4), args.batch, T, C)
+    found, rows, sentences = {}, [], []
+    for name in args.only or CLAIMS:
+        speed, memory, why = CLAIMS[name]
+        needs = {"reason": "it needs a GPU" if name == "CUDA graphs" else "it needs FP32 weights and BF16 in hardware"}
+        cell = found[name] = compare(builders[name], args, speed, memory) if name in builders else needs
+        claimed = [f"{low:g}-{high:g}x" for low, high in (speed, memory or speed)]
+        shown = ["-", "-", "not measured"]
+        if "reason" in cell:
+            sentences.append(f"{name} was not measured: {cell['reason']}.")
+        else:
+            peak = "held" if name == "CUDA graphs" else f"{cell['memory']:.2f}x"  # a pool that stays between steps
+            shown = [f"{cell['speed']:.2f}x", peak, "holds" if cell["holds"] else "does NOT hold"]
+        rows.append([name, why, claimed[0], shown[0], claimed[1] if memory else "-", *shown[1:]])
+    measured = {name: cell["holds"] for name, cell in found.items() if "holds" in cell}
+    broken = ", ".join(name for name, holds in measured.items() if not holds) or "none"
+    sentences.insert(0, f"{sum(measured.values())} of {len(measured)} claims hold here; not at these sizes: {broken}.")
+    headers = ["technique", "why", "speed claimed", "measured", "memory claimed", "measured", "claim"]
+    table = Table(f"Ratios to the plain form, batch {args.batch}, length {T}, {C} channels", headers, rows)
+    return Result([table], sentences, {"techniques": found})

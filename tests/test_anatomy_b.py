@@ -1,0 +1,185 @@
+"""Experiments about graphs, compilation, techniques and input: what holds by arithmetic or semantics, never a time."""
+
+import argparse
+import importlib
+import json
+
+import pytest
+import torch
+
+from anatomy import autograd, compile_modes, graph_breaks, input_pipeline, techniques
+from anatomy.experiment import Refused, Result
+from common import profile
+
+
+def quick(name: str, *given: str) -> Result:
+    """An experiment in quick form on the CPU, and what every result must have."""
+    module = importlib.import_module(f"anatomy.{name}")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    args = parser.parse_args(given)
+    args.device, args.dtype, args.iters, args.quick = torch.device("cpu"), None, 1, True
+    result = module.run(args)
+    assert result.sentences and all(sentence.endswith(".") for sentence in result.sentences)
+    for table in result.tables:
+        assert table.rows and all(len(row) == len(table.headers) for row in table.rows)
+    json.dumps(result.record())
+    return result
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Result:
+    return quick("autograd", "--dmodel", "32", "--nhead", "2", "--seq", "16", "--picture")
+
+
+def test_node_counts_do_not_change_with_batch_and_length(nodes):
+    variants = nodes.figures["variants"]
+    for name in ("by hand", "fused"):
+        assert len({cell["nodes"] for cell in variants[name]["cells"][:3]}) == 1
+    assert variants["compiled"]["cells"][0]["nodes"] == 1
+    hand, fused = (variants[name]["cells"] for name in ("by hand", "fused"))
+    assert nodes.figures["more_nodes"][1] == hand[0]["nodes"] - fused[0]["nodes"] >= 18
+    assert hand[3]["nodes"] == hand[0]["nodes"] - 3, "batch 1 merges q, k and v with its heads without a copy"
+
+
+def test_the_fused_node_is_found_and_by_hand_has_none(nodes):
+    assert list(nodes.figures["sdpa_nodes"].values()) == [1]
+    assert not any(kind.startswith("ScaledDotProduct") for kind in nodes.figures["variants"]["by hand"]["kinds"])
+    dot = nodes.attachments["autograd-fused.dot"]
+    assert dot.startswith("digraph {") and next(iter(nodes.figures["sdpa_nodes"])) in dot
+
+
+def test_by_hand_saves_the_scores_and_fused_does_not():
+    small, large = (
+        quick("autograd", "--dmodel", "8", "--nhead", "2", "--seq", seq).figures["more_saved_bytes"]
+        for seq in ("128", "256")
+    )
+    for predicted, measured in (small, large):
+        assert predicted <= measured < 1.5 * predicted  # the mask and the softmax's row sums aside
+    assert large[0] == 4 * small[0]
+
+
+def test_nodes_are_counted_as_the_profile_counts_them():
+    block = autograd.CausalSelfAttention(16, 2, autograd.attention_by_hand)
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    edges, _ = autograd.observe(block, x)
+    assert profile.attention_autograd_nodes(block, lambda: block(x).sum()) == len(edges)
+
+
+def test_channels_that_heads_do_not_divide_are_refused():
+    with pytest.raises(Refused, match="not divisible"):
+        quick("autograd", "--dmodel", "10", "--nhead", "4")
+
+
+def test_compile_modes_count_graphs_and_use_the_cache():
+    result = quick("compile_modes", "--lengths", "4", "--dmodel", "16", "--batch", "8")
+    assert result.figures["graphs"] == {
+        "same length": (1, 1),
+        "changing, dynamic=False": (4, 4),
+        "changing, default": (2, 2),
+        "changing, dynamic=True": (1, 1),
+    }
+    cold, warm = (result.figures["modes"]["default"][kind] for kind in ("cold", "warm"))
+    assert cold["cache_hits"] == 0 and warm["cache_hits"] >= 2, "forward and backward"
+    assert [row[0] for row in result.tables[0].rows] == ["eager", "default"]
+
+
+def test_recompilation_ends_at_the_limit():
+    limit = torch._dynamo.config.recompile_limit
+    assert compile_modes.graphs_compiled([8 * i for i in range(2, limit + 5)], dynamic=False) == limit
+
+
+def test_a_mode_that_fails_stays_as_a_row(monkeypatch):
+    answers = iter([{"step_s": 1.0, "reserved_bytes": None}, {"reason": "no compiler"}, {"reason": "no compiler"}])
+    monkeypatch.setattr(compile_modes, "in_fresh_process", lambda *_, **__: next(answers))
+    result = quick("compile_modes", "--lengths", "1")
+    assert "default did not run: no compiler." in result.sentences
+    assert [row[0] for row in result.tables[0].rows] == ["eager", "default"]
+
+
+def test_graph_breaks_are_counted_named_and_mended():
+    result = quick("graph_breaks", "--backend", "eager", "--n", "1000")
+    cases = result.figures["cases"]
+    assert {name: cell["breaks"] for name, cell in cases.items()} == dict.fromkeys(graph_breaks.CASES, 1)
+    assert not any(cell["breaks_mended"] for cell in cases.values())
+    assert all(cell["same_result"] for cell in cases.values())
+    lines = dict(zip(cases, ("print(", ".item()", "if y.sum() > 0", "perf_counter"), strict=True))
+    assert all(part in cases[name]["line"] for name, part in lines.items())
+    assert "item" in cases[".item()"]["reason"] and "branch" in cases["data-dependent branch"]["reason"]
+    assert "Every mended form is one graph and returns the same numbers." in result.sentences
+
+
+def test_a_missing_compiler_leaves_the_breaks_and_says_so(monkeypatch):
+    def no_compiler(*_):
+        raise torch._dynamo.exc.TorchDynamoException("No working C++ compiler")
+
+    monkeypatch.setattr(graph_breaks, "timed", no_compiler)
+    result = quick("graph_breaks", "--n", "100")
+    assert "No times: No working C++ compiler." in result.sentences
+    assert all(cell["breaks"] == 1 for cell in result.figures["cases"].values())
+
+
+def test_only_trace_is_wrong_on_the_other_branch():
+    result = quick("graph_capture")
+    tools = result.figures["tools"]
+    sides = {name: (tool["first"], tool["other"]) for name, tool in tools.items()}
+    assert sides == {
+        "torch.jit.trace": (True, False),
+        "torch.jit.script": (True, True),
+        "torch.fx.symbolic_trace": (None, None),
+        "torch.compile (Dynamo)": (True, True),
+        "torch.export": (None, None),
+        "torch.export of torch.cond": (True, True),
+    }
+    assert tools["torch.compile (Dynamo)"]["captured"] == "3 graphs"
+    assert "Not as predicted: none." in result.sentences
+
+
+def test_a_torch_without_jit_is_a_row(monkeypatch):
+    monkeypatch.delattr(torch.jit, "trace")
+    result = quick("graph_capture")
+    assert any("torch.jit.trace" in said and "AttributeError" in said for said in result.sentences)
+
+
+def test_techniques_put_claims_beside_measurements():
+    names = [name for name in techniques.CLAIMS if name != "torch.compile"]
+    result = quick("techniques", "--dmodel", "32", "--seq", "32", "--batch", "4", "--only", *names)
+    found = result.figures["techniques"]
+    assert list(found) == names and "reason" in found["CUDA graphs"]
+    assert found["checkpointing"]["memory"] < 0.6 and found["gradient accumulation"]["memory"] < 0.4
+    (row,) = (row for row in result.tables[0].rows if row[0] == "checkpointing")
+    assert row[-1] in ("holds", "does NOT hold") and row[2] == "0.7-0.8x"
+
+
+def test_checkpointing_gives_the_same_gradients():
+    blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)))
+    x, weights = torch.randn(4, 8), list(blocks.parameters())
+    plain = torch.autograd.grad(blocks(x).square().mean(), weights)
+    again = torch.autograd.grad(techniques.checkpointed(blocks, x).square().mean(), weights)
+    for a, b in zip(plain, again, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_peak_bytes_count_what_lives_at_once():
+    x = torch.zeros(1000)  # 4000 bytes; two temporaries and their sum
+    assert techniques.peak_bytes(lambda: (x + 1) + (x * 2), torch.device("cpu")) == 12_000
+
+
+def test_input_pipeline_predicts_what_it_measures():
+    result = quick("input_pipeline", "--batches", "12", "--load", "8", "--step", "4")
+    regular, alone = result.figures["regular"], result.figures["step_alone_ms"]
+    assert [cell["workers"] for cell in regular] == sorted({cell["workers"] for cell in regular})
+    assert regular[0]["predicted_ms"] == 8 + alone and regular[1]["predicted_ms"] == max(alone, 8)
+    assert regular[0]["measured_ms"] >= 8 + 4, "loading and step wait one after the other"
+    assert all(cell["measured_ms"] >= 4 for cell in regular)
+    assert [cell["prefetch"] for cell in result.figures["irregular"]] == [1, 2, 8]
+    predicted = [cell["predicted_ms"] for cell in result.figures["irregular"]]
+    assert predicted == sorted(predicted, reverse=True)
+
+
+def test_irregular_loading_waits_longer_at_each_slow_batch(monkeypatch):
+    waited = []
+    monkeypatch.setattr(input_pipeline.time, "sleep", waited.append)
+    dataset = input_pipeline.Waiting(16, 2, 10.0, irregular=True)
+    assert [dataset[i].shape for i in range(16)] == [(2, input_pipeline.CHANNELS)] * 16
+    assert [i for i, seconds in enumerate(waited) if seconds > 0.01] == [7, 15]
