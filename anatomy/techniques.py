@@ -13,19 +13,17 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
-import os
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 
 import torch
 import torch.nn as nn
 from torch._dynamo.exc import TorchDynamoException
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from anatomy.attention_traffic import attention_by_hand, attention_fused
 from anatomy.experiment import Result, Table, positive, seconds
+from common import profile
 from common.benchmark import one_line
 from common.hardware import has_bf16_matrix_instructions
 from common.model import GPTConfig
@@ -39,21 +37,6 @@ CLAIMS = {  # technique -> (speed from, to), (memory from, to), why
     "channels-last": ((1.1, 1.3), None, "the convolutions' own layout, no transposes"),
     "gradient accumulation": ((0.9, 1.0), (0.2, 0.3), "activations of 1 part in 4 at a time"),
 }
-
-
-def peak_bytes(work: Callable, device: torch.device) -> int:
-    """Bytes that `work` allocates at its peak above what is there before it."""
-    work()  # gradients are there from now on
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        work()
-        return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its stages on stderr tell a reader nothing
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate((e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())), initial=0))
 
 
 def checkpointed(blocks: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +93,9 @@ def pairs(args: argparse.Namespace, layers: int, B: int, T: int, C: int) -> dict
 def compare(build: Callable, args: argparse.Namespace, speed: tuple, memory: tuple | None) -> dict:
     try:
         plain, technique = build()
-        found = {"memory": peak_bytes(technique, args.device) / peak_bytes(plain, args.device)}
+        plain(), technique()  # gradients are there from now on
+        peaks = [profile.peak_bytes(form, args.device) for form in (technique, plain)]
+        found = {"memory": peaks[0] / peaks[1]}
         found["speed"] = seconds(plain, args.iters) / seconds(technique, args.iters)
     except (RuntimeError, TorchDynamoException) as error:
         return {"reason": one_line(error)}

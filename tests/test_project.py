@@ -8,6 +8,7 @@ import re
 import pytest
 from conftest import ROOT, STEPS
 
+from anatomy.__main__ import experiments
 from common import documents, report
 from common.record import read_envelope
 
@@ -90,3 +91,15 @@ def test_recorded_reports_say_what_the_records_hold(record):
     run = read_envelope(record)
     assert report.render_markdown(run) == markdown, "stale: python -m common.documents"
     assert report.render_html(run) == html
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_links_in_docs_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_experiment_is_on_its_page():
+    page = (ROOT / "docs" / "anatomy.md").read_text()
+    for name in experiments():
+        assert f"**`{name}`:" in page and f"epyc-2-cores/anatomy/{name}.md" in page

@@ -162,7 +162,7 @@ def test_checkpointing_gives_the_same_gradients():
 
 def test_peak_bytes_count_what_lives_at_once():
     x = torch.zeros(1000)  # 4000 bytes; two temporaries and their sum
-    assert techniques.peak_bytes(lambda: (x + 1) + (x * 2), torch.device("cpu")) == 12_000
+    assert profile.peak_bytes(lambda: (x + 1) + (x * 2), torch.device("cpu")) == 12_000
 
 
 def test_input_pipeline_predicts_what_it_measures():
