@@ -335,7 +335,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Median time of one call, back to back."""
     work()
     return (
-        Timer("work()", globals={"work": work})
+        Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())  # its default is one
         .blocked_autorange(min_run_time=0.1 if device.type == "cuda" else 0.02)
         .median
     )

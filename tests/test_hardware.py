@@ -51,3 +51,10 @@ def test_the_command_writes_json(tmp_path):
     command = [sys.executable, "-m", "common.hardware", *words, "--output", str(tmp_path / "roofs.json")]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     assert json.loads((tmp_path / "roofs.json").read_text())["fp32_flops_per_s"] > 0
+
+
+def test_roofs_use_every_thread_that_training_uses(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    hardware._seconds(lambda: seen.append(torch.__config__.parallel_info()), torch.device("cpu"))
+    assert all("at::get_num_threads() : 2" in said for said in seen)
