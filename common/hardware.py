@@ -313,6 +313,7 @@ def _combined_rate(shapes: list[dict], name: str) -> float | None:
 
 
 def why_not(precision: str, device: torch.device) -> str | None:
+    """Why matrix products in `precision` (one of PRECISIONS) are not to be had on a device; None where they are."""
     capability = compute_capability(device)
     if precision == "tf32" and capability < (8, 0):
         return "needs an Ampere GPU or newer"
@@ -342,6 +343,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def copy_rate(device: torch.device) -> float:
+    """Bytes per second, read and written, of copying at most 1 GiB within a device's memory. Raises RuntimeError."""
     size = min(2**30, free_memory_bytes(device) // 4) if device.type == "cuda" else 2**28
     source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
@@ -349,7 +351,10 @@ def copy_rate(device: torch.device) -> float:
 
 
 def product_rate(shape: dict, precision: str, device: torch.device) -> float:
-    """FLOP/s of (M, K) times (K, N), both random: zeros draw less power and run faster."""
+    """FLOP/s of (M, K) times (K, N), both random: zeros draw less power and run faster.
+
+    `shape` has m, n and k; raises RuntimeError for too little memory or a shape that `precision` cannot take.
+    """
     m, n, k = shape["m"], shape["n"], shape["k"]
     dtype = torch.bfloat16 if precision in ("bf16", "fp8") else torch.float32
     a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype).t()
