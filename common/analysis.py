@@ -211,15 +211,15 @@ def sentence(before: dict | None, step: dict) -> str:
         said.append(f"peak memory {'stays ' if peaks[0] == peaks[1] else f'goes from {peaks[0]} to '}{peaks[1]} GiB")
     if "-" not in (bound_by(before), bound_by(step)):
         same = before["profile"]["bound_by"] == step["profile"]["bound_by"]
-        said.append(f"{'still' if same else 'now'} bound by {bound_by(step)}, before by {bound_by(before)}")
+        said.append(f"{'as before' if same else 'now'} bound by {bound_by(step)}, after {bound_by(before)}")
     return "; ".join(said) + "."
 
 
 def _largest_changes(before: dict, step: dict) -> list[str]:
     """The categories that lost and gained time, largest first, down to a tenth of all that moved."""
     old, new = category_ms(before), category_ms(step)
-    if old is None or new is None:
-        return []
+    if old is None or new is None or any(abs(profile_is_off(row) or 0.0) > 0.1 for row in (before, step)):
+        return []  # a profile so far off explains no change of the timed step
     change = {name: new.get(name, 0.0) - old.get(name, 0.0) for name in old | new if name != GAPS}
     least = max(0.1 * sum(map(abs, change.values())), 0.01 * median_ms(before))
     large = sorted((name for name in change if abs(change[name]) > least), key=lambda name: -abs(change[name]))
@@ -354,9 +354,8 @@ def _row_warnings(step: dict, device_type: str | None) -> list[str]:
         found.append(f"the middle half of its times spreads over {(p75 - p25) / median_ms(step):.1%} of the median")
     if reasons := throttle_reasons(step):
         found.append(f"the driver reported clocks held down by: {', '.join(reasons)}")
-    if (off := profile_is_off(step)) is not None:
-        gaps = "; its gaps are what the timed median leaves" if off > 0 and gaps_ms(step) is not None else ""
-        found.append(f"the profiled step is {off:+.0%} off the timed median: read its times as shares{gaps}")
+    if (off := profile_is_off(step)) is not None and "profiled step" not in (step["note"] or ""):
+        found.append(f"the profiled step is {off:+.0%} off the timed median: read its times as shares")
     return found
 
 

@@ -40,15 +40,21 @@ def _machine_table(folder: Path, runs: dict[str, dict]) -> str:
         headers.append(title)
         columns.append(_column(runs[widest], names, _table_cell(index)))
     headers.append("loss difference, in the same order")
-    comparable = {name: run for name, run in runs.items() if rows_of[name][0] == names[0]}
-    differences = [_column(run, names, _table_cell(10)) for run in comparable.values()]
+    differences = [_column(run, names, _table_cell(10)) for run in runs.values()]
     columns.append([", ".join(cells) for cells in zip(*differences, strict=True)])
     rows = [list(row) for row in zip(*columns, strict=True)]
     drawn = tabulate(rows, headers, tablefmt="pipe", colalign=_numbers(headers))
     links = ", ".join(_link(folder, name, run) for name, run in runs.items())
+    picture = _picture(folder, widest)
+    partly = [
+        f" Of {name} only the rows shown were run; its loss is against {rows_of[name][0]}."
+        for name in runs
+        if rows_of[name][0] != names[0]
+    ]
     return (
         f"{runs[widest]['environment']['device']}, milliseconds per training step and speedup over the first row; "
-        f"TFLOP/s and memory of {widest}.\n\n{_picture(folder, widest)}\n\n{drawn}\n\nRecorded: {links}. {CONVENTION}"
+        f"TFLOP/s and memory of {widest}.\n\n{picture}\n\n{drawn}\n\n"
+        f"Recorded: {links}.{''.join(partly)} {CONVENTION}"
     )
 
 

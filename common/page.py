@@ -191,7 +191,7 @@ def _facts(before: dict, after: dict) -> list[list[str]]:
     rows = [
         ("ms per step", [median_ms(before), median_ms(after)], 1),
         ("peak GiB", peaks, 1),
-        ("kernels launched", of("kernels_per_step"), 0),
+        ("kernels launched (of a CPU: operators)", of("kernels_per_step"), 0),
         ("gaps, ms", [analysis.gaps_ms(before), analysis.gaps_ms(after)], 1),
         ("backward nodes of attention", of("autograd_nodes_attention"), 0),
         ("host waits for the GPU", [before.get("host_syncs"), after.get("host_syncs")], 0),

@@ -324,7 +324,7 @@ def describe_workload(workload: dict) -> str:
 
 
 def render_text(run: dict) -> str:
-    lines = [render_table(run, "simple"), "", *remarks(run), CONVENTION]
+    lines = [render_table(run, "simple"), "", *dict.fromkeys([*remarks(run), *warnings(run)]), CONVENTION]
     return "\n".join(lines)
 
 
