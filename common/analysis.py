@@ -18,7 +18,7 @@ LONGEST_SOURCE = 300  # lines of a script worth comparing: difflib takes more th
 WRAP_COLUMN = 52  # of a code line, so that two stand side by side
 MOST_PROFILE_OFF = 0.03
 GAPS = "gaps"
-CATEGORIES = (
+CATEGORIES = (  # in the order of a stack
     "matrix products",
     "attention",
     "normalization and pointwise",
@@ -182,7 +182,7 @@ def _what_fp8_adds(steps: list[dict]) -> str:
             if before is None:
                 return f"{after['step']} ran in FP8, but no step before it has a time to hold it against."
             ratio = median_ms(before) / median_ms(after)
-            return f"FP8 through Transformer Engine: {after['step']} is {times_faster(ratio)} than {before['step']}."
+            return f"In FP8 {after['step']} is {times_faster(ratio)} than {before['step']}."
     return "No step ran in FP8, so what FP8 adds is not measured here."
 
 
@@ -281,7 +281,7 @@ def changed_kernels(before: dict, step: dict, at_most: int = 10) -> list[dict]:
     rows = []
     for name in old | new:
         a, b = old.get(name), new.get(name)
-        row = {"name": name, "category": (b or a)["category"], "what": _what_happened(a, b)}
+        row = {"name": name, "what": _what_happened(a, b)}
         row |= {"before_ms": a["ms"] if a else 0.0, "after_ms": b["ms"] if b else 0.0}
         row |= {"before_launches": a["launches"] if a else 0, "after_launches": b["launches"] if b else 0}
         rows.append(row)

@@ -20,20 +20,13 @@ import matplotlib.ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from common.analysis import CATEGORIES
+
 INK = "#123457"  # stands for the page's own text color, see _svg
 ACCENT, FAINT = "#2f7ebc", "#9aa5b1"
-# Okabe and Ito's colors, which stay apart for color-blind readers, and grays; the order is that of a stack.
-CATEGORY_COLORS = {
-    "matrix products": "#0072b2",
-    "attention": "#56b4e9",
-    "normalization and pointwise": "#009e73",
-    "optimizer": "#e69f00",
-    "copies and casts": "#cc79a7",
-    "loss": "#d55e00",
-    "communication": "#f0e442",
-    "other": "#8a6d3b",
-    "gaps": "#b8bec6",
-}
+# Okabe and Ito's colors, which stay apart for color-blind readers, and grays.
+STACK_COLORS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0e442", "#8a6d3b", "#b8bec6")
+CATEGORY_COLORS = dict(zip(CATEGORIES, STACK_COLORS, strict=True))
 SERIES_COLORS = ("#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2", "#cc79a7", "#8a6d3b", "#9aa5b1")
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
 LONGEST_NAME, LONGEST_LABEL = 24, 48

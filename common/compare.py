@@ -25,7 +25,6 @@ def compare(a: dict, b: dict, names: tuple[str, str]) -> str:
     RecordError where neither can be compared.
     """
     ours, theirs = a["workload"], b["workload"]
-    ours, theirs = a["workload"], b["workload"]
     differing = sorted(field for field in ours.keys() | theirs.keys() if ours.get(field) != theirs.get(field))
     serious = [field for field in differing if field not in HARMLESS_FIELDS]
     other = [field for field in serious if field not in SHAPE_FIELDS]

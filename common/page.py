@@ -117,7 +117,7 @@ def _categories(rows: list[dict], on_cpu: bool) -> dict:
         for row in rows
         for times in [analysis.category_ms(row)]
     ]
-    names = [name for name in charts.CATEGORY_COLORS if any(times and times.get(name) for _, times, _ in stacks)]
+    names = [name for name in analysis.CATEGORIES if any(times and times.get(name) for _, times, _ in stacks)]
     if not names:
         return {
             "category_rows": [],

@@ -65,7 +65,7 @@ POINTWISE = r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|
 COMPUTE = ("matrix products", "attention")
 MARKER_BYTES = 4093  # copies of this size begin and end a profiled step on the GPU's timeline
 FILLER_SIZE = 8192  # of the matrices whose products and sums keep the GPU busy while the host launches a step
-FILLER_ADDS = 8
+FILLER_ADDS = 8  # sums for each product
 LAUNCH_MARGIN_MS = 50  # the profiler's buffers grow while it records: a later step can take the host longer
 
 
@@ -202,7 +202,7 @@ def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, dev
     """The record's `profile` of `n_steps`, without what only a CPU trace shows. Raises what the profiler raises.
 
     Profiling slows the host. So that this does not show as idle time, only the GPU is traced, and each step is
-    queued while the GPU runs the one before and, where that is too short, multiplies matrices: what idles then are
+    queued while the GPU runs the one before and, where that is too short, other work: what idles then are
     the gaps between kernels. How long the host keeps the GPU waiting shows in the timed median, which is longer
     than the profiled step. (A GPU that only waits cools, and then runs the step several percent faster.)
     """
