@@ -1,11 +1,12 @@
 """When does data loading stall the GPU?
 
 Prediction: with load the milliseconds to make a batch, step the GPU's for one training step and W worker processes:
-loaded in the training process, where each step waits for its copy, a batch takes load + step; by workers it takes
-max(step, load / W), so the GPU stalls while load / W > step. Pinned memory lets the copy run beside the step: it saves
-bytes / bandwidth of the link (about 25 GB/s by PCIe 4) and, in the training process, the host's wait. Prefetching
-smooths what is irregular: W x prefetch batches wait in the queue, enough for W x prefetch x step milliseconds of one
-slow batch; it does not help where loading is slow on average.
+loaded in the training process, a batch takes max(step, load), because the GPU works through its queue while the host
+loads; it takes load + step where each step makes the host wait, as on a CPU. By workers it takes max(step, load / W),
+so the GPU stalls while load / W > step. Pinned memory lets the copy run beside the step: it saves bytes / bandwidth
+of the link (about 25 GB/s by PCIe 4: 0.2 ms for 4 MB). Prefetching smooths what is irregular: W x prefetch batches wait
+in the queue, enough for W x prefetch x step milliseconds of one slow batch; it does not help where loading is slow on
+average.
 Source: arithmetic of a pipeline; the documentation of torch.utils.data.DataLoader (workers, prefetch_factor, pinning).
 
     python -m anatomy input-pipeline [--load MS] [--step MS] [--batches N] [--rows N]
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> Result:
         return found | {"predicted_ms": predicted, "measured_ms": measured, "stalls": measured > STALL * alone}
 
     enough = math.ceil(load / alone) + 1  # one more than make batches as fast as the step takes them
-    pageable = [cell(0, False, load + alone)]
+    pageable = [cell(0, False, max(alone, load) if gpu else load + alone)]
     pageable += [cell(workers, False, max(alone, load / workers)) for workers in sorted({1, 2, enough})]
     pinned = [cell(workers, True, max(alone, load / max(workers, 1))) for workers in (0, enough)] if gpu else []
     slow, mean = load / 2 * SLOW_TIMES, load / 2 * (SLOW_EVERY - 1 + SLOW_TIMES) / SLOW_EVERY
@@ -116,7 +117,7 @@ def run(args: argparse.Namespace) -> Result:
     cured = [c["prefetch"] for c in irregular if not c["stalls"]]
     sentences = [
         f"Loaded in the training process, a step takes {pageable[0]['measured_ms'] - alone:.1f} ms more, "
-        f"predicted {load:.1f}.",
+        f"predicted {pageable[0]['predicted_ms'] - alone:.1f}.",
         f"The stall is gone (under {STALL - 1:.0%} of a step) with {flowing[0]} worker(s)."
         if flowing
         else f"No number of workers that was tried ends the stall: {enough} leave it above {STALL - 1:.0%} of a step.",

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> Result:
     size = args.size or default_size(args, quick=256, cpu=512, gpu=4096)
     if size % BLOCK:
         raise Refused(f"--size {size} is not a multiple of {BLOCK}, which FP8's blocks need")
-    products, recipes = matrix_products(size, args), quantization(size, args)
+    products, recipes = matrix_products(size, args), quantization(default_size(args, size, size, 4 * size), args)
     ranges = {name: example(value) for name, value in EXAMPLES.items()}
     rows = []
     for name, row in products.items():
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> Result:
         errors = [f"{row[key]:.2%}" for key in ("error", "elsewhere", "outlier")]
         rows.append([name, us(row["seconds"]), us(row["predicted_s"]), *errors])
     headers = ["recipe", "us", "predicted us", "error", "error in rows without the outlier", "error of the outlier"]
-    title = f"A ({size}, {size}) BF16 tensor to FP8 E4M3, {recipes['how']}; the outlier is {OUTLIER:g}"
+    title = f"A {recipes['shape']} BF16 tensor to FP8 E4M3, {recipes['how']}; the outlier is {OUTLIER:g}"
     tables.append(Table(title, headers, rows))
     figures = {"size": size, "products": products, "ranges": ranges, "quantization": recipes}
     return Result(tables, sentences(products, ranges, recipes["recipes"]), figures)
@@ -118,7 +118,7 @@ def quantization(size: int, args: argparse.Namespace) -> dict:
             "elsewhere": relative(spiked_restored[1:], spiked[1:].float()),
             "outlier": abs(spiked_restored[0, 0].item() / spiked[0, 0].item() - 1),
         }
-    return {"how": how, "recipes": found}
+    return {"shape": (size, size), "how": how, "recipes": found}
 
 
 def example(value: float) -> dict:

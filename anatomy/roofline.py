@@ -132,7 +132,8 @@ def sentences(found: dict, ridge: float) -> list[str]:
     ]
     if high:
         said.append(
-            f"Above the roof: {', '.join(high)}; a cache held their bytes, or something slowed the measured ceiling."
+            f"Above the roof: {', '.join(high)}; a cache held their bytes, or the clock was higher than in the longer "
+            "run that measured the ceiling."
         )
     if not pairs:
         return [*said, "Here no operation with more FLOPs was faster than one with fewer."]

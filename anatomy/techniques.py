@@ -22,7 +22,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils.checkpoint import checkpoint
 
 from anatomy.attention_traffic import attention_by_hand, attention_fused
-from anatomy.experiment import Result, Table, positive, seconds
+from anatomy.experiment import Result, Table, default_size, positive, seconds
 from common import profile
 from common.benchmark import one_line
 from common.hardware import has_bf16_matrix_instructions
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     gpu = args.device.type == "cuda"
-    T, C = args.seq or (128 if args.quick else 1024 if gpu else 256), args.dmodel or (1024 if gpu else 128)
+    T, C = args.seq or default_size(args, 128, 256, 1024), args.dmodel or default_size(args, 128, 128, 1024)
     builders = pairs(args, args.layers or (6 if gpu else 4), args.batch, T, C)
     found, rows, sentences = {}, [], []
     for name in args.only or CLAIMS:

@@ -107,7 +107,7 @@ def performance_tables(results: Path) -> str:
     for path in sorted(results.glob("*/*/ablations.json")):
         parts += [
             f"### What each choice gives: {path.parent.name}",
-            ablation_table(json.loads(path.read_text()), "pipe"),
+            ablation_table(json.loads(path.read_text())["variants"], "pipe"),
         ]
     for path in sorted(results.glob("*/attention-traffic.json")):
         parts += ["### DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
@@ -143,11 +143,11 @@ def _repeat_table(results: Path) -> str:
     return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
 
 
-def ablation_table(found: dict, style: str = "simple") -> str:
+def ablation_table(variants: list[dict], style: str = "simple") -> str:
     """What anatomy.ablations found, a row per variant: the prediction, and the difference to the unchanged script."""
     rows = []
-    for variant in found["variants"]:
-        baseline = found["baselines"][variant["script"]]
+    for variant in variants:
+        baseline = variant["baseline"]
         row = [variant["script"], variant["kind"], variant["name"], variant["predicted"]]
         if variant["median_ms"] is None or baseline["median_ms"] is None:
             row += [variant["status"], variant["reason"] or "-"]

@@ -64,8 +64,9 @@ CATEGORIES = {
 POINTWISE = r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|cub::|CompiledF|^aten::|krn_partial"
 COMPUTE = ("matrix products", "attention")
 MARKER_BYTES = 4093  # copies of this size begin and end a profiled step on the GPU's timeline
-FILLER_SIZE = 8192  # of the matrices whose products and sums keep the GPU busy while the host launches a step
-FILLER_ADDS = 8  # sums for each product
+# What keeps the GPU busy while the host launches a step: few launches, because the driver's queue is finite.
+FILLER_SHAPE = (8192, 65536)  # of the matrix whose product with its transpose is arithmetic
+FILLER_SCALINGS = 36  # of that matrix, for each product: memory traffic
 LAUNCH_MARGIN_MS = 50  # the profiler's buffers grow while it records: a later step can take the host longer
 
 
@@ -226,13 +227,13 @@ def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, dev
 def _keep_busy(device: torch.device) -> Callable[[float], None]:
     """A function that queues work for about the milliseconds it is given: arithmetic and memory in turn, as a step
     has them, because products alone would leave the GPU hotter and its clock lower than a step finds it."""
-    left, right = torch.rand(2, FILLER_SIZE, FILLER_SIZE, device=device, dtype=torch.float16)
-    product = torch.empty_like(left)
+    matrix = torch.rand(FILLER_SHAPE, device=device, dtype=torch.float16)
+    product = matrix.new_empty(FILLER_SHAPE[0], FILLER_SHAPE[0])
 
     def fill():
-        torch.mm(left, right, out=product)
-        for _ in range(FILLER_ADDS):
-            torch.add(left, right, out=product)
+        torch.mm(matrix, matrix.t(), out=product)
+        for _ in range(FILLER_SCALINGS):
+            matrix.mul_(1)
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     fill()

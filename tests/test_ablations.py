@@ -40,7 +40,7 @@ def test_a_variant_runs_beside_its_script(tmp_path):
     assert ran.returncode == 0, ran.stderr
     found = json.loads((tmp_path / "x.json").read_text())
     (variant,) = found["variants"]
-    assert variant["median_ms"] > 0 and found["baselines"]["2_sdpa"]["median_ms"] > 0
+    assert variant["median_ms"] > 0 and variant["baseline"]["median_ms"] > 0
     assert found["workload"]["n_embd"] == 32 and "fused AdamW without compile" in ran.stdout
 
 
@@ -52,12 +52,25 @@ def test_bad_input_is_one_line(tmp_path, words, said):
     assert ran.returncode != 0 and said in ran.stderr and ran.stderr.count("\n") == 1
 
 
+def test_an_output_that_is_there_keeps_its_other_variants(tmp_path):
+    mine = {"name": "CUDA graphs, step 3", "script": "3_compile", "kind": "try", "predicted": "", "median_ms": 1.5}
+    mine |= {"baseline": {"median_ms": 2.0}}
+    for workload, returncode in ((None, 0), ({"n_embd": 64}, 2)):
+        (tmp_path / "x.json").write_text(json.dumps({"environment": None, "workload": workload, "variants": [mine]}))
+        ran = run(tmp_path, "--only", "fused AdamW without", *FAST)
+        assert ran.returncode == returncode, ran.stderr
+        kept = [variant["name"] for variant in json.loads((tmp_path / "x.json").read_text())["variants"]]
+        assert kept == (
+            ["CUDA graphs, step 3"] if returncode else ["fused AdamW without compile", "CUDA graphs, step 3"]
+        )
+    assert "another workload" in ran.stderr and ran.stderr.count("\n") == 1
+
+
 def test_a_recorded_ablation_is_a_table():
-    baselines = {"2_sdpa": {"median_ms": 280.0}}
-    common = {"script": "2_sdpa", "kind": "try", "predicted": "-3 ms"}
+    common = {"script": "2_sdpa", "kind": "try", "predicted": "-3 ms", "baseline": {"median_ms": 280.0}}
     variants = [
         common | {"name": "faster", "median_ms": 275.5, "status": "ok", "reason": None},
         common | {"name": "broken", "median_ms": None, "status": "failed", "reason": "no such kernel"},
     ]
-    drawn = documents.ablation_table({"baselines": baselines, "variants": variants})
+    drawn = documents.ablation_table(variants)
     assert "-4.5 ms" in drawn and "275.5" in drawn and "no such kernel" in drawn
