@@ -372,13 +372,14 @@ def run(
 
     median_ms = statistics.median(step_ms)
     observed, profile_note = observe(lambda: train_step(*spare), model, median_ms, args)
+    notes = [note or _precision_note(observed["settings"], args), hardware.cudnn_note(args.device), profile_note]
     observed["settings"] |= settings
     p25_ms, _, p75_ms = statistics.quantiles(step_ms, method="inclusive") if len(step_ms) > 1 else step_ms * 3
     work = workload(args)
     return step_record(
         args,
         status="ok",
-        note="; ".join(filter(None, [note or _precision_note(observed["settings"], args), profile_note])) or None,
+        note="; ".join(filter(None, notes)) or None,
         timing={"warmup_s": warmup_s, "step_ms": step_ms, "median_ms": median_ms, "p25_ms": p25_ms, "p75_ms": p75_ms},
         tokens_per_s=work["tokens_per_step"] / median_ms * 1e3,
         model_flops_per_s=work["flops_per_step"] / median_ms * 1e3,

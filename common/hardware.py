@@ -229,7 +229,14 @@ def cudnn_version() -> int | str | None:
     try:
         return torch.backends.cudnn.version()
     except RuntimeError as error:
-        return str(error).strip().splitlines()[0]
+        return " ".join(str(error).strip().splitlines()[0].split())
+
+
+def cudnn_note(device: torch.device) -> str | None:
+    """What mends it where parts of another cuDNN than PyTorch's were loaded, as Transformer Engine may do; or None."""
+    if device.type != "cuda" or not isinstance(cudnn_version(), str):
+        return None
+    return "attention ran on a cuDNN that is not PyTorch's own: put site-packages/nvidia/cudnn/lib on LD_LIBRARY_PATH"
 
 
 def package_version(name: str) -> str | None:

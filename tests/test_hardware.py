@@ -58,3 +58,15 @@ def test_roofs_use_every_thread_that_training_uses(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     hardware._seconds(lambda: seen.append(torch.__config__.parallel_info()), torch.device("cpu"))
     assert all("at::get_num_threads() : 2" in said for said in seen)
+
+
+def test_another_cudnn_than_torchs_own_is_said(monkeypatch):
+    def version():
+        raise RuntimeError("cuDNN version incompatibility: compiled  against (9, 19, 0), found (9, 14, 0)\nmore")
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert hardware.cudnn_note(gpu) is None
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    assert "LD_LIBRARY_PATH" in hardware.cudnn_note(gpu) and hardware.cudnn_note(torch.device("cpu")) is None
+    assert hardware.cudnn_version().endswith("compiled against (9, 19, 0), found (9, 14, 0)")
