@@ -130,16 +130,16 @@ def _category_table(rows: list[dict]) -> str:
 
 
 def _repeat_table(results: Path) -> str:
-    """The medians of a second run of a recorded workload, beside those of the first."""
+    """The medians of further runs of a recorded workload, beside those of the first."""
     rows = []
-    for path in sorted(results.glob("*/*/results-2.json")):
+    for path in sorted(results.glob("*/*/results-[0-9].json")):
         first = {step["step"]: step for step in read_envelope(path.parent / MERGED)["steps"]}
         for again in read_envelope(path)["steps"]:
             if again["status"] == "ok" and first[again["step"]]["status"] == "ok":
                 ms, ms_again = (step["timing"]["median_ms"] for step in (first[again["step"]], again))
                 cells = [f"{ms:.1f}", f"{ms_again:.1f}", f"{ms_again / ms - 1:+.1%}"]
-                rows.append([path.parent.name, again["step"], *cells])
-    headers = ["workload", "step", "ms/step", "second run", "difference"]
+                rows.append([path.parent.name, again["step"], path.stem.rpartition("-")[2], *cells])
+    headers = ["workload", "step", "run", "first run, ms/step", "this run", "difference"]
     return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
 
 

@@ -102,4 +102,4 @@ def test_links_in_docs_lead_somewhere(page):
 def test_every_experiment_is_on_its_page():
     page = (ROOT / "docs" / "anatomy.md").read_text()
     for name in experiments():
-        assert f"**`{name}`:" in page and f"epyc-2-cores/anatomy/{name}.md" in page
+        assert f"**`{name}`:" in page and f"h200/anatomy/{name}.md" in page
