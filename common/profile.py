@@ -51,7 +51,8 @@ ATTENTION_OPERATORS = {
 CATEGORIES = {
     "communication": r"nccl",
     "optimizer": r"multi_tensor_apply|adam|triton_for_fused|_foreach_|Optimizer\.",
-    "normalization and pointwise": r"layer_norm|LayerNorm|normalization::|gelu|GammaBeta|reduce_dbias",
+    "normalization and pointwise": r"layer_norm|LayerNorm|normalization::|GammaBeta|reduce_dbias"
+    r"|^(?!nvjet|.*gemm).*gelu",
     "loss": r"nll_loss|log_softmax|LogSoftMax|cross_entropy|softmax_warp_\w+<[^<>]*\d+, true",
     "attention": r"sdpa|flash|fmha|attention|dot_do_o|convert_dq|SoftMax|softmax",
     "matrix products": r"gemm|nvjet|cutlass_\d+_(simt|tensorop|wmma)|xmma|splitKreduce|gemv|dot_kernel|cublas"

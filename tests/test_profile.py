@@ -16,6 +16,11 @@ RECORDS = sorted((ROOT / "docs" / "results").glob("*/*/results*.json"))
     ("name", "category"),
     [
         ("nvjet_sm90_qqtst_192x192_128x4_2x1_v_bz_coopB_bias_TNN", "matrix products"),
+        ("nvjet_sm90_qqtsq_192x128_128x5_1x2_h_bz_coopA_geluauxbias_auxt_TNN", "matrix products"),
+        (
+            "void transformer_engine::unary_kernel<16, true, float, &(float transformer_engine::gelu<float, float>)>",
+            "normalization and pointwise",
+        ),
         ("void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_tn_align1>(Params)", "matrix products"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
         (
