@@ -257,6 +257,11 @@ def recorded(output: Path | None) -> dict:
         raise ValueError(f"--output {output} is there and holds no ablations ({type(error).__name__})") from None
 
 
+def _model_and_batch(workload: dict) -> dict:
+    """What the variants of one file share; steps and batches each shares with the baseline beside it."""
+    return {key: value for key, value in workload.items() if key not in ("steps", "data")}
+
+
 def merged(old: list[dict], new: list[dict]) -> list[dict]:
     """The variants of two calls, in the order of VARIANTS; of the same name, the new one."""
     by_name = {variant["name"]: variant for variant in [*old, *new]}
@@ -282,7 +287,7 @@ def run_variants(variants: list[Variant], arguments: list[str], output: Path | N
             except RecordError as error:
                 return {"status": "failed", "reason": str(error), "median_ms": None, "peak_bytes": None, "loss": None}
             found["environment"], found["workload"] = envelope["environment"], envelope["workload"]
-            if before["workload"] not in (None, found["workload"]):
+            if before["workload"] and _model_and_batch(before["workload"]) != _model_and_batch(found["workload"]):
                 raise ValueError(f"--output {output} holds ablations of another workload")
             (step,) = envelope["steps"]
             kept = {key: step[key] for key in ("status", "reason", "loss", "timing")}

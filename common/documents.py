@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tabulate import tabulate
 
-from common.analysis import GIB, bound_by, peak_bytes, reference_step
+from common.analysis import GIB, bound_by, loss_difference, median_ms, peak_bytes, quartiles_ms, reference_step
 from common.record import RecordError, read_envelope
 from common.report import CONVENTION, MERGED, describe_roofs, table, write_reports
 
@@ -54,7 +54,7 @@ def _machine_table(folder: Path, runs: dict[str, dict]) -> str:
     return (
         f"{runs[widest]['environment']['device']}, milliseconds per training step and speedup over the first row; "
         f"TFLOP/s and memory of {widest}.\n\n{picture}\n\n{drawn}\n\n"
-        f"Recorded: {links}.{''.join(partly)} {CONVENTION}"
+        f"Recorded: {links}.{''.join(partly)}{_repeats_line(folder / name for name in runs)} {CONVENTION}"
     )
 
 
@@ -129,32 +129,52 @@ def _category_table(rows: list[dict]) -> str:
     return tabulate(drawn, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
 
 
-def _repeat_table(results: Path) -> str:
-    """The medians of further runs of a recorded workload, beside those of the first."""
-    rows = []
-    for path in sorted(results.glob("*/*/results-[0-9].json")):
+def _repeats(folders: Iterable[Path]) -> list[tuple[str, str, dict, dict]]:
+    """(workload, number of the run, row of the first run, the same row again) of further runs in these folders."""
+    found = []
+    for path in (path for folder in folders for path in sorted(folder.glob("results-[0-9].json"))):
         first = {step["step"]: step for step in read_envelope(path.parent / MERGED)["steps"]}
         for again in read_envelope(path)["steps"]:
             if again["status"] == "ok" and first[again["step"]]["status"] == "ok":
-                ms, ms_again = (step["timing"]["median_ms"] for step in (first[again["step"]], again))
-                cells = [f"{ms:.1f}", f"{ms_again:.1f}", f"{ms_again / ms - 1:+.1%}"]
-                rows.append([path.parent.name, again["step"], path.stem.rpartition("-")[2], *cells])
-    headers = ["workload", "step", "run", "first run, ms/step", "this run", "difference"]
+                found.append((path.parent.name, path.stem.rpartition("-")[2], first[again["step"]], again))
+    return found
+
+
+def _repeat_table(results: Path) -> str:
+    """The medians of further runs of a recorded workload, beside those of the first."""
+    rows = []
+    for workload, number, first, again in _repeats(sorted(results.glob("*/*/"))):
+        ms, ms_again, (p25, p75) = median_ms(first), median_ms(again), quartiles_ms(again)
+        cells = [f"{ms:.1f}", f"{ms_again:.1f}", f"{p25:.1f}-{p75:.1f}", f"{ms_again / ms - 1:+.1%}"]
+        rows.append([workload, again["step"], number, *cells])
+    headers = ["workload", "step", "run", "first run, ms/step", "this run", "p25-p75", "difference"]
     return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
 
 
+def _repeats_line(folders: Iterable[Path]) -> str:
+    """How far further runs lie from the first, or nothing where there are none."""
+    ratios = [median_ms(again) / median_ms(first) - 1 for _, _, first, again in _repeats(folders)]
+    if not ratios:
+        return ""
+    return (
+        f" Run again, rows differ from these times by {min(ratios):+.1%} to {max(ratios):+.1%}: "
+        "[each of them](docs/performance.md#the-same-again)."
+    )
+
+
 def ablation_table(variants: list[dict], style: str = "simple") -> str:
-    """What anatomy.ablations found, a row per variant: the prediction, and the difference to the unchanged script."""
+    """What anatomy.ablations found, a row per variant: the prediction, and the differences to the unchanged script."""
     rows = []
     for variant in variants:
         baseline = variant["baseline"]
         row = [variant["script"], variant["kind"], variant["name"], variant["predicted"]]
         if variant["median_ms"] is None or baseline["median_ms"] is None:
-            row += [variant["status"], variant["reason"] or "-"]
+            row += [variant["status"], variant["reason"] or "-", "-"]
         else:
             row += [f"{variant['median_ms']:.1f}", f"{variant['median_ms'] - baseline['median_ms']:+.1f} ms"]
+            row += [loss_difference(variant, baseline)]
         rows.append(row)
-    headers = ["script", "kind", "variant", "predicted", "ms/step", "measured"]
+    headers = ["script", "kind", "variant", "predicted", "ms/step", "measured", "loss"]
     return tabulate(rows, headers, tablefmt=style, disable_numparse=True)
 
 

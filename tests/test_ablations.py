@@ -67,10 +67,10 @@ def test_an_output_that_is_there_keeps_its_other_variants(tmp_path):
 
 
 def test_a_recorded_ablation_is_a_table():
-    common = {"script": "2_sdpa", "kind": "try", "predicted": "-3 ms", "baseline": {"median_ms": 280.0}}
+    common = {"script": "2_sdpa", "kind": "try", "predicted": "-3 ms", "baseline": {"median_ms": 280.0, "loss": [2.0]}}
     variants = [
-        common | {"name": "faster", "median_ms": 275.5, "status": "ok", "reason": None},
-        common | {"name": "broken", "median_ms": None, "status": "failed", "reason": "no such kernel"},
+        common | {"name": "faster", "median_ms": 275.5, "loss": [2.1], "status": "ok", "reason": None},
+        common | {"name": "broken", "median_ms": None, "status": "failed", "loss": None, "reason": "no such kernel"},
     ]
     drawn = documents.ablation_table(variants)
-    assert "-4.5 ms" in drawn and "275.5" in drawn and "no such kernel" in drawn
+    assert "-4.5 ms" in drawn and "275.5" in drawn and "+5.00%" in drawn and "no such kernel" in drawn
