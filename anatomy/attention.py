@@ -1,8 +1,8 @@
 """What does fused attention save?
 
 Prediction for causal attention, forward and backward, of (B, H, T, D) tensors in 2-byte numbers. By hand, each kernel
-reads and writes (B, H, T, T) scores: 36 passes over them under autocast (19 without), counted in attention_traffic.py.
-At B 1, H 16, T 8192, D 128 that is 36 x 2.1 GB = 77 GB, 18 ms at 4.3 TB/s, besides 12 B H T^2 D = 1.6 TFLOP of
+reads and writes (B, H, T, T) scores: 40 passes over them under autocast (23 without), counted in attention_traffic.py.
+At B 1, H 16, T 8192, D 128 that is 40 x 2.1 GB = 86 GB, 20 ms at 4.3 TB/s, besides 12 B H T^2 D = 1.6 TFLOP of
 products. Fused, q, k, v, o and their gradients travel once, 12 x 34 MB = 0.4 GB, 0.1 ms, and the half above the
 diagonal is not computed, 7 B H T^2 D = 1 TFLOP with the scores recomputed: bound by compute. So a pass over the
 scores costs T / D times one over q, and the gain grows with T; memory grows with T^2 by hand, with T fused.

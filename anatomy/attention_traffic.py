@@ -49,12 +49,13 @@ def analytic_attention_bytes(
     """Bytes that forward and backward must move at least when each kernel reads and writes DRAM once.
 
     By hand, in units of one (B, H, T, T) tensor. Under autocast, of 2-byte numbers. Forward: scores 1, scale 2,
-    mask 2, cast to FP32 3, softmax 4, cast back 3, product 1; backward: the products 4, casts 6, softmax 6,
-    mask 2, scale 2. Without autocast there are no casts and softmax moves 2, backward 3, numbers of the one dtype.
+    mask 4 (masked_fill copies first), cast to FP32 3, softmax 4, cast back 3, product 1; backward: the products 4,
+    casts 6, softmax 6, mask 4, scale 2. Without autocast there are no casts and softmax moves 2, backward 3, numbers
+    of the one dtype.
     Fused: q, k, v, o forward; q, k, v, o, do, dq, dk, dv backward; by hand moves these as well.
     """
     head_tensor, score_tensor = itemsize * B * H * T * D, itemsize * B * H * T * T
-    passes = 36 if autocast else 19
+    passes = 40 if autocast else 23
     return 12 * head_tensor + (passes * score_tensor if which == "by hand" else 0)
 
 

@@ -4,7 +4,7 @@ Prediction: autograd keeps one node per differentiable operator. Causal attentio
 tensors, each 2 expands + 2 reshapes + bmm + view = 6 nodes, and transpose, scale, mask, softmax: 16 nodes. Where batch
 and heads merge by a copy, a reshape is two nodes: 3 more for q, k, v from batch 2 on. Fused attention is 1 node, so by
 hand needs 18 nodes more (15 at batch 1; one more where the fused kernel returns heads in an order that merges without
-a copy). A compiled block is 1 node in all. Nodes are operators, not numbers: batch and length change none of this.
+a copy). A compiled block is 1 node in all. Nodes are operators, not numbers: the length changes none of this.
 What they change is what the nodes save: by hand the softmax, one (B, H, T, T) tensor of B H T^2 x 4 bytes in FP32.
 Source: PyTorch's notes on autograd mechanics (saved tensors); Dao et al., 2022, FlashAttention (no T^2 memory).
 
