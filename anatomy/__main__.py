@@ -27,8 +27,8 @@ from tabulate import tabulate
 
 from anatomy.experiment import DTYPES, ITERS, QUICK_ITERS, Refused, Result, Table, common_arguments, positive
 from common import hardware
-from common.benchmark import OneLineParser, missing_tool, one_line, out_of_memory
-from common.record import check_writable, write_json
+from common.benchmark import missing_tool, one_line, out_of_memory
+from common.record import OneLineParser, check_writable, write_json
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -2,11 +2,11 @@
 
     python -m anatomy.ablations [--only NAME ...] [--output FILE] [ARGUMENT ...]
 
-The ARGUMENTs are those of a step. Each variant is the script of a step with a few replacements, run in a process
-of its own on the step's benchmark; the unchanged scripts run beside them, and the table gives the difference.
-A FILE that is there keeps its other variants, each with the unchanged script that ran beside it.
-Predictions are arithmetic: bytes over copy bandwidth, FLOPs over the measured roof, at the shape of
-gpt3-6.7b-slice on an H200 unless the line says otherwise.
+The ARGUMENTs are those of a step (--preset gpt2 --steps 30). Each variant is the script of a step with a few
+replacements, run in a process of its own on the step's benchmark; the unchanged scripts run beside them, and the table
+gives the differences. A FILE that is there keeps its other variants, each with the unchanged script that ran beside it.
+Predictions are arithmetic: bytes over copy bandwidth, FLOPs over the measured roof, at the shape of gpt3-6.7b-slice
+on an H200 unless the line says otherwise.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.documents import ablation_table
-from common.record import RecordError, check_writable, read_envelope, write_json
+from common.documents import PREDICTED_FOR, ablation_table
+from common.record import OneLineParser, RecordError, check_writable, describe_shape, read_envelope, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 900
@@ -240,10 +240,13 @@ def run_script(name: str, text: str, arguments: list[str], folder: Path) -> dict
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
         if done.returncode == 2:
-            raise SystemExit(done.stderr.strip().splitlines()[-1])
+            raise ValueError(done.stderr.strip().splitlines()[-1].partition("error: ")[2])
         return read_envelope(output)
     except subprocess.TimeoutExpired:
         raise RecordError(f"took longer than {LIMIT_S} s") from None
+    except RecordError:  # the process left no record: what it said last is the reason
+        said = done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode} and no record"]
+        raise RecordError(said[-1]) from None
 
 
 def recorded(output: Path | None) -> dict:
@@ -252,8 +255,9 @@ def recorded(output: Path | None) -> dict:
         return {"environment": None, "workload": None, "variants": []}
     try:
         found = json.loads(output.read_text())
+        ablation_table(found["variants"])
         return {key: found[key] for key in ("environment", "workload", "variants")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"--output {output} is there and holds no ablations ({type(error).__name__})") from None
 
 
@@ -277,7 +281,7 @@ def run_variants(variants: list[Variant], arguments: list[str], output: Path | N
     Raises ValueError where `output` holds something else, or ablations of another workload.
     """
     before, baselines, rows = recorded(output), {}, []
-    found = {"environment": None, "workload": None, "variants": rows}
+    found = before | {"variants": rows}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
 
@@ -291,6 +295,7 @@ def run_variants(variants: list[Variant], arguments: list[str], output: Path | N
                 raise ValueError(f"--output {output} holds ablations of another workload")
             (step,) = envelope["steps"]
             kept = {key: step[key] for key in ("status", "reason", "loss", "timing")}
+            kept["commit"] = envelope["environment"].get("commit")
             return kept | {"median_ms": step["timing"]["median_ms"], "peak_bytes": step["peak_allocated_bytes"]}
 
         for variant in variants:
@@ -298,13 +303,24 @@ def run_variants(variants: list[Variant], arguments: list[str], output: Path | N
                 baselines[variant.script] = measure(variant.script, (ROOT / f"{variant.script}.py").read_text())
             described = {key: getattr(variant, key) for key in ("name", "script", "predicted", "kind")}
             rows.append(described | measure("variant", variant.source()) | {"baseline": baselines[variant.script]})
-            print(ablation_table(rows), end="\n\n", flush=True)
+            print(f"{variant.script}, {variant.name}: {rows[-1]['reason'] or 'ok'}", flush=True)
             if output:  # after each: what is measured is kept
                 write_json(output, found | {"variants": merged(before["variants"], rows)})
+    if found["workload"]:
+        print(f"\n{found['environment']['device']}, {describe_shape(found['workload'])}; {PREDICTED_FOR}\n")
+    print(ablation_table(rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m anatomy.ablations", description=__doc__.splitlines()[0])
+    width = max(len(variant.name) for variant in VARIANTS)
+    parser = OneLineParser(
+        prog="python -m anatomy.ablations",
+        usage="%(prog)s [-h] [--only NAME ...] [--output FILE] [ARGUMENT ...]",
+        description=__doc__,
+        epilog="variants:\n" + "\n".join(f"  {v.name:{width}}  {v.script}, {v.kind}" for v in VARIANTS),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="variants whose name or script contains one of these")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
     given, arguments = parser.parse_known_args()

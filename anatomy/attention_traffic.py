@@ -21,7 +21,7 @@ from tabulate import tabulate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import hardware
-from common.record import check_writable, write_json
+from common.record import OneLineParser, check_writable, write_json
 
 COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
@@ -100,7 +100,7 @@ def run_attention(which: str, shape: tuple[int, int, int, int], device: torch.de
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m anatomy.attention_traffic",
         description="DRAM bytes of attention, forward and backward, in BF16.",
     )

@@ -17,6 +17,7 @@ WIDEST_SPREAD = 0.03
 LONGEST_SOURCE = 300  # lines of a script worth comparing: difflib takes more than the square of it
 WRAP_COLUMN = 52  # of a code line, so that two stand side by side
 MOST_PROFILE_OFF = 0.03
+MOST_OF_ROOF = 1.05
 GAPS = "gaps"
 CATEGORIES = (  # in the order of a stack
     "matrix products",
@@ -87,9 +88,17 @@ def why_untimed(step: dict) -> str:
 
 def profile_is_off(step: dict) -> float | None:
     """How far the profiled step is off the timed median, as a share, where that is more than MOST_PROFILE_OFF."""
-    profile = step["profile"]
-    off = profile["step_ms"] / median_ms(step) - 1 if profile else 0.0
+    return share_off(step["profile"]["step_ms"], median_ms(step)) if step["profile"] else None
+
+
+def share_off(profiled_ms: float, timed_ms: float) -> float | None:
+    """How far a profiled step is off the timed one, as a share of it; None up to MOST_PROFILE_OFF."""
+    off = profiled_ms / timed_ms - 1
     return off if abs(off) > MOST_PROFILE_OFF else None
+
+
+def describe_profile_off(off: float) -> str:
+    return f"the profiled step is {off:+.0%} off the timed median: read its times as shares"
 
 
 def gaps_ms(step: dict) -> float | None:
@@ -147,6 +156,12 @@ def roof_of(step: dict, roofs: dict) -> tuple[str, float | None]:
     else:
         precision = "fp32" if highest or roofs.get("tf32_flops_per_s") is None else "tf32"
     return precision, roofs.get(f"{precision}_flops_per_s")
+
+
+def tflops(flops_per_s: float) -> str:
+    """In TFLOP/s, without a unit: whole numbers from 10 on, below with three digits that count."""
+    rate = flops_per_s / 1e12
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}"
 
 
 def times_faster(ratio: float) -> str:
@@ -211,7 +226,7 @@ def sentence(before: dict | None, step: dict) -> str:
         said.append(f"peak memory {'stays ' if peaks[0] == peaks[1] else f'goes from {peaks[0]} to '}{peaks[1]} GiB")
     if "-" not in (bound_by(before), bound_by(step)):
         same = before["profile"]["bound_by"] == step["profile"]["bound_by"]
-        said.append(f"{'as before' if same else 'now'} bound by {bound_by(step)}, after {bound_by(before)}")
+        said.append(f"{'still' if same else 'now'} bound by {bound_by(step)}, before by {bound_by(before)}")
     return "; ".join(said) + "."
 
 
@@ -337,14 +352,15 @@ def warnings(run: dict) -> list[str]:
         found.append("the working copy had uncommitted changes: the commit does not hold the code that ran")
     if environment.get("commit") is None and run["steps"]:
         found.append(f"the commit is unknown: {environment.get('commit_reason') or 'not recorded'}")
+    device_type, roofs = environment.get("device_type"), run.get("roofs") or {}
     rows_of: dict[str, list[str]] = {}
     for step in [*run["steps"], *run.get("peers", [])]:
-        for said in _row_warnings(step, environment.get("device_type")) if is_timed(step) else []:
+        for said in _row_warnings(step, device_type, roofs) if is_timed(step) else []:
             rows_of.setdefault(said, []).append(step["step"])
     return list(dict.fromkeys([*found, *(f"{', '.join(names)}: {said}" for said, names in rows_of.items())]))
 
 
-def _row_warnings(step: dict, device_type: str | None) -> list[str]:
+def _row_warnings(step: dict, device_type: str | None, roofs: dict) -> list[str]:
     found = []
     times, least = step["timing"].get("step_ms") or [], FEWEST_STEPS.get(device_type, FEWEST_STEPS["cuda"])
     if len(times) < least:
@@ -354,8 +370,15 @@ def _row_warnings(step: dict, device_type: str | None) -> list[str]:
         found.append(f"the middle half of its times spreads over {(p75 - p25) / median_ms(step):.1%} of the median")
     if reasons := throttle_reasons(step):
         found.append(f"the driver reported clocks held down by: {', '.join(reasons)}")
-    if (off := profile_is_off(step)) is not None and "profiled step" not in (step["note"] or ""):
-        found.append(f"the profiled step is {off:+.0%} off the timed median: read its times as shares")
+    if (off := profile_is_off(step)) is not None:
+        found.append(describe_profile_off(off))
+    if (step.get("gpu_state") or {}).get("while_running") is False:
+        found.append("its clocks were read when the GPU was done: they are not those of its steps")
+    precision, roof = roof_of(step, roofs)
+    if roof and step["model_flops_per_s"] > MOST_OF_ROOF * roof:
+        found.append(
+            f"faster than the {precision} roof, which was measured on a busy machine or with too small products"
+        )
     return found
 
 

@@ -61,9 +61,17 @@ from pathlib import Path
 
 import torch
 
-from common import data, flops, hardware, profile
+from common import analysis, data, flops, hardware, profile
 from common.model import PRESETS, GPTConfig, Preset
-from common.record import SCHEMA_VERSION, check_writable, describe_shape, empty_step_record, smaller_batch, write_json
+from common.record import (
+    SCHEMA_VERSION,
+    OneLineParser,
+    check_writable,
+    describe_shape,
+    empty_step_record,
+    smaller_batch,
+    write_json,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 TrainStep = Callable[..., torch.Tensor]
@@ -73,7 +81,6 @@ AUTO_SLICE_GIB = 84
 AUTO_GPT2_GIB = (2, 2.0)
 
 PROFILED_STEPS = 3
-PROFILE_TOLERANCE = 0.03  # of the timed median; beyond it the row says so
 
 
 class Skip(Exception):
@@ -152,13 +159,6 @@ def positive_float(text: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite positive number")
     return value
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """argparse without the usage block: bad input gets one line and exit code 2."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def build_parser(script: Path, description: str | None) -> OneLineParser:
@@ -455,9 +455,9 @@ def observe(
         observed["profile"] = profile_step(step, model, median_ms, args) | {"host_syncs": observed["host_syncs"]}
     except Exception as error:
         return observed, f"not profiled: {one_line(error)}"
-    difference = observed["profile"]["step_ms"] / median_ms - 1
-    if args.device.type == "cuda" and abs(difference) > PROFILE_TOLERANCE:
-        notes.append(f"the profiled step is {difference:+.0%} off the timed median: read its times as shares")
+    off = analysis.share_off(observed["profile"]["step_ms"], median_ms)
+    if args.device.type == "cuda" and off is not None:
+        notes.append(analysis.describe_profile_off(off))
     return observed, "; ".join(notes) or None
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from tabulate import tabulate
 
 from common.analysis import GIB, bound_by, loss_difference, median_ms, peak_bytes, quartiles_ms, reference_step
-from common.record import RecordError, read_envelope
+from common.record import OneLineParser, RecordError, read_envelope
 from common.report import CONVENTION, MERGED, describe_roofs, table, write_reports
 
 ROOT = Path(__file__).resolve().parent.parent
+PREDICTED_FOR = "predictions are for gpt3-6.7b-slice on an H200 unless they say otherwise"
 GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
@@ -46,6 +47,12 @@ def _machine_table(folder: Path, runs: dict[str, dict]) -> str:
     drawn = tabulate(rows, headers, tablefmt="pipe", colalign=_numbers(headers))
     links = ", ".join(_link(folder, name, run) for name, run in runs.items())
     picture = _picture(folder, widest)
+    earlier = [
+        f" {step['step']} of {name} ran an earlier version of its script, which is in the record."
+        for name, run in runs.items()
+        for step in [*run["steps"], *run["peers"]]
+        if step["source"] != _script(step["step"])
+    ]
     partly = [
         f" Of {name} only the rows shown were run; its loss is against {rows_of[name][0]}."
         for name in runs
@@ -54,8 +61,14 @@ def _machine_table(folder: Path, runs: dict[str, dict]) -> str:
     return (
         f"{runs[widest]['environment']['device']}, milliseconds per training step and speedup over the first row; "
         f"TFLOP/s and memory of {widest}.\n\n{picture}\n\n{drawn}\n\n"
-        f"Recorded: {links}.{''.join(partly)}{_repeats_line(folder / name for name in runs)} {CONVENTION}"
+        f"Recorded: {links}.{''.join(partly + earlier)}{_repeats_line(folder / name for name in runs)} {CONVENTION}"
     )
+
+
+def _script(step: str) -> str | None:
+    """The text of a step's or peer's script as it is now; None where there is none of this name."""
+    found = [path for path in (ROOT / f"{step}.py", ROOT / "peers" / f"{step}.py") if path.exists()]
+    return found[0].read_text() if found else None
 
 
 def _picture(folder: Path, name: str) -> str:
@@ -107,6 +120,7 @@ def performance_tables(results: Path) -> str:
     for path in sorted(results.glob("*/*/ablations.json")):
         parts += [
             f"### What each choice gives: {path.parent.name}",
+            f"{PREDICTED_FOR[0].upper()}{PREDICTED_FOR[1:]}.",
             ablation_table(json.loads(path.read_text())["variants"], "pipe"),
         ]
     for path in sorted(results.glob("*/attention-traffic.json")):
@@ -169,13 +183,19 @@ def ablation_table(variants: list[dict], style: str = "simple") -> str:
         baseline = variant["baseline"]
         row = [variant["script"], variant["kind"], variant["name"], variant["predicted"]]
         if variant["median_ms"] is None or baseline["median_ms"] is None:
-            row += [variant["status"], variant["reason"] or "-", "-"]
+            ended = variant if variant["median_ms"] is None else baseline
+            row += [ended["status"], "-", ended["reason"] or "-", "-"]
         else:
-            row += [f"{variant['median_ms']:.1f}", f"{variant['median_ms'] - baseline['median_ms']:+.1f} ms"]
-            row += [loss_difference(variant, baseline)]
+            row += [_median_and_quartiles(each) for each in (baseline, variant)]
+            row += [f"{variant['median_ms'] - baseline['median_ms']:+.1f} ms", loss_difference(variant, baseline)]
         rows.append(row)
-    headers = ["script", "kind", "variant", "predicted", "ms/step", "measured", "loss"]
+    headers = ["script", "kind", "variant", "predicted", "unchanged, ms (p25-p75)", "variant", "difference", "loss"]
     return tabulate(rows, headers, tablefmt=style, disable_numparse=True)
+
+
+def _median_and_quartiles(step: dict) -> str:
+    p25, p75 = quartiles_ms(step)
+    return f"{median_ms(step):.1f} ({p25:.1f}-{p75:.1f})"
 
 
 def _traffic_table(traffic: dict) -> str:
@@ -214,11 +234,14 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
 
 
 def main() -> None:
+    OneLineParser(prog="python -m common.documents", description=__doc__).parse_args()
     results = ROOT / "docs" / "results"
     for document, text in documents(ROOT, results).items():
         document.write_text(text)
+        print(document.relative_to(ROOT))
     for path in sorted(results.glob(f"*/*/{MERGED}")):
         write_reports(read_envelope(path), path.parent)
+        print(path.parent.relative_to(ROOT))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from common import analysis, charts
 from common.analysis import GIB, is_timed, median_ms, peak_bytes, quartiles_ms, why_untimed
+from common.record import printable
 
 SECTIONS = (
     ("headline", "Headline"),
@@ -304,7 +305,7 @@ def _trust(run: dict) -> dict:
 def _settings(row: dict) -> str:
     if not is_timed(row):
         return why_untimed(row)
-    return _cut(
+    return printable(
         ", ".join(f"{name} {value}" for name, value in row["settings"].items() if value is not None), LONGEST_SETTINGS
     )
 
@@ -326,7 +327,3 @@ def _kernel(name: str) -> str:
     for noise in ("void ", "at::native::", "(anonymous namespace)::", "transformer_engine::"):
         name = name.replace(noise, "")
     return name if len(name) <= KERNEL_NAME else f"{name[: KERNEL_NAME * 2 // 3]} … {name[-KERNEL_NAME // 3 :]}"
-
-
-def _cut(text: str, longest: int) -> str:
-    return text if len(text) <= longest else text[: longest - 1] + "…"

@@ -1,10 +1,11 @@
-"""Writing and reading records without torch: reports are rebuilt on any machine.
+"""Writing and reading records without torch: reports are rebuilt on any machine, by commands that parse here, too.
 
 The schema stands in common/benchmark.py, whose runs fill it in.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -96,6 +97,13 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise RecordError(f"{path.name} cannot be read ({error.strerror or error})") from None
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse without the usage block: bad input gets one line and exit code 2."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def printable(text: object, longest: int = 300) -> str:

@@ -7,7 +7,6 @@ them merged; a folder that holds nothing else is reported from it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -28,11 +27,13 @@ from common.analysis import (
     peak_bytes,
     reference_step,
     sentence,
+    tflops,
     warnings,
 )
 from common.record import (
     SCHEMA_VERSION,
     NewerSchemaError,
+    OneLineParser,
     RecordError,
     checked_roofs,
     describe_shape,
@@ -199,9 +200,14 @@ def _machine_problems(envelopes: list[dict]) -> list[str]:
     """Rows of one table must come from one machine, with the same software and the same code."""
     problems = []
     for key in ("device", "torch", "transformer_engine", "driver", "variables", "commit", "dirty"):
-        seen = {str(envelope["environment"].get(key)) for envelope in envelopes}
-        if len(seen) > 1:
-            problems.append(f"rows differ in {key}: {', '.join(sorted(seen))}")
+        rows_of: dict[str, list[str]] = {}
+        for envelope in envelopes:
+            value = envelope["environment"].get(key)
+            rows = rows_of.setdefault("none" if value in (None, {}) else str(value), [])
+            rows += [step["step"] for step in envelope["steps"]]
+        if len(rows_of) > 1:
+            said = "; ".join(f"{value} in {', '.join(rows)}" for value, rows in sorted(rows_of.items()))
+            problems.append(f"rows differ in {key}: {said}")
     return problems
 
 
@@ -246,17 +252,12 @@ def table(run: dict) -> tuple[list[str], list[list[str]]]:
     return headers, rows
 
 
-def _tflops(flops_per_s: float) -> str:
-    tflops = flops_per_s / 1e12
-    return f"{tflops:,.0f}" if tflops >= 10 else f"{tflops:.3f}"
-
-
 def _measured_cells(step: dict, previous: dict, reference: dict) -> list[str]:
     ms, memory, loss = step["timing"]["median_ms"], peak_bytes(step), mean_loss(step)
     return [
         f"{ms:.1f}",
         f"{step['tokens_per_s']:,.0f}",
-        _tflops(step["model_flops_per_s"]),
+        tflops(step["model_flops_per_s"]),
         f"{previous['timing']['median_ms'] / ms:.2f}x",
         f"{reference['timing']['median_ms'] / ms:.2f}x",
         f"{memory / GIB:.1f}" if memory else "-",
@@ -294,7 +295,7 @@ def remarks(run: dict) -> list[str]:
 def describe_roofs(roofs: dict) -> list[str]:
     """What the machine reaches at most, in one line, and what could not be measured."""
     rates = [
-        f"{precision.upper()} {_tflops(roofs[f'{precision}_flops_per_s'])} TFLOP/s"
+        f"{precision.upper()} {tflops(roofs[f'{precision}_flops_per_s'])} TFLOP/s"
         for precision in ("fp32", "tf32", "bf16", "fp8")
         if roofs.get(f"{precision}_flops_per_s")
     ]
@@ -388,7 +389,7 @@ def compare_runs(folders: tuple[Path, Path]) -> str:
 
 def main() -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that has no such letters gets the table, too
-    parser = argparse.ArgumentParser(prog="python -m common.report", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m common.report", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="a folder run_all.sh wrote")
     parser.add_argument(
         "--compare", nargs=2, type=Path, metavar=("RUN_A", "RUN_B"), help="ratios of two runs, step by step"

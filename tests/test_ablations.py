@@ -53,8 +53,8 @@ def test_bad_input_is_one_line(tmp_path, words, said):
 
 
 def test_an_output_that_is_there_keeps_its_other_variants(tmp_path):
-    mine = {"name": "CUDA graphs, step 3", "script": "3_compile", "kind": "try", "predicted": "", "median_ms": 1.5}
-    mine |= {"baseline": {"median_ms": 2.0}}
+    mine = {"name": "CUDA graphs, step 3", "script": "3_compile", "kind": "try", "predicted": ""}
+    mine |= {"baseline": timed(2.0) | {"loss": [1.0]}, "loss": [1.0]} | timed(1.5)
     for workload, returncode in ((None, 0), ({"n_embd": 64}, 2)):
         (tmp_path / "x.json").write_text(json.dumps({"environment": None, "workload": workload, "variants": [mine]}))
         ran = run(tmp_path, "--only", "fused AdamW without", *FAST)
@@ -66,10 +66,14 @@ def test_an_output_that_is_there_keeps_its_other_variants(tmp_path):
     assert "another workload" in ran.stderr and ran.stderr.count("\n") == 1
 
 
+def timed(ms):
+    return {"median_ms": ms, "timing": {"median_ms": ms, "step_ms": [ms - 1, ms, ms + 2]}}
+
+
 def test_a_recorded_ablation_is_a_table():
-    common = {"script": "2_sdpa", "kind": "try", "predicted": "-3 ms", "baseline": {"median_ms": 280.0, "loss": [2.0]}}
+    common = {"script": "2_sdpa", "kind": "try", "predicted": "-3 ms", "baseline": {"loss": [2.0]} | timed(280.0)}
     variants = [
-        common | {"name": "faster", "median_ms": 275.5, "loss": [2.1], "status": "ok", "reason": None},
+        common | timed(275.5) | {"name": "faster", "loss": [2.1], "status": "ok", "reason": None},
         common | {"name": "broken", "median_ms": None, "status": "failed", "loss": None, "reason": "no such kernel"},
     ]
     drawn = documents.ablation_table(variants)

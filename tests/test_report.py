@@ -147,7 +147,7 @@ def test_different_workloads_are_not_merged(tmp_path):
 def test_rows_of_different_machines_are_named(tmp_path):
     write_run(tmp_path, step("0_a"))
     (tmp_path / "1_b.json").write_text(json.dumps(envelope(step("1_b"), device="other GPU")))
-    assert "rows differ in device: GPU, other GPU" in report.render_text(report.load_run(tmp_path))
+    assert "rows differ in device: GPU in 0_a; other GPU in 1_b" in report.render_text(report.load_run(tmp_path))
 
 
 def test_the_command_rebuilds_everything(tmp_path):
@@ -330,7 +330,7 @@ def test_a_record_that_was_put_away_is_reported_and_never_written(tmp_path):
 def test_one_dirty_row_is_named(tmp_path):
     for name, dirty in (("0_a", False), ("1_b", True)):
         (tmp_path / f"{name}.json").write_text(json.dumps(envelope(step(name), dirty=dirty)))
-    assert "rows differ in dirty: False, True" in report.load_run(tmp_path)["problems"]
+    assert "rows differ in dirty: False in 0_a; True in 1_b" in report.load_run(tmp_path)["problems"]
 
 
 def test_a_merge_of_a_newer_version_is_never_overwritten(tmp_path):
