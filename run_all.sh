@@ -155,7 +155,11 @@ if ! { mkdir -p "$here/results" && run="$(mktemp -d "$here/results/$(date -u +%Y
   exit 2
 fi
 chmod 755 "$run"
-ln -sfn "$(basename "$run")" "$here/results/latest"
+if [ -d "$here/results/latest" ] && [ ! -L "$here/results/latest" ]; then
+  echo "run_all.sh: results/latest is a folder of your own and stays: this run is $run" >&2
+else
+  ln -sfn "$(basename "$run")" "$here/results/latest"
+fi
 printf '%q ' ./run_all.sh "$@" >"$run/command"
 
 run_or_skip() { # script

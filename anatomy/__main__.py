@@ -18,6 +18,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -33,6 +34,7 @@ from common.record import OneLineParser, check_writable, write_json
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 LIMIT_S = 300
+INDEX_TITLE = "# Anatomy on "
 
 
 class Stopped(Exception):
@@ -76,7 +78,7 @@ def run_one(name: str, argv: list[str]) -> int:
         refuse_missing_dtype(args.dtype, args.device)
         args.iters = args.iters or (QUICK_ITERS if args.quick else ITERS)
         if args.output:
-            check_writable(args.output)
+            check_writable(args.output, "experiment")
         torch.set_float32_matmul_precision("highest")  # FP32 means FP32, also in containers that set TF32
         result = module.run(args)
     except (Refused, hardware.DeviceError) as error:
@@ -102,8 +104,11 @@ def run_one(name: str, argv: list[str]) -> int:
             "seconds": round(time.monotonic() - started, 1),
             "environment": hardware.describe(args.device),
         }
-        write_attachments(result, args.output.parent)
-        write_json(args.output, record | result.record())
+        try:
+            write_json(args.output, record | result.record())
+            write_attachments(result, args.output.parent)
+        except OSError as error:
+            parser.error(f"cannot write --output: {error}")
     elif result.attachments:
         print(f"\nWith --output FILE it also writes {', '.join(result.attachments)}.")
     return 0
@@ -164,11 +169,11 @@ def run_all(argv: list[str]) -> int:
                         help=f"seconds each may take (default: {LIMIT_S})")  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="(default: results/anatomy-<UTC time>)")
     args = parser.parse_args(argv)
-    folder = args.output or ROOT / "results" / f"anatomy-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M%S}"
     try:
         device = resolve_device(args.device)
-        folder.mkdir(parents=True, exist_ok=True)
-    except (hardware.DeviceError, OSError) as error:
+        folder = args.output or new_folder(ROOT / "results")
+        check_folder(folder)
+    except (hardware.DeviceError, OSError, ValueError) as error:
         parser.error(one_line(error))
     shared = ["--device", str(device)] + ([] if args.full else ["--quick"])
     shared += ["--iters", str(args.iters)] if args.iters else []
@@ -180,6 +185,25 @@ def run_all(argv: list[str]) -> int:
         (folder / "anatomy.md").write_text(index(outcomes, device))  # after each: what is there is kept
     print(f"\n{folder / 'anatomy.md'}")
     return int(any(outcome["reason"] for outcome in outcomes.values()))
+
+
+def new_folder(parent: Path) -> Path:
+    parent.mkdir(exist_ok=True)
+    started = datetime.datetime.now(datetime.timezone.utc)
+    folder = Path(tempfile.mkdtemp(dir=parent, prefix=f"anatomy-{started:%Y%m%d-%H%M%S}-"))
+    folder.chmod(0o755)
+    return folder
+
+
+def check_folder(folder: Path) -> None:
+    """Make it. Raises ValueError for one that holds what this command did not write, OSError where it cannot write."""
+    folder.mkdir(parents=True, exist_ok=True)
+    index_page = folder / "anatomy.md"
+    ours = index_page.is_file() and index_page.read_text(errors="replace").startswith(INDEX_TITLE)
+    if any(folder.iterdir()) and not ours:
+        raise ValueError(f"--output {folder} holds other files: give a new folder")
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def run_child(name: str, shared: list[str], folder: Path, limit_s: int) -> dict:
@@ -254,7 +278,7 @@ def index(outcomes: dict[str, dict], device: torch.device) -> str:
         for name, outcome in outcomes.items()
         if outcome["record"]
     ]
-    return "\n\n".join([f"# Anatomy on {hardware.device_name(device)}", table, *said]) + "\n"
+    return "\n\n".join([f"{INDEX_TITLE}{hardware.device_name(device)}", table, *said]) + "\n"
 
 
 def main(argv: list[str]) -> int:

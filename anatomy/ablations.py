@@ -245,8 +245,9 @@ def run_script(name: str, text: str, arguments: list[str], folder: Path) -> dict
     except subprocess.TimeoutExpired:
         raise RecordError(f"took longer than {LIMIT_S} s") from None
     except RecordError:  # the process left no record: what it said last is the reason
+        killed = f"killed by signal {-done.returncode} (9 is often a lack of memory)"
         said = done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode} and no record"]
-        raise RecordError(said[-1]) from None
+        raise RecordError(killed if done.returncode < 0 else said[-1]) from None
 
 
 def recorded(output: Path | None) -> dict:
@@ -256,8 +257,10 @@ def recorded(output: Path | None) -> dict:
     try:
         found = json.loads(output.read_text())
         ablation_table(found["variants"])
+        merged(found["variants"], [])
+        _model_and_batch(found["workload"] or {})
         return {key: found[key] for key in ("environment", "workload", "variants")}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"--output {output} is there and holds no ablations ({type(error).__name__})") from None
 
 
@@ -275,10 +278,11 @@ def merged(old: list[dict], new: list[dict]) -> list[dict]:
     )
 
 
-def run_variants(variants: list[Variant], arguments: list[str], output: Path | None) -> None:
+def run_variants(variants: list[Variant], arguments: list[str], output: Path | None) -> int:
     """Run each variant and, once, the script it changes; writes {environment, workload, variants}.
 
-    Raises ValueError where `output` holds something else, or ablations of another workload.
+    Returns the command's exit code: 1 where one failed. Raises ValueError where `output` holds something else, or
+    ablations of another workload or machine.
     """
     before, baselines, rows = recorded(output), {}, []
     found = before | {"variants": rows}
@@ -293,6 +297,8 @@ def run_variants(variants: list[Variant], arguments: list[str], output: Path | N
             found["environment"], found["workload"] = envelope["environment"], envelope["workload"]
             if before["workload"] and _model_and_batch(before["workload"]) != _model_and_batch(found["workload"]):
                 raise ValueError(f"--output {output} holds ablations of another workload")
+            if before["environment"] and before["environment"].get("device") != found["environment"]["device"]:
+                raise ValueError(f"--output {output} holds ablations of another machine")
             (step,) = envelope["steps"]
             kept = {key: step[key] for key in ("status", "reason", "loss", "timing")}
             kept["commit"] = envelope["environment"].get("commit")
@@ -309,6 +315,7 @@ def run_variants(variants: list[Variant], arguments: list[str], output: Path | N
     if found["workload"]:
         print(f"\n{found['environment']['device']}, {describe_shape(found['workload'])}; {PREDICTED_FOR}\n")
     print(ablation_table(rows))
+    return int(any(each["status"] == "failed" for each in [*rows, *baselines.values()]))
 
 
 def main() -> None:
@@ -326,17 +333,19 @@ def main() -> None:
     given, arguments = parser.parse_known_args()
     try:
         if given.output:
-            check_writable(given.output)
+            check_writable(given.output, "variants")
     except ValueError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        parser.error(str(error))
     wanted = given.only or [""]
     variants = [v for v in VARIANTS if any(word in v.name or word in v.script for word in wanted)]
     if not variants:
-        parser.exit(2, f"{parser.prog}: error: no variant is named like {', '.join(wanted)}\n")
+        parser.error(f"no variant is named like {', '.join(wanted)}")
     try:
-        run_variants(variants, arguments, given.output)
-    except ValueError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        sys.exit(run_variants(variants, arguments, given.output))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        parser.exit(130, f"{parser.prog}: interrupted; what was finished is kept\n")
 
 
 if __name__ == "__main__":

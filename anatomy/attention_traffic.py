@@ -111,7 +111,7 @@ def main() -> None:
     shape = tuple(args.shape)
     try:
         if args.output:
-            check_writable(args.output)
+            check_writable(args.output, "bytes")
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     if min(shape) < 1:

@@ -140,9 +140,10 @@ class Arguments:
 
 
 def positive_int(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text[:20]) < 2**31:
+    digits = text.lstrip("0")[:20]  # Python refuses to read thousands of them
+    if not text.isdecimal() or not 1 <= int(digits or 0) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 2^31 - 1")
-    return int(text)
+    return int(digits)
 
 
 def seed_int(text: str) -> int:
@@ -232,7 +233,7 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         text = data.read_text(given.data)
         data.check_text(text, config.seq_len, config.vocab_size)
         output = given.output or ROOT / "results" / f"{script.stem}.json"
-        check_writable(output)
+        check_writable(output, "steps", "copy_bytes_per_s")
     except torch.OutOfMemoryError:
         parser.error(f"--device {given.device} has no free memory left for even one tensor")
     except ValueError as error:
@@ -315,7 +316,11 @@ def launch(main: Callable[[Arguments], dict]) -> None:
         "steps": [record],
     }
     try:
-        write_json(args.output, envelope)
+        try:
+            write_json(args.output, envelope)
+        except OSError:  # a full disk: the record is worth more than the trace
+            profile.chrome_trace_path(args.output).unlink(missing_ok=True)
+            write_json(args.output, envelope)
     except OSError as error:
         sys.exit(f"{args.step}: error: cannot write {args.output}: {error.strerror or error}")
     if record["profile"]:
@@ -448,7 +453,7 @@ def observe(
         return observed, None
     notes = []
     try:
-        profile.write_chrome_trace(trace, args.output.with_suffix(".trace.json.gz"))
+        profile.write_chrome_trace(trace, profile.chrome_trace_path(args.output))
     except OSError as error:
         notes.append(f"no Chrome trace: {error.strerror or error}")
     try:
@@ -496,7 +501,15 @@ def out_of_memory(error: BaseException) -> bool:
     """Whether device or host had too little memory, whichever library says so."""
     everything = f"{type(error).__name__} {error}".lower()
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        sign in everything for sign in ("out of memory", "can't allocate memory", "alloc_failed")
+        sign in everything
+        for sign in (
+            "out of memory",
+            "can't allocate memory",
+            "alloc_failed",
+            "array is too big",
+            "maximum allowed dimension",
+            "storage size calculation overflowed",
+        )
     )
 
 
@@ -556,7 +569,7 @@ def workload(args: Arguments) -> dict:
 def _fingerprint(args: Arguments) -> str | None:
     try:
         return data.fingerprint(args.text, batch_starts(args), args.config.seq_len)
-    except MemoryError:  # a batch that large ends as an oom row, which needs its workload
+    except (MemoryError, ValueError):  # a batch that large ends as an oom row, which needs its workload
         return None
 
 

@@ -47,12 +47,6 @@ def _machine_table(folder: Path, runs: dict[str, dict]) -> str:
     drawn = tabulate(rows, headers, tablefmt="pipe", colalign=_numbers(headers))
     links = ", ".join(_link(folder, name, run) for name, run in runs.items())
     picture = _picture(folder, widest)
-    earlier = [
-        f" {step['step']} of {name} ran an earlier version of its script, which is in the record."
-        for name, run in runs.items()
-        for step in [*run["steps"], *run["peers"]]
-        if step["source"] != _script(step["step"])
-    ]
     partly = [
         f" Of {name} only the rows shown were run; its loss is against {rows_of[name][0]}."
         for name in runs
@@ -61,8 +55,19 @@ def _machine_table(folder: Path, runs: dict[str, dict]) -> str:
     return (
         f"{runs[widest]['environment']['device']}, milliseconds per training step and speedup over the first row; "
         f"TFLOP/s and memory of {widest}.\n\n{picture}\n\n{drawn}\n\n"
-        f"Recorded: {links}.{''.join(partly + earlier)}{_repeats_line(folder / name for name in runs)} {CONVENTION}"
+        f"Recorded: {links}.{''.join(partly)}{_earlier_line(runs)}{_repeats_line(folder / name for name in runs)} {CONVENTION}"
     )
+
+
+def _earlier_line(runs: dict[str, dict]) -> str:
+    """Which rows ran another script than the one of this checkout, or nothing."""
+    workloads_of: dict[str, list[str]] = {}
+    for name, run in runs.items():
+        for step in [*run["steps"], *run["peers"]]:
+            if step["source"] != _script(step["step"]):
+                workloads_of.setdefault(step["step"], []).append(name)
+    said = "; ".join(f"{step} of {', '.join(names)}" for step, names in workloads_of.items())
+    return f" Recorded with an earlier version of the script, which the record holds: {said}." if said else ""
 
 
 def _script(step: str) -> str | None:
@@ -234,14 +239,20 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
 
 
 def main() -> None:
-    OneLineParser(prog="python -m common.documents", description=__doc__).parse_args()
+    parser = OneLineParser(prog="python -m common.documents", description=__doc__)
+    parser.parse_args()
     results = ROOT / "docs" / "results"
-    for document, text in documents(ROOT, results).items():
-        document.write_text(text)
-        print(document.relative_to(ROOT))
-    for path in sorted(results.glob(f"*/*/{MERGED}")):
-        write_reports(read_envelope(path), path.parent)
-        print(path.parent.relative_to(ROOT))
+    try:
+        from common import charts, page  # noqa: F401  without them write_reports would take the pages away
+
+        for document, text in documents(ROOT, results).items():
+            document.write_text(text)
+            print(document.relative_to(ROOT))
+        for path in sorted(results.glob(f"*/*/{MERGED}")):
+            write_reports(read_envelope(path), path.parent)
+            print(path.parent.relative_to(ROOT))
+    except (RecordError, OSError, ImportError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

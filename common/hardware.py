@@ -57,6 +57,8 @@ def resolve_device(name: str) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise DeviceError(f"--device {name} is not one of auto, cpu, cuda, cuda:N")
     if device.type == "cpu":
+        if device.index:
+            raise DeviceError(f"--device {name} is not there: there is one cpu")
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise DeviceError(_why_no_cuda())
@@ -242,7 +244,7 @@ def cudnn_note(device: torch.device) -> str | None:
 def package_version(name: str) -> str | None:
     try:
         return metadata.version(name)
-    except metadata.PackageNotFoundError:
+    except (metadata.PackageNotFoundError, ValueError, OSError):  # absent, or its metadata cannot be read
         return None
 
 
@@ -252,8 +254,9 @@ def commit() -> dict:
     try:
         head = _git(root, "rev-parse", "HEAD")
         changes = _git(root, "status", "--porcelain", "--untracked-files=no")
-    except FileNotFoundError:
-        return {"commit": None, "dirty": None, "commit_reason": "git is not installed"}
+    except OSError as error:
+        why = "is not installed" if isinstance(error, FileNotFoundError) else f"cannot be run: {error.strerror}"
+        return {"commit": None, "dirty": None, "commit_reason": f"git {why}"}
     except subprocess.SubprocessError as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         return {"commit": None, "dirty": None, "commit_reason": said[0] if said else "git cannot tell"}
@@ -262,7 +265,8 @@ def commit() -> dict:
 
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, check=True)
+    return done.stdout.strip()
 
 
 # --- roofs ----------------------------------------------------------------------------------------

@@ -130,6 +130,11 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
     return max(itertools.accumulate(changes), default=0)
 
 
+def chrome_trace_path(record: Path) -> Path:
+    """Where the Chrome trace of a record lies: beside it."""
+    return record.with_suffix(".trace.json.gz")
+
+
 def write_chrome_trace(trace: Trace, path: Path) -> None:
     """For chrome://tracing and ui.perfetto.dev, which read it compressed. Raises OSError."""
     with gzip.open(path, "wt", compresslevel=5) as file:

@@ -48,20 +48,32 @@ def empty_step_record(step: str, source: str | None) -> dict:
     }
 
 
-def check_writable(path: Path) -> None:
-    """Raises ValueError, one line, where `path` cannot become a record; makes its folder."""
+def check_writable(path: Path, *keys: str) -> None:
+    """Raises ValueError, one line, where `path` cannot become a record; makes its folder.
+
+    A file that is there is replaced only if it is an object with one of `keys` and, if it has steps, just one of them:
+    a whole run that was put away stays.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
             raise ValueError(f"--output {path} is not a regular file")
-        if path.exists() and path.open("rb").read(1) not in (b"", b"{"):
-            raise ValueError(f"--output {path} exists and is no record: it stays as it is")
+        if path.exists() and not _is_replaceable(path.read_bytes(), keys):
+            raise ValueError(f"--output {path} exists and is no record of this kind: it stays as it is")
         if len(os.fsencode(path.name)) > 255:
             raise ValueError(f"--output {path.name[:20]}... is too long for a file name")
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         raise ValueError(f"cannot write --output {path}: {error.strerror or error}") from None
+
+
+def _is_replaceable(content: bytes, keys: tuple[str, ...]) -> bool:
+    try:
+        found = json.loads(content) if content.strip() else dict.fromkeys(keys)
+        return any(key in found for key in keys) and len([*(found.get("steps") or []), *found.get("peers", [])]) <= 1
+    except (ValueError, RecursionError, TypeError, AttributeError):
+        return False
 
 
 def _refuse_constant(name: str) -> None:

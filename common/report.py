@@ -133,13 +133,15 @@ def _read_folder(folder: Path, problems: list[str]) -> tuple[list[dict], dict[st
             continue
         try:
             envelope = read_envelope(path)
-            if any(envelope["steps"][0]["step"] == other["steps"][0]["step"] for other in envelopes):
-                problems.append(f"left out: {path.name} is a second record of {envelope['steps'][0]['step']}")
+            names, known = ({row["step"] for e in some for row in e["steps"]} for some in ([envelope], envelopes))
+            if twice := names & known:
+                problems.append(f"left out: {path.name} is a second record of {', '.join(sorted(twice))}")
             else:
                 envelopes.append(envelope)
         except RecordError as error:
             problems.append(f"left out: {error}")
-            ended[path.stem] = UNREADABLE
+            if folder.name == "peers" or path.match("[0-9]_*.json"):
+                ended[path.stem] = UNREADABLE
     for path in sorted(folder.glob("*.exit")):
         if path.is_file():
             ended[path.stem] = path.read_text(errors="replace").strip() or UNREADABLE
@@ -368,15 +370,15 @@ def write_reports(run: dict, folder: Path) -> list[str]:
     files: dict[str, bytes] = {"report.md": render_markdown(run).encode()}
     missing = []
     try:
-        from common import charts, page  # what draws may be absent; the table must not be
-
-        files["report.html"] = render_html(run).encode()
-        title = f"{run['environment'].get('device')}, {run['workload'].get('preset')}: training step, times faster"
-        files["speedup.png"] = charts.speedup_png(page.speedup_bars(run), title)
-    except ImportError as error:
+        from common import charts, page  # what draws may be absent or broken; the table must not be
+    except Exception as error:
         missing = [f"no report.html and speedup.png ({error}): pip install -r requirements.txt"]
         for name in ("report.html", "speedup.png"):  # of an earlier run of this command: they would not fit report.md
             (folder / name).unlink(missing_ok=True)
+    else:
+        files["report.html"] = render_html(run).encode()
+        title = f"{run['environment'].get('device')}, {run['workload'].get('preset')}: training step, times faster"
+        files["speedup.png"] = charts.speedup_png(page.speedup_bars(run), title)
     for name, content in files.items():
         write_bytes(folder / name, content)
     return missing
@@ -402,8 +404,9 @@ def main() -> None:
             print("\n".join(printable(line, 1000) for line in compare_runs(tuple(args.compare)).splitlines()))
             return
         run = load_run(args.run_dir)
-        text = render_text(run)
-        missing = write_reports(run, args.run_dir)
+        print("\n".join(printable(line, 1000) for line in render_text(run).splitlines()), flush=True)
+        for line in write_reports(run, args.run_dir):
+            print(printable(line, 1000))
         if not holds_only_the_merge(args.run_dir):
             write_json(args.run_dir / MERGED, run)
     except (RecordError, OSError) as error:
@@ -412,7 +415,6 @@ def main() -> None:
         said = str(error).splitlines()[0][:150] if str(error) else type(error).__name__
         where = args.run_dir or " or ".join(map(str, args.compare))
         parser.exit(2, f"{parser.prog}: error: a record in {where} has a field of a wrong kind ({said})\n")
-    print("\n".join(printable(line, 1000) for line in [*text.splitlines(), *missing]))
     rows = [*run["steps"], *run.get("peers", [])]
     sys.exit(0 if all(row["status"] in ("ok", "skipped") for row in rows) else 1)
 

@@ -122,7 +122,7 @@ def test_step_4_says_why_it_is_skipped_on_a_cpu(monkeypatch):
         built(STEPS[4], monkeypatch)
 
 
-@pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError", "AssertionError"])
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError", "AssertionError", "AttributeError"])
 def test_a_transformer_engine_that_breaks_on_import_is_no_crash(error, tmp_path, monkeypatch):
     package = tmp_path / "transformer_engine"
     package.mkdir()
