@@ -261,7 +261,9 @@ def page(record: dict) -> str:
     result.listings = record["listings"]
     links = [f"{'!' * name.endswith(('.svg', '.png'))}[{name}]({name})" for name in record["attachments"]]
     environment = record["environment"]
+    dirty = " with uncommitted changes" if environment.get("dirty") else ""
     where = f"`{record['command']}` on {environment['device']}, torch {environment['torch']}, {record['started_at']}"
+    where += f", commit {(environment.get('commit') or 'unknown')[:7]}{dirty}"
     return "\n\n".join([f"# {record['experiment']}", record["question"], result.render("github"), *links, where]) + "\n"
 
 

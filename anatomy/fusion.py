@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> Result:
         reached = ["-", "-"] if base_s else [f"{rate / 1e9:.1f}", f"{rate / copy_rate:.0%}"]
         rows.append([*row, us(found["seconds"]), *reached])
     headers = ["expression", "variant", "launches", "least MB", "predicted us", "measured us", "GB/s", "of copy"]
-    title = f"N = {N}, A and B ({E}, {E}), {dtype}; copy bandwidth {copy_rate / 1e9:.1f} GB/s"
+    title = f"N = {N}, A and B ({E}, {E}), {dtype}; copy {copy_rate / 1e9:.1f} GB/s; least MB: beside the product A@B"
     figures = {"copy_bytes_per_s": copy_rate, "numbers": N, "edge": E, "cases": figures}
     listings = {f"What torch.compile made of {chain}:": code} if code else {}
     return Result([Table(title, headers, rows)], sentences(figures), figures, listings=listings)

@@ -131,5 +131,6 @@ def run(args: argparse.Namespace) -> Result:
     broken = ", ".join(name for name, holds in measured.items() if not holds) or "none"
     sentences.insert(0, f"{sum(measured.values())} of {len(measured)} claims hold here; not at these sizes: {broken}.")
     headers = ["technique", "why", "speed claimed", "measured", "memory claimed", "measured", "claim"]
-    table = Table(f"Ratios to the plain form, batch {args.batch}, length {T}, {C} channels", headers, rows)
+    rule = "a claim holds from its lower speed on, and up to its upper memory"
+    table = Table(f"Ratios to the plain form, batch {args.batch}, length {T}, {C} channels; {rule}", headers, rows)
     return Result([table], sentences, {"techniques": found})

@@ -55,7 +55,8 @@ def _machine_table(folder: Path, runs: dict[str, dict]) -> str:
     return (
         f"{runs[widest]['environment']['device']}, milliseconds per training step and speedup over the first row; "
         f"TFLOP/s and memory of {widest}.\n\n{picture}\n\n{drawn}\n\n"
-        f"Recorded: {links}.{''.join(partly)}{_earlier_line(runs)}{_repeats_line(folder / name for name in runs)} {CONVENTION}"
+        f"Recorded: {links}.{''.join(partly)}{_earlier_line(runs)}{_repeats_line(folder / name for name in runs)} "
+        f"{CONVENTION}"
     )
 
 

@@ -8,7 +8,8 @@ Categories of time, by kernel name (see CATEGORIES):
     attention                    fused attention, and softmax where it is written out
     normalization and pointwise  LayerNorm, GELU, adds, masks, bias sums, embedding, and what a compiler fused of
                                  these, with casts and quantization where it fused them in
-    optimizer                    AdamW, and the unscaling of FP16 gradients
+    optimizer                    AdamW, and the unscaling of FP16 gradients; a CPU's compiled AdamW is pointwise, as
+                                 its compiled regions have no names
     copies and casts             dtype and layout changes, quantization to FP8, fills
     loss                         log-softmax and negative log-likelihood
     communication                NCCL
@@ -287,11 +288,16 @@ def profile_cpu(step: Callable[[], object], n_steps: int) -> dict:
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(n_steps):
             step()
-    rows = [
-        {"name": row.key, "ms": row.self_cpu_time_total / 1e3, "launches": row.count}
-        for row in profiler.key_averages()
-        if row.self_cpu_time_total > 0
-    ]
+    events = profiler.events()
+    optimizer = [event.time_range for event in events if event.name.startswith("Optimizer.step")]
+    found: dict[str, dict] = {}
+    for event in events:
+        inside = any(span.start < event.time_range.start and event.time_range.end <= span.end for span in optimizer)
+        name = f"Optimizer.step: {event.name}" if inside else event.name
+        row = found.setdefault(name, {"name": name, "ms": 0.0, "launches": 0})
+        row["ms"] += event.self_cpu_time_total / 1e3
+        row["launches"] += 1
+    rows = [row for row in found.values() if row["ms"] > 0]
     total = sum(row["ms"] for row in rows)
     return _per_step(rows, total, n_steps) | {"gpu_busy_ms": None, "gpu_idle_ms": None}
 

@@ -7,27 +7,15 @@ Source: Transformer Engine's "Getting started".
 Run:      python peers/te_layer.py                  Needs: Transformer Engine, see README
 """
 
+import importlib
 import sys
 from pathlib import Path
 
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import benchmark
 from common.model import GPT
-
-
-class Head(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-
-    def forward(self, x, targets):
-        logits = self.lm_head(self.ln_f(x))  # (B, T, V)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def main(args):
@@ -55,8 +43,9 @@ def main(args):
             self_attn_mask_type="causal", attn_input_format="bshd", fuse_qkv_params=True,
         )  # fmt: skip
 
+    plain_head = importlib.import_module("2_sdpa").Head
     with args.device:
-        model = GPT(args.config, block, Head, args.seed, residual_dtype=args.amp_dtype)
+        model = GPT(args.config, block, plain_head, args.seed, residual_dtype=args.amp_dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw, fused=True)
     recipe = DelayedScaling()
 

@@ -66,6 +66,13 @@ def test_an_output_that_is_there_keeps_its_other_variants(tmp_path):
     assert "another workload" in ran.stderr and ran.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("content", ['{"name": 1}', '{"environment": null, "workload": null, "variants": [{"x": 1}]}'])
+def test_an_output_that_holds_something_else_stays_as_it_is(content, tmp_path):
+    (tmp_path / "x.json").write_text(content)
+    ran = run(tmp_path, "--only", "fused AdamW without", *FAST)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and (tmp_path / "x.json").read_text() == content
+
+
 def timed(ms):
     return {"median_ms": ms, "timing": {"median_ms": ms, "step_ms": [ms - 1, ms, ms + 2]}}
 

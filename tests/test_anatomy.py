@@ -188,6 +188,14 @@ def test_a_plot_is_an_svg_or_nothing(monkeypatch):
 # --- python -m anatomy ----------------------------------------------------------------------------
 
 
+def test_a_folder_of_other_files_stays_as_it_is(tmp_path, capsys):
+    (tmp_path / "anatomy.md").write_text("# Anatomy: my own page\n")
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["all", "--device", "cpu", "--output", str(tmp_path)])
+    assert caught.value.code == 2 and "holds other files" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["anatomy.md"]
+
+
 def test_the_list_has_a_question_for_each(capsys):
     assert cli.main([]) == 0
     said, found = capsys.readouterr().out, cli.experiments()

@@ -56,6 +56,9 @@ def parse(*words):
         (["--output", "/dev/null"], "is not a regular file"),
         (["--output", "/tmp/" + "a" * 300], "too long"),
         (["--batch-size", "9" * 20], "2^31 - 1"),
+        (["--batch-size", "0" * 20 + "9" * 20], "2^31 - 1"),
+        (["--batch-size", "0" * 5000], "2^31 - 1"),
+        (["--device", "cpu:7"], "there is one cpu"),
         (["--nonsense"], "unrecognized arguments"),
     ],
 )
@@ -75,11 +78,31 @@ def test_an_output_that_is_a_folder_or_unwritable_is_refused(tmp_path, capsys):
             parse("--device", "cpu", "--output", str(path))
         assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
     assert blocked.read_text() == ""
-    mine = tmp_path / "notes.md"
-    mine.write_text("mine")
-    with pytest.raises(SystemExit):
-        parse("--device", "cpu", "--output", str(mine))
-    assert "is no record" in capsys.readouterr().err and mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("content", "replaced"),
+    [
+        ("mine", False),
+        ('{"name": "a package"}', False),
+        ('{"steps": [{}, {}], "peers": []}', False),  # a whole run
+        ('{"experiment": "roofline"}', False),
+        ('{"steps": ', False),
+        ('{"steps": [{}]}', True),
+        ('{"copy_bytes_per_s": 1}', True),  # roofs
+        ("", True),
+    ],
+)
+def test_only_a_record_of_one_step_is_replaced(content, replaced, tmp_path, capsys):
+    path = tmp_path / "there.json"
+    path.write_text(content)
+    if replaced:
+        parse("--device", "cpu", "--output", str(path))
+    else:
+        with pytest.raises(SystemExit) as caught:
+            parse("--device", "cpu", "--output", str(path))
+        assert caught.value.code == 2 and "is no record of this kind" in capsys.readouterr().err
+    assert path.read_text() == content
 
 
 def fake_nvidia_smi(tmp_path, monkeypatch):

@@ -130,6 +130,22 @@ def test_a_chrome_trace_can_be_read_back(tmp_path):
     assert any(event.get("name") == "aten::dot" for event in events)
 
 
+def test_on_a_cpu_the_optimizers_operators_are_its_own():
+    weights = [torch.ones(64, requires_grad=True) for _ in range(3)]
+    optimizer = torch.optim.AdamW(weights)
+
+    def step():
+        for weight in weights:
+            weight.grad = weight.detach() * 2
+        optimizer.step()
+
+    found = profile.profile_cpu(step, 2)
+    assert found["categories"]["optimizer"]["launches"] > 10
+    categories = {kernel["name"]: kernel["category"] for kernel in found["kernels"]}
+    assert categories["aten::mul"] == "normalization and pointwise"
+    assert categories["Optimizer.step: aten::mul_"] == "optimizer"
+
+
 def test_a_cpu_profile_says_nothing_of_a_gpu():
     found = profile.profile_cpu(lambda: torch.ones(64, 64) @ torch.ones(64, 64), 2)
     assert found["gpu_busy_ms"] is None and found["categories"]["matrix products"]["launches"] >= 1

@@ -144,6 +144,30 @@ def test_different_workloads_are_not_merged(tmp_path):
         report.load_run(tmp_path)
 
 
+def test_a_folder_of_other_json_holds_no_record_and_stays_as_it_is(tmp_path):
+    (tmp_path / "package.json").write_text('{"name": "precious"}')
+    command = [sys.executable, "-m", "common.report", str(tmp_path)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 2 and "holds no record" in ran.stderr and ran.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["package.json"]
+
+
+@pytest.mark.parametrize("words", [[], ["--bogus"], ["--compare", "a"]])
+def test_bad_arguments_of_the_command_are_one_line(words):
+    command = [sys.executable, "-m", "common.report", *words]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "error: " in ran.stderr
+
+
+def test_a_row_above_its_roof_is_doubted(tmp_path):
+    write_run(tmp_path, step("0_a"))
+    run = report.load_run(tmp_path)
+    rate = run["steps"][0]["model_flops_per_s"]
+    for roof, doubted in ((2 * rate, False), (rate / 2, True)):
+        run["roofs"] = {"fp32_flops_per_s": roof, "tf32_flops_per_s": roof, "bf16_flops_per_s": roof}
+        assert any("faster than the" in said for said in report.warnings(run)) == doubted
+
+
 def test_rows_of_different_machines_are_named(tmp_path):
     write_run(tmp_path, step("0_a"))
     (tmp_path / "1_b.json").write_text(json.dumps(envelope(step("1_b"), device="other GPU")))
