@@ -195,7 +195,7 @@ def ablation_table(variants: list[dict], style: str = "simple") -> str:
             row += [_median_and_quartiles(each) for each in (baseline, variant)]
             row += [f"{variant['median_ms'] - baseline['median_ms']:+.1f} ms", loss_difference(variant, baseline)]
         rows.append(row)
-    headers = ["script", "kind", "variant", "predicted", "unchanged, ms (p25-p75)", "variant", "difference", "loss"]
+    headers = ["script", "kind", "variant", "predicted", "unchanged, ms (p25-p75)", "varied, ms", "difference", "loss"]
     return tabulate(rows, headers, tablefmt=style, disable_numparse=True)
 
 
