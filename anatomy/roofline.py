@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from anatomy.experiment import Refused, Result, Table, default_size, plot, positive, seconds, us
-from common import hardware
+from common import analysis, hardware
 
 CHANNELS, HEAD_DIM = 1024, 64
 PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # FP16 runs at BF16's rate
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> Result:
     roofs = hardware.measure_roofs({}, args.device)
     bandwidth, ceilings = (
         roofs["copy_bytes_per_s"],
-        {p: roofs["square"][f"{p}_flops_per_s"] for p in hardware.PRECISIONS},
+        {p: roofs["square"][f"{p}_flops_per_s"] for p in analysis.PRECISIONS},
     )
     peak = ceilings[PRECISION[dtype]]
     if not (bandwidth and peak):

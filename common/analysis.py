@@ -19,6 +19,7 @@ WRAP_COLUMN = 52  # of a code line, so that two stand side by side
 MOST_PROFILE_OFF = 0.03
 MOST_OF_ROOF = 1.05
 GAPS = "gaps"
+PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of the roofs
 CATEGORIES = (  # in the order of a stack
     "matrix products",
     "attention",

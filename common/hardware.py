@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from torch.utils.benchmark import Timer
 
+from common.analysis import PRECISIONS
+
 # Variables that change which kernels run or what they compute; TE and Inductor read whole families.
 NUMERIC_VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
@@ -271,8 +273,6 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 # --- roofs ----------------------------------------------------------------------------------------
-
-PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
 
 
 def matrix_products(n_layer: int, n_embd: int, vocab_size: int, tokens: int) -> dict[tuple[int, int, int], int]:

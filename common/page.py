@@ -208,7 +208,7 @@ def _facts(before: dict, after: dict) -> list[list[str]]:
 
 def _roofline(run: dict) -> dict:
     roofs = run.get("roofs") or {}
-    named = {precision.upper(): roofs.get(f"{precision}_flops_per_s") for precision in ("fp32", "tf32", "bf16", "fp8")}
+    named = {precision.upper(): roofs.get(f"{precision}_flops_per_s") for precision in analysis.PRECISIONS}
     rates = {name: rate for name, rate in named.items() if rate}
     points = []
     for step in run["steps"]:

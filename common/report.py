@@ -18,6 +18,7 @@ from common import compare
 from common.analysis import (
     GIB,
     LOSS_WINDOW,
+    PRECISIONS,
     bound_by,
     consecutive,
     headline,
@@ -298,7 +299,7 @@ def describe_roofs(roofs: dict) -> list[str]:
     """What the machine reaches at most, in one line, and what could not be measured."""
     rates = [
         f"{precision.upper()} {tflops(roofs[f'{precision}_flops_per_s'])} TFLOP/s"
-        for precision in ("fp32", "tf32", "bf16", "fp8")
+        for precision in PRECISIONS
         if roofs.get(f"{precision}_flops_per_s")
     ]
     copy = roofs.get("copy_bytes_per_s")
