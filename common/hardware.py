@@ -176,7 +176,7 @@ def describe(device: torch.device) -> dict:
         "transformers": package_version("transformers"),
         "driver": nvidia_smi("driver_version", device) if gpu else None,
         "power_limit_w": _number(nvidia_smi("power.limit", device)) if gpu else None,
-        "gpu_uuid": nvidia_smi("uuid", device) if gpu else None,  # which of several equal cards
+        "gpu_uuid": _gpu_uuid(device) if gpu else None,  # which of several equal cards
         "compute_capability": ".".join(map(str, compute_capability(device))) if gpu else None,
         "gpu_memory_bytes": torch.cuda.get_device_properties(device).total_memory if gpu else None,
         "variables": {
