@@ -256,6 +256,7 @@ def recorded(output: Path | None) -> dict:
         return {"environment": None, "workload": None, "variants": []}
     try:
         found = json.loads(output.read_text())
+        # What is done with it after the measurement must work before it.
         ablation_table(found["variants"])
         merged(found["variants"], [])
         _model_and_batch(found["workload"] or {})

@@ -124,7 +124,7 @@ def sentences(found: list[dict], levels: dict[str, int]) -> list[str]:
         falls = all(upper > lower for upper, lower in pairwise(rates))
         said.append(
             f"Each level is faster than the next larger one, as predicted; the first is {rates[0] / rates[-1]:.1f} "
-            "times the last (2 predicted of an H200)."
+            "times the last (about 2 was predicted for the L2 cache of an H200)."
             if falls
             else "Not every level is faster than the next larger one: the prediction does not hold here."
         )
