@@ -57,18 +57,16 @@ COMPILED_ADAMW = "**args.adamw)\n    optimizer.step = torch.compile(optimizer.st
 FP32_RESIDUAL = ((", residual_dtype=args.amp_dtype", ""),)
 FUSED_WGRAD = ", fuse_wgrad_accumulation=True"
 HOOK = "        self.register_full_backward_pre_hook(Block.allocate_gradients)\n"
-CHOOSE = "    recipe, note = choose_recipe(args)\n"
+PRECISION = '    torch.set_float32_matmul_precision("high")  # TF32\n'
 CUDNN_NORMS = "    import os\n\n    os.environ |= {f'NVTE_NORM_{way}_USE_CUDNN': '1' for way in ('FWD', 'BWD')}\n"
 HEAD = "self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, bias=False"
 LOSS = 'options={"coordinate_descent_tuning": True, "online_softmax": False}'
-RECIPE = "    recipe = DelayedScaling(amax_history_len=16)\n"
+RECIPE = "    recipe = DelayedScaling(amax_history_len=16) if available else None\n"
 MMPARAMS = ("import DelayedScaling", "import DelayedScaling, MMParams")  # attributes: the recipe takes no such keyword
-SDPA = "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)"
-TE_ATTENTION = (
-    'te.DotProductAttention(config.n_head, config.head_dim, qkv_format="bshd", attn_mask_type="causal", '
-    "attention_dropout=0.0)"
-)
-SPLIT = "    from transformer_engine.pytorch.utils import SplitAlongDim\n"
+TE_SDPA = """        self.sdpa = te.DotProductAttention(\
+config.n_head, config.head_dim, qkv_format="bshd", attn_mask_type="causal")
+"""
+IMPORT_SDPA = "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
 COMPILE = "torch.compile(model, fullgraph=True)"
 LOSS_WITH_GRADIENT = (
     ("return F.cross_entropy(logits.flatten(0, 1), targets.flatten())", "return logits.flatten(0, 1)"),
@@ -90,9 +88,9 @@ LOSS_WITH_GRADIENT = (
 )
 CUDA_GRAPH = """    graph, static, calls = torch.cuda.CUDAGraph(), [], iter(range(10**9))
 
-    def graphed_step(*batch, prime=False):
-        if prime or next(calls) < 3:
-            return train_step(*batch, prime=prime)
+    def graphed_step(*batch):
+        if next(calls) < args.warmup + 3:  # those that prime, and three that train
+            return train_step(*batch)
         if not static:
             static.extend(tensor.clone() for tensor in batch)
             torch.cuda.synchronize()
@@ -159,7 +157,7 @@ VARIANTS = (
     Variant(
         "BF16 instead of FP8", "4_transformer_engine",
         "matrix products 206 instead of 100 ms, no casts: +95 ms", "ablation",
-        (("return (recipe, None) if available", "return (None, None) if available"),),
+        ((RECIPE, "    recipe = None\n"),),
     ),
     Variant(
         "weight gradients cast from BF16", "4_transformer_engine",
@@ -200,7 +198,7 @@ VARIANTS = (
     Variant(
         "LayerNorm by cuDNN", "4_transformer_engine",
         "Transformer Engine's forward kernel reads and writes at 1.7 of 4.25 TB/s: -0.8 ms", "try",
-        ((CHOOSE, CHOOSE + CUDNN_NORMS),),
+        ((PRECISION, PRECISION + CUDNN_NORMS),),
     ),
     Variant(
         "current scaling", "4_transformer_engine",
@@ -208,15 +206,16 @@ VARIANTS = (
         (("import DelayedScaling", "import Float8CurrentScaling"), (RECIPE, "    recipe = Float8CurrentScaling()\n")),
     ),
     Variant(
-        "Transformer Engine's attention", "4_transformer_engine",
-        "the same cuDNN kernels, but no concatenation of the gradients of q, k and v: -1.2 ms", "try",
+        "PyTorch's attention", "4_transformer_engine",
+        "the same cuDNN kernels, and the gradients of q, k and v concatenated after them: +1.2 ms", "ablation",
         (
-            ("        self.proj = te", f"        self.attention = {TE_ATTENTION}\n        self.proj = te"),
-            (".transpose(1, 2) for t in", " for t in"), (SDPA, "y = self.attention(q, k, v)"),
-            ("y.transpose(1, 2).reshape(B, T, C)", "y"),
-            ("    import transformer_engine", SPLIT + "    import transformer_engine"),
-            ("qkv = self.qkv(x, is_first_microbatch=True).split(C, dim=-1)",
-             "qkv = SplitAlongDim.apply(self.qkv(x, is_first_microbatch=True), -1, [C, C, C])"),
+            ("import torch.nn.functional as F\n", "import torch.nn.functional as F\n" + IMPORT_SDPA), (TE_SDPA, ""),
+            ("SplitAlongDim.apply(self.qkv(x, is_first_microbatch=True), -1, [C, C, C])",
+             "self.qkv(x, is_first_microbatch=True).split(C, dim=-1)"),
+            ("self.n_head, -1) for t in", "self.n_head, -1).transpose(1, 2) for t in"),
+            ("y = self.sdpa(q, k, v)", "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)"),
+            ("self.proj(y,", "self.proj(y.transpose(1, 2).reshape(B, T, C),"),
+            ("with amp, te.", "with amp, sdpa_kernel(SDPBackend.CUDNN_ATTENTION), te."),
         ),
     ),
     Variant(

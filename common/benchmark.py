@@ -135,6 +135,18 @@ class Arguments:
     def compute_capability(self) -> tuple[int, int]:
         return hardware.compute_capability(self.device)
 
+    def require_multiples_of(self, unit: int, what: str, vocab: bool = True) -> None:
+        """Raises Skip where the matrices that `what` multiplies have a dimension that `unit` does not divide.
+
+        The dimensions are channels, tokens (the leading one of weight gradients) and, with `vocab`, the head's outputs.
+        """
+        sizes = {"--n-embd": self.config.n_embd, "--batch-size x --seq-len": self.batch_size * self.config.seq_len}
+        if vocab:
+            sizes["--vocab-size"] = self.config.vocab_size
+        for name, size in sizes.items():
+            if size % unit:
+                raise Skip(f"{what} needs {name} divisible by {unit}, not {size}")
+
 
 # --- arguments ------------------------------------------------------------------------------------
 
@@ -334,7 +346,7 @@ def run(
     model: torch.nn.Module,
     args: Arguments,
     *,
-    prime: bool = False,
+    prime: torch.optim.Optimizer | None = None,
     note: str | None = None,
     **settings,
 ) -> dict:
@@ -343,8 +355,8 @@ def run(
     Args:
         train_step: takes tokens and targets, each (B, T) int64 on the device; trains; returns the loss.
         model: only its training mode is touched.
-        prime: before the first step, call `train_step(tokens, targets, prime=True)`, which must not train, with
-            the batches of the warm-up; counts as warm-up time.
+        prime: an optimizer that rests while the batches of the warm-up pass through `train_step` once more, before
+            the first step (`prime_step`); counts as warm-up time.
         note: one line that qualifies the row.
         settings: what the observed step cannot show, for the record's `settings`.
 
@@ -358,9 +370,8 @@ def run(
 
     losses = []
     started = time.perf_counter()
-    if prime:
-        for batch in batches[: args.warmup]:
-            train_step(*batch, prime=True)
+    if prime is not None:
+        prime_step(train_step, batches[: args.warmup], prime)
     for k in range(args.warmup):
         progress.show("warm-up", k, args.warmup)
         losses.append(train_step(*batches[k]).detach().clone())
@@ -393,6 +404,19 @@ def run(
         **measured,
         **observed,
     )
+
+
+def prime_step(train_step: TrainStep, batches: list, optimizer: torch.optim.Optimizer) -> None:
+    """Pass `batches` through `train_step` while `optimizer.step` does nothing.
+
+    What forward and backward keep from one pass to the next is filled, and no parameter has changed.
+    """
+    update, optimizer.step = optimizer.step, lambda *_, **__: None
+    try:
+        for batch in batches:
+            train_step(*batch)
+    finally:
+        optimizer.step = update
 
 
 def time_steps_cuda(train_step: TrainStep, batches: list, device: torch.device, progress: Progress):

@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity
 
 MATRIX_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_linear_pointwise", "_mkl_linear", "convolution")
 
-# Operator that PyTorch dispatches to -> the kernel family that runs.
+# Operator that is dispatched to -> the kernel family that runs.
 ATTENTION_OPERATORS = {
     "_scaled_dot_product_cudnn_attention": "cudnn",
     "_cudnn_attention_forward": "cudnn",
@@ -45,6 +45,8 @@ ATTENTION_OPERATORS = {
     "_scaled_dot_product_flash_attention_for_cpu": "flash (CPU)",
     "_scaled_dot_product_efficient_attention": "efficient",
     "_scaled_dot_product_attention_math": "math",
+    "FusedAttnFunc": "cudnn",  # Transformer Engine's functions
+    "FlashAttnFunc": "flash",
 }
 
 

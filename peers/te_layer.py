@@ -32,9 +32,7 @@ def main(args):
         raise benchmark.Skip(f"no FP8: {reason}")
     if args.amp_dtype is not torch.bfloat16:
         raise benchmark.Skip("this peer multiplies FP8 under BF16 mixed precision only")
-    tokens = args.batch_size * args.config.seq_len
-    if args.config.n_embd % 16 or tokens % 16:
-        raise benchmark.Skip("FP8 needs --n-embd and --batch-size x --seq-len divisible by 16")
+    args.require_multiples_of(16, "FP8", vocab=False)
     torch.set_float32_matmul_precision("high")
 
     def block(config):

@@ -11,6 +11,7 @@ import torch
 from conftest import CPU_STEPS, ROOT, STEPS, arguments, built
 
 from common import benchmark, hardware
+from common.model import GPTConfig
 
 FAST = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "2"]
 FAST += ["--warmup", "1", "--amp-dtype", "fp32"]
@@ -216,6 +217,35 @@ def test_what_ran_is_observed(monkeypatch):
         settings = run(made.train_step, made.model, made.args)["settings"]
         names = ("amp_dtype", "attention_kernel", "compiled", "optimizer")
         assert tuple(settings[name] for name in names) == expected[step], step
+
+
+def test_priming_passes_the_batches_and_trains_nothing():
+    x = torch.nn.Parameter(torch.ones(3))
+    optimizer, seen = torch.optim.SGD([x], lr=1.0), []
+
+    def train_step(tokens, targets):
+        seen.append(tokens)
+        (x * tokens).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    benchmark.prime_step(train_step, [(2.0, None), (3.0, None)], optimizer)
+    assert seen == [2.0, 3.0] and torch.equal(x, torch.ones(3))
+    with pytest.raises(TypeError):
+        benchmark.prime_step(train_step, [(None, None)], optimizer)
+    train_step(0.5, None)
+    assert torch.equal(x, torch.full((3,), 0.5)), "it trains again, after an error too"
+
+
+def test_a_size_that_a_kernel_cannot_take_is_named():
+    args = arguments(
+        STEPS[0], config=GPTConfig(n_layer=1, n_head=2, n_embd=64, seq_len=24, vocab_size=250), batch_size=3
+    )
+    args.require_multiples_of(8, "FP8", vocab=False)
+    with pytest.raises(benchmark.Skip, match="FP8 needs --vocab-size divisible by 8, not 250"):
+        args.require_multiples_of(8, "FP8")
+    with pytest.raises(benchmark.Skip, match="--batch-size x --seq-len divisible by 16, not 72"):
+        args.require_multiples_of(16, "FP8")
 
 
 def test_a_loss_that_is_not_finite_fails_the_row():
