@@ -3,9 +3,8 @@
 Change:   TE's fused modules replace LayerNorm + Linear, Linear, LayerNorm + MLP and the head. They
           quantize to FP8 inside their normalization kernels and, on Hopper, compute GELU inside the
           product before it; torch.compile is left for the loss and AdamW. The blocks' weight gradients
-          leave the products in FP32, not in BF16; TE's attention, still in BF16, writes those of q, k
-          and v side by side. Delayed scaling takes its scales from earlier passes: the first ones
-          train nothing.
+          leave the products in FP32, not in BF16. Delayed scaling takes its scales from earlier passes:
+          the first ones train nothing.
 Why:      compiled, the step was bound by BF16 products; FP8 tensor cores multiply twice as fast.
 Run:      python 4_transformer_engine.py        Read: diff 3_compile.py 4_transformer_engine.py
 """
@@ -13,6 +12,7 @@ Run:      python 4_transformer_engine.py        Read: diff 3_compile.py 4_transf
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import benchmark
 from common.model import GPT
@@ -20,7 +20,6 @@ from common.model import GPT
 try:
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling
-    from transformer_engine.pytorch.utils import SplitAlongDim
 except Exception as error:  # absent, or does not fit this torch or CUDA
     te, te_error = None, f'{benchmark.one_line(error)}: pip install --no-build-isolation "transformer-engine[pytorch]"'
 
@@ -30,15 +29,14 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.n_head = config.n_head
         self.qkv = te.LayerNormLinear(config.n_embd, 3 * config.n_embd, fuse_wgrad_accumulation=True)
-        self.sdpa = te.DotProductAttention(config.n_head, config.head_dim, qkv_format="bshd", attn_mask_type="causal")
         self.proj = te.Linear(config.n_embd, config.n_embd, fuse_wgrad_accumulation=True)
 
     def forward(self, x):
         B, T, C = x.shape
-        qkv = SplitAlongDim.apply(self.qkv(x, is_first_microbatch=True), -1, [C, C, C])
-        q, k, v = (t.view(B, T, self.n_head, -1) for t in qkv)  # (B, T, H, D)
-        y = self.sdpa(q, k, v)  # (B, T, C)
-        return self.proj(y, is_first_microbatch=True)
+        qkv = self.qkv(x, is_first_microbatch=True).split(C, dim=-1)
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in qkv)  # (B, H, T, D)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C), is_first_microbatch=True)
 
 
 class Block(nn.Module):
@@ -75,19 +73,22 @@ def main(args):
     available, reason = (False, args.amp_note) if args.amp_note else te.is_fp8_available(return_reason=True)
     if available:
         args.require_multiples_of(16, "FP8")
-    recipe = DelayedScaling(amax_history_len=16) if available else None
+    recipe, note = (DelayedScaling(amax_history_len=16), None) if available else (None, f"no FP8: {reason}")
     torch.set_float32_matmul_precision("high")  # TF32
     with args.device:
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
     optimizer.step = torch.compile(optimizer.step)
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if args.compute_capability >= (9, 0):
+        backends.insert(0, SDPBackend.CUDNN_ATTENTION)  # the fastest kernel from Hopper on
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
 
     def train_step(tokens, targets):
         for parameter in model.parameters():
-            parameter.main_grad = None
+            parameter.main_grad = None  # zero_grad knows only .grad
         amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp_dtype is not torch.float32)
-        with amp, te.autocast(enabled=recipe is not None, recipe=recipe):
+        with amp, sdpa_kernel(backends, set_priority=True), te.autocast(enabled=recipe is not None, recipe=recipe):
             loss = model(tokens, targets)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -95,7 +96,6 @@ def main(args):
         optimizer.zero_grad()
         return loss
 
-    note = None if available else f"no FP8: {reason}"
     return benchmark.run(train_step, model, args, prime=optimizer, note=note, fp8_recipe=recipe and repr(recipe))
 
 

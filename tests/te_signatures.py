@@ -13,29 +13,22 @@ import sys
 from pathlib import Path
 
 SOURCES = {
-    "transformer_engine.pytorch": (
-        "pytorch/module/*.py",
-        "pytorch/quantization.py",
-        "pytorch/transformer.py",
-        "pytorch/attention/dot_product_attention/dot_product_attention.py",
-    ),
-    "transformer_engine.pytorch.utils": ("pytorch/utils.py",),
+    "transformer_engine.pytorch": ("pytorch/module/*.py", "pytorch/quantization.py", "pytorch/transformer.py"),
     "transformer_engine.common.recipe": ("common/recipe/__init__.py",),
 }
 
 
 def signature(node: ast.AST) -> dict | None:
-    """Parameters of a function, of a class's __init__, of an autograd function's forward, or a dataclass's fields."""
+    """Parameters of a function, of a class's __init__, or of a dataclass's fields."""
     if isinstance(node, ast.ClassDef):
-        method = "forward" if any(ast.unparse(base) == "torch.autograd.Function" for base in node.bases) else "__init__"
-        init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == method), None)
+        init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
         if init is None:
             fields = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign)]
             return {"parameters": fields, "keyword_only": []}
         node = init
     if not isinstance(node, ast.FunctionDef):
         return None
-    parameters = [a.arg for a in node.args.args if a.arg not in ("self", "ctx")]
+    parameters = [a.arg for a in node.args.args if a.arg != "self"]
     return {"parameters": parameters, "keyword_only": [a.arg for a in node.args.kwonlyargs]}
 
 
