@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from tabulate import tabulate
 
@@ -149,35 +151,62 @@ def _category_table(rows: list[dict]) -> str:
     return tabulate(drawn, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
 
 
-def _repeats(folders: Iterable[Path]) -> list[tuple[str, str, dict, dict]]:
-    """(workload, number of the run, row of the first run, the same row again) of further runs in these folders."""
+class Repeat(NamedTuple):
+    """A row of a further run of a workload, beside that of its first run."""
+
+    workload: str
+    run: str
+    first: dict
+    again: dict
+    commit: str
+
+    @property
+    def same_script(self) -> bool:
+        return _code(self.first["source"]) == _code(self.again["source"])
+
+    @property
+    def difference(self) -> float:
+        return median_ms(self.again) / median_ms(self.first) - 1
+
+
+def _code(source: str) -> str:
+    """What a script does: its text without comments, layout and docstring."""
+    tree = ast.parse(source)
+    return ast.dump(ast.Module(tree.body[1:] if ast.get_docstring(tree) else tree.body, []))
+
+
+def _repeats(folders: Iterable[Path]) -> list[Repeat]:
+    """The rows of all further runs in these folders that have a time, as the first run's has."""
     found = []
     for path in (path for folder in folders for path in sorted(folder.glob("results-[0-9].json"))):
         first = {step["step"]: step for step in read_envelope(path.parent / MERGED)["steps"]}
-        for again in read_envelope(path)["steps"]:
+        run, number = read_envelope(path), path.stem.rpartition("-")[2]
+        commit = run["environment"].get("commit") or "unknown"
+        for again in run["steps"]:
             if again["status"] == "ok" and first[again["step"]]["status"] == "ok":
-                found.append((path.parent.name, path.stem.rpartition("-")[2], first[again["step"]], again))
+                found.append(Repeat(path.parent.name, number, first[again["step"]], again, commit[:7]))
     return found
 
 
 def _repeat_table(results: Path) -> str:
     """The medians of further runs of a recorded workload, beside those of the first."""
     rows = []
-    for workload, number, first, again in _repeats(sorted(results.glob("*/*/"))):
-        ms, ms_again, (p25, p75) = median_ms(first), median_ms(again), quartiles_ms(again)
-        cells = [f"{ms:.1f}", f"{ms_again:.1f}", f"{p25:.1f}-{p75:.1f}", f"{ms_again / ms - 1:+.1%}"]
-        rows.append([workload, again["step"], number, *cells])
-    headers = ["workload", "step", "run", "first run, ms/step", "this run", "p25-p75", "difference"]
+    for repeat in _repeats(sorted(results.glob("*/*/"))):
+        p25, p75 = quartiles_ms(repeat.again)
+        cells = [f"{median_ms(repeat.first):.1f}", f"{median_ms(repeat.again):.1f}", f"{p25:.1f}-{p75:.1f}"]
+        cells += [f"{repeat.difference:+.1%}", "same" if repeat.same_script else "another", repeat.commit]
+        rows.append([repeat.workload, repeat.again["step"], repeat.run, *cells])
+    headers = ["workload", "step", "run", "first run, ms/step", "this run", "p25-p75", "difference", "script", "commit"]
     return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
 
 
 def _repeats_line(folders: Iterable[Path]) -> str:
-    """How far further runs lie from the first, or nothing where there are none."""
-    ratios = [median_ms(again) / median_ms(first) - 1 for _, _, first, again in _repeats(folders)]
-    if not ratios:
+    """How far further runs of the same scripts lie from the first, or nothing where there are none."""
+    differences = [repeat.difference for repeat in _repeats(folders) if repeat.same_script]
+    if not differences:
         return ""
     return (
-        f" Run again, rows differ from these times by {min(ratios):+.1%} to {max(ratios):+.1%}: "
+        f" Run again, rows differ from these times by {min(differences):+.1%} to {max(differences):+.1%}: "
         "[each of them](docs/performance.md#the-same-again)."
     )
 
