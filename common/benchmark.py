@@ -49,6 +49,7 @@ import argparse
 import datetime
 import itertools
 import math
+import os
 import resource
 import shlex
 import statistics
@@ -74,7 +75,7 @@ from common.record import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-TrainStep = Callable[..., torch.Tensor]
+TrainStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Memory of the largest step, GiB: a constant and a share per sequence, with room to spare.
 AUTO_SLICE_GIB = 84
@@ -337,7 +338,7 @@ def launch(main: Callable[[Arguments], dict]) -> None:
         sys.exit(f"{args.step}: error: cannot write {args.output}: {error.strerror or error}")
     if record["profile"]:
         print(profile.kernel_table(record["profile"]), file=sys.stderr)
-    print(result_line(record))
+    say(result_line(record))
     sys.exit(0 if record["status"] in ("ok", "skipped") else 1)
 
 
@@ -648,7 +649,15 @@ def print_header(args: Arguments) -> None:
         f"mixed precision, where the step uses it: {amp}" + (f" ({args.amp_note})" if args.amp_note else ""),
         *args.notes,
     ]
-    print("\n".join(lines), flush=True)
+    say("\n".join(lines))
+
+
+def say(text: str) -> None:
+    """Print to a reader who may have left (`| head`): the run and its record do not depend on them."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def result_line(record: dict) -> str:

@@ -196,6 +196,17 @@ def test_a_script_writes_its_record_and_one_result_line(tmp_path, text_file):
     assert not list(output.parent.glob(".*")), "no temporary file is left"
 
 
+def test_a_reader_who_leaves_costs_nothing(tmp_path):
+    output = tmp_path / "record.json"
+    command = [sys.executable, str(ROOT / f"{STEPS[0]}.py"), *FAST, "--output", str(output)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    ran = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(writing)
+    assert ran.returncode == 0 and "Traceback" not in ran.stderr, ran.stderr
+    assert json.loads(output.read_text())["steps"][0]["status"] == "ok"
+
+
 def test_every_record_field_is_documented():
     documented = benchmark.__doc__
     for field in benchmark.step_record(arguments(STEPS[0])):
