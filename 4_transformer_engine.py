@@ -96,7 +96,9 @@ def main(args):
         optimizer.zero_grad()
         return loss
 
-    return benchmark.run(train_step, model, args, prime=optimizer, note=note, fp8_recipe=recipe and repr(recipe))
+    return benchmark.run(
+        train_step, model, args, note=note, prime_without=recipe and optimizer, fp8_recipe=recipe and repr(recipe)
+    )
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ HEAD = "self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, bias
 LOSS = 'options={"coordinate_descent_tuning": True, "online_softmax": False}'
 RECIPE = "(DelayedScaling(amax_history_len=16), None) if available"
 MMPARAMS = ("import DelayedScaling", "import DelayedScaling, MMParams")  # attributes: the recipe takes no such keyword
+FAST_ACCUMULATION = "    if recipe:\n        recipe.fp8_gemm_{} = MMParams(use_split_accumulator=False)\n"
 TE_SDPA = (
     "        self.sdpa = te.DotProductAttention("
     'config.n_head, config.head_dim, qkv_format="bshd", attn_mask_type="causal")\n'
@@ -87,6 +88,7 @@ LOSS_WITH_GRADIENT = (
 """,
     ),
 )
+RUN = "    return benchmark.run(\n        train_step,"
 CUDA_GRAPH = """    graph, static, calls = torch.cuda.CUDAGraph(), [], iter(range(10**9))
 
     def graphed_step(*batch):
@@ -175,12 +177,12 @@ VARIANTS = (
     Variant(
         "no split accumulator for input gradients", "4_transformer_engine",
         "10 % of the input gradients' 32 ms: -3 ms; fewer bits in their sums", "try",
-        (MMPARAMS, (PRECISION, "    recipe.fp8_gemm_dgrad = MMParams(use_split_accumulator=False)\n" + PRECISION)),
+        (MMPARAMS, (PRECISION, FAST_ACCUMULATION.format("dgrad") + PRECISION)),
     ),
     Variant(
         "no split accumulator for weight gradients", "4_transformer_engine",
         "-3 ms; sums over 16 384 tokens lose digits", "try",
-        (MMPARAMS, (PRECISION, "    recipe.fp8_gemm_wgrad = MMParams(use_split_accumulator=False)\n" + PRECISION)),
+        (MMPARAMS, (PRECISION, FAST_ACCUMULATION.format("wgrad") + PRECISION)),
     ),
     Variant(
         "fused AdamW, step 4", "4_transformer_engine",
@@ -226,7 +228,7 @@ VARIANTS = (
         "0.8 ms of gaps between kernels, gpt2 1.3 ms: as much less", "try",
         (
             ("**args.adamw)", "**args.adamw, capturable=True)"),
-            ("    return benchmark.run(train_step,", CUDA_GRAPH + "    return benchmark.run(graphed_step,"),
+            (RUN, CUDA_GRAPH + RUN.replace("train_step", "graphed_step")),
         ),
     ),
 )  # fmt: skip
@@ -304,7 +306,8 @@ def run_variants(variants: list[Variant], arguments: list[str], output: Path | N
                 raise ValueError(f"--output {output} holds ablations of another machine")
             (step,) = envelope["steps"]
             kept = {key: step[key] for key in ("status", "reason", "loss", "timing")}
-            kept["commit"] = envelope["environment"].get("commit")
+            kept |= {key: envelope["environment"].get(key) for key in ("commit", "gpu_uuid")}
+            kept["started_at"] = envelope["started_at"]
             return kept | {"median_ms": step["timing"]["median_ms"], "peak_bytes": step["peak_allocated_bytes"]}
 
         for variant in variants:

@@ -59,6 +59,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -337,7 +338,7 @@ def launch(main: Callable[[Arguments], dict]) -> None:
     except OSError as error:
         sys.exit(f"{args.step}: error: cannot write {args.output}: {error.strerror or error}")
     if record["profile"]:
-        print(profile.kernel_table(record["profile"]), file=sys.stderr)
+        say(profile.kernel_table(record["profile"]), sys.stderr)
     say(result_line(record))
     sys.exit(0 if record["status"] in ("ok", "skipped") else 1)
 
@@ -347,7 +348,7 @@ def run(
     model: torch.nn.Module,
     args: Arguments,
     *,
-    prime: torch.optim.Optimizer | None = None,
+    prime_without: torch.optim.Optimizer | None = None,
     note: str | None = None,
     **settings,
 ) -> dict:
@@ -356,8 +357,8 @@ def run(
     Args:
         train_step: takes tokens and targets, each (B, T) int64 on the device; trains; returns the loss.
         model: only its training mode is touched.
-        prime: an optimizer that rests while the batches of the warm-up pass through `train_step` once more, before
-            the first step (`prime_step`); counts as warm-up time.
+        prime_without: an optimizer that rests while the batches of the warm-up pass through `train_step` once more,
+            before the first step (`prime`); counts as warm-up time.
         note: one line that qualifies the row.
         settings: what the observed step cannot show, for the record's `settings`.
 
@@ -371,8 +372,8 @@ def run(
 
     losses = []
     started = time.perf_counter()
-    if prime is not None:
-        prime_step(train_step, batches[: args.warmup], prime)
+    if prime_without is not None:
+        prime(train_step, batches[: args.warmup], prime_without)
     for k in range(args.warmup):
         progress.show("warm-up", k, args.warmup)
         losses.append(train_step(*batches[k]).detach().clone())
@@ -407,10 +408,11 @@ def run(
     )
 
 
-def prime_step(train_step: TrainStep, batches: list, optimizer: torch.optim.Optimizer) -> None:
+def prime(train_step: TrainStep, batches: list, optimizer: torch.optim.Optimizer) -> None:
     """Pass `batches` through `train_step` while `optimizer.step` does nothing.
 
-    What forward and backward keep from one pass to the next is filled, and no parameter has changed.
+    What modules keep from one pass to the next, as scales of activations, is filled, and so is a gradient scaler's
+    state; no parameter and no state of the optimizer has changed.
     """
     update, optimizer.step = optimizer.step, lambda *_, **__: None
     try:
@@ -652,12 +654,13 @@ def print_header(args: Arguments) -> None:
     say("\n".join(lines))
 
 
-def say(text: str) -> None:
+def say(text: str, stream: TextIO | None = None) -> None:
     """Print to a reader who may have left (`| head`): the run and its record do not depend on them."""
+    stream = stream or sys.stdout
     try:
-        print(text, flush=True)
+        print(text, file=stream, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def result_line(record: dict) -> str:

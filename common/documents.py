@@ -152,21 +152,21 @@ def _category_table(rows: list[dict]) -> str:
 
 
 class Repeat(NamedTuple):
-    """A row of a further run of a workload, beside that of its first run."""
+    """A row of another run of a workload, beside that of the run in README."""
 
     workload: str
     run: str
-    first: dict
-    again: dict
+    shown: dict
+    other: dict
     commit: str
 
     @property
     def same_script(self) -> bool:
-        return _code(self.first["source"]) == _code(self.again["source"])
+        return _code(self.shown["source"]) == _code(self.other["source"])
 
     @property
     def difference(self) -> float:
-        return median_ms(self.again) / median_ms(self.first) - 1
+        return median_ms(self.other) / median_ms(self.shown) - 1
 
 
 def _code(source: str) -> str:
@@ -176,38 +176,46 @@ def _code(source: str) -> str:
 
 
 def _repeats(folders: Iterable[Path]) -> list[Repeat]:
-    """The rows of all further runs in these folders that have a time, as the first run's has."""
+    """The rows, peers' too, of all other runs in these folders that have a time in both."""
     found = []
     for path in (path for folder in folders for path in sorted(folder.glob("results-[0-9].json"))):
-        first = {step["step"]: step for step in read_envelope(path.parent / MERGED)["steps"]}
+        shown = {row["step"]: row for row in _ok_rows(read_envelope(path.parent / MERGED))}
         run, number = read_envelope(path), path.stem.rpartition("-")[2]
         commit = run["environment"].get("commit") or "unknown"
-        for again in run["steps"]:
-            if again["status"] == "ok" and first[again["step"]]["status"] == "ok":
-                found.append(Repeat(path.parent.name, number, first[again["step"]], again, commit[:7]))
+        for row in _ok_rows(run):
+            if row["step"] in shown:
+                found.append(Repeat(path.parent.name, number, shown[row["step"]], row, commit[:7]))
     return found
 
 
+def _ok_rows(run: dict) -> list[dict]:
+    return [row for row in [*run["steps"], *run["peers"]] if row["status"] == "ok"]
+
+
 def _repeat_table(results: Path) -> str:
-    """The medians of further runs of a recorded workload, beside those of the first."""
+    """The medians of other runs of a recorded workload, beside those of the run in README."""
     rows = []
     for repeat in _repeats(sorted(results.glob("*/*/"))):
-        p25, p75 = quartiles_ms(repeat.again)
-        cells = [f"{median_ms(repeat.first):.1f}", f"{median_ms(repeat.again):.1f}", f"{p25:.1f}-{p75:.1f}"]
+        p25, p75 = quartiles_ms(repeat.other)
+        cells = [f"{median_ms(repeat.shown):.1f}", f"{median_ms(repeat.other):.1f}", f"{p25:.1f}-{p75:.1f}"]
         cells += [f"{repeat.difference:+.1%}", "same" if repeat.same_script else "another", repeat.commit]
-        rows.append([repeat.workload, repeat.again["step"], repeat.run, *cells])
-    headers = ["workload", "step", "run", "first run, ms/step", "this run", "p25-p75", "difference", "script", "commit"]
+        rows.append([repeat.workload, repeat.other["step"], repeat.run, *cells])
+    headers = ["workload", "step", "run", "run 1, ms/step", "this run", "p25-p75", "difference", "script", "commit"]
     return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=_numbers(headers))
 
 
 def _repeats_line(folders: Iterable[Path]) -> str:
-    """How far further runs of the same scripts lie from the first, or nothing where there are none."""
-    differences = [repeat.difference for repeat in _repeats(folders) if repeat.same_script]
-    if not differences:
-        return ""
+    """How far other runs lie from those shown, or nothing where there are none."""
+    repeats = _repeats(folders)
+    said = [
+        f"{which} by {min(differences):+.1%} to {max(differences):+.1%}"
+        for which, same in (("rows of the same script", True), ("of another version of it", False))
+        if (differences := [repeat.difference for repeat in repeats if repeat.same_script == same])
+    ]
     return (
-        f" Run again, rows differ from these times by {min(differences):+.1%} to {max(differences):+.1%}: "
-        "[each of them](docs/performance.md#the-same-again)."
+        f" Other runs differ from these times, {', '.join(said)}: [each of them](docs/performance.md#the-same-again)."
+        if said
+        else ""
     )
 
 
@@ -223,8 +231,10 @@ def ablation_table(variants: list[dict], style: str = "simple") -> str:
         else:
             row += [_median_and_quartiles(each) for each in (baseline, variant)]
             row += [f"{variant['median_ms'] - baseline['median_ms']:+.1f} ms", loss_difference(variant, baseline)]
-        rows.append(row)
+        steps = len(variant["timing"]["step_ms"]) if variant.get("timing") else "-"
+        rows.append([*row, steps, (variant.get("commit") or "-")[:7]])
     headers = ["script", "kind", "variant", "predicted", "unchanged, ms (p25-p75)", "varied, ms", "difference", "loss"]
+    headers += ["steps", "commit"]
     return tabulate(rows, headers, tablefmt=style, disable_numparse=True)
 
 

@@ -45,8 +45,7 @@ ATTENTION_OPERATORS = {
     "_scaled_dot_product_flash_attention_for_cpu": "flash (CPU)",
     "_scaled_dot_product_efficient_attention": "efficient",
     "_scaled_dot_product_attention_math": "math",
-    "FusedAttnFunc": "cudnn",  # Transformer Engine's functions
-    "FlashAttnFunc": "flash",
+    "FusedAttnFunc": "cudnn",  # Transformer Engine's
 }
 
 
@@ -156,7 +155,7 @@ def observed_settings(trace: Trace) -> dict:
 
 
 def _matrix_dtype(trace: Trace) -> str | None:
-    """The narrowest dtype that PyTorch's own matrix products and fused attention took."""
+    """The narrowest dtype that PyTorch's own matrix products and any fused attention took."""
     chrome_names = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16"}
     seen = set()
     for event in trace.operators:

@@ -53,8 +53,8 @@ def built(step: str, monkeypatch, **overrides) -> SimpleNamespace:
     batches = data.stage_batches(
         data.read_batches(args.text, benchmark.batch_starts(args), args.config.seq_len), args.device
     )
-    if (optimizer := caught["settings"].pop("prime", None)) is not None:
-        benchmark.prime_step(caught["train_step"], batches[: args.warmup], optimizer)
+    if (optimizer := caught["settings"].pop("prime_without", None)) is not None:
+        benchmark.prime(caught["train_step"], batches[: args.warmup], optimizer)
     return SimpleNamespace(module=module, batches=batches, **caught)
 
 

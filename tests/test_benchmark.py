@@ -198,13 +198,18 @@ def test_a_script_writes_its_record_and_one_result_line(tmp_path, text_file):
 
 def test_a_reader_who_leaves_costs_nothing(tmp_path):
     output = tmp_path / "record.json"
-    command = [sys.executable, str(ROOT / f"{STEPS[0]}.py"), *FAST, "--output", str(output)]
-    reading, writing = os.pipe()
-    os.close(reading)
-    ran = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
-    os.close(writing)
-    assert ran.returncode == 0 and "Traceback" not in ran.stderr, ran.stderr
-    assert json.loads(output.read_text())["steps"][0]["status"] == "ok"
+    command = [sys.executable, str(ROOT / f"{STEPS[0]}.py"), *FAST, "--profile", "--output", str(output)]
+    for left in ("stdout", "stderr"):
+        kept = "stderr" if left == "stdout" else "stdout"
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            if left == "stdout":
+                assert process.stdout.readline().startswith(STEPS[0])  # as head -1: gone after the header's first line
+            getattr(process, left).close()
+            said = getattr(process, kept).read()
+        assert process.returncode == 0 and "Traceback" not in said, said
+        assert ("matrix products" if kept == "stderr" else "ms/step") in said
+        assert json.loads(output.read_text())["steps"][0]["status"] == "ok"
+        output.unlink()
 
 
 def test_every_record_field_is_documented():
@@ -240,10 +245,10 @@ def test_priming_passes_the_batches_and_trains_nothing():
         optimizer.step()
         optimizer.zero_grad()
 
-    benchmark.prime_step(train_step, [(2.0, None), (3.0, None)], optimizer)
+    benchmark.prime(train_step, [(2.0, None), (3.0, None)], optimizer)
     assert seen == [2.0, 3.0] and torch.equal(x, torch.ones(3))
     with pytest.raises(TypeError):
-        benchmark.prime_step(train_step, [(None, None)], optimizer)
+        benchmark.prime(train_step, [(None, None)], optimizer)
     train_step(0.5, None)
     assert torch.equal(x, torch.full((3,), 0.5)), "it trains again, after an error too"
 

@@ -114,6 +114,20 @@ def test_softmax_by_hand_is_not_compute():
     assert profile.bound_by(profile.summarize_timeline(timeline, 1), 9.0)[0] == "memory"
 
 
+@pytest.mark.parametrize(
+    ("operators", "kernel"),
+    [
+        ({"_scaled_dot_product_cudnn_attention", "_softmax"}, "cudnn"),
+        ({"FusedAttnFunc"}, "cudnn"),
+        ({"_scaled_dot_product_flash_attention_for_cpu"}, "flash (CPU)"),
+        ({"softmax", "bmm"}, "by hand"),
+        ({"mm"}, None),
+    ],
+)
+def test_the_operators_of_a_step_name_its_attention(operators, kernel):
+    assert profile._attention_kernel(operators) == kernel
+
+
 def test_fused_attention_has_fewer_autograd_nodes(monkeypatch):
     nodes = {}
     for step in STEPS[:4]:
