@@ -344,8 +344,7 @@ def render_markdown(run: dict) -> str:
         lines += [f"Workload: {_as_markdown(describe_workload(run['workload']))}", ""]
     lines += [render_table(run, "pipe"), ""]
     lines += [f"- {_as_markdown(sentence(before, step))}" for before, step in consecutive(run["steps"])]
-    lines += ["", *(f"- {_as_markdown(line)}" for line in warnings(run)), ""]
-    lines += [f"- {_as_markdown(line)}" for line in remarks(run) if line not in run.get("problems", [])]
+    lines += ["", *(f"- {_as_markdown(line)}" for line in dict.fromkeys([*warnings(run), *remarks(run)]))]
     commands = [printable(line, 1000) for line in run["command"].splitlines()]
     lines += [f"- {CONVENTION}", "", "Reproduce:", "", *(f"    {command}" for command in commands), ""]
     return "\n".join(lines)
