@@ -17,6 +17,7 @@ WIDEST_SPREAD = 0.03
 LONGEST_SOURCE = 300  # lines of a script worth comparing: difflib takes more than the square of it
 WRAP_COLUMN = 52  # of a code line, so that two stand side by side
 MOST_PROFILE_OFF = 0.03
+PROFILE_OFF = "the profiled step is"
 MOST_OF_ROOF = 1.05  # beyond it the roof is wrong, not the row fast
 GAPS = "gaps"
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of the roofs
@@ -89,17 +90,26 @@ def why_untimed(step: dict) -> str:
 
 def profile_is_off(step: dict) -> float | None:
     """How far the profiled step is off the timed median, as a share, where that is more than MOST_PROFILE_OFF."""
-    return share_off(step["profile"]["step_ms"], median_ms(step)) if step["profile"] else None
-
-
-def share_off(profiled_ms: float, timed_ms: float) -> float | None:
-    """How far a profiled step is off the timed one, as a share of it; None up to MOST_PROFILE_OFF."""
-    off = profiled_ms / timed_ms - 1
+    off = step["profile"]["step_ms"] / median_ms(step) - 1 if step["profile"] else 0.0
     return off if abs(off) > MOST_PROFILE_OFF else None
 
 
-def describe_profile_off(off: float) -> str:
-    return f"the profiled step is {off:+.0%} off the timed median: read its times as shares"
+def describe_profile_off(step: dict) -> str | None:
+    """How far the profiled step is off, and which of its times to believe; None where it is not off."""
+    if (off := profile_is_off(step)) is None:
+        return None
+    profile = step["profile"]
+    only_gaps = (
+        off > 0 and profile.get("gpu_idle_ms") and _kernels_ms(profile) <= (1 + MOST_PROFILE_OFF) * median_ms(step)
+    )
+    advice = "its kernels' times fit the timed step, its gaps do not" if only_gaps else "read its times as shares"
+    return f"{PROFILE_OFF} {off:+.0%} off the timed median: {advice}"
+
+
+def row_note(step: dict) -> str | None:
+    """What qualifies a row, without what older records say of their profile: describe_profile_off says it anew."""
+    parts = (step["note"] or "").split("; ")
+    return "; ".join(part for part in parts if not part.startswith(PROFILE_OFF)) or None
 
 
 def gaps_ms(step: dict) -> float | None:
@@ -371,10 +381,10 @@ def _row_warnings(step: dict, device_type: str | None, roofs: dict) -> list[str]
         found.append(f"the middle half of its times spreads over {(p75 - p25) / median_ms(step):.1%} of the median")
     if reasons := throttle_reasons(step):
         found.append(f"the driver reported clocks held down by: {', '.join(reasons)}")
-    if (off := profile_is_off(step)) is not None:
-        found.append(describe_profile_off(off))
+    if said := describe_profile_off(step):
+        found.append(said)
     if (step.get("gpu_state") or {}).get("while_running") is False:
-        found.append("its clocks were read when the GPU was done: they are not those of its steps")
+        found.append("the GPU was done before its clocks had been read: they may not be those of its steps")
     precision, roof = roof_of(step, roofs)
     if roof and step["model_flops_per_s"] > MOST_OF_ROOF * roof:
         found.append(

@@ -23,7 +23,8 @@ and a step record:
     reason           null, or one line that says what to do
     note             null, or one line that qualifies an ok row
     settings         what really ran, observed on an untimed step: {amp_dtype,
-                     float32_matmul_precision, attention_kernel, compiled, optimizer, ...}
+                     float32_matmul_precision, attention_kernel, compiled, optimizer, ...}, and what the
+                     script says of itself: {fp8_recipe}
     timing           {warmup_s, step_ms[], median_ms, p25_ms, p75_ms}
     tokens_per_s     tokens_per_step / median
     model_flops_per_s  flops_per_step / median, by the convention of common/flops.py
@@ -38,7 +39,7 @@ and a step record:
                      categories{name: {ms, launches}}, kernels[{name, category, ms, launches}]}: per training step;
                      the categories and the idle time add up to step_ms. On a CPU operators stand for kernels,
                      gpu_* and bound_by are null
-    bytes_per_step   {value, source: "analytic"}: the least a step moves, see flops.least_bytes_per_step
+    bytes_per_step   {value, source: "analytic"}: the least a step moves in BF16, see flops.least_bytes_per_step
 
 Fields of a step that did not come to pass are null (lists: empty).
 """
@@ -487,9 +488,6 @@ def observe(
         observed["profile"] = profile_step(step, model, median_ms, args) | {"host_syncs": observed["host_syncs"]}
     except Exception as error:
         return observed, f"not profiled: {one_line(error)}"
-    off = analysis.share_off(observed["profile"]["step_ms"], median_ms)
-    if args.device.type == "cuda" and off is not None:
-        notes.append(analysis.describe_profile_off(off))
     return observed, "; ".join(notes) or None
 
 
@@ -573,7 +571,7 @@ def batch_starts(args: Arguments):
 
 
 def workload(args: Arguments) -> dict:
-    """The record's `workload`; two runs did the same work if and only if theirs are equal."""
+    """The record's `workload`: two runs did the same work, in whatever precision, if and only if theirs are equal."""
     return {
         "preset": args.preset,
         **asdict(args.config),
@@ -676,7 +674,9 @@ def result_line(record: dict) -> str:
         f"{record['model_flops_per_s'] / 1e12:.3g} model TFLOP/s, peak {memory / 2**30:.1f} GiB, "
         f"warm-up {timing['warmup_s']:.1f} s, loss {loss[0]:.3f} -> {loss[-1]:.3f}"
     )
-    return f"note: {record['note']}\n{line}" if record["note"] else line
+    return "\n".join(
+        [*(f"note: {said}" for said in (record["note"], analysis.describe_profile_off(record)) if said), line]
+    )
 
 
 if __name__ == "__main__":

@@ -10,9 +10,19 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from common.analysis import GIB, bound_by, loss_difference, median_ms, peak_bytes, quartiles_ms, reference_step
+from common.analysis import (
+    GIB,
+    bound_by,
+    describe_profile_off,
+    loss_difference,
+    median_ms,
+    peak_bytes,
+    quartiles_ms,
+    reference_step,
+    row_note,
+)
 from common.record import OneLineParser, RecordError, read_envelope
-from common.report import CONVENTION, MERGED, describe_roofs, table, write_reports
+from common.report import CONVENTION, MERGED, describe_device, describe_roofs, table, write_reports
 
 ROOT = Path(__file__).resolve().parent.parent
 PREDICTED_FOR = "predictions are for gpt3-6.7b-slice on an H200 unless they say otherwise"
@@ -50,16 +60,23 @@ def _machine_table(folder: Path, runs: dict[str, dict]) -> str:
     links = ", ".join(_link(folder, name, run) for name, run in runs.items())
     picture = _picture(folder, widest)
     partly = [
-        f" Of {name} only the rows shown were run; its loss is against {rows_of[name][0]}."
-        for name in runs
+        f" Of {name} only the rows shown were run{_how_run(run)}; its loss is against {rows_of[name][0]}."
+        for name, run in runs.items()
         if rows_of[name][0] != names[0]
     ]
     return (
-        f"{runs[widest]['environment']['device']}, milliseconds per training step and speedup over the first row; "
-        f"TFLOP/s and memory of {widest}.\n\n{picture}\n\n{drawn}\n\n"
+        f"{describe_device(runs[widest]['environment'])}: milliseconds per training step and speedup over "
+        f"the first row; TFLOP/s and memory of {widest}.\n\n{picture}\n\n{drawn}\n\n"
         f"Recorded: {links}.{''.join(partly)}{_earlier_line(runs)}{_repeats_line(folder / name for name in runs)} "
         f"{CONVENTION}"
     )
+
+
+def _how_run(run: dict) -> str:
+    """By which commands rows came together that no ladder made, or nothing."""
+    if "run_all.sh" in run["command"]:
+        return ""
+    return ", one command a row" + (", and its roofs measured by `python -m common.hardware`" if run["roofs"] else "")
 
 
 def _earlier_line(runs: dict[str, dict]) -> str:
@@ -67,7 +84,8 @@ def _earlier_line(runs: dict[str, dict]) -> str:
     workloads_of: dict[str, list[str]] = {}
     for name, run in runs.items():
         for step in [*run["steps"], *run["peers"]]:
-            if step["source"] != _script(step["step"]):
+            script = _script(step["step"])
+            if script is None or _code(step["source"]) != _code(script):
                 workloads_of.setdefault(step["step"], []).append(name)
     said = "; ".join(f"{step} of {', '.join(names)}" for step, names in workloads_of.items())
     return f" Recorded with an earlier version of the script, which the record holds: {said}." if said else ""
@@ -121,7 +139,8 @@ def performance_tables(results: Path) -> str:
         if profiled:
             workload = run["workload"]
             title = f"### {path.parent.name}, batch {workload['batch_size']}, {run['environment']['device']}"
-            notes = [f"{row['step']}: {row['note']}" for row in profiled if row["note"]]
+            said = [(row["step"], line) for row in profiled for line in (row_note(row), describe_profile_off(row))]
+            notes = [f"{step}: {line}" for step, line in said if line]
             parts += [title, _category_table(profiled)]
             parts += [f"- {line}" for line in notes + describe_roofs(run["roofs"] or {})]
     parts += ["### The same again", _repeat_table(results)]
@@ -159,6 +178,7 @@ class Repeat(NamedTuple):
     shown: dict
     other: dict
     commit: str
+    same_commit: bool
 
     @property
     def same_script(self) -> bool:
@@ -179,12 +199,12 @@ def _repeats(folders: Iterable[Path]) -> list[Repeat]:
     """The rows, peers' too, of all other runs in these folders that have a time in both."""
     found = []
     for path in (path for folder in folders for path in sorted(folder.glob("results-[0-9].json"))):
-        shown = {row["step"]: row for row in _ok_rows(read_envelope(path.parent / MERGED))}
-        run, number = read_envelope(path), path.stem.rpartition("-")[2]
-        commit = run["environment"].get("commit") or "unknown"
+        first, run, number = read_envelope(path.parent / MERGED), read_envelope(path), path.stem.rpartition("-")[2]
+        shown = {row["step"]: row for row in _ok_rows(first)}
+        ours, theirs = (each["environment"].get("commit") or "unknown" for each in (first, run))
         for row in _ok_rows(run):
             if row["step"] in shown:
-                found.append(Repeat(path.parent.name, number, shown[row["step"]], row, commit[:7]))
+                found.append(Repeat(path.parent.name, number, shown[row["step"]], row, theirs[:7], ours == theirs))
     return found
 
 
@@ -209,8 +229,8 @@ def _repeats_line(folders: Iterable[Path]) -> str:
     repeats = _repeats(folders)
     said = [
         f"{which} by {min(differences):+.1%} to {max(differences):+.1%}"
-        for which, same in (("rows of the same script", True), ("of another version of it", False))
-        if (differences := [repeat.difference for repeat in repeats if repeat.same_script == same])
+        for which, same in (("those of the same commit", True), ("earlier ones", False))
+        if (differences := [repeat.difference for repeat in repeats if repeat.same_commit == same])
     ]
     return (
         f" Other runs differ from these times, {', '.join(said)}: [each of them](docs/performance.md#the-same-again)."

@@ -37,6 +37,7 @@ NUMERIC_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
 )
 NUMERIC_PREFIXES = ("NVTE_",)
+SET_BY_LIBRARIES = ("NVTE_CUDA_INCLUDE_DIR",)  # by Transformer Engine's import: no choice of a user
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -182,7 +183,7 @@ def describe(device: torch.device) -> dict:
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name in NUMERIC_VARIABLES or name.startswith(NUMERIC_PREFIXES)
+            if (name in NUMERIC_VARIABLES or name.startswith(NUMERIC_PREFIXES)) and name not in SET_BY_LIBRARIES
         },
     }
     return environment | commit()

@@ -21,12 +21,14 @@ from common.analysis import (
     PRECISIONS,
     bound_by,
     consecutive,
+    describe_profile_off,
     headline,
     loss_difference,
     mean_loss,
     of_roof,
     peak_bytes,
     reference_step,
+    row_note,
     sentence,
     tflops,
     warnings,
@@ -47,6 +49,10 @@ from common.record import (
     write_json,
 )
 
+SAME_IN_ALL_ROWS = (
+    "device", "gpu_uuid", "power_limit_w", "driver", "python", "torch", "cuda", "cudnn", "triton", "transformer_engine",
+    "torchao", "transformers", "variables", "commit", "dirty",
+)  # fmt: skip
 UNREADABLE = "its record cannot be read"
 MERGED, ROOFS, COMMAND = "results.json", "roofs.json", "command"
 BOUND_RULE = (
@@ -202,7 +208,7 @@ def _merge(envelopes: list[dict], peers: list[dict]) -> dict:
 def _machine_problems(envelopes: list[dict]) -> list[str]:
     """Rows of one table must come from one machine, with the same software and the same code."""
     problems = []
-    for key in ("device", "torch", "transformer_engine", "driver", "variables", "commit", "dirty"):
+    for key in SAME_IN_ALL_ROWS:
         rows_of: dict[str, list[str]] = {}
         for envelope in envelopes:
             value = envelope["environment"].get(key)
@@ -283,7 +289,7 @@ def remarks(run: dict) -> list[str]:
     lines = [
         f"{step['step']}: {said}"
         for step in [*run["steps"], *run.get("peers", [])]
-        for said in [step["reason"] if step["status"] != "ok" else step["note"]]
+        for said in ([row_note(step), describe_profile_off(step)] if step["status"] == "ok" else [step["reason"]])
         if said
     ]
     if run["environment"].get("device_type") == "cpu":
@@ -308,15 +314,20 @@ def describe_roofs(roofs: dict) -> list[str]:
     return [said if rates else "roofs: none could be measured", *map(str, roofs.get("notes", []))]
 
 
-def describe_machine(environment: dict) -> str:
+def describe_device(environment: dict) -> str:
+    """The device, and the versions of what ran on it."""
     parts = [environment.get("device"), f"torch {environment.get('torch')}"]
     for name, label in (("transformer_engine", "Transformer Engine"), ("cuda", "CUDA"), ("driver", "driver")):
         if environment.get(name):
             parts.append(f"{label} {environment[name]}")
+    return ", ".join(str(part) for part in parts)
+
+
+def describe_machine(environment: dict) -> str:
     commit = environment.get("commit")
     dirty = " with uncommitted changes" if environment.get("dirty") else ""
-    parts.append(f"commit {commit[:10]}{dirty}" if commit else f"commit unknown ({environment.get('commit_reason')})")
-    return ", ".join(str(part) for part in parts)
+    where = f"commit {commit[:10]}{dirty}" if commit else f"commit unknown ({environment.get('commit_reason')})"
+    return f"{describe_device(environment)}, {where}"
 
 
 def describe_workload(workload: dict) -> str:

@@ -1,7 +1,8 @@
 """Peer: te.TransformerLayer used plainly.
 
-Transformer Engine's whole layer, with its own fused attention, under FP8 autocast with its default recipe;
-the head in BF16 by PyTorch; fused AdamW; torch.compile only where the layer itself uses it.
+Transformer Engine's whole layer, with its own fused attention, under FP8 autocast with delayed scaling, its default
+on Ada and Hopper; the head in BF16 by PyTorch; fused AdamW; torch.compile only where the layer itself uses it. The
+rows of its q, k and v weight stand head by head: the ladder's initial numbers make another function of the same kind.
 Source: Transformer Engine's "Getting started".
 
 Run:      python peers/te_layer.py                  Needs: Transformer Engine, see README

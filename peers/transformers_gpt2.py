@@ -2,7 +2,8 @@
 
 SDPA attention, BF16 autocast, torch.compile over model and loss, fused AdamW, TF32 for what stays FP32,
 no dropout and no cache. Source: the model page of GPT-2 and the guide "GPU" (efficient training) of transformers.
-Its loss is taken on the same targets as the ladder's; its weights are drawn by transformers.
+Its loss is taken on the same targets as the ladder's; its weights are drawn by transformers. Compiled, release 5.17
+gives attention a mask of booleans instead of is_causal, which is slower (huggingface/transformers issue 48925).
 
 Run:      python peers/transformers_gpt2.py         Needs: pip install transformers
 """

@@ -3,8 +3,9 @@
     pip download --no-deps transformer-engine==2.9.0 && unzip transformer_engine-2.9.0-*.whl -d te
     python tests/te_signatures.py te > tests/data/te-2.9.0.json
 
-Writes {name: {"parameters": [...], "keyword_only": [...]}} for what step 4 may use: the modules and
-functions of transformer_engine.pytorch and the recipes.
+Writes {name: {"parameters": [...], "keyword_only": [...], "forward": [...], "attributes": [...]}} for what the
+scripts may use: the modules and functions of transformer_engine.pytorch and the recipes. Of a module, `forward` are
+the parameters of its call, `attributes` what its constructor sets on itself.
 """
 
 import ast
@@ -32,14 +33,26 @@ def signature(node: ast.AST) -> dict | None:
     return {"parameters": parameters, "keyword_only": [a.arg for a in node.args.kwonlyargs]}
 
 
+def module_members(node: ast.ClassDef) -> dict:
+    """What a module's forward takes, and what its __init__ sets on self."""
+    methods = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
+    if not {"forward", "__init__"} <= methods.keys():
+        return {}
+    stores = (n for n in ast.walk(methods["__init__"]) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    attributes = {n.attr for n in stores if isinstance(n.value, ast.Name) and n.value.id == "self"}
+    return {"forward": signature(methods["forward"])["parameters"], "attributes": sorted(attributes)}
+
+
 def record(root: Path) -> dict:
     names = {}
     for module, patterns in SOURCES.items():
         for path in sorted(p for pattern in patterns for p in (root / "transformer_engine").glob(pattern)):
             for node in ast.parse(path.read_text()).body:
-                found = None if getattr(node, "name", "_").startswith("_") else signature(node)
-                if found is not None:
-                    names[f"{module}.{node.name}"] = found
+                if getattr(node, "name", "_").startswith("_") or (found := signature(node)) is None:
+                    continue
+                if isinstance(node, ast.ClassDef):
+                    found |= module_members(node)
+                names[f"{module}.{node.name}"] = found
     return names
 
 

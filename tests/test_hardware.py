@@ -71,3 +71,11 @@ def test_another_cudnn_than_torchs_own_is_said(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", version)
     assert "LD_LIBRARY_PATH" in hardware.cudnn_note(gpu) and hardware.cudnn_note(torch.device("cpu")) is None
     assert hardware.cudnn_version().endswith("compiled against (9, 19, 0), found (9, 14, 0)")
+
+
+def test_only_variables_that_a_user_chose_are_recorded(monkeypatch):
+    monkeypatch.setenv("NVTE_CUDA_INCLUDE_DIR", "/set/by/an/import")
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    monkeypatch.setenv("UNRELATED", "1")
+    variables = hardware.describe(torch.device("cpu"))["variables"]
+    assert variables["NVTE_FUSED_ATTN"] == "0" and not {"NVTE_CUDA_INCLUDE_DIR", "UNRELATED"} & variables.keys()

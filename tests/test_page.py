@@ -189,6 +189,8 @@ def test_gaps_that_the_profiler_made_are_not_the_steps():
     assert any("+98% off the timed median" in line for line in analysis.warnings(runs.run(slowed)))
     true = runs.step("0_a", 100.0, profile=runs.profile(95.0) | {"step_ms": 100.0, "gpu_idle_ms": 5.0})
     assert analysis.gaps_ms(true) == 5.0 and analysis.profile_is_off(true) is None
+    faster = runs.step("0_a", 100.0, profile=runs.profile(90.0))
+    assert "-10% off the timed median: read its times as shares" in analysis.describe_profile_off(faster)
 
 
 def test_an_unknown_category_is_other():

@@ -30,3 +30,21 @@ def test_a_peer_whose_import_breaks_is_skipped_with_the_reason(path, error, tmp_
     assert ran.returncode == 0 and row["status"] == "skipped" and row["step"] == path.stem, ran.stderr
     said = "needs an NVIDIA GPU" if path.stem == "te_layer" else "does not fit"
     assert said in row["reason"]
+
+
+def test_the_peer_that_needs_no_gpu_trains(tmp_path):
+    output = tmp_path / "record.json"
+    command = [
+        sys.executable,
+        str(ROOT / "peers" / "transformers_gpt2.py"),
+        *FAST,
+        "--steps",
+        "30",
+        "--output",
+        str(output),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    (row,) = json.loads(output.read_text())["steps"]
+    assert ran.returncode == 0 and row["status"] == "ok", ran.stderr
+    assert row["settings"]["compiled"] and row["settings"]["attention_kernel"] == "flash (CPU)"
+    assert sum(row["loss"][-5:]) < sum(row["loss"][:5])

@@ -165,3 +165,6 @@ def test_a_cpu_profile_says_nothing_of_a_gpu():
     assert found["gpu_busy_ms"] is None and found["categories"]["matrix products"]["launches"] >= 1
     assert sum(value["ms"] for value in found["categories"].values()) == pytest.approx(found["step_ms"])
     assert "matrix products" in profile.kernel_table(found)
+    assert "compiler fused" not in profile.kernel_table(found)
+    found["kernels"][0]["name"] = f"{profile.COMPILED_GRAPH} abc"
+    assert "compiler fused" in profile.kernel_table(found)

@@ -56,31 +56,58 @@ def test_requirements_are_pinned():
         assert package in (ROOT / "requirements.txt").read_text(), "the container gets the same release"
 
 
-@pytest.mark.parametrize("version", ["2.9.0", "2.20.2"])
-def test_transformer_engine_has_what_step_4_uses(version):
-    signatures = json.loads((ROOT / "tests" / "data" / f"te-{version}.json").read_text())
-    tree = ast.parse((ROOT / f"{STEPS[4]}.py").read_text())
+TE_VERSIONS = pytest.mark.parametrize("version", ["2.9.0", "2.20.2"])
+
+
+def te_signatures(version: str) -> dict:
+    return json.loads((ROOT / "tests" / "data" / f"te-{version}.json").read_text())
+
+
+def te_name(function: ast.AST, imported: dict[str, str]) -> str | None:
+    """The full name of what a call calls, where it is Transformer Engine's."""
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "te":
+        return f"transformer_engine.pytorch.{function.attr}"
+    return imported.get(function.id) if isinstance(function, ast.Name) else None
+
+
+@TE_VERSIONS
+@pytest.mark.parametrize("script, fewest", [(f"{STEPS[4]}.py", 6), ("peers/te_layer.py", 4)])
+def test_transformer_engine_has_what_the_scripts_call(script, fewest, version):
+    signatures, tree = te_signatures(version), ast.parse((ROOT / script).read_text())
     imported = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformer_engine"):
             imported |= {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     used = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        function = node.func
-        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "te":
-            name = f"transformer_engine.pytorch.{function.attr}"
-        elif isinstance(function, ast.Name) and function.id in imported:
-            name = imported[function.id]
-        else:
-            continue
-        used.add(name)
-        signature = signatures[name]
-        assert len(node.args) <= len(signature["parameters"]), name
-        accepted = {*signature["parameters"], *signature["keyword_only"]}
-        assert {keyword.arg for keyword in node.keywords} <= accepted, name
-    assert len(used) >= 6, "the modules, autocast, is_fp8_available and the recipe"
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if name := te_name(call.func, imported):
+            used.add(name)
+            signature = signatures[name]
+            assert len(call.args) <= len(signature["parameters"]), name
+            accepted = {*signature["parameters"], *signature["keyword_only"]}
+            assert {keyword.arg for keyword in call.keywords} <= accepted, name
+    assert len(used) >= fewest, "modules, autocast, is_fp8_available and the recipe"
+
+
+@TE_VERSIONS
+def test_transformer_engine_has_what_step_4_passes_to_modules_and_sets_on_them(version):
+    signatures, tree = te_signatures(version), ast.parse((ROOT / f"{STEPS[4]}.py").read_text())
+    passed, assigned = set(), set()
+    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        stores = [(node.targets[0], node.value) for node in ast.walk(owner) if isinstance(node, ast.Assign)]
+        modules = {
+            ast.unparse(target): te_name(value.func, {}) for target, value in stores if isinstance(value, ast.Call)
+        }
+        for call in (node for node in ast.walk(owner) if isinstance(node, ast.Call)):
+            if module := modules.get(ast.unparse(call.func)):
+                passed |= {(module, keyword.arg) for keyword in call.keywords}
+        for target, _ in stores:
+            if isinstance(target, ast.Attribute) and (module := modules.get(ast.unparse(target.value))):
+                assigned.add((module, target.attr))
+    assert {name for _, name in passed} == {"is_first_microbatch"} and len(passed) == 3
+    assert {name for _, name in assigned} == {"gemm_gelu_fusion"}
+    assert all(name in signatures[module]["forward"] for module, name in passed)
+    assert all(name in signatures[module]["attributes"] for module, name in assigned)
 
 
 @pytest.mark.parametrize(
