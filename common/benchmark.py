@@ -674,9 +674,8 @@ def result_line(record: dict) -> str:
         f"{record['model_flops_per_s'] / 1e12:.3g} model TFLOP/s, peak {memory / 2**30:.1f} GiB, "
         f"warm-up {timing['warmup_s']:.1f} s, loss {loss[0]:.3f} -> {loss[-1]:.3f}"
     )
-    return "\n".join(
-        [*(f"note: {said}" for said in (record["note"], analysis.describe_profile_off(record)) if said), line]
-    )
+    notes = filter(None, [record["note"], analysis.describe_profile_off(record)])
+    return "\n".join([*(f"note: {note}" for note in notes), line])
 
 
 if __name__ == "__main__":

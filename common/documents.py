@@ -80,13 +80,13 @@ def _how_run(run: dict) -> str:
 
 
 def _earlier_line(runs: dict[str, dict]) -> str:
-    """Which rows ran another script than the one of this checkout, or nothing."""
+    """Which rows have a time of another script than the one of this checkout, or nothing."""
     workloads_of: dict[str, list[str]] = {}
     for name, run in runs.items():
-        for step in [*run["steps"], *run["peers"]]:
-            script = _script(step["step"])
-            if script is None or _code(step["source"]) != _code(script):
-                workloads_of.setdefault(step["step"], []).append(name)
+        for row in _ok_rows(run):
+            script = _script(row["step"])
+            if script is None or _code(row["source"]) != _code(script):
+                workloads_of.setdefault(row["step"], []).append(name)
     said = "; ".join(f"{step} of {', '.join(names)}" for step, names in workloads_of.items())
     return f" Recorded with an earlier version of the script, which the record holds: {said}." if said else ""
 

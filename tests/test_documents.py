@@ -40,6 +40,13 @@ def test_only_other_code_is_an_earlier_version(tmp_path):
         assert ("earlier version of the script" in documents.readme_table(tmp_path)) is earlier
 
 
+def test_a_row_that_left_no_script_is_no_earlier_version(tmp_path):
+    ended = runs.step(STEPS[4], status="timeout", reason="too slow", source=None)
+    write(tmp_path / "gpu" / "tiny", "results.json", runs.run(row(100.0), ended))
+    said = documents.readme_table(tmp_path)
+    assert "timeout" in said and "earlier version" not in said
+
+
 def test_rows_that_no_ladder_made_say_how_they_were_run(tmp_path):
     roofs = {"copy_bytes_per_s": 4e12, "shapes": [], "square": {}, "notes": []}
     whole = runs.run(runs.step(STEPS[0], 300.0), row(100.0))
