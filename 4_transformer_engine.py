@@ -97,7 +97,7 @@ def main(args):
         return loss
 
     return benchmark.run(
-        train_step, model, args, note=note, prime_without=recipe and optimizer, fp8_recipe=recipe and repr(recipe)
+        train_step, model, args, note=note, rehearse=recipe and optimizer, fp8_recipe=recipe and repr(recipe)
     )
 
 

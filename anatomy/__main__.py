@@ -7,29 +7,22 @@ python -m anatomy all               all of them, in quick form, as JSON and Mark
 
 from __future__ import annotations
 
-import argparse
 import ast
-import contextlib
 import datetime
 import importlib
 import json
-import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 
-import torch
-from tabulate import tabulate
-
-from anatomy.experiment import DTYPES, ITERS, QUICK_ITERS, Refused, Result, Table, common_arguments, positive
-from common import hardware
-from common.benchmark import missing_tool, one_line, out_of_memory
-from common.record import OneLineParser, check_writable, write_json
+from common.errors import is_out_of_memory, missing_tool
+from common.record import check_writable, write_json
+from common.text import OneLineParser, aligned, one_line, portable_command, positive_int
+from ladder import process
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -37,19 +30,15 @@ LIMIT_S = 300
 INDEX_TITLE = "# Anatomy on "
 
 
-class Stopped(Exception):
-    """An experiment of `all` did not come to a result; the message is its one-line reason."""
-
-
 def experiments(folder: Path = HERE) -> dict[str, str]:
-    """Name -> question of every file with `add_arguments` and `run`; read, not imported: listing is instant."""
-    found = {}
+    """Name -> question of every file with `add_arguments` and `run`. Files are read, not imported."""
+    questions = {}
     for path in sorted(folder.glob("*.py")):
         tree = ast.parse(path.read_text())
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         if {"add_arguments", "run"} <= functions:
-            found[path.stem.replace("_", "-")] = (ast.get_docstring(tree) or "").partition("\n")[0]
-    return found
+            questions[path.stem.replace("_", "-")] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return questions
 
 
 def module_name(name: str) -> str:
@@ -60,99 +49,109 @@ def module_name(name: str) -> str:
 
 
 def run_one(name: str, argv: list[str]) -> int:
-    """Run one experiment and print it; its exit code is 0, 1 for a failure, 2 for what cannot run as asked."""
+    """Run one experiment and print it. The exit code is 0, 1 for a failure, 2 for what cannot run as asked."""
+    import torch
+
+    from anatomy import experiment
+    from common import hardware
+
     module = importlib.import_module(module_name(name))
-    parser = OneLineParser(
-        prog=f"python -m anatomy {name}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OneLineParser(prog=f"python -m anatomy {name}", description=module.__doc__)
     module.add_arguments(parser.add_argument_group("sizes"))
-    common_arguments(parser.add_argument_group("run"))
+    experiment.common_arguments(parser.add_argument_group("run"))
     args = parser.parse_args(argv)
-    started, started_at = time.monotonic(), now()
+    started, started_at = time.monotonic(), utc_now()
     try:
         args.device = resolve_device(args.device)
-        args.dtype = DTYPES[args.dtype] if args.dtype else None
+        args.dtype = experiment.DTYPES[args.dtype] if args.dtype else None
         refuse_missing_dtype(args.dtype, args.device)
-        args.iters = args.iters or (QUICK_ITERS if args.quick else ITERS)
+        args.iters = args.iters or (experiment.QUICK_ITERS if args.quick else experiment.ITERS)
         if args.output:
-            check_writable(args.output, "experiment")
+            check_output(args.output)
         torch.set_float32_matmul_precision("highest")  # FP32 means FP32, also in containers that set TF32
         result = module.run(args)
-    except (Refused, hardware.DeviceError) as error:
+    except (experiment.Refused, hardware.DeviceError, OutputError) as error:
         parser.error(one_line(error))
-    except ValueError as error:
-        if not str(error).startswith(("--output", "cannot write --output")):
-            return failed(parser.prog, error)
-        parser.error(one_line(error))
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr)
-        return 130
     except Exception as error:  # what torch.compile and CUDA raise has no common class
         if tool := missing_tool(error):
             parser.error(tool)
-        return failed(parser.prog, error)
+        return report_failure(parser.prog, error)
     print(result.render())
     if args.output:
         record = {
             "experiment": name,
             "question": experiments()[name],
-            "command": shlex.join(["python", "-m", "anatomy", name, *without_output(argv)]),
+            "command": portable_command(["python", "-m", "anatomy", name, *argv], ("--quick", "--picture")),
             "started_at": started_at,
             "seconds": round(time.monotonic() - started, 1),
-            "environment": hardware.describe(args.device),
+            "environment": asdict(hardware.describe(args.device)),
         }
         try:
-            write_json(args.output, record | result.record())
-            write_attachments(result, args.output.parent)
+            write_result(args.output, record, result)
         except OSError as error:
-            parser.error(f"cannot write --output: {error}")
+            parser.exit(1, f"{parser.prog}: error: cannot write --output: {error.strerror or error}\n")
     elif result.attachments:
         print(f"\nWith --output FILE it also writes {', '.join(result.attachments)}.")
     return 0
 
 
-def failed(prog: str, error: Exception) -> int:
-    """Where it went wrong, for who wants to mend it, and the reason as the last line."""
-    if out_of_memory(error):
-        print(f"{prog}: error: out of memory: pass smaller sizes (--help lists them), or --quick", file=sys.stderr)
+class OutputError(ValueError):
+    """--output cannot be written; the message is one line."""
+
+
+def check_output(path: Path) -> None:
+    """Raises OutputError where the record cannot become `path`."""
+    try:
+        check_writable(path, "experiment")
+    except ValueError as error:
+        raise OutputError(error) from None
+
+
+def write_result(path: Path, record: dict, result) -> None:
+    """Write the record, and its attachments in a folder beside it: d/x.json has d/x/. Raises OSError."""
+    attachments = path.with_suffix("")
+    record |= result.record()
+    record["attachments"] = [f"{attachments.name}/{name}" for name in result.attachments]
+    if result.attachments:
+        attachments.mkdir(exist_ok=True)
+    for name, content in result.attachments.items():
+        (attachments / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    write_json(path, record)
+
+
+def report_failure(prog: str, error: Exception) -> int:
+    """Print where it went wrong, for whoever wants to mend it, and the reason as the last line."""
+    if is_out_of_memory(error):
+        sys.stderr.write(f"{prog}: error: out of memory: pass smaller sizes (--help lists them), or --quick\n")
     else:
         traceback.print_exception(error)
-        print(f"{prog}: error: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
+        sys.stderr.write(f"{prog}: error: {type(error).__name__}: {one_line(error)}\n")
     return 1
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str):
+    import torch
+
+    from common import hardware
+
     device = hardware.resolve_device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton and torch.utils.benchmark mean the current one
     return device
 
 
-def refuse_missing_dtype(dtype: torch.dtype | None, device: torch.device) -> None:
+def refuse_missing_dtype(dtype, device) -> None:
+    """Raises Refused for a format that a GPU cannot multiply."""
+    import torch
+
+    from anatomy.experiment import Refused
+    from common import hardware
+
     if dtype is torch.bfloat16 and device.type == "cuda" and not hardware.has_bf16_matrix_instructions(device):
         raise Refused("--dtype bfloat16 needs an Ampere GPU or newer; this one multiplies float16")
 
 
-def without_output(argv: list[str]) -> list[str]:
-    """The arguments without the paths of this machine."""
-    kept, words = [], iter(argv)
-    for word in words:
-        if word == "--output":
-            next(words, None)
-        elif not word.startswith("--output="):
-            kept.append(word)
-    return kept
-
-
-def write_attachments(result: Result, folder: Path) -> None:
-    for name, content in result.attachments.items():
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-def now() -> str:
+def utc_now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
@@ -160,29 +159,37 @@ def now() -> str:
 
 
 def run_all(argv: list[str]) -> int:
-    """Every experiment in a process of its own, then the index; exit code 1 where one did not come to a result."""
-    parser = OneLineParser(prog="python -m anatomy all", description="All experiments.", allow_abbrev=False)
+    """Every experiment in a process of its own, then the index; exit code 1 where one gave no result."""
+    from common import hardware
+
+    parser = OneLineParser(prog="python -m anatomy all", description="All experiments.")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:N (default: auto)")
-    parser.add_argument("--iters", type=positive, metavar="N", help="timed calls (default: each experiment's own)")
+    parser.add_argument("--iters", type=positive_int, metavar="N", help="timed calls (default: each experiment's own)")
     parser.add_argument("--full", action="store_true", help="full sizes instead of the quick ones")
-    parser.add_argument("--limit", type=positive, default=LIMIT_S, metavar="S",
+    parser.add_argument("--limit", type=positive_int, default=LIMIT_S, metavar="S",
                         help=f"seconds each may take (default: {LIMIT_S})")  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="(default: results/anatomy-<UTC time>)")
     args = parser.parse_args(argv)
+    stop = process.Stop()
     try:
         device = resolve_device(args.device)
-        folder = args.output or new_folder(ROOT / "results")
+        folder = (args.output or new_folder(ROOT / "results")).resolve()
         check_folder(folder)
     except (hardware.DeviceError, OSError, ValueError) as error:
         parser.error(one_line(error))
     shared = ["--device", str(device)] + ([] if args.full else ["--quick"])
     shared += ["--iters", str(args.iters)] if args.iters else []
+    environment = process.passive_waits(device.type)
+    stop.listen()
     outcomes = {}
     for name, question in experiments().items():
+        if stop.requests:
+            sys.stderr.write("python -m anatomy all: interrupted; what was finished is kept\n")
+            return 130
         print(f"{name}: {question}", flush=True)
-        outcomes[name] = run_child(name, shared, folder.resolve(), args.limit)
+        outcomes[name] = run_child(child_command(name, shared, folder), name, folder, args.limit, stop, environment)
         print(f"  {outcomes[name]['reason'] or 'ok'}, {outcomes[name]['seconds']:.0f} s", flush=True)
-        (folder / "anatomy.md").write_text(index(outcomes, device))  # after each: what is there is kept
+        (folder / "anatomy.md").write_text(index(outcomes, hardware.device_name(device)))  # after each one
     print(f"\n{folder / 'anatomy.md'}")
     return int(any(outcome["reason"] for outcome in outcomes.values()))
 
@@ -206,57 +213,37 @@ def check_folder(folder: Path) -> None:
         pass
 
 
-def run_child(name: str, shared: list[str], folder: Path, limit_s: int) -> dict:
-    """`reason` (None where it came to a result), `seconds`, `record`; writes NAME.json and NAME.md."""
-    output = folder / f"{name}.json"
+def child_command(name: str, shared: list[str], folder: Path) -> list[str]:
+    return process.module_command("anatomy", name, *shared, "--output", str(folder / f"{name}.json"))
+
+
+def run_child(command: list[str], name: str, folder: Path, limit_s: int, stop: process.Stop, environment: dict) -> dict:
+    """`reason` (None where it gave a result), `seconds`, `record`; writes NAME.json, NAME.md and NAME.log."""
+    output, log = folder / f"{name}.json", folder / f"{name}.log"
     output.unlink(missing_ok=True)
-    started = time.monotonic()
-    outcome = {"reason": None, "record": None}
+    log.unlink(missing_ok=True)
+    ended = process.run(command, log, limit_s, stop, environment=environment)
+    record, reason = None, None
     try:
-        outcome["record"] = finished(child_command(name, shared, output), output, limit_s)
-        (folder / f"{name}.md").write_text(page(outcome["record"]))
-    except Stopped as error:
-        outcome["reason"] = str(error)
-        (folder / f"{name}.md").write_text(f"# {name}\n\nNo result: {error}\n")
-    return outcome | {"seconds": time.monotonic() - started}
-
-
-def child_command(name: str, shared: list[str], output: Path) -> list[str]:
-    return [sys.executable, "-m", "anatomy", name, *shared, "--output", str(output)]
-
-
-def finished(command: list[str], output: Path, limit_s: int) -> dict:
-    """The record that a process wrote. Raises Stopped, with one line of reason, where it wrote none."""
-    # A session of its own, so that compiler workers and data loaders end with it.
-    child = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        _, said = child.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        raise Stopped(f"failed: took longer than {limit_s} s") from None
-    finally:
-        end_session(child)
-    if child.returncode < 0:
-        raise Stopped(f"failed: ended by {signal.Signals(-child.returncode).name} (SIGKILL: often out of memory)")
-    lines = said.strip().splitlines()
-    if child.returncode:
-        why = lines[-1].partition("error: ")[2] or lines[-1] if lines else "it gave no reason"
-        raise Stopped(f"{'cannot run' if child.returncode == 2 else 'failed'} (exit code {child.returncode}): {why}")
-    try:
-        return json.loads(output.read_text())
+        if ended.code == 0:
+            record = json.loads(output.read_text())
     except (OSError, ValueError) as error:
-        raise Stopped(f"failed: wrote no record ({type(error).__name__})") from None
-
-
-def end_session(child: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+        reason = f"failed: wrote no record ({type(error).__name__})"
+    if ended.code:
+        status, why = process.describe(ended, limit_s, log)
+        if ended.code > 0 and not (ended.timed_out or ended.stopped):
+            said = process.last_line(log)
+            why = said.partition("error: ")[2] or said or "it gave no reason"
+            status = "cannot run" if ended.code == 2 else "failed"
+        reason = f"{status}: {why}"
+    (folder / f"{name}.md").write_text(page(record) if record else f"# {name}\n\nNo result: {reason}\n")
+    return {"reason": reason, "record": record, "seconds": ended.seconds}
 
 
 def page(record: dict) -> str:
     """One experiment as Markdown."""
+    from anatomy.experiment import Result, Table
+
     result = Result([Table(**table) for table in record["tables"]], record["sentences"], record["figures"])
     result.listings = record["listings"]
     links = [f"{'!' * name.endswith(('.svg', '.png'))}[{name}]({name})" for name in record["attachments"]]
@@ -267,20 +254,24 @@ def page(record: dict) -> str:
     return "\n\n".join([f"# {record['experiment']}", record["question"], result.render("github"), *links, where]) + "\n"
 
 
-def index(outcomes: dict[str, dict], device: torch.device) -> str:
-    """anatomy.md: which experiments came to a result, and what each of them says."""
+def index(outcomes: dict[str, dict], device: str) -> str:
+    """anatomy.md: which experiments gave a result, and what each of them says."""
     questions = experiments()
     rows = [
-        [f"[{name}]({name}.md)", questions.get(name, ""), outcome["reason"] or "ok", f"{outcome['seconds']:.0f}"]
+        {
+            "experiment": f"[{name}]({name}.md)",
+            "question": questions.get(name, ""),
+            "outcome": outcome["reason"] or "ok",
+        }
+        | {"seconds": f"{outcome['seconds']:.0f}"}
         for name, outcome in outcomes.items()
     ]
-    table = tabulate(rows, ["experiment", "question", "outcome", "seconds"], tablefmt="github", disable_numparse=True)
-    said = [
+    parts = [
         f"## {name}\n\n" + "\n".join(f"- {sentence}" for sentence in outcome["record"]["sentences"])
         for name, outcome in outcomes.items()
         if outcome["record"]
     ]
-    return "\n\n".join([f"{INDEX_TITLE}{hardware.device_name(device)}", table, *said]) + "\n"
+    return "\n\n".join([f"{INDEX_TITLE}{device}", aligned(rows, "github", n_left=3), *parts]) + "\n"
 
 
 def main(argv: list[str]) -> int:
@@ -292,17 +283,17 @@ def main(argv: list[str]) -> int:
         return 0
     name, *rest = argv
     if name == "all":
-        try:
-            return run_all(rest)
-        except KeyboardInterrupt:
-            print("python -m anatomy all: interrupted; what was finished is kept", file=sys.stderr)
-            return 130
+        return run_all(rest)
     if name.replace("_", "-") not in known:
-        print(f"python -m anatomy: error: no experiment is named {name!r}: {', '.join([*known, 'all'])}",
-              file=sys.stderr)  # fmt: skip
+        listed = ", ".join([*known, "all"])
+        sys.stderr.write(f"python -m anatomy: error: no experiment is named {shlex.quote(one_line(name))}: {listed}\n")
         return 2
     return run_one(name.replace("_", "-"), rest)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.stderr.write("python -m anatomy: interrupted\n")
+        sys.exit(130)

@@ -25,9 +25,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anatomy.attention_traffic import analytic_attention_bytes, attention_by_hand, count_attention_bytes
-from anatomy.experiment import Result, Table, default_size, ms, positive, seconds
-from common import hardware, profile
-from common.benchmark import one_line, out_of_memory
+from anatomy.experiment import Result, Table, default_size, extra_peak_bytes, ms, positive, seconds
+from common import hardware, roofs
+from common.errors import is_out_of_memory
+from common.record import ProductRate
+from common.text import one_line
 
 BACKENDS = {
     "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -56,9 +58,9 @@ def run(args: argparse.Namespace) -> Result:
     B = args.batch
     H, D = args.nhead or default_size(args, 4, 4, 16), args.head_dim or default_size(args, 64, 64, 128)
     autocast = dtype in (torch.bfloat16, torch.float16)
-    copy_rate = hardware.copy_rate(device)
+    copy_rate = roofs.copy_rate(device)
     edge = default_size(args, quick=512, cpu=1024, gpu=8192)
-    product_rate = hardware.product_rate(dict.fromkeys("mnk", edge), "bf16" if autocast else "fp32", device)
+    product_rate = roofs.product_rate(ProductRate(edge, edge, edge), "bf16" if autocast else "fp32", device)
     found, missing, rows = {}, {}, []
     for T in lengths:
         for name in ("by hand", *BACKENDS):
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> Result:
             try:
                 row |= measure(name, (B, H, T, D), device, dtype, autocast, args.iters)
             except RuntimeError as error:
-                if out_of_memory(error):
+                if is_out_of_memory(error):
                     rows.append([str(T), name, "out of memory", *["-"] * 3])
                 else:  # this backend has no kernel here, whatever the length
                     missing[name] = one_line(error)
@@ -109,7 +111,7 @@ def measure(name: str, shape: tuple, device: torch.device, dtype: torch.dtype, a
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # why a backend cannot run: the error says so, too
         step()
-        return {"peak_bytes": profile.peak_bytes(step, device), "seconds": seconds(step, iters)}
+        return {"peak_bytes": extra_peak_bytes(step, device), "seconds": seconds(step, iters)}
 
 
 def count(device: torch.device) -> dict:

@@ -13,15 +13,16 @@ import csv
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tabulate import tabulate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import hardware
-from common.record import OneLineParser, check_writable, write_json
+from common.record import check_writable, write_json
+from common.text import OneLineParser, aligned
 
 COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
@@ -99,6 +100,10 @@ def run_attention(which: str, shape: tuple[int, int, int, int], device: torch.de
     torch.cuda.cudart().cudaProfilerStop()
 
 
+def gigabytes(n_bytes: int | None) -> str:
+    return "-" if n_bytes is None else f"{n_bytes / 1e9:.2f}"
+
+
 def main() -> None:
     parser = OneLineParser(
         prog="python -m anatomy.attention_traffic",
@@ -127,15 +132,15 @@ def main() -> None:
         except (OSError, subprocess.SubprocessError) as error:
             figures["reason"] = f"no counters: {error}"
     rows = [
-        [which, *("-" if value is None else f"{value / 1e9:.2f}" for value in (found["analytic"], found["counters"]))]
-        for which, found in figures["bytes"].items()
+        {"attention": which, "analytic GB": gigabytes(counts["analytic"]), "counted GB": gigabytes(counts["counters"])}
+        for which, counts in figures["bytes"].items()
     ]
-    print(tabulate(rows, ["attention", "analytic GB", "counted GB"], disable_numparse=True))
+    print(aligned(rows))
     if figures["reason"]:
         print(figures["reason"])
     if args.output:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        write_json(args.output, figures | {"environment": hardware.describe(device)})
+        write_json(args.output, figures | {"environment": asdict(hardware.describe(device))})
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from torch._dynamo.exc import TorchDynamoException
 
 from anatomy.attention_traffic import attention_by_hand
 from anatomy.experiment import Refused, Result, Table, positive
-from common.benchmark import one_line
+from common.profile import backward_graph
+from common.text import one_line
 
 
 class CausalSelfAttention(nn.Module):
@@ -44,18 +45,6 @@ class CausalSelfAttention(nn.Module):
         return self.proj(self.attention(q, k, v).transpose(1, 2).reshape(B, T, C))
 
 
-def graph(output: torch.Tensor) -> dict:
-    """Node -> the nodes it hands gradients to; leaves (AccumulateGrad) are no operators and not counted."""
-    edges, waiting = {}, [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node not in edges:
-            following = [n for n, _ in node.next_functions if n is not None and type(n).__name__ != "AccumulateGrad"]
-            edges[node] = following
-            waiting += following
-    return edges
-
-
 def observe(block: nn.Module, x: torch.Tensor) -> tuple[dict, int]:
     """The backward graph of one forward, and the bytes it saves, weights left out and each storage once."""
     saved, weights = {}, {p.untyped_storage().data_ptr() for p in block.parameters()}
@@ -68,7 +57,7 @@ def observe(block: nn.Module, x: torch.Tensor) -> tuple[dict, int]:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         y = block(x.requires_grad_())
-    return graph(y), sum(saved.values())
+    return backward_graph(y), sum(saved.values())
 
 
 def draw(edges: dict, name: str) -> dict[str, str]:

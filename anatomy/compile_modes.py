@@ -30,7 +30,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 from anatomy.experiment import Refused, Result, Table, positive, seconds
-from common.benchmark import synchronize
+from common.hardware import synchronize
 
 MODES = ("default", "reduce-overhead", "max-autotune")
 LAUNCH_US = 5  # what the host needs to launch a kernel: napkin figure

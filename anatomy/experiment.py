@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import statistics
 import textwrap
 from collections.abc import Callable
@@ -18,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from tabulate import tabulate
 from torch.utils.benchmark import Timer
 
 from common import profile
-from common.benchmark import positive_int as positive
+from common.text import aligned
+from common.text import positive_int as positive
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,8 +45,7 @@ class Table:
     rows: list[list[str]]
 
     def render(self, style: str = "simple") -> str:
-        align = ["left", *["right"] * (len(self.headers) - 1)]
-        return tabulate(self.rows, self.headers, tablefmt=style, disable_numparse=True, colalign=align)
+        return aligned([dict(zip(self.headers, row, strict=True)) for row in self.rows], style)
 
 
 @dataclass
@@ -124,6 +124,23 @@ def launches(function: Callable[[], object], device: torch.device) -> int:
         if event["ts"] >= end:
             count, end = count + 1, event["ts"] + event["dur"]
     return count
+
+
+def extra_peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """The most bytes of tensors that one `step` holds at a time, beyond those that were there before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = [
+        event for kind in profile.chrome_trace(profiler)[1].values() for event in kind if event["name"] == "[memory]"
+    ]
+    changes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
+    return max(itertools.accumulate(changes), default=0)
 
 
 def plot(name: str, draw: Callable[[Axes], None]) -> dict[str, str]:

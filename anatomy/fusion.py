@@ -26,8 +26,8 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from anatomy.experiment import Result, Table, default_size, launches, positive, seconds, us
-from common import hardware
-from common.benchmark import missing_tool
+from common import roofs
+from common.errors import missing_tool
 
 SMALL, MANY = 1024, 64  # numbers in a small tensor, and how many of those
 KERNEL = r"async_compile\.(?:triton|cpp_pybinding)\(.*?'''(.*?)'''"
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> Result:
     x, w, b = torch.rand(3, N, device=device, dtype=dtype) + 1  # no sum near zero to divide by
     matrices = *torch.randn(2, E, E, device=device, dtype=dtype) / E**0.5, torch.randn(E, device=device, dtype=dtype)
     small = list(torch.randn(MANY, SMALL, device=device, dtype=dtype))
-    copy_rate = hardware.copy_rate(device)
+    copy_rate = roofs.copy_rate(device)
     product_s = seconds(lambda: matrices[0] @ matrices[1], args.iters)
     launch_s = seconds(lambda: small[0] * 2, args.iters)
 

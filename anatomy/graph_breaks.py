@@ -23,7 +23,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 
 from anatomy.experiment import Result, Table, positive, seconds
-from common.benchmark import one_line
+from common.text import one_line
 
 
 def first_half(x: torch.Tensor) -> torch.Tensor:

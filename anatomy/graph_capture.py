@@ -26,7 +26,7 @@ import torch.nn as nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 
 from anatomy.experiment import Result, Table, positive
-from common.benchmark import one_line
+from common.text import one_line
 
 
 class Branching(nn.Module):

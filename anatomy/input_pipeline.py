@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from anatomy.experiment import Result, Table, positive, seconds
-from common.benchmark import synchronize
+from common.hardware import synchronize
 
 CHANNELS = 1024
 STALL = 1.25  # a step that takes longer than this times the step alone is stalled

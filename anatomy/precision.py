@@ -25,7 +25,7 @@ import torch
 
 from anatomy.experiment import Refused, Result, Table, default_size, positive, seconds, us
 from anatomy.quantize import BLOCK, FP8, block_scaling, current_scaling, delayed_scaling, fp8_product
-from common import hardware
+from common import hardware, roofs
 
 FORMATS = {  # name: dtype of the inputs, unit roundoff u
     "FP64": (torch.float64, 2.0**-53), "FP32": (torch.float32, 2.0**-24), "TF32": (torch.float32, 2.0**-11),
@@ -75,7 +75,7 @@ def matrix_products(size: int, args: argparse.Namespace) -> dict[str, dict]:
     for name, (dtype, u) in FORMATS.items():
         if args.dtype and name != "FP32" and (dtype is not args.dtype or name == "TF32"):
             continue
-        reason = hardware.why_not(name.lower(), args.device) if name in ("TF32", "FP8") else None
+        reason = roofs.unavailable(name.lower(), args.device) if name in ("TF32", "FP8") else None
         output = 2 if name == "FP8" else dtype.itemsize  # FP8 products are written in BF16
         factor = {"FP64": 0, "FP32": 0.4 * size**0.5, "TF32": 0.6, "FP8": 0.6}.get(name, 0.7)
         row = found[name] = {"bytes": size**2 * (2 * dtype.itemsize + output), "predicted_error": factor * u}
@@ -102,7 +102,7 @@ def quantization(size: int, args: argparse.Namespace) -> dict:
     plain = torch.randn(size, size, device=args.device).bfloat16()
     spiked = plain.clone()
     spiked[0, 0] = OUTLIER
-    history, rate = plain.abs().amax().float(), hardware.copy_rate(args.device)
+    history, rate = plain.abs().amax().float(), roofs.copy_rate(args.device)
     recipes = {"delayed scaling": (delayed_scaling, 3), "current scaling": (current_scaling, 5),
                f"1 x {BLOCK} blocks": (block_scaling, 3)}  # fmt: skip
     found, how = {}, "eager: several kernels each"

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 
 from anatomy.experiment import Refused, Result, Table, default_size, plot, positive, seconds, us
-from common import analysis, hardware
+from common import hardware, roofs
+from common.record import PRECISIONS
 
 CHANNELS, HEAD_DIM = 1024, 64
 PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # FP16 runs at BF16's rate
@@ -69,19 +70,17 @@ def run(args: argparse.Namespace) -> Result:
     if dtype not in PRECISION:
         raise Refused(f"--dtype {str(dtype)[6:]} has no measured ceiling: float32, bfloat16 or float16")
     todo = operations(args, dtype)
-    roofs = hardware.measure_roofs({}, args.device)
-    bandwidth, ceilings = (
-        roofs["copy_bytes_per_s"],
-        {p: roofs["square"][f"{p}_flops_per_s"] for p in analysis.PRECISIONS},
-    )
+    measured = roofs.measure({}, args.device)
+    bandwidth = measured.copy_bytes_per_s
+    ceilings = {precision: getattr(measured.square, f"{precision}_flops_per_s") for precision in PRECISIONS}
     peak = ceilings[PRECISION[dtype]]
     if not (bandwidth and peak):
-        raise Refused(f"no ceiling for {dtype}: {'; '.join(roofs['notes'])}")
+        raise Refused(f"no ceiling for {dtype}: {'; '.join(measured.notes)}")
     rows = []
     for precision, rate in ceilings.items():
-        why = next((note.partition(": ")[2] for note in roofs["notes"] if note.startswith(precision)), "")
+        why = next((note.partition(": ")[2] for note in measured.notes if note.startswith(precision)), "")
         rows.append([precision, *([f"{rate / 1e12:.3g}", f"{rate / bandwidth:.1f}"] if rate else [why, "-"])])
-    title = f"Ceilings: copy {bandwidth / 1e9:.1f} GB/s, and products of edge {roofs['square']['m']}"
+    title = f"Ceilings: copy {bandwidth / 1e9:.1f} GB/s, and products of edge {measured.square.m}"
     tables, found = [Table(title, ["precision", "TFLOP/s", "ridge FLOP/byte"], rows)], {}
     rows = []
     for name, (function, flops, n_bytes) in todo.items():

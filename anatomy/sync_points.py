@@ -24,7 +24,7 @@ import torch
 
 from anatomy.experiment import Result, Table, default_size, ms, positive, seconds, us
 from common import profile
-from common.benchmark import synchronize
+from common.hardware import synchronize
 
 TOLERANCE = 2.0  # of a prediction: what the host does in microseconds is noisy
 

@@ -22,11 +22,10 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils.checkpoint import checkpoint
 
 from anatomy.attention_traffic import attention_by_hand, attention_fused
-from anatomy.experiment import Result, Table, default_size, positive, seconds
-from common import profile
-from common.benchmark import one_line
+from anatomy.experiment import Result, Table, default_size, extra_peak_bytes, positive, seconds
 from common.hardware import has_bf16_matrix_instructions
 from common.model import GPTConfig
+from common.text import one_line
 
 CLAIMS = {  # technique -> (speed from, to), (memory from, to), why
     "torch.compile": ((1.2, 2.0), None, "fused pointwise kernels: fewer bytes, same FLOPs"),
@@ -94,7 +93,7 @@ def compare(build: Callable, args: argparse.Namespace, speed: tuple, memory: tup
     try:
         plain, technique = build()
         plain(), technique()  # gradients are there from now on
-        peaks = [profile.peak_bytes(form, args.device) for form in (technique, plain)]
+        peaks = [extra_peak_bytes(form, args.device) for form in (technique, plain)]
         found = {"memory": peaks[0] / peaks[1]}
         found["speed"] = seconds(plain, args.iters) / seconds(technique, args.iters)
     except (RuntimeError, TorchDynamoException) as error:

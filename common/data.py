@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,11 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Text:
-    """A tokenized text: `tokens` is 1-D uint8 (bytes) or uint16 (token ids), `name` says of what."""
+    """A tokenized text: `tokens` is 1-D, uint8 (bytes) or uint16 (token ids). `path` is None for the default text."""
 
     tokens: np.ndarray
     name: str
+    path: Path | None = None
 
 
 def standard_library_text() -> Text:
@@ -40,25 +42,33 @@ def standard_library_text() -> Text:
     return Text(np.frombuffer(source, dtype=np.uint8), name)
 
 
-def read_text(path: Path | None) -> Text:
-    """Read a file as bytes, or a `.bin` of uint16 tokens as nanoGPT's and llm.c's scripts write it.
+def load_text(path: Path | None, n_tokens: int | None = None) -> Text:
+    """A file as bytes, or a `.bin` of uint16 tokens as nanoGPT's and llm.c's scripts write it; at most `n_tokens`.
 
-    None reads the default text. Raises DataError for a file that is missing, unreadable or empty,
-    and for a `.bin` whose size fits no whole number of tokens.
+    None gives the default text. Raises DataError for a file that is missing, unreadable, empty or shorter than
+    `n_tokens`, and for a `.bin` whose size fits no whole number of tokens.
     """
     if path is None:
-        return standard_library_text()
-    try:
-        size = path.stat().st_size
-        if size == 0:
-            raise DataError(f"{path} is empty")
-        if path.suffix != ".bin":
-            return Text(np.memmap(path, dtype=np.uint8, mode="r"), path.name)
-        if size % 2:
-            raise DataError(f"{path} has an odd number of bytes, so it holds no uint16 tokens")
-        return Text(_read_uint16_tokens(path, size), path.name)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+        text = standard_library_text()
+    else:
+        try:
+            text = Text(_file_tokens(path), os.fsencode(path.name).decode(errors="replace"), path)
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+    if n_tokens is not None and n_tokens > len(text.tokens):
+        raise DataError(f"{text.name} has {len(text.tokens)} tokens, fewer than --data-tokens {n_tokens}")
+    return replace(text, tokens=text.tokens[:n_tokens])
+
+
+def _file_tokens(path: Path) -> np.ndarray:
+    size = path.stat().st_size
+    if size == 0:
+        raise DataError(f"{path} is empty")
+    if path.suffix != ".bin":
+        return np.memmap(path, dtype=np.uint8, mode="r")
+    if size % 2:
+        raise DataError(f"{path} has an odd number of bytes, so it holds no uint16 tokens")
+    return _read_uint16_tokens(path, size)
 
 
 def _read_uint16_tokens(path: Path, size: int) -> np.ndarray:

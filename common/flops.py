@@ -1,27 +1,61 @@
-"""Model FLOPs, parameter counts and least bytes, analytic, by one convention for all steps.
+"""The shapes of the weight matrices, and from them model FLOPs, parameters and bytes: one convention for all steps.
 
-Convention: a multiply-add is two FLOPs; backward costs twice the forward; causal attention counts
-only the half of the (T, T) square it needs (others count the full square); embedding lookups,
-normalization, activation, softmax and the optimizer count nothing. So the figure is the work the
-model needs, not the work an implementation does, and it is the same for every step.
+Convention: a multiply-add is two FLOPs. Backward costs twice the forward. Causal attention counts only the half of
+the (T, T) square that it needs; others count the full square. Embedding lookups, normalization, activation, softmax
+and the optimizer count nothing. The figure is the work that the model needs, not the work that an implementation
+does, so it is the same for every step.
 
-Source: Kaplan et al. 2020, section 2.1 and table 1: 6 N per token, and 2 n_layer n_ctx d forward for
-attention over half the square, which times 3 is the term here.
+Source: Kaplan et al. 2020, section 2.1 and table 1: 6 N per token, and 2 n_layer n_ctx d forward for attention over
+half the square; times 3, for forward and backward, that is the term here.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from common.model import GPTConfig
 
 
+class WeightMatrix(NamedTuple):
+    """`count` matrices of shape (outputs, inputs) that multiply activations."""
+
+    name: str
+    outputs: int
+    inputs: int
+    count: int
+
+
+def weight_matrices(config: GPTConfig) -> list[WeightMatrix]:
+    """Every weight that multiplies activations: four in each block, and the tied head."""
+    C, L = config.n_embd, config.n_layer
+    return [
+        WeightMatrix("qkv", 3 * C, C, L),
+        WeightMatrix("attention projection", C, C, L),
+        WeightMatrix("MLP up", 4 * C, C, L),
+        WeightMatrix("MLP down", C, 4 * C, L),
+        WeightMatrix("head", config.vocab_size, C, 1),
+    ]
+
+
+def matrix_products(config: GPTConfig, tokens: int) -> dict[tuple[int, int, int], int]:
+    """(M, N, K) of every matrix product of a training step outside attention, and how often the step runs it.
+
+    Each weight (N, K) has three: forward (tokens, N, K), input gradient (tokens, K, N), weight gradient (N, K, tokens).
+    """
+    products: dict[tuple[int, int, int], int] = {}
+    for _, N, K, count in weight_matrices(config):
+        for shape in ((tokens, N, K), (tokens, K, N), (N, K, tokens)):
+            products[shape] = products.get(shape, 0) + count
+    return products
+
+
 def matmul_parameters(config: GPTConfig) -> int:
-    """Parameters that multiply activations: 12 C^2 per block (3 C^2 qkv, C^2 projection, 8 C^2 MLP),
-    and the tied head's V C."""
-    return config.n_layer * 12 * config.n_embd**2 + config.vocab_size * config.n_embd
+    """Parameters that multiply activations."""
+    return sum(weight.outputs * weight.inputs * weight.count for weight in weight_matrices(config))
 
 
 def parameters(config: GPTConfig) -> int:
-    """All trained parameters; the tied embedding counts once."""
+    """All trained parameters. The tied embedding counts once."""
     biases_and_norms = config.n_layer * 13 * config.n_embd + 2 * config.n_embd
     return matmul_parameters(config) + biases_and_norms + config.seq_len * config.n_embd
 
@@ -29,20 +63,30 @@ def parameters(config: GPTConfig) -> int:
 def flops_per_step(config: GPTConfig, batch_size: int) -> int:
     """Model FLOPs of one training step, forward and backward, over `batch_size` sequences."""
     tokens = batch_size * config.seq_len
-    dense = 6 * matmul_parameters(config) * tokens
     causal_attention = 6 * config.n_layer * config.seq_len * config.n_embd * tokens
-    return dense + causal_attention
+    return 6 * matmul_parameters(config) * tokens + causal_attention
 
 
 def least_bytes_per_step(config: GPTConfig, batch_size: int) -> int:
-    """Bytes that one training step moves through memory at least, the same for every step.
+    """Bytes that one training step moves through memory at least. The figure is the same for every step.
 
-    Each operand of a matrix product travels once per product: activations in 2 bytes, read and written in the
-    forward product and in the two backward ones, 3 x 2 x tokens x (inputs + outputs), where a block's products have
-    7 C inputs and 9 C outputs. Weights in 4 bytes: read forward, read backward, their gradient written, 12 a
-    parameter; AdamW reads weight, gradient and two moments and writes three of them, 28 more. Everything between
-    the products, attention and the loss could in principle stay on the chip, and counts nothing.
+    Each operand of a matrix product travels once per product. Activations take 2 bytes and appear in three products:
+    3 x 2 x tokens x (inputs + outputs). Weights take 4 bytes: read forward, read backward, gradient written, 12 a
+    parameter. AdamW reads weight, gradient and two moments and writes three of them, 28 more. What lies between the
+    products could stay on the chip and counts nothing.
     """
     tokens = batch_size * config.seq_len
-    widths = config.n_layer * 16 * config.n_embd + config.n_embd + config.vocab_size
+    widths = sum((weight.outputs + weight.inputs) * weight.count for weight in weight_matrices(config))
     return 6 * tokens * widths + 40 * parameters(config)
+
+
+def unfused_peak_bytes(config: GPTConfig, batch_size: int, scores: bool = True) -> int:
+    """An estimate of the peak memory of a plain FP32 step, in bytes: 2 to 6 % off the recorded peaks of the presets.
+
+    Per parameter 12 bytes (weight and two moments; gradients replace activations as backward proceeds). Saved for
+    backward, 4 bytes a number: in each block 16 tensors of (tokens, C), the attention weights (B, H, T, T) if
+    `scores`; and three tensors of (tokens, V) around the loss.
+    """
+    tokens = batch_size * config.seq_len
+    per_token = config.n_layer * (16 * config.n_embd + scores * config.n_head * config.seq_len) + 3 * config.vocab_size
+    return 12 * parameters(config) + 4 * tokens * per_token

@@ -2,7 +2,7 @@
 
 Nothing here is timed into the result: extra steps run under torch.profiler after the timed ones.
 
-Categories of time, by kernel name (see CATEGORIES):
+Categories of time, by kernel name (the patterns are CATEGORY_PATTERNS):
 
     matrix products              also those of attention where it is written out by hand
     attention                    fused attention, and softmax where it is written out
@@ -19,7 +19,6 @@ Categories of time, by kernel name (see CATEGORIES):
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import math
 import os
@@ -32,8 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 from torch.profiler import ProfilerActivity
+
+from common.record import CATEGORIES, CategoryTime, Kernel, Profile, Settings
+from common.text import aligned
 
 COMPILED_GRAPH = "## Call CompiledFxGraph"  # what a CPU's trace calls a compiled graph
 MATRIX_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_linear_pointwise", "_mkl_linear", "convolution")
@@ -50,8 +51,8 @@ ATTENTION_OPERATORS = {
 }
 
 
-# Category -> what its kernels' names hold; the first that matches wins, so the order is part of the rule.
-CATEGORIES = {
+# Category -> what the names of its kernels contain. The first pattern that matches wins: the order is part of the rule.
+CATEGORY_PATTERNS = {
     "communication": r"nccl",
     "optimizer": r"multi_tensor_apply|adam|triton_for_fused|_foreach_|Optimizer\.",
     "normalization and pointwise": r"layer_norm|LayerNorm|normalization::|GammaBeta|reduce_dbias"
@@ -68,9 +69,9 @@ CATEGORIES = {
 POINTWISE = r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|cub::|CompiledF|^aten::|krn_partial"
 COMPUTE = ("matrix products", "attention")
 MARKER_BYTES = 4093  # copies of this size begin and end a profiled step on the GPU's timeline
-# What keeps the GPU busy while the host launches a step: few launches, because the driver's queue is finite.
-FILLER_SHAPE = (8192, 65536)  # of the matrix whose product with its transpose is arithmetic
-FILLER_SCALINGS = 36  # of that matrix, for each product: memory traffic
+# Work that keeps the GPU busy while the host launches a step. It has few launches: the driver's queue is finite.
+FILLER_SHAPE = (8192, 65536)  # of a matrix that is multiplied with its transpose
+FILLER_PASSES = 36  # over that matrix after each product, for memory traffic
 LAUNCH_MARGIN_MS = 50  # the profiler's buffers grow while it records: a later step can take the host longer
 
 
@@ -100,12 +101,12 @@ def trace_step(step: Callable[[], object], device: torch.device) -> Trace:
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    text, by_kind = _chrome_trace(profiler)
+    text, by_kind = chrome_trace(profiler)
     operators = by_kind.get("cpu_op", []) + by_kind.get("user_annotation", [])
     return Trace(operators, kernels=by_kind.get("kernel", []), chrome=text)
 
 
-def _chrome_trace(profiler: torch.profiler.profile) -> tuple[str, dict[str, list[dict]]]:
+def chrome_trace(profiler: torch.profiler.profile) -> tuple[str, dict[str, list[dict]]]:
     """The Chrome trace as text, and its events by their kind (`cat`)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -115,22 +116,6 @@ def _chrome_trace(profiler: torch.profiler.profile) -> tuple[str, dict[str, list
     for event in json.loads(text, strict=False)["traceEvents"]:
         by_kind.setdefault(event.get("cat", ""), []).append(event)
     return text, by_kind
-
-
-def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """The most memory that one `step` holds at a time, beyond what there was: tensors, not the allocator's reserve."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    events = [event for kind in _chrome_trace(profiler)[1].values() for event in kind if event["name"] == "[memory]"]
-    changes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
-    return max(itertools.accumulate(changes), default=0)
 
 
 def chrome_trace_path(record: Path) -> Path:
@@ -144,15 +129,16 @@ def write_chrome_trace(trace: Trace, path: Path) -> None:
         file.write(trace.chrome)
 
 
-def observed_settings(trace: Trace) -> dict:
-    """What the profiled step shows of the record's `settings`: dtypes, attention, compiler, optimizer."""
+def observed_settings(trace: Trace) -> Settings:
+    """What a profiled step shows: dtypes, attention, compiler, optimizer."""
     names = trace.operator_names()
-    return {
-        "amp_dtype": _matrix_dtype(trace),
-        "attention_kernel": _attention_kernel(names),
-        "compiled": any(name.startswith(("Torch-Compiled Region", COMPILED_GRAPH)) for name in names),
-        "optimizer": _optimizer(names),
-    }
+    return Settings(
+        amp_dtype=_matrix_dtype(trace),
+        float32_matmul_precision=torch.get_float32_matmul_precision(),
+        attention_kernel=attention_kernel(names),
+        compiled=any(name.startswith(("Torch-Compiled Region", COMPILED_GRAPH)) for name in names),
+        optimizer=_optimizer(names),
+    )
 
 
 def _matrix_dtype(trace: Trace) -> str | None:
@@ -166,7 +152,8 @@ def _matrix_dtype(trace: Trace) -> str | None:
     return next((name for name in ("bfloat16", "float16", "float32") if name in seen), None)
 
 
-def _attention_kernel(operator_names: set[str]) -> str | None:
+def attention_kernel(operator_names: set[str]) -> str | None:
+    """The family of attention kernels that the operators of a step, without namespace, stand for."""
     for operator, kernel in ATTENTION_OPERATORS.items():
         if operator in operator_names:
             return kernel
@@ -202,20 +189,19 @@ def count_host_syncs(step: Callable[[], object]) -> int:
 
 def categorize(name: str) -> str:
     """The category of a kernel, or of a CPU operator, by its name."""
-    for category, pattern in CATEGORIES.items():
+    for category, pattern in CATEGORY_PATTERNS.items():
         if re.search(pattern, name):
             return category
     return "normalization and pointwise" if re.search(POINTWISE, name) else "other"
 
 
-def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, device: torch.device) -> dict:
-    """The record's `profile` of `n_steps`, without what only a CPU trace shows. Raises what the profiler raises.
+def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, device: torch.device) -> Profile:
+    """The record's profile of `n_steps`, without what only the operators show. Raises what the profiler raises.
 
-    Profiling slows the host. So that this does not show as idle time, only the GPU is traced, and each step is
-    queued while the GPU runs the one before and, where that is too short, other work: what idles then are
-    the gaps between kernels. How long the host keeps the GPU waiting shows in the timed median, which then is
-    longer than the profiled step. (A GPU that only waits cools, and then runs the step several percent faster.)
-    Where gaps remain that the timed step does not have, the profiled step is longer: its row says so.
+    Profiling slows the host. To keep that from showing as idle time, only the GPU is traced, and each step is queued
+    while the GPU runs the step before and, where that is too short, other work. What idles then are the gaps between
+    kernels. (A GPU that only waits cools down, and then runs the step several percent faster.) Where gaps remain that
+    the timed step does not have, the profiled step is longer, and the report says so.
     """
     marker = torch.zeros(2, MARKER_BYTES, dtype=torch.uint8, device=device)
     keep_busy = _keep_busy(device)
@@ -229,7 +215,7 @@ def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, dev
             step()
             marker[0].copy_(marker[1])
         torch.cuda.synchronize(device)
-    _, by_kind = _chrome_trace(profiler)
+    _, by_kind = chrome_trace(profiler)
     events = [event for kind in ("kernel", "gpu_memcpy", "gpu_memset") for event in by_kind.get(kind, [])]
     return summarize_timeline(events, n_steps)
 
@@ -242,7 +228,7 @@ def _keep_busy(device: torch.device) -> Callable[[float], None]:
 
     def fill():
         torch.mm(matrix, matrix.t(), out=product)
-        for _ in range(FILLER_SCALINGS):
+        for _ in range(FILLER_PASSES):
             matrix.mul_(1)
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -260,17 +246,17 @@ def _keep_busy(device: torch.device) -> Callable[[float], None]:
     return keep_busy
 
 
-def summarize_timeline(events: list[dict], n_steps: int) -> dict:
+def summarize_timeline(events: list[dict], n_steps: int) -> Profile:
     """Busy and idle time and kernels, per step, of the GPU's work between each pair of markers.
 
-    Where kernels overlap, each instant belongs to the one that began first, so that the categories and
-    the idle time add up to the step. Raises ValueError where the markers are not there.
+    Where kernels overlap, each instant belongs to the kernel that began first, so that the categories and the idle
+    time add up to the step. Raises ValueError where the markers are missing.
     """
     events = sorted(events, key=lambda event: event["ts"])
     markers = [e for e in events if e.get("args", {}).get("bytes") == MARKER_BYTES and "Memcpy" in e["name"]]
     if len(markers) != 2 * n_steps:
         raise ValueError(f"the profiler lost work: {len(markers)} of {2 * n_steps} markers are in its trace")
-    kernels: dict[str, dict] = {}
+    kernels: dict[str, Kernel] = {}
     total = 0.0
     for first, last in zip(markers[::2], markers[1::2], strict=True):
         cursor = begin = first["ts"] + first["dur"]
@@ -280,65 +266,80 @@ def summarize_timeline(events: list[dict], n_steps: int) -> dict:
                 continue
             own = max(0.0, event["ts"] + event["dur"] - max(event["ts"], cursor))
             cursor = max(cursor, event["ts"] + event["dur"])
-            row = kernels.setdefault(event["name"], {"name": event["name"], "ms": 0.0, "launches": 0})
-            row["ms"] += own / 1e3
-            row["launches"] += 1
-    return _per_step(list(kernels.values()), total / 1e3, n_steps)
+            _add(kernels, event["name"], own / 1e3)
+    profile = _per_step(list(kernels.values()), total / 1e3, n_steps)
+    profile.gpu_busy_ms = sum(kernel.ms for kernel in profile.kernels)
+    profile.gpu_idle_ms = profile.step_ms - profile.gpu_busy_ms
+    return profile
 
 
-def profile_cpu(step: Callable[[], object], n_steps: int) -> dict:
-    """Like `profile_cuda`, of a CPU: operators instead of kernels, each with the time of no other inside it."""
+def profile_cpu(step: Callable[[], object], n_steps: int) -> Profile:
+    """Like `profile_cuda`, of a CPU: operators instead of kernels, each without the time of operators inside it."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(n_steps):
             step()
     events = profiler.events()
     optimizer = [event.time_range for event in events if event.name.startswith("Optimizer.step")]
-    found: dict[str, dict] = {}
+    operators: dict[str, Kernel] = {}
     for event in events:
         inside = any(span.start < event.time_range.start and event.time_range.end <= span.end for span in optimizer)
-        name = f"Optimizer.step: {event.name}" if inside else event.name
-        row = found.setdefault(name, {"name": name, "ms": 0.0, "launches": 0})
-        row["ms"] += event.self_cpu_time_total / 1e3
-        row["launches"] += 1
-    rows = [row for row in found.values() if row["ms"] > 0]
-    total = sum(row["ms"] for row in rows)
-    return _per_step(rows, total, n_steps) | {"gpu_busy_ms": None, "gpu_idle_ms": None}
+        _add(operators, f"Optimizer.step: {event.name}" if inside else event.name, event.self_cpu_time_total / 1e3)
+    rows = [operator for operator in operators.values() if operator.ms > 0]
+    return _per_step(rows, sum(row.ms for row in rows), n_steps)
 
 
-def _per_step(rows: list[dict], total_ms: float, n_steps: int) -> dict:
-    categories = {name: {"ms": 0.0, "launches": 0} for name in [*CATEGORIES, "other"]}
-    for row in rows:
-        row["category"] = categorize(row["name"])
-        row["ms"], row["launches"] = row["ms"] / n_steps, row["launches"] / n_steps
-        for field in ("ms", "launches"):
-            categories[row["category"]][field] += row[field]
-    busy = sum(row["ms"] for row in rows)
-    return {
-        "step_ms": total_ms / n_steps,
-        "steps": n_steps,
-        "gpu_busy_ms": busy,
-        "gpu_idle_ms": total_ms / n_steps - busy,
-        "kernels_per_step": sum(row["launches"] for row in rows),
-        "categories": categories,
-        "kernels": sorted(rows, key=lambda row: -row["ms"]),
-    }
+def _add(kernels: dict[str, Kernel], name: str, ms: float) -> None:
+    kernel = kernels.setdefault(name, Kernel(name, categorize(name), 0.0, 0))
+    kernel.ms += ms
+    kernel.launches += 1
 
 
-def bound_by(profile: dict, median_ms: float) -> tuple[str, dict[str, float]]:
-    """`compute`, `memory` or `launch`, and the share of the timed step that each has: the largest wins.
-
-    Compute is the time in matrix products and fused attention; memory that in all other kernels, which read and
-    write whole tensors for a few operations each; launch the rest of the timed median: the GPU waits for the host.
-    Not of the profiled step, because the profiler slows the host.
-    """
-    categories, busy = profile["categories"], profile["gpu_busy_ms"]
-    softmax = sum(
-        k["ms"] for k in profile["kernels"] if k["category"] == "attention" and "softmax" in k["name"].lower()
+def _per_step(kernels: list[Kernel], total_ms: float, n_steps: int) -> Profile:
+    categories = {name: CategoryTime() for name in CATEGORIES}
+    for kernel in kernels:
+        kernel.ms, kernel.launches = kernel.ms / n_steps, kernel.launches / n_steps
+        categories[kernel.category].ms += kernel.ms
+        categories[kernel.category].launches += kernel.launches
+    return Profile(
+        step_ms=total_ms / n_steps,
+        steps=n_steps,
+        categories=categories,
+        kernels=sorted(kernels, key=lambda kernel: -kernel.ms),
+        kernels_per_step=sum(kernel.launches for kernel in kernels),
     )
-    compute = sum(categories[name]["ms"] for name in COMPUTE) - softmax
-    step = max(median_ms, busy)
+
+
+def bound_by(profile: Profile, median_ms: float) -> tuple[str, dict[str, float]]:
+    """`compute`, `memory` or `launch`, and the share of the timed step that each has: the largest names the bound.
+
+    Compute is the time in matrix products and fused attention. Memory is the time in all other kernels, which read
+    and write whole tensors for a few operations each. Launch is the rest of the timed median: the GPU waits for the
+    host.
+    """
+    softmax = sum(k.ms for k in profile.kernels if k.category == "attention" and "softmax" in k.name.lower())
+    compute = sum(profile.categories[name].ms for name in COMPUTE) - softmax
+    busy, step = profile.gpu_busy_ms, max(median_ms, profile.gpu_busy_ms)
     shares = {"compute": compute / step, "memory": (busy - compute) / step, "launch": (step - busy) / step}
     return max(shares, key=shares.get), shares
+
+
+def backward_graph(output: torch.Tensor, end: torch.Tensor | None = None) -> dict:
+    """Each backward node from `output` to the node that made `end`, with the nodes that it hands gradients to.
+
+    Leaves (AccumulateGrad) are no operators and are left out, and so is the node of `end`.
+    """
+    edges, waiting, last = {}, [output.grad_fn], None if end is None else end.grad_fn
+    while waiting:
+        node = waiting.pop()
+        if node in edges or node is None or node is last or type(node).__name__ == "AccumulateGrad":
+            continue
+        edges[node] = [
+            n
+            for n, _ in node.next_functions
+            if n is not None and n is not last and type(n).__name__ != "AccumulateGrad"
+        ]
+        waiting += edges[node]
+    return edges
 
 
 def attention_autograd_nodes(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> int | None:
@@ -353,15 +354,8 @@ def attention_autograd_nodes(model: torch.nn.Module, step: Callable[[], torch.Te
         return None
     counts = []
 
-    def count(_, inputs, output):  # now: Python's view of a custom Function ends with the graph
-        seen, waiting = set(), [output.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node in seen or node in (None, inputs[0].grad_fn) or type(node).__name__ == "AccumulateGrad":
-                continue
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-        counts.append(len(seen))
+    def count(_, inputs, output):  # at once: Python's view of a custom Function ends with the graph
+        counts.append(len(backward_graph(output, inputs[0])))
 
     handle = attention.register_forward_hook(count)
     try:
@@ -371,30 +365,29 @@ def attention_autograd_nodes(model: torch.nn.Module, step: Callable[[], torch.Te
     return counts[0]
 
 
-def kernel_table(profile: dict, rows: int = 20) -> str:
-    """The kernels that take the most time, and the categories, as text."""
-    step = profile["step_ms"]
+def kernel_table(profile: Profile, rows: int = 20) -> str:
+    """The kernels that take the most time, and the categories, as text. Raises ImportError without tabulate."""
+    step = profile.step_ms
     kernels = [
-        [
-            kernel["name"][:70],
-            kernel["category"],
-            f"{kernel['launches']:.0f}",
-            f"{kernel['ms']:.3f}",
-            f"{kernel['ms'] / step:.1%}",
-        ]
-        for kernel in profile["kernels"][:rows]
+        {"kernel": k.name[:70], "category": k.category, **_time_cells(k.launches, k.ms, step)}
+        for k in profile.kernels[:rows]
     ]
     categories = [
-        [name, f"{value['launches']:.0f}", f"{value['ms']:.3f}", f"{value['ms'] / step:.1%}"]
-        for name, value in profile["categories"].items()
-        if value["launches"]
+        {"category": name, **_time_cells(time.launches, time.ms, step)}
+        for name, time in profile.categories.items()
+        if time.launches
     ]
-    if profile["gpu_idle_ms"] is not None:
-        categories.append(["idle", "", f"{profile['gpu_idle_ms']:.3f}", f"{profile['gpu_idle_ms'] / step:.1%}"])
-    parts = [
-        tabulate(kernels, ["kernel", "category", "launches", "ms/step", "share"], disable_numparse=True),
-        tabulate(categories, ["category", "launches", "ms/step", "share"], disable_numparse=True),
-    ]
-    if any(kernel["name"].startswith(COMPILED_GRAPH) for kernel in profile["kernels"]):
-        parts.append("what the compiler fused has no name on a CPU, and counts as pointwise: a compiled AdamW too")
+    if profile.gpu_idle_ms is not None:
+        categories.append({"category": "gaps", **_time_cells(None, profile.gpu_idle_ms, step)})
+    parts = [aligned(kernels, n_left=2), aligned(categories)]
+    if any(kernel.name.startswith(COMPILED_GRAPH) for kernel in profile.kernels):
+        parts.append("On a CPU, what the compiler fused has no name and counts as pointwise; so does a compiled AdamW.")
     return "\n\n".join(parts)
+
+
+def _time_cells(launches: float | None, ms: float, step_ms: float) -> dict[str, str]:
+    return {
+        "launches": "" if launches is None else f"{launches:.0f}",
+        "ms/step": f"{ms:.3f}",
+        "share": f"{ms / step_ms:.1%}",
+    }

@@ -1,58 +1,283 @@
-"""Writing and reading records without torch: reports are rebuilt on any machine, by commands that parse here, too.
+"""The record of a run: dataclasses that are its schema (version 2), and writing them with the standard library alone.
 
-The schema stands in common/benchmark.py, whose runs fill it in.
+A script writes a Run with one row; the ladder merges the rows of its scripts. A field is null where it does not apply
+or was not measured. `report/` reads records and checks every type against these classes.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import os
 import tempfile
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-SCHEMA_VERSION = 1
-LARGEST_RECORD_BYTES = 50_000_000  # a record with the profile of a deep model has less than one
-STATUSES = ("ok", "skipped", "oom", "failed", "timeout")
+SCHEMA_VERSION = 2
+STATUSES = ("ok", "skipped", "oom", "failed", "timeout", "interrupted", "not run")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
+CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py says which kernel belongs where
+    "matrix products",
+    "attention",
+    "normalization and pointwise",
+    "optimizer",
+    "copies and casts",
+    "loss",
+    "communication",
+    "other",
+)
 
 
-class RecordError(ValueError):
-    """A file is not a record this version can read; the message is one line that says why."""
+@dataclass
+class Timing:
+    warmup_s: float | None = None  # untimed steps before the timed ones, compilation included
+    step_ms: list[float] = field(default_factory=list)  # every timed step
+    median_ms: float | None = None  # with repetitions: the median of their medians
+    p25_ms: float | None = None
+    p75_ms: float | None = None
 
 
-class NewerSchemaError(RecordError):
-    """A record of a later version of this benchmark, which must not be overwritten."""
+@dataclass
+class Settings:
+    """What really ran, observed on an untimed step."""
+
+    amp_dtype: str | None = None  # the narrowest dtype of PyTorch's matrix products and attention: bfloat16, ...
+    float32_matmul_precision: str | None = None  # highest: FP32; high: TF32
+    attention_kernel: str | None = None  # by hand, cudnn, flash, efficient, math
+    compiled: bool | None = None  # whether a compiled region ran
+    captured: bool | None = None  # whether the timed steps were replays of a CUDA graph
+    optimizer: str | None = None  # AdamW, and how: foreach, fused, compiled
+    fp8_recipe: str | None = None  # repr of the recipe; null where no product ran in FP8
+    unobserved: str | None = None  # why the fields above are null, where the profiler failed
 
 
-def empty_step_record(step: str, source: str | None) -> dict:
-    """A step record with every field, nothing measured."""
-    return {
-        "step": step,
-        "source": source,
-        "status": None,
-        "reason": None,
-        "note": None,
-        "settings": {},
-        "timing": {"warmup_s": None, "step_ms": [], "median_ms": None, "p25_ms": None, "p75_ms": None},
-        "tokens_per_s": None,
-        "model_flops_per_s": None,
-        "peak_allocated_bytes": None,
-        "peak_reserved_bytes": None,
-        "peak_rss_bytes": None,
-        "loss": [],
-        "host_syncs": None,
-        "gpu_state": None,
-        "profile": None,
-        "bytes_per_step": None,
-    }
+@dataclass
+class CategoryTime:
+    ms: float = 0.0  # per step
+    launches: float = 0.0  # kernels per step; on a CPU, operators
+
+
+@dataclass
+class Kernel:
+    name: str
+    category: str  # one of CATEGORIES
+    ms: float  # per step
+    launches: float  # per step
+
+
+@dataclass
+class Profile:
+    """Untimed steps under torch.profiler. Categories and idle time add up to step_ms. On a CPU operators stand for
+    kernels."""
+
+    step_ms: float
+    steps: int  # that were profiled
+    categories: dict[str, CategoryTime]
+    kernels: list[Kernel]  # longest first
+    kernels_per_step: float
+    gpu_busy_ms: float | None = None  # null on a CPU, as is every gpu_ field
+    gpu_idle_ms: float | None = None  # gaps on the GPU's timeline
+    host_syncs: int | None = None
+    autograd_nodes_attention: int | None = None  # backward nodes of one attention block; null where it has none
+    bound_by: str | None = None  # the largest of the shares: compute, memory or launch; null on a CPU
+    shares: dict[str, float] | None = None  # of the step, adding up to 1
+
+
+@dataclass
+class GpuState:
+    """What NVML reports when the last timed step has been launched."""
+
+    sm_clock_mhz: float | None = None
+    max_sm_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+    throttle_reasons: str | None = None  # NVML's bit mask, hexadecimal
+    while_running: bool | None = None  # whether the GPU was still at work when this was read
+
+
+@dataclass
+class LeastBytes:
+    value: int  # bytes that a step moves at least, see flops.least_bytes_per_step
+    source: str  # analytic
+
+
+@dataclass
+class Reference:
+    """A fixed piece of work, timed right before and right after the steps."""
+
+    product_ms: list[float]  # [before, after]
+    copy_ms: list[float]
+    clock_mhz: list[float] | None = None  # during the product; null on a CPU
+
+
+@dataclass
+class Repetition:
+    """One pass of `--repeat` over a row."""
+
+    timing: Timing
+    started_at: str | None = None
+    reference_ms: Reference | None = None
+
+
+@dataclass
+class Row:
+    step: str  # file name of the script without .py
+    source: str | None = None  # text of the script
+    status: str | None = None  # one of STATUSES
+    reason: str | None = None  # of a row without a time: one line that says what to do
+    note: str | None = None  # of an ok row: one line that qualifies it
+    settings: Settings = field(default_factory=Settings)
+    timing: Timing = field(default_factory=Timing)
+    repetitions: list[Repetition] = field(default_factory=list)  # empty where the row ran once
+    tokens_per_s: float | None = None  # tokens_per_step / median
+    model_flops_per_s: float | None = None  # flops_per_step / median, by the convention of common/flops.py
+    peak_allocated_bytes: int | None = None  # CUDA allocator, over the timed steps; null on a CPU
+    peak_reserved_bytes: int | None = None
+    peak_rss_bytes: int | None = None  # host memory of the process at its largest, compiler and torch included
+    loss: list[float] = field(default_factory=list)  # nats, one a training step, warm-up included
+    heldout_loss: float | None = None  # nats, on text that is never trained on
+    host_syncs: int | None = None  # how often one step makes the host wait for the GPU; null on a CPU
+    gpu_state: GpuState | None = None
+    energy_j_per_step: float | None = None  # these four: means over a window of at least 5 s after the timed steps
+    tokens_per_joule: float | None = None
+    clock_mhz: float | None = None
+    power_w: float | None = None
+    reference_ms: Reference | None = None
+    predicted_ms: float | None = None  # by ladder.predict, before the row ran
+    bytes_per_step: LeastBytes | None = None
+    profile: Profile | None = None  # null without --profile
+
+
+@dataclass
+class Data:
+    name: str  # of the text
+    tokens: int
+    batches_sha256: str | None  # equal for two runs that trained on the same batches; null where none fits in memory
+
+
+@dataclass
+class Workload:
+    """Two runs did the same work, in whatever precision, if and only if their workloads are equal."""
+
+    preset: str
+    n_layer: int
+    n_head: int
+    n_embd: int
+    seq_len: int
+    vocab_size: int
+    batch_size: int  # sequences per step, on one GPU
+    parameters: int
+    tokens_per_step: int  # on one GPU
+    flops_per_step: int
+    data: Data
+    seed: int
+    lr: float
+    warmup: int  # untimed steps
+    steps: int  # timed steps
+    gpus: int = 1
+    parallel: str | None = None  # ddp, fsdp; null on one GPU
+
+
+@dataclass
+class Environment:
+    device: str
+    device_type: str  # cpu, cuda
+    cpu: str | None = None
+    cpu_threads: int | None = None
+    os: str | None = None
+    python: str | None = None
+    torch: str | None = None
+    cuda: str | None = None
+    cudnn: int | str | None = None  # as torch reports it; its complaint where another cuDNN was loaded first
+    triton: str | None = None
+    transformer_engine: str | None = None
+    torchao: str | None = None
+    transformers: str | None = None
+    driver: str | None = None
+    power_limit_w: float | None = None
+    gpu_uuid: str | None = None  # tells equal cards apart
+    compute_capability: str | None = None
+    gpu_memory_bytes: int | None = None
+    nvml_reason: str | None = None  # why NVML's figures are null on a GPU
+    variables: dict[str, str] = field(default_factory=dict)  # environment variables that change numerics
+    commit: str | None = None
+    dirty: bool | None = None  # uncommitted changes
+    commit_reason: str | None = None  # why commit is null
+
+
+@dataclass
+class ProductRate:
+    """A matrix product (M, K) x (K, N) and its measured FLOP/s; null where a precision could not be measured."""
+
+    m: int
+    n: int
+    k: int
+    count: int = 1  # how often a step runs it
+    fp32_flops_per_s: float | None = None
+    tf32_flops_per_s: float | None = None
+    bf16_flops_per_s: float | None = None
+    fp8_flops_per_s: float | None = None
+
+
+@dataclass
+class Roofs:
+    """What the machine reaches when it does nothing else. Rates are over all `shapes`, each as often as it runs."""
+
+    copy_bytes_per_s: float | None = None  # bytes read and written
+    fp32_flops_per_s: float | None = None
+    tf32_flops_per_s: float | None = None
+    bf16_flops_per_s: float | None = None
+    fp8_flops_per_s: float | None = None
+    shapes: list[ProductRate] = field(default_factory=list)
+    square: ProductRate | None = None  # one large product
+    notes: list[str] = field(default_factory=list)  # what could not be measured, and why
+
+
+@dataclass
+class Run:
+    command: str  # to run again, without the folders of this machine
+    started_at: str | None  # UTC, ISO 8601
+    environment: Environment | None  # null where no row left one
+    workload: Workload | None
+    steps: list[Row]
+    roofs: Roofs | None = None
+    peers: list[Row] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # what a merge had to leave out, and rows that differ
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass
+class Plan:
+    """What the ladder writes before its first row, so that an ended run is known to be incomplete."""
+
+    command: str
+    arguments: list[str]  # of every script
+    rows: list[str]  # names of scripts without .py; peers as `peers/<name>`
+    left_out: list[str] = field(default_factory=list)  # by --only
+    roofs: bool = True
+    started_at: str | None = None
+    workload: Workload | None = None
+
+
+def differing_fields(a: object, b: object) -> list[str]:
+    """Names of the fields in which two records of one class differ, in the order of the class."""
+    return [f.name for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)]
+
+
+def describe_shape(shape: object) -> str:
+    """The fields that make a workload's shape, by name: `n_layer 2, n_head 4, ...`."""
+    names = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size")
+    return ", ".join(f"{name} {getattr(shape, name)}" for name in names)
+
+
+# --- writing --------------------------------------------------------------------------------------
 
 
 def check_writable(path: Path, *keys: str) -> None:
     """Raises ValueError, one line, where `path` cannot become a record; makes its folder.
 
-    A file that is there is replaced only if it is an object with one of `keys` and, if it has steps, just one of them:
-    a whole run that was put away stays.
+    A file that is there is replaced only if it is empty, or a JSON object with one of `keys` and at most one row: a
+    whole run, or anything else of the user's, stays.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,23 +295,24 @@ def check_writable(path: Path, *keys: str) -> None:
 
 def _is_replaceable(content: bytes, keys: tuple[str, ...]) -> bool:
     try:
-        found = json.loads(content) if content.strip() else dict.fromkeys(keys)
-        return any(key in found for key in keys) and len([*(found.get("steps") or []), *found.get("peers", [])]) <= 1
+        record = json.loads(content) if content.strip() else dict.fromkeys(keys)
+        return any(key in record for key in keys) and len([*(record.get("steps") or []), *record.get("peers", [])]) <= 1
     except (ValueError, RecursionError, TypeError, AttributeError):
         return False
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def write_run(path: Path, run: Run) -> None:
+    """Write a run as JSON. Raises OSError."""
+    write_json(path, asdict(run))
 
 
-def write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict | list) -> None:
     """`write_bytes` of an object as JSON."""
     write_bytes(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write by temporary file and rename: a reader sees the old file or the new, never half of one."""
+    """Write by temporary file and rename: a reader sees the old file or the new, never half of one. Raises OSError."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".record-")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -96,136 +322,3 @@ def write_bytes(path: Path, content: bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
-
-
-def read_text(path: Path) -> str:
-    """The text of a regular file of at most LARGEST_RECORD_BYTES. Raises RecordError where it is none, or larger."""
-    try:
-        if not path.is_file():
-            raise RecordError(f"{path.name} is not a regular file")
-        size = path.stat().st_size
-        if size > LARGEST_RECORD_BYTES:
-            raise RecordError(f"{path.name} has {size / 1e6:,.0f} MB, more than any record")
-        return path.read_text(encoding="utf-8-sig", errors="replace")
-    except OSError as error:
-        raise RecordError(f"{path.name} cannot be read ({error.strerror or error})") from None
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """argparse without the usage block: bad input gets one line and exit code 2."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def printable(text: object, longest: int = 300) -> str:
-    """One line of a text that anybody may have written: without control characters, cut where it is long."""
-    line = "".join(c if c.isprintable() else " " for c in str(text))
-    return line if len(line) <= longest else line[: longest - 1] + "…"
-
-
-def read_envelope(path: Path) -> dict:
-    """Read and check an envelope. Raises RecordError for a file that is corrupt, foreign, newer or too large."""
-    text = read_text(path)
-    try:
-        envelope = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path.name} is not readable JSON ({type(error).__name__})") from None
-    version = envelope.get("schema_version") if isinstance(envelope, dict) else None
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise RecordError(f"{path.name} is not a record of this benchmark")
-    if version > SCHEMA_VERSION:
-        raise NewerSchemaError(f"{path.name} has schema version {version}; this report reads up to {SCHEMA_VERSION}")
-    steps, workload, environment = (envelope.get(key) for key in ("steps", "workload", "environment"))
-    if not (isinstance(steps, list) and steps and isinstance(workload, dict) and isinstance(environment, dict)):
-        raise RecordError(f"{path.name} is not a record of this benchmark")
-    envelope["steps"] = [_checked_step(step, path) for step in steps]
-    peers = envelope.get("peers") or []
-    if not isinstance(peers, list):
-        raise RecordError(f"{path.name} holds peers that are no list")
-    envelope["peers"] = [_checked_step(peer, path) for peer in peers]
-    names = [row["step"] for row in envelope["steps"] + envelope["peers"]]
-    if len(set(names)) < len(names):
-        raise RecordError(f"{path.name} holds two rows of one name")
-    try:
-        envelope["roofs"] = checked_roofs(envelope["roofs"]) if envelope.get("roofs") else None
-    except ValueError:
-        raise RecordError(f"{path.name} holds roofs that are not numbers") from None
-    return envelope
-
-
-def checked_roofs(roofs: object) -> dict:
-    """The roofs as they are. Raises ValueError where a rate is neither null nor a positive number."""
-    if not isinstance(roofs, dict):
-        raise ValueError("roofs are not an object")
-    for name, rate in roofs.items():
-        number = isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 < rate < math.inf
-        if name.endswith("_per_s") and rate is not None and not number:
-            raise ValueError(f"{name} is not a rate")
-    return roofs
-
-
-def _checked_step(step: object, path: Path) -> dict:
-    """A step record with every field; RecordError where an ok step lacks the numbers reports are made of."""
-    if not (isinstance(step, dict) and isinstance(step.get("step"), str) and step.get("status") in STATUSES):
-        raise RecordError(f"{path.name} holds a step without a name or a known status")
-    record = empty_step_record(step["step"], None) | step
-    record["step"] = printable(record["step"], 100)
-    for field in ("reason", "note"):
-        record[field] = None if record[field] is None else printable(record[field])
-    if record["status"] != "ok":
-        return record | {"profile": None}
-    try:
-        timing = record["timing"]
-        _check(timing["median_ms"], record["tokens_per_s"], record["model_flops_per_s"], above=0)
-        _check(timing["warmup_s"], *(record[name] or 0 for name in ("peak_allocated_bytes", "peak_rss_bytes")))
-        _check(*(timing.get("step_ms") or []), *(timing.get(key) or 1 for key in ("p25_ms", "p75_ms")), above=0)
-        _check(*record["loss"], above=-math.inf)
-        if record["profile"] is not None:
-            _check_profile(record["profile"])
-        if record["bytes_per_step"] is not None:
-            _check(record["bytes_per_step"]["value"], above=0)
-        if not (
-            record["loss"] and isinstance(record["settings"], dict) and isinstance(record["gpu_state"] or {}, dict)
-        ):
-            raise ValueError
-    except (TypeError, KeyError, ValueError, OverflowError, AttributeError):
-        raise RecordError(f"{path.name} holds an ok step without its numbers") from None
-    return record
-
-
-def _check(*numbers: object, above: float | None = None) -> None:
-    """Raises ValueError unless all are finite numbers, above a bound where one is given, else 0 or more."""
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
-            raise ValueError
-        if not (number >= 0 if above is None else number > above) or abs(number) > 1e30 or 0 < abs(number) < 1e-30:
-            raise ValueError
-
-
-def _check_profile(profile: dict) -> None:
-    """Raises what a field of another kind raises."""
-    shares = profile["shares"]
-    if profile["bound_by"] is not None and profile["bound_by"] not in shares:
-        raise ValueError
-    entries = [*profile["categories"].values(), *profile["kernels"]]
-    if not all(
-        isinstance(kernel["name"], str) and isinstance(kernel["category"], str) for kernel in profile["kernels"]
-    ):
-        raise ValueError
-    counts = (profile.get(name) or 0 for name in ("gpu_idle_ms", "kernels_per_step", "autograd_nodes_attention"))
-    _check(profile["step_ms"], *(shares.values() if shares else ()), *counts)
-    _check(*(entry[name] for entry in entries for name in ("ms", "launches")))
-
-
-def describe_shape(shape: dict) -> str:
-    """The fields that make a shape, by name: `n_layer 2, n_head 4, ...`."""
-    fields = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size")
-    return ", ".join(f"{field} {shape.get(field)}" for field in fields)
-
-
-def smaller_batch(batch_size: int) -> str:
-    """What to try when a step ran out of memory."""
-    if batch_size > 1:
-        return f"try --batch-size {2 ** int(math.log2(batch_size - 1))}"
-    return "batch size 1 is already the smallest; try a smaller --seq-len, --n-layer or --n-embd"

@@ -20,14 +20,15 @@ import matplotlib.ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from common.analysis import CATEGORIES, tflops
-from common.record import printable
+from common.record import CATEGORIES
+from common.text import one_line
+from report.analysis import GAPS
 
 INK = "#123457"  # stands for the page's own text color, see _svg
 ACCENT, FAINT = "#2f7ebc", "#9aa5b1"
 # Okabe and Ito's colors, which stay apart for color-blind readers, and grays.
 STACK_COLORS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0e442", "#8a6d3b", "#b8bec6")
-CATEGORY_COLORS = dict(zip(CATEGORIES, STACK_COLORS, strict=True))
+CATEGORY_COLORS = dict(zip((*CATEGORIES, GAPS), STACK_COLORS, strict=True))
 SERIES_COLORS = ("#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2", "#cc79a7", "#8a6d3b", "#9aa5b1")
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
 LONGEST_NAME, LONGEST_LABEL = 24, 48
@@ -81,7 +82,7 @@ def falling_bars(bars: list[Bar], unit: str) -> str:
                     axes.errorbar(bar.value, row, xerr=errors, color=INK, capsize=2, linewidth=0.9)
                     reach = max(reach, bar.high)
                 before = bar.value
-            axes.text(reach + 0.012 * top, row, printable(bar.label, LONGEST_LABEL), va="center")
+            axes.text(reach + 0.012 * top, row, one_line(bar.label, LONGEST_LABEL), va="center")
         axes.set_xlim(0, 1.32 * top)
         axes.set_xlabel(unit)
         return _svg(figure, f"falling-{unit}")
@@ -94,7 +95,7 @@ def stacked_bars(stacks: list[tuple[str, dict[str, float] | None, str]], unit: s
         axes = _steps_axes(figure, [name for name, _, _ in stacks])
         for row, (_, times, why) in enumerate(stacks):
             if times is None:
-                axes.text(0.01, row, printable(why, LONGEST_LABEL), va="center", transform=axes.get_yaxis_transform())
+                axes.text(0.01, row, one_line(why, LONGEST_LABEL), va="center", transform=axes.get_yaxis_transform())
                 continue
             total, left = sum(times.values()) or 1.0, 0.0
             for name in names:
@@ -122,14 +123,14 @@ def roofline(
         for name, rate in roofs.items():
             axes.plot([left, ridges[name], right], [left * slope, rate / 1e12, rate / 1e12], color=FAINT, linewidth=1.2)
             axes.plot(ridges[name], rate / 1e12, marker="D", color=INK, markersize=4)
-            axes.text(right, rate / 1e12, f"{name} {tflops(rate)}", va="bottom", ha="right", fontsize=8)
+            axes.text(right, rate / 1e12, f"{name} {rate / 1e12:,.3g}", va="bottom", ha="right", fontsize=8)
         for index, (name, intensity, rate) in enumerate(points):
             color, to_the_right = SERIES_COLORS[index % len(SERIES_COLORS)], index % 2
             axes.plot(intensity, rate / 1e12, marker="o", color=color, linestyle="none", markersize=7)
             beside = {"x": intensity * (1.2 if to_the_right else 0.83), "ha": "left" if to_the_right else "right"}
-            axes.text(y=rate / 1e12, s=printable(name, LONGEST_NAME), va="center", fontsize=8, **beside)
+            axes.text(y=rate / 1e12, s=one_line(name, LONGEST_NAME), va="center", fontsize=8, **beside)
         for row, said in enumerate(untimed):
-            axes.text(0.99, 0.02 + 0.06 * row, printable(said, 64), transform=axes.transAxes, ha="right", fontsize=8)
+            axes.text(0.99, 0.02 + 0.06 * row, one_line(said, 64), transform=axes.transAxes, ha="right", fontsize=8)
         axes.set(xscale="log", yscale="log", xlim=(left, right), xlabel="model FLOP per byte", ylabel="TFLOP/s")
         for axis, marks in ((axes.xaxis, (1,)), (axes.yaxis, (1, 2, 5))):
             axis.set_major_locator(matplotlib.ticker.LogLocator(subs=marks, numticks=12))
@@ -149,7 +150,7 @@ def loss_curves(curves: list[tuple[str, list[float], str]]) -> str:
             color, style = SERIES_COLORS[index % len(SERIES_COLORS)], styles[index % len(styles)]
             every = math.ceil(len(losses) / MOST_POINTS) or 1
             look = {"color": color, "linestyle": style, "linewidth": 1.4, "marker": "o" if len(losses) == 1 else None}
-            label = printable(name, LONGEST_NAME) if losses else printable(f"{name}: {why}", LONGEST_LABEL)
+            label = one_line(name, LONGEST_NAME) if losses else one_line(f"{name}: {why}", LONGEST_LABEL)
             above.plot(range(0, len(losses), every), losses[::every], label=label, **look)
             if losses and losses is not reference:
                 gaps = [b - a for a, b in zip(reference, losses, strict=False)]
@@ -167,7 +168,7 @@ def strip_plot(rows: list[tuple[str, float, list[float], str]]) -> str:
         axes = _steps_axes(figure, [name for name, *_ in rows])
         for row, (_, middle, times, why) in enumerate(rows):
             if not times:
-                axes.text(0.01, row, printable(why, LONGEST_LABEL), va="center", transform=axes.get_yaxis_transform())
+                axes.text(0.01, row, one_line(why, LONGEST_LABEL), va="center", transform=axes.get_yaxis_transform())
                 continue
             drawn = times[:: math.ceil(len(times) / MOST_DOTS)]
             # Deterministic offsets keep dots of one value apart.
@@ -185,10 +186,10 @@ def speedup_png(bars: list[Bar], title: str) -> bytes:
         top = max((bar.value for bar in bars if bar.value), default=1.0)
         for row, bar in enumerate(bars):
             axes.barh(row, bar.value or 0.0, color=ACCENT, height=0.66)
-            axes.text((bar.value or 0.0) + 0.012 * top, row, printable(bar.label, LONGEST_LABEL), va="center")
+            axes.text((bar.value or 0.0) + 0.012 * top, row, one_line(bar.label, LONGEST_LABEL), va="center")
         axes.set_xlim(0, 1.3 * top)
         axes.set_xlabel("times faster than the first row")
-        figure.suptitle(printable(title, 100), fontsize=9.5)
+        figure.suptitle(one_line(title, 100), fontsize=9.5)
         written = io.BytesIO()
         figure.savefig(written, format="png", dpi=200, facecolor="white", metadata={"Software": None})
         return written.getvalue()
@@ -196,14 +197,16 @@ def speedup_png(bars: list[Bar], title: str) -> bytes:
 
 @contextmanager
 def _figure(height_in: float) -> Iterator[Figure]:
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a name from a record may hold a glyph the font lacks
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()  # a user's matplotlibrc may ask for LaTeX, which may be absent
+        matplotlib.rcParams.update(STYLE)
+        warnings.simplefilter("ignore", UserWarning)  # a name from a record may hold a glyph that the font lacks
         yield Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
 
 
 def _steps_axes(figure: Figure, names: list[str]) -> Axes:
     axes = figure.subplots()
-    axes.set_yticks(range(len(names)), [printable(name, LONGEST_NAME) for name in names])
+    axes.set_yticks(range(len(names)), [one_line(name, LONGEST_NAME) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)  # the first step on top
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)

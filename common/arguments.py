@@ -1,0 +1,272 @@
+"""The command line of a step: parser, presets and checks, which give Arguments.
+
+python -m common.arguments ARGUMENT ...     check them and print, as JSON, what the ladder needs to know of them
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from common.errors import needs
+
+    needs("torch", "numpy")
+
+import argparse
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import data, flops, hardware
+from common.errors import Skip
+from common.model import PRESETS, GPTConfig
+from common.record import Data, Workload, check_writable, describe_shape
+from common.text import OneLineParser, positive_int
+
+ROOT = Path(__file__).resolve().parent.parent
+FLAGS = ("--profile",)  # options without a value
+ESTIMATE_MARGIN = 1.1  # step 1 keeps a little more than the estimate of a plain step
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What one run does.
+
+    `base_preset` names the preset that defaults came from. `amp_note` says why mixed precision is FP32, where it is.
+    `notes` are lines for the header.
+    """
+
+    script: Path
+    base_preset: str
+    config: GPTConfig
+    batch_size: int
+    steps: int
+    warmup: int
+    lr: float
+    seed: int
+    text: data.Text
+    device: torch.device
+    amp_dtype: torch.dtype
+    amp_note: str | None
+    profile: bool
+    output: Path
+    notes: tuple[str, ...]
+
+    @property
+    def step(self) -> str:
+        return self.script.stem
+
+    @property
+    def preset(self) -> str:
+        """The preset whose shape this is, or `custom`."""
+        return self.base_preset if self.config == PRESETS[self.base_preset].config else "custom"
+
+    @property
+    def adamw(self) -> dict:
+        """The optimizer's keywords, the same for all steps.
+
+        Those of Llama 2 (Touvron et al. 2023, section 2.2), without schedule or clipping. The eps of 1e-5 matters
+        here: below it the loss of `gpt2` was seen to jump, in FP32 as well. The likely reason is that byte tokens
+        leave most rows of a large vocabulary without a target, and Adam scales their vanishing gradients to full
+        steps.
+        """
+        return {"lr": self.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        return hardware.compute_capability(self.device)
+
+    def require_multiples_of(self, unit: int, what: str, vocab: bool = True) -> None:
+        """Raises Skip where the matrices that `what` multiplies have a dimension that `unit` does not divide.
+
+        The dimensions are channels, tokens (the leading one of weight gradients) and, with `vocab`, the head's outputs.
+        """
+        sizes = {"--n-embd": self.config.n_embd, "--batch-size x --seq-len": self.batch_size * self.config.seq_len}
+        if vocab:
+            sizes["--vocab-size"] = self.config.vocab_size
+        for name, size in sizes.items():
+            if size % unit:
+                raise Skip(f"{what} needs {name} divisible by {unit}, not {size}")
+
+    def batch_starts(self) -> np.ndarray:
+        """Where the excerpts of the trained batches begin, and of one spare batch for untimed steps after them."""
+        n_batches = self.warmup + self.steps + 1
+        return data.draw_starts(self.text, n_batches, self.batch_size, self.config.seq_len, self.seed)
+
+    def workload(self) -> Workload:
+        """The record's workload."""
+        try:
+            batches = data.fingerprint(self.text, self.batch_starts(), self.config.seq_len)
+        except (MemoryError, ValueError):  # a batch that large ends as an oom row, which needs its workload
+            batches = None
+        return Workload(
+            preset=self.preset,
+            **asdict(self.config),
+            batch_size=self.batch_size,
+            parameters=flops.parameters(self.config),
+            tokens_per_step=self.batch_size * self.config.seq_len,
+            flops_per_step=flops.flops_per_step(self.config, self.batch_size),
+            data=Data(self.text.name, len(self.text.tokens), batches),
+            seed=self.seed,
+            lr=self.lr,
+            warmup=self.warmup,
+            steps=self.steps,
+        )
+
+
+# --- the parser -----------------------------------------------------------------------------------
+
+
+def seed_int(text: str) -> int:
+    if not text.isdecimal() or len(text) > 19 or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 0 to 2^63 - 1")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a finite positive number")
+    return value
+
+
+def describe_presets() -> str:
+    lines = []
+    for name, preset in PRESETS.items():
+        shape = argparse.Namespace(**asdict(preset.config), batch_size=preset.batch_size)
+        lines.append(f"  {name:16} {describe_shape(shape)}, lr {preset.lr:g}")
+    return "presets:\n" + "\n".join(lines)
+
+
+def build_parser(script: Path, description: str | None) -> OneLineParser:
+    parser = OneLineParser(prog=script.name, description=description, epilog=describe_presets())
+    presets = ", ".join(f"{name} ({preset.purpose})" for name, preset in PRESETS.items())
+    shape = parser.add_argument_group("workload (what is trained; defaults come from the preset)")
+    shape.add_argument(
+        "--preset",
+        choices=["auto", *PRESETS],
+        default="auto",
+        metavar="NAME",
+        help=f"auto, {presets}; auto takes tiny on a CPU, and on a GPU what fits its free memory (default: auto)",
+    )
+    for name, text in (
+        ("--n-layer", "transformer blocks"),
+        ("--n-head", "attention heads; divides --n-embd"),
+        ("--n-embd", "channels of the residual stream"),
+        ("--seq-len", "tokens per sequence"),
+        ("--vocab-size", "token ids, 0 to N-1"),
+        ("--batch-size", "sequences per training step"),
+    ):
+        shape.add_argument(name, type=positive_int, metavar="N", help=text)
+    shape.add_argument("--lr", type=positive_float, metavar="X", help="AdamW's learning rate, constant")
+    shape.add_argument("--seed", type=seed_int, default=1337, metavar="N", help="weights and batches (default: 1337)")
+    shape.add_argument("--data", type=Path, metavar="FILE", help="text as bytes, or a .bin of uint16 tokens (nanoGPT, "
+                       "llm.c) (default: Python's standard library)")  # fmt: skip
+    shape.add_argument("--data-tokens", type=positive_int, metavar="N", help="only the first N tokens of the text")
+    run = parser.add_argument_group("run (how it is measured)")
+    run.add_argument("--steps", type=positive_int, metavar="N", help="timed steps (default: 30 on a GPU, 10 on a CPU)")
+    run.add_argument("--warmup", type=positive_int, metavar="N", help="untimed steps before them (default: 5 on a GPU, "
+                     "3 on a CPU)")  # fmt: skip
+    run.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:N (default: auto)")
+    run.add_argument("--amp-dtype", choices=["auto", "bf16", "fp16", "fp32"], default="auto", help="mixed precision; "
+                     "auto is bf16 where the hardware multiplies it, else fp16 on a GPU and fp32 on a CPU "
+                     "(default: auto)")  # fmt: skip
+    run.add_argument("--profile", action="store_true", help="profile untimed steps afterwards: a kernel table on "
+                     "stderr, a Chrome trace beside the record")  # fmt: skip
+    run.add_argument("--output", type=Path, metavar="FILE", help=f"the record (default: results/{script.stem}.json)")
+    return parser
+
+
+def parse_args(script: Path, description: str | None, argv: list[str] | None = None) -> Arguments:
+    """Read and check the command line. Anything wrong prints one line and exits with code 2."""
+    parser = build_parser(script, description)
+    given = parser.parse_args(argv)
+    try:
+        device = hardware.resolve_device(given.device)
+        amp_dtype, amp_note = hardware.resolve_amp_dtype(given.amp_dtype, device)
+        preset, batch_size, notes = resolve_preset(given.preset, device)
+        config = _override_shape(PRESETS[preset].config, given)
+        text = data.load_text(given.data, given.data_tokens)
+        data.check_text(text, config.seq_len, config.vocab_size)
+        output = given.output or ROOT / "results" / f"{script.stem}.json"
+        check_writable(output, "steps", "copy_bytes_per_s")
+    except torch.OutOfMemoryError:
+        parser.error(f"--device {given.device} has no free memory left for even one tensor")
+    except ValueError as error:
+        parser.error(str(error))
+    gpu = device.type == "cuda"
+    return Arguments(
+        script=script,
+        base_preset=preset,
+        config=config,
+        batch_size=given.batch_size or batch_size,
+        steps=given.steps or (30 if gpu else 10),
+        warmup=given.warmup or (5 if gpu else 3),
+        lr=given.lr or PRESETS[preset].lr,
+        seed=given.seed,
+        text=text,
+        device=device,
+        amp_dtype=amp_dtype,
+        amp_note=amp_note,
+        profile=given.profile,
+        output=output,
+        notes=notes,
+    )
+
+
+def resolve_preset(name: str, device: torch.device) -> tuple[str, int, tuple[str, ...]]:
+    """The preset, its batch size, and header lines that say why `auto` chose them.
+
+    On a GPU `auto` takes the slice where a plain FP32 step of it fits the free memory, else gpt2 at the largest power
+    of two that fits.
+    """
+    if name != "auto":
+        return name, PRESETS[name].batch_size, ()
+    if device.type == "cpu":
+        return "tiny", PRESETS["tiny"].batch_size, ("auto: preset tiny, because this runs on a CPU",)
+    free = hardware.free_memory_bytes(device)
+    choices = [("gpt3-6.7b-slice", PRESETS["gpt3-6.7b-slice"].batch_size), *(("gpt2", 2**k) for k in range(5, -1, -1))]
+    fitting = (
+        (preset, batch_size)
+        for preset, batch_size in choices
+        if ESTIMATE_MARGIN * flops.unfused_peak_bytes(PRESETS[preset].config, batch_size) <= free
+    )
+    preset, batch_size = next(fitting, ("gpt2", 1))
+    why = f"auto: preset {preset}, batch {batch_size}, because {free / 2**30:.0f} GiB are free on {device}"
+    return preset, batch_size, (why,)
+
+
+def _override_shape(config: GPTConfig, given: argparse.Namespace) -> GPTConfig:
+    fields = {name: getattr(given, name) for name in asdict(config)}
+    config = replace(config, **{name: value for name, value in fields.items() if value is not None})
+    if config.n_embd % config.n_head:
+        raise ValueError(f"--n-embd {config.n_embd} is not divisible by --n-head {config.n_head}")
+    return config
+
+
+def main() -> None:
+    """Check arguments once, before any row, and print what the ladder pins for every row."""
+    args = parse_args(ROOT / "run_all.sh", "Runs the five steps and tabulates them.")
+    pinned = ["--preset", args.base_preset, "--batch-size", str(args.batch_size)] if args.notes else []
+    if args.text.path:  # a file that grows during the run gives every row the same tokens
+        pinned += ["--data-tokens", str(len(args.text.tokens))]
+    by_hand, fused = (flops.unfused_peak_bytes(args.config, args.batch_size, scores) for scores in (True, False))
+    facts = {
+        "notes": args.notes,
+        "pinned": pinned,
+        "device_type": args.device.type,
+        "workload": asdict(args.workload()),
+        "free_bytes": hardware.free_memory_bytes(args.device),
+        "by_hand_bytes": by_hand,
+        "fused_bytes": fused,
+    }
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Errors that become one line: a step that cannot run here, too little memory, a missing package or compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+
+from common.text import one_line
+
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "alloc_failed",
+    "array is too big",
+    "maximum allowed dimension",
+    "storage size calculation overflowed",
+)
+
+
+class Skip(Exception):
+    """Raised by a script that cannot run on this machine. The message is one line that says what to do."""
+
+
+def needs(*packages: str) -> None:
+    """Exit with code 2 and one line where a package is not installed: for the top of a `python -m` command."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.stderr.write(f"error: needs {', '.join(missing)}: run ./run_all.sh --setup and use the Python it prints\n")
+        sys.exit(2)
+
+
+def explain(error: Exception, batch_size: int) -> tuple[str, str]:
+    """The status of a row that ended with `error`, and a one-line reason that says what to do."""
+    if isinstance(error, Skip):
+        return "skipped", one_line(error)
+    if is_out_of_memory(error):
+        return "oom", f"out of memory: {smaller_batch(batch_size)}"
+    return "failed", missing_tool(error) or one_line(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the host had too little memory, whichever library reports it."""
+    text = f"{type(error).__name__} {error}".lower()
+    known = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
+    return known or any(sign in text for sign in OUT_OF_MEMORY)
+
+
+def smaller_batch(batch_size: int | None) -> str:
+    """What to try when a step ran out of memory."""
+    if batch_size is None or batch_size > 1:
+        return f"try --batch-size {2 ** int(math.log2(batch_size - 1))}" if batch_size else "try a smaller --batch-size"
+    return "batch size 1 is already the smallest; try a smaller --seq-len, --n-layer or --n-embd"
+
+
+def missing_tool(error: BaseException) -> str | None:
+    """One line that says what to install where torch.compile lacks a tool; None for any other error."""
+    text = f"{type(error).__name__} {error}".lower()
+    if any(sign in text for sign in ("invalidcxxcompiler", "no working c++ compiler", "failed to find c comp")):
+        return "torch.compile found no working C++ compiler: install one (Debian, Ubuntu: apt-get install g++)"
+    if any(sign in text for sign in ("tritonmissing", "working triton installation", "no module named 'triton")):
+        return "torch.compile found no working Triton: pip install triton, in the version that this torch names"
+    if "python.h: no such file" in text:
+        return "torch.compile needs Python's headers (Debian, Ubuntu: apt-get install python3-dev)"
+    return None

@@ -1,0 +1,87 @@
+"""Text for a terminal: a line, an aligned table, a command, and a parser whose errors are one line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TextIO
+
+
+def one_line(text: object, longest: int = 300) -> str:
+    """The first line of a text or of an exception's message, without control characters, cut to `longest` characters.
+
+    An exception without a message gives the name of its class.
+    """
+    lines = str(text).strip().splitlines()
+    first = lines[0] if lines else type(text).__name__ if isinstance(text, BaseException) else ""
+    line = "".join(c if c.isprintable() else " " for c in first)
+    return line if len(line) <= longest else line[: longest - 1] + "…"
+
+
+def aligned(rows: list[dict], style: str = "simple", n_left: int = 1) -> str:
+    """Rows that share their keys, as a table: the first `n_left` columns to the left, the others to the right.
+
+    `style` is a format of tabulate: simple, github, pipe. Raises ImportError where tabulate is not installed.
+    """
+    from tabulate import tabulate  # NVIDIA's container may lack it, and a script runs without it
+
+    if not rows:
+        return ""
+    align = ["left"] * n_left + ["right"] * (len(rows[0]) - n_left)
+    return tabulate(rows, headers="keys", tablefmt=style, disable_numparse=True, colalign=align[: len(rows[0])])
+
+
+def portable_command(words: Iterable[str], flags: tuple[str, ...] = ()) -> str:
+    """A command line to repeat anywhere: without --output, absolute paths cut to their last part.
+
+    `flags` are the options that take no value.
+    """
+    kept, rest = [], iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name == "--output":
+            if not equals:
+                next(rest, None)
+            continue
+        if equals:
+            word = f"{name}={Path(value).name if Path(value).is_absolute() else value}"
+        elif word not in flags and Path(word).is_absolute():
+            word = Path(word).name
+        kept.append(one_line(word))
+    return shlex.join(kept)
+
+
+def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
+    """Print to a reader who may have left (`| head`), or whose terminal lacks a letter: neither ends the run."""
+    stream = stream or sys.stdout
+    try:
+        stream.write(text.encode(stream.encoding or "utf-8", "backslashreplace").decode(stream.encoding or "utf-8"))
+        stream.write(end)
+        stream.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse without abbreviations and without the usage block: bad input gets one line and exit code 2."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {one_line(message, 1000)}\n")
+
+
+def positive_int(text: str) -> int:
+    """A whole number from 1 to 2^31 - 1, as argparse's `type`."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"{one_line(text, 40)!r} is not a whole number from 1 to 2^31 - 1")
+    return value

@@ -1,0 +1,290 @@
+"""The ladder: every step in a process of its own, the roofs of the machine, the report. See ./run_all.sh --help."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # run_all.sh starts this file by its path, from any folder
+
+from common.errors import smaller_batch  # noqa: E402
+from common.record import SCHEMA_VERSION, Plan, Row, Run, Workload, write_json, write_run  # noqa: E402
+from common.text import OneLineParser, one_line, portable_command, say  # noqa: E402
+from ladder import process  # noqa: E402
+from report.__main__ import report  # noqa: E402
+
+FLAGS = ("--peers", "--no-roofs", "--no-profile", "--profile")
+STEPS = range(5)
+BY_HAND = ("0_", "1_")  # rows that write the (T, T) scores of attention to memory
+GIB = 2**30
+
+
+@dataclass
+class Ladder:
+    """One run under way: its folder, what was planned, what the arguments were found to mean, and the rows that
+    ended without a record."""
+
+    folder: Path
+    plan: Plan
+    facts: dict
+    limit_s: int
+    stop: process.Stop
+    ended: dict[str, Row]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        # On a shared host, OpenMP threads that spin while they wait were seen to make a step five times slower.
+        return (
+            {"OMP_WAIT_POLICY": "passive"}
+            if self.facts["device_type"] == "cpu" and "OMP_WAIT_POLICY" not in os.environ
+            else {}
+        )
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="run_all.sh",
+        usage="./run_all.sh [OPTION ...] [ARGUMENT ...]",
+        description="Runs the five steps with the ARGUMENTs (python 0_baseline.py --help lists them), measures the\n"
+        "machine's roofs, prints a table, and writes it with all records, traces and logs to a new folder under\n"
+        "results/. results/latest names the newest complete run.",
+        epilog="STEP_TIMEOUT=SECONDS     the longest that one row may take (default 1800)\n"
+        "PYTHON=INTERPRETER       use this Python as it is\n"
+        "./run_all.sh --setup     only prepare Python, and print the interpreter that will be used\n\n"
+        "Exit code: 0 when every row is ok, skipped or left out by --only, 2 for bad arguments, 130 after Ctrl-C,\n"
+        "1 otherwise.",
+    )
+    parser.add_argument("--only", metavar="N,N", help="run these steps only, for example 3,4; the others are `not run`")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="finish an ended run: run its rows that are not ok")
+    parser.add_argument("--peers", action="store_true", help="also run peers/*.py, on the same workload")
+    parser.add_argument("--no-roofs", action="store_true", help="do not measure copy bandwidth and matrix products")
+    parser.add_argument("--no-profile", action="store_true", help="do not profile steps after the timed ones")
+    return parser
+
+
+def time_limit(parser: OneLineParser) -> int:
+    text = os.environ.get("STEP_TIMEOUT", "1800")
+    if not text.isdecimal() or int(text) == 0:
+        parser.error(f"STEP_TIMEOUT={text} is not a whole number of seconds")
+    return int(text)
+
+
+def rows_to_run(only: str | None, peers: bool, parser: OneLineParser) -> tuple[list[str], list[str]]:
+    """Names of all rows, and of those that --only leaves out."""
+    scripts = sorted(path.stem for path in ROOT.glob("[0-9]_*.py"))
+    scripts += [f"{k}_missing" for k in STEPS if not any(name.startswith(f"{k}_") for name in scripts)]
+    wanted = set(only.split(",")) if only else {name[0] for name in scripts}
+    if unknown := wanted - {name[0] for name in scripts}:
+        parser.error(f"--only {','.join(sorted(unknown))} names no step: {', '.join(sorted({s[0] for s in scripts}))}")
+    left_out = [name for name in sorted(scripts) if name[0] not in wanted]
+    return sorted(scripts) + [f"peers/{p.stem}" for p in sorted(ROOT.glob("peers/*.py")) if peers], left_out
+
+
+def check(arguments: list[str]) -> dict:
+    """What the arguments mean on this machine, from `python -m common.arguments`. Exits where they are wrong."""
+    done = subprocess.run(process.module_command("common.arguments", *arguments), stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(done.returncode if done.returncode > 0 else 1)
+    return json.loads(done.stdout.splitlines()[-1])  # a sitecustomize may print before it
+
+
+def absolute_data(arguments: list[str]) -> list[str]:
+    """The arguments with the path of --data made absolute, so that a resumed run finds it from any folder."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--data=") else [word])]
+    return [os.path.abspath(word) if words[k - 1 : k] == ["--data"] else word for k, word in enumerate(words)]
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser) -> tuple[Path, Plan, dict]:
+    """Check everything, make the folder, and write the plan."""
+    rows, left_out = rows_to_run(given.only, given.peers, parser)
+    arguments = absolute_data([word for word in arguments if word != "--profile"])
+    arguments += [] if given.no_profile else ["--profile"]
+    facts = check(arguments)
+    for note in facts["notes"]:
+        say(note)
+    started = datetime.datetime.now(datetime.timezone.utc)
+    plan = Plan(
+        command=portable_command(["./run_all.sh", *argv], FLAGS),
+        arguments=arguments + facts["pinned"],
+        rows=rows,
+        left_out=left_out,
+        roofs=not given.no_roofs,
+        started_at=started.isoformat(timespec="seconds"),
+        workload=Workload(**facts["workload"]),
+    )
+    try:
+        (ROOT / "results").mkdir(exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{started:%Y%m%d-%H%M%S}-", dir=ROOT / "results"))
+        folder.chmod(0o755)
+        write_json(folder / "plan.json", asdict(plan) | {"schema_version": SCHEMA_VERSION})
+    except OSError as error:
+        parser.exit(1, f"run_all.sh: error: cannot write to results/: {error.strerror or error}\n")
+    return folder, plan, facts
+
+
+def resumed_run(folder: Path, others: list[str], parser: OneLineParser) -> tuple[Path, Plan, dict]:
+    """The plan of an ended run. Refuses one whose workload has changed since."""
+    if others:
+        parser.error(f"--resume takes its arguments from {folder}: leave out {others[0]}")
+    try:
+        content = json.loads((folder / "plan.json").read_text())
+        content.pop("schema_version")
+        plan = Plan(**content)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        parser.error(f"--resume {folder} holds no plan.json that can be read")
+    facts = check(plan.arguments)
+    if facts["workload"] != plan.workload:
+        parser.error(f"--resume {folder}: its workload has changed since, the text or this machine's defaults")
+    return folder, plan, facts
+
+
+def is_done(folder: Path, name: str) -> bool:
+    try:
+        (row,) = json.loads((folder / f"{name}.json").read_text())["steps"]
+        return row["status"] == "ok"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def run_row(ladder: Ladder, name: str) -> None:
+    """Run one script, or say why it is not tried. A row without a record of its own gets one that says how it ended."""
+    script, record, log = ROOT / f"{name}.py", ladder.folder / f"{name}.json", ladder.folder / f"{name}.log"
+    row = Row(name.removeprefix("peers/"))
+    needed = ladder.facts["by_hand_bytes" if name.startswith(BY_HAND) else "fused_bytes"]
+    free = ladder.facts["free_bytes"]
+    batch_size = ladder.facts["workload"]["batch_size"]
+    if not script.exists():
+        row.status, row.reason = "failed", f"{name[0]}_*.py is missing: restore it with git checkout"
+    elif ladder.facts["device_type"] == "cpu" and free and needed > free:
+        row.status = "oom"
+        row.reason = (
+            f"needs about {needed / GIB:.0f} GiB of {free / GIB:.0f} free: not tried, {smaller_batch(batch_size)}"
+        )
+    else:
+        terminal = Terminal(row.step)
+        try:
+            record.parent.mkdir(exist_ok=True)
+            record.unlink(missing_ok=True)
+            command = [sys.executable, str(script), *ladder.plan.arguments, "--output", str(record)]
+            ended = process.run(command, log, ladder.limit_s, ladder.stop, environment=ladder.environment,
+                                show=terminal.show, progress=terminal.progress)  # fmt: skip
+        except OSError as error:
+            ended, row.status = None, "failed"
+            row.reason = f"cannot write to {ladder.folder.name}: {error.strerror or error}"
+        terminal.clear()
+        if record.exists() and not (ended and ended.stopped):
+            return
+        if ended:
+            row.status, row.reason = process.describe(ended, ladder.limit_s, log)
+            if row.status == "timeout":
+                row.reason += ": raise STEP_TIMEOUT, or take fewer --steps"
+            if row.status == "oom" and needed * 2 > (free or 0):  # else the batch is hardly the cause
+                row.reason += f": {smaller_batch(batch_size)}"
+    say(f"{row.step}: {row.status}: {row.reason}")
+    ladder.ended[name] = row
+    with contextlib.suppress(OSError):  # the row is in ladder.ended
+        write_run(record, Run(ladder.plan.command, None, None, ladder.plan.workload, [row]))
+
+
+def measure_roofs(ladder: Ladder) -> None:
+    say("measuring the roofs of this machine")
+    roofs, log = ladder.folder / "roofs.json", ladder.folder / "roofs.log"
+    try:
+        ended = process.run(process.module_command("common.roofs", *ladder.plan.arguments, "--output", str(roofs)),
+                            log, ladder.limit_s, ladder.stop, environment=ladder.environment)  # fmt: skip
+        if ended.code or not roofs.exists():
+            reason = process.last_line(log) if ended.code > 0 else process.describe(ended, ladder.limit_s, log)[1]
+            write_json(roofs, {"failed": reason})
+    except OSError as error:
+        say(f"the roofs could not be written: {error.strerror or error}")
+
+
+def finish(ladder: Ladder) -> int:
+    """Print and write the report; returns the exit code."""
+    try:
+        code = report(ladder.folder, ladder.ended)
+    except (ValueError, OSError) as error:  # what is recorded stands
+        say(f"run_all.sh: error: no report: {one_line(error)}")
+        code = 1
+    say(f"written to results/{ladder.folder.name}")
+    if ladder.stop.requests:
+        say(f"interrupted: ./run_all.sh --resume results/{ladder.folder.name} finishes it")
+        return 130
+    latest = ROOT / "results" / "latest"
+    if latest.is_symlink() or not latest.exists():
+        try:
+            latest.unlink(missing_ok=True)
+            latest.symlink_to(ladder.folder.name)
+        except OSError as error:
+            say(f"results/latest was not renewed: {error.strerror or error}")
+    else:
+        say("results/latest is a file or folder of your own and stays")
+    return code
+
+
+class Terminal:
+    """What a row prints, and below it one rewritten line with its progress."""
+
+    def __init__(self, step: str):
+        self.step, self.interactive = step, sys.stderr.isatty()
+
+    def show(self, data: bytes) -> None:
+        self.clear()
+        say(data.decode(errors="replace"), end="")
+
+    def progress(self, message: dict) -> None:
+        if self.interactive:
+            rest = f", about {message['rest_s']:.0f} s left" if message.get("rest_s") is not None else ""
+            sys.stderr.write(f"\r\033[K{self.step}: {message.get('phase')} {message.get('k')}/{message.get('n')}{rest}")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        if self.interactive:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
+
+
+def main(argv: list[str]) -> int:
+    parser, stop = build_parser(), process.Stop()
+    if any(word.partition("=")[0] == "--output" for word in argv):
+        parser.error("--output is chosen by run_all.sh: results/ holds a folder per run")
+    given, arguments = parser.parse_known_args(argv)
+    limit_s = time_limit(parser)
+    if given.resume:
+        others = [word for word in argv if word not in ("--resume", str(given.resume), f"--resume={given.resume}")]
+        folder, plan, facts = resumed_run(given.resume.resolve(), others, parser)
+    else:
+        folder, plan, facts = new_run(given, arguments, argv, parser)
+    ladder = Ladder(folder, plan, facts, limit_s, stop, {})
+    stop.listen()
+    for name in plan.rows:
+        if name in plan.left_out or is_done(folder, name):
+            continue
+        if stop.requests:
+            break
+        run_row(ladder, name)
+        say("")
+    if plan.roofs and not stop.requests and not (folder / "roofs.json").exists():
+        measure_roofs(ladder)
+    return finish(ladder)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # before the first row
+        sys.exit("run_all.sh: interrupted")

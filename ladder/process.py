@@ -1,0 +1,179 @@
+"""One command in one process: a time limit, a log, progress, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.text import one_line
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRESS_FD = "LADDER_PROGRESS_FD"
+GRACE_S = 10  # between asking a process to end and ending it
+POLL_S = 0.2
+# `python -m` would put the user's folder before the standard library. A path in PYTHONPATH must not hold a colon.
+RUN_MODULE = (
+    "import sys; root, name = sys.argv[1:3]; del sys.argv[1:3]; sys.path[:] = [root, *filter(None, sys.path)]; "
+    "import runpy; runpy.run_module(name, run_name='__main__', alter_sys=True)"
+)
+
+
+class Stop:
+    """Whether the user asked to end: Ctrl-C, a closed terminal, or kill. Asked twice, nothing is waited for."""
+
+    def __init__(self):
+        self.requests = 0
+
+    def listen(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._count)
+
+    def _count(self, *_) -> None:
+        self.requests += 1
+
+
+@dataclass
+class Ended:
+    """How a process ended: its exit code (negative: a signal), seconds, and whether it was ended from here."""
+
+    code: int
+    seconds: float
+    timed_out: bool = False
+    stopped: bool = False
+
+
+def passive_waits(device_type: str) -> dict[str, str]:
+    """OpenMP threads wait without spinning on a CPU, unless the user chose: on a shared host, threads that spin were
+    seen to make a step five times slower."""
+    chosen = device_type != "cpu" or "OMP_WAIT_POLICY" in os.environ
+    return {} if chosen else {"OMP_WAIT_POLICY": "passive"}
+
+
+def module_command(name: str, *words: str) -> list[str]:
+    """The command that runs a module of this project from any folder."""
+    return [sys.executable, "-c", RUN_MODULE, str(ROOT), name, *words]
+
+
+def run(
+    command: list[str],
+    log: Path,
+    limit_s: float,
+    stop: Stop,
+    *,
+    environment: dict[str, str] | None = None,
+    show: Callable[[bytes], None] = lambda _: None,
+    progress: Callable[[dict], None] = lambda _: None,
+) -> Ended:
+    """Run a command in a session of its own; what it starts ends with it.
+
+    Its output is appended to `log`; `show` gets what it writes to stdout, `progress` the JSON lines that it writes to
+    the file descriptor named by PROGRESS_FD. Raises OSError where the log cannot be written.
+    """
+    reader, writer = os.pipe()
+    with log.open("ab") as file, open(reader, "rb", buffering=0) as messages:
+        variables = {**os.environ, **(environment or {}), PROGRESS_FD: str(writer)}
+        variables.pop("PYTHONSAFEPATH", None)  # a script finds common/ beside itself
+        started = time.monotonic()
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=file, env=variables,
+            pass_fds=(writer,), start_new_session=True, bufsize=0,
+        )  # fmt: skip
+        os.close(writer)
+        ended = Ended(0, 0.0)
+
+        def on_output(data: bytes) -> None:
+            file.write(data)
+            file.flush()
+            show(data)
+
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(child.stdout, selectors.EVENT_READ, on_output)
+                selector.register(messages, selectors.EVENT_READ, _lines_to(progress))
+                _follow(child, selector, started + limit_s, stop, ended)
+        finally:
+            _signal_session(child, signal.SIGKILL)  # compiler workers, data loaders
+            child.wait()
+            child.stdout.close()
+        ended.code, ended.seconds = child.returncode, time.monotonic() - started
+        return ended
+
+
+def _follow(child: subprocess.Popen, selector, deadline: float, stop: Stop, ended: Ended) -> None:
+    """Pass on what a process writes until it has ended; end it at the deadline, or where the user asks."""
+    kill_at = None
+    while True:
+        running = child.poll() is None
+        ready = selector.select(POLL_S if running else 0)
+        for key, _ in ready:
+            data = os.read(key.fd, 65536)
+            if data:
+                key.data(data)
+            else:
+                selector.unregister(key.fileobj)
+        if not running and not ready:
+            return  # a grandchild may still hold the output open: it is not waited for
+        if running and not selector.get_map():
+            time.sleep(POLL_S / 4)
+        now = time.monotonic()
+        if running and kill_at is None and (stop.requests or now > deadline):
+            ended.stopped, ended.timed_out = bool(stop.requests), not stop.requests
+            _signal_session(child, signal.SIGTERM)
+            kill_at = now + GRACE_S
+        if running and kill_at is not None and (stop.requests > 1 or now > kill_at):
+            _signal_session(child, signal.SIGKILL)
+
+
+def _signal_session(child: subprocess.Popen, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of it is left
+        os.killpg(child.pid, number)
+
+
+def _lines_to(progress: Callable[[dict], None]) -> Callable[[bytes], None]:
+    pending = b""
+
+    def on_data(data: bytes) -> None:
+        nonlocal pending
+        *lines, pending = (pending + data).split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError):  # a line that is not JSON is no progress
+                progress(json.loads(line))
+
+    return on_data
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says anything; empty where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 4096))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return one_line(next((line for line in reversed(lines) if line.strip()), ""))
+
+
+def describe(ended: Ended, limit_s: float, log: Path) -> tuple[str, str]:
+    """Status and one-line reason of a process that left no record."""
+    if ended.stopped:
+        return "interrupted", "interrupted"
+    if ended.timed_out:
+        return "timeout", f"took longer than {limit_s:.0f} s"
+    if ended.code == -signal.SIGKILL:
+        return "oom", "killed by signal 9, as the system does when host memory runs out"
+    if ended.code < 0:
+        return "failed", f"killed by {signal.Signals(-ended.code).name}: see {log.name}"
+    said = last_line(log)
+    _, separator, reason = said.partition(": failed: ")
+    if separator:  # the script's own last line, where its record could not be written
+        return "failed", reason
+    return "failed", f"ended with exit code {ended.code} and no record: see {log.name}"

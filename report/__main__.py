@@ -1,0 +1,109 @@
+"""Reports from records, without torch.
+
+python -m report RUN_DIR                  print the table; write report.md, report.html and speedup.png
+python -m report --compare RUN_A RUN_B    two runs beside each other
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from common.errors import needs
+from common.text import OneLineParser, one_line, say
+
+
+def plain_table(folder: Path) -> str:
+    """A bare table of a run folder, for a Python that lacks msgspec or tabulate: nothing is checked but what it
+    shows."""
+    lines = [f"{'step':24}{'status':>12}{'ms/step':>12}"]
+    for path in sorted(folder.glob("[0-9]_*.json")) or [folder / "results.json"]:
+        try:
+            rows = json.loads(path.read_text())["steps"]
+            for row in rows:
+                ms = row["timing"]["median_ms"]
+                cells = (
+                    f"{one_line(row['step']):24}{one_line(row['status']):>12}{'-' if ms is None else f'{ms:.1f}':>12}"
+                )
+                lines.append(cells + (f"  {one_line(row['reason'])}" if row["reason"] else ""))
+        except (OSError, ValueError, KeyError, TypeError):
+            lines.append(f"{path.name} cannot be read")
+    return "\n".join([*lines, "for the whole report: pip install msgspec tabulate jinja2 matplotlib"])
+
+
+def write_reports(run, folder: Path) -> list[str]:
+    """Write report.md, report.html and speedup.png of a run; returns what could not be written, and why.
+
+    Everything is rendered before anything is replaced. Raises OSError.
+    """
+    from common.record import write_bytes
+    from report import table
+
+    files, missing = {"report.md": table.render_markdown(run).encode()}, []
+    try:
+        from report import page  # what draws may be absent or broken; the table must not be
+
+        files["report.html"] = page.render(run).encode()
+        files["speedup.png"] = page.speedup_png(run)
+    except Exception as error:
+        missing = [f"no report.html and speedup.png ({one_line(error)}): pip install -r requirements.txt"]
+        for name in ("report.html", "speedup.png"):  # of an earlier report: they would not fit report.md
+            (folder / name).unlink(missing_ok=True)
+    for name, content in files.items():
+        write_bytes(folder / name, content)
+    return missing
+
+
+def report(folder: Path, ended: dict | None = None) -> int:
+    """Print and write the report of a run folder; the exit code is 0 where every row is as it should be.
+
+    `ended` holds rows, by name, that could leave no record. Raises RecordError where there is nothing to report,
+    OSError where nothing can be written.
+    """
+    try:
+        import tabulate  # noqa: F401  imported where a table is drawn
+
+        from report import load, table
+    except ImportError:
+        say(plain_table(folder))
+        return 0
+    from common.record import write_run
+
+    run = load.load_run(folder, ended)
+    say(table.render_text(run))
+    for line in write_reports(run, folder):
+        say(line)
+    if not load.holds_only_the_merge(folder):
+        write_run(folder / load.MERGED, run)
+    good = ("ok", "skipped")
+    left_out = load.read_plan(folder).left_out if (folder / load.PLAN).exists() else []
+    rows = [*run.steps, *run.peers]
+    return int(any(row.status not in good for row in rows if not (row.status == "not run" and row.step in left_out)))
+
+
+def main() -> None:
+    parser = OneLineParser(prog="python -m report", description=__doc__)
+    parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="a folder that run_all.sh wrote")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("RUN_A", "RUN_B"), help="ratios, step by step")
+    args = parser.parse_args()
+    if (args.run_dir is None) == (args.compare is None):
+        parser.error("give one RUN_DIR, or --compare RUN_A RUN_B")
+    try:
+        if args.compare:
+            needs("msgspec", "tabulate")
+            from report.compare import compare_folders
+
+            say(compare_folders(*args.compare))
+            sys.exit(0)
+        sys.exit(report(args.run_dir))
+    except KeyboardInterrupt:
+        parser.exit(130, f"{parser.prog}: interrupted\n")
+    except ValueError as error:  # RecordError
+        parser.error(str(error))
+    except OSError as error:
+        parser.exit(1, f"{parser.prog}: error: cannot write to {args.run_dir}: {error.strerror or error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Two runs beside each other: two machines, two versions, or two shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.record import Row, Run, differing_fields
+from common.text import aligned
+from report.analysis import is_timed, median_ms, quartiles_ms, reason_untimed, speedup
+from report.load import RecordError, environment_of, load_run
+from report.table import tflops
+
+SHAPE_FIELDS = (
+    "preset", "n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size", "parameters", "tokens_per_step",
+    "flops_per_step", "lr", "gpus", "parallel",
+)  # fmt: skip
+# What may differ while a median still means the same: how many steps were timed, and where the text came from.
+HARMLESS_FIELDS = ("warmup", "steps", "data")
+
+
+def compare_folders(a: Path, b: Path) -> str:
+    """What two run folders say of each other. Raises RecordError where they cannot be compared."""
+    runs, (x, y) = (load_run(a), load_run(b)), (a.resolve(), b.resolve())
+    names = (x.name, y.name) if x.name != y.name else (f"{x.parent.name}/{x.name}", f"{y.parent.name}/{y.name}")
+    return compare(*runs, names)
+
+
+def compare(a: Run, b: Run, names: tuple[str, str]) -> str:
+    """Text of the ratios of two runs, step by step.
+
+    The same workload: times, with the ratio that the quartiles allow at least and at most. Two shapes: speedups over
+    the first row that both have, because times of different work say nothing about each other. Raises RecordError
+    where neither can be compared.
+    """
+    if a.workload is None or b.workload is None:
+        raise RecordError("a run whose workload is unknown cannot be compared")
+    differing = differing_fields(a.workload, b.workload)
+    serious = [name for name in differing if name not in HARMLESS_FIELDS]
+    if other := [name for name in serious if name not in SHAPE_FIELDS]:
+        raise RecordError(f"{names[0]} and {names[1]} ran different workloads: {', '.join(other)} differ")
+    pairs = _pairs(a, b)
+    if not any(map(_both_timed, pairs)):
+        raise RecordError(f"{names[0]} and {names[1]} have no step in common that has a time in both")
+    lines = [f"{letter}: {_describe(run, name)}" for letter, run, name in (("A", a, names[0]), ("B", b, names[1]))]
+    if serious:
+        lines += [f"The shapes differ ({', '.join(serious)}): speedups are compared, times are not.", ""]
+        return "\n".join([*lines, _speedup_table(pairs)])
+    if differing:
+        lines.append(f"Both ran the same work, but {', '.join(differing)} differ.")
+    legend = "A / B above 1 means that B is faster. The range divides the quartiles by each other."
+    return "\n".join([*lines, "", aligned([_time_cells(*pair) for pair in pairs]), "", legend])
+
+
+def _pairs(a: Run, b: Run) -> list[tuple[Row, Row]]:
+    """The rows of both runs by name; a row that only one has gets a counterpart that says so."""
+    rows_a, rows_b = ({row.step: row for row in [*run.steps, *run.peers]} for run in (a, b))
+    return [
+        (
+            rows_a.get(name) or Row(name, status="absent", reason="not in A"),
+            rows_b.get(name) or Row(name, status="absent", reason="not in B"),
+        )
+        for name in rows_a | rows_b
+    ]
+
+
+def _both_timed(pair: tuple[Row, Row]) -> bool:
+    return all(map(is_timed, pair))
+
+
+def _describe(run: Run, name: str) -> str:
+    environment = environment_of(run)
+    return f"{name}: {environment.device}, torch {environment.torch}, commit {(environment.commit or 'unknown')[:10]}"
+
+
+def _time_cells(a: Row, b: Row) -> dict[str, str]:
+    ms = [f"{median_ms(row):.1f}" if is_timed(row) else reason_untimed(row) for row in (a, b)]
+    cells = {"step": a.step, "A ms": ms[0], "B ms": ms[1], "A / B": "-", "range": "-"}
+    if _both_timed((a, b)):
+        (low_a, high_a), (low_b, high_b) = quartiles_ms(a), quartiles_ms(b)
+        cells |= {"A / B": f"{speedup(b, a):.3f}", "range": f"{low_a / high_b:.3f} to {high_a / low_b:.3f}"}
+    return cells
+
+
+def _speedup_table(pairs: list[tuple[Row, Row]]) -> str:
+    firsts = next(filter(_both_timed, pairs))
+    rows = []
+    for pair in pairs:
+        speedups = [speedup(row, first) if is_timed(row) else None for row, first in zip(pair, firsts, strict=True)]
+        words = [f"{s:.2f}x" if s else reason_untimed(row) for s, row in zip(speedups, pair, strict=True)]
+        rates = [tflops(row.model_flops_per_s) if is_timed(row) else "-" for row in pair]
+        ratio = f"{speedups[1] / speedups[0]:.3f}" if all(speedups) else "-"
+        rows.append(
+            {"step": pair[0].step, "A speedup": words[0], "B speedup": words[1], "B / A": ratio}
+            | {"A TFLOP/s": rates[0], "B TFLOP/s": rates[1]}
+        )
+    return f"Speedups are over {firsts[0].step}, the first row that has a time in both.\n\n{aligned(rows)}"

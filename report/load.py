@@ -1,0 +1,267 @@
+"""A run folder to one checked run.
+
+A run folder holds `plan.json` (what the ladder meant to run), one record per row that ended, `roofs.json`, logs, and
+`results.json`, all of them merged. A folder that holds nothing but `results.json` is a recorded run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from common.record import (
+    CATEGORIES,
+    SCHEMA_VERSION,
+    STATUSES,
+    Environment,
+    Plan,
+    Roofs,
+    Row,
+    Run,
+    Workload,
+    differing_fields,
+)
+from common.text import one_line
+
+T = TypeVar("T")
+PLAN, MERGED, ROOFS = "plan.json", "results.json", "roofs.json"
+LARGEST_RECORD_BYTES = 50_000_000  # a record with the profile of a deep model has less than one
+LARGEST_NUMBER = 1e12  # of milliseconds, nats, launches: beyond it a chart cannot be drawn
+TEXTS_WITH_LINES = ("source", "command")
+SAME_IN_ALL_ROWS = (
+    "device", "gpu_uuid", "power_limit_w", "driver", "python", "torch", "cuda", "cudnn", "triton", "transformer_engine",
+    "torchao", "transformers", "variables", "commit", "dirty",
+)  # fmt: skip
+
+
+class RecordError(ValueError):
+    """A file is not a record that this version can read; the message is one line that says why."""
+
+
+# --- one file -------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file whose text cannot harm a terminal or a page. Raises RecordError."""
+    try:
+        if not path.is_file():
+            raise RecordError(f"{path.name} is not a regular file")
+        if (size := path.stat().st_size) > LARGEST_RECORD_BYTES:
+            raise RecordError(f"{path.name} has {size / 1e6:,.0f} MB, more than any record")
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        raise RecordError(f"{path.name} cannot be read ({error.strerror or error})") from None
+    try:
+        # Numbers that JSON does not know, or that no float holds, stay text: the field's type then refuses them.
+        return _harmless(json.loads(text, parse_constant=str, parse_float=_finite_or_text))
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path.name} is not readable JSON ({type(error).__name__})") from None
+
+
+def _finite_or_text(digits: str) -> float | str:
+    value = float(digits)
+    return value if math.isfinite(value) else digits
+
+
+def _harmless(value: Any, key: str = "") -> Any:
+    """A JSON value in which every text is one line without control characters, code and commands apart."""
+    if isinstance(value, str):
+        if key in TEXTS_WITH_LINES:
+            return "".join(c if c.isprintable() or c in "\n\t" else " " for c in value)
+        return one_line(value, 2000)
+    if isinstance(value, list):
+        return [_harmless(item, key) for item in value]
+    if isinstance(value, dict):
+        return {one_line(name): _harmless(item, name) for name, item in value.items()}
+    return value
+
+
+def convert(content: Any, kind: type[T], name: str) -> T:
+    """JSON content as an object of a record's class. Raises RecordError that names the field."""
+    try:
+        return msgspec.convert(content, kind)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise RecordError(f"{name}: {one_line(error, 150)}") from None
+
+
+def read_run(path: Path) -> Run:
+    """Read and check a run. Raises RecordError for a file that is corrupt, foreign, newer or too large.
+
+    A row or roofs with a field of a wrong kind are left out, and `problems` names them.
+    """
+    content = read_json(path)
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if not isinstance(version, int):
+        raise RecordError(f"{path.name} is not a record of this benchmark")
+    if version > SCHEMA_VERSION:
+        raise RecordError(f"{path.name} has schema version {version}; this report reads up to {SCHEMA_VERSION}")
+    if version < SCHEMA_VERSION:
+        raise RecordError(f"{path.name} has schema version {version}, which is no longer read: record it again")
+    if not isinstance(content.get("steps"), list) or not content["steps"]:
+        raise RecordError(f"{path.name} is not a record of this benchmark")
+    problems: list[str] = []
+    rows = {kind: [_read_row(row, path, problems) for row in content.get(kind) or []] for kind in ("steps", "peers")}
+    try:
+        roofs = convert(content.get("roofs"), Roofs | None, "roofs")
+    except RecordError as error:
+        roofs = None
+        problems.append(f"left out of {path.name}: {error}")
+    run = convert(content | {"steps": [], "peers": [], "roofs": None}, Run, path.name)
+    names = [row.step for row in rows["steps"] + rows["peers"]]
+    if len(set(names)) < len(names):
+        raise RecordError(f"{path.name} holds two rows of one name")
+    run.steps, run.peers, run.roofs, run.problems = rows["steps"], rows["peers"], roofs, [*run.problems, *problems]
+    return run
+
+
+def _read_row(content: Any, path: Path, problems: list[str]) -> Row:
+    name = content.get("step") if isinstance(content, dict) else None
+    try:
+        row = convert(content, Row, one_line(name, 60) if isinstance(name, str) else "a row")
+        _check(row)
+    except RecordError as error:
+        problems.append(f"left out of {path.name}: {error}")
+        return Row(name if isinstance(name, str) else path.stem, status="failed", reason="its record cannot be read")
+    row.step = one_line(row.step, 100)
+    return row
+
+
+def _check(row: Row) -> None:
+    """Raises RecordError for an unknown status, and where an ok row lacks the numbers that reports are made of."""
+    if row.status not in STATUSES:
+        raise RecordError(f"{one_line(row.step, 60)}: status {row.status} is unknown")
+    if row.status != "ok":
+        row.profile = None
+        return
+    timing = row.timing
+    needed = [timing.median_ms, timing.warmup_s, row.tokens_per_s, row.model_flops_per_s]
+    numbers = [*timing.step_ms, timing.median_ms, timing.p25_ms or 1, timing.p75_ms or 1]
+    if row.profile is not None:
+        numbers += [row.profile.step_ms, *(kernel.ms + 1 for kernel in row.profile.kernels)]
+        if not set(row.profile.categories) <= set(CATEGORIES):
+            raise RecordError(f"{row.step}: unknown categories of kernels")
+    if None in needed or not row.loss or not all(0 < number < LARGEST_NUMBER for number in numbers):
+        raise RecordError(f"{row.step}: an ok row without its numbers")
+
+
+# --- a run folder ---------------------------------------------------------------------------------
+
+
+def load_run(folder: Path, ended: dict[str, Row] | None = None) -> Run:
+    """Merge the records of a run folder into one run; `problems` names what was left out.
+
+    `ended` holds rows, by name, that could leave no file. Raises RecordError where nothing can be reported.
+    """
+    if not folder.is_dir():
+        raise RecordError(f"{folder} is not a folder")
+    if holds_only_the_merge(folder):
+        return read_run(folder / MERGED)
+    problems: list[str] = []
+    plan = read_plan(folder) if (folder / PLAN).exists() else None
+    records = {name: _read_record(folder, name, problems) for name in _row_names(folder, plan)}
+    runs = [run for run in records.values() if run]
+    if not runs and plan is None:
+        raise RecordError("; ".join([f"{folder} holds no record", *problems]))
+    workload = plan.workload if plan else runs[0].workload
+    rows = {name: _row_of(name, run, plan, workload, folder) for name, run in records.items()}
+    rows |= {name: row for name, row in (ended or {}).items() if records.get(name) is None}
+    measured = [run for run in runs if run.environment is not None]
+    merged = Run(
+        command=plan.command if plan else "\n".join(dict.fromkeys(run.command for run in runs)),
+        started_at=plan.started_at if plan else min((r.started_at for r in runs if r.started_at), default=None),
+        environment=measured[0].environment if measured else None,
+        workload=workload,
+        steps=[row for name, row in rows.items() if not name.startswith("peers/")],
+        peers=[row for name, row in rows.items() if name.startswith("peers/")],
+    )
+    merged.problems = [*problems, *(p for run in runs for p in run.problems), *_machine_problems(measured)]
+    merged.roofs = _read_roofs(folder, merged.problems)
+    return merged
+
+
+def holds_only_the_merge(folder: Path) -> bool:
+    """Whether a folder has results.json but no file of a script: a recorded run, which must not be written again."""
+    return (folder / MERGED).exists() and not any(folder.glob("[0-9]_*.json")) and not (folder / PLAN).exists()
+
+
+def read_plan(folder: Path) -> Plan:
+    """The plan of a run folder. Raises RecordError."""
+    return convert(read_json(folder / PLAN), Plan, PLAN)
+
+
+def _row_names(folder: Path, plan: Plan | None) -> list[str]:
+    """Rows of the plan and of the folder: steps by name, then peers."""
+    steps = {path.stem for path in folder.glob("[0-9]_*.json")}
+    peers = {f"peers/{path.stem}" for path in folder.glob("peers/*.json")}
+    planned = set(plan.rows) if plan else set()
+    names = sorted(steps | peers | planned)
+    return [n for n in names if not n.startswith("peers/")] + [n for n in names if n.startswith("peers/")]
+
+
+def _read_record(folder: Path, name: str, problems: list[str]) -> Run | None:
+    """The record of one row; None where there is none or it cannot be read, which `problems` then says."""
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return None
+    try:
+        run = read_run(path)
+        if len(run.steps) == 1:
+            return run
+        problems.append(f"left out: {path.name} holds {len(run.steps)} rows where one belongs")
+    except RecordError as error:
+        problems.append(f"left out: {error}")
+    return None
+
+
+def _row_of(name: str, run: Run | None, plan: Plan | None, workload: Workload | None, folder: Path) -> Row:
+    step = name.removeprefix("peers/")
+    if run is None:
+        if (folder / f"{name}.json").exists():
+            return Row(step, status="failed", reason="its record cannot be read")
+        if plan and name in plan.left_out:
+            return Row(step, status="not run", reason="left out by --only")
+        began = (folder / f"{name}.log").exists()
+        what = "the run ended during this row" if began else "the run ended before this row"
+        return Row(step, status="interrupted" if began else "not run", reason=f"{what}: --resume {folder} finishes it")
+    if run.workload and workload and run.workload != workload:
+        differing = ", ".join(differing_fields(run.workload, workload))
+        return Row(step, status="failed", reason=f"ran a different workload than the other rows: {differing} differ")
+    return run.steps[0]
+
+
+def _machine_problems(runs: list[Run]) -> list[str]:
+    """Rows of one table must come from one machine, with the same software and the same code."""
+    problems = []
+    for name in SAME_IN_ALL_ROWS:
+        rows_of: dict[str, list[str]] = {}
+        for run in runs:
+            value = getattr(run.environment, name)
+            rows = rows_of.setdefault("none" if value in (None, {}) else str(value), [])
+            rows += [row.step for row in run.steps]
+        if len(rows_of) > 1:
+            listed = "; ".join(f"{value} in {', '.join(rows)}" for value, rows in sorted(rows_of.items()))
+            problems.append(f"rows differ in {name}: {listed}")
+    return problems
+
+
+def _read_roofs(folder: Path, problems: list[str]) -> Roofs | None:
+    """The roofs of a run folder. None without them: `problems` then says why, if they were tried."""
+    if not (folder / ROOFS).exists():
+        return None
+    try:
+        content = read_json(folder / ROOFS)
+        if isinstance(content, dict) and "failed" in content:
+            raise RecordError(str(content["failed"]))
+        return convert(content, Roofs, ROOFS)
+    except RecordError as error:
+        problems.append(f"no roofs: {error}")
+        return None
+
+
+def environment_of(run: Run) -> Environment:
+    """The run's environment; an empty one where no row left any."""
+    return run.environment or Environment(device="unknown machine", device_type="unknown")
