@@ -74,10 +74,12 @@ def main(args):
     with args.device:
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
+    # Scales the loss under FP16; under BF16 and FP32 it does nothing.
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
 
     def train_step(tokens, targets):
-        with torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp_dtype is not torch.float32):
+        amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.mixed_precision)
+        with amp:
             loss = model(tokens, targets)
         scaler.scale(loss).backward()
         scaler.step(optimizer)

@@ -14,6 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common import benchmark
 from common.model import GPT
 
+ATTENTION_KERNELS = [  # the fastest first
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
@@ -69,14 +76,12 @@ def main(args):
     with args.device:
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if args.compute_capability >= (9, 0):
-        backends.insert(0, SDPBackend.CUDNN_ATTENTION)  # the fastest kernel from Hopper on
+    # Scales the loss under FP16; under BF16 and FP32 it does nothing.
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
 
     def train_step(tokens, targets):
-        amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp_dtype is not torch.float32)
-        with amp, sdpa_kernel(backends, set_priority=True):
+        amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.mixed_precision)
+        with amp, sdpa_kernel(ATTENTION_KERNELS, set_priority=True):
             loss = model(tokens, targets)
         scaler.scale(loss).backward()
         scaler.step(optimizer)

@@ -75,8 +75,18 @@ class Arguments:
         return {"lr": self.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 
     @property
+    def mixed_precision(self) -> bool:
+        """Whether autocast has anything to do."""
+        return self.amp_dtype is not torch.float32
+
+    @property
     def compute_capability(self) -> tuple[int, int]:
         return hardware.compute_capability(self.device)
+
+    def require_gpu(self, what: str) -> None:
+        """Raises Skip on a CPU."""
+        if self.device.type != "cuda":
+            raise Skip(f"{what} needs an NVIDIA GPU")
 
     def require_multiples_of(self, unit: int, what: str, vocab: bool = True) -> None:
         """Raises Skip where the matrices that `what` multiplies have a dimension that `unit` does not divide.

@@ -24,11 +24,12 @@ import torch
 
 from common import data, flops, hardware, profile
 from common.arguments import FLAGS, Arguments, parse_args
-from common.errors import Skip, explain
+from common.cuda_graph import CapturedStep
+from common.errors import explain, optional
 from common.record import LeastBytes, Profile, Row, Run, Settings, Timing, describe_shape, write_run
 from common.text import one_line, portable_command, say
 
-__all__ = ["Arguments", "Skip", "launch", "one_line", "run"]
+__all__ = ["launch", "optional", "run"]
 
 TrainStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 PROFILED_STEPS = 3
@@ -109,6 +110,11 @@ def run(
     for k in range(args.warmup):
         progress.show("warm-up", k, args.warmup)
         losses.append(train_step(*batches[k]).detach().clone())
+    captured = isinstance(train_step, CapturedStep) and train_step.reason is None
+    if captured:
+        train_step.record(*batches[0])
+    elif args.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(args.device)
     hardware.synchronize(args.device)
     warmup_s = time.perf_counter() - started
 
@@ -122,11 +128,13 @@ def run(
     row.model_flops_per_s = flops.flops_per_step(args.config, args.batch_size) / row.timing.median_ms * 1e3
     row.bytes_per_step = LeastBytes(flops.least_bytes_per_step(args.config, args.batch_size), "analytic")
     progress.show("observing", 0, 1)
-    profile_note = observe(lambda: train_step(*spare), model, args, row)
+    notes = [note, observe(train_step, spare, model, args, row)]
     progress.clear()
-    row.settings.fp8_recipe = fp8_recipe
-    notes = [note or precision_note(row.settings, args), hardware.cudnn_note(args.device), profile_note]
-    row.note = "; ".join(filter(None, notes)) or None
+    row.settings.captured, row.settings.fp8_recipe = captured, fp8_recipe
+    notes.insert(1, hardware.cudnn_note(args.device))
+    if args.device.type == "cuda" and isinstance(train_step, CapturedStep):
+        notes.append(train_step.reason)
+    row.note = "; ".join(filter(None, [*notes, None if note else precision_note(row.settings, args)])) or None
     return row
 
 
@@ -161,7 +169,6 @@ def time_steps_cuda(train_step: TrainStep, batches: list, device: torch.device, 
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
     losses = []
-    torch.cuda.reset_peak_memory_stats(device)
     events[0].record()
     for k, batch in enumerate(batches):
         progress.show("timed", k, len(batches))
@@ -197,45 +204,45 @@ def timing_of(step_ms: list[float], warmup_s: float) -> Timing:
 # --- untimed steps --------------------------------------------------------------------------------
 
 
-def observe(step: Callable[[], torch.Tensor], model: torch.nn.Module, args: Arguments, row: Row) -> str | None:
+def observe(train_step: TrainStep, batch: tuple, model: torch.nn.Module, args: Arguments, row: Row) -> str | None:
     """Fill in `row` what untimed steps show: settings, host waits and, with --profile, the profile. Returns a note.
 
-    A profiler that fails costs what it would have shown, not the row.
+    Kernels, gaps and times are those of the timed step. Operators, host waits and backward nodes are those of a
+    launched one: a replay has none. A profiler that fails costs what it would have shown, not the row.
     """
-    row.host_syncs = profile.count_host_syncs(step) if args.device.type == "cuda" else None
+    notes, launched = [], train_step
+    if args.profile:
+        try:
+            row.profile = profile_step(lambda: train_step(*batch), row.timing.median_ms, args)
+        except Exception as error:  # whatever breaks in the profiler
+            notes.append(f"not profiled: {one_line(error)}")
+    if isinstance(train_step, CapturedStep):
+        train_step.release()
+        launched = train_step.launch
     try:
-        trace = profile.trace_step(step, args.device)
+        if args.device.type == "cuda":
+            row.host_syncs = profile.count_host_syncs(lambda: launched(*batch))
+        trace = profile.trace_step(lambda: launched(*batch), args.device)
         row.settings = profile.observed_settings(trace)
-    except Exception as error:  # whatever breaks in the profiler
-        row.settings = Settings(float32_matmul_precision=torch.get_float32_matmul_precision())
-        row.settings.unobserved = one_line(error)
-        return f"not profiled: {one_line(error)}" if args.profile else None
-    if not args.profile:
-        return None
-    try:
-        profile.write_chrome_trace(trace, profile.chrome_trace_path(args.output))
-        trace_note = None
+        if row.profile:
+            row.profile.host_syncs = row.host_syncs
+            row.profile.autograd_nodes_attention = profile.attention_autograd_nodes(model, lambda: launched(*batch))
+            profile.write_chrome_trace(trace, profile.chrome_trace_path(args.output))
     except OSError as error:
-        trace_note = f"no Chrome trace: {error.strerror or error}"
-    try:
-        row.profile = profile_step(step, model, row.timing.median_ms, args)
-        row.profile.host_syncs = row.host_syncs
+        notes.append(f"no Chrome trace: {error.strerror or error}")
     except Exception as error:
-        return f"not profiled: {one_line(error)}"
-    return trace_note
+        row.settings.float32_matmul_precision = torch.get_float32_matmul_precision()
+        row.settings.unobserved = one_line(error)
+        notes += [f"not profiled: {one_line(error)}"] if args.profile else []
+    return "; ".join(notes) or None
 
 
-def profile_step(step: Callable[[], torch.Tensor], model: torch.nn.Module, median_ms: float, args: Arguments):
-    """The record's profile, of PROFILED_STEPS steps."""
-    if args.device.type == "cuda":
-        measured = profile.profile_cuda(step, PROFILED_STEPS, median_ms, args.device)
-        measured.bound_by, measured.shares = profile.bound_by(measured, median_ms)
-    else:
-        measured = profile.profile_cpu(step, PROFILED_STEPS)
-    try:
-        measured.autograd_nodes_attention = profile.attention_autograd_nodes(model, step)
-    except (RuntimeError, AttributeError):  # a backward graph that cannot be walked: the times stand
-        measured.autograd_nodes_attention = None
+def profile_step(step: Callable[[], torch.Tensor], median_ms: float, args: Arguments) -> Profile:
+    """Time by kernel, of PROFILED_STEPS steps."""
+    if args.device.type == "cpu":
+        return profile.profile_cpu(step, PROFILED_STEPS)
+    measured = profile.profile_cuda(step, PROFILED_STEPS, median_ms, args.device)
+    measured.bound_by, measured.shares = profile.bound_by(measured, median_ms)
     return measured
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 import sys
+from types import ModuleType
 
 from common.text import one_line
 
@@ -20,6 +22,27 @@ OUT_OF_MEMORY = (
 
 class Skip(Exception):
     """Raised by a script that cannot run on this machine. The message is one line that says what to do."""
+
+
+class Missing:
+    """Stands for a module that cannot be imported: using it raises Skip."""
+
+    def __init__(self, reason: str):
+        self._reason = reason
+
+    def __getattr__(self, name: str):
+        raise Skip(self._reason)
+
+
+def optional(module: str, install: str) -> ModuleType | Missing:
+    """A module, or a stand-in whose use raises Skip with the reason and the `install` line.
+
+    A package that does not fit this torch or CUDA can fail in any way on import.
+    """
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        return Missing(f"{module.partition('.')[0]} does not import ({one_line(error, 150)}): {install}")
 
 
 def needs(*packages: str) -> None:
