@@ -1,9 +1,9 @@
-"""What all experiments share: arguments, timing, and results that render as tables and sentences.
+"""What all experiments share: arguments, timing, and results that print as tables and sentences.
 
-An experiment is a file of this folder with three parts: a docstring (the question as one sentence, the prediction by
-napkin math, the source, the run line), `add_arguments(parser)` for its own sizes, and `run(args) -> Result`.
-`args` holds what `common_arguments` and the experiment added; `device` is a torch.device that works, `dtype` a
-torch.dtype or None for the experiment's own choice, `iters` a number, and `quick` asks for smaller sizes.
+An experiment is a file of this folder with three parts. Its docstring has the question as one sentence, the prediction
+by simple arithmetic, the source, and the command. `add_arguments(parser)` adds its own sizes. `run(args)` returns a
+Result. In `args`, `device` is a torch.device that works, `dtype` is a torch.dtype or None for the experiment's own
+choice, `iters` is a number, and `quick` asks for smaller sizes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ ITERS, QUICK_ITERS = 50, 10
 
 
 class Refused(ValueError):
-    """The experiment cannot run as asked: one line that says why."""
+    """The experiment cannot run as asked; the message is one line."""
 
 
 @dataclass
 class Table:
-    """Rows of strings; `title` says what they are, with units in the headers."""
+    """Rows of strings. `title` describes them, and the headers have the units. No two headers are equal."""
 
     title: str
     headers: list[str]
@@ -50,11 +50,10 @@ class Table:
 
 @dataclass
 class Result:
-    """What an experiment found.
+    """The outcome of an experiment.
 
-    `sentences` are computed from the result and claim no more than it shows; `figures` are the raw numbers behind
-    tables and sentences, for JSON; `attachments` are files to write beside them: name -> text or bytes; `listings`
-    are code to show: title -> text.
+    `sentences` are computed from the figures and claim no more than these show. `figures` are the raw numbers behind
+    the tables, for JSON. `attachments` are files to write: name -> text or bytes. `listings` are code: title -> text.
     """
 
     tables: list[Table]
@@ -79,7 +78,7 @@ class Result:
 
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every experiment takes; `positive` above is the type of a size."""
+    """Add the options that every experiment has."""
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:N (default: auto)")
     parser.add_argument(
         "--dtype", choices=DTYPES, metavar="NAME", help=f"{', '.join(DTYPES)} (default: the experiment's own choice)"
@@ -87,14 +86,12 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--iters", type=positive, metavar="N", help=f"timed calls (default: {ITERS}; {QUICK_ITERS} with --quick)"
     )
-    parser.add_argument("--quick", action="store_true", help="smaller sizes: seconds, even on a small CPU")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the figures as JSON, and attachments beside it"
-    )
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, which take seconds even on a small CPU")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
 
 
 def default_size(args: argparse.Namespace, quick: int, cpu: int, gpu: int) -> int:
-    """A size for this device; a GPU takes its own even in quick form, because less would time only launches."""
+    """A size for this device. A GPU keeps its size in quick form, because smaller ones would time only launches."""
     return gpu if args.device.type == "cuda" else quick if args.quick else cpu
 
 
@@ -107,14 +104,14 @@ def ms(seconds: float) -> str:
 
 
 def seconds(function: Callable[[], object], iters: int) -> float:
-    """Median of five measurements of the seconds of one call, the GPU's work included; `iters` calls in all."""
+    """The seconds of one call with the GPU's work: the median of five measurements, `iters` calls together."""
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-    timer.timeit(1)  # warm-up: compilation, allocation
+    timer.timeit(1)  # the first call compiles and allocates
     return statistics.median(timer.timeit(max(1, iters // 5)).median for _ in range(5))
 
 
 def launches(function: Callable[[], object], device: torch.device) -> int:
-    """Kernels that one call launches on a GPU, as the profiler saw them; on a CPU, operators not inside another."""
+    """How many kernels one call launches on a GPU. On a CPU, how many operators it calls that no operator calls."""
     trace = profile.trace_step(function, device)
     if device.type == "cuda":
         return len(trace.kernels)
@@ -127,7 +124,7 @@ def launches(function: Callable[[], object], device: torch.device) -> int:
 
 
 def extra_peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """The most bytes of tensors that one `step` holds at a time, beyond those that were there before."""
+    """The most bytes that the tensors of one `step` take at any moment. Tensors from before it do not count."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -144,7 +141,7 @@ def extra_peak_bytes(step: Callable[[], object], device: torch.device) -> int:
 
 
 def plot(name: str, draw: Callable[[Axes], None]) -> dict[str, str]:
-    """The attachment `name`, an SVG that `draw` filled; none where matplotlib is not installed."""
+    """An SVG that `draw` fills, as the attachment `name`; no attachment where matplotlib is not installed."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -153,6 +150,6 @@ def plot(name: str, draw: Callable[[Axes], None]) -> dict[str, str]:
     figure = Figure(figsize=(8, 5), layout="constrained")
     draw(figure.add_subplot())
     text = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):  # text as text; the same file each time
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):  # searchable text, same bytes each time
         figure.savefig(text, format="svg", metadata={"Date": None})
     return {name: text.getvalue()}
