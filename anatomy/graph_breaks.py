@@ -109,12 +109,8 @@ def timed(function, x: torch.Tensor, args: argparse.Namespace) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--n", type=positive, help="numbers in the input (default 2^26 on a GPU, 2^22 on a CPU, quick 2^20)"
-    )
-    parser.add_argument(
-        "--backend", choices=BACKENDS, default=BACKENDS[0], help="backend of torch.compile (default inductor)"
-    )
+    parser.add_argument("--n", type=positive, help="numbers in the input (default: GPU 2^26, CPU 2^22, quick 2^20)")
+    parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="of torch.compile (default: inductor)")
 
 
 def run(args: argparse.Namespace) -> Result:

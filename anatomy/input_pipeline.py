@@ -67,9 +67,7 @@ def ms_per_batch(step, dataset: Waiting, device: torch.device, skip: int, **load
     """Milliseconds a batch. The first `skip` batches do not count: they start the workers and fill the queue."""
     pinned = loader["pin_memory"]
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="This DataLoader will create"
-        )  # workers that wait may outnumber the cores
+        warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores
         batches = iter(DataLoader(dataset, batch_size=None, **loader))
     for _ in range(skip):
         step(next(batches).to(device))
