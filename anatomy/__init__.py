@@ -1,5 +1,5 @@
-"""Small experiments that show why each step helps: python -m anatomy."""
+"""Small experiments that show why each step of the ladder is faster: python -m anatomy."""
 
 from common.errors import needs
 
-needs("torch", "tabulate")  # one line in place of a traceback, whichever command of this package is run
+needs("torch", "tabulate")  # one line instead of a traceback

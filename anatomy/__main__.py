@@ -1,11 +1,9 @@
 """Small experiments that show why each step helps.
 
-python -m anatomy                   what there is
-python -m anatomy NAME [ARGUMENT]   one experiment: tables, then sentences; --help has its sizes
-python -m anatomy all               all of them, in quick form, as JSON and Markdown under results/
+python -m anatomy                   lists the experiments
+python -m anatomy NAME [ARGUMENT]   runs one: it prints tables, then sentences. --help has its prediction and sizes
+python -m anatomy all               runs all of them in quick form and writes JSON and Markdown under results/
 """
-
-from __future__ import annotations
 
 import ast
 import datetime
@@ -31,7 +29,7 @@ INDEX_TITLE = "# Anatomy on "
 
 
 def experiments(folder: Path = HERE) -> dict[str, str]:
-    """Name -> question of every file with `add_arguments` and `run`. Files are read, not imported."""
+    """Name -> question of every file with `add_arguments` and `run`. This reads the files and imports none."""
     questions = {}
     for path in sorted(folder.glob("*.py")):
         tree = ast.parse(path.read_text())
@@ -49,7 +47,7 @@ def module_name(name: str) -> str:
 
 
 def run_one(name: str, argv: list[str]) -> int:
-    """Run one experiment and print it. The exit code is 0, 1 for a failure, 2 for what cannot run as asked."""
+    """Run one experiment and print it. Returns 0, or 1 after a failure; exits with 2 if it cannot run as asked."""
     import torch
 
     from anatomy import experiment
@@ -68,11 +66,11 @@ def run_one(name: str, argv: list[str]) -> int:
         args.iters = args.iters or (experiment.QUICK_ITERS if args.quick else experiment.ITERS)
         if args.output:
             check_output(args.output)
-        torch.set_float32_matmul_precision("highest")  # FP32 means FP32, also in containers that set TF32
+        torch.set_float32_matmul_precision("highest")  # some containers set TF32
         result = module.run(args)
     except (experiment.Refused, hardware.DeviceError, OutputError) as error:
         parser.error(one_line(error))
-    except Exception as error:  # what torch.compile and CUDA raise has no common class
+    except Exception as error:  # the errors of torch.compile and CUDA have no common class
         if tool := missing_tool(error):
             parser.error(tool)
         return report_failure(parser.prog, error)
@@ -91,12 +89,12 @@ def run_one(name: str, argv: list[str]) -> int:
         except OSError as error:
             parser.exit(1, f"{parser.prog}: error: cannot write --output: {error.strerror or error}\n")
     elif result.attachments:
-        print(f"\nWith --output FILE it also writes {', '.join(result.attachments)}.")
+        print(f"\n--output FILE also writes {', '.join(result.attachments)}.")
     return 0
 
 
 class OutputError(ValueError):
-    """--output cannot be written; the message is one line."""
+    """The file of --output cannot be written; the message is one line."""
 
 
 def check_output(path: Path) -> None:
@@ -120,7 +118,7 @@ def write_result(path: Path, record: dict, result) -> None:
 
 
 def report_failure(prog: str, error: Exception) -> int:
-    """Print where it went wrong, for whoever wants to mend it, and the reason as the last line."""
+    """Print the traceback, and the reason as the last line."""
     if is_out_of_memory(error):
         sys.stderr.write(f"{prog}: error: out of memory: pass smaller sizes (--help lists them), or --quick\n")
     else:
@@ -136,12 +134,12 @@ def resolve_device(name: str):
 
     device = hardware.resolve_device(name)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton and torch.utils.benchmark mean the current one
+        torch.cuda.set_device(device)  # Triton and torch.utils.benchmark use the current device
     return device
 
 
 def refuse_missing_dtype(dtype, device) -> None:
-    """Raises Refused for a format that a GPU cannot multiply."""
+    """Raises Refused for a number format that the GPU cannot multiply."""
     import torch
 
     from anatomy.experiment import Refused
@@ -159,16 +157,18 @@ def utc_now() -> str:
 
 
 def run_all(argv: list[str]) -> int:
-    """Every experiment in a process of its own, then the index; exit code 1 where one gave no result."""
+    """Run every experiment in its own process and write the index. Returns 1 if one gave no result."""
     from common import hardware
 
     parser = OneLineParser(prog="python -m anatomy all", description="All experiments.")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:N (default: auto)")
     parser.add_argument("--iters", type=positive_int, metavar="N", help="timed calls (default: each experiment's own)")
-    parser.add_argument("--full", action="store_true", help="full sizes instead of the quick ones")
+    parser.add_argument("--full", action="store_true", help="use the full sizes instead of the quick ones")
     parser.add_argument("--limit", type=positive_int, default=LIMIT_S, metavar="S",
-                        help=f"seconds each may take (default: {LIMIT_S})")  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="(default: results/anatomy-<UTC time>)")
+                        help=f"seconds that an experiment may take (default: {LIMIT_S})")  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="folder for the results (default: results/anatomy-<UTC time>)"
+    )
     args = parser.parse_args(argv)
     stop = process.Stop()
     try:
@@ -184,12 +184,12 @@ def run_all(argv: list[str]) -> int:
     outcomes = {}
     for name, question in experiments().items():
         if stop.requests:
-            sys.stderr.write("python -m anatomy all: interrupted; what was finished is kept\n")
+            sys.stderr.write("python -m anatomy all: interrupted; finished experiments are kept\n")
             return 130
         print(f"{name}: {question}", flush=True)
         outcomes[name] = run_child(child_command(name, shared, folder), name, folder, args.limit, stop, environment)
         print(f"  {outcomes[name]['reason'] or 'ok'}, {outcomes[name]['seconds']:.0f} s", flush=True)
-        (folder / "anatomy.md").write_text(index(outcomes, hardware.device_name(device)))  # after each one
+        (folder / "anatomy.md").write_text(index(outcomes, hardware.device_name(device)))  # after every experiment
     print(f"\n{folder / 'anatomy.md'}")
     return int(any(outcome["reason"] for outcome in outcomes.values()))
 
@@ -203,7 +203,7 @@ def new_folder(parent: Path) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Make it. Raises ValueError for one that holds what this command did not write, OSError where it cannot write."""
+    """Make the folder. Raises ValueError if it holds other files, and OSError if nothing can be written to it."""
     folder.mkdir(parents=True, exist_ok=True)
     index_page = folder / "anatomy.md"
     ours = index_page.is_file() and index_page.read_text(errors="replace").startswith(INDEX_TITLE)
@@ -218,7 +218,7 @@ def child_command(name: str, shared: list[str], folder: Path) -> list[str]:
 
 
 def run_child(command: list[str], name: str, folder: Path, limit_s: int, stop: process.Stop, environment: dict) -> dict:
-    """`reason` (None where it gave a result), `seconds`, `record`; writes NAME.json, NAME.md and NAME.log."""
+    """Returns `reason` (None after success), `record` and `seconds`. Writes NAME.json, NAME.md and NAME.log."""
     output, log = folder / f"{name}.json", folder / f"{name}.log"
     output.unlink(missing_ok=True)
     log.unlink(missing_ok=True)
@@ -228,20 +228,20 @@ def run_child(command: list[str], name: str, folder: Path, limit_s: int, stop: p
         if ended.code == 0:
             record = json.loads(output.read_text())
     except (OSError, ValueError) as error:
-        reason = f"failed: wrote no record ({type(error).__name__})"
+        reason = f"failed: it wrote no record ({type(error).__name__})"
     if ended.code:
-        status, why = process.describe(ended, limit_s, log)
+        status, cause = process.describe(ended, limit_s, log)
         if ended.code > 0 and not (ended.timed_out or ended.stopped):
-            said = process.last_line(log)
-            why = said.partition("error: ")[2] or said or "it gave no reason"
+            last_line = process.last_line(log)
+            cause = last_line.partition("error: ")[2] or last_line or "it gave no reason"
             status = "cannot run" if ended.code == 2 else "failed"
-        reason = f"{status}: {why}"
+        reason = f"{status}: {cause}"
     (folder / f"{name}.md").write_text(page(record) if record else f"# {name}\n\nNo result: {reason}\n")
     return {"reason": reason, "record": record, "seconds": ended.seconds}
 
 
 def page(record: dict) -> str:
-    """One experiment as Markdown."""
+    """The Markdown page of one experiment."""
     from anatomy.experiment import Result, Table
 
     result = Result([Table(**table) for table in record["tables"]], record["sentences"], record["figures"])
@@ -255,15 +255,11 @@ def page(record: dict) -> str:
 
 
 def index(outcomes: dict[str, dict], device: str) -> str:
-    """anatomy.md: which experiments gave a result, and what each of them says."""
+    """The text of anatomy.md: which experiments gave a result, and their sentences."""
     questions = experiments()
     rows = [
-        {
-            "experiment": f"[{name}]({name}.md)",
-            "question": questions.get(name, ""),
-            "outcome": outcome["reason"] or "ok",
-        }
-        | {"seconds": f"{outcome['seconds']:.0f}"}
+        {"experiment": f"[{name}]({name}.md)", "question": questions.get(name, "")}
+        | {"outcome": outcome["reason"] or "ok", "seconds": f"{outcome['seconds']:.0f}"}
         for name, outcome in outcomes.items()
     ]
     parts = [

@@ -17,8 +17,6 @@ Source: Dao et al., FlashAttention (2022), section 3; FlashAttention-2 (2023), s
 Run:    python -m anatomy attention --lengths 256 1024 4096 16384 --batch 1 --nhead 16 --head-dim 128
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import warnings

@@ -6,8 +6,6 @@ The program runs forward and backward in BF16. Nsight Compute (ncu) counts the b
 it may read them. The table also has the least bytes that the kernels must move, which is arithmetic.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import shutil

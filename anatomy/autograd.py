@@ -13,8 +13,6 @@ Source: PyTorch's notes on autograd mechanics (saved tensors); Dao et al., 2022,
 Run:    python -m anatomy autograd [--batch B] [--seq T] [--dmodel C] [--nhead H] [--picture]
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shutil

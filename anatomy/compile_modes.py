@@ -12,8 +12,6 @@ Source: the documentation of torch.compile (modes, dynamic) and of CUDA graphs.
 Run:    python -m anatomy compile-modes [--modes MODE ...] [--layers N] [--batch B] [--dmodel C] [--lengths N]
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -19,8 +19,6 @@ Source: the PyTorch documentation on tensor views and strides; the rest is arith
 Run:    python -m anatomy contiguity --m 4096 --n 4096 --k 4096
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch

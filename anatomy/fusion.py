@@ -16,8 +16,6 @@ Source: the PyTorch documentation of torch.compile; Ansel et al., PyTorch 2 (ASP
 Run:    python -m anatomy fusion --numbers 67108864 --edge 4096
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable

@@ -13,8 +13,6 @@ Source: PyTorch's programming model of torch.compile (graph breaks); the bytes a
 Run:    python -m anatomy graph-breaks [--n N] [--backend inductor|aot_eager|eager]
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import logging

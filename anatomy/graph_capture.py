@@ -13,8 +13,6 @@ Source: the documentation of torch.jit.trace, torch.jit.script, torch.fx (limits
 Run:    python -m anatomy graph-capture [--n N]
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import logging

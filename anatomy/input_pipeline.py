@@ -13,8 +13,6 @@ Source: arithmetic of a pipeline; the documentation of torch.utils.data.DataLoad
 Run:    python -m anatomy input-pipeline [--load MS] [--step MS] [--batches N] [--rows N]
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

@@ -11,8 +11,6 @@ Source: the sizes of caches as the device or the operating system states them; t
 Run:    python -m anatomy memory-hierarchy --smallest 1 --largest 1024
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from functools import partial

@@ -17,8 +17,6 @@ Source: Micikevicius et al., Mixed Precision Training (2017) and FP8 Formats for
 Run:    python -m anatomy precision --size 4096
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 

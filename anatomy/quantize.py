@@ -4,8 +4,6 @@ Each recipe takes a tensor and the largest magnitude of earlier tensors. It retu
 restore the tensor: x = numbers * scales.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -16,8 +16,6 @@ Source: Williams, Waterman, Patterson, Roofline (CACM 2009).
 Run:    python -m anatomy roofline --numbers 67108864 --edges 256 1024 4096 --length 2048
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 
