@@ -58,17 +58,21 @@ def run_one(name: str, argv: list[str]) -> int:
     module.add_arguments(parser.add_argument_group("sizes"))
     experiment.common_arguments(parser.add_argument_group("run"))
     args = parser.parse_args(argv)
-    started, started_at = time.monotonic(), utc_now()
+    started = time.monotonic()
+    started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    try:
+        if args.output:
+            check_writable(args.output, "experiment")
+    except ValueError as error:
+        parser.error(one_line(error))
     try:
         args.device = resolve_device(args.device)
         args.dtype = experiment.DTYPES[args.dtype] if args.dtype else None
         refuse_missing_dtype(args.dtype, args.device)
         args.iters = args.iters or (experiment.QUICK_ITERS if args.quick else experiment.ITERS)
-        if args.output:
-            check_output(args.output)
         torch.set_float32_matmul_precision("highest")  # some containers set TF32
         result = module.run(args)
-    except (experiment.Refused, hardware.DeviceError, OutputError) as error:
+    except (experiment.Refused, hardware.DeviceError) as error:
         parser.error(one_line(error))
     except Exception as error:  # the errors of torch.compile and CUDA have no common class
         if tool := missing_tool(error):
@@ -93,21 +97,9 @@ def run_one(name: str, argv: list[str]) -> int:
     return 0
 
 
-class OutputError(ValueError):
-    """The file of --output cannot be written; the message is one line."""
-
-
-def check_output(path: Path) -> None:
-    """Raises OutputError where the record cannot become `path`."""
-    try:
-        check_writable(path, "experiment")
-    except ValueError as error:
-        raise OutputError(error) from None
-
-
 def write_result(path: Path, record: dict, result) -> None:
     """Write the record, and its attachments in a folder beside it: d/x.json has d/x/. Raises OSError."""
-    attachments = path.with_suffix("")
+    attachments = path.with_suffix("") if path.suffix else path.with_name(f"{path.name}-files")
     record |= result.record()
     record["attachments"] = [f"{attachments.name}/{name}" for name in result.attachments]
     if result.attachments:
@@ -149,10 +141,6 @@ def refuse_missing_dtype(dtype, device) -> None:
         raise Refused("--dtype bfloat16 needs an Ampere GPU or newer; this one multiplies float16")
 
 
-def utc_now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
 # --- all of them ----------------------------------------------------------------------------------
 
 
@@ -166,9 +154,7 @@ def run_all(argv: list[str]) -> int:
     parser.add_argument("--full", action="store_true", help="use the full sizes instead of the quick ones")
     parser.add_argument("--limit", type=positive_int, default=LIMIT_S, metavar="S",
                         help=f"seconds that an experiment may take (default: {LIMIT_S})")  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="folder for the results (default: results/anatomy-<UTC time>)"
-    )
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: results/anatomy-<UTC time>")
     args = parser.parse_args(argv)
     stop = process.Stop()
     try:
@@ -183,21 +169,20 @@ def run_all(argv: list[str]) -> int:
     stop.listen()
     outcomes = {}
     for name, question in experiments().items():
-        if stop.requests:
-            sys.stderr.write("python -m anatomy all: interrupted; finished experiments are kept\n")
-            return 130
         print(f"{name}: {question}", flush=True)
         outcomes[name] = run_child(child_command(name, shared, folder), name, folder, args.limit, stop, environment)
         print(f"  {outcomes[name]['reason'] or 'ok'}, {outcomes[name]['seconds']:.0f} s", flush=True)
         (folder / "anatomy.md").write_text(index(outcomes, hardware.device_name(device)))  # after every experiment
+        if stop.requests:
+            sys.stderr.write("python -m anatomy all: interrupted; finished experiments are kept\n")
+            return 130
     print(f"\n{folder / 'anatomy.md'}")
     return int(any(outcome["reason"] for outcome in outcomes.values()))
 
 
 def new_folder(parent: Path) -> Path:
     parent.mkdir(exist_ok=True)
-    started = datetime.datetime.now(datetime.timezone.utc)
-    folder = Path(tempfile.mkdtemp(dir=parent, prefix=f"anatomy-{started:%Y%m%d-%H%M%S}-"))
+    folder = Path(tempfile.mkdtemp(dir=parent, prefix=time.strftime("anatomy-%Y%m%d-%H%M%S-", time.gmtime())))
     folder.chmod(0o755)
     return folder
 

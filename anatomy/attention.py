@@ -121,10 +121,8 @@ def count(device: torch.device) -> dict:
         return {"said": "Only a GPU counts its DRAM bytes. The table has the least bytes that must move."}
     torch.cuda.empty_cache()  # the counted run is another process and needs memory, too
     try:
-        pairs = {
-            which: (analytic_attention_bytes(which, *COUNTED), count_attention_bytes(which, COUNTED))
-            for which in ("by hand", "fused")
-        }
+        pairs = {which: (analytic_attention_bytes(which, *COUNTED), count_attention_bytes(which, COUNTED))
+                 for which in ("by hand", "fused")}  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         return {"said": f"The DRAM counters could not be read: {one_line(error)}."}
     ratio = pairs["by hand"][1] / pairs["fused"][1]

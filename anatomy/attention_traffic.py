@@ -68,15 +68,11 @@ def count_attention_bytes(which: str, shape: tuple[int, int, int, int]) -> int:
     done = subprocess.run([*counting, *worker], capture_output=True, text=True, timeout=600)
     rows = csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"'))
     units = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
-    counted = [
-        float(r["Metric Value"].replace(",", "")) * units[r["Metric Unit"]]
-        for r in rows
-        if r["Metric Name"] in COUNTERS
-    ]
-    if not counted:
+    counts = [row for row in rows if row["Metric Name"] in COUNTERS]
+    if not counts:
         errors = [line for line in (done.stdout + done.stderr).splitlines() if "ERR" in line or "rror" in line]
         raise OSError(errors[0].strip("= ") if errors else f"ncu ended with exit code {done.returncode}, no counters")
-    return round(sum(counted))
+    return round(sum(float(row["Metric Value"].replace(",", "")) * units[row["Metric Unit"]] for row in counts))
 
 
 def run_attention(which: str, shape: tuple[int, int, int, int], device: torch.device) -> None:
@@ -102,10 +98,7 @@ def gigabytes(n_bytes: int | None) -> str:
 
 
 def main() -> None:
-    parser = OneLineParser(
-        prog="python -m anatomy.attention_traffic",
-        description=__doc__,
-    )
+    parser = OneLineParser(prog="python -m anatomy.attention_traffic", description=__doc__)
     parser.add_argument("--shape", type=int, nargs=4, default=(8, 16, 2048, 128), metavar=("B", "H", "T", "D"))
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
     parser.add_argument("--count", choices=ATTENTIONS, help=argparse.SUPPRESS)  # for the process that ncu starts

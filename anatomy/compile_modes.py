@@ -89,9 +89,7 @@ def megabytes(result: dict) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--modes", nargs="+", choices=MODES, help="modes to time (default: all; quick on a CPU: default)"
-    )
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="modes (default: all; quick on a CPU: default)")
     parser.add_argument("--layers", type=positive, help="blocks (default 8 on a GPU, 2 on a CPU, 1 in quick form)")
     parser.add_argument("--batch", type=positive, default=256, help="rows of the input (default 256)")
     parser.add_argument("--dmodel", type=positive, default=256, help="channels (default 256)")

@@ -79,11 +79,8 @@ def run(args: argparse.Namespace) -> Result:
     title = f"A ({M}, {K}) input, contiguous and as a transposed view; matrix product with ({K}, {N}); {dtype}"
     shared = view.data_ptr() == stored.data_ptr()
     shape = {"m": M, "n": N, "k": K, "copy_bytes": 2 * M * K * dtype.itemsize}  # read and written
-    return Result(
-        [Table(title, headers, rows)],
-        sentences(figures, shared),
-        shape | {"view_shares_memory": shared, "operations": figures},
-    )
+    shape |= {"view_shares_memory": shared, "operations": figures}
+    return Result([Table(title, headers, rows)], sentences(figures, shared), shape)
 
 
 def sentences(figures: dict, shared: bool) -> list[str]:

@@ -68,24 +68,16 @@ class Result:
         return "\n\n".join([*parts, "\n".join(f"- {sentence}" for sentence in self.sentences)])
 
     def record(self) -> dict:
-        return {
-            "tables": [asdict(table) for table in self.tables],
-            "sentences": self.sentences,
-            "figures": self.figures,
-            "attachments": list(self.attachments),
-            "listings": self.listings,
-        }
+        return vars(self) | {"tables": list(map(asdict, self.tables)), "attachments": list(self.attachments)}
 
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that every experiment has."""
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:N (default: auto)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, metavar="NAME", help=f"{', '.join(DTYPES)} (default: the experiment's own choice)"
-    )
-    parser.add_argument(
-        "--iters", type=positive, metavar="N", help=f"timed calls (default: {ITERS}; {QUICK_ITERS} with --quick)"
-    )
+    dtypes = f"{', '.join(DTYPES)} (default: the experiment's own choice)"
+    parser.add_argument("--dtype", choices=DTYPES, metavar="NAME", help=dtypes)
+    iters = f"timed calls (default: {ITERS}; {QUICK_ITERS} with --quick)"
+    parser.add_argument("--iters", type=positive, metavar="N", help=iters)
     parser.add_argument("--quick", action="store_true", help="smaller sizes, which take seconds even on a small CPU")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
 
@@ -133,9 +125,8 @@ def extra_peak_bytes(step: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    events = [
-        event for kind in profile.chrome_trace(profiler)[1].values() for event in kind if event["name"] == "[memory]"
-    ]
+    by_kind = profile.chrome_trace(profiler)[1].values()
+    events = [event for events in by_kind for event in events if event["name"] == "[memory]"]
     changes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
     return max(itertools.accumulate(changes), default=0)
 

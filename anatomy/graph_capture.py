@@ -17,8 +17,9 @@ import argparse
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 
 import torch
 import torch.fx
@@ -47,12 +48,12 @@ class BranchingByCond(nn.Module):
 
 def by_trace(x: torch.Tensor) -> tuple[Callable, Callable]:
     traced = torch.jit.trace(Branching(), x, check_trace=False)
-    return traced, lambda: sides(kind for kind in JIT_SIDES if traced.inlined_graph.findAllNodes(kind))
+    return traced, lambda: sides(traced.inlined_graph)
 
 
 def by_script(x: torch.Tensor) -> tuple[Callable, Callable]:
     scripted = torch.jit.script(Branching())
-    return scripted, lambda: sides(kind for kind in JIT_SIDES if scripted.inlined_graph.findAllNodes(kind))
+    return scripted, lambda: sides(scripted.inlined_graph)
 
 
 def by_fx(x: torch.Tensor) -> tuple[Callable, Callable]:
@@ -72,12 +73,8 @@ def by_export(x: torch.Tensor, model: type[nn.Module] = Branching) -> tuple[Call
     return exported.module(), lambda: f"1 graph, {len(inside) - 1} inside it"
 
 
-def by_export_of_cond(x: torch.Tensor) -> tuple[Callable, Callable]:
-    return by_export(x, BranchingByCond)
-
-
-def sides(kinds: Iterable[str]) -> str:
-    captured = list(kinds)
+def sides(graph: torch.Graph) -> str:
+    captured = [kind for kind in JIT_SIDES if graph.findAllNodes(kind)]
     return f"1 graph, {len(captured)} of 2 sides ({', '.join(captured)})"
 
 
@@ -88,7 +85,7 @@ TOOLS = {  # tool -> (capture; predictions: the graphs, right on the side shown,
     "torch.fx.symbolic_trace": (by_fx, "refuses", None, None),
     "torch.compile (Dynamo)": (by_dynamo, "3 graphs", True, True),
     "torch.export": (by_export, "refuses", None, None),
-    "torch.export of torch.cond": (by_export_of_cond, "1 graph, 2 inside it", True, True),
+    "torch.export of torch.cond": (partial(by_export, model=BranchingByCond), "1 graph, 2 inside it", True, True),
 }
 VERDICT = {True: "right", False: "WRONG", None: "-"}
 

@@ -115,9 +115,7 @@ def sentences(copies: list[dict], levels: dict[str, int]) -> list[str]:
     best = {}
     for row in kept:
         best[row["level"]] = max(best.get(row["level"], 0), row["bytes_per_s"])
-    lines = [
-        "The fastest copy by level: " + ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in best.items()) + "."
-    ]
+    lines = [f"The fastest copy by level: {', '.join(f'{name} {rate / 1e9:.0f} GB/s' for name, rate in best.items())}."]
     rates = list(best.values())
     if len(rates) > 1:
         falls = all(upper > lower for upper, lower in pairwise(rates))

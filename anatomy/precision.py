@@ -37,10 +37,8 @@ OUTLIER = 1e5  # the standard deviation of the other numbers is 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    size = (
-        "edge of the matrices, a multiple of 128 (default: 4096 on a GPU, 512 on a CPU). With --dtype only that format"
-    )
-    parser.add_argument("--size", type=positive, metavar="N", help=size + " and FP32 run.")
+    size = "edge of the matrices, a multiple of 128 (default: 4096 on a GPU, 512 on a CPU)"
+    parser.add_argument("--size", type=positive, metavar="N", help=size + ". With --dtype only it and FP32 run.")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -62,18 +60,9 @@ def tables(size: int, products: dict, ranges: dict, quantization: dict) -> list[
     for name, row in quantization["recipes"].items():
         errors = [f"{row[key]:.2%}" for key in ("error", "elsewhere", "outlier")]
         recipe_rows.append([name, us(row["seconds"]), us(row["predicted_s"]), *errors])
-    becomes = [
-        [name, *row["becomes"].values(), ", ".join(row["predicted_lost"]) or "-"] for name, row in ranges.items()
-    ]
+    becomes = [[name, *r["becomes"].values(), ", ".join(r["predicted_lost"]) or "-"] for name, r in ranges.items()]
     headers = ["format", "TFLOP/s", "MB of A, B, C", "error", "predicted error"]
-    recipe_headers = [
-        "recipe",
-        "us",
-        "predicted us",
-        "error",
-        "error in rows without the outlier",
-        "error of the outlier",
-    ]
+    recipe_headers = ["recipe", "us", "predicted us", "error", "error in rows without outlier", "error of the outlier"]
     title = f"A {quantization['shape']} BF16 tensor to FP8 E4M3, {quantization['how']}; the outlier is {OUTLIER:g}"
     return [
         Table(f"({size}, {size}) products; error relative to FP64 (Frobenius norm)", headers, product_rows),

@@ -108,9 +108,8 @@ def draw(results: dict, bandwidth: float, ceilings: dict, axes) -> None:
     ends = [min(intensities) / 2, max(*intensities, *(2 * rate / bandwidth for rate in ceilings.values() if rate)) * 2]
     for precision, rate in ceilings.items():
         if rate:  # the roof rises to the ridge and is level from there
-            axes.plot(
-                [ends[0], rate / bandwidth, ends[1]], [ends[0] * bandwidth, rate, rate], label=f"{precision} roof"
-            )
+            roof = [ends[0], rate / bandwidth, ends[1]], [ends[0] * bandwidth, rate, rate]
+            axes.plot(*roof, label=f"{precision} roof")
     for name, row in results.items():
         point = (row["intensity"], row["flops"] / row["seconds"])
         axes.plot(*point, "ko")

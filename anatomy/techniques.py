@@ -105,9 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=positive, help="transformer blocks (default 6; 4 on a CPU)")
     parser.add_argument("--batch", type=positive, help="sequences in a batch (default 8)", default=8)
     parser.add_argument("--seq", type=positive, help="tokens in a sequence (default: GPU 1024, CPU 256, quick 128)")
-    parser.add_argument(
-        "--dmodel", type=positive, help="channels, in heads of 64 or one head (default: GPU 1024, CPU 128)"
-    )
+    parser.add_argument("--dmodel", type=positive, help="channels, in heads of 64 or one (default: GPU 1024, CPU 128)")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -129,10 +127,8 @@ def run(args: argparse.Namespace) -> Result:
         rows.append([name, reason, claimed[0], shown[0], claimed[1] if memory else "-", *shown[1:]])
     measured = {name: cell["holds"] for name, cell in cells.items() if "holds" in cell}
     broken = ", ".join(name for name, holds in measured.items() if not holds) or "none"
-    sentences.insert(
-        0, f"{sum(measured.values())} of {len(measured)} claims hold at these sizes. These do not: {broken}."
-    )
+    sentences.insert(0, f"{sum(measured.values())} of {len(measured)} claims hold here. These do not: {broken}.")
     headers = ["technique", "reason", "speed claimed", "speed", "memory claimed", "memory", "claim"]
-    rule = "a claim holds from its lower speed upward and up to its upper memory"
+    rule = "a claim holds from its lower speed and up to its upper memory"
     table = Table(f"Ratios to the plain form, batch {args.batch}, length {T}, {C} channels; {rule}", headers, rows)
     return Result([table], sentences, {"techniques": cells})
