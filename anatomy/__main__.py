@@ -154,7 +154,7 @@ def run_all(argv: list[str]) -> int:
     parser.add_argument("--full", action="store_true", help="use the full sizes instead of the quick ones")
     parser.add_argument("--limit", type=positive_int, default=LIMIT_S, metavar="S",
                         help=f"seconds that an experiment may take (default: {LIMIT_S})")  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: results/anatomy-<UTC time>")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder (default: results/anatomy-<UTC time>)")
     args = parser.parse_args(argv)
     stop = process.Stop()
     try:

@@ -134,7 +134,7 @@ def sentences(figures: dict, gpu: bool) -> list[str]:
         f".item() took {us(empty)} us with an empty queue and {us(large)} us after a large kernel of "
         f"{us(figures['large_kernel_s'])} us"
         + ("." if gpu else ". A CPU has finished that kernel before it goes on, so `.item()` waits for nothing."),
-        f"After the large kernel these operations are not within {TOLERANCE:g}x of their prediction: {', '.join(missed)}."
+        f"After the large kernel these are not within {TOLERANCE:g}x of their prediction: {', '.join(missed)}."
         if missed
         else f"After the large kernel every operation is within {TOLERANCE:g}x of its prediction.",
         f"In the loop .item() makes an iteration {us(item_s)} us longer ({us(empty)} us predicted). The loop takes "

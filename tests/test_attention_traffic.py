@@ -12,8 +12,8 @@ def test_without_counters_the_analytic_bytes_stand(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(attention_traffic.shutil, "which", lambda _: None)
     monkeypatch.setattr(attention_traffic.sys, "argv", ["x", "--output", str(tmp_path / "x.json")])
     attention_traffic.main()
-    said = capsys.readouterr().out
-    assert "ncu) is not installed" in said and "43.75" in said
+    printed = capsys.readouterr().out
+    assert "ncu) is not installed" in printed and "43.75" in printed
     written = json.loads((tmp_path / "x.json").read_text())
     assert written["bytes"]["by hand"] == {"analytic": 43_754_979_328, "counters": None}
 
