@@ -217,8 +217,9 @@ def run_child(command: list[str], name: str, folder: Path, limit_s: int, stop: p
     if ended.code:
         status, cause = process.describe(ended, limit_s, log)
         if ended.code > 0 and not (ended.timed_out or ended.stopped):
-            last_line = process.last_line(log)
-            cause = last_line.partition("error: ")[2] or last_line or "it gave no reason"
+            lines = log.read_text(errors="replace").splitlines()  # what went to stdout may come after the error
+            errors = [line.partition("error: ")[2] for line in lines if line.startswith("python -m anatomy ")]
+            cause = one_line((errors or lines or ["it gave no reason"])[-1])
             status = "cannot run" if ended.code == 2 else "failed"
         reason = f"{status}: {cause}"
     (folder / f"{name}.md").write_text(page(record) if record else f"# {name}\n\nNo result: {reason}\n")

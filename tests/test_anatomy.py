@@ -76,10 +76,8 @@ def test_attention_by_hand_moves_the_scores():
     assert results["SDPA flash"][512]["bytes"] == 12 * tensor
     assert results["by hand"][512]["bytes"] == 12 * tensor + 23 * scores
     assert results["by hand"][512]["peak_bytes"] > scores > results["SDPA flash"][512]["peak_bytes"]
-    grown = {
-        name: results[name][512]["peak_bytes"] / results[name][256]["peak_bytes"] for name in ("by hand", "SDPA flash")
-    }
-    assert grown["by hand"] > 3 > grown["SDPA flash"]
+    by_hand, fused = (rows[512]["peak_bytes"] / rows[256]["peak_bytes"] for rows in list(results.values())[:2])
+    assert by_hand > 3 > fused
     assert {"SDPA cuDNN", "SDPA efficient"} <= set(result.figures["missing"])
     assert any("GPU" in sentence for sentence in result.sentences)
 
@@ -141,12 +139,6 @@ def test_roofline_is_arithmetic_where_it_can_be():
     assert any("needs an Ada" in cell for row in result.tables[0].rows for cell in row)
 
 
-def test_roofline_refuses_what_has_no_ceiling(capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.run_one("roofline", ["--device", "cpu", "--quick", "--dtype", "float64"])
-    assert caught.value.code == 2 and "float64 has no measured ceiling" in capsys.readouterr().err
-
-
 def test_memory_hierarchy_ends_with_the_largest_set():
     module = importlib.import_module("anatomy.memory_hierarchy")
     assert module.working_sets(2**16, 2**20, 4) == [2**16, 2**18, 2**20]
@@ -171,14 +163,10 @@ def test_memory_hierarchy_tells_steps_and_their_absence():
 # --- what they share ------------------------------------------------------------------------------
 
 
-def test_peak_memory_is_what_a_step_holds():
+def test_peak_memory_and_launches_of_a_step():
     x = torch.ones(2**20)  # 4 MiB
     assert experiment.extra_peak_bytes(lambda: ((x + 1) * 2).sum(), CPU) == pytest.approx(2 * 2**22, abs=1024)
     assert experiment.extra_peak_bytes(lambda: (x + 1) + (x * 2), CPU) == 3 * 2**22, "two temporaries and their sum"
-
-
-def test_launches_count_outermost_operators():
-    x = torch.ones(8)
     assert experiment.launches(lambda: torch.relu(x * 2 + 1), CPU) == 3
 
 
@@ -220,7 +208,7 @@ def test_each_has_a_prediction_a_source_a_run_line_and_is_short(name):
 @pytest.mark.parametrize(
     ("words", "expected_text"),
     [
-        (["nonsense"], "no experiment is named 'nonsense'"),
+        (["nonsense"], "no experiment is named nonsense"),
         (["contiguity", "--m", "0"], "'0' is not a whole number"),
         (["precision", "--size", "100", "--device", "cpu"], "not a multiple of 128"),
         (["fusion", "--dtype", "int3"], "--dtype"),
@@ -228,6 +216,9 @@ def test_each_has_a_prediction_a_source_a_run_line_and_is_short(name):
         (["memory-hierarchy", "--smallest", "9999", "--largest", "1", "--device", "cpu"], "larger than"),
         (["contiguity", "--device", "cpu", "--output", "/proc/no/such"], "--output"),
         (["all", "--limit", "0"], "--limit"),
+        (["roofline", "--device", "cpu", "--quick", "--dtype", "float64"], "float64 has no measured ceiling"),
+        (["autograd", "--device", "cpu", "--dmodel", "10", "--nhead", "4"], "not divisible"),
+        *([] if torch.cuda.is_available() else [(["contiguity", "--device", "cuda"], "CUDA")]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, expected_text, capsys):
@@ -237,15 +228,6 @@ def test_bad_input_is_one_line_and_exit_code_2(words, expected_text, capsys):
         code = error.code
     err = capsys.readouterr().err
     assert code == 2 and expected_text in err and err.count("\n") == 1
-
-
-def test_no_gpu_is_one_line(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["contiguity", "--device", "cuda"])
-    err = capsys.readouterr().err
-    assert caught.value.code == 2 and err.count("\n") == 1 and "CUDA" in err
 
 
 def test_a_missing_compiler_is_exit_code_2_and_a_failure_1(monkeypatch, capsys):
@@ -261,9 +243,9 @@ def test_a_missing_compiler_is_exit_code_2_and_a_failure_1(monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["contiguity", "--device", "cpu"])
     assert caught.value.code == 2 and "install one" in capsys.readouterr().err
-    monkeypatch.setattr(module, "run", raising(RuntimeError("CUDA out of memory")))
+    failing.side_effect = RuntimeError("CUDA out of memory")
     assert cli.main(["contiguity", "--device", "cpu"]) == 1 and "smaller sizes" in capsys.readouterr().err
-    monkeypatch.setattr(module, "run", raising(ValueError("boom\nmore")))
+    failing.side_effect = ValueError("boom\nmore")
     assert cli.main(["contiguity", "--device", "cpu"]) == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith("ValueError: boom")
 
@@ -321,7 +303,7 @@ def test_all_goes_on_after_a_failure(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(cli, "child_command", fake_command)
     assert cli.main(["all", "--device", "cpu", "--limit", "2", "--output", str(tmp_path / "run")]) == 1
     index = (tmp_path / "run" / "anatomy.md").read_text()
-    for expected in ("it broke", "cannot run: no Triton", "took longer than 2 s", "SIGKILL", "It does."):
+    for expected in ("it broke", "cannot run: no Triton", "took longer than 2 s", "signal 9", "It does."):
         assert expected in index, expected
     page = (tmp_path / "run" / "good.md").read_text()
     assert "| a   |" in page and "![good/x.svg](good/x.svg)" in page and "    a = 1" in page
