@@ -58,12 +58,8 @@ def test_fusion_counts_bytes_and_launches():
 
 
 def test_fusion_without_a_compiler_has_rows_that_say_so(monkeypatch):
-    module = importlib.import_module("anatomy.fusion")
-
-    def broken(*_):
-        raise RuntimeError("InvalidCxxCompiler: No working C++ compiler results in ...")
-
-    monkeypatch.setattr(module, "run_and_get_code", broken)
+    broken = Mock(side_effect=RuntimeError("InvalidCxxCompiler: No working C++ compiler found in ..."))
+    monkeypatch.setattr("anatomy.fusion.run_and_get_code", broken)
     result = run("fusion", "--numbers", "4096", "--edge", "32")
     compiled_rows = [row for row in result.tables[0].rows if row[1] == "compiled"]
     assert len(compiled_rows) == 4 and all("C++ compiler" in row[5] for row in compiled_rows) and not result.listings
@@ -231,15 +227,8 @@ def test_bad_input_is_one_line_and_exit_code_2(words, expected_text, capsys):
 
 
 def test_a_missing_compiler_is_exit_code_2_and_a_failure_1(monkeypatch, capsys):
-    module = importlib.import_module("anatomy.contiguity")
-
-    def raising(error):
-        def run(args):
-            raise error
-
-        return run
-
-    monkeypatch.setattr(module, "run", raising(RuntimeError("No working C++ compiler results in x")))
+    failing = Mock(side_effect=RuntimeError("No working C++ compiler found in x"))
+    monkeypatch.setattr("anatomy.contiguity.run", failing)
     with pytest.raises(SystemExit) as caught:
         cli.main(["contiguity", "--device", "cpu"])
     assert caught.value.code == 2 and "install one" in capsys.readouterr().err
@@ -318,15 +307,8 @@ def test_all_is_0_where_all_came_to_a_result(monkeypatch, tmp_path):
 
 def test_a_child_gets_the_quick_form_and_its_device(tmp_path):
     command = cli.child_command("fusion", ["--device", "cpu", "--quick"], tmp_path)
-    assert command[-7:] == [
-        "anatomy",
-        "fusion",
-        "--device",
-        "cpu",
-        "--quick",
-        "--output",
-        str(tmp_path / "fusion.json"),
-    ]
+    assert command[-6:-2] == ["fusion", "--device", "cpu", "--quick"]
+    assert command[-2:] == ["--output", str(tmp_path / "fusion.json")]
 
 
 def test_bf16_is_refused_where_a_gpu_lacks_it(monkeypatch):
