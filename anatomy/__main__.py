@@ -10,6 +10,7 @@ import datetime
 import importlib
 import json
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
+from anatomy import exit_at_once
 from common.errors import is_out_of_memory, missing_tool
 from common.record import check_writable, write_json
 from common.text import OneLineParser, aligned, one_line, portable_command, positive_int
@@ -71,6 +73,7 @@ def run_one(name: str, argv: list[str]) -> int:
         refuse_missing_dtype(args.dtype, args.device)
         args.iters = args.iters or (experiment.QUICK_ITERS if args.quick else experiment.ITERS)
         torch.set_float32_matmul_precision("highest")  # some containers set TF32
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on Ctrl-C removes temporary files
         result = module.run(args)
     except (experiment.Refused, hardware.DeviceError) as error:
         parser.error(one_line(error))
@@ -80,14 +83,11 @@ def run_one(name: str, argv: list[str]) -> int:
         return report_failure(parser.prog, error)
     print(result.render())
     if args.output:
+        command = portable_command(["python", "-m", "anatomy", name, *argv], ("--quick", "--picture"))
         record = {
-            "experiment": name,
-            "question": experiments()[name],
-            "command": portable_command(["python", "-m", "anatomy", name, *argv], ("--quick", "--picture")),
-            "started_at": started_at,
-            "seconds": round(time.monotonic() - started, 1),
-            "environment": asdict(hardware.describe(args.device)),
-        }
+            "experiment": name, "question": experiments()[name], "command": command, "started_at": started_at,
+            "seconds": round(time.monotonic() - started, 1), "environment": asdict(hardware.describe(args.device)),
+        }  # fmt: skip
         try:
             write_result(args.output, record, result)
         except OSError as error:
@@ -277,5 +277,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
-        sys.stderr.write("python -m anatomy: interrupted\n")
-        sys.exit(130)
+        exit_at_once()

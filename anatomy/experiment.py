@@ -6,8 +6,6 @@ Result. In `args`, `device` is a torch.device that works, `dtype` is a torch.dty
 choice, `iters` is a number, and `quick` asks for smaller sizes.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import itertools
@@ -16,7 +14,6 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.benchmark import Timer
@@ -24,9 +21,6 @@ from torch.utils.benchmark import Timer
 from common import profile
 from common.text import aligned
 from common.text import positive_int as positive
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 ITERS, QUICK_ITERS = 50, 10
@@ -131,8 +125,8 @@ def extra_peak_bytes(step: Callable[[], object], device: torch.device) -> int:
     return max(itertools.accumulate(changes), default=0)
 
 
-def plot(name: str, draw: Callable[[Axes], None]) -> dict[str, str]:
-    """An SVG that `draw` fills, as the attachment `name`; no attachment where matplotlib is not installed."""
+def plot(name: str, draw: Callable[..., None]) -> dict[str, str]:
+    """An SVG whose axes `draw` fills, as the attachment `name`; no attachment where matplotlib is not installed."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

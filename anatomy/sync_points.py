@@ -40,11 +40,8 @@ def run(args: argparse.Namespace) -> Result:
     edge = args.work or default_size(args, quick=512, cpu=1024, gpu=4096)
     left, right = torch.randn(2, edge, edge, device=device, dtype=dtype)
     value, vector = torch.ones((), device=device, dtype=dtype), torch.ones(args.numbers, device=device, dtype=dtype)
-    queues = {
-        "empty queue": None,
-        "after a small kernel": lambda: value * 2,
-        "after a large kernel": lambda: left @ right,
-    }
+    queues = {"empty queue": None, "after a small kernel": lambda: value * 2,
+              "after a large kernel": lambda: left @ right}  # fmt: skip
     large_s = seconds(queues["after a large kernel"], args.iters)
     operations = {  # name: function, and whether it waits for the queue
         "a kernel, for comparison": (lambda: value * 2, False),
