@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> Result:
         rows.append([mode, predicted[mode], *times, f"{cold['cache_hits']} / {warm['cache_hits']}", megabytes(warm)])
         sentences.append(
             f"{mode}: a warm cache takes {warm_s / cold_s:.0%} of the cold seconds, {VERDICT[warm_s < cold_s / 2]}. A "
-            f"step takes {step_s / reference_s:.2f} of the time in {reference}, {VERDICT[step_s <= reference_s]}."
+            f"step takes {step_s / reference_s:.2f} of the time of {reference}, {VERDICT[step_s <= reference_s]}."
         )
     calls, cases = graph_counts(args.lengths)
     sentences.append(f"The numbers of graphs are {VERDICT[all(guess == count for guess, count in cases.values())]}.")

@@ -1,4 +1,4 @@
-"""Why is fusion the lever for pointwise code?
+"""Why does fusion speed up pointwise code?
 
 Prediction, for tensors of N numbers of b bytes. A pointwise kernel computes far faster than it reads and writes, so its
 time is its bytes over the copy bandwidth. For sigmoid(relu(x*w+b)), with w and b as large as x:
@@ -157,7 +157,7 @@ def sentences(figures: dict) -> list[str]:
                 lines.append(
                     f"{expression}, {variant}: the speed is {eager['seconds'] / result['seconds']:.2f}x that of eager, "
                     f"{eager['predicted_s'] / result['predicted_s']:.2f}x predicted. "
-                    f"Eager launches {eager['launches']}, this variant {result['launches']}."
+                    f"Eager launches {eager['launches']} kernel(s), this variant {result['launches']}."
                 )
     if beyond_copy:
         lines.append("Some rows are faster than a copy: a cache held their bytes, or something slowed the copy.")

@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> Result:
         lost, ratio = times["broken_s"] - times["mended_s"], times["broken_s"] / times["mended_s"]
         costs[-1][4:] = [f"{ratio:.2f}x", *(f"{value * 1e3:.3f}" for value in (*times.values(), lost))]
         costly = "takes longer" if ratio > 1.05 else "does NOT take longer"
-        sentences.append(f"The form with {name} {costly}: {ratio:.2f}x the mended time, predicted {predicted}.")
+        sentences.append(f"{name}: the broken form {costly}, {ratio:.2f}x the mended time, predicted {predicted}.")
     clean = all(cell["breaks_mended"] == 0 and cell["same_result"] for cell in cases.values())
     sentences.append(f"{'Every' if clean else 'NOT every'} mended form is one graph and returns the same numbers.")
     headers = ["cause", "breaks predicted", "breaks", "mended, predicted", "mended", "reason that Dynamo gives", "line"]
