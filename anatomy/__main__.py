@@ -221,7 +221,7 @@ def run_child(command: list[str], name: str, folder: Path, limit_s: int, stop: p
             errors = [line.partition("error: ")[2] for line in lines if line.startswith("python -m anatomy ")]
             cause = one_line((errors or lines or ["it gave no reason"])[-1])
             status = "cannot run" if ended.code == 2 else "failed"
-        reason = f"{status}: {cause}"
+        reason = status if status == cause else f"{status}: {cause}"
     (folder / f"{name}.md").write_text(page(record) if record else f"# {name}\n\nNo result: {reason}\n")
     return {"reason": reason, "record": record, "seconds": ended.seconds}
 
