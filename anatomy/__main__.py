@@ -1,17 +1,16 @@
 """Small experiments that show why each step helps.
 
-python -m anatomy                   what there is
-python -m anatomy NAME [ARGUMENT]   one experiment: tables, then sentences; --help has its sizes
-python -m anatomy all               all of them, in quick form, as JSON and Markdown under results/
+python -m anatomy                   lists the experiments
+python -m anatomy NAME [ARGUMENT]   runs one: it prints tables, then sentences. --help has its prediction and sizes
+python -m anatomy all               runs all of them in quick form and writes JSON and Markdown under results/
 """
-
-from __future__ import annotations
 
 import ast
 import datetime
 import importlib
 import json
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
+from anatomy import exit_at_once
 from common.errors import is_out_of_memory, missing_tool
 from common.record import check_writable, write_json
 from common.text import OneLineParser, aligned, one_line, portable_command, positive_int
@@ -31,7 +31,7 @@ INDEX_TITLE = "# Anatomy on "
 
 
 def experiments(folder: Path = HERE) -> dict[str, str]:
-    """Name -> question of every file with `add_arguments` and `run`. Files are read, not imported."""
+    """Name -> question of every file with `add_arguments` and `run`. This reads the files and imports none."""
     questions = {}
     for path in sorted(folder.glob("*.py")):
         tree = ast.parse(path.read_text())
@@ -49,7 +49,7 @@ def module_name(name: str) -> str:
 
 
 def run_one(name: str, argv: list[str]) -> int:
-    """Run one experiment and print it. The exit code is 0, 1 for a failure, 2 for what cannot run as asked."""
+    """Run one experiment and print it. Returns 0, or 1 after a failure; exits with 2 if it cannot run as asked."""
     import torch
 
     from anatomy import experiment
@@ -60,56 +60,46 @@ def run_one(name: str, argv: list[str]) -> int:
     module.add_arguments(parser.add_argument_group("sizes"))
     experiment.common_arguments(parser.add_argument_group("run"))
     args = parser.parse_args(argv)
-    started, started_at = time.monotonic(), utc_now()
+    started = time.monotonic()
+    started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    try:
+        if args.output:
+            check_writable(args.output, "experiment")
+    except ValueError as error:
+        parser.error(one_line(error))
     try:
         args.device = resolve_device(args.device)
         args.dtype = experiment.DTYPES[args.dtype] if args.dtype else None
         refuse_missing_dtype(args.dtype, args.device)
         args.iters = args.iters or (experiment.QUICK_ITERS if args.quick else experiment.ITERS)
-        if args.output:
-            check_output(args.output)
-        torch.set_float32_matmul_precision("highest")  # FP32 means FP32, also in containers that set TF32
+        torch.set_float32_matmul_precision("highest")  # some containers set TF32
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on Ctrl-C removes temporary files
         result = module.run(args)
-    except (experiment.Refused, hardware.DeviceError, OutputError) as error:
+    except (experiment.Refused, hardware.DeviceError) as error:
         parser.error(one_line(error))
-    except Exception as error:  # what torch.compile and CUDA raise has no common class
+    except Exception as error:  # the errors of torch.compile and CUDA have no common class
         if tool := missing_tool(error):
             parser.error(tool)
         return report_failure(parser.prog, error)
     print(result.render())
     if args.output:
+        command = portable_command(["python", "-m", "anatomy", name, *argv], ("--quick", "--picture"))
         record = {
-            "experiment": name,
-            "question": experiments()[name],
-            "command": portable_command(["python", "-m", "anatomy", name, *argv], ("--quick", "--picture")),
-            "started_at": started_at,
-            "seconds": round(time.monotonic() - started, 1),
-            "environment": asdict(hardware.describe(args.device)),
-        }
+            "experiment": name, "question": experiments()[name], "command": command, "started_at": started_at,
+            "seconds": round(time.monotonic() - started, 1), "environment": asdict(hardware.describe(args.device)),
+        }  # fmt: skip
         try:
             write_result(args.output, record, result)
         except OSError as error:
             parser.exit(1, f"{parser.prog}: error: cannot write --output: {error.strerror or error}\n")
     elif result.attachments:
-        print(f"\nWith --output FILE it also writes {', '.join(result.attachments)}.")
+        print(f"\n--output FILE also writes {', '.join(result.attachments)}.")
     return 0
-
-
-class OutputError(ValueError):
-    """--output cannot be written; the message is one line."""
-
-
-def check_output(path: Path) -> None:
-    """Raises OutputError where the record cannot become `path`."""
-    try:
-        check_writable(path, "experiment")
-    except ValueError as error:
-        raise OutputError(error) from None
 
 
 def write_result(path: Path, record: dict, result) -> None:
     """Write the record, and its attachments in a folder beside it: d/x.json has d/x/. Raises OSError."""
-    attachments = path.with_suffix("")
+    attachments = path.with_suffix("") if path.suffix else path.with_name(f"{path.name}-files")
     record |= result.record()
     record["attachments"] = [f"{attachments.name}/{name}" for name in result.attachments]
     if result.attachments:
@@ -120,7 +110,7 @@ def write_result(path: Path, record: dict, result) -> None:
 
 
 def report_failure(prog: str, error: Exception) -> int:
-    """Print where it went wrong, for whoever wants to mend it, and the reason as the last line."""
+    """Print the traceback, and the reason as the last line."""
     if is_out_of_memory(error):
         sys.stderr.write(f"{prog}: error: out of memory: pass smaller sizes (--help lists them), or --quick\n")
     else:
@@ -136,12 +126,12 @@ def resolve_device(name: str):
 
     device = hardware.resolve_device(name)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton and torch.utils.benchmark mean the current one
+        torch.cuda.set_device(device)  # Triton and torch.utils.benchmark use the current device
     return device
 
 
 def refuse_missing_dtype(dtype, device) -> None:
-    """Raises Refused for a format that a GPU cannot multiply."""
+    """Raises Refused for a number format that the GPU cannot multiply."""
     import torch
 
     from anatomy.experiment import Refused
@@ -151,24 +141,20 @@ def refuse_missing_dtype(dtype, device) -> None:
         raise Refused("--dtype bfloat16 needs an Ampere GPU or newer; this one multiplies float16")
 
 
-def utc_now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
 # --- all of them ----------------------------------------------------------------------------------
 
 
 def run_all(argv: list[str]) -> int:
-    """Every experiment in a process of its own, then the index; exit code 1 where one gave no result."""
+    """Run every experiment in its own process and write the index. Returns 1 if one gave no result."""
     from common import hardware
 
     parser = OneLineParser(prog="python -m anatomy all", description="All experiments.")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:N (default: auto)")
     parser.add_argument("--iters", type=positive_int, metavar="N", help="timed calls (default: each experiment's own)")
-    parser.add_argument("--full", action="store_true", help="full sizes instead of the quick ones")
+    parser.add_argument("--full", action="store_true", help="use the full sizes instead of the quick ones")
     parser.add_argument("--limit", type=positive_int, default=LIMIT_S, metavar="S",
-                        help=f"seconds each may take (default: {LIMIT_S})")  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="(default: results/anatomy-<UTC time>)")
+                        help=f"seconds that an experiment may take (default: {LIMIT_S})")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder (default: results/anatomy-<UTC time>)")
     args = parser.parse_args(argv)
     stop = process.Stop()
     try:
@@ -183,27 +169,26 @@ def run_all(argv: list[str]) -> int:
     stop.listen()
     outcomes = {}
     for name, question in experiments().items():
-        if stop.requests:
-            sys.stderr.write("python -m anatomy all: interrupted; what was finished is kept\n")
-            return 130
         print(f"{name}: {question}", flush=True)
         outcomes[name] = run_child(child_command(name, shared, folder), name, folder, args.limit, stop, environment)
         print(f"  {outcomes[name]['reason'] or 'ok'}, {outcomes[name]['seconds']:.0f} s", flush=True)
-        (folder / "anatomy.md").write_text(index(outcomes, hardware.device_name(device)))  # after each one
+        (folder / "anatomy.md").write_text(index(outcomes, hardware.device_name(device)))  # after every experiment
+        if stop.requests:
+            sys.stderr.write("python -m anatomy all: interrupted; finished experiments are kept\n")
+            return 130
     print(f"\n{folder / 'anatomy.md'}")
     return int(any(outcome["reason"] for outcome in outcomes.values()))
 
 
 def new_folder(parent: Path) -> Path:
     parent.mkdir(exist_ok=True)
-    started = datetime.datetime.now(datetime.timezone.utc)
-    folder = Path(tempfile.mkdtemp(dir=parent, prefix=f"anatomy-{started:%Y%m%d-%H%M%S}-"))
+    folder = Path(tempfile.mkdtemp(dir=parent, prefix=time.strftime("anatomy-%Y%m%d-%H%M%S-", time.gmtime())))
     folder.chmod(0o755)
     return folder
 
 
 def check_folder(folder: Path) -> None:
-    """Make it. Raises ValueError for one that holds what this command did not write, OSError where it cannot write."""
+    """Make the folder. Raises ValueError if it holds other files, and OSError if nothing can be written to it."""
     folder.mkdir(parents=True, exist_ok=True)
     index_page = folder / "anatomy.md"
     ours = index_page.is_file() and index_page.read_text(errors="replace").startswith(INDEX_TITLE)
@@ -218,7 +203,7 @@ def child_command(name: str, shared: list[str], folder: Path) -> list[str]:
 
 
 def run_child(command: list[str], name: str, folder: Path, limit_s: int, stop: process.Stop, environment: dict) -> dict:
-    """`reason` (None where it gave a result), `seconds`, `record`; writes NAME.json, NAME.md and NAME.log."""
+    """Returns `reason` (None after success), `record` and `seconds`. Writes NAME.json, NAME.md and NAME.log."""
     output, log = folder / f"{name}.json", folder / f"{name}.log"
     output.unlink(missing_ok=True)
     log.unlink(missing_ok=True)
@@ -228,20 +213,21 @@ def run_child(command: list[str], name: str, folder: Path, limit_s: int, stop: p
         if ended.code == 0:
             record = json.loads(output.read_text())
     except (OSError, ValueError) as error:
-        reason = f"failed: wrote no record ({type(error).__name__})"
+        reason = f"failed: it wrote no record ({type(error).__name__})"
     if ended.code:
-        status, why = process.describe(ended, limit_s, log)
+        status, cause = process.describe(ended, limit_s, log)
         if ended.code > 0 and not (ended.timed_out or ended.stopped):
-            said = process.last_line(log)
-            why = said.partition("error: ")[2] or said or "it gave no reason"
+            lines = log.read_text(errors="replace").splitlines()  # what went to stdout may come after the error
+            errors = [line.partition("error: ")[2] for line in lines if line.startswith("python -m anatomy ")]
+            cause = one_line((errors or lines or ["it gave no reason"])[-1])
             status = "cannot run" if ended.code == 2 else "failed"
-        reason = f"{status}: {why}"
+        reason = status if status == cause else f"{status}: {cause}"
     (folder / f"{name}.md").write_text(page(record) if record else f"# {name}\n\nNo result: {reason}\n")
     return {"reason": reason, "record": record, "seconds": ended.seconds}
 
 
 def page(record: dict) -> str:
-    """One experiment as Markdown."""
+    """The Markdown page of one experiment."""
     from anatomy.experiment import Result, Table
 
     result = Result([Table(**table) for table in record["tables"]], record["sentences"], record["figures"])
@@ -255,15 +241,11 @@ def page(record: dict) -> str:
 
 
 def index(outcomes: dict[str, dict], device: str) -> str:
-    """anatomy.md: which experiments gave a result, and what each of them says."""
+    """The text of anatomy.md: which experiments gave a result, and their sentences."""
     questions = experiments()
     rows = [
-        {
-            "experiment": f"[{name}]({name}.md)",
-            "question": questions.get(name, ""),
-            "outcome": outcome["reason"] or "ok",
-        }
-        | {"seconds": f"{outcome['seconds']:.0f}"}
+        {"experiment": f"[{name}]({name}.md)", "question": questions.get(name, "")}
+        | {"outcome": outcome["reason"] or "ok", "seconds": f"{outcome['seconds']:.0f}"}
         for name, outcome in outcomes.items()
     ]
     parts = [
@@ -295,5 +277,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
-        sys.stderr.write("python -m anatomy: interrupted\n")
-        sys.exit(130)
+        exit_at_once()

@@ -1,20 +1,21 @@
 """What does fused attention save?
 
-Prediction for causal attention, forward and backward, of (B, H, T, D) tensors in 2-byte numbers. By hand, each kernel
-reads and writes (B, H, T, T) scores: 40 passes over them under autocast (23 without), counted in attention_traffic.py.
-At B 1, H 16, T 8192, D 128 that is 40 x 2.1 GB = 86 GB, 20 ms at 4.3 TB/s, besides 12 B H T^2 D = 1.6 TFLOP of
-products. Fused, q, k, v, o and their gradients travel once, 12 x 34 MB = 0.4 GB, 0.1 ms, and the half above the
-diagonal is not computed, 7 B H T^2 D = 1 TFLOP with the scores recomputed: bound by compute. So a pass over the
-scores costs T / D times one over q, and the gain grows with T; memory grows with T^2 by hand, with T fused.
+Prediction, for causal attention, forward and backward, of (B, H, T, D) tensors of 2-byte numbers. "By hand" means one
+kernel for each operator. Each of these kernels reads or writes the whole (B, H, T, T) tensor of scores. That makes 40
+passes over the scores under autocast and 23 without it; attention_traffic.py lists them. At B 1, H 16, T 8192, D 128
+the bytes are 40 x 2.1 GB = 86 GB, which take 20 ms at 4.3 TB/s. The products add 12 B H T^2 D = 1.6 TFLOP.
 
-Predicted times are the bytes over the copy bandwidth and the FLOPs over the rate of a square product, both measured
-here: one after the other by hand, the longer of the two fused.
+"Fused" means that one kernel keeps the scores on the chip. It moves q, k, v, o and their gradients once, which is
+12 x 34 MB = 0.4 GB in 0.1 ms. It skips the half of the scores above the diagonal and computes the scores a second time
+in the backward pass, which is 7 B H T^2 D = 1 TFLOP. So arithmetic limits the fused kernel. A pass over the scores
+costs T / D times as much as a pass over q, so the gain grows with T. Memory grows with T^2 by hand, and with T fused.
+
+The bytes take their number over the copy bandwidth, the FLOPs their number over the rate of a square product. This
+program measures both rates. By hand, the prediction is the sum of the two times. Fused, it is the longer of the two.
 
 Source: Dao et al., FlashAttention (2022), section 3; FlashAttention-2 (2023), section 3.1.
 Run:    python -m anatomy attention --lengths 256 1024 4096 16384 --batch 1 --nhead 16 --head-dim 128
 """
-
-from __future__ import annotations
 
 import argparse
 import subprocess
@@ -35,9 +36,9 @@ BACKENDS = {
     "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "SDPA math": SDPBackend.MATH,  # not fused: the fallback
+    "SDPA math": SDPBackend.MATH,  # PyTorch falls back to this one, which is not fused
 }
-COUNTED = (1, 16, 2048, 128)  # B, H, T, D of the DRAM counters
+COUNTED = (1, 16, 2048, 128)  # B, H, T, D of the run whose DRAM bytes are counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> Result:
     copy_rate = roofs.copy_rate(device)
     edge = default_size(args, quick=512, cpu=1024, gpu=8192)
     product_rate = roofs.product_rate(ProductRate(edge, edge, edge), "bf16" if autocast else "fp32", device)
-    found, missing, rows = {}, {}, []
+    results, missing, rows = {}, {}, []
     for T in lengths:
         for name in ("by hand", *BACKENDS):
             if name in missing:
@@ -76,10 +77,10 @@ def run(args: argparse.Namespace) -> Result:
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     rows.append([str(T), name, "out of memory", *["-"] * 3])
-                else:  # this backend has no kernel here, whatever the length
+                else:  # this backend has no kernel for any length
                     missing[name] = one_line(error)
                 continue
-            found.setdefault(name, {})[T] = row
+            results.setdefault(name, {})[T] = row
             rows.append([str(T), name, ms(row["seconds"]), ms(row["predicted_s"])])
             rows[-1] += [f"{row['peak_bytes'] / 2**20:.1f}", f"{n_bytes / 1e9:.3f}"]
     rows += [["all", name, "no kernel here", *["-"] * 3] for name in missing]
@@ -90,14 +91,14 @@ def run(args: argparse.Namespace) -> Result:
         counts = [[which, *(f"{n / 1e9:.2f}" for n in pair)] for which, pair in counted["bytes"].items()]
         title = "DRAM bytes at B {}, H {}, T {}, D {}, bfloat16".format(*COUNTED)
         tables.append(Table(title, ["attention", "least GB", "counted GB"], counts))
-    figures = {"B": B, "H": H, "D": D, "attention": found, "missing": missing, "counters": counted}
-    return Result(tables, [*sentences(found), counted["said"]], figures)
+    figures = {"B": B, "H": H, "D": D, "attention": results, "missing": missing, "counters": counted}
+    return Result(tables, [*sentences(results), counted["said"]], figures)
 
 
 def measure(name: str, shape: tuple, device: torch.device, dtype: torch.dtype, autocast: bool, iters: int) -> dict:
-    """Time and peak memory of one forward and backward. Raises RuntimeError where there is no kernel or memory."""
+    """Time and peak memory of one forward and backward. Raises RuntimeError where a kernel or memory is missing."""
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    toward = torch.randn_like(q)
+    upstream_gradient = torch.randn_like(q)
 
     def step():
         with torch.autocast(device.type, dtype, enabled=autocast):
@@ -106,46 +107,44 @@ def measure(name: str, shape: tuple, device: torch.device, dtype: torch.dtype, a
             else:
                 with sdpa_kernel(BACKENDS[name]):
                     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        torch.autograd.grad(y, (q, k, v), toward)
+        torch.autograd.grad(y, (q, k, v), upstream_gradient)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # why a backend cannot run: the error says so, too
+        warnings.simplefilter("ignore")  # they repeat what the error says
         step()
         return {"peak_bytes": extra_peak_bytes(step, device), "seconds": seconds(step, iters)}
 
 
 def count(device: torch.device) -> dict:
-    """DRAM bytes, least and counted, where the GPU's counters can be read; `said` sums it up or says why not."""
+    """`bytes` has the least and the counted DRAM bytes; `said` is a sentence about them, or why there are none."""
     if device.type != "cuda":
-        return {"said": "DRAM counters need a GPU; the bytes above are the least that must move."}
-    torch.cuda.empty_cache()  # the process under the counters needs memory, too
+        return {"said": "Only a GPU counts its DRAM bytes. The table has the least bytes that must move."}
+    torch.cuda.empty_cache()  # the counted run is another process and needs memory, too
     try:
-        pairs = {
-            which: (analytic_attention_bytes(which, *COUNTED), count_attention_bytes(which, COUNTED))
-            for which in ("by hand", "fused")
-        }
+        pairs = {which: (analytic_attention_bytes(which, *COUNTED), count_attention_bytes(which, COUNTED))
+                 for which in ("by hand", "fused")}  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
-        return {"said": f"No DRAM counters: {one_line(error)}"}
+        return {"said": f"The DRAM counters could not be read: {one_line(error)}."}
     ratio = pairs["by hand"][1] / pairs["fused"][1]
-    return {"bytes": pairs, "said": f"By the counters attention by hand moved {ratio:.0f} times the bytes of fused."}
+    return {"bytes": pairs, "said": f"The counters show {ratio:.0f} times as many bytes by hand as fused."}
 
 
-def sentences(found: dict[str, dict[int, dict]]) -> list[str]:
-    byhand, fused = found.get("by hand", {}), {n: r for n, r in found.items() if n not in ("by hand", "SDPA math")}
+def sentences(results: dict[str, dict[int, dict]]) -> list[str]:
+    byhand, fused = results.get("by hand", {}), {n: r for n, r in results.items() if n not in ("by hand", "SDPA math")}
     both = sorted(T for T in byhand if any(T in rows for rows in fused.values()))
     if not both:
-        return ["No length ran both by hand and fused, so nothing is compared."]
-    said = []
+        return ["No length ran both by hand and fused, so this run compares nothing."]
+    lines = []
     for T in dict.fromkeys((both[0], both[-1])):
         best = min((n for n in fused if T in fused[n]), key=lambda n: fused[n][T]["seconds"])
         time, predicted, memory = (byhand[T][k] / fused[best][T][k] for k in ("seconds", "predicted_s", "peak_bytes"))
-        said.append(
-            f"At T {T} attention by hand takes {time:.1f} times as long as {best}, the fastest fused kernel here "
-            f"({predicted:.1f} predicted), and {memory:.1f} times the memory."
+        lines.append(
+            f"At T {T} the fastest fused kernel is {best}. Attention by hand takes {time:.1f} times as long "
+            f"({predicted:.1f} predicted) and {memory:.1f} times the memory."
         )
     if both[0] < both[-1]:
-        grown = {n: found[n][both[-1]]["peak_bytes"] / rows[both[0]]["peak_bytes"]
-                 for n, rows in found.items() if n in ("by hand", best) and both[0] in rows}  # fmt: skip
+        grown = {n: results[n][both[-1]]["peak_bytes"] / rows[both[0]]["peak_bytes"]
+                 for n, rows in results.items() if n in ("by hand", best) and both[0] in rows}  # fmt: skip
         by_kind = " and ".join(f"x{ratio:.1f} {name}" for name, ratio in grown.items())
-        said.append(f"From T {both[0]} to {both[-1]}, x{both[-1] / both[0]:g}, peak memory grew {by_kind}.")
-    return said
+        lines.append(f"From T {both[0]} to {both[-1]} the length grows x{both[-1] / both[0]:g}, peak memory {by_kind}.")
+    return lines

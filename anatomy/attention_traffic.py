@@ -2,17 +2,14 @@
 
     python -m anatomy.attention_traffic [--shape B H T D] [--output FILE]
 
-Forward and backward in BF16, counted by the GPU's own counters (Nsight Compute, where it may read them), beside
-the bytes that each kernel must move at least.
+The program runs forward and backward in BF16. Nsight Compute (ncu) counts the bytes with the GPU's own counters, where
+it may read them. The table also has the least bytes that the kernels must move, which is arithmetic.
 """
-
-from __future__ import annotations
 
 import argparse
 import csv
 import shutil
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common import hardware
 from common.record import check_writable, write_json
 from common.text import OneLineParser, aligned
+from ladder.process import module_command
 
 COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
@@ -35,7 +33,7 @@ def attention_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torc
 
 
 def attention_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same by scaled_dot_product_attention, with cuDNN's kernel where it runs."""
+    """The same function as one fused kernel, which is cuDNN's where that runs."""
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     with sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -47,13 +45,13 @@ ATTENTIONS = {"by hand": attention_by_hand, "fused": attention_fused}
 def analytic_attention_bytes(
     which: str, B: int, H: int, T: int, D: int, itemsize: int = 2, autocast: bool = True
 ) -> int:
-    """Bytes that forward and backward must move at least when each kernel reads and writes DRAM once.
+    """The least bytes of forward and backward: each kernel reads its inputs and writes its output once.
 
-    By hand, in units of one (B, H, T, T) tensor. Under autocast, of 2-byte numbers. Forward: scores 1, scale 2,
-    mask 4 (masked_fill copies first), cast to FP32 3, softmax 4, cast back 3, product 1; backward: the products 4,
-    casts 6, softmax 6, mask 4, scale 2. Without autocast there are no casts and softmax moves 2, backward 3, numbers
-    of the one dtype.
-    Fused: q, k, v, o forward; q, k, v, o, do, dq, dk, dv backward; by hand moves these as well.
+    By hand, a pass moves one (B, H, T, T) tensor of 2-byte numbers; an FP32 tensor counts as two. Under autocast the
+    forward passes are: scores 1, scale 2, mask 4 (masked_fill copies first), cast to FP32 3, softmax 4, cast back 3,
+    product 1. The backward passes are: products 4, casts 6, softmax 6, mask 4, scale 2. Without autocast there are no
+    casts; all numbers have one dtype, and softmax takes 2 passes forward and 3 backward.
+    Fused attention moves q, k, v, o forward and q, k, v, o, do, dq, dk, dv backward. By hand moves these as well.
     """
     head_tensor, score_tensor = itemsize * B * H * T * D, itemsize * B * H * T * T
     passes = 40 if autocast else 23
@@ -61,36 +59,31 @@ def analytic_attention_bytes(
 
 
 def count_attention_bytes(which: str, shape: tuple[int, int, int, int]) -> int:
-    """DRAM bytes of one forward and backward by the GPU's counters. Raises OSError where they cannot be read."""
+    """The DRAM bytes that the GPU counts in one forward and backward. Raises OSError where it cannot be read."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise OSError("Nsight Compute (ncu) is not installed")
-    worker = [sys.executable, "-m", "anatomy.attention_traffic", "--count", which, "--shape", *map(str, shape)]
+    worker = module_command("anatomy.attention_traffic", "--count", which, "--shape", *map(str, shape))
     counting = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--metrics", ",".join(COUNTERS)]
     done = subprocess.run([*counting, *worker], capture_output=True, text=True, timeout=600)
     rows = csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"'))
     units = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
-    counted = [
-        float(r["Metric Value"].replace(",", "")) * units[r["Metric Unit"]]
-        for r in rows
-        if r["Metric Name"] in COUNTERS
-    ]
-    if not counted:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if "ERR" in line or "rror" in line]
-        raise OSError(said[0].strip("= ") if said else f"ncu ended with exit code {done.returncode} and no counters")
-    return round(sum(counted))
+    counts = [row for row in rows if row["Metric Name"] in COUNTERS]
+    if not counts:
+        errors = [line for line in (done.stdout + done.stderr).splitlines() if "ERR" in line or "rror" in line]
+        raise OSError(errors[0].strip("= ") if errors else f"ncu ended with exit code {done.returncode}, no counters")
+    return round(sum(float(row["Metric Value"].replace(",", "")) * units[row["Metric Unit"]] for row in counts))
 
 
 def run_attention(which: str, shape: tuple[int, int, int, int], device: torch.device) -> None:
-    """Forward and backward under BF16 autocast: once to warm up, once between the profiler's start and stop."""
+    """Run forward and backward under BF16 autocast: first to warm up, then while the profiler counts."""
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-
-    toward = torch.ones_like(q)
+    upstream_gradient = torch.ones_like(q)
 
     def forward_backward():
         with torch.autocast(device.type, torch.bfloat16):
             y = ATTENTIONS[which](q, k, v)
-        torch.autograd.grad(y, (q, k, v), toward)  # nothing is accumulated
+        torch.autograd.grad(y, (q, k, v), upstream_gradient)
 
     forward_backward()
     torch.cuda.synchronize(device)
@@ -105,13 +98,10 @@ def gigabytes(n_bytes: int | None) -> str:
 
 
 def main() -> None:
-    parser = OneLineParser(
-        prog="python -m anatomy.attention_traffic",
-        description="DRAM bytes of attention, forward and backward, in BF16.",
-    )
+    parser = OneLineParser(prog="python -m anatomy.attention_traffic", description=__doc__)
     parser.add_argument("--shape", type=int, nargs=4, default=(8, 16, 2048, 128), metavar=("B", "H", "T", "D"))
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON, too")
-    parser.add_argument("--count", choices=ATTENTIONS, help=argparse.SUPPRESS)  # the process under the counters
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
+    parser.add_argument("--count", choices=ATTENTIONS, help=argparse.SUPPRESS)  # for the process that ncu starts
     args = parser.parse_args()
     shape = tuple(args.shape)
     try:
@@ -120,7 +110,7 @@ def main() -> None:
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     if min(shape) < 1:
-        parser.exit(2, f"{parser.prog}: error: --shape takes four whole numbers from 1 on\n")
+        parser.exit(2, f"{parser.prog}: error: --shape takes four whole numbers, each at least 1\n")
     if args.count:
         run_attention(args.count, shape, torch.device("cuda"))
         return
@@ -130,7 +120,7 @@ def main() -> None:
         try:
             figures["bytes"][which]["counters"] = count_attention_bytes(which, shape)
         except (OSError, subprocess.SubprocessError) as error:
-            figures["reason"] = f"no counters: {error}"
+            figures["reason"] = f"The DRAM counters could not be read: {error}."
     rows = [
         {"attention": which, "analytic GB": gigabytes(counts["analytic"]), "counted GB": gigabytes(counts["counters"])}
         for which, counts in figures["bytes"].items()

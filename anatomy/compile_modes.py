@@ -1,18 +1,16 @@
 """What do the modes of torch.compile trade: seconds of compilation, milliseconds of a step, memory?
 
-Prediction: compiling is tracing, planning, and a compiler's run for each fused kernel; the plans and the kernels are on
-disk the next time, so that a warm cache takes under half of a cold one's seconds. Forward and backward of a block are
-about 13 kernels (LayerNorm 3, products 6, GELU 2, bias sums 2), and the host needs about 5 us to launch one:
-`reduce-overhead` (CUDA graphs) takes away up to 13 x layers x 5 us where kernels are shorter than their launches, and
-pays with a memory pool of its own. `max-autotune` tries several kernels for each product: it compiles longer. Changing
-lengths: one graph each with dynamic=False (up to Dynamo's limit), two by default (the second for any length), one with
-dynamic=True.
+Prediction: torch.compile traces the function, plans its kernels and compiles each kernel. It keeps plans and kernels on
+disk. So a warm cache, which has them already, takes under half the seconds of a cold one. Forward and backward of a
+block are about 13 kernels: LayerNorm 3, products 6, GELU 2, bias sums 2. The host needs about 5 us to launch one.
+`reduce-overhead` replays them as CUDA graphs, without launches. That saves up to 13 x layers x 5 us where kernels are
+shorter than their launches, and costs a memory pool of its own. `max-autotune` tries several kernels for each
+product, so it compiles longer. Where lengths change, dynamic=False compiles one graph for each, up to Dynamo's limit.
+The default compiles two, the second for any length. dynamic=True compiles one.
+
 Source: the documentation of torch.compile (modes, dynamic) and of CUDA graphs.
-
-    python -m anatomy compile-modes [--modes MODE ...] [--layers N] [--batch B] [--dmodel C] [--lengths N]
+Run:    python -m anatomy compile-modes [--modes MODE ...] [--layers N] [--batch B] [--dmodel C] [--lengths N]
 """
-
-from __future__ import annotations
 
 import argparse
 import copy
@@ -22,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -31,20 +28,20 @@ from torch._dynamo.utils import counters
 
 from anatomy.experiment import Refused, Result, Table, positive, seconds
 from common.hardware import synchronize
+from ladder.process import module_command
 
 MODES = ("default", "reduce-overhead", "max-autotune")
-LAUNCH_US = 5  # what the host needs to launch a kernel: napkin figure
+LAUNCH_US = 5  # what the host needs to launch a kernel, roughly
 KERNELS_PER_BLOCK = 13
 LIMIT_S = 900
-ROOT = Path(__file__).resolve().parent.parent
 VERDICT = {True: "as predicted", False: "NOT as predicted"}
 
 
 def measure(work: dict) -> dict:
-    """Compile and time one mode, in a process of its own: nothing is compiled or cached in memory before."""
+    """Compile and time one mode. The process must be a fresh one, so that nothing is compiled before."""
     device, dtype = torch.device(work["device"]), getattr(torch, work["dtype"])
     C = work["dmodel"]
-    block = [nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C)]  # the MLP half of a transformer's
+    block = [nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C)]  # the MLP of a transformer block
     model = nn.Sequential(*(copy.deepcopy(part) for part in block * work["layers"])).to(device, dtype)
     x = torch.randn(work["batch"], C, device=device, dtype=dtype)  # (B, C)
     compiled = model if work["mode"] == "eager" else torch.compile(model, mode=work["mode"])
@@ -53,32 +50,32 @@ def measure(work: dict) -> dict:
         return torch.autograd.grad(compiled(x).square().mean(), tuple(model.parameters()))
 
     started = time.perf_counter()
-    for _ in range(3):  # CUDA graphs: the first call warms up, the second records
+    for _ in range(3):  # with CUDA graphs the first call warms up, the second records
         step()
     synchronize(device)
-    found = {"first_steps_s": time.perf_counter() - started, "cache_hits": counters["inductor"]["fxgraph_cache_hit"]}
+    result = {"first_steps_s": time.perf_counter() - started, "cache_hits": counters["inductor"]["fxgraph_cache_hit"]}
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    found["step_s"] = seconds(step, work["iters"])
-    return found | {"reserved_bytes": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None}
+    result["step_s"] = seconds(step, work["iters"])
+    return result | {"reserved_bytes": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None}
 
 
 def in_fresh_process(work: dict, cache: str) -> dict:
     bypasses = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_FORCE_DISABLE_CACHES")
     environment = {name: value for name, value in os.environ.items() if name not in bypasses}
     environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
-    command = [sys.executable, "-m", "anatomy.compile_modes", json.dumps(work)]
+    command = module_command("anatomy.compile_modes", json.dumps(work))
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        return {"reason": f"not done after {LIMIT_S} s"}
+        return {"reason": f"it took longer than {LIMIT_S} s"}
     failed = {"reason": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
     return failed if done.returncode else json.loads(done.stdout.splitlines()[-1])
 
 
 def graphs_compiled(lengths: list[int], dynamic: bool | None) -> int:
-    """How many graphs Dynamo makes of one function for inputs of these lengths; the backend changes nothing here."""
+    """How many graphs Dynamo makes of one function for inputs of these lengths. No backend changes that number."""
     torch._dynamo.reset()
     counter, layer = CompileCounter(), nn.Linear(8, 8)
     function = torch.compile(lambda x: layer(x).relu(), backend=counter, dynamic=dynamic)
@@ -87,12 +84,12 @@ def graphs_compiled(lengths: list[int], dynamic: bool | None) -> int:
     return counter.frame_count
 
 
-def megabytes(found: dict) -> str:
-    return "-" if found["reserved_bytes"] is None else f"{found['reserved_bytes'] / 1e6:.0f}"
+def megabytes(result: dict) -> str:
+    return "-" if result["reserved_bytes"] is None else f"{result['reserved_bytes'] / 1e6:.0f}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--modes", nargs="+", choices=MODES, help="(default: all; quick on a CPU: default)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="modes (default: all; quick on a CPU: default)")
     parser.add_argument("--layers", type=positive, help="blocks (default 8 on a GPU, 2 on a CPU, 1 in quick form)")
     parser.add_argument("--batch", type=positive, default=256, help="rows of the input (default 256)")
     parser.add_argument("--dmodel", type=positive, default=256, help="channels (default 256)")
@@ -107,44 +104,49 @@ def run(args: argparse.Namespace) -> Result:
     work |= {"device": str(args.device), "dtype": str(args.dtype or torch.float32).removeprefix("torch.")}
     replayed = f"default - {KERNELS_PER_BLOCK * layers * LAUNCH_US / 1e3:.2f}" if gpu else "default: no CUDA graphs"
     predicted = {"default": "<= eager", "reduce-overhead": replayed, "max-autotune": "<= default"}
-    eager = in_fresh_process(work | {"mode": "eager"}, cache="unused")
+    with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
+        eager = in_fresh_process(work | {"mode": "eager"}, cache)
     if "reason" in eager:
         raise Refused(f"the process that runs eager steps failed: {eager['reason']}")
-    found, sentences, rows = {}, [], [["eager", "-", f"{eager['step_s'] * 1e3:.2f}", *["-"] * 4, megabytes(eager)]]
+    results, sentences, rows = {}, [], [["eager", "-", f"{eager['step_s'] * 1e3:.2f}", *["-"] * 4, megabytes(eager)]]
     for mode in modes:
         with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
             cold, warm = (in_fresh_process(work | {"mode": mode}, cache) for _ in range(2))
-        found[mode] = {"cold": cold, "warm": warm}
+        results[mode] = {"cold": cold, "warm": warm}
         if reason := cold.get("reason") or warm.get("reason"):
             rows.append([mode, predicted[mode], *["-"] * 6])
             sentences.append(f"{mode} did not run: {reason}.")
             continue
-        first, again, step = cold["first_steps_s"], warm["first_steps_s"], warm["step_s"]
-        than = "default" if mode != "default" and "step_s" in found.get("default", {}).get("warm", {}) else "eager"
-        slower = found["default"]["warm"] if than == "default" else eager
-        times = [f"{step * 1e3:.2f}", f"{first:.1f}", f"< {first / 2:.1f}", f"{again:.1f}"]
+        cold_s, warm_s, step_s = cold["first_steps_s"], warm["first_steps_s"], warm["step_s"]
+        default = results.get("default", {}).get("warm", {}) if mode != "default" else {}
+        reference, reference_s = ("default", default["step_s"]) if "step_s" in default else ("eager", eager["step_s"])
+        times = [f"{step_s * 1e3:.2f}", f"{cold_s:.1f}", f"< {cold_s / 2:.1f}", f"{warm_s:.1f}"]
         rows.append([mode, predicted[mode], *times, f"{cold['cache_hits']} / {warm['cache_hits']}", megabytes(warm)])
         sentences.append(
-            f"{mode}: a warm cache takes {again / first:.0%} of the cold seconds, {VERDICT[again < first / 2]}; a step "
-            f"takes {step / slower['step_s']:.2f} of the time in {than}, {VERDICT[step <= slower['step_s']]}."
+            f"{mode}: a warm cache takes {warm_s / cold_s:.0%} of the cold seconds, {VERDICT[warm_s < cold_s / 2]}. A "
+            f"step takes {step_s / reference_s:.2f} of the time of {reference}, {VERDICT[step_s <= reference_s]}."
         )
-    lengths, limit = [16 * (i + 2) for i in range(args.lengths)], torch._dynamo.config.recompile_limit
-    cases = {  # what changes -> (graphs predicted, graphs compiled)
-        "same length": (1, graphs_compiled(lengths[:1] * args.lengths, None)),
-        "changing, dynamic=False": (min(args.lengths, limit), graphs_compiled(lengths, False)),
-        "changing, default": (min(args.lengths, 2), graphs_compiled(lengths, None)),
-        "changing, dynamic=True": (1, graphs_compiled(lengths, True)),
-    }
-    right = VERDICT[all(guess == count for guess, count in cases.values())]
-    sentences.append(f"The numbers of graphs are {right}; each graph more is a compilation more.")
+    calls, cases = graph_counts(args.lengths)
+    sentences.append(f"The numbers of graphs are {VERDICT[all(guess == count for guess, count in cases.values())]}.")
     headers = ["mode", "step predicted, ms", "step, ms", "cold, s", "warm predicted, s", "warm, s", "hits cold / warm"]
     title = f"Forward and backward of {layers} block(s); cold and warm: compilation and first steps, fresh processes"
-    graphs = [[case, *map(str, counts)] for case, counts in cases.items()]
-    calls = Table(f"Graphs compiled in {args.lengths} calls", ["input", "predicted", "measured"], graphs)
-    figures = {"work": work, "eager": eager, "modes": found, "graphs": cases}
+    figures = {"work": work, "eager": eager, "modes": results, "graphs": cases}
     return Result([Table(title, [*headers, "reserved, MB"], rows), calls], sentences, figures)
+
+
+def graph_counts(n_calls: int) -> tuple[Table, dict[str, tuple[int, int]]]:
+    """How many graphs `n_calls` calls compile, as a table, and as case -> (predicted, compiled)."""
+    lengths, limit = [16 * (i + 2) for i in range(n_calls)], torch._dynamo.config.recompile_limit
+    cases = {
+        "same length": (1, graphs_compiled(lengths[:1] * n_calls, None)),
+        "changing, dynamic=False": (min(n_calls, limit), graphs_compiled(lengths, False)),
+        "changing, default": (min(n_calls, 2), graphs_compiled(lengths, None)),
+        "changing, dynamic=True": (1, graphs_compiled(lengths, True)),
+    }
+    rows = [[case, *map(str, counts)] for case, counts in cases.items()]
+    return Table(f"Graphs compiled in {n_calls} calls", ["input", "predicted", "measured"], rows), cases
 
 
 if __name__ == "__main__":
     print(json.dumps(measure(json.loads(sys.argv[1]))), flush=True)
-    os._exit(0)  # without the compiler's and CUDA's own ends, which can hang or crash when everything is measured
+    os._exit(0)  # ends without the exit handlers of the compiler and CUDA, which can hang or crash

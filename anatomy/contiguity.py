@@ -1,22 +1,23 @@
 """What does a transposed view cost?
 
-Prediction, for an (M, K) input of b bytes a number. The view itself moves nothing: only its strides change. Then
+Prediction, for an (M, K) input of b bytes a number. Transposing moves nothing, because it only swaps the strides. What
+the next operation costs, as a multiple of its time on a contiguous input, depends on the operation:
 
-- matrix product: BLAS takes either layout by a flag, so 1x;
-- pointwise, alone: the output takes over the strides of its input and both are walked in storage order, so 1x;
-- pointwise with a contiguous operand, and copy to contiguous: one side is strided whatever the order. A cache line of
-  64 bytes holds 16 FP32 numbers; where it is gone before the other 15 are asked for it travels again: 1x to 16x;
-- sum over the last dimension: the same bytes, each row in strides. Summing whole columns at once avoids the loss, and
-  a kernel is free to do so: 1x to 16x, too.
+- A matrix product takes 1x. BLAS, the library of matrix products, reads either layout.
+- A pointwise operation on this input alone takes 1x. Its output gets the same strides, so both are read in the order
+  in which they are stored.
+- A pointwise operation with a contiguous operand, and a copy to contiguous, take 1x to 16x. One of the tensors is read
+  or written in strides. A cache line of 64 bytes holds 16 FP32 numbers, and it travels up to 16 times if it leaves the
+  cache between uses.
+- A sum over the last dimension takes 1x to 16x, too. The bytes are the same but each row lies in strides. A kernel
+  avoids the loss if it sums many rows at once.
 
-`.contiguous()` first adds a copy, 2 M K b bytes: predicted as the copy measured below plus the operation on a
-contiguous input. It pays where the view loses more than that.
+`.contiguous()` first copies 2 M K b bytes. Its prediction is the measured copy plus the operation on a contiguous
+input. It pays where the view loses more than the copy takes.
 
 Source: the PyTorch documentation on tensor views and strides; the rest is arithmetic.
 Run:    python -m anatomy contiguity --m 4096 --n 4096 --k 4096
 """
-
-from __future__ import annotations
 
 import argparse
 
@@ -24,8 +25,8 @@ import torch
 
 from anatomy.experiment import Result, Table, default_size, positive, seconds, us
 
-TOLERANCE = 1.25  # times within this factor of each other are called equal
-CACHE_LINE = 64  # bytes; a GPU's sectors are 32
+TOLERANCE = 1.25  # two times that differ by less than this factor count as equal
+CACHE_LINE = 64  # bytes on a CPU; a GPU moves 32 at a time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,12 +43,12 @@ def run(args: argparse.Namespace) -> Result:
     contiguous = torch.randn(M, K, device=args.device, dtype=dtype)
     stored = contiguous.t().contiguous()  # (K, M)
     view = stored.t()  # (M, K) again, the same numbers as `contiguous`
-    other, right = torch.randn_like(contiguous), torch.randn(K, N, device=args.device, dtype=dtype) / K**0.5
+    operand, right = torch.randn_like(contiguous), torch.randn(K, N, device=args.device, dtype=dtype) / K**0.5
     worst = float(CACHE_LINE // dtype.itemsize)
-    operations = {  # name: function, least and most that the view may take, as a multiple of contiguous
+    operations = {  # name: function, and the least and the most time of the view as a multiple of contiguous
         "matrix product": (lambda x: x @ right, 1.0, 1.0),
         "pointwise, alone": (lambda x: x * 2, 1.0, 1.0),
-        "pointwise, with a contiguous operand": (lambda x: x + other, 1.0, worst),
+        "pointwise, with a contiguous operand": (lambda x: x + operand, 1.0, worst),
         "sum over the last dimension": (lambda x: x.sum(-1), 1.0, worst),
         "copy to contiguous": (lambda x: x.clone(memory_format=torch.contiguous_format), 1.0, worst),
     }
@@ -63,42 +64,39 @@ def run(args: argparse.Namespace) -> Result:
     copy = figures["copy to contiguous"]
     del copy["contiguous_first_s"]  # it would copy twice
     rows = []
-    for name, found in figures.items():
-        found["ratio"] = found["view_s"] / found["contiguous_s"]
-        low, high = found["predicted"]
-        found["holds"] = low / TOLERANCE <= found["ratio"] <= high * TOLERANCE
-        row = [name, us(found["contiguous_s"]), us(found["view_s"]), f"{found['ratio']:.2f}x"]
+    for name, result in figures.items():
+        result["ratio"] = result["view_s"] / result["contiguous_s"]
+        low, high = result["predicted"]
+        result["holds"] = low / TOLERANCE <= result["ratio"] <= high * TOLERANCE
+        row = [name, us(result["contiguous_s"]), us(result["view_s"]), f"{result['ratio']:.2f}x"]
         row.append(f"{low:.0f}x" if low == high else f"{low:.0f}x to {high:.0f}x")
-        if first := found.get("contiguous_first_s"):
-            found["predicted_first_s"] = found["contiguous_s"] + copy["view_s"]
-            row += [us(first), us(found["predicted_first_s"])]
+        if first := result.get("contiguous_first_s"):
+            result["predicted_first_s"] = result["contiguous_s"] + copy["view_s"]
+            row += [us(first), us(result["predicted_first_s"])]
         rows.append(row + ["-"] * (7 - len(row)))
     headers = ["operation", "contiguous us", "view us", "view / contiguous", "predicted"]
     headers += [".contiguous() first us", "predicted us"]
     title = f"A ({M}, {K}) input, contiguous and as a transposed view; matrix product with ({K}, {N}); {dtype}"
     shared = view.data_ptr() == stored.data_ptr()
     shape = {"m": M, "n": N, "k": K, "copy_bytes": 2 * M * K * dtype.itemsize}  # read and written
-    return Result(
-        [Table(title, headers, rows)],
-        sentences(figures, shared),
-        shape | {"view_shares_memory": shared, "operations": figures},
-    )
+    shape |= {"view_shares_memory": shared, "operations": figures}
+    return Result([Table(title, headers, rows)], sentences(figures, shared), shape)
 
 
 def sentences(figures: dict, shared: bool) -> list[str]:
-    missed = [f"{name} ({found['ratio']:.2f}x)" for name, found in figures.items() if not found["holds"]]
+    missed = [f"{name} ({result['ratio']:.2f}x)" for name, result in figures.items() if not result["holds"]]
     pays = [
-        name for name, found in figures.items()
-        if "contiguous_first_s" in found and found["contiguous_first_s"] * TOLERANCE < found["view_s"]
+        name for name, result in figures.items()
+        if "contiguous_first_s" in result and result["contiguous_first_s"] * TOLERANCE < result["view_s"]
     ]  # fmt: skip
     loss = max(figures, key=lambda name: figures[name]["ratio"])
     return [
-        f"The view {'shares' if shared else 'does not share'} the memory of what it was made from. What reads it loses "
-        f"most in: {loss}, {figures[loss]['ratio']:.2f} times the contiguous time.",
-        f"Outside the predicted range, with {TOLERANCE - 1:.0%} for noise: {', '.join(missed)}."
+        f"The view {'shares' if shared else 'does not share'} the memory of its base. The operation that loses "
+        f"most is: {loss}, with {figures[loss]['ratio']:.2f} times the contiguous time.",
+        f"These ratios are outside their predicted range, with {TOLERANCE - 1:.0%} for noise: {', '.join(missed)}."
         if missed
         else f"Every ratio is in its predicted range, with {TOLERANCE - 1:.0%} for noise.",
-        f"A single use already pays for `.contiguous()` in: {', '.join(pays)}."
+        f"`.contiguous()` pays even for a single use in: {', '.join(pays)}."
         if pays
-        else "Here `.contiguous()` pays for no operation that reads its input once; more uses share one copy.",
+        else "`.contiguous()` pays for no single use here. Several uses would share one copy.",
     ]

@@ -1,12 +1,10 @@
-"""What all experiments share: arguments, timing, and results that render as tables and sentences.
+"""What all experiments share: arguments, timing, and results that print as tables and sentences.
 
-An experiment is a file of this folder with three parts: a docstring (the question as one sentence, the prediction by
-napkin math, the source, the run line), `add_arguments(parser)` for its own sizes, and `run(args) -> Result`.
-`args` holds what `common_arguments` and the experiment added; `device` is a torch.device that works, `dtype` a
-torch.dtype or None for the experiment's own choice, `iters` a number, and `quick` asks for smaller sizes.
+An experiment is a file of this folder with three parts. Its docstring has the question as one sentence, the prediction
+by simple arithmetic, the source, and the command. `add_arguments(parser)` adds its own sizes. `run(args)` returns a
+Result. In `args`, `device` is a torch.device that works, `dtype` is a torch.dtype or None for the experiment's own
+choice, `iters` is a number, and `quick` asks for smaller sizes.
 """
-
-from __future__ import annotations
 
 import argparse
 import io
@@ -16,7 +14,6 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.benchmark import Timer
@@ -25,20 +22,17 @@ from common import profile
 from common.text import aligned
 from common.text import positive_int as positive
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 ITERS, QUICK_ITERS = 50, 10
 
 
 class Refused(ValueError):
-    """The experiment cannot run as asked: one line that says why."""
+    """The experiment cannot run as asked; the message is one line."""
 
 
 @dataclass
 class Table:
-    """Rows of strings; `title` says what they are, with units in the headers."""
+    """Rows of strings. `title` describes them, and the headers have the units. No two headers are equal."""
 
     title: str
     headers: list[str]
@@ -50,11 +44,10 @@ class Table:
 
 @dataclass
 class Result:
-    """What an experiment found.
+    """The outcome of an experiment.
 
-    `sentences` are computed from the result and claim no more than it shows; `figures` are the raw numbers behind
-    tables and sentences, for JSON; `attachments` are files to write beside them: name -> text or bytes; `listings`
-    are code to show: title -> text.
+    `sentences` are computed from the figures and claim no more than these show. `figures` are the raw numbers behind
+    the tables, for JSON. `attachments` are files to write: name -> text or bytes. `listings` are code: title -> text.
     """
 
     tables: list[Table]
@@ -69,32 +62,22 @@ class Result:
         return "\n\n".join([*parts, "\n".join(f"- {sentence}" for sentence in self.sentences)])
 
     def record(self) -> dict:
-        return {
-            "tables": [asdict(table) for table in self.tables],
-            "sentences": self.sentences,
-            "figures": self.figures,
-            "attachments": list(self.attachments),
-            "listings": self.listings,
-        }
+        return vars(self) | {"tables": list(map(asdict, self.tables)), "attachments": list(self.attachments)}
 
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every experiment takes; `positive` above is the type of a size."""
+    """Add the options that every experiment has."""
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:N (default: auto)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, metavar="NAME", help=f"{', '.join(DTYPES)} (default: the experiment's own choice)"
-    )
-    parser.add_argument(
-        "--iters", type=positive, metavar="N", help=f"timed calls (default: {ITERS}; {QUICK_ITERS} with --quick)"
-    )
-    parser.add_argument("--quick", action="store_true", help="smaller sizes: seconds, even on a small CPU")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the figures as JSON, and attachments beside it"
-    )
+    dtypes = f"{', '.join(DTYPES)} (default: the experiment's own choice)"
+    parser.add_argument("--dtype", choices=DTYPES, metavar="NAME", help=dtypes)
+    iters = f"timed calls (default: {ITERS}; {QUICK_ITERS} with --quick)"
+    parser.add_argument("--iters", type=positive, metavar="N", help=iters)
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, which take seconds even on a small CPU")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
 
 
 def default_size(args: argparse.Namespace, quick: int, cpu: int, gpu: int) -> int:
-    """A size for this device; a GPU takes its own even in quick form, because less would time only launches."""
+    """A size for this device. A GPU keeps its size in quick form, because smaller ones would time only launches."""
     return gpu if args.device.type == "cuda" else quick if args.quick else cpu
 
 
@@ -107,14 +90,14 @@ def ms(seconds: float) -> str:
 
 
 def seconds(function: Callable[[], object], iters: int) -> float:
-    """Median of five measurements of the seconds of one call, the GPU's work included; `iters` calls in all."""
+    """The seconds of one call with the GPU's work: the median of five measurements, `iters` calls together."""
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-    timer.timeit(1)  # warm-up: compilation, allocation
+    timer.timeit(1)  # the first call compiles and allocates
     return statistics.median(timer.timeit(max(1, iters // 5)).median for _ in range(5))
 
 
 def launches(function: Callable[[], object], device: torch.device) -> int:
-    """Kernels that one call launches on a GPU, as the profiler saw them; on a CPU, operators not inside another."""
+    """How many kernels one call launches on a GPU. On a CPU, how many operators it calls that no operator calls."""
     trace = profile.trace_step(function, device)
     if device.type == "cuda":
         return len(trace.kernels)
@@ -127,7 +110,7 @@ def launches(function: Callable[[], object], device: torch.device) -> int:
 
 
 def extra_peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """The most bytes of tensors that one `step` holds at a time, beyond those that were there before."""
+    """The most bytes that the tensors of one `step` take at any moment. Tensors from before it do not count."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -136,15 +119,14 @@ def extra_peak_bytes(step: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    events = [
-        event for kind in profile.chrome_trace(profiler)[1].values() for event in kind if event["name"] == "[memory]"
-    ]
+    by_kind = profile.chrome_trace(profiler)[1].values()
+    events = [event for events in by_kind for event in events if event["name"] == "[memory]"]
     changes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
     return max(itertools.accumulate(changes), default=0)
 
 
-def plot(name: str, draw: Callable[[Axes], None]) -> dict[str, str]:
-    """The attachment `name`, an SVG that `draw` filled; none where matplotlib is not installed."""
+def plot(name: str, draw: Callable[..., None]) -> dict[str, str]:
+    """An SVG whose axes `draw` fills, as the attachment `name`; no attachment where matplotlib is not installed."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -153,6 +135,6 @@ def plot(name: str, draw: Callable[[Axes], None]) -> dict[str, str]:
     figure = Figure(figsize=(8, 5), layout="constrained")
     draw(figure.add_subplot())
     text = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):  # text as text; the same file each time
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):  # searchable text, same bytes each time
         figure.savefig(text, format="svg", metadata={"Date": None})
     return {name: text.getvalue()}

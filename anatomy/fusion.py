@@ -1,26 +1,26 @@
-"""Why is fusion the lever for pointwise code?
+"""Why does fusion speed up pointwise code?
 
-Prediction, for tensors of N numbers of b bytes. A pointwise kernel computes in no time and waits for memory, so its
-time is its bytes over the copy bandwidth. sigmoid(relu(x*w+b)) with w and b as large as x:
+Prediction, for tensors of N numbers of b bytes. A pointwise kernel computes far faster than it reads and writes, so its
+time is its bytes over the copy bandwidth. For sigmoid(relu(x*w+b)), with w and b as large as x:
 
-- eager, four kernels: 3 + 3 + 2 + 2 tensors read or written, 10 N b = 40 N bytes in FP32;
-- fused, one kernel: x, w, b read, y written, 4 N b = 16 N bytes: 2.5 times faster. At N = 2^26 and 4 TB/s that is
-  0.67 ms against 0.27 ms.
+- eager runs four kernels, which read or write 3 + 3 + 2 + 2 tensors: 10 N b bytes, 40 N in FP32;
+- fused is one kernel, which reads x, w, b and writes y: 4 N b bytes, 16 N in FP32, so it is 2.5 times faster. At
+  N = 2^26 and 4 TB/s that is 0.67 ms against 0.27 ms.
 
-What fusion cannot do: x / x.sum() needs the sum before the first quotient, so x is read twice either way, 3 N b; and
-relu(x) alone is one kernel already, 2 N b. A product's epilogue saves passes over its output only; many small tensors
-in one kernel (horizontal fusion) save launches and no bytes.
+Some code gains nothing. x / x.sum() needs the sum before the first quotient, so it reads x twice in any form and moves
+3 N b bytes. relu(x) alone is already one kernel of 2 N b bytes. A matrix product gains little: its epilogue, which is
+work inside the product's kernel, saves only passes over the output. Many small tensors in one kernel (horizontal
+fusion) save launches but no bytes.
 
 Source: the PyTorch documentation of torch.compile; Ansel et al., PyTorch 2 (ASPLOS 2024), on Inductor's fusion.
 Run:    python -m anatomy fusion --numbers 67108864 --edge 4096
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch._inductor.utils import run_and_get_code
@@ -29,7 +29,8 @@ from anatomy.experiment import Result, Table, default_size, launches, positive, 
 from common import roofs
 from common.errors import missing_tool
 
-SMALL, MANY = 1024, 64  # numbers in a small tensor, and how many of those
+SMALL, MANY = 1024, 64  # numbers in a small tensor, and how many such tensors
+CHAIN = "sigmoid(relu(x*w+b))"
 KERNEL = r"async_compile\.(?:triton|cpp_pybinding)\(.*?'''(.*?)'''"
 
 
@@ -40,16 +41,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--edge", type=positive, metavar="N", help=edge)
 
 
-def run(args: argparse.Namespace) -> Result:
-    device, dtype = args.device, args.dtype or torch.float32
-    N = args.numbers or default_size(args, quick=2**22, cpu=2**23, gpu=2**26)
-    E = args.edge or default_size(args, quick=512, cpu=1024, gpu=4096)
-    x, w, b = torch.rand(3, N, device=device, dtype=dtype) + 1  # no sum near zero to divide by
+class Case(NamedTuple):
+    expression: str
+    variant: str
+    function: Callable | str  # or why it cannot run
+    inputs: tuple
+    numbers: int  # the least that it reads and writes
+    base_s: float = 0.0  # predicted seconds besides moving these numbers
+
+
+def cases(N: int, E: int, dtype: torch.dtype, device: torch.device, iters: int) -> list[Case]:
+    """Every expression and variant; the eager form of an expression comes first."""
+    x, w, b = torch.rand(3, N, device=device, dtype=dtype) + 1  # so that no sum to divide by is near zero
     matrices = *torch.randn(2, E, E, device=device, dtype=dtype) / E**0.5, torch.randn(E, device=device, dtype=dtype)
-    small = list(torch.randn(MANY, SMALL, device=device, dtype=dtype))
-    copy_rate = roofs.copy_rate(device)
-    product_s = seconds(lambda: matrices[0] @ matrices[1], args.iters)
-    launch_s = seconds(lambda: small[0] * 2, args.iters)
+    small = tuple(torch.randn(MANY, SMALL, device=device, dtype=dtype))
+    product_s = seconds(lambda: matrices[0] @ matrices[1], iters)
+    launch_s = seconds(lambda: small[0] * 2, iters)
 
     def gate(x, w, b):
         return torch.sigmoid(torch.relu(x * w + b))
@@ -69,82 +76,89 @@ def run(args: argparse.Namespace) -> Result:
     def foreach(*tensors):
         return torch._foreach_mul(tensors, 2)
 
-    chain, gemm, many = "sigmoid(relu(x*w+b))", "relu(A@B+c)", f"{MANY} small x*2"
-    # expression, variant, function, its arguments, numbers read and written at least, and seconds besides these
-    cases = [
-        (chain, "eager", gate, (x, w, b), 10 * N, 0),
-        (chain, "compiled", gate, (x, w, b), 4 * N, 0),
-        (chain, "Triton by hand", triton_gate(device), (x, w, b), 4 * N, 0),
-        ("x / x.sum()", "eager", normalize, (x,), 3 * N, 0),
-        ("x / x.sum()", "compiled", normalize, (x,), 3 * N, 0),
-        ("relu(x)", "eager", torch.relu, (x,), 2 * N, 0),
-        ("relu(x)", "compiled", torch.relu, (x,), 2 * N, 0),
-        (gemm, "eager", linear_relu, matrices, 4 * E * E, product_s),  # passes over the output, besides the product
-        (gemm, "compiled", linear_relu, matrices, 2 * E * E, product_s),
-        (gemm, "BLAS epilogue", epilogue, matrices, 0, product_s),
-        (many, "eager", loop, small, 2 * MANY * SMALL, MANY * launch_s),
-        (many, "_foreach_mul", foreach, small, 2 * MANY * SMALL, launch_s),
+    gemm, many = "relu(A@B+c)", f"{MANY} small x*2"
+    return [
+        Case(CHAIN, "eager", gate, (x, w, b), 10 * N),
+        Case(CHAIN, "compiled", gate, (x, w, b), 4 * N),
+        Case(CHAIN, "Triton by hand", triton_gate(device), (x, w, b), 4 * N),
+        Case("x / x.sum()", "eager", normalize, (x,), 3 * N),
+        Case("x / x.sum()", "compiled", normalize, (x,), 3 * N),
+        Case("relu(x)", "eager", torch.relu, (x,), 2 * N),
+        Case("relu(x)", "compiled", torch.relu, (x,), 2 * N),
+        Case(gemm, "eager", linear_relu, matrices, 4 * E * E, product_s),  # passes over the output
+        Case(gemm, "compiled", linear_relu, matrices, 2 * E * E, product_s),
+        Case(gemm, "BLAS epilogue", epilogue, matrices, 0, product_s),
+        Case(many, "eager", loop, small, 2 * MANY * SMALL, MANY * launch_s),
+        Case(many, "_foreach_mul", foreach, small, 2 * MANY * SMALL, launch_s),
     ]
-    figures, rows, code, expected = {}, [], "", {}
-    for expression, variant, function, inputs, numbers, base_s in cases:
-        n_bytes, kernels = numbers * dtype.itemsize, []
-        if variant == "compiled":
-            function, kernels = compiled(function, inputs)
+
+
+def run(args: argparse.Namespace) -> Result:
+    device, dtype = args.device, args.dtype or torch.float32
+    N = args.numbers or default_size(args, quick=2**22, cpu=2**23, gpu=2**26)
+    E = args.edge or default_size(args, quick=512, cpu=1024, gpu=4096)
+    copy_rate = roofs.copy_rate(device)
+    results, rows, code, expected = {}, [], "", {}
+    for case in cases(N, E, dtype, device, args.iters):
+        function, n_bytes, kernels = case.function, case.numbers * dtype.itemsize, []
+        if case.variant == "compiled":
+            function, kernels = compiled(function, case.inputs)
             code = code or "\n".join(kernels)
-        if isinstance(function, str):  # why it cannot run
-            rows.append([expression, variant, "-", f"{n_bytes / 1e6:.1f}", "-", function, "-", "-"])
+        row, megabytes = [case.expression, case.variant], f"{n_bytes / 1e6:.1f}"
+        if isinstance(function, str):
+            rows.append([*row, "-", megabytes, "-", function, "-", "-"])
             continue
-        expected.setdefault(expression, function(*inputs))  # eager comes first
-        torch.testing.assert_close(function(*inputs), expected[expression], rtol=0.02, atol=0.05)
-        call = partial(function, *inputs)
-        # A CPU's trace does not show generated functions.
+        call = partial(function, *case.inputs)
+        torch.testing.assert_close(call(), expected.setdefault(case.expression, call()), rtol=0.02, atol=0.05)
+        # The trace of a CPU does not show the functions that the compiler generates.
         n_launches = launches(call, device) + (len(kernels) if device.type == "cpu" else 0)
-        found = {"launches": n_launches, "bytes": n_bytes, "seconds": seconds(call, args.iters)}
-        figures.setdefault(expression, {})[variant] = found | {"predicted_s": base_s + n_bytes / copy_rate}
-        rate = n_bytes / found["seconds"]
-        row = [expression, variant, str(n_launches), f"{n_bytes / 1e6:.1f}", us(base_s + n_bytes / copy_rate)]
-        reached = ["-", "-"] if base_s else [f"{rate / 1e9:.1f}", f"{rate / copy_rate:.0%}"]
-        rows.append([*row, us(found["seconds"]), *reached])
+        result = {"launches": n_launches, "bytes": n_bytes, "seconds": seconds(call, args.iters)}
+        result["predicted_s"] = case.base_s + n_bytes / copy_rate
+        results.setdefault(case.expression, {})[case.variant] = result
+        rate = n_bytes / result["seconds"]
+        row += [str(n_launches), megabytes, us(result["predicted_s"]), us(result["seconds"])]
+        rows.append(row + (["-", "-"] if case.base_s else [f"{rate / 1e9:.1f}", f"{rate / copy_rate:.0%}"]))
     headers = ["expression", "variant", "launches", "least MB", "predicted us", "measured us", "GB/s", "of copy"]
-    title = f"N = {N}, A and B ({E}, {E}), {dtype}; copy {copy_rate / 1e9:.1f} GB/s; least MB: beside the product A@B"
-    figures = {"copy_bytes_per_s": copy_rate, "numbers": N, "edge": E, "cases": figures}
-    listings = {f"What torch.compile made of {chain}:": code} if code else {}
+    title = f"N = {N}, A and B ({E}, {E}), {dtype}; copy {copy_rate / 1e9:.1f} GB/s; least MB: besides the product A@B"
+    figures = {"copy_bytes_per_s": copy_rate, "numbers": N, "edge": E, "cases": results}
+    listings = {f"What torch.compile made of {CHAIN}:": code} if code else {}
     return Result([Table(title, headers, rows)], sentences(figures), figures, listings=listings)
 
 
 def triton_gate(device: torch.device) -> Callable | str:
     try:
-        from anatomy.fusion_kernel import gate as written_by_hand
+        from anatomy.fusion_kernel import gate
     except ImportError:
         return "Triton is not installed"
-    return written_by_hand if device.type == "cuda" else "needs a GPU"
+    return gate if device.type == "cuda" else "needs a GPU"
 
 
 def compiled(function: Callable, inputs: tuple) -> tuple[Callable | str, list[str]]:
-    """The function compiled, and the kernels it was given; or why not."""
+    """The compiled function and the code of its kernels; or one line that says which tool is missing."""
     try:
         fast = torch.compile(function, dynamic=False)
         _, (text, *_) = run_and_get_code(fast, *inputs)
-    except Exception as error:  # torch.compile's errors have no common class
+    except Exception as error:  # the errors of torch.compile have no common class
         if reason := missing_tool(error):
             return reason, []
         raise
-    starts = ("@triton.jit", 'extern "C"')  # what comes before is set-up
+    starts = ("@triton.jit", 'extern "C"')  # where the kernel itself begins
     kernels = re.findall(KERNEL, text, re.DOTALL)
     return fast, [k[max(0, *(k.find(start) for start in starts)) :].strip() for k in kernels]
 
 
 def sentences(figures: dict) -> list[str]:
-    said, copy_rate, fast = [], figures["copy_bytes_per_s"], False
+    lines, copy_rate, beyond_copy = [], figures["copy_bytes_per_s"], False
     for expression, variants in figures["cases"].items():
         eager = variants["eager"]
-        for variant, found in variants.items():
-            fast |= found["bytes"] > 1.1 * copy_rate * found["seconds"]
+        for variant, result in variants.items():
+            beyond_copy |= result["bytes"] > 1.1 * copy_rate * result["seconds"]
             if variant != "eager":
-                said.append(
-                    f"{expression}, {variant}: {eager['seconds'] / found['seconds']:.2f}x the speed of eager, "
-                    f"{eager['predicted_s'] / found['predicted_s']:.2f}x predicted; "
-                    f"launches: {eager['launches']} to {found['launches']}."
+                lines.append(
+                    f"{expression}, {variant}: the speed is {eager['seconds'] / result['seconds']:.2f}x that of eager, "
+                    f"{eager['predicted_s'] / result['predicted_s']:.2f}x predicted. "
+                    f"Eager launches {eager['launches']} kernel(s), this variant {result['launches']}."
                 )
-    beyond = "In places more bytes a second than a copy reached: a cache held them, or something slowed the copy."
-    return [*said, beyond] if fast else said
+    if beyond_copy:
+        lines.append("Some rows are faster than a copy: a cache held their bytes, or something slowed the copy.")
+    return lines

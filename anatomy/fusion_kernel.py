@@ -1,10 +1,10 @@
-"""The kernel of `fusion`, written by hand in Triton; importing it needs Triton, running it a GPU."""
+"""The kernel of `fusion`, written by hand in Triton. The import needs Triton, and the call needs a GPU."""
 
 import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024  # numbers per program
+BLOCK = 1024  # numbers for each instance of the kernel
 
 
 @triton.jit
@@ -14,7 +14,7 @@ def kernel(x_ptr, w_ptr, b_ptr, y_ptr, n, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + offsets, inside).to(tl.float32)
     w = tl.load(w_ptr + offsets, inside).to(tl.float32)
     b = tl.load(b_ptr + offsets, inside).to(tl.float32)
-    y = 1 / (1 + tl.exp(-tl.maximum(x * w + b, 0.0)))  # stays in registers until it is stored
+    y = 1 / (1 + tl.exp(-tl.maximum(x * w + b, 0.0)))  # registers hold it until it is stored
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), inside)
 
 

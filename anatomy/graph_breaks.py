@@ -1,16 +1,17 @@
 """What breaks a graph of torch.compile, and what does a break cost?
 
-Prediction: a break cuts a function into 2 graphs. What lies between them must be written and read again: 2 pointwise
-kernels move 2 x (4N + 4N) bytes of FP32, the one kernel of the mended form 4N + 4N, so that a memory-bound function
-takes twice as long. Where the break is about a sum, the mended form needs a pass for the sum, too: 16N against 12N
-bytes, a third longer. A break also returns to Python, and `.item()`, `print` of a tensor and a branch on one make the
-host wait for the GPU: tens of microseconds, which count where kernels are short.
-Source: PyTorch's programming model of torch.compile (graph breaks); bytes as in any pointwise roofline.
+Prediction: a break is a place that Dynamo, the part of torch.compile that captures graphs, cannot capture. It cuts the
+function into 2 graphs. The kernels of the first one write what lies between them, and those of the second read it
+again. So 2 pointwise kernels move 2 x (4N + 4N) bytes of FP32. The mended form has no break. Its one kernel moves
+4N + 4N bytes, so that a memory-bound function with a break takes twice as long. Where the break is about a sum, the
+mended form also makes a pass for the sum. The bytes are then 16N against 12N, and the break costs a third more.
 
-    python -m anatomy graph-breaks [--n N] [--backend inductor|aot_eager|eager]
+A break also returns to Python. `.item()`, `print` of a tensor and a branch on a tensor make the host wait for the GPU.
+That takes tens of microseconds, which count where kernels are short.
+
+Source: PyTorch's programming model of torch.compile (graph breaks); the bytes are arithmetic.
+Run:    python -m anatomy graph-breaks [--n N] [--backend inductor|aot_eager|eager]
 """
-
-from __future__ import annotations
 
 import argparse
 import io
@@ -74,7 +75,7 @@ def with_unsupported(x):
     return y if started > 0 else None
 
 
-CASES = {  # what breaks -> (broken, mended, how, bytes per number of broken and mended)
+CASES = {  # cause -> (broken form, mended form, how it is mended, bytes per number of either form)
     "print": (with_print, without_print, "print what the function returns", 16, 8),
     ".item()": (with_item, without_item, "leave the number a tensor", 16, 12),
     "data-dependent branch": (with_branch, without_branch, "torch.where", 16, 12),
@@ -84,18 +85,19 @@ BACKENDS = ("inductor", "aot_eager", "eager")
 
 
 def detect(function, x: torch.Tensor) -> tuple[int, str, str]:
-    """Graph breaks, the reason by its name, and the line of code."""
+    """The number of graph breaks, the reason that Dynamo gives, and the line of code."""
     torch._dynamo.reset()
-    found = torch._dynamo.explain(function)(x)
-    if not found.break_reasons:
-        return found.graph_break_count, "-", "-"
-    reason, line = found.break_reasons[0].reason.splitlines()[0], found.break_reasons[0].user_stack[-1].line
+    explanation = torch._dynamo.explain(function)(x)
+    if not explanation.break_reasons:
+        return explanation.graph_break_count, "-", "-"
+    first = explanation.break_reasons[0]
+    reason, line = first.reason.splitlines()[0], first.user_stack[-1].line
     torch._dynamo.reset()
-    try:  # an error names the reason better, but fullgraph=True can take in what would break otherwise
+    try:  # the error of fullgraph=True has a clearer reason, but this mode captures some breaks, without an error
         torch.compile(function, backend="eager", fullgraph=True)(x)
     except Unsupported as error:
         reason = str(error).splitlines()[0]
-    return found.graph_break_count, reason, line.strip()
+    return explanation.graph_break_count, reason, line.strip()
 
 
 def timed(function, x: torch.Tensor, args: argparse.Namespace) -> float:
@@ -105,44 +107,46 @@ def timed(function, x: torch.Tensor, args: argparse.Namespace) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--n", type=positive, help="numbers in the input (default 2^26 on a GPU, 2^22 on a CPU, 2^20)")
-    parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="of torch.compile (default inductor)")
+    parser.add_argument("--n", type=positive, help="numbers in the input (default: GPU 2^26, CPU 2^22, quick 2^20)")
+    parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="of torch.compile (default: inductor)")
 
 
 def run(args: argparse.Namespace) -> Result:
     n = args.n or 2 ** (20 if args.quick else 26 if args.device.type == "cuda" else 22)
     x = torch.randn(n, device=args.device, dtype=args.dtype or torch.float32)
-    found, detected, costs, sentences = {}, [], [], []
+    cases, detected, costs, sentences = {}, [], [], []
     for name, (broken, mended, how, bytes_broken, bytes_mended) in CASES.items():
         with redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what they say is in the reason
+            warnings.simplefilter("ignore")  # they repeat the reason
             logging.disable(logging.WARNING)
             try:
                 breaks, reason, line = detect(broken, x)
                 left = detect(mended, x)[0]
                 same = torch.allclose(broken(x), mended(x), rtol=1e-2 if x.itemsize < 4 else 1e-4)
                 times = {"broken_s": timed(broken, x, args), "mended_s": timed(mended, x, args)}
-            except TorchDynamoException as error:  # no compiler: what was detected stands
+            except TorchDynamoException as error:  # without a compiler the breaks are known, but not the times
                 times = {"broken_s": None, "mended_s": None}
-                sentences = [f"No times: {one_line(error)}."]
+                sentences = [f"There are no times: {one_line(error)}."]
             finally:
                 logging.disable(logging.NOTSET)
-        found[name] = {"breaks": breaks, "reason": reason, "line": line, "breaks_mended": left, "same_result": same}
-        found[name] |= times
+        cases[name] = {"breaks": breaks, "reason": reason, "line": line, "breaks_mended": left, "same_result": same}
+        cases[name] |= times
         detected.append([name, "1", str(breaks), "0", str(left), reason, line])
-        predicted = f"{bytes_broken / bytes_mended:.2f}x" if args.backend == "inductor" else "-"  # others do not fuse
+        predicted = (
+            f"{bytes_broken / bytes_mended:.2f}x" if args.backend == "inductor" else "-"
+        )  # the other backends do not fuse
         costs.append([name, how, f"{bytes_broken}N / {bytes_mended}N", predicted, *["-"] * 4])
         if times["broken_s"] is None:
             continue
         lost, ratio = times["broken_s"] - times["mended_s"], times["broken_s"] / times["mended_s"]
         costs[-1][4:] = [f"{ratio:.2f}x", *(f"{value * 1e3:.3f}" for value in (*times.values(), lost))]
-        costly = "takes longer" if ratio > 1.05 else "does NOT take longer here"
-        sentences.append(f"With the break, {name}, it {costly}: {ratio:.2f}x the mended time, predicted {predicted}.")
-    clean = all(cell["breaks_mended"] == 0 and cell["same_result"] for cell in found.values())
+        costly = "takes longer" if ratio > 1.05 else "does NOT take longer"
+        sentences.append(f"{name}: the broken form {costly}, {ratio:.2f}x the mended time, predicted {predicted}.")
+    clean = all(cell["breaks_mended"] == 0 and cell["same_result"] for cell in cases.values())
     sentences.append(f"{'Every' if clean else 'NOT every'} mended form is one graph and returns the same numbers.")
-    headers = ["what breaks", "breaks predicted", "found", "mended: predicted", "found", "reason by Dynamo", "line"]
-    measured = ["predicted", "time", "broken, ms", "mended, ms", "lost, ms"]
+    headers = ["cause", "breaks predicted", "breaks", "mended, predicted", "mended", "reason that Dynamo gives", "line"]
+    measured = ["predicted", "measured", "broken, ms", "mended, ms", "lost, ms"]
     title = f"Cost of a break, N = {n} numbers, backend {args.backend}"
-    cost = Table(title, ["what breaks", "mended by", "bytes for FP32", *measured], costs)
-    figures = {"n": n, "backend": args.backend, "cases": found}
+    cost = Table(title, ["cause", "mended by", "bytes for FP32", *measured], costs)
+    figures = {"n": n, "backend": args.backend, "cases": cases}
     return Result([Table("Graph breaks", headers, detected), cost], sentences, figures)

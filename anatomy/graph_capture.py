@@ -1,24 +1,25 @@
 """How do trace, script, FX and Dynamo differ on a branch that depends on data?
 
-Prediction: `torch.jit.trace` records the operators of one call, that is 1 of the 2 sides, and is silently wrong on the
-other. `torch.jit.script` compiles the source with both sides. FX traces without numbers, cannot choose, and refuses.
-Dynamo takes out the graph before the branch, lets Python choose, and takes out one more graph for each side it meets:
-1 + 2 graphs, right on both. `torch.export` has to return one whole graph and refuses, until the branch is written as
-`torch.cond`, an operator with both sides inside.
+Prediction: a compiler needs a graph of operators, and these tools make one of a Python function in different ways.
+`torch.jit.trace` records the operators of one call. It takes in 1 of the 2 sides of the branch and is wrong on the
+other side, without an error. `torch.jit.script` compiles the source with both sides. FX calls the function without
+numbers, so it cannot choose a side and refuses. Dynamo, the front end of torch.compile, captures the graph before the
+branch, lets Python choose, and captures one more graph for each side: 1 + 2 graphs, right on both sides.
+`torch.export` must return one whole graph. It refuses unless the branch is `torch.cond`, an operator that contains
+both sides.
+
 Source: the documentation of torch.jit.trace, torch.jit.script, torch.fx (limits of symbolic tracing), torch.compile
 (graph breaks) and torch.export (control flow).
-
-    python -m anatomy graph-capture [--n N]
+Run:    python -m anatomy graph-capture [--n N]
 """
-
-from __future__ import annotations
 
 import argparse
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 
 import torch
 import torch.fx
@@ -30,7 +31,7 @@ from common.text import one_line
 
 
 class Branching(nn.Module):
-    """One of two pointwise functions, chosen by the sign of a sum: by a number, not by a shape."""
+    """Two pointwise functions. The sign of a sum chooses between them, which no shape tells in advance."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.sum() > 0:
@@ -39,7 +40,7 @@ class Branching(nn.Module):
 
 
 class BranchingByCond(nn.Module):
-    """The same with the branch as an operator, which a graph can hold."""
+    """The same function with the branch as an operator, which a graph can contain."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 3, (x,))
@@ -47,12 +48,12 @@ class BranchingByCond(nn.Module):
 
 def by_trace(x: torch.Tensor) -> tuple[Callable, Callable]:
     traced = torch.jit.trace(Branching(), x, check_trace=False)
-    return traced, lambda: sides(kind for kind in JIT_SIDES if traced.inlined_graph.findAllNodes(kind))
+    return traced, lambda: sides(traced.inlined_graph)
 
 
 def by_script(x: torch.Tensor) -> tuple[Callable, Callable]:
     scripted = torch.jit.script(Branching())
-    return scripted, lambda: sides(kind for kind in JIT_SIDES if scripted.inlined_graph.findAllNodes(kind))
+    return scripted, lambda: sides(scripted.inlined_graph)
 
 
 def by_fx(x: torch.Tensor) -> tuple[Callable, Callable]:
@@ -72,46 +73,42 @@ def by_export(x: torch.Tensor, model: type[nn.Module] = Branching) -> tuple[Call
     return exported.module(), lambda: f"1 graph, {len(inside) - 1} inside it"
 
 
-def by_export_of_cond(x: torch.Tensor) -> tuple[Callable, Callable]:
-    return by_export(x, BranchingByCond)
+def sides(graph: torch.Graph) -> str:
+    captured = [kind for kind in JIT_SIDES if graph.findAllNodes(kind)]
+    return f"1 graph, {len(captured)} of 2 sides ({', '.join(captured)})"
 
 
-def sides(kinds: Iterable[str]) -> str:
-    found = list(kinds)
-    return f"1 graph, {len(found)} of 2 sides ({', '.join(found)})"
-
-
-JIT_SIDES = ("aten::mul", "aten::sub")  # what one side computes, and what the other
-TOOLS = {  # tool -> (capture, predicted: what is captured, right on the first side, right on the other)
+JIT_SIDES = ("aten::mul", "aten::sub")  # the operator of either side
+TOOLS = {  # tool -> (capture; predictions: the graphs, right on the side shown, right on the other side)
     "torch.jit.trace": (by_trace, "1 graph, 1 of 2 sides", True, False),
     "torch.jit.script": (by_script, "1 graph, 2 of 2 sides", True, True),
     "torch.fx.symbolic_trace": (by_fx, "refuses", None, None),
     "torch.compile (Dynamo)": (by_dynamo, "3 graphs", True, True),
     "torch.export": (by_export, "refuses", None, None),
-    "torch.export of torch.cond": (by_export_of_cond, "1 graph, 2 inside it", True, True),
+    "torch.export of torch.cond": (partial(by_export, model=BranchingByCond), "1 graph, 2 inside it", True, True),
 }
-SAYS = {True: "right", False: "WRONG", None: "-"}
+VERDICT = {True: "right", False: "WRONG", None: "-"}
 
 
 def capture(tool: str, x: torch.Tensor) -> dict:
-    """What `tool` makes of the function, tried on the side it was shown, x, and on the other, -x."""
-    model, found = Branching(), {"captured": "refuses", "first": None, "other": None, "reason": None}
-    silence = io.StringIO()  # a refusal prints the graph as far as it got
+    """What `tool` makes of the function. The tool gets x; the result is tried on x and on -x, the other side."""
+    model, outcome = Branching(), {"captured": "refuses", "first": None, "other": None, "reason": None}
+    silence = io.StringIO()  # a tool that refuses prints its unfinished graph
     with warnings.catch_warnings(record=True) as caught, redirect_stdout(silence), redirect_stderr(silence):
         warnings.simplefilter("always")
         logging.disable(logging.WARNING)
         try:
             captured, describe = TOOLS[tool][0](x)
-            found["first"], found["other"] = (torch.equal(captured(t), model(t)) for t in (x, -x))
-            found["captured"] = describe()
-        except Exception as error:  # each tool has exceptions of its own: what it refuses is the finding
-            found["reason"] = f"{type(error).__name__}: {one_line(error)}"
+            outcome["first"], outcome["other"] = (torch.equal(captured(t), model(t)) for t in (x, -x))
+            outcome["captured"] = describe()
+        except Exception as error:  # every tool has its own exceptions, and a refusal is a result
+            outcome["reason"] = f"{type(error).__name__}: {one_line(error)}"
         finally:
             logging.disable(logging.NOTSET)
     deprecated = (str(w.message) for w in caught if issubclass(w.category, (DeprecationWarning, FutureWarning)))
-    found["deprecated"] = next((text.splitlines()[0] for text in deprecated if tool in text), None)
-    found["warned"] = any(w.category.__name__ == "TracerWarning" for w in caught)
-    return found
+    outcome["deprecated"] = next((text.splitlines()[0] for text in deprecated if tool in text), None)
+    outcome["warned"] = any(w.category.__name__ == "TracerWarning" for w in caught)
+    return outcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,21 +117,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     x = torch.ones(args.n, device=args.device, dtype=args.dtype or torch.float32)
-    found = {tool: capture(tool, x) for tool in TOOLS}
+    outcomes = {tool: capture(tool, x) for tool in TOOLS}
     rows, sentences = [], []
     for tool, (_, captured, *right) in TOOLS.items():
-        cell = found[tool]
-        predicted = [captured, *(SAYS[r] for r in right)]
-        measured = [cell["captured"], SAYS[cell["first"]], SAYS[cell["other"]]]
+        cell = outcomes[tool]
+        predicted = [captured, *(VERDICT[r] for r in right)]
+        measured = [cell["captured"], VERDICT[cell["first"]], VERDICT[cell["other"]]]
         cell["as_predicted"] = measured[0].startswith(captured) and measured[1:] == predicted[1:]
         rows.append([tool, *(f"{p} / {m}" for p, m in zip(predicted, measured, strict=True))])
-        notes = [f"refuses: {cell['reason']}"] if cell["reason"] else []
-        notes += ["deprecated: " + cell["deprecated"]] if cell["deprecated"] else []
+        notes = [f"refuses with {cell['reason']}"] if cell["reason"] else []
+        notes += ["warns that it is deprecated: " + cell["deprecated"]] if cell["deprecated"] else []
         sentences += [f"{tool} {note.rstrip('.')}." for note in notes]
-    wrong = [tool for tool, cell in found.items() if cell["other"] is False]
-    warned = [f"{tool} ({'with' if found[tool]['warned'] else 'without'} a warning at capture)" for tool in wrong]
-    sentences.insert(0, f"Wrong on the other side without an error: {', '.join(warned) or 'none'}.")
-    surprises = [tool for tool, cell in found.items() if not cell["as_predicted"]]
-    sentences.insert(1, f"Not as predicted: {', '.join(surprises) or 'none'}.")
+    wrong = [tool for tool, cell in outcomes.items() if cell["other"] is False]
+    warned = [f"{tool} ({'with' if outcomes[tool]['warned'] else 'without'} a warning at capture)" for tool in wrong]
+    sentences.insert(0, f"These tools are wrong on the other side without an error: {', '.join(warned) or 'none'}.")
+    surprises = [tool for tool, cell in outcomes.items() if not cell["as_predicted"]]
+    sentences.insert(1, f"These tools are not as predicted: {', '.join(surprises) or 'none'}.")
     headers = ["tool", "captured", "on the side shown", "on the other side"]
-    return Result([Table("Predicted / found, by tool", headers, rows)], sentences, {"tools": found})
+    return Result([Table("Predicted / measured, by tool", headers, rows)], sentences, {"tools": outcomes})

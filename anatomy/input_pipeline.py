@@ -1,18 +1,17 @@
 """When does data loading stall the GPU?
 
-Prediction: with load the milliseconds to make a batch, step the GPU's for one training step and W worker processes:
-loaded in the training process, a batch takes max(step, load), because the GPU works through its queue while the host
-loads; it takes load + step where each step makes the host wait, as on a CPU. By workers it takes max(step, load / W),
-so the GPU stalls while load / W > step. Pinned memory lets the copy run beside the step: it saves bytes / bandwidth
-of the link (about 25 GB/s by PCIe 4: 0.2 ms for 4 MB). Prefetching smooths what is irregular: W x prefetch batches wait
-in the queue, enough for W x prefetch x step milliseconds of one slow batch; it does not help where loading is slow on
-average.
+Prediction: `load` is the time to make a batch, `step` the GPU's time for a training step, W the number of worker
+processes. If the training process loads the batches, a batch takes max(step, load), because the GPU computes what is
+queued while the host loads. It takes load + step where each step makes the host wait, as on a CPU. With workers it
+takes max(step, load / W), so the GPU stalls while load / W > step.
+
+Pinned memory lets the copy to the GPU run beside the step. It saves bytes / bandwidth of the link, which is 0.2 ms for
+4 MB at the 25 GB/s of PCIe 4. Prefetching helps where single batches are slow: W x prefetch batches wait in the queue,
+which last for W x prefetch x step milliseconds of a slow batch. It does not help where loading is slow on average.
+
 Source: arithmetic of a pipeline; the documentation of torch.utils.data.DataLoader (workers, prefetch_factor, pinning).
-
-    python -m anatomy input-pipeline [--load MS] [--step MS] [--batches N] [--rows N]
+Run:    python -m anatomy input-pipeline [--load MS] [--step MS] [--batches N] [--rows N]
 """
-
-from __future__ import annotations
 
 import argparse
 import math
@@ -26,12 +25,12 @@ from anatomy.experiment import Result, Table, positive, seconds
 from common.hardware import synchronize
 
 CHANNELS = 1024
-STALL = 1.25  # a step that takes longer than this times the step alone is stalled
-SLOW_EVERY, SLOW_TIMES = 8, 6  # irregular loading: each 8th batch takes 6 times as long
+STALL = 1.25  # a step stalls if it takes longer than this factor times the step alone
+SLOW_EVERY, SLOW_TIMES = 8, 6  # irregular loading: every 8th batch takes 6 times as long
 
 
 class Waiting(Dataset):
-    """Batches that take `load_ms` each, as storage that answers late: waiting needs no core, decoding would."""
+    """Batches that take `load_ms` each. They imitate slow storage: the worker waits and uses no core."""
 
     def __init__(self, batches: int, rows: int, load_ms: float, irregular: bool = False):
         self.batches, self.rows, self.load_ms, self.irregular = batches, rows, load_ms, irregular
@@ -46,9 +45,9 @@ class Waiting(Dataset):
 
 
 def training_step(step_ms: float, device: torch.device):
-    """A function that takes about `step_ms` of the device, and what it takes alone, in ms.
+    """A function that takes about `step_ms` of the device, and the milliseconds that it takes alone.
 
-    On a GPU it multiplies matrices; on a CPU it waits, in the place of a device that computes beside the host.
+    On a GPU it multiplies matrices. On a CPU it waits, which imitates a device that computes beside the host.
     """
     if device.type == "cpu":
         return lambda batch: time.sleep(step_ms / 1e3), seconds(lambda: time.sleep(step_ms / 1e3), 10) * 1e3
@@ -63,10 +62,10 @@ def training_step(step_ms: float, device: torch.device):
 
 
 def ms_per_batch(step, dataset: Waiting, device: torch.device, skip: int, **loader) -> float:
-    """Milliseconds a batch, the first `skip` left out: they start the workers and fill the queue."""
+    """Milliseconds a batch. The first `skip` batches do not count: they start the workers and fill the queue."""
     pinned = loader["pin_memory"]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: they wait
+        warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores
         batches = iter(DataLoader(dataset, batch_size=None, **loader))
     for _ in range(skip):
         step(next(batches).to(device))
@@ -81,26 +80,26 @@ def ms_per_batch(step, dataset: Waiting, device: torch.device, skip: int, **load
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", type=positive, default=20, metavar="MS", help="milliseconds to load a batch (20)")
     parser.add_argument("--step", type=positive, default=10, metavar="MS", help="milliseconds of a step alone (10)")
-    parser.add_argument("--batches", type=positive, metavar="N", help="batches timed (default 100; 24 in quick form)")
-    parser.add_argument("--rows", type=positive, metavar="N", help="rows of 4096 bytes in a batch (1024; 64 on a CPU)")
+    parser.add_argument("--batches", type=positive, metavar="N", help="batches timed (default 100, quick 24)")
+    parser.add_argument("--rows", type=positive, metavar="N", help="rows of 4096 bytes in a batch (1024, on a CPU 64)")
 
 
 def run(args: argparse.Namespace) -> Result:
     gpu, load = args.device.type == "cuda", float(args.load)
     timed = args.batches or (24 if args.quick else 100)
-    rows = args.rows or (1024 if gpu else 64)  # few: the queue lies in /dev/shm, which containers keep small
+    rows = args.rows or (1024 if gpu else 64)  # few, because the queue is in /dev/shm, which is small in containers
     step, alone = training_step(args.step, args.device)
 
     def cell(workers: int, pinned: bool, predicted: float, prefetch: int = 2, irregular: bool = False) -> dict:
         skip = workers * prefetch + 1
-        small, quicker = (max(1, rows // 16), load / 2) if irregular else (rows, load)
-        dataset = Waiting(timed + skip, small, quicker, irregular)
+        batch_rows, batch_ms = (max(1, rows // 16), load / 2) if irregular else (rows, load)
+        dataset = Waiting(timed + skip, batch_rows, batch_ms, irregular)
         how = {"num_workers": workers, "pin_memory": pinned, "prefetch_factor": prefetch if workers else None}
         measured = ms_per_batch(step, dataset, args.device, skip, **how)
-        found = {"workers": workers, "pinned": pinned, "prefetch": prefetch if workers else 0}
-        return found | {"predicted_ms": predicted, "measured_ms": measured, "stalls": measured > STALL * alone}
+        given = {"workers": workers, "pinned": pinned, "prefetch": prefetch if workers else 0}
+        return given | {"predicted_ms": predicted, "measured_ms": measured, "stalls": measured > STALL * alone}
 
-    enough = math.ceil(load / alone) + 1  # one more than make batches as fast as the step takes them
+    enough = math.ceil(load / alone) + 1  # one more worker than keeps up with the step
     pageable = [cell(0, False, max(alone, load) if gpu else load + alone)]
     pageable += [cell(workers, False, max(alone, load / workers)) for workers in sorted({1, 2, enough})]
     pinned = [cell(workers, True, max(alone, load / max(workers, 1))) for workers in (0, enough)] if gpu else []
@@ -110,30 +109,33 @@ def run(args: argparse.Namespace) -> Result:
         cell(fast, False, alone + max(0.0, slow - fast * prefetch * alone) / SLOW_EVERY, prefetch, irregular=True)
         for prefetch in (1, 2, 8)
     ]
-    tables = [table(f"Every batch takes {load:.0f} ms to load, a step {alone:.1f} ms alone", pageable + pinned, alone)]
-    title = f"Loading takes {mean:.1f} ms on average, each {SLOW_EVERY}th batch {slow:.0f}"
-    tables.append(table(title, irregular, alone))
+    title = f"Every batch takes {load:.0f} ms to load, a step alone takes {alone:.1f} ms"
+    irregular_title = f"Loading takes {mean:.1f} ms on average, every {SLOW_EVERY}th batch {slow:.0f}"
+    tables = [table(title, pageable + pinned, alone), table(irregular_title, irregular, alone)]
+    figures = {"step_alone_ms": alone, "load_ms": load, "batches": timed, "rows": rows}
+    figures |= {"regular": pageable + pinned, "irregular": irregular}
+    return Result(tables, sentences(pageable, pinned, irregular, alone), figures)
+
+
+def sentences(pageable: list[dict], pinned: list[dict], irregular: list[dict], alone: float) -> list[str]:
     flowing = [c["workers"] for c in pageable if not c["stalls"]]
     cured = [c["prefetch"] for c in irregular if not c["stalls"]]
-    sentences = [
-        f"Loaded in the training process, a step takes {pageable[0]['measured_ms'] - alone:.1f} ms more, "
+    enough, fast = pageable[-1]["workers"], irregular[0]["workers"]
+    lines = [
+        f"Where the training process loads, a step takes {pageable[0]['measured_ms'] - alone:.1f} ms more, "
         f"predicted {pageable[0]['predicted_ms'] - alone:.1f}.",
-        f"The stall is gone (under {STALL - 1:.0%} of a step) with {flowing[0]} worker(s)."
+        f"With {flowing[0]} worker(s) the stall is below {STALL - 1:.0%} of a step."
         if flowing
-        else f"No number of workers that was tried ends the stall: {enough} leave it above {STALL - 1:.0%} of a step.",
+        else f"No number of workers here ends the stall: {enough} leave it above {STALL - 1:.0%} of a step.",
         f"Irregular loading needs a prefetch of {cured[0]} with {fast} worker(s)."
         if cured
-        else f"No prefetch that was tried ends the stall of irregular loading with {fast} worker(s).",
+        else f"No prefetch here ends the stall of irregular loading with {fast} worker(s).",
     ]
-    if gpu:
-        gains = [p["measured_ms"] - c["measured_ms"] for p, c in ((pageable[0], pinned[0]), (pageable[-1], pinned[-1]))]
-        sentences.append(
-            f"Pinned memory changes a step by {-gains[0]:+.1f} ms without workers, {-gains[1]:+.1f} with {enough}."
-        )
-    else:
-        sentences.append("On a CPU the step only waits, as a GPU's host would; pinned memory needs a GPU: not tried.")
-    figures = {"step_alone_ms": alone, "load_ms": load, "batches": timed, "rows": rows}
-    return Result(tables, sentences, figures | {"regular": pageable + pinned, "irregular": irregular})
+    if not pinned:
+        return [*lines, "On a CPU the step only waits, as the host of a GPU does. Only a GPU can use pinned memory."]
+    changes = [p["measured_ms"] - c["measured_ms"] for p, c in ((pinned[0], pageable[0]), (pinned[-1], pageable[-1]))]
+    change = f"{changes[0]:+.1f} ms without workers and by {changes[1]:+.1f} ms with {enough}"
+    return [*lines, f"Pinned memory changes a step by {change}."]
 
 
 def table(title: str, cells: list[dict], alone: float) -> Table:

@@ -1,17 +1,15 @@
 """How fast is each level of the memory?
 
-Prediction. A copy of n bytes from one buffer to another (negated, so that a kernel makes it) uses 2 n bytes, again and
-again. As long as they fit in a level of cache they come from there, and beyond it from the next: bandwidth falls in
-steps at the sizes of the levels. On an H200 the L2 cache holds 50 to 60 MB and DRAM gives about 4.2 TB/s, so a working
-set of 32 MiB should be about twice as fast as one of 1 GiB, and the step lies near 50 MB. On a CPU: L2 of 1 or 2 MB a
-core, L3 of tens of MB. Very small working sets are slow again: a launch, or a call, takes longer than the copy itself.
-What cannot be seen from here: registers and shared memory, which only a kernel's own loop reuses.
+Prediction. A kernel copies n bytes from one buffer to another, many times. The working set is both buffers, 2 n bytes.
+If it fits in a level of cache, the bytes come from there, and if not, from the next larger level. So the bandwidth
+falls in steps at the sizes of the levels. On an H200 the L2 cache holds 50 to 60 MB and DRAM gives about 4.2 TB/s. A
+working set of 32 MiB should be about twice as fast as one of 1 GiB, and the step should lie near 50 MB. On a CPU, L2
+has 1 or 2 MB a core, and L3 tens of MB. Very small working sets are slow as well, because a launch or a call takes
+longer than the copy. Registers and shared memory do not show here, because only a loop inside a kernel reuses them.
 
 Source: the sizes of caches as the device or the operating system states them; the rest is arithmetic.
 Run:    python -m anatomy memory-hierarchy --smallest 1 --largest 1024
 """
-
-from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
@@ -25,7 +23,7 @@ from anatomy.experiment import Refused, Result, Table, default_size, plot, posit
 from common import hardware
 
 CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-OVERHEAD = 3  # a copy that takes less than this many empty calls shows the call, not the memory
+OVERHEAD = 3  # a copy shorter than this many empty calls measures the call, not the memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,30 +42,29 @@ def run(args: argparse.Namespace) -> Result:
     levels = caches(device)
     time_copy = captured_seconds if device.type == "cuda" and hardware.package_version("triton") else seconds
     buffers = torch.ones(2, largest // 2 // dtype.itemsize, device=device, dtype=dtype)
-    one, other = buffers[:, :1]
-    # Not copy_: in a CUDA graph that goes to the copy engines, which are slower than a kernel.
-    empty_s = time_copy(partial(torch.neg, one, out=other), args.iters)
-    found, rows = [], []
+    # The copies are negations: in a CUDA graph copy_ uses the copy engines, which are slower than a kernel.
+    empty_s = time_copy(partial(torch.neg, buffers[0, :1], out=buffers[1, :1]), args.iters)
+    copies, cells = [], []
     for size in working_sets(smallest, largest, 4 if args.quick and device.type == "cpu" else 2):
         source, target = buffers[:, : size // 2 // dtype.itemsize]
         row = {"bytes": size, "seconds": time_copy(partial(torch.neg, source, out=target), args.iters)}
         row["level"] = next((name for name, capacity in levels.items() if size <= capacity), "DRAM")
         row["bytes_per_s"] = size / row["seconds"]
         row["call_bound"] = row["seconds"] < OVERHEAD * empty_s
-        found.append(row)
-        rows.append([mib(size), row["level"], us(row["seconds"]), f"{row['bytes_per_s'] / 1e9:.1f}"])
-        rows[-1].append("the call, not the memory" if row["call_bound"] else "")
+        copies.append(row)
+        cells.append([mib(size), row["level"], us(row["seconds"]), f"{row['bytes_per_s'] / 1e9:.1f}"])
+        cells[-1].append("the call, not the memory" if row["call_bound"] else "")
     sizes = ", ".join(f"{name} {mib(capacity)} MiB" for name, capacity in levels.items()) or "sizes unknown"
     title = f"Copies within a working set (source and target); caches: {sizes}; an empty call: {us(empty_s)} us"
-    table = Table(title, ["working set MiB", "predicted to fit in", "us", "GB/s", "shows"], rows)
-    attached = plot("memory-hierarchy.svg", partial(draw, found, levels))
-    said = sentences(found, levels) + ([] if attached else ["No plot: matplotlib is not installed."])
-    figures = {"caches": levels, "empty_s": empty_s, "working_sets": found}
-    return Result([table], said, figures, attached)
+    table = Table(title, ["working set MiB", "predicted to fit in", "us", "GB/s", "measures"], cells)
+    attached = plot("memory-hierarchy.svg", partial(draw, copies, levels))
+    lines = sentences(copies, levels) + ([] if attached else ["Without matplotlib there is no plot."])
+    figures = {"caches": levels, "empty_s": empty_s, "working_sets": copies}
+    return Result([table], lines, figures, attached)
 
 
 def working_sets(smallest: int, largest: int, factor: int) -> list[int]:
-    """Bytes, from the largest down by `factor`, so that the largest is always there; returned ascending."""
+    """Sizes in bytes, ascending. Each is `factor` times the one before, and `largest` is one of them."""
     sizes = []
     while largest >= smallest:
         sizes.append(largest)
@@ -80,10 +77,10 @@ def mib(size: float) -> str:
 
 
 def caches(device: torch.device) -> dict[str, int]:
-    """Level -> bytes, smallest first. On a CPU all cores' private caches count, as every core copies a part."""
+    """Level -> bytes, smallest first. The private caches of all CPU cores add up, as every core copies a part."""
     if device.type == "cuda":
         return {"L2": torch.cuda.get_device_properties(device).L2_cache_size}
-    found = {}
+    levels = {}
     for index in sorted(CPU_CACHES.glob("index*")):
         try:
             level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
@@ -91,19 +88,19 @@ def caches(device: torch.device) -> dict[str, int]:
         except OSError:
             continue
         if kind != "Instruction" and size.endswith("K"):
-            found[f"L{level}"] = int(size[:-1]) * 2**10 * (torch.get_num_threads() if private else 1)
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+            levels[f"L{level}"] = int(size[:-1]) * 2**10 * (torch.get_num_threads() if private else 1)
+    return dict(sorted(levels.items(), key=lambda item: item[1]))
 
 
 def captured_seconds(function: Callable[[], object], iters: int) -> float:
-    """Seconds of one call among many in a CUDA graph: without the host's launches, and with what L2 still holds."""
+    """Seconds of one call among many in a CUDA graph: the host launches nothing, and L2 keeps what it holds."""
     from triton.testing import do_bench_cudagraph
 
-    return do_bench_cudagraph(function, rep=max(1, iters // 2)) / 1e3  # rep: milliseconds of repetitions
+    return do_bench_cudagraph(function, rep=max(1, iters // 2)) / 1e3  # rep is in milliseconds
 
 
-def draw(found: list[dict], levels: dict[str, int], axes) -> None:
-    axes.plot([row["bytes"] / 2**20 for row in found], [row["bytes_per_s"] / 1e9 for row in found], "o-")
+def draw(copies: list[dict], levels: dict[str, int], axes) -> None:
+    axes.plot([row["bytes"] / 2**20 for row in copies], [row["bytes_per_s"] / 1e9 for row in copies], "o-")
     for name, capacity in levels.items():
         axes.axvline(capacity / 2**20, linestyle="--", color="gray")
         axes.annotate(name, (capacity / 2**20, 0), textcoords="offset points", xytext=(3, 3))
@@ -111,27 +108,27 @@ def draw(found: list[dict], levels: dict[str, int], axes) -> None:
     axes.set_ylim(bottom=0)
 
 
-def sentences(found: list[dict], levels: dict[str, int]) -> list[str]:
-    kept = [row for row in found if not row["call_bound"]]
+def sentences(copies: list[dict], levels: dict[str, int]) -> list[str]:
+    kept = [row for row in copies if not row["call_bound"]]
     if not kept:
-        return ["Every copy took about as long as an empty call: nothing about the memory is shown."]
+        return ["Every copy took about as long as an empty call, so the figures show nothing about the memory."]
     best = {}
     for row in kept:
         best[row["level"]] = max(best.get(row["level"], 0), row["bytes_per_s"])
-    said = ["Fastest copy by level: " + ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in best.items()) + "."]
+    lines = [f"The fastest copy by level: {', '.join(f'{name} {rate / 1e9:.0f} GB/s' for name, rate in best.items())}."]
     rates = list(best.values())
     if len(rates) > 1:
         falls = all(upper > lower for upper, lower in pairwise(rates))
-        said.append(
+        lines.append(
             f"Each level is faster than the next larger one, as predicted; the first is {rates[0] / rates[-1]:.1f} "
             "times the last (about 2 was predicted for the L2 cache of an H200)."
             if falls
-            else "Not every level is faster than the next larger one: the prediction does not hold here."
+            else "Not every level is faster than the next larger one, so the prediction does not hold here."
         )
     steps = [(near["bytes_per_s"] / far["bytes_per_s"], near["bytes"], far["bytes"]) for near, far in pairwise(kept)]
     drop, near, far = max(steps, default=(0, 0, 0))
     if drop <= 1.1:
-        return [*said, "From no working set to the next does bandwidth fall by more than a tenth."]
+        return [*lines, "The bandwidth falls by more than a tenth between no working set and the next."]
     inside = [name for name, size in levels.items() if near <= size <= far]
-    where = f"where {' and '.join(inside)} ends" if inside else "where no cache ends by its stated size"
-    return [*said, f"The largest step, {drop:.1f}x, lies between {mib(near)} and {mib(far)} MiB, {where}."]
+    where = f"where {' and '.join(inside)} ends" if inside else "where no cache ends according to its stated size"
+    return [*lines, f"The largest step, {drop:.1f}x, lies between {mib(near)} and {mib(far)} MiB, {where}."]

@@ -1,22 +1,21 @@
 """What do the number formats cost and give?
 
-Prediction. A format with p bits after the leading one rounds by at most u = 2^-(p+1) of a number, 0.4 u on average
-(root mean square, mantissas spread evenly on a logarithmic scale). A product of two random matrices rounds both inputs
-and its output, so its error against FP64 is about 0.4 u x sqrt(3) = 0.7 u, however long the sums are, as they are kept
-in FP32; with an output in a finer format 0.4 u x sqrt(2) = 0.6 u. BF16: u = 2^-8, 0.3 %. FP16 and TF32: 2^-11, 0.03 %.
-FP8 E4M3 with a BF16 output: 2^-4, 3.8 %. In FP32 the sum of K products itself rounds, a random walk of K steps:
-0.4 u x sqrt(K), less where a kernel sums in blocks. On tensor cores FLOP/s double with every halving of the bits: TF32
-1, BF16 and FP16 2, FP8 4; FP32 does not run on them.
+Prediction. A format with p bits after the leading one rounds a number by at most u = 2^-(p+1) of it. On average that is
+0.4 u: the root mean square, if mantissas spread evenly on a logarithmic scale. A product of two random matrices rounds
+both inputs and its output, so its error against FP64 is about 0.4 u x sqrt(3) = 0.7 u. The length of the sums does not
+matter, because FP32 holds them. With an output in a finer format the error is 0.4 u x sqrt(2) = 0.6 u. BF16 has
+u = 2^-8, 0.3 %. FP16 and TF32 have 2^-11, 0.03 %. FP8 E4M3 with a BF16 output has 2^-4, 3.8 %. In FP32 the sum of K
+products rounds, too. Its error is a random walk of K steps, 0.4 u x sqrt(K), and less where a kernel sums in blocks.
+On tensor cores FLOP/s double with every halving of the bits: TF32 1, BF16 and FP16 2, FP8 4. FP32 does not run there.
 
-Range: FP16 ends at 65 504 and at 6e-8, FP8 E4M3 at 448 and at 0.002; BF16 has FP32's range and 8 bits of precision.
-FP8 tensors are therefore scaled. Delayed scaling knows the scale (read 2, write 1 byte per BF16 number), current
-scaling looks for the largest number first (2 more), scaling by blocks does so per 128 numbers, in registers if fused.
+Range: FP16 ends at 65 504 and at 6e-8, FP8 E4M3 at 448 and at 0.002. BF16 has FP32's range and 8 bits of precision.
+FP8 therefore stores numbers times a scale. Delayed scaling takes the scale from earlier tensors, so it reads 2 bytes
+and writes 1 per BF16 number. Current scaling first looks for the largest number, which reads 2 bytes more. Scaling by
+blocks looks for it among 128 numbers, which stay in registers if the kernel is fused.
 
 Source: Micikevicius et al., Mixed Precision Training (2017) and FP8 Formats for Deep Learning (2022).
 Run:    python -m anatomy precision --size 4096
 """
-
-from __future__ import annotations
 
 import argparse
 from functools import partial
@@ -34,12 +33,12 @@ FORMATS = {  # name: dtype of the inputs, unit roundoff u
 EXAMPLES = {"1e5": 1e5, "1000": 1000.0, "1e-8": 1e-8, "1e-4": 1e-4, "1e-40": 1e-40}
 RANGES = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16, "FP8 E4M3": FP8,
           "FP8 E5M2": torch.float8_e5m2}  # fmt: skip
-OUTLIER = 1e5  # times the spread of the other numbers
+OUTLIER = 1e5  # the standard deviation of the other numbers is 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    size = "edge of the matrices, a multiple of 128 (default: 4096 on a GPU, 512 on a CPU); --dtype leaves one format"
-    parser.add_argument("--size", type=positive, metavar="N", help=size + " beside FP32")
+    size = "edge of the matrices, a multiple of 128 (default: 4096 on a GPU, 512 on a CPU)"
+    parser.add_argument("--size", type=positive, metavar="N", help=size + ". With --dtype only it and FP32 run.")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -48,37 +47,41 @@ def run(args: argparse.Namespace) -> Result:
         raise Refused(f"--size {size} is not a multiple of {BLOCK}, which FP8's blocks need")
     products, recipes = matrix_products(size, args), quantization(default_size(args, size, size, 4 * size), args)
     ranges = {name: example(value) for name, value in EXAMPLES.items()}
-    rows = []
+    figures = {"size": size, "products": products, "ranges": ranges, "quantization": recipes}
+    return Result(tables(**figures), sentences(products, ranges, recipes["recipes"]), figures)
+
+
+def tables(size: int, products: dict, ranges: dict, quantization: dict) -> list[Table]:
+    product_rows, recipe_rows = [], []
     for name, row in products.items():
         speed = f"{2e-12 * size**3 / row['seconds']:.3g}" if row["seconds"] else row["reason"]
         errors = [f"{row[key]:.1e}" if row[key] else "-" for key in ("error", "predicted_error")]
-        rows.append([name, speed, f"{row['bytes'] / 1e6:.2f}", *errors])
-    headers = ["format", "TFLOP/s", "MB of A, B, C", "error", "predicted error"]
-    tables = [Table(f"({size}, {size}) products; error relative to FP64 (Frobenius norm)", headers, rows)]
-    rows = [[name, *row["becomes"].values(), ", ".join(row["predicted_lost"]) or "-"] for name, row in ranges.items()]
-    tables.append(Table("What a number becomes", ["number", *RANGES, "predicted to be lost in"], rows))
-    rows = []
-    for name, row in recipes["recipes"].items():
+        product_rows.append([name, speed, f"{row['bytes'] / 1e6:.2f}", *errors])
+    for name, row in quantization["recipes"].items():
         errors = [f"{row[key]:.2%}" for key in ("error", "elsewhere", "outlier")]
-        rows.append([name, us(row["seconds"]), us(row["predicted_s"]), *errors])
-    headers = ["recipe", "us", "predicted us", "error", "error in rows without the outlier", "error of the outlier"]
-    title = f"A {recipes['shape']} BF16 tensor to FP8 E4M3, {recipes['how']}; the outlier is {OUTLIER:g}"
-    tables.append(Table(title, headers, rows))
-    figures = {"size": size, "products": products, "ranges": ranges, "quantization": recipes}
-    return Result(tables, sentences(products, ranges, recipes["recipes"]), figures)
+        recipe_rows.append([name, us(row["seconds"]), us(row["predicted_s"]), *errors])
+    becomes = [[name, *r["becomes"].values(), ", ".join(r["predicted_lost"]) or "-"] for name, r in ranges.items()]
+    headers = ["format", "TFLOP/s", "MB of A, B, C", "error", "predicted error"]
+    recipe_headers = ["recipe", "us", "predicted us", "error", "error in rows without outlier", "error of the outlier"]
+    title = f"A {quantization['shape']} BF16 tensor to FP8 E4M3, {quantization['how']}; the outlier is {OUTLIER:g}"
+    return [
+        Table(f"({size}, {size}) products; error relative to FP64 (Frobenius norm)", headers, product_rows),
+        Table("What a number becomes", ["number", *RANGES, "predicted to be lost in"], becomes),
+        Table(title, recipe_headers, recipe_rows),
+    ]
 
 
 def matrix_products(size: int, args: argparse.Namespace) -> dict[str, dict]:
     a, b = torch.randn(2, size, size, dtype=torch.float64, device=args.device)
-    reference, found = a @ b, {}
+    reference, products = a @ b, {}
     before = torch.get_float32_matmul_precision()
     for name, (dtype, u) in FORMATS.items():
         if args.dtype and name != "FP32" and (dtype is not args.dtype or name == "TF32"):
             continue
         reason = roofs.unavailable(name.lower(), args.device) if name in ("TF32", "FP8") else None
-        output = 2 if name == "FP8" else dtype.itemsize  # FP8 products are written in BF16
+        output = 2 if name == "FP8" else dtype.itemsize  # FP8 products have a BF16 output
         factor = {"FP64": 0, "FP32": 0.4 * size**0.5, "TF32": 0.6, "FP8": 0.6}.get(name, 0.7)
-        row = found[name] = {"bytes": size**2 * (2 * dtype.itemsize + output), "predicted_error": factor * u}
+        row = products[name] = {"bytes": size**2 * (2 * dtype.itemsize + output), "predicted_error": factor * u}
         row |= {"reason": reason, "seconds": None, "error": None}
         if reason and name == "TF32":
             continue
@@ -90,7 +93,7 @@ def matrix_products(size: int, args: argparse.Namespace) -> dict[str, dict]:
         row["error"] = relative(product().double(), reference)
         row["seconds"] = None if reason else seconds(product, args.iters)
     torch.set_float32_matmul_precision(before)
-    return found
+    return products
 
 
 def relative(x: torch.Tensor, reference: torch.Tensor) -> float:
@@ -98,31 +101,31 @@ def relative(x: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def quantization(size: int, args: argparse.Namespace) -> dict:
-    """Per recipe: time, and error of normal numbers, of those in rows without an outlier, and of the outlier."""
+    """For each recipe its time and its errors: without an outlier, then in the rows beside one, and of the outlier."""
     plain = torch.randn(size, size, device=args.device).bfloat16()
     spiked = plain.clone()
     spiked[0, 0] = OUTLIER
     history, rate = plain.abs().amax().float(), roofs.copy_rate(args.device)
     recipes = {"delayed scaling": (delayed_scaling, 3), "current scaling": (current_scaling, 5),
                f"1 x {BLOCK} blocks": (block_scaling, 3)}  # fmt: skip
-    found, how = {}, "eager: several kernels each"
+    results, how = {}, "eager: several kernels each"
     for name, (recipe, bytes_each) in recipes.items():
         if args.device.type == "cuda" and hardware.package_version("triton"):
             recipe, how = torch.compile(recipe, dynamic=False), "compiled"
         (x, s), (y, t) = recipe(plain, history), recipe(spiked, history)
         restored, spiked_restored = (x.float() * s).view_as(plain), (y.float() * t).view_as(plain)
-        found[name] = {
+        results[name] = {
             "seconds": seconds(partial(recipe, plain, history), args.iters),
             "predicted_s": size**2 * bytes_each / rate,
             "error": relative(restored, plain.float()),
             "elsewhere": relative(spiked_restored[1:], spiked[1:].float()),
             "outlier": abs(spiked_restored[0, 0].item() / spiked[0, 0].item() - 1),
         }
-    return {"shape": (size, size), "how": how, "recipes": found}
+    return {"shape": (size, size), "how": how, "recipes": results}
 
 
 def example(value: float) -> dict:
-    """What a number becomes in each format, and where the format's range says that it is lost."""
+    """What a number becomes in each format, and which formats should lose it according to their range."""
     becomes = {name: torch.tensor(value).to(dtype).float().item() for name, dtype in RANGES.items()}
     info = {name: torch.finfo(dtype) for name, dtype in RANGES.items()}
     lost = [n for n, f in info.items() if value > 1.1 * f.max or value < 0.5 * f.smallest_normal * f.eps]
@@ -139,10 +142,10 @@ def sentences(products: dict, ranges: dict, recipes: dict) -> list[str]:
     worst = max(recipes, key=lambda name: recipes[name]["elsewhere"])
     best = min(recipes, key=lambda name: recipes[name]["elsewhere"] + recipes[name]["outlier"])
     return [
-        f"Speed of a product against FP32: {', '.join(faster)}." if faster else "Only FP32 was timed.",
-        f"Errors are within a factor of two of their predictions, except: {', '.join(off) or 'none'}.",
-        f"Numbers out of a format's range became zero, infinite or more than half off, as predicted, except: "
+        f"The speed of a product against FP32: {', '.join(faster)}." if faster else "Only FP32 ran.",
+        f"The errors are within a factor of two of their predictions, except: {', '.join(off) or 'none'}.",
+        "Numbers out of a format's range became zero, infinite or wrong by more than half, as predicted, except: "
         f"{', '.join(wrong) or 'none'}.",
-        f"With one outlier {worst} makes the rows without it wrong by {recipes[worst]['elsewhere']:.1%}; {best} keeps "
-        f"them at {recipes[best]['elsewhere']:.1%} and the outlier at {recipes[best]['outlier']:.1%}.",
+        f"One outlier gives the other rows an error of {recipes[worst]['elsewhere']:.1%} with {worst}. With {best} it "
+        f"is {recipes[best]['elsewhere']:.1%}, and the error of the outlier {recipes[best]['outlier']:.1%}.",
     ]

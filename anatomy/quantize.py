@@ -1,10 +1,8 @@
-"""Three ways to scale a tensor to FP8, and a product of two such tensors, in plain PyTorch: for `precision`.
+"""Three ways to scale a tensor to FP8, and a product of two such tensors, in plain PyTorch, for `precision`.
 
-Each recipe takes a tensor and the largest magnitude that earlier tensors had, and returns FP8 numbers and the scales
-that restore them: x = numbers * scales.
+Each recipe takes a tensor and the largest magnitude of earlier tensors. It returns FP8 numbers and the scales that
+restore the tensor: x = numbers * scales.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -24,14 +22,14 @@ def current_scaling(x: torch.Tensor, _: torch.Tensor | None = None) -> tuple[tor
 
 
 def block_scaling(x: torch.Tensor, _: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of an (M, K) tensor: numbers (M, K / BLOCK, BLOCK), scales (M, K / BLOCK, 1)."""
+    """From an (M, K) tensor: numbers of shape (M, K / BLOCK, BLOCK) and scales of shape (M, K / BLOCK, 1)."""
     blocks = x.view(x.size(0), -1, BLOCK)
     return delayed_scaling(blocks, blocks.abs().amax(-1, keepdim=True).float())
 
 
 def fp8_product(a: torch.Tensor, b: torch.Tensor, native: bool) -> Callable[[], torch.Tensor]:
-    """A product of FP8 numbers with a scale each; not native, of the same rounded numbers in FP32."""
-    (x, s), (y, t) = current_scaling(a), current_scaling(b.t().contiguous())  # cuBLAS wants the second by columns
-    if native:  # not public, but the only FP8 product PyTorch has
+    """A function that multiplies a and b, rounded to FP8. Without `native`, FP32 multiplies the rounded numbers."""
+    (x, s), (y, t) = current_scaling(a), current_scaling(b.t().contiguous())  # cuBLAS needs the second by columns
+    if native:  # a private function, but the only FP8 product of PyTorch
         return lambda: torch._scaled_mm(x, y.t(), s, t, out_dtype=torch.bfloat16, use_fast_accum=True)
     return lambda: (x.float() * s) @ (y.float() * t).t()

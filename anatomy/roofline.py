@@ -1,21 +1,20 @@
 """When is an operation compute-bound, and when memory-bound?
 
-Prediction. An operation of F FLOPs that moves Q bytes takes at least F / peak and at least Q / bandwidth seconds: it
-can reach min(peak, F / Q x bandwidth). The two meet at the ridge, peak / bandwidth: with 700 TFLOP/s in BF16 and
-4.2 TB/s that is 167 FLOP per byte. Intensities F / Q for numbers of b bytes, input read and output written once:
+Prediction. An operation of F FLOPs that moves Q bytes takes at least F / peak and at least Q / bandwidth seconds. So it
+can reach min(peak, F / Q x bandwidth), which is the roof. Its two parts meet at the ridge, where F / Q is peak /
+bandwidth. With 700 TFLOP/s in BF16 and 4.2 TB/s the ridge is 167 FLOP per byte. The intensity F / Q of an operation,
+for numbers of b bytes, if it reads its input and writes its output once:
 
-- ReLU 1 / 2b, softmax 5 / 2b, LayerNorm 8 / 2b: 0.25 to 2 in BF16, far left of the ridge;
-- a product of (n, n) matrices: 2 n^3 / 3 n^2 b = 2n / 3b, so in BF16 it crosses 167 at n = 500;
-- causal attention, fused: 2 B H T^2 D / 4 B H T D b = T / 2b, so at T = 670.
+- ReLU 1 / 2b, softmax 5 / 2b and LayerNorm 8 / 2b are 0.25 to 2 in BF16, far left of the ridge.
+- A product of (n, n) matrices is 2 n^3 / 3 n^2 b = 2n / 3b, so in BF16 it crosses 167 at n = 500.
+- Causal attention, fused, is 2 B H T^2 D / 4 B H T D b = T / 2b, so it crosses 167 at T = 670.
 
-So more FLOPs need not take longer: a product of n = 1024 has 2.1 GFLOP and 6 MB, ReLU on 2^26 numbers 0.07 GFLOP and
-268 MB, which takes 64 us where the product could take 3. Ceilings are measured here: a large copy, a large product.
+So more FLOPs need not take longer. A product of n = 1024 has 2.1 GFLOP and 6 MB, and takes 3 us. ReLU on 2^26 numbers
+has 0.07 GFLOP and 268 MB, and takes 64 us. This program measures the ceilings with a large copy and large products.
 
 Source: Williams, Waterman, Patterson, Roofline (CACM 2009).
 Run:    python -m anatomy roofline --numbers 67108864 --edges 256 1024 4096 --length 2048
 """
-
-from __future__ import annotations
 
 import argparse
 from functools import partial
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 
 from anatomy.experiment import Refused, Result, Table, default_size, plot, positive, seconds, us
 from common import hardware, roofs
-from common.record import PRECISIONS
+from common.record import PRECISIONS, Roofs
 
 CHANNELS, HEAD_DIM = 1024, 64
 PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # FP16 runs at BF16's rate
@@ -41,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def operations(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, tuple]:
-    """Name: function, FLOPs, bytes that it must move at least."""
+    """Name -> function, FLOPs, and the least bytes that it moves."""
     rand = partial(torch.randn, device=args.device, dtype=dtype)
     N, size = args.numbers or default_size(args, 2**22, 2**23, 2**26), dtype.itemsize
     if N % CHANNELS:
         raise Refused(f"--numbers {N} is not a multiple of {CHANNELS}, the length of a row")
     x = rand(N // CHANNELS, CHANNELS)
     weight, bias = rand(CHANNELS), rand(CHANNELS)
-    found = {
+    operations = {
         "ReLU": (lambda: torch.relu(x), N, 2 * N * size),
         "softmax": (lambda: x.softmax(-1), 5 * N, 2 * N * size),  # max, subtract, exp, sum, divide
         "LayerNorm": (lambda: F.layer_norm(x, (CHANNELS,), weight, bias), 8 * N, 2 * N * size),
@@ -56,12 +55,12 @@ def operations(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, tuple]
     default = [2**i for i in range(8, 14)] if args.device.type == "cuda" else [32, 128, 512, 1024]
     for n in sorted(set(args.edges or default[: 3 if args.quick and args.device.type == "cpu" else None])):
         a, b = rand(n, n), rand(n, n)
-        found[f"product n {n}"] = (partial(torch.matmul, a, b), 2 * n**3, 3 * n * n * size)
+        operations[f"product n {n}"] = (partial(torch.matmul, a, b), 2 * n**3, 3 * n * n * size)
     H, D, T = 16, HEAD_DIM, args.length or default_size(args, 512, 1024, 4096)
     q, k, v = rand(3, 1, H, T, D)
     attention = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-    found[f"attention T {T}"] = (attention, 2 * H * T * T * D, 4 * H * T * D * size)
-    return found
+    operations[f"attention T {T}"] = (attention, 2 * H * T * T * D, 4 * H * T * D * size)
+    return operations
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -76,39 +75,42 @@ def run(args: argparse.Namespace) -> Result:
     peak = ceilings[PRECISION[dtype]]
     if not (bandwidth and peak):
         raise Refused(f"no ceiling for {dtype}: {'; '.join(measured.notes)}")
-    rows = []
-    for precision, rate in ceilings.items():
-        why = next((note.partition(": ")[2] for note in measured.notes if note.startswith(precision)), "")
-        rows.append([precision, *([f"{rate / 1e12:.3g}", f"{rate / bandwidth:.1f}"] if rate else [why, "-"])])
-    title = f"Ceilings: copy {bandwidth / 1e9:.1f} GB/s, and products of edge {measured.square.m}"
-    tables, found = [Table(title, ["precision", "TFLOP/s", "ridge FLOP/byte"], rows)], {}
-    rows = []
+    results, rows = {}, []
     for name, (function, flops, n_bytes) in todo.items():
         row = {"flops": flops, "bytes": n_bytes, "intensity": flops / n_bytes, "seconds": seconds(function, args.iters)}
         row["bound"] = "memory" if row["intensity"] < peak / bandwidth else "compute"
         row["predicted_s"] = max(flops / peak, n_bytes / bandwidth)
         row["of_roof"] = row["predicted_s"] / row["seconds"]
-        found[name] = row
+        results[name] = row
         rows.append([name, f"{flops / 1e9:.3g}", f"{n_bytes / 1e6:.3g}", f"{row['intensity']:.3g}", row["bound"]])
         rows[-1] += [us(row["predicted_s"]), us(row["seconds"]), f"{flops / row['seconds'] / 1e9:.4g}"]
         rows[-1].append(f"{row['of_roof']:.0%}")
     headers = ["operation", "GFLOP", "MB", "FLOP/byte", "bound by", "least us", "measured us", "GFLOP/s", "of roof"]
-    tables.append(Table(f"Operations in {dtype}", headers, rows))
-    attached = plot("roofline.svg", partial(draw, found, bandwidth, ceilings))
-    said = sentences(found, peak / bandwidth) + ([] if attached else ["No plot: matplotlib is not installed."])
-    figures = {"copy_bytes_per_s": bandwidth, "ceilings": ceilings, "ridge": peak / bandwidth, "operations": found}
-    return Result(tables, said, figures, attached)
+    tables = [ceiling_table(measured, ceilings), Table(f"Operations in {dtype}", headers, rows)]
+    attached = plot("roofline.svg", partial(draw, results, bandwidth, ceilings))
+    lines = sentences(results, peak / bandwidth) + ([] if attached else ["Without matplotlib there is no plot."])
+    figures = {"copy_bytes_per_s": bandwidth, "ceilings": ceilings, "ridge": peak / bandwidth, "operations": results}
+    return Result(tables, lines, figures, attached)
 
 
-def draw(found: dict, bandwidth: float, ceilings: dict, axes) -> None:
-    intensities = [row["intensity"] for row in found.values()]
+def ceiling_table(measured: Roofs, ceilings: dict[str, float | None]) -> Table:
+    rows = []
+    for precision, rate in ceilings.items():
+        reason = next((note.partition(": ")[2] for note in measured.notes if note.startswith(precision)), "")
+        ridge = f"{rate / measured.copy_bytes_per_s:.1f}" if rate else "-"
+        rows.append([precision, f"{rate / 1e12:.3g}" if rate else reason, ridge])
+    title = f"Ceilings: copy {measured.copy_bytes_per_s / 1e9:.1f} GB/s, and products of edge {measured.square.m}"
+    return Table(title, ["precision", "TFLOP/s", "ridge FLOP/byte"], rows)
+
+
+def draw(results: dict, bandwidth: float, ceilings: dict, axes) -> None:
+    intensities = [row["intensity"] for row in results.values()]
     ends = [min(intensities) / 2, max(*intensities, *(2 * rate / bandwidth for rate in ceilings.values() if rate)) * 2]
     for precision, rate in ceilings.items():
-        if rate:  # rises to the ridge, then level
-            axes.plot(
-                [ends[0], rate / bandwidth, ends[1]], [ends[0] * bandwidth, rate, rate], label=f"{precision} roof"
-            )
-    for name, row in found.items():
+        if rate:  # the roof rises to the ridge and is level from there
+            roof = [ends[0], rate / bandwidth, ends[1]], [ends[0] * bandwidth, rate, rate]
+            axes.plot(*roof, label=f"{precision} roof")
+    for name, row in results.items():
         point = (row["intensity"], row["flops"] / row["seconds"])
         axes.plot(*point, "ko")
         axes.annotate(name, point, textcoords="offset points", xytext=(5, -9), fontsize=8)
@@ -116,27 +118,27 @@ def draw(found: dict, bandwidth: float, ceilings: dict, axes) -> None:
     axes.legend()
 
 
-def sentences(found: dict, ridge: float) -> list[str]:
-    compute = [name for name, row in found.items() if row["bound"] == "compute"]
-    low = [f"{name} ({row['of_roof']:.0%})" for name, row in found.items() if row["of_roof"] < 0.5]
-    high = [name for name, row in found.items() if row["of_roof"] > 1.1]
+def sentences(results: dict, ridge: float) -> list[str]:
+    compute = [name for name, row in results.items() if row["bound"] == "compute"]
+    low = [f"{name} ({row['of_roof']:.0%})" for name, row in results.items() if row["of_roof"] < 0.5]
+    high = [name for name, row in results.items() if row["of_roof"] > 1.1]
     pairs = [
-        (a["flops"] / b["flops"], more, less) for more, a in found.items() for less, b in found.items()
+        (a["flops"] / b["flops"], more, less) for more, a in results.items() for less, b in results.items()
         if a["flops"] > b["flops"] and a["seconds"] < b["seconds"]
     ]  # fmt: skip
-    said = [
-        f"The ridge is at {ridge:.1f} FLOP per byte; right of it, so compute-bound: {', '.join(compute) or 'none'}.",
-        f"Below half of the roof: {', '.join(low) or 'none'}"
-        + ("; what keeps them there, launches for example, a roofline does not show." if low else "."),
+    lines = [
+        f"The ridge is at {ridge:.1f} FLOP per byte. Right of it, compute-bound: {', '.join(compute) or 'none'}.",
+        f"These operations reach less than half of the roof: {', '.join(low) or 'none'}."
+        + (" A roofline does not show the reason, which can be their launches." if low else ""),
     ]
     if high:
-        said.append(
-            f"Above the roof: {', '.join(high)}; a cache held their bytes, or the clock was higher than in the longer "
-            "run that measured the ceiling."
+        lines.append(
+            f"These are above the roof: {', '.join(high)}. A cache held their bytes, or the clock was higher than in "
+            "the longer run that measured the ceiling."
         )
     if not pairs:
-        return [*said, "Here no operation with more FLOPs was faster than one with fewer."]
+        return [*lines, "Here no operation with more FLOPs was faster than one with fewer."]
     ratio, more, less = max(pairs)
-    time = found[more]["seconds"] / found[less]["seconds"]
-    said.append(f"More FLOPs, less time: {more} has {ratio:.0f} times the FLOPs of {less} and {time:.2f} of its time.")
-    return said
+    time = results[more]["seconds"] / results[less]["seconds"]
+    lines.append(f"{more} has {ratio:.0f} times the FLOPs of {less}, but takes only {time:.2f} of its time.")
+    return lines

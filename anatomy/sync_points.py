@@ -1,17 +1,15 @@
 """What does `.item()` cost?
 
-Prediction. The host queues kernels and runs ahead of the GPU. An operation that needs a value on the host waits until
-the queue is empty: it takes its own time (about 10 us: copy, wait, wake up) plus all that was queued before it. After
-one product of two (4096, 4096) FP32 matrices, 2 x 4096^3 = 0.14 TFLOP, that is 3 ms more at 50 TFLOP/s. A copy from
-pinned memory that does not block only queues: its own time, whatever runs. In a loop whose kernel is short, each
-iteration pays for `.item()` and the GPU idles meanwhile: iterations x the time of `.item()` with an empty queue.
-On a CPU there is no queue: nothing to wait for, only the call itself.
+Prediction. The host queues kernels ahead of the GPU. An operation that needs a value on the host waits until the queue
+is empty. So it takes its own time, about 10 us, plus the time of all that was queued before it. After one product of
+two (4096, 4096) FP32 matrices, 2 x 4096^3 = 0.14 TFLOP, that is 3 ms more at 50 TFLOP/s. A copy from pinned memory that
+does not block only adds to the queue, so it takes its own time in every case. In a loop with a short kernel, every
+iteration pays for `.item()`, and the GPU is idle meanwhile. The loop takes longer by the number of iterations x the
+time of `.item()` with an empty queue. A CPU has no queue, so `.item()` costs only the call.
 
 Source: the PyTorch documentation on asynchronous execution (CUDA semantics) and on set_sync_debug_mode.
 Run:    python -m anatomy sync-points --work 4096 --numbers 262144 --loop 1000
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -26,13 +24,13 @@ from anatomy.experiment import Result, Table, default_size, ms, positive, second
 from common import profile
 from common.hardware import synchronize
 
-TOLERANCE = 2.0  # of a prediction: what the host does in microseconds is noisy
+TOLERANCE = 2.0  # a factor around the prediction, because microseconds on the host are noisy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     work = "edge of the matrices of the large kernel (default: 4096 on a GPU, 1024 on a CPU)"
     parser.add_argument("--work", type=positive, metavar="N", help=work)
-    numbers = "numbers that are copied or searched (default: 262144, 1 MiB in FP32)"
+    numbers = "numbers to copy or search (default: 262144, which are 1 MiB in FP32)"
     parser.add_argument("--numbers", type=positive, default=2**18, metavar="N", help=numbers)
     parser.add_argument("--loop", type=positive, default=1000, metavar="N", help="iterations (default: 1000)")
 
@@ -42,13 +40,10 @@ def run(args: argparse.Namespace) -> Result:
     edge = args.work or default_size(args, quick=512, cpu=1024, gpu=4096)
     left, right = torch.randn(2, edge, edge, device=device, dtype=dtype)
     value, vector = torch.ones((), device=device, dtype=dtype), torch.ones(args.numbers, device=device, dtype=dtype)
-    queues = {
-        "empty queue": None,
-        "after a small kernel": lambda: value * 2,
-        "after a large kernel": lambda: left @ right,
-    }
+    queues = {"empty queue": None, "after a small kernel": lambda: value * 2,
+              "after a large kernel": lambda: left @ right}  # fmt: skip
     large_s = seconds(queues["after a large kernel"], args.iters)
-    operations = {  # name: function, does it wait for the queue
+    operations = {  # name: function, and whether it waits for the queue
         "a kernel, for comparison": (lambda: value * 2, False),
         ".item()": (value.item, True),
         ".cpu()": (vector.cpu, True),
@@ -62,21 +57,21 @@ def run(args: argparse.Namespace) -> Result:
         pinned = pageable.pin_memory()
         operations[".to(), blocking"] = (lambda: pageable.to(device), True)
         operations[".to(), pinned and non-blocking"] = (lambda: pinned.to(device, non_blocking=True), False)
-    found, rows = {}, []
+    results, rows = {}, []
     for name, (operation, waits) in operations.items():
         if operation is None:
             rows.append([name, *["needs a GPU"] * 5])
             continue
         host_s = {queue: host_seconds(operation, work, device, args.iters) for queue, work in queues.items()}
-        # Waiting is predicted as what was queued, on top of the operation's own time.
+        # An operation that waits is predicted as its own time plus that of the queued kernel.
         predicted = host_s["empty queue"] + (large_s if waits and gpu else 0)
         syncs = profile.count_host_syncs(operation) if gpu else None
-        found[name] = {"host_s": host_s, "waits": waits and gpu, "predicted_large_s": predicted, "host_syncs": syncs}
+        results[name] = {"host_s": host_s, "waits": waits and gpu, "predicted_large_s": predicted, "host_syncs": syncs}
         rows.append([name, *map(us, host_s.values()), us(predicted), "-" if syncs is None else str(syncs)])
-    loop = loop_seconds(value, args.loop, device, item_s=found[".item()"]["host_s"]["empty queue"])
-    figures = {"large_kernel_s": large_s, "operations": found, "loop": loop}
+    loop = loop_seconds(value, args.loop, device, item_s=results[".item()"]["host_s"]["empty queue"])
+    figures = {"large_kernel_s": large_s, "operations": results, "loop": loop}
     headers = ["operation", *(f"{queue} us" for queue in queues), "predicted after large us", "host syncs"]
-    title = f"Time on the host. The large kernel: a ({edge}, {edge}) product, {us(large_s)} us, {dtype}"
+    title = f"Time on the host. The large kernel is a ({edge}, {edge}) product, {us(large_s)} us, {dtype}"
     loops = [[name, ms(loop[f"{name}_s"]), ms(loop[f"{name}_predicted_s"])] for name in ("without", "with")]
     loop_title = f"{args.loop} iterations of one small kernel, without and with .item() in each"
     tables = [Table(title, headers, rows), Table(loop_title, [".item()", "ms", "predicted ms"], loops)]
@@ -89,7 +84,7 @@ def printed(value: torch.Tensor) -> None:
 
 
 def host_seconds(operation: Callable, work: Callable | None, device: torch.device, iters: int) -> float:
-    """Median time until `operation` returns to the host, when `work` was queued right before it."""
+    """Median time until `operation` returns to the host, where `work` is queued right before it."""
     times = []
     for _ in range(iters + 1):
         synchronize(device)
@@ -99,11 +94,11 @@ def host_seconds(operation: Callable, work: Callable | None, device: torch.devic
         operation()
         times.append(time.perf_counter() - begin)
     synchronize(device)
-    return statistics.median(times[1:])  # the first one warms up
+    return statistics.median(times[1:])  # the first call warms up
 
 
 def loop_seconds(value: torch.Tensor, iterations: int, device: torch.device, item_s: float) -> dict:
-    """Both loops, median of three, each until the device is done; predicted from one iteration's parts."""
+    """Median seconds of three runs of either loop, with the device's work; and their predictions."""
 
     def loop(body: Callable[[], object]) -> float:
         times = []
@@ -124,23 +119,23 @@ def loop_seconds(value: torch.Tensor, iterations: int, device: torch.device, ite
 
 
 def sentences(figures: dict, gpu: bool) -> list[str]:
-    found, loop = figures["operations"], figures["loop"]
-    item = found[".item()"]["host_s"]
+    results, loop = figures["operations"], figures["loop"]
+    item = results[".item()"]["host_s"]
     empty, large = item["empty queue"], item["after a large kernel"]
     missed = [
-        name for name, row in found.items()
+        name for name, row in results.items()
         if not 1 / TOLERANCE <= row["host_s"]["after a large kernel"] / row["predicted_large_s"] <= TOLERANCE
     ]  # fmt: skip
-    each = (loop["with_s"] - loop["without_s"]) / loop["iterations"]
+    item_s = (loop["with_s"] - loop["without_s"]) / loop["iterations"]
     return [
         f".item() took {us(empty)} us with an empty queue and {us(large)} us after a large kernel of "
         f"{us(figures['large_kernel_s'])} us"
-        + ("." if gpu else "; a CPU has finished that kernel before it goes on, so nothing is left to wait for."),
-        f"After the large kernel the prediction missed by more than {TOLERANCE:g}x for: {', '.join(missed)}."
+        + ("." if gpu else ". A CPU has finished that kernel before it goes on, so `.item()` waits for nothing."),
+        f"After the large kernel these are not within {TOLERANCE:g}x of their prediction: {', '.join(missed)}."
         if missed
         else f"After the large kernel every operation is within {TOLERANCE:g}x of its prediction.",
-        f"In the loop .item() made each iteration {us(each)} us longer ({us(empty)} us were predicted): "
-        f"{loop['with_s'] / loop['without_s']:.1f} times the loop without it."
-        if each > 0
-        else "In the loop .item() cost less than the noise of this machine.",
+        f"In the loop .item() makes an iteration {us(item_s)} us longer ({us(empty)} us predicted). The loop takes "
+        f"{loop['with_s'] / loop['without_s']:.1f} times as long as without it."
+        if item_s > 0
+        else "In the loop .item() costs less than the noise of this machine.",
     ]

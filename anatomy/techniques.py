@@ -1,14 +1,13 @@
 """Do the usual claims about speed and memory hold here?
 
-Prediction: CLAIMS has what tutorials and papers claim, as ratios to the plain form, and why. Checkpointing, say,
-runs forward twice, and backward counts two: 3 passes against 4 are 0.75x. A claim holds where speed is at least the
-lower end and memory at most the upper one: the peak of forward and backward above weights, their gradients and inputs.
+Prediction: CLAIMS has what tutorials and papers claim, as ratios to the plain form, and the reason. Checkpointing, for
+example, runs forward twice. Backward counts as two passes, so there are 4 passes instead of 3: 0.75x the speed. A claim
+holds if the speed is at least its lower figure, and the memory at most its upper one. Memory is the peak of forward and
+backward above weights, their gradients and inputs.
+
 Source: PyTorch's tuning guide, AMP recipe, channels-last tutorial, CUDA graphs blog; FlashAttention (Dao et al., 2022).
-
-    python -m anatomy techniques [--only NAME ...] [--layers N] [--batch B] [--seq T] [--dmodel C]
+Run:    python -m anatomy techniques [--only NAME ...] [--layers N] [--batch B] [--seq T] [--dmodel C]
 """
-
-from __future__ import annotations
 
 import argparse
 import copy
@@ -27,14 +26,14 @@ from common.hardware import has_bf16_matrix_instructions
 from common.model import GPTConfig
 from common.text import one_line
 
-CLAIMS = {  # technique -> (speed from, to), (memory from, to), why
+CLAIMS = {  # technique -> (speed from, to), (memory from, to), reason
     "torch.compile": ((1.2, 2.0), None, "fused pointwise kernels: fewer bytes, same FLOPs"),
     "mixed precision": ((1.5, 2.0), (0.4, 0.6), "2 bytes a number, not 4; tensor cores"),
     "FlashAttention": ((2.0, 4.0), None, "(T, T) scores stay on the chip"),
-    "checkpointing": ((0.7, 0.8), (0.3, 0.5), "4 passes, not 3; inputs of blocks kept"),
-    "CUDA graphs": ((1.5, 2.0), None, "small kernels: about 5 us of launching each is gone"),
-    "channels-last": ((1.1, 1.3), None, "the convolutions' own layout, no transposes"),
-    "gradient accumulation": ((0.9, 1.0), (0.2, 0.3), "activations of 1 part in 4 at a time"),
+    "checkpointing": ((0.7, 0.8), (0.3, 0.5), "4 passes, not 3; memory keeps only inputs of blocks"),
+    "CUDA graphs": ((1.5, 2.0), None, "no launches: about 5 us a kernel, if kernels are small"),
+    "channels-last": ((1.1, 1.3), None, "the layout of the convolutions, so no transposes"),
+    "gradient accumulation": ((0.9, 1.0), (0.2, 0.3), "activations of a quarter of the batch at a time"),
 }
 
 
@@ -45,7 +44,7 @@ def checkpointed(blocks: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
 
 
 def pairs(args: argparse.Namespace, layers: int, B: int, T: int, C: int) -> dict[str, Callable]:
-    """Technique -> what builds (plain, technique), each a forward and backward; in BF16 on a GPU, as on the ladder."""
+    """Technique -> a function that builds two forms of forward and backward, plain and with it. A GPU uses BF16."""
     device, dtype, gpu = args.device, args.dtype or torch.float32, args.device.type == "cuda"
     bf16 = has_bf16_matrix_instructions(device) and dtype is torch.float32
     config, step_2 = GPTConfig(layers, 1 if C % 64 else C // 64, C, T, 256), importlib.import_module("2_sdpa")
@@ -57,7 +56,7 @@ def pairs(args: argparse.Namespace, layers: int, B: int, T: int, C: int) -> dict
             for part in x.chunk(parts):
                 with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                     loss = model(part).float().square().mean() / parts
-                loss.backward()  # into gradients that are there already
+                loss.backward()  # adds to gradients that exist already
 
         return forward_backward
 
@@ -92,44 +91,44 @@ def pairs(args: argparse.Namespace, layers: int, B: int, T: int, C: int) -> dict
 def compare(build: Callable, args: argparse.Namespace, speed: tuple, memory: tuple | None) -> dict:
     try:
         plain, technique = build()
-        plain(), technique()  # gradients are there from now on
+        plain(), technique()  # from here on all gradients exist
         peaks = [extra_peak_bytes(form, args.device) for form in (technique, plain)]
-        found = {"memory": peaks[0] / peaks[1]}
-        found["speed"] = seconds(plain, args.iters) / seconds(technique, args.iters)
+        ratios = {"memory": peaks[0] / peaks[1]}
+        ratios["speed"] = seconds(plain, args.iters) / seconds(technique, args.iters)
     except (RuntimeError, TorchDynamoException) as error:
         return {"reason": one_line(error)}
-    return found | {"holds": found["speed"] >= speed[0] and (memory is None or found["memory"] <= memory[1])}
+    return ratios | {"holds": ratios["speed"] >= speed[0] and (memory is None or ratios["memory"] <= memory[1])}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=CLAIMS, metavar="NAME", help=f"some of: {', '.join(CLAIMS)}")
     parser.add_argument("--layers", type=positive, help="transformer blocks (default 6; 4 on a CPU)")
     parser.add_argument("--batch", type=positive, help="sequences in a batch (default 8)", default=8)
-    parser.add_argument("--seq", type=positive, help="tokens in a sequence (default 1024 on a GPU, 256 on a CPU; 128)")
-    parser.add_argument("--dmodel", type=positive, help="channels, in heads of 64 or one (default 1024; 128 on a CPU)")
+    parser.add_argument("--seq", type=positive, help="tokens in a sequence (default: GPU 1024, CPU 256, quick 128)")
+    parser.add_argument("--dmodel", type=positive, help="channels, in heads of 64 or one (default: GPU 1024, CPU 128)")
 
 
 def run(args: argparse.Namespace) -> Result:
     gpu = args.device.type == "cuda"
     T, C = args.seq or default_size(args, 128, 256, 1024), args.dmodel or default_size(args, 128, 128, 1024)
     builders = pairs(args, args.layers or (6 if gpu else 4), args.batch, T, C)
-    found, rows, sentences = {}, [], []
+    cells, rows, sentences = {}, [], []
     for name in args.only or CLAIMS:
-        speed, memory, why = CLAIMS[name]
+        speed, memory, reason = CLAIMS[name]
         needs = {"reason": "it needs a GPU" if name == "CUDA graphs" else "it needs FP32 weights and BF16 in hardware"}
-        cell = found[name] = compare(builders[name], args, speed, memory) if name in builders else needs
+        cell = cells[name] = compare(builders[name], args, speed, memory) if name in builders else needs
         claimed = [f"{low:g}-{high:g}x" for low, high in (speed, memory or speed)]
         shown = ["-", "-", "not measured"]
         if "reason" in cell:
             sentences.append(f"{name} was not measured: {cell['reason']}.")
         else:
-            peak = "held" if name == "CUDA graphs" else f"{cell['memory']:.2f}x"  # a pool that stays between steps
+            peak = "held" if name == "CUDA graphs" else f"{cell['memory']:.2f}x"  # its pool stays between steps
             shown = [f"{cell['speed']:.2f}x", peak, "holds" if cell["holds"] else "does NOT hold"]
-        rows.append([name, why, claimed[0], shown[0], claimed[1] if memory else "-", *shown[1:]])
-    measured = {name: cell["holds"] for name, cell in found.items() if "holds" in cell}
+        rows.append([name, reason, claimed[0], shown[0], claimed[1] if memory else "-", *shown[1:]])
+    measured = {name: cell["holds"] for name, cell in cells.items() if "holds" in cell}
     broken = ", ".join(name for name, holds in measured.items() if not holds) or "none"
-    sentences.insert(0, f"{sum(measured.values())} of {len(measured)} claims hold here; not at these sizes: {broken}.")
-    headers = ["technique", "why", "speed claimed", "measured", "memory claimed", "measured", "claim"]
-    rule = "a claim holds from its lower speed on, and up to its upper memory"
+    sentences.insert(0, f"{sum(measured.values())} of {len(measured)} claims hold here. These do not: {broken}.")
+    headers = ["technique", "reason", "speed claimed", "speed", "memory claimed", "memory", "claim"]
+    rule = "a claim holds from its lower speed and up to its upper memory"
     table = Table(f"Ratios to the plain form, batch {args.batch}, length {T}, {C} channels; {rule}", headers, rows)
-    return Result([table], sentences, {"techniques": found})
+    return Result([table], sentences, {"techniques": cells})

@@ -1,6 +1,7 @@
-"""Ablations: every replacement still fits its script, and a variant runs beside the unchanged script."""
+"""Ablations: every patch still fits its script, and a variant runs beside the unchanged script."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -8,80 +9,76 @@ import pytest
 from conftest import ROOT
 
 from anatomy import ablations
-from common import documents
 
 FAST = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "2"]
+VARIANTS = ablations.variants()
 
 
-@pytest.mark.parametrize("variant", ablations.VARIANTS, ids=lambda variant: variant.name)
-def test_every_replacement_fits_and_gives_a_script(variant):
-    text = variant.source()
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_every_patch_applies_and_gives_another_script(variant, tmp_path):
+    text = ablations.write_script(variant, tmp_path).read_text()
     compile(text, variant.name, "exec")
-    assert text != (ROOT / f"{variant.script}.py").read_text() and variant.kind in ("ablation", "try")
+    assert text != (ROOT / f"{variant.script}.py").read_text()
+    assert variant.kind in ("ablation", "try") and variant.predicted
 
 
-def test_names_are_unique():
-    assert len({variant.name for variant in ablations.VARIANTS}) == len(ablations.VARIANTS)
+def test_names_are_unique_and_every_patch_is_listed():
+    assert len({variant.name for variant in VARIANTS}) == len(VARIANTS) == len(list(ablations.VARIANTS.iterdir()))
 
 
-def test_a_replacement_that_no_longer_fits_is_an_error():
-    variant = ablations.Variant("x", "2_sdpa", "?", "try", (("no such line", ""),))
-    with pytest.raises(ablations.VariantError, match="has no line 'no such line'"):
-        variant.source()
+def test_a_patch_that_does_not_fit_is_one_line(tmp_path):
+    patch = tmp_path / "old.patch"
+    diff = "--- a/2_sdpa.py\n+++ b/2_sdpa.py\n@@ -1,1 +1,1 @@\n-no such line\n+x\n"
+    patch.write_text(f"Variant: x\nScript: 2_sdpa\nKind: try\nPredicted: nothing\n\n{diff}")
+    (variant,) = ablations.variants(tmp_path)
+    with pytest.raises(ablations.VariantError, match=r"old.patch does not fit 2_sdpa.py: ") as raised:
+        ablations.write_script(variant, tmp_path)
+    assert "\n" not in str(raised.value)
 
 
-def run(tmp_path, *words):
+def run(tmp_path, *words, **variables):
     command = [sys.executable, "-m", "anatomy.ablations", "--output", str(tmp_path / "x.json"), *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    environment = os.environ | variables
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_a_variant_runs_beside_its_script(tmp_path):
-    ran = run(tmp_path, "--only", "fused AdamW without", *FAST)
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads((tmp_path / "x.json").read_text())
-    (variant,) = found["variants"]
-    assert variant["median_ms"] > 0 and variant["baseline"]["median_ms"] > 0
-    assert found["workload"]["n_embd"] == 32 and "fused AdamW without compile" in ran.stdout
+    ended = run(tmp_path, "--only", "fused AdamW without", *FAST)
+    assert ended.returncode == 0, ended.stderr
+    written = json.loads((tmp_path / "x.json").read_text())
+    (variant,) = written["variants"]
+    assert variant["timing"]["median_ms"] > 0 and variant["baseline"]["timing"]["median_ms"] > 0
+    assert written["workload"]["n_embd"] == 32 and "fused AdamW without compile" in ended.stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["--only", "nonsense"], "no variant is named like"), (["--n-embd", "x"], "--n-embd")]
+    ("words", "variables", "message"),
+    [
+        (["--only", "nonsense"], {}, "no variant is named like"),
+        (["--only", "fused AdamW without", "--n-embd", "x"], {}, "--n-embd"),
+        (["--only", "fused AdamW without", *FAST], {"PATH": ""}, "git is not installed"),
+    ],
 )
-def test_bad_input_is_one_line(tmp_path, words, said):
-    ran = run(tmp_path, *words)
-    assert ran.returncode != 0 and said in ran.stderr and ran.stderr.count("\n") == 1
+def test_what_cannot_run_is_one_line(tmp_path, words, variables, message):
+    ended = run(tmp_path, *words, **variables)
+    assert ended.returncode == 2 and message in ended.stderr and ended.stderr.count("\n") == 1
 
 
 def test_an_output_that_is_there_keeps_its_other_variants(tmp_path):
-    mine = {"name": "CUDA graphs, step 3", "script": "3_compile", "kind": "try", "predicted": ""}
-    mine |= {"baseline": timed(2.0) | {"loss": [1.0]}, "loss": [1.0]} | timed(1.5)
-    for workload, returncode in ((None, 0), ({"n_embd": 64}, 2)):
-        (tmp_path / "x.json").write_text(json.dumps({"environment": None, "workload": workload, "variants": [mine]}))
-        ran = run(tmp_path, "--only", "fused AdamW without", *FAST)
-        assert ran.returncode == returncode, ran.stderr
+    timed = {"timing": {"median_ms": 1.5}, "status": "ok", "reason": None, "loss": [1.0]}
+    mine = {"name": "CUDA graphs, step 3", "script": "3_compile", "kind": "try", "predicted": "", "baseline": timed}
+    for workload, code in ((None, 0), ({"n_embd": 64}, 2)):
+        old = {"environment": None, "workload": workload, "variants": [mine | timed]}
+        (tmp_path / "x.json").write_text(json.dumps(old))
+        ended = run(tmp_path, "--only", "fused AdamW without", *FAST)
+        assert ended.returncode == code, ended.stderr
         kept = [variant["name"] for variant in json.loads((tmp_path / "x.json").read_text())["variants"]]
-        assert kept == (
-            ["CUDA graphs, step 3"] if returncode else ["fused AdamW without compile", "CUDA graphs, step 3"]
-        )
-    assert "another workload" in ran.stderr and ran.stderr.count("\n") == 1
+        assert kept == (["CUDA graphs, step 3"] if code else ["fused AdamW without compile", "CUDA graphs, step 3"])
+    assert "another workload" in ended.stderr and ended.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", ['{"name": 1}', '{"environment": null, "workload": null, "variants": [{"x": 1}]}'])
 def test_an_output_that_holds_something_else_stays_as_it_is(content, tmp_path):
     (tmp_path / "x.json").write_text(content)
-    ran = run(tmp_path, "--only", "fused AdamW without", *FAST)
-    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and (tmp_path / "x.json").read_text() == content
-
-
-def timed(ms):
-    return {"median_ms": ms, "timing": {"median_ms": ms, "step_ms": [ms - 1, ms, ms + 2]}}
-
-
-def test_a_recorded_ablation_is_a_table():
-    common = {"script": "2_sdpa", "kind": "try", "predicted": "-3 ms", "baseline": {"loss": [2.0]} | timed(280.0)}
-    variants = [
-        common | timed(275.5) | {"name": "faster", "loss": [2.1], "status": "ok", "reason": None},
-        common | {"name": "broken", "median_ms": None, "status": "failed", "loss": None, "reason": "no such kernel"},
-    ]
-    drawn = documents.ablation_table(variants)
-    assert "-4.5 ms" in drawn and "275.5" in drawn and "+5.00%" in drawn and "no such kernel" in drawn
+    ended = run(tmp_path, "--only", "fused AdamW without", *FAST)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and (tmp_path / "x.json").read_text() == content
