@@ -20,7 +20,9 @@ def test_kernels_and_categories_are_matched_by_name():
     after = runs.step("b", 60.0, profile=runs.profile(60.0, ("new", "kept")))
     kinds = {change.name: change.kind for change in analysis.changed_kernels(before, after)}
     assert kinds == {"old": "vanished", "new": "appeared", "kept": "shrank"}
-    changes = {change.name: (change.before_ms, change.after_ms) for change in analysis.changed_categories(before, after)}
+    changes = {
+        change.name: (change.before_ms, change.after_ms) for change in analysis.changed_categories(before, after)
+    }
     assert changes["attention"] == (50.0, 30.0)
 
 

@@ -11,7 +11,9 @@ from report.load import read_run
 
 
 def test_speedups_are_against_the_previous_row_the_first_and_plain_training():
-    rows = table.table_rows(runs.run(runs.step("0_a", 300), runs.step("1_b", 100), runs.step("2_sdpa", 120, loss=[2.0])))
+    rows = table.table_rows(
+        runs.run(runs.step("0_a", 300), runs.step("1_b", 100), runs.step("2_sdpa", 120, loss=[2.0]))
+    )
     assert [row["vs previous"] for row in rows] == ["-", "3.00x", "0.83x"]
     assert [row["vs baseline"] for row in rows] == ["1.00x", "3.00x", "2.50x"]
     assert [row["vs 2_sdpa"] for row in rows] == ["0.40x", "1.20x", "1.00x"]
