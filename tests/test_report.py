@@ -81,9 +81,10 @@ def test_without_msgspec_or_tabulate_a_plain_table_prints(tmp_path, package):
     assert "a_peer" in ran.stdout and ran.returncode == 1, "a row without a time is no success"
 
 
-@pytest.mark.parametrize(
-    "environment", [{"PYTHONOPTIMIZE": "2"}, {"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=str
-)  # fmt: skip
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize("environment", [{"PYTHONOPTIMIZE": "2"}, {"LC_ALL": "C"}, ASCII], ids=str)
 def test_no_locale_or_optimization_ends_the_report(tmp_path, environment):
     row = runs.step("0_b\u00e9", note="caf\u00e9 \u4e2d")
     ran = runs.report(runs.write(runs.run(row, device="\u2603"), tmp_path), **environment)
