@@ -8,17 +8,17 @@ from dataclasses import asdict, replace
 
 from conftest import ROOT
 
-from common import record
+from common import record as r
 from common.record import write_json, write_run
 from report.load import read_run
 
 RECORDED = ROOT / "docs" / "results" / "h200" / "gpt3-6.7b-slice" / "results.json"
-WORKLOAD = record.Workload(
+WORKLOAD = r.Workload(
     preset="tiny", n_layer=2, n_head=4, n_embd=128, seq_len=1024, vocab_size=256, batch_size=2, parameters=600_000,
-    tokens_per_step=2048, flops_per_step=8_400_000_000, data=record.Data("text", 10_000, "0"), seed=1, lr=0.001, warmup=1,
+    tokens_per_step=2048, flops_per_step=8_400_000_000, data=r.Data("text", 10_000, "0"), seed=1, lr=0.001, warmup=1,
     steps=3,
 )  # fmt: skip
-ROOFS = record.Roofs(4e12, 5e13, 3e14, 7e14, 1.3e15, notes=["fp4 not measured: too new"])
+ROOFS = r.Roofs(4e12, 5e13, 3e14, 7e14, 1.3e15, notes=["fp4 not measured: too new"])
 HOSTILE = {
     "escapes": "\x1b[31m\u202e\u2066\x9b2J<script>alert(1)</script>\n# x\r\x07",
     "image": "![x](https://a.example/x.png)",
@@ -29,9 +29,9 @@ HOSTILE = {
 
 def step(name, ms=100.0, status="ok", **fields):
     if status != "ok":
-        return record.Row(name, "source\n", status, **fields)
-    row = record.Row(
-        name, "source\n", "ok", timing=record.Timing(1.0, [ms, ms * 0.99, ms * 1.01], ms, ms * 0.995, ms * 1.005),
+        return r.Row(name, "source\n", status, **fields)
+    row = r.Row(
+        name, "source\n", "ok", timing=r.Timing(1.0, [ms, ms * 0.99, ms * 1.01], ms, ms * 0.995, ms * 1.005),
         tokens_per_s=2048 / ms * 1e3, model_flops_per_s=8.4e9 / ms * 1e3, loss=[4.0, 3.0, 2.0, 1.0 + ms / 1e4],
         peak_allocated_bytes=3 * 2**30,
     )  # fmt: skip
@@ -40,16 +40,16 @@ def step(name, ms=100.0, status="ok", **fields):
 
 def profile(ms, names=("gemm", "softmax"), categories=("matrix products", "attention"), **fields):
     each = ms / len(names)
-    kernels = [record.Kernel(name, category, each, 1) for name, category in zip(names, categories, strict=True)]
+    kernels = [r.Kernel(name, category, each, 1) for name, category in zip(names, categories, strict=True)]
     shares = {"compute": 0.6, "memory": 0.4, "launch": 0.0}
-    whole = record.Profile(ms, 3, {c: record.CategoryTime(each, 1) for c in categories}, kernels, len(names), ms, 0.0, 0, 30,
+    whole = r.Profile(ms, 3, {c: r.CategoryTime(each, 1) for c in categories}, kernels, len(names), ms, 0.0, 0, 30,
                     "compute", shares)  # fmt: skip
     return replace(whole, **fields)
 
 
 def run(*steps, peers=(), roofs=None, workload=WORKLOAD, **environment):
     known = {"device": "GPU", "device_type": "cuda", "torch": "2.x", "commit": "abc", "dirty": False}
-    return record.Run("./run_all.sh", "2026-01-01", record.Environment(**known | environment), workload, list(steps), roofs,
+    return r.Run("./run_all.sh", "2026-01-01", r.Environment(**known | environment), workload, list(steps), roofs,
                list(peers))  # fmt: skip
 
 
@@ -75,8 +75,8 @@ def cpu():
 
 def full():
     """A run that leaves no kind of text and no dict empty."""
-    more = {"note": "x", "settings": record.Settings(*["x"] * 3, True, None, "x", "x", "x"),
-            "gpu_state": record.GpuState(throttle_reasons="x"), "bytes_per_step": record.LeastBytes(9, "x")}  # fmt: skip
+    more = {"note": "x", "settings": r.Settings(*["x"] * 3, True, None, "x", "x", "x"),
+            "gpu_state": r.GpuState(throttle_reasons="x"), "bytes_per_step": r.LeastBytes(9, "x")}  # fmt: skip
     rows = [step(name, ms, profile=profile(ms), **more) for name, ms in (("0", 300.0), ("1", 100.0))]
     texts = ("cpu", "os", "python", "triton", "transformer_engine", "cuda", "driver", "nvml_reason", "commit_reason")
     environment = dict.fromkeys(texts, "x") | {"variables": {"x": "x"}}
@@ -102,8 +102,8 @@ def hostile_content(text):
 
 def hostile(folder):
     """What is read of a run with tags in everything that a record names."""
-    write_json(folder / "hostile.json", hostile_content(HOSTILE["escapes"]))
-    return read_run(folder / "hostile.json")
+    write_json(folder / "record.json", hostile_content(HOSTILE["escapes"]))
+    return read_run(folder / "record.json")
 
 
 KINDS = ("recorded", "partial", "cpu", "hostile")
@@ -129,7 +129,7 @@ def write_rows(folder, *rows, **fields):
 
 
 def write_plan(folder, *names, left_out=()):
-    plan = record.Plan("./run_all.sh", [], list(names), list(left_out), workload=WORKLOAD)
+    plan = r.Plan("./run_all.sh", [], list(names), list(left_out), workload=WORKLOAD)
     write_json(folder / "plan.json", asdict(plan) | {"schema_version": 2})
 
 

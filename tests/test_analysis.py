@@ -26,11 +26,6 @@ def test_kernels_and_categories_are_matched_by_name():
     assert changes["attention"] == (50.0, 30.0)
 
 
-def test_kernels_that_a_record_lists_twice_are_added_up():
-    twice = runs.step("a", profile=runs.profile(100.0, ("one", "one")))
-    assert [change.before_ms for change in analysis.changed_kernels(twice, runs.step("b"))] == [100.0]
-
-
 def test_two_long_sources_are_compared_in_seconds():
     random, started = Random(1), time.monotonic()
     for lines in (290, 199, 400):
