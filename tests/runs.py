@@ -1,106 +1,153 @@
-"""Runs to make reports of: the recorded one, one with every way to end, one of a CPU, one by a hostile hand."""
+"""The one builder of fixture runs: whole ones, with every way to end, of a CPU, by a hostile hand; and their files."""
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
 
 from conftest import ROOT
 
-from common.record import empty_step_record, read_envelope
+from common import record as r
+from common.record import write_json, write_run
+from report.load import read_run
 
 RECORDED = ROOT / "docs" / "results" / "h200" / "gpt3-6.7b-slice" / "results.json"
-WORKLOAD = {
-    "preset": "tiny", "n_layer": 2, "n_head": 4, "n_embd": 128, "seq_len": 1024, "vocab_size": 256, "batch_size": 2,
-    "parameters": 600_000, "tokens_per_step": 2048, "flops_per_step": 8_400_000_000,
-    "data": {"name": "text", "tokens": 10_000, "batches_sha256": "0"}, "seed": 1, "lr": 0.001, "warmup": 1, "steps": 3,
-}  # fmt: skip
-TAG = "<script>alert(1)</script>"
+WORKLOAD = r.Workload(
+    preset="tiny", n_layer=2, n_head=4, n_embd=128, seq_len=1024, vocab_size=256, batch_size=2, parameters=600_000,
+    tokens_per_step=2048, flops_per_step=8_400_000_000, data=r.Data("text", 10_000, "0"), seed=1, lr=0.001, warmup=1,
+    steps=3,
+)  # fmt: skip
+ROOFS = r.Roofs(4e12, 5e13, 3e14, 7e14, 1.3e15, notes=["fp4 not measured: too new"])
+HOSTILE = {
+    "escapes": "\x1b[31m\u202e\u2066\x9b2J<script>alert(1)</script>\n# x\r\x07",
+    "image": "![x](https://a.example/x.png)",
+    "link": "[x](javascript:alert(1))|<b onload=a()>`c`",
+    "backslash": "\\[x\\](javascript:alert(1))\\|",
+}
 
 
 def step(name, ms=100.0, status="ok", **fields):
-    record = empty_step_record(name, "source\n") | {"status": status}
-    if status == "ok":
-        timing = {"warmup_s": 1.0, "step_ms": [ms, ms * 0.99, ms * 1.01], "median_ms": ms}
-        record |= {"timing": timing | {"p25_ms": ms * 0.995, "p75_ms": ms * 1.005}}
-        record |= {"tokens_per_s": 2048 / ms * 1e3, "model_flops_per_s": 8.4e9 / ms * 1e3}
-        record |= {"loss": [4.0, 3.0, 2.0, 1.0 + ms / 1e4], "peak_allocated_bytes": 3 * 2**30}
-    return record | fields
+    if status != "ok":
+        return r.Row(name, "source\n", status, **fields)
+    row = r.Row(
+        name, "source\n", "ok", timing=r.Timing(1.0, [ms, ms * 0.99, ms * 1.01], ms, ms * 0.995, ms * 1.005),
+        tokens_per_s=2048 / ms * 1e3, model_flops_per_s=8.4e9 / ms * 1e3, loss=[4.0, 3.0, 2.0, 1.0 + ms / 1e4],
+        peak_allocated_bytes=3 * 2**30,
+    )  # fmt: skip
+    return replace(row, **fields)
 
 
-def profile(ms, names=("gemm", "softmax"), categories=("matrix products", "attention"), bound_by="compute"):
+def profile(ms, names=("gemm", "softmax"), categories=("matrix products", "attention"), **fields):
     each = ms / len(names)
-    return {
-        "step_ms": ms, "steps": 3, "gpu_busy_ms": ms, "gpu_idle_ms": 0.0, "kernels_per_step": len(names),
-        "host_syncs": 0, "autograd_nodes_attention": 30, "bound_by": bound_by,
-        "shares": {"compute": 0.6, "memory": 0.4, "launch": 0.0},
-        "categories": {category: {"ms": each, "launches": 1} for category in categories},
-        "kernels": [
-            {"name": n, "category": c, "ms": each, "launches": 1} for n, c in zip(names, categories, strict=True)
-        ],
-    }  # fmt: skip
+    kernels = [r.Kernel(name, category, each, 1) for name, category in zip(names, categories, strict=True)]
+    shares = {"compute": 0.6, "memory": 0.4, "launch": 0.0}
+    whole = r.Profile(ms, 3, {c: r.CategoryTime(each, 1) for c in categories}, kernels, len(names), ms, 0.0, 0, 30,
+                    "compute", shares)  # fmt: skip
+    return replace(whole, **fields)
 
 
 def run(*steps, peers=(), roofs=None, workload=WORKLOAD, **environment):
-    environment = {
-        "device": "GPU",
-        "device_type": "cuda",
-        "torch": "2.x",
-        "commit": "abc",
-        "dirty": False,
-    } | environment
-    return {
-        "schema_version": 1, "command": "./run_all.sh", "started_at": "2026-01-01", "environment": environment,
-        "workload": workload, "roofs": roofs, "steps": list(steps), "peers": list(peers), "problems": [],
-    }  # fmt: skip
+    known = {"device": "GPU", "device_type": "cuda", "torch": "2.x", "commit": "abc", "dirty": False}
+    return r.Run("./run_all.sh", "2026-01-01", r.Environment(**known | environment), workload, list(steps), roofs,
+               list(peers))  # fmt: skip
 
 
 def recorded():
-    return read_envelope(RECORDED)
+    return read_run(RECORDED)
 
 
 def partial():
     """Every way to end, no profile but one, no roofs."""
-    endings = [("1_b", "oom"), ("2_c", "failed"), ("3_d", "timeout"), ("4_e", "skipped")]
-    ended = [step(name, status=status, reason=f"why {name} has no time") for name, status in endings]
+    statuses = ("oom", "failed", "timeout", "skipped", "interrupted", "not run")
+    ended = [step(f"{k}_x", status=s, reason=f"why {k}_x has no time") for k, s in enumerate(statuses, 1)]
     return run(step("0_a", 300.0, profile=profile(300.0)), *ended)
 
 
 def cpu():
+    of_cpu = {"bound_by": None, "shares": None, "gpu_idle_ms": None, "gpu_busy_ms": None}
     rows = [
-        step(name, ms, profile=profile(ms, bound_by=None)) for name, ms in (("0_a", 300), ("1_b", 290), ("2_c", 90))
+        step(name, ms, peak_allocated_bytes=None, peak_rss_bytes=2**30, profile=profile(ms, **of_cpu))
+        for name, ms in (("0_a", 300), ("1_b", 290), ("2_c", 90))
     ]
-    for row in rows:
-        row["peak_allocated_bytes"], row["peak_rss_bytes"] = None, 2**30
-        row["profile"] |= {"shares": None, "gpu_idle_ms": None, "gpu_busy_ms": None}
     return run(*rows, device="some processor", device_type="cpu")
 
 
-def hostile():
-    """Tags in everything that a record names."""
-    bad = {
-        "source": f"x = 1  # {TAG}\n", "note": TAG, "settings": {TAG: TAG},
-        "gpu_state": {"throttle_reasons": TAG, "sm_clock_mhz": TAG},
-    }  # fmt: skip
-    rows = [
-        step(f"0_{TAG}", 300.0, profile=profile(300.0, (TAG, "b")), **bad),
-        step(
-            f"1_{TAG}",
-            100.0,
-            profile=profile(100.0, (f"{TAG}2", "b")),
-            **bad,
-            bytes_per_step={"value": 9, "source": TAG},
-        ),
-        step(f"2_{TAG}", status="failed", reason=TAG),
-    ]
-    workload = WORKLOAD | {"preset": TAG, "data": {"name": TAG}}
-    made = run(*rows, peers=[step(f"p_{TAG}", 50.0)], workload=workload, device=TAG, variables={TAG: TAG}, commit=TAG)
-    roofs = {"copy_bytes_per_s": 1e12, "bf16_flops_per_s": 1e15, "notes": [TAG]}
-    return made | {"command": TAG, "problems": [TAG], "roofs": roofs}
+def full():
+    """A run that leaves no kind of text and no dict empty."""
+    more = {"note": "x", "settings": r.Settings(*["x"] * 3, True, None, "x", "x", "x"),
+            "gpu_state": r.GpuState(throttle_reasons="x"), "bytes_per_step": r.LeastBytes(9, "x")}  # fmt: skip
+    rows = [step(name, ms, profile=profile(ms), **more) for name, ms in (("0", 300.0), ("1", 100.0))]
+    texts = ("cpu", "os", "python", "triton", "transformer_engine", "cuda", "driver", "nvml_reason", "commit_reason")
+    environment = dict.fromkeys(texts, "x") | {"variables": {"x": "x"}}
+    made = run(*rows, step("2", status="failed", reason="x"), peers=[step("p")], roofs=ROOFS, **environment)
+    return replace(made, problems=["x"])
 
 
-RUNS = {"recorded": recorded, "partial": partial, "cpu": cpu, "hostile": hostile}
+def hostile_content(text):
+    """A record's JSON with `text` in all that is text, keys of free dicts included."""
+
+    def soil(value, name=""):
+        if isinstance(value, dict):
+            free = name in ("variables", "shares")
+            return {text if free and key != "memory" else key: soil(item, key) for key, item in value.items()}
+        if isinstance(value, list):
+            return [soil(item, name) for item in value]
+        if name == "step":
+            return f"{value}{text}"
+        return text if isinstance(value, str) and name != "status" else value
+
+    return soil(asdict(full()))
+
+
+def hostile(folder):
+    """What is read of a run with tags in everything that a record names."""
+    write_json(folder / "record.json", hostile_content(HOSTILE["escapes"]))
+    return read_run(folder / "record.json")
+
+
+KINDS = ("recorded", "partial", "cpu", "hostile")
+
+
+def of_kind(name, folder):
+    return hostile(folder) if name == "hostile" else {"recorded": recorded, "partial": partial, "cpu": cpu}[name]()
 
 
 def write(made, folder):
-    """The envelope as a run folder that holds nothing but the merge."""
+    """A run as a folder that holds nothing but the merge."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(made))
+    write_run(folder / "results.json", made)
     return folder
+
+
+def write_rows(folder, *rows, **fields):
+    """A record per row, as the scripts write them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        write_run(folder / f"{row.step}.json", run(row, **fields))
+    return folder
+
+
+def write_plan(folder, *names, left_out=()):
+    plan = r.Plan("./run_all.sh", [], list(names), list(left_out), workload=WORKLOAD)
+    write_json(folder / "plan.json", asdict(plan) | {"schema_version": 2})
+
+
+def write_odd(path, made, raw, *keys):
+    """A record in which the field at `keys` holds the JSON text `raw`."""
+    content = asdict(made)
+    *outer, last = keys
+    place = content
+    for key in outer:
+        place = place[key]
+    place[last] = "@@"
+    path.write_text(json.dumps(content).replace('"@@"', raw))
+
+
+def report(*words, blocked=(), module="report", **environment):
+    """`python -m report`, with some packages as if they were not installed."""
+    hide = "".join(f"sys.modules[{name!r}] = None; " for name in blocked)
+    code = f"import sys; {hide}import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace",
+                          env=os.environ | environment, timeout=120)  # fmt: skip

@@ -1,67 +1,100 @@
-"""The tables of README and docs/performance.md say which runs, scripts and commands they come from."""
+"""Generated tables: each figure of README, docs/performance.md, report.md and report.html is one figure."""
 
-import json
+import re
 
+import pytest
 import runs
-from conftest import ROOT, STEPS
+from conftest import ROOT
+from test_page import Page
 
-from common import documents
+from report import documents
+from report.load import RecordError
 
-SCRIPT = (ROOT / f"{STEPS[3]}.py").read_text()
-OTHER_TEXT = SCRIPT.replace('"""Step 3', '"""STEP 3', 1)
-OTHER_CODE = SCRIPT + "\nprint()\n"
-
-
-def write(folder, name, made):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(json.dumps(made))
+RESULTS = ROOT / "docs" / "results"
+FOLDERS = sorted(path.parent for path in RESULTS.glob("h200/*/results.json"))
 
 
-def row(ms, source=SCRIPT, **fields):
-    return runs.step(STEPS[3], ms, source=source, **fields)
+def tables_of(markdown):
+    """Rows of every table of a Markdown text, as dicts by column name; the key of a row is its first cell."""
+    tables = []
+    for block in re.findall(r"(?:^\|.*\n?)+", markdown, re.MULTILINE):
+        header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines())
+        tables.append({row[0].removeprefix("peer: "): dict(zip(header, row, strict=True)) for row in rows})
+    return tables
 
 
-def test_other_runs_are_told_apart_by_commit_and_by_code(tmp_path):
-    folder = tmp_path / "gpu" / "tiny"
-    write(folder, "results.json", runs.run(row(100.0)))
-    write(folder, "results-2.json", runs.run(row(101.0, OTHER_TEXT)))
-    write(folder, "results-3.json", runs.run(row(150.0, OTHER_CODE), commit="def"))
-    said = documents.readme_table(tmp_path)
-    assert "those of the same commit by +1.0% to +1.0%, earlier ones by +50.0% to +50.0%" in said
-    drawn = documents.performance_tables(tmp_path).splitlines()
-    (second,) = [line for line in drawn if "+1.0%" in line]
-    (third,) = [line for line in drawn if "+50.0%" in line]
-    assert "same" in second and "abc" in second and "another" in third and "def" in third
+def number(cell):
+    found = re.match(r"-?[\d,]+\.?\d*", cell)
+    return float(found[0].replace(",", "")) if found else None
 
 
-def test_only_other_code_is_an_earlier_version(tmp_path):
-    for source, earlier in ((SCRIPT, False), (OTHER_TEXT, False), (OTHER_CODE, True)):
-        write(tmp_path / "gpu" / "tiny", "results.json", runs.run(row(100.0, source)))
-        assert ("earlier version of the script" in documents.readme_table(tmp_path)) is earlier
+def page_tables(folder):
+    shown = Page((folder / "report.html").read_text()).tables
+    named = {}
+    for name, (header, *rows) in ((name, rows) for name, rows in shown.items() if rows and "Code" not in name):
+        named[name] = {row[0].removeprefix("peer: "): dict(zip(header, row, strict=False)) for row in rows}
+    return named
 
 
-def test_a_row_that_left_no_script_is_no_earlier_version(tmp_path):
-    ended = runs.step(STEPS[4], status="timeout", reason="too slow", source=None)
-    write(tmp_path / "gpu" / "tiny", "results.json", runs.run(row(100.0), ended))
-    said = documents.readme_table(tmp_path)
-    assert "timeout" in said and "earlier version" not in said
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_page_and_its_short_form_show_the_same_table(folder):
+    assert tables_of((folder / "report.md").read_text())[0] == page_tables(folder)["All rows"]
 
 
-def test_rows_that_no_ladder_made_say_how_they_were_run(tmp_path):
-    roofs = {"copy_bytes_per_s": 4e12, "shapes": [], "square": {}, "notes": []}
-    whole = runs.run(runs.step(STEPS[0], 300.0), row(100.0))
-    parts = runs.run(row(100.0), roofs=roofs) | {"command": "python 3_compile.py"}
-    write(tmp_path / "gpu" / "whole", "results.json", whole)
-    write(tmp_path / "gpu" / "parts", "results.json", parts)
-    said = documents.readme_table(tmp_path)
-    assert "Of parts only the rows shown were run, one command a row, and its roofs measured by" in said
-    assert "Of whole" not in said
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_performance_shows_the_figures_of_the_reports(folder):
+    text = (ROOT / "docs" / "performance.md").read_text()
+    whole = tables_of(text)[0]
+    (part,) = re.findall(rf"^## {folder.name}, batch.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    categories, limits = tables_of(part)[:2]
+    shown = page_tables(folder)
+    for step, row in shown["All rows"].items():
+        (cell,) = (cell for name, cell in whole[step].items() if name.startswith(f"{folder.name}, "))
+        assert number(cell) == number(row["ms/step"]) == number(categories[step]["timed"])
+        if "(" in cell:  # over the first row of all, with one digit: the table of the report has two
+            assert abs(number(cell.partition("(")[2]) - number(row["vs baseline"])) < 0.0551
+        assert all(limits[step][name] == row[name] for name in ("TFLOP/s", "peak GiB", "of roof", "bound by"))
+        for name in set(categories[step]) - {"ms per step", "timed"}:
+            cells = shown["Time by kernel category"][step]
+            assert number(categories[step][name]) == number(cells[name]), (step, name)
+        if step in shown["Time per training step"]:
+            assert number(shown["Time per training step"][step]["ms per step"]) == number(row["ms/step"])
+            assert number(shown["Peak memory"][step]["GiB"]) == number(row["peak GiB"])
+        if step in shown.get("Roofline", {}):
+            assert all(shown["Roofline"][step][name] == row[name] for name in ("TFLOP/s", "of roof"))
 
 
-def test_a_profile_that_is_off_is_said_once_and_anew(tmp_path):
-    off = runs.profile(98.0) | {"step_ms": 150.0, "gpu_idle_ms": 52.0}
-    old = "AMP is off; the profiled step is +50% off the timed median: as older records say"
-    write(tmp_path / "gpu" / "tiny", "results.json", runs.run(row(100.0, profile=off, note=old)))
+def test_readme_shows_the_figures_of_its_run():
+    rows = page_tables(RESULTS / documents.SHOWN)["All rows"]
+    readme = next(table for table in tables_of((ROOT / "README.md").read_text()) if "0_baseline" in table)
+    for step, cells in readme.items():
+        assert number(cells["ms per step"]) == number(rows[step]["ms/step"])
+        assert abs(number(cells["times faster than 0_baseline"]) - number(rows[step]["vs baseline"])) < 0.0551
+        assert abs(number(cells["than 2_sdpa"]) - number(rows[step]["vs 2_sdpa"])) < 0.0551
+        assert all(cells[name] == rows[step][name] for name in ("TFLOP/s", "peak GiB"))
+
+
+def test_a_row_without_a_time_keeps_its_status_and_others_their_speedup(tmp_path):
+    rows = [runs.step("0_baseline", 300.0), runs.step("1_x", status="timeout"), runs.step("2_sdpa", 100.0)]
+    runs.write(runs.run(*rows, roofs=runs.ROOFS), tmp_path / "docs" / "results" / documents.SHOWN)
+    readme = tables_of(documents.readme_table(tmp_path / "docs" / "results"))[0]
+    assert readme["1_x"]["ms per step"] == "timeout" and readme["2_sdpa"]["times faster than 0_baseline"] == "3.0"
+    whole = tables_of(documents.performance_tables(tmp_path / "docs" / "results"))[0]
+    assert [list(row.values())[1] for row in whole.values()] == ["300.0 (1.0)", "timeout", "100.0 (3.0)"]
+
+
+def test_a_profile_that_is_off_is_said_beside_the_notes_of_a_row(tmp_path):
+    off = runs.profile(98.0, step_ms=150.0, gpu_idle_ms=52.0)
+    runs.write(runs.run(runs.step("0_a", profile=off, note="AMP is off")), tmp_path / "gpu" / "tiny")
     said = documents.performance_tables(tmp_path)
-    assert f"- {STEPS[3]}: AMP is off\n" in said and "older records" not in said
-    assert said.count("+50% off the timed median: its kernels' times fit the timed step, its gaps do not") == 1
+    assert "- 0_a: AMP is off\n" in said and said.count("Profiling ran 50% slower than timing.") == 1
+
+
+def test_only_what_stands_between_markers_is_replaced(tmp_path):
+    document = tmp_path / "README.md"
+    document.write_text(f"a {documents.GENERATED_BEGIN} old {documents.GENERATED_END} z")
+    said = documents.between_markers(document, "new")
+    assert said.startswith("a ") and said.endswith(" z") and "new" in said and "old" not in said
+    document.write_text("no markers")
+    with pytest.raises(RecordError, match=r"README\.md lacks the markers"):
+        documents.between_markers(document, "new")

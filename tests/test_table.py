@@ -1,0 +1,74 @@
+"""The table, the lines under it, and report.md."""
+
+import json
+import re
+
+import pytest
+import runs
+
+from report import table
+from report.load import read_run
+
+
+def test_speedups_are_against_the_previous_row_the_first_and_plain_training():
+    rows = table.table_rows(
+        runs.run(runs.step("0_a", 300), runs.step("1_b", 100), runs.step("2_sdpa", 120, loss=[2.0]))
+    )
+    assert [row["vs previous"] for row in rows] == ["-", "3.00x", "0.83x"]
+    assert [row["vs baseline"] for row in rows] == ["1.00x", "3.00x", "2.50x"]
+    assert [row["vs 2_sdpa"] for row in rows] == ["0.40x", "1.20x", "1.00x"]
+    assert rows[1]["ms/step"] == "100.0" and rows[1]["tokens/s"] == "20,480" and rows[1]["peak GiB"] == "3.0"
+    assert rows[0]["loss"] == "2.5075" and rows[2]["loss difference"] == "-20.24%"
+
+
+def test_rows_without_a_time_stay_with_their_reason():
+    run = runs.run(runs.step("0_a", 300), runs.step("1_b", status="skipped", reason="no such thing"), runs.step("2_c"))
+    rows = table.table_rows(run)
+    assert rows[1]["status"] == "skipped" and {rows[1][name] for name in ("ms/step", "loss", "peak GiB")} == {"-"}
+    assert rows[2]["vs previous"] == "3.00x", "against the last row that has a time"
+    assert "1_b: no such thing" in table.render_text(run)
+
+
+def test_without_step_0_speedups_say_what_they_are_against():
+    rows = table.table_rows(runs.run(runs.step("0_a", status="oom"), runs.step("1_b", 80), runs.step("2_c", 40)))
+    assert "vs baseline" not in rows[0] and rows[2]["vs 1_b"] == "2.00x"
+
+
+def test_no_row_with_a_time_is_still_a_table():
+    run = runs.run(*(runs.step(name, status="failed", reason="x") for name in "01234"))
+    assert len(table.table_rows(run)) == 5 and "4: x" in table.render_markdown(run)
+
+
+def test_peers_stand_under_the_steps_and_follow_none():
+    rows = table.table_rows(runs.run(runs.step("0_a", 300), peers=[runs.step("z", 150)]))
+    assert rows[1]["step"] == "peer: z" and rows[1]["vs baseline"] == "2.00x" and rows[1]["vs previous"] == "-"
+
+
+def test_what_binds_a_row_and_the_roofs_are_explained():
+    run = runs.run(runs.step("0_a", profile=runs.profile(100.0)), runs.step("1_b"), roofs=runs.ROOFS)
+    assert [row["bound by"] for row in table.table_rows(run)] == ["compute 60%", "-"]
+    said = table.render_text(run)
+    for part in ("the largest share of the step", "copy 4,000 GB/s", "FP8 1,300 TFLOP/s", "fp4 not measured: too new"):
+        assert part in said
+
+
+def prose_of(tmp_path, text):
+    (tmp_path / "record.json").write_text(json.dumps(runs.hostile_content(text)))
+    whole = table.render_markdown(read_run(tmp_path / "record.json"))
+    return whole.partition("\nReproduce:")[0]  # what follows is a block of code
+
+
+@pytest.mark.parametrize("text", runs.HOSTILE.values(), ids=runs.HOSTILE)
+def test_nothing_that_a_record_says_is_markup_in_markdown(tmp_path, text):
+    bare = re.sub(r"\\[!-/:-@\[-`{-~]", "", prose_of(tmp_path, text))  # without what a backslash makes plain
+    assert not set("[]<`") & set(bare)
+    cells = {line.count("|") for line in bare.splitlines() if line.startswith("|")}
+    assert len(cells) == 1, "no text ends a cell"
+    assert all(character.isprintable() or character == "\n" for character in bare)
+
+
+@pytest.mark.parametrize("text", ["https://a.example/x", "www.a.example", "# heading", "- item"])
+def test_a_bare_address_or_the_start_of_a_line_is_no_markup_either(tmp_path, text):
+    prose = prose_of(tmp_path, text)
+    assert "://" not in prose and "www." not in prose, "GitHub makes a link of a bare address"
+    assert not re.search(r"^[-#*] [-#] ", prose, re.MULTILINE)
