@@ -46,7 +46,7 @@ STUB = (
 WORKLOAD = {
     "preset": "tiny", "n_layer": 2, "n_head": 4, "n_embd": 128, "seq_len": 1024, "vocab_size": 256, "batch_size": 4,
     "parameters": 600_000, "tokens_per_step": 2048, "flops_per_step": 8_400_000_000, "seed": 1, "lr": 0.001,
-    "warmup": 1, "steps": 3, "data": {"name": "text", "tokens": 10_000, "batches_sha256": "0"},
+    "warmup": 1, "steps": 3, "data": {"name": "text", "tokens": 10_000, "batches_sha256": "0"}, "gpus": 1, "parallel": None,
 }  # fmt: skip
 FACTS = {
     "notes": [], "pinned": [], "device_type": "cpu", "workload": WORKLOAD, "free_bytes": 100 * 2**30,
@@ -288,6 +288,18 @@ def test_a_second_ctrl_c_gives_no_traceback(project):
         wait_until(lambda: ladder.poll() is not None, 0.5)
     _, err = ladder.communicate(timeout=60)
     assert ladder.returncode == 130 and err == "" and not is_alive(row)
+
+
+def test_ctrl_c_before_the_first_row_is_one_line(project):
+    folder = project(FIVE_OK)
+    checking = "import time\nopen('checking', 'w').close()\ntime.sleep(600)"
+    (folder / "common" / "arguments.py").write_text(checking)
+    command = [sys.executable, str(folder / "ladder" / "__main__.py"), *TINY]
+    ladder = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert wait_until((folder / "checking").exists)
+    os.killpg(ladder.pid, signal.SIGINT)
+    _, err = ladder.communicate(timeout=60)
+    assert ladder.returncode == 130 and err == "run_all.sh: interrupted\n" and not (folder / "results").exists()
 
 
 def test_a_killed_ladder_can_be_reported(project):
