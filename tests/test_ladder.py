@@ -46,7 +46,8 @@ STUB = (
 WORKLOAD = {
     "preset": "tiny", "n_layer": 2, "n_head": 4, "n_embd": 128, "seq_len": 1024, "vocab_size": 256, "batch_size": 4,
     "parameters": 600_000, "tokens_per_step": 2048, "flops_per_step": 8_400_000_000, "seed": 1, "lr": 0.001,
-    "warmup": 1, "steps": 3, "data": {"name": "text", "tokens": 10_000, "batches_sha256": "0"}, "gpus": 1, "parallel": None,
+    "warmup": 1, "steps": 3, "data": {"name": "text", "tokens": 10_000, "batches_sha256": "0"},
+    "gpus": 1, "parallel": None,
 }  # fmt: skip
 FACTS = {
     "notes": [], "pinned": [], "device_type": "cpu", "workload": WORKLOAD, "free_bytes": 100 * 2**30,
