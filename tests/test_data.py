@@ -37,13 +37,7 @@ def test_an_llmc_header_is_recognized_and_left_out(tmp_path):
     assert data.load_text(path).tokens.tolist() == [50256, 3, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "is empty"),
-        (b"abc", "odd number of bytes"),
-    ],
-)
+@pytest.mark.parametrize(("content", "said"), [(b"", "is empty"), (b"abc", "odd number of bytes")])
 def test_a_broken_bin_is_refused(tmp_path, content, said):
     path = tmp_path / "train.bin"
     path.write_bytes(content)
@@ -51,19 +45,14 @@ def test_a_broken_bin_is_refused(tmp_path, content, said):
         data.load_text(path)
 
 
-@pytest.mark.parametrize(("version", "count"), [(7, None), (1, 99), (1, -1)])
-def test_an_llmc_header_that_does_not_fit_is_refused(tmp_path, version, count):
-    path = tmp_path / "train.bin"
-    write_llmc(path, [1, 2, 3], version, count)
-    with pytest.raises(data.DataError, match=r"llm\.c header"):
-        data.load_text(path)
-
-
-def test_an_llmc_header_without_tokens_is_refused(tmp_path):
-    path = tmp_path / "train.bin"
-    write_llmc(path, [])
-    with pytest.raises(data.DataError, match="is empty"):
-        data.load_text(path)
+@pytest.mark.parametrize(
+    ("tokens", "version", "count", "said"),
+    [([1, 2], 7, None, r"llm\.c header"), ([1, 2], 1, 99, r"llm\.c header"), ([], 1, None, "is empty")],
+)
+def test_an_llmc_header_that_does_not_fit_is_refused(tmp_path, tokens, version, count, said):
+    write_llmc(tmp_path / "train.bin", tokens, version, count)
+    with pytest.raises(data.DataError, match=said):
+        data.load_text(tmp_path / "train.bin")
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
