@@ -14,10 +14,12 @@ sys.path.insert(0, str(ROOT))
 
 from common import benchmark, data  # noqa: E402
 from common.model import GPTConfig  # noqa: E402
+from common.record import Row  # noqa: E402
 
 STEPS = sorted(path.stem for path in ROOT.glob("[0-9]_*.py"))
 CPU_STEPS = STEPS[:4]
 SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=64, seq_len=64, vocab_size=256)
+scratch = []  # the folder of the test that runs
 
 
 def load_step(name: str):
@@ -31,10 +33,9 @@ def load_step(name: str):
 
 def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **overrides) -> benchmark.Arguments:
     fields = {
-        "script": ROOT / f"{step}.py", "preset_given": "tiny", "config": config, "batch_size": 2, "steps": 6,
+        "script": ROOT / f"{step}.py", "base_preset": "tiny", "config": config, "batch_size": 2, "steps": 6,
         "warmup": 2, "lr": 1e-3, "seed": 1337, "text": data.standard_library_text(), "device": torch.device(device),
-        "amp_dtype": amp_dtype, "amp_note": None, "profile": False,
-        "output": ROOT / "results" / "unused.json", "notes": (),
+        "amp_dtype": amp_dtype, "amp_note": None, "profile": False, "output": scratch[-1] / "unused.json", "notes": (),
     }  # fmt: skip
     return benchmark.Arguments(**(fields | overrides))
 
@@ -45,17 +46,24 @@ def built(step: str, monkeypatch, **overrides) -> SimpleNamespace:
 
     def catch(train_step, model, args, **settings):
         caught.update(train_step=train_step, model=model, args=args, settings=settings)
-        return {}
+        return Row(args.step)
 
-    monkeypatch.setattr(benchmark, "run", catch)
-    module.main(arguments(step, **overrides))
+    with monkeypatch.context() as patch:
+        patch.setattr(benchmark, "run", catch)
+        module.main(arguments(step, **overrides))
     args = caught["args"]
-    batches = data.stage_batches(
-        data.read_batches(args.text, benchmark.batch_starts(args), args.config.seq_len), args.device
-    )
-    if (optimizer := caught["settings"].pop("prime_without", None)) is not None:
-        benchmark.prime(caught["train_step"], batches[: args.warmup], optimizer)
+    drawn = data.read_batches(args.text, args.batch_starts(), args.config.seq_len)
+    batches = data.stage_batches(drawn, args.device)
+    if (optimizer := caught["settings"].pop("rehearse", None)) is not None:
+        benchmark.rehearsal(caught["train_step"], batches[: args.warmup], optimizer)
     return SimpleNamespace(module=module, batches=batches, **caught)
+
+
+@pytest.fixture(autouse=True)
+def scratch_folder(tmp_path):
+    scratch.append(tmp_path)
+    yield
+    scratch.pop()
 
 
 @pytest.fixture(autouse=True)

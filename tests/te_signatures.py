@@ -1,11 +1,10 @@
-"""Record the signatures of a Transformer Engine release from its source, without importing it.
+"""Record, from its source and without importing it, the signatures of a Transformer Engine release that scripts use.
 
     pip download --no-deps transformer-engine==2.9.0 && unzip transformer_engine-2.9.0-*.whl -d te
     python tests/te_signatures.py te > tests/data/te-2.9.0.json
 
-Writes {name: {"parameters": [...], "keyword_only": [...], "forward": [...], "attributes": [...]}} for what the
-scripts may use: the modules and functions of transformer_engine.pytorch and the recipes. Of a module, `forward` are
-the parameters of its call, `attributes` what its constructor sets on itself.
+Writes {name: {"parameters": [...], "keyword_only": [...], "forward": [...], "attributes": [...]}} for the names that
+SCRIPTS call. Of a module, `forward` are the parameters of its call, `attributes` what its constructor sets on itself.
 """
 
 import ast
@@ -13,10 +12,28 @@ import json
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("4_transformer_engine.py", "peers/te_layer.py")
 SOURCES = {
     "transformer_engine.pytorch": ("pytorch/module/*.py", "pytorch/quantization.py", "pytorch/transformer.py"),
     "transformer_engine.common.recipe": ("common/recipe/__init__.py",),
 }
+
+
+def te_name(function: ast.AST, imported: dict[str, str]) -> str | None:
+    """The full name of what a call calls, where it is Transformer Engine's."""
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "te":
+        return f"transformer_engine.pytorch.{function.attr}"
+    return imported.get(function.id) if isinstance(function, ast.Name) else None
+
+
+def te_calls(script: str) -> list[tuple[str, ast.Call]]:
+    """Every call of a script to Transformer Engine, by full name."""
+    nodes = list(ast.walk(ast.parse((ROOT / script).read_text())))
+    imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("transformer_engine")]
+    imported = {alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    calls = [(te_name(node.func, imported), node) for node in nodes if isinstance(node, ast.Call)]
+    return [(name, call) for name, call in calls if name]
 
 
 def signature(node: ast.AST) -> dict | None:
@@ -44,15 +61,14 @@ def module_members(node: ast.ClassDef) -> dict:
 
 
 def record(root: Path) -> dict:
+    used = {name for script in SCRIPTS for name, _ in te_calls(script)}
     names = {}
     for module, patterns in SOURCES.items():
         for path in sorted(p for pattern in patterns for p in (root / "transformer_engine").glob(pattern)):
             for node in ast.parse(path.read_text()).body:
-                if getattr(node, "name", "_").startswith("_") or (found := signature(node)) is None:
-                    continue
-                if isinstance(node, ast.ClassDef):
-                    found |= module_members(node)
-                names[f"{module}.{node.name}"] = found
+                name = f"{module}.{getattr(node, 'name', '')}"
+                if name in used and (found := signature(node)) is not None:
+                    names[name] = found | (module_members(node) if isinstance(node, ast.ClassDef) else {})
     return names
 
 

@@ -12,7 +12,7 @@ def write_llmc(path, tokens, version=1, count=None):
 
 
 def test_the_default_text_is_real_source_code():
-    text = data.read_text(None)
+    text = data.load_text(None)
     assert len(text.tokens) > 5_000_000
     assert b"import os" in text.tokens.tobytes()
 
@@ -20,7 +20,7 @@ def test_the_default_text_is_real_source_code():
 def test_any_file_is_read_as_bytes(tmp_path):
     path = tmp_path / "story.txt"
     path.write_bytes("née 𝄞".encode())
-    text = data.read_text(path)
+    text = data.load_text(path)
     assert text.tokens.tobytes() == "née 𝄞".encode()
     assert text.name == "story.txt"
 
@@ -28,48 +28,37 @@ def test_any_file_is_read_as_bytes(tmp_path):
 def test_a_nanogpt_bin_holds_uint16_tokens(tmp_path):
     path = tmp_path / "train.bin"
     np.array([1, 50256, 7], dtype="<u2").tofile(path)
-    assert data.read_text(path).tokens.tolist() == [1, 50256, 7]
+    assert data.load_text(path).tokens.tolist() == [1, 50256, 7]
 
 
 def test_an_llmc_header_is_recognized_and_left_out(tmp_path):
     path = tmp_path / "train.bin"
     write_llmc(path, [50256, 3, 2, 1])
-    assert data.read_text(path).tokens.tolist() == [50256, 3, 2, 1]
+    assert data.load_text(path).tokens.tolist() == [50256, 3, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "is empty"),
-        (b"abc", "odd number of bytes"),
-    ],
-)
+@pytest.mark.parametrize(("content", "said"), [(b"", "is empty"), (b"abc", "odd number of bytes")])
 def test_a_broken_bin_is_refused(tmp_path, content, said):
     path = tmp_path / "train.bin"
     path.write_bytes(content)
     with pytest.raises(data.DataError, match=said):
-        data.read_text(path)
+        data.load_text(path)
 
 
-@pytest.mark.parametrize(("version", "count"), [(7, None), (1, 99), (1, -1)])
-def test_an_llmc_header_that_does_not_fit_is_refused(tmp_path, version, count):
-    path = tmp_path / "train.bin"
-    write_llmc(path, [1, 2, 3], version, count)
-    with pytest.raises(data.DataError, match=r"llm\.c header"):
-        data.read_text(path)
-
-
-def test_an_llmc_header_without_tokens_is_refused(tmp_path):
-    path = tmp_path / "train.bin"
-    write_llmc(path, [])
-    with pytest.raises(data.DataError, match="is empty"):
-        data.read_text(path)
+@pytest.mark.parametrize(
+    ("tokens", "version", "count", "said"),
+    [([1, 2], 7, None, r"llm\.c header"), ([1, 2], 1, 99, r"llm\.c header"), ([], 1, None, "is empty")],
+)
+def test_an_llmc_header_that_does_not_fit_is_refused(tmp_path, tokens, version, count, said):
+    write_llmc(tmp_path / "train.bin", tokens, version, count)
+    with pytest.raises(data.DataError, match=said):
+        data.load_text(tmp_path / "train.bin")
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     for path in (tmp_path / "absent.txt", tmp_path, tmp_path / "absent.bin"):
         with pytest.raises(data.DataError, match="cannot read"):
-            data.read_text(path)
+            data.load_text(path)
 
 
 def test_a_text_must_hold_one_sequence_and_its_target():
@@ -101,7 +90,7 @@ def test_batches_are_excerpts_and_their_successors():
 
 
 def test_batch_k_does_not_depend_on_how_many_are_drawn():
-    text = data.read_text(None)
+    text = data.load_text(None)
     few, many = (data.draw_starts(text, n, 2, 32, seed=5) for n in (3, 9))
     assert (many[:3] == few).all()
     assert data.fingerprint(text, few, 32) == data.fingerprint(text, many[:3], 32)

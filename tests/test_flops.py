@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import STEPS, load_step
+from conftest import SMALL, STEPS, load_step
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import flops
@@ -21,13 +21,13 @@ def test_flops_match_torch_on_step_0_but_for_the_half_square(config):
         model(tokens, tokens).backward()
     hidden_half = 6 * config.n_layer * config.seq_len * config.n_embd * tokens.numel()
     assert counter.get_total_flops() == flops.flops_per_step(config, batch_size=2) + hidden_half
-
-
-@pytest.mark.parametrize("config", SHAPES)
-def test_parameters_match_the_model(config):
-    module = load_step(STEPS[0])
-    model = GPT(config, module.Block, module.Head, seed=0)
     assert flops.parameters(config) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("config", [SMALL, PRESETS["gpt3-xl"].config])
+def test_the_products_are_all_of_a_step_outside_attention(config):
+    total = sum(2 * m * n * k * count for (m, n, k), count in flops.matrix_products(config, tokens=128).items())
+    assert total == 6 * flops.matmul_parameters(config) * 128
 
 
 def test_least_bytes_are_the_operands_of_every_product_and_adamw():
@@ -41,3 +41,8 @@ def test_least_bytes_are_the_operands_of_every_product_and_adamw():
 def test_known_sizes():
     assert flops.parameters(PRESETS["gpt2"].config) == pytest.approx(124e6, rel=0.01)
     assert flops.parameters(PRESETS["gpt3-xl"].config) == pytest.approx(1.3e9, rel=0.03)
+
+
+def test_fused_attention_needs_less_memory_by_its_scores():
+    by_hand, fused = (flops.unfused_peak_bytes(SMALL, 2, scores) for scores in (True, False))
+    assert by_hand - fused == 4 * SMALL.n_layer * 2 * SMALL.n_head * SMALL.seq_len**2

@@ -1,75 +1,87 @@
-"""Roofs: the workload's own matrix products, and what cannot be measured says so."""
+"""What this machine is, and what cannot be known of it."""
 
-import json
 import subprocess
-import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SMALL
 
-from common import flops, hardware
-from common.model import PRESETS
+from common import hardware
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("config", [SMALL, PRESETS["gpt3-xl"].config])
-def test_the_products_are_all_of_a_step_outside_attention(config):
-    products = hardware.matrix_products(config.n_layer, config.n_embd, config.vocab_size, tokens=128)
-    total = sum(2 * m * n * k * count for (m, n, k), count in products.items())
-    assert total == 6 * flops.matmul_parameters(config) * 128
+class NVMLError(Exception):
+    pass
 
 
-def test_roofs_of_a_cpu():
-    roofs = hardware.measure_roofs({(64, 64, 32): 2, (64, 32, 64): 1}, CPU)
-    assert roofs["copy_bytes_per_s"] > 1e8
-    slowest, fastest = sorted(shape["fp32_flops_per_s"] for shape in roofs["shapes"])
-    assert slowest <= roofs["fp32_flops_per_s"] <= fastest
-    assert roofs["fp8_flops_per_s"] is None and any("fp8 not measured" in note for note in roofs["notes"])
-    assert roofs["square"]["fp32_flops_per_s"] > 0
+def fake_nvml(**functions):
+    return SimpleNamespace(NVMLError=NVMLError, **functions)
 
 
-def test_a_product_that_fails_is_a_note_and_the_rest_stands(monkeypatch):
-    def broken(shape, precision, device):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried a lot\nmore")
-
-    monkeypatch.setattr(hardware, "product_rate", broken)
-    roofs = hardware.measure_roofs({(8, 8, 8): 1}, CPU)
-    assert roofs["fp32_flops_per_s"] is None and roofs["copy_bytes_per_s"] > 0
-    assert "fp32 not measured: CUDA out of memory. Tried a lot" in roofs["notes"]
+def raising(*_):
+    raise NVMLError("Not Supported")
 
 
-def test_measuring_leaves_the_precision_as_it_was():
-    torch.set_float32_matmul_precision("high")
-    hardware.measure_roofs({(8, 8, 8): 1}, CPU)
-    assert torch.get_float32_matmul_precision() == "high"
+@pytest.mark.parametrize(
+    ("flags", "bf16"), [("fma avx2", False), ("avx512_bf16", True), ("amx_bf16 amx_tile", True), ("", False)]
+)
+def test_cpu_mixed_precision_needs_bf16_instructions(flags, bf16, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t\t: fpu {flags}\n")
+    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
+    dtype, note = hardware.resolve_amp_dtype("auto", CPU)
+    assert dtype is (torch.bfloat16 if bf16 else torch.float32)
+    assert (note is None) is bf16
 
 
-def test_the_command_writes_json(tmp_path):
-    words = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32"]
-    command = [sys.executable, "-m", "common.hardware", *words, "--output", str(tmp_path / "roofs.json")]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    assert json.loads((tmp_path / "roofs.json").read_text())["fp32_flops_per_s"] > 0
+def test_free_memory_is_the_hosts_or_unknown(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "MEMINFO", tmp_path / "meminfo")
+    assert hardware.free_memory_bytes(CPU) is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   1000 kB\n")
+    assert hardware.free_memory_bytes(CPU) == 1_024_000
 
 
-def test_roofs_use_every_thread_that_training_uses(monkeypatch):
-    seen = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    hardware._seconds(lambda: seen.append(torch.__config__.parallel_info()), torch.device("cpu"))
-    in_timer = seen[1:]  # the first call only warms up
-    assert in_timer and all("at::get_num_threads() : 2" in said for said in in_timer)
+def test_nvml_answers_in_its_units_and_what_it_cannot_say_is_null(monkeypatch):
+    library = fake_nvml(
+        nvmlSystemGetDriverVersion=lambda: b"580.1",
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetClockInfo=lambda handle, kind: {1: 1500, 2: 3000}[kind],
+        nvmlDeviceGetPowerUsage=lambda handle: 250_500,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 4,
+        nvmlDeviceGetTemperature=raising,
+    )
+    monkeypatch.setattr(hardware, "nvml", lambda: library)
+    monkeypatch.setattr(hardware, "gpu_uuid", lambda device: "GPU-1")
+    state = hardware.gpu_state(GPU)
+    assert (state.sm_clock_mhz, state.memory_clock_mhz, state.power_w) == (1500, 3000, 250.5)
+    assert state.throttle_reasons == "0x4" and state.temperature_c is None and state.max_sm_clock_mhz is None
+    assert hardware.driver_version() == "580.1"
+
+
+def test_without_nvml_nothing_is_claimed(monkeypatch):
+    monkeypatch.setattr(hardware, "nvml", lambda: None)
+    assert hardware.gpu_state(GPU) is None and hardware.nvml_value(GPU, "PowerUsage") is None
+    monkeypatch.setattr(hardware, "nvml", lambda: fake_nvml(nvmlDeviceGetCount=lambda: 0))
+    assert hardware.driver_version() is None, "a driver without a GPU is none"
+
+
+def test_gpus_that_are_hidden_are_named(monkeypatch):
+    monkeypatch.setattr(hardware, "driver_version", lambda: "580.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(hardware.DeviceError, match="CUDA_VISIBLE_DEVICES hides every GPU"):
+        hardware.resolve_device("auto")
 
 
 def test_another_cudnn_than_torchs_own_is_said(monkeypatch):
     def version():
         raise RuntimeError("cuDNN version incompatibility: compiled  against (9, 19, 0), found (9, 14, 0)\nmore")
 
-    gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    assert hardware.cudnn_note(gpu) is None
+    assert hardware.cudnn_note(GPU) is None
     monkeypatch.setattr(torch.backends.cudnn, "version", version)
-    assert "LD_LIBRARY_PATH" in hardware.cudnn_note(gpu) and hardware.cudnn_note(torch.device("cpu")) is None
+    assert "LD_LIBRARY_PATH" in hardware.cudnn_note(GPU) and hardware.cudnn_note(CPU) is None
     assert hardware.cudnn_version().endswith("compiled against (9, 19, 0), found (9, 14, 0)")
 
 
@@ -77,5 +89,28 @@ def test_only_variables_that_a_user_chose_are_recorded(monkeypatch):
     monkeypatch.setenv("NVTE_CUDA_INCLUDE_DIR", "/set/by/an/import")
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     monkeypatch.setenv("UNRELATED", "1")
-    variables = hardware.describe(torch.device("cpu"))["variables"]
+    variables = hardware.describe(CPU).variables
     assert variables["NVTE_FUSED_ATTN"] == "0" and not {"NVTE_CUDA_INCLUDE_DIR", "UNRELATED"} & variables.keys()
+
+
+def test_a_commit_is_recorded_with_whether_files_differ(tmp_path):
+    def git(*words):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True)
+
+    assert hardware.commit_of(tmp_path) == (None, None, "not a git checkout")
+    git("init")
+    assert hardware.commit_of(tmp_path) == (None, None, "git cannot tell"), "no commit yet"
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "first")
+    commit, dirty, reason = hardware.commit_of(tmp_path)
+    assert len(commit) == 40 and dirty is False and reason is None
+    (tmp_path / "a").write_text("2")
+    assert hardware.commit_of(tmp_path)[1] is True
+
+
+def test_a_missing_git_is_said(tmp_path, monkeypatch):
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hardware.commit_of(tmp_path) == (None, None, "git is not installed")

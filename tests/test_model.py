@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import CPU_STEPS, SMALL, load_step
 
-from common.model import GPT, PRESETS, GPTConfig
+from common.model import GPT, GPTConfig
 
 
 def build(step, config=SMALL, seed=1337):
@@ -53,20 +53,10 @@ def test_initialization_follows_gpt2():
             assert (parameter == (0.0 if name.endswith("bias") else 1.0)).all(), name
 
 
-def test_the_head_is_tied_to_the_embedding():
-    model = build(CPU_STEPS[0])
-    assert model.head.lm_head.weight is model.wte.weight
-
-
 def test_a_seed_decides_the_weights():
     first, again, other = build(CPU_STEPS[0]), build(CPU_STEPS[0]), build(CPU_STEPS[0], seed=7)
     assert torch.equal(first.wte.weight, again.wte.weight)
     assert not torch.equal(first.wte.weight, other.wte.weight)
-
-
-def test_every_preset_splits_into_heads():
-    for preset in PRESETS.values():
-        assert preset.config.n_embd == preset.config.n_head * preset.config.head_dim
 
 
 def test_the_residual_stream_has_the_dtype_asked_for():

@@ -86,12 +86,12 @@ def test_idle_and_overlap_are_counted_once():
         marker(401),
     ]  # fmt: skip
     found = profile.summarize_timeline(steps, 2)
-    assert found["step_ms"] == pytest.approx(0.1)
-    ms = {name: value["ms"] for name, value in found["categories"].items() if value["launches"]}
+    assert found.step_ms == pytest.approx(0.1)
+    ms = {name: value.ms for name, value in found.categories.items() if value.launches}
     expected = {"matrix products": 0.05, "attention": 0.01, "normalization and pointwise": 0.01, "copies and casts": 0}
     assert ms == pytest.approx(expected)
-    assert found["gpu_busy_ms"] == pytest.approx(0.07) and found["gpu_idle_ms"] == pytest.approx(0.03)
-    assert found["kernels_per_step"] == 3
+    assert found.gpu_busy_ms == pytest.approx(0.07) and found.gpu_idle_ms == pytest.approx(0.03)
+    assert found.kernels_per_step == 3
 
 
 def test_lost_markers_are_an_error():
@@ -125,7 +125,7 @@ def test_softmax_by_hand_is_not_compute():
     ],
 )
 def test_the_operators_of_a_step_name_its_attention(operators, kernel):
-    assert profile._attention_kernel(operators) == kernel
+    assert profile.attention_kernel(operators) == kernel
 
 
 def test_fused_attention_has_fewer_autograd_nodes(monkeypatch):
@@ -154,17 +154,17 @@ def test_on_a_cpu_the_optimizers_operators_are_its_own():
         optimizer.step()
 
     found = profile.profile_cpu(step, 2)
-    assert found["categories"]["optimizer"]["launches"] > 10
-    categories = {kernel["name"]: kernel["category"] for kernel in found["kernels"]}
+    assert found.categories["optimizer"].launches > 10
+    categories = {kernel.name: kernel.category for kernel in found.kernels}
     assert categories["aten::mul"] == "normalization and pointwise"
     assert categories["Optimizer.step: aten::mul_"] == "optimizer"
 
 
 def test_a_cpu_profile_says_nothing_of_a_gpu():
     found = profile.profile_cpu(lambda: torch.ones(64, 64) @ torch.ones(64, 64), 2)
-    assert found["gpu_busy_ms"] is None and found["categories"]["matrix products"]["launches"] >= 1
-    assert sum(value["ms"] for value in found["categories"].values()) == pytest.approx(found["step_ms"])
+    assert found.gpu_busy_ms is None and found.categories["matrix products"].launches >= 1
+    assert sum(time.ms for time in found.categories.values()) == pytest.approx(found.step_ms)
     assert "matrix products" in profile.kernel_table(found)
     assert "compiler fused" not in profile.kernel_table(found)
-    found["kernels"][0]["name"] = f"{profile.COMPILED_GRAPH} abc"
+    found.kernels[0].name = f"{profile.COMPILED_GRAPH} abc"
     assert "compiler fused" in profile.kernel_table(found)

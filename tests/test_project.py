@@ -7,10 +7,11 @@ import re
 
 import pytest
 from conftest import ROOT, STEPS
+from te_signatures import te_calls, te_name
 
 from anatomy.__main__ import experiments
-from common import documents, report
-from common.record import read_envelope
+from report import documents, page, table
+from report.load import read_run
 
 README = (ROOT / "README.md").read_text()
 
@@ -18,12 +19,12 @@ README = (ROOT / "README.md").read_text()
 def test_readme_is_short_and_its_table_is_fresh():
     assert len(README.splitlines()) <= 150
     for document, text in documents.documents(ROOT, ROOT / "docs" / "results").items():
-        assert document.read_text() == text, f"stale: python -m common.documents ({document.name})"
+        assert document.read_text() == text, f"stale: python -m report.documents ({document.name})"
 
 
 def test_a_stale_table_is_noticed(tmp_path):
     copy = tmp_path / "README.md"
-    copy.write_text(README.replace(" ms, ", " ms,  ", 1))
+    copy.write_text(README.replace("| 0_baseline ", "| 0_changed ", 1))
     assert documents.between_markers(copy, documents.readme_table(ROOT / "docs" / "results")) != copy.read_text()
 
 
@@ -32,6 +33,8 @@ def test_readme_shows_every_diff_and_every_file():
         assert f"diff {before}.py {after}.py" in README
     for path in [
         *ROOT.glob("common/*.py"),
+        *ROOT.glob("ladder/*.py"),
+        *ROOT.glob("report/*.py"),
         *ROOT.glob("peers/*.py"),
         *ROOT.glob("anatomy/*.py"),
         *ROOT.glob("*.sh"),
@@ -52,7 +55,7 @@ def test_requirements_are_pinned():
         for line in path.read_text().splitlines():
             assert re.match(r"[a-z0-9-]+==[\d.]+(;|$)", line), line
     dockerfile = (ROOT / "Dockerfile").read_text()
-    for package in re.findall(r"(?:tabulate|jinja2|matplotlib)==[\d.]+", dockerfile):
+    for package in re.findall(r"(?:tabulate|msgspec|nvidia-ml-py|jinja2|matplotlib)==[\d.]+", dockerfile):
         assert package in (ROOT / "requirements.txt").read_text(), "the container gets the same release"
 
 
@@ -63,29 +66,16 @@ def te_signatures(version: str) -> dict:
     return json.loads((ROOT / "tests" / "data" / f"te-{version}.json").read_text())
 
 
-def te_name(function: ast.AST, imported: dict[str, str]) -> str | None:
-    """The full name of what a call calls, where it is Transformer Engine's."""
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "te":
-        return f"transformer_engine.pytorch.{function.attr}"
-    return imported.get(function.id) if isinstance(function, ast.Name) else None
-
-
 @TE_VERSIONS
 @pytest.mark.parametrize("script, fewest", [(f"{STEPS[4]}.py", 6), ("peers/te_layer.py", 4)])
 def test_transformer_engine_has_what_the_scripts_call(script, fewest, version):
-    signatures, tree = te_signatures(version), ast.parse((ROOT / script).read_text())
-    imported = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformer_engine"):
-            imported |= {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    used = set()
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        if name := te_name(call.func, imported):
-            used.add(name)
-            signature = signatures[name]
-            assert len(call.args) <= len(signature["parameters"]), name
-            accepted = {*signature["parameters"], *signature["keyword_only"]}
-            assert {keyword.arg for keyword in call.keywords} <= accepted, name
+    signatures, used = te_signatures(version), set()
+    for name, call in te_calls(script):
+        used.add(name)
+        signature = signatures[name]
+        assert len(call.args) <= len(signature["parameters"]), name
+        accepted = {*signature["parameters"], *signature["keyword_only"]}
+        assert {keyword.arg for keyword in call.keywords} <= accepted, name
     assert len(used) >= fewest, "modules, autocast, is_fp8_available and the recipe"
 
 
@@ -115,9 +105,9 @@ def test_transformer_engine_has_what_step_4_passes_to_modules_and_sets_on_them(v
 )
 def test_recorded_reports_say_what_the_records_hold(record):
     markdown, html = ((record.parent / f"report.{kind}").read_text() for kind in ("md", "html"))
-    run = read_envelope(record)
-    assert report.render_markdown(run) == markdown, "stale: python -m common.documents"
-    assert report.render_html(run) == html
+    run = read_run(record)
+    assert table.render_markdown(run) == markdown, "stale: python -m report.documents"
+    assert page.render(run) == html
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)

@@ -1,0 +1,44 @@
+"""An exception becomes a status and one line that says what to do."""
+
+import pytest
+import torch
+
+from common import errors
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB"), "oom", "try --batch-size 8"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "oom", "try --batch-size 8"),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "oom", "try --batch-size 8"),
+        (MemoryError(), "oom", "try --batch-size 8"),
+        (errors.Skip("no GPU"), "skipped", "no GPU"),
+        (RuntimeError("InvalidCxxCompiler: No working C++ compiler found in cpp.cxx"), "failed", "apt-get install g++"),
+        (RuntimeError("Failed to find C compiler. Please specify via CC"), "failed", "install"),
+        (RuntimeError("fatal error: Python.h: No such file or directory"), "failed", "python3-dev"),
+        (RuntimeError("TritonMissing: Cannot find a working triton installation"), "failed", "pip install triton"),
+        (RuntimeError("line one\nline two"), "failed", "line one"),
+    ],
+)
+def test_an_exception_becomes_a_row(error, status, said):
+    found, reason = errors.explain(error, batch_size=9)
+    assert found == status and said in reason and "\n" not in reason
+
+
+@pytest.mark.parametrize(("now", "then"), [(2, 1), (8, 4), (9, 8), (100, 64)])
+def test_a_smaller_batch_is_really_smaller(now, then):
+    assert errors.smaller_batch(now) == f"try --batch-size {then}"
+
+
+def test_out_of_memory_at_batch_1_names_something_else():
+    said = errors.smaller_batch(1)
+    assert "--seq-len" in said and "--batch-size" not in said
+
+
+def test_a_missing_package_is_one_line(capsys):
+    errors.needs("json")
+    with pytest.raises(SystemExit) as caught:
+        errors.needs("json", "no_such_package")
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and "no_such_package" in said and "--setup" in said and said.count("\n") == 1
