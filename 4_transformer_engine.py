@@ -15,9 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common import benchmark, cuda_graph
 from common.model import GPT
 
-te = benchmark.optional(
-    "transformer_engine.pytorch", 'pip install --no-build-isolation "transformer-engine[pytorch]"'
-)
+te = benchmark.optional("transformer_engine.pytorch", 'pip install --no-build-isolation "transformer-engine[pytorch]"')
 ATTENTION_KERNELS = [  # the fastest first
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -88,7 +86,9 @@ def main(args):
 
     train_step = cuda_graph.capture(train_step, optimizer, args)  # one launch a step
     return benchmark.run(
-        train_step, model, args,
+        train_step,
+        model,
+        args,
         rehearse=optimizer if fp8 else None,
         note=None if fp8 else f"no FP8: {reason}",
         fp8_recipe=repr(te.get_default_recipe()) if fp8 else None,

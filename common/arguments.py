@@ -27,7 +27,7 @@ from common.text import OneLineParser, positive_int
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = ("--profile",)  # options without a value
-ESTIMATE_MARGIN = 1.1  # step 1 keeps a little more than the estimate of a plain step
+ESTIMATE_MARGIN = 1.1  # mixed precision keeps a little more than the estimate of a plain step
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,12 @@ from common.arguments import FLAGS, Arguments, parse_args
 from common.cuda_graph import CapturedStep
 from common.errors import explain, optional
 from common.record import LeastBytes, Profile, Row, Run, Settings, Timing, describe_shape, write_run
-from common.text import one_line, portable_command, say
+from common.text import PROGRESS_FD, one_line, portable_command, say
 
 __all__ = ["launch", "optional", "run"]
 
 TrainStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 PROFILED_STEPS = 3
-PROGRESS_FD = "LADDER_PROGRESS_FD"  # set by the ladder: the file descriptor that takes progress as JSON lines
 
 
 def launch(main: Callable[[Arguments], Row]) -> None:

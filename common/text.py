@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
+PROGRESS_FD = "LADDER_PROGRESS_FD"  # names the file descriptor that takes a row's progress as JSON lines
+
 
 def one_line(text: object, longest: int = 300) -> str:
     """The first line of a text or of an exception's message, without control characters, cut to `longest` characters.

@@ -287,4 +287,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:  # before the first row
-        sys.exit("run_all.sh: interrupted")
+        sys.stderr.write("run_all.sh: interrupted\n")
+        sys.exit(130)

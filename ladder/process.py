@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.text import one_line
+from common.text import PROGRESS_FD, one_line
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRESS_FD = "LADDER_PROGRESS_FD"
 GRACE_S = 10  # between asking a process to end and ending it
 POLL_S = 0.2
 # `python -m` would put the user's folder before the standard library. A path in PYTHONPATH must not hold a colon.

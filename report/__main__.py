@@ -13,23 +13,27 @@ from pathlib import Path
 from common.errors import needs
 from common.text import OneLineParser, one_line, say
 
+GOOD = ("ok", "skipped")
 
-def plain_table(folder: Path) -> str:
-    """A bare table of a run folder, for a Python that lacks msgspec or tabulate: nothing is checked but what it
-    shows."""
-    lines = [f"{'step':24}{'status':>12}{'ms/step':>12}"]
-    for path in sorted(folder.glob("[0-9]_*.json")) or [folder / "results.json"]:
+
+def plain_table(folder: Path) -> tuple[str, int]:
+    """A bare table of a run folder, for a Python that lacks msgspec or tabulate, and the exit code.
+
+    Nothing is checked but what it shows.
+    """
+    lines, code = [f"{'step':24}{'status':>12}{'ms/step':>12}"], 0
+    records = [*sorted(folder.glob("[0-9]_*.json")), *sorted(folder.glob("peers/*.json"))]
+    for path in records or [folder / "results.json"]:
         try:
-            rows = json.loads(path.read_text())["steps"]
-            for row in rows:
-                ms = row["timing"]["median_ms"]
-                cells = (
-                    f"{one_line(row['step']):24}{one_line(row['status']):>12}{'-' if ms is None else f'{ms:.1f}':>12}"
-                )
+            for row in json.loads(path.read_text())["steps"]:
+                ms, status = row["timing"]["median_ms"], one_line(row["status"])
+                cells = f"{one_line(row['step']):24}{status:>12}{'-' if ms is None else f'{ms:.1f}':>12}"
                 lines.append(cells + (f"  {one_line(row['reason'])}" if row["reason"] else ""))
-        except (OSError, ValueError, KeyError, TypeError):
-            lines.append(f"{path.name} cannot be read")
-    return "\n".join([*lines, "for the whole report: pip install msgspec tabulate jinja2 matplotlib"])
+                code |= status not in GOOD
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            lines.append(f"{one_line(path.name)} cannot be read")
+            code = 1
+    return "\n".join([*lines, "for the whole report: pip install msgspec tabulate jinja2 matplotlib"]), int(code)
 
 
 def write_reports(run, folder: Path) -> list[str]:
@@ -47,7 +51,8 @@ def write_reports(run, folder: Path) -> list[str]:
         files["report.html"] = page.render(run).encode()
         files["speedup.png"] = page.speedup_png(run)
     except Exception as error:
-        missing = [f"no report.html and speedup.png ({one_line(error)}): pip install -r requirements.txt"]
+        advice = ": pip install -r requirements.txt" if isinstance(error, ImportError) else ""
+        missing = [f"no report.html and speedup.png ({one_line(error)}){advice}"]
         for name in ("report.html", "speedup.png"):  # of an earlier report: they would not fit report.md
             (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
@@ -66,8 +71,9 @@ def report(folder: Path, ended: dict | None = None) -> int:
 
         from report import load, table
     except ImportError:
-        say(plain_table(folder))
-        return 0
+        text, code = plain_table(folder)
+        say(text)
+        return code
     from common.record import write_run
 
     run = load.load_run(folder, ended)
@@ -76,10 +82,9 @@ def report(folder: Path, ended: dict | None = None) -> int:
         say(line)
     if not load.holds_only_the_merge(folder):
         write_run(folder / load.MERGED, run)
-    good = ("ok", "skipped")
     left_out = load.read_plan(folder).left_out if (folder / load.PLAN).exists() else []
     rows = [*run.steps, *run.peers]
-    return int(any(row.status not in good for row in rows if not (row.status == "not run" and row.step in left_out)))
+    return int(any(row.status not in GOOD for row in rows if not (row.status == "not run" and row.step in left_out)))
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from common.record import CATEGORIES
 from common.text import one_line
 from report.analysis import GAPS
+from report.table import tflops
 
 INK = "#123457"  # stands for the page's own text color, see _svg
 ACCENT, FAINT = "#2f7ebc", "#9aa5b1"
@@ -123,7 +124,7 @@ def roofline(
         for name, rate in roofs.items():
             axes.plot([left, ridges[name], right], [left * slope, rate / 1e12, rate / 1e12], color=FAINT, linewidth=1.2)
             axes.plot(ridges[name], rate / 1e12, marker="D", color=INK, markersize=4)
-            axes.text(right, rate / 1e12, f"{name} {rate / 1e12:,.3g}", va="bottom", ha="right", fontsize=8)
+            axes.text(right, rate / 1e12, f"{name} {tflops(rate)}", va="bottom", ha="right", fontsize=8)
         for index, (name, intensity, rate) in enumerate(points):
             color, to_the_right = SERIES_COLORS[index % len(SERIES_COLORS)], index % 2
             axes.plot(intensity, rate / 1e12, marker="o", color=color, linestyle="none", markersize=7)

@@ -105,7 +105,7 @@ def _workload_table(results: Path) -> str:
             reference = analysis.reference_row(run.steps)
             cell = "-" if row is None else row.status
             if row is not None and is_timed(row):
-                whole = reference.step == names[0]
+                whole = reference is not None and reference.step == names[0]
                 cell = f"{median_ms(row):.1f}" + (f" ({times(row, reference)})" if whole else "")
             cells[f"{path.name}, batch {run.workload.batch_size}"] = cell
         rows.append(cells)

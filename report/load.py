@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from common.text import one_line
 T = TypeVar("T")
 PLAN, MERGED, ROOFS = "plan.json", "results.json", "roofs.json"
 LARGEST_RECORD_BYTES = 50_000_000  # a record with the profile of a deep model has less than one
-LARGEST_NUMBER = 1e12  # of milliseconds, nats, launches: beyond it a chart cannot be drawn
+LARGEST_NUMBER = 1e24  # beyond it a figure means nothing and a chart cannot be drawn
 TEXTS_WITH_LINES = ("source", "command")
 SAME_IN_ALL_ROWS = (
     "device", "gpu_uuid", "power_limit_w", "driver", "python", "torch", "cuda", "cudnn", "triton", "transformer_engine",
@@ -47,19 +48,20 @@ class RecordError(ValueError):
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file whose text cannot harm a terminal or a page. Raises RecordError."""
+    name = one_line(path.name)
     try:
         if not path.is_file():
-            raise RecordError(f"{path.name} is not a regular file")
+            raise RecordError(f"{name} is not a regular file")
         if (size := path.stat().st_size) > LARGEST_RECORD_BYTES:
-            raise RecordError(f"{path.name} has {size / 1e6:,.0f} MB, more than any record")
+            raise RecordError(f"{name} has {size / 1e6:,.0f} MB, more than any record")
         text = path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
-        raise RecordError(f"{path.name} cannot be read ({error.strerror or error})") from None
+        raise RecordError(f"{name} cannot be read ({error.strerror or error})") from None
     try:
         # Numbers that JSON does not know, or that no float holds, stay text: the field's type then refuses them.
         return _harmless(json.loads(text, parse_constant=str, parse_float=_finite_or_text))
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path.name} is not readable JSON ({type(error).__name__})") from None
+        raise RecordError(f"{name} is not readable JSON ({type(error).__name__})") from None
 
 
 def _finite_or_text(digits: str) -> float | str:
@@ -81,11 +83,30 @@ def _harmless(value: Any, key: str = "") -> Any:
 
 
 def convert(content: Any, kind: type[T], name: str) -> T:
-    """JSON content as an object of a record's class. Raises RecordError that names the field."""
+    """JSON content as an object of a record's class. Raises RecordError that names the field.
+
+    Only a loss may be negative, and no number is larger than LARGEST_NUMBER.
+    """
     try:
-        return msgspec.convert(content, kind)
+        converted = msgspec.convert(content, kind)
     except (msgspec.ValidationError, OverflowError) as error:
         raise RecordError(f"{name}: {one_line(error, 150)}") from None
+    for key, number in _numbers(content):
+        if not (number >= 0 or "loss" in key) or abs(number) > LARGEST_NUMBER:
+            raise RecordError(f"{name}: {key} is {one_line(number, 12)}")
+    return converted
+
+
+def _numbers(content: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of a JSON value, with the name of the field that holds it."""
+    if isinstance(content, dict):
+        for name, value in content.items():
+            yield from _numbers(value, name)
+    elif isinstance(content, list):
+        for value in content:
+            yield from _numbers(value, key)
+    elif isinstance(content, (int, float)):
+        yield key, content
 
 
 def read_run(path: Path) -> Run:
@@ -94,39 +115,46 @@ def read_run(path: Path) -> Run:
     A row or roofs with a field of a wrong kind are left out, and `problems` names them.
     """
     content = read_json(path)
+    name = one_line(path.name)
     version = content.get("schema_version") if isinstance(content, dict) else None
     if not isinstance(version, int):
-        raise RecordError(f"{path.name} is not a record of this benchmark")
+        raise RecordError(f"{name} is not a record of this benchmark")
     if version > SCHEMA_VERSION:
-        raise RecordError(f"{path.name} has schema version {version}; this report reads up to {SCHEMA_VERSION}")
+        raise RecordError(f"{name} has schema version {version}; this report reads up to {SCHEMA_VERSION}")
     if version < SCHEMA_VERSION:
-        raise RecordError(f"{path.name} has schema version {version}, which is no longer read: record it again")
-    if not isinstance(content.get("steps"), list) or not content["steps"]:
-        raise RecordError(f"{path.name} is not a record of this benchmark")
+        raise RecordError(f"{name} has schema version {version}, which is no longer read: record it again")
+    steps, peers = content.get("steps"), content.get("peers") or []
+    if not (isinstance(steps, list) and steps and isinstance(peers, list)):
+        raise RecordError(f"{name} is not a record of this benchmark")
     problems: list[str] = []
-    rows = {kind: [_read_row(row, path, problems) for row in content.get(kind) or []] for kind in ("steps", "peers")}
+    rows = {
+        kind: [_read_row(row, f"{path.stem}, row {k + 1}", problems) for k, row in enumerate(rows)]
+        for kind, rows in (("steps", steps), ("peers", peers))
+    }
     try:
         roofs = convert(content.get("roofs"), Roofs | None, "roofs")
     except RecordError as error:
         roofs = None
-        problems.append(f"left out of {path.name}: {error}")
-    run = convert(content | {"steps": [], "peers": [], "roofs": None}, Run, path.name)
+        problems.append(f"left out of {name}: {error}")
+    run = convert(content | {"steps": [], "peers": [], "roofs": None}, Run, name)
     names = [row.step for row in rows["steps"] + rows["peers"]]
     if len(set(names)) < len(names):
-        raise RecordError(f"{path.name} holds two rows of one name")
+        raise RecordError(f"{name} holds two rows of one name")
     run.steps, run.peers, run.roofs, run.problems = rows["steps"], rows["peers"], roofs, [*run.problems, *problems]
     return run
 
 
-def _read_row(content: Any, path: Path, problems: list[str]) -> Row:
+def _read_row(content: Any, place: str, problems: list[str]) -> Row:
+    """A row; `place` names it where it does not name itself. One that cannot be read is a failed row."""
     name = content.get("step") if isinstance(content, dict) else None
+    name = one_line(name if isinstance(name, str) else place, 100)
     try:
-        row = convert(content, Row, one_line(name, 60) if isinstance(name, str) else "a row")
+        row = convert(content, Row, name)
         _check(row)
     except RecordError as error:
-        problems.append(f"left out of {path.name}: {error}")
-        return Row(name if isinstance(name, str) else path.stem, status="failed", reason="its record cannot be read")
-    row.step = one_line(row.step, 100)
+        problems.append(f"left out: {error}")
+        return Row(name, status="failed", reason="its record cannot be read")
+    row.step = name
     return row
 
 
@@ -138,13 +166,12 @@ def _check(row: Row) -> None:
         row.profile = None
         return
     timing = row.timing
-    needed = [timing.median_ms, timing.warmup_s, row.tokens_per_s, row.model_flops_per_s]
-    numbers = [*timing.step_ms, timing.median_ms, timing.p25_ms or 1, timing.p75_ms or 1]
+    needed = [timing.median_ms, row.tokens_per_s, row.model_flops_per_s, *timing.step_ms]
     if row.profile is not None:
-        numbers += [row.profile.step_ms, *(kernel.ms + 1 for kernel in row.profile.kernels)]
+        needed.append(row.profile.step_ms)
         if not set(row.profile.categories) <= set(CATEGORIES):
             raise RecordError(f"{row.step}: unknown categories of kernels")
-    if None in needed or not row.loss or not all(0 < number < LARGEST_NUMBER for number in numbers):
+    if not all(needed) or timing.warmup_s is None or not row.loss:
         raise RecordError(f"{row.step}: an ok row without its numbers")
 
 
@@ -211,14 +238,16 @@ def _read_record(folder: Path, name: str, problems: list[str]) -> Run | None:
         run = read_run(path)
         if len(run.steps) == 1:
             return run
-        problems.append(f"left out: {path.name} holds {len(run.steps)} rows where one belongs")
+        problems.append(f"left out: {one_line(path.name)} holds {len(run.steps)} rows where one belongs")
     except RecordError as error:
         problems.append(f"left out: {error}")
     return None
 
 
 def _row_of(name: str, run: Run | None, plan: Plan | None, workload: Workload | None, folder: Path) -> Row:
-    step = name.removeprefix("peers/")
+    step = one_line(name.removeprefix("peers/"), 100)
+    if run is not None and run.steps[0].step != step:
+        return Row(step, status="failed", reason=f"its record is one of {run.steps[0].step}")
     if run is None:
         if (folder / f"{name}.json").exists():
             return Row(step, status="failed", reason="its record cannot be read")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from common.record import PRECISIONS, Environment, Roofs, Row, Run, Workload, describe_shape
 from common.text import aligned, one_line
 from report import analysis
@@ -125,9 +127,9 @@ def render_text(run: Run) -> str:
 def markdown(text: object) -> str:
     """A line of Markdown in which nothing that a record says is markup, a link, or the end of a cell."""
     line = one_line(text, 1000).replace("&", "&amp;").replace("<", "&lt;").replace("`", "'")
-    for mark in "[]!|":
-        line = line.replace(mark, f"\\{mark}")
-    return line
+    line = re.sub(r"([\\\[\]!|])", r"\\\1", line)
+    line = line.replace("://", ":\\//").replace("www.", "www\\.")  # GitHub makes links of bare addresses
+    return re.sub(r"^([#>+-]|\d+(?=[.)]))", r"\\\1", line)  # nor a heading, a quotation, a list
 
 
 def render_markdown(run: Run) -> str:
