@@ -61,7 +61,7 @@ class Head(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # weight tied by GPT
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # tied by GPT
 
     def forward(self, x, targets):
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)

@@ -1,8 +1,8 @@
 """Step 1: matrix products on tensor cores, by TF32 and automatic mixed precision (AMP).
 
-Change:   BF16 products, activations and residual stream; what stays FP32 multiplies in TF32.
-          Weights and optimizer stay FP32. GPUs before Ampere take FP16, with loss scaling.
-Why:      the baseline was bound by FP32 arithmetic; tensor cores multiply an order of magnitude faster.
+Change:   products, activations and the residual stream are in BF16. What stays FP32 is
+          multiplied in TF32. Weights and optimizer stay FP32. GPUs before Ampere take FP16.
+Why:      FP32 arithmetic bounds the baseline. Tensor cores multiply many times faster.
 Run:      python 1_cublas.py          Read: diff 0_baseline.py 1_cublas.py
 """
 
@@ -62,7 +62,7 @@ class Head(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # weight tied by GPT
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # tied by GPT
 
     def forward(self, x, targets):
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)

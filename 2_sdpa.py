@@ -1,8 +1,8 @@
 """Step 2: fused attention.
 
 Change:   softmax(Q K^T) V becomes one kernel, scaled_dot_product_attention, causal by flag.
-Why:      attention was memory-bound: the (T, T) scores no longer travel to DRAM and back, and
-          the half of them that the mask hid is no longer computed.
+Why:      memory traffic bounds attention. The (T, T) scores no longer travel to DRAM and
+          back, and the half of them that the mask hid is no longer computed.
 Run:      python 2_sdpa.py            Read: diff 1_cublas.py 2_sdpa.py
 """
 
@@ -13,13 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import benchmark
 from common.model import GPT
-
-ATTENTION_KERNELS = [  # the fastest first
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 class CausalSelfAttention(nn.Module):
@@ -64,7 +57,7 @@ class Head(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # weight tied by GPT
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # tied by GPT
 
     def forward(self, x, targets):
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)
@@ -76,12 +69,18 @@ def main(args):
     with args.device:
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
+    kernels = [  # the fastest first
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
     # Scales the loss under FP16; under BF16 and FP32 it does nothing.
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
 
     def train_step(tokens, targets):
         amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.mixed_precision)
-        with amp, sdpa_kernel(ATTENTION_KERNELS, set_priority=True):
+        with amp, sdpa_kernel(kernels, set_priority=True):
             loss = model(tokens, targets)
         scaler.scale(loss).backward()
         scaler.step(optimizer)

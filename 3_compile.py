@@ -1,9 +1,9 @@
-"""Step 3: one compiled graph.
+"""Step 3: one graph, by torch.compile and a CUDA graph.
 
-Change:   torch.compile fuses normalization, GELU, residual adds, casts and the loss into a few
-          kernels, forward and backward; AdamW becomes a few kernels over all parameters.
-Why:      between the matrix products every operation read and wrote a whole tensor; fused, each
-          tensor travels once, and the host launches fewer kernels.
+Change:   torch.compile fuses what lies between the matrix products, forward and backward,
+          and AdamW. The whole training step is then captured as one CUDA graph and replayed.
+Why:      every operation read and wrote whole tensors; fused, a tensor travels once. The
+          host launched every kernel; captured, it launches one graph a step.
 Run:      python 3_compile.py         Read: diff 2_sdpa.py 3_compile.py
 """
 
@@ -14,13 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import benchmark, cuda_graph
 from common.model import GPT
-
-ATTENTION_KERNELS = [  # the fastest first
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 class CausalSelfAttention(nn.Module):
@@ -65,7 +58,7 @@ class Head(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # weight tied by GPT
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # tied by GPT
 
     def forward(self, x, targets):
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)
@@ -79,12 +72,18 @@ def main(args):
     model = torch.compile(model, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
     optimizer.step = torch.compile(optimizer.step)
+    kernels = [  # the fastest first
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
     # Scales the loss under FP16; under BF16 and FP32 it does nothing.
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
 
     def train_step(tokens, targets):
         amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.mixed_precision)
-        with amp, sdpa_kernel(ATTENTION_KERNELS, set_priority=True):
+        with amp, sdpa_kernel(kernels, set_priority=True):
             loss = model(tokens, targets)
         scaler.scale(loss).backward()
         scaler.step(optimizer)

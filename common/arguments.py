@@ -11,7 +11,6 @@ if __name__ == "__main__":
     needs("torch", "numpy")
 
 import argparse
-import json
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -126,13 +125,9 @@ class Arguments:
         )
 
 
-# --- the parser -----------------------------------------------------------------------------------
-
-
 def seed_int(text: str) -> int:
-    if not text.isdecimal() or len(text) > 19 or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 0 to 2^63 - 1")
-    return int(text)
+    """0, or what positive_int takes."""
+    return 0 if text == "0" else positive_int(text)
 
 
 def positive_float(text: str) -> float:
@@ -257,26 +252,3 @@ def _override_shape(config: GPTConfig, given: argparse.Namespace) -> GPTConfig:
     if config.n_embd % config.n_head:
         raise ValueError(f"--n-embd {config.n_embd} is not divisible by --n-head {config.n_head}")
     return config
-
-
-def main() -> None:
-    """Check arguments once, before any row, and print what the ladder pins for every row."""
-    args = parse_args(ROOT / "run_all.sh", "Runs the five steps and tabulates them.")
-    pinned = ["--preset", args.base_preset, "--batch-size", str(args.batch_size)] if args.notes else []
-    if args.text.path:  # a file that grows during the run gives every row the same tokens
-        pinned += ["--data-tokens", str(len(args.text.tokens))]
-    by_hand, fused = (flops.unfused_peak_bytes(args.config, args.batch_size, scores) for scores in (True, False))
-    facts = {
-        "notes": args.notes,
-        "pinned": pinned,
-        "device_type": args.device.type,
-        "workload": asdict(args.workload()),
-        "free_bytes": hardware.free_memory_bytes(args.device),
-        "by_hand_bytes": by_hand,
-        "fused_bytes": fused,
-    }
-    print(json.dumps(facts))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,6 +6,7 @@ A script ends with `benchmark.launch(main)`. Its `main(args)` builds a model and
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
@@ -64,16 +65,13 @@ def launch(main: Callable[[Arguments], Row]) -> None:
         steps=[row],
     )
     try:
-        try:
-            write_run(args.output, run)
-        except OSError:  # a full disk: the record is worth more than the trace
-            profile.chrome_trace_path(args.output).unlink(missing_ok=True)
-            write_run(args.output, run)
+        write_run(args.output, run)
     except OSError as error:
         say(f"{args.step}: failed: cannot write {args.output}: {error.strerror or error}")
         sys.exit(1)
     if row.profile:
-        say_kernel_table(row.profile)
+        with contextlib.suppress(ImportError):  # tabulate draws it
+            say(profile.kernel_table(row.profile), sys.stderr)
     say(result_lines(row))
     sys.exit(0 if row.status in ("ok", "skipped") else 1)
 
@@ -102,7 +100,7 @@ def run(
     model.train()
     drawn = data.read_batches(args.text, args.batch_starts(), args.config.seq_len)
     *batches, spare = data.stage_batches(drawn, args.device)
-    progress = Progress(args)
+    progress = Progress(args.step)
     losses, started = [], time.perf_counter()
     if rehearse is not None:
         rehearsal(train_step, batches[: args.warmup], rehearse)
@@ -118,8 +116,10 @@ def run(
     warmup_s = time.perf_counter() - started
 
     row = new_row(args, status="ok")
-    time_steps = time_steps_cuda if args.device.type == "cuda" else time_steps_cpu
-    step_ms, timed_losses = time_steps(train_step, batches[args.warmup :], args.device, progress, row)
+    if args.device.type == "cuda":
+        step_ms, timed_losses = time_steps_cuda(train_step, batches[args.warmup :], args.device, progress, row)
+    else:
+        step_ms, timed_losses = time_steps_cpu(train_step, batches[args.warmup :], progress)
     row.loss = [value.item() for value in losses + timed_losses]
     require_finite(row.loss, args.lr)
     row.timing = timing_of(step_ms, warmup_s)
@@ -157,17 +157,13 @@ def require_finite(losses: list[float], lr: float) -> None:
             raise FloatingPointError(f"loss is {loss} at training step {k}: lower --lr (now {lr:g})")
 
 
-# --- timing ---------------------------------------------------------------------------------------
-
-
 def time_steps_cuda(train_step: TrainStep, batches: list, device: torch.device, progress: Progress, row: Row):
     """Milliseconds of each step between CUDA events, and losses. Memory and clocks go to `row`.
 
     Consecutive steps share an event, so a gap in which the GPU waits for the host is counted. The host never waits in
     the loop: there is one synchronize, at the end.
     """
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
-    losses = []
+    events, losses = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)], []
     events[0].record()
     for k, batch in enumerate(batches):
         progress.show("timed", k, len(batches))
@@ -182,25 +178,20 @@ def time_steps_cuda(train_step: TrainStep, batches: list, device: torch.device, 
     return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], losses
 
 
-def time_steps_cpu(train_step: TrainStep, batches: list, device: torch.device, progress: Progress, row: Row):
+def time_steps_cpu(train_step: TrainStep, batches: list, progress: Progress):
     """Milliseconds of each step on the host's clock, and losses."""
-    step_ms, losses = [], []
+    times, losses = [time.perf_counter()], []
     for k, batch in enumerate(batches):
         progress.show("timed", k, len(batches))
-        started = time.perf_counter()
-        loss = train_step(*batch)
-        step_ms.append((time.perf_counter() - started) * 1e3)
-        losses.append(loss.detach().clone())
-    return step_ms, losses
+        losses.append(train_step(*batch).detach().clone())
+        times.append(time.perf_counter())
+    return [(end - start) * 1e3 for start, end in itertools.pairwise(times)], losses
 
 
 def timing_of(step_ms: list[float], warmup_s: float) -> Timing:
     """Median and quartiles of the timed steps."""
     p25, median, p75 = statistics.quantiles(step_ms, method="inclusive") if len(step_ms) > 1 else step_ms * 3
     return Timing(warmup_s, step_ms, median, p25, p75)
-
-
-# --- untimed steps --------------------------------------------------------------------------------
 
 
 def observe(train_step: TrainStep, batch: tuple, model: torch.nn.Module, args: Arguments, row: Row) -> str | None:
@@ -258,42 +249,29 @@ def new_row(args: Arguments, **fields) -> Row:
     return replace(Row(args.step, args.script.read_text()), peak_rss_bytes=peak, **fields)
 
 
-# --- what a person sees ---------------------------------------------------------------------------
-
-
 class Progress:
-    """Phase, step and expected rest: a rewritten line on a terminal, or JSON lines for the ladder. Never waits for
-    the device."""
+    """Phase, step and expected rest: a rewritten line on a terminal, or JSON lines for the ladder. It never waits."""
 
-    def __init__(self, args: Arguments):
-        self.step, self.terminal = args.step, sys.stderr.isatty()
-        self.pipe = int(os.environ.get(PROGRESS_FD, -1))
-        self.total, self.done, self.started = args.warmup + args.steps, 0, time.monotonic()
-        self.timed_since = None
+    def __init__(self, step: str):
+        self.step, self.terminal, self.pipe = step, sys.stderr.isatty(), int(os.environ.get(PROGRESS_FD, -1))
 
     def show(self, phase: str, k: int, n: int) -> None:
-        if not self.terminal and self.pipe < 0:
-            return
-        if phase == "timed" and k == 0:
-            self.timed_since = time.monotonic()
-        rest_s = None if phase != "timed" or k == 0 else (time.monotonic() - self.timed_since) / k * (n - k)
+        """Step `k` of `n` of a phase begins."""
+        if k == 0:
+            self.began = time.monotonic()
+        rest_s = (time.monotonic() - self.began) / k * (n - k) if k else None
         if self.pipe >= 0:
-            self._send({"phase": phase, "k": k + 1, "n": n, "rest_s": rest_s})
-        else:
-            rest = "" if rest_s is None else f", about {rest_s:.0f} s left"
+            message = json.dumps({"phase": phase, "k": k + 1, "n": n, "rest_s": rest_s}) + "\n"
+            with contextlib.suppress(OSError):  # nobody listens
+                os.write(self.pipe, message.encode())
+        elif self.terminal:
+            rest = f", about {rest_s:.0f} s left" if k else ""
             sys.stderr.write(f"\r\033[K{self.step}: {phase} {k + 1}/{n}{rest}")
             sys.stderr.flush()
-
-    def _send(self, message: dict) -> None:
-        try:
-            os.write(self.pipe, (json.dumps(message) + "\n").encode())
-        except OSError:  # nobody listens
-            self.pipe = -1
 
     def clear(self) -> None:
         if self.terminal:
             sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
 
 
 def header(args: Arguments) -> str:
@@ -309,28 +287,14 @@ def header(args: Arguments) -> str:
     return "\n".join(lines)
 
 
-def say_kernel_table(measured: Profile) -> None:
-    try:
-        say(profile.kernel_table(measured), sys.stderr)
-    except ImportError:
-        say("the kernel table needs tabulate: pip install tabulate", sys.stderr)
-
-
 def result_lines(row: Row) -> str:
     """What ran and how fast, for a person; the last line is the result."""
     if row.status != "ok":
         return f"{row.step}: {row.status}: {row.reason}"
-    timing = row.timing
+    timing, memory = row.timing, row.peak_allocated_bytes or row.peak_rss_bytes
     ran = ", ".join(f"{name} {value}" for name, value in vars(row.settings).items() if value not in (None, False))
-    memory = row.peak_allocated_bytes or row.peak_rss_bytes
-    lines = [f"note: {row.note}"] if row.note else []
-    return "\n".join(
-        [
-            *lines,
-            f"ran: {ran}",
-            f"{row.step}: {timing.median_ms:.1f} ms/step (p25-p75 {timing.p25_ms:.1f}-{timing.p75_ms:.1f}), "
-            f"{row.tokens_per_s:,.0f} tokens/s, {row.model_flops_per_s / 1e12:.3g} model TFLOP/s, "
-            f"peak {memory / 2**30:.1f} GiB, warm-up {timing.warmup_s:.1f} s, "
-            f"loss {row.loss[0]:.3f} -> {row.loss[-1]:.3f}",
-        ]
+    return (f"note: {row.note}\n" if row.note else "") + (
+        f"ran: {ran}\n{row.step}: {timing.median_ms:.1f} ms/step (p25-p75 {timing.p25_ms:.1f}-{timing.p75_ms:.1f}), "
+        f"{row.tokens_per_s:,.0f} tokens/s, {row.model_flops_per_s / 1e12:.3g} model TFLOP/s, "
+        f"peak {memory / 2**30:.1f} GiB, warm-up {timing.warmup_s:.1f} s, loss {row.loss[0]:.3f} -> {row.loss[-1]:.3f}"
     )

@@ -34,15 +34,16 @@ class Missing:
         raise Skip(self._reason)
 
 
-def optional(module: str, install: str) -> ModuleType | Missing:
-    """A module, or a stand-in whose use raises Skip with the reason and the `install` line.
+def optional(module: str, package: str) -> ModuleType | Missing:
+    """A module, or a stand-in whose use raises Skip with the reason and the line that installs `package`.
 
     A package that does not fit this torch or CUDA can fail in any way on import.
     """
     try:
         return importlib.import_module(module)
     except Exception as error:
-        return Missing(f"{module.partition('.')[0]} does not import ({one_line(error, 150)}): {install}")
+        why = f"{module.partition('.')[0]} does not import ({one_line(error, 150)})"
+        return Missing(f'{why}: pip install --no-build-isolation "{package}"')
 
 
 def needs(*packages: str) -> None:

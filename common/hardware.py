@@ -20,30 +20,17 @@ CPUINFO = Path("/proc/cpuinfo")
 MEMINFO = Path("/proc/meminfo")
 # Variables that change which kernels run or what they compute. Transformer Engine reads a whole family.
 NUMERIC_VARIABLES = (
-    "NVIDIA_TF32_OVERRIDE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "TORCH_CUDNN_SDPA_PREFERRED",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "OMP_NUM_THREADS",
-    "OMP_WAIT_POLICY",
-    "MKL_NUM_THREADS",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_CUDNN_SDPA_PREFERRED", "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "ONEDNN_DEFAULT_FPMATH_MODE",
     "ATEN_CPU_CAPABILITY",
-)
+)  # fmt: skip
 NUMERIC_PREFIXES = ("NVTE_",)
 SET_BY_LIBRARIES = ("NVTE_CUDA_INCLUDE_DIR",)  # by Transformer Engine's import: no choice of a user
 
 
 class DeviceError(ValueError):
     """The device asked for cannot be used; the message is one line that says what to do."""
-
-
-# --- devices --------------------------------------------------------------------------------------
 
 
 def resolve_device(name: str) -> torch.device:
@@ -54,29 +41,22 @@ def resolve_device(name: str) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() or driver_version() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise DeviceError(f"--device {name} is not one of auto, cpu, cuda, cuda:N")
-    if device.type == "cpu":
-        if device.index:
-            raise DeviceError(f"--device {name} is not there: there is one cpu")
+    if name == "cpu":
         return torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index or "0").isdecimal():
+        raise DeviceError(f"--device {name} is not one of auto, cpu, cuda, cuda:N")
     if not torch.cuda.is_available():
         raise DeviceError(_why_torch_has_no_gpu())
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
+    if int(index or 0) >= torch.cuda.device_count():
         raise DeviceError(f"--device {name} is not there: torch sees {torch.cuda.device_count()} CUDA device(s)")
-    device = torch.device("cuda", index)
+    device = torch.device("cuda", int(index or 0))
     try:
         torch.zeros(1, device=device)
     except torch.OutOfMemoryError:
         raise  # a full GPU is an out-of-memory row, not a broken one
     except RuntimeError as error:
-        reason = f"torch {torch.__version__} cannot use {name} ({one_line(error)})"
-        raise DeviceError(f"{reason}; --device cpu runs on the CPU") from None
+        raise DeviceError(f"this torch cannot use {name} ({one_line(error)}); --device cpu runs on the CPU") from None
     return device
 
 
@@ -86,11 +66,8 @@ def _why_torch_has_no_gpu() -> str:
         return "no CUDA device here: no NVIDIA driver was found; --device cpu runs on the CPU"
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return "CUDA_VISIBLE_DEVICES hides every GPU: unset it, or pass --device cpu"
-    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU-only build"
-    return (
-        f"torch {torch.__version__}, {build}, cannot use the NVIDIA GPU here (driver {driver}): "
-        "install a torch that fits the driver, or pass --device cpu"
-    )
+    build = f"torch {torch.__version__}, " + (f"for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only")
+    return f"{build}, cannot use the GPU of driver {driver}: install a torch that fits, or pass --device cpu"
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
@@ -103,23 +80,21 @@ def device_name(device: torch.device) -> str:
 
 
 def cpu_name() -> str:
-    try:
-        lines = CPUINFO.read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(*fields: str) -> str:
+    """The first of these fields that Linux tells of its processor; empty elsewhere."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.lower().startswith(fields)), "")
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
     """Bytes that a new process can have now, of the GPU or of the host; None where the host does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        available = next(line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable"))
-        return int(available.split()[1]) * 1024
-    except (OSError, StopIteration, ValueError):
-        return None
+    lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
 
 
 def synchronize(device: torch.device) -> None:
@@ -128,30 +103,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# --- precision ------------------------------------------------------------------------------------
-
-
 def has_bf16_matrix_instructions(device: torch.device) -> bool:
-    """Whether BF16 matrix products run in hardware.
-
-    On a GPU that is Ampere and newer. On a CPU it needs AMX or AVX512_BF16 (x86) or the bf16 extension (Arm):
-    emulated, BF16 is many times slower than FP32.
-    """
+    """Whether BF16 matrix products run in hardware: emulated on a CPU, they are many times slower than FP32."""
     if device.type == "cuda":
         return compute_capability(device) >= (8, 0)
-    try:
-        cpuinfo = CPUINFO.read_text()
-    except OSError:
-        return False
-    flags = next((line for line in cpuinfo.splitlines() if line.lower().startswith(("flags", "features"))), "")
-    return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(flags.split()))
+    return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(_cpuinfo("flags", "features").split()))
 
 
 def resolve_amp_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str | None]:
-    """The dtype of mixed precision for `--amp-dtype name`, and the reason where it is FP32.
-
-    Raises DeviceError for a format that the device cannot multiply.
-    """
+    """The dtype of mixed precision for `--amp-dtype name`, and why where it is FP32. Raises DeviceError."""
     bf16 = has_bf16_matrix_instructions(device)
     if name == "fp32":
         return torch.float32, "mixed precision is off, as --amp-dtype fp32 asks"
@@ -164,9 +124,6 @@ def resolve_amp_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str
     if name == "fp16" or (name == "auto" and not bf16):
         return torch.float16, None
     return torch.bfloat16, None
-
-
-# --- NVML -----------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -228,9 +185,6 @@ def gpu_state(device: torch.device) -> GpuState | None:
         power_w=watts(nvml_value(device, "PowerUsage")),
         throttle_reasons=None if reasons is None else hex(reasons),
     )
-
-
-# --- the record's environment ---------------------------------------------------------------------
 
 
 def describe(device: torch.device) -> Environment:

@@ -1,19 +1,9 @@
-"""What a training step really ran, and where its time went.
+"""What an untimed training step really ran, and where its time goes.
 
-Nothing here is timed into the result: extra steps run under torch.profiler after the timed ones.
-
-Categories of time, by kernel name (the patterns are CATEGORY_PATTERNS):
-
-    matrix products              also those of attention where it is written out by hand
-    attention                    fused attention, and softmax where it is written out
-    normalization and pointwise  LayerNorm, GELU, adds, masks, bias sums, embedding, and what a compiler fused of
-                                 these, with casts and quantization where it fused them in
-    optimizer                    AdamW, and the unscaling of FP16 gradients; a CPU's compiled AdamW is pointwise, as
-                                 its compiled regions have no names
-    copies and casts             dtype and layout changes, quantization to FP8, fills
-    loss                         log-softmax and negative log-likelihood
-    communication                NCCL
-    other                        names that no rule knows
+Steps run under torch.profiler after the timed ones. The category of a kernel follows from its name, see
+CATEGORY_PATTERNS. Matrix products include those of attention where it is written out by hand. Normalization and
+pointwise is also what a compiler fused of these, with the casts that it fused in; a CPU's compiled AdamW is among them,
+as its compiled regions have no names. Copies and casts include quantization to FP8. Names that no rule knows are other.
 """
 
 from __future__ import annotations
@@ -184,9 +174,6 @@ def count_host_syncs(step: Callable[[], object]) -> int:
     return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
-# --- where the time went --------------------------------------------------------------------------
-
-
 def categorize(name: str) -> str:
     """The category of a kernel, or of a CPU operator, by its name."""
     for category, pattern in CATEGORY_PATTERNS.items():
@@ -199,9 +186,8 @@ def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, dev
     """The record's profile of `n_steps`, without what only the operators show. Raises what the profiler raises.
 
     Profiling slows the host. To keep that from showing as idle time, only the GPU is traced, and each step is queued
-    while the GPU runs the step before and, where that is too short, other work. What idles then are the gaps between
-    kernels. (A GPU that only waits cools down, and then runs the step several percent faster.) Where gaps remain that
-    the timed step does not have, the profiled step is longer, and the report says so.
+    while the GPU runs the step before and, where launching takes long, other work: a GPU that only waits cools down,
+    and then runs the step several percent faster.
     """
     marker = torch.zeros(2, MARKER_BYTES, dtype=torch.uint8, device=device)
     keep_busy = _keep_busy(device)
@@ -368,27 +354,15 @@ def attention_autograd_nodes(model: torch.nn.Module, step: Callable[[], torch.Te
 
 def kernel_table(profile: Profile, rows: int = 20) -> str:
     """The kernels that take the most time, and the categories, as text. Raises ImportError without tabulate."""
-    step = profile.step_ms
+
+    def cells(launches: float, ms: float) -> dict[str, str]:
+        return {"launches": f"{launches:.0f}", "ms/step": f"{ms:.3f}", "share": f"{ms / profile.step_ms:.1%}"}
+
     kernels = [
-        {"kernel": k.name[:70], "category": k.category, **_time_cells(k.launches, k.ms, step)}
-        for k in profile.kernels[:rows]
+        {"kernel": k.name[:70], "category": k.category, **cells(k.launches, k.ms)} for k in profile.kernels[:rows]
     ]
-    categories = [
-        {"category": name, **_time_cells(time.launches, time.ms, step)}
-        for name, time in profile.categories.items()
-        if time.launches
-    ]
+    used = [(name, time) for name, time in profile.categories.items() if time.launches]
+    categories = [{"category": name, **cells(time.launches, time.ms)} for name, time in used]
     if profile.gpu_idle_ms is not None:
-        categories.append({"category": "gaps", **_time_cells(None, profile.gpu_idle_ms, step)})
-    parts = [aligned(kernels, n_left=2), aligned(categories)]
-    if any(kernel.name.startswith(COMPILED_GRAPH) for kernel in profile.kernels):
-        parts.append("On a CPU, what the compiler fused has no name and counts as pointwise; so does a compiled AdamW.")
-    return "\n\n".join(parts)
-
-
-def _time_cells(launches: float | None, ms: float, step_ms: float) -> dict[str, str]:
-    return {
-        "launches": "" if launches is None else f"{launches:.0f}",
-        "ms/step": f"{ms:.3f}",
-        "share": f"{ms / step_ms:.1%}",
-    }
+        categories.append({"category": "gaps", **cells(0, profile.gpu_idle_ms)})
+    return f"{aligned(kernels, n_left=2)}\n\n{aligned(categories)}"

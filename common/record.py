@@ -270,9 +270,6 @@ def describe_shape(shape: object) -> str:
     return ", ".join(f"{name} {getattr(shape, name)}" for name in names)
 
 
-# --- writing --------------------------------------------------------------------------------------
-
-
 def check_writable(path: Path, *keys: str) -> None:
     """Raises ValueError, one line, where `path` cannot become a record; makes its folder.
 

@@ -92,8 +92,8 @@ def rows_to_run(only: str | None, peers: bool, parser: OneLineParser) -> tuple[l
 
 
 def check(arguments: list[str]) -> dict:
-    """What the arguments mean on this machine, from `python -m common.arguments`. Exits where they are wrong."""
-    done = subprocess.run(process.module_command("common.arguments", *arguments), stdout=subprocess.PIPE, text=True)
+    """What the arguments mean on this machine, from `python -m ladder.check`. Exits where they are wrong."""
+    done = subprocess.run(process.module_command("ladder.check", *arguments), stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(done.returncode if done.returncode > 0 else 1)
     return json.loads(done.stdout.splitlines()[-1])  # a sitecustomize may print before it

@@ -17,25 +17,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import benchmark
+from common.errors import Skip
 from common.model import GPT
+
+float8 = benchmark.optional("torchao.float8", "torchao")
 
 
 def main(args):
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except Exception as error:  # whatever breaks in it, the row says so
-        raise benchmark.Skip(f"torchao does not import ({benchmark.one_line(error)}): pip install torchao") from None
+    recipe = float8.Float8LinearConfig.from_recipe_name("tensorwise")
     if args.compute_capability < (8, 9):
-        raise benchmark.Skip("float8 training needs an Ada or Hopper GPU or newer")
+        raise Skip("float8 training needs an Ada or Hopper GPU or newer")
     if args.amp_dtype is not torch.bfloat16:
-        raise benchmark.Skip("this peer multiplies FP8 under BF16 mixed precision only")
+        raise Skip("this peer multiplies FP8 under BF16 mixed precision only")
     args.require_multiples_of(16, "FP8", vocab=False)
     torch.set_float32_matmul_precision("high")
     compiled = importlib.import_module("3_compile")
     with args.device:
         model = GPT(args.config, compiled.Block, compiled.Head, args.seed, residual_dtype=args.amp_dtype)
-    recipe = Float8LinearConfig.from_recipe_name("tensorwise")
-    convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: "lm_head" not in name)
+    float8.convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: "lm_head" not in name)
     model = torch.compile(model, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw, fused=True)
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]

@@ -16,27 +16,24 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import benchmark
+from common.errors import Skip
+
+transformers = benchmark.optional("transformers", "transformers")
 
 
 def main(args):
-    try:
-        from transformers import GPT2Config, GPT2LMHeadModel
-    except Exception as error:  # whatever breaks in it, the row says so
-        raise benchmark.Skip(
-            f"transformers does not import ({benchmark.one_line(error)}): pip install transformers"
-        ) from None
     if args.amp_dtype is torch.float16:
-        raise benchmark.Skip("this peer has no loss scaling: it runs under BF16 or FP32")
+        raise Skip("this peer has no loss scaling: it runs under BF16 or FP32")
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
     shape = args.config
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=shape.vocab_size, n_positions=shape.seq_len, n_embd=shape.n_embd, n_layer=shape.n_layer,
         n_head=shape.n_head, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
         attn_implementation="sdpa", bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     with args.device:
-        model = GPT2LMHeadModel(config)
+        model = transformers.GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw, fused=True)
 
     @torch.compile

@@ -1,0 +1,40 @@
+"""What the ladder needs to know of its arguments, as JSON: checked once, before any row, in a process with torch.
+
+python -m ladder.check ARGUMENT ...
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from common.errors import needs
+
+    needs("torch", "numpy")
+
+import json
+from dataclasses import asdict
+
+from common import flops, hardware
+from common.arguments import ROOT, parse_args
+
+
+def main() -> None:
+    """Print notes, what is pinned for every row, the workload, and the memory that a row needs and the host has."""
+    args = parse_args(ROOT / "run_all.sh", "Runs the five steps and tabulates them.")
+    pinned = ["--preset", args.base_preset, "--batch-size", str(args.batch_size)] if args.notes else []
+    if args.text.path:  # a file that grows during the run gives every row the same tokens
+        pinned += ["--data-tokens", str(len(args.text.tokens))]
+    by_hand, fused = (flops.unfused_peak_bytes(args.config, args.batch_size, scores) for scores in (True, False))
+    facts = {
+        "notes": args.notes,
+        "pinned": pinned,
+        "device_type": args.device.type,
+        "workload": asdict(args.workload()),
+        "free_bytes": hardware.free_memory_bytes(args.device),
+        "by_hand_bytes": by_hand,
+        "fused_bytes": fused,
+    }
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()
