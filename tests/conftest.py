@@ -19,6 +19,9 @@ from common.record import Row  # noqa: E402
 STEPS = sorted(path.stem for path in ROOT.glob("[0-9]_*.py"))
 CPU_STEPS = STEPS[:4]
 SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=64, seq_len=64, vocab_size=256)
+# The words of one small run. Tests that compile share this shape, and with it what the compiler keeps on disk.
+FAST = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "2"]
+FAST += ["--warmup", "1", "--amp-dtype", "fp32"]
 scratch = []  # the folder of the test that runs
 
 
@@ -41,7 +44,10 @@ def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **
 
 
 def built(step: str, monkeypatch, **overrides) -> SimpleNamespace:
-    """Run a script's `main` up to `benchmark.run`: its train_step, model, args, and staged batches."""
+    """Run a script's `main` up to `benchmark.run`: its train_step, model, args, and staged batches.
+
+    A train_step that asked for capture is launched until its `record` is called.
+    """
     module, caught = load_step(step), {}
 
     def catch(train_step, model, args, **settings):
@@ -60,17 +66,12 @@ def built(step: str, monkeypatch, **overrides) -> SimpleNamespace:
 
 
 @pytest.fixture(autouse=True)
-def scratch_folder(tmp_path):
+def leave_nothing(tmp_path):
     scratch.append(tmp_path)
-    yield
-    scratch.pop()
-
-
-@pytest.fixture(autouse=True)
-def restore_precision():
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)
+    scratch.pop()
 
 
 @pytest.fixture

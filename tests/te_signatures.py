@@ -3,8 +3,7 @@
     pip download --no-deps transformer-engine==2.9.0 && unzip transformer_engine-2.9.0-*.whl -d te
     python tests/te_signatures.py te > tests/data/te-2.9.0.json
 
-Writes {name: {"parameters": [...], "keyword_only": [...], "forward": [...], "attributes": [...]}} for the names that
-SCRIPTS call. Of a module, `forward` are the parameters of its call, `attributes` what its constructor sets on itself.
+Writes {name: {"parameters": [...], "keyword_only": [...]}} for the names te.NAME that SCRIPTS call.
 """
 
 import ast
@@ -14,62 +13,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("4_transformer_engine.py", "peers/te_layer.py")
-SOURCES = {
-    "transformer_engine.pytorch": ("pytorch/module/*.py", "pytorch/quantization.py", "pytorch/transformer.py"),
-    "transformer_engine.common.recipe": ("common/recipe/__init__.py",),
-}
-
-
-def te_name(function: ast.AST, imported: dict[str, str]) -> str | None:
-    """The full name of what a call calls, where it is Transformer Engine's."""
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "te":
-        return f"transformer_engine.pytorch.{function.attr}"
-    return imported.get(function.id) if isinstance(function, ast.Name) else None
+SOURCES = ("pytorch/module/*.py", "pytorch/quantization.py", "pytorch/transformer.py")
 
 
 def te_calls(script: str) -> list[tuple[str, ast.Call]]:
-    """Every call of a script to Transformer Engine, by full name."""
-    nodes = list(ast.walk(ast.parse((ROOT / script).read_text())))
-    imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("transformer_engine")]
-    imported = {alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
-    calls = [(te_name(node.func, imported), node) for node in nodes if isinstance(node, ast.Call)]
-    return [(name, call) for name, call in calls if name]
+    """Every call of a script to Transformer Engine, by name."""
+    calls = [node for node in ast.walk(ast.parse((ROOT / script).read_text())) if isinstance(node, ast.Call)]
+    named = [call for call in calls if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)]
+    return [(call.func.attr, call) for call in named if call.func.value.id == "te"]
 
 
 def signature(node: ast.AST) -> dict | None:
-    """Parameters of a function, of a class's __init__, or of a dataclass's fields."""
+    """Parameters of a function, or of a class's __init__; None of anything else."""
     if isinstance(node, ast.ClassDef):
-        init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-        if init is None:
-            fields = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign)]
-            return {"parameters": fields, "keyword_only": []}
-        node = init
+        node = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
     if not isinstance(node, ast.FunctionDef):
         return None
     parameters = [a.arg for a in node.args.args if a.arg != "self"]
     return {"parameters": parameters, "keyword_only": [a.arg for a in node.args.kwonlyargs]}
 
 
-def module_members(node: ast.ClassDef) -> dict:
-    """What a module's forward takes, and what its __init__ sets on self."""
-    methods = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
-    if not {"forward", "__init__"} <= methods.keys():
-        return {}
-    stores = (n for n in ast.walk(methods["__init__"]) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
-    attributes = {n.attr for n in stores if isinstance(n.value, ast.Name) and n.value.id == "self"}
-    return {"forward": signature(methods["forward"])["parameters"], "attributes": sorted(attributes)}
-
-
 def record(root: Path) -> dict:
     used = {name for script in SCRIPTS for name, _ in te_calls(script)}
-    names = {}
-    for module, patterns in SOURCES.items():
-        for path in sorted(p for pattern in patterns for p in (root / "transformer_engine").glob(pattern)):
-            for node in ast.parse(path.read_text()).body:
-                name = f"{module}.{getattr(node, 'name', '')}"
-                if name in used and (found := signature(node)) is not None:
-                    names[name] = found | (module_members(node) if isinstance(node, ast.ClassDef) else {})
-    return names
+    paths = sorted(path for pattern in SOURCES for path in (root / "transformer_engine").glob(pattern))
+    nodes = [node for path in paths for node in ast.parse(path.read_text()).body]
+    found = {node.name: signature(node) for node in nodes if getattr(node, "name", None) in used}
+    return {name: its for name, its in found.items() if its}
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What only a GPU can show: which kernels ran, that the host never waits, and that FP8 is close."""
+"""What only a GPU can show: which kernels ran, that the host never waits, that FP8 is close, that a replay trains."""
 
 import re
-import warnings
 
 import pytest
 import torch
 from conftest import STEPS, built, load_step
 
-from common import benchmark, hardware, profile, roofs
+from common import benchmark, cuda_graph, hardware, profile, roofs
+from common.errors import Skip
 from common.model import GPT, GPTConfig
 
 CUDA = torch.cuda.is_available()
@@ -24,27 +24,29 @@ FUSED_ATTENTION = re.compile(r"sdpa|flash|fmha", re.IGNORECASE)
 
 def fp8_reason():
     """Why FP8 cannot run here, or None."""
-    module = load_step(STEPS[4])
-    if module.te is None:
-        return f"needs Transformer Engine: {module.te_error}"
-    available, reason = module.te.is_fp8_available(return_reason=True)
+    try:
+        available, reason = load_step(STEPS[4]).te.is_fp8_available(return_reason=True)
+    except Skip as skip:
+        return str(skip)
     return None if available else reason
+
+
+def skip_without_fp8(step):
+    if step == STEPS[4] and (reason := fp8_reason()):
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")
 def te_step():
-    if reason := fp8_reason():
-        pytest.skip(reason)
+    skip_without_fp8(STEPS[4])
     return load_step(STEPS[4])
 
 
 def on_gpu(step, monkeypatch, **overrides):
-    if step == STEPS[4] and (reason := fp8_reason()):
-        pytest.skip(reason)
+    skip_without_fp8(step)
     device = torch.device("cuda", 0)
     dtype = hardware.resolve_amp_dtype("auto", device)[0]
-    overrides = {"config": CONFIG, "device": device, "amp_dtype": dtype} | overrides
-    run = built(step, monkeypatch, **overrides)
+    run = built(step, monkeypatch, **{"config": CONFIG, "device": device, "amp_dtype": dtype} | overrides)
     for batch in run.batches[:3]:  # compiled and autotuned
         run.train_step(*batch)
     return run
@@ -56,30 +58,21 @@ def traced(step, monkeypatch, **overrides):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_matrix_products_run_where_the_step_says(step, monkeypatch):
-    gemms = {name for name in traced(step, monkeypatch).kernel_names() if GEMM.search(name)}
-    assert gemms
-    on_tensor_cores = {name for name in gemms if TENSOR_CORE.search(name)}
-    assert on_tensor_cores == (set() if step == STEPS[0] else gemms)
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_attention_is_fused_from_step_2_on(step, monkeypatch):
+def test_products_attention_and_fused_kernels_are_those_the_step_says(step, monkeypatch):
     trace = traced(step, monkeypatch)
-    names = trace.kernel_names()
+    names, found = trace.kernel_names(), profile.observed_settings(trace).attention_kernel
+    gemms = {name for name in names if GEMM.search(name)}
+    on_tensor_cores = {name for name in gemms if TENSOR_CORE.search(name)}
+    assert gemms and on_tensor_cores == (set() if step == STEPS[0] else gemms)
     forward = [n for n in names if FUSED_ATTENTION.search(n) and not re.search("bprop|bwd|backward|dot_do_o|dq", n)]
-    settings = profile.observed_settings(trace)
     if step in STEPS[:2]:
-        assert not forward and settings.attention_kernel == "by hand"
+        assert not forward and found == "by hand"
     else:
         assert len(forward) == CONFIG.n_layer
-        expected = "cudnn" if torch.cuda.get_device_capability() >= (9, 0) else "flash"
-        assert settings.attention_kernel == expected
-
-
-def test_compiled_kernels_fuse_normalization_and_gelu(monkeypatch):
-    names = " ".join(name for name in traced(STEPS[3], monkeypatch).kernel_names() if name.startswith("triton_"))
-    assert "native_layer_norm" in names and "gelu" in names
+        assert found == ("cudnn" if torch.cuda.get_device_capability() >= (9, 0) else "flash")
+    if step == STEPS[3]:
+        compiled = " ".join(name for name in names if name.startswith("triton_"))
+        assert "native_layer_norm" in compiled and "gelu" in compiled
 
 
 def test_fp8_products_in_blocks_and_head(monkeypatch):
@@ -91,9 +84,12 @@ def test_fp8_products_in_blocks_and_head(monkeypatch):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_the_host_never_waits(step, monkeypatch):
+def test_the_host_never_waits_launched_or_replayed(step, monkeypatch):
     run = on_gpu(step, monkeypatch)
     assert profile.count_host_syncs(lambda: run.train_step(*run.batches[3])) == 0
+    if step in STEPS[3:]:
+        run.train_step.record(*run.batches[0])
+        assert profile.count_host_syncs(lambda: run.train_step(*run.batches[3])) == 0
 
 
 @pytest.mark.parametrize("step", [STEPS[1], STEPS[3]])
@@ -103,10 +99,42 @@ def test_loss_scaling_waits_for_the_host(step, monkeypatch):
     assert waits > 0, "the one exception, and it is counted"
 
 
-def test_a_host_sync_is_noticed():
-    x = torch.ones(1, device="cuda")
-    with warnings.catch_warnings():
-        assert profile.count_host_syncs(lambda: (x.item(), x.item())) == 2
+def test_a_host_sync_is_noticed_and_cannot_be_captured():
+    x = torch.ones(2, 2, device="cuda", requires_grad=True)
+    assert profile.count_host_syncs(lambda: (x[0, 0].item(), x[0, 0].item())) == 2
+
+    def train_step(tokens, targets):
+        scale = x.sum().item()
+        return tokens.sum() * scale
+
+    batch = [torch.ones(2, 2, dtype=torch.int64, device="cuda")] * 2
+    step = cuda_graph.CapturedStep(train_step, torch.optim.SGD([x], lr=1.0), None)
+    with pytest.raises(cuda_graph.CaptureError, match=r"scale = x\.sum\(\)\.item\(\)") as caught:
+        step.record(*batch)
+    assert "\n" not in str(caught.value) and step(*batch).item() == 16, "it is still launched"
+
+
+@pytest.mark.parametrize("step", STEPS[3:])
+def test_a_captured_step_has_the_losses_of_the_launched_one(step, monkeypatch):
+    losses = []
+    for captured in (False, True):
+        run = on_gpu(step, monkeypatch, amp_dtype=torch.bfloat16, steps=12)
+        if captured:
+            run.train_step.record(*run.batches[0])
+        losses.append(torch.stack([run.train_step(*batch).detach().clone() for batch in run.batches[3:12]]))
+    assert losses[0][-1] < losses[0][0]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("step", STEPS[3:])
+def test_a_captured_row_counts_the_memory_that_a_launched_one_needs(step, monkeypatch):
+    peaks = []
+    for captured in (True, False):
+        run = on_gpu(step, monkeypatch, amp_dtype=torch.bfloat16)
+        row = benchmark.run(run.train_step if captured else run.train_step.launch, run.model, run.args)
+        assert row.settings.captured is captured
+        peaks.append(row.peak_allocated_bytes)
+    assert peaks[0] > 0.8 * peaks[1]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -115,8 +143,7 @@ def test_losses_fall_and_follow_the_baseline(step, monkeypatch):
         run = built(name, monkeypatch, config=CONFIG, device="cuda:0", amp_dtype=torch.bfloat16, steps=20)
         return torch.stack([run.train_step(*batch).detach().clone() for batch in run.batches[:20]])
 
-    if step == STEPS[4] and (reason := fp8_reason()):
-        pytest.skip(reason)
+    skip_without_fp8(step)
     baseline, these = losses(STEPS[0]), losses(step)
     assert these[-1] < these[0] - 0.5
     torch.testing.assert_close(these, baseline, rtol=0.03, atol=0)
@@ -127,8 +154,7 @@ def test_te_weights_start_equal(te_step):
     with torch.device("cuda"):
         plain = GPT(CONFIG, plain_step.Block, plain_step.Head, 1337)
         fused = GPT(CONFIG, te_step.Block, te_step.Head, 1337)
-    pairs = list(zip(plain.parameters(), fused.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in pairs)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), fused.parameters(), strict=True))
 
 
 def test_fp8_block_is_close_to_the_plain_block(te_step):
@@ -144,8 +170,7 @@ def test_fp8_block_is_close_to_the_plain_block(te_step):
     def output_and_gradients(block, fp8):
         leaf = x.bfloat16().requires_grad_()
         block.zero_grad()
-        recipe = te_step.DelayedScaling()
-        with torch.autocast("cuda", torch.bfloat16), te_step.te.autocast(enabled=fp8, recipe=recipe):
+        with torch.autocast("cuda", torch.bfloat16), te_step.te.autocast(enabled=fp8):
             y = block(leaf)
         (y * toward).sum().backward()
         return [y.detach(), leaf.grad, *(p.grad for p in block.parameters())]
@@ -153,13 +178,11 @@ def test_fp8_block_is_close_to_the_plain_block(te_step):
     expected = output_and_gradients(plain, fp8=False)
     for _ in range(3):  # delayed scaling learns its scales from earlier steps
         quantized = output_and_gradients(fused, fp8=True)
-    for one, other in zip(expected, quantized, strict=True):
-        error = (one.float() - other.float()).norm() / one.float().norm()
-        assert error < 0.1, f"{tuple(one.shape)}: relative error {error:.3f}"
     exact = output_and_gradients(fused, fp8=False)
-    for one, other in zip(expected, exact, strict=True):
-        error = (one.float() - other.float()).norm() / one.float().norm()
-        assert error < 0.02, f"without FP8, {tuple(one.shape)}: relative error {error:.3f}"
+    for found, limit in ((quantized, 0.1), (exact, 0.02)):
+        for one, other in zip(expected, found, strict=True):
+            error = (one.float() - other.float()).norm() / one.float().norm()
+            assert error < limit, f"{tuple(one.shape)}: relative error {error:.3f}"
 
 
 @pytest.mark.parametrize("step", STEPS)

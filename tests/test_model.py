@@ -1,3 +1,5 @@
+"""The model around the scripts' blocks: the same weights, no look at the future, GPT-2's initialization."""
+
 import math
 
 import pytest
@@ -7,9 +9,9 @@ from conftest import CPU_STEPS, SMALL, load_step
 from common.model import GPT, GPTConfig
 
 
-def build(step, config=SMALL, seed=1337):
+def build(step, config=SMALL, seed=1337, **options):
     module = load_step(step)
-    return GPT(config, module.Block, module.Head, seed)
+    return GPT(config, module.Block, module.Head, seed, **options)
 
 
 def logits_of(model, tokens):
@@ -24,27 +26,25 @@ def logits_of(model, tokens):
 def test_a_changed_future_token_moves_no_earlier_logit(step):
     model = build(step)
     tokens = torch.randint(SMALL.vocab_size, (2, SMALL.seq_len))
-    changed = tokens.clone()
-    position = SMALL.seq_len // 2
+    changed, position = tokens.clone(), SMALL.seq_len // 2
     changed[:, position] = (changed[:, position] + 1) % SMALL.vocab_size
     before, after = logits_of(model, tokens), logits_of(model, changed)
     torch.testing.assert_close(after[:, :position], before[:, :position], rtol=0, atol=0)
     assert (after[:, position:] != before[:, position:]).any(dim=-1).all(), "later logits must see the change"
 
 
-def test_initial_weights_are_the_same_in_all_steps():
+def test_initial_weights_are_the_same_in_all_steps_and_a_seed_decides_them():
     reference = build(CPU_STEPS[0]).state_dict()
-    for step in CPU_STEPS[1:]:
+    for step in CPU_STEPS:
         weights = build(step).state_dict()
         assert weights.keys() == reference.keys()
-        for name, weight in weights.items():
-            assert torch.equal(weight, reference[name]), (step, name)
+        assert all(torch.equal(weight, reference[name]) for name, weight in weights.items()), step
+    assert not torch.equal(build(CPU_STEPS[0], seed=7).wte.weight, reference["wte.weight"])
 
 
 def test_initialization_follows_gpt2():
     config = GPTConfig(n_layer=8, n_head=4, n_embd=128, seq_len=64, vocab_size=512)
-    parameters = dict(build(CPU_STEPS[0], config).named_parameters())
-    for name, parameter in parameters.items():
+    for name, parameter in build(CPU_STEPS[0], config).named_parameters():
         if parameter.dim() == 2:
             residual = name.endswith(("attn.proj.weight", "mlp.proj.weight"))
             expected = 0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02
@@ -53,17 +53,10 @@ def test_initialization_follows_gpt2():
             assert (parameter == (0.0 if name.endswith("bias") else 1.0)).all(), name
 
 
-def test_a_seed_decides_the_weights():
-    first, again, other = build(CPU_STEPS[0]), build(CPU_STEPS[0]), build(CPU_STEPS[0], seed=7)
-    assert torch.equal(first.wte.weight, again.wte.weight)
-    assert not torch.equal(first.wte.weight, other.wte.weight)
-
-
 def test_the_residual_stream_has_the_dtype_asked_for():
-    module, seen = load_step(CPU_STEPS[1]), []
-    model = GPT(SMALL, module.Block, module.Head, 1337, residual_dtype=torch.bfloat16)
+    model, seen = build(CPU_STEPS[1], residual_dtype=torch.bfloat16), []
     model.blocks[0].register_forward_pre_hook(lambda block, inputs: seen.append(inputs[0].dtype))
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
     with torch.autocast("cpu", torch.bfloat16):
-        tokens = torch.zeros(1, 8, dtype=torch.int64)
         model(tokens, tokens)
     assert seen == [torch.bfloat16]
