@@ -18,15 +18,14 @@ Run:    python -m anatomy attention --lengths 256 1024 4096 16384 --batch 1 --nh
 """
 
 import argparse
-import subprocess
-import warnings
+import itertools
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anatomy.attention_traffic import analytic_attention_bytes, attention_by_hand, count_attention_bytes
-from anatomy.experiment import Result, Table, default_size, extra_peak_bytes, ms, positive, seconds
+from anatomy.attention_traffic import analytic_attention_bytes, attention_by_hand, count_both, traffic_rows
+from anatomy.experiment import Result, default_size, extra_peak_bytes, ms, quiet, seconds, size_argument, table
 from common import hardware, roofs
 from common.errors import is_out_of_memory
 from common.record import ProductRate
@@ -43,54 +42,48 @@ COUNTED = (1, 16, 2048, 128)  # B, H, T, D of the run whose DRAM bytes are count
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths = "sequence lengths T, tokens (default: 256 to 16384 on a GPU, to 2048 on a CPU)"
-    parser.add_argument("--lengths", type=positive, nargs="+", metavar="T", help=lengths)
-    parser.add_argument("--batch", type=positive, default=1, metavar="B", help="sequences (default: 1)")
-    parser.add_argument("--nhead", type=positive, metavar="H", help="heads (default: 16 on a GPU, 4 on a CPU)")
-    head_dim = "numbers per head (default: 128 on a GPU, 64 on a CPU)"
-    parser.add_argument("--head-dim", type=positive, metavar="D", help=head_dim)
+    size_argument(parser, "--lengths T", lengths, nargs="+")
+    size_argument(parser, "--batch B", "sequences (default: 1)", default=1)
+    size_argument(parser, "--nhead H", "heads (default: 16 on a GPU, 4 on a CPU)")
+    size_argument(parser, "--head-dim D", "numbers per head (default: 128 on a GPU, 64 on a CPU)")
 
 
 def run(args: argparse.Namespace) -> Result:
     device = args.device
     gpu_dtype = torch.bfloat16 if hardware.has_bf16_matrix_instructions(device) else torch.float16
     dtype = args.dtype or (gpu_dtype if device.type == "cuda" else torch.float32)
-    longest = default_size(args, quick=512, cpu=2048, gpu=16384)
-    lengths = sorted(set(args.lengths or [T for T in (2**i for i in range(8, 15)) if longest >= T]))
-    B = args.batch
-    H, D = args.nhead or default_size(args, 4, 4, 16), args.head_dim or default_size(args, 64, 64, 128)
     autocast = dtype in (torch.bfloat16, torch.float16)
-    copy_rate = roofs.copy_rate(device)
+    longest = default_size(args, quick=512, cpu=2048, gpu=16384)
+    lengths = sorted(set(args.lengths or (2**i for i in range(8, 15) if longest >= 2**i)))
+    B, H, D = args.batch, args.nhead or default_size(args, 4, 4, 16), args.head_dim or default_size(args, 64, 64, 128)
     edge = default_size(args, quick=512, cpu=1024, gpu=8192)
+    copy_rate = roofs.copy_rate(device)
     product_rate = roofs.product_rate(ProductRate(edge, edge, edge), "bf16" if autocast else "fp32", device)
     results, missing, rows = {}, {}, []
-    for T in lengths:
-        for name in ("by hand", *BACKENDS):
-            if name in missing:
-                continue
-            fused = name not in ("by hand", "SDPA math")
-            which = "fused" if fused else "by hand"
-            n_bytes = analytic_attention_bytes(which, B, H, T, D, dtype.itemsize, autocast)
-            moving, computing = n_bytes / copy_rate, (7 if fused else 12) * B * H * T * T * D / product_rate
-            row = {"bytes": n_bytes, "predicted_s": max(moving, computing) if fused else moving + computing}
-            try:
-                row |= measure(name, (B, H, T, D), device, dtype, autocast, args.iters)
-            except RuntimeError as error:
-                if is_out_of_memory(error):
-                    rows.append([str(T), name, "out of memory", *["-"] * 3])
-                else:  # this backend has no kernel for any length
-                    missing[name] = one_line(error)
-                continue
-            results.setdefault(name, {})[T] = row
-            rows.append([str(T), name, ms(row["seconds"]), ms(row["predicted_s"])])
-            rows[-1] += [f"{row['peak_bytes'] / 2**20:.1f}", f"{n_bytes / 1e9:.3f}"]
-    rows += [["all", name, "no kernel here", *["-"] * 3] for name in missing]
-    headers = ["T", "attention", "ms", "predicted ms", "peak MiB", "least GB"]
+    for T, name in itertools.product(lengths, ("by hand", *BACKENDS)):
+        if name in missing:
+            continue
+        fused = name not in ("by hand", "SDPA math")
+        n_bytes = analytic_attention_bytes("fused" if fused else "by hand", B, H, T, D, dtype.itemsize, autocast)
+        moving, computing = n_bytes / copy_rate, (7 if fused else 12) * B * H * T * T * D / product_rate
+        row = {"bytes": n_bytes, "predicted_s": max(moving, computing) if fused else moving + computing}
+        try:
+            row |= measure(name, (B, H, T, D), device, dtype, autocast, args.iters)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                rows.append({"T": T, "attention": name, "ms": "out of memory"})
+            else:  # this backend has no kernel for any length
+                missing[name] = one_line(error)
+            continue
+        results.setdefault(name, {})[T] = row
+        cells = {"T": T, "attention": name, "ms": ms(row["seconds"]), "predicted ms": ms(row["predicted_s"])}
+        rows.append(cells | {"peak MiB": f"{row['peak_bytes'] / 2**20:.1f}", "least GB": f"{n_bytes / 1e9:.3f}"})
+    rows += [{"T": "all", "attention": name, "ms": "no kernel here"} for name in missing]
     title = f"Causal attention, forward and backward, B {B}, H {H}, D {D}, {dtype}{', autocast' * autocast}"
-    tables, counted = [Table(title, headers, rows)], count(device)
+    tables, counted = [table(title, rows)], count(device)
     if "bytes" in counted:
-        counts = [[which, *(f"{n / 1e9:.2f}" for n in pair)] for which, pair in counted["bytes"].items()]
         title = "DRAM bytes at B {}, H {}, T {}, D {}, bfloat16".format(*COUNTED)
-        tables.append(Table(title, ["attention", "least GB", "counted GB"], counts))
+        tables.append(table(title, traffic_rows(counted["bytes"])))
     figures = {"B": B, "H": H, "D": D, "attention": results, "missing": missing, "counters": counted}
     return Result(tables, [*sentences(results), counted["said"]], figures)
 
@@ -109,8 +102,7 @@ def measure(name: str, shape: tuple, device: torch.device, dtype: torch.dtype, a
                     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         torch.autograd.grad(y, (q, k, v), upstream_gradient)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they repeat what the error says
+    with quiet():  # the warnings repeat what the error says
         step()
         return {"peak_bytes": extra_peak_bytes(step, device), "seconds": seconds(step, iters)}
 
@@ -120,12 +112,11 @@ def count(device: torch.device) -> dict:
     if device.type != "cuda":
         return {"said": "Only a GPU counts its DRAM bytes. The table has the least bytes that must move."}
     torch.cuda.empty_cache()  # the counted run is another process and needs memory, too
-    try:
-        pairs = {which: (analytic_attention_bytes(which, *COUNTED), count_attention_bytes(which, COUNTED))
-                 for which in ("by hand", "fused")}  # fmt: skip
-    except (OSError, subprocess.SubprocessError) as error:
-        return {"said": f"The DRAM counters could not be read: {one_line(error)}."}
-    ratio = pairs["by hand"][1] / pairs["fused"][1]
+    figures, reason = count_both(COUNTED)
+    if reason:
+        return {"said": reason}
+    ratio = figures["by hand"]["counters"] / figures["fused"]["counters"]
+    pairs = {which: tuple(counts.values()) for which, counts in figures.items()}
     return {"bytes": pairs, "said": f"The counters show {ratio:.0f} times as many bytes by hand as fused."}
 
 
@@ -134,17 +125,17 @@ def sentences(results: dict[str, dict[int, dict]]) -> list[str]:
     both = sorted(T for T in byhand if any(T in rows for rows in fused.values()))
     if not both:
         return ["No length ran both by hand and fused, so this run compares nothing."]
-    lines = []
-    for T in dict.fromkeys((both[0], both[-1])):
+    lines, (first, last) = [], (both[0], both[-1])
+    for T in dict.fromkeys((first, last)):
         best = min((n for n in fused if T in fused[n]), key=lambda n: fused[n][T]["seconds"])
         time, predicted, memory = (byhand[T][k] / fused[best][T][k] for k in ("seconds", "predicted_s", "peak_bytes"))
         lines.append(
             f"At T {T} the fastest fused kernel is {best}. Attention by hand takes {time:.1f} times as long "
             f"({predicted:.1f} predicted) and {memory:.1f} times the memory."
         )
-    if both[0] < both[-1]:
-        grown = {n: results[n][both[-1]]["peak_bytes"] / rows[both[0]]["peak_bytes"]
-                 for n, rows in results.items() if n in ("by hand", best) and both[0] in rows}  # fmt: skip
+    if first < last:
+        grown = {n: results[n][last]["peak_bytes"] / results[n][first]["peak_bytes"]
+                 for n in ("by hand", best) if first in results[n]}  # fmt: skip
         by_kind = " and ".join(f"x{ratio:.1f} {name}" for name, ratio in grown.items())
-        lines.append(f"From T {both[0]} to {both[-1]} the length grows x{both[-1] / both[0]:g}, peak memory {by_kind}.")
+        lines.append(f"From T {first} to {last} the length grows x{last / first:g}, peak memory {by_kind}.")
     return lines

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import hardware
 from common.record import check_writable, write_json
-from common.text import OneLineParser, aligned
+from common.text import OneLineParser, aligned, one_line, positive_int
 from ladder.process import module_command
 
 COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -93,44 +93,45 @@ def run_attention(which: str, shape: tuple[int, int, int, int], device: torch.de
     torch.cuda.cudart().cudaProfilerStop()
 
 
-def gigabytes(n_bytes: int | None) -> str:
-    return "-" if n_bytes is None else f"{n_bytes / 1e9:.2f}"
+def count_both(shape: tuple[int, int, int, int]) -> tuple[dict[str, dict], str | None]:
+    """Form of attention -> its analytic and its counted bytes; and one line where these could not be counted."""
+    figures, reason = {}, None
+    for which in ATTENTIONS:
+        figures[which] = {"analytic": analytic_attention_bytes(which, *shape), "counters": None}
+        try:
+            figures[which]["counters"] = count_attention_bytes(which, shape)
+        except (OSError, subprocess.SubprocessError) as error:
+            reason = f"The DRAM counters could not be read: {one_line(error)}."
+    return figures, reason
+
+
+def traffic_rows(pairs: dict[str, tuple[int, int | None]]) -> list[dict[str, str]]:
+    """Rows of a table, from form of attention -> analytic and counted bytes."""
+    shown = {which: [f"{n / 1e9:.2f}" if n else "-" for n in pair] for which, pair in pairs.items()}
+    return [{"attention": which, "least GB": least, "counted GB": counted} for which, (least, counted) in shown.items()]
 
 
 def main() -> None:
     parser = OneLineParser(prog="python -m anatomy.attention_traffic", description=__doc__)
-    parser.add_argument("--shape", type=int, nargs=4, default=(8, 16, 2048, 128), metavar=("B", "H", "T", "D"))
+    parser.add_argument("--shape", type=positive_int, nargs=4, default=(8, 16, 2048, 128), metavar=("B", "H", "T", "D"))
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
     parser.add_argument("--count", choices=ATTENTIONS, help=argparse.SUPPRESS)  # for the process that ncu starts
     args = parser.parse_args()
-    shape = tuple(args.shape)
+    if args.count:
+        return run_attention(args.count, tuple(args.shape), torch.device("cuda"))
     try:
         if args.output:
             check_writable(args.output, "bytes")
     except ValueError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
-    if min(shape) < 1:
-        parser.exit(2, f"{parser.prog}: error: --shape takes four whole numbers, each at least 1\n")
-    if args.count:
-        run_attention(args.count, shape, torch.device("cuda"))
-        return
-    figures = {"shape": dict(zip("BHTD", shape, strict=True)), "bytes": {}, "reason": None}
-    for which in ATTENTIONS:
-        figures["bytes"][which] = {"analytic": analytic_attention_bytes(which, *shape), "counters": None}
-        try:
-            figures["bytes"][which]["counters"] = count_attention_bytes(which, shape)
-        except (OSError, subprocess.SubprocessError) as error:
-            figures["reason"] = f"The DRAM counters could not be read: {error}."
-    rows = [
-        {"attention": which, "analytic GB": gigabytes(counts["analytic"]), "counted GB": gigabytes(counts["counters"])}
-        for which, counts in figures["bytes"].items()
-    ]
-    print(aligned(rows))
-    if figures["reason"]:
-        print(figures["reason"])
+        parser.error(str(error))
+    figures, reason = count_both(tuple(args.shape))
+    print(aligned(traffic_rows({which: tuple(counts.values()) for which, counts in figures.items()})))
+    if reason:
+        print(reason)
     if args.output:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        write_json(args.output, figures | {"environment": asdict(hardware.describe(device))})
+        record = {"shape": dict(zip("BHTD", args.shape, strict=True)), "bytes": figures, "reason": reason}
+        environment = hardware.describe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        write_json(args.output, record | {"environment": asdict(environment)})
 
 
 if __name__ == "__main__":

@@ -26,9 +26,11 @@ import torch.nn.functional as F
 from torch._dynamo.exc import TorchDynamoException
 
 from anatomy.attention_traffic import attention_by_hand
-from anatomy.experiment import Refused, Result, Table, positive
+from anatomy.experiment import Refused, Result, Table, predictions, size_argument, table
 from common.profile import backward_graph
 from common.text import one_line
+
+SDPA_NODE = re.compile(r"ScaledDotProduct\w*Backward0")
 
 
 class CausalSelfAttention(nn.Module):
@@ -72,20 +74,23 @@ def draw(edges: dict, name: str) -> dict[str, str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=positive, metavar="B", help="sequences in a batch (default 8, quick 2)")
-    parser.add_argument("--seq", type=positive, metavar="T", help="tokens in a sequence (default 1024, quick 128)")
-    parser.add_argument("--dmodel", type=positive, default=256, metavar="C", help="channels (default 256)")
-    parser.add_argument("--nhead", type=positive, default=4, metavar="H", help="heads, a divisor of C (default 4)")
+    size_argument(parser, "--batch B", "sequences in a batch (default 8, quick 2)")
+    size_argument(parser, "--seq T", "tokens in a sequence (default 1024, quick 128)")
+    size_argument(parser, "--dmodel C", "channels (default 256)", default=256)
+    size_argument(parser, "--nhead H", "heads, a divisor of C (default 4)", default=4)
     parser.add_argument("--picture", action="store_true", help="also draw the graphs: .dot files, .svg with Graphviz")
 
 
-def observations(args: argparse.Namespace, shapes: list[tuple[int, int]]) -> tuple[dict, dict, list[str]]:
-    """Form of attention -> nodes and saved bytes by shape; attachments; and sentences about what did not compile."""
-    C, dtype = args.dmodel, args.dtype or torch.float32
+def run(args: argparse.Namespace) -> Result:
+    B, T = args.batch or (2 if args.quick else 8), args.seq or (128 if args.quick else 1024)
+    C, H, dtype = args.dmodel, args.nhead, args.dtype or torch.float32
+    if C % H:
+        raise Refused(f"--dmodel {C} is not divisible by --nhead {H}")
+    shapes = [(B, T), (2 * B, T), (B, 2 * T), (1, T)]
     variants, pictures, sentences = {}, {}, []
     for name in ("by hand", "fused", "compiled"):
         attention = attention_by_hand if name == "by hand" else partial(F.scaled_dot_product_attention, is_causal=True)
-        block = CausalSelfAttention(C, args.nhead, attention).to(args.device, dtype)
+        block = CausalSelfAttention(C, H, attention).to(args.device, dtype)
         if name == "compiled":
             torch._dynamo.reset()
             block, shapes = torch.compile(block), shapes[:1]  # another shape would compile another graph
@@ -97,50 +102,40 @@ def observations(args: argparse.Namespace, shapes: list[tuple[int, int]]) -> tup
         first_graph = graphs[0][0]
         pictures |= draw(first_graph, f"autograd-{name.replace(' ', '-')}") if args.picture else {}
         cells = [{"nodes": len(edges), "saved_bytes": saved} for edges, saved in graphs]
-        variants[name] = {"kinds": Counter(type(node).__name__ for node in first_graph), "shapes": shapes}
-        variants[name]["cells"] = cells
-    return variants, pictures, sentences
-
-
-def run(args: argparse.Namespace) -> Result:
-    B, T = args.batch or (2 if args.quick else 8), args.seq or (128 if args.quick else 1024)
-    C, H, itemsize = args.dmodel, args.nhead, (args.dtype or torch.float32).itemsize
-    if C % H:
-        raise Refused(f"--dmodel {C} is not divisible by --nhead {H}")
-    variants, pictures, sentences = observations(args, [(B, T), (2 * B, T), (B, 2 * T), (1, T)])
-    hand, fused = variants["by hand"]["cells"], variants["fused"]["cells"]
-    named = re.compile(r"ScaledDotProduct\w*Backward0")
+        kinds = Counter(type(node).__name__ for node in first_graph)
+        variants[name] = {"kinds": kinds, "shapes": shapes, "cells": cells}
+    hand, fused = (variants[name]["cells"][0] for name in ("by hand", "fused"))
+    compiled = variants["compiled"]["cells"][0]["nodes"] if "compiled" in variants else None
     figures = {
         "variants": variants,
-        "sdpa_nodes": {kind: count for kind, count in variants["fused"]["kinds"].items() if named.fullmatch(kind)},
-        "more_nodes": (18 if B > 1 else 15, hand[0]["nodes"] - fused[0]["nodes"]),
-        "more_saved_bytes": (B * H * T * T * itemsize, hand[0]["saved_bytes"] - fused[0]["saved_bytes"]),
+        "sdpa_nodes": {kind: n for kind, n in variants["fused"]["kinds"].items() if SDPA_NODE.fullmatch(kind)},
+        "more_nodes": (18 if B > 1 else 15, hand["nodes"] - fused["nodes"]),
+        "more_saved_bytes": (B * H * T * T * dtype.itemsize, hand["saved_bytes"] - fused["saved_bytes"]),
     }
-    compiled = variants["compiled"]["cells"][0]["nodes"] if "compiled" in variants else None
     return Result(tables(figures, compiled), sentences + conclusions(figures, compiled), figures, pictures)
 
 
 def tables(figures: dict, compiled: int | None) -> list[Table]:
-    variants, sdpa = figures["variants"], figures["sdpa_nodes"]
-    kinds = sorted(set().union(*(variant["kinds"] for variant in variants.values())))
+    variants = figures["variants"]
     hand, fused = variants["by hand"], variants["fused"]
-    batch, length = hand["shapes"][0]
+    compared = {
+        "nodes that by hand has more than fused": figures["more_nodes"],
+        "ScaledDotProduct*Backward0 nodes in fused": (1, sum(figures["sdpa_nodes"].values())),
+        "nodes of the compiled block": (1, compiled),
+        "MB that by hand saves more than fused": [f"{n / 1e6:.2f}" for n in figures["more_saved_bytes"]],
+    }
+    kinds = sorted(set().union(*(variant["kinds"] for variant in variants.values())))
+    by_kind = [{"kind": kind} | {name: v["kinds"][kind] for name, v in variants.items()} for kind in kinds]
+    by_kind.append({"kind": "all"} | {name: v["kinds"].total() for name, v in variants.items()})
+    by_shape = []
+    for (b, t), *cells in zip(hand["shapes"], hand["cells"], fused["cells"], strict=True):
+        shown = (f"{cell['nodes']} / {cell['saved_bytes'] / 1e6:.2f}" for cell in cells)
+        by_shape.append(dict(zip(("shape", "by hand", "fused"), (f"batch {b}, length {t}", *shown), strict=True)))
     return [
-        Table("Prediction and measurement", ["what", "predicted", "measured"], [
-            ["nodes that by hand has more than fused", *map(str, figures["more_nodes"])],
-            ["ScaledDotProduct*Backward0 nodes in fused", "1", str(sum(sdpa.values()))],
-            ["nodes of the compiled block", "1", str(compiled or "-")],
-            ["MB that by hand saves more than fused", *(f"{n / 1e6:.2f}" for n in figures["more_saved_bytes"])],
-        ]),
-        Table(f"Backward nodes of an attention block by kind, batch {batch}, length {length}", ["kind", *variants], [
-            *([kind, *(str(v["kinds"][kind]) for v in variants.values())] for kind in kinds),
-            ["all", *(str(v["cells"][0]["nodes"]) for v in variants.values())],
-        ]),
-        Table("The same for other shapes: nodes / MB saved for backward", ["shape", "by hand", "fused"], [
-            [f"batch {b}, length {t}", *(f"{cell['nodes']} / {cell['saved_bytes'] / 1e6:.2f}" for cell in cells)]
-            for (b, t), *cells in zip(hand["shapes"], hand["cells"], fused["cells"], strict=True)
-        ]),
-    ]  # fmt: skip
+        predictions("Prediction and measurement", "what", compared),
+        table(f"Backward nodes of an attention block by kind, {by_shape[0]['shape']}", by_kind),
+        table("The same for other shapes: nodes / MB saved for backward", by_shape),
+    ]
 
 
 def conclusions(figures: dict, compiled: int | None) -> list[str]:
@@ -157,6 +152,4 @@ def conclusions(figures: dict, compiled: int | None) -> list[str]:
     ]
     if hand[3]["nodes"] != hand[0]["nodes"]:
         lines.append(f"Batch 1 has {hand[3]['nodes']} nodes by hand, because no copy merges batch and heads.")
-    if compiled:
-        lines.append(f"The compiled block is {compiled} node{'s' * (compiled != 1)} for autograd.")
-    return lines
+    return lines + ([f"The compiled block is {compiled} node(s) for autograd."] if compiled else [])

@@ -26,7 +26,7 @@ import torch.nn as nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
-from anatomy.experiment import Refused, Result, Table, positive, seconds
+from anatomy.experiment import Refused, Result, predictions, seconds, size_argument, table
 from common.hardware import synchronize
 from ladder.process import module_command
 
@@ -84,21 +84,20 @@ def graphs_compiled(lengths: list[int], dynamic: bool | None) -> int:
     return counter.frame_count
 
 
-def megabytes(result: dict) -> str:
-    return "-" if result["reserved_bytes"] is None else f"{result['reserved_bytes'] / 1e6:.0f}"
+def megabytes(result: dict) -> str | None:
+    return result["reserved_bytes"] and f"{result['reserved_bytes'] / 1e6:.0f}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, help="modes (default: all; quick on a CPU: default)")
-    parser.add_argument("--layers", type=positive, help="blocks (default 8 on a GPU, 2 on a CPU, 1 in quick form)")
-    parser.add_argument("--batch", type=positive, default=256, help="rows of the input (default 256)")
-    parser.add_argument("--dmodel", type=positive, default=256, help="channels (default 256)")
-    parser.add_argument("--lengths", type=positive, default=5, help="lengths that a changing input has (default 5)")
+    size_argument(parser, "--layers", "blocks (default 8 on a GPU, 2 on a CPU, 1 in quick form)")
+    size_argument(parser, "--batch", "rows of the input (default 256)", default=256)
+    size_argument(parser, "--dmodel", "channels (default 256)", default=256)
+    size_argument(parser, "--lengths", "lengths that a changing input has (default 5)", default=5)
 
 
 def run(args: argparse.Namespace) -> Result:
     gpu = args.device.type == "cuda"
-    modes = args.modes or (MODES[:1] if args.quick and not gpu else MODES)
     layers = args.layers or (1 if args.quick else 8 if gpu else 2)
     work = {"layers": layers, "batch": args.batch, "dmodel": args.dmodel, "iters": args.iters}
     work |= {"device": str(args.device), "dtype": str(args.dtype or torch.float32).removeprefix("torch.")}
@@ -108,43 +107,46 @@ def run(args: argparse.Namespace) -> Result:
         eager = in_fresh_process(work | {"mode": "eager"}, cache)
     if "reason" in eager:
         raise Refused(f"the process that runs eager steps failed: {eager['reason']}")
-    results, sentences, rows = {}, [], [["eager", "-", f"{eager['step_s'] * 1e3:.2f}", *["-"] * 4, megabytes(eager)]]
-    for mode in modes:
+    reference, reference_s = "eager", eager["step_s"]
+    rows = [{"mode": "eager", "step, ms": f"{reference_s * 1e3:.2f}", "reserved, MB": megabytes(eager)}]
+    results, sentences = {}, []
+    for mode in args.modes or (MODES[:1] if args.quick and not gpu else MODES):
         with tempfile.TemporaryDirectory(prefix="inductor-") as cache:
             cold, warm = (in_fresh_process(work | {"mode": mode}, cache) for _ in range(2))
         results[mode] = {"cold": cold, "warm": warm}
+        rows.append({"mode": mode, "step predicted, ms": predicted[mode]})
         if reason := cold.get("reason") or warm.get("reason"):
-            rows.append([mode, predicted[mode], *["-"] * 6])
             sentences.append(f"{mode} did not run: {reason}.")
             continue
         cold_s, warm_s, step_s = cold["first_steps_s"], warm["first_steps_s"], warm["step_s"]
-        default = results.get("default", {}).get("warm", {}) if mode != "default" else {}
-        reference, reference_s = ("default", default["step_s"]) if "step_s" in default else ("eager", eager["step_s"])
-        times = [f"{step_s * 1e3:.2f}", f"{cold_s:.1f}", f"< {cold_s / 2:.1f}", f"{warm_s:.1f}"]
-        rows.append([mode, predicted[mode], *times, f"{cold['cache_hits']} / {warm['cache_hits']}", megabytes(warm)])
+        rows[-1] |= {"step, ms": f"{step_s * 1e3:.2f}", "cold, s": f"{cold_s:.1f}"}
+        rows[-1] |= {"warm predicted, s": f"< {cold_s / 2:.1f}", "warm, s": f"{warm_s:.1f}"}
+        rows[-1] |= {
+            "hits cold / warm": f"{cold['cache_hits']} / {warm['cache_hits']}",
+            "reserved, MB": megabytes(warm),
+        }
         sentences.append(
             f"{mode}: a warm cache takes {warm_s / cold_s:.0%} of the cold seconds, {VERDICT[warm_s < cold_s / 2]}. A "
             f"step takes {step_s / reference_s:.2f} of the time of {reference}, {VERDICT[step_s <= reference_s]}."
         )
-    calls, cases = graph_counts(args.lengths)
+        if mode == "default":
+            reference, reference_s = mode, step_s
+    cases = graph_counts(args.lengths)
     sentences.append(f"The numbers of graphs are {VERDICT[all(guess == count for guess, count in cases.values())]}.")
-    headers = ["mode", "step predicted, ms", "step, ms", "cold, s", "warm predicted, s", "warm, s", "hits cold / warm"]
     title = f"Forward and backward of {layers} block(s); cold and warm: compilation and first steps, fresh processes"
-    figures = {"work": work, "eager": eager, "modes": results, "graphs": cases}
-    return Result([Table(title, [*headers, "reserved, MB"], rows), calls], sentences, figures)
+    tables = [table(title, rows), predictions(f"Graphs compiled in {args.lengths} calls", "input", cases)]
+    return Result(tables, sentences, {"work": work, "eager": eager, "modes": results, "graphs": cases})
 
 
-def graph_counts(n_calls: int) -> tuple[Table, dict[str, tuple[int, int]]]:
-    """How many graphs `n_calls` calls compile, as a table, and as case -> (predicted, compiled)."""
+def graph_counts(n_calls: int) -> dict[str, tuple[int, int]]:
+    """How many graphs `n_calls` calls compile: case -> (predicted, compiled)."""
     lengths, limit = [16 * (i + 2) for i in range(n_calls)], torch._dynamo.config.recompile_limit
-    cases = {
+    return {
         "same length": (1, graphs_compiled(lengths[:1] * n_calls, None)),
         "changing, dynamic=False": (min(n_calls, limit), graphs_compiled(lengths, False)),
         "changing, default": (min(n_calls, 2), graphs_compiled(lengths, None)),
         "changing, dynamic=True": (1, graphs_compiled(lengths, True)),
     }
-    rows = [[case, *map(str, counts)] for case, counts in cases.items()]
-    return Table(f"Graphs compiled in {n_calls} calls", ["input", "predicted", "measured"], rows), cases
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ Run:    python -m anatomy contiguity --m 4096 --n 4096 --k 4096
 """
 
 import argparse
+from functools import partial
 
 import torch
 
-from anatomy.experiment import Result, Table, default_size, positive, seconds, us
+from anatomy.experiment import Result, default_size, seconds, size_argument, table, us
 
 TOLERANCE = 1.25  # two times that differ by less than this factor count as equal
 CACHE_LINE = 64  # bytes on a CPU; a GPU moves 32 at a time
@@ -31,9 +32,9 @@ CACHE_LINE = 64  # bytes on a CPU; a GPU moves 32 at a time
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = "(default: 4096 on a GPU, 1024 on a CPU)"
-    parser.add_argument("--m", type=positive, metavar="N", help=f"rows of the input {default}")
-    parser.add_argument("--n", type=positive, metavar="N", help=f"columns of the matrix it is multiplied by {default}")
-    parser.add_argument("--k", type=positive, metavar="N", help=f"columns of the input {default}")
+    size_argument(parser, "--m N", f"rows of the input {default}")
+    size_argument(parser, "--n N", f"columns of the matrix it is multiplied by {default}")
+    size_argument(parser, "--k N", f"columns of the input {default}")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -55,40 +56,36 @@ def run(args: argparse.Namespace) -> Result:
     figures = {}
     for name, (operation, low, high) in operations.items():
         torch.testing.assert_close(operation(view), operation(contiguous), rtol=0.05, atol=0.05)
-        figures[name] = {
-            "contiguous_s": seconds(lambda f=operation: f(contiguous), args.iters),
-            "view_s": seconds(lambda f=operation: f(view), args.iters),
-            "contiguous_first_s": seconds(lambda f=operation: f(view.contiguous()), args.iters),
-            "predicted": [low, high],
-        }
-    copy = figures["copy to contiguous"]
-    del copy["contiguous_first_s"]  # it would copy twice
-    rows = []
-    for name, result in figures.items():
-        result["ratio"] = result["view_s"] / result["contiguous_s"]
-        low, high = result["predicted"]
-        result["holds"] = low / TOLERANCE <= result["ratio"] <= high * TOLERANCE
-        row = [name, us(result["contiguous_s"]), us(result["view_s"]), f"{result['ratio']:.2f}x"]
-        row.append(f"{low:.0f}x" if low == high else f"{low:.0f}x to {high:.0f}x")
-        if first := result.get("contiguous_first_s"):
-            result["predicted_first_s"] = result["contiguous_s"] + copy["view_s"]
-            row += [us(first), us(result["predicted_first_s"])]
-        rows.append(row + ["-"] * (7 - len(row)))
-    headers = ["operation", "contiguous us", "view us", "view / contiguous", "predicted"]
-    headers += [".contiguous() first us", "predicted us"]
+        contiguous_s = seconds(partial(operation, contiguous), args.iters)
+        view_s = seconds(partial(operation, view), args.iters)
+        ratio = view_s / contiguous_s
+        figures[name] = {"contiguous_s": contiguous_s, "view_s": view_s, "predicted": [low, high], "ratio": ratio}
+        figures[name]["holds"] = low / TOLERANCE <= ratio <= high * TOLERANCE
+    rows, copy_s = [], figures["copy to contiguous"]["view_s"]
+    for name, (operation, low, high) in operations.items():
+        row = figures[name]
+        cells = {"operation": name, "contiguous us": us(row["contiguous_s"]), "view us": us(row["view_s"])}
+        cells["view / contiguous"] = f"{row['ratio']:.2f}x"
+        cells["predicted"] = f"{low:.0f}x" if low == high else f"{low:.0f}x to {high:.0f}x"
+        if name != "copy to contiguous":  # it would copy twice
+            first_s = seconds(lambda f=operation: f(view.contiguous()), args.iters)
+            row |= {"contiguous_first_s": first_s, "predicted_first_s": row["contiguous_s"] + copy_s}
+            cells |= {".contiguous() first us": us(first_s), "predicted us": us(row["predicted_first_s"])}
+        rows.append(cells)
     title = f"A ({M}, {K}) input, contiguous and as a transposed view; matrix product with ({K}, {N}); {dtype}"
     shared = view.data_ptr() == stored.data_ptr()
     shape = {"m": M, "n": N, "k": K, "copy_bytes": 2 * M * K * dtype.itemsize}  # read and written
     shape |= {"view_shares_memory": shared, "operations": figures}
-    return Result([Table(title, headers, rows)], sentences(figures, shared), shape)
+    return Result([table(title, rows)], sentences(figures, shared), shape)
 
 
 def sentences(figures: dict, shared: bool) -> list[str]:
     missed = [f"{name} ({result['ratio']:.2f}x)" for name, result in figures.items() if not result["holds"]]
     pays = [
-        name for name, result in figures.items()
-        if "contiguous_first_s" in result and result["contiguous_first_s"] * TOLERANCE < result["view_s"]
-    ]  # fmt: skip
+        name
+        for name, row in figures.items()
+        if row.get("contiguous_first_s", row["view_s"]) * TOLERANCE < row["view_s"]
+    ]
     loss = max(figures, key=lambda name: figures[name]["ratio"])
     return [
         f"The view {'shares' if shared else 'does not share'} the memory of its base. The operation that loses "

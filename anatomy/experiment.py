@@ -7,11 +7,14 @@ choice, `iters` is a number, and `quick` asks for smaller sizes.
 """
 
 import argparse
+import contextlib
 import io
 import itertools
+import logging
 import statistics
 import textwrap
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,8 +22,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from common import profile
-from common.text import aligned
-from common.text import positive_int as positive
+from common.text import aligned, positive_int
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 ITERS, QUICK_ITERS = 50, 10
@@ -42,6 +44,17 @@ class Table:
         return aligned([dict(zip(self.headers, row, strict=True)) for row in self.rows], style)
 
 
+def table(title: str, rows: list[dict]) -> Table:
+    """Rows of header -> cell. The longest row has all headers; a cell that a row lacks, or that is None, is "-"."""
+    headers = list(max(rows, key=len))
+    return Table(title, headers, [["-" if row.get(h) is None else str(row[h]) for h in headers] for row in rows])
+
+
+def predictions(title: str, what: str, pairs: dict[str, tuple]) -> Table:
+    """A table of name -> (predicted, measured)."""
+    return table(title, [{what: name, "predicted": p, "measured": m} for name, (p, m) in pairs.items()])
+
+
 @dataclass
 class Result:
     """The outcome of an experiment.
@@ -61,6 +74,11 @@ class Result:
         parts += [f"{title}\n\n{textwrap.indent(text, '    ')}" for title, text in self.listings.items()]
         return "\n\n".join([*parts, "\n".join(f"- {sentence}" for sentence in self.sentences)])
 
+    def with_plot(self, name: str, draw: Callable[..., None]) -> "Result":
+        self.attachments |= plot(name, draw)
+        self.sentences += [] if self.attachments else ["Without matplotlib there is no plot."]
+        return self
+
     def record(self) -> dict:
         return vars(self) | {"tables": list(map(asdict, self.tables)), "attachments": list(self.attachments)}
 
@@ -71,14 +89,33 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     dtypes = f"{', '.join(DTYPES)} (default: the experiment's own choice)"
     parser.add_argument("--dtype", choices=DTYPES, metavar="NAME", help=dtypes)
     iters = f"timed calls (default: {ITERS}; {QUICK_ITERS} with --quick)"
-    parser.add_argument("--iters", type=positive, metavar="N", help=iters)
+    parser.add_argument("--iters", type=positive_int, metavar="N", help=iters)
     parser.add_argument("--quick", action="store_true", help="smaller sizes, which take seconds even on a small CPU")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
+
+
+def size_argument(parser: argparse.ArgumentParser, name: str, text: str, **options) -> None:
+    """Add an option that takes a number from 1. `name` is the option and what stands for the number: `--numbers N`."""
+    option, _, metavar = name.partition(" ")
+    parser.add_argument(option, type=positive_int, metavar=metavar or None, help=text, **options)
 
 
 def default_size(args: argparse.Namespace, quick: int, cpu: int, gpu: int) -> int:
     """A size for this device. A GPU keeps its size in quick form, because smaller ones would time only launches."""
     return gpu if args.device.type == "cuda" else quick if args.quick else cpu
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[list[warnings.WarningMessage]]:
+    """Keep back what is printed and logged, and yield the warnings."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.callback(logging.disable, logging.NOTSET)
+        logging.disable(logging.WARNING)
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        yield caught
 
 
 def us(seconds: float) -> str:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from anatomy.experiment import Result, Table, default_size, launches, positive, seconds, us
+from anatomy.experiment import Result, default_size, launches, seconds, size_argument, table, us
 from common import roofs
 from common.errors import missing_tool
 
@@ -35,10 +35,8 @@ KERNEL = r"async_compile\.(?:triton|cpp_pybinding)\(.*?'''(.*?)'''"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    numbers = "numbers per tensor (default: 2^26 on a GPU, 2^23 on a CPU)"
-    parser.add_argument("--numbers", type=positive, metavar="N", help=numbers)
-    edge = "edge of the matrices of the product (default: 4096 on a GPU, 1024 on a CPU)"
-    parser.add_argument("--edge", type=positive, metavar="N", help=edge)
+    size_argument(parser, "--numbers N", "numbers per tensor (default: 2^26 on a GPU, 2^23 on a CPU)")
+    size_argument(parser, "--edge N", "edge of the matrices of the product (default: 4096 on a GPU, 1024 on a CPU)")
 
 
 class Case(NamedTuple):
@@ -70,12 +68,6 @@ def cases(N: int, E: int, dtype: torch.dtype, device: torch.device, iters: int) 
     def epilogue(a, w, c):
         return torch._addmm_activation(c, a, w)  # inside the product's kernel, where BLAS has that
 
-    def loop(*tensors):
-        return [t * 2 for t in tensors]
-
-    def foreach(*tensors):
-        return torch._foreach_mul(tensors, 2)
-
     gemm, many = "relu(A@B+c)", f"{MANY} small x*2"
     return [
         Case(CHAIN, "eager", gate, (x, w, b), 10 * N),
@@ -88,8 +80,8 @@ def cases(N: int, E: int, dtype: torch.dtype, device: torch.device, iters: int) 
         Case(gemm, "eager", linear_relu, matrices, 4 * E * E, product_s),  # passes over the output
         Case(gemm, "compiled", linear_relu, matrices, 2 * E * E, product_s),
         Case(gemm, "BLAS epilogue", epilogue, matrices, 0, product_s),
-        Case(many, "eager", loop, small, 2 * MANY * SMALL, MANY * launch_s),
-        Case(many, "_foreach_mul", foreach, small, 2 * MANY * SMALL, launch_s),
+        Case(many, "eager", lambda *xs: [x * 2 for x in xs], small, 2 * MANY * SMALL, MANY * launch_s),
+        Case(many, "_foreach_mul", lambda *xs: torch._foreach_mul(xs, 2), small, 2 * MANY * SMALL, launch_s),
     ]
 
 
@@ -104,25 +96,27 @@ def run(args: argparse.Namespace) -> Result:
         if case.variant == "compiled":
             function, kernels = compiled(function, case.inputs)
             code = code or "\n".join(kernels)
-        row, megabytes = [case.expression, case.variant], f"{n_bytes / 1e6:.1f}"
+        cells = {"expression": case.expression, "variant": case.variant}
         if isinstance(function, str):
-            rows.append([*row, "-", megabytes, "-", function, "-", "-"])
+            rows.append(cells | {"least MB": f"{n_bytes / 1e6:.1f}", "measured us": function})
             continue
         call = partial(function, *case.inputs)
         torch.testing.assert_close(call(), expected.setdefault(case.expression, call()), rtol=0.02, atol=0.05)
         # The trace of a CPU does not show the functions that the compiler generates.
         n_launches = launches(call, device) + (len(kernels) if device.type == "cpu" else 0)
-        result = {"launches": n_launches, "bytes": n_bytes, "seconds": seconds(call, args.iters)}
-        result["predicted_s"] = case.base_s + n_bytes / copy_rate
+        measured_s, predicted_s = seconds(call, args.iters), case.base_s + n_bytes / copy_rate
+        result = {"launches": n_launches, "bytes": n_bytes, "seconds": measured_s, "predicted_s": predicted_s}
         results.setdefault(case.expression, {})[case.variant] = result
-        rate = n_bytes / result["seconds"]
-        row += [str(n_launches), megabytes, us(result["predicted_s"]), us(result["seconds"])]
-        rows.append(row + (["-", "-"] if case.base_s else [f"{rate / 1e9:.1f}", f"{rate / copy_rate:.0%}"]))
-    headers = ["expression", "variant", "launches", "least MB", "predicted us", "measured us", "GB/s", "of copy"]
+        cells |= {"launches": n_launches, "least MB": f"{n_bytes / 1e6:.1f}"}
+        cells |= {"predicted us": us(predicted_s), "measured us": us(measured_s)}
+        if not case.base_s:
+            rate = n_bytes / measured_s
+            cells |= {"GB/s": f"{rate / 1e9:.1f}", "of copy": f"{rate / copy_rate:.0%}"}
+        rows.append(cells)
     title = f"N = {N}, A and B ({E}, {E}), {dtype}; copy {copy_rate / 1e9:.1f} GB/s; least MB: besides the product A@B"
     figures = {"copy_bytes_per_s": copy_rate, "numbers": N, "edge": E, "cases": results}
     listings = {f"What torch.compile made of {CHAIN}:": code} if code else {}
-    return Result([Table(title, headers, rows)], sentences(figures), figures, listings=listings)
+    return Result([table(title, rows)], sentences(figures), figures, listings=listings)
 
 
 def triton_gate(device: torch.device) -> Callable | str:

@@ -14,16 +14,12 @@ Run:    python -m anatomy graph-breaks [--n N] [--backend inductor|aot_eager|eag
 """
 
 import argparse
-import io
-import logging
 import time
-import warnings
-from contextlib import redirect_stdout
 
 import torch
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 
-from anatomy.experiment import Result, Table, positive, seconds
+from anatomy.experiment import Result, quiet, seconds, size_argument, table
 from common.text import one_line
 
 
@@ -107,7 +103,7 @@ def timed(function, x: torch.Tensor, args: argparse.Namespace) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--n", type=positive, help="numbers in the input (default: GPU 2^26, CPU 2^22, quick 2^20)")
+    size_argument(parser, "--n", "numbers in the input (default: GPU 2^26, CPU 2^22, quick 2^20)")
     parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="of torch.compile (default: inductor)")
 
 
@@ -116,37 +112,30 @@ def run(args: argparse.Namespace) -> Result:
     x = torch.randn(n, device=args.device, dtype=args.dtype or torch.float32)
     cases, detected, costs, sentences = {}, [], [], []
     for name, (broken, mended, how, bytes_broken, bytes_mended) in CASES.items():
-        with redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they repeat the reason
-            logging.disable(logging.WARNING)
+        cost = {"cause": name, "mended by": how, "bytes for FP32": f"{bytes_broken}N / {bytes_mended}N"}
+        predicted = f"{bytes_broken / bytes_mended:.2f}x" if args.backend == "inductor" else "-"  # others do not fuse
+        costs.append(cost | {"predicted": predicted})
+        with quiet():  # the warnings repeat the reason
+            breaks, reason, line = detect(broken, x)
+            left = detect(mended, x)[0]
+            same = torch.allclose(broken(x), mended(x), rtol=1e-2 if x.itemsize < 4 else 1e-4)
             try:
-                breaks, reason, line = detect(broken, x)
-                left = detect(mended, x)[0]
-                same = torch.allclose(broken(x), mended(x), rtol=1e-2 if x.itemsize < 4 else 1e-4)
-                times = {"broken_s": timed(broken, x, args), "mended_s": timed(mended, x, args)}
+                broken_s, mended_s = timed(broken, x, args), timed(mended, x, args)
             except TorchDynamoException as error:  # without a compiler the breaks are known, but not the times
-                times = {"broken_s": None, "mended_s": None}
+                broken_s = mended_s = None
                 sentences = [f"There are no times: {one_line(error)}."]
-            finally:
-                logging.disable(logging.NOTSET)
+        detected.append({"cause": name, "breaks predicted": 1, "breaks": breaks, "mended, predicted": 0})
+        detected[-1] |= {"mended": left, "reason that Dynamo gives": reason, "line": line}
         cases[name] = {"breaks": breaks, "reason": reason, "line": line, "breaks_mended": left, "same_result": same}
-        cases[name] |= times
-        detected.append([name, "1", str(breaks), "0", str(left), reason, line])
-        predicted = (
-            f"{bytes_broken / bytes_mended:.2f}x" if args.backend == "inductor" else "-"
-        )  # the other backends do not fuse
-        costs.append([name, how, f"{bytes_broken}N / {bytes_mended}N", predicted, *["-"] * 4])
-        if times["broken_s"] is None:
+        cases[name] |= {"broken_s": broken_s, "mended_s": mended_s}
+        if broken_s is None:
             continue
-        lost, ratio = times["broken_s"] - times["mended_s"], times["broken_s"] / times["mended_s"]
-        costs[-1][4:] = [f"{ratio:.2f}x", *(f"{value * 1e3:.3f}" for value in (*times.values(), lost))]
+        ratio, times = broken_s / mended_s, {"broken": broken_s, "mended": mended_s, "lost": broken_s - mended_s}
+        costs[-1] |= {"measured": f"{ratio:.2f}x"} | {f"{what}, ms": f"{s * 1e3:.3f}" for what, s in times.items()}
         costly = "takes longer" if ratio > 1.05 else "does NOT take longer"
         sentences.append(f"{name}: the broken form {costly}, {ratio:.2f}x the mended time, predicted {predicted}.")
     clean = all(cell["breaks_mended"] == 0 and cell["same_result"] for cell in cases.values())
     sentences.append(f"{'Every' if clean else 'NOT every'} mended form is one graph and returns the same numbers.")
-    headers = ["cause", "breaks predicted", "breaks", "mended, predicted", "mended", "reason that Dynamo gives", "line"]
-    measured = ["predicted", "measured", "broken, ms", "mended, ms", "lost, ms"]
     title = f"Cost of a break, N = {n} numbers, backend {args.backend}"
-    cost = Table(title, ["cause", "mended by", "bytes for FP32", *measured], costs)
     figures = {"n": n, "backend": args.backend, "cases": cases}
-    return Result([Table("Graph breaks", headers, detected), cost], sentences, figures)
+    return Result([table("Graph breaks", detected), table(title, costs)], sentences, figures)

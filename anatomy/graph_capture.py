@@ -14,11 +14,7 @@ Run:    python -m anatomy graph-capture [--n N]
 """
 
 import argparse
-import io
-import logging
-import warnings
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 
 import torch
@@ -26,7 +22,7 @@ import torch.fx
 import torch.nn as nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 
-from anatomy.experiment import Result, Table, positive
+from anatomy.experiment import Result, quiet, size_argument, table
 from common.text import one_line
 
 
@@ -93,18 +89,13 @@ VERDICT = {True: "right", False: "WRONG", None: "-"}
 def capture(tool: str, x: torch.Tensor) -> dict:
     """What `tool` makes of the function. The tool gets x; the result is tried on x and on -x, the other side."""
     model, outcome = Branching(), {"captured": "refuses", "first": None, "other": None, "reason": None}
-    silence = io.StringIO()  # a tool that refuses prints its unfinished graph
-    with warnings.catch_warnings(record=True) as caught, redirect_stdout(silence), redirect_stderr(silence):
-        warnings.simplefilter("always")
-        logging.disable(logging.WARNING)
+    with quiet() as caught:  # a tool that refuses prints its unfinished graph
         try:
             captured, describe = TOOLS[tool][0](x)
             outcome["first"], outcome["other"] = (torch.equal(captured(t), model(t)) for t in (x, -x))
             outcome["captured"] = describe()
         except Exception as error:  # every tool has its own exceptions, and a refusal is a result
             outcome["reason"] = f"{type(error).__name__}: {one_line(error)}"
-        finally:
-            logging.disable(logging.NOTSET)
     deprecated = (str(w.message) for w in caught if issubclass(w.category, (DeprecationWarning, FutureWarning)))
     outcome["deprecated"] = next((text.splitlines()[0] for text in deprecated if tool in text), None)
     outcome["warned"] = any(w.category.__name__ == "TracerWarning" for w in caught)
@@ -112,26 +103,31 @@ def capture(tool: str, x: torch.Tensor) -> dict:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--n", type=positive, default=8, help="numbers in the input (default 8)")
+    size_argument(parser, "--n", "numbers in the input (default 8)", default=8)
 
 
 def run(args: argparse.Namespace) -> Result:
     x = torch.ones(args.n, device=args.device, dtype=args.dtype or torch.float32)
-    outcomes = {tool: capture(tool, x) for tool in TOOLS}
-    rows, sentences = [], []
-    for tool, (_, captured, *right) in TOOLS.items():
-        cell = outcomes[tool]
-        predicted = [captured, *(VERDICT[r] for r in right)]
-        measured = [cell["captured"], VERDICT[cell["first"]], VERDICT[cell["other"]]]
-        cell["as_predicted"] = measured[0].startswith(captured) and measured[1:] == predicted[1:]
-        rows.append([tool, *(f"{p} / {m}" for p, m in zip(predicted, measured, strict=True))])
-        notes = [f"refuses with {cell['reason']}"] if cell["reason"] else []
-        notes += ["warns that it is deprecated: " + cell["deprecated"]] if cell["deprecated"] else []
-        sentences += [f"{tool} {note.rstrip('.')}." for note in notes]
-    wrong = [tool for tool, cell in outcomes.items() if cell["other"] is False]
-    warned = [f"{tool} ({'with' if outcomes[tool]['warned'] else 'without'} a warning at capture)" for tool in wrong]
-    sentences.insert(0, f"These tools are wrong on the other side without an error: {', '.join(warned) or 'none'}.")
+    outcomes, rows, notes = {}, [], []
+    for tool, (_, captured, first, other) in TOOLS.items():
+        cell = outcomes[tool] = capture(tool, x)
+        right = (cell["first"], cell["other"])
+        cell["as_predicted"] = cell["captured"].startswith(captured) and right == (first, other)
+        rows.append({
+            "tool": tool,
+            "captured": f"{captured} / {cell['captured']}",
+            "on the side shown": f"{VERDICT[first]} / {VERDICT[cell['first']]}",
+            "on the other side": f"{VERDICT[other]} / {VERDICT[cell['other']]}",
+        })  # fmt: skip
+        if cell["reason"]:
+            notes.append(f"{tool} refuses with {cell['reason'].rstrip('.')}.")
+        if cell["deprecated"]:
+            notes.append(f"{tool} warns that it is deprecated: {cell['deprecated'].rstrip('.')}.")
+    wrong = [f"{tool} ({'with' if cell['warned'] else 'without'} a warning at capture)"
+             for tool, cell in outcomes.items() if cell["other"] is False]  # fmt: skip
     surprises = [tool for tool, cell in outcomes.items() if not cell["as_predicted"]]
-    sentences.insert(1, f"These tools are not as predicted: {', '.join(surprises) or 'none'}.")
-    headers = ["tool", "captured", "on the side shown", "on the other side"]
-    return Result([Table("Predicted / measured, by tool", headers, rows)], sentences, {"tools": outcomes})
+    sentences = [
+        f"These tools are wrong on the other side without an error: {', '.join(wrong) or 'none'}.",
+        f"These tools are not as predicted: {', '.join(surprises) or 'none'}.",
+    ]
+    return Result([table("Predicted / measured, by tool", rows)], sentences + notes, {"tools": outcomes})

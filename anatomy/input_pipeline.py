@@ -21,7 +21,7 @@ import warnings
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from anatomy.experiment import Result, Table, positive, seconds
+from anatomy.experiment import Result, Table, seconds, size_argument, table
 from common.hardware import synchronize
 
 CHANNELS = 1024
@@ -78,10 +78,10 @@ def ms_per_batch(step, dataset: Waiting, device: torch.device, skip: int, **load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--load", type=positive, default=20, metavar="MS", help="milliseconds to load a batch (20)")
-    parser.add_argument("--step", type=positive, default=10, metavar="MS", help="milliseconds of a step alone (10)")
-    parser.add_argument("--batches", type=positive, metavar="N", help="batches timed (default 100, quick 24)")
-    parser.add_argument("--rows", type=positive, metavar="N", help="rows of 4096 bytes in a batch (1024, on a CPU 64)")
+    size_argument(parser, "--load MS", "milliseconds to load a batch (20)", default=20)
+    size_argument(parser, "--step MS", "milliseconds of a step alone (10)", default=10)
+    size_argument(parser, "--batches N", "batches timed (default 100, quick 24)")
+    size_argument(parser, "--rows N", "rows of 4096 bytes in a batch (1024, on a CPU 64)")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> Result:
         dataset = Waiting(timed + skip, batch_rows, batch_ms, irregular)
         how = {"num_workers": workers, "pin_memory": pinned, "prefetch_factor": prefetch if workers else None}
         measured = ms_per_batch(step, dataset, args.device, skip, **how)
-        given = {"workers": workers, "pinned": pinned, "prefetch": prefetch if workers else 0}
-        return given | {"predicted_ms": predicted, "measured_ms": measured, "stalls": measured > STALL * alone}
+        return {"workers": workers, "pinned": pinned, "prefetch": prefetch if workers else 0,
+                "predicted_ms": predicted, "measured_ms": measured, "stalls": measured > STALL * alone}  # fmt: skip
 
     enough = math.ceil(load / alone) + 1  # one more worker than keeps up with the step
     pageable = [cell(0, False, max(alone, load) if gpu else load + alone)]
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> Result:
     ]
     title = f"Every batch takes {load:.0f} ms to load, a step alone takes {alone:.1f} ms"
     irregular_title = f"Loading takes {mean:.1f} ms on average, every {SLOW_EVERY}th batch {slow:.0f}"
-    tables = [table(title, pageable + pinned, alone), table(irregular_title, irregular, alone)]
+    tables = [waits(title, pageable + pinned, alone), waits(irregular_title, irregular, alone)]
     figures = {"step_alone_ms": alone, "load_ms": load, "batches": timed, "rows": rows}
     figures |= {"regular": pageable + pinned, "irregular": irregular}
     return Result(tables, sentences(pageable, pinned, irregular, alone), figures)
@@ -133,16 +133,16 @@ def sentences(pageable: list[dict], pinned: list[dict], irregular: list[dict], a
     ]
     if not pinned:
         return [*lines, "On a CPU the step only waits, as the host of a GPU does. Only a GPU can use pinned memory."]
-    changes = [p["measured_ms"] - c["measured_ms"] for p, c in ((pinned[0], pageable[0]), (pinned[-1], pageable[-1]))]
-    change = f"{changes[0]:+.1f} ms without workers and by {changes[1]:+.1f} ms with {enough}"
-    return [*lines, f"Pinned memory changes a step by {change}."]
+    first, last = (pinned[i]["measured_ms"] - pageable[i]["measured_ms"] for i in (0, -1))
+    return [
+        *lines,
+        f"Pinned memory changes a step by {first:+.1f} ms without workers and by {last:+.1f} ms with {enough}.",
+    ]
 
 
-def table(title: str, cells: list[dict], alone: float) -> Table:
-    headers = ["workers", "memory", "prefetch", "predicted, ms a step", "measured", "stall, ms", "stalled"]
-    rows = [
-        [str(c["workers"]), "pinned" if c["pinned"] else "pageable", str(c["prefetch"]), f"{c['predicted_ms']:.1f}",
-         f"{c['measured_ms']:.1f}", f"{c['measured_ms'] - alone:.1f}", f"{1 - alone / c['measured_ms']:.0%}"]
-        for c in cells
-    ]  # fmt: skip
-    return Table(title, headers, rows)
+def waits(title: str, cells: list[dict], alone: float) -> Table:
+    return table(title, [{
+        "workers": cell["workers"], "memory": "pinned" if cell["pinned"] else "pageable", "prefetch": cell["prefetch"],
+        "predicted, ms a step": f"{cell['predicted_ms']:.1f}", "measured": f"{cell['measured_ms']:.1f}",
+        "stall, ms": f"{cell['measured_ms'] - alone:.1f}", "stalled": f"{1 - alone / cell['measured_ms']:.0%}",
+    } for cell in cells])  # fmt: skip

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from anatomy.experiment import Refused, Result, Table, default_size, plot, positive, seconds, us
+from anatomy.experiment import Refused, Result, default_size, seconds, size_argument, table, us
 from common import hardware
 
 CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -27,10 +27,8 @@ OVERHEAD = 3  # a copy shorter than this many empty calls measures the call, not
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    smallest = "smallest working set, KiB (default: 1024 on a GPU, 64 on a CPU)"
-    parser.add_argument("--smallest", type=positive, metavar="KIB", help=smallest)
-    largest = "largest working set, MiB (default: 4096 on a GPU, 256 on a CPU)"
-    parser.add_argument("--largest", type=positive, metavar="MIB", help=largest)
+    size_argument(parser, "--smallest KIB", "smallest working set, KiB (default: 1024 on a GPU, 64 on a CPU)")
+    size_argument(parser, "--largest MIB", "largest working set, MiB (default: 4096 on a GPU, 256 on a CPU)")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -44,23 +42,21 @@ def run(args: argparse.Namespace) -> Result:
     buffers = torch.ones(2, largest // 2 // dtype.itemsize, device=device, dtype=dtype)
     # The copies are negations: in a CUDA graph copy_ uses the copy engines, which are slower than a kernel.
     empty_s = time_copy(partial(torch.neg, buffers[0, :1], out=buffers[1, :1]), args.iters)
-    copies, cells = [], []
+    copies, rows = [], []
     for size in working_sets(smallest, largest, 4 if args.quick and device.type == "cpu" else 2):
         source, target = buffers[:, : size // 2 // dtype.itemsize]
-        row = {"bytes": size, "seconds": time_copy(partial(torch.neg, source, out=target), args.iters)}
-        row["level"] = next((name for name, capacity in levels.items() if size <= capacity), "DRAM")
-        row["bytes_per_s"] = size / row["seconds"]
-        row["call_bound"] = row["seconds"] < OVERHEAD * empty_s
-        copies.append(row)
-        cells.append([mib(size), row["level"], us(row["seconds"]), f"{row['bytes_per_s'] / 1e9:.1f}"])
-        cells[-1].append("the call, not the memory" if row["call_bound"] else "")
+        copy_s = time_copy(partial(torch.neg, source, out=target), args.iters)
+        level = next((name for name, capacity in levels.items() if size <= capacity), "DRAM")
+        call_bound = copy_s < OVERHEAD * empty_s
+        copies.append({"bytes": size, "seconds": copy_s, "level": level, "bytes_per_s": size / copy_s})
+        copies[-1]["call_bound"] = call_bound
+        rows.append({"working set MiB": mib(size), "predicted to fit in": level, "us": us(copy_s)})
+        rows[-1] |= {"GB/s": f"{size / copy_s / 1e9:.1f}", "measures": "the call, not the memory" * call_bound}
     sizes = ", ".join(f"{name} {mib(capacity)} MiB" for name, capacity in levels.items()) or "sizes unknown"
     title = f"Copies within a working set (source and target); caches: {sizes}; an empty call: {us(empty_s)} us"
-    table = Table(title, ["working set MiB", "predicted to fit in", "us", "GB/s", "measures"], cells)
-    attached = plot("memory-hierarchy.svg", partial(draw, copies, levels))
-    lines = sentences(copies, levels) + ([] if attached else ["Without matplotlib there is no plot."])
     figures = {"caches": levels, "empty_s": empty_s, "working_sets": copies}
-    return Result([table], lines, figures, attached)
+    result = Result([table(title, rows)], sentences(copies, levels), figures)
+    return result.with_plot("memory-hierarchy.svg", partial(draw, copies, levels))
 
 
 def working_sets(smallest: int, largest: int, factor: int) -> list[int]:

@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from anatomy.experiment import Refused, Result, Table, default_size, positive, seconds, us
+from anatomy.experiment import Refused, Result, Table, default_size, seconds, size_argument, table, us
 from anatomy.quantize import BLOCK, FP8, block_scaling, current_scaling, delayed_scaling, fp8_product
 from common import hardware, roofs
 
@@ -38,7 +38,7 @@ OUTLIER = 1e5  # the standard deviation of the other numbers is 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = "edge of the matrices, a multiple of 128 (default: 4096 on a GPU, 512 on a CPU)"
-    parser.add_argument("--size", type=positive, metavar="N", help=size + ". With --dtype only it and FP32 run.")
+    size_argument(parser, "--size N", f"{size}. With --dtype only it and FP32 run.")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -52,22 +52,22 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def tables(size: int, products: dict, ranges: dict, quantization: dict) -> list[Table]:
-    product_rows, recipe_rows = [], []
-    for name, row in products.items():
-        speed = f"{2e-12 * size**3 / row['seconds']:.3g}" if row["seconds"] else row["reason"]
-        errors = [f"{row[key]:.1e}" if row[key] else "-" for key in ("error", "predicted_error")]
-        product_rows.append([name, speed, f"{row['bytes'] / 1e6:.2f}", *errors])
-    for name, row in quantization["recipes"].items():
-        errors = [f"{row[key]:.2%}" for key in ("error", "elsewhere", "outlier")]
-        recipe_rows.append([name, us(row["seconds"]), us(row["predicted_s"]), *errors])
-    becomes = [[name, *r["becomes"].values(), ", ".join(r["predicted_lost"]) or "-"] for name, r in ranges.items()]
-    headers = ["format", "TFLOP/s", "MB of A, B, C", "error", "predicted error"]
-    recipe_headers = ["recipe", "us", "predicted us", "error", "error in rows without outlier", "error of the outlier"]
+    product_rows = [{
+        "format": name, "TFLOP/s": f"{2e-12 * size**3 / row['seconds']:.3g}" if row["seconds"] else row["reason"],
+        "MB of A, B, C": f"{row['bytes'] / 1e6:.2f}", "error": f"{row['error']:.1e}" if row["error"] else "-",
+        "predicted error": f"{row['predicted_error']:.1e}" if row["predicted_error"] else "-",
+    } for name, row in products.items()]  # fmt: skip
+    range_rows = [{"number": name, **row["becomes"], "predicted to be lost in": ", ".join(row["predicted_lost"]) or "-"}
+                  for name, row in ranges.items()]  # fmt: skip
+    recipe_rows = [{
+        "recipe": name, "us": us(row["seconds"]), "predicted us": us(row["predicted_s"]),
+        "error": f"{row['error']:.2%}", "error in rows without outlier": f"{row['elsewhere']:.2%}", "error of the outlier": f"{row['outlier']:.2%}",
+    } for name, row in quantization["recipes"].items()]  # fmt: skip
     title = f"A {quantization['shape']} BF16 tensor to FP8 E4M3, {quantization['how']}; the outlier is {OUTLIER:g}"
     return [
-        Table(f"({size}, {size}) products; error relative to FP64 (Frobenius norm)", headers, product_rows),
-        Table("What a number becomes", ["number", *RANGES, "predicted to be lost in"], becomes),
-        Table(title, recipe_headers, recipe_rows),
+        table(f"({size}, {size}) products; error relative to FP64 (Frobenius norm)", product_rows),
+        table("What a number becomes", range_rows),
+        table(title, recipe_rows),
     ]
 
 

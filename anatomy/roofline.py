@@ -22,7 +22,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from anatomy.experiment import Refused, Result, Table, default_size, plot, positive, seconds, us
+from anatomy.experiment import Refused, Result, Table, default_size, seconds, size_argument, table, us
 from common import hardware, roofs
 from common.record import PRECISIONS, Roofs
 
@@ -32,11 +32,10 @@ PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     numbers = "numbers that ReLU, softmax and LayerNorm take (default: 2^26 on a GPU, 2^23 on a CPU)"
-    parser.add_argument("--numbers", type=positive, metavar="N", help=numbers + f", a multiple of {CHANNELS}")
+    size_argument(parser, "--numbers N", f"{numbers}, a multiple of {CHANNELS}")
     edges = "edges of square products (default: 256 to 8192 on a GPU, 32 to 1024 on a CPU)"
-    parser.add_argument("--edges", type=positive, nargs="+", metavar="N", help=edges)
-    length = "tokens of attention, B 1, H 16, D 64 (default: 4096 on a GPU, 1024 on a CPU)"
-    parser.add_argument("--length", type=positive, metavar="T", help=length)
+    size_argument(parser, "--edges N", edges, nargs="+")
+    size_argument(parser, "--length T", "tokens of attention, B 1, H 16, D 64 (default: 4096 on a GPU, 1024 on a CPU)")
 
 
 def operations(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, tuple]:
@@ -75,32 +74,32 @@ def run(args: argparse.Namespace) -> Result:
     peak = ceilings[PRECISION[dtype]]
     if not (bandwidth and peak):
         raise Refused(f"no ceiling for {dtype}: {'; '.join(measured.notes)}")
+    ridge = peak / bandwidth
     results, rows = {}, []
     for name, (function, flops, n_bytes) in todo.items():
-        row = {"flops": flops, "bytes": n_bytes, "intensity": flops / n_bytes, "seconds": seconds(function, args.iters)}
-        row["bound"] = "memory" if row["intensity"] < peak / bandwidth else "compute"
-        row["predicted_s"] = max(flops / peak, n_bytes / bandwidth)
-        row["of_roof"] = row["predicted_s"] / row["seconds"]
-        results[name] = row
-        rows.append([name, f"{flops / 1e9:.3g}", f"{n_bytes / 1e6:.3g}", f"{row['intensity']:.3g}", row["bound"]])
-        rows[-1] += [us(row["predicted_s"]), us(row["seconds"]), f"{flops / row['seconds'] / 1e9:.4g}"]
-        rows[-1].append(f"{row['of_roof']:.0%}")
-    headers = ["operation", "GFLOP", "MB", "FLOP/byte", "bound by", "least us", "measured us", "GFLOP/s", "of roof"]
-    tables = [ceiling_table(measured, ceilings), Table(f"Operations in {dtype}", headers, rows)]
-    attached = plot("roofline.svg", partial(draw, results, bandwidth, ceilings))
-    lines = sentences(results, peak / bandwidth) + ([] if attached else ["Without matplotlib there is no plot."])
-    figures = {"copy_bytes_per_s": bandwidth, "ceilings": ceilings, "ridge": peak / bandwidth, "operations": results}
-    return Result(tables, lines, figures, attached)
+        intensity, measured_s = flops / n_bytes, seconds(function, args.iters)
+        bound, predicted_s = ("memory" if intensity < ridge else "compute"), max(flops / peak, n_bytes / bandwidth)
+        results[name] = {"flops": flops, "bytes": n_bytes, "intensity": intensity, "seconds": measured_s}
+        results[name] |= {"bound": bound, "predicted_s": predicted_s, "of_roof": predicted_s / measured_s}
+        rows.append({
+            "operation": name, "GFLOP": f"{flops / 1e9:.3g}", "MB": f"{n_bytes / 1e6:.3g}",
+            "FLOP/byte": f"{intensity:.3g}", "bound by": bound, "least us": us(predicted_s),
+            "measured us": us(measured_s), "GFLOP/s": f"{flops / measured_s / 1e9:.4g}",
+            "of roof": f"{predicted_s / measured_s:.0%}",
+        })  # fmt: skip
+    tables = [ceiling_table(measured, ceilings), table(f"Operations in {dtype}", rows)]
+    figures = {"copy_bytes_per_s": bandwidth, "ceilings": ceilings, "ridge": ridge, "operations": results}
+    result = Result(tables, sentences(results, ridge), figures)
+    return result.with_plot("roofline.svg", partial(draw, results, bandwidth, ceilings))
 
 
 def ceiling_table(measured: Roofs, ceilings: dict[str, float | None]) -> Table:
-    rows = []
+    rows, bandwidth = [], measured.copy_bytes_per_s
     for precision, rate in ceilings.items():
         reason = next((note.partition(": ")[2] for note in measured.notes if note.startswith(precision)), "")
-        ridge = f"{rate / measured.copy_bytes_per_s:.1f}" if rate else "-"
-        rows.append([precision, f"{rate / 1e12:.3g}" if rate else reason, ridge])
-    title = f"Ceilings: copy {measured.copy_bytes_per_s / 1e9:.1f} GB/s, and products of edge {measured.square.m}"
-    return Table(title, ["precision", "TFLOP/s", "ridge FLOP/byte"], rows)
+        rows.append({"precision": precision, "TFLOP/s": f"{rate / 1e12:.3g}" if rate else reason})
+        rows[-1]["ridge FLOP/byte"] = f"{rate / bandwidth:.1f}" if rate else "-"
+    return table(f"Ceilings: copy {bandwidth / 1e9:.1f} GB/s, and products of edge {measured.square.m}", rows)
 
 
 def draw(results: dict, bandwidth: float, ceilings: dict, axes) -> None:

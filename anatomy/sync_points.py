@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from anatomy.experiment import Result, Table, default_size, ms, positive, seconds, us
+from anatomy.experiment import Result, default_size, ms, seconds, size_argument, table, us
 from common import profile
 from common.hardware import synchronize
 
@@ -28,11 +28,12 @@ TOLERANCE = 2.0  # a factor around the prediction, because microseconds on the h
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    work = "edge of the matrices of the large kernel (default: 4096 on a GPU, 1024 on a CPU)"
-    parser.add_argument("--work", type=positive, metavar="N", help=work)
+    size_argument(
+        parser, "--work N", "edge of the matrices of the large kernel (default: 4096 on a GPU, 1024 on a CPU)"
+    )
     numbers = "numbers to copy or search (default: 262144, which are 1 MiB in FP32)"
-    parser.add_argument("--numbers", type=positive, default=2**18, metavar="N", help=numbers)
-    parser.add_argument("--loop", type=positive, default=1000, metavar="N", help="iterations (default: 1000)")
+    size_argument(parser, "--numbers N", numbers, default=2**18)
+    size_argument(parser, "--loop N", "iterations (default: 1000)", default=1000)
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -60,22 +61,22 @@ def run(args: argparse.Namespace) -> Result:
     results, rows = {}, []
     for name, (operation, waits) in operations.items():
         if operation is None:
-            rows.append([name, *["needs a GPU"] * 5])
+            rows.append({"operation": name} | {f"{queue} us": "needs a GPU" for queue in queues})
             continue
         host_s = {queue: host_seconds(operation, work, device, args.iters) for queue, work in queues.items()}
         # An operation that waits is predicted as its own time plus that of the queued kernel.
         predicted = host_s["empty queue"] + (large_s if waits and gpu else 0)
         syncs = profile.count_host_syncs(operation) if gpu else None
         results[name] = {"host_s": host_s, "waits": waits and gpu, "predicted_large_s": predicted, "host_syncs": syncs}
-        rows.append([name, *map(us, host_s.values()), us(predicted), "-" if syncs is None else str(syncs)])
+        rows.append({"operation": name} | {f"{queue} us": us(s) for queue, s in host_s.items()})
+        rows[-1] |= {"predicted after large us": us(predicted), "host syncs": syncs}
     loop = loop_seconds(value, args.loop, device, item_s=results[".item()"]["host_s"]["empty queue"])
-    figures = {"large_kernel_s": large_s, "operations": results, "loop": loop}
-    headers = ["operation", *(f"{queue} us" for queue in queues), "predicted after large us", "host syncs"]
+    loops = [{".item()": name, "ms": ms(loop[f"{name}_s"]), "predicted ms": ms(loop[f"{name}_predicted_s"])}
+             for name in ("without", "with")]  # fmt: skip
     title = f"Time on the host. The large kernel is a ({edge}, {edge}) product, {us(large_s)} us, {dtype}"
-    loops = [[name, ms(loop[f"{name}_s"]), ms(loop[f"{name}_predicted_s"])] for name in ("without", "with")]
     loop_title = f"{args.loop} iterations of one small kernel, without and with .item() in each"
-    tables = [Table(title, headers, rows), Table(loop_title, [".item()", "ms", "predicted ms"], loops)]
-    return Result(tables, sentences(figures, gpu), figures)
+    figures = {"large_kernel_s": large_s, "operations": results, "loop": loop}
+    return Result([table(title, rows), table(loop_title, loops)], sentences(figures, gpu), figures)
 
 
 def printed(value: torch.Tensor) -> None:
@@ -122,10 +123,8 @@ def sentences(figures: dict, gpu: bool) -> list[str]:
     results, loop = figures["operations"], figures["loop"]
     item = results[".item()"]["host_s"]
     empty, large = item["empty queue"], item["after a large kernel"]
-    missed = [
-        name for name, row in results.items()
-        if not 1 / TOLERANCE <= row["host_s"]["after a large kernel"] / row["predicted_large_s"] <= TOLERANCE
-    ]  # fmt: skip
+    late = {name: row["host_s"]["after a large kernel"] / row["predicted_large_s"] for name, row in results.items()}
+    missed = [name for name, ratio in late.items() if not 1 / TOLERANCE <= ratio <= TOLERANCE]
     item_s = (loop["with_s"] - loop["without_s"]) / loop["iterations"]
     return [
         f".item() took {us(empty)} us with an empty queue and {us(large)} us after a large kernel of "

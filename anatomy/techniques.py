@@ -21,7 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils.checkpoint import checkpoint
 
 from anatomy.attention_traffic import attention_by_hand, attention_fused
-from anatomy.experiment import Result, Table, default_size, extra_peak_bytes, positive, seconds
+from anatomy.experiment import Result, default_size, extra_peak_bytes, seconds, size_argument, table
 from common.hardware import has_bf16_matrix_instructions
 from common.model import GPTConfig
 from common.text import one_line
@@ -102,10 +102,10 @@ def compare(build: Callable, args: argparse.Namespace, speed: tuple, memory: tup
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=CLAIMS, metavar="NAME", help=f"some of: {', '.join(CLAIMS)}")
-    parser.add_argument("--layers", type=positive, help="transformer blocks (default 6; 4 on a CPU)")
-    parser.add_argument("--batch", type=positive, help="sequences in a batch (default 8)", default=8)
-    parser.add_argument("--seq", type=positive, help="tokens in a sequence (default: GPU 1024, CPU 256, quick 128)")
-    parser.add_argument("--dmodel", type=positive, help="channels, in heads of 64 or one (default: GPU 1024, CPU 128)")
+    size_argument(parser, "--layers", "transformer blocks (default 6; 4 on a CPU)")
+    size_argument(parser, "--batch", "sequences in a batch (default 8)", default=8)
+    size_argument(parser, "--seq", "tokens in a sequence (default: GPU 1024, CPU 256, quick 128)")
+    size_argument(parser, "--dmodel", "channels, in heads of 64 or one (default: GPU 1024, CPU 128)")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -118,17 +118,18 @@ def run(args: argparse.Namespace) -> Result:
         needs = {"reason": "it needs a GPU" if name == "CUDA graphs" else "it needs FP32 weights and BF16 in hardware"}
         cell = cells[name] = compare(builders[name], args, speed, memory) if name in builders else needs
         claimed = [f"{low:g}-{high:g}x" for low, high in (speed, memory or speed)]
-        shown = ["-", "-", "not measured"]
+        row = {"technique": name, "reason": reason, "speed claimed": claimed[0], "speed": "-"}
+        row |= {"memory claimed": claimed[1] if memory else "-", "memory": "-", "claim": "not measured"}
         if "reason" in cell:
             sentences.append(f"{name} was not measured: {cell['reason']}.")
         else:
             peak = "held" if name == "CUDA graphs" else f"{cell['memory']:.2f}x"  # its pool stays between steps
-            shown = [f"{cell['speed']:.2f}x", peak, "holds" if cell["holds"] else "does NOT hold"]
-        rows.append([name, reason, claimed[0], shown[0], claimed[1] if memory else "-", *shown[1:]])
+            claim = "holds" if cell["holds"] else "does NOT hold"
+            row |= {"speed": f"{cell['speed']:.2f}x", "memory": peak, "claim": claim}
+        rows.append(row)
     measured = {name: cell["holds"] for name, cell in cells.items() if "holds" in cell}
     broken = ", ".join(name for name, holds in measured.items() if not holds) or "none"
     sentences.insert(0, f"{sum(measured.values())} of {len(measured)} claims hold here. These do not: {broken}.")
-    headers = ["technique", "reason", "speed claimed", "speed", "memory claimed", "memory", "claim"]
+    title = f"Ratios to the plain form, batch {args.batch}, length {T}, {C} channels"
     rule = "a claim holds from its lower speed and up to its upper memory"
-    table = Table(f"Ratios to the plain form, batch {args.batch}, length {T}, {C} channels; {rule}", headers, rows)
-    return Result([table], sentences, {"techniques": cells})
+    return Result([table(f"{title}; {rule}", rows)], sentences, {"techniques": cells})
