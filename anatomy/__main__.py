@@ -9,6 +9,7 @@ import ast
 import datetime
 import importlib
 import json
+import re
 import shlex
 import signal
 import sys
@@ -30,14 +31,14 @@ LIMIT_S = 300
 INDEX_TITLE = "# Anatomy on "
 
 
-def experiments(folder: Path = HERE) -> dict[str, str]:
+def experiments() -> dict[str, str]:
     """Name -> question of every file with `add_arguments` and `run`. This reads the files and imports none."""
     questions = {}
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(HERE.glob("*.py")):
         tree = ast.parse(path.read_text())
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         if {"add_arguments", "run"} <= functions:
-            questions[path.stem.replace("_", "-")] = (ast.get_docstring(tree) or "").partition("\n")[0]
+            questions[path.stem.replace("_", "-")] = ast.get_docstring(tree).partition("\n")[0]
     return questions
 
 
@@ -60,20 +61,19 @@ def run_one(name: str, argv: list[str]) -> int:
     module.add_arguments(parser.add_argument_group("sizes"))
     experiment.common_arguments(parser.add_argument_group("run"))
     args = parser.parse_args(argv)
-    started = time.monotonic()
-    started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    started, started_at = time.monotonic(), datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     try:
         if args.output:
             check_writable(args.output, "experiment")
+        args.device = resolve_device(args.device)
+        args.dtype = experiment.DTYPES.get(args.dtype)
+        refuse_missing_dtype(args.dtype, args.device)
     except ValueError as error:
         parser.error(one_line(error))
+    args.iters = args.iters or (experiment.QUICK_ITERS if args.quick else experiment.ITERS)
+    torch.set_float32_matmul_precision("highest")  # some containers set TF32
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on Ctrl-C removes temporary files
     try:
-        args.device = resolve_device(args.device)
-        args.dtype = experiment.DTYPES[args.dtype] if args.dtype else None
-        refuse_missing_dtype(args.dtype, args.device)
-        args.iters = args.iters or (experiment.QUICK_ITERS if args.quick else experiment.ITERS)
-        torch.set_float32_matmul_precision("highest")  # some containers set TF32
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on Ctrl-C removes temporary files
         result = module.run(args)
     except (experiment.Refused, hardware.DeviceError) as error:
         parser.error(one_line(error))
@@ -204,23 +204,18 @@ def child_command(name: str, shared: list[str], folder: Path) -> list[str]:
 
 def run_child(command: list[str], name: str, folder: Path, limit_s: int, stop: process.Stop, environment: dict) -> dict:
     """Returns `reason` (None after success), `record` and `seconds`. Writes NAME.json, NAME.md and NAME.log."""
-    output, log = folder / f"{name}.json", folder / f"{name}.log"
+    output, log, record, reason = folder / f"{name}.json", folder / f"{name}.log", None, None
     output.unlink(missing_ok=True)
     log.unlink(missing_ok=True)
     ended = process.run(command, log, limit_s, stop, environment=environment)
-    record, reason = None, None
-    try:
-        if ended.code == 0:
-            record = json.loads(output.read_text())
-    except (OSError, ValueError) as error:
-        reason = f"failed: it wrote no record ({type(error).__name__})"
-    if ended.code:
+    if ended.code == 0:
+        record = json.loads(output.read_text())
+    else:
         status, cause = process.describe(ended, limit_s, log)
-        if ended.code > 0 and not (ended.timed_out or ended.stopped):
-            lines = log.read_text(errors="replace").splitlines()  # what went to stdout may come after the error
-            errors = [line.partition("error: ")[2] for line in lines if line.startswith("python -m anatomy ")]
-            cause = one_line((errors or lines or ["it gave no reason"])[-1])
-            status = "cannot run" if ended.code == 2 else "failed"
+        # What went to stdout may come after the error.
+        errors = re.findall(r"python -m anatomy .*?error: (.*)", log.read_text(errors="replace"))
+        if errors and status == "failed":
+            status, cause = "cannot run" if ended.code == 2 else "failed", one_line(errors[-1])
         reason = status if status == cause else f"{status}: {cause}"
     (folder / f"{name}.md").write_text(page(record) if record else f"# {name}\n\nNo result: {reason}\n")
     return {"reason": reason, "record": record, "seconds": ended.seconds}
@@ -230,8 +225,8 @@ def page(record: dict) -> str:
     """The Markdown page of one experiment."""
     from anatomy.experiment import Result, Table
 
-    result = Result([Table(**table) for table in record["tables"]], record["sentences"], record["figures"])
-    result.listings = record["listings"]
+    tables = [Table(**table) for table in record["tables"]]
+    result = Result(tables, record["sentences"], record["figures"], listings=record["listings"])
     links = [f"{'!' * name.endswith(('.svg', '.png'))}[{name}]({name})" for name in record["attachments"]]
     environment = record["environment"]
     dirty = " with uncommitted changes" if environment.get("dirty") else ""
@@ -242,35 +237,30 @@ def page(record: dict) -> str:
 
 def index(outcomes: dict[str, dict], device: str) -> str:
     """The text of anatomy.md: which experiments gave a result, and their sentences."""
-    questions = experiments()
-    rows = [
-        {"experiment": f"[{name}]({name}.md)", "question": questions.get(name, "")}
-        | {"outcome": outcome["reason"] or "ok", "seconds": f"{outcome['seconds']:.0f}"}
-        for name, outcome in outcomes.items()
-    ]
-    parts = [
-        f"## {name}\n\n" + "\n".join(f"- {sentence}" for sentence in outcome["record"]["sentences"])
-        for name, outcome in outcomes.items()
-        if outcome["record"]
-    ]
+    rows, parts, questions = [], [], experiments()
+    for name, outcome in outcomes.items():
+        rows.append({"experiment": f"[{name}]({name}.md)", "question": questions[name]})
+        rows[-1] |= {"outcome": outcome["reason"] or "ok", "seconds": f"{outcome['seconds']:.0f}"}
+        if outcome["record"]:
+            parts.append(f"## {name}\n\n" + "\n".join(f"- {sentence}" for sentence in outcome["record"]["sentences"]))
     return "\n\n".join([f"{INDEX_TITLE}{device}", aligned(rows, "github", n_left=3), *parts]) + "\n"
 
 
 def main(argv: list[str]) -> int:
     known = experiments()
     if not argv or argv[0] in ("-h", "--help", "list"):
-        width = max(map(len, known), default=0)
+        width = max(map(len, known))
         print(__doc__)
         print("\n".join(f"{name:{width}}  {question}" for name, question in known.items()))
         return 0
-    name, *rest = argv
+    name = argv[0].replace("_", "-")
     if name == "all":
-        return run_all(rest)
-    if name.replace("_", "-") not in known:
-        listed = ", ".join([*known, "all"])
-        sys.stderr.write(f"python -m anatomy: error: no experiment is named {shlex.quote(one_line(name))}: {listed}\n")
-        return 2
-    return run_one(name.replace("_", "-"), rest)
+        return run_all(argv[1:])
+    if name in known:
+        return run_one(name, argv[1:])
+    listed = ", ".join([*known, "all"])
+    sys.stderr.write(f"python -m anatomy: error: no experiment is named {shlex.quote(one_line(argv[0]))}: {listed}\n")
+    return 2
 
 
 if __name__ == "__main__":

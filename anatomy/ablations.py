@@ -12,7 +12,6 @@ over the measured roof.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import subprocess
@@ -81,21 +80,15 @@ def recorded(output: Path | None) -> dict:
     try:
         content = json.loads(output.read_text())
         table(content["variants"])
-        same_work(content["workload"] or {})
+        same_work(content["workload"])
         return {key: content[key] for key in ("environment", "workload", "variants")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise VariantError(f"--output {output} exists and holds no ablations ({type(error).__name__})") from None
 
 
-def same_work(workload: dict) -> dict:
+def same_work(workload: dict | None) -> dict:
     """What the variants of one file share. Steps and batches each shares with the unchanged script beside it."""
-    return {key: value for key, value in workload.items() if key not in ("steps", "data")}
-
-
-def merged(old: list[dict], new: list[dict]) -> list[dict]:
-    """The variants of two calls; of the same name, the new one."""
-    by_name = {variant["name"]: variant for variant in [*old, *new]}
-    return sorted(by_name.values(), key=lambda variant: (variant["script"], variant["name"]))
+    return {key: value for key, value in (workload or {}).items() if key not in ("steps", "data")}
 
 
 def table(rows: list[dict]) -> str:
@@ -103,18 +96,15 @@ def table(rows: list[dict]) -> str:
     cells = []
     for row in rows:
         ms, unchanged = row["timing"]["median_ms"], row["baseline"]["timing"]["median_ms"]
-        difference = row["reason"] or row["baseline"]["reason"] or row["status"]
-        if ms is not None and unchanged is not None:
-            difference = f"{ms - unchanged:+.1f} ms"
-        cells.append(
-            {"script": row["script"], "kind": row["kind"], "variant": row["name"], "predicted": row["predicted"]}
-            | {"unchanged, ms": decimal(unchanged), "varied, ms": decimal(ms), "difference": difference}
-        )
+        measured = ms is not None and unchanged is not None
+        cells.append({
+            "script": row["script"], "kind": row["kind"], "variant": row["name"], "predicted": row["predicted"],
+            "unchanged, ms": "-" if unchanged is None else f"{unchanged:.1f}",
+            "varied, ms": "-" if ms is None else f"{ms:.1f}",
+            "difference": f"{ms - unchanged:+.1f} ms" if measured
+            else row["reason"] or row["baseline"]["reason"] or row["status"],
+        })  # fmt: skip
     return aligned(cells, n_left=4)
-
-
-def decimal(ms: float | None) -> str:
-    return "-" if ms is None else f"{ms:.1f}"
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -151,9 +141,11 @@ class Measurements:
         return kept | {key: run["environment"][key] for key in ("commit", "gpu_uuid")}
 
     def write(self, rows: list[dict]) -> None:
+        """Write these rows and those of an earlier call; of the same name, the new one."""
+        by_name = {row["name"]: row for row in [*self.before["variants"], *rows]}
+        merged = sorted(by_name.values(), key=lambda row: (row["script"], row["name"]))
         if self.output:
-            kept = {"environment": self.environment, "workload": self.workload}
-            write_json(self.output, kept | {"variants": merged(self.before["variants"], rows)})
+            write_json(self.output, {"environment": self.environment, "workload": self.workload, "variants": merged})
 
 
 def run_variants(chosen: list[Variant], arguments: list[str], output: Path | None) -> int:
@@ -174,9 +166,12 @@ def run_variants(chosen: list[Variant], arguments: list[str], output: Path | Non
             rows.append(row)
             print(f"{variant.script}, {variant.name}: {row['reason'] or 'ok'}", flush=True)
             measurements.write(rows)  # after each one: what is measured is kept
-    print(f"\n{table(rows)}")
-    failed = any(each["status"] == "failed" for each in [*rows, *baselines.values()])
-    return 130 if stop.requests else int(failed)
+    if rows:
+        print(f"\n{table(rows)}")
+    if stop.requests:
+        sys.stderr.write("python -m anatomy.ablations: interrupted\n")
+        return 130
+    return int(any(measured["status"] == "failed" for measured in [*rows, *baselines.values()]))
 
 
 def main() -> None:
@@ -205,5 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):  # before the first variant
-        main()
+    main()

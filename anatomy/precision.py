@@ -61,7 +61,8 @@ def tables(size: int, products: dict, ranges: dict, quantization: dict) -> list[
                   for name, row in ranges.items()]  # fmt: skip
     recipe_rows = [{
         "recipe": name, "us": us(row["seconds"]), "predicted us": us(row["predicted_s"]),
-        "error": f"{row['error']:.2%}", "error in rows without outlier": f"{row['elsewhere']:.2%}", "error of the outlier": f"{row['outlier']:.2%}",
+        "error": f"{row['error']:.2%}", "error in rows without outlier": f"{row['elsewhere']:.2%}",
+        "error of the outlier": f"{row['outlier']:.2%}",
     } for name, row in quantization["recipes"].items()]  # fmt: skip
     title = f"A {quantization['shape']} BF16 tensor to FP8 E4M3, {quantization['how']}; the outlier is {OUTLIER:g}"
     return [
