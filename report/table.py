@@ -84,10 +84,15 @@ def remarks(run: Run) -> list[str]:
     return lines
 
 
+def measured_roofs(roofs: Roofs) -> dict[str, float]:
+    """FLOP/s of matrix products by the name of their precision, in capitals."""
+    rates = {precision.upper(): getattr(roofs, f"{precision}_flops_per_s") for precision in PRECISIONS}
+    return {precision: rate for precision, rate in rates.items() if rate}
+
+
 def describe_roofs(roofs: Roofs) -> list[str]:
     """What the machine reaches at most, in one line, and what could not be measured."""
-    measured = [(precision, getattr(roofs, f"{precision}_flops_per_s")) for precision in PRECISIONS]
-    rates = [f"{precision.upper()} {tflops(rate)} TFLOP/s" for precision, rate in measured if rate]
+    rates = [f"{precision} {tflops(rate)} TFLOP/s" for precision, rate in measured_roofs(roofs).items()]
     if roofs.copy_bytes_per_s:
         rates.insert(0, f"copy {roofs.copy_bytes_per_s / 1e9:,.0f} GB/s")
     line = f"roofs, measured in this run, matrix products at the shapes of this workload: {', '.join(rates)}"
