@@ -171,6 +171,8 @@ def run_row(ladder: Ladder, name: str) -> None:
         try:
             row.status, row.reason = run_script(ladder, script, record)
         except OSError as error:
+            if record.exists():
+                return
             row.status, row.reason = "failed", f"cannot write to {ladder.folder.name}: {error.strerror or error}"
         if row.status is None:
             return

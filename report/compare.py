@@ -8,7 +8,7 @@ from common.record import Row, Run, differing_fields
 from common.text import aligned
 from report.analysis import is_timed, median_ms, quartiles_ms, reason_untimed, speedup
 from report.load import RecordError, environment_of, load_run
-from report.table import tflops
+from report.table import commit_of, tflops
 
 SHAPE_FIELDS = (
     "preset", "n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size", "parameters", "tokens_per_step",
@@ -54,11 +54,9 @@ def compare(a: Run, b: Run, names: tuple[str, str]) -> str:
 def _pairs(a: Run, b: Run) -> list[tuple[Row, Row]]:
     """The rows of both runs by name; a row that only one has gets a counterpart that says so."""
     rows_a, rows_b = ({row.step: row for row in [*run.steps, *run.peers]} for run in (a, b))
+    absent_a, absent_b = ({"status": "absent", "reason": f"not in {letter}"} for letter in "AB")
     return [
-        (
-            rows_a.get(name) or Row(name, status="absent", reason="not in A"),
-            rows_b.get(name) or Row(name, status="absent", reason="not in B"),
-        )
+        (rows_a.get(name) or Row(name, **absent_a), rows_b.get(name) or Row(name, **absent_b))
         for name in rows_a | rows_b
     ]
 
@@ -69,7 +67,7 @@ def _both_timed(pair: tuple[Row, Row]) -> bool:
 
 def _describe(run: Run, name: str) -> str:
     environment = environment_of(run)
-    return f"{name}: {environment.device}, torch {environment.torch}, commit {(environment.commit or 'unknown')[:10]}"
+    return f"{name}: {environment.device}, torch {environment.torch}, commit {commit_of(run)}"
 
 
 def _time_cells(a: Row, b: Row) -> dict[str, str]:
