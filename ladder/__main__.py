@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,15 +36,12 @@ class Ladder:
     facts: dict
     limit_s: int
     stop: process.Stop
-    ended: dict[str, Row]
+    ended: dict[str, Row] = field(default_factory=dict)
 
     def run(self, command: list[str], log: Path, **listeners) -> process.Ended:
         """Run a command with the limits of this run. Raises OSError where its log cannot be written."""
         environment = process.passive_waits(self.facts["device_type"])
         return process.run(command, log, self.limit_s, self.stop, environment=environment, **listeners)
-
-
-# --- options --------------------------------------------------------------------------------------
 
 
 def build_parser() -> OneLineParser:
@@ -102,9 +99,6 @@ def absolute_data(arguments: list[str]) -> list[str]:
     return [os.path.abspath(word) if words[k - 1 : k] == ["--data"] else word for k, word in enumerate(words)]
 
 
-# --- a run ----------------------------------------------------------------------------------------
-
-
 def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser) -> tuple[Path, Plan, dict]:
     """Check everything, make the folder, and write the plan."""
     rows, left_out = rows_to_run(given.only, given.peers, parser)
@@ -139,9 +133,8 @@ def resumed_run(folder: Path, others: list[str], parser: OneLineParser) -> tuple
         parser.error(f"--resume takes its arguments from {folder}: leave out {others[0]}")
     try:
         content = json.loads((folder / "plan.json").read_text())
-        content.pop("schema_version")
-        plan = Plan(**content)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        plan = Plan(**{name: value for name, value in content.items() if name != "schema_version"})
+    except (OSError, ValueError, TypeError, AttributeError):
         parser.error(f"--resume {folder} holds no plan.json that can be read")
     facts = check(plan.arguments)
     if facts["workload"] != plan.workload:
@@ -151,9 +144,8 @@ def resumed_run(folder: Path, others: list[str], parser: OneLineParser) -> tuple
 
 def is_done(folder: Path, name: str) -> bool:
     try:
-        (row,) = json.loads((folder / f"{name}.json").read_text())["steps"]
-        return row["status"] == "ok"
-    except (OSError, ValueError, KeyError, TypeError):
+        return json.loads((folder / f"{name}.json").read_text())["steps"][0]["status"] == "ok"
+    except (OSError, ValueError, LookupError, TypeError):
         return False
 
 
@@ -269,7 +261,7 @@ def main(argv: list[str]) -> int:
         folder, plan, facts = resumed_run(given.resume.resolve(), others, parser)
     else:
         folder, plan, facts = new_run(given, arguments, argv, parser)
-    ladder = Ladder(folder, plan, facts, limit_s, stop, {})
+    ladder = Ladder(folder, plan, facts, limit_s, stop)
     stop.listen()
     for name in plan.rows:
         if not (stop.requests or name in plan.left_out or is_done(folder, name)):

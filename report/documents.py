@@ -8,6 +8,7 @@ if __name__ == "__main__":
     needs("msgspec", "tabulate", "jinja2", "matplotlib")
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from common.record import Row, Run
@@ -29,11 +30,8 @@ def recorded_runs(results: Path) -> list[tuple[Path, Run]]:
     return sorted(runs, key=lambda named: named[1].workload.flops_per_step)
 
 
-def pipe_table(rows: list[dict], n_left: int = 1) -> str:
-    return aligned(rows, "pipe", n_left=n_left)
-
-
-# --- README ---------------------------------------------------------------------------------------
+def pipe_table(headers: Iterable[str], cells: Iterable[tuple], n_left: int = 1) -> str:
+    return aligned(table.grid(headers, cells), "pipe", n_left)
 
 
 def readme_table(results: Path) -> str:
@@ -41,17 +39,11 @@ def readme_table(results: Path) -> str:
     folder = results / SHOWN
     run = read_run(folder / MERGED)
     baseline, plain = analysis.reference_row(run.steps), analysis.plain_row(run.steps)
-    rows = [
-        {
-            "step": row.step,
-            "ms per step": ms(row),
-            f"times faster than {baseline.step}": times(row, baseline),
-            f"than {plain.step}": times(row, plain),
-            "TFLOP/s": tflops(row.model_flops_per_s) if is_timed(row) else "-",
-            "peak GiB": gib(row),
-        }
-        for row in run.steps
-    ]
+    headers = ("step", "ms per step", f"times faster than {baseline.step}", f"than {plain.step}", "TFLOP/s", "peak GiB")
+    cells = []
+    for row in run.steps:
+        rate = tflops(row.model_flops_per_s) if is_timed(row) else "-"
+        cells.append((row.step, ms(row), times(row, baseline), times(row, plain), rate, gib(row)))
     at, base = f"docs/results/{SHOWN}", results.parent.parent
     others = [path for path, _ in recorded_runs(results) if path != folder]
     links = ", ".join(f"[{path.name}]({path.relative_to(base)}/report.md)" for path in others)
@@ -61,7 +53,7 @@ def readme_table(results: Path) -> str:
         f"Other workloads: {links}. {table.CONVENTION}"
     )
     picture = f'<img src="{at}/speedup.png" width="560" alt="Times faster than the baseline, by step">'
-    return "\n\n".join([picture, pipe_table(rows), about])
+    return "\n\n".join([picture, pipe_table(headers, cells), about])
 
 
 def ms(row: Row) -> str:
@@ -70,9 +62,6 @@ def ms(row: Row) -> str:
 
 def times(row: Row, reference: Row | None) -> str:
     return table.times_faster(row, reference, "{:.1f}")
-
-
-# --- docs/performance.md --------------------------------------------------------------------------
 
 
 def performance_tables(results: Path) -> str:
@@ -88,8 +77,8 @@ def performance_tables(results: Path) -> str:
             parts += [f"## {path.name}, {at}", _category_table(rows), _limits_table(rows, run)]
             parts.append("\n".join(f"- {line}" for line in lines))
     for path in sorted(results.glob("*/*/ablations.json")):
-        variants = pipe_table([_variant(each) for each in json.loads(path.read_text())["variants"]], n_left=3)
-        parts += [f"## What each choice gives: {path.parent.name}", variants]
+        variants = json.loads(path.read_text())["variants"]
+        parts += [f"## What each choice gives: {path.parent.name}", _ablation_table(variants)]
     for path in sorted(results.glob("*/attention-traffic.json")):
         parts += ["## DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
     return "\n\n".join(parts)
@@ -102,61 +91,55 @@ def _workload_table(runs: list[tuple[Path, Run]]) -> str:
         for path, run in runs
     }
     first, *others = dict.fromkeys(name for rows in rows_of.values() for name in rows)
-    table_rows = []
-    for name in (first, *others):
-        cells = {"ms per step (times faster)": name}
-        for column, rows in rows_of.items():
-            row, baseline = rows.get(name), rows.get(first)
-            faster = f" ({times(row, baseline)})" if row and baseline and is_timed(row) and is_timed(baseline) else ""
-            cells[column] = ms(row) + faster if row else "-"
-        table_rows.append(cells)
-    return pipe_table(table_rows)
+
+    def cell(name: str, rows: dict[str, Row]) -> str:
+        row, baseline = rows.get(name), rows.get(first)
+        faster = f" ({times(row, baseline)})" if row and baseline and is_timed(row) and is_timed(baseline) else ""
+        return ms(row) + faster if row else "-"
+
+    cells = [(name, *(cell(name, rows) for rows in rows_of.values())) for name in (first, *others)]
+    return pipe_table(("ms per step (times faster)", *rows_of), cells)
 
 
 def _category_table(rows: list[Row]) -> str:
     times = [analysis.category_ms(row) for row in rows]
     names = [name for name in times[0] if any(by_category[name] for by_category in times)]
-    return pipe_table(
-        [
-            {"ms per step": row.step, **{name: f"{by_category[name]:.1f}" for name in names}, "timed": ms(row)}
-            for row, by_category in zip(rows, times, strict=True)
-        ]
-    )
+    cells = [(row.step, *(f"{by_category[name]:.1f}" for name in names), ms(row))
+             for row, by_category in zip(rows, times, strict=True)]  # fmt: skip
+    return pipe_table(("ms per step", *names, "timed"), cells)
 
 
 def _limits_table(rows: list[Row], run: Run) -> str:
-    return pipe_table(
-        [
-            {
-                "step": row.step,
-                "launches": f"{row.profile.kernels_per_step:.0f}",
-                "bound by": analysis.describe_bound(row),
-                "TFLOP/s": tflops(row.model_flops_per_s),
-                "of roof": table.describe_share_of_roof(row, run.roofs),
-                "peak GiB": gib(row),
-            }
-            for row in rows
-        ]
+    cells = []
+    for row in rows:
+        launches, share = f"{row.profile.kernels_per_step:.0f}", table.describe_share_of_roof(row, run.roofs)
+        cells.append((row.step, launches, analysis.describe_bound(row), tflops(row.model_flops_per_s), share, gib(row)))
+    return pipe_table(("step", "launches", "bound by", "TFLOP/s", "of roof", "peak GiB"), cells)
+
+
+def _ablation_table(variants: list[dict]) -> str:
+    cells = []
+    for variant in variants:
+        timing, baseline = variant["timing"], variant["baseline"]["timing"]
+        difference = loss = variant["reason"] or "-"
+        if timing["median_ms"] is not None and baseline["median_ms"] is not None:
+            difference = f"{timing['median_ms'] - baseline['median_ms']:+.1f} ms"
+            varied, unchanged = (Row("", loss=recorded["loss"]) for recorded in (variant, variant["baseline"]))
+            loss = table.percent(analysis.loss_difference(varied, unchanged))
+        script, commit = f"{variant['script']}, {variant['kind']}", (variant.get("commit") or "-")[:7]
+        times = (quartiles(baseline), quartiles(timing))
+        cells.append((variant["name"], script, variant["predicted"], *times, difference, loss, commit))
+    headers = (
+        "variant",
+        "script",
+        "predicted",
+        "unchanged, ms (p25-p75)",
+        "varied, ms",
+        "difference",
+        "loss",
+        "commit",
     )
-
-
-def _variant(variant: dict) -> dict[str, str]:
-    timing, baseline = variant["timing"], variant["baseline"]["timing"]
-    difference = loss = variant["reason"] or "-"
-    if timing["median_ms"] is not None and baseline["median_ms"] is not None:
-        difference = f"{timing['median_ms'] - baseline['median_ms']:+.1f} ms"
-        varied, unchanged = (Row("", loss=recorded["loss"]) for recorded in (variant, variant["baseline"]))
-        loss = table.percent(analysis.loss_difference(varied, unchanged))
-    return {
-        "variant": variant["name"],
-        "script": f"{variant['script']}, {variant['kind']}",
-        "predicted": variant["predicted"],
-        "unchanged, ms (p25-p75)": quartiles(baseline),
-        "varied, ms": quartiles(timing),
-        "difference": difference,
-        "loss": loss,
-        "commit": (variant.get("commit") or "-")[:7],
-    }
+    return pipe_table(headers, cells, n_left=3)
 
 
 def quartiles(timing: dict) -> str:
@@ -167,15 +150,11 @@ def quartiles(timing: dict) -> str:
 
 def _traffic_table(traffic: dict) -> str:
     shape = ", ".join(f"{name} {size}" for name, size in traffic["shape"].items())
-    columns = {"analytic GB": "analytic", "counted GB": "counters"}
-    rows = []
+    cells = []
     for which, counts in traffic["bytes"].items():
-        gb = {name: f"{counts[key] / 1e9:.2f}" if counts[key] else "-" for name, key in columns.items()}
-        rows.append({"forward and backward, BF16": f"attention {which}, {shape}", **gb})
-    return pipe_table(rows)
-
-
-# --- the command ----------------------------------------------------------------------------------
+        gb = (f"{counted / 1e9:.2f}" if counted else "-" for counted in (counts["analytic"], counts["counters"]))
+        cells.append((f"attention {which}, {shape}", *gb))
+    return pipe_table(("forward and backward, BF16", "analytic GB", "counted GB"), cells)
 
 
 def between_markers(document: Path, generated: str) -> str:

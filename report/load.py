@@ -42,9 +42,6 @@ class RecordError(ValueError):
     """A file is not a record that this version can read; the message is one line that says why."""
 
 
-# --- one file -------------------------------------------------------------------------------------
-
-
 def read_json(path: Path) -> Any:
     """The content of a JSON file whose text cannot harm a terminal or a page. Raises RecordError."""
     name = one_line(path.name)
@@ -161,9 +158,6 @@ def _check(row: Row) -> None:
             raise RecordError(f"{row.step}: unknown categories of kernels")
     if not all(needed) or timing.warmup_s is None or not row.loss:
         raise RecordError(f"{row.step}: an ok row without its numbers")
-
-
-# --- a run folder ---------------------------------------------------------------------------------
 
 
 def load_run(folder: Path, ended: dict[str, Row] | None = None) -> Run:

@@ -7,7 +7,7 @@ report/charts.py, which escape what they draw, are inserted as they are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,6 +30,14 @@ SECTIONS = (
 )
 MOST_KERNELS = 10
 LONGEST_SETTINGS, LONGEST_KERNEL = 300, 120
+FACTS = {  # of two rows beside each other: the figure, and its digits
+    "ms per step": (median_ms, 1),
+    "peak GiB": (analysis.peak_gib, 1),
+    "kernels launched (of a CPU: operators)": (lambda row: row.profile and row.profile.kernels_per_step, 0),
+    "gaps, ms": (analysis.gaps_ms, 1),
+    "backward nodes of attention": (lambda row: row.profile and row.profile.autograd_nodes_attention, 0),
+    "host waits for the GPU": (lambda row: row.host_syncs, 0),
+}
 
 
 def render(run: Run) -> str:
@@ -74,9 +82,6 @@ def speedup_png(run: Run) -> bytes:
     return charts.speedup_png(_bars(run.steps, bar), title)
 
 
-# --- sections -------------------------------------------------------------------------------------
-
-
 def _bars(rows: list[Row], bar: Callable[[Row], charts.Bar]) -> list[charts.Bar]:
     """`bar` of every row that has a time; of the others their reason."""
     return [bar(row) if is_timed(row) else charts.Bar(row.step, None, reason_untimed(row)) for row in rows]
@@ -96,12 +101,12 @@ def _waterfall(rows: list[Row]) -> dict:
     times, memories = _bars(rows, time), _bars(rows, memory)
     return {
         "time_svg": charts.falling_bars(times, "milliseconds"),
-        "time_rows": grid(
+        "time_rows": table.grid(
             ("step", "ms per step", "p25", "p75", ""),
             [(bar.name, *map(decimal, (bar.value, bar.low, bar.high)), bar.label) for bar in times],
         ),
         "memory_svg": charts.falling_bars(memories, "GiB"),
-        "memory_rows": grid(("step", "GiB", ""), [(bar.name, decimal(bar.value), bar.label) for bar in memories]),
+        "memory_rows": table.grid(("step", "GiB", ""), [(bar.name, decimal(bar.value), bar.label) for bar in memories]),
     }
 
 
@@ -118,7 +123,7 @@ def _categories(rows: list[Row]) -> dict:
         for step, times, why in stacks
     ]
     return {
-        "category_rows": grid(("ms per step", *names, "sum"), cells) if names else [],
+        "category_rows": table.grid(("ms per step", *names, "sum"), cells) if names else [],
         "profiled_off": [row.step for row in rows if is_timed(row) and analysis.describe_profile_offset(row)],
         "stacked_svg": names and charts.stacked_bars(stacks, "milliseconds", shares=False),
         "shares_svg": names and charts.stacked_bars(stacks, "milliseconds", shares=True),
@@ -130,6 +135,15 @@ def _pair(script_before: Row, before: Row | None, after: Row) -> dict:
     comparable = before is not None and is_timed(after)
     categories = analysis.changed_categories(before, after) if comparable else []
     kernels = analysis.changed_kernels(before, after) if categories else []
+
+    category_cells = [
+        (c.name, arrow(c.before_ms, c.after_ms, 1), f"{c.ms:+,.1f}", arrow(c.before_launches, c.after_launches))
+        for c in categories
+    ]
+    kernel_cells = [
+        (kernel_name(k.name), k.kind, arrow(k.before_ms, k.after_ms, 2), arrow(k.before_launches, k.after_launches))
+        for k in kernels[:MOST_KERNELS]
+    ]
     return {
         "before": script_before.step,
         "after": after.step,
@@ -138,36 +152,22 @@ def _pair(script_before: Row, before: Row | None, after: Row) -> dict:
         "sentence": analysis.sentence(before, after),
         "code": analysis.code_diff(script_before, after),
         "facts": _facts(before, after) if comparable else [],
-        "categories": grid(
-            ("category", "ms", "change", "launches"),
-            [(each.name, _arrow_ms(each, 1), f"{each.ms:+,.1f}", _arrow_launches(each)) for each in categories],
-        ),
+        "categories": table.grid(("category", "ms", "change", "launches"), category_cells),
         "kinds": Counter(kernel.kind for kernel in kernels),
-        "kernels": grid(
-            ("kernel", "", "ms", "launches"),
-            [(kernel_name(k.name), k.kind, _arrow_ms(k, 2), _arrow_launches(k)) for k in kernels[:MOST_KERNELS]],
-        ),
+        "kernels": table.grid(("kernel", "", "ms", "launches"), kernel_cells),
     }
 
 
 def _facts(before: Row, after: Row) -> list[dict]:
-    figures = (
-        ("ms per step", median_ms, 1),
-        ("peak GiB", analysis.peak_gib, 1),
-        ("kernels launched (of a CPU: operators)", lambda row: row.profile and row.profile.kernels_per_step, 0),
-        ("gaps, ms", analysis.gaps_ms, 1),
-        ("backward nodes of attention", lambda row: row.profile and row.profile.autograd_nodes_attention, 0),
-        ("host waits for the GPU", lambda row: row.host_syncs, 0),
-    )
     facts = []
-    for name, figure, digits in figures:
+    for name, (figure, digits) in FACTS.items():
         a, b = figure(before), figure(after)
         if a is not None or b is not None:
             change = "-" if a is None or b is None else f"{b - a:+,.{digits}f}"
             facts.append((name, decimal(a, digits), decimal(b, digits), change))
     if analysis.bound(before) or analysis.bound(after):
         facts.append(("bound by", analysis.describe_bound(before), analysis.describe_bound(after), ""))
-    return grid(("", "before", "after", "change"), facts)
+    return table.grid(("", "before", "after", "change"), facts)
 
 
 def _roofline(run: Run) -> dict:
@@ -185,7 +185,7 @@ def _roofline(run: Run) -> dict:
     return {
         "no_roofline": "",
         "roofline_svg": charts.roofline(points, copy, rates, untimed),
-        "roofline_rows": grid(
+        "roofline_rows": table.grid(
             ("", "FLOP per byte", "TFLOP/s", "of roof"),
             [
                 (name, decimal(intensity), table.tflops(rate), share)
@@ -207,7 +207,7 @@ def _loss(rows: list[Row]) -> dict:
         cells.append((row.step, *losses, table.percent(analysis.loss_difference(row, timed[0]))))
     return {
         "loss_svg": charts.loss_curves(curves),
-        "loss_rows": grid(("step", "first", "last", "mean of the last", "difference"), cells),
+        "loss_rows": table.grid(("step", "first", "last", "mean of the last", "difference"), cells),
         "loss_gap": analysis.largest_loss_difference(rows),
     }
 
@@ -231,10 +231,12 @@ def _trust(rows: list[Row], environment: dict) -> dict:
             clocks.append((row.step, *(decimal(*figure) for figure in figures), held_down_by))
     return {
         "strip_svg": charts.strip_plot(strips),
-        "strip_rows": grid(("step", "timed steps", "fastest ms", "median ms", "slowest ms"), strip_cells),
-        "clock_rows": grid(("step", "SM MHz", "of at most", "temperature, °C", "power, W", "held down by"), clocks),
-        "settings_rows": grid(("step", "settings"), [(row.step, _settings(row)) for row in rows]),
-        "environment_rows": grid(("", "value"), environment.items()),
+        "strip_rows": table.grid(("step", "timed steps", "fastest ms", "median ms", "slowest ms"), strip_cells),
+        "clock_rows": table.grid(
+            ("step", "SM MHz", "of at most", "temperature, °C", "power, W", "held down by"), clocks
+        ),
+        "settings_rows": table.grid(("step", "settings"), [(row.step, _settings(row)) for row in rows]),
+        "environment_rows": table.grid(("", "value"), environment.items()),
     }
 
 
@@ -245,25 +247,12 @@ def _settings(row: Row) -> str:
     return one_line(", ".join(listed), LONGEST_SETTINGS)
 
 
-# --- cells ----------------------------------------------------------------------------------------
-
-
-def grid(headers: Sequence[str], rows: Iterable[tuple]) -> list[dict]:
-    """Rows of cells by the names of their columns."""
-    return [dict(zip(headers, cells, strict=True)) for cells in rows]
-
-
 def decimal(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def _arrow_ms(change: analysis.Change, digits: int) -> str:
-    return f"{decimal(change.before_ms, digits)} → {decimal(change.after_ms, digits)}"
-
-
-def _arrow_launches(change: analysis.Change) -> str:
-    before, after = change.before_launches, change.after_launches
-    return "" if before is None and after is None else f"{decimal(before, 0)} → {decimal(after, 0)}"
+def arrow(before: float | None, after: float | None, digits: int = 0) -> str:
+    return "" if before is None and after is None else f"{decimal(before, digits)} → {decimal(after, digits)}"
 
 
 def kernel_name(name: str) -> str:

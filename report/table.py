@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from common.record import PRECISIONS, Environment, Roofs, Row, Run, Workload, describe_shape
 from common.text import aligned, one_line
@@ -48,6 +49,11 @@ def _cells(run: Run, row: Row, before: Row | None, reference: Row | None) -> dic
         "of roof": describe_share_of_roof(row, run.roofs) if timed else "-",
         "bound by": analysis.describe_bound(row) if timed else "-",
     }
+
+
+def grid(headers: Iterable[str], rows: Iterable[tuple]) -> list[dict]:
+    """Rows of cells by the names of their columns."""
+    return [dict(zip(headers, cells, strict=True)) for cells in rows]
 
 
 def gib(row: Row) -> str:
