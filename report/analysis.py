@@ -255,14 +255,11 @@ def headline(run: Run) -> list[str]:
     if not timed:
         return [*lines, "No step has a time."]
     first, last = timed[0], timed[-1]
-    if first is last:
-        lines.append(f"Only {first.step} has a time: {median_ms(first):.1f} ms per training step.")
-    else:
-        lines.append(
-            f"{last.step} is {times_faster(speedup(last, first))} than {first.step}: "
-            f"{median_ms(first):.1f} ms per training step become {median_ms(last):.1f} ms."
-        )
-    return [*lines, _what_fp8_adds(run.steps)]
+    took = f"{median_ms(first):.1f} ms per training step"
+    faster = f"{last.step} is {times_faster(speedup(last, first))} than {first.step}"
+    only = f"Only {first.step} has a time: {took}."
+    said = only if first is last else f"{faster}: {took} become {median_ms(last):.1f} ms."
+    return [*lines, said, _what_fp8_adds(run.steps)]
 
 
 def _what_fp8_adds(rows: list[Row]) -> str:

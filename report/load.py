@@ -150,13 +150,10 @@ def _check(row: Row) -> None:
     if row.status != "ok":
         row.profile = None
         return
-    timing = row.timing
-    needed = [timing.median_ms, row.tokens_per_s, row.model_flops_per_s, *timing.step_ms]
-    if row.profile is not None:
-        needed.append(row.profile.step_ms)
-        if not set(row.profile.categories) <= set(CATEGORIES):
-            raise RecordError(f"{row.step}: unknown categories of kernels")
-    if not all(needed) or timing.warmup_s is None or not row.loss:
+    if row.profile and not set(row.profile.categories) <= set(CATEGORIES):
+        raise RecordError(f"{row.step}: unknown categories of kernels")
+    needed = [row.timing.median_ms, row.tokens_per_s, row.model_flops_per_s, row.loss, *row.timing.step_ms]
+    if not all(needed) or row.timing.warmup_s is None or (row.profile and not row.profile.step_ms):
         raise RecordError(f"{row.step}: an ok row without its numbers")
 
 

@@ -243,7 +243,7 @@ def _trust(rows: list[Row], environment: dict) -> dict:
 def _settings(row: Row) -> str:
     if not is_timed(row):
         return reason_untimed(row)
-    listed = [f"{name} {value}" for name, value in vars(row.settings).items() if value is not None]
+    listed = (f"{name} {value}" for name, value in vars(row.settings).items() if value is not None)
     return one_line(", ".join(listed), LONGEST_SETTINGS)
 
 
