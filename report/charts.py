@@ -101,8 +101,8 @@ def stacked_bars(stacks: list[tuple[str, dict[str, float] | None, str]], unit: s
                 width = times.get(name, 0.0) * (100 / total if shares else 1)
                 axes.barh(row, width, left=left, color=CATEGORY_COLORS[name], height=BAR)
                 left += width
-        handles = [matplotlib.patches.Patch(color=CATEGORY_COLORS[name], label=name) for name in names]
-        if handles:
+        if names:
+            handles = [matplotlib.patches.Patch(color=CATEGORY_COLORS[name], label=name) for name in names]
             figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8)
         axes.set_xlim(0, 100 if shares else None)
         return _svg(figure, f"stacked-{shares}")

@@ -99,12 +99,10 @@ def _waterfall(rows: list[Row]) -> dict:
         return charts.Bar(row.step, gib, f"{gib:.1f} GiB" if gib else "not measured")
 
     times, memories = _bars(rows, time), _bars(rows, memory)
+    time_cells = [(bar.name, *map(decimal, (bar.value, bar.low, bar.high)), bar.label) for bar in times]
     return {
         "time_svg": charts.falling_bars(times, "milliseconds"),
-        "time_rows": table.grid(
-            ("step", "ms per step", "p25", "p75", ""),
-            [(bar.name, *map(decimal, (bar.value, bar.low, bar.high)), bar.label) for bar in times],
-        ),
+        "time_rows": table.grid(("step", "ms per step", "p25", "p75", ""), time_cells),
         "memory_svg": charts.falling_bars(memories, "GiB"),
         "memory_rows": table.grid(("step", "GiB", ""), [(bar.name, decimal(bar.value), bar.label) for bar in memories]),
     }
@@ -135,7 +133,6 @@ def _pair(script_before: Row, before: Row | None, after: Row) -> dict:
     comparable = before is not None and is_timed(after)
     categories = analysis.changed_categories(before, after) if comparable else []
     kernels = analysis.changed_kernels(before, after) if categories else []
-
     category_cells = [
         (c.name, arrow(c.before_ms, c.after_ms, 1), f"{c.ms:+,.1f}", arrow(c.before_launches, c.after_launches))
         for c in categories
@@ -182,16 +179,12 @@ def _roofline(run: Run) -> dict:
     untimed = [f"{row.step}: {reason_untimed(row)}" for row in run.steps if not is_timed(row)]
     shares = [table.describe_share_of_roof(row, run.roofs) for row in counted] + [""] * len(rates)
     ridges = [(f"ridge of {name}", rate / copy, rate) for name, rate in rates.items()]
+    cells = [(name, decimal(intensity), table.tflops(rate)) for name, intensity, rate in points + ridges]
+    cells = [(*three, share) for three, share in zip(cells, shares, strict=True)]
     return {
         "no_roofline": "",
         "roofline_svg": charts.roofline(points, copy, rates, untimed),
-        "roofline_rows": table.grid(
-            ("", "FLOP per byte", "TFLOP/s", "of roof"),
-            [
-                (name, decimal(intensity), table.tflops(rate), share)
-                for (name, intensity, rate), share in zip(points + ridges, shares, strict=True)
-            ],
-        ),
+        "roofline_rows": table.grid(("", "FLOP per byte", "TFLOP/s", "of roof"), cells),
         "copy_gb_per_s": f"{copy / 1e9:,.0f}",
     }
 
