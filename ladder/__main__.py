@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,34 +22,26 @@ from ladder import process  # noqa: E402
 from report.__main__ import report  # noqa: E402
 
 FLAGS = ("--peers", "--no-roofs", "--no-profile", "--profile")
-STEPS = range(5)
+STEPS = "01234"
 BY_HAND = ("0_", "1_")  # rows that write the (T, T) scores of attention to memory
 GIB = 2**30
 
 
 @dataclass
 class Ladder:
-    """One run under way: its folder, what was planned, what the arguments were found to mean, and the rows that
-    ended without a record."""
+    """One run under way: what was planned, what the arguments mean here, and the rows that left no record."""
 
     folder: Path
     plan: Plan
     facts: dict
     limit_s: int
     stop: process.Stop
-    ended: dict[str, Row]
+    ended: dict[str, Row] = field(default_factory=dict)
 
-    @property
-    def environment(self) -> dict[str, str]:
-        # On a shared host, OpenMP threads that spin while they wait were seen to make a step five times slower.
-        return (
-            {"OMP_WAIT_POLICY": "passive"}
-            if self.facts["device_type"] == "cpu" and "OMP_WAIT_POLICY" not in os.environ
-            else {}
-        )
-
-
-# --- options --------------------------------------------------------------------------------------
+    def run(self, command: list[str], log: Path, **listeners) -> process.Ended:
+        """Run a command with the limits of this run. Raises OSError where its log cannot be written."""
+        environment = process.passive_waits(self.facts["device_type"])
+        return process.run(command, log, self.limit_s, self.stop, environment=environment, **listeners)
 
 
 def build_parser() -> OneLineParser:
@@ -82,13 +74,15 @@ def time_limit(parser: OneLineParser) -> int:
 
 def rows_to_run(only: str | None, peers: bool, parser: OneLineParser) -> tuple[list[str], list[str]]:
     """Names of all rows, and of those that --only leaves out."""
-    scripts = sorted(path.stem for path in ROOT.glob("[0-9]_*.py"))
-    scripts += [f"{k}_missing" for k in STEPS if not any(name.startswith(f"{k}_") for name in scripts)]
-    wanted = set(only.split(",")) if only else {name[0] for name in scripts}
-    if unknown := wanted - {name[0] for name in scripts}:
-        parser.error(f"--only {','.join(sorted(unknown))} names no step: {', '.join(sorted({s[0] for s in scripts}))}")
-    left_out = [name for name in sorted(scripts) if name[0] not in wanted]
-    return sorted(scripts) + [f"peers/{p.stem}" for p in sorted(ROOT.glob("peers/*.py")) if peers], left_out
+    scripts = [path.stem for path in ROOT.glob("[0-9]_*.py")]
+    numbers = {name[0] for name in scripts}
+    scripts = sorted(scripts + [f"{k}_missing" for k in STEPS if k not in numbers])
+    numbers |= set(STEPS)
+    wanted = set(only.split(",")) if only else numbers
+    if unknown := wanted - numbers:
+        parser.error(f"--only {','.join(sorted(unknown))} names no step: {', '.join(sorted(numbers))}")
+    left_out = [name for name in scripts if name[0] not in wanted]
+    return scripts + [f"peers/{path.stem}" for path in sorted(ROOT.glob("peers/*.py")) if peers], left_out
 
 
 def check(arguments: list[str]) -> dict:
@@ -103,9 +97,6 @@ def absolute_data(arguments: list[str]) -> list[str]:
     """The arguments with the path of --data made absolute, so that a resumed run finds it from any folder."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--data=") else [word])]
     return [os.path.abspath(word) if words[k - 1 : k] == ["--data"] else word for k, word in enumerate(words)]
-
-
-# --- a run ----------------------------------------------------------------------------------------
 
 
 def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser) -> tuple[Path, Plan, dict]:
@@ -142,9 +133,8 @@ def resumed_run(folder: Path, others: list[str], parser: OneLineParser) -> tuple
         parser.error(f"--resume takes its arguments from {folder}: leave out {others[0]}")
     try:
         content = json.loads((folder / "plan.json").read_text())
-        content.pop("schema_version")
-        plan = Plan(**content)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        plan = Plan(**{name: value for name, value in content.items() if name != "schema_version"})
+    except (OSError, ValueError, TypeError, AttributeError):
         parser.error(f"--resume {folder} holds no plan.json that can be read")
     facts = check(plan.arguments)
     if facts["workload"] != plan.workload:
@@ -154,58 +144,61 @@ def resumed_run(folder: Path, others: list[str], parser: OneLineParser) -> tuple
 
 def is_done(folder: Path, name: str) -> bool:
     try:
-        (row,) = json.loads((folder / f"{name}.json").read_text())["steps"]
-        return row["status"] == "ok"
-    except (OSError, ValueError, KeyError, TypeError):
+        return json.loads((folder / f"{name}.json").read_text())["steps"][0]["status"] == "ok"
+    except (OSError, ValueError, LookupError, TypeError):
         return False
 
 
 def run_row(ladder: Ladder, name: str) -> None:
     """Run one script, or say why it is not tried. A row without a record of its own gets one that says how it ended."""
-    script, record, log = ROOT / f"{name}.py", ladder.folder / f"{name}.json", ladder.folder / f"{name}.log"
-    row = Row(name.removeprefix("peers/"))
+    script, record, row = ROOT / f"{name}.py", ladder.folder / f"{name}.json", Row(name.removeprefix("peers/"))
     needed = ladder.facts["by_hand_bytes" if name.startswith(BY_HAND) else "fused_bytes"]
-    free = ladder.facts["free_bytes"]
-    batch_size = ladder.facts["workload"]["batch_size"]
+    free, advice = ladder.facts["free_bytes"], smaller_batch(ladder.facts["workload"]["batch_size"])
     if not script.exists():
         row.status, row.reason = "failed", f"{name[0]}_*.py is missing: restore it with git checkout"
     elif ladder.facts["device_type"] == "cpu" and free and needed > free:
         row.status = "oom"
-        row.reason = (
-            f"needs about {needed / GIB:.0f} GiB of {free / GIB:.0f} free: not tried, {smaller_batch(batch_size)}"
-        )
+        row.reason = f"needs about {needed / GIB:.0f} GiB of {free / GIB:.0f} free: not tried, {advice}"
     else:
-        terminal = Terminal(row.step)
         try:
-            record.parent.mkdir(exist_ok=True)
-            record.unlink(missing_ok=True)
-            command = [sys.executable, str(script), *ladder.plan.arguments, "--output", str(record)]
-            ended = process.run(command, log, ladder.limit_s, ladder.stop, environment=ladder.environment,
-                                show=terminal.show, progress=terminal.progress)  # fmt: skip
+            row.status, row.reason = run_script(ladder, script, record)
         except OSError as error:
-            ended, row.status = None, "failed"
-            row.reason = f"cannot write to {ladder.folder.name}: {error.strerror or error}"
-        terminal.clear()
-        if record.exists() and not (ended and ended.stopped):
+            if record.exists():
+                return
+            row.status, row.reason = "failed", f"cannot write to {ladder.folder.name}: {error.strerror or error}"
+        if row.status is None:
             return
-        if ended:
-            row.status, row.reason = process.describe(ended, ladder.limit_s, log)
-            if row.status == "timeout":
-                row.reason += ": raise STEP_TIMEOUT, or take fewer --steps"
-            if row.status == "oom" and needed * 2 > (free or 0):  # else the batch is hardly the cause
-                row.reason += f": {smaller_batch(batch_size)}"
+        if row.status == "timeout":
+            row.reason += ": raise STEP_TIMEOUT, or take fewer --steps"
+        if row.status == "oom" and needed * 2 > (free or 0):  # else the batch is hardly the cause
+            row.reason += f": {advice}"
     say(f"{row.step}: {row.status}: {row.reason}")
     ladder.ended[name] = row
     with contextlib.suppress(OSError):  # the row is in ladder.ended
         write_run(record, Run(ladder.plan.command, None, None, ladder.plan.workload, [row]))
 
 
+def run_script(ladder: Ladder, script: Path, record: Path) -> tuple[str | None, str | None]:
+    """Run a script; how it ended if it left no record, and (None, None) if it did. Raises OSError."""
+    terminal, log = Terminal(script.stem), record.with_suffix(".log")
+    record.parent.mkdir(exist_ok=True)
+    record.unlink(missing_ok=True)
+    command = [sys.executable, str(script), *ladder.plan.arguments, "--output", str(record)]
+    try:
+        ended = ladder.run(command, log, show=terminal.show, progress=terminal.progress)
+    finally:
+        terminal.clear()
+    if record.exists() and not ended.stopped:
+        return None, None
+    return process.describe(ended, ladder.limit_s, log)
+
+
 def measure_roofs(ladder: Ladder) -> None:
     say("measuring the roofs of this machine")
     roofs, log = ladder.folder / "roofs.json", ladder.folder / "roofs.log"
+    command = process.module_command("common.roofs", *ladder.plan.arguments, "--output", str(roofs))
     try:
-        ended = process.run(process.module_command("common.roofs", *ladder.plan.arguments, "--output", str(roofs)),
-                            log, ladder.limit_s, ladder.stop, environment=ladder.environment)  # fmt: skip
+        ended = ladder.run(command, log)
         if ended.code or not roofs.exists():
             reason = process.last_line(log) if ended.code > 0 else process.describe(ended, ladder.limit_s, log)[1]
             write_json(roofs, {"failed": reason})
@@ -225,14 +218,14 @@ def finish(ladder: Ladder) -> int:
         say(f"interrupted: ./run_all.sh --resume results/{ladder.folder.name} finishes it")
         return 130
     latest = ROOT / "results" / "latest"
-    if latest.is_symlink() or not latest.exists():
-        try:
-            latest.unlink(missing_ok=True)
-            latest.symlink_to(ladder.folder.name)
-        except OSError as error:
-            say(f"results/latest was not renewed: {error.strerror or error}")
-    else:
+    if latest.exists() and not latest.is_symlink():
         say("results/latest is a file or folder of your own and stays")
+        return code
+    try:
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(ladder.folder.name)
+    except OSError as error:
+        say(f"results/latest was not renewed: {error.strerror or error}")
     return code
 
 
@@ -240,21 +233,20 @@ class Terminal:
     """What a row prints, and below it one rewritten line with its progress."""
 
     def __init__(self, step: str):
-        self.step, self.interactive = step, sys.stderr.isatty()
+        self.step = step
 
     def show(self, data: bytes) -> None:
         self.clear()
         say(data.decode(errors="replace"), end="")
 
     def progress(self, message: dict) -> None:
-        if self.interactive:
-            rest = f", about {message['rest_s']:.0f} s left" if message.get("rest_s") is not None else ""
-            sys.stderr.write(f"\r\033[K{self.step}: {message.get('phase')} {message.get('k')}/{message.get('n')}{rest}")
-            sys.stderr.flush()
+        rest = f", about {message['rest_s']:.0f} s left" if message.get("rest_s") is not None else ""
+        self.clear(f"{self.step}: {message.get('phase')} {message.get('k')}/{message.get('n')}{rest}")
 
-    def clear(self) -> None:
-        if self.interactive:
-            sys.stderr.write("\r\033[K")
+    def clear(self, line: str = "") -> None:
+        """Clear the line of progress, or put another in its place."""
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{line}")
             sys.stderr.flush()
 
 
@@ -269,15 +261,12 @@ def main(argv: list[str]) -> int:
         folder, plan, facts = resumed_run(given.resume.resolve(), others, parser)
     else:
         folder, plan, facts = new_run(given, arguments, argv, parser)
-    ladder = Ladder(folder, plan, facts, limit_s, stop, {})
+    ladder = Ladder(folder, plan, facts, limit_s, stop)
     stop.listen()
     for name in plan.rows:
-        if name in plan.left_out or is_done(folder, name):
-            continue
-        if stop.requests:
-            break
-        run_row(ladder, name)
-        say("")
+        if not (stop.requests or name in plan.left_out or is_done(folder, name)):
+            run_row(ladder, name)
+            say("")
     if plan.roofs and not stop.requests and not (folder / "roofs.json").exists():
         measure_roofs(ladder)
     return finish(ladder)

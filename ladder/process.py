@@ -114,8 +114,7 @@ def _follow(child: subprocess.Popen, selector, deadline: float, stop: Stop, ende
         running = child.poll() is None
         ready = selector.select(POLL_S if running else 0)
         for key, _ in ready:
-            data = os.read(key.fd, 65536)
-            if data:
+            if data := os.read(key.fd, 65536):
                 key.data(data)
             else:
                 selector.unregister(key.fileobj)
@@ -171,8 +170,5 @@ def describe(ended: Ended, limit_s: float, log: Path) -> tuple[str, str]:
         return "oom", "killed by signal 9, as the system does when host memory runs out"
     if ended.code < 0:
         return "failed", f"killed by {signal.Signals(-ended.code).name}: see {log.name}"
-    said = last_line(log)
-    _, separator, reason = said.partition(": failed: ")
-    if separator:  # the script's own last line, where its record could not be written
-        return "failed", reason
-    return "failed", f"ended with exit code {ended.code} and no record: see {log.name}"
+    said = last_line(log).partition(": failed: ")[2]  # the script's own last line, where it could not write its record
+    return "failed", said or f"ended with exit code {ended.code} and no record: see {log.name}"

@@ -6,10 +6,11 @@ Everything is computed from one run (common/record.py). Rows without a time stay
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.record import CATEGORIES, CategoryTime, Environment, Kernel, Profile, Roofs, Row, Run, describe_shape
+from common.record import CATEGORIES, CategoryTime, Environment, Profile, Roofs, Row, Run, describe_shape
 from report.load import environment_of
 
 LOSS_WINDOW = 20
@@ -23,12 +24,9 @@ GAPS = "gaps"
 GIB = 2**30
 # Bits of NVML's clock event reasons that hold clocks down; the idle and application-clock bits are no warning.
 THROTTLE_REASONS = {
-    0x04: "power limit",
-    0x08: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "power brake",
-}
+    0x04: "power limit", 0x08: "hardware slowdown", 0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown", 0x80: "power brake",
+}  # fmt: skip
 
 
 # --- one row --------------------------------------------------------------------------------------
@@ -117,17 +115,18 @@ def _kernels_ms(profile: Profile) -> float:
 
 def category_ms(row: Row) -> dict[str, float] | None:
     """Milliseconds of a step by kernel category, gaps included; None without a profile."""
-    if row.profile is None:
-        return None
-    times = {name: row.profile.categories.get(name, CategoryTime()).ms for name in CATEGORIES}
-    return times | {GAPS: gaps_ms(row) or 0.0}
+    return {name: time.ms for name, time in _categories(row).items()} if row.profile else None
+
+
+def _categories(row: Row) -> dict[str, CategoryTime]:
+    times = {name: row.profile.categories.get(name, CategoryTime()) for name in CATEGORIES}
+    return times | {GAPS: CategoryTime(gaps_ms(row) or 0.0, None)}
 
 
 def bound(row: Row) -> tuple[str, float] | None:
     """What binds a row, and the share of the step behind it; None where that is not known."""
-    if row.profile is None or row.profile.bound_by is None:
-        return None
-    return row.profile.bound_by, (row.profile.shares or {}).get(row.profile.bound_by, 0.0)
+    by = row.profile and row.profile.bound_by
+    return (by, (row.profile.shares or {}).get(by, 0.0)) if by else None
 
 
 def roof(row: Row, roofs: Roofs | None) -> tuple[str, float] | None:
@@ -153,9 +152,8 @@ def share_of_roof(row: Row, roofs: Roofs | None) -> tuple[str, float] | None:
 
 def throttle_reasons(row: Row) -> list[str]:
     """What held the GPU's clocks down when the last timed step had been launched, as the driver reports it."""
-    mask = row.gpu_state.throttle_reasons if row.gpu_state else None
     try:
-        bits = int(mask, 16) if mask else 0
+        bits = int(row.gpu_state.throttle_reasons or "0", 16) if row.gpu_state else 0
     except ValueError:
         return []
     return [name for bit, name in THROTTLE_REASONS.items() if bits & bit]
@@ -180,11 +178,9 @@ class Change:
 
     @property
     def kind(self) -> str:
-        if not self.before_launches:
-            return "appeared"
-        if not self.after_launches:
-            return "vanished"
-        return "shrank" if self.ms < 0 else "grew"
+        if self.before_launches and self.after_launches:
+            return "shrank" if self.ms < 0 else "grew"
+        return "vanished" if self.before_launches else "appeared"
 
 
 def consecutive(rows: list[Row]) -> Iterator[tuple[Row | None, Row]]:
@@ -197,38 +193,31 @@ def consecutive(rows: list[Row]) -> Iterator[tuple[Row | None, Row]]:
 
 def changed_categories(before: Row, after: Row) -> list[Change]:
     """The categories of two rows, largest change first. Empty without both profiles."""
-    old, new = category_ms(before), category_ms(after)
-    if old is None or new is None:
+    if not (before.profile and after.profile):
         return []
-    changes = [
-        Change(name, old[name], new[name], _launches(before, name), _launches(after, name))
-        for name in old
-        if old[name] or new[name]
-    ]
-    return sorted(changes, key=lambda change: -abs(change.ms))
-
-
-def _launches(row: Row, category: str) -> float | None:
-    return None if category == GAPS else row.profile.categories.get(category, CategoryTime()).launches
+    changes = _changes(_categories(before), _categories(after))
+    return [change for change in changes if change.before_ms or change.after_ms]
 
 
 def changed_kernels(before: Row, after: Row) -> list[Change]:
     """Kernels by name, largest change first."""
-    old, new = _kernels(before), _kernels(after)
-    none = Kernel("", "", 0.0, 0)
-    pairs = {name: (old.get(name, none), new.get(name, none)) for name in old | new}
-    changes = [Change(name, a.ms, b.ms, a.launches, b.launches) for name, (a, b) in pairs.items()]
-    return sorted(changes, key=lambda change: -abs(change.ms))
+    return _changes(_kernels(before), _kernels(after))
 
 
-def _kernels(row: Row) -> dict[str, Kernel]:
+def _kernels(row: Row) -> dict[str, CategoryTime]:
     """Kernels by name; what a record lists twice is added up."""
-    kernels: dict[str, Kernel] = {}
+    kernels: dict[str, CategoryTime] = {}
     for kernel in row.profile.kernels if row.profile else []:
-        total = kernels.setdefault(kernel.name, Kernel(kernel.name, kernel.category, 0.0, 0))
+        total = kernels.setdefault(kernel.name, CategoryTime())
         total.ms += kernel.ms
         total.launches += kernel.launches
     return kernels
+
+
+def _changes(old: dict[str, CategoryTime], new: dict[str, CategoryTime]) -> list[Change]:
+    pairs = [(name, old.get(name, CategoryTime()), new.get(name, CategoryTime())) for name in old | new]
+    changes = [Change(name, a.ms, b.ms, a.launches, b.launches) for name, a, b in pairs]
+    return sorted(changes, key=lambda change: -abs(change.ms))
 
 
 def code_diff(before: Row, after: Row) -> list[tuple[str, str, str]] | None:
@@ -245,11 +234,8 @@ def code_diff(before: Row, after: Row) -> list[tuple[str, str, str]] | None:
     for group in difflib.SequenceMatcher(None, old, new).get_grouped_opcodes(2):
         lines += [("skip", "", "")] if lines else []
         for what, a, b, c, d in group:
-            left, right = old[a:b], new[c:d]
             kind = {"equal": "same", "replace": "changed", "delete": "removed", "insert": "added"}[what]
-            longest = max(len(left), len(right))
-            left, right = (part + [""] * (longest - len(part)) for part in (left, right))
-            lines += [(kind, one, other) for one, other in zip(left, right, strict=True)]
+            lines += [(kind, *pair) for pair in itertools.zip_longest(old[a:b], new[c:d], fillvalue="")]
     return lines
 
 
@@ -269,14 +255,11 @@ def headline(run: Run) -> list[str]:
     if not timed:
         return [*lines, "No step has a time."]
     first, last = timed[0], timed[-1]
-    if first is last:
-        lines.append(f"Only {first.step} has a time: {median_ms(first):.1f} ms per training step.")
-    else:
-        lines.append(
-            f"{last.step} is {times_faster(speedup(last, first))} than {first.step}: "
-            f"{median_ms(first):.1f} ms per training step become {median_ms(last):.1f} ms."
-        )
-    return [*lines, _what_fp8_adds(run.steps)]
+    took = f"{median_ms(first):.1f} ms per training step"
+    faster = f"{last.step} is {times_faster(speedup(last, first))} than {first.step}"
+    only = f"Only {first.step} has a time: {took}."
+    said = only if first is last else f"{faster}: {took} become {median_ms(last):.1f} ms."
+    return [*lines, said, _what_fp8_adds(run.steps)]
 
 
 def _what_fp8_adds(rows: list[Row]) -> str:
@@ -322,12 +305,9 @@ def _largest_changes(before: Row, row: Row) -> list[str]:
     least = max(0.1 * sum(abs(change.ms) for change in changes), 0.01 * median_ms(before))
     parts = []
     for word, sign in (("less", -1), ("more", 1)):
-        listed = [
-            f"{change.name} ({change.before_ms:.1f} to {change.after_ms:.1f} ms)"
-            for change in changes
-            if sign * change.ms > least
-        ]
-        parts += [f"{word} time in {', '.join(listed)}"] if listed else []
+        moved = [change for change in changes if sign * change.ms > least]
+        listed = ", ".join(f"{change.name} ({change.before_ms:.1f} to {change.after_ms:.1f} ms)" for change in moved)
+        parts += [f"{word} time in {listed}"] if listed else []
     return parts
 
 
@@ -358,11 +338,9 @@ def describe_profile_offset(row: Row) -> str | None:
     if abs(offset) <= LARGEST_PROFILE_OFFSET:
         return None
     kernels_fit = _kernels_ms(row.profile) <= (1 + LARGEST_PROFILE_OFFSET) * median_ms(row)
-    if offset > 0 and row.profile.gpu_idle_ms and kernels_fit:
-        advice = "Trust the times of its kernels, not its gaps."
-    else:
-        advice = "Trust the percentages, not the milliseconds."
-    return f"Profiling ran {abs(offset):.0%} {'slower' if offset > 0 else 'faster'} than timing. {advice}"
+    only_gaps = offset > 0 and row.profile.gpu_idle_ms and kernels_fit
+    trust = "the times of its kernels, not its gaps" if only_gaps else "the percentages, not the milliseconds"
+    return f"Profiling ran {abs(offset):.0%} {'slower' if offset > 0 else 'faster'} than timing. Trust {trust}."
 
 
 def doubts(run: Run) -> list[str]:
@@ -383,21 +361,18 @@ def doubts(run: Run) -> list[str]:
 
 
 def _row_doubts(row: Row, environment: Environment, roofs: Roofs | None) -> list[str]:
-    lines = []
     least = FEWEST_STEPS.get(environment.device_type, FEWEST_STEPS["cuda"])
-    if len(row.timing.step_ms) < least:
-        lines.append(f"{len(row.timing.step_ms)} timed steps, fewer than {least}")
-    if spread(row) > WIDEST_SPREAD:
-        lines.append(f"the middle half of its times spreads over {spread(row):.1%} of the median")
-    if reasons := throttle_reasons(row):
-        lines.append(f"the driver reported clocks held down by: {', '.join(reasons)}")
-    if offset := describe_profile_offset(row):
-        lines.append(offset)
-    if row.gpu_state and row.gpu_state.while_running is False:
-        lines.append("the GPU was done before its clocks had been read: they may not be those of its steps")
-    share = share_of_roof(row, roofs)
-    if share and share[1] > MOST_OF_ROOF:
-        lines.append(
-            f"faster than the {share[0]} roof, which was measured on a busy machine or with too small products"
-        )
-    return lines
+    timed, share, throttled = len(row.timing.step_ms), share_of_roof(row, roofs), ", ".join(throttle_reasons(row))
+    doubts = (
+        timed < least and f"{timed} timed steps, fewer than {least}",
+        spread(row) > WIDEST_SPREAD and f"the middle half of its times spreads over {spread(row):.1%} of the median",
+        throttled and f"the driver reported clocks held down by: {throttled}",
+        describe_profile_offset(row),
+        row.gpu_state
+        and row.gpu_state.while_running is False
+        and "the GPU was done before its clocks had been read: they may not be those of its steps",
+        share
+        and share[1] > MOST_OF_ROOF
+        and f"faster than the {share[0]} roof, which was measured on a busy machine or with too small products",
+    )
+    return [doubt for doubt in doubts if doubt]

@@ -31,6 +31,7 @@ ACCENT, FAINT = "#2f7ebc", "#9aa5b1"
 STACK_COLORS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0e442", "#8a6d3b", "#b8bec6")
 CATEGORY_COLORS = dict(zip((*CATEGORIES, GAPS), STACK_COLORS, strict=True))
 SERIES_COLORS = ("#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2", "#cc79a7", "#8a6d3b", "#9aa5b1")
+BAR = 0.62  # of the height of a step's line
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
 LONGEST_NAME, LONGEST_LABEL = 24, 48
 MOST_POINTS = 1000  # of one curve
@@ -40,17 +41,9 @@ STYLE = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9,
-    "text.parse_math": False,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon", "text.parse_math"), False),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
 }
 
 
@@ -67,46 +60,50 @@ class Bar:
 
 def falling_bars(bars: list[Bar], unit: str) -> str:
     """SVG of one bar per step, with what fell away since the one before drawn faintly, quartiles as whiskers."""
-    with _figure(0.42 * len(bars) + 0.7) as figure:
-        axes = _steps_axes(figure, [bar.name for bar in bars])
-        top = max((bar.value for bar in bars if bar.value), default=1.0)
-        before = None
+    with _steps_figure([bar.name for bar in bars], 0.42 * len(bars) + 0.7, unit) as (figure, axes):
+        top, before = max((bar.value for bar in bars if bar.value), default=1.0), 0.0
         for row, bar in enumerate(bars):
             reach = bar.value or 0.0
             if bar.value is not None:
-                if before is not None and before > bar.value:
-                    axes.barh(row, before - bar.value, left=bar.value, color=FAINT, alpha=0.3, height=0.62)
+                if before > bar.value:
+                    axes.barh(row, before - bar.value, left=bar.value, color=FAINT, alpha=0.3, height=BAR)
                     reach = before
-                axes.barh(row, bar.value, color=ACCENT, height=0.62)
+                axes.barh(row, bar.value, color=ACCENT, height=BAR)
                 if bar.low is not None and bar.high is not None:
                     errors = [[max(0.0, bar.value - bar.low)], [max(0.0, bar.high - bar.value)]]
                     axes.errorbar(bar.value, row, xerr=errors, color=INK, capsize=2, linewidth=0.9)
                     reach = max(reach, bar.high)
                 before = bar.value
-            axes.text(reach + 0.012 * top, row, one_line(bar.label, LONGEST_LABEL), va="center")
+            _label(axes, reach + 0.012 * top, row, bar.label)
         axes.set_xlim(0, 1.32 * top)
-        axes.set_xlabel(unit)
         return _svg(figure, f"falling-{unit}")
+
+
+def drawn_categories(stacks: list[tuple[str, dict[str, float] | None, str]]) -> list[str]:
+    """The categories in which any step spends time, in the order of a stacked bar."""
+    return [name for name in CATEGORY_COLORS if any(times and times.get(name) for _, times, _ in stacks)]
 
 
 def stacked_bars(stacks: list[tuple[str, dict[str, float] | None, str]], unit: str, shares: bool) -> str:
     """SVG of the time of each step by category, absolute or as shares; (name, times or None, why None) a step."""
-    names = [name for name in CATEGORY_COLORS if any(times and times.get(name) for _, times, _ in stacks)]
-    with _figure(0.42 * len(stacks) + 0.75 + 0.22 * math.ceil(len(names) / 2)) as figure:
-        axes = _steps_axes(figure, [name for name, _, _ in stacks])
+    names = drawn_categories(stacks)
+    height_in = 0.42 * len(stacks) + 0.75 + 0.22 * math.ceil(len(names) / 2)
+    with _steps_figure([name for name, _, _ in stacks], height_in, "% of the profiled step" if shares else unit) as (
+        figure,
+        axes,
+    ):
         for row, (_, times, why) in enumerate(stacks):
             if times is None:
-                axes.text(0.01, row, one_line(why, LONGEST_LABEL), va="center", transform=axes.get_yaxis_transform())
+                _label(axes, 0.01, row, why, transform=axes.get_yaxis_transform())
                 continue
             total, left = sum(times.values()) or 1.0, 0.0
             for name in names:
                 width = times.get(name, 0.0) * (100 / total if shares else 1)
-                axes.barh(row, width, left=left, color=CATEGORY_COLORS[name], height=0.62)
+                axes.barh(row, width, left=left, color=CATEGORY_COLORS[name], height=BAR)
                 left += width
-        handles = [matplotlib.patches.Patch(color=CATEGORY_COLORS[name], label=name) for name in names]
-        if handles:
+        if names:
+            handles = [matplotlib.patches.Patch(color=CATEGORY_COLORS[name], label=name) for name in names]
             figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8)
-        axes.set_xlabel("% of the profiled step" if shares else unit)
         axes.set_xlim(0, 100 if shares else None)
         return _svg(figure, f"stacked-{shares}")
 
@@ -126,10 +123,9 @@ def roofline(
             axes.plot(ridges[name], rate / 1e12, marker="D", color=INK, markersize=4)
             axes.text(right, rate / 1e12, f"{name} {tflops(rate)}", va="bottom", ha="right", fontsize=8)
         for index, (name, intensity, rate) in enumerate(points):
-            color, to_the_right = SERIES_COLORS[index % len(SERIES_COLORS)], index % 2
+            color, (shift, ha) = SERIES_COLORS[index % len(SERIES_COLORS)], ((0.83, "right"), (1.2, "left"))[index % 2]
             axes.plot(intensity, rate / 1e12, marker="o", color=color, linestyle="none", markersize=7)
-            beside = {"x": intensity * (1.2 if to_the_right else 0.83), "ha": "left" if to_the_right else "right"}
-            axes.text(y=rate / 1e12, s=one_line(name, LONGEST_NAME), va="center", fontsize=8, **beside)
+            axes.text(intensity * shift, rate / 1e12, one_line(name, LONGEST_NAME), va="center", ha=ha, fontsize=8)
         for row, said in enumerate(untimed):
             axes.text(0.99, 0.02 + 0.06 * row, one_line(said, 64), transform=axes.transAxes, ha="right", fontsize=8)
         axes.set(xscale="log", yscale="log", xlim=(left, right), xlabel="model FLOP per byte", ylabel="TFLOP/s")
@@ -165,31 +161,28 @@ def loss_curves(curves: list[tuple[str, list[float], str]]) -> str:
 
 def strip_plot(rows: list[tuple[str, float, list[float], str]]) -> str:
     """SVG of raw times as dots, in percent of the step's median; (name, median, ms, why there are none) a step."""
-    with _figure(0.36 * len(rows) + 0.7) as figure:
-        axes = _steps_axes(figure, [name for name, *_ in rows])
+    with _steps_figure([name for name, *_ in rows], 0.36 * len(rows) + 0.7, "% of the step's median") as (figure, axes):
         for row, (_, middle, times, why) in enumerate(rows):
             if not times:
-                axes.text(0.01, row, one_line(why, LONGEST_LABEL), va="center", transform=axes.get_yaxis_transform())
+                _label(axes, 0.01, row, why, transform=axes.get_yaxis_transform())
                 continue
             drawn = times[:: math.ceil(len(times) / MOST_DOTS)]
             # Deterministic offsets keep dots of one value apart.
             heights = [row + 0.26 * (((7 * k) % 11) / 5 - 1) for k in range(len(drawn))]
             axes.plot([100 * t / middle for t in drawn], heights, "o", color=ACCENT, alpha=0.55, markersize=3)
         axes.axvline(100, color=INK, linewidth=0.7)
-        axes.set_xlabel("% of the step's median")
         return _svg(figure, "strip")
 
 
 def speedup_png(bars: list[Bar], title: str) -> bytes:
     """A PNG for a README or a slide: times faster than the first step, on white."""
-    with _figure(0.55 * len(bars) + 1.1) as figure:
-        axes = _steps_axes(figure, [bar.name for bar in bars])
+    height_in = 0.55 * len(bars) + 1.1
+    with _steps_figure([bar.name for bar in bars], height_in, "times faster than the first row") as (figure, axes):
         top = max((bar.value for bar in bars if bar.value), default=1.0)
         for row, bar in enumerate(bars):
             axes.barh(row, bar.value or 0.0, color=ACCENT, height=0.66)
-            axes.text((bar.value or 0.0) + 0.012 * top, row, one_line(bar.label, LONGEST_LABEL), va="center")
+            _label(axes, (bar.value or 0.0) + 0.012 * top, row, bar.label)
         axes.set_xlim(0, 1.3 * top)
-        axes.set_xlabel("times faster than the first row")
         figure.suptitle(one_line(title, 100), fontsize=9.5)
         written = io.BytesIO()
         figure.savefig(written, format="png", dpi=200, facecolor="white", metadata={"Software": None})
@@ -205,13 +198,20 @@ def _figure(height_in: float) -> Iterator[Figure]:
         yield Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
 
 
-def _steps_axes(figure: Figure, names: list[str]) -> Axes:
-    axes = figure.subplots()
-    axes.set_yticks(range(len(names)), [one_line(name, LONGEST_NAME) for name in names])
-    axes.set_ylim(len(names) - 0.4, -0.6)  # the first step on top
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    return axes
+@contextmanager
+def _steps_figure(names: list[str], height_in: float, xlabel: str) -> Iterator[tuple[Figure, Axes]]:
+    """A figure with one line per step, the first on top."""
+    with _figure(height_in) as figure:
+        axes = figure.subplots()
+        axes.set_yticks(range(len(names)), [one_line(name, LONGEST_NAME) for name in names])
+        axes.set(ylim=(len(names) - 0.4, -0.6), xlabel=xlabel)
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+        yield figure, axes
+
+
+def _label(axes: Axes, x: float, row: int, text: str, **options) -> None:
+    axes.text(x, row, one_line(text, LONGEST_LABEL), va="center", **options)
 
 
 def _svg(figure: Figure, name: str) -> str:
@@ -222,7 +222,6 @@ def _svg(figure: Figure, name: str) -> str:
     text = written.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    prefix = re.sub(r"\W", "", name) + "-"
-    text = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{prefix}", text)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    return re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{re.sub('[^a-zA-Z]', '', name)}-", text)
+    opening, rest = text.split(">", 1)
+    return re.sub(r' (width|height)="[^"]*"', "", opening) + ">" + rest

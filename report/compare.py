@@ -8,7 +8,7 @@ from common.record import Row, Run, differing_fields
 from common.text import aligned
 from report.analysis import is_timed, median_ms, quartiles_ms, reason_untimed, speedup
 from report.load import RecordError, environment_of, load_run
-from report.table import tflops
+from report.table import commit_of, grid, tflops
 
 SHAPE_FIELDS = (
     "preset", "n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size", "parameters", "tokens_per_step",
@@ -54,11 +54,9 @@ def compare(a: Run, b: Run, names: tuple[str, str]) -> str:
 def _pairs(a: Run, b: Run) -> list[tuple[Row, Row]]:
     """The rows of both runs by name; a row that only one has gets a counterpart that says so."""
     rows_a, rows_b = ({row.step: row for row in [*run.steps, *run.peers]} for run in (a, b))
+    absent_a, absent_b = ({"status": "absent", "reason": f"not in {letter}"} for letter in "AB")
     return [
-        (
-            rows_a.get(name) or Row(name, status="absent", reason="not in A"),
-            rows_b.get(name) or Row(name, status="absent", reason="not in B"),
-        )
+        (rows_a.get(name) or Row(name, **absent_a), rows_b.get(name) or Row(name, **absent_b))
         for name in rows_a | rows_b
     ]
 
@@ -69,28 +67,26 @@ def _both_timed(pair: tuple[Row, Row]) -> bool:
 
 def _describe(run: Run, name: str) -> str:
     environment = environment_of(run)
-    return f"{name}: {environment.device}, torch {environment.torch}, commit {(environment.commit or 'unknown')[:10]}"
+    return f"{name}: {environment.device}, torch {environment.torch}, commit {commit_of(run)}"
 
 
 def _time_cells(a: Row, b: Row) -> dict[str, str]:
     ms = [f"{median_ms(row):.1f}" if is_timed(row) else reason_untimed(row) for row in (a, b)]
-    cells = {"step": a.step, "A ms": ms[0], "B ms": ms[1], "A / B": "-", "range": "-"}
+    ratio = extent = "-"
     if _both_timed((a, b)):
         (low_a, high_a), (low_b, high_b) = quartiles_ms(a), quartiles_ms(b)
-        cells |= {"A / B": f"{speedup(b, a):.3f}", "range": f"{low_a / high_b:.3f} to {high_a / low_b:.3f}"}
-    return cells
+        ratio, extent = f"{speedup(b, a):.3f}", f"{low_a / high_b:.3f} to {high_a / low_b:.3f}"
+    return {"step": a.step, "A ms": ms[0], "B ms": ms[1], "A / B": ratio, "range": extent}
 
 
 def _speedup_table(pairs: list[tuple[Row, Row]]) -> str:
     firsts = next(filter(_both_timed, pairs))
-    rows = []
+    cells = []
     for pair in pairs:
         speedups = [speedup(row, first) if is_timed(row) else None for row, first in zip(pair, firsts, strict=True)]
         words = [f"{s:.2f}x" if s else reason_untimed(row) for s, row in zip(speedups, pair, strict=True)]
         rates = [tflops(row.model_flops_per_s) if is_timed(row) else "-" for row in pair]
         ratio = f"{speedups[1] / speedups[0]:.3f}" if all(speedups) else "-"
-        rows.append(
-            {"step": pair[0].step, "A speedup": words[0], "B speedup": words[1], "B / A": ratio}
-            | {"A TFLOP/s": rates[0], "B TFLOP/s": rates[1]}
-        )
+        cells.append((pair[0].step, *words, ratio, *rates))
+    rows = grid(("step", "A speedup", "B speedup", "B / A", "A TFLOP/s", "B TFLOP/s"), cells)
     return f"Speedups are over {firsts[0].step}, the first row that has a time in both.\n\n{aligned(rows)}"

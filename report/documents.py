@@ -8,29 +8,30 @@ if __name__ == "__main__":
     needs("msgspec", "tabulate", "jinja2", "matplotlib")
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from common.record import Row, Run
 from common.text import OneLineParser, aligned
-from report import analysis
+from report import analysis, table
 from report.__main__ import write_reports
 from report.analysis import is_timed, median_ms
 from report.load import MERGED, RecordError, read_run
-from report.table import CONVENTION, describe_device, describe_roofs, describe_share_of_roof, percent, tflops
+from report.table import commit_of, gib, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
 SHOWN = "h200/gpt3-6.7b-slice"  # the workload of README's table
 
 
-def recorded_runs(results: Path) -> Iterator[tuple[Path, Run]]:
+def recorded_runs(results: Path) -> list[tuple[Path, Run]]:
     """Every recorded run, the one with the least work first."""
     runs = [(path.parent, read_run(path)) for path in sorted(results.glob(f"*/*/{MERGED}"))]
-    yield from sorted(runs, key=lambda named: named[1].workload.flops_per_step)
+    return sorted(runs, key=lambda named: named[1].workload.flops_per_step)
 
 
-# --- README ---------------------------------------------------------------------------------------
+def pipe_table(headers: Iterable[str], cells: Iterable[tuple], n_left: int = 1) -> str:
+    return aligned(table.grid(headers, cells), "pipe", n_left)
 
 
 def readme_table(results: Path) -> str:
@@ -38,129 +39,107 @@ def readme_table(results: Path) -> str:
     folder = results / SHOWN
     run = read_run(folder / MERGED)
     baseline, plain = analysis.reference_row(run.steps), analysis.plain_row(run.steps)
-    rows = [
-        {"step": row.step, "ms per step": f"{median_ms(row):.1f}" if is_timed(row) else row.status}
-        | {f"times faster than {baseline.step}": times(row, baseline), f"than {plain.step}": times(row, plain)}
-        | {"TFLOP/s": tflops(row.model_flops_per_s) if is_timed(row) else "-", "peak GiB": gib(row)}
-        for row in run.steps
-    ]
-    at, commit = f"docs/results/{SHOWN}", (run.environment.commit or "unknown")[:7]
-    others = ", ".join(
-        f"[{path.name}]({path.relative_to(results.parent.parent)}/report.md)"
-        for path, _ in recorded_runs(results)
-        if path != folder
+    headers = ("step", "ms per step", f"times faster than {baseline.step}", f"than {plain.step}", "TFLOP/s", "peak GiB")
+    cells = []
+    for row in run.steps:
+        rate = tflops(row.model_flops_per_s) if is_timed(row) else "-"
+        cells.append((row.step, ms(row), times(row, baseline), times(row, plain), rate, gib(row)))
+    at, base = f"docs/results/{SHOWN}", results.parent.parent
+    others = [path for path, _ in recorded_runs(results) if path != folder]
+    links = ", ".join(f"[{path.name}]({path.relative_to(base)}/report.md)" for path in others)
+    about = (
+        f"{table.describe_device(run.environment)}; {run.workload.preset}, batch {run.workload.batch_size}, "
+        f"commit {commit_of(run, 7)}: [report]({at}/report.md), [record]({at}/{MERGED}). "
+        f"Other workloads: {links}. {table.CONVENTION}"
     )
-    return "\n\n".join(
-        [
-            f'<img src="{at}/speedup.png" width="560" alt="Times faster than the baseline, by step">',
-            aligned(rows, "pipe"),
-            f"{describe_device(run.environment)}; {run.workload.preset}, batch {run.workload.batch_size}, "
-            f"commit {commit}: [report]({at}/report.md), [record]({at}/{MERGED}). "
-            f"Other workloads: {others}. {CONVENTION}",
-        ]
-    )
+    picture = f'<img src="{at}/speedup.png" width="560" alt="Times faster than the baseline, by step">'
+    return "\n\n".join([picture, pipe_table(headers, cells), about])
+
+
+def ms(row: Row) -> str:
+    return f"{median_ms(row):.1f}" if is_timed(row) else row.status
 
 
 def times(row: Row, reference: Row | None) -> str:
-    return f"{analysis.speedup(row, reference):.1f}" if reference and is_timed(row) else "-"
-
-
-def gib(row: Row) -> str:
-    peak = analysis.peak_gib(row)
-    return f"{peak:.1f}" if peak and is_timed(row) else "-"
-
-
-# --- docs/performance.md --------------------------------------------------------------------------
+    return table.times_faster(row, reference, "{:.1f}")
 
 
 def performance_tables(results: Path) -> str:
     """Speedups of all workloads; then, of every run with profiles, time by category; variants; bytes of attention."""
-    parts = ["## All workloads", _workload_table(results)]
-    for path, run in recorded_runs(results):
-        rows = [row for row in [*run.steps, *run.peers] if row.profile]
-        if not rows:
-            continue
-        commit = (run.environment.commit or "unknown")[:7]
-        parts.append(f"## {path.name}, batch {run.workload.batch_size}, {run.environment.device}, commit {commit}")
-        parts += [_category_table(rows), _limits_table(rows, run)]
-        notes = [(row.step, note) for row in rows for note in (row.note, analysis.describe_profile_offset(row)) if note]
-        lines = [f"{step}: {note}" for step, note in notes]
-        parts.append("\n".join(f"- {line}" for line in lines + (describe_roofs(run.roofs) if run.roofs else [])))
+    runs = recorded_runs(results)
+    parts = ["## All workloads", _workload_table(runs)]
+    for path, run in runs:
+        if rows := [row for row in [*run.steps, *run.peers] if row.profile]:
+            at = f"batch {run.workload.batch_size}, {run.environment.device}, commit {commit_of(run, 7)}"
+            notes = [(row.step, (row.note, analysis.describe_profile_offset(row))) for row in rows]
+            lines = [f"{step}: {note}" for step, both in notes for note in both if note]
+            lines += table.describe_roofs(run.roofs) if run.roofs else []
+            parts += [f"## {path.name}, {at}", _category_table(rows), _limits_table(rows, run)]
+            parts.append("\n".join(f"- {line}" for line in lines))
     for path in sorted(results.glob("*/*/ablations.json")):
-        table = _ablation_table(json.loads(path.read_text())["variants"])
-        parts += [f"## What each choice gives: {path.parent.name}", table]
+        variants = json.loads(path.read_text())["variants"]
+        parts += [f"## What each choice gives: {path.parent.name}", _ablation_table(variants)]
     for path in sorted(results.glob("*/attention-traffic.json")):
         parts += ["## DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
     return "\n\n".join(parts)
 
 
-def _workload_table(results: Path) -> str:
-    runs = [(path, run) for path, run in recorded_runs(results)]
-    names = list(dict.fromkeys(row.step for _, run in runs for row in [*run.steps, *run.peers]))
-    rows = []
-    for name in names:
-        cells = {"ms per step (times faster)": name}
-        for path, run in runs:
-            row = next((row for row in [*run.steps, *run.peers] if row.step == name), None)
-            reference = analysis.reference_row(run.steps)
-            cell = "-" if row is None else row.status
-            if row is not None and is_timed(row):
-                whole = reference is not None and reference.step == names[0]
-                cell = f"{median_ms(row):.1f}" + (f" ({times(row, reference)})" if whole else "")
-            cells[f"{path.name}, batch {run.workload.batch_size}"] = cell
-        rows.append(cells)
-    return aligned(rows, "pipe")
+def _workload_table(runs: list[tuple[Path, Run]]) -> str:
+    """Rows by step and columns by run; times faster only where a run has the first row of all."""
+    rows_of = {
+        f"{path.name}, batch {run.workload.batch_size}": {row.step: row for row in [*run.steps, *run.peers]}
+        for path, run in runs
+    }
+    first, *others = dict.fromkeys(name for rows in rows_of.values() for name in rows)
+
+    def cell(name: str, rows: dict[str, Row]) -> str:
+        row, baseline = rows.get(name), rows.get(first)
+        faster = f" ({times(row, baseline)})" if row and baseline and is_timed(row) and is_timed(baseline) else ""
+        return ms(row) + faster if row else "-"
+
+    cells = [(name, *(cell(name, rows) for rows in rows_of.values())) for name in (first, *others)]
+    return pipe_table(("ms per step (times faster)", *rows_of), cells)
 
 
 def _category_table(rows: list[Row]) -> str:
-    times = [(row, analysis.category_ms(row)) for row in rows]
-    names = [name for name in times[0][1] if any(by_category[name] for _, by_category in times)]
-    return aligned(
-        [
-            {"ms per step": row.step}
-            | {name: f"{by_category[name]:.1f}" for name in names}
-            | {"timed": f"{median_ms(row):.1f}"}
-            for row, by_category in times
-        ],
-        "pipe",
-    )
+    times = [analysis.category_ms(row) for row in rows]
+    names = [name for name in times[0] if any(by_category[name] for by_category in times)]
+    cells = [(row.step, *(f"{by_category[name]:.1f}" for name in names), ms(row))
+             for row, by_category in zip(rows, times, strict=True)]  # fmt: skip
+    return pipe_table(("ms per step", *names, "timed"), cells)
 
 
 def _limits_table(rows: list[Row], run: Run) -> str:
-    return aligned(
-        [
-            {
-                "step": row.step,
-                "launches": f"{row.profile.kernels_per_step:.0f}",
-                "bound by": analysis.describe_bound(row),
-            }
-            | {"TFLOP/s": tflops(row.model_flops_per_s), "of roof": describe_share_of_roof(row, run.roofs)}
-            | {"peak GiB": gib(row)}
-            for row in rows
-        ],
-        "pipe",
-    )
+    cells = []
+    for row in rows:
+        launches, share = f"{row.profile.kernels_per_step:.0f}", table.describe_share_of_roof(row, run.roofs)
+        cells.append((row.step, launches, analysis.describe_bound(row), tflops(row.model_flops_per_s), share, gib(row)))
+    return pipe_table(("step", "launches", "bound by", "TFLOP/s", "of roof", "peak GiB"), cells)
 
 
 def _ablation_table(variants: list[dict]) -> str:
-    rows = []
+    cells = []
     for variant in variants:
         timing, baseline = variant["timing"], variant["baseline"]["timing"]
         difference = loss = variant["reason"] or "-"
         if timing["median_ms"] is not None and baseline["median_ms"] is not None:
             difference = f"{timing['median_ms'] - baseline['median_ms']:+.1f} ms"
-            loss = percent(analysis.loss_difference(_row_of(variant), _row_of(variant["baseline"])))
-        rows.append(
-            {"variant": variant["name"], "script": f"{variant['script']}, {variant['kind']}"}
-            | {"predicted": variant["predicted"], "unchanged, ms (p25-p75)": quartiles(baseline)}
-            | {"varied, ms": quartiles(timing), "difference": difference, "loss": loss}
-            | {"commit": (variant.get("commit") or "-")[:7]}
-        )
-    return aligned(rows, "pipe", n_left=3)
-
-
-def _row_of(recorded: dict) -> Row:
-    return Row("", loss=recorded["loss"])
+            varied, unchanged = (Row("", loss=recorded["loss"]) for recorded in (variant, variant["baseline"]))
+            loss = table.percent(analysis.loss_difference(varied, unchanged))
+        script, commit = f"{variant['script']}, {variant['kind']}", (variant.get("commit") or "-")[:7]
+        times = (quartiles(baseline), quartiles(timing))
+        cells.append((variant["name"], script, variant["predicted"], *times, difference, loss, commit))
+    headers = (
+        "variant",
+        "script",
+        "predicted",
+        "unchanged, ms (p25-p75)",
+        "varied, ms",
+        "difference",
+        "loss",
+        "commit",
+    )
+    return pipe_table(headers, cells, n_left=3)
 
 
 def quartiles(timing: dict) -> str:
@@ -171,18 +150,11 @@ def quartiles(timing: dict) -> str:
 
 def _traffic_table(traffic: dict) -> str:
     shape = ", ".join(f"{name} {size}" for name, size in traffic["shape"].items())
-    return aligned(
-        [
-            {"forward and backward, BF16": f"attention {which}, {shape}"}
-            | {f"{how} GB": f"{counts[key] / 1e9:.2f}" if counts[key] else "-"
-               for how, key in (("analytic", "analytic"), ("counted", "counters"))}
-            for which, counts in traffic["bytes"].items()
-        ],
-        "pipe",
-    )  # fmt: skip
-
-
-# --- the command ----------------------------------------------------------------------------------
+    cells = []
+    for which, counts in traffic["bytes"].items():
+        gb = (f"{counted / 1e9:.2f}" if counted else "-" for counted in (counts["analytic"], counts["counters"]))
+        cells.append((f"attention {which}, {shape}", *gb))
+    return pipe_table(("forward and backward, BF16", "analytic GB", "counted GB"), cells)
 
 
 def between_markers(document: Path, generated: str) -> str:
@@ -196,11 +168,8 @@ def between_markers(document: Path, generated: str) -> str:
 
 def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them."""
-    readme, performance = root / "README.md", root / "docs" / "performance.md"
-    return {
-        readme: between_markers(readme, readme_table(results)),
-        performance: between_markers(performance, performance_tables(results)),
-    }
+    generated = {"README.md": readme_table, "docs/performance.md": performance_tables}
+    return {root / name: between_markers(root / name, tables(results)) for name, tables in generated.items()}
 
 
 def main() -> None:

@@ -7,10 +7,10 @@ A run folder holds `plan.json` (what the ladder meant to run), one record per ro
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -28,7 +28,6 @@ from common.record import (
 )
 from common.text import one_line
 
-T = TypeVar("T")
 PLAN, MERGED, ROOFS = "plan.json", "results.json", "roofs.json"
 LARGEST_RECORD_BYTES = 50_000_000  # a record with the profile of a deep model has less than one
 LARGEST_NUMBER = 1e24  # beyond it a figure means nothing and a chart cannot be drawn
@@ -43,9 +42,6 @@ class RecordError(ValueError):
     """A file is not a record that this version can read; the message is one line that says why."""
 
 
-# --- one file -------------------------------------------------------------------------------------
-
-
 def read_json(path: Path) -> Any:
     """The content of a JSON file whose text cannot harm a terminal or a page. Raises RecordError."""
     name = one_line(path.name)
@@ -58,15 +54,9 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise RecordError(f"{name} cannot be read ({error.strerror or error})") from None
     try:
-        # Numbers that JSON does not know, or that no float holds, stay text: the field's type then refuses them.
-        return _harmless(json.loads(text, parse_constant=str, parse_float=_finite_or_text))
+        return _harmless(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{name} is not readable JSON ({type(error).__name__})") from None
-
-
-def _finite_or_text(digits: str) -> float | str:
-    value = float(digits)
-    return value if math.isfinite(value) else digits
 
 
 def _harmless(value: Any, key: str = "") -> Any:
@@ -82,7 +72,7 @@ def _harmless(value: Any, key: str = "") -> Any:
     return value
 
 
-def convert(content: Any, kind: type[T], name: str) -> T:
+def convert(content: Any, kind: Any, name: str) -> Any:
     """JSON content as an object of a record's class. Raises RecordError that names the field.
 
     Only a loss may be negative, and no number is larger than LARGEST_NUMBER.
@@ -92,21 +82,19 @@ def convert(content: Any, kind: type[T], name: str) -> T:
     except (msgspec.ValidationError, OverflowError) as error:
         raise RecordError(f"{name}: {one_line(error, 150)}") from None
     for key, number in _numbers(content):
-        if not (number >= 0 or "loss" in key) or abs(number) > LARGEST_NUMBER:
+        least = -LARGEST_NUMBER if "loss" in key else 0
+        if not least <= number <= LARGEST_NUMBER:  # which NaN is not either
             raise RecordError(f"{name}: {key} is {one_line(number, 12)}")
     return converted
 
 
 def _numbers(content: Any, key: str = "") -> Iterator[tuple[str, float]]:
     """Every number of a JSON value, with the name of the field that holds it."""
-    if isinstance(content, dict):
-        for name, value in content.items():
-            yield from _numbers(value, name)
-    elif isinstance(content, list):
-        for value in content:
-            yield from _numbers(value, key)
-    elif isinstance(content, (int, float)):
+    if isinstance(content, (int, float)):
         yield key, content
+    elif isinstance(content, (dict, list)):
+        for name, value in content.items() if isinstance(content, dict) else ((key, value) for value in content):
+            yield from _numbers(value, name)
 
 
 def read_run(path: Path) -> Run:
@@ -117,19 +105,17 @@ def read_run(path: Path) -> Run:
     content = read_json(path)
     name = one_line(path.name)
     version = content.get("schema_version") if isinstance(content, dict) else None
-    if not isinstance(version, int):
-        raise RecordError(f"{name} is not a record of this benchmark")
-    if version > SCHEMA_VERSION:
-        raise RecordError(f"{name} has schema version {version}; this report reads up to {SCHEMA_VERSION}")
-    if version < SCHEMA_VERSION:
-        raise RecordError(f"{name} has schema version {version}, which is no longer read: record it again")
-    steps, peers = content.get("steps"), content.get("peers") or []
-    if not (isinstance(steps, list) and steps and isinstance(peers, list)):
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        newer = f"; this report reads up to {SCHEMA_VERSION}"
+        advice = newer if version > SCHEMA_VERSION else ", which is no longer read: record it again"
+        raise RecordError(f"{name} has schema version {version}{advice}")
+    listed = {kind: content.get(kind) or [] for kind in ("steps", "peers")} if version == SCHEMA_VERSION else {}
+    if not listed.get("steps") or not all(isinstance(rows, list) for rows in listed.values()):
         raise RecordError(f"{name} is not a record of this benchmark")
     problems: list[str] = []
     rows = {
         kind: [_read_row(row, f"{path.stem}, row {k + 1}", problems) for k, row in enumerate(rows)]
-        for kind, rows in (("steps", steps), ("peers", peers))
+        for kind, rows in listed.items()
     }
     try:
         roofs = convert(content.get("roofs"), Roofs | None, "roofs")
@@ -140,8 +126,7 @@ def read_run(path: Path) -> Run:
     names = [row.step for row in rows["steps"] + rows["peers"]]
     if len(set(names)) < len(names):
         raise RecordError(f"{name} holds two rows of one name")
-    run.steps, run.peers, run.roofs, run.problems = rows["steps"], rows["peers"], roofs, [*run.problems, *problems]
-    return run
+    return replace(run, **rows, roofs=roofs, problems=[*run.problems, *problems])
 
 
 def _read_row(content: Any, place: str, problems: list[str]) -> Row:
@@ -165,17 +150,11 @@ def _check(row: Row) -> None:
     if row.status != "ok":
         row.profile = None
         return
-    timing = row.timing
-    needed = [timing.median_ms, row.tokens_per_s, row.model_flops_per_s, *timing.step_ms]
-    if row.profile is not None:
-        needed.append(row.profile.step_ms)
-        if not set(row.profile.categories) <= set(CATEGORIES):
-            raise RecordError(f"{row.step}: unknown categories of kernels")
-    if not all(needed) or timing.warmup_s is None or not row.loss:
+    if row.profile and not set(row.profile.categories) <= set(CATEGORIES):
+        raise RecordError(f"{row.step}: unknown categories of kernels")
+    needed = [row.timing.median_ms, row.tokens_per_s, row.model_flops_per_s, row.loss, *row.timing.step_ms]
+    if not all(needed) or row.timing.warmup_s is None or (row.profile and not row.profile.step_ms):
         raise RecordError(f"{row.step}: an ok row without its numbers")
-
-
-# --- a run folder ---------------------------------------------------------------------------------
 
 
 def load_run(folder: Path, ended: dict[str, Row] | None = None) -> Run:
@@ -222,44 +201,47 @@ def read_plan(folder: Path) -> Plan:
 
 def _row_names(folder: Path, plan: Plan | None) -> list[str]:
     """Rows of the plan and of the folder: steps by name, then peers."""
-    steps = {path.stem for path in folder.glob("[0-9]_*.json")}
-    peers = {f"peers/{path.stem}" for path in folder.glob("peers/*.json")}
-    planned = set(plan.rows) if plan else set()
-    names = sorted(steps | peers | planned)
-    return [n for n in names if not n.startswith("peers/")] + [n for n in names if n.startswith("peers/")]
+    names = {path.stem for path in folder.glob("[0-9]_*.json")} | set(plan.rows if plan else [])
+    names |= {f"peers/{path.stem}" for path in folder.glob("peers/*.json")}
+    return sorted(names, key=lambda name: (name.startswith("peers/"), name))
+
+
+def _step(name: str) -> str:
+    return one_line(name.removeprefix("peers/"), 100)
 
 
 def _read_record(folder: Path, name: str, problems: list[str]) -> Run | None:
-    """The record of one row; None where there is none or it cannot be read, which `problems` then says."""
+    """The record of one row; None where there is none or it is not to be used, which `problems` then says."""
     path = folder / f"{name}.json"
     if not path.exists():
         return None
     try:
         run = read_run(path)
-        if len(run.steps) == 1:
+        if [row.step for row in run.steps] == [_step(name)]:
             return run
-        problems.append(f"left out: {one_line(path.name)} holds {len(run.steps)} rows where one belongs")
+        held = ", ".join(row.step for row in run.steps)
+        problems += [f"left out: {one_line(path.name)} holds {held}, not the one row it is named after", *run.problems]
     except RecordError as error:
         problems.append(f"left out: {error}")
     return None
 
 
 def _row_of(name: str, run: Run | None, plan: Plan | None, workload: Workload | None, folder: Path) -> Row:
-    step = one_line(name.removeprefix("peers/"), 100)
-    if run is not None and run.steps[0].step != step:
-        return Row(step, status="failed", reason=f"its record is one of {run.steps[0].step}")
-    if run is None:
-        if (folder / f"{name}.json").exists():
-            return Row(step, status="failed", reason="its record cannot be read")
-        if plan and name in plan.left_out:
-            return Row(step, status="not run", reason="left out by --only")
-        began = (folder / f"{name}.log").exists()
-        what = "the run ended during this row" if began else "the run ended before this row"
-        return Row(step, status="interrupted" if began else "not run", reason=f"{what}: --resume {folder} finishes it")
-    if run.workload and workload and run.workload != workload:
+    """The row of a record, or one that says why there is none."""
+    if run is not None and run.workload and workload and run.workload != workload:
         differing = ", ".join(differing_fields(run.workload, workload))
-        return Row(step, status="failed", reason=f"ran a different workload than the other rows: {differing} differ")
-    return run.steps[0]
+        status, reason = "failed", f"ran a different workload than the other rows: {differing} differ"
+    elif run is not None:
+        return run.steps[0]
+    elif (folder / f"{name}.json").exists():
+        status, reason = "failed", "its record cannot be read"
+    elif plan and name in plan.left_out:
+        status, reason = "not run", "left out by --only"
+    else:
+        began = (folder / f"{name}.log").exists()
+        status, when = ("interrupted", "during") if began else ("not run", "before")
+        reason = f"the run ended {when} this row: --resume {folder} finishes it"
+    return Row(_step(name), status=status, reason=reason)
 
 
 def _machine_problems(runs: list[Run]) -> list[str]:
@@ -269,8 +251,7 @@ def _machine_problems(runs: list[Run]) -> list[str]:
         rows_of: dict[str, list[str]] = {}
         for run in runs:
             value = getattr(run.environment, name)
-            rows = rows_of.setdefault("none" if value in (None, {}) else str(value), [])
-            rows += [row.step for row in run.steps]
+            rows_of.setdefault("none" if value in (None, {}) else str(value), []).append(run.steps[0].step)
         if len(rows_of) > 1:
             listed = "; ".join(f"{value} in {', '.join(rows)}" for value, rows in sorted(rows_of.items()))
             problems.append(f"rows differ in {name}: {listed}")

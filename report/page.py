@@ -6,13 +6,14 @@ report/charts.py, which escape what they draw, are inserted as they are.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
-from common.record import PRECISIONS, Row, Run
+from common.record import Row, Run
 from common.text import one_line
 from report import analysis, charts, table
 from report.analysis import is_timed, median_ms, reason_untimed
@@ -29,10 +30,19 @@ SECTIONS = (
 )
 MOST_KERNELS = 10
 LONGEST_SETTINGS, LONGEST_KERNEL = 300, 120
+FACTS = {  # of two rows beside each other: the figure, and its digits
+    "ms per step": (median_ms, 1),
+    "peak GiB": (analysis.peak_gib, 1),
+    "kernels launched (of a CPU: operators)": (lambda row: row.profile and row.profile.kernels_per_step, 0),
+    "gaps, ms": (analysis.gaps_ms, 1),
+    "backward nodes of attention": (lambda row: row.profile and row.profile.autograd_nodes_attention, 0),
+    "host waits for the GPU": (lambda row: row.host_syncs, 0),
+}
 
 
 def render(run: Run) -> str:
     """The page of a run."""
+    rows, steps = [*run.steps, *run.peers], [*analysis.consecutive(run.steps)]
     context = {
         "title": "Training step speedup",
         "headline": analysis.headline(run),
@@ -40,18 +50,19 @@ def render(run: Run) -> str:
         "workload": table.describe_workload(run.workload) if run.workload else "workload unknown",
         "convention": table.CONVENTION,
         "sections": SECTIONS,
-        "sentences": [analysis.sentence(before, row) for before, row in analysis.consecutive(run.steps)],
+        "on_cpu": environment_of(run).device_type == "cpu",
+        "sentences": [analysis.sentence(before, row) for before, row in steps],
         "table_rows": table.table_rows(run),
         "remarks": table.remarks(run),
         "doubts": analysis.doubts(run),
         "untimed": [f"{row.step}: {reason_untimed(row)}" for row in run.steps if not is_timed(row)],
-        "pairs": [_pair(run.steps, index) for index in range(1, len(run.steps))],
+        "pairs": [_pair(script, *pair) for script, pair in zip(run.steps, steps[1:], strict=False)],
         "reproduce": run.command or "the command is not recorded",
-        **_waterfall(run),
-        **_categories([*run.steps, *run.peers], environment_of(run).device_type == "cpu"),
+        **_waterfall(run.steps),
+        **_categories(rows),
         **_roofline(run),
         **_loss(run.steps),
-        **_trust(run),
+        **_trust(rows, asdict(run.environment) if run.environment else {}),
     }
     loader = FileSystemLoader(Path(__file__).parent)
     template = Environment(loader=loader, autoescape=True, undefined=StrictUndefined).get_template("page.html")
@@ -60,253 +71,173 @@ def render(run: Run) -> str:
 
 def speedup_png(run: Run) -> bytes:
     """The picture of a run: times faster than the first row with a time."""
-    preset = run.workload.preset if run.workload else "unknown workload"
-    return charts.speedup_png(
-        _speedup_bars(run), f"{environment_of(run).device}, {preset}: training step, times faster"
-    )
-
-
-# --- sections -------------------------------------------------------------------------------------
-
-
-def _speedup_bars(run: Run) -> list[charts.Bar]:
     first = analysis.reference_row(run.steps)
-    bars = []
-    for row in run.steps:
-        ratio = analysis.speedup(row, first) if is_timed(row) else None
-        label = f"{ratio:.1f}x ({median_ms(row):.1f} ms)" if ratio else reason_untimed(row)
-        bars.append(charts.Bar(row.step, ratio, label))
-    return bars
+
+    def bar(row: Row) -> charts.Bar:
+        ratio = analysis.speedup(row, first)
+        return charts.Bar(row.step, ratio, f"{ratio:.1f}x ({median_ms(row):.1f} ms)")
+
+    preset = run.workload.preset if run.workload else "unknown workload"
+    title = f"{environment_of(run).device}, {preset}: training step, times faster"
+    return charts.speedup_png(_bars(run.steps, bar), title)
 
 
-def _waterfall(run: Run) -> dict:
-    times, memory, reference = [], [], analysis.reference_row(run.steps)
-    for row in run.steps:
-        if not is_timed(row):
-            times.append(charts.Bar(row.step, None, reason_untimed(row)))
-            memory.append(charts.Bar(row.step, None, reason_untimed(row)))
-            continue
+def _bars(rows: list[Row], bar: Callable[[Row], charts.Bar]) -> list[charts.Bar]:
+    """`bar` of every row that has a time; of the others their reason."""
+    return [bar(row) if is_timed(row) else charts.Bar(row.step, None, reason_untimed(row)) for row in rows]
+
+
+def _waterfall(rows: list[Row]) -> dict:
+    reference = analysis.reference_row(rows)
+
+    def time(row: Row) -> charts.Bar:
         label = f"{median_ms(row):.1f} ms, {analysis.speedup(row, reference):.1f}x"
-        times.append(charts.Bar(row.step, median_ms(row), label, *analysis.quartiles_ms(row)))
+        return charts.Bar(row.step, median_ms(row), label, *analysis.quartiles_ms(row))
+
+    def memory(row: Row) -> charts.Bar:
         gib = analysis.peak_gib(row)
-        memory.append(charts.Bar(row.step, gib, f"{gib:.1f} GiB" if gib else "not measured"))
-    on_cpu = environment_of(run).device_type == "cpu"
+        return charts.Bar(row.step, gib, f"{gib:.1f} GiB" if gib else "not measured")
+
+    times, memories = _bars(rows, time), _bars(rows, memory)
+    time_cells = [(bar.name, *map(decimal, (bar.value, bar.low, bar.high)), bar.label) for bar in times]
     return {
-        "time_svg": Markup(charts.falling_bars(times, "milliseconds")),
-        "time_rows": [
-            {
-                "step": b.name,
-                "ms per step": decimal(b.value),
-                "p25": decimal(b.low),
-                "p75": decimal(b.high),
-                "": b.label,
-            }
-            for b in times
-        ],
-        "memory_svg": Markup(charts.falling_bars(memory, "GiB")),
-        "memory_rows": [{"step": bar.name, "GiB": decimal(bar.value), "": bar.label} for bar in memory],
-        "memory_caption": "Peak memory of the whole process, GiB. On a CPU nothing counts the tensors alone."
-        if on_cpu
-        else "Peak of the CUDA allocator over the timed steps, GiB.",
+        "time_svg": charts.falling_bars(times, "milliseconds"),
+        "time_rows": table.grid(("step", "ms per step", "p25", "p75", ""), time_cells),
+        "memory_svg": charts.falling_bars(memories, "GiB"),
+        "memory_rows": table.grid(("step", "GiB", ""), [(bar.name, decimal(bar.value), bar.label) for bar in memories]),
     }
 
 
-def _categories(rows: list[Row], on_cpu: bool) -> dict:
-    caption = (
-        "Milliseconds of the profiled step by kernel category. With the gaps, in which the GPU idles, they add up."
-    )
-    if on_cpu:
-        caption = "Milliseconds of the profiled step by category of PyTorch's operators. Profiling makes a step longer."
-    if off := [row.step for row in rows if is_timed(row) and analysis.describe_profile_offset(row)]:
-        caption += f" Profiling ran slower or faster than timing: {', '.join(off)} (see the last section)."
+def _categories(rows: list[Row]) -> dict:
     stacks = []
     for row in rows:
         times = analysis.category_ms(row) if is_timed(row) else None
         stacks.append((row.step, times, "" if times else "not profiled" if is_timed(row) else reason_untimed(row)))
-    names = [name for name in charts.CATEGORY_COLORS if any(times and times[name] for _, times, _ in stacks)]
-    if not names:
-        return {"category_rows": [], "category_caption": "", "stacked_svg": None, "shares_svg": None}
-    table_rows = [
-        {"ms per step": step}
-        | {name: decimal(times[name]) if times else "" for name in names}
-        | {"sum": decimal(sum(times.values())) if times else why}
+    names = charts.drawn_categories(stacks)
+    cells = [
+        (step, *(decimal(times[name]) for name in names), decimal(sum(times.values())))
+        if times
+        else (step, *("" for _ in names), why)
         for step, times, why in stacks
     ]
     return {
-        "category_caption": caption,
-        "category_rows": table_rows,
-        "stacked_svg": Markup(charts.stacked_bars(stacks, "milliseconds", shares=False)),
-        "shares_svg": Markup(charts.stacked_bars(stacks, "milliseconds", shares=True)),
+        "category_rows": table.grid(("ms per step", *names, "sum"), cells) if names else [],
+        "profiled_off": [row.step for row in rows if is_timed(row) and analysis.describe_profile_offset(row)],
+        "stacked_svg": names and charts.stacked_bars(stacks, "milliseconds", shares=False),
+        "shares_svg": names and charts.stacked_bars(stacks, "milliseconds", shares=True),
     }
 
 
-def _pair(rows: list[Row], index: int) -> dict:
+def _pair(script_before: Row, before: Row | None, after: Row) -> dict:
     """Code of two consecutive scripts, and what the machine did: against the last row before that has a time."""
-    script_before, after = rows[index - 1], rows[index]
-    before = next((row for row in reversed(rows[:index]) if is_timed(row)), None)
-    pair = {
+    comparable = before is not None and is_timed(after)
+    categories = analysis.changed_categories(before, after) if comparable else []
+    kernels = analysis.changed_kernels(before, after) if categories else []
+    category_cells = [
+        (c.name, arrow(c.before_ms, c.after_ms, 1), f"{c.ms:+,.1f}", arrow(c.before_launches, c.after_launches))
+        for c in categories
+    ]
+    kernel_cells = [
+        (kernel_name(k.name), k.kind, arrow(k.before_ms, k.after_ms, 2), arrow(k.before_launches, k.after_launches))
+        for k in kernels[:MOST_KERNELS]
+    ]
+    return {
         "before": script_before.step,
         "after": after.step,
         "compared": before.step if before else "",
+        "comparable": comparable,
         "sentence": analysis.sentence(before, after),
         "code": analysis.code_diff(script_before, after),
-        "facts": [],
-        "categories": [],
-        "kernels": [],
-        "counts": "",
-        "no_profile": "There is no profile of both steps, so kernels cannot be compared.",
+        "facts": _facts(before, after) if comparable else [],
+        "categories": table.grid(("category", "ms", "change", "launches"), category_cells),
+        "kinds": Counter(kernel.kind for kernel in kernels),
+        "kernels": table.grid(("kernel", "", "ms", "launches"), kernel_cells),
     }
-    if before is None or not is_timed(after):
-        return pair | {"no_profile": f"There is nothing to compare: {pair['sentence']}"}
-    pair["facts"] = _facts(before, after)
-    if categories := analysis.changed_categories(before, after):
-        kernels = analysis.changed_kernels(before, after)
-        vanished, appeared = (sum(k.kind == kind for k in kernels) for kind in ("vanished", "appeared"))
-        stayed = len(kernels) - vanished - appeared
-        pair["counts"] = (
-            f"Of the kernels by name, {vanished} vanished, {appeared} appeared and {stayed} stayed. "
-            "Those with the largest change:"
-        )
-        pair["categories"] = [
-            {
-                "category": change.name,
-                "ms": arrow(change.before_ms, change.after_ms, 1),
-                "change": f"{change.ms:+,.1f}",
-                "launches": arrow(change.before_launches, change.after_launches),
-            }
-            for change in categories
-        ]
-        pair["kernels"] = [
-            {
-                "kernel": kernel_name(change.name),
-                "": change.kind,
-                "ms": arrow(change.before_ms, change.after_ms, 2),
-                "launches": arrow(change.before_launches, change.after_launches),
-            }
-            for change in kernels[:MOST_KERNELS]
-        ]
-    return pair
 
 
 def _facts(before: Row, after: Row) -> list[dict]:
-    def of_profile(name: str) -> list[float | None]:
-        return [getattr(row.profile, name) if row.profile else None for row in (before, after)]
-
-    pairs = [
-        ("ms per step", [median_ms(before), median_ms(after)], 1),
-        ("peak GiB", [analysis.peak_gib(before), analysis.peak_gib(after)], 1),
-        ("kernels launched (of a CPU: operators)", of_profile("kernels_per_step"), 0),
-        ("gaps, ms", [analysis.gaps_ms(before), analysis.gaps_ms(after)], 1),
-        ("backward nodes of attention", of_profile("autograd_nodes_attention"), 0),
-        ("host waits for the GPU", [before.host_syncs, after.host_syncs], 0),
-    ]
-    facts = [
-        {"": name, "before": decimal(a, digits), "after": decimal(b, digits)}
-        | {"change": "-" if a is None or b is None else f"{b - a:+,.{digits}f}"}
-        for name, (a, b), digits in pairs
-        if a is not None or b is not None
-    ]
-    bounds = [analysis.describe_bound(row) for row in (before, after)]
-    return facts + (
-        [] if bounds == ["-", "-"] else [{"": "bound by", "before": bounds[0], "after": bounds[1], "change": ""}]
-    )
+    facts = []
+    for name, (figure, digits) in FACTS.items():
+        a, b = figure(before), figure(after)
+        if a is not None or b is not None:
+            change = "-" if a is None or b is None else f"{b - a:+,.{digits}f}"
+            facts.append((name, decimal(a, digits), decimal(b, digits), change))
+    if analysis.bound(before) or analysis.bound(after):
+        facts.append(("bound by", analysis.describe_bound(before), analysis.describe_bound(after), ""))
+    return table.grid(("", "before", "after", "change"), facts)
 
 
 def _roofline(run: Run) -> dict:
-    nothing = {"roofline_rows": [], "roofline_svg": None, "roofline_caption": "", "no_roofline": ""}
-    copy = run.roofs.copy_bytes_per_s if run.roofs else None
-    measured = {p.upper(): getattr(run.roofs, f"{p}_flops_per_s") for p in PRECISIONS} if run.roofs else {}
-    rates = {name: rate for name, rate in measured.items() if rate}
+    copy, rates = (run.roofs.copy_bytes_per_s, table.measured_roofs(run.roofs)) if run.roofs else (None, {})
     if not (rates and copy):
-        return nothing | {"no_roofline": "The roofs of this machine were not measured in this run."}
+        return {"no_roofline": "The roofs of this machine were not measured in this run."}
     counted = [row for row in run.steps if is_timed(row) and row.bytes_per_step and row.bytes_per_step.value]
     if not counted:
-        return nothing | {"no_roofline": "No row holds the bytes of its step, so it has no place under the roofs."}
-    points = [(row, run.workload.flops_per_step / row.bytes_per_step.value) for row in counted]
+        return {"no_roofline": "No row holds the bytes of its step, so it has no place under the roofs."}
+    points = [(row.step, run.workload.flops_per_step / row.bytes_per_step.value, row.model_flops_per_s)
+              for row in counted]  # fmt: skip
     untimed = [f"{row.step}: {reason_untimed(row)}" for row in run.steps if not is_timed(row)]
-    placed = [(row.step, intensity, row.model_flops_per_s) for row, intensity in points]
-    rows = [(row.step, intensity, row.model_flops_per_s, table.describe_share_of_roof(row, run.roofs))
-            for row, intensity in points]  # fmt: skip
-    rows += [(f"ridge of {name}", rate / copy, rate, "") for name, rate in rates.items()]
-    return nothing | {
-        "roofline_svg": Markup(charts.roofline(placed, copy, rates, untimed)),
-        "roofline_rows": [
-            {"": name, "FLOP per byte": decimal(intensity), "TFLOP/s": table.tflops(rate), "of roof": share}
-            for name, intensity, rate, share in rows
-        ],
-        "roofline_caption": (
-            f"Measured ceilings: copy bandwidth {copy / 1e9:,.0f} GB/s, and matrix products at this workload's shapes "
-            "(gray, TFLOP/s). Diamonds are the ridge points. FLOPs are the model's, by the causal convention. Bytes "
-            "are counted, not measured: the least that a step has to move, with activations of 2 bytes and FP32 "
-            "weights, each operand of a matrix product once per product, and AdamW. Both are the same for every step, "
-            "whatever format it computes in, so the points stand in one column."
-        ),
+    shares = [table.describe_share_of_roof(row, run.roofs) for row in counted] + [""] * len(rates)
+    ridges = [(f"ridge of {name}", rate / copy, rate) for name, rate in rates.items()]
+    cells = [(name, decimal(intensity), table.tflops(rate)) for name, intensity, rate in points + ridges]
+    cells = [(*three, share) for three, share in zip(cells, shares, strict=True)]
+    return {
+        "no_roofline": "",
+        "roofline_svg": charts.roofline(points, copy, rates, untimed),
+        "roofline_rows": table.grid(("", "FLOP per byte", "TFLOP/s", "of roof"), cells),
+        "copy_gb_per_s": f"{copy / 1e9:,.0f}",
     }
 
 
 def _loss(rows: list[Row]) -> dict:
     timed = [row for row in rows if is_timed(row)]
     if not timed:
-        return {"loss_rows": [], "loss_svg": None, "loss_caption": ""}
-    curves = [
-        (row.step, row.loss if is_timed(row) else [], "" if is_timed(row) else reason_untimed(row)) for row in rows
-    ]
+        return {"loss_rows": []}
+    curves = [(row.step, row.loss, "") if is_timed(row) else (row.step, [], reason_untimed(row)) for row in rows]
+    cells = []
+    for row in timed:
+        losses = (decimal(loss, 4) for loss in (row.loss[0], row.loss[-1], analysis.mean_loss(row)))
+        cells.append((row.step, *losses, table.percent(analysis.loss_difference(row, timed[0]))))
     return {
-        "loss_svg": Markup(charts.loss_curves(curves)),
-        "loss_rows": [
-            {
-                "step": row.step,
-                "first": f"{row.loss[0]:.4f}",
-                "last": f"{row.loss[-1]:.4f}",
-                "mean of the last": f"{analysis.mean_loss(row):.4f}",
-                "difference": table.percent(analysis.loss_difference(row, timed[0])),
-            }
-            for row in timed
-        ],
-        "loss_caption": f"Loss of every training step, on the same batches. {analysis.largest_loss_difference(rows)}",
+        "loss_svg": charts.loss_curves(curves),
+        "loss_rows": table.grid(("step", "first", "last", "mean of the last", "difference"), cells),
+        "loss_gap": analysis.largest_loss_difference(rows),
     }
 
 
-def _trust(run: Run) -> dict:
-    rows = [*run.steps, *run.peers]
-    strips, strip_rows, clock_rows = [], [], []
+def _trust(rows: list[Row], environment: dict) -> dict:
+    strips, strip_cells, clocks = [], [], []
     for row in rows:
         times = row.timing.step_ms if is_timed(row) else []
         why = reason_untimed(row) if not is_timed(row) else "" if times else "no raw times"
-        strips.append((row.step, median_ms(row) if is_timed(row) else 0.0, times, why))
-        strip_rows.append(
-            {"step": row.step, "timed steps": len(times) or why}
-            | {"fastest ms": decimal(min(times, default=None)), "median ms": decimal(row.timing.median_ms)}
-            | {"slowest ms": decimal(max(times, default=None))}
-        )
+        strips.append((row.step, row.timing.median_ms or 0.0, times, why))
+        figures = (min(times, default=None), row.timing.median_ms, max(times, default=None))
+        strip_cells.append((row.step, len(times) or why, *map(decimal, figures)))
         if state := row.gpu_state:
-            clock_rows.append(
-                {
-                    "step": row.step,
-                    "SM MHz": decimal(state.sm_clock_mhz, 0),
-                    "of at most": decimal(state.max_sm_clock_mhz, 0),
-                }
-                | {"temperature, °C": decimal(state.temperature_c, 0), "power, W": decimal(state.power_w)}
-                | {"held down by": ", ".join(analysis.throttle_reasons(row)) or "-"}
+            figures = (
+                (state.sm_clock_mhz, 0),
+                (state.max_sm_clock_mhz, 0),
+                (state.temperature_c, 0),
+                (state.power_w, 1),
             )
-    environment = asdict(run.environment) if run.environment else {}
+            held_down_by = ", ".join(analysis.throttle_reasons(row)) or "-"
+            clocks.append((row.step, *(decimal(*figure) for figure in figures), held_down_by))
     return {
-        "strip_svg": Markup(charts.strip_plot(strips)),
-        "strip_rows": strip_rows,
-        "clock_rows": clock_rows,
-        "settings_rows": [{"step": row.step, "settings": _settings(row)} for row in rows],
-        "environment_rows": [{"": name, "value": str(value)} for name, value in environment.items()],
+        "strip_svg": charts.strip_plot(strips),
+        "strip_rows": table.grid(("step", "timed steps", "fastest ms", "median ms", "slowest ms"), strip_cells),
+        "clock_rows": table.grid(
+            ("step", "SM MHz", "of at most", "temperature, °C", "power, W", "held down by"), clocks
+        ),
+        "settings_rows": table.grid(("step", "settings"), [(row.step, _settings(row)) for row in rows]),
+        "environment_rows": table.grid(("", "value"), environment.items()),
     }
 
 
 def _settings(row: Row) -> str:
     if not is_timed(row):
         return reason_untimed(row)
-    listed = [f"{name} {value}" for name, value in vars(row.settings).items() if value is not None]
+    listed = (f"{name} {value}" for name, value in vars(row.settings).items() if value is not None)
     return one_line(", ".join(listed), LONGEST_SETTINGS)
-
-
-# --- cells ----------------------------------------------------------------------------------------
 
 
 def decimal(value: float | None, digits: int = 1) -> str:

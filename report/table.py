@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from common.record import PRECISIONS, Environment, Roofs, Row, Run, Workload, describe_shape
 from common.text import aligned, one_line
@@ -24,33 +25,51 @@ CONVENTION = (
 def table_rows(run: Run) -> list[dict[str, str]]:
     """One row of cells by column name per step and peer; a row without a time has dashes."""
     reference = analysis.reference_row(run.steps)
-    rows = [
-        _cells(run, row, before, reference) for before, row in analysis.consecutive(run.steps)
-    ]  # a peer follows no step
-    peers = [_cells(run, peer, None, reference) | {"step": f"peer: {peer.step}"} for peer in run.peers]
-    empty = [name for name in ("of roof", "bound by") if all(row[name] == "-" for row in [*rows, *peers])]
-    return [{name: cell for name, cell in row.items() if name not in empty} for row in [*rows, *peers]]
+    rows = [_cells(run, row, before, reference) for before, row in analysis.consecutive(run.steps)]
+    rows += [_cells(run, peer, None, reference) | {"step": f"peer: {peer.step}"} for peer in run.peers]
+    empty = [name for name in ("of roof", "bound by") if all(row[name] == "-" for row in rows)]
+    return [{name: cell for name, cell in row.items() if name not in empty} for row in rows]
 
 
 def _cells(run: Run, row: Row, before: Row | None, reference: Row | None) -> dict[str, str]:
     plain, timed = analysis.plain_row(run.steps), is_timed(row)
     baseline = "vs baseline" if reference in (None, run.steps[0]) else f"vs {reference.step}"
     against = {"vs previous": before, baseline: reference} | ({f"vs {plain.step}": plain} if plain else {})
-    gib = analysis.peak_gib(row)
     return {
         "step": row.step,
         "status": row.status,
         "ms/step": f"{median_ms(row):.1f}" if timed else "-",
         "tokens/s": f"{row.tokens_per_s:,.0f}" if timed else "-",
         "TFLOP/s": tflops(row.model_flops_per_s) if timed else "-",
-        **{name: f"{analysis.speedup(row, other):.2f}x" if timed and other else "-" for name, other in against.items()},
-        "peak GiB": f"{gib:.1f}" if timed and gib else "-",
+        **{name: times_faster(row, other, "{:.2f}x") for name, other in against.items()},
+        "peak GiB": gib(row),
         "warm-up s": f"{row.timing.warmup_s:.1f}" if timed else "-",
         "loss": f"{analysis.mean_loss(row):.4f}" if timed else "-",
         "loss difference": percent(analysis.loss_difference(row, reference)) if timed and reference else "-",
         "of roof": describe_share_of_roof(row, run.roofs) if timed else "-",
         "bound by": analysis.describe_bound(row) if timed else "-",
     }
+
+
+def grid(headers: Iterable[str], rows: Iterable[tuple]) -> list[dict]:
+    """Rows of cells by the names of their columns."""
+    return [dict(zip(headers, cells, strict=True)) for cells in rows]
+
+
+def gib(row: Row) -> str:
+    """The peak of a row's memory, or a dash."""
+    peak = analysis.peak_gib(row)
+    return f"{peak:.1f}" if peak and is_timed(row) else "-"
+
+
+def times_faster(row: Row, reference: Row | None, form: str) -> str:
+    """The speedup over another row, or a dash."""
+    return form.format(analysis.speedup(row, reference)) if reference and is_timed(row) else "-"
+
+
+def commit_of(run: Run, digits: int = 10) -> str:
+    """The first digits of the commit that ran."""
+    return (environment_of(run).commit or "unknown")[:digits]
 
 
 def tflops(flops_per_s: float) -> str:
@@ -84,10 +103,15 @@ def remarks(run: Run) -> list[str]:
     return lines
 
 
+def measured_roofs(roofs: Roofs) -> dict[str, float]:
+    """FLOP/s of matrix products by the name of their precision, in capitals."""
+    rates = {precision.upper(): getattr(roofs, f"{precision}_flops_per_s") for precision in PRECISIONS}
+    return {precision: rate for precision, rate in rates.items() if rate}
+
+
 def describe_roofs(roofs: Roofs) -> list[str]:
     """What the machine reaches at most, in one line, and what could not be measured."""
-    measured = [(precision, getattr(roofs, f"{precision}_flops_per_s")) for precision in PRECISIONS]
-    rates = [f"{precision.upper()} {tflops(rate)} TFLOP/s" for precision, rate in measured if rate]
+    rates = [f"{precision} {tflops(rate)} TFLOP/s" for precision, rate in measured_roofs(roofs).items()]
     if roofs.copy_bytes_per_s:
         rates.insert(0, f"copy {roofs.copy_bytes_per_s / 1e9:,.0f} GB/s")
     line = f"roofs, measured in this run, matrix products at the shapes of this workload: {', '.join(rates)}"
@@ -96,11 +120,13 @@ def describe_roofs(roofs: Roofs) -> list[str]:
 
 def describe_device(environment: Environment) -> str:
     """The device, and the versions of what ran on it."""
-    parts = [environment.device, f"torch {environment.torch}"]
-    for name, label in (("transformer_engine", "Transformer Engine"), ("cuda", "CUDA"), ("driver", "driver")):
-        if version := getattr(environment, name):
-            parts.append(f"{label} {version}")
-    return ", ".join(parts)
+    others = {
+        "Transformer Engine": environment.transformer_engine,
+        "CUDA": environment.cuda,
+        "driver": environment.driver,
+    }
+    versions = [f"{name} {version}" for name, version in others.items() if version]
+    return ", ".join([environment.device, f"torch {environment.torch}", *versions])
 
 
 def describe_machine(environment: Environment) -> str:
@@ -129,7 +155,7 @@ def markdown(text: object) -> str:
     line = one_line(text, 1000).replace("&", "&amp;").replace("<", "&lt;").replace("`", "'")
     line = re.sub(r"([\\\[\]!|])", r"\\\1", line)
     line = line.replace("://", ":\\//").replace("www.", "www\\.")  # GitHub makes links of bare addresses
-    return re.sub(r"^([#>+-]|\d+(?=[.)]))", r"\\\1", line)  # nor a heading, a quotation, a list
+    return re.sub(r"^(\d*)(>|#|[+.)-](?=[\s-]))", r"\1\\\2", line)  # nor a heading, a quotation, a list
 
 
 def render_markdown(run: Run) -> str:
