@@ -24,9 +24,9 @@ GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->
 SHOWN = "h200/gpt3-6.7b-slice"  # the workload of README's table
 
 
-def recorded_runs(results: Path) -> list[tuple[Path, Run]]:
-    """Every recorded run, the one with the least work first."""
-    runs = [(path.parent, read_run(path)) for path in sorted(results.glob(f"*/*/{MERGED}"))]
+def recorded_runs(folder: Path, pattern: str = "*/*") -> list[tuple[Path, Run]]:
+    """Every recorded run below a folder, the one with the least work first."""
+    runs = [(path.parent, read_run(path)) for path in sorted(folder.glob(f"{pattern}/{MERGED}"))]
     return sorted(runs, key=lambda named: named[1].workload.flops_per_step)
 
 
@@ -45,7 +45,7 @@ def readme_table(results: Path) -> str:
         rate = tflops(row.model_flops_per_s) if is_timed(row) else "-"
         cells.append((row.step, ms(row), times(row, baseline), times(row, plain), rate, gib(row)))
     at, base = f"docs/results/{SHOWN}", results.parent.parent
-    others = [path for path, _ in recorded_runs(results) if path != folder]
+    others = [path for path, _ in recorded_runs(folder.parent, "*") if path != folder]
     links = ", ".join(f"[{path.name}]({path.relative_to(base)}/report.md)" for path in others)
     about = (
         f"{table.describe_device(run.environment)}; {run.workload.preset}, batch {run.workload.batch_size}, "
@@ -65,23 +65,29 @@ def times(row: Row, reference: Row | None) -> str:
 
 
 def performance_tables(results: Path) -> str:
-    """Speedups of all workloads; then, of every run with profiles, time by category; variants; bytes of attention."""
-    runs = recorded_runs(results)
-    parts = ["## All workloads", _workload_table(runs)]
+    """Machine by machine: speedups of all workloads, time by category, variants; then bytes of attention."""
+    machines = sorted(path for path in results.iterdir() if any(path.glob(f"*/{MERGED}")))
+    parts = [part for machine in machines for part in _machine_tables(machine)]
+    for path in sorted(results.glob("*/attention-traffic.json")):
+        parts += ["## DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
+    return "\n\n".join(parts)
+
+
+def _machine_tables(machine: Path) -> list[str]:
+    runs = recorded_runs(machine, "*")
+    parts = [f"## Recorded in `{machine.name}`", _workload_table(runs)]
     for path, run in runs:
         if rows := [row for row in [*run.steps, *run.peers] if row.profile]:
             at = f"batch {run.workload.batch_size}, {run.environment.device}, commit {commit_of(run, 7)}"
             notes = [(row.step, (row.note, analysis.describe_profile_offset(row))) for row in rows]
             lines = [f"{step}: {note}" for step, both in notes for note in both if note]
             lines += table.describe_roofs(run.roofs) if run.roofs else []
-            parts += [f"## {path.name}, {at}", _category_table(rows), _limits_table(rows, run)]
-            parts.append("\n".join(f"- {line}" for line in lines))
-    for path in sorted(results.glob("*/*/ablations.json")):
+            parts += [f"### {path.name}, {at}", _category_table(rows), _limits_table(rows, run)]
+            parts += ["\n".join(f"- {line}" for line in lines)] if lines else []
+    for path in sorted(machine.glob("*/ablations.json")):
         variants = json.loads(path.read_text())["variants"]
-        parts += [f"## What each choice gives: {path.parent.name}", _ablation_table(variants)]
-    for path in sorted(results.glob("*/attention-traffic.json")):
-        parts += ["## DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
-    return "\n\n".join(parts)
+        parts += [f"### What each choice gives: {path.parent.name}", _ablation_table(variants)]
+    return parts
 
 
 def _workload_table(runs: list[tuple[Path, Run]]) -> str:
@@ -90,7 +96,7 @@ def _workload_table(runs: list[tuple[Path, Run]]) -> str:
         f"{path.name}, batch {run.workload.batch_size}": {row.step: row for row in [*run.steps, *run.peers]}
         for path, run in runs
     }
-    first, *others = dict.fromkeys(name for rows in rows_of.values() for name in rows)
+    first, *others = sorted({name for rows in rows_of.values() for name in rows})  # steps before peers
 
     def cell(name: str, rows: dict[str, Row]) -> str:
         row, baseline = rows.get(name), rows.get(first)
@@ -103,7 +109,7 @@ def _workload_table(runs: list[tuple[Path, Run]]) -> str:
 
 def _category_table(rows: list[Row]) -> str:
     times = [analysis.category_ms(row) for row in rows]
-    names = [name for name in times[0] if any(by_category[name] for by_category in times)]
+    names = [name for name in times[0] if any(by_category[name] >= 0.05 for by_category in times)]
     cells = [(row.step, *(f"{by_category[name]:.1f}" for name in names), ms(row))
              for row, by_category in zip(rows, times, strict=True)]  # fmt: skip
     return pipe_table(("ms per step", *names, "timed"), cells)

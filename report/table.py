@@ -68,8 +68,9 @@ def times_faster(row: Row, reference: Row | None, form: str) -> str:
 
 
 def commit_of(run: Run, digits: int = 10) -> str:
-    """The first digits of the commit that ran."""
-    return (environment_of(run).commit or "unknown")[:digits]
+    """The first digits of the commit that ran, and whether files differed from it."""
+    environment = environment_of(run)
+    return (environment.commit or "unknown")[:digits] + (" with uncommitted changes" if environment.dirty else "")
 
 
 def tflops(flops_per_s: float) -> str:

@@ -7,4 +7,4 @@ python="$(./run_all.sh --setup)"
 if ! "$python" -c "import pytest" 2>/dev/null; then
   "$python" -m pip install --quiet -r tests/requirements.txt
 fi
-exec "$python" -m pytest -q "$@"
+exec "$python" -m pytest -q -rs "$@"
