@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from common import data, flops, hardware, profile
-from common.arguments import FLAGS, Arguments, parse_args
+from common.arguments import Arguments, parse_args
 from common.cuda_graph import CapturedStep
 from common.errors import explain, optional
 from common.record import LeastBytes, Profile, Row, Run, Settings, Timing, describe_shape, write_run
@@ -58,7 +58,7 @@ def launch(main: Callable[[Arguments], Row]) -> None:
         if status == "failed" and not isinstance(error, FloatingPointError):
             traceback.print_exc()
     run = Run(
-        command=portable_command(["python", args.script.name, *sys.argv[1:]], FLAGS),
+        command=portable_command(["python", args.script.name, *sys.argv[1:]]),
         started_at=started_at,
         environment=hardware.describe(args.device),
         workload=args.workload(),
