@@ -217,7 +217,7 @@ def observe(train_step: TrainStep, batch: tuple, model: torch.nn.Module, args: A
         if row.profile:
             row.profile.host_syncs = row.host_syncs
             row.profile.autograd_nodes_attention = profile.attention_autograd_nodes(model, lambda: launched(*batch))
-            profile.write_chrome_trace(trace, profile.chrome_trace_path(args.output))
+            profile.write_chrome_trace(trace, args.output.with_suffix(".trace.json.gz"))
     except OSError as error:
         notes.append(f"no Chrome trace: {error.strerror or error}")
     except Exception as error:
