@@ -102,18 +102,12 @@ class Arguments:
         except (MemoryError, ValueError):  # a batch that large ends as an oom row, which needs its workload
             batches = None
         return Workload(
-            preset=self.preset,
-            **asdict(self.config),
-            batch_size=self.batch_size,
-            parameters=flops.parameters(self.config),
-            tokens_per_step=self.batch_size * self.config.seq_len,
+            preset=self.preset, **asdict(self.config), batch_size=self.batch_size,
+            parameters=flops.parameters(self.config), tokens_per_step=self.batch_size * self.config.seq_len,
             flops_per_step=flops.flops_per_step(self.config, self.batch_size),
             data=Data(self.text.name, len(self.text.tokens), batches),
-            seed=self.seed,
-            lr=self.lr,
-            warmup=self.warmup,
-            steps=self.steps,
-        )
+            seed=self.seed, lr=self.lr, warmup=self.warmup, steps=self.steps,
+        )  # fmt: skip
 
 
 def seed_int(text: str) -> int:

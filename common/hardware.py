@@ -190,20 +190,13 @@ def describe(device: torch.device) -> Environment:
     """Machine, versions, power limit, variables that change numerics, commit."""
     packages = ("triton", "transformer-engine", "torchao", "transformers")
     environment = Environment(
-        device=device_name(device),
-        device_type=device.type,
-        cpu=cpu_name(),
-        cpu_threads=torch.get_num_threads(),
-        os=f"{platform.system()} {platform.machine()}",
-        python=platform.python_version(),
-        torch=torch.__version__,
+        device=device_name(device), device_type=device.type, cpu=cpu_name(), cpu_threads=torch.get_num_threads(),
+        os=f"{platform.system()} {platform.machine()}", python=platform.python_version(), torch=torch.__version__,
         **{name.replace("-", "_"): package_version(name) for name in packages},
-        variables={
-            name: one_line(value)
-            for name, value in sorted(os.environ.items())
-            if (name in NUMERIC_VARIABLES or name.startswith("NVTE_")) and name not in SET_BY_LIBRARIES
-        },
-    )
+    )  # fmt: skip
+    for name, value in sorted(os.environ.items()):
+        if (name in NUMERIC_VARIABLES or name.startswith("NVTE_")) and name not in SET_BY_LIBRARIES:
+            environment.variables[name] = one_line(value)
     environment.commit, environment.dirty, environment.commit_reason = commit_of(ROOT)
     if device.type == "cuda":
         environment.cuda, environment.cudnn, environment.driver = torch.version.cuda, cudnn_version(), driver_version()

@@ -135,10 +135,8 @@ def _matrix_dtype(trace: Trace) -> str | None:
 
 def attention_kernel(operator_names: set[str]) -> str | None:
     """The family of attention kernels that the operators of a step, without namespace, stand for."""
-    for operator, kernel in ATTENTION_OPERATORS.items():
-        if operator in operator_names:
-            return kernel
-    return "by hand" if operator_names & {"softmax", "_softmax"} else None
+    by_hand = "by hand" if operator_names & {"softmax", "_softmax"} else None
+    return next((kernel for name, kernel in ATTENTION_OPERATORS.items() if name in operator_names), by_hand)
 
 
 def _optimizer(operator_names: set[str]) -> str | None:
@@ -167,10 +165,8 @@ def count_host_syncs(step: Callable[[], object]) -> int:
 
 def categorize(name: str) -> str:
     """The category of a kernel, or of a CPU operator, by its name."""
-    for category, pattern in CATEGORY_PATTERNS.items():
-        if re.search(pattern, name):
-            return category
-    return "normalization and pointwise" if re.search(POINTWISE, name) else "other"
+    rest = "normalization and pointwise" if re.search(POINTWISE, name) else "other"
+    return next((category for category, pattern in CATEGORY_PATTERNS.items() if re.search(pattern, name)), rest)
 
 
 def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, device: torch.device) -> Profile:
@@ -200,11 +196,8 @@ def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, dev
 
 
 def _keep_busy(device: torch.device) -> Callable[[float], None]:
-    """A function that queues work for about the milliseconds it is given.
-
-    It is arithmetic and memory in turn, as a step has them: products alone would leave the GPU hotter and its clock
-    lower than a step finds it.
-    """
+    """A function that queues arithmetic and memory traffic, in turn, for about the milliseconds it is given."""
+    # Products alone would leave the GPU hotter, and its clock lower, than a step finds it.
     matrix = torch.rand(FILLER_SHAPE, device=device, dtype=torch.float16)
     product = matrix.new_empty(FILLER_SHAPE[0], FILLER_SHAPE[0])
 
@@ -263,7 +256,8 @@ def profile_cpu(step: Callable[[], object], n_steps: int) -> Profile:
     times = defaultdict(list)
     for event in events:
         inside = any(span.start < event.time_range.start and event.time_range.end <= span.end for span in optimizer)
-        times["Optimizer.step: " * inside + event.name].append(event.self_cpu_time_total / 1e3)
+        name = f"Optimizer.step: {event.name}" if inside else event.name
+        times[name].append(event.self_cpu_time_total / 1e3)
     times = {name: own for name, own in times.items() if sum(own) > 0}
     return _per_step(times, sum(map(sum, times.values())), n_steps)
 
