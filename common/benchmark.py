@@ -104,7 +104,6 @@ def run(
         torch.cuda.reset_peak_memory_stats(args.device)
     hardware.synchronize(args.device)
     warmup_s = time.perf_counter() - started
-
     row = new_row(args, status="ok")
     if args.device.type == "cuda":
         step_ms, timed_losses = time_steps_cuda(train_step, batches[args.warmup :], args.device, progress, row)
@@ -114,11 +113,11 @@ def run(
     require_finite(row.loss, args.lr)
     set_timing(row, step_ms, warmup_s, args)
     progress.show("observing", 0, 1)
-    notes = [note, hardware.cudnn_note(args.device), observe(train_step, spare, model, args, row)]
+    observed = observe(train_step, spare, model, args, row)
     progress.clear()
     row.settings.captured, row.settings.fp8_recipe = captured, fp8_recipe
-    if args.device.type == "cuda" and isinstance(train_step, CapturedStep):
-        notes.append(train_step.reason)
+    launched = train_step.reason if args.device.type == "cuda" and isinstance(train_step, CapturedStep) else None
+    notes = [note, hardware.cudnn_note(args.device), observed, launched]
     if not note and row.settings.amp_dtype == "float32" and row.settings.float32_matmul_precision != "highest":
         notes.append(args.amp_note)  # why a script that allows less than FP32 got none of it
     row.note = "; ".join(filter(None, notes)) or None
