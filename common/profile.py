@@ -338,8 +338,7 @@ def kernel_table(profile: Profile, rows: int = 20) -> str:
 
     longest = profile.kernels[:rows]
     kernels = [{"kernel": k.name[:70], "category": k.category, **cells(k.launches, k.ms)} for k in longest]
-    used = [(name, time) for name, time in profile.categories.items() if time.launches]
-    categories = [{"category": name, **cells(time.launches, time.ms)} for name, time in used]
+    categories = [{"category": n, **cells(t.launches, t.ms)} for n, t in profile.categories.items() if t.launches]
     if profile.gpu_idle_ms is not None:
         categories.append({"category": "gaps", **cells(0, profile.gpu_idle_ms)})
     return f"{aligned(kernels, n_left=2)}\n\n{aligned(categories)}"
