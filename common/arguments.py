@@ -1,7 +1,4 @@
-"""The command line of a step: parser, presets and checks, which give Arguments.
-
-python -m common.arguments ARGUMENT ...     check them and print, as JSON, what the ladder needs to know of them
-"""
+"""The command line of a step: parser, presets and checks, which give Arguments."""
 
 from __future__ import annotations
 
@@ -25,20 +22,15 @@ from common.record import Data, Workload, check_writable, describe_shape
 from common.text import OneLineParser, positive_int
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = ("--profile",)  # options without a value
 ESTIMATE_MARGIN = 1.1  # mixed precision keeps a little more than the estimate of a plain step
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What one run does.
-
-    `base_preset` names the preset that defaults came from. `amp_note` says why mixed precision is FP32, where it is.
-    `notes` are lines for the header.
-    """
+    """What one run does."""
 
     script: Path
-    base_preset: str
+    base_preset: str  # that defaults came from
     config: GPTConfig
     batch_size: int
     steps: int
@@ -48,10 +40,10 @@ class Arguments:
     text: data.Text
     device: torch.device
     amp_dtype: torch.dtype
-    amp_note: str | None
+    amp_note: str | None  # why mixed precision is FP32, where it is
     profile: bool
     output: Path
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # lines for the header
 
     @property
     def step(self) -> str:
@@ -93,8 +85,7 @@ class Arguments:
         The dimensions are channels, tokens (the leading one of weight gradients) and, with `vocab`, the head's outputs.
         """
         sizes = {"--n-embd": self.config.n_embd, "--batch-size x --seq-len": self.batch_size * self.config.seq_len}
-        if vocab:
-            sizes["--vocab-size"] = self.config.vocab_size
+        sizes |= {"--vocab-size": self.config.vocab_size} if vocab else {}
         for name, size in sizes.items():
             if size % unit:
                 raise Skip(f"{what} needs {name} divisible by {unit}, not {size}")
@@ -111,18 +102,12 @@ class Arguments:
         except (MemoryError, ValueError):  # a batch that large ends as an oom row, which needs its workload
             batches = None
         return Workload(
-            preset=self.preset,
-            **asdict(self.config),
-            batch_size=self.batch_size,
-            parameters=flops.parameters(self.config),
-            tokens_per_step=self.batch_size * self.config.seq_len,
+            preset=self.preset, **asdict(self.config), batch_size=self.batch_size,
+            parameters=flops.parameters(self.config), tokens_per_step=self.batch_size * self.config.seq_len,
             flops_per_step=flops.flops_per_step(self.config, self.batch_size),
             data=Data(self.text.name, len(self.text.tokens), batches),
-            seed=self.seed,
-            lr=self.lr,
-            warmup=self.warmup,
-            steps=self.steps,
-        )
+            seed=self.seed, lr=self.lr, warmup=self.warmup, steps=self.steps,
+        )  # fmt: skip
 
 
 def seed_int(text: str) -> int:
@@ -141,49 +126,42 @@ def positive_float(text: str) -> float:
 
 
 def describe_presets() -> str:
-    lines = []
+    lines = ["presets:"]
     for name, preset in PRESETS.items():
         shape = argparse.Namespace(**asdict(preset.config), batch_size=preset.batch_size)
         lines.append(f"  {name:16} {describe_shape(shape)}, lr {preset.lr:g}")
-    return "presets:\n" + "\n".join(lines)
+    return "\n".join(lines)
 
 
 def build_parser(script: Path, description: str | None) -> OneLineParser:
     parser = OneLineParser(prog=script.name, description=description, epilog=describe_presets())
-    presets = ", ".join(f"{name} ({preset.purpose})" for name, preset in PRESETS.items())
     shape = parser.add_argument_group("workload (what is trained; defaults come from the preset)")
-    shape.add_argument(
-        "--preset",
-        choices=["auto", *PRESETS],
-        default="auto",
-        metavar="NAME",
-        help=f"auto, {presets}; auto takes tiny on a CPU, and on a GPU what fits its free memory (default: auto)",
-    )
-    for name, text in (
-        ("--n-layer", "transformer blocks"),
-        ("--n-head", "attention heads; divides --n-embd"),
-        ("--n-embd", "channels of the residual stream"),
-        ("--seq-len", "tokens per sequence"),
-        ("--vocab-size", "token ids, 0 to N-1"),
-        ("--batch-size", "sequences per training step"),
-    ):
-        shape.add_argument(name, type=positive_int, metavar="N", help=text)
-    shape.add_argument("--lr", type=positive_float, metavar="X", help="AdamW's learning rate, constant")
-    shape.add_argument("--seed", type=seed_int, default=1337, metavar="N", help="weights and batches (default: 1337)")
-    shape.add_argument("--data", type=Path, metavar="FILE", help="text as bytes, or a .bin of uint16 tokens (nanoGPT, "
-                       "llm.c) (default: Python's standard library)")  # fmt: skip
-    shape.add_argument("--data-tokens", type=positive_int, metavar="N", help="only the first N tokens of the text")
     run = parser.add_argument_group("run (how it is measured)")
-    run.add_argument("--steps", type=positive_int, metavar="N", help="timed steps (default: 30 on a GPU, 10 on a CPU)")
-    run.add_argument("--warmup", type=positive_int, metavar="N", help="untimed steps before them (default: 5 on a GPU, "
-                     "3 on a CPU)")  # fmt: skip
-    run.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:N (default: auto)")
-    run.add_argument("--amp-dtype", choices=["auto", "bf16", "fp16", "fp32"], default="auto", help="mixed precision; "
-                     "auto is bf16 where the hardware multiplies it, else fp16 on a GPU and fp32 on a CPU "
-                     "(default: auto)")  # fmt: skip
-    run.add_argument("--profile", action="store_true", help="profile untimed steps afterwards: a kernel table on "
-                     "stderr, a Chrome trace beside the record")  # fmt: skip
-    run.add_argument("--output", type=Path, metavar="FILE", help=f"the record (default: results/{script.stem}.json)")
+    presets = ", ".join(f"{name} ({preset.purpose})" for name, preset in PRESETS.items())
+    auto = "auto takes tiny on a CPU, and on a GPU what fits its free memory (default: auto)"
+    shape.add_argument("--preset", choices=["auto", *PRESETS], metavar="NAME", help=f"auto, {presets}; {auto}")
+    for group, name, kind, metavar, text in (
+        (shape, "--n-layer", positive_int, "N", "transformer blocks"),
+        (shape, "--n-head", positive_int, "N", "attention heads; divides --n-embd"),
+        (shape, "--n-embd", positive_int, "N", "channels of the residual stream"),
+        (shape, "--seq-len", positive_int, "N", "tokens per sequence"),
+        (shape, "--vocab-size", positive_int, "N", "token ids, 0 to N-1"),
+        (shape, "--batch-size", positive_int, "N", "sequences per training step"),
+        (shape, "--lr", positive_float, "X", "AdamW's learning rate, constant"),
+        (shape, "--seed", seed_int, "N", "weights and batches (default: 1337)"),
+        (shape, "--data", Path, "FILE", "bytes, or uint16 .bin of nanoGPT, llm.c (default: Python's standard library)"),
+        (shape, "--data-tokens", positive_int, "N", "only the first N tokens of the text"),
+        (run, "--steps", positive_int, "N", "timed steps (default: 30 on a GPU, 10 on a CPU)"),
+        (run, "--warmup", positive_int, "N", "untimed steps before them (default: 5 on a GPU, 3 on a CPU)"),
+        (run, "--device", str, "NAME", "auto, cpu, cuda, cuda:N (default: auto)"),
+        (run, "--output", Path, "FILE", f"the record (default: results/{script.stem}.json)"),
+    ):
+        group.add_argument(name, type=kind, metavar=metavar, help=text)
+    auto = "auto is bf16 where the hardware multiplies it, else fp16 on a GPU and fp32 on a CPU (default: auto)"
+    run.add_argument("--amp-dtype", choices=["auto", "bf16", "fp16", "fp32"], help=f"mixed precision; {auto}")
+    text = "profile untimed steps afterwards: a kernel table on stderr, a Chrome trace beside the record"
+    run.add_argument("--profile", action="store_true", help=text)
+    parser.set_defaults(preset="auto", seed=1337, device="auto", amp_dtype="auto")
     return parser
 
 
@@ -195,7 +173,10 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         device = hardware.resolve_device(given.device)
         amp_dtype, amp_note = hardware.resolve_amp_dtype(given.amp_dtype, device)
         preset, batch_size, notes = resolve_preset(given.preset, device)
-        config = _override_shape(PRESETS[preset].config, given)
+        config = PRESETS[preset].config
+        config = replace(config, **{k: getattr(given, k) or default for k, default in asdict(config).items()})
+        if config.n_embd % config.n_head:
+            raise ValueError(f"--n-embd {config.n_embd} is not divisible by --n-head {config.n_head}")
         text = data.load_text(given.data, given.data_tokens)
         data.check_text(text, config.seq_len, config.vocab_size)
         output = given.output or ROOT / "results" / f"{script.stem}.json"
@@ -204,24 +185,13 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         parser.error(f"--device {given.device} has no free memory left for even one tensor")
     except ValueError as error:
         parser.error(str(error))
-    gpu = device.type == "cuda"
+    steps, warmup = (30, 5) if device.type == "cuda" else (10, 3)
     return Arguments(
-        script=script,
-        base_preset=preset,
-        config=config,
-        batch_size=given.batch_size or batch_size,
-        steps=given.steps or (30 if gpu else 10),
-        warmup=given.warmup or (5 if gpu else 3),
-        lr=given.lr or PRESETS[preset].lr,
-        seed=given.seed,
-        text=text,
-        device=device,
-        amp_dtype=amp_dtype,
-        amp_note=amp_note,
-        profile=given.profile,
-        output=output,
+        script=script, base_preset=preset, config=config, batch_size=given.batch_size or batch_size,
+        steps=given.steps or steps, warmup=given.warmup or warmup, lr=given.lr or PRESETS[preset].lr, seed=given.seed,
+        text=text, device=device, amp_dtype=amp_dtype, amp_note=amp_note, profile=given.profile, output=output,
         notes=notes,
-    )
+    )  # fmt: skip
 
 
 def resolve_preset(name: str, device: torch.device) -> tuple[str, int, tuple[str, ...]]:
@@ -236,19 +206,8 @@ def resolve_preset(name: str, device: torch.device) -> tuple[str, int, tuple[str
         return "tiny", PRESETS["tiny"].batch_size, ("auto: preset tiny, because this runs on a CPU",)
     free = hardware.free_memory_bytes(device)
     choices = [("gpt3-6.7b-slice", PRESETS["gpt3-6.7b-slice"].batch_size), *(("gpt2", 2**k) for k in range(5, -1, -1))]
-    fitting = (
-        (preset, batch_size)
-        for preset, batch_size in choices
-        if ESTIMATE_MARGIN * flops.unfused_peak_bytes(PRESETS[preset].config, batch_size) <= free
-    )
-    preset, batch_size = next(fitting, ("gpt2", 1))
+    for preset, batch_size in choices:  # the last one is taken in any case
+        if ESTIMATE_MARGIN * flops.unfused_peak_bytes(PRESETS[preset].config, batch_size) <= free:
+            break
     why = f"auto: preset {preset}, batch {batch_size}, because {free / 2**30:.0f} GiB are free on {device}"
     return preset, batch_size, (why,)
-
-
-def _override_shape(config: GPTConfig, given: argparse.Namespace) -> GPTConfig:
-    fields = {name: getattr(given, name) for name in asdict(config)}
-    config = replace(config, **{name: value for name, value in fields.items() if value is not None})
-    if config.n_embd % config.n_head:
-        raise ValueError(f"--n-embd {config.n_embd} is not divisible by --n-head {config.n_head}")
-    return config

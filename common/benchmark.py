@@ -19,15 +19,16 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from common import data, flops, hardware, profile
-from common.arguments import FLAGS, Arguments, parse_args
+from common.arguments import Arguments, parse_args
 from common.cuda_graph import CapturedStep
 from common.errors import explain, optional
-from common.record import LeastBytes, Profile, Row, Run, Settings, Timing, describe_shape, write_run
+from common.record import LeastBytes, Row, Run, Timing, describe_shape, write_run
 from common.text import PROGRESS_FD, one_line, portable_command, say
 
 __all__ = ["launch", "optional", "run"]
@@ -57,15 +58,10 @@ def launch(main: Callable[[Arguments], Row]) -> None:
         row = new_row(args, status=status, reason=reason)
         if status == "failed" and not isinstance(error, FloatingPointError):
             traceback.print_exc()
-    run = Run(
-        command=portable_command(["python", args.script.name, *sys.argv[1:]], FLAGS),
-        started_at=started_at,
-        environment=hardware.describe(args.device),
-        workload=args.workload(),
-        steps=[row],
-    )
+    command = portable_command(["python", args.script.name, *sys.argv[1:]])
+    record = Run(command, started_at, hardware.describe(args.device), args.workload(), steps=[row])
     try:
-        write_run(args.output, run)
+        write_run(args.output, record)
     except OSError as error:
         say(f"{args.step}: failed: cannot write {args.output}: {error.strerror or error}")
         sys.exit(1)
@@ -80,22 +76,16 @@ def run(
     train_step: TrainStep,
     model: torch.nn.Module,
     args: Arguments,
-    *,
     rehearse: torch.optim.Optimizer | None = None,
     note: str | None = None,
     fp8_recipe: str | None = None,
 ) -> Row:
     """Warm up, time `args.steps` training steps, observe untimed ones, and return the row.
 
-    Args:
-        train_step: takes tokens and targets, each (B, T) int64 on the device; trains; returns the loss.
-        model: put into training mode.
-        rehearse: this optimizer's updates are left out while the warm-up's batches pass through `train_step` once
-            before the first step, see `rehearsal`. The time counts as warm-up.
-        note: one line that qualifies the row.
-        fp8_recipe: repr of the recipe, for the record's settings.
-
-    Raises FloatingPointError when a loss is not finite, and whatever `train_step` raises.
+    `train_step` takes tokens and targets, each (B, T) int64 on the device; it trains and returns the loss. `rehearse`
+    is an optimizer whose updates are left out while the warm-up's batches pass once before the first step, see
+    `rehearsal`; the time counts as warm-up. `note` is one line that qualifies the row, and `fp8_recipe` the repr of
+    the recipe. Raises FloatingPointError when a loss is not finite, and whatever `train_step` raises.
     """
     model.train()
     drawn = data.read_batches(args.text, args.batch_starts(), args.config.seq_len)
@@ -114,7 +104,6 @@ def run(
         torch.cuda.reset_peak_memory_stats(args.device)
     hardware.synchronize(args.device)
     warmup_s = time.perf_counter() - started
-
     row = new_row(args, status="ok")
     if args.device.type == "cuda":
         step_ms, timed_losses = time_steps_cuda(train_step, batches[args.warmup :], args.device, progress, row)
@@ -122,18 +111,16 @@ def run(
         step_ms, timed_losses = time_steps_cpu(train_step, batches[args.warmup :], progress)
     row.loss = [value.item() for value in losses + timed_losses]
     require_finite(row.loss, args.lr)
-    row.timing = timing_of(step_ms, warmup_s)
-    row.tokens_per_s = args.batch_size * args.config.seq_len / row.timing.median_ms * 1e3
-    row.model_flops_per_s = flops.flops_per_step(args.config, args.batch_size) / row.timing.median_ms * 1e3
-    row.bytes_per_step = LeastBytes(flops.least_bytes_per_step(args.config, args.batch_size), "analytic")
+    set_timing(row, step_ms, warmup_s, args)
     progress.show("observing", 0, 1)
-    notes = [note, observe(train_step, spare, model, args, row)]
+    observed = observe(train_step, spare, model, args, row)
     progress.clear()
     row.settings.captured, row.settings.fp8_recipe = captured, fp8_recipe
-    notes.insert(1, hardware.cudnn_note(args.device))
-    if args.device.type == "cuda" and isinstance(train_step, CapturedStep):
-        notes.append(train_step.reason)
-    row.note = "; ".join(filter(None, [*notes, None if note else precision_note(row.settings, args)])) or None
+    launched = train_step.reason if args.device.type == "cuda" and isinstance(train_step, CapturedStep) else None
+    notes = [note, hardware.cudnn_note(args.device), observed, launched]
+    if not note and row.settings.amp_dtype == "float32" and row.settings.float32_matmul_precision != "highest":
+        notes.append(args.amp_note)  # why a script that allows less than FP32 got none of it
+    row.note = "; ".join(filter(None, notes)) or None
     return row
 
 
@@ -188,10 +175,13 @@ def time_steps_cpu(train_step: TrainStep, batches: list, progress: Progress):
     return [(end - start) * 1e3 for start, end in itertools.pairwise(times)], losses
 
 
-def timing_of(step_ms: list[float], warmup_s: float) -> Timing:
-    """Median and quartiles of the timed steps."""
+def set_timing(row: Row, step_ms: list[float], warmup_s: float, args: Arguments) -> None:
+    """Median and quartiles of the timed steps, and what follows from the median."""
     p25, median, p75 = statistics.quantiles(step_ms, method="inclusive") if len(step_ms) > 1 else step_ms * 3
-    return Timing(warmup_s, step_ms, median, p25, p75)
+    row.timing = Timing(warmup_s, step_ms, median, p25, p75)
+    row.tokens_per_s = args.batch_size * args.config.seq_len / median * 1e3
+    row.model_flops_per_s = flops.flops_per_step(args.config, args.batch_size) / median * 1e3
+    row.bytes_per_step = LeastBytes(flops.least_bytes_per_step(args.config, args.batch_size), "analytic")
 
 
 def observe(train_step: TrainStep, batch: tuple, model: torch.nn.Module, args: Arguments, row: Row) -> str | None:
@@ -200,24 +190,27 @@ def observe(train_step: TrainStep, batch: tuple, model: torch.nn.Module, args: A
     Kernels, gaps and times are those of the timed step. Operators, host waits and backward nodes are those of a
     launched one: a replay has none. A profiler that fails costs what it would have shown, not the row.
     """
-    notes, launched = [], train_step
+    notes, step = [], partial(train_step, *batch)
     if args.profile:
         try:
-            row.profile = profile_step(lambda: train_step(*batch), row.timing.median_ms, args)
+            if args.device.type == "cuda":
+                row.profile = profile.profile_cuda(step, PROFILED_STEPS, row.timing.median_ms, args.device)
+            else:
+                row.profile = profile.profile_cpu(step, PROFILED_STEPS)
         except Exception as error:  # whatever breaks in the profiler
             notes.append(f"not profiled: {one_line(error)}")
     if isinstance(train_step, CapturedStep):
         train_step.release()
-        launched = train_step.launch
+        step = partial(train_step.launch, *batch)
     try:
         if args.device.type == "cuda":
-            row.host_syncs = profile.count_host_syncs(lambda: launched(*batch))
-        trace = profile.trace_step(lambda: launched(*batch), args.device)
+            row.host_syncs = profile.count_host_syncs(step)
+        trace = profile.trace_step(step, args.device)
         row.settings = profile.observed_settings(trace)
         if row.profile:
             row.profile.host_syncs = row.host_syncs
-            row.profile.autograd_nodes_attention = profile.attention_autograd_nodes(model, lambda: launched(*batch))
-            profile.write_chrome_trace(trace, profile.chrome_trace_path(args.output))
+            row.profile.autograd_nodes_attention = profile.attention_autograd_nodes(model, step)
+            profile.write_chrome_trace(trace, args.output.with_suffix(".trace.json.gz"))
     except OSError as error:
         notes.append(f"no Chrome trace: {error.strerror or error}")
     except Exception as error:
@@ -225,21 +218,6 @@ def observe(train_step: TrainStep, batch: tuple, model: torch.nn.Module, args: A
         row.settings.unobserved = one_line(error)
         notes += [f"not profiled: {one_line(error)}"] if args.profile else []
     return "; ".join(notes) or None
-
-
-def profile_step(step: Callable[[], torch.Tensor], median_ms: float, args: Arguments) -> Profile:
-    """Time by kernel, of PROFILED_STEPS steps."""
-    if args.device.type == "cpu":
-        return profile.profile_cpu(step, PROFILED_STEPS)
-    measured = profile.profile_cuda(step, PROFILED_STEPS, median_ms, args.device)
-    measured.bound_by, measured.shares = profile.bound_by(measured, median_ms)
-    return measured
-
-
-def precision_note(settings: Settings, args: Arguments) -> str | None:
-    """Why a script that allows less than FP32 got none of it. One that asks for "highest" never wanted less."""
-    allowed = settings.float32_matmul_precision != "highest"
-    return args.amp_note if allowed and settings.amp_dtype == "float32" else None
 
 
 def new_row(args: Arguments, **fields) -> Row:
@@ -275,16 +253,16 @@ class Progress:
 
 
 def header(args: Arguments) -> str:
-    amp = str(args.amp_dtype).removeprefix("torch.")
+    """What is about to run, for a person."""
+    shape, millions = describe_shape(args.workload()), flops.parameters(args.config) / 1e6
+    amp = str(args.amp_dtype).removeprefix("torch.") + (f" ({args.amp_note})" if args.amp_note else "")
     lines = [
         f"{args.step} on {hardware.device_name(args.device)}, torch {torch.__version__}",
-        f"shape: {args.preset}: {describe_shape(args.workload())}, "
-        f"{flops.parameters(args.config) / 1e6:.1f} M parameters",
+        f"shape: {args.preset}: {shape}, {millions:.1f} M parameters",
         f"text: {one_line(args.text.name)}, {len(args.text.tokens):,} tokens",
-        f"mixed precision, where the step uses it: {amp}" + (f" ({args.amp_note})" if args.amp_note else ""),
-        *args.notes,
+        f"mixed precision, where the step uses it: {amp}",
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *args.notes])
 
 
 def result_lines(row: Row) -> str:

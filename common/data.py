@@ -14,7 +14,7 @@ import torch
 
 # llm.c writes 256 int32 before the tokens: magic, version, number of tokens, zeros.
 LLMC_MAGIC = 20240520
-LLMC_HEADER_BYTES = 256 * 4
+LLMC_HEADER_TOKENS = 256 * 4 // 2  # the room of this many uint16
 
 
 class DataError(ValueError):
@@ -37,9 +37,8 @@ def standard_library_text() -> Text:
     files = sorted(f for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts))
     if not files:
         raise DataError(f"no Python source found under {root}; name a text with --data FILE")
-    source = b"".join(file.read_bytes() for file in files)
-    name = f"Python {platform.python_version()} standard library"
-    return Text(np.frombuffer(source, dtype=np.uint8), name)
+    source = np.frombuffer(b"".join(file.read_bytes() for file in files), dtype=np.uint8)
+    return Text(source, f"Python {platform.python_version()} standard library")
 
 
 def load_text(path: Path | None, n_tokens: int | None = None) -> Text:
@@ -68,38 +67,29 @@ def _file_tokens(path: Path) -> np.ndarray:
         return np.memmap(path, dtype=np.uint8, mode="r")
     if size % 2:
         raise DataError(f"{path} has an odd number of bytes, so it holds no uint16 tokens")
-    return _read_uint16_tokens(path, size)
-
-
-def _read_uint16_tokens(path: Path, size: int) -> np.ndarray:
-    with path.open("rb") as file:
-        start = file.read(12)
-    header = np.frombuffer(start, dtype="<i4") if len(start) == 12 else [None]
-    if header[0] != LLMC_MAGIC:
-        return np.memmap(path, dtype="<u2", mode="r")
-    n_tokens = (size - LLMC_HEADER_BYTES) // 2
-    if header[1] != 1 or header[2] != n_tokens:
+    tokens = np.memmap(path, dtype="<u2", mode="r")
+    magic, version, count = tokens[:6].view("<i4") if len(tokens) >= 6 else (None, None, None)
+    if magic != LLMC_MAGIC:
+        return tokens
+    n_tokens = max(len(tokens) - LLMC_HEADER_TOKENS, 0)
+    if version != 1 or count != n_tokens:
         raise DataError(
-            f"{path} has an llm.c header of version {header[1]} for {header[2]} tokens, "
-            f"but version 1 for {max(n_tokens, 0)} tokens was expected from its size"
+            f"{path} has an llm.c header of version {version} for {count} tokens, "
+            f"but version 1 for {n_tokens} tokens was expected from its size"
         )
     if n_tokens == 0:
         raise DataError(f"{path} is empty: an llm.c header and no tokens")
-    return np.memmap(path, dtype="<u2", mode="r", offset=LLMC_HEADER_BYTES)
+    return tokens[LLMC_HEADER_TOKENS:]
 
 
 def check_text(text: Text, seq_len: int, vocab_size: int) -> None:
     """Raise DataError unless `text` holds one sequence and its targets, and fits the vocabulary."""
-    if len(text.tokens) <= seq_len:
-        raise DataError(
-            f"{text.name} has {len(text.tokens)} tokens; one sequence and its targets need "
-            f"{seq_len + 1} (--seq-len {seq_len})"
-        )
-    largest = int(text.tokens.max())
-    if largest >= vocab_size:
-        raise DataError(
-            f"{text.name} has token id {largest}, outside the vocabulary: --vocab-size must be at least {largest + 1}"
-        )
+    name, n_tokens, need = text.name, len(text.tokens), seq_len + 1
+    if n_tokens < need:
+        raise DataError(f"{name} has {n_tokens} tokens; one sequence and its targets need {need} (--seq-len {seq_len})")
+    if (largest := int(text.tokens.max())) >= vocab_size:
+        outside = f"{name} has token id {largest}, outside the vocabulary"
+        raise DataError(f"{outside}: --vocab-size must be at least {largest + 1}")
 
 
 def draw_starts(text: Text, n_batches: int, batch_size: int, seq_len: int, seed: int) -> np.ndarray:
@@ -124,8 +114,7 @@ def stage_batches(batches: np.ndarray, device: torch.device) -> list[tuple[torch
 def fingerprint(text: Text, starts: np.ndarray, seq_len: int) -> str:
     """16 hex digits that two runs share when they train on the same batches.
 
-    SHA-256 of all `starts` and of the tokens of the first 256 excerpts: the text itself may be too
-    large to read for this.
+    SHA-256 of all `starts` and of the tokens of the first 256 excerpts: the text itself may be too large for this.
     """
     digest = hashlib.sha256(starts.tobytes())
     for start in starts.flat[:256]:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import sys
 from types import ModuleType
 
 from common.text import one_line
 
-OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "alloc_failed",
-    "array is too big",
-    "maximum allowed dimension",
+OUT_OF_MEMORY = (  # what libraries say of it
+    "out of memory", "can't allocate memory", "alloc_failed", "array is too big", "maximum allowed dimension",
     "storage size calculation overflowed",
-)
+)  # fmt: skip
 
 
 class Skip(Exception):
@@ -65,15 +60,14 @@ def explain(error: Exception, batch_size: int) -> tuple[str, str]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device or the host had too little memory, whichever library reports it."""
-    text = f"{type(error).__name__} {error}".lower()
-    known = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
-    return known or any(sign in text for sign in OUT_OF_MEMORY)
+    kind = type(error).__name__
+    return kind in ("OutOfMemoryError", "MemoryError") or any(sign in str(error).lower() for sign in OUT_OF_MEMORY)
 
 
-def smaller_batch(batch_size: int | None) -> str:
-    """What to try when a step ran out of memory."""
-    if batch_size is None or batch_size > 1:
-        return f"try --batch-size {2 ** int(math.log2(batch_size - 1))}" if batch_size else "try a smaller --batch-size"
+def smaller_batch(batch_size: int) -> str:
+    """What to try when a step ran out of memory: the next smaller power of two."""
+    if batch_size > 1:
+        return f"try --batch-size {2 ** (batch_size - 1).bit_length() // 2}"
     return "batch size 1 is already the smallest; try a smaller --seq-len, --n-layer or --n-embd"
 
 

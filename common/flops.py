@@ -11,29 +11,18 @@ half the square; times 3, for forward and backward, that is the term here.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from common.model import GPTConfig
 
 
-class WeightMatrix(NamedTuple):
-    """`count` matrices of shape (outputs, inputs) that multiply activations."""
-
-    name: str
-    outputs: int
-    inputs: int
-    count: int
-
-
-def weight_matrices(config: GPTConfig) -> list[WeightMatrix]:
-    """Every weight that multiplies activations: four in each block, and the tied head."""
+def weight_matrices(config: GPTConfig) -> list[tuple[int, int, int]]:
+    """(outputs, inputs, count) of every weight that multiplies activations: four in each block, and the tied head."""
     C, L = config.n_embd, config.n_layer
     return [
-        WeightMatrix("qkv", 3 * C, C, L),
-        WeightMatrix("attention projection", C, C, L),
-        WeightMatrix("MLP up", 4 * C, C, L),
-        WeightMatrix("MLP down", C, 4 * C, L),
-        WeightMatrix("head", config.vocab_size, C, 1),
+        (3 * C, C, L),  # queries, keys and values
+        (C, C, L),  # projection of attention
+        (4 * C, C, L),  # MLP, up
+        (C, 4 * C, L),  # MLP, down
+        (config.vocab_size, C, 1),  # head
     ]
 
 
@@ -43,7 +32,7 @@ def matrix_products(config: GPTConfig, tokens: int) -> dict[tuple[int, int, int]
     Each weight (N, K) has three: forward (tokens, N, K), input gradient (tokens, K, N), weight gradient (N, K, tokens).
     """
     products: dict[tuple[int, int, int], int] = {}
-    for _, N, K, count in weight_matrices(config):
+    for N, K, count in weight_matrices(config):
         for shape in ((tokens, N, K), (tokens, K, N), (N, K, tokens)):
             products[shape] = products.get(shape, 0) + count
     return products
@@ -51,7 +40,7 @@ def matrix_products(config: GPTConfig, tokens: int) -> dict[tuple[int, int, int]
 
 def matmul_parameters(config: GPTConfig) -> int:
     """Parameters that multiply activations."""
-    return sum(weight.outputs * weight.inputs * weight.count for weight in weight_matrices(config))
+    return sum(outputs * inputs * count for outputs, inputs, count in weight_matrices(config))
 
 
 def parameters(config: GPTConfig) -> int:
@@ -76,7 +65,7 @@ def least_bytes_per_step(config: GPTConfig, batch_size: int) -> int:
     products could stay on the chip and counts nothing.
     """
     tokens = batch_size * config.seq_len
-    widths = sum((weight.outputs + weight.inputs) * weight.count for weight in weight_matrices(config))
+    widths = sum((outputs + inputs) * count for outputs, inputs, count in weight_matrices(config))
     return 6 * tokens * widths + 40 * parameters(config)
 
 

@@ -25,7 +25,6 @@ NUMERIC_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "ONEDNN_DEFAULT_FPMATH_MODE",
     "ATEN_CPU_CAPABILITY",
 )  # fmt: skip
-NUMERIC_PREFIXES = ("NVTE_",)
 SET_BY_LIBRARIES = ("NVTE_CUDA_INCLUDE_DIR",)  # by Transformer Engine's import: no choice of a user
 
 
@@ -43,14 +42,14 @@ def resolve_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() or driver_version() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or not (index or "0").isdecimal():
+    kind, _, digits = name.partition(":")
+    if kind != "cuda" or not (digits or "0").isdecimal():
         raise DeviceError(f"--device {name} is not one of auto, cpu, cuda, cuda:N")
     if not torch.cuda.is_available():
         raise DeviceError(_why_torch_has_no_gpu())
-    if int(index or 0) >= torch.cuda.device_count():
+    if (index := int(digits or 0)) >= torch.cuda.device_count():
         raise DeviceError(f"--device {name} is not there: torch sees {torch.cuda.device_count()} CUDA device(s)")
-    device = torch.device("cuda", int(index or 0))
+    device = torch.device("cuda", index)
     try:
         torch.zeros(1, device=device)
     except torch.OutOfMemoryError:
@@ -80,12 +79,12 @@ def device_name(device: torch.device) -> str:
 
 
 def cpu_name() -> str:
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    return _linux_says(CPUINFO, "model name") or platform.processor() or platform.machine()
 
 
-def _cpuinfo(*fields: str) -> str:
-    """The first of these fields that Linux tells of its processor; empty elsewhere."""
-    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+def _linux_says(file: Path, *fields: str) -> str:
+    """The first of these fields in a file of /proc; empty where there is none."""
+    lines = file.read_text().splitlines() if file.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.lower().startswith(fields)), "")
 
 
@@ -93,8 +92,8 @@ def free_memory_bytes(device: torch.device) -> int | None:
     """Bytes that a new process can have now, of the GPU or of the host; None where the host does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    kib = _linux_says(MEMINFO, "memavailable").partition(" ")[0]
+    return int(kib) * 1024 if kib else None
 
 
 def synchronize(device: torch.device) -> None:
@@ -107,23 +106,23 @@ def has_bf16_matrix_instructions(device: torch.device) -> bool:
     """Whether BF16 matrix products run in hardware: emulated on a CPU, they are many times slower than FP32."""
     if device.type == "cuda":
         return compute_capability(device) >= (8, 0)
-    return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(_cpuinfo("flags", "features").split()))
+    return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(_linux_says(CPUINFO, "flags", "features").split()))
 
 
 def resolve_amp_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str | None]:
     """The dtype of mixed precision for `--amp-dtype name`, and why where it is FP32. Raises DeviceError."""
-    bf16 = has_bf16_matrix_instructions(device)
+    gpu, bf16 = device.type == "cuda", has_bf16_matrix_instructions(device)
+    if name == "auto":
+        if not bf16 and not gpu:
+            return torch.float32, "FP32, because this CPU has no BF16 matrix instructions"
+        name = "bf16" if bf16 else "fp16"
     if name == "fp32":
         return torch.float32, "mixed precision is off, as --amp-dtype fp32 asks"
-    if name == "fp16" and device.type == "cpu":
+    if name == "fp16" and not gpu:
         raise DeviceError("--amp-dtype fp16 needs a GPU; on a CPU use auto, bf16 or fp32")
-    if name == "bf16" and device.type == "cuda" and not bf16:
+    if name == "bf16" and gpu and not bf16:
         raise DeviceError("--amp-dtype bf16 needs an Ampere GPU or newer; this one multiplies fp16")
-    if name == "auto" and device.type == "cpu" and not bf16:
-        return torch.float32, "FP32, because this CPU has no BF16 matrix instructions"
-    if name == "fp16" or (name == "auto" and not bf16):
-        return torch.float16, None
-    return torch.bfloat16, None
+    return torch.bfloat16 if name == "bf16" else torch.float16, None
 
 
 @functools.cache
@@ -151,9 +150,9 @@ def driver_version() -> str | None:
 
 
 def nvml_value(device: torch.device, query: str, *arguments) -> float | str | None:
-    """What `nvmlDeviceGet<query>` answers for a CUDA device, in NVML's own unit; None where it cannot say."""
+    """What `nvmlDeviceGet<query>` answers of a device, in NVML's own unit; None where it cannot say, as of a CPU."""
     library = nvml()
-    if library is None:
+    if library is None or device.type != "cuda":
         return None
     try:
         handle = library.nvmlDeviceGetHandleByUUID(gpu_uuid(device))
@@ -189,37 +188,24 @@ def gpu_state(device: torch.device) -> GpuState | None:
 
 def describe(device: torch.device) -> Environment:
     """Machine, versions, power limit, variables that change numerics, commit."""
-    gpu = device.type == "cuda"
-    commit, dirty, commit_reason = commit_of(ROOT)
-    return Environment(
-        device=device_name(device),
-        device_type=device.type,
-        cpu=cpu_name(),
-        cpu_threads=torch.get_num_threads(),
-        os=f"{platform.system()} {platform.machine()}",
-        python=platform.python_version(),
-        torch=torch.__version__,
-        cuda=torch.version.cuda if gpu else None,
-        cudnn=cudnn_version() if gpu else None,
-        triton=package_version("triton"),
-        transformer_engine=package_version("transformer-engine"),
-        torchao=package_version("torchao"),
-        transformers=package_version("transformers"),
-        driver=driver_version() if gpu else None,
-        power_limit_w=watts(nvml_value(device, "EnforcedPowerLimit")) if gpu else None,
-        gpu_uuid=gpu_uuid(device) if gpu else None,
-        compute_capability=".".join(map(str, compute_capability(device))) if gpu else None,
-        gpu_memory_bytes=torch.cuda.get_device_properties(device).total_memory if gpu else None,
-        nvml_reason="nvidia-ml-py is not installed, or finds no driver" if gpu and nvml() is None else None,
-        variables={
-            name: one_line(value)
-            for name, value in sorted(os.environ.items())
-            if (name in NUMERIC_VARIABLES or name.startswith(NUMERIC_PREFIXES)) and name not in SET_BY_LIBRARIES
-        },
-        commit=commit,
-        dirty=dirty,
-        commit_reason=commit_reason,
-    )
+    packages = ("triton", "transformer-engine", "torchao", "transformers")
+    environment = Environment(
+        device=device_name(device), device_type=device.type, cpu=cpu_name(), cpu_threads=torch.get_num_threads(),
+        os=f"{platform.system()} {platform.machine()}", python=platform.python_version(), torch=torch.__version__,
+        **{name.replace("-", "_"): package_version(name) for name in packages},
+    )  # fmt: skip
+    for name, value in sorted(os.environ.items()):
+        if (name in NUMERIC_VARIABLES or name.startswith("NVTE_")) and name not in SET_BY_LIBRARIES:
+            environment.variables[name] = one_line(value)
+    environment.commit, environment.dirty, environment.commit_reason = commit_of(ROOT)
+    if device.type == "cuda":
+        environment.cuda, environment.cudnn, environment.driver = torch.version.cuda, cudnn_version(), driver_version()
+        environment.power_limit_w = watts(nvml_value(device, "EnforcedPowerLimit"))
+        environment.gpu_uuid = gpu_uuid(device)
+        environment.compute_capability = ".".join(map(str, compute_capability(device)))
+        environment.gpu_memory_bytes = torch.cuda.get_device_properties(device).total_memory
+        environment.nvml_reason = None if nvml() else "nvidia-ml-py is not installed, or finds no driver"
+    return environment
 
 
 def cudnn_version() -> int | str | None:

@@ -53,8 +53,8 @@ class GPT(nn.Module):
 
     Args:
         block: `block(config)` maps (B, T, C) to (B, T, C).
-        head: `head(config)` maps (B, T, C) and targets (B, T) to the mean cross entropy, a scalar.
-            Its `lm_head.weight` (vocab_size, C) is replaced by the token embedding.
+        head: `head(config)` maps (B, T, C) and targets (B, T) to the mean cross entropy, a scalar. Its
+            `lm_head.weight` (vocab_size, C) is replaced by the token embedding.
         residual_dtype: dtype of the (B, T, C) stream that runs through the blocks.
     """
 
@@ -77,8 +77,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy in nats of `targets` (B, T) given `tokens` (B, T), both int64."""
-        x = self.wte(tokens) + self.wpe.weight[: tokens.size(1)]  # (B, T, C)
-        x = x.to(self.residual_dtype)
+        x = (self.wte(tokens) + self.wpe.weight[: tokens.size(1)]).to(self.residual_dtype)  # (B, T, C)
         for block in self.blocks:
             x = block(x)
         return self.head(x, targets)
@@ -87,9 +86,8 @@ class GPT(nn.Module):
     def init_weights(self, seed: int) -> None:
         """GPT-2's initialization, drawn in parameter order from one generator.
 
-        The order matters: any block with the same matrices in the same order gets the same
-        numbers, whatever modules it is made of. Source of the residual scaling: GPT-2 paper,
-        section 2.3 (Radford et al., 2019).
+        The order matters: any block with the same matrices in the same order gets the same numbers, whatever modules
+        it is made of. Source of the residual scaling: GPT-2 paper, section 2.3 (Radford et al., 2019).
         """
         generator = torch.Generator(self.wte.weight.device).manual_seed(seed)
         residual_std = 0.02 / math.sqrt(2 * len(self.blocks))
@@ -101,7 +99,5 @@ class GPT(nn.Module):
             if parameter.dim() == 2:
                 std = residual_std if parameter in residual_projections else 0.02
                 parameter.normal_(std=std, generator=generator)
-            elif name.endswith("bias"):
-                parameter.zero_()
             else:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -16,6 +16,7 @@ import re
 import tempfile
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
+from common.hardware import synchronize
 from common.record import CATEGORIES, CategoryTime, Kernel, Profile, Settings
 from common.text import aligned
 
@@ -39,8 +41,6 @@ ATTENTION_OPERATORS = {
     "_scaled_dot_product_attention_math": "math",
     "FusedAttnFunc": "cudnn",  # Transformer Engine's
 }
-
-
 # Category -> what the names of its kernels contain. The first pattern that matches wins: the order is part of the rule.
 CATEGORY_PATTERNS = {
     "communication": r"nccl",
@@ -71,7 +71,7 @@ class Trace:
 
     operators: list[dict]
     kernels: list[dict]
-    chrome: str = ""
+    chrome: str  # the whole trace, as text
 
     def operator_names(self) -> set[str]:
         """Without namespace: `aten::mm` is `mm`."""
@@ -84,16 +84,12 @@ class Trace:
 def trace_step(step: Callable[[], object], device: torch.device) -> Trace:
     """Run `step` once under torch.profiler. Raises what the profiler raises."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its stages on stderr tell a reader nothing
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
     text, by_kind = chrome_trace(profiler)
-    operators = by_kind.get("cpu_op", []) + by_kind.get("user_annotation", [])
-    return Trace(operators, kernels=by_kind.get("kernel", []), chrome=text)
+    return Trace(by_kind["cpu_op"] + by_kind["user_annotation"], by_kind["kernel"], text)
 
 
 def chrome_trace(profiler: torch.profiler.profile) -> tuple[str, dict[str, list[dict]]]:
@@ -102,15 +98,10 @@ def chrome_trace(profiler: torch.profiler.profile) -> tuple[str, dict[str, list[
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         text = path.read_text(errors="replace")  # kernel names may hold bytes that are not UTF-8
-    by_kind: dict[str, list[dict]] = {}
+    by_kind: dict[str, list[dict]] = defaultdict(list)
     for event in json.loads(text, strict=False)["traceEvents"]:
-        by_kind.setdefault(event.get("cat", ""), []).append(event)
+        by_kind[event.get("cat", "")].append(event)
     return text, by_kind
-
-
-def chrome_trace_path(record: Path) -> Path:
-    """Where the Chrome trace of a record lies: beside it."""
-    return record.with_suffix(".trace.json.gz")
 
 
 def write_chrome_trace(trace: Trace, path: Path) -> None:
@@ -144,10 +135,8 @@ def _matrix_dtype(trace: Trace) -> str | None:
 
 def attention_kernel(operator_names: set[str]) -> str | None:
     """The family of attention kernels that the operators of a step, without namespace, stand for."""
-    for operator, kernel in ATTENTION_OPERATORS.items():
-        if operator in operator_names:
-            return kernel
-    return "by hand" if operator_names & {"softmax", "_softmax"} else None
+    by_hand = "by hand" if operator_names & {"softmax", "_softmax"} else None
+    return next((kernel for name, kernel in ATTENTION_OPERATORS.items() if name in operator_names), by_hand)
 
 
 def _optimizer(operator_names: set[str]) -> str | None:
@@ -176,10 +165,8 @@ def count_host_syncs(step: Callable[[], object]) -> int:
 
 def categorize(name: str) -> str:
     """The category of a kernel, or of a CPU operator, by its name."""
-    for category, pattern in CATEGORY_PATTERNS.items():
-        if re.search(pattern, name):
-            return category
-    return "normalization and pointwise" if re.search(POINTWISE, name) else "other"
+    rest = "normalization and pointwise" if re.search(POINTWISE, name) else "other"
+    return next((category for category, pattern in CATEGORY_PATTERNS.items() if re.search(pattern, name)), rest)
 
 
 def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, device: torch.device) -> Profile:
@@ -203,13 +190,14 @@ def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, dev
             marker[0].copy_(marker[1])
         torch.cuda.synchronize(device)
     _, by_kind = chrome_trace(profiler)
-    events = [event for kind in ("kernel", "gpu_memcpy", "gpu_memset") for event in by_kind.get(kind, [])]
-    return summarize_timeline(events, n_steps)
+    profile = summarize_timeline(by_kind["kernel"] + by_kind["gpu_memcpy"] + by_kind["gpu_memset"], n_steps)
+    profile.bound_by, profile.shares = bound_by(profile, median_ms)
+    return profile
 
 
 def _keep_busy(device: torch.device) -> Callable[[float], None]:
-    """A function that queues work for about the milliseconds it is given: arithmetic and memory in turn, as a step
-    has them, because products alone would leave the GPU hotter and its clock lower than a step finds it."""
+    """A function that queues arithmetic and memory traffic, in turn, for about the milliseconds it is given."""
+    # Products alone would leave the GPU hotter, and its clock lower, than a step finds it.
     matrix = torch.rand(FILLER_SHAPE, device=device, dtype=torch.float16)
     product = matrix.new_empty(FILLER_SHAPE[0], FILLER_SHAPE[0])
 
@@ -243,18 +231,16 @@ def summarize_timeline(events: list[dict], n_steps: int) -> Profile:
     markers = [e for e in events if e.get("args", {}).get("bytes") == MARKER_BYTES and "Memcpy" in e["name"]]
     if len(markers) != 2 * n_steps:
         raise ValueError(f"the profiler lost work: {len(markers)} of {2 * n_steps} markers are in its trace")
-    kernels: dict[str, Kernel] = {}
-    total = 0.0
+    times, total = defaultdict(list), 0.0
     for first, last in zip(markers[::2], markers[1::2], strict=True):
         cursor = begin = first["ts"] + first["dur"]
         total += last["ts"] - begin
         for event in events:
-            if not begin <= event["ts"] < last["ts"]:
-                continue
-            own = max(0.0, event["ts"] + event["dur"] - max(event["ts"], cursor))
-            cursor = max(cursor, event["ts"] + event["dur"])
-            _add(kernels, event["name"], own / 1e3)
-    profile = _per_step(list(kernels.values()), total / 1e3, n_steps)
+            if begin <= event["ts"] < last["ts"]:
+                end = event["ts"] + event["dur"]
+                times[event["name"]].append(max(0.0, end - max(event["ts"], cursor)) / 1e3)
+                cursor = max(cursor, end)
+    profile = _per_step(times, total / 1e3, n_steps)
     profile.gpu_busy_ms = sum(kernel.ms for kernel in profile.kernels)
     profile.gpu_idle_ms = profile.step_ms - profile.gpu_busy_ms
     return profile
@@ -267,24 +253,20 @@ def profile_cpu(step: Callable[[], object], n_steps: int) -> Profile:
             step()
     events = profiler.events()
     optimizer = [event.time_range for event in events if event.name.startswith("Optimizer.step")]
-    operators: dict[str, Kernel] = {}
+    times = defaultdict(list)
     for event in events:
         inside = any(span.start < event.time_range.start and event.time_range.end <= span.end for span in optimizer)
-        _add(operators, f"Optimizer.step: {event.name}" if inside else event.name, event.self_cpu_time_total / 1e3)
-    rows = [operator for operator in operators.values() if operator.ms > 0]
-    return _per_step(rows, sum(row.ms for row in rows), n_steps)
+        name = f"Optimizer.step: {event.name}" if inside else event.name
+        times[name].append(event.self_cpu_time_total / 1e3)
+    times = {name: own for name, own in times.items() if sum(own) > 0}
+    return _per_step(times, sum(map(sum, times.values())), n_steps)
 
 
-def _add(kernels: dict[str, Kernel], name: str, ms: float) -> None:
-    kernel = kernels.setdefault(name, Kernel(name, categorize(name), 0.0, 0))
-    kernel.ms += ms
-    kernel.launches += 1
-
-
-def _per_step(kernels: list[Kernel], total_ms: float, n_steps: int) -> Profile:
+def _per_step(times: dict[str, list[float]], total_ms: float, n_steps: int) -> Profile:
+    """The profile of `n_steps` that took `total_ms`, from the milliseconds of every launch of each kernel."""
+    kernels = [Kernel(name, categorize(name), sum(own) / n_steps, len(own) / n_steps) for name, own in times.items()]
     categories = {name: CategoryTime() for name in CATEGORIES}
     for kernel in kernels:
-        kernel.ms, kernel.launches = kernel.ms / n_steps, kernel.launches / n_steps
         categories[kernel.category].ms += kernel.ms
         categories[kernel.category].launches += kernel.launches
     return Profile(
@@ -315,17 +297,17 @@ def backward_graph(output: torch.Tensor, end: torch.Tensor | None = None) -> dic
 
     Leaves (AccumulateGrad) are no operators and are left out, and so is the node of `end`.
     """
-    edges, waiting, last = {}, [output.grad_fn], None if end is None else end.grad_fn
+    left_out = (None, None if end is None else end.grad_fn)
+
+    def operators(nodes) -> list:
+        return [node for node in nodes if node not in left_out and type(node).__name__ != "AccumulateGrad"]
+
+    edges, waiting = {}, operators([output.grad_fn])
     while waiting:
         node = waiting.pop()
-        if node in edges or node is None or node is last or type(node).__name__ == "AccumulateGrad":
-            continue
-        edges[node] = [
-            n
-            for n, _ in node.next_functions
-            if n is not None and n is not last and type(n).__name__ != "AccumulateGrad"
-        ]
-        waiting += edges[node]
+        if node not in edges:
+            edges[node] = operators(n for n, _ in node.next_functions)
+            waiting += edges[node]
     return edges
 
 
@@ -339,12 +321,8 @@ def attention_autograd_nodes(model: torch.nn.Module, step: Callable[[], torch.Te
     attention = next((module for module in model.modules() if type(module).__name__ == "CausalSelfAttention"), None)
     if attention is None:
         return None
-    counts = []
-
-    def count(_, inputs, output):  # at once: Python's view of a custom Function ends with the graph
-        counts.append(len(backward_graph(output, inputs[0])))
-
-    handle = attention.register_forward_hook(count)
+    counts = []  # taken at once: Python's view of a custom Function ends with the graph
+    handle = attention.register_forward_hook(lambda _, x, y: counts.append(len(backward_graph(y, x[0]))))
     try:
         step()
     finally:
@@ -358,11 +336,9 @@ def kernel_table(profile: Profile, rows: int = 20) -> str:
     def cells(launches: float, ms: float) -> dict[str, str]:
         return {"launches": f"{launches:.0f}", "ms/step": f"{ms:.3f}", "share": f"{ms / profile.step_ms:.1%}"}
 
-    kernels = [
-        {"kernel": k.name[:70], "category": k.category, **cells(k.launches, k.ms)} for k in profile.kernels[:rows]
-    ]
-    used = [(name, time) for name, time in profile.categories.items() if time.launches]
-    categories = [{"category": name, **cells(time.launches, time.ms)} for name, time in used]
+    longest = profile.kernels[:rows]
+    kernels = [{"kernel": k.name[:70], "category": k.category, **cells(k.launches, k.ms)} for k in longest]
+    categories = [{"category": n, **cells(t.launches, t.ms)} for n, t in profile.categories.items() if t.launches]
     if profile.gpu_idle_ms is not None:
         categories.append({"category": "gaps", **cells(0, profile.gpu_idle_ms)})
     return f"{aligned(kernels, n_left=2)}\n\n{aligned(categories)}"

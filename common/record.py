@@ -16,15 +16,9 @@ SCHEMA_VERSION = 2
 STATUSES = ("ok", "skipped", "oom", "failed", "timeout", "interrupted", "not run")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py says which kernel belongs where
-    "matrix products",
-    "attention",
-    "normalization and pointwise",
-    "optimizer",
-    "copies and casts",
-    "loss",
-    "communication",
-    "other",
-)
+    "matrix products", "attention", "normalization and pointwise", "optimizer", "copies and casts", "loss",
+    "communication", "other",
+)  # fmt: skip
 
 
 @dataclass
@@ -66,8 +60,7 @@ class Kernel:
 
 @dataclass
 class Profile:
-    """Untimed steps under torch.profiler. Categories and idle time add up to step_ms. On a CPU operators stand for
-    kernels."""
+    """Untimed steps under torch.profiler; categories and idle time add up to step_ms. A CPU's kernels are operators."""
 
     step_ms: float
     steps: int  # that were profiled
@@ -282,8 +275,6 @@ def check_writable(path: Path, *keys: str) -> None:
             raise ValueError(f"--output {path} is not a regular file")
         if path.exists() and not _is_replaceable(path.read_bytes(), keys):
             raise ValueError(f"--output {path} exists and is no record of this kind: it stays as it is")
-        if len(os.fsencode(path.name)) > 255:
-            raise ValueError(f"--output {path.name[:20]}... is too long for a file name")
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -292,10 +283,11 @@ def check_writable(path: Path, *keys: str) -> None:
 
 def _is_replaceable(content: bytes, keys: tuple[str, ...]) -> bool:
     try:
-        record = json.loads(content) if content.strip() else dict.fromkeys(keys)
-        return any(key in record for key in keys) and len([*(record.get("steps") or []), *record.get("peers", [])]) <= 1
-    except (ValueError, RecursionError, TypeError, AttributeError):
-        return False
+        record = json.loads(content)
+        rows = [*(record.get("steps") or []), *record.get("peers", [])]
+        return any(key in record for key in keys) and len(rows) <= 1
+    except (ValueError, RecursionError, TypeError, AttributeError):  # no JSON, or not of this shape
+        return not content.strip()
 
 
 def write_run(path: Path, run: Run) -> None:

@@ -32,12 +32,12 @@ def measure(products: dict[tuple[int, int, int], int], device: torch.device) -> 
     A rate is null where the device lacks the precision or the memory; `notes` says which and why.
     """
     notes: list[str] = []
-    utilization = hardware.nvml_value(device, "UtilizationRates") if device.type == "cuda" else None
+    utilization = hardware.nvml_value(device, "UtilizationRates")
     if utilization is not None and utilization.gpu > BUSY_PERCENT:
         notes.append(f"the GPU was {utilization.gpu} % busy before the roofs were measured: they may be too low")
     edge = 8192 if device.type == "cuda" else 1024
     shapes = [ProductRate(m, n, k, count) for (m, n, k), count in products.items()]
-    roofs = Roofs(shapes=shapes, square=ProductRate(edge, edge, edge), notes=notes)
+    roofs = Roofs(shapes=shapes, square=ProductRate(edge, edge, edge))
     roofs.copy_bytes_per_s = _measured(partial(copy_rate, device), "copy", notes)
     for precision in PRECISIONS:
         name = f"{precision}_flops_per_s"
@@ -46,17 +46,12 @@ def measure(products: dict[tuple[int, int, int], int], device: torch.device) -> 
             continue
         for shape in [*shapes, roofs.square]:
             setattr(shape, name, _measured(partial(product_rate, shape, precision, device), precision, notes))
-        setattr(roofs, name, _combined_rate(shapes, name))
+        if shapes and all(getattr(shape, name) for shape in shapes):  # the mean rate, each shape as often as it runs
+            work = [2 * s.m * s.n * s.k * s.count for s in shapes]
+            seconds_each = [w / getattr(s, name) for w, s in zip(work, shapes, strict=True)]
+            setattr(roofs, name, sum(work) / sum(seconds_each))
     roofs.notes = list(dict.fromkeys(notes))
     return roofs
-
-
-def _combined_rate(shapes: list[ProductRate], name: str) -> float | None:
-    """FLOP/s over all shapes, each as often as it runs; None where one of them has none, or there is no shape."""
-    if not shapes or any(getattr(shape, name) is None for shape in shapes):
-        return None
-    work = [2 * s.m * s.n * s.k * s.count for s in shapes]
-    return sum(work) / sum(w / getattr(s, name) for w, s in zip(work, shapes, strict=True))
 
 
 def unavailable(precision: str, device: torch.device) -> str | None:
@@ -102,14 +97,14 @@ def product_rate(shape: ProductRate, precision: str, device: torch.device) -> fl
     dtype = torch.bfloat16 if precision in ("bf16", "fp8") else torch.float32
     a = torch.randn(shape.m, shape.k, device=device, dtype=dtype)
     b = torch.randn(shape.n, shape.k, device=device, dtype=dtype).t()
+    product = partial(torch.matmul, a, b)
+    if precision == "fp8":
+        a, b, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
+        # Not public, but the only FP8 product that PyTorch 2.10 has.
+        product = partial(torch._scaled_mm, a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
-        product = partial(torch.matmul, a, b)
-        if precision == "fp8":
-            a, b, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
-            # Not public, but the only FP8 product that PyTorch 2.10 has.
-            product = partial(torch._scaled_mm, a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
         return 2 * shape.m * shape.n * shape.k / seconds(product, device)
     finally:
         torch.set_float32_matmul_precision(before)

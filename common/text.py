@@ -40,29 +40,24 @@ def aligned(rows: list[dict], style: str = "simple", n_left: int = 1) -> str:
 def portable_command(words: Iterable[str], flags: tuple[str, ...] = ()) -> str:
     """A command line to repeat anywhere: without --output, absolute paths cut to their last part.
 
-    `flags` are the options that take no value.
+    `flags` changes nothing any more and goes with its last caller.
     """
     kept, rest = [], iter(words)
     for word in rest:
-        name, equals, value = word.partition("=")
-        if name == "--output":
-            if not equals:
-                next(rest, None)
-            continue
-        if equals:
-            word = f"{name}={Path(value).name if Path(value).is_absolute() else value}"
-        elif word not in flags and Path(word).is_absolute():
-            word = Path(word).name
-        kept.append(one_line(word))
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if word == "--output":
+            next(rest, None)
+        elif option != "--output":
+            kept.append(one_line(option + equals + (Path(value).name if Path(value).is_absolute() else value)))
     return shlex.join(kept)
 
 
 def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
     """Print to a reader who may have left (`| head`), or whose terminal lacks a letter: neither ends the run."""
     stream = stream or sys.stdout
+    encoding = stream.encoding or "utf-8"
     try:
-        stream.write(text.encode(stream.encoding or "utf-8", "backslashreplace").decode(stream.encoding or "utf-8"))
-        stream.write(end)
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + end)
         stream.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
