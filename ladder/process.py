@@ -170,5 +170,6 @@ def describe(ended: Ended, limit_s: float, log: Path) -> tuple[str, str]:
         return "oom", "killed by signal 9, as the system does when host memory runs out"
     if ended.code < 0:
         return "failed", f"killed by {signal.Signals(-ended.code).name}: see {log.name}"
-    said = last_line(log).partition(": failed: ")[2]  # the script's own last line, where it could not write its record
-    return "failed", said or f"ended with exit code {ended.code} and no record: see {log.name}"
+    # The script's own last line, where it could not write its record.
+    reason = last_line(log).partition(": failed: ")[2]
+    return "failed", reason or f"ended with exit code {ended.code} and no record: see {log.name}"

@@ -258,8 +258,8 @@ def headline(run: Run) -> list[str]:
     took = f"{median_ms(first):.1f} ms per training step"
     faster = f"{last.step} is {times_faster(speedup(last, first))} than {first.step}"
     only = f"Only {first.step} has a time: {took}."
-    said = only if first is last else f"{faster}: {took} become {median_ms(last):.1f} ms."
-    return [*lines, said, _what_fp8_adds(run.steps)]
+    outcome = only if first is last else f"{faster}: {took} become {median_ms(last):.1f} ms."
+    return [*lines, outcome, _what_fp8_adds(run.steps)]
 
 
 def _what_fp8_adds(rows: list[Row]) -> str:

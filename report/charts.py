@@ -126,8 +126,8 @@ def roofline(
             color, (shift, ha) = SERIES_COLORS[index % len(SERIES_COLORS)], ((0.83, "right"), (1.2, "left"))[index % 2]
             axes.plot(intensity, rate / 1e12, marker="o", color=color, linestyle="none", markersize=7)
             axes.text(intensity * shift, rate / 1e12, one_line(name, LONGEST_NAME), va="center", ha=ha, fontsize=8)
-        for row, said in enumerate(untimed):
-            axes.text(0.99, 0.02 + 0.06 * row, one_line(said, 64), transform=axes.transAxes, ha="right", fontsize=8)
+        for row, reason in enumerate(untimed):
+            axes.text(0.99, 0.02 + 0.06 * row, one_line(reason, 64), transform=axes.transAxes, ha="right", fontsize=8)
         axes.set(xscale="log", yscale="log", xlim=(left, right), xlabel="model FLOP per byte", ylabel="TFLOP/s")
         for axis, marks in ((axes.xaxis, (1,)), (axes.yaxis, (1, 2, 5))):
             axis.set_major_locator(matplotlib.ticker.LogLocator(subs=marks, numticks=12))
