@@ -55,6 +55,8 @@ def launch(main: Callable[[Arguments], Row]) -> None:
         sys.exit(130)
     except Exception as error:  # whatever happened, the row must say it
         status, reason = explain(error, args.batch_size)
+        if status == "oom" and (held := hardware.held_by_others_bytes(args.device)) > 2 * 2**30:
+            reason = f"out of memory: other processes hold {held / 2**30:.0f} GiB of {args.device}"
         row = new_row(args, status=status, reason=reason)
         if status == "failed" and not isinstance(error, FloatingPointError):
             traceback.print_exc()

@@ -96,6 +96,14 @@ def free_memory_bytes(device: torch.device) -> int | None:
     return int(kib) * 1024 if kib else None
 
 
+def held_by_others_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that other processes hold; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done what was launched; nothing on a CPU."""
     if device.type == "cuda":
