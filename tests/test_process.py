@@ -10,9 +10,8 @@ import pytest
 
 from ladder import process
 
-GRANDCHILD = (
-    "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
-)
+GRANDCHILD = "import subprocess; child = subprocess.Popen(['sleep', '600']); "
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
 GRANDCHILD += "open('pid', 'w').write(str(child.pid)); "
 
 
@@ -59,29 +58,23 @@ def test_progress_comes_through_its_own_pipe_and_nonsense_is_left_out(run):
     assert seen == [{"k": 1}]
 
 
-def test_a_process_past_its_limit_is_ended(run):
+def test_a_process_past_its_limit_is_ended_and_one_that_will_not_end_is_killed(run, monkeypatch):
     ended, _ = run("import time; time.sleep(600)", limit_s=0.5)
     assert ended.timed_out and ended.code == -signal.SIGTERM
-
-
-def test_a_process_that_will_not_end_is_killed(run, monkeypatch):
     monkeypatch.setattr(process, "GRACE_S", 0.5)
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    ended, _ = run(code, limit_s=2)
+    ended, _ = run(DEAF + "time.sleep(600)", limit_s=2)
     assert ended.timed_out and ended.code == -signal.SIGKILL
 
 
 def test_asked_twice_to_stop_nothing_is_waited_for(run):
     stop = process.Stop()
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     threading.Timer(2, lambda: [stop._count(), stop._count()]).start()
-    ended, _ = run(code, stop=stop)
+    ended, _ = run(DEAF + "time.sleep(600)", stop=stop)
     assert ended.stopped and ended.code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("ending", ["raise SystemExit(3)", "import os; os.abort()"])
-def test_a_grandchild_that_holds_the_output_is_neither_waited_for_nor_left(ending, run, tmp_path):
-    ended, _ = run(GRANDCHILD + ending, limit_s=120)
+def test_a_grandchild_that_holds_the_output_is_neither_waited_for_nor_left(run, tmp_path):
+    ended, _ = run(GRANDCHILD + "import os; os.abort()", limit_s=120)
     assert not ended.timed_out, "its end is the row's end"
     assert wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())), 10)
 
@@ -99,21 +92,18 @@ def test_a_module_runs_from_any_folder_and_takes_nothing_from_it(tmp_path, monke
     assert process.run(command, tmp_path / "x.log", 60, process.Stop()).code == 0, (tmp_path / "x.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("ended", "log", "status", "said"),
-    [
+def test_how_a_process_ended_is_a_status_and_a_line(tmp_path):
+    for ended, log, status, said in (
         (process.Ended(-15, 1, stopped=True), "", "interrupted", "interrupted"),
         (process.Ended(-15, 1, timed_out=True), "", "timeout", "longer than 7 s"),
         (process.Ended(-9, 1), "", "oom", "signal 9"),
         (process.Ended(-11, 1), "", "failed", "SIGSEGV: see x.log"),
         (process.Ended(3, 1), "", "failed", "exit code 3 and no record: see x.log"),
         (process.Ended(1, 1), "a\n0_x: failed: cannot write: No space\n\n", "failed", "cannot write: No space"),
-    ],
-)
-def test_how_a_process_ended_is_a_status_and_a_line(ended, log, status, said, tmp_path):
-    (tmp_path / "x.log").write_text(log)
-    found, reason = process.describe(ended, 7, tmp_path / "x.log")
-    assert found == status and said in reason
+    ):
+        (tmp_path / "x.log").write_text(log)
+        found, reason = process.describe(ended, 7, tmp_path / "x.log")
+        assert found == status and said in reason
 
 
 def test_waiting_threads_of_a_cpu_do_not_spin_unless_the_user_says_so(monkeypatch):
