@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import json
-import os
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -13,7 +12,6 @@ import torch
 from conftest import ROOT
 
 from anatomy import attention_traffic, experiment
-from common import hardware
 
 cli = importlib.import_module("anatomy.__main__")
 CPU = torch.device("cpu")
@@ -56,14 +54,6 @@ def test_fusion_counts_bytes_and_launches():
     assert "Triton" in by_hand[5] or "GPU" in by_hand[5]
 
 
-def test_fusion_without_a_compiler_has_rows_that_say_so(monkeypatch):
-    broken = Mock(side_effect=RuntimeError("InvalidCxxCompiler: No working C++ compiler found in ..."))
-    monkeypatch.setattr("anatomy.fusion.run_and_get_code", broken)
-    result = run("fusion", "--numbers", "4096", "--edge", "32")
-    compiled_rows = [row for row in result.tables[0].rows if row[1] == "compiled"]
-    assert len(compiled_rows) == 4 and all("C++ compiler" in row[5] for row in compiled_rows) and not result.listings
-
-
 def test_attention_by_hand_moves_the_scores():
     result = run("attention", "--lengths", "256", "512", "--nhead", "2", "--head-dim", "16")
     results = result.figures["attention"]
@@ -94,22 +84,13 @@ def test_precision_orders_the_errors_and_knows_the_ranges():
     assert list(importlib.import_module("anatomy.precision").matrix_products(128, chosen)) == ["FP32", "BF16"]
 
 
-def test_contiguity_compares_the_same_numbers():
+def test_contiguity_and_sync_points_say_what_holds_and_what_needs_a_gpu():
     figures = run("contiguity", "--m", "64", "--n", "48", "--k", "32").figures
     assert figures["view_shares_memory"] and figures["copy_bytes"] == 2 * 64 * 32 * 4
-    assert len(figures["operations"]) == 5
-    for results in figures["operations"].values():
-        low, high = results["predicted"]
-        assert results["holds"] == (low / 1.25 <= results["ratio"] <= high * 1.25)
-
-
-def test_sync_points_has_a_row_for_what_needs_a_gpu():
     result = run("sync-points", "--work", "64", "--numbers", "1024", "--loop", "20")
     needs_gpu = [row[0] for row in result.tables[0].rows if "needs a GPU" in row]
     assert needs_gpu == [".to(), blocking", ".to(), pinned and non-blocking"]
-    results = result.figures["operations"]
-    assert not any(row["waits"] for row in results.values()), "a CPU has no queue"
-    assert result.figures["loop"]["iterations"] == 20 and "finished" in result.sentences[0]
+    assert not any(row["waits"] for row in result.figures["operations"].values()), "a CPU has no queue"
 
 
 def test_roofline_is_arithmetic_where_it_can_be():
@@ -153,21 +134,11 @@ def test_attention_traffic_is_analytic_where_no_counters_can_be_read(monkeypatch
     assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
-# --- what they share ------------------------------------------------------------------------------
-
-
 def test_peak_memory_and_launches_of_a_step():
     x = torch.ones(2**20)  # 4 MiB
     assert experiment.extra_peak_bytes(lambda: ((x + 1) * 2).sum(), CPU) == pytest.approx(2 * 2**22, abs=1024)
     assert experiment.extra_peak_bytes(lambda: (x + 1) + (x * 2), CPU) == 3 * 2**22, "two temporaries and their sum"
     assert experiment.launches(lambda: torch.relu(x * 2 + 1), CPU) == 3
-
-
-def test_a_plot_is_an_svg_or_nothing(monkeypatch):
-    pytest.importorskip("matplotlib")
-    assert experiment.plot("x.svg", lambda axes: axes.plot([1, 2], [3, 4]))["x.svg"].startswith("<?xml")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert experiment.plot("x.svg", lambda axes: None) == {}
 
 
 # --- python -m anatomy ----------------------------------------------------------------------------
@@ -192,25 +163,20 @@ def test_each_has_a_question_a_prediction_a_source_a_run_line_and_is_short(capsy
         assert len(text.splitlines()) <= 170, name
 
 
-@pytest.mark.parametrize(
-    ("words", "expected_text"),
-    [
+def test_bad_input_is_one_line_and_exit_code_2(capsys):
+    for words, expected_text in (
         (["nonsense"], "no experiment is named nonsense"),
         (["fusion", "--dtype", "int3"], "--dtype"),
         (["fusion", "--device", "tpu"], "--device tpu"),
         (["contiguity", "--device", "cpu", "--output", "/proc/no/such"], "--output"),
-        (["roofline", "--device", "cpu", "--quick", "--dtype", "float64"], "float64 has no measured ceiling"),
         (["autograd", "--device", "cpu", "--dmodel", "10", "--nhead", "4"], "not divisible"),
-        *([] if torch.cuda.is_available() else [(["contiguity", "--device", "cuda"], "CUDA")]),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(words, expected_text, capsys):
-    try:
-        code = cli.main(words)
-    except SystemExit as error:
-        code = error.code
-    err = capsys.readouterr().err
-    assert code == 2 and expected_text in err and err.count("\n") == 1
+    ):
+        try:
+            code = cli.main(words)
+        except SystemExit as error:
+            code = error.code
+        err = capsys.readouterr().err
+        assert code == 2 and expected_text in err and err.count("\n") == 1
 
 
 def test_a_missing_compiler_is_exit_code_2_and_a_failure_1(monkeypatch, capsys):
@@ -240,17 +206,10 @@ def test_output_is_a_record_without_the_paths_of_this_machine_and_attachments_li
         assert (tmp_path / folder / "b.bin").read_bytes() == b"b"
 
 
-@pytest.mark.parametrize(
-    ("options", "torch", "code", "message"),
-    [(["-S"], "", 2, "needs torch, tabulate"), ([], "raise KeyboardInterrupt", 130, "interrupted")],
-)
-def test_a_missing_torch_and_an_interrupted_import_are_one_line(options, torch, code, message, tmp_path):
-    if torch:
-        (tmp_path / "torch.py").write_text(torch)
-    command = [sys.executable, *options, "-m", "anatomy", "fusion"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == code and message in ended.stderr and ended.stderr.count("\n") == 1
+def test_a_missing_torch_is_one_line():
+    command = [sys.executable, "-S", "-m", "anatomy", "fusion"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2 and "needs torch, tabulate" in ended.stderr and ended.stderr.count("\n") == 1
 
 
 def fake_command(name, shared, folder):
@@ -283,10 +242,3 @@ def test_all_goes_on_after_a_failure_and_is_0_where_all_came_to_a_result(monkeyp
     assert "it broke" in (tmp_path / "run" / "bad.md").read_text() and "it broke" in capsys.readouterr().out
     monkeypatch.setattr(cli, "experiments", lambda: {"good": "Does it?"})
     assert cli.main(["all", "--device", "cpu", "--output", str(tmp_path / "run")]) == 0
-
-
-def test_bf16_is_refused_where_a_gpu_lacks_it(monkeypatch):
-    monkeypatch.setattr(hardware, "has_bf16_matrix_instructions", lambda device: False)
-    cli.refuse_missing_dtype(torch.bfloat16, CPU)  # a CPU emulates it
-    with pytest.raises(experiment.Refused, match="Ampere"):
-        cli.refuse_missing_dtype(torch.bfloat16, torch.device("cuda"))

@@ -3,7 +3,6 @@
 from xml.etree import ElementTree
 
 import pytest
-import runs
 
 from report import charts
 

@@ -34,14 +34,11 @@ def test_without_step_0_speedups_say_what_they_are_against():
     assert "vs baseline" not in rows[0] and rows[2]["vs 1_b"] == "2.00x"
 
 
-def test_no_row_with_a_time_is_still_a_table():
-    run = runs.run(*(runs.step(name, status="failed", reason="x") for name in "01234"))
-    assert len(table.table_rows(run)) == 5 and "4: x" in table.render_markdown(run)
-
-
-def test_peers_stand_under_the_steps_and_follow_none():
+def test_peers_stand_under_the_steps_and_no_row_with_a_time_is_still_a_table():
     rows = table.table_rows(runs.run(runs.step("0_a", 300), peers=[runs.step("z", 150)]))
     assert rows[1]["step"] == "peer: z" and rows[1]["vs baseline"] == "2.00x" and rows[1]["vs previous"] == "-"
+    run = runs.run(*(runs.step(name, status="failed", reason="x") for name in "01234"))
+    assert len(table.table_rows(run)) == 5 and "4: x" in table.render_markdown(run)
 
 
 def test_what_binds_a_row_and_the_roofs_are_explained():
