@@ -34,9 +34,6 @@ def run(name: str, *words: str, iters: int = 5) -> experiment.Result:
     return result
 
 
-# --- experiments ----------------------------------------------------------------------------------
-
-
 def test_fusion_counts_bytes_and_launches():
     N = 2**16
     result = run("fusion", "--numbers", str(N), "--edge", "64")
@@ -55,14 +52,11 @@ def test_fusion_counts_bytes_and_launches():
 
 
 def test_attention_by_hand_moves_the_scores():
-    result = run("attention", "--lengths", "256", "512", "--nhead", "2", "--head-dim", "16")
-    results = result.figures["attention"]
+    results = run("attention", "--lengths", "256", "512", "--nhead", "2", "--head-dim", "16").figures["attention"]
     tensor, scores = 4 * 2 * 512 * 16, 4 * 2 * 512 * 512
     assert results["SDPA flash"][512]["bytes"] == 12 * tensor
     assert results["by hand"][512]["bytes"] == 12 * tensor + 23 * scores
     assert results["by hand"][512]["peak_bytes"] > scores > results["SDPA flash"][512]["peak_bytes"]
-    assert {"SDPA cuDNN", "SDPA efficient"} <= set(result.figures["missing"])
-    assert any("GPU" in sentence for sentence in result.sentences)
 
 
 def test_precision_orders_the_errors_and_knows_the_ranges():
@@ -105,17 +99,12 @@ def test_roofline_is_arithmetic_where_it_can_be():
     assert any("needs an Ada" in cell for row in result.tables[0].rows for cell in row)
 
 
-def test_memory_hierarchy_ends_with_the_largest_set_and_tells_steps_and_their_absence():
+def test_memory_hierarchy_ends_with_the_largest_set():
     module = importlib.import_module("anatomy.memory_hierarchy")
     assert module.working_sets(2**16, 2**20, 4) == [2**16, 2**18, 2**20]
     sets = run("memory-hierarchy", "--smallest", "64", "--largest", "4").figures["working_sets"]
     assert [row["bytes"] for row in sets] == [2**16, 2**18, 2**20, 2**22]
     assert all(row["bytes_per_s"] == row["bytes"] / row["seconds"] for row in sets)
-    rows = [{"bytes": b, "bytes_per_s": r, "level": lv, "call_bound": False} for b, r, lv in
-            [(2**20, 90e9, "L2"), (2**22, 80e9, "L2"), (2**24, 20e9, "DRAM")]]  # fmt: skip
-    assert "largest step, 4.0x, lies between 4 and 16 MiB, where L2 ends." in module.sentences(rows, {"L2": 2**23})[-1]
-    rising = [row | {"bytes_per_s": i + 1.0} for i, row in enumerate(rows)]
-    assert "does not hold" in module.sentences(rising, {})[1] and "no working set" in module.sentences(rising, {})[-1]
 
 
 def test_attention_traffic_is_analytic_where_no_counters_can_be_read(monkeypatch, capsys, tmp_path):
@@ -139,9 +128,6 @@ def test_peak_memory_and_launches_of_a_step():
     assert experiment.extra_peak_bytes(lambda: ((x + 1) * 2).sum(), CPU) == pytest.approx(2 * 2**22, abs=1024)
     assert experiment.extra_peak_bytes(lambda: (x + 1) + (x * 2), CPU) == 3 * 2**22, "two temporaries and their sum"
     assert experiment.launches(lambda: torch.relu(x * 2 + 1), CPU) == 3
-
-
-# --- python -m anatomy ----------------------------------------------------------------------------
 
 
 def test_a_folder_of_other_files_stays_as_it_is(tmp_path, capsys):

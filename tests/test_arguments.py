@@ -26,19 +26,15 @@ def output(tmp_path):
 BAD = [
     (["--preset", "gpt5"], "invalid choice"),
     (["--n-embd", "130"], "--n-embd 130 is not divisible by --n-head 4"),
-    (["--n-layer", "0"], "--n-layer: '0' is not a whole number"),
     (["--seq-len", "1.5"], "'1.5' is not a whole number"),
     (["--lr", "nan"], "--lr: 'nan' is not a finite positive number"),
     (["--seed", "-1"], "--seed"),
-    (["--device", "cuda:99"], "CUDA device"),
     (["--device", "tpu"], "is not one of auto, cpu, cuda, cuda:N"),
     (["--amp-dtype", "fp16"], "needs a GPU"),
     (["--data", "/nonexistent/text.txt"], "cannot read /nonexistent/text.txt"),
     (["--data-tokens", "999999999"], "fewer than --data-tokens 999999999"),
     (["--vocab-size", "100"], "outside the vocabulary"),
-    (["--seq-len", "99999999"], "need 100000000"),
     (["--output", "/proc/nowhere/x.json"], "cannot write --output"),
-    (["--output", "/dev/null"], "is not a regular file"),
     (["--batch-size", "9" * 20], "2^31 - 1"),
     (["--nonsense"], "unrecognized arguments"),
 ]
@@ -115,11 +111,3 @@ def test_a_python_without_torch_gets_one_line(name):
     ran = subprocess.run([sys.executable, "-c", bare], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
     assert "torch" in ran.stderr and "numpy" in ran.stderr and "--setup" in ran.stderr
-
-
-def test_help_gives_units_and_defaults(capsys):
-    with pytest.raises(SystemExit) as caught:
-        parse("--help")
-    shown = " ".join(capsys.readouterr().out.split())
-    assert caught.value.code == 0 and "sequences per training step" in shown
-    assert "default: 30 on a GPU, 10 on a CPU" in shown and "--preset" in shown

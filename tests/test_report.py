@@ -18,10 +18,10 @@ def test_the_command_writes_a_report_that_its_merge_alone_gives_again(tmp_path):
     assert (tmp_path / "report.md").read_text() == written and (tmp_path / "results.json").read_bytes() == merge
 
 
-@pytest.mark.parametrize("words", [(), ("--bogus",), ("--compare", "a"), ("a", "b"), ("/absent",)], ids=str)
-def test_bad_arguments_are_one_line_and_exit_code_2(words):
-    ran = runs.report(*words)
-    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "error: " in ran.stderr
+def test_bad_arguments_are_one_line_and_exit_code_2():
+    for words in ((), ("--bogus",), ("--compare", "a"), ("a", "b"), ("/absent",)):
+        ran = runs.report(*words)
+        assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "error: " in ran.stderr
 
 
 @pytest.mark.parametrize("name", ["package.json", "plan.json", "results.json"])
@@ -39,18 +39,14 @@ def test_what_cannot_be_written_is_one_line_and_exit_code_1(tmp_path):
     assert ran.returncode == 1 and "100.0" in ran.stdout and ran.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("status", "code"), [("failed", 1), ("oom", 1), ("interrupted", 1), ("skipped", 0)])
-def test_the_exit_code_says_whether_every_row_is_as_it_should_be(tmp_path, status, code):
-    runs.write_rows(tmp_path, runs.step("0_a"), runs.step("1_b", status=status, reason="x"))
-    assert runs.report(tmp_path, blocked=["matplotlib"]).returncode == code
-
-
-def test_rows_that_are_missing_make_exit_code_1_and_rows_left_out_do_not(tmp_path):
-    runs.write_rows(tmp_path, runs.step("0_a"))
-    runs.write_plan(tmp_path, "0_a", "1_b", left_out=["1_b"])
+def test_the_exit_code_says_whether_every_row_is_as_it_should_be(tmp_path):
+    for status, code in (("failed", 1), ("interrupted", 1), ("skipped", 0)):
+        runs.write_rows(tmp_path, runs.step("0_a"), runs.step("1_b", status=status, reason="x"))
+        assert runs.report(tmp_path, blocked=["matplotlib"]).returncode == code
+    runs.write_plan(tmp_path, "0_a", "1_b", "2_c", left_out=["2_c"])
     ran = runs.report(tmp_path, blocked=["matplotlib"])
     assert ran.returncode == 0 and "not run" in ran.stdout
-    runs.write_plan(tmp_path, "0_a", "1_b", "2_c", left_out=["1_b"])
+    runs.write_plan(tmp_path, "0_a", "1_b", "2_c", "3_d", left_out=["2_c"])
     assert runs.report(tmp_path, blocked=["matplotlib"]).returncode == 1
 
 
