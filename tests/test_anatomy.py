@@ -123,13 +123,6 @@ def test_attention_traffic_is_analytic_where_no_counters_can_be_read(monkeypatch
     assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
-def test_peak_memory_and_launches_of_a_step():
-    x = torch.ones(2**20)  # 4 MiB
-    assert experiment.extra_peak_bytes(lambda: ((x + 1) * 2).sum(), CPU) == pytest.approx(2 * 2**22, abs=1024)
-    assert experiment.extra_peak_bytes(lambda: (x + 1) + (x * 2), CPU) == 3 * 2**22, "two temporaries and their sum"
-    assert experiment.launches(lambda: torch.relu(x * 2 + 1), CPU) == 3
-
-
 def test_a_folder_of_other_files_stays_as_it_is(tmp_path, capsys):
     (tmp_path / "anatomy.md").write_text("# Anatomy: my own page\n")
     with pytest.raises(SystemExit) as caught:

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import torch
 from test_anatomy import run
 
-from anatomy import compile_modes, graph_breaks, techniques
+from anatomy import graph_breaks, techniques
 
 quick = partial(run, iters=1)
 
@@ -42,14 +42,6 @@ def test_compile_modes_count_graphs_and_use_the_cache():
     }
     cold, warm = (result.figures["modes"]["default"][kind] for kind in ("cold", "warm"))
     assert cold["cache_hits"] == 0 and warm["cache_hits"] >= 2, "forward and backward"
-    assert [row[0] for row in result.tables[0].rows] == ["eager", "default"]
-
-
-def test_a_mode_that_fails_stays_as_a_row(monkeypatch):
-    answers = iter([{"step_s": 1.0, "reserved_bytes": None}, {"reason": "no compiler"}, {"reason": "no compiler"}])
-    monkeypatch.setattr(compile_modes, "in_fresh_process", lambda *_, **__: next(answers))
-    result = quick("compile_modes", "--lengths", "1")
-    assert "default did not run: no compiler." in result.sentences
     assert [row[0] for row in result.tables[0].rows] == ["eager", "default"]
 
 

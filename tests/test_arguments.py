@@ -91,11 +91,6 @@ def test_a_size_that_a_kernel_cannot_take_is_named():
         args.require_multiples_of(16, "FP8")
 
 
-def test_a_batch_too_large_for_memory_still_has_a_workload():
-    workload = arguments(STEPS[0], batch_size=2**31 - 1, steps=2**20).workload()
-    assert workload.data.batches_sha256 is None and workload.tokens_per_step == (2**31 - 1) * 64
-
-
 def test_the_ladder_gets_the_meaning_of_the_arguments_as_json(text_file, output):
     command = [sys.executable, "-m", "ladder.check", "--device", "cpu", "--n-embd", "64", "--data", str(text_file)]
     facts = json.loads(subprocess.run([*command, *output], cwd=ROOT, capture_output=True, check=True).stdout)
@@ -104,10 +99,9 @@ def test_the_ladder_gets_the_meaning_of_the_arguments_as_json(text_file, output)
     assert facts["by_hand_bytes"] > facts["fused_bytes"] > 0
 
 
-@pytest.mark.parametrize("name", ["ladder.check", "common.roofs"])
-def test_a_python_without_torch_gets_one_line(name):
+def test_a_python_without_torch_gets_one_line():
     bare = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; "
-    bare += f"import runpy; sys.argv[:] = ['x']; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    bare += "import runpy; sys.argv[:] = ['x']; runpy.run_module('ladder.check', run_name='__main__', alter_sys=True)"
     ran = subprocess.run([sys.executable, "-c", bare], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
     assert "torch" in ran.stderr and "numpy" in ran.stderr and "--setup" in ran.stderr

@@ -8,7 +8,6 @@ from conftest import ROOT
 from test_page import Page
 
 from report import documents
-from report.load import RecordError
 
 RESULTS = ROOT / "docs" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("h200/*/results.json"))
@@ -84,13 +83,3 @@ def test_a_row_without_a_time_keeps_its_status_and_others_their_speedup(tmp_path
     assert "- 0_baseline: AMP is off\n" in said and said.count("Profiling ran 50% slower than timing.") == 1
     whole = tables_of(said)[0]
     assert [list(row.values())[1] for row in whole.values()] == ["300.0 (1.0)", "timeout", "100.0 (3.0)"]
-
-
-def test_only_what_stands_between_markers_is_replaced(tmp_path):
-    document = tmp_path / "README.md"
-    document.write_text(f"a {documents.GENERATED_BEGIN} old {documents.GENERATED_END} z")
-    said = documents.between_markers(document, "new")
-    assert said.startswith("a ") and said.endswith(" z") and "new" in said and "old" not in said
-    document.write_text("no markers")
-    with pytest.raises(RecordError, match=r"README\.md lacks the markers"):
-        documents.between_markers(document, "new")

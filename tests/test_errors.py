@@ -28,11 +28,3 @@ def test_a_smaller_batch_is_really_smaller_and_at_1_something_else_is_named():
     said = [errors.smaller_batch(batch_size) for batch_size in (2, 8, 100)]
     assert said == [f"try --batch-size {smaller}" for smaller in (1, 4, 64)]
     assert "--seq-len" in errors.smaller_batch(1) and "--batch-size" not in errors.smaller_batch(1)
-
-
-def test_a_missing_package_is_one_line(capsys):
-    errors.needs("json")
-    with pytest.raises(SystemExit) as caught:
-        errors.needs("json", "no_such_package")
-    said = capsys.readouterr().err
-    assert caught.value.code == 2 and "no_such_package" in said and "--setup" in said and said.count("\n") == 1

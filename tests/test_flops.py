@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import SMALL, STEPS, load_step
+from conftest import STEPS, load_step
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import flops
@@ -39,8 +39,3 @@ def test_least_bytes_are_the_operands_of_every_product_and_adamw():
 def test_known_sizes():
     assert flops.parameters(PRESETS["gpt2"].config) == pytest.approx(124e6, rel=0.01)
     assert flops.parameters(PRESETS["gpt3-xl"].config) == pytest.approx(1.3e9, rel=0.03)
-
-
-def test_fused_attention_needs_less_memory_by_its_scores():
-    by_hand, fused = (flops.unfused_peak_bytes(SMALL, 2, scores) for scores in (True, False))
-    assert by_hand - fused == 4 * SMALL.n_layer * 2 * SMALL.n_head * SMALL.seq_len**2

@@ -69,20 +69,6 @@ def test_asked_twice_to_stop_nothing_is_waited_for(run):
     assert ended.stopped and ended.code == -signal.SIGKILL
 
 
-def test_a_grandchild_that_holds_the_output_is_neither_waited_for_nor_left(run, tmp_path):
-    ended, _ = run(GRANDCHILD + "import os; os.abort()", limit_s=120)
-    assert not ended.timed_out, "its end is the row's end"
-    assert wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())), 10)
-
-
-def test_a_module_runs_from_any_folder_and_takes_nothing_from_it(tmp_path, monkeypatch):
-    for name in ("tabulate", "common", "json"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('hostile')")
-    monkeypatch.chdir(tmp_path)
-    command = process.module_command("common.text", "--word")
-    assert process.run(command, tmp_path / "x.log", 60, process.Stop()).code == 0, (tmp_path / "x.log").read_text()
-
-
 def test_how_a_process_ended_is_a_status_and_a_line(tmp_path):
     for ended, log, status, said in (
         (process.Ended(-15, 1, stopped=True), "", "interrupted", "interrupted"),
@@ -95,10 +81,3 @@ def test_how_a_process_ended_is_a_status_and_a_line(tmp_path):
         (tmp_path / "x.log").write_text(log)
         found, reason = process.describe(ended, 7, tmp_path / "x.log")
         assert found == status and said in reason
-
-
-def test_waiting_threads_of_a_cpu_do_not_spin_unless_the_user_says_so(monkeypatch):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert process.passive_waits("cpu") == {"OMP_WAIT_POLICY": "passive"} and process.passive_waits("cuda") == {}
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert process.passive_waits("cpu") == {}

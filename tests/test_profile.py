@@ -90,16 +90,6 @@ def test_what_binds_is_the_largest_share_of_the_timed_step(first, gemm, norm, me
     assert name == binds and sum(shares.values()) == pytest.approx(1)
 
 
-def test_the_operators_of_a_step_name_its_attention():
-    for operators, kernel in (
-        ({"_scaled_dot_product_cudnn_attention", "_softmax"}, "cudnn"),
-        ({"_scaled_dot_product_flash_attention_for_cpu"}, "flash (CPU)"),
-        ({"softmax", "bmm"}, "by hand"),
-        ({"mm"}, None),
-    ):
-        assert profile.attention_kernel(operators) == kernel
-
-
 def test_fused_attention_has_fewer_autograd_nodes(monkeypatch):
     nodes = {}
     for step in (STEPS[0], STEPS[2]):

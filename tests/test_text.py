@@ -3,8 +3,6 @@
 import io
 import os
 
-import pytest
-
 from common import text
 
 
@@ -40,11 +38,3 @@ def test_a_table_is_aligned_and_nothing_is_read_as_a_number():
     table = text.aligned([{"step": "1e5", "ms": "10.50"}, {"step": "b", "ms": "9"}])
     assert "1e5" in table and "10.50" in table and table.splitlines()[-1].endswith(" 9")
     assert text.aligned([]) == ""
-
-
-def test_a_parser_takes_no_abbreviation_and_says_one_line(capsys):
-    parser = text.OneLineParser(prog="x")
-    parser.add_argument("--steps")
-    with pytest.raises(SystemExit) as caught:
-        parser.parse_args(["--st", "3"])
-    assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
