@@ -41,7 +41,7 @@ def run(tmp_path, *words, **variables):
 def test_what_cannot_run_is_one_line(tmp_path):
     for words, variables, message in (
         (["--only", "nonsense"], {}, "no variant is named like"),
-        (["--only", "fused AdamW without", *FAST], {"PATH": ""}, "git is not installed"),
+        (["--only", "fused AdamW, step 2", *FAST], {"PATH": ""}, "git is not installed"),
     ):
         ended = run(tmp_path, *words, **variables)
         assert ended.returncode == 2 and message in ended.stderr and ended.stderr.count("\n") == 1
@@ -53,7 +53,7 @@ def test_a_variant_runs_beside_its_script_and_an_output_that_is_there_keeps_its_
     for workload, code in ((None, 0), ({"n_embd": 64}, 2)):
         old = {"environment": None, "workload": workload, "variants": [mine | timed]}
         (tmp_path / "x.json").write_text(json.dumps(old))
-        ended = run(tmp_path, "--only", "fused AdamW without", *FAST)
+        ended = run(tmp_path, "--only", "fused AdamW, step 2", *FAST)
         assert ended.returncode == code, ended.stderr
         written = json.loads((tmp_path / "x.json").read_text())
         if code == 0:
@@ -65,7 +65,7 @@ def test_a_variant_runs_beside_its_script_and_an_output_that_is_there_keeps_its_
 
 def test_an_output_that_holds_something_else_stays_as_it_is(tmp_path):
     (tmp_path / "x.json").write_text('{"name": 1}')
-    ended = run(tmp_path, "--only", "fused AdamW without", *FAST)
+    ended = run(tmp_path, "--only", "fused AdamW, step 2", *FAST)
     assert (
         ended.returncode == 2 and ended.stderr.count("\n") == 1 and (tmp_path / "x.json").read_text() == '{"name": 1}'
     )
