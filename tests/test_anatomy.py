@@ -179,7 +179,7 @@ def test_output_is_a_record_without_the_paths_of_this_machine_and_attachments_li
     assert record["environment"]["device_type"] == "cpu" and record["tables"]
     assert record["sentences"][0] in capsys.readouterr().out
     result = experiment.Result([], ["It is."], {}, attachments={"a.svg": "<svg/>", "b.bin": b"b"})
-    for output, folder in (("y.json", "y"), ("y", "y-files")):
+    for output, folder in (("y.json", "y"), ("z", "z-files")):
         cli.write_result(tmp_path / output, {}, result)
         assert json.loads((tmp_path / output).read_text())["attachments"] == [f"{folder}/a.svg", f"{folder}/b.bin"]
         assert (tmp_path / folder / "b.bin").read_bytes() == b"b"
