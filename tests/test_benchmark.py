@@ -152,6 +152,6 @@ def test_a_profiler_that_fails_costs_the_settings_not_the_row(monkeypatch):
     monkeypatch.setattr(benchmark.profile, "trace_step", broken)
     for asked, said in ((False, None), (True, "not profiled: no profiler here")):
         args, row = arguments(STEPS[0], profile=asked), Row(STEPS[0])
-        assert benchmark.observe(lambda: None, torch.nn.Identity(), args, row) == said
+        assert benchmark.observe(lambda *_: None, (None, None), torch.nn.Identity(), args, row) == said
         assert row.settings.unobserved == "no profiler here" and row.settings.float32_matmul_precision
         assert row.profile is None
