@@ -154,4 +154,3 @@ def test_a_profiler_that_fails_costs_the_settings_not_the_row(monkeypatch):
         args, row = arguments(STEPS[0], profile=asked), Row(STEPS[0])
         assert benchmark.observe(lambda *_: None, (None, None), torch.nn.Identity(), args, row) == said
         assert row.settings.unobserved == "no profiler here" and row.settings.float32_matmul_precision
-        assert row.profile is None
