@@ -1,18 +1,15 @@
 """Figures, changes, sentences and doubts: each has one function."""
 
-import time
-from random import Random
-
-import pytest
 import runs
 
 from common.record import GpuState, Roofs, Settings
 from report import analysis
 
 
-def test_loss_is_the_mean_of_the_last_20():
+def test_losses_are_means_of_the_last_20_and_the_gap_is_the_largest_one():
     assert analysis.mean_loss(runs.step("0_a", loss=[100.0] * 50 + [2.0] * 20)) == 2.0
-    assert analysis.loss_difference(runs.step("0_a"), runs.step("1_b", loss=[0.0])) is None
+    steps = [runs.step("0_a", loss=[4.0, 3.0]), runs.step("1_b", loss=[4.5, 3.1]), runs.step("2_c", loss=[4.0, 2.0])]
+    assert "1.0000 nats (2_c, step 1)" in analysis.largest_loss_difference(steps)
 
 
 def test_kernels_and_categories_are_matched_by_name():
@@ -20,18 +17,7 @@ def test_kernels_and_categories_are_matched_by_name():
     after = runs.step("b", 60.0, profile=runs.profile(60.0, ("new", "kept")))
     kinds = {change.name: change.kind for change in analysis.changed_kernels(before, after)}
     assert kinds == {"old": "vanished", "new": "appeared", "kept": "shrank"}
-    changes = {
-        change.name: (change.before_ms, change.after_ms) for change in analysis.changed_categories(before, after)
-    }
-    assert changes["attention"] == (50.0, 30.0)
-
-
-def test_two_long_sources_are_compared_in_seconds():
-    random, started = Random(1), time.monotonic()
-    for lines in (290, 199, 400):
-        a, b = (runs.step("x", source="\n".join(random.choices("ab", k=lines))) for _ in "ab")
-        assert analysis.code_diff(a, b)
-    assert time.monotonic() - started < 3
+    assert (50.0, 30.0) in {(c.before_ms, c.after_ms) for c in analysis.changed_categories(before, after)}
 
 
 def test_the_code_of_two_steps_is_side_by_side_and_long_scripts_are_not_compared():
@@ -53,17 +39,14 @@ def test_gaps_that_the_profiler_made_are_not_the_steps():
     assert "10% faster" in faster and "Trust the percentages" in faster
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
+def test_rows_are_held_against_the_roof_of_their_precision():
+    for settings, expected in (
         (Settings("float32", "highest"), ("fp32", 5e13)),
         (Settings("float32", "high"), ("tf32", 3e14)),
         (Settings("bfloat16", "high"), ("bf16", 7e14)),
         (Settings("bfloat16", "high", fp8_recipe="DelayedScaling"), ("fp8", 1.3e15)),
-    ],
-)
-def test_rows_are_held_against_the_roof_of_their_precision(settings, expected):
-    assert analysis.roof(runs.step("0_a", settings=settings), runs.ROOFS) == expected
+    ):
+        assert analysis.roof(runs.step("0_a", settings=settings), runs.ROOFS) == expected
     assert analysis.roof(runs.step("0_a", settings=settings), None) is None
 
 
@@ -71,9 +54,8 @@ def doubts_of(row, **environment):
     return analysis.doubts(runs.run(row, **environment))
 
 
-@pytest.mark.parametrize(
-    ("environment", "fields", "said"),
-    [
+def test_broken_rules_are_doubted():
+    for environment, fields, said in (
         ({}, {}, "3 timed steps, fewer than 30"),
         ({"device_type": "cpu"}, {}, "3 timed steps, fewer than 10"),
         ({"dirty": True}, {}, "uncommitted changes"),
@@ -81,10 +63,8 @@ def doubts_of(row, **environment):
         ({"nvml_reason": "no NVML"}, {}, "clocks and power are unknown: no NVML"),
         ({}, {"gpu_state": GpuState(throttle_reasons="0x44")}, "power limit, hardware thermal slowdown"),
         ({}, {"gpu_state": GpuState(while_running=False)}, "was done before its clocks had been read"),
-    ],
-)
-def test_broken_rules_are_doubted(environment, fields, said):
-    assert any(said in line for line in doubts_of(runs.step("0_a", **fields), **environment))
+    ):
+        assert any(said in line for line in doubts_of(runs.step("0_a", **fields), **environment)), said
 
 
 def test_a_wide_spread_and_a_row_above_its_roof_are_doubted_and_a_fair_run_is_not():
@@ -104,8 +84,3 @@ def test_sentences_say_which_rows_they_compare():
     assert "4_e ran in FP8, but no step before it" in analysis.headline(
         runs.run(rows[1], runs.step("4_e", settings=Settings(fp8_recipe="x")))
     )[-1]  # fmt: skip
-
-
-def test_the_loss_gap_is_the_largest_one():
-    steps = [runs.step("0_a", loss=[4.0, 3.0]), runs.step("1_b", loss=[4.5, 3.1]), runs.step("2_c", loss=[4.0, 2.0])]
-    assert "1.0000 nats (2_c, step 1)" in analysis.largest_loss_difference(steps)

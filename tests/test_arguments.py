@@ -23,74 +23,62 @@ def output(tmp_path):
     return ["--output", str(tmp_path / "record.json")]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--preset", "gpt5"], "invalid choice"),
-        (["--n-embd", "130"], "--n-embd 130 is not divisible by --n-head 4"),
-        (["--n-layer", "0"], "--n-layer: '0' is not a whole number"),
-        (["--batch-size", "-2"], "--batch-size: '-2' is not a whole number"),
-        (["--seq-len", "1.5"], "'1.5' is not a whole number"),
-        (["--steps", "0"], "--steps"),
-        (["--warmup", "0"], "--warmup"),
-        (["--lr", "nan"], "--lr: 'nan' is not a finite positive number"),
-        (["--lr", "0"], "not a finite positive number"),
-        (["--seed", "-1"], "--seed"),
-        (["--device", "cuda:99"], "CUDA device"),
-        (["--device", "tpu"], "is not one of auto, cpu, cuda, cuda:N"),
-        (["--amp-dtype", "fp16"], "needs a GPU"),
-        (["--data", "/nonexistent/text.txt"], "cannot read /nonexistent/text.txt"),
-        (["--data", "/"], "cannot read /"),
-        (["--data-tokens", "999999999"], "fewer than --data-tokens 999999999"),
-        (["--vocab-size", "100"], "outside the vocabulary"),
-        (["--seq-len", "99999999"], "need 100000000"),
-        (["--output", "/proc/nowhere/x.json"], "cannot write --output"),
-        (["--output", "/dev/null"], "is not a regular file"),
-        (["--batch-size", "9" * 20], "2^31 - 1"),
-        (["--device", "cpu:7"], "there is one cpu"),
-        (["--nonsense"], "unrecognized arguments"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(words, said, output, capsys):
-    with pytest.raises(SystemExit) as caught:
-        parse("--device", "cpu", *output, *words)
-    complaint = capsys.readouterr().err
-    assert caught.value.code == 2
-    assert said in complaint and complaint.count("\n") == 1
+BAD = [
+    (["--preset", "gpt5"], "invalid choice"),
+    (["--n-embd", "130"], "--n-embd 130 is not divisible by --n-head 4"),
+    (["--seq-len", "1.5"], "'1.5' is not a whole number"),
+    (["--lr", "nan"], "--lr: 'nan' is not a finite positive number"),
+    (["--seed", "-1"], "--seed"),
+    (["--device", "tpu"], "is not one of auto, cpu, cuda, cuda:N"),
+    (["--amp-dtype", "fp16"], "needs a GPU"),
+    (["--data", "/nonexistent/text.txt"], "cannot read /nonexistent/text.txt"),
+    (["--data-tokens", "999999999"], "fewer than --data-tokens 999999999"),
+    (["--vocab-size", "100"], "outside the vocabulary"),
+    (["--output", "/proc/nowhere/x.json"], "cannot write --output"),
+    (["--batch-size", "9" * 20], "2^31 - 1"),
+    (["--nonsense"], "unrecognized arguments"),
+]
+
+
+def test_bad_input_is_one_line_and_exit_code_2(output, capsys):
+    for words, said in BAD:
+        with pytest.raises(SystemExit) as caught:
+            parse("--device", "cpu", *output, *words)
+        complaint = capsys.readouterr().err
+        assert caught.value.code == 2 and said in complaint and complaint.count("\n") == 1, complaint
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU here")
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_gpu_that_torch_cannot_use_is_named(device, output, monkeypatch, capsys):
+def test_a_gpu_that_torch_cannot_use_is_named(output, monkeypatch, capsys):
     monkeypatch.setattr(hardware, "driver_version", lambda: "999.88")
-    with pytest.raises(SystemExit):
-        parse("--device", device, *output)
-    complaint = capsys.readouterr().err
-    assert "driver 999.88" in complaint and torch.__version__ in complaint and "--device cpu" in complaint
+    for device in ("auto", "cuda"):
+        with pytest.raises(SystemExit):
+            parse("--device", device, *output)
+        complaint = capsys.readouterr().err
+        assert "driver 999.88" in complaint and torch.__version__ in complaint and "--device cpu" in complaint
     assert parse("--device", "cpu", *output).device.type == "cpu"
 
 
-def test_auto_takes_tiny_on_a_cpu_and_says_why(output):
+def test_auto_takes_tiny_on_a_cpu_and_every_field_can_be_overridden(output):
     args = parse("--device", "cpu", *output)
     assert (args.preset, args.batch_size, args.steps, args.warmup) == ("tiny", 2, 10, 3)
     assert "runs on a CPU" in args.notes[0]
-
-
-def test_every_field_can_be_overridden(output):
     words = ["--n-layer", "3", "--n-embd", "64", "--batch-size", "5", "--lr", "0.5", "--data-tokens", "5000"]
     args = parse("--device", "cpu", *words, *output)
     assert (args.config.n_layer, args.config.n_embd, args.batch_size, args.lr) == (3, 64, 5, 0.5)
     assert args.preset == "custom" and args.base_preset == "tiny" and args.workload().data.tokens == 5000
 
 
-@pytest.mark.parametrize(
-    ("free_gib", "preset", "batch_size"),
-    [(139, "gpt3-6.7b-slice", 8), (79, "gpt2", 32), (40, "gpt2", 16), (20, "gpt2", 8), (4, "gpt2", 1), (1, "gpt2", 1)],
-)
-def test_auto_picks_what_fits_a_gpu(free_gib, preset, batch_size, monkeypatch):
-    monkeypatch.setattr(hardware, "free_memory_bytes", lambda device: free_gib * 2**30)
-    chosen = resolve_preset("auto", torch.device("cuda", 0))
-    assert chosen[:2] == (preset, batch_size) and str(free_gib) in chosen[2][0]
+def test_auto_picks_what_fits_a_gpu(monkeypatch):
+    for free_gib, preset, batch_size in (
+        (139, "gpt3-6.7b-slice", 8),
+        (79, "gpt2", 32),
+        (20, "gpt2", 8),
+        (1, "gpt2", 1),
+    ):
+        monkeypatch.setattr(hardware, "free_memory_bytes", lambda device, free=free_gib: free * 2**30)
+        chosen = resolve_preset("auto", torch.device("cuda", 0))
+        assert chosen[:2] == (preset, batch_size) and str(free_gib) in chosen[2][0]
 
 
 def test_a_size_that_a_kernel_cannot_take_is_named():
@@ -103,39 +91,17 @@ def test_a_size_that_a_kernel_cannot_take_is_named():
         args.require_multiples_of(16, "FP8")
 
 
-def test_a_batch_too_large_for_memory_still_has_a_workload():
-    workload = arguments(STEPS[0], batch_size=2**31 - 1, steps=2**20).workload()
-    assert workload.data.batches_sha256 is None and workload.tokens_per_step == (2**31 - 1) * 64
-
-
-def run_module(name, *words, folder=ROOT):
-    command = [sys.executable, "-m", name, *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-
-
 def test_the_ladder_gets_the_meaning_of_the_arguments_as_json(text_file, output):
-    words = ["--device", "cpu", "--n-embd", "64", "--data", str(text_file), *output]
-    ran = run_module("common.arguments", *words)
-    facts = json.loads(ran.stdout)
+    command = [sys.executable, "-m", "ladder.check", "--device", "cpu", "--n-embd", "64", "--data", str(text_file)]
+    facts = json.loads(subprocess.run([*command, *output], cwd=ROOT, capture_output=True, check=True).stdout)
     assert facts["pinned"] == ["--preset", "tiny", "--batch-size", "2", "--data-tokens", "4000"]
     assert facts["device_type"] == "cpu" and facts["workload"]["n_embd"] == 64 and facts["notes"]
     assert facts["by_hand_bytes"] > facts["fused_bytes"] > 0
 
 
-@pytest.mark.parametrize("name", ["common.arguments", "common.roofs"])
-def test_a_python_without_torch_gets_one_line(name):
+def test_a_python_without_torch_gets_one_line():
     bare = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; "
-    bare += f"import runpy; sys.argv[:] = ['x']; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    bare += "import runpy; sys.argv[:] = ['x']; runpy.run_module('ladder.check', run_name='__main__', alter_sys=True)"
     ran = subprocess.run([sys.executable, "-c", bare], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
     assert "torch" in ran.stderr and "numpy" in ran.stderr and "--setup" in ran.stderr
-
-
-def test_help_gives_units_and_defaults(capsys):
-    with pytest.raises(SystemExit) as caught:
-        parse("--help")
-    shown = capsys.readouterr().out
-    for word in ("--preset", "--n-layer", "--batch-size", "--steps", "--warmup", "--lr", "--seed", "--data"):
-        assert word in shown
-    assert caught.value.code == 0 and "sequences per training step" in shown
-    assert "default: 30 on a GPU, 10 on a CPU" in " ".join(shown.split())

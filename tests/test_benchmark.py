@@ -8,14 +8,11 @@ import sys
 
 import pytest
 import torch
-from conftest import CPU_STEPS, ROOT, STEPS, arguments, built
+from conftest import FAST, ROOT, STEPS, arguments, built
 
 from common import benchmark
-from common.model import GPTConfig
 from common.record import Row
 
-FAST = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "2"]
-FAST += ["--warmup", "1", "--amp-dtype", "fp32"]
 WITHOUT_PACKAGES = """
 import sys
 from importlib.machinery import PathFinder
@@ -30,11 +27,18 @@ sys.meta_path = [Blind if finder is PathFinder else finder for finder in sys.met
 """
 
 
-def run_script(step, *words, env=None, cwd=ROOT, **options):
-    return subprocess.run(
-        [sys.executable, str(ROOT / f"{step}.py"), *words],
-        capture_output=True, text=True, timeout=300, cwd=cwd, env={**os.environ, **(env or {})}, **options,
-    )  # fmt: skip
+def command(step, output, *words):
+    return [sys.executable, str(ROOT / f"{step}.py"), *FAST, "--output", str(output), *words]
+
+
+def run_script(step, output, *words, env=(), **options):
+    environment = os.environ | dict(env)
+    return subprocess.run(command(step, output, *words), capture_output=True, text=True, env=environment, **options)
+
+
+def start(step, output, *words):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command(step, output, *words), text=True, **pipes)
 
 
 def row_in(path):
@@ -42,12 +46,11 @@ def row_in(path):
     return row
 
 
-# --- the record -----------------------------------------------------------------------------------
-
-
-def test_a_script_writes_its_record_and_one_result_line(tmp_path, text_file):
-    output = tmp_path / "new" / "record.json"
-    ran = run_script(STEPS[2], *FAST, "--data", str(text_file), "--output", str(output), cwd=tmp_path)
+def test_a_script_writes_its_record_one_result_line_and_progress(tmp_path, text_file):
+    output, (reader, writer) = tmp_path / "new" / "record.json", os.pipe()
+    env, words = {"LADDER_PROGRESS_FD": str(writer)}, ("--data", str(text_file))
+    ran = run_script(STEPS[2], output, *words, env=env, cwd=tmp_path, pass_fds=[writer])
+    os.close(writer)
     assert ran.returncode == 0, ran.stderr
     run = json.loads(output.read_text())
     assert run["schema_version"] == 2 and run["environment"]["device_type"] == "cpu"
@@ -58,99 +61,64 @@ def test_a_script_writes_its_record_and_one_result_line(tmp_path, text_file):
     assert row["step"] == STEPS[2] and row["status"] == "ok" and row["reason"] is None
     assert row["source"] == (ROOT / f"{STEPS[2]}.py").read_text()
     timing = row["timing"]
-    assert len(timing["step_ms"]) == 2 and len(row["loss"]) == 3
+    assert len(timing["step_ms"]) == 2 and len(row["loss"]) == 3 and row["peak_rss_bytes"] > 0
     assert timing["p25_ms"] <= timing["median_ms"] <= timing["p75_ms"]
     assert row["tokens_per_s"] == pytest.approx(64 / timing["median_ms"] * 1e3)
     assert row["model_flops_per_s"] == pytest.approx(workload["flops_per_step"] / timing["median_ms"] * 1e3)
-    assert row["settings"]["attention_kernel"] == "flash (CPU)"
-    assert row["settings"]["float32_matmul_precision"] == "high"
-    assert row["peak_allocated_bytes"] is None and row["peak_rss_bytes"] > 0
     assert row["note"] == "mixed precision is off, as --amp-dtype fp32 asks"
     last = ran.stdout.strip().splitlines()[-1]
     assert last.startswith(f"{STEPS[2]}: ") and "ms/step" in last
     assert not list(output.parent.glob(".*")), "no temporary file is left"
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_a_script_needs_no_package_but_torch_and_numpy(step, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_PACKAGES)
-    output, env = tmp_path / "record.json", {"PYTHONPATH": str(tmp_path)}
-    ran = run_script(step, *FAST, "--profile", "--output", str(output), env=env)
-    row = row_in(output)
-    assert ran.returncode == 0 and "Traceback" not in ran.stderr, ran.stderr
-    assert row["status"] == ("skipped" if step == STEPS[4] else "ok")
-    if step == STEPS[4]:
-        assert "needs an NVIDIA GPU" in row["reason"]
-    else:
-        assert row["profile"]["categories"]["matrix products"]["ms"] > 0
-        assert (tmp_path / "record.trace.json.gz").stat().st_size > 0
-        assert "the kernel table needs tabulate" in ran.stderr
-
-
-@pytest.mark.parametrize("left", ["stdout", "stderr"])
-def test_a_reader_who_leaves_costs_nothing(left, tmp_path):
-    output = tmp_path / "record.json"
-    command = [sys.executable, str(ROOT / f"{STEPS[0]}.py"), *FAST, "--profile", "--output", str(output)]
-    kept = "stderr" if left == "stdout" else "stdout"
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        if left == "stdout":
-            assert process.stdout.readline().startswith(STEPS[0])  # as head -1: gone after the header's first line
-        getattr(process, left).close()
-        said = getattr(process, kept).read()
-    assert process.returncode == 0 and "Traceback" not in said, said
-    assert ("matrix products" if kept == "stderr" else "ms/step") in said
-    assert row_in(output)["status"] == "ok"
-
-
-def test_progress_goes_to_the_ladder_as_json_lines(tmp_path):
-    reader, writer = os.pipe()
-    env = {"LADDER_PROGRESS_FD": str(writer)}
-    ran = run_script(STEPS[0], *FAST, "--output", str(tmp_path / "r.json"), env=env, pass_fds=[writer])
-    os.close(writer)
     with open(reader) as messages:
         lines = [json.loads(line) for line in messages]
-    assert ran.returncode == 0 and all(line.keys() == {"phase", "k", "n", "rest_s"} for line in lines)
     shown = [(line["phase"], line["k"], line["n"]) for line in lines]
     assert shown[:3] == [("warm-up", 1, 1), ("timed", 1, 2), ("timed", 2, 2)]
     assert lines[1]["rest_s"] is None and lines[2]["rest_s"] > 0
 
 
+@pytest.mark.parametrize("step", [STEPS[0], STEPS[3], STEPS[4]])
+def test_a_script_needs_no_package_but_torch_and_numpy(step, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_PACKAGES)
+    ran = run_script(step, tmp_path / "record.json", "--profile", env={"PYTHONPATH": str(tmp_path)})
+    row = row_in(tmp_path / "record.json")
+    assert ran.returncode == 0 and "Traceback" not in ran.stderr, ran.stderr
+    if step == STEPS[4]:
+        assert row["status"] == "skipped" and "needs an NVIDIA GPU" in row["reason"]
+    else:
+        assert row["status"] == "ok" and row["profile"]["categories"]["matrix products"]["ms"] > 0
+        assert (tmp_path / "record.trace.json.gz").stat().st_size > 0
+        assert "the kernel table needs tabulate" in ran.stderr
+
+
 def test_ctrl_c_writes_nothing_and_says_so(tmp_path):
-    output = tmp_path / "record.json"
-    command = [sys.executable, str(ROOT / f"{STEPS[0]}.py"), *FAST, "--steps", "1000000", "--output", str(output)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with start(STEPS[0], tmp_path / "record.json", "--steps", "1000000") as process:
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
     assert process.returncode == 130 and said.splitlines()[-1] == f"{STEPS[0]}: interrupted, nothing written"
-    assert "Traceback" not in said and not output.exists()
+    assert "Traceback" not in said and not list(tmp_path.iterdir())
 
 
 def test_a_missing_compiler_is_a_failed_row(tmp_path):
     env = {"CXX": "/nonexistent/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
-    ran = run_script(STEPS[3], *FAST, "--output", str(tmp_path / "record.json"), env=env)
-    row = row_in(tmp_path / "record.json")
+    ran, row = run_script(STEPS[3], tmp_path / "record.json", env=env), row_in(tmp_path / "record.json")
     assert ran.returncode == 1 and row["status"] == "failed" and "apt-get install g++" in row["reason"]
     assert ran.stdout.strip().splitlines()[-1] == f"{STEPS[3]}: failed: {row['reason']}"
-
-
-# --- in this process ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
-        (CPU_STEPS[0], ("float32", "by hand", False, "AdamW")),
-        (CPU_STEPS[1], ("bfloat16", "by hand", False, "AdamW")),
-        (CPU_STEPS[2], ("bfloat16", "flash (CPU)", False, "AdamW")),
-        (CPU_STEPS[3], ("bfloat16", "flash (CPU)", True, "AdamW, compiled")),
+        (STEPS[0], ("float32", "highest", "by hand", False, "AdamW")),
+        (STEPS[2], ("bfloat16", "high", "flash (CPU)", False, "AdamW")),
+        (STEPS[3], ("bfloat16", "high", "flash (CPU)", True, "AdamW, compiled")),
     ],
 )
 def test_what_ran_is_observed(step, expected, monkeypatch):
-    config = GPTConfig(n_layer=1, n_head=2, n_embd=32, seq_len=32, vocab_size=256)
-    made = built(step, monkeypatch, config=config, amp_dtype=torch.bfloat16, steps=2, warmup=1)
-    settings = benchmark.run(made.train_step, made.model, made.args).settings
-    assert (settings.amp_dtype, settings.attention_kernel, settings.compiled, settings.optimizer) == expected
+    made = built(step, monkeypatch, amp_dtype=torch.bfloat16, steps=2, warmup=1)
+    found = benchmark.run(made.train_step, made.model, made.args).settings
+    names = ("amp_dtype", "float32_matmul_precision", "attention_kernel", "compiled", "optimizer")
+    assert tuple(getattr(found, name) for name in names) == expected
 
 
 def test_a_rehearsal_passes_the_batches_and_trains_nothing():
@@ -163,10 +131,9 @@ def test_a_rehearsal_passes_the_batches_and_trains_nothing():
         optimizer.step()
         optimizer.zero_grad()
 
-    benchmark.rehearsal(train_step, [(2.0, None), (3.0, None)], optimizer)
-    assert seen == [2.0, 3.0] and torch.equal(x, torch.ones(3))
     with pytest.raises(TypeError):
-        benchmark.rehearsal(train_step, [(None, None)], optimizer)
+        benchmark.rehearsal(train_step, [(2.0, None), (None, None)], optimizer)
+    assert seen == [2.0, None] and torch.equal(x, torch.ones(3))
     train_step(0.5, None)
     assert torch.equal(x, torch.full((3,), 0.5)), "it trains again, after an error too"
 
@@ -185,6 +152,5 @@ def test_a_profiler_that_fails_costs_the_settings_not_the_row(monkeypatch):
     monkeypatch.setattr(benchmark.profile, "trace_step", broken)
     for asked, said in ((False, None), (True, "not profiled: no profiler here")):
         args, row = arguments(STEPS[0], profile=asked), Row(STEPS[0])
-        assert benchmark.observe(lambda: None, torch.nn.Identity(), args, row) == said
+        assert benchmark.observe(lambda *_: None, (None, None), torch.nn.Identity(), args, row) == said
         assert row.settings.unobserved == "no profiler here" and row.settings.float32_matmul_precision
-        assert row.profile is None

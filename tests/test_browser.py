@@ -42,35 +42,26 @@ def open_page(browser, made, folder, width):
 
 
 @pytest.mark.parametrize("kind", runs.KINDS)
-def test_the_page_is_whole_quiet_and_alone(browser, kind, tmp_path):
-    asked = open_page(browser, runs.of_kind(kind, tmp_path), tmp_path, 1440)
+def test_the_page_is_whole_quiet_and_alone_and_fits_a_phone(browser, kind, tmp_path):
+    asked = open_page(browser, runs.of_kind(kind, tmp_path), tmp_path, 390)
     assert [address for address in asked if not address.startswith(("file:", "data:"))] == []
     assert len([address for address in asked if address.startswith("file:")]) == 1
     assert browser.get_log("browser") == []
     ids = browser.execute_script("return [...document.querySelectorAll('[id]')].map(e => e.id)")
     assert len(ids) == len(set(ids)) and {section for section, _ in page.SECTIONS} <= set(ids)
-
-
-@pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("kind", runs.KINDS)
-def test_no_page_scrolls_sideways(browser, kind, width, tmp_path):
-    open_page(browser, runs.of_kind(kind, tmp_path), tmp_path, width)
     browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390, "nothing scrolls sideways"
 
 
-def test_every_chart_says_in_words_what_it_shows(browser, tmp_path):
+def test_every_chart_speaks_and_the_keyboard_reaches_everything(browser, tmp_path):
     open_page(browser, runs.recorded(), tmp_path, 1440)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 1440
     drawn = browser.find_elements(By.TAG_NAME, "svg")
     assert len(drawn) == 7
     for svg in drawn:
         holder = svg.find_element(By.XPATH, "..")
         assert holder.get_attribute("role") == "img" and len(holder.get_attribute("aria-label")) > 40
         assert svg.size["width"] > 300 and svg.size["height"] > 80
-
-
-def test_the_keyboard_reaches_everything(browser, tmp_path):
-    open_page(browser, runs.recorded(), tmp_path, 1440)
     expected = browser.execute_script(
         f'return [...document.querySelectorAll("{FOCUSABLE}")].filter(e => e.checkVisibility()).length'
     )

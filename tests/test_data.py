@@ -1,3 +1,5 @@
+"""The text, its tokens, and the batches drawn from it."""
+
 import numpy as np
 import pytest
 import torch
@@ -11,72 +13,41 @@ def write_llmc(path, tokens, version=1, count=None):
     path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
 
 
-def test_the_default_text_is_real_source_code():
+def test_text_is_the_standard_library_any_file_as_bytes_or_uint16_tokens(tmp_path):
     text = data.load_text(None)
-    assert len(text.tokens) > 5_000_000
-    assert b"import os" in text.tokens.tobytes()
+    assert len(text.tokens) > 5_000_000 and b"import os" in text.tokens.tobytes()
+    (tmp_path / "story.txt").write_bytes("née 𝄞".encode())
+    text = data.load_text(tmp_path / "story.txt")
+    assert text.tokens.tobytes() == "née 𝄞".encode() and text.name == "story.txt"
+    np.array([1, 50256, 7], dtype="<u2").tofile(tmp_path / "train.bin")
+    assert data.load_text(tmp_path / "train.bin").tokens.tolist() == [1, 50256, 7]
+    write_llmc(tmp_path / "train.bin", [50256, 3, 2, 1])
+    assert data.load_text(tmp_path / "train.bin").tokens.tolist() == [50256, 3, 2, 1], "llm.c's header is left out"
 
 
-def test_any_file_is_read_as_bytes(tmp_path):
-    path = tmp_path / "story.txt"
-    path.write_bytes("née 𝄞".encode())
-    text = data.load_text(path)
-    assert text.tokens.tobytes() == "née 𝄞".encode()
-    assert text.name == "story.txt"
-
-
-def test_a_nanogpt_bin_holds_uint16_tokens(tmp_path):
+def test_a_file_that_is_broken_or_missing_is_refused(tmp_path):
     path = tmp_path / "train.bin"
-    np.array([1, 50256, 7], dtype="<u2").tofile(path)
-    assert data.load_text(path).tokens.tolist() == [1, 50256, 7]
-
-
-def test_an_llmc_header_is_recognized_and_left_out(tmp_path):
-    path = tmp_path / "train.bin"
-    write_llmc(path, [50256, 3, 2, 1])
-    assert data.load_text(path).tokens.tolist() == [50256, 3, 2, 1]
-
-
-@pytest.mark.parametrize(("content", "said"), [(b"", "is empty"), (b"abc", "odd number of bytes")])
-def test_a_broken_bin_is_refused(tmp_path, content, said):
-    path = tmp_path / "train.bin"
-    path.write_bytes(content)
-    with pytest.raises(data.DataError, match=said):
-        data.load_text(path)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "version", "count", "said"),
-    [([1, 2], 7, None, r"llm\.c header"), ([1, 2], 1, 99, r"llm\.c header"), ([], 1, None, "is empty")],
-)
-def test_an_llmc_header_that_does_not_fit_is_refused(tmp_path, tokens, version, count, said):
-    write_llmc(tmp_path / "train.bin", tokens, version, count)
-    with pytest.raises(data.DataError, match=said):
-        data.load_text(tmp_path / "train.bin")
-
-
-def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    for path in (tmp_path / "absent.txt", tmp_path, tmp_path / "absent.bin"):
+    for content, said in ((b"", "is empty"), (b"abc", "odd number of bytes")):
+        path.write_bytes(content)
+        with pytest.raises(data.DataError, match=said):
+            data.load_text(path)
+    for tokens, version, count, said in (([1], 7, None, r"llm\.c"), ([1], 1, 99, r"llm\.c"), ([], 1, None, "is empty")):
+        write_llmc(path, tokens, version, count)
+        with pytest.raises(data.DataError, match=said):
+            data.load_text(path)
+    for path in (tmp_path / "absent.txt", tmp_path):
         with pytest.raises(data.DataError, match="cannot read"):
             data.load_text(path)
 
 
-def test_a_text_must_hold_one_sequence_and_its_target():
-    text = data.Text(np.arange(64, dtype=np.uint8), "short")
-    data.check_text(text, seq_len=63, vocab_size=64)
-    with pytest.raises(data.DataError, match="need 65"):
-        data.check_text(text, seq_len=64, vocab_size=64)
-
-
-def test_token_ids_outside_the_vocabulary_are_refused():
-    text = data.Text(np.array([0, 9] * 9, dtype=np.uint16), "ids")
-    with pytest.raises(data.DataError, match="--vocab-size must be at least 10"):
-        data.check_text(text, seq_len=4, vocab_size=9)
-
-
-def test_a_text_of_exactly_one_sequence_can_be_drawn():
+def test_a_text_must_hold_one_sequence_its_target_and_ids_of_the_vocabulary():
     text = data.Text(np.arange(65, dtype=np.uint8), "exact")
+    data.check_text(text, seq_len=64, vocab_size=65)
     assert (data.read_batches(text, data.draw_starts(text, 3, 2, 64, seed=0), 64) == np.arange(65)).all()
+    with pytest.raises(data.DataError, match="need 66"):
+        data.check_text(text, seq_len=65, vocab_size=65)
+    with pytest.raises(data.DataError, match="--vocab-size must be at least 65"):
+        data.check_text(text, seq_len=4, vocab_size=64)
 
 
 def test_batches_are_excerpts_and_their_successors():

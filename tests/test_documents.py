@@ -8,7 +8,6 @@ from conftest import ROOT
 from test_page import Page
 
 from report import documents
-from report.load import RecordError
 
 RESULTS = ROOT / "docs" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("h200/*/results.json"))
@@ -37,12 +36,8 @@ def page_tables(folder):
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_the_page_and_its_short_form_show_the_same_table(folder):
+def test_performance_shows_the_figures_of_the_page_and_its_short_form(folder):
     assert tables_of((folder / "report.md").read_text())[0] == page_tables(folder)["All rows"]
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_performance_shows_the_figures_of_the_reports(folder):
     text = (ROOT / "docs" / "performance.md").read_text()
     whole = tables_of(text)[0]
     (part,) = re.findall(rf"^## {folder.name}, batch.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
@@ -75,26 +70,16 @@ def test_readme_shows_the_figures_of_its_run():
 
 
 def test_a_row_without_a_time_keeps_its_status_and_others_their_speedup(tmp_path):
-    rows = [runs.step("0_baseline", 300.0), runs.step("1_x", status="timeout"), runs.step("2_sdpa", 100.0)]
+    off = runs.profile(98.0 * 3, step_ms=450.0, gpu_idle_ms=156.0)
+    rows = [
+        runs.step("0_baseline", 300.0, profile=off, note="AMP is off"),
+        runs.step("1_x", status="timeout"),
+        runs.step("2_sdpa", 100.0),
+    ]
     runs.write(runs.run(*rows, roofs=runs.ROOFS), tmp_path / "docs" / "results" / documents.SHOWN)
     readme = tables_of(documents.readme_table(tmp_path / "docs" / "results"))[0]
     assert readme["1_x"]["ms per step"] == "timeout" and readme["2_sdpa"]["times faster than 0_baseline"] == "3.0"
-    whole = tables_of(documents.performance_tables(tmp_path / "docs" / "results"))[0]
+    said = documents.performance_tables(tmp_path / "docs" / "results")
+    assert "- 0_baseline: AMP is off\n" in said and said.count("Profiling ran 50% slower than timing.") == 1
+    whole = tables_of(said)[0]
     assert [list(row.values())[1] for row in whole.values()] == ["300.0 (1.0)", "timeout", "100.0 (3.0)"]
-
-
-def test_a_profile_that_is_off_is_said_beside_the_notes_of_a_row(tmp_path):
-    off = runs.profile(98.0, step_ms=150.0, gpu_idle_ms=52.0)
-    runs.write(runs.run(runs.step("0_a", profile=off, note="AMP is off")), tmp_path / "gpu" / "tiny")
-    said = documents.performance_tables(tmp_path)
-    assert "- 0_a: AMP is off\n" in said and said.count("Profiling ran 50% slower than timing.") == 1
-
-
-def test_only_what_stands_between_markers_is_replaced(tmp_path):
-    document = tmp_path / "README.md"
-    document.write_text(f"a {documents.GENERATED_BEGIN} old {documents.GENERATED_END} z")
-    said = documents.between_markers(document, "new")
-    assert said.startswith("a ") and said.endswith(" z") and "new" in said and "old" not in said
-    document.write_text("no markers")
-    with pytest.raises(RecordError, match=r"README\.md lacks the markers"):
-        documents.between_markers(document, "new")

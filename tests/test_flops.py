@@ -1,20 +1,18 @@
+"""What a step computes, moves and holds, counted from its shape."""
+
 import pytest
 import torch
-from conftest import SMALL, STEPS, load_step
+from conftest import STEPS, load_step
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import flops
 from common.model import GPT, PRESETS, GPTConfig
 
-SHAPES = [
-    GPTConfig(n_layer=2, n_head=4, n_embd=64, seq_len=32, vocab_size=256),
-    GPTConfig(n_layer=3, n_head=2, n_embd=48, seq_len=80, vocab_size=400),
-]
+CONFIG = GPTConfig(n_layer=3, n_head=2, n_embd=48, seq_len=80, vocab_size=400)
 
 
-@pytest.mark.parametrize("config", SHAPES)
-def test_flops_match_torch_on_step_0_but_for_the_half_square(config):
-    module = load_step(STEPS[0])
+def test_flops_match_torch_on_step_0_but_for_the_half_square():
+    module, config = load_step(STEPS[0]), CONFIG
     model = GPT(config, module.Block, module.Head, seed=0)
     tokens = torch.randint(config.vocab_size, (2, config.seq_len))
     with FlopCounterMode(display=False) as counter:
@@ -24,14 +22,14 @@ def test_flops_match_torch_on_step_0_but_for_the_half_square(config):
     assert flops.parameters(config) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("config", [SMALL, PRESETS["gpt3-xl"].config])
-def test_the_products_are_all_of_a_step_outside_attention(config):
+def test_the_products_are_all_of_a_step_outside_attention():
+    config = PRESETS["gpt3-xl"].config
     total = sum(2 * m * n * k * count for (m, n, k), count in flops.matrix_products(config, tokens=128).items())
     assert total == 6 * flops.matmul_parameters(config) * 128
 
 
 def test_least_bytes_are_the_operands_of_every_product_and_adamw():
-    config, tokens = SHAPES[0], 2 * 32
+    config, tokens = CONFIG, 2 * 80
     C, V = config.n_embd, config.vocab_size
     products = [(C, 3 * C), (C, C), (C, 4 * C), (4 * C, C)] * config.n_layer + [(C, V)]
     activations = sum(3 * 2 * tokens * (inputs + outputs) for inputs, outputs in products)
@@ -41,8 +39,3 @@ def test_least_bytes_are_the_operands_of_every_product_and_adamw():
 def test_known_sizes():
     assert flops.parameters(PRESETS["gpt2"].config) == pytest.approx(124e6, rel=0.01)
     assert flops.parameters(PRESETS["gpt3-xl"].config) == pytest.approx(1.3e9, rel=0.03)
-
-
-def test_fused_attention_needs_less_memory_by_its_scores():
-    by_hand, fused = (flops.unfused_peak_bytes(SMALL, 2, scores) for scores in (True, False))
-    assert by_hand - fused == 4 * SMALL.n_layer * 2 * SMALL.n_head * SMALL.seq_len**2

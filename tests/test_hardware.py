@@ -15,34 +15,25 @@ class NVMLError(Exception):
     pass
 
 
-def fake_nvml(**functions):
-    return SimpleNamespace(NVMLError=NVMLError, **functions)
-
-
 def raising(*_):
     raise NVMLError("Not Supported")
 
 
-@pytest.mark.parametrize(
-    ("flags", "bf16"), [("fma avx2", False), ("avx512_bf16", True), ("amx_bf16 amx_tile", True), ("", False)]
-)
-def test_cpu_mixed_precision_needs_bf16_instructions(flags, bf16, tmp_path, monkeypatch):
-    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t\t: fpu {flags}\n")
+def test_mixed_precision_and_free_memory_of_a_cpu_are_what_linux_says(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
-    dtype, note = hardware.resolve_amp_dtype("auto", CPU)
-    assert dtype is (torch.bfloat16 if bf16 else torch.float32)
-    assert (note is None) is bf16
-
-
-def test_free_memory_is_the_hosts_or_unknown(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "MEMINFO", tmp_path / "meminfo")
-    assert hardware.free_memory_bytes(CPU) is None
+    assert hardware.free_memory_bytes(CPU) is None, "or unknown"
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   1000 kB\n")
     assert hardware.free_memory_bytes(CPU) == 1_024_000
+    for flags, bf16 in (("fma avx2", False), ("avx512_bf16", True), ("amx_bf16 amx_tile", True), ("", False)):
+        (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t\t: fpu {flags}\n")
+        dtype, note = hardware.resolve_amp_dtype("auto", CPU)
+        assert dtype is (torch.bfloat16 if bf16 else torch.float32) and (note is None) is bf16
 
 
 def test_nvml_answers_in_its_units_and_what_it_cannot_say_is_null(monkeypatch):
-    library = fake_nvml(
+    library = SimpleNamespace(
+        NVMLError=NVMLError,
         nvmlSystemGetDriverVersion=lambda: b"580.1",
         nvmlDeviceGetCount=lambda: 1,
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
@@ -57,13 +48,10 @@ def test_nvml_answers_in_its_units_and_what_it_cannot_say_is_null(monkeypatch):
     assert (state.sm_clock_mhz, state.memory_clock_mhz, state.power_w) == (1500, 3000, 250.5)
     assert state.throttle_reasons == "0x4" and state.temperature_c is None and state.max_sm_clock_mhz is None
     assert hardware.driver_version() == "580.1"
-
-
-def test_without_nvml_nothing_is_claimed(monkeypatch):
+    library.nvmlDeviceGetCount = lambda: 0
+    assert hardware.driver_version() is None, "a driver without a GPU is none"
     monkeypatch.setattr(hardware, "nvml", lambda: None)
     assert hardware.gpu_state(GPU) is None and hardware.nvml_value(GPU, "PowerUsage") is None
-    monkeypatch.setattr(hardware, "nvml", lambda: fake_nvml(nvmlDeviceGetCount=lambda: 0))
-    assert hardware.driver_version() is None, "a driver without a GPU is none"
 
 
 def test_gpus_that_are_hidden_are_named(monkeypatch):
@@ -74,26 +62,19 @@ def test_gpus_that_are_hidden_are_named(monkeypatch):
         hardware.resolve_device("auto")
 
 
-def test_another_cudnn_than_torchs_own_is_said(monkeypatch):
+def test_another_cudnn_than_torchs_own_is_said_and_only_variables_that_a_user_chose_are_recorded(monkeypatch):
     def version():
         raise RuntimeError("cuDNN version incompatibility: compiled  against (9, 19, 0), found (9, 14, 0)\nmore")
 
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    assert hardware.cudnn_note(GPU) is None
     monkeypatch.setattr(torch.backends.cudnn, "version", version)
     assert "LD_LIBRARY_PATH" in hardware.cudnn_note(GPU) and hardware.cudnn_note(CPU) is None
-    assert hardware.cudnn_version().endswith("compiled against (9, 19, 0), found (9, 14, 0)")
-
-
-def test_only_variables_that_a_user_chose_are_recorded(monkeypatch):
-    monkeypatch.setenv("NVTE_CUDA_INCLUDE_DIR", "/set/by/an/import")
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    monkeypatch.setenv("UNRELATED", "1")
+    for name, value in (("NVTE_CUDA_INCLUDE_DIR", "/set/by/an/import"), ("NVTE_FUSED_ATTN", "0"), ("UNRELATED", "1")):
+        monkeypatch.setenv(name, value)
     variables = hardware.describe(CPU).variables
     assert variables["NVTE_FUSED_ATTN"] == "0" and not {"NVTE_CUDA_INCLUDE_DIR", "UNRELATED"} & variables.keys()
 
 
-def test_a_commit_is_recorded_with_whether_files_differ(tmp_path):
+def test_a_commit_is_recorded_with_whether_files_differ(tmp_path, monkeypatch):
     def git(*words):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
         subprocess.run(["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True)
@@ -108,9 +89,5 @@ def test_a_commit_is_recorded_with_whether_files_differ(tmp_path):
     assert len(commit) == 40 and dirty is False and reason is None
     (tmp_path / "a").write_text("2")
     assert hardware.commit_of(tmp_path)[1] is True
-
-
-def test_a_missing_git_is_said(tmp_path, monkeypatch):
-    (tmp_path / ".git").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert hardware.commit_of(tmp_path) == (None, None, "git is not installed")

@@ -12,13 +12,12 @@ from report.load import RecordError, load_run, read_run
 
 LONG = "1" + "0" * 400
 ODD = [
-    ("1e400", "tokens_per_s"), ("NaN", "tokens_per_s"), ("-Infinity", "tokens_per_s"), ('"fast"', "tokens_per_s"),
-    ("true", "tokens_per_s"), ("-5", "tokens_per_s"), (LONG, "tokens_per_s"), ("-1", "model_flops_per_s"),
-    ("null", "loss"), ("[]", "loss"), ("[NaN]", "loss"), ("[1e308, 1e308]", "loss"), ('["x"]', "loss"),
-    ("null", "timing"), ("null", "timing", "median_ms"), ("0", "timing", "median_ms"), ("1e300", "timing", "p75_ms"),
-    ('["a"]', "timing", "step_ms"), (LONG, "peak_allocated_bytes"), ("-1", "peak_rss_bytes"), ('"x"', "settings"),
-    ('"hot"', "gpu_state"), ('"x"', "bytes_per_step"), ('"x"', "profile"), ('"x"', "profile", "kernels"),
-    ('"x"', "profile", "gpu_idle_ms"), ('{"magic": {}}', "profile", "categories"), ('"great"', "status"),
+    ("1e400", "tokens_per_s"), ("NaN", "tokens_per_s"), ('"fast"', "tokens_per_s"), ("true", "tokens_per_s"),
+    ("-5", "tokens_per_s"), (LONG, "tokens_per_s"), ("null", "loss"), ("[]", "loss"), ("[NaN]", "loss"),
+    ("[1e308, 1e308]", "loss"), ('["x"]', "loss"), ("null", "timing"), ("0", "timing", "median_ms"),
+    ("1e300", "timing", "p75_ms"), ('["a"]', "timing", "step_ms"), (LONG, "peak_allocated_bytes"),
+    ('"x"', "settings"), ('"hot"', "gpu_state"), ('"x"', "profile", "kernels"), ('"x"', "profile", "gpu_idle_ms"),
+    ('{"magic": {}}', "profile", "categories"), ('"great"', "status"),
     ('{"loss": {"ms": 1e308}, "other": {"ms": 1e308}}', "profile", "categories"),
 ]  # fmt: skip
 
@@ -34,18 +33,20 @@ def test_an_odd_field_leaves_its_row_out_by_name_and_the_others_stand(tmp_path, 
     assert len(run.problems) == 1 and "1_b" in run.problems[0] and "1_b" in table.render_text(run)
 
 
-def test_one_odd_row_of_a_recorded_run_is_left_out(tmp_path):
+def test_one_odd_row_of_a_recorded_run_is_left_out_and_two_of_one_name_are_refused(tmp_path):
     made = runs.run(runs.step("0_a"), runs.step("1_b"), peers=[runs.step("p")])
     runs.write_odd(tmp_path / "results.json", made, "1e400", "steps", 1, "loss")
     run = load_run(tmp_path)
     assert [row.status for row in [*run.steps, *run.peers]] == ["ok", "failed", "ok"] and "1_b" in run.problems[0]
+    with pytest.raises(RecordError, match="two rows of one name"):
+        read_run(runs.write(runs.run(runs.step("0_a"), runs.step("0_a")), tmp_path) / "results.json")
 
 
-@pytest.mark.parametrize("raw", ["1e400", "NaN", '"fast"', "-1", LONG])
+@pytest.mark.parametrize("raw", ["1e400", '"fast"', "-1"])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_odd_roofs_are_named_and_the_table_stands(tmp_path, raw, recorded):
-    made = runs.run(runs.step("0_a"), roofs=runs.ROOFS)
     if recorded:
+        made = runs.run(runs.step("0_a"), roofs=runs.ROOFS)
         runs.write_odd(tmp_path / "results.json", made, raw, "roofs", "fp32_flops_per_s")
     else:
         runs.write_rows(tmp_path, runs.step("0_a"))
@@ -60,16 +61,13 @@ def test_odd_roofs_are_named_and_the_table_stands(tmp_path, raw, recorded):
         ("{ broken", "not readable JSON"),
         ("\x00\xff", "not readable JSON"),
         ("[" * 200_000, "not readable JSON"),
-        ('{"a":' * 100_000, "not readable JSON"),
         ("[]", "not a record"),
         ('{"hello": 1}', "not a record"),
         ('{"schema_version": 2, "steps": 3}', "not a record"),
         ('{"schema_version": 2, "steps": [3]}', "1_b.json"),
-        ('{"schema_version": 99}', "schema version 99"),
         ('{"schema_version": 1}', "schema version 1"),
         (json.dumps(asdict(runs.run())), "not a record"),
         (json.dumps(asdict(runs.run(runs.step("1_b"))) | {"environment": 5}), "environment"),
-        (json.dumps(asdict(runs.run(runs.step("1_b"))) | {"peers": 5}), "1_b.json"),
         (json.dumps(asdict(runs.run(runs.step("1_b"), workload=replace(runs.WORKLOAD, data=3)))), "data"),
     ],
     ids=lambda value: value[:40],
@@ -82,18 +80,20 @@ def test_a_file_that_is_no_record_is_one_line(tmp_path, content, said):
     assert len(run.problems) == 1 and said in run.problems[0] and "\n" not in run.problems[0]
 
 
-def test_what_is_no_regular_file_or_too_large_is_named(tmp_path):
+def test_what_is_no_regular_file_too_large_or_holds_another_files_step_is_named(tmp_path):
     runs.write_rows(tmp_path, runs.step("0_a"))
     os.mkfifo(tmp_path / "1_b.json")
-    (tmp_path / "2_c.json").mkdir()
     with (tmp_path / "3_d.json").open("wb") as file:
         file.truncate(200_000_000)
-    problems = "; ".join(load_run(tmp_path).problems)
-    assert "1_b.json is not a regular" in problems and "2_c.json is not a regular" in problems
-    assert "3_d.json has 200 MB, more than any record" in problems
+    (tmp_path / "4_x.json").write_text((tmp_path / "0_a.json").read_text())
+    run = load_run(tmp_path)
+    problems = "; ".join(run.problems)
+    assert "1_b.json is not a regular" in problems and "3_d.json has 200 MB, more than any record" in problems
+    assert [row.step for row in run.steps if row.status == "ok"] == ["0_a"]
+    assert run.steps[-1].step == "4_x" and run.steps[-1].reason == "its record is one of 0_a"
 
 
-def test_planned_rows_without_a_record_are_interrupted_or_not_run(tmp_path):
+def test_planned_rows_without_a_record_are_interrupted_or_not_run_unless_the_ladder_knows_more(tmp_path):
     runs.write_rows(tmp_path, runs.step("0_a"))
     runs.write_plan(tmp_path, "0_a", "1_b", "2_c", "3_d", "peers/p", left_out=["3_d"])
     (tmp_path / "1_b.log").write_text("began")
@@ -101,52 +101,27 @@ def test_planned_rows_without_a_record_are_interrupted_or_not_run(tmp_path):
     assert [row.status for row in run.steps] == ["ok", "interrupted", "not run", "not run"]
     assert "--resume" in run.steps[1].reason and "--only" in run.steps[3].reason
     assert [(peer.step, peer.status) for peer in run.peers] == [("p", "not run")]
-
-
-def test_rows_that_left_no_file_come_from_the_ladder(tmp_path):
-    runs.write_rows(tmp_path, runs.step("0_a"))
     ended = {"1_b": runs.step("1_b", status="timeout", reason="slow"), "0_a": runs.step("0_a", status="failed")}
-    assert [row.status for row in load_run(tmp_path, ended).steps] == ["ok", "timeout"]
+    assert [row.status for row in load_run(tmp_path, ended).steps][:2] == ["ok", "timeout"]
 
 
-def test_a_row_of_another_workload_is_failed_and_names_the_fields(tmp_path):
+def test_a_row_of_another_workload_is_failed_and_a_failed_roof_says_why(tmp_path):
     other = replace(runs.WORKLOAD, batch_size=9, seed=2)
     runs.write_rows(tmp_path, runs.step("0_a"), runs.step("2_c"))
     runs.write_rows(tmp_path, runs.step("1_b"), workload=other)
     runs.write_rows(tmp_path / "peers", runs.step("p"), workload=other)
+    (tmp_path / "roofs.json").write_text('{"failed": "no luck"}')
     run = load_run(tmp_path)
-    assert [row.status for row in run.steps] == ["ok", "failed", "ok"] and run.peers[0].status == "failed"
+    assert [row.status for row in run.steps] == ["ok", "failed", "ok"] and "no roofs: no luck" in run.problems
+    assert [(peer.step, peer.status) for peer in run.peers] == [("p", "failed")]
     assert all("batch_size, seed differ" in row.reason for row in (run.steps[1], run.peers[0]))
 
 
-@pytest.mark.parametrize("odd", [{"device": "other GPU"}, {"dirty": True}, {"commit": "def"}], ids=str)
-def test_rows_of_different_machines_or_code_are_named(tmp_path, odd):
+def test_rows_of_different_machines_are_named(tmp_path):
     runs.write_rows(tmp_path, runs.step("0_a"))
-    runs.write_rows(tmp_path, runs.step("1_b"), **odd)
-    ((name, value),) = odd.items()
+    runs.write_rows(tmp_path, runs.step("1_b"), device="other GPU")
     said = "; ".join(load_run(tmp_path).problems)
-    assert f"rows differ in {name}" in said and f"{value} in 1_b" in said
-
-
-def test_two_files_that_hold_one_step_do_not_make_two_rows_of_one_name(tmp_path):
-    runs.write_rows(tmp_path, runs.step("0_a", 300))
-    (tmp_path / "3_x.json").write_text((tmp_path / "0_a.json").read_text())
-    run = load_run(tmp_path)
-    assert [row.step for row in run.steps if row.status == "ok"] == ["0_a"] and "3_x.json" in "; ".join(run.problems)
-
-
-def test_two_rows_of_one_name_in_a_record_are_refused(tmp_path):
-    with pytest.raises(RecordError, match="two rows of one name"):
-        read_run(runs.write(runs.run(runs.step("0_a"), runs.step("0_a")), tmp_path) / "results.json")
-
-
-def test_peers_stand_under_the_steps_and_a_failed_roof_says_why(tmp_path):
-    runs.write_rows(tmp_path / "peers", runs.step("a_peer"))
-    runs.write_rows(tmp_path, runs.step("0_a"))
-    (tmp_path / "roofs.json").write_text('{"failed": "no luck"}')
-    run = load_run(tmp_path)
-    assert [row.step for row in run.steps] == ["0_a"] and [row.step for row in run.peers] == ["a_peer"]
-    assert "no roofs: no luck" in run.problems
+    assert "rows differ in device" in said and "other GPU in 1_b" in said
 
 
 @pytest.mark.parametrize("text", runs.HOSTILE.values(), ids=runs.HOSTILE)

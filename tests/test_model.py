@@ -51,12 +51,3 @@ def test_initialization_follows_gpt2():
             assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
         else:
             assert (parameter == (0.0 if name.endswith("bias") else 1.0)).all(), name
-
-
-def test_the_residual_stream_has_the_dtype_asked_for():
-    model, seen = build(CPU_STEPS[1], residual_dtype=torch.bfloat16), []
-    model.blocks[0].register_forward_pre_hook(lambda block, inputs: seen.append(inputs[0].dtype))
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
-    with torch.autocast("cpu", torch.bfloat16):
-        model(tokens, tokens)
-    assert seen == [torch.bfloat16]

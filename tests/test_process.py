@@ -10,9 +10,8 @@ import pytest
 
 from ladder import process
 
-GRANDCHILD = (
-    "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
-)
+GRANDCHILD = "import subprocess; child = subprocess.Popen(['sleep', '600']); "
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
 GRANDCHILD += "open('pid', 'w').write(str(child.pid)); "
 
 
@@ -50,74 +49,35 @@ def test_output_is_shown_and_logged_with_the_errors(run, tmp_path):
     ended, shown = run("import sys; print('out'); sys.stderr.write('err\\n'); sys.exit(3)")
     assert ended.code == 3 and shown == b"out\n" and not (ended.stopped or ended.timed_out)
     assert {b"out", b"err"} == set((tmp_path / "x.log").read_bytes().split())
-
-
-def test_progress_comes_through_its_own_pipe_and_nonsense_is_left_out(run):
-    code = "import os; fd = int(os.environ['LADDER_PROGRESS_FD']); "
-    seen = []
+    code, seen = "import os; fd = int(os.environ['LADDER_PROGRESS_FD']); ", []
     run(code + "os.write(fd, b'nonsense\\n{\"k\":'); os.write(fd, b' 1}\\n')", progress=seen.append)
-    assert seen == [{"k": 1}]
+    assert seen == [{"k": 1}], "progress has a pipe of its own; nonsense is left out"
 
 
-def test_a_process_past_its_limit_is_ended(run):
+def test_a_process_past_its_limit_is_ended_and_one_that_will_not_end_is_killed(run, monkeypatch):
     ended, _ = run("import time; time.sleep(600)", limit_s=0.5)
     assert ended.timed_out and ended.code == -signal.SIGTERM
-
-
-def test_a_process_that_will_not_end_is_killed(run, monkeypatch):
     monkeypatch.setattr(process, "GRACE_S", 0.5)
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    ended, _ = run(code, limit_s=2)
+    ended, _ = run(DEAF + "time.sleep(600)", limit_s=2)
     assert ended.timed_out and ended.code == -signal.SIGKILL
 
 
 def test_asked_twice_to_stop_nothing_is_waited_for(run):
     stop = process.Stop()
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     threading.Timer(2, lambda: [stop._count(), stop._count()]).start()
-    ended, _ = run(code, stop=stop)
+    ended, _ = run(DEAF + "time.sleep(600)", stop=stop)
     assert ended.stopped and ended.code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("ending", ["raise SystemExit(3)", "import os; os.abort()"])
-def test_a_grandchild_that_holds_the_output_is_neither_waited_for_nor_left(ending, run, tmp_path):
-    ended, _ = run(GRANDCHILD + ending, limit_s=120)
-    assert not ended.timed_out, "its end is the row's end"
-    assert wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())), 10)
-
-
-def test_closed_output_does_not_end_a_process(run):
-    ended, _ = run("import os, time; os.close(1); os.close(int(os.environ['LADDER_PROGRESS_FD'])); time.sleep(0.5)")
-    assert ended.code == 0
-
-
-def test_a_module_runs_from_any_folder_and_takes_nothing_from_it(tmp_path, monkeypatch):
-    for name in ("tabulate", "common", "json"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('hostile')")
-    monkeypatch.chdir(tmp_path)
-    command = process.module_command("common.text", "--word")
-    assert process.run(command, tmp_path / "x.log", 60, process.Stop()).code == 0, (tmp_path / "x.log").read_text()
-
-
-@pytest.mark.parametrize(
-    ("ended", "log", "status", "said"),
-    [
+def test_how_a_process_ended_is_a_status_and_a_line(tmp_path):
+    for ended, log, status, said in (
         (process.Ended(-15, 1, stopped=True), "", "interrupted", "interrupted"),
         (process.Ended(-15, 1, timed_out=True), "", "timeout", "longer than 7 s"),
         (process.Ended(-9, 1), "", "oom", "signal 9"),
         (process.Ended(-11, 1), "", "failed", "SIGSEGV: see x.log"),
         (process.Ended(3, 1), "", "failed", "exit code 3 and no record: see x.log"),
         (process.Ended(1, 1), "a\n0_x: failed: cannot write: No space\n\n", "failed", "cannot write: No space"),
-    ],
-)
-def test_how_a_process_ended_is_a_status_and_a_line(ended, log, status, said, tmp_path):
-    (tmp_path / "x.log").write_text(log)
-    found, reason = process.describe(ended, 7, tmp_path / "x.log")
-    assert found == status and said in reason
-
-
-def test_waiting_threads_of_a_cpu_do_not_spin_unless_the_user_says_so(monkeypatch):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert process.passive_waits("cpu") == {"OMP_WAIT_POLICY": "passive"} and process.passive_waits("cuda") == {}
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert process.passive_waits("cpu") == {}
+    ):
+        (tmp_path / "x.log").write_text(log)
+        found, reason = process.describe(ended, 7, tmp_path / "x.log")
+        assert found == status and said in reason

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import FAST, ROOT
 
 from common import roofs
 
@@ -19,7 +19,9 @@ def small_copies(monkeypatch):
 
 
 def test_roofs_of_a_cpu():
+    torch.set_float32_matmul_precision("high")
     measured = roofs.measure({(64, 64, 32): 2, (64, 32, 64): 1}, CPU)
+    assert torch.get_float32_matmul_precision() == "high", "it stays as it was"
     assert measured.copy_bytes_per_s > 0 and measured.square.fp32_flops_per_s > 0
     slowest, fastest = sorted(shape.fp32_flops_per_s for shape in measured.shapes)
     assert slowest <= measured.fp32_flops_per_s <= fastest
@@ -36,15 +38,8 @@ def test_a_product_that_fails_is_a_note_and_the_rest_stands(monkeypatch):
     assert "fp32 not measured: CUDA out of memory. Tried a lot" in measured.notes
 
 
-def test_measuring_leaves_the_precision_as_it_was():
-    torch.set_float32_matmul_precision("high")
-    roofs.measure({(8, 8, 8): 1}, CPU)
-    assert torch.get_float32_matmul_precision() == "high"
-
-
 def test_the_command_writes_json(tmp_path):
-    words = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32"]
-    command = [sys.executable, "-m", "common.roofs", *words, "--output", str(tmp_path / "roofs.json")]
+    command = [sys.executable, "-m", "common.roofs", *FAST, "--output", str(tmp_path / "roofs.json")]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     assert json.loads((tmp_path / "roofs.json").read_text())["fp32_flops_per_s"] > 0
 

@@ -29,19 +29,11 @@ def test_rows_without_a_time_stay_with_their_reason():
     assert "1_b: no such thing" in table.render_text(run)
 
 
-def test_without_step_0_speedups_say_what_they_are_against():
-    rows = table.table_rows(runs.run(runs.step("0_a", status="oom"), runs.step("1_b", 80), runs.step("2_c", 40)))
-    assert "vs baseline" not in rows[0] and rows[2]["vs 1_b"] == "2.00x"
-
-
-def test_no_row_with_a_time_is_still_a_table():
-    run = runs.run(*(runs.step(name, status="failed", reason="x") for name in "01234"))
-    assert len(table.table_rows(run)) == 5 and "4: x" in table.render_markdown(run)
-
-
-def test_peers_stand_under_the_steps_and_follow_none():
+def test_peers_stand_under_the_steps_and_no_row_with_a_time_is_still_a_table():
     rows = table.table_rows(runs.run(runs.step("0_a", 300), peers=[runs.step("z", 150)]))
     assert rows[1]["step"] == "peer: z" and rows[1]["vs baseline"] == "2.00x" and rows[1]["vs previous"] == "-"
+    run = runs.run(*(runs.step(name, status="failed", reason="x") for name in "01234"))
+    assert len(table.table_rows(run)) == 5 and "4: x" in table.render_markdown(run)
 
 
 def test_what_binds_a_row_and_the_roofs_are_explained():
@@ -52,23 +44,17 @@ def test_what_binds_a_row_and_the_roofs_are_explained():
         assert part in said
 
 
-def prose_of(tmp_path, text):
+ADDRESSES = ("https://a.example/x", "www.a.example", "# heading", "- item")
+
+
+@pytest.mark.parametrize("text", [*runs.HOSTILE.values(), *ADDRESSES])
+def test_nothing_that_a_record_says_is_markup_in_markdown(tmp_path, text):
     (tmp_path / "record.json").write_text(json.dumps(runs.hostile_content(text)))
     whole = table.render_markdown(read_run(tmp_path / "record.json"))
-    return whole.partition("\nReproduce:")[0]  # what follows is a block of code
-
-
-@pytest.mark.parametrize("text", runs.HOSTILE.values(), ids=runs.HOSTILE)
-def test_nothing_that_a_record_says_is_markup_in_markdown(tmp_path, text):
-    bare = re.sub(r"\\[!-/:-@\[-`{-~]", "", prose_of(tmp_path, text))  # without what a backslash makes plain
+    prose = whole.partition("\nReproduce:")[0]  # what follows is a block of code
+    bare = re.sub(r"\\[!-/:-@\[-`{-~]", "", prose)  # without what a backslash makes plain
     assert not set("[]<`") & set(bare)
-    cells = {line.count("|") for line in bare.splitlines() if line.startswith("|")}
-    assert len(cells) == 1, "no text ends a cell"
+    assert len({line.count("|") for line in bare.splitlines() if line.startswith("|")}) == 1, "no text ends a cell"
     assert all(character.isprintable() or character == "\n" for character in bare)
-
-
-@pytest.mark.parametrize("text", ["https://a.example/x", "www.a.example", "# heading", "- item"])
-def test_a_bare_address_or_the_start_of_a_line_is_no_markup_either(tmp_path, text):
-    prose = prose_of(tmp_path, text)
-    assert "://" not in prose and "www." not in prose, "GitHub makes a link of a bare address"
+    assert text not in ADDRESSES or not ("://" in prose or "www." in prose), "GitHub makes a link of a bare address"
     assert not re.search(r"^[-#*] [-#] ", prose, re.MULTILINE)

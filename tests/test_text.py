@@ -3,36 +3,24 @@
 import io
 import os
 
-import pytest
-
 from common import text
 
 
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
+def test_anything_becomes_one_harmless_line_and_a_command_names_no_folder():
+    for given, line in (
         ("first\nsecond", "first"),
         ("\n\n a \n", "a"),
         (MemoryError(), "MemoryError"),
         ("red \x1b[31m alert\x07", "red  [31m alert "),
         ("x" * 400, "x" * 299 + "…"),
-    ],
-)
-def test_anything_becomes_one_harmless_line(given, line):
-    assert text.one_line(given) == line
-
-
-@pytest.mark.parametrize(
-    ("words", "command"),
-    [
-        (["./run_all.sh", "--data", "/home/me/book.txt"], "./run_all.sh --data book.txt"),
+    ):
+        assert text.one_line(given) == line
+    for words, command in (
+        (["./run_all.sh", "--data", "/home/me/two words"], "./run_all.sh --data 'two words'"),
         (["x.py", "--output", "/tmp/r.json", "--steps", "2"], "x.py --steps 2"),
         (["x.py", "--output=/tmp/r.json", "--data=/a/b"], "x.py --data=b"),
-        (["x.py", "--data", "two words"], "x.py --data 'two words'"),
-    ],
-)
-def test_a_command_names_no_folder_of_this_machine(words, command):
-    assert text.portable_command(words) == command
+    ):
+        assert text.portable_command(words) == command
 
 
 def test_a_reader_who_left_and_a_letter_that_a_terminal_lacks_end_nothing():
@@ -50,11 +38,3 @@ def test_a_table_is_aligned_and_nothing_is_read_as_a_number():
     table = text.aligned([{"step": "1e5", "ms": "10.50"}, {"step": "b", "ms": "9"}])
     assert "1e5" in table and "10.50" in table and table.splitlines()[-1].endswith(" 9")
     assert text.aligned([]) == ""
-
-
-def test_a_parser_takes_no_abbreviation_and_says_one_line(capsys):
-    parser = text.OneLineParser(prog="x")
-    parser.add_argument("--steps")
-    with pytest.raises(SystemExit) as caught:
-        parser.parse_args(["--st", "3"])
-    assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
