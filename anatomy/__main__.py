@@ -83,7 +83,7 @@ def run_one(name: str, argv: list[str]) -> int:
         return report_failure(parser.prog, error)
     print(result.render())
     if args.output:
-        command = portable_command(["python", "-m", "anatomy", name, *argv], ("--quick", "--picture"))
+        command = portable_command(["python", "-m", "anatomy", name, *argv])
         record = {
             "experiment": name, "question": experiments()[name], "command": command, "started_at": started_at,
             "seconds": round(time.monotonic() - started, 1), "environment": asdict(hardware.describe(args.device)),

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from common.errors import needs
-
-    needs("torch", "numpy")
-
 import argparse
 import math
 from dataclasses import asdict, dataclass, replace

@@ -43,16 +43,22 @@ def launch(main: Callable[[Arguments], Row]) -> None:
     Exit codes: 0 for ok and skipped, 2 for bad arguments or input, 130 for Ctrl-C, 1 otherwise.
     """
     module = sys.modules[main.__module__]
-    args = parse_args(Path(module.__file__), module.__doc__)
+    try:
+        args = parse_args(Path(module.__file__), module.__doc__)
+        sys.exit(run_and_record(main, args))
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{module.__file__.rpartition('/')[2]}: interrupted, nothing written\n")
+        sys.exit(130)
+
+
+def run_and_record(main: Callable[[Arguments], Row], args: Arguments) -> int:
+    """Run a script's `main`, write its record, say what came of it; returns the exit code."""
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     say(header(args))
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)  # libraries that ask for "cuda" get this one
     try:
         row = main(args)
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{args.step}: interrupted, nothing written\n")
-        sys.exit(130)
     except Exception as error:  # whatever happened, the row must say it
         status, reason = explain(error, args.batch_size)
         if status == "oom" and (held := hardware.held_by_others_bytes(args.device)) > 2 * 2**30:
@@ -66,12 +72,12 @@ def launch(main: Callable[[Arguments], Row]) -> None:
         write_run(args.output, record)
     except OSError as error:
         say(f"{args.step}: failed: cannot write {args.output}: {error.strerror or error}")
-        sys.exit(1)
+        return 1
     if row.profile:
         with contextlib.suppress(ImportError):  # tabulate draws it
             say(profile.kernel_table(row.profile), sys.stderr)
     say(result_lines(row))
-    sys.exit(0 if row.status in ("ok", "skipped") else 1)
+    return 0 if row.status in ("ok", "skipped") else 1
 
 
 def run(
@@ -218,7 +224,7 @@ def observe(train_step: TrainStep, batch: tuple, model: torch.nn.Module, args: A
     except Exception as error:
         row.settings.float32_matmul_precision = torch.get_float32_matmul_precision()
         row.settings.unobserved = one_line(error)
-        notes += [f"not profiled: {one_line(error)}"] if args.profile else []
+        notes += [f"not observed: {one_line(error)}"] if args.profile else []
     return "; ".join(notes) or None
 
 

@@ -37,11 +37,8 @@ def aligned(rows: list[dict], style: str = "simple", n_left: int = 1) -> str:
     return tabulate(rows, headers="keys", tablefmt=style, disable_numparse=True, colalign=align[: len(rows[0])])
 
 
-def portable_command(words: Iterable[str], flags: tuple[str, ...] = ()) -> str:
-    """A command line to repeat anywhere: without --output, absolute paths cut to their last part.
-
-    `flags` changes nothing any more and goes with its last caller.
-    """
+def portable_command(words: Iterable[str]) -> str:
+    """A command line to repeat anywhere: without --output, absolute paths cut to their last part."""
     kept, rest = [], iter(words)
     for word in rest:
         option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)

@@ -21,7 +21,6 @@ from common.text import OneLineParser, one_line, portable_command, say  # noqa: 
 from ladder import process  # noqa: E402
 from report.__main__ import report  # noqa: E402
 
-FLAGS = ("--peers", "--no-roofs", "--no-profile", "--profile")
 STEPS = "01234"
 BY_HAND = ("0_", "1_")  # rows that write the (T, T) scores of attention to memory
 GIB = 2**30
@@ -87,7 +86,9 @@ def rows_to_run(only: str | None, peers: bool, parser: OneLineParser) -> tuple[l
 
 def check(arguments: list[str]) -> dict:
     """What the arguments mean on this machine, from `python -m ladder.check`. Exits where they are wrong."""
-    done = subprocess.run(process.module_command("ladder.check", *arguments), stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        process.module_command("ladder.check", *arguments), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     if done.returncode:
         sys.exit(done.returncode if done.returncode > 0 else 1)
     return json.loads(done.stdout.splitlines()[-1])  # a sitecustomize may print before it
@@ -109,7 +110,7 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
         say(note)
     started = datetime.datetime.now(datetime.timezone.utc)
     plan = Plan(
-        command=portable_command(["./run_all.sh", *argv], FLAGS),
+        command=portable_command(["./run_all.sh", *argv]),
         arguments=arguments + facts["pinned"],
         rows=rows,
         left_out=left_out,

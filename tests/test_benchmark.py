@@ -150,7 +150,7 @@ def test_a_profiler_that_fails_costs_the_settings_not_the_row(monkeypatch):
         raise RuntimeError("no profiler here")
 
     monkeypatch.setattr(benchmark.profile, "trace_step", broken)
-    for asked, said in ((False, None), (True, "not profiled: no profiler here")):
+    for asked, said in ((False, None), (True, "not observed: no profiler here")):
         args, row = arguments(STEPS[0], profile=asked), Row(STEPS[0])
         assert benchmark.observe(lambda *_: None, (None, None), torch.nn.Identity(), args, row) == said
         assert row.settings.unobserved == "no profiler here" and row.settings.float32_matmul_precision

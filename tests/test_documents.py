@@ -40,15 +40,20 @@ def test_performance_shows_the_figures_of_the_page_and_its_short_form(folder):
     assert tables_of((folder / "report.md").read_text())[0] == page_tables(folder)["All rows"]
     text = (ROOT / "docs" / "performance.md").read_text()
     whole = tables_of(text)[0]
-    (part,) = re.findall(rf"^## {folder.name}, batch.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    part, *_ = re.findall(rf"^### {folder.name}, batch.*?(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
     categories, limits = tables_of(part)[:2]
     shown = page_tables(folder)
     for step, row in shown["All rows"].items():
         (cell,) = (cell for name, cell in whole[step].items() if name.startswith(f"{folder.name}, "))
-        assert number(cell) == number(row["ms/step"]) == number(categories[step]["timed"])
+        assert number(cell) == number(row["ms/step"])
         if "(" in cell:  # over the first row of all, with one digit: the table of the report has two
             assert abs(number(cell.partition("(")[2]) - number(row["vs baseline"])) < 0.0551
-        assert all(limits[step][name] == row[name] for name in ("TFLOP/s", "peak GiB", "of roof", "bound by"))
+        if step not in categories:
+            continue  # a row without a profile
+        assert number(categories[step]["timed"]) == number(row["ms/step"])
+        assert all(
+            limits[step][name] == row[name] for name in {"TFLOP/s", "peak GiB", "of roof", "bound by"} & set(row)
+        )
         for name in set(categories[step]) - {"ms per step", "timed"}:
             cells = shown["Time by kernel category"][step]
             assert number(categories[step][name]) == number(cells[name]), (step, name)
