@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 
 from common import arguments, flops, hardware
 from common.record import PRECISIONS, ProductRate, Roofs, write_json
-from common.text import one_line
+from common.text import one_line, say
 
 COPY_BYTES = 2**30
 BUSY_PERCENT = 20
@@ -113,7 +113,12 @@ def product_rate(shape: ProductRate, precision: str, device: torch.device) -> fl
 def main() -> None:
     args = arguments.parse_args(Path("common/roofs.py"), __doc__)
     products = flops.matrix_products(args.config, args.batch_size * args.config.seq_len)
-    write_json(args.output, asdict(measure(products, args.device)))
+    roofs = measure(products, args.device)
+    write_json(args.output, asdict(roofs))
+    rates = [f"copy {roofs.copy_bytes_per_s / 1e9:,.0f} GB/s"] if roofs.copy_bytes_per_s else []
+    measured = [(precision, getattr(roofs, f"{precision}_flops_per_s")) for precision in PRECISIONS]
+    rates += [f"{precision.upper()} {rate / 1e12:,.3g} TFLOP/s" for precision, rate in measured if rate]
+    say("\n".join([", ".join(rates), *roofs.notes, f"written to {args.output}"]))
 
 
 if __name__ == "__main__":
