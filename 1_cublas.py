@@ -1,7 +1,7 @@
 """Step 1: matrix products on tensor cores, by TF32 and automatic mixed precision (AMP).
 
-Change:   products, activations and the residual stream are in BF16. What stays FP32 is
-          multiplied in TF32. Weights and optimizer stay FP32. GPUs before Ampere take FP16.
+Change:   products, GELU and the residual stream are in BF16, or FP16 before Ampere.
+          LayerNorm, softmax, weights and optimizer stay FP32. FP32 products run in TF32.
 Why:      FP32 arithmetic bounds the baseline. Tensor cores multiply many times faster.
 Run:      python 1_cublas.py          Read: diff 0_baseline.py 1_cublas.py
 """

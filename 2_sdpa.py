@@ -69,7 +69,7 @@ def main(args):
     with args.device:
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
-    kernels = [  # the fastest first
+    kernels = [  # in order of preference
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.EFFICIENT_ATTENTION,

@@ -72,7 +72,7 @@ def main(args):
     model = torch.compile(model, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
     optimizer.step = torch.compile(optimizer.step)
-    kernels = [  # the fastest first
+    kernels = [  # in order of preference
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.EFFICIENT_ATTENTION,

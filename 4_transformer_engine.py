@@ -1,8 +1,9 @@
 """Step 4: FP8 matrix products, by Transformer Engine (TE).
 
 Change:   TE's modules replace LayerNorm + Linear, Linear, LayerNorm + MLP and the head. They
-          quantize to FP8 in their normalization and activation kernels. On Hopper the scales
-          come from earlier passes, so the first passes are rehearsed without an update.
+          quantize to FP8, where they can in the kernel before a product. TE's modules are not
+          compiled: the loss and AdamW still are. With delayed scaling, the default on Hopper,
+          scales come from earlier passes: the first passes are rehearsed without an update.
 Why:      BF16 products bound the compiled step. FP8 tensor cores multiply twice as fast.
 Run:      python 4_transformer_engine.py        Read: diff 3_compile.py 4_transformer_engine.py
 """
@@ -66,7 +67,7 @@ def main(args):
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
     optimizer.step = torch.compile(optimizer.step)
-    kernels = [  # the fastest first
+    kernels = [  # in order of preference
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.EFFICIENT_ATTENTION,

@@ -27,7 +27,7 @@ from ladder import process
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS = Path(__file__).resolve().parent / "variants"
 LIMIT_S = 900
-KEPT = ("status", "reason", "loss", "timing", "peak_allocated_bytes")  # of a row
+KEPT = ("status", "reason", "note", "settings", "loss", "timing", "peak_allocated_bytes")  # of a row
 
 
 class VariantError(ValueError):
@@ -171,7 +171,7 @@ def run_variants(chosen: list[Variant], arguments: list[str], output: Path | Non
     if stop.requests:
         sys.stderr.write("python -m anatomy.ablations: interrupted\n")
         return 130
-    return int(any(measured["status"] == "failed" for measured in [*rows, *baselines.values()]))
+    return int(any(row["status"] not in ("ok", "skipped") for row in [*rows, *baselines.values()]))
 
 
 def main() -> None:

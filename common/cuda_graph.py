@@ -25,7 +25,7 @@ def capture(train_step: Callable, optimizer: torch.optim.Optimizer, args: Argume
     if args.device.type != "cuda":
         reason = "only a GPU has CUDA graphs"
     elif args.amp_dtype is torch.float16:
-        reason = "launched, not captured: FP16's loss scaling reads the gradients on the host"
+        reason = "launched, not captured: FP16's loss scaling makes the host wait for whether a gradient overflowed"
     else:
         reason = None
         for group in optimizer.param_groups:
@@ -36,7 +36,9 @@ def capture(train_step: Callable, optimizer: torch.optim.Optimizer, args: Argume
 class CapturedStep:
     """A training step that is launched until `record` has captured it, and replayed from then on.
 
-    Calls take tokens and targets, each (B, T) int64 on the device, and return the loss, a scalar of its own.
+    Calls take tokens and targets, each (B, T) int64 on the device, and return the loss, a scalar of its own. A replay
+    writes to the tensors that were captured: parameters and the optimizer's states must not be replaced afterwards, as
+    `load_state_dict` of an optimizer does. A changed option of the optimizer or another shape raises CaptureError.
     """
 
     def __init__(self, launch: Callable, optimizer: torch.optim.Optimizer, reason: str | None):
@@ -44,29 +46,41 @@ class CapturedStep:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def record(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
-        """Capture one step; nothing is trained by it. Raises CaptureError, and what the step raises."""
+        """Capture one step; nothing is trained by it.
+
+        Raises torch.OutOfMemoryError, and CaptureError that names the line of the script and its error. A capture that
+        failed leaves CUDA's random numbers and allocator in a state in which this process cannot train on.
+        """
         self.batch = [tokens.clone(), targets.clone()]
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what launched steps left would count beside the graph's own memory
         torch.cuda.reset_peak_memory_stats()
-        graph = torch.cuda.CUDAGraph()
+        graph, stream, first = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), None
         try:
             with torch.cuda.graph(graph):
-                self.loss = self.launch(*self.batch).detach()
-        except torch.OutOfMemoryError:
-            raise
+                try:
+                    self.loss = self.launch(*self.batch).detach()
+                except BaseException as error:
+                    first = error  # ending a broken capture raises another
+                    raise
         except RuntimeError as error:
-            raise CaptureError(f"the step cannot be captured as a CUDA graph: {_cause(error)}") from error
+            torch.cuda.set_stream(stream)
+            first = first or error
+            if not isinstance(first, RuntimeError) or isinstance(first, torch.OutOfMemoryError):
+                raise first from None
+            raise CaptureError(f"the step cannot be captured as a CUDA graph: {_cause(first)}") from first
         self.graph, self.hyperparameters = graph, self._hyperparameters()
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self.graph is None:
             return self.launch(tokens, targets)
-        if tokens.shape != self.batch[0].shape:
-            raise CaptureError(f"the captured step takes {tuple(self.batch[0].shape)}, not {tuple(tokens.shape)}")
-        if (now := self._hyperparameters()) != self.hyperparameters:
-            name = next(key for key in now if now[key] != self.hyperparameters.get(key))
-            raise CaptureError(f"{name} is {now[name]}, but the captured step holds {self.hyperparameters.get(name)}")
+        for captured, given in zip(self.batch, (tokens, targets), strict=True):
+            if given.shape != captured.shape:
+                raise CaptureError(f"the captured step takes {tuple(captured.shape)}, not {tuple(given.shape)}")
+        now, held = self._hyperparameters(), self.hyperparameters
+        for name in now | held if now != held else ():
+            if now.get(name) != held.get(name):
+                raise CaptureError(f"{name} is {now.get(name)}, but the captured step holds {held.get(name)}")
         self.batch[0].copy_(tokens)
         self.batch[1].copy_(targets)
         self.graph.replay()
@@ -88,9 +102,7 @@ class CapturedStep:
 
 
 def _cause(error: BaseException) -> str:
-    """The line of the training script that was running, and the first error behind it."""
-    while error.__context__ is not None:
-        error = error.__context__  # ending a broken capture raises again
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    """The line of the training script that was running, and its error."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "-packages" not in frame.filename]
     where = f"{frames[-1].line!r}: " if frames and frames[-1].line else ""
     return f"{where}{one_line(error, 150)}"

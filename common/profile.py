@@ -51,7 +51,7 @@ CATEGORY_PATTERNS = {
     "attention": r"sdpa|flash|fmha|attention|dot_do_o|convert_dq|SoftMax|softmax",
     "matrix products": r"gemm|nvjet|cutlass_\d+_(simt|tensorop|wmma)|xmma|splitKreduce|gemv|dot_kernel|cublas"
     r"|^aten::(mm|addmm|bmm|baddbmm|linear)$|mkldnn|_linear_pointwise|onednn|mkl_linear",
-    "copies and casts": r"direct_copy|_copy_kernel|CatArray|FillFunctor|Memcpy|Memset|delayed_scaling"
+    "copies and casts": r"quantize_mxfp8|direct_copy|_copy_kernel|CatArray|FillFunctor|Memcpy|Memset|delayed_scaling"
     r"|transpose_\w*kernel|triton_poi_fused(_+(to_copy|t|cat|unsafe_view|view|transpose|clone|permute))+_\d+$"
     r"|^aten::(copy_|_to_copy|to|cat|fill_|zero_|clone|contiguous|zeros_like)$",
 }
@@ -282,8 +282,8 @@ def bound_by(profile: Profile, median_ms: float) -> tuple[str, dict[str, float]]
     """`compute`, `memory` or `launch`, and the share of the timed step that each has: the largest names the bound.
 
     Compute is the time in matrix products and fused attention. Memory is the time in all other kernels, which read
-    and write whole tensors for a few operations each. Launch is the rest of the timed median: the GPU waits for the
-    host.
+    and write whole tensors for a few operations each. Launch is the rest of the timed median: the GPU waits for
+    the host or, in a replay, from kernel to kernel.
     """
     softmax = sum(k.ms for k in profile.kernels if k.category == "attention" and "softmax" in k.name.lower())
     compute = sum(profile.categories[name].ms for name in COMPUTE) - softmax
@@ -341,4 +341,7 @@ def kernel_table(profile: Profile, rows: int = 20) -> str:
     categories = [{"category": n, **cells(t.launches, t.ms)} for n, t in profile.categories.items() if t.launches]
     if profile.gpu_idle_ms is not None:
         categories.append({"category": "gaps", **cells(0, profile.gpu_idle_ms)})
-    return f"{aligned(kernels, n_left=2)}\n\n{aligned(categories)}"
+    parts = [aligned(kernels, n_left=2), aligned(categories)]
+    if any(kernel.name.startswith(COMPILED_GRAPH) for kernel in profile.kernels):
+        parts.append("On a CPU, what the compiler fused has no name and counts as pointwise; so does a compiled AdamW.")
+    return "\n\n".join(parts)

@@ -194,13 +194,21 @@ def run_script(ladder: Ladder, script: Path, record: Path) -> tuple[str | None, 
     return process.describe(ended, ladder.limit_s, log)
 
 
+def has_roofs(folder: Path) -> bool:
+    try:
+        return "failed" not in json.loads((folder / "roofs.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def measure_roofs(ladder: Ladder) -> None:
     say("measuring the roofs of this machine")
     roofs, log = ladder.folder / "roofs.json", ladder.folder / "roofs.log"
     command = process.module_command("common.roofs", *ladder.plan.arguments, "--output", str(roofs))
     try:
+        roofs.unlink(missing_ok=True)
         ended = ladder.run(command, log)
-        if ended.code or not roofs.exists():
+        if not ended.stopped and (ended.code or not roofs.exists()):
             reason = process.last_line(log) if ended.code > 0 else process.describe(ended, ladder.limit_s, log)[1]
             write_json(roofs, {"failed": reason})
     except OSError as error:
@@ -268,7 +276,7 @@ def main(argv: list[str]) -> int:
         if not (stop.requests or name in plan.left_out or is_done(folder, name)):
             run_row(ladder, name)
             say("")
-    if plan.roofs and not stop.requests and not (folder / "roofs.json").exists():
+    if plan.roofs and not (stop.requests or has_roofs(folder)):
         measure_roofs(ladder)
     return finish(ladder)
 

@@ -29,7 +29,7 @@ def main(args):
         raise Skip(f"no FP8: {reason}")
     if args.amp_dtype is not torch.bfloat16:
         raise Skip("this peer multiplies FP8 under BF16 mixed precision only")
-    args.require_multiples_of(16, "FP8", vocab=False)
+    args.require_multiples_of(32 if te.get_default_recipe().mxfp8() else 16, "FP8", vocab=False)
     torch.set_float32_matmul_precision("high")
 
     def block(config):

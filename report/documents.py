@@ -50,7 +50,8 @@ def readme_table(results: Path) -> str:
     about = (
         f"{table.describe_device(run.environment)}; {run.workload.preset}, batch {run.workload.batch_size}, "
         f"commit {commit_of(run, 7)}: [report]({at}/report.md), [record]({at}/{MERGED}). "
-        f"Other workloads: {links}. {table.CONVENTION}"
+        f"{run.workload.warmup} + {run.workload.steps} steps (untimed + timed). Other workloads: {links}. "
+        "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square that it needs."
     )
     picture = f'<img src="{at}/speedup.png" width="560" alt="Times faster than the baseline, by step">'
     return "\n\n".join([picture, pipe_table(headers, cells), about])
@@ -79,8 +80,7 @@ def _machine_tables(machine: Path) -> list[str]:
     for path, run in runs:
         if rows := [row for row in [*run.steps, *run.peers] if row.profile]:
             at = f"batch {run.workload.batch_size}, {run.environment.device}, commit {commit_of(run, 7)}"
-            notes = [(row.step, (row.note, analysis.describe_profile_offset(row))) for row in rows]
-            lines = [f"{step}: {note}" for step, both in notes for note in both if note]
+            lines = [f"{row.step}: {row.note}" for row in rows if row.note] + analysis.doubts(run)
             lines += table.describe_roofs(run.roofs) if run.roofs else []
             parts += [f"### {path.name}, {at}", _category_table(rows), _limits_table(rows, run)]
             parts += ["\n".join(f"- {line}" for line in lines)] if lines else []

@@ -13,7 +13,7 @@ from report.load import environment_of
 
 BOUND_RULE = (
     "bound by: the largest share of the step, of compute (matrix products and fused attention), memory (all other "
-    "kernels) and launch (the GPU waits for the host)"
+    "kernels) and launch (the GPU idles: it waits for the host or, in a replay, from kernel to kernel)"
 )
 CONVENTION = (
     "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square that it needs. "
