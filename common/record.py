@@ -2,6 +2,8 @@
 
 A script writes a Run with one row; the ladder merges the rows of its scripts. A field is null where it does not apply
 or was not measured. `report/` reads records and checks every type against these classes.
+Nothing fills these fields yet: repetitions, heldout_loss, energy_j_per_step, tokens_per_joule, clock_mhz, power_w,
+reference_ms and predicted_ms of a row; gpus and parallel of a workload are those of one GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Settings:
 
     amp_dtype: str | None = None  # the narrowest dtype of PyTorch's matrix products and attention: bfloat16, ...
     float32_matmul_precision: str | None = None  # highest: FP32; high: TF32
-    attention_kernel: str | None = None  # by hand, cudnn, flash, efficient, math
+    attention_kernel: str | None = None  # by hand, cudnn, flash, flash (CPU), efficient, math
     compiled: bool | None = None  # whether a compiled region ran
     captured: bool | None = None  # whether the timed steps were replays of a CUDA graph
     optimizer: str | None = None  # AdamW, and how: foreach, fused, compiled
@@ -124,12 +126,12 @@ class Row:
     repetitions: list[Repetition] = field(default_factory=list)  # empty where the row ran once
     tokens_per_s: float | None = None  # tokens_per_step / median
     model_flops_per_s: float | None = None  # flops_per_step / median, by the convention of common/flops.py
-    peak_allocated_bytes: int | None = None  # CUDA allocator, over the timed steps; null on a CPU
+    peak_allocated_bytes: int | None = None  # CUDA allocator, over timed steps and capture; null on a CPU
     peak_reserved_bytes: int | None = None
     peak_rss_bytes: int | None = None  # host memory of the process at its largest, compiler and torch included
     loss: list[float] = field(default_factory=list)  # nats, one a training step, warm-up included
     heldout_loss: float | None = None  # nats, on text that is never trained on
-    host_syncs: int | None = None  # how often one step makes the host wait for the GPU; null on a CPU
+    host_syncs: int | None = None  # waits of the host for the GPU in one launched step; null on a CPU
     gpu_state: GpuState | None = None
     energy_j_per_step: float | None = None  # these four: means over a window of at least 5 s after the timed steps
     tokens_per_joule: float | None = None

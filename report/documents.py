@@ -51,7 +51,7 @@ def readme_table(results: Path) -> str:
         f"{table.describe_device(run.environment)}; {run.workload.preset}, batch {run.workload.batch_size}, "
         f"commit {commit_of(run, 7)}: [report]({at}/report.md), [record]({at}/{MERGED}). "
         f"{run.workload.warmup} + {run.workload.steps} steps (untimed + timed). Other workloads: {links}. "
-        "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square that it needs."
+        "TFLOP/s are model FLOPs by the causal convention: attention counts half of the (T, T) square."
     )
     picture = f'<img src="{at}/speedup.png" width="560" alt="Times faster than the baseline, by step">'
     return "\n\n".join([picture, pipe_table(headers, cells), about])
