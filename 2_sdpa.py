@@ -1,6 +1,7 @@
 """Step 2: fused attention.
 
-Change:   softmax(Q K^T) V becomes one kernel, scaled_dot_product_attention, causal by flag.
+Change:   softmax(Q K^T) V becomes one kernel, scaled_dot_product_attention, with
+          is_causal=True in place of a mask.
 Why:      memory traffic bounds attention. The (T, T) scores no longer travel to DRAM and
           back, and the half of them that the mask hid is no longer computed.
 Run:      python 2_sdpa.py            Read: diff 1_cublas.py 2_sdpa.py

@@ -1,9 +1,9 @@
 """Step 3: one graph, by torch.compile and a CUDA graph.
 
-Change:   torch.compile fuses what lies between the matrix products, forward and backward,
-          and AdamW. The whole training step is then captured as one CUDA graph and replayed.
+Change:   torch.compile fuses the operations between the matrix products, forward and
+          backward, and those of AdamW. The whole step is captured as one CUDA graph.
 Why:      every operation read and wrote whole tensors; fused, a tensor travels once. The
-          host launched every kernel; captured, it launches one graph a step.
+          host launched every kernel; with a captured graph it launches once a step.
 Run:      python 3_compile.py         Read: diff 2_sdpa.py 3_compile.py
 """
 

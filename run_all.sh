@@ -67,6 +67,7 @@ setup() {
   has "$python" "torch, numpy, tabulate, msgspec, pynvml, jinja2, matplotlib" || make_venv
 }
 
+case " $* " in *" --help "* | *" -h "*) exec python3 "$here/ladder/__main__.py" --help ;; esac # needs no torch
 setup
 if [ "${1:-}" = --setup ]; then
   echo "$python"

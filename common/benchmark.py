@@ -47,7 +47,7 @@ def launch(main: Callable[[Arguments], Row]) -> None:
         args = parse_args(Path(module.__file__), module.__doc__)
         sys.exit(run_and_record(main, args))
     except KeyboardInterrupt:
-        sys.stderr.write(f"{module.__file__.rpartition('/')[2]}: interrupted, nothing written\n")
+        sys.stderr.write(f"{Path(module.__file__).stem}: interrupted, nothing written\n")
         sys.exit(130)
 
 
@@ -74,8 +74,12 @@ def run_and_record(main: Callable[[Arguments], Row], args: Arguments) -> int:
         say(f"{args.step}: failed: cannot write {args.output}: {error.strerror or error}")
         return 1
     if row.profile:
-        with contextlib.suppress(ImportError):  # tabulate draws it
+        try:
             say(profile.kernel_table(row.profile), sys.stderr)
+        except ImportError:
+            say("the kernel table needs tabulate: pip install tabulate", sys.stderr)
+    if PROGRESS_FD not in os.environ:  # the ladder shows where its records are
+        say(f"record: {args.output}")
     say(result_lines(row))
     return 0 if row.status in ("ok", "skipped") else 1
 
@@ -198,6 +202,7 @@ def observe(train_step: TrainStep, batch: tuple, model: torch.nn.Module, args: A
     Kernels, gaps and times are those of the timed step. Operators, host waits and backward nodes are those of a
     launched one: a replay has none. A profiler that fails costs what it would have shown, not the row.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
     notes, step = [], partial(train_step, *batch)
     if args.profile:
         try:

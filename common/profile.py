@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import re
 import tempfile
 import time
@@ -83,7 +82,6 @@ class Trace:
 
 def trace_step(step: Callable[[], object], device: torch.device) -> Trace:
     """Run `step` once under torch.profiler. Raises what the profiler raises."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its stages on stderr tell a reader nothing
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         step()

@@ -49,15 +49,16 @@ def build_parser() -> OneLineParser:
         usage="./run_all.sh [OPTION ...] [ARGUMENT ...]",
         description="Runs the five steps with the ARGUMENTs (python 0_baseline.py --help lists them), measures the\n"
         "machine's roofs, prints a table, and writes it with all records, traces and logs to a new folder under\n"
-        "results/. results/latest names the newest complete run.",
+        "results/. results/latest names the newest run that was not interrupted.",
         epilog="STEP_TIMEOUT=SECONDS     the longest that one row may take (default 1800)\n"
-        "PYTHON=INTERPRETER       use this Python as it is\n"
+        "PYTHON=INTERPRETER       use this Python, and install nothing\n"
         "./run_all.sh --setup     only prepare Python, and print the interpreter that will be used\n\n"
         "Exit code: 0 when every row is ok, skipped or left out by --only, 2 for bad arguments, 130 after Ctrl-C,\n"
         "1 otherwise.",
     )
-    parser.add_argument("--only", metavar="N,N", help="run these steps only, for example 3,4; the others are `not run`")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="finish an ended run: run its rows that are not ok")
+    parser.add_argument("--only", metavar="N,N", help="run these steps only, for example 3,4; the other rows are `not run`")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="finish an interrupted run, with its own options: "
+                        "run its rows that are not ok")  # fmt: skip
     parser.add_argument("--peers", action="store_true", help="also run peers/*.py, on the same workload")
     parser.add_argument("--no-roofs", action="store_true", help="do not measure copy bandwidth and matrix products")
     parser.add_argument("--no-profile", action="store_true", help="do not profile steps after the timed ones")

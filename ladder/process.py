@@ -163,7 +163,7 @@ def last_line(log: Path) -> str:
 def describe(ended: Ended, limit_s: float, log: Path) -> tuple[str, str]:
     """Status and one-line reason of a process that left no record."""
     if ended.stopped:
-        return "interrupted", "interrupted"
+        return "interrupted", "ended by Ctrl-C, a closed terminal or kill"
     if ended.timed_out:
         return "timeout", f"took longer than {limit_s:.0f} s"
     if ended.code == -signal.SIGKILL:

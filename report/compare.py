@@ -46,7 +46,7 @@ def compare(a: Run, b: Run, names: tuple[str, str]) -> str:
         lines += [f"The shapes differ ({', '.join(serious)}): speedups are compared, times are not.", ""]
         return "\n".join([*lines, _speedup_table(pairs)])
     if differing:
-        lines.append(f"Both ran the same work, but {', '.join(differing)} differ.")
+        lines.append(f"A step is the same work in both, but {', '.join(differing)} differ.")
     legend = "A / B above 1 means that B is faster. The range divides the quartiles by each other."
     return "\n".join([*lines, "", aligned([_time_cells(*pair) for pair in pairs]), "", legend])
 
@@ -57,7 +57,7 @@ def _pairs(a: Run, b: Run) -> list[tuple[Row, Row]]:
     absent_a, absent_b = ({"status": "absent", "reason": f"not in {letter}"} for letter in "AB")
     return [
         (rows_a.get(name) or Row(name, **absent_a), rows_b.get(name) or Row(name, **absent_b))
-        for name in rows_a | rows_b
+        for name in sorted(rows_a | rows_b)
     ]
 
 

@@ -17,8 +17,8 @@ BOUND_RULE = (
 )
 CONVENTION = (
     "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square that it needs. "
-    f"The loss is the mean of the last {analysis.LOSS_WINDOW} training steps, untimed ones included, on the same "
-    "batches in every row."
+    f"The loss is the mean of the last {analysis.LOSS_WINDOW} training steps, untimed ones included (of all steps "
+    "where there were fewer), on the same batches in every row."
 )
 
 
@@ -132,6 +132,8 @@ def describe_device(environment: Environment) -> str:
 
 def describe_machine(environment: Environment) -> str:
     """The device, the versions, and the commit."""
+    if environment.torch is None:
+        return "the machine is unknown: no row left its record"
     dirty = " with uncommitted changes" if environment.dirty else ""
     unknown = f"commit unknown: {environment.commit_reason}"
     commit = f"commit {environment.commit[:10]}{dirty}" if environment.commit else unknown
