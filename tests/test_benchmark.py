@@ -80,7 +80,6 @@ def test_a_script_needs_no_package_but_torch_and_numpy(step, tmp_path):
     else:
         assert row["status"] == "ok" and row["profile"]["categories"]["matrix products"]["ms"] > 0
         assert (tmp_path / "record.trace.json.gz").stat().st_size > 0
-        assert "the kernel table needs tabulate" in err
 
 
 def test_ctrl_c_writes_nothing_and_says_so(tmp_path):
@@ -88,7 +87,7 @@ def test_ctrl_c_writes_nothing_and_says_so(tmp_path):
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
-    assert process.returncode == 130 and said.splitlines()[-1] == f"{STEPS[0]}: interrupted, nothing written"
+    assert process.returncode == 130 and said.splitlines()[-1] == f"{STEPS[0]}.py: interrupted, nothing written"
     assert "Traceback" not in said and not list(tmp_path.iterdir())
 
 
