@@ -1,6 +1,8 @@
 """What the tests share: the step scripts as modules, and a training step without its benchmark."""
 
+import argparse
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +65,21 @@ def built(step: str, monkeypatch, **overrides) -> SimpleNamespace:
     if (optimizer := caught["settings"].pop("rehearse", None)) is not None:
         benchmark.rehearsal(caught["train_step"], batches[: args.warmup], optimizer)
     return SimpleNamespace(module=module, batches=batches, **caught)
+
+
+def quick(name: str, *words: str):
+    """The Result of an experiment of anatomy/ in quick form on a CPU; its figures and tables are fit for JSON."""
+    module, parser = importlib.import_module(f"anatomy.{name}"), argparse.ArgumentParser()
+    module.add_arguments(parser)
+    given = argparse.Namespace(device=torch.device("cpu"), dtype=None, iters=1, quick=True)
+    result = module.run(parser.parse_args(words, given))
+    json.dumps(result.record(), allow_nan=False)
+    for table in result.tables:
+        assert table.rows and len(set(table.headers)) == len(table.headers), "equal headers would hide a column"
+        assert all(len(row) == len(table.headers) for row in table.rows), table.title
+        assert all(isinstance(cell, str) for row in table.rows for cell in row), table.title
+    assert result.sentences and all(sentence.endswith(".") for sentence in result.sentences)
+    return result
 
 
 @pytest.fixture(autouse=True)

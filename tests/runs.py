@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import reduce
+from operator import getitem
 
-from conftest import ROOT
+from conftest import ROOT, scratch
 
 from common import record as r
 from common.record import write_json, write_run
@@ -28,14 +30,12 @@ HOSTILE = {
 
 
 def step(name, ms=100.0, status="ok", **fields):
-    if status != "ok":
-        return r.Row(name, "source\n", status, **fields)
-    row = r.Row(
-        name, "source\n", "ok", timing=r.Timing(1.0, [ms, ms * 0.99, ms * 1.01], ms, ms * 0.995, ms * 1.005),
-        tokens_per_s=2048 / ms * 1e3, model_flops_per_s=8.4e9 / ms * 1e3, loss=[4.0, 3.0, 2.0, 1.0 + ms / 1e4],
-        peak_allocated_bytes=3 * 2**30,
-    )  # fmt: skip
-    return replace(row, **fields)
+    timed = {
+        "timing": r.Timing(1.0, [ms, ms * 0.99, ms * 1.01], ms, ms * 0.995, ms * 1.005),
+        "tokens_per_s": 2048 / ms * 1e3, "model_flops_per_s": 8.4e9 / ms * 1e3, "peak_allocated_bytes": 3 * 2**30,
+        "loss": [4.0, 3.0, 2.0, 1.0 + ms / 1e4],
+    }  # fmt: skip
+    return r.Row(name, "source\n", status, **(timed if status == "ok" else {}) | fields)
 
 
 def profile(ms, names=("gemm", "softmax"), categories=("matrix products", "attention"), **fields):
@@ -59,17 +59,14 @@ def recorded():
 
 def partial():
     """Every way to end, no profile but one, no roofs."""
-    statuses = ("oom", "failed", "timeout", "skipped", "interrupted", "not run")
-    ended = [step(f"{k}_x", status=s, reason=f"why {k}_x has no time") for k, s in enumerate(statuses, 1)]
+    ended = [step(f"{k}_x", status=s, reason=f"why {k}_x has no time") for k, s in enumerate(r.STATUSES[1:], 1)]
     return run(step("0_a", 300.0, profile=profile(300.0)), *ended)
 
 
 def cpu():
-    of_cpu = {"bound_by": None, "shares": None, "gpu_idle_ms": None, "gpu_busy_ms": None}
-    rows = [
-        step(name, ms, peak_allocated_bytes=None, peak_rss_bytes=2**30, profile=profile(ms, **of_cpu))
-        for name, ms in (("0_a", 300), ("1_b", 290), ("2_c", 90))
-    ]
+    no_gpu = dict.fromkeys(("bound_by", "shares", "gpu_idle_ms", "gpu_busy_ms"))
+    memory = {"peak_allocated_bytes": None, "peak_rss_bytes": 2**30}
+    rows = [step(f"{k}_x", ms, profile=profile(ms, **no_gpu), **memory) for k, ms in enumerate((300, 290, 90))]
     return run(*rows, device="some processor", device_type="cpu")
 
 
@@ -84,8 +81,8 @@ def full():
     return replace(made, problems=["x"])
 
 
-def hostile_content(text):
-    """A record's JSON with `text` in all that is text, keys of free dicts included."""
+def hostile(text=HOSTILE["escapes"]):
+    """What is read of a run with `text` in all that is text, keys of free dicts included."""
 
     def soil(value, name=""):
         if isinstance(value, dict):
@@ -97,20 +94,9 @@ def hostile_content(text):
             return f"{value}{text}"
         return text if isinstance(value, str) and name != "status" else value
 
-    return soil(asdict(full()))
-
-
-def hostile(folder):
-    """What is read of a run with tags in everything that a record names."""
-    write_json(folder / "record.json", hostile_content(HOSTILE["escapes"]))
-    return read_run(folder / "record.json")
-
-
-KINDS = ("recorded", "partial", "cpu", "hostile")
-
-
-def of_kind(name, folder):
-    return hostile(folder) if name == "hostile" else {"recorded": recorded, "partial": partial, "cpu": cpu}[name]()
+    path = scratch[-1] / "results.json"
+    write_json(path, soil(asdict(full())))
+    return read_run(path)
 
 
 def write(made, folder):
@@ -136,11 +122,7 @@ def write_plan(folder, *names, left_out=()):
 def write_odd(path, made, raw, *keys):
     """A record in which the field at `keys` holds the JSON text `raw`."""
     content = asdict(made)
-    *outer, last = keys
-    place = content
-    for key in outer:
-        place = place[key]
-    place[last] = "@@"
+    reduce(getitem, keys[:-1], content)[keys[-1]] = "@@"
     path.write_text(json.dumps(content).replace('"@@"', raw))
 
 

@@ -15,7 +15,8 @@ from selenium.webdriver.chrome.service import Service  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
-FOCUSABLE = "a[href], summary, [tabindex='0']"
+VISIBLE = """return [...document.querySelectorAll("a[href], summary, [tabindex='0']")]
+               .filter(e => e.checkVisibility()).length"""
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +26,8 @@ def browser():
         options.add_argument(argument)
     options.binary_location = shutil.which("chromium")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
-    yield driver
-    driver.quit()
+    with webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver"))) as driver:
+        yield driver
 
 
 def open_page(browser, made, folder, width):
@@ -41,11 +41,10 @@ def open_page(browser, made, folder, width):
     return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
 
 
-@pytest.mark.parametrize("kind", runs.KINDS)
-def test_the_page_is_whole_quiet_and_alone_and_fits_a_phone(browser, kind, tmp_path):
-    asked = open_page(browser, runs.of_kind(kind, tmp_path), tmp_path, 390)
-    assert [address for address in asked if not address.startswith(("file:", "data:"))] == []
-    assert len([address for address in asked if address.startswith("file:")]) == 1
+@pytest.mark.parametrize("make", [runs.recorded, runs.partial, runs.cpu, runs.hostile])
+def test_the_page_is_whole_quiet_and_alone_and_fits_a_phone(browser, make, tmp_path):
+    asked = open_page(browser, make(), tmp_path, 390)
+    assert sorted(address.partition(":")[0] for address in asked if not address.startswith("data:")) == ["file"]
     assert browser.get_log("browser") == []
     ids = browser.execute_script("return [...document.querySelectorAll('[id]')].map(e => e.id)")
     assert len(ids) == len(set(ids)) and {section for section, _ in page.SECTIONS} <= set(ids)
@@ -57,16 +56,12 @@ def test_every_chart_speaks_and_the_keyboard_reaches_everything(browser, tmp_pat
     open_page(browser, runs.recorded(), tmp_path, 1440)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 1440
     drawn = browser.find_elements(By.TAG_NAME, "svg")
-    assert len(drawn) == 7
+    assert len(drawn) >= 6, "one of them only where the record has the profiles of two steps"
     for svg in drawn:
         holder = svg.find_element(By.XPATH, "..")
         assert holder.get_attribute("role") == "img" and len(holder.get_attribute("aria-label")) > 40
         assert svg.size["width"] > 300 and svg.size["height"] > 80
-    expected = browser.execute_script(
-        f'return [...document.querySelectorAll("{FOCUSABLE}")].filter(e => e.checkVisibility()).length'
-    )
-    body = browser.find_element(By.TAG_NAME, "body")
-    reached = set()
+    expected, body, reached = browser.execute_script(VISIBLE), browser.find_element(By.TAG_NAME, "body"), set()
     for _ in range(expected + 5):
         body.send_keys(Keys.TAB)
         reached.add(browser.switch_to.active_element.id)

@@ -1,10 +1,12 @@
 """What only a GPU can show: which kernels ran, that the host never waits, that FP8 is close, that a replay trains."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import STEPS, built, load_step
+from conftest import ROOT, STEPS, built, load_step
 
 from common import benchmark, cuda_graph, hardware, profile, roofs
 from common.errors import Skip
@@ -79,8 +81,6 @@ def test_fp8_products_in_blocks_and_head(monkeypatch):
     gemms = [name for name in traced(STEPS[4], monkeypatch).kernel_names() if FP8_GEMM.search(name)]
     # Forward, input gradient and weight gradient of four matrices a block and of the head.
     assert len(gemms) >= 3 * (4 * CONFIG.n_layer + 1)
-    if torch.cuda.get_device_capability() == (9, 0):
-        assert sum("gelu" in name for name in gemms) == CONFIG.n_layer, "GELU is computed inside its product"
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -197,7 +197,7 @@ def test_peak_memory_and_events_are_recorded(monkeypatch):
     assert row.gpu_state is None or row.gpu_state.sm_clock_mhz > 0
 
 
-def test_a_host_sync_is_noticed_and_cannot_be_captured():  # the last test: it leaves a broken capture
+def break_a_capture():
     x = torch.ones(2, 2, device="cuda", requires_grad=True)
     assert profile.count_host_syncs(lambda: (x[0, 0].item(), x[0, 0].item())) == 2
 
@@ -210,3 +210,9 @@ def test_a_host_sync_is_noticed_and_cannot_be_captured():  # the last test: it l
     with pytest.raises(cuda_graph.CaptureError, match=r"scale = x\.sum\(\)\.item\(\)") as caught:
         step.record(*batch)
     assert "\n" not in str(caught.value) and step.graph is None
+
+
+def test_a_host_sync_is_noticed_and_cannot_be_captured():  # in a process of its own: it leaves a broken capture
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import test_gpu; test_gpu.break_a_capture()"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import runs
 from conftest import FAST, ROOT, STEPS
 from test_process import GRANDCHILD, is_alive, wait_until
+
+from ladder import __main__ as ladder
 
 OK = f"""
 import os, sys
@@ -33,7 +36,6 @@ BODIES = {
     "filling": OK.replace("print(", "print('x' * 2_000_000); print("),
 }
 FIVE_OK = {f"{k}_x": "ok" for k in range(5)}
-HANGING = FIVE_OK | {"1_x": "hang"}
 # The ladder with the meaning of its arguments given, and without a page: it starts without torch and is quick.
 STUB = (
     "import json, sys; sys.path.insert(0, sys.argv[1]); sys.modules['matplotlib'] = None; "
@@ -47,213 +49,185 @@ FACTS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def project(tmp_path):
-    """A copy of the project whose steps are chosen by the test: project({"0_x": "ok", ...})."""
+class Project:
+    """A copy of the project with stand-ins for its steps: Project(folder, {"0_x": "ok", ...})."""
 
-    def make(steps, folder=tmp_path / "project"):
+    def __init__(self, folder: Path, steps: dict[str, str]):
+        self.folder, self.results = folder, folder / "results"
         for name in ("common", "ladder", "report"):
             shutil.copytree(ROOT / name, folder / name)
         shutil.copy(ROOT / "run_all.sh", folder)
         for name, body in steps.items():
             (folder / f"{name}.py").write_text(BODIES[body])
-        return folder
 
-    return make
+    def start(self, *words, command=None, cwd=None, env=(), roofs=("--no-roofs",), **facts):
+        """Start a command: by default the ladder, with these facts about the arguments."""
+        stub = [sys.executable, "-c", STUB, str(self.folder), json.dumps(FACTS | facts), *roofs, *words]
+        kept = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "STEP_TIMEOUT")}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        environment = {**kept, "PYTHON": sys.executable, **dict(env)}
+        return subprocess.Popen(command or stub, cwd=cwd or self.folder, env=environment, **pipes)
 
+    def run(self, *words, **options):
+        process = self.start(*words, **options)
+        out, err = process.communicate(timeout=300)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
-def environment(**more):
-    kept = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "STEP_TIMEOUT")}
-    return {**kept, "PYTHON": sys.executable, **more}
+    def folders(self):
+        return [path for path in self.results.iterdir() if path.is_dir() and not path.is_symlink()]
 
+    def rows(self):
+        """The rows of the only run, by name."""
+        (only,) = self.folders()
+        return {row["step"]: row for row in json.loads((only / "results.json").read_text())["steps"]}
 
-def stub_command(folder, *words, roofs=("--no-roofs",), **facts):
-    return [sys.executable, "-c", STUB, str(folder), json.dumps(FACTS | facts), *roofs, *words]
-
-
-def run(folder, command, **variables):
-    env = environment(**variables)
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-
-
-def run_stub(folder, *words, env=(), **facts):
-    return run(folder, stub_command(folder, *words, **facts), **dict(env))
-
-
-def start(folder, command):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
-    return subprocess.Popen(command, cwd=folder, env=environment(), text=True, **pipes)
+    def statuses(self):
+        return [row["status"] for row in self.rows().values()]
 
 
-def run_folders(folder):
-    return [path for path in (folder / "results").iterdir() if path.is_dir() and not path.is_symlink()]
-
-
-def rows_in(folder):
-    """The rows of the only run, by name."""
-    (only,) = run_folders(folder)
-    return {row["step"]: row for row in json.loads((only / "results.json").read_text())["steps"]}
-
-
-def statuses(folder):
-    return [row["status"] for row in rows_in(folder).values()]
+@pytest.fixture
+def project(tmp_path):
+    return lambda steps, folder=tmp_path / "project": Project(folder, steps)
 
 
 def test_rows_that_break_stay_rows_and_leave_no_process(project):
-    folder = project({"0_x": "ok", "1_x": "grandchild", "2_x": "hang", "4_x": "killed"})
-    ran = run_stub(folder, env={"STEP_TIMEOUT": "3"}, fused_bytes=60 * 2**30)
-    rows = rows_in(folder)
+    made = project({"0_x": "ok", "1_x": "grandchild", "2_x": "hang", "4_x": "killed"})
+    ran = made.run(env={"STEP_TIMEOUT": "3"}, fused_bytes=60 * 2**30)
+    rows = made.rows()
     assert ran.returncode == 1 and list(rows) == ["0_x", "1_x", "2_x", "3_missing", "4_x"]
-    assert statuses(folder) == ["ok", "failed", "timeout", "failed", "oom"], "no row waits for a grandchild"
+    assert made.statuses() == ["ok", "failed", "timeout", "failed", "oom"], "no row waits for a grandchild"
     assert "exit code 3" in rows["1_x"]["reason"] and "1_x.log" in rows["1_x"]["reason"]
     assert "longer than 3 s: raise STEP_TIMEOUT" in rows["2_x"]["reason"]
     assert "3_*.py is missing" in rows["3_missing"]["reason"]
     assert "signal 9" in rows["4_x"]["reason"] and "--batch-size 2" in rows["4_x"]["reason"]
-    assert wait_until(lambda: not is_alive(int((folder / "pid").read_text())), 10)
+    assert wait_until(lambda: not is_alive(int((made.folder / "pid").read_text())), 10)
 
 
 def test_a_step_that_cannot_fit_in_memory_is_not_tried_and_one_that_fits_gets_no_advice_on_its_batch(project):
-    folder = project(FIVE_OK | {"2_x": "killed"})
-    ran, rows = run_stub(folder, by_hand_bytes=300 * 2**30), rows_in(folder)
-    assert ran.returncode == 1 and statuses(folder) == ["oom", "oom", "oom", "ok", "ok"]
+    made = project(FIVE_OK | {"2_x": "killed"})
+    ran, rows = made.run(by_hand_bytes=300 * 2**30), made.rows()
+    assert ran.returncode == 1 and made.statuses() == ["oom", "oom", "oom", "ok", "ok"]
     assert rows["0_x"]["reason"] == "needs about 300 GiB of 100 free: not tried, try --batch-size 2"
     assert "said by 0_x" not in ran.stdout
     assert "signal 9" in rows["2_x"]["reason"] and "batch" not in rows["2_x"]["reason"]
 
 
 def test_a_full_disk_is_a_failed_row_with_the_reason(project):
-    folder = project(FIVE_OK | {"1_x": "filling"})
-    (folder / "results").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder / "results")]
+    made = project(FIVE_OK | {"1_x": "filling"})
+    made.results.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(made.results)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("needs the right to mount a small disk")
     try:
-        ran = run_stub(folder)
+        ran = made.run()
     finally:
-        subprocess.run(["umount", "-l", str(folder / "results")], check=True)
+        subprocess.run(["umount", "-l", str(made.results)], check=True)
     assert ran.returncode == 1 and "Traceback" not in ran.stderr, ran.stderr
     assert "1_x: failed: " in ran.stdout and "No space left on device" in ran.stdout
 
 
 def test_only_the_steps_asked_for_run_and_threads_wait_passively_unless_the_user_chose(project):
-    folder = project(FIVE_OK | {"0_x": "crash"})
+    made = project(FIVE_OK | {"0_x": "crash"})
     for chosen, note in (({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")):
-        ran = run_stub(folder, "--only", "3,4", env=chosen)
-        assert ran.returncode == 0 and statuses(folder) == ["not run"] * 3 + ["ok"] * 2
-        assert "--only" in rows_in(folder)["0_x"]["reason"] and rows_in(folder)["3_x"]["note"] == note
-        shutil.rmtree(folder / "results")
+        assert made.run("--only", "3,4", env=chosen).returncode == 0
+        assert made.statuses() == ["not run"] * 3 + ["ok"] * 2
+        assert "--only" in made.rows()["0_x"]["reason"] and made.rows()["3_x"]["note"] == note
+        shutil.rmtree(made.results)
 
 
 def test_resume_runs_the_rows_that_are_not_ok_and_refuses_what_has_changed(project, tmp_path):
-    folder = project(FIVE_OK | {"1_x": "crash"})
-    assert run_stub(folder, "--no-profile").returncode == 1
-    (folder / "1_x.py").write_text(OK)
-    (only,) = run_folders(folder)
-    ran = run_stub(folder, "--resume", str(only), roofs=())
+    made = project(FIVE_OK | {"1_x": "crash"})
+    assert made.run("--no-profile").returncode == 1
+    (made.folder / "1_x.py").write_text(OK)
+    (only,) = made.folders()
+    ran = made.run("--resume", str(only), roofs=())
     assert [line for line in ran.stdout.splitlines() if line.startswith("said by")] == ["said by 1_x"]
-    assert ran.returncode == 0 and statuses(folder) == ["ok"] * 5
+    assert ran.returncode == 0 and made.statuses() == ["ok"] * 5
     for words, facts, said in (
         ([str(only), "--steps", "9"], {}, "leave out --steps"),
         ([str(tmp_path)], {}, "no plan.json"),
         ([str(only)], {"workload": WORKLOAD | {"seed": 2}}, "workload has changed"),
     ):
-        ran = run_stub(folder, "--resume", *words, roofs=(), **facts)
+        ran = made.run("--resume", *words, roofs=(), **facts)
         assert ran.returncode == 2 and said in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
 
 
-def test_peers_are_rows_of_their_own_and_no_row_is_lost_for_a_roof(project):
-    folder = project(FIVE_OK)
-    (folder / "common" / "roofs.py").write_text("raise SystemExit('no roofs today')")
-    (folder / "peers").mkdir()
-    (folder / "peers" / "mine.py").write_text(OK)
-    (folder / "peers" / "broken.py").write_text(BODIES["crash"])
-    ran = run_stub(folder, "--peers", roofs=())
-    written = json.loads((folder / "results" / "latest" / "results.json").read_text())
+def test_peers_are_rows_of_their_own_and_no_row_is_lost_for_a_roof(project, tmp_path):
+    (tmp_path / "project" / "peers").mkdir(parents=True)
+    made = project(FIVE_OK | {"peers/mine": "ok", "peers/broken": "crash"})
+    (made.folder / "common" / "roofs.py").write_text("raise SystemExit('no roofs today')")
+    ran = made.run("--peers", roofs=())
+    written = json.loads((made.results / "latest" / "results.json").read_text())
     assert [(peer["step"], peer["status"]) for peer in written["peers"]] == [("broken", "failed"), ("mine", "ok")]
-    assert ran.returncode == 1 and statuses(folder) == ["ok"] * 5 and "mine" in ran.stdout
+    assert ran.returncode == 1 and made.statuses() == ["ok"] * 5 and "mine" in ran.stdout
     assert written["roofs"] is None and "no roofs today" in ran.stdout
 
 
 def test_two_runs_at_once_write_two_folders_and_a_reader_who_leaves_ends_no_row(project):
-    folder = project(FIVE_OK)
-    both = [start(folder, stub_command(folder)) for _ in range(2)]
+    made = project(FIVE_OK)
+    both, latest = [made.start() for _ in range(2)], made.results / "latest"
     both[0].stdout.readline()
     both[0].stdout.close()
     both[1].communicate(timeout=120)
     with both[0]:
         said = both[0].stderr.read()
     assert [process.returncode for process in both] == [0, 0] and said == ""
-    assert (folder / "results" / "latest").is_symlink()
-    one, other = (json.loads((made / "results.json").read_text())["steps"] for made in run_folders(folder))
+    assert latest.is_symlink()
+    one, other = (json.loads((folder / "results.json").read_text())["steps"] for folder in made.folders())
     assert [row["status"] for row in one + other] == ["ok"] * 10
-    (folder / "results" / "latest").unlink()
-    (folder / "results" / "latest").write_text("mine")
-    ran = run_stub(folder, "--only", "0")
-    assert ran.returncode == 0 and "of your own and stays" in ran.stdout
-    assert (folder / "results" / "latest").read_text() == "mine"
+    latest.unlink()
+    latest.write_text("mine")
+    ran = made.run("--only", "0")
+    assert ran.returncode == 0 and "of your own and stays" in ran.stdout and latest.read_text() == "mine"
 
 
-def hanging(folder):
-    """A ladder whose second row hangs, and the process that hangs."""
-    process = start(folder, stub_command(folder))
-    assert wait_until(lambda: (folder / "hung").exists() and (folder / "hung").read_text())
-    return process, int((folder / "hung").read_text())
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
-def test_an_interrupted_run_keeps_its_rows_and_leaves_no_process(number, project):
-    folder = project(HANGING)
-    ladder, row = hanging(folder)
-    os.killpg(ladder.pid, number)
-    out, err = ladder.communicate(timeout=60)
-    assert ladder.returncode == 130 and "Traceback" not in err and "--resume" in out
-    assert statuses(folder) == ["ok", "interrupted", "not run", "not run", "not run"]
-    assert not (folder / "results" / "latest").exists() and not is_alive(row)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
+def test_an_interrupted_run_keeps_its_rows_and_a_killed_one_can_be_reported(number, project):
+    made = project(FIVE_OK | {"1_x": "hang"})
+    running, hung = made.start(), made.folder / "hung"
+    assert wait_until(lambda: hung.exists() and hung.read_text())
+    os.killpg(running.pid, number)
+    out, err = running.communicate(timeout=60)
+    if number == signal.SIGKILL:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(hung.read_text()), signal.SIGKILL)
+        assert made.run(command=[sys.executable, "-m", "report", str(*made.folders())]).returncode == 1
+    else:
+        assert running.returncode == 130 and "Traceback" not in err and "--resume" in out
+        assert not is_alive(int(hung.read_text())) and not (made.results / "latest").exists()
+    assert made.statuses() == ["ok", "interrupted", "not run", "not run", "not run"]
 
 
 def test_ctrl_c_before_the_first_row_is_one_line(project):
-    folder = project(FIVE_OK)
-    for path in (folder / "common" / "arguments.py", folder / "ladder" / "check.py"):
-        path.write_text("import time\nopen('checking', 'w').close()\ntime.sleep(600)")
-    ladder = start(folder, [sys.executable, str(folder / "ladder" / "__main__.py"), *FAST])
-    assert wait_until((folder / "checking").exists)
-    os.killpg(ladder.pid, signal.SIGINT)
-    _, err = ladder.communicate(timeout=60)
-    assert ladder.returncode == 130 and err == "run_all.sh: interrupted\n" and not (folder / "results").exists()
-
-
-def test_a_killed_ladder_can_be_reported(project):
-    folder = project(HANGING)
-    ladder, row = hanging(folder)
-    ladder.kill()
-    ladder.communicate()
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(row, signal.SIGKILL)
-    (only,) = run_folders(folder)
-    ran = run(folder, [sys.executable, "-m", "report", str(only)])
-    assert ran.returncode == 1 and statuses(folder) == ["ok", "interrupted", "not run", "not run", "not run"]
+    made = project(FIVE_OK)
+    for path in ("common/arguments.py", "ladder/check.py"):
+        (made.folder / path).write_text("import time\nopen('checking', 'w').close()\ntime.sleep(600)")
+    running = made.start(command=[sys.executable, "ladder/__main__.py", *FAST])
+    assert wait_until((made.folder / "checking").exists)
+    os.killpg(running.pid, signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 130 and err == "run_all.sh: interrupted\n" and not made.results.exists()
 
 
 def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
-    folder = project({}, tmp_path / "a:path with a colon")
+    made = project({}, tmp_path / "a:path with a colon")
+    growing = "def main(args):\n    args.text.path.open('ab').write(b'more')"  # the data file grows while it is read
     for step in STEPS:
-        shutil.copy(ROOT / f"{step}.py", folder)
-    first = (folder / f"{STEPS[0]}.py").read_text()  # and the data file grows while it runs
-    growing = first.replace("def main(args):", "def main(args):\n    args.text.path.open('ab').write(b'more')")
-    (folder / f"{STEPS[0]}.py").write_text(growing)
+        code = (ROOT / f"{step}.py").read_text()
+        (made.folder / f"{step}.py").write_text(code.replace("def main(args):", growing) if step == STEPS[0] else code)
     user, site = tmp_path / "user", tmp_path / "site"
-    for name in ("tabulate", "torch", "numpy", "common", "json"):
-        user.mkdir(exist_ok=True)
-        (user / f"{name}.py").write_text("raise SystemExit('hostile')")
+    user.mkdir()
     site.mkdir()
+    for name in ("tabulate", "torch", "numpy", "common", "json"):
+        (user / f"{name}.py").write_text("raise SystemExit('hostile')")
     (site / "sitecustomize.py").write_text("print('a greeting')")
-    (user / "link.sh").symlink_to(folder / "run_all.sh")
+    (user / "link.sh").symlink_to(made.folder / "run_all.sh")
     data = os.fsdecode(b"b\xfccher.txt")  # a name that is not UTF-8
     shutil.copy(text_file, user / data)
     hostile = {"CDPATH": "/:.", "PYTHONPATH": str(site), "PYTHONOPTIMIZE": "2", "LC_ALL": "C"}
-    ran = run(user, ["./link.sh", *FAST, "--only", "0,2,4", "--data", data], **hostile)
+    ran = made.run(command=["./link.sh", *FAST, "--only", "0,2,4", "--data", data], cwd=user, env=hostile)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    rows, latest = rows_in(folder), folder / "results" / "latest"
+    rows, latest = made.rows(), made.results / "latest"
     assert [row["status"] for row in rows.values()] == ["ok", "not run", "ok", "not run", "skipped"]
     trained = [rows[STEPS[0]], rows[STEPS[2]]]
     assert all(row["profile"]["categories"]["matrix products"]["ms"] > 0 for row in trained)
@@ -269,26 +243,36 @@ def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
         assert (latest / name).stat().st_size > 0, name
 
 
-def test_bad_arguments_are_refused_before_any_row(project):
-    folder = project({"0_x": "crash"})
-    for words, variables, said in (
-        (["--data", "absent.txt"], {}, "absent.txt"),
-        (["--output", "x.json"], {}, "--output"),
-        (["--only", "9"], {}, "--only 9 names no step"),
-        ([], {"STEP_TIMEOUT": "soon"}, "STEP_TIMEOUT=soon"),
-        ([], {"STEP_TIMEOUT": "00"}, "STEP_TIMEOUT=00"),
-        ([], {"PYTHON": "/nope"}, "PYTHON=/nope"),
+def test_bad_arguments_are_refused_before_any_row_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(ladder, "check", lambda _: pytest.fail("refused before the arguments of the steps are read"))
+    for words, limit, said in (
+        (["--output", "x.json"], "9", "--output"),
+        (["--only", "9"], "9", "--only 9 names no step"),
+        ([], "soon", "STEP_TIMEOUT=soon"),
+        ([], "00", "STEP_TIMEOUT=00"),
     ):
-        ran = run(folder, ["./run_all.sh", *words], **variables)
-        assert ran.returncode == 2 and said in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
-    assert not (folder / "results").exists()
-    assert "STEP_TIMEOUT" in run(folder, ["./run_all.sh", "--help"]).stdout
-    assert run(folder, ["./run_all.sh", "--setup"]).stdout.strip() == sys.executable
+        monkeypatch.setenv("STEP_TIMEOUT", limit)
+        with pytest.raises(SystemExit) as caught:
+            ladder.main(words)
+        complaint = capsys.readouterr().err
+        assert caught.value.code == 2 and said in complaint and complaint.count("\n") == 1, complaint
+    assert "STEP_TIMEOUT" in ladder.build_parser().format_help()
 
 
-def test_a_python_that_is_too_old_is_named_with_what_is_needed(project, tmp_path):
+def test_run_all_refuses_what_the_steps_refuse_and_a_python_that_does_not_run_or_is_too_old(project, tmp_path):
+    made = project({"0_x": "crash"})
     (tmp_path / "python3").write_text('#!/bin/bash\n[ "$1" = --version ] && echo "Python 3.8.1" || exit 1\n')
     (tmp_path / "python3").chmod(0o755)
-    ran = run(tmp_path, [project({}) / "run_all.sh"], PYTHON="", PATH=f"{tmp_path}:/usr/bin:/bin")
-    assert ran.returncode == 1 and ran.stderr.count("\n") == 1
-    assert "Python 3.8.1 is too old: Python 3.10 or newer is needed" in ran.stderr
+    old, too_old = (
+        {"PYTHON": "", "PATH": f"{tmp_path}:/usr/bin:/bin"},
+        "3.8.1 is too old: Python 3.10 or newer is needed",
+    )
+    for words, env, code, said in (
+        (["--data", "absent.txt"], {}, 2, "absent.txt"),
+        ([], {"PYTHON": "/nope"}, 2, "PYTHON=/nope"),
+        ([], old, 1, too_old),
+    ):
+        ran = made.run(command=["./run_all.sh", *words], env=env)
+        assert ran.returncode == code and said in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
+    assert not made.results.exists()
+    assert made.run(command=["./run_all.sh", "--setup"]).stdout.strip() == sys.executable

@@ -10,15 +10,11 @@ import runs
 from report import table
 from report.load import RecordError, load_run, read_run
 
-LONG = "1" + "0" * 400
 ODD = [
-    ("1e400", "tokens_per_s"), ("NaN", "tokens_per_s"), ('"fast"', "tokens_per_s"), ("true", "tokens_per_s"),
-    ("-5", "tokens_per_s"), (LONG, "tokens_per_s"), ("null", "loss"), ("[]", "loss"), ("[NaN]", "loss"),
-    ("[1e308, 1e308]", "loss"), ('["x"]', "loss"), ("null", "timing"), ("0", "timing", "median_ms"),
-    ("1e300", "timing", "p75_ms"), ('["a"]', "timing", "step_ms"), (LONG, "peak_allocated_bytes"),
-    ('"x"', "settings"), ('"hot"', "gpu_state"), ('"x"', "profile", "kernels"), ('"x"', "profile", "gpu_idle_ms"),
+    ("1e400", "tokens_per_s"), ("NaN", "tokens_per_s"), ('"fast"', "tokens_per_s"), ("-5", "tokens_per_s"),
+    ("1" + "0" * 400, "tokens_per_s"), ("null", "loss"), ("[]", "loss"), ("[NaN]", "loss"), ("null", "timing"),
+    ("0", "timing", "median_ms"), ("1e300", "timing", "p75_ms"), ('"x"', "profile", "kernels"),
     ('{"magic": {}}', "profile", "categories"), ('"great"', "status"),
-    ('{"loss": {"ms": 1e308}, "other": {"ms": 1e308}}', "profile", "categories"),
 ]  # fmt: skip
 
 
@@ -42,33 +38,26 @@ def test_one_odd_row_of_a_recorded_run_is_left_out_and_two_of_one_name_are_refus
         read_run(runs.write(runs.run(runs.step("0_a"), runs.step("0_a")), tmp_path) / "results.json")
 
 
-@pytest.mark.parametrize("raw", ["1e400", '"fast"', "-1"])
-@pytest.mark.parametrize("recorded", [False, True])
-def test_odd_roofs_are_named_and_the_table_stands(tmp_path, raw, recorded):
-    if recorded:
-        made = runs.run(runs.step("0_a"), roofs=runs.ROOFS)
-        runs.write_odd(tmp_path / "results.json", made, raw, "roofs", "fp32_flops_per_s")
-    else:
-        runs.write_rows(tmp_path, runs.step("0_a"))
-        (tmp_path / "roofs.json").write_text(json.dumps(asdict(runs.ROOFS)).replace("50000000000000.0", raw))
-    run = load_run(tmp_path)
-    assert run.roofs is None and "roofs" in run.problems[0] and "100.0" in table.render_text(run)
+def test_odd_roofs_are_named_and_the_table_stands(tmp_path):
+    recorded, made = tmp_path / "recorded", runs.run(runs.step("0_a"), roofs=runs.ROOFS)
+    runs.write_odd(runs.write(made, recorded) / "results.json", made, '"fast"', "roofs", "fp32_flops_per_s")
+    runs.write_rows(tmp_path, runs.step("0_a"))
+    runs.write_odd(tmp_path / "roofs.json", runs.ROOFS, "-1", "fp32_flops_per_s")
+    for run in (load_run(recorded), load_run(tmp_path)):
+        assert run.roofs is None and "roofs" in run.problems[0] and "100.0" in table.render_text(run)
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         ("{ broken", "not readable JSON"),
-        ("\x00\xff", "not readable JSON"),
         ("[" * 200_000, "not readable JSON"),
         ("[]", "not a record"),
         ('{"hello": 1}', "not a record"),
-        ('{"schema_version": 2, "steps": 3}', "not a record"),
         ('{"schema_version": 2, "steps": [3]}', "1_b.json"),
         ('{"schema_version": 1}', "schema version 1"),
         (json.dumps(asdict(runs.run())), "not a record"),
         (json.dumps(asdict(runs.run(runs.step("1_b"))) | {"environment": 5}), "environment"),
-        (json.dumps(asdict(runs.run(runs.step("1_b"), workload=replace(runs.WORKLOAD, data=3)))), "data"),
     ],
     ids=lambda value: value[:40],
 )
@@ -86,11 +75,10 @@ def test_what_is_no_regular_file_too_large_or_holds_another_files_step_is_named(
     with (tmp_path / "3_d.json").open("wb") as file:
         file.truncate(200_000_000)
     (tmp_path / "4_x.json").write_text((tmp_path / "0_a.json").read_text())
-    run = load_run(tmp_path)
-    problems = "; ".join(run.problems)
+    problems = "; ".join((run := load_run(tmp_path)).problems)
     assert "1_b.json is not a regular" in problems and "3_d.json has 200 MB, more than any record" in problems
     assert [row.step for row in run.steps if row.status == "ok"] == ["0_a"]
-    assert run.steps[-1].step == "4_x" and run.steps[-1].reason == "its record is one of 0_a"
+    assert run.steps[-1].step == "4_x" and "4_x.json holds 0_a, not the one row it is named after" in problems
 
 
 def test_planned_rows_without_a_record_are_interrupted_or_not_run_unless_the_ladder_knows_more(tmp_path):
@@ -105,29 +93,23 @@ def test_planned_rows_without_a_record_are_interrupted_or_not_run_unless_the_lad
     assert [row.status for row in load_run(tmp_path, ended).steps][:2] == ["ok", "timeout"]
 
 
-def test_a_row_of_another_workload_is_failed_and_a_failed_roof_says_why(tmp_path):
+def test_a_row_of_another_workload_is_failed_one_of_another_machine_is_named_and_a_failed_roof_says_why(tmp_path):
     other = replace(runs.WORKLOAD, batch_size=9, seed=2)
-    runs.write_rows(tmp_path, runs.step("0_a"), runs.step("2_c"))
+    runs.write_rows(tmp_path, runs.step("0_a"))
+    runs.write_rows(tmp_path, runs.step("2_c"), device="other GPU")
     runs.write_rows(tmp_path, runs.step("1_b"), workload=other)
     runs.write_rows(tmp_path / "peers", runs.step("p"), workload=other)
     (tmp_path / "roofs.json").write_text('{"failed": "no luck"}')
     run = load_run(tmp_path)
     assert [row.status for row in run.steps] == ["ok", "failed", "ok"] and "no roofs: no luck" in run.problems
     assert [(peer.step, peer.status) for peer in run.peers] == [("p", "failed")]
+    assert any("rows differ in device" in said and "other GPU in 2_c" in said for said in run.problems)
     assert all("batch_size, seed differ" in row.reason for row in (run.steps[1], run.peers[0]))
-
-
-def test_rows_of_different_machines_are_named(tmp_path):
-    runs.write_rows(tmp_path, runs.step("0_a"))
-    runs.write_rows(tmp_path, runs.step("1_b"), device="other GPU")
-    said = "; ".join(load_run(tmp_path).problems)
-    assert "rows differ in device" in said and "other GPU in 1_b" in said
 
 
 @pytest.mark.parametrize("text", runs.HOSTILE.values(), ids=runs.HOSTILE)
 def test_no_text_of_a_record_can_harm_a_terminal(tmp_path, text):
-    (tmp_path / "results.json").write_text(json.dumps(runs.hostile_content(text)))
     runs.write_rows(tmp_path / "rows", runs.step("0_a"))
     (tmp_path / "rows" / f"1_{text.replace('/', '')}.json").write_text("{")  # the name of a file is text too
-    for run in (load_run(tmp_path), load_run(tmp_path / "rows")):
+    for run in (runs.hostile(text), load_run(tmp_path / "rows")):
         assert all(character.isprintable() or character == "\n" for character in table.render_text(run))

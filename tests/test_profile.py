@@ -12,20 +12,12 @@ from common import profile
 RECORDS = sorted((ROOT / "docs" / "results").glob("*/*/results*.json"))
 CATEGORIES = {
     "nvjet_sm90_qqtsq_192x128_128x5_1x2_h_bz_coopA_geluauxbias_auxt_TNN": "matrix products",
-    "void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_tn_align1>(Params)": "matrix products",
-    "aten::addmm": "matrix products",
     "void transformer_engine::unary_kernel<&(float transformer_engine::gelu<float>)>": "normalization and pointwise",
     "triton_per_fused_add_native_layer_norm_backward_nll_loss_forward_3": "normalization and pointwise",
-    "triton_red_fused_cat_sum_transpose_view_10": "normalization and pointwise",
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26": "attention",
-    "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>(float*)": "attention",
     "void cunn_SoftMaxForward<8, float, at::native::(anonymous namespace)::LogSoftMaxForwardEpilogue>": "loss",
-    "triton_red_fused__log_softmax__to_copy_nll_loss_forward_1": "loss",
     "triton_poi_fused_cat_transpose_view_9": "copies and casts",
-    "cast_transpose_fusion_kernel_optimized(transformer_engine::CTDBiasDActParam<>)": "copies and casts",
-    "Memcpy DtoD (Device -> Device)": "copies and casts",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
-    "triton_for_fused_2": "optimizer",
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication",
     "somebodys_new_kernel": "other",
 }
@@ -35,16 +27,15 @@ def test_a_kernel_has_the_category_its_name_says():
     assert {name: profile.categorize(name) for name in CATEGORIES} == CATEGORIES
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_recorded_profiles_add_up_and_leave_little_unknown(path):
-    run = json.loads(path.read_text())
-    for step in (step for step in [*run["steps"], *run["peers"]] if step["profile"]):
-        found = step["profile"]
+def test_recorded_profiles_add_up_and_leave_little_unknown():
+    records = [json.loads(path.read_text()) for path in RECORDS]
+    steps, peers = ([row["profile"] for run in records for row in run[kind]] for kind in ("steps", "peers"))
+    for found in filter(None, [*steps, *peers]):
         categories = {name: value["ms"] for name, value in found["categories"].items()}
         assert sum(categories.values()) + found["gpu_idle_ms"] == pytest.approx(found["step_ms"], rel=1e-3)
-        for kernel in found["kernels"]:
-            assert profile.categorize(kernel["name"]) == kernel["category"], kernel["name"]
-        assert step in run["peers"] or categories["other"] < 0.03 * found["step_ms"]
+        recorded = {kernel["name"]: kernel["category"] for kernel in found["kernels"]}
+        assert {name: profile.categorize(name) for name in recorded} == recorded
+        assert found in peers or categories["other"] < 0.03 * found["step_ms"]
 
 
 def event(name, ts, dur, **args):
@@ -57,14 +48,10 @@ def marker(ts):
 
 def test_idle_and_overlap_are_counted_once():
     steps = [
-        event("before", 0, 50),
-        marker(50),  # the step: 51 to 151
-        event("gemm", 51, 40), event("sdpa", 71, 40), event("Memset", 80, 5), event("gemm", 131, 10),
-        marker(151),
-        event("between", 160, 100),
-        marker(300),  # 301 to 401
-        event("gemm", 301, 50), event("layer_norm", 360, 20),
-        marker(401),
+        event("before", 0, 50), marker(50),  # the step: 51 to 151
+        event("gemm", 51, 40), event("sdpa", 71, 40), event("Memset", 80, 5), event("gemm", 131, 10), marker(151),
+        event("between", 160, 100), marker(300),  # 301 to 401
+        event("gemm", 301, 50), event("layer_norm", 360, 20), marker(401),
     ]  # fmt: skip
     found = profile.summarize_timeline(steps, 2)
     ms = {name: value.ms for name, value in found.categories.items() if value.launches}
@@ -75,19 +62,16 @@ def test_idle_and_overlap_are_counted_once():
         profile.summarize_timeline([marker(0), event("gemm", 1, 1)], 1)
 
 
-@pytest.mark.parametrize(
-    ("first", "gemm", "norm", "median", "binds"),
-    [
+def test_what_binds_is_the_largest_share_of_the_timed_step_and_softmax_by_hand_is_no_arithmetic():
+    for first, ms, norm, median, binds in (
         ("gemm", 60, 20, 85, "compute"),
         ("gemm", 20, 60, 85, "memory"),
         ("gemm", 20, 20, 85, "launch"),
-        ("cunn_SoftMaxForward", 60, 1, 61, "memory"),  # softmax by hand is no arithmetic
-    ],
-)
-def test_what_binds_is_the_largest_share_of_the_timed_step(first, gemm, norm, median, binds):
-    timeline = [marker(0), event(first, 1, gemm * 1e3), event("layer_norm", 1 + gemm * 1e3, norm * 1e3), marker(9e4)]
-    name, shares = profile.bound_by(profile.summarize_timeline(timeline, 1), median)
-    assert name == binds and sum(shares.values()) == pytest.approx(1)
+        ("cunn_SoftMaxForward", 60, 1, 61, "memory"),
+    ):
+        timeline = [marker(0), event(first, 1, ms * 1e3), event("layer_norm", 1 + ms * 1e3, norm * 1e3), marker(9e4)]
+        name, shares = profile.bound_by(profile.summarize_timeline(timeline, 1), median)
+        assert name == binds and sum(shares.values()) == pytest.approx(1)
 
 
 def test_fused_attention_has_fewer_autograd_nodes(monkeypatch):
@@ -112,13 +96,10 @@ def test_a_cpu_profile_keeps_the_optimizers_operators_apart_and_says_nothing_of_
     found = profile.profile_cpu(step, 2)
     categories = {kernel.name: kernel.category for kernel in found.kernels}
     assert found.categories["optimizer"].launches > 10 and found.categories["matrix products"].launches >= 1
-    assert categories["aten::mul"] == "normalization and pointwise"
+    assert categories["aten::mul"] == "normalization and pointwise" and found.gpu_busy_ms is None
     assert categories["Optimizer.step: aten::mul_"] == "optimizer"
-    assert found.gpu_busy_ms is None
     assert sum(time.ms for time in found.categories.values()) == pytest.approx(found.step_ms)
-    assert "matrix products" in profile.kernel_table(found) and "compiler fused" not in profile.kernel_table(found)
-    found.kernels[0].name = f"{profile.COMPILED_GRAPH} abc"
-    assert "compiler fused" in profile.kernel_table(found)
+    assert "matrix products" in profile.kernel_table(found)
     profile.write_chrome_trace(profile.trace_step(step, torch.device("cpu")), tmp_path / "x.json.gz")
     with gzip.open(tmp_path / "x.json.gz", "rt") as file:
         assert any(event.get("name") == "aten::mm" for event in json.load(file)["traceEvents"])

@@ -1,13 +1,11 @@
 """The table, the lines under it, and report.md."""
 
-import json
 import re
 
 import pytest
 import runs
 
 from report import table
-from report.load import read_run
 
 
 def test_speedups_are_against_the_previous_row_the_first_and_plain_training():
@@ -48,10 +46,8 @@ ADDRESSES = ("https://a.example/x", "www.a.example", "# heading", "- item")
 
 
 @pytest.mark.parametrize("text", [*runs.HOSTILE.values(), *ADDRESSES])
-def test_nothing_that_a_record_says_is_markup_in_markdown(tmp_path, text):
-    (tmp_path / "record.json").write_text(json.dumps(runs.hostile_content(text)))
-    whole = table.render_markdown(read_run(tmp_path / "record.json"))
-    prose = whole.partition("\nReproduce:")[0]  # what follows is a block of code
+def test_nothing_that_a_record_says_is_markup_in_markdown(text):
+    prose = table.render_markdown(runs.hostile(text)).partition("\nReproduce:")[0]  # what follows is a block of code
     bare = re.sub(r"\\[!-/:-@\[-`{-~]", "", prose)  # without what a backslash makes plain
     assert not set("[]<`") & set(bare)
     assert len({line.count("|") for line in bare.splitlines() if line.startswith("|")}) == 1, "no text ends a cell"
