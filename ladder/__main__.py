@@ -56,7 +56,9 @@ def build_parser() -> OneLineParser:
         "Exit code: 0 when every row is ok, skipped or left out by --only, 2 for bad arguments, 130 after Ctrl-C,\n"
         "1 otherwise.",
     )
-    parser.add_argument("--only", metavar="N,N", help="run these steps only, for example 3,4; the other rows are `not run`")
+    parser.add_argument(
+        "--only", metavar="N,N", help="run these steps only, for example 3,4; the other rows are `not run`"
+    )
     parser.add_argument("--resume", type=Path, metavar="DIR", help="finish an interrupted run, with its own options: "
                         "run its rows that are not ok")  # fmt: skip
     parser.add_argument("--peers", action="store_true", help="also run peers/*.py, on the same workload")

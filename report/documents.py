@@ -39,7 +39,14 @@ def readme_table(results: Path) -> str:
     folder = results / SHOWN
     run = read_run(folder / MERGED)
     baseline, plain = analysis.reference_row(run.steps), analysis.plain_row(run.steps)
-    headers = ("step", "ms per step", f"times faster than {baseline.step}", f"times faster than {plain.step}", "TFLOP/s", "peak GiB")
+    headers = (
+        "step",
+        "ms per step",
+        f"times faster than {baseline.step}",
+        f"times faster than {plain.step}",
+        "TFLOP/s",
+        "peak GiB",
+    )
     cells = []
     for row in run.steps:
         rate = tflops(row.model_flops_per_s) if is_timed(row) else "-"
