@@ -35,7 +35,7 @@ def step(name, ms=100.0, status="ok", **fields):
         "tokens_per_s": 2048 / ms * 1e3, "model_flops_per_s": 8.4e9 / ms * 1e3, "peak_allocated_bytes": 3 * 2**30,
         "loss": [4.0, 3.0, 2.0, 1.0 + ms / 1e4],
     }  # fmt: skip
-    return r.Row(name, "source\n", status, **(timed if status == "ok" else {}) | fields)
+    return r.Row(name, **{"source": "source\n", "status": status} | (timed if status == "ok" else {}) | fields)
 
 
 def profile(ms, names=("gemm", "softmax"), categories=("matrix products", "attention"), **fields):

@@ -87,7 +87,7 @@ def test_ctrl_c_writes_nothing_and_says_so(tmp_path):
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
-    assert process.returncode == 130 and said.splitlines()[-1] == f"{STEPS[0]}.py: interrupted, nothing written"
+    assert process.returncode == 130 and said.splitlines()[-1] == f"{STEPS[0]}: interrupted, nothing written"
     assert "Traceback" not in said and not list(tmp_path.iterdir())
 
 

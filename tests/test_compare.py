@@ -31,7 +31,7 @@ def test_two_shapes_compare_speedups_over_the_first_row_of_both():
 def test_another_number_of_steps_is_named_and_times_still_compare():
     other = runs.run(runs.step("0_a"), workload=replace(runs.WORKLOAD, steps=9))
     said = compare.compare(runs.run(runs.step("0_a", 200.0)), other, NAMES)
-    assert "Both ran the same work, but steps differ." in said and "2.000" in said
+    assert "A step is the same work in both, but steps differ." in said and "2.000" in said
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_asked_twice_to_stop_nothing_is_waited_for(run):
 
 def test_how_a_process_ended_is_a_status_and_a_line(tmp_path):
     for ended, log, status, said in (
-        (process.Ended(-15, 1, stopped=True), "", "interrupted", "interrupted"),
+        (process.Ended(-15, 1, stopped=True), "", "interrupted", "ended by Ctrl-C"),
         (process.Ended(-15, 1, timed_out=True), "", "timeout", "longer than 7 s"),
         (process.Ended(-9, 1), "", "oom", "signal 9"),
         (process.Ended(-11, 1), "", "failed", "SIGSEGV: see x.log"),
