@@ -11,7 +11,7 @@ fail() { echo "run_all.sh: error: $2" >&2; exit "$1"; }
 # Whether an interpreter has packages: `has PYTHON "torch, numpy"`. Nothing is imported from the user's folder.
 has() { "$1" -c "import sys; sys.path[:] = filter(None, sys.path); import $2" >/dev/null 2>&1; }
 
-fit() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; }
+fit() { [[ "$("$1" -c 'import sys; print(sys.version_info >= (3, 10))' 2>/dev/null)" == *True ]]; }
 
 # Install the pinned release of a package, without the container's PIP_CONSTRAINT, which may know another one.
 add() { # interpreter, package, options of pip

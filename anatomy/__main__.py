@@ -22,7 +22,7 @@ from pathlib import Path
 from anatomy import exit_at_once
 from common.errors import is_out_of_memory, missing_tool
 from common.record import check_writable, write_json
-from common.text import OneLineParser, aligned, one_line, portable_command, positive_int
+from common.text import OneLineParser, aligned, one_line, portable_command, positive_int, say
 from ladder import process
 
 HERE = Path(__file__).resolve().parent
@@ -81,7 +81,7 @@ def run_one(name: str, argv: list[str]) -> int:
         if tool := missing_tool(error):
             parser.error(tool)
         return report_failure(parser.prog, error)
-    print(result.render())
+    say(result.render())
     if args.output:
         command = portable_command(["python", "-m", "anatomy", name, *argv])
         record = {
@@ -93,7 +93,7 @@ def run_one(name: str, argv: list[str]) -> int:
         except OSError as error:
             parser.exit(1, f"{parser.prog}: error: cannot write --output: {error.strerror or error}\n")
     elif result.attachments:
-        print(f"\n--output FILE also writes {', '.join(result.attachments)}.")
+        say(f"\n--output FILE also writes {', '.join(result.attachments)}.")
     return 0
 
 
@@ -169,14 +169,14 @@ def run_all(argv: list[str]) -> int:
     stop.listen()
     outcomes = {}
     for name, question in experiments().items():
-        print(f"{name}: {question}", flush=True)
+        say(f"{name}: {question}")
         outcomes[name] = run_child(child_command(name, shared, folder), name, folder, args.limit, stop, environment)
-        print(f"  {outcomes[name]['reason'] or 'ok'}, {outcomes[name]['seconds']:.0f} s", flush=True)
+        say(f"  {outcomes[name]['reason'] or 'ok'}, {outcomes[name]['seconds']:.0f} s")
         (folder / "anatomy.md").write_text(index(outcomes, hardware.device_name(device)))  # after every experiment
         if stop.requests:
             sys.stderr.write("python -m anatomy all: interrupted; finished experiments are kept\n")
             return 130
-    print(f"\n{folder / 'anatomy.md'}")
+    say(f"\n{folder / 'anatomy.md'}")
     return int(any(outcome["reason"] for outcome in outcomes.values()))
 
 
@@ -250,8 +250,8 @@ def main(argv: list[str]) -> int:
     known = experiments()
     if not argv or argv[0] in ("-h", "--help", "list"):
         width = max(map(len, known))
-        print(__doc__)
-        print("\n".join(f"{name:{width}}  {question}" for name, question in known.items()))
+        say(__doc__)
+        say("\n".join(f"{name:{width}}  {question}" for name, question in known.items()))
         return 0
     name = argv[0].replace("_", "-")
     if name == "all":
@@ -268,3 +268,6 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         exit_at_once()
+    except OSError as error:  # a full disk: finished experiments are kept
+        sys.stderr.write(f"python -m anatomy: error: {error.filename}: {error.strerror or error}\n")
+        sys.exit(1)

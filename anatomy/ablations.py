@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.record import check_writable, write_json
-from common.text import OneLineParser, aligned, one_line
+from common.text import OneLineParser, aligned, one_line, say
 from ladder import process
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,10 +164,10 @@ def run_variants(chosen: list[Variant], arguments: list[str], output: Path | Non
             if stop.requests:
                 break
             rows.append(row)
-            print(f"{variant.script}, {variant.name}: {row['reason'] or 'ok'}", flush=True)
             measurements.write(rows)  # after each one: what is measured is kept
+            say(f"{variant.script}, {variant.name}: {row['reason'] or 'ok'}")
     if rows:
-        print(f"\n{table(rows)}")
+        say(f"\n{table(rows)}")
     if stop.requests:
         sys.stderr.write("python -m anatomy.ablations: interrupted\n")
         return 130

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import hardware
+from common.errors import run_command
 from common.record import check_writable, write_json
-from common.text import OneLineParser, aligned, one_line, positive_int
+from common.text import OneLineParser, aligned, one_line, positive_int, say
 from ladder.process import module_command
 
 COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -125,9 +126,9 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     figures, reason = count_both(tuple(args.shape))
-    print(aligned(traffic_rows({which: tuple(counts.values()) for which, counts in figures.items()})))
+    say(aligned(traffic_rows({which: tuple(counts.values()) for which, counts in figures.items()})))
     if reason:
-        print(reason)
+        say(reason)
     if args.output:
         record = {"shape": dict(zip("BHTD", args.shape, strict=True)), "bytes": figures, "reason": reason}
         environment = hardware.describe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -135,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "python -m anatomy.attention_traffic")

@@ -71,6 +71,7 @@ def run_and_record(main: Callable[[Arguments], Row], args: Arguments) -> int:
     try:
         write_run(args.output, record)
     except OSError as error:
+        say(result_lines(row))
         say(f"{args.step}: failed: cannot write {args.output}: {error.strerror or error}")
         return 1
     if row.profile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 from common.text import one_line
@@ -47,6 +48,18 @@ def needs(*packages: str) -> None:
     if missing:
         sys.stderr.write(f"error: needs {', '.join(missing)}: run ./run_all.sh --setup and use the Python it prints\n")
         sys.exit(2)
+
+
+def run_command(main: Callable[[], int | None], name: str) -> None:
+    """Exit with what `main` returns. Ctrl-C and a file that cannot be read or written are one line in its place."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{name}: interrupted\n")
+        sys.exit(130)
+    except OSError as error:
+        sys.stderr.write(f"{name}: error: {error.filename}: {error.strerror or error}\n")
+        sys.exit(1)
 
 
 def explain(error: Exception, batch_size: int) -> tuple[str, str]:

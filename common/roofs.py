@@ -19,6 +19,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from common import arguments, flops, hardware
+from common.errors import run_command
 from common.record import PRECISIONS, ProductRate, Roofs, write_json
 from common.text import one_line, say
 
@@ -114,12 +115,13 @@ def main() -> None:
     args = arguments.parse_args(Path("common/roofs.py"), __doc__)
     products = flops.matrix_products(args.config, args.batch_size * args.config.seq_len)
     roofs = measure(products, args.device)
-    write_json(args.output, asdict(roofs))
     rates = [f"copy {roofs.copy_bytes_per_s / 1e9:,.0f} GB/s"] if roofs.copy_bytes_per_s else []
     measured = [(precision, getattr(roofs, f"{precision}_flops_per_s")) for precision in PRECISIONS]
     rates += [f"{precision.upper()} {rate / 1e12:,.3g} TFLOP/s" for precision, rate in measured if rate]
-    say("\n".join([", ".join(rates), *roofs.notes, f"written to {args.output}"]))
+    say("\n".join([", ".join(rates), *roofs.notes]))
+    write_json(args.output, asdict(roofs))
+    say(f"written to {args.output}")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "python -m common.roofs")

@@ -50,13 +50,15 @@ def portable_command(words: Iterable[str]) -> str:
 
 
 def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
-    """Print to a reader who may have left (`| head`), or whose terminal lacks a letter: neither ends the run."""
+    """Print to a reader who may have left (`| head`), or whose terminal lacks a letter: nothing here ends the run."""
     stream = stream or sys.stdout
+    if stream is None:  # closed before the program began
+        return
     encoding = stream.encoding or "utf-8"
     try:
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + end)
         stream.flush()
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -69,7 +71,7 @@ def build_parser() -> OneLineParser:
 
 def time_limit(parser: OneLineParser) -> int:
     text = os.environ.get("STEP_TIMEOUT", "1800")
-    if not text.isdecimal() or int(text) == 0:
+    if not (text.isascii() and text.isdecimal() and len(text) < 9) or int(text) == 0:
         parser.error(f"STEP_TIMEOUT={text} is not a whole number of seconds")
     return int(text)
 
@@ -80,18 +82,18 @@ def rows_to_run(only: str | None, peers: bool, parser: OneLineParser) -> tuple[l
     numbers = {name[0] for name in scripts}
     scripts = sorted(scripts + [f"{k}_missing" for k in STEPS if k not in numbers])
     numbers |= set(STEPS)
-    wanted = set(only.split(",")) if only else numbers
-    if unknown := wanted - numbers:
-        parser.error(f"--only {','.join(sorted(unknown))} names no step: {', '.join(sorted(numbers))}")
+    wanted = numbers if only is None else set(only.split(","))
+    if wanted - numbers:
+        parser.error(f"--only {only!r} names no step: give some of {', '.join(sorted(numbers))}, with commas")
     left_out = [name for name in scripts if name[0] not in wanted]
     return scripts + [f"peers/{path.stem}" for path in sorted(ROOT.glob("peers/*.py")) if peers], left_out
 
 
 def check(arguments: list[str]) -> dict:
     """What the arguments mean on this machine, from `python -m ladder.check`. Exits where they are wrong."""
-    done = subprocess.run(
-        process.module_command("ladder.check", *arguments), stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    unwritten = Path(tempfile.gettempdir()) / f"ladder-check-{os.getpid()}.json"  # not the user's own results/
+    command = process.module_command("ladder.check", *arguments, "--output", str(unwritten))
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     if done.returncode:
         sys.exit(done.returncode if done.returncode > 0 else 1)
     return json.loads(done.stdout.splitlines()[-1])  # a sitecustomize may print before it
@@ -131,14 +133,17 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
     return folder, plan, facts
 
 
-def resumed_run(folder: Path, others: list[str], parser: OneLineParser) -> tuple[Path, Plan, dict]:
-    """The plan of an ended run. Refuses one whose workload has changed since."""
-    if others:
-        parser.error(f"--resume takes its arguments from {folder}: leave out {others[0]}")
+def resumed_run(folder: Path, parser: OneLineParser) -> tuple[Path, Plan, dict]:
+    """The plan of an ended run. Refuses one that cannot be read, or whose workload has changed since."""
+    content = read_object(folder / "plan.json")
+    content.pop("schema_version", None)
     try:
-        content = json.loads((folder / "plan.json").read_text())
-        plan = Plan(**{name: value for name, value in content.items() if name != "schema_version"})
-    except (OSError, ValueError, TypeError, AttributeError):
+        plan = Plan(**content)
+        if not all(isinstance(text, str) for text in [*plan.arguments, *plan.left_out]):
+            raise ValueError
+        if not all(re.fullmatch(r"(peers/)?\w+", name) for name in plan.rows):
+            raise ValueError
+    except (TypeError, ValueError):
         parser.error(f"--resume {folder} holds no plan.json that can be read")
     facts = check(plan.arguments)
     if facts["workload"] != plan.workload:
@@ -146,10 +151,22 @@ def resumed_run(folder: Path, others: list[str], parser: OneLineParser) -> tuple
     return folder, plan, facts
 
 
-def is_done(folder: Path, name: str) -> bool:
+def read_object(path: Path) -> dict:
+    """The object in a JSON file; empty where there is none."""
     try:
-        return json.loads((folder / f"{name}.json").read_text())["steps"][0]["status"] == "ok"
-    except (OSError, ValueError, LookupError, TypeError):
+        content = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def is_done(folder: Path, name: str) -> bool:
+    """Whether a row has an ok record of its own, with a time and losses."""
+    try:
+        (row,) = read_object(folder / f"{name}.json")["steps"]
+        mine = row["step"] == name.removeprefix("peers/")
+        return bool(mine and row["status"] == "ok" and row["timing"]["median_ms"] and row["loss"])
+    except (ValueError, LookupError, TypeError):
         return False
 
 
@@ -198,10 +215,8 @@ def run_script(ladder: Ladder, script: Path, record: Path) -> tuple[str | None, 
 
 
 def has_roofs(folder: Path) -> bool:
-    try:
-        return "failed" not in json.loads((folder / "roofs.json").read_text())
-    except (OSError, ValueError, TypeError):
-        return False
+    roofs = read_object(folder / "roofs.json")
+    return bool(roofs) and "failed" not in roofs
 
 
 def measure_roofs(ladder: Ladder) -> None:
@@ -223,13 +238,17 @@ def finish(ladder: Ladder) -> int:
     try:
         code = report(ladder.folder, ladder.ended)
     except (ValueError, OSError) as error:  # what is recorded stands
-        say(f"run_all.sh: error: no report: {one_line(error)}")
-        code = 1
-    say(f"written to results/{ladder.folder.name}")
+        say(f"run_all.sh: error: no report: {one_line(getattr(error, 'strerror', None) or error)}")
+        code = None
+    here = ladder.folder.parent == ROOT / "results"
+    shown = f"results/{ladder.folder.name}" if here else str(ladder.folder)
+    say(f"written to {shown}")
     if ladder.stop.requests:
-        say(f"interrupted: ./run_all.sh --resume results/{ladder.folder.name} finishes it")
+        say(f"interrupted: ./run_all.sh --resume {shown} finishes it")
         return 130
     latest = ROOT / "results" / "latest"
+    if code is None or not here:
+        return 1 if code is None else code
     if latest.exists() and not latest.is_symlink():
         say("results/latest is a file or folder of your own and stays")
         return code
@@ -269,12 +288,19 @@ def main(argv: list[str]) -> int:
     given, arguments = parser.parse_known_args(argv)
     limit_s = time_limit(parser)
     if given.resume:
-        others = [word for word in argv if word not in ("--resume", str(given.resume), f"--resume={given.resume}")]
-        folder, plan, facts = resumed_run(given.resume.resolve(), others, parser)
+        if arguments or given.only or given.peers or given.no_roofs or given.no_profile:
+            parser.error(f"--resume takes its options and arguments from {given.resume}: give no others")
+        folder, plan, facts = resumed_run(given.resume.resolve(), parser)
     else:
         folder, plan, facts = new_run(given, arguments, argv, parser)
     ladder = Ladder(folder, plan, facts, limit_s, stop)
     stop.listen()
+    with contextlib.suppress(OSError):  # a file system without locks
+        lock = (folder / "plan.json").open()
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            parser.error(f"another run_all.sh is at work in {folder}")
     for name in plan.rows:
         if not (stop.requests or name in plan.left_out or is_done(folder, name)):
             run_row(ladder, name)

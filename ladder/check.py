@@ -15,6 +15,7 @@ from dataclasses import asdict
 
 from common import flops, hardware
 from common.arguments import ROOT, parse_args
+from common.errors import run_command
 
 
 def main() -> None:
@@ -37,4 +38,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "run_all.sh")

@@ -34,7 +34,8 @@ class Stop:
 
     def listen(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._count)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._count)
 
     def _count(self, *_) -> None:
         self.requests += 1
@@ -143,7 +144,7 @@ def _lines_to(progress: Callable[[dict], None]) -> Callable[[bytes], None]:
         nonlocal pending
         *lines, pending = (pending + data).split(b"\n")
         for line in lines:
-            with contextlib.suppress(ValueError):  # a line that is not JSON is no progress
+            with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):  # no progress
                 progress(json.loads(line))
 
     return on_data
@@ -169,7 +170,8 @@ def describe(ended: Ended, limit_s: float, log: Path) -> tuple[str, str]:
     if ended.code == -signal.SIGKILL:
         return "oom", "killed by signal 9, as the system does when host memory runs out"
     if ended.code < 0:
-        return "failed", f"killed by {signal.Signals(-ended.code).name}: see {log.name}"
+        known = {number.value: number.name for number in signal.Signals}
+        return "failed", f"killed by {known.get(-ended.code, f'signal {-ended.code}')}: see {log.name}"
     # The script's own last line, where it could not write its record.
-    reason = last_line(log).partition(": failed: ")[2]
+    reason = last_line(log).partition(": error: " if ended.code == 2 else ": failed: ")[2]
     return "failed", reason or f"ended with exit code {ended.code} and no record: see {log.name}"

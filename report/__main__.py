@@ -107,7 +107,7 @@ def main() -> None:
     except ValueError as error:  # RecordError
         parser.error(str(error))
     except OSError as error:
-        parser.exit(1, f"{parser.prog}: error: cannot write to {args.run_dir}: {error.strerror or error}\n")
+        parser.exit(1, f"{parser.prog}: error: {error.filename or args.run_dir}: {error.strerror or error}\n")
 
 
 if __name__ == "__main__":

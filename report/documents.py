@@ -11,8 +11,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.record import Row, Run
-from common.text import OneLineParser, aligned
+from common.errors import run_command
+from common.record import Row, Run, write_bytes
+from common.text import OneLineParser, aligned, say
 from report import analysis, table
 from report.__main__ import write_reports
 from report.analysis import is_timed, median_ms
@@ -191,14 +192,14 @@ def main() -> None:
     results = ROOT / "docs" / "results"
     try:
         for document, text in documents(ROOT, results).items():
-            document.write_text(text)
-            print(document.relative_to(ROOT))
+            write_bytes(document, text.encode())
+            say(str(document.relative_to(ROOT)))
         for folder, run in recorded_runs(results):
             missing = write_reports(run, folder)
-            print(*missing or [folder.relative_to(ROOT)])
-    except (RecordError, OSError) as error:
-        parser.error(str(error))
+            say("\n".join(missing or [str(folder.relative_to(ROOT))]))
+    except (ValueError, KeyError) as error:  # RecordError, or a file of figures with a field missing
+        parser.error(f"a record is not as it should be: {error}")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "python -m report.documents")
