@@ -144,7 +144,7 @@ def test_resume_runs_the_rows_that_are_not_ok_and_refuses_what_has_changed(proje
     assert [line for line in ran.stdout.splitlines() if line.startswith("said by")] == ["said by 1_x"]
     assert ran.returncode == 0 and made.statuses() == ["ok"] * 5
     for words, facts, said in (
-        ([str(only), "--steps", "9"], {}, "leave out --steps"),
+        ([str(only), "--steps", "9"], {}, "give no others"),
         ([str(tmp_path)], {}, "no plan.json"),
         ([str(only)], {"workload": WORKLOAD | {"seed": 2}}, "workload has changed"),
     ):
@@ -247,7 +247,7 @@ def test_bad_arguments_are_refused_before_any_row_in_one_line(monkeypatch, capsy
     monkeypatch.setattr(ladder, "check", lambda _: pytest.fail("refused before the arguments of the steps are read"))
     for words, limit, said in (
         (["--output", "x.json"], "9", "--output"),
-        (["--only", "9"], "9", "--only 9 names no step"),
+        (["--only", "9"], "9", "--only '9' names no step"),
         ([], "soon", "STEP_TIMEOUT=soon"),
         ([], "00", "STEP_TIMEOUT=00"),
     ):
