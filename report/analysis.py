@@ -299,7 +299,7 @@ def describe_bound(row: Row) -> str:
 
 def _largest_changes(before: Row, row: Row) -> list[str]:
     """The categories that lost and gained time, largest first, down to a tenth of all that moved."""
-    if any(abs(profile_offset(each)) > 0.1 for each in (before, row)):
+    if any(abs(profile_offset(profiled)) > 0.1 for profiled in (before, row)):
         return []  # a profile so far off explains no change of the timed step
     changes = [change for change in changed_categories(before, row) if change.name != GAPS]
     least = max(0.1 * sum(abs(change.ms) for change in changes), 0.01 * median_ms(before))
