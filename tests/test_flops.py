@@ -1,8 +1,10 @@
 """What a step computes, moves and holds, counted from its shape."""
 
+import json
+
 import pytest
 import torch
-from conftest import STEPS, load_step
+from conftest import ROOT, STEPS, load_step
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import flops
@@ -39,3 +41,16 @@ def test_least_bytes_are_the_operands_of_every_product_and_adamw():
 def test_known_sizes():
     assert flops.parameters(PRESETS["gpt2"].config) == pytest.approx(124e6, rel=0.01)
     assert flops.parameters(PRESETS["gpt3-xl"].config) == pytest.approx(1.3e9, rel=0.03)
+
+
+def test_the_estimate_of_memory_fits_the_recorded_peaks():
+    recorded = 0
+    for path in (ROOT / "docs" / "results").glob("*/*/results.json"):
+        run = json.loads(path.read_text())
+        shape = run["workload"]
+        config = GPTConfig(*(shape[name] for name in ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size")))
+        for row in (row for row in run["steps"] if row["step"] == STEPS[0] and row["peak_allocated_bytes"]):
+            estimate = flops.unfused_peak_bytes(config, shape["batch_size"])
+            assert 1 <= row["peak_allocated_bytes"] / estimate < 1.03, path.parent.name
+            recorded += 1
+    assert recorded
