@@ -2,8 +2,7 @@
 
 A script writes a Run with one row; the ladder merges the rows of its scripts. A field is null where it does not apply
 or was not measured. `report/` reads records and checks every type against these classes.
-Nothing fills these fields yet: repetitions, heldout_loss, energy_j_per_step, tokens_per_joule, clock_mhz, power_w,
-reference_ms and predicted_ms of a row; gpus and parallel of a workload are those of one GPU.
+Nothing fills predicted_ms of a row yet; gpus and parallel of a workload are those of one GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py s
 
 @dataclass
 class Timing:
-    warmup_s: float | None = None  # untimed steps before the timed ones, compilation included
+    warmup_s: float | None = None  # the first untimed steps, compilation included
+    settling_s: float | None = None  # further untimed steps until their times no longer drift; null on a CPU
     step_ms: list[float] = field(default_factory=list)  # every timed step
     median_ms: float | None = None  # with repetitions: the median of their medians
     p25_ms: float | None = None
@@ -100,9 +100,9 @@ class LeastBytes:
 class Reference:
     """A fixed piece of work, timed right before and right after the steps."""
 
-    product_ms: list[float]  # [before, after]
-    copy_ms: list[float]
-    clock_mhz: list[float] | None = None  # during the product; null on a CPU
+    product_ms: list[float]  # of one matrix product: [before, after]
+    copy_ms: list[float]  # of one copy
+    clock_mhz: list[float] | None = None  # while the products ran; null on a CPU and without NVML
 
 
 @dataclass
@@ -112,6 +112,8 @@ class Repetition:
     timing: Timing
     started_at: str | None = None
     reference_ms: Reference | None = None
+    tokens_per_joule: float | None = None
+    clock_mhz: float | None = None
 
 
 @dataclass
@@ -130,11 +132,11 @@ class Row:
     peak_reserved_bytes: int | None = None
     peak_rss_bytes: int | None = None  # host memory of the process at its largest, compiler and torch included
     loss: list[float] = field(default_factory=list)  # nats, one a training step, warm-up included
-    heldout_loss: float | None = None  # nats, on text that is never trained on
+    heldout_loss: float | None = None  # nats, after those steps, on text that is never trained on; null without any
     host_syncs: int | None = None  # waits of the host for the GPU in one launched step; null on a CPU
     gpu_state: GpuState | None = None
-    energy_j_per_step: float | None = None  # these four: means over a window of at least 5 s after the timed steps
-    tokens_per_joule: float | None = None
+    energy_j_per_step: float | None = None  # these four: means over a window of at least 5 s after the timed steps,
+    tokens_per_joule: float | None = None  # of the whole GPU; null on a CPU and without NVML
     clock_mhz: float | None = None
     power_w: float | None = None
     reference_ms: Reference | None = None
@@ -201,30 +203,47 @@ class Environment:
 
 
 @dataclass
-class ProductRate:
-    """A matrix product (M, K) x (K, N) and its measured FLOP/s; null where a precision could not be measured."""
+class Rates:
+    """FLOP/s of matrix products by precision, back to back; null where a precision could not be measured."""
 
-    m: int
-    n: int
-    k: int
-    count: int = 1  # how often a step runs it
     fp32_flops_per_s: float | None = None
     tf32_flops_per_s: float | None = None
     bf16_flops_per_s: float | None = None
     fp8_flops_per_s: float | None = None
+    # FLOP/s by precision, in short bursts with pauses in which a GPU's clock recovers: nothing is faster.
+    ceilings: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
-class Roofs:
+class ProductRate(Rates):
+    """A matrix product (M, K) x (K, N) of random numbers."""
+
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    count: int = 1  # how often a step runs it
+
+
+@dataclass
+class Conditions:
+    """What NVML reported while one precision was measured."""
+
+    clock_mhz: float | None = None  # back to back
+    power_w: float | None = None
+    ceiling_clock_mhz: float | None = None  # in bursts, pauses included
+    ceiling_power_w: float | None = None
+
+
+@dataclass
+class Roofs(Rates):
     """What the machine reaches when it does nothing else. Rates are over all `shapes`, each as often as it runs."""
 
     copy_bytes_per_s: float | None = None  # bytes read and written
-    fp32_flops_per_s: float | None = None
-    tf32_flops_per_s: float | None = None
-    bf16_flops_per_s: float | None = None
-    fp8_flops_per_s: float | None = None
     shapes: list[ProductRate] = field(default_factory=list)
     square: ProductRate | None = None  # one large product
+    zeros: Rates | None = None  # the same product of zeros: what the data cost
+    conditions: dict[str, Conditions] = field(default_factory=dict)  # by precision
+    grid: list[ProductRate] = field(default_factory=list)  # products of all sizes; empty in a ladder's roofs
     notes: list[str] = field(default_factory=list)  # what could not be measured, and why
 
 
@@ -250,6 +269,7 @@ class Plan:
     rows: list[str]  # names of scripts without .py; peers as `peers/<name>`
     left_out: list[str] = field(default_factory=list)  # by --only
     roofs: bool = True
+    repeat: int = 1  # passes over the rows
     started_at: str | None = None
     workload: Workload | None = None
 
