@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> Result:
     B, H, D = args.batch, args.nhead or default_size(args, 4, 4, 16), args.head_dim or default_size(args, 64, 64, 128)
     edge = default_size(args, quick=512, cpu=1024, gpu=8192)
     copy_rate = roofs.copy_rate(device)
-    product_rate = roofs.product_rate(ProductRate(edge, edge, edge), "bf16" if autocast else "fp32", device)
+    square, precision = ProductRate(m=edge, n=edge, k=edge), "bf16" if autocast else "fp32"
+    _, product_rate = roofs.product_rates(square, precision, device, 0.1, roofs.BURSTS)
     results, missing, rows = {}, {}, []
     for T, name in itertools.product(lengths, ("by hand", *BACKENDS)):
         if name in missing:

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> Result:
     todo = operations(args, dtype)
     measured = roofs.measure({}, args.device)
     bandwidth = measured.copy_bytes_per_s
-    ceilings = {precision: getattr(measured.square, f"{precision}_flops_per_s") for precision in PRECISIONS}
+    ceilings = {precision: measured.square.ceilings.get(precision) for precision in PRECISIONS}
     peak = ceilings[PRECISION[dtype]]
     if not (bandwidth and peak):
         raise Refused(f"no ceiling for {dtype}: {'; '.join(measured.notes)}")

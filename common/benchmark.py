@@ -24,17 +24,20 @@ from pathlib import Path
 
 import torch
 
-from common import data, flops, hardware, profile
+from common import data, flops, hardware, profile, roofs
 from common.arguments import Arguments, parse_args
 from common.cuda_graph import CapturedStep
 from common.errors import explain, optional
-from common.record import LeastBytes, Row, Run, Timing, describe_shape, write_run
+from common.record import LeastBytes, Reference, Row, Run, Timing, describe_shape, write_run
 from common.text import PROGRESS_FD, one_line, portable_command, say
 
 __all__ = ["launch", "optional", "run"]
 
 TrainStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 PROFILED_STEPS = 3
+SETTLED = 0.01  # drift of the median from the first half of a window to its second
+SETTLING_WINDOW_S, LONGEST_SETTLING_S = 2, 20
+ENERGY_WINDOW_S = 5
 
 
 def launch(main: Callable[[Arguments], Row]) -> None:
@@ -93,7 +96,7 @@ def run(
     note: str | None = None,
     fp8_recipe: str | None = None,
 ) -> Row:
-    """Warm up, time `args.steps` training steps, observe untimed ones, and return the row.
+    """Warm up, train `args.steps` steps, time as many, observe untimed ones, and return the row.
 
     `train_step` takes tokens and targets, each (B, T) int64 on the device; it trains and returns the loss. `rehearse`
     is an optimizer whose updates are left out while the warm-up's batches pass once before the first step, see
@@ -103,38 +106,53 @@ def run(
     model.train()
     drawn = data.read_batches(args.text, args.batch_starts(), args.config.seq_len)
     *batches, spare = data.stage_batches(drawn, args.device)
-    progress = Progress(args.step)
-    losses, started = [], time.perf_counter()
-    if rehearse is not None:
-        rehearsal(train_step, batches[: args.warmup], rehearse)
-    for k in range(args.warmup):
-        progress.show("warm-up", k, args.warmup)
-        losses.append(train_step(*batches[k]).detach().clone())
-    captured = isinstance(train_step, CapturedStep) and train_step.reason is None
-    if captured:
-        train_step.record(*batches[0])
-    elif args.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(args.device)
-    hardware.synchronize(args.device)
-    warmup_s = time.perf_counter() - started
-    row = new_row(args, status="ok")
-    if args.device.type == "cuda":
-        step_ms, timed_losses = time_steps_cuda(train_step, batches[args.warmup :], args.device, progress, row)
-    else:
-        step_ms, timed_losses = time_steps_cpu(train_step, batches[args.warmup :], progress)
-    row.loss = [value.item() for value in losses + timed_losses]
+    progress, on_gpu = Progress(args.step), args.device.type == "cuda"
+    losses, warmup_s = warm_up(train_step, batches[: args.warmup], rehearse, args.device, progress)
+    row, trained = new_row(args, status="ok"), batches[args.warmup :]
+    before = roofs.reference(args.device)
+    time_steps = partial(time_steps_cuda if on_gpu else time_steps_cpu, train_step, progress=progress)
+    step_ms, trained_losses = time_steps(trained, "training" if on_gpu else "timed")
+    row.loss = [value.item() for value in losses + trained_losses]
     require_finite(row.loss, args.lr)
+    row.heldout_loss = heldout_loss(model, args)
+    if on_gpu:  # until here the GPU has warmed up and its clock has fallen: those steps show the losses only
+        row.timing.settling_s = settle(time_steps, trained, statistics.median(step_ms))
+        step_ms, _ = time_steps(trained, "timed", row=row)
+        row.peak_allocated_bytes = torch.cuda.max_memory_allocated(args.device)
+        row.peak_reserved_bytes = torch.cuda.max_memory_reserved(args.device)
     set_timing(row, step_ms, warmup_s, args)
+    if on_gpu:
+        measure_energy(time_steps, trained, row, args)
+    with contextlib.suppress(torch.OutOfMemoryError):  # a captured step may hold what is left of the memory
+        product_ms, copy_ms, clock_mhz = map(list, zip(before, roofs.reference(args.device), strict=True))
+        row.reference_ms = Reference(product_ms, copy_ms, clock_mhz if all(clock_mhz) else None)
     progress.show("observing", 0, 1)
+    captured = isinstance(train_step, CapturedStep) and train_step.reason is None
     observed = observe(train_step, spare, model, args, row)
     progress.clear()
     row.settings.captured, row.settings.fp8_recipe = captured, fp8_recipe
-    launched = train_step.reason if args.device.type == "cuda" and isinstance(train_step, CapturedStep) else None
+    launched = train_step.reason if on_gpu and isinstance(train_step, CapturedStep) else None
     notes = [note, hardware.cudnn_note(args.device), observed, launched]
     if not note and row.settings.amp_dtype == "float32" and row.settings.float32_matmul_precision != "highest":
         notes.append(args.amp_note)  # why a script that allows less than FP32 got none of it
     row.note = "; ".join(filter(None, notes)) or None
     return row
+
+
+def warm_up(train_step: TrainStep, batches: list, rehearse, device: torch.device, progress: Progress):
+    """Launched steps until everything is compiled and tuned, then the capture. Losses, and seconds that it took."""
+    losses, started = [], time.perf_counter()
+    if rehearse is not None:
+        rehearsal(train_step, batches, rehearse)
+    for k, batch in enumerate(batches):
+        progress.show("warm-up", k, len(batches))
+        losses.append(train_step(*batch).detach().clone())
+    if isinstance(train_step, CapturedStep) and train_step.reason is None:
+        train_step.record(*batches[0])
+    elif device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    hardware.synchronize(device)
+    return losses, time.perf_counter() - started
 
 
 def rehearsal(train_step: TrainStep, batches: list, optimizer: torch.optim.Optimizer) -> None:
@@ -157,8 +175,8 @@ def require_finite(losses: list[float], lr: float) -> None:
             raise FloatingPointError(f"loss is {loss} at training step {k}: lower --lr (now {lr:g})")
 
 
-def time_steps_cuda(train_step: TrainStep, batches: list, device: torch.device, progress: Progress, row: Row):
-    """Milliseconds of each step between CUDA events, and losses. Memory and clocks go to `row`.
+def time_steps_cuda(train_step: TrainStep, batches: list, phase: str, progress: Progress, row: Row | None = None):
+    """Milliseconds of each step between CUDA events, and losses; the clocks go to `row`.
 
     Consecutive steps share an event, so a gap in which the GPU waits for the host is counted. The host never waits in
     the loop: there is one synchronize, at the end.
@@ -166,32 +184,76 @@ def time_steps_cuda(train_step: TrainStep, batches: list, device: torch.device, 
     events, losses = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)], []
     events[0].record()
     for k, batch in enumerate(batches):
-        progress.show("timed", k, len(batches))
+        progress.show(phase, k, len(batches))
         losses.append(train_step(*batch).detach().clone())
         events[k + 1].record()
-    row.gpu_state = hardware.gpu_state(device)
-    if row.gpu_state is not None:  # the clocks are those of the steps only if steps were still queued
-        row.gpu_state.while_running = not events[-1].query()
-    torch.cuda.synchronize(device)
-    row.peak_allocated_bytes = torch.cuda.max_memory_allocated(device)
-    row.peak_reserved_bytes = torch.cuda.max_memory_reserved(device)
+    if row is not None and (state := hardware.gpu_state(batches[0][0].device)) is not None:
+        state.while_running = not events[-1].query()  # clocks are those of the steps only if steps were still queued
+        row.gpu_state = state
+    torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], losses
 
 
-def time_steps_cpu(train_step: TrainStep, batches: list, progress: Progress):
+def time_steps_cpu(train_step: TrainStep, batches: list, phase: str, progress: Progress):
     """Milliseconds of each step on the host's clock, and losses."""
     times, losses = [time.perf_counter()], []
     for k, batch in enumerate(batches):
-        progress.show("timed", k, len(batches))
+        progress.show(phase, k, len(batches))
         losses.append(train_step(*batch).detach().clone())
         times.append(time.perf_counter())
     return [(end - start) * 1e3 for start, end in itertools.pairwise(times)], losses
 
 
+def repeated(batches: list, seconds: float, step_ms: float, least: int) -> list:
+    """Batches in turn, again and again, for about so many seconds of steps; at least `least` of them."""
+    return list(itertools.islice(itertools.cycle(batches), max(least, math.ceil(seconds * 1e3 / step_ms))))
+
+
+def settle(time_steps: Callable, batches: list, step_ms: float) -> float:
+    """Train on `batches` until the steps' times no longer drift, or LONGEST_SETTLING_S would pass; the seconds.
+
+    A GPU under load warms up, and its clock falls until power and temperature are in balance.
+    """
+    window, passed_s = repeated(batches, SETTLING_WINDOW_S, step_ms, least=4), 0.0
+    while True:
+        times, _ = time_steps(window, "settling")
+        passed_s, half = passed_s + sum(times) / 1e3, len(times) // 2
+        drift = statistics.median(times[-half:]) / statistics.median(times[:half]) - 1
+        if abs(drift) < SETTLED or passed_s + sum(times) / 1e3 > LONGEST_SETTLING_S:
+            return passed_s
+
+
+def measure_energy(time_steps: Callable, batches: list, row: Row, args: Arguments) -> None:
+    """Put the energy of a step, tokens per joule, mean clock and mean power into `row`, where NVML has them."""
+    with hardware.Meter(args.device) as meter:
+        step_ms, _ = time_steps(repeated(batches, ENERGY_WINDOW_S, row.timing.median_ms, least=2), "energy")
+    row.clock_mhz, row.power_w = meter.clock_mhz, meter.power_w
+    if meter.power_w:
+        row.energy_j_per_step = meter.power_w * statistics.fmean(step_ms) / 1e3
+        row.tokens_per_joule = args.batch_size * args.config.seq_len / row.energy_j_per_step
+
+
+@torch.no_grad()
+def heldout_loss(model: torch.nn.Module, args: Arguments) -> float | None:
+    """Mean loss in nats on the held-out part of the text; None where the text has none.
+
+    It tells how good the weights are that a step trained, so it is the same computation for every step: forward alone,
+    one sequence at a time, under mixed precision where the machine has it, nothing compiled.
+    """
+    starts, losses = data.heldout_starts(args.text, args.config.seq_len), []
+    if not len(starts):
+        return None
+    amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.mixed_precision)
+    with amp, torch.compiler.set_stance("force_eager"):
+        for batch in data.stage_batches(data.read_batches(args.text, starts, args.config.seq_len), args.device):
+            losses.append(model(*batch))
+    return torch.stack(losses).double().mean().item()
+
+
 def set_timing(row: Row, step_ms: list[float], warmup_s: float, args: Arguments) -> None:
     """Median and quartiles of the timed steps, and what follows from the median."""
     p25, median, p75 = statistics.quantiles(step_ms, method="inclusive") if len(step_ms) > 1 else step_ms * 3
-    row.timing = Timing(warmup_s, step_ms, median, p25, p75)
+    row.timing = Timing(warmup_s, step_ms, median, p25, p75, row.timing.settling_s)
     row.tokens_per_s = args.batch_size * args.config.seq_len / median * 1e3
     row.model_flops_per_s = flops.flops_per_step(args.config, args.batch_size) / median * 1e3
     row.bytes_per_step = LeastBytes(flops.least_bytes_per_step(args.config, args.batch_size), "analytic")

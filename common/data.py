@@ -15,6 +15,8 @@ import torch
 # llm.c writes 256 int32 before the tokens: magic, version, number of tokens, zeros.
 LLMC_MAGIC = 20240520
 LLMC_HEADER_TOKENS = 256 * 4 // 2  # the room of this many uint16
+HELDOUT_SHARE = 0.05  # of the text, at its end
+HELDOUT_SEQUENCES = 16
 
 
 class DataError(ValueError):
@@ -92,12 +94,29 @@ def check_text(text: Text, seq_len: int, vocab_size: int) -> None:
         raise DataError(f"{outside}: --vocab-size must be at least {largest + 1}")
 
 
+def trained_tokens(text: Text, seq_len: int) -> int:
+    """How many tokens training may draw from: all but the last 5 %, or all where those hold no sequence."""
+    heldout = int(len(text.tokens) * HELDOUT_SHARE)
+    return len(text.tokens) - (heldout if heldout > seq_len else 0)
+
+
 def draw_starts(text: Text, n_batches: int, batch_size: int, seq_len: int, seed: int) -> np.ndarray:
     """Where the random excerpts of each batch begin: int64 (n_batches, batch_size).
 
     Batch k depends on `seed` and k alone, not on how many are drawn.
     """
-    return np.random.default_rng(seed).integers(len(text.tokens) - seq_len, size=(n_batches, batch_size))
+    n_starts = trained_tokens(text, seq_len) - seq_len
+    return np.random.default_rng(seed).integers(n_starts, size=(n_batches, batch_size))
+
+
+def heldout_starts(text: Text, seq_len: int) -> np.ndarray:
+    """Where HELDOUT_SEQUENCES excerpts of the held-out part begin, evenly spaced, whatever the seed: int64 (n, 1).
+
+    Empty where the text is too short to have such a part.
+    """
+    first, last = trained_tokens(text, seq_len), len(text.tokens) - seq_len - 1
+    n = HELDOUT_SEQUENCES if first <= last else 0
+    return np.linspace(first, last, n).astype(np.int64)[:, None]
 
 
 def read_batches(text: Text, starts: np.ndarray, seq_len: int) -> np.ndarray:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import platform
+import statistics
 import subprocess
+import threading
+import time
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +29,7 @@ NUMERIC_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "ONEDNN_DEFAULT_FPMATH_MODE",
     "ATEN_CPU_CAPABILITY",
 )  # fmt: skip
+SM_CLOCK, MEMORY_CLOCK = 1, 2  # NVML_CLOCK_SM, NVML_CLOCK_MEM
 SET_BY_LIBRARIES = ("NVTE_CUDA_INCLUDE_DIR",)  # by Transformer Engine's import: no choice of a user
 
 
@@ -182,16 +187,52 @@ def gpu_state(device: torch.device) -> GpuState | None:
     """Clocks, temperature, power and throttle reasons now; None on a CPU and without NVML."""
     if device.type != "cuda" or nvml() is None:
         return None
-    sm, memory = 1, 2  # NVML_CLOCK_SM, NVML_CLOCK_MEM
     reasons = nvml_value(device, "CurrentClocksThrottleReasons")
     return GpuState(
-        sm_clock_mhz=nvml_value(device, "ClockInfo", sm),
-        max_sm_clock_mhz=nvml_value(device, "MaxClockInfo", sm),
-        memory_clock_mhz=nvml_value(device, "ClockInfo", memory),
+        sm_clock_mhz=nvml_value(device, "ClockInfo", SM_CLOCK),
+        max_sm_clock_mhz=nvml_value(device, "MaxClockInfo", SM_CLOCK),
+        memory_clock_mhz=nvml_value(device, "ClockInfo", MEMORY_CLOCK),
         temperature_c=nvml_value(device, "Temperature", 0),
         power_w=watts(nvml_value(device, "PowerUsage")),
         throttle_reasons=None if reasons is None else hex(reasons),
     )
+
+
+class Meter:
+    """Means of a GPU's clock and power over a `with` block; None on a CPU, without NVML, and of a block too short.
+
+    A thread asks NVML. The energy counter advances every 100 ms or so: power is what it counted between the first and
+    the last advance inside the block, divided by the time between them.
+    """
+
+    PERIOD_S = 0.01
+
+    def __init__(self, device: torch.device):
+        self.device, self.clock_mhz, self.power_w = device, None, None
+
+    def __enter__(self) -> Meter:
+        self._ended, self._samples = threading.Event(), []  # (seconds, MHz, mJ)
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        if self.device.type == "cuda" and nvml():
+            self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._ended.wait(self.PERIOD_S):
+            energy = nvml_value(self.device, "TotalEnergyConsumption")
+            self._samples.append((time.perf_counter(), nvml_value(self.device, "ClockInfo", SM_CLOCK), energy))
+
+    def __exit__(self, *_) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        clocks = [clock for _, clock, _ in self._samples if clock is not None]
+        self.clock_mhz = statistics.fmean(clocks) if clocks else None
+        pairs = itertools.pairwise((second, mj) for second, _, mj in self._samples if mj is not None)
+        advances = [after for before, after in pairs if after[1] != before[1]]
+        if len(advances) > 1:
+            (first_s, first_mj), (last_s, last_mj) = advances[0], advances[-1]
+            self.power_w = (last_mj - first_mj) / 1e3 / (last_s - first_s)
 
 
 def describe(device: torch.device) -> Environment:

@@ -189,7 +189,7 @@ def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, dev
         torch.cuda.synchronize(device)
     _, by_kind = chrome_trace(profiler)
     profile = summarize_timeline(by_kind["kernel"] + by_kind["gpu_memcpy"] + by_kind["gpu_memset"], n_steps)
-    profile.bound_by, profile.shares = bound_by(profile, median_ms)
+    profile.bound_by, profile.shares = bound_by(profile)
     return profile
 
 
@@ -276,17 +276,17 @@ def _per_step(times: dict[str, list[float]], total_ms: float, n_steps: int) -> P
     )
 
 
-def bound_by(profile: Profile, median_ms: float) -> tuple[str, dict[str, float]]:
-    """`compute`, `memory` or `launch`, and the share of the timed step that each has: the largest names the bound.
+def bound_by(profile: Profile) -> tuple[str, dict[str, float]]:
+    """`compute`, `memory` or `launch`, and the share of the profiled step that each has: the largest names the bound.
 
     Compute is the time in matrix products and fused attention. Memory is the time in all other kernels, which read
-    and write whole tensors for a few operations each. Launch is the rest of the timed median: the GPU waits for
-    the host or, in a replay, from kernel to kernel.
+    and write whole tensors for a few operations each. Launch is the gaps on the GPU's timeline: the GPU waits for the
+    host or, in a replay, from kernel to kernel.
     """
     softmax = sum(k.ms for k in profile.kernels if k.category == "attention" and "softmax" in k.name.lower())
     compute = sum(profile.categories[name].ms for name in COMPUTE) - softmax
-    busy, step = profile.gpu_busy_ms, max(median_ms, profile.gpu_busy_ms)
-    shares = {"compute": compute / step, "memory": (busy - compute) / step, "launch": (step - busy) / step}
+    times = {"compute": compute, "memory": profile.gpu_busy_ms - compute, "launch": profile.gpu_idle_ms}
+    shares = {name: ms / profile.step_ms for name, ms in times.items()}
     return max(shares, key=shares.get), shares
 
 

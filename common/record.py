@@ -25,11 +25,11 @@ CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py s
 @dataclass
 class Timing:
     warmup_s: float | None = None  # the first untimed steps, compilation included
-    settling_s: float | None = None  # further untimed steps until their times no longer drift; null on a CPU
     step_ms: list[float] = field(default_factory=list)  # every timed step
     median_ms: float | None = None  # with repetitions: the median of their medians
     p25_ms: float | None = None
     p75_ms: float | None = None
+    settling_s: float | None = None  # further untimed steps until their times no longer drift; null on a CPU
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -19,7 +20,7 @@ sys.path.insert(0, str(ROOT))  # run_all.sh starts this file by its path, from a
 
 from common.errors import smaller_batch  # noqa: E402
 from common.record import SCHEMA_VERSION, Plan, Row, Run, Workload, write_json, write_run  # noqa: E402
-from common.text import OneLineParser, one_line, portable_command, say  # noqa: E402
+from common.text import OneLineParser, one_line, portable_command, positive_int, say  # noqa: E402
 from ladder import process  # noqa: E402
 from report.__main__ import report  # noqa: E402
 
@@ -60,6 +61,9 @@ def build_parser() -> OneLineParser:
     )
     parser.add_argument(
         "--only", metavar="N,N", help="run these steps only, for example 3,4; the other rows are `not run`"
+    )
+    parser.add_argument(
+        "--repeat", type=positive_int, default=1, metavar="N", help="passes over all rows: the table shows the range"
     )
     parser.add_argument("--resume", type=Path, metavar="DIR", help="finish an interrupted run, with its own options: "
                         "run its rows that are not ok")  # fmt: skip
@@ -120,6 +124,7 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
         rows=rows,
         left_out=left_out,
         roofs=not given.no_roofs,
+        repeat=given.repeat,
         started_at=started.isoformat(timespec="seconds"),
         workload=Workload(**facts["workload"]),
     )
@@ -139,7 +144,7 @@ def resumed_run(folder: Path, parser: OneLineParser) -> tuple[Path, Plan, dict]:
     content.pop("schema_version", None)
     try:
         plan = Plan(**content)
-        if not all(isinstance(text, str) for text in [*plan.arguments, *plan.left_out]):
+        if not all(isinstance(text, str) for text in [*plan.arguments, *plan.left_out]) or plan.repeat < 1:
             raise ValueError
         if not all(re.fullmatch(r"(peers/)?\w+", name) for name in plan.rows):
             raise ValueError
@@ -160,19 +165,19 @@ def read_object(path: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-def is_done(folder: Path, name: str) -> bool:
+def is_done(record: Path) -> bool:
     """Whether a row has an ok record of its own, with a time and losses."""
     try:
-        (row,) = read_object(folder / f"{name}.json")["steps"]
-        mine = row["step"] == name.removeprefix("peers/")
+        (row,) = read_object(record)["steps"]
+        mine = row["step"] == record.stem
         return bool(mine and row["status"] == "ok" and row["timing"]["median_ms"] and row["loss"])
     except (ValueError, LookupError, TypeError):
         return False
 
 
-def run_row(ladder: Ladder, name: str) -> None:
+def run_row(ladder: Ladder, name: str, record: Path) -> None:
     """Run one script, or say why it is not tried. A row without a record of its own gets one that says how it ended."""
-    script, record, row = ROOT / f"{name}.py", ladder.folder / f"{name}.json", Row(name.removeprefix("peers/"))
+    script, row = ROOT / f"{name}.py", Row(record.stem)
     needed = ladder.facts["by_hand_bytes" if name.startswith(BY_HAND) else "fused_bytes"]
     free, advice = ladder.facts["free_bytes"], smaller_batch(ladder.facts["workload"]["batch_size"])
     if not script.exists():
@@ -202,7 +207,7 @@ def run_row(ladder: Ladder, name: str) -> None:
 def run_script(ladder: Ladder, script: Path, record: Path) -> tuple[str | None, str | None]:
     """Run a script; how it ended if it left no record, and (None, None) if it did. Raises OSError."""
     terminal, log = Terminal(script.stem), record.with_suffix(".log")
-    record.parent.mkdir(exist_ok=True)
+    record.parent.mkdir(parents=True, exist_ok=True)
     record.unlink(missing_ok=True)
     command = [sys.executable, str(script), *ladder.plan.arguments, "--output", str(record)]
     try:
@@ -288,7 +293,7 @@ def main(argv: list[str]) -> int:
     given, arguments = parser.parse_known_args(argv)
     limit_s = time_limit(parser)
     if given.resume:
-        if arguments or given.only or given.peers or given.no_roofs or given.no_profile:
+        if arguments or given.only or given.peers or given.no_roofs or given.no_profile or given.repeat > 1:
             parser.error(f"--resume takes its options and arguments from {given.resume}: give no others")
         folder, plan, facts = resumed_run(given.resume.resolve(), parser)
     else:
@@ -301,9 +306,12 @@ def main(argv: list[str]) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             parser.error(f"another run_all.sh is at work in {folder}")
-    for name in plan.rows:
-        if not (stop.requests or name in plan.left_out or is_done(folder, name)):
-            run_row(ladder, name)
+    for number, name in itertools.product(range(1, plan.repeat + 1), plan.rows):
+        record = folder / ("" if number == 1 else f"pass-{number}") / f"{name}.json"
+        if not (stop.requests or name in plan.left_out or is_done(record)):
+            if plan.repeat > 1:
+                say(f"pass {number} of {plan.repeat}")
+            run_row(ladder, name, record)
             say("")
     if plan.roofs and not (stop.requests or has_roofs(folder)):
         measure_roofs(ladder)

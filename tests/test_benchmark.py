@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
-from conftest import FAST, ROOT, STEPS, arguments, built
+from conftest import FAST, ROOT, SMALL, STEPS, arguments, built
 
-from common import benchmark
+from common import benchmark, data
 from common.record import Row
 
 WITHOUT_PACKAGES = """
@@ -109,6 +110,34 @@ def test_what_ran_is_observed(monkeypatch):
         made = built(step, monkeypatch, amp_dtype=torch.bfloat16, steps=2, warmup=1)
         found = benchmark.run(made.train_step, made.model, made.args).settings
         assert [getattr(found, name) for name in names] == expected
+
+
+def test_the_heldout_loss_is_that_of_the_model_and_changes_nothing(monkeypatch):
+    made = built(STEPS[3], monkeypatch, amp_dtype=torch.float32)
+    before = [p.clone() for p in made.model.parameters()]
+    found = benchmark.heldout_loss(made.model, made.args)
+    starts = data.heldout_starts(made.args.text, SMALL.seq_len)
+    ((tokens, targets),) = data.stage_batches(
+        data.read_batches(made.args.text, starts.reshape(1, -1), SMALL.seq_len), made.args.device
+    )
+    with torch.no_grad():
+        assert found == pytest.approx(made.model._orig_mod(tokens, targets).item(), rel=1e-6)
+    assert all(map(torch.equal, before, made.model.parameters()))
+    short = replace(made.args.text, tokens=made.args.text.tokens[:1000])
+    assert benchmark.heldout_loss(made.model, replace(made.args, text=short)) is None
+
+
+def test_settling_ends_when_steps_no_longer_drift_or_after_its_time():
+    for ms, fewest, most in ((lambda k: 100 + 50 / (k + 1), 2, 2), (lambda k: 100 + 2 * k, 4, 9)):
+        seen = []
+
+        def time_steps(batches, phase, ms=ms, seen=seen):
+            seen.append([ms(20 * len(seen) + k) for k in range(len(batches))])
+            return seen[-1], []
+
+        passed_s = benchmark.settle(time_steps, [None], step_ms=100.0)
+        assert fewest <= len(seen) <= most and all(len(times) == 20 for times in seen)
+        assert passed_s == pytest.approx(sum(map(sum, seen)) / 1e3) and passed_s <= benchmark.LONGEST_SETTLING_S
 
 
 def test_a_rehearsal_passes_the_batches_and_trains_nothing():

@@ -66,3 +66,14 @@ def test_batch_k_does_not_depend_on_how_many_are_drawn():
     assert (many[:3] == few).all()
     assert data.fingerprint(text, few, 32) == data.fingerprint(text, many[:3], 32)
     assert data.fingerprint(text, few, 32) != data.fingerprint(text, data.draw_starts(text, 3, 2, 32, seed=6), 32)
+
+
+def test_the_last_twentieth_is_never_trained_on_and_is_the_same_for_every_seed():
+    text = data.Text(np.arange(2000, dtype=np.uint16), "count")
+    drawn = [data.read_batches(text, data.draw_starts(text, 9, 9, 64, seed), 64) for seed in range(3)]
+    heldout = data.read_batches(text, data.heldout_starts(text, 64), 64)
+    assert np.max(drawn) < 1900 <= heldout.min() and heldout.max() == 1999
+    assert heldout.shape == (data.HELDOUT_SEQUENCES, 1, 65)
+    assert max(data.draw_starts(text, 200, 9, 99, seed=0).flat) < 1900 - 99
+    assert len(data.heldout_starts(text, 100)) == 0, "100 tokens hold no sequence of 100 and its target"
+    assert data.trained_tokens(text, 100) == 2000

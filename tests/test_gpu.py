@@ -24,6 +24,11 @@ FP8_GEMM = re.compile(r"nvjet_sm\d+_q|gemm.*(e4m3|e5m2)", re.IGNORECASE)
 FUSED_ATTENTION = re.compile(r"sdpa|flash|fmha", re.IGNORECASE)
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch.compiler.reset()  # each test loads the scripts anew: the compiler would give up on so many models
+
+
 def fp8_reason():
     """Why FP8 cannot run here, or None."""
     try:
@@ -111,6 +116,20 @@ def test_a_captured_step_has_the_losses_of_the_launched_one(step, monkeypatch):
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-3, atol=0)
 
 
+@pytest.mark.parametrize("step", STEPS)
+def test_the_heldout_loss_leaves_training_as_it_was(step, monkeypatch):
+    losses = []
+    for looks in (False, True):
+        run = on_gpu(step, monkeypatch, amp_dtype=torch.bfloat16, steps=9)
+        if step in STEPS[3:]:
+            run.train_step.record(*run.batches[0])
+        losses.append([run.train_step(*batch).item() for batch in run.batches[3:6]])
+        heldout = benchmark.heldout_loss(run.model, run.args) if looks else None
+        losses[-1] += [run.train_step(*batch).item() for batch in run.batches[6:9]]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    assert heldout == pytest.approx(losses[1][3], rel=0.2)
+
+
 @pytest.mark.parametrize("step", STEPS[3:])
 def test_a_captured_row_counts_the_memory_that_a_launched_one_needs(step, monkeypatch):
     peaks = []
@@ -185,7 +204,8 @@ def test_roofs_are_measured_in_every_precision():
     wanted = ["fp32", *(["tf32", "bf16"] if torch.cuda.get_device_capability() >= (8, 0) else [])]
     wanted += ["fp8"] if torch.cuda.get_device_capability() >= (8, 9) else []
     assert all(getattr(measured, f"{precision}_flops_per_s") for precision in wanted)
-    assert measured.copy_bytes_per_s > 0
+    assert measured.copy_bytes_per_s > 0 and measured.conditions["bf16"].clock_mhz > 0
+    assert measured.square.bf16_flops_per_s <= measured.square.ceilings["bf16"]
 
 
 def test_peak_memory_and_events_are_recorded(monkeypatch):
@@ -195,6 +215,9 @@ def test_peak_memory_and_events_are_recorded(monkeypatch):
     assert row.peak_reserved_bytes >= row.peak_allocated_bytes > 0
     assert row.host_syncs == 0
     assert row.gpu_state is None or row.gpu_state.sm_clock_mhz > 0
+    assert row.timing.settling_s > 1 and min(row.reference_ms.product_ms + row.reference_ms.copy_ms) > 0
+    if hardware.nvml_value(run.args.device, "TotalEnergyConsumption"):
+        assert 50 < row.power_w < 1500 and 100 < row.clock_mhz < 3000 and row.tokens_per_joule > 0
 
 
 def break_a_capture():

@@ -103,6 +103,19 @@ def test_rows_that_break_stay_rows_and_leave_no_process(project):
     assert wait_until(lambda: not is_alive(int((made.folder / "pid").read_text())), 10)
 
 
+def test_repeat_runs_all_rows_again_and_resume_only_what_is_missing(project):
+    made = project(FIVE_OK)
+    ran = made.run("--repeat", "2", "--only", "0,1")
+    (folder,) = made.folders()
+    assert ran.returncode == 0 and json.loads((folder / "plan.json").read_text())["repeat"] == 2
+    said = [line for line in ran.stdout.splitlines() if line.startswith(("pass", "said"))]
+    assert said == [f"{word}" for k in "12" for x in "01" for word in (f"pass {k} of 2", f"said by {x}_x")]
+    (folder / "pass-2" / "1_x.json").unlink()
+    again = made.run("--resume", str(folder), roofs=())
+    assert again.returncode == 0 and again.stdout.count("said by") == 1 and (folder / "pass-2" / "1_x.json").exists()
+    assert made.run("--repeat", "0").returncode == 2
+
+
 def test_a_step_that_cannot_fit_in_memory_is_not_tried_and_one_that_fits_gets_no_advice_on_its_batch(project):
     made = project(FIVE_OK | {"2_x": "killed"})
     ran, rows = made.run(by_hand_bytes=300 * 2**30), made.rows()

@@ -1,14 +1,16 @@
 """Roofs: the workload's own matrix products, and what cannot be measured says so."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import FAST, ROOT
+from conftest import FAST
 
 from common import roofs
+from common.record import ProductRate
 
 CPU = torch.device("cpu")
 
@@ -25,28 +27,46 @@ def test_roofs_of_a_cpu():
     assert measured.copy_bytes_per_s > 0 and measured.square.fp32_flops_per_s > 0
     slowest, fastest = sorted(shape.fp32_flops_per_s for shape in measured.shapes)
     assert slowest <= measured.fp32_flops_per_s <= fastest
+    for rates in (*measured.shapes, measured.square, measured.zeros, measured):
+        assert rates.fp32_flops_per_s <= rates.ceilings["fp32"]
     assert measured.fp8_flops_per_s is None and any("fp8 not measured" in note for note in measured.notes)
 
 
 def test_a_product_that_fails_is_a_note_and_the_rest_stands(monkeypatch):
-    def broken(shape, precision, device):
+    def broken(shape, *_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried a lot\nmore")
 
-    monkeypatch.setattr(roofs, "product_rate", broken)
+    monkeypatch.setattr(roofs, "product_rates", broken)
     measured = roofs.measure({(8, 8, 8): 1}, CPU)
     assert measured.fp32_flops_per_s is None and measured.copy_bytes_per_s > 0
     assert "fp32 not measured: CUDA out of memory. Tried a lot" in measured.notes
 
 
-def test_the_command_writes_json(tmp_path):
-    command = [sys.executable, "-m", "common.roofs", *FAST, "--output", str(tmp_path / "roofs.json")]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    assert json.loads((tmp_path / "roofs.json").read_text())["fp32_flops_per_s"] > 0
+def test_the_command_writes_json_with_a_grid(monkeypatch, tmp_path):
+    monkeypatch.setattr(roofs, "GRID", {"cpu": (16, 64)})
+    monkeypatch.setattr(sys, "argv", ["roofs", *FAST, "--output", str(tmp_path / "roofs.json")])
+    roofs.main()
+    written = json.loads((tmp_path / "roofs.json").read_text())
+    assert written["fp32_flops_per_s"] > 0 and len(written["grid"]) == 8
 
 
-def test_roofs_use_every_thread_that_training_uses(monkeypatch):
-    seen = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    roofs.seconds(lambda: seen.append(torch.__config__.parallel_info()), CPU)
-    in_timer = seen[1:]  # the first call only warms up
-    assert in_timer and all("at::get_num_threads() : 2" in said for said in in_timer)
+def test_a_rate_between_products_of_the_grid_is_interpolated_in_logarithms():
+    def rate(shape):
+        return shape.m**0.5 * shape.n**0.25 * shape.k
+
+    grid = [ProductRate(m=m, n=n, k=k) for m in (64, 256, 1024) for n in (64, 256) for k in (64, 256)]
+    for m, n, k in ((64, 64, 64), (100, 90, 200), (1000, 256, 65), (1024, 256, 256)):
+        assert roofs.rate_at(grid, m, n, k, rate) == pytest.approx(rate(ProductRate(m=m, n=n, k=k)))
+    assert roofs.rate_at(grid, 9999, 1, 64, rate) == pytest.approx(rate(ProductRate(m=1024, n=64, k=64)))
+
+
+def test_the_reference_takes_longer_beside_a_competing_process():
+    crowd = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6 * os.cpu_count())]
+    try:
+        crowded = [roofs.reference(CPU)[0] for _ in range(2)]
+    finally:
+        for process in crowd:
+            process.kill()
+            process.wait()
+    alone = min(roofs.reference(CPU)[0] for _ in range(3))
+    assert min(crowded) > 1.5 * alone
