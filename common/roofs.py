@@ -15,6 +15,7 @@ if __name__ == "__main__":
     needs("torch", "numpy")
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -32,9 +33,9 @@ from common.text import one_line, say
 
 COPY_BYTES = 2**30
 BUSY_PERCENT = 20
-STEADY_S = {"cuda": 0.2, "cpu": 0.05}  # of back-to-back work
+STEADY_S, PARTS = {"cuda": 0.2, "cpu": 0.05}, 9  # of back-to-back work
 BURSTS, BURST_S, PAUSE_S = 4, 0.002, 0.02
-GRID = {"cuda": (128, 512, 2048, 8192), "cpu": (64, 256, 1024, 4096)}  # of M, of N and of K
+GRID = {"cuda": (128, 512, 2048, 8192), "cpu": (64, 256, 1024, 2048)}  # of M, of N and of K
 GRID_STEADY_S, GRID_BURSTS = 0.02, 2
 REFERENCE_EDGE, REFERENCE_BYTES, REFERENCE_S = {"cuda": 4096, "cpu": 768}, 2**26, 0.25
 
@@ -142,11 +143,11 @@ def seconds(work: Callable[[], object], n: int, device: torch.device) -> float:
 
 
 def steady_seconds(work: Callable[[], object], device: torch.device, for_s: float) -> float:
-    """Time of one call, back to back for about `for_s` seconds: the median of three parts."""
+    """Time of one call, back to back for about `for_s` seconds: the median of PARTS parts."""
     work()
     once = seconds(work, 1, device)
-    n = round(for_s / 3 / once)
-    return statistics.median(seconds(work, n, device) for _ in range(3)) if n else once
+    n = math.ceil(for_s / PARTS / once)
+    return statistics.median(seconds(work, n, device) for _ in range(PARTS)) if for_s > once else once
 
 
 def burst_seconds(work: Callable[[], object], device: torch.device, each_s: float, bursts: int) -> float:
