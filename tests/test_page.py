@@ -66,7 +66,7 @@ def test_rows_without_a_time_keep_their_reason_in_every_section_and_what_is_miss
         assert html.count(said) >= 10
         for region in ("Time per training step", "Peak memory", "Time by kernel category", "Raw times", "Settings"):
             assert said in next(cells for cells in tables[region] if cells[0] == row.step), (region, row.step)
-    assert "The roofs of this machine were not measured" in html and "There is nothing to compare" in html
+    assert "The ceilings of this machine were not measured" in html and "There is nothing to compare" in html
     bare = Page(page.render(runs.run(runs.step("0_a", 200.0), runs.step("1_b", 100.0))))
     said = "".join(bare.text)
     assert "No row was profiled" in said and "There is no profile of both steps" in said
