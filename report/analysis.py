@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -18,6 +19,7 @@ LARGEST_PROFILE_OFFSET = 0.03
 LONGEST_SOURCE = 400  # lines of a script that are worth comparing
 FEWEST_STEPS_OF_DRIFT = 8
 LARGEST_OPTIMIZER_RATIO = 1.25  # between rows that run the same optimizer; beyond it something else changed
+MOST_OF_CLOCK = 2  # times what a clock does to products on its own; beyond it something else changed
 PLAIN_ROW = "2_sdpa"  # where most readers' own training stands: mixed precision and fused attention
 GAPS = "gaps"
 GIB = 2**30
@@ -324,8 +326,9 @@ def alike_products(before: Row, after: Row) -> AlikeProducts | None:
     a, b = (sum(products[name].ms for name in alike) for products in (old, new))
     if not (a and b >= 0.1 * median_ms(after) and abs(b / a - 1) > 0.03 and before.clock_mhz and after.clock_mhz):
         return None
+    change, by_clock = math.log(b / a), math.log(before.clock_mhz / after.clock_mhz)
     rest = median_ms(after) - (b - a)
-    if (b - a) * (after.clock_mhz - before.clock_mhz) >= 0 or rest <= 0:
+    if change * by_clock <= 0 or abs(change) > MOST_OF_CLOCK * abs(by_clock) or rest <= 0:
         return None
     return AlikeProducts(a, b, before.clock_mhz, after.clock_mhz, median_ms(before) / rest)
 

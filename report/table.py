@@ -159,7 +159,7 @@ def _describe_precision(roofs: Roofs, precision: str) -> str:
 
 
 def _at(clock_mhz: float | None, power_w: float | None = None) -> str:
-    known = [f"{clock_mhz:,.0f} MHz"] if clock_mhz else []
+    known = [f"{clock_mhz:.0f} MHz"] if clock_mhz else []
     known += [f"{power_w:.0f} W"] if power_w else []
     return f" ({', '.join(known)})" if known else ""
 

@@ -46,9 +46,8 @@ def repeated(name, *passes, **fields):
 
 
 def timing(ms):
-    return r.Timing(
-        warmup_s=1.0, step_ms=[ms, ms * 0.99, ms * 1.01], median_ms=ms, p25_ms=ms * 0.995, p75_ms=ms * 1.005
-    )
+    known = {"median_ms": ms, "p25_ms": ms * 0.995, "p75_ms": ms * 1.005}
+    return r.Timing(warmup_s=1.0, step_ms=[ms, ms * 0.99, ms * 1.01], **known)
 
 
 def step(name, ms=100.0, status="ok", **fields):
@@ -60,12 +59,12 @@ def step(name, ms=100.0, status="ok", **fields):
     return r.Row(name, **{"source": "source\n", "status": status} | (timed if status == "ok" else {}) | fields)
 
 
-def profile(ms, names=("gemm", "softmax"), categories=("matrix products", "attention"), **fields):
-    each = ms / len(names)
-    kernels = [r.Kernel(name, category, each, 1) for name, category in zip(names, categories, strict=True)]
+def profile(ms, names=("gemm", "softmax"), categories=("matrix products", "attention"), times=None, **fields):
+    times = times or [ms / len(names)] * len(names)
+    kernels = [r.Kernel(*kernel, 1) for kernel in zip(names, categories, times, strict=True)]
     shares = {"compute": 0.6, "memory": 0.4, "launch": 0.0}
-    whole = r.Profile(ms, 3, {c: r.CategoryTime(each, 1) for c in categories}, kernels, len(names), ms, 0.0, 0, 30,
-                    "compute", shares)  # fmt: skip
+    whole = r.Profile(ms, 3, {k.category: r.CategoryTime(k.ms, 1) for k in kernels}, kernels, len(names), ms, 0.0, 0,
+                      30, "compute", shares)  # fmt: skip
     return replace(whole, **fields)
 
 
@@ -111,9 +110,8 @@ def hostile(text=HOSTILE["escapes"]):
     def soil(value, name=""):
         if isinstance(value, dict):
             free = name in ("variables", "shares", "ceilings", "conditions")
-            return {
-                text if free and key not in ("memory", "fp8") else key: soil(item, key) for key, item in value.items()
-            }
+            names = {key: text if free and key not in ("memory", "fp8") else key for key in value}
+            return {names[key]: soil(item, key) for key, item in value.items()}
         if isinstance(value, list):
             return [soil(item, name) for item in value]
         if name == "step":
