@@ -66,7 +66,7 @@ def render(run: Run) -> str:
         **_categories(rows),
         **_roofline(run),
         **_loss(run.steps),
-        **_trust(rows, asdict(run.environment) if run.environment else {}),
+        **_trust(run, rows),
     }
     loader = FileSystemLoader(Path(__file__).parent)
     template = Environment(loader=loader, autoescape=True, undefined=StrictUndefined).get_template("page.html")
@@ -83,16 +83,22 @@ def speedup_png(run: Run) -> bytes:
 
     preset = run.workload.preset if run.workload else "unknown workload"
     title = f"{environment_of(run).device}, {preset}: training step, times faster"
-    return charts.speedup_png(_bars(run.steps, bar), busy(run) or title)
+    verdict, _, _ = (busy(run) or "").partition(" (")
+    return charts.speedup_png(_bars(run.steps, bar), verdict or title)
 
 
 def _times(speedup: Speedup) -> str:
-    """In a chart, where there is no room for a range."""
     return f"{speedup.ratio:.1f}x{speedup.mark}"
 
 
 def _ms(run: Run, row: Row) -> str:
+    """In a chart, where there is no room for a range."""
     return f"{median_ms(row):.1f}{mark(run, row)}"
+
+
+def _ms_cell(run: Run, row: Row) -> str:
+    """In a table whose other columns say the range."""
+    return decimal(row.timing.median_ms) + mark(run, row)
 
 
 def _bars(rows: list[Row], bar: Callable[[Row], charts.Bar]) -> list[charts.Bar]:
@@ -113,7 +119,10 @@ def _waterfall(run: Run) -> dict:
         return charts.Bar(row.step, gib, f"{gib:.1f} GiB" if gib else "not measured")
 
     times, memories = _bars(run.steps, time), _bars(run.steps, memory)
-    time_cells = [(bar.name, *map(decimal, (bar.value, bar.low, bar.high)), bar.label) for bar in times]
+    time_cells = [
+        (row.step, _ms_cell(run, row), decimal(bar.low), decimal(bar.high), bar.label)
+        for row, bar in zip(run.steps, times, strict=True)
+    ]
     ends = ("fastest pass", "slowest pass") if passes else ("p25", "p75")
     return {
         "time_svg": charts.falling_bars(times, "milliseconds"),
@@ -166,20 +175,21 @@ def _pair(run: Run, script_before: Row, before: Row | None, after: Row) -> dict:
         "comparable": comparable,
         "sentence": sentence(run, before, after),
         "code": analysis.code_diff(script_before, after),
-        "facts": _facts(before, after) if comparable else [],
+        "facts": _facts(run, before, after) if comparable else [],
         "categories": table.grid(("category", "ms", "change", "launches"), category_cells),
         "kinds": Counter(kernel.kind for kernel in kernels),
         "kernels": table.grid(("kernel", "", "ms", "launches"), kernel_cells),
     }
 
 
-def _facts(before: Row, after: Row) -> list[dict]:
+def _facts(run: Run, before: Row, after: Row) -> list[dict]:
     facts = []
     for name, (figure, digits) in FACTS.items():
         a, b = figure(before), figure(after)
         if a is not None or b is not None:
             change = "-" if a is None or b is None else f"{b - a:+,.{digits}f}"
-            facts.append((name, decimal(a, digits), decimal(b, digits), change))
+            marks = [mark(run, row) if figure is median_ms else "" for row in (before, after)]
+            facts.append((name, decimal(a, digits) + marks[0], decimal(b, digits) + marks[1], change))
     if analysis.bound(before) or analysis.bound(after):
         facts.append(("bound by", analysis.describe_bound(before), analysis.describe_bound(after), ""))
     return table.grid(("", "before", "after", "change"), facts)
@@ -231,14 +241,14 @@ def _loss(rows: list[Row]) -> dict:
     }
 
 
-def _trust(rows: list[Row], environment: dict) -> dict:
+def _trust(run: Run, rows: list[Row]) -> dict:
     strips, strip_cells = [], []
     for row in rows:
         times = row.timing.step_ms if is_timed(row) else []
         why = reason_untimed(row) if not is_timed(row) else "" if times else "no raw times"
         strips.append((row.step, row.timing.median_ms or 0.0, times, why))
-        figures = (min(times, default=None), row.timing.median_ms, max(times, default=None))
-        strip_cells.append((row.step, len(times) or why, *map(decimal, figures)))
+        ends = (decimal(min(times, default=None)), decimal(max(times, default=None)))
+        strip_cells.append((row.step, len(times) or why, ends[0], _ms_cell(run, row), ends[1]))
     passes = max((len(passes_ms(row)) for row in rows), default=0)
     repeated = [(row.step, [*map(decimal, passes_ms(row))]) for row in rows if passes_ms(row)]
     pass_cells = [(step, *times, *["-"] * (passes - len(times))) for step, times in repeated]
@@ -248,7 +258,7 @@ def _trust(rows: list[Row], environment: dict) -> dict:
         "pass_rows": table.grid(("step", *(f"pass {k}, ms" for k in range(1, passes + 1))), pass_cells),
         **_clocks(rows),
         "settings_rows": table.grid(("step", "settings"), [(row.step, _settings(row)) for row in rows]),
-        "environment_rows": table.grid(("", "value"), environment.items()),
+        "environment_rows": table.grid(("", "value"), asdict(run.environment).items() if run.environment else ()),
     }
 
 
