@@ -17,7 +17,7 @@ from common.text import OneLineParser, aligned, say
 from report import analysis, table
 from report.__main__ import write_reports
 from report.analysis import is_timed
-from report.doubts import LEGEND, MARK, NOTICE, SERIOUS
+from report.doubts import NOTICE, SERIOUS
 from report.load import MERGED, RecordError, read_run
 from report.table import commit_of, gib, levels, markdown, ms_cell, speedup_cell, tflops
 
@@ -84,8 +84,8 @@ def performance_tables(results: Path) -> str:
 
 def _machine_tables(machine: Path) -> list[str]:
     runs = recorded_runs(machine, "*")
-    whole = _workload_table(runs)
-    parts = [f"## Recorded in `{machine.name}`", whole, *([LEGEND] if MARK in whole else [])]
+    legend = table.legend(*(run for _, run in runs))
+    parts = [f"## Recorded in `{machine.name}`", _workload_table(runs), *legend]
     for path, run in runs:
         profiled = [row for row in [*run.steps, *run.peers] if row.profile]
         tables = [_category_table(profiled, run), _limits_table(profiled, run)] if profiled else []
