@@ -22,7 +22,8 @@ def plain_table(folder: Path) -> tuple[str, int]:
     Nothing is checked but what it shows.
     """
     lines, code = [f"{'step':24}{'status':>12}{'ms/step':>12}"], 0
-    records = [*sorted(folder.glob("[0-9]_*.json")), *sorted(folder.glob("peers/*.json"))]
+    patterns = [f"{place}{rows}.json" for place in ("", "pass-*/") for rows in ("[0-9]_*", "peers/*")]
+    records = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
     for path in records or [folder / "results.json"]:
         try:
             for row in json.loads(path.read_text())["steps"]:

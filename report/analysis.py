@@ -1,4 +1,4 @@
-"""What the records of a run say: figures, changes between two rows, sentences and doubts. One function a figure.
+"""What the records of a run say: the figures of a row, and what changed between two. One function a figure.
 
 Everything is computed from one run (common/record.py). Rows without a time stay, with their reason.
 """
@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 
-from common.record import CATEGORIES, CategoryTime, Environment, Profile, Roofs, Row, Run, describe_shape
-from report.load import environment_of
+from common.record import CATEGORIES, CategoryTime, Profile, Roofs, Row, Run, Timing
 
 LOSS_WINDOW = 20
-FEWEST_STEPS = {"cuda": 30, "cpu": 10}
-WIDEST_SPREAD = 0.03
 LARGEST_PROFILE_OFFSET = 0.03
 LONGEST_SOURCE = 400  # lines of a script that are worth comparing
-MOST_OF_ROOF = 1.05  # beyond it the roof is wrong, not the row fast
+FEWEST_STEPS_OF_DRIFT = 8
+LARGEST_OPTIMIZER_RATIO = 1.25  # between rows that run the same optimizer; beyond it something else changed
+MOST_OF_CLOCK = 2  # times what a clock does to products on its own; beyond it something else changed
 PLAIN_ROW = "2_sdpa"  # where most readers' own training stands: mixed precision and fused attention
 GAPS = "gaps"
 GIB = 2**30
@@ -40,6 +41,28 @@ def median_ms(row: Row) -> float:
     return row.timing.median_ms
 
 
+def timings(row: Row) -> list[Timing]:
+    """The timing of every pass; of a row that ran once its own."""
+    return [repetition.timing for repetition in row.repetitions] or [row.timing]
+
+
+def passes_ms(row: Row) -> list[float]:
+    """The median of every pass of `--repeat`, in order; empty where the row has fewer than two."""
+    medians = [repetition.timing.median_ms for repetition in row.repetitions]
+    return medians if len(medians) >= 2 else []
+
+
+def passes(run: Run) -> int:
+    """The most passes of a row; 0 where every row ran once."""
+    return max((len(passes_ms(row)) for row in [*run.steps, *run.peers]), default=0)
+
+
+def extent_ms(row: Row) -> tuple[float, float]:
+    """The smallest and the largest median of the passes; the quartiles of a row that ran once."""
+    medians = passes_ms(row)
+    return (min(medians), max(medians)) if medians else quartiles_ms(row)
+
+
 def quartiles_ms(row: Row) -> tuple[float, float]:
     """25th and 75th percentile; where the record has none, the range of its times."""
     times = row.timing.step_ms or [row.timing.median_ms]
@@ -50,6 +73,18 @@ def spread(row: Row) -> float:
     """Distance of the quartiles, as a share of the median."""
     p25, p75 = quartiles_ms(row)
     return (p75 - p25) / median_ms(row)
+
+
+def drift(row: Row) -> float:
+    """Median of the second half of the timed steps against the first, as a share: of the pass that drifts most.
+
+    0 where no pass has FEWEST_STEPS_OF_DRIFT steps.
+    """
+    drifts = [0.0]
+    for times in (timing.step_ms for timing in timings(row) if len(timing.step_ms) >= FEWEST_STEPS_OF_DRIFT):
+        half = len(times) // 2
+        drifts.append(median(times[-half:]) / median(times[:half]) - 1)
+    return max(drifts, key=abs)
 
 
 def mean_loss(row: Row) -> float:
@@ -64,6 +99,12 @@ def loss_difference(row: Row, reference: Row) -> float | None:
     return mean_loss(row) / against - 1 if against else None
 
 
+def heldout_difference(row: Row, reference: Row) -> float | None:
+    """Held-out loss of a row against that of another, as a share; None where one has none."""
+    known = row.heldout_loss is not None and reference.heldout_loss
+    return row.heldout_loss / reference.heldout_loss - 1 if known else None
+
+
 def peak_gib(row: Row) -> float | None:
     """CUDA allocator's peak; on a CPU the peak of the whole process."""
     peak = row.peak_allocated_bytes or row.peak_rss_bytes
@@ -73,6 +114,15 @@ def peak_gib(row: Row) -> float | None:
 def speedup(row: Row, reference: Row) -> float:
     """How many times faster a row is than another."""
     return median_ms(reference) / median_ms(row)
+
+
+def speedup_range(row: Row, reference: Row) -> tuple[float, float] | None:
+    """The smallest and the largest ratio pass by pass; None where the rows have not the same passes."""
+    pairs = [*zip(passes_ms(row), passes_ms(reference), strict=False)]
+    if not pairs or len(passes_ms(row)) != len(passes_ms(reference)):
+        return None
+    ratios = [before / after for after, before in pairs]
+    return min(ratios), max(ratios)
 
 
 def reference_row(rows: list[Row]) -> Row | None:
@@ -105,11 +155,11 @@ def gaps_ms(row: Row) -> float | None:
     if profile is None or profile.gpu_idle_ms is None:
         return None
     if profile_offset(row) > LARGEST_PROFILE_OFFSET:
-        return max(0.0, min(profile.gpu_idle_ms, median_ms(row) - _kernels_ms(profile)))
+        return max(0.0, min(profile.gpu_idle_ms, median_ms(row) - kernels_ms(profile)))
     return profile.gpu_idle_ms
 
 
-def _kernels_ms(profile: Profile) -> float:
+def kernels_ms(profile: Profile) -> float:
     return sum(time.ms for time in profile.categories.values())
 
 
@@ -129,25 +179,47 @@ def bound(row: Row) -> tuple[str, float] | None:
     return (by, (row.profile.shares or {}).get(by, 0.0)) if by else None
 
 
+def describe_bound(row: Row) -> str:
+    """`compute 93%`, or a dash."""
+    return "{} {:.0%}".format(*bound(row)) if bound(row) else "-"
+
+
 def roof(row: Row, roofs: Roofs | None) -> tuple[str, float] | None:
-    """The precision whose roof a row is held against, and the roof's FLOP/s; None where it was not measured."""
-    if roofs is None:
-        return None
+    """The precision whose ceiling a row is held against, and that ceiling; None where it was not measured."""
+    ceilings = roofs.ceilings if roofs else {}
     if row.settings.fp8_recipe:
         precision = "fp8"
     elif row.settings.amp_dtype in ("bfloat16", "float16"):
         precision = "bf16"
     else:
-        exact = row.settings.float32_matmul_precision == "highest" or roofs.tf32_flops_per_s is None
+        exact = row.settings.float32_matmul_precision == "highest" or "tf32" not in ceilings
         precision = "fp32" if exact else "tf32"
-    rate = getattr(roofs, f"{precision}_flops_per_s")
-    return (precision, rate) if rate else None
+    return (precision, ceilings[precision]) if ceilings.get(precision) else None
 
 
 def share_of_roof(row: Row, roofs: Roofs | None) -> tuple[str, float] | None:
-    """A precision, and a row's model FLOP/s as a share of its roof; None where that was not measured."""
+    """A precision, and a row's model FLOP/s as a share of its ceiling; None where that was not measured."""
     measured = roof(row, roofs)
     return (measured[0], row.model_flops_per_s / measured[1]) if measured else None
+
+
+def products_rate(row: Row, run: Run) -> float | None:
+    """FLOP/s of the weights' matrix products while they run, in the profiled step.
+
+    None without a profile, and where attention is by hand: its products stand among the others.
+    """
+    ms = row.profile.categories.get("matrix products", CategoryTime()).ms if row.profile else 0.0
+    if not ms or run.workload is None or row.settings.attention_kernel in (None, "by hand"):
+        return None
+    work = run.workload
+    attention = 6 * work.n_layer * work.seq_len * work.n_embd * work.tokens_per_step
+    return (work.flops_per_step - attention) / ms * 1e3
+
+
+def products_share(row: Row, run: Run) -> float | None:
+    """`products_rate` as a share of the ceiling in the row's precision; None where one of them is not known."""
+    rate, measured = products_rate(row, run), roof(row, run.roofs)
+    return rate / measured[1] if rate and measured else None
 
 
 def throttle_reasons(row: Row) -> list[str]:
@@ -204,10 +276,11 @@ def changed_kernels(before: Row, after: Row) -> list[Change]:
     return _changes(_kernels(before), _kernels(after))
 
 
-def _kernels(row: Row) -> dict[str, CategoryTime]:
-    """Kernels by name; what a record lists twice is added up."""
+def _kernels(row: Row, category: str | None = None) -> dict[str, CategoryTime]:
+    """Kernels by name, all or those of a category; what a record lists twice is added up."""
     kernels: dict[str, CategoryTime] = {}
-    for kernel in row.profile.kernels if row.profile else []:
+    listed = row.profile.kernels if row.profile else []
+    for kernel in (kernel for kernel in listed if category in (None, kernel.category)):
         total = kernels.setdefault(kernel.name, CategoryTime())
         total.ms += kernel.ms
         total.launches += kernel.launches
@@ -218,6 +291,46 @@ def _changes(old: dict[str, CategoryTime], new: dict[str, CategoryTime]) -> list
     pairs = [(name, old.get(name, CategoryTime()), new.get(name, CategoryTime())) for name in old | new]
     changes = [Change(name, a.ms, b.ms, a.launches, b.launches) for name, a, b in pairs]
     return sorted(changes, key=lambda change: -abs(change.ms))
+
+
+def runs_same_optimizer(before: Row, after: Row) -> bool:
+    """Whether two profiled rows were observed to run the same optimizer: its time then is no effect of a step."""
+    observed = before.settings.optimizer
+    return bool(before.profile and after.profile and observed and observed == after.settings.optimizer)
+
+
+def unattributed(before: Row, after: Row) -> tuple[float, float] | None:
+    """The times of an optimizer that both rows run alike, where they are far apart; None where nothing is odd."""
+    if not runs_same_optimizer(before, after):
+        return None
+    a, b = (row.profile.categories.get("optimizer", CategoryTime()).ms for row in (before, after))
+    apart = max(a, b) > LARGEST_OPTIMIZER_RATIO * min(a, b) and abs(a - b) >= 0.01 * median_ms(before)
+    return (a, b) if apart else None
+
+
+@dataclass
+class AlikeProducts:
+    """The matrix products that two steps run alike, at two clocks; and the speedup had they taken the same time."""
+
+    before_ms: float
+    after_ms: float
+    before_mhz: float
+    after_mhz: float
+    speedup: float
+
+
+def alike_products(before: Row, after: Row) -> AlikeProducts | None:
+    """Where the same matrix products took another time because of the clock; None where that is not known."""
+    old, new = (_kernels(row, "matrix products") for row in (before, after))
+    alike = [name for name in old if name in new and old[name].launches == new[name].launches]
+    a, b = (sum(products[name].ms for name in alike) for products in (old, new))
+    if not (a and b >= 0.1 * median_ms(after) and abs(b / a - 1) > 0.03 and before.clock_mhz and after.clock_mhz):
+        return None
+    change, by_clock = math.log(b / a), math.log(before.clock_mhz / after.clock_mhz)
+    rest = median_ms(after) - (b - a)
+    if change * by_clock <= 0 or abs(change) > MOST_OF_CLOCK * abs(by_clock) or rest <= 0:
+        return None
+    return AlikeProducts(a, b, before.clock_mhz, after.clock_mhz, median_ms(before) / rest)
 
 
 def code_diff(before: Row, after: Row) -> list[tuple[str, str, str]] | None:
@@ -237,142 +350,3 @@ def code_diff(before: Row, after: Row) -> list[tuple[str, str, str]] | None:
             kind = {"equal": "same", "replace": "changed", "delete": "removed", "insert": "added"}[what]
             lines += [(kind, *pair) for pair in itertools.zip_longest(old[a:b], new[c:d], fillvalue="")]
     return lines
-
-
-# --- sentences ------------------------------------------------------------------------------------
-
-
-def times_faster(ratio: float) -> str:
-    """`2.00x faster`, or `1.25x slower` of a ratio below 1."""
-    return f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
-
-
-def headline(run: Run) -> list[str]:
-    """Machine and shape; the last step against the first; what FP8 adds."""
-    shape = f"{run.workload.preset}: {describe_shape(run.workload)}" if run.workload else "workload unknown"
-    lines = [f"{environment_of(run).device}, {shape}"]
-    timed = [row for row in run.steps if is_timed(row)]
-    if not timed:
-        return [*lines, "No step has a time."]
-    first, last = timed[0], timed[-1]
-    took = f"{median_ms(first):.1f} ms per training step"
-    faster = f"{last.step} is {times_faster(speedup(last, first))} than {first.step}"
-    only = f"Only {first.step} has a time: {took}."
-    outcome = only if first is last else f"{faster}: {took} become {median_ms(last):.1f} ms."
-    return [*lines, outcome, _what_fp8_adds(run.steps)]
-
-
-def _what_fp8_adds(rows: list[Row]) -> str:
-    for before, after in consecutive(rows):
-        if is_timed(after) and after.settings.fp8_recipe:
-            if before is None:
-                return f"{after.step} ran in FP8, but no step before it has a time to compare with."
-            return f"In FP8 {after.step} is {times_faster(speedup(after, before))} than {before.step}."
-    return "No step ran in FP8, so what FP8 adds is not measured here."
-
-
-def sentence(before: Row | None, row: Row) -> str:
-    """What a step did, in one line, from its row and the row before."""
-    if not is_timed(row):
-        return f"{row.step} has no time ({reason_untimed(row)})."
-    if before is None:
-        bound_by = f", bound by {describe_bound(row)}" if bound(row) else ""
-        return f"{row.step} takes {median_ms(row):.1f} ms per training step{bound_by}."
-    parts = [
-        f"{row.step} is {times_faster(speedup(row, before))} than {before.step} "
-        f"({median_ms(before):.1f} to {median_ms(row):.1f} ms)",
-        *_largest_changes(before, row),
-    ]
-    peaks = [f"{peak:.1f}" if peak else None for peak in (peak_gib(before), peak_gib(row))]
-    if all(peaks):
-        parts.append(f"peak memory {'stays ' if peaks[0] == peaks[1] else f'goes from {peaks[0]} to '}{peaks[1]} GiB")
-    if bound(before) and bound(row):
-        word = "still" if bound(before)[0] == bound(row)[0] else "now"
-        parts.append(f"{word} bound by {describe_bound(row)}, before by {describe_bound(before)}")
-    return "; ".join(parts) + "."
-
-
-def describe_bound(row: Row) -> str:
-    """`compute 93%`, or a dash."""
-    return "{} {:.0%}".format(*bound(row)) if bound(row) else "-"
-
-
-def _largest_changes(before: Row, row: Row) -> list[str]:
-    """The categories that lost and gained time, largest first, down to a tenth of all that moved."""
-    if any(abs(profile_offset(profiled)) > 0.1 for profiled in (before, row)):
-        return []  # a profile so far off explains no change of the timed step
-    changes = [change for change in changed_categories(before, row) if change.name != GAPS]
-    least = max(0.1 * sum(abs(change.ms) for change in changes), 0.01 * median_ms(before))
-    parts = []
-    for word, sign in (("less", -1), ("more", 1)):
-        moved = [change for change in changes if sign * change.ms > least]
-        listed = ", ".join(f"{change.name} ({change.before_ms:.1f} to {change.after_ms:.1f} ms)" for change in moved)
-        parts += [f"{word} time in {listed}"] if listed else []
-    return parts
-
-
-def largest_loss_difference(rows: list[Row]) -> str:
-    """How far the loss curves of a run are apart, against the first step that has one."""
-    first, *others = [row for row in rows if is_timed(row)] or [None]
-    if not others:
-        return "There is no second curve to compare."
-    gap, step, k = max(
-        (abs(b - a), other.step, k)
-        for other in others
-        for k, (a, b) in enumerate(zip(first.loss, other.loss, strict=False))
-    )
-    ends = max(others, key=lambda other: abs(mean_loss(other) - mean_loss(first)))
-    return (
-        f"The largest difference to {first.step} at one training step is {gap:.4f} nats ({step}, step {k}). "
-        f"Of the mean over the last {LOSS_WINDOW} steps it is {mean_loss(ends) / mean_loss(first) - 1:+.2%} "
-        f"({ends.step})."
-    )
-
-
-# --- doubts ---------------------------------------------------------------------------------------
-
-
-def describe_profile_offset(row: Row) -> str | None:
-    """How far the profiled step is off the timed one, and which of its times to trust; None where it is not off."""
-    offset = profile_offset(row)
-    if abs(offset) <= LARGEST_PROFILE_OFFSET:
-        return None
-    kernels_fit = _kernels_ms(row.profile) <= (1 + LARGEST_PROFILE_OFFSET) * median_ms(row)
-    only_gaps = offset > 0 and row.profile.gpu_idle_ms and kernels_fit
-    trust = "the times of its kernels, not its gaps" if only_gaps else "the percentages, not the milliseconds"
-    return f"Profiling ran {abs(offset):.0%} {'slower' if offset > 0 else 'faster'} than timing. Trust {trust}."
-
-
-def doubts(run: Run) -> list[str]:
-    """Where a rule of a fair benchmark was broken. What the merge left out is among them."""
-    environment = environment_of(run)
-    lines = list(run.problems)
-    if environment.dirty:
-        lines.append("the working copy had uncommitted changes: the commit does not hold the code that ran")
-    if run.environment and environment.commit is None:
-        lines.append(f"the commit is unknown: {environment.commit_reason or 'not recorded'}")
-    if environment.nvml_reason:
-        lines.append(f"clocks and power are unknown: {environment.nvml_reason}")
-    rows_of: dict[str, list[str]] = {}
-    for row in [*run.steps, *run.peers]:
-        for doubt in _row_doubts(row, environment, run.roofs) if is_timed(row) else []:
-            rows_of.setdefault(doubt, []).append(row.step)
-    return list(dict.fromkeys([*lines, *(f"{', '.join(names)}: {doubt}" for doubt, names in rows_of.items())]))
-
-
-def _row_doubts(row: Row, environment: Environment, roofs: Roofs | None) -> list[str]:
-    least = FEWEST_STEPS.get(environment.device_type, FEWEST_STEPS["cuda"])
-    timed, share, throttled = len(row.timing.step_ms), share_of_roof(row, roofs), ", ".join(throttle_reasons(row))
-    doubts = (
-        timed < least and f"{timed} timed steps, fewer than {least}",
-        spread(row) > WIDEST_SPREAD and f"the middle half of its times spreads over {spread(row):.1%} of the median",
-        throttled and f"the driver reported clocks held down by: {throttled}",
-        describe_profile_offset(row),
-        row.gpu_state
-        and row.gpu_state.while_running is False
-        and "the GPU was done before its clocks had been read: they may not be those of its steps",
-        share
-        and share[1] > MOST_OF_ROOF
-        and f"faster than the {share[0]} roof, which was measured on a busy machine or with too small products",
-    )
-    return [doubt for doubt in doubts if doubt]

@@ -16,9 +16,10 @@ from common.record import Row, Run, write_bytes
 from common.text import OneLineParser, aligned, say
 from report import analysis, table
 from report.__main__ import write_reports
-from report.analysis import is_timed, median_ms
+from report.analysis import is_timed
+from report.doubts import NOTICE, SERIOUS
 from report.load import MERGED, RecordError, read_run
-from report.table import commit_of, gib, tflops
+from report.table import commit_of, gib, levels, markdown, ms_cell, speedup_cell, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -51,26 +52,25 @@ def readme_table(results: Path) -> str:
     cells = []
     for row in run.steps:
         rate = tflops(row.model_flops_per_s) if is_timed(row) else "-"
-        cells.append((row.step, ms(row), times(row, baseline), times(row, plain), rate, gib(row)))
+        speedups = (speedup_cell(row, other, run, digits=1, unit="") for other in (baseline, plain))
+        cells.append((row.step, ms(row, run), *speedups, rate, gib(row)))
     at, base = f"docs/results/{SHOWN}", results.parent.parent
     others = [path for path, _ in recorded_runs(folder.parent, "*") if path != folder]
     links = ", ".join(f"[{path.name}]({path.relative_to(base)}/report.md)" for path in others)
+    steps = f"{run.workload.warmup} + {run.workload.steps} steps (untimed + timed)"
     about = (
         f"{table.describe_device(run.environment)}; {run.workload.preset}, batch {run.workload.batch_size}, "
         f"commit {commit_of(run, 7)}: [report]({at}/report.md), [record]({at}/{MERGED}). "
-        f"{run.workload.warmup} + {run.workload.steps} steps (untimed + timed). Other workloads: {links}. "
+        f"{', '.join([steps, *table.describe_passes(run)])}. Other workloads: {links}. "
         "TFLOP/s are model FLOPs by the causal convention: attention counts half of the (T, T) square."
     )
     picture = f'<img src="{at}/speedup.png" width="560" alt="Times faster than the baseline, by step">'
-    return "\n\n".join([picture, pipe_table(headers, cells), about])
+    doubts = "\n".join(f"- {markdown(text)}" for text in levels(run).get(SERIOUS, []))
+    return "\n\n".join(filter(None, [picture, pipe_table(headers, cells), *table.legend(run), doubts, about]))
 
 
-def ms(row: Row) -> str:
-    return f"{median_ms(row):.1f}" if is_timed(row) else row.status
-
-
-def times(row: Row, reference: Row | None) -> str:
-    return table.times_faster(row, reference, "{:.1f}")
+def ms(row: Row, run: Run) -> str:
+    return ms_cell(row, run) if is_timed(row) else row.status
 
 
 def performance_tables(results: Path) -> str:
@@ -84,41 +84,52 @@ def performance_tables(results: Path) -> str:
 
 def _machine_tables(machine: Path) -> list[str]:
     runs = recorded_runs(machine, "*")
-    parts = [f"## Recorded in `{machine.name}`", _workload_table(runs)]
+    legend = table.legend(*(run for _, run in runs))
+    parts = [f"## Recorded in `{machine.name}`", _workload_table(runs), *legend]
     for path, run in runs:
-        if rows := [row for row in [*run.steps, *run.peers] if row.profile]:
+        profiled = [row for row in [*run.steps, *run.peers] if row.profile]
+        tables = [_category_table(profiled, run), _limits_table(profiled, run)] if profiled else []
+        lines = "\n".join(f"- {line}" for line in _lines(run))
+        if tables or lines:
             at = f"batch {run.workload.batch_size}, {run.environment.device}, commit {commit_of(run, 7)}"
-            lines = [f"{row.step}: {row.note}" for row in rows if row.note] + analysis.doubts(run)
-            lines += table.describe_roofs(run.roofs) if run.roofs else []
-            parts += [f"### {path.name}, {at}", _category_table(rows), _limits_table(rows, run)]
-            parts += ["\n".join(f"- {line}" for line in lines)] if lines else []
+            parts += filter(None, [f"### {path.name}, {at}", *tables, lines])
     for path in sorted(machine.glob("*/ablations.json")):
         variants = json.loads(path.read_text())["variants"]
         parts += [f"### What each choice gives: {path.parent.name}", _ablation_table(variants)]
     return parts
 
 
+def _lines(run: Run) -> list[str]:
+    """What is to be said of a run: its notes, its doubts, and its roofs."""
+    doubts = levels(run)
+    return [
+        *(f"{row.step}: {row.note}" for row in [*run.steps, *run.peers] if row.note),
+        *(f"serious: {text}" for text in doubts.get(SERIOUS, [])),
+        *doubts.get(NOTICE, []),
+        *(table.describe_roofs(run.roofs) if run.roofs else []),
+    ]
+
+
 def _workload_table(runs: list[tuple[Path, Run]]) -> str:
     """Rows by step and columns by run; times faster only where a run has the first row of all."""
-    rows_of = {
-        f"{path.name}, batch {run.workload.batch_size}": {row.step: row for row in [*run.steps, *run.peers]}
-        for path, run in runs
-    }
-    first, *others = sorted({name for rows in rows_of.values() for name in rows})  # steps before peers
+    rows_of = [{row.step: row for row in [*run.steps, *run.peers]} for _, run in runs]
+    names = sorted({name for rows in rows_of for name in rows})  # steps before peers
 
-    def cell(name: str, rows: dict[str, Row]) -> str:
-        row, baseline = rows.get(name), rows.get(first)
-        faster = f" ({times(row, baseline)})" if row and baseline and is_timed(row) and is_timed(baseline) else ""
-        return ms(row) + faster if row else "-"
+    def cell(name: str, rows: dict[str, Row], run: Run) -> str:
+        row, baseline = rows.get(name), rows.get(names[0])
+        if row and baseline and is_timed(row) and is_timed(baseline):
+            return f"{ms(row, run)}, {speedup_cell(row, baseline, run, digits=1)}"
+        return ms(row, run) if row else "-"
 
-    cells = [(name, *(cell(name, rows) for rows in rows_of.values())) for name in (first, *others)]
-    return pipe_table(("ms per step (times faster)", *rows_of), cells)
+    headers = [f"{path.name}, batch {run.workload.batch_size}" for path, run in runs]
+    cells = [(name, *(cell(name, rows, run) for rows, (_, run) in zip(rows_of, runs, strict=True))) for name in names]
+    return pipe_table(("ms per step, times faster", *headers), cells)
 
 
-def _category_table(rows: list[Row]) -> str:
+def _category_table(rows: list[Row], run: Run) -> str:
     times = [analysis.category_ms(row) for row in rows]
     names = [name for name in times[0] if any(by_category[name] >= 0.05 for by_category in times)]
-    cells = [(row.step, *(f"{by_category[name]:.1f}" for name in names), ms(row))
+    cells = [(row.step, *(f"{by_category[name]:.1f}" for name in names), ms(row, run))
              for row, by_category in zip(rows, times, strict=True)]  # fmt: skip
     return pipe_table(("ms per step", *names, "timed"), cells)
 
@@ -126,7 +137,7 @@ def _category_table(rows: list[Row]) -> str:
 def _limits_table(rows: list[Row], run: Run) -> str:
     cells = []
     for row in rows:
-        launches, share = f"{row.profile.kernels_per_step:.0f}", table.describe_share_of_roof(row, run.roofs)
+        launches, share = f"{row.profile.kernels_per_step:.0f}", table.describe_share_of_roof(row, run)
         cells.append((row.step, launches, analysis.describe_bound(row), tflops(row.model_flops_per_s), share, gib(row)))
     return pipe_table(("step", "launches", "bound by", "TFLOP/s", "of roof", "peak GiB"), cells)
 

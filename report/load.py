@@ -1,15 +1,18 @@
 """A run folder to one checked run.
 
 A run folder holds `plan.json` (what the ladder meant to run), one record per row that ended, `roofs.json`, logs, and
-`results.json`, all of them merged. A folder that holds nothing but `results.json` is a recorded run.
+`results.json`, all of them merged. The records of the second pass of `--repeat` are below `pass-2`, and so on. A
+folder that holds nothing but `results.json` is a recorded run.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -20,6 +23,7 @@ from common.record import (
     STATUSES,
     Environment,
     Plan,
+    Repetition,
     Roofs,
     Row,
     Run,
@@ -31,6 +35,7 @@ from common.text import one_line
 PLAN, MERGED, ROOFS = "plan.json", "results.json", "roofs.json"
 LARGEST_RECORD_BYTES = 50_000_000  # a record with the profile of a deep model has less than one
 LARGEST_NUMBER = 1e24  # beyond it a figure means nothing and a chart cannot be drawn
+LEFT_OUT, DIFFER = "left out", "rows differ in"  # how problems begin that a reader must see first
 TEXTS_WITH_LINES = ("source", "command")
 SAME_IN_ALL_ROWS = (
     "device", "gpu_uuid", "power_limit_w", "driver", "python", "torch", "cuda", "cudnn", "triton", "transformer_engine",
@@ -121,7 +126,7 @@ def read_run(path: Path) -> Run:
         roofs = convert(content.get("roofs"), Roofs | None, "roofs")
     except RecordError as error:
         roofs = None
-        problems.append(f"left out of {name}: {error}")
+        problems.append(f"{LEFT_OUT} of {name}: {error}")
     run = convert(content | {"steps": [], "peers": [], "roofs": None}, Run, name)
     names = [row.step for row in rows["steps"] + rows["peers"]]
     if len(set(names)) < len(names):
@@ -137,7 +142,7 @@ def _read_row(content: Any, place: str, problems: list[str]) -> Row:
         row = convert(content, Row, name)
         _check(row)
     except RecordError as error:
-        problems.append(f"left out: {error}")
+        problems.append(f"{LEFT_OUT}: {error}")
         return Row(name, status="failed", reason="its record cannot be read")
     row.step = name
     return row
@@ -153,6 +158,7 @@ def _check(row: Row) -> None:
     if row.profile and not set(row.profile.categories) <= set(CATEGORIES):
         raise RecordError(f"{row.step}: unknown categories of kernels")
     needed = [row.timing.median_ms, row.tokens_per_s, row.model_flops_per_s, row.loss, *row.timing.step_ms]
+    needed += [time for again in row.repetitions for time in (again.timing.median_ms, *again.timing.step_ms)]
     if not all(needed) or row.timing.warmup_s is None or (row.profile and not row.profile.step_ms):
         raise RecordError(f"{row.step}: an ok row without its numbers")
 
@@ -168,13 +174,19 @@ def load_run(folder: Path, ended: dict[str, Row] | None = None) -> Run:
         return read_run(folder / MERGED)
     problems: list[str] = []
     plan = read_plan(folder) if (folder / PLAN).exists() else None
-    records = {name: _read_record(folder, name, problems) for name in _row_names(folder, plan)}
+    passes = _passes(folder)
+    names = _row_names([*passes.values()], plan)
+    records = {(k, name): _read_record(place, name, problems) for k, place in passes.items() for name in names}
     runs = [run for run in records.values() if run]
     if not runs and plan is None:
         raise RecordError("; ".join([f"{folder} holds no record", *problems]))
-    workload = plan.workload if plan else runs[0].workload
-    rows = {name: _row_of(name, run, plan, workload, folder) for name, run in records.items()}
-    rows |= {name: row for name, row in (ended or {}).items() if records.get(name) is None}
+    workload, repeat = plan.workload if plan else runs[0].workload, max(plan.repeat if plan else 1, *passes)
+    every: dict[str, list[Pass]] = {name: [] for name in names}
+    for (k, name), run in records.items():
+        row = _row_of(name, run, plan, workload, passes[k])
+        row = (ended or {}).get(name, row) if run is None else row
+        every[name].append(Pass(k, row, run and run.started_at))
+    rows = {name: _merge_passes(each, repeat, problems) for name, each in every.items()}
     measured = [run for run in runs if run.environment is not None]
     merged = Run(
         command=plan.command if plan else "\n".join(dict.fromkeys(run.command for run in runs)),
@@ -189,6 +201,54 @@ def load_run(folder: Path, ended: dict[str, Row] | None = None) -> Run:
     return merged
 
 
+@dataclass
+class Pass:
+    """A row in one pass of `--repeat`."""
+
+    number: int
+    row: Row
+    started_at: str | None
+
+
+def _merge_passes(passes: list[Pass], repeat: int, problems: list[str]) -> Row:
+    """One row of all passes: it has a time only if none ended without one. `problems` names one that lacks passes."""
+    if repeat == 1:
+        return passes[0].row
+    present = [one for one in passes if one.row.status not in ("interrupted", "not run")]
+    untimed = [one for one in present if one.row.status != "ok"]
+    if untimed:
+        row, at = untimed[0].row, f"pass {untimed[0].number} of {repeat}: "
+        always_skipped = all(one.row.status == "skipped" for one in present)
+        return row if always_skipped else replace(row, reason=at + (row.reason or "no reason given"))
+    if not present:
+        return passes[0].row
+    if len(present) < repeat:
+        problems.append(f"{present[0].row.step}: {len(present)} of {repeat} passes")
+    middle = median(one.row.timing.median_ms for one in present)
+    nearest = min((one.row for one in present), key=lambda row: abs(row.timing.median_ms - middle))
+    ratio = nearest.timing.median_ms / middle
+    return replace(
+        nearest,
+        timing=replace(nearest.timing, median_ms=middle),
+        tokens_per_s=nearest.tokens_per_s * ratio,
+        model_flops_per_s=nearest.model_flops_per_s * ratio,
+        repetitions=[_repetition(one) for one in present],
+    )
+
+
+def _repetition(one: Pass) -> Repetition:
+    row = one.row
+    return Repetition(row.timing, one.started_at, row.reference_ms, row.tokens_per_joule, row.clock_mhz)
+
+
+def _passes(folder: Path) -> dict[int, Path]:
+    """Where the records of each pass of `--repeat` are, by its number: of the first in the run folder itself."""
+    numbers = sorted(
+        int(path.name[5:]) for path in folder.glob("pass-*") if re.fullmatch(r"pass-[1-9]\d{0,3}", path.name)
+    )
+    return {1: folder} | {k: folder / f"pass-{k}" for k in numbers if k > 1}
+
+
 def holds_only_the_merge(folder: Path) -> bool:
     """Whether a folder has results.json but no file of a script: a recorded run, which must not be written again."""
     return (folder / MERGED).exists() and not any(folder.glob("[0-9]_*.json")) and not (folder / PLAN).exists()
@@ -199,10 +259,10 @@ def read_plan(folder: Path) -> Plan:
     return convert(read_json(folder / PLAN), Plan, PLAN)
 
 
-def _row_names(folder: Path, plan: Plan | None) -> list[str]:
-    """Rows of the plan and of the folder: steps by name, then peers."""
-    names = {path.stem for path in folder.glob("[0-9]_*.json")} | set(plan.rows if plan else [])
-    names |= {f"peers/{path.stem}" for path in folder.glob("peers/*.json")}
+def _row_names(places: list[Path], plan: Plan | None) -> list[str]:
+    """Rows of the plan and of the folders: steps by name, then peers."""
+    names = {path.stem for place in places for path in place.glob("[0-9]_*.json")} | set(plan.rows if plan else [])
+    names |= {f"peers/{path.stem}" for place in places for path in place.glob("peers/*.json")}
     return sorted(names, key=lambda name: (name.startswith("peers/"), name))
 
 
@@ -220,9 +280,12 @@ def _read_record(folder: Path, name: str, problems: list[str]) -> Run | None:
         if [row.step for row in run.steps] == [_step(name)]:
             return run
         held = ", ".join(row.step for row in run.steps)
-        problems += [f"left out: {one_line(path.name)} holds {held}, not the one row it is named after", *run.problems]
+        problems += [
+            f"{LEFT_OUT}: {one_line(path.name)} holds {held}, not the one row it is named after",
+            *run.problems,
+        ]
     except RecordError as error:
-        problems.append(f"left out: {error}")
+        problems.append(f"{LEFT_OUT}: {error}")
     return None
 
 
@@ -252,9 +315,11 @@ def _machine_problems(runs: list[Run]) -> list[str]:
         for run in runs:
             value = getattr(run.environment, name)
             rows_of.setdefault("none" if value in (None, {}) else str(value), []).append(run.steps[0].step)
-        if len(rows_of) > 1:
-            listed = "; ".join(f"{value} in {', '.join(rows)}" for value, rows in sorted(rows_of.items()))
-            problems.append(f"rows differ in {name}: {listed}")
+        if len(rows_of) > 1:  # a row is named once, however many passes it has
+            listed = "; ".join(
+                f"{value} in {', '.join(dict.fromkeys(rows))}" for value, rows in sorted(rows_of.items())
+            )
+            problems.append(f"{DIFFER} {name}: {listed}")
     return problems
 
 

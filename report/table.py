@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from common.record import PRECISIONS, Environment, Roofs, Row, Run, Workload, describe_shape
+from common.record import PRECISIONS, Conditions, Environment, Roofs, Row, Run, describe_shape
 from common.text import aligned, one_line
 from report import analysis
 from report.analysis import is_timed, median_ms
+from report.doubts import LEGEND, NOTICE, ROOF, SERIOUS, TIME, compared, doubts, mark
 from report.load import environment_of
+from report.sentences import headline, sentences
 
 BOUND_RULE = (
     "bound by: the largest share of the step, of compute (matrix products and fused attention), memory (all other "
-    "kernels) and launch (the GPU idles: it waits for the host or, in a replay, from kernel to kernel)"
+    "kernels) and launch (gaps on the GPU's timeline)"
 )
 CONVENTION = (
     "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square that it needs. "
@@ -27,7 +29,7 @@ def table_rows(run: Run) -> list[dict[str, str]]:
     reference = analysis.reference_row(run.steps)
     rows = [_cells(run, row, before, reference) for before, row in analysis.consecutive(run.steps)]
     rows += [_cells(run, peer, None, reference) | {"step": f"peer: {peer.step}"} for peer in run.peers]
-    empty = [name for name in ("of roof", "bound by") if all(row[name] == "-" for row in rows)]
+    empty = [name for name in ("tokens/J", "of roof", "bound by") if all(row[name] == "-" for row in rows)]
     return [{name: cell for name, cell in row.items() if name not in empty} for row in rows]
 
 
@@ -38,15 +40,16 @@ def _cells(run: Run, row: Row, before: Row | None, reference: Row | None) -> dic
     return {
         "step": row.step,
         "status": row.status,
-        "ms/step": f"{median_ms(row):.1f}" if timed else "-",
+        "ms/step": ms_cell(row, run) if timed else "-",
         "tokens/s": f"{row.tokens_per_s:,.0f}" if timed else "-",
         "TFLOP/s": tflops(row.model_flops_per_s) if timed else "-",
-        **{name: times_faster(row, other, "{:.2f}x") for name, other in against.items()},
+        **{name: speedup_cell(row, other, run) for name, other in against.items()},
         "peak GiB": gib(row),
+        "tokens/J": tokens_per_joule(row),
         "warm-up s": f"{row.timing.warmup_s:.1f}" if timed else "-",
         "loss": f"{analysis.mean_loss(row):.4f}" if timed else "-",
         "loss difference": percent(analysis.loss_difference(row, reference)) if timed and reference else "-",
-        "of roof": describe_share_of_roof(row, run.roofs) if timed else "-",
+        "of roof": describe_share_of_roof(row, run) if timed else "-",
         "bound by": analysis.describe_bound(row) if timed else "-",
     }
 
@@ -62,9 +65,28 @@ def gib(row: Row) -> str:
     return f"{peak:.1f}" if peak and is_timed(row) else "-"
 
 
-def times_faster(row: Row, reference: Row | None, form: str) -> str:
+def ms_cell(row: Row, run: Run) -> str:
+    """`49.4 (49.1-49.6)` of a row with a time, without the range where there are no passes."""
+    extent = " ({:.1f}-{:.1f})".format(*analysis.extent_ms(row)) if analysis.passes_ms(row) else ""
+    return f"{median_ms(row):.1f}{mark(run, row)}{extent}"
+
+
+def speedup_cell(row: Row, reference: Row | None, *runs: Run, digits: int = 2, unit: str = "x") -> str:
     """The speedup over another row, or a dash."""
-    return form.format(analysis.speedup(row, reference)) if reference and is_timed(row) else "-"
+    speedup = compared(row, reference, *runs)
+    return speedup.cell(digits, unit) if speedup else "-"
+
+
+def legend(*runs: Run) -> list[str]:
+    """What the mark of doubted figures means, where there are any."""
+    marked = any(mark(run, *run.steps, *run.peers, about=about) for run in runs for about in (TIME, ROOF))
+    return [LEGEND] if marked else []
+
+
+def tokens_per_joule(row: Row) -> str:
+    """With one decimal from 10 on, below with two; or a dash."""
+    figure = row.tokens_per_joule if is_timed(row) else None
+    return "-" if figure is None else f"{figure:,.1f}" if figure >= 10 else f"{figure:.2f}"
 
 
 def commit_of(run: Run, digits: int = 10) -> str:
@@ -84,10 +106,16 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share:+.2%}"
 
 
-def describe_share_of_roof(row: Row, roofs: Roofs | None) -> str:
+def describe_share_of_roof(row: Row, run: Run) -> str:
     """`74% of fp8`, or a dash."""
-    share = analysis.share_of_roof(row, roofs)
-    return f"{share[1]:.0%} of {share[0]}" if share else "-"
+    share = analysis.share_of_roof(row, run.roofs)
+    return f"{share[1]:.0%}{mark(run, row, about=ROOF)} of {share[0]}" if share else "-"
+
+
+def products_cells(row: Row, run: Run) -> tuple[str, str]:
+    """TFLOP/s of the matrix products while they run, and their share of the ceiling; or dashes."""
+    rate, share = analysis.products_rate(row, run), analysis.products_share(row, run)
+    return tflops(rate) if rate else "-", f"{share:.0%}{mark(run, row, about=ROOF)}" if share else "-"
 
 
 def remarks(run: Run) -> list[str]:
@@ -104,19 +132,43 @@ def remarks(run: Run) -> list[str]:
     return lines
 
 
-def measured_roofs(roofs: Roofs) -> dict[str, float]:
-    """FLOP/s of matrix products by the name of their precision, in capitals."""
-    rates = {precision.upper(): getattr(roofs, f"{precision}_flops_per_s") for precision in PRECISIONS}
-    return {precision: rate for precision, rate in rates.items() if rate}
+def ceilings(roofs: Roofs) -> dict[str, float]:
+    """The most FLOP/s of matrix products by the name of their precision, in capitals."""
+    measured = {precision.upper(): roofs.ceilings.get(precision) for precision in PRECISIONS}
+    return {precision: rate for precision, rate in measured.items() if rate}
 
 
 def describe_roofs(roofs: Roofs) -> list[str]:
-    """What the machine reaches at most, in one line, and what could not be measured."""
-    rates = [f"{precision} {tflops(rate)} TFLOP/s" for precision, rate in measured_roofs(roofs).items()]
-    if roofs.copy_bytes_per_s:
-        rates.insert(0, f"copy {roofs.copy_bytes_per_s / 1e9:,.0f} GB/s")
-    line = f"roofs, measured in this run, matrix products at the shapes of this workload: {', '.join(rates)}"
-    return [line if rates else "roofs: none could be measured", *roofs.notes]
+    """What the machine reaches, in one line; what the data cost; and what could not be measured."""
+    rates = [f"copy {roofs.copy_bytes_per_s / 1e9:,.0f} GB/s"] if roofs.copy_bytes_per_s else []
+    rates += filter(None, (_describe_precision(roofs, precision) for precision in PRECISIONS))
+    line = f"roofs, measured in this run, matrix products at the shapes of this workload: {'; '.join(rates)}"
+    zeros = ", ".join(filter(None, (_describe_zeros(roofs, precision) for precision in PRECISIONS)))
+    cost = [f"the square product of zeros runs at {zeros}: data cost power"] if zeros else []
+    return [line if rates else "roofs: none could be measured", *cost, *roofs.notes]
+
+
+def _describe_precision(roofs: Roofs, precision: str) -> str:
+    """`BF16 690 TFLOP/s back to back (1480 MHz, 699 W), 792 at most, in bursts (1980 MHz)`; empty where unmeasured."""
+    rate, ceiling = getattr(roofs, f"{precision}_flops_per_s"), roofs.ceilings.get(precision)
+    state = roofs.conditions.get(precision, Conditions())
+    parts = [f"{tflops(rate)} TFLOP/s back to back{_at(state.clock_mhz, state.power_w)}"] if rate else []
+    unit = "" if rate else " TFLOP/s"
+    parts += [f"{tflops(ceiling)}{unit} at most, in bursts{_at(state.ceiling_clock_mhz)}"] if ceiling else []
+    return f"{precision.upper()} {', '.join(parts)}" if parts else ""
+
+
+def _at(clock_mhz: float | None, power_w: float | None = None) -> str:
+    known = [f"{clock_mhz:.0f} MHz"] if clock_mhz else []
+    known += [f"{power_w:.0f} W"] if power_w else []
+    return f" ({', '.join(known)})" if known else ""
+
+
+def _describe_zeros(roofs: Roofs, precision: str) -> str:
+    """`894 TFLOP/s instead of 690 in BF16`; empty where zeros gain nothing that is more than noise."""
+    data, zeros = (getattr(rates, f"{precision}_flops_per_s", None) for rates in (roofs.square, roofs.zeros))
+    gains = data and zeros and zeros > 1.02 * data
+    return f"{tflops(zeros)} TFLOP/s instead of {tflops(data)} in {precision.upper()}" if gains else ""
 
 
 def describe_device(environment: Environment) -> str:
@@ -140,17 +192,37 @@ def describe_machine(environment: Environment) -> str:
     return f"{describe_device(environment)}, {commit}"
 
 
-def describe_workload(workload: Workload) -> str:
-    return (
+def describe_workload(run: Run) -> str:
+    """The shape, the steps, and how many passes there were."""
+    workload = run.workload
+    if workload is None:
+        return "workload unknown"
+    described = (
         f"{workload.preset}: {describe_shape(workload)}, {workload.parameters / 1e6:.1f} M parameters, "
         f"{workload.warmup} + {workload.steps} steps (untimed + timed) on {workload.data.name}"
     )
+    return ", ".join([described, *describe_passes(run)])
+
+
+def describe_passes(run: Run) -> list[str]:
+    """What a time of a repeated row is; nothing where every row ran once."""
+    passes = analysis.passes(run)
+    return [f"median of {passes} passes, range in brackets"] if passes else []
+
+
+def levels(run: Run, said: Iterable[str] = ()) -> dict[str, list[str]]:
+    """The texts of the doubts by level, without those that a headline has said."""
+    unsaid = [doubt for doubt in doubts(run) if doubt.text not in said]
+    texts = {level: [doubt.text for doubt in unsaid if doubt.level == level] for level in (SERIOUS, NOTICE)}
+    return {level: lines for level, lines in texts.items() if lines}
 
 
 def render_text(run: Run) -> str:
     """The report for a terminal."""
-    lines = dict.fromkeys([*remarks(run), *analysis.doubts(run)])
-    return "\n".join([aligned(table_rows(run), n_left=2), "", *lines, CONVENTION])
+    lines = [aligned(table_rows(run), n_left=2), *legend(run), "", *describe_passes(run), *dict.fromkeys(remarks(run))]
+    for level, texts in levels(run).items():
+        lines += [f"{level}:", *(f"  {text}" for text in texts)]
+    return "\n".join([*lines, CONVENTION])
 
 
 def markdown(text: object) -> str:
@@ -163,14 +235,21 @@ def markdown(text: object) -> str:
 
 def render_markdown(run: Run) -> str:
     """report.md."""
-    lines = ["# Training step speedup", "", *(f"**{markdown(line)}**\n" for line in analysis.headline(run)[1:])]
+    said = headline(run)[1:]
+    lines = ["# Training step speedup", "", *(f"**{markdown(line)}**\n" for line in said)]
     if run.environment and run.workload:
         lines += [f"Machine: {markdown(describe_machine(run.environment))}", ""]
-        lines += [f"Workload: {markdown(describe_workload(run.workload))}", ""]
+        lines += [f"Workload: {markdown(describe_workload(run))}", ""]
     rows = [{name: markdown(cell) for name, cell in row.items()} for row in table_rows(run)]
-    lines += [aligned(rows, "pipe", n_left=2), ""]
-    lines += [f"- {markdown(analysis.sentence(before, row))}" for before, row in analysis.consecutive(run.steps)]
-    lines += ["", *(f"- {markdown(line)}" for line in dict.fromkeys([*analysis.doubts(run), *remarks(run)]))]
+    lines += [aligned(rows, "pipe", n_left=2), "", *(f"{line}\n" for line in legend(run))]
+    lines += bullets(sentences(run))
+    for level, texts in levels(run, said).items():
+        lines += [f"{level}:", "", *bullets(texts)]
     commands = [one_line(line, 1000) for line in run.command.splitlines()]
-    lines += [f"- {CONVENTION}", "", "Reproduce:", "", *(f"    {command}" for command in commands), ""]
-    return "\n".join(lines)
+    lines += [*bullets([*dict.fromkeys(remarks(run)), CONVENTION]), "Reproduce:", ""]
+    return "\n".join([*lines, *(f"    {command}" for command in commands), ""])
+
+
+def bullets(texts: Iterable[str]) -> list[str]:
+    """Lines of a Markdown list, and the empty one after it."""
+    return [*(f"- {markdown(text)}" for text in texts), ""]

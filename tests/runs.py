@@ -20,7 +20,12 @@ WORKLOAD = r.Workload(
     tokens_per_step=2048, flops_per_step=8_400_000_000, data=r.Data("text", 10_000, "0"), seed=1, lr=0.001, warmup=1,
     steps=3,
 )  # fmt: skip
-ROOFS = r.Roofs(4e12, 5e13, 3e14, 7e14, 1.3e15, notes=["fp4 not measured: too new"])
+RATES = (5e13, 3e14, 7e14, 1.3e15)
+ROOFS = r.Roofs(
+    *RATES, {"fp32": 5.1e13, "tf32": 4e14, "bf16": 8e14, "fp8": 1.6e15}, 4e12, [], r.ProductRate(*RATES),
+    r.Rates(None, None, 9e14), {"bf16": r.Conditions(1480.0, 699.0, 1980.0, 500.0)},
+    notes=["fp4 not measured: too new"],
+)  # fmt: skip
 HOSTILE = {
     "escapes": "\x1b[31m\u202e\u2066\x9b2J<script>alert(1)</script>\n# x\r\x07",
     "image": "![x](https://a.example/x.png)",
@@ -29,21 +34,37 @@ HOSTILE = {
 }
 
 
+def reference(ms, copy_ms=4.0, mhz=1800.0):
+    return r.Reference([ms, ms], [copy_ms, copy_ms], [mhz, mhz])
+
+
+def repeated(name, *passes, **fields):
+    """A row as the merge makes it of passes with these medians."""
+    row = step(name, sorted(passes)[len(passes) // 2], **fields)
+    row.repetitions = [r.Repetition(timing(ms), "2026-01-01", row.reference_ms, 5.0, 1800.0) for ms in passes]
+    return row
+
+
+def timing(ms):
+    known = {"median_ms": ms, "p25_ms": ms * 0.995, "p75_ms": ms * 1.005}
+    return r.Timing(warmup_s=1.0, step_ms=[ms, ms * 0.99, ms * 1.01], **known)
+
+
 def step(name, ms=100.0, status="ok", **fields):
     timed = {
-        "timing": r.Timing(1.0, [ms, ms * 0.99, ms * 1.01], ms, ms * 0.995, ms * 1.005),
+        "timing": timing(ms),
         "tokens_per_s": 2048 / ms * 1e3, "model_flops_per_s": 8.4e9 / ms * 1e3, "peak_allocated_bytes": 3 * 2**30,
         "loss": [4.0, 3.0, 2.0, 1.0 + ms / 1e4],
     }  # fmt: skip
     return r.Row(name, **{"source": "source\n", "status": status} | (timed if status == "ok" else {}) | fields)
 
 
-def profile(ms, names=("gemm", "softmax"), categories=("matrix products", "attention"), **fields):
-    each = ms / len(names)
-    kernels = [r.Kernel(name, category, each, 1) for name, category in zip(names, categories, strict=True)]
+def profile(ms, names=("gemm", "softmax"), categories=("matrix products", "attention"), times=None, **fields):
+    times = times or [ms / len(names)] * len(names)
+    kernels = [r.Kernel(*kernel, 1) for kernel in zip(names, categories, times, strict=True)]
     shares = {"compute": 0.6, "memory": 0.4, "launch": 0.0}
-    whole = r.Profile(ms, 3, {c: r.CategoryTime(each, 1) for c in categories}, kernels, len(names), ms, 0.0, 0, 30,
-                    "compute", shares)  # fmt: skip
+    whole = r.Profile(ms, 3, {k.category: r.CategoryTime(k.ms, 1) for k in kernels}, kernels, len(names), ms, 0.0, 0,
+                      30, "compute", shares)  # fmt: skip
     return replace(whole, **fields)
 
 
@@ -72,9 +93,11 @@ def cpu():
 
 def full():
     """A run that leaves no kind of text and no dict empty."""
-    more = {"note": "x", "settings": r.Settings(*["x"] * 3, True, None, "x", "x", "x"),
-            "gpu_state": r.GpuState(throttle_reasons="x"), "bytes_per_step": r.LeastBytes(9, "x")}  # fmt: skip
-    rows = [step(name, ms, profile=profile(ms), **more) for name, ms in (("0", 300.0), ("1", 100.0))]
+    more = {"note": "x", "settings": r.Settings(*["x"] * 3, True, None, "x", "x", "x"), "heldout_loss": 3.0,
+            "gpu_state": r.GpuState(throttle_reasons="x"), "bytes_per_step": r.LeastBytes(9, "x"),
+            "reference_ms": reference(21.0), "energy_j_per_step": 60.0, "tokens_per_joule": 30.0, "clock_mhz": 1800.0,
+            "power_w": 600.0}  # fmt: skip
+    rows = [repeated(name, ms, ms, profile=profile(ms), **more) for name, ms in (("0", 300.0), ("1", 100.0))]
     texts = ("cpu", "os", "python", "triton", "transformer_engine", "cuda", "driver", "nvml_reason", "commit_reason")
     environment = dict.fromkeys(texts, "x") | {"variables": {"x": "x"}}
     made = run(*rows, step("2", status="failed", reason="x"), peers=[step("p")], roofs=ROOFS, **environment)
@@ -86,8 +109,9 @@ def hostile(text=HOSTILE["escapes"]):
 
     def soil(value, name=""):
         if isinstance(value, dict):
-            free = name in ("variables", "shares")
-            return {text if free and key != "memory" else key: soil(item, key) for key, item in value.items()}
+            free = name in ("variables", "shares", "ceilings", "conditions")
+            names = {key: text if free and key not in ("memory", "fp8") else key for key in value}
+            return {names[key]: soil(item, key) for key, item in value.items()}
         if isinstance(value, list):
             return [soil(item, name) for item in value]
         if name == "step":
@@ -114,8 +138,8 @@ def write_rows(folder, *rows, **fields):
     return folder
 
 
-def write_plan(folder, *names, left_out=()):
-    plan = r.Plan("./run_all.sh", [], list(names), list(left_out), workload=WORKLOAD)
+def write_plan(folder, *names, left_out=(), **fields):
+    plan = r.Plan("./run_all.sh", [], list(names), list(left_out), workload=WORKLOAD, **fields)
     write_json(folder / "plan.json", asdict(plan) | {"schema_version": 2})
 
 

@@ -93,6 +93,27 @@ def test_planned_rows_without_a_record_are_interrupted_or_not_run_unless_the_lad
     assert [row.status for row in load_run(tmp_path, ended).steps][:2] == ["ok", "timeout"]
 
 
+def test_passes_are_merged_and_a_row_has_a_time_only_if_no_pass_ended_without(tmp_path):
+    for k, ms in ((1, 100.0), (2, 130.0), (3, 104.0)):
+        place = tmp_path / f"pass-{k}" if k > 1 else tmp_path
+        oom = runs.step("1_b", status="oom" if k == 2 else "ok", reason="too large")
+        runs.write_rows(place, runs.step("0_a", ms), oom, runs.step("2_c", status="skipped", reason="no FP8"))
+    runs.write_rows(tmp_path / "pass-3", runs.step("4_e"), workload=replace(runs.WORKLOAD, seed=2), device="other GPU")
+    for place in (tmp_path, tmp_path / "pass-2"):
+        runs.write_rows(place / "peers", runs.step("p", 100.0 if place == tmp_path else 130.0))
+    runs.write_plan(tmp_path, "0_a", "1_b", "2_c", "3_d", "4_e", "peers/p", left_out=["3_d"], repeat=3)
+    run = load_run(tmp_path)
+    (a, b, c, d, e), (peer,) = run.steps, run.peers
+    assert (a.timing.median_ms, a.timing.step_ms[0], round(a.tokens_per_s)) == (104.0, 104.0, 19692)
+    assert [again.timing.median_ms for again in a.repetitions] == [100.0, 130.0, 104.0]
+    assert (b.status, b.reason, c.reason) == ("oom", "pass 2 of 3: too large", "no FP8")
+    assert d.reason == "left out by --only" and "pass 3 of 3: ran a different workload" in e.reason
+    assert peer.timing.median_ms == 115.0 and abs(peer.model_flops_per_s - 8.4e9 / 0.115) < 1
+    assert run.problems[0] == "p: 2 of 3 passes" and "rows differ in device" in run.problems[1]
+    said = table.render_text(run)
+    assert "104.0? (100.0-130.0)" in said and "\nmedian of 3 passes, range in brackets\n" in said
+
+
 def test_a_row_of_another_workload_is_failed_one_of_another_machine_is_named_and_a_failed_roof_says_why(tmp_path):
     other = replace(runs.WORKLOAD, batch_size=9, seed=2)
     runs.write_rows(tmp_path, runs.step("0_a"))

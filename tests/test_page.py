@@ -66,7 +66,7 @@ def test_rows_without_a_time_keep_their_reason_in_every_section_and_what_is_miss
         assert html.count(said) >= 10
         for region in ("Time per training step", "Peak memory", "Time by kernel category", "Raw times", "Settings"):
             assert said in next(cells for cells in tables[region] if cells[0] == row.step), (region, row.step)
-    assert "The roofs of this machine were not measured" in html and "There is nothing to compare" in html
+    assert "The ceilings of this machine were not measured" in html and "There is nothing to compare" in html
     bare = Page(page.render(runs.run(runs.step("0_a", 200.0), runs.step("1_b", 100.0))))
     said = "".join(bare.text)
     assert "No row was profiled" in said and "There is no profile of both steps" in said
@@ -74,6 +74,17 @@ def test_rows_without_a_time_keep_their_reason_in_every_section_and_what_is_miss
     nothing = runs.run(runs.step("0_a", status="failed"), workload=None)
     nothing.environment = None
     assert "workload unknown" in page.render(nothing) and "No step has a time" in page.render(nothing)
+
+
+def test_passes_energy_and_heldout_losses_have_tables():
+    rows = [runs.repeated("0_a", 200.0, 210.0, 190.0), runs.repeated("1_b", 98.0, 102.0, tokens_per_joule=9.0)]
+    rows[1].clock_mhz, rows[1].power_w, rows[1].energy_j_per_step = 1665.0, 698.0, 60.0
+    rows[0].heldout_loss, rows[1].heldout_loss = 4.0, 4.1
+    shown = Page(page.render(runs.run(*rows, runs.step("2_c")))).tables
+    assert shown["Passes"][1:] == [["0_a", "200.0", "210.0", "190.0"], ["1_b", "98.0", "102.0", "-"]]
+    assert shown["Time per training step"][1][1:4] == ["200.0", "190.0", "210.0"]
+    assert shown["Energy"][1:] == [["1_b", "1,665", "698.0", "60.0", "9.00"]]
+    assert [row[-2:] for row in shown["Loss curves"][1:]] == [["4.0000", "+0.00%"], ["4.1000", "+2.50%"], ["-", "-"]]
 
 
 @pytest.mark.parametrize("text", runs.HOSTILE.values(), ids=runs.HOSTILE)

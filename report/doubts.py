@@ -1,0 +1,169 @@
+"""How far a run is to be trusted: doubts in two levels, the verdict on a busy machine, and what both do to figures.
+
+A speedup is shown only through `compared`, and a figure with a serious doubt carries `mark`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from common.record import Row, Run
+from report import analysis
+from report.analysis import LARGEST_PROFILE_OFFSET, is_timed, kernels_ms, median_ms, profile_offset, spread
+from report.load import DIFFER, LEFT_OUT, environment_of
+
+SERIOUS, NOTICE = "serious", "notice"
+# Largest over smallest time of the reference work beside all rows, from the undisturbed ladders in docs/method.md.
+BUSY = {"cpu": {"product": 1.5, "copy": 1.5}, "cuda": {"product": 1.06, "copy": 1.06}}
+FEWEST_STEPS = {"cuda": 30, "cpu": 10}
+NOTICED_SPREAD, WIDEST_SPREAD = 0.03, 0.20
+NOTICED_DRIFT, LARGEST_DRIFT = 0.01, 0.05
+MOST_OF_CEILING = 1.02  # beyond it the ceiling is wrong, not the products fast
+MARK, LEGEND = "?", "? : see the serious doubts"
+TIME, ROOF = "time", "roof"  # what a doubt is about
+
+
+@dataclass(frozen=True)
+class Doubt:
+    level: str  # serious: a figure may be wrong; notice: a rule of a fair benchmark was broken
+    text: str
+    rows: tuple[str, ...] = ()  # whose figures it is about
+    about: str = TIME
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How many times faster a row is than another."""
+
+    ratio: float
+    extent: tuple[float, float] | None  # over the passes
+    mark: str
+
+    def cell(self, digits: int = 2, unit: str = "x") -> str:
+        """`1.57x (1.55-1.58)`, without the range where there are no passes."""
+        extent = " ({:.{d}f}-{:.{d}f})".format(*self.extent, d=digits) if self.extent else ""
+        return f"{self.ratio:.{digits}f}{unit}{self.mark}{extent}"
+
+    def words(self) -> str:
+        """`2.00x faster`, or `1.25x slower` of a ratio below 1."""
+        slower = self.ratio < 1
+        return f"{1 / self.ratio if slower else self.ratio:.2f}x{self.mark} {'slower' if slower else 'faster'}"
+
+
+def compared(row: Row, reference: Row | None, *runs: Run) -> Speedup | None:
+    """The speedup of a row over another; None where one has no time, and where a run they are of was busy."""
+    if reference is None or not (is_timed(row) and is_timed(reference)) or any(map(busy, runs)):
+        return None
+    marks = max(mark(run, row, reference) for run in runs)
+    return Speedup(analysis.speedup(row, reference), analysis.speedup_range(row, reference), marks)
+
+
+def mark(run: Run, *rows: Row, about: str = TIME) -> str:
+    """`?` where there is a serious doubt about one of the rows that are this run's, otherwise nothing."""
+    doubted = {name for doubt in doubts(run) if (doubt.level, doubt.about) == (SERIOUS, about) for name in doubt.rows}
+    own = {row.step for row in rows if any(row is one for one in [*run.steps, *run.peers])}
+    return MARK if doubted & own else ""
+
+
+def busy(run: Run) -> str | None:
+    """The verdict on a machine that did other work meanwhile, in one line; None where nothing speaks for that."""
+    rows, device = [*filter(is_timed, [*run.steps, *run.peers])], environment_of(run).device_type
+    for kind, most in BUSY.get(device, {}).items():
+        measured = [(*time, row.step) for row in rows for time in _reference_times(row, kind, device)]
+        if measured and max(measured)[0] > most * min(measured)[0]:
+            (_, least, beside), (_, longest, beside_longest) = min(measured), max(measured)
+            work = "matrix product" if kind == "product" else "copy"
+            took = f"the same {work} took {least} beside {beside} and {longest} beside {beside_longest}"
+            return f"machine busy: rows are not comparable ({took})"
+    return None
+
+
+def _reference_times(row: Row, kind: str, device: str) -> Iterator[tuple[float, str]]:
+    """What should be equal beside all rows, and the time in words: of a product on a GPU cycles, otherwise ms."""
+    references = [repetition.reference_ms for repetition in row.repetitions] or [row.reference_ms]
+    for reference in filter(None, references):
+        times = reference.product_ms if kind == "product" else reference.copy_ms
+        words = [f"{ms:.1f} ms" if ms >= 10 else f"{ms:.3g} ms" for ms in times]
+        if kind == "product" and device == "cuda":
+            clocks = reference.clock_mhz or []
+            words = [f"{said} at {mhz:.0f} MHz" for said, mhz in zip(words, clocks, strict=False)]
+            times = [ms * mhz for ms, mhz in zip(times, clocks, strict=False)]
+        yield from ((time, said) for time, said in zip(times, words, strict=True) if time)
+
+
+def is_unsteady(row: Row) -> bool:
+    """Whether its times spread so far that nothing can be said of the row."""
+    return spread(row) > WIDEST_SPREAD
+
+
+def describe_profile_offset(row: Row) -> str | None:
+    """How far the profiled step is off the timed one, and which of its times to trust; None where it is not off."""
+    offset = profile_offset(row)
+    if abs(offset) <= LARGEST_PROFILE_OFFSET:
+        return None
+    kernels_fit = kernels_ms(row.profile) <= (1 + LARGEST_PROFILE_OFFSET) * median_ms(row)
+    only_gaps = offset > 0 and row.profile.gpu_idle_ms and kernels_fit
+    trust = "the times of its kernels, not its gaps" if only_gaps else "the percentages, not the milliseconds"
+    return f"Profiling ran {abs(offset):.0%} {'slower' if offset > 0 else 'faster'} than timing. Trust {trust}."
+
+
+def doubts(run: Run) -> list[Doubt]:
+    """What speaks against a run, serious doubts first, each once. What the merge left out is among them."""
+    found = dict.fromkeys([*_doubts_of_run(run), *_doubts_of_rows(run)])
+    return sorted(found, key=lambda doubt: doubt.level != SERIOUS)
+
+
+def _doubts_of_run(run: Run) -> Iterator[Doubt]:
+    environment, every = environment_of(run), tuple(row.step for row in [*run.steps, *run.peers])
+    if verdict := busy(run):
+        yield Doubt(SERIOUS, verdict, every)
+    for problem in run.problems:
+        differ = problem.startswith(DIFFER)
+        yield Doubt(SERIOUS if differ or problem.startswith(LEFT_OUT) else NOTICE, problem, every if differ else ())
+    if environment.dirty:
+        yield Doubt(NOTICE, "the working copy had uncommitted changes: the commit does not hold the code that ran")
+    if run.environment and environment.commit is None:
+        yield Doubt(NOTICE, f"the commit is unknown: {environment.commit_reason or 'not recorded'}")
+    if environment.nvml_reason:
+        yield Doubt(NOTICE, f"clocks and power are unknown: {environment.nvml_reason}")
+    for before, after in analysis.consecutive(run.steps):
+        if before and is_timed(after) and (times := analysis.unattributed(before, after)):
+            names = (before.step, after.step)
+            took = "AdamW, the same code in {} and {}, took {:.1f} and {:.1f} ms".format(*names, *times)
+            yield Doubt(NOTICE, f"{took}: what else changed between these two rows is not attributed", names)
+
+
+def _doubts_of_rows(run: Run) -> Iterator[Doubt]:
+    """Rows with the same doubt share one line."""
+    rows_of: dict[tuple[str, str, str], list[str]] = {}
+    for row in filter(is_timed, [*run.steps, *run.peers]):
+        for doubt in _doubts_of_row(row, run):
+            rows_of.setdefault(doubt, []).append(row.step)
+    for (level, text, about), names in rows_of.items():
+        yield Doubt(level, f"{', '.join(names)}: {text}", tuple(names), about)
+
+
+def _doubts_of_row(row: Row, run: Run) -> Iterator[tuple[str, str, str]]:
+    """Level, text, and what it is about."""
+    least = FEWEST_STEPS.get(environment_of(run).device_type, FEWEST_STEPS["cuda"])
+    timed = sum(len(timing.step_ms) for timing in analysis.timings(row))
+    if timed < least:
+        yield NOTICE, f"{timed} timed steps, fewer than {least}", TIME
+    if spread(row) > NOTICED_SPREAD:
+        text = f"the middle half of its times spreads over {spread(row):.1%} of the median"
+        yield SERIOUS if is_unsteady(row) else NOTICE, text, TIME
+    if abs(drift := analysis.drift(row)) > NOTICED_DRIFT:
+        text = (
+            f"the second half of its timed steps took {abs(drift):.1%} {'more' if drift > 0 else 'less'} than the first"
+        )
+        yield SERIOUS if abs(drift) > LARGEST_DRIFT else NOTICE, text, TIME
+    if throttled := ", ".join(analysis.throttle_reasons(row)):
+        yield NOTICE, f"the driver reported clocks held down by: {throttled}", TIME
+    if offset := describe_profile_offset(row):
+        yield NOTICE, offset, TIME
+    if row.gpu_state and row.gpu_state.while_running is False:
+        yield NOTICE, "the GPU was done before its clocks had been read: they may not be those of its steps", TIME
+    if (share := analysis.products_share(row, run) or 0) > MOST_OF_CEILING:
+        text = f"its matrix products reach {100 * share:.0f} % of their ceiling: the ceiling is wrong"
+        yield SERIOUS, text, ROOF
