@@ -243,7 +243,7 @@ class Roofs(Rates):
     square: ProductRate | None = None  # one large product
     zeros: Rates | None = None  # the same product of zeros: what the data cost
     conditions: dict[str, Conditions] = field(default_factory=dict)  # by precision
-    grid: list[ProductRate] = field(default_factory=list)  # products of all sizes; empty in a ladder's roofs
+    grid: list[ProductRate] = field(default_factory=list)  # ceilings alone, of all sizes; empty in a ladder's roofs
     notes: list[str] = field(default_factory=list)  # what could not be measured, and why
 
 

@@ -36,14 +36,13 @@ BUSY_PERCENT = 20
 STEADY_S, PARTS = {"cuda": 0.2, "cpu": 0.05}, 9  # of back-to-back work
 BURSTS, BURST_S, PAUSE_S = 4, 0.002, 0.02
 GRID = {"cuda": (128, 512, 2048, 8192), "cpu": (64, 256, 1024, 2048)}  # of M, of N and of K
-GRID_STEADY_S, GRID_BURSTS = 0.02, 2
 REFERENCE_EDGE, REFERENCE_BYTES, REFERENCE_S = {"cuda": 4096, "cpu": 768}, 2**26, 0.25
 
 
 def measure(products: dict[tuple[int, int, int], int], device: torch.device, grid: bool = False) -> Roofs:
     """The roofs of a device at `products`, {(M, N, K): how often a step runs it}, and at one large square product.
 
-    With `grid` also products of all sizes, see `rate_at`. A rate is null where the device lacks the precision or the
+    With `grid` also products of all sizes, see `ceiling_at`. A rate is null where the device lacks the precision or the
     memory; `notes` says which and why.
     """
     notes: list[str] = []
@@ -75,7 +74,8 @@ def _measure_precision(roofs: Roofs, precision: str, device: torch.device, notes
         )
 
     for shape in roofs.grid:
-        _put(shape, precision, rates_of(GRID_STEADY_S, GRID_BURSTS)(shape))
+        if found := rates_of(0, BURSTS)(shape):
+            shape.ceilings[precision] = found[1]
     rates_of(steady_s, 0)(roofs.square)  # a clock falls for some tenths of a second before it settles
     with hardware.Meter(device) as steady:
         found = [*map(rates_of(steady_s, 0), shapes)]
@@ -196,8 +196,8 @@ def product_rates(
     return work / steady_s, work / least_s
 
 
-def rate_at(grid: list[ProductRate], m: int, n: int, k: int, rate_of: Callable[[ProductRate], float]) -> float:
-    """The rate of a product of any shape: linear between its eight neighbours in a grid, all in logarithms.
+def ceiling_at(grid: list[ProductRate], precision: str, m: int, n: int, k: int) -> float:
+    """The ceiling of a product of any shape: linear between its eight neighbours in a grid, all in logarithms.
 
     A dimension beyond the grid counts as the grid's last. Raises KeyError where the grid lacks a neighbour.
     """
@@ -212,7 +212,8 @@ def rate_at(grid: list[ProductRate], m: int, n: int, k: int, rate_of: Callable[[
     logarithm = 0.0
     for corner in itertools.product(*corners):
         weight = np.prod([w for _, w in corner])
-        logarithm += weight * np.log(rate_of(by_shape[tuple(edge for edge, _ in corner)])) if weight else 0.0
+        shape = by_shape[tuple(edge for edge, _ in corner)]
+        logarithm += weight * np.log(shape.ceilings[precision]) if weight else 0.0
     return float(np.exp(logarithm))
 
 

@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from common.errors import run_command
-from common.record import Row, Run, write_bytes
+from common.record import Roofs, Row, Run, write_bytes
 from common.text import OneLineParser, aligned, say
 from report import analysis, table
 from report.__main__ import write_reports
 from report.analysis import is_timed
-from report.doubts import NOTICE, SERIOUS
-from report.load import MERGED, RecordError, read_run
+from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
+from report.load import MERGED, ROOFS, RecordError, convert, read_json, read_run
 from report.table import commit_of, gib, levels, markdown, ms_cell, speedup_cell, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -173,6 +173,42 @@ def quartiles(timing: dict) -> str:
     return f"{timing['median_ms']:.1f} ({timing['p25_ms']:.1f}-{timing['p75_ms']:.1f})"
 
 
+def method_tables(results: Path) -> str:
+    """How far the reference work of each recorded run differed between its rows and passes; and the recorded roofs."""
+    cells = []
+    for folder, run in recorded_runs(results):
+        extremes = [reference_extremes(run, kind) for kind in ("product", "copy")]
+        ratios = [f"{longest[0] / least[0]:.3f}" if least[0] else "-" for least, longest in extremes]
+        if ratios != ["-", "-"]:
+            passes = max(len(row.repetitions) or 1 for row in run.steps)
+            cells.append((str(folder.relative_to(results)), run.environment.device, passes, *ratios))
+    for device, most in BUSY.items():
+        cells.append((f"threshold of a {'GPU' if device == 'cuda' else 'CPU'}", "", "", *map(str, most.values())))
+    parts = [pipe_table(("largest / smallest", "machine", "ladders", "product", "copy"), cells, n_left=2)]
+    for path in sorted(results.glob(f"*/{ROOFS}")):
+        parts += [f"Roofs recorded in `{path.parent.name}`:", _roofs_table(convert(read_json(path), Roofs, ROOFS))]
+    return "\n\n".join(parts)
+
+
+def _roofs_table(roofs: Roofs) -> str:
+    cells = []
+    for precision, ceiling in roofs.ceilings.items():
+        name, at = f"{precision}_flops_per_s", roofs.conditions[precision]
+        rates = (tflops(getattr(rates, name)) for rates in (roofs, roofs.square, roofs.zeros))
+        conditions = (f"{figure:.0f}" if figure else "-" for figure in (at.clock_mhz, at.power_w, at.ceiling_clock_mhz))
+        cells.append((precision.upper(), *rates, *conditions, tflops(ceiling)))
+    headers = (
+        "back to back, TFLOP/s",
+        "one square product",
+        "the same of zeros",
+        "MHz",
+        "W",
+        "MHz in bursts",
+        "ceiling",
+    )
+    return pipe_table(("", *headers), cells)
+
+
 def _traffic_table(traffic: dict) -> str:
     shape = ", ".join(f"{name} {size}" for name, size in traffic["shape"].items())
     cells = []
@@ -193,7 +229,8 @@ def between_markers(document: Path, generated: str) -> str:
 
 def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them."""
-    generated = {"README.md": readme_table, "docs/performance.md": performance_tables}
+    generated = {"README.md": readme_table, "docs/performance.md": performance_tables,
+                 "docs/method.md": method_tables}  # fmt: skip
     return {root / name: between_markers(root / name, tables(results)) for name, tables in generated.items()}
 
 

@@ -68,15 +68,20 @@ def mark(run: Run, *rows: Row, about: str = TIME) -> str:
 
 def busy(run: Run) -> str | None:
     """The verdict on a machine that did other work meanwhile, in one line; None where nothing speaks for that."""
-    rows, device = [*filter(is_timed, [*run.steps, *run.peers])], environment_of(run).device_type
-    for kind, most in BUSY.get(device, {}).items():
-        measured = [(*time, row.step) for row in rows for time in _reference_times(row, kind, device)]
-        if measured and max(measured)[0] > most * min(measured)[0]:
-            (_, least, beside), (_, longest, beside_longest) = min(measured), max(measured)
+    for kind, most in BUSY.get(environment_of(run).device_type, {}).items():
+        (least, least_said, beside), (longest, longest_said, beside_longest) = reference_extremes(run, kind)
+        if longest > most * least:
             work = "matrix product" if kind == "product" else "copy"
-            took = f"the same {work} took {least} beside {beside} and {longest} beside {beside_longest}"
+            took = f"the same {work} took {least_said} beside {beside} and {longest_said} beside {beside_longest}"
             return f"machine busy: rows are not comparable ({took})"
     return None
+
+
+def reference_extremes(run: Run, kind: str) -> tuple[tuple[float, str, str], tuple[float, str, str]]:
+    """The least and the largest reference time of a kind in a run: what should be equal, in words, beside which row."""
+    rows, device = filter(is_timed, [*run.steps, *run.peers]), environment_of(run).device_type
+    measured = [(*time, row.step) for row in rows for time in _reference_times(row, kind, device)] or [(0.0, "", "")]
+    return min(measured), max(measured)
 
 
 def _reference_times(row: Row, kind: str, device: str) -> Iterator[tuple[float, str]]:

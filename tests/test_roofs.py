@@ -1,16 +1,18 @@
 """Roofs: the workload's own matrix products, and what cannot be measured says so."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
-from conftest import FAST
+from conftest import FAST, ROOT
 
 from common import roofs
-from common.record import ProductRate
+from common.record import ProductRate, Roofs
 
 CPU = torch.device("cpu")
 
@@ -50,14 +52,23 @@ def test_the_command_writes_json_with_a_grid(monkeypatch, tmp_path):
     assert written["fp32_flops_per_s"] > 0 and len(written["grid"]) == 8
 
 
-def test_a_rate_between_products_of_the_grid_is_interpolated_in_logarithms():
-    def rate(shape):
-        return shape.m**0.5 * shape.n**0.25 * shape.k
+def test_a_ceiling_between_products_of_the_grid_is_interpolated_in_logarithms():
+    def rate(m, n, k):
+        return m**0.5 * n**0.25 * k
 
-    grid = [ProductRate(m=m, n=n, k=k) for m in (64, 256, 1024) for n in (64, 256) for k in (64, 256)]
-    for m, n, k in ((64, 64, 64), (100, 90, 200), (1000, 256, 65), (1024, 256, 256)):
-        assert roofs.rate_at(grid, m, n, k, rate) == pytest.approx(rate(ProductRate(m=m, n=n, k=k)))
-    assert roofs.rate_at(grid, 9999, 1, 64, rate) == pytest.approx(rate(ProductRate(m=1024, n=64, k=64)))
+    sizes = itertools.product((64, 256, 1024), (64, 256), (64, 256))
+    grid = [ProductRate(m=m, n=n, k=k, ceilings={"bf16": rate(m, n, k)}) for m, n, k in sizes]
+    for shape in ((64, 64, 64), (100, 90, 200), (1000, 256, 65), (1024, 256, 256)):
+        assert roofs.ceiling_at(grid, "bf16", *shape) == pytest.approx(rate(*shape))
+    assert roofs.ceiling_at(grid, "bf16", 9999, 1, 64) == pytest.approx(rate(1024, 64, 64))
+
+
+def test_the_recorded_grid_foretells_the_products_that_were_measured_beside_it():
+    recorded = msgspec.json.decode((ROOT / "docs/results/h200/roofs.json").read_bytes(), type=Roofs)
+    for shape in [*recorded.shapes, recorded.square]:
+        for precision, ceiling in shape.ceilings.items():
+            found = roofs.ceiling_at(recorded.grid, precision, shape.m, shape.n, shape.k)
+            assert found == pytest.approx(ceiling, rel=0.08)
 
 
 def test_the_reference_takes_longer_beside_a_competing_process():
