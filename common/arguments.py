@@ -146,7 +146,7 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
         (shape, "--seed", seed_int, "N", "weights and batches (default: 1337)"),
         (shape, "--data", Path, "FILE", "bytes, or uint16 .bin of nanoGPT, llm.c (default: Python's standard library)"),
         (shape, "--data-tokens", positive_int, "N", "only the first N tokens of the text"),
-        (run, "--steps", positive_int, "N", "timed steps (default: 30 on a GPU, 10 on a CPU)"),
+        (run, "--steps", positive_int, "N", "steps trained, and timed up to 100 on a GPU (default: 30 on a GPU, 10 on a CPU)"),
         (run, "--warmup", positive_int, "N", "untimed steps before them (default: 5 on a GPU, 3 on a CPU)"),
         (run, "--device", str, "NAME", "auto, cpu, cuda, cuda:N (default: auto)"),
         (run, "--output", Path, "FILE", f"the record (default: results/{script.stem}.json)"),

@@ -170,7 +170,7 @@ class Workload:
     seed: int
     lr: float
     warmup: int  # untimed steps
-    steps: int  # timed steps
+    steps: int  # trained steps after them; timed: those on a CPU, as many and at most 100 on a GPU
     gpus: int = 1
     parallel: str | None = None  # ddp, fsdp; null on one GPU
 
