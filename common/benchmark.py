@@ -99,10 +99,11 @@ def run(
 ) -> Row:
     """Warm up, train and time `args.steps` steps, observe untimed ones, and return the row.
 
-    `train_step` takes tokens and targets, each (B, T) int64 on the device; it trains and returns the loss. `rehearse`
-    is an optimizer whose updates are left out while the warm-up's batches pass once before the first step, see
-    `rehearsal`; the time counts as warm-up. `note` is one line that qualifies the row, and `fp8_recipe` the repr of
-    the recipe. Raises FloatingPointError when a loss is not finite, and whatever `train_step` raises.
+    `train_step` takes tokens and targets, each (B, T) int64 on the device; it trains and returns the loss. `model`
+    takes the same and only returns the loss. `rehearse` is an optimizer whose updates are left out while the warm-up's
+    batches pass once before the first step, see `rehearsal`; the time counts as warm-up. `note` is one line that
+    qualifies the row, and `fp8_recipe` the repr of the recipe. Raises FloatingPointError when a loss is not finite,
+    and whatever `train_step` raises.
     """
     model.train()
     drawn = data.read_batches(args.text, args.batch_starts(), args.config.seq_len)

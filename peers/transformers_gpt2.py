@@ -21,6 +21,16 @@ from common.errors import Skip
 transformers = benchmark.optional("transformers", "transformers")
 
 
+class WithLoss(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, targets):
+        logits = self.model(tokens).logits  # (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 def main(args):
     if args.amp_dtype is torch.float16:
         raise Skip("this peer has no loss scaling: it runs under BF16 or FP32")
@@ -33,17 +43,12 @@ def main(args):
         attn_implementation="sdpa", bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     with args.device:
-        model = transformers.GPT2LMHeadModel(config)
+        model = torch.compile(WithLoss(transformers.GPT2LMHeadModel(config)))
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw, fused=True)
-
-    @torch.compile
-    def loss_of(tokens, targets):
-        logits = model(tokens).logits  # (B, T, V)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def train_step(tokens, targets):
         with torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp_dtype is not torch.float32):
-            loss = loss_of(tokens, targets)
+            loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
