@@ -1,18 +1,23 @@
 """A script's run: its record, what it observes, its progress, and what it says when it cannot run."""
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
+import runs
 import torch
 from conftest import FAST, ROOT, SMALL, STEPS, arguments, built
 
 from common import benchmark, data
 from common.record import Row
+from report.doubts import is_unsteady
+from report.sentences import sentence
 
 WITHOUT_PACKAGES = """
 import sys
@@ -138,6 +143,18 @@ def test_settling_ends_when_steps_no_longer_drift_or_after_its_time():
         passed_s = benchmark.settle(time_steps, [None], step_ms=100.0)
         assert fewest <= len(seen) <= most and all(len(times) == 20 for times in seen)
         assert passed_s == pytest.approx(sum(map(sum, seen)) / 1e3) and passed_s <= benchmark.LONGEST_SETTLING_S
+
+
+def test_a_slowed_row_makes_no_sentence(monkeypatch):
+    made = built(STEPS[2], monkeypatch, steps=8, warmup=1)
+    slowed = itertools.cycle([0.0, 0.2])
+
+    def train_step(tokens, targets):
+        time.sleep(next(slowed))
+        return made.train_step(tokens, targets)
+
+    row = benchmark.run(train_step, made.model, made.args)
+    assert is_unsteady(row) and "has no comparison" in sentence(runs.run(runs.step("0_x"), row), runs.step("0_x"), row)
 
 
 def test_a_rehearsal_passes_the_batches_and_trains_nothing():

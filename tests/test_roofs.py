@@ -8,11 +8,13 @@ import sys
 
 import msgspec
 import pytest
+import runs
 import torch
 from conftest import FAST, ROOT
 
 from common import roofs
-from common.record import ProductRate, Roofs
+from common.record import ProductRate, Reference, Roofs
+from report.doubts import busy
 
 CPU = torch.device("cpu")
 
@@ -71,13 +73,17 @@ def test_the_recorded_grid_foretells_the_products_that_were_measured_beside_it()
             assert found == pytest.approx(ceiling, rel=0.08)
 
 
-def test_the_reference_takes_longer_beside_a_competing_process():
+def test_a_row_beside_competing_processes_makes_the_machine_busy():
+    def row(name):
+        product_ms, copy_ms, _ = roofs.reference(CPU)
+        return runs.step(name, reference_ms=Reference([product_ms], [copy_ms]))
+
     crowd = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6 * os.cpu_count())]
     try:
-        crowded = [roofs.reference(CPU)[0] for _ in range(2)]
+        crowded = row("0_x")
     finally:
         for process in crowd:
             process.kill()
             process.wait()
-    alone = min(roofs.reference(CPU)[0] for _ in range(3))
-    assert min(crowded) > 1.5 * alone
+    verdict = busy(runs.run(crowded, row("1_x"), row("2_x"), device_type="cpu"))
+    assert verdict.startswith("machine busy") and "beside 0_x" in verdict
