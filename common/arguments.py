@@ -27,7 +27,8 @@ class Arguments:
     script: Path
     base_preset: str  # that defaults came from
     config: GPTConfig
-    batch_size: int
+    batch_size: int  # sequences per step
+    accumulate: int  # micro-batches that they are divided into
     steps: int
     warmup: int
     lr: float
@@ -61,6 +62,11 @@ class Arguments:
         return {"lr": self.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 
     @property
+    def micro_batch_size(self) -> int:
+        """Sequences that pass through the model at once."""
+        return self.batch_size // self.accumulate
+
+    @property
     def mixed_precision(self) -> bool:
         """Whether autocast has anything to do."""
         return self.amp_dtype is not torch.float32
@@ -79,7 +85,9 @@ class Arguments:
 
         The dimensions are channels, tokens (the leading one of weight gradients) and, with `vocab`, the head's outputs.
         """
-        sizes = {"--n-embd": self.config.n_embd, "--batch-size x --seq-len": self.batch_size * self.config.seq_len}
+        tokens = self.micro_batch_size * self.config.seq_len
+        batch = "--batch-size x --seq-len" + (" / --accumulate" if self.accumulate > 1 else "")
+        sizes = {"--n-embd": self.config.n_embd, batch: tokens}
         sizes |= {"--vocab-size": self.config.vocab_size} if vocab else {}
         for name, size in sizes.items():
             if size % unit:
@@ -101,7 +109,7 @@ class Arguments:
             parameters=flops.parameters(self.config), tokens_per_step=self.batch_size * self.config.seq_len,
             flops_per_step=flops.flops_per_step(self.config, self.batch_size),
             data=Data(self.text.name, len(self.text.tokens), batches),
-            seed=self.seed, lr=self.lr, warmup=self.warmup, steps=self.steps,
+            seed=self.seed, lr=self.lr, warmup=self.warmup, steps=self.steps, accumulate=self.accumulate,
         )  # fmt: skip
 
 
@@ -142,6 +150,7 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
         (shape, "--seq-len", positive_int, "N", "tokens per sequence"),
         (shape, "--vocab-size", positive_int, "N", "token ids, 0 to N-1"),
         (shape, "--batch-size", positive_int, "N", "sequences per training step"),
+        (shape, "--accumulate", positive_int, "K", "micro-batches that a step's batch is divided into (default: 1)"),
         (shape, "--lr", positive_float, "X", "AdamW's learning rate, constant"),
         (shape, "--seed", seed_int, "N", "weights and batches (default: 1337)"),
         (shape, "--data", Path, "FILE", "bytes, or uint16 .bin of nanoGPT, llm.c (default: Python's standard library)"),
@@ -156,7 +165,7 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
     run.add_argument("--amp-dtype", choices=["auto", "bf16", "fp16", "fp32"], help=f"mixed precision; {auto}")
     text = "profile untimed steps afterwards: a kernel table on stderr, a Chrome trace beside the record"
     run.add_argument("--profile", action="store_true", help=text)
-    parser.set_defaults(preset="auto", seed=1337, device="auto", amp_dtype="auto")
+    parser.set_defaults(preset="auto", seed=1337, device="auto", amp_dtype="auto", accumulate=1)
     return parser
 
 
@@ -168,10 +177,13 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         device = hardware.resolve_device(given.device)
         amp_dtype, amp_note = hardware.resolve_amp_dtype(given.amp_dtype, device)
         preset, batch_size, notes = resolve_preset(given.preset, device)
+        batch_size = given.batch_size or batch_size
         config = PRESETS[preset].config
         config = replace(config, **{k: getattr(given, k) or default for k, default in asdict(config).items()})
         if config.n_embd % config.n_head:
             raise ValueError(f"--n-embd {config.n_embd} is not divisible by --n-head {config.n_head}")
+        if batch_size % given.accumulate:
+            raise ValueError(f"--batch-size {batch_size} is not divisible by --accumulate {given.accumulate}")
         text = data.load_text(given.data, given.data_tokens)
         data.check_text(text, config.seq_len, config.vocab_size)
         output = given.output or ROOT / "results" / f"{script.stem}.json"
@@ -182,8 +194,9 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         parser.error(str(error))
     steps, warmup = (30, 5) if device.type == "cuda" else (10, 3)
     return Arguments(
-        script=script, base_preset=preset, config=config, batch_size=given.batch_size or batch_size,
-        steps=given.steps or steps, warmup=given.warmup or warmup, lr=given.lr or PRESETS[preset].lr, seed=given.seed,
+        script=script, base_preset=preset, config=config, batch_size=batch_size,
+        accumulate=given.accumulate, steps=given.steps or steps, warmup=given.warmup or warmup,
+        lr=given.lr or PRESETS[preset].lr, seed=given.seed,
         text=text, device=device, amp_dtype=amp_dtype, amp_note=amp_note, profile=given.profile, output=output,
         notes=notes,
     )  # fmt: skip

@@ -314,7 +314,7 @@ def attention_autograd_nodes(model: torch.nn.Module, step: Callable[[], torch.Te
 
     A model compiled as a whole has a single node for everything.
     """
-    if hasattr(model, "_orig_mod"):
+    if model._compiled_call_impl is not None or hasattr(model, "_orig_mod"):
         return 1
     attention = next((module for module in model.modules() if type(module).__name__ == "CausalSelfAttention"), None)
     if attention is None:

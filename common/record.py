@@ -173,6 +173,7 @@ class Workload:
     steps: int  # timed steps
     gpus: int = 1
     parallel: str | None = None  # ddp, fsdp; null on one GPU
+    accumulate: int = 1  # micro-batches that batch_size is divided into
 
 
 @dataclass
