@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ class Arguments:
     script: Path
     base_preset: str  # that defaults came from
     config: GPTConfig
-    batch_size: int  # sequences per step
+    batch_size: int  # sequences per step, of this process
     accumulate: int  # micro-batches that they are divided into
     steps: int
     warmup: int
@@ -40,6 +40,8 @@ class Arguments:
     profile: bool
     output: Path
     notes: tuple[str, ...]  # lines for the header
+    world: hardware.World = field(default_factory=hardware.World)
+    parallel: str | None = None  # ddp, fsdp; None alone
 
     @property
     def step(self) -> str:
@@ -95,13 +97,18 @@ class Arguments:
 
     def batch_starts(self) -> np.ndarray:
         """Where the excerpts of the trained batches begin, and of one spare batch for untimed steps after them."""
-        n_batches = self.warmup + self.steps + 1
-        return data.draw_starts(self.text, n_batches, self.batch_size, self.config.seq_len, self.seed)
+        first = self.world.rank * self.batch_size
+        return self.starts_of_all()[:, first : first + self.batch_size]
+
+    def starts_of_all(self) -> np.ndarray:
+        """`batch_starts` of all processes side by side: those of one process that takes as many sequences."""
+        n_batches, batch_size = self.warmup + self.steps + 1, self.world.size * self.batch_size
+        return data.draw_starts(self.text, n_batches, batch_size, self.config.seq_len, self.seed)
 
     def workload(self) -> Workload:
         """The record's workload."""
         try:
-            batches = data.fingerprint(self.text, self.batch_starts(), self.config.seq_len)
+            batches = data.fingerprint(self.text, self.starts_of_all(), self.config.seq_len)
         except (MemoryError, ValueError):  # a batch that large ends as an oom row, which needs its workload
             batches = None
         return Workload(
@@ -110,6 +117,7 @@ class Arguments:
             flops_per_step=flops.flops_per_step(self.config, self.batch_size),
             data=Data(self.text.name, len(self.text.tokens), batches),
             seed=self.seed, lr=self.lr, warmup=self.warmup, steps=self.steps, accumulate=self.accumulate,
+            gpus=self.world.size, parallel=self.parallel,
         )  # fmt: skip
 
 
@@ -149,7 +157,8 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
         (shape, "--n-embd", positive_int, "N", "channels of the residual stream"),
         (shape, "--seq-len", positive_int, "N", "tokens per sequence"),
         (shape, "--vocab-size", positive_int, "N", "token ids, 0 to N-1"),
-        (shape, "--batch-size", positive_int, "N", "sequences per training step"),
+        (shape, "--batch-size", positive_int, "N", "sequences per training step, of each process"),
+        (shape, "--global-batch-size", positive_int, "N", "the same of all processes together"),
         (shape, "--accumulate", positive_int, "K", "micro-batches that a step's batch is divided into (default: 1)"),
         (shape, "--lr", positive_float, "X", "AdamW's learning rate, constant"),
         (shape, "--seed", seed_int, "N", "weights and batches (default: 1337)"),
@@ -165,6 +174,7 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
     run.add_argument("--amp-dtype", choices=["auto", "bf16", "fp16", "fp32"], help=f"mixed precision; {auto}")
     text = "profile untimed steps afterwards: a kernel table on stderr, a Chrome trace beside the record"
     run.add_argument("--profile", action="store_true", help=text)
+    run.add_argument("--parallel", choices=["ddp", "fsdp"], help="how processes share the model (default: ddp)")
     parser.set_defaults(preset="auto", seed=1337, device="auto", amp_dtype="auto", accumulate=1)
     return parser
 
@@ -174,16 +184,15 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
     parser = build_parser(script, description)
     given = parser.parse_args(argv)
     try:
-        device = hardware.resolve_device(given.device)
+        world = hardware.world()
+        device = hardware.resolve_device(given.device, world)
         amp_dtype, amp_note = hardware.resolve_amp_dtype(given.amp_dtype, device)
         preset, batch_size, notes = resolve_preset(given.preset, device)
-        batch_size = given.batch_size or batch_size
+        batch_size = resolve_batch_size(given, batch_size, world.size)
         config = PRESETS[preset].config
         config = replace(config, **{k: getattr(given, k) or default for k, default in asdict(config).items()})
         if config.n_embd % config.n_head:
             raise ValueError(f"--n-embd {config.n_embd} is not divisible by --n-head {config.n_head}")
-        if batch_size % given.accumulate:
-            raise ValueError(f"--batch-size {batch_size} is not divisible by --accumulate {given.accumulate}")
         text = data.load_text(given.data, given.data_tokens)
         data.check_text(text, config.seq_len, config.vocab_size)
         output = given.output or ROOT / "results" / f"{script.stem}.json"
@@ -198,8 +207,23 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         accumulate=given.accumulate, steps=given.steps or steps, warmup=given.warmup or warmup,
         lr=given.lr or PRESETS[preset].lr, seed=given.seed,
         text=text, device=device, amp_dtype=amp_dtype, amp_note=amp_note, profile=given.profile, output=output,
-        notes=notes,
+        notes=notes, world=world, parallel=(given.parallel or "ddp") if world.size > 1 else None,
     )  # fmt: skip
+
+
+def resolve_batch_size(given: argparse.Namespace, default: int, processes: int) -> int:
+    """Sequences per step of one process. Raises ValueError where options contradict, or do not divide, each other."""
+    whole, batch_size = given.global_batch_size, given.batch_size or default
+    if given.parallel and processes == 1:
+        raise ValueError("--parallel is for several processes: torchrun --nproc-per-node N, or ./run_all.sh --gpus N")
+    if whole and given.batch_size:
+        raise ValueError("--batch-size and --global-batch-size exclude each other")
+    if whole and whole % processes:
+        raise ValueError(f"--global-batch-size {whole} is not divisible by {processes} processes")
+    batch_size = whole // processes if whole else batch_size
+    if batch_size % given.accumulate:
+        raise ValueError(f"a batch of {batch_size} is not divisible by --accumulate {given.accumulate}")
+    return batch_size
 
 
 def resolve_preset(name: str, device: torch.device) -> tuple[str, int, tuple[str, ...]]:
