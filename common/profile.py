@@ -42,7 +42,7 @@ ATTENTION_OPERATORS = {
 }
 # Category -> what the names of its kernels contain. The first pattern that matches wins: the order is part of the rule.
 CATEGORY_PATTERNS = {
-    "communication": r"nccl|^c10d::|gloo",
+    "communication": r"nccl|gloo|^c10d::|^FSDP::(all_gather|post_backward_reduce)\b",
     "optimizer": r"multi_tensor_apply|adam|triton_for_fused|_foreach_|Optimizer\.",
     "normalization and pointwise": r"layer_norm|LayerNorm|normalization::|GammaBeta|reduce_dbias"
     r"|^(?!nvjet|.*gemm).*gelu",

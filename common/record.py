@@ -72,11 +72,11 @@ class Profile:
     kernels_per_step: float
     gpu_busy_ms: float | None = None  # null on a CPU, as is every gpu_ field
     gpu_idle_ms: float | None = None  # gaps on the GPU's timeline
-    communication_ms: float | None = None  # of its kernels; the category has what of it overlaps no other kernel
     host_syncs: int | None = None
     autograd_nodes_attention: int | None = None  # backward nodes of one attention block; null where it has none
     bound_by: str | None = None  # the largest share: compute, memory, launch or communication; null on a CPU
     shares: dict[str, float] | None = None  # of the step, adding up to 1
+    communication_ms: float | None = None  # of its kernels; the category has what of it overlaps no other kernel
 
 
 @dataclass
@@ -275,6 +275,7 @@ class Plan:
     left_out: list[str] = field(default_factory=list)  # by --only
     roofs: bool = True
     repeat: int = 1  # passes over the rows
+    gpus: int = 1  # processes of a row
     started_at: str | None = None
     workload: Workload | None = None
 
