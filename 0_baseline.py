@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import benchmark
+from common import benchmark, parallel
 from common.model import GPT
 
 
@@ -72,14 +72,17 @@ def main(args):
     torch.set_float32_matmul_precision("highest")  # containers may turn TF32 on by environment
     with args.device:
         model = GPT(args.config, Block, Head, args.seed)
+    model = parallel.distribute(model, args)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
 
     def train_step(tokens, targets):
-        loss = model(tokens, targets)
-        loss.backward()
+        losses = []
+        for x, y in parallel.micro_batches(tokens, targets, model, args):
+            losses.append(model(x, y) / args.accumulate)
+            losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return sum(losses)
 
     return benchmark.run(train_step, model, args)
 

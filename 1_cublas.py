@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import benchmark
+from common import benchmark, parallel
 from common.model import GPT
 
 
@@ -73,19 +73,22 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # TF32
     with args.device:
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
+    model = parallel.distribute(model, args)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
     # Scales the loss under FP16; under BF16 and FP32 it does nothing.
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
 
     def train_step(tokens, targets):
         amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.mixed_precision)
-        with amp:
-            loss = model(tokens, targets)
-        scaler.scale(loss).backward()
+        losses = []
+        for x, y in parallel.micro_batches(tokens, targets, model, args):
+            with amp:
+                losses.append(model(x, y) / args.accumulate)
+            scaler.scale(losses[-1]).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        return loss
+        return sum(losses)
 
     return benchmark.run(train_step, model, args)
 

@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import benchmark, cuda_graph
+from common import benchmark, cuda_graph, parallel
 from common.model import GPT
 
 
@@ -69,7 +69,9 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # TF32
     with args.device:
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
-    model = torch.compile(model, fullgraph=True)
+    for part in parallel.compile_units(model, args):
+        part.compile(fullgraph=True)
+    model = parallel.distribute(model, args)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
     optimizer.step = torch.compile(optimizer.step)
     kernels = [  # in order of preference
@@ -83,13 +85,15 @@ def main(args):
 
     def train_step(tokens, targets):
         amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.mixed_precision)
-        with amp, sdpa_kernel(kernels, set_priority=True):
-            loss = model(tokens, targets)
-        scaler.scale(loss).backward()
+        losses = []
+        for x, y in parallel.micro_batches(tokens, targets, model, args):
+            with amp, sdpa_kernel(kernels, set_priority=True):
+                losses.append(model(x, y) / args.accumulate)
+            scaler.scale(losses[-1]).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        return loss
+        return sum(losses)
 
     train_step = cuda_graph.capture(train_step, optimizer, args)  # one launch a step
     return benchmark.run(train_step, model, args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,8 @@ class Arguments:
     script: Path
     base_preset: str  # that defaults came from
     config: GPTConfig
-    batch_size: int
+    batch_size: int  # sequences per step, of this process
+    accumulate: int  # micro-batches that they are divided into
     steps: int
     warmup: int
     lr: float
@@ -39,6 +40,8 @@ class Arguments:
     profile: bool
     output: Path
     notes: tuple[str, ...]  # lines for the header
+    world: hardware.World = field(default_factory=hardware.World)
+    parallel: str | None = None  # ddp, fsdp; None alone
 
     @property
     def step(self) -> str:
@@ -61,6 +64,11 @@ class Arguments:
         return {"lr": self.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 
     @property
+    def micro_batch_size(self) -> int:
+        """Sequences that pass through the model at once."""
+        return self.batch_size // self.accumulate
+
+    @property
     def mixed_precision(self) -> bool:
         """Whether autocast has anything to do."""
         return self.amp_dtype is not torch.float32
@@ -79,7 +87,9 @@ class Arguments:
 
         The dimensions are channels, tokens (the leading one of weight gradients) and, with `vocab`, the head's outputs.
         """
-        sizes = {"--n-embd": self.config.n_embd, "--batch-size x --seq-len": self.batch_size * self.config.seq_len}
+        tokens = self.micro_batch_size * self.config.seq_len
+        batch = "--batch-size x --seq-len" + (" / --accumulate" if self.accumulate > 1 else "")
+        sizes = {"--n-embd": self.config.n_embd, batch: tokens}
         sizes |= {"--vocab-size": self.config.vocab_size} if vocab else {}
         for name, size in sizes.items():
             if size % unit:
@@ -87,13 +97,18 @@ class Arguments:
 
     def batch_starts(self) -> np.ndarray:
         """Where the excerpts of the trained batches begin, and of one spare batch for untimed steps after them."""
-        n_batches = self.warmup + self.steps + 1
-        return data.draw_starts(self.text, n_batches, self.batch_size, self.config.seq_len, self.seed)
+        first = self.world.rank * self.batch_size
+        return self.starts_of_all()[:, first : first + self.batch_size]
+
+    def starts_of_all(self) -> np.ndarray:
+        """`batch_starts` of all processes side by side: those of one process that takes as many sequences."""
+        n_batches, batch_size = self.warmup + self.steps + 1, self.world.size * self.batch_size
+        return data.draw_starts(self.text, n_batches, batch_size, self.config.seq_len, self.seed)
 
     def workload(self) -> Workload:
         """The record's workload."""
         try:
-            batches = data.fingerprint(self.text, self.batch_starts(), self.config.seq_len)
+            batches = data.fingerprint(self.text, self.starts_of_all(), self.config.seq_len)
         except (MemoryError, ValueError):  # a batch that large ends as an oom row, which needs its workload
             batches = None
         return Workload(
@@ -101,7 +116,8 @@ class Arguments:
             parameters=flops.parameters(self.config), tokens_per_step=self.batch_size * self.config.seq_len,
             flops_per_step=flops.flops_per_step(self.config, self.batch_size),
             data=Data(self.text.name, len(self.text.tokens), batches),
-            seed=self.seed, lr=self.lr, warmup=self.warmup, steps=self.steps,
+            seed=self.seed, lr=self.lr, warmup=self.warmup, steps=self.steps, accumulate=self.accumulate,
+            gpus=self.world.size, parallel=self.parallel,
         )  # fmt: skip
 
 
@@ -141,7 +157,9 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
         (shape, "--n-embd", positive_int, "N", "channels of the residual stream"),
         (shape, "--seq-len", positive_int, "N", "tokens per sequence"),
         (shape, "--vocab-size", positive_int, "N", "token ids, 0 to N-1"),
-        (shape, "--batch-size", positive_int, "N", "sequences per training step"),
+        (shape, "--batch-size", positive_int, "N", "sequences per training step, of each process"),
+        (shape, "--global-batch-size", positive_int, "N", "the same of all processes together"),
+        (shape, "--accumulate", positive_int, "K", "micro-batches that a step's batch is divided into (default: 1)"),
         (shape, "--lr", positive_float, "X", "AdamW's learning rate, constant"),
         (shape, "--seed", seed_int, "N", "weights and batches (default: 1337)"),
         (shape, "--data", Path, "FILE", "bytes, or uint16 .bin of nanoGPT, llm.c (default: Python's standard library)"),
@@ -156,7 +174,8 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
     run.add_argument("--amp-dtype", choices=["auto", "bf16", "fp16", "fp32"], help=f"mixed precision; {auto}")
     text = "profile untimed steps afterwards: a kernel table on stderr, a Chrome trace beside the record"
     run.add_argument("--profile", action="store_true", help=text)
-    parser.set_defaults(preset="auto", seed=1337, device="auto", amp_dtype="auto")
+    run.add_argument("--parallel", choices=["ddp", "fsdp"], help="how processes share the model (default: ddp)")
+    parser.set_defaults(preset="auto", seed=1337, device="auto", amp_dtype="auto", accumulate=1)
     return parser
 
 
@@ -165,9 +184,11 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
     parser = build_parser(script, description)
     given = parser.parse_args(argv)
     try:
-        device = hardware.resolve_device(given.device)
+        world = hardware.world()
+        device = hardware.resolve_device(given.device, world)
         amp_dtype, amp_note = hardware.resolve_amp_dtype(given.amp_dtype, device)
         preset, batch_size, notes = resolve_preset(given.preset, device)
+        batch_size = resolve_batch_size(given, batch_size, world.size)
         config = PRESETS[preset].config
         config = replace(config, **{k: getattr(given, k) or default for k, default in asdict(config).items()})
         if config.n_embd % config.n_head:
@@ -182,11 +203,27 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         parser.error(str(error))
     steps, warmup = (30, 5) if device.type == "cuda" else (10, 3)
     return Arguments(
-        script=script, base_preset=preset, config=config, batch_size=given.batch_size or batch_size,
-        steps=given.steps or steps, warmup=given.warmup or warmup, lr=given.lr or PRESETS[preset].lr, seed=given.seed,
+        script=script, base_preset=preset, config=config, batch_size=batch_size,
+        accumulate=given.accumulate, steps=given.steps or steps, warmup=given.warmup or warmup,
+        lr=given.lr or PRESETS[preset].lr, seed=given.seed,
         text=text, device=device, amp_dtype=amp_dtype, amp_note=amp_note, profile=given.profile, output=output,
-        notes=notes,
+        notes=notes, world=world, parallel=(given.parallel or "ddp") if world.size > 1 else None,
     )  # fmt: skip
+
+
+def resolve_batch_size(given: argparse.Namespace, default: int, processes: int) -> int:
+    """Sequences per step of one process. Raises ValueError where options contradict, or do not divide, each other."""
+    whole, batch_size = given.global_batch_size, given.batch_size or default
+    if given.parallel and processes == 1:
+        raise ValueError("--parallel is for several processes: torchrun --nproc-per-node N, or ./run_all.sh --gpus N")
+    if whole and given.batch_size:
+        raise ValueError("--batch-size and --global-batch-size exclude each other")
+    if whole and whole % processes:
+        raise ValueError(f"--global-batch-size {whole} is not divisible by {processes} processes")
+    batch_size = whole // processes if whole else batch_size
+    if batch_size % given.accumulate:
+        raise ValueError(f"a batch of {batch_size} is not divisible by --accumulate {given.accumulate}")
+    return batch_size
 
 
 def resolve_preset(name: str, device: torch.device) -> tuple[str, int, tuple[str, ...]]:

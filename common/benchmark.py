@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import json
 import math
 import os
 import resource
@@ -24,12 +23,12 @@ from pathlib import Path
 
 import torch
 
-from common import data, flops, hardware, profile, roofs
+from common import data, flops, hardware, parallel, profile, roofs
 from common.arguments import Arguments, parse_args
 from common.cuda_graph import CapturedStep
-from common.errors import explain, optional
+from common.errors import Skip, explain, optional
 from common.record import LeastBytes, Reference, Row, Run, Timing, describe_shape, write_run
-from common.text import PROGRESS_FD, one_line, portable_command, say
+from common.text import PROGRESS_FD, Progress, one_line, portable_command, say
 
 __all__ = ["launch", "optional", "run"]
 
@@ -49,27 +48,39 @@ def launch(main: Callable[[Arguments], Row]) -> None:
     module = sys.modules[main.__module__]
     try:
         args = parse_args(Path(module.__file__), module.__doc__)
-        sys.exit(run_and_record(main, args))
+        code = run_and_record(main, args)
+        if args.world.size > 1:
+            parallel.leave(code, args)
+        sys.exit(code)
     except KeyboardInterrupt:
         sys.stderr.write(f"{Path(module.__file__).stem}: interrupted, nothing written\n")
         sys.exit(130)
 
 
 def run_and_record(main: Callable[[Arguments], Row], args: Arguments) -> int:
-    """Run a script's `main`, write its record, say what came of it; returns the exit code."""
+    """Run a script's `main`, write its record, say what came of it; returns the exit code.
+
+    Of several processes the first one writes, or the one that failed.
+    """
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    say(header(args))
+    writes = args.world.rank == 0
+    if writes:
+        say(header(args))
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)  # libraries that ask for "cuda" get this one
     try:
+        parallel.start(args)
         row = main(args)
     except Exception as error:  # whatever happened, the row must say it
-        status, reason = explain(error, args.batch_size)
-        if status == "oom" and (held := hardware.held_by_others_bytes(args.device)) > 2 * 2**30:
-            reason = f"out of memory: other processes hold {held / 2**30:.0f} GiB of {args.device}"
-        row = new_row(args, status=status, reason=reason)
-        if status == "failed" and not isinstance(error, FloatingPointError):
+        row, of_all = failed_row(error, args), isinstance(error, (Skip, FloatingPointError))
+        if row.status == "failed" and not of_all:
             traceback.print_exc()
+        if args.world.size > 1 and not of_all:
+            if parallel.is_loss_of_others(error):
+                parallel.leave(1, args, error)
+            row.reason, writes = f"rank {args.world.rank}: {row.reason}", True
+    if not writes:
+        return 0
     command = portable_command(["python", args.script.name, *sys.argv[1:]])
     record = Run(command, started_at, hardware.describe(args.device), args.workload(), steps=[row])
     try:
@@ -89,6 +100,14 @@ def run_and_record(main: Callable[[Arguments], Row], args: Arguments) -> int:
     return 0 if row.status in ("ok", "skipped") else 1
 
 
+def failed_row(error: Exception, args: Arguments) -> Row:
+    """The row of a script whose `main` raised."""
+    status, reason = explain(error, args.batch_size)
+    if status == "oom" and (held := hardware.held_by_others_bytes(args.device)) > 2 * 2**30:
+        reason = f"out of memory: other processes hold {held / 2**30:.0f} GiB of {args.device}"
+    return new_row(args, status=status, reason=reason)
+
+
 def run(
     train_step: TrainStep,
     model: torch.nn.Module,
@@ -105,36 +124,36 @@ def run(
     qualifies the row, and `fp8_recipe` the repr of the recipe. Raises FloatingPointError when a loss is not finite,
     and whatever `train_step` raises.
     """
+    if not parallel.is_distributed(model, args):
+        raise Skip("this script does not divide its work over processes: run it without torchrun")
     model.train()
     drawn = data.read_batches(args.text, args.batch_starts(), args.config.seq_len)
     *batches, spare = data.stage_batches(drawn, args.device)
-    progress, on_gpu = Progress(args.step), args.device.type == "cuda"
+    progress, on_gpu = Progress(args.step, args.world.rank, args.world.size), args.device.type == "cuda"
     losses, warmup_s = warm_up(train_step, batches[: args.warmup], rehearse, args.device, progress)
     row, trained = new_row(args, status="ok"), batches[args.warmup :]
     before = roofs.reference(args.device)
-    time_steps = partial(time_steps_cuda if on_gpu else time_steps_cpu, train_step, progress=progress)
+    time_steps = partial(time_slowest, args, train_step, progress)
     step_ms, trained_losses = time_steps(trained, "training" if on_gpu else "timed")
-    row.loss = [value.item() for value in losses + trained_losses]
+    row.loss = parallel.mean([value.item() for value in losses + trained_losses], args)
     require_finite(row.loss, args.lr)
     row.heldout_loss = heldout_loss(model, args)
     if on_gpu:  # until here the GPU has warmed up and its clock has fallen: those steps show the losses only
         row.timing.settling_s = settle(time_steps, trained, statistics.median(step_ms))
         step_ms, _ = time_steps(trained[:MOST_TIMED], "timed", row=row)
-        row.peak_allocated_bytes = torch.cuda.max_memory_allocated(args.device)
-        row.peak_reserved_bytes = torch.cuda.max_memory_reserved(args.device)
     set_timing(row, step_ms, warmup_s, args)
     if on_gpu:
+        set_peak_memory(row, args)
         measure_energy(time_steps, trained, row, args)
     with contextlib.suppress(torch.OutOfMemoryError):  # a captured step may hold what is left of the memory
         product_ms, copy_ms, clock_mhz = map(list, zip(before, roofs.reference(args.device), strict=True))
         row.reference_ms = Reference(product_ms, copy_ms, clock_mhz if all(clock_mhz) else None)
     progress.show("observing", 0, 1)
-    captured = isinstance(train_step, CapturedStep) and train_step.reason is None
     observed = observe(train_step, spare, model, args, row)
     progress.clear()
-    row.settings.captured, row.settings.fp8_recipe = captured, fp8_recipe
-    launched = train_step.reason if on_gpu and isinstance(train_step, CapturedStep) else None
-    notes = [note, hardware.cudnn_note(args.device), observed, launched]
+    asked = isinstance(train_step, CapturedStep)
+    row.settings.captured, row.settings.fp8_recipe = asked and train_step.reason is None, fp8_recipe
+    notes = [note, hardware.cudnn_note(args.device), observed, train_step.reason if asked and on_gpu else None]
     if not note and row.settings.amp_dtype == "float32" and row.settings.float32_matmul_precision != "highest":
         notes.append(args.amp_note)  # why a script that allows less than FP32 got none of it
     row.note = "; ".join(filter(None, notes)) or None
@@ -175,6 +194,15 @@ def require_finite(losses: list[float], lr: float) -> None:
     for k, loss in enumerate(losses):
         if not math.isfinite(loss):
             raise FloatingPointError(f"loss is {loss} at training step {k}: lower --lr (now {lr:g})")
+
+
+def time_slowest(args: Arguments, train_step: TrainStep, progress: Progress, batches: list, phase: str, row=None):
+    """Milliseconds that each step took in the slowest process, and this one's losses; a GPU's clocks go to `row`."""
+    if args.device.type == "cuda":
+        step_ms, losses = time_steps_cuda(train_step, batches, phase, progress, row)
+    else:
+        step_ms, losses = time_steps_cpu(train_step, batches, phase, progress)
+    return parallel.largest(step_ms, args), losses
 
 
 def time_steps_cuda(train_step: TrainStep, batches: list, phase: str, progress: Progress, row: Row | None = None):
@@ -256,9 +284,15 @@ def set_timing(row: Row, step_ms: list[float], warmup_s: float, args: Arguments)
     """Median and quartiles of the timed steps, and what follows from the median."""
     p25, median, p75 = statistics.quantiles(step_ms, method="inclusive") if len(step_ms) > 1 else step_ms * 3
     row.timing = Timing(warmup_s, step_ms, median, p25, p75, row.timing.settling_s)
-    row.tokens_per_s = args.batch_size * args.config.seq_len / median * 1e3
+    row.tokens_per_s = args.world.size * args.batch_size * args.config.seq_len / median * 1e3
     row.model_flops_per_s = flops.flops_per_step(args.config, args.batch_size) / median * 1e3
     row.bytes_per_step = LeastBytes(flops.least_bytes_per_step(args.config, args.batch_size), "analytic")
+
+
+def set_peak_memory(row: Row, args: Arguments) -> None:
+    """What CUDA's allocator held at most, in the process where that is the most."""
+    peaks = torch.cuda.max_memory_allocated(args.device), torch.cuda.max_memory_reserved(args.device)
+    row.peak_allocated_bytes, row.peak_reserved_bytes = map(int, parallel.largest(peaks, args))
 
 
 def observe(train_step: TrainStep, batch: tuple, model: torch.nn.Module, args: Arguments, row: Row) -> str | None:
@@ -288,7 +322,8 @@ def observe(train_step: TrainStep, batch: tuple, model: torch.nn.Module, args: A
         if row.profile:
             row.profile.host_syncs = row.host_syncs
             row.profile.autograd_nodes_attention = profile.attention_autograd_nodes(model, step)
-            profile.write_chrome_trace(trace, args.output.with_suffix(".trace.json.gz"))
+            if args.world.rank == 0:
+                profile.write_chrome_trace(trace, args.output.with_suffix(".trace.json.gz"))
     except OSError as error:
         notes.append(f"no Chrome trace: {error.strerror or error}")
     except Exception as error:
@@ -305,31 +340,6 @@ def new_row(args: Arguments, **fields) -> Row:
     return replace(Row(args.step, args.script.read_text()), peak_rss_bytes=peak, **fields)
 
 
-class Progress:
-    """Phase, step and expected rest: a rewritten line on a terminal, or JSON lines for the ladder. It never waits."""
-
-    def __init__(self, step: str):
-        self.step, self.terminal, self.pipe = step, sys.stderr.isatty(), int(os.environ.get(PROGRESS_FD, -1))
-
-    def show(self, phase: str, k: int, n: int) -> None:
-        """Step `k` of `n` of a phase begins."""
-        if k == 0:
-            self.began = time.monotonic()
-        rest_s = (time.monotonic() - self.began) / k * (n - k) if k else None
-        if self.pipe >= 0:
-            message = json.dumps({"phase": phase, "k": k + 1, "n": n, "rest_s": rest_s}) + "\n"
-            with contextlib.suppress(OSError):  # nobody listens
-                os.write(self.pipe, message.encode())
-        elif self.terminal:
-            rest = f", about {rest_s:.0f} s left" if k else ""
-            sys.stderr.write(f"\r\033[K{self.step}: {phase} {k + 1}/{n}{rest}")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        if self.terminal:
-            sys.stderr.write("\r\033[K")
-
-
 def header(args: Arguments) -> str:
     """What is about to run, for a person."""
     shape, millions = describe_shape(args.workload()), flops.parameters(args.config) / 1e6
@@ -340,6 +350,8 @@ def header(args: Arguments) -> str:
         f"text: {one_line(args.text.name)}, {len(args.text.tokens):,} tokens",
         f"mixed precision, where the step uses it: {amp}",
     ]
+    if args.parallel:
+        lines.append(f"processes: {args.world.size}, each with a batch of its own ({args.parallel})")
     return "\n".join([*lines, *args.notes])
 
 

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import threading
 import time
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -33,12 +34,37 @@ SM_CLOCK, MEMORY_CLOCK = 1, 2  # NVML_CLOCK_SM, NVML_CLOCK_MEM
 SET_BY_LIBRARIES = ("NVTE_CUDA_INCLUDE_DIR",)  # by Transformer Engine's import: no choice of a user
 
 
+@dataclass(frozen=True)
+class World:
+    """Which of the processes that torchrun started this is; alone without torchrun."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # on this machine
+    local_size: int = 1
+
+    @property
+    def nodes(self) -> int:
+        return self.size // self.local_size
+
+
+def world() -> World:
+    """What torchrun's environment variables say. Raises ValueError, one line."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if not all(name in os.environ for name in names):
+        return World()
+    try:
+        return World(*(int(os.environ[name]) for name in names))
+    except ValueError:
+        raise ValueError(f"{', '.join(names)} are not as torchrun sets them: unset them") from None
+
+
 class DeviceError(ValueError):
     """The device asked for cannot be used; the message is one line that says what to do."""
 
 
-def resolve_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N` to a device that works.
+def resolve_device(name: str, among: World = World()) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` to a device that works; of several processes, each has its own GPU.
 
     Raises DeviceError for a device that is not there, and for an NVIDIA GPU that this torch cannot use: a CPU takes
     the place of a GPU only when asked for. Raises torch.OutOfMemoryError where the GPU has no memory left.
@@ -50,10 +76,14 @@ def resolve_device(name: str) -> torch.device:
     kind, _, digits = name.partition(":")
     if kind != "cuda" or not (digits or "0").isdecimal():
         raise DeviceError(f"--device {name} is not one of auto, cpu, cuda, cuda:N")
+    if digits and among.size > 1:
+        raise DeviceError(f"--device {name} is one GPU, but each process has its own: give cuda, or leave it out")
     if not torch.cuda.is_available():
         raise DeviceError(_why_torch_has_no_gpu())
-    if (index := int(digits or 0)) >= torch.cuda.device_count():
-        raise DeviceError(f"--device {name} is not there: torch sees {torch.cuda.device_count()} CUDA device(s)")
+    if among.local_size > (count := torch.cuda.device_count()):
+        raise DeviceError(f"{among.local_size} processes need as many GPUs, but torch sees {count}")
+    if (index := int(digits or among.local_rank)) >= count:
+        raise DeviceError(f"--device {name} is not there: torch sees {count} CUDA device(s)")
     device = torch.device("cuda", index)
     try:
         torch.zeros(1, device=device)
@@ -246,6 +276,7 @@ def describe(device: torch.device) -> Environment:
     for name, value in sorted(os.environ.items()):
         if (name in NUMERIC_VARIABLES or name.startswith("NVTE_")) and name not in SET_BY_LIBRARIES:
             environment.variables[name] = one_line(value)
+    environment.nodes = world().nodes
     environment.commit, environment.dirty, environment.commit_reason = commit_of(ROOT)
     if device.type == "cuda":
         environment.cuda, environment.cudnn, environment.driver = torch.version.cuda, cudnn_version(), driver_version()
@@ -253,8 +284,23 @@ def describe(device: torch.device) -> Environment:
         environment.gpu_uuid = gpu_uuid(device)
         environment.compute_capability = ".".join(map(str, compute_capability(device)))
         environment.gpu_memory_bytes = torch.cuda.get_device_properties(device).total_memory
+        environment.link = link_between_gpus(world().local_size)
         environment.nvml_reason = None if nvml() else "nvidia-ml-py is not installed, or finds no driver"
     return environment
+
+
+def link_between_gpus(count: int) -> str | None:
+    """NVLink or PCIe: how the first GPU of `count` here reaches the others; None where NVML cannot say."""
+    library = nvml()
+    if library is None or count == 1:
+        return None
+    try:
+        first, *others = (library.nvmlDeviceGetHandleByUUID(gpu_uuid(torch.device("cuda", k))) for k in range(count))
+        by_nvlink = library.NVML_P2P_CAPS_INDEX_NVLINK
+        states = [library.nvmlDeviceGetP2PStatus(first, other, by_nvlink) for other in others]
+    except (library.NVMLError, AttributeError):
+        return None
+    return "PCIe" if any(states) else "NVLink"  # 0 is NVML_P2P_STATUS_OK
 
 
 def cudnn_version() -> int | str | None:

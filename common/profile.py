@@ -42,7 +42,7 @@ ATTENTION_OPERATORS = {
 }
 # Category -> what the names of its kernels contain. The first pattern that matches wins: the order is part of the rule.
 CATEGORY_PATTERNS = {
-    "communication": r"nccl",
+    "communication": r"nccl|gloo|^c10d::|^FSDP::(all_gather|post_backward_reduce)\b",
     "optimizer": r"multi_tensor_apply|adam|triton_for_fused|_foreach_|Optimizer\.",
     "normalization and pointwise": r"layer_norm|LayerNorm|normalization::|GammaBeta|reduce_dbias"
     r"|^(?!nvjet|.*gemm).*gelu",
@@ -222,26 +222,42 @@ def _keep_busy(device: torch.device) -> Callable[[float], None]:
 def summarize_timeline(events: list[dict], n_steps: int) -> Profile:
     """Busy and idle time and kernels, per step, of the GPU's work between each pair of markers.
 
-    Where kernels overlap, each instant belongs to the kernel that began first, so that the categories and the idle
-    time add up to the step. Raises ValueError where the markers are missing.
+    Where kernels overlap, each instant belongs to the kernel that began first, and to communication only where nothing
+    else runs, so that the categories and the idle time add up to the step. Raises ValueError where the markers are
+    missing.
     """
     events = sorted(events, key=lambda event: event["ts"])
     markers = [e for e in events if e.get("args", {}).get("bytes") == MARKER_BYTES and "Memcpy" in e["name"]]
     if len(markers) != 2 * n_steps:
         raise ValueError(f"the profiler lost work: {len(markers)} of {2 * n_steps} markers are in its trace")
-    times, total = defaultdict(list), 0.0
+    times, total, communication_us = defaultdict(list), 0.0, 0.0
     for first, last in zip(markers[::2], markers[1::2], strict=True):
         cursor = begin = first["ts"] + first["dur"]
         total += last["ts"] - begin
-        for event in events:
-            if begin <= event["ts"] < last["ts"]:
-                end = event["ts"] + event["dur"]
-                times[event["name"]].append(max(0.0, end - max(event["ts"], cursor)) / 1e3)
-                cursor = max(cursor, end)
+        inside, covered, exchanges = [event for event in events if begin <= event["ts"] < last["ts"]], [], []
+        for event in inside:
+            if categorize(event["name"]) == "communication":
+                exchanges.append(event)
+            else:
+                covered.append(_new_span(event, cursor))
+                cursor = covered[-1][1]
+                times[event["name"]].append((cursor - covered[-1][0]) / 1e3)
+        cursor = begin
+        for event in exchanges:
+            start, cursor = _new_span(event, cursor)
+            overlap = sum(max(0.0, min(cursor, b) - max(start, a)) for a, b in covered)
+            times[event["name"]].append((cursor - start - overlap) / 1e3)
+            communication_us += event["dur"]
     profile = _per_step(times, total / 1e3, n_steps)
     profile.gpu_busy_ms = sum(kernel.ms for kernel in profile.kernels)
     profile.gpu_idle_ms = profile.step_ms - profile.gpu_busy_ms
+    profile.communication_ms = communication_us / 1e3 / n_steps
     return profile
+
+
+def _new_span(event: dict, cursor: float) -> tuple[float, float]:
+    """Begin and end of what an event adds to a timeline that is full up to `cursor`, in microseconds."""
+    return max(event["ts"], cursor), max(event["ts"] + event["dur"], cursor)
 
 
 def profile_cpu(step: Callable[[], object], n_steps: int) -> Profile:
@@ -281,11 +297,13 @@ def bound_by(profile: Profile) -> tuple[str, dict[str, float]]:
 
     Compute is the time in matrix products and fused attention. Memory is the time in all other kernels, which read
     and write whole tensors for a few operations each. Launch is the gaps on the GPU's timeline: the GPU waits for the
-    host or, in a replay, from kernel to kernel.
+    host or, in a replay, from kernel to kernel. Communication, of several processes, is what overlaps nothing else.
     """
     softmax = sum(k.ms for k in profile.kernels if k.category == "attention" and "softmax" in k.name.lower())
     compute = sum(profile.categories[name].ms for name in COMPUTE) - softmax
-    times = {"compute": compute, "memory": profile.gpu_busy_ms - compute, "launch": profile.gpu_idle_ms}
+    exchange = profile.categories["communication"].ms
+    times = {"compute": compute, "memory": profile.gpu_busy_ms - compute - exchange, "launch": profile.gpu_idle_ms}
+    times |= {"communication": exchange} if exchange else {}
     shares = {name: ms / profile.step_ms for name, ms in times.items()}
     return max(shares, key=shares.get), shares
 
@@ -312,9 +330,9 @@ def backward_graph(output: torch.Tensor, end: torch.Tensor | None = None) -> dic
 def attention_autograd_nodes(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> int | None:
     """Nodes of the backward graph between output and input of the first block's attention; None where it has none.
 
-    A model compiled as a whole has a single node for everything.
+    A model or a block that is compiled as a whole has a single node for everything.
     """
-    if hasattr(model, "_orig_mod"):
+    if any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in model.modules()):
         return 1
     attention = next((module for module in model.modules() if type(module).__name__ == "CausalSelfAttention"), None)
     if attention is None:

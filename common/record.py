@@ -2,7 +2,8 @@
 
 A script writes a Run with one row; the ladder merges the rows of its scripts. A field is null where it does not apply
 or was not measured. `report/` reads records and checks every type against these classes.
-Nothing fills predicted_ms of a row yet; gpus and parallel of a workload are those of one GPU.
+Nothing fills predicted_ms of a row yet. Of several processes, losses are means, times those of the slowest, memory is
+that of the largest; what NVML says is of the first one's GPU.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ class Profile:
     gpu_idle_ms: float | None = None  # gaps on the GPU's timeline
     host_syncs: int | None = None
     autograd_nodes_attention: int | None = None  # backward nodes of one attention block; null where it has none
-    bound_by: str | None = None  # the largest of the shares: compute, memory or launch; null on a CPU
+    bound_by: str | None = None  # the largest share: compute, memory, launch or communication; null on a CPU
     shares: dict[str, float] | None = None  # of the step, adding up to 1
+    communication_ms: float | None = None  # of its kernels; the category has what of it overlaps no other kernel
 
 
 @dataclass
@@ -126,8 +128,8 @@ class Row:
     settings: Settings = field(default_factory=Settings)
     timing: Timing = field(default_factory=Timing)
     repetitions: list[Repetition] = field(default_factory=list)  # empty where the row ran once
-    tokens_per_s: float | None = None  # tokens_per_step / median
-    model_flops_per_s: float | None = None  # flops_per_step / median, by the convention of common/flops.py
+    tokens_per_s: float | None = None  # gpus x tokens_per_step / median
+    model_flops_per_s: float | None = None  # of one GPU: flops_per_step / median, by the convention of common/flops.py
     peak_allocated_bytes: int | None = None  # CUDA allocator, over timed steps and capture; null on a CPU
     peak_reserved_bytes: int | None = None
     peak_rss_bytes: int | None = None  # host memory of the process at its largest, compiler and torch included
@@ -162,17 +164,18 @@ class Workload:
     n_embd: int
     seq_len: int
     vocab_size: int
-    batch_size: int  # sequences per step, on one GPU
+    batch_size: int  # sequences per step, of one process
     parameters: int
-    tokens_per_step: int  # on one GPU
+    tokens_per_step: int  # of one process, as is flops_per_step
     flops_per_step: int
     data: Data
     seed: int
     lr: float
     warmup: int  # untimed steps
     steps: int  # trained steps after them; timed: those on a CPU, as many and at most 100 on a GPU
-    gpus: int = 1
-    parallel: str | None = None  # ddp, fsdp; null on one GPU
+    gpus: int = 1  # processes, each with a GPU of its own
+    parallel: str | None = None  # ddp, fsdp; null of one process
+    accumulate: int = 1  # micro-batches that batch_size is divided into
 
 
 @dataclass
@@ -195,6 +198,8 @@ class Environment:
     gpu_uuid: str | None = None  # tells equal cards apart
     compute_capability: str | None = None
     gpu_memory_bytes: int | None = None
+    nodes: int = 1  # machines
+    link: str | None = None  # NVLink, PCIe: between the GPUs of a node; null of one GPU, and where NVML cannot say
     nvml_reason: str | None = None  # why NVML's figures are null on a GPU
     variables: dict[str, str] = field(default_factory=dict)  # environment variables that change numerics
     commit: str | None = None
@@ -270,6 +275,7 @@ class Plan:
     left_out: list[str] = field(default_factory=list)  # by --only
     roofs: bool = True
     repeat: int = 1  # passes over the rows
+    gpus: int = 1  # processes of a row
     started_at: str | None = None
     workload: Workload | None = None
 

@@ -236,7 +236,7 @@ def reference(device: torch.device) -> tuple[float, float, float | None]:
 
 def main() -> None:
     args = arguments.parse_args(Path("common/roofs.py"), __doc__)
-    products = flops.matrix_products(args.config, args.batch_size * args.config.seq_len)
+    products = flops.matrix_products(args.config, args.micro_batch_size * args.config.seq_len)
     roofs = measure(products, args.device, grid=True)
     lines = [f"copy {roofs.copy_bytes_per_s / 1e9:,.0f} GB/s"] if roofs.copy_bytes_per_s else []
     for precision in PRECISIONS:

@@ -1,11 +1,14 @@
-"""Text for a terminal: a line, an aligned table, a command, and a parser whose errors are one line."""
+"""Text for a terminal: a line, an aligned table, a command, progress, and a parser whose errors are one line."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
@@ -60,6 +63,40 @@ def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
         stream.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Progress:
+    """Phase, step and expected rest: a rewritten line on a terminal, or JSON lines for the ladder. It never waits.
+
+    Of several processes the first one says it. torchrun passes on no file descriptor: its own is opened again.
+    """
+
+    def __init__(self, step: str, rank: int = 0, processes: int = 1):
+        self.step, self.pipe = step, int(os.environ.get(PROGRESS_FD, -1))
+        self.terminal = rank == 0 and sys.stderr.isatty()
+        if processes > 1 and self.pipe >= 0:
+            descriptor, self.pipe = self.pipe, -1
+            if rank == 0:
+                with contextlib.suppress(OSError):
+                    self.pipe = os.open(f"/proc/{os.getppid()}/fd/{descriptor}", os.O_WRONLY)
+
+    def show(self, phase: str, k: int, n: int) -> None:
+        """Step `k` of `n` of a phase begins."""
+        if k == 0:
+            self.began = time.monotonic()
+        rest_s = (time.monotonic() - self.began) / k * (n - k) if k else None
+        if self.pipe >= 0:
+            message = json.dumps({"phase": phase, "k": k + 1, "n": n, "rest_s": rest_s}) + "\n"
+            with contextlib.suppress(OSError):  # nobody listens
+                os.write(self.pipe, message.encode())
+        elif self.terminal:
+            rest = f", about {rest_s:.0f} s left" if k else ""
+            sys.stderr.write(f"\r\033[K{self.step}: {phase} {k + 1}/{n}{rest}")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        if self.terminal:
+            sys.stderr.write("\r\033[K")
 
 
 class OneLineParser(argparse.ArgumentParser):

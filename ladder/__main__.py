@@ -40,10 +40,10 @@ class Ladder:
     stop: process.Stop
     ended: dict[str, Row] = field(default_factory=dict)
 
-    def run(self, command: list[str], log: Path, **listeners) -> process.Ended:
-        """Run a command with the limits of this run. Raises OSError where its log cannot be written."""
-        environment = process.passive_waits(self.facts["device_type"])
-        return process.run(command, log, self.limit_s, self.stop, environment=environment, **listeners)
+    def run(self, command: list[str], log: Path, more=(), **listeners) -> process.Ended:
+        """Run a command with this run's limits and `more` variables. Raises OSError where its log cannot be written."""
+        environment = process.passive_waits(self.facts["device_type"]) | process.share_of_threads(self.plan.gpus)
+        return process.run(command, log, self.limit_s, self.stop, environment=environment | dict(more), **listeners)
 
 
 def build_parser() -> OneLineParser:
@@ -65,6 +65,8 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--repeat", type=positive_int, default=1, metavar="N", help="passes over all rows: the table shows the range"
     )
+    text = "N processes a row, each with its own GPU (on a CPU: its share of the cores) and its own batch"
+    parser.add_argument("--gpus", type=positive_int, default=1, metavar="N", help=text)
     parser.add_argument("--resume", type=Path, metavar="DIR", help="finish an interrupted run, with its own options: "
                         "run its rows that are not ok")  # fmt: skip
     parser.add_argument("--peers", action="store_true", help="also run peers/*.py, on the same workload")
@@ -93,11 +95,12 @@ def rows_to_run(only: str | None, peers: bool, parser: OneLineParser) -> tuple[l
     return scripts + [f"peers/{path.stem}" for path in sorted(ROOT.glob("peers/*.py")) if peers], left_out
 
 
-def check(arguments: list[str]) -> dict:
+def check(arguments: list[str], gpus: int) -> dict:
     """What the arguments mean on this machine, from `python -m ladder.check`. Exits where they are wrong."""
     unwritten = Path(tempfile.gettempdir()) / f"ladder-check-{os.getpid()}.json"  # not the user's own results/
     command = process.module_command("ladder.check", *arguments, "--output", str(unwritten))
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    environment = os.environ | process.first_of(gpus)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
     if done.returncode:
         sys.exit(done.returncode if done.returncode > 0 else 1)
     return json.loads(done.stdout.splitlines()[-1])  # a sitecustomize may print before it
@@ -114,7 +117,7 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
     rows, left_out = rows_to_run(given.only, given.peers, parser)
     arguments = absolute_data([word for word in arguments if word != "--profile"])
     arguments += [] if given.no_profile else ["--profile"]
-    facts = check(arguments)
+    facts = check(arguments, given.gpus)
     for note in facts["notes"]:
         say(note)
     started = datetime.datetime.now(datetime.timezone.utc)
@@ -125,6 +128,7 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
         left_out=left_out,
         roofs=not given.no_roofs,
         repeat=given.repeat,
+        gpus=given.gpus,
         started_at=started.isoformat(timespec="seconds"),
         workload=Workload(**facts["workload"]),
     )
@@ -144,13 +148,13 @@ def resumed_run(folder: Path, parser: OneLineParser) -> tuple[Path, Plan, dict]:
     content.pop("schema_version", None)
     try:
         plan = Plan(**content)
-        if not all(isinstance(text, str) for text in [*plan.arguments, *plan.left_out]) or plan.repeat < 1:
+        if not all(isinstance(text, str) for text in [*plan.arguments, *plan.left_out]):
             raise ValueError
-        if not all(re.fullmatch(r"(peers/)?\w+", name) for name in plan.rows):
+        if not all(re.fullmatch(r"(peers/)?\w+", name) for name in plan.rows) or min(plan.repeat, plan.gpus) < 1:
             raise ValueError
     except (TypeError, ValueError):
         parser.error(f"--resume {folder} holds no plan.json that can be read")
-    facts = check(plan.arguments)
+    facts = check(plan.arguments, plan.gpus)
     if facts["workload"] != plan.workload:
         parser.error(f"--resume {folder}: its workload has changed since, the text or this machine's defaults")
     return folder, plan, facts
@@ -178,7 +182,7 @@ def is_done(record: Path) -> bool:
 def run_row(ladder: Ladder, name: str, record: Path) -> None:
     """Run one script, or say why it is not tried. A row without a record of its own gets one that says how it ended."""
     script, row = ROOT / f"{name}.py", Row(record.stem)
-    needed = ladder.facts["by_hand_bytes" if name.startswith(BY_HAND) else "fused_bytes"]
+    needed = ladder.plan.gpus * ladder.facts["by_hand_bytes" if name.startswith(BY_HAND) else "fused_bytes"]
     free, advice = ladder.facts["free_bytes"], smaller_batch(ladder.facts["workload"]["batch_size"])
     if not script.exists():
         row.status, row.reason = "failed", f"{name[0]}_*.py is missing: restore it with git checkout"
@@ -209,7 +213,8 @@ def run_script(ladder: Ladder, script: Path, record: Path) -> tuple[str | None, 
     terminal, log = Terminal(script.stem), record.with_suffix(".log")
     record.parent.mkdir(parents=True, exist_ok=True)
     record.unlink(missing_ok=True)
-    command = [sys.executable, str(script), *ladder.plan.arguments, "--output", str(record)]
+    words = [*ladder.plan.arguments, "--output", str(record)]
+    command = process.script_command(script, words, ladder.plan.gpus)
     try:
         ended = ladder.run(command, log, show=terminal.show, progress=terminal.progress)
     finally:
@@ -230,7 +235,7 @@ def measure_roofs(ladder: Ladder) -> None:
     command = process.module_command("common.roofs", *ladder.plan.arguments, "--output", str(roofs))
     try:
         roofs.unlink(missing_ok=True)
-        ended = ladder.run(command, log)
+        ended = ladder.run(command, log, process.first_of(ladder.plan.gpus))
         if not ended.stopped and (ended.code or not roofs.exists()):
             reason = process.last_line(log) if ended.code > 0 else process.describe(ended, ladder.limit_s, log)[1]
             write_json(roofs, {"failed": reason})
@@ -292,8 +297,11 @@ def main(argv: list[str]) -> int:
         parser.error("--output is chosen by run_all.sh: results/ holds a folder per run")
     given, arguments = parser.parse_known_args(argv)
     limit_s = time_limit(parser)
+    if given.peers and given.gpus > 1:
+        parser.error("--peers run on one GPU: leave out --gpus")
     if given.resume:
-        if arguments or given.only or given.peers or given.no_roofs or given.no_profile or given.repeat > 1:
+        others = (given.only, given.peers, given.no_roofs, given.no_profile, given.repeat > 1, given.gpus > 1)
+        if arguments or any(others):
             parser.error(f"--resume takes its options and arguments from {given.resume}: give no others")
         folder, plan, facts = resumed_run(given.resume.resolve(), parser)
     else:

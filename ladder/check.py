@@ -24,7 +24,7 @@ def main() -> None:
     pinned = ["--preset", args.base_preset, "--batch-size", str(args.batch_size)] if args.notes else []
     if args.text.path:  # a file that grows during the run gives every row the same tokens
         pinned += ["--data-tokens", str(len(args.text.tokens))]
-    by_hand, fused = (flops.unfused_peak_bytes(args.config, args.batch_size, scores) for scores in (True, False))
+    by_hand, fused = (flops.unfused_peak_bytes(args.config, args.micro_batch_size, scores) for scores in (True, False))
     facts = {
         "notes": args.notes,
         "pinned": pinned,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -24,6 +25,10 @@ RUN_MODULE = (
     "import sys; root, name = sys.argv[1:3]; del sys.argv[1:3]; sys.path[:] = [root, *filter(None, sys.path)]; "
     "import runpy; runpy.run_module(name, run_name='__main__', alter_sys=True)"
 )
+
+
+# What torchrun says of the process that failed first.
+ROOT_CAUSE = re.compile(r"Root Cause.*?\n +rank +: (\d+).*?\n +exitcode +: (-?\d+)", re.DOTALL)
 
 
 class Stop:
@@ -56,6 +61,27 @@ def passive_waits(device_type: str) -> dict[str, str]:
     seen to make a step five times slower."""
     chosen = device_type != "cpu" or "OMP_WAIT_POLICY" in os.environ
     return {} if chosen else {"OMP_WAIT_POLICY": "passive"}
+
+
+def share_of_threads(processes: int) -> dict[str, str]:
+    """Several processes divide the processor's cores, unless the user chose."""
+    chosen = processes == 1 or "OMP_NUM_THREADS" in os.environ
+    return {} if chosen else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
+
+
+def first_of(processes: int) -> dict[str, str]:
+    """The variables by which a process that torchrun did not start takes itself for the first of so many."""
+    size = str(processes)
+    several = {"RANK": "0", "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": size}
+    return several if processes > 1 else {}
+
+
+def script_command(script: Path, words: list[str], processes: int) -> list[str]:
+    """The command that runs a script, under torchrun in several processes; they meet at a port that is free."""
+    if processes == 1:
+        return [sys.executable, str(script), *words]
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
+    return module_command("torch.distributed.run", "--nproc-per-node", str(processes), *meet, str(script), *words)
 
 
 def module_command(name: str, *words: str) -> list[str]:
@@ -150,15 +176,19 @@ def _lines_to(progress: Callable[[dict], None]) -> Callable[[bytes], None]:
     return on_data
 
 
-def last_line(log: Path) -> str:
-    """The last line of a log that says anything; empty where there is none."""
+def last_line(log: Path, sign: str = "") -> str:
+    """The last line of a log that says anything and holds `sign`; empty where there is none."""
+    lines = _end_of(log).splitlines()
+    return one_line(next((line for line in reversed(lines) if line.strip() and sign in line), ""))
+
+
+def _end_of(log: Path) -> str:
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 4096))
-            lines = file.read().decode(errors="replace").splitlines()
+            file.seek(max(0, log.stat().st_size - 16384))
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
-    return one_line(next((line for line in reversed(lines) if line.strip()), ""))
 
 
 def describe(ended: Ended, limit_s: float, log: Path) -> tuple[str, str]:
@@ -167,11 +197,14 @@ def describe(ended: Ended, limit_s: float, log: Path) -> tuple[str, str]:
         return "interrupted", "ended by Ctrl-C, a closed terminal or kill"
     if ended.timed_out:
         return "timeout", f"took longer than {limit_s:.0f} s"
-    if ended.code == -signal.SIGKILL:
-        return "oom", "killed by signal 9, as the system does when host memory runs out"
-    if ended.code < 0:
+    causes = ROOT_CAUSE.findall(_end_of(log))
+    who, code = (f"rank {causes[-1][0]} ", int(causes[-1][1])) if causes and ended.code > 0 else ("", ended.code)
+    if code == -signal.SIGKILL:
+        return "oom", f"{who}killed by signal 9, as the system does when host memory runs out"
+    if code < 0:
         known = {number.value: number.name for number in signal.Signals}
-        return "failed", f"killed by {known.get(-ended.code, f'signal {-ended.code}')}: see {log.name}"
+        return "failed", f"{who}killed by {known.get(-code, f'signal {-code}')}: see {log.name}"
     # The script's own last line, where it could not write its record.
-    reason = last_line(log).partition(": error: " if ended.code == 2 else ": failed: ")[2]
-    return "failed", reason or f"ended with exit code {ended.code} and no record: see {log.name}"
+    sign = ": error: " if code == 2 else ": failed: "
+    reason = (last_line(log, sign) if causes else last_line(log)).partition(sign)[2]
+    return "failed", reason or f"{who}ended with exit code {code} and no record: see {log.name}"

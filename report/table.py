@@ -34,7 +34,7 @@ def table_rows(run: Run) -> list[dict[str, str]]:
 
 
 def _cells(run: Run, row: Row, before: Row | None, reference: Row | None) -> dict[str, str]:
-    plain, timed = analysis.plain_row(run.steps), is_timed(row)
+    plain, timed, gpus = analysis.plain_row(run.steps), is_timed(row), run.workload.gpus if run.workload else 1
     baseline = "vs baseline" if reference in (None, run.steps[0]) else f"vs {reference.step}"
     against = {"vs previous": before, baseline: reference} | ({f"vs {plain.step}": plain} if plain else {})
     return {
@@ -42,6 +42,7 @@ def _cells(run: Run, row: Row, before: Row | None, reference: Row | None) -> dic
         "status": row.status,
         "ms/step": ms_cell(row, run) if timed else "-",
         "tokens/s": f"{row.tokens_per_s:,.0f}" if timed else "-",
+        **({"tokens/s per GPU": f"{row.tokens_per_s / gpus:,.0f}" if timed else "-"} if gpus > 1 else {}),
         "TFLOP/s": tflops(row.model_flops_per_s) if timed else "-",
         **{name: speedup_cell(row, other, run) for name, other in against.items()},
         "peak GiB": gib(row),

@@ -40,6 +40,7 @@ def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **
     fields = {
         "script": ROOT / f"{step}.py", "base_preset": "tiny", "config": config, "batch_size": 2, "steps": 6,
         "warmup": 2, "lr": 1e-3, "seed": 1337, "text": data.standard_library_text(), "device": torch.device(device),
+        "accumulate": 1,
         "amp_dtype": amp_dtype, "amp_note": None, "profile": False, "output": scratch[-1] / "unused.json", "notes": (),
     }  # fmt: skip
     return benchmark.Arguments(**(fields | overrides))

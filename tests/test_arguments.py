@@ -36,6 +36,8 @@ BAD = [
     (["--vocab-size", "100"], "outside the vocabulary"),
     (["--output", "/proc/nowhere/x.json"], "cannot write --output"),
     (["--batch-size", "9" * 20], "2^31 - 1"),
+    (["--accumulate", "3"], "a batch of 2 is not divisible by --accumulate 3"),
+    (["--parallel", "fsdp"], "--parallel is for several processes"),
     (["--nonsense"], "unrecognized arguments"),
 ]
 

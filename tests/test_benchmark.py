@@ -126,7 +126,7 @@ def test_the_heldout_loss_is_that_of_the_model_and_changes_nothing(monkeypatch):
         data.read_batches(made.args.text, starts.reshape(1, -1), SMALL.seq_len), made.args.device
     )
     with torch.no_grad():
-        assert found == pytest.approx(made.model._orig_mod(tokens, targets).item(), rel=1e-6)
+        assert found == pytest.approx(made.model.forward(tokens, targets).item(), rel=1e-6)
     assert all(map(torch.equal, before, made.model.parameters()))
     short = replace(made.args.text, tokens=made.args.text.tokens[:1000])
     assert benchmark.heldout_loss(made.model, replace(made.args, text=short)) is None

@@ -30,7 +30,7 @@ write_run(Path(sys.argv[sys.argv.index("--output") + 1]), Run("python x.py", Non
 BODIES = {
     "ok": OK,
     "crash": "raise SystemExit(3)",
-    "hang": "import os, time\nopen('hung', 'w').write(str(os.getpid()))\ntime.sleep(600)",
+    "hang": "import os, time\nopen('hung' + os.environ.get('RANK', ''), 'w').write(str(os.getpid()))\ntime.sleep(600)",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "grandchild": GRANDCHILD + "raise SystemExit(3)",
     "filling": OK.replace("print(", "print('x' * 2_000_000); print("),
@@ -39,7 +39,7 @@ FIVE_OK = {f"{k}_x": "ok" for k in range(5)}
 # The ladder with the meaning of its arguments given, and without a page: it starts without torch and is quick.
 STUB = (
     "import json, sys; sys.path.insert(0, sys.argv[1]); sys.modules['matplotlib'] = None; "
-    "from ladder import __main__ as ladder; ladder.check = lambda _: json.loads(sys.argv[2]);"
+    "from ladder import __main__ as ladder; ladder.check = lambda *_: json.loads(sys.argv[2]);"
     "sys.exit(ladder.main(sys.argv[3:]))"
 )
 WORKLOAD = asdict(replace(runs.WORKLOAD, batch_size=4))
@@ -222,6 +222,41 @@ def test_ctrl_c_before_the_first_row_is_one_line(project):
     assert running.returncode == 130 and err == "run_all.sh: interrupted\n" and not made.results.exists()
 
 
+def test_a_process_that_fails_among_several_is_one_line_of_its_row_and_the_others_stand(project):
+    made, place = project({}), "    optimizer = torch.optim"
+    faults = {
+        "0_killed": "os.kill(os.getpid(), 9)",
+        "1_broken": "raise ValueError('no way')",
+        "2_nan": "model.module.wte.weight.data.fill_(float('nan'))",
+    }
+    for name in [*faults, "3_ok"]:
+        code = f"    if args.world.rank == 1:\n        import os\n        {faults.get(name, 'pass')}\n{place}"
+        (made.folder / f"{name}.py").write_text((ROOT / f"{STEPS[0]}.py").read_text().replace(place, code))
+    words = ["--gpus", "2", "--no-roofs", "--no-profile", "--only", "0,1,2,3"]
+    ran = made.run(command=["./run_all.sh", *words, *FAST])
+    rows, (folder,) = made.rows(), made.folders()
+    assert ran.returncode == 1 and made.statuses() == ["oom", "failed", "failed", "ok", "not run"], ran.stdout
+    assert [rows[name]["reason"] for name in (*faults, "3_ok")] == [
+        "rank 1 killed by signal 9, as the system does when host memory runs out",
+        "rank 1: no way",
+        "loss is nan at training step 0: lower --lr (now 0.001)",
+        None,
+    ]
+    assert ran.stdout.count("ms/step (p25") == 1, "the first process alone prints"
+    assert "tokens/s per GPU" in ran.stdout and json.loads((folder / "plan.json").read_text())["gpus"] == 2
+    workload = json.loads((folder / "3_ok.json").read_text())["workload"]
+    tokens_per_s = workload["gpus"] * workload["tokens_per_step"] / rows["3_ok"]["timing"]["median_ms"] * 1e3
+    assert workload["gpus"] == 2 and rows["3_ok"]["tokens_per_s"] == pytest.approx(tokens_per_s)
+
+
+def test_several_processes_that_hang_are_all_ended(project):
+    made = project({"0_x": "hang"})
+    made.run("--gpus", "2", "--only", "0", env={"STEP_TIMEOUT": "20"})
+    assert made.statuses()[0] == "timeout"
+    for rank in "01":
+        assert not is_alive(int((made.folder / f"hung{rank}").read_text()))
+
+
 def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
     made = project({}, tmp_path / "a:path with a colon")
     growing = "def main(args):\n    args.text.path.open('ab').write(b'more')"  # the data file grows while it is read
@@ -257,10 +292,11 @@ def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
 
 
 def test_bad_arguments_are_refused_before_any_row_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(ladder, "check", lambda _: pytest.fail("refused before the arguments of the steps are read"))
+    monkeypatch.setattr(ladder, "check", lambda *_: pytest.fail("refused before the arguments of the steps are read"))
     for words, limit, said in (
         (["--output", "x.json"], "9", "--output"),
         (["--only", "9"], "9", "--only '9' names no step"),
+        (["--peers", "--gpus", "2"], "9", "--peers run on one GPU"),
         ([], "soon", "STEP_TIMEOUT=soon"),
         ([], "00", "STEP_TIMEOUT=00"),
     ):

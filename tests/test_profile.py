@@ -62,6 +62,15 @@ def test_idle_and_overlap_are_counted_once():
         profile.summarize_timeline([marker(0), event("gemm", 1, 1)], 1)
 
 
+def test_communication_counts_where_it_overlaps_no_other_kernel():
+    all_reduce = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+    kernels = [event(all_reduce, 11, 50), event("gemm", 21, 20), event("gemm", 51, 30), event(all_reduce, 81, 10)]
+    found = profile.summarize_timeline([marker(0), *kernels, marker(101)], 1)
+    assert found.categories["communication"].ms == pytest.approx(0.03) and found.gpu_idle_ms == pytest.approx(0.02)
+    assert found.categories["matrix products"].ms == pytest.approx(0.05) and found.communication_ms == 0.06
+    assert profile.bound_by(found)[1]["communication"] == pytest.approx(0.3)
+
+
 def test_what_binds_is_the_largest_share_and_softmax_by_hand_is_no_arithmetic():
     for first, ms, norm, binds in (
         ("gemm", 60, 20, "compute"),

@@ -95,6 +95,17 @@ def test_all_steps_follow_the_same_losses_and_mixed_precision_stays_near(monkeyp
         assert losses != baseline, "BF16 must really be in use"
 
 
+@pytest.mark.parametrize("step", CPU_STEPS)
+def test_two_micro_batches_train_as_one_batch(step, monkeypatch):
+    losses, weights = [], []
+    for accumulate in (1, 2):
+        run = built(step, monkeypatch, steps=3, batch_size=4, accumulate=accumulate)
+        losses.append([run.train_step(*batch).item() for batch in run.batches[:3]])
+        weights.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-5)
+
+
 def test_a_transformer_engine_that_breaks_on_import_and_a_cpu_are_no_crash(tmp_path, monkeypatch):
     package = tmp_path / "transformer_engine"
     package.mkdir()

@@ -1,0 +1,132 @@
+"""How a training step is divided: over processes that torchrun started, one a GPU, and over micro-batches in each.
+
+A script asks for it in lines that are the same in every step: `distribute`, and the loop over `micro_batches`. Every
+process trains sequences of its own, and gradients are averaged, so N processes of batch B train as one of batch N x B.
+Alone, nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from common.arguments import Arguments
+from common.text import one_line
+
+TIMEOUT = timedelta(minutes=30)  # of one exchange: another process may be compiling
+PARENT_DIES = 1  # PR_SET_PDEATHSIG
+NOTICED_S = 5  # in which torchrun sees that a process ended
+
+
+def compile_units(model: torch.nn.Module, args: Arguments) -> list[torch.nn.Module]:
+    """The modules that are compiled one by one: the whole model, or what FSDP2 gathers one by one."""
+    return [*model.blocks, model.head] if args.parallel == "fsdp" else [model]
+
+
+def distribute(model: torch.nn.Module, args: Arguments) -> torch.nn.Module:
+    """The model as it trains in several processes; alone, it is the model itself.
+
+    DDP keeps all weights in every process and averages their gradients. FSDP2 keeps a share of each: it gathers a
+    block's in the dtype of the residual stream before they are used; gradients are summed, and updated, in FP32.
+    """
+    if args.parallel == "ddp":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames the option
+            return torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    if args.parallel == "fsdp":
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = dist.init_device_mesh(args.device.type, (args.world.size,))
+        policy = MixedPrecisionPolicy(param_dtype=model.residual_dtype, reduce_dtype=torch.float32)
+        for part in (*model.blocks, model):  # the embedding and the head that is tied to it belong to the whole
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def is_distributed(model: torch.nn.Module, args: Arguments) -> bool:
+    """Whether `distribute` made this model; True alone."""
+    sign = {"ddp": "require_backward_grad_sync", "fsdp": "set_requires_gradient_sync"}
+    return args.parallel is None or hasattr(model, sign[args.parallel])
+
+
+def micro_batches(
+    tokens: torch.Tensor, targets: torch.Tensor, model: torch.nn.Module, args: Arguments
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`args.accumulate` equal parts of a batch, each (B / accumulate, T) of `tokens` and of `targets`, both (B, T).
+
+    Their gradients add up to those of the whole batch where each part's loss is divided by `args.accumulate`. Processes
+    exchange them in the last part alone.
+    """
+    parts = zip(tokens.chunk(args.accumulate), targets.chunk(args.accumulate), strict=True)
+    for k, part in enumerate(parts, 1):
+        if args.parallel == "ddp":
+            model.require_backward_grad_sync = k == args.accumulate
+        elif args.parallel == "fsdp":
+            model.set_requires_gradient_sync(k == args.accumulate)
+        yield part
+
+
+# --- the processes of a run -----------------------------------------------------------------------
+
+
+def start(args: Arguments) -> None:
+    """Meet the other processes. Raises ValueError where they were given different work, and what torch raises."""
+    if args.world.size == 1:
+        return
+    with contextlib.suppress(OSError, AttributeError):  # torchrun's processes outlive a torchrun that was killed
+        ctypes.CDLL(None).prctl(PARENT_DIES, signal.SIGKILL)
+    on_gpu = args.device.type == "cuda"
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=args.device if on_gpu else None)
+    works: list = [None] * args.world.size
+    dist.all_gather_object(works, asdict(args.workload()))
+    if any(work != works[0] for work in works):
+        raise ValueError("the processes were given different work: name --preset, --batch-size and --data-tokens")
+
+
+def largest(values: list[float], args: Arguments) -> list[float]:
+    """The elementwise maximum over all processes of as many numbers in each."""
+    return _reduced(values, dist.ReduceOp.MAX, args)
+
+
+def mean(values: list[float], args: Arguments) -> list[float]:
+    """The elementwise mean over all processes of as many numbers in each."""
+    return [value / args.world.size for value in _reduced(values, dist.ReduceOp.SUM, args)]
+
+
+def _reduced(values: list[float], how: dist.ReduceOp, args: Arguments) -> list[float]:
+    if args.world.size == 1:
+        return values
+    numbers = torch.tensor(values, dtype=torch.float64, device=args.device)
+    dist.all_reduce(numbers, how)
+    return numbers.tolist()
+
+
+def is_loss_of_others(error: Exception) -> bool:
+    """Whether an error says no more than that another process ended."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+
+
+def leave(code: int, args: Arguments, error: Exception | None = None) -> None:
+    """End this process of several with an exit code; a failed one at once, because its threads may wait for others.
+
+    One that lost the others says so, and first lets torchrun see who ended: that is the cause.
+    """
+    if error is not None:
+        sys.stderr.write(f"{args.step}: failed: rank {args.world.rank} lost the others: {one_line(error)}\n")
+        time.sleep(NOTICED_S)
+    if code == 0 and dist.is_initialized():
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,99 @@
+"""Two processes train as one that takes both batches: with DDP and FSDP2, over gloo, and with micro-batches."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CPU_STEPS, ROOT, arguments, built
+
+from common import arguments as command_line
+from common import benchmark, cuda_graph, hardware, parallel
+from common.errors import Skip
+from common.model import GPTConfig
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+SHAPE = {"config": GPTConfig(n_layer=1, n_head=2, n_embd=32, seq_len=32, vocab_size=256), "steps": 3, "warmup": 1}
+CASES = [(step, how, 1) for step in CPU_STEPS for how in ("ddp", "fsdp")]
+CASES += [(CPU_STEPS[0], "ddp", 2), (CPU_STEPS[2], "fsdp", 2)]
+DRIVER = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+import test_parallel
+test_parallel.train_in_processes(sys.argv[1])
+"""
+
+
+def trained(step, patch, **overrides):
+    """Losses of three steps, the held-out loss, and the weights after them."""
+    run = built(step, patch, **SHAPE, **overrides)
+    losses = [run.train_step(*batch).item() for batch in run.batches[:3]]
+    weights = [getattr(p.detach(), "full_tensor", p.detach)() for p in run.model.parameters()]
+    return losses, benchmark.heldout_loss(run.model, run.args), torch.cat([w.flatten() for w in weights])
+
+
+def train_in_processes(output):
+    """What each of torchrun's processes runs: every case in turn; the first one writes what came of them."""
+    import conftest
+
+    conftest.scratch.append(Path(output).parent)
+    world, results = hardware.world(), {}
+    args = {"world": world, "batch_size": 2}
+    parallel.start(arguments(CPU_STEPS[0], parallel="ddp", **SHAPE, **args))
+    for step, how, accumulate in CASES:
+        losses, heldout, weights = trained(step, pytest.MonkeyPatch(), parallel=how, accumulate=accumulate, **args)
+        given = arguments(step, parallel=how, **args)
+        largest = parallel.largest([world.rank, -world.rank], given)
+        results[step, how, accumulate] = parallel.mean(losses, given), heldout, weights, largest
+    if world.rank == 0:
+        torch.save(results, output)
+    parallel.leave(0, given)
+
+
+def test_two_processes_train_as_one_with_both_batches(tmp_path, monkeypatch):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    command = [*TORCHRUN, "--nproc-per-node", "2", str(tmp_path / "driver.py"), str(tmp_path / "out.pt")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    results = torch.load(tmp_path / "out.pt")
+    alone = {step: trained(step, monkeypatch, batch_size=4) for step in CPU_STEPS}
+    for case, (losses, heldout, weights, largest) in results.items():
+        expected = alone[case[0]]
+        assert losses == pytest.approx(expected[0], rel=1e-5), case
+        assert heldout == pytest.approx(expected[1], rel=1e-5), case
+        torch.testing.assert_close(weights, expected[2], rtol=1e-3, atol=1e-5, msg=str(case))
+        assert largest == [1.0, 0.0]
+
+
+def test_of_several_processes_each_has_its_gpu_and_its_share_of_the_batch(monkeypatch, capsys):
+    for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    words = ["--device", "cpu", "--n-layer", "1", "--seq-len", "32", "--global-batch-size", "8"]
+    args = command_line.parse_args(ROOT / "x.py", None, words)
+    assert (args.batch_size, args.parallel, args.world.nodes) == (2, "ddp", 2)
+    assert (args.batch_starts() == args.starts_of_all()[:, 2:4]).all() and args.starts_of_all().shape[1] == 8
+    assert args.workload().gpus == 4 and args.workload().batch_size == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for count, more, said in (
+        (1, ["--device", "cuda"], "2 processes need as many GPUs, but torch sees 1"),
+        (2, ["--device", "cuda:0"], "each process has its own"),
+        (2, ["--global-batch-size", "6"], "--global-batch-size 6 is not divisible by 4 processes"),
+        (2, ["--accumulate", "3"], "a batch of 2 is not divisible by --accumulate 3"),
+        (2, ["--batch-size", "3"], "exclude each other"),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        with pytest.raises(SystemExit):
+            command_line.parse_args(ROOT / "x.py", None, [*words, *more])
+        complaint = capsys.readouterr().err
+        assert said in complaint and complaint.count("\n") == 1, complaint
+
+
+def test_a_step_of_several_processes_is_launched_and_a_script_that_does_not_divide_it_is_skipped():
+    args = arguments(CPU_STEPS[3], device="cuda", world=hardware.World(0, 2, 0, 2), parallel="ddp")
+    optimizer = torch.optim.AdamW([torch.ones(2, requires_grad=True)])
+    assert cuda_graph.capture(print, optimizer, args).reason.startswith("launched, not captured: ")
+    with pytest.raises(Skip, match="does not divide its work"):
+        benchmark.run(print, torch.nn.Identity(), args)
