@@ -42,6 +42,7 @@ class Arguments:
     notes: tuple[str, ...]  # lines for the header
     world: hardware.World = field(default_factory=hardware.World)
     parallel: str | None = None  # ddp, fsdp; None alone
+    checkpoint: bool = False  # recompute each block in backward
 
     @property
     def step(self) -> str:
@@ -117,7 +118,7 @@ class Arguments:
             flops_per_step=flops.flops_per_step(self.config, self.batch_size),
             data=Data(self.text.name, len(self.text.tokens), batches),
             seed=self.seed, lr=self.lr, warmup=self.warmup, steps=self.steps, accumulate=self.accumulate,
-            gpus=self.world.size, parallel=self.parallel,
+            gpus=self.world.size, parallel=self.parallel, checkpoint=self.checkpoint,
         )  # fmt: skip
 
 
@@ -174,6 +175,8 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
     run.add_argument("--amp-dtype", choices=["auto", "bf16", "fp16", "fp32"], help=f"mixed precision; {auto}")
     text = "profile untimed steps afterwards: a kernel table on stderr, a Chrome trace beside the record"
     run.add_argument("--profile", action="store_true", help=text)
+    text = "recompute each block in backward: less memory, more time, the same numbers"
+    shape.add_argument("--checkpoint", action="store_true", help=text)
     run.add_argument("--parallel", choices=["ddp", "fsdp"], help="how processes share the model (default: ddp)")
     parser.set_defaults(preset="auto", seed=1337, device="auto", amp_dtype="auto", accumulate=1)
     return parser
@@ -207,7 +210,8 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         accumulate=given.accumulate, steps=given.steps or steps, warmup=given.warmup or warmup,
         lr=given.lr or PRESETS[preset].lr, seed=given.seed,
         text=text, device=device, amp_dtype=amp_dtype, amp_note=amp_note, profile=given.profile, output=output,
-        notes=notes, world=world, parallel=(given.parallel or "ddp") if world.size > 1 else None,
+        checkpoint=given.checkpoint, notes=notes, world=world,
+        parallel=(given.parallel or "ddp") if world.size > 1 else None,
     )  # fmt: skip
 
 

@@ -124,8 +124,7 @@ def run(
     qualifies the row, and `fp8_recipe` the repr of the recipe. Raises FloatingPointError when a loss is not finite,
     and whatever `train_step` raises.
     """
-    if not parallel.is_distributed(model, args):
-        raise Skip("this script does not divide its work over processes: run it without torchrun")
+    parallel.require_distributed(model, args)
     model.train()
     drawn = data.read_batches(args.text, args.batch_starts(), args.config.seq_len)
     *batches, spare = data.stage_batches(drawn, args.device)
@@ -152,6 +151,7 @@ def run(
     observed = observe(train_step, spare, model, args, row)
     progress.clear()
     asked = isinstance(train_step, CapturedStep)
+    row.settings.checkpointed = parallel.is_checkpointed(model)
     row.settings.captured, row.settings.fp8_recipe = asked and train_step.reason is None, fp8_recipe
     notes = [note, hardware.cudnn_note(args.device), observed, train_step.reason if asked and on_gpu else None]
     if not note and row.settings.amp_dtype == "float32" and row.settings.float32_matmul_precision != "highest":

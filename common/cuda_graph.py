@@ -26,6 +26,8 @@ def capture(train_step: Callable, optimizer: torch.optim.Optimizer, args: Argume
         reason = "only a GPU has CUDA graphs"
     elif args.world.size > 1:
         reason = "launched, not captured: the exchange between processes was not shown to work in a CUDA graph"
+    elif args.checkpoint:
+        reason = "launched, not captured: recomputing blocks was not shown to work in a CUDA graph"
     elif args.amp_dtype is torch.float16:
         reason = "launched, not captured: FP16's loss scaling makes the host wait for whether a gradient overflowed"
     else:

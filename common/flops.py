@@ -69,13 +69,16 @@ def least_bytes_per_step(config: GPTConfig, batch_size: int) -> int:
     return 6 * tokens * widths + 40 * parameters(config)
 
 
-def unfused_peak_bytes(config: GPTConfig, batch_size: int, scores: bool = True) -> int:
+def unfused_peak_bytes(config: GPTConfig, batch_size: int, scores: bool = True, checkpoint: bool = False) -> int:
     """An estimate of the peak memory of a plain FP32 step, in bytes: the recorded peaks are up to 3 % higher.
 
     Per parameter 12 bytes (weight and two moments; gradients replace activations as backward proceeds). Saved for
     backward, 4 bytes a number: in each block 16 tensors of (tokens, C), the attention weights (B, H, T, T) if
-    `scores`; and three tensors of (tokens, V) around the loss.
+    `scores`; and three tensors of (tokens, V) around the loss. With `checkpoint` one block keeps that, and the others
+    their input.
     """
     tokens = batch_size * config.seq_len
-    per_token = config.n_layer * (16 * config.n_embd + scores * config.n_head * config.seq_len) + 3 * config.vocab_size
+    whole = 1 if checkpoint else config.n_layer
+    per_token = whole * (16 * config.n_embd + scores * config.n_head * config.seq_len) + 3 * config.vocab_size
+    per_token += checkpoint * config.n_layer * config.n_embd
     return 12 * parameters(config) + 4 * tokens * per_token

@@ -68,6 +68,7 @@ class GPT(nn.Module):
     ):
         super().__init__()
         self.residual_dtype = residual_dtype
+        self.checkpoint: Callable | None = None  # as torch.utils.checkpoint.checkpoint: runs a block again in backward
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.seq_len, config.n_embd)
         self.blocks = nn.ModuleList(block(config) for _ in range(config.n_layer))
@@ -79,7 +80,8 @@ class GPT(nn.Module):
         """Mean cross entropy in nats of `targets` (B, T) given `tokens` (B, T), both int64."""
         x = (self.wte(tokens) + self.wpe.weight[: tokens.size(1)]).to(self.residual_dtype)  # (B, T, C)
         for block in self.blocks:
-            x = block(x)
+            again = self.checkpoint is not None and torch.is_grad_enabled()
+            x = self.checkpoint(block, x, use_reentrant=False) if again else block(x)
         return self.head(x, targets)
 
     @torch.no_grad()

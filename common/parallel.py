@@ -1,4 +1,5 @@
-"""How a training step is divided: over processes that torchrun started, one a GPU, and over micro-batches in each.
+"""How a training step is divided: over processes that torchrun started, one a GPU, and over micro-batches in each; and
+whether blocks are recomputed, so that more fits in a process.
 
 A script asks for it in lines that are the same in every step: `distribute`, and the loop over `micro_batches`. Every
 process trains sequences of its own, and gradients are averaged, so N processes of batch B train as one of batch N x B.
@@ -14,14 +15,16 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint as recompute
 
 from common.arguments import Arguments
+from common.errors import Skip
 from common.text import one_line
 
 TIMEOUT = timedelta(minutes=30)  # of one exchange: another process may be compiling
@@ -30,16 +33,18 @@ NOTICED_S = 5  # in which torchrun sees that a process ended
 
 
 def compile_units(model: torch.nn.Module, args: Arguments) -> list[torch.nn.Module]:
-    """The modules that are compiled one by one: the whole model, or what FSDP2 gathers one by one."""
-    return [*model.blocks, model.head] if args.parallel == "fsdp" else [model]
+    """The modules that are compiled one by one: the whole model, or what is gathered or recomputed one by one."""
+    return [*model.blocks, model.head] if args.parallel == "fsdp" or args.checkpoint else [model]
 
 
-def distribute(model: torch.nn.Module, args: Arguments) -> torch.nn.Module:
+def distribute(model: torch.nn.Module, args: Arguments, checkpoint: Callable = recompute) -> torch.nn.Module:
     """The model as it trains in several processes; alone, it is the model itself.
 
     DDP keeps all weights in every process and averages their gradients. FSDP2 keeps a share of each: it gathers a
-    block's in the dtype of the residual stream before they are used; gradients are summed, and updated, in FP32.
+    block's in the dtype of the residual stream before they are used; gradients are summed, and updated, in FP32. With
+    `--checkpoint`, each block runs through `checkpoint`: it keeps no more than its input, and runs again in backward.
     """
+    model.checkpoint = checkpoint if args.checkpoint else None
     if args.parallel == "ddp":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames the option
@@ -54,10 +59,18 @@ def distribute(model: torch.nn.Module, args: Arguments) -> torch.nn.Module:
     return model
 
 
-def is_distributed(model: torch.nn.Module, args: Arguments) -> bool:
-    """Whether `distribute` made this model; True alone."""
-    sign = {"ddp": "require_backward_grad_sync", "fsdp": "set_requires_gradient_sync"}
-    return args.parallel is None or hasattr(model, sign[args.parallel])
+def require_distributed(model: torch.nn.Module, args: Arguments) -> None:
+    """Raises Skip for a model that did not pass through `distribute` where that matters."""
+    sign = {"ddp": "require_backward_grad_sync", "fsdp": "set_requires_gradient_sync", None: "training"}
+    if not hasattr(model, sign[args.parallel]):
+        raise Skip("this script does not divide its work over processes: run it without torchrun")
+    if args.checkpoint and not is_checkpointed(model):
+        raise Skip("this script does not recompute its blocks: leave out --checkpoint")
+
+
+def is_checkpointed(model: torch.nn.Module) -> bool:
+    """Whether the blocks of a model, as `distribute` returns it, are recomputed in backward."""
+    return getattr(getattr(model, "module", model), "checkpoint", None) is not None
 
 
 def micro_batches(

@@ -45,6 +45,7 @@ class Settings:
     optimizer: str | None = None  # AdamW, and how: foreach, fused, compiled
     fp8_recipe: str | None = None  # repr of the recipe; null where no product ran in FP8
     unobserved: str | None = None  # why the fields above are null, where the profiler failed
+    checkpointed: bool | None = None  # whether each block was recomputed in backward
 
 
 @dataclass
@@ -176,6 +177,7 @@ class Workload:
     gpus: int = 1  # processes, each with a GPU of its own
     parallel: str | None = None  # ddp, fsdp; null of one process
     accumulate: int = 1  # micro-batches that batch_size is divided into
+    checkpoint: bool = False  # each block is recomputed in backward; flops_per_step does not count that
 
 
 @dataclass

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 import json
 from dataclasses import asdict
+from functools import partial
 
 from common import flops, hardware
 from common.arguments import ROOT, parse_args
@@ -24,15 +25,15 @@ def main() -> None:
     pinned = ["--preset", args.base_preset, "--batch-size", str(args.batch_size)] if args.notes else []
     if args.text.path:  # a file that grows during the run gives every row the same tokens
         pinned += ["--data-tokens", str(len(args.text.tokens))]
-    by_hand, fused = (flops.unfused_peak_bytes(args.config, args.micro_batch_size, scores) for scores in (True, False))
+    peak = partial(flops.unfused_peak_bytes, args.config, args.micro_batch_size, checkpoint=args.checkpoint)
     facts = {
         "notes": args.notes,
         "pinned": pinned,
         "device_type": args.device.type,
         "workload": asdict(args.workload()),
         "free_bytes": hardware.free_memory_bytes(args.device),
-        "by_hand_bytes": by_hand,
-        "fused_bytes": fused,
+        "by_hand_bytes": peak(),
+        "fused_bytes": peak(scores=False),
     }
     print(json.dumps(facts))
 

@@ -21,6 +21,7 @@ from common.record import Row  # noqa: E402
 STEPS = sorted(path.stem for path in ROOT.glob("[0-9]_*.py"))
 CPU_STEPS = STEPS[:4]
 SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=64, seq_len=64, vocab_size=256)
+COMPILED = GPTConfig(n_layer=1, n_head=2, n_embd=32, seq_len=32, vocab_size=256)  # as in FAST
 # The words of one small run. Tests that compile share this shape, and with it what the compiler keeps on disk.
 FAST = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "2"]
 FAST += ["--warmup", "1", "--amp-dtype", "fp32"]

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CPU_STEPS, ROOT, arguments, built
+from conftest import COMPILED, CPU_STEPS, ROOT, arguments, built
 
 from common import arguments as command_line
 from common import benchmark, cuda_graph, hardware, parallel
 from common.errors import Skip
-from common.model import GPTConfig
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-SHAPE = {"config": GPTConfig(n_layer=1, n_head=2, n_embd=32, seq_len=32, vocab_size=256), "steps": 3, "warmup": 1}
-CASES = [(step, how, 1) for step in CPU_STEPS for how in ("ddp", "fsdp")]
-CASES += [(CPU_STEPS[0], "ddp", 2), (CPU_STEPS[2], "fsdp", 2)]
+SHAPE = {"config": COMPILED, "steps": 3, "warmup": 1}
+CASES = [(step, how, 1, False) for step in CPU_STEPS[:3] for how in ("ddp", "fsdp")]  # accumulate, checkpoint
+CASES += [(CPU_STEPS[0], "ddp", 2, True), (CPU_STEPS[3], "ddp", 1, False), (CPU_STEPS[3], "fsdp", 2, True)]
 DRIVER = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
@@ -42,11 +41,13 @@ def train_in_processes(output):
     world, results = hardware.world(), {}
     args = {"world": world, "batch_size": 2}
     parallel.start(arguments(CPU_STEPS[0], parallel="ddp", **SHAPE, **args))
-    for step, how, accumulate in CASES:
-        losses, heldout, weights = trained(step, pytest.MonkeyPatch(), parallel=how, accumulate=accumulate, **args)
+    for case in CASES:
+        step, how, accumulate, checkpoint = case
+        choices = {"parallel": how, "accumulate": accumulate, "checkpoint": checkpoint}
+        losses, heldout, weights = trained(step, pytest.MonkeyPatch(), **choices, **args)
         given = arguments(step, parallel=how, **args)
         largest = parallel.largest([world.rank, -world.rank], given)
-        results[step, how, accumulate] = parallel.mean(losses, given), heldout, weights, largest
+        results[case] = parallel.mean(losses, given), heldout, weights, largest
     if world.rank == 0:
         torch.save(results, output)
     parallel.leave(0, given)

@@ -9,8 +9,9 @@ import tokenize
 
 import pytest
 import torch
-from conftest import CPU_STEPS, ROOT, STEPS, arguments, built, load_step
+from conftest import COMPILED, CPU_STEPS, ROOT, STEPS, arguments, built, load_step
 
+from common import parallel
 from common.errors import Skip
 from common.model import GPTConfig
 
@@ -96,10 +97,11 @@ def test_all_steps_follow_the_same_losses_and_mixed_precision_stays_near(monkeyp
 
 
 @pytest.mark.parametrize("step", CPU_STEPS)
-def test_two_micro_batches_train_as_one_batch(step, monkeypatch):
+def test_micro_batches_and_recomputed_blocks_train_as_one_batch(step, monkeypatch):
     losses, weights = [], []
-    for accumulate in (1, 2):
-        run = built(step, monkeypatch, steps=3, batch_size=4, accumulate=accumulate)
+    for choices in ({}, {"accumulate": 2, "checkpoint": True}):
+        run = built(step, monkeypatch, config=COMPILED, steps=3, batch_size=4, **choices)
+        assert parallel.is_checkpointed(run.model) is bool(choices)
         losses.append([run.train_step(*batch).item() for batch in run.batches[:3]])
         weights.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
