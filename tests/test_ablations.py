@@ -19,7 +19,7 @@ def test_every_patch_is_listed_applies_and_gives_another_script(tmp_path):
         text = ablations.write_script(variant, tmp_path).read_text()
         compile(text, variant.name, "exec")
         assert text != (ROOT / f"{variant.script}.py").read_text(), variant.name
-        assert variant.kind in ("ablation", "try") and variant.predicted
+        assert variant.kind in ("ablation", "try", "mutation") and variant.predicted
 
 
 def test_a_patch_that_does_not_fit_is_one_line(tmp_path):
