@@ -279,7 +279,7 @@ def _loss_table(study: parity.Study, measure: parity.Measure) -> str:
             against = _against(of_row, losses[first])
         time = nats(parity.step_ms(study, row), ".1f")
         cells.append((row, *each, nats(parity.mean(of_row)), nats(parity.deviation(of_row)), *against, time))
-    headers = (f"difference to {first}", "in its deviations", "verdict", "ms per step")
+    headers = (f"difference to {first}", f"in deviations of {first}", "verdict", "ms per step")
     return pipe_table(("row", *(f"seed {seed}" for seed in seeds), "mean", "deviation", *headers), cells)
 
 
@@ -289,9 +289,10 @@ def _fault_table(study: parity.Study, faults: list[str], measure: parity.Measure
         plain = parity.unmutated(study, fault)
         losses, reference = (parity.by_seed(study, row, measure) for row in (fault, plain))
         seen = "yes" if parity.fault_verdict(study, fault, measure) == parity.OUTSIDE else "no"
-        means = (nats(parity.mean(reference)), nats(parity.mean(losses)))
-        cells.append((fault, plain, *means, *_against(losses, reference), seen))
-    headers = ("mutation", "of", "unmutated", "mutated", "difference", "in deviations between seeds", "verdict", "seen")
+        own = (nats(figure) for figure in (parity.mean(reference), parity.mean(losses), parity.deviation(losses)))
+        cells.append((fault, plain, *own, *_against(losses, reference), seen))
+    headers = ("mutation", "script", "mean of the script", "mean of the mutation", "deviation of the mutation")
+    headers += ("difference", "in deviations of the script", "verdict", "seen")
     return pipe_table(headers, cells, n_left=2)
 
 
