@@ -5,7 +5,9 @@
 The ARGUMENTs are those of a step (--preset gpt2 --steps 30). Each file of anatomy/variants/ is a patch of one script,
 with its name and its predicted effect above the diff. A variant runs on the step's benchmark, in a process of its own,
 after the unchanged script; the table gives the differences. An ablation takes away what the script has, a try adds
-what it has not. A FILE that exists keeps its other variants, each with the unchanged script that ran beside it.
+what it has not. A mutation is a fault, put in to see whether `python -m anatomy.parity` notices it: it runs here only
+where --only has a part of its name. A FILE that exists keeps its other variants, each with the unchanged script that
+ran beside it.
 Predictions are arithmetic for gpt3-6.7b-slice on an H200 unless they say otherwise: bytes over copy bandwidth, FLOPs
 over the measured roof.
 """
@@ -25,6 +27,7 @@ from common.text import OneLineParser, aligned, one_line, say
 from ladder import process
 
 ROOT = Path(__file__).resolve().parent.parent
+MUTATION = "mutation"
 VARIANTS = Path(__file__).resolve().parent / "variants"
 LIMIT_S = 900
 KEPT = ("status", "reason", "note", "settings", "loss", "timing", "peak_allocated_bytes")  # of a row
@@ -36,7 +39,7 @@ class VariantError(ValueError):
 
 @dataclass(frozen=True)
 class Variant:
-    """A patch of one script. `kind` is `ablation` or `try`."""
+    """A patch of one script. `kind` is `ablation`, `try` or `mutation`."""
 
     name: str
     script: str
@@ -56,8 +59,23 @@ def variants(folder: Path = VARIANTS) -> list[Variant]:
     return sorted(listed, key=lambda variant: (variant.script, variant.name))
 
 
+def chosen_variants(listed: list[Variant], words: list[str] | None) -> list[Variant]:
+    """The variants whose name or script contains one of the words; without words all. Mutations: by their name only."""
+    if words is None:
+        return [variant for variant in listed if variant.kind != MUTATION]
+    return [v for v in listed if any(word in v.name or (word in v.script and v.kind != MUTATION) for word in words)]
+
+
+def describe_variants(listed: list[Variant]) -> str:
+    """A line per variant with its script and kind, for a --help."""
+    width = max(len(variant.name) for variant in listed)
+    return "variants:\n" + "\n".join(f"  {v.name:{width}}  {v.script}, {v.kind}" for v in listed)
+
+
 def write_script(variant: Variant, folder: Path) -> Path:
     """The patched script in `folder`. Raises VariantError where the patch does not fit, or git is missing."""
+    if not (folder / "common").exists():
+        (folder / "common").symlink_to(ROOT / "common")  # a script finds it beside itself
     script = folder / f"{variant.script}.py"
     shutil.copy(ROOT / script.name, script)
     try:
@@ -68,6 +86,26 @@ def write_script(variant: Variant, folder: Path) -> Path:
     except subprocess.CalledProcessError as error:
         raise VariantError(f"{variant.patch.name} does not fit {script.name}: {one_line(error.stderr)}") from None
     return script
+
+
+def run_script(script: Path, arguments: list[str], folder: Path, limit_s: float, stop: process.Stop,
+               environment: dict[str, str] | None = None) -> tuple[dict | None, dict]:  # fmt: skip
+    """The run that a script recorded, and its row. Where it left no record: None, and a row of status and reason.
+
+    Its record and its log are written to `folder`. Raises VariantError where it refuses the arguments.
+    """
+    record, log = folder / "record.json", folder / f"{script.stem}.log"
+    record.unlink(missing_ok=True)
+    command = [sys.executable, str(script), *arguments, "--output", str(record)]
+    ended = process.run(command, log, limit_s, stop, environment=environment)
+    if ended.code == 2:
+        raise VariantError(process.last_line(log).partition("error: ")[2])
+    if record.exists():
+        run = json.loads(record.read_text())
+        return run, run["steps"][0]
+    status, reason = process.describe(ended, limit_s, log)
+    reason = process.last_line(log) or reason if ended.code > 0 else reason
+    return None, {"status": status, "reason": reason, "timing": {"median_ms": None}}
 
 
 # --- the file of figures --------------------------------------------------------------------------
@@ -120,23 +158,14 @@ class Measurements:
 
     def measure(self, script: Path) -> dict:
         """What is kept of a script's row. Raises VariantError where its workload or machine is another."""
-        record, log = self.folder / "record.json", self.folder / f"{script.stem}.log"
-        record.unlink(missing_ok=True)
-        command = [sys.executable, str(script), *self.arguments, "--output", str(record)]
-        ended = process.run(command, log, LIMIT_S, self.stop)
-        if ended.code == 2:
-            raise VariantError(process.last_line(log).partition("error: ")[2])
-        if not record.exists():
-            status, reason = process.describe(ended, LIMIT_S, log)
-            reason = process.last_line(log) or reason if ended.code > 0 else reason
-            return {"status": status, "reason": reason, "timing": {"median_ms": None}}
-        run = json.loads(record.read_text())
+        run, row = run_script(script, self.arguments, self.folder, LIMIT_S, self.stop)
+        if run is None:
+            return row
         if self.workload and same_work(self.workload) != same_work(run["workload"]):
             raise VariantError(f"--output {self.output} holds ablations of another workload")
         if self.environment and self.environment["device"] != run["environment"]["device"]:
             raise VariantError(f"--output {self.output} holds ablations of another machine")
         self.environment, self.workload = run["environment"], run["workload"]
-        (row,) = run["steps"]
         kept = {key: row[key] for key in KEPT} | {"started_at": run["started_at"]}
         return kept | {key: run["environment"][key] for key in ("commit", "gpu_uuid")}
 
@@ -153,7 +182,6 @@ def run_variants(chosen: list[Variant], arguments: list[str], output: Path | Non
     stop, baselines, rows = process.Stop(), {}, []
     stop.listen()
     with tempfile.TemporaryDirectory() as temporary:
-        (Path(temporary) / "common").symlink_to(ROOT / "common")  # a script finds it beside itself
         measurements = Measurements(arguments, output, Path(temporary), stop)
         for variant in chosen:
             script = write_script(variant, Path(temporary))
@@ -176,17 +204,16 @@ def run_variants(chosen: list[Variant], arguments: list[str], output: Path | Non
 
 def main() -> None:
     listed = variants()
-    width = max(len(variant.name) for variant in listed)
     parser = OneLineParser(
         prog="python -m anatomy.ablations",
         usage="%(prog)s [-h] [--only NAME ...] [--output FILE] [ARGUMENT ...]",
         description=__doc__,
-        epilog="variants:\n" + "\n".join(f"  {v.name:{width}}  {v.script}, {v.kind}" for v in listed),
+        epilog=describe_variants(listed),
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="variants whose name or script contains one of these")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
     given, arguments = parser.parse_known_args()
-    chosen = [v for v in listed if any(word in v.name or word in v.script for word in given.only or [""])]
+    chosen = chosen_variants(listed, given.only)
     if not chosen:
         parser.error(f"no variant is named like {', '.join(given.only)}")
     try:

@@ -31,6 +31,7 @@ ACCENT, FAINT = "#2f7ebc", "#9aa5b1"
 STACK_COLORS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0e442", "#8a6d3b", "#b8bec6")
 CATEGORY_COLORS = dict(zip((*CATEGORIES, GAPS), STACK_COLORS, strict=True))
 SERIES_COLORS = ("#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2", "#cc79a7", "#8a6d3b", "#9aa5b1")
+LINES = ("-", "--", "-.", ":", (0, (5, 1)))  # styles of curves
 BAR = 0.62  # of the height of a step's line
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
 LONGEST_NAME, LONGEST_LABEL = 24, 48
@@ -141,10 +142,9 @@ def loss_curves(curves: list[tuple[str, list[float], str]]) -> str:
     there are none) a step."""
     with _figure(4.6) as figure:
         above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-        styles = ("-", "--", "-.", ":", (0, (5, 1)))
         reference = next(losses for _, losses, _ in curves if losses)
         for index, (name, losses, why) in enumerate(curves):
-            color, style = SERIES_COLORS[index % len(SERIES_COLORS)], styles[index % len(styles)]
+            color, style = SERIES_COLORS[index % len(SERIES_COLORS)], LINES[index % len(LINES)]
             every = math.ceil(len(losses) / MOST_POINTS) or 1
             look = {"color": color, "linestyle": style, "linewidth": 1.4, "marker": "o" if len(losses) == 1 else None}
             label = one_line(name, LONGEST_NAME) if losses else one_line(f"{name}: {why}", LONGEST_LABEL)
@@ -184,9 +184,25 @@ def speedup_png(bars: list[Bar], title: str) -> bytes:
             _label(axes, (bar.value or 0.0) + 0.012 * top, row, bar.label)
         axes.set_xlim(0, 1.3 * top)
         figure.suptitle(one_line(title, 100), fontsize=9.5)
-        written = io.BytesIO()
-        figure.savefig(written, format="png", dpi=200, facecolor="white", metadata={"Software": None})
-        return written.getvalue()
+        return _png(figure)
+
+
+def seed_curves_png(curves: list[tuple[str, list[tuple[float, float, float]]]], every: int) -> bytes:
+    """A PNG, on white, of losses over training steps: (name, points) a row, a point per `every` steps.
+
+    A point is mean, smallest and largest over seeds; the range between seeds is a band.
+    """
+    with _figure(3.6) as figure:
+        axes = figure.subplots()
+        for index, (name, points) in enumerate(curves):
+            color, style = SERIES_COLORS[index % len(SERIES_COLORS)], LINES[index % len(LINES)]
+            steps = [every * (k + 0.5) for k in range(len(points))]
+            means, smallest, largest = zip(*points, strict=True)
+            axes.plot(steps, means, label=one_line(name, LONGEST_LABEL), color=color, linestyle=style, linewidth=1.4)
+            axes.fill_between(steps, smallest, largest, color=color, alpha=0.2, linewidth=0)
+        axes.set(xlabel="training step", ylabel="loss, nats")
+        axes.legend(fontsize=8)
+        return _png(figure)
 
 
 @contextmanager
@@ -212,6 +228,12 @@ def _steps_figure(names: list[str], height_in: float, xlabel: str) -> Iterator[t
 
 def _label(axes: Axes, x: float, row: int, text: str, **options) -> None:
     axes.text(x, row, one_line(text, LONGEST_LABEL), va="center", **options)
+
+
+def _png(figure: Figure) -> bytes:
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=200, facecolor="white", metadata={"Software": None})
+    return written.getvalue()
 
 
 def _svg(figure: Figure, name: str) -> str:

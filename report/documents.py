@@ -10,11 +10,12 @@ if __name__ == "__main__":
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 from common.errors import run_command
-from common.record import Roofs, Row, Run, write_bytes
+from common.record import Roofs, Row, Run, describe_shape, write_bytes
 from common.text import OneLineParser, aligned, say
-from report import analysis, table
+from report import analysis, charts, parity, table
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
@@ -218,6 +219,90 @@ def _traffic_table(traffic: dict) -> str:
     return pipe_table(("forward and backward, BF16", "analytic GB", "counted GB"), cells)
 
 
+# --- docs/parity.md -------------------------------------------------------------------------------
+
+
+def recorded_studies(results: Path) -> list[tuple[Path, parity.Study]]:
+    """Every recorded study of losses, by folder."""
+    return [(path.parent, parity.read_study(path)) for path in sorted(results.glob(f"*/parity*/{parity.STUDY}"))]
+
+
+def parity_tables(results: Path) -> str:
+    """A section per study: what was trained, the verdicts of both measures, the faults, the curves."""
+    parts = []
+    for folder, study in recorded_studies(results):
+        last = f"mean of the last {parity.LAST_STEPS} training losses"
+        parts += [f"## {folder.relative_to(results)}", _about_study(study)]
+        parts += ["Held-out loss, in nats:", _loss_table(study, parity.heldout_loss)]
+        parts += [f"The {last}, in nats:", _loss_table(study, parity.last_losses)]
+        parts += ["### Faults put in on purpose", parity.describe_faults(study, parity.heldout_loss)]
+        if faults := parity.rows(study, mutations=True):
+            parts += ["By the held-out loss:", _fault_table(study, faults, parity.heldout_loss)]
+            parts += [f"By the {last}:", _fault_table(study, faults, parity.last_losses)]
+        parts.append(f"![Training losses](results/{folder.relative_to(results)}/{parity.CURVES})")
+        lines = [f"- {run.row}, seed {run.seed}: {run.status}: {run.reason}" for run in study.runs if run.reason]
+        parts += ["\n".join(map(markdown, lines))] if lines else []
+    return "\n\n".join(parts)
+
+
+def _about_study(study: parity.Study) -> str:
+    work = study.workload
+    commits = ", ".join(dict.fromkeys(run.commit[:7] for run in study.runs if run.commit))
+    device = table.describe_device(study.environment) if study.environment else "unknown machine"
+    shape = describe_shape(SimpleNamespace(**work))
+    return (
+        f"{device}; {work['preset']}: {shape}, lr {work['lr']:g}, {work['warmup'] + work['steps']} training steps, "
+        f"commit {commits}. Repeat it: `{study.command} --output FILE`."
+    )
+
+
+def nats(loss: float | None, form: str = ".4f") -> str:
+    return "-" if loss is None else f"{loss:{form}}"
+
+
+def _against(losses: parity.Losses, reference: parity.Losses) -> tuple[str, str, str]:
+    """Difference, the same in standard deviations, and the verdict."""
+    between, ratio = parity.difference(losses, reference), parity.deviations(losses, reference)
+    return nats(between, "+.4f"), nats(ratio, "+.1f"), parity.verdict(losses, reference)
+
+
+def _loss_table(study: parity.Study, measure: parity.Measure) -> str:
+    """A line per row with its losses, against the first row that has any."""
+    losses = {row: parity.by_seed(study, row, measure) for row in parity.rows(study)}
+    first = next((row for row in losses if losses[row]), None)
+    seeds = sorted({run.seed for run in study.runs})
+    cells = []
+    for row, of_row in losses.items():
+        each = (nats(of_row.get(seed)) for seed in seeds)
+        against = ("", "", "") if row == first else ("-", "-", parity.runs_of(study, row)[0].status)
+        if of_row and row != first:
+            against = _against(of_row, losses[first])
+        time = nats(parity.step_ms(study, row), ".1f")
+        cells.append((row, *each, nats(parity.mean(of_row)), nats(parity.deviation(of_row)), *against, time))
+    headers = (f"difference to {first}", f"in deviations of {first}", "verdict", "ms per step")
+    return pipe_table(("row", *(f"seed {seed}" for seed in seeds), "mean", "deviation", *headers), cells)
+
+
+def _fault_table(study: parity.Study, faults: list[str], measure: parity.Measure) -> str:
+    cells = []
+    for fault in faults:
+        plain = parity.unmutated(study, fault)
+        losses, reference = (parity.by_seed(study, row, measure) for row in (fault, plain))
+        seen = "yes" if parity.fault_verdict(study, fault, measure) == parity.OUTSIDE else "no"
+        own = (nats(figure) for figure in (parity.mean(reference), parity.mean(losses), parity.deviation(losses)))
+        cells.append((fault, plain, *own, *_against(losses, reference), seen))
+    headers = ("mutation", "script", "mean of the script", "mean of the mutation", "deviation of the mutation")
+    headers += ("difference", "in deviations of the script", "verdict", "seen")
+    return pipe_table(headers, cells, n_left=2)
+
+
+def parity_curves(study: parity.Study) -> bytes:
+    """A PNG of the training losses of every row that has any."""
+    named = [(row, parity.curve(study, row)) for mutations in (False, True) for row in parity.rows(study, mutations)]
+    drawn = [(row, points) for row, points in named if points]
+    return charts.seed_curves_png(drawn, parity.SMOOTHED_STEPS)
+
+
 def between_markers(document: Path, generated: str) -> str:
     """The document's text with the part between its markers replaced. Raises RecordError where it has none."""
     before, begin, rest = document.read_text().partition(GENERATED_BEGIN)
@@ -230,7 +315,7 @@ def between_markers(document: Path, generated: str) -> str:
 def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them."""
     generated = {"README.md": readme_table, "docs/performance.md": performance_tables,
-                 "docs/method.md": method_tables}  # fmt: skip
+                 "docs/method.md": method_tables, "docs/parity.md": parity_tables}  # fmt: skip
     return {root / name: between_markers(root / name, tables(results)) for name, tables in generated.items()}
 
 
@@ -242,6 +327,9 @@ def main() -> None:
         for document, text in documents(ROOT, results).items():
             write_bytes(document, text.encode())
             say(str(document.relative_to(ROOT)))
+        for folder, study in recorded_studies(results):
+            write_bytes(folder / parity.CURVES, parity_curves(study))
+            say(str((folder / parity.CURVES).relative_to(ROOT)))
         for folder, run in recorded_runs(results):
             missing = write_reports(run, folder)
             say("\n".join(missing or [str(folder.relative_to(ROOT))]))

@@ -51,9 +51,8 @@ def test_performance_shows_the_figures_of_the_page_and_its_short_form(folder):
         if step not in categories:
             continue  # a row without a profile
         assert number(categories[step]["timed"]) == number(row["ms/step"])
-        assert all(
-            limits[step][name] == row[name] for name in {"TFLOP/s", "peak GiB", "of roof", "bound by"} & set(row)
-        )
+        names = {"TFLOP/s", "peak GiB", "of roof", "bound by"} & set(row)
+        assert all(limits[step][name] == row[name] for name in names)
         for name in set(categories[step]) - {"ms per step", "timed"}:
             cells = shown["Time by kernel category"][step]
             assert number(categories[step][name]) == number(cells[name]), (step, name)
@@ -76,11 +75,8 @@ def test_readme_shows_the_figures_of_its_run():
 
 def test_a_row_without_a_time_keeps_its_status_and_others_their_speedup(tmp_path):
     off = runs.profile(98.0 * 3, step_ms=450.0, gpu_idle_ms=156.0)
-    rows = [
-        runs.step("0_baseline", 300.0, profile=off, note="AMP is off"),
-        runs.step("1_x", status="timeout"),
-        runs.step("2_sdpa", 100.0),
-    ]
+    rows = [runs.step("0_baseline", 300.0, profile=off, note="AMP is off"), runs.step("1_x", status="timeout")]
+    rows.append(runs.step("2_sdpa", 100.0))
     runs.write(runs.run(*rows, roofs=runs.ROOFS), tmp_path / "docs" / "results" / documents.SHOWN)
     readme = tables_of(documents.readme_table(tmp_path / "docs" / "results"))[0]
     assert readme["1_x"]["ms per step"] == "timeout" and readme["2_sdpa"]["times faster than 0_baseline"] == "3.0"

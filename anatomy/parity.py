@@ -1,0 +1,174 @@
+"""Do the rows learn the same? Each row trains with several seeds, long enough to learn more than a histogram of bytes.
+
+    python -m anatomy.parity [--seeds 1 2 3] [--rows NAME ...] --output FILE [ARGUMENT ...]
+
+The ARGUMENTs are those of a step (--preset gpt2 --batch-size 8 --steps 1000). A row is a script by its name or number,
+a peer (peers/te_layer), or a variant of a script by its name. A variant of kind mutation is a fault: a study that
+does not see it proves nothing about the other rows. Every run is a process of its own, and FILE is written after it.
+A FILE that exists is continued: what is ok in it is not run again. `python -m report.documents` makes docs/parity.md
+of the recorded studies.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from anatomy.ablations import ROOT, Variant, VariantError, describe_variants, run_script, variants, write_script
+from common.record import check_writable, write_bytes
+from common.text import OneLineParser, aligned, one_line, portable_command, say
+from ladder import process
+
+LIMIT_S = 7200
+DEFAULT_STEPS, DEFAULT_VARIANTS = ("0_baseline", "3_compile", "4_transformer_engine"), ("fused AdamW, step 3",)
+OF_A_SEED = {"seed", "batches_sha256"}  # what differs between the seeds of one workload
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained: a script, or a variant of it. `kind` is `step`, `peer`, or the variant's kind."""
+
+    row: str
+    script: str
+    kind: str
+    variant: Variant | None = None
+
+    def path(self, folder: Path) -> Path:
+        """The script to run; a variant's is written to `folder`. Raises VariantError."""
+        return write_script(self.variant, folder) if self.variant else ROOT / f"{self.script}.py"
+
+
+def every_row() -> list[Trained]:
+    """Steps, peers, variants."""
+    steps = [Trained(path.stem, path.stem, "step") for path in sorted(ROOT.glob("[0-9]_*.py"))]
+    peers = [Trained(f"peers/{path.stem}", f"peers/{path.stem}", "peer") for path in sorted(ROOT.glob("peers/*.py"))]
+    return steps + peers + [Trained(v.name, v.script, v.kind, v) for v in variants()]
+
+
+def rows_named(names: list[str] | None) -> list[Trained]:
+    """The rows of these names, each once and in the order given. None gives the default rows. Raises VariantError."""
+    rows = every_row()
+    if names is None:
+        return [one for one in rows if one.kind == "peer" or one.row in DEFAULT_STEPS + DEFAULT_VARIANTS]
+    by_name = {one.row: one for one in rows}
+    by_name |= {one.row.removeprefix("peers/"): one for one in rows if one.kind == "peer"}
+    by_name |= {one.row[0]: one for one in rows if one.kind == "step"}
+    for name in names:
+        if name not in by_name:
+            raise VariantError(f"--rows: no step, peer or variant is named {one_line(name, 60)!r}; --help lists them")
+    return list(dict.fromkeys(by_name[name] for name in names))
+
+
+def check(arguments: list[str], folder: Path) -> dict:
+    """What the arguments mean on this machine, from `python -m ladder.check`. Raises VariantError."""
+    if any(word.partition("=")[0] == "--seed" for word in arguments):
+        raise VariantError("--seed: name the seeds by --seeds")
+    command = process.module_command("ladder.check", *arguments, "--output", str(folder / "check.json"))
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise VariantError(one_line(done.stderr.strip().rpartition("error: ")[2]))
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def same_work(workload: dict) -> dict:
+    """What the runs of one study share of their workloads: all but the seed and what follows from it."""
+    data = {key: value for key, value in workload["data"].items() if key not in OF_A_SEED}
+    return {key: value for key, value in workload.items() if key not in OF_A_SEED} | {"data": data}
+
+
+class Study:
+    """The runs of one workload on one machine, and the file that holds them."""
+
+    def __init__(self, output: Path, workload: dict, command: str):
+        """Raises VariantError where the file holds something else."""
+        self.output, self.environment, self.runs = output, None, {}
+        self.workload, self.command = same_work(workload), command
+        if not output.exists() or not output.read_bytes().strip():
+            return
+        try:
+            content = json.loads(output.read_text())
+            self.environment, before = content["environment"], content["workload"]
+            self.runs = {(run["row"], run["seed"]): run for run in content["runs"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            message = f"--output {output} exists and holds no study ({type(error).__name__}): it stays as it is"
+            raise VariantError(message) from None
+        if before != self.workload:
+            raise VariantError(f"--output {output} holds a study of another workload")
+
+    def is_done(self, one: Trained, seed: int) -> bool:
+        return self.runs.get((one.row, seed), {}).get("status") == "ok"
+
+    def add(self, one: Trained, seed: int, run: dict | None, row: dict) -> dict:
+        """Keep a run and write the file. Raises VariantError where its machine is another one, OSError."""
+        kept = {"row": one.row, "script": one.script, "kind": one.kind, "seed": seed}
+        kept |= {key: row.get(key) for key in ("status", "reason", "note", "settings", "heldout_loss")}
+        if run is not None:
+            if self.environment and self.environment["device"] != run["environment"]["device"]:
+                raise VariantError(f"--output {self.output} holds a study of another machine")
+            if same_work(run["workload"]) != self.workload:
+                raise VariantError(f"{one.row} trained another workload than the study's")
+            self.environment = run["environment"]
+            kept |= {"started_at": run["started_at"]} | {key: self.environment[key] for key in ("commit", "gpu_uuid")}
+        kept |= {"median_ms": row["timing"]["median_ms"], "loss": [round(loss, 4) for loss in row.get("loss", [])]}
+        self.runs[one.row, seed] = kept
+        lines = ",\n".join(json.dumps(run, allow_nan=False) for run in self.runs.values())  # a run a line
+        head = {"command": self.command, "environment": self.environment, "workload": self.workload}
+        write_bytes(self.output, f'{json.dumps(head, indent=1)[:-2]},\n "runs": [\n{lines}\n]}}\n'.encode())
+        return kept
+
+
+def run_study(rows: list[Trained], seeds: list[int], arguments: list[str], output: Path) -> int:
+    """Train every row with every seed; returns 1 where one failed, 130 where interrupted.
+
+    The rows of one seed run one after the other, so that a study which ends early holds whole seeds.
+    """
+    stop = process.Stop()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        facts = check(arguments, folder)
+        stop.listen()
+        arguments = [*arguments, *facts["pinned"]]
+        study = Study(output, facts["workload"], f"python -m anatomy.parity {portable_command(arguments)}")
+        environment, failed = process.passive_waits(facts["device_type"]), False
+        for seed, one in ((seed, one) for seed in seeds for one in rows if not study.is_done(one, seed)):
+            words = [*arguments, "--seed", str(seed)]
+            run, row = run_script(one.path(folder), words, folder, LIMIT_S, stop, environment)
+            if stop.requests:
+                sys.stderr.write("python -m anatomy.parity: interrupted\n")
+                return 130
+            kept = study.add(one, seed, run, row)
+            failed |= kept["status"] not in ("ok", "skipped")
+            said = kept["reason"] or f"held-out loss {kept['heldout_loss']}, {kept['median_ms']:.1f} ms per step"
+            say(f"seed {seed}, {one.row}: {kept['status']}, {said}")
+    return int(failed)
+
+
+def main() -> None:
+    others = aligned([{"rows": one.row, "kind": one.kind} for one in every_row() if not one.variant], "plain", 2)
+    parser = OneLineParser(
+        prog="python -m anatomy.parity",
+        usage="%(prog)s [-h] [--seeds N ...] [--rows NAME ...] --output FILE [ARGUMENT ...]",
+        description=__doc__,
+        epilog=f"{others}\n{describe_variants(variants())}",
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help="default: 1 2 3")
+    names = ", ".join((*DEFAULT_STEPS, "the peers", *DEFAULT_VARIANTS))
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help=f"default: {names}")
+    parser.add_argument("--output", type=Path, metavar="FILE", required=True, help="the study; written or continued")
+    given, arguments = parser.parse_known_args()
+    try:
+        rows = rows_named(given.rows)
+        check_writable(given.output, "runs")
+        sys.exit(run_study(rows, list(dict.fromkeys(given.seeds)), arguments, given.output))
+    except ValueError as error:
+        parser.error(str(error))
+    except OSError as error:
+        parser.exit(1, f"{parser.prog}: error: {error.strerror or error}\n")
+
+
+if __name__ == "__main__":
+    main()

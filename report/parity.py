@@ -1,0 +1,166 @@
+"""What a study of losses says: whether rows learn the same, and whether it sees faults (python -m anatomy.parity).
+
+One function a figure. Losses are in nats. A figure of a row comes from the seeds that the row trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median, stdev
+
+from common.record import Environment, Settings
+from report.load import convert, read_json
+
+STUDY, CURVES = "parity.json", "curves.png"
+MUTATION = "mutation"
+FEWEST_SEEDS = 3
+MOST_DEVIATIONS = 2  # a difference of at most so many standard deviations between seeds is within their spread
+LAST_STEPS = 50  # of the training losses
+SMOOTHED_STEPS = 20  # of a curve: one point is their mean
+WITHIN, OUTSIDE, TOO_FEW = "within the spread of seeds", "outside", "too few seeds"
+
+
+@dataclass
+class Trained:
+    """One row with one seed."""
+
+    row: str
+    script: str
+    kind: str  # step, peer, or that of a variant: ablation, try, mutation
+    seed: int
+    status: str
+    reason: str | None = None  # of a run without losses
+    note: str | None = None
+    settings: Settings | None = None  # what really ran
+    loss: list[float] = field(default_factory=list)  # nats, one a training step
+    heldout_loss: float | None = None  # nats
+    median_ms: float | None = None  # of a step
+    started_at: str | None = None
+    commit: str | None = None
+    gpu_uuid: str | None = None
+
+
+@dataclass
+class Study:
+    command: str
+    environment: Environment | None  # of the last run that left a record
+    workload: dict  # that of a record, without the seed
+    runs: list[Trained]
+
+
+Losses = dict[int, float]  # by seed
+Measure = Callable[[Trained], float | None]
+
+
+def read_study(path: Path) -> Study:
+    """Read and check a study. Raises RecordError."""
+    return convert(read_json(path), Study, path.name)
+
+
+# --- one run --------------------------------------------------------------------------------------
+
+
+def heldout_loss(run: Trained) -> float | None:
+    return run.heldout_loss
+
+
+def last_losses(run: Trained) -> float | None:
+    """Mean of the last LAST_STEPS training losses."""
+    return fmean(run.loss[-LAST_STEPS:]) if run.loss else None
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    """Means over SMOOTHED_STEPS steps, one after the other; steps left over at the end have no point."""
+    ends = range(SMOOTHED_STEPS, len(losses) + 1, SMOOTHED_STEPS)
+    return [fmean(losses[end - SMOOTHED_STEPS : end]) for end in ends]
+
+
+# --- the seeds of one row -------------------------------------------------------------------------
+
+
+def rows(study: Study, mutations: bool = False) -> list[str]:
+    """The names of the rows, or of the mutations, in the order of the file."""
+    return list(dict.fromkeys(run.row for run in study.runs if (run.kind == MUTATION) == mutations))
+
+
+def runs_of(study: Study, row: str) -> list[Trained]:
+    """The runs of a row by seed, those without losses included."""
+    return sorted((run for run in study.runs if run.row == row), key=lambda run: run.seed)
+
+
+def by_seed(study: Study, row: str, measure: Measure) -> Losses:
+    """A measure of every run of a row that has it."""
+    measured = {run.seed: measure(run) for run in runs_of(study, row) if run.status == "ok"}
+    return {seed: loss for seed, loss in measured.items() if loss is not None}
+
+
+def mean(losses: Losses) -> float | None:
+    return fmean(losses.values()) if losses else None
+
+
+def deviation(losses: Losses) -> float | None:
+    """The sample standard deviation between seeds; None for fewer than two."""
+    return stdev(losses.values()) if len(losses) > 1 else None
+
+
+def step_ms(study: Study, row: str) -> float | None:
+    """Milliseconds per step: the median of the medians of its seeds."""
+    times = [run.median_ms for run in runs_of(study, row) if run.median_ms is not None]
+    return median(times) if times else None
+
+
+def curve(study: Study, row: str) -> list[tuple[float, float, float]]:
+    """Mean, smallest and largest over seeds of the smoothed training losses, a point per SMOOTHED_STEPS steps."""
+    each = [smoothed(run.loss) for run in runs_of(study, row) if run.status == "ok"]
+    return [(fmean(point), min(point), max(point)) for point in zip(*each, strict=True)]
+
+
+# --- a row against another ------------------------------------------------------------------------
+
+
+def difference(losses: Losses, reference: Losses) -> float | None:
+    """Mean of the differences to the reference on the same seeds; None where they share no seed."""
+    paired = [loss - reference[seed] for seed, loss in losses.items() if seed in reference]
+    return fmean(paired) if paired else None
+
+
+def deviations(losses: Losses, reference: Losses) -> float | None:
+    """The difference, in standard deviations between seeds of the reference."""
+    between, unit = difference(losses, reference), deviation(reference)
+    return between / unit if between is not None and unit else None
+
+
+def verdict(losses: Losses, reference: Losses) -> str:
+    """WITHIN or OUTSIDE; TOO_FEW where the rows share fewer than FEWEST_SEEDS seeds."""
+    if len(losses.keys() & reference.keys()) < FEWEST_SEEDS:
+        return TOO_FEW
+    return WITHIN if abs(difference(losses, reference)) <= MOST_DEVIATIONS * deviation(reference) else OUTSIDE
+
+
+# --- the faults -----------------------------------------------------------------------------------
+
+
+def unmutated(study: Study, mutation: str) -> str:
+    """The row that a mutation is a fault of: its script."""
+    return runs_of(study, mutation)[0].script
+
+
+def fault_verdict(study: Study, mutation: str, measure: Measure) -> str:
+    """The verdict of a mutation against its script. OUTSIDE: the measure sees the fault."""
+    return verdict(by_seed(study, mutation, measure), by_seed(study, unmutated(study, mutation), measure))
+
+
+def describe_faults(study: Study, measure: Measure) -> str:
+    """A sentence: whether the measure sees every fault, and which it does not."""
+    faults = rows(study, mutations=True)
+    if not faults:
+        return "No fault was put in, so it is not known what the measure would see."
+    verdicts = {fault: fault_verdict(study, fault, measure) for fault in faults}
+    if TOO_FEW in verdicts.values():
+        return f"Fewer than {FEWEST_SEEDS} seeds do not show what the measure sees."
+    if unseen := [fault for fault, said in verdicts.items() if said != OUTSIDE]:
+        return f"The measure does not see: {', '.join(unseen)}."
+    words = {1: "the one fault", 2: "both faults", 3: "all three faults"}
+    return f"The measure sees {words.get(len(faults), f'all {len(faults)} faults')}."

@@ -1,0 +1,133 @@
+"""Parity: the statistics of a study, its command, and faults that a study must see."""
+
+import signal
+import subprocess
+import sys
+from functools import partial
+from statistics import stdev
+
+import conftest
+import numpy as np
+import pytest
+import torch
+from test_documents import tables_of
+
+from anatomy import ablations
+from anatomy import parity as command
+from common import benchmark, data
+from common.record import write_json
+from report import documents, parity
+
+
+def trained(row, heldout, kind="step", **fields):
+    """A run of `row` per held-out loss, with seeds 1, 2, ...; its last training losses are 1 above it."""
+    runs = [{"seed": seed, "heldout_loss": loss, "loss": [9.0] * 15 + [loss + 1] * 50, "median_ms": 5.0 + seed}
+            for seed, loss in enumerate(heldout, 1)]  # fmt: skip
+    return [{"row": row, "script": "2_sdpa", "kind": kind, "status": "ok", **run, **fields} for run in runs]
+
+
+def study_of(folder, *runs):
+    """The study of these runs and a skipped one, written below `folder` and read again."""
+    runs = [*runs, trained("4_x", [0.0], status="skipped", reason="no GPU", median_ms=None)]
+    names = "preset lr warmup steps n_layer n_head n_embd seq_len vocab_size batch_size"
+    path = folder / "machine" / "parity" / parity.STUDY
+    path.parent.mkdir(parents=True)
+    content = {"command": "python", "environment": None, "workload": dict.fromkeys(names.split(), 1)}
+    write_json(path, content | {"runs": [run for each in runs for run in each]})
+    return parity.read_study(path)
+
+
+def test_each_figure_is_what_arithmetic_gives(tmp_path):
+    study = study_of(tmp_path, trained("2_sdpa", [2.0, 2.1, 2.3]), trained("3_x", [2.2, 2.1, 2.4, 9.0]))
+    plain, other = (parity.by_seed(study, row, parity.heldout_loss) for row in ("2_sdpa", "3_x"))
+    assert plain == {1: 2.0, 2: 2.1, 3: 2.3} and parity.by_seed(study, "4_x", parity.heldout_loss) == {}
+    assert parity.by_seed(study, "2_sdpa", parity.last_losses) == pytest.approx({1: 3.0, 2: 3.1, 3: 3.3})
+    assert parity.mean(plain) == pytest.approx(6.4 / 3) and parity.mean({}) is None
+    assert parity.deviation(plain) == pytest.approx(stdev([2.0, 2.1, 2.3])) and parity.deviation({1: 2.0}) is None
+    assert parity.difference(other, plain) == pytest.approx(0.1) and parity.difference({4: 1.0}, plain) is None
+    assert parity.deviations(other, plain) == pytest.approx(0.1 / stdev([2.0, 2.1, 2.3]))
+    assert parity.step_ms(study, "3_x") == 7.5 and parity.step_ms(study, "4_x") is None
+    assert parity.smoothed([1.0] * 20 + [2.0] * 20 + [3.0]) == [1.0, 2.0]
+    assert parity.curve(study, "2_sdpa")[-1] == pytest.approx((3.0 + 0.4 / 3, 3.0, 3.3))
+    plain = {1: 1.9, 2: 2.0, 3: 2.1}  # deviation 0.1
+    for shift, said in ((0.19, parity.WITHIN), (-0.19, parity.WITHIN), (0.21, parity.OUTSIDE), (-0.21, parity.OUTSIDE)):
+        assert parity.verdict({seed: loss + shift for seed, loss in plain.items()}, plain) == said
+    assert parity.verdict({1: 5.0, 2: 5.0, 4: 5.0}, plain) == parity.TOO_FEW
+
+
+def test_the_page_names_faults_that_a_study_does_not_see_and_rows_that_did_not_train(tmp_path):
+    plain, sharp = trained("2_sdpa", [2.0, 2.1, 2.2]), trained("sharp", [3.0] * 3, parity.MUTATION)
+    study = study_of(tmp_path, plain, sharp, trained("dead", [2.1, 2.0, 2.2], parity.MUTATION))
+    text = documents.parity_tables(tmp_path)
+    heldout, _, faults, _ = tables_of(text)
+    assert "The measure does not see: dead." in text and "4_x, seed 1: skipped: no GPU" in text
+    assert heldout["4_x"]["verdict"] == "skipped" and set(heldout) == {"2_sdpa", "4_x"}
+    assert [faults[name]["seen"] for name in ("sharp", "dead")] == ["yes", "no"]
+    assert documents.parity_curves(study).startswith(b"\x89PNG") and faults["sharp"]["difference"] == "+0.9000"
+    for runs, said in (((plain, sharp), "sees the one fault."), ((plain,), "No fault"), ((plain[:2], sharp), "Fewer")):
+        assert said in parity.describe_faults(study_of(tmp_path / said, *runs), parity.heldout_loss)
+
+
+def test_rows_have_names_and_numbers_and_faults_run_by_name_only():
+    named, default = command.rows_named(["3", "te_layer", "dead MLP", "3_compile"]), command.rows_named(None)
+    assert [one.row for one in named] == ["3_compile", "peers/te_layer", "dead MLP"]
+    assert {"0_baseline", "peers/te_layer", "fused AdamW, step 3"} <= {one.row for one in default}
+    chosen = [ablations.chosen_variants(ablations.variants(), words) for words in (None, ["2_sdpa"], ["dead"])]
+    assert all(rows and not any(one.kind == parity.MUTATION for one in rows) for rows in (default, *chosen[:2]))
+    assert [one.name for one in chosen[2]] == ["dead MLP"]
+
+
+def test_a_study_is_continued_another_workload_is_refused_and_ctrl_c_keeps_what_ran(tmp_path):
+    path, pipe = tmp_path / "x.json", subprocess.PIPE
+    words = [sys.executable, "-m", "anatomy.parity", "--output", str(path), *conftest.FAST]
+    start = partial(subprocess.Popen, cwd=conftest.ROOT, stdout=pipe, stderr=pipe, text=True)
+    for seeds, more, code, said in (
+        (["1"], [], 0, "seed 1, dead MLP: ok"), (["1", "2"], [], 0, "seed 2, dead MLP: ok"),
+        (["1"], ["--lr", "1"], 2, "another workload"), (["1"], ["--seed", "3"], 2, "--seeds"),
+    ):  # fmt: skip
+        child = start([*words, "--seeds", *seeds, "--rows", "dead MLP", "4", *more])
+        out, err = child.communicate(timeout=100)
+        assert child.returncode == code and said in out + err, err
+        assert out.count("dead MLP") == (code == 0) and err.count("\n") == (code == 2)
+    first, skipped, other, _ = parity.read_study(path).runs
+    assert (first.row, first.status, other.seed, skipped.status) == ("dead MLP", "ok", 2, "skipped")
+    assert len(first.loss) == 3 and first.loss != other.loss and first.median_ms > 0 and first.settings.optimizer
+    path.unlink()
+    child = start([*words, "--rows", "4", "2", "--steps", "100000"])
+    assert ": skipped" in child.stdout.readline()
+    child.send_signal(signal.SIGINT)
+    assert child.wait(60) == 130 and child.stderr.read().count("\n") == 1
+    assert [run.row for run in parity.read_study(path).runs] == ["4_transformer_engine"]
+
+
+def heldout_losses(monkeypatch, folder, seeds):
+    """Of the 2_sdpa.py in a folder, on letters of which nine in ten follow from the two before by a random table:
+    attention finds the two, the MLP combines them. On real text so small a model hides a dead MLP for a thousand steps.
+    One head of 64 shows a missing scale; with fewer tokens a step, seeds differ more than a fault does."""
+    monkeypatch.setattr(conftest, "ROOT", folder)
+    random = np.random.default_rng(0)
+    table, letters = random.integers(5, size=(5, 5)), random.integers(5, size=200_000)
+    for k in np.flatnonzero(random.random(len(letters)) < 0.9)[2:]:
+        letters[k] = table[letters[k - 1], letters[k - 2]]
+    config = conftest.GPTConfig(n_layer=2, n_head=1, n_embd=64, seq_len=16, vocab_size=5)
+    more = {"batch_size": 32, "steps": 120, "warmup": 0, "lr": 3e-3, "text": data.Text(letters.astype(np.uint8), "")}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine two threads wait for each other
+    for seed in seeds:
+        one = conftest.built("2_sdpa", monkeypatch, config=config, seed=seed, **more)
+        for batch in one.batches[:-1]:
+            one.train_step(*batch)
+        yield benchmark.heldout_loss(one.model, one.args)
+    torch.set_num_threads(threads)
+
+
+def test_a_study_sees_every_fault_and_other_seeds_of_the_same_script_are_none(tmp_path, monkeypatch):
+    runs = [trained("2_sdpa", heldout_losses(monkeypatch, conftest.ROOT, (1, 2, 3)))]
+    runs.append(trained("other seeds", heldout_losses(monkeypatch, conftest.ROOT, (4, 5, 6)), parity.MUTATION))
+    faults = [one for one in command.every_row() if one.kind == parity.MUTATION]
+    for one in faults:
+        one.path(tmp_path)
+        runs.append(trained(one.row, heldout_losses(monkeypatch, tmp_path, (1, 2, 3)), parity.MUTATION))
+    study = study_of(tmp_path, *runs)
+    assert len(faults) == 3 and parity.fault_verdict(study, "other seeds", parity.heldout_loss) == parity.WITHIN
+    assert parity.describe_faults(study, parity.heldout_loss) == "The measure does not see: other seeds."
