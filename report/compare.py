@@ -13,7 +13,7 @@ from report.table import commit_of, describe_passes, grid, legend, levels, ms_ce
 
 SHAPE_FIELDS = (
     "preset", "n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size", "parameters", "tokens_per_step",
-    "flops_per_step", "lr", "gpus", "parallel",
+    "flops_per_step", "lr", "gpus", "parallel", "accumulate", "checkpoint",
 )  # fmt: skip
 # What may differ while a median still means the same: how many steps were timed, and where the text came from.
 HARMLESS_FIELDS = ("warmup", "steps", "data")

@@ -202,7 +202,14 @@ def describe_workload(run: Run) -> str:
         f"{workload.preset}: {describe_shape(workload)}, {workload.parameters / 1e6:.1f} M parameters, "
         f"{workload.warmup} + {workload.steps} steps (untimed + timed) on {workload.data.name}"
     )
-    return ", ".join([described, *describe_passes(run)])
+    return ", ".join([described, *describe_division(workload), *describe_passes(run)])
+
+
+def describe_division(workload: Workload) -> list[str]:
+    """How a step is divided over GPUs, micro-batches and recomputed blocks, where it is."""
+    gpus = workload.gpus > 1 and f"{workload.gpus} processes by {workload.parallel}, each with a batch of this size"
+    parts = workload.accumulate > 1 and f"{workload.accumulate} micro-batches a step"
+    return [*filter(None, (gpus, parts, workload.checkpoint and "blocks recomputed in backward"))]
 
 
 def describe_passes(run: Run) -> list[str]:

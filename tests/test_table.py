@@ -1,6 +1,7 @@
 """The table, the lines under it, and report.md."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import runs
@@ -17,6 +18,14 @@ def test_speedups_are_against_the_previous_row_the_first_and_plain_training():
     assert [row["vs 2_sdpa"] for row in rows] == ["0.40x", "1.20x", "1.00x"]
     assert rows[1]["ms/step"] == "100.0" and rows[1]["tokens/s"] == "20,480" and rows[1]["peak GiB"] == "3.0"
     assert rows[0]["loss"] == "2.5075" and rows[2]["loss difference"] == "-20.24%"
+
+
+def test_the_workload_says_how_it_was_divided():
+    divided = replace(runs.WORKLOAD, gpus=2, parallel="fsdp", accumulate=4, checkpoint=True)
+    run = runs.run(runs.step("0_a"), workload=divided)
+    said = "2 processes by fsdp, each with a batch of this size, 4 micro-batches a step, blocks recomputed in backward"
+    assert said in table.describe_workload(run) and said in table.render_markdown(run)
+    assert table.table_rows(run)[0]["tokens/s per GPU"] == "10,240"
 
 
 def test_rows_without_a_time_stay_with_their_reason():
