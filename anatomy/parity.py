@@ -12,6 +12,7 @@ of the recorded studies.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -142,7 +143,8 @@ def run_study(rows: list[Trained], seeds: list[int], arguments: list[str], outpu
                 return 130
             kept = study.add(one, seed, run, row)
             failed |= kept["status"] not in ("ok", "skipped")
-            said = kept["reason"] or f"held-out loss {kept['heldout_loss']}, {kept['median_ms']:.1f} ms per step"
+            loss = kept["heldout_loss"] or math.nan
+            said = kept["reason"] or f"held-out loss {loss:.4f}, {kept['median_ms']:.1f} ms per step"
             say(f"seed {seed}, {one.row}: {kept['status']}, {said}")
     return int(failed)
 

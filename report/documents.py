@@ -8,6 +8,7 @@ if __name__ == "__main__":
     needs("msgspec", "tabulate", "jinja2", "matplotlib")
 
 import json
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -250,9 +251,14 @@ def _about_study(study: parity.Study) -> str:
     commits = ", ".join(dict.fromkeys(run.commit[:7] for run in study.runs if run.commit))
     device = table.describe_device(study.environment) if study.environment else "unknown machine"
     shape = describe_shape(SimpleNamespace(**work))
+    rows = [*parity.rows(study), *parity.rows(study, mutations=True)]
+    precisions = [f"{row} {known}" for row in rows if (known := parity.precision(study, row))]
+    seeds = sorted({str(run.seed) for run in study.runs}, key=int)
+    options = shlex.join(["--seeds", *seeds, "--rows", *rows])
     return (
         f"{device}; {work['preset']}: {shape}, lr {work['lr']:g}, {work['warmup'] + work['steps']} training steps, "
-        f"commit {commits}. Repeat it: `{study.command} --output FILE`."
+        f"commit {commits}. Precision that was seen: {', '.join(precisions) or 'unknown'}.\n\n"
+        f"```\n{study.command} {options} --output FILE\n```"
     )
 
 

@@ -111,6 +111,12 @@ def step_ms(study: Study, row: str) -> float | None:
     return median(times) if times else None
 
 
+def precision(study: Study, row: str) -> str | None:
+    """The shortest format that its matrix products were seen to run in: float32, bfloat16, FP8; None where unknown."""
+    seen = [run.settings for run in runs_of(study, row) if run.settings and run.settings.amp_dtype]
+    return ("FP8" if seen[0].fp8_recipe else seen[0].amp_dtype) if seen else None
+
+
 def curve(study: Study, row: str) -> list[tuple[float, float, float]]:
     """Mean, smallest and largest over seeds of the smoothed training losses, a point per SMOOTHED_STEPS steps."""
     each = [smoothed(run.loss) for run in runs_of(study, row) if run.status == "ok"]

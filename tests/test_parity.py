@@ -38,7 +38,8 @@ def study_of(folder, *runs):
 
 
 def test_each_figure_is_what_arithmetic_gives(tmp_path):
-    study = study_of(tmp_path, trained("2_sdpa", [2.0, 2.1, 2.3]), trained("3_x", [2.2, 2.1, 2.4, 9.0]))
+    ran = {"settings": {"amp_dtype": "bfloat16"}}
+    study = study_of(tmp_path, trained("2_sdpa", [2.0, 2.1, 2.3], **ran), trained("3_x", [2.2, 2.1, 2.4, 9.0]))
     plain, other = (parity.by_seed(study, row, parity.heldout_loss) for row in ("2_sdpa", "3_x"))
     assert plain == {1: 2.0, 2: 2.1, 3: 2.3} and parity.by_seed(study, "4_x", parity.heldout_loss) == {}
     assert parity.by_seed(study, "2_sdpa", parity.last_losses) == pytest.approx({1: 3.0, 2: 3.1, 3: 3.3})
@@ -47,6 +48,7 @@ def test_each_figure_is_what_arithmetic_gives(tmp_path):
     assert parity.difference(other, plain) == pytest.approx(0.1) and parity.difference({4: 1.0}, plain) is None
     assert parity.deviations(other, plain) == pytest.approx(0.1 / stdev([2.0, 2.1, 2.3]))
     assert parity.step_ms(study, "3_x") == 7.5 and parity.step_ms(study, "4_x") is None
+    assert parity.precision(study, "2_sdpa") == "bfloat16" and parity.precision(study, "3_x") is None
     assert parity.smoothed([1.0] * 20 + [2.0] * 20 + [3.0]) == [1.0, 2.0]
     assert parity.curve(study, "2_sdpa")[-1] == pytest.approx((3.0 + 0.4 / 3, 3.0, 3.3))
     plain = {1: 1.9, 2: 2.0, 3: 2.1}  # deviation 0.1
