@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from common.record import PRECISIONS, Conditions, Environment, Roofs, Row, Run, describe_shape
+from common.record import PRECISIONS, Conditions, Environment, Roofs, Row, Run, Workload, describe_shape
 from common.text import aligned, one_line
 from report import analysis
 from report.analysis import is_timed, median_ms
