@@ -1,4 +1,4 @@
-"""One run of a step: warm-up, the timed region, what untimed steps show, and the record.
+"""One run of a step: warm-up, training, timing, what untimed steps show, and the record.
 
 A script ends with `benchmark.launch(main)`. Its `main(args)` builds a model and an optimizer and returns
 `benchmark.run(train_step, model, args)`.
@@ -6,9 +6,7 @@ A script ends with `benchmark.launch(main)`. Its `main(args)` builds a model and
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import itertools
 import math
 import os
 import resource
@@ -23,20 +21,16 @@ from pathlib import Path
 
 import torch
 
-from common import data, flops, hardware, parallel, profile, roofs
+from common import data, flops, hardware, parallel, profile, timing
 from common.arguments import Arguments, parse_args
 from common.cuda_graph import CapturedStep
 from common.errors import Skip, explain, optional
-from common.record import LeastBytes, Reference, Row, Run, Timing, describe_shape, write_run
+from common.record import LeastBytes, Row, Run, Timing, describe_shape, write_run
 from common.text import PROGRESS_FD, Progress, one_line, portable_command, say
 
 __all__ = ["launch", "optional", "run"]
 
-TrainStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 PROFILED_STEPS = 3
-SETTLED = 0.01  # drift of the median from the first half of a window to its second
-SETTLING_WINDOW_S, LONGEST_SETTLING_S = 2, 20
-ENERGY_WINDOW_S = 5
 MOST_TIMED = 100  # of the steps of a GPU: a study of losses trains more
 
 
@@ -109,7 +103,7 @@ def failed_row(error: Exception, args: Arguments) -> Row:
 
 
 def run(
-    train_step: TrainStep,
+    train_step: timing.TrainStep,
     model: torch.nn.Module,
     args: Arguments,
     rehearse: torch.optim.Optimizer | None = None,
@@ -126,27 +120,28 @@ def run(
     """
     parallel.require_distributed(model, args)
     model.train()
-    drawn = data.read_batches(args.text, args.batch_starts(), args.config.seq_len)
-    *batches, spare = data.stage_batches(drawn, args.device)
+    *batches, spare = data.stage_batches(
+        data.read_batches(args.text, args.batch_starts(), args.config.seq_len), args.device
+    )
     progress, on_gpu = Progress(args.step, args.world.rank, args.world.size), args.device.type == "cuda"
     losses, warmup_s = warm_up(train_step, batches[: args.warmup], rehearse, args.device, progress)
     row, trained = new_row(args, status="ok"), batches[args.warmup :]
-    before = roofs.reference(args.device)
-    time_steps = partial(time_slowest, args, train_step, progress)
+    before = timing.reference_work(args.device)
+    warmup_s += begin_counting(train_step, batches[0], args.device)
+    time_steps = partial(timing.time_slowest, args, train_step, progress)
     step_ms, trained_losses = time_steps(trained, "training" if on_gpu else "timed")
-    row.loss = parallel.mean([value.item() for value in losses + trained_losses], args)
-    require_finite(row.loss, args.lr)
-    row.heldout_loss = heldout_loss(model, args)
-    if on_gpu:  # until here the GPU has warmed up and its clock has fallen: those steps show the losses only
-        row.timing.settling_s = settle(time_steps, trained, statistics.median(step_ms))
-        step_ms, _ = time_steps(trained[:MOST_TIMED], "timed", row=row)
-    set_timing(row, step_ms, warmup_s, args)
+    row.loss = mean_losses(losses + trained_losses, args)
     if on_gpu:
         set_peak_memory(row, args)
-        measure_energy(time_steps, trained, row, args)
-    with contextlib.suppress(torch.OutOfMemoryError):  # a captured step may hold what is left of the memory
-        product_ms, copy_ms, clock_mhz = map(list, zip(before, roofs.reference(args.device), strict=True))
-        row.reference_ms = Reference(product_ms, copy_ms, clock_mhz if all(clock_mhz) else None)
+    row.heldout_loss = heldout_loss(model, args)
+    if on_gpu:  # until here the GPU has warmed up and its clock has fallen: those steps show the losses only
+        row.timing.settling_s = timing.settle(time_steps, trained, statistics.median(step_ms))
+        step_ms, timed_losses = time_steps(trained[:MOST_TIMED], "timed", row=row)
+        mean_losses(timed_losses, args)
+    set_timing(row, step_ms, warmup_s, args)
+    if on_gpu:
+        timing.measure_energy(time_steps, trained, row, args)
+    row.reference_ms = timing.around(before, timing.reference_work(args.device))
     progress.show("observing", 0, 1)
     observed = observe(train_step, spare, model, args, row)
     progress.clear()
@@ -154,29 +149,46 @@ def run(
     row.settings.checkpointed = parallel.is_checkpointed(model)
     row.settings.captured, row.settings.fp8_recipe = asked and train_step.reason is None, fp8_recipe
     notes = [note, hardware.cudnn_note(args.device), observed, train_step.reason if asked and on_gpu else None]
-    if not note and row.settings.amp_dtype == "float32" and row.settings.float32_matmul_precision != "highest":
-        notes.append(args.amp_note)  # why a script that allows less than FP32 got none of it
-    row.note = "; ".join(filter(None, notes)) or None
+    row.note = joined([*notes, None if note else precision_note(row, args)])
+    row.peak_rss_bytes = new_row(args).peak_rss_bytes
     return row
 
 
-def warm_up(train_step: TrainStep, batches: list, rehearse, device: torch.device, progress: Progress):
-    """Launched steps until everything is compiled and tuned, then the capture. Losses, and seconds that it took."""
+def precision_note(row: Row, args: Arguments) -> str | None:
+    """Why a script that allows less than FP32 got none of it, where it did not."""
+    allows = row.settings.float32_matmul_precision != "highest"
+    return args.amp_note if allows and row.settings.amp_dtype == "float32" else None
+
+
+def joined(notes: list[str | None]) -> str | None:
+    """One line of those notes that say something."""
+    return "; ".join(filter(None, notes)) or None
+
+
+def warm_up(train_step: timing.TrainStep, batches: list, rehearse, device: torch.device, progress: Progress):
+    """Launched steps until everything is compiled and tuned. Losses, and seconds that it took."""
     losses, started = [], time.perf_counter()
     if rehearse is not None:
         rehearsal(train_step, batches, rehearse)
     for k, batch in enumerate(batches):
         progress.show("warm-up", k, len(batches))
         losses.append(train_step(*batch).detach().clone())
-    if isinstance(train_step, CapturedStep) and train_step.reason is None:
-        train_step.record(*batches[0])
-    elif device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     hardware.synchronize(device)
     return losses, time.perf_counter() - started
 
 
-def rehearsal(train_step: TrainStep, batches: list, optimizer: torch.optim.Optimizer) -> None:
+def begin_counting(train_step: timing.TrainStep, batch: tuple, device: torch.device) -> float:
+    """Capture a step that asked for it; its memory, or from now on that of launched steps, is counted. Seconds."""
+    started = time.perf_counter()
+    if isinstance(train_step, CapturedStep) and train_step.reason is None:
+        train_step.record(*batch)
+    elif device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    hardware.synchronize(device)
+    return time.perf_counter() - started
+
+
+def rehearsal(train_step: timing.TrainStep, batches: list, optimizer: torch.optim.Optimizer) -> None:
     """Pass `batches` through `train_step` without updating any weight: `optimizer.step` does nothing meanwhile.
 
     Scales that a module derives from earlier passes (FP8's delayed scaling) are then known at the first real step.
@@ -189,86 +201,21 @@ def rehearsal(train_step: TrainStep, batches: list, optimizer: torch.optim.Optim
         optimizer.step = update
 
 
-def require_finite(losses: list[float], lr: float) -> None:
-    """Raises FloatingPointError, one line, for the first loss that is not a finite number."""
-    for k, loss in enumerate(losses):
+def mean_losses(losses: list[torch.Tensor], args: Arguments) -> list[float]:
+    """Losses over all processes. Raises FloatingPointError, one line, for the first that is not a finite number."""
+    means = parallel.mean([loss.item() for loss in losses], args)
+    for k, loss in enumerate(means):
         if not math.isfinite(loss):
-            raise FloatingPointError(f"loss is {loss} at training step {k}: lower --lr (now {lr:g})")
-
-
-def time_slowest(args: Arguments, train_step: TrainStep, progress: Progress, batches: list, phase: str, row=None):
-    """Milliseconds that each step took in the slowest process, and this one's losses; a GPU's clocks go to `row`."""
-    if args.device.type == "cuda":
-        step_ms, losses = time_steps_cuda(train_step, batches, phase, progress, row)
-    else:
-        step_ms, losses = time_steps_cpu(train_step, batches, phase, progress)
-    return parallel.largest(step_ms, args), losses
-
-
-def time_steps_cuda(train_step: TrainStep, batches: list, phase: str, progress: Progress, row: Row | None = None):
-    """Milliseconds of each step between CUDA events, and losses; the clocks go to `row`.
-
-    Consecutive steps share an event, so a gap in which the GPU waits for the host is counted. The host never waits in
-    the loop: there is one synchronize, at the end.
-    """
-    events, losses = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)], []
-    events[0].record()
-    for k, batch in enumerate(batches):
-        progress.show(phase, k, len(batches))
-        losses.append(train_step(*batch).detach().clone())
-        events[k + 1].record()
-    if row is not None and (state := hardware.gpu_state(batches[0][0].device)) is not None:
-        state.while_running = not events[-1].query()  # clocks are those of the steps only if steps were still queued
-        row.gpu_state = state
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], losses
-
-
-def time_steps_cpu(train_step: TrainStep, batches: list, phase: str, progress: Progress):
-    """Milliseconds of each step on the host's clock, and losses."""
-    times, losses = [time.perf_counter()], []
-    for k, batch in enumerate(batches):
-        progress.show(phase, k, len(batches))
-        losses.append(train_step(*batch).detach().clone())
-        times.append(time.perf_counter())
-    return [(end - start) * 1e3 for start, end in itertools.pairwise(times)], losses
-
-
-def repeated(batches: list, seconds: float, step_ms: float, least: int) -> list:
-    """Batches in turn, again and again, for about so many seconds of steps; at least `least` of them."""
-    return list(itertools.islice(itertools.cycle(batches), max(least, math.ceil(seconds * 1e3 / step_ms))))
-
-
-def settle(time_steps: Callable, batches: list, step_ms: float) -> float:
-    """Train on `batches` until the steps' times no longer drift, or LONGEST_SETTLING_S would pass; the seconds.
-
-    A GPU under load warms up, and its clock falls until power and temperature are in balance.
-    """
-    window, passed_s = repeated(batches, SETTLING_WINDOW_S, step_ms, least=4), 0.0
-    while True:
-        times, _ = time_steps(window, "settling")
-        passed_s, half = passed_s + sum(times) / 1e3, len(times) // 2
-        drift = statistics.median(times[-half:]) / statistics.median(times[:half]) - 1
-        if abs(drift) < SETTLED or passed_s + sum(times) / 1e3 > LONGEST_SETTLING_S:
-            return passed_s
-
-
-def measure_energy(time_steps: Callable, batches: list, row: Row, args: Arguments) -> None:
-    """Put the energy of a step, tokens per joule, mean clock and mean power into `row`, where NVML has them."""
-    with hardware.Meter(args.device) as meter:
-        step_ms, _ = time_steps(repeated(batches, ENERGY_WINDOW_S, row.timing.median_ms, least=2), "energy")
-    row.clock_mhz, row.power_w = meter.clock_mhz, meter.power_w
-    if meter.power_w:
-        row.energy_j_per_step = meter.power_w * statistics.fmean(step_ms) / 1e3
-        row.tokens_per_joule = args.batch_size * args.config.seq_len / row.energy_j_per_step
+            raise FloatingPointError(f"loss is {loss} at training step {k}: lower --lr (now {args.lr:g})")
+    return means
 
 
 @torch.no_grad()
 def heldout_loss(model: torch.nn.Module, args: Arguments) -> float | None:
     """Mean loss in nats on the held-out part of the text; None where the text has none.
 
-    It tells how good the weights are that a step trained, so it is the same computation for every step: forward alone,
-    one sequence at a time, under mixed precision where the machine has it, nothing compiled.
+    It tells how good the weights are that a step trained: the row's own forward alone, one sequence at a time, under
+    mixed precision where the machine has it, without FP8, nothing compiled.
     """
     starts, losses = data.heldout_starts(args.text, args.config.seq_len), []
     if not len(starts):
@@ -295,7 +242,9 @@ def set_peak_memory(row: Row, args: Arguments) -> None:
     row.peak_allocated_bytes, row.peak_reserved_bytes = map(int, parallel.largest(peaks, args))
 
 
-def observe(train_step: TrainStep, batch: tuple, model: torch.nn.Module, args: Arguments, row: Row) -> str | None:
+def observe(
+    train_step: timing.TrainStep, batch: tuple, model: torch.nn.Module, args: Arguments, row: Row
+) -> str | None:
     """Fill in `row` what untimed steps show: settings, host waits and, with --profile, the profile. Returns a note.
 
     Kernels, gaps and times are those of the timed step. Operators, host waits and backward nodes are those of a
@@ -319,9 +268,9 @@ def observe(train_step: TrainStep, batch: tuple, model: torch.nn.Module, args: A
             row.host_syncs = profile.count_host_syncs(step)
         trace = profile.trace_step(step, args.device)
         row.settings = profile.observed_settings(trace)
+        nodes = profile.attention_autograd_nodes(model, step) if args.profile else None  # every process runs the step
         if row.profile:
-            row.profile.host_syncs = row.host_syncs
-            row.profile.autograd_nodes_attention = profile.attention_autograd_nodes(model, step)
+            row.profile.host_syncs, row.profile.autograd_nodes_attention = row.host_syncs, nodes
             if args.world.rank == 0:
                 profile.write_chrome_trace(trace, args.output.with_suffix(".trace.json.gz"))
     except OSError as error:
@@ -330,7 +279,7 @@ def observe(train_step: TrainStep, batch: tuple, model: torch.nn.Module, args: A
         row.settings.float32_matmul_precision = torch.get_float32_matmul_precision()
         row.settings.unobserved = one_line(error)
         notes += [f"not observed: {one_line(error)}"] if args.profile else []
-    return "; ".join(notes) or None
+    return joined(notes)
 
 
 def new_row(args: Arguments, **fields) -> Row:
@@ -359,10 +308,10 @@ def result_lines(row: Row) -> str:
     """What ran and how fast, for a person; the last line is the result."""
     if row.status != "ok":
         return f"{row.step}: {row.status}: {row.reason}"
-    timing, memory = row.timing, row.peak_allocated_bytes or row.peak_rss_bytes
+    times, memory = row.timing, row.peak_allocated_bytes or row.peak_rss_bytes
     ran = ", ".join(f"{name} {value}" for name, value in vars(row.settings).items() if value not in (None, False))
     return (f"note: {row.note}\n" if row.note else "") + (
-        f"ran: {ran}\n{row.step}: {timing.median_ms:.1f} ms/step (p25-p75 {timing.p25_ms:.1f}-{timing.p75_ms:.1f}), "
+        f"ran: {ran}\n{row.step}: {times.median_ms:.1f} ms/step (p25-p75 {times.p25_ms:.1f}-{times.p75_ms:.1f}), "
         f"{row.tokens_per_s:,.0f} tokens/s, {row.model_flops_per_s / 1e12:.3g} model TFLOP/s, "
-        f"peak {memory / 2**30:.1f} GiB, warm-up {timing.warmup_s:.1f} s, loss {row.loss[0]:.3f} -> {row.loss[-1]:.3f}"
+        f"peak {memory / 2**30:.1f} GiB, warm-up {times.warmup_s:.1f} s, loss {row.loss[0]:.3f} -> {row.loss[-1]:.3f}"
     )

@@ -44,7 +44,7 @@ def distribute(model: torch.nn.Module, args: Arguments, checkpoint: Callable = r
     block's in the dtype of the residual stream before they are used; gradients are summed, and updated, in FP32. With
     `--checkpoint`, each block runs through `checkpoint`: it keeps no more than its input, and runs again in backward.
     """
-    model.checkpoint = checkpoint if args.checkpoint else None
+    model.checkpoint, model.divided = checkpoint if args.checkpoint else None, True
     if args.parallel == "ddp":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames the option
@@ -64,6 +64,8 @@ def require_distributed(model: torch.nn.Module, args: Arguments) -> None:
     sign = {"ddp": "require_backward_grad_sync", "fsdp": "set_requires_gradient_sync", None: "training"}
     if not hasattr(model, sign[args.parallel]):
         raise Skip("this script does not divide its work over processes: run it without torchrun")
+    if args.accumulate > 1 and not hasattr(getattr(model, "module", model), "divided"):
+        raise Skip("this script does not divide its batch: leave out --accumulate")
     if args.checkpoint and not is_checkpointed(model):
         raise Skip("this script does not recompute its blocks: leave out --checkpoint")
 

@@ -131,7 +131,7 @@ class Row:
     repetitions: list[Repetition] = field(default_factory=list)  # empty where the row ran once
     tokens_per_s: float | None = None  # gpus x tokens_per_step / median
     model_flops_per_s: float | None = None  # of one GPU: flops_per_step / median, by the convention of common/flops.py
-    peak_allocated_bytes: int | None = None  # CUDA allocator, over timed steps and capture; null on a CPU
+    peak_allocated_bytes: int | None = None  # CUDA allocator, over capture and trained steps; null on a CPU
     peak_reserved_bytes: int | None = None
     peak_rss_bytes: int | None = None  # host memory of the process at its largest, compiler and torch included
     loss: list[float] = field(default_factory=list)  # nats, one a training step, warm-up included

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import mul
+from statistics import fmean
 
 from common.record import Row, Run
 from report import analysis
@@ -15,7 +17,7 @@ from report.load import DIFFER, LEFT_OUT, environment_of
 
 SERIOUS, NOTICE = "serious", "notice"
 # Largest over smallest time of the reference work beside all rows, from the undisturbed ladders in docs/method.md.
-BUSY = {"cpu": {"product": 1.5, "copy": 1.5}, "cuda": {"product": 1.06, "copy": 1.06}}
+BUSY = {"cpu": {"product": 1.6, "copy": 1.8}, "cuda": {"product": 1.06, "copy": 1.06}}
 FEWEST_STEPS = {"cuda": 30, "cpu": 10}
 NOTICED_SPREAD, WIDEST_SPREAD = 0.03, 0.20
 NOTICED_DRIFT, LARGEST_DRIFT = 0.01, 0.05
@@ -85,16 +87,21 @@ def reference_extremes(run: Run, kind: str) -> tuple[tuple[float, str, str], tup
 
 
 def _reference_times(row: Row, kind: str, device: str) -> Iterator[tuple[float, str]]:
-    """What should be equal beside all rows, and the time in words: of a product on a GPU cycles, otherwise ms."""
+    """What should be equal beside all rows, and the time in words: of a product on a GPU cycles, otherwise ms.
+
+    Each pass of a row gives one: the mean of before and after, because a blip may hit one of them.
+    """
     references = [repetition.reference_ms for repetition in row.repetitions] or [row.reference_ms]
     for reference in filter(None, references):
         times = reference.product_ms if kind == "product" else reference.copy_ms
-        words = [f"{ms:.1f} ms" if ms >= 10 else f"{ms:.3g} ms" for ms in times]
+        ms = fmean(times)
+        said = f"{ms:.1f} ms" if ms >= 10 else f"{ms:.3g} ms"
         if kind == "product" and device == "cuda":
-            clocks = reference.clock_mhz or []
-            words = [f"{said} at {mhz:.0f} MHz" for said, mhz in zip(words, clocks, strict=False)]
-            times = [ms * mhz for ms, mhz in zip(times, clocks, strict=False)]
-        yield from ((time, said) for time, said in zip(times, words, strict=True) if time)
+            if not reference.clock_mhz:
+                continue
+            yield fmean(map(mul, times, reference.clock_mhz)), f"{said} at {fmean(reference.clock_mhz):.0f} MHz"
+        else:
+            yield ms, said
 
 
 def is_unsteady(row: Row) -> bool:
@@ -107,10 +114,16 @@ def describe_profile_offset(row: Row) -> str | None:
     offset = profile_offset(row)
     if abs(offset) <= LARGEST_PROFILE_OFFSET:
         return None
-    kernels_fit = kernels_ms(row.profile) <= (1 + LARGEST_PROFILE_OFFSET) * median_ms(row)
-    only_gaps = offset > 0 and row.profile.gpu_idle_ms and kernels_fit
-    trust = "the times of its kernels, not its gaps" if only_gaps else "the percentages, not the milliseconds"
+    trust = "the times of its kernels, not its gaps" if kernels_fit(row) else "the percentages, not the milliseconds"
     return f"Profiling ran {abs(offset):.0%} {'slower' if offset > 0 else 'faster'} than timing. Trust {trust}."
+
+
+def kernels_fit(row: Row) -> bool:
+    """Whether the times of a row's kernels are to be trusted: what the profile adds to the step is gaps alone."""
+    if row.profile is None or abs(profile_offset(row)) <= LARGEST_PROFILE_OFFSET:
+        return True
+    within = kernels_ms(row.profile) <= (1 + LARGEST_PROFILE_OFFSET) * median_ms(row)
+    return bool(profile_offset(row) > 0 and row.profile.gpu_idle_ms and within)
 
 
 def doubts(run: Run) -> list[Doubt]:
@@ -130,6 +143,10 @@ def _doubts_of_run(run: Run) -> Iterator[Doubt]:
         yield Doubt(NOTICE, "the working copy had uncommitted changes: the commit does not hold the code that ran")
     if run.environment and environment.commit is None:
         yield Doubt(NOTICE, f"the commit is unknown: {environment.commit_reason or 'not recorded'}")
+    unknown = tuple(row.step for row in [*run.steps, *run.peers] if is_timed(row) and row.reference_ms is None)
+    if unknown:
+        text = "no reference work was timed beside it: whether the machine was busy is not known"
+        yield Doubt(NOTICE, f"{', '.join(unknown)}: {text}", unknown)
     if environment.nvml_reason:
         yield Doubt(NOTICE, f"clocks and power are unknown: {environment.nvml_reason}")
     for before, after in analysis.consecutive(run.steps):
@@ -158,7 +175,8 @@ def _doubts_of_row(row: Row, run: Run) -> Iterator[tuple[str, str, str]]:
     if spread(row) > NOTICED_SPREAD:
         text = f"the middle half of its times spreads over {spread(row):.1%} of the median"
         yield SERIOUS if is_unsteady(row) else NOTICE, text, TIME
-    if abs(drift := analysis.drift(row)) > NOTICED_DRIFT:
+    on_gpu = environment_of(run).device_type != "cpu"  # a CPU has no clock that settles, and its spread says the rest
+    if on_gpu and abs(drift := analysis.drift(row)) > NOTICED_DRIFT:
         text = (
             f"the second half of its timed steps took {abs(drift):.1%} {'more' if drift > 0 else 'less'} than the first"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.record import Row, Run, describe_shape
 from report import analysis
 from report.analysis import bound, describe_bound, is_timed, median_ms, peak_gib
-from report.doubts import Speedup, busy, compared, is_unsteady, mark
+from report.doubts import Speedup, busy, compared, is_unsteady, kernels_fit, mark
 from report.load import environment_of
 
 
@@ -85,10 +85,10 @@ def sentence(run: Run, before: Row | None, row: Row) -> str:
 def _causes(run: Run, before: Row, row: Row) -> list[str]:
     """What took less and more time, and what the clock did.
 
-    Empty where a profile is so far off that it explains no change of the timed step, and where the optimizer, the
-    same code in both rows, shows that something else changed too.
+    Empty where a profile is so far off that it explains no change of the timed step, where there is a serious doubt,
+    and where the optimizer, the same code in both rows, shows that something else changed too.
     """
-    if any(abs(analysis.profile_offset(one)) > 0.1 for one in (before, row)) or analysis.unattributed(before, row):
+    if not (kernels_fit(before) and kernels_fit(row)) or analysis.unattributed(before, row) or mark(run, before, row):
         return []
     return [*_largest_changes(before, row), *_at_equal_clock(run, before, row)]
 

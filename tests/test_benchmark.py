@@ -14,7 +14,7 @@ import runs
 import torch
 from conftest import FAST, ROOT, SMALL, STEPS, arguments, built
 
-from common import benchmark, data
+from common import benchmark, data, timing
 from common.record import Row
 from report.doubts import is_unsteady
 from report.sentences import sentence
@@ -140,9 +140,9 @@ def test_settling_ends_when_steps_no_longer_drift_or_after_its_time():
             seen.append([ms(20 * len(seen) + k) for k in range(len(batches))])
             return seen[-1], []
 
-        passed_s = benchmark.settle(time_steps, [None], step_ms=100.0)
+        passed_s = timing.settle(time_steps, [None], step_ms=100.0)
         assert fewest <= len(seen) <= most and all(len(times) == 20 for times in seen)
-        assert passed_s == pytest.approx(sum(map(sum, seen)) / 1e3) and passed_s <= benchmark.LONGEST_SETTLING_S
+        assert passed_s == pytest.approx(sum(map(sum, seen)) / 1e3) and passed_s <= timing.LONGEST_SETTLING_S
 
 
 def test_a_slowed_row_makes_no_sentence(monkeypatch):

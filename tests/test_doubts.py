@@ -14,7 +14,7 @@ from report.doubts import Doubt, busy, doubts
 
 def fair(name, ms=100.0, drift=0.0, quartiles=None, **fields):
     """A row that no rule doubts, if nothing drifts and spreads."""
-    row = runs.step(name, ms, **fields)
+    row = runs.step(name, ms, **{"reference_ms": runs.reference(20.0)} | fields)
     row.timing.step_ms = [ms] * 20 + [ms * (1 + drift)] * 20
     row.timing.p25_ms, row.timing.p75_ms = quartiles or (ms, ms)
     return row
@@ -41,7 +41,8 @@ def test_broken_rules_are_doubted_in_two_levels_and_a_fair_run_is_not():
             "ran 98% slower than timing. Trust the times of its kernels, not",
         ),
         (fair("0_a", profile=runs.profile(90.0)), "notice", "ran 10% faster than timing. Trust the percentages"),
-        (runs.step("0_a"), "notice", "3 timed steps, fewer than 30"),
+        (runs.step("0_a", reference_ms=runs.reference(9.0)), "notice", "3 timed steps, fewer than 30"),
+        (fair("0_a", reference_ms=None), "notice", "whether the machine was busy is not known"),
         (fair("0_a", gpu_state=GpuState(throttle_reasons="0x44")), "notice", "power limit, hardware thermal slowdown"),
         (fair("0_a", gpu_state=GpuState(while_running=False)), "notice", "was done before its clocks had been read"),
     ):
