@@ -77,8 +77,9 @@ def ms(row: Row, run: Run) -> str:
 
 def performance_tables(results: Path) -> str:
     """Machine by machine: speedups of all workloads, time by category, variants; then bytes of attention."""
-    machines = sorted(path for path in results.iterdir() if any(path.glob(f"*/{MERGED}")))
-    parts = [part for machine in machines for part in _machine_tables(machine)]
+    shown = results / Path(SHOWN).parent
+    machines = sorted(results.iterdir(), key=lambda path: (path != shown, path.name))
+    parts = [part for machine in machines if any(machine.glob(f"*/{MERGED}")) for part in _machine_tables(machine)]
     for path in sorted(results.glob("*/attention-traffic.json")):
         parts += ["## DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
     return "\n\n".join(parts)
