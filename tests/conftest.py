@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import benchmark, data  # noqa: E402
+from common import benchmark, data, roofs  # noqa: E402
 from common.model import GPTConfig  # noqa: E402
 from common.record import Row  # noqa: E402
 
@@ -85,8 +85,9 @@ def quick(name: str, *words: str):
 
 
 @pytest.fixture(autouse=True)
-def leave_nothing(tmp_path):
+def leave_nothing(tmp_path, monkeypatch):
     scratch.append(tmp_path)
+    monkeypatch.setattr(roofs, "REFERENCE_S", 0.01)
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)

@@ -32,10 +32,11 @@ def test_recorded_profiles_add_up_and_leave_little_unknown():
     steps, peers = ([row["profile"] for run in records for row in run[kind]] for kind in ("steps", "peers"))
     for found in filter(None, [*steps, *peers]):
         categories = {name: value["ms"] for name, value in found["categories"].items()}
-        assert sum(categories.values()) + found["gpu_idle_ms"] == pytest.approx(found["step_ms"], rel=1e-3)
+        assert sum(categories.values()) + (found["gpu_idle_ms"] or 0.0) == pytest.approx(found["step_ms"], rel=1e-3)
         recorded = {kernel["name"]: kernel["category"] for kernel in found["kernels"]}
         assert {name: profile.categorize(name) for name in recorded} == recorded
-        assert found in peers or categories["other"] < 0.03 * found["step_ms"]
+        on_gpu = found["gpu_idle_ms"] is not None  # a CPU's operators hold what the backward engine frees
+        assert found in peers or not on_gpu or categories["other"] < 0.03 * found["step_ms"]
 
 
 def event(name, ts, dur, **args):

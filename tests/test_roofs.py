@@ -73,7 +73,9 @@ def test_the_recorded_grid_foretells_the_products_that_were_measured_beside_it()
             assert found == pytest.approx(ceiling, rel=0.08)
 
 
-def test_a_row_beside_competing_processes_makes_the_machine_busy():
+def test_a_row_beside_competing_processes_makes_the_machine_busy(monkeypatch):
+    monkeypatch.setattr(roofs, "REFERENCE_S", 0.25)
+
     def row(name):
         product_ms, copy_ms, _ = roofs.reference(CPU)
         return runs.step(name, reference_ms=Reference([product_ms], [copy_ms]))
