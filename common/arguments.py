@@ -175,7 +175,7 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
     run.add_argument("--amp-dtype", choices=["auto", "bf16", "fp16", "fp32"], help=f"mixed precision; {auto}")
     text = "profile untimed steps afterwards: a kernel table on stderr, a Chrome trace beside the record"
     run.add_argument("--profile", action="store_true", help=text)
-    text = "recompute each block in backward: less memory, more time, the same numbers"
+    text = "recompute each block in backward: less memory, more time"
     shape.add_argument("--checkpoint", action="store_true", help=text)
     run.add_argument("--parallel", choices=["ddp", "fsdp"], help="how processes share the model (default: ddp)")
     parser.set_defaults(preset="auto", seed=1337, device="auto", amp_dtype="auto", accumulate=1)
