@@ -251,7 +251,7 @@ def test_a_process_that_fails_among_several_is_one_line_of_its_row_and_the_other
 
 def test_several_processes_that_hang_are_all_ended(project):
     made = project({"0_x": "hang"})
-    made.run("--gpus", "2", "--only", "0", env={"STEP_TIMEOUT": "20"})
+    made.run("--gpus", "2", "--only", "0", env={"STEP_TIMEOUT": "12"})
     assert made.statuses()[0] == "timeout"
     for rank in "01":
         assert not is_alive(int((made.folder / f"hung{rank}").read_text()))
