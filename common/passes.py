@@ -64,8 +64,6 @@ def kernels(numbers: int, device: torch.device) -> Iterator[tuple[str, Callable[
         yield f"heads {name}", split.contiguous
         yield f"softmax of vocabulary {name}", lambda: aten._log_softmax(tensor.view(-1, row), -1, False)  # noqa: B023
     yield "softmax fp32", lambda: aten._softmax(x.view(-1, edge), -1, False)
-    rows = (gradient.view(-1, edge), x.view(-1, edge))
-    yield "softmax backward fp32", lambda: aten._softmax_backward_data(*rows, -1, torch.float32)
 
 
 def half_dtype(device: torch.device) -> torch.dtype:

@@ -53,7 +53,8 @@ BY_HAND_FP32 = (
     Pass("scores", 8, 2, COPIES, None, "masked_fill copies its input first, forward and backward"),
     Pass("scores", 8, 2, POINTWISE, "mask fp32", "masked_fill then reads and writes the copy, forward and backward"),
     Pass("scores", 8, 1, ATTENTION, "softmax fp32", "softmax reads and writes"),
-    Pass("scores", 24, 1, ATTENTION, "softmax backward fp32", "backward: gradient x output; reads both, writes"),
+    Pass("scores", 12, 1, POINTWISE, None, "softmax backward first multiplies gradient and output"),
+    Pass("scores", 12, 1, ATTENTION, None, "softmax backward reads that and the output, and writes"),
     Pass("stream", 8, 7, COPIES, "heads fp32", "heads made contiguous: q, k, v, output, three gradients"),
 )
 BY_HAND_BF16 = (
@@ -63,7 +64,8 @@ BY_HAND_BF16 = (
     Pass("scores", 6, 2, COPIES, "to fp32", "autocast runs softmax in FP32: scores, and in backward a gradient"),
     Pass("scores", 8, 1, ATTENTION, "softmax fp32", "softmax reads and writes FP32"),
     Pass("scores", 6, 2, COPIES, "to half", "weights back to BF16; backward: the gradient of scores"),
-    Pass("scores", 24, 1, ATTENTION, "softmax backward fp32", "backward: gradient x output; reads both, writes"),
+    Pass("scores", 12, 1, POINTWISE, None, "softmax backward first multiplies gradient and output"),
+    Pass("scores", 12, 1, ATTENTION, None, "softmax backward reads that and the output, and writes"),
     Pass("stream", 4, 7, COPIES, "heads half", "heads made contiguous: q, k, v, output, three gradients"),
 )
 EAGER_FP32 = (
