@@ -285,8 +285,9 @@ def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
     assert (user / data).stat().st_size == 4004
     written = json.loads((latest / "results.json").read_text())
     assert written["roofs"]["fp32_flops_per_s"] > 0 and written["environment"]["commit_reason"] == "not a git checkout"
+    assert [bool(row["predicted_ms"]) for row in rows.values()] == [True] * 4 + [False]
     report = (latest / "report.md").read_text()
-    assert all(step in report and step in ran.stdout for step in STEPS)
+    assert all(step in report and step in ran.stdout for step in STEPS) and "predicted ms" in report
     for name in ("report.html", "speedup.png", "0_baseline.trace.json.gz", "0_baseline.log", f"{STEPS[4]}.log"):
         assert (latest / name).stat().st_size > 0, name
 
