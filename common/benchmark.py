@@ -137,7 +137,7 @@ def run(
     if on_gpu:  # until here the GPU has warmed up and its clock has fallen: those steps show the losses only
         row.timing.settling_s = timing.settle(time_steps, trained, statistics.median(step_ms))
         step_ms, timed_losses = time_steps(trained[:MOST_TIMED], "timed", row=row)
-        mean_losses(timed_losses, args)
+        mean_losses(timed_losses, args, "timed")
     set_timing(row, step_ms, warmup_s, args)
     if on_gpu:
         timing.measure_energy(time_steps, trained, row, args)
@@ -201,12 +201,12 @@ def rehearsal(train_step: timing.TrainStep, batches: list, optimizer: torch.opti
         optimizer.step = update
 
 
-def mean_losses(losses: list[torch.Tensor], args: Arguments) -> list[float]:
+def mean_losses(losses: list[torch.Tensor], args: Arguments, phase: str = "training") -> list[float]:
     """Losses over all processes. Raises FloatingPointError, one line, for the first that is not a finite number."""
     means = parallel.mean([loss.item() for loss in losses], args)
     for k, loss in enumerate(means):
         if not math.isfinite(loss):
-            raise FloatingPointError(f"loss is {loss} at training step {k}: lower --lr (now {args.lr:g})")
+            raise FloatingPointError(f"loss is {loss} at {phase} step {k}: lower --lr (now {args.lr:g})")
     return means
 
 

@@ -102,6 +102,8 @@ def start(args: Arguments) -> None:
     with contextlib.suppress(OSError, AttributeError):  # torchrun's processes outlive a torchrun that was killed
         ctypes.CDLL(None).prctl(PARENT_DIES, signal.SIGKILL)
     on_gpu = args.device.type == "cuda"
+    if on_gpu:  # DDP works on the stream on which it was built, and the default stream cannot be captured
+        torch.cuda.set_stream(torch.cuda.Stream(args.device))
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=args.device if on_gpu else None)
     works: list = [None] * args.world.size
     dist.all_gather_object(works, asdict(args.workload()))
