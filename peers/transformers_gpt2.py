@@ -49,8 +49,8 @@ def main(args):
     if args.amp_dtype is torch.float16:
         raise Skip("this peer has no loss scaling: it runs under BF16 or FP32")
     torch.set_float32_matmul_precision("high")
-    shape, attention = args.config, importlib.import_module("transformers.integrations.sdpa_attention")
-    transformers.AttentionInterface.register("sdpa_without_mask", attention.sdpa_attention_forward)
+    shape, attentions = args.config, transformers.AttentionInterface()
+    attentions.register("sdpa_without_mask", attentions["sdpa"])
     config = transformers.GPT2Config(
         vocab_size=shape.vocab_size, n_positions=shape.seq_len, n_embd=shape.n_embd, n_layer=shape.n_layer,
         n_head=shape.n_head, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
