@@ -138,7 +138,8 @@ class Study:
 def run_study(rows: list[Trained], seeds: list[int], arguments: list[str], output: Path, merged: list[Path]) -> int:
     """Train every row with every seed; returns 1 where one failed, 130 where interrupted.
 
-    What `output` and the `merged` files hold is not trained again. The rows of one seed run one after the other, so that a study which ends early holds whole seeds.
+    What `output` and the `merged` files hold is not trained again. The rows of one seed run one after the other, so
+    that a study which ends early holds whole seeds.
     """
     stop = process.Stop()
     with tempfile.TemporaryDirectory() as temporary:
