@@ -148,14 +148,12 @@ def test_a_captured_row_counts_the_memory_that_a_launched_one_needs(step, monkey
 def test_losses_fall_and_follow_the_baseline(step, monkeypatch):
     def losses(name):
         run = built(name, monkeypatch, config=CONFIG, device="cuda:0", amp_dtype=torch.bfloat16, steps=20)
-        if optimizer := run.settings.get("rehearse"):
-            benchmark.rehearsal(run.train_step, run.batches[:3], optimizer)
         return torch.stack([run.train_step(*batch).detach().clone() for batch in run.batches[:20]])
 
     skip_without_fp8(step)
     baseline, these = losses(STEPS[0]), losses(step)
     assert these[-1] < these[0] - 0.5
-    assert these.mean().item() == pytest.approx(baseline.mean().item(), rel=0.02)
+    assert these.mean().item() == pytest.approx(baseline.mean().item(), rel=0.03)
     torch.testing.assert_close(these, baseline, rtol=0.15 if step == STEPS[4] else 0.03, atol=0)  # a single loss jumps
 
 
