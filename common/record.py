@@ -21,6 +21,7 @@ CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py s
     "matrix products", "attention", "normalization and pointwise", "optimizer", "copies and casts", "loss",
     "communication", "other",
 )  # fmt: skip
+MEMORY_KINDS = ("parameters", "optimizer", "other", "gradients", "activations", "temporary")  # see common/memory.py
 
 
 @dataclass
@@ -64,6 +65,26 @@ class Kernel:
 
 
 @dataclass
+class Launch:
+    """A kernel as it ran once; on a CPU an operator that does its work itself."""
+
+    name: str
+    category: str  # one of CATEGORIES
+    start_ms: float  # since its half of the block began
+    ms: float
+
+
+@dataclass
+class Block:
+    """What one transformer block ran: from one attention's longest kernel to the next one's, see common/block.py."""
+
+    forward: list[Launch]
+    forward_ms: float
+    backward: list[Launch]
+    backward_ms: float
+
+
+@dataclass
 class Profile:
     """Untimed steps under torch.profiler; categories and idle time add up to step_ms. A CPU's kernels are operators."""
 
@@ -79,6 +100,19 @@ class Profile:
     bound_by: str | None = None  # the largest share: compute, memory, launch or communication; null on a CPU
     shares: dict[str, float] | None = None  # of the step, adding up to 1
     communication_ms: float | None = None  # of its kernels; the category has what of it overlaps no other kernel
+    block: Block | None = None  # null where a step has fewer than two attentions
+
+
+@dataclass
+class MemoryUse:
+    """What CUDA's allocator held over one launched step, at most 200 points, see common/memory.py."""
+
+    ms: list[float]  # of the host, since the step began
+    bytes: dict[str, list[int]]  # by MEMORY_KINDS, one number a point
+    peak_bytes: int
+    peak_ms: float
+    backward_ms: float | None = None  # when backward began
+    optimizer_ms: float | None = None
 
 
 @dataclass
@@ -147,6 +181,7 @@ class Row:
     predicted_ms: float | None = None  # by ladder.predict, from the roofs alone
     bytes_per_step: LeastBytes | None = None
     profile: Profile | None = None  # null without --profile
+    memory: MemoryUse | None = None  # null without --profile and on a CPU; a captured step's own peak may differ
 
 
 @dataclass

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from common.errors import run_command
 from common.record import Roofs, Row, Run, describe_shape, write_bytes
 from common.text import OneLineParser, say
-from report import analysis, causal_claims, causes, charts, parity, predictions, table
+from report import analysis, causal_claims, causes, charts, parity, predictions, steps, table
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
@@ -320,8 +320,14 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them."""
     generated = {"README.md": readme_table, "docs/performance.md": performance_tables,
                  "docs/method.md": method_tables, "docs/parity.md": parity_tables,
-                 "docs/causes.md": causal_claims.claims_table}  # fmt: skip
+                 "docs/causes.md": causal_claims.claims_table,
+                 "docs/steps.md": lambda results: shown_steps(results)[0]}  # fmt: skip
     return {root / name: between_markers(root / name, tables(results)) for name, tables in generated.items()}
+
+
+def shown_steps(results: Path) -> tuple[str, dict[str, bytes]]:
+    """The story of README's run, and its pictures by file name."""
+    return steps.steps_page(read_run(results / SHOWN / MERGED), f"results/{SHOWN}")
 
 
 def main() -> None:
@@ -332,6 +338,8 @@ def main() -> None:
         for document, text in documents(ROOT, results).items():
             write_bytes(document, text.encode())
             say(str(document.relative_to(ROOT)))
+        for name, picture in shown_steps(results)[1].items():
+            write_bytes(ROOT / "docs" / steps.FOLDER / name, picture)
         for folder, study in recorded_studies(results):
             write_bytes(folder / parity.CURVES, parity_curves(study))
             say(str((folder / parity.CURVES).relative_to(ROOT)))
