@@ -73,6 +73,11 @@ def differ(a: float, b: float) -> bool:
     return high_a < low_b or high_b < low_a
 
 
+def less(a: float, b: float) -> bool:
+    """Whether a time is shorter than another one by more than their spread."""
+    return a < b and differ(a, b)
+
+
 @dataclass
 class Check:
     """One prediction beside its measurement: two figures of one unit, at best within 25 %.
@@ -127,11 +132,14 @@ class Result:
     listings: dict[str, str] = field(default_factory=dict)
 
     def render(self, style: str = "simple") -> str:
-        tables = [*self.tables, *([table("Predictions", [check.row() for check in self.checks])] * bool(self.checks))]
+        tables = [*self.tables, *self.checked()]
         parts = [f"{table.title}\n\n{table.render(style)}" for table in tables]
         parts += [f"{title}\n\n{textwrap.indent(text, '    ')}" for title, text in self.listings.items()]
         sentences = [*self.sentences, *([f"Score: {self.score()}."] * bool(self.checks))]
         return "\n\n".join([*parts, "\n".join(f"- {sentence}" for sentence in sentences)])
+
+    def checked(self) -> list[Table]:
+        return [table("Predictions", [check.row() for check in self.checks])] if self.checks else []
 
     def score(self) -> str:
         """How many predictions were near. An upper bound counts if it holds."""

@@ -10,8 +10,8 @@ a few MB is over before its bandwidth counts: it takes as long as an empty kerne
 S bytes is predicted as the empty kernel plus S over the rate of its level, and the rate of L2 as twice that of DRAM.
 
 Registers and the memory inside a multiprocessor (L1 and shared memory are one on an NVIDIA GPU) show only in a loop
-inside a kernel, which on_chip.py has in Triton. A multiprocessor reads 128 bytes of L1 a clock, so all of them read 128 x
-their number x the clock. From registers it does 128 multiply-adds a clock, of three numbers each: 1536 bytes.
+inside a kernel, which on_chip.py has in Triton. A multiprocessor reads 128 bytes of L1 a clock, so all of them read 128
+x their number x the clock. From registers it does 128 multiply-adds a clock, of three numbers each: 1536 bytes.
 
 To read DRAM at full speed, enough bytes must be on their way. A copy by one program of 4 warps on each multiprocessor,
 which has room for 64, is measured first. k programs have k times the bytes on their way, so they copy k times as fast,
