@@ -5,8 +5,8 @@ memory grow when the length doubles? What limits both at T 256?
 
 Prediction, for causal attention, forward and backward, of (B, H, T, D) tensors of 2-byte numbers. "By hand" means one
 kernel for each operator. Each of these kernels reads or writes the whole (B, H, T, T) tensor of scores. That makes 40
-passes over the scores under autocast and 23 without it; traffic.py lists them. At B 1, H 16, T 8192, D 128 the bytes
-are 40 x 2.1 GB = 86 GB, which take 20 ms at 4.3 TB/s. The products add 12 B H T^2 D = 1.6 TFLOP.
+passes over the scores under autocast and 23 without it; attention_forms.py lists them. At B 1, H 16, T 8192, D 128 the
+bytes are 40 x 2.1 GB = 86 GB, which take 20 ms at 4.3 TB/s. The products add 12 B H T^2 D = 1.6 TFLOP.
 
 "Fused" means that one kernel keeps the scores on the chip. It moves q, k, v, o and their gradients once, which is
 12 x 34 MB = 0.4 GB in 0.1 ms. It skips the half of the scores above the diagonal and computes the scores a second time
@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anatomy.attention_traffic import analytic_attention_bytes, attention_by_hand, count_both, traffic_rows
+from anatomy.attention_forms import analytic_attention_bytes, attention_by_hand
 from anatomy.experiment import (
     Check,
     Result,
@@ -48,6 +48,7 @@ from anatomy.experiment import (
     size_argument,
     table,
 )  # fmt: skip
+from anatomy.traffic import count_both, traffic_rows
 from common import hardware, roofs
 from common.errors import is_out_of_memory
 from common.record import ProductRate

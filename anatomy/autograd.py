@@ -29,7 +29,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch._dynamo.exc import TorchDynamoException
 
-from anatomy.attention_traffic import attention_by_hand
+from anatomy.attention_forms import attention_by_hand
 from anatomy.experiment import Check, Refused, Result, Table, size_argument, table
 from common.profile import backward_graph
 from common.text import one_line

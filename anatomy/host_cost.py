@@ -131,6 +131,6 @@ def sentences(figures: dict) -> list[str]:
         f"The loop takes {looped / times['vector.sum()']:.0f} times as long as vector.sum().",
         f"A guard on a tensor costs {per_guard(times) * 1e9:.0f} ns. Behind its guards the compiled operator takes "
         f"{later / plain:.1f} times as long as the plain one.",
-        f"The first call of the compiled function takes {figures['first_call_s'] / later:.0f} times "
-        "as long as a later one.",
+        f"The first call of the compiled function takes {figures['first_call_s'] / later:.0f} times as long "
+        "as a later one.",
     ]

@@ -32,7 +32,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from anatomy.attention_traffic import attention_fused
+from anatomy.attention_forms import attention_fused
 from anatomy.experiment import (
     Check,
     Refused,

@@ -31,7 +31,7 @@ import torch.nn as nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils.checkpoint import checkpoint
 
-from anatomy.attention_traffic import attention_by_hand, attention_fused
+from anatomy.attention_forms import attention_by_hand, attention_fused
 from anatomy.experiment import (
     Check,
     Result,
@@ -68,6 +68,20 @@ def checkpointed(blocks: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def convolutions(args: argparse.Namespace, B: int) -> tuple[nn.Module, torch.Tensor]:
+    """Two convolutions with BatchNorm and ReLU, and images for them."""
+    gpu, how = args.device.type == "cuda", {"device": args.device, "dtype": args.dtype or torch.float32}
+    layers = (nn.Sequential(nn.Conv2d(a, b, 3), nn.BatchNorm2d(b), nn.ReLU()) for a, b in ((3, 64), (64, 128)))
+    images = torch.randn(4 * B if gpu else 2, 3, *[112 if gpu else 32] * 2, **how)
+    return nn.Sequential(*layers).to(**how), images
+
+
+def cnn_inference(args: argparse.Namespace, B: int) -> tuple[Callable, Callable]:
+    plain, images = convolutions(args, B)
+    forms = plain.eval(), torch.compile(plain.eval())
+    return tuple(torch.no_grad()(partial(form, images)) for form in forms)
+
+
 def pairs(args: argparse.Namespace, layers: int, B: int, T: int, C: int) -> dict[str, Callable]:
     """Technique -> a function that builds two forms of forward and backward, plain and with it. A GPU uses BF16."""
     device, dtype, gpu = args.device, args.dtype or torch.float32, args.device.type == "cuda"
@@ -95,23 +109,13 @@ def pairs(args: argparse.Namespace, layers: int, B: int, T: int, C: int) -> dict
         graphed = torch.cuda.make_graphed_callables(copy.deepcopy(small), (few,))
         return step(small, few, amp=False), step(graphed, few, amp=False)
 
-    def convolutions() -> tuple[nn.Module, torch.Tensor]:
-        layers = (nn.Sequential(nn.Conv2d(a, b, 3), nn.BatchNorm2d(b), nn.ReLU()) for a, b in ((3, 64), (64, 128)))
-        images = torch.randn(4 * B if gpu else 2, 3, *[112 if gpu else 32] * 2, device=device, dtype=dtype)
-        return nn.Sequential(*layers).to(device, dtype), images
-
     def layouts() -> tuple[Callable, Callable]:
-        plain, images = convolutions()
+        plain, images = convolutions(args, B)
         last = copy.deepcopy(plain).to(memory_format=torch.channels_last)
         return step(plain, images), step(last, images.contiguous(memory_format=torch.channels_last))
 
-    def cnn() -> tuple[Callable, Callable]:
-        plain, images = convolutions()
-        plain, fast = plain.eval(), torch.compile(plain.eval())
-        return tuple(torch.no_grad()(partial(form, images)) for form in (plain, fast))
-
     return {
-        "CNN inference under torch.compile": cnn,
+        "CNN inference under torch.compile": partial(cnn_inference, args, B),
         "torch.compile": lambda: (step(blocks), step(torch.compile(copy.deepcopy(blocks)))),
         "FlashAttention": attention,
         "checkpointing": lambda: (step(blocks), step(partial(checkpointed, blocks))),

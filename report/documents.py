@@ -9,19 +9,18 @@ if __name__ == "__main__":
 
 import json
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
 from common.errors import run_command
 from common.record import Roofs, Row, Run, describe_shape, write_bytes
-from common.text import OneLineParser, aligned, say
-from report import analysis, charts, parity, table
+from common.text import OneLineParser, one_line, say
+from report import analysis, charts, claims, parity, questions, table
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
 from report.load import MERGED, ROOFS, RecordError, convert, read_json, read_run
-from report.table import commit_of, gib, levels, markdown, ms_cell, speedup_cell, tflops
+from report.table import commit_of, gib, levels, markdown, ms_cell, pipe_table, speedup_cell, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -32,10 +31,6 @@ def recorded_runs(folder: Path, pattern: str = "*/*") -> list[tuple[Path, Run]]:
     """Every recorded run below a folder, the one with the least work first."""
     runs = [(path.parent, read_run(path)) for path in sorted(folder.glob(f"{pattern}/{MERGED}"))]
     return sorted(runs, key=lambda named: named[1].workload.flops_per_step)
-
-
-def pipe_table(headers: Iterable[str], cells: Iterable[tuple], n_left: int = 1) -> str:
-    return aligned(table.grid(headers, cells), "pipe", n_left)
 
 
 def readme_table(results: Path) -> str:
@@ -82,6 +77,10 @@ def performance_tables(results: Path) -> str:
     parts = [part for machine in machines if any(machine.glob(f"*/{MERGED}")) for part in _machine_tables(machine)]
     for path in sorted(results.glob("*/attention-traffic.json")):
         parts += ["## DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
+    for path in sorted(results.glob("*/step-traffic-*.json")):
+        name = path.stem.removeprefix("step-traffic-")
+        title = f"## DRAM bytes of the longest kernels: {name}, recorded in `{path.parent.name}`"
+        parts += [title, *_step_traffic(json.loads(path.read_text()))]
     return "\n\n".join(parts)
 
 
@@ -221,6 +220,25 @@ def _traffic_table(traffic: dict) -> str:
     return pipe_table(("forward and backward, BF16", "analytic GB", "counted GB"), cells)
 
 
+def _step_traffic(traffic: dict) -> list[str]:
+    """The kernels of every step that was counted, with their share of a copy's bandwidth; and why one was not."""
+    steps, rate = traffic["steps"], traffic["copy_bytes_per_s"]
+    cells = [
+        (script, one_line(kernel["name"], 60), kernel["launches"], f"{kernel['seconds'] * 1e3:.2f}",
+         f"{kernel['bytes'] / 1e9:.2f}", f"{kernel['bytes'] / kernel['seconds'] / rate:.0%}")
+        for script, step in steps.items() for kernel in step.get("kernels", [])
+    ]  # fmt: skip
+    lines = [f"- {script} was not counted: {step['reason']}." for script, step in steps.items() if "reason" in step]
+    lines += [
+        f"- {script}: the whole step moves {step['bytes'] / 1e9:.1f} GB in {step['seconds'] * 1e3:.1f} ms of kernels, "
+        f"{step['bytes'] / step['seconds'] / rate:.0%} of a copy's bandwidth."
+        for script, step in steps.items()
+        if "kernels" in step
+    ]
+    headers = ("step", "kernel", "launches", "ms", "GB", "of a copy's bandwidth")
+    return [pipe_table(headers, cells, n_left=2), "\n".join(map(markdown, lines))]
+
+
 # --- docs/parity.md -------------------------------------------------------------------------------
 
 
@@ -322,7 +340,8 @@ def between_markers(document: Path, generated: str) -> str:
 def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them."""
     generated = {"README.md": readme_table, "docs/performance.md": performance_tables,
-                 "docs/method.md": method_tables, "docs/parity.md": parity_tables}  # fmt: skip
+                 "docs/method.md": method_tables, "docs/parity.md": parity_tables,
+                 "docs/claims.md": claims.claims_table, "docs/anatomy.md": questions.path}  # fmt: skip
     return {root / name: between_markers(root / name, tables(results)) for name, tables in generated.items()}
 
 

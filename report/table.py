@@ -233,6 +233,10 @@ def render_text(run: Run) -> str:
     return "\n".join([*lines, CONVENTION])
 
 
+def pipe_table(headers: Iterable[str], cells: Iterable[tuple], n_left: int = 1) -> str:
+    return aligned(grid(headers, cells), "pipe", n_left)
+
+
 def markdown(text: object) -> str:
     """A line of Markdown in which nothing that a record says is markup, a link, or the end of a cell."""
     line = one_line(text, 1000).replace("&", "&amp;").replace("<", "&lt;").replace("`", "'")
