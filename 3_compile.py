@@ -1,9 +1,10 @@
 """Step 3: one graph, by torch.compile and a CUDA graph.
 
-Change:   torch.compile fuses the operations between the matrix products, forward and
-          backward, and those of AdamW. The whole step is captured as one CUDA graph.
-Why:      every operation read and wrote whole tensors; fused, a tensor travels once. The
-          host launched every kernel; with a captured graph it launches once a step.
+Change:   torch.compile fuses AdamW into one pass over its tensors, and the casts and pointwise
+          operations between the matrix products. The whole step is captured as a CUDA graph.
+Why:      AdamW and these operations read and wrote the same tensors several times. The host
+          launched every kernel; with a captured graph it launches once a step. Which of the
+          three gains most depends on the model and the host, see docs/performance.md.
 Run:      python 3_compile.py         Read: diff 2_sdpa.py 3_compile.py
 """
 
@@ -83,11 +84,12 @@ def main(args):
     # Scales the loss under FP16; under BF16 and FP32 it does nothing.
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
 
+    @sdpa_kernel(kernels, set_priority=True)
     def train_step(tokens, targets):
         amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.mixed_precision)
         losses = []
         for x, y in parallel.micro_batches(tokens, targets, model, args):
-            with amp, sdpa_kernel(kernels, set_priority=True):
+            with amp:
                 losses.append(model(x, y) / args.accumulate)
             scaler.scale(losses[-1]).backward()
         scaler.step(optimizer)

@@ -16,6 +16,7 @@ from common.model import PRESETS, GPTConfig
 from common.record import Data, Workload, check_writable, describe_shape
 from common.text import OneLineParser, positive_int
 
+DDP_WARMUP = 11  # DDP divides gradients into buckets anew, and times itself, until then: no CUDA graph holds that
 ROOT = Path(__file__).resolve().parent.parent
 ESTIMATE_MARGIN = 1.1  # mixed precision keeps a little more than the estimate of a plain step
 
@@ -43,6 +44,7 @@ class Arguments:
     world: hardware.World = field(default_factory=hardware.World)
     parallel: str | None = None  # ddp, fsdp; None alone
     checkpoint: bool = False  # recompute each block in backward
+    capture: bool = True  # as a CUDA graph, a step that asks for it
 
     @property
     def step(self) -> str:
@@ -177,6 +179,8 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
     run.add_argument("--profile", action="store_true", help=text)
     text = "recompute each block in backward: less memory, more time"
     shape.add_argument("--checkpoint", action="store_true", help=text)
+    text = "launch each kernel of a step from the host, also where it could be captured as a CUDA graph"
+    run.add_argument("--no-capture", action="store_true", help=text)
     run.add_argument("--parallel", choices=["ddp", "fsdp"], help="how processes share the model (default: ddp)")
     parser.set_defaults(preset="auto", seed=1337, device="auto", amp_dtype="auto", accumulate=1)
     return parser
@@ -204,13 +208,13 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         parser.error(f"--device {given.device} has no free memory left for even one tensor")
     except ValueError as error:
         parser.error(str(error))
-    steps, warmup = (30, 5) if device.type == "cuda" else (10, 3)
+    steps, warmup = (10, 3) if device.type == "cpu" else (30, 5 if world.size == 1 else DDP_WARMUP)
     return Arguments(
         script=script, base_preset=preset, config=config, batch_size=batch_size,
         accumulate=given.accumulate, steps=given.steps or steps, warmup=given.warmup or warmup,
         lr=given.lr or PRESETS[preset].lr, seed=given.seed,
         text=text, device=device, amp_dtype=amp_dtype, amp_note=amp_note, profile=given.profile, output=output,
-        checkpoint=given.checkpoint, notes=notes, world=world,
+        checkpoint=given.checkpoint, capture=not given.no_capture, notes=notes, world=world,
         parallel=(given.parallel or "ddp") if world.size > 1 else None,
     )  # fmt: skip
 

@@ -109,14 +109,14 @@ def run(
     rehearse: torch.optim.Optimizer | None = None,
     note: str | None = None,
     fp8_recipe: str | None = None,
+    head: str = "FP8",
 ) -> Row:
     """Warm up, train and time `args.steps` steps, observe untimed ones, and return the row.
 
     `train_step` takes tokens and targets, each (B, T) int64 on the device; it trains and returns the loss. `model`
-    takes the same and only returns the loss. `rehearse` is an optimizer whose updates are left out while the warm-up's
-    batches pass once before the first step, see `rehearsal`; the time counts as warm-up. `note` is one line that
-    qualifies the row, and `fp8_recipe` the repr of the recipe. Raises FloatingPointError when a loss is not finite,
-    and whatever `train_step` raises.
+    takes the same and only returns the loss. `rehearse` is an optimizer whose updates are left out in a `rehearsal`
+    before the first step; it counts as warm-up. `note` qualifies the row in one line, `fp8_recipe` is the repr of the
+    recipe, `head` the format of the head beside it. Raises FloatingPointError, and whatever `train_step` raises.
     """
     parallel.require_distributed(model, args)
     model.train()
@@ -137,7 +137,7 @@ def run(
     if on_gpu:  # until here the GPU has warmed up and its clock has fallen: those steps show the losses only
         row.timing.settling_s = timing.settle(time_steps, trained, statistics.median(step_ms))
         step_ms, timed_losses = time_steps(trained[:MOST_TIMED], "timed", row=row)
-        mean_losses(timed_losses, args)
+        mean_losses(timed_losses, args, "timed")
     set_timing(row, step_ms, warmup_s, args)
     if on_gpu:
         timing.measure_energy(time_steps, trained, row, args)
@@ -146,7 +146,7 @@ def run(
     observed = observe(train_step, spare, model, args, row)
     progress.clear()
     asked = isinstance(train_step, CapturedStep)
-    row.settings.checkpointed = parallel.is_checkpointed(model)
+    row.settings.checkpointed, row.settings.head = parallel.is_checkpointed(model), head if fp8_recipe else None
     row.settings.captured, row.settings.fp8_recipe = asked and train_step.reason is None, fp8_recipe
     notes = [note, hardware.cudnn_note(args.device), observed, train_step.reason if asked and on_gpu else None]
     row.note = joined([*notes, None if note else precision_note(row, args)])
@@ -201,12 +201,12 @@ def rehearsal(train_step: timing.TrainStep, batches: list, optimizer: torch.opti
         optimizer.step = update
 
 
-def mean_losses(losses: list[torch.Tensor], args: Arguments) -> list[float]:
+def mean_losses(losses: list[torch.Tensor], args: Arguments, phase: str = "training") -> list[float]:
     """Losses over all processes. Raises FloatingPointError, one line, for the first that is not a finite number."""
     means = parallel.mean([loss.item() for loss in losses], args)
     for k, loss in enumerate(means):
         if not math.isfinite(loss):
-            raise FloatingPointError(f"loss is {loss} at training step {k}: lower --lr (now {args.lr:g})")
+            raise FloatingPointError(f"loss is {loss} at {phase} step {k}: lower --lr (now {args.lr:g})")
     return means
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from common.arguments import Arguments
+from common.arguments import DDP_WARMUP, Arguments
 from common.text import one_line
 
 
@@ -24,8 +24,12 @@ def capture(train_step: Callable, optimizer: torch.optim.Optimizer, args: Argume
     """`train_step` with capture asked for. Where that cannot be, the step is launched, and `reason` says why."""
     if args.device.type != "cuda":
         reason = "only a GPU has CUDA graphs"
-    elif args.world.size > 1:
-        reason = "launched, not captured: the exchange between processes was not shown to work in a CUDA graph"
+    elif not args.capture:
+        reason = "launched, not captured: --no-capture"
+    elif args.parallel == "fsdp":
+        reason = "launched, not captured: FSDP2 allocates pinned memory of the host, which no CUDA graph can hold"
+    elif args.parallel == "ddp" and args.warmup < DDP_WARMUP:
+        reason = f"launched, not captured: DDP needs {DDP_WARMUP} launched steps first, --warmup {DDP_WARMUP}"
     elif args.checkpoint:
         reason = "launched, not captured: recomputing blocks was not shown to work in a CUDA graph"
     elif args.amp_dtype is torch.float16:
@@ -60,8 +64,9 @@ class CapturedStep:
         torch.cuda.empty_cache()  # what launched steps left would count beside the graph's own memory
         torch.cuda.reset_peak_memory_stats()
         graph, stream, first = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), None
+        own = None if stream == torch.cuda.default_stream() else stream  # the default stream cannot be captured
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=own):
                 try:
                     self.loss = self.launch(*self.batch).detach()
                 except BaseException as error:

@@ -48,7 +48,10 @@ def distribute(model: torch.nn.Module, args: Arguments, checkpoint: Callable = r
     if args.parallel == "ddp":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames the option
-            return torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+            # Gradients stay in the buckets in which they are averaged: no copy back, and room for one set of them.
+            return torch.nn.parallel.DistributedDataParallel(
+                model, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
     if args.parallel == "fsdp":
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -102,6 +105,8 @@ def start(args: Arguments) -> None:
     with contextlib.suppress(OSError, AttributeError):  # torchrun's processes outlive a torchrun that was killed
         ctypes.CDLL(None).prctl(PARENT_DIES, signal.SIGKILL)
     on_gpu = args.device.type == "cuda"
+    if on_gpu:  # DDP works on the stream on which it was built, and the default stream cannot be captured
+        torch.cuda.set_stream(torch.cuda.Stream(args.device))
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=args.device if on_gpu else None)
     works: list = [None] * args.world.size
     dist.all_gather_object(works, asdict(args.workload()))

@@ -23,6 +23,7 @@ from common.record import SCHEMA_VERSION, Plan, Row, Run, Workload, write_json, 
 from common.text import OneLineParser, one_line, portable_command, positive_int, say  # noqa: E402
 from ladder import process  # noqa: E402
 from report.__main__ import report  # noqa: E402
+from report.load import PREDICTED, ROOFS  # noqa: E402
 
 STEPS = "01234"
 BY_HAND = ("0_", "1_")  # rows that write the (T, T) scores of attention to memory
@@ -225,13 +226,13 @@ def run_script(ladder: Ladder, script: Path, record: Path) -> tuple[str | None, 
 
 
 def has_roofs(folder: Path) -> bool:
-    roofs = read_object(folder / "roofs.json")
+    roofs = read_object(folder / ROOFS)
     return bool(roofs) and "failed" not in roofs
 
 
 def measure_roofs(ladder: Ladder) -> None:
     say("measuring the roofs of this machine")
-    roofs, log = ladder.folder / "roofs.json", ladder.folder / "roofs.log"
+    roofs, log = ladder.folder / ROOFS, ladder.folder / "roofs.log"
     command = process.module_command("common.roofs", *ladder.plan.arguments, "--output", str(roofs))
     try:
         roofs.unlink(missing_ok=True)
@@ -241,6 +242,16 @@ def measure_roofs(ladder: Ladder) -> None:
             write_json(roofs, {"failed": reason})
     except OSError as error:
         say(f"the roofs could not be written: {error.strerror or error}")
+
+
+def predict_rows(ladder: Ladder) -> None:
+    """Leave what the roofs predict for each row, or one line that says why they predict nothing."""
+    log, predicted = ladder.folder / "predicted.log", ladder.folder / PREDICTED
+    words = ["--roofs", str(ladder.folder / ROOFS), "--json", str(predicted), *ladder.plan.arguments]
+    with contextlib.suppress(OSError):
+        ended = ladder.run(process.module_command("ladder.predict", *words), log)
+        if ended.code and not ended.stopped:
+            say(f"no predictions: {process.last_line(log)}")
 
 
 def finish(ladder: Ladder) -> int:
@@ -323,6 +334,8 @@ def main(argv: list[str]) -> int:
             say("")
     if plan.roofs and not (stop.requests or has_roofs(folder)):
         measure_roofs(ladder)
+    if has_roofs(folder) and plan.gpus == 1 and not stop.requests:
+        predict_rows(ladder)
     return finish(ladder)
 
 

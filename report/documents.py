@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from common.errors import run_command
 from common.record import Roofs, Row, Run, describe_shape, write_bytes
 from common.text import OneLineParser, one_line, say
-from report import analysis, charts, claims, parity, questions, table
+from report import analysis, causal_claims, causes, charts, claims, parity, predictions, questions, table
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
@@ -75,6 +75,7 @@ def performance_tables(results: Path) -> str:
     shown = results / Path(SHOWN).parent
     machines = sorted(results.iterdir(), key=lambda path: (path != shown, path.name))
     parts = [part for machine in machines if any(machine.glob(f"*/{MERGED}")) for part in _machine_tables(machine)]
+    parts.append(causes.sections(results))
     for path in sorted(results.glob("*/attention-traffic.json")):
         parts += ["## DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
     for path in sorted(results.glob("*/step-traffic-*.json")):
@@ -98,7 +99,7 @@ def _machine_tables(machine: Path) -> list[str]:
     for path in sorted(machine.glob("*/ablations.json")):
         variants = json.loads(path.read_text())["variants"]
         parts += [f"### What each choice gives: {path.parent.name}", _ablation_table(variants)]
-    return parts
+    return [*parts, *predictions.section(machine, runs)]
 
 
 def _lines(run: Run) -> list[str]:
@@ -120,7 +121,8 @@ def _workload_table(runs: list[tuple[Path, Run]]) -> str:
     def cell(name: str, rows: dict[str, Row], run: Run) -> str:
         row, baseline = rows.get(name), rows.get(names[0])
         if row and baseline and is_timed(row) and is_timed(baseline):
-            return f"{ms(row, run)}, {speedup_cell(row, baseline, run, digits=1)}"
+            head = f", {row.settings.head} head" if row.settings.head and run.peers else ""
+            return f"{ms(row, run)}, {speedup_cell(row, baseline, run, digits=1)}{head}"
         return ms(row, run) if row else "-"
 
     headers = [f"{path.name}, batch {run.workload.batch_size}" for path, run in runs]
@@ -341,7 +343,8 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them."""
     generated = {"README.md": readme_table, "docs/performance.md": performance_tables,
                  "docs/method.md": method_tables, "docs/parity.md": parity_tables,
-                 "docs/claims.md": claims.claims_table, "docs/anatomy.md": questions.path}  # fmt: skip
+                 "docs/causes.md": causal_claims.claims_table, "docs/claims.md": claims.claims_table,
+                 "docs/anatomy.md": questions.path}  # fmt: skip
     return {root / name: between_markers(root / name, tables(results)) for name, tables in generated.items()}
 
 

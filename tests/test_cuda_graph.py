@@ -43,6 +43,23 @@ def test_fp16_is_launched_for_a_reason_and_bf16_is_captured_with_the_count_on_th
     assert optimizer.param_groups[0]["capturable"] is True
 
 
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ({"capture": False}, "--no-capture"),
+        ({"parallel": "fsdp", "warmup": 11}, "FSDP2 allocates pinned memory"),
+        ({"parallel": "ddp", "warmup": 10}, "DDP needs 11 launched steps first"),
+        ({"parallel": "ddp", "warmup": 11}, None),
+    ],
+)
+def test_what_cannot_be_captured_is_launched_and_says_why(given, reason):
+    optimizer = torch.optim.AdamW([torch.ones(2, requires_grad=True)])
+    args = arguments(STEPS[3], device="cuda", amp_dtype=torch.bfloat16, **given)
+    said = cuda_graph.capture(print, optimizer, args).reason
+    assert said is None if reason is None else reason in said
+    assert optimizer.param_groups[0]["capturable"] is (reason is None)
+
+
 def test_a_replay_takes_its_batch_and_returns_a_loss_of_its_own(recorded):
     tokens = torch.arange(8).view(2, 4)
     loss = recorded(tokens, tokens + 1)
