@@ -56,6 +56,8 @@ LIMIT_S = 900
 def measure(work: dict) -> dict:
     """Compile and time one mode. The process must be a fresh one, so that nothing is compiled before."""
     device, dtype = torch.device(work["device"]), getattr(torch, work["dtype"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     C = work["dmodel"]
     block = [nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C)]  # the MLP of a transformer block
     model = nn.Sequential(*(copy.deepcopy(part) for part in block * work["layers"])).to(device, dtype)
