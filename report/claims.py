@@ -137,16 +137,21 @@ def record_links(claim: Claim, results: Path) -> str:
     return ", ".join(here) or "-"
 
 
+def site(address: str) -> str:
+    """Whose page it is."""
+    return address.split("/")[2].removeprefix("www.")
+
+
 def claims_table(results: Path) -> str:
     recorded, cells = machines(results), []
     for claim in CLAIMS:
         by_machine = {name: found(claim, machine) for name, machine in recorded.items()}
         judged = verdict(by_machine)
         measured = (one.measured for one in by_machine.values())
-        cells.append((claim.text, f"[source]({claim.source})", claim.where, *measured, judged,
+        cells.append((claim.text, f"[{site(claim.source)}]({claim.source})", claim.where, *measured, judged,
                       record_links(claim, results)))  # fmt: skip
     holding = sum(cell[-2] == findings.HOLDS for cell in cells)
     untested = sum(cell[-2] in (NOT_TESTED, NO_RECORD) for cell in cells)
     about = f"Of {len(cells)} claims, {holding} hold as they stand, and {untested} have no record here."
-    headers = ("claim", "said in", "tested in", *recorded, "verdict", "record")
+    headers = ("claim", "source", "tested in", *recorded, "verdict", "record")
     return f"{about}\n\n{pipe_table(headers, cells, n_left=len(headers))}"
