@@ -80,11 +80,12 @@ def main(args):
     # Scales the loss under FP16; under BF16 and FP32 it does nothing.
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
 
+    @sdpa_kernel(kernels, set_priority=True)
     def train_step(tokens, targets):
         amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.mixed_precision)
         losses = []
         for x, y in parallel.micro_batches(tokens, targets, model, args):
-            with amp, sdpa_kernel(kernels, set_priority=True):
+            with amp:
                 losses.append(model(x, y) / args.accumulate)
             scaler.scale(losses[-1]).backward()
         scaler.step(optimizer)

@@ -2,7 +2,7 @@
 
 A script writes a Run with one row; the ladder merges the rows of its scripts. A field is null where it does not apply
 or was not measured. `report/` reads records and checks every type against these classes.
-Nothing fills predicted_ms of a row yet. Of several processes, losses are means, times those of the slowest, memory is
+Of several processes, losses are means, times those of the slowest, memory is
 that of the largest; what NVML says is of the first one's GPU.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 SCHEMA_VERSION = 2
+PLAN, MERGED, ROOFS, PREDICTED = "plan.json", "results.json", "roofs.json", "predicted.json"  # in a run folder
 STATUSES = ("ok", "skipped", "oom", "failed", "timeout", "interrupted", "not run")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 LAUNCHED_ALONE = "1-launched"  # of a run with --scaling, the place of rows on one GPU that are not captured
@@ -145,7 +146,7 @@ class Row:
     clock_mhz: float | None = None
     power_w: float | None = None
     reference_ms: Reference | None = None
-    predicted_ms: float | None = None  # by ladder.predict, before the row ran
+    predicted_ms: float | None = None  # by ladder.predict, from the roofs alone
     bytes_per_step: LeastBytes | None = None
     profile: Profile | None = None  # null without --profile
 
@@ -244,6 +245,22 @@ class Conditions:
 
 
 @dataclass
+class PassTime:
+    kernel: str  # one of common/passes.py
+    numbers: int  # in its tensor
+    seconds: float
+
+
+@dataclass
+class AttentionRate:
+    """Fused causal attention, forward and backward. FLOPs by the convention of common/flops.py."""
+
+    seq_len: int
+    head_dim: int
+    flops_per_s: float
+
+
+@dataclass
 class Roofs(Rates):
     """What the machine reaches when it does nothing else. Rates are over all `shapes`, each as often as it runs."""
 
@@ -252,7 +269,10 @@ class Roofs(Rates):
     square: ProductRate | None = None  # one large product
     zeros: Rates | None = None  # the same product of zeros: what the data cost
     conditions: dict[str, Conditions] = field(default_factory=dict)  # by precision
-    grid: list[ProductRate] = field(default_factory=list)  # ceilings alone, of all sizes; empty in a ladder's roofs
+    grid: list[ProductRate] = field(default_factory=list)  # ceilings alone, of all sizes
+    passes: list[PassTime] = field(default_factory=list)  # kernels between the products, each at several sizes
+    attention: list[AttentionRate] = field(default_factory=list)
+    launch_s: float | None = None  # host time of a step that is launched from Python, a kernel; null on a CPU
     notes: list[str] = field(default_factory=list)  # what could not be measured, and why
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import arguments, flops, hardware
+from common import arguments, flops, hardware, passes
 from common.errors import run_command
 from common.record import PRECISIONS, Conditions, ProductRate, Rates, Roofs, write_json
 from common.text import one_line, say
@@ -34,7 +34,9 @@ from common.text import one_line, say
 COPY_BYTES = 2**30
 BUSY_PERCENT = 20
 STEADY_S, PARTS = {"cuda": 0.2, "cpu": 0.05}, 9  # of back-to-back work
-BURSTS, BURST_S, PAUSE_S = 4, 0.002, 0.02
+BURSTS, BURST_S = {"cuda": 4, "cpu": 2}, 0.002
+PAUSE_S = {"cuda": 0.02, "cpu": 0.0}  # in which a GPU's clock recovers
+PASS_S = 0.02  # of one kernel that passes over memory
 GRID = {"cuda": (128, 512, 2048, 8192), "cpu": (64, 256, 1024, 2048)}  # of M, of N and of K
 REFERENCE_EDGE, REFERENCE_BYTES, REFERENCE_S = {"cuda": 4096, "cpu": 768}, 2**26, 0.25
 
@@ -42,7 +44,8 @@ REFERENCE_EDGE, REFERENCE_BYTES, REFERENCE_S = {"cuda": 4096, "cpu": 768}, 2**26
 def measure(products: dict[tuple[int, int, int], int], device: torch.device, grid: bool = False) -> Roofs:
     """The roofs of a device at `products`, {(M, N, K): how often a step runs it}, and at one large square product.
 
-    With `grid` also products of all sizes, see `ceiling_at`. A rate is null where the device lacks the precision or the
+    With `grid` also what predicts a step of any shape: products of all sizes, see `product_seconds`, and what lies
+    between them, see `passes`. A rate is null where the device lacks the precision or the
     memory; `notes` says which and why.
     """
     notes: list[str] = []
@@ -60,6 +63,11 @@ def measure(products: dict[tuple[int, int, int], int], device: torch.device, gri
             notes.append(f"{precision} not measured: {reason}")
         else:
             _measure_precision(roofs, precision, device, notes)
+    if grid:
+        timer = partial(steady_seconds, device=device, for_s=PASS_S)
+        roofs.passes = _measured(partial(passes.pass_times, device, timer), "passes over memory", notes) or []
+        roofs.attention = _measured(partial(passes.attention_rates, device, timer), "fused attention", notes) or []
+        roofs.launch_s = _measured(partial(passes.launch_seconds, device), "launches", notes)
     roofs.notes = list(dict.fromkeys(notes))
     return roofs
 
@@ -67,6 +75,7 @@ def measure(products: dict[tuple[int, int, int], int], device: torch.device, gri
 def _measure_precision(roofs: Roofs, precision: str, device: torch.device, notes: list[str]) -> None:
     """Put the rates of one precision, and the clock and power meanwhile, into `roofs`."""
     name, steady_s, shapes = f"{precision}_flops_per_s", STEADY_S[device.type], [*roofs.shapes, roofs.square]
+    n_bursts = BURSTS[device.type]
 
     def rates_of(for_s: float, bursts: int, zeros: bool = False) -> Callable:
         return lambda shape: _measured(
@@ -74,17 +83,17 @@ def _measure_precision(roofs: Roofs, precision: str, device: torch.device, notes
         )
 
     for shape in roofs.grid:
-        if found := rates_of(0, BURSTS)(shape):
+        if found := rates_of(0, n_bursts)(shape):
             shape.ceilings[precision] = found[1]
     rates_of(steady_s, 0)(roofs.square)  # a clock falls for some tenths of a second before it settles
     with hardware.Meter(device) as steady:
         found = [*map(rates_of(steady_s, 0), shapes)]
     with hardware.Meter(device) as bursts:
-        ceilings = [*map(rates_of(0, BURSTS), shapes)]
+        ceilings = [*map(rates_of(0, n_bursts), shapes)]
     for shape, rate, ceiling in zip(shapes, found, ceilings, strict=True):
         _put(shape, precision, rate and ceiling and (rate[0], max(rate[0], ceiling[1])))
     roofs.conditions[precision] = Conditions(steady.clock_mhz, steady.power_w, bursts.clock_mhz, bursts.power_w)
-    _put(roofs.zeros, precision, rates_of(steady_s, BURSTS, zeros=True)(roofs.square))
+    _put(roofs.zeros, precision, rates_of(steady_s, n_bursts, zeros=True)(roofs.square))
     if roofs.shapes and all(
         getattr(shape, name) for shape in roofs.shapes
     ):  # the mean rate, each shape as often as it runs
@@ -154,7 +163,7 @@ def burst_seconds(work: Callable[[], object], device: torch.device, each_s: floa
     """Time of one call in the fastest of `bursts` short bursts, each after a pause."""
 
     def burst() -> float:
-        time.sleep(PAUSE_S)
+        time.sleep(PAUSE_S[device.type])
         return seconds(work, max(1, round(BURST_S / each_s)), device)
 
     return min(burst() for _ in range(bursts))
@@ -196,25 +205,25 @@ def product_rates(
     return work / steady_s, work / least_s
 
 
-def ceiling_at(grid: list[ProductRate], precision: str, m: int, n: int, k: int) -> float:
-    """The ceiling of a product of any shape: linear between its eight neighbours in a grid, all in logarithms.
+def product_seconds(grid: list[ProductRate], precision: str, m: int, n: int, k: int) -> float:
+    """The time of a product of any shape at its ceiling: linear in M, N and K between its neighbours in a grid.
 
-    A dimension beyond the grid counts as the grid's last. Raises KeyError where the grid lacks a neighbour.
+    What a product costs is a launch, bytes that grow with two dimensions at a time, and FLOPs that grow with all
+    three, so the time is linear in each dimension. Outside the grid its last two sizes are continued, to no less than
+    half the time of the least size. Raises KeyError where the grid lacks a neighbour or the precision.
     """
-    by_shape = {(s.m, s.n, s.k): s for s in grid}
+    seconds = {(s.m, s.n, s.k): 2 * s.m * s.n * s.k / s.ceilings[precision] for s in grid}
     corners = []  # of each dimension: (size in the grid, weight) twice
-    for size, axis in zip((m, n, k), (sorted({shape[d] for shape in by_shape}) for d in range(3)), strict=True):
-        size = min(max(size, axis[0]), axis[-1])
-        upper = next(i for i, edge in enumerate(axis) if edge >= size)
-        low, high = axis[max(upper - 1, 0)], axis[upper]
-        share = np.log(size / low) / np.log(high / low) if high > low else 1.0
+    for size, axis in zip((m, n, k), (sorted({shape[d] for shape in seconds}) for d in range(3)), strict=True):
+        size = max(size, axis[0] / 2)
+        upper = next((i for i, edge in enumerate(axis[1:-1], 1) if edge >= size), len(axis) - 1)
+        low, high = axis[upper - 1], axis[upper]
+        share = (size - low) / (high - low)
         corners.append(((low, 1 - share), (high, share)))
-    logarithm = 0.0
+    total = 0.0
     for corner in itertools.product(*corners):
-        weight = np.prod([w for _, w in corner])
-        shape = by_shape[tuple(edge for edge, _ in corner)]
-        logarithm += weight * np.log(shape.ceilings[precision]) if weight else 0.0
-    return float(np.exp(logarithm))
+        total += float(np.prod([weight for _, weight in corner])) * seconds[tuple(edge for edge, _ in corner)]
+    return total
 
 
 def reference(device: torch.device) -> tuple[float, float, float | None]:

@@ -19,7 +19,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run_all.sh starts this file by its path, from any folder
 
 from common.errors import smaller_batch  # noqa: E402
-from common.record import SCHEMA_VERSION, Plan, Row, Run, read_object, scaling_places, write_json, write_run  # noqa: E402
+from common.record import (  # noqa: E402
+    PREDICTED,
+    ROOFS,
+    SCHEMA_VERSION,
+    Plan,
+    Row,
+    Run,
+    read_object,
+    scaling_places,
+    write_json,
+    write_run,
+)
 from common.text import OneLineParser, one_line, portable_command, positive_int, say  # noqa: E402
 from ladder import process, scaling  # noqa: E402
 from report.__main__ import report  # noqa: E402
@@ -144,8 +155,8 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
     planned = {"": (plan, facts)}
     try:
         if given.scaling:
-            both = None if given.only else scaling.SHARDED
-            planned = scaling.divide(plan, facts, given.gpus, given.parallel, both, check)
+            sharded = None if given.only else scaling.SHARDED
+            planned = scaling.divide(plan, facts, given.gpus, given.parallel, sharded, check)
         (ROOT / "results").mkdir(exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{started:%Y%m%d-%H%M%S}-", dir=ROOT / "results"))
         folder.chmod(0o755)
@@ -233,13 +244,13 @@ def run_script(ladder: Ladder, script: Path, record: Path) -> tuple[str | None, 
 
 
 def has_roofs(folder: Path) -> bool:
-    roofs = read_object(folder / "roofs.json")
+    roofs = read_object(folder / ROOFS)
     return bool(roofs) and "failed" not in roofs
 
 
 def measure_roofs(ladder: Ladder) -> None:
     say("measuring the roofs of this machine")
-    roofs, log = ladder.folder / "roofs.json", ladder.folder / "roofs.log"
+    roofs, log = ladder.folder / ROOFS, ladder.folder / "roofs.log"
     command = process.module_command("common.roofs", *ladder.plan.arguments, "--output", str(roofs))
     try:
         roofs.unlink(missing_ok=True)
@@ -249,6 +260,16 @@ def measure_roofs(ladder: Ladder) -> None:
             write_json(roofs, {"failed": reason})
     except OSError as error:
         say(f"the roofs could not be written: {error.strerror or error}")
+
+
+def predict_rows(ladder: Ladder) -> None:
+    """Leave what the roofs predict for each row, or one line that says why they predict nothing."""
+    log, predicted = ladder.folder / "predicted.log", ladder.folder / PREDICTED
+    words = ["--roofs", str(ladder.folder / ROOFS), "--json", str(predicted), *ladder.plan.arguments]
+    with contextlib.suppress(OSError):
+        ended = ladder.run(process.module_command("ladder.predict", *words), log)
+        if ended.code and not ended.stopped:
+            say(f"no predictions: {process.last_line(log)}")
 
 
 def finish(folder: Path, ladders: list[Ladder]) -> int:
@@ -335,13 +356,16 @@ def run_rows(ladders: list[Ladder]) -> None:
         record = ladder.folder / ("" if number == 1 else f"pass-{number}") / f"{name}.json"
         wanted = name in ladder.plan.rows and name not in ladder.plan.left_out
         if not stop.requests and wanted and not is_done(record) and scaling.is_needed(record, ladder.folder):
-            where = [ladder.folder.name] * (len(ladders) > 1) + [f"pass {number} of {plan.repeat}"] * (plan.repeat > 1)
+            where = [f"{name} in {ladder.folder.name}"] * (len(ladders) > 1)
+            where += [f"pass {number} of {plan.repeat}"] * (plan.repeat > 1)
             if where:
                 say(", ".join(where))
             run_row(ladder, name, record)
             say("")
     if plan.roofs and not (stop.requests or has_roofs(ladders[0].folder)):
         measure_roofs(ladders[0])
+    if has_roofs(ladders[0].folder) and plan.gpus == 1 and not stop.requests:
+        predict_rows(ladders[0])
 
 
 if __name__ == "__main__":

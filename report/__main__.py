@@ -81,9 +81,8 @@ def report(folder: Path, ended: dict | None = None) -> int:
     if scaling_places(folder):
         runs = scaling.load_places(folder, ended)
         say(scaling.render_text(runs))
-        say(
-            "\n".join([*scaling.write(folder, runs), f"{scaling.ROWS}, {scaling.SHORT}, {scaling.PICTURE} are written"])
-        )
+        for line in scaling.write(folder, runs):
+            say(line)
         return int(any(row.status not in GOOD for row in scaling.scaled_rows(runs)))
     run = load.load_run(folder, (ended or {}).get(folder))
     say(table.render_text(run))

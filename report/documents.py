@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from common.errors import run_command
 from common.record import Roofs, Row, Run, describe_shape, write_bytes
 from common.text import OneLineParser, aligned, say
-from report import analysis, charts, parity, scaling, table
+from report import analysis, charts, parity, predictions, scaling, table
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
@@ -99,7 +99,7 @@ def _machine_tables(machine: Path) -> list[str]:
     for path in sorted(machine.glob("*/ablations.json")):
         variants = json.loads(path.read_text())["variants"]
         parts += [f"### What each choice gives: {path.parent.name}", _ablation_table(variants)]
-    return parts
+    return [*parts, *predictions.section(machine, runs)]
 
 
 def _lines(run: Run) -> list[str]:

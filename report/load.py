@@ -1,8 +1,8 @@
 """A run folder to one checked run.
 
-A run folder holds `plan.json` (what the ladder meant to run), one record per row that ended, `roofs.json`, logs, and
-`results.json`, all of them merged. The records of the second pass of `--repeat` are below `pass-2`, and so on. A
-folder that holds nothing but `results.json` is a recorded run.
+A run folder holds `plan.json` (what the ladder meant to run), one record per row that ended, `roofs.json`,
+`predicted.json`, logs, and `results.json`, all of them merged. The records of the second pass of `--repeat` are below
+`pass-2`, and so on. A folder that holds nothing but `results.json` is a recorded run.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ import msgspec
 
 from common.record import (
     CATEGORIES,
+    MERGED,
+    PLAN,
+    PREDICTED,
+    ROOFS,
     SCHEMA_VERSION,
     STATUSES,
     Environment,
@@ -32,7 +36,7 @@ from common.record import (
 )
 from common.text import one_line
 
-PLAN, MERGED, ROOFS = "plan.json", "results.json", "roofs.json"
+PREDICTIONS = "predictions.json"  # of all runs of a machine, beside their folders
 LARGEST_RECORD_BYTES = 50_000_000  # a record with the profile of a deep model has less than one
 LARGEST_NUMBER = 1e24  # beyond it a figure means nothing and a chart cannot be drawn
 LEFT_OUT, DIFFER = "left out", "rows differ in"  # how problems begin that a reader must see first
@@ -198,6 +202,9 @@ def load_run(folder: Path, ended: dict[str, Row] | None = None) -> Run:
     )
     merged.problems = [*problems, *(p for run in runs for p in run.problems), *_machine_problems(measured)]
     merged.roofs = _read_roofs(folder, merged.problems)
+    if (folder / PREDICTED).exists():
+        predicted = convert(read_json(folder / PREDICTED), dict[str, float], PREDICTED)
+        merged.steps = [replace(row, predicted_ms=predicted.get(row.step)) for row in merged.steps]
     return merged
 
 
@@ -303,7 +310,7 @@ def _row_of(name: str, run: Run | None, plan: Plan | None, workload: Workload | 
     else:
         began = (folder / f"{name}.log").exists()
         status, when = ("interrupted", "during") if began else ("not run", "before")
-        reason = f"the run ended {when} this row: --resume {folder} finishes it"
+        reason = f"the run ended {when} this row: ./run_all.sh --resume DIR finishes it"
     return Row(_step(name), status=status, reason=reason)
 
 

@@ -17,6 +17,10 @@ BOUND_RULE = (
     "bound by: the largest share of the step, of compute (matrix products and fused attention), memory (all other "
     "kernels) and launch (gaps on the GPU's timeline)"
 )
+PREDICTION = (
+    "predicted ms: what the roofs say before a step runs, from FLOPs, bytes and launches (ladder/predict.py); nothing "
+    "in it is taken from these times"
+)
 CONVENTION = (
     "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square that it needs. "
     f"The loss is the mean of the last {analysis.LOSS_WINDOW} training steps, untimed ones included (of all steps "
@@ -29,7 +33,8 @@ def table_rows(run: Run) -> list[dict[str, str]]:
     reference = analysis.reference_row(run.steps)
     rows = [_cells(run, row, before, reference) for before, row in analysis.consecutive(run.steps)]
     rows += [_cells(run, peer, None, reference) | {"step": f"peer: {peer.step}"} for peer in run.peers]
-    empty = [name for name in ("tokens/J", "of roof", "bound by") if all(row[name] == "-" for row in rows)]
+    optional = ("predicted ms", "tokens/J", "of roof", "bound by")
+    empty = [name for name in optional if all(row[name] == "-" for row in rows)]
     return [{name: cell for name, cell in row.items() if name not in empty} for row in rows]
 
 
@@ -41,6 +46,7 @@ def _cells(run: Run, row: Row, before: Row | None, reference: Row | None) -> dic
         "step": row.step,
         "status": row.status,
         "ms/step": ms_cell(row, run) if timed else "-",
+        "predicted ms": f"{row.predicted_ms:.1f}" if row.predicted_ms else "-",
         "tokens/s": f"{row.tokens_per_s:,.0f}" if timed else "-",
         **({"tokens/s per GPU": f"{row.tokens_per_s / gpus:,.0f}" if timed else "-"} if gpus > 1 else {}),
         "TFLOP/s": tflops(row.model_flops_per_s) if timed else "-",
@@ -128,6 +134,8 @@ def remarks(run: Run) -> list[str]:
         lines.append("peak GiB is the memory of the whole process: on a CPU nothing counts the tensors alone")
     if run.roofs:
         lines += describe_roofs(run.roofs)
+    if any(row.predicted_ms for row in rows):
+        lines.append(PREDICTION)
     if any(analysis.bound(row) for row in rows if is_timed(row)):
         lines.append(BOUND_RULE)
     return lines

@@ -1,6 +1,7 @@
 """What the tests share: the step scripts as modules, and a training step without its benchmark."""
 
 import argparse
+import functools
 import importlib.util
 import json
 import sys
@@ -35,6 +36,11 @@ def load_step(name: str):
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def trace_only(patch) -> None:
+    """Let torch.compile trace and differentiate, but generate no kernels: they take most of its time."""
+    patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
 def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **overrides) -> benchmark.Arguments:

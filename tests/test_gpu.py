@@ -244,6 +244,16 @@ def test_a_host_sync_is_noticed_and_cannot_be_captured():  # in a process of its
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.parametrize("step", STEPS[2:])
+def test_recomputed_blocks_train_as_kept_ones(step, monkeypatch):
+    def losses(checkpoint):
+        run = on_gpu(step, monkeypatch, checkpoint=checkpoint)
+        assert parallel.is_checkpointed(run.model) is checkpoint
+        return [run.train_step(*batch).item() for batch in run.batches[3:6]]
+
+    assert losses(True) == pytest.approx(losses(False), rel=0.01)
+
+
 OF_TWO = {"config": CONFIG, "batch_size": 2, "warmup": 11, "steps": 6}
 
 

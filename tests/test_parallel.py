@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import COMPILED, CPU_STEPS, ROOT, arguments, built
+from conftest import COMPILED, CPU_STEPS, ROOT, arguments, built, trace_only
 
 from common import arguments as command_line
 from common import benchmark, cuda_graph, hardware, parallel
@@ -27,6 +27,7 @@ test_parallel.train_in_processes(sys.argv[1])
 
 def trained(step, patch, **overrides):
     """Losses of three steps, the held-out loss, and the weights after them."""
+    trace_only(patch)
     run = built(step, patch, **SHAPE, **overrides)
     losses = [run.train_step(*batch).item() for batch in run.batches[:3]]
     weights = [getattr(p.detach(), "full_tensor", p.detach)() for p in run.model.parameters()]

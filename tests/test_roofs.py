@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ import runs
 import torch
 from conftest import FAST, ROOT
 
-from common import roofs
+from common import passes, roofs
 from common.record import ProductRate, Reference, Roofs
 from report.doubts import busy
 
@@ -54,23 +55,34 @@ def test_the_command_writes_json_with_a_grid(monkeypatch, tmp_path):
     assert written["fp32_flops_per_s"] > 0 and len(written["grid"]) == 8
 
 
-def test_a_ceiling_between_products_of_the_grid_is_interpolated_in_logarithms():
-    def rate(m, n, k):
-        return m**0.5 * n**0.25 * k
+def test_the_time_of_a_product_is_linear_in_each_dimension():
+    def seconds(m, n, k):
+        return (5e3 + 3 * m * n + 2 * n * k + 7 * m * k + m * n * k) * 1e-9
 
-    sizes = itertools.product((64, 256, 1024), (64, 256), (64, 256))
-    grid = [ProductRate(m=m, n=n, k=k, ceilings={"bf16": rate(m, n, k)}) for m, n, k in sizes]
-    for shape in ((64, 64, 64), (100, 90, 200), (1000, 256, 65), (1024, 256, 256)):
-        assert roofs.ceiling_at(grid, "bf16", *shape) == pytest.approx(rate(*shape))
-    assert roofs.ceiling_at(grid, "bf16", 9999, 1, 64) == pytest.approx(rate(1024, 64, 64))
+    grid = [
+        ProductRate(m=m, n=n, k=k, ceilings={"bf16": 2 * m * n * k / seconds(m, n, k)})
+        for m, n, k in itertools.product((64, 256, 1024), repeat=3)
+    ]
+    for shape in ((64, 64, 64), (100, 90, 200), (1000, 256, 65), (9999, 1024, 40)):
+        assert roofs.product_seconds(grid, "bf16", *shape) == pytest.approx(seconds(*shape))
+    assert roofs.product_seconds(grid, "bf16", 64, 1, 64) == roofs.product_seconds(grid, "bf16", 64, 32, 64)
 
 
 def test_the_recorded_grid_foretells_the_products_that_were_measured_beside_it():
     recorded = msgspec.json.decode((ROOT / "docs/results/h200/roofs.json").read_bytes(), type=Roofs)
     for shape in [*recorded.shapes, recorded.square]:
         for precision, ceiling in shape.ceilings.items():
-            found = roofs.ceiling_at(recorded.grid, precision, shape.m, shape.n, shape.k)
-            assert found == pytest.approx(ceiling, rel=0.08)
+            found = roofs.product_seconds(recorded.grid, precision, shape.m, shape.n, shape.k)
+            assert 2 * shape.m * shape.n * shape.k / found == pytest.approx(ceiling, rel=0.08)
+
+
+def test_passes_over_memory_and_attention_are_timed_and_a_cpu_launches_nothing(monkeypatch):
+    monkeypatch.setattr(passes, "SIZES", {"cpu": (2**12,)})
+    monkeypatch.setattr(passes, "TOKENS", {"cpu": 256})
+    timer = partial(roofs.steady_seconds, device=CPU, for_s=1e-4)
+    assert all(timed.seconds > 0 for timed in passes.pass_times(CPU, timer))
+    assert {rate.head_dim for rate in passes.attention_rates(CPU, timer)} == set(passes.HEAD_DIMS)
+    assert passes.launch_seconds(CPU) is None
 
 
 def test_a_row_beside_competing_processes_makes_the_machine_busy(monkeypatch):

@@ -9,7 +9,7 @@ import tokenize
 
 import pytest
 import torch
-from conftest import COMPILED, CPU_STEPS, ROOT, STEPS, arguments, built, load_step
+from conftest import COMPILED, CPU_STEPS, ROOT, STEPS, arguments, built, load_step, trace_only
 
 from common import parallel
 from common.errors import Skip
@@ -98,6 +98,7 @@ def test_all_steps_follow_the_same_losses_and_mixed_precision_stays_near(monkeyp
 
 @pytest.mark.parametrize("step", CPU_STEPS)
 def test_micro_batches_and_recomputed_blocks_train_as_one_batch(step, monkeypatch):
+    trace_only(monkeypatch)
     losses, weights = [], []
     for choices in ({}, {"accumulate": 2, "checkpoint": True}):
         run = built(step, monkeypatch, config=COMPILED, steps=3, batch_size=4, **choices)

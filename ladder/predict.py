@@ -1,0 +1,252 @@
+"""Each rung's step time before it runs, from what this machine can do: nothing is trained, nothing is fitted.
+
+python -m ladder.predict [--roofs FILE] [--json FILE] ARGUMENT ...     the ARGUMENTs are those of a step
+python -m ladder.predict --records docs/results     beside every machine's records, for report.documents
+
+A prediction is a sum. Matrix products take the time that the roofs give for their shapes. Fused attention takes its
+FLOPs over its rate. What lies between passes over memory, see ladder/counts.py. Where the host needs longer to launch
+the kernels than the GPU to run them, the host's time counts. Under its power limit a GPU lowers its clock, see
+`_slowed`. One process, one micro-batch, no checkpointing.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from common.errors import needs
+
+    needs("torch", "numpy", "msgspec", "tabulate")
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from common import arguments, flops
+from common.errors import run_command
+from common.model import GPTConfig
+from common.record import CATEGORIES, AttentionRate, PassTime, Roofs, Workload, write_json
+from common.roofs import product_seconds
+from common.text import OneLineParser, aligned, say
+from ladder import counts
+from report.load import MERGED, PREDICTIONS, ROOFS, RecordError, convert, read_json, read_run
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = ("0_baseline", "1_cublas", "2_sdpa", "3_compile", "4_transformer_engine")
+BY_HAND, CAPTURED = "01", "34"
+MIXED = ("bf16", "fp32")  # what mixed precision multiplies, the first that the machine has
+FUSED_LAUNCHES = 4  # of attention: forward, and three kernels backward
+BATCHED_BYTES = {"fp32": 4, "bf16": 2}
+COPY = "copy fp32"  # moves 8 bytes a number
+
+
+@dataclass
+class Prediction:
+    step: str
+    category_ms: dict[str, float]  # by common.record.CATEGORIES
+    launches: int
+    host_ms: float  # what the host needs to launch them; 0 where it launches once
+
+    @property
+    def ms(self) -> float:
+        return max(sum(self.category_ms.values()), self.host_ms)
+
+    @property
+    def bound(self) -> str:
+        """`compute`, `memory` or `launch`, as in a report: what has the largest share."""
+        fused = 0.0 if self.step[0] in BY_HAND else self.category_ms["attention"]  # by hand it is softmax
+        compute = self.category_ms["matrix products"] + fused
+        busy = sum(self.category_ms.values())
+        shares = {"compute": compute, "memory": busy - compute, "launch": self.host_ms - busy}
+        return max(shares, key=shares.get)
+
+
+def predict(shape: Workload, roofs: Roofs) -> dict[str, Prediction]:
+    """Every step that the machine of these roofs can run, by name. Raises ValueError where the roofs lack a part."""
+    if shape.gpus > 1 or shape.accumulate > 1 or shape.checkpoint:
+        raise ValueError("only one process, one micro-batch and no checkpointing are predicted")
+    if not (roofs.grid and roofs.copy_bytes_per_s and roofs.ceilings):
+        raise ValueError("these roofs lack the grid of products or the copy: measure them with python -m common.roofs")
+    steps = [step for step in STEPS if step[0] != "4" or "fp8" in roofs.ceilings]
+    return {step: _predict_step(step, shape, roofs) for step in steps}
+
+
+def _predict_step(step: str, shape: Workload, roofs: Roofs) -> Prediction:
+    seconds, launches = dict.fromkeys(CATEGORIES, 0.0), 0
+    numbers = counts.sizes(shape)
+    passes = [(one, shape.n_layer) for one in counts.IN_A_BLOCK[step[0]]]
+    for one, times in passes + [(one, 1) for one in counts.ONCE_A_STEP[step[0]]]:
+        size = numbers[one.tensor]
+        parts = math.ceil(size / one.most) if one.most else 1
+        seconds[one.category] += times * one.kernels * parts * pass_seconds(roofs, one, size / parts)
+        launches += times * one.kernels * parts
+    products = list(_products(step, shape, roofs))
+    launches += sum(count for count, _, _ in products)
+    if step[0] not in BY_HAND:
+        seconds["attention"] += shape.n_layer * _fused_seconds(shape, roofs)
+        launches += shape.n_layer * FUSED_LAUNCHES
+    seconds["matrix products"] = _slowed(products, sum(seconds.values()), _precision(step, roofs), roofs)
+    host_s = 0.0 if step[0] in CAPTURED else launches * (roofs.launch_s or 0.0)
+    return Prediction(step, {name: s * 1e3 for name, s in seconds.items()}, launches, host_s * 1e3)
+
+
+def _precision(step: str, roofs: Roofs) -> str:
+    """What the products of a step multiply on this machine."""
+    mixed = next(name for name in MIXED if name in roofs.ceilings)
+    return {"0": "fp32", "4": "fp8"}.get(step[0], mixed)
+
+
+def _config(shape: Workload) -> GPTConfig:
+    return GPTConfig(shape.n_layer, shape.n_head, shape.n_embd, shape.seq_len, shape.vocab_size)
+
+
+def _products(step: str, shape: Workload, roofs: Roofs) -> Iterable[tuple[int, float, int]]:
+    """How often a step runs each product, its seconds at the ceiling, and its FLOPs."""
+    precision = _precision(step, roofs)
+    exact = {(s.m, s.n, s.k): 2 * s.m * s.n * s.k / s.ceilings[precision] for s in roofs.shapes}
+    for mnk, count in flops.matrix_products(_config(shape), shape.batch_size * shape.seq_len).items():
+        seconds = exact[mnk] if mnk in exact else product_seconds(roofs.grid, precision, *mnk)
+        yield count, seconds, 2 * math.prod(mnk)
+    if step[0] in BY_HAND:  # batched over sequences and heads: one tall product each
+        T, D = shape.seq_len, shape.n_embd // shape.n_head
+        rows = shape.batch_size * shape.n_head * T
+        least = BATCHED_BYTES[precision] * rows * (T + 2 * D) / roofs.copy_bytes_per_s
+        for mnk, count in (((rows, T, D), 2), ((rows, D, T), 4)):  # scores and their gradient; the other four
+            seconds = max(least, product_seconds(roofs.grid, precision, *mnk))
+            yield count * shape.n_layer, seconds, 2 * math.prod(mnk)
+
+
+def _slowed(products: list[tuple[int, float, int]], rest_s: float, precision: str, roofs: Roofs) -> float:
+    """Seconds of all products under the power limit.
+
+    Alone, at their ceiling, the clock is at its highest; back to back they draw the limit's power, and their rate
+    falls to the second figure of the roofs. A step lies between. Its load is its products' FLOPs, over what the large
+    square product would do at its ceiling in the whole step: 0 leaves the ceiling, 1 the rate back to back, and
+    between the two the rate is taken as linear, since power is a mean over time. The load depends on the step's time.
+    """
+    free_s = sum(count * seconds for count, seconds, _ in products)
+    work_s = sum(count * work for count, _, work in products) / roofs.square.ceilings[precision]
+    lost = 1 - getattr(roofs, f"{precision}_flops_per_s") / roofs.ceilings[precision]
+    slowed_s = free_s
+    for _ in range(20):  # converges: a longer step has less load
+        load = min(1.0, work_s / (rest_s + slowed_s))
+        slowed_s = free_s / (1 - load * lost)
+    return slowed_s
+
+
+def pass_seconds(roofs: Roofs, one: counts.Pass, numbers: float) -> float:
+    """The time of one kernel of a pass over `numbers` numbers: measured, or that of a copy of as many bytes."""
+    for kernel, size in ((one.kernel, numbers), (COPY, one.bytes * numbers / 8)):
+        timed = sorted((t.numbers, t.seconds) for t in roofs.passes if t.kernel == kernel)
+        if timed:
+            beyond = max(1.0, size / timed[-1][0])
+            return beyond * float(np.interp(size / beyond, *zip(*timed, strict=True)))
+    return one.bytes * numbers / roofs.copy_bytes_per_s
+
+
+def _fused_seconds(shape: Workload, roofs: Roofs) -> float:
+    """One layer's fused attention, forward and backward: at the nearest head dimension, between measured lengths."""
+    T, C, D = shape.seq_len, shape.n_embd, shape.n_embd // shape.n_head
+    work = 6 * T * C * shape.batch_size * T
+    if roofs.attention:
+        nearest = min({rate.head_dim for rate in roofs.attention}, key=lambda dim: abs(math.log(dim / D)))
+        rates = sorted((r.seq_len, r.flops_per_s) for r in roofs.attention if r.head_dim == nearest)
+        return work / float(np.interp(math.log(T), [math.log(t) for t, _ in rates], [rate for _, rate in rates]))
+    precision = next(name for name in MIXED if name in roofs.ceilings)
+    rows = shape.batch_size * shape.n_head * T  # seven products, of half the square: backward makes the scores again
+    tall = [product_seconds(roofs.grid, precision, *mnk) for mnk in ((rows, T, D), (rows, D, T))]
+    return (3 * tall[0] + 4 * tall[1]) / 2
+
+
+def complete(roofs: Roofs, anatomy: Path) -> Roofs:
+    """Roofs recorded before they held more than products, with what the experiments of the same machine measured."""
+    if not roofs.passes and (figures := _figures(anatomy / "memory-hierarchy.json")):
+        copies = [PassTime(COPY, copy["bytes"] // 8, copy["seconds"]) for copy in figures["working_sets"]]
+        roofs.passes = [PassTime(COPY, 0, figures["empty_s"]), *copies]
+    if not roofs.attention and (figures := _figures(anatomy / "attention.json")):
+        fused = figures["attention"].get("SDPA cuDNN", {})
+        shortest = min((timed["seconds"] for timed in fused.values()), default=0)
+        for length, timed in ((int(length), timed) for length, timed in fused.items()):
+            if timed["seconds"] > 3 * shortest:  # shorter ones timed the host
+                work = 6 * length**2 * figures["B"] * figures["H"] * figures["D"]
+                roofs.attention.append(AttentionRate(length, figures["D"], work / timed["seconds"]))
+    if roofs.launch_s is None and "tf32" in roofs.ceilings and (figures := _figures(anatomy / "sync-points.json")):
+        roofs.launch_s = figures["operations"]["a kernel, for comparison"]["host_s"]["empty queue"]
+    return roofs
+
+
+def _figures(path: Path) -> dict:
+    return read_json(path)["figures"] if path.exists() else {}
+
+
+def read_roofs(path: Path) -> Roofs:
+    """Roofs from what common.roofs wrote, or from a run's results.json. Raises RecordError."""
+    content = read_json(path)
+    content = content.get("roofs") or content if isinstance(content, dict) else content
+    return complete(convert(content, Roofs, path.name), path.parent / "anatomy")
+
+
+def newest_roofs() -> Path:
+    """The newest roofs below results/. Raises ValueError where there are none."""
+    found = [*ROOT.glob(f"results/*/{ROOFS}"), *ROOT.glob("results/roofs.json")]
+    if not found:
+        raise ValueError("no roofs below results/: measure them with python -m common.roofs, or give --roofs FILE")
+    return max(found, key=lambda path: path.stat().st_mtime)
+
+
+def predict_records(machine: Path) -> dict[str, dict[str, Prediction]]:
+    """Predictions for every recorded run below a machine's folder, by run; empty without roofs that hold a grid."""
+    runs = {path.parent.name: read_run(path) for path in sorted(machine.glob(f"*/{MERGED}"))}
+    own = [machine / ROOFS] if (machine / ROOFS).exists() else []
+    for path in own + [machine / name / MERGED for name, run in runs.items() if run.roofs]:
+        roofs = complete(read_roofs(path), machine / "anatomy")
+        if roofs.grid:
+            return {name: predict(run.workload, roofs) for name, run in runs.items()}
+    return {}
+
+
+def record_predictions(results: Path) -> Iterable[Path]:
+    """Write the predictions beside the records of each machine; the paths."""
+    for machine in sorted(path for path in results.iterdir() if path.is_dir()):
+        if predicted := predict_records(machine):
+            written = {run: [asdict(one) | {"ms": one.ms} for one in rows.values()] for run, rows in predicted.items()}
+            write_json(machine / PREDICTIONS, written)
+            yield machine / PREDICTIONS
+
+
+def describe(predictions: dict[str, Prediction]) -> str:
+    """A table: the time of each step, and what it is made of."""
+    rows = []
+    for step, one in predictions.items():
+        ms, busy = one.category_ms, sum(one.category_ms.values())
+        shown = {"products": ms["matrix products"], "attention": ms["attention"], "optimizer": ms["optimizer"]}
+        parts = {"memory traffic": busy - sum(shown.values()), "launches": max(0.0, one.host_ms - busy)}
+        cells = {name: f"{part:.2f}" for name, part in (shown | parts).items()}
+        rows.append({"step": step, "predicted ms": f"{one.ms:.2f}", **cells, "bound by": one.bound})
+    return aligned(rows)
+
+
+def main() -> None:
+    parser = OneLineParser(prog="python -m ladder.predict", add_help=False)
+    parser.add_argument("--roofs", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--records", type=Path)
+    own, rest = parser.parse_known_args()
+    if own.records:
+        for path in record_predictions(own.records):
+            say(f"written to {path}")
+        return
+    args = arguments.parse_args(Path("ladder/predict.py"), __doc__, rest)
+    try:
+        path = own.roofs or newest_roofs()
+        predictions = predict(args.workload(), read_roofs(path))
+    except (ValueError, KeyError) as error:
+        parser.error(str(error) if isinstance(error, RecordError | ValueError) else f"{path} lacks {error}")
+    say(f"{describe(predictions)}\n\nmilliseconds a step, from {path}")
+    if own.json:
+        write_json(own.json, {step: one.ms for step, one in predictions.items()})
+
+
+if __name__ == "__main__":
+    run_command(main, "python -m ladder.predict")

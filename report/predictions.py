@@ -1,0 +1,56 @@
+"""How far recorded steps lie from what was predicted for them: docs/performance.md's section on ladder.predict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+from common.record import Row, Run
+from common.text import aligned
+from report.analysis import category_ms, is_timed, median_ms
+from report.load import PREDICTIONS
+
+FAR = 0.25  # an error beyond which the section names what is wrong
+HOW = (
+    "`python -m ladder.predict` predicts each step from the machine's roofs and its experiments, before anything is "
+    "trained; nothing is fitted to the rows below. An error is predicted over measured, less one. Beside it stands the "
+    "category of kernels whose predicted time is furthest from the profile's."
+)
+
+
+def section(machine: Path, runs: list[tuple[Path, Run]]) -> list[str]:
+    """A summary, and a table with a line per recorded step. Nothing where no predictions are recorded."""
+    if not (machine / PREDICTIONS).exists():
+        return []
+    cells = [cell for path, run in runs for cell in _cells(machine, path.name, run)]
+    errors = [abs(cell["error"]) for cell in cells]
+    far = sum(error > FAR for error in errors)
+    said = (
+        f"{len(errors)} steps: the median error is {median(errors):.0%}, the largest {max(errors):.0%}, and "
+        f"{far or 'none'} {'is' if far == 1 else 'are'} beyond {FAR:.0%}."
+    )
+    rows = [cell | {"error": f"{cell['error']:+.0%}"} for cell in cells]
+    return [f"### Predicted before it ran: {machine.name}", HOW, said, aligned(rows, "pipe", n_left=2)]
+
+
+def _cells(machine: Path, name: str, run: Run) -> list[dict]:
+    predicted = {one["step"]: one for one in json.loads((machine / PREDICTIONS).read_text()).get(name, [])}
+    cells = []
+    for row in run.steps:
+        if (one := predicted.get(row.step)) and is_timed(row):
+            error = one["ms"] / median_ms(row) - 1
+            cell = {"workload": name, "step": row.step, "predicted ms": f"{one['ms']:.1f}"}
+            cell |= {"measured ms": f"{median_ms(row):.1f}", "error": error, "furthest off": _worst(one, row)}
+            cells.append(cell)
+    return cells
+
+
+def _worst(predicted: dict, row: Row) -> str:
+    """`copies and casts, 3.1 of 4.8 ms`: the category with the largest difference, predicted and profiled."""
+    if not row.profile:
+        return "-"
+    profiled = category_ms(row)
+    gaps = {name: abs(ms - profiled.get(name, 0.0)) for name, ms in predicted["category_ms"].items()}
+    name = max(gaps, key=gaps.get)
+    return f"{name}, {predicted['category_ms'][name]:.1f} of {profiled.get(name, 0.0):.1f} ms"

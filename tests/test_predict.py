@@ -1,0 +1,108 @@
+"""Predictions: how far they lie from what is recorded, what they are made of, and what they refuse."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from statistics import median
+
+import pytest
+import runs
+import torch
+from conftest import ROOT
+
+from common import passes
+from common.record import CATEGORIES, AttentionRate, PassTime
+from ladder import counts, predict
+from report.load import MERGED, read_run
+
+H200 = ROOT / "docs" / "results" / "h200"
+
+
+@pytest.fixture
+def roofs():
+    return predict.read_roofs(H200 / "roofs.json")
+
+
+def errors(machine):
+    found = []
+    for name, rows in predict.predict_records(machine).items():
+        for row in read_run(machine / name / MERGED).steps:
+            if row.step in rows and row.timing.median_ms:
+                found.append(abs(rows[row.step].ms / row.timing.median_ms - 1))
+    return found
+
+
+def test_recorded_steps_lie_no_further_from_their_predictions_than_the_page_says():
+    found = errors(H200)
+    assert len(found) == 24 and median(found) < 0.12 and max(found) < 0.32
+    assert sum(error > 0.25 for error in found) == 3
+    assert max(errors(ROOT / "docs" / "results" / "epyc-2-cores")) < 0.77
+
+
+def test_the_recorded_predictions_are_those_that_would_be_made_now():
+    for machine in (H200, ROOT / "docs" / "results" / "epyc-2-cores"):
+        written = json.loads((machine / "predictions.json").read_text())
+        now = {run: [one.ms for one in rows.values()] for run, rows in predict.predict_records(machine).items()}
+        assert written.keys() == now.keys()
+        for run, rows in written.items():
+            assert [one["ms"] for one in rows] == pytest.approx(now[run])
+
+
+def test_counts_name_tensors_categories_and_kernels_that_exist():
+    kernels = {name for name, _ in passes.kernels(2**12, torch.device("cpu"))}
+    tensors = counts.sizes(runs.WORKLOAD)
+    assert counts.IN_A_BLOCK.keys() == counts.ONCE_A_STEP.keys() == {step[0] for step in predict.STEPS}
+    for one in (one for table in (counts.IN_A_BLOCK, counts.ONCE_A_STEP) for group in table.values() for one in group):
+        assert one.tensor in tensors and one.category in CATEGORIES and one.kernel in kernels | {None}, one
+
+
+def test_an_optimizer_moves_the_bytes_that_its_formula_names():
+    assert sum(one.bytes * one.kernels for one in counts.FOREACH_ADAMW) == 80
+    assert sum(one.bytes * one.kernels for one in counts.FUSED_ADAMW) == 28
+
+
+def test_what_is_measured_of_a_kernel_replaces_the_copy_of_its_bytes(roofs):
+    one = counts.Pass("stream", 6, 1, counts.COPIES, "to fp32", "a cast")
+    copied = predict.pass_seconds(roofs, one, 2**28)
+    assert copied == pytest.approx(6 * 2**28 / roofs.copy_bytes_per_s, rel=0.02)
+    roofs.passes += [PassTime("to fp32", 2**20, 1e-5), PassTime("to fp32", 2**22, 5e-5)]
+    times = [predict.pass_seconds(roofs, one, numbers) for numbers in (1, 2**20, 2**21, 2**22, 2**23)]
+    assert times == pytest.approx([1e-5, 1e-5, 1e-5 + 4e-5 / 3, 5e-5, 1e-4])
+
+
+def test_attention_takes_the_nearest_head_dimension_and_a_slow_host_bounds_what_it_launches(roofs):
+    shape = read_run(H200 / "gpt2" / MERGED).workload
+    before = predict.predict(shape, roofs)
+    roofs.attention.append(AttentionRate(1024, 64, roofs.attention[0].flops_per_s / 1000))
+    roofs.launch_s = 1.0
+    after = predict.predict(shape, roofs)
+    assert after["3_compile"].category_ms["attention"] > 500 * before["3_compile"].category_ms["attention"]
+    assert after["1_cublas"].ms == pytest.approx(1e3 * after["1_cublas"].launches)
+    assert after["1_cublas"].bound == "launch" and after["3_compile"].host_ms == 0
+
+
+def test_a_denser_step_runs_its_products_slower_and_never_slower_than_back_to_back(roofs):
+    product = [(1, 1.0, roofs.square.ceilings["bf16"])]
+    alone, beside = (predict._slowed(product, rest_s, "bf16", roofs) for rest_s in (0.0, 9.0))
+    lost = roofs.ceilings["bf16"] / roofs.bf16_flops_per_s
+    assert 1 < beside < 1.03 < alone <= lost
+
+
+def test_what_cannot_be_predicted_is_refused_in_one_line(roofs, tmp_path):
+    for change in ({"accumulate": 2}, {"gpus": 2}, {"checkpoint": True}):
+        with pytest.raises(ValueError, match="only one process"):
+            predict.predict(replace(runs.WORKLOAD, **change), roofs)
+    with pytest.raises(ValueError, match=r"python -m common\.roofs"):
+        predict.predict(runs.WORKLOAD, replace(roofs, grid=[]))
+    words = [sys.executable, "-m", "ladder.predict", "--roofs", str(tmp_path / "absent.json")]
+    ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "absent.json" in ran.stderr
+
+
+def test_a_machine_without_fp8_has_no_step_4(roofs):
+    for shape in (roofs, *roofs.shapes, roofs.square, *roofs.grid):
+        shape.ceilings = {"fp32": 1e12}
+    roofs.fp32_flops_per_s, roofs.launch_s = 1e12, None
+    predicted = predict.predict(runs.WORKLOAD, roofs)
+    assert list(predicted) == list(predict.STEPS[:4]) and all(one.ms > 0 for one in predicted.values())
