@@ -1,9 +1,10 @@
 """Step 3: one graph, by torch.compile and a CUDA graph.
 
-Change:   torch.compile fuses the operations between the matrix products, forward and
-          backward, and those of AdamW. The whole step is captured as one CUDA graph.
-Why:      every operation read and wrote whole tensors; fused, a tensor travels once. The
-          host launched every kernel; with a captured graph it launches once a step.
+Change:   torch.compile fuses AdamW into one pass over its tensors, and the casts and pointwise
+          operations between the matrix products. The whole step is captured as a CUDA graph.
+Why:      AdamW and these operations read and wrote the same tensors several times. The host
+          launched every kernel; with a captured graph it launches once a step. Which of the
+          three gains most depends on the model and the host, see docs/performance.md.
 Run:      python 3_compile.py         Read: diff 2_sdpa.py 3_compile.py
 """
 

@@ -4,7 +4,8 @@ Change:   TE's modules replace LayerNorm + Linear, Linear, LayerNorm + MLP and t
           quantize to FP8, where they can in the kernel before a product. TE's modules are not
           compiled: the loss and AdamW still are. With delayed scaling, the default on Hopper,
           scales come from earlier passes: the first passes are rehearsed without an update.
-Why:      BF16 products bound the compiled step. FP8 tensor cores multiply twice as fast.
+Why:      BF16 products are the largest part of the compiled step. FP8 tensor cores are nearly
+          twice as fast.
 Run:      python 4_transformer_engine.py        Read: diff 3_compile.py 4_transformer_engine.py
 """
 

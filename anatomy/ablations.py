@@ -1,13 +1,17 @@
 """What does each choice inside a step give? One script with a small patch, everything else as it is.
 
-    python -m anatomy.ablations [--only NAME ...] [--output FILE] [ARGUMENT ...]
+    python -m anatomy.ablations [--causes] [--only NAME ...] [--output FILE] [ARGUMENT ...]
 
-The ARGUMENTs are those of a step (--preset gpt2 --steps 30). Each file of anatomy/variants/ is a patch of one script,
-with its name and its predicted effect above the diff. A variant runs on the step's benchmark, in a process of its own,
-after the unchanged script; the table gives the differences. An ablation takes away what the script has, a try adds
-what it has not. A mutation is a fault, put in to see whether `python -m anatomy.parity` notices it: it runs here only
-where --only has a part of its name. A FILE that exists keeps its other variants, each with the unchanged script that
-ran beside it.
+The ARGUMENTs are those of a step (--preset gpt2 --steps 30 --profile). Each file of anatomy/variants/ is a patch of one
+script or peer, with its name and its predicted effect above the diff. A variant runs on the step's benchmark, in a
+process of its own, after the unchanged script; the table gives the differences. An ablation takes away what the script
+has, a try adds what it has not. A mutation is a fault, put in to see whether `python -m anatomy.parity` notices it: it
+runs here only where --only has a part of its name, or as a cause. A FILE that exists keeps its other variants, each
+with the unchanged script that ran beside it. With --profile it also has the times of both by kernel category.
+
+Some variants stand between a script and the one before. They have only one cause of the gain, or all but one: their
+headers name the later script (Rung) and the cause. --causes runs these, and the variants of the peers, whose heads they
+bring to one format. docs/performance.md shows what they say of each gain.
 Predictions are arithmetic for gpt3-6.7b-slice on an H200 unless they say otherwise: bytes over copy bandwidth, FLOPs
 over the measured roof.
 """
@@ -39,45 +43,62 @@ class VariantError(ValueError):
 
 @dataclass(frozen=True)
 class Variant:
-    """A patch of one script. `kind` is `ablation`, `try` or `mutation`."""
+    """A patch of one script. `kind` is `ablation`, `try` or `mutation`.
+
+    Of a cause, `rung` is the script whose gain it is about, and `cause` begins with `only` or `without`.
+    """
 
     name: str
     script: str
     kind: str
     predicted: str
     patch: Path
+    rung: str | None = None
+    cause: str | None = None
 
 
 def variants(folder: Path = VARIANTS) -> list[Variant]:
-    """The patches of a folder, by script and name. Above the diff, each has the lines Variant, Script, Kind and
-    Predicted."""
+    """The patches of a folder, by script and name. Above the diff, each has the lines Variant, Script, Kind, Predicted,
+    and a cause also Rung and Cause."""
     listed = []
     for path in sorted(folder.glob("*.patch")):
         head = path.read_text().partition("\n--- ")[0]
         fields = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
-        listed.append(Variant(fields["Variant"], fields["Script"], fields["Kind"], fields["Predicted"], path))
+        of_cause = fields.get("Rung"), fields.get("Cause")
+        needed = (fields[name] for name in ("Variant", "Script", "Kind", "Predicted"))
+        listed.append(Variant(*needed, path, *of_cause))
     return sorted(listed, key=lambda variant: (variant.script, variant.name))
 
 
-def chosen_variants(listed: list[Variant], words: list[str] | None) -> list[Variant]:
-    """The variants whose name or script contains one of the words; without words all. Mutations: by their name only."""
+def chosen_variants(listed: list[Variant], words: list[str] | None, causes: bool = False) -> list[Variant]:
+    """The variants whose name or script contains one of the words; without words all. `causes`: of the causes alone.
+
+    A mutation that is not asked for as a cause is chosen by its name only.
+    """
+    if causes:
+        listed = [variant for variant in listed if variant.rung or variant.script.startswith("peers/")]
+    shown = [variant for variant in listed if causes or variant.kind != MUTATION]
     if words is None:
-        return [variant for variant in listed if variant.kind != MUTATION]
-    return [v for v in listed if any(word in v.name or (word in v.script and v.kind != MUTATION) for word in words)]
+        return shown
+    return [v for v in listed if any(word in v.name or (word in v.script and v in shown) for word in words)]
 
 
 def describe_variants(listed: list[Variant]) -> str:
-    """A line per variant with its script and kind, for a --help."""
+    """A line per variant with its script, kind and cause, for a --help."""
     width = max(len(variant.name) for variant in listed)
-    return "variants:\n" + "\n".join(f"  {v.name:{width}}  {v.script}, {v.kind}" for v in listed)
+    causes = {v.name: f": {v.rung} {v.cause}" if v.rung else "" for v in listed}
+    return "variants:\n" + "\n".join(f"  {v.name:{width}}  {v.script}, {v.kind}{causes[v.name]}" for v in listed)
 
 
 def write_script(variant: Variant, folder: Path) -> Path:
     """The patched script in `folder`. Raises VariantError where the patch does not fit, or git is missing."""
     if not (folder / "common").exists():
         (folder / "common").symlink_to(ROOT / "common")  # a script finds it beside itself
+    for path in [*ROOT.glob("[0-9]_*.py"), ROOT / f"{variant.script}.py"]:  # peers import scripts
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(path, copy)
     script = folder / f"{variant.script}.py"
-    shutil.copy(ROOT / script.name, script)
     try:
         command = ["git", "-C", str(folder), "apply", "--unsafe-paths", str(variant.patch)]
         subprocess.run(command, check=True, capture_output=True, text=True)
@@ -167,6 +188,9 @@ class Measurements:
             raise VariantError(f"--output {self.output} holds ablations of another machine")
         self.environment, self.workload = run["environment"], run["workload"]
         kept = {key: row[key] for key in KEPT} | {"started_at": run["started_at"]}
+        if profile := row["profile"]:
+            kept["category_ms"] = {name: time["ms"] for name, time in profile["categories"].items()}
+            kept["category_ms"]["gaps"] = profile["gpu_idle_ms"] or 0.0
         return kept | {key: run["environment"][key] for key in ("commit", "gpu_uuid")}
 
     def write(self, rows: list[dict]) -> None:
@@ -186,8 +210,8 @@ def run_variants(chosen: list[Variant], arguments: list[str], output: Path | Non
         for variant in chosen:
             script = write_script(variant, Path(temporary))
             if variant.script not in baselines:
-                baselines[variant.script] = measurements.measure(ROOT / script.name)
-            row = {"name": variant.name, "script": variant.script, "kind": variant.kind, "predicted": variant.predicted}
+                baselines[variant.script] = measurements.measure(ROOT / f"{variant.script}.py")
+            row = {key: value for key, value in vars(variant).items() if key != "patch"}
             row |= measurements.measure(script) | {"baseline": baselines[variant.script]}
             if stop.requests:
                 break
@@ -206,14 +230,15 @@ def main() -> None:
     listed = variants()
     parser = OneLineParser(
         prog="python -m anatomy.ablations",
-        usage="%(prog)s [-h] [--only NAME ...] [--output FILE] [ARGUMENT ...]",
+        usage="%(prog)s [-h] [--causes] [--only NAME ...] [--output FILE] [ARGUMENT ...]",
         description=__doc__,
         epilog=describe_variants(listed),
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="variants whose name or script contains one of these")
+    parser.add_argument("--causes", action="store_true", help="the variants that divide each gain among its causes")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
     given, arguments = parser.parse_known_args()
-    chosen = chosen_variants(listed, given.only)
+    chosen = chosen_variants(listed, given.only, given.causes)
     if not chosen:
         parser.error(f"no variant is named like {', '.join(given.only)}")
     try:

@@ -1,12 +1,13 @@
 """Do the rows learn the same? Each row trains with several seeds, long enough to learn more than a histogram of bytes.
 
-    python -m anatomy.parity [--seeds 1 2 3] [--rows NAME ...] --output FILE [ARGUMENT ...]
+    python -m anatomy.parity [--seeds 1 2 3] [--rows NAME ...] [--merge FILE ...] --output FILE [ARGUMENT ...]
 
 The ARGUMENTs are those of a step (--preset gpt2 --batch-size 8 --steps 1000). A row is a script by its name or number,
 a peer (peers/te_layer), or a variant of a script by its name. A variant of kind mutation is a fault: a study that
 does not see it proves nothing about the other rows. Every run is a process of its own, and FILE is written after it.
-A FILE that exists is continued: what is ok in it is not run again. `python -m report.documents` makes docs/parity.md
-of the recorded studies.
+A FILE that exists is continued: what is ok in it is not run again. Two GPUs halve a study: one command a GPU
+(CUDA_VISIBLE_DEVICES), each with seeds or rows and a FILE of its own, then --merge. `python -m report.documents` makes
+docs/parity.md of the recorded studies.
 """
 
 from __future__ import annotations
@@ -88,17 +89,26 @@ class Study:
         """Raises VariantError where the file holds something else."""
         self.output, self.environment, self.runs = output, None, {}
         self.workload, self.command = same_work(workload), command
-        if not output.exists() or not output.read_bytes().strip():
-            return
+        if output.exists() and output.read_bytes().strip():
+            self.take(output)
+
+    def take(self, path: Path) -> None:
+        """Take over the runs of a file. Raises VariantError where it holds something else."""
         try:
-            content = json.loads(output.read_text())
-            self.environment, before = content["environment"], content["workload"]
-            self.runs = {(run["row"], run["seed"]): run for run in content["runs"]}
+            content = json.loads(path.read_text())
+            environment, before = content["environment"], content["workload"]
+            runs = {(run["row"], run["seed"]): run for run in content["runs"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            message = f"--output {output} exists and holds no study ({type(error).__name__}): it stays as it is"
-            raise VariantError(message) from None
+            raise VariantError(f"{path} holds no study ({type(error).__name__}): it stays as it is") from None
         if before != self.workload:
-            raise VariantError(f"--output {output} holds a study of another workload")
+            raise VariantError(f"{path} holds a study of another workload")
+        self.check_machine(path, environment)
+        self.environment = environment or self.environment
+        self.runs |= {key: run for key, run in runs.items() if self.runs.get(key, {}).get("status") != "ok"}
+
+    def check_machine(self, path: Path, environment: dict | None) -> None:
+        if self.environment and environment and self.environment["device"] != environment["device"]:
+            raise VariantError(f"{path} holds a study of another machine")
 
     def is_done(self, one: Trained, seed: int) -> bool:
         return self.runs.get((one.row, seed), {}).get("status") == "ok"
@@ -108,24 +118,28 @@ class Study:
         kept = {"row": one.row, "script": one.script, "kind": one.kind, "seed": seed}
         kept |= {key: row.get(key) for key in ("status", "reason", "note", "settings", "heldout_loss")}
         if run is not None:
-            if self.environment and self.environment["device"] != run["environment"]["device"]:
-                raise VariantError(f"--output {self.output} holds a study of another machine")
+            self.check_machine(self.output, run["environment"])
             if same_work(run["workload"]) != self.workload:
                 raise VariantError(f"{one.row} trained another workload than the study's")
             self.environment = run["environment"]
             kept |= {"started_at": run["started_at"]} | {key: self.environment[key] for key in ("commit", "gpu_uuid")}
         kept |= {"median_ms": row["timing"]["median_ms"], "loss": [round(loss, 4) for loss in row.get("loss", [])]}
         self.runs[one.row, seed] = kept
+        self.write()
+        return kept
+
+    def write(self) -> None:
+        """Write the file. Raises OSError."""
         lines = ",\n".join(json.dumps(run, allow_nan=False) for run in self.runs.values())  # a run a line
         head = {"command": self.command, "environment": self.environment, "workload": self.workload}
         write_bytes(self.output, f'{json.dumps(head, indent=1)[:-2]},\n "runs": [\n{lines}\n]}}\n'.encode())
-        return kept
 
 
-def run_study(rows: list[Trained], seeds: list[int], arguments: list[str], output: Path) -> int:
+def run_study(rows: list[Trained], seeds: list[int], arguments: list[str], output: Path, merged: list[Path]) -> int:
     """Train every row with every seed; returns 1 where one failed, 130 where interrupted.
 
-    The rows of one seed run one after the other, so that a study which ends early holds whole seeds.
+    What `output` and the `merged` files hold is not trained again. The rows of one seed run one after the other, so
+    that a study which ends early holds whole seeds.
     """
     stop = process.Stop()
     with tempfile.TemporaryDirectory() as temporary:
@@ -134,6 +148,9 @@ def run_study(rows: list[Trained], seeds: list[int], arguments: list[str], outpu
         stop.listen()
         arguments = [*arguments, *facts["pinned"]]
         study = Study(output, facts["workload"], f"python -m anatomy.parity {portable_command(arguments)}")
+        for path in merged:
+            study.take(path)
+            study.write()
         environment, failed = process.passive_waits(facts["device_type"]), False
         for seed, one in ((seed, one) for seed in seeds for one in rows if not study.is_done(one, seed)):
             words = [*arguments, "--seed", str(seed)]
@@ -153,19 +170,22 @@ def main() -> None:
     others = aligned([{"rows": one.row, "kind": one.kind} for one in every_row() if not one.variant], "plain", 2)
     parser = OneLineParser(
         prog="python -m anatomy.parity",
-        usage="%(prog)s [-h] [--seeds N ...] [--rows NAME ...] --output FILE [ARGUMENT ...]",
+        usage="%(prog)s [-h] [--seeds N ...] [--rows NAME ...] [--merge FILE ...] --output FILE [ARGUMENT ...]",
         description=__doc__,
         epilog=f"{others}\n{describe_variants(variants())}",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help="default: 1 2 3")
     names = ", ".join((*DEFAULT_STEPS, "the peers", *DEFAULT_VARIANTS))
     parser.add_argument("--rows", nargs="+", metavar="NAME", help=f"default: {names}")
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, default=[], metavar="FILE", help="take over these studies' runs"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", required=True, help="the study; written or continued")
     given, arguments = parser.parse_known_args()
     try:
         rows = rows_named(given.rows)
         check_writable(given.output, "runs")
-        sys.exit(run_study(rows, list(dict.fromkeys(given.seeds)), arguments, given.output))
+        sys.exit(run_study(rows, list(dict.fromkeys(given.seeds)), arguments, given.output, given.merge))
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:

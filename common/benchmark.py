@@ -109,14 +109,14 @@ def run(
     rehearse: torch.optim.Optimizer | None = None,
     note: str | None = None,
     fp8_recipe: str | None = None,
+    head: str = "FP8",
 ) -> Row:
     """Warm up, train and time `args.steps` steps, observe untimed ones, and return the row.
 
     `train_step` takes tokens and targets, each (B, T) int64 on the device; it trains and returns the loss. `model`
-    takes the same and only returns the loss. `rehearse` is an optimizer whose updates are left out while the warm-up's
-    batches pass once before the first step, see `rehearsal`; the time counts as warm-up. `note` is one line that
-    qualifies the row, and `fp8_recipe` the repr of the recipe. Raises FloatingPointError when a loss is not finite,
-    and whatever `train_step` raises.
+    takes the same and only returns the loss. `rehearse` is an optimizer whose updates are left out in a `rehearsal`
+    before the first step; it counts as warm-up. `note` qualifies the row in one line, `fp8_recipe` is the repr of the
+    recipe, `head` the format of the head beside it. Raises FloatingPointError, and whatever `train_step` raises.
     """
     parallel.require_distributed(model, args)
     model.train()
@@ -146,7 +146,7 @@ def run(
     observed = observe(train_step, spare, model, args, row)
     progress.clear()
     asked = isinstance(train_step, CapturedStep)
-    row.settings.checkpointed = parallel.is_checkpointed(model)
+    row.settings.checkpointed, row.settings.head = parallel.is_checkpointed(model), head if fp8_recipe else None
     row.settings.captured, row.settings.fp8_recipe = asked and train_step.reason is None, fp8_recipe
     notes = [note, hardware.cudnn_note(args.device), observed, train_step.reason if asked and on_gpu else None]
     row.note = joined([*notes, None if note else precision_note(row, args)])

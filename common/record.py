@@ -49,6 +49,7 @@ class Settings:
     fp8_recipe: str | None = None  # repr of the recipe; null where no product ran in FP8
     unobserved: str | None = None  # why the fields above are null, where the profiler failed
     checkpointed: bool | None = None  # whether each block was recomputed in backward
+    head: str | None = None  # beside a recipe, the format of the head's products, by the script: FP8, BF16
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 Transformer Engine's whole layer with its own fused attention, under FP8 autocast with its default recipe. The head is
 BF16 by PyTorch, AdamW is PyTorch's fused one, and torch.compile runs only where the layer itself uses it. The rows of
-its q, k and v weight stand head by head, so the ladder's initial numbers make another function of the same kind.
-Source: Transformer Engine's "Getting started".
+its q, k and v weight stand in the ladder's order (qkv_weight_interleaved=False), so the initial function is the same.
+Scales are rehearsed as in 4_transformer_engine.py. Source: Transformer Engine's "Getting started".
 
 Run:      python peers/te_layer.py                  Needs: Transformer Engine, see README
 """
@@ -36,6 +36,7 @@ def main(args):
         return te.TransformerLayer(
             config.n_embd, 4 * config.n_embd, config.n_head, hidden_dropout=0.0, attention_dropout=0.0,
             self_attn_mask_type="causal", attn_input_format="bshd", fuse_qkv_params=True,
+            qkv_weight_interleaved=False,
         )  # fmt: skip
 
     plain_head = importlib.import_module("2_sdpa").Head
@@ -51,7 +52,8 @@ def main(args):
         optimizer.zero_grad()
         return loss
 
-    return benchmark.run(train_step, model, args, fp8_recipe=repr(te.get_default_recipe()))
+    recipe = repr(te.get_default_recipe())
+    return benchmark.run(train_step, model, args, rehearse=optimizer, fp8_recipe=recipe, head="BF16")
 
 
 if __name__ == "__main__":

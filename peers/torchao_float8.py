@@ -1,9 +1,9 @@
 """Peer: the compiled step with torchao's float8 training.
 
 The model of 3_compile.py, its block's four Linear layers converted by convert_to_float8_training with the
-tensorwise recipe, which torchao's documentation of recipe names calls its fastest; the head stays BF16, as
-torchao.float8's README advises. PyTorch's fused AdamW, where 3_compile.py compiles its own; torch.compile over the
-model. Source: torchao.float8's README and torchao.float8.Float8LinearRecipeName.
+tensorwise recipe, which torchao's documentation of recipe names calls its fastest. The head stays BF16: the example of
+torchao's page on training leaves the last layer out. PyTorch's fused AdamW, where 3_compile.py compiles its own;
+torch.compile over the model. Source: torchao's page "Training" and torchao.float8.Float8LinearRecipeName.
 
 Run:      python peers/torchao_float8.py            Needs: pip install torchao
 """
@@ -47,7 +47,7 @@ def main(args):
         optimizer.zero_grad()
         return loss
 
-    return benchmark.run(train_step, model, args, fp8_recipe="torchao tensorwise")
+    return benchmark.run(train_step, model, args, fp8_recipe="torchao tensorwise", head="BF16")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,27 @@
 """Peer: GPT-2 of Hugging Face transformers, tuned as its documentation says.
 
-SDPA attention, BF16 autocast, torch.compile over model and loss, fused AdamW, TF32 for what stays FP32,
-no dropout and no cache. Source: the model page of GPT-2 and the guide "GPU" (efficient training) of transformers.
-Its loss is taken on the same targets as the ladder's; its weights are drawn by transformers. Compiled, release 5.17
-gives attention a mask of booleans instead of is_causal, which is slower (huggingface/transformers issue 48925).
+SDPA attention with the kernels of 2_sdpa.py, BF16 autocast, torch.compile over model and loss, fused AdamW, TF32 for
+what stays FP32, no dropout and no cache. The residual stream stays FP32, as autocast leaves it. The loss is taken on
+the same targets as the ladder's, and the weights begin with the ladder's numbers. Under its own name, compiled SDPA
+attention gets a mask of booleans (huggingface/transformers issue 48925). Registered under another name, as the
+documentation of AttentionInterface shows, it gets none and passes is_causal.
+Source: the model page of GPT-2, the guide "GPU" (efficient training) and the page AttentionInterface of transformers.
 
 Run:      python peers/transformers_gpt2.py         Needs: pip install transformers
 """
 
+import importlib
 import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import benchmark
 from common.errors import Skip
+from common.model import GPT
 
 transformers = benchmark.optional("transformers", "transformers")
 
@@ -31,23 +36,36 @@ class WithLoss(torch.nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+@torch.no_grad()
+def begin_with_the_ladders_weights(model, args):
+    """Both models list the same parameters in the same order; matrices of transformers' Conv1D are transposed."""
+    plain = importlib.import_module("2_sdpa")
+    ladder = GPT(args.config, plain.Block, plain.Head, args.seed)
+    for (name, theirs), ours in zip(model.named_parameters(), ladder.parameters(), strict=True):
+        theirs.copy_(ours.T if ".c_" in name and ours.dim() == 2 else ours)
+
+
 def main(args):
     if args.amp_dtype is torch.float16:
         raise Skip("this peer has no loss scaling: it runs under BF16 or FP32")
     torch.set_float32_matmul_precision("high")
-    torch.manual_seed(args.seed)
-    shape = args.config
+    shape, attentions = args.config, transformers.AttentionInterface()
+    attentions.register("sdpa_without_mask", attentions["sdpa"])
     config = transformers.GPT2Config(
         vocab_size=shape.vocab_size, n_positions=shape.seq_len, n_embd=shape.n_embd, n_layer=shape.n_layer,
         n_head=shape.n_head, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-        attn_implementation="sdpa", bos_token_id=0, eos_token_id=0,
+        attn_implementation="sdpa_without_mask", bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     with args.device:
-        model = torch.compile(WithLoss(transformers.GPT2LMHeadModel(config)))
+        model = WithLoss(transformers.GPT2LMHeadModel(config))
+        begin_with_the_ladders_weights(model, args)
+    model = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw, fused=True)
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
     def train_step(tokens, targets):
-        with torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp_dtype is not torch.float32):
+        amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp_dtype is not torch.float32)
+        with amp, sdpa_kernel(kernels, set_priority=True):
             loss = model(tokens, targets)
         loss.backward()
         optimizer.step()

@@ -9,19 +9,18 @@ if __name__ == "__main__":
 
 import json
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
 from common.errors import run_command
 from common.record import Roofs, Row, Run, describe_shape, write_bytes
-from common.text import OneLineParser, aligned, say
-from report import analysis, charts, parity, predictions, scaling, table
+from common.text import OneLineParser, say
+from report import analysis, causal_claims, causes, charts, parity, predictions, scaling, table
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
 from report.load import MERGED, ROOFS, RecordError, convert, read_json, read_run
-from report.table import commit_of, gib, levels, markdown, ms_cell, speedup_cell, tflops
+from report.table import commit_of, gib, levels, markdown, ms_cell, pipe_table, speedup_cell, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -32,10 +31,6 @@ def recorded_runs(folder: Path, pattern: str = "*/*") -> list[tuple[Path, Run]]:
     """Every recorded run below a folder, the one with the least work first."""
     runs = [(path.parent, read_run(path)) for path in sorted(folder.glob(f"{pattern}/{MERGED}"))]
     return sorted(runs, key=lambda named: named[1].workload.flops_per_step)
-
-
-def pipe_table(headers: Iterable[str], cells: Iterable[tuple], n_left: int = 1) -> str:
-    return aligned(table.grid(headers, cells), "pipe", n_left)
 
 
 def readme_table(results: Path) -> str:
@@ -80,6 +75,7 @@ def performance_tables(results: Path) -> str:
     shown = results / Path(SHOWN).parent
     machines = sorted(results.iterdir(), key=lambda path: (path != shown, path.name))
     parts = [part for machine in machines if any(machine.glob(f"*/{MERGED}")) for part in _machine_tables(machine)]
+    parts.append(causes.sections(results))
     for path in sorted(results.glob("*/attention-traffic.json")):
         parts += ["## DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
     return "\n\n".join(parts)
@@ -121,7 +117,8 @@ def _workload_table(runs: list[tuple[Path, Run]]) -> str:
     def cell(name: str, rows: dict[str, Row], run: Run) -> str:
         row, baseline = rows.get(name), rows.get(names[0])
         if row and baseline and is_timed(row) and is_timed(baseline):
-            return f"{ms(row, run)}, {speedup_cell(row, baseline, run, digits=1)}"
+            head = f", {row.settings.head} head" if row.settings.head and run.peers else ""
+            return f"{ms(row, run)}, {speedup_cell(row, baseline, run, digits=1)}{head}"
         return ms(row, run) if row else "-"
 
     headers = [f"{path.name}, batch {run.workload.batch_size}" for path, run in runs]
@@ -344,7 +341,7 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them."""
     generated = {"README.md": readme_table, "docs/performance.md": performance_tables,
                  "docs/method.md": method_tables, "docs/parity.md": parity_tables,
-                 "docs/scaling.md": scaling_tables}  # fmt: skip
+                 "docs/causes.md": causal_claims.claims_table, "docs/scaling.md": scaling_tables}  # fmt: skip
     return {root / name: between_markers(root / name, tables(results)) for name, tables in generated.items()}
 
 

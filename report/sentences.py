@@ -107,7 +107,7 @@ def _largest_changes(before: Row, row: Row) -> list[str]:
 
 
 def _at_equal_clock(run: Run, before: Row, row: Row) -> list[str]:
-    """What the clock did to the matrix products that both steps run alike, where it did something."""
+    """How the clock and the matrix products that both steps run alike changed together, where they did."""
     alike = analysis.alike_products(before, row)
     if alike is None:
         return []
@@ -116,7 +116,7 @@ def _at_equal_clock(run: Run, before: Row, row: Row) -> list[str]:
     faster = Speedup(alike.speedup, None, mark(run, row, before)).words()
     return [
         f"the matrix products that both steps run alike take {alike.after_ms:.1f} ms instead of "
-        f"{alike.before_ms:.1f}, because the clock {'fell' if fell else 'rose'} from {alike.before_mhz:.0f} to "
+        f"{alike.before_ms:.1f}, while the clock {'fell' if fell else 'rose'} from {alike.before_mhz:.0f} to "
         f"{alike.after_mhz:.0f} MHz{limit}; at equal clock it would be {faster}"
     ]
 

@@ -35,6 +35,7 @@ def table_rows(run: Run) -> list[dict[str, str]]:
     rows += [_cells(run, peer, None, reference) | {"step": f"peer: {peer.step}"} for peer in run.peers]
     optional = ("predicted ms", "tokens/J", "of roof", "bound by")
     empty = [name for name in optional if all(row[name] == "-" for row in rows)]
+    empty += ["head"] if not any(peer.settings.head for peer in run.peers) else []
     return [{name: cell for name, cell in row.items() if name not in empty} for row in rows]
 
 
@@ -51,6 +52,7 @@ def _cells(run: Run, row: Row, before: Row | None, reference: Row | None) -> dic
         **({"tokens/s per GPU": f"{row.tokens_per_s / gpus:,.0f}" if timed else "-"} if gpus > 1 else {}),
         "TFLOP/s": tflops(row.model_flops_per_s) if timed else "-",
         **{name: speedup_cell(row, other, run) for name, other in against.items()},
+        "head": row.settings.head or "-",
         "peak GiB": gib(row),
         "tokens/J": tokens_per_joule(row),
         "warm-up s": f"{row.timing.warmup_s:.1f}" if timed else "-",
@@ -64,6 +66,11 @@ def _cells(run: Run, row: Row, before: Row | None, reference: Row | None) -> dic
 def grid(headers: Iterable[str], rows: Iterable[tuple]) -> list[dict]:
     """Rows of cells by the names of their columns."""
     return [dict(zip(headers, cells, strict=True)) for cells in rows]
+
+
+def pipe_table(headers: Iterable[str], cells: Iterable[tuple], n_left: int = 1) -> str:
+    """A table of Markdown."""
+    return aligned(grid(headers, cells), "pipe", n_left)
 
 
 def gib(row: Row) -> str:

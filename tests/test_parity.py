@@ -1,5 +1,6 @@
 """Parity: the statistics of a study, its command, and faults that a study must see."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -94,6 +95,15 @@ def test_a_study_is_continued_another_workload_is_refused_and_ctrl_c_keeps_what_
     first, skipped, other, _ = parity.read_study(path).runs
     assert (first.row, first.status, other.seed, skipped.status) == ("dead MLP", "ok", 2, "skipped")
     assert len(first.loss) == 3 and first.loss != other.loss and first.median_ms > 0 and first.settings.optimizer
+    content, halves = path.read_text(), [tmp_path / "a.json", tmp_path / "b.json"]
+    for half, seed in zip(halves, (1, 2), strict=True):
+        whole = json.loads(content)
+        half.write_text(json.dumps(whole | {"runs": [run for run in whole["runs"] if run["seed"] == seed]}))
+    path.unlink()
+    child = start([*words, "--seeds", "1", "2", "--rows", "dead MLP", "--merge", *map(str, halves)])
+    assert child.communicate(timeout=100) == ("", "") and child.returncode == 0, "nothing was left to train"
+    assert sorted((run.row, run.seed) for run in parity.read_study(path).runs) == [
+        ("4_transformer_engine", 1), ("4_transformer_engine", 2), ("dead MLP", 1), ("dead MLP", 2)]  # fmt: skip
     path.unlink()
     child = start([*words, "--rows", "4", "2", "--steps", "100000"])
     assert ": skipped" in child.stdout.readline()

@@ -29,8 +29,10 @@ def test_a_peer_whose_import_breaks_is_skipped_with_the_reason(name, tmp_path):
     assert ("needs an NVIDIA GPU" if name == "te_layer" else "does not fit") in row["reason"]
 
 
-def test_the_peer_that_needs_no_gpu_trains(tmp_path):
+def test_the_peer_that_needs_no_gpu_trains_as_the_baseline_does(tmp_path):
     pytest.importorskip("transformers")
     row = run_peer("transformers_gpt2", tmp_path, "--steps", "30")
     assert row["status"] == "ok" and row["settings"]["attention_kernel"] == "flash (CPU)"
     assert row["settings"]["compiled"] and sum(row["loss"][-5:]) < sum(row["loss"][:5])
+    baseline = run_peer("../0_baseline", tmp_path, "--steps", "30")
+    assert row["loss"] == pytest.approx(baseline["loss"], rel=1e-4), "the same weights, batches and function"

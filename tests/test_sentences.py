@@ -60,7 +60,7 @@ def test_matrix_products_at_another_clock_are_held_against_equal_clock():
     rows = pair((300.0, 171.0, 0.0), (200.0, 189.0, 0.0))
     assert "clock" not in said_of(rows)
     rows[0].clock_mhz, rows[1].clock_mhz = 1920.0, 1665.0
-    clause = "both steps run alike take 189.0 ms instead of 171.0, because the clock fell from 1920 to 1665 MHz"
+    clause = "both steps run alike take 189.0 ms instead of 171.0, while the clock fell from 1920 to 1665 MHz"
     assert f"{clause}; at equal clock it would be 1.65x faster" in said_of(rows)
     rows[1].gpu_state = GpuState(throttle_reasons="0x4")
     assert f"{clause} (power limit); at equal clock" in said_of(rows)

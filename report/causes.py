@@ -1,0 +1,193 @@
+"""What each gain comes from: variants that stand between a script and the one before it, and peers with equal heads.
+
+The records are those of `python -m anatomy.ablations --causes --profile`, one file a workload. A gain is the difference
+of two medians, in ms per step. One function a figure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.record import Environment, Settings, Timing, Workload
+from report.load import convert, read_json
+from report.table import pipe_table
+
+FOLDER = "causes"  # below a machine's folder of docs/results
+LAST_STEP = "4_transformer_engine"
+COMMAND = "python -m anatomy.ablations --causes --profile --preset PRESET --output docs/results/h200/causes/PRESET.json"
+
+
+@dataclass
+class Measured:
+    """A script or a variant as it ran once."""
+
+    status: str
+    timing: Timing
+    reason: str | None = None
+    settings: Settings = field(default_factory=Settings)
+    category_ms: dict[str, float] | None = None  # per step, gaps included; null without --profile
+    started_at: str = ""
+    commit: str | None = None
+    gpu_uuid: str | None = None
+
+    @property
+    def ms(self) -> float | None:
+        return self.timing.median_ms
+
+
+@dataclass(kw_only=True)
+class Variant(Measured):
+    """A patched script, and the script itself beside it. The other fields are those of anatomy.ablations.Variant."""
+
+    name: str
+    script: str
+    predicted: str
+    baseline: Measured
+    rung: str | None = None
+    cause: str | None = None
+
+
+@dataclass
+class Causes:
+    """One file."""
+
+    environment: Environment
+    workload: Workload
+    variants: list[Variant]
+
+
+def read_causes(path: Path) -> Causes:
+    """Read and check a file. Raises RecordError."""
+    return convert(read_json(path), Causes, path.name)
+
+
+def recorded_causes(results: Path) -> list[tuple[Path, Causes]]:
+    """Every file of causes, by path."""
+    return [(path, read_causes(path)) for path in sorted(results.glob(f"*/{FOLDER}/*.json"))]
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def scripts(causes: Causes) -> dict[str, Measured]:
+    """The unchanged scripts that have a time: of each the one that ran last."""
+    ran = sorted(causes.variants, key=lambda variant: variant.baseline.started_at)
+    return {variant.script: variant.baseline for variant in ran if variant.baseline.ms is not None}
+
+
+def rungs(causes: Causes) -> list[tuple[str, str]]:
+    """The scripts that have variants which explain them, each after the script before it."""
+    explained = sorted({variant.rung for variant in causes.variants if variant.rung})
+    known = {variant.script for variant in causes.variants} | set(explained)
+    before = {int(name[0]): name for name in known if name[0].isdigit()}
+    return [(before[int(rung[0]) - 1], rung) for rung in explained if int(rung[0]) - 1 in before]
+
+
+def variants_of(causes: Causes, rung: str) -> list[Variant]:
+    """The variants that explain a script: first those with a single cause, then those with all but one."""
+    return sorted((v for v in causes.variants if v.rung == rung), key=lambda v: (v.cause.split()[0], v.name))
+
+
+def gain_ms(before: Measured | None, after: Measured | None) -> float | None:
+    """Milliseconds that the second takes less than the first; None where one has no time."""
+    known = before and after and before.ms is not None and after.ms is not None
+    return before.ms - after.ms if known else None
+
+
+def alone_ms(causes: Causes, before: str, rung: str) -> float | None:
+    """What the single causes of a script gain, each alone, added up; None where one of them has no time."""
+    ends = scripts(causes)
+    gains = [gain_ms(ends.get(before), v) for v in variants_of(causes, rung) if v.cause.startswith("only")]
+    return sum(gains) if gains and None not in gains else None
+
+
+def moved_ms(before: Measured | None, after: Measured | None) -> dict[str, float]:
+    """The change of each kernel category, largest first, down to a tenth of all; empty without both profiles."""
+    if not (before and after and before.category_ms and after.category_ms):
+        return {}
+    names = before.category_ms | after.category_ms
+    changes = {name: after.category_ms.get(name, 0.0) - before.category_ms.get(name, 0.0) for name in names}
+    least = 0.1 * sum(map(abs, changes.values()))
+    large = {name: change for name, change in changes.items() if abs(change) > least}
+    return dict(sorted(large.items(), key=lambda item: -abs(item[1])))
+
+
+def by_head(causes: Causes) -> dict[str, Measured]:
+    """Step 4 by the format of its head: as it is, and the variant that changes the head alone."""
+    own = [v for v in causes.variants if v.script == LAST_STEP and v.settings.head and v.settings.fp8_recipe]
+    changed = {v.settings.head: v for v in own if v.settings.head != v.baseline.settings.head}
+    unchanged = scripts(causes).get(LAST_STEP)
+    return changed | ({unchanged.settings.head: unchanged} if unchanged else {})
+
+
+def peers(causes: Causes) -> dict[str, Measured]:
+    """Peers and their variants by name, unchanged ones first."""
+    whole = {name.removeprefix("peers/"): row for name, row in scripts(causes).items() if name.startswith("peers/")}
+    return whole | {v.name: v for v in causes.variants if v.script.startswith("peers/")}
+
+
+# --- a section of docs/performance.md -------------------------------------------------------------
+
+
+def sections(results: Path) -> str:
+    """Each gain by its causes, and peers beside step 4 with the same head, workload by workload."""
+    recorded = recorded_causes(results)
+    if not recorded:
+        return f"## Each gain to its cause\n\nNothing is recorded yet. `{COMMAND}` records a workload."
+    gains, equals = ["## Each gain to its cause"], []
+    for path, causes in recorded:
+        commits = ", ".join(dict.fromkeys(v.commit[:7] for v in causes.variants if v.commit))
+        name = f"{path.parent.parent.name}/{path.stem}"
+        at = f"batch {causes.workload.batch_size}, {causes.environment.device}, commit {commits or 'unknown'}"
+        gains.append(f"### Causes: {name}, {at}")
+        for before, rung in rungs(causes):
+            gains += [_rung_table(causes, before, rung), *_interaction(causes, before, rung)]
+        if peers(causes):
+            equals += [f"### Heads: {name}", _peer_table(causes)]
+    return "\n\n".join([*gains, *(["## Peers with the same head as step 4"] if equals else []), *equals])
+
+
+def _rung_table(causes: Causes, before: str, rung: str) -> str:
+    ends = scripts(causes)
+    first, last = ends.get(before), ends.get(rung)
+    named = [(before, first), *((v.cause, v) for v in variants_of(causes, rung)), (rung, last)]
+    whole, cells = gain_ms(first, last), []
+    for name, row in named:
+        gain = gain_ms(first, row)
+        share = f" ({gain / whole:.0%})" if gain is not None and whole and row is not first else ""
+        moved = ", ".join(f"{category} {ms:+.1f}" for category, ms in moved_ms(first, row).items())
+        gained = "" if row is first else _ms(gain) + share
+        cells.append((name, _time(row), gained, "" if row is last else _ms(gain_ms(row, last)), moved))
+    headers = ("ms per step", "median (p25-p75)", f"gained over {before}", f"left to {rung}", "what moved most, ms")
+    return pipe_table(headers, cells)
+
+
+def _interaction(causes: Causes, before: str, rung: str) -> list[str]:
+    """A sentence: how far the single causes add up to the whole gain. Nothing of fewer than two."""
+    ends = scripts(causes)
+    whole, alone = gain_ms(ends.get(before), ends.get(rung)), alone_ms(causes, before, rung)
+    several = sum(variant.cause.startswith("only") for variant in variants_of(causes, rung)) > 1
+    if not several or whole is None or alone is None:
+        return []
+    rest = f"The difference, {whole - alone:+.1f} ms, is interaction."
+    return [f"Alone, the causes gain {alone:.1f} ms in sum; together they gain {whole:.1f} ms. {rest}"]
+
+
+def _peer_table(causes: Causes) -> str:
+    cells = []
+    for name, row in peers(causes).items():
+        own = by_head(causes).get(row.settings.head)
+        ratio = f"{row.ms / own.ms:.2f}" if own and own.ms and row.ms else "-"
+        cells.append((name, row.settings.head or "-", _time(row), _time(own), ratio))
+    return pipe_table(("peer", "head", "ms per step", f"{LAST_STEP} with this head", "times its time"), cells, n_left=2)
+
+
+def _ms(ms: float | None) -> str:
+    return "not measured" if ms is None else f"{ms:+.1f}"
+
+
+def _time(row: Measured | None) -> str:
+    if row is None or row.ms is None:
+        return f"{row.status}: {row.reason}" if row and row.reason else "not measured"
+    return f"{row.ms:.1f} ({row.timing.p25_ms:.1f}-{row.timing.p75_ms:.1f})"

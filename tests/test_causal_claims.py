@@ -1,0 +1,44 @@
+"""Causal claims: each stands where the page says, and no recorded figure speaks against one."""
+
+import ast
+import re
+
+import pytest
+from conftest import ROOT, STEPS
+
+from common.record import write_json
+from report import causal_claims as claims
+
+RESULTS = ROOT / "docs" / "results"
+
+
+def plain(text):
+    """Without markup and line breaks."""
+    return re.sub(r"\s+", " ", re.sub(r"[*`]", "", text))
+
+
+@pytest.mark.parametrize("claim", claims.CLAIMS, ids=lambda claim: f"{claim.where}: {claim.sentence[:40]}")
+def test_a_claim_stands_in_its_file_and_no_figure_speaks_against_it(claim):
+    assert claim.sentence in plain((ROOT / claim.where).read_text())
+    found = claim.measure(claims.Records(RESULTS / claim.machine))
+    assert found is None or (found.holds and re.search(r"\d", found.figure)), found
+
+
+@pytest.mark.parametrize("step", STEPS[1:])
+def test_every_reason_that_a_script_gives_is_a_claim(step):
+    docstring = ast.get_docstring(ast.parse((ROOT / f"{step}.py").read_text()))
+    why = plain(docstring.partition("Why:")[2].partition("Run:")[0]).strip()
+    claimed = [claim.sentence for claim in claims.CLAIMS if claim.where == f"{step}.py"]
+    for sentence in claimed:
+        why = why.replace(sentence, "")
+    assert claimed and why.strip() in ("", ", see docs/performance.md."), why
+
+
+def test_a_claim_without_a_record_is_not_measured_and_a_figure_against_it_says_no(tmp_path):
+    empty = claims.claims_table(tmp_path)
+    assert empty.count("not measured") == len(claims.CLAIMS)
+    (tmp_path / claims.GPU).mkdir()
+    write_json(tmp_path / claims.GPU / "attention-traffic.json",
+               {"bytes": {"by hand": {"counters": 2e9}, "fused": {"counters": 3e9}}})  # fmt: skip
+    against = [line for line in claims.claims_table(tmp_path).splitlines() if "2.0 GB by hand, 3.00 fused" in line]
+    assert len(against) == 2 and all(line.endswith("| no      |") for line in against)

@@ -1,0 +1,67 @@
+"""Each gain by its causes, and peers with equal heads: figures from a file of variants."""
+
+import json
+from dataclasses import asdict
+
+import runs
+from test_documents import tables_of
+
+from report import causes
+
+
+def measured(ms, **fields):
+    timing = {"median_ms": ms, "p25_ms": ms, "p75_ms": ms} if ms else {"median_ms": None}
+    return {"status": "ok" if ms else "failed", "reason": None if ms else "broke", "timing": timing, **fields}
+
+
+def variant(script, baseline_ms, ms, rung=None, cause=None, started="1", baseline=None, **fields):
+    plain = measured(baseline_ms, started_at=started, **(baseline or {}))
+    known = {"name": f"{script} {cause or ms}", "script": script, "predicted": "", "rung": rung, "cause": cause}
+    return measured(ms, **fields) | known | {"baseline": plain}
+
+
+def write(folder, *variants):
+    path = folder / "h200" / causes.FOLDER / "tiny.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run = asdict(runs.run(runs.step("0_a")))
+    content = {"environment": run["environment"], "workload": run["workload"], "variants": variants}
+    path.write_text(json.dumps(content))
+    return causes.read_causes(path)
+
+
+def test_a_gain_is_divided_among_its_causes_and_the_rest_is_interaction(tmp_path):
+    assert "Nothing is recorded yet" in causes.sections(tmp_path)
+    before, after = {"category_ms": {"optimizer": 30.0, "gaps": 5.0, "loss": 1.0}}, {"category_ms": {"optimizer": 10.0}}
+    found = write(
+        tmp_path,
+        variant("2_sdpa", 999.0, 80.0, "3_compile", "only AdamW", **after),
+        variant("2_sdpa", 100.0, 95.0, "3_compile", "only the model", started="2", baseline=before),
+        variant("3_compile", 70.0, 75.0, "3_compile", "without the graph"),
+        variant("3_compile", 70.0, None, "3_compile", "without AdamW"),
+        variant("3_compile", 70.0, 60.0),
+    )
+    assert causes.rungs(found) == [("2_sdpa", "3_compile")] and causes.scripts(found)["2_sdpa"].ms == 100.0, "the last"
+    assert causes.alone_ms(found, "2_sdpa", "3_compile") == 25.0
+    only, *_ = causes.variants_of(found, "3_compile")
+    assert causes.moved_ms(causes.scripts(found)["2_sdpa"], only) == {"optimizer": -20.0, "gaps": -5.0}
+    said = causes.sections(tmp_path)
+    (table,) = tables_of(said)
+    assert [table[name]["gained over 2_sdpa"] for name in ("only AdamW", "without the graph", "3_compile")] == [
+        "+20.0 (67%)", "+25.0 (83%)", "+30.0 (100%)"]  # fmt: skip
+    assert table["without the graph"]["left to 3_compile"] == "+5.0" and list(table)[-1] == "3_compile"
+    assert table["without AdamW"]["median (p25-p75)"] == "failed: broke"
+    assert "gain 25.0 ms in sum; together they gain 30.0 ms. The difference, +5.0 ms, is interaction." in said
+
+
+def test_peers_stand_beside_step_4_with_the_same_head(tmp_path):
+    def fp8(head):
+        return {"settings": {"fp8_recipe": "x", "head": head}}
+
+    write(
+        tmp_path,
+        variant("4_transformer_engine", 50.0, 60.0, "4_transformer_engine", "without FP8 in the head",
+                baseline=fp8("FP8"), **fp8("BF16")),
+        variant("peers/p", 90.0, 75.0, baseline=fp8("BF16"), **fp8("FP8")),
+    )  # fmt: skip
+    *_, table = tables_of(causes.sections(tmp_path))
+    assert [(row["head"], row["times its time"]) for row in table.values()] == [("BF16", "1.50"), ("FP8", "1.50")]
