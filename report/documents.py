@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from common.errors import run_command
 from common.record import Roofs, Row, Run, describe_shape, write_bytes
 from common.text import OneLineParser, one_line, say
-from report import analysis, causal_claims, causes, charts, claims, parity, predictions, questions, table
+from report import analysis, causal_claims, causes, charts, claims, parity, predictions, questions, scaling, table
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
@@ -330,6 +330,27 @@ def parity_curves(study: parity.Study) -> bytes:
     return charts.seed_curves_png(drawn, parity.SMOOTHED_STEPS)
 
 
+# --- docs/scaling.md ------------------------------------------------------------------------------
+
+
+def recorded_scalings(results: Path) -> list[tuple[Path, dict[str, Run]]]:
+    """Every recorded run with --scaling, by folder: the run of each of its places."""
+    folders = sorted(path.parent for path in results.glob(f"*/*/{scaling.ROWS}"))
+    return [(folder, scaling.load_places(folder)) for folder in folders]
+
+
+def scaling_tables(results: Path) -> str:
+    """A section per recorded run, or that there is none."""
+    parts = []
+    for folder, runs in recorded_scalings(results):
+        name = folder.relative_to(results).as_posix()
+        parts.append(scaling.render_markdown(runs, f"## {name}", f"results/{name}/"))
+    return "\n\n".join(parts) or scaling.NOT_RECORDED
+
+
+# --- every document -------------------------------------------------------------------------------
+
+
 def between_markers(document: Path, generated: str) -> str:
     """The document's text with the part between its markers replaced. Raises RecordError where it has none."""
     before, begin, rest = document.read_text().partition(GENERATED_BEGIN)
@@ -343,8 +364,8 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them."""
     generated = {"README.md": readme_table, "docs/performance.md": performance_tables,
                  "docs/method.md": method_tables, "docs/parity.md": parity_tables,
-                 "docs/causes.md": causal_claims.claims_table, "docs/claims.md": claims.claims_table,
-                 "docs/anatomy.md": questions.path}  # fmt: skip
+                 "docs/causes.md": causal_claims.claims_table, "docs/scaling.md": scaling_tables,
+                 "docs/claims.md": claims.claims_table, "docs/anatomy.md": questions.path}  # fmt: skip
     return {root / name: between_markers(root / name, tables(results)) for name, tables in generated.items()}
 
 
@@ -359,6 +380,8 @@ def main() -> None:
         for folder, study in recorded_studies(results):
             write_bytes(folder / parity.CURVES, parity_curves(study))
             say(str((folder / parity.CURVES).relative_to(ROOT)))
+        for folder, runs in recorded_scalings(results):
+            say("\n".join(scaling.write(folder, runs) or [str(folder.relative_to(ROOT))]))
         for folder, run in recorded_runs(results):
             missing = write_reports(run, folder)
             say("\n".join(missing or [str(folder.relative_to(ROOT))]))
