@@ -14,8 +14,20 @@ from types import SimpleNamespace
 
 from common.errors import run_command
 from common.record import Roofs, Row, Run, describe_shape, write_bytes
-from common.text import OneLineParser, one_line, say
-from report import analysis, causal_claims, causes, charts, claims, parity, predictions, questions, scaling, table
+from common.text import OneLineParser, say
+from report import (
+    analysis,
+    causal_claims,
+    causes,
+    charts,
+    claims,
+    parity,
+    predictions,
+    questions,
+    scaling,
+    table,
+    traffic,
+)
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
@@ -76,12 +88,7 @@ def performance_tables(results: Path) -> str:
     machines = sorted(results.iterdir(), key=lambda path: (path != shown, path.name))
     parts = [part for machine in machines if any(machine.glob(f"*/{MERGED}")) for part in _machine_tables(machine)]
     parts.append(causes.sections(results))
-    for path in sorted(results.glob("*/attention-traffic.json")):
-        parts += ["## DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
-    for path in sorted(results.glob("*/step-traffic-*.json")):
-        name = path.stem.removeprefix("step-traffic-")
-        title = f"## DRAM bytes of the longest kernels: {name}, recorded in `{path.parent.name}`"
-        parts += [title, *_step_traffic(json.loads(path.read_text()))]
+    parts += traffic.sections(results)
     return "\n\n".join(parts)
 
 
@@ -211,34 +218,6 @@ def _roofs_table(roofs: Roofs) -> str:
         "ceiling",
     )
     return pipe_table(("", *headers), cells)
-
-
-def _traffic_table(traffic: dict) -> str:
-    shape = ", ".join(f"{name} {size}" for name, size in traffic["shape"].items())
-    cells = []
-    for which, counts in traffic["bytes"].items():
-        gb = (f"{counted / 1e9:.2f}" if counted else "-" for counted in (counts["analytic"], counts["counters"]))
-        cells.append((f"attention {which}, {shape}", *gb))
-    return pipe_table(("forward and backward, BF16", "analytic GB", "counted GB"), cells)
-
-
-def _step_traffic(traffic: dict) -> list[str]:
-    """The kernels of every step that was counted, with their share of a copy's bandwidth; and why one was not."""
-    steps, rate = traffic["steps"], traffic["copy_bytes_per_s"]
-    cells = [
-        (script, one_line(kernel["name"], 60), kernel["launches"], f"{kernel['seconds'] * 1e3:.2f}",
-         f"{kernel['bytes'] / 1e9:.2f}", f"{kernel['bytes'] / kernel['seconds'] / rate:.0%}")
-        for script, step in steps.items() for kernel in step.get("kernels", [])
-    ]  # fmt: skip
-    lines = [f"- {script} was not counted: {step['reason']}." for script, step in steps.items() if "reason" in step]
-    lines += [
-        f"- {script}: the whole step moves {step['bytes'] / 1e9:.1f} GB in {step['seconds'] * 1e3:.1f} ms of kernels, "
-        f"{step['bytes'] / step['seconds'] / rate:.0%} of a copy's bandwidth."
-        for script, step in steps.items()
-        if "kernels" in step
-    ]
-    headers = ("step", "kernel", "launches", "ms", "GB", "of a copy's bandwidth")
-    return [pipe_table(headers, cells, n_left=2), "\n".join(map(markdown, lines))]
 
 
 # --- docs/parity.md -------------------------------------------------------------------------------

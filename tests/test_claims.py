@@ -1,6 +1,8 @@
 """The table of claims: verdicts by arithmetic, and nothing where nothing is recorded."""
 
-from report import claims, findings, questions
+import json
+
+from report import claims, findings, questions, traffic
 from report.claims import Claim
 from report.findings import Finding, Machine
 
@@ -35,3 +37,15 @@ def test_verdicts_follow_the_figures():
     assert findings.constant_sync(machine).verdict == "holds"
     claim = Claim("x", "https://x", "sync-points", findings.any_waits)
     assert claims.found(claim, machine).verdict == claims.NO_RECORD, "an older record lacks the case"
+
+
+def test_counted_bytes_are_shares_of_a_copy_and_a_step_that_was_not_counted_says_why(tmp_path):
+    assert traffic.sections(tmp_path) == []
+    kernel = {"name": "softmax|fused", "launches": 12, "bytes": 2e9, "seconds": 1e-3}
+    steps = {"0_baseline": {"kernels": [kernel], "bytes": 4e9, "seconds": 4e-3}, "1_cublas": {"reason": "no counters"}}
+    record = {"copy_bytes_per_s": 4e12, "steps": steps}
+    (tmp_path / "card").mkdir()
+    (tmp_path / "card" / "step-traffic-gpt2.json").write_text(json.dumps(record))
+    title, table, lines = traffic.sections(tmp_path)
+    assert "gpt2" in title and "50%" in table and "softmax" in table
+    assert "4.0 GB in 4.0 ms of kernels, 25% of a copy" in lines and "1_cublas was not counted: no counters." in lines
