@@ -16,6 +16,7 @@ from pathlib import Path
 from common.record import Roofs, Row, Run
 from report import analysis
 from report.causes import FOLDER, gain_ms, read_causes
+from report.doubts import compared
 from report.load import MERGED, ROOFS, convert, read_json, read_run
 from report.table import markdown, percent, pipe_table
 
@@ -196,7 +197,8 @@ def step_4_by_width(records: Records) -> Evidence | None:
                   key=lambda item: records.runs[item[0]].workload.n_embd)  # fmt: skip
     gains: dict[int, list[float]] = {}
     for name, (before, after) in rows:
-        gains.setdefault(records.runs[name].workload.n_embd, []).append(analysis.speedup(after, before))
+        if faster := compared(after, before, records.runs[name]):
+            gains.setdefault(records.runs[name].workload.n_embd, []).append(faster.ratio)
     text = each({f"{width} channels": ", ".join(f"{g:.2f}" for g in each) for width, each in gains.items()})
     widths = [*gains.values()]
     rises = all(max(a) < min(b) for a, b in itertools.pairwise(widths))
@@ -250,12 +252,14 @@ def passes_apart(records: Records) -> Evidence | None:
     """The range of a step's passes on a shared CPU, against what an optimization gains there."""
     run: Run | None = records.runs.get("tiny")
     rows = {row.step: row for row in run.steps if analysis.is_timed(row)} if run else {}
-    if not {"0_baseline", "2_sdpa", "3_compile"} <= rows.keys():
+    gain = (
+        compared(rows.get("3_compile"), rows.get("2_sdpa"), run) if {"0_baseline", "3_compile"} <= rows.keys() else None
+    )
+    if gain is None:
         return None
     least, most = analysis.extent_ms(rows["0_baseline"])
-    gain = analysis.speedup(rows["3_compile"], rows["2_sdpa"])
     passes = f"0_baseline {least:.0f} to {most:.0f} ms from pass to pass, {most / least:.2f} times"
-    return Evidence(f"{passes}; step 3 gains {gain:.2f}", f"tiny/{MERGED}", most / least > gain)
+    return Evidence(f"{passes}; step 3 gains {gain.ratio:.2f}", f"tiny/{MERGED}", most / least > gain.ratio)
 
 
 # --- the claims -----------------------------------------------------------------------------------
