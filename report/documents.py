@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from common.errors import run_command
 from common.record import Roofs, Row, Run, describe_shape, write_bytes
 from common.text import OneLineParser, say
-from report import analysis, causal_claims, causes, charts, parity, predictions, table
+from report import analysis, causal_claims, causes, charts, parity, predictions, sweep, table
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
@@ -320,7 +320,7 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them."""
     generated = {"README.md": readme_table, "docs/performance.md": performance_tables,
                  "docs/method.md": method_tables, "docs/parity.md": parity_tables,
-                 "docs/causes.md": causal_claims.claims_table}  # fmt: skip
+                 "docs/causes.md": causal_claims.claims_table, "docs/sweep.md": sweep.recorded}  # fmt: skip
     return {root / name: between_markers(root / name, tables(results)) for name, tables in generated.items()}
 
 
@@ -335,6 +335,9 @@ def main() -> None:
         for folder, study in recorded_studies(results):
             write_bytes(folder / parity.CURVES, parity_curves(study))
             say(str((folder / parity.CURVES).relative_to(ROOT)))
+        for path in sorted(results.glob(f"*/{sweep.SWEEP}")):
+            sweep.write(path.parent)
+            say(str(path.parent.relative_to(ROOT)))
         for folder, run in recorded_runs(results):
             missing = write_reports(run, folder)
             say("\n".join(missing or [str(folder.relative_to(ROOT))]))
