@@ -59,11 +59,11 @@ def predicted_batches(peaks: dict[int, int], free_bytes: int) -> tuple[float, li
 
 def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, check) -> int:
     """Measure, predict, confirm and tabulate. Exits with code 2 and one line on a CPU."""
-    if given.resume or given.peers or given.repeat > 1 or (given.gpus or 1) > 1:
-        parser.error("--batch-size max runs the five scripts once: leave out --resume, --peers, --repeat and --gpus")
-    words = [
-        word for k, word in enumerate(arguments) if word != f"{OPTION}=max" and OPTION not in arguments[k - 1 : k + 1]
-    ]
+    if given.resume or given.peers or given.repeat > 1 or (given.gpus or 1) > 1 or given.scaling or given.parallel:
+        several = "--resume, --peers, --repeat, --gpus, --scaling and --parallel"
+        parser.error(f"--batch-size max runs the five scripts once, on one GPU: leave out {several}")
+    pairs = zip(["", *arguments], arguments, strict=False)  # each word after the one before it
+    words = [word for before, word in pairs if OPTION not in (before, word.partition("=")[0])]
     facts = check(words, 1)
     if facts["device_type"] != "cuda":
         parser.error("--batch-size max needs a GPU: only its allocator counts what a step holds at most")

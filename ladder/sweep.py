@@ -189,8 +189,9 @@ def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, ch
     Exits with code 2 and one line where nothing fits, where the time is too short, and without roofs.
     """
     began, stop = time.monotonic(), process.Stop()
-    if given.peers or given.repeat > 1 or (given.gpus or 1) > 1:
-        parser.error("--sweep runs the five scripts once, on one GPU: leave out --peers, --repeat and --gpus")
+    if given.peers or given.repeat > 1 or (given.gpus or 1) > 1 or given.scaling or given.parallel:
+        several = "--peers, --repeat, --gpus, --scaling and --parallel"
+        parser.error(f"--sweep runs the five scripts once, on one GPU: leave out {several}")
     if given.no_roofs:
         parser.error("--sweep predicts its cells from the roofs: leave out --no-roofs")
     folder, plan = resumed(given, arguments, parser) if given.resume else planned(given, arguments, argv, parser, check)

@@ -242,7 +242,7 @@ def test_the_largest_batch_needs_a_gpu_and_hands_on_all_other_arguments(capsys):
         return {"device_type": "cpu"}
 
     for words in (["--batch-size", "max"], ["--batch-size=max"]):
-        given, rest = parser.parse_known_args(["--device", "cpu", *words, "--data", "my book"])
+        given, rest = parser.parse_known_args([*words, "--device", "cpu", "--data", "my book"])
         with pytest.raises(SystemExit) as ended:
             largest_batch.main(given, rest, words, parser, check)
         err = capsys.readouterr().err
