@@ -20,6 +20,7 @@ from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
 from report.load import MERGED, ROOFS, RecordError, convert, read_json, read_run
+from report.symptom_examples import examples_table
 from report.table import commit_of, gib, levels, markdown, ms_cell, pipe_table, speedup_cell, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -320,7 +321,7 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them."""
     generated = {"README.md": readme_table, "docs/performance.md": performance_tables,
                  "docs/method.md": method_tables, "docs/parity.md": parity_tables,
-                 "docs/causes.md": causal_claims.claims_table}  # fmt: skip
+                 "docs/causes.md": causal_claims.claims_table, "docs/not-faster.md": examples_table}  # fmt: skip
     return {root / name: between_markers(root / name, tables(results)) for name, tables in generated.items()}
 
 
