@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 SCHEMA_VERSION = 2
+PLAN, MERGED, ROOFS, PREDICTED = "plan.json", "results.json", "roofs.json", "predicted.json"  # in a run folder
 STATUSES = ("ok", "skipped", "oom", "failed", "timeout", "interrupted", "not run")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
+LAUNCHED_ALONE = "1-launched"  # of a run with --scaling, the place of rows on one GPU that are not captured
 CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py says which kernel belongs where
     "matrix products", "attention", "normalization and pointwise", "optimizer", "copies and casts", "loss",
     "communication", "other",
@@ -302,6 +305,13 @@ class Plan:
     workload: Workload | None = None
 
 
+def scaling_places(folder: Path) -> list[str]:
+    """Names of the run folders that a run with --scaling consists of, fewest GPUs first; empty of any other run."""
+    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    places = [name for name in names if re.fullmatch(rf"[1-9]\d*(-(ddp|fsdp))?|{LAUNCHED_ALONE}", name)]
+    return sorted(places, key=lambda name: (int(name.partition("-")[0]), name))
+
+
 def differing_fields(a: object, b: object) -> list[str]:
     """Names of the fields in which two records of one class differ, in the order of the class."""
     return [f.name for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)]
@@ -338,6 +348,15 @@ def _is_replaceable(content: bytes, keys: tuple[str, ...]) -> bool:
         return any(key in record for key in keys) and len(rows) <= 1
     except (ValueError, RecursionError, TypeError, AttributeError):  # no JSON, or not of this shape
         return not content.strip()
+
+
+def read_object(path: Path) -> dict:
+    """The object in a JSON file, unchecked; empty where there is none."""
+    try:
+        content = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def write_run(path: Path, run: Run) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import matplotlib
+import matplotlib.colors
 import matplotlib.patches
 import matplotlib.ticker
 from matplotlib.axes import Axes
@@ -184,6 +185,30 @@ def speedup_png(bars: list[Bar], title: str) -> bytes:
             _label(axes, (bar.value or 0.0) + 0.012 * top, row, bar.label)
         axes.set_xlim(0, 1.3 * top)
         figure.suptitle(one_line(title, 100), fontsize=9.5)
+        return _png(figure)
+
+
+def scaling_png(rows: list[tuple[str, float | None, dict[str, float], str]]) -> bytes:
+    """A PNG, on white: a bar of 100 % per row on several GPUs, of its efficiency and of what was lost by category.
+
+    A row is (name, efficiency or None, lost shares, label). A category that took less time than alone shows nothing.
+    """
+    names = [name for name in CATEGORY_COLORS if any(lost.get(name, 0.0) > 0.001 for _, _, lost, _ in rows)]
+    height_in = 0.42 * len(rows) + 0.9 + 0.22 * math.ceil((len(names) + 1) / 2)
+    with _steps_figure([name for name, *_ in rows], height_in, "% of the step") as (figure, axes):
+        for row, (_, efficiency, lost, label) in enumerate(rows):
+            left = 100 * (efficiency or 0.0)
+            axes.barh(row, left, color=ACCENT, alpha=0.45, height=BAR)
+            _label(axes, 1, row, label)
+            for name in names:
+                width = max(0.0, 100 * lost.get(name, 0.0))
+                axes.barh(row, width, left=left, color=CATEGORY_COLORS[name], height=BAR)
+                left += width
+        whole = {"what one GPU alone needs": (*matplotlib.colors.to_rgb(ACCENT), 0.45)}
+        colors = whole | {name: CATEGORY_COLORS[name] for name in names}
+        handles = [matplotlib.patches.Patch(color=color, label=name) for name, color in colors.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8)
+        axes.axvline(100, color=INK, linewidth=0.7)
         return _png(figure)
 
 

@@ -15,7 +15,19 @@ from types import SimpleNamespace
 from common.errors import run_command
 from common.record import Roofs, Row, Run, describe_shape, write_bytes
 from common.text import OneLineParser, say
-from report import analysis, causal_claims, causes, charts, parity, predictions, table
+from report import (
+    analysis,
+    causal_claims,
+    causes,
+    charts,
+    claims,
+    parity,
+    predictions,
+    questions,
+    scaling,
+    table,
+    traffic,
+)
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
@@ -78,8 +90,7 @@ def performance_tables(results: Path) -> str:
     machines = sorted(results.iterdir(), key=lambda path: (path != shown, path.name))
     parts = [part for machine in machines if any(machine.glob(f"*/{MERGED}")) for part in _machine_tables(machine)]
     parts.append(causes.sections(results))
-    for path in sorted(results.glob("*/attention-traffic.json")):
-        parts += ["## DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
+    parts += traffic.sections(results)
     return "\n\n".join(parts)
 
 
@@ -211,15 +222,6 @@ def _roofs_table(roofs: Roofs) -> str:
     return pipe_table(("", *headers), cells)
 
 
-def _traffic_table(traffic: dict) -> str:
-    shape = ", ".join(f"{name} {size}" for name, size in traffic["shape"].items())
-    cells = []
-    for which, counts in traffic["bytes"].items():
-        gb = (f"{counted / 1e9:.2f}" if counted else "-" for counted in (counts["analytic"], counts["counters"]))
-        cells.append((f"attention {which}, {shape}", *gb))
-    return pipe_table(("forward and backward, BF16", "analytic GB", "counted GB"), cells)
-
-
 # --- docs/parity.md -------------------------------------------------------------------------------
 
 
@@ -309,6 +311,27 @@ def parity_curves(study: parity.Study) -> bytes:
     return charts.seed_curves_png(drawn, parity.SMOOTHED_STEPS)
 
 
+# --- docs/scaling.md ------------------------------------------------------------------------------
+
+
+def recorded_scalings(results: Path) -> list[tuple[Path, dict[str, Run]]]:
+    """Every recorded run with --scaling, by folder: the run of each of its places."""
+    folders = sorted(path.parent for path in results.glob(f"*/*/{scaling.ROWS}"))
+    return [(folder, scaling.load_places(folder)) for folder in folders]
+
+
+def scaling_tables(results: Path) -> str:
+    """A section per recorded run, or that there is none."""
+    parts = []
+    for folder, runs in recorded_scalings(results):
+        name = folder.relative_to(results).as_posix()
+        parts.append(scaling.render_markdown(runs, f"## {name}", f"results/{name}/"))
+    return "\n\n".join(parts) or scaling.NOT_RECORDED
+
+
+# --- every document -------------------------------------------------------------------------------
+
+
 def between_markers(document: Path, *generated: str) -> str:
     """The document's text with what stands between its pairs of markers replaced, in order.
 
@@ -328,9 +351,11 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them."""
     generated = {"README.md": (readme_table, machines_table), "docs/performance.md": (performance_tables,),
                  "docs/method.md": (method_tables,), "docs/parity.md": (parity_tables,),
-                 "docs/causes.md": (causal_claims.claims_table,), "docs/not-faster.md": (examples_table,)}  # fmt: skip
-    return {root / name: between_markers(root / name, *(table(results) for table in tables))
-            for name, tables in generated.items()}  # fmt: skip
+                 "docs/causes.md": (causal_claims.claims_table,), "docs/scaling.md": (scaling_tables,),
+                 "docs/claims.md": (claims.claims_table,), "docs/anatomy.md": (questions.path,),
+                 "docs/not-faster.md": (examples_table,)}  # fmt: skip
+    return {root / name: between_markers(root / name, *(make(results) for make in makers))
+            for name, makers in generated.items()}  # fmt: skip
 
 
 def main() -> None:
@@ -344,6 +369,8 @@ def main() -> None:
         for folder, study in recorded_studies(results):
             write_bytes(folder / parity.CURVES, parity_curves(study))
             say(str((folder / parity.CURVES).relative_to(ROOT)))
+        for folder, runs in recorded_scalings(results):
+            say("\n".join(scaling.write(folder, runs) or [str(folder.relative_to(ROOT))]))
         for folder, run in recorded_runs(results):
             missing = write_reports(run, folder)
             say("\n".join(missing or [str(folder.relative_to(ROOT))]))
