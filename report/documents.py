@@ -33,6 +33,8 @@ from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
 from report.load import MERGED, ROOFS, RecordError, convert, read_json, read_run
+from report.machines import machines_table
+from report.symptom_examples import examples_table
 from report.table import commit_of, gib, levels, markdown, ms_cell, pipe_table, speedup_cell, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -331,23 +333,30 @@ def scaling_tables(results: Path) -> str:
 # --- every document -------------------------------------------------------------------------------
 
 
-def between_markers(document: Path, generated: str) -> str:
-    """The document's text with the part between its markers replaced. Raises RecordError where it has none."""
-    before, begin, rest = document.read_text().partition(GENERATED_BEGIN)
-    _, end, after = rest.partition(GENERATED_END)
-    if not (begin and end):
-        raise RecordError(f"{document.name} lacks the markers {GENERATED_BEGIN} and {GENERATED_END}")
-    return f"{before}{begin}\n\n{generated}\n\n{end}{after}"
+def between_markers(document: Path, *generated: str) -> str:
+    """The document's text with what stands between its pairs of markers replaced, in order.
+
+    Raises RecordError where it lacks a pair.
+    """
+    done, rest = "", document.read_text()
+    for part in generated:
+        before, begin, rest = rest.partition(GENERATED_BEGIN)
+        _, end, rest = rest.partition(GENERATED_END)
+        if not (begin and end):
+            raise RecordError(f"{document.name} lacks the markers {GENERATED_BEGIN} and {GENERATED_END}")
+        done += f"{before}{begin}\n\n{part}\n\n{end}"
+    return done + rest
 
 
 def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them."""
-    generated = {"README.md": readme_table, "docs/performance.md": performance_tables,
-                 "docs/method.md": method_tables, "docs/parity.md": parity_tables,
-                 "docs/causes.md": causal_claims.claims_table, "docs/scaling.md": scaling_tables,
-                 "docs/claims.md": claims.claims_table, "docs/anatomy.md": questions.path,
-                 "docs/sweep.md": sweep.recorded}  # fmt: skip
-    return {root / name: between_markers(root / name, tables(results)) for name, tables in generated.items()}
+    generated = {"README.md": (readme_table, machines_table), "docs/performance.md": (performance_tables,),
+                 "docs/method.md": (method_tables,), "docs/parity.md": (parity_tables,),
+                 "docs/causes.md": (causal_claims.claims_table,), "docs/scaling.md": (scaling_tables,),
+                 "docs/claims.md": (claims.claims_table,), "docs/anatomy.md": (questions.path,),
+                 "docs/not-faster.md": (examples_table,), "docs/sweep.md": (sweep.recorded,)}  # fmt: skip
+    return {root / name: between_markers(root / name, *(make(results) for make in makers))
+            for name, makers in generated.items()}  # fmt: skip
 
 
 def main() -> None:
