@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from common.text import OneLineParser, positive_int
 
 DDP_WARMUP = 11  # DDP divides gradients into buckets anew, and times itself, until then: no CUDA graph holds that
 ROOT = Path(__file__).resolve().parent.parent
+FIRST_SAYS_S = 5  # in which torchrun sees that the first process of a machine ended
 ESTIMATE_MARGIN = 1.1  # mixed precision keeps a little more than the estimate of a plain step
 
 
@@ -45,6 +48,7 @@ class Arguments:
     parallel: str | None = None  # ddp, fsdp; None alone
     checkpoint: bool = False  # recompute each block in backward
     capture: bool = True  # as a CUDA graph, a step that asks for it
+    quick: bool = False  # only train and time
 
     @property
     def step(self) -> str:
@@ -124,6 +128,18 @@ class Arguments:
         )  # fmt: skip
 
 
+class StepParser(OneLineParser):
+    """Of several processes on a machine, the first says what is wrong; torchrun then ends the others.
+
+    One of the others that is still there after a while found something of its own, as of its GPU, and says it.
+    """
+
+    def error(self, message: str):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(FIRST_SAYS_S)
+        super().error(message)
+
+
 def seed_int(text: str) -> int:
     """0, or what positive_int takes."""
     return 0 if text == "0" else positive_int(text)
@@ -147,8 +163,8 @@ def describe_presets() -> str:
     return "\n".join(lines)
 
 
-def build_parser(script: Path, description: str | None) -> OneLineParser:
-    parser = OneLineParser(prog=script.name, description=description, epilog=describe_presets())
+def build_parser(script: Path, description: str | None) -> StepParser:
+    parser = StepParser(prog=script.name, description=description, epilog=describe_presets())
     shape = parser.add_argument_group("workload (what is trained; defaults come from the preset)")
     run = parser.add_argument_group("run (how it is measured)")
     presets = ", ".join(f"{name} ({preset.purpose})" for name, preset in PRESETS.items())
@@ -181,6 +197,8 @@ def build_parser(script: Path, description: str | None) -> OneLineParser:
     shape.add_argument("--checkpoint", action="store_true", help=text)
     text = "launch each kernel of a step from the host, also where it could be captured as a CUDA graph"
     run.add_argument("--no-capture", action="store_true", help=text)
+    text = "train and time the steps and no more: no settling, energy, held-out loss or observation"
+    run.add_argument("--quick", action="store_true", help=text)
     run.add_argument("--parallel", choices=["ddp", "fsdp"], help="how processes share the model (default: ddp)")
     parser.set_defaults(preset="auto", seed=1337, device="auto", amp_dtype="auto", accumulate=1)
     return parser
@@ -194,7 +212,7 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         world = hardware.world()
         device = hardware.resolve_device(given.device, world)
         amp_dtype, amp_note = hardware.resolve_amp_dtype(given.amp_dtype, device)
-        preset, batch_size, notes = resolve_preset(given.preset, device)
+        preset, batch_size, notes = resolve_preset(given.preset, device, given.accumulate, given.checkpoint)
         batch_size = resolve_batch_size(given, batch_size, world.size)
         config = PRESETS[preset].config
         config = replace(config, **{k: getattr(given, k) or default for k, default in asdict(config).items()})
@@ -214,7 +232,7 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         accumulate=given.accumulate, steps=given.steps or steps, warmup=given.warmup or warmup,
         lr=given.lr or PRESETS[preset].lr, seed=given.seed,
         text=text, device=device, amp_dtype=amp_dtype, amp_note=amp_note, profile=given.profile, output=output,
-        checkpoint=given.checkpoint, capture=not given.no_capture, notes=notes, world=world,
+        checkpoint=given.checkpoint, capture=not given.no_capture, quick=given.quick, notes=notes, world=world,
         parallel=(given.parallel or "ddp") if world.size > 1 else None,
     )  # fmt: skip
 
@@ -234,7 +252,9 @@ def resolve_batch_size(given: argparse.Namespace, default: int, processes: int) 
     return batch_size
 
 
-def resolve_preset(name: str, device: torch.device) -> tuple[str, int, tuple[str, ...]]:
+def resolve_preset(
+    name: str, device: torch.device, accumulate: int = 1, checkpoint: bool = False
+) -> tuple[str, int, tuple[str, ...]]:
     """The preset, its batch size, and header lines that say why `auto` chose them.
 
     On a GPU `auto` takes the slice where a plain FP32 step of it fits the free memory, else gpt2 at the largest power
@@ -247,7 +267,8 @@ def resolve_preset(name: str, device: torch.device) -> tuple[str, int, tuple[str
     free = hardware.free_memory_bytes(device)
     choices = [("gpt3-6.7b-slice", PRESETS["gpt3-6.7b-slice"].batch_size), *(("gpt2", 2**k) for k in range(5, -1, -1))]
     for preset, batch_size in choices:  # the last one is taken in any case
-        if ESTIMATE_MARGIN * flops.unfused_peak_bytes(PRESETS[preset].config, batch_size) <= free:
+        peak = flops.unfused_peak_bytes(PRESETS[preset].config, batch_size, accumulate, checkpoint)
+        if ESTIMATE_MARGIN * peak <= free:
             break
     why = f"auto: preset {preset}, batch {batch_size}, because {free / 2**30:.0f} GiB are free on {device}"
     return preset, batch_size, (why,)

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from dataclasses import replace
 
-from common.record import Block, Launch
+from common.traced import Block, Launch
 
 # What the names of attention's backward kernels contain: of cuDNN, FlashAttention, CUTLASS, softmax by hand, a CPU.
 BACKWARD = r"bprop|bwd|[Bb]ackward|cutlassB|dot_do_o|convert_dq"

@@ -11,6 +11,8 @@ half the square; times 3, for forward and backward, that is the term here.
 
 from __future__ import annotations
 
+import math
+
 from common.model import GPTConfig
 
 
@@ -69,16 +71,23 @@ def least_bytes_per_step(config: GPTConfig, batch_size: int) -> int:
     return 6 * tokens * widths + 40 * parameters(config)
 
 
-def unfused_peak_bytes(config: GPTConfig, batch_size: int, scores: bool = True, checkpoint: bool = False) -> int:
-    """An estimate of the peak memory of a plain FP32 step, in bytes: the recorded peaks are up to 3 % higher.
+def unfused_peak_bytes(
+    config: GPTConfig, batch_size: int, accumulate: int = 1, checkpoint: bool = False, scores: bool = True
+) -> int:
+    """An estimate of the peak memory of a plain FP32 step, in bytes: recorded peaks are at most 3 % higher.
 
     Per parameter 12 bytes (weight and two moments; gradients replace activations as backward proceeds). Saved for
-    backward, 4 bytes a number: in each block 16 tensors of (tokens, C), the attention weights (B, H, T, T) if
-    `scores`; and three tensors of (tokens, V) around the loss. With `checkpoint` one block keeps that, and the others
-    their input.
+    backward, 4 bytes a number: in each block 16 tensors of (tokens, C), and the attention weights (B, H, T, T) if
+    `scores`. The peak is in the loss, which needs three tensors of (tokens, V), or where the scores are large in
+    backward of the last block: attention by hand needs three more (B, H, T, T) there, the gradients of the head and of
+    the MLP exist, and 9 of the MLP's tensors of (tokens, C) are gone. With `checkpoint` one block keeps all that, and
+    the others their input. Of `accumulate` micro-batches, tokens are those of one, and gradients (4 bytes more) stay
+    from the first to the last.
     """
-    tokens = batch_size * config.seq_len
+    tokens = math.ceil(batch_size / accumulate) * config.seq_len
     whole = 1 if checkpoint else config.n_layer
-    per_token = whole * (16 * config.n_embd + scores * config.n_head * config.seq_len) + 3 * config.vocab_size
-    per_token += checkpoint * config.n_layer * config.n_embd
-    return 12 * parameters(config) + 4 * tokens * per_token
+    scores_of_token, C = scores * config.n_head * config.seq_len, config.n_embd
+    saved = whole * (16 * C + scores_of_token) + checkpoint * config.n_layer * C
+    loss = tokens * 3 * config.vocab_size
+    backward = tokens * (3 * scores_of_token - 9 * C) + config.vocab_size * C + 8 * C**2
+    return (12 if accumulate == 1 else 16) * parameters(config) + 4 * (tokens * saved + max(loss, backward))

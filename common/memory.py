@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from common.record import MEMORY_KINDS, MemoryUse
+from common.traced import MEMORY_KINDS, MemoryUse
 
 MOST_POINTS = 200
 # Allocations of these sizes, freed at once, mark in the history where a part of the step begins.

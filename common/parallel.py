@@ -48,8 +48,7 @@ def distribute(model: torch.nn.Module, args: Arguments, checkpoint: Callable = r
     if args.parallel == "ddp":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames the option
-            # Gradients stay in the buckets in which they are averaged: no copy back, and room for one set of them.
-            return torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+            return torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     if args.parallel == "fsdp":
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -25,8 +25,9 @@ from torch.profiler import ProfilerActivity
 
 from common.block import one_block
 from common.hardware import synchronize
-from common.record import CATEGORIES, CategoryTime, Kernel, Launch, Profile, Settings
+from common.record import CATEGORIES, CategoryTime, Kernel, Profile, Settings
 from common.text import aligned
+from common.traced import Launch
 
 COMPILED_GRAPH = "## Call CompiledFxGraph"  # what a CPU's trace calls a compiled graph
 MATRIX_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_linear_pointwise", "_mkl_linear", "convolution")

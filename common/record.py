@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from common.traced import Block, MemoryUse
+
 SCHEMA_VERSION = 2
+PLAN, MERGED, ROOFS, PREDICTED = "plan.json", "results.json", "roofs.json", "predicted.json"  # in a run folder
 STATUSES = ("ok", "skipped", "oom", "failed", "timeout", "interrupted", "not run")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
+LAUNCHED_ALONE = "1-launched"  # of a run with --scaling, the place of rows on one GPU that are not captured
 CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py says which kernel belongs where
     "matrix products", "attention", "normalization and pointwise", "optimizer", "copies and casts", "loss",
     "communication", "other",
 )  # fmt: skip
-MEMORY_KINDS = ("parameters", "optimizer", "other", "gradients", "activations", "temporary")  # see common/memory.py
 
 
 @dataclass
@@ -65,26 +69,6 @@ class Kernel:
 
 
 @dataclass
-class Launch:
-    """A kernel as it ran once; on a CPU an operator that does its work itself."""
-
-    name: str
-    category: str  # one of CATEGORIES
-    start_ms: float  # since its half of the block began
-    ms: float
-
-
-@dataclass
-class Block:
-    """What one transformer block ran: from one attention's longest kernel to the next one's, see common/block.py."""
-
-    forward: list[Launch]
-    forward_ms: float
-    backward: list[Launch]
-    backward_ms: float
-
-
-@dataclass
 class Profile:
     """Untimed steps under torch.profiler; categories and idle time add up to step_ms. A CPU's kernels are operators."""
 
@@ -101,18 +85,6 @@ class Profile:
     shares: dict[str, float] | None = None  # of the step, adding up to 1
     communication_ms: float | None = None  # of its kernels; the category has what of it overlaps no other kernel
     block: Block | None = None  # null where a step has fewer than two attentions
-
-
-@dataclass
-class MemoryUse:
-    """What CUDA's allocator held over one launched step, at most 200 points, see common/memory.py."""
-
-    ms: list[float]  # of the host, since the step began
-    bytes: dict[str, list[int]]  # by MEMORY_KINDS, one number a point
-    peak_bytes: int
-    peak_ms: float
-    backward_ms: float | None = None  # when backward began
-    optimizer_ms: float | None = None
 
 
 @dataclass
@@ -337,6 +309,13 @@ class Plan:
     workload: Workload | None = None
 
 
+def scaling_places(folder: Path) -> list[str]:
+    """Names of the run folders that a run with --scaling consists of, fewest GPUs first; empty of any other run."""
+    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    places = [name for name in names if re.fullmatch(rf"[1-9]\d*(-(ddp|fsdp))?|{LAUNCHED_ALONE}", name)]
+    return sorted(places, key=lambda name: (int(name.partition("-")[0]), name))
+
+
 def differing_fields(a: object, b: object) -> list[str]:
     """Names of the fields in which two records of one class differ, in the order of the class."""
     return [f.name for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)]
@@ -373,6 +352,15 @@ def _is_replaceable(content: bytes, keys: tuple[str, ...]) -> bool:
         return any(key in record for key in keys) and len(rows) <= 1
     except (ValueError, RecursionError, TypeError, AttributeError):  # no JSON, or not of this shape
         return not content.strip()
+
+
+def read_object(path: Path) -> dict:
+    """The object in a JSON file, unchecked; empty where there is none."""
+    try:
+        content = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def write_run(path: Path, run: Run) -> None:

@@ -19,11 +19,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run_all.sh starts this file by its path, from any folder
 
 from common.errors import smaller_batch  # noqa: E402
-from common.record import SCHEMA_VERSION, Plan, Row, Run, Workload, write_json, write_run  # noqa: E402
+from common.record import (  # noqa: E402
+    PREDICTED,
+    ROOFS,
+    SCHEMA_VERSION,
+    Plan,
+    Row,
+    Run,
+    read_object,
+    scaling_places,
+    write_json,
+    write_run,
+)
 from common.text import OneLineParser, one_line, portable_command, positive_int, say  # noqa: E402
-from ladder import process  # noqa: E402
+from ladder import process, scaling  # noqa: E402
 from report.__main__ import report  # noqa: E402
-from report.load import PREDICTED, ROOFS  # noqa: E402
 
 STEPS = "01234"
 BY_HAND = ("0_", "1_")  # rows that write the (T, T) scores of attention to memory
@@ -67,9 +77,17 @@ def build_parser() -> OneLineParser:
         "--repeat", type=positive_int, default=1, metavar="N", help="passes over all rows: the table shows the range"
     )
     text = "N processes a row, each with its own GPU (on a CPU: its share of the cores) and its own batch"
-    parser.add_argument("--gpus", type=positive_int, default=1, metavar="N", help=text)
+    parser.add_argument("--gpus", type=positive_int, metavar="N", help=text)
+    text = "how they share the model (default: ddp; with --scaling both, fsdp for steps 3 and 4 or those of --only)"
+    parser.add_argument("--parallel", choices=scaling.PARALLEL, help=text)
+    text = "each row on 1, 2, 4, ... GPUs, up to --gpus or all (on a CPU: 1 and 2 processes), and its efficiency"
+    parser.add_argument("--scaling", action="store_true", help=text)
     parser.add_argument("--resume", type=Path, metavar="DIR", help="finish an interrupted run, with its own options: "
                         "run its rows that are not ok")  # fmt: skip
+    text = "the ladder at many widths, batches and lengths, few steps each: where does a step pay?"
+    parser.add_argument("--sweep", action="store_true", help=text)
+    text = "the longest that --sweep may take (default: 30); --sweep --resume DIR goes on"
+    parser.add_argument("--sweep-minutes", type=positive_int, default=30, metavar="N", help=text)
     parser.add_argument("--peers", action="store_true", help="also run peers/*.py, on the same workload")
     parser.add_argument("--no-roofs", action="store_true", help="do not measure copy bandwidth and matrix products")
     parser.add_argument("--no-profile", action="store_true", help="do not profile steps after the timed ones")
@@ -113,12 +131,17 @@ def absolute_data(arguments: list[str]) -> list[str]:
     return [os.path.abspath(word) if words[k - 1 : k] == ["--data"] else word for k, word in enumerate(words)]
 
 
-def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser) -> tuple[Path, Plan, dict]:
-    """Check everything, make the folder, and write the plan."""
+def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser) -> tuple[Path, dict]:
+    """Check everything, make the folder, and write the plan, with --scaling one for each of its places.
+
+    Returns the folder, and plan and facts by place.
+    """
     rows, left_out = rows_to_run(given.only, given.peers, parser)
     arguments = absolute_data([word for word in arguments if word != "--profile"])
     arguments += [] if given.no_profile else ["--profile"]
-    facts = check(arguments, given.gpus)
+    arguments += ["--parallel", given.parallel] if given.parallel and not given.scaling else []
+    gpus = 1 if given.scaling else given.gpus or 1
+    facts = check(arguments, gpus)
     for note in facts["notes"]:
         say(note)
     started = datetime.datetime.now(datetime.timezone.utc)
@@ -129,21 +152,29 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
         left_out=left_out,
         roofs=not given.no_roofs,
         repeat=given.repeat,
-        gpus=given.gpus,
+        gpus=gpus,
         started_at=started.isoformat(timespec="seconds"),
-        workload=Workload(**facts["workload"]),
+        workload=facts["workload"],
     )
+    planned = {"": (plan, facts)}
     try:
+        if given.scaling:
+            sharded = None if given.only else scaling.SHARDED
+            planned = scaling.divide(plan, facts, given.gpus, given.parallel, sharded, check)
         (ROOT / "results").mkdir(exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{started:%Y%m%d-%H%M%S}-", dir=ROOT / "results"))
         folder.chmod(0o755)
-        write_json(folder / "plan.json", asdict(plan) | {"schema_version": SCHEMA_VERSION})
+        for place, (plan, _) in planned.items():
+            (folder / place).mkdir(exist_ok=True)
+            write_json(folder / place / "plan.json", asdict(plan) | {"schema_version": SCHEMA_VERSION})
+    except ValueError as error:
+        parser.error(str(error))
     except OSError as error:
         parser.exit(1, f"run_all.sh: error: cannot write to results/: {error.strerror or error}\n")
-    return folder, plan, facts
+    return folder, planned
 
 
-def resumed_run(folder: Path, parser: OneLineParser) -> tuple[Path, Plan, dict]:
+def resumed_run(folder: Path, parser: OneLineParser) -> tuple[Plan, dict]:
     """The plan of an ended run. Refuses one that cannot be read, or whose workload has changed since."""
     content = read_object(folder / "plan.json")
     content.pop("schema_version", None)
@@ -158,16 +189,7 @@ def resumed_run(folder: Path, parser: OneLineParser) -> tuple[Path, Plan, dict]:
     facts = check(plan.arguments, plan.gpus)
     if facts["workload"] != plan.workload:
         parser.error(f"--resume {folder}: its workload has changed since, the text or this machine's defaults")
-    return folder, plan, facts
-
-
-def read_object(path: Path) -> dict:
-    """The object in a JSON file; empty where there is none."""
-    try:
-        content = json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return plan, facts
 
 
 def is_done(record: Path) -> bool:
@@ -254,17 +276,17 @@ def predict_rows(ladder: Ladder) -> None:
             say(f"no predictions: {process.last_line(log)}")
 
 
-def finish(ladder: Ladder) -> int:
+def finish(folder: Path, ladders: list[Ladder]) -> int:
     """Print and write the report; returns the exit code."""
     try:
-        code = report(ladder.folder, ladder.ended)
+        code = report(folder, {ladder.folder: ladder.ended for ladder in ladders})
     except (ValueError, OSError) as error:  # what is recorded stands
         say(f"run_all.sh: error: no report: {one_line(getattr(error, 'strerror', None) or error)}")
         code = None
-    here = ladder.folder.parent == ROOT / "results"
-    shown = f"results/{ladder.folder.name}" if here else str(ladder.folder)
+    here = folder.parent == ROOT / "results"
+    shown = f"results/{folder.name}" if here else str(folder)
     say(f"written to {shown}")
-    if ladder.stop.requests:
+    if ladders[0].stop.requests:
         say(f"interrupted: ./run_all.sh --resume {shown} finishes it")
         return 130
     latest = ROOT / "results" / "latest"
@@ -275,7 +297,7 @@ def finish(ladder: Ladder) -> int:
         return code
     try:
         latest.unlink(missing_ok=True)
-        latest.symlink_to(ladder.folder.name)
+        latest.symlink_to(folder.name)
     except OSError as error:
         say(f"results/latest was not renewed: {error.strerror or error}")
     return code
@@ -307,36 +329,51 @@ def main(argv: list[str]) -> int:
     if any(word.partition("=")[0] == "--output" for word in argv):
         parser.error("--output is chosen by run_all.sh: results/ holds a folder per run")
     given, arguments = parser.parse_known_args(argv)
+    if given.sweep or "--batch-size max" in " ".join(arguments).replace("=", " "):
+        from ladder import largest_batch, sweep  # they import torch
+
+        return (sweep if given.sweep else largest_batch).main(given, arguments, argv, parser, check)
     limit_s = time_limit(parser)
-    if given.peers and given.gpus > 1:
-        parser.error("--peers run on one GPU: leave out --gpus")
+    if given.peers and (given.scaling or (given.gpus or 1) > 1):
+        parser.error("--peers run on one GPU: leave out --gpus and --scaling")
     if given.resume:
-        others = (given.only, given.peers, given.no_roofs, given.no_profile, given.repeat > 1, given.gpus > 1)
+        others = (given.only, given.peers, given.no_roofs, given.no_profile, given.repeat > 1, given.gpus,
+                  given.parallel, given.scaling)  # fmt: skip
         if arguments or any(others):
             parser.error(f"--resume takes its options and arguments from {given.resume}: give no others")
-        folder, plan, facts = resumed_run(given.resume.resolve(), parser)
+        folder = given.resume.resolve()
+        planned = {place: resumed_run(folder / place, parser) for place in scaling_places(folder) or [""]}
     else:
-        folder, plan, facts = new_run(given, arguments, argv, parser)
-    ladder = Ladder(folder, plan, facts, limit_s, stop)
+        folder, planned = new_run(given, arguments, argv, parser)
+    ladders = [Ladder(folder / place, *plan_and_facts, limit_s, stop) for place, plan_and_facts in planned.items()]
     stop.listen()
     with contextlib.suppress(OSError):  # a file system without locks
-        lock = (folder / "plan.json").open()
+        lock = (ladders[0].folder / "plan.json").open()
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             parser.error(f"another run_all.sh is at work in {folder}")
-    for number, name in itertools.product(range(1, plan.repeat + 1), plan.rows):
-        record = folder / ("" if number == 1 else f"pass-{number}") / f"{name}.json"
-        if not (stop.requests or name in plan.left_out or is_done(record)):
-            if plan.repeat > 1:
-                say(f"pass {number} of {plan.repeat}")
+    run_rows(ladders)
+    return finish(folder, ladders)
+
+
+def run_rows(ladders: list[Ladder]) -> None:
+    """Every row that is not done: of several ladders, a script in each before the next script; then the roofs."""
+    plan, stop = ladders[0].plan, ladders[0].stop
+    for number, name, ladder in itertools.product(range(1, plan.repeat + 1), plan.rows, ladders):
+        record = ladder.folder / ("" if number == 1 else f"pass-{number}") / f"{name}.json"
+        wanted = name in ladder.plan.rows and name not in ladder.plan.left_out
+        if not stop.requests and wanted and not is_done(record) and scaling.is_needed(record, ladder.folder):
+            where = [f"{name} in {ladder.folder.name}"] * (len(ladders) > 1)
+            where += [f"pass {number} of {plan.repeat}"] * (plan.repeat > 1)
+            if where:
+                say(", ".join(where))
             run_row(ladder, name, record)
             say("")
-    if plan.roofs and not (stop.requests or has_roofs(folder)):
-        measure_roofs(ladder)
-    if has_roofs(folder) and plan.gpus == 1 and not stop.requests:
-        predict_rows(ladder)
-    return finish(ladder)
+    if plan.roofs and not (stop.requests or has_roofs(ladders[0].folder)):
+        measure_roofs(ladders[0])
+    if has_roofs(ladders[0].folder) and plan.gpus == 1 and not stop.requests:
+        predict_rows(ladders[0])
 
 
 if __name__ == "__main__":

@@ -11,8 +11,11 @@ if __name__ == "__main__":
     needs("torch", "numpy")
 
 import json
+import sys
 from dataclasses import asdict
 from functools import partial
+
+import torch
 
 from common import flops, hardware
 from common.arguments import ROOT, parse_args
@@ -22,14 +25,17 @@ from common.errors import run_command
 def main() -> None:
     """Print notes, what is pinned for every row, the workload, and the memory that a row needs and the host has."""
     args = parse_args(ROOT / "run_all.sh", "Runs the five steps and tabulates them.")
-    pinned = ["--preset", args.base_preset, "--batch-size", str(args.batch_size)] if args.notes else []
+    pinned = ["--preset", args.base_preset] if args.notes else []
+    if args.notes and not any(word.startswith("--global-batch-size") for word in sys.argv):
+        pinned += ["--batch-size", str(args.batch_size)]
     if args.text.path:  # a file that grows during the run gives every row the same tokens
         pinned += ["--data-tokens", str(len(args.text.tokens))]
-    peak = partial(flops.unfused_peak_bytes, args.config, args.micro_batch_size, checkpoint=args.checkpoint)
+    peak = partial(flops.unfused_peak_bytes, args.config, args.batch_size, args.accumulate, args.checkpoint)
     facts = {
         "notes": args.notes,
         "pinned": pinned,
         "device_type": args.device.type,
+        "gpus": torch.cuda.device_count() if args.device.type == "cuda" else 0,
         "workload": asdict(args.workload()),
         "free_bytes": hardware.free_memory_bytes(args.device),
         "by_hand_bytes": peak(),

@@ -1,6 +1,7 @@
 """Reports from records, without torch.
 
-python -m report RUN_DIR                  print the table; write report.md, report.html and speedup.png
+python -m report RUN_DIR                  print the table; write report.md, report.html and speedup.png,
+                                          of a run with --scaling: scaling.json, scaling.md and scaling.png
 python -m report --compare RUN_A RUN_B    two runs beside each other; --html FILE writes that as a page too
 """
 
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 from common.errors import needs
+from common.record import scaling_places, write_run
 from common.text import OneLineParser, one_line, say
 
 GOOD = ("ok", "skipped")
@@ -22,7 +24,8 @@ def plain_table(folder: Path) -> tuple[str, int]:
     Nothing is checked but what it shows.
     """
     lines, code = [f"{'step':24}{'status':>12}{'ms/step':>12}"], 0
-    patterns = [f"{place}{rows}.json" for place in ("", "pass-*/") for rows in ("[0-9]_*", "peers/*")]
+    places = ("", "pass-*/", "[0-9]*/", "[0-9]*/pass-*/")
+    patterns = [f"{place}{rows}.json" for place in places for rows in ("[0-9]_*", "peers/*")]
     records = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
     for path in records or [folder / "results.json"]:
         try:
@@ -64,20 +67,24 @@ def write_reports(run, folder: Path) -> list[str]:
 def report(folder: Path, ended: dict | None = None) -> int:
     """Print and write the report of a run folder; the exit code is 0 where every row is as it should be.
 
-    `ended` holds rows, by name, that could leave no record. Raises RecordError where there is nothing to report,
-    OSError where nothing can be written.
+    `ended` holds rows, by run folder and name, that could leave no record. Raises RecordError where there is nothing
+    to report, OSError where nothing can be written.
     """
     try:
         import tabulate  # noqa: F401  imported where a table is drawn
 
-        from report import load, table
+        from report import load, scaling, table
     except ImportError:
         text, code = plain_table(folder)
         say(text)
         return code
-    from common.record import write_run
-
-    run = load.load_run(folder, ended)
+    if scaling_places(folder):
+        runs = scaling.load_places(folder, ended)
+        say(scaling.render_text(runs))
+        for line in scaling.write(folder, runs):
+            say(line)
+        return int(any(row.status not in GOOD for row in scaling.scaled_rows(runs)))
+    run = load.load_run(folder, (ended or {}).get(folder))
     say(table.render_text(run))
     for line in write_reports(run, folder):
         say(line)

@@ -15,11 +15,27 @@ from types import SimpleNamespace
 from common.errors import run_command
 from common.record import Roofs, Row, Run, describe_shape, write_bytes
 from common.text import OneLineParser, say
-from report import analysis, causal_claims, causes, charts, parity, predictions, steps, table
+from report import (
+    analysis,
+    causal_claims,
+    causes,
+    charts,
+    claims,
+    parity,
+    predictions,
+    questions,
+    scaling,
+    steps,
+    sweep,
+    table,
+    traffic,
+)
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
 from report.load import MERGED, ROOFS, RecordError, convert, read_json, read_run
+from report.machines import machines_table
+from report.symptom_examples import examples_table
 from report.table import commit_of, gib, levels, markdown, ms_cell, pipe_table, speedup_cell, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,8 +92,7 @@ def performance_tables(results: Path) -> str:
     machines = sorted(results.iterdir(), key=lambda path: (path != shown, path.name))
     parts = [part for machine in machines if any(machine.glob(f"*/{MERGED}")) for part in _machine_tables(machine)]
     parts.append(causes.sections(results))
-    for path in sorted(results.glob("*/attention-traffic.json")):
-        parts += ["## DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
+    parts += traffic.sections(results)
     return "\n\n".join(parts)
 
 
@@ -209,15 +224,6 @@ def _roofs_table(roofs: Roofs) -> str:
     return pipe_table(("", *headers), cells)
 
 
-def _traffic_table(traffic: dict) -> str:
-    shape = ", ".join(f"{name} {size}" for name, size in traffic["shape"].items())
-    cells = []
-    for which, counts in traffic["bytes"].items():
-        gb = (f"{counted / 1e9:.2f}" if counted else "-" for counted in (counts["analytic"], counts["counters"]))
-        cells.append((f"attention {which}, {shape}", *gb))
-    return pipe_table(("forward and backward, BF16", "analytic GB", "counted GB"), cells)
-
-
 # --- docs/parity.md -------------------------------------------------------------------------------
 
 
@@ -307,22 +313,52 @@ def parity_curves(study: parity.Study) -> bytes:
     return charts.seed_curves_png(drawn, parity.SMOOTHED_STEPS)
 
 
-def between_markers(document: Path, generated: str) -> str:
-    """The document's text with the part between its markers replaced. Raises RecordError where it has none."""
-    before, begin, rest = document.read_text().partition(GENERATED_BEGIN)
-    _, end, after = rest.partition(GENERATED_END)
-    if not (begin and end):
-        raise RecordError(f"{document.name} lacks the markers {GENERATED_BEGIN} and {GENERATED_END}")
-    return f"{before}{begin}\n\n{generated}\n\n{end}{after}"
+# --- docs/scaling.md ------------------------------------------------------------------------------
+
+
+def recorded_scalings(results: Path) -> list[tuple[Path, dict[str, Run]]]:
+    """Every recorded run with --scaling, by folder: the run of each of its places."""
+    folders = sorted(path.parent for path in results.glob(f"*/*/{scaling.ROWS}"))
+    return [(folder, scaling.load_places(folder)) for folder in folders]
+
+
+def scaling_tables(results: Path) -> str:
+    """A section per recorded run, or that there is none."""
+    parts = []
+    for folder, runs in recorded_scalings(results):
+        name = folder.relative_to(results).as_posix()
+        parts.append(scaling.render_markdown(runs, f"## {name}", f"results/{name}/"))
+    return "\n\n".join(parts) or scaling.NOT_RECORDED
+
+
+# --- every document -------------------------------------------------------------------------------
+
+
+def between_markers(document: Path, *generated: str) -> str:
+    """The document's text with what stands between its pairs of markers replaced, in order.
+
+    Raises RecordError where it lacks a pair.
+    """
+    done, rest = "", document.read_text()
+    for part in generated:
+        before, begin, rest = rest.partition(GENERATED_BEGIN)
+        _, end, rest = rest.partition(GENERATED_END)
+        if not (begin and end):
+            raise RecordError(f"{document.name} lacks the markers {GENERATED_BEGIN} and {GENERATED_END}")
+        done += f"{before}{begin}\n\n{part}\n\n{end}"
+    return done + rest
 
 
 def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them."""
-    generated = {"README.md": readme_table, "docs/performance.md": performance_tables,
-                 "docs/method.md": method_tables, "docs/parity.md": parity_tables,
-                 "docs/causes.md": causal_claims.claims_table,
-                 "docs/steps.md": lambda results: shown_steps(results)[0]}  # fmt: skip
-    return {root / name: between_markers(root / name, tables(results)) for name, tables in generated.items()}
+    generated = {"README.md": (readme_table, machines_table), "docs/performance.md": (performance_tables,),
+                 "docs/method.md": (method_tables,), "docs/parity.md": (parity_tables,),
+                 "docs/causes.md": (causal_claims.claims_table,), "docs/scaling.md": (scaling_tables,),
+                 "docs/claims.md": (claims.claims_table,), "docs/anatomy.md": (questions.path,),
+                 "docs/not-faster.md": (examples_table,), "docs/sweep.md": (sweep.recorded,),
+                 "docs/steps.md": (lambda results: shown_steps(results)[0],)}  # fmt: skip
+    return {root / name: between_markers(root / name, *(make(results) for make in makers))
+            for name, makers in generated.items()}  # fmt: skip
 
 
 def shown_steps(results: Path) -> tuple[str, dict[str, bytes]]:
@@ -343,6 +379,11 @@ def main() -> None:
         for folder, study in recorded_studies(results):
             write_bytes(folder / parity.CURVES, parity_curves(study))
             say(str((folder / parity.CURVES).relative_to(ROOT)))
+        for folder, runs in recorded_scalings(results):
+            say("\n".join(scaling.write(folder, runs) or [str(folder.relative_to(ROOT))]))
+        for path in sorted(results.glob(f"*/{sweep.SWEEP}")):
+            sweep.write(path.parent)
+            say(str(path.parent.relative_to(ROOT)))
         for folder, run in recorded_runs(results):
             missing = write_reports(run, folder)
             say("\n".join(missing or [str(folder.relative_to(ROOT))]))

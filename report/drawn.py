@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html import escape
 
-from common.record import CATEGORIES, MEMORY_KINDS, Block, MemoryUse
+from common.record import CATEGORIES
 from common.text import one_line
+from common.traced import MEMORY_KINDS, Block, MemoryUse
 from report.analysis import GAPS, GIB
 from report.kernels import readable
 

@@ -19,6 +19,10 @@ import msgspec
 
 from common.record import (
     CATEGORIES,
+    MERGED,
+    PLAN,
+    PREDICTED,
+    ROOFS,
     SCHEMA_VERSION,
     STATUSES,
     Environment,
@@ -32,7 +36,6 @@ from common.record import (
 )
 from common.text import one_line
 
-PLAN, MERGED, ROOFS, PREDICTED = "plan.json", "results.json", "roofs.json", "predicted.json"
 PREDICTIONS = "predictions.json"  # of all runs of a machine, beside their folders
 LARGEST_RECORD_BYTES = 50_000_000  # a record with the profile of a deep model has less than one
 LARGEST_NUMBER = 1e24  # beyond it a figure means nothing and a chart cannot be drawn
@@ -307,7 +310,7 @@ def _row_of(name: str, run: Run | None, plan: Plan | None, workload: Workload | 
     else:
         began = (folder / f"{name}.log").exists()
         status, when = ("interrupted", "during") if began else ("not run", "before")
-        reason = f"the run ended {when} this row: --resume {folder} finishes it"
+        reason = f"the run ended {when} this row: ./run_all.sh --resume DIR finishes it"
     return Row(_step(name), status=status, reason=reason)
 
 

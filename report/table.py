@@ -12,6 +12,7 @@ from report.analysis import is_timed, median_ms
 from report.doubts import LEGEND, NOTICE, ROOF, SERIOUS, TIME, compared, doubts, mark
 from report.load import environment_of
 from report.sentences import headline
+from report.symptoms import pointers
 
 BOUND_RULE = (
     "bound by: the largest share of the step, of compute (matrix products and fused attention), memory (all other "
@@ -149,7 +150,7 @@ def row_notes(run: Run) -> list[str]:
 
 def remarks(run: Run) -> list[str]:
     """Lines under the table: why a row has no time, what qualifies one that has, and what the columns mean."""
-    rows, lines = [*run.steps, *run.peers], row_notes(run)
+    rows, lines = [*run.steps, *run.peers], row_notes(run) + pointers(run)
     if environment_of(run).device_type == "cpu":
         lines.append("peak GiB is the memory of the whole process: on a CPU nothing counts the tensors alone")
     if run.roofs:

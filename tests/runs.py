@@ -11,6 +11,7 @@ from operator import getitem
 from conftest import ROOT, scratch
 
 from common import record as r
+from common import traced as t
 from common.record import write_json, write_run
 from report.load import read_run
 
@@ -85,7 +86,7 @@ def traced():
         row.predicted_ms = 1.04 * row.timing.median_ms
         layers = made.workload.n_layer
         halves = [_half(row.profile, 3 * layers), _half(row.profile, 1.5 * layers)]
-        row.profile.block = r.Block(halves[0], end_ms(halves[0]), halves[1], end_ms(halves[1]))
+        row.profile.block = t.Block(halves[0], end_ms(halves[0]), halves[1], end_ms(halves[1]))
         row.memory = memory_use(row.peak_allocated_bytes / 2**30)
     return made
 
@@ -97,7 +98,7 @@ def _half(found, share):
         if kernel.category not in ("optimizer", "loss") and kernel.launches >= 6:
             for _ in range(max(1, round(kernel.launches / 12))):
                 ms = kernel.ms / share / max(1, round(kernel.launches / 12))
-                launches.append(r.Launch(kernel.name, kernel.category, at, ms))
+                launches.append(t.Launch(kernel.name, kernel.category, at, ms))
                 at += 1.02 * ms
     return sorted(launches, key=lambda launch: launch.start_ms)
 
@@ -108,7 +109,7 @@ def end_ms(launches):
 
 def memory_use(peak_gib, points=120):
     """Activations grow through forward and shrink through backward, gradients the other way round."""
-    held = {kind: [] for kind in r.MEMORY_KINDS}
+    held = {kind: [] for kind in t.MEMORY_KINDS}
     for k in range(points):
         forward, backward = min(1.0, k / 40), min(1.0, max(0.0, (k - 40) / 60))
         sizes = {"parameters": 0.1, "optimizer": 0.2, "other": 0.02, "gradients": 0.1 * backward * (k < 115),
@@ -117,7 +118,7 @@ def memory_use(peak_gib, points=120):
             held[kind].append(int(share * peak_gib * 2**30))
     totals = [sum(sizes) for sizes in zip(*held.values(), strict=True)]
     at = totals.index(max(totals))
-    return r.MemoryUse([float(k) for k in range(points)], held, max(totals), float(at), 40.0, 100.0)
+    return t.MemoryUse([float(k) for k in range(points)], held, max(totals), float(at), 40.0, 100.0)
 
 
 def only():

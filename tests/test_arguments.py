@@ -71,15 +71,18 @@ def test_auto_takes_tiny_on_a_cpu_and_every_field_can_be_overridden(output):
     assert args.preset == "custom" and args.base_preset == "tiny" and args.workload().data.tokens == 5000
 
 
-def test_auto_picks_what_fits_a_gpu(monkeypatch):
-    for free_gib, preset, batch_size in (
+def test_auto_picks_what_fits_a_gpu_also_in_micro_batches_and_recomputed(monkeypatch):
+    for free_gib, preset, batch_size, *how in (
         (139, "gpt3-6.7b-slice", 8),
         (79, "gpt2", 32),
         (20, "gpt2", 8),
         (1, "gpt2", 1),
+        (79, "gpt3-6.7b-slice", 8, 2),
+        (20, "gpt2", 16, 2),
+        (79, "gpt3-6.7b-slice", 8, 1, True),
     ):
         monkeypatch.setattr(hardware, "free_memory_bytes", lambda device, free=free_gib: free * 2**30)
-        chosen = resolve_preset("auto", torch.device("cuda", 0))
+        chosen = resolve_preset("auto", torch.device("cuda", 0), *how)
         assert chosen[:2] == (preset, batch_size) and str(free_gib) in chosen[2][0]
 
 

@@ -5,7 +5,7 @@ from conftest import STEPS, built
 
 from common import profile
 from common.block import one_block
-from common.record import Launch
+from common.traced import Launch
 
 FORWARD, BACKWARD = "cudnn_sdpa_flash_fprop_wgmma", "cudnn_sdpa_flash_bprop_wgmma"
 

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 import runs
 
-from common.record import Block, Launch
+from common.traced import Block, Launch
 from report import charts, drawn
 
 

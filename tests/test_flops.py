@@ -51,6 +51,6 @@ def test_the_estimate_of_memory_fits_the_recorded_peaks():
         config = GPTConfig(*(shape[name] for name in ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size")))
         for row in (row for row in run["steps"] if row["step"] == STEPS[0] and row["peak_allocated_bytes"]):
             estimate = flops.unfused_peak_bytes(config, shape["batch_size"])
-            assert 1 <= row["peak_allocated_bytes"] / estimate < 1.03, path.parent.name
+            assert 0.99 <= row["peak_allocated_bytes"] / estimate < 1.03, path.parent.name
             recorded += 1
     assert recorded

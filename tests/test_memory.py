@@ -3,7 +3,7 @@
 import pytest
 
 from common.memory import MARKERS, MOST_POINTS, Allocation, memory_use
-from common.record import MEMORY_KINDS
+from common.traced import MEMORY_KINDS
 
 FORWARD, BACKWARD, OPTIMIZER = MARKERS
 KINDS = {1: "parameters", 2: "optimizer"}

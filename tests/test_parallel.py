@@ -79,6 +79,7 @@ def test_of_several_processes_each_has_its_gpu_and_its_share_of_the_batch(monkey
     assert (args.batch_starts() == args.starts_of_all()[:, 2:4]).all() and args.starts_of_all().shape[1] == 8
     assert args.workload().gpus == 4 and args.workload().batch_size == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command_line, "FIRST_SAYS_S", 0)
     for count, more, said in (
         (1, ["--device", "cuda"], "2 processes need as many GPUs, but torch sees 1"),
         (2, ["--device", "cuda:0"], "each process has its own"),

@@ -35,8 +35,8 @@ def errors(machine):
 
 def test_recorded_steps_lie_no_further_from_their_predictions_than_the_page_says():
     found = errors(H200)
-    assert len(found) == 24 and median(found) < 0.12 and max(found) < 0.32
-    assert sum(error > 0.25 for error in found) == 3
+    assert len(found) == 29 and median(found) < 0.10 and max(found) < 0.44
+    assert sum(error > 0.25 for error in found) == 2
     assert max(errors(ROOT / "docs" / "results" / "epyc-2-cores")) < 0.77
 
 
