@@ -25,6 +25,7 @@ from report import (
     predictions,
     questions,
     scaling,
+    sweep,
     table,
     traffic,
 )
@@ -353,7 +354,7 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
                  "docs/method.md": (method_tables,), "docs/parity.md": (parity_tables,),
                  "docs/causes.md": (causal_claims.claims_table,), "docs/scaling.md": (scaling_tables,),
                  "docs/claims.md": (claims.claims_table,), "docs/anatomy.md": (questions.path,),
-                 "docs/not-faster.md": (examples_table,)}  # fmt: skip
+                 "docs/not-faster.md": (examples_table,), "docs/sweep.md": (sweep.recorded,)}  # fmt: skip
     return {root / name: between_markers(root / name, *(make(results) for make in makers))
             for name, makers in generated.items()}  # fmt: skip
 
@@ -371,6 +372,9 @@ def main() -> None:
             say(str((folder / parity.CURVES).relative_to(ROOT)))
         for folder, runs in recorded_scalings(results):
             say("\n".join(scaling.write(folder, runs) or [str(folder.relative_to(ROOT))]))
+        for path in sorted(results.glob(f"*/{sweep.SWEEP}")):
+            sweep.write(path.parent)
+            say(str(path.parent.relative_to(ROOT)))
         for folder, run in recorded_runs(results):
             missing = write_reports(run, folder)
             say("\n".join(missing or [str(folder.relative_to(ROOT))]))

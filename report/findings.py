@@ -96,7 +96,7 @@ def attention_traffic(machine: Machine) -> Finding:
     ratios = {"forward and backward": counted["by hand"]["counters"] / counted["fused"]["counters"]}
     if pairs := machine.experiments["attention"]["counters"].get("bytes"):
         ratios["the experiment's shape"] = pairs["by hand"][1] / pairs["fused"][1]
-    return within(ratios, 4, 6)
+    return within(ratios, 8, 10)
 
 
 def attention_memory(machine: Machine) -> Finding:
@@ -118,15 +118,15 @@ def product_epilogue(machine: Machine) -> Finding:
     return Finding(f"{launches} launches, {speed:.2f}x", holds(launches == 1))
 
 
-def reduce_overhead(machine: Machine) -> Finding:
+def compile_modes(machine: Machine) -> Finding:
     modes = machine.experiments["compile-modes"]["modes"]
     cold, step = ({name: modes[name][run][key] for name in modes} for run, key in
                   (("cold", "first_steps_s"), ("warm", "step_s")))  # fmt: skip
-    fastest, slowest_step = min(cold, key=cold.get), max(step, key=step.get)
+    compiles_fastest, runs_fastest = min(cold, key=cold.get), min(step, key=step.get)
     measured = ", ".join(f"{name} {cold[name]:.1f} s and {step[name] * 1e3:.2f} ms a step" for name in modes)
     if "reduce-overhead" not in modes:
         raise KeyError("reduce-overhead")
-    return Finding(measured, holds(fastest == slowest_step == "reduce-overhead"))
+    return Finding(measured, holds((compiles_fastest, runs_fastest) == ("default", "max-autotune")))
 
 
 def waits(machine: Machine) -> dict[str, float]:
@@ -158,7 +158,7 @@ def any_waits(machine: Machine) -> Finding:
 
 def transposed(machine: Machine) -> Finding:
     rows = machine.experiments["contiguity"]["operations"]
-    return within({name: row["ratio"] for name, row in rows.items()}, 2, 10)
+    return within({name: row["ratio"] for name, row in rows.items()}, 5, 20)
 
 
 def marks_fusion(machine: Machine) -> Finding:
@@ -202,12 +202,13 @@ def host(call: str) -> Callable[[Machine], float]:
 
 
 def dispatch(machine: Machine) -> Finding:
-    return within({"x * 2 on one number": host("x * 2")(machine)}, 1, 10, " us")
+    return within({"x * 2 on one number": host("x * 2")(machine)}, 3.2, 4, " us")
 
 
 def views(machine: Machine) -> Finding:
     view, operator = host("x.t()")(machine), host("x * 2")(machine)
-    return Finding(f"x.t() takes {view:.2f} us of the host, x * 2 {operator:.2f}", "holds only for the device")
+    free = HOLDS if view < 0.1 * operator else "holds only for the device"
+    return Finding(f"x.t() takes {view:.2f} us of the host, x * 2 {operator:.2f}", free)
 
 
 def element_loop(machine: Machine) -> Finding:
@@ -264,10 +265,10 @@ def occupancy(machine: Machine) -> Finding:
     rows = machine.experiments["memory-hierarchy"]["occupancy"].items()
     rates = {int(k) * 4 / 64: row["bytes_per_s"] for k, row in rows}
     enough = min(full for full, rate in rates.items() if rate > 0.9 * max(rates.values()))
-    return Finding(f"{enough:.0%} of the warps give 90 % of the bandwidth", holds(enough == 1))
+    return Finding(f"{enough:.0%} of the warps give 90 % of the bandwidth", holds(enough < 1))
 
 
 def triton_product(machine: Machine) -> Finding:
     products = machine.experiments["precision"]["products"]
     by_hand = products["BF16, by hand in Triton"]["seconds"]
-    return within({"BF16 product": products["BF16"]["seconds"] / by_hand}, 0.9, 1)
+    return within({"BF16 product": products["BF16"]["seconds"] / by_hand}, 0.9, 1.1)

@@ -24,8 +24,14 @@ def test_a_machine_without_records_says_so_and_machines_that_differ_are_named(tm
     assert claims.verdict({"H200": good, "CPU": none}) == "holds"
     assert claims.verdict({"H200": good, "CPU": bad}) == "H200: holds; CPU: less here"
     assert claims.verdict({"H200": none, "CPU": none}) == claims.NO_RECORD
-    assert all(claim.source.startswith("https://") for claim in claims.CLAIMS)
     assert "nothing is recorded" in questions.path(tmp_path / "docs" / "results")
+
+
+def test_a_claim_links_to_the_page_that_makes_it_or_says_that_none_was_found(tmp_path):
+    sources = [claim.source for claim in claims.CLAIMS]
+    assert all(source is None or source.startswith("https://") for source in sources)
+    assert claims.source_link(Claim("x", "https://www.a.org/b", "y")) == "[a.org](https://www.a.org/b)"
+    assert claims.claims_table(tmp_path).count("no source was found") == sources.count(None) > 0
 
 
 def test_verdicts_follow_the_figures():
@@ -37,6 +43,28 @@ def test_verdicts_follow_the_figures():
     assert findings.constant_sync(machine).verdict == "holds"
     claim = Claim("x", "https://x", "sync-points", findings.any_waits)
     assert claims.found(claim, machine).verdict == claims.NO_RECORD, "an older record lacks the case"
+
+
+def modes(default: tuple, reduce_overhead: tuple, autotune: tuple) -> Machine:
+    """Each mode's seconds to compile, and of a step."""
+    named = {"default": default, "reduce-overhead": reduce_overhead, "max-autotune": autotune}
+    rows = {name: {"cold": {"first_steps_s": cold}, "warm": {"step_s": step}} for name, (cold, step) in named.items()}
+    return Machine({"compile-modes": {"modes": rows}})
+
+
+def test_the_modes_of_the_compiler_are_as_claimed_only_if_both_figures_are():
+    assert findings.compile_modes(modes((2, 0.3), (3, 0.2), (90, 0.1))).verdict == "holds"
+    assert findings.compile_modes(modes((3, 0.3), (2, 0.2), (90, 0.1))).verdict == findings.FAILS
+    assert findings.compile_modes(modes((2, 0.3), (3, 0.1), (90, 0.2))).verdict == findings.FAILS
+
+
+def test_occupancy_stops_helping_where_less_of_it_gives_nearly_all_of_the_bandwidth():
+    def verdict(rates):
+        rows = {str(k): {"bytes_per_s": rate} for k, rate in rates.items()}
+        return findings.occupancy(Machine({"memory-hierarchy": {"occupancy": rows}})).verdict
+
+    assert verdict({4: 1e12, 8: 3.9e12, 16: 4e12}) == "holds"
+    assert verdict({4: 1e12, 8: 2e12, 16: 4e12}) == findings.FAILS
 
 
 def test_counted_bytes_are_shares_of_a_copy_and_a_step_that_was_not_counted_says_why(tmp_path):
