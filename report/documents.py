@@ -25,6 +25,7 @@ from report import (
     predictions,
     questions,
     scaling,
+    steps,
     sweep,
     table,
     traffic,
@@ -354,9 +355,15 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
                  "docs/method.md": (method_tables,), "docs/parity.md": (parity_tables,),
                  "docs/causes.md": (causal_claims.claims_table,), "docs/scaling.md": (scaling_tables,),
                  "docs/claims.md": (claims.claims_table,), "docs/anatomy.md": (questions.path,),
-                 "docs/not-faster.md": (examples_table,), "docs/sweep.md": (sweep.recorded,)}  # fmt: skip
+                 "docs/not-faster.md": (examples_table,), "docs/sweep.md": (sweep.recorded,),
+                 "docs/steps.md": (lambda results: shown_steps(results)[0],)}  # fmt: skip
     return {root / name: between_markers(root / name, *(make(results) for make in makers))
             for name, makers in generated.items()}  # fmt: skip
+
+
+def shown_steps(results: Path) -> tuple[str, dict[str, bytes]]:
+    """The story of README's run, and its pictures by file name."""
+    return steps.steps_page(read_run(results / SHOWN / MERGED), f"results/{SHOWN}")
 
 
 def main() -> None:
@@ -367,6 +374,8 @@ def main() -> None:
         for document, text in documents(ROOT, results).items():
             write_bytes(document, text.encode())
             say(str(document.relative_to(ROOT)))
+        for name, picture in shown_steps(results)[1].items():
+            write_bytes(ROOT / "docs" / steps.FOLDER / name, picture)
         for folder, study in recorded_studies(results):
             write_bytes(folder / parity.CURVES, parity_curves(study))
             say(str((folder / parity.CURVES).relative_to(ROOT)))
