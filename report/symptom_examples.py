@@ -67,7 +67,14 @@ def _of_pairs(step: str, describe: Callable[[Row, Row], str | None], names: tupl
 def fp8_losses(records: Records) -> Found:
     every = [row for run in records.runs.values() for row in run.steps if is_timed(row) and row.settings.fp8_recipe]
     bad = sum(any(map(math.isnan, row.loss)) for row in every)
-    return (f"a loss is NaN in {bad} of {len(every)} FP8 rows", f"*/{MERGED}") if every else None
+    number = anatomy("precision", unscaled)(records)
+    text = f"a loss is NaN in {bad} of {len(every)} FP8 rows" + (f"; {number[0]}" if number else "")
+    return (text, f"*/{MERGED}" + (f", {number[1]}" if number else "")) if every else None
+
+
+def unscaled(figures: dict) -> str:
+    lost = [number for number, range_ in figures["ranges"].items() if range_["becomes"]["FP8 E4M3"] == "nan"]
+    return f"without a scale {', '.join(lost)} become NaN in E4M3"
 
 
 def untimed_step_4(records: Records) -> Found:
@@ -112,7 +119,7 @@ def kernels(figures: dict) -> str:
 
 def over_the_roof(figures: dict) -> str:
     name, most = max(figures["operations"].items(), key=lambda item: item[1]["of_roof"])
-    return f"{name}: {most['of_roof']:.0%} of a roof that was measured under load"
+    return f"{name}: {most['of_roof']:.0%} of the roof that was measured in the same run"
 
 
 def sync(figures: dict) -> str:
