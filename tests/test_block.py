@@ -5,6 +5,7 @@ from conftest import STEPS, built
 
 from common import profile
 from common.block import one_block
+from common.model import GPTConfig
 from common.traced import Launch
 
 FORWARD, BACKWARD = "cudnn_sdpa_flash_fprop_wgmma", "cudnn_sdpa_flash_bprop_wgmma"
@@ -39,7 +40,8 @@ def test_without_two_attentions_each_way_there_is_no_block(names):
 
 @pytest.mark.parametrize("step", STEPS[:3])
 def test_a_cpu_profile_holds_a_block_of_the_scripts(step, monkeypatch):
-    run = built(step, monkeypatch)
+    wide = GPTConfig(n_layer=2, n_head=2, n_embd=64, seq_len=512, vocab_size=256)  # operators of milliseconds
+    run = built(step, monkeypatch, config=wide)
     found = profile.profile_cpu(lambda: run.train_step(*run.batches[0]), 2).block
     for half, took in ((found.forward, found.forward_ms), (found.backward, found.backward_ms)):
         assert half[0].category == "attention" and half[0].start_ms == 0
