@@ -1,6 +1,7 @@
 """What only a GPU can show: which kernels ran, that the host never waits, that FP8 is close, that a replay trains."""
 
 import json
+import gc
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import torch
 from conftest import ROOT, STEPS, arguments, built, load_step, scratch
 from test_parallel import TORCHRUN
 
-from common import benchmark, cuda_graph, hardware, parallel, profile, roofs
+from common import benchmark, cuda_graph, hardware, memory, parallel, profile, roofs
 from common.errors import Skip
 from common.model import GPT, GPTConfig
 from ladder import process, sweep
@@ -319,3 +320,27 @@ def test_after_a_shape_without_memory_the_next_one_trains_as_alone(step, tmp_pat
     assert after["loss"] == pytest.approx(alone["loss"], rel=0.01)
     assert after["peak_allocated_bytes"] == pytest.approx(alone["peak_allocated_bytes"], rel=0.1)
     assert after["settings"]["captured"] == (step in STEPS[3:]) and after["gpu_state"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_memory_over_a_launched_step_adds_up_to_the_allocators_peak(step, monkeypatch):
+    gc.collect()  # optimizers of earlier tests
+    run = on_gpu(step, monkeypatch)
+    launch, weights = getattr(run.train_step, "launch", run.train_step), list(run.model.parameters())
+    of_weights = sum(weight.numel() * weight.element_size() for weight in weights)
+    torch.cuda.reset_peak_memory_stats()
+    use = memory.trace_memory(lambda: launch(*run.batches[-1]), run.model, run.args.device)
+    assert use.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.02)
+    assert use.bytes["parameters"][0] == pytest.approx(of_weights, rel=0.02)
+    assert use.bytes["optimizer"][0] == pytest.approx(2 * of_weights, rel=0.02)
+    assert max(use.bytes["gradients"]) == pytest.approx(of_weights, rel=0.1)
+    assert max(use.bytes["activations"]) > 0 and 0 < use.backward_ms < use.optimizer_ms
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_profile_of_a_gpu_holds_a_block_with_attention_and_products(step, monkeypatch):
+    run = on_gpu(step, monkeypatch)
+    found = profile.profile_cuda(lambda: run.train_step(*run.batches[-1]), 2, 1.0, run.args.device).block
+    for half, ms in ((found.forward, found.forward_ms), (found.backward, found.backward_ms)):
+        assert half[0].category == "attention" and half[-1].start_ms < ms
+        assert "matrix products" in {launch.category for launch in half}
