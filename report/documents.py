@@ -15,11 +15,12 @@ from types import SimpleNamespace
 from common.errors import run_command
 from common.record import Roofs, Row, Run, describe_shape, write_bytes
 from common.text import OneLineParser, say
-from report import analysis, causal_claims, causes, charts, parity, predictions, scaling, table
+from report import analysis, causal_claims, causes, charts, parity, predictions, recordings, scaling, table
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
 from report.load import MERGED, ROOFS, RecordError, convert, read_json, read_run
+from report.recordings import SINCE
 from report.table import commit_of, gib, levels, markdown, ms_cell, pipe_table, speedup_cell, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -337,12 +338,26 @@ def between_markers(document: Path, generated: str) -> str:
     return f"{before}{begin}\n\n{generated}\n\n{end}{after}"
 
 
+def made_by_git(document: Path, made: list[str] | None) -> list[str]:
+    """The lines that git made; where git cannot tell, those that the document has."""
+    return [line for line in document.read_text().splitlines() if line.endswith(SINCE)] if made is None else made
+
+
 def documents(root: Path, results: Path) -> dict[Path, str]:
-    """The documents with generated parts, as the records would have them."""
+    """The documents with generated parts, as the records would have them, and what has changed since these."""
     generated = {"README.md": readme_table, "docs/performance.md": performance_tables,
                  "docs/method.md": method_tables, "docs/parity.md": parity_tables,
-                 "docs/causes.md": causal_claims.claims_table, "docs/scaling.md": scaling_tables}  # fmt: skip
-    return {root / name: between_markers(root / name, tables(results)) for name, tables in generated.items()}
+                 "docs/causes.md": causal_claims.claims_table, "docs/scaling.md": scaling_tables,
+                 "docs/results/README.md": recordings.recordings_page}  # fmt: skip
+    plan_line = recordings.page_line(root, results)
+    since = {root / "README.md": recordings.readme_lines(root, results / SHOWN / MERGED),
+             results / "README.md": recordings.since_lines(root, results)}  # fmt: skip
+    texts = {}
+    for document, tables in ((root / name, tables) for name, tables in generated.items()):
+        lines = "\n".join(made_by_git(document, since.get(document, plan_line)))
+        parts = [tables(results), lines] if document in since else [lines, tables(results)]
+        texts[document] = between_markers(document, "\n\n".join(parts))
+    return texts
 
 
 def main() -> None:
