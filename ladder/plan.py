@@ -34,12 +34,15 @@ from common.record import read_object, write_json
 from common.text import OneLineParser, aligned, one_line, positive_int, say
 from ladder import process
 from ladder.__main__ import check
-from report.load import RecordError
+from report.doubts import SERIOUS
+from report.load import MERGED, RecordError, read_run
 from report.recordings import PLAN, RUN_ALL, Machine, Piece, Recording, changed_since, facts, git, kept_files, read_plan
 from report.recordings import check as check_record
+from report.table import levels
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 30  # run_all.sh ends its row and writes its report in it
+LEAST_S = 60  # of a piece that goes on
 BESIDE = "LADDER_BESIDE"  # in the record's environment
 NEXT = "python -m ladder.predict --records docs/results && python -m report.documents"
 
@@ -51,6 +54,10 @@ class State:
     done: int = 0  # pieces
     spent_s: float = 0.0  # on the piece that was given up
     run: str | None = None  # the folder of its run
+
+    def rest_s(self, piece: Piece) -> float:
+        """What the next piece is expected to take yet: however long it took, a little remains."""
+        return max(piece.seconds - self.spent_s * piece.continues, min(piece.seconds, LEAST_S))
 
 
 @dataclass
@@ -80,7 +87,8 @@ class Session:
     def rest_s(self, recording: Recording) -> float:
         """The seconds that a recording is expected to take yet."""
         state = self.state(recording)
-        return 0 if self.is_recorded(recording) else sum(p.seconds for p in recording.pieces[state.done :])
+        pieces = () if self.is_recorded(recording) else recording.pieces[state.done :]
+        return sum(state.rest_s(piece) if k == 0 else piece.seconds for k, piece in enumerate(pieces))
 
     def may_start(self, seconds: float) -> bool:
         """Whether a piece fits in the time that is left. One that never fits may start in the first half of a call."""
@@ -110,7 +118,7 @@ def record(session: Session, recording: Recording, variables: dict[str, str]) ->
     file.parent.mkdir(parents=True, exist_ok=True)
     while state.done < len(recording.pieces):
         piece, at = recording.pieces[state.done], f"{recording.name}, piece {state.done + 1} of {len(recording.pieces)}"
-        expected_s = max(piece.seconds - state.spent_s * piece.continues, 0)
+        expected_s = state.rest_s(piece)
         if session.stop.requests or not session.may_start(expected_s):
             return True
         say(f"{at}, about {expected_s:.0f} s: {piece.command}")
@@ -137,6 +145,9 @@ def record(session: Session, recording: Recording, variables: dict[str, str]) ->
         file.unlink()
         return False
     say(f"{recording.name}: recorded")
+    for path in recording.files(session.into):
+        for doubt in levels(read_run(path)).get(SERIOUS, []) if path.name == MERGED else ():
+            say(f"  serious doubt: {doubt}")
     return True
 
 
@@ -194,14 +205,16 @@ def keep(recording: Recording, source: Path, target: Path, commit: str | None = 
         shutil.copyfile(path, place)
 
 
-def record_all(session: Session, todo: list[Recording], gpus: int) -> bool:
-    """Record one after the other; with several `gpus`, first what need not be alone, on all of them side by side.
+def record_all(session: Session, mine: list[Recording], gpus: int) -> bool:
+    """Record what is left of `mine` one by one; with several `gpus`, first what need not be alone, on each its share.
 
     False where one failed.
     """
-    together = [one for one in todo if not one.alone and one.machine.gpus == 1] if gpus > 1 else []
+    together = [one for one in mine if not one.alone and one.machine.gpus == 1] if gpus > 1 else []
     shares: list[list[Recording]] = [[] for _ in range(gpus)]
-    for one in sorted(together, key=lambda one: -one.seconds):  # the same shares in every call
+    for one in sorted(
+        together, key=lambda one: -one.seconds
+    ):  # the same shares in every call, so that a row stays on its GPU
         min(shares, key=lambda share: sum(other.seconds for other in share)).append(one)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
 
@@ -211,7 +224,7 @@ def record_all(session: Session, todo: list[Recording], gpus: int) -> bool:
 
     with ThreadPoolExecutor(gpus) as pool:
         fine = [good for each in pool.map(work, shares, visible.split(",")[:gpus]) for good in each]
-    rest = (one for one in todo if one not in together and not session.is_recorded(one))
+    rest = (one for one in mine if one not in together and not session.is_recorded(one))
     return all([*fine, *(record(session, one, {}) for one in rest)])
 
 
@@ -222,15 +235,17 @@ def describe(session: Session, plan: list[Recording], here: Machine) -> str:
     """A table: each recording, the seconds that it takes yet, and how far it is."""
     cells = []
     for one in plan:
-        of, state = facts(one.files(ROOT / "docs" / "results")), session.state(one)
-        old = f"commit {of.commit}" if of.commits else "missing"
+        files, state = one.files(ROOT / "docs" / "results"), session.state(one)
+        of = facts(files)
+        old = f"commit {of.commit}" if files else "missing"
         if of.commits and (changed := changed_since(ROOT, of.commits, one.code)) != []:
             old += ", the code has changed since" if changed else ", which git does not know"
-        begun = f"begun, {state.done} of {len(one.pieces)} pieces done" if state.done or state.run else "to record"
-        now = begun if fits(one, here) else f"needs {one.machine.gpus} GPUs, {one.machine.device}"
+        now = f"begun, {state.done} of {len(one.pieces)} pieces done" if state.done or state.run else "to record"
+        if not fits(one, here):
+            now = f"needs {one.machine.gpus} x {one.machine.device}"
         now = "recorded" if session.is_recorded(one) else now
-        cells.append({"recording": one.name, "seconds": f"{session.rest_s(one):.0f}", "now": now, "docs/results": old})
-    return aligned(cells)
+        cells.append({"recording": one.name, "now": now, "docs/results": old, "seconds": f"{session.rest_s(one):.0f}"})
+    return aligned(cells, n_left=3)
 
 
 def take(plan: list[Recording], folder: Path) -> int:
@@ -296,7 +311,8 @@ def run_plan(session: Session, plan: list[Recording], given, parser: OneLinePars
         parser.error(f"the tree is not what is committed ({files}): commit first, so that every record has its commit")
     here = machine()
     say(describe(session, plan, here))
-    todo = [one for one in plan if fits(one, here) and not session.is_recorded(one)]
+    mine = [one for one in plan if fits(one, here)]
+    todo = [one for one in mine if not session.is_recorded(one)]
     expected = sum(map(session.rest_s, todo))
     say(f"\nto record here, on {here.device}: {len(todo)} of {len(plan)}, about {expected / 60:.0f} minutes")
     if given.status or not todo:
@@ -305,11 +321,11 @@ def run_plan(session: Session, plan: list[Recording], given, parser: OneLinePars
         parser.error("--side-by-side needs two GPUs or more")
     session.stop.listen()
     os.chdir(ROOT)  # the commands are relative to it
-    fine = record_all(session, todo, here.gpus if given.side_by_side else 1)
+    fine = record_all(session, mine, here.gpus if given.side_by_side else 1)
     rest = [one for one in todo if not session.is_recorded(one)]
     left = sum(map(session.rest_s, rest)) / 60
     say(f"{len(todo) - len(rest)} of {len(todo)} recorded; left: about {left:.0f} minutes")
-    say(f"python -m ladder.plan --take {session.into} puts them into docs/results")
+    say(f"--take {session.into} puts what is recorded into docs/results")
     return 130 if session.stop.requests else int(not fine)
 
 

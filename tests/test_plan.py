@@ -101,7 +101,11 @@ pieces = 6 ./run_all.sh
 def test_what_fits_the_machine_is_recorded_once_and_put_into_place(tree, capsys):
     assert plan.main(["--status"]) == 0 and calls(tree) == []
     said = capsys.readouterr().out
-    assert "to record here, on GPU: 3 of 5, about 0 minutes" in said and "needs 2 GPUs, GPU" in said
+    assert (
+        "to record here, on GPU: 3 of 5, about 0 minutes" in said
+        and "needs 2 x GPU" in said
+        and "needs chip, no GPU" in said
+    )
     assert plan.main([]) == 1
     said, ran = capsys.readouterr().out, calls(tree)
     assert "box/broken.json, piece 1 of 1: failed: done (see" in said and "2 of 3 recorded" in said
