@@ -1,7 +1,7 @@
 """Small experiments that show why each step helps.
 
 python -m anatomy                   lists the experiments
-python -m anatomy NAME [ARGUMENT]   runs one: it prints tables, then sentences. --help has its prediction and sizes
+python -m anatomy NAME [ARGUMENT]   runs one: it says what to predict, then measures. --help has its own prediction
 python -m anatomy all               runs all of them in quick form and writes JSON and Markdown under results/
 """
 
@@ -42,6 +42,17 @@ def experiments() -> dict[str, str]:
     return questions
 
 
+def lesson(docstring: str) -> dict[str, str]:
+    """What an experiment's docstring asks the reader to predict and to change, and its own prediction between them."""
+    _, predict, *prediction, last = docstring.strip().split("\n\n")
+    change = last.partition("\nSource:")[0]
+    return {
+        "predict": one_line(" ".join(predict.removeprefix("Predict:").split()), 1000),
+        "prediction": "\n\n".join(prediction),
+        "change": one_line(" ".join(change.removeprefix("Change:").split()), 1000),
+    }
+
+
 def module_name(name: str) -> str:
     return f"anatomy.{name.replace('-', '_')}"
 
@@ -73,6 +84,8 @@ def run_one(name: str, argv: list[str]) -> int:
     args.iters = args.iters or (experiment.QUICK_ITERS if args.quick else experiment.ITERS)
     torch.set_float32_matmul_precision("highest")  # some containers set TF32
     signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on Ctrl-C removes temporary files
+    asked = lesson(module.__doc__)
+    say(f"{experiments()[name]}\n\nPredict: {asked['predict']}\n")
     try:
         result = module.run(args)
     except (experiment.Refused, hardware.DeviceError) as error:
@@ -81,12 +94,13 @@ def run_one(name: str, argv: list[str]) -> int:
         if tool := missing_tool(error):
             parser.error(tool)
         return report_failure(parser.prog, error)
-    say(result.render())
+    say(f"{result.render()}\n\nChange this and predict again: {asked['change']}")
     if args.output:
         command = portable_command(["python", "-m", "anatomy", name, *argv])
         record = {
             "experiment": name, "question": experiments()[name], "command": command, "started_at": started_at,
-            "seconds": round(time.monotonic() - started, 1), "environment": asdict(hardware.describe(args.device)),
+            "seconds": round(time.monotonic() - started, 1), "lesson": asked,
+            "environment": asdict(hardware.describe(args.device)),
         }  # fmt: skip
         try:
             write_result(args.output, record, result)
@@ -222,27 +236,58 @@ def run_child(command: list[str], name: str, folder: Path, limit_s: int, stop: p
 
 
 def page(record: dict) -> str:
-    """The Markdown page of one experiment."""
-    from anatomy.experiment import Result, Table
-
-    tables = [Table(**table) for table in record["tables"]]
-    result = Result(tables, record["sentences"], record["figures"], listings=record["listings"])
+    """The Markdown page of one experiment: what to predict, and under a fold the prediction and the answer."""
+    result, asked, environment = result_of(record), record["lesson"], record["environment"]
     links = [f"{'!' * name.endswith(('.svg', '.png'))}[{name}]({name})" for name in record["attachments"]]
-    environment = record["environment"]
     dirty = " with uncommitted changes" if environment.get("dirty") else ""
-    where = f"`{record['command']}` on {environment['device']}, torch {environment['torch']}, {record['started_at']}"
-    where += f", commit {(environment.get('commit') or 'unknown')[:7]}{dirty}"
-    return "\n\n".join([f"# {record['experiment']}", record["question"], result.render("github"), *links, where]) + "\n"
+    where = (
+        f"{environment['device']}, torch {environment['torch']}, commit {(environment.get('commit') or 'unknown')[:7]}"
+    )
+    score = f": {result.score()}" if result.checks else ""
+    return "\n\n".join([
+        f"# {record['experiment']}", f"**{record['question']}** Recorded on {where}{dirty}.",
+        f"Predict first: {asked['predict']}",
+        folded("How this experiment predicts it", asked["prediction"]),
+        folded(f"What was measured{score}", "\n\n".join([result.render("github"), *links])),
+        f"Change this and predict again: {asked['change']}",
+        f"`{record['command']}`, {record['started_at']}",
+    ]) + "\n"  # fmt: skip
+
+
+def result_of(record: dict):
+    """The Result that a record was written from; figures are plain numbers."""
+    from anatomy.experiment import Check, Result, Seconds, Table
+
+    checks = []
+    for check in record["checks"]:
+        fields = {name: check[name] for name in ("what", "predicted", "measured", "unit", "at_most", "cause")}
+        for name in ("predicted", "measured"):
+            if quartiles := check.get(f"{name}_p25_p75"):
+                fields[name] = Seconds(check[name])
+                fields[name].quartiles = tuple(quartiles)
+        checks.append(Check(**fields))
+    tables = [Table(**table) for table in record["tables"]]
+    return Result(tables, record["sentences"], record["figures"], checks, listings=record["listings"])
+
+
+def folded(summary: str, text: str) -> str:
+    """A part of a Markdown page that shows only its summary until the reader opens it."""
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
 
 
 def index(outcomes: dict[str, dict], device: str) -> str:
-    """The text of anatomy.md: which experiments gave a result, and their sentences."""
+    """The text of anatomy.md: which experiments gave a result, their scores, and folded their sentences."""
     rows, parts, questions = [], [], experiments()
     for name, outcome in outcomes.items():
+        record = outcome["record"]
         rows.append({"experiment": f"[{name}]({name}.md)", "question": questions[name]})
-        rows[-1] |= {"outcome": outcome["reason"] or "ok", "seconds": f"{outcome['seconds']:.0f}"}
-        if outcome["record"]:
-            parts.append(f"## {name}\n\n" + "\n".join(f"- {sentence}" for sentence in outcome["record"]["sentences"]))
+        rows[-1] |= {"outcome": outcome["reason"] or "ok", "predictions within 25 %": "-"}
+        rows[-1] |= {"seconds": f"{outcome['seconds']:.0f}"}
+        if record and (checks := record["checks"]):
+            rows[-1]["predictions within 25 %"] = f"{sum(check['hit'] for check in checks)} of {len(checks)}"
+        if record:
+            lines = "\n".join(f"- {sentence}" for sentence in record["sentences"])
+            parts.append(folded(f"{name}: what was measured", lines))
     return "\n\n".join([f"{INDEX_TITLE}{device}", aligned(rows, "github", n_left=3), *parts]) + "\n"
 
 

@@ -1,9 +1,12 @@
 """What does fused attention save?
 
+Predict: at T 1024 and at T 16384, how many times longer does attention by hand take than one fused kernel? How does its
+memory grow when the length doubles? What limits both at T 256?
+
 Prediction, for causal attention, forward and backward, of (B, H, T, D) tensors of 2-byte numbers. "By hand" means one
 kernel for each operator. Each of these kernels reads or writes the whole (B, H, T, T) tensor of scores. That makes 40
-passes over the scores under autocast and 23 without it; attention_traffic.py lists them. At B 1, H 16, T 8192, D 128
-the bytes are 40 x 2.1 GB = 86 GB, which take 20 ms at 4.3 TB/s. The products add 12 B H T^2 D = 1.6 TFLOP.
+passes over the scores under autocast and 23 without it; attention_forms.py lists them. At B 1, H 16, T 8192, D 128 the
+bytes are 40 x 2.1 GB = 86 GB, which take 20 ms at 4.3 TB/s. The products add 12 B H T^2 D = 1.6 TFLOP.
 
 "Fused" means that one kernel keeps the scores on the chip. It moves q, k, v, o and their gradients once, which is
 12 x 34 MB = 0.4 GB in 0.1 ms. It skips the half of the scores above the diagonal and computes the scores a second time
@@ -11,21 +14,41 @@ in the backward pass, which is 7 B H T^2 D = 1 TFLOP. So arithmetic limits the f
 costs T / D times as much as a pass over q, so the gain grows with T. Memory grows with T^2 by hand, and with T fused.
 
 The bytes take their number over the copy bandwidth, the FLOPs their number over the rate of a square product. This
-program measures both rates. By hand, the prediction is the sum of the two times. Fused, it is the longer of the two.
+program measures both rates. By hand, the work is the sum of the two times. Fused, it is the longer of the two. Where
+that is less than the host needs to launch everything, the host limits the time. The same function at T 16 shows what
+the host needs, and this program measures that first, too.
 
+Change: --head-dim 64. Which of the two terms changes, and by how much? --nhead 64 --lengths 256: is the host still the
+limit?
 Source: Dao et al., FlashAttention (2022), section 3; FlashAttention-2 (2023), section 3.1.
 Run:    python -m anatomy attention --lengths 256 1024 4096 16384 --batch 1 --nhead 16 --head-dim 128
 """
 
 import argparse
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anatomy.attention_traffic import analytic_attention_bytes, attention_by_hand, count_both, traffic_rows
-from anatomy.experiment import Result, default_size, extra_peak_bytes, ms, quiet, seconds, size_argument, table
+from anatomy.attention_forms import analytic_attention_bytes, attention_by_hand
+from anatomy.experiment import (
+    Check,
+    Result,
+    default_size,
+    differ,
+    expected,
+    extra_peak_bytes,
+    idle_cause,
+    ms,
+    quiet,
+    seconds,
+    size_argument,
+    table,
+)  # fmt: skip
+from anatomy.traffic import count_both, traffic_rows
 from common import hardware, roofs
 from common.errors import is_out_of_memory
 from common.record import ProductRate
@@ -38,6 +61,7 @@ BACKENDS = {
     "SDPA math": SDPBackend.MATH,  # PyTorch falls back to this one, which is not fused
 }
 COUNTED = (1, 16, 2048, 128)  # B, H, T, D of the run whose DRAM bytes are counted
+SHORT = 16  # a length at which only the host's work counts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,52 +84,93 @@ def run(args: argparse.Namespace) -> Result:
     copy_rate = roofs.copy_rate(device)
     square, precision = ProductRate(m=edge, n=edge, k=edge), "bf16" if autocast else "fp32"
     _, product_rate = roofs.product_rates(square, precision, device, 0.1, roofs.BURSTS[device.type])
-    results, missing, rows = {}, {}, []
+    forms = Forms(B, H, D, device, dtype, autocast, args.iters)
+    results, missing, rows, host = {}, {}, [], {}
     for T, name in itertools.product(lengths, ("by hand", *BACKENDS)):
         if name in missing:
             continue
         fused = name not in ("by hand", "SDPA math")
         n_bytes = analytic_attention_bytes("fused" if fused else "by hand", B, H, T, D, dtype.itemsize, autocast)
         moving, computing = n_bytes / copy_rate, (7 if fused else 12) * B * H * T * T * D / product_rate
-        row = {"bytes": n_bytes, "predicted_s": max(moving, computing) if fused else moving + computing}
         try:
-            row |= measure(name, (B, H, T, D), device, dtype, autocast, args.iters)
+            if name not in host:
+                host[name] = forms.measure(name, SHORT)["seconds"]
+            row = forms.measure(name, T)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 rows.append({"T": T, "attention": name, "ms": "out of memory"})
             else:  # this backend has no kernel for any length
                 missing[name] = one_line(error)
             continue
+        work = max(moving, computing) if fused else moving + computing
+        row |= {"bytes": n_bytes, "predicted_s": expected(host[name], work, device)}
         results.setdefault(name, {})[T] = row
         cells = {"T": T, "attention": name, "ms": ms(row["seconds"]), "predicted ms": ms(row["predicted_s"])}
         rows.append(cells | {"peak MiB": f"{row['peak_bytes'] / 2**20:.1f}", "least GB": f"{n_bytes / 1e9:.3f}"})
     rows += [{"T": "all", "attention": name, "ms": "no kernel here"} for name in missing]
     title = f"Causal attention, forward and backward, B {B}, H {H}, D {D}, {dtype}{', autocast' * autocast}"
-    tables, counted = [table(title, rows)], count(device)
+    hosts = ", ".join(f"{name} {ms(s)}" for name, s in host.items())
+    tables, counted = [table(f"{title}; the host needs, in ms: {hosts}", rows)], count(device)
     if "bytes" in counted:
         title = "DRAM bytes at B {}, H {}, T {}, D {}, bfloat16".format(*COUNTED)
         tables.append(table(title, traffic_rows(counted["bytes"])))
-    figures = {"B": B, "H": H, "D": D, "attention": results, "missing": missing, "counters": counted}
-    return Result(tables, [*sentences(results), counted["said"]], figures)
+    figures = {"B": B, "H": H, "D": D, "attention": results, "missing": missing, "counters": counted, "host_s": host}
+    return Result(tables, [*sentences(results), counted["said"]], figures, predicted(results, counted, forms))
 
 
-def measure(name: str, shape: tuple, device: torch.device, dtype: torch.dtype, autocast: bool, iters: int) -> dict:
-    """Time and peak memory of one forward and backward. Raises RuntimeError where a kernel or memory is missing."""
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    upstream_gradient = torch.randn_like(q)
+def fastest(results: dict[str, dict[int, dict]], T: int) -> str | None:
+    """The fused kernel with the shortest time at this length."""
+    fused = [name for name, rows in results.items() if name not in ("by hand", "SDPA math") and T in rows]
+    return min(fused, key=lambda name: results[name][T]["seconds"], default=None)
 
-    def step():
-        with torch.autocast(device.type, dtype, enabled=autocast):
-            if name == "by hand":
-                y = attention_by_hand(q, k, v)
-            else:
-                with sdpa_kernel(BACKENDS[name]):
-                    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        torch.autograd.grad(y, (q, k, v), upstream_gradient)
 
-    with quiet():  # the warnings repeat what the error says
-        step()
-        return {"peak_bytes": extra_peak_bytes(step, device), "seconds": seconds(step, iters)}
+def predicted(results: dict, counted: dict, forms: "Forms") -> list[Check]:
+    """A check for each length by hand and of the fastest fused kernel, and of the bytes that were counted."""
+    checks = []
+    for T in sorted({T for rows in results.values() for T in rows}):
+        for name in filter(None, ("by hand" if T in results.get("by hand", {}) else None, fastest(results, T))):
+            row = results[name][T]
+            check = Check(f"T {T}, {name}", row["predicted_s"], row["seconds"], "ms")
+            if not check.hit and check.measured > check.predicted:
+                check.cause = idle_cause(forms.step(name, T), check.measured, forms.device)
+            checks.append(check)
+    pairs = counted.get("bytes", {}).items()
+    return checks + [Check(f"DRAM bytes, {which}", n / 1e9, c / 1e9, "GB") for which, (n, c) in pairs]
+
+
+@dataclass(frozen=True)
+class Forms:
+    """Attention of one shape but for its length; each form runs forward and backward."""
+
+    B: int
+    H: int
+    D: int
+    device: torch.device
+    dtype: torch.dtype
+    autocast: bool
+    iters: int
+
+    def step(self, name: str, T: int) -> Callable[[], None]:
+        shape = (self.B, self.H, T, self.D)
+        q, k, v = (torch.randn(shape, device=self.device, dtype=self.dtype, requires_grad=True) for _ in range(3))
+        upstream_gradient = torch.randn_like(q)
+
+        def step() -> None:
+            with torch.autocast(self.device.type, self.dtype, enabled=self.autocast):
+                if name == "by hand":
+                    y = attention_by_hand(q, k, v)
+                else:
+                    with sdpa_kernel(BACKENDS[name]):
+                        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(y, (q, k, v), upstream_gradient)
+
+        return step
+
+    def measure(self, name: str, T: int) -> dict:
+        """Time and peak memory of one step. Raises RuntimeError where a kernel or memory is missing."""
+        with quiet():  # the warnings repeat what the error says
+            (step := self.step(name, T))()
+            return {"peak_bytes": extra_peak_bytes(step, self.device), "seconds": seconds(step, self.iters)}
 
 
 def count(device: torch.device) -> dict:
@@ -122,17 +187,19 @@ def count(device: torch.device) -> dict:
 
 
 def sentences(results: dict[str, dict[int, dict]]) -> list[str]:
-    byhand, fused = results.get("by hand", {}), {n: r for n, r in results.items() if n not in ("by hand", "SDPA math")}
-    both = sorted(T for T in byhand if any(T in rows for rows in fused.values()))
+    byhand = results.get("by hand", {})
+    both = sorted(T for T in byhand if fastest(results, T))
     if not both:
         return ["No length ran both by hand and fused, so this run compares nothing."]
     lines, (first, last) = [], (both[0], both[-1])
     for T in dict.fromkeys((first, last)):
-        best = min((n for n in fused if T in fused[n]), key=lambda n: fused[n][T]["seconds"])
-        time, predicted, memory = (byhand[T][k] / fused[best][T][k] for k in ("seconds", "predicted_s", "peak_bytes"))
+        hand, fused = byhand[T], results[best := fastest(results, T)][T]
+        time, predicted_ratio, memory = (hand[k] / fused[k] for k in ("seconds", "predicted_s", "peak_bytes"))
+        times = f"{time:.1f} times as long ({predicted_ratio:.1f} predicted)"
         lines.append(
-            f"At T {T} the fastest fused kernel is {best}. Attention by hand takes {time:.1f} times as long "
-            f"({predicted:.1f} predicted) and {memory:.1f} times the memory."
+            f"At T {T} the fastest fused kernel is {best}. Attention by hand takes "
+            f"{times if differ(hand['seconds'], fused['seconds']) else 'as long, within the spread,'} "
+            f"and {memory:.1f} times the memory."
         )
     if first < last:
         grown = {n: results[n][last]["peak_bytes"] / results[n][first]["peak_bytes"]

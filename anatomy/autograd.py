@@ -1,5 +1,8 @@
 """What does fusion do to the backward graph?
 
+Predict: how many backward nodes does an attention block have with attention by hand, with fused attention, and
+compiled? Which of these counts changes with the batch or the length?
+
 Prediction: autograd keeps one node for each differentiable operator. Causal attention by hand has two products of 4-D
 tensors. Each product is 2 expands, 2 reshapes, a bmm and a view, which is 6 nodes. Transpose, scale, mask and softmax
 bring the sum to 16 nodes. A reshape is two nodes where it merges batch and heads by a copy, which adds 3 nodes for
@@ -9,6 +12,7 @@ one more where the fused kernel returns the heads in an order that merges withou
 The length changes none of these counts, because nodes are operators and not numbers. It changes what the nodes save:
 by hand they save the softmax, a (B, H, T, T) tensor of B H T^2 x 4 bytes in FP32.
 
+Change: --batch 1, --nhead 8 and --seq 2048, one after the other: which counts change, and which bytes?
 Source: PyTorch's notes on autograd mechanics (saved tensors); Dao et al., 2022, FlashAttention (no T^2 memory).
 Run:    python -m anatomy autograd [--batch B] [--seq T] [--dmodel C] [--nhead H] [--picture]
 """
@@ -25,8 +29,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch._dynamo.exc import TorchDynamoException
 
-from anatomy.attention_traffic import attention_by_hand
-from anatomy.experiment import Refused, Result, Table, predictions, size_argument, table
+from anatomy.attention_forms import attention_by_hand
+from anatomy.experiment import Check, Refused, Result, Table, size_argument, table
 from common.profile import backward_graph
 from common.text import one_line
 
@@ -112,18 +116,24 @@ def run(args: argparse.Namespace) -> Result:
         "more_nodes": (18 if B > 1 else 15, hand["nodes"] - fused["nodes"]),
         "more_saved_bytes": (B * H * T * T * dtype.itemsize, hand["saved_bytes"] - fused["saved_bytes"]),
     }
-    return Result(tables(figures, compiled), sentences + conclusions(figures, compiled), figures, pictures)
+    return Result(
+        tables(figures), sentences + conclusions(figures, compiled), figures, checks(figures, compiled), pictures
+    )
 
 
-def tables(figures: dict, compiled: int | None) -> list[Table]:
+def checks(figures: dict, compiled: int | None) -> list[Check]:
+    more_bytes = [n / 1e6 for n in figures["more_saved_bytes"]]
+    return [
+        Check("nodes that by hand has more than fused", *figures["more_nodes"], ""),
+        Check("ScaledDotProduct*Backward0 nodes in fused", 1, sum(figures["sdpa_nodes"].values()), ""),
+        *([Check("nodes of the compiled block", 1, compiled, "")] if compiled else []),
+        Check("what by hand saves more than fused", *more_bytes, "MB"),
+    ]
+
+
+def tables(figures: dict) -> list[Table]:
     variants = figures["variants"]
     hand, fused = variants["by hand"], variants["fused"]
-    compared = {
-        "nodes that by hand has more than fused": figures["more_nodes"],
-        "ScaledDotProduct*Backward0 nodes in fused": (1, sum(figures["sdpa_nodes"].values())),
-        "nodes of the compiled block": (1, compiled),
-        "MB that by hand saves more than fused": [f"{n / 1e6:.2f}" for n in figures["more_saved_bytes"]],
-    }
     kinds = sorted(set().union(*(variant["kinds"] for variant in variants.values())))
     by_kind = [{"kind": kind} | {name: v["kinds"][kind] for name, v in variants.items()} for kind in kinds]
     by_kind.append({"kind": "all"} | {name: v["kinds"].total() for name, v in variants.items()})
@@ -132,7 +142,6 @@ def tables(figures: dict, compiled: int | None) -> list[Table]:
         shown = (f"{cell['nodes']} / {cell['saved_bytes'] / 1e6:.2f}" for cell in cells)
         by_shape.append(dict(zip(("shape", "by hand", "fused"), (f"batch {b}, length {t}", *shown), strict=True)))
     return [
-        predictions("Prediction and measurement", "what", compared),
         table(f"Backward nodes of an attention block by kind, {by_shape[0]['shape']}", by_kind),
         table("The same for other shapes: nodes / MB saved for backward", by_shape),
     ]

@@ -1,9 +1,10 @@
 """What all experiments share: arguments, timing, and results that print as tables and sentences.
 
-An experiment is a file of this folder with three parts. Its docstring has the question as one sentence, the prediction
-by simple arithmetic, the source, and the command. `add_arguments(parser)` adds its own sizes. `run(args)` returns a
-Result. In `args`, `device` is a torch.device that works, `dtype` is a torch.dtype or None for the experiment's own
-choice, `iters` is a number, and `quick` asks for smaller sizes.
+An experiment is a file of this folder with three parts. Its docstring has the question as one sentence; what the
+reader should predict ("Predict:"); the prediction by simple arithmetic; what to change next ("Change:"); the source and
+the command. `add_arguments(parser)` adds its own sizes. `run(args)` returns a Result. In `args`, `device` is a
+torch.device that works, `dtype` is a torch.dtype or None for the experiment's own choice, `iters` is how often a time
+is taken, and `quick` asks for smaller sizes.
 """
 
 import argparse
@@ -11,21 +12,24 @@ import contextlib
 import io
 import itertools
 import logging
+import math
 import statistics
 import textwrap
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from torch.utils.benchmark import Timer
 
 from common import profile
 from common.text import aligned, positive_int
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-ITERS, QUICK_ITERS = 50, 10
+ITERS, QUICK_ITERS = 50, 20  # how often a time is taken
+SAMPLE_S = 1e-3  # one sample repeats a shorter call for so long, so that waiting for the GPU at its end counts little
+NEAR = 1.25  # a prediction within 25 %: neither is more than this factor times the other
 
 
 class Refused(ValueError):
@@ -50,9 +54,65 @@ def table(title: str, rows: list[dict]) -> Table:
     return Table(title, headers, [["-" if row.get(h) is None else str(row[h]) for h in headers] for row in rows])
 
 
-def predictions(title: str, what: str, pairs: dict[str, tuple]) -> Table:
-    """A table of name -> (predicted, measured)."""
-    return table(title, [{what: name, "predicted": p, "measured": m} for name, (p, m) in pairs.items()])
+class Seconds(float):
+    """The median of several times of one call, in seconds. `quartiles` are p25 and p75."""
+
+    quartiles: tuple[float, float]
+
+    @classmethod
+    def of(cls, times: list[float]) -> "Seconds":
+        median = cls(statistics.median(times))
+        low, _, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+        median.quartiles = (low, high)
+        return median
+
+
+def differ(a: float, b: float) -> bool:
+    """Whether two times differ by more than their spread: their ranges from p25 to p75 do not touch."""
+    (low_a, high_a), (low_b, high_b) = (getattr(s, "quartiles", (s, s)) for s in (a, b))
+    return high_a < low_b or high_b < low_a
+
+
+def less(a: float, b: float) -> bool:
+    """Whether a time is shorter than another one by more than their spread."""
+    return a < b and differ(a, b)
+
+
+@dataclass
+class Check:
+    """One prediction beside its measurement: two figures of one unit, at best within 25 %.
+
+    `at_most` makes the prediction an upper bound. `cause` is a sentence about a miss, computed from a measurement.
+    """
+
+    what: str
+    predicted: float
+    measured: float
+    unit: str
+    at_most: bool = False
+    cause: str | None = None
+
+    @property
+    def hit(self) -> bool:
+        if self.at_most:
+            return self.measured <= self.predicted
+        if not self.predicted or not self.measured:
+            return self.predicted == self.measured
+        return 1 / NEAR <= self.measured / self.predicted <= NEAR
+
+    def row(self) -> dict:
+        predicted, measured = (shown(figure, self.unit) for figure in (self.predicted, self.measured))
+        ratio = f"{self.measured / self.predicted:.2f}" if self.predicted else "-"
+        low, high = getattr(self.measured, "quartiles", (1, 1))
+        noise = "missed; the times spread over more than 25 % while they were taken" if high > NEAR * low else None
+        verdict = "hit" if self.hit else self.cause or noise or "missed, and nothing measured here says why"
+        cells = {"prediction": self.what, "unit": self.unit, "predicted": f"{'<= ' * self.at_most}{predicted}"}
+        return cells | {"measured (p25-p75)": measured, "measured / predicted": ratio, "verdict": verdict}
+
+
+def shown(figure: float, unit: str) -> str:
+    """A figure in its unit, times with their quartiles: seconds become microseconds or milliseconds."""
+    return {"us": us, "ms": ms}[unit](figure) if unit in ("us", "ms") else f"{figure:.4g}"
 
 
 @dataclass
@@ -60,19 +120,30 @@ class Result:
     """The outcome of an experiment.
 
     `sentences` are computed from the figures and claim no more than these show. `figures` are the raw numbers behind
-    the tables, for JSON. `attachments` are files to write: name -> text or bytes. `listings` are code: title -> text.
+    the tables, for JSON. `checks` are predictions beside measurements, and make a table and a score of their own.
+    `attachments` are files to write: name -> text or bytes. `listings` are code: title -> text.
     """
 
     tables: list[Table]
     sentences: list[str]
     figures: dict
+    checks: list[Check] = field(default_factory=list)
     attachments: dict[str, str | bytes] = field(default_factory=dict)
     listings: dict[str, str] = field(default_factory=dict)
 
     def render(self, style: str = "simple") -> str:
-        parts = [f"{table.title}\n\n{table.render(style)}" for table in self.tables]
+        tables = [*self.tables, *self.checked()]
+        parts = [f"{table.title}\n\n{table.render(style)}" for table in tables]
         parts += [f"{title}\n\n{textwrap.indent(text, '    ')}" for title, text in self.listings.items()]
-        return "\n\n".join([*parts, "\n".join(f"- {sentence}" for sentence in self.sentences)])
+        sentences = [*self.sentences, *([f"Score: {self.score()}."] * bool(self.checks))]
+        return "\n\n".join([*parts, "\n".join(f"- {sentence}" for sentence in sentences)])
+
+    def checked(self) -> list[Table]:
+        return [table("Predictions", [check.row() for check in self.checks])] if self.checks else []
+
+    def score(self) -> str:
+        """How many predictions were near. An upper bound counts if it holds."""
+        return f"{sum(check.hit for check in self.checks)} of {len(self.checks)} predictions are within 25 %"
 
     def with_plot(self, name: str, draw: Callable[..., None]) -> "Result":
         self.attachments |= plot(name, draw)
@@ -80,7 +151,17 @@ class Result:
         return self
 
     def record(self) -> dict:
-        return vars(self) | {"tables": list(map(asdict, self.tables)), "attachments": list(self.attachments)}
+        checks = [with_quartiles(asdict(check) | {"hit": check.hit}) for check in self.checks]
+        fields = {"tables": list(map(asdict, self.tables)), "attachments": list(self.attachments), "checks": checks}
+        return vars(self) | fields | {"figures": with_quartiles(self.figures)}
+
+
+def with_quartiles(figures: object) -> object:
+    """The same figures for JSON: beside a key that holds a measured time, another key holds its p25 and p75."""
+    if isinstance(figures, dict):
+        spread = {f"{key}_p25_p75": list(s.quartiles) for key, s in figures.items() if isinstance(s, Seconds)}
+        return {key: with_quartiles(value) for key, value in figures.items()} | spread
+    return [with_quartiles(value) for value in figures] if isinstance(figures, (list, tuple)) else figures
 
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +169,7 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:N (default: auto)")
     dtypes = f"{', '.join(DTYPES)} (default: the experiment's own choice)"
     parser.add_argument("--dtype", choices=DTYPES, metavar="NAME", help=dtypes)
-    iters = f"timed calls (default: {ITERS}; {QUICK_ITERS} with --quick)"
+    iters = f"how often each time is taken (default: {ITERS}; {QUICK_ITERS} with --quick)"
     parser.add_argument("--iters", type=positive_int, metavar="N", help=iters)
     parser.add_argument("--quick", action="store_true", help="smaller sizes, which take seconds even on a small CPU")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
@@ -119,18 +200,65 @@ def quiet() -> Iterator[list[warnings.WarningMessage]]:
 
 
 def us(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f}"
+    """Microseconds, and in parentheses the quartiles of a measured time."""
+    return spread(seconds, lambda s: f"{s * 1e6:.1f}")
 
 
 def ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
+    """Milliseconds, and in parentheses the quartiles of a measured time."""
+    return spread(seconds, lambda s: f"{s * 1e3:.3g}" if s < 0.1 else f"{s * 1e3:.0f}")
 
 
-def seconds(function: Callable[[], object], iters: int) -> float:
-    """The seconds of one call with the GPU's work: the median of five measurements, `iters` calls together."""
-    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-    timer.timeit(1)  # the first call compiles and allocates
-    return statistics.median(timer.timeit(max(1, iters // 5)).median for _ in range(5))
+def spread(seconds: float, text: Callable[[float], str]) -> str:
+    low, high = getattr(seconds, "quartiles", (seconds, seconds))
+    return text(seconds) if low == high else f"{text(seconds)} ({text(low)}-{text(high)})"
+
+
+def seconds(function: Callable[[], object], samples: int) -> Seconds:
+    """The time of one call with the GPU's work, of so many samples. Calls follow each other without a wait between."""
+
+    def sample(calls: int) -> float:
+        wait()
+        began = time.perf_counter()
+        for _ in range(calls):
+            function()
+        wait()
+        return (time.perf_counter() - began) / calls
+
+    sample(1)  # the first call compiles and allocates
+    calls = min(1000, math.ceil(SAMPLE_S / sample(1))) if samples > 1 else 1
+    return Seconds.of([sample(calls) for _ in range(samples)])
+
+
+def wait() -> None:
+    """Wait until the current GPU, if there is one, has done what is queued."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def expected(host_s: float, work_s: float, device: torch.device) -> float:
+    """The time of a call whose host needs `host_s` and whose arithmetic and bytes need `work_s`.
+
+    A GPU works while the host launches, so the longer one counts. A CPU does one after the other.
+    """
+    return max(host_s, work_s) if device.type == "cuda" else host_s + work_s
+
+
+def busy_seconds(function: Callable[[], object], device: torch.device) -> float | None:
+    """How long the kernels of one call run on the GPU, by the profiler. None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return sum(kernel["dur"] for kernel in profile.trace_step(function, device).kernels) / 1e6
+
+
+def idle_cause(function: Callable[[], object], measured_s: float, device: torch.device) -> str | None:
+    """For a call that takes longer than predicted: whether the GPU worked meanwhile, as a sentence. None on a CPU."""
+    busy_s = busy_seconds(function, device)
+    if busy_s is None:
+        return None
+    if busy_s < measured_s / NEAR:
+        return f"kernels run {busy_s / measured_s:.0%} of the time, else the GPU waits for the host"
+    return "the GPU is busy all the time: its kernels are slower than the model's rates"
 
 
 def launches(function: Callable[[], object], device: torch.device) -> int:

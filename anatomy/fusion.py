@@ -1,5 +1,8 @@
 """Why does fusion speed up pointwise code?
 
+Predict: how many times faster is sigmoid(relu(x*w+b)) as one kernel than as four? How often does either form read or
+write N numbers? What does fusing the bias and ReLU into a large matrix product give?
+
 Prediction, for tensors of N numbers of b bytes. A pointwise kernel computes far faster than it reads and writes, so its
 time is its bytes over the copy bandwidth. For sigmoid(relu(x*w+b)), with w and b as large as x:
 
@@ -10,8 +13,11 @@ time is its bytes over the copy bandwidth. For sigmoid(relu(x*w+b)), with w and 
 Some code gains nothing. x / x.sum() needs the sum before the first quotient, so it reads x twice in any form and moves
 3 N b bytes. relu(x) alone is already one kernel of 2 N b bytes. A matrix product gains little: its epilogue, which is
 work inside the product's kernel, saves only passes over the output. Many small tensors in one kernel (horizontal
-fusion) save launches but no bytes.
+fusion) save launches but no bytes. Their launches take as long as those of tensors with one number, which this program
+measures first. One call for all of them still makes an output for each, so it saves less than 63 of 64 launches.
 
+Change: --numbers 4096. What limits the four kernels now, and what does fusion save? --edge 256: does the epilogue
+matter more for a small product?
 Source: the PyTorch documentation of torch.compile; Ansel et al., PyTorch 2 (ASPLOS 2024), on Inductor's fusion.
 Run:    python -m anatomy fusion --numbers 67108864 --edge 4096
 """
@@ -25,7 +31,19 @@ from typing import NamedTuple
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from anatomy.experiment import Result, default_size, launches, seconds, size_argument, table, us
+from anatomy.experiment import (
+    Check,
+    Result,
+    default_size,
+    differ,
+    expected,
+    idle_cause,
+    launches,
+    seconds,
+    size_argument,
+    table,
+    us,
+)
 from common import roofs
 from common.errors import missing_tool
 
@@ -45,7 +63,8 @@ class Case(NamedTuple):
     function: Callable | str  # or why it cannot run
     inputs: tuple
     numbers: int  # the least that it reads and writes
-    base_s: float = 0.0  # predicted seconds besides moving these numbers
+    host_s: float  # predicted seconds of the host
+    product_s: float = 0.0  # of the product in it
 
 
 def cases(N: int, E: int, dtype: torch.dtype, device: torch.device, iters: int) -> list[Case]:
@@ -54,7 +73,8 @@ def cases(N: int, E: int, dtype: torch.dtype, device: torch.device, iters: int) 
     matrices = *torch.randn(2, E, E, device=device, dtype=dtype) / E**0.5, torch.randn(E, device=device, dtype=dtype)
     small = tuple(torch.randn(MANY, SMALL, device=device, dtype=dtype))
     product_s = seconds(lambda: matrices[0] @ matrices[1], iters)
-    launch_s = seconds(lambda: small[0] * 2, iters)
+    one = torch.ones(1, device=device, dtype=dtype)
+    launch_s, foreach_s = seconds(lambda: one * 2, iters), seconds(lambda: torch._foreach_mul([one] * MANY, 2), iters)
 
     def gate(x, w, b):
         return torch.sigmoid(torch.relu(x * w + b))
@@ -70,18 +90,18 @@ def cases(N: int, E: int, dtype: torch.dtype, device: torch.device, iters: int) 
 
     gemm, many = "relu(A@B+c)", f"{MANY} small x*2"
     return [
-        Case(CHAIN, "eager", gate, (x, w, b), 10 * N),
-        Case(CHAIN, "compiled", gate, (x, w, b), 4 * N),
-        Case(CHAIN, "Triton by hand", triton_gate(device), (x, w, b), 4 * N),
-        Case("x / x.sum()", "eager", normalize, (x,), 3 * N),
-        Case("x / x.sum()", "compiled", normalize, (x,), 3 * N),
-        Case("relu(x)", "eager", torch.relu, (x,), 2 * N),
-        Case("relu(x)", "compiled", torch.relu, (x,), 2 * N),
-        Case(gemm, "eager", linear_relu, matrices, 4 * E * E, product_s),  # passes over the output
-        Case(gemm, "compiled", linear_relu, matrices, 2 * E * E, product_s),
-        Case(gemm, "BLAS epilogue", epilogue, matrices, 0, product_s),
+        Case(CHAIN, "eager", gate, (x, w, b), 10 * N, 4 * launch_s),
+        Case(CHAIN, "compiled", gate, (x, w, b), 4 * N, launch_s),
+        Case(CHAIN, "Triton by hand", triton_gate(device), (x, w, b), 4 * N, launch_s),
+        Case("x / x.sum()", "eager", normalize, (x,), 3 * N, 2 * launch_s),
+        Case("x / x.sum()", "compiled", normalize, (x,), 3 * N, 2 * launch_s),
+        Case("relu(x)", "eager", torch.relu, (x,), 2 * N, launch_s),
+        Case("relu(x)", "compiled", torch.relu, (x,), 2 * N, launch_s),
+        Case(gemm, "eager", linear_relu, matrices, 4 * E * E, 3 * launch_s, product_s),  # passes over the output
+        Case(gemm, "compiled", linear_relu, matrices, 2 * E * E, 2 * launch_s, product_s),
+        Case(gemm, "BLAS epilogue", epilogue, matrices, 0, launch_s, product_s),
         Case(many, "eager", lambda *xs: [x * 2 for x in xs], small, 2 * MANY * SMALL, MANY * launch_s),
-        Case(many, "_foreach_mul", lambda *xs: torch._foreach_mul(xs, 2), small, 2 * MANY * SMALL, launch_s),
+        Case(many, "_foreach_mul", lambda *xs: torch._foreach_mul(xs, 2), small, 2 * MANY * SMALL, foreach_s),
     ]
 
 
@@ -90,7 +110,7 @@ def run(args: argparse.Namespace) -> Result:
     N = args.numbers or default_size(args, quick=2**22, cpu=2**23, gpu=2**26)
     E = args.edge or default_size(args, quick=512, cpu=1024, gpu=4096)
     copy_rate = roofs.copy_rate(device)
-    results, rows, code, expected = {}, [], "", {}
+    results, rows, code, answers, checks = {}, [], "", {}, []
     for case in cases(N, E, dtype, device, args.iters):
         function, n_bytes, kernels = case.function, case.numbers * dtype.itemsize, []
         if case.variant == "compiled":
@@ -101,22 +121,26 @@ def run(args: argparse.Namespace) -> Result:
             rows.append(cells | {"least MB": f"{n_bytes / 1e6:.1f}", "measured us": function})
             continue
         call = partial(function, *case.inputs)
-        torch.testing.assert_close(call(), expected.setdefault(case.expression, call()), rtol=0.02, atol=0.05)
+        torch.testing.assert_close(call(), answers.setdefault(case.expression, call()), rtol=0.02, atol=0.05)
         # The trace of a CPU does not show the functions that the compiler generates.
         n_launches = launches(call, device) + (len(kernels) if device.type == "cpu" else 0)
-        measured_s, predicted_s = seconds(call, args.iters), case.base_s + n_bytes / copy_rate
+        measured_s = seconds(call, args.iters)
+        predicted_s = expected(case.host_s, case.product_s + n_bytes / copy_rate, device)
+        checks.append(Check(f"{case.expression}, {case.variant}", predicted_s, measured_s, "us"))
+        if not checks[-1].hit and measured_s > predicted_s:
+            checks[-1].cause = idle_cause(call, measured_s, device)
         result = {"launches": n_launches, "bytes": n_bytes, "seconds": measured_s, "predicted_s": predicted_s}
         results.setdefault(case.expression, {})[case.variant] = result
         cells |= {"launches": n_launches, "least MB": f"{n_bytes / 1e6:.1f}"}
         cells |= {"predicted us": us(predicted_s), "measured us": us(measured_s)}
-        if not case.base_s:
+        if not case.product_s and predicted_s > case.host_s:
             rate = n_bytes / measured_s
             cells |= {"GB/s": f"{rate / 1e9:.1f}", "of copy": f"{rate / copy_rate:.0%}"}
         rows.append(cells)
     title = f"N = {N}, A and B ({E}, {E}), {dtype}; copy {copy_rate / 1e9:.1f} GB/s; least MB: besides the product A@B"
     figures = {"copy_bytes_per_s": copy_rate, "numbers": N, "edge": E, "cases": results}
     listings = {f"What torch.compile made of {CHAIN}:": code} if code else {}
-    return Result([table(title, rows)], sentences(figures), figures, listings=listings)
+    return Result([table(title, rows)], sentences(figures), figures, checks, listings=listings)
 
 
 def triton_gate(device: torch.device) -> Callable | str:
@@ -148,9 +172,11 @@ def sentences(figures: dict) -> list[str]:
         for variant, result in variants.items():
             beyond_copy |= result["bytes"] > 1.1 * copy_rate * result["seconds"]
             if variant != "eager":
+                speed = f"the speed is {eager['seconds'] / result['seconds']:.2f}x that of eager"
+                if not differ(eager["seconds"], result["seconds"]):
+                    speed = "the difference to eager is inside the spread"
                 lines.append(
-                    f"{expression}, {variant}: the speed is {eager['seconds'] / result['seconds']:.2f}x that of eager, "
-                    f"{eager['predicted_s'] / result['predicted_s']:.2f}x predicted. "
+                    f"{expression}, {variant}: {speed}, {eager['predicted_s'] / result['predicted_s']:.2f}x predicted. "
                     f"Eager launches {eager['launches']} kernel(s), this variant {result['launches']}."
                 )
     if beyond_copy:

@@ -1,14 +1,20 @@
 """What breaks a graph of torch.compile, and what does a break cost?
 
+Predict: how many times longer does a memory-bound function take with a break in its middle? Which of print, .item(), a
+branch on a tensor and a call that cannot be captured costs most, and why?
+
 Prediction: a break is a place that Dynamo, the part of torch.compile that captures graphs, cannot capture. It cuts the
 function into 2 graphs. The kernels of the first one write what lies between them, and those of the second read it
 again. So 2 pointwise kernels move 2 x (4N + 4N) bytes of FP32. The mended form has no break. Its one kernel moves
 4N + 4N bytes, so that a memory-bound function with a break takes twice as long. Where the break is about a sum, the
 mended form also makes a pass for the sum. The bytes are then 16N against 12N, and the break costs a third more.
 
-A break also returns to Python. `.item()`, `print` of a tensor and a branch on a tensor make the host wait for the GPU.
-That takes tens of microseconds, which count where kernels are short.
+A break also returns to Python, and what breaks the graph runs there: `.item()`, `print` of a tensor and a branch on a
+tensor make the host wait for the GPU. Both costs are there for a tensor of 64 numbers as well. So this program measures
+both forms on 64 numbers first. A form takes the longer of that time and of its bytes over the copy bandwidth; where
+the host waits for the GPU, and on a CPU, it takes their sum.
 
+Change: --n 67108864. Now kernels take longer than what a break costs the host: which ratios come close to their bytes?
 Source: PyTorch's programming model of torch.compile (graph breaks); the bytes are arithmetic.
 Run:    python -m anatomy graph-breaks [--n N] [--backend inductor|aot_eager|eager]
 """
@@ -19,7 +25,8 @@ import time
 import torch
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 
-from anatomy.experiment import Result, quiet, seconds, size_argument, table
+from anatomy.experiment import Check, Result, differ, expected, ms, quiet, seconds, size_argument, table
+from common import roofs
 from common.text import one_line
 
 
@@ -71,6 +78,8 @@ def with_unsupported(x):
     return y if started > 0 else None
 
 
+FEW = 64  # numbers of an input on which only the host's work counts
+WAITS = ("print", ".item()", "data-dependent branch")  # causes at which the host waits for the GPU
 CASES = {  # cause -> (broken form, mended form, how it is mended, bytes per number of either form)
     "print": (with_print, without_print, "print what the function returns", 16, 8),
     ".item()": (with_item, without_item, "leave the number a tensor", 16, 12),
@@ -96,10 +105,12 @@ def detect(function, x: torch.Tensor) -> tuple[int, str, str]:
     return explanation.graph_break_count, reason, line.strip()
 
 
-def timed(function, x: torch.Tensor, args: argparse.Namespace) -> float:
+def timed(function, x: torch.Tensor, args: argparse.Namespace) -> tuple[float, float]:
+    """The time of the compiled function on FEW numbers and on all of them."""
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend=args.backend)
-    return seconds(lambda: compiled(x), args.iters)
+    compiled = torch.compile(function, backend=args.backend, dynamic=False)
+    few = x[:FEW].clone()
+    return seconds(lambda: compiled(few), args.iters), seconds(lambda: compiled(x), args.iters)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,32 +121,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Result:
     n = args.n or 2 ** (20 if args.quick else 26 if args.device.type == "cuda" else 22)
     x = torch.randn(n, device=args.device, dtype=args.dtype or torch.float32)
-    cases, detected, costs, sentences = {}, [], [], []
-    for name, (broken, mended, how, bytes_broken, bytes_mended) in CASES.items():
-        cost = {"cause": name, "mended by": how, "bytes for FP32": f"{bytes_broken}N / {bytes_mended}N"}
-        predicted = f"{bytes_broken / bytes_mended:.2f}x" if args.backend == "inductor" else "-"  # others do not fuse
-        costs.append(cost | {"predicted": predicted})
+    rate = roofs.copy_rate(args.device)
+    cases, detected, costs, sentences, checks = {}, [], [], [], []
+    for name, (broken, mended, how, *bytes_each) in CASES.items():
+        costs.append({"cause": name, "mended by": how, "bytes for FP32": "{}N / {}N".format(*bytes_each)})
         with quiet():  # the warnings repeat the reason
             breaks, reason, line = detect(broken, x)
             left = detect(mended, x)[0]
             same = torch.allclose(broken(x), mended(x), rtol=1e-2 if x.itemsize < 4 else 1e-4)
             try:
-                broken_s, mended_s = timed(broken, x, args), timed(mended, x, args)
+                forms = {"broken": timed(broken, x, args), "mended": timed(mended, x, args)}
             except TorchDynamoException as error:  # without a compiler the breaks are known, but not the times
-                broken_s = mended_s = None
-                sentences = [f"There are no times: {one_line(error)}."]
-        detected.append({"cause": name, "breaks predicted": 1, "breaks": breaks, "mended, predicted": 0})
-        detected[-1] |= {"mended": left, "reason that Dynamo gives": reason, "line": line}
+                forms, sentences = {}, [f"There are no times: {one_line(error)}."]
+        detected.append({"cause": name, "breaks": breaks, "breaks of the mended form": left})
+        detected[-1] |= {"reason that Dynamo gives": reason, "line": line}
+        checks.append(Check(f"breaks by {name}", 1, breaks, ""))
         cases[name] = {"breaks": breaks, "reason": reason, "line": line, "breaks_mended": left, "same_result": same}
-        cases[name] |= {"broken_s": broken_s, "mended_s": mended_s}
-        if broken_s is None:
+        if not forms:
             continue
-        ratio, times = broken_s / mended_s, {"broken": broken_s, "mended": mended_s, "lost": broken_s - mended_s}
-        costs[-1] |= {"measured": f"{ratio:.2f}x"} | {f"{what}, ms": f"{s * 1e3:.3f}" for what, s in times.items()}
-        costly = "takes longer" if ratio > 1.05 else "does NOT take longer"
-        sentences.append(f"{name}: the broken form {costly}, {ratio:.2f}x the mended time, predicted {predicted}.")
+        for (form, (host_s, measured_s)), each in zip(forms.items(), bytes_each, strict=True):
+            moving = each / 4 * n * x.itemsize / rate
+            waits = form == "broken" and name in WAITS
+            predicted_s = host_s + moving if waits else expected(host_s, moving, args.device)
+            cases[name] |= {f"{form}_s": measured_s, f"{form}_host_s": host_s, f"{form}_predicted_s": predicted_s}
+            costs[-1] |= {f"{form}, ms": ms(measured_s), f"{form} on {FEW} numbers": ms(host_s)}
+            if args.backend == "inductor":  # the others do not fuse, so that their bytes are not these
+                checks.append(Check(f"time with {name}, {form}", predicted_s, measured_s, "ms"))
+        sentences.append(cost_of(name, cases[name]))
     clean = all(cell["breaks_mended"] == 0 and cell["same_result"] for cell in cases.values())
     sentences.append(f"{'Every' if clean else 'NOT every'} mended form is one graph and returns the same numbers.")
-    title = f"Cost of a break, N = {n} numbers, backend {args.backend}"
+    title = f"Cost of a break, N = {n} numbers, backend {args.backend}, copy {rate / 1e9:.0f} GB/s"
     figures = {"n": n, "backend": args.backend, "cases": cases}
-    return Result([table("Graph breaks", detected), table(title, costs)], sentences, figures)
+    return Result([table("Graph breaks", detected), table(title, costs)], sentences, figures, checks)
+
+
+def cost_of(name: str, case: dict) -> str:
+    broken_s, mended_s = case["broken_s"], case["mended_s"]
+    if not differ(broken_s, mended_s):
+        return f"{name}: broken and mended form take the same time within the spread."
+    host = (case["broken_host_s"] - case["mended_host_s"]) / (broken_s - mended_s)
+    where = f" Of what it loses, {host:.0%} is there on {FEW} numbers, too." if 0 < host <= 1 else ""
+    return f"{name}: the broken form takes {broken_s / mended_s:.2f}x the mended time.{where}"

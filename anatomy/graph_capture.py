@@ -1,5 +1,8 @@
 """How do trace, script, FX and Dynamo differ on a branch that depends on data?
 
+Predict: five tools turn a function with `if x.sum() > 0` into a graph. Which refuse, which make several graphs, and
+which one is wrong on the other side of the branch without an error?
+
 Prediction: a compiler needs a graph of operators, and these tools make one of a Python function in different ways.
 `torch.jit.trace` records the operators of one call. It takes in 1 of the 2 sides of the branch and is wrong on the
 other side, without an error. `torch.jit.script` compiles the source with both sides. FX calls the function without
@@ -8,6 +11,7 @@ branch, lets Python choose, and captures one more graph for each side: 1 + 2 gra
 `torch.export` must return one whole graph. It refuses unless the branch is `torch.cond`, an operator that contains
 both sides.
 
+Change: make the branch depend on x.shape[0] in Branching. Which tools take it now, and why is that right?
 Source: the documentation of torch.jit.trace, torch.jit.script, torch.fx (limits of symbolic tracing), torch.compile
 (graph breaks) and torch.export (control flow).
 Run:    python -m anatomy graph-capture [--n N]
@@ -22,7 +26,7 @@ import torch.fx
 import torch.nn as nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 
-from anatomy.experiment import Result, quiet, size_argument, table
+from anatomy.experiment import Check, Result, quiet, size_argument, table
 from common.text import one_line
 
 
@@ -130,4 +134,7 @@ def run(args: argparse.Namespace) -> Result:
         f"These tools are wrong on the other side without an error: {', '.join(wrong) or 'none'}.",
         f"These tools are not as predicted: {', '.join(surprises) or 'none'}.",
     ]
-    return Result([table("Predicted / measured, by tool", rows)], sentences + notes, {"tools": outcomes})
+    checks = [
+        Check(f"{tool}: 1 if all is as predicted", 1, int(cell["as_predicted"]), "") for tool, cell in outcomes.items()
+    ]
+    return Result([table("Predicted / measured, by tool", rows)], sentences + notes, {"tools": outcomes}, checks)

@@ -1,5 +1,8 @@
 """When does data loading stall the GPU?
 
+Predict: a batch takes 20 ms to load, and a step 10 ms. How long does a step take with 0, 1, 2 and 3 worker processes?
+Does prefetching help if every eighth batch is six times as slow?
+
 Prediction: `load` is the time to make a batch, `step` the GPU's time for a training step, W the number of worker
 processes. If the training process loads the batches, a batch takes max(step, load), because the GPU computes what is
 queued while the host loads. It takes load + step where each step makes the host wait, as on a CPU. With workers it
@@ -9,6 +12,7 @@ Pinned memory lets the copy to the GPU run beside the step. It saves bytes / ban
 4 MB at the 25 GB/s of PCIe 4. Prefetching helps where single batches are slow: W x prefetch batches wait in the queue,
 which last for W x prefetch x step milliseconds of a slow batch. It does not help where loading is slow on average.
 
+Change: --load 35. How many workers end the stall? --rows 8192: does pinned memory matter for 32 MB?
 Source: arithmetic of a pipeline; the documentation of torch.utils.data.DataLoader (workers, prefetch_factor, pinning).
 Run:    python -m anatomy input-pipeline [--load MS] [--step MS] [--batches N] [--rows N]
 """
@@ -21,7 +25,7 @@ import warnings
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from anatomy.experiment import Result, Table, seconds, size_argument, table
+from anatomy.experiment import Check, Result, Table, seconds, size_argument, table
 from common.hardware import synchronize
 
 CHANNELS = 1024
@@ -114,7 +118,10 @@ def run(args: argparse.Namespace) -> Result:
     tables = [waits(title, pageable + pinned, alone), waits(irregular_title, irregular, alone)]
     figures = {"step_alone_ms": alone, "load_ms": load, "batches": timed, "rows": rows}
     figures |= {"regular": pageable + pinned, "irregular": irregular}
-    return Result(tables, sentences(pageable, pinned, irregular, alone), figures)
+    checks = [Check(f"{c['workers']} workers, {'pinned' if c['pinned'] else 'pageable'}, prefetch {c['prefetch']}"
+                    f"{', irregular' * (c in irregular)}", c["predicted_ms"] / 1e3, c["measured_ms"] / 1e3, "ms")
+              for c in [*pageable, *pinned, *irregular]]  # fmt: skip
+    return Result(tables, sentences(pageable, pinned, irregular, alone), figures, checks)
 
 
 def sentences(pageable: list[dict], pinned: list[dict], irregular: list[dict], alone: float) -> list[str]:

@@ -1,5 +1,8 @@
 """What do the number formats cost and give?
 
+Predict: how much faster than FP32 is a product in TF32, BF16 and FP8? What is its error? What does one outlier do to a
+tensor with a single FP8 scale?
+
 Prediction. A format with p bits after the leading one rounds a number by at most u = 2^-(p+1) of it. On average that is
 0.4 u: the root mean square, if mantissas spread evenly on a logarithmic scale. A product of two random matrices rounds
 both inputs and its output, so its error against FP64 is about 0.4 u x sqrt(3) = 0.7 u. The length of the sums does not
@@ -7,12 +10,15 @@ matter, because FP32 holds them. With an output in a finer format the error is 0
 u = 2^-8, 0.3 %. FP16 and TF32 have 2^-11, 0.03 %. FP8 E4M3 with a BF16 output has 2^-4, 3.8 %. In FP32 the sum of K
 products rounds, too. Its error is a random walk of K steps, 0.4 u x sqrt(K), and less where a kernel sums in blocks.
 On tensor cores FLOP/s double with every halving of the bits: TF32 1, BF16 and FP16 2, FP8 4. FP32 does not run there.
+A product written in Triton in 30 lines should come within 25 % of the vendor's library.
 
 Range: FP16 ends at 65 504 and at 6e-8, FP8 E4M3 at 448 and at 0.002. BF16 has FP32's range and 8 bits of precision.
 FP8 therefore stores numbers times a scale. Delayed scaling takes the scale from earlier tensors, so it reads 2 bytes
 and writes 1 per BF16 number. Current scaling first looks for the largest number, which reads 2 bytes more. Scaling by
 blocks looks for it among 128 numbers, which stay in registers if the kernel is fused.
 
+Change: --size 512. Which formats are still faster than FP32, and what has become the limit? --size 8192: does the
+error of FP32 grow as the square root of K?
 Source: Micikevicius et al., Mixed Precision Training (2017) and FP8 Formats for Deep Learning (2022).
 Run:    python -m anatomy precision --size 4096
 """
@@ -22,7 +28,7 @@ from functools import partial
 
 import torch
 
-from anatomy.experiment import Refused, Result, Table, default_size, seconds, size_argument, table, us
+from anatomy.experiment import Check, Refused, Result, Table, default_size, seconds, size_argument, table, us
 from anatomy.quantize import BLOCK, FP8, block_scaling, current_scaling, delayed_scaling, fp8_product
 from common import hardware, roofs
 
@@ -48,7 +54,26 @@ def run(args: argparse.Namespace) -> Result:
     products, recipes = matrix_products(size, args), quantization(default_size(args, size, size, 4 * size), args)
     ranges = {name: example(value) for name, value in EXAMPLES.items()}
     figures = {"size": size, "products": products, "ranges": ranges, "quantization": recipes}
-    return Result(tables(**figures), sentences(products, ranges, recipes["recipes"]), figures)
+    return Result(tables(**figures), sentences(products, ranges, recipes["recipes"]), figures, checks(**figures))
+
+
+def checks(size: int, products: dict, ranges: dict, quantization: dict) -> list[Check]:
+    """Errors against their formulas, rates against BF16 by the bits, lost numbers, and recipes by their bytes."""
+    errors = [Check(f"error of {name} / u", *(row[key] / FORMATS[name][1] for key in ("predicted_error", "error")), "",
+                    at_most=name == "FP32")  # less where a kernel sums in blocks
+              for name, row in products.items() if row["error"] and name in FORMATS]  # fmt: skip
+    bf16 = products.get("BF16", {}).get("seconds")
+    bits = {"TF32": 2, "FP16": 1, "FP8": 0.5}  # of BF16's time, on tensor cores
+    tensor_cores = products.get("TF32", {}).get("seconds")
+    times = [Check(f"time of {name}", bits[name] * bf16, products[name]["seconds"], "us")
+             for name in bits if tensor_cores and bf16 and products[name]["seconds"]]  # fmt: skip
+    if by_hand := products.get("BF16, by hand in Triton"):
+        times.append(Check("time of BF16, by hand in Triton", bf16, by_hand["seconds"], "us"))
+    lost = [Check(f"formats that lose {name}", len(row["predicted_lost"]), len(row["lost"]), "")
+            for name, row in ranges.items()]  # fmt: skip
+    recipes = [Check(f"{name}, {quantization['how']}", row["predicted_s"], row["seconds"], "us")
+               for name, row in quantization["recipes"].items() if quantization["how"] == "compiled"]  # fmt: skip
+    return [*errors, *times, *lost, *recipes]
 
 
 def tables(size: int, products: dict, ranges: dict, quantization: dict) -> list[Table]:
@@ -94,7 +119,17 @@ def matrix_products(size: int, args: argparse.Namespace) -> dict[str, dict]:
         row["error"] = relative(product().double(), reference)
         row["seconds"] = None if reason else seconds(product, args.iters)
     torch.set_float32_matmul_precision(before)
+    if args.device.type == "cuda" and hardware.package_version("triton") and "BF16" in products and size % 256 == 0:
+        products["BF16, by hand in Triton"] = by_hand(a.bfloat16(), b.bfloat16(), reference, products["BF16"], args)
     return products
+
+
+def by_hand(a: torch.Tensor, b: torch.Tensor, reference: torch.Tensor, library: dict, args) -> dict:
+    """The row of a product whose kernel is written in Triton."""
+    from anatomy.product_kernel import product
+
+    row = {"error": relative(product(a, b).double(), reference), "seconds": seconds(partial(product, a, b), args.iters)}
+    return library | row
 
 
 def relative(x: torch.Tensor, reference: torch.Tensor) -> float:

@@ -1,5 +1,8 @@
 """When is an operation compute-bound, and when memory-bound?
 
+Predict: how many FLOPs can this machine do while it moves one byte? From which edge n on is a product of two (n, n)
+matrices limited by arithmetic? What limits it at n = 512, where the roofline says "compute"?
+
 Prediction. An operation of F FLOPs that moves Q bytes takes at least F / peak and at least Q / bandwidth seconds. So it
 can reach min(peak, F / Q x bandwidth), which is the roof. Its two parts meet at the ridge, where F / Q is peak /
 bandwidth. With 700 TFLOP/s in BF16 and 4.2 TB/s the ridge is 167 FLOP per byte. The intensity F / Q of an operation,
@@ -10,8 +13,15 @@ for numbers of b bytes, if it reads its input and writes its output once:
 - Causal attention, fused, is 2 B H T^2 D / 4 B H T D b = T / 2b, so it crosses 167 at T = 670.
 
 So more FLOPs need not take longer. A product of n = 1024 has 2.1 GFLOP and 6 MB, and takes 3 us. ReLU on 2^26 numbers
-has 0.07 GFLOP and 268 MB, and takes 64 us. This program measures the ceilings with a large copy and large products.
+has 0.07 GFLOP and 268 MB, and takes 64 us. There is a third bound, which a roofline does not draw: the host has to
+launch the operation. That takes as long as the same operation on the smallest input, which this program measures first.
+A GPU works while the host launches, so the prediction is the longest of the three times. On a CPU the call comes first.
 
+The ceilings are those of a large copy and of large products. Where a kernel stays below the roof, the same operation
+compiled (on a GPU) tells whether the memory or only this kernel is slow.
+
+Change: --edges 384 512 768 1024 1536 and find the edge where the launch stops being the limit. --dtype float32 moves
+the ridge: which operations change sides?
 Source: Williams, Waterman, Patterson, Roofline (CACM 2009).
 Run:    python -m anatomy roofline --numbers 67108864 --edges 256 1024 4096 --length 2048
 """
@@ -22,11 +32,25 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from anatomy.experiment import Refused, Result, Table, default_size, seconds, size_argument, table, us
+from anatomy.attention_forms import attention_fused
+from anatomy.experiment import (
+    Check,
+    Refused,
+    Result,
+    Table,
+    default_size,
+    differ,
+    expected,
+    seconds,
+    size_argument,
+    table,
+    us,
+)  # fmt: skip
 from common import hardware, roofs
 from common.record import PRECISIONS, Roofs
 
 CHANNELS, HEAD_DIM = 1024, 64
+BOUNDS = {"launch": "its launch", "memory": "memory", "compute": "arithmetic"}
 PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # FP16 runs at BF16's rate
 
 
@@ -39,26 +63,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def operations(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, tuple]:
-    """Name -> function, FLOPs, and the least bytes that it moves."""
+    """Name -> function, its inputs, the smallest inputs, FLOPs, and the least bytes that it moves."""
     rand = partial(torch.randn, device=args.device, dtype=dtype)
     N, size = args.numbers or default_size(args, 2**22, 2**23, 2**26), dtype.itemsize
     if N % CHANNELS:
         raise Refused(f"--numbers {N} is not a multiple of {CHANNELS}, the length of a row")
-    x = rand(N // CHANNELS, CHANNELS)
+    x, row, small = rand(N // CHANNELS, CHANNELS), rand(1, CHANNELS), rand(2, 16, 16)
     weight, bias = rand(CHANNELS), rand(CHANNELS)
     operations = {
-        "ReLU": (lambda: torch.relu(x), N, 2 * N * size),
-        "softmax": (lambda: x.softmax(-1), 5 * N, 2 * N * size),  # max, subtract, exp, sum, divide
-        "LayerNorm": (lambda: F.layer_norm(x, (CHANNELS,), weight, bias), 8 * N, 2 * N * size),
+        "ReLU": (torch.relu, (x,), (row,), N, 2 * N * size),
+        # max, subtract, exp, sum, divide
+        "softmax": (partial(torch.softmax, dim=-1), (x,), (row,), 5 * N, 2 * N * size),
+        "LayerNorm": (lambda x: F.layer_norm(x, (CHANNELS,), weight, bias), (x,), (row,), 8 * N, 2 * N * size),
     }
     default = [2**i for i in range(8, 14)] if args.device.type == "cuda" else [32, 128, 512, 1024]
     for n in sorted(set(args.edges or default[: 3 if args.quick and args.device.type == "cpu" else None])):
-        a, b = rand(n, n), rand(n, n)
-        operations[f"product n {n}"] = (partial(torch.matmul, a, b), 2 * n**3, 3 * n * n * size)
+        operations[f"product n {n}"] = (torch.matmul, rand(2, n, n).unbind(), small, 2 * n**3, 3 * n * n * size)
     H, D, T = 16, HEAD_DIM, args.length or default_size(args, 512, 1024, 4096)
-    q, k, v = rand(3, 1, H, T, D)
-    attention = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-    operations[f"attention T {T}"] = (attention, 2 * H * T * T * D, 4 * H * T * D * size)
+    qkv, shortest = rand(3, 1, H, T, D), rand(3, 1, 1, 16, D)
+    operations[f"attention T {T}"] = (attention_fused, qkv, shortest, 2 * H * T * T * D, 4 * H * T * D * size)
     return operations
 
 
@@ -74,23 +97,45 @@ def run(args: argparse.Namespace) -> Result:
     peak = ceilings[PRECISION[dtype]]
     if not (bandwidth and peak):
         raise Refused(f"no ceiling for {dtype}: {'; '.join(measured.notes)}")
-    ridge = peak / bandwidth
-    results, rows = {}, []
-    for name, (function, flops, n_bytes) in todo.items():
-        intensity, measured_s = flops / n_bytes, seconds(function, args.iters)
-        bound, predicted_s = ("memory" if intensity < ridge else "compute"), max(flops / peak, n_bytes / bandwidth)
-        results[name] = {"flops": flops, "bytes": n_bytes, "intensity": intensity, "seconds": measured_s}
-        results[name] |= {"bound": bound, "predicted_s": predicted_s, "of_roof": predicted_s / measured_s}
+    results, rows, checks = {}, [], []
+    for name, (function, inputs, smallest, flops, n_bytes) in todo.items():
+        row = time_operation(partial(function, *inputs), partial(function, *smallest), flops / peak,
+                             n_bytes / bandwidth, args)  # fmt: skip
+        results[name] = row | {"flops": flops, "bytes": n_bytes, "intensity": flops / n_bytes}
+        checks.append(Check(f"time of {name}", row["predicted_s"], row["seconds"], "us"))
+        if not checks[-1].hit:
+            checks[-1].cause = why(function, inputs, row, args)
         rows.append({
             "operation": name, "GFLOP": f"{flops / 1e9:.3g}", "MB": f"{n_bytes / 1e6:.3g}",
-            "FLOP/byte": f"{intensity:.3g}", "bound by": bound, "least us": us(predicted_s),
-            "measured us": us(measured_s), "GFLOP/s": f"{flops / measured_s / 1e9:.4g}",
-            "of roof": f"{predicted_s / measured_s:.0%}",
+            "FLOP/byte": f"{flops / n_bytes:.3g}", "bound by": row["bound"], "launch us": us(row["launch_s"]),
+            "roof us": us(row["roof_s"]), "measured us": us(row["seconds"]),
+            "GFLOP/s": f"{flops / row['seconds'] / 1e9:.4g}", "of roof": f"{row['of_roof']:.0%}",
         })  # fmt: skip
     tables = [ceiling_table(measured, ceilings), table(f"Operations in {dtype}", rows)]
-    figures = {"copy_bytes_per_s": bandwidth, "ceilings": ceilings, "ridge": ridge, "operations": results}
-    result = Result(tables, sentences(results, ridge), figures)
+    figures = {"copy_bytes_per_s": bandwidth, "ceilings": ceilings, "ridge": peak / bandwidth, "operations": results}
+    result = Result(tables, sentences(results, peak / bandwidth), figures, checks)
     return result.with_plot("roofline.svg", partial(draw, results, bandwidth, ceilings))
+
+
+def time_operation(call, smallest_call, compute_s: float, move_s: float, args: argparse.Namespace) -> dict:
+    """What bounds a call: arithmetic, memory, or its launch; the predicted and the measured time."""
+    measured_s, launch_s = seconds(call, args.iters), seconds(smallest_call, args.iters)
+    roof_s = max(compute_s, move_s)
+    bound = "launch" if launch_s > roof_s else "memory" if move_s > compute_s else "compute"
+    predicted_s = expected(launch_s, roof_s, args.device)
+    row = {"seconds": measured_s, "launch_s": launch_s, "roof_s": roof_s, "predicted_s": predicted_s}
+    return row | {"bound": bound, "of_roof": roof_s / measured_s}
+
+
+def why(function, inputs, row: dict, args: argparse.Namespace) -> str | None:
+    """Why a call is slower than its roof, by the compiled form of a memory-bound operation; None where it is not."""
+    if args.device.type == "cpu" or row["bound"] != "memory" or not hardware.package_version("triton"):
+        return None
+    compiled_s = seconds(partial(torch.compile(function, dynamic=False), *inputs), args.iters)
+    row["compiled_s"] = compiled_s
+    if compiled_s < row["seconds"]:
+        return f"compiled, the same bytes take {us(compiled_s)} us: PyTorch's own kernel is slow, not the memory"
+    return f"compiled it takes {us(compiled_s)} us, which is no faster"
 
 
 def ceiling_table(measured: Roofs, ceilings: dict[str, float | None]) -> Table:
@@ -118,17 +163,15 @@ def draw(results: dict, bandwidth: float, ceilings: dict, axes) -> None:
 
 
 def sentences(results: dict, ridge: float) -> list[str]:
-    compute = [name for name, row in results.items() if row["bound"] == "compute"]
-    low = [f"{name} ({row['of_roof']:.0%})" for name, row in results.items() if row["of_roof"] < 0.5]
+    by_bound = {bound: [n for n, row in results.items() if row["bound"] == bound] for bound in BOUNDS}
     high = [name for name, row in results.items() if row["of_roof"] > 1.1]
     pairs = [
         (a["flops"] / b["flops"], more, less) for more, a in results.items() for less, b in results.items()
-        if a["flops"] > b["flops"] and a["seconds"] < b["seconds"]
+        if a["flops"] > b["flops"] and a["seconds"] < b["seconds"] and differ(a["seconds"], b["seconds"])
     ]  # fmt: skip
     lines = [
-        f"The ridge is at {ridge:.1f} FLOP per byte. Right of it, compute-bound: {', '.join(compute) or 'none'}.",
-        f"These operations reach less than half of the roof: {', '.join(low) or 'none'}."
-        + (" A roofline does not show the reason, which can be their launches." if low else ""),
+        f"The ridge is at {ridge:.1f} FLOP per byte.",
+        *(f"Bound by {BOUNDS[bound]}: {', '.join(names)}." for bound, names in by_bound.items() if names),
     ]
     if high:
         lines.append(

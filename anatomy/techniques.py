@@ -1,10 +1,21 @@
 """Do the usual claims about speed and memory hold here?
 
-Prediction: CLAIMS has what tutorials and papers claim, as ratios to the plain form, and the reason. Checkpointing, for
-example, runs forward twice. Backward counts as two passes, so there are 4 passes instead of 3: 0.75x the speed. A claim
-holds if the speed is at least its lower figure, and the memory at most its upper one. Memory is the peak of forward and
-backward above weights, their gradients and inputs.
+Predict: which of these techniques makes forward and backward of six transformer blocks faster by half, on your machine:
+compilation, mixed precision, fused attention, CUDA graphs, channels-last, accumulation of gradients in four parts?
 
+Prediction: CLAIMS has what tutorials and papers claim, as ratios to the plain form, and the reason. A claim holds if
+the speed is at least its lower figure, and the memory at most its upper one. Memory is the peak of forward and backward
+above weights, their gradients and inputs. Where arithmetic says what the speed should be, this program predicts it:
+
+- checkpointing runs forward twice; backward counts as two passes. So there are 4 passes instead of 3: 0.75x;
+- accumulation in 4 parts does the same work, unless the host needs longer to launch a part than the part takes. The
+  time of forward and backward on 16 tokens, which is measured first, is what the host needs. So the parts take 4 times
+  that or the plain time, whichever is longer (a CPU does one after the other);
+- mixed precision: the profile says which share of the plain step is matrix products. They become faster by the ratio of
+  the measured rates, FP32 to BF16, and the rest, which is bytes, by 2;
+- CUDA graphs: the time that the kernels keep the GPU busy.
+
+Change: --batch 1 --seq 128, then --batch 32. Which claims change sides, and what is the limit in either case?
 Source: PyTorch's tuning guide, AMP recipe, channels-last tutorial, CUDA graphs blog; FlashAttention (Dao et al., 2022).
 Run:    python -m anatomy techniques [--only NAME ...] [--layers N] [--batch B] [--seq T] [--dmodel C]
 """
@@ -20,15 +31,29 @@ import torch.nn as nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils.checkpoint import checkpoint
 
-from anatomy.attention_traffic import attention_by_hand, attention_fused
-from anatomy.experiment import Result, default_size, extra_peak_bytes, seconds, size_argument, table
+from anatomy.attention_forms import attention_by_hand, attention_fused
+from anatomy.experiment import (
+    Check,
+    Result,
+    busy_seconds,
+    default_size,
+    differ,
+    extra_peak_bytes,
+    ms,
+    seconds,
+    size_argument,
+    table,
+)
+from common import profile, roofs
 from common.hardware import has_bf16_matrix_instructions
 from common.model import GPTConfig
+from common.record import ProductRate
 from common.text import one_line
 
 CLAIMS = {  # technique -> (speed from, to), (memory from, to), reason
     "torch.compile": ((1.2, 2.0), None, "fused pointwise kernels: fewer bytes, same FLOPs"),
     "mixed precision": ((1.5, 2.0), (0.4, 0.6), "2 bytes a number, not 4; tensor cores"),
+    "CNN inference under torch.compile": ((1.2, 2.0), None, "folded BatchNorm, fused ReLU: fewer passes"),
     "FlashAttention": ((2.0, 4.0), None, "(T, T) scores stay on the chip"),
     "checkpointing": ((0.7, 0.8), (0.3, 0.5), "4 passes, not 3; memory keeps only inputs of blocks"),
     "CUDA graphs": ((1.5, 2.0), None, "no launches: about 5 us a kernel, if kernels are small"),
@@ -41,6 +66,20 @@ def checkpointed(blocks: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     for block in blocks:
         x = checkpoint(block, x, use_reentrant=False)
     return x
+
+
+def convolutions(args: argparse.Namespace, B: int) -> tuple[nn.Module, torch.Tensor]:
+    """Two convolutions with BatchNorm and ReLU, and images for them."""
+    gpu, how = args.device.type == "cuda", {"device": args.device, "dtype": args.dtype or torch.float32}
+    layers = (nn.Sequential(nn.Conv2d(a, b, 3), nn.BatchNorm2d(b), nn.ReLU()) for a, b in ((3, 64), (64, 128)))
+    images = torch.randn(4 * B if gpu else 2, 3, *[112 if gpu else 32] * 2, **how)
+    return nn.Sequential(*layers).to(**how), images
+
+
+def cnn_inference(args: argparse.Namespace, B: int) -> tuple[Callable, Callable]:
+    plain, images = convolutions(args, B)
+    forms = plain.eval(), torch.compile(plain.eval())
+    return tuple(torch.no_grad()(partial(form, images)) for form in forms)
 
 
 def pairs(args: argparse.Namespace, layers: int, B: int, T: int, C: int) -> dict[str, Callable]:
@@ -71,13 +110,12 @@ def pairs(args: argparse.Namespace, layers: int, B: int, T: int, C: int) -> dict
         return step(small, few, amp=False), step(graphed, few, amp=False)
 
     def layouts() -> tuple[Callable, Callable]:
-        layers = (nn.Sequential(nn.Conv2d(a, b, 3), nn.BatchNorm2d(b), nn.ReLU()) for a, b in ((3, 64), (64, 128)))
-        plain = nn.Sequential(*layers).to(device, dtype)
-        images = torch.randn(4 * B if gpu else 2, 3, *[112 if gpu else 32] * 2, device=device, dtype=dtype)
+        plain, images = convolutions(args, B)
         last = copy.deepcopy(plain).to(memory_format=torch.channels_last)
         return step(plain, images), step(last, images.contiguous(memory_format=torch.channels_last))
 
     return {
+        "CNN inference under torch.compile": partial(cnn_inference, args, B),
         "torch.compile": lambda: (step(blocks), step(torch.compile(copy.deepcopy(blocks)))),
         "FlashAttention": attention,
         "checkpointing": lambda: (step(blocks), step(partial(checkpointed, blocks))),
@@ -88,16 +126,41 @@ def pairs(args: argparse.Namespace, layers: int, B: int, T: int, C: int) -> dict
     }
 
 
-def compare(build: Callable, args: argparse.Namespace, speed: tuple, memory: tuple | None) -> dict:
+def compare(name: str, build: Callable, few: Callable, args: argparse.Namespace) -> dict:
+    """Speed and memory of a technique over its plain form, and the prediction. `few` is the plain step on 16 tokens."""
+    speed, memory, _ = CLAIMS[name]
     try:
         plain, technique = build()
         plain(), technique()  # from here on all gradients exist
         peaks = [extra_peak_bytes(form, args.device) for form in (technique, plain)]
-        ratios = {"memory": peaks[0] / peaks[1]}
-        ratios["speed"] = seconds(plain, args.iters) / seconds(technique, args.iters)
+        cell = {"plain_s": seconds(plain, args.iters), "seconds": seconds(technique, args.iters)}
     except (RuntimeError, TorchDynamoException) as error:
         return {"reason": one_line(error)}
-    return ratios | {"holds": ratios["speed"] >= speed[0] and (memory is None or ratios["memory"] <= memory[1])}
+    cell |= {"memory": peaks[0] / peaks[1], "speed": cell["plain_s"] / cell["seconds"]}
+    cell["predicted_speed"] = predicted_speed(name, plain, cell["plain_s"], few, args)
+    holds = cell["speed"] >= speed[0] and (memory is None or cell["memory"] <= memory[1])
+    return cell | {"holds": holds if differ(cell["plain_s"], cell["seconds"]) else None}
+
+
+def predicted_speed(name: str, plain: Callable, plain_s: float, few: Callable, args) -> float | None:
+    """What arithmetic says of the speed; None where it says nothing, or where only a GPU's profile would."""
+    gpu = args.device.type == "cuda"
+    if name == "checkpointing":
+        return 3 / 4
+    if name == "gradient accumulation":
+        host_s = seconds(few, args.iters)
+        return plain_s / (max(plain_s, 4 * host_s) if gpu else plain_s + 3 * host_s)
+    if name == "CUDA graphs":
+        return plain_s / busy_seconds(plain, args.device)
+    if name == "mixed precision" and gpu:
+        kernels = profile.trace_step(plain, args.device).kernels
+        busy = sum(kernel["dur"] for kernel in kernels)
+        products = sum(k["dur"] for k in kernels if profile.categorize(k["name"]) == "matrix products") / busy
+        square = ProductRate(m=4096, n=4096, k=4096)
+        bursts = roofs.BURSTS[args.device.type]
+        fp32, bf16 = (roofs.product_rates(square, p, args.device, 0.1, bursts)[1] for p in ("fp32", "bf16"))
+        return 1 / (products * fp32 / bf16 + (1 - products) / 2)
+    return None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,12 +174,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Result:
     gpu = args.device.type == "cuda"
     T, C = args.seq or default_size(args, 128, 256, 1024), args.dmodel or default_size(args, 128, 128, 1024)
-    builders = pairs(args, args.layers or (6 if gpu else 4), args.batch, T, C)
-    cells, rows, sentences = {}, [], []
+    layers = args.layers or (6 if gpu else 4)
+    builders, few = pairs(args, layers, args.batch, T, C), pairs(args, layers, 1, 16, C)["checkpointing"]()[0]
+    cells, rows, sentences, checks = {}, [], [], []
     for name in args.only or CLAIMS:
         speed, memory, reason = CLAIMS[name]
         needs = {"reason": "it needs a GPU" if name == "CUDA graphs" else "it needs FP32 weights and BF16 in hardware"}
-        cell = cells[name] = compare(builders[name], args, speed, memory) if name in builders else needs
+        cell = cells[name] = compare(name, builders[name], few, args) if name in builders else needs
         claimed = [f"{low:g}-{high:g}x" for low, high in (speed, memory or speed)]
         row = {"technique": name, "reason": reason, "speed claimed": claimed[0], "speed": "-"}
         row |= {"memory claimed": claimed[1] if memory else "-", "memory": "-", "claim": "not measured"}
@@ -124,12 +188,15 @@ def run(args: argparse.Namespace) -> Result:
             sentences.append(f"{name} was not measured: {cell['reason']}.")
         else:
             peak = "held" if name == "CUDA graphs" else f"{cell['memory']:.2f}x"  # its pool stays between steps
-            claim = "holds" if cell["holds"] else "does NOT hold"
+            claim = {True: "holds", False: "does NOT hold", None: "inside the spread"}[cell["holds"]]
+            row |= {"plain, ms": ms(cell["plain_s"]), "with it, ms": ms(cell["seconds"])}
             row |= {"speed": f"{cell['speed']:.2f}x", "memory": peak, "claim": claim}
+            if cell["predicted_speed"]:
+                checks.append(Check(f"speed of {name}", cell["predicted_speed"], cell["speed"], "x"))
         rows.append(row)
-    measured = {name: cell["holds"] for name, cell in cells.items() if "holds" in cell}
+    measured = {name: cell["holds"] for name, cell in cells.items() if cell.get("holds") is not None}
     broken = ", ".join(name for name, holds in measured.items() if not holds) or "none"
     sentences.insert(0, f"{sum(measured.values())} of {len(measured)} claims hold here. These do not: {broken}.")
     title = f"Ratios to the plain form, batch {args.batch}, length {T}, {C} channels"
     rule = "a claim holds from its lower speed and up to its upper memory"
-    return Result([table(f"{title}; {rule}", rows)], sentences, {"techniques": cells})
+    return Result([table(f"{title}; {rule}", rows)], sentences, {"techniques": cells}, checks)

@@ -48,6 +48,7 @@ class Arguments:
     parallel: str | None = None  # ddp, fsdp; None alone
     checkpoint: bool = False  # recompute each block in backward
     capture: bool = True  # as a CUDA graph, a step that asks for it
+    quick: bool = False  # only train and time
 
     @property
     def step(self) -> str:
@@ -196,6 +197,8 @@ def build_parser(script: Path, description: str | None) -> StepParser:
     shape.add_argument("--checkpoint", action="store_true", help=text)
     text = "launch each kernel of a step from the host, also where it could be captured as a CUDA graph"
     run.add_argument("--no-capture", action="store_true", help=text)
+    text = "train and time the steps and no more: no settling, energy, held-out loss or observation"
+    run.add_argument("--quick", action="store_true", help=text)
     run.add_argument("--parallel", choices=["ddp", "fsdp"], help="how processes share the model (default: ddp)")
     parser.set_defaults(preset="auto", seed=1337, device="auto", amp_dtype="auto", accumulate=1)
     return parser
@@ -229,7 +232,7 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
         accumulate=given.accumulate, steps=given.steps or steps, warmup=given.warmup or warmup,
         lr=given.lr or PRESETS[preset].lr, seed=given.seed,
         text=text, device=device, amp_dtype=amp_dtype, amp_note=amp_note, profile=given.profile, output=output,
-        checkpoint=given.checkpoint, capture=not given.no_capture, notes=notes, world=world,
+        checkpoint=given.checkpoint, capture=not given.no_capture, quick=given.quick, notes=notes, world=world,
         parallel=(given.parallel or "ddp") if world.size > 1 else None,
     )  # fmt: skip
 

@@ -116,30 +116,30 @@ def run(
     `train_step` takes tokens and targets, each (B, T) int64 on the device; it trains and returns the loss. `model`
     takes the same and only returns the loss. `rehearse` is an optimizer whose updates are left out in a `rehearsal`
     before the first step; it counts as warm-up. `note` qualifies the row in one line, `fp8_recipe` is the repr of the
-    recipe, `head` the format of the head beside it. Raises FloatingPointError, and whatever `train_step` raises.
+    recipe, `head` the format of the head beside it. `args.quick` times the trained steps, also on a GPU, and observes
+    nothing. Raises FloatingPointError, and whatever `train_step` raises.
     """
     parallel.require_distributed(model, args)
     model.train()
-    *batches, spare = data.stage_batches(
-        data.read_batches(args.text, args.batch_starts(), args.config.seq_len), args.device
-    )
+    drawn = data.read_batches(args.text, args.batch_starts(), args.config.seq_len)
+    *batches, spare = data.stage_batches(drawn, args.device)
     progress, on_gpu = Progress(args.step, args.world.rank, args.world.size), args.device.type == "cuda"
     losses, warmup_s = warm_up(train_step, batches[: args.warmup], rehearse, args.device, progress)
     row, trained = new_row(args, status="ok"), batches[args.warmup :]
     before = timing.reference_work(args.device)
     warmup_s += begin_counting(train_step, batches[0], args.device)
-    time_steps = partial(timing.time_slowest, args, train_step, progress)
-    step_ms, trained_losses = time_steps(trained, "training" if on_gpu else "timed")
+    time_steps, settles = partial(timing.time_slowest, args, train_step, progress), on_gpu and not args.quick
+    step_ms, trained_losses = time_steps(trained, "training" if settles else "timed", row=row)
     row.loss = mean_losses(losses + trained_losses, args)
     if on_gpu:
         set_peak_memory(row, args)
-    row.heldout_loss = heldout_loss(model, args)
-    if on_gpu:  # until here the GPU has warmed up and its clock has fallen: those steps show the losses only
+    row.heldout_loss = None if args.quick else heldout_loss(model, args)
+    if settles:  # until here the GPU has warmed up and its clock has fallen: those steps show the losses only
         row.timing.settling_s = timing.settle(time_steps, trained, statistics.median(step_ms))
         step_ms, timed_losses = time_steps(trained[:MOST_TIMED], "timed", row=row)
         mean_losses(timed_losses, args, "timed")
     set_timing(row, step_ms, warmup_s, args)
-    if on_gpu:
+    if settles:
         timing.measure_energy(time_steps, trained, row, args)
     row.reference_ms = timing.around(before, timing.reference_work(args.device))
     progress.show("observing", 0, 1)
@@ -252,6 +252,9 @@ def observe(
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
     notes, step = [], partial(train_step, *batch)
+    if args.quick:
+        row.settings.unobserved = "--quick"
+        return None
     if args.profile:
         try:
             if args.device.type == "cuda":

@@ -84,6 +84,10 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--scaling", action="store_true", help=text)
     parser.add_argument("--resume", type=Path, metavar="DIR", help="finish an interrupted run, with its own options: "
                         "run its rows that are not ok")  # fmt: skip
+    text = "the ladder at many widths, batches and lengths, few steps each: where does a step pay?"
+    parser.add_argument("--sweep", action="store_true", help=text)
+    text = "the longest that --sweep may take (default: 30); --sweep --resume DIR goes on"
+    parser.add_argument("--sweep-minutes", type=positive_int, default=30, metavar="N", help=text)
     parser.add_argument("--peers", action="store_true", help="also run peers/*.py, on the same workload")
     parser.add_argument("--no-roofs", action="store_true", help="do not measure copy bandwidth and matrix products")
     parser.add_argument("--no-profile", action="store_true", help="do not profile steps after the timed ones")
@@ -325,6 +329,10 @@ def main(argv: list[str]) -> int:
     if any(word.partition("=")[0] == "--output" for word in argv):
         parser.error("--output is chosen by run_all.sh: results/ holds a folder per run")
     given, arguments = parser.parse_known_args(argv)
+    if given.sweep or "--batch-size max" in " ".join(arguments).replace("=", " "):
+        from ladder import largest_batch, sweep  # they import torch
+
+        return (sweep if given.sweep else largest_batch).main(given, arguments, argv, parser, check)
     limit_s = time_limit(parser)
     if given.peers and (given.scaling or (given.gpus or 1) > 1):
         parser.error("--peers run on one GPU: leave out --gpus and --scaling")

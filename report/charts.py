@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import matplotlib
 import matplotlib.colors
@@ -32,6 +32,7 @@ ACCENT, FAINT = "#2f7ebc", "#9aa5b1"
 STACK_COLORS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0e442", "#8a6d3b", "#b8bec6")
 CATEGORY_COLORS = dict(zip((*CATEGORIES, GAPS), STACK_COLORS, strict=True))
 SERIES_COLORS = ("#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2", "#cc79a7", "#8a6d3b", "#9aa5b1")
+FASTER, SLOWER, FULL_RATIO = "#0072b2", "#d55e00", 3  # of a heat map
 LINES = ("-", "--", "-.", ":", (0, (5, 1)))  # styles of curves
 BAR = 0.62  # of the height of a step's line
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
@@ -228,6 +229,55 @@ def seed_curves_png(curves: list[tuple[str, list[tuple[float, float, float]]]], 
         axes.set(xlabel="training step", ylabel="loss, nats")
         axes.legend(fontsize=8)
         return _png(figure)
+
+
+@dataclass
+class HeatMap:
+    """Figures by row and column, each with its text: ratios, or with `kinds` the index of one."""
+
+    title: str
+    rows: list[object]
+    columns: list[str]
+    kinds: list[str] = field(default_factory=list)
+    cells: dict[tuple[int, int], tuple[float | None, str]] = field(default_factory=dict)
+
+
+def heat_map(drawn: HeatMap) -> str:
+    """SVG of a heat map."""
+    with _figure(0.34 * len(drawn.rows) + 1.1) as figure:
+        _draw_heat_map(figure.subplots(), drawn)
+        return _svg(figure, f"heat-{drawn.title}")
+
+
+def heat_maps_png(maps: list[HeatMap]) -> bytes:
+    """A PNG of heat maps one below the other, on white."""
+    with _figure(sum(0.34 * len(drawn.rows) + 1.1 for drawn in maps)) as figure:
+        for axes, drawn in zip(figure.subplots(len(maps), squeeze=False)[:, 0], maps, strict=True):
+            _draw_heat_map(axes, drawn)
+        return _png(figure)
+
+
+def _draw_heat_map(axes: Axes, drawn: HeatMap) -> None:
+    for (row, column), (value, text) in drawn.cells.items():
+        known = value is not None
+        color = (SERIES_COLORS[int(value)] if drawn.kinds else ratio_color(value)) if known else "none"
+        look = {"facecolor": color, "edgecolor": FAINT, "hatch": None if known else "///", "linewidth": 0.5}
+        axes.add_patch(matplotlib.patches.Rectangle((column - 0.5, row - 0.5), 1, 1, **look))
+        dark = known and sum(matplotlib.colors.to_rgb(color)) < 1.4
+        ink = ("white" if dark else "black") if known else INK
+        axes.text(column, row, one_line(text, 12), ha="center", va="center", fontsize=8, color=ink)
+    axes.set_xticks(range(len(drawn.columns)), drawn.columns, fontsize=8)
+    axes.set_yticks(range(len(drawn.rows)), drawn.rows)
+    axes.set(xlim=(-0.5, len(drawn.columns) - 0.5), ylim=(-0.5, len(drawn.rows) - 0.5), ylabel="channels")
+    axes.set_title(one_line(drawn.title, LONGEST_LABEL), fontsize=9)
+    axes.tick_params(length=0)
+
+
+def ratio_color(ratio: float) -> tuple[float, ...]:
+    """White at 1, blue where a step is faster, orange where it is slower: full at FULL_RATIO times."""
+    end = matplotlib.colors.to_rgb(FASTER if ratio >= 1 else SLOWER)
+    share = min(1.0, abs(math.log(ratio)) / math.log(FULL_RATIO))
+    return tuple(1 - share * (1 - part) for part in end)
 
 
 @contextmanager

@@ -15,12 +15,27 @@ from types import SimpleNamespace
 from common.errors import run_command
 from common.record import Roofs, Row, Run, describe_shape, write_bytes
 from common.text import OneLineParser, say
-from report import analysis, causal_claims, causes, charts, parity, predictions, recordings, scaling, table
+from report import (
+    analysis,
+    causal_claims,
+    causes,
+    charts,
+    claims,
+    parity,
+    predictions,
+    questions,
+    recordings,
+    scaling,
+    sweep,
+    table,
+    traffic,
+)
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
 from report.load import MERGED, ROOFS, RecordError, convert, read_json, read_run
-from report.recordings import SINCE
+from report.machines import machines_table
+from report.symptom_examples import examples_table
 from report.table import commit_of, gib, levels, markdown, ms_cell, pipe_table, speedup_cell, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,8 +92,7 @@ def performance_tables(results: Path) -> str:
     machines = sorted(results.iterdir(), key=lambda path: (path != shown, path.name))
     parts = [part for machine in machines if any(machine.glob(f"*/{MERGED}")) for part in _machine_tables(machine)]
     parts.append(causes.sections(results))
-    for path in sorted(results.glob("*/attention-traffic.json")):
-        parts += ["## DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
+    parts += traffic.sections(results)
     return "\n\n".join(parts)
 
 
@@ -210,15 +224,6 @@ def _roofs_table(roofs: Roofs) -> str:
     return pipe_table(("", *headers), cells)
 
 
-def _traffic_table(traffic: dict) -> str:
-    shape = ", ".join(f"{name} {size}" for name, size in traffic["shape"].items())
-    cells = []
-    for which, counts in traffic["bytes"].items():
-        gb = (f"{counted / 1e9:.2f}" if counted else "-" for counted in (counts["analytic"], counts["counters"]))
-        cells.append((f"attention {which}, {shape}", *gb))
-    return pipe_table(("forward and backward, BF16", "analytic GB", "counted GB"), cells)
-
-
 # --- docs/parity.md -------------------------------------------------------------------------------
 
 
@@ -329,34 +334,38 @@ def scaling_tables(results: Path) -> str:
 # --- every document -------------------------------------------------------------------------------
 
 
-def between_markers(document: Path, generated: str) -> str:
-    """The document's text with the part between its markers replaced. Raises RecordError where it has none."""
-    before, begin, rest = document.read_text().partition(GENERATED_BEGIN)
-    _, end, after = rest.partition(GENERATED_END)
-    if not (begin and end):
-        raise RecordError(f"{document.name} lacks the markers {GENERATED_BEGIN} and {GENERATED_END}")
-    return f"{before}{begin}\n\n{generated}\n\n{end}{after}"
+def between_markers(document: Path, *generated: str) -> str:
+    """The document's text with what stands between its pairs of markers replaced, in order.
 
-
-def made_by_git(document: Path, made: list[str] | None) -> list[str]:
-    """The lines that git made; where git cannot tell, those that the document has."""
-    return [line for line in document.read_text().splitlines() if line.endswith(SINCE)] if made is None else made
+    Raises RecordError where it lacks a pair.
+    """
+    done, rest = "", document.read_text()
+    for part in generated:
+        before, begin, rest = rest.partition(GENERATED_BEGIN)
+        _, end, rest = rest.partition(GENERATED_END)
+        if not (begin and end):
+            raise RecordError(f"{document.name} lacks the markers {GENERATED_BEGIN} and {GENERATED_END}")
+        done += f"{before}{begin}\n\n{part}\n\n{end}"
+    return done + rest
 
 
 def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them, and what has changed since these."""
-    generated = {"README.md": readme_table, "docs/performance.md": performance_tables,
-                 "docs/method.md": method_tables, "docs/parity.md": parity_tables,
-                 "docs/causes.md": causal_claims.claims_table, "docs/scaling.md": scaling_tables,
-                 "docs/results/README.md": recordings.recordings_page}  # fmt: skip
-    plan_line = recordings.page_line(root, results)
-    since = {root / "README.md": recordings.readme_lines(root, results / SHOWN / MERGED),
-             results / "README.md": recordings.since_lines(root, results)}  # fmt: skip
-    texts = {}
-    for document, tables in ((root / name, tables) for name, tables in generated.items()):
-        lines = "\n".join(made_by_git(document, since.get(document, plan_line)))
-        parts = [tables(results), lines] if document in since else [lines, tables(results)]
-        texts[document] = between_markers(document, "\n\n".join(parts))
+    generated = {"README.md": (readme_table, machines_table), "docs/performance.md": (performance_tables,),
+                 "docs/method.md": (method_tables,), "docs/parity.md": (parity_tables,),
+                 "docs/causes.md": (causal_claims.claims_table,), "docs/scaling.md": (scaling_tables,),
+                 "docs/claims.md": (claims.claims_table,), "docs/anatomy.md": (questions.path,),
+                 "docs/not-faster.md": (examples_table,), "docs/sweep.md": (sweep.recorded,),
+                 "docs/results/README.md": (recordings.recordings_page,)}  # fmt: skip
+    since = {"README.md": recordings.readme_lines(root, results / SHOWN / MERGED),
+             "docs/results/README.md": recordings.since_lines(root, results)}  # fmt: skip
+    plan_line, texts = recordings.page_line(root, results), {}
+    for name, makers in generated.items():
+        lines = "\n".join(recordings.made_by_git(root / name, since.get(name, plan_line)))
+        first, *others = (make(results) for make in makers)
+        gap = "\n" * (1 + (name != "README.md"))  # there the line ends the paragraph about the table
+        first = f"{first}{gap}{lines}" if name in since else f"{lines}{gap}{first}"
+        texts[root / name] = between_markers(root / name, first, *others)
     return texts
 
 
@@ -373,6 +382,9 @@ def main() -> None:
             say(str((folder / parity.CURVES).relative_to(ROOT)))
         for folder, runs in recorded_scalings(results):
             say("\n".join(scaling.write(folder, runs) or [str(folder.relative_to(ROOT))]))
+        for path in sorted(results.glob(f"*/{sweep.SWEEP}")):
+            sweep.write(path.parent)
+            say(str(path.parent.relative_to(ROOT)))
         for folder, run in recorded_runs(results):
             missing = write_reports(run, folder)
             say("\n".join(missing or [str(folder.relative_to(ROOT))]))

@@ -24,14 +24,19 @@ def section(machine: Path, runs: list[tuple[Path, Run]]) -> list[str]:
     if not (machine / PREDICTIONS).exists():
         return []
     cells = [cell for path, run in runs for cell in _cells(machine, path.name, run)]
-    errors = [abs(cell["error"]) for cell in cells]
-    far = sum(error > FAR for error in errors)
-    said = (
-        f"{len(errors)} steps: the median error is {median(errors):.0%}, the largest {max(errors):.0%}, and "
-        f"{far or 'none'} {'is' if far == 1 else 'are'} beyond {FAR:.0%}."
-    )
+    said = summary([cell["error"] for cell in cells])
     rows = [cell | {"error": f"{cell['error']:+.0%}"} for cell in cells]
     return [f"### Predicted before it ran: {machine.name}", HOW, said, aligned(rows, "pipe", n_left=2)]
+
+
+def summary(errors: list[float]) -> str:
+    """How many errors there are, their median, the worst, and how many are far: one sentence."""
+    sizes = [abs(error) for error in errors]
+    far = sum(size > FAR for size in sizes)
+    return (
+        f"{len(sizes)} steps: the median error is {median(sizes):.0%}, the largest {max(sizes):.0%}, and "
+        f"{far or 'none'} {'is' if far == 1 else 'are'} beyond {FAR:.0%}."
+    )
 
 
 def _cells(machine: Path, name: str, run: Run) -> list[dict]:

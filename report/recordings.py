@@ -205,6 +205,11 @@ def describe_files(names: list[str]) -> str:
     return ", ".join(said)
 
 
+def made_by_git(document: Path, made: list[str] | None) -> list[str]:
+    """The lines that git made; where git cannot tell, those that the document has."""
+    return [line for line in document.read_text().splitlines() if line.endswith(SINCE)] if made is None else made
+
+
 # --- what pages say of it ---------------------------------------------------------------------------
 
 

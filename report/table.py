@@ -12,6 +12,7 @@ from report.analysis import is_timed, median_ms
 from report.doubts import LEGEND, NOTICE, ROOF, SERIOUS, TIME, compared, doubts, mark
 from report.load import environment_of
 from report.sentences import headline, sentences
+from report.symptoms import pointers
 
 BOUND_RULE = (
     "bound by: the largest share of the step, of compute (matrix products and fused attention), memory (all other "
@@ -136,7 +137,7 @@ def remarks(run: Run) -> list[str]:
     """Lines under the table: why a row has no time, what qualifies one that has, and what the columns mean."""
     rows = [*run.steps, *run.peers]
     notes = [(row.step, row.note if is_timed(row) else row.reason) for row in rows]
-    lines = [f"{step}: {note}" for step, note in notes if note]
+    lines = [f"{step}: {note}" for step, note in notes if note] + pointers(run)
     if environment_of(run).device_type == "cpu":
         lines.append("peak GiB is the memory of the whole process: on a CPU nothing counts the tensors alone")
     if run.roofs:

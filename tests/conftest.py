@@ -94,6 +94,7 @@ def quick(name: str, *words: str):
 def leave_nothing(tmp_path, monkeypatch):
     scratch.append(tmp_path)
     monkeypatch.setattr(roofs, "REFERENCE_S", 0.01)
+    monkeypatch.setattr(roofs, "COPY_BYTES", 2**24)
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)

@@ -4,7 +4,9 @@ set -eu
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 python="$(./run_all.sh --setup)"
-if ! "$python" -c "import pytest" 2>/dev/null; then
+if ! "$python" -c "import pytest, xdist" 2>/dev/null; then
   "$python" -m pip install --quiet -r tests/requirements.txt
 fi
-exec "$python" -m pytest -q -rs "$@"
+workers=2 # each with files of its own; a GPU takes one test at a time
+[ -e /dev/nvidiactl ] && workers=0
+exec "$python" -m pytest -q -rs -n "$workers" --dist loadfile "$@"

@@ -18,7 +18,12 @@ SOURCES = ("pytorch/module/*.py", "pytorch/quantization.py", "pytorch/transforme
 
 def te_calls(script: str) -> list[tuple[str, ast.Call]]:
     """Every call of a script to Transformer Engine, by name."""
-    calls = [node for node in ast.walk(ast.parse((ROOT / script).read_text())) if isinstance(node, ast.Call)]
+    return calls_to_te((ROOT / script).read_text())
+
+
+def calls_to_te(source: str) -> list[tuple[str, ast.Call]]:
+    """Every call `te.NAME(...)` of a source, by name."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     named = [call for call in calls if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)]
     return [(call.func.attr, call) for call in named if call.func.value.id == "te"]
 

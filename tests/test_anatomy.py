@@ -5,13 +5,16 @@ import importlib
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT, quick
+from conftest import FAST, ROOT, quick
 
-from anatomy import attention_traffic, experiment, memory_hierarchy, precision
+from anatomy import attention_forms, experiment, memory_hierarchy, precision, traffic
+from anatomy.experiment import Check, Seconds, with_quartiles
+from common import benchmark
 
 cli = importlib.import_module("anatomy.__main__")
 
@@ -70,37 +73,94 @@ def test_roofline_is_arithmetic_where_it_can_be_and_memory_hierarchy_ends_with_t
     assert results["product n 256"]["intensity"] == pytest.approx(2 * 256 / 12)
     assert results["attention T 64"]["intensity"] == pytest.approx(64 / 8)
     assert results["ReLU"]["intensity"] == 1 / 8 and results["LayerNorm"]["flops"] == 8 * 65536
-    assert all(row["bound"] == ("memory" if row["intensity"] < ridge else "compute") for row in results.values())
+    for row in results.values():
+        roof = "memory" if row["intensity"] < ridge else "compute"
+        assert row["bound"] == ("launch" if row["launch_s"] > row["roof_s"] else roof)
+        assert row["predicted_s"] == pytest.approx(row["launch_s"] + row["roof_s"]), "a CPU launches, then works"
     assert result.figures["ceilings"]["fp8"] is None
     assert memory_hierarchy.working_sets(2**16, 2**20, 4) == [2**16, 2**18, 2**20]
     sets = quick("memory_hierarchy", "--smallest", "64", "--largest", "1").figures["working_sets"]
     assert [row["bytes"] for row in sets] == [2**16, 2**18, 2**20]
 
 
-def test_attention_traffic_is_analytic_where_no_counters_can_be_read(monkeypatch, capsys, tmp_path):
+def test_traffic_of_attention_is_analytic_where_no_counters_can_be_read(monkeypatch, capsys, tmp_path):
     qkv = torch.randn(3, 2, 3, 16, 8).unbind()
-    torch.testing.assert_close(attention_traffic.attention_by_hand(*qkv), attention_traffic.attention_fused(*qkv))
-    monkeypatch.setattr(attention_traffic.shutil, "which", lambda _: None)
+    torch.testing.assert_close(attention_forms.attention_by_hand(*qkv), attention_forms.attention_fused(*qkv))
+    monkeypatch.setattr(traffic.shutil, "which", lambda _: None)
     monkeypatch.setattr("sys.argv", ["x", "--output", str(tmp_path / "x.json")])
-    attention_traffic.main()
+    traffic.main()
     assert "ncu) is not installed" in capsys.readouterr().out
     written = json.loads((tmp_path / "x.json").read_text())
     assert written["bytes"]["by hand"] == {"analytic": 43_754_979_328, "counters": None}
-    monkeypatch.setattr("sys.argv", ["x", "--shape", "8", "0", "4", "4"])
-    with pytest.raises(SystemExit) as caught:
-        attention_traffic.main()
-    assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    for words in (["--shape", "8", "0", "4", "4"], ["--scripts", "2", "--preset", "gpt2"], ["--preset", "gpt2"]):
+        monkeypatch.setattr("sys.argv", ["x", *words])
+        with pytest.raises(SystemExit) as caught:
+            traffic.main()
+        assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1, words
+
+
+def test_traffic_of_a_step_adds_up_its_kernels_and_profiles_one_step(monkeypatch):
+    head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+    metrics = [("dram__bytes_read.sum", "Mbyte", "1,000.5"), ("dram__bytes_write.sum", "Kbyte", "500"),
+               ("gpu__time_duration.sum", "usecond", "10"), ("other", "%", "5")]  # fmt: skip
+    lines = [f'"{k}","{name}","{m}","{unit}","{value}"' for k, name in enumerate("aba") for m, unit, value in metrics]
+    monkeypatch.setattr(traffic.shutil, "which", lambda _: "/ncu")
+    ended = subprocess.CompletedProcess([], 0, "\n".join(["==PROF== x", head, *lines]), "")
+    monkeypatch.setattr(traffic.subprocess, "run", lambda *_, **__: ended)
+    step = traffic.count_step("2_sdpa", [])
+    assert [(kernel["name"], kernel["launches"]) for kernel in step["kernels"]] == [("a", 2), ("b", 1)]
+    assert step["bytes"] == pytest.approx(3 * 1.001e9) and step["seconds"] == pytest.approx(3e-5)
+    ended.stdout = "==ERROR== ERR_NVGPUCTRPERM"
+    assert "ERR_NVGPUCTRPERM" in traffic.count_step("2_sdpa", [])["reason"]
+
+    profiled = Mock(side_effect=lambda work, _: work())
+    monkeypatch.setattr(traffic, "while_profiled", profiled)
+    monkeypatch.setattr(torch.cuda, "set_device", Mock())
+    monkeypatch.setattr(benchmark, "run", benchmark.run)  # which the function replaces
+    monkeypatch.setattr("sys.argv", sys.argv)
+    traffic.run_step("2_sdpa", [*FAST[:-6], *FAST[-2:]])
+    assert profiled.call_count == 1
+
+
+def test_times_have_quartiles_and_differ_only_beyond_their_spread():
+    fast, slow, wide = Seconds.of([1.0, 1.1, 1.2]), Seconds.of([2.0, 2.1, 2.2]), Seconds.of([1.0, 1.1, 3.0])
+    assert fast.quartiles == pytest.approx((1.05, 1.15)) and float(fast) == 1.1
+    assert experiment.less(fast, slow) and not experiment.less(slow, fast)
+    assert not experiment.differ(fast, wide) and not experiment.differ(wide, slow)
+    assert experiment.us(fast * 1.0) == "1100000.0" and experiment.us(fast) == "1100000.0 (1050000.0-1150000.0)"
+    assert with_quartiles({"s": fast, "rows": [{"t": 1}]}) == {
+        "s": 1.1, "s_p25_p75": list(fast.quartiles), "rows": [{"t": 1}],
+    }  # fmt: skip
+    noisy = Check("x", 0.5, wide, "ms").row()["verdict"]
+    assert "spread" in noisy and "says why" in Check("x", 1.0, 2.0, "").row()["verdict"]
+    assert Check("x", 1.0, 1.24, "").hit and not Check("x", 1.0, 0.79, "").hit
+    assert Check("x", 1.0, 0.1, "", at_most=True).hit and not Check("x", 1.0, 1.1, "", at_most=True).hit
+
+
+def test_host_cost_rewrites_and_learning_show_what_holds_by_semantics():
+    figures = quick("host_cost", "--elements", "8").figures
+    assert figures["times"]["a loop over 8 elements"] > figures["times"]["vector.sum()"]
+    cases = quick("rewrites", "--edge", "16", "--only", "dead code", "two products in a row").figures["cases"]
+    assert {name: (row["eager_launches"], row["launches"]) for name, row in cases.items()} == {
+        "dead code": (3, 1), "two products in a row": (2, 2),
+    }  # fmt: skip
+    trained = quick("learning", "--steps", "3", "--vocab", "300").figures["trained"]
+    assert trained["FP32"]["losses"][0] == pytest.approx(5.7, abs=0.1), "ln 300"
+    assert trained["FP32, default initialization"]["losses"][0] > 10
 
 
 def test_each_has_a_question_a_prediction_a_source_a_run_line_and_is_short(capsys):
     assert cli.main([]) == 0
     printed, questions = capsys.readouterr().out, cli.experiments()
-    assert len(questions) == 13
+    assert len(questions) == 16
     for name, question in questions.items():
         assert question.endswith("?") and f"{name} " in printed and question in printed
         text = (ROOT / "anatomy" / f"{name.replace('-', '_')}.py").read_text()
-        assert all(part in text.split('"""')[1] for part in ("Prediction", "Source:", f"python -m anatomy {name}"))
-        assert len(text.splitlines()) <= 170, name
+        docstring = text.split('"""')[1]
+        assert all(part in docstring for part in ("Prediction", "\nSource:", f"python -m anatomy {name}"))
+        asked = cli.lesson(docstring)
+        assert asked["predict"].count("?") and asked["change"] and asked["prediction"].startswith("Prediction")
+        assert "Source:" not in asked["change"] and len(text.splitlines()) <= 210, name
 
 
 def test_bad_input_is_one_line_and_exit_code_2_and_a_folder_of_other_files_stays_as_it_is(capsys, tmp_path):
@@ -154,9 +214,12 @@ def test_output_is_a_record_without_the_paths_of_this_machine_and_attachments_li
 
 def fake_command(name, shared, folder):
     """In place of an experiment's process: a good one, and four that end badly."""
+    near, far = Check("near", 1.0, Seconds.of([1.0, 1.1, 1.2]), "ms"), Check("far", 1.0, 2.0, "", cause="a reason")
     record = {
         "experiment": name, "question": "Does it?", "command": "python -m anatomy good", "started_at": "now",
         "environment": {"device": "x", "torch": "2"}, "tables": [{"title": "T", "headers": ["a"], "rows": [["1"]]}],
+        "lesson": {"predict": "how many?", "prediction": "Prediction: two.", "change": "--n 3"},
+        "checks": [with_quartiles(asdict(check) | {"hit": check.hit}) for check in (near, far)],
         "sentences": ["It does."], "figures": {}, "attachments": ["good/x.svg"], "listings": {"Code:": "a = 1"},
     }  # fmt: skip
     ends = {
@@ -178,7 +241,11 @@ def test_all_goes_on_after_a_failure_and_is_0_where_all_came_to_a_result(monkeyp
     for expected in ("it broke", "cannot run: no Triton", "took longer than 6 s", "signal 9", "It does."):
         assert expected in index, expected
     page = (tmp_path / "run" / "good.md").read_text()
-    assert "| a   |" in page and "![good/x.svg](good/x.svg)" in page and "    a = 1" in page
+    before, answer = page.split("<details><summary>How this experiment predicts it</summary>")
+    assert "Does it?" in before and "how many?" in before and "It does." not in before
+    assert "1 of 2 predictions are within 25 %" in answer and "a reason" in answer
+    assert "1100 (1050-1150)" in answer, "median and quartiles, in ms"
+    assert "| a   |" in page and "![good/x.svg](good/x.svg)" in page and "    a = 1" in page and "--n 3" in page
     assert "it broke" in (tmp_path / "run" / "bad.md").read_text() and "it broke" in capsys.readouterr().out
     monkeypatch.setattr(cli, "experiments", lambda: {"good": "Does it?"})
     assert cli.main(["all", "--device", "cpu", "--output", str(tmp_path / "run")]) == 0

@@ -1,5 +1,6 @@
 """What only a GPU can show: which kernels ran, that the host never waits, that FP8 is close, that a replay trains."""
 
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from test_parallel import TORCHRUN
 from common import benchmark, cuda_graph, hardware, parallel, profile, roofs
 from common.errors import Skip
 from common.model import GPT, GPTConfig
+from ladder import process, sweep
 
 CUDA = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
@@ -293,3 +295,27 @@ def test_a_captured_step_of_two_processes_trains_as_launched_and_as_one_process(
         run = built(step, monkeypatch, capture=False, **one)
         expected = [run.train_step(*batch).item() for batch in run.batches[:-1]]
         assert losses == pytest.approx(expected, rel=0.01), (step, losses, expected)
+
+
+@pytest.mark.parametrize("step", [STEPS[0], *STEPS[3:]])
+def test_after_a_shape_without_memory_the_next_one_trains_as_alone(step, tmp_path):
+    skip_without_fp8(step)
+    shape = ["--n-layer", "2", "--n-head", "4", "--n-embd", "256", "--seq-len", "256", "--vocab-size", "1024"]
+    words = [*shape, "--warmup", "2", "--steps", "3", "--quick"]
+
+    def rows(place, *batches):
+        todo = []
+        for batch in batches:
+            output = str(tmp_path / place / f"{batch}.json")
+            todo.append(
+                {"name": str(batch), "words": [*words, "--batch-size", str(batch)], "output": output, "seconds": 0}
+            )
+        sweep.run_cells(ROOT / f"{step}.py", todo, tmp_path / f"{place}.log", 300, process.Stop(), "cuda")
+        return [json.loads(Path(cell["output"]).read_text())["steps"][0] for cell in todo]
+
+    first, without, after = rows("all", 4, 2**17, 8)
+    (alone,) = rows("alone", 8)
+    assert [row["status"] for row in (first, without, after, alone)] == ["ok", "oom", "ok", "ok"]
+    assert after["loss"] == pytest.approx(alone["loss"], rel=0.01)
+    assert after["peak_allocated_bytes"] == pytest.approx(alone["peak_allocated_bytes"], rel=0.1)
+    assert after["settings"]["captured"] == (step in STEPS[3:]) and after["gpu_state"]

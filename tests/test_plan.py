@@ -13,7 +13,7 @@ from anatomy import ablations, parity
 from common import arguments
 from ladder import __main__ as ladder
 from ladder import plan
-from report import documents, recordings
+from report import recordings
 from report.load import RecordError
 
 STUB = f"""#!{sys.executable}
@@ -222,8 +222,8 @@ def test_what_has_changed_since_a_commit_is_found_and_where_git_cannot_tell_a_pa
         assert recordings.changed_since(tree, unknown, code) is None
     assert recordings.changed_since(tree / "docs", commits, code) is None, "not a checkout of its own"
     (tree / "page.md").write_text(f"one\n{line}\ntwo\n")
-    assert documents.made_by_git(tree / "page.md", None) == [line]
-    assert documents.made_by_git(tree / "page.md", ["new"]) == ["new"]
+    assert recordings.made_by_git(tree / "page.md", None) == [line]
+    assert recordings.made_by_git(tree / "page.md", ["new"]) == ["new"]
 
 
 def test_the_plan_of_this_tree_holds_commands_that_exist():
@@ -231,7 +231,7 @@ def test_the_plan_of_this_tree_holds_commands_that_exist():
     variants = ablations.variants()
     for name, piece in [(one.name, piece) for one in listed for piece in one.pieces]:
         first, *words = plan.shlex.split(piece.command)
-        if first == recordings.RUN_ALL and "--sweep" not in words:
+        if first == recordings.RUN_ALL:
             given, rest = ladder.build_parser().parse_known_args(words)
             ladder.rows_to_run(given.only, given.peers, ladder.build_parser())
         elif words[1:2] == ["anatomy.ablations"]:

@@ -1,0 +1,136 @@
+"""What does the host pay to run an operator, before the device does any work?
+
+Predict: how many operators on one number does Python run in a millisecond? What does gradient tracking add to one, what
+a view, and what a compiled function for each tensor that it must check before it runs?
+
+Prediction. An operator passes through Python, PyTorch's dispatcher and the allocator, and on a GPU through the driver's
+launch. On one number, that is its whole time, a few microseconds. The plain operator is measured first; what follows is
+predicted from it:
+
+- a chain of 10 operators takes 10 times as long as one;
+- a view (transpose, reshape, slice) makes a tensor but no kernel: on a GPU less than the launch of a kernel;
+- a loop over the elements of a vector takes the number of elements x (a view + an operator), which are indexing and
+  adding. The vector form is one operator;
+- a compiled function first runs its guards, which check that every tensor is still what it was compiled for. 33 inputs
+  have 32 guards on tensors more than one input has. A guard is a comparison in C++, so 32 cost at most one operator;
+- the first call of a compiled function takes more than 1000 times as long as the later ones. That is why a benchmark
+  without a warm-up measures something else.
+
+Change: --elements 4096: does the loop stay on its prediction? --chain 100: does an operator become cheaper in company?
+Source: Horace He, Making Deep Learning Go Brrrr From First Principles (overhead); the documentation of torch.compile
+(guards).
+Run:    python -m anatomy host-cost [--elements N] [--chain N]
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from anatomy.experiment import Check, Result, Seconds, seconds, size_argument, table, us, wait
+
+INPUTS = 33  # of the function whose guards are timed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    size_argument(parser, "--elements N", "elements of the vector that a loop adds up (default: 256)", default=256)
+    size_argument(parser, "--chain N", "operators of a chain (default: 10)", default=10)
+
+
+def chained(x: torch.Tensor, n: int) -> torch.Tensor:
+    for _ in range(n):
+        x = x * 2
+    return x
+
+
+def loop(vector: torch.Tensor) -> torch.Tensor:
+    total = vector[0]
+    for i in range(1, len(vector)):
+        total = total + vector[i]
+    return total
+
+
+def guarded(tensors: list[torch.Tensor]) -> Callable:
+    """A function whose graph multiplies the first tensor, compiled for a list of tensors; nothing is generated."""
+
+    def function(tensors: list[torch.Tensor]) -> torch.Tensor:
+        for t in tensors[1:]:
+            assert t.dim() == 1  # so that Dynamo looks at the tensor and guards it
+        return tensors[0] * 2
+
+    return torch.compile(function, backend="eager", dynamic=False)
+
+
+def run(args: argparse.Namespace) -> Result:
+    device, dtype = args.device, args.dtype or torch.float32
+    one, matrix = torch.ones(1, device=device, dtype=dtype), torch.ones(4, 4, device=device, dtype=dtype)
+    tracked, vector = one.clone().requires_grad_(), torch.ones(args.elements, device=device, dtype=dtype)
+    many = [torch.ones(1, device=device, dtype=dtype) for _ in range(INPUTS)]
+    torch._dynamo.reset()
+    first_s, few_guards = first_call(guarded, many[:1])
+    _, many_guards = first_call(guarded, many)
+    forms = {
+        "an empty Python function": lambda: None,
+        "x * 2": lambda: one * 2,
+        f"{args.chain} times x * 2": lambda: chained(one, args.chain),
+        "x * 2 with gradient tracking": lambda: tracked * 2,
+        "x.t()": matrix.t,
+        "x.reshape(2, 8)": lambda: matrix.reshape(2, 8),
+        "x[1:3]": lambda: matrix[1:3],
+        f"a loop over {args.elements} elements": lambda: loop(vector),
+        "vector.sum()": vector.sum,
+        "x * 2 compiled, 1 input": lambda: few_guards(many[:1]),
+        f"x * 2 compiled, {INPUTS} inputs": lambda: many_guards(many),
+    }
+    times = {name: seconds(form, args.iters) for name, form in forms.items()}
+    figures = {"times": times, "first_call_s": first_s, "elements": args.elements, "chain": args.chain}
+    rows = [{"call": name, "us": us(s), "in x * 2": f"{s / times['x * 2']:.2f}"} for name, s in times.items()]
+    rows.append({"call": "first call of a compiled x * 2", "us": us(first_s)})
+    title = f"Time of a call on one number, {dtype}; the compiled form runs x * 2 as eager does, behind its guards"
+    return Result([table(title, rows)], sentences(figures), figures, checks(figures))
+
+
+def first_call(compile_for: Callable, tensors: list[torch.Tensor]) -> tuple[float, Callable]:
+    function = compile_for(tensors)
+    wait()
+    began = time.perf_counter()
+    function(tensors)
+    wait()
+    return time.perf_counter() - began, function
+
+
+def per_guard(times: dict[str, Seconds]) -> float:
+    few, many = (times[f"x * 2 compiled, {n}"] for n in ("1 input", f"{INPUTS} inputs"))
+    return (many - few) / (INPUTS - 1)
+
+
+def checks(figures: dict) -> list[Check]:
+    times, chain, elements = figures["times"], figures["chain"], figures["elements"]
+    plain, later = times["x * 2"], times["x * 2 compiled, 1 input"]
+    views = [Check(f"{view} at most", plain, times[view], "us", at_most=True) for view in
+             ("x.t()", "x.reshape(2, 8)", "x[1:3]")]  # fmt: skip
+    looped = f"a loop over {elements} elements"
+    return [
+        Check(f"{chain} times x * 2", chain * plain, times[f"{chain} times x * 2"], "us"),
+        *views,
+        Check(looped, elements * (plain + times["x[1:3]"]), times[looped], "us"),
+        Check(f"{INPUTS - 1} guards more", plain, per_guard(times) * (INPUTS - 1), "us", at_most=True),
+        Check("a later call of a compiled function", figures["first_call_s"] / 1000, later, "us", at_most=True),
+    ]
+
+
+def sentences(figures: dict) -> list[str]:
+    times = figures["times"]
+    plain, later = times["x * 2"], times["x * 2 compiled, 1 input"]
+    looped = times[f"a loop over {figures['elements']} elements"]
+    return [
+        f"The host runs {1e-3 / plain:.0f} operators on one number in a millisecond.",
+        f"Gradient tracking makes an operator {times['x * 2 with gradient tracking'] / plain:.2f} times as long, "
+        f"and a transpose takes {times['x.t()'] / plain:.2f} of it.",
+        f"The loop takes {looped / times['vector.sum()']:.0f} times as long as vector.sum().",
+        f"A guard on a tensor costs {per_guard(times) * 1e9:.0f} ns. Behind its guards the compiled operator takes "
+        f"{later / plain:.1f} times as long as the plain one.",
+        f"The first call of the compiled function takes {figures['first_call_s'] / later:.0f} times as long "
+        "as a later one.",
+    ]

@@ -1,0 +1,92 @@
+"""One script at many shapes, in one process: Python, torch and the GPU's context start once.
+
+python -m ladder.cells SCRIPT TODO SECONDS
+
+TODO is a JSON list of cells: the `words` of the script's command line, the `output` of its record, and the `seconds`
+that it is expected to take. A cell that would end after SECONDS is not begun. What a cell held is given back before
+the next one. Where that fails, the exit code is RENEW: the next cell needs a new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from common import benchmark
+from common.arguments import Arguments, parse_args
+from common.record import Row
+from common.text import say
+
+RENEW = 75
+KEPT_BYTES = 2**30  # of a GPU, that libraries may keep as workspaces
+TE_STATE = "transformer_engine.pytorch.module.base"  # holds the state of FP8 that outlives a model
+
+
+def load_main(script: Path) -> Callable[[Arguments], Row]:
+    """A script's `main`."""
+    spec = importlib.util.spec_from_file_location(f"step_{script.stem}", script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def run_cell(main: Callable[[Arguments], Row], script: Path, cell: dict) -> Row:
+    """Run a script's `main` with the words of a cell, leave its record, and give back what it held."""
+    sys.argv = [script.name, *cell["words"], "--output", cell["output"]]  # the record names it as its command
+    with contextlib.redirect_stdout(sys.stderr):
+        benchmark.run_and_record(main, parse_args(script, None, sys.argv[1:]))
+    give_back()
+    (row,) = json.loads(Path(cell["output"]).read_text())["steps"]
+    return row
+
+
+def give_back() -> None:
+    """Forget what was compiled for a shape, what FP8 remembers of a model, and the memory of both."""
+    torch.compiler.reset()
+    if TE_STATE in sys.modules:
+        sys.modules[TE_STATE].FP8GlobalStateManager.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def is_clean() -> bool:
+    """Whether the GPU is as it was: memory given back, and random numbers that a failed capture has not broken."""
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.empty(1, device="cuda").normal_()
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return torch.cuda.memory_allocated() < KEPT_BYTES
+
+
+def describe(row: dict) -> str:
+    return f"{row['timing']['median_ms']:.1f} ms" if row["status"] == "ok" else f"{row['status']}: {row['reason']}"
+
+
+def main() -> int:
+    script, until = Path(sys.argv[1]), time.monotonic() + float(sys.argv[3])
+    todo, run = json.loads(Path(sys.argv[2]).read_text()), load_main(script)
+    for cell in todo:
+        if time.monotonic() + cell["seconds"] > until:
+            break
+        row = run_cell(run, script, cell)
+        say(f"{script.stem}, {cell['name']}: {describe(row)}")
+        if row["status"] == "failed" or not is_clean():
+            return RENEW
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

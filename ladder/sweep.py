@@ -1,0 +1,361 @@
+"""The ladder over widths, batches and lengths: ./run_all.sh --sweep.
+
+Each script runs in a process of its own that goes through all shapes (ladder/cells.py), few steps each. The roofs are
+measured first: they predict every cell, and with it how long the sweep takes. What does not fit in the time limit is
+`not run`, and `--sweep --resume DIR` goes on. Every cell that was begun has its record below DIR, and sweep.json has
+them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+from common import flops
+from common.model import GPTConfig
+from common.record import Row, Run, write_json, write_run
+from common.text import OneLineParser, one_line, portable_command, say
+from ladder import predict, process
+from ladder.cells import RENEW
+from report import sweep as pages
+from report.load import ROOFS, RecordError
+from report.sweep import Cell
+
+ROOT = Path(__file__).resolve().parent.parent
+PLAN, GIB = "plan.json", 2**30
+BY_HAND = ("0_", "1_")  # rows that write the (T, T) scores of attention to memory
+CHOSEN_HERE = (
+    "--preset", "--n-layer", "--n-head", "--n-embd", "--seq-len", "--vocab-size", "--batch-size",
+    "--global-batch-size", "--accumulate", "--checkpoint", "--warmup", "--steps", "--parallel", "--quick", "--profile",
+)  # fmt: skip
+WARMUP, FEWEST, MOST, TIMED_S = 2, 3, 20, 1.0  # steps of a cell; as many as the slowest script does in TIMED_S
+ROOFS_S = {"cuda": 90, "cpu": 45}  # what a cell takes beside its steps, and the roofs: expected, for the plan
+SETUP_S = {"cuda": {"3": 40, "4": 25, "": 6}, "cpu": {"3": 20, "4": 1, "": 3}}
+START_S, SLACK_S = {"cuda": 15, "cpu": 5}, 60  # of a process; and what one may take beyond its share of the time
+DONE = ("ok", "skipped", "oom")
+
+
+@dataclass(frozen=True)
+class Shape:
+    n_embd: int
+    n_head: int
+    seq_len: int
+    batch_size: int
+    n_layer: int = 2
+    vocab_size: int = 8192  # of so few layers, a head of 50304 tokens would be most of the step
+
+    @property
+    def name(self) -> str:
+        return f"c{self.n_embd}-t{self.seq_len}-b{self.batch_size}"
+
+    @property
+    def config(self) -> GPTConfig:
+        return GPTConfig(self.n_layer, self.n_head, self.n_embd, self.seq_len, self.vocab_size)
+
+    def words(self) -> list[str]:
+        return [word for name, value in asdict(self).items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+    def peak_bytes(self, step: str) -> int:
+        return flops.unfused_peak_bytes(self.config, self.batch_size, scores=step.startswith(BY_HAND))
+
+
+def shapes_of(device_type: str) -> list[Shape]:
+    """The plan, in the order in which a short sweep should have them: extremes first.
+
+    A head has 64 channels up to 1024, then 128, on a CPU 32. On a GPU a column is (tokens a step, length): 4 Ki and
+    64 Ki tokens at T 512, 8 Ki at T 8192, then what lies between and 64 Ki at T 8192, where step 0 fits if narrow.
+    """
+    if device_type == "cpu":
+        columns = ((128, 4), (512, 4), (128, 16))  # (T, batch size)
+        return [Shape(C, C // 32, T, B, vocab_size=256) for T, B in columns for C in (64, 256, 128)]
+    widths, more = (256, 8192, 1024, 4096, 2048), ((2048, 8), (8192, 8))
+    columns = ((512, 8), (512, 128), (8192, 1))
+    return [
+        Shape(C, C // (64 if C <= 1024 else 128), T, B) for group in (columns, more) for C in widths for T, B in group
+    ]
+
+
+@dataclass
+class Plan:
+    """What plan.json holds of a sweep."""
+
+    sweep: list[dict]  # its shapes, the most important first
+    scripts: list[str]
+    arguments: list[str]  # of every script
+    command: str
+    device_type: str
+    free_bytes: int | None  # before the first row
+
+    @property
+    def shapes(self) -> list[Shape]:
+        return [Shape(**shape) for shape in self.sweep]
+
+
+@dataclass
+class Sweep:
+    folder: Path
+    plan: Plan
+    minutes: int
+    until: float  # time.monotonic
+    stop: process.Stop
+    predicted: dict[str, dict[str, predict.Prediction]]  # by shape, by step
+
+    def record(self, shape: Shape, script: str) -> Path:
+        return self.folder / shape.name / f"{script}.json"
+
+    def steps(self, shape: Shape) -> int:
+        """How many steps of a shape are timed, the same in every script."""
+        slowest_s = max(one.ms for one in self.predicted[shape.name].values()) / 1e3
+        return min(MOST, max(FEWEST, round(TIMED_S / slowest_s)))
+
+    def seconds(self, shape: Shape, script: str) -> float:
+        """What a cell is expected to take; nothing where it has its record."""
+        if self.record(shape, script).exists() or not self.fits(shape, script):
+            return 0.0
+        one, n_steps = self.predicted[shape.name].get(script), 2 * WARMUP + self.steps(shape)
+        return setup_s(script, self.plan.device_type) + (n_steps * one.ms / 1e3 if one else 0.0)
+
+    def fits(self, shape: Shape, script: str) -> bool:
+        return self.plan.free_bytes is None or shape.peak_bytes(script) <= self.plan.free_bytes
+
+    def todo(self, shapes: Iterable[Shape], script: str) -> list[dict]:
+        """The cells of a script without a record, as ladder/cells.py takes them."""
+        cells = []
+        for shape in shapes:
+            words = [*self.plan.arguments, *shape.words(), "--warmup", str(WARMUP), "--steps", str(self.steps(shape))]
+            seconds, output = self.seconds(shape, script), str(self.record(shape, script))
+            if seconds:
+                cells.append({"name": shape.name, "words": [*words, "--quick"], "output": output, "seconds": seconds})
+        return cells
+
+
+def setup_s(script: str, device_type: str) -> float:
+    """Expected seconds of a cell beside its steps: above all what compiles."""
+    known = SETUP_S[device_type]
+    return known.get(script[0], known[""])
+
+
+# --- one script's process ---------------------------------------------------------------------------
+
+
+def run_cells(script: Path, todo: list[dict], log: Path, seconds: float, stop: process.Stop, device_type: str) -> None:
+    """Run a script at all shapes of `todo` within about so many seconds. Raises OSError.
+
+    Every cell that was begun leaves a record: where its process dies, of how it died, and the next cells run in a new
+    one.
+    """
+    until, listed = time.monotonic() + seconds, log.with_suffix(".todo.json")
+    while todo and not stop.requests and (left_s := until - time.monotonic()) > 0:
+        write_json(listed, todo)
+        command = process.module_command("ladder.cells", str(script), str(listed), str(left_s))
+        environment = process.passive_waits(device_type)
+        ended = process.run(command, log, left_s + SLACK_S, stop, environment=environment, show=_show)
+        rest = [cell for cell in todo if not Path(cell["output"]).exists()]
+        if ended.code == 0 or ended.stopped or not rest:
+            break
+        if ended.code != RENEW or len(rest) == len(todo):  # the first without a record was at work
+            status, reason = process.describe(ended, left_s + SLACK_S, log)
+            row = Row(script.stem, status=status, reason=reason)
+            Path(rest[0]["output"]).parent.mkdir(exist_ok=True)
+            write_run(Path(rest[0]["output"]), Run(shown_command(script, rest[0]), None, None, None, [row]))
+            say(f"{script.stem}, {rest[0]['name']}: {status}: {reason}")
+            rest = rest[1:]
+        todo = rest
+    listed.unlink(missing_ok=True)
+
+
+def _show(data: bytes) -> None:
+    say(data.decode(errors="replace"), end="")
+
+
+def shown_command(script: Path, cell: dict) -> str:
+    return portable_command(["python", script.name, *cell["words"]])
+
+
+# --- the sweep --------------------------------------------------------------------------------------
+
+
+def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, check) -> int:
+    """Plan, measure, report. `check` is the ladder's: what arguments mean on this machine, from a process of its own.
+
+    Exits with code 2 and one line where nothing fits, where the time is too short, and without roofs.
+    """
+    began, stop = time.monotonic(), process.Stop()
+    if given.peers or given.repeat > 1 or (given.gpus or 1) > 1 or given.scaling or given.parallel:
+        several = "--peers, --repeat, --gpus, --scaling and --parallel"
+        parser.error(f"--sweep runs the five scripts once, on one GPU: leave out {several}")
+    if given.no_roofs:
+        parser.error("--sweep predicts its cells from the roofs: leave out --no-roofs")
+    folder, plan = resumed(given, arguments, parser) if given.resume else planned(given, arguments, argv, parser, check)
+    least = ROOFS_S[plan.device_type] + sum(setup_s(script, plan.device_type) for script in plan.scripts)
+    if given.sweep_minutes * 60 < least and not (folder / ROOFS).exists():
+        parser.error(too_short(given.sweep_minutes, least))
+    stop.listen()
+    measure_roofs(folder, plan, given.sweep_minutes * 60, stop, parser)
+    try:
+        roofs = predict.read_roofs(folder / ROOFS)
+        predicted = {shape.name: predict.predict(workload(shape), roofs) for shape in plan.shapes}
+    except (ValueError, KeyError) as error:
+        parser.error(f"no predictions without these roofs: {error}")
+    sweep = Sweep(folder, plan, given.sweep_minutes, began + given.sweep_minutes * 60, stop, predicted)
+    leave_out_what_cannot_fit(sweep)
+    shapes = within_the_time(sweep, parser)
+    for k, script in enumerate(plan.scripts):
+        rest = [sum(sweep.seconds(shape, later) for shape in shapes) for later in plan.scripts[k:]]
+        share = rest[0] / (sum(rest) or 1) * (sweep.until - time.monotonic())
+        if rest[0]:
+            todo, log = sweep.todo(shapes, script), folder / f"{script}.log"
+            run_cells(ROOT / f"{script}.py", todo, log, share, stop, plan.device_type)
+    return finish(sweep)
+
+
+def planned(given, arguments: list[str], argv: list[str], parser: OneLineParser, check) -> tuple[Path, Plan]:
+    """A new folder with its plan. Exits where the arguments are wrong, or no shape fits."""
+    if wrong := [word for word in arguments if word.partition("=")[0] in CHOSEN_HERE]:
+        parser.error(f"--sweep chooses shapes and steps itself: leave out {wrong[0]}")
+    facts = check(arguments, 1)
+    device, free = facts["device_type"], facts["free_bytes"]
+    scripts, shapes = chosen_scripts(given.only, parser), shapes_of(device)
+    if free is not None and min(shape.peak_bytes("2_") for shape in shapes) > free:
+        parser.error(f"no shape of the sweep fits the {free / GIB:.1f} GiB that are free")
+    check([*arguments, *shapes[0].words()], 1)  # that the text fits the vocabulary
+    command = portable_command(["./run_all.sh", *argv])
+    plan = Plan([asdict(shape) for shape in shapes], scripts, arguments, command, device, free)
+    try:
+        (ROOT / "results").mkdir(exist_ok=True)
+        now = datetime.datetime.now(datetime.timezone.utc)
+        folder = Path(tempfile.mkdtemp(prefix=f"{now:%Y%m%d-%H%M%S}-sweep-", dir=ROOT / "results"))
+        folder.chmod(0o755)
+        write_json(folder / PLAN, asdict(plan))
+    except OSError as error:
+        parser.exit(1, f"run_all.sh: error: cannot write to results/: {error.strerror or error}\n")
+    return folder, plan
+
+
+def chosen_scripts(only: str | None, parser: OneLineParser) -> list[str]:
+    """The steps that --only names, or all. Exits where it names none."""
+    names = [path.stem for path in sorted(ROOT.glob("[0-9]_*.py"))]
+    numbers = only.split(",") if only else [name[0] for name in names]
+    if not set(numbers) <= {name[0] for name in names}:
+        parser.error(f"--only {only!r} names a step that is not there")
+    return [name for name in names if name[0] in numbers]
+
+
+def resumed(given, arguments: list[str], parser: OneLineParser) -> tuple[Path, Plan]:
+    """The plan of an ended sweep, whose cells that failed or were not run are tried again."""
+    folder = given.resume.resolve()
+    if arguments or given.only:
+        parser.error(f"--resume takes its arguments from {given.resume}: give no others but --sweep-minutes")
+    try:
+        plan = Plan(**json.loads((folder / PLAN).read_text()))
+        for record in (folder / shape.name / f"{script}.json" for shape in plan.shapes for script in plan.scripts):
+            if record.exists() and json.loads(record.read_text())["steps"][0]["status"] not in DONE:
+                record.unlink()
+    except (OSError, ValueError, TypeError, LookupError):
+        parser.error(f"--resume {given.resume} holds no sweep that can be read")
+    return folder, plan
+
+
+def too_short(minutes: int, needed_s: float) -> str:
+    return f"--sweep-minutes {minutes} is too short: the first shape needs about {-(-needed_s // 60):.0f}"
+
+
+def measure_roofs(folder: Path, plan: Plan, limit_s: float, stop: process.Stop, parser: OneLineParser) -> None:
+    """Measure the roofs in this folder, unless they are there. Exits where they cannot be measured."""
+    roofs, log = folder / ROOFS, folder / "roofs.log"
+    if roofs.exists():
+        return
+    say("measuring the roofs of this machine")
+    words = [*plan.arguments, *plan.shapes[-1].words(), "--output", str(roofs)]
+    ended = process.run(process.module_command("common.roofs", *words), log, limit_s, stop,
+                        environment=process.passive_waits(plan.device_type))  # fmt: skip
+    if ended.stopped:
+        parser.exit(130, "run_all.sh: interrupted\n")
+    if ended.code or not roofs.exists():
+        why = process.last_line(log) if ended.code > 0 else process.describe(ended, limit_s, log)[1]
+        parser.error(f"no roofs, so nothing predicts the cells: {why}")
+
+
+def workload(shape: Shape) -> SimpleNamespace:
+    """What ladder.predict reads of a workload."""
+    parameters = flops.parameters(shape.config)
+    return SimpleNamespace(**asdict(shape), parameters=parameters, gpus=1, accumulate=1, checkpoint=False)
+
+
+def leave_out_what_cannot_fit(sweep: Sweep) -> None:
+    """A record, with its reason, for every cell that a plain step's memory leaves no room for."""
+    for shape in sweep.plan.shapes:
+        for script in sweep.plan.scripts:
+            record = sweep.record(shape, script)
+            if not (sweep.fits(shape, script) or record.exists()):
+                needed, free = (size / GIB for size in (shape.peak_bytes(script), sweep.plan.free_bytes))
+                reason = f"needs about {needed:.0f} GiB of {free:.0f} free: not tried"
+                record.parent.mkdir(exist_ok=True)
+                write_run(record, Run(sweep.plan.command, None, None, None, [Row(script, None, "oom", reason)]))
+
+
+def within_the_time(sweep: Sweep, parser: OneLineParser) -> list[Shape]:
+    """The first shapes whose cells fit in the time that is left; says how long they take. Exits where none does."""
+    cells, left_s = sweep.plan.scripts, sweep.until - time.monotonic()
+    start_s = needed_s = whole_s = START_S[sweep.plan.device_type] * len(cells)
+    chosen, least_s = [], math.inf
+    for shape in sweep.plan.shapes:
+        seconds = sum(sweep.seconds(shape, script) for script in cells)
+        whole_s += seconds
+        least_s = min(least_s, seconds or math.inf)
+        if seconds and needed_s + seconds <= left_s:
+            needed_s += seconds
+            chosen.append(shape)
+    if least_s < math.inf and not chosen:
+        parser.error(too_short(sweep.minutes, sweep.minutes * 60 - left_s + start_s + least_s))
+    some = f"{len(chosen)} of {len(sweep.plan.shapes)} shapes"
+    say(f"{some}, about {needed_s / 60:.0f} minutes; all that is left would take {whole_s / 60:.0f}")
+    return chosen
+
+
+def finish(sweep: Sweep) -> int:
+    """Write sweep.json and the pages; returns the exit code."""
+    cells = [cell_of(sweep, shape, script) for shape in sweep.plan.shapes for script in sweep.plan.scripts]
+    write_json(sweep.folder / pages.SWEEP, [asdict(cell) for cell in cells])
+    try:
+        for line in pages.write(sweep.folder):
+            say(line)
+    except (RecordError, ImportError) as error:  # what is recorded stands
+        say(f"no page: {one_line(error)}")
+    inside = sweep.folder.parent == ROOT / "results"
+    shown = f"results/{sweep.folder.name}" if inside else str(sweep.folder)
+    say(f"written to {shown}")
+    if open_cells := sum(cell.status == "not run" for cell in cells):
+        say(f"{open_cells} cells not run: ./run_all.sh --sweep --resume {shown} goes on")
+    failed = any(cell.status in ("failed", "timeout") for cell in cells)
+    return 130 if sweep.stop.requests else int(failed)
+
+
+def cell_of(sweep: Sweep, shape: Shape, script: str) -> Cell:
+    """A cell of sweep.json: of its record, of what was predicted, or of why it has none."""
+    one, record = sweep.predicted[shape.name].get(script), sweep.record(shape, script)
+    cell = Cell(script, **asdict(shape), status="not run")
+    if one:
+        cell = replace(cell, predicted_ms=one.ms, predicted_category_ms=one.category_ms, launches=one.launches,
+                       predicted_host_ms=one.host_ms)  # fmt: skip
+    with contextlib.suppress(OSError):
+        run = json.loads(record.read_text())
+        (row,), known = run["steps"], run["environment"] or {}
+        state, timing = row["gpu_state"] or {}, row["timing"]
+        return replace(
+            cell, status=row["status"], reason=row["reason"], note=row["note"], median_ms=timing["median_ms"],
+            step_ms=timing["step_ms"], warmup_s=timing["warmup_s"], peak_bytes=row["peak_allocated_bytes"],
+            host_bound=None if state.get("while_running") is None else not state["while_running"],
+            captured=row["settings"]["captured"], started_at=run["started_at"],
+            **{name: known.get(name) for name in ("device", "torch", "transformer_engine", "commit", "dirty")},
+        )  # fmt: skip
+    cell.reason = f"--sweep-minutes {sweep.minutes} left no time for it"
+    return cell

@@ -1,0 +1,172 @@
+"""What is said of fast training, beside what was recorded here: the table of docs/claims.md.
+
+A claim has a public source, where one was found, and a function of report/findings.py, which reads one machine's
+records. A claim without a function was not tested. The words and the figures of a claim are those of its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from report import findings
+from report.findings import Finding, Machine
+from report.table import pipe_table
+
+MACHINES = {"h200": "H200", "epyc-2-cores": "CPU"}  # folder of docs/results -> column
+LADDER, NO_RECORD, NOT_TESTED = "the ladder", "not recorded", "not tested"
+NO_SOURCE = "a common saying; no source was found"
+AMP = "https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html"
+BENCHMARK = "https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html"
+BF16 = "https://docs.pytorch.org/xla/release/r2.8/perf/amp.html"
+BRRR = "https://horace.io/brrr_intro.html"
+CHANNELS_LAST = "https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html"
+CUDA_GRAPHS = "https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/"
+CUTLASS = "https://github.com/NVIDIA/cutlass/tree/main/examples/13_two_tensor_op_fusion"
+DDP = "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
+EFFICIENT_NODE = "https://github.com/pytorch/pytorch/issues/178251"
+FLASH = "https://arxiv.org/pdf/2205.14135"
+FLASH_2 = "https://arxiv.org/abs/2307.08691"
+FP8 = "https://lambdalabs.com/blog/nvidia-hopper-h100-and-fp8-support"
+GRAPPLER = "https://www.tensorflow.org/guide/graph_optimization"
+HUGGING_FACE = "https://github.com/huggingface/transformers/blob"  # by commit: later versions of the page say less
+INFERENCE = f"{HUGGING_FACE}/0559c47bd90245da451bc9edf9bce4e757392829/docs/source/en/perf_torch_compile.md"
+INITIALIZATION = "https://github.com/pytorch/pytorch/issues/3121"
+LOOPS = "https://jakevdp.github.io/PythonDataScienceHandbook/02.03-computation-on-arrays-ufuncs.html"
+OCCUPANCY = "https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/index.html"
+ONE_GPU = f"{HUGGING_FACE}/04b696acabab4a3ca21b1716a488d8223e57b726/docs/source/en/perf_train_gpu_one.md"
+PRODUCTS = "https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html"
+PYTORCH_2 = "https://pytorch.org/get-started/pytorch-2.0/"
+SIDE_BY_SIDE = (
+    "https://forums.developer.nvidia.com/t/when-does-horizontal-fusion-happen-for-tensorrts-graph-optimization/238187"
+)
+TENSORRT = "https://docs.nvidia.com/deeplearning/tensorrt/latest/performance/fusion-catalog.html"
+TRITON = "https://triton-lang.org/main/getting-started/tutorials/03-matrix-multiplication.html"
+TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
+VIEWS = "https://jvoltci.github.io/mosaic/ml-execution/tensors-in-memory/contiguous-vs-non"
+
+
+class Claim(NamedTuple):
+    text: str
+    source: str | None  # address of a public page whose text says it; None: no such page was found
+    where: str  # the experiment, or LADDER
+    finding: Callable[[Machine], Finding] | None = None
+
+
+CLAIMS = [
+    Claim("FP8 is twice as fast as 16 bit", FP8, "precision", findings.fp8),
+    Claim("mixed precision is 2 to 3 times as fast as FP32", AMP, LADDER,
+          partial(findings.steps_within, "0", "1", 2, 3)),
+    Claim("`torch.compile` makes training 21 to 51 % faster (here with capture, step 2 to 3)", PYTORCH_2, LADDER,
+          partial(findings.steps_within, "2", "3", 1.21, 1.51)),
+    Claim("FlashAttention is the single most effective optimization", None, LADDER, findings.fused_attention_first),
+    Claim("FlashAttention is 2 to 4 times as fast as optimized baselines (here attention by hand)", FLASH_2,
+          "techniques", partial(findings.technique, "FlashAttention", 2, 4)),
+    Claim("FlashAttention moves 9 times fewer bytes through DRAM", FLASH, "attention", findings.attention_traffic),
+    Claim("FlashAttention's memory grows with the length, not its square", FLASH_2, "attention",
+          findings.attention_memory),
+    Claim("a fused pointwise chain is faster by the memory traffic that it saves", BRRR, "fusion",
+          findings.pointwise_fusion),
+    Claim("a product and its ReLU become one kernel (said of TensorRT)", TENSORRT, "fusion", findings.product_epilogue),
+    Claim("products with one input are merged (horizontal fusion, said of TensorRT)", SIDE_BY_SIDE, "rewrites",
+          partial(findings.rewritten, ("three products with one input",), 1)),
+    Claim("two products in a row are one kernel (said of CUTLASS)", CUTLASS, "rewrites",
+          partial(findings.rewritten, ("two products in a row",), 1)),
+    Claim("dead code is dropped, and constants are folded (said of TensorFlow)", GRAPPLER, "rewrites",
+          partial(findings.rewritten, ("dead code", "constant folding"), 1)),
+    Claim("fusion does not change the numbers", None, "rewrites", findings.same_numbers),
+    Claim("`default` compiles fastest, and `max-autotune` gives the fastest code", INFERENCE, "compile-modes",
+          findings.compile_modes),
+    Claim("`torch.compile` makes vision models up to 30 % faster in inference", INFERENCE, "techniques",
+          partial(findings.technique, "CNN inference under torch.compile", 1, 1.3)),
+    Claim("CUDA graphs make training 1.12 to 1.7 times as fast", CUDA_GRAPHS, "techniques",
+          partial(findings.technique, "CUDA graphs", 1.12, 1.7)),
+    Claim("checkpointing makes training about 20 % slower", ONE_GPU, "techniques",
+          partial(findings.technique, "checkpointing", 0.72, 0.88)),
+    Claim("channels-last makes convolutional networks 8 to 35 % faster", CHANNELS_LAST, "techniques",
+          partial(findings.technique, "channels-last", 1.08, 1.35)),
+    Claim("gradient accumulation can slow training down", ONE_GPU, "techniques",
+          partial(findings.technique, "gradient accumulation", 0, 1)),
+    Claim("a synchronization costs a constant 10 to 15 us", None, "sync-points", findings.constant_sync),
+    Claim("a synchronization is 1 % of an operation of 25 ms and 50 % of one of 18 us", None, "sync-points",
+          findings.sync_share),
+    Claim("Python control flow on a result of the GPU, as `if tensor.any()`, waits for it", TUNING, "sync-points",
+          findings.any_waits),
+    Claim("a tensor that is not contiguous is 5 to 20 times slower", VIEWS, "contiguity", findings.transposed),
+    Claim("a transpose is free, as it moves no bytes", VIEWS, "host-cost", findings.views),
+    Claim("`ScaledDotProductEfficientAttentionBackward0` is the node of fused attention", EFFICIENT_NODE, "autograd",
+          findings.marks_fusion),
+    Claim("fusion turns 20 or more backward nodes into one", None, "autograd", findings.fewer_nodes),
+    Claim("the size of the graph does not depend on batch or length", None, "autograd", findings.fixed_graph),
+    Claim("a small product, of low arithmetic intensity, is limited by memory", PRODUCTS, "roofline",
+          findings.small_products),
+    Claim("a short kernel in Triton is on par with cuBLAS", TRITON, "precision", findings.triton_product),
+    Claim("on-chip memory is an order of magnitude faster than DRAM", FLASH, "memory-hierarchy",
+          findings.shared_memory),
+    Claim("from some point on, more occupancy does not help", OCCUPANCY, "memory-hierarchy", findings.occupancy),
+    Claim("PyTorch runs 280 thousand small operations a second, one in 3.6 us", BRRR, "host-cost", findings.dispatch),
+    Claim("a vector operation is orders of magnitude faster than a Python loop", LOOPS, "host-cost",
+          findings.element_loop),
+    Claim("guards of a compiled function cost less than a microsecond a tensor", None, "host-cost", findings.guards),
+    Claim("the first run takes much longer: warm up before a benchmark", BENCHMARK, "host-cost", findings.warm_up),
+    Claim("BF16 needs no gradient scaling, and FP16 does", BF16, "learning", findings.loss_scaling),
+    Claim("the default initialization of embeddings is too large", INITIALIZATION, "learning",
+          findings.initialization),
+    Claim("`DataParallel` is slower than `DistributedDataParallel`", DDP, "nowhere: it needs several GPUs"),
+]  # fmt: skip
+
+
+def machines(results: Path) -> dict[str, Machine]:
+    """Column -> the records of one machine."""
+    return {column: Machine.read(results / folder) for folder, column in MACHINES.items()}
+
+
+def found(claim: Claim, machine: Machine) -> Finding:
+    if claim.finding is None:
+        return Finding("-", NOT_TESTED)
+    try:
+        return claim.finding(machine)
+    except KeyError:
+        return Finding("-", NO_RECORD)
+
+
+def verdict(by_machine: dict[str, Finding]) -> str:
+    """One verdict where all machines with a record agree, else the verdict of each."""
+    recorded = {name: one.verdict for name, one in by_machine.items() if one.verdict not in (NO_RECORD, NOT_TESTED)}
+    if not recorded:
+        return next(iter(by_machine.values())).verdict
+    verdicts = set(recorded.values())
+    return verdicts.pop() if len(verdicts) == 1 else "; ".join(f"{name}: {text}" for name, text in recorded.items())
+
+
+def record_links(claim: Claim, results: Path) -> str:
+    """Links, from docs/, to what each machine recorded."""
+    pages = {column: f"results/{folder}/anatomy/{claim.where}.md" for folder, column in MACHINES.items()}
+    if claim.where == LADDER:
+        return "[performance](performance.md)"
+    here = [f"[{column}]({page})" for column, page in pages.items() if (results.parent / page).exists()]
+    return ", ".join(here) or "-"
+
+
+def source_link(claim: Claim) -> str:
+    """Whose page it is, and the page."""
+    if claim.source is None:
+        return NO_SOURCE
+    return f"[{claim.source.split('/')[2].removeprefix('www.')}]({claim.source})"
+
+
+def claims_table(results: Path) -> str:
+    recorded, cells = machines(results), []
+    for claim in CLAIMS:
+        by_machine = {name: found(claim, machine) for name, machine in recorded.items()}
+        judged = verdict(by_machine)
+        measured = (one.measured for one in by_machine.values())
+        cells.append((claim.text, source_link(claim), claim.where, *measured, judged,
+                      record_links(claim, results)))  # fmt: skip
+    holding = sum(cell[-2] == findings.HOLDS for cell in cells)
+    untested = sum(cell[-2] in (NOT_TESTED, NO_RECORD) for cell in cells)
+    about = f"Of {len(cells)} claims, {holding} hold as they stand, and {untested} have no record here."
+    headers = ("claim", "source", "tested in", *recorded, "verdict", "record")
+    return f"{about}\n\n{pipe_table(headers, cells, n_left=len(headers))}"

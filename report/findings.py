@@ -1,0 +1,274 @@
+"""What one machine's records say of a claim, for report/claims.py. A function raises KeyError where a record lacks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from common.record import Run
+from report import analysis
+from report.doubts import busy
+from report.load import MERGED, read_run
+
+HOLDS, FAILS = "holds", "does not hold here"
+
+
+class Finding(NamedTuple):
+    measured: str
+    verdict: str
+
+
+@dataclass
+class Machine:
+    """What is recorded of one machine: its ladders, and the figures of each experiment."""
+
+    experiments: dict[str, dict] = field(default_factory=dict)
+    runs: dict[str, Run] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> Machine:
+        experiments = {path.stem: json.loads(path.read_text())["figures"] for path in folder.glob("anatomy/*.json")}
+        experiments |= {path.stem: json.loads(path.read_text()) for path in folder.glob("*-traffic.json")}
+        return cls(experiments, {path.parent.name: read_run(path) for path in folder.glob(f"*/{MERGED}")})
+
+    def steps(self, before: str, after: str) -> dict[str, float]:
+        """Run -> how many times faster the step `after` is than `before`. Raises KeyError where no run has both."""
+        found = {}
+        for name, run in sorted((name, run) for name, run in self.runs.items() if not busy(run)):
+            times = {row.step[0]: row.timing.median_ms for row in run.steps if analysis.is_timed(row)}
+            if before in times and after in times:
+                found[name] = times[before] / times[after]
+        if not found:
+            raise KeyError(f"{before} and {after}")
+        return found
+
+
+def said(values: dict[str, float], unit: str = "x", digits: int = 2) -> str:
+    return ", ".join(f"{name} {value:.{digits}f}{unit}" for name, value in values.items())
+
+
+def holds(condition: bool) -> str:
+    return HOLDS if condition else FAILS
+
+
+def within(values: dict[str, float], low: float, high: float, unit: str = "x") -> Finding:
+    """The verdict on a claimed range: it holds for all of these, for some of them, or lies beside them."""
+    inside = [name for name, value in values.items() if low <= value <= high]
+    if inside and len(inside) < len(values):
+        verdict = f"holds only for {', '.join(inside)}"
+    else:
+        above = [name for name, value in values.items() if value > high]
+        beside = f"more for {', '.join(above)}, less for the others" if len(above) < len(values) else "more here"
+        verdict = HOLDS if inside else beside if above else "less here"
+    return Finding(said(values, unit), verdict)
+
+
+# --- findings, by record -------------------------------------------------------------------------
+
+
+def steps_within(before: str, after: str, low: float, high: float, machine: Machine) -> Finding:
+    return within(machine.steps(before, after), low, high)
+
+
+def fp8(machine: Machine) -> Finding:
+    products, steps = machine.experiments["precision"]["products"], machine.steps("3", "4")
+    product = products["BF16"]["seconds"] / products["FP8"]["seconds"] if products["FP8"]["seconds"] else None
+    if product is None:
+        raise KeyError("FP8")
+    return within({"one product": product} | {f"step of {name}": ratio for name, ratio in steps.items()}, 1.8, 2.2)
+
+
+def fused_attention_first(machine: Machine) -> Finding:
+    gains = {before + after: machine.steps(before, after) for before, after in ("01", "12", "23")}
+    runs = gains["12"]
+    largest = [run for run in runs if all(gains["12"][run] > gains[other].get(run, 0) for other in ("01", "23"))]
+    tensor_cores = {f"{run}, tensor cores": ratio for run, ratio in gains["01"].items()}
+    attention = {f"{run}, fused attention": ratio for run, ratio in runs.items()}
+    verdict = HOLDS if len(largest) == len(runs) else f"holds only for {', '.join(largest)}" if largest else FAILS
+    return Finding(said(tensor_cores | attention, digits=1), verdict)
+
+
+def attention_traffic(machine: Machine) -> Finding:
+    counted = machine.experiments["attention-traffic"]["bytes"]
+    ratios = {"forward and backward": counted["by hand"]["counters"] / counted["fused"]["counters"]}
+    if pairs := machine.experiments["attention"]["counters"].get("bytes"):
+        ratios["the experiment's shape"] = pairs["by hand"][1] / pairs["fused"][1]
+    return within(ratios, 8, 10)
+
+
+def attention_memory(machine: Machine) -> Finding:
+    fused = next(rows for name, rows in machine.experiments["attention"]["attention"].items() if "flash" in name)
+    first, last = min(fused, key=int), max(fused, key=int)
+    growth, length = fused[last]["peak_bytes"] / fused[first]["peak_bytes"], int(last) / int(first)
+    return Finding(f"length x{length:g}, memory x{growth:.1f}", holds(growth < 1.25 * length))
+
+
+def pointwise_fusion(machine: Machine) -> Finding:
+    rows = machine.experiments["fusion"]["cases"]["sigmoid(relu(x*w+b))"]
+    speed, by_bytes = (rows["eager"][key] / rows["compiled"][key] for key in ("seconds", "bytes"))
+    return Finding(f"{speed:.2f}x, by bytes {by_bytes:.2f}x", holds(0.8 <= speed / by_bytes <= 1.25))
+
+
+def product_epilogue(machine: Machine) -> Finding:
+    rows = machine.experiments["fusion"]["cases"]["relu(A@B+c)"]
+    launches, speed = rows["compiled"]["launches"], rows["eager"]["seconds"] / rows["compiled"]["seconds"]
+    return Finding(f"{launches} launches, {speed:.2f}x", holds(launches == 1))
+
+
+def compile_modes(machine: Machine) -> Finding:
+    modes = machine.experiments["compile-modes"]["modes"]
+    cold, step = ({name: modes[name][run][key] for name in modes} for run, key in
+                  (("cold", "first_steps_s"), ("warm", "step_s")))  # fmt: skip
+    compiles_fastest, runs_fastest = min(cold, key=cold.get), min(step, key=step.get)
+    measured = ", ".join(f"{name} {cold[name]:.1f} s and {step[name] * 1e3:.2f} ms a step" for name in modes)
+    if "reduce-overhead" not in modes:
+        raise KeyError("reduce-overhead")
+    return Finding(measured, holds((compiles_fastest, runs_fastest) == ("default", "max-autotune")))
+
+
+def waits(machine: Machine) -> dict[str, float]:
+    rows = machine.experiments["sync-points"]["operations"]
+    return {name: row["host_s"]["empty queue"] * 1e6 for name, row in rows.items() if row["waits"]}
+
+
+def constant_sync(machine: Machine) -> Finding:
+    if not (times := waits(machine)):
+        raise KeyError("a CPU does not wait")
+    return within(times, 10, 15, " us")
+
+
+def sync_share(machine: Machine) -> Finding:
+    if not (times := waits(machine)):
+        raise KeyError("a CPU does not wait")
+    shares = [times[".item()"] / (times[".item()"] + work) for work in (25_000, 18)]
+    near = 0.005 < shares[0] < 0.015 and 0.4 < shares[1] < 0.6
+    return Finding(f"{shares[0]:.2%} of 25 ms and {shares[1]:.0%} of 18 us", holds(near))
+
+
+def any_waits(machine: Machine) -> Finding:
+    row = machine.experiments["sync-points"]["operations"]["if tensor.any()"]
+    if not row["waits"]:
+        raise KeyError("a CPU does not wait")
+    empty, late = (row["host_s"][queue] * 1e6 for queue in ("empty queue", "after a large kernel"))
+    return Finding(f"{empty:.0f} us, after a large kernel {late:.0f} us", holds(late > 2 * empty))
+
+
+def transposed(machine: Machine) -> Finding:
+    rows = machine.experiments["contiguity"]["operations"]
+    return within({name: row["ratio"] for name, row in rows.items()}, 5, 20)
+
+
+def marks_fusion(machine: Machine) -> Finding:
+    nodes = ", ".join(machine.experiments["autograd"]["sdpa_nodes"])
+    return Finding(nodes, holds(nodes == "ScaledDotProductEfficientAttentionBackward0"))
+
+
+def fewer_nodes(machine: Machine) -> Finding:
+    variants = machine.experiments["autograd"]["variants"]
+    hand, fused = (variants[name]["cells"][0]["nodes"] for name in ("by hand", "fused"))
+    merged = hand - fused + 1
+    return Finding(f"{merged} nodes become 1, block {hand} to {fused}", holds(merged >= 20))
+
+
+def fixed_graph(machine: Machine) -> Finding:
+    cells = machine.experiments["autograd"]["variants"]["by hand"]["cells"]
+    nodes = [cell["nodes"] for cell in cells]  # batch, twice the batch, twice the length, batch 1
+    if len(set(nodes)) == 1:
+        return Finding(f"{nodes[0]} nodes", HOLDS)
+    from_two = len(set(nodes[:3])) == 1
+    return Finding(f"{nodes[0]} nodes, batch 1 {nodes[3]}", "holds only from batch 2 on" if from_two else FAILS)
+
+
+def small_products(machine: Machine) -> Finding:
+    roofline = machine.experiments["roofline"]
+    name, row = next((n, r) for n, r in roofline["operations"].items() if n.startswith("product n"))
+    by_bytes = row["bytes"] / roofline["copy_bytes_per_s"]
+    text = f"{name}: {row['seconds'] * 1e6:.1f} us, by its bytes {by_bytes * 1e6:.2f} us"
+    return Finding(text, holds(row["seconds"] < 2 * by_bytes))
+
+
+def technique(name: str, low: float, high: float, machine: Machine) -> Finding:
+    cell = machine.experiments["techniques"]["techniques"][name]
+    found = within({name: cell["speed"]}, low, high)
+    return Finding(found.measured, "hidden by the spread") if cell["holds"] is None else found
+
+
+def host(call: str) -> Callable[[Machine], float]:
+    """The time of a call of `host-cost`, in microseconds."""
+    return lambda machine: machine.experiments["host-cost"]["times"][call] * 1e6
+
+
+def dispatch(machine: Machine) -> Finding:
+    return within({"x * 2 on one number": host("x * 2")(machine)}, 3.2, 4, " us")
+
+
+def views(machine: Machine) -> Finding:
+    view, operator = host("x.t()")(machine), host("x * 2")(machine)
+    free = HOLDS if view < 0.1 * operator else "holds only for the device"
+    return Finding(f"x.t() takes {view:.2f} us of the host, x * 2 {operator:.2f}", free)
+
+
+def element_loop(machine: Machine) -> Finding:
+    n = machine.experiments["host-cost"]["elements"]
+    ratio = host(f"a loop over {n} elements")(machine) / host("vector.sum()")(machine)
+    return Finding(f"{n} elements: {ratio:.0f}x", holds(ratio > 100))
+
+
+def guards(machine: Machine) -> Finding:
+    few, many = (host(f"x * 2 compiled, {n}")(machine) for n in ("1 input", "33 inputs"))
+    added = (many - few) / 32
+    return Finding(f"{added * 1e3:.0f} ns a tensor; compiled {few:.1f} us", holds(added < 1))
+
+
+def warm_up(machine: Machine) -> Finding:
+    ratio = machine.experiments["host-cost"]["first_call_s"] * 1e6 / host("x * 2 compiled, 1 input")(machine)
+    return Finding(f"first call of a compiled function {ratio:.0f}x", holds(ratio > 2))
+
+
+def rewritten(names: tuple[str, ...], claimed: int, machine: Machine) -> Finding:
+    counts = {name: machine.experiments["rewrites"]["cases"][name]["launches"] for name in names}
+    return Finding(said(counts, " kernel(s)", 0), holds(all(count == claimed for count in counts.values())))
+
+
+def same_numbers(machine: Machine) -> Finding:
+    errors = machine.experiments["rewrites"]["errors"]
+    text = f"error {errors['compiled']:.1e}, eager {errors['eager']:.1e}"
+    return Finding(text, holds(errors["compiled"] == errors["eager"]))
+
+
+def loss_scaling(machine: Machine) -> Finding:
+    trained = machine.experiments["learning"]["trained"]
+    lost = {name: trained[name]["zero_share"] for name in ("BF16", "FP16", "FP16, loss scaled")}
+    text = ", ".join(f"{name} loses {share:.0%} of the logits' gradients" for name, share in lost.items())
+    needed = lost["FP16"] > 0.5 > lost["BF16"]
+    return Finding(text, HOLDS if needed else "holds only for larger vocabularies and batches")
+
+
+def initialization(machine: Machine) -> Finding:
+    trained = machine.experiments["learning"]["trained"]
+    plain, default = (trained[name]["last"] for name in ("FP32", "FP32, default initialization"))
+    ends = "no number" if default is None else f"{default:.2f}"
+    return Finding(f"last loss {plain:.2f}, default {ends}", holds(default is None or default > plain + 0.1))
+
+
+def shared_memory(machine: Machine) -> Finding:
+    record = machine.experiments["memory-hierarchy"]
+    dram = record["copy_bytes_per_s"]
+    ratios = {name: row["bytes_per_s"] / dram for name, row in record["on_chip"].items()}
+    return Finding(f"of DRAM's bandwidth: {said(ratios, digits=0)}", holds(5 < ratios["L1 or shared memory"] < 20))
+
+
+def occupancy(machine: Machine) -> Finding:
+    rows = machine.experiments["memory-hierarchy"]["occupancy"].items()
+    rates = {int(k) * 4 / 64: row["bytes_per_s"] for k, row in rows}
+    enough = min(full for full, rate in rates.items() if rate > 0.9 * max(rates.values()))
+    return Finding(f"{enough:.0%} of the warps give 90 % of the bandwidth", holds(enough < 1))
+
+
+def triton_product(machine: Machine) -> Finding:
+    products = machine.experiments["precision"]["products"]
+    by_hand = products["BF16, by hand in Triton"]["seconds"]
+    return within({"BF16 product": products["BF16"]["seconds"] / by_hand}, 0.9, 1.1)

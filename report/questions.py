@@ -1,0 +1,142 @@
+"""A learner's path through anatomy/: which experiment shows which idea, and questions that the records answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from report import findings
+from report.findings import Machine
+from report.table import pipe_table
+
+SHOWN = "h200"  # the machine whose records answer
+CONCEPTS = [  # idea, experiment, step of the ladder
+    ("roofline, ridge point, memory-bound", "roofline", "0"),
+    ("registers, L1, L2, DRAM, occupancy", "memory-hierarchy", "0"),
+    ("strides and layout", "contiguity", "0"),
+    ("what the host pays: dispatch, guards, warm-up", "host-cost", "0, 3"),
+    ("waiting for the GPU", "sync-points", "0"),
+    ("feeding the GPU", "input-pipeline", "0"),
+    ("number formats and tensor cores", "precision", "1, 4"),
+    ("loss scaling and initialization", "learning", "1"),
+    ("fused attention", "attention", "2"),
+    ("the backward graph", "autograd", "2"),
+    ("fusion of pointwise code", "fusion", "3"),
+    ("what a compiler rewrites", "rewrites", "3"),
+    ("capturing a graph", "graph-capture", "3"),
+    ("graph breaks", "graph-breaks", "3"),
+    ("modes of a compiler, CUDA graphs", "compile-modes", "3"),
+    ("whether a claim holds", "techniques", "1, 2, 3"),
+]
+
+
+class Question(NamedTuple):
+    text: str
+    experiment: str
+    answer: Callable[[Machine], str]
+
+
+def ridge(machine: Machine) -> str:
+    record = machine.experiments["roofline"]
+    return (
+        f"{record['ridge']:.0f} FLOP per byte: its rate of products over its copy bandwidth of "
+        f"{record['copy_bytes_per_s'] / 1e12:.2f} TB/s."
+    )
+
+
+def relu_bound(machine: Machine) -> str:
+    row = machine.experiments["roofline"]["operations"]["ReLU"]
+    return f"{row['bound']}: it has {row['intensity']:g} FLOP per byte and reaches {row['of_roof']:.0%} of its roof."
+
+
+def small_product(machine: Machine) -> str:
+    rows = machine.experiments["roofline"]["operations"]
+    launch_s = next(row.get("launch_s") for name, row in rows.items() if name.startswith("product n"))
+    launch = f" On the smallest input the same call takes {launch_s * 1e6:.1f} us: its launch." if launch_s else ""
+    return f"{findings.small_products(machine).measured}.{launch}"
+
+
+def chain_bytes(machine: Machine) -> str:
+    record = machine.experiments["fusion"]
+    eager, compiled = (record["cases"]["sigmoid(relu(x*w+b))"][form] for form in ("eager", "compiled"))
+    per_number = [row["bytes"] / record["numbers"] for row in (eager, compiled)]
+    return (
+        "eager {:.0f}N, fused {:.0f}N".format(*per_number)
+        + f", and fused is {eager['seconds'] / compiled['seconds']:.2f} times as fast."
+    )
+
+
+def tensor_cores(machine: Machine) -> str:
+    products = machine.experiments["precision"]["products"]
+    ratios = {name: products["FP32"]["seconds"] / products[name]["seconds"] for name in ("TF32", "BF16", "FP8")
+              if products[name]["seconds"]}  # fmt: skip
+    return f"{findings.said(ratios, digits=1)}."
+
+
+def long_attention(machine: Machine) -> str:
+    results = machine.experiments["attention"]["attention"]
+    longest = max(results["by hand"], key=int)
+    fused = min(rows[longest]["seconds"] for name, rows in results.items() if name != "by hand" and longest in rows)
+    return f"at T {longest} {results['by hand'][longest]['seconds'] / fused:.0f} times as long."
+
+
+def item(machine: Machine) -> str:
+    row = machine.experiments["sync-points"]["operations"][".item()"]["host_s"]
+    empty, late = (row[queue] * 1e6 for queue in ("empty queue", "after a large kernel"))
+    return f"{empty:.1f} us with nothing to wait for, and {late:.0f} us after a large product."
+
+
+def nodes(machine: Machine) -> str:
+    return f"{findings.fewer_nodes(machine).measured}. {findings.fixed_graph(machine).measured}."
+
+
+def print_break(machine: Machine) -> str:
+    case = machine.experiments["graph-breaks"]["cases"]["print"]
+    return f"{case['broken_s'] / case['mended_s']:.1f} times as long as without the print."
+
+
+def one_outlier(machine: Machine) -> str:
+    recipes = machine.experiments["precision"]["quantization"]["recipes"]
+    return "; ".join(f"{name}: {row['elsewhere']:.1%}" for name, row in recipes.items()) + "."
+
+
+QUESTIONS = [
+    Question("How many FLOPs can this card do in BF16 while it moves one byte?", "roofline", ridge),
+    Question("What limits ReLU on 67 million numbers?", "roofline", relu_bound),
+    Question("What limits a product of two (256, 256) matrices?", "roofline", small_product),
+    Question("How many bytes does sigmoid(relu(x*w+b)) on N FP32 numbers move, as four kernels and as one?", "fusion",
+             chain_bytes),
+    Question("How many times faster than FP32 are products in TF32, BF16 and FP8?", "precision", tensor_cores),
+    Question("How much longer does attention by hand take than fused, at the longest length?", "attention",
+             long_attention),
+    Question("How long does `.item()` take?", "sync-points", item),
+    Question("How many backward nodes does fused attention replace? Does the shape matter?", "autograd", nodes),
+    Question("What does a `print` in the middle of a compiled function cost?", "graph-breaks", print_break),
+    Question("With one outlier of 100 000, how wrong do the other rows of an FP8 tensor become?", "precision",
+             one_outlier),
+]  # fmt: skip
+
+
+def path(results: Path) -> str:
+    """The map of ideas, and the questions with folded answers."""
+    pages = {name: f"results/{SHOWN}/anatomy/{name}.md" for _, name, _ in CONCEPTS}
+    cells = []
+    for idea, name, step in CONCEPTS:
+        recorded = f"[`{name}`]({pages[name]})" if (results.parent / pages[name]).exists() else f"`{name}`"
+        cells.append((idea, recorded, step))
+    machine = Machine.read(results / SHOWN)
+    folded = [_folded(number, question, machine) for number, question in enumerate(QUESTIONS, 1)]
+    headers = ("idea", "experiment", "step of the ladder")
+    return "\n\n".join([pipe_table(headers, cells, n_left=3), "### Ten questions", *folded])
+
+
+def _folded(number: int, question: Question, machine: Machine) -> str:
+    try:
+        answer = question.answer(machine)
+    except KeyError:
+        answer = "nothing is recorded."
+    page = f"results/{SHOWN}/anatomy/{question.experiment}.md"
+    return (
+        f"{number}. {question.text}\n\n<details><summary>Measured</summary>\n\n{answer} [Record]({page})\n\n</details>"
+    )

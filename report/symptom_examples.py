@@ -1,0 +1,181 @@
+"""A measured example of each symptom of docs/not-faster.md, from the records: the table of that page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from common.record import Row, Run
+from report import analysis, symptoms
+from report.analysis import is_timed, median_ms, peak_gib
+from report.causal_claims import SLICE, Records
+from report.load import MERGED
+from report.table import markdown, pipe_table
+
+GPU, CPU = "h200", "epyc-2-cores"
+SHOWN = ("gpt2-batch-8", SLICE)
+BEFORE = {"1_cublas": "0_baseline", "3_compile": "2_sdpa", "4_transformer_engine": "3_compile"}
+Found = tuple[str, str] | None  # figure, and record below the machine's folder
+
+
+def slower(step: str) -> Callable[[Records], Found]:
+    """Runs in which a step takes longer than the one before."""
+
+    def describe(before: Row, row: Row) -> str | None:
+        if median_ms(row) <= symptoms.MORE * median_ms(before):
+            return None
+        kinds = ("matrix products", "copies and casts")
+        old, new = (analysis.category_ms(one) for one in (before, row))
+        parts = [f"{kind} {old[kind]:.1f} to {new[kind]:.1f}" for kind in kinds]
+        return f"{median_ms(before):.1f} to {median_ms(row):.1f} ms ({', '.join(parts)})"
+
+    return _of_pairs(step, describe)
+
+
+def larger(step: str) -> Callable[[Records], Found]:
+    """Runs in which a step needs more memory than the one before."""
+
+    def describe(before: Row, row: Row) -> str | None:
+        a, b = peak_gib(before), peak_gib(row)
+        return f"{a:.1f} to {b:.1f} GiB" if b > symptoms.MORE * a else None
+
+    return _of_pairs(step, describe)
+
+
+def changed(step: str, category: str, *names: str) -> Callable[[Records], Found]:
+    """Time and launches of a category in some runs, in a step and in the one before."""
+
+    def describe(before: Row, row: Row) -> str:
+        a, b = (one.profile.categories[category] for one in (before, row))
+        return f"{category} {a.ms:.1f} to {b.ms:.1f} ms, {a.launches:.0f} to {b.launches:.0f} launches"
+
+    return _of_pairs(step, describe, names)
+
+
+def _of_pairs(step: str, describe: Callable[[Row, Row], str | None], names: tuple = ()) -> Callable[[Records], Found]:
+    def measure(records: Records) -> Found:
+        pairs = records.rows(BEFORE[step], step).items()
+        said = {name: describe(*pair) for name, pair in pairs if name in (names or records.runs)}
+        text = "; ".join(f"{name}: {words}" for name, words in said.items() if words)
+        return (text, f"*/{MERGED}") if text else None
+
+    return measure
+
+
+def fp8_losses(records: Records) -> Found:
+    every = [row for run in records.runs.values() for row in run.steps if is_timed(row) and row.settings.fp8_recipe]
+    bad = sum(any(map(math.isnan, row.loss)) for row in every)
+    number = anatomy("precision", unscaled)(records)
+    text = f"a loss is NaN in {bad} of {len(every)} FP8 rows" + (f"; {number[0]}" if number else "")
+    return (text, f"*/{MERGED}" + (f", {number[1]}" if number else "")) if every else None
+
+
+def unscaled(figures: dict) -> str:
+    lost = [number for number, range_ in figures["ranges"].items() if range_["becomes"]["FP8 E4M3"] == "nan"]
+    return f"without a scale {', '.join(lost)} become NaN in E4M3"
+
+
+def untimed_step_4(records: Records) -> Found:
+    rows = [
+        (name, row) for name, run in records.runs.items() for row in run.steps if row.step == "4_transformer_engine"
+    ]
+    said = [(f"{analysis.reason_untimed(row)}", f"{name}/{MERGED}") for name, row in rows if row.status == "skipped"]
+    return said[0] if said else None
+
+
+def anatomy(experiment: str, describe: Callable[[dict], str]) -> Callable[[Records], Found]:
+    """A figure of an experiment of anatomy/."""
+
+    def measure(records: Records) -> Found:
+        name = f"anatomy/{experiment}.json"
+        path = records.machine / name
+        return (describe(json.loads(path.read_text())["figures"]), name) if path.exists() else None
+
+    return measure
+
+
+def compiled_step(figures: dict) -> str:
+    eager, default = figures["eager"]["step_s"], figures["modes"]["default"]["cold"]
+    cold = default["first_steps_s"]
+    return f"a small block: {1e3 * eager:.2f} ms eager, {1e3 * default['step_s']:.2f} compiled after {cold:.1f} s"
+
+
+def compiled_memory(figures: dict) -> str:
+    eager, default = figures["eager"]["reserved_bytes"], figures["modes"]["default"]["cold"]["reserved_bytes"]
+    return f"a small block: {eager / 1e6:.0f} MB reserved eager, {default / 1e6:.0f} compiled"
+
+
+def graphs(figures: dict) -> str:
+    return "graphs in 5 calls: " + ", ".join(f"{name} {found}" for name, (_, found) in figures["graphs"].items())
+
+
+def kernels(figures: dict) -> str:
+    length = max(figures["attention"]["SDPA math"], key=int)
+    times = (f"{name} {1e3 * at[length]['seconds']:.1f} ms" for name, at in figures["attention"].items())
+    return f"T {length}: {', '.join(times)}"
+
+
+def over_the_roof(figures: dict) -> str:
+    name, most = max(figures["operations"].items(), key=lambda item: item[1]["of_roof"])
+    return f"{name}: {most['of_roof']:.0%} of the roof that was measured in the same run"
+
+
+def sync(figures: dict) -> str:
+    loop = figures["loop"]
+    without, with_item = (1e3 * loop[f"{which}_s"] for which in ("without", "with"))
+    return f"{loop['iterations']} small kernels: {without:.1f} ms, with .item() after each {with_item:.1f}"
+
+
+def tf32(records: Records) -> Found:
+    ceilings = records.roofs().ceilings if records.roofs() else {}
+    if not {"fp32", "tf32"} <= ceilings.keys():
+        return None
+    return f"{ceilings['fp32'] / 1e12:.0f} TFLOP/s in FP32, {ceilings['tf32'] / 1e12:.0f} in TF32", "roofs.json"
+
+
+def parallel(kind: str) -> Callable[[Records], Found]:
+    """Recorded runs of several GPUs."""
+
+    def measure(records: Records) -> Found:
+        runs = {name: run for name, run in records.runs.items() if run.workload and run.workload.parallel == kind}
+        said = [f"{name}: {times(run)}" for name, run in runs.items()]
+        return ("; ".join(said), f"*/{MERGED}") if said else None
+
+    def times(run: Run) -> str:
+        return ", ".join(f"{row.step} {median_ms(row):.1f} ms" for row in run.steps if is_timed(row))
+
+    return measure
+
+
+EXAMPLES = {
+    symptoms.SLOW_FP8: slower("4_transformer_engine"), symptoms.LARGE_FP8: larger("4_transformer_engine"),
+    symptoms.NAN: fp8_losses, symptoms.INSTALL: untimed_step_4,
+    symptoms.SLOW_COMPILE: anatomy("compile-modes", compiled_step),
+    symptoms.RECOMPILED: anatomy("compile-modes", graphs),
+    symptoms.LARGE_COMPILE: anatomy("compile-modes", compiled_memory),
+    symptoms.ATTENTION: anatomy("attention", kernels),
+    symptoms.SLOW_AMP: changed("1_cublas", "copies and casts", *SHOWN), symptoms.TF32: tf32,
+    symptoms.DDP: parallel("ddp"), symptoms.FSDP: parallel("fsdp"),
+    symptoms.HOST: changed("3_compile", "optimizer", *SHOWN), symptoms.MFU: anatomy("roofline", over_the_roof),
+    symptoms.SYNC: anatomy("sync-points", sync),
+}  # fmt: skip
+
+
+def examples_table(results: Path) -> str:
+    """A row per symptom: a link to its entry, a figure, and the record that holds it."""
+    machines = {name: Records(results / name) for name in (GPU, CPU)}
+    cells = []
+    for title in symptoms.TITLES:
+        name = CPU if title == symptoms.INSTALL else GPU
+        figure, record = EXAMPLES[title](machines[name]) or ("nothing is recorded", None)
+        cells.append(
+            (f"[{title}](#{anchor(title)})", markdown(figure), markdown(f"{name}/{record}") if record else "-")
+        )
+    return pipe_table(("symptom", "measured here", "record"), cells, n_left=3)
+
+
+def anchor(title: str) -> str:
+    """The name that GitHub gives to a heading."""
+    return "".join(letter for letter in title.lower().replace(" ", "-") if letter.isalnum() or letter in "-_")

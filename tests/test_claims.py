@@ -1,0 +1,79 @@
+"""The table of claims: verdicts by arithmetic, and nothing where nothing is recorded."""
+
+import json
+
+from report import claims, findings, questions, traffic
+from report.claims import Claim
+from report.findings import Finding, Machine
+
+
+def test_a_range_holds_for_all_for_some_or_lies_beside():
+    assert findings.within({"a": 1.6, "b": 1.9}, 1.5, 2).verdict == "holds"
+    assert findings.within({"a": 1.6, "b": 7.0}, 1.5, 2) == Finding("a 1.60x, b 7.00x", "holds only for a")
+    assert findings.within({"a": 3.0, "b": 7.0}, 1.5, 2).verdict == "more here"
+    assert findings.within({"a": 1.0}, 1.5, 2).verdict == "less here"
+    assert findings.within({"a": 1.0, "b": 3.0}, 1.5, 2).verdict == "more for b, less for the others"
+
+
+def test_a_machine_without_records_says_so_and_machines_that_differ_are_named(tmp_path):
+    empty = Machine.read(tmp_path)
+    found = [claims.found(claim, empty) for claim in claims.CLAIMS]
+    assert {one.verdict for one in found} == {claims.NO_RECORD, claims.NOT_TESTED}
+    assert found[-1].verdict == claims.NOT_TESTED, "no function"
+    good, bad, none = Finding("1", "holds"), Finding("2", "less here"), Finding("-", claims.NO_RECORD)
+    assert claims.verdict({"H200": good, "CPU": none}) == "holds"
+    assert claims.verdict({"H200": good, "CPU": bad}) == "H200: holds; CPU: less here"
+    assert claims.verdict({"H200": none, "CPU": none}) == claims.NO_RECORD
+    assert "nothing is recorded" in questions.path(tmp_path / "docs" / "results")
+
+
+def test_a_claim_links_to_the_page_that_makes_it_or_says_that_none_was_found(tmp_path):
+    sources = [claim.source for claim in claims.CLAIMS]
+    assert all(source is None or source.startswith("https://") for source in sources)
+    assert claims.source_link(Claim("x", "https://www.a.org/b", "y")) == "[a.org](https://www.a.org/b)"
+    assert claims.claims_table(tmp_path).count("no source was found") == sources.count(None) > 0
+
+
+def test_verdicts_follow_the_figures():
+    operations = {".item()": {"host_s": {"empty queue": 12e-6}, "waits": True},
+                  "print": {"host_s": {"empty queue": 270e-6}, "waits": True}}  # fmt: skip
+    machine = Machine({"sync-points": {"operations": operations}})
+    assert findings.constant_sync(machine).verdict == "holds only for .item()"
+    del operations["print"]
+    assert findings.constant_sync(machine).verdict == "holds"
+    claim = Claim("x", "https://x", "sync-points", findings.any_waits)
+    assert claims.found(claim, machine).verdict == claims.NO_RECORD, "an older record lacks the case"
+
+
+def modes(default: tuple, reduce_overhead: tuple, autotune: tuple) -> Machine:
+    """Each mode's seconds to compile, and of a step."""
+    named = {"default": default, "reduce-overhead": reduce_overhead, "max-autotune": autotune}
+    rows = {name: {"cold": {"first_steps_s": cold}, "warm": {"step_s": step}} for name, (cold, step) in named.items()}
+    return Machine({"compile-modes": {"modes": rows}})
+
+
+def test_the_modes_of_the_compiler_are_as_claimed_only_if_both_figures_are():
+    assert findings.compile_modes(modes((2, 0.3), (3, 0.2), (90, 0.1))).verdict == "holds"
+    assert findings.compile_modes(modes((3, 0.3), (2, 0.2), (90, 0.1))).verdict == findings.FAILS
+    assert findings.compile_modes(modes((2, 0.3), (3, 0.1), (90, 0.2))).verdict == findings.FAILS
+
+
+def test_occupancy_stops_helping_where_less_of_it_gives_nearly_all_of_the_bandwidth():
+    def verdict(rates):
+        rows = {str(k): {"bytes_per_s": rate} for k, rate in rates.items()}
+        return findings.occupancy(Machine({"memory-hierarchy": {"occupancy": rows}})).verdict
+
+    assert verdict({4: 1e12, 8: 3.9e12, 16: 4e12}) == "holds"
+    assert verdict({4: 1e12, 8: 2e12, 16: 4e12}) == findings.FAILS
+
+
+def test_counted_bytes_are_shares_of_a_copy_and_a_step_that_was_not_counted_says_why(tmp_path):
+    assert traffic.sections(tmp_path) == []
+    kernel = {"name": "softmax|fused", "launches": 12, "bytes": 2e9, "seconds": 1e-3}
+    steps = {"0_baseline": {"kernels": [kernel], "bytes": 4e9, "seconds": 4e-3}, "1_cublas": {"reason": "no counters"}}
+    record = {"copy_bytes_per_s": 4e12, "steps": steps}
+    (tmp_path / "card").mkdir()
+    (tmp_path / "card" / "step-traffic-gpt2.json").write_text(json.dumps(record))
+    title, table, lines = traffic.sections(tmp_path)
+    assert "gpt2" in title and "50%" in table and "softmax" in table
+    assert "4.0 GB in 4.0 ms of kernels, 25% of a copy" in lines and "1_cublas was not counted: no counters." in lines

@@ -1,0 +1,111 @@
+"""docs/guide.md: its blocks of Python run in order and prove what they say; a fault in one is noticed."""
+
+import functools
+import json
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import ROOT
+from te_signatures import calls_to_te
+
+GUIDE = ROOT / "docs" / "guide.md"
+CUDA = torch.cuda.is_available()
+
+
+class Block(NamedTuple):
+    line: int
+    gpu: bool
+    source: str
+
+
+def sections():
+    """The blocks of each part that has any."""
+    parts, text = {}, GUIDE.read_text()
+    for found in re.finditer(r"^```python( gpu)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        before = text[: found.start()]
+        block = Block(before.count("\n") + 1, bool(found[1]), found[2])
+        parts.setdefault(re.findall(r"^## (.*)$", before, re.MULTILINE)[-1], []).append(block)
+    return parts
+
+
+PARTS = sections()
+MODEL = next(iter(PARTS.values()))[0]
+
+
+def run(part, gpu=False, changed=("", "")):
+    """Run the blocks of a part after the model, which the first block of all defines; with one text replaced."""
+    names = {}
+    for block in dict.fromkeys((MODEL, *PARTS[part])):
+        if gpu or not block.gpu:
+            source = block.source.replace(*changed) if changed[0] else block.source
+            exec(compile("\n" * block.line + source, str(GUIDE), "exec"), names)
+
+
+@pytest.fixture(autouse=True)
+def compiled_by_tracing_alone(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more of them wait for each other at so small a model
+    yield
+    torch.set_num_threads(threads)
+    torch.compiler.reset()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_the_guide_says_is_true(part, on_a_cpu):
+    run(part)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("part", [part for part in PARTS if any(block.gpu for block in PARTS[part])])
+def test_what_the_guide_says_is_true_on_a_gpu(part, monkeypatch):
+    from test_gpu import fp8_reason
+
+    if part.startswith("4.") and (reason := fp8_reason()):
+        pytest.skip(reason)
+    monkeypatch.undo()  # compiled as a reader compiles
+    run(part, gpu=True)
+
+
+FAULTS = [
+    ("1.", "    optimizer.step()\n    optimizer.zero_grad()", "    optimizer.zero_grad()"),
+    ("1.", "loss = model(x, y) / parts", "loss = model(x, y)"),
+    ("1.", "with amp:\n    fresh = layer(x)", "fresh = stale"),
+    ("1.", "    scaler.unscale_(optimizer)\n", ""),
+    ("1.", "* math.inf", "* 1.0"),
+    ("2.", "/ math.sqrt(q.size(-1))", ""),
+    ("2.", ", value=-100", ""),
+    ("2.", "0.5 if training else 0.0", "0.5"),
+    ("2.", "generated = F.scaled_dot_product_attention(last, k, v, enable_gqa=True)", "generated = attend(last, k, v)"),
+    ("3.", "model.compile(fullgraph=True)", "model = torch.compile(model)"),
+    ("3.", "lr=rate", "lr=1e-2"),
+    ("3.", "model.load_state_dict(saved)", ""),
+    ("Several", "(model(x, y) / 2).backward()", "model(x, y).backward()"),
+]
+
+
+@pytest.mark.parametrize("part, right, wrong", FAULTS, ids=[f"{part} {right[:30]}" for part, right, _ in FAULTS])
+def test_a_fault_in_a_block_is_noticed(part, right, wrong, on_a_cpu):
+    (name,) = (name for name in PARTS if name.startswith(part))
+    assert any(right in block.source for block in PARTS[name])
+    with pytest.raises((AssertionError, AttributeError)):
+        run(name, changed=(right, wrong))
+
+
+@pytest.mark.parametrize("version", ["2.9.0", "2.20.2"])
+def test_transformer_engine_has_what_the_guide_calls(version):
+    signatures = json.loads((ROOT / "tests" / "data" / f"te-{version}.json").read_text())
+    found = calls_to_te("\n".join(block.source for blocks in PARTS.values() for block in blocks))
+    assert {name for name, _ in found} >= {"LayerNormLinear", "Linear", "LayerNormMLP", "autocast", "is_fp8_available"}
+    for name, call in found:
+        accepted = {*signatures[name]["parameters"], *signatures[name]["keyword_only"], "normalization", "bias"}
+        assert {keyword.arg for keyword in call.keywords if keyword.arg} <= accepted, name

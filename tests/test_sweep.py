@@ -1,0 +1,256 @@
+"""--sweep and --batch-size max: shapes that break and stay cells, limits, what a page says of where a step pays."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import FAST, ROOT
+
+from common.errors import explain
+from ladder import cells, largest_batch, predict, process, sweep
+from ladder.__main__ import build_parser
+from report import sweep as pages
+from report.charts import heat_map, heat_maps_png, ratio_color
+
+SCRIPT = f"""
+import os, signal, sys, torch
+sys.path.insert(0, {str(ROOT)!r})
+from common.record import Row, Timing
+print("process", os.getpid(), file=sys.stderr)
+def main(args):
+    if args.batch_size == 2: raise torch.OutOfMemoryError("CUDA out of memory")
+    if args.batch_size == 3: os.kill(os.getpid(), signal.SIGKILL)
+    ms = float(args.batch_size)
+    row = Row(args.step, "", "ok", timing=Timing(1.0, [ms], ms, ms, ms), tokens_per_s=1.0, loss=[1.0])
+    row.model_flops_per_s, row.peak_rss_bytes = 1.0, 1
+    return row
+"""
+CELL = pages.Cell("3_c", 2, 2, 256, 512, 8192, 8, "ok", median_ms=10.0, predicted_ms=9.0, step_ms=[10.0, 10.1],
+                  predicted_category_ms={"matrix products": 5.0, "copies and casts": 4.0}, captured=True)  # fmt: skip
+PARTS = {"matrix products": 3.0, "copies and casts": 7.5}
+
+
+def four(width, ms, **fields):
+    """The cells of steps 3 and 4 at a width."""
+    fp8 = replace(CELL, step="4_d", median_ms=ms, step_ms=[ms], predicted_ms=10.5, predicted_category_ms=PARTS)
+    return [replace(CELL, n_embd=width), replace(fp8, n_embd=width, **fields)]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A sweep of stand-in steps that writes below a folder of the test: what main needs, and the folder."""
+    for name in ("0_a", "2_b"):
+        (tmp_path / f"{name}.py").write_text(SCRIPT)
+    shapes = [sweep.Shape(32, 2, 32, batch, 1, 256) for batch in (1, 2, 3, 5)]
+    facts = {"device_type": "cpu", "free_bytes": 2**40}
+    one = predict.Prediction("0_a", {"matrix products": 1.0}, 5, 0.0)
+    monkeypatch.setattr(sweep, "ROOT", tmp_path)
+    monkeypatch.setattr(sweep, "shapes_of", lambda _: shapes)
+    monkeypatch.setattr(sweep, "measure_roofs", lambda *_: None)
+    monkeypatch.setattr(predict, "read_roofs", lambda _: None)
+    monkeypatch.setattr(predict, "predict", lambda *_: {"0_a": one})
+    monkeypatch.setattr(process.Stop, "listen", lambda _: None)
+
+    def start(*words, **changed):
+        parser = build_parser()
+        given, rest = parser.parse_known_args(["--sweep", *words])
+        return sweep.main(given, ["--device", "cpu", *rest][2 * bool(given.resume) :], list(words), parser,
+                          lambda *_: facts | changed)  # fmt: skip
+
+    return SimpleNamespace(start=start, folder=tmp_path, facts=facts)
+
+
+def test_shapes_that_break_are_cells_and_the_others_run(home, capfd, monkeypatch):
+    assert home.start("--only", "0") == 0
+    (folder,) = (home.folder / "results").iterdir()
+    found = json.loads((folder / "sweep.json").read_text())
+    assert [cell["status"] for cell in found] == ["ok", "oom", "oom", "ok"]
+    assert "signal 9" in found[2]["reason"] and found[3]["median_ms"] == 5.0
+    assert found[0]["predicted_ms"] == 1.0 and found[0]["step"] == "0_a" and found[0]["batch_size"] == 1
+    processes = {line for line in (folder / "0_a.log").read_text().splitlines() if line.startswith("process ")}
+    assert len(processes) == 2, "a new one after the one that was killed, and no other"
+    assert "4 of 4 shapes, about" in capfd.readouterr().out and "<svg" in (folder / "sweep.html").read_text()
+    record = folder / "c32-t32-b5" / "0_a.json"
+    run = json.loads(record.read_text())
+    assert run["workload"]["batch_size"] == 5 and "--quick" in run["command"]
+    run["steps"][0]["status"] = "failed"
+    record.write_text(json.dumps(run))
+    again = []
+    monkeypatch.setattr(sweep, "run_cells", lambda script, todo, *_: again.extend(cell["name"] for cell in todo))
+    assert home.start("--resume", str(folder)) == 0 and again == ["c32-t32-b5"], "only what failed is tried again"
+
+
+def test_a_process_that_cannot_go_on_is_followed_by_a_new_one_and_one_that_does_nothing_by_none(tmp_path, monkeypatch):
+    codes, started = [cells.RENEW, cells.RENEW, 0], []
+
+    def run(command, *_, **__):
+        todo = json.loads(Path(command[-2]).read_text())
+        started.append([cell["name"] for cell in todo])
+        if todo[0]["name"] != "b":  # which ends without a record
+            Path(todo[0]["output"]).write_text("{}")
+        return process.Ended(codes[len(started) - 1], 0.0)
+
+    monkeypatch.setattr(process, "run", run)
+    todo = [{"name": name, "words": [], "output": str(tmp_path / f"{name}.json"), "seconds": 0} for name in "abc"]
+    sweep.run_cells(Path("0_x.py"), todo, tmp_path / "log", 60, process.Stop(), "cpu")
+    assert started == [["a", "b", "c"], ["b", "c"], ["c"]]
+    assert json.loads((tmp_path / "b.json").read_text())["steps"][0]["status"] == "failed"
+
+
+def test_what_does_not_fit_or_has_no_time_is_a_cell_with_its_reason(home, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "run_cells", lambda *_: None)
+    needed = [shape.peak_bytes("0_") for shape in sweep.shapes_of("cpu")]
+    assert home.start("--sweep-minutes", "2", free_bytes=needed[2]) == 0
+    (folder,) = (home.folder / "results").iterdir()
+    found = {(cell.step, cell.batch_size): cell for cell in pages.read_cells(folder / "sweep.json")}
+    assert found["0_a", 5].status == "oom" and "not tried" in found["0_a", 5].reason
+    assert {cell.status for (_, batch), cell in found.items() if batch < 5} == {"not run"}
+    assert "--sweep-minutes 2" in found["2_b", 3].reason and "--sweep --resume" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "changed", "said"),
+    [
+        (["--no-roofs"], {}, "leave out --no-roofs"),
+        (["--n-embd", "64"], {}, "leave out --n-embd"),
+        (["--only", "7"], {}, "names a step that is not there"),
+        (["--sweep-minutes", "1"], {"device_type": "cuda"}, "--sweep-minutes 1 is too short"),
+        ([], {"free_bytes": 1000}, "no shape of the sweep fits the 0.0 GiB"),
+        (["--resume", "absent"], {}, "holds no sweep"),
+    ],
+)
+def test_bad_input_is_one_line(home, words, changed, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        home.start(*words, **changed)
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and err.count("\n") == 1 and said in err
+
+
+def test_roofs_that_lack_a_part_and_a_first_shape_that_takes_too_long_are_refused(home, monkeypatch, capsys):
+    def lacking(*_):
+        raise ValueError("these roofs lack the grid")
+
+    slow = {"0_a": predict.Prediction("0_a", {"matrix products": 1e8}, 5, 0.0)}
+    for predicted, said in ((lambda *_: slow, "is too short"), (lacking, "these roofs lack the grid")):
+        monkeypatch.setattr(predict, "predict", predicted)
+        with pytest.raises(SystemExit) as ended:
+            home.start()
+        err = capsys.readouterr().err
+        assert ended.value.code == 2 and err.count("\n") == 1 and said in err
+
+
+def test_plans_hold_the_shapes_that_are_promised():
+    gpu, cpu = sweep.shapes_of("cuda"), sweep.shapes_of("cpu")
+    assert len(cpu) >= 6 and len({shape.name for shape in gpu}) == len(gpu) >= 12
+    tokens = {shape.batch_size * shape.seq_len for shape in gpu}
+    assert {256, 8192} <= {shape.n_embd for shape in gpu} and {4096, 65536} <= tokens
+    assert {512, 8192} <= {shape.seq_len for shape in gpu} and all(shape.n_embd % shape.n_head == 0 for shape in gpu)
+
+
+def test_a_script_runs_quickly_at_two_shapes_in_one_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [])
+    script = ROOT / "2_sdpa.py"
+    main = cells.load_main(script)
+    for batch in (1, 2):
+        words, output = [*FAST, "--batch-size", str(batch), "--quick"], tmp_path / f"{batch}.json"
+        row = cells.run_cell(main, script, {"words": words, "output": str(output)})
+        run = json.loads(output.read_text())
+        assert row["status"] == "ok" and run["workload"]["batch_size"] == batch and len(row["timing"]["step_ms"]) == 2
+        assert row["heldout_loss"] is None and row["settings"]["unobserved"] == "--quick" and row["reference_ms"]
+        assert run["command"].startswith("python 2_sdpa.py --device cpu") and cells.is_clean()
+
+
+def test_a_page_says_where_fp8_begins_to_pay_and_why_it_does_not():
+    made = four(256, 12.0) + four(1024, 9.0) + four(2048, 20.0, status="skipped", reason="why", median_ms=None)
+    shapes, pair = pages.by_shape(made), ("3_c", "4_d")
+    assert pages.boundaries(shapes, *pair) == [
+        "4,096 tokens a step, T 512: 4_d pays from 1024 channels (1.11) on, and not yet at 256 channels (0.83)"
+    ]
+    assert "pays at every width" in pages.boundaries(pages.by_shape(four(256, 9.0)), *pair)[0]
+    assert "pays not even at 256 channels" in pages.boundaries(pages.by_shape(four(256, 12.0)), *pair)[0]
+    (line,) = pages.explanations(shapes, [pair])
+    assert "256 channels" in line and "predict 0.86 times as well: copies and casts +3.5 ms, matrix products -2" in line
+    assert "at 1 of 2 shapes: from 0.83 times" in pages.describe_rung(shapes, *pair)
+    text = pages.render_markdown(made)
+    assert "4_d: skipped: why" in text and "5 steps: the median error is" in text
+
+
+@pytest.mark.parametrize(
+    ("cell", "before", "said"),
+    [
+        ({"step_ms": [9.0, 12.0]}, {"step_ms": [9.5, 11.0]}, "overlap"),
+        ({"host_bound": True, "launches": 50, "captured": None}, {}, "launches 50 kernels longer than the GPU works"),
+        ({"predicted_ms": 4.5}, {}, "not explained: the roofs predict 2.00 times"),
+        ({"predicted_ms": 20.0, "predicted_host_ms": 20.0, "launches": 7}, {}, "the host launches 7 kernels in 20 ms"),
+        ({"predicted_ms": None}, {}, "nothing is predicted"),
+    ],
+)
+def test_a_slower_cell_is_explained_by_what_was_measured_or_predicted(cell, before, said):
+    slower = replace(CELL, median_ms=12.0, **({"step_ms": [12.0, 12.1]} | cell))
+    assert said in pages.why_slower(slower, replace(CELL, **before))
+
+
+def test_a_rung_without_a_time_says_why_and_heat_maps_draw_it():
+    made = four(256, 9.0, status="skipped", reason="needs a GPU", median_ms=None)
+    assert "4_d has no time beside 3_c at any shape: needs a GPU." in pages.describe_rung(
+        pages.by_shape(made), "3_c", "4_d"
+    )
+    maps = pages.heat_maps(made)
+    assert [one.title for one in maps] == ["4_d over 3_c", "the fastest step"]
+    assert "skipped" in heat_map(maps[0]) and heat_maps_png(maps).startswith(b"\x89PNG")
+    faster, slower = ratio_color(3.0), ratio_color(1 / 3)
+    assert ratio_color(1.0) == (1, 1, 1) and faster[2] > faster[0] and slower[0] > slower[2]
+
+
+def test_the_largest_batch_lies_on_the_line_through_two_peaks():
+    slope, batches = largest_batch.predicted_batches({4: 14 * 2**30, 8: 18 * 2**30}, 100 * 2**30)
+    assert slope == 2**30 and batches == [87, 84, 80]
+    assert largest_batch.predicted_batches({4: 14 * 2**30, 8: 18 * 2**30}, 18 * 2**30)[1] == []
+    with pytest.raises(ValueError, match="does not grow"):
+        largest_batch.predicted_batches({1: 10, 2: 10}, 100)
+
+
+def test_a_step_tries_smaller_batches_until_one_trains(tmp_path, monkeypatch):
+    def row(batch):
+        status, reason = ("ok", None) if batch <= 84 else explain(MemoryError(), batch)
+        return {
+            "status": status,
+            "reason": reason,
+            "tokens_per_s": 10.0 * batch,
+            "peak_allocated_bytes": (10 + batch) << 30,
+        }
+
+    trials = largest_batch.Trials(tmp_path, [], 100 << 30, process.Stop())
+    monkeypatch.setattr(trials, "run", lambda _, batches: {batch: row(batch) for batch in batches})
+    found = trials.largest(ROOT / "2_sdpa.py", 8)
+    assert found.tried == [87, 84] and found.batch == 84 and found.equal_batch == 8 and found.status == "ok"
+    assert "10.50" in largest_batch.table([found]) and found.tokens_per_s == 840.0
+    broken = trials.largest(ROOT / "2_sdpa.py", 200)
+    assert broken.status == "oom" and "try --batch-size" in largest_batch.table([broken])
+
+
+def test_the_largest_batch_needs_a_gpu_and_hands_on_all_other_arguments(capsys):
+    parser, asked = build_parser(), []
+
+    def check(words, gpus):
+        asked.append(words)
+        return {"device_type": "cpu"}
+
+    for words in (["--batch-size", "max"], ["--batch-size=max"]):
+        given, rest = parser.parse_known_args([*words, "--device", "cpu", "--data", "my book"])
+        with pytest.raises(SystemExit) as ended:
+            largest_batch.main(given, rest, words, parser, check)
+        err = capsys.readouterr().err
+        assert ended.value.code == 2 and err.count("\n") == 1 and "--batch-size max needs a GPU" in err
+        assert asked.pop() == ["--device", "cpu", "--data", "my book"]
+
+
+def test_a_folder_without_a_sweep_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "report.sweep", str(tmp_path)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "sweep.json" in ran.stderr
