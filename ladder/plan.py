@@ -195,7 +195,7 @@ def keep(recording: Recording, source: Path, target: Path, commit: str | None = 
         check_record(path)
     of = facts([*files])
     if len(of.commits) != 1 or of.dirty or commit not in (None, *of.commits):
-        raise RecordError(f"its records are of commit {of.commit}, not of one{f', {commit[:7]}' if commit else ''}")
+        raise RecordError(f"its records are of commit {of.commit}, not of {(commit or 'one alone')[:9]}")
     if commit is None and git(ROOT, "merge-base", "--is-ancestor", of.commits[0], "HEAD") is None:
         raise RecordError(f"its commit {of.commit} is not part of this history")
     if of.devices != (recording.machine.device,):
@@ -212,9 +212,7 @@ def record_all(session: Session, mine: list[Recording], gpus: int) -> bool:
     """
     together = [one for one in mine if not one.alone and one.machine.gpus == 1] if gpus > 1 else []
     shares: list[list[Recording]] = [[] for _ in range(gpus)]
-    for one in sorted(
-        together, key=lambda one: -one.seconds
-    ):  # the same shares in every call, so that a row stays on its GPU
+    for one in sorted(together, key=lambda one: -one.seconds):  # in every call alike: a row that goes on keeps its GPU
         min(shares, key=lambda share: sum(other.seconds for other in share)).append(one)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
 
