@@ -84,11 +84,14 @@ class Session:
         of = facts(recording.files(ROOT / "docs" / "results"))
         return not of.dirty and changed_since(ROOT, of.commits, recording.code) == []
 
-    def rest_s(self, recording: Recording) -> float:
-        """The seconds that a recording is expected to take yet."""
+    def rest_s(self, recording: Recording) -> list[float]:
+        """The seconds that each piece of a recording is expected to take yet."""
         state = self.state(recording)
         pieces = () if self.is_recorded(recording) else recording.pieces[state.done :]
-        return sum(state.rest_s(piece) if k == 0 else piece.seconds for k, piece in enumerate(pieces))
+        return [state.rest_s(piece) if k == 0 else piece.seconds for k, piece in enumerate(pieces)]
+
+    def rest_minutes(self, recordings: list[Recording]) -> str:
+        return f"about {sum(sum(self.rest_s(one)) for one in recordings) / 60:.0f} minutes"
 
     def may_start(self, seconds: float) -> bool:
         """Whether a piece fits in the time that is left. One that never fits may start in the first half of a call."""
@@ -242,7 +245,8 @@ def describe(session: Session, plan: list[Recording], here: Machine) -> str:
         if not fits(one, here):
             now = f"needs {one.machine.gpus} x {one.machine.device}"
         now = "recorded" if session.is_recorded(one) else now
-        cells.append({"recording": one.name, "now": now, "docs/results": old, "seconds": f"{session.rest_s(one):.0f}"})
+        seconds = " + ".join(f"{rest:.0f}" for rest in session.rest_s(one))
+        cells.append({"recording": one.name, "now": now, "docs/results": old, "seconds": seconds})
     return aligned(cells, n_left=3)
 
 
@@ -311,8 +315,7 @@ def run_plan(session: Session, plan: list[Recording], given, parser: OneLinePars
     say(describe(session, plan, here))
     mine = [one for one in plan if fits(one, here)]
     todo = [one for one in mine if not session.is_recorded(one)]
-    expected = sum(map(session.rest_s, todo))
-    say(f"\nto record here, on {here.device}: {len(todo)} of {len(plan)}, about {expected / 60:.0f} minutes")
+    say(f"\nto record here, on {here.device}: {len(todo)} of {len(plan)}, {session.rest_minutes(todo)}")
     if given.status or not todo:
         return 0
     if given.side_by_side and here.gpus < 2:
@@ -321,8 +324,7 @@ def run_plan(session: Session, plan: list[Recording], given, parser: OneLinePars
     os.chdir(ROOT)  # the commands are relative to it
     fine = record_all(session, mine, here.gpus if given.side_by_side else 1)
     rest = [one for one in todo if not session.is_recorded(one)]
-    left = sum(map(session.rest_s, rest)) / 60
-    say(f"{len(todo) - len(rest)} of {len(todo)} recorded; left: about {left:.0f} minutes")
+    say(f"{len(todo) - len(rest)} of {len(todo)} recorded; left: {session.rest_minutes(rest)}")
     say(f"--take {session.into} puts what is recorded into docs/results")
     return 130 if session.stop.requests else int(not fine)
 

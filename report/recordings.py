@@ -12,7 +12,7 @@ from typing import Any
 
 from common.record import MERGED, ROOFS, Roofs
 from common.text import one_line
-from report import causes, parity
+from report import causes, parity, sweep
 from report.load import PREDICTIONS, RecordError, convert, read_json, read_run
 from report.table import markdown, pipe_table
 
@@ -168,7 +168,8 @@ def _objects(content: Any) -> Iterator[dict]:
 
 def check(path: Path) -> None:
     """Raises RecordError where a file is not a valid record of the kind that its name says."""
-    readers = {MERGED: read_run, parity.STUDY: parity.read_study, "ablations.json": causes.read_causes}
+    readers = {MERGED: read_run, parity.STUDY: parity.read_study, "ablations.json": causes.read_causes,
+               sweep.SWEEP: sweep.read_cells}  # fmt: skip
     if path.name == ROOFS:
         convert(read_json(path), Roofs, path.name)
     elif path.parent.name == causes.FOLDER:
