@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from common import data, flops, hardware, parallel, profile, timing
+from common import data, flops, hardware, memory, parallel, profile, timing
 from common.arguments import Arguments, parse_args
 from common.cuda_graph import CapturedStep
 from common.errors import Skip, explain, optional
@@ -282,6 +282,11 @@ def observe(
         row.settings.float32_matmul_precision = torch.get_float32_matmul_precision()
         row.settings.unobserved = one_line(error)
         notes += [f"not observed: {one_line(error)}"] if args.profile else []
+    if args.profile and args.device.type == "cuda":
+        try:
+            row.memory = memory.trace_memory(step, model, args.device)
+        except Exception as error:  # whatever breaks in the allocator's history, or out of memory
+            notes.append(f"memory over time was not traced: {one_line(error)}")
     return joined(notes)
 
 

@@ -23,9 +23,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
+from common.block import one_block
 from common.hardware import synchronize
 from common.record import CATEGORIES, CategoryTime, Kernel, Profile, Settings
 from common.text import aligned
+from common.traced import Launch
 
 COMPILED_GRAPH = "## Call CompiledFxGraph"  # what a CPU's trace calls a compiled graph
 MATRIX_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_linear_pointwise", "_mkl_linear", "convolution")
@@ -62,6 +64,7 @@ MARKER_BYTES = 4093  # copies of this size begin and end a profiled step on the 
 # Work that keeps the GPU busy while the host launches a step. It has few launches: the driver's queue is finite.
 FILLER_SHAPE = (8192, 65536)  # of a matrix that is multiplied with its transpose
 FILLER_PASSES = 36  # over that matrix after each product, for memory traffic
+SHORTEST_US = 10  # of a CPU's operator that is drawn
 LAUNCH_MARGIN_MS = 50  # the profiler's buffers grow while it records: a later step can take the host longer
 
 
@@ -253,7 +256,12 @@ def summarize_timeline(events: list[dict], n_steps: int) -> Profile:
     profile.gpu_busy_ms = sum(kernel.ms for kernel in profile.kernels)
     profile.gpu_idle_ms = profile.step_ms - profile.gpu_busy_ms
     profile.communication_ms = communication_us / 1e3 / n_steps
+    profile.block = one_block([_launch(event["name"], event["ts"], event["dur"]) for event in inside])
     return profile
+
+
+def _launch(name: str, start_us: float, us: float) -> Launch:
+    return Launch(name, categorize(name), start_us / 1e3, us / 1e3)
 
 
 def _new_span(event: dict, cursor: float) -> tuple[float, float]:
@@ -274,7 +282,20 @@ def profile_cpu(step: Callable[[], object], n_steps: int) -> Profile:
         name = f"Optimizer.step: {event.name}" if inside else event.name
         times[name].append(event.self_cpu_time_total / 1e3)
     times = {name: own for name, own in times.items() if sum(own) > 0}
-    return _per_step(times, sum(map(sum, times.values())), n_steps)
+    profile = _per_step(times, sum(map(sum, times.values())), n_steps)
+    profile.block = one_block(_working(events), n_steps)
+    return profile
+
+
+def _working(events: list) -> list[Launch]:
+    """A CPU's operators in order that spend half of their time or more in themselves, without those inside them."""
+    launches, until_us = [], 0.0
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        span = event.time_range
+        if span.start >= until_us and 2 * event.self_cpu_time_total >= event.cpu_time_total >= SHORTEST_US:
+            launches.append(_launch(event.name, span.start, event.cpu_time_total))
+            until_us = span.end
+    return launches
 
 
 def _per_step(times: dict[str, list[float]], total_ms: float, n_steps: int) -> Profile:

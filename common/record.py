@@ -15,6 +15,8 @@ import tempfile
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from common.traced import Block, MemoryUse
+
 SCHEMA_VERSION = 2
 PLAN, MERGED, ROOFS, PREDICTED = "plan.json", "results.json", "roofs.json", "predicted.json"  # in a run folder
 STATUSES = ("ok", "skipped", "oom", "failed", "timeout", "interrupted", "not run")
@@ -82,6 +84,7 @@ class Profile:
     bound_by: str | None = None  # the largest share: compute, memory, launch or communication; null on a CPU
     shares: dict[str, float] | None = None  # of the step, adding up to 1
     communication_ms: float | None = None  # of its kernels; the category has what of it overlaps no other kernel
+    block: Block | None = None  # null where a step has fewer than two attentions
 
 
 @dataclass
@@ -150,6 +153,7 @@ class Row:
     predicted_ms: float | None = None  # by ladder.predict, from the roofs alone
     bytes_per_step: LeastBytes | None = None
     profile: Profile | None = None  # null without --profile
+    memory: MemoryUse | None = None  # null without --profile and on a CPU; a captured step's own peak may differ
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 python -m report RUN_DIR                  print the table; write report.md, report.html and speedup.png,
                                           of a run with --scaling: scaling.json, scaling.md and scaling.png
-python -m report --compare RUN_A RUN_B    two runs beside each other
+python -m report --compare RUN_A RUN_B    two runs beside each other; --html FILE writes that as a page too
 """
 
 from __future__ import annotations
@@ -99,15 +99,21 @@ def main() -> None:
     parser = OneLineParser(prog="python -m report", description=__doc__)
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="a folder that run_all.sh wrote")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("RUN_A", "RUN_B"), help="ratios, step by step")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="with --compare: also write a page")
     args = parser.parse_args()
     if (args.run_dir is None) == (args.compare is None):
         parser.error("give one RUN_DIR, or --compare RUN_A RUN_B")
+    if args.html and not args.compare:
+        parser.error("--html goes with --compare")
     try:
         if args.compare:
-            needs("msgspec", "tabulate")
-            from report.compare import compare_folders
+            needs("msgspec", "tabulate", *(["jinja2", "matplotlib"] if args.html else []))
+            from report.compare import compare_folders, page_of, text_of
 
-            say(compare_folders(*args.compare))
+            made = compare_folders(*args.compare)
+            say(text_of(made))
+            if args.html:
+                args.html.write_text(page_of(made), encoding="utf-8")
             sys.exit(0)
         sys.exit(report(args.run_dir))
     except KeyboardInterrupt:

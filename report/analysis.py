@@ -5,14 +5,16 @@ Everything is computed from one run (common/record.py). Rows without a time stay
 
 from __future__ import annotations
 
+import ast
 import difflib
-import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
 from common.record import CATEGORIES, CategoryTime, Profile, Roofs, Row, Run, Timing
+from report.kernels import readable
 
 LOSS_WINDOW = 20
 LARGEST_PROFILE_OFFSET = 0.03
@@ -123,6 +125,12 @@ def speedup_range(row: Row, reference: Row) -> tuple[float, float] | None:
         return None
     ratios = [before / after for after, before in pairs]
     return min(ratios), max(ratios)
+
+
+def tells_apart(row: Row, other: Row) -> bool:
+    """Whether all of one row's middle times, or of its passes, lie on one side of all of the other's."""
+    (low, high), (other_low, other_high) = extent_ms(row), extent_ms(other)
+    return high < other_low or low > other_high
 
 
 def reference_row(rows: list[Row]) -> Row | None:
@@ -271,9 +279,18 @@ def changed_categories(before: Row, after: Row) -> list[Change]:
     return [change for change in changes if change.before_ms or change.after_ms]
 
 
-def changed_kernels(before: Row, after: Row) -> list[Change]:
-    """Kernels by name, largest change first."""
-    return _changes(_kernels(before), _kernels(after))
+def changed_kernels(before: Row, after: Row) -> list[tuple[Change, list[str]]]:
+    """Kernels in plain words, largest change first, each with the names behind it."""
+    names: dict[str, dict[str, None]] = {}
+    sums = []
+    for row in (before, after):
+        total: dict[str, CategoryTime] = {}
+        for name, time in _kernels(row).items():
+            names.setdefault(readable(name), {})[name] = None
+            own = total.setdefault(readable(name), CategoryTime())
+            own.ms, own.launches = own.ms + time.ms, own.launches + time.launches
+        sums.append(total)
+    return [(change, [*names[change.name]]) for change in _changes(*sums)]
 
 
 def _kernels(row: Row, category: str | None = None) -> dict[str, CategoryTime]:
@@ -333,20 +350,42 @@ def alike_products(before: Row, after: Row) -> AlikeProducts | None:
     return AlikeProducts(a, b, before.clock_mhz, after.clock_mhz, median_ms(before) / rest)
 
 
-def code_diff(before: Row, after: Row) -> list[tuple[str, str, str]] | None:
-    """The two scripts side by side, two unchanged lines around each change: (kind, left, right) a line.
+def code_diff(before: Row, after: Row) -> list[tuple[str, str]] | None:
+    """The code of two scripts as unified lines (sign, text), one unchanged line around each change, no docstring
+    and no empty lines.
 
-    `kind` is same, changed, removed, added, or skip for lines left out. None without sources, or for long ones.
+    A sign is `+`, `-`, a space, or `@` for lines left out, with the class or function that follows. None without
+    sources, or for long ones.
     """
     if not before.source or not after.source:
         return None
-    old, new = before.source.splitlines(), after.source.splitlines()
-    if max(len(old), len(new)) > LONGEST_SOURCE or max(map(len, [*old, *new])) > 1000:
+    old, new = (_code(row.source) for row in (before, after))
+    if max(len(old), len(new)) > LONGEST_SOURCE or max(map(len, [*old, *new, ""])) > 1000:
         return None
-    lines: list[tuple[str, str, str]] = []
-    for group in difflib.SequenceMatcher(None, old, new).get_grouped_opcodes(2):
-        lines += [("skip", "", "")] if lines else []
+    lines: list[tuple[str, str]] = []
+    place = ""
+    for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(1):
+        start, end = group[0][3], group[-1][4]
+        opened = [line.rstrip(":") for line in new[:end] if re.match(r"class |def ", line)]
+        above = [line.rstrip(":") for line in new[:start] if re.match(r"class |def ", line)]
+        at = above[-1] if above and above == opened and above[-1] != place else ""
+        place = opened[-1] if opened else ""
+        lines += [("@", at)] if start else []
         for what, a, b, c, d in group:
-            kind = {"equal": "same", "replace": "changed", "delete": "removed", "insert": "added"}[what]
-            lines += [(kind, *pair) for pair in itertools.zip_longest(old[a:b], new[c:d], fillvalue="")]
+            removed, added = (" ", "") if what == "equal" else ("-", "+")
+            lines += [(removed, line) for line in old[a:b] if line]
+            lines += [(added, line) for line in new[c:d] if line and added]
     return lines
+
+
+def docstring(row: Row) -> str:
+    """What a script says of itself in its first lines; empty without a source that can be read."""
+    try:
+        return ast.get_docstring(ast.parse(row.source or "")) or ""
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+
+
+def _code(source: str) -> list[str]:
+    """The lines of a script behind its docstring."""
+    return re.sub(r'^\s*"""(.*?)"""\s*', "", source, count=1, flags=re.DOTALL).splitlines()

@@ -1,4 +1,4 @@
-"""The charts of a report, drawn by matplotlib from plain numbers: SVG text for the page, PNG for a slide.
+"""Charts with axes, drawn by matplotlib from plain numbers: SVG text for the page, PNG for a slide.
 
 Text and axes take the color of the page around them, so that one chart serves light, dark and paper. Names come
 from records: they are shortened, and never read as markup.
@@ -21,20 +21,17 @@ import matplotlib.ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from common.record import CATEGORIES
 from common.text import one_line
-from report.analysis import GAPS
+from report.drawn import CATEGORY_COLORS
 from report.table import tflops
 
 INK = "#123457"  # stands for the page's own text color, see _svg
 ACCENT, FAINT = "#2f7ebc", "#9aa5b1"
-# Okabe and Ito's colors, which stay apart for color-blind readers, and grays.
-STACK_COLORS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0e442", "#8a6d3b", "#b8bec6")
-CATEGORY_COLORS = dict(zip((*CATEGORIES, GAPS), STACK_COLORS, strict=True))
+# Okabe and Ito's colors, as in report/drawn.py.
 SERIES_COLORS = ("#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2", "#cc79a7", "#8a6d3b", "#9aa5b1")
 FASTER, SLOWER, FULL_RATIO = "#0072b2", "#d55e00", 3  # of a heat map
-LINES = ("-", "--", "-.", ":", (0, (5, 1)))  # styles of curves
 BAR = 0.62  # of the height of a step's line
+LINES = ("-", "--", "-.", ":", (0, (5, 1)))  # styles of curves
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
 LONGEST_NAME, LONGEST_LABEL = 24, 48
 MOST_POINTS = 1000  # of one curve
@@ -52,69 +49,15 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Bar:
-    """One step: its value, or None and in `label` why it has none; `low` and `high` are quartiles."""
+    """One step: its value, or None and in `label` why it has none."""
 
     name: str
     value: float | None
     label: str
-    low: float | None = None
-    high: float | None = None
 
 
-def falling_bars(bars: list[Bar], unit: str) -> str:
-    """SVG of one bar per step, with what fell away since the one before drawn faintly, quartiles as whiskers."""
-    with _steps_figure([bar.name for bar in bars], 0.42 * len(bars) + 0.7, unit) as (figure, axes):
-        top, before = max((bar.value for bar in bars if bar.value), default=1.0), 0.0
-        for row, bar in enumerate(bars):
-            reach = bar.value or 0.0
-            if bar.value is not None:
-                if before > bar.value:
-                    axes.barh(row, before - bar.value, left=bar.value, color=FAINT, alpha=0.3, height=BAR)
-                    reach = before
-                axes.barh(row, bar.value, color=ACCENT, height=BAR)
-                if bar.low is not None and bar.high is not None:
-                    errors = [[max(0.0, bar.value - bar.low)], [max(0.0, bar.high - bar.value)]]
-                    axes.errorbar(bar.value, row, xerr=errors, color=INK, capsize=2, linewidth=0.9)
-                    reach = max(reach, bar.high)
-                before = bar.value
-            _label(axes, reach + 0.012 * top, row, bar.label)
-        axes.set_xlim(0, 1.32 * top)
-        return _svg(figure, f"falling-{unit}")
-
-
-def drawn_categories(stacks: list[tuple[str, dict[str, float] | None, str]]) -> list[str]:
-    """The categories in which any step spends time, in the order of a stacked bar."""
-    return [name for name in CATEGORY_COLORS if any(times and times.get(name) for _, times, _ in stacks)]
-
-
-def stacked_bars(stacks: list[tuple[str, dict[str, float] | None, str]], unit: str, shares: bool) -> str:
-    """SVG of the time of each step by category, absolute or as shares; (name, times or None, why None) a step."""
-    names = drawn_categories(stacks)
-    height_in = 0.42 * len(stacks) + 0.75 + 0.22 * math.ceil(len(names) / 2)
-    with _steps_figure([name for name, _, _ in stacks], height_in, "% of the profiled step" if shares else unit) as (
-        figure,
-        axes,
-    ):
-        for row, (_, times, why) in enumerate(stacks):
-            if times is None:
-                _label(axes, 0.01, row, why, transform=axes.get_yaxis_transform())
-                continue
-            total, left = sum(times.values()) or 1.0, 0.0
-            for name in names:
-                width = times.get(name, 0.0) * (100 / total if shares else 1)
-                axes.barh(row, width, left=left, color=CATEGORY_COLORS[name], height=BAR)
-                left += width
-        if names:
-            handles = [matplotlib.patches.Patch(color=CATEGORY_COLORS[name], label=name) for name in names]
-            figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8)
-        axes.set_xlim(0, 100 if shares else None)
-        return _svg(figure, f"stacked-{shares}")
-
-
-def roofline(
-    points: list[tuple[str, float, float]], copy_bytes_per_s: float, roofs: dict[str, float], untimed: list[str]
-) -> str:
-    """SVG of measured ceilings, their ridge points, and steps as (name, FLOP per byte, FLOP/s); `untimed` in words."""
+def roofline(points: list[tuple[str, float, float]], copy_bytes_per_s: float, roofs: dict[str, float]) -> str:
+    """SVG of measured ceilings, their ridge points, and steps as (name, FLOP per byte, FLOP/s)."""
     with _figure(3.6) as figure:
         axes = figure.subplots()
         slope = copy_bytes_per_s / 1e12  # TFLOP/s per FLOP/byte
@@ -129,8 +72,6 @@ def roofline(
             color, (shift, ha) = SERIES_COLORS[index % len(SERIES_COLORS)], ((0.83, "right"), (1.2, "left"))[index % 2]
             axes.plot(intensity, rate / 1e12, marker="o", color=color, linestyle="none", markersize=7)
             axes.text(intensity * shift, rate / 1e12, one_line(name, LONGEST_NAME), va="center", ha=ha, fontsize=8)
-        for row, reason in enumerate(untimed):
-            axes.text(0.99, 0.02 + 0.06 * row, one_line(reason, 64), transform=axes.transAxes, ha="right", fontsize=8)
         axes.set(xscale="log", yscale="log", xlim=(left, right), xlabel="model FLOP per byte", ylabel="TFLOP/s")
         for axis, marks in ((axes.xaxis, (1,)), (axes.yaxis, (1, 2, 5))):
             axis.set_major_locator(matplotlib.ticker.LogLocator(subs=marks, numticks=12))
@@ -139,19 +80,17 @@ def roofline(
         return _svg(figure, "roofline")
 
 
-def loss_curves(curves: list[tuple[str, list[float], str]]) -> str:
-    """SVG of the loss of every training step, and below it the difference to the first curve; (name, losses, why
-    there are none) a step."""
+def loss_curves(curves: list[tuple[str, list[float]]]) -> str:
+    """SVG of the loss of every training step, and below it the difference to the first curve."""
     with _figure(4.6) as figure:
         above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-        reference = next(losses for _, losses, _ in curves if losses)
-        for index, (name, losses, why) in enumerate(curves):
+        reference = curves[0][1]
+        for index, (name, losses) in enumerate(curves):
             color, style = SERIES_COLORS[index % len(SERIES_COLORS)], LINES[index % len(LINES)]
             every = math.ceil(len(losses) / MOST_POINTS) or 1
             look = {"color": color, "linestyle": style, "linewidth": 1.4, "marker": "o" if len(losses) == 1 else None}
-            label = one_line(name, LONGEST_NAME) if losses else one_line(f"{name}: {why}", LONGEST_LABEL)
-            above.plot(range(0, len(losses), every), losses[::every], label=label, **look)
-            if losses and losses is not reference:
+            above.plot(range(0, len(losses), every), losses[::every], label=one_line(name, LONGEST_NAME), **look)
+            if losses is not reference:
                 gaps = [b - a for a, b in zip(reference, losses, strict=False)]
                 below.plot(range(0, len(gaps), every), gaps[::every], **look)
         above.set_ylabel("loss, nats")
@@ -161,13 +100,10 @@ def loss_curves(curves: list[tuple[str, list[float], str]]) -> str:
         return _svg(figure, "loss")
 
 
-def strip_plot(rows: list[tuple[str, float, list[float], str]]) -> str:
-    """SVG of raw times as dots, in percent of the step's median; (name, median, ms, why there are none) a step."""
+def strip_plot(rows: list[tuple[str, float, list[float]]]) -> str:
+    """SVG of raw times as dots, in percent of the step's median; (name, median, ms) a step."""
     with _steps_figure([name for name, *_ in rows], 0.36 * len(rows) + 0.7, "% of the step's median") as (figure, axes):
-        for row, (_, middle, times, why) in enumerate(rows):
-            if not times:
-                _label(axes, 0.01, row, why, transform=axes.get_yaxis_transform())
-                continue
+        for row, (_, middle, times) in enumerate(rows):
             drawn = times[:: math.ceil(len(times) / MOST_DOTS)]
             # Deterministic offsets keep dots of one value apart.
             heights = [row + 0.26 * (((7 * k) % 11) / 5 - 1) for k in range(len(drawn))]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.record import Row, Run, differing_fields
 from common.text import aligned
-from report.analysis import extent_ms, is_timed, reason_untimed
+from report import drawn, story
+from report.analysis import extent_ms, is_timed, reason_untimed, tells_apart
 from report.doubts import SERIOUS, compared
 from report.load import RecordError, environment_of, load_run
 from report.table import commit_of, describe_passes, grid, legend, levels, ms_cell, speedup_cell, tflops
@@ -19,15 +21,28 @@ SHAPE_FIELDS = (
 HARMLESS_FIELDS = ("warmup", "steps", "data")
 
 
-def compare_folders(a: Path, b: Path) -> str:
+@dataclass
+class Comparison:
+    """What two runs say of each other."""
+
+    claim: str  # of the last step that has a time in both
+    sides: list[str]  # what A and B are
+    notes: list[str]  # how their work differs, and what the speedups are over
+    table: list[dict]
+    doubted: list[str]
+    meaning: str
+    pictures: list[str]  # SVG
+
+
+def compare_folders(a: Path, b: Path) -> Comparison:
     """What two run folders say of each other. Raises RecordError where they cannot be compared."""
     runs, (x, y) = (load_run(a), load_run(b)), (a.resolve(), b.resolve())
     names = (x.name, y.name) if x.name != y.name else (f"{x.parent.name}/{x.name}", f"{y.parent.name}/{y.name}")
     return compare(*runs, names)
 
 
-def compare(a: Run, b: Run, names: tuple[str, str]) -> str:
-    """Text of the ratios of two runs, step by step.
+def compare(a: Run, b: Run, names: tuple[str, str]) -> Comparison:
+    """The ratios of two runs, step by step.
 
     The same workload: times, with the ratio that quartiles or passes allow at least and at most. Two shapes: speedups
     over the first row that both have, because times of different work say nothing about each other. Raises
@@ -42,18 +57,50 @@ def compare(a: Run, b: Run, names: tuple[str, str]) -> str:
     pairs = _pairs(a, b)
     if not any(map(_both_timed, pairs)):
         raise RecordError(f"{names[0]} and {names[1]} have no step in common that has a time in both")
-    lines, doubted = [], legend(a, b)
+    sides, notes, doubted = [], [], legend(a, b)
     for letter, run, name in (("A", a, names[0]), ("B", b, names[1])):
-        lines.append(f"{letter}: {', '.join([_describe(run, name), *describe_passes(run)])}")
+        sides.append(f"{letter}: {', '.join([_describe(run, name), *describe_passes(run)])}")
         doubted += [f"{letter}, serious: {text}" for text in levels(run).get(SERIOUS, [])]
     if serious:
-        lines += [f"The shapes differ ({', '.join(serious)}): speedups are compared, times are not.", ""]
-        return "\n".join([*lines, _speedup_table(pairs, a, b), *doubted])
+        notes.append(f"The shapes differ ({', '.join(serious)}): speedups are compared, times are not.")
+        first, table = _speedup_table(pairs, a, b)
+        notes.append(f"Speedups are over {first.step}, the first row that has a time in both.")
+        return Comparison(f"{names[0]} beside {names[1]}: two shapes", sides, notes, table, doubted, "", [])
     if differing:
-        lines.append(f"A step is the same work in both, but {', '.join(differing)} differ.")
-    table = aligned([_time_cells(*pair, a, b) for pair in pairs])
+        notes.append(f"A step is the same work in both, but {', '.join(differing)} differ.")
+    table = [_time_cells(*pair, a, b) for pair in pairs]
     meaning = "A / B above 1 means that B is faster. The range divides the quartiles by each other, or the passes."
-    return "\n".join([*lines, "", table, *doubted, "", meaning])
+    return Comparison(_claim(pairs, a, b, names), sides, notes, table, doubted, meaning, _pictures(pairs, a, b))
+
+
+def text_of(made: Comparison) -> str:
+    """A comparison for a terminal."""
+    return "\n".join([*made.sides, *made.notes, "", aligned(made.table), *made.doubted, "", made.meaning]).rstrip()
+
+
+def page_of(made: Comparison) -> str:
+    """A comparison as one HTML file that looks as a report does. Raises ImportError without jinja2."""
+    from report.page import environment  # what draws may be absent; the text must not be
+
+    return environment().get_template("compare.html").render(made=made, title=made.claim)
+
+
+def _claim(pairs: list[tuple[Row, Row]], a: Run, b: Run, names: tuple[str, str]) -> str:
+    before, after = [pair for pair in pairs if _both_timed(pair)][-1]
+    speedup = compared(after, before, a, b)
+    if speedup is None or speedup.mark:
+        return f"{names[0]} beside {names[1]}: a serious doubt stands against a claim"
+    if not tells_apart(after, before):
+        return f"{after.step} is as fast in {names[1]} as in {names[0]}, within the spread of its times"
+    return f"{after.step} is {speedup.words()} in {names[1]} than in {names[0]}"
+
+
+def _pictures(pairs: list[tuple[Row, Row]], a: Run, b: Run) -> list[str]:
+    """The time of every step in both runs, where kinds of kernels are known in kinds: in ms, and as shares."""
+    bars = [story.time_bar(run, row, None) for pair in pairs for row, run in zip(pair, (a, b), strict=True)]
+    named = [replace(bar, name=f"{'AB'[k % 2]}: {bar.name}") for k, bar in enumerate(bars)]
+    profiled = [bar for bar in named if bar.parts and "step" not in bar.parts]
+    return [drawn.stacked(named, "ms"), *([drawn.stacked(profiled, "ms", shares=True)] if profiled else [])]
 
 
 def _pairs(a: Run, b: Run) -> list[tuple[Row, Row]]:
@@ -84,8 +131,11 @@ def _time_cells(a: Row, b: Row, run_a: Run, run_b: Run) -> dict[str, str]:
     return {"step": a.step, "A ms": ms[0], "B ms": ms[1], "A / B": ratio, "range": extent}
 
 
-def _speedup_table(pairs: list[tuple[Row, Row]], a: Run, b: Run) -> str:
-    """A speedup is within one run; but where either was busy, none is compared with another."""
+def _speedup_table(pairs: list[tuple[Row, Row]], a: Run, b: Run) -> tuple[Row, list[dict]]:
+    """The row that speedups are over, and the table.
+
+    A speedup is within one run; but where either was busy, none is compared with another.
+    """
     firsts = next(filter(_both_timed, pairs))
     cells = []
     for pair in pairs:
@@ -98,4 +148,4 @@ def _speedup_table(pairs: list[tuple[Row, Row]], a: Run, b: Run) -> str:
         ratio = f"{speedups[1].ratio / speedups[0].ratio:.3f}{max(s.mark for s in speedups)}" if all(speedups) else "-"
         cells.append((pair[0].step, *words, ratio, *rates))
     rows = grid(("step", "A speedup", "B speedup", "B / A", "A TFLOP/s", "B TFLOP/s"), cells)
-    return f"Speedups are over {firsts[0].step}, the first row that has a time in both.\n\n{aligned(rows)}"
+    return firsts[0], rows

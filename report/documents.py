@@ -26,6 +26,7 @@ from report import (
     questions,
     recordings,
     scaling,
+    steps,
     sweep,
     table,
     traffic,
@@ -356,17 +357,16 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
                  "docs/causes.md": (causal_claims.claims_table,), "docs/scaling.md": (scaling_tables,),
                  "docs/claims.md": (claims.claims_table,), "docs/anatomy.md": (questions.path,),
                  "docs/not-faster.md": (examples_table,), "docs/sweep.md": (sweep.recorded,),
+                 "docs/steps.md": (lambda results: shown_steps(results)[0],),
                  "docs/results/README.md": (recordings.recordings_page,)}  # fmt: skip
-    since = {"README.md": recordings.readme_lines(root, results / SHOWN / MERGED),
-             "docs/results/README.md": recordings.since_lines(root, results)}  # fmt: skip
-    plan_line, texts = recordings.page_line(root, results), {}
-    for name, makers in generated.items():
-        lines = "\n".join(recordings.made_by_git(root / name, since.get(name, plan_line)))
-        first, *others = (make(results) for make in makers)
-        gap = "\n" * (1 + (name != "README.md"))  # there the line ends the paragraph about the table
-        first = f"{first}{gap}{lines}" if name in since else f"{lines}{gap}{first}"
-        texts[root / name] = between_markers(root / name, first, *others)
-    return texts
+    parts = {name: [make(results) for make in makers] for name, makers in generated.items()}
+    parts = recordings.with_since(parts, root, results, results / SHOWN / MERGED)
+    return {root / name: between_markers(root / name, *each) for name, each in parts.items()}
+
+
+def shown_steps(results: Path) -> tuple[str, dict[str, bytes]]:
+    """The story of README's run, and its pictures by file name."""
+    return steps.steps_page(read_run(results / SHOWN / MERGED), f"results/{SHOWN}")
 
 
 def main() -> None:
@@ -377,6 +377,8 @@ def main() -> None:
         for document, text in documents(ROOT, results).items():
             write_bytes(document, text.encode())
             say(str(document.relative_to(ROOT)))
+        for name, picture in shown_steps(results)[1].items():
+            write_bytes(ROOT / "docs" / steps.FOLDER / name, picture)
         for folder, study in recorded_studies(results):
             write_bytes(folder / parity.CURVES, parity_curves(study))
             say(str((folder / parity.CURVES).relative_to(ROOT)))

@@ -275,3 +275,14 @@ def since_lines(root: Path, results: Path) -> list[str] | None:
             changed.setdefault(commit, set()).update(names)
     said = {commit: describe_files(sorted(names)) or "nothing" for commit, names in changed.items()}
     return [f"- Since commit {commit[:7]}: {names}. {SINCE}" for commit, names in sorted(said.items())]
+
+
+def with_since(parts: dict[str, list[str]], root: Path, results: Path, shown: Path) -> dict[str, list[str]]:
+    """The generated parts of each page, by name, with what says how old their records are. README is about `shown`."""
+    ends = {"README.md": readme_lines(root, shown), "docs/results/README.md": since_lines(root, results)}
+    plan_line = page_line(root, results)
+    for name, (first, *others) in parts.items():
+        lines = "\n".join(made_by_git(root / name, ends.get(name, plan_line)))
+        gap = "\n" * (1 + (name != "README.md"))  # there the line ends the paragraph about the table
+        parts[name] = [f"{first}{gap}{lines}" if name in ends else f"{lines}{gap}{first}", *others]
+    return parts

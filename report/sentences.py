@@ -1,41 +1,69 @@
-"""What the records of a run say in sentences: its headline, one line a step, and how far the losses are apart."""
+"""What the records of a run say in sentences: its headline, what a step changed and why it helped, and the losses."""
 
 from __future__ import annotations
 
+import re
+
 from common.record import Row, Run, describe_shape
+from common.text import one_line
 from report import analysis
-from report.analysis import bound, describe_bound, is_timed, median_ms, peak_gib
+from report.analysis import bound, describe_bound, is_timed, median_ms
 from report.doubts import Speedup, busy, compared, is_unsteady, kernels_fit, mark
 from report.load import environment_of
 
+TAKE = {
+    "matrix products": "Matrix products take", "attention": "Attention takes",
+    "normalization and pointwise": "Normalization and pointwise kernels take", "optimizer": "The optimizer takes",
+    "copies and casts": "Copies and casts take", "loss": "The loss takes",
+    "communication": "Communication takes", "other": "Other kernels take",
+}  # fmt: skip
 
-def headline(run: Run) -> list[str]:
-    """Machine and shape; the last step against the first; what FP8 adds. A busy machine gets its verdict instead."""
-    shape = f"{run.workload.preset}: {describe_shape(run.workload)}" if run.workload else "workload unknown"
-    machine = f"{environment_of(run).device}, {shape}"
+
+def headline(run: Run) -> str:
+    """What a run shows, in one line: the last step against the first. A busy machine gets its verdict instead."""
     if verdict := busy(run):
-        return [machine, verdict]
+        return verdict
     timed = [row for row in run.steps if is_timed(row)]
     if not timed:
-        return [machine, "No step has a time."]
-    first, last = timed[0], timed[-1]
-    outcome = _no_comparison(last, first)
+        return "No step has a time"
+    first, last, plain = timed[0], timed[-1], analysis.plain_row(run.steps)
+    if why := _no_comparison(last, first):
+        return why
+    if mark(run, first, last):
+        return "No headline: a serious doubt stands against these times"
     if first is last:
-        outcome = f"Only {first.step} has a time: {_ms(run, first)} ms per training step."
-    elif outcome is None:
-        faster = f"{last.step} is {compared(last, first, run).words()} than {first.step}"
-        outcome = f"{faster}: {_ms(run, first)} ms per training step become {_ms(run, last)} ms."
-    return [*dict.fromkeys([machine, outcome, _what_fp8_adds(run)])]
+        return f"One training step of {first.step}: {duration(median_ms(first))}"
+    between = "" if len(timed) == len(run.steps) else f" from {first.step} to {last.step}"
+    times = f"{duration(median_ms(first))} → {duration(median_ms(last), median_ms(first))}"
+    said = f"One training step{between}: {times}, {_times(run, last, first)}"
+    over = plain not in (None, first, last) and not mark(run, plain) and analysis.tells_apart(last, plain)
+    return (
+        f"{said}; {_times(run, last, plain).removesuffix(' faster')} over AMP + SDPA ({plain.step})" if over else said
+    )
 
 
-def _what_fp8_adds(run: Run) -> str:
-    for before, after in analysis.consecutive(run.steps):
-        if is_timed(after) and after.settings.fp8_recipe:
-            if before is None:
-                return f"{after.step} ran in FP8, but no step before it has a time to compare with."
-            faster = f"In FP8 {after.step} is {compared(after, before, run).words()} than {before.step}."
-            return _no_comparison(after, before) or faster
-    return "No step ran in FP8, so what FP8 adds is not measured here."
+def setting(run: Run) -> str:
+    """Machine and shape."""
+    shape = f"{run.workload.preset}: {describe_shape(run.workload)}" if run.workload else "workload unknown"
+    return f"{environment_of(run).device}, {shape}"
+
+
+def duration(ms: float, beside: float | None = None) -> str:
+    """`246.7 ms`, or `3.10 s` where it or a time beside it has a second."""
+    return f"{ms / 1e3:.2f} s" if max(ms, beside or 0.0) >= 1000 else f"{ms:.1f} ms"
+
+
+def _times(run: Run, row: Row, before: Row) -> str:
+    """`20 times faster`, with the range of the passes where that is wider than the rounding."""
+    if not analysis.tells_apart(row, before):
+        return "no change that is larger than the spread of the times"
+    speedup = compared(row, before, run)
+    slower = speedup.ratio < 1
+    ratios = [1 / ratio if slower else ratio for ratio in (speedup.ratio, *sorted(speedup.extent or ()))]
+    digits = 0 if ratios[0] >= 10 else 1 if ratios[0] >= 1.25 else 2
+    ratio, *extent = (f"{ratio:.{digits}f}" for ratio in ratios)
+    within = f" ({' to '.join(sorted(extent, key=float))})" if len({ratio, *extent}) > 1 else ""
+    return f"{ratio} times{within} {'slower' if slower else 'faster'}"
 
 
 def _no_comparison(row: Row, before: Row | None) -> str | None:
@@ -48,17 +76,8 @@ def _no_comparison(row: Row, before: Row | None) -> str | None:
     return f"{row.step} has no comparison: the middle half of {times} {spread}."
 
 
-def _ms(run: Run, row: Row) -> str:
-    return f"{median_ms(row):.1f}{mark(run, row)}"
-
-
-def sentences(run: Run) -> list[str]:
-    """`sentence` of every step that has one."""
-    return [*filter(None, (sentence(run, *pair) for pair in analysis.consecutive(run.steps)))]
-
-
-def sentence(run: Run, before: Row | None, row: Row) -> str:
-    """What a step did, in one line, from its row and the row before; nothing of a row that a busy machine timed."""
+def outcome(run: Run, before: Row | None, row: Row) -> str:
+    """How fast a step is beside the row before; nothing of a row that a busy machine timed."""
     if not is_timed(row):
         return f"{row.step} has no time ({analysis.reason_untimed(row)})."
     if busy(run):
@@ -67,43 +86,73 @@ def sentence(run: Run, before: Row | None, row: Row) -> str:
         return why
     if before is None:
         bound_by = f", bound by {describe_bound(row)}" if bound(row) else ""
-        return f"{row.step} takes {_ms(run, row)} ms per training step{bound_by}."
-    parts = [
-        f"{row.step} is {compared(row, before, run).words()} than {before.step} "
-        f"({_ms(run, before)} to {_ms(run, row)} ms)",
-        *_causes(run, before, row),
-    ]
-    peaks = [f"{peak:.1f}" if peak else None for peak in (peak_gib(before), peak_gib(row))]
-    if all(peaks):
-        parts.append(f"peak memory {'stays ' if peaks[0] == peaks[1] else f'goes from {peaks[0]} to '}{peaks[1]} GiB")
-    if bound(before) and bound(row):
-        word = "still" if bound(before)[0] == bound(row)[0] else "now"
-        parts.append(f"{word} bound by {describe_bound(row)}, before by {describe_bound(before)}")
-    return "; ".join(parts) + "."
+        return f"{row.step} takes {median_ms(row):.1f}{mark(run, row)} ms per training step{bound_by}."
+    times = " to ".join(f"{median_ms(one):.1f}{mark(run, one)}" for one in (before, row))
+    if not analysis.tells_apart(row, before):
+        return f"{row.step} and {before.step} differ by less than their times spread ({times} ms)."
+    return f"{row.step} is {compared(row, before, run).words()} than {before.step} ({times} ms)."
 
 
-def _causes(run: Run, before: Row, row: Row) -> list[str]:
-    """What took less and more time, and what the clock did.
+def why(run: Run, before: Row | None, row: Row) -> str:
+    """The largest measured cause of a step's gain or loss, in one sentence; or why none is named."""
+    if before is None or not is_timed(row) or busy(run) or _no_comparison(row, before):
+        return ""
+    if not analysis.tells_apart(row, before):
+        return "There is no gain to explain."
+    if obstacle := _no_cause(run, before, row):
+        return f"No cause is named: {obstacle}."
+    gained = median_ms(before) - median_ms(row)
+    largest = next((change for change in _moved(before, row) if change.ms * gained < 0), None)
+    if largest is None:
+        return "No kind of kernel explains it: none changed by more than the times spread."
+    share = -largest.ms / gained
+    if share > 1:
+        return f"{_took(largest)}, while the rest takes {'longer' if gained > 0 else 'less'}."
+    return f"{_took(largest)}, which is {share:.0%} of the time {'saved' if gained > 0 else 'lost'}."
 
-    Empty where a profile is so far off that it explains no change of the timed step, where there is a serious doubt,
-    and where the optimizer, the same code in both rows, shows that something else changed too.
-    """
-    if not (kernels_fit(before) and kernels_fit(row)) or analysis.unattributed(before, row) or mark(run, before, row):
+
+def further(run: Run, before: Row | None, row: Row) -> list[str]:
+    """What else changed: other kinds of kernels, the clock, and what binds the step."""
+    if before is None or not is_timed(row) or busy(run) or _no_comparison(row, before):
         return []
-    return [*_largest_changes(before, row), *_at_equal_clock(run, before, row)]
+    lines = []
+    if analysis.tells_apart(row, before) and not _no_cause(run, before, row):
+        gained = median_ms(before) - median_ms(row)
+        moved = _moved(before, row)
+        largest = next((change for change in moved if change.ms * gained < 0), None)
+        lines += [f"{_took(change)}." for change in moved if change is not largest]
+        lines += _at_equal_clock(run, before, row)
+    if bound(before) and bound(row) and bound(before)[0] != bound(row)[0]:
+        lines.append(f"The step is now bound by {describe_bound(row)}, before by {describe_bound(before)}.")
+    return lines
 
 
-def _largest_changes(before: Row, row: Row) -> list[str]:
-    """The categories that lost and gained time, largest first, down to a tenth of all that moved."""
+def _no_cause(run: Run, before: Row, row: Row) -> str | None:
+    """Why profiles explain nothing of what a step changed."""
+    if not (before.profile and row.profile):
+        return "there is no profile of both steps"
+    if analysis.unattributed(before, row):
+        return "the optimizer, the same code in both, took another time, so something else changed too"
+    if not (kernels_fit(before) and kernels_fit(row)):
+        return "profiling changed the times of the kernels"
+    return "there is a serious doubt" if mark(run, before, row) else None
+
+
+def _moved(before: Row, row: Row) -> list[analysis.Change]:
+    """The kinds of kernels that lost or gained time beyond the spread and a tenth of all that moved, largest first.
+
+    Gaps are no cause, because the profiler changes them; nor is an optimizer that both rows run alike.
+    """
     no_cause = {analysis.GAPS} | ({"optimizer"} if analysis.runs_same_optimizer(before, row) else set())
     changes = [change for change in analysis.changed_categories(before, row) if change.name not in no_cause]
-    least = max(0.1 * sum(abs(change.ms) for change in changes), 0.01 * median_ms(before))
-    parts = []
-    for word, sign in (("less", -1), ("more", 1)):
-        moved = [change for change in changes if sign * change.ms > least]
-        listed = ", ".join(f"{change.name} ({change.before_ms:.1f} to {change.after_ms:.1f} ms)" for change in moved)
-        parts += [f"{word} time in {listed}"] if listed else []
-    return parts
+    spread_ms = max(high - low for low, high in map(analysis.quartiles_ms, (before, row)))
+    least = max(0.1 * sum(abs(change.ms) for change in changes), 0.01 * median_ms(before), spread_ms)
+    return [change for change in changes if abs(change.ms) > least]
+
+
+def _took(change: analysis.Change) -> str:
+    digits = 0 if max(change.before_ms, change.after_ms) >= 1000 else 1
+    return f"{TAKE[change.name]} {change.after_ms:,.{digits}f} ms instead of {change.before_ms:,.{digits}f}"
 
 
 def _at_equal_clock(run: Run, before: Row, row: Row) -> list[str]:
@@ -115,10 +164,38 @@ def _at_equal_clock(run: Run, before: Row, row: Row) -> list[str]:
     limit = " (power limit)" if fell and "power limit" in analysis.throttle_reasons(row) else ""
     faster = Speedup(alike.speedup, None, mark(run, row, before)).words()
     return [
-        f"the matrix products that both steps run alike take {alike.after_ms:.1f} ms instead of "
+        f"The matrix products that both steps run alike take {alike.after_ms:.1f} ms instead of "
         f"{alike.before_ms:.1f}, while the clock {'fell' if fell else 'rose'} from {alike.before_mhz:.0f} to "
-        f"{alike.after_mhz:.0f} MHz{limit}; at equal clock it would be {faster}"
+        f"{alike.after_mhz:.0f} MHz{limit}; at equal clock the step would be {faster}."
     ]
+
+
+def title(row: Row) -> str:
+    """`Step 2: fused attention` of a script that says so in its first line, otherwise its name."""
+    first = one_line(analysis.docstring(row), 100).rstrip(".")
+    return first if first.startswith("Step ") else row.step
+
+
+def change(row: Row) -> str:
+    """What a script says that it changes, in its own first sentence; nothing where it does not say."""
+    said = re.search(r"^Change:(.*?)(?:^\w+:|\Z)", analysis.docstring(row), re.DOTALL | re.MULTILINE)
+    text = " ".join(said[1].split()) if said else ""
+    if re.match(r"[a-z]+[ ,]", text):  # a word, no name of a function
+        text = text[0].upper() + text[1:]
+    return one_line(re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)[0])
+
+
+def rising_loss(rows: list[Row]) -> str:
+    """A sentence about losses that rise at the start; empty where none does by a tenth."""
+    first = analysis.reference_row(rows)
+    start = first.loss[: analysis.LOSS_WINDOW // 2] if first else []
+    k = max(range(len(start)), key=start.__getitem__, default=0)
+    if not start or start[k] < 1.1 * start[0]:
+        return ""
+    return (
+        f"The loss first rises, from {start[0]:.2f} to {start[k]:.2f} nats at step {k}, in every row alike: AdamW's "
+        "first updates move every weight by about the whole learning rate, and the learning rate has no warm-up here."
+    )
 
 
 def largest_loss_difference(rows: list[Row]) -> str:

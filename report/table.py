@@ -11,7 +11,7 @@ from report import analysis
 from report.analysis import is_timed, median_ms
 from report.doubts import LEGEND, NOTICE, ROOF, SERIOUS, TIME, compared, doubts, mark
 from report.load import environment_of
-from report.sentences import headline, sentences
+from report.sentences import headline
 from report.symptoms import pointers
 
 BOUND_RULE = (
@@ -22,6 +22,8 @@ PREDICTION = (
     "predicted ms: what the roofs say before a step runs, from FLOPs, bytes and launches (ladder/predict.py); nothing "
     "in it is taken from these times"
 )
+NOT_SHORT = ("tokens/s", "tokens/s per GPU", "vs previous", "head", "warm-up s", "loss", "loss difference", "of roof",
+             "bound by")  # fmt: skip
 CONVENTION = (
     "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square that it needs. "
     f"The loss is the mean of the last {analysis.LOSS_WINDOW} training steps, untimed ones included (of all steps "
@@ -38,6 +40,13 @@ def table_rows(run: Run) -> list[dict[str, str]]:
     empty = [name for name in optional if all(row[name] == "-" for row in rows)]
     empty += ["head"] if not any(peer.settings.head for peer in run.peers) else []
     return [{name: cell for name, cell in row.items() if name not in empty} for row in rows]
+
+
+def halves(rows: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The columns of a table that a reader needs first, and the others, each beside the names of the rows."""
+    first = [{name: cell for name, cell in row.items() if name not in NOT_SHORT} for row in rows]
+    more = [{name: cell for name, cell in row.items() if name == "step" or name in NOT_SHORT} for row in rows]
+    return first, more
 
 
 def _cells(run: Run, row: Row, before: Row | None, reference: Row | None) -> dict[str, str]:
@@ -133,11 +142,15 @@ def products_cells(row: Row, run: Run) -> tuple[str, str]:
     return tflops(rate) if rate else "-", f"{share:.0%}{mark(run, row, about=ROOF)}" if share else "-"
 
 
+def row_notes(run: Run) -> list[str]:
+    """Why a row has no time, and what qualifies one that has."""
+    notes = [(row.step, row.note if is_timed(row) else row.reason) for row in [*run.steps, *run.peers]]
+    return [f"{step}: {note}" for step, note in dict.fromkeys(notes) if note]
+
+
 def remarks(run: Run) -> list[str]:
     """Lines under the table: why a row has no time, what qualifies one that has, and what the columns mean."""
-    rows = [*run.steps, *run.peers]
-    notes = [(row.step, row.note if is_timed(row) else row.reason) for row in rows]
-    lines = [f"{step}: {note}" for step, note in notes if note] + pointers(run)
+    rows, lines = [*run.steps, *run.peers], row_notes(run) + pointers(run)
     if environment_of(run).device_type == "cpu":
         lines.append("peak GiB is the memory of the whole process: on a CPU nothing counts the tensors alone")
     if run.roofs:
@@ -258,20 +271,17 @@ def markdown(text: object) -> str:
 
 
 def render_markdown(run: Run) -> str:
-    """report.md."""
-    said = headline(run)[1:]
-    lines = ["# Training step speedup", "", *(f"**{markdown(line)}**\n" for line in said)]
-    if run.environment and run.workload:
-        lines += [f"Machine: {markdown(describe_machine(run.environment))}", ""]
-        lines += [f"Workload: {markdown(describe_workload(run))}", ""]
-    rows = [{name: markdown(cell) for name, cell in row.items()} for row in table_rows(run)]
+    """report.md: short enough for a comment on a pull request."""
+    said = headline(run)
+    lines = [f"# {markdown(said)}", "", f"Machine: {markdown(describe_machine(environment_of(run)))}", ""]
+    lines += [f"Workload: {markdown(describe_workload(run))}", ""]
+    rows = [{name: markdown(cell) for name, cell in row.items()} for row in halves(table_rows(run))[0]]
     lines += [aligned(rows, "pipe", n_left=2), "", *(f"{line}\n" for line in legend(run))]
-    lines += bullets(sentences(run))
-    for level, texts in levels(run, said).items():
+    lines += bullets(row_notes(run)) if row_notes(run) else []
+    for level, texts in levels(run, [said]).items():
         lines += [f"{level}:", "", *bullets(texts)]
     commands = [one_line(line, 1000) for line in run.command.splitlines()]
-    lines += [*bullets([*dict.fromkeys(remarks(run)), CONVENTION]), "Reproduce:", ""]
-    return "\n".join([*lines, *(f"    {command}" for command in commands), ""])
+    return "\n".join([*lines, "Reproduce:", "", *(f"    {command}" for command in commands), ""])
 
 
 def bullets(texts: Iterable[str]) -> list[str]:

@@ -11,6 +11,7 @@ from operator import getitem
 from conftest import ROOT, scratch
 
 from common import record as r
+from common import traced as t
 from common.record import write_json, write_run
 from report.load import read_run
 
@@ -76,6 +77,79 @@ def run(*steps, peers=(), roofs=None, workload=WORKLOAD, **environment):
 
 def recorded():
     return read_run(RECORDED)
+
+
+def traced():
+    """The recorded run with what newer records hold: predictions, a block's kernels, memory over time, two passes."""
+    made = recorded()
+    for row in made.steps:
+        row.predicted_ms = 1.04 * row.timing.median_ms
+        layers = made.workload.n_layer
+        halves = [_half(row.profile, 3 * layers), _half(row.profile, 1.5 * layers)]
+        row.profile.block = t.Block(halves[0], end_ms(halves[0]), halves[1], end_ms(halves[1]))
+        row.memory = memory_use(row.peak_allocated_bytes / 2**30)
+    return made
+
+
+def _half(found, share):
+    """Launches as a block might have had them: each kernel's part of it, every launch by itself."""
+    launches, at = [], 0.0
+    for kernel in found.kernels:
+        if kernel.category not in ("optimizer", "loss") and kernel.launches >= 6:
+            for _ in range(max(1, round(kernel.launches / 12))):
+                ms = kernel.ms / share / max(1, round(kernel.launches / 12))
+                launches.append(t.Launch(kernel.name, kernel.category, at, ms))
+                at += 1.02 * ms
+    return sorted(launches, key=lambda launch: launch.start_ms)
+
+
+def end_ms(launches):
+    return launches[-1].start_ms + launches[-1].ms
+
+
+def memory_use(peak_gib, points=120):
+    """Activations grow through forward and shrink through backward, gradients the other way round."""
+    held = {kind: [] for kind in t.MEMORY_KINDS}
+    for k in range(points):
+        forward, backward = min(1.0, k / 40), min(1.0, max(0.0, (k - 40) / 60))
+        sizes = {"parameters": 0.1, "optimizer": 0.2, "other": 0.02, "gradients": 0.1 * backward * (k < 115),
+                 "activations": 0.55 * forward * (1 - backward), "temporary": 0.03 * (k % 3) * (k < 100)}  # fmt: skip
+        for kind, share in sizes.items():
+            held[kind].append(int(share * peak_gib * 2**30))
+    totals = [sum(sizes) for sizes in zip(*held.values(), strict=True)]
+    at = totals.index(max(totals))
+    return t.MemoryUse([float(k) for k in range(points)], held, max(totals), float(at), 40.0, 100.0)
+
+
+def only():
+    """The recorded run as `--only 2,3` would have left it."""
+    made = recorded()
+    rest = {"status": "not run", "reason": "left out by --only"}
+    made.steps = [row if row.step[0] in "23" else r.Row(row.step, row.source, **rest) for row in made.steps]
+    return made
+
+
+def two_gpus():
+    """The recorded run with the exchange between two GPUs that each step would have."""
+    made = recorded()
+    made.workload = replace(made.workload, gpus=2, parallel="ddp")
+    for row in made.steps:
+        exchange = r.Kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication", 3.0, 30.0)
+        row.profile.kernels.append(exchange)
+        row.profile.categories["communication"] = r.CategoryTime(3.0, 30.0)
+    return made
+
+
+def busy():
+    """The recorded run on a machine that did other work beside its second row."""
+    made = recorded()
+    for k, row in enumerate(made.steps):
+        row.reference_ms = reference(20.0, 8.0 if k == 1 else 4.0, 1800.0)
+    return made
+
+
+def recorded_cpu():
+    return read_run(ROOT / "docs" / "results" / "epyc-2-cores" / "tiny" / "results.json")
 
 
 def partial():

@@ -13,15 +13,29 @@ def test_losses_are_means_of_the_last_20():
 def test_kernels_and_categories_are_matched_by_name():
     before = runs.step("a", 100.0, profile=runs.profile(100.0, ("old", "kept")))
     after = runs.step("b", 60.0, profile=runs.profile(60.0, ("new", "kept")))
-    kinds = {change.name: change.kind for change in analysis.changed_kernels(before, after)}
+    kinds = {change.name: change.kind for change, _ in analysis.changed_kernels(before, after)}
     assert kinds == {"old": "vanished", "new": "appeared", "kept": "shrank"}
     assert (50.0, 30.0) in {(c.before_ms, c.after_ms) for c in analysis.changed_categories(before, after)}
 
 
-def test_the_code_of_two_steps_is_side_by_side_and_long_scripts_are_not_compared():
-    before, after = runs.step("0_a", source="a\nb\nc\n"), runs.step("1_b", source="a\nB\nc\nd\n")
-    changed = [line for line in analysis.code_diff(before, after) if line[0] != "same"]
-    assert changed == [("changed", "b", "B"), ("added", "", "d")]
+def test_kernels_of_one_kind_are_one_change_with_the_names_behind_it():
+    names = ("nvjet_sm90_tst_192x192_64x4_NN", "nvjet_sm90_tst_192x192_64x3_NT")
+    before = runs.step("a", 100.0, profile=runs.profile(100.0, names, ("matrix products",) * 2))
+    after = runs.step("b", 50.0, profile=runs.profile(50.0, names[:1], ("matrix products",)))
+    ((change, behind),) = analysis.changed_kernels(before, after)
+    assert change.name == "matrix product, BF16, 192x192 tile" and behind == [*names]
+    assert (change.before_ms, change.after_ms, change.before_launches) == (100.0, 50.0, 2)
+
+
+def test_the_code_of_two_steps_is_unified_without_docstring_and_long_scripts_are_not_compared():
+    head = '"""Step {}: x.\n\nChange: {}\n"""\n\nimport a\n\n\nclass A:\n    p = 1\n\n\ndef main(args):\n    one()\n'
+    before = runs.step("0_a", source=head.format(0, "old") + "    two()\n    three()\n\n")
+    after = runs.step("1_b", source=head.format(1, "new") + "    TWO()\n    three()\n    four()\n")
+    assert analysis.code_diff(before, after) == [
+        ("@", "def main(args)"), (" ", "    one()"), ("-", "    two()"), ("+", "    TWO()"), (" ", "    three()"),
+        ("+", "    four()"),
+    ]  # fmt: skip
+    assert analysis.code_diff(before, before) == []
     for source in ("x\n" * 60_000, "x" * 5_000, None):
         assert analysis.code_diff(runs.step("0_a", source=source), after) is None
 

@@ -17,7 +17,7 @@ from conftest import FAST, ROOT, SMALL, STEPS, arguments, built
 from common import benchmark, data, timing
 from common.record import Row
 from report.doubts import is_unsteady
-from report.sentences import sentence
+from report.sentences import outcome
 
 WITHOUT_PACKAGES = """
 import sys
@@ -155,7 +155,7 @@ def test_a_slowed_row_makes_no_sentence(monkeypatch):
 
     row, before = benchmark.run(train_step, made.model, made.args), runs.step("0_x")
     row.reference_ms = None  # this machine may be busy, too
-    assert is_unsteady(row) and "has no comparison" in sentence(runs.run(before, row), before, row)
+    assert is_unsteady(row) and "has no comparison" in outcome(runs.run(before, row), before, row)
 
 
 def test_a_rehearsal_passes_the_batches_and_trains_nothing():

@@ -1,13 +1,16 @@
 """Generated tables: each figure of README, docs/performance.md, report.md and report.html is one figure."""
 
 import re
+from xml.etree import ElementTree
 
 import pytest
 import runs
 from conftest import ROOT
 from test_page import Page
 
-from report import documents
+from report import documents, page, steps, story, table
+from report.load import read_run
+from report.sentences import headline
 
 RESULTS = ROOT / "docs" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("h200/*/results.json"))
@@ -27,22 +30,26 @@ def number(cell):
     return float(found[0].replace(",", "")) if found else None
 
 
-def page_tables(folder):
-    shown = Page((folder / "report.html").read_text()).tables
-    named = {}
-    for name, (header, *rows) in ((name, rows) for name, rows in shown.items() if rows and "Code" not in name):
+def page_tables(run):
+    """Rows of the page's tables by its name; the two of all rows as one."""
+    shown, named = Page(page.render(run)).tables, {}
+    for name, (header, *rows) in ((name, rows) for name, rows in shown.items() if rows):
         named[name] = {row[0].removeprefix("peer: "): dict(zip(header, row, strict=False)) for row in rows}
-    return named
+    more = named["More of all rows"]
+    return named | {"All rows": {step: row | more[step] for step, row in named["All rows"].items()}}
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_performance_shows_the_figures_of_the_page_and_its_short_form(folder):
-    assert tables_of((folder / "report.md").read_text())[0] == page_tables(folder)["All rows"]
+    run = read_run(folder / "results.json")
+    shown = page_tables(run)
+    for step, row in tables_of(table.render_markdown(run))[0].items():
+        short = {name: cell for name, cell in row.items() if name != "step"}
+        assert short.items() <= shown["All rows"][step].items() and len(row) >= 5
     text = (ROOT / "docs" / "performance.md").read_text()
     whole = tables_of(text)[0]
     part, *_ = re.findall(rf"^### {folder.name}, batch.*?(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
     categories, limits = tables_of(part)[:2]
-    shown = page_tables(folder)
     for step, row in shown["All rows"].items():
         (cell,) = (cell for name, cell in whole[step].items() if name.startswith(f"{folder.name}, "))
         assert number(cell) == number(row["ms/step"])
@@ -56,21 +63,37 @@ def test_performance_shows_the_figures_of_the_page_and_its_short_form(folder):
         for name in set(categories[step]) - {"ms per step", "timed"}:
             cells = shown["Time by kernel category"][step]
             assert number(categories[step][name]) == number(cells[name]), (step, name)
-        if step in shown["Time per training step"]:
-            assert number(shown["Time per training step"][step]["ms per step"]) == number(row["ms/step"])
-            assert number(shown["Peak memory"][step]["GiB"]) == number(row["peak GiB"])
         if step in shown.get("Roofline", {}):
             assert all(shown["Roofline"][step][name] == row[name] for name in ("TFLOP/s", "of roof"))
 
 
 def test_readme_shows_the_figures_of_its_run():
-    rows = page_tables(RESULTS / documents.SHOWN)["All rows"]
+    rows = page_tables(read_run(RESULTS / documents.SHOWN / "results.json"))["All rows"]
     readme = next(table for table in tables_of((ROOT / "README.md").read_text()) if "0_baseline" in table)
     for step, cells in readme.items():
         assert number(cells["ms per step"]) == number(rows[step]["ms/step"])
         assert abs(number(cells["times faster than 0_baseline"]) - number(rows[step]["vs baseline"])) < 0.0551
         assert abs(number(cells["times faster than 2_sdpa"]) - number(rows[step]["vs 2_sdpa"])) < 0.0551
         assert all(cells[name] == rows[step][name] for name in ("TFLOP/s", "peak GiB"))
+
+
+@pytest.mark.parametrize("make", [runs.recorded, runs.traced, runs.partial, runs.cpu])
+def test_the_story_in_markdown_has_a_section_and_a_diff_a_step_and_pictures_that_are_files(make):
+    run = make()
+    text, pictures = steps.steps_page(run, "x")
+    assert table.markdown(headline(run)) in text and "None" not in text
+    assert {name.removeprefix("steps/") for name in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)} == set(pictures)
+    for picture in pictures.values():
+        assert ElementTree.fromstring(picture.decode()).tag.endswith("svg") and b"prefers-color-scheme" in picture
+    for card in story.cards(run):
+        assert f"## {table.markdown(card.title)}\n" in text
+    assert text.count("```diff") == sum(bool(card.code) for card in story.cards(run))
+    assert ("block-1.svg" in pictures) == (make is runs.traced) != ("holds no timeline of a block" in text)
+
+
+def test_the_pictures_of_the_story_are_those_of_its_record():
+    for name, picture in documents.shown_steps(RESULTS)[1].items():
+        assert (ROOT / "docs" / steps.FOLDER / name).read_bytes() == picture, "stale: python -m report.documents"
 
 
 def test_a_row_without_a_time_keeps_its_status_and_others_their_speedup(tmp_path):

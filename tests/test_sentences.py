@@ -3,8 +3,9 @@
 import runs
 
 from common.record import GpuState, Settings
+from report.analysis import consecutive
 from report.doubts import doubts
-from report.sentences import headline, largest_loss_difference, sentence, sentences
+from report.sentences import change, further, headline, largest_loss_difference, outcome, rising_loss, title, why
 
 
 def pair(*of_rows, **settings):
@@ -15,15 +16,69 @@ def pair(*of_rows, **settings):
 
 
 def said_of(rows):
-    return sentence(runs.run(*rows), *rows)
+    made = runs.run(*rows)
+    return " ".join([outcome(made, *rows), why(made, *rows), *further(made, *rows)])
 
 
-def test_sentences_say_which_rows_they_compare():
+def outcomes(made):
+    return [outcome(made, *one) for one in consecutive(made.steps)]
+
+
+def test_outcomes_say_which_rows_they_compare():
     made = runs.run(runs.step("0_a", 300.0), runs.step("1_b", status="oom", reason="x"), runs.step("2_c", 100.0))
-    said = sentences(made)
-    assert "1_b has no time (oom: x)." in said and "2_c is 3.00x faster than 0_a (300.0 to 100.0 ms)" in said[2]
-    alone = runs.run(made.steps[1], runs.step("4_e", settings=Settings(fp8_recipe="x")))
-    assert "4_e ran in FP8, but no step before it" in headline(alone)[-1]
+    said = outcomes(made)
+    assert said[1:] == ["1_b has no time (oom: x).", "2_c is 3.00x faster than 0_a (300.0 to 100.0 ms)."]
+
+
+def test_the_headline_is_the_last_step_over_the_first_and_over_plain_training():
+    rows = [runs.step("0_baseline", 3105.0), runs.step("2_sdpa", 282.0), runs.step("4_te", 157.0)]
+    said = "One training step: 3.10 s → 0.16 s, 20 times faster; 1.8 times over AMP + SDPA (2_sdpa)"
+    assert headline(runs.run(*rows)) == said
+    assert headline(runs.run(rows[1], rows[2])) == "One training step: 282.0 ms → 157.0 ms, 1.8 times faster"
+    left_out = runs.step("0_baseline", status="not run")
+    assert headline(runs.run(left_out, *rows[1:])).startswith("One training step from 2_sdpa to 4_te: 282.0 ms")
+    assert headline(runs.run(rows[2], rows[1])).endswith("1.8 times slower")
+    assert headline(runs.run(rows[0])) == "One training step of 0_baseline: 3.10 s"
+    assert headline(runs.run(left_out)) == "No step has a time"
+    passes = [runs.repeated("0_a", 300.0, 330.0), runs.repeated("1_b", 100.0, 150.0)]
+    assert headline(runs.run(*passes)).endswith("2.2 times (2.2 to 3.0) faster")
+    within = runs.run(runs.step("0_a", 100.0), runs.step("1_b", 99.5))
+    assert headline(within).endswith("no change that is larger than the spread of the times")
+    assert said_of(within.steps) == "1_b and 0_a differ by less than their times spread (100.0 to 99.5 ms). " + (
+        "There is no gain to explain."
+    )
+
+
+def test_a_serious_doubt_withholds_the_headline():
+    rows = [runs.step("0_a", 300.0), runs.step("1_b", 100.0)]
+    rows[1].timing.step_ms = [100.0] * 10 + [120.0] * 10
+    assert headline(runs.run(*rows)) == "No headline: a serious doubt stands against these times"
+    assert "3.0 times faster" in headline(runs.run(rows[0], runs.step("1_b", 100.0)))
+
+
+def test_a_cause_is_the_largest_one_with_its_part_of_the_gain():
+    rows = pair((100.0, 70.0, 30.0), (60.0, 40.0, 20.0))
+    assert "Matrix products take 40.0 ms instead of 70.0, which is 75% of the time saved. The optimizer" in said_of(
+        rows
+    )
+    rows = pair((100.0, 90.0, 10.0), (80.0, 60.0, 20.0))
+    assert "Matrix products take 60.0 ms instead of 90.0, while the rest takes longer." in said_of(rows)
+    assert "instead of 20.0, which is" not in said_of(pair((80.0, 60.0, 20.0), (100.0, 90.0, 10.0))), "the slower one"
+    rows[1].profile = None
+    assert "No cause is named: there is no profile of both steps." in said_of(rows)
+
+
+def test_what_a_script_says_of_itself_is_its_first_line_and_its_first_sentence():
+    source = '"""Step 2: fused attention.\n\nChange:   softmax becomes\n  one kernel. And more.\nWhy: x.\n"""\n'
+    row = runs.step("2_x", source=source)
+    assert title(row) == "Step 2: fused attention" and change(row) == "Softmax becomes one kernel."
+    for unknown in (None, "no docstring = 1", "not python at all (", '"""Something else."""'):
+        assert title(runs.step("2_x", source=unknown)) == "2_x" and change(runs.step("2_x", source=unknown)) == ""
+
+
+def test_a_loss_that_rises_at_the_start_is_explained_and_one_that_falls_is_not():
+    assert "from 11.50 to 34.20 nats at step 1" in rising_loss([runs.step("0_a", loss=[11.5, 34.2, 19.0])])
+    assert rising_loss([runs.step("0_a", loss=[11.5, 9.0])]) == rising_loss([]) == ""
 
 
 def test_the_gap_of_the_losses_is_the_largest_one():
@@ -36,24 +91,26 @@ def test_a_row_whose_times_spread_too_far_makes_no_claim_and_no_headline():
     rows[1].timing.p25_ms, rows[1].timing.p75_ms = 90.0, 124.0
     said = "3_compile has no comparison: the middle half of its times spreads over 34 % of the median."
     made = runs.run(*rows, runs.step("4_x", 50.0))
-    assert sentences(made)[1] == said and headline(runs.run(*rows))[1:] == [said]
-    assert sentences(made)[2].startswith("4_x has no comparison: the middle half of the times of 3_compile spreads")
-    assert "4_x is 6.00x faster than 0_a" in headline(made)[1], "first and last row are steady"
+    assert outcomes(made)[1] == said and headline(runs.run(*rows)) == said
+    assert outcomes(made)[2].startswith("4_x has no comparison: the middle half of the times of 3_compile spreads")
+    assert "6.0 times faster" in headline(made), "first and last row are steady"
     rows[1].timing.p75_ms = 109.0
-    assert "3.00x faster" in headline(runs.run(*rows))[1]
+    assert "3.0 times faster" in headline(runs.run(*rows))
 
 
 def test_the_same_optimizer_is_no_cause_and_where_it_takes_another_time_nothing_is_a_cause():
     same = {"optimizer": "AdamW, fused"}
     small = said_of(pair((100.0, 60.0, 30.0), (60.0, 20.0, 34.0), **same))
-    assert "less time in matrix products (60.0 to 20.0 ms)" in small and "optimizer" not in small
+    assert "Matrix products take 20.0 ms instead of 60.0" in small and "optimizer" not in small
     other = ((100.0, 60.0, 30.3), (60.0, 20.0, 51.0))
     text = "AdamW, the same code in 1_cublas and 2_sdpa, took 30.3 and 51.0 ms: "
-    assert "1.67x faster" in said_of(pair(*other, **same)) and "time in" not in said_of(pair(*other, **same))
+    assert "1.67x faster" in said_of(pair(*other, **same)) and " take" not in said_of(pair(*other, **same))
     assert [d.level for d in doubts(runs.run(*pair(*other, **same))) if d.text.startswith(text)] == ["notice"]
-    assert "optimizer (30.3 to 51.0 ms)" in said_of(pair(*other)), "another optimizer, for all that is known"
+    assert "The optimizer takes 51.0 ms instead of 30.3" in said_of(pair(*other)), (
+        "another optimizer, for all that is known"
+    )
     tiny = said_of(pair((1000.0, 600.0, 3.0), (600.0, 200.0, 9.0), **same))
-    assert "less time in matrix products" in tiny, "6 ms are less than 1 % of the step"
+    assert "Matrix products take 200.0 ms instead" in tiny, "6 ms are less than 1 % of the step"
 
 
 def test_matrix_products_at_another_clock_are_held_against_equal_clock():
@@ -61,7 +118,7 @@ def test_matrix_products_at_another_clock_are_held_against_equal_clock():
     assert "clock" not in said_of(rows)
     rows[0].clock_mhz, rows[1].clock_mhz = 1920.0, 1665.0
     clause = "both steps run alike take 189.0 ms instead of 171.0, while the clock fell from 1920 to 1665 MHz"
-    assert f"{clause}; at equal clock it would be 1.65x faster" in said_of(rows)
+    assert f"{clause}; at equal clock the step would be 1.65x faster" in said_of(rows)
     rows[1].gpu_state = GpuState(throttle_reasons="0x4")
     assert f"{clause} (power limit); at equal clock" in said_of(rows)
     for mhz in (1990.0, 1900.0):

@@ -9,7 +9,7 @@ PACKAGES = ("common", "report", "ladder", "anatomy", "peers")
 FILES = {path: ast.parse(path.read_text()) for package in PACKAGES for path in ROOT.glob(f"{package}/*.py")}
 FILES |= {path: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in FILES}
-ALLOWED = {"report": {"report", "common.record", "common.text", "common.errors"}, "common": {"common"}}
+ALLOWED = {"report": {"report", "common.record", "common.traced", "common.text", "common.errors"}, "common": {"common"}}
 
 
 def imported(tree):

@@ -1,0 +1,53 @@
+"""docs/steps.md: the story of one recorded run in Markdown, with its pictures as files beside it."""
+
+from __future__ import annotations
+
+from common.record import Run
+from report import drawn, page, story, table
+from report.doubts import NOTICE, SERIOUS
+from report.load import environment_of
+from report.sentences import headline
+from report.story import Card
+from report.table import bullets, levels, markdown, pipe_table
+
+FOLDER = "steps"  # of the pictures, below docs/
+
+
+def steps_page(run: Run, at: str) -> tuple[str, dict[str, bytes]]:
+    """Markdown between the markers of docs/steps.md, and the pictures by file name; `at` is where the run is."""
+    evidence = page.evidence(run)
+    pictures = story.where(run) | {f"block-{k}": svg for k, svg in enumerate(story.blocks(run), 1)}
+    blocks = [f"![Kernels of one transformer block](steps/{name}.svg)" for name in pictures if name.startswith("block")]
+    pictures |= {name: part.svg for name, part in evidence.items()}
+    doubts = levels(run, [headline(run)])
+    parts = [
+        f"**{markdown(headline(run))}**",
+        f"{markdown(table.describe_machine(environment_of(run)))}. {markdown(table.describe_workload(run))}. "
+        f"[Record]({at}/results.json), [report as one page]({at}/report.html).",
+        *bullets(doubts.get(SERIOUS, [])),
+        "## Where the time went",
+        "![Milliseconds of a training step by kind of kernel](steps/where.svg)",
+        "![The same as shares of each step](steps/shares.svg)" if pictures["shares"] else "",
+        *(part for card in story.cards(run) for part in _card(card)),
+        "## One transformer block",
+        *(blocks or ["This record holds no timeline of a block: it is older than the timeline."]),
+    ]
+    for name, part in evidence.items():
+        picture = [f"![{part.name}](steps/{name}.svg)"] if part.svg else []
+        parts += [f"## {part.name}", *picture, markdown(part.caption)]
+    parts += ["## How far to trust it", "\n".join(bullets(doubts.get(NOTICE, ["No rule was broken."]))).strip()]
+    return "\n\n".join(filter(None, parts)), {
+        f"{name}.svg": drawn.standalone(svg).encode() for name, svg in pictures.items() if svg
+    }
+
+
+def _card(card: Card) -> list[str]:
+    lines = [f"## {markdown(card.title)}", markdown(card.change), markdown(f"{card.outcome} {card.why}")]
+    lines.append(markdown(" ".join(card.further)))
+    if card.facts:
+        cells = [tuple(map(markdown, row.values())) for row in card.facts]
+        lines.append(pipe_table(("a step", card.compared, card.name), cells))
+    if card.code:
+        code = "\n".join(f"{'@@ … ' if sign == '@' else sign}{line}".rstrip() for sign, line in card.code)
+        lines.append(f"```diff\n{code}\n```")
+    return lines

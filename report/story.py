@@ -1,0 +1,156 @@
+"""The story of a run, from which the page and docs/steps.md are made: pictures, and a card a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from common.record import Row, Run
+from report import analysis, drawn, sentences, table
+from report.analysis import is_timed, median_ms, reason_untimed
+from report.doubts import compared, mark
+
+MOST_FACTS, MOST_KERNELS = 6, 12
+FAR_APART = 4  # times: beyond it a block of the later steps gets a picture of its own
+
+
+@dataclass
+class Card:
+    """A step beside the one before it."""
+
+    name: str
+    title: str
+    before: str  # the script before
+    compared: str  # the last row before that has a time; empty without one
+    change: str
+    outcome: str
+    why: str
+    further: list[str]
+    bars: str  # SVG; empty where there is nothing to compare
+    code: list[tuple[str, str]] | None
+    facts: list[dict]
+    categories: list[dict]
+    kernels: list[dict]  # `names` beside the cells
+    kinds: Counter
+
+
+def cards(run: Run) -> list[Card]:
+    pairs = [*analysis.consecutive(run.steps)][1:]
+    return [_card(run, script, *pair) for script, pair in zip(run.steps, pairs, strict=False)]
+
+
+def _card(run: Run, script: Row, before: Row | None, after: Row) -> Card:
+    comparable = before is not None and is_timed(after)
+    profiled = comparable and before.profile and after.profile
+    categories = analysis.changed_categories(before, after) if profiled else []
+    kernels = analysis.changed_kernels(before, after) if profiled else []
+    cells = [
+        (c.name, arrow(c.before_ms, c.after_ms), arrow(c.before_launches, c.after_launches, 0)) for c in categories
+    ]
+    return Card(
+        after.step, sentences.title(after), script.step, before.step if before else "", sentences.change(after),
+        sentences.outcome(run, before, after), sentences.why(run, before, after),
+        sentences.further(run, before, after),
+        drawn.stacked([time_bar(run, row, None) for row in (before, after)], "ms", legend=False) if comparable else "",
+        analysis.code_diff(script, after),
+        _facts(run, before, after) if comparable else [],
+        table.grid(("kind of kernel", "ms", "launches"), cells),
+        [_kernel_cells(change, names) for change, names in kernels[:MOST_KERNELS]],
+        Counter(change.kind for change, _ in kernels),
+    )  # fmt: skip
+
+
+def _kernel_cells(change: analysis.Change, names: list[str]) -> dict:
+    cells = {"kernel": change.name, "ms": arrow(change.before_ms, change.after_ms, 2)}
+    return cells | {"launches": arrow(change.before_launches, change.after_launches, 0), "names": names}
+
+
+def _facts(run: Run, before: Row, after: Row) -> list[dict]:
+    """What the machine did in both steps: the first figures that are known and differ."""
+    rows, facts = (before, after), []
+    shown = {
+        "ms per step": [ms_of(run, row) for row in rows],
+        "peak GiB": [table.gib(row) for row in rows],
+        "kernels launched": [decimal(row.profile and row.profile.kernels_per_step, 0) for row in rows],
+        "bound by": [analysis.describe_bound(row) for row in rows],
+        "tokens/J": [table.tokens_per_joule(row) for row in rows],
+        "clock, MHz": [decimal(row.clock_mhz, 0) for row in rows],
+        "host waits for the GPU": [decimal(row.host_syncs, 0) for row in rows],
+        "backward nodes of attention": [
+            decimal(row.profile and row.profile.autograd_nodes_attention, 0) for row in rows
+        ],
+    }
+    for name, (a, b) in shown.items():
+        if a != b:
+            facts.append((name, a, b))
+    return table.grid(("a step", "before", "after"), facts[:MOST_FACTS])
+
+
+def time_bar(run: Run, row: Row, reference: Row | None) -> drawn.Bar:
+    """The time of a step in its kinds of kernels, or in one piece where it has no profile."""
+    if not is_timed(row):
+        return drawn.Bar(row.step, None, reason_untimed(row))
+    speedup = compared(row, reference, run)
+    label = f"{ms_of(run, row)} ms"
+    label += f", predicted {decimal(row.predicted_ms)}" if row.predicted_ms else ""
+    label += f" · {speedup.ratio:.1f}x{speedup.mark}" if speedup and row is not reference else ""
+    return drawn.Bar(row.step, analysis.category_ms(row) or {"step": median_ms(row)}, label, row.predicted_ms)
+
+
+def time_bars(run: Run) -> list[drawn.Bar]:
+    """Every step and peer, with its speedup over the first that has a time."""
+    return [time_bar(run, row, analysis.reference_row(run.steps)) for row in [*run.steps, *run.peers]]
+
+
+def where(run: Run) -> dict[str, str]:
+    """Where the time of a step went: a picture in ms, and one in shares of each profiled step; empty without any."""
+    bars = time_bars(run)
+    profiled = [bar for bar in bars if bar.parts and "step" not in bar.parts]
+    shares = drawn.stacked(profiled, "ms", shares=True) if profiled else ""
+    return {"where": drawn.stacked(bars, "ms"), "shares": shares}
+
+
+def blocks(run: Run) -> list[str]:
+    """The kernels of one block, all steps at one scale; and those after the first again, where it dwarfs them."""
+    rows = [(row.step, row.profile and row.profile.block, _why_none(row)) for row in run.steps]
+    spans = [block.forward_ms + block.backward_ms for _, block, _ in rows if block]
+    if not spans:
+        return []
+    pictures, rest = [drawn.timeline(rows)], [row for row in rows if row[1]][1:]
+    if rest and spans[0] > FAR_APART * max(spans[1:]):
+        pictures.append(drawn.timeline(rest))
+    return pictures
+
+
+def memory(run: Run) -> tuple[str, bool]:
+    """A picture of what steps hold, and whether it is over time; otherwise it shows their peaks alone."""
+    if any(row.memory for row in run.steps):
+        return drawn.memory([(row.step, row.memory, _why_none(row)) for row in run.steps]), True
+    peaks = [(row, analysis.peak_gib(row)) for row in run.steps if is_timed(row)]
+    bars = [drawn.Bar(row.step, {"peak": peak}, f"{peak:.1f} GiB") for row, peak in peaks if peak]
+    return (drawn.stacked(bars, "GiB", legend=False) if bars else ""), False
+
+
+def energy(run: Run) -> str:
+    """A picture of the tokens that a joule trains."""
+    rows = [row for row in [*run.steps, *run.peers] if is_timed(row) and row.tokens_per_joule]
+    bars = [drawn.Bar(row.step, {"tokens per joule": row.tokens_per_joule}, table.tokens_per_joule(row) + " tokens/J")
+            for row in rows]  # fmt: skip
+    return drawn.stacked(bars, "tokens/J", legend=False) if bars else ""
+
+
+def _why_none(row: Row) -> str:
+    return "not recorded" if is_timed(row) else reason_untimed(row)
+
+
+def ms_of(run: Run, row: Row) -> str:
+    """Milliseconds of a row in a place that has no room for a range."""
+    return decimal(median_ms(row)) + mark(run, row)
+
+
+def decimal(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def arrow(before: float | None, after: float | None, digits: int = 1) -> str:
+    return "" if before is None and after is None else f"{decimal(before, digits)} → {decimal(after, digits)}"
