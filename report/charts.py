@@ -35,7 +35,6 @@ LINES = ("-", "--", "-.", ":", (0, (5, 1)))  # styles of curves
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
 LONGEST_NAME, LONGEST_LABEL = 24, 48
 MOST_POINTS = 1000  # of one curve
-MOST_DOTS = 300  # of one row: more would hide each other and swell the file
 STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -98,18 +97,6 @@ def loss_curves(curves: list[tuple[str, list[float]]]) -> str:
         below.axhline(0, color=INK, linewidth=0.7)
         below.set(xlabel="training step, warm-up included", ylabel="difference")
         return _svg(figure, "loss")
-
-
-def strip_plot(rows: list[tuple[str, float, list[float]]]) -> str:
-    """SVG of raw times as dots, in percent of the step's median; (name, median, ms) a step."""
-    with _steps_figure([name for name, *_ in rows], 0.36 * len(rows) + 0.7, "% of the step's median") as (figure, axes):
-        for row, (_, middle, times) in enumerate(rows):
-            drawn = times[:: math.ceil(len(times) / MOST_DOTS)]
-            # Deterministic offsets keep dots of one value apart.
-            heights = [row + 0.26 * (((7 * k) % 11) / 5 - 1) for k in range(len(drawn))]
-            axes.plot([100 * t / middle for t in drawn], heights, "o", color=ACCENT, alpha=0.55, markersize=3)
-        axes.axvline(100, color=INK, linewidth=0.7)
-        return _svg(figure, "strip")
 
 
 def speedup_png(bars: list[Bar], title: str) -> bytes:

@@ -50,11 +50,10 @@ class Drawing:
         look = ' text-anchor="end"' * end + ' font-weight="600"' * bold + (f' style="fill:{ink}"' if ink else "")
         self.parts.append(f'<text x="{x:.1f}" y="{self.height + y:.1f}"{look}>{escape(str(text))}</text>')
 
-    def box(self, x: float, y: float, width: float, height: float, color: str, title: str = "", faint: bool = False):
+    def box(self, x: float, y: float, width: float, height: float, color: str, title: str = "") -> None:
         hover = f"<title>{escape(title)}</title>" if title else ""
-        look = f'fill="{color}"' + ' opacity="0.5"' * faint
         place = f'x="{x:.2f}" y="{self.height + y:.1f}" width="{width:.2f}" height="{height:g}"'
-        self.parts.append(f"<rect {place} {look}>{hover}</rect>" if hover else f"<rect {place} {look}/>")
+        self.parts.append(f'<rect {place} fill="{color}">{hover}</rect>')
 
     def line(self, x: float, y: float, x2: float, y2: float, dashed: bool = False) -> None:
         ends = f'x1="{x:.1f}" y1="{self.height + y:.1f}" x2="{x2:.1f}" y2="{self.height + y2:.1f}"'
@@ -175,8 +174,8 @@ def memory(rows: list[tuple[str, MemoryUse | None, str]]) -> str:
             roof = [low + size / top * height for low, size in zip(floor, held, strict=False)]
             base = drawing.height + 19 + height
             # A level holds until the next event: edges are upright.
-            upper = [(x, y) for k, x in enumerate(xs) for y in ((roof[k - 1], roof[k]) if k else (roof[0],))]
-            lower = [(x, y) for k, x in enumerate(xs) for y in ((floor[k - 1], floor[k]) if k else (floor[0],))]
+            upper, lower = ([(x, y) for x, *ys in zip(xs, [low[0], *low], low, strict=False) for y in ys]
+                            for low in (roof, floor))  # fmt: skip
             points = " ".join(f"{x:.1f},{base - y:.1f}" for x, y in [*upper, *reversed(lower)])
             title = f"{kind}: at most {max(held, default=0) / GIB:.1f} GiB"
             drawing.parts.append(f'<polygon points="{points}" fill="{color}"><title>{title}</title></polygon>')

@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 from common.record import Row, Run
 from common.text import one_line
 from report import analysis, charts, drawn, story, table
-from report.analysis import is_timed, median_ms, passes_ms, reason_untimed
+from report.analysis import is_timed, reason_untimed
 from report.doubts import NOTICE, SERIOUS, busy, compared, describe_profile_offset
 from report.load import environment_of
 from report.sentences import headline, largest_loss_difference, rising_loss
@@ -58,7 +58,9 @@ def render(run: Run) -> str:
         "busy": busy(run),
         "reproduce": run.command or "the command is not recorded",
         **_where(run, rows),
-        **_trust(run, rows),
+        "passes": analysis.passes(run),
+        "settings_rows": table.grid(("step", "settings"), [(row.step, _settings(row)) for row in rows]),
+        "environment_rows": table.grid(("", "value"), asdict(run.environment).items() if run.environment else ()),
     }
     return environment().get_template("page.html").render(context)
 
@@ -214,35 +216,6 @@ def _loss(rows: list[Row]) -> Evidence:
     said = ["Loss of every training step, on the same batches.", rising_loss(rows), largest_loss_difference(rows)]
     picture = charts.loss_curves([(row.step, row.loss) for row in timed])
     return Evidence("Loss", picture, " ".join(filter(None, said)), table.grid(headers, cells))
-
-
-def _trust(run: Run, rows: list[Row]) -> dict:
-    timed = [(row, row.timing.step_ms) for row in rows if is_timed(row) and row.timing.step_ms]
-    strips = [(row.step, median_ms(row), times) for row, times in timed]
-    strip_cells = [(row.step, len(times), *map(decimal, (min(times), median_ms(row), max(times))))
-                   for row, times in timed]  # fmt: skip
-    passes = max((len(passes_ms(row)) for row in rows), default=0)
-    repeated = [(row.step, [*map(decimal, passes_ms(row))]) for row in rows if passes_ms(row)]
-    pass_cells = [(step, *times, *["-"] * (passes - len(times))) for step, times in repeated]
-    return {
-        "strip_svg": charts.strip_plot(strips) if strips else "",
-        "strip_rows": table.grid(("step", "timed steps", "fastest ms", "median ms", "slowest ms"), strip_cells),
-        "pass_rows": table.grid(("step", *(f"pass {k}, ms" for k in range(1, passes + 1))), pass_cells),
-        "clock_rows": _clock_rows(rows),
-        "settings_rows": table.grid(("step", "settings"), [(row.step, _settings(row)) for row in rows]),
-        "environment_rows": table.grid(("", "value"), asdict(run.environment).items() if run.environment else ()),
-    }
-
-
-def _clock_rows(rows: list[Row]) -> list[dict]:
-    """Clocks and power at the end of the timed steps."""
-    cells = []
-    for row in rows:
-        if state := row.gpu_state:
-            mhz = (decimal(state.sm_clock_mhz, 0), decimal(state.max_sm_clock_mhz, 0))
-            held_down_by = ", ".join(analysis.throttle_reasons(row)) or "-"
-            cells.append((row.step, *mhz, decimal(state.temperature_c, 0), decimal(state.power_w), held_down_by))
-    return table.grid(("step", "SM MHz", "of at most", "temperature, °C", "power, W", "held down by"), cells)
 
 
 def _settings(row: Row) -> str:

@@ -37,9 +37,7 @@ def headline(run: Run) -> str:
     times = f"{duration(median_ms(first))} → {duration(median_ms(last), median_ms(first))}"
     said = f"One training step{between}: {times}, {_times(run, last, first)}"
     over = plain not in (None, first, last) and not mark(run, plain) and analysis.tells_apart(last, plain)
-    return (
-        f"{said}; {_times(run, last, plain).removesuffix(' faster')} over AMP + SDPA ({plain.step})" if over else said
-    )
+    return f"{said}; {_times(run, last, plain).replace(' faster', '')} over AMP + SDPA ({plain.step})" if over else said
 
 
 def setting(run: Run) -> str:
@@ -63,7 +61,7 @@ def _times(run: Run, row: Row, before: Row) -> str:
     digits = 0 if ratios[0] >= 10 else 1 if ratios[0] >= 1.25 else 2
     ratio, *extent = (f"{ratio:.{digits}f}" for ratio in ratios)
     within = f" ({' to '.join(sorted(extent, key=float))})" if len({ratio, *extent}) > 1 else ""
-    return f"{ratio} times{within} {'slower' if slower else 'faster'}"
+    return f"{ratio} times {'slower' if slower else 'faster'}{within}"
 
 
 def _no_comparison(row: Row, before: Row | None) -> str | None:

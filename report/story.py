@@ -9,6 +9,7 @@ from common.record import Row, Run
 from report import analysis, drawn, sentences, table
 from report.analysis import is_timed, median_ms, reason_untimed
 from report.doubts import compared, mark
+from report.load import environment_of
 
 MOST_FACTS, MOST_KERNELS = 6, 12
 FAR_APART = 4  # times: beyond it a block of the later steps gets a picture of its own
@@ -32,6 +33,7 @@ class Card:
     categories: list[dict]
     kernels: list[dict]  # `names` beside the cells
     kinds: Counter
+    noun: str  # what the kernels are: of a CPU operators
 
 
 def cards(run: Run) -> list[Card]:
@@ -57,6 +59,7 @@ def _card(run: Run, script: Row, before: Row | None, after: Row) -> Card:
         table.grid(("kind of kernel", "ms", "launches"), cells),
         [_kernel_cells(change, names) for change, names in kernels[:MOST_KERNELS]],
         Counter(change.kind for change, _ in kernels),
+        _noun(run),
     )  # fmt: skip
 
 
@@ -71,7 +74,9 @@ def _facts(run: Run, before: Row, after: Row) -> list[dict]:
     shown = {
         "ms per step": [ms_of(run, row) for row in rows],
         "peak GiB": [table.gib(row) for row in rows],
-        "kernels launched": [decimal(row.profile and row.profile.kernels_per_step, 0) for row in rows],
+        "operators run" if _noun(run) == "Operators" else "kernels launched": [
+            decimal(row.profile and row.profile.kernels_per_step, 0) for row in rows
+        ],
         "bound by": [analysis.describe_bound(row) for row in rows],
         "tokens/J": [table.tokens_per_joule(row) for row in rows],
         "clock, MHz": [decimal(row.clock_mhz, 0) for row in rows],
@@ -137,6 +142,10 @@ def energy(run: Run) -> str:
     bars = [drawn.Bar(row.step, {"tokens per joule": row.tokens_per_joule}, table.tokens_per_joule(row) + " tokens/J")
             for row in rows]  # fmt: skip
     return drawn.stacked(bars, "tokens/J", legend=False) if bars else ""
+
+
+def _noun(run: Run) -> str:
+    return "Operators" if environment_of(run).device_type == "cpu" else "Kernels"
 
 
 def _why_none(row: Row) -> str:

@@ -324,15 +324,14 @@ def _unpaired(cell: Cell | None, before: Cell | None) -> str:
 
 def write(folder: Path) -> list[str]:
     """Write sweep.md, sweep.html and sweep.png of a folder; what to print. Raises RecordError, ImportError, OSError."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     from report import charts
+    from report.page import environment
 
     cells = read_cells(folder / SWEEP)
-    maps, loader = heat_maps(cells), FileSystemLoader(Path(__file__).parent)
-    template = Environment(loader=loader, autoescape=True, undefined=StrictUndefined).get_template("sweep.html")
+    maps = heat_maps(cells)
     drawn = [(one.title, charts.heat_map(one)) for one in maps]
-    page = template.render(about=about(cells), maps=drawn, sections=sections(cells))
+    template = environment().get_template("sweep.html")
+    page = template.render(title="The ladder over shapes", about=about(cells), maps=drawn, sections=sections(cells))
     text = f"# The ladder over shapes\n\n{render_markdown(cells)}\n"
     for name, content in (("sweep.md", text.encode()), ("sweep.html", page.encode()),
                           (PICTURE, charts.heat_maps_png(maps))):  # fmt: skip

@@ -277,7 +277,8 @@ def render_markdown(run: Run) -> str:
     lines += [f"Workload: {markdown(describe_workload(run))}", ""]
     rows = [{name: markdown(cell) for name, cell in row.items()} for row in halves(table_rows(run))[0]]
     lines += [aligned(rows, "pipe", n_left=2), "", *(f"{line}\n" for line in legend(run))]
-    lines += bullets(row_notes(run)) if row_notes(run) else []
+    notes = row_notes(run) + pointers(run)
+    lines += bullets(notes) if notes else []
     for level, texts in levels(run, [said]).items():
         lines += [f"{level}:", "", *bullets(texts)]
     commands = [one_line(line, 1000) for line in run.command.splitlines()]

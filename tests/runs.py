@@ -171,7 +171,10 @@ def full():
             "gpu_state": r.GpuState(throttle_reasons="x"), "bytes_per_step": r.LeastBytes(9, "x"),
             "reference_ms": reference(21.0), "energy_j_per_step": 60.0, "tokens_per_joule": 30.0, "clock_mhz": 1800.0,
             "power_w": 600.0}  # fmt: skip
-    rows = [repeated(name, ms, ms, profile=profile(ms), **more) for name, ms in (("0", 300.0), ("1", 100.0))]
+    half = [t.Launch("x", "x", 0.0, 1.0)]
+    more |= {"memory": memory_use(3.0), "predicted_ms": 90.0}
+    rows = [repeated(name, ms, ms, profile=profile(ms, block=t.Block(half, 1.0, half, 1.0)), **more)
+            for name, ms in (("0", 300.0), ("1", 100.0))]  # fmt: skip
     texts = ("cpu", "os", "python", "triton", "transformer_engine", "cuda", "driver", "nvml_reason", "commit_reason")
     environment = dict.fromkeys(texts, "x") | {"variables": {"x": "x"}}
     made = run(*rows, step("2", status="failed", reason="x"), peers=[step("p")], roofs=ROOFS, **environment)
@@ -183,7 +186,7 @@ def hostile(text=HOSTILE["escapes"]):
 
     def soil(value, name=""):
         if isinstance(value, dict):
-            free = name in ("variables", "shares", "ceilings", "conditions")
+            free = name in ("variables", "shares", "ceilings", "conditions", "bytes")
             names = {key: text if free and key not in ("memory", "fp8") else key for key in value}
             return {names[key]: soil(item, key) for key, item in value.items()}
         if isinstance(value, list):

@@ -94,7 +94,7 @@ def luminance(color):
 def test_every_chart_speaks_and_the_keyboard_reaches_everything(browser, tmp_path):
     open_page(browser, page.render(runs.traced()), tmp_path, 1440)
     drawn = browser.find_elements(By.TAG_NAME, "svg")
-    assert len(drawn) >= 12, "two of time, one a card, two of a block, four of evidence, raw times"
+    assert len(drawn) >= 12, "two of time, one a card, two of a block, four of evidence"
     for svg in drawn:
         holder = svg.find_element(By.XPATH, "..")
         assert holder.get_attribute("role") == "img" and len(holder.get_attribute("aria-label")) > 40

@@ -18,7 +18,7 @@ def test_a_name_is_text_and_never_markup_or_mathematics(name):
         drawn.timeline([(name, Block(launches, 2.0, launches, 2.0), ""), (name, None, name)]),
         drawn.memory([(name, runs.memory_use(9.0), ""), (name, None, name)]),
         charts.roofline([(name, 10.0, 1e12)], 1e12, {"BF16": 1e14}),
-        charts.loss_curves([(name, [3.0, 2.0]), (name, [2.0])]), charts.strip_plot([(name, 1.0, [1.0])]),
+        charts.loss_curves([(name, [3.0, 2.0]), (name, [2.0])]),
     ]  # fmt: skip
     for svg in pictures:
         said = [text for part in ElementTree.fromstring(svg).iter() for text in part.itertext()]

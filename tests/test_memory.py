@@ -1,8 +1,10 @@
 """Memory over a step, from events as CUDA's allocator writes them."""
 
 import pytest
+import torch
+from conftest import STEPS, built
 
-from common.memory import MARKERS, MOST_POINTS, Allocation, memory_use
+from common.memory import MARKERS, MOST_POINTS, Allocation, memory_use, trace_memory
 from common.traced import MEMORY_KINDS
 
 FORWARD, BACKWARD, OPTIMIZER = MARKERS
@@ -60,3 +62,40 @@ def test_many_events_are_thinned_and_the_peak_stays():
 def test_a_bucket_that_holds_gradients_between_steps_counts_as_gradients():
     use = memory_use([*BEFORE, Allocation(4, 50)], STEP, KINDS, {4, 12})
     assert min(use.bytes["gradients"]) == 50 and max(use.bytes["gradients"]) == 150
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """CUDA's allocator as if every allocation of a marker went through it: the sizes and switches, in order."""
+    seen, empty = [], torch.empty
+    listed = lambda: [{"action": "alloc", "addr": k, "size": size, "time_us": k}  # noqa: E731
+                      for k, size in enumerate(seen) if isinstance(size, int)]  # fmt: skip
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": [], "device_traces": [listed()]})
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled, **_: seen.append(str(enabled)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: [seen.append(size[0]), empty(*size, **how)][1])
+    return seen
+
+
+def test_a_step_is_marked_where_its_parts_begin_and_is_itself_again_afterwards(events, monkeypatch):
+    run = built(STEPS[1], monkeypatch)
+    backward, before = torch.Tensor.backward, [weight.detach().clone() for weight in run.model.parameters()]
+    use = trace_memory(lambda: run.train_step(*run.batches[0]), run.model, torch.device("cpu"))
+    marks = [size for size in events if size in MARKERS or isinstance(size, str)]
+    assert marks == ["all", FORWARD, BACKWARD, OPTIMIZER, "None"] and use.backward_ms < use.optimizer_ms
+    assert torch.Tensor.backward is backward, "nothing stays patched"
+    assert any((a != b).any() for a, b in zip(before, run.model.parameters(), strict=True)), "the step trained"
+    run.train_step(*run.batches[0])
+    assert [size for size in events if size in MARKERS] == [FORWARD, BACKWARD, OPTIMIZER]
+
+
+def test_a_step_that_fails_leaves_nothing_patched_and_the_history_off(events):
+    backward = torch.Tensor.backward
+
+    def fail():
+        raise RuntimeError("CUDA out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trace_memory(fail, torch.nn.Linear(1, 1), torch.device("cpu"))
+    assert torch.Tensor.backward is backward and events[-1] == "None"

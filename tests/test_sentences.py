@@ -41,7 +41,7 @@ def test_the_headline_is_the_last_step_over_the_first_and_over_plain_training():
     assert headline(runs.run(rows[0])) == "One training step of 0_baseline: 3.10 s"
     assert headline(runs.run(left_out)) == "No step has a time"
     passes = [runs.repeated("0_a", 300.0, 330.0), runs.repeated("1_b", 100.0, 150.0)]
-    assert headline(runs.run(*passes)).endswith("2.2 times (2.2 to 3.0) faster")
+    assert headline(runs.run(*passes)).endswith("2.2 times faster (2.2 to 3.0)")
     within = runs.run(runs.step("0_a", 100.0), runs.step("1_b", 99.5))
     assert headline(within).endswith("no change that is larger than the spread of the times")
     assert said_of(within.steps) == "1_b and 0_a differ by less than their times spread (100.0 to 99.5 ms). " + (
