@@ -14,9 +14,11 @@ if __name__ == "__main__":
 
     needs("torch", "numpy")
 
+import datetime
 import itertools
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -29,7 +31,7 @@ import torch
 from common import arguments, flops, hardware, passes
 from common.errors import run_command
 from common.record import PRECISIONS, Conditions, ProductRate, Rates, Roofs, write_json
-from common.text import one_line, say
+from common.text import one_line, portable_command, say
 
 COPY_BYTES = 2**30
 BUSY_PERCENT = 20
@@ -245,6 +247,7 @@ def reference(device: torch.device) -> tuple[float, float, float | None]:
 
 def main() -> None:
     args = arguments.parse_args(Path("common/roofs.py"), __doc__)
+    started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     products = flops.matrix_products(args.config, args.micro_batch_size * args.config.seq_len)
     roofs = measure(products, args.device, grid=True)
     lines = [f"copy {roofs.copy_bytes_per_s / 1e9:,.0f} GB/s"] if roofs.copy_bytes_per_s else []
@@ -254,7 +257,8 @@ def main() -> None:
             rates = f"{rate / 1e12:,.3g} TFLOP/s back to back, at most {ceiling / 1e12:,.3g}"
             lines.append(f"{precision.upper()} {rates}")
     say("\n".join([*lines, *roofs.notes]))
-    write_json(args.output, asdict(roofs))
+    of_it = {"command": portable_command(["python", "-m", "common.roofs", *sys.argv[1:]]), "started_at": started_at}
+    write_json(args.output, asdict(roofs) | of_it | {"environment": asdict(hardware.describe(args.device))})
     say(f"written to {args.output}")
 
 

@@ -35,6 +35,7 @@ def main() -> None:
         "notes": args.notes,
         "pinned": pinned,
         "device_type": args.device.type,
+        "device": hardware.device_name(args.device),
         "gpus": torch.cuda.device_count() if args.device.type == "cuda" else 0,
         "workload": asdict(args.workload()),
         "free_bytes": hardware.free_memory_bytes(args.device),

@@ -98,11 +98,13 @@ def run(
     environment: dict[str, str] | None = None,
     show: Callable[[bytes], None] = lambda _: None,
     progress: Callable[[dict], None] = lambda _: None,
+    grace_s: float | None = None,
 ) -> Ended:
     """Run a command in a session of its own; what it starts ends with it.
 
-    Its output is appended to `log`; `show` gets what it writes to stdout, `progress` the JSON lines that it writes to
-    the file descriptor named by PROGRESS_FD. Raises OSError where the log cannot be written.
+    At the limit, or where the user asks, it has `grace_s` seconds to end by itself. Its output is appended to `log`;
+    `show` gets what it writes to stdout, `progress` the JSON lines that it writes to the file descriptor named by
+    PROGRESS_FD. Raises OSError where the log cannot be written.
     """
     reader, writer = os.pipe()
     with log.open("ab") as file, open(reader, "rb", buffering=0) as messages:
@@ -125,7 +127,7 @@ def run(
             with selectors.DefaultSelector() as selector:
                 selector.register(child.stdout, selectors.EVENT_READ, on_output)
                 selector.register(messages, selectors.EVENT_READ, _lines_to(progress))
-                _follow(child, selector, started + limit_s, stop, ended)
+                _follow(child, selector, started + limit_s, stop, ended, grace_s or GRACE_S)
         finally:
             _signal_session(child, signal.SIGKILL)  # compiler workers, data loaders
             child.wait()
@@ -134,7 +136,7 @@ def run(
         return ended
 
 
-def _follow(child: subprocess.Popen, selector, deadline: float, stop: Stop, ended: Ended) -> None:
+def _follow(child: subprocess.Popen, selector, deadline: float, stop: Stop, ended: Ended, grace_s: float) -> None:
     """Pass on what a process writes until it has ended; end it at the deadline, or where the user asks."""
     kill_at = None
     while True:
@@ -153,7 +155,7 @@ def _follow(child: subprocess.Popen, selector, deadline: float, stop: Stop, ende
         if running and kill_at is None and (stop.requests or now > deadline):
             ended.stopped, ended.timed_out = bool(stop.requests), not stop.requests
             _signal_session(child, signal.SIGTERM)
-            kill_at = now + GRACE_S
+            kill_at = now + grace_s
         if running and kill_at is not None and (stop.requests > 1 or now > kill_at):
             _signal_session(child, signal.SIGKILL)
 

@@ -24,6 +24,7 @@ from report import (
     parity,
     predictions,
     questions,
+    recordings,
     scaling,
     steps,
     sweep,
@@ -350,15 +351,17 @@ def between_markers(document: Path, *generated: str) -> str:
 
 
 def documents(root: Path, results: Path) -> dict[Path, str]:
-    """The documents with generated parts, as the records would have them."""
+    """The documents with generated parts, as the records would have them, and what has changed since these."""
     generated = {"README.md": (readme_table, machines_table), "docs/performance.md": (performance_tables,),
                  "docs/method.md": (method_tables,), "docs/parity.md": (parity_tables,),
                  "docs/causes.md": (causal_claims.claims_table,), "docs/scaling.md": (scaling_tables,),
                  "docs/claims.md": (claims.claims_table,), "docs/anatomy.md": (questions.path,),
                  "docs/not-faster.md": (examples_table,), "docs/sweep.md": (sweep.recorded,),
-                 "docs/steps.md": (lambda results: shown_steps(results)[0],)}  # fmt: skip
-    return {root / name: between_markers(root / name, *(make(results) for make in makers))
-            for name, makers in generated.items()}  # fmt: skip
+                 "docs/steps.md": (lambda results: shown_steps(results)[0],),
+                 "docs/results/README.md": (recordings.recordings_page,)}  # fmt: skip
+    parts = {name: [make(results) for make in makers] for name, makers in generated.items()}
+    parts = recordings.with_since(parts, root, results, results / SHOWN / MERGED)
+    return {root / name: between_markers(root / name, *each) for name, each in parts.items()}
 
 
 def shown_steps(results: Path) -> tuple[str, dict[str, bytes]]:

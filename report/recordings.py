@@ -1,0 +1,288 @@
+"""What is to be recorded (docs/results/plan.ini), what is, of which commit, and which code has changed since."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.record import MERGED, ROOFS, Roofs
+from common.text import one_line
+from report import causes, parity, sweep
+from report.load import PREDICTIONS, RecordError, convert, read_json, read_run
+from report.table import markdown, pipe_table
+
+PLAN, RUN_ALL = "plan.ini", "./run_all.sh"
+OF_A_RUN = (MERGED, f"[1-9]*/{MERGED}", "scaling.json")  # what is kept of a run folder
+NOT_KEPT = (".log", ".trace.json.gz")  # of a folder of experiments
+CODE = ("[0-9]_*.py", "common")  # what every figure is about
+KEYS = {"pieces", "alone", "busy"}
+SINCE = "<!-- since -->"  # ends a line that git made: where git cannot tell, the line stays as it is
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A folder of docs/results: how many GPUs its recordings need, and what the device is called."""
+
+    gpus: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    seconds: int  # expected
+    command: str
+
+    @property
+    def is_run(self) -> bool:
+        """Whether run_all.sh does it, in a folder that it chooses. Any other command takes --output."""
+        return self.command.startswith(RUN_ALL)
+
+    @property
+    def continues(self) -> bool:
+        """Whether what was given up goes on where it ended, instead of from its beginning."""
+        return self.is_run or "anatomy.parity" in self.command
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A section of the plan. Its name is the path of its folder or file below docs/results."""
+
+    name: str
+    machine: Machine
+    pieces: tuple[Piece, ...]
+    alone: bool = True  # no other recording may run on this host meanwhile
+    busy: int = 0  # processes a core that keep the host busy meanwhile
+
+    @property
+    def seconds(self) -> int:
+        return sum(piece.seconds for piece in self.pieces)
+
+    @property
+    def is_file(self) -> bool:
+        return self.name.endswith(".json")
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """Paths of the code that its figures are about."""
+        words = " ".join(piece.command for piece in self.pieces)
+        more = (("anatomy", "anatomy"), ("peers", "--peers"), ("peers", "--causes"))
+        return CODE + tuple(dict.fromkeys(folder for folder, sign in more if sign in words))
+
+    def files(self, results: Path) -> list[Path]:
+        """Its files below a folder like docs/results."""
+        place = results / self.name
+        return [place] * place.is_file() if self.is_file else kept_files(place, self.pieces[0].is_run)
+
+
+def kept_files(folder: Path, is_run: bool) -> list[Path]:
+    """What is recorded of a folder: the merges of a run; of experiments all but logs and traces."""
+    found = (path for pattern in (OF_A_RUN if is_run else ("**/*",)) for path in sorted(folder.glob(pattern)))
+    return [path for path in found if path.is_file() and not path.name.endswith(NOT_KEPT)]
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
+def read_plan(path: Path) -> list[Recording]:
+    """The recordings of a plan, in its order. Raises RecordError, one line."""
+    parser = configparser.ConfigParser(interpolation=None, delimiters="=")
+    parser.optionxform = str
+    try:
+        with path.open() as file:
+            parser.read_file(file)
+        machines = {name: Machine(*_machine(text)) for name, text in parser["machines"].items()}
+        return [_recording(name, parser[name], machines) for name in parser.sections() if name != "machines"]
+    except OSError as error:
+        raise RecordError(f"{path.name} cannot be read ({error.strerror})") from None
+    except (configparser.Error, ValueError, KeyError, UnicodeError) as error:
+        raise RecordError(f"{path.name} is no plan: {str(error).splitlines()[0]}") from None
+
+
+def _machine(text: str) -> tuple[int, str]:
+    gpus, _, device = text.partition(" ")
+    return int(gpus), device
+
+
+def _recording(name: str, section: configparser.SectionProxy, machines: dict[str, Machine]) -> Recording:
+    machine, inside = name.partition("/")[0], Path(name)
+    if machine not in machines or len(inside.parts) < 2 or ".." in inside.parts:
+        raise ValueError(f"[{name}] does not begin with a machine of [machines] and a slash")
+    if unknown := set(section) - KEYS:
+        raise ValueError(f"[{name}] has the unknown key {min(unknown)}")
+    pieces = [piece for piece in re.split(r"\n(?=\d+ )", section.get("pieces", "").strip()) if piece]
+    cut = [" ".join(piece.split("\n")).partition(" ") for piece in pieces]
+    if not cut or not all(seconds.isdecimal() and command for seconds, _, command in cut):
+        raise ValueError(f"[{name}] needs pieces: on each line the expected seconds, then a command")
+    made = tuple(Piece(int(seconds), command) for seconds, _, command in cut)
+    if len(made) > 1 and any(piece.is_run for piece in made):
+        raise ValueError(f"[{name}] has several pieces: {RUN_ALL} makes a folder of its own, and can only be one")
+    return Recording(name, machines[machine], made, section.getboolean("alone", True), section.getint("busy", 0))
+
+
+# --- what records say of themselves -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one or several files; empty where they do not say."""
+
+    commits: tuple[str, ...]
+    dirty: bool  # the tree had uncommitted changes
+    started_at: str  # the first
+    devices: tuple[str, ...]
+    commands: list[str]
+
+    @property
+    def commit(self) -> str:
+        listed = ", ".join(commit[:7] for commit in self.commits) or "unknown"
+        return listed + " with uncommitted changes" * self.dirty
+
+
+def facts(paths: list[Path]) -> Facts:
+    """What the files say of how they were recorded. Raises RecordError."""
+    contents = [read_json(path) for path in paths if path.suffix == ".json"]
+    said = [one for content in contents for one in _objects(content)]
+    commits, devices = (
+        sorted({one[key] for one in said if "commit" in one and one.get(key)}) for key in ("commit", "device")
+    )
+    started = (one["started_at"] for one in said if one.get("started_at"))
+    lines = (content.get("command") or "" for content in contents if isinstance(content, dict))
+    commands = list(dict.fromkeys(line for text in lines for line in text.splitlines()))
+    dirty = any(one.get("dirty") for one in said)
+    return Facts(tuple(commits), dirty, min(started, default=""), tuple(devices), commands)
+
+
+def _objects(content: Any) -> Iterator[dict]:
+    """Every object of a JSON value."""
+    if isinstance(content, dict):
+        yield content
+    if isinstance(content, (dict, list)):
+        for value in content.values() if isinstance(content, dict) else content:
+            yield from _objects(value)
+
+
+def check(path: Path) -> None:
+    """Raises RecordError where a file is not a valid record of the kind that its name says."""
+    readers = {MERGED: read_run, parity.STUDY: parity.read_study, "ablations.json": causes.read_causes,
+               sweep.SWEEP: sweep.read_cells}  # fmt: skip
+    if path.name == ROOFS:
+        convert(read_json(path), Roofs, path.name)
+    elif path.parent.name == causes.FOLDER:
+        causes.read_causes(path)
+    elif path.suffix == ".json":
+        readers.get(path.name, read_json)(path)
+
+
+# --- git ------------------------------------------------------------------------------------------
+
+
+def git(root: Path, *words: str) -> str | None:
+    """What git prints; None where it fails or is not there."""
+    command = ["git", "-c", f"safe.directory={root}", "-c", "core.quotepath=off", "-C", str(root), *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def changed_since(root: Path, commits: tuple[str, ...], code: tuple[str, ...]) -> list[str] | None:
+    """The files of some code that differ from what they were at these commits; None where git cannot tell."""
+    diffs = [git(root, "diff", "--name-only", commit, "--", *code) for commit in commits]
+    new = git(root, "ls-files", "--others", "--exclude-standard", "--", *code)
+    if not (root / ".git").exists() or not commits or None in (new, *diffs):
+        return None
+    return sorted({name for text in (new, *diffs) for name in text.splitlines()})
+
+
+def describe_files(names: list[str]) -> str:
+    """The scripts by name, other files by their folder alone: "`0_baseline.py`, files of `common/`"."""
+    folders = sorted({name.partition("/")[0] for name in names if "/" in name})
+    said = [f"`{name}`" for name in names if "/" not in name] + [f"files of `{folder}/`" for folder in folders]
+    return ", ".join(said)
+
+
+def made_by_git(document: Path, made: list[str] | None) -> list[str]:
+    """The lines that git made; where git cannot tell, those that the document has."""
+    return [line for line in document.read_text().splitlines() if line.endswith(SINCE)] if made is None else made
+
+
+# --- what pages say of it ---------------------------------------------------------------------------
+
+
+def readme_lines(root: Path, record: Path) -> list[str] | None:
+    """Whether README's record is older than the code that it describes; None where git cannot tell."""
+    of = facts([record])
+    if (changed := changed_since(root, of.commits, CODE)) is None:
+        return None
+    if not changed:
+        return [f"Recorded at commit {of.commit}: no script and no file of `common/` has changed since. {SINCE}"]
+    return [
+        f"The table is of commit {of.commit}. The code that it describes has changed since: {describe_files(changed)}. "
+        f"[Every recording with its commit](docs/results/README.md). {SINCE}"
+    ]
+
+
+def page_line(root: Path, results: Path) -> list[str] | None:
+    """How many records are older than the code that they are about; None where git cannot tell."""
+    plan = read_plan(results / PLAN)
+    of = [(facts(files).commits, one.code) for one in plan if (files := one.files(results))]
+    changed = [changed_since(root, commits, code) for commits, code in of if commits]
+    if None in changed:
+        return None
+    missing, older, silent = len(plan) - len(of), sum(map(bool, changed)), len(of) - len(changed)
+    said = f"Of {len(plan)} planned recordings {missing} are missing, and {older} are older than the code they describe"
+    known = f" The commit of {silent} is not known." * bool(silent)
+    return [f"{said}: [which](results/README.md).{known} {SINCE}"]
+
+
+def recordings_page(results: Path) -> str:
+    """A table of all that is planned or recorded: commit, date, machine and command."""
+    plan = read_plan(results / PLAN)
+    cells = [_cells(one.name, one.files(results), one) for one in plan]
+    known = {path for one in plan for path in one.files(results)}
+    others = (path for path in sorted(results.glob("*/**/*.json")) if path not in known and path.name != PREDICTIONS)
+    cells += [_cells(f"{path.relative_to(results).as_posix()}, not in the plan", [path]) for path in others]
+    return pipe_table(("recording", "commit", "date", "machine", "command"), cells, n_left=5)
+
+
+def _cells(name: str, files: list[Path], planned: Recording | None = None) -> tuple[str, ...]:
+    of = facts(files)
+    commands = of.commands or [piece.command for piece in (planned.pieces if planned else ())]
+    command = f"{'planned: ' * (not of.commands)}`{_code(commands[0])}`" if commands else "-"
+    command += f" and {len(commands) - 1} more" * (len(commands) > 1)
+    commit = of.commit if files else "not recorded"
+    return markdown(name), commit, of.started_at[:10] or "-", markdown(", ".join(of.devices)) or "-", command
+
+
+def _code(command: str) -> str:
+    """A command as it may stand between backticks in a table."""
+    return one_line(command, 1000).replace("`", "'").replace("|", "\\|")
+
+
+def since_lines(root: Path, results: Path) -> list[str] | None:
+    """A line per commit that something planned is recorded at: what has changed; None where git cannot tell."""
+    changed: dict[str, set[str]] = {}
+    for one in read_plan(results / PLAN):
+        for commit in facts(one.files(results)).commits:
+            names = changed_since(root, (commit,), one.code)
+            if names is None:
+                return None
+            changed.setdefault(commit, set()).update(names)
+    said = {commit: describe_files(sorted(names)) or "nothing" for commit, names in changed.items()}
+    return [f"- Since commit {commit[:7]}: {names}. {SINCE}" for commit, names in sorted(said.items())]
+
+
+def with_since(parts: dict[str, list[str]], root: Path, results: Path, shown: Path) -> dict[str, list[str]]:
+    """The generated parts of each page, by name, with what says how old their records are. README is about `shown`."""
+    ends = {"README.md": readme_lines(root, shown), "docs/results/README.md": since_lines(root, results)}
+    plan_line = page_line(root, results)
+    for name, (first, *others) in parts.items():
+        lines = "\n".join(made_by_git(root / name, ends.get(name, plan_line)))
+        gap = "\n" * (1 + (name != "README.md"))  # there the line ends the paragraph about the table
+        parts[name] = [f"{first}{gap}{lines}" if name in ends else f"{lines}{gap}{first}", *others]
+    return parts

@@ -1,0 +1,245 @@
+"""The plan of recordings, with stub commands in a repository of its own: pieces, limits, resuming, taking."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+import runs
+from conftest import ROOT
+
+from anatomy import ablations, parity
+from common import arguments
+from ladder import __main__ as ladder
+from ladder import plan
+from report import recordings
+from report.load import RecordError
+
+STUB = f"""#!{sys.executable}
+import json, os, pathlib, signal, subprocess, sys, time
+def git(*words):
+    return subprocess.run(["git", *words], capture_output=True, text=True).stdout.strip()
+words, is_run = sys.argv[1:], sys.argv[0].endswith("run_all.sh")
+with open("results/calls", "a") as file:
+    print(*words, file=file)
+place = pathlib.Path(words[words.index("--output") + 1] if "--output" in words else "results/run/results.json")
+place.parent.mkdir(parents=True, exist_ok=True)
+def leave(code):
+    print("written to results/run" if is_run else "done", flush=True)
+    sys.exit(code)
+signal.signal(signal.SIGTERM, lambda *_: leave(130))
+while "slow" in words or "together" in words and len(list(pathlib.Path("results").glob("began-*"))) < 2:
+    pathlib.Path(f"results/began-{{os.environ.get('CUDA_VISIBLE_DEVICES')}}").touch()
+    time.sleep(0.02)
+run = json.loads(pathlib.Path("results/template.json").read_text())
+of = {{name: os.environ.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "LADDER_BESIDE")}}
+run["environment"] |= {{"commit": git("rev-parse", "HEAD"), "variables": of}}
+place.write_text(json.dumps(run) if is_run or place.name == "results.json" else json.dumps(
+    {{"environment": run["environment"], "words": words}}))
+leave(1 if "broken" in words else 0)
+"""
+MACHINES = "[machines]\nbox = 1 GPU\nbox-x2 = 2 GPU\nlaptop = 0 chip\n"
+
+
+def git(folder, *words):
+    own = ("-c", "user.name=x", "-c", "user.email=x@x.example")
+    done = subprocess.run(["git", *own, *words], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch, request):
+    """A repository with stubs and, as its plan, what a test names below `plan`."""
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "common").mkdir()
+    (tmp_path / "0_x.py").write_text("before\n")
+    (tmp_path / ".gitignore").write_text("/results/\n")
+    (tmp_path / "docs" / "results" / recordings.PLAN).write_text(MACHINES + request.param)
+    for name in ("run_all.sh", "stub.py"):
+        (tmp_path / name).write_text(STUB)
+        (tmp_path / name).chmod(0o755)
+    git(tmp_path, "init", "-q")
+    commit_all(tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "template.json").write_text(json.dumps(asdict(runs.run(runs.step("0_x")))))
+    monkeypatch.setattr(plan, "ROOT", tmp_path)
+    monkeypatch.setattr(plan, "machine", lambda: recordings.Machine(1, "GPU"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def commit_all(folder):
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "x")
+
+
+def calls(tree):
+    path = tree / "results" / "calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def planned(text):
+    return pytest.mark.parametrize("tree", [text], indirect=True, ids=["plan"])
+
+
+@planned("""
+[box/run]
+pieces = 4 ./run_all.sh --fast
+[box/run/more.json]
+pieces =
+    1 python stub.py first
+    2 python stub.py "the second,
+        in two lines"
+[box/broken.json]
+pieces = 1 python stub.py broken
+[box-x2/run]
+pieces = 5 ./run_all.sh
+[laptop/run]
+pieces = 6 ./run_all.sh
+""")
+def test_what_fits_the_machine_is_recorded_once_and_put_into_place(tree, capsys):
+    assert plan.main(["--status"]) == 0 and calls(tree) == []
+    said = capsys.readouterr().out
+    assert "to record here, on GPU: 3 of 5, about 0 minutes" in said
+    assert "needs 2 x GPU" in said and "needs 0 x chip" in said
+    assert plan.main([]) == 1
+    said, ran = capsys.readouterr().out, calls(tree)
+    assert "box/broken.json, piece 1 of 1: failed: done (see" in said and "2 of 3 recorded" in said
+    assert [line.partition(" --output")[0] for line in ran] == [
+        "--fast", "first", "the second, in two lines", "broken"
+    ]  # fmt: skip
+    assert plan.main([]) == 1 and calls(tree)[len(ran) :] == ran[-1:], "only what failed is run again"
+    assert git(tree, "status", "--porcelain") == "", "what is recorded leaves the tree clean"
+    (folder,) = (tree / "results" / "recordings").iterdir()
+    capsys.readouterr()
+    assert plan.main(["--take", str(folder)]) == 0
+    assert "2 of 5 recordings are in" in capsys.readouterr().out
+    results = tree / "docs" / "results" / "box" / "run"
+    assert sorted(path.name for path in results.iterdir()) == ["more.json", "results.json"]
+    commit_all(tree)  # another commit, the same code: nothing to do
+    ran = calls(tree)
+    assert plan.main(["--only", "box/run"]) == 0 and calls(tree) == ran
+    (tree / "0_x.py").write_text("after\n")
+    commit_all(tree)
+    assert plan.main(["--only", "box/run"]) == 0 and len(calls(tree)) == len(ran) + 3
+    capsys.readouterr()
+    plan.main(["--status"])
+    assert "the code has changed since" in capsys.readouterr().out
+
+
+@planned("[box/run]\npieces = 1 ./run_all.sh slow\n[box/next.json]\npieces = 5 python stub.py\n")
+def test_a_command_is_given_up_at_the_limit_and_goes_on_in_the_next_call(tree, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "GRACE_S", 58)  # of the one minute
+    assert plan.main(["--minutes", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "given up after" in said and "the next call goes on with it" in said and "0 of 2 recorded" in said
+    assert calls(tree) == ["slow"], "the next one did not fit"
+    assert plan.main(["--minutes", "1", "--only", "run"]) == 0
+    assert calls(tree) == ["slow", "--resume results/run"] and "1 of 1 recorded" in capsys.readouterr().out
+
+
+@planned("""
+[box/a.json]
+pieces = 1 python stub.py together
+alone = no
+[box/b.json]
+pieces = 1 python stub.py together
+alone = no
+[box/busy]
+pieces = 1 ./run_all.sh
+busy = 1
+""")
+def test_two_gpus_record_side_by_side_and_the_record_says_what_ran_beside_it(tree, capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        plan.main(["--side-by-side"])
+    assert "needs two GPUs" in capsys.readouterr().err and calls(tree) == []
+    monkeypatch.setattr(plan, "machine", lambda: recordings.Machine(2, "GPU"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(plan.os, "cpu_count", lambda: 1)
+    assert plan.main(["--side-by-side"]) == 0
+    (folder,) = (tree / "results" / "recordings").iterdir()
+    records = [json.loads((folder / "box" / name).read_text()) for name in ("a.json", "b.json", "busy/results.json")]
+    of = [record["environment"]["variables"] for record in records]
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in of[:2]} == {"0", "1"}
+    assert all("another recording" in one["LADDER_BESIDE"] for one in of[:2])
+    assert of[2]["LADDER_BESIDE"] == "1 processes that compute without end"
+
+
+@planned("[box/run]\npieces = 1 ./run_all.sh\n")
+def test_what_cannot_be_recorded_or_taken_is_one_line(tree, capsys):
+    def refused(*words):
+        with pytest.raises(SystemExit) as ended:
+            plan.main([*words])
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and said.count("\n") == 1
+        return said
+
+    assert "--only y: no recording" in refused("--only", "y")
+    (tree / "0_x.py").write_text("after\n")
+    assert "the tree is not what is committed (0_x.py): commit first" in refused()
+    assert calls(tree) == []
+    head = git(tree, "rev-parse", "HEAD")
+    for wrong, said in (
+        ({"commit": head, "dirty": True}, "with uncommitted changes, not of one alone"),
+        ({"commit": "0" * 40}, "is not part of this history"),
+        ({"commit": None}, "of commit unknown"),
+        ({"commit": head, "device": "other GPU"}, "recorded on other GPU, not on GPU"),
+    ):
+        runs.write(runs.run(runs.step("0_x"), **wrong), tree / "results" / "from" / "box" / "run")
+        assert plan.main(["--take", "results/from"]) == 1 and said in capsys.readouterr().out
+    (tree / "results" / "from" / "box" / "run" / "results.json").write_text("{")
+    assert plan.main(["--take", "results/from"]) == 1 and "not readable JSON" in capsys.readouterr().out
+    assert not (tree / "docs" / "results" / "box").exists()
+    for text, said in (
+        ("[box/x]\npieces = ./run_all.sh\n", "[box/x] needs pieces"),
+        ("[other/x]\npieces = 1 ./run_all.sh\n", "does not begin with a machine"),
+        ("[box/../../x]\npieces = 1 ./run_all.sh\n", "does not begin with a machine"),
+        ("[box/x]\npeices = 1 ./run_all.sh\n", "unknown key peices"),
+        ("[box/x]\npieces = 1 ./run_all.sh\n    2 ./run_all.sh\n", "can only be one"),
+        ("box", "is no plan"),
+    ):
+        (tree / "wrong.ini").write_text(MACHINES + text)
+        assert said in refused("wrong.ini", "--status")
+
+
+@planned("")
+def test_what_has_changed_since_a_commit_is_found_and_where_git_cannot_tell_a_page_keeps_its_line(tree, tmp_path):
+    commits, code = (git(tree, "rev-parse", "HEAD"),), recordings.CODE
+    record = runs.write(runs.run(runs.step("0_x"), commit=commits[0]), tree / "results" / "a") / "results.json"
+    assert recordings.changed_since(tree, commits, code) == []
+    assert "no script and no file of `common/` has changed" in recordings.readme_lines(tree, record)[0]
+    (tree / "README.md").write_text("x\n")
+    (tree / "common" / "new.py").write_text("x\n")
+    (tree / "0_x.py").write_text("after\n")
+    assert recordings.changed_since(tree, commits, code) == ["0_x.py", "common/new.py"]
+    (line,) = recordings.readme_lines(tree, record)
+    assert f"of commit {commits[0][:7]}." in line and "changed since: `0_x.py`, files of `common/`." in line
+    for unknown in (("0" * 40,), ()):
+        assert recordings.changed_since(tree, unknown, code) is None
+    assert recordings.changed_since(tree / "docs", commits, code) is None, "not a checkout of its own"
+    (tree / "page.md").write_text(f"one\n{line}\ntwo\n")
+    assert recordings.made_by_git(tree / "page.md", None) == [line]
+    assert recordings.made_by_git(tree / "page.md", ["new"]) == ["new"]
+
+
+def test_the_plan_of_this_tree_holds_commands_that_exist():
+    listed = recordings.read_plan(ROOT / "docs" / "results" / recordings.PLAN)
+    variants = ablations.variants()
+    for name, piece in [(one.name, piece) for one in listed for piece in one.pieces]:
+        first, *words = plan.shlex.split(piece.command)
+        if first == recordings.RUN_ALL:
+            given, rest = ladder.build_parser().parse_known_args(words)
+            ladder.rows_to_run(given.only, given.peers, ladder.build_parser())
+        elif words[1:2] == ["anatomy.ablations"]:
+            for wanted in words[words.index("--only") + 1 :]:
+                assert ablations.chosen_variants(variants, [wanted], "--causes" in words), f"{name}: {wanted}"
+            rest = [word for word in words[2 : words.index("--only")] if word != "--causes"]
+        elif words[1:2] == ["anatomy.parity"]:
+            parity.rows_named(words[words.index("--rows") + 1 :] if "--rows" in words else None)
+            rest = words[2 : words.index("--seeds")]
+        else:
+            continue
+        arguments.build_parser(ROOT / "0_baseline.py", None).parse_args(rest)
+    with pytest.raises(RecordError, match="cannot be read"):
+        recordings.read_plan(ROOT / "none.ini")
