@@ -1,7 +1,7 @@
 """What only a GPU can show: which kernels ran, that the host never waits, that FP8 is close, that a replay trains."""
 
-import json
 import gc
+import json
 import os
 import re
 import subprocess
