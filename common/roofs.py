@@ -38,6 +38,7 @@ BUSY_PERCENT = 20
 STEADY_S, PARTS = {"cuda": 0.2, "cpu": 0.05}, 9  # of back-to-back work
 BURSTS, BURST_S = {"cuda": 4, "cpu": 2}, 0.002
 PAUSE_S = {"cuda": 0.02, "cpu": 0.0}  # in which a GPU's clock recovers
+MOST_QUEUED = 400  # launches
 PASS_S = 0.02  # of one kernel that passes over memory
 GRID = {"cuda": (128, 512, 2048, 8192), "cpu": (64, 256, 1024, 2048)}  # of M, of N and of K
 REFERENCE_EDGE, REFERENCE_BYTES, REFERENCE_S = {"cuda": 4096, "cpu": 768}, 2**26, 0.25
@@ -131,7 +132,7 @@ def unavailable(precision: str, device: torch.device) -> str | None:
 def _measured(measure: Callable[[], object], what: str, notes: list[str]):
     try:
         return measure()
-    except RuntimeError as error:  # too little memory, or a shape that the format cannot take
+    except (RuntimeError, ValueError) as error:  # too little memory, a shape that a format cannot take, a broken trace
         notes.append(f"{what} not measured: {one_line(error, 150)}")
         return None
 
@@ -144,7 +145,8 @@ def seconds(work: Callable[[], object], n: int, device: torch.device) -> float:
             work()
         return (time.perf_counter() - started) / n
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(500_000)  # cycles in which the host gets ahead: small work would wait for its launches
+    # Cycles in which the host gets ahead: small work would wait for its launches. The driver's queue holds about 1000.
+    torch.cuda._sleep(500_000 + 20_000 * n)
     begin.record()
     for _ in range(n):
         work()
@@ -157,7 +159,7 @@ def steady_seconds(work: Callable[[], object], device: torch.device, for_s: floa
     """Time of one call, back to back for about `for_s` seconds: the median of PARTS parts."""
     work()
     once = seconds(work, 1, device)
-    n = math.ceil(for_s / PARTS / once)
+    n = min(math.ceil(for_s / PARTS / once), MOST_QUEUED)
     return statistics.median(seconds(work, n, device) for _ in range(PARTS)) if for_s > once else once
 
 
