@@ -73,7 +73,9 @@ def test_readme_shows_the_figures_of_its_run():
     for step, cells in readme.items():
         assert number(cells["ms per step"]) == number(rows[step]["ms/step"])
         assert abs(number(cells["times faster than 0_baseline"]) - number(rows[step]["vs baseline"])) < 0.0551
-        assert abs(number(cells["times faster than 2_sdpa"]) - number(rows[step]["vs 2_sdpa"])) < 0.0551
+        plain = number(rows[step]["vs 2_sdpa"])
+        shown = number(cells["times faster than 2_sdpa"])
+        assert (shown is None and plain < 1) or abs(shown - plain) < 0.0551
         assert all(cells[name] == rows[step][name] for name in ("TFLOP/s", "peak GiB"))
 
 
@@ -88,7 +90,7 @@ def test_the_story_in_markdown_has_a_section_and_a_diff_a_step_and_pictures_that
     for card in story.cards(run):
         assert f"## {table.markdown(card.title)}\n" in text
     assert text.count("```diff") == sum(bool(card.code) for card in story.cards(run))
-    assert ("block-1.svg" in pictures) == (make is runs.traced) != ("holds no timeline of a block" in text)
+    assert ("block-1.svg" in pictures) == (make is runs.traced) == ("## One transformer block" in text)
 
 
 def test_the_pictures_of_the_story_are_those_of_its_record():
