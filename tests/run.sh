@@ -7,6 +7,6 @@ python="$(./run_all.sh --setup)"
 if ! "$python" -c "import pytest, xdist" 2>/dev/null; then
   "$python" -m pip install --quiet -r tests/requirements.txt
 fi
-workers=2 # each with files of its own; a GPU takes one test at a time
+workers=2 # a GPU takes one test at a time
 [ -e /dev/nvidiactl ] && workers=0
-exec "$python" -m pytest -q -rs -n "$workers" --dist loadfile "$@"
+exec "$python" -m pytest -q -rs -n "$workers" --dist worksteal "$@"
