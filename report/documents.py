@@ -137,7 +137,7 @@ def _workload_table(runs: list[tuple[Path, Run]]) -> str:
     def cell(name: str, rows: dict[str, Row], run: Run) -> str:
         row, baseline = rows.get(name), rows.get(names[0])
         if row and baseline and is_timed(row) and is_timed(baseline):
-            head = f", {row.settings.head} head" if row.settings.head and run.peers else ""
+            head = f", {row.settings.head} LM head" if row.settings.head and run.peers else ""
             return f"{ms(row, run)}, {speedup_cell(row, baseline, run, digits=1)}{head}"
         return ms(row, run) if row else "-"
 

@@ -123,6 +123,7 @@ def test_matrix_products_at_another_clock_are_held_against_equal_clock():
     rows[0].clock_mhz, rows[1].clock_mhz = 1920.0, 1665.0
     clause = "both steps run alike take 189.0 ms instead of 171.0, while the clock fell from 1920 to 1665 MHz"
     assert f"{clause}; at equal clock the step would be 1.65x faster" in said_of(rows)
+    assert said_of(rows).count("instead of 171.0") == 1, "the same products are told of once"
     rows[1].gpu_state = GpuState(throttle_reasons="0x4")
     assert f"{clause} (power limit); at equal clock" in said_of(rows)
     for mhz in (1990.0, 1900.0):
