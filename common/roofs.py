@@ -36,7 +36,8 @@ from common.text import one_line, portable_command, say
 COPY_BYTES = 2**30
 BUSY_PERCENT = 20
 STEADY_S, PARTS = {"cuda": 0.2, "cpu": 0.05}, 9  # of back-to-back work
-BURSTS, BURST_S = {"cuda": 4, "cpu": 2}, 0.002
+BURSTS, BURST_S = 4, 0.002
+GRID_BURSTS = {"cuda": BURSTS, "cpu": 2}
 PAUSE_S = {"cuda": 0.02, "cpu": 0.0}  # in which a GPU's clock recovers
 MOST_QUEUED = 400  # launches
 PASS_S = 0.02  # of one kernel that passes over memory
@@ -78,7 +79,6 @@ def measure(products: dict[tuple[int, int, int], int], device: torch.device, gri
 def _measure_precision(roofs: Roofs, precision: str, device: torch.device, notes: list[str]) -> None:
     """Put the rates of one precision, and the clock and power meanwhile, into `roofs`."""
     name, steady_s, shapes = f"{precision}_flops_per_s", STEADY_S[device.type], [*roofs.shapes, roofs.square]
-    n_bursts = BURSTS[device.type]
 
     def rates_of(for_s: float, bursts: int, zeros: bool = False) -> Callable:
         return lambda shape: _measured(
@@ -86,17 +86,17 @@ def _measure_precision(roofs: Roofs, precision: str, device: torch.device, notes
         )
 
     for shape in roofs.grid:
-        if found := rates_of(0, n_bursts)(shape):
+        if found := rates_of(0, GRID_BURSTS[device.type])(shape):
             shape.ceilings[precision] = found[1]
     rates_of(steady_s, 0)(roofs.square)  # a clock falls for some tenths of a second before it settles
     with hardware.Meter(device) as steady:
         found = [*map(rates_of(steady_s, 0), shapes)]
     with hardware.Meter(device) as bursts:
-        ceilings = [*map(rates_of(0, n_bursts), shapes)]
+        ceilings = [*map(rates_of(0, BURSTS), shapes)]
     for shape, rate, ceiling in zip(shapes, found, ceilings, strict=True):
         _put(shape, precision, rate and ceiling and (rate[0], max(rate[0], ceiling[1])))
     roofs.conditions[precision] = Conditions(steady.clock_mhz, steady.power_w, bursts.clock_mhz, bursts.power_w)
-    _put(roofs.zeros, precision, rates_of(steady_s, n_bursts, zeros=True)(roofs.square))
+    _put(roofs.zeros, precision, rates_of(steady_s, BURSTS, zeros=True)(roofs.square))
     if roofs.shapes and all(
         getattr(shape, name) for shape in roofs.shapes
     ):  # the mean rate, each shape as often as it runs
