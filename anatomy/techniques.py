@@ -157,7 +157,7 @@ def predicted_speed(name: str, plain: Callable, plain_s: float, few: Callable, a
         busy = sum(kernel["dur"] for kernel in kernels)
         products = sum(k["dur"] for k in kernels if profile.categorize(k["name"]) == "matrix products") / busy
         square = ProductRate(m=4096, n=4096, k=4096)
-        bursts = roofs.BURSTS[args.device.type]
+        bursts = roofs.BURSTS
         fp32, bf16 = (roofs.product_rates(square, p, args.device, 0.1, bursts)[1] for p in ("fp32", "bf16"))
         return 1 / (products * fp32 / bf16 + (1 - products) / 2)
     return None
