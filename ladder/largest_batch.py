@@ -169,7 +169,8 @@ def table(rows: list[Largest], style: str = "simple") -> str:
             cell |= {"equal batch": row.equal_batch, "tokens/s": f"{row.equal_tokens_per_s:,.0f}",
                      "peak GiB": f"{row.equal_peak_bytes / GIB:.1f}"}  # fmt: skip
         if row.batch:
-            cell |= {"largest batch": row.batch, "tokens/s there": f"{row.tokens_per_s:,.0f}", "peak GiB there": f"{row.peak_bytes / GIB:.1f}",
+            cell |= {"largest batch": row.batch, "tokens/s there": f"{row.tokens_per_s:,.0f}",
+                     "peak GiB there": f"{row.peak_bytes / GIB:.1f}",
                      "gain": f"{row.tokens_per_s / row.equal_tokens_per_s:.2f}"}  # fmt: skip
         cells.append(cell)
     why = [f"{row.step}: {row.status}: {row.reason}" for row in rows if not row.batch]
