@@ -1,4 +1,4 @@
-"""--sweep and --batch-size max: shapes that break and stay cells, limits, what a page says of where a step pays."""
+"""--sweep: shapes that break and stay cells, limits, what a page says of where a step pays."""
 
 import json
 import os
@@ -12,7 +12,6 @@ import pytest
 from conftest import FAST, ROOT
 
 from common import benchmark
-from common.errors import explain
 from common.record import Row
 from ladder import __main__ as ladder
 from ladder import cells, largest_batch, predict, process, sweep
@@ -214,11 +213,12 @@ def test_a_cell_that_was_not_tried_is_tried_again(begun):
 
 
 @pytest.mark.parametrize("words", [["--sweep"], ["--batch-size", "max"]])
-def test_without_msgspec_it_is_one_line(words):
+def test_without_msgspec_it_is_one_line_and_help_names_both(words):
     hide = "import runpy, sys; sys.modules['msgspec'] = None; sys.argv[:] = sys.argv[1:]; "
     command = [sys.executable, "-c", hide + "runpy.run_path(sys.argv[0], run_name='__main__')", "ladder/__main__.py"]
     ran = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "needs msgspec" in ran.stderr
+    assert " ".join(words) in build_parser().format_help()
 
 
 def test_roofs_that_lack_a_part_and_a_first_shape_that_takes_too_long_are_refused(home, monkeypatch, capsys):
@@ -320,117 +320,6 @@ def test_a_rung_without_a_time_says_why_and_heat_maps_draw_it():
     assert "skipped" in heat_map(maps[0]) and heat_maps_png(maps).startswith(b"\x89PNG")
     faster, slower = ratio_color(3.0), ratio_color(1 / 3)
     assert ratio_color(1.0) == (1, 1, 1) and faster[2] > faster[0] and slower[0] > slower[2]
-
-
-def test_the_largest_batch_lies_on_the_line_through_two_peaks():
-    slope, batches = largest_batch.predicted_batches({4: 14 * 2**30, 8: 18 * 2**30}, 100 * 2**30)
-    assert slope == 2**30 and batches == [87, 84, 80]
-    assert largest_batch.predicted_batches({4: 14 * 2**30, 8: 18 * 2**30}, 18 * 2**30)[1] == []
-    with pytest.raises(ValueError, match="does not grow"):
-        largest_batch.predicted_batches({1: 10, 2: 10}, 100)
-
-
-@pytest.fixture
-def trials(tmp_path, monkeypatch):
-    """A search in 100 GiB whose steps take 10 GiB and one more a sequence, and train up to `made.fits`."""
-    made = largest_batch.Trials(tmp_path, [], 100 << 30, process.Stop())
-    made.fits, ran = 84, {"tokens_per_s": 10.0, "peak_allocated_bytes": 0}
-
-    def run(_, batch):
-        if batch > made.fits:
-            status, reason = explain(MemoryError(), batch)
-            return ran | {"status": status, "reason": reason}
-        return {
-            "status": "ok",
-            "reason": None,
-            "tokens_per_s": 10.0 * batch,
-            "peak_allocated_bytes": (10 + batch) << 30,
-        }
-
-    monkeypatch.setattr(made, "run", run)
-    return made
-
-
-def test_a_step_tries_smaller_batches_until_one_trains(trials):
-    found = trials.largest(ROOT / "2_sdpa.py", 8)
-    assert found.tried == [87, 84] and found.batch == 84 and found.equal_batch == 8 and found.status == "ok"
-    assert "10.50" in largest_batch.table([found]) and found.tokens_per_s == 840.0
-    broken = trials.largest(ROOT / "2_sdpa.py", 200)
-    assert broken.status == "oom" and "try --batch-size" in largest_batch.table([broken])
-
-
-def test_a_search_in_which_nothing_trains_says_so_and_keeps_the_equal_batch(trials):
-    trials.fits = 8
-    found = trials.largest(ROOT / "2_sdpa.py", 8)
-    assert found.status == "failed" and found.batch is None and found.equal_batch == 8 and found.tried == [87, 84, 80]
-    assert found.reason == "no attempt trained: batch 87 oom, batch 84 oom, batch 80 oom"
-    assert found.reason in largest_batch.table([found]) and " 18.0 " in largest_batch.table([found])
-
-
-def test_attempts_can_be_divided_into_micro_batches(trials):
-    trials.accumulate = 4
-    found = trials.largest(ROOT / "2_sdpa.py", 12)
-    assert found.tried == [84] and found.batch == 84
-    alone = trials.largest(ROOT / "2_sdpa.py", 4)
-    assert alone.equal_batch == 4 and alone.batch == 84
-
-
-def test_a_search_that_is_ended_tries_no_more(trials, monkeypatch):
-    run = trials.run
-
-    def ended(script, batch):
-        trials.stop.requests = int(batch == 87)
-        return run(script, batch)
-
-    monkeypatch.setattr(trials, "run", ended)
-    found = trials.largest(ROOT / "2_sdpa.py", 8)
-    assert found.status == "interrupted" and found.tried == [87]
-
-
-def test_one_sequence_is_the_largest_batch_where_two_have_no_memory(trials):
-    trials.fits = 1
-    found = trials.largest(ROOT / "2_sdpa.py", 1)
-    assert found.status == "ok" and found.batch == found.equal_batch == 1 and found.tried == []
-    trials.fits = 0
-    assert trials.largest(ROOT / "2_sdpa.py", 1).status == "oom"
-
-
-def test_each_batch_has_a_process_of_its_own(tmp_path, monkeypatch):
-    started = []
-
-    def run_cells(script, todo, *_):
-        started.append([cell["name"] for cell in todo])
-        row = {"status": "ok", "reason": None, "tokens_per_s": 1.0, "peak_allocated_bytes": 2**30 * len(started)}
-        Path(todo[0]["output"]).write_text(json.dumps({"steps": [row]}))
-
-    monkeypatch.setattr(largest_batch, "run_cells", run_cells)
-    trials = largest_batch.Trials(tmp_path, [], 2**30, process.Stop())
-    assert trials.largest(ROOT / "2_sdpa.py", 8).batch == 8 and started == [["batch 4"], ["batch 8"]]
-
-
-def test_the_largest_batch_refuses_a_global_batch_before_anything_runs(capsys):
-    parser = build_parser()
-    given, rest = parser.parse_known_args(["--batch-size", "max", "--global-batch-size=8"])
-    with pytest.raises(SystemExit) as ended:
-        largest_batch.main(given, rest, [], parser, lambda *_: pytest.fail("something ran"))
-    err = capsys.readouterr().err
-    assert ended.value.code == 2 and err.count("\n") == 1 and "leave out --global-batch-size" in err
-
-
-def test_the_largest_batch_needs_a_gpu_and_hands_on_all_other_arguments(capsys):
-    parser, asked = build_parser(), []
-
-    def check(words, gpus):
-        asked.append(words)
-        return {"device_type": "cpu"}
-
-    for words in (["--batch-size", "max"], ["--batch-size=max"]):
-        given, rest = parser.parse_known_args([*words, "--device", "cpu", "--data", "my book"])
-        with pytest.raises(SystemExit) as ended:
-            largest_batch.main(given, rest, words, parser, check)
-        err = capsys.readouterr().err
-        assert ended.value.code == 2 and err.count("\n") == 1 and "--batch-size max needs a GPU" in err
-        assert asked.pop() == ["--device", "cpu", "--data", "my book"]
 
 
 def test_a_folder_without_a_sweep_is_one_line(tmp_path):
