@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> Result:
     edge = default_size(args, quick=512, cpu=1024, gpu=8192)
     copy_rate = roofs.copy_rate(device)
     square, precision = ProductRate(m=edge, n=edge, k=edge), "bf16" if autocast else "fp32"
-    _, product_rate = roofs.product_rates(square, precision, device, 0.1, roofs.BURSTS[device.type])
+    _, product_rate = roofs.product_rates(square, precision, device, 0.1, roofs.BURSTS)
     forms = Forms(B, H, D, device, dtype, autocast, args.iters)
     results, missing, rows, host = {}, {}, [], {}
     for T, name in itertools.product(lengths, ("by hand", *BACKENDS)):

@@ -90,7 +90,10 @@ def attention_rates(device: torch.device, seconds: Timer) -> list[AttentionRate]
 
 
 def launch_seconds(device: torch.device) -> float | None:
-    """Host time of a kernel that Python launches, in the mean of a tiny mixed-precision training step."""
+    """Host time of a kernel that Python launches, in the mean of a tiny mixed-precision training step.
+
+    Raises RuntimeError where the profiler shows no kernels.
+    """
     if device.type != "cuda":
         return None
     width = LAUNCHED_WIDTH
@@ -107,6 +110,8 @@ def launch_seconds(device: torch.device) -> float | None:
 
     step()
     launches = len(profile.trace_step(step, device).kernels)
+    if not launches:
+        raise RuntimeError("the profiler shows no kernels")
     started = time.perf_counter()
     for _ in range(LAUNCHED_STEPS):
         step()

@@ -36,8 +36,10 @@ from common.text import one_line, portable_command, say
 COPY_BYTES = 2**30
 BUSY_PERCENT = 20
 STEADY_S, PARTS = {"cuda": 0.2, "cpu": 0.05}, 9  # of back-to-back work
-BURSTS, BURST_S = {"cuda": 4, "cpu": 2}, 0.002
+BURSTS, BURST_S = 4, 0.002
+GRID_BURSTS = {"cuda": BURSTS, "cpu": 2}
 PAUSE_S = {"cuda": 0.02, "cpu": 0.0}  # in which a GPU's clock recovers
+MOST_QUEUED = 400  # launches
 PASS_S = 0.02  # of one kernel that passes over memory
 GRID = {"cuda": (128, 512, 2048, 8192), "cpu": (64, 256, 1024, 2048)}  # of M, of N and of K
 REFERENCE_EDGE, REFERENCE_BYTES, REFERENCE_S = {"cuda": 4096, "cpu": 768}, 2**26, 0.25
@@ -77,7 +79,6 @@ def measure(products: dict[tuple[int, int, int], int], device: torch.device, gri
 def _measure_precision(roofs: Roofs, precision: str, device: torch.device, notes: list[str]) -> None:
     """Put the rates of one precision, and the clock and power meanwhile, into `roofs`."""
     name, steady_s, shapes = f"{precision}_flops_per_s", STEADY_S[device.type], [*roofs.shapes, roofs.square]
-    n_bursts = BURSTS[device.type]
 
     def rates_of(for_s: float, bursts: int, zeros: bool = False) -> Callable:
         return lambda shape: _measured(
@@ -85,17 +86,17 @@ def _measure_precision(roofs: Roofs, precision: str, device: torch.device, notes
         )
 
     for shape in roofs.grid:
-        if found := rates_of(0, n_bursts)(shape):
+        if found := rates_of(0, GRID_BURSTS[device.type])(shape):
             shape.ceilings[precision] = found[1]
     rates_of(steady_s, 0)(roofs.square)  # a clock falls for some tenths of a second before it settles
     with hardware.Meter(device) as steady:
         found = [*map(rates_of(steady_s, 0), shapes)]
     with hardware.Meter(device) as bursts:
-        ceilings = [*map(rates_of(0, n_bursts), shapes)]
+        ceilings = [*map(rates_of(0, BURSTS), shapes)]
     for shape, rate, ceiling in zip(shapes, found, ceilings, strict=True):
         _put(shape, precision, rate and ceiling and (rate[0], max(rate[0], ceiling[1])))
     roofs.conditions[precision] = Conditions(steady.clock_mhz, steady.power_w, bursts.clock_mhz, bursts.power_w)
-    _put(roofs.zeros, precision, rates_of(steady_s, n_bursts, zeros=True)(roofs.square))
+    _put(roofs.zeros, precision, rates_of(steady_s, BURSTS, zeros=True)(roofs.square))
     if roofs.shapes and all(
         getattr(shape, name) for shape in roofs.shapes
     ):  # the mean rate, each shape as often as it runs
@@ -131,7 +132,7 @@ def unavailable(precision: str, device: torch.device) -> str | None:
 def _measured(measure: Callable[[], object], what: str, notes: list[str]):
     try:
         return measure()
-    except RuntimeError as error:  # too little memory, or a shape that the format cannot take
+    except (RuntimeError, ValueError) as error:  # too little memory, a shape that a format cannot take, a broken trace
         notes.append(f"{what} not measured: {one_line(error, 150)}")
         return None
 
@@ -144,7 +145,8 @@ def seconds(work: Callable[[], object], n: int, device: torch.device) -> float:
             work()
         return (time.perf_counter() - started) / n
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(500_000)  # cycles in which the host gets ahead: small work would wait for its launches
+    # Cycles in which the host gets ahead: small work would wait for its launches. The driver's queue holds about 1000.
+    torch.cuda._sleep(500_000 + 20_000 * n)
     begin.record()
     for _ in range(n):
         work()
@@ -157,7 +159,7 @@ def steady_seconds(work: Callable[[], object], device: torch.device, for_s: floa
     """Time of one call, back to back for about `for_s` seconds: the median of PARTS parts."""
     work()
     once = seconds(work, 1, device)
-    n = math.ceil(for_s / PARTS / once)
+    n = min(math.ceil(for_s / PARTS / once), MOST_QUEUED)
     return statistics.median(seconds(work, n, device) for _ in range(PARTS)) if for_s > once else once
 
 

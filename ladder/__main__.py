@@ -347,7 +347,8 @@ def main(argv: list[str]) -> int:
         if arguments or any(others):
             parser.error(f"--resume takes its options and arguments from {given.resume}: give no others")
         folder = given.resume.resolve()
-        planned = {place: resumed_run(folder / place, parser) for place in scaling_places(folder) or [""]}
+        places = sorted(scaling_places(folder), key=scaling.is_last) or [""]
+        planned = {place: resumed_run(folder / place, parser) for place in places}
     else:
         folder, planned = new_run(given, arguments, argv, parser)
     ladders = [Ladder(folder / place, *plan_and_facts, limit_s, stop) for place, plan_and_facts in planned.items()]

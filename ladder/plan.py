@@ -17,6 +17,7 @@ if __name__ == "__main__":
     needs("msgspec", "tabulate")
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -128,7 +129,7 @@ def record(session: Session, recording: Recording, variables: dict[str, str]) ->
         ended, log = run_piece(session, recording, piece, state, variables)
         found = re.findall(r"^written to (\S+)$", log.read_text(errors="replace"), re.MULTILINE)
         state.run = found[-1] if found and piece.is_run else state.run
-        given_up = ended.timed_out or ended.stopped
+        given_up = ended.timed_out or ended.stopped or is_unfinished_sweep(state)
         state.spent_s = state.spent_s + ended.seconds if given_up else 0.0
         state.done += ended.code == 0 and not given_up
         write_json(file, asdict(state))
@@ -154,6 +155,18 @@ def record(session: Session, recording: Recording, variables: dict[str, str]) ->
     return True
 
 
+def is_unfinished_sweep(state: State) -> bool:
+    """Whether the run is a sweep with cells that had no time."""
+    path = ROOT / (state.run or "") / "sweep.json"
+    return path.is_file() and any(cell["status"] == "not run" for cell in json.loads(path.read_text()))
+
+
+def own_gpus(recording: Recording) -> dict[str, str]:
+    """The variable that shows a command no more GPUs than its recording is of, unless the user chose."""
+    few = recording.machine.gpus and "CUDA_VISIBLE_DEVICES" not in os.environ
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(recording.machine.gpus)))} if few else {}
+
+
 def run_piece(
     session: Session, recording: Recording, piece: Piece, state: State, variables: dict[str, str]
 ) -> tuple[process.Ended, Path]:
@@ -162,14 +175,16 @@ def run_piece(
     output, log = session.unfinished(recording), session.unfinished(recording, ".log")
     if state.run and (ROOT / state.run).is_dir():
         words = [RUN_ALL, *(word for word in words if word == "--sweep"), "--resume", state.run]
+    left_s = session.until - time.monotonic()
+    if "--sweep" in words:  # it ends with what it could do
+        words += ["--sweep-minutes", str(max(1, int(left_s / 60) - 1))]
     if words[0] == "python":
         words[0] = sys.executable
     if not piece.is_run:
         words += ["--output", str(output)]
     log.unlink(missing_ok=True)
     with busy_host(recording.busy * (os.cpu_count() or 1)) as busy:
-        environment = {"PYTHON": sys.executable} | busy | variables
-        left_s = session.until - time.monotonic()
+        environment = {"PYTHON": sys.executable} | own_gpus(recording) | busy | variables
         return process.run(words, log, left_s, session.stop, environment=environment, grace_s=GRACE_S), log
 
 

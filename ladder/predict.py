@@ -1,4 +1,4 @@
-"""Each rung's step time before it runs, from what this machine can do: nothing is trained, nothing is fitted.
+"""Each rung's step time from what this machine can do: nothing is trained, nothing is fitted.
 
 python -m ladder.predict [--roofs FILE] [--json FILE] ARGUMENT ...     the ARGUMENTs are those of a step
 python -m ladder.predict --records docs/results     beside every machine's records, for report.documents
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import arguments, flops
+from common import arguments, flops, hardware
 from common.errors import run_command
 from common.model import GPTConfig
 from common.record import CATEGORIES, AttentionRate, PassTime, Roofs, Workload, write_json
@@ -239,6 +239,8 @@ def main() -> None:
         return
     args = arguments.parse_args(Path("ladder/predict.py"), __doc__, rest)
     try:
+        if not args.capture or args.amp_dtype is not hardware.resolve_amp_dtype("auto", args.device)[0]:
+            raise ValueError("predictions are of --amp-dtype auto, and of captured steps: leave out the other option")
         path = own.roofs or newest_roofs()
         predictions = predict(args.workload(), read_roofs(path))
     except (ValueError, KeyError) as error:

@@ -144,8 +144,8 @@ def sections(results: Path) -> str:
         for before, rung in rungs(causes):
             gains += [_rung_table(causes, before, rung), *_interaction(causes, before, rung)]
         if peers(causes):
-            equals += [f"### Heads: {name}", _peer_table(causes)]
-    return "\n\n".join([*gains, *(["## Peers with the same head as step 4"] if equals else []), *equals])
+            equals += [f"### LM heads: {name}", _peer_table(causes)]
+    return "\n\n".join([*gains, *(["## Peers with the same LM head as step 4"] if equals else []), *equals])
 
 
 def _rung_table(causes: Causes, before: str, rung: str) -> str:
@@ -180,7 +180,7 @@ def _peer_table(causes: Causes) -> str:
         own = by_head(causes).get(row.settings.head)
         ratio = f"{row.ms / own.ms:.2f}" if own and own.ms and row.ms else "-"
         cells.append((name, row.settings.head or "-", _time(row), _time(own), ratio))
-    return pipe_table(("peer", "head", "ms per step", f"{LAST_STEP} with this head", "times its time"), cells, n_left=2)
+    return pipe_table(("peer", "LM head", "ms per step", f"{LAST_STEP} with it", "times its time"), cells, n_left=2)
 
 
 def _ms(ms: float | None) -> str:

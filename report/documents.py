@@ -7,7 +7,6 @@ if __name__ == "__main__":
 
     needs("msgspec", "tabulate", "jinja2", "matplotlib")
 
-import json
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,10 +29,12 @@ from report import (
     sweep,
     table,
     traffic,
+    variants,
 )
 from report.__main__ import write_reports
 from report.analysis import is_timed
-from report.doubts import BUSY, NOTICE, SERIOUS, reference_extremes
+from report.causal_claims import SLICE
+from report.doubts import BUSY, NOTICE, SERIOUS, compared, reference_extremes
 from report.load import MERGED, ROOFS, RecordError, convert, read_json, read_run
 from report.machines import machines_table
 from report.symptom_examples import examples_table
@@ -41,7 +42,7 @@ from report.table import commit_of, gib, levels, markdown, ms_cell, pipe_table, 
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
-SHOWN = "h200/gpt3-6.7b-slice"  # the workload of README's table
+SHOWN = f"h200/{SLICE}"  # the workload of README's table
 
 
 def recorded_runs(folder: Path, pattern: str = "*/*") -> list[tuple[Path, Run]]:
@@ -66,7 +67,7 @@ def readme_table(results: Path) -> str:
     cells = []
     for row in run.steps:
         rate = tflops(row.model_flops_per_s) if is_timed(row) else "-"
-        speedups = (speedup_cell(row, other, run, digits=1, unit="") for other in (baseline, plain))
+        speedups = (_faster_cell(row, other, run) for other in (baseline, plain))
         cells.append((row.step, ms(row, run), *speedups, rate, gib(row)))
     at, base = f"docs/results/{SHOWN}", results.parent.parent
     others = [path for path, _ in recorded_runs(folder.parent, "*") if path != folder]
@@ -81,6 +82,12 @@ def readme_table(results: Path) -> str:
     picture = f'<img src="{at}/speedup.png" width="560" alt="Times faster than the baseline, by step">'
     doubts = "\n".join(f"- {markdown(text)}" for text in levels(run).get(SERIOUS, []))
     return "\n\n".join(filter(None, [picture, pipe_table(headers, cells), *table.legend(run), doubts, about]))
+
+
+def _faster_cell(row: Row, other: Row | None, run: Run) -> str:
+    """How many times faster a row is than another; a dash where it is slower."""
+    speedup = compared(row, other, run)
+    return speedup.cell(digits=1, unit="") if speedup and speedup.ratio >= 1 else "-"
 
 
 def ms(row: Row, run: Run) -> str:
@@ -108,10 +115,7 @@ def _machine_tables(machine: Path) -> list[str]:
         if tables or lines:
             at = f"batch {run.workload.batch_size}, {run.environment.device}, commit {commit_of(run, 7)}"
             parts += filter(None, [f"### {path.name}, {at}", *tables, lines])
-    for path in sorted(machine.glob("*/ablations.json")):
-        variants = json.loads(path.read_text())["variants"]
-        parts += [f"### What each choice gives: {path.parent.name}", _ablation_table(variants)]
-    return [*parts, *predictions.section(machine, runs)]
+    return [*parts, *variants.sections(machine), *predictions.section(machine, runs)]
 
 
 def _lines(run: Run) -> list[str]:
@@ -133,7 +137,7 @@ def _workload_table(runs: list[tuple[Path, Run]]) -> str:
     def cell(name: str, rows: dict[str, Row], run: Run) -> str:
         row, baseline = rows.get(name), rows.get(names[0])
         if row and baseline and is_timed(row) and is_timed(baseline):
-            head = f", {row.settings.head} head" if row.settings.head and run.peers else ""
+            head = f", {row.settings.head} LM head" if row.settings.head and run.peers else ""
             return f"{ms(row, run)}, {speedup_cell(row, baseline, run, digits=1)}{head}"
         return ms(row, run) if row else "-"
 
@@ -156,37 +160,6 @@ def _limits_table(rows: list[Row], run: Run) -> str:
         launches, share = f"{row.profile.kernels_per_step:.0f}", table.describe_share_of_roof(row, run)
         cells.append((row.step, launches, analysis.describe_bound(row), tflops(row.model_flops_per_s), share, gib(row)))
     return pipe_table(("step", "launches", "bound by", "TFLOP/s", "of roof", "peak GiB"), cells)
-
-
-def _ablation_table(variants: list[dict]) -> str:
-    cells = []
-    for variant in variants:
-        timing, baseline = variant["timing"], variant["baseline"]["timing"]
-        difference = loss = variant["reason"] or "-"
-        if timing["median_ms"] is not None and baseline["median_ms"] is not None:
-            difference = f"{timing['median_ms'] - baseline['median_ms']:+.1f} ms"
-            varied, unchanged = (Row("", loss=recorded["loss"]) for recorded in (variant, variant["baseline"]))
-            loss = table.percent(analysis.loss_difference(varied, unchanged))
-        script, commit = f"{variant['script']}, {variant['kind']}", (variant.get("commit") or "-")[:7]
-        times = (quartiles(baseline), quartiles(timing))
-        cells.append((variant["name"], script, variant["predicted"], *times, difference, loss, commit))
-    headers = (
-        "variant",
-        "script",
-        "predicted",
-        "unchanged, ms (p25-p75)",
-        "varied, ms",
-        "difference",
-        "loss",
-        "commit",
-    )
-    return pipe_table(headers, cells, n_left=3)
-
-
-def quartiles(timing: dict) -> str:
-    if timing["median_ms"] is None:
-        return "-"
-    return f"{timing['median_ms']:.1f} ({timing['p25_ms']:.1f}-{timing['p75_ms']:.1f})"
 
 
 def method_tables(results: Path) -> str:

@@ -16,7 +16,7 @@ from report.analysis import LARGEST_PROFILE_OFFSET, is_timed, kernels_ms, median
 from report.load import DIFFER, LEFT_OUT, environment_of
 
 SERIOUS, NOTICE = "serious", "notice"
-# Largest over smallest time of the reference work beside all rows, from the undisturbed ladders in docs/method.md.
+# Largest over smallest time of the reference work beside all rows: above what the ladders in docs/method.md showed.
 BUSY = {"cpu": {"product": 1.6, "copy": 1.8}, "cuda": {"product": 1.06, "copy": 1.06}}
 FEWEST_STEPS = {"cuda": 30, "cpu": 10}
 NOTICED_SPREAD, WIDEST_SPREAD = 0.03, 0.20
@@ -137,8 +137,8 @@ def _doubts_of_run(run: Run) -> Iterator[Doubt]:
     if verdict := busy(run):
         yield Doubt(SERIOUS, verdict, every)
     for problem in run.problems:
-        differ = problem.startswith(DIFFER)
-        yield Doubt(SERIOUS if differ or problem.startswith(LEFT_OUT) else NOTICE, problem, every if differ else ())
+        differ, text = problem.startswith(DIFFER), _without_serials(problem)
+        yield Doubt(SERIOUS if differ or problem.startswith(LEFT_OUT) else NOTICE, text, every if differ else ())
     if environment.dirty:
         yield Doubt(NOTICE, "the working copy had uncommitted changes: the commit does not hold the code that ran")
     if run.environment and environment.commit is None:
@@ -154,6 +154,16 @@ def _doubts_of_run(run: Run) -> Iterator[Doubt]:
             names = (before.step, after.step)
             took = "AdamW, the same code in {} and {}, took {:.1f} and {:.1f} ms".format(*names, *times)
             yield Doubt(NOTICE, f"{took}: what else changed between these two rows is not attributed", names)
+
+
+def _without_serials(problem: str) -> str:
+    """`rows ran on different GPUs: 0_a, 1_b on one; 2_c on another` of rows that differ in gpu_uuid."""
+    of, _, listed = problem.partition(": ")
+    if of != f"{DIFFER} gpu_uuid":
+        return problem
+    rows = [group.partition(" in ")[2] for group in listed.split("; ")]
+    places = ["one", *["another"] * (len(rows) - 1)]
+    return f"rows ran on different GPUs: {'; '.join(map('{} on {}'.format, rows, places))}"
 
 
 def _doubts_of_rows(run: Run) -> Iterator[Doubt]:

@@ -17,7 +17,7 @@ MACHINES = {
     "Ampere": (["8.0", "8.6"], BF16, "compiled, captured", "Transformer Engine in BF16"),
     "Ada": (["8.9"], BF16, "compiled, captured", "FP8, delayed scaling"),
     "Hopper": (["9.0"], BF16, "compiled, captured", "FP8, delayed scaling"),
-    "Blackwell": (["10.0", "12.0"], BF16, "compiled, captured", "FP8, MXFP8; current scaling on 12.0"),
+    "Blackwell": (["10.0", "12.0"], BF16, "compiled, captured", "MXFP8 (10.0); FP8, current scaling (12.0)"),
     WIDE_CPU: ([], "BF16", "compiled", "skipped"),
     CPU: ([], "FP32", "compiled", "skipped"),
 }

@@ -115,7 +115,7 @@ def _where(run: Run, rows: list[Row]) -> dict:
         else "; the figure is the median of one pass, so how far it changes from run to run is not known."
     )
     predicted = any(row.predicted_ms for row in rows)
-    caption += " Dashed: what was predicted from the roofs before the step ran." if predicted else ""
+    caption += " Dashed: what was predicted from the roofs alone." if predicted else ""
     return {
         "where": story.where(run),
         "where_caption": caption,

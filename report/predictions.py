@@ -26,7 +26,7 @@ def section(machine: Path, runs: list[tuple[Path, Run]]) -> list[str]:
     cells = [cell for path, run in runs for cell in _cells(machine, path.name, run)]
     said = summary([cell["error"] for cell in cells])
     rows = [cell | {"error": f"{cell['error']:+.0%}"} for cell in cells]
-    return [f"### Predicted before it ran: {machine.name}", HOW, said, aligned(rows, "pipe", n_left=2)]
+    return [f"### Predicted from the roofs alone: {machine.name}", HOW, said, aligned(rows, "pipe", n_left=2)]
 
 
 def summary(errors: list[float]) -> str:

@@ -21,6 +21,7 @@ OF_A_RUN = (MERGED, f"[1-9]*/{MERGED}", "scaling.json")  # what is kept of a run
 NOT_KEPT = (".log", ".trace.json.gz")  # of a folder of experiments
 CODE = ("[0-9]_*.py", "common")  # what every figure is about
 KEYS = {"pieces", "alone", "busy"}
+AGE = "Commits of these records, and what is missing: [recordings](results/README.md)."
 SINCE = "<!-- since -->"  # ends a line that git made: where git cannot tell, the line stays as it is
 
 
@@ -219,11 +220,9 @@ def readme_lines(root: Path, record: Path) -> list[str] | None:
     of = facts([record])
     if (changed := changed_since(root, of.commits, CODE)) is None:
         return None
-    if not changed:
-        return [f"Recorded at commit {of.commit}: no script and no file of `common/` has changed since. {SINCE}"]
+    since = "Scripts or files of `common/` have" if changed else "No script and no file of `common/` has"
     return [
-        f"The table is of commit {of.commit}. The code that it describes has changed since: {describe_files(changed)}. "
-        f"[Every recording with its commit](docs/results/README.md). {SINCE}"
+        f"{since} changed since commit {of.commit}: [what is recorded and missing](docs/results/README.md). {SINCE}"
     ]
 
 
@@ -237,7 +236,7 @@ def page_line(root: Path, results: Path) -> list[str] | None:
     missing, older, silent = len(plan) - len(of), sum(map(bool, changed)), len(of) - len(changed)
     said = f"Of {len(plan)} planned recordings {missing} are missing, and {older} are older than the code they describe"
     known = f" The commit of {silent} is not known." * bool(silent)
-    return [f"{said}: [which](results/README.md).{known} {SINCE}"]
+    return [f"{said}.{known} {SINCE}"]
 
 
 def recordings_page(results: Path) -> str:
@@ -279,10 +278,11 @@ def since_lines(root: Path, results: Path) -> list[str] | None:
 
 def with_since(parts: dict[str, list[str]], root: Path, results: Path, shown: Path) -> dict[str, list[str]]:
     """The generated parts of each page, by name, with what says how old their records are. README is about `shown`."""
-    ends = {"README.md": readme_lines(root, shown), "docs/results/README.md": since_lines(root, results)}
-    plan_line = page_line(root, results)
+    whole, since = page_line(root, results), since_lines(root, results)
+    known = None not in (whole, since)
+    ends = {"README.md": readme_lines(root, shown), "docs/results/README.md": [*whole, *since] if known else None}
     for name, (first, *others) in parts.items():
-        lines = "\n".join(made_by_git(root / name, ends.get(name, plan_line)))
+        lines = "\n".join(made_by_git(root / name, ends[name])) if name in ends else AGE
         gap = "\n" * (1 + (name != "README.md"))  # there the line ends the paragraph about the table
-        parts[name] = [f"{first}{gap}{lines}" if name in ends else f"{lines}{gap}{first}", *others]
+        parts[name] = [f"{first}{gap}{lines}", *others]
     return parts

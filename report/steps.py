@@ -11,6 +11,10 @@ from report.story import Card
 from report.table import bullets, levels, markdown, pipe_table
 
 FOLDER = "steps"  # of the pictures, below docs/
+SOURCES = (
+    "The diffs and what each step says that it changes are of the scripts as they ran: the record holds their text. "
+    "Today's scripts may differ."
+)
 
 
 def steps_page(run: Run, at: str) -> tuple[str, dict[str, bytes]]:
@@ -28,9 +32,9 @@ def steps_page(run: Run, at: str) -> tuple[str, dict[str, bytes]]:
         "## Where the time went",
         "![Milliseconds of a training step by kind of kernel](steps/where.svg)",
         "![The same as shares of each step](steps/shares.svg)" if pictures["shares"] else "",
+        SOURCES if any(row.source for row in run.steps) else "",
         *(part for card in story.cards(run) for part in _card(card)),
-        "## One transformer block",
-        *(blocks or ["This record holds no timeline of a block: it is older than the timeline."]),
+        *(["## One transformer block", *blocks] if blocks else []),
     ]
     for name, part in evidence.items():
         picture = [f"![{part.name}](steps/{name}.svg)"] if part.svg else []

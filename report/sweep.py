@@ -276,7 +276,7 @@ def sections(cells: list[Cell]) -> list[Section]:
     rows, errors = prediction_rows(shapes)
     if errors:
         how = "Predicted over measured, less one; the roofs are those of the same run."
-        found.append(Section("Predicted before it ran", [how, predictions.summary(errors)], [], rows))
+        found.append(Section("Predicted from the roofs alone", [how, predictions.summary(errors)], [], rows))
     if without := reasons(cells):
         found.append(Section("Cells without a time, and notes", [], without))
     return found

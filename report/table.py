@@ -22,8 +22,8 @@ PREDICTION = (
     "predicted ms: what the roofs say before a step runs, from FLOPs, bytes and launches (ladder/predict.py); nothing "
     "in it is taken from these times"
 )
-NOT_SHORT = ("tokens/s", "tokens/s per GPU", "vs previous", "head", "warm-up s", "loss", "loss difference", "of roof",
-             "bound by")  # fmt: skip
+NOT_SHORT = ("tokens/s", "tokens/s per GPU", "vs previous", "LM head", "warm-up s", "loss", "loss difference",
+             "of roof", "bound by")  # fmt: skip
 CONVENTION = (
     "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square that it needs. "
     f"The loss is the mean of the last {analysis.LOSS_WINDOW} training steps, untimed ones included (of all steps "
@@ -38,7 +38,7 @@ def table_rows(run: Run) -> list[dict[str, str]]:
     rows += [_cells(run, peer, None, reference) | {"step": f"peer: {peer.step}"} for peer in run.peers]
     optional = ("predicted ms", "tokens/J", "of roof", "bound by")
     empty = [name for name in optional if all(row[name] == "-" for row in rows)]
-    empty += ["head"] if not any(peer.settings.head for peer in run.peers) else []
+    empty += ["LM head"] if not any(peer.settings.head for peer in run.peers) else []
     return [{name: cell for name, cell in row.items() if name not in empty} for row in rows]
 
 
@@ -62,7 +62,7 @@ def _cells(run: Run, row: Row, before: Row | None, reference: Row | None) -> dic
         **({"tokens/s per GPU": f"{row.tokens_per_s / gpus:,.0f}" if timed else "-"} if gpus > 1 else {}),
         "TFLOP/s": tflops(row.model_flops_per_s) if timed else "-",
         **{name: speedup_cell(row, other, run) for name, other in against.items()},
-        "head": row.settings.head or "-",
+        "LM head": row.settings.head or "-",
         "peak GiB": gib(row),
         "tokens/J": tokens_per_joule(row),
         "warm-up s": f"{row.timing.warmup_s:.1f}" if timed else "-",

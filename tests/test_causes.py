@@ -64,4 +64,4 @@ def test_peers_stand_beside_step_4_with_the_same_head(tmp_path):
         variant("peers/p", 90.0, 75.0, baseline=fp8("BF16"), **fp8("FP8")),
     )  # fmt: skip
     *_, table = tables_of(causes.sections(tmp_path))
-    assert [(row["head"], row["times its time"]) for row in table.values()] == [("BF16", "1.50"), ("FP8", "1.50")]
+    assert [(row["LM head"], row["times its time"]) for row in table.values()] == [("BF16", "1.50"), ("FP8", "1.50")]

@@ -129,3 +129,11 @@ def test_no_ratio_of_a_busy_machine_is_shown_anywhere(tmp_path):
     assert all(f">{300 / k:.1f}? ms<" in shown[2] for k in range(1, 6)), "a bar's label is its time alone"
     files = [path for path in (ROOT / "report").glob("*.py") if path.name not in ("analysis.py", "doubts.py")]
     assert not [path.name for path in files if "analysis.speedup" in path.read_text()], "compared() is the one way"
+
+
+def test_rows_of_different_gpus_are_named_without_serial_numbers():
+    made = runs.run(fair("0_a"), fair("1_b"))
+    made.problems = ["rows differ in gpu_uuid: GPU-a4 in 1_b; GPU-bc in 0_a, 1_b"]
+    assert doubts(made) == [
+        Doubt("serious", "rows ran on different GPUs: 1_b on one; 0_a, 1_b on another", ("0_a", "1_b"))
+    ]

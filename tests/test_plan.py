@@ -208,13 +208,14 @@ def test_what_has_changed_since_a_commit_is_found_and_where_git_cannot_tell_a_pa
     commits, code = (git(tree, "rev-parse", "HEAD"),), recordings.CODE
     record = runs.write(runs.run(runs.step("0_x"), commit=commits[0]), tree / "results" / "a") / "results.json"
     assert recordings.changed_since(tree, commits, code) == []
-    assert "no script and no file of `common/` has changed" in recordings.readme_lines(tree, record)[0]
+    assert "No script and no file of `common/` has changed" in recordings.readme_lines(tree, record)[0]
     (tree / "README.md").write_text("x\n")
     (tree / "common" / "new.py").write_text("x\n")
     (tree / "0_x.py").write_text("after\n")
     assert recordings.changed_since(tree, commits, code) == ["0_x.py", "common/new.py"]
     (line,) = recordings.readme_lines(tree, record)
-    assert f"of commit {commits[0][:7]}." in line and "changed since: `0_x.py`, files of `common/`." in line
+    assert line.startswith(f"Scripts or files of `common/` have changed since commit {commits[0][:7]}: ")
+    assert recordings.describe_files(["0_x.py", "common/new.py"]) == "`0_x.py`, files of `common/`"
     for unknown in (("0" * 40,), ()):
         assert recordings.changed_since(tree, unknown, code) is None
     assert recordings.changed_since(tree / "docs", commits, code) is None, "not a checkout of its own"

@@ -71,7 +71,7 @@ def test_a_cause_is_the_largest_one_with_its_part_of_the_gain():
 def test_what_a_script_says_of_itself_is_its_first_line_and_its_first_sentence():
     source = '"""Step 2: fused attention.\n\nChange:   softmax becomes\n  one kernel. And more.\nWhy: x.\n"""\n'
     row = runs.step("2_x", source=source)
-    assert title(row) == "Step 2: fused attention" and change(row) == "Softmax becomes one kernel."
+    assert title(row) == "Step 2: fused attention" and change(row) == "Softmax becomes one kernel. And more."
     for unknown in (None, "no docstring = 1", "not python at all (", '"""Something else."""'):
         assert title(runs.step("2_x", source=unknown)) == "2_x" and change(runs.step("2_x", source=unknown)) == ""
 
@@ -84,6 +84,10 @@ def test_a_loss_that_rises_at_the_start_is_explained_and_one_that_falls_is_not()
 def test_the_gap_of_the_losses_is_the_largest_one():
     steps = [runs.step("0_a", loss=[4.0, 3.0]), runs.step("1_b", loss=[4.5, 3.1]), runs.step("2_c", loss=[4.0, 2.0])]
     assert "1.0000 nats (2_c, step 1)" in largest_loss_difference(steps)
+    assert f"Averaged over all {len(steps[0].loss)} training steps, the loss of 2_c" in largest_loss_difference(steps)
+    for row in steps:
+        row.loss *= 20
+    assert "Averaged over the last 20 training steps" in largest_loss_difference(steps)
 
 
 def test_a_row_whose_times_spread_too_far_makes_no_claim_and_no_headline():
@@ -106,7 +110,7 @@ def test_the_same_optimizer_is_no_cause_and_where_it_takes_another_time_nothing_
     text = "AdamW, the same code in 1_cublas and 2_sdpa, took 30.3 and 51.0 ms: "
     assert "1.67x faster" in said_of(pair(*other, **same)) and " take" not in said_of(pair(*other, **same))
     assert [d.level for d in doubts(runs.run(*pair(*other, **same))) if d.text.startswith(text)] == ["notice"]
-    assert "The optimizer takes 51.0 ms instead of 30.3" in said_of(pair(*other)), (
+    assert "Against this, the optimizer takes 51.0 ms instead of 30.3" in said_of(pair(*other)), (
         "another optimizer, for all that is known"
     )
     tiny = said_of(pair((1000.0, 600.0, 3.0), (600.0, 200.0, 9.0), **same))
@@ -119,6 +123,7 @@ def test_matrix_products_at_another_clock_are_held_against_equal_clock():
     rows[0].clock_mhz, rows[1].clock_mhz = 1920.0, 1665.0
     clause = "both steps run alike take 189.0 ms instead of 171.0, while the clock fell from 1920 to 1665 MHz"
     assert f"{clause}; at equal clock the step would be 1.65x faster" in said_of(rows)
+    assert said_of(rows).count("instead of 171.0") == 1, "the same products are told of once"
     rows[1].gpu_state = GpuState(throttle_reasons="0x4")
     assert f"{clause} (power limit); at equal clock" in said_of(rows)
     for mhz in (1990.0, 1900.0):

@@ -1,0 +1,54 @@
+"""What each choice inside a script gives, from the records of `python -m anatomy.ablations`: docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from common.record import Row
+from report import analysis
+from report.causal_claims import SLICE
+from report.table import percent, pipe_table
+
+OF_THE_SLICE = f"The predictions are arithmetic for `{SLICE}`, except where they name another workload."
+
+
+def sections(machine: Path) -> list[str]:
+    """A heading and a table per workload; above those of other workloads, which one the predictions are for."""
+    parts = []
+    for path in sorted(machine.glob("*/ablations.json")):
+        elsewhere = [OF_THE_SLICE] if path.parent.name != SLICE else []
+        table = _table(json.loads(path.read_text())["variants"])
+        parts += [f"### What each choice gives: {path.parent.name}", *elsewhere, table]
+    return parts
+
+
+def _table(variants: list[dict]) -> str:
+    cells = []
+    for variant in variants:
+        timing, baseline = variant["timing"], variant["baseline"]["timing"]
+        difference = loss = variant["reason"] or "-"
+        if timing["median_ms"] is not None and baseline["median_ms"] is not None:
+            difference = f"{timing['median_ms'] - baseline['median_ms']:+.1f} ms"
+            varied, unchanged = (Row("", loss=recorded["loss"]) for recorded in (variant, variant["baseline"]))
+            loss = percent(analysis.loss_difference(varied, unchanged))
+        script, commit = f"{variant['script']}, {variant['kind']}", (variant.get("commit") or "-")[:7]
+        times = (_quartiles(baseline), _quartiles(timing))
+        cells.append((variant["name"], script, variant["predicted"], *times, difference, loss, commit))
+    headers = (
+        "variant",
+        "script",
+        "predicted",
+        "unchanged, ms (p25-p75)",
+        "varied, ms",
+        "difference",
+        "loss",
+        "commit",
+    )
+    return pipe_table(headers, cells, n_left=3)
+
+
+def _quartiles(timing: dict) -> str:
+    if timing["median_ms"] is None:
+        return "-"
+    return f"{timing['median_ms']:.1f} ({timing['p25_ms']:.1f}-{timing['p75_ms']:.1f})"
