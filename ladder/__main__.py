@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import itertools
 import json
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run_all.sh starts this file by its path, from any folder
 
-from common.errors import smaller_batch  # noqa: E402
+from common.errors import needs, smaller_batch  # noqa: E402
 from common.record import (  # noqa: E402
     PREDICTED,
     ROOFS,
@@ -64,7 +63,8 @@ def build_parser() -> OneLineParser:
         description="Runs the five steps with the ARGUMENTs (python 0_baseline.py --help lists them), measures the\n"
         "machine's roofs, prints a table, and writes it with all records, traces and logs to a new folder under\n"
         "results/. results/latest names the newest run that was not interrupted.",
-        epilog="STEP_TIMEOUT=SECONDS     the longest that one row may take (default 1800)\n"
+        epilog="--batch-size max         the largest batch that each step can train, and its speed there (one GPU)\n"
+        "STEP_TIMEOUT=SECONDS     the longest that one row may take (default 1800)\n"
         "PYTHON=INTERPRETER       use this Python, and install nothing\n"
         "./run_all.sh --setup     only prepare Python, and print the interpreter that will be used\n\n"
         "Exit code: 0 when every row is ok, skipped or left out by --only, 2 for bad arguments, 130 after Ctrl-C,\n"
@@ -330,9 +330,14 @@ def main(argv: list[str]) -> int:
         parser.error("--output is chosen by run_all.sh: results/ holds a folder per run")
     given, arguments = parser.parse_known_args(argv)
     if given.sweep or "--batch-size max" in " ".join(arguments).replace("=", " "):
+        needs("msgspec", "tabulate")
         from ladder import largest_batch, sweep  # they import torch
 
-        return (sweep if given.sweep else largest_batch).main(given, arguments, argv, parser, check)
+        try:
+            chosen = sweep if given.sweep else largest_batch
+            return chosen.main(given, absolute_data(arguments), argv, parser, check)
+        except OSError as error:
+            parser.exit(1, f"run_all.sh: error: {error.filename or 'results/'}: {error.strerror or error}\n")
     limit_s = time_limit(parser)
     if given.peers and (given.scaling or (given.gpus or 1) > 1):
         parser.error("--peers run on one GPU: leave out --gpus and --scaling")
@@ -348,14 +353,9 @@ def main(argv: list[str]) -> int:
         folder, planned = new_run(given, arguments, argv, parser)
     ladders = [Ladder(folder / place, *plan_and_facts, limit_s, stop) for place, plan_and_facts in planned.items()]
     stop.listen()
-    with contextlib.suppress(OSError):  # a file system without locks
-        lock = (ladders[0].folder / "plan.json").open()
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            parser.error(f"another run_all.sh is at work in {folder}")
-    run_rows(ladders)
-    return finish(folder, ladders)
+    with process.lock(ladders[0].folder / "plan.json", parser):
+        run_rows(ladders)
+        return finish(folder, ladders)
 
 
 def run_rows(ladders: list[Ladder]) -> None:

@@ -4,7 +4,8 @@ python -m ladder.cells SCRIPT TODO SECONDS
 
 TODO is a JSON list of cells: the `words` of the script's command line, the `output` of its record, and the `seconds`
 that it is expected to take. A cell that would end after SECONDS is not begun. What a cell held is given back before
-the next one. Where that fails, the exit code is RENEW: the next cell needs a new process.
+the next one. Where that fails, the exit code is RENEW: the next cell needs a new process, since what is left over
+would count in its peak.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from common.record import Row
 from common.text import say
 
 RENEW = 75
-KEPT_BYTES = 2**30  # of a GPU, that libraries may keep as workspaces
+KEPT_BYTES, MORE_BYTES = 2**30, 2**26  # of a GPU: libraries' workspaces after the first cell, and what a later adds
 TE_STATE = "transformer_engine.pytorch.module.base"  # holds the state of FP8 that outlives a model
 
 
@@ -40,10 +41,15 @@ def load_main(script: Path) -> Callable[[Arguments], Row]:
 
 
 def run_cell(main: Callable[[Arguments], Row], script: Path, cell: dict) -> Row:
-    """Run a script's `main` with the words of a cell, leave its record, and give back what it held."""
+    """Run a script's `main` with the words of a cell, leave its record, and give back what it held.
+
+    Exits with code 1 where the record could not be written: the log says why.
+    """
     sys.argv = [script.name, *cell["words"], "--output", cell["output"]]  # the record names it as its command
     with contextlib.redirect_stdout(sys.stderr):
         benchmark.run_and_record(main, parse_args(script, None, sys.argv[1:]))
+    if not Path(cell["output"]).exists():
+        sys.exit(1)
     give_back()
     (row,) = json.loads(Path(cell["output"]).read_text())["steps"]
     return row
@@ -59,8 +65,8 @@ def give_back() -> None:
         torch.cuda.empty_cache()
 
 
-def is_clean() -> bool:
-    """Whether the GPU is as it was: memory given back, and random numbers that a failed capture has not broken."""
+def works() -> bool:
+    """Whether the GPU works as before: a failed capture breaks its random numbers."""
     if not torch.cuda.is_initialized():
         return True
     try:
@@ -68,7 +74,7 @@ def is_clean() -> bool:
         torch.cuda.synchronize()
     except RuntimeError:
         return False
-    return torch.cuda.memory_allocated() < KEPT_BYTES
+    return True
 
 
 def describe(row: dict) -> str:
@@ -77,14 +83,16 @@ def describe(row: dict) -> str:
 
 def main() -> int:
     script, until = Path(sys.argv[1]), time.monotonic() + float(sys.argv[3])
-    todo, run = json.loads(Path(sys.argv[2]).read_text()), load_main(script)
+    todo, run, most = json.loads(Path(sys.argv[2]).read_text()), load_main(script), None
     for cell in todo:
         if time.monotonic() + cell["seconds"] > until:
             break
         row = run_cell(run, script, cell)
         say(f"{script.stem}, {cell['name']}: {describe(row)}")
-        if row["status"] == "failed" or not is_clean():
+        held = torch.cuda.memory_allocated()  # 0 on a CPU
+        if row["status"] == "failed" or not works() or held > (most or KEPT_BYTES):
             return RENEW
+        most = most or held + MORE_BYTES
     return 0
 
 

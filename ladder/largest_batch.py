@@ -1,8 +1,8 @@
 """What does saved memory buy? The largest batch that each step can train: ./run_all.sh --batch-size max.
 
 Peak memory grows with the batch along a straight line. Two measured batches, the equal one of all steps and half of
-it, give the line, and the line gives the batch at which the free memory ends. At most three attempts, each in a
-process of its own, confirm it: the first that trains is the largest batch of the row.
+it, give the line, and the line gives the batch at which the free memory ends. At most three attempts confirm it: the
+first that trains is the largest batch of the row. Each batch runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GIB = 2**30
 SHARES = (0.97, 0.94, 0.9)  # of the free memory: libraries hold some beside torch's allocator
 OPTION = "--batch-size"
 STEPS = ("--warmup", "2", "--steps", "5", "--quick")
-LIMIT_S = 600  # of two batches, and of one attempt
+LIMIT_S = 600  # of one batch
 
 
 @dataclass
@@ -41,20 +41,21 @@ class Largest:
     batch: int | None = None
     tokens_per_s: float | None = None
     peak_bytes: int | None = None
-    tried: list[int] = field(default_factory=list)  # batches, in order; the last one trained
+    tried: list[int] = field(default_factory=list)  # attempts that ran, in order
 
 
-def predicted_batches(peaks: dict[int, int], free_bytes: int) -> tuple[float, list[int]]:
+def predicted_batches(peaks: dict[int, int], free_bytes: int, accumulate: int = 1) -> tuple[float, list[int]]:
     """Bytes a sequence by the line through two measured peaks, by batch, and the batches to try, the largest first.
 
-    Raises ValueError where the peak does not grow with the batch.
+    All are multiples of `accumulate`. Raises ValueError where the peak does not grow with the batch.
     """
     (few, low), (many, high) = sorted(peaks.items())
     slope = (high - low) / (many - few)
     if slope <= 0:
         raise ValueError(f"its peak does not grow from batch {few} to {many}: try a larger --seq-len")
     batches = [many + int((share * free_bytes - high) // slope) for share in SHARES]
-    return slope, [batch for batch in dict.fromkeys(batches) if batch > many]
+    whole = [batch // accumulate * accumulate for batch in batches]
+    return slope, [batch for batch in dict.fromkeys(whole) if batch > many]
 
 
 def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, check) -> int:
@@ -62,20 +63,22 @@ def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, ch
     if given.resume or given.peers or given.repeat > 1 or (given.gpus or 1) > 1 or given.scaling or given.parallel:
         several = "--resume, --peers, --repeat, --gpus, --scaling and --parallel"
         parser.error(f"--batch-size max runs the five scripts once, on one GPU: leave out {several}")
+    if any(word.partition("=")[0] == "--global-batch-size" for word in arguments):
+        parser.error("--batch-size max chooses the batch of a step: leave out --global-batch-size")
     pairs = zip(["", *arguments], arguments, strict=False)  # each word after the one before it
     words = [word for before, word in pairs if OPTION not in (before, word.partition("=")[0])]
     facts = check(words, 1)
     if facts["device_type"] != "cuda":
         parser.error("--batch-size max needs a GPU: only its allocator counts what a step holds at most")
-    batch, stop = facts["workload"]["batch_size"], process.Stop()
+    workload, stop = facts["workload"], process.Stop()
     scripts = [ROOT / f"{name}.py" for name in chosen_scripts(given.only, parser)]
     stop.listen()
     (ROOT / "results").mkdir(exist_ok=True)
     now = datetime.datetime.now(datetime.timezone.utc)
     folder = Path(tempfile.mkdtemp(prefix=f"{now:%Y%m%d-%H%M%S}-largest-batch-", dir=ROOT / "results"))
     folder.chmod(0o755)
-    tried = Trials(folder, [*words, *facts["pinned"]], facts["free_bytes"], stop)
-    rows = [tried.largest(script, batch) for script in scripts if not stop.requests]
+    trials = Trials(folder, [*words, *facts["pinned"]], facts["free_bytes"], stop, workload["accumulate"])
+    rows = [trials.largest(script, workload["batch_size"]) for script in scripts if not stop.requests]
     write_json(folder / "batches.json", [asdict(row) for row in rows])
     command = portable_command(["./run_all.sh", *argv])
     text = f"# What the saved memory buys\n\n{table(rows, 'pipe')}\n\n    {command}\n"
@@ -90,49 +93,69 @@ class Trials:
     words: list[str]
     free_bytes: int
     stop: process.Stop
+    accumulate: int = 1
 
-    def run(self, script: Path, batches: list[int]) -> dict[int, dict]:
-        """The rows of a script at these batches, in one process, by batch."""
-        (self.folder / script.stem).mkdir(exist_ok=True)
-        todo = []
-        for batch in batches:
-            output, words = self.folder / script.stem / f"{batch}.json", [*self.words, "--batch-size", str(batch)]
-            todo.append({"name": f"batch {batch}", "words": [*words, *STEPS], "output": str(output), "seconds": 0})
+    def run(self, script: Path, batch: int) -> dict | None:
+        """The row of a script at a batch, in a process of its own; None where the user ended it."""
+        output = self.folder / script.stem / f"{batch}.json"
+        output.parent.mkdir(exist_ok=True)
+        words = [*self.words, "--batch-size", str(batch), *STEPS]
+        todo = [{"name": f"batch {batch}", "words": words, "output": str(output), "seconds": 0}]
         run_cells(script, todo, self.folder / f"{script.stem}.log", LIMIT_S, self.stop, "cuda")
-        outputs = {batch: Path(cell["output"]) for batch, cell in zip(batches, todo, strict=True)}
-        return {batch: json.loads(path.read_text())["steps"][0] for batch, path in outputs.items() if path.exists()}
+        return json.loads(output.read_text())["steps"][0] if output.exists() else None
+
+    def run_until(self, trained: bool, script: Path, batches: list[int]) -> dict[int, dict]:
+        """The rows of these batches in turn, by batch, up to the first that trained, or that did not."""
+        rows = {}
+        for batch in batches:
+            if self.stop.requests or (row := self.run(script, batch)) is None:
+                break
+            rows[batch] = row
+            if (row["status"] == "ok") == trained:
+                break
+        return rows
 
     def largest(self, script: Path, batch: int) -> Largest:
-        """The line through two batches, and the first attempt along it that trains."""
-        rows = self.run(script, [batch // 2, batch] if batch > 1 else [1, 2])
-        found = Largest(script.stem)
+        """The line through two batches, and the first attempt along it that trains.
+
+        Where the equal batch is one sequence a micro-batch, the other of the two is twice as large. If that one has
+        no memory, the equal batch is the largest.
+        """
+        found, half = Largest(script.stem), batch // self.accumulate // 2 * self.accumulate
+        rows = self.run_until(False, script, [half, batch] if half else [batch, 2 * batch])
+        peaks = {size: row["peak_allocated_bytes"] for size, row in rows.items() if row["status"] == "ok"}
+        if batch in peaks:
+            found.equal_batch, found.equal_tokens_per_s = batch, rows[batch]["tokens_per_s"]
+            found.equal_peak_bytes = peaks[batch]
         for row in rows.values():
-            found.status, found.reason = row["status"], row["reason"]
-            if row["status"] != "ok":
+            if row["status"] != "ok" and not (batch in peaks and row["status"] == "oom"):
+                found.status, found.reason = row["status"], row["reason"]
                 return found
         if len(rows) < 2:
-            found.status, found.reason = (
-                "interrupted",
-                f"ended before both batches were measured, see {script.stem}.log",
-            )
+            found.status, found.reason = "interrupted", "ended before both batches were measured"
             return found
-        equal = rows[batch]
-        found.equal_batch, found.equal_tokens_per_s = batch, equal["tokens_per_s"]
-        found.equal_peak_bytes = equal["peak_allocated_bytes"]
         try:
-            peaks = {size: row["peak_allocated_bytes"] for size, row in rows.items()}
-            found.bytes_per_sequence, attempts = predicted_batches(peaks, self.free_bytes)
+            attempts = []
+            if len(peaks) == 2:
+                found.bytes_per_sequence, attempts = predicted_batches(peaks, self.free_bytes, self.accumulate)
         except ValueError as error:
-            found.status, found.reason = "failed", str(error)
+            found.reason = str(error)
             return found
-        found.batch, best = max(rows), rows[max(rows)]
-        for attempt in attempts:
-            found.tried.append(attempt)
-            row = self.run(script, [attempt]).get(attempt)
-            if row and row["status"] == "ok":
-                found.batch, best = attempt, row
-                break
-        found.tokens_per_s, found.peak_bytes = best["tokens_per_s"], best["peak_allocated_bytes"]
+        return self.confirm(found, script, rows, attempts)
+
+    def confirm(self, found: Largest, script: Path, rows: dict[int, dict], attempts: list[int]) -> Largest:
+        """The row of a step whose line is known: of the first attempt that trains."""
+        tried = self.run_until(True, script, attempts)
+        found.tried = list(tried)
+        trained = [size for size, row in (tried if attempts else rows).items() if row["status"] == "ok"]
+        if trained:
+            found.status, found.batch, best = "ok", max(trained), (rows | tried)[max(trained)]
+            found.tokens_per_s, found.peak_bytes = best["tokens_per_s"], best["peak_allocated_bytes"]
+        elif self.stop.requests:
+            found.status, found.reason = "interrupted", "ended before an attempt trained"
+        else:
+            seen = ", ".join(f"batch {size} {row['status']}" for size, row in tried.items())
+            found.reason = f"no attempt trained: {seen}"
         return found
 
 
@@ -142,10 +165,12 @@ def table(rows: list[Largest], style: str = "simple") -> str:
     for row in rows:
         cell = {"step": row.step, "equal batch": "-", "tokens/s": "-", "peak GiB": "-", "largest batch": "-",
                 "tokens/s there": row.status, "peak GiB there": "-", "gain": "-"}  # fmt: skip
-        if row.batch:
+        if row.equal_batch:
             cell |= {"equal batch": row.equal_batch, "tokens/s": f"{row.equal_tokens_per_s:,.0f}",
-                     "peak GiB": f"{row.equal_peak_bytes / GIB:.1f}", "largest batch": row.batch,
-                     "tokens/s there": f"{row.tokens_per_s:,.0f}", "peak GiB there": f"{row.peak_bytes / GIB:.1f}",
+                     "peak GiB": f"{row.equal_peak_bytes / GIB:.1f}"}  # fmt: skip
+        if row.batch:
+            cell |= {"largest batch": row.batch, "tokens/s there": f"{row.tokens_per_s:,.0f}",
+                     "peak GiB there": f"{row.peak_bytes / GIB:.1f}",
                      "gain": f"{row.tokens_per_s / row.equal_tokens_per_s:.2f}"}  # fmt: skip
         cells.append(cell)
     why = [f"{row.step}: {row.status}: {row.reason}" for row in rows if not row.batch]

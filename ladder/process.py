@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -11,11 +12,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.text import PROGRESS_FD, one_line
+from common.text import PROGRESS_FD, OneLineParser, one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 10  # between asking a process to end and ending it
@@ -44,6 +45,19 @@ class Stop:
 
     def _count(self, *_) -> None:
         self.requests += 1
+
+
+@contextlib.contextmanager
+def lock(plan: Path, parser: OneLineParser) -> Iterator[None]:
+    """Keep every other ladder from the folder of a plan. Exits where one is at work in it."""
+    with plan.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            parser.error(f"another run_all.sh is at work in {plan.parent}")
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 @dataclass

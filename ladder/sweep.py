@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 from common import flops
 from common.model import GPTConfig
-from common.record import Row, Run, write_json, write_run
+from common.record import Row, Run, read_object, write_json, write_run
 from common.text import OneLineParser, one_line, portable_command, say
 from ladder import predict, process
 from ladder.cells import RENEW
@@ -40,7 +40,7 @@ WARMUP, FEWEST, MOST, TIMED_S = 2, 3, 20, 1.0  # steps of a cell; as many as the
 ROOFS_S = {"cuda": 90, "cpu": 45}  # what a cell takes beside its steps, and the roofs: expected, for the plan
 SETUP_S = {"cuda": {"3": 40, "4": 25, "": 6}, "cpu": {"3": 20, "4": 1, "": 3}}
 START_S, SLACK_S = {"cuda": 15, "cpu": 5}, 60  # of a process; and what one may take beyond its share of the time
-DONE = ("ok", "skipped", "oom")
+DONE, NOT_TRIED = ("ok", "skipped", "oom"), "not tried"
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class Plan:
     arguments: list[str]  # of every script
     command: str
     device_type: str
+    device: str
     free_bytes: int | None  # before the first row
 
     @property
@@ -124,7 +125,10 @@ class Sweep:
         return setup_s(script, self.plan.device_type) + (n_steps * one.ms / 1e3 if one else 0.0)
 
     def fits(self, shape: Shape, script: str) -> bool:
-        return self.plan.free_bytes is None or shape.peak_bytes(script) <= self.plan.free_bytes
+        """Whether a cell is tried. On a GPU all are that do not write scores by hand: the others need less than is
+        estimated, and what has no memory there is soon known."""
+        tried = self.plan.device_type == "cuda" and not script.startswith(BY_HAND)
+        return tried or self.plan.free_bytes is None or shape.peak_bytes(script) <= self.plan.free_bytes
 
     def todo(self, shapes: Iterable[Shape], script: str) -> list[dict]:
         """The cells of a script without a record, as ladder/cells.py takes them."""
@@ -194,27 +198,35 @@ def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, ch
         parser.error(f"--sweep runs the five scripts once, on one GPU: leave out {several}")
     if given.no_roofs:
         parser.error("--sweep predicts its cells from the roofs: leave out --no-roofs")
-    folder, plan = resumed(given, arguments, parser) if given.resume else planned(given, arguments, argv, parser, check)
-    least = ROOFS_S[plan.device_type] + sum(setup_s(script, plan.device_type) for script in plan.scripts)
-    if given.sweep_minutes * 60 < least and not (folder / ROOFS).exists():
-        parser.error(too_short(given.sweep_minutes, least))
+    folder, plan = (resumed if given.resume else planned)(given, arguments, argv, parser, check)
     stop.listen()
-    measure_roofs(folder, plan, given.sweep_minutes * 60, stop, parser)
-    try:
-        roofs = predict.read_roofs(folder / ROOFS)
-        predicted = {shape.name: predict.predict(workload(shape), roofs) for shape in plan.shapes}
-    except (ValueError, KeyError) as error:
-        parser.error(f"no predictions without these roofs: {error}")
-    sweep = Sweep(folder, plan, given.sweep_minutes, began + given.sweep_minutes * 60, stop, predicted)
-    leave_out_what_cannot_fit(sweep)
-    shapes = within_the_time(sweep, parser)
-    for k, script in enumerate(plan.scripts):
-        rest = [sum(sweep.seconds(shape, later) for shape in shapes) for later in plan.scripts[k:]]
+    with process.lock(folder / PLAN, parser):
+        try_again(folder, plan)
+        measure_roofs(folder, plan, given.sweep_minutes * 60, stop, parser)
+        try:
+            roofs = predict.read_roofs(folder / ROOFS)
+            predicted = {shape.name: predict.predict(workload(shape), roofs) for shape in plan.shapes}
+        except (ValueError, KeyError) as error:
+            parser.error(f"no predictions without these roofs: {error}")
+        sweep = Sweep(folder, plan, given.sweep_minutes, began + given.sweep_minutes * 60, stop, predicted)
+        leave_out_what_cannot_fit(sweep)
+        return measure(sweep, within_the_time(sweep, parser))
+
+
+def measure(sweep: Sweep, shapes: list[Shape]) -> int:
+    """Run these shapes, script by script, and report; returns the exit code."""
+    scripts, failed = sweep.plan.scripts, False
+    for k, script in enumerate(scripts):
+        rest = [sum(sweep.seconds(shape, later) for shape in shapes) for later in scripts[k:]]
         share = rest[0] / (sum(rest) or 1) * (sweep.until - time.monotonic())
         if rest[0]:
-            todo, log = sweep.todo(shapes, script), folder / f"{script}.log"
-            run_cells(ROOT / f"{script}.py", todo, log, share, stop, plan.device_type)
-    return finish(sweep)
+            todo, log = sweep.todo(shapes, script), sweep.folder / f"{script}.log"
+            try:
+                run_cells(ROOT / f"{script}.py", todo, log, share, sweep.stop, sweep.plan.device_type)
+            except OSError as error:  # what is recorded stands
+                failed = True
+                say(f"{script}: failed: cannot write to {sweep.folder.name}: {error.strerror or error}")
+    return finish(sweep) or int(failed)
 
 
 def planned(given, arguments: list[str], argv: list[str], parser: OneLineParser, check) -> tuple[Path, Plan]:
@@ -227,8 +239,9 @@ def planned(given, arguments: list[str], argv: list[str], parser: OneLineParser,
     if free is not None and min(shape.peak_bytes("2_") for shape in shapes) > free:
         parser.error(f"no shape of the sweep fits the {free / GIB:.1f} GiB that are free")
     check([*arguments, *shapes[0].words()], 1)  # that the text fits the vocabulary
-    command = portable_command(["./run_all.sh", *argv])
-    plan = Plan([asdict(shape) for shape in shapes], scripts, arguments, command, device, free)
+    command, arguments = portable_command(["./run_all.sh", *argv]), arguments + facts["pinned"]
+    plan = Plan([asdict(shape) for shape in shapes], scripts, arguments, command, device, facts["device"], free)
+    require_time(given.sweep_minutes, plan, parser)
     try:
         (ROOT / "results").mkdir(exist_ok=True)
         now = datetime.datetime.now(datetime.timezone.utc)
@@ -249,19 +262,37 @@ def chosen_scripts(only: str | None, parser: OneLineParser) -> list[str]:
     return [name for name in names if name[0] in numbers]
 
 
-def resumed(given, arguments: list[str], parser: OneLineParser) -> tuple[Path, Plan]:
-    """The plan of an ended sweep, whose cells that failed or were not run are tried again."""
+def resumed(given, arguments: list[str], _, parser: OneLineParser, check) -> tuple[Path, Plan]:
+    """The plan of an ended sweep. Exits where it cannot be read, or belongs to another device."""
     folder = given.resume.resolve()
     if arguments or given.only:
         parser.error(f"--resume takes its arguments from {given.resume}: give no others but --sweep-minutes")
     try:
         plan = Plan(**json.loads((folder / PLAN).read_text()))
-        for record in (folder / shape.name / f"{script}.json" for shape in plan.shapes for script in plan.scripts):
-            if record.exists() and json.loads(record.read_text())["steps"][0]["status"] not in DONE:
-                record.unlink()
+        first = plan.shapes[0]
     except (OSError, ValueError, TypeError, LookupError):
         parser.error(f"--resume {given.resume} holds no sweep that can be read")
-    return folder, plan
+    facts = check([*plan.arguments, *first.words()], 1)
+    if (facts["device_type"], facts["device"]) != (plan.device_type, plan.device):
+        parser.error(f"--resume {given.resume} was measured on {plan.device}, and this is {facts['device']}")
+    if not (folder / ROOFS).exists():
+        require_time(given.sweep_minutes, plan, parser)
+    return folder, replace(plan, free_bytes=facts["free_bytes"])
+
+
+def try_again(folder: Path, plan: Plan) -> None:
+    """Remove the records of cells that failed, and of those that were not tried."""
+    for record in (folder / shape.name / f"{script}.json" for shape in plan.shapes for script in plan.scripts):
+        rows = read_object(record).get("steps") or [{}]
+        if rows[0].get("status") not in DONE or (rows[0].get("reason") or "").endswith(NOT_TRIED):
+            record.unlink(missing_ok=True)
+
+
+def require_time(minutes: int, plan: Plan, parser: OneLineParser) -> None:
+    """Exits where the roofs and what each script takes beside its steps leave no time for a cell."""
+    least = ROOFS_S[plan.device_type] + sum(setup_s(script, plan.device_type) for script in plan.scripts)
+    if minutes * 60 < least:
+        parser.error(too_short(minutes, least))
 
 
 def too_short(minutes: int, needed_s: float) -> str:
@@ -297,7 +328,7 @@ def leave_out_what_cannot_fit(sweep: Sweep) -> None:
             record = sweep.record(shape, script)
             if not (sweep.fits(shape, script) or record.exists()):
                 needed, free = (size / GIB for size in (shape.peak_bytes(script), sweep.plan.free_bytes))
-                reason = f"needs about {needed:.0f} GiB of {free:.0f} free: not tried"
+                reason = f"needs about {needed:.0f} GiB of {free:.0f} free: {NOT_TRIED}"
                 record.parent.mkdir(exist_ok=True)
                 write_run(record, Run(sweep.plan.command, None, None, None, [Row(script, None, "oom", reason)]))
 

@@ -1,4 +1,4 @@
-"""--sweep and --batch-size max: shapes that break and stay cells, limits, what a page says of where a step pays."""
+"""--sweep: shapes that break and stay cells, limits, what a page says of where a step pays."""
 
 import json
 import os
@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import FAST, ROOT
 
-from common.errors import explain
+from common import benchmark
+from common.record import Row
+from ladder import __main__ as ladder
 from ladder import cells, largest_batch, predict, process, sweep
 from ladder.__main__ import build_parser
 from report import sweep as pages
@@ -41,13 +43,17 @@ def four(width, ms, **fields):
     return [replace(CELL, n_embd=width), replace(fp8, n_embd=width, **fields)]
 
 
+def full_disk(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """A sweep of stand-in steps that writes below a folder of the test: what main needs, and the folder."""
     for name in ("0_a", "2_b"):
         (tmp_path / f"{name}.py").write_text(SCRIPT)
     shapes = [sweep.Shape(32, 2, 32, batch, 1, 256) for batch in (1, 2, 3, 5)]
-    facts = {"device_type": "cpu", "free_bytes": 2**40}
+    facts = {"device_type": "cpu", "device": "a processor", "free_bytes": 2**40, "pinned": []}
     one = predict.Prediction("0_a", {"matrix products": 1.0}, 5, 0.0)
     monkeypatch.setattr(sweep, "ROOT", tmp_path)
     monkeypatch.setattr(sweep, "shapes_of", lambda _: shapes)
@@ -129,6 +135,90 @@ def test_bad_input_is_one_line(home, words, changed, said, capsys):
         home.start(*words, **changed)
     err = capsys.readouterr().err
     assert ended.value.code == 2 and err.count("\n") == 1 and said in err
+    assert not (home.folder / "results").exists()
+
+
+@pytest.fixture
+def begun(home, monkeypatch):
+    """The folder of a sweep in which no cell was run, and one record that failed."""
+    monkeypatch.setattr(sweep, "run_cells", lambda *_: None)
+    assert home.start("--only", "0") == 0
+    (folder,) = (home.folder / "results").iterdir()
+    (folder / "c32-t32-b1").mkdir()
+    (folder / "c32-t32-b1" / "0_a.json").write_text('{"steps": [{"status": "failed", "reason": "why"}]}')
+    return folder
+
+
+@pytest.mark.parametrize("changed", [{"device": "another"}, {"device_type": "cuda"}])
+def test_a_sweep_goes_on_only_on_its_own_device(home, begun, changed, capsys):
+    with pytest.raises(SystemExit) as ended:
+        home.start("--resume", str(begun), **changed)
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and err.count("\n") == 1 and "was measured on a processor" in err
+    assert (begun / "c32-t32-b1" / "0_a.json").exists()
+
+
+def test_a_sweep_at_work_is_not_resumed_beside_itself(home, begun, capsys):
+    with process.lock(begun / sweep.PLAN, build_parser()), pytest.raises(SystemExit) as ended:
+        home.start("--resume", str(begun))
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and err.count("\n") == 1 and "another run_all.sh is at work" in err
+    assert (begun / "c32-t32-b1" / "0_a.json").exists()
+
+
+def test_every_cell_has_the_tokens_that_the_plan_pins(home, monkeypatch):
+    todo = []
+    monkeypatch.setattr(sweep, "run_cells", lambda script, cells, *_: todo.extend(cells))
+    home.start(pinned=["--data-tokens", "99"])
+    assert todo and all("--data-tokens 99" in " ".join(cell["words"]) for cell in todo)
+
+
+@pytest.mark.parametrize(("words", "module"), [(["--sweep"], sweep), (["--batch-size", "max"], largest_batch)])
+def test_a_text_is_found_from_any_folder_and_a_full_disk_is_one_line(words, module, monkeypatch, capsys):
+    asked = []
+
+    def main(given, arguments, *_):
+        asked.extend(arguments)
+        full_disk()
+
+    monkeypatch.setattr(module, "main", main)
+    with pytest.raises(SystemExit) as ended:
+        ladder.main([*words, "--data", "book.txt"])
+    err = capsys.readouterr().err
+    assert asked[-1] == os.path.abspath("book.txt")
+    assert ended.value.code == 1 and err.count("\n") == 1 and "No space left" in err
+
+
+def test_a_full_disk_ends_a_sweep_with_its_pages(home, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "run_cells", full_disk)
+    assert home.start("--only", "0") == 1
+    (folder,) = (home.folder / "results").iterdir()
+    out = capsys.readouterr().out
+    assert (folder / "sweep.json").exists() and "No space left" in out and "--resume" in out
+
+
+def test_a_gpu_tries_what_only_the_estimate_of_a_plain_step_forbids(begun):
+    plan = sweep.Plan(**json.loads((begun / sweep.PLAN).read_text()))
+    on_gpu = sweep.Sweep(begun, replace(plan, device_type="cuda", free_bytes=1), 1, 0.0, process.Stop(), {})
+    assert on_gpu.fits(plan.shapes[0], "2_b") and not on_gpu.fits(plan.shapes[0], "1_a")
+
+
+def test_a_cell_that_was_not_tried_is_tried_again(begun):
+    plan = sweep.Plan(**json.loads((begun / sweep.PLAN).read_text()))
+    record = begun / "c32-t32-b1" / "0_a.json"
+    for reason, tried in (("out of memory", False), ("needs about 9 GiB of 8 free: not tried", True)):
+        record.write_text(json.dumps({"steps": [{"status": "oom", "reason": reason}]}))
+        sweep.try_again(begun, plan)
+        assert record.exists() != tried
+
+
+@pytest.mark.parametrize("words", [["--sweep"], ["--batch-size", "max"]])
+def test_without_msgspec_it_is_one_line_and_help_names_both(words):
+    hide = "import runpy, sys; sys.modules['msgspec'] = None; sys.argv[:] = sys.argv[1:]; "
+    command = [sys.executable, "-c", hide + "runpy.run_path(sys.argv[0], run_name='__main__')", "ladder/__main__.py"]
+    ran = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "needs msgspec" in ran.stderr
+    assert " ".join(words) in build_parser().format_help()
 
 
 def test_roofs_that_lack_a_part_and_a_first_shape_that_takes_too_long_are_refused(home, monkeypatch, capsys):
@@ -162,7 +252,32 @@ def test_a_script_runs_quickly_at_two_shapes_in_one_process(tmp_path, monkeypatc
         run = json.loads(output.read_text())
         assert row["status"] == "ok" and run["workload"]["batch_size"] == batch and len(row["timing"]["step_ms"]) == 2
         assert row["heldout_loss"] is None and row["settings"]["unobserved"] == "--quick" and row["reference_ms"]
-        assert run["command"].startswith("python 2_sdpa.py --device cpu") and cells.is_clean()
+        assert run["command"].startswith("python 2_sdpa.py --device cpu") and cells.works()
+
+
+def test_memory_beyond_what_the_first_cell_left_asks_for_a_new_process(tmp_path, monkeypatch):
+    held, began = iter([200 << 20, 230 << 20, 280 << 20, 0]), []
+
+    def run_cell(_, script, cell):
+        began.append(cell["name"])
+        return {"status": "oom", "reason": "none left"}
+
+    listed = tmp_path / "todo.json"
+    listed.write_text(json.dumps([{"name": name, "seconds": 0} for name in "abcd"]))
+    monkeypatch.setattr(sys, "argv", ["", "0_x.py", str(listed), "60"])
+    monkeypatch.setattr(cells, "load_main", lambda _: None)
+    monkeypatch.setattr(cells, "run_cell", run_cell)
+    monkeypatch.setattr(cells.torch.cuda, "memory_allocated", lambda: next(held))
+    assert cells.main() == cells.RENEW and began == ["a", "b", "c"]
+
+
+def test_a_record_that_cannot_be_written_ends_the_process_and_the_log_says_why(tmp_path, monkeypatch, capfd):
+    cell = {"words": [*FAST, "--quick"], "output": str(tmp_path / "1.json")}
+    row = Row("2_sdpa", status="skipped", reason="not here")
+    monkeypatch.setattr(benchmark, "write_run", full_disk)
+    with pytest.raises(SystemExit) as ended:
+        cells.run_cell(lambda _: row, ROOT / "2_sdpa.py", cell)
+    assert ended.value.code == 1 and "failed: cannot write" in capfd.readouterr().err
 
 
 def test_a_page_says_where_fp8_begins_to_pay_and_why_it_does_not():
@@ -205,49 +320,6 @@ def test_a_rung_without_a_time_says_why_and_heat_maps_draw_it():
     assert "skipped" in heat_map(maps[0]) and heat_maps_png(maps).startswith(b"\x89PNG")
     faster, slower = ratio_color(3.0), ratio_color(1 / 3)
     assert ratio_color(1.0) == (1, 1, 1) and faster[2] > faster[0] and slower[0] > slower[2]
-
-
-def test_the_largest_batch_lies_on_the_line_through_two_peaks():
-    slope, batches = largest_batch.predicted_batches({4: 14 * 2**30, 8: 18 * 2**30}, 100 * 2**30)
-    assert slope == 2**30 and batches == [87, 84, 80]
-    assert largest_batch.predicted_batches({4: 14 * 2**30, 8: 18 * 2**30}, 18 * 2**30)[1] == []
-    with pytest.raises(ValueError, match="does not grow"):
-        largest_batch.predicted_batches({1: 10, 2: 10}, 100)
-
-
-def test_a_step_tries_smaller_batches_until_one_trains(tmp_path, monkeypatch):
-    def row(batch):
-        status, reason = ("ok", None) if batch <= 84 else explain(MemoryError(), batch)
-        return {
-            "status": status,
-            "reason": reason,
-            "tokens_per_s": 10.0 * batch,
-            "peak_allocated_bytes": (10 + batch) << 30,
-        }
-
-    trials = largest_batch.Trials(tmp_path, [], 100 << 30, process.Stop())
-    monkeypatch.setattr(trials, "run", lambda _, batches: {batch: row(batch) for batch in batches})
-    found = trials.largest(ROOT / "2_sdpa.py", 8)
-    assert found.tried == [87, 84] and found.batch == 84 and found.equal_batch == 8 and found.status == "ok"
-    assert "10.50" in largest_batch.table([found]) and found.tokens_per_s == 840.0
-    broken = trials.largest(ROOT / "2_sdpa.py", 200)
-    assert broken.status == "oom" and "try --batch-size" in largest_batch.table([broken])
-
-
-def test_the_largest_batch_needs_a_gpu_and_hands_on_all_other_arguments(capsys):
-    parser, asked = build_parser(), []
-
-    def check(words, gpus):
-        asked.append(words)
-        return {"device_type": "cpu"}
-
-    for words in (["--batch-size", "max"], ["--batch-size=max"]):
-        given, rest = parser.parse_known_args([*words, "--device", "cpu", "--data", "my book"])
-        with pytest.raises(SystemExit) as ended:
-            largest_batch.main(given, rest, words, parser, check)
-        err = capsys.readouterr().err
-        assert ended.value.code == 2 and err.count("\n") == 1 and "--batch-size max needs a GPU" in err
-        assert asked.pop() == ["--device", "cpu", "--data", "my book"]
 
 
 def test_a_folder_without_a_sweep_is_one_line(tmp_path):
