@@ -62,7 +62,7 @@ class State:
 
 
 @dataclass
-class Session:
+class Recorder:
     """One call: where it records, what for, and until when."""
 
     into: Path
@@ -116,17 +116,17 @@ def fits(recording: Recording, here: Machine) -> bool:
 # --- recording --------------------------------------------------------------------------------------
 
 
-def record(session: Session, recording: Recording, variables: dict[str, str]) -> bool:
+def record(recorder: Recorder, recording: Recording, variables: dict[str, str]) -> bool:
     """Run what is left of a recording's pieces while there is time; False where one failed."""
-    state, file = session.state(recording), session.unfinished(recording, ".state.json")
+    state, file = recorder.state(recording), recorder.unfinished(recording, ".state.json")
     file.parent.mkdir(parents=True, exist_ok=True)
     while state.done < len(recording.pieces):
         piece, at = recording.pieces[state.done], f"{recording.name}, piece {state.done + 1} of {len(recording.pieces)}"
         expected_s = state.rest_s(piece)
-        if session.stop.requests or not session.may_start(expected_s):
+        if recorder.stop.requests or not recorder.may_start(expected_s):
             return True
         say(f"{at}, about {expected_s:.0f} s: {piece.command}")
-        ended, log = run_piece(session, recording, piece, state, variables)
+        ended, log = run_piece(recorder, recording, piece, state, variables)
         found = re.findall(r"^written to (\S+)$", log.read_text(errors="replace"), re.MULTILINE)
         state.run = found[-1] if found and piece.is_run else state.run
         given_up = ended.timed_out or ended.stopped or is_unfinished_sweep(state)
@@ -141,15 +141,15 @@ def record(session: Session, recording: Recording, variables: dict[str, str]) ->
             say(f"{at}: failed: {process.last_line(log)} (see {log})")
             return False
         say(f"{at}: ok, {ended.seconds:.0f} s")
-    source = ROOT / state.run if state.run else session.unfinished(recording)
+    source = ROOT / state.run if state.run else recorder.unfinished(recording)
     try:
-        keep(recording, source, session.into, session.commit)
+        keep(recording, source, recorder.into, recorder.commit)
     except (RecordError, OSError) as error:
         say(f"{recording.name}: failed: {one_line(error)}")
         file.unlink()
         return False
     say(f"{recording.name}: recorded")
-    for path in recording.files(session.into):
+    for path in recording.files(recorder.into):
         for doubt in levels(read_run(path)).get(SERIOUS, []) if path.name == MERGED else ():
             say(f"  serious doubt: {doubt}")
     return True
@@ -168,14 +168,14 @@ def own_gpus(recording: Recording) -> dict[str, str]:
 
 
 def run_piece(
-    session: Session, recording: Recording, piece: Piece, state: State, variables: dict[str, str]
+    recorder: Recorder, recording: Recording, piece: Piece, state: State, variables: dict[str, str]
 ) -> tuple[process.Ended, Path]:
     """Run a command until it ends or the time is over; how it ended, and its log."""
     words = shlex.split(piece.command)
-    output, log = session.unfinished(recording), session.unfinished(recording, ".log")
+    output, log = recorder.unfinished(recording), recorder.unfinished(recording, ".log")
     if state.run and (ROOT / state.run).is_dir():
         words = [RUN_ALL, *(word for word in words if word == "--sweep"), "--resume", state.run]
-    left_s = session.until - time.monotonic()
+    left_s = recorder.until - time.monotonic()
     if "--sweep" in words:  # it ends with what it could do
         words += ["--sweep-minutes", str(max(1, int(left_s / 60) - 1))]
     if words[0] == "python":
@@ -185,7 +185,7 @@ def run_piece(
     log.unlink(missing_ok=True)
     with busy_host(recording.busy * (os.cpu_count() or 1)) as busy:
         environment = {"PYTHON": sys.executable} | own_gpus(recording) | busy | variables
-        return process.run(words, log, left_s, session.stop, environment=environment, grace_s=GRACE_S), log
+        return process.run(words, log, left_s, recorder.stop, environment=environment, grace_s=GRACE_S), log
 
 
 @contextlib.contextmanager
@@ -223,7 +223,7 @@ def keep(recording: Recording, source: Path, target: Path, commit: str | None = 
         shutil.copyfile(path, place)
 
 
-def record_all(session: Session, mine: list[Recording], gpus: int) -> bool:
+def record_all(recorder: Recorder, mine: list[Recording], gpus: int) -> bool:
     """Record what is left of `mine` one by one; with several `gpus`, first what need not be alone, on each its share.
 
     False where one failed.
@@ -236,22 +236,22 @@ def record_all(session: Session, mine: list[Recording], gpus: int) -> bool:
 
     def work(share: list[Recording], gpu: str) -> list[bool]:
         variables = {"CUDA_VISIBLE_DEVICES": gpu, BESIDE: "another recording on another GPU of this host"}
-        return [record(session, one, variables) for one in share if not session.is_recorded(one)]
+        return [record(recorder, one, variables) for one in share if not recorder.is_recorded(one)]
 
     with ThreadPoolExecutor(gpus) as pool:
         fine = [good for each in pool.map(work, shares, visible.split(",")[:gpus]) for good in each]
-    rest = (one for one in mine if one not in together and not session.is_recorded(one))
-    return all([*fine, *(record(session, one, {}) for one in rest)])
+    rest = (one for one in mine if one not in together and not recorder.is_recorded(one))
+    return all([*fine, *(record(recorder, one, {}) for one in rest)])
 
 
 # --- what is there ----------------------------------------------------------------------------------
 
 
-def describe(session: Session, plan: list[Recording], here: Machine) -> str:
+def describe(recorder: Recorder, plan: list[Recording], here: Machine) -> str:
     """A table: each recording, the seconds that it takes yet, and how far it is."""
     cells = []
     for one in plan:
-        files, state = one.files(ROOT / "docs" / "results"), session.state(one)
+        files, state = one.files(ROOT / "docs" / "results"), recorder.state(one)
         of = facts(files)
         old = f"commit {of.commit}" if files else "missing"
         if of.commits and (changed := changed_since(ROOT, of.commits, one.code)) != []:
@@ -259,8 +259,8 @@ def describe(session: Session, plan: list[Recording], here: Machine) -> str:
         now = f"begun, {state.done} of {len(one.pieces)} pieces done" if state.done or state.run else "to record"
         if not fits(one, here):
             now = f"needs {one.machine.gpus} x {one.machine.device}"
-        now = "recorded" if session.is_recorded(one) else now
-        seconds = " + ".join(f"{rest:.0f}" for rest in session.rest_s(one))
+        now = "recorded" if recorder.is_recorded(one) else now
+        seconds = " + ".join(f"{rest:.0f}" for rest in recorder.rest_s(one))
         cells.append({"recording": one.name, "now": now, "docs/results": old, "seconds": seconds})
     return aligned(cells, n_left=3)
 
@@ -314,34 +314,34 @@ def main(argv: list[str] | None = None) -> int:
         if given.take:
             return take(plan, given.take.resolve())
         into = (given.into or ROOT / "results" / "recordings" / commit[:7]).resolve()
-        session = Session(into, commit, given.minutes, began + given.minutes * 60 - GRACE_S, process.Stop())
-        return run_plan(session, plan, given, parser)
+        recorder = Recorder(into, commit, given.minutes, began + given.minutes * 60 - GRACE_S, process.Stop())
+        return run_plan(recorder, plan, given, parser)
     except RecordError as error:
         parser.error(str(error))
 
 
-def run_plan(session: Session, plan: list[Recording], given, parser: OneLineParser) -> int:
+def run_plan(recorder: Recorder, plan: list[Recording], given, parser: OneLineParser) -> int:
     """Say what is expected, and record it unless only the --status is wanted. Exits where the tree is not clean."""
     changes = git(ROOT, "status", "--porcelain")
     if changes and not given.status:
         files = ", ".join(line[3:] for line in changes.splitlines()[:3])
         parser.error(f"the tree is not what is committed ({files}): commit first, so that every record has its commit")
     here = machine()
-    say(describe(session, plan, here))
+    say(describe(recorder, plan, here))
     mine = [one for one in plan if fits(one, here)]
-    todo = [one for one in mine if not session.is_recorded(one)]
-    say(f"\nto record here, on {here.device}: {len(todo)} of {len(plan)}, {session.rest_minutes(todo)}")
+    todo = [one for one in mine if not recorder.is_recorded(one)]
+    say(f"\nto record here, on {here.device}: {len(todo)} of {len(plan)}, {recorder.rest_minutes(todo)}")
     if given.status or not todo:
         return 0
     if given.side_by_side and here.gpus < 2:
         parser.error("--side-by-side needs two GPUs or more")
-    session.stop.listen()
+    recorder.stop.listen()
     os.chdir(ROOT)  # the commands are relative to it
-    fine = record_all(session, mine, here.gpus if given.side_by_side else 1)
-    rest = [one for one in todo if not session.is_recorded(one)]
-    say(f"{len(todo) - len(rest)} of {len(todo)} recorded; left: {session.rest_minutes(rest)}")
-    say(f"--take {session.into} puts what is recorded into docs/results")
-    return 130 if session.stop.requests else int(not fine)
+    fine = record_all(recorder, mine, here.gpus if given.side_by_side else 1)
+    rest = [one for one in todo if not recorder.is_recorded(one)]
+    say(f"{len(todo) - len(rest)} of {len(todo)} recorded; left: {recorder.rest_minutes(rest)}")
+    say(f"--take {recorder.into} puts what is recorded into docs/results")
+    return 130 if recorder.stop.requests else int(not fine)
 
 
 if __name__ == "__main__":
