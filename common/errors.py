@@ -58,7 +58,8 @@ def run_command(main: Callable[[], int | None], name: str) -> None:
         sys.stderr.write(f"{name}: interrupted\n")
         sys.exit(130)
     except OSError as error:
-        sys.stderr.write(f"{name}: error: {error.filename}: {error.strerror or error}\n")
+        where = f"{error.filename}: " if error.filename else ""
+        sys.stderr.write(f"{name}: error: {where}{error.strerror or error}\n")
         sys.exit(1)
 
 
