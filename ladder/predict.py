@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from common import arguments, flops, hardware
 from common.errors import run_command
@@ -239,8 +240,9 @@ def main() -> None:
         return
     args = arguments.parse_args(Path("ladder/predict.py"), __doc__, rest)
     try:
-        if not args.capture or args.amp_dtype is not hardware.resolve_amp_dtype("auto", args.device)[0]:
-            raise ValueError("predictions are of --amp-dtype auto, and of captured steps: leave out the other option")
+        auto = hardware.resolve_amp_dtype("auto", args.device)[0]
+        if not args.capture or args.amp_dtype is not auto or auto is torch.float16:
+            raise ValueError("predictions are of --amp-dtype auto where that is no FP16, and of captured steps")
         path = own.roofs or newest_roofs()
         predictions = predict(args.workload(), read_roofs(path))
     except (ValueError, KeyError) as error:
