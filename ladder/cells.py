@@ -1,8 +1,8 @@
 """One script at many shapes, in one process: Python, torch and the GPU's context start once.
 
-python -m ladder.cells SCRIPT TODO SECONDS
+python -m ladder.cells SCRIPT CELLS SECONDS
 
-TODO is a JSON list of cells: the `words` of the script's command line, the `output` of its record, and the `seconds`
+CELLS is a JSON list of cells: the `words` of the script's command line, the `output` of its record, and the `seconds`
 that it is expected to take. A cell that would end after SECONDS is not begun. What a cell held is given back before
 the next one. Where that fails, the exit code is RENEW: the next cell needs a new process, since what is left over
 would count in its peak.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 
-from common.record import Row, Run, describe_shape
+from common.record import Row, Run
 from common.text import one_line
 from report import analysis
 from report.analysis import bound, describe_bound, is_timed, median_ms
 from report.doubts import Speedup, busy, compared, is_unsteady, kernels_fit, mark
-from report.load import environment_of
 
 LONGEST_CHANGE = 600  # characters
 TAKE = {
@@ -39,12 +38,6 @@ def headline(run: Run) -> str:
     said = f"One training step{between}: {times}, {_times(run, last, first)}"
     over = plain not in (None, first, last) and not mark(run, plain) and analysis.tells_apart(last, plain)
     return f"{said}; {_times(run, last, plain).replace(' faster', '')} over AMP + SDPA ({plain.step})" if over else said
-
-
-def setting(run: Run) -> str:
-    """Machine and shape."""
-    shape = f"{run.workload.preset}: {describe_shape(run.workload)}" if run.workload else "workload unknown"
-    return f"{environment_of(run).device}, {shape}"
 
 
 def duration(ms: float, beside: float | None = None) -> str:
