@@ -1,6 +1,6 @@
 """What does each choice inside a step give? One script with a small patch, everything else as it is.
 
-    python -m anatomy.ablations [--causes] [--only NAME ...] [--output FILE] [ARGUMENT ...]
+    python -m anatomy.ablations [--causes | --gpus N] [--only NAME ...] [--output FILE] [ARGUMENT ...]
 
 The ARGUMENTs are those of a step (--preset gpt2 --steps 30 --profile). Each file of anatomy/variants/ is a patch of one
 script or peer, with its name and its predicted effect above the diff. A variant runs on the step's benchmark, in a
@@ -11,7 +11,8 @@ with the unchanged script that ran beside it. With --profile it also has the tim
 
 Some variants stand between a script and the one before. They have only one cause of the gain, or all but one: their
 headers name the later script (Rung) and the cause. --causes runs these, and the variants of the peers, whose heads they
-bring to one format. docs/performance.md shows what they say of each gain.
+bring to one format. docs/performance.md shows what they say of each gain. With --gpus N, the variants of how N
+processes share the model run instead, each with the Parallel that its header names; docs/scaling.md shows them.
 Predictions are arithmetic for gpt3-6.7b-slice on an H200 unless they say otherwise: bytes over copy bandwidth, FLOPs
 over the measured roof.
 """
@@ -19,6 +20,7 @@ over the measured roof.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.record import check_writable, write_json
-from common.text import OneLineParser, aligned, one_line, say
+from common.text import OneLineParser, aligned, one_line, positive_int, say
 from ladder import process
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,9 +45,10 @@ class VariantError(ValueError):
 
 @dataclass(frozen=True)
 class Variant:
-    """A patch of one script. `kind` is `ablation`, `try` or `mutation`.
+    """A patch of one script, or of common/ for one script. `kind` is `ablation`, `try` or `mutation`.
 
-    Of a cause, `rung` is the script whose gain it is about, and `cause` begins with `only` or `without`.
+    Of a cause, `rung` is the script whose gain it is about, and `cause` begins with `only` or `without`. `parallel` is
+    how several processes share the model, where the variant is about that.
     """
 
     name: str
@@ -55,26 +58,30 @@ class Variant:
     patch: Path
     rung: str | None = None
     cause: str | None = None
+    parallel: str | None = None
 
 
 def variants(folder: Path = VARIANTS) -> list[Variant]:
     """The patches of a folder, by script and name. Above the diff, each has the lines Variant, Script, Kind, Predicted,
-    and a cause also Rung and Cause."""
+    a cause also Rung and Cause, one for several processes also Parallel."""
     listed = []
     for path in sorted(folder.glob("*.patch")):
         head = path.read_text().partition("\n--- ")[0]
         fields = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
-        of_cause = fields.get("Rung"), fields.get("Cause")
         needed = (fields[name] for name in ("Variant", "Script", "Kind", "Predicted"))
-        listed.append(Variant(*needed, path, *of_cause))
+        listed.append(Variant(*needed, path, *map(fields.get, ("Rung", "Cause", "Parallel"))))
     return sorted(listed, key=lambda variant: (variant.script, variant.name))
 
 
-def chosen_variants(listed: list[Variant], words: list[str] | None, causes: bool = False) -> list[Variant]:
-    """The variants whose name or script contains one of the words; without words all. `causes`: of the causes alone.
+def chosen_variants(
+    listed: list[Variant], words: list[str] | None, causes: bool = False, several: bool = False
+) -> list[Variant]:
+    """The variants whose name or script contains one of the words; without words all. `causes`: of the causes alone;
+    `several`: of those for several processes, which are left out otherwise.
 
     A mutation that is not asked for as a cause is chosen by its name only.
     """
+    listed = [variant for variant in listed if bool(variant.parallel) == several]
     if causes:
         listed = [variant for variant in listed if variant.rung or variant.script.startswith("peers/")]
     shown = [variant for variant in listed if causes or variant.kind != MUTATION]
@@ -86,18 +93,24 @@ def chosen_variants(listed: list[Variant], words: list[str] | None, causes: bool
 def describe_variants(listed: list[Variant]) -> str:
     """A line per variant with its script, kind and cause, for a --help."""
     width = max(len(variant.name) for variant in listed)
-    causes = {v.name: f": {v.rung} {v.cause}" if v.rung else "" for v in listed}
-    return "variants:\n" + "\n".join(f"  {v.name:{width}}  {v.script}, {v.kind}{causes[v.name]}" for v in listed)
+    about = {v.name: f": {v.rung} {v.cause}" if v.rung else f", {v.parallel}" * bool(v.parallel) for v in listed}
+    return "variants:\n" + "\n".join(f"  {v.name:{width}}  {v.script}, {v.kind}{about[v.name]}" for v in listed)
 
 
 def write_script(variant: Variant, folder: Path) -> Path:
-    """The patched script in `folder`. Raises VariantError where the patch does not fit, or git is missing."""
-    if not (folder / "common").exists():
-        (folder / "common").symlink_to(ROOT / "common")  # a script finds it beside itself
-    for path in [*ROOT.glob("[0-9]_*.py"), ROOT / f"{variant.script}.py"]:  # peers import scripts
-        copy = folder / path.relative_to(ROOT)
+    """The script in `folder`, patched or beside a patched common/. Raises VariantError where the patch does not fit, or
+    git is missing."""
+    patched = re.findall(r"^\+\+\+ b/(\S+)", variant.patch.read_text(), re.MULTILINE)
+    # Peers import scripts; a script finds common/ beside itself, which tells where the working copy is.
+    for path in [*ROOT.glob("common/*.py"), *ROOT.glob("[0-9]_*.py"), ROOT / f"{variant.script}.py"]:
+        name = str(path.relative_to(ROOT))
+        copy = folder / name
         copy.parent.mkdir(exist_ok=True)
-        shutil.copy(path, copy)
+        copy.unlink(missing_ok=True)
+        if name.startswith("common/") and name not in patched:
+            copy.symlink_to(path)
+        else:
+            shutil.copy(path, copy)
     script = folder / f"{variant.script}.py"
     try:
         command = ["git", "-C", str(folder), "apply", "--unsafe-paths", str(variant.patch)]
@@ -110,14 +123,15 @@ def write_script(variant: Variant, folder: Path) -> Path:
 
 
 def run_script(script: Path, arguments: list[str], folder: Path, limit_s: float, stop: process.Stop,
-               environment: dict[str, str] | None = None) -> tuple[dict | None, dict]:  # fmt: skip
+               environment: dict[str, str] | None = None, gpus: int = 1) -> tuple[dict | None, dict]:  # fmt: skip
     """The run that a script recorded, and its row. Where it left no record: None, and a row of status and reason.
 
     Its record and its log are written to `folder`. Raises VariantError where it refuses the arguments.
     """
     record, log = folder / "record.json", folder / f"{script.stem}.log"
     record.unlink(missing_ok=True)
-    command = [sys.executable, str(script), *arguments, "--output", str(record)]
+    command = process.script_command(script, [*arguments, "--output", str(record)], gpus)
+    environment = process.share_of_threads(gpus) | (environment or {})
     ended = process.run(command, log, limit_s, stop, environment=environment)
     if ended.code == 2:
         raise VariantError(process.last_line(log).partition("error: ")[2])
@@ -147,7 +161,7 @@ def recorded(output: Path | None) -> dict:
 
 def same_work(workload: dict | None) -> dict:
     """What the variants of one file share. Steps and batches each shares with the unchanged script beside it."""
-    return {key: value for key, value in (workload or {}).items() if key not in ("steps", "data")}
+    return {key: value for key, value in (workload or {}).items() if key not in ("steps", "data", "parallel")}
 
 
 def table(rows: list[dict]) -> str:
@@ -172,14 +186,15 @@ def table(rows: list[dict]) -> str:
 class Measurements:
     """Runs scripts on one workload and keeps what they record."""
 
-    def __init__(self, arguments: list[str], output: Path | None, folder: Path, stop: process.Stop):
-        self.arguments, self.output, self.folder, self.stop = arguments, output, folder, stop
+    def __init__(self, arguments: list[str], output: Path | None, folder: Path, stop: process.Stop, gpus: int):
+        self.arguments, self.output, self.folder, self.stop, self.gpus = arguments, output, folder, stop, gpus
         self.before = recorded(output)
         self.environment, self.workload = self.before["environment"], self.before["workload"]
 
-    def measure(self, script: Path) -> dict:
+    def measure(self, script: Path, parallel: str | None) -> dict:
         """What is kept of a script's row. Raises VariantError where its workload or machine is another."""
-        run, row = run_script(script, self.arguments, self.folder, LIMIT_S, self.stop)
+        arguments = [*self.arguments, *(["--parallel", parallel] if parallel else [])]
+        run, row = run_script(script, arguments, self.folder, LIMIT_S, self.stop, gpus=self.gpus)
         if run is None:
             return row
         if self.workload and same_work(self.workload) != same_work(run["workload"]):
@@ -201,18 +216,18 @@ class Measurements:
             write_json(self.output, {"environment": self.environment, "workload": self.workload, "variants": merged})
 
 
-def run_variants(chosen: list[Variant], arguments: list[str], output: Path | None) -> int:
+def run_variants(chosen: list[Variant], arguments: list[str], output: Path | None, gpus: int = 1) -> int:
     """Run each variant after the script that it changes; returns 1 where one failed, 130 where interrupted."""
     stop, baselines, rows = process.Stop(), {}, []
     stop.listen()
     with tempfile.TemporaryDirectory() as temporary:
-        measurements = Measurements(arguments, output, Path(temporary), stop)
+        measurements = Measurements(arguments, output, Path(temporary), stop, gpus)
         for variant in chosen:
-            script = write_script(variant, Path(temporary))
-            if variant.script not in baselines:
-                baselines[variant.script] = measurements.measure(ROOT / f"{variant.script}.py")
+            script, unchanged = write_script(variant, Path(temporary)), (variant.script, variant.parallel)
+            if unchanged not in baselines:
+                baselines[unchanged] = measurements.measure(ROOT / f"{variant.script}.py", variant.parallel)
             row = {key: value for key, value in vars(variant).items() if key != "patch"}
-            row |= measurements.measure(script) | {"baseline": baselines[variant.script]}
+            row |= measurements.measure(script, variant.parallel) | {"baseline": baselines[unchanged]}
             if stop.requests:
                 break
             rows.append(row)
@@ -230,21 +245,24 @@ def main() -> None:
     listed = variants()
     parser = OneLineParser(
         prog="python -m anatomy.ablations",
-        usage="%(prog)s [-h] [--causes] [--only NAME ...] [--output FILE] [ARGUMENT ...]",
+        usage="%(prog)s [-h] [--causes | --gpus N] [--only NAME ...] [--output FILE] [ARGUMENT ...]",
         description=__doc__,
         epilog=describe_variants(listed),
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="variants whose name or script contains one of these")
-    parser.add_argument("--causes", action="store_true", help="the variants that divide each gain among its causes")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--causes", action="store_true", help="the variants that divide each gain among its causes")
+    text = "the variants of how so many processes share the model, one a GPU (or on a CPU)"
+    kinds.add_argument("--gpus", type=positive_int, default=1, metavar="N", help=text)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
     given, arguments = parser.parse_known_args()
-    chosen = chosen_variants(listed, given.only, given.causes)
+    chosen = chosen_variants(listed, given.only, given.causes, given.gpus > 1)
     if not chosen:
         parser.error(f"no variant is named like {', '.join(given.only)}")
     try:
         if given.output:
             check_writable(given.output, "variants")
-        sys.exit(run_variants(chosen, arguments, given.output))
+        sys.exit(run_variants(chosen, arguments, given.output, given.gpus))
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:

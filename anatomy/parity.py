@@ -48,7 +48,7 @@ def every_row() -> list[Trained]:
     """Steps, peers, variants."""
     steps = [Trained(path.stem, path.stem, "step") for path in sorted(ROOT.glob("[0-9]_*.py"))]
     peers = [Trained(f"peers/{path.stem}", f"peers/{path.stem}", "peer") for path in sorted(ROOT.glob("peers/*.py"))]
-    return steps + peers + [Trained(v.name, v.script, v.kind, v) for v in variants()]
+    return steps + peers + [Trained(v.name, v.script, v.kind, v) for v in variants() if not v.parallel]
 
 
 def rows_named(names: list[str] | None) -> list[Trained]:
@@ -172,7 +172,7 @@ def main() -> None:
         prog="python -m anatomy.parity",
         usage="%(prog)s [-h] [--seeds N ...] [--rows NAME ...] [--merge FILE ...] --output FILE [ARGUMENT ...]",
         description=__doc__,
-        epilog=f"{others}\n{describe_variants(variants())}",
+        epilog=f"{others}\n{describe_variants([one.variant for one in every_row() if one.variant])}",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help="default: 1 2 3")
     names = ", ".join((*DEFAULT_STEPS, "the peers", *DEFAULT_VARIANTS))

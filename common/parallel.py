@@ -40,23 +40,39 @@ def compile_units(model: torch.nn.Module, args: Arguments) -> list[torch.nn.Modu
 def distribute(model: torch.nn.Module, args: Arguments, checkpoint: Callable = recompute) -> torch.nn.Module:
     """The model as it trains in several processes; alone, it is the model itself.
 
-    DDP keeps all weights in every process and averages their gradients. FSDP2 keeps a share of each: it gathers a
-    block's in the dtype of the residual stream before they are used; gradients are summed, and updated, in FP32. With
-    `--checkpoint`, each block runs through `checkpoint`: it keeps no more than its input, and runs again in backward.
+    DDP keeps all weights in every process, FSDP2 a share of each. With `--checkpoint`, each block runs through
+    `checkpoint`: it keeps no more than its input, and runs again in backward.
     """
     model.checkpoint, model.divided = checkpoint if args.checkpoint else None, True
     if args.parallel == "ddp":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames the option
-            return torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        return replicate(model)
     if args.parallel == "fsdp":
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        mesh = dist.init_device_mesh(args.device.type, (args.world.size,))
-        policy = MixedPrecisionPolicy(param_dtype=model.residual_dtype, reduce_dtype=torch.float32)
-        for part in (*model.blocks, model):  # the embedding and the head that is tied to it belong to the whole
-            fully_shard(part, mesh=mesh, mp_policy=policy)
+        shard(model, args)
     return model
+
+
+def replicate(model: torch.nn.Module) -> torch.nn.Module:
+    """The model in DDP, which averages gradients in buckets. They are views of these: nothing is copied back."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames the option
+        ddp = torch.nn.parallel.DistributedDataParallel
+        return ddp(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+def shard(model: torch.nn.Module, args: Arguments) -> None:
+    """Divide the model by FSDP2, block by block; the embedding and the head that is tied to it belong to the whole.
+
+    A block's weights are gathered in the dtype of the residual stream, and its gradients summed over processes in that
+    dtype. Those of micro-batches are summed in FP32, because small ones would be lost. Weights and optimizer are FP32.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    summed = torch.float32 if args.accumulate > 1 else model.residual_dtype
+    policy = MixedPrecisionPolicy(param_dtype=model.residual_dtype, reduce_dtype=summed)
+    mesh, last = dist.init_device_mesh(args.device.type, (args.world.size,)), model.blocks[-2:]
+    for block in model.blocks:  # backward begins with the last ones: they stay gathered
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=block not in last)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def require_distributed(model: torch.nn.Module, args: Arguments) -> None:

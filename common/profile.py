@@ -45,7 +45,7 @@ ATTENTION_OPERATORS = {
 # Category -> what the names of its kernels contain. The first pattern that matches wins: the order is part of the rule.
 CATEGORY_PATTERNS = {
     "communication": r"nccl|gloo|^c10d::|^FSDP::(all_gather|post_backward_reduce)\b",
-    "optimizer": r"multi_tensor_apply|adam|triton_for_fused|_foreach_|Optimizer\.",
+    "optimizer": r"multi_tensor_apply(?!.*native::Copy<)|adam|triton_for_fused|_foreach_|Optimizer\.",
     "normalization and pointwise": r"layer_norm|LayerNorm|normalization::|GammaBeta|reduce_dbias"
     r"|^(?!nvjet|.*gemm).*gelu",
     "loss": r"nll_loss|log_softmax|LogSoftMax|cross_entropy|softmax_warp_\w+<[^<>]*\d+, true",
@@ -53,7 +53,7 @@ CATEGORY_PATTERNS = {
     "matrix products": r"gemm|nvjet|cutlass_\d+_(simt|tensorop|wmma)|xmma|splitKreduce|gemv|dot_kernel|cublas"
     r"|^aten::(mm|addmm|bmm|baddbmm|linear)$|mkldnn|_linear_pointwise|onednn|mkl_linear",
     "copies and casts": r"quantize_mxfp8|direct_copy|_copy_kernel|CatArray|FillFunctor|Memcpy|Memset|^mem(cpy|set)\d+$"
-    r"|delayed_scaling"
+    r"|delayed_scaling|fp8::detail::identity|native::Copy<|chunk_cat|split_with_sizes_copy"
     r"|transpose_\w*kernel|triton_poi_fused(_+(to_copy|t|cat|unsafe_view|view|transpose|clone|permute))+_\d+$"
     r"|^aten::(copy_|_to_copy|to|cat|fill_|zero_|clone|contiguous|zeros_like)$",
 }

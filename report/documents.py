@@ -297,11 +297,13 @@ def recorded_scalings(results: Path) -> list[tuple[Path, dict[str, Run]]]:
 
 
 def scaling_tables(results: Path) -> str:
-    """A section per recorded run, or that there is none."""
-    parts = []
-    for folder, runs in recorded_scalings(results):
+    """A section per recorded run, then what the choices inside give, by machine; or that no run is recorded."""
+    parts, runs = [], recorded_scalings(results)
+    for folder, places in runs:
         name = folder.relative_to(results).as_posix()
-        parts.append(scaling.render_markdown(runs, f"## {name}", f"results/{name}/"))
+        parts.append(scaling.render_markdown(places, f"## {name}", f"results/{name}/"))
+    for machine in dict.fromkeys(folder.parent for folder, _ in runs):
+        parts += variants.sections(machine)
     return "\n\n".join(parts) or scaling.NOT_RECORDED
 
 

@@ -48,6 +48,7 @@ class Scaled:
     alike: bool | None  # whether the row on one GPU that it is compared with was captured or not as well
     doubted: bool  # whether there is a serious doubt about one of the two
     tokens_per_s_per_gpu: float | None = None
+    model_flops_per_s_per_gpu: float | None = None
     exposed_communication_ms: float | None = None  # in which nothing else ran; null without a profile, as the next two
     overlapped_communication_ms: float | None = None  # null on a CPU too
     lost: dict[str, float] | None = None  # by category, what the step has more than on one GPU, as shares of it
@@ -101,6 +102,7 @@ def scaled(one: tuple[Run, Row], placed: list[tuple[Run, Row]]) -> Scaled:
     if not is_timed(row):
         return known
     known.tokens_per_s_per_gpu = row.tokens_per_s / known.gpus
+    known.model_flops_per_s_per_gpu = row.model_flops_per_s
     if row.profile and known.gpus > 1:
         exposed, whole = analysis.category_ms(row)["communication"], row.profile.communication_ms
         known.exposed_communication_ms = exposed
@@ -188,15 +190,17 @@ def main_table(rows: list[Scaled]) -> list[dict]:
         (
             *_first_cells(row), {True: "yes", False: "no", None: "-"}[row.captured],
             figure(row.median_ms, ".1f") if row.status == "ok" else row.status, efficiency_cell(row),
-            figure(row.tokens_per_s_per_gpu, ",.0f"), figure(row.exposed_communication_ms, ".1f"),
+            figure(row.tokens_per_s_per_gpu, ",.0f"),
+            "-" if row.model_flops_per_s_per_gpu is None else table.tflops(row.model_flops_per_s_per_gpu),
+            figure(row.exposed_communication_ms, ".1f"),
             figure(row.overlapped_communication_ms, ".1f"),
             figure(row.peak_allocated_bytes and row.peak_allocated_bytes / analysis.GIB, ".1f"),
             figure(row.clock_mhz, ".0f"), figure(row.power_w, ".0f"),
         )
         for row in rows
     ]  # fmt: skip
-    headers = ("step", "by", "GPUs", "captured", "ms/step", "efficiency", "tokens/s per GPU", "exposed ms",
-               "overlapped ms", "GiB per GPU", "MHz", "W")  # fmt: skip
+    headers = ("step", "by", "GPUs", "captured", "ms/step", "efficiency", "tokens/s per GPU", "TFLOP/s per GPU",
+               "exposed ms", "overlapped ms", "GiB per GPU", "MHz", "W")  # fmt: skip
     shown = [k for k in range(len(headers)) if any(cell[k] != "-" for cell in cells)]
     return table.grid([headers[k] for k in shown], [[cell[k] for k in shown] for cell in cells])
 

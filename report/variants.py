@@ -1,4 +1,5 @@
-"""What each choice inside a script gives, from the records of `python -m anatomy.ablations`: docs/performance.md."""
+"""What each choice inside a script gives, from the records of `python -m anatomy.ablations`: docs/performance.md, and
+docs/scaling.md for choices of how several processes share the model."""
 
 from __future__ import annotations
 
@@ -32,9 +33,11 @@ def _table(variants: list[dict]) -> str:
             difference = f"{timing['median_ms'] - baseline['median_ms']:+.1f} ms"
             varied, unchanged = (Row("", loss=recorded["loss"]) for recorded in (variant, variant["baseline"]))
             loss = percent(analysis.loss_difference(varied, unchanged))
+        peaks = [recorded.get("peak_allocated_bytes") for recorded in (variant, variant["baseline"])]
+        memory = f"{(peaks[0] - peaks[1]) / analysis.GIB:+.1f}" if all(peaks) else "-"
         script, commit = f"{variant['script']}, {variant['kind']}", (variant.get("commit") or "-")[:7]
         times = (_quartiles(baseline), _quartiles(timing))
-        cells.append((variant["name"], script, variant["predicted"], *times, difference, loss, commit))
+        cells.append((variant["name"], script, variant["predicted"], *times, difference, memory, loss, commit))
     headers = (
         "variant",
         "script",
@@ -42,6 +45,7 @@ def _table(variants: list[dict]) -> str:
         "unchanged, ms (p25-p75)",
         "varied, ms",
         "difference",
+        "GiB",
         "loss",
         "commit",
     )

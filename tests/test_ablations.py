@@ -16,9 +16,11 @@ VARIANTS = ablations.variants()
 def test_every_patch_is_listed_applies_and_gives_another_script(tmp_path):
     assert len({variant.name for variant in VARIANTS}) == len(VARIANTS) == len(list(ablations.VARIANTS.iterdir()))
     for variant in VARIANTS:
-        text = ablations.write_script(variant, tmp_path).read_text()
-        compile(text, variant.name, "exec")
-        assert text != (ROOT / f"{variant.script}.py").read_text(), variant.name
+        ablations.write_script(variant, tmp_path)
+        for name in ("common/parallel.py", f"{variant.script}.py"):
+            changed = (tmp_path / name).read_text() != (ROOT / name).read_text()
+            assert changed == (bool(variant.parallel) == name.startswith("common/")), variant.name
+            compile((tmp_path / name).read_text(), variant.name, "exec")
         assert variant.kind in ("ablation", "try", "mutation") and variant.predicted
 
 
@@ -61,6 +63,17 @@ def test_a_variant_runs_beside_its_script_and_an_output_that_is_there_keeps_its_
             assert variant["timing"]["median_ms"] > 0 and variant["baseline"]["timing"]["median_ms"] > 0
             assert len(written["variants"]) == 2 and written["workload"]["n_embd"] == 32
     assert written == old and "another workload" in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_a_variant_of_several_processes_runs_beside_its_script_in_as_many(tmp_path):
+    patch = (ablations.VARIANTS / "ddp-large-buckets.patch").read_text()
+    (tmp_path / "x.patch").write_text(patch.replace("Script: 4_transformer_engine", "Script: 0_baseline"))
+    chosen = ablations.chosen_variants(ablations.variants(tmp_path), None, several=True)
+    assert ablations.run_variants(chosen, FAST, tmp_path / "x.json", 2) == 0
+    written = json.loads((tmp_path / "x.json").read_text())
+    assert written["workload"]["gpus"] == 2 and [one["status"] for one in written["variants"]] == ["ok"]
+    assert written["variants"][0]["loss"] == written["variants"][0]["baseline"]["loss"]
+    assert not ablations.chosen_variants(ablations.variants(tmp_path), None)
 
 
 def test_an_output_that_holds_something_else_stays_as_it_is(tmp_path):

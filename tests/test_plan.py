@@ -233,9 +233,10 @@ def test_the_plan_of_this_tree_holds_commands_that_exist():
             given, rest = ladder.build_parser().parse_known_args(words)
             ladder.rows_to_run(given.only, given.peers, ladder.build_parser())
         elif words[1:2] == ["anatomy.ablations"]:
+            kinds = "--causes" in words, "--gpus" in words
             for wanted in words[words.index("--only") + 1 :]:
-                assert ablations.chosen_variants(variants, [wanted], "--causes" in words), f"{name}: {wanted}"
-            rest = [word for word in words[2 : words.index("--only")] if word != "--causes"]
+                assert ablations.chosen_variants(variants, [wanted], *kinds), f"{name}: {wanted}"
+            rest = [word for word in words[2 : words.index("--only")] if word not in ("--causes", "--gpus", "2")]
         elif words[1:2] == ["anatomy.parity"]:
             parity.rows_named(words[words.index("--rows") + 1 :] if "--rows" in words else None)
             rest = words[2 : words.index("--seeds")]

@@ -116,7 +116,7 @@ def test_the_page_names_the_memory_that_the_formulas_give():
     parameters, text = flops.parameters(config), (ROOT / "docs" / "scaling.md").read_text()
     gib = [bytes_each * parameters / 2**30 for bytes_each in (16, 8, 2, 4)]
     for checkpoint in (True, False):
-        whole = flops.unfused_peak_bytes(config, 4, checkpoint=checkpoint, scores=False)
+        whole = flops.unfused_peak_bytes(config, 8, checkpoint=checkpoint, scores=False)
         gib.append((whole - 12 * parameters) / 2**30)
     assert f"{parameters / 1e9:.2f} billion" in text and all(f"{one:.1f} GiB" in text for one in gib)
 
