@@ -7,14 +7,14 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from common.record import Row, Run
+from common.record import Row
 from report import analysis, symptoms
 from report.analysis import is_timed, median_ms, peak_gib
 from report.causal_claims import SLICE, Records
 from report.load import MERGED
 from report.table import markdown, pipe_table
 
-GPU, CPU = "h200", "epyc-2-cores"
+GPU, GPUS, CPU = "h200", "h200-x2", "epyc-2-cores"
 SHOWN = ("gpt2-batch-8", SLICE)
 BEFORE = {"1_cublas": "0_baseline", "3_compile": "2_sdpa", "4_transformer_engine": "3_compile"}
 Found = tuple[str, str] | None  # figure, and record below the machine's folder
@@ -136,15 +136,13 @@ def tf32(records: Records) -> Found:
 
 
 def parallel(kind: str) -> Callable[[Records], Found]:
-    """Recorded runs of several GPUs."""
+    """Efficiency of the rows on several GPUs in recorded runs with --scaling."""
 
     def measure(records: Records) -> Found:
-        runs = {name: run for name, run in records.runs.items() if run.workload and run.workload.parallel == kind}
-        said = [f"{name}: {times(run)}" for name, run in runs.items()]
-        return ("; ".join(said), f"*/{MERGED}") if said else None
-
-    def times(run: Run) -> str:
-        return ", ".join(f"{row.step} {median_ms(row):.1f} ms" for row in run.steps if is_timed(row))
+        paths = sorted(records.machine.glob("*/scaling.json"))
+        rows = [row for path in paths for row in json.loads(path.read_text()) if row["parallel"] == kind]
+        said = [f"{row['step']} {100 * row['efficiency']:.1f} % on {row['gpus']}" for row in rows if row["efficiency"]]
+        return (f"efficiency: {', '.join(said)} GPUs", "*/scaling.json") if said else None
 
     return measure
 
@@ -165,10 +163,11 @@ EXAMPLES = {
 
 def examples_table(results: Path) -> str:
     """A row per symptom: a link to its entry, a figure, and the record that holds it."""
-    machines = {name: Records(results / name) for name in (GPU, CPU)}
+    machines = {name: Records(results / name) for name in (GPU, GPUS, CPU)}
+    elsewhere = {symptoms.INSTALL: CPU, symptoms.DDP: GPUS, symptoms.FSDP: GPUS}
     cells = []
     for title in symptoms.TITLES:
-        name = CPU if title == symptoms.INSTALL else GPU
+        name = elsewhere.get(title, GPU)
         figure, record = EXAMPLES[title](machines[name]) or ("nothing is recorded", None)
         cells.append(
             (f"[{title}](#{anchor(title)})", markdown(figure), markdown(f"{name}/{record}") if record else "-")

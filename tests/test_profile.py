@@ -18,9 +18,7 @@ CATEGORIES = {
     "void cunn_SoftMaxForward<8, float, at::native::(anonymous namespace)::LogSoftMaxForwardEpilogue>": "loss",
     "triton_poi_fused_cat_transpose_view_9": "copies and casts",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
-    "void multi_tensor_apply_kernel<CopyFunctor<c10::BFloat16, float, 2, 1, 1>, at::native::Copy<c10::BFloat16, float>>": (
-        "copies and casts"
-    ),
+    "void multi_tensor_apply_kernel<CopyFunctor<c10::BFloat16, float>, at::native::Copy<float>>": "copies and casts",
     "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>": "copies and casts",
     "at::native::detail::split_with_sizes_copy_out_contiguous_no_cast_kernel(char**)": "copies and casts",
     "void transformer_engine::unary_kernel<&transformer_engine::dispatch::fp8::detail::identity>": "copies and casts",
