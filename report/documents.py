@@ -159,7 +159,7 @@ def _limits_table(rows: list[Row], run: Run) -> str:
     for row in rows:
         launches, share = f"{row.profile.kernels_per_step:.0f}", table.describe_share_of_roof(row, run)
         cells.append((row.step, launches, analysis.describe_bound(row), tflops(row.model_flops_per_s), share, gib(row)))
-    return pipe_table(("step", "launches", "bound by", "TFLOP/s", "of roof", "peak GiB"), cells)
+    return pipe_table(("step", "kernels run", "bound by", "TFLOP/s", "of roof", "peak GiB"), cells)
 
 
 def method_tables(results: Path) -> str:

@@ -114,8 +114,14 @@ def describe_profile_offset(row: Row) -> str | None:
     offset = profile_offset(row)
     if abs(offset) <= LARGEST_PROFILE_OFFSET:
         return None
-    trust = "the times of its kernels, not its gaps" if kernels_fit(row) else "the percentages, not the milliseconds"
-    return f"Profiling ran {abs(offset):.0%} {'slower' if offset > 0 else 'faster'} than timing. Trust {trust}."
+    trust = (
+        "Its kernels alone fit into the timed step, so their times hold, and its gaps do not"
+        if kernels_fit(row)
+        else "Its kernels may have taken another time too, so only their shares hold"
+    )
+    return (
+        f"The profiled step was {abs(offset):.0%} {'longer' if offset > 0 else 'shorter'} than the timed one. {trust}."
+    )
 
 
 def kernels_fit(row: Row) -> bool:

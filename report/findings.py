@@ -56,14 +56,15 @@ def holds(condition: bool) -> str:
 
 def within(values: dict[str, float], low: float, high: float, unit: str = "x") -> Finding:
     """The verdict on a claimed range: it holds for all of these, for some of them, or lies beside them."""
-    inside = [name for name, value in values.items() if low <= value <= high]
-    if inside and len(inside) < len(values):
-        verdict = f"holds only for {', '.join(inside)}"
-    else:
-        above = [name for name, value in values.items() if value > high]
-        beside = f"more for {', '.join(above)}, less for the others" if len(above) < len(values) else "more here"
-        verdict = HOLDS if inside else beside if above else "less here"
-    return Finding(said(values, unit), verdict)
+    places = {
+        "holds for": [name for name, value in values.items() if low <= value <= high],
+        "more for": [name for name, value in values.items() if value > high],
+        "less for": [name for name, value in values.items() if value < low],
+    }
+    found = {place: names for place, names in places.items() if names}
+    whole = {"holds for": HOLDS, "more for": "more here", "less for": "less here"}
+    parts = [f"{place} {', '.join(names)}" for place, names in found.items()]
+    return Finding(said(values, unit), "; ".join(parts) if len(found) > 1 else whole[next(iter(found))])
 
 
 # --- findings, by record -------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def _merge_passes(passes: list[Pass], repeat: int, problems: list[str]) -> Row:
     if not present:
         return passes[0].row
     if len(present) < repeat:
-        problems.append(f"{present[0].row.step}: {len(present)} of {repeat} passes")
+        problems.append(f"{present[0].row.step} ran in {len(present)} of {repeat} passes only")
     middle = median(one.row.timing.median_ms for one in present)
     nearest = min((one.row for one in present), key=lambda row: abs(row.timing.median_ms - middle))
     ratio = nearest.timing.median_ms / middle

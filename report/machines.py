@@ -41,17 +41,17 @@ def machines_table(results: Path) -> str:
         generation = f"{name} ({', '.join(capabilities)})" if capabilities else name
         cells.append((generation, *does, markdown(", ".join(devices)) or "not run"))
     headers = ("machine (compute capability)", "1: products", "3: graph", "4: FP8", "recorded here")
-    memory = f"Peak memory as recorded, least and most of any step: {memory_of_presets(runs)}."
+    memory = f"The least and the most peak memory of any step, in all recorded runs: {memory_of_presets(runs)}."
     return "\n\n".join([pipe_table(headers, cells, n_left=5), memory])
 
 
 def memory_of_presets(runs: list[Run]) -> str:
-    """`gpt2 batch 8 4.9 to 15.1 GiB` of every preset and batch that has a record of a GPU."""
+    """`gpt2` with batch 8, 4.9 to 15.1 GiB of every preset and batch that has a record of a GPU."""
     peaks: dict[tuple[float, str], list[float]] = {}
     for run in runs:
         work = run.workload
         if work and work.preset != "custom" and work.gpus == 1 and environment_of(run).device_type == "cuda":
             found = [peak_gib(row) for row in run.steps if is_timed(row) and row.peak_allocated_bytes]
-            peaks.setdefault((work.flops_per_step, f"`{work.preset}` batch {work.batch_size}"), []).extend(found)
-    said = [f"{name} {min(gib):.0f} to {max(gib):.0f} GiB" for (_, name), gib in sorted(peaks.items()) if gib]
-    return ", ".join(said) or "nothing is recorded"
+            peaks.setdefault((work.flops_per_step, f"`{work.preset}` with batch {work.batch_size}"), []).extend(found)
+    said = [f"{name}, {min(gib):.0f} to {max(gib):.0f} GiB" for (_, name), gib in sorted(peaks.items()) if gib]
+    return "; ".join(said) or "nothing is recorded"

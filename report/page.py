@@ -178,8 +178,9 @@ def _roofline(run: Run) -> Evidence:
     headers = ("step", "FLOP per byte", "TFLOP/s", "of roof", "matrix products alone, TFLOP/s", "of their ceiling")
     caption = (
         f"Measured ceilings: copy bandwidth {copy / 1e9:,.0f} GB/s, and matrix products at this workload's shapes in "
-        "short bursts (gray, TFLOP/s). Diamonds are the ridge points. FLOPs are the model's. Bytes are counted, the "
-        "least that a step has to move. They are the same for every step, so the points stand in one column."
+        "short bursts (gray, TFLOP/s). Diamonds are the ridge points. FLOPs are the model's. Bytes are "
+        "computed from the shapes: the least that a step has to move. They are the same for every step, so the points "
+        "stand in one column."
     )
     return Evidence("Roofline", charts.roofline(points, copy, rates), caption, table.grid(headers, cells))
 

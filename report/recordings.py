@@ -220,10 +220,12 @@ def readme_lines(root: Path, record: Path) -> list[str] | None:
     of = facts([record])
     if (changed := changed_since(root, of.commits, CODE)) is None:
         return None
-    since = "Scripts or files of `common/` have" if changed else "No script and no file of `common/` has"
-    return [
-        f"{since} changed since commit {of.commit}: [what is recorded and missing](docs/results/README.md). {SINCE}"
-    ]
+    since = (
+        "This run is older than the scripts: they, or files of `common/`, have changed since"
+        if changed
+        else "No script and no file of `common/` has changed since this run"
+    )
+    return [f"{since}. The [recordings](docs/results/README.md) list what changed and what is missing. {SINCE}"]
 
 
 def page_line(root: Path, results: Path) -> list[str] | None:

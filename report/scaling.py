@@ -153,14 +153,14 @@ def sentence(row: Scaled) -> str | None:
     """What limits a row on several GPUs, in one line; None of others."""
     if row.efficiency is None or row.gpus == 1:
         return None
-    said = [f"{row.name}: efficiency {efficiency_cell(row)}"]
+    said = [f"{row.step} by {row.parallel} on {row.gpus} GPUs: the efficiency is {efficiency_cell(row)}"]
     if row.lost is None:
-        return f"{said[0]}; no profile that fits the timed steps says where the rest goes."
-    parts = [f"{name} ({percents(share)})" for name, share in main_loss(row)]
-    said += [f"most of what is missing goes to {', '.join(parts)}"] if parts and row.efficiency < 1 else []
+        return f"{said[0]}. No profile that fits the timed steps says where the rest goes."
+    parts = [f"{percents(share)} go to {name}" for name, share in main_loss(row)]
+    said += [f"Of the missing {percents(1 - row.efficiency)}, {', '.join(parts)}"] * bool(parts and row.efficiency < 1)
     if row.alone_clock_mhz and row.clock_mhz:
-        said.append(f"the clock is {row.clock_mhz:.0f} MHz, alone {row.alone_clock_mhz:.0f}")
-    return "; ".join(said) + "."
+        said.append(f"The clock is {row.clock_mhz:.0f} MHz, on one GPU {row.alone_clock_mhz:.0f}")
+    return ". ".join(said) + "."
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -166,12 +166,12 @@ def _at_equal_clock(run: Run, before: Row, row: Row) -> list[str]:
     limit = " (power limit)" if fell and "power limit" in analysis.throttle_reasons(row) else ""
     faster = Speedup(alike.speedup, None, mark(run, row, before)).words()
     every = analysis.category_ms(before)["matrix products"]
-    part = f"Of the {every:.1f} ms of matrix products in {before.step}, {alike.before_ms:.1f} are kernels that "
+    part = f" of the {every:.1f}" if every - alike.before_ms >= 0.05 else ""
     return [
-        *([f"{part}{row.step} runs as often."] if every - alike.before_ms >= 0.05 else []),
         f"The matrix products that both steps run alike take {alike.after_ms:.1f} ms instead of "
-        f"{alike.before_ms:.1f}, while the clock {'fell' if fell else 'rose'} from {alike.before_mhz:.0f} to "
-        f"{alike.after_mhz:.0f} MHz{limit}; at equal clock the step would be {faster}.",
+        f"{alike.before_ms:.1f}{part}, while the clock {'fell' if fell else 'rose'} from {alike.before_mhz:.0f} to "
+        f"{alike.after_mhz:.0f} MHz{limit}.",
+        f"At equal clock {row.step} would be {faster} than {before.step}.",
     ]
 
 
@@ -198,8 +198,8 @@ def rising_loss(rows: list[Row]) -> str:
     if not start or start[k] < 1.1 * start[0]:
         return ""
     return (
-        f"The loss first rises, from {start[0]:.2f} to {start[k]:.2f} nats at step {k}, in every row alike: AdamW's "
-        "first updates move every weight by about the whole learning rate, and the learning rate has no warm-up here."
+        f"The loss first rises, from {start[0]:.2f} to {start[k]:.2f} nats in training step {k}: AdamW's first updates "
+        "move every weight by about the whole learning rate, and the learning rate has no warm-up here."
     )
 
 
@@ -218,7 +218,7 @@ def largest_loss_difference(rows: list[Row]) -> str:
     count = min(len(first.loss), analysis.LOSS_WINDOW)
     over = f"the last {count}" if count < len(first.loss) else f"all {count}"
     return (
-        f"The largest difference to {first.step} at one training step is {gap:.4f} nats ({step}, step {k}). "
+        f"The largest difference to {first.step} is {gap:.4f} nats, in {step} at training step {k}. "
         f"Averaged over {over} training steps, the loss of {ends.step} differs from that of {first.step} by "
         f"{difference:+.2%}, the most of any row."
     )

@@ -50,7 +50,7 @@ def _card(card: Card) -> list[str]:
     lines.append(markdown(" ".join(card.further)))
     if card.facts:
         cells = [tuple(map(markdown, row.values())) for row in card.facts]
-        lines.append(pipe_table(("a step", card.compared, card.name), cells))
+        lines.append(pipe_table(("per training step", card.compared, card.name), cells))
     if card.code:
         code = "\n".join(f"{'@@ … ' if sign == '@' else sign}{line}".rstrip() for sign, line in card.code)
         lines.append(f"```diff\n{code}\n```")

@@ -74,7 +74,7 @@ def _facts(run: Run, before: Row, after: Row) -> list[dict]:
     shown = {
         "ms per step": [ms_of(run, row) for row in rows],
         "peak GiB": [table.gib(row) for row in rows],
-        "operators run" if _noun(run) == "Operators" else "kernels launched": [
+        "operators run" if _noun(run) == "Operators" else "kernels run": [
             decimal(row.profile and row.profile.kernels_per_step, 0) for row in rows
         ],
         "bound by": [analysis.describe_bound(row) for row in rows],
@@ -88,7 +88,7 @@ def _facts(run: Run, before: Row, after: Row) -> list[dict]:
     for name, (a, b) in shown.items():
         if a != b:
             facts.append((name, a, b))
-    return table.grid(("a step", "before", "after"), facts[:MOST_FACTS])
+    return table.grid(("per training step", "before", "after"), facts[:MOST_FACTS])
 
 
 def time_bar(run: Run, row: Row, reference: Row | None) -> drawn.Bar:

@@ -136,13 +136,18 @@ def tf32(records: Records) -> Found:
 
 
 def parallel(kind: str) -> Callable[[Records], Found]:
-    """Efficiency of the rows on several GPUs in recorded runs with --scaling."""
+    """Efficiency of a way to share the model beside that of the other, in recorded runs with --scaling."""
 
     def measure(records: Records) -> Found:
-        paths = sorted(records.machine.glob("*/scaling.json"))
-        rows = [row for path in paths for row in json.loads(path.read_text()) if row["parallel"] == kind]
-        said = [f"{row['step']} {100 * row['efficiency']:.1f} % on {row['gpus']}" for row in rows if row["efficiency"]]
-        return (f"efficiency: {', '.join(said)} GPUs", "*/scaling.json") if said else None
+        efficiency = {
+            (row["step"], row["gpus"], row["parallel"]): f"{row['parallel']} {100 * row['efficiency']:.1f} %"
+            for path in sorted(records.machine.glob("*/scaling.json"))
+            for row in json.loads(path.read_text())
+            if row["parallel"] and row["efficiency"]
+        }
+        both = {at: [efficiency.get((*at[:2], how)) for how in ("ddp", "fsdp")] for at in efficiency if at[2] == kind}
+        said = [f"{step} on {gpus} GPUs {', '.join(filter(None, two))}" for (step, gpus, _), two in both.items()]
+        return (f"efficiency: {'; '.join(said)}", "*/scaling.json") if said else None
 
     return measure
 

@@ -11,16 +11,20 @@ from report import analysis
 from report.causal_claims import SLICE
 from report.table import percent, pipe_table
 
-OF_THE_SLICE = f"The predictions are arithmetic for `{SLICE}`, except where they name another workload."
+LEGEND = (
+    "*Unchanged* is the script as it is, *varied* the script with this one choice changed, quartiles in brackets. "
+    "*Difference* is varied less unchanged, so a minus sign is a gain, and so are *GiB* and *loss*. *Predicted* was "
+    f"written before, by arithmetic for `{SLICE}` except where it names another workload."
+)
 
 
 def sections(machine: Path) -> list[str]:
-    """A heading and a table per workload; above those of other workloads, which one the predictions are for."""
+    """A heading and a table per workload, above the first what its columns are."""
     parts = []
     for path in sorted(machine.glob("*/ablations.json")):
-        elsewhere = [OF_THE_SLICE] if path.parent.name != SLICE else []
+        legend = [] if parts else [LEGEND]
         table = _table(json.loads(path.read_text())["variants"])
-        parts += [f"### What each choice gives: {path.parent.name}", *elsewhere, table]
+        parts += [f"### What each choice gives: {path.parent.name}", *legend, table]
     return parts
 
 

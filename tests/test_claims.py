@@ -9,10 +9,10 @@ from report.findings import Finding, Machine
 
 def test_a_range_holds_for_all_for_some_or_lies_beside():
     assert findings.within({"a": 1.6, "b": 1.9}, 1.5, 2).verdict == "holds"
-    assert findings.within({"a": 1.6, "b": 7.0}, 1.5, 2) == Finding("a 1.60x, b 7.00x", "holds only for a")
+    assert findings.within({"a": 1.6, "b": 7.0}, 1.5, 2) == Finding("a 1.60x, b 7.00x", "holds for a; more for b")
     assert findings.within({"a": 3.0, "b": 7.0}, 1.5, 2).verdict == "more here"
     assert findings.within({"a": 1.0}, 1.5, 2).verdict == "less here"
-    assert findings.within({"a": 1.0, "b": 3.0}, 1.5, 2).verdict == "more for b, less for the others"
+    assert findings.within({"a": 1.0, "b": 3.0}, 1.5, 2).verdict == "more for b; less for a"
 
 
 def test_a_machine_without_records_says_so_and_machines_that_differ_are_named(tmp_path):
@@ -38,7 +38,7 @@ def test_verdicts_follow_the_figures():
     operations = {".item()": {"host_s": {"empty queue": 12e-6}, "waits": True},
                   "print": {"host_s": {"empty queue": 270e-6}, "waits": True}}  # fmt: skip
     machine = Machine({"sync-points": {"operations": operations}})
-    assert findings.constant_sync(machine).verdict == "holds only for .item()"
+    assert findings.constant_sync(machine).verdict == "holds for .item(); more for print"
     del operations["print"]
     assert findings.constant_sync(machine).verdict == "holds"
     claim = Claim("x", "https://x", "sync-points", findings.any_waits)

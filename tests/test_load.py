@@ -109,7 +109,7 @@ def test_passes_are_merged_and_a_row_has_a_time_only_if_no_pass_ended_without(tm
     assert (b.status, b.reason, c.reason) == ("oom", "pass 2 of 3: too large", "no FP8")
     assert d.reason == "left out by --only" and "pass 3 of 3: ran a different workload" in e.reason
     assert peer.timing.median_ms == 115.0 and abs(peer.model_flops_per_s - 8.4e9 / 0.115) < 1
-    assert run.problems[0] == "p: 2 of 3 passes" and "rows differ in device" in run.problems[1]
+    assert run.problems[0] == "p ran in 2 of 3 passes only" and "rows differ in device" in run.problems[1]
     said = table.render_text(run)
     assert "104.0? (100.0-130.0)" in said and "\nmedian of 3 passes, range in brackets\n" in said
 

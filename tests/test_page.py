@@ -56,7 +56,7 @@ def test_figures_are_those_of_the_record():
         assert cell["sum"] == f"{row.profile.step_ms:,.1f}", "categories and gaps add up to the profiled step"
         assert cell["attention"] == f"{row.profile.categories['attention'].ms:,.1f}"
     a, b = (row.profile.kernels_per_step for row in made.steps[2:4])
-    assert ["kernels launched", f"{a:,.0f}", f"{b:,.0f}"] in shown.tables["What changed in 3_compile"]
+    assert ["kernels run", f"{a:,.0f}", f"{b:,.0f}"] in shown.tables["What changed in 3_compile"]
 
 
 def test_a_card_tells_a_step_in_the_order_in_which_it_is_read():

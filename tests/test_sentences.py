@@ -77,13 +77,13 @@ def test_what_a_script_says_of_itself_is_its_first_line_and_its_first_sentence()
 
 
 def test_a_loss_that_rises_at_the_start_is_explained_and_one_that_falls_is_not():
-    assert "from 11.50 to 34.20 nats at step 1" in rising_loss([runs.step("0_a", loss=[11.5, 34.2, 19.0])])
+    assert "from 11.50 to 34.20 nats in training step 1" in rising_loss([runs.step("0_a", loss=[11.5, 34.2, 19.0])])
     assert rising_loss([runs.step("0_a", loss=[11.5, 9.0])]) == rising_loss([]) == ""
 
 
 def test_the_gap_of_the_losses_is_the_largest_one():
     steps = [runs.step("0_a", loss=[4.0, 3.0]), runs.step("1_b", loss=[4.5, 3.1]), runs.step("2_c", loss=[4.0, 2.0])]
-    assert "1.0000 nats (2_c, step 1)" in largest_loss_difference(steps)
+    assert "1.0000 nats, in 2_c at training step 1" in largest_loss_difference(steps)
     assert f"Averaged over all {len(steps[0].loss)} training steps, the loss of 2_c" in largest_loss_difference(steps)
     for row in steps:
         row.loss *= 20
@@ -122,10 +122,10 @@ def test_matrix_products_at_another_clock_are_held_against_equal_clock():
     assert "clock" not in said_of(rows)
     rows[0].clock_mhz, rows[1].clock_mhz = 1920.0, 1665.0
     clause = "both steps run alike take 189.0 ms instead of 171.0, while the clock fell from 1920 to 1665 MHz"
-    assert f"{clause}; at equal clock the step would be 1.65x faster" in said_of(rows)
+    assert f"{clause}. At equal clock 2_sdpa would be 1.65x faster than 1_cublas." in said_of(rows)
     assert said_of(rows).count("instead of 171.0") == 1, "the same products are told of once"
     rows[1].gpu_state = GpuState(throttle_reasons="0x4")
-    assert f"{clause} (power limit); at equal clock" in said_of(rows)
+    assert f"{clause} (power limit). At equal clock" in said_of(rows)
     for mhz in (1990.0, 1900.0):
         rows[1].clock_mhz = mhz
         assert "clock" not in said_of(rows), "slower at a higher clock, or by far more, has another reason"
