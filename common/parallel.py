@@ -54,7 +54,7 @@ def distribute(model: torch.nn.Module, args: Arguments, checkpoint: Callable = r
 def replicate(model: torch.nn.Module) -> torch.nn.Module:
     """The model in DDP, which averages gradients in buckets. They are views of these: nothing is copied back."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames the option
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers
         ddp = torch.nn.parallel.DistributedDataParallel
         return ddp(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
@@ -62,12 +62,13 @@ def replicate(model: torch.nn.Module) -> torch.nn.Module:
 def shard(model: torch.nn.Module, args: Arguments) -> None:
     """Divide the model by FSDP2, block by block; the embedding and the head that is tied to it belong to the whole.
 
-    A block's weights are gathered in the dtype of the residual stream, and its gradients summed over processes in that
-    dtype. Those of micro-batches are summed in FP32, because small ones would be lost. Weights and optimizer are FP32.
+    Weights are gathered in the dtype of the residual stream. In BF16, gradients are summed over processes in BF16 too;
+    FP16 could overflow, and of many micro-batches BF16 would lose small ones. Weights and optimizer are FP32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    summed = torch.float32 if args.accumulate > 1 else model.residual_dtype
+    in_bf16 = model.residual_dtype is torch.bfloat16 and args.accumulate == 1
+    summed = torch.bfloat16 if in_bf16 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=model.residual_dtype, reduce_dtype=summed)
     mesh, last = dist.init_device_mesh(args.device.type, (args.world.size,)), model.blocks[-2:]
     for block in model.blocks:  # backward begins with the last ones: they stay gathered
@@ -77,10 +78,10 @@ def shard(model: torch.nn.Module, args: Arguments) -> None:
 
 def require_distributed(model: torch.nn.Module, args: Arguments) -> None:
     """Raises Skip for a model that did not pass through `distribute` where that matters."""
-    sign = {"ddp": "require_backward_grad_sync", "fsdp": "set_requires_gradient_sync", None: "training"}
-    if not hasattr(model, sign[args.parallel]):
+    divided = hasattr(getattr(model, "module", model), "divided")
+    if args.parallel and not divided:
         raise Skip("this script does not divide its work over processes: run it without torchrun")
-    if args.accumulate > 1 and not hasattr(getattr(model, "module", model), "divided"):
+    if args.accumulate > 1 and not divided:
         raise Skip("this script does not divide its batch: leave out --accumulate")
     if args.checkpoint and not is_checkpointed(model):
         raise Skip("this script does not recompute its blocks: leave out --checkpoint")
