@@ -52,8 +52,8 @@ CATEGORY_PATTERNS = {
     "attention": r"sdpa|flash|fmha|attention|dot_do_o|convert_dq|SoftMax|softmax",
     "matrix products": r"gemm|nvjet|cutlass_\d+_(simt|tensorop|wmma)|xmma|splitKreduce|gemv|dot_kernel|cublas"
     r"|^aten::(mm|addmm|bmm|baddbmm|linear)$|mkldnn|_linear_pointwise|onednn|mkl_linear",
-    "copies and casts": r"quantize_mxfp8|direct_copy|_copy_kernel|CatArray|FillFunctor|Memcpy|Memset|^mem(cpy|set)\d+(_post)?$"
-    r"|delayed_scaling|fp8::detail::identity|native::Copy<|chunk_cat|split_with_sizes_copy"
+    "copies and casts": r"quantize_mxfp8|direct_copy|_copy_kernel|CatArray|FillFunctor|Memcpy|Memset"
+    r"|^mem(cpy|set)\d+(_post)?$|delayed_scaling|fp8::detail::identity|native::Copy<|chunk_cat|split_with_sizes_copy"
     r"|transpose_\w*kernel|triton_poi_fused(_+(to_copy|t|cat|unsafe_view|view|transpose|clone|permute))+_\d+$"
     r"|^aten::(copy_|_to_copy|to|cat|fill_|zero_|clone|contiguous|zeros_like)$",
 }

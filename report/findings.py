@@ -171,23 +171,24 @@ def fewer_nodes(machine: Machine) -> Finding:
     variants = machine.experiments["autograd"]["variants"]
     hand, fused = (variants[name]["cells"][0]["nodes"] for name in ("by hand", "fused"))
     merged = hand - fused + 1
-    return Finding(f"{merged} nodes become 1, block {hand} to {fused}", holds(merged >= 20))
+    return Finding(f"{merged} nodes become 1, and a block has {fused} instead of {hand}", holds(merged >= 20))
 
 
 def fixed_graph(machine: Machine) -> Finding:
     cells = machine.experiments["autograd"]["variants"]["by hand"]["cells"]
     nodes = [cell["nodes"] for cell in cells]  # batch, twice the batch, twice the length, batch 1
     if len(set(nodes)) == 1:
-        return Finding(f"{nodes[0]} nodes", HOLDS)
-    from_two = len(set(nodes[:3])) == 1
-    return Finding(f"{nodes[0]} nodes, batch 1 {nodes[3]}", "holds only from batch 2 on" if from_two else FAILS)
+        return Finding(f"{nodes[0]} nodes at every shape", HOLDS)
+    if len(set(nodes[:3])) == 1:
+        return Finding(f"{nodes[0]} nodes, with batch 1 {nodes[3]}", "holds only from batch 2 on")
+    return Finding(", ".join(map(str, nodes)) + " nodes", FAILS)
 
 
 def small_products(machine: Machine) -> Finding:
     roofline = machine.experiments["roofline"]
     name, row = next((n, r) for n, r in roofline["operations"].items() if n.startswith("product n"))
     by_bytes = row["bytes"] / roofline["copy_bytes_per_s"]
-    text = f"{name}: {row['seconds'] * 1e6:.1f} us, by its bytes {by_bytes * 1e6:.2f} us"
+    text = f"{name} takes {row['seconds'] * 1e6:.1f} us, moving its bytes {by_bytes * 1e6:.2f} us"
     return Finding(text, holds(row["seconds"] < 2 * by_bytes))
 
 

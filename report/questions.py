@@ -54,7 +54,9 @@ def small_product(machine: Machine) -> str:
     rows = machine.experiments["roofline"]["operations"]
     launch_s = next(row.get("launch_s") for name, row in rows.items() if name.startswith("product n"))
     launch = f" On the smallest input the same call takes {launch_s * 1e6:.1f} us: its launch." if launch_s else ""
-    return f"{findings.small_products(machine).measured}.{launch}"
+    found = findings.small_products(machine)
+    neither = "Neither arithmetic nor memory. The " if found.verdict == findings.FAILS else "Memory. The "
+    return f"{neither}{found.measured}.{launch}"
 
 
 def chain_bytes(machine: Machine) -> str:
@@ -98,7 +100,8 @@ def print_break(machine: Machine) -> str:
 
 def one_outlier(machine: Machine) -> str:
     recipes = machine.experiments["precision"]["quantization"]["recipes"]
-    return "; ".join(f"{name}: {row['elsewhere']:.1%}" for name, row in recipes.items()) + "."
+    said = (f"{name}: {row['elsewhere']:.1%}, the outlier {row['outlier']:.1%}" for name, row in recipes.items())
+    return "; ".join(said) + "."
 
 
 QUESTIONS = [
