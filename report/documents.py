@@ -29,6 +29,7 @@ from report import (
     sweep,
     table,
     traffic,
+    tree,
     variants,
 )
 from report.__main__ import write_reports
@@ -336,6 +337,7 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
                  "docs/results/README.md": (recordings.recordings_page,)}  # fmt: skip
     parts = {name: [make(results) for make in makers] for name, makers in generated.items()}
     parts = recordings.with_since(parts, root, results, results / SHOWN / MERGED)
+    parts["docs/tree.md"] = [tree.tree(root)]
     return {root / name: between_markers(root / name, *each) for name, each in parts.items()}
 
 

@@ -9,7 +9,7 @@ from conftest import ROOT, STEPS
 from te_signatures import SCRIPTS, te_calls
 
 from anatomy.__main__ import experiments
-from report import documents, page, table
+from report import documents, page, table, tree
 from report.load import read_run
 
 README = (ROOT / "README.md").read_text()
@@ -33,12 +33,13 @@ def test_recorded_reports_say_what_the_records_hold(record):
     assert page.render(run) == html
 
 
-def test_readme_shows_every_diff_and_every_file():
+def test_readme_shows_every_diff_and_every_room():
     for before, after in itertools.pairwise(STEPS):
         assert f"diff {before}.py {after}.py" in README
-    patterns = [f"{folder}/*.py" for folder in ("common", "ladder", "report", "peers", "anatomy")]
-    for path in (path for pattern in [*patterns, "*.sh", "Dockerfile", "[0-9]_*.py"] for path in ROOT.glob(pattern)):
-        assert path.name == "__init__.py" or path.name in README, path.name
+    files = [path.name for pattern in ("*.sh", "Dockerfile", "[0-9]_*.py") for path in ROOT.glob(pattern)]
+    rooms = [f"{path.parent.name}/" for path in ROOT.glob("*/*.py") if not path.parent.name.startswith((".", "exp"))]
+    assert all(name in README for name in [*files, *rooms])
+    assert "file without a docstring" not in tree.tree(ROOT) and "| `parallel.py`" in tree.tree(ROOT)
 
 
 @pytest.mark.parametrize("document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
