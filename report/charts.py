@@ -129,7 +129,8 @@ def scaling_png(rows: list[tuple[str, float | None, dict[str, float], str]]) -> 
                 axes.barh(row, width, left=left, color=CATEGORY_COLORS[name], height=BAR)
                 left += width
         whole = {"what one GPU alone needs": (*matplotlib.colors.to_rgb(ACCENT), 0.45)}
-        colors = whole | {name: CATEGORY_COLORS[name] for name in names}
+        said = {"communication": "exposed communication"}
+        colors = whole | {said.get(name, name): CATEGORY_COLORS[name] for name in names}
         handles = [matplotlib.patches.Patch(color=color, label=name) for name, color in colors.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8)
         axes.axvline(100, color=INK, linewidth=0.7)

@@ -289,7 +289,7 @@ def write(folder: Path, runs: dict[str, Run]) -> list[str]:
 def bars(rows: list[Scaled]) -> list[tuple[str, float | None, dict[str, float], str]]:
     """For the picture: name, efficiency, what it lost by category, and the label of every row on several GPUs."""
     return [
-        (f"{row.step[:12]}, {row.parallel} x{row.gpus}", row.efficiency, row.lost or {},
+        (f"step {row.step[0]}, {row.parallel} x{row.gpus}", row.efficiency, row.lost or {},
          efficiency_cell(row) if row.status == "ok" else row.status)
         for row in rows if row.gpus > 1
     ]  # fmt: skip
