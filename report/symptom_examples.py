@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 
 from common.record import Row
 from report import analysis, symptoms
-from report.analysis import is_timed, median_ms, peak_gib
+from report.analysis import median_ms, peak_gib
 from report.causal_claims import SLICE, Records
 from report.load import MERGED
 from report.table import markdown, pipe_table
@@ -62,14 +61,6 @@ def _of_pairs(step: str, describe: Callable[[Row, Row], str | None], names: tupl
         return (text, f"*/{MERGED}") if text else None
 
     return measure
-
-
-def fp8_losses(records: Records) -> Found:
-    every = [row for run in records.runs.values() for row in run.steps if is_timed(row) and row.settings.fp8_recipe]
-    bad = sum(any(map(math.isnan, row.loss)) for row in every)
-    number = anatomy("precision", unscaled)(records)
-    text = f"a loss is NaN in {bad} of {len(every)} FP8 rows" + (f"; {number[0]}" if number else "")
-    return (text, f"*/{MERGED}" + (f", {number[1]}" if number else "")) if every else None
 
 
 def unscaled(figures: dict) -> str:
@@ -154,7 +145,7 @@ def parallel(kind: str) -> Callable[[Records], Found]:
 
 EXAMPLES = {
     symptoms.SLOW_FP8: slower("4_transformer_engine"), symptoms.LARGE_FP8: larger("4_transformer_engine"),
-    symptoms.NAN: fp8_losses, symptoms.INSTALL: untimed_step_4,
+    symptoms.NAN: anatomy("precision", unscaled), symptoms.INSTALL: untimed_step_4,
     symptoms.SLOW_COMPILE: anatomy("compile-modes", compiled_step),
     symptoms.RECOMPILED: anatomy("compile-modes", graphs),
     symptoms.LARGE_COMPILE: anatomy("compile-modes", compiled_memory),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 
 from common.record import Row, Run
 from report import analysis
@@ -39,8 +39,14 @@ def pointers(run: Run) -> list[str]:
 def symptoms(run: Run, before: Row | None, row: Row) -> list[tuple[str, str]]:
     """How a row shows a symptom, from it and from the row before, and the title of the entry."""
     if not is_timed(row):
-        return [("no Transformer Engine", INSTALL)] if "does not import" in (row.reason or "") else []
+        return _of_reason(row.reason or "")
     return [*_of_one(run, row), *(_of_two(run, before, row) if before else [])]
+
+
+def _of_reason(reason: str) -> list[tuple[str, str]]:
+    """What a row without a time shows: a loss that is no number ends its process."""
+    found = [("no Transformer Engine", INSTALL)] if "does not import" in reason else []
+    return found + [(said[0], NAN) for said in [re.search(r"loss is (nan|inf) at \w+ step \d+", reason)] if said]
 
 
 def _of_one(run: Run, row: Row) -> list[tuple[str, str]]:
@@ -48,7 +54,6 @@ def _of_one(run: Run, row: Row) -> list[tuple[str, str]]:
     launched = environment_of(run).device_type == "cuda" and not settings.captured
     bound = (analysis.bound(row) or ("",))[0]
     signs = (
-        (any(map(math.isnan, row.loss)), "a loss is NaN", NAN),
         (settings.attention_kernel in ("math", "efficient"), f"attention: {settings.attention_kernel}", ATTENTION),
         (bound == "launch", "bound by launches", HOST),
         (launched and is_unsteady(row), "launched kernel by kernel, and its times spread far", HOST),

@@ -3,12 +3,15 @@
 import dataclasses
 import re
 import typing
+from types import SimpleNamespace
 
 import pytest
 import runs
+import torch
 from conftest import ROOT
 from test_page import Page
 
+from common import benchmark
 from common import record as r
 from report import page, symptom_examples, symptoms, table
 
@@ -54,7 +57,6 @@ def test_a_row_points_to_what_it_shows_and_a_fair_one_to_nothing():
     for title, row in {
         symptoms.SLOW_FP8: runs.step("4_b", 110.0, settings=fp8),
         symptoms.LARGE_FP8: runs.step("4_b", settings=fp8, peak_allocated_bytes=4 * 2**30),
-        symptoms.NAN: runs.step("4_b", settings=half, loss=[3.0, float("nan")]),
         symptoms.INSTALL: runs.step("4_b", status="skipped", reason="transformer_engine does not import (x): pip"),
         symptoms.SLOW_COMPILE: runs.step("3_b", 110.0, settings=dataclasses.replace(half, compiled=True)),
         symptoms.ATTENTION: runs.step("2_b", settings=dataclasses.replace(half, attention_kernel="math")),
@@ -65,6 +67,11 @@ def test_a_row_points_to_what_it_shows_and_a_fair_one_to_nothing():
         symptoms.SYNC: runs.step("2_b", settings=half, host_syncs=2),
     }.items():
         assert signs(fair, row) == [title]
+    for loss in ("nan", "inf"):
+        alone = SimpleNamespace(world=SimpleNamespace(size=1), lr=1e-4)
+        with pytest.raises(FloatingPointError) as raised:
+            benchmark.mean_losses([torch.tensor(float(loss))], alone)
+        assert signs(fair, runs.step("4_b", status="failed", reason=str(raised.value))) == [symptoms.NAN]
     launched = runs.step("2_b", settings=dataclasses.replace(half, captured=False))
     launched.timing.p75_ms = 150.0
     assert signs(fair, launched) == [symptoms.HOST] and signs(fair, launched, device_type="cpu") == []
