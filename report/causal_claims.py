@@ -16,9 +16,9 @@ from pathlib import Path
 from common.record import Roofs, Row, Run
 from report import analysis
 from report.causes import FOLDER, gain_ms, read_causes
-from report.doubts import compared
+from report.doubts import LEGEND, MARK, Speedup, compared
 from report.load import MERGED, ROOFS, convert, read_json, read_run
-from report.table import markdown, percent, pipe_table
+from report.table import markdown, ms_cell, percent, pipe_table
 
 SLICE = "gpt3-6.7b-slice"
 POINTWISE = "normalization and pointwise"
@@ -186,7 +186,8 @@ def busy_host(records: Records) -> Evidence | None:
         other = next((r for r in alone.steps if r.step == row.step), None)
         if other and analysis.is_timed(row) and analysis.is_timed(other):
             a, b = analysis.median_ms(other), analysis.median_ms(row)
-            figures[row.step] = f"{a:.1f} ms alone, {b:.1f} beside them", abs(b / a - 1) < 0.03
+            text = f"{ms_cell(other, alone)} ms alone, {ms_cell(row, busy)} beside them"
+            figures[row.step] = text, abs(b / a - 1) < 0.03
     found = of_runs(figures)
     return found and Evidence(found.figure, f"gpt2-batch-8*/{MERGED}", found.holds)
 
@@ -208,12 +209,12 @@ def step_4_by_width(records: Records) -> Evidence | None:
     """Speedups of step 4 over step 3, narrowest workload first."""
     rows = sorted(records.rows("3_compile", "4_transformer_engine").items(),
                   key=lambda item: records.runs[item[0]].workload.n_embd)  # fmt: skip
-    gains: dict[int, list[float]] = {}
+    gains: dict[int, list[Speedup]] = {}
     for name, (before, after) in rows:
         if faster := compared(after, before, records.runs[name]):
-            gains.setdefault(records.runs[name].workload.n_embd, []).append(faster.ratio)
-    text = each({f"{width} channels": ", ".join(f"{g:.2f}" for g in each) for width, each in gains.items()})
-    widths = [*gains.values()]
+            gains.setdefault(records.runs[name].workload.n_embd, []).append(faster)
+    text = each({f"{width} channels": ", ".join(one.cell(unit="") for one in of) for width, of in gains.items()})
+    widths = [[one.ratio for one in of] for of in gains.values()]
     rises = all(max(a) < min(b) for a, b in itertools.pairwise(widths))
     return Evidence(f"times faster than step 3, {text}", f"*/{MERGED}", rises) if len(gains) > 1 else None
 
@@ -272,11 +273,12 @@ def passes_apart(records: Records) -> Evidence | None:
         return None
     least, most = analysis.extent_ms(rows["0_baseline"])
     passes = f"0_baseline {least:.0f} to {most:.0f} ms from pass to pass, {most / least:.2f} times"
-    return Evidence(f"{passes}; step 3 gains {gain.ratio:.2f}", f"tiny/{MERGED}", most / least > gain.ratio)
+    return Evidence(f"{passes}; step 3 gains {gain.ratio:.2f}{gain.mark}", f"tiny/{MERGED}", most / least > gain.ratio)
 
 
 # --- the claims -----------------------------------------------------------------------------------
 
+MARKED = f"{LEGEND} in [performance](performance.md)."
 CONSISTENT = "consistent, not shown"
 PAGE, README, METHOD, GPU, CPU = "docs/performance.md", "README.md", "docs/method.md", "h200", "epyc-2-cores"
 
@@ -306,11 +308,12 @@ CLAIMS = [
           share_of_products("3_compile", 0)),
     Claim("4_transformer_engine.py", "FP8 tensor cores are nearly twice as fast.", ceilings("fp8", "bf16", 1.7, 2)),
     Claim(README, "attention as one fused kernel: the (T, T) scores stay on the chip", attention_bytes),
-    Claim(README, "so few steps learn little, and other rounding alone changes their mean.", losses_apart, shown=False),
-    Claim(PAGE, "Seven tenths of its time, or more, are matrix products.", share_of_products("0_baseline", 0.7)),
+    Claim(README, "so few steps learn little, and another rounding alone can change their mean loss.", losses_apart,
+          shown=False),
+    Claim(PAGE, "seven tenths of its time, or more, are matrix products.", share_of_products("0_baseline", 0.7)),
     Claim(PAGE, "What step 2 then takes away from attention, casts and pointwise kernels is nearly as much time as the "
           "products take at gpt3-6.7b-slice (the slice, the workload of README's table), less than half as much at "
-          "wide-8192, and more at every other workload.", removed_by_fused_attention),
+          "wide-8192, and more at the other workloads of h200.", removed_by_fused_attention),
     Claim(PAGE, "At the slice, two thirds of the step are then matrix products.",
           share_of_products("2_sdpa", 0.63, SLICE)),
     Claim(PAGE, "At the slice AdamW is the largest part of what it gains, at gpt2-batch-8 the copies and casts are.",
@@ -345,4 +348,5 @@ def claims_table(results: Path) -> str:
         agrees = "yes" if claim.shown else CONSISTENT
         verdict = "-" if found is None else agrees if found.holds else "no"
         cells.append((claim.sentence, claim.where, markdown(figure), markdown(record), verdict))
-    return pipe_table(("sentence", "stands in", "measured", "record", "holds"), cells, n_left=5)
+    table = pipe_table(("sentence", "stands in", "measured", "record", "holds"), cells, n_left=5)
+    return f"{table}\n\n{MARKED}" if any(MARK in figure for _, _, figure, *_ in cells) else table

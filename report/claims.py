@@ -167,6 +167,7 @@ def claims_table(results: Path) -> str:
                       record_links(claim, results)))  # fmt: skip
     holding = sum(cell[-2] == findings.HOLDS for cell in cells)
     untested = sum(cell[-2] in (NOT_TESTED, NO_RECORD) for cell in cells)
-    about = f"Of {len(cells)} claims, {holding} hold as they stand, and {untested} have no record here."
+    about = f"Of {len(cells)} claims, {holding} hold as they stand, and {untested} have no record here. "
+    about += "Steps with a serious doubt about their times are left out."
     headers = ("claim", "source", "tested in", *recorded, "verdict", "record")
     return f"{about}\n\n{pipe_table(headers, cells, n_left=len(headers))}"

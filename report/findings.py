@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.record import Run
-from report import analysis
-from report.doubts import busy
+from report.doubts import compared
 from report.load import MERGED, read_run
 
 HOLDS, FAILS = "holds", "does not hold here"
@@ -35,12 +34,16 @@ class Machine:
         return cls(experiments, {path.parent.name: read_run(path) for path in folder.glob(f"*/{MERGED}")})
 
     def steps(self, before: str, after: str) -> dict[str, float]:
-        """Run -> how many times faster the step `after` is than `before`. Raises KeyError where no run has both."""
+        """Run -> how many times faster the step `after` is than `before`, where no serious doubt is about either.
+
+        Raises KeyError where no run has both.
+        """
         found = {}
-        for name, run in sorted((name, run) for name, run in self.runs.items() if not busy(run)):
-            times = {row.step[0]: row.timing.median_ms for row in run.steps if analysis.is_timed(row)}
-            if before in times and after in times:
-                found[name] = times[before] / times[after]
+        for name, run in sorted(self.runs.items()):
+            rows = {row.step[0]: row for row in run.steps}
+            faster = before in rows and after in rows and compared(rows[after], rows[before], run)
+            if faster and not faster.mark:
+                found[name] = faster.ratio
         if not found:
             raise KeyError(f"{before} and {after}")
         return found
@@ -84,9 +87,11 @@ def fp8(machine: Machine) -> Finding:
 
 def fused_attention_first(machine: Machine) -> Finding:
     gains = {before + after: machine.steps(before, after) for before, after in ("01", "12", "23")}
-    runs = gains["12"]
-    largest = [run for run in runs if all(gains["12"][run] > gains[other].get(run, 0) for other in ("01", "23"))]
-    tensor_cores = {f"{run}, tensor cores": ratio for run, ratio in gains["01"].items()}
+    runs = {run: ratio for run, ratio in gains["12"].items() if run in gains["01"] and run in gains["23"]}
+    if not runs:
+        raise KeyError("steps 0 to 3")
+    largest = [run for run, ratio in runs.items() if ratio > max(gains["01"][run], gains["23"][run])]
+    tensor_cores = {f"{run}, tensor cores": gains["01"][run] for run in runs}
     attention = {f"{run}, fused attention": ratio for run, ratio in runs.items()}
     verdict = HOLDS if len(largest) == len(runs) else f"holds only for {', '.join(largest)}" if largest else FAILS
     return Finding(said(tensor_cores | attention, digits=1), verdict)

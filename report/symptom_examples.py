@@ -6,11 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from common.record import Row
-from report import analysis, symptoms
-from report.analysis import median_ms, peak_gib
-from report.causal_claims import SLICE, Records
+from common.record import Row, Run
+from report import analysis, scaling, symptoms
+from report.analysis import peak_gib
+from report.causal_claims import MARKED, SLICE, Records
+from report.doubts import MARK, compared
 from report.load import MERGED
+from report.story import ms_of
 from report.table import markdown, pipe_table
 
 GPU, GPUS, CPU = "h200", "h200-x2", "epyc-2-cores"
@@ -22,13 +24,14 @@ Found = tuple[str, str] | None  # figure, and record below the machine's folder
 def slower(step: str) -> Callable[[Records], Found]:
     """Runs in which a step takes longer than the one before."""
 
-    def describe(before: Row, row: Row) -> str | None:
-        if median_ms(row) <= symptoms.MORE * median_ms(before):
+    def describe(run: Run, before: Row, row: Row) -> str | None:
+        faster = compared(row, before, run)
+        if faster is None or faster.ratio >= 1 / symptoms.MORE:
             return None
         kinds = ("matrix products", "copies and casts")
         old, new = (analysis.category_ms(one) for one in (before, row))
         parts = [f"{kind} {old[kind]:.1f} to {new[kind]:.1f}" for kind in kinds]
-        return f"{median_ms(before):.1f} to {median_ms(row):.1f} ms ({', '.join(parts)})"
+        return f"{ms_of(run, before)} to {ms_of(run, row)} ms ({', '.join(parts)})"
 
     return _of_pairs(step, describe)
 
@@ -36,7 +39,7 @@ def slower(step: str) -> Callable[[Records], Found]:
 def larger(step: str) -> Callable[[Records], Found]:
     """Runs in which a step needs more memory than the one before."""
 
-    def describe(before: Row, row: Row) -> str | None:
+    def describe(_: Run, before: Row, row: Row) -> str | None:
         a, b = peak_gib(before), peak_gib(row)
         return f"{a:.1f} to {b:.1f} GiB" if b > symptoms.MORE * a else None
 
@@ -46,17 +49,19 @@ def larger(step: str) -> Callable[[Records], Found]:
 def changed(step: str, category: str, *names: str) -> Callable[[Records], Found]:
     """Time and launches of a category in some runs, in a step and in the one before."""
 
-    def describe(before: Row, row: Row) -> str:
+    def describe(_: Run, before: Row, row: Row) -> str:
         a, b = (one.profile.categories[category] for one in (before, row))
         return f"{category} {a.ms:.1f} to {b.ms:.1f} ms, {a.launches:.0f} to {b.launches:.0f} launches"
 
     return _of_pairs(step, describe, names)
 
 
-def _of_pairs(step: str, describe: Callable[[Row, Row], str | None], names: tuple = ()) -> Callable[[Records], Found]:
+def _of_pairs(
+    step: str, describe: Callable[[Run, Row, Row], str | None], names: tuple = ()
+) -> Callable[[Records], Found]:
     def measure(records: Records) -> Found:
         pairs = records.rows(BEFORE[step], step).items()
-        said = {name: describe(*pair) for name, pair in pairs if name in (names or records.runs)}
+        said = {name: describe(records.runs[name], *pair) for name, pair in pairs if name in (names or records.runs)}
         text = "; ".join(f"{name}: {words}" for name, words in said.items() if words)
         return (text, f"*/{MERGED}") if text else None
 
@@ -130,15 +135,14 @@ def parallel(kind: str) -> Callable[[Records], Found]:
     """Efficiency of a way to share the model beside that of the other, in recorded runs with --scaling."""
 
     def measure(records: Records) -> Found:
-        efficiency = {
-            (row["step"], row["gpus"], row["parallel"]): f"{row['parallel']} {100 * row['efficiency']:.1f} %"
-            for path in sorted(records.machine.glob("*/scaling.json"))
-            for row in json.loads(path.read_text())
-            if row["parallel"] and row["efficiency"]
-        }
-        both = {at: [efficiency.get((*at[:2], how)) for how in ("ddp", "fsdp")] for at in efficiency if at[2] == kind}
-        said = [f"{step} on {gpus} GPUs {', '.join(filter(None, two))}" for (step, gpus, _), two in both.items()]
-        return (f"efficiency: {'; '.join(said)}", "*/scaling.json") if said else None
+        said, paths = [], sorted(records.machine.glob(f"*/{scaling.ROWS}"))
+        for path in paths:
+            shared = [row for row in scaling.scaled_rows(scaling.load_places(path.parent)) if row.parallel]
+            cells = {(row.step, row.gpus, row.parallel): scaling.efficiency_cell(row) for row in shared}
+            for step, gpus in (at[:2] for at in cells if at[2] == kind and cells[at] != "-"):
+                both = (f"{how} {cells[step, gpus, how]}" for how in ("ddp", "fsdp") if (step, gpus, how) in cells)
+                said.append(f"{path.parent.name}: {step} on {gpus} GPUs {', '.join(both)}")
+        return (f"efficiency: {'; '.join(said)}", f"*/{scaling.ROWS}") if said else None
 
     return measure
 
@@ -168,7 +172,9 @@ def examples_table(results: Path) -> str:
         cells.append(
             (f"[{title}](#{anchor(title)})", markdown(figure), markdown(f"{name}/{record}") if record else "-")
         )
-    return pipe_table(("symptom", "measured here", "record"), cells, n_left=3)
+    marks = {MARK: MARKED, scaling.UNLIKE: scaling.UNLIKE_LEGEND}
+    legend = [meaning for sign, meaning in marks.items() if any(sign in figure for _, figure, _ in cells)]
+    return "\n\n".join([pipe_table(("symptom", "measured here", "record"), cells, n_left=3), *legend])
 
 
 def anchor(title: str) -> str:

@@ -2,6 +2,8 @@
 
 import json
 
+import runs
+
 from report import claims, findings, questions, traffic
 from report.claims import Claim
 from report.findings import Finding, Machine
@@ -43,6 +45,16 @@ def test_verdicts_follow_the_figures():
     assert findings.constant_sync(machine).verdict == "holds"
     claim = Claim("x", "https://x", "sync-points", findings.any_waits)
     assert claims.found(claim, machine).verdict == claims.NO_RECORD, "an older record lacks the case"
+
+
+def test_a_ratio_with_a_serious_doubt_is_left_out():
+    def ladder(*last_ms):
+        rows = [runs.step("0_a", 300.0), runs.step("1_b", 100.0)]
+        rows[1].timing.step_ms = [100.0] * 10 + [*last_ms]
+        return runs.run(*rows)
+
+    machine = Machine(runs={"fair": ladder(*[100.0] * 10), "doubted": ladder(*[120.0] * 10)})
+    assert machine.steps("0", "1") == {"fair": 3.0}
 
 
 def modes(default: tuple, reduce_overhead: tuple, autotune: tuple) -> Machine:

@@ -17,7 +17,8 @@ from common import flops
 from common import record as r
 from common.model import GPTConfig
 from ladder import scaling as places
-from report import documents, scaling
+from report import documents, scaling, symptom_examples
+from report.causal_claims import Records
 
 MEET = f"""
 import sys
@@ -210,3 +211,15 @@ def test_of_several_processes_the_first_one_says_what_is_wrong(monkeypatch, caps
         with pytest.raises(SystemExit):
             command_line.parse_args(ROOT / "x.py", None, ["--steps", "no"])
     assert waited == [command_line.FIRST_SAYS_S] and capsys.readouterr().err.count("\n") == 2
+
+
+def test_an_example_names_its_recording_and_keeps_the_marks_of_its_efficiency(tmp_path):
+    alone, two = profiled(100.0, (80.0, 10.0, 0.0)), profiled(125.0, (90.0, 10.0, 10.0), gpus=2)
+    launched = profiled(160.0, (90.0, 10.0, 10.0), captured=False, gpus=2)
+    launched.timing.step_ms = [160.0] * 10 + [200.0] * 10
+    for name, row in (("first", two), ("second", launched)):
+        placed(tmp_path / name, **{"1": alone, "2-ddp": row})
+        (tmp_path / name / scaling.ROWS).write_text("[]")
+    figure, _ = symptom_examples.parallel("ddp")(Records(tmp_path))
+    assert figure == "efficiency: first: 3_x on 2 GPUs ddp 80.0 %; second: 3_x on 2 GPUs ddp 62.5 %?*"
+    assert symptom_examples.parallel("fsdp")(Records(tmp_path)) is None
