@@ -96,7 +96,7 @@ def why(run: Run, before: Row | None, row: Row) -> str:
     gained = median_ms(before) - median_ms(row)
     largest = next((change for change in _moved(before, row) if change.ms * gained < 0), None)
     if largest is None:
-        return "No kind of kernel explains it: none changed by more than the times spread."
+        return "No kind of kernel explains it."
     share = -largest.ms / gained
     if share > 1:
         return f"{_took(largest)}, while the rest takes {'longer' if gained > 0 else 'less'}."
@@ -115,7 +115,10 @@ def further(run: Run, before: Row | None, row: Row) -> list[str]:
         alike = analysis.alike_products(before, row)
         others = [change for change in moved if change is not largest and not _is_all_of(alike, change)]
         lines += [f"{_took(change)}." for change in others if change.ms * gained < 0]
-        lines += [f"Against this, {_took(change, inside=True)}." for change in others if change.ms * gained >= 0]
+        against = [change for change in others if change.ms * gained >= 0]
+        lines += [
+            f"Against this, {_took(change, inside=True)}." if largest else f"{_took(change)}." for change in against
+        ]
         lines += _at_equal_clock(run, before, row)
     if bound(before) and bound(row) and bound(before)[0] != bound(row)[0]:
         lines.append(f"The step is now bound by {describe_bound(row)}, before by {describe_bound(before)}.")

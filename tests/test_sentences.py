@@ -64,6 +64,8 @@ def test_a_cause_is_the_largest_one_with_its_part_of_the_gain():
     rows = pair((100.0, 90.0, 10.0), (80.0, 60.0, 20.0))
     assert "Matrix products take 60.0 ms instead of 90.0, while the rest takes longer." in said_of(rows)
     assert "instead of 20.0, which is" not in said_of(pair((80.0, 60.0, 20.0), (100.0, 90.0, 10.0))), "the slower one"
+    slower = said_of(pair((100.0, 50.0, 10.0), (80.0, 65.0, 10.0)))
+    assert slower.endswith("No kind of kernel explains it. Matrix products take 65.0 ms instead of 50.0."), "gaps do"
     rows[1].profile = None
     assert "No cause is named: there is no profile of both steps." in said_of(rows)
 
