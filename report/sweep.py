@@ -23,8 +23,8 @@ SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size")
 NONE = "No sweep is recorded yet: `./run_all.sh --sweep` makes one."
 HOW = (
     "A cell is one script at one shape, with few steps right after its warm-up: a GPU has not settled, and a recorded "
-    "ladder's times are some percent longer. A ratio is the time of the step before over the time of the step: above "
-    "1 the step pays."
+    "ladder's times are some percent longer. A ratio is the time of the step before over the time of the step. Above 1 "
+    "the step pays, if the middle halves of both steps' times lie apart."
 )
 
 
@@ -113,11 +113,19 @@ def describe_shape(cell: Cell) -> str:
 # --- where a rung pays, and why not -----------------------------------------------------------------
 
 
+def apart(cell: Cell, before: Cell) -> bool:
+    """Whether the middle half of one step's times lies on one side of the other's: else no difference is shown."""
+    (least, most), (least_before, most_before) = map(_quartiles, (cell, before))
+    return most < least_before or least > most_before
+
+
+def pays(shape: dict[str, Cell], before: str, step: str) -> bool:
+    """Whether a step is shown to be faster than the one before."""
+    return (ratio(shape, before, step) or 0) > 1 and apart(shape[step], shape[before])
+
+
 def why_slower(cell: Cell, before: Cell) -> str:
     """Why a step is slower than the one before: from its times, its host, or the predicted parts of both."""
-    (least, most), (least_before, most_before) = map(_quartiles, (cell, before))
-    if least <= most_before and least_before <= most:
-        return "the quartiles of both overlap: no difference is shown"
     if cell.host_bound and not cell.captured:
         count = f" {cell.launches} kernels" if cell.launches else ""
         return f"the host launches{count} longer than the GPU works: none was queued when the last was launched"
@@ -147,32 +155,32 @@ def _quartiles(cell: Cell) -> tuple[float, float]:
 
 def describe_rung(shapes: Shapes, before: str, step: str) -> str:
     """At how many shapes a step pays, and how much."""
-    found = [(value, shape[step]) for shape in shapes.values() if (value := ratio(shape, before, step))]
-    if not found:
+    timed = [shape for shape in shapes.values() if ratio(shape, before, step)]
+    if not timed:
         reasons = Counter(shape[step].reason or shape[step].status for shape in shapes.values() if step in shape)
         return f"{step} has no time beside {before} at any shape: {reasons.most_common(1)[0][0]}."
-    (least, worst), (most, best) = (end(found, key=lambda one: one[0]) for end in (min, max))
-    pays = sum(value > 1 for value, _ in found)
-    return (
-        f"{step} is faster than {before} at {pays} of {len(found)} shapes: from {least:.2f} times "
-        f"({describe_shape(worst)}) to {most:.2f} times ({describe_shape(best)})."
-    )
+    ends = (end(timed, key=lambda shape: ratio(shape, before, step)) for end in (min, max))
+    extent = (f"{ratio(shape, before, step):.2f} times ({describe_shape(shape[step])})" for shape in ends)
+    faster = sum(pays(shape, before, step) for shape in timed)
+    alike = sum(not apart(shape[step], shape[before]) for shape in timed)
+    unknown = f", with no difference shown at {alike}" * bool(alike)
+    return f"{step} is faster than {before} at {faster} of {len(timed)} shapes{unknown}: from {' to '.join(extent)}."
 
 
 def boundaries(shapes: Shapes, before: str, step: str) -> list[str]:
     """For each length and number of tokens, the width from which a step pays at every wider shape."""
-    columns: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    columns: dict[tuple[int, int], list[tuple[int, float, bool]]] = {}
     for shape in shapes.values():
         if value := ratio(shape, before, step):
-            columns.setdefault(shape[step].column, []).append((shape[step].n_embd, value))
+            columns.setdefault(shape[step].column, []).append((shape[step].n_embd, value, pays(shape, before, step)))
     lines = []
     for (tokens, T), found in sorted(columns.items()):
         found, paying = sorted(found), []
-        for width, value in reversed(found):
-            if value <= 1:
+        for width, value, faster in reversed(found):
+            if not faster:
                 break
             paying.append(f"{width} channels ({value:.2f})")
-        narrower = [f"{width} channels ({value:.2f})" for width, value in found[: len(found) - len(paying)]]
+        narrower = [f"{width} channels ({value:.2f})" for width, value, _ in found[: len(found) - len(paying)]]
         if not paying:
             says = f"{step} pays not even at {narrower[-1]}"
         elif narrower:
@@ -184,12 +192,12 @@ def boundaries(shapes: Shapes, before: str, step: str) -> list[str]:
 
 
 def explanations(shapes: Shapes, pairs: list[tuple[str, str]]) -> list[str]:
-    """A line for every cell whose step is slower than the one before."""
+    """A line for every cell whose step is shown to be slower than the one before."""
     return [
         f"{step}, {describe_shape(shape[step])}: {value:.2f} times {before}; {why_slower(shape[step], shape[before])}"
         for before, step in pairs
         for shape in shapes.values()
-        if (value := ratio(shape, before, step)) and value < 1
+        if (value := ratio(shape, before, step)) and value < 1 and apart(shape[step], shape[before])
     ]
 
 
@@ -271,7 +279,7 @@ def sections(cells: list[Cell]) -> list[Section]:
     if pairs and (begins := boundaries(shapes, *pairs[-1])):
         before, step = pairs[-1]
         found.insert(1, Section(f"Where {step} begins to pay", [f"Its time against {before}'s, by width."], begins))
-    slower = explanations(shapes, pairs) or ["No step is slower than the one before it."]
+    slower = explanations(shapes, pairs) or ["No step is shown to be slower than the one before it."]
     found.append(Section("Where a step is slower than the one before, and why", [], slower))
     rows, errors = prediction_rows(shapes)
     if errors:

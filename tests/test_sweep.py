@@ -298,7 +298,6 @@ def test_a_page_says_where_fp8_begins_to_pay_and_why_it_does_not():
 @pytest.mark.parametrize(
     ("cell", "before", "said"),
     [
-        ({"step_ms": [9.0, 12.0]}, {"step_ms": [9.5, 11.0]}, "overlap"),
         ({"host_bound": True, "launches": 50, "captured": None}, {}, "launches 50 kernels longer than the GPU works"),
         ({"predicted_ms": 4.5}, {}, "not explained: the roofs predict 2.00 times"),
         ({"predicted_ms": 20.0, "predicted_host_ms": 20.0, "launches": 7}, {}, "the host launches 7 kernels in 20 ms"),
@@ -308,6 +307,19 @@ def test_a_page_says_where_fp8_begins_to_pay_and_why_it_does_not():
 def test_a_slower_cell_is_explained_by_what_was_measured_or_predicted(cell, before, said):
     slower = replace(CELL, median_ms=12.0, **({"step_ms": [12.0, 12.1]} | cell))
     assert said in pages.why_slower(slower, replace(CELL, **before))
+
+
+@pytest.mark.parametrize("ms", [9.99, 10.01])
+def test_times_that_overlap_are_neither_a_gain_nor_a_loss(ms):
+    spread = [9.0, 9.5, 10.0, 10.5, 11.0]
+    before, step = four(256, ms)
+    cells = [replace(before, step_ms=spread), replace(step, step_ms=spread)]
+    shapes, pair = pages.by_shape(cells), ("3_c", "4_d")
+    assert "4_d is faster than 3_c at 0 of 1 shapes, with no difference shown at 1: " in pages.describe_rung(
+        shapes, *pair
+    )
+    assert "4_d pays not even at 256 channels (1.00)" in pages.boundaries(shapes, *pair)[0]
+    assert pages.explanations(shapes, [pair]) == []
 
 
 def test_a_rung_without_a_time_says_why_and_heat_maps_draw_it():
