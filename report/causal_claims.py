@@ -91,14 +91,18 @@ def share_of_products(step: str, least: float, *names: str) -> Measure:
 
 
 def change(before: str, after: str, *categories: str, names: tuple[str, ...] = (), ratio: tuple = (0, 1)) -> Measure:
-    """The times of some categories, added up, in two steps; the second over the first has to lie within `ratio`."""
+    """The times of some categories, added up, in two steps; the second over the first has to lie within `ratio`.
+
+    The end of a ratio that has no upper end is math.inf.
+    """
+    least, most = ratio
 
     def measure(records: Records) -> Evidence | None:
         figures = {}
         for name, rows in records.rows(before, after).items():
             if name in (names or records.runs):
                 a, b = (total(row, *categories) for row in rows)
-                figures[name] = f"{a:.1f} to {b:.1f} ms", ratio[0] < b / a < ratio[1]
+                figures[name] = f"{a:.1f} to {b:.1f} ms", least * a < b and (most == math.inf or b < most * a)
         return of_runs(figures)
 
     return measure

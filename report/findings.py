@@ -99,14 +99,19 @@ def fused_attention_first(machine: Machine) -> Finding:
 
 def attention_traffic(machine: Machine) -> Finding:
     counted = machine.experiments["attention-traffic"]["bytes"]
-    ratios = {"forward and backward": counted["by hand"]["counters"] / counted["fused"]["counters"]}
+    by_hand, fused = (counted[kind]["counters"] for kind in ("by hand", "fused"))
+    if not (by_hand and fused):
+        raise KeyError("counters")
+    ratios = {"forward and backward": by_hand / fused}
     if pairs := machine.experiments["attention"]["counters"].get("bytes"):
         ratios["the experiment's shape"] = pairs["by hand"][1] / pairs["fused"][1]
     return within(ratios, 8, 10)
 
 
 def attention_memory(machine: Machine) -> Finding:
-    fused = next(rows for name, rows in machine.experiments["attention"]["attention"].items() if "flash" in name)
+    fused = machine.experiments["attention"]["attention"]["SDPA flash"]
+    if not fused:
+        raise KeyError("lengths")
     first, last = min(fused, key=int), max(fused, key=int)
     growth, length = fused[last]["peak_bytes"] / fused[first]["peak_bytes"], int(last) / int(first)
     return Finding(f"length x{length:g}, memory x{growth:.1f}", holds(growth < 1.25 * length))

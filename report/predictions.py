@@ -20,10 +20,12 @@ HOW = (
 
 
 def section(machine: Path, runs: list[tuple[Path, Run]]) -> list[str]:
-    """A summary, and a table with a line per recorded step. Nothing where no predictions are recorded."""
+    """A summary, and a table with a line per recorded step. Nothing where no predictions of these are recorded."""
     if not (machine / PREDICTIONS).exists():
         return []
     cells = [cell for path, run in runs for cell in _cells(machine, path.name, run)]
+    if not cells:
+        return []
     said = summary([cell["error"] for cell in cells])
     rows = [cell | {"error": f"{cell['error']:+.0%}"} for cell in cells]
     return [f"### Predicted without training: {machine.name}", HOW, said, aligned(rows, "pipe", n_left=2)]

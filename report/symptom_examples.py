@@ -109,7 +109,9 @@ def graphs(figures: dict) -> str:
 
 def kernels(figures: dict) -> str:
     length = max(figures["attention"]["SDPA math"], key=int)
-    times = (f"{name} {1e3 * at[length]['seconds']:.1f} ms" for name, at in figures["attention"].items())
+    times = (
+        f"{name} {1e3 * at[length]['seconds']:.1f} ms" for name, at in figures["attention"].items() if length in at
+    )
     return f"T {length}: {', '.join(times)}"
 
 

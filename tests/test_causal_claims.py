@@ -1,9 +1,11 @@
 """Causal claims: each stands where the page says, and no recorded figure speaks against one."""
 
 import ast
+import math
 import re
 
 import pytest
+import runs
 from conftest import ROOT, STEPS
 
 from common.record import write_json
@@ -39,6 +41,19 @@ def test_a_figure_that_only_agrees_with_its_sentence_does_not_show_it():
     (bytes_in_ms,) = [line for line in lines if "read and wrote the same tensors several times" in line]
     assert claims.CONSISTENT in bytes_in_ms and " ms" in bytes_in_ms
     assert sum(claims.CONSISTENT in line for line in lines) == sum(not claim.shown for claim in claims.CLAIMS)
+
+
+def test_a_kind_of_kernel_that_appears_or_vanishes_is_a_change(tmp_path):
+    def holds(before, after, ratio):
+        rows = [
+            runs.step(name, profile=runs.profile(100.0, times=[100.0 - ms, ms]))
+            for name, ms in (("a", before), ("b", after))
+        ]
+        runs.write(runs.run(*rows), tmp_path / "run")
+        return claims.change("a", "b", "attention", ratio=ratio)(claims.Records(tmp_path)).holds
+
+    assert holds(0.0, 5.0, (1, math.inf)) and not holds(0.0, 5.0, (0, 1)) and not holds(0.0, 0.0, (1, math.inf))
+    assert holds(10.0, 5.0, (0.45, 0.55)) and not holds(10.0, 6.0, (0.45, 0.55)) and not holds(10.0, 5.0, (1, math.inf))
 
 
 def test_a_claim_without_a_record_is_not_measured_and_a_figure_against_it_says_no(tmp_path):

@@ -47,6 +47,13 @@ def test_verdicts_follow_the_figures():
     assert claims.found(claim, machine).verdict == claims.NO_RECORD, "an older record lacks the case"
 
 
+def test_what_could_not_be_counted_or_run_is_not_recorded():
+    counters = {"by hand": {"counters": None}, "fused": {"counters": 1e9}}
+    machine = Machine({"attention-traffic": {"bytes": counters}, "attention": {"attention": {"SDPA flash": {}}}})
+    for finding in (findings.attention_traffic, findings.attention_memory):
+        assert claims.found(Claim("x", None, "attention", finding), machine).verdict == claims.NO_RECORD
+
+
 def test_a_ratio_with_a_serious_doubt_is_left_out():
     def ladder(*last_ms):
         rows = [runs.step("0_a", 300.0), runs.step("1_b", 100.0)]

@@ -14,6 +14,7 @@ from conftest import ROOT
 from common import passes
 from common.record import CATEGORIES, AttentionRate, PassTime
 from ladder import counts, predict
+from report import predictions
 from report.load import MERGED, read_run
 
 H200 = ROOT / "docs" / "results" / "h200"
@@ -47,6 +48,11 @@ def test_the_recorded_predictions_are_those_that_would_be_made_now():
         assert written.keys() == now.keys()
         for run, rows in written.items():
             assert [one["ms"] for one in rows] == pytest.approx(now[run])
+
+
+def test_predictions_of_nothing_that_ran_are_no_section(tmp_path):
+    (tmp_path / "predictions.json").write_text('{"tiny": []}')
+    assert predictions.section(tmp_path, [(tmp_path / "tiny", runs.run(runs.step("0_baseline")))]) == []
 
 
 def test_counts_name_tensors_categories_and_kernels_that_exist():
