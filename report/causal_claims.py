@@ -7,7 +7,6 @@ lack it, the page says "not measured".
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,7 +125,7 @@ def attention_bytes(records: Records) -> Evidence | None:
     path = records.machine / "attention-traffic.json"
     if not path.exists():
         return None
-    by_hand, fused = (json.loads(path.read_text())["bytes"][kind]["counters"] for kind in ("by hand", "fused"))
+    by_hand, fused = (read_json(path)["bytes"][kind]["counters"] for kind in ("by hand", "fused"))
     if not (by_hand and fused):
         return None
     return Evidence(f"{by_hand / 1e9:.1f} GB by hand, {fused / 1e9:.2f} fused", path.name, fused < by_hand / 5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 from common.record import Run
 from report.doubts import compared
-from report.load import MERGED, read_run
+from report.load import MERGED, read_json, read_run
 
 HOLDS, FAILS = "holds", "does not hold here"
 
@@ -29,8 +28,8 @@ class Machine:
 
     @classmethod
     def read(cls, folder: Path) -> Machine:
-        experiments = {path.stem: json.loads(path.read_text())["figures"] for path in folder.glob("anatomy/*.json")}
-        experiments |= {path.stem: json.loads(path.read_text()) for path in folder.glob("*-traffic.json")}
+        experiments = {path.stem: read_json(path)["figures"] for path in folder.glob("anatomy/*.json")}
+        experiments |= {path.stem: read_json(path) for path in folder.glob("*-traffic.json")}
         return cls(experiments, {path.parent.name: read_run(path) for path in folder.glob(f"*/{MERGED}")})
 
     def steps(self, before: str, after: str) -> dict[str, float]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median
 
 from common.record import Row, Run
 from common.text import aligned
 from report.analysis import category_ms, is_timed, median_ms
-from report.load import PREDICTIONS
+from report.load import PREDICTIONS, read_json
 
 FAR = 0.25  # an error beyond which the section names what is wrong
 HOW = (
@@ -21,9 +20,8 @@ HOW = (
 
 def section(machine: Path, runs: list[tuple[Path, Run]]) -> list[str]:
     """A summary, and a table with a line per recorded step. Nothing where no predictions of these are recorded."""
-    if not (machine / PREDICTIONS).exists():
-        return []
-    cells = [cell for path, run in runs for cell in _cells(machine, path.name, run)]
+    recorded = read_json(machine / PREDICTIONS) if (machine / PREDICTIONS).exists() else {}
+    cells = [cell for path, run in runs for cell in _cells(recorded.get(path.name, []), path.name, run)]
     if not cells:
         return []
     said = summary([cell["error"] for cell in cells])
@@ -41,8 +39,8 @@ def summary(errors: list[float]) -> str:
     )
 
 
-def _cells(machine: Path, name: str, run: Run) -> list[dict]:
-    predicted = {one["step"]: one for one in json.loads((machine / PREDICTIONS).read_text()).get(name, [])}
+def _cells(recorded: list[dict], name: str, run: Run) -> list[dict]:
+    predicted = {one["step"]: one for one in recorded}
     cells = []
     for row in run.steps:
         if (one := predicted.get(row.step)) and is_timed(row):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from report import analysis, scaling, symptoms
 from report.analysis import peak_gib
 from report.causal_claims import MARKED, SLICE, Records
 from report.doubts import MARK, compared
-from report.load import MERGED
+from report.load import MERGED, read_json
 from report.story import ms_of
 from report.table import markdown, pipe_table
 
@@ -87,7 +86,7 @@ def anatomy(experiment: str, describe: Callable[[dict], str]) -> Callable[[Recor
     def measure(records: Records) -> Found:
         name = f"anatomy/{experiment}.json"
         path = records.machine / name
-        return (describe(json.loads(path.read_text())["figures"]), name) if path.exists() else None
+        return (describe(read_json(path)["figures"]), name) if path.exists() else None
 
     return measure
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from common.text import one_line
+from report.load import read_json
 from report.table import markdown, pipe_table
 
 
@@ -13,11 +13,11 @@ def sections(results: Path) -> list[str]:
     """Headings and tables of what python -m anatomy.traffic recorded; empty where it recorded nothing."""
     parts = []
     for path in sorted(results.glob("*/attention-traffic.json")):
-        parts += ["## DRAM bytes of attention", _traffic_table(json.loads(path.read_text()))]
+        parts += ["## DRAM bytes of attention", _traffic_table(read_json(path))]
     for path in sorted(results.glob("*/step-traffic-*.json")):
         name = path.stem.removeprefix("step-traffic-")
         title = f"## DRAM bytes of the longest kernels: {name}, recorded in `{path.parent.name}`"
-        parts += [title, *_step_traffic(json.loads(path.read_text()))]
+        parts += [title, *_step_traffic(read_json(path))]
     return parts
 
 
