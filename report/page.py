@@ -157,7 +157,10 @@ def _memory(run: Run) -> Evidence:
     elif environment_of(run).device_type == "cpu":
         caption = "Peak memory of the whole process. On a CPU nothing counts the tensors alone."
     else:
-        caption = "Peak of CUDA's allocator over the timed steps. These records hold no memory over time."
+        caption = (
+            "Peak of CUDA's allocator over the training steps, the capture of a captured step included. These records "
+            "hold no memory over time."
+        )
     return Evidence("Memory", picture, caption, [])
 
 
@@ -195,7 +198,8 @@ def _energy(run: Run) -> Evidence:
     caption = (
         "Tokens that one joule of the GPU trains, while the same step ran on for at least 5 s."
         if picture
-        else "No energy was measured: a CPU has no counter that is read here, nor has a GPU without NVML."
+        else "No energy was measured. A CPU has no counter that is read here, a GPU's is read through NVML, and "
+        "--quick reads none."
     )
     return Evidence("Energy", picture, caption, table.grid(headers, cells))
 

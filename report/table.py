@@ -16,7 +16,7 @@ from report.symptoms import pointers
 
 BOUND_RULE = (
     "bound by: the largest share of the step, of compute (matrix products and fused attention), memory (all other "
-    "kernels) and launch (gaps on the GPU's timeline)"
+    "kernels), launch (gaps on the GPU's timeline) and, of several processes, communication that overlaps nothing else"
 )
 PREDICTION = (
     "predicted ms: what the roofs say before a step runs, from FLOPs, bytes and launches (ladder/predict.py); nothing "

@@ -63,4 +63,4 @@ def test_a_claim_without_a_record_is_not_measured_and_a_figure_against_it_says_n
     write_json(tmp_path / claims.GPU / "attention-traffic.json",
                {"bytes": {"by hand": {"counters": 2e9}, "fused": {"counters": 3e9}}})  # fmt: skip
     against = [line for line in claims.claims_table(tmp_path).splitlines() if "2.0 GB by hand, 3.00 fused" in line]
-    assert len(against) == 2 and all(line.split("|")[-2].strip() == "no" for line in against)
+    assert len(against) == 3 and all(line.split("|")[-2].strip() == "no" for line in against)
