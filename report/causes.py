@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.record import Environment, Settings, Timing, Workload
+from common.record import Environment, Profile, Row, Settings, Timing, Workload
+from report import analysis
 from report.load import convert, read_json
 from report.table import pipe_table
 
@@ -26,7 +27,9 @@ class Measured:
     timing: Timing
     reason: str | None = None
     settings: Settings = field(default_factory=Settings)
-    category_ms: dict[str, float] | None = None  # per step, gaps included; null without --profile
+    loss: list[float] = field(default_factory=list)
+    peak_allocated_bytes: int | None = None
+    profile: Profile | None = None  # without its kernels; null without --profile
     started_at: str = ""
     commit: str | None = None
     gpu_uuid: str | None = None
@@ -34,6 +37,11 @@ class Measured:
     @property
     def ms(self) -> float | None:
         return self.timing.median_ms
+
+    @property
+    def category_ms(self) -> dict[str, float] | None:
+        """Milliseconds of a step by kernel category, gaps included; None without a profile."""
+        return analysis.category_ms(Row("", timing=self.timing, profile=self.profile))
 
 
 @dataclass(kw_only=True)
@@ -44,6 +52,7 @@ class Variant(Measured):
     script: str
     predicted: str
     baseline: Measured
+    kind: str = ""
     rung: str | None = None
     cause: str | None = None
 
@@ -158,7 +167,7 @@ def _rung_table(causes: Causes, before: str, rung: str) -> str:
         share = f" ({gain / whole:.0%})" if gain is not None and whole and row is not first else ""
         moved = ", ".join(f"{category} {ms:+.1f}" for category, ms in moved_ms(first, row).items())
         gained = "" if row is first else _ms(gain) + share
-        cells.append((name, _time(row), gained, "" if row is last else _ms(gain_ms(row, last)), moved))
+        cells.append((name, time_cell(row), gained, "" if row is last else _ms(gain_ms(row, last)), moved))
     headers = ("ms per step", "median (p25-p75)", f"gained over {before}", f"left to {rung}", "what moved most, ms")
     return pipe_table(headers, cells)
 
@@ -179,7 +188,7 @@ def _peer_table(causes: Causes) -> str:
     for name, row in peers(causes).items():
         own = by_head(causes).get(row.settings.head)
         ratio = f"{row.ms / own.ms:.2f}" if own and own.ms and row.ms else "-"
-        cells.append((name, row.settings.head or "-", _time(row), _time(own), ratio))
+        cells.append((name, row.settings.head or "-", time_cell(row), time_cell(own), ratio))
     return pipe_table(("peer", "LM head", "ms per step", f"{LAST_STEP} with it", "times its time"), cells, n_left=2)
 
 
@@ -187,7 +196,7 @@ def _ms(ms: float | None) -> str:
     return "not measured" if ms is None else f"{ms:+.1f}"
 
 
-def _time(row: Measured | None) -> str:
+def time_cell(row: Measured | None) -> str:
     if row is None or row.ms is None:
         return f"{row.status}: {row.reason}" if row and row.reason else "not measured"
     return f"{row.ms:.1f} ({row.timing.p25_ms:.1f}-{row.timing.p75_ms:.1f})"

@@ -9,6 +9,7 @@ import pytest
 from conftest import FAST, ROOT
 
 from anatomy import ablations
+from report import causes
 
 VARIANTS = ablations.variants()
 
@@ -55,12 +56,14 @@ def test_a_variant_runs_beside_its_script_and_an_output_that_is_there_keeps_its_
     for workload, code in ((None, 0), ({"n_embd": 64}, 2)):
         old = {"environment": None, "workload": workload, "variants": [mine | timed]}
         (tmp_path / "x.json").write_text(json.dumps(old))
-        ended = run(tmp_path, "--only", "fused AdamW, step 2", *FAST)
+        ended = run(tmp_path, "--only", "fused AdamW, step 2", "--profile", *FAST)
         assert ended.returncode == code, ended.stderr
         written = json.loads((tmp_path / "x.json").read_text())
         if code == 0:
             (variant,) = [variant for variant in written["variants"] if variant["name"] != "mine"]
             assert variant["timing"]["median_ms"] > 0 and variant["baseline"]["timing"]["median_ms"] > 0
+            (read,) = [one for one in causes.read_causes(tmp_path / "x.json").variants if one.name != "mine"]
+            assert read.category_ms["matrix products"] > 0 and read.baseline.category_ms["gaps"] == 0
             assert len(written["variants"]) == 2 and written["workload"]["n_embd"] == 32
     assert written == old and "another workload" in ended.stderr and ended.stderr.count("\n") == 1
 
