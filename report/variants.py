@@ -3,12 +3,12 @@ docs/scaling.md for choices of how several processes share the model."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from common.record import Row
 from report import analysis
 from report.causal_claims import SLICE
+from report.causes import Variant, gain_ms, read_causes, time_cell
 from report.table import percent, pipe_table
 
 LEGEND = (
@@ -16,6 +16,8 @@ LEGEND = (
     "*Difference* is varied less unchanged, so a minus sign is a gain, and so are *GiB* and *loss*. *Predicted* was "
     f"written before, by arithmetic for `{SLICE}` except where it names another workload."
 )
+HEADERS = ("variant", "script", "predicted", "unchanged, ms (p25-p75)", "varied, ms", "difference", "GiB", "loss",
+           "commit")  # fmt: skip
 
 
 def sections(machine: Path) -> list[str]:
@@ -23,40 +25,19 @@ def sections(machine: Path) -> list[str]:
     parts = []
     for path in sorted(machine.glob("*/ablations.json")):
         legend = [] if parts else [LEGEND]
-        table = _table(json.loads(path.read_text())["variants"])
+        table = pipe_table(HEADERS, map(_cells, read_causes(path).variants), n_left=3)
         parts += [f"### What each choice gives: {path.parent.name}", *legend, table]
     return parts
 
 
-def _table(variants: list[dict]) -> str:
-    cells = []
-    for variant in variants:
-        timing, baseline = variant["timing"], variant["baseline"]["timing"]
-        difference = loss = variant["reason"] or "-"
-        if timing["median_ms"] is not None and baseline["median_ms"] is not None:
-            difference = f"{timing['median_ms'] - baseline['median_ms']:+.1f} ms"
-            varied, unchanged = (Row("", loss=recorded["loss"]) for recorded in (variant, variant["baseline"]))
-            loss = percent(analysis.loss_difference(varied, unchanged))
-        peaks = [recorded.get("peak_allocated_bytes") for recorded in (variant, variant["baseline"])]
-        memory = f"{(peaks[0] - peaks[1]) / analysis.GIB:+.1f}" if all(peaks) else "-"
-        script, commit = f"{variant['script']}, {variant['kind']}", (variant.get("commit") or "-")[:7]
-        times = (_quartiles(baseline), _quartiles(timing))
-        cells.append((variant["name"], script, variant["predicted"], *times, difference, memory, loss, commit))
-    headers = (
-        "variant",
-        "script",
-        "predicted",
-        "unchanged, ms (p25-p75)",
-        "varied, ms",
-        "difference",
-        "GiB",
-        "loss",
-        "commit",
-    )
-    return pipe_table(headers, cells, n_left=3)
-
-
-def _quartiles(timing: dict) -> str:
-    if timing["median_ms"] is None:
-        return "-"
-    return f"{timing['median_ms']:.1f} ({timing['p25_ms']:.1f}-{timing['p75_ms']:.1f})"
+def _cells(variant: Variant) -> tuple[str, ...]:
+    both = (variant, variant.baseline)
+    more_ms, peaks = gain_ms(*both), [one.peak_allocated_bytes for one in both]
+    difference = loss = variant.reason or "-"
+    if more_ms is not None:
+        difference = f"{more_ms:+.1f} ms"
+        loss = percent(analysis.loss_difference(*(Row("", loss=one.loss) for one in both)))
+    memory = f"{(peaks[0] - peaks[1]) / analysis.GIB:+.1f}" if all(peaks) else "-"
+    script, commit = f"{variant.script}, {variant.kind}", (variant.commit or "-")[:7]
+    times = (time_cell(variant.baseline), time_cell(variant))
+    return variant.name, script, variant.predicted, *times, difference, memory, loss, commit
