@@ -39,7 +39,7 @@ from report.doubts import BUSY, NOTICE, SERIOUS, compared, reference_extremes
 from report.load import MERGED, ROOFS, RecordError, convert, read_json, read_run
 from report.machines import machines_table
 from report.symptom_examples import examples_table
-from report.table import commit_of, gib, levels, markdown, ms_cell, pipe_table, speedup_cell, tflops
+from report.table import commit_of, figure, gib, levels, markdown, ms_cell, pipe_table, speedup_cell, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -241,14 +241,10 @@ def _about_study(study: parity.Study) -> str:
     )
 
 
-def nats(loss: float | None, form: str = ".4f") -> str:
-    return "-" if loss is None else f"{loss:{form}}"
-
-
 def _against(losses: parity.Losses, reference: parity.Losses) -> tuple[str, str, str]:
     """Difference, the same in standard deviations, and the verdict."""
     between, ratio = parity.difference(losses, reference), parity.deviations(losses, reference)
-    return nats(between, "+.4f"), nats(ratio, "+.1f"), parity.verdict(losses, reference)
+    return figure(between, "+.4f"), figure(ratio, "+.1f"), parity.verdict(losses, reference)
 
 
 def _loss_table(study: parity.Study, measure: parity.Measure) -> str:
@@ -258,12 +254,14 @@ def _loss_table(study: parity.Study, measure: parity.Measure) -> str:
     seeds = sorted({run.seed for run in study.runs})
     cells = []
     for row, of_row in losses.items():
-        each = (nats(of_row.get(seed)) for seed in seeds)
+        each = (figure(of_row.get(seed), ".4f") for seed in seeds)
         against = ("", "", "") if row == first else ("-", "-", parity.runs_of(study, row)[0].status)
         if of_row and row != first:
             against = _against(of_row, losses[first])
-        time = nats(parity.step_ms(study, row), ".1f")
-        cells.append((row, *each, nats(parity.mean(of_row)), nats(parity.deviation(of_row)), *against, time))
+        time = figure(parity.step_ms(study, row), ".1f")
+        cells.append(
+            (row, *each, figure(parity.mean(of_row), ".4f"), figure(parity.deviation(of_row), ".4f"), *against, time)
+        )
     headers = (f"difference to {first}", f"in deviations of {first}", "verdict", "ms per step")
     return pipe_table(("row", *(f"seed {seed}" for seed in seeds), "mean", "deviation", *headers), cells)
 
@@ -274,7 +272,7 @@ def _fault_table(study: parity.Study, faults: list[str], measure: parity.Measure
         plain = parity.unmutated(study, fault)
         losses, reference = (parity.by_seed(study, row, measure) for row in (fault, plain))
         seen = "yes" if parity.fault_verdict(study, fault, measure) == parity.OUTSIDE else "no"
-        own = (nats(figure) for figure in (parity.mean(reference), parity.mean(losses), parity.deviation(losses)))
+        own = (figure(loss, ".4f") for loss in (parity.mean(reference), parity.mean(losses), parity.deviation(losses)))
         cells.append((fault, plain, *own, *_against(losses, reference), seen))
     headers = ("mutation", "script", "mean of the script", "mean of the mutation", "deviation of the mutation")
     headers += ("difference", "in deviations of the script", "verdict", "seen")

@@ -20,7 +20,6 @@ from report.analysis import is_timed, reason_untimed
 from report.doubts import NOTICE, SERIOUS, busy, compared, describe_profile_offset
 from report.load import environment_of
 from report.sentences import headline, largest_loss_difference, rising_loss
-from report.story import decimal
 
 SECTIONS = (
     ("where", "Where the time went"),
@@ -127,7 +126,7 @@ def _where(run: Run, rows: list[Row]) -> dict:
 def _category_rows(rows: list[Row]) -> list[dict]:
     times = {row.step: analysis.category_ms(row) for row in rows if row.profile}
     names = [name for name in drawn.CATEGORY_COLORS if any(by_category[name] for by_category in times.values())]
-    cells = [(step, *(decimal(by_category[name]) for name in names), decimal(sum(by_category.values())))
+    cells = [(step, *(table.figure(by_category[name]) for name in names), table.figure(sum(by_category.values())))
              for step, by_category in times.items()]  # fmt: skip
     return table.grid(("ms per step", *names, "sum"), cells)
 
@@ -176,7 +175,7 @@ def _roofline(run: Run) -> Evidence:
     ridges = [(f"ridge of {name}", rate / copy, rate) for name, rate in rates.items()]
     shares = [(table.describe_share_of_roof(row, run), *table.products_cells(row, run)) for row in counted]
     shares += [("", "", "")] * len(ridges)
-    cells = [(name, decimal(intensity), table.tflops(rate), *three)
+    cells = [(name, table.figure(intensity), table.tflops(rate), *three)
              for (name, intensity, rate), three in zip(points + ridges, shares, strict=True)]  # fmt: skip
     headers = ("step", "FLOP per byte", "TFLOP/s", "of roof", "matrix products alone, TFLOP/s", "of their ceiling")
     caption = (
@@ -192,8 +191,8 @@ def _energy(run: Run) -> Evidence:
     rows = [row for row in [*run.steps, *run.peers] if is_timed(row)]
     measured = [row for row in rows if not {row.energy_j_per_step, row.clock_mhz, row.power_w} <= {None}]
     headers = ("step", "mean SM MHz", "mean power, W", "J per step", "tokens/J")
-    cells = [(row.step, decimal(row.clock_mhz, 0), decimal(row.power_w), decimal(row.energy_j_per_step),
-              table.tokens_per_joule(row)) for row in measured]  # fmt: skip
+    cells = [(row.step, table.figure(row.clock_mhz, ",.0f"), table.figure(row.power_w),
+              table.figure(row.energy_j_per_step), table.tokens_per_joule(row)) for row in measured]  # fmt: skip
     picture = story.energy(run)
     caption = (
         "Tokens that one joule of the GPU trains, while the same step ran on for at least 5 s."
@@ -210,12 +209,13 @@ def _loss(rows: list[Row]) -> Evidence:
         return Evidence("Loss", "", "No step has a loss.", [])
     headers, cells = ("step", "first", "last", "mean of the last", "difference"), []
     for row in timed:
-        losses = (decimal(loss, 4) for loss in (row.loss[0], row.loss[-1], analysis.mean_loss(row)))
+        losses = (table.figure(loss, ",.4f") for loss in (row.loss[0], row.loss[-1], analysis.mean_loss(row)))
         cells.append((row.step, *losses, table.percent(analysis.loss_difference(row, timed[0]))))
     if any(row.heldout_loss is not None for row in timed):
         headers += ("held-out", "difference of it")
         more = [
-            (decimal(row.heldout_loss, 4), table.percent(analysis.heldout_difference(row, timed[0]))) for row in timed
+            (table.figure(row.heldout_loss, ",.4f"), table.percent(analysis.heldout_difference(row, timed[0])))
+            for row in timed
         ]
         cells = [one + two for one, two in zip(cells, more, strict=True)]
     said = ["Loss of every training step, on the same batches.", rising_loss(rows), largest_loss_difference(rows)]

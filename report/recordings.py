@@ -14,7 +14,7 @@ from common.record import MERGED, ROOFS, Roofs
 from common.text import one_line
 from report import causes, parity, sweep
 from report.load import PREDICTIONS, RecordError, convert, read_json, read_run
-from report.table import markdown, pipe_table
+from report.table import commit_name, markdown, pipe_table
 
 PLAN, RUN_ALL = "plan.ini", "./run_all.sh"
 OF_A_RUN = (MERGED, f"[1-9]*/{MERGED}", "scaling.json")  # what is kept of a run folder
@@ -140,8 +140,7 @@ class Facts:
 
     @property
     def commit(self) -> str:
-        listed = ", ".join(commit[:7] for commit in self.commits) or "unknown"
-        return listed + " with uncommitted changes" * self.dirty
+        return commit_name(", ".join(commit[:7] for commit in self.commits), self.dirty)
 
 
 def facts(paths: list[Path]) -> Facts:

@@ -176,10 +176,6 @@ def efficiency_cell(row: Scaled) -> str:
     return percents(row.efficiency) + doubts.MARK * row.doubted + UNLIKE * (not row.alike)
 
 
-def figure(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
-
-
 def _first_cells(row: Scaled) -> tuple[str, str, str]:
     return row.step, row.parallel or "alone", str(row.gpus)
 
@@ -189,13 +185,13 @@ def main_table(rows: list[Scaled]) -> list[dict]:
     cells = [
         (
             *_first_cells(row), {True: "yes", False: "no", None: "-"}[row.captured],
-            figure(row.median_ms, ".1f") if row.status == "ok" else row.status, efficiency_cell(row),
-            figure(row.tokens_per_s_per_gpu, ",.0f"),
+            table.figure(row.median_ms, ".1f") if row.status == "ok" else row.status, efficiency_cell(row),
+            table.figure(row.tokens_per_s_per_gpu, ",.0f"),
             "-" if row.model_flops_per_s_per_gpu is None else table.tflops(row.model_flops_per_s_per_gpu),
-            figure(row.exposed_communication_ms, ".1f"),
-            figure(row.overlapped_communication_ms, ".1f"),
-            figure(row.peak_allocated_bytes and row.peak_allocated_bytes / analysis.GIB, ".1f"),
-            figure(row.clock_mhz, ".0f"), figure(row.power_w, ".0f"),
+            table.figure(row.exposed_communication_ms, ".1f"),
+            table.figure(row.overlapped_communication_ms, ".1f"),
+            table.figure(row.peak_allocated_bytes and row.peak_allocated_bytes / analysis.GIB, ".1f"),
+            table.figure(row.clock_mhz, ".0f"), table.figure(row.power_w, ".0f"),
         )
         for row in rows
     ]  # fmt: skip

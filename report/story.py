@@ -75,14 +75,14 @@ def _facts(run: Run, before: Row, after: Row) -> list[dict]:
         "ms per step": [ms_of(run, row) for row in rows],
         "peak GiB": [table.gib(row) for row in rows],
         "operators run" if _noun(run) == "Operators" else "kernels run": [
-            decimal(row.profile and row.profile.kernels_per_step, 0) for row in rows
+            table.figure(row.profile and row.profile.kernels_per_step, ",.0f") for row in rows
         ],
         "bound by": [analysis.describe_bound(row) for row in rows],
         "tokens/J": [table.tokens_per_joule(row) for row in rows],
-        "clock, MHz": [decimal(row.clock_mhz, 0) for row in rows],
-        "host waits for the GPU": [decimal(row.host_syncs, 0) for row in rows],
+        "clock, MHz": [table.figure(row.clock_mhz, ",.0f") for row in rows],
+        "host waits for the GPU": [table.figure(row.host_syncs, ",.0f") for row in rows],
         "backward nodes of attention": [
-            decimal(row.profile and row.profile.autograd_nodes_attention, 0) for row in rows
+            table.figure(row.profile and row.profile.autograd_nodes_attention, ",.0f") for row in rows
         ],
     }
     for name, (a, b) in shown.items():
@@ -97,7 +97,7 @@ def time_bar(run: Run, row: Row, reference: Row | None) -> drawn.Bar:
         return drawn.Bar(row.step, None, reason_untimed(row))
     speedup = compared(row, reference, run)
     label = f"{ms_of(run, row)} ms"
-    label += f", predicted {decimal(row.predicted_ms)}" if row.predicted_ms else ""
+    label += f", predicted {table.figure(row.predicted_ms)}" if row.predicted_ms else ""
     label += f" · {speedup.ratio:.1f}x{speedup.mark}" if speedup and row is not reference else ""
     return drawn.Bar(row.step, analysis.category_ms(row) or {"step": median_ms(row)}, label, row.predicted_ms)
 
@@ -154,12 +154,9 @@ def _why_none(row: Row) -> str:
 
 def ms_of(run: Run, row: Row) -> str:
     """Milliseconds of a row in a place that has no room for a range."""
-    return decimal(median_ms(row)) + mark(run, row)
-
-
-def decimal(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
+    return table.figure(median_ms(row)) + mark(run, row)
 
 
 def arrow(before: float | None, after: float | None, digits: int = 1) -> str:
-    return "" if before is None and after is None else f"{decimal(before, digits)} → {decimal(after, digits)}"
+    ends = (table.figure(end, f",.{digits}f") for end in (before, after))
+    return "" if before is None and after is None else " → ".join(ends)

@@ -16,7 +16,7 @@ from common.record import write_bytes
 from common.text import OneLineParser, aligned, one_line, say
 from report import predictions
 from report.load import RecordError, convert, read_json
-from report.table import markdown
+from report.table import commit_name, markdown
 
 SWEEP, PICTURE = "sweep.json", "sweep.png"
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size")
@@ -251,8 +251,7 @@ def about(cells: list[Cell]) -> str:
     machines = {}
     for cell in (cell for cell in cells if cell.device):
         te = f", Transformer Engine {cell.transformer_engine}" if cell.transformer_engine else ""
-        changed = " with uncommitted changes" if cell.dirty else ""
-        machines[f"{cell.device}, torch {cell.torch}{te}, commit {(cell.commit or 'unknown')[:7]}{changed}"] = None
+        machines[f"{cell.device}, torch {cell.torch}{te}, commit {commit_name(cell.commit, cell.dirty, 7)}"] = None
     vocabularies = sorted({cell.vocab_size for cell in cells})
     timed = sum(cell.is_timed for cell in cells)
     words = f"{timed} of {len(cells)} cells have a time; vocabulary {', '.join(map(str, vocabularies))}"

@@ -107,6 +107,11 @@ def legend(*runs: Run) -> list[str]:
     return [LEGEND] if marked else []
 
 
+def figure(value: float | None, form: str = ",.1f") -> str:
+    """A number, or a dash where there is none."""
+    return "-" if value is None else f"{value:{form}}"
+
+
 def tokens_per_joule(row: Row) -> str:
     """With one decimal from 10 on, below with two; or a dash."""
     figure = row.tokens_per_joule if is_timed(row) else None
@@ -115,8 +120,12 @@ def tokens_per_joule(row: Row) -> str:
 
 def commit_of(run: Run, digits: int = 10) -> str:
     """The first digits of the commit that ran, and whether files differed from it."""
-    environment = environment_of(run)
-    return (environment.commit or "unknown")[:digits] + (" with uncommitted changes" if environment.dirty else "")
+    return commit_name(environment_of(run).commit, environment_of(run).dirty, digits)
+
+
+def commit_name(commit: str | None, dirty: bool | None, digits: int | None = None) -> str:
+    """The first digits of a commit, or all; and whether files differed from it."""
+    return (commit or "unknown")[:digits] + " with uncommitted changes" * bool(dirty)
 
 
 def tflops(flops_per_s: float) -> str:
@@ -216,10 +225,9 @@ def describe_machine(environment: Environment) -> str:
     """The device, the versions, and the commit."""
     if environment.torch is None:
         return "the machine is unknown: no row left its record"
-    dirty = " with uncommitted changes" if environment.dirty else ""
-    unknown = f"commit unknown: {environment.commit_reason}"
-    commit = f"commit {environment.commit[:10]}{dirty}" if environment.commit else unknown
-    return f"{describe_device(environment)}, {commit}"
+    commit = commit_name(environment.commit, environment.dirty, digits=10)
+    reason = f": {environment.commit_reason}" if environment.commit_reason and not environment.commit else ""
+    return f"{describe_device(environment)}, commit {commit}{reason}"
 
 
 def describe_workload(run: Run) -> str:

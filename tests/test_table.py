@@ -28,6 +28,13 @@ def test_the_workload_says_how_it_was_divided():
     assert table.table_rows(run)[0]["tokens/s per GPU"] == "10,240"
 
 
+def test_a_commit_that_is_not_known_has_a_reason_where_there_is_one():
+    made = runs.run(runs.step("0_a"), commit=None)
+    assert table.describe_machine(made.environment).endswith(", commit unknown")
+    made.environment.commit_reason = "git is not installed"
+    assert table.describe_machine(made.environment).endswith(", commit unknown: git is not installed")
+
+
 def test_rows_without_a_time_stay_with_their_reason():
     run = runs.run(runs.step("0_a", 300), runs.step("1_b", status="skipped", reason="no such thing"), runs.step("2_c"))
     rows = table.table_rows(run)
