@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import FAST, ROOT, quick
 
-from anatomy import attention_forms, experiment, memory_hierarchy, precision, traffic
+from anatomy import attention_forms, experiment, learning, memory_hierarchy, precision, traffic
 from anatomy.experiment import Check, Seconds, with_quartiles
 from common import benchmark
 
@@ -147,6 +147,14 @@ def test_host_cost_rewrites_and_learning_show_what_holds_by_semantics():
     trained = quick("learning", "--steps", "3", "--vocab", "300").figures["trained"]
     assert trained["FP32"]["losses"][0] == pytest.approx(5.7, abs=0.1), "ln 300"
     assert trained["FP32, default initialization"]["losses"][0] > 10
+
+
+def test_a_form_that_diverges_has_no_loss_in_the_table_of_learning(monkeypatch):
+    none, some = ({"losses": [5.5, loss], "last": loss, "zero_share": 0.5} for loss in (None, 5.4))
+    monkeypatch.setattr(learning, "train", lambda form, *_: none if form == learning.FORMS["FP16"] else some)
+    result = quick("learning", "--steps", "2")
+    assert ["FP16", "5.500", "-", "50.0%"] in result.tables[0].rows
+    assert any("FP16 is not a number" in sentence for sentence in result.sentences)
 
 
 def test_each_has_a_question_a_prediction_a_source_a_run_line_and_is_short(capsys):
