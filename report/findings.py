@@ -195,7 +195,8 @@ def small_products(machine: Machine) -> Finding:
 def technique(name: str, low: float, high: float, machine: Machine) -> Finding:
     cell = machine.experiments["techniques"]["techniques"][name]
     found = within({name: cell["speed"]}, low, high)
-    return Finding(found.measured, "hidden by the spread") if cell["holds"] is None else found
+    hidden = cell["inside_spread"] if "inside_spread" in cell else cell["holds"] is None  # as older records say it
+    return Finding(found.measured, "hidden by the spread") if hidden else found
 
 
 def host(call: str) -> Callable[[Machine], float]:
