@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.record import check_writable, write_json
-from common.text import OneLineParser, aligned, one_line, positive_int, say
+from common.text import OneLineParser, aligned, one_line, portable_command, positive_int, say
 from ladder import process
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,14 +147,15 @@ def run_script(script: Path, arguments: list[str], folder: Path, limit_s: float,
 
 
 def recorded(output: Path | None) -> dict:
-    """{environment, workload, variants} of an earlier call, or empty. Raises VariantError for any other file."""
+    """What an earlier call wrote, or the same without content. Raises VariantError for any other file."""
+    empty = {"command": "", "environment": None, "workload": None, "variants": []}
     if output is None or not output.exists():
-        return {"environment": None, "workload": None, "variants": []}
+        return empty
     try:
         content = json.loads(output.read_text())
         table(content["variants"])
         same_work(content["workload"])
-        return {key: content[key] for key in ("environment", "workload", "variants")}
+        return empty | {key: content[key] for key in empty if key in content}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise VariantError(f"--output {output} exists and holds no ablations ({type(error).__name__})") from None
 
@@ -190,6 +191,8 @@ class Measurements:
         self.arguments, self.output, self.folder, self.stop, self.gpus = arguments, output, folder, stop, gpus
         self.before = recorded(output)
         self.environment, self.workload = self.before["environment"], self.before["workload"]
+        command = portable_command(["python", "-m", "anatomy.ablations", *sys.argv[1:]])
+        self.commands = dict.fromkeys([*self.before["command"].splitlines(), command])
 
     def measure(self, script: Path, parallel: str | None) -> dict:
         """What is kept of a script's row. Raises VariantError where its workload or machine is another."""
@@ -209,11 +212,12 @@ class Measurements:
         return kept | {key: run["environment"][key] for key in ("commit", "gpu_uuid")}
 
     def write(self, rows: list[dict]) -> None:
-        """Write these rows and those of an earlier call; of the same name, the new one."""
+        """Write these rows and those of an earlier call; of the same name, the new one. Each command is a line."""
         by_name = {row["name"]: row for row in [*self.before["variants"], *rows]}
         merged = sorted(by_name.values(), key=lambda row: (row["script"], row["name"]))
         if self.output:
-            write_json(self.output, {"environment": self.environment, "workload": self.workload, "variants": merged})
+            known = {"environment": self.environment, "workload": self.workload}
+            write_json(self.output, {"command": "\n".join(self.commands)} | known | {"variants": merged})
 
 
 def run_variants(chosen: list[Variant], arguments: list[str], output: Path | None, gpus: int = 1) -> int:

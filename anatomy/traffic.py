@@ -11,6 +11,7 @@ bytes of a kernel by its time, and that by the bandwidth of a copy: a kernel nea
 
 import argparse
 import csv
+import datetime
 import importlib
 import shutil
 import subprocess
@@ -170,7 +171,7 @@ def count_steps(scripts: list[str], words: list[str]) -> dict:
     for script, step in steps.items():
         if "reason" in step:
             say(f"{script} was not counted: {step['reason']}.")
-    return {"command": portable_command(words), "copy_bytes_per_s": copy_rate, "steps": steps}
+    return {"copy_bytes_per_s": copy_rate, "steps": steps}
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -199,6 +200,7 @@ def main() -> None:
             check_writable(args.output, "bytes")
     except ValueError as error:
         parser.error(str(error))
+    started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     if args.scripts:
         record = count_steps([name for name in SCRIPTS if name[0] in args.scripts], words)
     else:
@@ -208,8 +210,10 @@ def main() -> None:
             say(reason)
         record = {"shape": dict(zip("BHTD", args.shape, strict=True)), "bytes": figures, "reason": reason}
     if args.output:
+        command = portable_command(["python", "-m", "anatomy.traffic", *sys.argv[1:]])
         environment = hardware.describe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        write_json(args.output, record | {"environment": asdict(environment)})
+        of_it = {"command": command, "started_at": started_at, "environment": asdict(environment)}
+        write_json(args.output, record | of_it)
 
 
 if __name__ == "__main__":

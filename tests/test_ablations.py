@@ -62,6 +62,7 @@ def test_a_variant_runs_beside_its_script_and_an_output_that_is_there_keeps_its_
             (variant,) = [variant for variant in written["variants"] if variant["name"] != "mine"]
             assert variant["timing"]["median_ms"] > 0 and variant["baseline"]["timing"]["median_ms"] > 0
             assert len(written["variants"]) == 2 and written["workload"]["n_embd"] == 32
+            assert written["command"].startswith("python -m anatomy.ablations --only 'fused AdamW, step 2' ")
     assert written == old and "another workload" in ended.stderr and ended.stderr.count("\n") == 1
 
 
