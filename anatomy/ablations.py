@@ -20,6 +20,7 @@ over the measured roof.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -139,8 +140,18 @@ def run_script(script: Path, arguments: list[str], folder: Path, limit_s: float,
         run = json.loads(record.read_text())
         return run, run["steps"][0]
     status, reason = process.describe(ended, limit_s, log)
-    reason = process.last_line(log) or reason if ended.code > 0 else reason
+    if gpus == 1 and ended.code > 0:  # the last line of several processes is torchrun's, and says nothing
+        reason = process.last_line(log) or reason
     return None, {"status": status, "reason": reason, "timing": {"median_ms": None}}
+
+
+def check(arguments: list[str], folder: Path, gpus: int = 1) -> dict:
+    """What the arguments mean on this machine, from `python -m ladder.check`. Raises VariantError."""
+    command = process.module_command("ladder.check", *arguments, "--output", str(folder / "check.json"))
+    done = subprocess.run(command, env=os.environ | process.first_of(gpus), capture_output=True, text=True)
+    if done.returncode:
+        raise VariantError(one_line(done.stderr.strip().rpartition("error: ")[2]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 # --- the file of figures --------------------------------------------------------------------------
@@ -204,7 +215,7 @@ class Measurements:
             raise VariantError(f"--output {self.output} holds ablations of another workload")
         if self.environment and self.environment["device"] != run["environment"]["device"]:
             raise VariantError(f"--output {self.output} holds ablations of another machine")
-        self.environment, self.workload = run["environment"], run["workload"]
+        self.environment, self.workload = run["environment"], run["workload"] | {"parallel": None}  # each has its own
         kept = {key: row[key] for key in KEPT} | {"started_at": run["started_at"]}
         if profile := row["profile"]:
             kept["category_ms"] = {name: time["ms"] for name, time in profile["categories"].items()}
@@ -226,6 +237,7 @@ def run_variants(chosen: list[Variant], arguments: list[str], output: Path | Non
     stop.listen()
     with tempfile.TemporaryDirectory() as temporary:
         measurements = Measurements(arguments, output, Path(temporary), stop, gpus)
+        check(arguments, Path(temporary), gpus)
         for variant in chosen:
             script, unchanged = write_script(variant, Path(temporary)), (variant.script, variant.parallel)
             if unchanged not in baselines:
@@ -260,9 +272,14 @@ def main() -> None:
     kinds.add_argument("--gpus", type=positive_int, default=1, metavar="N", help=text)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
     given, arguments = parser.parse_known_args()
-    chosen = chosen_variants(listed, given.only, given.causes, given.gpus > 1)
+    several = given.gpus > 1
+    chosen = chosen_variants(listed, given.only, given.causes, several)
     if not chosen:
-        parser.error(f"no variant is named like {', '.join(given.only)}")
+        named = f"named like {', '.join(given.only)}"
+        if elsewhere := chosen_variants(listed, given.only, several=not several):
+            how = "without" if several else "with"
+            parser.error(f"what is {named}, as {elsewhere[0].name}, runs {how} --gpus N")
+        parser.error(f"no variant is {named}")
     try:
         if given.output:
             check_writable(given.output, "variants")
