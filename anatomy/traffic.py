@@ -109,9 +109,9 @@ def count_both(shape: tuple[int, int, int, int]) -> tuple[dict[str, dict], str |
     return figures, reason
 
 
-def traffic_rows(pairs: dict[str, tuple[int, int | None]]) -> list[dict[str, str]]:
-    """Rows of a table, from form of attention -> analytic and counted bytes."""
-    shown = {which: [f"{n / 1e9:.2f}" if n else "-" for n in pair] for which, pair in pairs.items()}
+def traffic_rows(figures: dict[str, dict]) -> list[dict[str, str]]:
+    """Rows of a table, from what count_both gives."""
+    shown = {which: [f"{n / 1e9:.2f}" if n else "-" for n in pair.values()] for which, pair in figures.items()}
     return [{"attention": which, "least GB": least, "counted GB": counted} for which, (least, counted) in shown.items()]
 
 
@@ -205,7 +205,7 @@ def main() -> None:
         record = count_steps([name for name in SCRIPTS if name[0] in args.scripts], words)
     else:
         figures, reason = count_both(tuple(args.shape))
-        say(aligned(traffic_rows({which: tuple(counts.values()) for which, counts in figures.items()})))
+        say(aligned(traffic_rows(figures)))
         if reason:
             say(reason)
         record = {"shape": dict(zip("BHTD", args.shape, strict=True)), "bytes": figures, "reason": reason}
