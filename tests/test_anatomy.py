@@ -252,7 +252,7 @@ def test_all_goes_on_after_a_failure_and_is_0_where_all_came_to_a_result(monkeyp
     page = (tmp_path / "run" / "good.md").read_text()
     before, answer = page.split("<details><summary>How this experiment predicts it</summary>")
     assert "Does it?" in before and "how many?" in before and "It does." not in before
-    assert "1 of 2 predictions are within 25 %" in answer and "a reason" in answer
+    assert "1 of 2 predictions hold (within 25 %, or under their bound)" in answer and "a reason" in answer
     assert "1100 (1050-1150)" in answer, "median and quartiles, in ms"
     assert "| a   |" in page and "![good/x.svg](good/x.svg)" in page and "    a = 1" in page and "--n 3" in page
     assert "it broke" in (tmp_path / "run" / "bad.md").read_text() and "it broke" in capsys.readouterr().out
