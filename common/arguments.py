@@ -184,7 +184,7 @@ def build_parser(script: Path, description: str | None) -> StepParser:
         (shape, "--data", Path, "FILE", "bytes, or uint16 .bin of nanoGPT, llm.c (default: Python's standard library)"),
         (shape, "--data-tokens", positive_int, "N", "only the first N tokens of the text"),
         (run, "--steps", positive_int, "N", "steps trained and timed, a GPU times at most 100 (default: 30; CPU: 10)"),
-        (run, "--warmup", positive_int, "N", "untimed steps before them (default: 5 on a GPU, 3 on a CPU)"),
+        (run, "--warmup", positive_int, "N", "untimed steps first (default: 5 on a GPU, 11 on several, 3 on a CPU)"),
         (run, "--device", str, "NAME", "auto, cpu, cuda, cuda:N (default: auto)"),
         (run, "--output", Path, "FILE", f"the record (default: results/{script.stem}.json)"),
     ):
