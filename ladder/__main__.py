@@ -207,9 +207,10 @@ def run_row(ladder: Ladder, name: str, record: Path) -> None:
     script, row = ROOT / f"{name}.py", Row(record.stem)
     needed = ladder.plan.gpus * ladder.facts["by_hand_bytes" if name.startswith(BY_HAND) else "fused_bytes"]
     free, advice = ladder.facts["free_bytes"], smaller_batch(ladder.facts["workload"]["batch_size"])
+    on_cpu = ladder.facts["device_type"] == "cpu"  # there what is free is the memory of the host
     if not script.exists():
         row.status, row.reason = "failed", f"{name[0]}_*.py is missing: restore it with git checkout"
-    elif ladder.facts["device_type"] == "cpu" and free and needed > free:
+    elif on_cpu and free and needed > free:
         row.status = "oom"
         row.reason = f"needs about {needed / GIB:.0f} GiB of {free / GIB:.0f} free: not tried, {advice}"
     else:
@@ -223,7 +224,7 @@ def run_row(ladder: Ladder, name: str, record: Path) -> None:
             return
         if row.status == "timeout":
             row.reason += ": raise STEP_TIMEOUT, or take fewer --steps"
-        if row.status == "oom" and needed * 2 > (free or 0):  # else the batch is hardly the cause
+        if row.status == "oom" and on_cpu and needed * 2 > (free or 0):  # else the batch is hardly the cause
             row.reason += f": {advice}"
     say(f"{row.step}: {row.status}: {row.reason}")
     ladder.ended[name] = row
