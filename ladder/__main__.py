@@ -64,7 +64,7 @@ def build_parser() -> OneLineParser:
         "machine's roofs, prints a table, and writes it with all records, traces and logs to a new folder under\n"
         "results/. results/latest names the newest run that was not interrupted.",
         epilog="--batch-size max         the largest batch that each step can train, and its speed there (one GPU)\n"
-        "STEP_TIMEOUT=SECONDS     the longest that one row may take (default 1800)\n"
+        "STEP_TIMEOUT=SECONDS     the longest that one row may take (default 1800); --sweep has --sweep-minutes\n"
         "PYTHON=INTERPRETER       use this Python, and install nothing\n"
         "./run_all.sh --setup     only prepare Python, and print the interpreter that will be used\n\n"
         "Exit code: 0 when every row is ok, skipped or left out by --only, 2 for bad arguments, 130 after Ctrl-C,\n"
@@ -330,16 +330,17 @@ def main(argv: list[str]) -> int:
     if any(word.partition("=")[0] == "--output" for word in argv):
         parser.error("--output is chosen by run_all.sh: results/ holds a folder per run")
     given, arguments = parser.parse_known_args(argv)
+    limit_s = time_limit(parser)
     if given.sweep or "--batch-size max" in " ".join(arguments).replace("=", " "):
         needs("msgspec", "tabulate")
         from ladder import largest_batch, sweep  # they import torch
 
         try:
-            chosen = sweep if given.sweep else largest_batch
-            return chosen.main(given, absolute_data(arguments), argv, parser, check)
+            if given.sweep:
+                return sweep.main(given, absolute_data(arguments), argv, parser, check)
+            return largest_batch.main(given, absolute_data(arguments), argv, parser, check, limit_s)
         except OSError as error:
             parser.exit(1, f"run_all.sh: error: {error.filename or 'results/'}: {error.strerror or error}\n")
-    limit_s = time_limit(parser)
     if given.peers and (given.scaling or (given.gpus or 1) > 1):
         parser.error("--peers run on one GPU: leave out --gpus and --scaling")
     if given.resume:

@@ -306,6 +306,7 @@ def test_bad_arguments_are_refused_before_any_row_in_one_line(monkeypatch, capsy
         (["--peers", "--gpus", "2"], "9", "--peers run on one GPU"),
         ([], "soon", "STEP_TIMEOUT=soon"),
         ([], "00", "STEP_TIMEOUT=00"),
+        (["--batch-size", "max"], "soon", "STEP_TIMEOUT=soon"),
     ):
         monkeypatch.setenv("STEP_TIMEOUT", limit)
         with pytest.raises(SystemExit) as caught:
