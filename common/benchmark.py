@@ -15,9 +15,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -150,7 +150,7 @@ def run(
     row.settings.captured, row.settings.fp8_recipe = asked and train_step.reason is None, fp8_recipe
     notes = [note, hardware.cudnn_note(args.device), observed, train_step.reason if asked and on_gpu else None]
     row.note = joined([*notes, None if note else precision_note(row, args)])
-    row.peak_rss_bytes = new_row(args).peak_rss_bytes
+    row.peak_rss_bytes = peak_rss_bytes()
     return row
 
 
@@ -291,15 +291,19 @@ def observe(
 
 
 def new_row(args: Arguments, **fields) -> Row:
-    """A row of this script, with the peak of its host memory so far."""
+    return Row(args.step, args.script.read_text(), peak_rss_bytes=peak_rss_bytes(), **fields)
+
+
+def peak_rss_bytes() -> int:
+    """The most host memory that this process has held so far."""
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return replace(Row(args.step, args.script.read_text()), peak_rss_bytes=peak, **fields)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def header(args: Arguments) -> str:
     """What is about to run, for a person."""
-    shape, millions = describe_shape(args.workload()), flops.parameters(args.config) / 1e6
+    shape = describe_shape(SimpleNamespace(**vars(args.config), batch_size=args.batch_size))
+    millions = flops.parameters(args.config) / 1e6
     amp = str(args.amp_dtype).removeprefix("torch.") + (f" ({args.amp_note})" if args.amp_note else "")
     lines = [
         f"{args.step} on {hardware.device_name(args.device)}, torch {torch.__version__}",
