@@ -233,13 +233,13 @@ def set_timing(row: Row, step_ms: list[float], warmup_s: float, args: Arguments)
     row.timing = Timing(warmup_s, step_ms, median, p25, p75, row.timing.settling_s)
     row.tokens_per_s = args.world.size * args.batch_size * args.config.seq_len / median * 1e3
     row.model_flops_per_s = flops.flops_per_step(args.config, args.batch_size) / median * 1e3
-    row.bytes_per_step = LeastBytes(flops.least_bytes_per_step(args.config, args.batch_size), "analytic")
+    row.bytes_per_step = LeastBytes(flops.least_bytes_per_step(args.config, args.batch_size))
 
 
 def set_peak_memory(row: Row, args: Arguments) -> None:
     """What CUDA's allocator held at most, in the process where that is the most."""
-    peaks = torch.cuda.max_memory_allocated(args.device), torch.cuda.max_memory_reserved(args.device)
-    row.peak_allocated_bytes, row.peak_reserved_bytes = map(int, parallel.largest(peaks, args))
+    (peak,) = parallel.largest([torch.cuda.max_memory_allocated(args.device)], args)
+    row.peak_allocated_bytes = int(peak)
 
 
 def observe(
@@ -273,7 +273,7 @@ def observe(
         row.settings = profile.observed_settings(trace)
         nodes = profile.attention_autograd_nodes(model, step) if args.profile else None  # every process runs the step
         if row.profile:
-            row.profile.host_syncs, row.profile.autograd_nodes_attention = row.host_syncs, nodes
+            row.profile.autograd_nodes_attention = nodes
             if args.world.rank == 0:
                 profile.write_chrome_trace(trace, args.output.with_suffix(".trace.json.gz"))
     except OSError as error:
