@@ -80,10 +80,6 @@ class Arguments:
         """Whether autocast has anything to do."""
         return self.amp_dtype is not torch.float32
 
-    @property
-    def compute_capability(self) -> tuple[int, int]:
-        return hardware.compute_capability(self.device)
-
     def require_gpu(self, what: str) -> None:
         """Raises Skip on a CPU."""
         if self.device.type != "cuda":

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))  # run_all.sh starts this file by its path, from a
 
 from common.errors import needs, smaller_batch  # noqa: E402
 from common.record import (  # noqa: E402
+    LAUNCHED_ALONE,
     PREDICTED,
     ROOFS,
     SCHEMA_VERSION,
@@ -349,7 +350,8 @@ def main(argv: list[str]) -> int:
         if arguments or any(others):
             parser.error(f"--resume takes its options and arguments from {given.resume}: give no others")
         folder = given.resume.resolve()
-        places = sorted(scaling_places(folder), key=scaling.is_last) or [""]
+        # The rows of the last place depend on those of all others.
+        places = sorted(scaling_places(folder), key=lambda place: place == LAUNCHED_ALONE) or [""]
         planned = {place: resumed_run(folder / place, parser) for place in places}
     else:
         folder, planned = new_run(given, arguments, argv, parser)

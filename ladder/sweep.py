@@ -34,7 +34,7 @@ PLAN, GIB = "plan.json", 2**30
 BY_HAND = ("0_", "1_")  # rows that write the (T, T) scores of attention to memory
 CHOSEN_HERE = (
     "--preset", "--n-layer", "--n-head", "--n-embd", "--seq-len", "--vocab-size", "--batch-size",
-    "--global-batch-size", "--accumulate", "--checkpoint", "--warmup", "--steps", "--parallel", "--quick", "--profile",
+    "--global-batch-size", "--accumulate", "--checkpoint", "--warmup", "--steps", "--quick", "--profile",
 )  # fmt: skip
 WARMUP, FEWEST, MOST, TIMED_S = 2, 3, 20, 1.0  # steps of a cell; as many as the slowest script does in TIMED_S
 ROOFS_S = {"cuda": 90, "cpu": 45}  # what a cell takes beside its steps, and the roofs: expected, for the plan
@@ -168,8 +168,9 @@ def run_cells(script: Path, todo: list[dict], log: Path, seconds: float, stop: p
         if ended.code != RENEW or len(rest) == len(todo):  # the first without a record was at work
             status, reason = process.describe(ended, left_s + SLACK_S, log)
             row = Row(script.stem, status=status, reason=reason)
-            Path(rest[0]["output"]).parent.mkdir(exist_ok=True)
-            write_run(Path(rest[0]["output"]), Run(shown_command(script, rest[0]), None, None, None, [row]))
+            output, command = Path(rest[0]["output"]), portable_command(["python", script.name, *rest[0]["words"]])
+            output.parent.mkdir(exist_ok=True)
+            write_run(output, Run(command, None, None, None, [row]))
             say(f"{script.stem}, {rest[0]['name']}: {status}: {reason}")
             rest = rest[1:]
         todo = rest
@@ -178,10 +179,6 @@ def run_cells(script: Path, todo: list[dict], log: Path, seconds: float, stop: p
 
 def _show(data: bytes) -> None:
     say(data.decode(errors="replace"), end="")
-
-
-def shown_command(script: Path, cell: dict) -> str:
-    return portable_command(["python", script.name, *cell["words"]])
 
 
 # --- the sweep --------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def traced(step, monkeypatch, **overrides):
 @pytest.mark.parametrize("step", STEPS)
 def test_products_attention_and_fused_kernels_are_those_the_step_says(step, monkeypatch):
     trace = traced(step, monkeypatch)
-    names, found = trace.kernel_names(), profile.observed_settings(trace).attention_kernel
+    names, found = [kernel["name"] for kernel in trace.kernels], profile.observed_settings(trace).attention_kernel
     gemms = {name for name in names if GEMM.search(name)}
     on_tensor_cores = {name for name in gemms if TENSOR_CORE.search(name)}
     assert gemms and on_tensor_cores == (set() if step == STEPS[0] else gemms)
@@ -89,7 +89,7 @@ def test_products_attention_and_fused_kernels_are_those_the_step_says(step, monk
 
 
 def test_fp8_products_in_blocks_and_head(monkeypatch):
-    gemms = [name for name in traced(STEPS[4], monkeypatch).kernel_names() if FP8_GEMM.search(name)]
+    gemms = [kernel for kernel in traced(STEPS[4], monkeypatch).kernels if FP8_GEMM.search(kernel["name"])]
     # Forward, input gradient and weight gradient of four matrices a block and of the head.
     assert len(gemms) >= 3 * (4 * CONFIG.n_layer + 1)
 
