@@ -32,7 +32,7 @@ from common.record import (  # noqa: E402
     write_run,
 )
 from common.text import OneLineParser, one_line, portable_command, positive_int, say  # noqa: E402
-from ladder import process, scaling  # noqa: E402
+from ladder import begin, process, scaling  # noqa: E402
 from report.__main__ import report  # noqa: E402
 
 STEPS = "01234"
@@ -51,10 +51,13 @@ class Ladder:
     stop: process.Stop
     ended: dict[str, Row] = field(default_factory=dict)
 
-    def run(self, command: list[str], log: Path, more=(), **listeners) -> process.Ended:
-        """Run a command with this run's limits and `more` variables. Raises OSError where its log cannot be written."""
-        environment = process.passive_waits(self.facts["device_type"]) | process.share_of_threads(self.plan.gpus)
-        return process.run(command, log, self.limit_s, self.stop, environment=environment | dict(more), **listeners)
+    @property
+    def environment(self) -> dict[str, str]:
+        return process.passive_waits(self.facts["device_type"]) | process.share_of_threads(self.plan.gpus)
+
+    def run(self, command: list[str], log: Path, **listeners) -> process.Ended:
+        """Run a command with this run's limits. Raises OSError where its log cannot be written."""
+        return process.run(command, log, self.limit_s, self.stop, environment=self.environment, **listeners)
 
 
 def build_parser() -> OneLineParser:
@@ -162,9 +165,7 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
         if given.scaling:
             sharded = None if given.only else scaling.SHARDED
             planned = scaling.divide(plan, facts, given.gpus, given.parallel, sharded, check)
-        (ROOT / "results").mkdir(exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"{started:%Y%m%d-%H%M%S}-", dir=ROOT / "results"))
-        folder.chmod(0o755)
+        folder = begin.new_folder(ROOT / "results", now=started)
         for place, (plan, _) in planned.items():
             (folder / place).mkdir(exist_ok=True)
             write_json(folder / place / "plan.json", asdict(plan) | {"schema_version": SCHEMA_VERSION})
@@ -255,15 +256,11 @@ def has_roofs(folder: Path) -> bool:
 
 
 def measure_roofs(ladder: Ladder) -> None:
-    say("measuring the roofs of this machine")
-    roofs, log = ladder.folder / ROOFS, ladder.folder / "roofs.log"
-    command = process.module_command("common.roofs", *ladder.plan.arguments, "--output", str(roofs))
+    roofs, variables = ladder.folder / ROOFS, process.first_of(ladder.plan.gpus)
     try:
-        roofs.unlink(missing_ok=True)
-        ended = ladder.run(command, log, process.first_of(ladder.plan.gpus))
-        if not ended.stopped and (ended.code or not roofs.exists()):
-            reason = process.last_line(log) if ended.code > 0 else process.describe(ended, ladder.limit_s, log)[1]
-            write_json(roofs, {"failed": reason})
+        words, environment = ladder.plan.arguments, ladder.environment | variables
+        if why := begin.measure_roofs(roofs, words, ladder.limit_s, ladder.stop, environment):
+            write_json(roofs, {"failed": why})
     except OSError as error:
         say(f"the roofs could not be written: {error.strerror or error}")
 

@@ -7,17 +7,15 @@ first that trains is the largest batch of the row. Each batch runs in a process 
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from common.record import write_bytes, write_json
 from common.text import OneLineParser, aligned, portable_command, say
-from ladder import process
-from ladder.sweep import chosen_scripts, run_cells
+from ladder import begin, process
+from ladder.cells import run_cells
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -74,12 +72,9 @@ def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, ch
     if facts["device_type"] != "cuda":
         parser.error("--batch-size max needs a GPU: only its allocator counts what a step holds at most")
     workload, stop = facts["workload"], process.Stop()
-    scripts = [ROOT / f"{name}.py" for name in chosen_scripts(given.only, parser)]
+    scripts = [ROOT / f"{name}.py" for name in begin.steps_named(given.only, ROOT, parser)]
     stop.listen()
-    (ROOT / "results").mkdir(exist_ok=True)
-    now = datetime.datetime.now(datetime.timezone.utc)
-    folder = Path(tempfile.mkdtemp(prefix=f"{now:%Y%m%d-%H%M%S}-largest-batch-", dir=ROOT / "results"))
-    folder.chmod(0o755)
+    folder = begin.new_folder(ROOT / "results", "largest-batch-")
     words = [*words, *facts["pinned"]]
     trials = Trials(folder, words, facts["free_bytes"], stop, limit_s, workload["accumulate"])
     rows = [trials.largest(script, workload["batch_size"]) for script in scripts if not stop.requests]
