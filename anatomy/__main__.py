@@ -28,7 +28,7 @@ from ladder import process
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 LIMIT_S = 300
-INDEX_TITLE = "# Anatomy on "
+INDEX_TITLE, PREDICTIONS = "# Anatomy on ", "predictions within 25 %, or under their bound"
 
 
 def experiments() -> dict[str, str]:
@@ -53,10 +53,6 @@ def lesson(docstring: str) -> dict[str, str]:
     }
 
 
-def module_name(name: str) -> str:
-    return f"anatomy.{name.replace('-', '_')}"
-
-
 # --- one experiment -------------------------------------------------------------------------------
 
 
@@ -67,7 +63,7 @@ def run_one(name: str, argv: list[str]) -> int:
     from anatomy import experiment
     from common import hardware
 
-    module = importlib.import_module(module_name(name))
+    module = importlib.import_module(f"anatomy.{name.replace('-', '_')}")
     parser = OneLineParser(prog=f"python -m anatomy {name}", description=module.__doc__)
     module.add_arguments(parser.add_argument_group("sizes"))
     experiment.common_arguments(parser.add_argument_group("run"))
@@ -281,10 +277,10 @@ def index(outcomes: dict[str, dict], device: str) -> str:
     for name, outcome in outcomes.items():
         record = outcome["record"]
         rows.append({"experiment": f"[{name}]({name}.md)", "question": questions[name]})
-        rows[-1] |= {"outcome": outcome["reason"] or "ok", "predictions within 25 %": "-"}
+        rows[-1] |= {"outcome": outcome["reason"] or "ok", PREDICTIONS: "-"}
         rows[-1] |= {"seconds": f"{outcome['seconds']:.0f}"}
         if record and (checks := record["checks"]):
-            rows[-1]["predictions within 25 %"] = f"{sum(check['hit'] for check in checks)} of {len(checks)}"
+            rows[-1][PREDICTIONS] = f"{sum(check['hit'] for check in checks)} of {len(checks)}"
         if record:
             lines = "\n".join(f"- {sentence}" for sentence in record["sentences"])
             parts.append(folded(f"{name}: what was measured", lines))

@@ -20,6 +20,7 @@ over the measured roof.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.record import check_writable, write_json
-from common.text import OneLineParser, aligned, one_line, positive_int, say
+from common.text import OneLineParser, aligned, one_line, portable_command, positive_int, say
 from ladder import process
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,22 +140,33 @@ def run_script(script: Path, arguments: list[str], folder: Path, limit_s: float,
         run = json.loads(record.read_text())
         return run, run["steps"][0]
     status, reason = process.describe(ended, limit_s, log)
-    reason = process.last_line(log) or reason if ended.code > 0 else reason
+    if gpus == 1 and ended.code > 0:  # the last line of several processes is torchrun's, and says nothing
+        reason = process.last_line(log) or reason
     return None, {"status": status, "reason": reason, "timing": {"median_ms": None}}
+
+
+def check(arguments: list[str], folder: Path, gpus: int = 1) -> dict:
+    """What the arguments mean on this machine, from `python -m ladder.check`. Raises VariantError."""
+    command = process.module_command("ladder.check", *arguments, "--output", str(folder / "check.json"))
+    done = subprocess.run(command, env=os.environ | process.first_of(gpus), capture_output=True, text=True)
+    if done.returncode:
+        raise VariantError(one_line(done.stderr.strip().rpartition("error: ")[2]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 # --- the file of figures --------------------------------------------------------------------------
 
 
 def recorded(output: Path | None) -> dict:
-    """{environment, workload, variants} of an earlier call, or empty. Raises VariantError for any other file."""
+    """What an earlier call wrote, or the same without content. Raises VariantError for any other file."""
+    empty = {"command": "", "environment": None, "workload": None, "variants": []}
     if output is None or not output.exists():
-        return {"environment": None, "workload": None, "variants": []}
+        return empty
     try:
         content = json.loads(output.read_text())
         table(content["variants"])
         same_work(content["workload"])
-        return {key: content[key] for key in ("environment", "workload", "variants")}
+        return empty | {key: content[key] for key in empty if key in content}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise VariantError(f"--output {output} exists and holds no ablations ({type(error).__name__})") from None
 
@@ -190,6 +202,8 @@ class Measurements:
         self.arguments, self.output, self.folder, self.stop, self.gpus = arguments, output, folder, stop, gpus
         self.before = recorded(output)
         self.environment, self.workload = self.before["environment"], self.before["workload"]
+        command = portable_command(["python", "-m", "anatomy.ablations", *sys.argv[1:]])
+        self.commands = dict.fromkeys([*self.before["command"].splitlines(), command])
 
     def measure(self, script: Path, parallel: str | None) -> dict:
         """What is kept of a script's row. Raises VariantError where its workload or machine is another."""
@@ -201,18 +215,19 @@ class Measurements:
             raise VariantError(f"--output {self.output} holds ablations of another workload")
         if self.environment and self.environment["device"] != run["environment"]["device"]:
             raise VariantError(f"--output {self.output} holds ablations of another machine")
-        self.environment, self.workload = run["environment"], run["workload"]
+        self.environment, self.workload = run["environment"], run["workload"] | {"parallel": None}  # each has its own
         kept = {key: row[key] for key in KEPT} | {"started_at": run["started_at"]}
         if row["profile"]:  # the times of its kernels would be most of the file
             kept["profile"] = row["profile"] | {"kernels": [], "block": None}
         return kept | {key: run["environment"][key] for key in ("commit", "gpu_uuid")}
 
     def write(self, rows: list[dict]) -> None:
-        """Write these rows and those of an earlier call; of the same name, the new one."""
+        """Write these rows and those of an earlier call; of the same name, the new one. Each command is a line."""
         by_name = {row["name"]: row for row in [*self.before["variants"], *rows]}
         merged = sorted(by_name.values(), key=lambda row: (row["script"], row["name"]))
         if self.output:
-            write_json(self.output, {"environment": self.environment, "workload": self.workload, "variants": merged})
+            known = {"environment": self.environment, "workload": self.workload}
+            write_json(self.output, {"command": "\n".join(self.commands)} | known | {"variants": merged})
 
 
 def run_variants(chosen: list[Variant], arguments: list[str], output: Path | None, gpus: int = 1) -> int:
@@ -221,6 +236,7 @@ def run_variants(chosen: list[Variant], arguments: list[str], output: Path | Non
     stop.listen()
     with tempfile.TemporaryDirectory() as temporary:
         measurements = Measurements(arguments, output, Path(temporary), stop, gpus)
+        check(arguments, Path(temporary), gpus)
         for variant in chosen:
             script, unchanged = write_script(variant, Path(temporary)), (variant.script, variant.parallel)
             if unchanged not in baselines:
@@ -255,9 +271,14 @@ def main() -> None:
     kinds.add_argument("--gpus", type=positive_int, default=1, metavar="N", help=text)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures as JSON")
     given, arguments = parser.parse_known_args()
-    chosen = chosen_variants(listed, given.only, given.causes, given.gpus > 1)
+    several = given.gpus > 1
+    chosen = chosen_variants(listed, given.only, given.causes, several)
     if not chosen:
-        parser.error(f"no variant is named like {', '.join(given.only)}")
+        named = f"named like {', '.join(given.only)}"
+        if elsewhere := chosen_variants(listed, given.only, several=not several):
+            how = "without" if several else "with"
+            parser.error(f"what is {named}, as {elsewhere[0].name}, runs {how} --gpus N")
+        parser.error(f"no variant is {named}")
     try:
         if given.output:
             check_writable(given.output, "variants")

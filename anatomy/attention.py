@@ -16,7 +16,8 @@ costs T / D times as much as a pass over q, so the gain grows with T. Memory gro
 The bytes take their number over the copy bandwidth, the FLOPs their number over the rate of a square product. This
 program measures both rates. By hand, the work is the sum of the two times. Fused, it is the longer of the two. Where
 that is less than the host needs to launch everything, the host limits the time. The same function at T 16 shows what
-the host needs, and this program measures that first, too.
+the host needs, and this program measures that first, too. The bytes are "least GB" in the table. `python -m
+anatomy.traffic` counts how many really move.
 
 Change: --head-dim 64. Which of the two terms changes, and by how much? --nhead 64 --lengths 256: is the host still the
 limit?
@@ -48,7 +49,6 @@ from anatomy.experiment import (
     size_argument,
     table,
 )  # fmt: skip
-from anatomy.traffic import count_both, traffic_rows
 from common import hardware, roofs
 from common.errors import is_out_of_memory
 from common.record import ProductRate
@@ -60,7 +60,6 @@ BACKENDS = {
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
     "SDPA math": SDPBackend.MATH,  # PyTorch falls back to this one, which is not fused
 }
-COUNTED = (1, 16, 2048, 128)  # B, H, T, D of the run whose DRAM bytes are counted
 SHORT = 16  # a length at which only the host's work counts
 
 
@@ -110,12 +109,9 @@ def run(args: argparse.Namespace) -> Result:
     rows += [{"T": "all", "attention": name, "ms": "no kernel here"} for name in missing]
     title = f"Causal attention, forward and backward, B {B}, H {H}, D {D}, {dtype}{', autocast' * autocast}"
     hosts = ", ".join(f"{name} {ms(s)}" for name, s in host.items())
-    tables, counted = [table(f"{title}; the host needs, in ms: {hosts}", rows)], count(device)
-    if "bytes" in counted:
-        title = "DRAM bytes at B {}, H {}, T {}, D {}, bfloat16".format(*COUNTED)
-        tables.append(table(title, traffic_rows(counted["bytes"])))
-    figures = {"B": B, "H": H, "D": D, "attention": results, "missing": missing, "counters": counted, "host_s": host}
-    return Result(tables, [*sentences(results), counted["said"]], figures, predicted(results, counted, forms))
+    shown = table(f"{title}; the host needs, in ms: {hosts}", rows)
+    figures = {"B": B, "H": H, "D": D, "attention": results, "missing": missing, "host_s": host}
+    return Result([shown], sentences(results), figures, predicted(results, forms))
 
 
 def fastest(results: dict[str, dict[int, dict]], T: int) -> str | None:
@@ -124,8 +120,8 @@ def fastest(results: dict[str, dict[int, dict]], T: int) -> str | None:
     return min(fused, key=lambda name: results[name][T]["seconds"], default=None)
 
 
-def predicted(results: dict, counted: dict, forms: "Forms") -> list[Check]:
-    """A check for each length by hand and of the fastest fused kernel, and of the bytes that were counted."""
+def predicted(results: dict, forms: "Forms") -> list[Check]:
+    """A check for each length by hand and of the fastest fused kernel."""
     checks = []
     for T in sorted({T for rows in results.values() for T in rows}):
         for name in filter(None, ("by hand" if T in results.get("by hand", {}) else None, fastest(results, T))):
@@ -134,8 +130,7 @@ def predicted(results: dict, counted: dict, forms: "Forms") -> list[Check]:
             if not check.hit and check.measured > check.predicted:
                 check.cause = idle_cause(forms.step(name, T), check.measured, forms.device)
             checks.append(check)
-    pairs = counted.get("bytes", {}).items()
-    return checks + [Check(f"DRAM bytes, {which}", n / 1e9, c / 1e9, "GB") for which, (n, c) in pairs]
+    return checks
 
 
 @dataclass(frozen=True)
@@ -171,19 +166,6 @@ class Forms:
         with quiet():  # the warnings repeat what the error says
             (step := self.step(name, T))()
             return {"peak_bytes": extra_peak_bytes(step, self.device), "seconds": seconds(step, self.iters)}
-
-
-def count(device: torch.device) -> dict:
-    """`bytes` has the least and the counted DRAM bytes; `said` is a sentence about them, or why there are none."""
-    if device.type != "cuda":
-        return {"said": "Only a GPU counts its DRAM bytes. The table has the least bytes that must move."}
-    torch.cuda.empty_cache()  # the counted run is another process and needs memory, too
-    figures, reason = count_both(COUNTED)
-    if reason:
-        return {"said": reason}
-    ratio = figures["by hand"]["counters"] / figures["fused"]["counters"]
-    pairs = {which: tuple(counts.values()) for which, counts in figures.items()}
-    return {"bytes": pairs, "said": f"The counters show {ratio:.0f} times as many bytes by hand as fused."}
 
 
 def sentences(results: dict[str, dict[int, dict]]) -> list[str]:

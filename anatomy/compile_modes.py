@@ -105,10 +105,6 @@ def graphs_compiled(lengths: list[int], dynamic: bool | None) -> int:
     return counter.frame_count
 
 
-def megabytes(result: dict) -> str | None:
-    return result["reserved_bytes"] and f"{result['reserved_bytes'] / 1e6:.0f}"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, help="modes (default: all; quick on a CPU: default)")
     size_argument(parser, "--layers", "blocks (default 8 on a GPU, 2 on a CPU, 1 in quick form)")
@@ -126,7 +122,7 @@ def run(args: argparse.Namespace) -> Result:
         eager = in_fresh_process(work | {"mode": "eager"}, cache)
     if "reason" in eager:
         raise Refused(f"the process that runs eager steps failed: {eager['reason']}")
-    rows = [{"mode": "eager"} | cells(eager, args.device)]
+    rows = [{"mode": "eager"} | cells(eager)]
     results, sentences, checks = {}, [], []
     checks += step_checks("eager", eager, args.device)
     for mode in args.modes or (MODES[:1] if args.quick and not gpu else MODES):
@@ -138,7 +134,7 @@ def run(args: argparse.Namespace) -> Result:
             sentences.append(f"{mode} did not run: {reason}.")
             continue
         cold_s, warm_s = cold["first_steps_s"], warm["first_steps_s"]
-        rows.append({"mode": mode} | cells(warm, args.device) | {"cold, s": f"{cold_s:.1f}", "warm, s": f"{warm_s:.1f}"}
+        rows.append({"mode": mode} | cells(warm) | {"cold, s": f"{cold_s:.1f}", "warm, s": f"{warm_s:.1f}"}
                     | {"cache hits cold / warm": f"{cold['cache_hits']} / {warm['cache_hits']}"})  # fmt: skip
         checks.append(Check(f"seconds with a warm cache, {mode}", cold_s / 2, warm_s, "s", at_most=True))
         checks += step_checks(mode, warm, args.device)
@@ -159,10 +155,11 @@ def step_of(result: dict) -> Seconds:
     return step_s
 
 
-def cells(result: dict, device: torch.device) -> dict:
+def cells(result: dict) -> dict:
     busy = result["busy_s"] and ms(result["busy_s"])
+    reserved = result["reserved_bytes"] and f"{result['reserved_bytes'] / 1e6:.0f}"
     shown = {"step, ms": ms(step_of(result)), "launches": result["launches"], "kernels busy, ms": busy}
-    return shown | {"reserved, MB": megabytes(result)}
+    return shown | {"reserved, MB": reserved}
 
 
 def step_checks(mode: str, result: dict, device: torch.device) -> list[Check]:

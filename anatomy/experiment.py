@@ -143,7 +143,8 @@ class Result:
 
     def score(self) -> str:
         """How many predictions were near. An upper bound counts if it holds."""
-        return f"{sum(check.hit for check in self.checks)} of {len(self.checks)} predictions are within 25 %"
+        hits = sum(check.hit for check in self.checks)
+        return f"{hits} of {len(self.checks)} predictions hold (within 25 %, or under their bound)"
 
     def with_plot(self, name: str, draw: Callable[..., None]) -> "Result":
         self.attachments |= plot(name, draw)

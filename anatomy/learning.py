@@ -76,8 +76,9 @@ def run(args: argparse.Namespace) -> Result:
         if gpu and form.dtype is torch.bfloat16 and not has_bf16_matrix_instructions(args.device):
             continue
         trained[name] = found = train(form, config, batches, args.device)
-        rows.append({"form": name, "first loss": f"{found['losses'][0]:.3f}", "last loss": f"{found['last']:.3f}",
-                     "gradients of logits that are zero": f"{found['zero_share']:.1%}"})  # fmt: skip
+        first, last = (loss if loss is None else f"{loss:.3f}" for loss in (found["losses"][0], found["last"]))
+        zeros = {"gradients of logits that are zero": f"{found['zero_share']:.1%}"}
+        rows.append({"form": name, "first loss": first, "last loss": last} | zeros)
     figures = {"config": vars(config), "tokens": B * T, "steps": steps, "trained": trained}
     title = f"{steps} steps of {config.n_layer} block(s), C {C}, V {config.vocab_size}, {B * T} tokens each; nats"
     return Result([table(title, rows)], sentences(figures), figures, checks(figures))

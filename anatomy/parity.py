@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from anatomy.ablations import ROOT, Variant, VariantError, describe_variants, run_script, variants, write_script
+from anatomy.ablations import ROOT, Variant, VariantError, check, describe_variants, run_script, variants, write_script
 from common.record import check_writable, write_bytes
 from common.text import OneLineParser, aligned, one_line, portable_command, say
 from ladder import process
@@ -63,17 +62,6 @@ def rows_named(names: list[str] | None) -> list[Trained]:
         if name not in by_name:
             raise VariantError(f"--rows: no step, peer or variant is named {one_line(name, 60)!r}; --help lists them")
     return list(dict.fromkeys(by_name[name] for name in names))
-
-
-def check(arguments: list[str], folder: Path) -> dict:
-    """What the arguments mean on this machine, from `python -m ladder.check`. Raises VariantError."""
-    if any(word.partition("=")[0] == "--seed" for word in arguments):
-        raise VariantError("--seed: name the seeds by --seeds")
-    command = process.module_command("ladder.check", *arguments, "--output", str(folder / "check.json"))
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise VariantError(one_line(done.stderr.strip().rpartition("error: ")[2]))
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def same_work(workload: dict) -> dict:
@@ -141,6 +129,8 @@ def run_study(rows: list[Trained], seeds: list[int], arguments: list[str], outpu
     What `output` and the `merged` files hold is not trained again. The rows of one seed run one after the other, so
     that a study which ends early holds whole seeds.
     """
+    if any(word.partition("=")[0] == "--seed" for word in arguments):
+        raise VariantError("--seed: name the seeds by --seeds")
     stop = process.Stop()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -131,9 +131,14 @@ def rounding(edge: int, device: torch.device) -> dict[str, float]:
 def sentences(figures: dict, errors: dict) -> list[str]:
     fewer = [name for name, row in figures.items() if row["launches"] < row["eager_launches"]]
     same = [name for name in figures if name not in fewer]
-    ratio = errors["compiled"] / errors["eager"]
+    same_error = errors["compiled"] == errors["eager"]
+    compiled = f"the compiled form of {NUMBERS} has"
+    numbers = (
+        f"In BF16 {compiled} the error of eager." if same_error else
+        f"The numbers are not the same: in BF16 {compiled} {errors['compiled'] / errors['eager']:.2f} of eager's error."
+    )  # fmt: skip
     return [
         f"Compiled, these launch fewer kernels: {', '.join(fewer) or 'none'}.",
         f"These launch as many as before: {', '.join(same) or 'none'}.",
-        f"The numbers are not the same: the compiled form of {NUMBERS} has {ratio:.2f} of eager's error in BF16.",
+        numbers,
     ]

@@ -11,6 +11,7 @@ bytes of a kernel by its time, and that by the bandwidth of a copy: a kernel nea
 
 import argparse
 import csv
+import datetime
 import importlib
 import shutil
 import subprocess
@@ -108,9 +109,9 @@ def count_both(shape: tuple[int, int, int, int]) -> tuple[dict[str, dict], str |
     return figures, reason
 
 
-def traffic_rows(pairs: dict[str, tuple[int, int | None]]) -> list[dict[str, str]]:
-    """Rows of a table, from form of attention -> analytic and counted bytes."""
-    shown = {which: [f"{n / 1e9:.2f}" if n else "-" for n in pair] for which, pair in pairs.items()}
+def traffic_rows(figures: dict[str, dict]) -> list[dict[str, str]]:
+    """Rows of a table, from what count_both gives."""
+    shown = {which: [f"{n / 1e9:.2f}" if n else "-" for n in pair.values()] for which, pair in figures.items()}
     return [{"attention": which, "least GB": least, "counted GB": counted} for which, (least, counted) in shown.items()]
 
 
@@ -170,7 +171,7 @@ def count_steps(scripts: list[str], words: list[str]) -> dict:
     for script, step in steps.items():
         if "reason" in step:
             say(f"{script} was not counted: {step['reason']}.")
-    return {"command": portable_command(words), "copy_bytes_per_s": copy_rate, "steps": steps}
+    return {"copy_bytes_per_s": copy_rate, "steps": steps}
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -199,17 +200,20 @@ def main() -> None:
             check_writable(args.output, "bytes")
     except ValueError as error:
         parser.error(str(error))
+    started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     if args.scripts:
         record = count_steps([name for name in SCRIPTS if name[0] in args.scripts], words)
     else:
         figures, reason = count_both(tuple(args.shape))
-        say(aligned(traffic_rows({which: tuple(counts.values()) for which, counts in figures.items()})))
+        say(aligned(traffic_rows(figures)))
         if reason:
             say(reason)
         record = {"shape": dict(zip("BHTD", args.shape, strict=True)), "bytes": figures, "reason": reason}
     if args.output:
+        command = portable_command(["python", "-m", "anatomy.traffic", *sys.argv[1:]])
         environment = hardware.describe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        write_json(args.output, record | {"environment": asdict(environment)})
+        of_it = {"command": command, "started_at": started_at, "environment": asdict(environment)}
+        write_json(args.output, record | of_it)
 
 
 if __name__ == "__main__":

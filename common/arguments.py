@@ -80,10 +80,6 @@ class Arguments:
         """Whether autocast has anything to do."""
         return self.amp_dtype is not torch.float32
 
-    @property
-    def compute_capability(self) -> tuple[int, int]:
-        return hardware.compute_capability(self.device)
-
     def require_gpu(self, what: str) -> None:
         """Raises Skip on a CPU."""
         if self.device.type != "cuda":
@@ -184,7 +180,7 @@ def build_parser(script: Path, description: str | None) -> StepParser:
         (shape, "--data", Path, "FILE", "bytes, or uint16 .bin of nanoGPT, llm.c (default: Python's standard library)"),
         (shape, "--data-tokens", positive_int, "N", "only the first N tokens of the text"),
         (run, "--steps", positive_int, "N", "steps trained and timed, a GPU times at most 100 (default: 30; CPU: 10)"),
-        (run, "--warmup", positive_int, "N", "untimed steps before them (default: 5 on a GPU, 3 on a CPU)"),
+        (run, "--warmup", positive_int, "N", "untimed steps first (default: 5 on a GPU, 11 on several, 3 on a CPU)"),
         (run, "--device", str, "NAME", "auto, cpu, cuda, cuda:N (default: auto)"),
         (run, "--output", Path, "FILE", f"the record (default: results/{script.stem}.json)"),
     ):

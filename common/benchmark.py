@@ -15,9 +15,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -150,7 +150,7 @@ def run(
     row.settings.captured, row.settings.fp8_recipe = asked and train_step.reason is None, fp8_recipe
     notes = [note, hardware.cudnn_note(args.device), observed, train_step.reason if asked and on_gpu else None]
     row.note = joined([*notes, None if note else precision_note(row, args)])
-    row.peak_rss_bytes = new_row(args).peak_rss_bytes
+    row.peak_rss_bytes = peak_rss_bytes()
     return row
 
 
@@ -233,13 +233,13 @@ def set_timing(row: Row, step_ms: list[float], warmup_s: float, args: Arguments)
     row.timing = Timing(warmup_s, step_ms, median, p25, p75, row.timing.settling_s)
     row.tokens_per_s = args.world.size * args.batch_size * args.config.seq_len / median * 1e3
     row.model_flops_per_s = flops.flops_per_step(args.config, args.batch_size) / median * 1e3
-    row.bytes_per_step = LeastBytes(flops.least_bytes_per_step(args.config, args.batch_size), "analytic")
+    row.bytes_per_step = LeastBytes(flops.least_bytes_per_step(args.config, args.batch_size))
 
 
 def set_peak_memory(row: Row, args: Arguments) -> None:
     """What CUDA's allocator held at most, in the process where that is the most."""
-    peaks = torch.cuda.max_memory_allocated(args.device), torch.cuda.max_memory_reserved(args.device)
-    row.peak_allocated_bytes, row.peak_reserved_bytes = map(int, parallel.largest(peaks, args))
+    (peak,) = parallel.largest([torch.cuda.max_memory_allocated(args.device)], args)
+    row.peak_allocated_bytes = int(peak)
 
 
 def observe(
@@ -273,7 +273,7 @@ def observe(
         row.settings = profile.observed_settings(trace)
         nodes = profile.attention_autograd_nodes(model, step) if args.profile else None  # every process runs the step
         if row.profile:
-            row.profile.host_syncs, row.profile.autograd_nodes_attention = row.host_syncs, nodes
+            row.profile.autograd_nodes_attention = nodes
             if args.world.rank == 0:
                 profile.write_chrome_trace(trace, args.output.with_suffix(".trace.json.gz"))
     except OSError as error:
@@ -291,15 +291,19 @@ def observe(
 
 
 def new_row(args: Arguments, **fields) -> Row:
-    """A row of this script, with the peak of its host memory so far."""
+    return Row(args.step, args.script.read_text(), peak_rss_bytes=peak_rss_bytes(), **fields)
+
+
+def peak_rss_bytes() -> int:
+    """The most host memory that this process has held so far."""
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return replace(Row(args.step, args.script.read_text()), peak_rss_bytes=peak, **fields)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def header(args: Arguments) -> str:
     """What is about to run, for a person."""
-    shape, millions = describe_shape(args.workload()), flops.parameters(args.config) / 1e6
+    shape = describe_shape(SimpleNamespace(**vars(args.config), batch_size=args.batch_size))
+    millions = flops.parameters(args.config) / 1e6
     amp = str(args.amp_dtype).removeprefix("torch.") + (f" ({args.amp_note})" if args.amp_note else "")
     lines = [
         f"{args.step} on {hardware.device_name(args.device)}, torch {torch.__version__}",

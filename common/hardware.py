@@ -30,7 +30,7 @@ NUMERIC_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "ONEDNN_DEFAULT_FPMATH_MODE",
     "ATEN_CPU_CAPABILITY", "LADDER_BESIDE",  # what ladder.plan ran meanwhile
 )  # fmt: skip
-SM_CLOCK, MEMORY_CLOCK = 1, 2  # NVML_CLOCK_SM, NVML_CLOCK_MEM
+SM_CLOCK = 1  # NVML_CLOCK_SM
 SET_BY_LIBRARIES = ("NVTE_CUDA_INCLUDE_DIR",)  # by Transformer Engine's import: no choice of a user
 
 
@@ -214,15 +214,13 @@ def watts(milliwatts: float | None) -> float | None:
 
 
 def gpu_state(device: torch.device) -> GpuState | None:
-    """Clocks, temperature, power and throttle reasons now; None on a CPU and without NVML."""
+    """Clocks, power and throttle reasons now; None on a CPU and without NVML."""
     if device.type != "cuda" or nvml() is None:
         return None
     reasons = nvml_value(device, "CurrentClocksThrottleReasons")
     return GpuState(
         sm_clock_mhz=nvml_value(device, "ClockInfo", SM_CLOCK),
         max_sm_clock_mhz=nvml_value(device, "MaxClockInfo", SM_CLOCK),
-        memory_clock_mhz=nvml_value(device, "ClockInfo", MEMORY_CLOCK),
-        temperature_c=nvml_value(device, "Temperature", 0),
         power_w=watts(nvml_value(device, "PowerUsage")),
         throttle_reasons=None if reasons is None else hex(reasons),
     )

@@ -80,9 +80,6 @@ class Trace:
         """Without namespace: `aten::mm` is `mm`."""
         return {event["name"].rpartition("::")[2] for event in self.operators}
 
-    def kernel_names(self) -> list[str]:
-        return [event["name"] for event in self.kernels]
-
 
 def trace_step(step: Callable[[], object], device: torch.device) -> Trace:
     """Run `step` once under torch.profiler. Raises what the profiler raises."""

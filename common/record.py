@@ -79,7 +79,6 @@ class Profile:
     kernels_per_step: float
     gpu_busy_ms: float | None = None  # null on a CPU, as is every gpu_ field
     gpu_idle_ms: float | None = None  # gaps on the GPU's timeline
-    host_syncs: int | None = None
     autograd_nodes_attention: int | None = None  # backward nodes of one attention block; null where it has none
     bound_by: str | None = None  # the largest share: compute, memory, launch or communication; null on a CPU
     shares: dict[str, float] | None = None  # of the step, adding up to 1
@@ -93,8 +92,6 @@ class GpuState:
 
     sm_clock_mhz: float | None = None
     max_sm_clock_mhz: float | None = None
-    memory_clock_mhz: float | None = None
-    temperature_c: float | None = None
     power_w: float | None = None
     throttle_reasons: str | None = None  # NVML's bit mask, hexadecimal
     while_running: bool | None = None  # whether the GPU was still at work when this was read
@@ -103,7 +100,6 @@ class GpuState:
 @dataclass
 class LeastBytes:
     value: int  # bytes that a step moves at least, see flops.least_bytes_per_step
-    source: str  # analytic
 
 
 @dataclass
@@ -139,7 +135,6 @@ class Row:
     tokens_per_s: float | None = None  # gpus x tokens_per_step / median
     model_flops_per_s: float | None = None  # of one GPU: flops_per_step / median, by the convention of common/flops.py
     peak_allocated_bytes: int | None = None  # CUDA allocator, over capture and trained steps; null on a CPU
-    peak_reserved_bytes: int | None = None
     peak_rss_bytes: int | None = None  # host memory of the process at its largest, compiler and torch included
     loss: list[float] = field(default_factory=list)  # nats, one a training step, warm-up included
     heldout_loss: float | None = None  # nats, after those steps, on text that is never trained on; null without any

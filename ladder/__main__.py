@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))  # run_all.sh starts this file by its path, from a
 
 from common.errors import needs, smaller_batch  # noqa: E402
 from common.record import (  # noqa: E402
+    LAUNCHED_ALONE,
     PREDICTED,
     ROOFS,
     SCHEMA_VERSION,
@@ -31,7 +32,7 @@ from common.record import (  # noqa: E402
     write_run,
 )
 from common.text import OneLineParser, one_line, portable_command, positive_int, say  # noqa: E402
-from ladder import process, scaling  # noqa: E402
+from ladder import begin, process, scaling  # noqa: E402
 from report.__main__ import report  # noqa: E402
 
 STEPS = "01234"
@@ -50,10 +51,13 @@ class Ladder:
     stop: process.Stop
     ended: dict[str, Row] = field(default_factory=dict)
 
-    def run(self, command: list[str], log: Path, more=(), **listeners) -> process.Ended:
-        """Run a command with this run's limits and `more` variables. Raises OSError where its log cannot be written."""
-        environment = process.passive_waits(self.facts["device_type"]) | process.share_of_threads(self.plan.gpus)
-        return process.run(command, log, self.limit_s, self.stop, environment=environment | dict(more), **listeners)
+    @property
+    def environment(self) -> dict[str, str]:
+        return process.passive_waits(self.facts["device_type"]) | process.share_of_threads(self.plan.gpus)
+
+    def run(self, command: list[str], log: Path, **listeners) -> process.Ended:
+        """Run a command with this run's limits. Raises OSError where its log cannot be written."""
+        return process.run(command, log, self.limit_s, self.stop, environment=self.environment, **listeners)
 
 
 def build_parser() -> OneLineParser:
@@ -64,7 +68,7 @@ def build_parser() -> OneLineParser:
         "machine's roofs, prints a table, and writes it with all records, traces and logs to a new folder under\n"
         "results/. results/latest names the newest run that was not interrupted.",
         epilog="--batch-size max         the largest batch that each step can train, and its speed there (one GPU)\n"
-        "STEP_TIMEOUT=SECONDS     the longest that one row may take (default 1800)\n"
+        "STEP_TIMEOUT=SECONDS     the longest that one row may take (default 1800); --sweep has --sweep-minutes\n"
         "PYTHON=INTERPRETER       use this Python, and install nothing\n"
         "./run_all.sh --setup     only prepare Python, and print the interpreter that will be used\n\n"
         "Exit code: 0 when every row is ok, skipped or left out by --only, 2 for bad arguments, 130 after Ctrl-C,\n"
@@ -161,9 +165,7 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
         if given.scaling:
             sharded = None if given.only else scaling.SHARDED
             planned = scaling.divide(plan, facts, given.gpus, given.parallel, sharded, check)
-        (ROOT / "results").mkdir(exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"{started:%Y%m%d-%H%M%S}-", dir=ROOT / "results"))
-        folder.chmod(0o755)
+        folder = begin.new_folder(ROOT / "results", now=started)
         for place, (plan, _) in planned.items():
             (folder / place).mkdir(exist_ok=True)
             write_json(folder / place / "plan.json", asdict(plan) | {"schema_version": SCHEMA_VERSION})
@@ -207,9 +209,10 @@ def run_row(ladder: Ladder, name: str, record: Path) -> None:
     script, row = ROOT / f"{name}.py", Row(record.stem)
     needed = ladder.plan.gpus * ladder.facts["by_hand_bytes" if name.startswith(BY_HAND) else "fused_bytes"]
     free, advice = ladder.facts["free_bytes"], smaller_batch(ladder.facts["workload"]["batch_size"])
+    on_cpu = ladder.facts["device_type"] == "cpu"  # there what is free is the memory of the host
     if not script.exists():
         row.status, row.reason = "failed", f"{name[0]}_*.py is missing: restore it with git checkout"
-    elif ladder.facts["device_type"] == "cpu" and free and needed > free:
+    elif on_cpu and free and needed > free:
         row.status = "oom"
         row.reason = f"needs about {needed / GIB:.0f} GiB of {free / GIB:.0f} free: not tried, {advice}"
     else:
@@ -223,7 +226,7 @@ def run_row(ladder: Ladder, name: str, record: Path) -> None:
             return
         if row.status == "timeout":
             row.reason += ": raise STEP_TIMEOUT, or take fewer --steps"
-        if row.status == "oom" and needed * 2 > (free or 0):  # else the batch is hardly the cause
+        if row.status == "oom" and on_cpu and needed * 2 > (free or 0):  # else the batch is hardly the cause
             row.reason += f": {advice}"
     say(f"{row.step}: {row.status}: {row.reason}")
     ladder.ended[name] = row
@@ -253,15 +256,11 @@ def has_roofs(folder: Path) -> bool:
 
 
 def measure_roofs(ladder: Ladder) -> None:
-    say("measuring the roofs of this machine")
-    roofs, log = ladder.folder / ROOFS, ladder.folder / "roofs.log"
-    command = process.module_command("common.roofs", *ladder.plan.arguments, "--output", str(roofs))
+    roofs, variables = ladder.folder / ROOFS, process.first_of(ladder.plan.gpus)
     try:
-        roofs.unlink(missing_ok=True)
-        ended = ladder.run(command, log, process.first_of(ladder.plan.gpus))
-        if not ended.stopped and (ended.code or not roofs.exists()):
-            reason = process.last_line(log) if ended.code > 0 else process.describe(ended, ladder.limit_s, log)[1]
-            write_json(roofs, {"failed": reason})
+        words, environment = ladder.plan.arguments, ladder.environment | variables
+        if why := begin.measure_roofs(roofs, words, ladder.limit_s, ladder.stop, environment):
+            write_json(roofs, {"failed": why})
     except OSError as error:
         say(f"the roofs could not be written: {error.strerror or error}")
 
@@ -329,16 +328,17 @@ def main(argv: list[str]) -> int:
     if any(word.partition("=")[0] == "--output" for word in argv):
         parser.error("--output is chosen by run_all.sh: results/ holds a folder per run")
     given, arguments = parser.parse_known_args(argv)
+    limit_s = time_limit(parser)
     if given.sweep or "--batch-size max" in " ".join(arguments).replace("=", " "):
         needs("msgspec", "tabulate")
         from ladder import largest_batch, sweep  # they import torch
 
         try:
-            chosen = sweep if given.sweep else largest_batch
-            return chosen.main(given, absolute_data(arguments), argv, parser, check)
+            if given.sweep:
+                return sweep.main(given, absolute_data(arguments), argv, parser, check)
+            return largest_batch.main(given, absolute_data(arguments), argv, parser, check, limit_s)
         except OSError as error:
             parser.exit(1, f"run_all.sh: error: {error.filename or 'results/'}: {error.strerror or error}\n")
-    limit_s = time_limit(parser)
     if given.peers and (given.scaling or (given.gpus or 1) > 1):
         parser.error("--peers run on one GPU: leave out --gpus and --scaling")
     if given.resume:
@@ -347,7 +347,8 @@ def main(argv: list[str]) -> int:
         if arguments or any(others):
             parser.error(f"--resume takes its options and arguments from {given.resume}: give no others")
         folder = given.resume.resolve()
-        places = sorted(scaling_places(folder), key=scaling.is_last) or [""]
+        # The rows of the last place depend on those of all others.
+        places = sorted(scaling_places(folder), key=lambda place: place == LAUNCHED_ALONE) or [""]
         planned = {place: resumed_run(folder / place, parser) for place in places}
     else:
         folder, planned = new_run(given, arguments, argv, parser)

@@ -23,12 +23,51 @@ import torch
 
 from common import benchmark
 from common.arguments import Arguments, parse_args
-from common.record import Row
-from common.text import say
+from common.record import Row, Run, write_json, write_run
+from common.text import portable_command, say
+from ladder import process
 
 RENEW = 75
+SLACK_S = 60  # that a process may take beyond its share of the time
 KEPT_BYTES, MORE_BYTES = 2**30, 2**26  # of a GPU: libraries' workspaces after the first cell, and what a later adds
 TE_STATE = "transformer_engine.pytorch.module.base"  # holds the state of FP8 that outlives a model
+
+
+# --- the process that starts it ---------------------------------------------------------------------
+
+
+def run_cells(script: Path, todo: list[dict], log: Path, seconds: float, stop: process.Stop, device_type: str) -> None:
+    """Run a script at all shapes of `todo` within about so many seconds. Raises OSError.
+
+    Every cell that was begun leaves a record: where its process dies, of how it died, and the next cells run in a new
+    one.
+    """
+    until, listed = time.monotonic() + seconds, log.with_suffix(".todo.json")
+    while todo and not stop.requests and (left_s := until - time.monotonic()) > 0:
+        write_json(listed, todo)
+        command = process.module_command("ladder.cells", str(script), str(listed), str(left_s))
+        environment = process.passive_waits(device_type)
+        ended = process.run(command, log, left_s + SLACK_S, stop, environment=environment, show=_show)
+        rest = [cell for cell in todo if not Path(cell["output"]).exists()]
+        if ended.code == 0 or ended.stopped or not rest:
+            break
+        if ended.code != RENEW or len(rest) == len(todo):  # the first without a record was at work
+            status, reason = process.describe(ended, left_s + SLACK_S, log)
+            row = Row(script.stem, status=status, reason=reason)
+            output, command = Path(rest[0]["output"]), portable_command(["python", script.name, *rest[0]["words"]])
+            output.parent.mkdir(exist_ok=True)
+            write_run(output, Run(command, None, None, None, [row]))
+            say(f"{script.stem}, {rest[0]['name']}: {status}: {reason}")
+            rest = rest[1:]
+        todo = rest
+    listed.unlink(missing_ok=True)
+
+
+def _show(data: bytes) -> None:
+    say(data.decode(errors="replace"), end="")
+
+
+# --- the process that runs the cells ------------------------------------------------------------------
 
 
 def load_main(script: Path) -> Callable[[Arguments], Row]:

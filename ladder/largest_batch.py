@@ -7,24 +7,21 @@ first that trains is the largest batch of the row. Each batch runs in a process 
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from common.record import write_bytes, write_json
 from common.text import OneLineParser, aligned, portable_command, say
-from ladder import process
-from ladder.sweep import chosen_scripts, run_cells
+from ladder import begin, process
+from ladder.cells import run_cells
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 SHARES = (0.97, 0.94, 0.9)  # of the free memory: libraries hold some beside torch's allocator
 OPTION = "--batch-size"
 STEPS = ("--warmup", "2", "--steps", "5", "--quick")
-LIMIT_S = 600  # of one batch
 
 
 @dataclass
@@ -58,11 +55,15 @@ def predicted_batches(peaks: dict[int, int], free_bytes: int, accumulate: int = 
     return slope, [batch for batch in dict.fromkeys(whole) if batch > many]
 
 
-def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, check) -> int:
-    """Measure, predict, confirm and tabulate. Exits with code 2 and one line on a CPU."""
-    if given.resume or given.peers or given.repeat > 1 or (given.gpus or 1) > 1 or given.scaling or given.parallel:
-        several = "--resume, --peers, --repeat, --gpus, --scaling and --parallel"
-        parser.error(f"--batch-size max runs the five scripts once, on one GPU: leave out {several}")
+def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, check, limit_s: int) -> int:
+    """Measure, predict, confirm and tabulate; a batch may take `limit_s`. Exits with code 2 and one line on a CPU."""
+    others = (given.resume, given.peers, given.repeat > 1, (given.gpus or 1) > 1, given.scaling, given.parallel,
+              given.no_roofs, given.no_profile, given.sweep_minutes != parser.get_default("sweep_minutes"))  # fmt: skip
+    if any(others):
+        parser.error(
+            "--batch-size max only trains the five scripts, on one GPU: leave out --resume, --peers, --repeat, --gpus, "
+            "--scaling, --parallel, --no-roofs, --no-profile and --sweep-minutes"
+        )
     if any(word.partition("=")[0] == "--global-batch-size" for word in arguments):
         parser.error("--batch-size max chooses the batch of a step: leave out --global-batch-size")
     pairs = zip(["", *arguments], arguments, strict=False)  # each word after the one before it
@@ -71,13 +72,11 @@ def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, ch
     if facts["device_type"] != "cuda":
         parser.error("--batch-size max needs a GPU: only its allocator counts what a step holds at most")
     workload, stop = facts["workload"], process.Stop()
-    scripts = [ROOT / f"{name}.py" for name in chosen_scripts(given.only, parser)]
+    scripts = [ROOT / f"{name}.py" for name in begin.steps_named(given.only, ROOT, parser)]
     stop.listen()
-    (ROOT / "results").mkdir(exist_ok=True)
-    now = datetime.datetime.now(datetime.timezone.utc)
-    folder = Path(tempfile.mkdtemp(prefix=f"{now:%Y%m%d-%H%M%S}-largest-batch-", dir=ROOT / "results"))
-    folder.chmod(0o755)
-    trials = Trials(folder, [*words, *facts["pinned"]], facts["free_bytes"], stop, workload["accumulate"])
+    folder = begin.new_folder(ROOT / "results", "largest-batch-")
+    words = [*words, *facts["pinned"]]
+    trials = Trials(folder, words, facts["free_bytes"], stop, limit_s, workload["accumulate"])
     rows = [trials.largest(script, workload["batch_size"]) for script in scripts if not stop.requests]
     write_json(folder / "batches.json", [asdict(row) for row in rows])
     command = portable_command(["./run_all.sh", *argv])
@@ -93,6 +92,7 @@ class Trials:
     words: list[str]
     free_bytes: int
     stop: process.Stop
+    limit_s: int  # of one batch
     accumulate: int = 1
 
     def run(self, script: Path, batch: int) -> dict | None:
@@ -101,7 +101,7 @@ class Trials:
         output.parent.mkdir(exist_ok=True)
         words = [*self.words, "--batch-size", str(batch), *STEPS]
         todo = [{"name": f"batch {batch}", "words": words, "output": str(output), "seconds": 0}]
-        run_cells(script, todo, self.folder / f"{script.stem}.log", LIMIT_S, self.stop, "cuda")
+        run_cells(script, todo, self.folder / f"{script.stem}.log", self.limit_s, self.stop, "cuda")
         return json.loads(output.read_text())["steps"][0] if output.exists() else None
 
     def run_until(self, trained: bool, script: Path, batches: list[int]) -> dict[int, dict]:

@@ -26,12 +26,11 @@ import torch
 
 from common import arguments, flops, hardware
 from common.errors import run_command
-from common.model import GPTConfig
 from common.record import CATEGORIES, AttentionRate, PassTime, Roofs, Workload, write_json
 from common.roofs import product_seconds
 from common.text import OneLineParser, aligned, say
 from ladder import counts
-from report.load import MERGED, PREDICTIONS, ROOFS, RecordError, convert, read_json, read_run
+from report.load import MERGED, PREDICTIONS, ROOFS, convert, read_json, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = ("0_baseline", "1_cublas", "2_sdpa", "3_compile", "4_transformer_engine")
@@ -98,15 +97,11 @@ def _precision(step: str, roofs: Roofs) -> str:
     return {"0": "fp32", "4": "fp8"}.get(step[0], mixed)
 
 
-def _config(shape: Workload) -> GPTConfig:
-    return GPTConfig(shape.n_layer, shape.n_head, shape.n_embd, shape.seq_len, shape.vocab_size)
-
-
 def _products(step: str, shape: Workload, roofs: Roofs) -> Iterable[tuple[int, float, int]]:
     """How often a step runs each product, its seconds at the ceiling, and its FLOPs."""
     precision = _precision(step, roofs)
     exact = {(s.m, s.n, s.k): 2 * s.m * s.n * s.k / s.ceilings[precision] for s in roofs.shapes}
-    for mnk, count in flops.matrix_products(_config(shape), shape.batch_size * shape.seq_len).items():
+    for mnk, count in flops.matrix_products(shape, shape.batch_size * shape.seq_len).items():
         seconds = exact[mnk] if mnk in exact else product_seconds(roofs.grid, precision, *mnk)
         yield count, seconds, 2 * math.prod(mnk)
     if step[0] in BY_HAND:  # batched over sequences and heads: one tall product each
@@ -246,7 +241,7 @@ def main() -> None:
         path = own.roofs or newest_roofs()
         predictions = predict(args.workload(), read_roofs(path))
     except (ValueError, KeyError) as error:
-        parser.error(str(error) if isinstance(error, RecordError | ValueError) else f"{path} lacks {error}")
+        parser.error(str(error) if isinstance(error, ValueError) else f"{path} lacks {error}")
     say(f"{describe(predictions)}\n\nmilliseconds a step, from {path}")
     if own.json:
         write_json(own.json, {step: one.ms for step, one in predictions.items()})

@@ -49,11 +49,6 @@ def divide(
     return planned
 
 
-def is_last(place: str) -> bool:
-    """Whether the rows of a place depend on those of all others."""
-    return place == LAUNCHED_ALONE
-
-
 def is_needed(record: Path, place: Path) -> bool:
     """Whether a row is to run: in `1-launched` only where it was captured on one GPU and launched on several."""
     if place.name != LAUNCHED_ALONE:

@@ -9,10 +9,8 @@ them all.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import math
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -23,8 +21,8 @@ from common import flops
 from common.model import GPTConfig
 from common.record import Row, Run, read_object, write_json, write_run
 from common.text import OneLineParser, one_line, portable_command, say
-from ladder import predict, process
-from ladder.cells import RENEW
+from ladder import begin, predict, process
+from ladder.cells import run_cells
 from report import sweep as pages
 from report.load import ROOFS, RecordError
 from report.sweep import Cell
@@ -34,12 +32,12 @@ PLAN, GIB = "plan.json", 2**30
 BY_HAND = ("0_", "1_")  # rows that write the (T, T) scores of attention to memory
 CHOSEN_HERE = (
     "--preset", "--n-layer", "--n-head", "--n-embd", "--seq-len", "--vocab-size", "--batch-size",
-    "--global-batch-size", "--accumulate", "--checkpoint", "--warmup", "--steps", "--parallel", "--quick", "--profile",
+    "--global-batch-size", "--accumulate", "--checkpoint", "--warmup", "--steps", "--quick", "--profile",
 )  # fmt: skip
 WARMUP, FEWEST, MOST, TIMED_S = 2, 3, 20, 1.0  # steps of a cell; as many as the slowest script does in TIMED_S
 ROOFS_S = {"cuda": 90, "cpu": 45}  # what a cell takes beside its steps, and the roofs: expected, for the plan
 SETUP_S = {"cuda": {"3": 40, "4": 25, "": 6}, "cpu": {"3": 20, "4": 1, "": 3}}
-START_S, SLACK_S = {"cuda": 15, "cpu": 5}, 60  # of a process; and what one may take beyond its share of the time
+START_S = {"cuda": 15, "cpu": 5}  # of a process
 DONE, NOT_TRIED = ("ok", "skipped", "oom"), "not tried"
 
 
@@ -147,43 +145,6 @@ def setup_s(script: str, device_type: str) -> float:
     return known.get(script[0], known[""])
 
 
-# --- one script's process ---------------------------------------------------------------------------
-
-
-def run_cells(script: Path, todo: list[dict], log: Path, seconds: float, stop: process.Stop, device_type: str) -> None:
-    """Run a script at all shapes of `todo` within about so many seconds. Raises OSError.
-
-    Every cell that was begun leaves a record: where its process dies, of how it died, and the next cells run in a new
-    one.
-    """
-    until, listed = time.monotonic() + seconds, log.with_suffix(".todo.json")
-    while todo and not stop.requests and (left_s := until - time.monotonic()) > 0:
-        write_json(listed, todo)
-        command = process.module_command("ladder.cells", str(script), str(listed), str(left_s))
-        environment = process.passive_waits(device_type)
-        ended = process.run(command, log, left_s + SLACK_S, stop, environment=environment, show=_show)
-        rest = [cell for cell in todo if not Path(cell["output"]).exists()]
-        if ended.code == 0 or ended.stopped or not rest:
-            break
-        if ended.code != RENEW or len(rest) == len(todo):  # the first without a record was at work
-            status, reason = process.describe(ended, left_s + SLACK_S, log)
-            row = Row(script.stem, status=status, reason=reason)
-            Path(rest[0]["output"]).parent.mkdir(exist_ok=True)
-            write_run(Path(rest[0]["output"]), Run(shown_command(script, rest[0]), None, None, None, [row]))
-            say(f"{script.stem}, {rest[0]['name']}: {status}: {reason}")
-            rest = rest[1:]
-        todo = rest
-    listed.unlink(missing_ok=True)
-
-
-def _show(data: bytes) -> None:
-    say(data.decode(errors="replace"), end="")
-
-
-def shown_command(script: Path, cell: dict) -> str:
-    return portable_command(["python", script.name, *cell["words"]])
-
-
 # --- the sweep --------------------------------------------------------------------------------------
 
 
@@ -235,7 +196,7 @@ def planned(given, arguments: list[str], argv: list[str], parser: OneLineParser,
         parser.error(f"--sweep chooses shapes and steps itself: leave out {wrong[0]}")
     facts = check(arguments, 1)
     device, free = facts["device_type"], facts["free_bytes"]
-    scripts, shapes = chosen_scripts(given.only, parser), shapes_of(device)
+    scripts, shapes = begin.steps_named(given.only, ROOT, parser), shapes_of(device)
     if free is not None and min(shape.peak_bytes("2_") for shape in shapes) > free:
         parser.error(f"no shape of the sweep fits the {free / GIB:.1f} GiB that are free")
     check([*arguments, *shapes[0].words()], 1)  # that the text fits the vocabulary
@@ -243,23 +204,11 @@ def planned(given, arguments: list[str], argv: list[str], parser: OneLineParser,
     plan = Plan([asdict(shape) for shape in shapes], scripts, arguments, command, device, facts["device"], free)
     require_time(given.sweep_minutes, plan, parser)
     try:
-        (ROOT / "results").mkdir(exist_ok=True)
-        now = datetime.datetime.now(datetime.timezone.utc)
-        folder = Path(tempfile.mkdtemp(prefix=f"{now:%Y%m%d-%H%M%S}-sweep-", dir=ROOT / "results"))
-        folder.chmod(0o755)
+        folder = begin.new_folder(ROOT / "results", "sweep-")
         write_json(folder / PLAN, asdict(plan))
     except OSError as error:
         parser.exit(1, f"run_all.sh: error: cannot write to results/: {error.strerror or error}\n")
     return folder, plan
-
-
-def chosen_scripts(only: str | None, parser: OneLineParser) -> list[str]:
-    """The steps that --only names, or all. Exits where it names none."""
-    names = [path.stem for path in sorted(ROOT.glob("[0-9]_*.py"))]
-    numbers = only.split(",") if only else [name[0] for name in names]
-    if not set(numbers) <= {name[0] for name in names}:
-        parser.error(f"--only {only!r} names a step that is not there")
-    return [name for name in names if name[0] in numbers]
 
 
 def resumed(given, arguments: list[str], _, parser: OneLineParser, check) -> tuple[Path, Plan]:
@@ -301,17 +250,13 @@ def too_short(minutes: int, needed_s: float) -> str:
 
 def measure_roofs(folder: Path, plan: Plan, limit_s: float, stop: process.Stop, parser: OneLineParser) -> None:
     """Measure the roofs in this folder, unless they are there. Exits where they cannot be measured."""
-    roofs, log = folder / ROOFS, folder / "roofs.log"
-    if roofs.exists():
+    if (folder / ROOFS).exists():
         return
-    say("measuring the roofs of this machine")
-    words = [*plan.arguments, *plan.shapes[-1].words(), "--output", str(roofs)]
-    ended = process.run(process.module_command("common.roofs", *words), log, limit_s, stop,
-                        environment=process.passive_waits(plan.device_type))  # fmt: skip
-    if ended.stopped:
+    words, environment = [*plan.arguments, *plan.shapes[-1].words()], process.passive_waits(plan.device_type)
+    why = begin.measure_roofs(folder / ROOFS, words, limit_s, stop, environment)
+    if stop.requests:
         parser.exit(130, "run_all.sh: interrupted\n")
-    if ended.code or not roofs.exists():
-        why = process.last_line(log) if ended.code > 0 else process.describe(ended, limit_s, log)[1]
+    if why:
         parser.error(f"no roofs, so nothing predicts the cells: {why}")
 
 

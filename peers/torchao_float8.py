@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import benchmark
+from common import benchmark, hardware
 from common.errors import Skip
 from common.model import GPT
 
@@ -24,9 +24,10 @@ float8 = benchmark.optional("torchao.float8", "torchao")
 
 
 def main(args):
-    recipe = float8.Float8LinearConfig.from_recipe_name("tensorwise")
-    if args.compute_capability < (8, 9):
+    args.require_gpu("float8 training")
+    if hardware.compute_capability(args.device) < (8, 9):
         raise Skip("float8 training needs an Ada or Hopper GPU or newer")
+    recipe = float8.Float8LinearConfig.from_recipe_name("tensorwise")
     if args.amp_dtype is not torch.bfloat16:
         raise Skip("this peer multiplies FP8 under BF16 mixed precision only")
     args.require_multiples_of(16, "FP8", vocab=False)

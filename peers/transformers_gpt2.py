@@ -64,7 +64,7 @@ def main(args):
     kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
     def train_step(tokens, targets):
-        amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp_dtype is not torch.float32)
+        amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.mixed_precision)
         with amp, sdpa_kernel(kernels, set_priority=True):
             loss = model(tokens, targets)
         loss.backward()

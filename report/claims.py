@@ -16,7 +16,8 @@ from report.findings import Finding, Machine
 from report.table import pipe_table
 
 MACHINES = {"h200": "H200", "epyc-2-cores": "CPU"}  # folder of docs/results -> column
-LADDER, NO_RECORD, NOT_TESTED = "the ladder", "not recorded", "not tested"
+LADDER, TRAFFIC = "the ladder", "traffic"  # docs/performance.md shows what these recorded
+NO_RECORD, NOT_TESTED = "not recorded", "not tested"
 NO_SOURCE = "a common saying; no source was found"
 AMP = "https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html"
 BENCHMARK = "https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html"
@@ -51,7 +52,7 @@ VIEWS = "https://jvoltci.github.io/mosaic/ml-execution/tensors-in-memory/contigu
 class Claim(NamedTuple):
     text: str
     source: str | None  # address of a public page whose text says it; None: no such page was found
-    where: str  # the experiment, or LADDER
+    where: str  # the experiment, LADDER or TRAFFIC
     finding: Callable[[Machine], Finding] | None = None
 
 
@@ -64,7 +65,7 @@ CLAIMS = [
     Claim("FlashAttention is the single most effective optimization", None, LADDER, findings.fused_attention_first),
     Claim("FlashAttention is 2 to 4 times as fast as optimized baselines (here attention by hand)", FLASH_2,
           "techniques", partial(findings.technique, "FlashAttention", 2, 4)),
-    Claim("FlashAttention moves 9 times fewer bytes through DRAM", FLASH, "attention", findings.attention_traffic),
+    Claim("FlashAttention moves 9 times fewer bytes through DRAM", FLASH, TRAFFIC, findings.attention_traffic),
     Claim("FlashAttention's memory grows with the length, not its square", FLASH_2, "attention",
           findings.attention_memory),
     Claim("a fused pointwise chain is faster by the memory traffic that it saves", BRRR, "fusion",
@@ -144,7 +145,7 @@ def verdict(by_machine: dict[str, Finding]) -> str:
 def record_links(claim: Claim, results: Path) -> str:
     """Links, from docs/, to what each machine recorded."""
     pages = {column: f"results/{folder}/anatomy/{claim.where}.md" for folder, column in MACHINES.items()}
-    if claim.where == LADDER:
+    if claim.where in (LADDER, TRAFFIC):
         return "[performance](performance.md)"
     here = [f"[{column}]({page})" for column, page in pages.items() if (results.parent / page).exists()]
     return ", ".join(here) or "-"

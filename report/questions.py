@@ -27,7 +27,7 @@ CONCEPTS = [  # idea, experiment, step of the ladder
     ("capturing a graph", "graph-capture", "3"),
     ("graph breaks", "graph-breaks", "3"),
     ("modes of a compiler, CUDA graphs", "compile-modes", "3"),
-    ("whether a claim holds", "techniques", "1, 2, 3"),
+    ("what a technique gives", "techniques", "1, 2, 3"),
 ]
 
 

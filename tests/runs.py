@@ -64,7 +64,7 @@ def profile(ms, names=("gemm", "softmax"), categories=("matrix products", "atten
     times = times or [ms / len(names)] * len(names)
     kernels = [r.Kernel(*kernel, 1) for kernel in zip(names, categories, times, strict=True)]
     shares = {"compute": 0.6, "memory": 0.4, "launch": 0.0}
-    whole = r.Profile(ms, 3, {k.category: r.CategoryTime(k.ms, 1) for k in kernels}, kernels, len(names), ms, 0.0, 0,
+    whole = r.Profile(ms, 3, {k.category: r.CategoryTime(k.ms, 1) for k in kernels}, kernels, len(names), ms, 0.0,
                       30, "compute", shares)  # fmt: skip
     return replace(whole, **fields)
 
@@ -168,7 +168,7 @@ def cpu():
 def full():
     """A run that leaves no kind of text and no dict empty."""
     more = {"note": "x", "settings": r.Settings(*["x"] * 3, True, None, "x", "x", "x"), "heldout_loss": 3.0,
-            "gpu_state": r.GpuState(throttle_reasons="x"), "bytes_per_step": r.LeastBytes(9, "x"),
+            "gpu_state": r.GpuState(throttle_reasons="x"), "bytes_per_step": r.LeastBytes(9),
             "reference_ms": reference(21.0), "energy_j_per_step": 60.0, "tokens_per_joule": 30.0, "clock_mhz": 1800.0,
             "power_w": 600.0}  # fmt: skip
     half = [t.Launch("x", "x", 0.0, 1.0)]

@@ -43,7 +43,10 @@ def run(tmp_path, *words, **variables):
 
 def test_what_cannot_run_is_one_line(tmp_path):
     for words, variables, message in (
-        (["--only", "nonsense"], {}, "no variant is named like"),
+        (["--only", "nonsense"], {}, "no variant is named like nonsense\n"),
+        (["--only", "DDP"], {}, "runs with --gpus N"),
+        (["--only", "fused AdamW", "--gpus", "2"], {}, "runs without --gpus N"),
+        (["--gpus", "2", "--n-embd", "30", "--n-head", "4"], {}, "error: --n-embd 30 is not divisible by --n-head 4"),
         (["--only", "fused AdamW, step 2", *FAST], {"PATH": ""}, "git is not installed"),
     ):
         ended = run(tmp_path, *words, **variables)
@@ -65,6 +68,7 @@ def test_a_variant_runs_beside_its_script_and_an_output_that_is_there_keeps_its_
             (read,) = [one for one in causes.read_causes(tmp_path / "x.json").variants if one.name != "mine"]
             assert read.category_ms["matrix products"] > 0 and read.baseline.category_ms["gaps"] == 0
             assert len(written["variants"]) == 2 and written["workload"]["n_embd"] == 32
+            assert written["command"].startswith("python -m anatomy.ablations --only 'fused AdamW, step 2' ")
     assert written == old and "another workload" in ended.stderr and ended.stderr.count("\n") == 1
 
 
@@ -74,7 +78,8 @@ def test_a_variant_of_several_processes_runs_beside_its_script_in_as_many(tmp_pa
     chosen = ablations.chosen_variants(ablations.variants(tmp_path), None, several=True)
     assert ablations.run_variants(chosen, FAST, tmp_path / "x.json", 2) == 0
     written = json.loads((tmp_path / "x.json").read_text())
-    assert written["workload"]["gpus"] == 2 and [one["status"] for one in written["variants"]] == ["ok"]
+    assert written["workload"]["gpus"] == 2 and written["workload"]["parallel"] is None
+    assert [one["status"] for one in written["variants"]] == ["ok"]
     assert written["variants"][0]["loss"] == written["variants"][0]["baseline"]["loss"]
     assert not ablations.chosen_variants(ablations.variants(tmp_path), None)
 

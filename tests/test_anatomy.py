@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import FAST, ROOT, quick
 
-from anatomy import attention_forms, experiment, memory_hierarchy, precision, traffic
+from anatomy import attention_forms, experiment, learning, memory_hierarchy, precision, traffic
 from anatomy.experiment import Check, Seconds, with_quartiles
 from common import benchmark
 
@@ -92,6 +92,7 @@ def test_traffic_of_attention_is_analytic_where_no_counters_can_be_read(monkeypa
     assert "ncu) is not installed" in capsys.readouterr().out
     written = json.loads((tmp_path / "x.json").read_text())
     assert written["bytes"]["by hand"] == {"analytic": 43_754_979_328, "counters": None}
+    assert written["command"] == "python -m anatomy.traffic" and written["started_at"]
     for words in (["--shape", "8", "0", "4", "4"], ["--scripts", "2", "--preset", "gpt2"], ["--preset", "gpt2"]):
         monkeypatch.setattr("sys.argv", ["x", *words])
         with pytest.raises(SystemExit) as caught:
@@ -147,6 +148,14 @@ def test_host_cost_rewrites_and_learning_show_what_holds_by_semantics():
     trained = quick("learning", "--steps", "3", "--vocab", "300").figures["trained"]
     assert trained["FP32"]["losses"][0] == pytest.approx(5.7, abs=0.1), "ln 300"
     assert trained["FP32, default initialization"]["losses"][0] > 10
+
+
+def test_a_form_that_diverges_has_no_loss_in_the_table_of_learning(monkeypatch):
+    none, some = ({"losses": [5.5, loss], "last": loss, "zero_share": 0.5} for loss in (None, 5.4))
+    monkeypatch.setattr(learning, "train", lambda form, *_: none if form == learning.FORMS["FP16"] else some)
+    result = quick("learning", "--steps", "2")
+    assert ["FP16", "5.500", "-", "50.0%"] in result.tables[0].rows
+    assert any("FP16 is not a number" in sentence for sentence in result.sentences)
 
 
 def test_each_has_a_question_a_prediction_a_source_a_run_line_and_is_short(capsys):
@@ -243,7 +252,7 @@ def test_all_goes_on_after_a_failure_and_is_0_where_all_came_to_a_result(monkeyp
     page = (tmp_path / "run" / "good.md").read_text()
     before, answer = page.split("<details><summary>How this experiment predicts it</summary>")
     assert "Does it?" in before and "how many?" in before and "It does." not in before
-    assert "1 of 2 predictions are within 25 %" in answer and "a reason" in answer
+    assert "1 of 2 predictions hold (within 25 %, or under their bound)" in answer and "a reason" in answer
     assert "1100 (1050-1150)" in answer, "median and quartiles, in ms"
     assert "| a   |" in page and "![good/x.svg](good/x.svg)" in page and "    a = 1" in page and "--n 3" in page
     assert "it broke" in (tmp_path / "run" / "bad.md").read_text() and "it broke" in capsys.readouterr().out

@@ -64,8 +64,8 @@ def test_only_trace_is_wrong_on_the_other_branch_and_a_tool_that_is_gone_is_a_ro
     assert any("torch.jit.trace" in sentence and "AttributeError" in sentence for sentence in said)
 
 
-def test_techniques_put_claims_beside_measurements():
-    names = [name for name in techniques.CLAIMS if "torch.compile" not in name]
+def test_techniques_have_a_speed_and_a_memory_over_their_plain_form():
+    names = [name for name in techniques.REASONS if "torch.compile" not in name]
     result = quick("techniques", "--dmodel", "32", "--seq", "32", "--batch", "4", "--only", *names)
     assert list(cells := result.figures["techniques"]) == names and "reason" in cells["CUDA graphs"]
     assert cells["checkpointing"]["memory"] < 0.6 and cells["gradient accumulation"]["memory"] < 0.4

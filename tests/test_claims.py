@@ -64,6 +64,15 @@ def test_a_ratio_with_a_serious_doubt_is_left_out():
     assert machine.steps("0", "1") == {"fair": 3.0}
 
 
+def test_a_technique_inside_the_spread_has_no_verdict_in_new_and_older_records():
+    def verdict(**cell):
+        machine = Machine({"techniques": {"techniques": {"x": {"speed": 1.2} | cell}}})
+        return findings.technique("x", 1, 1.3, machine).verdict
+
+    assert verdict(inside_spread=False) == verdict(holds=False) == "holds"
+    assert verdict(inside_spread=True) == verdict(holds=None) == "hidden by the spread"
+
+
 def modes(default: tuple, reduce_overhead: tuple, autotune: tuple) -> Machine:
     """Each mode's seconds to compile, and of a step."""
     named = {"default": default, "reduce-overhead": reduce_overhead, "max-autotune": autotune}

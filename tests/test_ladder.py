@@ -125,6 +125,8 @@ def test_a_step_that_cannot_fit_in_memory_is_not_tried_and_one_that_fits_gets_no
     assert rows["0_x"]["reason"] == "needs about 300 GiB of 100 free: not tried, try --batch-size 2"
     assert "said by 0_x" not in ran.stdout
     assert "signal 9" in rows["2_x"]["reason"] and "batch" not in rows["2_x"]["reason"]
+    said = made.run("--only", "2", fused_bytes=60 * 2**30, device_type="cuda").stdout
+    assert "when host memory runs out" in said and "--batch-size" not in said, "no matter of a GPU's memory"
 
 
 def test_a_full_disk_is_a_failed_row_with_the_reason(project):
@@ -304,6 +306,7 @@ def test_bad_arguments_are_refused_before_any_row_in_one_line(monkeypatch, capsy
         (["--peers", "--gpus", "2"], "9", "--peers run on one GPU"),
         ([], "soon", "STEP_TIMEOUT=soon"),
         ([], "00", "STEP_TIMEOUT=00"),
+        (["--batch-size", "max"], "soon", "STEP_TIMEOUT=soon"),
     ):
         monkeypatch.setenv("STEP_TIMEOUT", limit)
         with pytest.raises(SystemExit) as caught:

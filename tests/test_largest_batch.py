@@ -22,7 +22,7 @@ def test_the_largest_batch_lies_on_the_line_through_two_peaks():
 @pytest.fixture
 def trials(tmp_path, monkeypatch):
     """A search in 100 GiB whose steps take 10 GiB and one more a sequence, and train up to `made.fits`."""
-    made = largest_batch.Trials(tmp_path, [], 100 << 30, process.Stop())
+    made = largest_batch.Trials(tmp_path, [], 100 << 30, process.Stop(), 60)
     made.fits, ran = 84, {"tokens_per_s": 10.0, "peak_allocated_bytes": 0}
 
     def run(_, batch):
@@ -87,23 +87,25 @@ def test_one_sequence_is_the_largest_batch_where_two_have_no_memory(trials):
 def test_each_batch_has_a_process_of_its_own(tmp_path, monkeypatch):
     started = []
 
-    def run_cells(script, todo, *_):
+    def run_cells(script, todo, log, seconds, *_):
         started.append([cell["name"] for cell in todo])
+        assert seconds == 60
         row = {"status": "ok", "reason": None, "tokens_per_s": 1.0, "peak_allocated_bytes": 2**30 * len(started)}
         Path(todo[0]["output"]).write_text(json.dumps({"steps": [row]}))
 
     monkeypatch.setattr(largest_batch, "run_cells", run_cells)
-    trials = largest_batch.Trials(tmp_path, [], 2**30, process.Stop())
+    trials = largest_batch.Trials(tmp_path, [], 2**30, process.Stop(), 60)
     assert trials.largest(ROOT / "2_sdpa.py", 8).batch == 8 and started == [["batch 4"], ["batch 8"]]
 
 
-def test_the_largest_batch_refuses_a_global_batch_before_anything_runs(capsys):
+@pytest.mark.parametrize("option", ["--global-batch-size=8", "--no-roofs", "--no-profile", "--sweep-minutes=9"])
+def test_the_largest_batch_refuses_what_it_would_ignore_before_anything_runs(option, capsys):
     parser = build_parser()
-    given, rest = parser.parse_known_args(["--batch-size", "max", "--global-batch-size=8"])
+    given, rest = parser.parse_known_args(["--batch-size", "max", option])
     with pytest.raises(SystemExit) as ended:
-        largest_batch.main(given, rest, [], parser, lambda *_: pytest.fail("something ran"))
+        largest_batch.main(given, rest, [], parser, lambda *_: pytest.fail("something ran"), 60)
     err = capsys.readouterr().err
-    assert ended.value.code == 2 and err.count("\n") == 1 and "leave out --global-batch-size" in err
+    assert ended.value.code == 2 and err.count("\n") == 1 and "leave out --" in err and option.partition("=")[0] in err
 
 
 def test_the_largest_batch_needs_a_gpu_and_hands_on_all_other_arguments(capsys):
@@ -116,7 +118,7 @@ def test_the_largest_batch_needs_a_gpu_and_hands_on_all_other_arguments(capsys):
     for words in (["--batch-size", "max"], ["--batch-size=max"]):
         given, rest = parser.parse_known_args([*words, "--device", "cpu", "--data", "my book"])
         with pytest.raises(SystemExit) as ended:
-            largest_batch.main(given, rest, words, parser, check)
+            largest_batch.main(given, rest, words, parser, check, 60)
         err = capsys.readouterr().err
         assert ended.value.code == 2 and err.count("\n") == 1 and "--batch-size max needs a GPU" in err
         assert asked.pop() == ["--device", "cpu", "--data", "my book"]
