@@ -40,7 +40,7 @@ def larger(step: str) -> Callable[[Records], Found]:
 
     def describe(_: Run, before: Row, row: Row) -> str | None:
         a, b = peak_gib(before), peak_gib(row)
-        return f"{a:.1f} to {b:.1f} GiB" if b > symptoms.MORE * a else None
+        return f"from {a:.1f} to {b:.1f} GiB" if b > symptoms.MORE * a else None
 
     return _of_pairs(step, describe)
 
@@ -103,7 +103,7 @@ def compiled_memory(figures: dict) -> str:
 
 
 def graphs(figures: dict) -> str:
-    return "graphs in 5 calls: " + ", ".join(f"{name} {found}" for name, (_, found) in figures["graphs"].items())
+    return "graphs in 5 calls: " + "; ".join(f"{name}: {found}" for name, (_, found) in figures["graphs"].items())
 
 
 def kernels(figures: dict) -> str:

@@ -50,4 +50,4 @@ def test_what_was_recorded_stands_in_its_row_and_the_rest_was_not_run(tmp_path):
     told = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in said.splitlines() if "|" in line}
     assert told["Ampere (8.0, 8.6)"] == "Card" and told[machines.WIDE_CPU] == "Chip"
     assert told["Hopper (9.0)"] == told[machines.CPU] == "not run"
-    assert "`gpt2` batch 8 3 to 9 GiB" in said and "tiny" not in said
+    assert "`gpt2` with batch 8, 3 to 9 GiB" in said and "tiny" not in said
