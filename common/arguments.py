@@ -193,7 +193,7 @@ def build_parser(script: Path, description: str | None) -> StepParser:
     shape.add_argument("--checkpoint", action="store_true", help=text)
     text = "launch each kernel of a step from the host, also where it could be captured as a CUDA graph"
     run.add_argument("--no-capture", action="store_true", help=text)
-    text = "train and time the steps and no more: no settling, energy, held-out loss or observation"
+    text = "train and time the steps and no more (with --profile, profile them): no settling, energy, held-out loss"
     run.add_argument("--quick", action="store_true", help=text)
     run.add_argument("--parallel", choices=["ddp", "fsdp"], help="how processes share the model (default: ddp)")
     parser.set_defaults(preset="auto", seed=1337, device="auto", amp_dtype="auto", accumulate=1)

@@ -117,7 +117,7 @@ def run(
     takes the same and only returns the loss. `rehearse` is an optimizer whose updates are left out in a `rehearsal`
     before the first step; it counts as warm-up. `note` qualifies the row in one line, `fp8_recipe` is the repr of the
     recipe, `head` the format of the head beside it. `args.quick` times the trained steps, also on a GPU, and observes
-    nothing. Raises FloatingPointError, and whatever `train_step` raises.
+    no more than the profile. Raises FloatingPointError, and whatever `train_step` raises.
     """
     parallel.require_distributed(model, args)
     model.train()
@@ -252,9 +252,6 @@ def observe(
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
     notes, step = [], partial(train_step, *batch)
-    if args.quick:
-        row.settings.unobserved = "--quick"
-        return None
     if args.profile:
         try:
             if args.device.type == "cuda":
@@ -263,6 +260,9 @@ def observe(
                 row.profile = profile.profile_cpu(step, PROFILED_STEPS)
         except Exception as error:  # whatever breaks in the profiler
             notes.append(f"not profiled: {one_line(error)}")
+    if args.quick:
+        row.settings.unobserved = "--quick"
+        return joined(notes)
     if isinstance(train_step, CapturedStep):
         train_step.release()
         step = partial(train_step.launch, *batch)

@@ -1,9 +1,9 @@
 """The ladder over widths, batches and lengths: ./run_all.sh --sweep.
 
 Each script runs in a process of its own that goes through all shapes (ladder/cells.py), few steps each. The roofs are
-measured first: they predict every cell, and with it how long the sweep takes. What does not fit in the time limit is
-`not run`, and `--sweep --resume DIR` goes on. Every cell that was begun has its record below DIR, and sweep.json has
-them all.
+measured first: they predict every cell, and with it how long the sweep takes. Where a step is slower than the one
+before it, both are profiled afterwards, in the time that is left. What does not fit in the time limit is `not run`, and
+`--sweep --resume DIR` goes on. Every cell that was begun has its record below DIR, and sweep.json has them all.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from common.text import OneLineParser, one_line, portable_command, say
 from ladder import begin, predict, process
 from ladder.cells import run_cells
 from report import sweep as pages
+from report.analysis import GAPS
 from report.load import ROOFS, RecordError
 from report.sweep import Cell
 
@@ -53,6 +54,11 @@ class Shape:
     @property
     def name(self) -> str:
         return f"c{self.n_embd}-t{self.seq_len}-b{self.batch_size}"
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """As `Cell.shape`."""
+        return tuple(getattr(self, name) for name in pages.SHAPE)
 
     @property
     def config(self) -> GPTConfig:
@@ -130,13 +136,18 @@ class Sweep:
 
     def todo(self, shapes: Iterable[Shape], script: str) -> list[dict]:
         """The cells of a script without a record, as ladder/cells.py takes them."""
-        cells = []
-        for shape in shapes:
-            words = [*self.plan.arguments, *shape.words(), "--warmup", str(WARMUP), "--steps", str(self.steps(shape))]
-            seconds, output = self.seconds(shape, script), str(self.record(shape, script))
-            if seconds:
-                cells.append({"name": shape.name, "words": [*words, "--quick"], "output": output, "seconds": seconds})
-        return cells
+        cells = ((shape, self.seconds(shape, script)) for shape in shapes)
+        return [self.cell(shape, script, seconds, self.record(shape, script)) for shape, seconds in cells if seconds]
+
+    def cell(self, shape: Shape, script: str, seconds: float, output: Path, *more: str) -> dict:
+        """One cell, as ladder/cells.py takes it."""
+        steps = ["--warmup", str(WARMUP), "--steps", str(self.steps(shape)), "--quick", *more]
+        words = [*self.plan.arguments, *shape.words(), *steps]
+        return {"name": shape.name, "words": words, "output": str(output), "seconds": seconds}
+
+    def profiled(self, shape: Shape, script: str) -> Path:
+        """The record of a cell that was trained again under the profiler."""
+        return self.folder / shape.name / f"{script}.profiled.json"
 
 
 def setup_s(script: str, device_type: str) -> float:
@@ -187,7 +198,26 @@ def measure(sweep: Sweep, shapes: list[Shape]) -> int:
             except OSError as error:  # what is recorded stands
                 failed = True
                 say(f"{script}: failed: cannot write to {sweep.folder.name}: {error.strerror or error}")
+    explain(sweep)
     return finish(sweep) or int(failed)
+
+
+def explain(sweep: Sweep) -> None:
+    """Profile every step that is slower than the one before it, and that one, in the time that is left."""
+    cells = cells_of(sweep)
+    pairs = pages.slower(pages.by_shape(cells), pages.rungs(cells))
+    wanted = {(cell.step, cell.shape) for pair in pairs for cell in pair}
+    if wanted:
+        say("what is slower than the step before it is profiled, and that step")
+    for script in sweep.plan.scripts:
+        todo = [
+            sweep.cell(shape, script, setup_s(script, sweep.plan.device_type), output, "--profile")
+            for shape in sweep.plan.shapes
+            if (script, shape.key) in wanted and not (output := sweep.profiled(shape, script)).exists()
+        ]
+        log, left_s = sweep.folder / f"{script}.profiled.log", sweep.until - time.monotonic()
+        with contextlib.suppress(OSError):  # what is recorded stands
+            run_cells(ROOT / f"{script}.py", todo, log, left_s, sweep.stop, sweep.plan.device_type)
 
 
 def planned(given, arguments: list[str], argv: list[str], parser: OneLineParser, check) -> tuple[Path, Plan]:
@@ -299,7 +329,7 @@ def within_the_time(sweep: Sweep, parser: OneLineParser) -> list[Shape]:
 
 def finish(sweep: Sweep) -> int:
     """Write sweep.json and the pages; returns the exit code."""
-    cells = [cell_of(sweep, shape, script) for shape in sweep.plan.shapes for script in sweep.plan.scripts]
+    cells = cells_of(sweep)
     write_json(sweep.folder / pages.SWEEP, [asdict(cell) for cell in cells])
     try:
         for line in pages.write(sweep.folder):
@@ -315,6 +345,10 @@ def finish(sweep: Sweep) -> int:
     return 130 if sweep.stop.requests else int(failed)
 
 
+def cells_of(sweep: Sweep) -> list[Cell]:
+    return [cell_of(sweep, shape, script) for shape in sweep.plan.shapes for script in sweep.plan.scripts]
+
+
 def cell_of(sweep: Sweep, shape: Shape, script: str) -> Cell:
     """A cell of sweep.json: of its record, of what was predicted, or of why it has none."""
     one, record = sweep.predicted[shape.name].get(script), sweep.record(shape, script)
@@ -322,6 +356,10 @@ def cell_of(sweep: Sweep, shape: Shape, script: str) -> Cell:
     if one:
         cell = replace(cell, predicted_ms=one.ms, predicted_category_ms=one.category_ms, launches=one.launches,
                        predicted_host_ms=one.host_ms)  # fmt: skip
+    with contextlib.suppress(OSError, LookupError, TypeError):  # not profiled, or that failed
+        (row,) = json.loads(sweep.profiled(shape, script).read_text())["steps"]
+        cell.category_ms = {name: time["ms"] for name, time in row["profile"]["categories"].items()}
+        cell.category_ms[GAPS] = row["profile"]["gpu_idle_ms"] or 0.0
     with contextlib.suppress(OSError):
         run = json.loads(record.read_text())
         (row,), known = run["steps"], run["environment"] or {}

@@ -52,6 +52,7 @@ class Cell:
     predicted_category_ms: dict[str, float] = field(default_factory=dict)
     predicted_host_ms: float | None = None  # to launch the kernels of a step that is launched
     launches: int | None = None  # of a step, as counted for the prediction
+    category_ms: dict[str, float] = field(default_factory=dict)  # profiled, gaps included; where a step was slower
     started_at: str | None = None
     device: str | None = None  # these five: of the machine that ran it
     torch: str | None = None
@@ -125,7 +126,9 @@ def pays(shape: dict[str, Cell], before: str, step: str) -> bool:
 
 
 def why_slower(cell: Cell, before: Cell) -> str:
-    """Why a step is slower than the one before: from its times, its host, or the predicted parts of both."""
+    """Why a step is slower than the one before: from its host, the profiled parts of both, or the predicted ones."""
+    if cell.category_ms and before.category_ms:
+        return f"profiled: {_largest(cell.category_ms, before.category_ms)}"
     if cell.host_bound and not cell.captured:
         count = f" {cell.launches} kernels" if cell.launches else ""
         return f"the host launches{count} longer than the GPU works: none was queued when the last was launched"
@@ -139,10 +142,14 @@ def why_slower(cell: Cell, before: Cell) -> str:
 
 def _changes(cell: Cell, before: Cell) -> str:
     """The two largest differences of the predicted parts: `copies and casts +0.31 ms, matrix products -0.12 ms`."""
-    parts, parts_before = cell.predicted_category_ms, before.predicted_category_ms
-    change = {name: parts.get(name, 0.0) - parts_before.get(name, 0.0) for name in parts | parts_before}
     if cell.predicted_host_ms and cell.predicted_ms == cell.predicted_host_ms:
         return f"the host launches {cell.launches} kernels in {cell.predicted_host_ms:.3g} ms"
+    return _largest(cell.predicted_category_ms, before.predicted_category_ms)
+
+
+def _largest(parts: dict[str, float], parts_before: dict[str, float]) -> str:
+    """The two kinds of kernels whose times differ most."""
+    change = {name: parts.get(name, 0.0) - parts_before.get(name, 0.0) for name in parts | parts_before}
     largest = sorted(change, key=lambda name: -abs(change[name]))[:2]
     return ", ".join(f"{name} {change[name]:+.3g} ms" for name in largest)
 
@@ -191,13 +198,22 @@ def boundaries(shapes: Shapes, before: str, step: str) -> list[str]:
     return lines
 
 
+def slower(shapes: Shapes, pairs: list[tuple[str, str]]) -> list[tuple[Cell, Cell]]:
+    """The cells whose step is shown to be slower than the one before, each behind the cell of that one."""
+    return [
+        (shape[before], shape[step])
+        for before, step in pairs
+        for shape in shapes.values()
+        if (ratio(shape, before, step) or 1) < 1 and apart(shape[step], shape[before])
+    ]
+
+
 def explanations(shapes: Shapes, pairs: list[tuple[str, str]]) -> list[str]:
     """A line for every cell whose step is shown to be slower than the one before."""
     return [
-        f"{step}, {describe_shape(shape[step])}: {value:.2f} times {before}; {why_slower(shape[step], shape[before])}"
-        for before, step in pairs
-        for shape in shapes.values()
-        if (value := ratio(shape, before, step)) and value < 1 and apart(shape[step], shape[before])
+        f"{cell.step}, {describe_shape(cell)}: {before.median_ms / cell.median_ms:.2f} times {before.step}; "
+        f"{why_slower(cell, before)}"
+        for before, cell in slower(shapes, pairs)
     ]
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import runs
 from conftest import FAST, ROOT
 
 from common import benchmark
-from common.record import Row
+from common.record import Row, write_run
 from ladder import __main__ as ladder
 from ladder import cells, largest_batch, predict, process, sweep
 from ladder.__main__ import build_parser
@@ -89,6 +90,30 @@ def test_shapes_that_break_are_cells_and_the_others_run(home, capfd, monkeypatch
     again = []
     monkeypatch.setattr(sweep, "run_cells", lambda script, todo, *_: again.extend(cell["name"] for cell in todo))
     assert home.start("--resume", str(folder)) == 0 and again == ["c32-t32-b5"], "only what failed is tried again"
+
+
+def test_what_is_slower_is_profiled_with_the_step_before_it(home, monkeypatch):
+    ms, profiled = {"0_a": 5.0, "2_b": 8.0}, []
+
+    def run_cells(script, todo, *_):
+        for cell in todo:
+            shown = runs.profile(ms[script.stem], gpu_idle_ms=1.0) if "--profile" in cell["words"] else None
+            profiled.extend([(script.stem, cell["name"])] * bool(shown))
+            Path(cell["output"]).parent.mkdir(exist_ok=True)
+            row = runs.step(script.stem, ms[script.stem] if cell["name"] != "c32-t32-b5" else 4.0, profile=shown)
+            write_run(Path(cell["output"]), runs.run(row))
+
+    monkeypatch.setattr(sweep, "run_cells", run_cells)
+    monkeypatch.setattr(
+        predict, "predict", lambda *_: {name: predict.Prediction(name, {"attention": 1.0}, 5, 0.0) for name in ms}
+    )
+    assert home.start() == 0
+    (folder,) = (home.folder / "results").iterdir()
+    found = pages.read_cells(folder / "sweep.json")
+    slower = [cell for cell in found if cell.category_ms]
+    assert {(cell.step, cell.batch_size) for cell in slower} == {(name, batch) for name in ms for batch in (1, 2, 3)}
+    assert len(profiled) == len(slower) and slower[0].category_ms["gaps"] == 1.0
+    assert "0.62 times 0_a; profiled: matrix products +1.5 ms, attention +1.5 ms" in (folder / "sweep.md").read_text()
 
 
 def test_a_process_that_cannot_go_on_is_followed_by_a_new_one_and_one_that_does_nothing_by_none(tmp_path, monkeypatch):
