@@ -37,7 +37,12 @@ def headline(run: Run) -> str:
     times = f"{duration(median_ms(first))} → {duration(median_ms(last), median_ms(first))}"
     said = f"One training step{between}: {times}, {_times(run, last, first)}"
     over = plain not in (None, first, last) and not mark(run, plain) and analysis.tells_apart(last, plain)
-    return f"{said}; {_times(run, last, plain).replace(' faster', '')} over {plain.step}" if over else said
+    if not over:
+        return said
+    ran = plain.settings
+    usual = ran.amp_dtype in ("bfloat16", "float16") and ran.attention_kernel not in (None, "by hand")
+    name = f"AMP + SDPA ({plain.step})" if usual else plain.step
+    return f"{said}; {_times(run, last, plain).replace(' faster', '')} over {name}"
 
 
 def duration(ms: float, beside: float | None = None) -> str:

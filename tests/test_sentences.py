@@ -34,6 +34,8 @@ def test_the_headline_is_the_last_step_over_the_first_and_over_plain_training():
     rows = [runs.step("0_baseline", 3105.0), runs.step("2_sdpa", 282.0), runs.step("4_te", 157.0)]
     said = "One training step: 3.10 s → 0.16 s, 20 times faster; 1.8 times over 2_sdpa"
     assert headline(runs.run(*rows)) == said
+    rows[1].settings = Settings(amp_dtype="bfloat16", attention_kernel="cudnn")
+    assert headline(runs.run(*rows)) == said.replace("over 2_sdpa", "over AMP + SDPA (2_sdpa)")
     assert headline(runs.run(rows[1], rows[2])) == "One training step: 282.0 ms → 157.0 ms, 1.8 times faster"
     left_out = runs.step("0_baseline", status="not run")
     assert headline(runs.run(left_out, *rows[1:])).startswith("One training step from 2_sdpa to 4_te: 282.0 ms")
