@@ -92,7 +92,7 @@ def chosen_variants(
 
 
 def describe_variants(listed: list[Variant]) -> str:
-    """A line per variant with its script, kind and cause, for a --help."""
+    """A line per variant with its script, its kind, and its cause or its parallel, for a --help."""
     width = max(len(variant.name) for variant in listed)
     about = {v.name: f": {v.rung} {v.cause}" if v.rung else f", {v.parallel}" * bool(v.parallel) for v in listed}
     return "variants:\n" + "\n".join(f"  {v.name:{width}}  {v.script}, {v.kind}{about[v.name]}" for v in listed)
@@ -102,7 +102,7 @@ def write_script(variant: Variant, folder: Path) -> Path:
     """The script in `folder`, patched or beside a patched common/. Raises VariantError where the patch does not fit, or
     git is missing."""
     patched = re.findall(r"^\+\+\+ b/(\S+)", variant.patch.read_text(), re.MULTILINE)
-    # Peers import scripts; a script finds common/ beside itself, which tells where the working copy is.
+    # A script imports what lies beside it. common/ is linked, so that its files know the working copy and its commit.
     for path in [*ROOT.glob("common/*.py"), *ROOT.glob("[0-9]_*.py"), ROOT / f"{variant.script}.py"]:
         name = str(path.relative_to(ROOT))
         copy = folder / name
