@@ -34,16 +34,16 @@ from report import (
 )
 from report.__main__ import write_reports
 from report.analysis import is_timed
-from report.causal_claims import SLICE
 from report.doubts import BUSY, NOTICE, SERIOUS, compared, reference_extremes
 from report.load import MERGED, ROOFS, RecordError, convert, read_json, read_run
 from report.machines import machines_table
+from report.records import GPU, SLICE
 from report.symptom_examples import examples_table
 from report.table import commit_of, figure, gib, levels, markdown, ms_cell, pipe_table, speedup_cell, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
-SHOWN = f"h200/{SLICE}"  # the workload of README's table
+SHOWN = f"{GPU}/{SLICE}"
 
 
 def recorded_runs(folder: Path, pattern: str = "*/*") -> list[tuple[Path, Run]]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from common.record import Row
 from report import analysis
-from report.causal_claims import SLICE
 from report.causes import Variant, gain_ms, read_causes, time_cell
+from report.records import SLICE
 from report.table import percent, pipe_table
 
 LEGEND = (
