@@ -32,7 +32,6 @@ class Measured:
     profile: Profile | None = None  # without its kernels; null without --profile
     started_at: str = ""
     commit: str | None = None
-    gpu_uuid: str | None = None
 
     @property
     def ms(self) -> float | None:

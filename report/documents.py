@@ -35,7 +35,7 @@ from report import (
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, compared, reference_extremes
-from report.load import MERGED, ROOFS, RecordError, convert, read_json, read_run
+from report.load import MERGED, ROOFS, RecordError, read_roofs, read_run
 from report.machines import machines_table
 from report.records import GPU, SLICE
 from report.symptom_examples import examples_table
@@ -176,7 +176,7 @@ def method_tables(results: Path) -> str:
         cells.append((f"threshold of a {'GPU' if device == 'cuda' else 'CPU'}", "", "", *map(str, most.values())))
     parts = [pipe_table(("largest / smallest", "machine", "ladders", "product", "copy"), cells, n_left=2)]
     for path in sorted(results.glob(f"*/{ROOFS}")):
-        parts += [f"Roofs recorded in `{path.parent.name}`:", _roofs_table(convert(read_json(path), Roofs, ROOFS))]
+        parts += [f"Roofs recorded in `{path.parent.name}`:", _roofs_table(read_roofs(path))]
     return "\n\n".join(parts)
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import configparser
 import re
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from common.record import MERGED, ROOFS, Roofs
+from common.record import MERGED, ROOFS
 from common.text import one_line
 from report import causes, parity, sweep
-from report.load import PREDICTIONS, RecordError, convert, read_json, read_run
+from report.load import PREDICTIONS, RecordError, inside, read_json, read_roofs, read_run
 from report.table import commit_name, markdown, pipe_table
 
 PLAN, RUN_ALL = "plan.ini", "./run_all.sh"
@@ -146,7 +144,7 @@ class Facts:
 def facts(paths: list[Path]) -> Facts:
     """What the files say of how they were recorded. Raises RecordError."""
     contents = [read_json(path) for path in paths if path.suffix == ".json"]
-    said = [one for content in contents for one in _objects(content)]
+    said = [one for content in contents for _, one in inside(content) if isinstance(one, dict)]
     commits, devices = (
         sorted({one[key] for one in said if "commit" in one and one.get(key)}) for key in ("commit", "device")
     )
@@ -157,22 +155,11 @@ def facts(paths: list[Path]) -> Facts:
     return Facts(tuple(commits), dirty, min(started, default=""), tuple(devices), commands)
 
 
-def _objects(content: Any) -> Iterator[dict]:
-    """Every object of a JSON value."""
-    if isinstance(content, dict):
-        yield content
-    if isinstance(content, (dict, list)):
-        for value in content.values() if isinstance(content, dict) else content:
-            yield from _objects(value)
-
-
 def check(path: Path) -> None:
     """Raises RecordError where a file is not a valid record of the kind that its name says."""
     readers = {MERGED: read_run, parity.STUDY: parity.read_study, "ablations.json": causes.read_causes,
-               sweep.SWEEP: sweep.read_cells}  # fmt: skip
-    if path.name == ROOFS:
-        convert(read_json(path), Roofs, path.name)
-    elif path.parent.name == causes.FOLDER:
+               sweep.SWEEP: sweep.read_cells, ROOFS: read_roofs}  # fmt: skip
+    if path.parent.name == causes.FOLDER:
         causes.read_causes(path)
     elif path.suffix == ".json":
         readers.get(path.name, read_json)(path)

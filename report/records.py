@@ -9,7 +9,7 @@ from common.record import MERGED, ROOFS, Roofs, Row, Run
 from report.analysis import is_timed
 from report.causes import Variant, read_causes
 from report.doubts import compared
-from report.load import convert, read_json, read_run
+from report.load import read_json, read_roofs, read_run
 
 GPU, GPUS, CPU = "h200", "h200-x2", "epyc-2-cores"  # folders of docs/results
 SLICE = "gpt3-6.7b-slice"  # the workload of README's table
@@ -62,7 +62,7 @@ class Records:
         return by_hand, fused
 
     def roofs(self) -> Roofs:
-        return convert(read_json(self._path(ROOFS)), Roofs, ROOFS)
+        return read_roofs(self._path(ROOFS))
 
     def variants(self, name: str) -> dict[str, Variant]:
         """The variants of a file of ablations or causes, by name."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.errors import run_command
 from common.record import write_bytes
 from common.text import OneLineParser, aligned, one_line, say
 from report import predictions
@@ -382,9 +382,7 @@ def main() -> None:
             say(line)
     except (RecordError, ImportError) as error:
         parser.error(str(error))
-    except OSError as error:
-        parser.exit(1, f"{parser.prog}: error: {error.strerror or error}\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main, "python -m report.sweep")
