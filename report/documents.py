@@ -67,9 +67,8 @@ def readme_table(results: Path) -> str:
     )
     cells = []
     for row in run.steps:
-        rate = tflops(row.model_flops_per_s) if is_timed(row) else "-"
         speedups = (_faster_cell(row, other, run) for other in (baseline, plain))
-        cells.append((row.step, ms(row, run), *speedups, rate, gib(row)))
+        cells.append((row.step, ms(row, run), *speedups, tflops(row.model_flops_per_s), gib(row)))
     at, base = f"docs/results/{SHOWN}", results.parent.parent
     others = [path for path, _ in recorded_runs(folder.parent, "*") if path != folder]
     links = ", ".join(f"[{path.name}]({path.relative_to(base)}/report.md)" for path in others)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from report.records import Records
@@ -45,9 +44,9 @@ def steps_within(before: str, after: str, low: float, high: float, records: Reco
 
 def fp8(records: Records) -> Finding:
     products, steps = records.experiments["precision"]["products"], records.faster("3", "4")
-    product = products["BF16"]["seconds"] / products["FP8"]["seconds"] if products["FP8"]["seconds"] else None
-    if product is None:
+    if not products["FP8"]["seconds"]:
         raise KeyError("FP8")
+    product = products["BF16"]["seconds"] / products["FP8"]["seconds"]
     return within({"one product": product} | {f"step of {name}": ratio for name, ratio in steps.items()}, 1.8, 2.2)
 
 
@@ -102,19 +101,19 @@ def compile_modes(records: Records) -> Finding:
 
 def waits(records: Records) -> dict[str, float]:
     rows = records.experiments["sync-points"]["operations"]
-    return {name: row["host_s"]["empty queue"] * 1e6 for name, row in rows.items() if row["waits"]}
+    found = {name: row["host_s"]["empty queue"] * 1e6 for name, row in rows.items() if row["waits"]}
+    if not found:
+        raise KeyError("a CPU does not wait")
+    return found
 
 
 def constant_sync(records: Records) -> Finding:
-    if not (times := waits(records)):
-        raise KeyError("a CPU does not wait")
-    return within(times, 10, 15, " us")
+    return within(waits(records), 10, 15, " us")
 
 
 def sync_share(records: Records) -> Finding:
-    if not (times := waits(records)):
-        raise KeyError("a CPU does not wait")
-    shares = [times[".item()"] / (times[".item()"] + work) for work in (25_000, 18)]
+    item = waits(records)[".item()"]
+    shares = [item / (item + work) for work in (25_000, 18)]
     near = 0.005 < shares[0] < 0.015 and 0.4 < shares[1] < 0.6
     return Finding(f"{shares[0]:.2%} of 25 ms and {shares[1]:.0%} of 18 us", holds(near))
 
@@ -169,35 +168,34 @@ def technique(name: str, low: float, high: float, records: Records) -> Finding:
     return Finding(found.measured, "hidden by the spread") if hidden else found
 
 
-def host(call: str) -> Callable[[Records], float]:
-    """The time of a call of `host-cost`, in microseconds."""
-    return lambda records: records.experiments["host-cost"]["times"][call] * 1e6
+def host_us(call: str, records: Records) -> float:
+    return records.experiments["host-cost"]["times"][call] * 1e6
 
 
 def dispatch(records: Records) -> Finding:
-    return within({"x * 2 on one number": host("x * 2")(records)}, 3.2, 4, " us")
+    return within({"x * 2 on one number": host_us("x * 2", records)}, 3.2, 4, " us")
 
 
 def views(records: Records) -> Finding:
-    view, operator = host("x.t()")(records), host("x * 2")(records)
+    view, operator = host_us("x.t()", records), host_us("x * 2", records)
     free = HOLDS if view < 0.1 * operator else "holds only for the device"
     return Finding(f"x.t() takes {view:.2f} us of the host, x * 2 {operator:.2f}", free)
 
 
 def element_loop(records: Records) -> Finding:
     n = records.experiments["host-cost"]["elements"]
-    ratio = host(f"a loop over {n} elements")(records) / host("vector.sum()")(records)
+    ratio = host_us(f"a loop over {n} elements", records) / host_us("vector.sum()", records)
     return Finding(f"{n} elements: {ratio:.0f}x", holds(ratio > 100))
 
 
 def guards(records: Records) -> Finding:
-    few, many = (host(f"x * 2 compiled, {n}")(records) for n in ("1 input", "33 inputs"))
+    few, many = (host_us(f"x * 2 compiled, {n}", records) for n in ("1 input", "33 inputs"))
     added = (many - few) / 32
     return Finding(f"{added * 1e3:.0f} ns a tensor; compiled {few:.1f} us", holds(added < 1))
 
 
 def warm_up(records: Records) -> Finding:
-    ratio = records.experiments["host-cost"]["first_call_s"] * 1e6 / host("x * 2 compiled, 1 input")(records)
+    ratio = records.experiments["host-cost"]["first_call_s"] * 1e6 / host_us("x * 2 compiled, 1 input", records)
     return Finding(f"first call of a compiled function {ratio:.0f}x", holds(ratio > 2))
 
 

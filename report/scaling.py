@@ -6,7 +6,6 @@ one GPU, captured as a CUDA graph or launched as the row itself was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -187,7 +186,7 @@ def main_table(rows: list[Scaled]) -> list[dict]:
             *_first_cells(row), {True: "yes", False: "no", None: "-"}[row.captured],
             table.figure(row.median_ms, ".1f") if row.status == "ok" else row.status, efficiency_cell(row),
             table.figure(row.tokens_per_s_per_gpu, ",.0f"),
-            "-" if row.model_flops_per_s_per_gpu is None else table.tflops(row.model_flops_per_s_per_gpu),
+            table.tflops(row.model_flops_per_s_per_gpu),
             table.figure(row.exposed_communication_ms, ".1f"),
             table.figure(row.overlapped_communication_ms, ".1f"),
             table.figure(row.peak_allocated_bytes and row.peak_allocated_bytes / analysis.GIB, ".1f"),
@@ -248,17 +247,14 @@ def render_markdown(runs: dict[str, Run], heading: str = "# Scaling", at: str = 
     losses = loss_table(rows)
     command = one_line(next(iter(runs.values())).command, 1000)
     parts = [
-        heading, table.markdown(about(runs)), _pipe(main_table(rows)), "\n".join(table.bullets(legend(rows, runs))),
+        heading, table.markdown(about(runs)), table.pipe(main_table(rows)),
+        "\n".join(table.bullets(legend(rows, runs))),
         f"![Efficiency, and where the rest of each step goes]({at}{PICTURE})",
-        "Where the missing percents go, as shares of the step:" if losses else "", _pipe(losses),
+        "Where the missing percents go, as shares of the step:" if losses else "", table.pipe(losses),
         "\n".join(table.bullets(filter(None, map(sentence, rows)))), f"Figures: [{ROWS}]({at}{ROWS})",
         f"```\n{command}\n```",
     ]  # fmt: skip
     return "\n\n".join(part.strip("\n") for part in parts if part.strip("\n"))
-
-
-def _pipe(rows: Iterable[dict]) -> str:
-    return aligned([{name: table.markdown(cell) for name, cell in row.items()} for row in rows], "pipe", n_left=2)
 
 
 def write(folder: Path, runs: dict[str, Run]) -> list[str]:

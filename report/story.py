@@ -102,17 +102,17 @@ def time_bar(run: Run, row: Row, reference: Row | None) -> drawn.Bar:
     return drawn.Bar(row.step, analysis.category_ms(row) or {"step": median_ms(row)}, label, row.predicted_ms)
 
 
-def time_bars(run: Run) -> list[drawn.Bar]:
-    """Every step and peer, with its speedup over the first that has a time."""
-    return [time_bar(run, row, analysis.reference_row(run.steps)) for row in [*run.steps, *run.peers]]
-
-
 def where(run: Run) -> dict[str, str]:
-    """Where the time of a step went: a picture in ms, and one in shares of each profiled step; empty without any."""
-    bars = time_bars(run)
+    """Where the time of every step and peer went, with its speedup over the first that has a time."""
+    reference = analysis.reference_row(run.steps)
+    pictures = whole_and_shares([time_bar(run, row, reference) for row in [*run.steps, *run.peers]])
+    return dict(zip(("where", "shares"), pictures, strict=True))
+
+
+def whole_and_shares(bars: list[drawn.Bar]) -> tuple[str, str]:
+    """A picture in ms, and one in shares of each profiled step; empty without any."""
     profiled = [bar for bar in bars if bar.parts and "step" not in bar.parts]
-    shares = drawn.stacked(profiled, "ms", shares=True) if profiled else ""
-    return {"where": drawn.stacked(bars, "ms"), "shares": shares}
+    return drawn.stacked(bars, "ms"), drawn.stacked(profiled, "ms", shares=True) if profiled else ""
 
 
 def blocks(run: Run) -> list[str]:
