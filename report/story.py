@@ -70,7 +70,7 @@ def _kernel_cells(change: analysis.Change, names: list[str]) -> dict:
 
 def _facts(run: Run, before: Row, after: Row) -> list[dict]:
     """What the machine did in both steps: the first figures that are known and differ."""
-    rows, facts = (before, after), []
+    rows = (before, after)
     shown = {
         "ms per step": [ms_of(run, row) for row in rows],
         "peak GiB": [table.gib(row) for row in rows],
@@ -85,9 +85,7 @@ def _facts(run: Run, before: Row, after: Row) -> list[dict]:
             table.figure(row.profile and row.profile.autograd_nodes_attention, ",.0f") for row in rows
         ],
     }
-    for name, (a, b) in shown.items():
-        if a != b:
-            facts.append((name, a, b))
+    facts = [(name, a, b) for name, (a, b) in shown.items() if a != b]
     return table.grid(("per training step", "before", "after"), facts[:MOST_FACTS])
 
 
