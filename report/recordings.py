@@ -214,17 +214,25 @@ def readme_lines(root: Path, record: Path) -> list[str] | None:
     return [f"{since}. The [recordings](docs/results/README.md) list what changed and what is missing. {SINCE}"]
 
 
-def page_line(root: Path, results: Path) -> list[str] | None:
-    """How many records are older than the code that they are about; None where git cannot tell."""
+def page_lines(root: Path, results: Path) -> list[str] | None:
+    """How many records are older than the code that they are about, and by commit what has changed since.
+
+    None where git cannot tell.
+    """
     plan = read_plan(results / PLAN)
-    of = [(facts(files).commits, one.code) for one in plan if (files := one.files(results))]
-    changed = [changed_since(root, commits, code) for commits, code in of if commits]
-    if None in changed:
+    recorded = [(facts(files).commits, one.code) for one in plan if (files := one.files(results))]
+    changed = [{commit: changed_since(root, (commit,), code) for commit in commits} for commits, code in recorded]
+    if any(None in each.values() for each in changed):
         return None
-    missing, older, silent = len(plan) - len(of), sum(map(bool, changed)), len(of) - len(changed)
-    said = f"Of {len(plan)} planned recordings {missing} are missing, and {older} are older than the code they describe"
-    known = f" The commit of {silent} is not known." * bool(silent)
-    return [f"{said}.{known} {SINCE}"]
+    older, silent = sum(any(each.values()) for each in changed), changed.count({})
+    said = f"Of {len(plan)} planned recordings {len(plan) - len(recorded)} are missing, and {older} are older than the "
+    said += "code they describe." + f" The commit of {silent} is not known." * bool(silent)
+    names: dict[str, set[str]] = {}
+    for commit, files in (item for each in changed for item in each.items()):
+        names.setdefault(commit, set()).update(files)
+    since = [f"- Since commit {commit[:7]}: {describe_files(sorted(files)) or 'nothing'}. {SINCE}"
+             for commit, files in sorted(names.items())]  # fmt: skip
+    return [f"{said} {SINCE}", *since]
 
 
 def recordings_page(results: Path) -> str:
@@ -251,24 +259,9 @@ def _code(command: str) -> str:
     return one_line(command, 1000).replace("`", "'").replace("|", "\\|")
 
 
-def since_lines(root: Path, results: Path) -> list[str] | None:
-    """A line per commit that something planned is recorded at: what has changed; None where git cannot tell."""
-    changed: dict[str, set[str]] = {}
-    for one in read_plan(results / PLAN):
-        for commit in facts(one.files(results)).commits:
-            names = changed_since(root, (commit,), one.code)
-            if names is None:
-                return None
-            changed.setdefault(commit, set()).update(names)
-    said = {commit: describe_files(sorted(names)) or "nothing" for commit, names in changed.items()}
-    return [f"- Since commit {commit[:7]}: {names}. {SINCE}" for commit, names in sorted(said.items())]
-
-
 def with_since(parts: dict[str, list[str]], root: Path, results: Path, shown: Path) -> dict[str, list[str]]:
     """The generated parts of each page, by name, with what says how old their records are. README is about `shown`."""
-    whole, since = page_line(root, results), since_lines(root, results)
-    known = None not in (whole, since)
-    ends = {"README.md": readme_lines(root, shown), "docs/results/README.md": [*whole, *since] if known else None}
+    ends = {"README.md": readme_lines(root, shown), "docs/results/README.md": page_lines(root, results)}
     for name, (first, *others) in parts.items():
         lines = "\n".join(made_by_git(root / name, ends[name])) if name in ends else AGE
         gap = "\n" * (1 + (name != "README.md"))  # there the line ends the paragraph about the table
