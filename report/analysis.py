@@ -66,9 +66,8 @@ def extent_ms(row: Row) -> tuple[float, float]:
 
 
 def quartiles_ms(row: Row) -> tuple[float, float]:
-    """25th and 75th percentile; where the record has none, the range of its times."""
-    times = row.timing.step_ms or [row.timing.median_ms]
-    return row.timing.p25_ms or min(times), row.timing.p75_ms or max(times)
+    """25th and 75th percentile."""
+    return row.timing.p25_ms, row.timing.p75_ms
 
 
 def spread(row: Row) -> float:

@@ -168,7 +168,8 @@ def _check(row: Row) -> None:
         return
     if row.profile and not set(row.profile.categories) <= set(CATEGORIES):
         raise RecordError(f"{row.step}: unknown categories of kernels")
-    needed = [row.timing.median_ms, row.tokens_per_s, row.model_flops_per_s, row.loss, *row.timing.step_ms]
+    needed = [row.timing.median_ms, row.timing.p25_ms, row.timing.p75_ms, *row.timing.step_ms]
+    needed += [row.tokens_per_s, row.model_flops_per_s, row.loss]
     needed += [time for again in row.repetitions for time in (again.timing.median_ms, *again.timing.step_ms)]
     if not all(needed) or row.timing.warmup_s is None or (row.profile and not row.profile.step_ms):
         raise RecordError(f"{row.step}: an ok row without its numbers")
