@@ -38,9 +38,9 @@ class Measured:
         return self.timing.median_ms
 
     @property
-    def category_ms(self) -> dict[str, float] | None:
-        """Milliseconds of a step by kernel category, gaps included; None without a profile."""
-        return analysis.category_ms(Row("", timing=self.timing, profile=self.profile))
+    def row(self) -> Row:
+        """What the figures of report/analysis.py are made of."""
+        return Row("", timing=self.timing, loss=self.loss, profile=self.profile)
 
 
 @dataclass(kw_only=True)
@@ -112,13 +112,9 @@ def alone_ms(causes: Causes, before: str, rung: str) -> float | None:
 
 def moved_ms(before: Measured | None, after: Measured | None) -> dict[str, float]:
     """The change of each kernel category, largest first, down to a tenth of all; empty without both profiles."""
-    if not (before and after and before.category_ms and after.category_ms):
-        return {}
-    names = before.category_ms | after.category_ms
-    changes = {name: after.category_ms.get(name, 0.0) - before.category_ms.get(name, 0.0) for name in names}
-    least = 0.1 * sum(map(abs, changes.values()))
-    large = {name: change for name, change in changes.items() if abs(change) > least}
-    return dict(sorted(large.items(), key=lambda item: -abs(item[1])))
+    changes = analysis.changed_categories(before.row, after.row) if before and after else []
+    least = 0.1 * sum(abs(change.ms) for change in changes)
+    return {change.name: change.ms for change in changes if abs(change.ms) > least}
 
 
 def by_head(causes: Causes) -> dict[str, Measured]:
