@@ -303,23 +303,15 @@ CLAIMS = [
 ]  # fmt: skip
 
 
-def found(claim: Claim, records: Records) -> Evidence | None:
-    """None where a record lacks."""
-    try:
-        return claim.measure(records)
-    except KeyError:
-        return None
-
-
 def claims_table(results: Path) -> str:
     """A row per claim: where it stands, its figure, the record, and whether the figure bears it out."""
     machines = {name: Records.read(results / name) for name in (GPU, CPU)}
     cells = []
     for claim in CLAIMS:
-        seen = found(claim, machines[claim.machine])
-        figure, record = (seen.figure, f"{claim.machine}/{seen.record}") if seen else ("not measured", "-")
+        found = machines[claim.machine].measured(claim.measure)
+        figure, record = (found.figure, f"{claim.machine}/{found.record}") if found else ("not measured", "-")
         agrees = "yes" if claim.shown else CONSISTENT
-        verdict = "-" if seen is None else agrees if seen.holds else "no"
+        verdict = "-" if found is None else agrees if found.holds else "no"
         cells.append((claim.sentence, claim.where, markdown(figure), markdown(record), verdict))
     table = pipe_table(("sentence", "stands in", "measured", "record", "holds"), cells, n_left=5)
     return f"{table}\n\n{MARKED}" if any(MARK in figure for _, _, figure, *_ in cells) else table

@@ -73,11 +73,11 @@ CLAIMS = [
           findings.pointwise_fusion),
     Claim("a product and its ReLU become one kernel (said of TensorRT)", TENSORRT, "fusion", findings.product_epilogue),
     Claim("products with one input are merged (horizontal fusion, said of TensorRT)", SIDE_BY_SIDE, "rewrites",
-          partial(findings.rewritten, ("three products with one input",), 1)),
+          partial(findings.one_kernel, ("three products with one input",))),
     Claim("two products in a row are one kernel (said of CUTLASS)", CUTLASS, "rewrites",
-          partial(findings.rewritten, ("two products in a row",), 1)),
+          partial(findings.one_kernel, ("two products in a row",))),
     Claim("dead code is dropped, and constants are folded (said of TensorFlow)", GRAPPLER, "rewrites",
-          partial(findings.rewritten, ("dead code", "constant folding"), 1)),
+          partial(findings.one_kernel, ("dead code", "constant folding"))),
     Claim("fusion does not change the numbers", None, "rewrites", findings.same_numbers),
     Claim("`default` compiles fastest, and `max-autotune` gives the fastest code", INFERENCE, "compile-modes",
           findings.compile_modes),
@@ -123,10 +123,7 @@ CLAIMS = [
 def found(claim: Claim, records: Records) -> Finding:
     if claim.finding is None:
         return Finding("-", NOT_TESTED)
-    try:
-        return claim.finding(records)
-    except KeyError:
-        return Finding("-", NO_RECORD)
+    return records.measured(claim.finding, Finding("-", NO_RECORD))
 
 
 def verdict(by_machine: dict[str, Finding]) -> str:

@@ -134,10 +134,7 @@ def path(results: Path) -> str:
 
 
 def _folded(number: int, question: Question, records: Records) -> str:
-    try:
-        answer = question.answer(records)
-    except KeyError:
-        answer = "nothing is recorded."
+    answer = records.measured(question.answer, "nothing is recorded.")
     page = f"results/{GPU}/anatomy/{question.experiment}.md"
     return (
         f"{number}. {question.text}\n\n<details><summary>Measured</summary>\n\n{answer} [Record]({page})\n\n</details>"

@@ -1,9 +1,11 @@
-"""What is recorded of one machine, for the pages that judge a sentence by it. What is not recorded raises KeyError."""
+"""What is recorded of one machine, for the pages that judge a sentence by it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from common.record import MERGED, ROOFS, Roofs, Row, Run
 from report.analysis import is_timed
@@ -13,11 +15,15 @@ from report.load import read_json, read_roofs, read_run
 
 GPU, GPUS, CPU = "h200", "h200-x2", "epyc-2-cores"  # folders of docs/results
 SLICE = "gpt3-6.7b-slice"  # the workload of README's table
+T = TypeVar("T")
 
 
 @dataclass
 class Records:
-    """The figures of each experiment, the runs by name, and the folder that holds them and the other records."""
+    """The figures of each experiment, the runs by name, and the folder that holds them and the other records.
+
+    What is not recorded raises KeyError, which only `measured` turns into words.
+    """
 
     experiments: dict[str, dict] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
@@ -29,6 +35,13 @@ class Records:
         experiments |= {path.stem: read_json(path) for path in folder.glob("*-traffic.json")}
         runs = {path.parent.name: read_run(path) for path in sorted(folder.glob(f"*/{MERGED}"))}
         return cls(experiments, runs, folder)
+
+    def measured(self, figure: Callable[[Records], T], otherwise: T | None = None) -> T | None:
+        """What a function makes of these records; where they lack what it needs, something else."""
+        try:
+            return figure(self)
+        except KeyError:
+            return otherwise
 
     def rows(self, *steps: str, of: tuple[str, ...] = ()) -> dict[str, tuple[Row, ...]]:
         """By run, `of` all or some, the profiled rows of these steps where it has them all."""

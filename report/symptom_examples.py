@@ -165,13 +165,9 @@ def examples_table(results: Path) -> str:
     cells = []
     for title in symptoms.TITLES:
         name = elsewhere.get(title, GPU)
-        try:
-            figure, record = EXAMPLES[title](machines[name])
-        except KeyError:
-            said = "nothing is recorded", "-"
-        else:
-            said = markdown(figure), markdown(f"{name}/{record}")
-        cells.append((f"[{title}](#{anchor(title)})", *said))
+        figure, record = machines[name].measured(EXAMPLES[title], ("nothing is recorded", None))
+        link, place = f"[{title}](#{anchor(title)})", f"{name}/{record}" if record else "-"
+        cells.append((link, markdown(figure), markdown(place)))
     marks = {MARK: MARKED, scaling.UNLIKE: scaling.UNLIKE_LEGEND}
     legend = [meaning for sign, meaning in marks.items() if any(sign in figure for _, figure, _ in cells)]
     return "\n\n".join([pipe_table(("symptom", "measured here", "record"), cells, n_left=3), *legend])

@@ -23,7 +23,7 @@ def plain(text):
 @pytest.mark.parametrize("claim", claims.CLAIMS, ids=lambda claim: f"{claim.where}: {claim.sentence[:40]}")
 def test_a_claim_stands_in_its_file_and_no_figure_speaks_against_it(claim):
     assert claim.sentence in plain((ROOT / claim.where).read_text())
-    found = claims.found(claim, Records.read(RESULTS / claim.machine))
+    found = Records.read(RESULTS / claim.machine).measured(claim.measure)
     assert found is None or (found.holds and re.search(r"\d", found.figure)), found
 
 
