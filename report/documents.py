@@ -57,15 +57,8 @@ def readme_table(results: Path) -> str:
     folder = results / SHOWN
     run = read_run(folder / MERGED)
     baseline, plain = analysis.reference_row(run.steps), analysis.plain_row(run.steps)
-    headers = (
-        "step",
-        "ms per step",
-        f"times faster than {baseline.step}",
-        f"times faster than {plain.step}",
-        "TFLOP/s",
-        "peak GiB",
-    )
-    cells = []
+    over = (f"times faster than {other.step}" for other in (baseline, plain))
+    headers, cells = ("step", "ms per step", *over, "TFLOP/s", "peak GiB"), []
     for row in run.steps:
         speedups = (_faster_cell(row, other, run) for other in (baseline, plain))
         cells.append((row.step, ms(row, run), *speedups, tflops(row.model_flops_per_s), gib(row)))
@@ -186,16 +179,9 @@ def _roofs_table(roofs: Roofs) -> str:
         rates = (tflops(getattr(rates, name)) for rates in (roofs, roofs.square, roofs.zeros))
         conditions = (f"{figure:.0f}" if figure else "-" for figure in (at.clock_mhz, at.power_w, at.ceiling_clock_mhz))
         cells.append((precision.upper(), *rates, *conditions, tflops(ceiling)))
-    headers = (
-        "back to back, TFLOP/s",
-        "one square product",
-        "the same of zeros",
-        "MHz",
-        "W",
-        "MHz in bursts",
-        "ceiling",
-    )
-    return pipe_table(("", *headers), cells)
+    headers = ("", "back to back, TFLOP/s", "one square product", "the same of zeros", "MHz", "W", "MHz in bursts",
+               "ceiling")  # fmt: skip
+    return pipe_table(headers, cells)
 
 
 # --- docs/parity.md -------------------------------------------------------------------------------

@@ -75,7 +75,9 @@ class Recording:
     def files(self, results: Path) -> list[Path]:
         """Its files below a folder like docs/results."""
         place = results / self.name
-        return [place] * place.is_file() if self.is_file else kept_files(place, self.pieces[0].is_run)
+        if self.is_file:
+            return [place] if place.is_file() else []
+        return kept_files(place, self.pieces[0].is_run)
 
 
 def kept_files(folder: Path, is_run: bool) -> list[Path]:

@@ -156,7 +156,8 @@ def sentence(row: Scaled) -> str | None:
     if row.lost is None:
         return f"{said[0]}. No profile that fits the timed steps says where the rest goes."
     parts = [f"{percents(share)} go to {name}" for name, share in main_loss(row)]
-    said += [f"Of the missing {percents(1 - row.efficiency)}, {', '.join(parts)}"] * bool(parts and row.efficiency < 1)
+    if parts and row.efficiency < 1:
+        said.append(f"Of the missing {percents(1 - row.efficiency)}, {', '.join(parts)}")
     if row.alone_clock_mhz and row.clock_mhz:
         said.append(f"The clock is {row.clock_mhz:.0f} MHz, on one GPU {row.alone_clock_mhz:.0f}")
     return ". ".join(said) + "."
@@ -220,7 +221,8 @@ def legend(rows: list[Scaled], runs: dict[str, Run]) -> list[str]:
     lines += [UNLIKE_LEGEND] if any(row.alike is False for row in rows) else []
     lines += [ON_A_CPU] if environment_of(first).device_type == "cpu" else []
     lines += [f"{row.name}: {row.status}: {row.reason}" for row in rows if row.status != "ok"]
-    lines += [f"serious: {verdict}" for verdict in [busy_between(runs)] if verdict]
+    if verdict := busy_between(runs):
+        lines.append(f"serious: {verdict}")
     lines += [f"serious: {place}: {text}" for place, run in runs.items()
               for text in table.levels(run).get(doubts.SERIOUS, [])]  # fmt: skip
     return lines
