@@ -70,11 +70,6 @@ def read_causes(path: Path) -> Causes:
     return convert(read_json(path), Causes, path.name)
 
 
-def recorded_causes(results: Path) -> list[tuple[Path, Causes]]:
-    """Every file of causes, by path."""
-    return [(path, read_causes(path)) for path in sorted(results.glob(f"*/{FOLDER}/*.json"))]
-
-
 # --- figures --------------------------------------------------------------------------------------
 
 
@@ -136,7 +131,7 @@ def peers(causes: Causes) -> dict[str, Measured]:
 
 def sections(results: Path) -> str:
     """Each gain by its causes, and peers beside step 4 with the same head, workload by workload."""
-    recorded = recorded_causes(results)
+    recorded = [(path, read_causes(path)) for path in sorted(results.glob(f"*/{FOLDER}/*.json"))]
     if not recorded:
         return f"## Each gain to its cause\n\nNothing is recorded yet. `{COMMAND}` records a workload."
     gains, equals = ["## Each gain to its cause"], []

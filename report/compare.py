@@ -134,11 +134,9 @@ def _speedup_table(pairs: list[tuple[Row, Row]], a: Run, b: Run) -> tuple[Row, l
     firsts = next(filter(_both_timed, pairs))
     cells = []
     for pair in pairs:
-        speedups = [compared(row, first, a, b) for row, first in zip(pair, firsts, strict=True)]
-        words = [
-            speedup_cell(row, first, a, b) if is_timed(row) else reason_untimed(row)
-            for row, first in zip(pair, firsts, strict=True)
-        ]
+        both = [*zip(pair, firsts, strict=True)]
+        speedups = [compared(row, first, a, b) for row, first in both]
+        words = [speedup_cell(row, first, a, b) if is_timed(row) else reason_untimed(row) for row, first in both]
         rates = [tflops(row.model_flops_per_s) for row in pair]
         ratio = f"{speedups[1].ratio / speedups[0].ratio:.3f}{max(s.mark for s in speedups)}" if all(speedups) else "-"
         cells.append((pair[0].step, *words, ratio, *rates))

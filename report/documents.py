@@ -89,8 +89,7 @@ def ms(row: Row, run: Run) -> str:
 
 def performance_tables(results: Path) -> str:
     """Machine by machine: speedups of all workloads, time by category, variants; then bytes of attention."""
-    shown = results / Path(SHOWN).parent
-    machines = sorted(results.iterdir(), key=lambda path: (path != shown, path.name))
+    machines = sorted(results.iterdir(), key=lambda path: (path.name != GPU, path.name))
     parts = [part for machine in machines if any(machine.glob(f"*/{MERGED}")) for part in _machine_tables(machine)]
     parts.append(causes.sections(results))
     parts += traffic.sections(results)
