@@ -61,11 +61,9 @@ def small_product(records: Records) -> str:
 def chain_bytes(records: Records) -> str:
     record = records.experiments["fusion"]
     eager, compiled = (record["cases"]["sigmoid(relu(x*w+b))"][form] for form in ("eager", "compiled"))
-    per_number = [row["bytes"] / record["numbers"] for row in (eager, compiled)]
-    return (
-        "eager {:.0f}N, fused {:.0f}N".format(*per_number)
-        + f", and fused is {eager['seconds'] / compiled['seconds']:.2f} times as fast."
-    )
+    before, after = (row["bytes"] / record["numbers"] for row in (eager, compiled))
+    faster = eager["seconds"] / compiled["seconds"]
+    return f"eager {before:.0f}N, fused {after:.0f}N, and fused is {faster:.2f} times as fast."
 
 
 def tensor_cores(records: Records) -> str:

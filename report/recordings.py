@@ -96,7 +96,7 @@ def read_plan(path: Path) -> list[Recording]:
     try:
         with path.open() as file:
             parser.read_file(file)
-        machines = {name: Machine(*_machine(text)) for name, text in parser["machines"].items()}
+        machines = {name: _machine(text) for name, text in parser["machines"].items()}
         return [_recording(name, parser[name], machines) for name in parser.sections() if name != "machines"]
     except OSError as error:
         raise RecordError(f"{path.name} cannot be read ({error.strerror})") from None
@@ -104,9 +104,9 @@ def read_plan(path: Path) -> list[Recording]:
         raise RecordError(f"{path.name} is no plan: {str(error).splitlines()[0]}") from None
 
 
-def _machine(text: str) -> tuple[int, str]:
+def _machine(text: str) -> Machine:
     gpus, _, device = text.partition(" ")
-    return int(gpus), device
+    return Machine(int(gpus), device)
 
 
 def _recording(name: str, section: configparser.SectionProxy, machines: dict[str, Machine]) -> Recording:

@@ -59,9 +59,9 @@ class Records:
         found = {}
         for name, run in self.runs.items():
             rows = {row.step[0]: row for row in run.steps}
-            faster = before in rows and after in rows and compared(rows[after], rows[before], run)
-            if faster and not faster.mark:
-                found[name] = faster.ratio
+            speedup = compared(rows[after], rows[before], run) if {before, after} <= rows.keys() else None
+            if speedup and not speedup.mark:
+                found[name] = speedup.ratio
         if not found:
             raise KeyError(f"{before} and {after}")
         return found
