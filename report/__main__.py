@@ -8,10 +8,9 @@ python -m report --compare RUN_A RUN_B    two runs beside each other; --html FIL
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-from common.errors import needs
+from common.errors import needs, run_command
 from common.record import scaling_places, write_run
 from common.text import OneLineParser, one_line, say
 
@@ -95,7 +94,7 @@ def report(folder: Path, ended: dict | None = None) -> int:
     return int(any(row.status not in GOOD for row in rows if not (row.status == "not run" and row.step in left_out)))
 
 
-def main() -> None:
+def main() -> int:
     parser = OneLineParser(prog="python -m report", description=__doc__)
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="a folder that run_all.sh wrote")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("RUN_A", "RUN_B"), help="ratios, step by step")
@@ -106,23 +105,19 @@ def main() -> None:
     if args.html and not args.compare:
         parser.error("--html goes with --compare")
     try:
-        if args.compare:
-            needs("msgspec", "tabulate", *(["jinja2", "matplotlib"] if args.html else []))
-            from report.compare import compare_folders, page_of, text_of
+        if not args.compare:
+            return report(args.run_dir)
+        needs("msgspec", "tabulate", *(["jinja2", "matplotlib"] if args.html else []))
+        from report.compare import compare_folders, page_of, text_of
 
-            made = compare_folders(*args.compare)
-            say(text_of(made))
-            if args.html:
-                args.html.write_text(page_of(made), encoding="utf-8")
-            sys.exit(0)
-        sys.exit(report(args.run_dir))
-    except KeyboardInterrupt:
-        parser.exit(130, f"{parser.prog}: interrupted\n")
+        made = compare_folders(*args.compare)
+        say(text_of(made))
+        if args.html:
+            args.html.write_text(page_of(made), encoding="utf-8")
+        return 0
     except ValueError as error:  # RecordError
         parser.error(str(error))
-    except OSError as error:
-        parser.exit(1, f"{parser.prog}: error: {error.filename or args.run_dir}: {error.strerror or error}\n")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "python -m report")

@@ -66,9 +66,8 @@ def extent_ms(row: Row) -> tuple[float, float]:
 
 
 def quartiles_ms(row: Row) -> tuple[float, float]:
-    """25th and 75th percentile; where the record has none, the range of its times."""
-    times = row.timing.step_ms or [row.timing.median_ms]
-    return row.timing.p25_ms or min(times), row.timing.p75_ms or max(times)
+    """25th and 75th percentile."""
+    return row.timing.p25_ms, row.timing.p75_ms
 
 
 def spread(row: Row) -> float:
@@ -280,28 +279,18 @@ def changed_categories(before: Row, after: Row) -> list[Change]:
 
 
 def changed_kernels(before: Row, after: Row) -> list[tuple[Change, list[str]]]:
-    """Kernels in plain words, largest change first, each with the names behind it."""
+    """Kernels of two profiled rows in plain words, largest change first, each with the names behind it."""
     names: dict[str, dict[str, None]] = {}
     sums = []
     for row in (before, after):
         total: dict[str, CategoryTime] = {}
-        for name, time in _kernels(row).items():
-            names.setdefault(readable(name), {})[name] = None
-            own = total.setdefault(readable(name), CategoryTime())
-            own.ms, own.launches = own.ms + time.ms, own.launches + time.launches
+        for kernel in row.profile.kernels:
+            name = readable(kernel.name)
+            names.setdefault(name, {})[kernel.name] = None
+            own = total.setdefault(name, CategoryTime())
+            own.ms, own.launches = own.ms + kernel.ms, own.launches + kernel.launches
         sums.append(total)
     return [(change, [*names[change.name]]) for change in _changes(*sums)]
-
-
-def _kernels(row: Row, category: str | None = None) -> dict[str, CategoryTime]:
-    """Kernels by name, all or those of a category; what a record lists twice is added up."""
-    kernels: dict[str, CategoryTime] = {}
-    listed = row.profile.kernels if row.profile else []
-    for kernel in (kernel for kernel in listed if category in (None, kernel.category)):
-        total = kernels.setdefault(kernel.name, CategoryTime())
-        total.ms += kernel.ms
-        total.launches += kernel.launches
-    return kernels
 
 
 def _changes(old: dict[str, CategoryTime], new: dict[str, CategoryTime]) -> list[Change]:
@@ -338,7 +327,10 @@ class AlikeProducts:
 
 def alike_products(before: Row, after: Row) -> AlikeProducts | None:
     """Where the same matrix products took another time because of the clock; None where that is not known."""
-    old, new = (_kernels(row, "matrix products") for row in (before, after))
+    if not (before.profile and after.profile):
+        return None
+    old, new = ({kernel.name: kernel for kernel in row.profile.kernels if kernel.category == "matrix products"}
+                for row in (before, after))  # fmt: skip
     alike = [name for name in old if name in new and old[name].launches == new[name].launches]
     a, b = (sum(products[name].ms for name in alike) for products in (old, new))
     if not (a and b >= 0.1 * median_ms(after) and abs(b / a - 1) > 0.03 and before.clock_mhz and after.clock_mhz):

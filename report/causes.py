@@ -32,16 +32,15 @@ class Measured:
     profile: Profile | None = None  # without its kernels; null without --profile
     started_at: str = ""
     commit: str | None = None
-    gpu_uuid: str | None = None
 
     @property
     def ms(self) -> float | None:
         return self.timing.median_ms
 
     @property
-    def category_ms(self) -> dict[str, float] | None:
-        """Milliseconds of a step by kernel category, gaps included; None without a profile."""
-        return analysis.category_ms(Row("", timing=self.timing, profile=self.profile))
+    def row(self) -> Row:
+        """What the figures of report/analysis.py are made of."""
+        return Row("", timing=self.timing, loss=self.loss, profile=self.profile)
 
 
 @dataclass(kw_only=True)
@@ -69,11 +68,6 @@ class Causes:
 def read_causes(path: Path) -> Causes:
     """Read and check a file. Raises RecordError."""
     return convert(read_json(path), Causes, path.name)
-
-
-def recorded_causes(results: Path) -> list[tuple[Path, Causes]]:
-    """Every file of causes, by path."""
-    return [(path, read_causes(path)) for path in sorted(results.glob(f"*/{FOLDER}/*.json"))]
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -113,13 +107,9 @@ def alone_ms(causes: Causes, before: str, rung: str) -> float | None:
 
 def moved_ms(before: Measured | None, after: Measured | None) -> dict[str, float]:
     """The change of each kernel category, largest first, down to a tenth of all; empty without both profiles."""
-    if not (before and after and before.category_ms and after.category_ms):
-        return {}
-    names = before.category_ms | after.category_ms
-    changes = {name: after.category_ms.get(name, 0.0) - before.category_ms.get(name, 0.0) for name in names}
-    least = 0.1 * sum(map(abs, changes.values()))
-    large = {name: change for name, change in changes.items() if abs(change) > least}
-    return dict(sorted(large.items(), key=lambda item: -abs(item[1])))
+    changes = analysis.changed_categories(before.row, after.row) if before and after else []
+    least = 0.1 * sum(abs(change.ms) for change in changes)
+    return {change.name: change.ms for change in changes if abs(change.ms) > least}
 
 
 def by_head(causes: Causes) -> dict[str, Measured]:
@@ -141,7 +131,7 @@ def peers(causes: Causes) -> dict[str, Measured]:
 
 def sections(results: Path) -> str:
     """Each gain by its causes, and peers beside step 4 with the same head, workload by workload."""
-    recorded = recorded_causes(results)
+    recorded = [(path, read_causes(path)) for path in sorted(results.glob(f"*/{FOLDER}/*.json"))]
     if not recorded:
         return f"## Each gain to its cause\n\nNothing is recorded yet. `{COMMAND}` records a workload."
     gains, equals = ["## Each gain to its cause"], []

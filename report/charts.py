@@ -22,18 +22,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from common.text import one_line
-from report.drawn import CATEGORY_COLORS
+from report.drawn import CATEGORY_COLORS, LONGEST_LABEL, LONGEST_NAME, PLAIN
 from report.table import tflops
 
 INK = "#123457"  # stands for the page's own text color, see _svg
-ACCENT, FAINT = "#2f7ebc", "#9aa5b1"
+FAINT = "#9aa5b1"
 # Okabe and Ito's colors, as in report/drawn.py.
 SERIES_COLORS = ("#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2", "#cc79a7", "#8a6d3b", "#9aa5b1")
 FASTER, SLOWER, FULL_RATIO = "#0072b2", "#d55e00", 3  # of a heat map
 BAR = 0.62  # of the height of a step's line
 LINES = ("-", "--", "-.", ":", (0, (5, 1)))  # styles of curves
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
-LONGEST_NAME, LONGEST_LABEL = 24, 48
 MOST_POINTS = 1000  # of one curve
 STYLE = {
     "svg.fonttype": "none",
@@ -105,7 +104,7 @@ def speedup_png(bars: list[Bar], title: str) -> bytes:
     with _steps_figure([bar.name for bar in bars], height_in, "times faster than the first row") as (figure, axes):
         top = max((bar.value for bar in bars if bar.value), default=1.0)
         for row, bar in enumerate(bars):
-            axes.barh(row, bar.value or 0.0, color=ACCENT, height=0.66)
+            axes.barh(row, bar.value or 0.0, color=PLAIN, height=0.66)
             _label(axes, (bar.value or 0.0) + 0.012 * top, row, bar.label)
         axes.set_xlim(0, 1.3 * top)
         figure.suptitle(one_line(title, 100), fontsize=9.5)
@@ -122,13 +121,13 @@ def scaling_png(rows: list[tuple[str, float | None, dict[str, float], str]]) -> 
     with _steps_figure([name for name, *_ in rows], height_in, "% of the step") as (figure, axes):
         for row, (_, efficiency, lost, label) in enumerate(rows):
             left = 100 * (efficiency or 0.0)
-            axes.barh(row, left, color=ACCENT, alpha=0.45, height=BAR)
+            axes.barh(row, left, color=PLAIN, alpha=0.45, height=BAR)
             _label(axes, 1, row, label)
             for name in names:
                 width = max(0.0, 100 * lost.get(name, 0.0))
                 axes.barh(row, width, left=left, color=CATEGORY_COLORS[name], height=BAR)
                 left += width
-        whole = {"what one GPU alone needs": (*matplotlib.colors.to_rgb(ACCENT), 0.45)}
+        whole = {"what one GPU alone needs": (*matplotlib.colors.to_rgb(PLAIN), 0.45)}
         said = {"communication": "exposed communication"}
         colors = whole | {said.get(name, name): CATEGORY_COLORS[name] for name in names}
         handles = [matplotlib.patches.Patch(color=color, label=name) for name, color in colors.items()]
@@ -225,8 +224,8 @@ def _steps_figure(names: list[str], height_in: float, xlabel: str) -> Iterator[t
         yield figure, axes
 
 
-def _label(axes: Axes, x: float, row: int, text: str, **options) -> None:
-    axes.text(x, row, one_line(text, LONGEST_LABEL), va="center", **options)
+def _label(axes: Axes, x: float, row: int, text: str) -> None:
+    axes.text(x, row, one_line(text, LONGEST_LABEL), va="center")
 
 
 def _png(figure: Figure) -> bytes:

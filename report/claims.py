@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from report import findings
-from report.findings import Finding, Machine
+from report.findings import Finding
+from report.records import CPU, GPU, Records
 from report.table import pipe_table
 
-MACHINES = {"h200": "H200", "epyc-2-cores": "CPU"}  # folder of docs/results -> column
+MACHINES = {GPU: "H200", CPU: "CPU"}  # folder of docs/results -> column
 LADDER, TRAFFIC = "the ladder", "traffic"  # docs/performance.md shows what these recorded
 NO_RECORD, NOT_TESTED = "not recorded", "not tested"
 NO_SOURCE = "a common saying; no source was found"
@@ -53,7 +54,7 @@ class Claim(NamedTuple):
     text: str
     source: str | None  # address of a public page whose text says it; None: no such page was found
     where: str  # the experiment, LADDER or TRAFFIC
-    finding: Callable[[Machine], Finding] | None = None
+    finding: Callable[[Records], Finding] | None = None
 
 
 CLAIMS = [
@@ -72,11 +73,11 @@ CLAIMS = [
           findings.pointwise_fusion),
     Claim("a product and its ReLU become one kernel (said of TensorRT)", TENSORRT, "fusion", findings.product_epilogue),
     Claim("products with one input are merged (horizontal fusion, said of TensorRT)", SIDE_BY_SIDE, "rewrites",
-          partial(findings.rewritten, ("three products with one input",), 1)),
+          partial(findings.one_kernel, ("three products with one input",))),
     Claim("two products in a row are one kernel (said of CUTLASS)", CUTLASS, "rewrites",
-          partial(findings.rewritten, ("two products in a row",), 1)),
+          partial(findings.one_kernel, ("two products in a row",))),
     Claim("dead code is dropped, and constants are folded (said of TensorFlow)", GRAPPLER, "rewrites",
-          partial(findings.rewritten, ("dead code", "constant folding"), 1)),
+          partial(findings.one_kernel, ("dead code", "constant folding"))),
     Claim("fusion does not change the numbers", None, "rewrites", findings.same_numbers),
     Claim("`default` compiles fastest, and `max-autotune` gives the fastest code", INFERENCE, "compile-modes",
           findings.compile_modes),
@@ -119,18 +120,10 @@ CLAIMS = [
 ]  # fmt: skip
 
 
-def machines(results: Path) -> dict[str, Machine]:
-    """Column -> the records of one machine."""
-    return {column: Machine.read(results / folder) for folder, column in MACHINES.items()}
-
-
-def found(claim: Claim, machine: Machine) -> Finding:
+def found(claim: Claim, records: Records) -> Finding:
     if claim.finding is None:
         return Finding("-", NOT_TESTED)
-    try:
-        return claim.finding(machine)
-    except KeyError:
-        return Finding("-", NO_RECORD)
+    return records.measured(claim.finding, Finding("-", NO_RECORD))
 
 
 def verdict(by_machine: dict[str, Finding]) -> str:
@@ -159,9 +152,10 @@ def source_link(claim: Claim) -> str:
 
 
 def claims_table(results: Path) -> str:
-    recorded, cells = machines(results), []
+    recorded = {column: Records.read(results / folder) for folder, column in MACHINES.items()}
+    cells = []
     for claim in CLAIMS:
-        by_machine = {name: found(claim, machine) for name, machine in recorded.items()}
+        by_machine = {column: found(claim, records) for column, records in recorded.items()}
         judged = verdict(by_machine)
         measured = (one.measured for one in by_machine.values())
         cells.append((claim.text, source_link(claim), claim.where, *measured, judged,

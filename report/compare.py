@@ -7,16 +7,12 @@ from pathlib import Path
 
 from common.record import Row, Run, differing_fields
 from common.text import aligned
-from report import drawn, story
+from report import story
 from report.analysis import extent_ms, is_timed, reason_untimed, tells_apart
 from report.doubts import SERIOUS, compared
 from report.load import RecordError, environment_of, load_run
 from report.table import commit_of, describe_passes, grid, legend, levels, ms_cell, speedup_cell, tflops
 
-SHAPE_FIELDS = (
-    "preset", "n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size", "parameters", "tokens_per_step",
-    "flops_per_step", "lr", "gpus", "parallel", "accumulate", "checkpoint",
-)  # fmt: skip
 # What may differ while a median still means the same: how many steps were timed, and where the text came from.
 HARMLESS_FIELDS = ("warmup", "steps", "data")
 
@@ -52,8 +48,8 @@ def compare(a: Run, b: Run, names: tuple[str, str]) -> Comparison:
         raise RecordError("a run whose workload is unknown cannot be compared")
     differing = differing_fields(a.workload, b.workload)
     serious = [name for name in differing if name not in HARMLESS_FIELDS]
-    if other := [name for name in serious if name not in SHAPE_FIELDS]:
-        raise RecordError(f"{names[0]} and {names[1]} ran different workloads: {', '.join(other)} differ")
+    if "seed" in differing:
+        raise RecordError(f"{names[0]} and {names[1]} ran different workloads: seeds differ")
     pairs = _pairs(a, b)
     if not any(map(_both_timed, pairs)):
         raise RecordError(f"{names[0]} and {names[1]} have no step in common that has a time in both")
@@ -99,8 +95,7 @@ def _pictures(pairs: list[tuple[Row, Row]], a: Run, b: Run) -> list[str]:
     """The time of every step in both runs, where kinds of kernels are known in kinds: in ms, and as shares."""
     bars = [story.time_bar(run, row, None) for pair in pairs for row, run in zip(pair, (a, b), strict=True)]
     named = [replace(bar, name=f"{'AB'[k % 2]}: {bar.name}") for k, bar in enumerate(bars)]
-    profiled = [bar for bar in named if bar.parts and "step" not in bar.parts]
-    return [drawn.stacked(named, "ms"), *([drawn.stacked(profiled, "ms", shares=True)] if profiled else [])]
+    return [*filter(None, story.whole_and_shares(named))]
 
 
 def _pairs(a: Run, b: Run) -> list[tuple[Row, Row]]:
@@ -139,12 +134,10 @@ def _speedup_table(pairs: list[tuple[Row, Row]], a: Run, b: Run) -> tuple[Row, l
     firsts = next(filter(_both_timed, pairs))
     cells = []
     for pair in pairs:
-        speedups = [compared(row, first, a, b) for row, first in zip(pair, firsts, strict=True)]
-        words = [
-            speedup_cell(row, first, a, b) if is_timed(row) else reason_untimed(row)
-            for row, first in zip(pair, firsts, strict=True)
-        ]
-        rates = [tflops(row.model_flops_per_s) if is_timed(row) else "-" for row in pair]
+        both = [*zip(pair, firsts, strict=True)]
+        speedups = [compared(row, first, a, b) for row, first in both]
+        words = [speedup_cell(row, first, a, b) if is_timed(row) else reason_untimed(row) for row, first in both]
+        rates = [tflops(row.model_flops_per_s) for row in pair]
         ratio = f"{speedups[1].ratio / speedups[0].ratio:.3f}{max(s.mark for s in speedups)}" if all(speedups) else "-"
         cells.append((pair[0].step, *words, ratio, *rates))
     rows = grid(("step", "A speedup", "B speedup", "B / A", "A TFLOP/s", "B TFLOP/s"), cells)

@@ -34,16 +34,16 @@ from report import (
 )
 from report.__main__ import write_reports
 from report.analysis import is_timed
-from report.causal_claims import SLICE
 from report.doubts import BUSY, NOTICE, SERIOUS, compared, reference_extremes
-from report.load import MERGED, ROOFS, RecordError, convert, read_json, read_run
+from report.load import MERGED, ROOFS, RecordError, read_roofs, read_run
 from report.machines import machines_table
+from report.records import GPU, SLICE
 from report.symptom_examples import examples_table
 from report.table import commit_of, figure, gib, levels, markdown, ms_cell, pipe_table, speedup_cell, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
-SHOWN = f"h200/{SLICE}"  # the workload of README's table
+SHOWN = f"{GPU}/{SLICE}"
 
 
 def recorded_runs(folder: Path, pattern: str = "*/*") -> list[tuple[Path, Run]]:
@@ -57,19 +57,11 @@ def readme_table(results: Path) -> str:
     folder = results / SHOWN
     run = read_run(folder / MERGED)
     baseline, plain = analysis.reference_row(run.steps), analysis.plain_row(run.steps)
-    headers = (
-        "step",
-        "ms per step",
-        f"times faster than {baseline.step}",
-        f"times faster than {plain.step}",
-        "TFLOP/s",
-        "peak GiB",
-    )
-    cells = []
+    over = (f"times faster than {other.step}" for other in (baseline, plain))
+    headers, cells = ("step", "ms per step", *over, "TFLOP/s", "peak GiB"), []
     for row in run.steps:
-        rate = tflops(row.model_flops_per_s) if is_timed(row) else "-"
         speedups = (_faster_cell(row, other, run) for other in (baseline, plain))
-        cells.append((row.step, ms(row, run), *speedups, rate, gib(row)))
+        cells.append((row.step, ms(row, run), *speedups, tflops(row.model_flops_per_s), gib(row)))
     at, base = f"docs/results/{SHOWN}", results.parent.parent
     others = [path for path, _ in recorded_runs(folder.parent, "*") if path != folder]
     links = ", ".join(f"[{path.name}]({path.relative_to(base)}/report.md)" for path in others)
@@ -97,8 +89,7 @@ def ms(row: Row, run: Run) -> str:
 
 def performance_tables(results: Path) -> str:
     """Machine by machine: speedups of all workloads, time by category, variants; then bytes of attention."""
-    shown = results / Path(SHOWN).parent
-    machines = sorted(results.iterdir(), key=lambda path: (path != shown, path.name))
+    machines = sorted(results.iterdir(), key=lambda path: (path.name != GPU, path.name))
     parts = [part for machine in machines if any(machine.glob(f"*/{MERGED}")) for part in _machine_tables(machine)]
     parts.append(causes.sections(results))
     parts += traffic.sections(results)
@@ -176,7 +167,7 @@ def method_tables(results: Path) -> str:
         cells.append((f"threshold of a {'GPU' if device == 'cuda' else 'CPU'}", "", "", *map(str, most.values())))
     parts = [pipe_table(("largest / smallest", "machine", "ladders", "product", "copy"), cells, n_left=2)]
     for path in sorted(results.glob(f"*/{ROOFS}")):
-        parts += [f"Roofs recorded in `{path.parent.name}`:", _roofs_table(convert(read_json(path), Roofs, ROOFS))]
+        parts += [f"Roofs recorded in `{path.parent.name}`:", _roofs_table(read_roofs(path))]
     return "\n\n".join(parts)
 
 
@@ -187,16 +178,9 @@ def _roofs_table(roofs: Roofs) -> str:
         rates = (tflops(getattr(rates, name)) for rates in (roofs, roofs.square, roofs.zeros))
         conditions = (f"{figure:.0f}" if figure else "-" for figure in (at.clock_mhz, at.power_w, at.ceiling_clock_mhz))
         cells.append((precision.upper(), *rates, *conditions, tflops(ceiling)))
-    headers = (
-        "back to back, TFLOP/s",
-        "one square product",
-        "the same of zeros",
-        "MHz",
-        "W",
-        "MHz in bursts",
-        "ceiling",
-    )
-    return pipe_table(("", *headers), cells)
+    headers = ("", "back to back, TFLOP/s", "one square product", "the same of zeros", "MHz", "W", "MHz in bursts",
+               "ceiling")  # fmt: skip
+    return pipe_table(headers, cells)
 
 
 # --- docs/parity.md -------------------------------------------------------------------------------

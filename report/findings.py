@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
-from common.record import Run
-from report.doubts import compared
-from report.load import MERGED, read_json, read_run
+from report.records import Records
 
 HOLDS, FAILS = "holds", "does not hold here"
 
@@ -17,35 +12,6 @@ HOLDS, FAILS = "holds", "does not hold here"
 class Finding(NamedTuple):
     measured: str
     verdict: str
-
-
-@dataclass
-class Machine:
-    """What is recorded of one machine: its ladders, and the figures of each experiment."""
-
-    experiments: dict[str, dict] = field(default_factory=dict)
-    runs: dict[str, Run] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, folder: Path) -> Machine:
-        experiments = {path.stem: read_json(path)["figures"] for path in folder.glob("anatomy/*.json")}
-        experiments |= {path.stem: read_json(path) for path in folder.glob("*-traffic.json")}
-        return cls(experiments, {path.parent.name: read_run(path) for path in folder.glob(f"*/{MERGED}")})
-
-    def steps(self, before: str, after: str) -> dict[str, float]:
-        """Run -> how many times faster the step `after` is than `before`, where no serious doubt is about either.
-
-        Raises KeyError where no run has both.
-        """
-        found = {}
-        for name, run in sorted(self.runs.items()):
-            rows = {row.step[0]: row for row in run.steps}
-            faster = before in rows and after in rows and compared(rows[after], rows[before], run)
-            if faster and not faster.mark:
-                found[name] = faster.ratio
-        if not found:
-            raise KeyError(f"{before} and {after}")
-        return found
 
 
 def said(values: dict[str, float], unit: str = "x", digits: int = 2) -> str:
@@ -72,20 +38,20 @@ def within(values: dict[str, float], low: float, high: float, unit: str = "x") -
 # --- findings, by record -------------------------------------------------------------------------
 
 
-def steps_within(before: str, after: str, low: float, high: float, machine: Machine) -> Finding:
-    return within(machine.steps(before, after), low, high)
+def steps_within(before: str, after: str, low: float, high: float, records: Records) -> Finding:
+    return within(records.faster(before, after), low, high)
 
 
-def fp8(machine: Machine) -> Finding:
-    products, steps = machine.experiments["precision"]["products"], machine.steps("3", "4")
-    product = products["BF16"]["seconds"] / products["FP8"]["seconds"] if products["FP8"]["seconds"] else None
-    if product is None:
+def fp8(records: Records) -> Finding:
+    products, steps = records.experiments["precision"]["products"], records.faster("3", "4")
+    if not products["FP8"]["seconds"]:
         raise KeyError("FP8")
+    product = products["BF16"]["seconds"] / products["FP8"]["seconds"]
     return within({"one product": product} | {f"step of {name}": ratio for name, ratio in steps.items()}, 1.8, 2.2)
 
 
-def fused_attention_first(machine: Machine) -> Finding:
-    gains = {before + after: machine.steps(before, after) for before, after in ("01", "12", "23")}
+def fused_attention_first(records: Records) -> Finding:
+    gains = {before + after: records.faster(before, after) for before, after in ("01", "12", "23")}
     runs = {run: ratio for run, ratio in gains["12"].items() if run in gains["01"] and run in gains["23"]}
     if not runs:
         raise KeyError("steps 0 to 3")
@@ -96,16 +62,13 @@ def fused_attention_first(machine: Machine) -> Finding:
     return Finding(said(tensor_cores | attention, digits=1), verdict)
 
 
-def attention_traffic(machine: Machine) -> Finding:
-    counted = machine.experiments["attention-traffic"]["bytes"]
-    by_hand, fused = (counted[kind]["counters"] for kind in ("by hand", "fused"))
-    if not (by_hand and fused):
-        raise KeyError("counters")
+def attention_traffic(records: Records) -> Finding:
+    by_hand, fused = records.attention_bytes()
     return within({"forward and backward": by_hand / fused}, 8, 10)
 
 
-def attention_memory(machine: Machine) -> Finding:
-    fused = machine.experiments["attention"]["attention"]["SDPA flash"]
+def attention_memory(records: Records) -> Finding:
+    fused = records.experiments["attention"]["attention"]["SDPA flash"]
     if not fused:
         raise KeyError("lengths")
     first, last = min(fused, key=int), max(fused, key=int)
@@ -113,20 +76,20 @@ def attention_memory(machine: Machine) -> Finding:
     return Finding(f"length x{length:g}, memory x{growth:.1f}", holds(growth < 1.25 * length))
 
 
-def pointwise_fusion(machine: Machine) -> Finding:
-    rows = machine.experiments["fusion"]["cases"]["sigmoid(relu(x*w+b))"]
+def pointwise_fusion(records: Records) -> Finding:
+    rows = records.experiments["fusion"]["cases"]["sigmoid(relu(x*w+b))"]
     speed, by_bytes = (rows["eager"][key] / rows["compiled"][key] for key in ("seconds", "bytes"))
     return Finding(f"{speed:.2f}x, by bytes {by_bytes:.2f}x", holds(0.8 <= speed / by_bytes <= 1.25))
 
 
-def product_epilogue(machine: Machine) -> Finding:
-    rows = machine.experiments["fusion"]["cases"]["relu(A@B+c)"]
+def product_epilogue(records: Records) -> Finding:
+    rows = records.experiments["fusion"]["cases"]["relu(A@B+c)"]
     launches, speed = rows["compiled"]["launches"], rows["eager"]["seconds"] / rows["compiled"]["seconds"]
     return Finding(f"{launches} launches, {speed:.2f}x", holds(launches == 1))
 
 
-def compile_modes(machine: Machine) -> Finding:
-    modes = machine.experiments["compile-modes"]["modes"]
+def compile_modes(records: Records) -> Finding:
+    modes = records.experiments["compile-modes"]["modes"]
     cold, step = ({name: modes[name][run][key] for name in modes} for run, key in
                   (("cold", "first_steps_s"), ("warm", "step_s")))  # fmt: skip
     compiles_fastest, runs_fastest = min(cold, key=cold.get), min(step, key=step.get)
@@ -136,52 +99,52 @@ def compile_modes(machine: Machine) -> Finding:
     return Finding(measured, holds((compiles_fastest, runs_fastest) == ("default", "max-autotune")))
 
 
-def waits(machine: Machine) -> dict[str, float]:
-    rows = machine.experiments["sync-points"]["operations"]
-    return {name: row["host_s"]["empty queue"] * 1e6 for name, row in rows.items() if row["waits"]}
-
-
-def constant_sync(machine: Machine) -> Finding:
-    if not (times := waits(machine)):
+def waits(records: Records) -> dict[str, float]:
+    rows = records.experiments["sync-points"]["operations"]
+    found = {name: row["host_s"]["empty queue"] * 1e6 for name, row in rows.items() if row["waits"]}
+    if not found:
         raise KeyError("a CPU does not wait")
-    return within(times, 10, 15, " us")
+    return found
 
 
-def sync_share(machine: Machine) -> Finding:
-    if not (times := waits(machine)):
-        raise KeyError("a CPU does not wait")
-    shares = [times[".item()"] / (times[".item()"] + work) for work in (25_000, 18)]
+def constant_sync(records: Records) -> Finding:
+    return within(waits(records), 10, 15, " us")
+
+
+def sync_share(records: Records) -> Finding:
+    item = waits(records)[".item()"]
+    shares = [item / (item + work) for work in (25_000, 18)]
     near = 0.005 < shares[0] < 0.015 and 0.4 < shares[1] < 0.6
     return Finding(f"{shares[0]:.2%} of 25 ms and {shares[1]:.0%} of 18 us", holds(near))
 
 
-def any_waits(machine: Machine) -> Finding:
-    row = machine.experiments["sync-points"]["operations"]["if tensor.any()"]
+def any_waits(records: Records) -> Finding:
+    row = records.experiments["sync-points"]["operations"]["if tensor.any()"]
     if not row["waits"]:
         raise KeyError("a CPU does not wait")
     empty, late = (row["host_s"][queue] * 1e6 for queue in ("empty queue", "after a large kernel"))
     return Finding(f"{empty:.0f} us, after a large kernel {late:.0f} us", holds(late > 2 * empty))
 
 
-def transposed(machine: Machine) -> Finding:
-    rows = machine.experiments["contiguity"]["operations"]
+def transposed(records: Records) -> Finding:
+    rows = records.experiments["contiguity"]["operations"]
     return within({name: row["ratio"] for name, row in rows.items()}, 5, 20)
 
 
-def marks_fusion(machine: Machine) -> Finding:
-    nodes = ", ".join(machine.experiments["autograd"]["sdpa_nodes"])
+def marks_fusion(records: Records) -> Finding:
+    nodes = ", ".join(records.experiments["autograd"]["sdpa_nodes"])
     return Finding(nodes, holds(nodes == "ScaledDotProductEfficientAttentionBackward0"))
 
 
-def fewer_nodes(machine: Machine) -> Finding:
-    variants = machine.experiments["autograd"]["variants"]
+def fewer_nodes(records: Records) -> Finding:
+    variants = records.experiments["autograd"]["variants"]
     hand, fused = (variants[name]["cells"][0]["nodes"] for name in ("by hand", "fused"))
     merged = hand - fused + 1
     return Finding(f"{merged} nodes become 1, and a block has {fused} instead of {hand}", holds(merged >= 20))
 
 
-def fixed_graph(machine: Machine) -> Finding:
-    cells = machine.experiments["autograd"]["variants"]["by hand"]["cells"]
+def fixed_graph(records: Records) -> Finding:
+    cells = records.experiments["autograd"]["variants"]["by hand"]["cells"]
     nodes = [cell["nodes"] for cell in cells]  # batch, twice the batch, twice the length, batch 1
     if len(set(nodes)) == 1:
         return Finding(f"{nodes[0]} nodes at every shape", HOLDS)
@@ -190,94 +153,93 @@ def fixed_graph(machine: Machine) -> Finding:
     return Finding(", ".join(map(str, nodes)) + " nodes", FAILS)
 
 
-def small_products(machine: Machine) -> Finding:
-    roofline = machine.experiments["roofline"]
+def small_products(records: Records) -> Finding:
+    roofline = records.experiments["roofline"]
     name, row = next((n, r) for n, r in roofline["operations"].items() if n.startswith("product n"))
     by_bytes = row["bytes"] / roofline["copy_bytes_per_s"]
     text = f"{name} takes {row['seconds'] * 1e6:.1f} us, moving its bytes {by_bytes * 1e6:.2f} us"
     return Finding(text, holds(row["seconds"] < 2 * by_bytes))
 
 
-def technique(name: str, low: float, high: float, machine: Machine) -> Finding:
-    cell = machine.experiments["techniques"]["techniques"][name]
+def technique(name: str, low: float, high: float, records: Records) -> Finding:
+    cell = records.experiments["techniques"]["techniques"][name]
     found = within({name: cell["speed"]}, low, high)
     hidden = cell["inside_spread"] if "inside_spread" in cell else cell["holds"] is None  # as older records say it
     return Finding(found.measured, "hidden by the spread") if hidden else found
 
 
-def host(call: str) -> Callable[[Machine], float]:
-    """The time of a call of `host-cost`, in microseconds."""
-    return lambda machine: machine.experiments["host-cost"]["times"][call] * 1e6
+def host_us(call: str, records: Records) -> float:
+    return records.experiments["host-cost"]["times"][call] * 1e6
 
 
-def dispatch(machine: Machine) -> Finding:
-    return within({"x * 2 on one number": host("x * 2")(machine)}, 3.2, 4, " us")
+def dispatch(records: Records) -> Finding:
+    return within({"x * 2 on one number": host_us("x * 2", records)}, 3.2, 4, " us")
 
 
-def views(machine: Machine) -> Finding:
-    view, operator = host("x.t()")(machine), host("x * 2")(machine)
+def views(records: Records) -> Finding:
+    view, operator = host_us("x.t()", records), host_us("x * 2", records)
     free = HOLDS if view < 0.1 * operator else "holds only for the device"
     return Finding(f"x.t() takes {view:.2f} us of the host, x * 2 {operator:.2f}", free)
 
 
-def element_loop(machine: Machine) -> Finding:
-    n = machine.experiments["host-cost"]["elements"]
-    ratio = host(f"a loop over {n} elements")(machine) / host("vector.sum()")(machine)
+def element_loop(records: Records) -> Finding:
+    n = records.experiments["host-cost"]["elements"]
+    ratio = host_us(f"a loop over {n} elements", records) / host_us("vector.sum()", records)
     return Finding(f"{n} elements: {ratio:.0f}x", holds(ratio > 100))
 
 
-def guards(machine: Machine) -> Finding:
-    few, many = (host(f"x * 2 compiled, {n}")(machine) for n in ("1 input", "33 inputs"))
+def guards(records: Records) -> Finding:
+    few, many = (host_us(f"x * 2 compiled, {n}", records) for n in ("1 input", "33 inputs"))
     added = (many - few) / 32
     return Finding(f"{added * 1e3:.0f} ns a tensor; compiled {few:.1f} us", holds(added < 1))
 
 
-def warm_up(machine: Machine) -> Finding:
-    ratio = machine.experiments["host-cost"]["first_call_s"] * 1e6 / host("x * 2 compiled, 1 input")(machine)
+def warm_up(records: Records) -> Finding:
+    ratio = records.experiments["host-cost"]["first_call_s"] * 1e6 / host_us("x * 2 compiled, 1 input", records)
     return Finding(f"first call of a compiled function {ratio:.0f}x", holds(ratio > 2))
 
 
-def rewritten(names: tuple[str, ...], claimed: int, machine: Machine) -> Finding:
-    counts = {name: machine.experiments["rewrites"]["cases"][name]["launches"] for name in names}
-    return Finding(said(counts, " kernel(s)", 0), holds(all(count == claimed for count in counts.values())))
+def one_kernel(names: tuple[str, ...], records: Records) -> Finding:
+    counts = {name: records.experiments["rewrites"]["cases"][name]["launches"] for name in names}
+    return Finding(said(counts, " kernel(s)", 0), holds(all(count == 1 for count in counts.values())))
 
 
-def same_numbers(machine: Machine) -> Finding:
-    errors = machine.experiments["rewrites"]["errors"]
+def same_numbers(records: Records) -> Finding:
+    errors = records.experiments["rewrites"]["errors"]
     text = f"error {errors['compiled']:.1e}, eager {errors['eager']:.1e}"
     return Finding(text, holds(errors["compiled"] == errors["eager"]))
 
 
-def loss_scaling(machine: Machine) -> Finding:
-    trained = machine.experiments["learning"]["trained"]
+def loss_scaling(records: Records) -> Finding:
+    trained = records.experiments["learning"]["trained"]
     lost = {name: trained[name]["zero_share"] for name in ("BF16", "FP16", "FP16, loss scaled")}
     text = ", ".join(f"{name} loses {share:.0%} of the logits' gradients" for name, share in lost.items())
     needed = lost["FP16"] > 0.5 > lost["BF16"]
     return Finding(text, HOLDS if needed else "holds only for larger vocabularies and batches")
 
 
-def initialization(machine: Machine) -> Finding:
-    trained = machine.experiments["learning"]["trained"]
+def initialization(records: Records) -> Finding:
+    trained = records.experiments["learning"]["trained"]
     plain, default = (trained[name]["last"] for name in ("FP32", "FP32, default initialization"))
     ends = "no number" if default is None else f"{default:.2f}"
     return Finding(f"last loss {plain:.2f}, default {ends}", holds(default is None or default > plain + 0.1))
 
 
-def shared_memory(machine: Machine) -> Finding:
-    record = machine.experiments["memory-hierarchy"]
+def shared_memory(records: Records) -> Finding:
+    record = records.experiments["memory-hierarchy"]
     dram = record["copy_bytes_per_s"]
     ratios = {name: row["bytes_per_s"] / dram for name, row in record["on_chip"].items()}
     return Finding(f"of DRAM's bandwidth: {said(ratios, digits=0)}", holds(5 < ratios["L1 or shared memory"] < 20))
 
 
-def occupancy(machine: Machine) -> Finding:
-    rows = machine.experiments["memory-hierarchy"]["occupancy"].items()
+def occupancy(records: Records) -> Finding:
+    rows = records.experiments["memory-hierarchy"]["occupancy"].items()
     rates = {int(k) * 4 / 64: row["bytes_per_s"] for k, row in rows}
     enough = min(full for full, rate in rates.items() if rate > 0.9 * max(rates.values()))
     return Finding(f"{enough:.0%} of the warps give 90 % of the bandwidth", holds(enough < 1))
 
 
-def triton_product(machine: Machine) -> Finding:
-    products = machine.experiments["precision"]["products"]
+def triton_product(records: Records) -> Finding:
+    products = records.experiments["precision"]["products"]
     by_hand = products["BF16, by hand in Triton"]["seconds"]
     return within({"BF16 product": products["BF16"]["seconds"] / by_hand}, 0.9, 1.1)

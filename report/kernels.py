@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from common.text import one_line
+
 LONGEST_NAME = 70
 # What a name contains, and what it then is called; the first that matches wins.
 WORDS = (
@@ -59,13 +61,14 @@ def readable(name: str) -> str:
     compiled = re.match(r"triton_(poi|red|per)_fused_(\w+?)_\d+$", name)
     words = next((words for pattern, words in WORDS if re.search(pattern, name)), None)
     if compiled and not (words or "").startswith("AdamW"):
-        return _cut(f"compiled: {', '.join(_fused(compiled[2])) or compiled[2]}")
+        return one_line(f"compiled: {', '.join(_fused(compiled[2])) or compiled[2]}", LONGEST_NAME)
     dtype = next((known for mark, known in (("BFloat16", "BF16"), ("__nv_bfloat16", "BF16"), ("<float", "FP32"),
                                             ("Half", "FP16")) if mark in name), None)  # fmt: skip
     plain = words in ("multiplication", "addition", "sum", "softmax, forward", "softmax, backward")
     if words:
         return f"{words}, {dtype}" if plain and dtype else words
-    return _cut(re.sub(r"void |at::native::|\(anonymous namespace\)::|transformer_engine::|^aten::|[<(].*", "", name))
+    noise = r"void |at::native::|\(anonymous namespace\)::|transformer_engine::|^aten::|[<(].*"
+    return one_line(re.sub(noise, "", name), LONGEST_NAME)
 
 
 def _product(name: str) -> str | None:
@@ -88,7 +91,3 @@ def _fused(listed: str) -> dict[str, None]:
         if operator in listed:
             found[words], listed = None, listed.replace(operator, "")
     return found
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST_NAME else text[: LONGEST_NAME - 1] + "…"

@@ -90,20 +90,27 @@ def convert(content: Any, kind: Any, name: str) -> Any:
         converted = msgspec.convert(content, kind)
     except (msgspec.ValidationError, OverflowError) as error:
         raise RecordError(f"{name}: {one_line(error, 150)}") from None
-    for key, number in _numbers(content):
+    for key, value in inside(content):
         least = -LARGEST_NUMBER if "loss" in key else 0
-        if not least <= number <= LARGEST_NUMBER:  # which NaN is not either
-            raise RecordError(f"{name}: {key} is {one_line(number, 12)}")
+        if isinstance(value, (int, float)) and not least <= value <= LARGEST_NUMBER:  # which NaN is not either
+            raise RecordError(f"{name}: {key} is {one_line(value, 12)}")
     return converted
 
 
-def _numbers(content: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a JSON value, with the name of the field that holds it."""
-    if isinstance(content, (int, float)):
-        yield key, content
-    elif isinstance(content, (dict, list)):
+def inside(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """A JSON value and every value inside it, each with the name of the field that holds it."""
+    yield key, content
+    if isinstance(content, (dict, list)):
         for name, value in content.items() if isinstance(content, dict) else ((key, value) for value in content):
-            yield from _numbers(value, name)
+            yield from inside(value, name)
+
+
+def read_roofs(path: Path) -> Roofs:
+    """The roofs of a machine or of a run. Raises RecordError, also where they could not be measured."""
+    content = read_json(path)
+    if isinstance(content, dict) and "failed" in content:
+        raise RecordError(str(content["failed"]))
+    return convert(content, Roofs, path.name)
 
 
 def read_run(path: Path) -> Run:
@@ -161,7 +168,8 @@ def _check(row: Row) -> None:
         return
     if row.profile and not set(row.profile.categories) <= set(CATEGORIES):
         raise RecordError(f"{row.step}: unknown categories of kernels")
-    needed = [row.timing.median_ms, row.tokens_per_s, row.model_flops_per_s, row.loss, *row.timing.step_ms]
+    needed = [row.timing.median_ms, row.timing.p25_ms, row.timing.p75_ms, *row.timing.step_ms]
+    needed += [row.tokens_per_s, row.model_flops_per_s, row.loss]
     needed += [time for again in row.repetitions for time in (again.timing.median_ms, *again.timing.step_ms)]
     if not all(needed) or row.timing.warmup_s is None or (row.profile and not row.profile.step_ms):
         raise RecordError(f"{row.step}: an ok row without its numbers")
@@ -335,10 +343,7 @@ def _read_roofs(folder: Path, problems: list[str]) -> Roofs | None:
     if not (folder / ROOFS).exists():
         return None
     try:
-        content = read_json(folder / ROOFS)
-        if isinstance(content, dict) and "failed" in content:
-            raise RecordError(str(content["failed"]))
-        return convert(content, Roofs, ROOFS)
+        return read_roofs(folder / ROOFS)
     except RecordError as error:
         problems.append(f"no roofs: {error}")
         return None

@@ -41,7 +41,6 @@ def render(run: Run) -> str:
     first, more = table.halves(table.table_rows(run))
     context = {
         "title": said,
-        "headline": said,
         "machine": table.describe_machine(environment_of(run)),
         "workload": table.describe_workload(run),
         "convention": table.CONVENTION,

@@ -24,7 +24,7 @@ WITHIN, OUTSIDE, TOO_FEW = "within the spread of seeds", "outside", "too few see
 
 @dataclass
 class Trained:
-    """One row with one seed."""
+    """One row with one seed: of what python -m anatomy.parity writes, what a page shows."""
 
     row: str
     script: str
@@ -32,14 +32,11 @@ class Trained:
     seed: int
     status: str
     reason: str | None = None  # of a run without losses
-    note: str | None = None
     settings: Settings | None = None  # what really ran
     loss: list[float] = field(default_factory=list)  # nats, one a training step
     heldout_loss: float | None = None  # nats
     median_ms: float | None = None  # of a step
-    started_at: str | None = None
     commit: str | None = None
-    gpu_uuid: str | None = None
 
 
 @dataclass

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from report import findings
-from report.findings import Machine
+from report.records import GPU, Records
 from report.table import pipe_table
 
-SHOWN = "h200"  # the machine whose records answer
 CONCEPTS = [  # idea, experiment, step of the ladder
     ("roofline, ridge point, memory-bound", "roofline", "0"),
     ("registers, L1, L2, DRAM, occupancy", "memory-hierarchy", "0"),
@@ -34,72 +33,70 @@ CONCEPTS = [  # idea, experiment, step of the ladder
 class Question(NamedTuple):
     text: str
     experiment: str
-    answer: Callable[[Machine], str]
+    answer: Callable[[Records], str]
 
 
-def ridge(machine: Machine) -> str:
-    record = machine.experiments["roofline"]
+def ridge(records: Records) -> str:
+    record = records.experiments["roofline"]
     return (
         f"{record['ridge']:.0f} FLOP per byte: its rate of products over its copy bandwidth of "
         f"{record['copy_bytes_per_s'] / 1e12:.2f} TB/s."
     )
 
 
-def relu_bound(machine: Machine) -> str:
-    row = machine.experiments["roofline"]["operations"]["ReLU"]
+def relu_bound(records: Records) -> str:
+    row = records.experiments["roofline"]["operations"]["ReLU"]
     return f"{row['bound']}: it has {row['intensity']:g} FLOP per byte and reaches {row['of_roof']:.0%} of its roof."
 
 
-def small_product(machine: Machine) -> str:
-    rows = machine.experiments["roofline"]["operations"]
+def small_product(records: Records) -> str:
+    rows = records.experiments["roofline"]["operations"]
     launch_s = next(row.get("launch_s") for name, row in rows.items() if name.startswith("product n"))
     launch = f" On the smallest input the same call takes {launch_s * 1e6:.1f} us: its launch." if launch_s else ""
-    found = findings.small_products(machine)
+    found = findings.small_products(records)
     neither = "Neither arithmetic nor memory. The " if found.verdict == findings.FAILS else "Memory. The "
     return f"{neither}{found.measured}.{launch}"
 
 
-def chain_bytes(machine: Machine) -> str:
-    record = machine.experiments["fusion"]
+def chain_bytes(records: Records) -> str:
+    record = records.experiments["fusion"]
     eager, compiled = (record["cases"]["sigmoid(relu(x*w+b))"][form] for form in ("eager", "compiled"))
-    per_number = [row["bytes"] / record["numbers"] for row in (eager, compiled)]
-    return (
-        "eager {:.0f}N, fused {:.0f}N".format(*per_number)
-        + f", and fused is {eager['seconds'] / compiled['seconds']:.2f} times as fast."
-    )
+    before, after = (row["bytes"] / record["numbers"] for row in (eager, compiled))
+    faster = eager["seconds"] / compiled["seconds"]
+    return f"eager {before:.0f}N, fused {after:.0f}N, and fused is {faster:.2f} times as fast."
 
 
-def tensor_cores(machine: Machine) -> str:
-    products = machine.experiments["precision"]["products"]
+def tensor_cores(records: Records) -> str:
+    products = records.experiments["precision"]["products"]
     ratios = {name: products["FP32"]["seconds"] / products[name]["seconds"] for name in ("TF32", "BF16", "FP8")
               if products[name]["seconds"]}  # fmt: skip
     return f"{findings.said(ratios, digits=1)}."
 
 
-def long_attention(machine: Machine) -> str:
-    results = machine.experiments["attention"]["attention"]
+def long_attention(records: Records) -> str:
+    results = records.experiments["attention"]["attention"]
     longest = max(results["by hand"], key=int)
     fused = min(rows[longest]["seconds"] for name, rows in results.items() if name != "by hand" and longest in rows)
     return f"at T {longest} {results['by hand'][longest]['seconds'] / fused:.0f} times as long."
 
 
-def item(machine: Machine) -> str:
-    row = machine.experiments["sync-points"]["operations"][".item()"]["host_s"]
+def item(records: Records) -> str:
+    row = records.experiments["sync-points"]["operations"][".item()"]["host_s"]
     empty, late = (row[queue] * 1e6 for queue in ("empty queue", "after a large kernel"))
     return f"{empty:.1f} us with nothing to wait for, and {late:.0f} us after a large product."
 
 
-def nodes(machine: Machine) -> str:
-    return f"{findings.fewer_nodes(machine).measured}. {findings.fixed_graph(machine).measured}."
+def nodes(records: Records) -> str:
+    return f"{findings.fewer_nodes(records).measured}. {findings.fixed_graph(records).measured}."
 
 
-def print_break(machine: Machine) -> str:
-    case = machine.experiments["graph-breaks"]["cases"]["print"]
+def print_break(records: Records) -> str:
+    case = records.experiments["graph-breaks"]["cases"]["print"]
     return f"{case['broken_s'] / case['mended_s']:.1f} times as long as without the print."
 
 
-def one_outlier(machine: Machine) -> str:
-    recipes = machine.experiments["precision"]["quantization"]["recipes"]
+def one_outlier(records: Records) -> str:
+    recipes = records.experiments["precision"]["quantization"]["recipes"]
     said = (f"{name}: {row['elsewhere']:.1%}, the outlier {row['outlier']:.1%}" for name, row in recipes.items())
     return "; ".join(said) + "."
 
@@ -123,23 +120,20 @@ QUESTIONS = [
 
 def path(results: Path) -> str:
     """The map of ideas, and the questions with folded answers."""
-    pages = {name: f"results/{SHOWN}/anatomy/{name}.md" for _, name, _ in CONCEPTS}
+    pages = {name: f"results/{GPU}/anatomy/{name}.md" for _, name, _ in CONCEPTS}
     cells = []
     for idea, name, step in CONCEPTS:
         recorded = f"[`{name}`]({pages[name]})" if (results.parent / pages[name]).exists() else f"`{name}`"
         cells.append((idea, recorded, step))
-    machine = Machine.read(results / SHOWN)
-    folded = [_folded(number, question, machine) for number, question in enumerate(QUESTIONS, 1)]
+    records = Records.read(results / GPU)
+    folded = [_folded(number, question, records) for number, question in enumerate(QUESTIONS, 1)]
     headers = ("idea", "experiment", "step of the ladder")
     return "\n\n".join([pipe_table(headers, cells, n_left=3), "### Ten questions", *folded])
 
 
-def _folded(number: int, question: Question, machine: Machine) -> str:
-    try:
-        answer = question.answer(machine)
-    except KeyError:
-        answer = "nothing is recorded."
-    page = f"results/{SHOWN}/anatomy/{question.experiment}.md"
+def _folded(number: int, question: Question, records: Records) -> str:
+    answer = records.measured(question.answer, "nothing is recorded.")
+    page = f"results/{GPU}/anatomy/{question.experiment}.md"
     return (
         f"{number}. {question.text}\n\n<details><summary>Measured</summary>\n\n{answer} [Record]({page})\n\n</details>"
     )

@@ -5,15 +5,13 @@ from __future__ import annotations
 import configparser
 import re
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from common.record import MERGED, ROOFS, Roofs
+from common.record import MERGED, ROOFS
 from common.text import one_line
 from report import causes, parity, sweep
-from report.load import PREDICTIONS, RecordError, convert, read_json, read_run
+from report.load import PREDICTIONS, RecordError, inside, read_json, read_roofs, read_run
 from report.table import commit_name, markdown, pipe_table
 
 PLAN, RUN_ALL = "plan.ini", "./run_all.sh"
@@ -77,7 +75,9 @@ class Recording:
     def files(self, results: Path) -> list[Path]:
         """Its files below a folder like docs/results."""
         place = results / self.name
-        return [place] * place.is_file() if self.is_file else kept_files(place, self.pieces[0].is_run)
+        if self.is_file:
+            return [place] if place.is_file() else []
+        return kept_files(place, self.pieces[0].is_run)
 
 
 def kept_files(folder: Path, is_run: bool) -> list[Path]:
@@ -96,7 +96,7 @@ def read_plan(path: Path) -> list[Recording]:
     try:
         with path.open() as file:
             parser.read_file(file)
-        machines = {name: Machine(*_machine(text)) for name, text in parser["machines"].items()}
+        machines = {name: _machine(text) for name, text in parser["machines"].items()}
         return [_recording(name, parser[name], machines) for name in parser.sections() if name != "machines"]
     except OSError as error:
         raise RecordError(f"{path.name} cannot be read ({error.strerror})") from None
@@ -104,9 +104,9 @@ def read_plan(path: Path) -> list[Recording]:
         raise RecordError(f"{path.name} is no plan: {str(error).splitlines()[0]}") from None
 
 
-def _machine(text: str) -> tuple[int, str]:
+def _machine(text: str) -> Machine:
     gpus, _, device = text.partition(" ")
-    return int(gpus), device
+    return Machine(int(gpus), device)
 
 
 def _recording(name: str, section: configparser.SectionProxy, machines: dict[str, Machine]) -> Recording:
@@ -146,7 +146,7 @@ class Facts:
 def facts(paths: list[Path]) -> Facts:
     """What the files say of how they were recorded. Raises RecordError."""
     contents = [read_json(path) for path in paths if path.suffix == ".json"]
-    said = [one for content in contents for one in _objects(content)]
+    said = [one for content in contents for _, one in inside(content) if isinstance(one, dict)]
     commits, devices = (
         sorted({one[key] for one in said if "commit" in one and one.get(key)}) for key in ("commit", "device")
     )
@@ -157,22 +157,11 @@ def facts(paths: list[Path]) -> Facts:
     return Facts(tuple(commits), dirty, min(started, default=""), tuple(devices), commands)
 
 
-def _objects(content: Any) -> Iterator[dict]:
-    """Every object of a JSON value."""
-    if isinstance(content, dict):
-        yield content
-    if isinstance(content, (dict, list)):
-        for value in content.values() if isinstance(content, dict) else content:
-            yield from _objects(value)
-
-
 def check(path: Path) -> None:
     """Raises RecordError where a file is not a valid record of the kind that its name says."""
     readers = {MERGED: read_run, parity.STUDY: parity.read_study, "ablations.json": causes.read_causes,
-               sweep.SWEEP: sweep.read_cells}  # fmt: skip
-    if path.name == ROOFS:
-        convert(read_json(path), Roofs, path.name)
-    elif path.parent.name == causes.FOLDER:
+               sweep.SWEEP: sweep.read_cells, ROOFS: read_roofs}  # fmt: skip
+    if path.parent.name == causes.FOLDER:
         causes.read_causes(path)
     elif path.suffix == ".json":
         readers.get(path.name, read_json)(path)
@@ -227,17 +216,25 @@ def readme_lines(root: Path, record: Path) -> list[str] | None:
     return [f"{since}. The [recordings](docs/results/README.md) list what changed and what is missing. {SINCE}"]
 
 
-def page_line(root: Path, results: Path) -> list[str] | None:
-    """How many records are older than the code that they are about; None where git cannot tell."""
+def page_lines(root: Path, results: Path) -> list[str] | None:
+    """How many records are older than the code that they are about, and by commit what has changed since.
+
+    None where git cannot tell.
+    """
     plan = read_plan(results / PLAN)
-    of = [(facts(files).commits, one.code) for one in plan if (files := one.files(results))]
-    changed = [changed_since(root, commits, code) for commits, code in of if commits]
-    if None in changed:
+    recorded = [(facts(files).commits, one.code) for one in plan if (files := one.files(results))]
+    changed = [{commit: changed_since(root, (commit,), code) for commit in commits} for commits, code in recorded]
+    if any(None in each.values() for each in changed):
         return None
-    missing, older, silent = len(plan) - len(of), sum(map(bool, changed)), len(of) - len(changed)
-    said = f"Of {len(plan)} planned recordings {missing} are missing, and {older} are older than the code they describe"
-    known = f" The commit of {silent} is not known." * bool(silent)
-    return [f"{said}.{known} {SINCE}"]
+    older, silent = sum(any(each.values()) for each in changed), changed.count({})
+    said = f"Of {len(plan)} planned recordings {len(plan) - len(recorded)} are missing, and {older} are older than the "
+    said += "code they describe." + f" The commit of {silent} is not known." * bool(silent)
+    names: dict[str, set[str]] = {}
+    for commit, files in (item for each in changed for item in each.items()):
+        names.setdefault(commit, set()).update(files)
+    since = [f"- Since commit {commit[:7]}: {describe_files(sorted(files)) or 'nothing'}. {SINCE}"
+             for commit, files in sorted(names.items())]  # fmt: skip
+    return [f"{said} {SINCE}", *since]
 
 
 def recordings_page(results: Path) -> str:
@@ -264,24 +261,9 @@ def _code(command: str) -> str:
     return one_line(command, 1000).replace("`", "'").replace("|", "\\|")
 
 
-def since_lines(root: Path, results: Path) -> list[str] | None:
-    """A line per commit that something planned is recorded at: what has changed; None where git cannot tell."""
-    changed: dict[str, set[str]] = {}
-    for one in read_plan(results / PLAN):
-        for commit in facts(one.files(results)).commits:
-            names = changed_since(root, (commit,), one.code)
-            if names is None:
-                return None
-            changed.setdefault(commit, set()).update(names)
-    said = {commit: describe_files(sorted(names)) or "nothing" for commit, names in changed.items()}
-    return [f"- Since commit {commit[:7]}: {names}. {SINCE}" for commit, names in sorted(said.items())]
-
-
 def with_since(parts: dict[str, list[str]], root: Path, results: Path, shown: Path) -> dict[str, list[str]]:
     """The generated parts of each page, by name, with what says how old their records are. README is about `shown`."""
-    whole, since = page_line(root, results), since_lines(root, results)
-    known = None not in (whole, since)
-    ends = {"README.md": readme_lines(root, shown), "docs/results/README.md": [*whole, *since] if known else None}
+    ends = {"README.md": readme_lines(root, shown), "docs/results/README.md": page_lines(root, results)}
     for name, (first, *others) in parts.items():
         lines = "\n".join(made_by_git(root / name, ends[name])) if name in ends else AGE
         gap = "\n" * (1 + (name != "README.md"))  # there the line ends the paragraph about the table

@@ -6,7 +6,6 @@ one GPU, captured as a CUDA graph or launched as the row itself was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -157,7 +156,8 @@ def sentence(row: Scaled) -> str | None:
     if row.lost is None:
         return f"{said[0]}. No profile that fits the timed steps says where the rest goes."
     parts = [f"{percents(share)} go to {name}" for name, share in main_loss(row)]
-    said += [f"Of the missing {percents(1 - row.efficiency)}, {', '.join(parts)}"] * bool(parts and row.efficiency < 1)
+    if parts and row.efficiency < 1:
+        said.append(f"Of the missing {percents(1 - row.efficiency)}, {', '.join(parts)}")
     if row.alone_clock_mhz and row.clock_mhz:
         said.append(f"The clock is {row.clock_mhz:.0f} MHz, on one GPU {row.alone_clock_mhz:.0f}")
     return ". ".join(said) + "."
@@ -187,7 +187,7 @@ def main_table(rows: list[Scaled]) -> list[dict]:
             *_first_cells(row), {True: "yes", False: "no", None: "-"}[row.captured],
             table.figure(row.median_ms, ".1f") if row.status == "ok" else row.status, efficiency_cell(row),
             table.figure(row.tokens_per_s_per_gpu, ",.0f"),
-            "-" if row.model_flops_per_s_per_gpu is None else table.tflops(row.model_flops_per_s_per_gpu),
+            table.tflops(row.model_flops_per_s_per_gpu),
             table.figure(row.exposed_communication_ms, ".1f"),
             table.figure(row.overlapped_communication_ms, ".1f"),
             table.figure(row.peak_allocated_bytes and row.peak_allocated_bytes / analysis.GIB, ".1f"),
@@ -221,7 +221,8 @@ def legend(rows: list[Scaled], runs: dict[str, Run]) -> list[str]:
     lines += [UNLIKE_LEGEND] if any(row.alike is False for row in rows) else []
     lines += [ON_A_CPU] if environment_of(first).device_type == "cpu" else []
     lines += [f"{row.name}: {row.status}: {row.reason}" for row in rows if row.status != "ok"]
-    lines += [f"serious: {verdict}" for verdict in [busy_between(runs)] if verdict]
+    if verdict := busy_between(runs):
+        lines.append(f"serious: {verdict}")
     lines += [f"serious: {place}: {text}" for place, run in runs.items()
               for text in table.levels(run).get(doubts.SERIOUS, [])]  # fmt: skip
     return lines
@@ -248,17 +249,14 @@ def render_markdown(runs: dict[str, Run], heading: str = "# Scaling", at: str = 
     losses = loss_table(rows)
     command = one_line(next(iter(runs.values())).command, 1000)
     parts = [
-        heading, table.markdown(about(runs)), _pipe(main_table(rows)), "\n".join(table.bullets(legend(rows, runs))),
+        heading, table.markdown(about(runs)), table.pipe(main_table(rows)),
+        "\n".join(table.bullets(legend(rows, runs))),
         f"![Efficiency, and where the rest of each step goes]({at}{PICTURE})",
-        "Where the missing percents go, as shares of the step:" if losses else "", _pipe(losses),
+        "Where the missing percents go, as shares of the step:" if losses else "", table.pipe(losses),
         "\n".join(table.bullets(filter(None, map(sentence, rows)))), f"Figures: [{ROWS}]({at}{ROWS})",
         f"```\n{command}\n```",
     ]  # fmt: skip
     return "\n\n".join(part.strip("\n") for part in parts if part.strip("\n"))
-
-
-def _pipe(rows: Iterable[dict]) -> str:
-    return aligned([{name: table.markdown(cell) for name, cell in row.items()} for row in rows], "pipe", n_left=2)
 
 
 def write(folder: Path, runs: dict[str, Run]) -> list[str]:

@@ -92,14 +92,13 @@ def outcome(run: Run, before: Row | None, row: Row) -> str:
 
 def why(run: Run, before: Row | None, row: Row) -> str:
     """The largest measured cause of a step's gain or loss, in one sentence; or why none is named."""
-    if before is None or not is_timed(row) or busy(run) or _no_comparison(row, before):
+    if not _comparable(run, before, row):
         return ""
     if not analysis.tells_apart(row, before):
         return "There is no gain to explain."
     if obstacle := _no_cause(run, before, row):
         return f"No cause is named: {obstacle}."
-    gained = median_ms(before) - median_ms(row)
-    largest = next((change for change in _moved(before, row) if change.ms * gained < 0), None)
+    gained, largest, _ = _causes(before, row)
     if largest is None:
         return "No kind of kernel explains it."
     share = -largest.ms / gained
@@ -110,24 +109,26 @@ def why(run: Run, before: Row | None, row: Row) -> str:
 
 def further(run: Run, before: Row | None, row: Row) -> list[str]:
     """What else changed: other kinds of kernels, the clock, and what binds the step."""
-    if before is None or not is_timed(row) or busy(run) or _no_comparison(row, before):
+    if not _comparable(run, before, row):
         return []
     lines = []
     if analysis.tells_apart(row, before) and not _no_cause(run, before, row):
-        gained = median_ms(before) - median_ms(row)
-        moved = _moved(before, row)
-        largest = next((change for change in moved if change.ms * gained < 0), None)
+        gained, largest, others = _causes(before, row)
         alike = analysis.alike_products(before, row)
-        others = [change for change in moved if change is not largest and not _is_all_of(alike, change)]
+        others = [change for change in others if not _is_all_of(alike, change)]
         lines += [f"{_took(change)}." for change in others if change.ms * gained < 0]
         against = [change for change in others if change.ms * gained >= 0]
         lines += [
             f"Against this, {_took(change, inside=True)}." if largest else f"{_took(change)}." for change in against
         ]
-        lines += _at_equal_clock(run, before, row)
+        lines += _at_equal_clock(run, before, row, alike) if alike else []
     if bound(before) and bound(row) and bound(before)[0] != bound(row)[0]:
         lines.append(f"The step is now bound by {describe_bound(row)}, before by {describe_bound(before)}.")
     return lines
+
+
+def _comparable(run: Run, before: Row | None, row: Row) -> bool:
+    return before is not None and is_timed(row) and not busy(run) and not _no_comparison(row, before)
 
 
 def _no_cause(run: Run, before: Row, row: Row) -> str | None:
@@ -141,16 +142,20 @@ def _no_cause(run: Run, before: Row, row: Row) -> str | None:
     return "there is a serious doubt" if mark(run, before, row) else None
 
 
-def _moved(before: Row, row: Row) -> list[analysis.Change]:
-    """The kinds of kernels that lost or gained time beyond the spread and a tenth of all that moved, largest first.
+def _causes(before: Row, row: Row) -> tuple[float, analysis.Change | None, list[analysis.Change]]:
+    """What a step gained, in ms; the largest change that goes the same way; and the others, largest first.
 
-    Gaps are no cause, because the profiler changes them; nor is an optimizer that both rows run alike.
+    A change counts beyond the spread and a tenth of all that moved. Gaps are no cause, because the profiler changes
+    them; nor is an optimizer that both rows run alike.
     """
     no_cause = {analysis.GAPS} | ({"optimizer"} if analysis.runs_same_optimizer(before, row) else set())
     changes = [change for change in analysis.changed_categories(before, row) if change.name not in no_cause]
     spread_ms = max(high - low for low, high in map(analysis.quartiles_ms, (before, row)))
     least = max(0.1 * sum(abs(change.ms) for change in changes), 0.01 * median_ms(before), spread_ms)
-    return [change for change in changes if abs(change.ms) > least]
+    moved = [change for change in changes if abs(change.ms) > least]
+    gained = median_ms(before) - median_ms(row)
+    largest = next((change for change in moved if change.ms * gained < 0), None)
+    return gained, largest, [change for change in moved if change is not largest]
 
 
 def _took(change: analysis.Change, inside: bool = False) -> str:
@@ -165,11 +170,8 @@ def _is_all_of(alike: analysis.AlikeProducts | None, change: analysis.Change) ->
     return bool(alike) and change.name == "matrix products" and abs(alike.before_ms - change.before_ms) < 0.05
 
 
-def _at_equal_clock(run: Run, before: Row, row: Row) -> list[str]:
-    """How the clock and the matrix products that both steps run alike changed together, where they did."""
-    alike = analysis.alike_products(before, row)
-    if alike is None:
-        return []
+def _at_equal_clock(run: Run, before: Row, row: Row, alike: analysis.AlikeProducts) -> list[str]:
+    """How the clock and the matrix products that both steps run alike changed together."""
     fell = alike.after_mhz < alike.before_mhz
     limit = " (power limit)" if fell and "power limit" in analysis.throttle_reasons(row) else ""
     faster = Speedup(alike.speedup, None, mark(run, row, before)).words()

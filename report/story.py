@@ -70,7 +70,7 @@ def _kernel_cells(change: analysis.Change, names: list[str]) -> dict:
 
 def _facts(run: Run, before: Row, after: Row) -> list[dict]:
     """What the machine did in both steps: the first figures that are known and differ."""
-    rows, facts = (before, after), []
+    rows = (before, after)
     shown = {
         "ms per step": [ms_of(run, row) for row in rows],
         "peak GiB": [table.gib(row) for row in rows],
@@ -85,9 +85,7 @@ def _facts(run: Run, before: Row, after: Row) -> list[dict]:
             table.figure(row.profile and row.profile.autograd_nodes_attention, ",.0f") for row in rows
         ],
     }
-    for name, (a, b) in shown.items():
-        if a != b:
-            facts.append((name, a, b))
+    facts = [(name, a, b) for name, (a, b) in shown.items() if a != b]
     return table.grid(("per training step", "before", "after"), facts[:MOST_FACTS])
 
 
@@ -102,17 +100,17 @@ def time_bar(run: Run, row: Row, reference: Row | None) -> drawn.Bar:
     return drawn.Bar(row.step, analysis.category_ms(row) or {"step": median_ms(row)}, label, row.predicted_ms)
 
 
-def time_bars(run: Run) -> list[drawn.Bar]:
-    """Every step and peer, with its speedup over the first that has a time."""
-    return [time_bar(run, row, analysis.reference_row(run.steps)) for row in [*run.steps, *run.peers]]
-
-
 def where(run: Run) -> dict[str, str]:
-    """Where the time of a step went: a picture in ms, and one in shares of each profiled step; empty without any."""
-    bars = time_bars(run)
+    """Where the time of every step and peer went, with its speedup over the first that has a time."""
+    reference = analysis.reference_row(run.steps)
+    pictures = whole_and_shares([time_bar(run, row, reference) for row in [*run.steps, *run.peers]])
+    return dict(zip(("where", "shares"), pictures, strict=True))
+
+
+def whole_and_shares(bars: list[drawn.Bar]) -> tuple[str, str]:
+    """A picture in ms, and one in shares of each profiled step; empty without any."""
     profiled = [bar for bar in bars if bar.parts and "step" not in bar.parts]
-    shares = drawn.stacked(profiled, "ms", shares=True) if profiled else ""
-    return {"where": drawn.stacked(bars, "ms"), "shares": shares}
+    return drawn.stacked(bars, "ms"), drawn.stacked(profiled, "ms", shares=True) if profiled else ""
 
 
 def blocks(run: Run) -> list[str]:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.errors import run_command
 from common.record import write_bytes
 from common.text import OneLineParser, aligned, one_line, say
 from report import predictions
 from report.load import RecordError, convert, read_json
-from report.table import commit_name, markdown
+from report.table import commit_name, markdown, pipe
 
 SWEEP, PICTURE = "sweep.json", "sweep.png"
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size")
@@ -310,8 +310,7 @@ def render_markdown(cells: list[Cell], level: str = "##", picture: str | None = 
     for section in sections(cells):
         parts += [f"{level} {section.title}", *section.sentences]
         parts += ["\n".join(f"- {markdown(line)}" for line in section.lines)] if section.lines else []
-        rows = [{name: markdown(value) for name, value in row.items()} for row in section.rows]
-        parts += [aligned(rows, "pipe", n_left=0)] if rows else []
+        parts += [pipe(section.rows, n_left=0)] if section.rows else []
     return "\n\n".join(parts)
 
 
@@ -382,9 +381,7 @@ def main() -> None:
             say(line)
     except (RecordError, ImportError) as error:
         parser.error(str(error))
-    except OSError as error:
-        parser.exit(1, f"{parser.prog}: error: {error.strerror or error}\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main, "python -m report.sweep")

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from common.record import Row, Run
+from common.record import MERGED, ROOFS, Row, Run
 from report import analysis, scaling, symptoms
 from report.analysis import peak_gib
-from report.causal_claims import MARKED, SLICE, Records
+from report.causal_claims import MARKED
 from report.doubts import MARK, compared
-from report.load import MERGED, read_json
+from report.records import CPU, GPU, GPUS, SLICE, Records
 from report.story import ms_of
 from report.table import markdown, pipe_table
 
-GPU, GPUS, CPU = "h200", "h200-x2", "epyc-2-cores"
 SHOWN = ("gpt2-batch-8", SLICE)
 BEFORE = {"1_cublas": "0_baseline", "3_compile": "2_sdpa", "4_transformer_engine": "3_compile"}
-Found = tuple[str, str] | None  # figure, and record below the machine's folder
+Found = tuple[str, str]  # figure, and record below the machine's folder
+Example = Callable[[Records], Found]  # raises KeyError where a record lacks
 
 
-def slower(step: str) -> Callable[[Records], Found]:
+def slower(step: str) -> Example:
     """Runs in which a step takes longer than the one before."""
 
     def describe(run: Run, before: Row, row: Row) -> str | None:
@@ -35,7 +35,7 @@ def slower(step: str) -> Callable[[Records], Found]:
     return _of_pairs(step, describe)
 
 
-def larger(step: str) -> Callable[[Records], Found]:
+def larger(step: str) -> Example:
     """Runs in which a step needs more memory than the one before."""
 
     def describe(_: Run, before: Row, row: Row) -> str | None:
@@ -45,7 +45,7 @@ def larger(step: str) -> Callable[[Records], Found]:
     return _of_pairs(step, describe)
 
 
-def changed(step: str, category: str, *names: str) -> Callable[[Records], Found]:
+def changed(step: str, category: str, *names: str) -> Example:
     """Time and launches of a category in some runs, in a step and in the one before."""
 
     def describe(_: Run, before: Row, row: Row) -> str:
@@ -55,16 +55,19 @@ def changed(step: str, category: str, *names: str) -> Callable[[Records], Found]
     return _of_pairs(step, describe, names)
 
 
-def _of_pairs(
-    step: str, describe: Callable[[Run, Row, Row], str | None], names: tuple = ()
-) -> Callable[[Records], Found]:
+def _of_pairs(step: str, describe: Callable[[Run, Row, Row], str | None], names: tuple[str, ...] = ()) -> Example:
     def measure(records: Records) -> Found:
-        pairs = records.rows(BEFORE[step], step).items()
-        said = {name: describe(records.runs[name], *pair) for name, pair in pairs if name in (names or records.runs)}
-        text = "; ".join(f"{name}: {words}" for name, words in said.items() if words)
-        return (text, f"*/{MERGED}") if text else None
+        pairs = records.rows(BEFORE[step], step, of=names).items()
+        said = [f"{name}: {text}" for name, pair in pairs if (text := describe(records.runs[name], *pair))]
+        return _joined(said, f"*/{MERGED}")
 
     return measure
+
+
+def _joined(said: list[str], record: str) -> Found:
+    if not said:
+        raise KeyError(record)
+    return "; ".join(said), record
 
 
 def unscaled(figures: dict) -> str:
@@ -73,22 +76,16 @@ def unscaled(figures: dict) -> str:
 
 
 def untimed_step_4(records: Records) -> Found:
-    rows = [
-        (name, row) for name, run in records.runs.items() for row in run.steps if row.step == "4_transformer_engine"
-    ]
-    said = [(f"{analysis.reason_untimed(row)}", f"{name}/{MERGED}") for name, row in rows if row.status == "skipped"]
-    return said[0] if said else None
+    for name, run in records.runs.items():
+        for row in run.steps:
+            if row.step == "4_transformer_engine" and row.status == "skipped":
+                return analysis.reason_untimed(row), f"{name}/{MERGED}"
+    raise KeyError("a step 4 that was skipped")
 
 
-def anatomy(experiment: str, describe: Callable[[dict], str]) -> Callable[[Records], Found]:
+def anatomy(experiment: str, describe: Callable[[dict], str]) -> Example:
     """A figure of an experiment of anatomy/."""
-
-    def measure(records: Records) -> Found:
-        name = f"anatomy/{experiment}.json"
-        path = records.machine / name
-        return (describe(read_json(path)["figures"]), name) if path.exists() else None
-
-    return measure
+    return lambda records: (describe(records.experiments[experiment]), f"anatomy/{experiment}.json")
 
 
 def compiled_step(figures: dict) -> str:
@@ -126,24 +123,23 @@ def sync(figures: dict) -> str:
 
 
 def tf32(records: Records) -> Found:
-    ceilings = records.roofs().ceilings if records.roofs() else {}
-    if not {"fp32", "tf32"} <= ceilings.keys():
-        return None
-    return f"{ceilings['fp32'] / 1e12:.0f} TFLOP/s in FP32, {ceilings['tf32'] / 1e12:.0f} in TF32", "roofs.json"
+    fp32, tf32 = (records.roofs().ceilings[precision] / 1e12 for precision in ("fp32", "tf32"))
+    return f"{fp32:.0f} TFLOP/s in FP32, {tf32:.0f} in TF32", ROOFS
 
 
-def parallel(kind: str) -> Callable[[Records], Found]:
+def parallel(kind: str) -> Example:
     """Efficiency of a way to share the model beside that of the other, in recorded runs with --scaling."""
 
     def measure(records: Records) -> Found:
-        said, paths = [], sorted(records.machine.glob(f"*/{scaling.ROWS}"))
-        for path in paths:
+        said = []
+        for path in sorted(records.folder.glob(f"*/{scaling.ROWS}")):
             shared = [row for row in scaling.scaled_rows(scaling.load_places(path.parent)) if row.parallel]
             cells = {(row.step, row.gpus, row.parallel): scaling.efficiency_cell(row) for row in shared}
             for step, gpus in (at[:2] for at in cells if at[2] == kind and cells[at] != "-"):
                 both = (f"{how} {cells[step, gpus, how]}" for how in ("ddp", "fsdp") if (step, gpus, how) in cells)
                 said.append(f"{path.parent.name}: {step} on {gpus} GPUs {', '.join(both)}")
-        return (f"efficiency: {'; '.join(said)}", f"*/{scaling.ROWS}") if said else None
+        text, record = _joined(said, f"*/{scaling.ROWS}")
+        return f"efficiency: {text}", record
 
     return measure
 
@@ -164,15 +160,14 @@ EXAMPLES = {
 
 def examples_table(results: Path) -> str:
     """A row per symptom: a link to its entry, a figure, and the record that holds it."""
-    machines = {name: Records(results / name) for name in (GPU, GPUS, CPU)}
+    machines = {name: Records.read(results / name) for name in (GPU, GPUS, CPU)}
     elsewhere = {symptoms.INSTALL: CPU, symptoms.DDP: GPUS, symptoms.FSDP: GPUS}
     cells = []
     for title in symptoms.TITLES:
         name = elsewhere.get(title, GPU)
-        figure, record = EXAMPLES[title](machines[name]) or ("nothing is recorded", None)
-        cells.append(
-            (f"[{title}](#{anchor(title)})", markdown(figure), markdown(f"{name}/{record}") if record else "-")
-        )
+        figure, record = machines[name].measured(EXAMPLES[title], ("nothing is recorded", None))
+        link, place = f"[{title}](#{anchor(title)})", f"{name}/{record}" if record else "-"
+        cells.append((link, markdown(figure), markdown(place)))
     marks = {MARK: MARKED, scaling.UNLIKE: scaling.UNLIKE_LEGEND}
     legend = [meaning for sign, meaning in marks.items() if any(sign in figure for _, figure, _ in cells)]
     return "\n\n".join([pipe_table(("symptom", "measured here", "record"), cells, n_left=3), *legend])

@@ -45,8 +45,10 @@ def symptoms(run: Run, before: Row | None, row: Row) -> list[tuple[str, str]]:
 
 def _of_reason(reason: str) -> list[tuple[str, str]]:
     """What a row without a time shows: a loss that is no number ends its process."""
-    found = [("no Transformer Engine", INSTALL)] if "does not import" in reason else []
-    return found + [(said[0], NAN) for said in [re.search(r"loss is (nan|inf) at \w+ step \d+", reason)] if said]
+    if "does not import" in reason:
+        return [("no Transformer Engine", INSTALL)]
+    said = re.search(r"loss is (nan|inf) at \w+ step \d+", reason)
+    return [(said[0], NAN)] if said else []
 
 
 def _of_one(run: Run, row: Row) -> list[tuple[str, str]]:

@@ -60,7 +60,7 @@ def _cells(run: Run, row: Row, before: Row | None, reference: Row | None) -> dic
         "predicted ms": f"{row.predicted_ms:.1f}" if row.predicted_ms else "-",
         "tokens/s": f"{row.tokens_per_s:,.0f}" if timed else "-",
         **({"tokens/s per GPU": f"{row.tokens_per_s / gpus:,.0f}" if timed else "-"} if gpus > 1 else {}),
-        "TFLOP/s": tflops(row.model_flops_per_s) if timed else "-",
+        "TFLOP/s": tflops(row.model_flops_per_s),
         **{name: speedup_cell(row, other, run) for name, other in against.items()},
         "LM head": row.settings.head or "-",
         "peak GiB": gib(row),
@@ -81,6 +81,11 @@ def grid(headers: Iterable[str], rows: Iterable[tuple]) -> list[dict]:
 def pipe_table(headers: Iterable[str], cells: Iterable[tuple], n_left: int = 1) -> str:
     """A table of Markdown."""
     return aligned(grid(headers, cells), "pipe", n_left)
+
+
+def pipe(rows: Iterable[dict], n_left: int = 2) -> str:
+    """Rows whose cells may be a record's words, as a table of Markdown."""
+    return aligned([{name: markdown(cell) for name, cell in row.items()} for row in rows], "pipe", n_left)
 
 
 def gib(row: Row) -> str:
@@ -128,8 +133,10 @@ def commit_name(commit: str | None, dirty: bool | None, digits: int | None = Non
     return (commit or "unknown")[:digits] + " with uncommitted changes" * bool(dirty)
 
 
-def tflops(flops_per_s: float) -> str:
-    """In TFLOP/s, without a unit: whole numbers from 10 on, below with three significant digits."""
+def tflops(flops_per_s: float | None) -> str:
+    """In TFLOP/s, without a unit: whole numbers from 10 on, below with three significant digits; or a dash."""
+    if not flops_per_s:
+        return "-"
     rate = flops_per_s / 1e12
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}"
 
@@ -148,7 +155,7 @@ def describe_share_of_roof(row: Row, run: Run) -> str:
 def products_cells(row: Row, run: Run) -> tuple[str, str]:
     """TFLOP/s of the matrix products while they run, and their share of the ceiling; or dashes."""
     rate, share = analysis.products_rate(row, run), analysis.products_share(row, run)
-    return tflops(rate) if rate else "-", f"{share:.0%}{mark(run, row, about=ROOF)}" if share else "-"
+    return tflops(rate), f"{share:.0%}{mark(run, row, about=ROOF)}" if share else "-"
 
 
 def row_notes(run: Run) -> list[str]:
@@ -283,8 +290,7 @@ def render_markdown(run: Run) -> str:
     said = headline(run)
     lines = [f"# {markdown(said)}", "", f"Machine: {markdown(describe_machine(environment_of(run)))}", ""]
     lines += [f"Workload: {markdown(describe_workload(run))}", ""]
-    rows = [{name: markdown(cell) for name, cell in row.items()} for row in halves(table_rows(run))[0]]
-    lines += [aligned(rows, "pipe", n_left=2), "", *(f"{line}\n" for line in legend(run))]
+    lines += [pipe(halves(table_rows(run))[0]), "", *(f"{line}\n" for line in legend(run))]
     notes = row_notes(run) + pointers(run)
     lines += bullets(notes) if notes else []
     for level, texts in levels(run, [said]).items():

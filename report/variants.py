@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.record import Row
 from report import analysis
-from report.causal_claims import SLICE
 from report.causes import Variant, gain_ms, read_causes, time_cell
+from report.records import SLICE
 from report.table import percent, pipe_table
 
 LEGEND = (
@@ -36,7 +35,7 @@ def _cells(variant: Variant) -> tuple[str, ...]:
     difference = loss = variant.reason or "-"
     if more_ms is not None:
         difference = f"{more_ms:+.1f} ms"
-        loss = percent(analysis.loss_difference(*(Row("", loss=one.loss) for one in both)))
+        loss = percent(analysis.loss_difference(*(one.row for one in both)))
     memory = f"{(peaks[0] - peaks[1]) / analysis.GIB:+.1f}" if all(peaks) else "-"
     script, commit = f"{variant.script}, {variant.kind}", (variant.commit or "-")[:7]
     times = (time_cell(variant.baseline), time_cell(variant))

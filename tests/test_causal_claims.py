@@ -10,6 +10,7 @@ from conftest import ROOT, STEPS
 
 from common.record import write_json
 from report import causal_claims as claims
+from report.records import Records
 
 RESULTS = ROOT / "docs" / "results"
 
@@ -22,7 +23,7 @@ def plain(text):
 @pytest.mark.parametrize("claim", claims.CLAIMS, ids=lambda claim: f"{claim.where}: {claim.sentence[:40]}")
 def test_a_claim_stands_in_its_file_and_no_figure_speaks_against_it(claim):
     assert claim.sentence in plain((ROOT / claim.where).read_text())
-    found = claim.measure(claims.Records(RESULTS / claim.machine))
+    found = Records.read(RESULTS / claim.machine).measured(claim.measure)
     assert found is None or (found.holds and re.search(r"\d", found.figure)), found
 
 
@@ -50,7 +51,7 @@ def test_a_kind_of_kernel_that_appears_or_vanishes_is_a_change(tmp_path):
             for name, ms in (("a", before), ("b", after))
         ]
         runs.write(runs.run(*rows), tmp_path / "run")
-        return claims.change("a", "b", "attention", ratio=ratio)(claims.Records(tmp_path)).holds
+        return claims.change("a", "b", "attention", ratio=ratio)(Records.read(tmp_path)).holds
 
     assert holds(0.0, 5.0, (1, math.inf)) and not holds(0.0, 5.0, (0, 1)) and not holds(0.0, 0.0, (1, math.inf))
     assert holds(10.0, 5.0, (0.45, 0.55)) and not holds(10.0, 6.0, (0.45, 0.55)) and not holds(10.0, 5.0, (1, math.inf))

@@ -6,7 +6,8 @@ import runs
 
 from report import claims, findings, questions, traffic
 from report.claims import Claim
-from report.findings import Finding, Machine
+from report.findings import Finding
+from report.records import Records
 
 
 def test_a_range_holds_for_all_for_some_or_lies_beside():
@@ -18,7 +19,7 @@ def test_a_range_holds_for_all_for_some_or_lies_beside():
 
 
 def test_a_machine_without_records_says_so_and_machines_that_differ_are_named(tmp_path):
-    empty = Machine.read(tmp_path)
+    empty = Records.read(tmp_path)
     found = [claims.found(claim, empty) for claim in claims.CLAIMS]
     assert {one.verdict for one in found} == {claims.NO_RECORD, claims.NOT_TESTED}
     assert found[-1].verdict == claims.NOT_TESTED, "no function"
@@ -39,19 +40,19 @@ def test_a_claim_links_to_the_page_that_makes_it_or_says_that_none_was_found(tmp
 def test_verdicts_follow_the_figures():
     operations = {".item()": {"host_s": {"empty queue": 12e-6}, "waits": True},
                   "print": {"host_s": {"empty queue": 270e-6}, "waits": True}}  # fmt: skip
-    machine = Machine({"sync-points": {"operations": operations}})
-    assert findings.constant_sync(machine).verdict == "holds for .item(); more for print"
+    records = Records({"sync-points": {"operations": operations}})
+    assert findings.constant_sync(records).verdict == "holds for .item(); more for print"
     del operations["print"]
-    assert findings.constant_sync(machine).verdict == "holds"
+    assert findings.constant_sync(records).verdict == "holds"
     claim = Claim("x", "https://x", "sync-points", findings.any_waits)
-    assert claims.found(claim, machine).verdict == claims.NO_RECORD, "an older record lacks the case"
+    assert claims.found(claim, records).verdict == claims.NO_RECORD, "an older record lacks the case"
 
 
 def test_what_could_not_be_counted_or_run_is_not_recorded():
     counters = {"by hand": {"counters": None}, "fused": {"counters": 1e9}}
-    machine = Machine({"attention-traffic": {"bytes": counters}, "attention": {"attention": {"SDPA flash": {}}}})
+    records = Records({"attention-traffic": {"bytes": counters}, "attention": {"attention": {"SDPA flash": {}}}})
     for finding in (findings.attention_traffic, findings.attention_memory):
-        assert claims.found(Claim("x", None, "attention", finding), machine).verdict == claims.NO_RECORD
+        assert claims.found(Claim("x", None, "attention", finding), records).verdict == claims.NO_RECORD
 
 
 def test_a_ratio_with_a_serious_doubt_is_left_out():
@@ -60,24 +61,24 @@ def test_a_ratio_with_a_serious_doubt_is_left_out():
         rows[1].timing.step_ms = [100.0] * 10 + [*last_ms]
         return runs.run(*rows)
 
-    machine = Machine(runs={"fair": ladder(*[100.0] * 10), "doubted": ladder(*[120.0] * 10)})
-    assert machine.steps("0", "1") == {"fair": 3.0}
+    records = Records(runs={"fair": ladder(*[100.0] * 10), "doubted": ladder(*[120.0] * 10)})
+    assert records.faster("0", "1") == {"fair": 3.0}
 
 
 def test_a_technique_inside_the_spread_has_no_verdict_in_new_and_older_records():
     def verdict(**cell):
-        machine = Machine({"techniques": {"techniques": {"x": {"speed": 1.2} | cell}}})
-        return findings.technique("x", 1, 1.3, machine).verdict
+        records = Records({"techniques": {"techniques": {"x": {"speed": 1.2} | cell}}})
+        return findings.technique("x", 1, 1.3, records).verdict
 
     assert verdict(inside_spread=False) == verdict(holds=False) == "holds"
     assert verdict(inside_spread=True) == verdict(holds=None) == "hidden by the spread"
 
 
-def modes(default: tuple, reduce_overhead: tuple, autotune: tuple) -> Machine:
+def modes(default: tuple, reduce_overhead: tuple, autotune: tuple) -> Records:
     """Each mode's seconds to compile, and of a step."""
     named = {"default": default, "reduce-overhead": reduce_overhead, "max-autotune": autotune}
     rows = {name: {"cold": {"first_steps_s": cold}, "warm": {"step_s": step}} for name, (cold, step) in named.items()}
-    return Machine({"compile-modes": {"modes": rows}})
+    return Records({"compile-modes": {"modes": rows}})
 
 
 def test_the_modes_of_the_compiler_are_as_claimed_only_if_both_figures_are():
@@ -89,7 +90,7 @@ def test_the_modes_of_the_compiler_are_as_claimed_only_if_both_figures_are():
 def test_occupancy_stops_helping_where_less_of_it_gives_nearly_all_of_the_bandwidth():
     def verdict(rates):
         rows = {str(k): {"bytes_per_s": rate} for k, rate in rates.items()}
-        return findings.occupancy(Machine({"memory-hierarchy": {"occupancy": rows}})).verdict
+        return findings.occupancy(Records({"memory-hierarchy": {"occupancy": rows}})).verdict
 
     assert verdict({4: 1e12, 8: 3.9e12, 16: 4e12}) == "holds"
     assert verdict({4: 1e12, 8: 2e12, 16: 4e12}) == findings.FAILS

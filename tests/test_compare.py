@@ -49,7 +49,7 @@ def test_another_number_of_steps_is_named_and_times_still_compare():
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (runs.run(runs.step("0_a"), workload=replace(runs.WORKLOAD, seed=7)), "different workloads: seed differ"),
+        (runs.run(runs.step("0_a"), workload=replace(runs.WORKLOAD, seed=7)), "different workloads: seeds differ"),
         (runs.run(runs.step("1_b")), "no step in common"),
         (runs.run(runs.step("0_a", status="oom")), "no step in common that has a time"),
         (runs.run(runs.step("0_a"), workload=None), "workload is unknown"),

@@ -18,7 +18,7 @@ from common import record as r
 from common.model import GPTConfig
 from ladder import scaling as places
 from report import documents, scaling, symptom_examples
-from report.causal_claims import Records
+from report.records import Records
 
 MEET = f"""
 import sys
@@ -220,6 +220,7 @@ def test_an_example_names_its_recording_and_keeps_the_marks_of_its_efficiency(tm
     for name, row in (("first", two), ("second", launched)):
         placed(tmp_path / name, **{"1": alone, "2-ddp": row})
         (tmp_path / name / scaling.ROWS).write_text("[]")
-    figure, _ = symptom_examples.parallel("ddp")(Records(tmp_path))
+    figure, _ = symptom_examples.parallel("ddp")(Records.read(tmp_path))
     assert figure == "efficiency: first: 3_x on 2 GPUs ddp 80.0 %; second: 3_x on 2 GPUs ddp 62.5 %?*"
-    assert symptom_examples.parallel("fsdp")(Records(tmp_path)) is None
+    with pytest.raises(KeyError):
+        symptom_examples.parallel("fsdp")(Records.read(tmp_path))

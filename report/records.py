@@ -1,0 +1,87 @@
+"""What is recorded of one machine, for the pages that judge a sentence by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from common.record import MERGED, ROOFS, Roofs, Row, Run
+from report.analysis import is_timed
+from report.causes import Variant, read_causes
+from report.doubts import compared
+from report.load import read_json, read_roofs, read_run
+
+GPU, GPUS, CPU = "h200", "h200-x2", "epyc-2-cores"  # folders of docs/results
+SLICE = "gpt3-6.7b-slice"  # the workload of README's table
+T = TypeVar("T")
+
+
+@dataclass
+class Records:
+    """The figures of each experiment, the runs by name, and the folder that holds them and the other records.
+
+    What is not recorded raises KeyError, which only `measured` turns into words.
+    """
+
+    experiments: dict[str, dict] = field(default_factory=dict)
+    runs: dict[str, Run] = field(default_factory=dict)
+    folder: Path = Path()
+
+    @classmethod
+    def read(cls, folder: Path) -> Records:
+        experiments = {path.stem: read_json(path)["figures"] for path in folder.glob("anatomy/*.json")}
+        experiments |= {path.stem: read_json(path) for path in folder.glob("*-traffic.json")}
+        runs = {path.parent.name: read_run(path) for path in sorted(folder.glob(f"*/{MERGED}"))}
+        return cls(experiments, runs, folder)
+
+    def measured(self, figure: Callable[[Records], T], otherwise: T | None = None) -> T | None:
+        """What a function makes of these records; where they lack what it needs, something else."""
+        try:
+            return figure(self)
+        except KeyError:
+            return otherwise
+
+    def rows(self, *steps: str, of: tuple[str, ...] = ()) -> dict[str, tuple[Row, ...]]:
+        """By run, `of` all or some, the profiled rows of these steps where it has them all."""
+        found = {}
+        for name, run in self.runs.items():
+            profiled = {row.step: row for row in run.steps if row.profile and is_timed(row)}
+            if name in (of or self.runs) and profiled.keys() >= set(steps):
+                found[name] = tuple(profiled[step] for step in steps)
+        if not found:
+            raise KeyError(" and ".join(steps))
+        return found
+
+    def faster(self, before: str, after: str) -> dict[str, float]:
+        """By run, how many times faster a step is than another, where no serious doubt is about either."""
+        found = {}
+        for name, run in self.runs.items():
+            rows = {row.step[0]: row for row in run.steps}
+            speedup = compared(rows[after], rows[before], run) if {before, after} <= rows.keys() else None
+            if speedup and not speedup.mark:
+                found[name] = speedup.ratio
+        if not found:
+            raise KeyError(f"{before} and {after}")
+        return found
+
+    def attention_bytes(self) -> tuple[float, float]:
+        """Bytes that the GPU counted, of attention by hand and fused."""
+        counted = self.experiments["attention-traffic"]["bytes"]
+        by_hand, fused = (counted[kind]["counters"] for kind in ("by hand", "fused"))
+        if not (by_hand and fused):
+            raise KeyError("counters")
+        return by_hand, fused
+
+    def roofs(self) -> Roofs:
+        return read_roofs(self._path(ROOFS))
+
+    def variants(self, name: str) -> dict[str, Variant]:
+        """The variants of a file of ablations or causes, by name."""
+        return {variant.name: variant for variant in read_causes(self._path(name)).variants}
+
+    def _path(self, name: str) -> Path:
+        if not (self.folder / name).exists():
+            raise KeyError(name)
+        return self.folder / name
