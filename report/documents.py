@@ -274,20 +274,25 @@ def parity_curves(study: parity.Study) -> bytes:
 
 
 def recorded_scalings(results: Path) -> list[tuple[Path, dict[str, Run]]]:
-    """Every recorded run with --scaling, by folder: the run of each of its places."""
+    """Every recorded run with --scaling, by folder: the run of each of its places. The least work comes first."""
     folders = sorted(path.parent for path in results.glob(f"*/*/{scaling.ROWS}"))
-    return [(folder, scaling.load_places(folder)) for folder in folders]
+    recorded = [(folder, scaling.load_places(folder)) for folder in folders]
+    return sorted(recorded, key=lambda one: next(iter(one[1].values())).workload.flops_per_step)
 
 
 def scaling_tables(results: Path) -> str:
-    """A section per recorded run, then what the choices inside give, by machine; or that no run is recorded."""
-    parts, runs = [], recorded_scalings(results)
+    """A summary, a section per recorded run, then what the choices inside give, by machine; or that no run is
+    recorded."""
+    runs = recorded_scalings(results)
+    if not runs:
+        return scaling.NOT_RECORDED
+    parts = [scaling.SUMMARY, scaling.summary([places for _, places in runs])]
     for folder, places in runs:
         name = folder.relative_to(results).as_posix()
         parts.append(scaling.render_markdown(places, f"## {name}", f"results/{name}/"))
     for machine in dict.fromkeys(folder.parent for folder, _ in runs):
         parts += variants.sections(machine)
-    return "\n\n".join(parts) or scaling.NOT_RECORDED
+    return "\n\n".join(parts)
 
 
 # --- every document -------------------------------------------------------------------------------

@@ -13,12 +13,14 @@ from common.record import CATEGORIES, LAUNCHED_ALONE, Row, Run, scaling_places, 
 from common.text import aligned, one_line
 from report import analysis, doubts, load, table
 from report.analysis import GAPS, is_timed, median_ms
+from report.kernels import readable
 from report.load import environment_of
 
 ROWS, SHORT, PICTURE = "scaling.json", "scaling.md", "scaling.png"
 UNEXPLAINED = "not in the profiles"
 EXPOSED = "exposed communication"  # what the category of that name means
 LEAST_LOSS = 0.0005  # of a step: a column in which no row has more is left out
+LEAST_ADDED = 0.003  # of a step: kernels that add less are not named
 UNLIKE = "*"
 UNLIKE_LEGEND = (
     f"{UNLIKE} : the step was captured as a CUDA graph in one of the two rows and launched in the other: the figure "
@@ -27,6 +29,10 @@ UNLIKE_LEGEND = (
 NOT_RECORDED = (
     "No run on several GPUs is recorded yet. This page therefore shows no figure of how any step scales, and names no "
     "cause."
+)
+SUMMARY = (
+    "All of it in short: the time of a step, its efficiency in brackets, and the peak memory of a GPU. *Alone* is one "
+    "GPU, captured where it can be. The sections below say how each row was recorded, and where the rest goes."
 )
 ON_A_CPU = "On a CPU the processes share its cores: the figures show that it works, not how it scales."
 
@@ -51,6 +57,7 @@ class Scaled:
     exposed_communication_ms: float | None = None  # in which nothing else ran; null without a profile, as the next two
     overlapped_communication_ms: float | None = None  # null on a CPU too
     lost: dict[str, float] | None = None  # by category, what the step has more than on one GPU, as shares of it
+    added_ms: dict[str, float] | None = None  # of the step, by kernel: those launched more often; null as `lost`
     clock_mhz: float | None = None
     alone_clock_mhz: float | None = None  # of the row on one GPU
     power_w: float | None = None
@@ -107,6 +114,7 @@ def scaled(one: tuple[Run, Row], placed: list[tuple[Run, Row]]) -> Scaled:
         known.exposed_communication_ms = exposed
         known.overlapped_communication_ms = None if whole is None else max(0.0, whole - exposed)
         known.lost = lost(one, reference) if reference else None
+        known.added_ms = added_ms(row, reference[1]) if known.lost else None
     known.clock_mhz, known.power_w, known.link = row.clock_mhz, row.power_w, environment_of(run).link
     known.alone_clock_mhz = reference[1].clock_mhz if reference else None
     return known
@@ -141,6 +149,29 @@ def lost(one: tuple[Run, Row], reference: tuple[Run, Row]) -> dict[str, float] |
     return shares | {UNEXPLAINED: 1 - efficiency(one, reference) - sum(shares.values())}
 
 
+def added_ms(row: Row, alone: Row) -> dict[str, float]:
+    """By readable name, the time in ms of a step that kernels add which are launched more often than on one GPU.
+
+    Exchanges have figures of their own. Compiled kernels are left out: blocks that are compiled one by one are fused
+    in another way.
+    """
+    here, there = map(_by_name, (row, alone))
+    more = {name: ms - there.get(name, (0, 0))[1] for name, (launches, ms) in here.items()
+            if launches > there.get(name, (0, 0))[0]}  # fmt: skip
+    return dict(sorted(more.items(), key=lambda one: -one[1]))
+
+
+def _by_name(row: Row) -> dict[str, tuple[float, float]]:
+    """Launches and ms of a step, by the readable names of kernels."""
+    found: dict[str, tuple[float, float]] = {}
+    for kernel in row.profile.kernels:
+        name = readable(kernel.name)
+        if kernel.category != "communication" and not name.startswith("compiled: "):
+            launches, ms = found.get(name, (0.0, 0.0))
+            found[name] = launches + kernel.launches, ms + kernel.ms
+    return found
+
+
 def main_loss(row: Scaled) -> list[tuple[str, float]]:
     """The categories that take at least a quarter of what is missing, and a thousandth of the step, largest first."""
     least = max(0.25 * (1 - row.efficiency), 0.001)
@@ -158,6 +189,8 @@ def sentence(row: Scaled) -> str | None:
     parts = [f"{percents(share)} go to {name}" for name, share in main_loss(row)]
     if parts and row.efficiency < 1:
         said.append(f"Of the missing {percents(1 - row.efficiency)}, {', '.join(parts)}")
+    if added := [f"{name} ({ms:.1f} ms)" for name, ms in row.added_ms.items() if ms >= LEAST_ADDED * row.median_ms]:
+        said.append(f"Kernels that are launched more often than on one GPU: {'; '.join(added)}")
     if row.alone_clock_mhz and row.clock_mhz:
         said.append(f"The clock is {row.clock_mhz:.0f} MHz, on one GPU {row.alone_clock_mhz:.0f}")
     return ". ".join(said) + "."
@@ -246,12 +279,12 @@ def render_text(runs: dict[str, Run]) -> str:
 def render_markdown(runs: dict[str, Run], heading: str = "# Scaling", at: str = "") -> str:
     """scaling.md, and a part of docs/scaling.md, which finds the run's folder `at` a path that ends with /."""
     rows = scaled_rows(runs)
-    losses = loss_table(rows)
+    losses, picture = loss_table(rows), f"![Efficiency, and where the rest of each step goes]({at}{PICTURE})"
     command = one_line(next(iter(runs.values())).command, 1000)
     parts = [
         heading, table.markdown(about(runs)), table.pipe(main_table(rows)),
         "\n".join(table.bullets(legend(rows, runs))),
-        f"![Efficiency, and where the rest of each step goes]({at}{PICTURE})",
+        picture if bars(rows) else "",
         "Where the missing percents go, as shares of the step:" if losses else "", table.pipe(losses),
         "\n".join(table.bullets(filter(None, map(sentence, rows)))), f"Figures: [{ROWS}]({at}{ROWS})",
         f"```\n{command}\n```",
@@ -270,20 +303,46 @@ def write(folder: Path, runs: dict[str, Run]) -> list[str]:
     rows = scaled_rows(runs)
     write_json(folder / ROWS, [asdict(row) for row in rows])
     write_bytes(folder / SHORT, (render_markdown(runs) + "\n").encode())
+    (folder / PICTURE).unlink(missing_ok=True)  # of an earlier report
     try:
         from report import charts  # what draws may be absent or broken; the table must not be
 
-        write_bytes(folder / PICTURE, charts.scaling_png(bars(rows)))
+        if shown := bars(rows):
+            write_bytes(folder / PICTURE, charts.scaling_png(shown))
     except Exception as error:
-        (folder / PICTURE).unlink(missing_ok=True)  # of an earlier report
         return [f"no {PICTURE} ({one_line(error)}): pip install -r requirements.txt"]
     return []
 
 
 def bars(rows: list[Scaled]) -> list[tuple[str, float | None, dict[str, float], str]]:
-    """For the picture: name, efficiency, what it lost by category, and the label of every row on several GPUs."""
+    """For the picture: name, efficiency, what it lost by category, and the label of every row on several GPUs; nothing
+    where none has an efficiency."""
+    several = [row for row in rows if row.gpus > 1]
     return [
         (f"step {row.step[0]}, {row.parallel} x{row.gpus}", row.efficiency, row.lost or {},
          efficiency_cell(row) if row.status == "ok" else row.status)
-        for row in rows if row.gpus > 1
+        for row in several if any(one.efficiency for one in several)
     ]  # fmt: skip
+
+
+def summary(recorded: list[dict[str, Run]]) -> str:
+    """A table of all recorded runs: each step's time alone, and time, efficiency and memory by DDP and by FSDP2."""
+    lines = []
+    for runs in recorded:
+        rows, work = scaled_rows(runs), next(iter(runs.values())).workload
+        shape = f"{work.n_layer} x {work.n_embd}" + ", recomputed" * work.checkpoint
+        for step, gpus in dict.fromkeys((row.step, row.gpus) for row in rows if row.gpus > 1):
+            by = {row.parallel: row for row in reversed(rows) if row.step == step and row.gpus in (1, gpus)}
+            short = [cell for how in (None, "ddp", "fsdp") for cell in _short(by.get(how))]
+            lines.append((work.flops_per_step, step, gpus, (shape, step, str(gpus), *short)))
+    headers = [f"{how}, {what}" for how in ("alone", "DDP", "FSDP2") for what in ("ms", "GiB")]
+    return table.pipe(table.grid(("layers x channels", "step", "GPUs", *headers), [line[-1] for line in sorted(lines)]))
+
+
+def _short(row: Scaled | None) -> tuple[str, str]:
+    """`171.2 (92.5 %)` and `38.3`, or the status of a row that has no time."""
+    if row is None or row.status != "ok":
+        return (row.status if row else "-"), "-"
+    share = efficiency_cell(row)
+    peak = table.figure(row.peak_allocated_bytes and row.peak_allocated_bytes / analysis.GIB, ".1f")
+    return f"{row.median_ms:.1f}" + f" ({share})" * (share != "-"), peak

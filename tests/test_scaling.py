@@ -109,7 +109,20 @@ def test_the_page_shows_what_is_recorded_and_says_where_there_is_nothing(tmp_pat
     scaling.write(folder, placed(folder, **rows))
     text = documents.scaling_tables(tmp_path)
     assert "## machine/slice-scaling" in text and "(results/machine/slice-scaling/scaling.png)" in text
-    assert [table["3_x"].get("efficiency") for table in tables_of(text)] == ["80.0 %", None]
+    (summary,), *tables = (table.values() if k == 0 else table for k, table in enumerate(tables_of(text)))
+    assert (summary["step"], summary["DDP, ms"], summary["FSDP2, ms"]) == ("3_x", "125.0 (80.0 %)", "-")
+    assert [table["3_x"].get("efficiency") for table in tables] == ["80.0 %", None]
+
+
+def test_kernels_that_several_gpus_add_are_named_and_no_picture_is_drawn_without_an_efficiency(tmp_path):
+    alone, two = profiled(100.0, (80.0, 10.0, 0.0)), profiled(125.0, (90.0, 10.0, 10.0), gpus=2)
+    copies = [("chunk_cat_kernel", 2.0, 7), ("triton_poi_fused_add_0", 3.0, 5), ("bfloat16_copy", 0.1, 1)]
+    two.profile.kernels += [r.Kernel(name, "copies and casts", ms, launches) for name, ms, launches in copies]
+    _, ddp = scaling.scaled_rows(placed(tmp_path, **{"1": alone, "2-ddp": two}))
+    assert "than on one GPU: collecting the gradients to exchange (2.0 ms). The clock" in scaling.sentence(ddp)
+    made = placed(tmp_path / "large", **{"1": runs.step("3_x", status="oom", reason="out of memory"), "2-fsdp": two})
+    assert scaling.write(tmp_path / "large", made) == [] and not (tmp_path / "large" / "scaling.png").exists()
+    assert "scaling.png" not in scaling.render_markdown(made)
 
 
 def test_the_page_names_the_memory_that_the_formulas_give():
