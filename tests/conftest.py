@@ -2,7 +2,7 @@
 
 import argparse
 import functools
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 from common import benchmark, data, roofs  # noqa: E402
 from common.model import GPTConfig  # noqa: E402
 from common.record import Row  # noqa: E402
+from ladder.cells import load_script  # noqa: E402
 
 STEPS = sorted(path.stem for path in ROOT.glob("[0-9]_*.py"))
 CPU_STEPS = STEPS[:4]
@@ -30,12 +31,7 @@ scratch = []  # the folder of the test that runs
 
 
 def load_step(name: str):
-    """Import a step script under its own name; its file name is not an identifier."""
-    spec = importlib.util.spec_from_file_location(f"step_{name}", ROOT / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / f"{name}.py")
 
 
 def trace_only(patch) -> None:

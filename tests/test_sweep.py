@@ -149,7 +149,7 @@ def test_what_does_not_fit_or_has_no_time_is_a_cell_with_its_reason(home, monkey
     [
         (["--no-roofs"], {}, "leave out --no-roofs"),
         (["--n-embd", "64"], {}, "leave out --n-embd"),
-        (["--only", "7"], {}, "names a step that is not there"),
+        (["--only", "7"], {}, "names no step: give some of 0, 2, with commas"),
         (["--sweep-minutes", "1"], {"device_type": "cuda"}, "--sweep-minutes 1 is too short"),
         ([], {"free_bytes": 1000}, "no shape of the sweep fits the 0.0 GiB"),
         (["--resume", "absent"], {}, "holds no sweep"),
@@ -270,7 +270,7 @@ def test_plans_hold_the_shapes_that_are_promised():
 def test_a_script_runs_quickly_at_two_shapes_in_one_process(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [])
     script = ROOT / "2_sdpa.py"
-    main = cells.load_main(script)
+    main = cells.load_script(script).main
     for batch in (1, 2):
         words, output = [*FAST, "--batch-size", str(batch), "--quick"], tmp_path / f"{batch}.json"
         row = cells.run_cell(main, script, {"words": words, "output": str(output)})
@@ -290,7 +290,7 @@ def test_memory_beyond_what_the_first_cell_left_asks_for_a_new_process(tmp_path,
     listed = tmp_path / "todo.json"
     listed.write_text(json.dumps([{"name": name, "seconds": 0} for name in "abcd"]))
     monkeypatch.setattr(sys, "argv", ["", "0_x.py", str(listed), "60"])
-    monkeypatch.setattr(cells, "load_main", lambda _: None)
+    monkeypatch.setattr(cells, "load_script", lambda _: SimpleNamespace(main=None))
     monkeypatch.setattr(cells, "run_cell", run_cell)
     monkeypatch.setattr(cells.torch.cuda, "memory_allocated", lambda: next(held))
     assert cells.main() == cells.RENEW and began == ["a", "b", "c"]
