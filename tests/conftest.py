@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import benchmark, data, roofs  # noqa: E402
+from common import benchmark, data, passes, roofs  # noqa: E402
 from common.model import GPTConfig  # noqa: E402
 from common.record import Row  # noqa: E402
 from ladder.cells import load_script  # noqa: E402
@@ -89,8 +89,10 @@ def quick(name: str, *words: str):
 @pytest.fixture(autouse=True)
 def leave_nothing(tmp_path, monkeypatch):
     scratch.append(tmp_path)
-    monkeypatch.setattr(roofs, "REFERENCE_S", 0.01)
-    monkeypatch.setattr(roofs, "COPY_BYTES", 2**24)
+    monkeypatch.setattr(roofs, "REFERENCE_S", 0.01)  # roofs of a CPU are measured in seconds
+    monkeypatch.setattr(roofs, "COPY_BYTES", 2**22)
+    for sizes, few in ((roofs.GRID, (16, 64)), (passes.SIZES, (2**12,)), (passes.TOKENS, 256)):
+        monkeypatch.setitem(sizes, "cpu", few)
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)
