@@ -100,6 +100,20 @@ def leave_nothing(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def refused(capsys):
+    """What a call says that ends with exit code 2 and one line: refused(main, words)."""
+
+    def call(work, *words, code=2, **options):
+        with pytest.raises(SystemExit) as ended:
+            work(*words, **options)
+        said = capsys.readouterr().err
+        assert ended.value.code == code and said.count("\n") == 1, said
+        return said
+
+    return call
+
+
+@pytest.fixture
 def text_file(tmp_path):
     """A file of 4000 printable bytes."""
     path = tmp_path / "text.txt"

@@ -85,6 +85,7 @@ def test_a_script_needs_no_package_but_torch_and_numpy(step, tmp_path):
         assert row["status"] == "skipped" and "needs an NVIDIA GPU" in row["reason"]
     else:
         assert row["status"] == "ok" and row["profile"]["categories"]["matrix products"]["ms"] > 0
+        assert row["settings"]["compiled"] and row["settings"]["optimizer"] == "AdamW, compiled"
         assert (tmp_path / "record.trace.json.gz").stat().st_size > 0
 
 
@@ -105,6 +106,7 @@ def test_a_missing_compiler_is_a_failed_row(tmp_path):
 
 
 def test_what_ran_is_observed(monkeypatch):
+    trace_only(monkeypatch)
     names = ("amp_dtype", "float32_matmul_precision", "attention_kernel", "compiled", "optimizer")
     for step, *expected in (
         (STEPS[0], "float32", "highest", "by hand", False, "AdamW"),
