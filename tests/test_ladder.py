@@ -227,18 +227,19 @@ def test_ctrl_c_before_the_first_row_is_one_line(project):
 
 
 def test_a_process_that_fails_among_several_is_one_line_of_its_row_and_the_others_stand(project):
-    made, place = project({}), "    optimizer = torch.optim"
+    made, place = project({"3_ok": "ok"}), "    optimizer = torch.optim"
     faults = {
         "0_killed": "os.kill(os.getpid(), 9)",
         "1_broken": "raise ValueError('no way')",
         "2_nan": "model.module.wte.weight.data.fill_(float('nan'))",
     }
-    for name in [*faults, "3_ok"]:
-        code = f"    if args.world.rank == 1:\n        import os\n        {faults.get(name, 'pass')}\n{place}"
+    for name, fault in faults.items():
+        code = f"    if args.world.rank == 1:\n        import os\n        {fault}\n{place}"
         (made.folder / f"{name}.py").write_text((ROOT / f"{STEPS[0]}.py").read_text().replace(place, code))
     words = ["--gpus", "2", "--no-roofs", "--no-profile", "--only", "0,1,2,3"]
     ran = made.run(command=["./run_all.sh", *words, *FAST])
     rows, (folder,) = made.rows(), made.folders()
+    assert "tokens/s per GPU" in ran.stdout and json.loads((folder / "plan.json").read_text())["gpus"] == 2
     assert ran.returncode == 1 and made.statuses() == ["oom", "failed", "failed", "ok", "not run"], ran.stdout
     assert [rows[name]["reason"] for name in (*faults, "3_ok")] == [
         "rank 1 killed by signal 9, as the system does when host memory runs out",
@@ -246,11 +247,6 @@ def test_a_process_that_fails_among_several_is_one_line_of_its_row_and_the_other
         "loss is nan at training step 0: lower --lr (now 0.001)",
         None,
     ]
-    assert ran.stdout.count("ms/step (p25") == 1, "the first process alone prints"
-    assert "tokens/s per GPU" in ran.stdout and json.loads((folder / "plan.json").read_text())["gpus"] == 2
-    workload = json.loads((folder / "3_ok.json").read_text())["workload"]
-    tokens_per_s = workload["gpus"] * workload["tokens_per_step"] / rows["3_ok"]["timing"]["median_ms"] * 1e3
-    assert workload["gpus"] == 2 and rows["3_ok"]["tokens_per_s"] == pytest.approx(tokens_per_s)
 
 
 def test_several_processes_that_hang_are_all_ended(project):
