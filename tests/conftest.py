@@ -4,6 +4,7 @@ import argparse
 import functools
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,12 @@ scratch = []  # the folder of the test that runs
 
 def load_step(name: str):
     return load_script(ROOT / f"{name}.py")
+
+
+def git(folder, *words) -> str:
+    """What git prints, in a repository of a test."""
+    command = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@x.example", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def trace_only(patch) -> None:

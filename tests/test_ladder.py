@@ -251,10 +251,12 @@ def test_a_process_that_fails_among_several_is_one_line_of_its_row_and_the_other
 
 def test_several_processes_that_hang_are_all_ended(project):
     made = project({"0_x": "hang"})
-    made.run("--gpus", "2", "--only", "0", env={"STEP_TIMEOUT": "12"})
-    assert made.statuses()[0] == "timeout"
-    for rank in "01":
-        assert not is_alive(int((made.folder / f"hung{rank}").read_text()))
+    running, hung = made.start("--gpus", "2", "--only", "0"), [made.folder / f"hung{rank}" for rank in "01"]
+    assert wait_until(lambda: all(path.exists() and path.read_text() for path in hung))
+    os.killpg(running.pid, signal.SIGTERM)
+    running.communicate(timeout=60)
+    assert running.returncode == 130 and made.statuses()[0] == "interrupted"
+    assert not any(is_alive(int(path.read_text())) for path in hung)
 
 
 def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):

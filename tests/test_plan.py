@@ -1,13 +1,12 @@
 """The plan of recordings, with stub commands in a repository of its own: pieces, limits, resuming, taking."""
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict
 
 import pytest
 import runs
-from conftest import ROOT
+from conftest import ROOT, git
 
 from anatomy import ablations, parity
 from common import arguments
@@ -40,12 +39,6 @@ place.write_text(json.dumps(run) if is_run or place.name == "results.json" else 
 leave(1 if "broken" in words else 0)
 """
 MACHINES = "[machines]\nbox = 1 GPU\nbox-x2 = 2 GPU\nlaptop = 0 chip\n"
-
-
-def git(folder, *words):
-    own = ("-c", "user.name=x", "-c", "user.email=x@x.example")
-    done = subprocess.run(["git", *own, *words], cwd=folder, check=True, capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 @pytest.fixture
