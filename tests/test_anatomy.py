@@ -243,9 +243,9 @@ def test_all_goes_on_after_a_failure_and_is_0_where_all_came_to_a_result(monkeyp
     names = ("bad", "refuses", "slow", "killed", "good")
     monkeypatch.setattr(cli, "experiments", lambda: {name: f"What about {name}?" for name in names})
     monkeypatch.setattr(cli, "child_command", fake_command)
-    assert cli.main(["all", "--device", "cpu", "--limit", "6", "--output", str(tmp_path / "run")]) == 1
+    assert cli.main(["all", "--device", "cpu", "--limit", "3", "--output", str(tmp_path / "run")]) == 1
     index = (tmp_path / "run" / "anatomy.md").read_text()
-    for expected in ("it broke", "cannot run: no Triton", "took longer than 6 s", "signal 9", "It does."):
+    for expected in ("it broke", "cannot run: no Triton", "took longer than 3 s", "signal 9", "It does."):
         assert expected in index, expected
     page = (tmp_path / "run" / "good.md").read_text()
     before, answer = page.split("<details><summary>How this experiment predicts it</summary>")
