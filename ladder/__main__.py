@@ -8,7 +8,6 @@ import datetime
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -146,7 +145,6 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
     facts = check(arguments, gpus)
     for note in facts["notes"]:
         say(note)
-    started = datetime.datetime.now(datetime.timezone.utc)
     plan = Plan(
         command=portable_command(["./run_all.sh", *argv]),
         arguments=arguments + facts["pinned"],
@@ -155,7 +153,7 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
         roofs=not given.no_roofs,
         repeat=given.repeat,
         gpus=gpus,
-        started_at=started.isoformat(timespec="seconds"),
+        started_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         workload=facts["workload"],
     )
     planned = {"": (plan, facts)}
@@ -166,7 +164,7 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
     except ValueError as error:
         parser.error(str(error))
     plans = {place: asdict(plan) | {"schema_version": SCHEMA_VERSION} for place, (plan, _) in planned.items()}
-    return shared.new_folder(ROOT, "", plans, parser, started), planned
+    return shared.new_folder(ROOT, "", plans, parser), planned
 
 
 def resumed_run(folder: Path, parser: OneLineParser) -> tuple[Plan, dict]:
@@ -175,26 +173,12 @@ def resumed_run(folder: Path, parser: OneLineParser) -> tuple[Plan, dict]:
     content.pop("schema_version", None)
     try:
         plan = Plan(**content)
-        if not all(isinstance(text, str) for text in [*plan.arguments, *plan.left_out]):
-            raise ValueError
-        if not all(re.fullmatch(r"(peers/)?\w+", name) for name in plan.rows) or min(plan.repeat, plan.gpus) < 1:
-            raise ValueError
-    except (TypeError, ValueError):
+    except TypeError:
         parser.error(f"--resume {folder} holds no {PLAN} that can be read")
     facts = check(plan.arguments, plan.gpus)
     if facts["workload"] != plan.workload:
         parser.error(f"--resume {folder}: its workload has changed since, the text or this machine's defaults")
     return plan, facts
-
-
-def is_done(record: Path) -> bool:
-    """Whether a row has an ok record of its own, with a time and losses."""
-    try:
-        row = shared.row_of(record)
-        mine = row["step"] == record.stem
-        return bool(mine and row["status"] == "ok" and row["timing"]["median_ms"] and row["loss"])
-    except (LookupError, TypeError):
-        return False
 
 
 def run_row(ladder: Ladder, name: str, record: Path) -> None:
@@ -357,7 +341,8 @@ def run_rows(ladders: list[Ladder]) -> None:
     for number, name, ladder in itertools.product(range(1, plan.repeat + 1), plan.rows, ladders):
         record = ladder.folder / ("" if number == 1 else f"pass-{number}") / f"{name}.json"
         wanted = name in ladder.plan.rows and name not in ladder.plan.left_out
-        if not stop.requests and wanted and not is_done(record) and scaling.is_needed(record, ladder.folder):
+        wanted = wanted and shared.row_of(record).get("status") != "ok" and scaling.is_needed(record, ladder.folder)
+        if wanted and not stop.requests:
             where = [f"{name} in {ladder.folder.name}"] * (len(ladders) > 1)
             where += [f"pass {number} of {plan.repeat}"] * (plan.repeat > 1)
             if where:

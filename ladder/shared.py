@@ -28,14 +28,12 @@ def steps_named(only: str | None, names: list[str], parser: OneLineParser) -> li
     return [name for name in names if name[0] in wanted]
 
 
-def new_folder(
-    root: Path, kind: str, plans: dict[str, dict], parser: OneLineParser, now: datetime.datetime | None = None
-) -> Path:
+def new_folder(root: Path, kind: str, plans: dict[str, dict], parser: OneLineParser) -> Path:
     """A new folder below results/, named by the time and its kind, that others may read, with a plan in each place.
 
     Exits where it cannot be written.
     """
-    now, results = now or datetime.datetime.now(datetime.timezone.utc), root / "results"
+    now, results = datetime.datetime.now(datetime.timezone.utc), root / "results"
     try:
         results.mkdir(exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{now:%Y%m%d-%H%M%S}-{kind}", dir=results))
