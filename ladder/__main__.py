@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -17,9 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run_all.sh starts this file by its path, from any folder
 
-from common.errors import needs, smaller_batch  # noqa: E402
+from common.errors import needs, run_command, smaller_batch  # noqa: E402
 from common.record import (  # noqa: E402
     LAUNCHED_ALONE,
+    PLAN,
     PREDICTED,
     ROOFS,
     SCHEMA_VERSION,
@@ -32,12 +33,11 @@ from common.record import (  # noqa: E402
     write_run,
 )
 from common.text import OneLineParser, one_line, portable_command, positive_int, say  # noqa: E402
-from ladder import begin, process, scaling  # noqa: E402
+from ladder import process, scaling, shared  # noqa: E402
+from ladder.counts import BY_HAND  # noqa: E402
 from report.__main__ import report  # noqa: E402
 
 STEPS = "01234"
-BY_HAND = ("0_", "1_")  # rows that write the (T, T) scores of attention to memory
-GIB = 2**30
 
 
 @dataclass
@@ -100,21 +100,18 @@ def build_parser() -> OneLineParser:
 
 def time_limit(parser: OneLineParser) -> int:
     text = os.environ.get("STEP_TIMEOUT", "1800")
-    if not (text.isascii() and text.isdecimal() and len(text) < 9) or int(text) == 0:
+    try:
+        return positive_int(text)
+    except argparse.ArgumentTypeError:
         parser.error(f"STEP_TIMEOUT={text} is not a whole number of seconds")
-    return int(text)
 
 
 def rows_to_run(only: str | None, peers: bool, parser: OneLineParser) -> tuple[list[str], list[str]]:
     """Names of all rows, and of those that --only leaves out."""
-    scripts = [path.stem for path in ROOT.glob("[0-9]_*.py")]
-    numbers = {name[0] for name in scripts}
-    scripts = sorted(scripts + [f"{k}_missing" for k in STEPS if k not in numbers])
-    numbers |= set(STEPS)
-    wanted = numbers if only is None else set(only.split(","))
-    if wanted - numbers:
-        parser.error(f"--only {only!r} names no step: give some of {', '.join(sorted(numbers))}, with commas")
-    left_out = [name for name in scripts if name[0] not in wanted]
+    there = shared.step_names(ROOT)
+    scripts = sorted(there + [f"{k}_missing" for k in STEPS if k not in {name[0] for name in there}])
+    wanted = shared.steps_named(only, scripts, parser)
+    left_out = [name for name in scripts if name not in wanted]
     return scripts + [f"peers/{path.stem}" for path in sorted(ROOT.glob("peers/*.py")) if peers], left_out
 
 
@@ -148,7 +145,6 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
     facts = check(arguments, gpus)
     for note in facts["notes"]:
         say(note)
-    started = datetime.datetime.now(datetime.timezone.utc)
     plan = Plan(
         command=portable_command(["./run_all.sh", *argv]),
         arguments=arguments + facts["pinned"],
@@ -157,7 +153,7 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
         roofs=not given.no_roofs,
         repeat=given.repeat,
         gpus=gpus,
-        started_at=started.isoformat(timespec="seconds"),
+        started_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         workload=facts["workload"],
     )
     planned = {"": (plan, facts)}
@@ -165,56 +161,37 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
         if given.scaling:
             sharded = None if given.only else scaling.SHARDED
             planned = scaling.divide(plan, facts, given.gpus, given.parallel, sharded, check)
-        folder = begin.new_folder(ROOT / "results", now=started)
-        for place, (plan, _) in planned.items():
-            (folder / place).mkdir(exist_ok=True)
-            write_json(folder / place / "plan.json", asdict(plan) | {"schema_version": SCHEMA_VERSION})
     except ValueError as error:
         parser.error(str(error))
-    except OSError as error:
-        parser.exit(1, f"run_all.sh: error: cannot write to results/: {error.strerror or error}\n")
-    return folder, planned
+    plans = {place: asdict(plan) | {"schema_version": SCHEMA_VERSION} for place, (plan, _) in planned.items()}
+    return shared.new_folder(ROOT, "", plans, parser), planned
 
 
 def resumed_run(folder: Path, parser: OneLineParser) -> tuple[Plan, dict]:
     """The plan of an ended run. Refuses one that cannot be read, or whose workload has changed since."""
-    content = read_object(folder / "plan.json")
+    content = read_object(folder / PLAN)
     content.pop("schema_version", None)
     try:
         plan = Plan(**content)
-        if not all(isinstance(text, str) for text in [*plan.arguments, *plan.left_out]):
-            raise ValueError
-        if not all(re.fullmatch(r"(peers/)?\w+", name) for name in plan.rows) or min(plan.repeat, plan.gpus) < 1:
-            raise ValueError
-    except (TypeError, ValueError):
-        parser.error(f"--resume {folder} holds no plan.json that can be read")
+    except TypeError:
+        parser.error(f"--resume {folder} holds no {PLAN} that can be read")
     facts = check(plan.arguments, plan.gpus)
     if facts["workload"] != plan.workload:
         parser.error(f"--resume {folder}: its workload has changed since, the text or this machine's defaults")
     return plan, facts
 
 
-def is_done(record: Path) -> bool:
-    """Whether a row has an ok record of its own, with a time and losses."""
-    try:
-        (row,) = read_object(record)["steps"]
-        mine = row["step"] == record.stem
-        return bool(mine and row["status"] == "ok" and row["timing"]["median_ms"] and row["loss"])
-    except (ValueError, LookupError, TypeError):
-        return False
-
-
 def run_row(ladder: Ladder, name: str, record: Path) -> None:
     """Run one script, or say why it is not tried. A row without a record of its own gets one that says how it ended."""
     script, row = ROOT / f"{name}.py", Row(record.stem)
-    needed = ladder.plan.gpus * ladder.facts["by_hand_bytes" if name.startswith(BY_HAND) else "fused_bytes"]
+    needed = ladder.plan.gpus * ladder.facts["by_hand_bytes" if name[0] in BY_HAND else "fused_bytes"]
     free, advice = ladder.facts["free_bytes"], smaller_batch(ladder.facts["workload"]["batch_size"])
     on_cpu = ladder.facts["device_type"] == "cpu"  # there what is free is the memory of the host
     if not script.exists():
         row.status, row.reason = "failed", f"{name[0]}_*.py is missing: restore it with git checkout"
     elif on_cpu and free and needed > free:
         row.status = "oom"
-        row.reason = f"needs about {needed / GIB:.0f} GiB of {free / GIB:.0f} free: not tried, {advice}"
+        row.reason = f"{shared.too_large(needed, free)}, {advice}"
     else:
         try:
             row.status, row.reason = run_script(ladder, script, record)
@@ -259,7 +236,7 @@ def measure_roofs(ladder: Ladder) -> None:
     roofs, variables = ladder.folder / ROOFS, process.first_of(ladder.plan.gpus)
     try:
         words, environment = ladder.plan.arguments, ladder.environment | variables
-        if why := begin.measure_roofs(roofs, words, ladder.limit_s, ladder.stop, environment):
+        if why := shared.measure_roofs(roofs, words, ladder.limit_s, ladder.stop, environment):
             write_json(roofs, {"failed": why})
     except OSError as error:
         say(f"the roofs could not be written: {error.strerror or error}")
@@ -282,14 +259,13 @@ def finish(folder: Path, ladders: list[Ladder]) -> int:
     except (ValueError, OSError) as error:  # what is recorded stands
         say(f"run_all.sh: error: no report: {one_line(getattr(error, 'strerror', None) or error)}")
         code = None
-    here = folder.parent == ROOT / "results"
-    shown = f"results/{folder.name}" if here else str(folder)
+    shown = shared.shown(folder, ROOT)
     say(f"written to {shown}")
     if ladders[0].stop.requests:
         say(f"interrupted: ./run_all.sh --resume {shown} finishes it")
         return 130
     latest = ROOT / "results" / "latest"
-    if code is None or not here:
+    if code is None or folder.parent != ROOT / "results":
         return 1 if code is None else code
     if latest.exists() and not latest.is_symlink():
         say("results/latest is a file or folder of your own and stays")
@@ -354,7 +330,7 @@ def main(argv: list[str]) -> int:
         folder, planned = new_run(given, arguments, argv, parser)
     ladders = [Ladder(folder / place, *plan_and_facts, limit_s, stop) for place, plan_and_facts in planned.items()]
     stop.listen()
-    with process.lock(ladders[0].folder / "plan.json", parser):
+    with process.lock(ladders[0].folder / PLAN, parser):
         run_rows(ladders)
         return finish(folder, ladders)
 
@@ -365,7 +341,8 @@ def run_rows(ladders: list[Ladder]) -> None:
     for number, name, ladder in itertools.product(range(1, plan.repeat + 1), plan.rows, ladders):
         record = ladder.folder / ("" if number == 1 else f"pass-{number}") / f"{name}.json"
         wanted = name in ladder.plan.rows and name not in ladder.plan.left_out
-        if not stop.requests and wanted and not is_done(record) and scaling.is_needed(record, ladder.folder):
+        wanted = wanted and shared.row_of(record).get("status") != "ok" and scaling.is_needed(record, ladder.folder)
+        if wanted and not stop.requests:
             where = [f"{name} in {ladder.folder.name}"] * (len(ladders) > 1)
             where += [f"pass {number} of {plan.repeat}"] * (plan.repeat > 1)
             if where:
@@ -379,8 +356,4 @@ def run_rows(ladders: list[Ladder]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:  # before the first row
-        sys.stderr.write("run_all.sh: interrupted\n")
-        sys.exit(130)
+    run_command(lambda: main(sys.argv[1:]), "run_all.sh")

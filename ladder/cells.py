@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -26,6 +27,7 @@ from common.arguments import Arguments, parse_args
 from common.record import Row, Run, write_json, write_run
 from common.text import portable_command, say
 from ladder import process
+from ladder.shared import row_of
 
 RENEW = 75
 SLACK_S = 60  # that a process may take beyond its share of the time
@@ -70,17 +72,17 @@ def _show(data: bytes) -> None:
 # --- the process that runs the cells ------------------------------------------------------------------
 
 
-def load_main(script: Path) -> Callable[[Arguments], Row]:
-    """A script's `main`."""
+def load_script(script: Path) -> ModuleType:
+    """A script as a module: its file name is not an identifier."""
     spec = importlib.util.spec_from_file_location(f"step_{script.stem}", script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    return module.main
+    return module
 
 
-def run_cell(main: Callable[[Arguments], Row], script: Path, cell: dict) -> Row:
-    """Run a script's `main` with the words of a cell, leave its record, and give back what it held.
+def run_cell(main: Callable[[Arguments], Row], script: Path, cell: dict) -> dict:
+    """Run a script's `main` with the words of a cell, leave its record, and give back what it held. Returns the row.
 
     Exits with code 1 where the record could not be written: the log says why.
     """
@@ -90,8 +92,7 @@ def run_cell(main: Callable[[Arguments], Row], script: Path, cell: dict) -> Row:
     if not Path(cell["output"]).exists():
         sys.exit(1)
     give_back()
-    (row,) = json.loads(Path(cell["output"]).read_text())["steps"]
-    return row
+    return row_of(Path(cell["output"]))
 
 
 def give_back() -> None:
@@ -122,7 +123,7 @@ def describe(row: dict) -> str:
 
 def main() -> int:
     script, until = Path(sys.argv[1]), time.monotonic() + float(sys.argv[3])
-    todo, run, most = json.loads(Path(sys.argv[2]).read_text()), load_main(script), None
+    todo, run, most = json.loads(Path(sys.argv[2]).read_text()), load_script(script).main, None
     for cell in todo:
         if time.monotonic() + cell["seconds"] > until:
             break

@@ -12,6 +12,7 @@ from common.record import Workload
 
 POINTWISE, COPIES, ATTENTION = "normalization and pointwise", "copies and casts", "attention"
 LOSS, OPTIMIZER = "loss", "optimizer"
+BY_HAND = "01"  # steps that write the (T, T) scores of attention to memory
 FOREACH_NUMBERS = 320 * 65536  # that one launch of a foreach kernel takes: 320 blocks of 64 Ki numbers
 
 

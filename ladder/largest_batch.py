@@ -7,18 +7,16 @@ first that trains is the largest batch of the row. Each batch runs in a process 
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from common.record import write_bytes, write_json
 from common.text import OneLineParser, aligned, portable_command, say
-from ladder import begin, process
+from ladder import process, shared
 from ladder.cells import run_cells
+from ladder.process import ROOT
+from ladder.shared import GIB
 
-ROOT = Path(__file__).resolve().parent.parent
-GIB = 2**30
 SHARES = (0.97, 0.94, 0.9)  # of the free memory: libraries hold some beside torch's allocator
 OPTION = "--batch-size"
 STEPS = ("--warmup", "2", "--steps", "5", "--quick")
@@ -72,17 +70,17 @@ def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, ch
     if facts["device_type"] != "cuda":
         parser.error("--batch-size max needs a GPU: only its allocator counts what a step holds at most")
     workload, stop = facts["workload"], process.Stop()
-    scripts = [ROOT / f"{name}.py" for name in begin.steps_named(given.only, ROOT, parser)]
+    names = shared.steps_named(given.only, shared.step_names(ROOT), parser)
     stop.listen()
-    folder = begin.new_folder(ROOT / "results", "largest-batch-")
+    folder = shared.new_folder(ROOT, "largest-batch-", {}, parser)
     words = [*words, *facts["pinned"]]
     trials = Trials(folder, words, facts["free_bytes"], stop, limit_s, workload["accumulate"])
-    rows = [trials.largest(script, workload["batch_size"]) for script in scripts if not stop.requests]
+    rows = [trials.largest(ROOT / f"{name}.py", workload["batch_size"]) for name in names if not stop.requests]
     write_json(folder / "batches.json", [asdict(row) for row in rows])
     command = portable_command(["./run_all.sh", *argv])
     text = f"# What the saved memory buys\n\n{table(rows, 'pipe')}\n\n    {command}\n"
     write_bytes(folder / "batches.md", text.encode())
-    say(f"\n{table(rows)}\nwritten to {os.path.relpath(folder, ROOT)}")
+    say(f"\n{table(rows)}\nwritten to {shared.shown(folder, ROOT)}")
     return 130 if stop.requests else int(any(row.status not in ("ok", "skipped", "oom") for row in rows))
 
 
@@ -102,7 +100,7 @@ class Trials:
         words = [*self.words, "--batch-size", str(batch), *STEPS]
         todo = [{"name": f"batch {batch}", "words": words, "output": str(output), "seconds": 0}]
         run_cells(script, todo, self.folder / f"{script.stem}.log", self.limit_s, self.stop, "cuda")
-        return json.loads(output.read_text())["steps"][0] if output.exists() else None
+        return shared.row_of(output) or None
 
     def run_until(self, trained: bool, script: Path, batches: list[int]) -> dict[int, dict]:
         """The rows of these batches in turn, by batch, up to the first that trained, or that did not."""

@@ -35,13 +35,13 @@ from common.record import read_object, write_json
 from common.text import OneLineParser, aligned, one_line, positive_int, say
 from ladder import process
 from ladder.__main__ import check
+from ladder.process import ROOT
 from report.doubts import SERIOUS
 from report.load import MERGED, RecordError, read_run
 from report.recordings import PLAN, RUN_ALL, Machine, Piece, Recording, changed_since, facts, git, kept_files, read_plan
 from report.recordings import check as check_record
 from report.table import levels
 
-ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 30  # run_all.sh ends its row and writes its report in it
 LEAST_S = 60  # of a piece that goes on
 BESIDE = "LADDER_BESIDE"  # in the record's environment

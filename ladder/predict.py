@@ -30,11 +30,11 @@ from common.record import CATEGORIES, AttentionRate, PassTime, Roofs, Workload, 
 from common.roofs import product_seconds
 from common.text import OneLineParser, aligned, say
 from ladder import counts
+from ladder.counts import BY_HAND
 from report.load import MERGED, PREDICTIONS, ROOFS, convert, read_json, read_run
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS = ("0_baseline", "1_cublas", "2_sdpa", "3_compile", "4_transformer_engine")
-BY_HAND, CAPTURED = "01", "34"
+CAPTURED = "34"
 MIXED = ("bf16", "fp32")  # what mixed precision multiplies, the first that the machine has
 FUSED_LAUNCHES = 4  # of attention: forward, and three kernels backward
 BATCHED_BYTES = {"fp32": 4, "bf16": 2}
@@ -185,7 +185,7 @@ def read_roofs(path: Path) -> Roofs:
 
 def newest_roofs() -> Path:
     """The newest roofs below results/. Raises ValueError where there are none."""
-    found = [*ROOT.glob(f"results/*/{ROOFS}"), *ROOT.glob("results/roofs.json")]
+    found = [*arguments.ROOT.glob(f"results/*/{ROOFS}"), *arguments.ROOT.glob("results/roofs.json")]
     if not found:
         raise ValueError("no roofs below results/: measure them with python -m common.roofs, or give --roofs FILE")
     return max(found, key=lambda path: path.stat().st_mtime)

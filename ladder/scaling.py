@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from common.record import LAUNCHED_ALONE, Plan, read_object
+from common.record import LAUNCHED_ALONE, Plan
+from ladder.shared import row_of
 
 PARALLEL = ("ddp", "fsdp")
 SHARDED = "34"  # the steps that run with FSDP2 too, unless the user chose steps
@@ -60,5 +61,5 @@ def is_needed(record: Path, place: Path) -> bool:
 
 def _captured(record: Path) -> bool | None:
     """Whether a row that has a time was captured; None of any other."""
-    rows = read_object(record).get("steps") or [{}]
-    return rows[0]["settings"]["captured"] if rows[0].get("status") == "ok" else None
+    row = row_of(record)
+    return row["settings"]["captured"] if row.get("status") == "ok" else None

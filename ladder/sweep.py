@@ -19,18 +19,18 @@ from types import SimpleNamespace
 
 from common import flops
 from common.model import GPTConfig
-from common.record import Row, Run, read_object, write_json, write_run
+from common.record import PLAN, ROOFS, Row, Run, read_object, write_json, write_run
 from common.text import OneLineParser, one_line, portable_command, say
-from ladder import begin, predict, process
+from ladder import predict, process, shared
 from ladder.cells import run_cells
+from ladder.counts import BY_HAND
+from ladder.process import ROOT
+from ladder.shared import GIB
 from report import sweep as pages
 from report.analysis import GAPS
-from report.load import ROOFS, RecordError
+from report.load import RecordError
 from report.sweep import Cell
 
-ROOT = Path(__file__).resolve().parent.parent
-PLAN, GIB = "plan.json", 2**30
-BY_HAND = ("0_", "1_")  # rows that write the (T, T) scores of attention to memory
 CHOSEN_HERE = (
     "--preset", "--n-layer", "--n-head", "--n-embd", "--seq-len", "--vocab-size", "--batch-size",
     "--global-batch-size", "--accumulate", "--checkpoint", "--warmup", "--steps", "--quick", "--profile",
@@ -39,7 +39,7 @@ WARMUP, FEWEST, MOST, TIMED_S = 2, 3, 20, 1.0  # steps of a cell; as many as the
 ROOFS_S = {"cuda": 90, "cpu": 45}  # what a cell takes beside its steps, and the roofs: expected, for the plan
 SETUP_S = {"cuda": {"3": 40, "4": 25, "": 6}, "cpu": {"3": 20, "4": 1, "": 3}}
 START_S = {"cuda": 15, "cpu": 5}  # of a process
-DONE, NOT_TRIED = ("ok", "skipped", "oom"), "not tried"
+DONE = ("ok", "skipped", "oom")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Shape:
         return [word for name, value in asdict(self).items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
     def peak_bytes(self, step: str) -> int:
-        return flops.unfused_peak_bytes(self.config, self.batch_size, scores=step.startswith(BY_HAND))
+        return flops.unfused_peak_bytes(self.config, self.batch_size, scores=step[0] in BY_HAND)
 
 
 def shapes_of(device_type: str) -> list[Shape]:
@@ -131,7 +131,7 @@ class Sweep:
     def fits(self, shape: Shape, script: str) -> bool:
         """Whether a cell is tried. On a GPU all are that do not write scores by hand: the others need less than is
         estimated, and what has no memory there is soon known."""
-        tried = self.plan.device_type == "cuda" and not script.startswith(BY_HAND)
+        tried = self.plan.device_type == "cuda" and script[0] not in BY_HAND
         return tried or self.plan.free_bytes is None or shape.peak_bytes(script) <= self.plan.free_bytes
 
     def todo(self, shapes: Iterable[Shape], script: str) -> list[dict]:
@@ -226,19 +226,14 @@ def planned(given, arguments: list[str], argv: list[str], parser: OneLineParser,
         parser.error(f"--sweep chooses shapes and steps itself: leave out {wrong[0]}")
     facts = check(arguments, 1)
     device, free = facts["device_type"], facts["free_bytes"]
-    scripts, shapes = begin.steps_named(given.only, ROOT, parser), shapes_of(device)
+    scripts, shapes = shared.steps_named(given.only, shared.step_names(ROOT), parser), shapes_of(device)
     if free is not None and min(shape.peak_bytes("2_") for shape in shapes) > free:
         parser.error(f"no shape of the sweep fits the {free / GIB:.1f} GiB that are free")
     check([*arguments, *shapes[0].words()], 1)  # that the text fits the vocabulary
     command, arguments = portable_command(["./run_all.sh", *argv]), arguments + facts["pinned"]
     plan = Plan([asdict(shape) for shape in shapes], scripts, arguments, command, device, facts["device"], free)
     require_time(given.sweep_minutes, plan, parser)
-    try:
-        folder = begin.new_folder(ROOT / "results", "sweep-")
-        write_json(folder / PLAN, asdict(plan))
-    except OSError as error:
-        parser.exit(1, f"run_all.sh: error: cannot write to results/: {error.strerror or error}\n")
-    return folder, plan
+    return shared.new_folder(ROOT, "sweep-", {"": asdict(plan)}, parser), plan
 
 
 def resumed(given, arguments: list[str], _, parser: OneLineParser, check) -> tuple[Path, Plan]:
@@ -262,8 +257,8 @@ def resumed(given, arguments: list[str], _, parser: OneLineParser, check) -> tup
 def try_again(folder: Path, plan: Plan) -> None:
     """Remove the records of cells that failed, and of those that were not tried."""
     for record in (folder / shape.name / f"{script}.json" for shape in plan.shapes for script in plan.scripts):
-        rows = read_object(record).get("steps") or [{}]
-        if rows[0].get("status") not in DONE or (rows[0].get("reason") or "").endswith(NOT_TRIED):
+        row = shared.row_of(record)
+        if row.get("status") not in DONE or (row.get("reason") or "").endswith(shared.NOT_TRIED):
             record.unlink(missing_ok=True)
 
 
@@ -283,7 +278,7 @@ def measure_roofs(folder: Path, plan: Plan, limit_s: float, stop: process.Stop, 
     if (folder / ROOFS).exists():
         return
     words, environment = [*plan.arguments, *plan.shapes[-1].words()], process.passive_waits(plan.device_type)
-    why = begin.measure_roofs(folder / ROOFS, words, limit_s, stop, environment)
+    why = shared.measure_roofs(folder / ROOFS, words, limit_s, stop, environment)
     if stop.requests:
         parser.exit(130, "run_all.sh: interrupted\n")
     if why:
@@ -302,8 +297,7 @@ def leave_out_what_cannot_fit(sweep: Sweep) -> None:
         for script in sweep.plan.scripts:
             record = sweep.record(shape, script)
             if not (sweep.fits(shape, script) or record.exists()):
-                needed, free = (size / GIB for size in (shape.peak_bytes(script), sweep.plan.free_bytes))
-                reason = f"needs about {needed:.0f} GiB of {free:.0f} free: {NOT_TRIED}"
+                reason = shared.too_large(shape.peak_bytes(script), sweep.plan.free_bytes)
                 record.parent.mkdir(exist_ok=True)
                 write_run(record, Run(sweep.plan.command, None, None, None, [Row(script, None, "oom", reason)]))
 
@@ -336,8 +330,7 @@ def finish(sweep: Sweep) -> int:
             say(line)
     except (RecordError, ImportError) as error:  # what is recorded stands
         say(f"no page: {one_line(error)}")
-    inside = sweep.folder.parent == ROOT / "results"
-    shown = f"results/{sweep.folder.name}" if inside else str(sweep.folder)
+    shown = shared.shown(sweep.folder, ROOT)
     say(f"written to {shown}")
     if open_cells := sum(cell.status == "not run" for cell in cells):
         say(f"{open_cells} cells not run: ./run_all.sh --sweep --resume {shown} goes on")
@@ -356,12 +349,10 @@ def cell_of(sweep: Sweep, shape: Shape, script: str) -> Cell:
     if one:
         cell = replace(cell, predicted_ms=one.ms, predicted_category_ms=one.category_ms, launches=one.launches,
                        predicted_host_ms=one.host_ms)  # fmt: skip
-    with contextlib.suppress(OSError, LookupError, TypeError):  # not profiled, or that failed
-        (row,) = json.loads(sweep.profiled(shape, script).read_text())["steps"]
-        cell.category_ms = {name: time["ms"] for name, time in row["profile"]["categories"].items()}
-        cell.category_ms[GAPS] = row["profile"]["gpu_idle_ms"] or 0.0
-    with contextlib.suppress(OSError):
-        run = json.loads(record.read_text())
+    if profile := shared.row_of(sweep.profiled(shape, script)).get("profile"):
+        cell.category_ms = {name: time["ms"] for name, time in profile["categories"].items()}
+        cell.category_ms[GAPS] = profile["gpu_idle_ms"] or 0.0
+    if run := read_object(record):
         (row,), known = run["steps"], run["environment"] or {}
         state, timing = row["gpu_state"] or {}, row["timing"]
         return replace(

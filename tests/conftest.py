@@ -2,8 +2,9 @@
 
 import argparse
 import functools
-import importlib.util
+import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import benchmark, data, roofs  # noqa: E402
+from common import benchmark, data, passes, roofs  # noqa: E402
 from common.model import GPTConfig  # noqa: E402
 from common.record import Row  # noqa: E402
+from ladder.cells import load_script  # noqa: E402
 
 STEPS = sorted(path.stem for path in ROOT.glob("[0-9]_*.py"))
 CPU_STEPS = STEPS[:4]
@@ -30,12 +32,13 @@ scratch = []  # the folder of the test that runs
 
 
 def load_step(name: str):
-    """Import a step script under its own name; its file name is not an identifier."""
-    spec = importlib.util.spec_from_file_location(f"step_{name}", ROOT / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / f"{name}.py")
+
+
+def git(folder, *words) -> str:
+    """What git prints, in a repository of a test."""
+    command = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@x.example", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def trace_only(patch) -> None:
@@ -93,12 +96,28 @@ def quick(name: str, *words: str):
 @pytest.fixture(autouse=True)
 def leave_nothing(tmp_path, monkeypatch):
     scratch.append(tmp_path)
-    monkeypatch.setattr(roofs, "REFERENCE_S", 0.01)
-    monkeypatch.setattr(roofs, "COPY_BYTES", 2**24)
+    monkeypatch.setattr(roofs, "REFERENCE_S", 0.01)  # roofs of a CPU are measured in seconds
+    monkeypatch.setattr(roofs, "COPY_BYTES", 2**22)
+    for sizes, few in ((roofs.GRID, (16, 64)), (passes.SIZES, (2**12,)), (passes.TOKENS, 256)):
+        monkeypatch.setitem(sizes, "cpu", few)
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)
     scratch.pop()
+
+
+@pytest.fixture
+def refused(capsys):
+    """What a call says that ends with exit code 2 and one line: refused(main, words)."""
+
+    def call(work, *words, code=2, **options):
+        with pytest.raises(SystemExit) as ended:
+            work(*words, **options)
+        said = capsys.readouterr().err
+        assert ended.value.code == code and said.count("\n") == 1, said
+        return said
+
+    return call
 
 
 @pytest.fixture

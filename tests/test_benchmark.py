@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import runs
 import torch
-from conftest import FAST, ROOT, SMALL, STEPS, arguments, built
+from conftest import COMPILED, FAST, ROOT, SMALL, STEPS, arguments, built, trace_only
 
 from common import benchmark, data, timing
 from common.record import Row
@@ -75,7 +75,7 @@ def test_a_script_writes_its_record_one_result_line_and_progress(tmp_path, text_
     assert lines[1]["rest_s"] is None and lines[2]["rest_s"] > 0
 
 
-@pytest.mark.parametrize("step", [STEPS[0], STEPS[3], STEPS[4]])
+@pytest.mark.parametrize("step", STEPS[3:])
 def test_a_script_needs_no_package_but_torch_and_numpy(step, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_PACKAGES)
     env = {"PYTHONPATH": str(tmp_path)}
@@ -85,6 +85,7 @@ def test_a_script_needs_no_package_but_torch_and_numpy(step, tmp_path):
         assert row["status"] == "skipped" and "needs an NVIDIA GPU" in row["reason"]
     else:
         assert row["status"] == "ok" and row["profile"]["categories"]["matrix products"]["ms"] > 0
+        assert row["settings"]["compiled"] and row["settings"]["optimizer"] == "AdamW, compiled"
         assert (tmp_path / "record.trace.json.gz").stat().st_size > 0
 
 
@@ -105,6 +106,7 @@ def test_a_missing_compiler_is_a_failed_row(tmp_path):
 
 
 def test_what_ran_is_observed(monkeypatch):
+    trace_only(monkeypatch)
     names = ("amp_dtype", "float32_matmul_precision", "attention_kernel", "compiled", "optimizer")
     for step, *expected in (
         (STEPS[0], "float32", "highest", "by hand", False, "AdamW"),
@@ -112,12 +114,13 @@ def test_what_ran_is_observed(monkeypatch):
         (STEPS[3], "bfloat16", "high", "flash (CPU)", True, "AdamW, compiled"),
     ):
         torch.set_float32_matmul_precision("highest")
-        made = built(step, monkeypatch, amp_dtype=torch.bfloat16, steps=2, warmup=1)
+        made = built(step, monkeypatch, config=COMPILED, amp_dtype=torch.bfloat16, steps=2, warmup=1)
         found = benchmark.run(made.train_step, made.model, made.args).settings
         assert [getattr(found, name) for name in names] == expected
 
 
 def test_the_heldout_loss_is_that_of_the_model_and_changes_nothing(monkeypatch):
+    trace_only(monkeypatch)
     made = built(STEPS[3], monkeypatch, amp_dtype=torch.float32)
     before = [p.clone() for p in made.model.parameters()]
     found = benchmark.heldout_loss(made.model, made.args)

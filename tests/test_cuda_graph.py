@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import STEPS, arguments, built
+from conftest import COMPILED, STEPS, arguments, built, trace_only
 
 from common import benchmark, cuda_graph
 
@@ -27,7 +27,8 @@ def recorded():
 
 
 def test_on_a_cpu_a_step_is_launched_and_nothing_is_said_of_it(monkeypatch):
-    made = built(STEPS[3], monkeypatch, steps=2, warmup=1)
+    trace_only(monkeypatch)
+    made = built(STEPS[3], monkeypatch, config=COMPILED, steps=2, warmup=1)
     assert isinstance(made.train_step, cuda_graph.CapturedStep) and made.train_step.graph is None
     assert not any("capturable" in group and group["capturable"] for group in made.train_step.optimizer.param_groups)
     row = benchmark.run(made.train_step, made.model, made.args)

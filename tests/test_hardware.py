@@ -1,10 +1,10 @@
 """What this machine is, and what cannot be known of it."""
 
-import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import git
 
 from common import hardware
 
@@ -75,16 +75,12 @@ def test_another_cudnn_than_torchs_own_is_said_and_only_variables_that_a_user_ch
 
 
 def test_a_commit_is_recorded_with_whether_files_differ(tmp_path, monkeypatch):
-    def git(*words):
-        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True)
-
     assert hardware.commit_of(tmp_path) == (None, None, "not a git checkout")
-    git("init")
+    git(tmp_path, "init")
     assert hardware.commit_of(tmp_path) == (None, None, "git cannot tell"), "no commit yet"
     (tmp_path / "a").write_text("1")
-    git("add", "a")
-    git("commit", "-m", "first")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "-m", "first")
     commit, dirty, reason = hardware.commit_of(tmp_path)
     assert len(commit) == 40 and dirty is False and reason is None
     (tmp_path / "a").write_text("2")

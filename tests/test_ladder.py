@@ -227,18 +227,19 @@ def test_ctrl_c_before_the_first_row_is_one_line(project):
 
 
 def test_a_process_that_fails_among_several_is_one_line_of_its_row_and_the_others_stand(project):
-    made, place = project({}), "    optimizer = torch.optim"
+    made, place = project({"3_ok": "ok"}), "    optimizer = torch.optim"
     faults = {
         "0_killed": "os.kill(os.getpid(), 9)",
         "1_broken": "raise ValueError('no way')",
         "2_nan": "model.module.wte.weight.data.fill_(float('nan'))",
     }
-    for name in [*faults, "3_ok"]:
-        code = f"    if args.world.rank == 1:\n        import os\n        {faults.get(name, 'pass')}\n{place}"
+    for name, fault in faults.items():
+        code = f"    if args.world.rank == 1:\n        import os\n        {fault}\n{place}"
         (made.folder / f"{name}.py").write_text((ROOT / f"{STEPS[0]}.py").read_text().replace(place, code))
     words = ["--gpus", "2", "--no-roofs", "--no-profile", "--only", "0,1,2,3"]
     ran = made.run(command=["./run_all.sh", *words, *FAST])
     rows, (folder,) = made.rows(), made.folders()
+    assert "tokens/s per GPU" in ran.stdout and json.loads((folder / "plan.json").read_text())["gpus"] == 2
     assert ran.returncode == 1 and made.statuses() == ["oom", "failed", "failed", "ok", "not run"], ran.stdout
     assert [rows[name]["reason"] for name in (*faults, "3_ok")] == [
         "rank 1 killed by signal 9, as the system does when host memory runs out",
@@ -246,19 +247,16 @@ def test_a_process_that_fails_among_several_is_one_line_of_its_row_and_the_other
         "loss is nan at training step 0: lower --lr (now 0.001)",
         None,
     ]
-    assert ran.stdout.count("ms/step (p25") == 1, "the first process alone prints"
-    assert "tokens/s per GPU" in ran.stdout and json.loads((folder / "plan.json").read_text())["gpus"] == 2
-    workload = json.loads((folder / "3_ok.json").read_text())["workload"]
-    tokens_per_s = workload["gpus"] * workload["tokens_per_step"] / rows["3_ok"]["timing"]["median_ms"] * 1e3
-    assert workload["gpus"] == 2 and rows["3_ok"]["tokens_per_s"] == pytest.approx(tokens_per_s)
 
 
 def test_several_processes_that_hang_are_all_ended(project):
     made = project({"0_x": "hang"})
-    made.run("--gpus", "2", "--only", "0", env={"STEP_TIMEOUT": "12"})
-    assert made.statuses()[0] == "timeout"
-    for rank in "01":
-        assert not is_alive(int((made.folder / f"hung{rank}").read_text()))
+    running, hung = made.start("--gpus", "2", "--only", "0"), [made.folder / f"hung{rank}" for rank in "01"]
+    assert wait_until(lambda: all(path.exists() and path.read_text() for path in hung))
+    os.killpg(running.pid, signal.SIGTERM)
+    running.communicate(timeout=60)
+    assert running.returncode == 130 and made.statuses()[0] == "interrupted"
+    assert not any(is_alive(int(path.read_text())) for path in hung)
 
 
 def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
@@ -267,6 +265,9 @@ def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
     for step in STEPS:
         code = (ROOT / f"{step}.py").read_text()
         (made.folder / f"{step}.py").write_text(code.replace("def main(args):", growing) if step == STEPS[0] else code)
+    for file, few in (("roofs", 'GRID["cpu"] = (64, 256)'), ("passes", 'SIZES["cpu"] = (2**12,)')):  # in seconds
+        path = made.folder / "common" / f"{file}.py"
+        path.write_text(path.read_text().replace("\n\n\n", f"\n{few}\n\n\n", 1))
     user, site = tmp_path / "user", tmp_path / "site"
     user.mkdir()
     site.mkdir()
@@ -298,7 +299,7 @@ def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
         assert (latest / name).stat().st_size > 0, name
 
 
-def test_bad_arguments_are_refused_before_any_row_in_one_line(monkeypatch, capsys):
+def test_bad_arguments_are_refused_before_any_row_in_one_line(monkeypatch, refused):
     monkeypatch.setattr(ladder, "check", lambda *_: pytest.fail("refused before the arguments of the steps are read"))
     for words, limit, said in (
         (["--output", "x.json"], "9", "--output"),
@@ -309,10 +310,7 @@ def test_bad_arguments_are_refused_before_any_row_in_one_line(monkeypatch, capsy
         (["--batch-size", "max"], "soon", "STEP_TIMEOUT=soon"),
     ):
         monkeypatch.setenv("STEP_TIMEOUT", limit)
-        with pytest.raises(SystemExit) as caught:
-            ladder.main(words)
-        complaint = capsys.readouterr().err
-        assert caught.value.code == 2 and said in complaint and complaint.count("\n") == 1, complaint
+        assert said in refused(ladder.main, words)
     assert "STEP_TIMEOUT" in ladder.build_parser().format_help()
 
 
@@ -320,14 +318,11 @@ def test_run_all_refuses_what_the_steps_refuse_and_a_python_that_does_not_run_or
     made = project({"0_x": "crash"})
     (tmp_path / "python3").write_text('#!/bin/bash\n[ "$1" = --version ] && echo "Python 3.8.1" || exit 1\n')
     (tmp_path / "python3").chmod(0o755)
-    old, too_old = (
-        {"PYTHON": "", "PATH": f"{tmp_path}:/usr/bin:/bin"},
-        "3.8.1 is too old: Python 3.10 or newer is needed",
-    )
+    old = {"PYTHON": "", "PATH": f"{tmp_path}:/usr/bin:/bin"}
     for words, env, code, said in (
         (["--data", "absent.txt"], {}, 2, "absent.txt"),
         ([], {"PYTHON": "/nope"}, 2, "PYTHON=/nope"),
-        ([], old, 1, too_old),
+        ([], old, 1, "3.8.1 is too old: Python 3.10 or newer is needed"),
     ):
         ran = made.run(command=["./run_all.sh", *words], env=env)
         assert ran.returncode == code and said in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr

@@ -29,12 +29,8 @@ def trials(tmp_path, monkeypatch):
         if batch > made.fits:
             status, reason = explain(MemoryError(), batch)
             return ran | {"status": status, "reason": reason}
-        return {
-            "status": "ok",
-            "reason": None,
-            "tokens_per_s": 10.0 * batch,
-            "peak_allocated_bytes": (10 + batch) << 30,
-        }
+        trained = {"tokens_per_s": 10.0 * batch, "peak_allocated_bytes": (10 + batch) << 30}
+        return trained | {"status": "ok", "reason": None}
 
     monkeypatch.setattr(made, "run", run)
     return made
@@ -99,16 +95,14 @@ def test_each_batch_has_a_process_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("option", ["--global-batch-size=8", "--no-roofs", "--no-profile", "--sweep-minutes=9"])
-def test_the_largest_batch_refuses_what_it_would_ignore_before_anything_runs(option, capsys):
+def test_the_largest_batch_refuses_what_it_would_ignore_before_anything_runs(option, refused):
     parser = build_parser()
     given, rest = parser.parse_known_args(["--batch-size", "max", option])
-    with pytest.raises(SystemExit) as ended:
-        largest_batch.main(given, rest, [], parser, lambda *_: pytest.fail("something ran"), 60)
-    err = capsys.readouterr().err
-    assert ended.value.code == 2 and err.count("\n") == 1 and "leave out --" in err and option.partition("=")[0] in err
+    said = refused(largest_batch.main, given, rest, [], parser, lambda *_: pytest.fail("something ran"), 60)
+    assert "leave out --" in said and option.partition("=")[0] in said
 
 
-def test_the_largest_batch_needs_a_gpu_and_hands_on_all_other_arguments(capsys):
+def test_the_largest_batch_needs_a_gpu_and_hands_on_all_other_arguments(refused):
     parser, asked = build_parser(), []
 
     def check(words, gpus):
@@ -117,8 +111,5 @@ def test_the_largest_batch_needs_a_gpu_and_hands_on_all_other_arguments(capsys):
 
     for words in (["--batch-size", "max"], ["--batch-size=max"]):
         given, rest = parser.parse_known_args([*words, "--device", "cpu", "--data", "my book"])
-        with pytest.raises(SystemExit) as ended:
-            largest_batch.main(given, rest, words, parser, check, 60)
-        err = capsys.readouterr().err
-        assert ended.value.code == 2 and err.count("\n") == 1 and "--batch-size max needs a GPU" in err
+        assert "--batch-size max needs a GPU" in refused(largest_batch.main, given, rest, words, parser, check, 60)
         assert asked.pop() == ["--device", "cpu", "--data", "my book"]

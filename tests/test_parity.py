@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-from functools import partial
 from statistics import stdev
 
 import conftest
@@ -17,6 +16,7 @@ from anatomy import ablations
 from anatomy import parity as command
 from common import benchmark, data
 from common.record import write_json
+from ladder import process
 from report import documents, parity
 
 
@@ -80,19 +80,29 @@ def test_rows_have_names_and_numbers_and_faults_run_by_name_only():
     assert [one.name for one in chosen[2]] == ["dead MLP"]
 
 
-def test_a_study_is_continued_another_workload_is_refused_and_ctrl_c_keeps_what_ran(tmp_path):
-    path, pipe = tmp_path / "x.json", subprocess.PIPE
-    words = [sys.executable, "-m", "anatomy.parity", "--output", str(path), *conftest.FAST]
-    start = partial(subprocess.Popen, cwd=conftest.ROOT, stdout=pipe, stderr=pipe, text=True)
-    for seeds, more, code, said in (
-        (["1"], [], 0, "seed 1, dead MLP: ok"), (["1", "2"], [], 0, "seed 2, dead MLP: ok"),
-        (["1"], ["--lr", "1"], 2, "another workload"), (["1"], ["--seed", "3"], 2, "--seeds"),
-    ):  # fmt: skip
-        child = start([*words, "--seeds", *seeds, "--rows", "dead MLP", "4", *more])
-        out, err = child.communicate(timeout=100)
-        assert child.returncode == code and said in out + err, err
-        assert out.count("dead MLP") == (code == 0) and err.count("\n") == (code == 2)
-    first, skipped, other, _ = parity.read_study(path).runs
+def test_a_study_is_continued_another_workload_is_refused_and_ctrl_c_keeps_what_ran(
+    tmp_path, monkeypatch, capsys, refused
+):
+    path = tmp_path / "x.json"
+    words = ["--output", str(path), *conftest.FAST]
+    monkeypatch.setattr(process.Stop, "listen", lambda _: None)
+
+    def study(*more):
+        monkeypatch.setattr(sys, "argv", ["", *words, *more])
+        command.main()
+
+    def says(*more):
+        with pytest.raises(SystemExit) as ended:
+            study(*more)
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    assert "seed 1, dead MLP: ok" in says("--seeds", "1", "--rows", "dead MLP", "4")
+    said = says("--seeds", "1", "2", "--rows", "dead MLP")
+    assert "seed 2, dead MLP: ok" in said and said.count("dead MLP") == 1
+    for wrong, said in ((["--lr", "1"], "another workload"), (["--seed", "3"], "--seeds")):
+        assert said in refused(study, "--seeds", "1", "--rows", "dead MLP", *wrong)
+    first, skipped, other = parity.read_study(path).runs
     assert (first.row, first.status, other.seed, skipped.status) == ("dead MLP", "ok", 2, "skipped")
     assert len(first.loss) == 3 and first.loss != other.loss and first.median_ms > 0 and first.settings.optimizer
     content, halves = path.read_text(), [tmp_path / "a.json", tmp_path / "b.json"]
@@ -100,12 +110,14 @@ def test_a_study_is_continued_another_workload_is_refused_and_ctrl_c_keeps_what_
         whole = json.loads(content)
         half.write_text(json.dumps(whole | {"runs": [run for run in whole["runs"] if run["seed"] == seed]}))
     path.unlink()
-    child = start([*words, "--seeds", "1", "2", "--rows", "dead MLP", "--merge", *map(str, halves)])
-    assert child.communicate(timeout=100) == ("", "") and child.returncode == 0, "nothing was left to train"
-    assert sorted((run.row, run.seed) for run in parity.read_study(path).runs) == [
-        ("4_transformer_engine", 1), ("4_transformer_engine", 2), ("dead MLP", 1), ("dead MLP", 2)]  # fmt: skip
+    merged = says("--seeds", "1", "2", "--rows", "dead MLP", "--merge", *map(str, halves))
+    assert merged == "", "nothing was left to train"
+    runs = sorted((run.row, run.seed) for run in parity.read_study(path).runs)
+    assert runs == [("4_transformer_engine", 1), ("dead MLP", 1), ("dead MLP", 2)]
     path.unlink()
-    child = start([*words, "--rows", "4", "2", "--steps", "100000"])
+    module, pipe = [sys.executable, "-m", "anatomy.parity"], subprocess.PIPE
+    long = [*module, *words, "--rows", "4", "2", "--steps", "100000"]
+    child = subprocess.Popen(long, cwd=conftest.ROOT, stdout=pipe, stderr=pipe, text=True)
     assert ": skipped" in child.stdout.readline()
     child.send_signal(signal.SIGINT)
     assert child.wait(60) == 130 and child.stderr.read().count("\n") == 1

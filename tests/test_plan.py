@@ -1,13 +1,12 @@
 """The plan of recordings, with stub commands in a repository of its own: pieces, limits, resuming, taking."""
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict
 
 import pytest
 import runs
-from conftest import ROOT
+from conftest import ROOT, git
 
 from anatomy import ablations, parity
 from common import arguments
@@ -40,12 +39,6 @@ place.write_text(json.dumps(run) if is_run or place.name == "results.json" else 
 leave(1 if "broken" in words else 0)
 """
 MACHINES = "[machines]\nbox = 1 GPU\nbox-x2 = 2 GPU\nlaptop = 0 chip\n"
-
-
-def git(folder, *words):
-    own = ("-c", "user.name=x", "-c", "user.email=x@x.example")
-    done = subprocess.run(["git", *own, *words], cwd=folder, check=True, capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 @pytest.fixture
@@ -150,10 +143,8 @@ alone = no
 pieces = 1 ./run_all.sh
 busy = 1
 """)
-def test_two_gpus_record_side_by_side_and_the_record_says_what_ran_beside_it(tree, capsys, monkeypatch):
-    with pytest.raises(SystemExit):
-        plan.main(["--side-by-side"])
-    assert "needs two GPUs" in capsys.readouterr().err and calls(tree) == []
+def test_two_gpus_record_side_by_side_and_the_record_says_what_ran_beside_it(tree, refused, monkeypatch):
+    assert "needs two GPUs" in refused(plan.main, ["--side-by-side"]) and calls(tree) == []
     monkeypatch.setattr(plan, "machine", lambda: recordings.Machine(2, "GPU"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(plan.os, "cpu_count", lambda: 1)
@@ -167,17 +158,10 @@ def test_two_gpus_record_side_by_side_and_the_record_says_what_ran_beside_it(tre
 
 
 @planned("[box/run]\npieces = 1 ./run_all.sh\n")
-def test_what_cannot_be_recorded_or_taken_is_one_line(tree, capsys):
-    def refused(*words):
-        with pytest.raises(SystemExit) as ended:
-            plan.main([*words])
-        said = capsys.readouterr().err
-        assert ended.value.code == 2 and said.count("\n") == 1
-        return said
-
-    assert "--only y: no recording" in refused("--only", "y")
+def test_what_cannot_be_recorded_or_taken_is_one_line(tree, capsys, refused):
+    assert "--only y: no recording" in refused(plan.main, ["--only", "y"])
     (tree / "0_x.py").write_text("after\n")
-    assert "the tree is not what is committed (0_x.py): commit first" in refused()
+    assert "the tree is not what is committed (0_x.py): commit first" in refused(plan.main, [])
     assert calls(tree) == []
     head = git(tree, "rev-parse", "HEAD")
     for wrong, said in (
@@ -200,7 +184,7 @@ def test_what_cannot_be_recorded_or_taken_is_one_line(tree, capsys):
         ("box", "is no plan"),
     ):
         (tree / "wrong.ini").write_text(MACHINES + text)
-        assert said in refused("wrong.ini", "--status")
+        assert said in refused(plan.main, ["wrong.ini", "--status"])
 
 
 @planned("")

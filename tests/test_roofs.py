@@ -20,11 +20,6 @@ from report.doubts import busy
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def small_copies(monkeypatch):
-    monkeypatch.setattr(roofs, "COPY_BYTES", 2**22)
-
-
 def test_roofs_of_a_cpu():
     torch.set_float32_matmul_precision("high")
     measured = roofs.measure({(64, 64, 32): 2, (64, 32, 64): 1}, CPU)
@@ -48,7 +43,6 @@ def test_a_product_that_fails_is_a_note_and_the_rest_stands(monkeypatch):
 
 
 def test_the_command_writes_json_with_a_grid(monkeypatch, tmp_path):
-    monkeypatch.setattr(roofs, "GRID", {"cpu": (16, 64)})
     monkeypatch.setattr(sys, "argv", ["roofs", *FAST, "--output", str(tmp_path / "roofs.json")])
     roofs.main()
     written = json.loads((tmp_path / "roofs.json").read_text())
@@ -76,9 +70,7 @@ def test_the_recorded_grid_foretells_the_products_that_were_measured_beside_it()
             assert 2 * shape.m * shape.n * shape.k / found == pytest.approx(ceiling, rel=0.08)
 
 
-def test_passes_over_memory_and_attention_are_timed_and_a_cpu_launches_nothing(monkeypatch):
-    monkeypatch.setattr(passes, "SIZES", {"cpu": (2**12,)})
-    monkeypatch.setattr(passes, "TOKENS", {"cpu": 256})
+def test_passes_over_memory_and_attention_are_timed_and_a_cpu_launches_nothing():
     timer = partial(roofs.steady_seconds, device=CPU, for_s=1e-4)
     assert all(timed.seconds > 0 for timed in passes.pass_times(CPU, timer))
     assert {rate.head_dim for rate in passes.attention_rates(CPU, timer)} == set(passes.HEAD_DIMS)

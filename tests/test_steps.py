@@ -79,7 +79,7 @@ def test_attention_matches_a_float64_reference(step):
 
 
 def train(step, monkeypatch, **overrides):
-    run = built(step, monkeypatch, steps=8, **overrides)
+    run = built(step, monkeypatch, config=COMPILED, steps=8, **overrides)
     return [run.train_step(*batch).item() for batch in run.batches[:8]]
 
 
