@@ -130,15 +130,16 @@ def record(recorder: Recorder, recording: Recording, variables: dict[str, str]) 
         found = re.findall(r"^written to (\S+)$", log.read_text(errors="replace"), re.MULTILINE)
         state.run = found[-1] if found and piece.is_run else state.run
         given_up = ended.timed_out or ended.stopped or is_unfinished_sweep(state)
+        failure = None if given_up else failure_of(ended, log, ROOT / state.run if found and piece.is_run else None)
         state.spent_s = state.spent_s + ended.seconds if given_up else 0.0
-        state.done += ended.code == 0 and not given_up
+        state.done += not (given_up or failure)
         write_json(file, asdict(state))
         if given_up:
             next_call = "goes on with it" if piece.continues else "repeats it"
             say(f"{at}: given up after {ended.seconds:.0f} s; the next call {next_call}")
             return True
-        if ended.code:
-            say(f"{at}: failed: {process.last_line(log)} (see {log})")
+        if failure:
+            say(f"{at}: failed: {failure} (see {log})")
             return False
         say(f"{at}: ok, {ended.seconds:.0f} s")
     source = ROOT / state.run if state.run else recorder.unfinished(recording)
@@ -153,6 +154,16 @@ def record(recorder: Recorder, recording: Recording, variables: dict[str, str]) 
         for doubt in levels(read_run(path)).get(SERIOUS, []) if path.name == MERGED else ():
             say(f"  serious doubt: {doubt}")
     return True
+
+
+def failure_of(ended: process.Ended, log: Path, run: Path | None) -> str | None:
+    """Why a command left no recording, in one line. A row without memory is no failure: it is what the plan asks."""
+    if ended.code == 0:
+        return None
+    merges = [path for path in kept_files(run, True) if path.name == MERGED] if ended.code == 1 and run else []
+    lost = [f"{row.step}: {row.status}: {row.reason}" for path in merges for row in read_run(path).steps
+            if row.status in ("failed", "timeout")]  # fmt: skip
+    return None if merges and not lost else one_line(lost[0] if lost else process.last_line(log))
 
 
 def is_unfinished_sweep(state: State) -> bool:

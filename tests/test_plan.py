@@ -132,6 +132,14 @@ def test_a_command_is_given_up_at_the_limit_and_goes_on_in_the_next_call(tree, c
     assert calls(tree) == ["slow", "--resume results/run"] and "1 of 1 recorded" in capsys.readouterr().out
 
 
+@planned("[box/run]\npieces = 1 ./run_all.sh broken\n")
+def test_a_row_without_memory_is_a_result_and_one_that_failed_is_none(tree, capsys):
+    template = tree / "results" / "template.json"
+    for status, code, said in (("failed", 1, "failed: 0_x: failed: why (see"), ("oom", 0, "1 of 1 recorded")):
+        template.write_text(json.dumps(asdict(runs.run(runs.step("0_x", status=status, reason="why")))))
+        assert plan.main([]) == code and said in capsys.readouterr().out
+
+
 @planned("""
 [box/a.json]
 pieces = 1 python stub.py together
