@@ -75,16 +75,13 @@ def shapes_of(device_type: str) -> list[Shape]:
     """The plan, in the order in which a short sweep should have them: extremes first.
 
     A head has 64 channels up to 1024, then 128, on a CPU 32. On a GPU a column is (tokens a step, length): 4 Ki and
-    64 Ki tokens at T 512, 8 Ki at T 8192, then what lies between and 64 Ki at T 8192, where step 0 fits if narrow.
+    64 Ki tokens at T 512, 8 Ki at T 8192, then what lies between.
     """
     if device_type == "cpu":
         columns = ((128, 4), (512, 4), (128, 16))  # (T, batch size)
         return [Shape(C, C // 32, T, B, vocab_size=256) for T, B in columns for C in (64, 256, 128)]
-    widths, more = (256, 8192, 1024, 4096, 2048), ((2048, 8), (8192, 8))
-    columns = ((512, 8), (512, 128), (8192, 1))
-    return [
-        Shape(C, C // (64 if C <= 1024 else 128), T, B) for group in (columns, more) for C in widths for T, B in group
-    ]
+    widths, groups = (256, 8192, 1024, 4096, 2048), (((512, 8), (512, 128), (8192, 1)), ((2048, 8),))
+    return [Shape(C, C // (64 if C <= 1024 else 128), T, B) for columns in groups for C in widths for T, B in columns]
 
 
 @dataclass
