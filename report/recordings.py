@@ -180,12 +180,16 @@ def git(root: Path, *words: str) -> str | None:
 
 
 def changed_since(root: Path, commits: tuple[str, ...], code: tuple[str, ...]) -> list[str] | None:
-    """The files of some code that differ from what they were at these commits; None where git cannot tell."""
-    diffs = [git(root, "diff", "--name-only", commit, "--", *code) for commit in commits]
-    new = git(root, "ls-files", "--others", "--exclude-standard", "--", *code)
-    if not (root / ".git").exists() or not commits or None in (new, *diffs):
+    """The files of some code that differ from what they were at these commits; None where git cannot tell.
+
+    A file that came since is none of them: only one that is changed itself can make use of it.
+    """
+    diffs = [
+        git(root, "diff", "--name-only", "--no-renames", "--diff-filter=a", commit, "--", *code) for commit in commits
+    ]
+    if not (root / ".git").exists() or not commits or None in diffs:
         return None
-    return sorted({name for text in (new, *diffs) for name in text.splitlines()})
+    return sorted({name for text in diffs for name in text.splitlines()})
 
 
 def describe_files(names: list[str]) -> str:

@@ -203,8 +203,9 @@ def test_what_has_changed_since_a_commit_is_found_and_where_git_cannot_tell_a_pa
     assert "No script and no file of `common/` has changed" in recordings.readme_lines(tree, record)[0]
     (tree / "README.md").write_text("x\n")
     (tree / "common" / "new.py").write_text("x\n")
+    assert recordings.changed_since(tree, commits, code) == [], "no file that was there uses it"
     (tree / "0_x.py").write_text("after\n")
-    assert recordings.changed_since(tree, commits, code) == ["0_x.py", "common/new.py"]
+    assert recordings.changed_since(tree, commits, code) == ["0_x.py"]
     (line,) = recordings.readme_lines(tree, record)
     assert line.startswith("This run is older than the scripts: ")
     assert recordings.describe_files(["0_x.py", "common/new.py"]) == "`0_x.py`, files of `common/`"
