@@ -44,6 +44,7 @@ from report.table import levels
 
 GRACE_S = 30  # run_all.sh ends its row and writes its report in it
 LEAST_S = 60  # of a piece that goes on
+RESULTS = ("ok", "skipped", "oom", "not run")  # of a row: all but a failure
 BESIDE = "LADDER_BESIDE"  # in the record's environment
 NEXT = "python -m ladder.predict --records docs/results && python -m report.documents"
 
@@ -132,13 +133,13 @@ def record(recorder: Recorder, recording: Recording, variables: dict[str, str]) 
         given_up = ended.timed_out or ended.stopped or is_unfinished_sweep(state)
         failure = None if given_up else failure_of(ended, log, ROOT / state.run if found and piece.is_run else None)
         state.spent_s = state.spent_s + ended.seconds if given_up else 0.0
-        state.done += not (given_up or failure)
+        state.done += not given_up and failure is None
         write_json(file, asdict(state))
         if given_up:
             next_call = "goes on with it" if piece.continues else "repeats it"
             say(f"{at}: given up after {ended.seconds:.0f} s; the next call {next_call}")
             return True
-        if failure:
+        if failure is not None:
             say(f"{at}: failed: {failure} (see {log})")
             return False
         say(f"{at}: ok, {ended.seconds:.0f} s")
@@ -157,13 +158,21 @@ def record(recorder: Recorder, recording: Recording, variables: dict[str, str]) 
 
 
 def failure_of(ended: process.Ended, log: Path, run: Path | None) -> str | None:
-    """Why a command left no recording, in one line. A row without memory is no failure: it is what the plan asks."""
+    """Why a command left no recording, in one line; None where it did. A run whose only rows without a time lacked
+    memory is one: what does not fit is a result."""
     if ended.code == 0:
         return None
-    merges = [path for path in kept_files(run, True) if path.name == MERGED] if ended.code == 1 and run else []
-    lost = [f"{row.step}: {row.status}: {row.reason}" for path in merges for row in read_run(path).steps
-            if row.status in ("failed", "timeout")]  # fmt: skip
-    return None if merges and not lost else one_line(lost[0] if lost else process.last_line(log))
+    said = process.last_line(log) if ended.code > 0 else ""
+    said = said or process.describe(ended, 0, log)[1]
+    if ended.code != 1 or run is None:
+        return said
+    try:
+        merges = [read_run(path) for path in kept_files(run, True) if path.name == MERGED]
+    except RecordError as error:
+        return one_line(error)
+    rows = [row for merge in merges for row in (*merge.steps, *merge.peers)]
+    lost = [f"{row.step}: {row.status}: {row.reason}" for row in rows if row.status not in RESULTS]
+    return None if not lost and any(row.status == "oom" for row in rows) else one_line(lost[0] if lost else said)
 
 
 def is_unfinished_sweep(state: State) -> bool:

@@ -1,6 +1,7 @@
 """The plan of recordings, with stub commands in a repository of its own: pieces, limits, resuming, taking."""
 
 import json
+import shutil
 import sys
 from dataclasses import asdict
 
@@ -36,6 +37,8 @@ of = {{name: os.environ.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "LADD
 run["environment"] |= {{"commit": git("rev-parse", "HEAD"), "variables": of}}
 place.write_text(json.dumps(run) if is_run or place.name == "results.json" else json.dumps(
     {{"environment": run["environment"], "words": words}}))
+if "killed" in words:
+    os.kill(os.getpid(), signal.SIGKILL)
 leave(1 if "broken" in words else 0)
 """
 MACHINES = "[machines]\nbox = 1 GPU\nbox-x2 = 2 GPU\nlaptop = 0 chip\n"
@@ -134,10 +137,23 @@ def test_a_command_is_given_up_at_the_limit_and_goes_on_in_the_next_call(tree, c
 
 @planned("[box/run]\npieces = 1 ./run_all.sh broken\n")
 def test_a_row_without_memory_is_a_result_and_one_that_failed_is_none(tree, capsys):
-    template = tree / "results" / "template.json"
-    for status, code, said in (("failed", 1, "failed: 0_x: failed: why (see"), ("oom", 0, "1 of 1 recorded")):
-        template.write_text(json.dumps(asdict(runs.run(runs.step("0_x", status=status, reason="why")))))
+    template, full = tree / "results" / "template.json", runs.step("0_x", status="oom", reason="full")
+    late = runs.step("peers/late", status="timeout", reason="late")
+    for rows, peers, code, said in (
+        ([runs.step("0_x")], [], 1, "failed: written to results/run"),
+        ([full, runs.step("1_x", status="failed", reason="why")], [], 1, "failed: 1_x: failed: why (see"),
+        ([full], [late], 1, "failed: peers/late: timeout: late (see"),
+        ([full, runs.step("1_x")], [], 0, "1 of 1 recorded"),
+    ):
+        template.write_text(json.dumps(asdict(runs.run(*rows, peers=peers))))
+        shutil.rmtree(tree / "results" / "recordings", ignore_errors=True)  # a run that failed would be resumed
         assert plan.main([]) == code and said in capsys.readouterr().out
+
+
+@planned("[box/x.json]\npieces =\n    1 python stub.py\n    1 python stub.py killed\n")
+def test_a_command_that_is_killed_leaves_no_recording(tree, capsys):
+    assert plan.main([]) == 1
+    assert "piece 2 of 2: failed: killed by signal 9" in capsys.readouterr().out
 
 
 @planned("""
