@@ -169,14 +169,14 @@ def new_run(given, arguments: list[str], argv: list[str], parser: OneLineParser)
 
 def resumed_run(folder: Path, parser: OneLineParser) -> tuple[Plan, dict]:
     """The plan of an ended run. Refuses one that cannot be read, or whose workload has changed since."""
-    content = read_object(folder / PLAN)
-    content.pop("schema_version", None)
+    from report.load import RecordError, read_plan  # what run_all.sh installs
+
     try:
-        plan = Plan(**content)
-    except TypeError:
-        parser.error(f"--resume {folder} holds no {PLAN} that can be read")
+        plan = read_plan(folder)
+    except RecordError as error:
+        parser.error(f"--resume {folder} holds no {PLAN} that can be read: {error}")
     facts = check(plan.arguments, plan.gpus)
-    if facts["workload"] != plan.workload:
+    if plan.workload is None or facts["workload"] != asdict(plan.workload):
         parser.error(f"--resume {folder}: its workload has changed since, the text or this machine's defaults")
     return plan, facts
 

@@ -24,7 +24,7 @@ def steps_named(only: str | None, names: list[str], parser: OneLineParser) -> li
     numbers = {name[0] for name in names}
     wanted = numbers if only is None else set(only.split(","))
     if wanted - numbers:
-        parser.error(f"--only {only!r} names no step: give some of {', '.join(sorted(numbers))}, with commas")
+        parser.error(f"--only {only!r} names a step that is not there: give some of {','.join(sorted(numbers))}")
     return [name for name in names if name[0] in wanted]
 
 
@@ -58,8 +58,8 @@ def too_large(needed: int, free: int) -> str:
 
 def row_of(record: Path) -> dict:
     """The row of a script's record, unchecked; empty where there is none that can be read."""
-    rows = read_object(record).get("steps") or [{}]
-    return rows[0]
+    rows = read_object(record).get("steps")
+    return rows[0] if rows and isinstance(rows, list) else {}
 
 
 def measure_roofs(

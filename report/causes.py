@@ -1,7 +1,7 @@
 """What each gain comes from: variants that stand between a script and the one before it, and peers with equal heads.
 
-The records are those of `python -m anatomy.ablations --causes --profile`, one file a workload. A gain is the difference
-of two medians, in ms per step. One function a figure.
+The records are those of `python -m anatomy.ablations --causes --quick --profile`, one file a workload. A gain is the
+difference of two medians, in ms per step. One function a figure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from report.table import pipe_table
 
 FOLDER = "causes"  # below a machine's folder of docs/results
 LAST_STEP = "4_transformer_engine"
-COMMAND = "python -m anatomy.ablations --causes --profile --preset PRESET --output docs/results/h200/causes/PRESET.json"
+COMMAND = (
+    "python -m anatomy.ablations --causes --quick --profile --preset PRESET "
+    "--output docs/results/h200/causes/PRESET.json"
+)
 
 
 @dataclass

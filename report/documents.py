@@ -187,8 +187,17 @@ def _roofs_table(roofs: Roofs) -> str:
 
 
 def recorded_studies(results: Path) -> list[tuple[Path, parity.Study]]:
-    """Every recorded study of losses, by folder."""
-    return [(path.parent, parity.read_study(path)) for path in sorted(results.glob(f"*/parity*/{parity.STUDY}"))]
+    """Every recorded study of losses, by folder. Those of one workload and machine are one, in the folder of the
+    first."""
+    found: list[tuple[Path, parity.Study]] = []
+    for path in sorted(results.glob(f"*/parity*/{parity.STUDY}")):
+        study = parity.read_study(path)
+        same = [one for folder, one in found if folder.parent == path.parent.parent and one.workload == study.workload]
+        if same:
+            same[0].runs += study.runs
+        else:
+            found.append((path.parent, study))
+    return found
 
 
 def parity_tables(results: Path) -> str:
@@ -274,10 +283,13 @@ def parity_curves(study: parity.Study) -> bytes:
 
 
 def recorded_scalings(results: Path) -> list[tuple[Path, dict[str, Run]]]:
-    """Every recorded run with --scaling, by folder: the run of each of its places. The least work comes first."""
+    """Every recorded run with --scaling, by folder: the run of each of its places. The least work comes first, then the
+    first step."""
     folders = sorted(path.parent for path in results.glob(f"*/*/{scaling.ROWS}"))
     recorded = [(folder, scaling.load_places(folder)) for folder in folders]
-    return sorted(recorded, key=lambda one: next(iter(one[1].values())).workload.flops_per_step)
+    first = [next(iter(places.values())) for _, places in recorded]
+    order = [(run.workload.flops_per_step, run.steps[0].step) for run in first]
+    return [one for _, one in sorted(zip(order, recorded, strict=True), key=lambda pair: pair[0])]
 
 
 def scaling_tables(results: Path) -> str:
@@ -286,7 +298,7 @@ def scaling_tables(results: Path) -> str:
     runs = recorded_scalings(results)
     if not runs:
         return scaling.NOT_RECORDED
-    parts = [scaling.SUMMARY, scaling.summary([places for _, places in runs])]
+    parts = [scaling.SUMMARY, scaling.summary({folder.relative_to(results).as_posix(): run for folder, run in runs})]
     for folder, places in runs:
         name = folder.relative_to(results).as_posix()
         parts.append(scaling.render_markdown(places, f"## {name}", f"results/{name}/"))

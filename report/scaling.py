@@ -31,8 +31,10 @@ NOT_RECORDED = (
     "cause."
 )
 SUMMARY = (
-    "All of it in short: the time of a step, its efficiency in brackets, and the peak memory of a GPU. *Alone* is one "
-    "GPU, captured where it can be. The sections below say how each row was recorded, and where the rest goes."
+    "This table shows every recorded step: its time in ms, its efficiency in brackets, and the peak memory of a GPU. "
+    "*alone* is the step on one GPU, captured where it can be. An efficiency compares a step with the one alone of its "
+    "own kind: FSDP2's with a launched one, which stands in the sections below. *oom* is a row that ran out of memory, "
+    "and a dash one that was not to run."
 )
 ON_A_CPU = "On a CPU the processes share its cores: the figures show that it works, not how it scales."
 
@@ -57,7 +59,7 @@ class Scaled:
     exposed_communication_ms: float | None = None  # in which nothing else ran; null without a profile, as the next two
     overlapped_communication_ms: float | None = None  # null on a CPU too
     lost: dict[str, float] | None = None  # by category, what the step has more than on one GPU, as shares of it
-    added_ms: dict[str, float] | None = None  # of the step, by kernel: those launched more often; null as `lost`
+    added_ms: dict[str, float] | None = None  # of the step, by kernel, of those launched more often; null as `lost`
     clock_mhz: float | None = None
     alone_clock_mhz: float | None = None  # of the row on one GPU
     power_w: float | None = None
@@ -114,7 +116,7 @@ def scaled(one: tuple[Run, Row], placed: list[tuple[Run, Row]]) -> Scaled:
         known.exposed_communication_ms = exposed
         known.overlapped_communication_ms = None if whole is None else max(0.0, whole - exposed)
         known.lost = lost(one, reference) if reference else None
-        known.added_ms = added_ms(row, reference[1]) if known.lost else None
+        known.added_ms = added_ms(one, reference) if known.lost else None
     known.clock_mhz, known.power_w, known.link = row.clock_mhz, row.power_w, environment_of(run).link
     known.alone_clock_mhz = reference[1].clock_mhz if reference else None
     return known
@@ -149,16 +151,17 @@ def lost(one: tuple[Run, Row], reference: tuple[Run, Row]) -> dict[str, float] |
     return shares | {UNEXPLAINED: 1 - efficiency(one, reference) - sum(shares.values())}
 
 
-def added_ms(row: Row, alone: Row) -> dict[str, float]:
-    """By readable name, the time in ms of a step that kernels add which are launched more often than on one GPU.
+def added_ms(one: tuple[Run, Row], reference: tuple[Run, Row]) -> dict[str, float]:
+    """How much longer kernels take that are launched more often than on one GPU: ms of a step, by readable name.
 
-    Exchanges have figures of their own. Compiled kernels are left out: blocks that are compiled one by one are fused
-    in another way.
+    A GPU that takes half of the batch has half of a kernel's time for its own. Exchanges have figures of their own.
+    Compiled kernels are left out: blocks that are compiled one by one are fused in another way.
     """
-    here, there = map(_by_name, (row, alone))
-    more = {name: ms - there.get(name, (0, 0))[1] for name, (launches, ms) in here.items()
+    share = one[0].workload.tokens_per_step / reference[0].workload.tokens_per_step
+    here, there = _by_name(one[1]), _by_name(reference[1])
+    more = {name: ms - share * there.get(name, (0, 0))[1] for name, (launches, ms) in here.items()
             if launches > there.get(name, (0, 0))[0]}  # fmt: skip
-    return dict(sorted(more.items(), key=lambda one: -one[1]))
+    return {name: ms for name, ms in sorted(more.items(), key=lambda named: -named[1]) if ms > 0}
 
 
 def _by_name(row: Row) -> dict[str, tuple[float, float]]:
@@ -186,11 +189,12 @@ def sentence(row: Scaled) -> str | None:
     said = [f"{row.step} by {row.parallel} on {row.gpus} GPUs: the efficiency is {efficiency_cell(row)}"]
     if row.lost is None:
         return f"{said[0]}. No profile that fits the timed steps says where the rest goes."
-    parts = [f"{percents(share)} go to {name}" for name, share in main_loss(row)]
-    if parts and row.efficiency < 1:
-        said.append(f"Of the missing {percents(1 - row.efficiency)}, {', '.join(parts)}")
-    if added := [f"{name} ({ms:.1f} ms)" for name, ms in row.added_ms.items() if ms >= LEAST_ADDED * row.median_ms]:
-        said.append(f"Kernels that are launched more often than on one GPU: {'; '.join(added)}")
+    longer = [f"{name} ({percents(share)})" for name, share in main_loss(row)]
+    said += [f"More of the step than on one GPU goes to {', '.join(longer)}"] * bool(longer)
+    if row.parallel == "fsdp" and (gained := -row.lost["optimizer"]) >= 0.001:
+        said.append(f"The optimizer takes {percents(gained)} less, because each GPU updates a part of the weights")
+    if added := [f"{name}, {ms:.1f} ms" for name, ms in row.added_ms.items() if ms >= LEAST_ADDED * row.median_ms]:
+        said.append(f"Kernels that are launched more often than on one GPU take longer: {'; '.join(added)}")
     if row.alone_clock_mhz and row.clock_mhz:
         said.append(f"The clock is {row.clock_mhz:.0f} MHz, on one GPU {row.alone_clock_mhz:.0f}")
     return ". ".join(said) + "."
@@ -315,28 +319,28 @@ def write(folder: Path, runs: dict[str, Run]) -> list[str]:
 
 
 def bars(rows: list[Scaled]) -> list[tuple[str, float | None, dict[str, float], str]]:
-    """For the picture: name, efficiency, what it lost by category, and the label of every row on several GPUs; nothing
-    where none has an efficiency."""
+    """For the picture: name, efficiency, what it lost by category, and the label of every row on several GPUs."""
     several = [row for row in rows if row.gpus > 1]
+    if not any(row.efficiency for row in several):
+        return []  # of what one GPU cannot train
     return [
         (f"step {row.step[0]}, {row.parallel} x{row.gpus}", row.efficiency, row.lost or {},
          efficiency_cell(row) if row.status == "ok" else row.status)
-        for row in several if any(one.efficiency for one in several)
+        for row in several
     ]  # fmt: skip
 
 
-def summary(recorded: list[dict[str, Run]]) -> str:
-    """A table of all recorded runs: each step's time alone, and time, efficiency and memory by DDP and by FSDP2."""
-    lines = []
-    for runs in recorded:
-        rows, work = scaled_rows(runs), next(iter(runs.values())).workload
-        shape = f"{work.n_layer} x {work.n_embd}" + ", recomputed" * work.checkpoint
+def summary(recorded: dict[str, dict[str, Run]]) -> str:
+    """A table of recorded runs, by name: each step alone, by DDP and by FSDP2."""
+    cells = []
+    for name, runs in recorded.items():
+        rows = scaled_rows(runs)
         for step, gpus in dict.fromkeys((row.step, row.gpus) for row in rows if row.gpus > 1):
             by = {row.parallel: row for row in reversed(rows) if row.step == step and row.gpus in (1, gpus)}
             short = [cell for how in (None, "ddp", "fsdp") for cell in _short(by.get(how))]
-            lines.append((work.flops_per_step, step, gpus, (shape, step, str(gpus), *short)))
+            cells.append((name, step, str(gpus), *short))
     headers = [f"{how}, {what}" for how in ("alone", "DDP", "FSDP2") for what in ("ms", "GiB")]
-    return table.pipe(table.grid(("layers x channels", "step", "GPUs", *headers), [line[-1] for line in sorted(lines)]))
+    return table.pipe(table.grid(("recording", "step", "GPUs", *headers), cells))
 
 
 def _short(row: Scaled | None) -> tuple[str, str]:

@@ -160,9 +160,12 @@ def test_resume_runs_the_rows_that_are_not_ok_and_refuses_what_has_changed(proje
     ran = made.run("--resume", str(only), roofs=())
     assert [line for line in ran.stdout.splitlines() if line.startswith("said by")] == ["said by 1_x"]
     assert ran.returncode == 0 and made.statuses() == ["ok"] * 5
+    (edited := tmp_path / "edited").mkdir()
+    (edited / "plan.json").write_text((only / "plan.json").read_text().replace('"repeat": 1', '"repeat": "one"'))
     for words, facts, said in (
         ([str(only), "--steps", "9"], {}, "give no others"),
         ([str(tmp_path)], {}, "no plan.json"),
+        ([str(edited)], {}, "no plan.json that can be read: plan.json: Expected `int`, got `str`"),
         ([str(only)], {"workload": WORKLOAD | {"seed": 2}}, "workload has changed"),
     ):
         ran = made.run("--resume", *words, roofs=(), **facts)
@@ -303,7 +306,7 @@ def test_bad_arguments_are_refused_before_any_row_in_one_line(monkeypatch, refus
     monkeypatch.setattr(ladder, "check", lambda *_: pytest.fail("refused before the arguments of the steps are read"))
     for words, limit, said in (
         (["--output", "x.json"], "9", "--output"),
-        (["--only", "9"], "9", "--only '9' names no step"),
+        (["--only", "9"], "9", "--only '9' names a step that is not there"),
         (["--peers", "--gpus", "2"], "9", "--peers run on one GPU"),
         ([], "soon", "STEP_TIMEOUT=soon"),
         ([], "00", "STEP_TIMEOUT=00"),

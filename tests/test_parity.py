@@ -27,11 +27,11 @@ def trained(row, heldout, kind="step", **fields):
     return [{"row": row, "script": "2_sdpa", "kind": kind, "status": "ok", **run, **fields} for run in runs]
 
 
-def study_of(folder, *runs):
+def study_of(folder, *runs, name="parity"):
     """The study of these runs and a skipped one, written below `folder` and read again."""
     runs = [*runs, trained("4_x", [0.0], status="skipped", reason="no GPU", median_ms=None)]
     names = "preset lr warmup steps n_layer n_head n_embd seq_len vocab_size batch_size"
-    path = folder / "machine" / "parity" / parity.STUDY
+    path = folder / "machine" / name / parity.STUDY
     path.parent.mkdir(parents=True)
     content = {"command": "python", "environment": None, "workload": dict.fromkeys(names.split(), 1)}
     write_json(path, content | {"runs": [run for each in runs for run in each]})
@@ -69,6 +69,15 @@ def test_the_page_names_faults_that_a_study_does_not_see_and_rows_that_did_not_t
     assert documents.parity_curves(study).startswith(b"\x89PNG") and faults["sharp"]["difference"] == "+0.9000"
     for runs, said in (((plain, sharp), "sees the one fault."), ((plain,), "No fault"), ((plain[:2], sharp), "Fewer")):
         assert said in parity.describe_faults(study_of(tmp_path / said, *runs), parity.heldout_loss)
+
+
+def test_faults_that_were_recorded_apart_are_those_of_the_study_of_the_same_workload(tmp_path):
+    plain, sharp = trained("2_sdpa", [2.0, 2.1, 2.2]), trained("sharp", [3.0] * 3, parity.MUTATION)
+    study_of(tmp_path, trained("3_compile", [2.0, 2.1, 2.2]))
+    study_of(tmp_path, plain, sharp, name="parity-faults")
+    ((folder, study),) = documents.recorded_studies(tmp_path)
+    assert folder.name == "parity" and parity.rows(study) == ["3_compile", "4_x", "2_sdpa"]
+    assert "The measure sees the one fault." in documents.parity_tables(tmp_path)
 
 
 def test_rows_have_names_and_numbers_and_faults_run_by_name_only():

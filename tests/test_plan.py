@@ -254,3 +254,22 @@ def test_the_plan_of_this_tree_holds_commands_that_exist():
         arguments.build_parser(ROOT / "0_baseline.py", None).parse_args(rest)
     with pytest.raises(RecordError, match="cannot be read"):
         recordings.read_plan(ROOT / "none.ini")
+
+
+def test_the_plan_trains_every_fault_beside_its_script_and_every_row_with_the_same_seeds():
+    trained = {}
+    for one in recordings.read_plan(ROOT / "docs" / "results" / recordings.PLAN):
+        for piece in one.pieces:
+            words = plan.shlex.split(piece.command)
+            if words[1:3] == ["-m", "anatomy.parity"]:
+                seeds, rows = words.index("--seeds"), words.index("--rows")
+                for row in parity.rows_named(words[rows + 1 :]):
+                    work = one.name.partition("/")[0], *words[3:seeds]
+                    trained.setdefault(work, {}).setdefault(row, []).extend(words[seeds + 1 : rows])
+    assert len(trained) == 2, "one study on a GPU, one on a CPU"
+    for rows in trained.values():
+        assert all(sorted(seeds) == ["1", "2", "3"] for seeds in rows.values()), rows
+        faults = [row for row in rows if row.kind == "mutation"]
+        assert len(faults) == 3 and {fault.script for fault in faults} <= {
+            row.script for row in rows if row.kind == "step"
+        }

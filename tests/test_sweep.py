@@ -149,7 +149,7 @@ def test_what_does_not_fit_or_has_no_time_is_a_cell_with_its_reason(home, monkey
     [
         (["--no-roofs"], {}, "leave out --no-roofs"),
         (["--n-embd", "64"], {}, "leave out --n-embd"),
-        (["--only", "7"], {}, "names no step: give some of 0, 2, with commas"),
+        (["--only", "7"], {}, "names a step that is not there: give some of 0,2"),
         (["--sweep-minutes", "1"], {"device_type": "cuda"}, "--sweep-minutes 1 is too short"),
         ([], {"free_bytes": 1000}, "no shape of the sweep fits the 0.0 GiB"),
         (["--resume", "absent"], {}, "holds no sweep"),
