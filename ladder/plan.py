@@ -44,7 +44,7 @@ from report.table import levels
 
 GRACE_S = 30  # run_all.sh ends its row and writes its report in it
 LEAST_S = 60  # of a piece that goes on
-RESULTS = ("ok", "skipped", "oom", "not run")  # of a row: all but a failure
+NOT_FAILED = ("ok", "skipped", "oom", "not run")
 BESIDE = "LADDER_BESIDE"  # in the record's environment
 NEXT = "python -m ladder.predict --records docs/results && python -m report.documents"
 
@@ -158,8 +158,10 @@ def record(recorder: Recorder, recording: Recording, variables: dict[str, str]) 
 
 
 def failure_of(ended: process.Ended, log: Path, run: Path | None) -> str | None:
-    """Why a command left no recording, in one line; None where it did. A run whose only rows without a time lacked
-    memory is one: what does not fit is a result."""
+    """Why a command left no recording, in one line; None where it left one.
+
+    A run that ends with code 1 has left one if no row failed and some ran out of memory: what does not fit is a result.
+    """
     if ended.code == 0:
         return None
     said = process.last_line(log) if ended.code > 0 else ""
@@ -171,7 +173,7 @@ def failure_of(ended: process.Ended, log: Path, run: Path | None) -> str | None:
     except RecordError as error:
         return one_line(error)
     rows = [row for merge in merges for row in (*merge.steps, *merge.peers)]
-    lost = [f"{row.step}: {row.status}: {row.reason}" for row in rows if row.status not in RESULTS]
+    lost = [f"{row.step}: {row.status}: {row.reason}" for row in rows if row.status not in NOT_FAILED]
     return None if not lost and any(row.status == "oom" for row in rows) else one_line(lost[0] if lost else said)
 
 

@@ -59,7 +59,7 @@ class Scaled:
     exposed_communication_ms: float | None = None  # in which nothing else ran; null without a profile, as the next two
     overlapped_communication_ms: float | None = None  # null on a CPU too
     lost: dict[str, float] | None = None  # by category, what the step has more than on one GPU, as shares of it
-    added_ms: dict[str, float] | None = None  # of the step, by kernel, of those launched more often; null as `lost`
+    added_ms: dict[str, float] | None = None  # by name, of kernels that are launched more often; null where `lost` is
     clock_mhz: float | None = None
     alone_clock_mhz: float | None = None  # of the row on one GPU
     power_w: float | None = None
@@ -158,21 +158,12 @@ def added_ms(one: tuple[Run, Row], reference: tuple[Run, Row]) -> dict[str, floa
     Compiled kernels are left out: blocks that are compiled one by one are fused in another way.
     """
     share = one[0].workload.tokens_per_step / reference[0].workload.tokens_per_step
-    here, there = _by_name(one[1]), _by_name(reference[1])
-    more = {name: ms - share * there.get(name, (0, 0))[1] for name, (launches, ms) in here.items()
-            if launches > there.get(name, (0, 0))[0]}  # fmt: skip
+    exchanges = {readable(kernel.name) for kernel in one[1].profile.kernels if kernel.category == "communication"}
+    more = {change.name: change.after_ms - share * change.before_ms
+            for change, _ in analysis.changed_kernels(reference[1], one[1])
+            if change.after_launches > change.before_launches
+            and not (change.name in exchanges or change.name.startswith("compiled: "))}  # fmt: skip
     return {name: ms for name, ms in sorted(more.items(), key=lambda named: -named[1]) if ms > 0}
-
-
-def _by_name(row: Row) -> dict[str, tuple[float, float]]:
-    """Launches and ms of a step, by the readable names of kernels."""
-    found: dict[str, tuple[float, float]] = {}
-    for kernel in row.profile.kernels:
-        name = readable(kernel.name)
-        if kernel.category != "communication" and not name.startswith("compiled: "):
-            launches, ms = found.get(name, (0.0, 0.0))
-            found[name] = launches + kernel.launches, ms + kernel.ms
-    return found
 
 
 def main_loss(row: Scaled) -> list[tuple[str, float]]:
@@ -227,7 +218,7 @@ def main_table(rows: list[Scaled]) -> list[dict]:
             table.tflops(row.model_flops_per_s_per_gpu),
             table.figure(row.exposed_communication_ms, ".1f"),
             table.figure(row.overlapped_communication_ms, ".1f"),
-            table.figure(row.peak_allocated_bytes and row.peak_allocated_bytes / analysis.GIB, ".1f"),
+            _gib(row),
             table.figure(row.clock_mhz, ".0f"), table.figure(row.power_w, ".0f"),
         )
         for row in rows
@@ -348,5 +339,8 @@ def _short(row: Scaled | None) -> tuple[str, str]:
     if row is None or row.status != "ok":
         return (row.status if row else "-"), "-"
     share = efficiency_cell(row)
-    peak = table.figure(row.peak_allocated_bytes and row.peak_allocated_bytes / analysis.GIB, ".1f")
-    return f"{row.median_ms:.1f}" + f" ({share})" * (share != "-"), peak
+    return f"{row.median_ms:.1f}" + f" ({share})" * (share != "-"), _gib(row)
+
+
+def _gib(row: Scaled) -> str:
+    return table.figure(row.peak_allocated_bytes and row.peak_allocated_bytes / analysis.GIB, ".1f")
