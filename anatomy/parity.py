@@ -1,27 +1,29 @@
 """Do the rows learn the same? Each row trains with several seeds, long enough to learn more than a histogram of bytes.
 
-    python -m anatomy.parity [--seeds 1 2 3] [--rows NAME ...] [--merge FILE ...] --output FILE [ARGUMENT ...]
+    python -m anatomy.parity [--seeds 1 2 3] [--rows NAME ...] [--at-once N] --output FILE [ARGUMENT ...]
 
 The ARGUMENTs are those of a step (--preset gpt2 --batch-size 8 --steps 1000). A row is a script by its name or number,
 a peer (peers/te_layer), or a variant of a script by its name. A variant of kind mutation is a fault: a study that
 does not see it proves nothing about the other rows. Every run is a process of its own, and FILE is written after it.
-A FILE that exists is continued: what is ok in it is not run again. Two GPUs halve a study: one command a GPU
-(CUDA_VISIBLE_DEVICES), each with seeds or rows and a FILE of its own, then --merge. `python -m report.documents` makes
-docs/parity.md of the recorded studies.
+A FILE that exists is continued: what is ok in it is not run again. Losses do not depend on what else the machine does,
+so several runs may train at the same time. `python -m report.documents` makes docs/parity.md of the recorded studies.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import queue
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from anatomy.ablations import ROOT, Variant, VariantError, check, describe_variants, run_script, variants, write_script
 from common.record import check_writable, write_bytes
-from common.text import OneLineParser, aligned, one_line, portable_command, say
+from common.text import OneLineParser, aligned, one_line, portable_command, positive_int, say
 from ladder import process
 
 LIMIT_S = 7200
@@ -78,25 +80,18 @@ class Study:
         self.output, self.environment, self.runs = output, None, {}
         self.workload, self.command = same_work(workload), command
         if output.exists() and output.read_bytes().strip():
-            self.take(output)
+            self.read()
 
-    def take(self, path: Path) -> None:
-        """Take over the runs of a file. Raises VariantError where it holds something else."""
+    def read(self) -> None:
+        """What an earlier call wrote. Raises VariantError where the file holds something else."""
         try:
-            content = json.loads(path.read_text())
-            environment, before = content["environment"], content["workload"]
-            runs = {(run["row"], run["seed"]): run for run in content["runs"]}
+            content = json.loads(self.output.read_text())
+            self.environment, before = content["environment"], content["workload"]
+            self.runs = {(run["row"], run["seed"]): run for run in content["runs"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise VariantError(f"{path} holds no study ({type(error).__name__}): it stays as it is") from None
+            raise VariantError(f"{self.output} holds no study ({type(error).__name__}): it stays as it is") from None
         if before != self.workload:
-            raise VariantError(f"{path} holds a study of another workload")
-        self.check_machine(path, environment)
-        self.environment = environment or self.environment
-        self.runs |= {key: run for key, run in runs.items() if self.runs.get(key, {}).get("status") != "ok"}
-
-    def check_machine(self, path: Path, environment: dict | None) -> None:
-        if self.environment and environment and self.environment["device"] != environment["device"]:
-            raise VariantError(f"{path} holds a study of another machine")
+            raise VariantError(f"{self.output} holds a study of another workload")
 
     def is_done(self, one: Trained, seed: int) -> bool:
         return self.runs.get((one.row, seed), {}).get("status") == "ok"
@@ -106,76 +101,108 @@ class Study:
         kept = {"row": one.row, "script": one.script, "kind": one.kind, "seed": seed}
         kept |= {key: row.get(key) for key in ("status", "reason", "note", "settings", "heldout_loss")}
         if run is not None:
-            self.check_machine(self.output, run["environment"])
+            if self.environment and self.environment["device"] != run["environment"]["device"]:
+                raise VariantError(f"{self.output} holds a study of another machine")
             if same_work(run["workload"]) != self.workload:
                 raise VariantError(f"{one.row} trained another workload than the study's")
             self.environment = run["environment"]
             kept |= {"started_at": run["started_at"]} | {key: self.environment[key] for key in ("commit", "gpu_uuid")}
-        kept |= {"median_ms": row["timing"]["median_ms"], "loss": [round(loss, 4) for loss in row.get("loss", [])]}
+        kept |= {"loss": [round(loss, 4) for loss in row.get("loss", [])]}
         self.runs[one.row, seed] = kept
         self.write()
         return kept
 
     def write(self) -> None:
-        """Write the file. Raises OSError."""
-        lines = ",\n".join(json.dumps(run, allow_nan=False) for run in self.runs.values())  # a run a line
+        """Write the file: a line a run, in the order of seeds and of `every_row`. Raises OSError."""
+        order = {one.row: k for k, one in enumerate(every_row())}
+        runs = sorted(self.runs.values(), key=lambda run: (run["seed"], order.get(run["row"], len(order))))
+        lines = ",\n".join(json.dumps(run, allow_nan=False) for run in runs)
         head = {"command": self.command, "environment": self.environment, "workload": self.workload}
         write_bytes(self.output, f'{json.dumps(head, indent=1)[:-2]},\n "runs": [\n{lines}\n]}}\n'.encode())
 
 
-def run_study(rows: list[Trained], seeds: list[int], arguments: list[str], output: Path, merged: list[Path]) -> int:
-    """Train every row with every seed; returns 1 where one failed, 130 where interrupted.
+def run_study(rows: list[Trained], seeds: list[int], arguments: list[str], output: Path, at_once: int) -> int:
+    """Train every row with every seed, `at_once` of them at a time; returns 1 where one failed, 130 where interrupted.
 
-    What `output` and the `merged` files hold is not trained again. The rows of one seed run one after the other, so
-    that a study which ends early holds whole seeds.
+    What `output` holds is not trained again. The seeds begin one after the other, so that a study which ends early
+    holds whole seeds. Raises VariantError, OSError.
     """
     if any(word.partition("=")[0] == "--seed" for word in arguments):
         raise VariantError("--seed: name the seeds by --seeds")
     stop = process.Stop()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        facts = check(arguments, folder)
-        stop.listen()
-        arguments = [*arguments, *facts["pinned"]]
-        study = Study(output, facts["workload"], f"python -m anatomy.parity {portable_command(arguments)}")
-        for path in merged:
-            study.take(path)
-            study.write()
-        environment, failed = process.passive_waits(facts["device_type"]), False
-        for seed, one in ((seed, one) for seed in seeds for one in rows if not study.is_done(one, seed)):
+        facts = check(arguments, Path(temporary))
+    stop.listen()
+    arguments = [*arguments, *facts["pinned"]]
+    study = Study(output, facts["workload"], f"python -m anatomy.parity {portable_command(arguments)}")
+    free, failed = places(at_once, facts), False
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            todo = [(one, seed) for seed in seeds for one in rows if not study.is_done(one, seed)]
+            begun = {pool.submit(train, *each, arguments, free, stop): each for each in todo}
+            for ended in as_completed(begun):
+                if stop.requests:
+                    continue
+                kept = study.add(*begun[ended], *ended.result())
+                failed |= kept["status"] not in ("ok", "skipped")
+                said = kept["reason"] or f"held-out loss {kept['heldout_loss'] or math.nan:.4f}"
+                say(f"seed {kept['seed']}, {kept['row']}: {kept['status']}, {said}")
+        finally:  # where one raised, the others end
+            interrupted, stop.requests = stop.requests > 0, 1
+    if interrupted:
+        sys.stderr.write("python -m anatomy.parity: interrupted\n")
+    return 130 if interrupted else int(failed)
+
+
+def places(count: int, facts: dict) -> queue.SimpleQueue:
+    """For so many runs at a time, the environment variables of each: its GPU, and its share of the cores."""
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(facts["gpus"])))).split(",")
+    shared, free = process.passive_waits(facts["device_type"]) | process.share_of_threads(count), queue.SimpleQueue()
+    for k in range(count):
+        free.put(shared | ({"CUDA_VISIBLE_DEVICES": gpus[k % len(gpus)]} if facts["gpus"] else {}))
+    return free
+
+
+def train(
+    one: Trained, seed: int, arguments: list[str], free: queue.SimpleQueue, stop: process.Stop
+) -> tuple[dict | None, dict]:
+    """The run that a row recorded, and its row, trained in one of the `free` places. Raises VariantError."""
+    environment = free.get()
+    try:
+        if stop.requests:
+            return None, {}
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
             words = [*arguments, "--seed", str(seed)]
-            run, row = run_script(one.path(folder), words, folder, LIMIT_S, stop, environment)
-            if stop.requests:
-                sys.stderr.write("python -m anatomy.parity: interrupted\n")
-                return 130
-            kept = study.add(one, seed, run, row)
-            failed |= kept["status"] not in ("ok", "skipped")
-            loss = kept["heldout_loss"] or math.nan
-            said = kept["reason"] or f"held-out loss {loss:.4f}, {kept['median_ms']:.1f} ms per step"
-            say(f"seed {seed}, {one.row}: {kept['status']}, {said}")
-    return int(failed)
+            return run_script(one.path(folder), words, folder, LIMIT_S, stop, environment)
+    finally:
+        free.put(environment)
 
 
-def main() -> None:
+def build_parser() -> OneLineParser:
     others = aligned([{"rows": one.row, "kind": one.kind} for one in every_row() if not one.variant], "plain", 2)
     parser = OneLineParser(
         prog="python -m anatomy.parity",
-        usage="%(prog)s [-h] [--seeds N ...] [--rows NAME ...] [--merge FILE ...] --output FILE [ARGUMENT ...]",
+        usage="%(prog)s [-h] [--seeds N ...] [--rows NAME ...] [--at-once N] --output FILE [ARGUMENT ...]",
         description=__doc__,
         epilog=f"{others}\n{describe_variants([one.variant for one in every_row() if one.variant])}",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help="default: 1 2 3")
     names = ", ".join((*DEFAULT_STEPS, "the peers", *DEFAULT_VARIANTS))
     parser.add_argument("--rows", nargs="+", metavar="NAME", help=f"default: {names}")
-    parser.add_argument(
-        "--merge", nargs="+", type=Path, default=[], metavar="FILE", help="take over these studies' runs"
-    )
+    text = "runs that train at the same time; several GPUs divide them (default: 1)"
+    parser.add_argument("--at-once", type=positive_int, default=1, metavar="N", help=text)
     parser.add_argument("--output", type=Path, metavar="FILE", required=True, help="the study; written or continued")
+    return parser
+
+
+def main() -> None:
+    parser = build_parser()
     given, arguments = parser.parse_known_args()
     try:
         rows = rows_named(given.rows)
         check_writable(given.output, "runs")
-        sys.exit(run_study(rows, list(dict.fromkeys(given.seeds)), arguments, given.output, given.merge))
+        sys.exit(run_study(rows, list(dict.fromkeys(given.seeds)), arguments, given.output, given.at_once))
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:

@@ -251,11 +251,9 @@ def _loss_table(study: parity.Study, measure: parity.Measure) -> str:
         against = ("", "", "") if row == first else ("-", "-", parity.runs_of(study, row)[0].status)
         if of_row and row != first:
             against = _against(of_row, losses[first])
-        time = figure(parity.step_ms(study, row), ".1f")
-        cells.append(
-            (row, *each, figure(parity.mean(of_row), ".4f"), figure(parity.deviation(of_row), ".4f"), *against, time)
-        )
-    headers = (f"difference to {first}", f"in deviations of {first}", "verdict", "ms per step")
+        own = (figure(parity.mean(of_row), ".4f"), figure(parity.deviation(of_row), ".4f"))
+        cells.append((row, *each, *own, *against))
+    headers = (f"difference to {first}", f"in deviations of {first}", "verdict")
     return pipe_table(("row", *(f"seed {seed}" for seed in seeds), "mean", "deviation", *headers), cells)
 
 

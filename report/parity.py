@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 
 from common.record import Environment, Settings
 from report.load import convert, read_json
@@ -35,7 +35,6 @@ class Trained:
     settings: Settings | None = None  # what really ran
     loss: list[float] = field(default_factory=list)  # nats, one a training step
     heldout_loss: float | None = None  # nats
-    median_ms: float | None = None  # of a step
     commit: str | None = None
 
 
@@ -100,12 +99,6 @@ def mean(losses: Losses) -> float | None:
 def deviation(losses: Losses) -> float | None:
     """The sample standard deviation between seeds; None for fewer than two."""
     return stdev(losses.values()) if len(losses) > 1 else None
-
-
-def step_ms(study: Study, row: str) -> float | None:
-    """Milliseconds per step: the median of the medians of its seeds."""
-    times = [run.median_ms for run in runs_of(study, row) if run.median_ms is not None]
-    return median(times) if times else None
 
 
 def precision(study: Study, row: str) -> str | None:

@@ -1,6 +1,5 @@
 """Parity: the statistics of a study, its command, and faults that a study must see."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -22,14 +21,14 @@ from report import documents, parity
 
 def trained(row, heldout, kind="step", **fields):
     """A run of `row` per held-out loss, with seeds 1, 2, ...; its last training losses are 1 above it."""
-    runs = [{"seed": seed, "heldout_loss": loss, "loss": [9.0] * 15 + [loss + 1] * 50, "median_ms": 5.0 + seed}
+    runs = [{"seed": seed, "heldout_loss": loss, "loss": [9.0] * 15 + [loss + 1] * 50}
             for seed, loss in enumerate(heldout, 1)]  # fmt: skip
     return [{"row": row, "script": "2_sdpa", "kind": kind, "status": "ok", **run, **fields} for run in runs]
 
 
 def study_of(folder, *runs, name="parity"):
     """The study of these runs and a skipped one, written below `folder` and read again."""
-    runs = [*runs, trained("4_x", [0.0], status="skipped", reason="no GPU", median_ms=None)]
+    runs = [*runs, trained("4_x", [0.0], status="skipped", reason="no GPU")]
     names = "preset lr warmup steps n_layer n_head n_embd seq_len vocab_size batch_size"
     path = folder / "machine" / name / parity.STUDY
     path.parent.mkdir(parents=True)
@@ -48,7 +47,6 @@ def test_each_figure_is_what_arithmetic_gives(tmp_path):
     assert parity.deviation(plain) == pytest.approx(stdev([2.0, 2.1, 2.3])) and parity.deviation({1: 2.0}) is None
     assert parity.difference(other, plain) == pytest.approx(0.1) and parity.difference({4: 1.0}, plain) is None
     assert parity.deviations(other, plain) == pytest.approx(0.1 / stdev([2.0, 2.1, 2.3]))
-    assert parity.step_ms(study, "3_x") == 7.5 and parity.step_ms(study, "4_x") is None
     assert parity.precision(study, "2_sdpa") == "bfloat16" and parity.precision(study, "3_x") is None
     assert parity.smoothed([1.0] * 20 + [2.0] * 20 + [3.0]) == [1.0, 2.0]
     assert parity.curve(study, "2_sdpa")[-1] == pytest.approx((3.0 + 0.4 / 3, 3.0, 3.3))
@@ -106,23 +104,15 @@ def test_a_study_is_continued_another_workload_is_refused_and_ctrl_c_keeps_what_
         assert ended.value.code == 0
         return capsys.readouterr().out
 
-    assert "seed 1, dead MLP: ok" in says("--seeds", "1", "--rows", "dead MLP", "4")
+    assert "seed 1, dead MLP: ok" in says("--seeds", "1", "--rows", "dead MLP", "4", "--at-once", "2")
     said = says("--seeds", "1", "2", "--rows", "dead MLP")
     assert "seed 2, dead MLP: ok" in said and said.count("dead MLP") == 1
     for wrong, said in ((["--lr", "1"], "another workload"), (["--seed", "3"], "--seeds")):
         assert said in refused(study, "--seeds", "1", "--rows", "dead MLP", *wrong)
-    first, skipped, other = parity.read_study(path).runs
+    assert says("--seeds", "1", "2", "--rows", "dead MLP") == "", "nothing was left to train"
+    skipped, first, other = parity.read_study(path).runs
     assert (first.row, first.status, other.seed, skipped.status) == ("dead MLP", "ok", 2, "skipped")
-    assert len(first.loss) == 3 and first.loss != other.loss and first.median_ms > 0 and first.settings.optimizer
-    content, halves = path.read_text(), [tmp_path / "a.json", tmp_path / "b.json"]
-    for half, seed in zip(halves, (1, 2), strict=True):
-        whole = json.loads(content)
-        half.write_text(json.dumps(whole | {"runs": [run for run in whole["runs"] if run["seed"] == seed]}))
-    path.unlink()
-    merged = says("--seeds", "1", "2", "--rows", "dead MLP", "--merge", *map(str, halves))
-    assert merged == "", "nothing was left to train"
-    runs = sorted((run.row, run.seed) for run in parity.read_study(path).runs)
-    assert runs == [("4_transformer_engine", 1), ("dead MLP", 1), ("dead MLP", 2)]
+    assert len(first.loss) == 3 and first.loss != other.loss and first.settings.optimizer
     path.unlink()
     module, pipe = [sys.executable, "-m", "anatomy.parity"], subprocess.PIPE
     long = [*module, *words, "--rows", "4", "2", "--steps", "100000"]
@@ -131,6 +121,22 @@ def test_a_study_is_continued_another_workload_is_refused_and_ctrl_c_keeps_what_
     child.send_signal(signal.SIGINT)
     assert child.wait(60) == 130 and child.stderr.read().count("\n") == 1
     assert [run.row for run in parity.read_study(path).runs] == ["4_transformer_engine"]
+
+
+def test_runs_at_the_same_time_divide_gpus_and_cores(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    for variable in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def environments(count, gpus):
+        free = command.places(count, {"device_type": "cuda", "gpus": gpus})
+        return [free.get() for _ in range(count)]
+
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments(3, 2)] == ["0", "1", "0"]
+    assert environments(2, 1) == [{"OMP_NUM_THREADS": "8", "CUDA_VISIBLE_DEVICES": "0"}] * 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments(2, 2)] == ["5", "7"]
+    assert "CUDA_VISIBLE_DEVICES" not in environments(1, 0)[0]
 
 
 def heldout_losses(monkeypatch, folder, seeds):

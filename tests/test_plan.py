@@ -247,8 +247,8 @@ def test_the_plan_of_this_tree_holds_commands_that_exist():
                 assert ablations.chosen_variants(variants, [wanted], *kinds), f"{name}: {wanted}"
             rest = [word for word in words[2 : words.index("--only")] if word not in ("--causes", "--gpus", "2")]
         elif words[1:2] == ["anatomy.parity"]:
-            parity.rows_named(words[words.index("--rows") + 1 :] if "--rows" in words else None)
-            rest = words[2 : words.index("--seeds")]
+            given, rest = parity.build_parser().parse_known_args([*words[2:], "--output", "x"])
+            parity.rows_named(given.rows)
         else:
             continue
         arguments.build_parser(ROOT / "0_baseline.py", None).parse_args(rest)
@@ -262,13 +262,13 @@ def test_the_plan_trains_every_fault_beside_its_script_and_every_row_with_the_sa
         for piece in one.pieces:
             words = plan.shlex.split(piece.command)
             if words[1:3] == ["-m", "anatomy.parity"]:
-                seeds, rows = words.index("--seeds"), words.index("--rows")
-                for row in parity.rows_named(words[rows + 1 :]):
-                    work = one.name.partition("/")[0], *words[3:seeds]
-                    trained.setdefault(work, {}).setdefault(row, []).extend(words[seeds + 1 : rows])
+                given, rest = parity.build_parser().parse_known_args([*words[3:], "--output", "x"])
+                for row in parity.rows_named(given.rows):
+                    work = one.name.partition("/")[0], *rest
+                    trained.setdefault(work, {}).setdefault(row, []).extend(given.seeds)
     assert len(trained) == 2, "one study on a GPU, one on a CPU"
     for rows in trained.values():
-        assert all(sorted(seeds) == ["1", "2", "3"] for seeds in rows.values()), rows
+        assert all(sorted(seeds) == [1, 2, 3] for seeds in rows.values()), rows
         faults = [row for row in rows if row.kind == "mutation"]
         assert len(faults) == 3 and {fault.script for fault in faults} <= {
             row.script for row in rows if row.kind == "step"
