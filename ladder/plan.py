@@ -38,7 +38,19 @@ from ladder.__main__ import check
 from ladder.process import ROOT
 from report.doubts import SERIOUS
 from report.load import MERGED, RecordError, read_run
-from report.recordings import PLAN, RUN_ALL, Machine, Piece, Recording, changed_since, facts, git, kept_files, read_plan
+from report.recordings import (
+    PLAN,
+    RUN_ALL,
+    Machine,
+    Piece,
+    Recording,
+    changed_since,
+    facts,
+    git,
+    is_whole,
+    kept_files,
+    read_plan,
+)
 from report.recordings import check as check_record
 from report.table import levels
 
@@ -83,8 +95,9 @@ class Recorder:
         if files := recording.files(self.into):
             of = facts(files)
             return of.commits == (self.commit,) and not of.dirty
-        of = facts(recording.files(ROOT / "docs" / "results"))
-        return not of.dirty and changed_since(ROOT, of.commits, recording.code) == []
+        files = recording.files(ROOT / "docs" / "results")
+        of = facts(files)
+        return not of.dirty and changed_since(ROOT, of.commits, recording.code) == [] and is_whole(files)
 
     def rest_s(self, recording: Recording) -> list[float]:
         """The seconds that each piece of a recording is expected to take yet."""
@@ -278,6 +291,7 @@ def describe(recorder: Recorder, plan: list[Recording], here: Machine) -> str:
         old = f"commit {of.commit}" if files else "missing"
         if of.commits and (changed := changed_since(ROOT, of.commits, one.code)) != []:
             old += ", the code has changed since" if changed else ", which git does not know"
+        old += ", unfinished" * (not is_whole(files))
         now = f"begun, {state.done} of {len(one.pieces)} pieces done" if state.done or state.run else "to record"
         if not fits(one, here):
             now = f"needs {one.machine.gpus} x {one.machine.device}"

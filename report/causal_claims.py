@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from common.record import MERGED, ROOFS, Row
-from report import analysis
+from report import analysis, parity
 from report.analysis import is_timed
 from report.causes import FOLDER, gain_ms
 from report.doubts import LEGEND, MARK, Speedup, compared
@@ -240,11 +241,62 @@ def passes_apart(records: Records) -> Evidence:
     return Evidence(f"{passes}; step 3 gains {gain.ratio:.2f}{gain.mark}", f"tiny/{MERGED}", most / least > gain.ratio)
 
 
+# --- figures of losses ----------------------------------------------------------------------------
+
+
+def losses_of(records: Records, *names: str) -> list[list[float]]:
+    """The training losses of some rows of the early run that has the peers."""
+    rows = {row.step: row.loss for run in (records.runs["gpt2"],) for row in (*run.steps, *run.peers)}
+    return [rows[name] for name in names]
+
+
+def peers_ended_higher(records: Records) -> Evidence:
+    baseline, *peers = losses_of(records, "0_baseline", *PEERS)
+    ends = [fmean(losses[-20:]) / fmean(baseline[-20:]) - 1 for losses in peers]
+    text = each({name: percent(end) for name, end in zip(PEERS, ends, strict=True)})
+    return Evidence(text, f"gpt2/{MERGED}", min(ends) > 0)
+
+
+def other_weights(records: Records) -> Evidence:
+    """The loss of untrained weights: apart by more than the rows that round to BF16 are from step 0."""
+    baseline, rounded, other = (losses[0] for losses in losses_of(records, "0_baseline", "3_compile", PEERS[-1]))
+    text = f"first loss {other:.3f}, step 0 {baseline:.3f}, step 3 {rounded:.3f}"
+    return Evidence(text, f"gpt2/{MERGED}", abs(other - baseline) > 10 * abs(rounded - baseline))
+
+
+def first_update(records: Records) -> Evidence:
+    """How much less than step 0 te_layer learned from its first update."""
+    baseline, peer = losses_of(records, "0_baseline", PEERS[0])
+    text = f"first to second loss {peer[0]:.2f} to {peer[1]:.2f}, step 0 {baseline[0]:.2f} to {baseline[1]:.2f}"
+    return Evidence(text, f"gpt2/{MERGED}", peer[0] - peer[1] < 0.1 * (baseline[0] - baseline[1]))
+
+
+def studied(row: str, until: int | None, holds: Callable[[list[float], float], bool]) -> Measure:
+    """How far a row of the study is from step 3, by seed; `holds` also takes the deviation between step 3's seeds.
+
+    `until` is the last of the training steps that are compared; None compares the held-out loss.
+    """
+
+    def measure(records: Records) -> Evidence:
+        study = records.study()
+        of = parity.losses_until(until) if until else parity.heldout_loss
+        losses, others = (parity.by_seed(study, name, of) for name in (row, "3_compile"))
+        shares, spread = parity.relative(losses, others), parity.deviation(others)
+        if len(shares) < parity.FEWEST_SEEDS:
+            raise KeyError(row)
+        what = f"steps {until - parity.SMOOTHED_STEPS + 1} to {until}" if until else "held-out loss"
+        text = f"{row}, {what}: {', '.join(map(percent, shares.values()))}; by seed, against 3_compile"
+        return Evidence(text, f"parity/{parity.STUDY}", holds([*shares.values()], spread / parity.mean(others)))
+
+    return measure
+
+
 # --- the claims -----------------------------------------------------------------------------------
 
 MARKED = f"{LEGEND} in [performance](performance.md)."
 CONSISTENT = "consistent, not shown"
-PAGE, README, METHOD = "docs/performance.md", "README.md", "docs/method.md"
+PAGE, README, METHOD, PARITY = "docs/performance.md", "README.md", "docs/method.md", "docs/parity.md"
+WITH_PEERS, PEERS = "h200-16f3e8d", ("te_layer", "torchao_float8", "transformers_gpt2")  # the early run
 
 
 @dataclass(frozen=True)
@@ -300,12 +352,24 @@ CLAIMS = [
     Claim(METHOD, "it runs faster at the same power limit.", zeros),
     Claim(METHOD, "On a shared machine a row can change by more from pass to pass than an optimization changes it.",
           passes_apart, CPU),
+    Claim(PARITY, "In an early run of gpt2, with one seed and 105 steps, all three peers ended above step 0.",
+          peers_ended_higher, WITH_PEERS),
+    Claim(PARITY, "In that run transformers had drawn weights of its own.", other_weights, WITH_PEERS),
+    Claim(PARITY, "From the same weights its losses begin as those of step 3.",
+          studied("peers/transformers_gpt2", 35, lambda shares, _: max(map(abs, shares)) < 1e-3)),
+    Claim(PARITY, "its first update taught it next to nothing.", first_update, WITH_PEERS),
+    Claim(PARITY, "With PyTorch's fused AdamW in place of the compiled one, step 3 ends where it ended before, within "
+          "the spread of seeds.",
+          studied("fused AdamW, step 3", None, lambda shares, spread: abs(fmean(shares)) < spread)),
+    Claim(PARITY, "There rounding moves a row's loss up with one seed and down with another, by more than one per "
+          "cent.",
+          studied("4_transformer_engine", 105, lambda shares, _: min(shares) < -0.01 and max(shares) > 0.01)),
 ]  # fmt: skip
 
 
 def claims_table(results: Path) -> str:
     """A row per claim: where it stands, its figure, the record, and whether the figure bears it out."""
-    machines = {name: Records.read(results / name) for name in (GPU, CPU)}
+    machines = {name: Records.read(results / name) for name in (GPU, CPU, WITH_PEERS)}
     cells = []
     for claim in CLAIMS:
         found = machines[claim.machine].measured(claim.measure)

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 
 from common.text import one_line
 from report.drawn import CATEGORY_COLORS, LONGEST_LABEL, LONGEST_NAME, PLAIN
+from report.parity import Curve
 from report.table import tflops
 
 INK = "#123457"  # stands for the page's own text color, see _svg
@@ -136,21 +137,28 @@ def scaling_png(rows: list[tuple[str, float | None, dict[str, float], str]]) -> 
         return _png(figure)
 
 
-def seed_curves_png(curves: list[tuple[str, list[tuple[float, float, float]]]], every: int) -> bytes:
-    """A PNG, on white, of losses over training steps: (name, points) a row, a point per `every` steps.
+def seed_curves_png(panels: dict[str, dict[str, Curve]], every: int) -> bytes:
+    """A PNG, on white, of panels one below the other: losses over training steps, a point per `every` steps.
 
-    A point is mean, smallest and largest over seeds; the range between seeds is a band.
+    A panel has a label for its losses and a curve per row; the range between seeds is a band. A row has the same
+    colour in all panels.
     """
-    with _figure(3.6) as figure:
-        axes = figure.subplots()
-        for index, (name, points) in enumerate(curves):
-            color, style = SERIES_COLORS[index % len(SERIES_COLORS)], LINES[index % len(LINES)]
-            steps = [every * (k + 0.5) for k in range(len(points))]
-            means, smallest, largest = zip(*points, strict=True)
-            axes.plot(steps, means, label=one_line(name, LONGEST_LABEL), color=color, linestyle=style, linewidth=1.4)
-            axes.fill_between(steps, smallest, largest, color=color, alpha=0.2, linewidth=0)
-        axes.set(xlabel="training step", ylabel="loss, nats")
-        axes.legend(fontsize=8)
+    with _figure(2.9 * len(panels)) as figure:
+        rows = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+        drawn = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+        for axes, (label, curves) in zip(drawn, panels.items(), strict=True):
+            for name, points in curves.items():
+                color, style = (each[rows.index(name) % len(each)] for each in (SERIES_COLORS, LINES))
+                steps = [every * (k + 0.5) for k in range(len(points))]
+                means, smallest, largest = zip(*points, strict=True)
+                label_of_row = one_line(name, LONGEST_LABEL)
+                axes.plot(steps, means, label=label_of_row, color=color, linestyle=style, linewidth=1.4)
+                axes.fill_between(steps, smallest, largest, color=color, alpha=0.2, linewidth=0)
+            axes.set(ylabel=label)
+        for axes in drawn[1:]:
+            axes.axhline(0, color=FAINT, linewidth=0.8)
+        figure.legend(*drawn[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8)
+        drawn[-1].set(xlabel="training step")
         return _png(figure)
 
 

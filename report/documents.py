@@ -39,7 +39,7 @@ from report.load import MERGED, ROOFS, RecordError, read_roofs, read_run
 from report.machines import machines_table
 from report.records import GPU, SLICE
 from report.symptom_examples import examples_table
-from report.table import commit_of, figure, gib, levels, markdown, ms_cell, pipe_table, speedup_cell, tflops
+from report.table import commit_of, figure, gib, levels, markdown, ms_cell, percent, pipe_table, speedup_cell, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -208,13 +208,17 @@ def parity_tables(results: Path) -> str:
         parts += [f"## {folder.relative_to(results)}", _about_study(study)]
         parts += ["Held-out loss, in nats:", _loss_table(study, parity.heldout_loss)]
         parts += [f"The {last}, in nats:", _loss_table(study, parity.last_losses)]
+        parts += _early_table(study)
         parts += ["### Faults put in on purpose", parity.describe_faults(study, parity.heldout_loss)]
         if faults := parity.rows(study, mutations=True):
             parts += ["By the held-out loss:", _fault_table(study, faults, parity.heldout_loss)]
             parts += [f"By the {last}:", _fault_table(study, faults, parity.last_losses)]
         parts.append(f"![Training losses](results/{folder.relative_to(results)}/{parity.CURVES})")
-        lines = [f"- {run.row}, seed {run.seed}: {run.status}: {run.reason}" for run in study.runs if run.reason]
-        parts += ["\n".join(map(markdown, lines))] if lines else []
+        parts.append(f"A point is the mean of {parity.SMOOTHED_STEPS} steps, a band the range of the seeds. Below: how "
+                     f"far each row is above {parity.reference(study)} on the same seeds.")  # fmt: skip
+        lines = [f"{run.row}, seed {run.seed}: {run.status}: {run.reason}" for run in study.runs if run.reason]
+        lines += [f"{row}, seed {seed}: not trained yet" for row, seed in parity.missing(study)]
+        parts += ["\n".join(table.bullets(lines)).strip()] if lines else []
     return "\n\n".join(parts)
 
 
@@ -243,7 +247,7 @@ def _against(losses: parity.Losses, reference: parity.Losses) -> tuple[str, str,
 def _loss_table(study: parity.Study, measure: parity.Measure) -> str:
     """A line per row with its losses, against the first row that has any."""
     losses = {row: parity.by_seed(study, row, measure) for row in parity.rows(study)}
-    first = next((row for row in losses if losses[row]), None)
+    first = parity.reference(study)
     seeds = sorted({run.seed for run in study.runs})
     cells = []
     for row, of_row in losses.items():
@@ -255,6 +259,21 @@ def _loss_table(study: parity.Study, measure: parity.Measure) -> str:
         cells.append((row, *each, *own, *against))
     headers = (f"difference to {first}", f"in deviations of {first}", "verdict")
     return pipe_table(("row", *(f"seed {seed}" for seed in seeds), "mean", "deviation", *headers), cells)
+
+
+def _early_table(study: parity.Study) -> list[str]:
+    """A line per row: how far its training loss is from the first row's on the way, over the seeds that both have."""
+    first, most = parity.reference(study), max(len(run.loss) for run in study.runs)
+    steps = [step for step in (*parity.EARLY_STEPS, most) if step <= most]
+
+    def far(row: str, step: int) -> str:
+        shares = parity.relative(*(parity.by_seed(study, one, parity.losses_until(step)) for one in (row, first)))
+        ends = (percent(end(shares.values())) for end in (min, max)) if shares else "-"
+        return " to ".join(dict.fromkeys(ends))
+
+    cells = [(row, *(far(row, step) for step in steps)) for row in parity.rows(study) if row != first]
+    title = f"The mean of {parity.SMOOTHED_STEPS} training losses up to a step, against {first}, over the seeds:"
+    return [title, pipe_table(("row", *(f"step {step}" for step in steps)), cells)] if cells else []
 
 
 def _fault_table(study: parity.Study, faults: list[str], measure: parity.Measure) -> str:
@@ -271,10 +290,13 @@ def _fault_table(study: parity.Study, faults: list[str], measure: parity.Measure
 
 
 def parity_curves(study: parity.Study) -> bytes:
-    """A PNG of the training losses of every row that has any."""
-    named = [(row, parity.curve(study, row)) for mutations in (False, True) for row in parity.rows(study, mutations)]
-    drawn = [(row, points) for row, points in named if points]
-    return charts.seed_curves_png(drawn, parity.SMOOTHED_STEPS)
+    """A PNG: the training losses of every row and fault that has any, and how far each row is from the first one."""
+    first, rows = parity.reference(study), parity.rows(study)
+    losses = {row: parity.curve(study, row) for row in (*rows, *parity.rows(study, mutations=True))}
+    apart = {row: parity.curve(study, row, first) for row in rows if row != first}
+    panels = {"loss, nats": losses, f"above {first}, nats": apart}
+    drawn = {label: {row: points for row, points in curves.items() if points} for label, curves in panels.items()}
+    return charts.seed_curves_png({label: curves for label, curves in drawn.items() if curves}, parity.SMOOTHED_STEPS)
 
 
 # --- docs/scaling.md ------------------------------------------------------------------------------

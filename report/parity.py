@@ -19,6 +19,7 @@ FEWEST_SEEDS = 3
 MOST_DEVIATIONS = 2  # a difference of at most so many standard deviations between seeds is within their spread
 LAST_STEPS = 50  # of the training losses
 SMOOTHED_STEPS = 20  # of a curve: one point is their mean
+EARLY_STEPS = 35, 105, 205, 505  # where rows are compared on the way
 WITHIN, OUTSIDE, TOO_FEW = "within the spread of seeds", "outside", "too few seeds"
 
 
@@ -47,6 +48,7 @@ class Study:
 
 
 Losses = dict[int, float]  # by seed
+Curve = list[tuple[float, float, float]]  # mean, smallest and largest over seeds, a point per SMOOTHED_STEPS steps
 Measure = Callable[[Trained], float | None]
 
 
@@ -67,6 +69,11 @@ def last_losses(run: Trained) -> float | None:
     return fmean(run.loss[-LAST_STEPS:]) if run.loss else None
 
 
+def losses_until(step: int) -> Measure:
+    """Mean of SMOOTHED_STEPS training losses, of which `step` is the last."""
+    return lambda run: fmean(run.loss[step - SMOOTHED_STEPS : step]) if len(run.loss) >= step else None
+
+
 def smoothed(losses: list[float]) -> list[float]:
     """Means over SMOOTHED_STEPS steps, one after the other; steps left over at the end have no point."""
     ends = range(SMOOTHED_STEPS, len(losses) + 1, SMOOTHED_STEPS)
@@ -81,9 +88,22 @@ def rows(study: Study, mutations: bool = False) -> list[str]:
     return list(dict.fromkeys(run.row for run in study.runs if (run.kind == MUTATION) == mutations))
 
 
+def reference(study: Study) -> str | None:
+    """The row that the others are compared with: the first one that was trained."""
+    return next((row for row in rows(study) if by_seed(study, row, heldout_loss)), None)
+
+
 def runs_of(study: Study, row: str) -> list[Trained]:
     """The runs of a row by seed, those without losses included."""
     return sorted((run for run in study.runs if run.row == row), key=lambda run: run.seed)
+
+
+def missing(study: Study) -> list[tuple[str, int]]:
+    """The runs that it lacks, as row and seed: of every row, the seeds that another row has."""
+    there = {(run.row, run.seed) for run in study.runs}
+    seeds = sorted({run.seed for run in study.runs})
+    return [(row, seed) for row in dict.fromkeys(run.row for run in study.runs) for seed in seeds
+            if (row, seed) not in there]  # fmt: skip
 
 
 def by_seed(study: Study, row: str, measure: Measure) -> Losses:
@@ -107,10 +127,13 @@ def precision(study: Study, row: str) -> str | None:
     return ("FP8" if seen[0].fp8_recipe else seen[0].amp_dtype) if seen else None
 
 
-def curve(study: Study, row: str) -> list[tuple[float, float, float]]:
-    """Mean, smallest and largest over seeds of the smoothed training losses, a point per SMOOTHED_STEPS steps."""
-    each = [smoothed(run.loss) for run in runs_of(study, row) if run.status == "ok"]
-    return [(fmean(point), min(point), max(point)) for point in zip(*each, strict=True)]
+def curve(study: Study, row: str, against: str | None = None) -> Curve:
+    """The smoothed training losses; or, seed by seed, how far they are above those of another row."""
+    each = {run.seed: smoothed(run.loss) for run in runs_of(study, row) if run.status == "ok"}
+    if against:
+        others = {run.seed: smoothed(run.loss) for run in runs_of(study, against) if run.status == "ok"}
+        each = {seed: [a - b for a, b in zip(each[seed], others[seed], strict=True)] for seed in each.keys() & others}
+    return [(fmean(point), min(point), max(point)) for point in zip(*each.values(), strict=True)]
 
 
 # --- a row against another ------------------------------------------------------------------------
@@ -120,6 +143,11 @@ def difference(losses: Losses, reference: Losses) -> float | None:
     """Mean of the differences to the reference on the same seeds; None where they share no seed."""
     paired = [loss - reference[seed] for seed, loss in losses.items() if seed in reference]
     return fmean(paired) if paired else None
+
+
+def relative(losses: Losses, reference: Losses) -> Losses:
+    """By seed, the difference to the reference as a share of it."""
+    return {seed: loss / reference[seed] - 1 for seed, loss in losses.items() if seed in reference}
 
 
 def deviations(losses: Losses, reference: Losses) -> float | None:

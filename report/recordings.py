@@ -167,6 +167,11 @@ def check(path: Path) -> None:
         readers.get(path.name, read_json)(path)
 
 
+def is_whole(files: list[Path]) -> bool:
+    """Whether no file is a study of losses that was interrupted."""
+    return not any(path.name == parity.STUDY and parity.missing(parity.read_study(path)) for path in files)
+
+
 # --- git ------------------------------------------------------------------------------------------
 
 

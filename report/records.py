@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.record import MERGED, ROOFS, Roofs, Row, Run
+from report import parity
 from report.analysis import is_timed
 from report.causes import Variant, read_causes
 from report.doubts import compared
@@ -80,6 +81,10 @@ class Records:
     def variants(self, name: str) -> dict[str, Variant]:
         """The variants of a file of ablations or causes, by name."""
         return {variant.name: variant for variant in read_causes(self._path(name)).variants}
+
+    def study(self) -> parity.Study:
+        """The study of losses that has the peers."""
+        return parity.read_study(self._path(f"parity/{parity.STUDY}"))
 
     def _path(self, name: str) -> Path:
         if not (self.folder / name).exists():

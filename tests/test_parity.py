@@ -16,7 +16,8 @@ from anatomy import parity as command
 from common import benchmark, data
 from common.record import write_json
 from ladder import process
-from report import documents, parity
+from report import documents, parity, recordings
+from report.load import read_json
 
 
 def trained(row, heldout, kind="step", **fields):
@@ -49,7 +50,11 @@ def test_each_figure_is_what_arithmetic_gives(tmp_path):
     assert parity.deviations(other, plain) == pytest.approx(0.1 / stdev([2.0, 2.1, 2.3]))
     assert parity.precision(study, "2_sdpa") == "bfloat16" and parity.precision(study, "3_x") is None
     assert parity.smoothed([1.0] * 20 + [2.0] * 20 + [3.0]) == [1.0, 2.0]
+    until = parity.by_seed(study, "2_sdpa", parity.losses_until(25))  # 10 of its 20 losses are the early ones
+    assert until[1] == pytest.approx((9 + 3) / 2) and parity.by_seed(study, "2_sdpa", parity.losses_until(66)) == {}
+    assert parity.relative({1: 3.0, 4: 1.0}, {1: 2.0}) == {1: 0.5}
     assert parity.curve(study, "2_sdpa")[-1] == pytest.approx((3.0 + 0.4 / 3, 3.0, 3.3))
+    assert parity.curve(study, "3_x", "2_sdpa")[-1] == pytest.approx((0.1, 0.0, 0.2))
     plain = {1: 1.9, 2: 2.0, 3: 2.1}  # deviation 0.1
     for shift, said in ((0.19, parity.WITHIN), (-0.19, parity.WITHIN), (0.21, parity.OUTSIDE), (-0.21, parity.OUTSIDE)):
         assert parity.verdict({seed: loss + shift for seed, loss in plain.items()}, plain) == said
@@ -60,13 +65,26 @@ def test_the_page_names_faults_that_a_study_does_not_see_and_rows_that_did_not_t
     plain, sharp = trained("2_sdpa", [2.0, 2.1, 2.2]), trained("sharp", [3.0] * 3, parity.MUTATION)
     study = study_of(tmp_path, plain, sharp, trained("dead", [2.1, 2.0, 2.2], parity.MUTATION))
     text = documents.parity_tables(tmp_path)
-    heldout, _, faults, _ = tables_of(text)
+    heldout, _, early, faults, _ = tables_of(text)
     assert "The measure does not see: dead." in text and "4_x, seed 1: skipped: no GPU" in text
     assert heldout["4_x"]["verdict"] == "skipped" and set(heldout) == {"2_sdpa", "4_x"}
+    assert early == {"4_x": {"row": "4_x", "step 35": "-", "step 65": "-"}}
     assert [faults[name]["seen"] for name in ("sharp", "dead")] == ["yes", "no"]
+    assert "- 2_sdpa, seed 3: not trained yet" not in text
     assert documents.parity_curves(study).startswith(b"\x89PNG") and faults["sharp"]["difference"] == "+0.9000"
     for runs, said in (((plain, sharp), "sees the one fault."), ((plain,), "No fault"), ((plain[:2], sharp), "Fewer")):
         assert said in parity.describe_faults(study_of(tmp_path / said, *runs), parity.heldout_loss)
+
+
+def test_a_row_that_lacks_a_seed_is_not_trained_yet_and_its_study_not_recorded(tmp_path):
+    study = study_of(tmp_path, trained("2_sdpa", [2.0, 2.1]), trained("3_x", [2.2]))
+    assert parity.missing(study) == [("3_x", 2), ("4_x", 2)] and parity.reference(study) == "2_sdpa"
+    text = documents.parity_tables(tmp_path)
+    assert "\n- 3_x, seed 2: not trained yet\n" in text
+    path = tmp_path / "machine" / "parity" / parity.STUDY
+    assert not recordings.is_whole([path])
+    write_json(path, read_json(path) | {"runs": [run for run in read_json(path)["runs"] if run["seed"] == 1]})
+    assert recordings.is_whole([path])
 
 
 def test_faults_that_were_recorded_apart_are_those_of_the_study_of_the_same_workload(tmp_path):
