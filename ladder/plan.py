@@ -54,6 +54,7 @@ from report.recordings import (
 from report.recordings import check as check_record
 from report.table import levels
 
+RESULTS = ROOT / "docs" / "results"
 GRACE_S = 30  # run_all.sh ends its row and writes its report in it
 LEAST_S = 60  # of a piece that goes on
 NOT_FAILED = ("ok", "skipped", "oom", "not run")
@@ -91,13 +92,9 @@ class Recorder:
         return State(**read_object(self.unfinished(recording, ".state.json")))
 
     def is_recorded(self, recording: Recording) -> bool:
-        """At this commit, in this call's folder; or in docs/results by the code as it is now."""
-        if files := recording.files(self.into):
-            of = facts(files)
-            return of.commits == (self.commit,) and not of.dirty
-        files = recording.files(ROOT / "docs" / "results")
-        of = facts(files)
-        return not of.dirty and changed_since(ROOT, of.commits, recording.code) == [] and is_whole(files)
+        """By the code as it is now, in this call's folder or in docs/results, and whole."""
+        held = (recording.files(results) for results in (self.into, RESULTS))
+        return any(is_of_this_code(files, recording) and is_whole(files) for files in held)
 
     def rest_s(self, recording: Recording) -> list[float]:
         """The seconds that each piece of a recording is expected to take yet."""
@@ -112,6 +109,12 @@ class Recorder:
         """Whether a piece fits in the time that is left. One that never fits may start in the first half of a call."""
         left_s, whole_s = self.until - time.monotonic(), self.minutes * 60 - GRACE_S
         return seconds <= left_s or (seconds > whole_s and left_s >= whole_s / 2)
+
+
+def is_of_this_code(files: list[Path], recording: Recording) -> bool:
+    """Whether files were recorded from commits, by the code as it is now."""
+    of = facts(files)
+    return not of.dirty and changed_since(ROOT, of.commits, recording.code) == []
 
 
 def machine() -> Machine:
@@ -134,6 +137,9 @@ def record(recorder: Recorder, recording: Recording, variables: dict[str, str]) 
     """Run what is left of a recording's pieces while there is time; False where one failed."""
     state, file = recorder.state(recording), recorder.unfinished(recording, ".state.json")
     file.parent.mkdir(parents=True, exist_ok=True)
+    held, output = recording.files(RESULTS), recorder.unfinished(recording)
+    if not output.exists() and held and not is_whole(held) and is_of_this_code(held, recording):
+        shutil.copyfile(held[0], output)  # a study that was interrupted goes on
     while state.done < len(recording.pieces):
         piece, at = recording.pieces[state.done], f"{recording.name}, piece {state.done + 1} of {len(recording.pieces)}"
         expected_s = state.rest_s(piece)
@@ -237,7 +243,7 @@ def busy_host(count: int) -> Iterator[dict[str, str]]:
 
 def keep(recording: Recording, source: Path, target: Path, commit: str | None = None) -> None:
     """Copy a recording's files from its output below `target`. Raises RecordError where they are no valid records of
-    this commit, or, without one, of one that is part of this history; OSError."""
+    this commit, or, without one, of one that is part of this history, or of several with the same code; OSError."""
     is_run = recording.pieces[0].is_run
     if recording.is_file:
         files = {source / Path(recording.name).name if source.is_dir() else source: target / recording.name}
@@ -247,7 +253,8 @@ def keep(recording: Recording, source: Path, target: Path, commit: str | None = 
     for path in files:
         check_record(path)
     of = facts([*files])
-    if len(of.commits) != 1 or of.dirty or commit not in (None, *of.commits):
+    one = len(of.commits) == 1 and commit in (None, *of.commits)
+    if of.dirty or not (one or changed_since(ROOT, of.commits, recording.code) == []):
         raise RecordError(f"its records are of commit {of.commit}, not of {(commit or 'one alone')[:9]}")
     if commit is None and git(ROOT, "merge-base", "--is-ancestor", of.commits[0], "HEAD") is None:
         raise RecordError(f"its commit {of.commit} is not part of this history")
@@ -286,7 +293,7 @@ def describe(recorder: Recorder, plan: list[Recording], here: Machine) -> str:
     """A table: each recording, the seconds that it takes yet, and how far it is."""
     cells = []
     for one in plan:
-        files, state = one.files(ROOT / "docs" / "results"), recorder.state(one)
+        files, state = one.files(RESULTS), recorder.state(one)
         of = facts(files)
         old = f"commit {of.commit}" if files else "missing"
         if of.commits and (changed := changed_since(ROOT, of.commits, one.code)) != []:
@@ -303,11 +310,11 @@ def describe(recorder: Recorder, plan: list[Recording], here: Machine) -> str:
 
 def take(plan: list[Recording], folder: Path) -> int:
     """Put records into docs/results; 1 where one is refused."""
-    results, code = ROOT / "docs" / "results", 0
+    code = 0
     there = [one for one in plan if one.files(folder)]
     for one in there:
         try:
-            keep(one, folder / one.name, results)
+            keep(one, folder / one.name, RESULTS)
             say(f"docs/results/{one.name}")
         except RecordError as error:
             say(f"{one.name}: not taken: {one_line(error)}")
@@ -319,7 +326,7 @@ def take(plan: list[Recording], folder: Path) -> int:
 def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="python -m ladder.plan", description=__doc__)
     parser.add_argument("plan", nargs="?", type=Path, metavar="FILE", help=f"default: docs/results/{PLAN}")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="recordings whose name contains one of these")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="recordings of these names, or with these in them")
     text = "the longest that this call may take (default: 10)"
     parser.add_argument("--minutes", type=positive_int, default=10, metavar="N", help=text)
     parser.add_argument(
@@ -333,17 +340,22 @@ def build_parser() -> OneLineParser:
 
 
 def chosen(plan: list[Recording], words: list[str] | None, parser: OneLineParser) -> list[Recording]:
-    for word in words or []:
-        if not any(word in one.name for one in plan):
+    """The recordings that the words name: the one of exactly this name, or all that have it in their names."""
+    if words is None:
+        return plan
+    names = {one.name for one in plan}
+    wanted = {word: {word} & names or {name for name in names if word in name} for word in words}
+    for word, found in wanted.items():
+        if not found:
             parser.error(f"--only {word}: no recording of the plan has this in its name")
-    return [one for one in plan if words is None or any(word in one.name for word in words)]
+    return [one for one in plan if any(one.name in found for found in wanted.values())]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser, began = build_parser(), time.monotonic()
     given = parser.parse_args(argv)
     try:
-        plan = chosen(read_plan(given.plan or ROOT / "docs" / "results" / PLAN), given.only, parser)
+        plan = chosen(read_plan(given.plan or RESULTS / PLAN), given.only, parser)
         commit = (git(ROOT, "rev-parse", "HEAD") or "").strip()
         if not commit:
             parser.error("git cannot tell the commit: run it in a checkout")

@@ -32,6 +32,11 @@ signal.signal(signal.SIGTERM, lambda *_: leave(130))
 while "slow" in words or "together" in words and len(list(pathlib.Path("results").glob("began-*"))) < 2:
     pathlib.Path(f"results/began-{{os.environ.get('CUDA_VISIBLE_DEVICES')}}").touch()
     time.sleep(0.02)
+if "study" in words:
+    study = json.loads(place.read_text())
+    study["runs"].append(study["runs"][0] | {{"seed": 2, "commit": git("rev-parse", "HEAD")}})
+    place.write_text(json.dumps(study))
+    leave(0)
 run = json.loads(pathlib.Path("results/template.json").read_text())
 of = {{name: os.environ.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "LADDER_BESIDE")}}
 run["environment"] |= {{"commit": git("rev-parse", "HEAD"), "variables": of}}
@@ -60,6 +65,7 @@ def tree(tmp_path, monkeypatch, request):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "template.json").write_text(json.dumps(asdict(runs.run(runs.step("0_x")))))
     monkeypatch.setattr(plan, "ROOT", tmp_path)
+    monkeypatch.setattr(plan, "RESULTS", tmp_path / "docs" / "results")
     monkeypatch.setattr(plan, "machine", lambda: recordings.Machine(1, "GPU"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -115,10 +121,11 @@ def test_what_fits_the_machine_is_recorded_once_and_put_into_place(tree, capsys)
     assert sorted(path.name for path in results.iterdir()) == ["more.json", "results.json"]
     commit_all(tree)  # another commit, the same code: nothing to do
     ran = calls(tree)
-    assert plan.main(["--only", "box/run"]) == 0 and calls(tree) == ran
+    assert plan.main(["--only", "ox/run"]) == 0 and calls(tree) == ran
     (tree / "0_x.py").write_text("after\n")
     commit_all(tree)
-    assert plan.main(["--only", "box/run"]) == 0 and len(calls(tree)) == len(ran) + 3
+    assert plan.main(["--only", "box/run"]) == 0 and len(calls(tree)) == len(ran) + 1, "the one of exactly this name"
+    assert plan.main(["--only", "ox/run"]) == 0 and len(calls(tree)) == len(ran) + 3, "all that have it in their names"
     capsys.readouterr()
     plan.main(["--status"])
     assert "the code has changed since" in capsys.readouterr().out
@@ -179,6 +186,23 @@ def test_two_gpus_record_side_by_side_and_the_record_says_what_ran_beside_it(tre
     assert {one["CUDA_VISIBLE_DEVICES"] for one in of[:2]} == {"0", "1"}
     assert all("another recording" in one["LADDER_BESIDE"] for one in of[:2])
     assert of[2]["LADDER_BESIDE"] == "1 processes that compute without end"
+
+
+@planned("[box/a/parity.json]\npieces = 1 python stub.py study\n\n[box/a]\npieces = 1 ./run_all.sh\n")
+def test_a_study_that_was_interrupted_goes_on_at_a_later_commit_of_the_same_code(tree, capsys):
+    run = {"row": "0_x", "script": "0_x", "kind": "step", "status": "ok", "heldout_loss": 1.0, "loss": [1.0]}
+    run |= {"seed": 1, "commit": git(tree, "rev-parse", "HEAD")}
+    rows = [run | {"row": "1_x"}, run, run | {"seed": 2}]
+    environment = asdict(runs.run(commit=run["commit"]).environment) | {"device": "GPU"}
+    path = tree / "docs" / "results" / "box" / "a" / "parity.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"command": "", "environment": environment, "workload": {}, "runs": rows}))
+    commit_all(tree)
+    assert plan.main(["--status"]) == 0 and ", unfinished" in capsys.readouterr().out
+    assert plan.main(["--only", "box/a/parity.json"]) == 0 and len(calls(tree)) == 1
+    (done,) = (tree / "results" / "recordings").glob("*/box/a/parity.json")
+    found = json.loads(done.read_text())["runs"]
+    assert [one["seed"] for one in found] == [1, 1, 2, 2] and len({one["commit"] for one in found}) == 2
 
 
 @planned("[box/run]\npieces = 1 ./run_all.sh\n")
