@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import re
 import subprocess
@@ -187,14 +188,37 @@ def git(root: Path, *words: str) -> str | None:
 def changed_since(root: Path, commits: tuple[str, ...], code: tuple[str, ...]) -> list[str] | None:
     """The files of some code that differ from what they were at these commits; None where git cannot tell.
 
-    A file that came since is none of them: only one that is changed itself can make use of it.
+    A file that came since is none of them: only one that is changed itself can make use of it. Nor is one that differs
+    in comments and docstrings alone.
     """
     diffs = [
         git(root, "diff", "--name-only", "--no-renames", "--diff-filter=a", commit, "--", *code) for commit in commits
     ]
     if not (root / ".git").exists() or not commits or None in diffs:
         return None
-    return sorted({name for text in diffs for name in text.splitlines()})
+    names = {(commit, name) for commit, text in zip(commits, diffs, strict=True) for name in text.splitlines()}
+    return sorted(
+        {name for commit, name in names if not is_same_code(git(root, "show", f"{commit}:{name}"), root / name)}
+    )
+
+
+def is_same_code(before: str | None, path: Path) -> bool:
+    """Whether a file of Python differs from an earlier text in comments, docstrings and layout alone."""
+    if before is None or path.suffix != ".py" or not path.exists():
+        return False
+    return without_docstrings(before) == without_docstrings(path.read_text())
+
+
+def without_docstrings(source: str) -> str:
+    """The syntax tree of a text as a line; the text itself where it is no Python."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return source
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.dump(tree)
 
 
 def describe_files(names: list[str]) -> str:

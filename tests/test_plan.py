@@ -244,8 +244,11 @@ def test_what_has_changed_since_a_commit_is_found_and_where_git_cannot_tell_a_pa
     (tree / "README.md").write_text("x\n")
     (tree / "common" / "new.py").write_text("x\n")
     assert recordings.changed_since(tree, commits, code) == [], "no file that was there uses it"
-    (tree / "0_x.py").write_text("after\n")
-    assert recordings.changed_since(tree, commits, code) == ["0_x.py"]
+    (tree / "0_x.py").write_text('"""A docstring."""\n\nbefore  # a comment\n')
+    assert recordings.changed_since(tree, commits, code) == [], "the same code"
+    for after in ("after\n", "before(\n"):
+        (tree / "0_x.py").write_text(after)
+        assert recordings.changed_since(tree, commits, code) == ["0_x.py"]
     (line,) = recordings.readme_lines(tree, record)
     assert line.startswith("This run is older than the scripts: ")
     assert recordings.describe_files(["0_x.py", "common/new.py"]) == "`0_x.py`, files of `common/`"
