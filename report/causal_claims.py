@@ -361,8 +361,8 @@ CLAIMS = [
     Claim(PARITY, "With PyTorch's fused AdamW in place of the compiled one, step 3 ends where it ended before, within "
           "the spread of seeds.",
           studied("fused AdamW, step 3", None, lambda shares, spread: abs(fmean(shares)) < spread)),
-    Claim(PARITY, "There rounding moves a row's loss up with one seed and down with another, by more than one per "
-          "cent.",
+    Claim(PARITY, "There rounding moves the loss of step 4 above that of step 3 with one seed and below it with "
+          "another, by more than one per cent.",
           studied("4_transformer_engine", 105, lambda shares, _: min(shares) < -0.01 and max(shares) > 0.01)),
 ]  # fmt: skip
 

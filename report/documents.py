@@ -206,8 +206,8 @@ def parity_tables(results: Path) -> str:
     for folder, study in recorded_studies(results):
         last = f"mean of the last {parity.LAST_STEPS} training losses"
         parts += [f"## {folder.relative_to(results)}", _about_study(study)]
-        parts += ["Held-out loss, in nats:", _loss_table(study, parity.heldout_loss)]
-        parts += [f"The {last}, in nats:", _loss_table(study, parity.last_losses)]
+        for name, measure in (("Held-out loss", parity.heldout_loss), (f"The {last}", parity.last_losses)):
+            parts += [f"{name}, in nats. {parity.describe_rows(study, measure)}", _loss_table(study, measure)]
         parts += _early_table(study)
         parts += ["### Faults put in on purpose", parity.describe_faults(study, parity.heldout_loss)]
         if faults := parity.rows(study, mutations=True):

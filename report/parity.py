@@ -89,8 +89,9 @@ def rows(study: Study, mutations: bool = False) -> list[str]:
 
 
 def reference(study: Study) -> str | None:
-    """The row that the others are compared with: the first one that was trained."""
-    return next((row for row in rows(study) if by_seed(study, row, heldout_loss)), None)
+    """The row that the others are compared with: the first of those that were trained with the most seeds."""
+    seeds = {row: len(by_seed(study, row, heldout_loss)) for row in rows(study)}
+    return max(seeds, key=seeds.get) if any(seeds.values()) else None
 
 
 def runs_of(study: Study, row: str) -> list[Trained]:
@@ -161,6 +162,26 @@ def verdict(losses: Losses, reference: Losses) -> str:
     if len(losses.keys() & reference.keys()) < FEWEST_SEEDS:
         return TOO_FEW
     return WITHIN if abs(difference(losses, reference)) <= MOST_DEVIATIONS * deviation(reference) else OUTSIDE
+
+
+def describe_rows(study: Study, measure: Measure) -> str:
+    """Sentences: which rows end where the reference ends, which do not and on which side, and which lack seeds."""
+    first = reference(study)
+    losses = {row: by_seed(study, row, measure) for row in rows(study)}
+    trained = [row for row in losses if losses[row] and row != first]
+    said = {row: verdict(losses[row], losses[first]) for row in trained}
+    named = {which: [row for row in trained if said[row] == which] for which in (WITHIN, TOO_FEW)}
+    lower, higher = (
+        [row for row in trained if said[row] == OUTSIDE and sign * difference(losses[row], losses[first]) > 0]
+        for sign in (-1, 1)
+    )
+    sentences = {
+        f"end where {first} ends, within the spread of its seeds": named[WITHIN],
+        f"end lower than {first}, by more than its seeds differ": lower,
+        f"end higher than {first}, by more than its seeds differ": higher,
+        f"trained too few seeds to be compared with {first}": named[TOO_FEW],
+    }
+    return " ".join(f"These {what}: {'; '.join(of)}." for what, of in sentences.items() if of)
 
 
 # --- the faults -----------------------------------------------------------------------------------

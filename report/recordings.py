@@ -242,7 +242,7 @@ def readme_lines(root: Path, record: Path) -> list[str] | None:
     if (changed := changed_since(root, of.commits, CODE)) is None:
         return None
     since = (
-        "This run is older than the scripts: they, or files of `common/`, have changed since"
+        "The scripts, or files of `common/`, have changed since this run"
         if changed
         else "No script and no file of `common/` has changed since this run"
     )

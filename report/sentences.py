@@ -17,6 +17,10 @@ TAKE = {
     "copies and casts": "Copies and casts take", "loss": "The loss takes",
     "communication": "Communication takes", "other": "Other kernels take",
 }  # fmt: skip
+MEANS = {
+    "compute": "is matrix products and fused attention", "memory": "is kernels that mostly read and write tensors",
+    "launch": "is gaps, in which the GPU waits", "communication": "is communication beside which nothing else runs",
+}  # fmt: skip
 
 
 def headline(run: Run) -> str:
@@ -123,7 +127,9 @@ def further(run: Run, before: Row | None, row: Row) -> list[str]:
         ]
         lines += _at_equal_clock(run, before, row, alike) if alike else []
     if bound(before) and bound(row) and bound(before)[0] != bound(row)[0]:
-        lines.append(f"The step is now bound by {describe_bound(row)}, before by {describe_bound(before)}.")
+        (now, share), (once, most) = bound(row), bound(before)
+        lines.append(f"The step is now bound by {now}: {share:.0%} of it {MEANS[now]}.")
+        lines.append(f"Before it was bound by {once}: {most:.0%} {MEANS[once].replace('is', 'was')}.")
     return lines
 
 
@@ -173,14 +179,14 @@ def _is_all_of(alike: analysis.AlikeProducts | None, change: analysis.Change) ->
 def _at_equal_clock(run: Run, before: Row, row: Row, alike: analysis.AlikeProducts) -> list[str]:
     """How the clock and the matrix products that both steps run alike changed together."""
     fell = alike.after_mhz < alike.before_mhz
-    limit = " (power limit)" if fell and "power limit" in analysis.throttle_reasons(row) else ""
+    limit = ", which keeps the GPU within its power limit" if "power limit" in analysis.throttle_reasons(row) else ""
     faster = Speedup(alike.speedup, None, mark(run, row, before)).words()
     every = analysis.category_ms(before)["matrix products"]
-    part = f" of the {every:.1f}" if every - alike.before_ms >= 0.05 else ""
+    part = f", of {every:.1f} in all" if every - alike.before_ms >= 0.05 else ""
     return [
-        f"The matrix products that both steps run alike take {alike.after_ms:.1f} ms instead of "
-        f"{alike.before_ms:.1f}{part}, while the clock {'fell' if fell else 'rose'} from {alike.before_mhz:.0f} to "
-        f"{alike.after_mhz:.0f} MHz{limit}.",
+        f"The matrix products that both steps run alike take {alike.before_ms:.1f} ms in {before.step}{part}.",
+        f"In {row.step} they take {alike.after_ms:.1f} ms, while the clock {'fell' if fell else 'rose'} from "
+        f"{alike.before_mhz:.0f} to {alike.after_mhz:.0f} MHz{limit if fell else ''}.",
         f"At equal clock {row.step} would be {faster} than {before.step}.",
     ]
 

@@ -72,6 +72,19 @@ def test_the_page_names_faults_that_a_study_does_not_see_and_rows_that_did_not_t
     assert [faults[name]["seen"] for name in ("sharp", "dead")] == ["yes", "no"]
     assert "- 2_sdpa, seed 3: not trained yet" not in text
     assert documents.parity_curves(study).startswith(b"\x89PNG") and faults["sharp"]["difference"] == "+0.9000"
+    assert "Held-out loss, in nats. \n" in text, "nothing is compared"
+    others = trained("close", [2.05, 2.1, 2.2]), trained("low", [1.0] * 3), trained("high", [9.0] * 3)
+    said = parity.describe_rows(study_of(tmp_path / "more", plain, *others, trained("new", [2.0])), parity.heldout_loss)
+    ends = (
+        "within the spread of its seeds: close",
+        "lower",
+        "seeds differ: low",
+        "higher",
+        "differ: high",
+        "few",
+        "new.",
+    )
+    assert [said.index(part) for part in ends] == sorted(said.index(part) for part in ends)
     for runs, said in (((plain, sharp), "sees the one fault."), ((plain,), "No fault"), ((plain[:2], sharp), "Fewer")):
         assert said in parity.describe_faults(study_of(tmp_path / said, *runs), parity.heldout_loss)
 

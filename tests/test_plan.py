@@ -250,7 +250,7 @@ def test_what_has_changed_since_a_commit_is_found_and_where_git_cannot_tell_a_pa
         (tree / "0_x.py").write_text(after)
         assert recordings.changed_since(tree, commits, code) == ["0_x.py"]
     (line,) = recordings.readme_lines(tree, record)
-    assert line.startswith("This run is older than the scripts: ")
+    assert line.startswith("The scripts, or files of `common/`, have changed since this run.")
     assert recordings.describe_files(["0_x.py", "common/new.py"]) == "`0_x.py`, files of `common/`"
     for unknown in (("0" * 40,), ()):
         assert recordings.changed_since(tree, unknown, code) is None
