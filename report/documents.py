@@ -34,7 +34,7 @@ from report import (
 )
 from report.__main__ import write_reports
 from report.analysis import is_timed
-from report.doubts import BUSY, NOTICE, SERIOUS, compared, reference_extremes
+from report.doubts import BUSY, NOTICE, SERIOUS, compared, furthest_around_a_row, reference_extremes
 from report.load import MERGED, ROOFS, RecordError, read_roofs, read_run
 from report.machines import machines_table
 from report.records import GPU, SLICE
@@ -162,10 +162,12 @@ def method_tables(results: Path) -> str:
         ratios = [f"{longest[0] / least[0]:.3f}" if least[0] else "-" for least, longest in extremes]
         if ratios != ["-", "-"]:
             passes = max(len(row.repetitions) or 1 for row in run.steps)
-            cells.append((str(folder.relative_to(results)), run.environment.device, passes, *ratios))
+            around = f"{furthest_around_a_row(run):.3f}"
+            cells.append((str(folder.relative_to(results)), run.environment.device, passes, *ratios, around))
     for device, most in BUSY.items():
-        cells.append((f"threshold of a {'GPU' if device == 'cuda' else 'CPU'}", "", "", *map(str, most.values())))
-    parts = [pipe_table(("largest / smallest", "machine", "ladders", "product", "copy"), cells, n_left=2)]
+        cells.append((f"threshold of a {'GPU' if device == 'cuda' else 'CPU'}", "", "", *map(str, most.values()), ""))
+    headers = ("largest / smallest", "machine", "ladders", "product", "copy", "copy, before and after one row")
+    parts = [pipe_table(headers, cells, n_left=2)]
     for path in sorted(results.glob(f"*/{ROOFS}")):
         parts += [f"Roofs recorded in `{path.parent.name}`:", _roofs_table(read_roofs(path))]
     return "\n\n".join(parts)
@@ -197,7 +199,7 @@ def recorded_studies(results: Path) -> list[tuple[Path, parity.Study]]:
             same[0].runs += study.runs
         else:
             found.append((path.parent, study))
-    return found
+    return sorted(found, key=lambda one: bool(one[1].environment) and one[1].environment.device_type == "cpu")
 
 
 def parity_tables(results: Path) -> str:
@@ -238,10 +240,11 @@ def _about_study(study: parity.Study) -> str:
     )
 
 
-def _against(losses: parity.Losses, reference: parity.Losses) -> tuple[str, str, str]:
-    """Difference, the same in standard deviations, and the verdict."""
-    between, ratio = parity.difference(losses, reference), parity.deviations(losses, reference)
-    return figure(between, "+.4f"), figure(ratio, "+.1f"), parity.verdict(losses, reference)
+def _against(losses: parity.Losses, reference: parity.Losses) -> tuple[str, str, str, str]:
+    """Difference, its deviation between seeds, the same in deviations of the reference, and the verdict."""
+    between, own = parity.difference(losses, reference), parity.deviation(parity.apart(losses, reference))
+    ratio = figure(parity.deviations(losses, reference), "+.1f")
+    return figure(between, "+.4f"), figure(own, ".4f"), ratio, parity.verdict(losses, reference)
 
 
 def _loss_table(study: parity.Study, measure: parity.Measure) -> str:
@@ -252,12 +255,12 @@ def _loss_table(study: parity.Study, measure: parity.Measure) -> str:
     cells = []
     for row, of_row in losses.items():
         each = (figure(of_row.get(seed), ".4f") for seed in seeds)
-        against = ("", "", "") if row == first else ("-", "-", parity.runs_of(study, row)[0].status)
+        against = ("",) * 4 if row == first else ("-", "-", "-", parity.runs_of(study, row)[0].status)
         if of_row and row != first:
             against = _against(of_row, losses[first])
         own = (figure(parity.mean(of_row), ".4f"), figure(parity.deviation(of_row), ".4f"))
         cells.append((row, *each, *own, *against))
-    headers = (f"difference to {first}", f"in deviations of {first}", "verdict")
+    headers = (f"difference to {first}", "its deviation", f"in deviations of {first}", "verdict")
     return pipe_table(("row", *(f"seed {seed}" for seed in seeds), "mean", "deviation", *headers), cells)
 
 
@@ -285,7 +288,7 @@ def _fault_table(study: parity.Study, faults: list[str], measure: parity.Measure
         own = (figure(loss, ".4f") for loss in (parity.mean(reference), parity.mean(losses), parity.deviation(losses)))
         cells.append((fault, plain, *own, *_against(losses, reference), seen))
     headers = ("mutation", "script", "mean of the script", "mean of the mutation", "deviation of the mutation")
-    headers += ("difference", "in deviations of the script", "verdict", "seen")
+    headers += ("difference", "its deviation", "in deviations of the script", "verdict", "seen")
     return pipe_table(headers, cells, n_left=2)
 
 

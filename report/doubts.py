@@ -104,6 +104,12 @@ def _reference_times(row: Row, kind: str, device: str) -> Iterator[tuple[float, 
             yield ms, said
 
 
+def furthest_around_a_row(run: Run) -> float:
+    """The largest over the smallest time of the copies before and after one row, of the row where they differ most."""
+    rows = [one for row in filter(is_timed, [*run.steps, *run.peers]) for one in (row.repetitions or [row])]
+    return max(max(one.reference_ms.copy_ms) / min(one.reference_ms.copy_ms) for one in rows if one.reference_ms)
+
+
 def is_unsteady(row: Row) -> bool:
     """Whether its times spread so far that nothing can be said of the row."""
     return spread(row) > WIDEST_SPREAD

@@ -178,7 +178,7 @@ def dispatch(records: Records) -> Finding:
 
 def views(records: Records) -> Finding:
     view, operator = host_us("x.t()", records), host_us("x * 2", records)
-    free = HOLDS if view < 0.1 * operator else "holds only for the device"
+    free = HOLDS if view < 0.1 * operator else "does not hold for the host"
     return Finding(f"x.t() takes {view:.2f} us of the host, x * 2 {operator:.2f}", free)
 
 
@@ -215,7 +215,7 @@ def loss_scaling(records: Records) -> Finding:
     lost = {name: trained[name]["zero_share"] for name in ("BF16", "FP16", "FP16, loss scaled")}
     text = ", ".join(f"{name} loses {share:.0%} of the logits' gradients" for name, share in lost.items())
     needed = lost["FP16"] > 0.5 > lost["BF16"]
-    return Finding(text, HOLDS if needed else "holds only for larger vocabularies and batches")
+    return Finding(text, holds(needed))
 
 
 def initialization(records: Records) -> Finding:

@@ -41,7 +41,9 @@ def machines_table(results: Path) -> str:
         generation = f"{name} ({', '.join(capabilities)})" if capabilities else name
         cells.append((generation, *does, markdown(", ".join(devices)) or "not run"))
     headers = ("machine (compute capability)", "1: products", "3: graph", "4: FP8", "recorded here")
-    memory = f"The least and the most peak memory of any step, in all recorded runs: {memory_of_presets(runs)}."
+    memory = (
+        f"The least and the most peak memory of any step, in all recorded runs on one GPU: {memory_of_presets(runs)}."
+    )
     return "\n\n".join([pipe_table(headers, cells, n_left=5), memory])
 
 

@@ -140,10 +140,14 @@ def curve(study: Study, row: str, against: str | None = None) -> Curve:
 # --- a row against another ------------------------------------------------------------------------
 
 
+def apart(losses: Losses, reference: Losses) -> Losses:
+    """The difference to the reference, by seed, on the seeds that both have."""
+    return {seed: loss - reference[seed] for seed, loss in losses.items() if seed in reference}
+
+
 def difference(losses: Losses, reference: Losses) -> float | None:
-    """Mean of the differences to the reference on the same seeds; None where they share no seed."""
-    paired = [loss - reference[seed] for seed, loss in losses.items() if seed in reference]
-    return fmean(paired) if paired else None
+    """Mean of the differences on the same seeds; None where they share no seed."""
+    return mean(apart(losses, reference))
 
 
 def relative(losses: Losses, reference: Losses) -> Losses:
@@ -158,7 +162,11 @@ def deviations(losses: Losses, reference: Losses) -> float | None:
 
 
 def verdict(losses: Losses, reference: Losses) -> str:
-    """WITHIN or OUTSIDE; TOO_FEW where the rows share fewer than FEWEST_SEEDS seeds."""
+    """WITHIN or OUTSIDE; TOO_FEW where the rows share fewer than FEWEST_SEEDS seeds.
+
+    Of independent rows without any difference it says OUTSIDE where Student's t with n - 1 degrees of freedom is
+    beyond 2 / sqrt(2 / n): in 13 % of all cases with three seeds, in 2 % with six.
+    """
     if len(losses.keys() & reference.keys()) < FEWEST_SEEDS:
         return TOO_FEW
     return WITHIN if abs(difference(losses, reference)) <= MOST_DEVIATIONS * deviation(reference) else OUTSIDE

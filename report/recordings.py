@@ -260,8 +260,9 @@ def page_lines(root: Path, results: Path) -> list[str] | None:
     if any(None in each.values() for each in changed):
         return None
     older, silent = sum(any(each.values()) for each in changed), changed.count({})
-    said = f"Of {len(plan)} planned recordings {len(plan) - len(recorded)} are missing, and {older} are older than the "
-    said += "code they describe." + f" The commit of {silent} is not known." * bool(silent)
+    unfinished = sum(not is_whole(one.files(results)) for one in plan)
+    said = f"Of {len(plan)} planned recordings {len(plan) - len(recorded)} are missing, {unfinished} unfinished, and "
+    said += f"{older} are older than the code they describe." + f" The commit of {silent} is not known." * bool(silent)
     names: dict[str, set[str]] = {}
     for commit, files in (item for each in changed for item in each.items()):
         names.setdefault(commit, set()).update(files)
@@ -285,7 +286,7 @@ def _cells(name: str, files: list[Path], planned: Recording | None = None) -> tu
     commands = of.commands or [piece.command for piece in (planned.pieces if planned else ())]
     command = f"{'planned: ' * (not of.commands)}`{_code(commands[0])}`" if commands else "-"
     command += f" and {len(commands) - 1} more" * (len(commands) > 1)
-    commit = of.commit if files else "not recorded"
+    commit = of.commit + ", unfinished" * (not is_whole(files)) if files else "not recorded"
     return markdown(name), commit, of.started_at[:10] or "-", markdown(", ".join(of.devices)) or "-", command
 
 

@@ -32,9 +32,9 @@ NOT_RECORDED = (
 )
 SUMMARY = (
     "This table shows every recorded step: its time in ms, its efficiency in brackets, and the peak memory of a GPU. "
-    "*alone* is the step on one GPU, captured where it can be. A captured step is compared with the captured one alone. "
-    "FSDP2's steps cannot be captured: they are compared with the same step alone and launched, whose time stands in the "
-    "sections below. *oom* is a row that ran out of memory, and a dash one that was not to run."
+    "*alone* is the step on one GPU, captured where it can be. A captured step is compared with the captured one "
+    "alone. FSDP2's steps cannot be captured: they are compared with the same step alone and launched, whose time "
+    "stands in the sections below. *oom* is a row that ran out of memory, and a dash one that was not to run."
 )
 ON_A_CPU = "On a CPU the processes share its cores: the figures show that it works, not how it scales."
 

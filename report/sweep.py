@@ -128,7 +128,9 @@ def pays(shape: dict[str, Cell], before: str, step: str) -> bool:
 def why_slower(cell: Cell, before: Cell) -> str:
     """Why a step is slower than the one before: from its host, the profiled parts of both, or the predicted ones."""
     if cell.category_ms and before.category_ms:
-        return f"profiled: {_largest(cell.category_ms, before.category_ms)}"
+        profiled = sum(cell.category_ms.values()) - sum(before.category_ms.values())
+        both = f"timed {cell.median_ms - before.median_ms:+.3g} ms, profiled {profiled:+.3g}"
+        return f"{both}: {_largest(cell.category_ms, before.category_ms)}" if profiled > 0 else f"not explained: {both}"
     if cell.host_bound and not cell.captured:
         count = f" {cell.launches} kernels" if cell.launches else ""
         return f"the host launches{count} longer than the GPU works: none was queued when the last was launched"

@@ -29,8 +29,8 @@ def slower(step: str) -> Example:
             return None
         kinds = ("matrix products", "copies and casts")
         old, new = (analysis.category_ms(one) for one in (before, row))
-        parts = [f"{kind} {old[kind]:.1f} to {new[kind]:.1f}" for kind in kinds]
-        return f"{ms_of(run, before)} to {ms_of(run, row)} ms ({', '.join(parts)})"
+        parts = [f"{kind} {old[kind]:.1f} ms, then {new[kind]:.1f}" for kind in kinds]
+        return f"{before.step} {ms_of(run, before)} ms, {row.step} {ms_of(run, row)} ({'; '.join(parts)})"
 
     return _of_pairs(step, describe)
 
@@ -50,7 +50,8 @@ def changed(step: str, category: str, *names: str) -> Example:
 
     def describe(_: Run, before: Row, row: Row) -> str:
         a, b = (one.profile.categories[category] for one in (before, row))
-        return f"{category} {a.ms:.1f} to {b.ms:.1f} ms, {a.launches:.0f} to {b.launches:.0f} launches"
+        return (f"{category} {a.ms:.1f} ms in {a.launches:.0f} launches in {before.step}, "
+                f"{b.ms:.1f} in {b.launches:.0f} in {row.step}")  # fmt: skip
 
     return _of_pairs(step, describe, names)
 
@@ -72,14 +73,14 @@ def _joined(said: list[str], record: str) -> Found:
 
 def unscaled(figures: dict) -> str:
     lost = [number for number, range_ in figures["ranges"].items() if range_["becomes"]["FP8 E4M3"] == "nan"]
-    return f"without a scale {', '.join(lost)} become NaN in E4M3"
+    return f"without a scale {' and '.join(lost)} become NaN in E4M3, a format of FP8"
 
 
 def untimed_step_4(records: Records) -> Found:
     for name, run in records.runs.items():
         for row in run.steps:
             if row.step == "4_transformer_engine" and row.status == "skipped":
-                return analysis.reason_untimed(row), f"{name}/{MERGED}"
+                return f"not seen here; without a GPU: {analysis.reason_untimed(row)}", f"{name}/{MERGED}"
     raise KeyError("a step 4 that was skipped")
 
 
@@ -100,7 +101,7 @@ def compiled_memory(figures: dict) -> str:
 
 
 def graphs(figures: dict) -> str:
-    return "graphs in 5 calls: " + "; ".join(f"{name}: {found}" for name, (_, found) in figures["graphs"].items())
+    return "5 calls compile " + ", ".join(f"{found} ({name})" for name, (_, found) in figures["graphs"].items())
 
 
 def kernels(figures: dict) -> str:
@@ -128,18 +129,23 @@ def tf32(records: Records) -> Found:
 
 
 def parallel(kind: str) -> Example:
-    """Efficiency of a way to share the model beside that of the other, in recorded runs with --scaling."""
+    """Efficiency of a way to share the model, FSDP's beside DDP's, in recorded runs with --scaling."""
 
     def measure(records: Records) -> Found:
-        said = []
+        said, behind = [], kind == "ddp"
         for path in sorted(records.folder.glob(f"*/{scaling.ROWS}")):
-            shared = [row for row in scaling.scaled_rows(scaling.load_places(path.parent)) if row.parallel]
-            cells = {(row.step, row.gpus, row.parallel): scaling.efficiency_cell(row) for row in shared}
-            for step, gpus in (at[:2] for at in cells if at[2] == kind and cells[at] != "-"):
-                both = (f"{how} {cells[step, gpus, how]}" for how in ("ddp", "fsdp") if (step, gpus, how) in cells)
-                said.append(f"{path.parent.name}: {step} on {gpus} GPUs {', '.join(both)}")
+            rows = {
+                (row.step, row.gpus, row.parallel): row for row in scaling.scaled_rows(scaling.load_places(path.parent))
+            }
+            for (step, gpus, how), row in rows.items():
+                if how != kind or not row.efficiency:
+                    continue
+                ddp = rows.get((step, gpus, "ddp"))
+                beside = f", DDP {scaling.efficiency_cell(ddp)}" if ddp and ddp is not row else ""
+                said.append(f"{step} on {gpus} GPUs {scaling.efficiency_cell(row)}{beside}")
+                behind |= bool(beside and ddp.efficiency) and row.efficiency < ddp.efficiency
         text, record = _joined(said, f"*/{scaling.ROWS}")
-        return f"efficiency: {text}", record
+        return f"{'' if behind else 'not seen here; '}efficiency by {kind.upper()}: {text}", record
 
     return measure
 

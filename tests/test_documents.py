@@ -96,7 +96,7 @@ def test_the_story_in_markdown_has_a_section_and_a_diff_a_step_and_pictures_that
 def test_readme_says_which_long_runs_are_missing():
     missing = {row for _, study in documents.recorded_studies(RESULTS) for row in parity.missing(study)}
     assert missing == {("0_baseline", 2), ("0_baseline", 3)}
-    assert "On the H200 two of its runs, of step 0, are still missing." in (ROOT / "README.md").read_text()
+    assert "Two runs of step 0 are still missing there." in (ROOT / "README.md").read_text()
 
 
 def test_the_pictures_of_the_story_are_those_of_its_record():

@@ -61,6 +61,13 @@ def test_each_figure_is_what_arithmetic_gives(tmp_path):
     assert parity.verdict({1: 5.0, 2: 5.0, 4: 5.0}, plain) == parity.TOO_FEW
 
 
+@pytest.mark.parametrize(("seeds", "outside"), [(3, 0.134), (6, 0.018)])
+def test_how_often_rows_without_a_difference_are_outside(seeds, outside):
+    drawn = np.random.default_rng(0).normal(size=(20_000, 2, seeds))
+    said = [parity.verdict(dict(enumerate(a)), dict(enumerate(b))) for a, b in drawn]
+    assert said.count(parity.OUTSIDE) / len(said) == pytest.approx(outside, rel=0.15), "docs/parity.md says so"
+
+
 def test_the_page_names_faults_that_a_study_does_not_see_and_rows_that_did_not_train(tmp_path):
     plain, sharp = trained("2_sdpa", [2.0, 2.1, 2.2]), trained("sharp", [3.0] * 3, parity.MUTATION)
     study = study_of(tmp_path, plain, sharp, trained("dead", [2.1, 2.0, 2.2], parity.MUTATION))

@@ -295,7 +295,7 @@ def test_the_plan_trains_every_fault_beside_its_script_and_every_row_with_the_sa
                     trained.setdefault(work, {}).setdefault(row, []).extend(given.seeds)
     assert len(trained) == 2, "one study on a GPU, one on a CPU"
     for rows in trained.values():
-        assert all(sorted(seeds) == [1, 2, 3] for seeds in rows.values()), rows
+        assert len({tuple(sorted(seeds)) for seeds in rows.values()}) == 1 and len(next(iter(rows.values()))) >= 3, rows
         faults = [row for row in rows if row.kind == "mutation"]
         assert len(faults) == 3 and {fault.script for fault in faults} <= {
             row.script for row in rows if row.kind == "step"

@@ -113,7 +113,10 @@ def test_what_is_slower_is_profiled_with_the_step_before_it(home, monkeypatch):
     slower = [cell for cell in found if cell.category_ms]
     assert {(cell.step, cell.batch_size) for cell in slower} == {(name, batch) for name in ms for batch in (1, 2, 3)}
     assert len(profiled) == len(slower) and slower[0].category_ms["gaps"] == 1.0
-    assert "0.62 times 0_a; profiled: matrix products +1.5 ms, attention +1.5 ms" in (folder / "sweep.md").read_text()
+    assert (
+        "0.62 times 0_a; timed +3 ms, profiled +3: matrix products +1.5 ms, attention +1.5 ms"
+        in (folder / "sweep.md").read_text()
+    )
 
 
 def test_a_process_that_cannot_go_on_is_followed_by_a_new_one_and_one_that_does_nothing_by_none(tmp_path, monkeypatch):

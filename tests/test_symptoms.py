@@ -93,7 +93,9 @@ def test_an_example_keeps_the_mark_of_a_doubted_time(tmp_path):
     rows[1].timing.step_ms = [80.0] * 10 + [100.0] * 10
     runs.write(runs.run(*rows), tmp_path / symptom_examples.GPU / "narrow")
     lines = symptom_examples.examples_table(tmp_path).splitlines()
-    assert any("narrow: 50.0 to 80.0? ms" in line for line in lines) and lines[-1].startswith("? : see the serious")
+    assert any("narrow: 3_compile 50.0 ms, 4_transformer_engine 80.0? (" in line for line in lines) and lines[
+        -1
+    ].startswith("? : see the serious")
 
 
 def test_where_nothing_is_recorded_the_page_says_so(tmp_path):
