@@ -8,7 +8,7 @@ import runs
 from conftest import ROOT
 from test_page import Page
 
-from report import documents, page, parity, steps, story, table
+from report import documents, page, parity, parity_page, steps, story, table
 from report.load import read_run
 from report.sentences import headline
 
@@ -94,7 +94,7 @@ def test_the_story_in_markdown_has_a_section_and_a_diff_a_step_and_pictures_that
 
 
 def test_readme_says_which_long_runs_are_missing():
-    missing = {row for _, study in documents.recorded_studies(RESULTS) for row in parity.missing(study)}
+    missing = {row for _, study in parity_page.recorded_studies(RESULTS) for row in parity.missing(study)}
     assert missing == {("0_baseline", 2), ("0_baseline", 3)}
     assert "Two runs of step 0 are still missing there." in (ROOT / "README.md").read_text()
 

@@ -16,7 +16,7 @@ from anatomy import parity as command
 from common import benchmark, data
 from common.record import write_json
 from ladder import process
-from report import documents, parity, recordings
+from report import parity, parity_page, recordings
 from report.load import read_json
 
 
@@ -71,14 +71,14 @@ def test_how_often_rows_without_a_difference_are_outside(seeds, outside):
 def test_the_page_names_faults_that_a_study_does_not_see_and_rows_that_did_not_train(tmp_path):
     plain, sharp = trained("2_sdpa", [2.0, 2.1, 2.2]), trained("sharp", [3.0] * 3, parity.MUTATION)
     study = study_of(tmp_path, plain, sharp, trained("dead", [2.1, 2.0, 2.2], parity.MUTATION))
-    text = documents.parity_tables(tmp_path)
+    text = parity_page.tables(tmp_path)
     heldout, _, early, faults, _ = tables_of(text)
     assert "The measure does not see: dead." in text and "4_x, seed 1: skipped: no GPU" in text
     assert heldout["4_x"]["verdict"] == "skipped" and set(heldout) == {"2_sdpa", "4_x"}
     assert early == {"4_x": {"row": "4_x", "step 35": "-", "step 65": "-"}}
     assert [faults[name]["seen"] for name in ("sharp", "dead")] == ["yes", "no"]
     assert "- 2_sdpa, seed 3: not trained yet" not in text
-    assert documents.parity_curves(study).startswith(b"\x89PNG") and faults["sharp"]["difference"] == "+0.9000"
+    assert parity_page.curves_png(study).startswith(b"\x89PNG") and faults["sharp"]["difference"] == "+0.9000"
     assert "Held-out loss, in nats. \n" in text, "nothing is compared"
     others = trained("close", [2.05, 2.1, 2.2]), trained("low", [1.0] * 3), trained("high", [9.0] * 3)
     said = parity.describe_rows(study_of(tmp_path / "more", plain, *others, trained("new", [2.0])), parity.heldout_loss)
@@ -99,7 +99,7 @@ def test_the_page_names_faults_that_a_study_does_not_see_and_rows_that_did_not_t
 def test_a_row_that_lacks_a_seed_is_not_trained_yet_and_its_study_not_recorded(tmp_path):
     study = study_of(tmp_path, trained("2_sdpa", [2.0, 2.1]), trained("3_x", [2.2]))
     assert parity.missing(study) == [("3_x", 2), ("4_x", 2)] and parity.reference(study) == "2_sdpa"
-    text = documents.parity_tables(tmp_path)
+    text = parity_page.tables(tmp_path)
     assert "\n- 3_x, seed 2: not trained yet\n" in text
     path = tmp_path / "machine" / "parity" / parity.STUDY
     assert not recordings.is_whole([path])
@@ -111,9 +111,9 @@ def test_faults_that_were_recorded_apart_are_those_of_the_study_of_the_same_work
     plain, sharp = trained("2_sdpa", [2.0, 2.1, 2.2]), trained("sharp", [3.0] * 3, parity.MUTATION)
     study_of(tmp_path, trained("3_compile", [2.0, 2.1, 2.2]))
     study_of(tmp_path, plain, sharp, name="parity-faults")
-    ((folder, study),) = documents.recorded_studies(tmp_path)
+    ((folder, study),) = parity_page.recorded_studies(tmp_path)
     assert folder.name == "parity" and parity.rows(study) == ["3_compile", "4_x", "2_sdpa"]
-    assert "The measure sees the one fault." in documents.parity_tables(tmp_path)
+    assert "The measure sees the one fault." in parity_page.tables(tmp_path)
 
 
 def test_rows_have_names_and_numbers_and_faults_run_by_name_only():

@@ -1,0 +1,125 @@
+"""The generated part of docs/parity.md: of each recorded study its tables, its faults and its curves."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+from common.record import describe_shape
+from report import charts, parity, table
+from report.table import figure, percent, pipe_table
+
+
+def recorded_studies(results: Path) -> list[tuple[Path, parity.Study]]:
+    """Every recorded study of losses, by folder. Those of one workload and machine are one, in the folder of the
+    first."""
+    found: list[tuple[Path, parity.Study]] = []
+    for path in sorted(results.glob(f"*/parity*/{parity.STUDY}")):
+        study = parity.read_study(path)
+        same = [one for folder, one in found if folder.parent == path.parent.parent and one.workload == study.workload]
+        if same:
+            same[0].runs += study.runs
+        else:
+            found.append((path.parent, study))
+    return sorted(found, key=lambda one: bool(one[1].environment) and one[1].environment.device_type == "cpu")
+
+
+def tables(results: Path) -> str:
+    """A section per study: what was trained, the verdicts of both measures, the faults, the curves."""
+    parts = []
+    for folder, study in recorded_studies(results):
+        last = f"mean of the last {parity.LAST_STEPS} training losses"
+        parts += [f"## {folder.relative_to(results)}", _about_study(study)]
+        for name, measure in (("Held-out loss", parity.heldout_loss), (f"The {last}", parity.last_losses)):
+            parts += [f"{name}, in nats. {parity.describe_rows(study, measure)}", _loss_table(study, measure)]
+        parts += _early_table(study)
+        parts += ["### Faults put in on purpose", parity.describe_faults(study, parity.heldout_loss)]
+        if faults := parity.rows(study, mutations=True):
+            parts += ["By the held-out loss:", _fault_table(study, faults, parity.heldout_loss)]
+            parts += [f"By the {last}:", _fault_table(study, faults, parity.last_losses)]
+        parts.append(f"![Training losses](results/{folder.relative_to(results)}/{parity.CURVES})")
+        parts.append(f"A point is the mean of {parity.SMOOTHED_STEPS} steps, a band the range of the seeds. Below: how "
+                     f"far each row is above {parity.reference(study)} on the same seeds.")  # fmt: skip
+        lines = [f"{run.row}, seed {run.seed}: {run.status}: {run.reason}" for run in study.runs if run.reason]
+        lines += [f"{row}, seed {seed}: not trained yet" for row, seed in parity.missing(study)]
+        parts += ["\n".join(table.bullets(lines)).strip()] if lines else []
+    return "\n\n".join(parts)
+
+
+def _about_study(study: parity.Study) -> str:
+    work = study.workload
+    commits = ", ".join(dict.fromkeys(run.commit[:7] for run in study.runs if run.commit))
+    device = table.describe_device(study.environment) if study.environment else "unknown machine"
+    shape = describe_shape(SimpleNamespace(**work))
+    rows = [*parity.rows(study), *parity.rows(study, mutations=True)]
+    precisions = [f"{row} {known}" for row in rows if (known := parity.precision(study, row))]
+    seeds = sorted({str(run.seed) for run in study.runs}, key=int)
+    options = shlex.join(["--seeds", *seeds, "--rows", *rows])
+    return (
+        f"{device}; {work['preset']}: {shape}, lr {work['lr']:g}, {work['warmup'] + work['steps']} training steps, "
+        f"commit {commits}. Precision that was seen: {', '.join(precisions) or 'unknown'}.\n\n"
+        f"```\n{study.command} {options} --output FILE\n```"
+    )
+
+
+def _against(losses: parity.Losses, reference: parity.Losses) -> tuple[str, str, str, str]:
+    """Difference, its deviation between seeds, the same in deviations of the reference, and the verdict."""
+    between, own = parity.difference(losses, reference), parity.deviation(parity.apart(losses, reference))
+    ratio = figure(parity.deviations(losses, reference), "+.1f")
+    return figure(between, "+.4f"), figure(own, ".4f"), ratio, parity.verdict(losses, reference)
+
+
+def _loss_table(study: parity.Study, measure: parity.Measure) -> str:
+    """A line per row with its losses, against the first row that has any."""
+    losses = {row: parity.by_seed(study, row, measure) for row in parity.rows(study)}
+    first = parity.reference(study)
+    seeds = sorted({run.seed for run in study.runs})
+    cells = []
+    for row, of_row in losses.items():
+        each = (figure(of_row.get(seed), ".4f") for seed in seeds)
+        against = ("",) * 4 if row == first else ("-", "-", "-", parity.runs_of(study, row)[0].status)
+        if of_row and row != first:
+            against = _against(of_row, losses[first])
+        own = (figure(parity.mean(of_row), ".4f"), figure(parity.deviation(of_row), ".4f"))
+        cells.append((row, *each, *own, *against))
+    headers = (f"difference to {first}", "its deviation", f"in deviations of {first}", "verdict")
+    return pipe_table(("row", *(f"seed {seed}" for seed in seeds), "mean", "deviation", *headers), cells)
+
+
+def _early_table(study: parity.Study) -> list[str]:
+    """A line per row: how far its training loss is from the first row's on the way, over the seeds that both have."""
+    first, most = parity.reference(study), max(len(run.loss) for run in study.runs)
+    steps = [step for step in (*parity.EARLY_STEPS, most) if step <= most]
+
+    def far(row: str, step: int) -> str:
+        shares = parity.relative(*(parity.by_seed(study, one, parity.losses_until(step)) for one in (row, first)))
+        ends = (percent(end(shares.values())) for end in (min, max)) if shares else "-"
+        return " to ".join(dict.fromkeys(ends))
+
+    cells = [(row, *(far(row, step) for step in steps)) for row in parity.rows(study) if row != first]
+    title = f"The mean of {parity.SMOOTHED_STEPS} training losses up to a step, against {first}, over the seeds:"
+    return [title, pipe_table(("row", *(f"step {step}" for step in steps)), cells)] if cells else []
+
+
+def _fault_table(study: parity.Study, faults: list[str], measure: parity.Measure) -> str:
+    cells = []
+    for fault in faults:
+        plain = parity.unmutated(study, fault)
+        losses, reference = (parity.by_seed(study, row, measure) for row in (fault, plain))
+        seen = "yes" if parity.fault_verdict(study, fault, measure) == parity.OUTSIDE else "no"
+        own = (figure(loss, ".4f") for loss in (parity.mean(reference), parity.mean(losses), parity.deviation(losses)))
+        cells.append((fault, plain, *own, *_against(losses, reference), seen))
+    headers = ("mutation", "script", "mean of the script", "mean of the mutation", "deviation of the mutation")
+    headers += ("difference", "its deviation", "in deviations of the script", "verdict", "seen")
+    return pipe_table(headers, cells, n_left=2)
+
+
+def curves_png(study: parity.Study) -> bytes:
+    """A PNG: the training losses of every row and fault that has any, and how far each row is from the first one."""
+    first, rows = parity.reference(study), parity.rows(study)
+    losses = {row: parity.curve(study, row) for row in (*rows, *parity.rows(study, mutations=True))}
+    apart = {row: parity.curve(study, row, first) for row in rows if row != first}
+    panels = {"loss, nats": losses, f"above {first}, nats": apart}
+    drawn = {label: {row: points for row, points in curves.items() if points} for label, curves in panels.items()}
+    return charts.seed_curves_png({label: curves for label, curves in drawn.items() if curves}, parity.SMOOTHED_STEPS)
