@@ -4,6 +4,7 @@ Change:   softmax(Q K^T) V becomes one kernel, scaled_dot_product_attention, wit
           is_causal=True in place of a mask.
 Why:      attention by hand wrote the (T, T) scores to DRAM and read them several times.
           Fused, they stay on the chip, and the half that the mask hid is not computed.
+          Autocast no longer casts them to FP32 for softmax, and back.
 Run:      python 2_sdpa.py            Read: diff 1_cublas.py 2_sdpa.py
 """
 

@@ -1,9 +1,11 @@
 """Step 4: FP8 matrix products, by Transformer Engine (TE).
 
 Change:   TE's modules replace LayerNorm + Linear, Linear, LayerNorm + MLP and the head. They
-          quantize to FP8, where they can in the kernel before a product. TE's modules are not
-          compiled: the loss and AdamW still are. With delayed scaling, the default on Hopper,
-          scales come from earlier passes: the first passes are rehearsed without an update.
+          round what a product reads to FP8; a kernel before it, such as LayerNorm, may
+          already write FP8. TE's modules are not compiled: the loss and AdamW still are. FP8
+          has a small range, so tensors are scaled first. With delayed scaling, the default on
+          Hopper, scales come from earlier passes. The first passes have none: they are
+          rehearsed, without an update.
 Why:      BF16 products are the largest part of the compiled step. FP8 tensor cores are nearly
           twice as fast.
 Run:      python 4_transformer_engine.py        Read: diff 3_compile.py 4_transformer_engine.py

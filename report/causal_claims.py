@@ -314,6 +314,8 @@ CLAIMS = [
     Claim("2_sdpa.py", "Fused, they stay on the chip,", attention_bytes),
     Claim("2_sdpa.py", "and the half that the mask hid is not computed.",
           variant_ms("attention without its mask")),
+    Claim("2_sdpa.py", "Autocast no longer casts them to FP32 for softmax, and back.",
+          change("1_cublas", "2_sdpa", "copies and casts"), shown=False),
     Claim("3_compile.py", "AdamW and these operations read and wrote the same tensors several times.",
           change("2_sdpa", "3_compile", "optimizer", "copies and casts", POINTWISE), shown=False),
     Claim("3_compile.py", "The host launched every kernel; with a captured graph it launches once a step.",
