@@ -97,3 +97,38 @@ def test_a_step_of_several_processes_is_launched_and_a_script_that_does_not_divi
     assert cuda_graph.capture(print, optimizer, args).reason.startswith("launched, not captured: ")
     with pytest.raises(Skip, match="does not divide its work"):
         benchmark.run(print, torch.nn.Identity(), args)
+
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_pytorch_cuts_a_compiled_model_at_ddps_buckets_however_it_is_wrapped(tmp_path, monkeypatch):
+    """docs/guide.md and docs/not-faster.md say so."""
+
+    def graphs(around, cut=True):
+        found = []
+        monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", cut)
+        compiled = {"backend": lambda graph, _: found.append(graph) or graph.forward}
+        model = Layers()
+        if not around:
+            model.compile(**compiled)
+        model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2)
+        if around:
+            model.compile(**compiled)
+        model(torch.randn(4, 512))
+        torch._dynamo.reset()
+        return len(found)
+
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert graphs(around=True) == graphs(around=False) > 1 == graphs(around=False, cut=False)
+    finally:
+        torch.distributed.destroy_process_group()
