@@ -150,7 +150,8 @@ def check(arguments: list[str], folder: Path, gpus: int = 1) -> dict:
     command = process.module_command("ladder.check", *arguments, "--output", str(folder / "check.json"))
     done = subprocess.run(command, env=os.environ | process.first_of(gpus), capture_output=True, text=True)
     if done.returncode:
-        raise VariantError(one_line(done.stderr.strip().rpartition("error: ")[2]))
+        said = one_line(done.stderr.strip().rpartition("error: ")[2])
+        raise VariantError(said or f"the check of the arguments ended with exit code {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -233,21 +234,23 @@ class Measurements:
 def run_variants(chosen: list[Variant], arguments: list[str], output: Path | None, gpus: int = 1) -> int:
     """Run each variant after the script that it changes; returns 1 where one failed, 130 where interrupted."""
     stop, baselines, rows = process.Stop(), {}, []
-    stop.listen()
     with tempfile.TemporaryDirectory() as temporary:
         measurements = Measurements(arguments, output, Path(temporary), stop, gpus)
         check(arguments, Path(temporary), gpus)
+        stop.listen()
         for variant in chosen:
             script, unchanged = write_script(variant, Path(temporary)), (variant.script, variant.parallel)
             if unchanged not in baselines:
                 baselines[unchanged] = measurements.measure(ROOT / f"{variant.script}.py", variant.parallel)
             row = {key: value for key, value in vars(variant).items() if key != "patch"}
             row |= measurements.measure(script, variant.parallel) | {"baseline": baselines[unchanged]}
-            if stop.requests:
+            if stop.requests and not (row.get("started_at") and row["baseline"].get("started_at")):
                 break
             rows.append(row)
             measurements.write(rows)  # after each one: what is measured is kept
             say(f"{variant.script}, {variant.name}: {row['reason'] or 'ok'}")
+            if stop.requests:
+                break
     if rows:
         say(f"\n{table(rows)}")
     if stop.requests:

@@ -22,9 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anatomy.ablations import ROOT, Variant, VariantError, check, describe_variants, run_script, variants, write_script
+from common.arguments import seed_int
 from common.record import check_writable, write_bytes
 from common.text import OneLineParser, aligned, one_line, portable_command, positive_int, say
 from ladder import process
+from report.load import RecordError
+from report.parity import read_study
 
 LIMIT_S = 7200
 DEFAULT_STEPS, DEFAULT_VARIANTS = ("0_baseline", "3_compile", "4_transformer_engine"), ("fused AdamW, step 3",)
@@ -75,34 +78,37 @@ def same_work(workload: dict) -> dict:
 class Study:
     """The runs of one workload on one machine, and the file that holds them."""
 
-    def __init__(self, output: Path, workload: dict, command: str):
+    def __init__(self, output: Path, workload: dict, device: str, command: str):
         """Raises VariantError where the file holds something else."""
-        self.output, self.environment, self.runs = output, None, {}
+        self.output, self.device, self.environment, self.runs = output, device, None, {}
         self.workload, self.command = same_work(workload), command
-        if output.exists() and output.read_bytes().strip():
-            self.read()
+        self.read()
 
     def read(self) -> None:
-        """What an earlier call wrote. Raises VariantError where the file holds something else."""
+        """What an earlier call wrote, or one beside this. Raises VariantError where the file holds something else."""
+        if not (self.output.exists() and self.output.read_bytes().strip()):
+            return
         try:
-            content = json.loads(self.output.read_text())
-            self.environment, before = content["environment"], content["workload"]
-            self.runs = {(run["row"], run["seed"]): run for run in content["runs"]}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise VariantError(f"{self.output} holds no study ({type(error).__name__}): it stays as it is") from None
-        if before != self.workload:
+            read_study(self.output)
+        except RecordError as error:
+            raise VariantError(f"{self.output} holds no study: it stays as it is ({error})") from None
+        content = json.loads(self.output.read_text())
+        if content["workload"] != self.workload:
             raise VariantError(f"{self.output} holds a study of another workload")
+        if content["environment"] and content["environment"]["device"] != self.device:
+            raise VariantError(f"{self.output} holds a study of another machine")
+        self.environment = content["environment"]
+        self.runs = {(run["row"], run["seed"]): run for run in content["runs"]}
 
     def is_done(self, one: Trained, seed: int) -> bool:
         return self.runs.get((one.row, seed), {}).get("status") == "ok"
 
     def add(self, one: Trained, seed: int, run: dict | None, row: dict) -> dict:
-        """Keep a run and write the file. Raises VariantError where its machine is another one, OSError."""
+        """Keep a run and write the file, which another call may have written to. Raises VariantError, OSError."""
+        self.read()
         kept = {"row": one.row, "script": one.script, "kind": one.kind, "seed": seed}
         kept |= {key: row.get(key) for key in ("status", "reason", "note", "settings", "heldout_loss")}
         if run is not None:
-            if self.environment and self.environment["device"] != run["environment"]["device"]:
-                raise VariantError(f"{self.output} holds a study of another machine")
             if same_work(run["workload"]) != self.workload:
                 raise VariantError(f"{one.row} trained another workload than the study's")
             self.environment = run["environment"]
@@ -129,21 +135,26 @@ def run_study(rows: list[Trained], seeds: list[int], arguments: list[str], outpu
     """
     if any(word.partition("=")[0] == "--seed" for word in arguments):
         raise VariantError("--seed: name the seeds by --seeds")
+    if at_once > 1 and any("cuda:" in word for word in arguments):
+        raise VariantError("--device: several runs at a time divide the GPUs of CUDA_VISIBLE_DEVICES")
     stop = process.Stop()
     with tempfile.TemporaryDirectory() as temporary:
         facts = check(arguments, Path(temporary))
     stop.listen()
     arguments = [*arguments, *facts["pinned"]]
-    study = Study(output, facts["workload"], f"python -m anatomy.parity {portable_command(arguments)}")
-    free, failed = places(at_once, facts), False
+    command = f"python -m anatomy.parity {portable_command(arguments)}"
+    study = Study(output, facts["workload"], facts["device"], command)
+    todo = [(one, seed) for seed in seeds for one in rows if not study.is_done(one, seed)]
+    at_once, failed = max(1, min(at_once, len(todo))), False
+    free = places(at_once, facts)
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            todo = [(one, seed) for seed in seeds for one in rows if not study.is_done(one, seed)]
             begun = {pool.submit(train, *each, arguments, free, stop): each for each in todo}
             for ended in as_completed(begun):
-                if stop.requests:
+                run, row = ended.result()
+                if stop.requests and run is None:
                     continue
-                kept = study.add(*begun[ended], *ended.result())
+                kept = study.add(*begun[ended], run, row)
                 failed |= kept["status"] not in ("ok", "skipped")
                 said = kept["reason"] or f"held-out loss {kept['heldout_loss'] or math.nan:.4f}"
                 say(f"seed {kept['seed']}, {kept['row']}: {kept['status']}, {said}")
@@ -156,10 +167,11 @@ def run_study(rows: list[Trained], seeds: list[int], arguments: list[str], outpu
 
 def places(count: int, facts: dict) -> queue.SimpleQueue:
     """For so many runs at a time, the environment variables of each: its GPU, and its share of the cores."""
-    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(facts["gpus"])))).split(",")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(facts["gpus"])))
+    gpus, several = visible.split(",")[: facts["gpus"]], min(count, facts["gpus"]) > 1
     shared, free = process.passive_waits(facts["device_type"]) | process.share_of_threads(count), queue.SimpleQueue()
     for k in range(count):
-        free.put(shared | ({"CUDA_VISIBLE_DEVICES": gpus[k % len(gpus)]} if facts["gpus"] else {}))
+        free.put(shared | ({"CUDA_VISIBLE_DEVICES": gpus[k % len(gpus)]} if several else {}))
     return free
 
 
@@ -187,7 +199,7 @@ def build_parser() -> OneLineParser:
         description=__doc__,
         epilog=f"{others}\n{describe_variants([one.variant for one in every_row() if one.variant])}",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help="default: 1 2 3")
+    parser.add_argument("--seeds", nargs="+", type=seed_int, default=[1, 2, 3], metavar="N", help="default: 1 2 3")
     names = ", ".join((*DEFAULT_STEPS, "the peers", *DEFAULT_VARIANTS))
     parser.add_argument("--rows", nargs="+", metavar="NAME", help=f"default: {names}")
     text = "runs that train at the same time; several GPUs divide them (default: 1)"

@@ -222,7 +222,8 @@ def run_script(ladder: Ladder, script: Path, record: Path) -> tuple[str | None, 
         ended = ladder.run(command, log, show=terminal.show, progress=terminal.progress)
     finally:
         terminal.clear()
-    if record.exists() and not ended.stopped:
+    done = shared.row_of(record).get("status") == "ok"  # what was written before the user stopped it stands
+    if done or (record.exists() and not ended.stopped):
         return None, None
     return process.describe(ended, ladder.limit_s, log)
 

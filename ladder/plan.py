@@ -31,13 +31,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.errors import run_command
-from common.record import read_object, write_json
+from common.record import read_object, write_bytes, write_json
 from common.text import OneLineParser, aligned, one_line, positive_int, say
 from ladder import process
 from ladder.__main__ import check
 from ladder.process import ROOT
 from report.doubts import SERIOUS
-from report.load import MERGED, RecordError, read_run
+from report.load import MERGED, RecordError, convert, read_run
+from report.parity import STUDY
 from report.recordings import (
     PLAN,
     RUN_ALL,
@@ -47,9 +48,11 @@ from report.recordings import (
     changed_since,
     facts,
     git,
+    is_of_this_code,
     is_whole,
     kept_files,
     read_plan,
+    runs_of,
 )
 from report.recordings import check as check_record
 from report.table import levels
@@ -89,12 +92,13 @@ class Recorder:
         return self.into / "unfinished" / self.commit[:7] / f"{recording.name}{ending}"
 
     def state(self, recording: Recording) -> State:
-        return State(**read_object(self.unfinished(recording, ".state.json")))
+        path = self.unfinished(recording, ".state.json")
+        return convert(read_object(path), State, path.name)
 
     def is_recorded(self, recording: Recording) -> bool:
         """By the code as it is now, in this call's folder or in docs/results, and whole."""
         held = (recording.files(results) for results in (self.into, RESULTS))
-        return any(is_of_this_code(files, recording) and is_whole(files) for files in held)
+        return any(is_of_this_code(ROOT, files, recording) and is_whole(files) for files in held)
 
     def rest_s(self, recording: Recording) -> list[float]:
         """The seconds that each piece of a recording is expected to take yet."""
@@ -109,12 +113,6 @@ class Recorder:
         """Whether a piece fits in the time that is left. One that never fits may start in the first half of a call."""
         left_s, whole_s = self.until - time.monotonic(), self.minutes * 60 - GRACE_S
         return seconds <= left_s or (seconds > whole_s and left_s >= whole_s / 2)
-
-
-def is_of_this_code(files: list[Path], recording: Recording) -> bool:
-    """Whether files were recorded from commits, by the code as it is now."""
-    of = facts(files)
-    return not of.dirty and changed_since(ROOT, of.commits, recording.code) == []
 
 
 def machine() -> Machine:
@@ -138,7 +136,7 @@ def record(recorder: Recorder, recording: Recording, variables: dict[str, str]) 
     state, file = recorder.state(recording), recorder.unfinished(recording, ".state.json")
     file.parent.mkdir(parents=True, exist_ok=True)
     held, output = recording.files(RESULTS), recorder.unfinished(recording)
-    if not output.exists() and held and not is_whole(held) and is_of_this_code(held, recording):
+    if not output.exists() and held and not is_whole(held) and is_of_this_code(ROOT, held, recording):
         shutil.copyfile(held[0], output)  # a study that was interrupted goes on
     while state.done < len(recording.pieces):
         piece, at = recording.pieces[state.done], f"{recording.name}, piece {state.done + 1} of {len(recording.pieces)}"
@@ -167,7 +165,8 @@ def record(recorder: Recorder, recording: Recording, variables: dict[str, str]) 
         keep(recording, source, recorder.into, recorder.commit)
     except (RecordError, OSError) as error:
         say(f"{recording.name}: failed: {one_line(error)}")
-        file.unlink()
+        if isinstance(error, RecordError):  # else what ran is kept by the next call
+            file.unlink()
         return False
     say(f"{recording.name}: recorded")
     for path in recording.files(recorder.into):
@@ -254,15 +253,18 @@ def keep(recording: Recording, source: Path, target: Path, commit: str | None = 
         check_record(path)
     of = facts([*files])
     one = len(of.commits) == 1 and commit in (None, *of.commits)
-    if of.dirty or not (one or changed_since(ROOT, of.commits, recording.code) == []):
+    if of.dirty or not (one or is_of_this_code(ROOT, [*files], recording)):
         raise RecordError(f"its records are of commit {of.commit}, not of {(commit or 'one alone')[:9]}")
     if commit is None and git(ROOT, "merge-base", "--is-ancestor", of.commits[0], "HEAD") is None:
         raise RecordError(f"its commit {of.commit} is not part of this history")
     if of.devices != (recording.machine.device,):
         raise RecordError(f"it was recorded on {', '.join(of.devices)}, not on {recording.machine.device}")
     for path, place in files.items():
+        if path.name == STUDY and place.exists() and not runs_of(place) <= runs_of(path):
+            raise RecordError(f"{place.name} holds runs there that it lacks: continue that file")
+    for path, place in files.items():
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, place)
+        write_bytes(place, path.read_bytes())
 
 
 def record_all(recorder: Recorder, mine: list[Recording], gpus: int) -> bool:
@@ -312,6 +314,8 @@ def take(plan: list[Recording], folder: Path) -> int:
     """Put records into docs/results; 1 where one is refused."""
     code = 0
     there = [one for one in plan if one.files(folder)]
+    if not there:
+        raise RecordError(f"{folder} holds no recording of this plan")
     for one in there:
         try:
             keep(one, folder / one.name, RESULTS)

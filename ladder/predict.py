@@ -63,13 +63,17 @@ class Prediction:
 
 
 def predict(shape: Workload, roofs: Roofs) -> dict[str, Prediction]:
-    """Every step that the machine of these roofs can run, by name. Raises ValueError where the roofs lack a part."""
+    """Every step that the machine of these roofs can run, by name. Raises ValueError where the roofs lack a part, or
+    hold figures that no machine has."""
     if shape.gpus > 1 or shape.accumulate > 1 or shape.checkpoint:
         raise ValueError("only one process, one micro-batch and no checkpointing are predicted")
     if not (roofs.grid and roofs.copy_bytes_per_s and roofs.ceilings):
         raise ValueError("these roofs lack the grid of products or the copy: measure them with python -m common.roofs")
     steps = [step for step in STEPS if step[0] != "4" or "fp8" in roofs.ceilings]
-    return {step: _predict_step(step, shape, roofs) for step in steps}
+    try:
+        return {step: _predict_step(step, shape, roofs) for step in steps}
+    except (ArithmeticError, AttributeError, IndexError, TypeError, RuntimeError) as error:
+        raise ValueError(f"these roofs are damaged ({type(error).__name__}): measure them again") from None
 
 
 def _predict_step(step: str, shape: Workload, roofs: Roofs) -> Prediction:
@@ -229,6 +233,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--records", type=Path)
     own, rest = parser.parse_known_args()
+    if own.records and rest:
+        parser.error(f"--records takes no other argument, but here is {rest[0]}")
     if own.records:
         for path in record_predictions(own.records):
             say(f"written to {path}")

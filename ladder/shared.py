@@ -59,7 +59,7 @@ def too_large(needed: int, free: int) -> str:
 def row_of(record: Path) -> dict:
     """The row of a script's record, unchecked; empty where there is none that can be read."""
     rows = read_object(record).get("steps")
-    return rows[0] if rows and isinstance(rows, list) else {}
+    return rows[0] if rows and isinstance(rows, list) and isinstance(rows[0], dict) else {}
 
 
 def measure_roofs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import re
+import shlex
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,12 @@ PLAN, RUN_ALL = "plan.ini", "./run_all.sh"
 OF_A_RUN = (MERGED, f"[1-9]*/{MERGED}", "scaling.json")  # what is kept of a run folder
 NOT_KEPT = (".log", ".trace.json.gz")  # of a folder of experiments
 CODE = ("[0-9]_*.py", "common")  # what every figure is about
+RUNNERS = ("parity", "ablations")  # of anatomy/: they run scripts and variants, and measure nothing
+EXPERIMENTS = ("anatomy", ":!anatomy/variants", *(f":!anatomy/{name}.py" for name in RUNNERS))
+ABOUT = {  # what else figures are about, by a word of their command
+    "--peers": ("peers",), "--causes": ("peers",), "anatomy.ablations": ("anatomy/variants",),
+    "anatomy.parity": ("peers", "anatomy/variants"), "anatomy.traffic": EXPERIMENTS, "anatomy all": EXPERIMENTS,
+}  # fmt: skip
 KEYS = {"pieces", "alone", "busy"}
 AGE = "Commits of these records, and what is missing: [recordings](results/README.md)."
 SINCE = "<!-- since -->"  # ends a line that git made: where git cannot tell, the line stays as it is
@@ -70,8 +77,8 @@ class Recording:
     def code(self) -> tuple[str, ...]:
         """Paths of the code that its figures are about."""
         words = " ".join(piece.command for piece in self.pieces)
-        more = (("anatomy", "anatomy"), ("peers", "--peers"), ("peers", "--causes"))
-        return CODE + tuple(dict.fromkeys(folder for folder, sign in more if sign in words))
+        more = (path for sign, paths in ABOUT.items() if sign in words for path in paths)
+        return CODE + tuple(dict.fromkeys(more))
 
     def files(self, results: Path) -> list[Path]:
         """Its files below a folder like docs/results."""
@@ -118,7 +125,7 @@ def _recording(name: str, section: configparser.SectionProxy, machines: dict[str
         raise ValueError(f"[{name}] has the unknown key {min(unknown)}")
     pieces = [piece for piece in re.split(r"\n(?=\d+ )", section.get("pieces", "").strip()) if piece]
     cut = [" ".join(piece.split("\n")).partition(" ") for piece in pieces]
-    if not cut or not all(seconds.isdecimal() and command for seconds, _, command in cut):
+    if not cut or not all(seconds.isdecimal() and shlex.split(command) for seconds, _, command in cut):
         raise ValueError(f"[{name}] needs pieces: on each line the expected seconds, then a command")
     made = tuple(Piece(int(seconds), command) for seconds, _, command in cut)
     if len(made) > 1 and any(piece.is_run for piece in made):
@@ -149,13 +156,16 @@ def facts(paths: list[Path]) -> Facts:
     contents = [read_json(path) for path in paths if path.suffix == ".json"]
     said = [one for content in contents for _, one in inside(content) if isinstance(one, dict)]
     commits, devices = (
-        sorted({one[key] for one in said if "commit" in one and one.get(key)}) for key in ("commit", "device")
+        sorted({*_texts([one for one in said if "commit" in one], key)}) for key in ("commit", "device")
     )
-    started = (one["started_at"] for one in said if one.get("started_at"))
-    lines = (content.get("command") or "" for content in contents if isinstance(content, dict))
+    lines = _texts([content for content in contents if isinstance(content, dict)], "command")
     commands = list(dict.fromkeys(line for text in lines for line in text.splitlines()))
     dirty = any(one.get("dirty") for one in said)
-    return Facts(tuple(commits), dirty, min(started, default=""), tuple(devices), commands)
+    return Facts(tuple(commits), dirty, min(_texts(said, "started_at"), default=""), tuple(devices), commands)
+
+
+def _texts(said: list[dict], key: str) -> list[str]:
+    return [one[key] for one in said if isinstance(one.get(key), str) and one[key]]
 
 
 def check(path: Path) -> None:
@@ -166,6 +176,17 @@ def check(path: Path) -> None:
         causes.read_causes(path)
     elif path.suffix == ".json":
         readers.get(path.name, read_json)(path)
+
+
+def is_of_this_code(root: Path, files: list[Path], recording: Recording) -> bool:
+    """Whether files were recorded from commits, by the code as it is now."""
+    of = facts(files)
+    return not of.dirty and changed_since(root, of.commits, recording.code) == []
+
+
+def runs_of(study: Path) -> set[tuple[str, int]]:
+    """Row and seed of the runs of a study of losses."""
+    return {(run.row, run.seed) for run in parity.read_study(study).runs}
 
 
 def is_whole(files: list[Path]) -> bool:

@@ -142,7 +142,7 @@ def parallel(kind: str) -> Example:
                     continue
                 ddp = rows.get((step, gpus, "ddp"))
                 beside = f", DDP {scaling.efficiency_cell(ddp)}" if ddp and ddp is not row else ""
-                said.append(f"{step} on {gpus} GPUs {scaling.efficiency_cell(row)}{beside}")
+                said.append(f"{path.parent.name}: {step} on {gpus} GPUs {scaling.efficiency_cell(row)}{beside}")
                 behind |= bool(beside and ddp.efficiency) and row.efficiency < ddp.efficiency
         text, record = _joined(said, f"*/{scaling.ROWS}")
         return f"{'' if behind else 'not seen here; '}efficiency by {kind.upper()}: {text}", record

@@ -31,6 +31,7 @@ write_run(Path(sys.argv[sys.argv.index("--output") + 1]), Run("python x.py", Non
 """
 BODIES = {
     "ok": OK,
+    "lingers": OK + "import time; open('lingers', 'w').close(); time.sleep(600)",
     "crash": "raise SystemExit(3)",
     "hang": "import os, time\nopen('hung' + os.environ.get('RANK', ''), 'w').write(str(os.getpid()))\ntime.sleep(600)",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
@@ -199,6 +200,15 @@ def test_two_runs_at_once_write_two_folders_and_a_reader_who_leaves_ends_no_row(
     latest.write_text("mine")
     ran = made.run("--only", "0")
     assert ran.returncode == 0 and "of your own and stays" in ran.stdout and latest.read_text() == "mine"
+
+
+def test_a_row_that_was_recorded_before_the_user_stopped_it_stands(project):
+    made = project(FIVE_OK | {"1_x": "lingers"})
+    running = made.start()
+    assert wait_until((made.folder / "lingers").exists)
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=60)
+    assert running.returncode == 130 and made.statuses() == ["ok", "ok", "not run", "not run", "not run"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)

@@ -110,12 +110,11 @@ class Layers(torch.nn.Module):
         return x
 
 
-def test_pytorch_cuts_a_compiled_model_at_ddps_buckets_however_it_is_wrapped(tmp_path, monkeypatch):
+def test_pytorch_cuts_a_compiled_model_at_ddps_buckets_however_it_is_wrapped(tmp_path):
     """docs/guide.md and docs/not-faster.md say so."""
 
     def graphs(around, cut=True):
         found = []
-        monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", cut)
         compiled = {"backend": lambda graph, _: found.append(graph) or graph.forward}
         model = Layers()
         if not around:
@@ -123,7 +122,8 @@ def test_pytorch_cuts_a_compiled_model_at_ddps_buckets_however_it_is_wrapped(tmp
         model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2)
         if around:
             model.compile(**compiled)
-        model(torch.randn(4, 512))
+        with torch._dynamo.config.patch(optimize_ddp=cut):
+            model(torch.randn(4, 512))
         torch._dynamo.reset()
         return len(found)
 

@@ -1,5 +1,7 @@
 """Parity: the statistics of a study, its command, and faults that a study must see."""
 
+import json
+import math
 import signal
 import subprocess
 import sys
@@ -148,6 +150,17 @@ def test_a_study_is_continued_another_workload_is_refused_and_ctrl_c_keeps_what_
     for wrong, said in ((["--lr", "1"], "another workload"), (["--seed", "3"], "--seeds")):
         assert said in refused(study, "--seeds", "1", "--rows", "dead MLP", *wrong)
     assert says("--seeds", "1", "2", "--rows", "dead MLP") == "", "nothing was left to train"
+    for wrong, said in ((["--seeds", "-1"], "--seeds"), (["--at-once", "2", "--device=cuda:1"], "divide the GPUs")):
+        assert said in refused(study, "--rows", "dead MLP", *wrong)
+    held = json.loads(path.read_text())
+    for damage in ({"environment": "abc"}, {"runs": [held["runs"][0] | {"loss": [math.nan]}]}, {"runs": [{}]}):
+        (tmp_path / "damaged.json").write_text(json.dumps(held | damage))
+        assert "holds no study" in refused(study, "--output", str(tmp_path / "damaged.json"))
+    beside = command.Study(path, held["workload"], held["environment"]["device"], "")
+    write_json(path, held | {"runs": [run | {"seed": run["seed"] + 10} for run in held["runs"]] + held["runs"]})
+    beside.add(command.rows_named(["4"])[0], 9, None, {"status": "skipped"})
+    assert len(parity.read_study(path).runs) == 2 * len(held["runs"]) + 1, "another call wrote to it meanwhile"
+    write_json(path, held)
     skipped, first, other = parity.read_study(path).runs
     assert (first.row, first.status, other.seed, skipped.status) == ("dead MLP", "ok", 2, "skipped")
     assert len(first.loss) == 3 and first.loss != other.loss and first.settings.optimizer
@@ -171,10 +184,9 @@ def test_runs_at_the_same_time_divide_gpus_and_cores(monkeypatch):
         return [free.get() for _ in range(count)]
 
     assert [one["CUDA_VISIBLE_DEVICES"] for one in environments(3, 2)] == ["0", "1", "0"]
-    assert environments(2, 1) == [{"OMP_NUM_THREADS": "8", "CUDA_VISIBLE_DEVICES": "0"}] * 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments(2, 2)] == ["5", "7"]
-    assert "CUDA_VISIBLE_DEVICES" not in environments(1, 0)[0]
+    assert environments(2, 1) == [{"OMP_NUM_THREADS": "8"}] * 2 and environments(1, 2) == [{}]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,-1,8")
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments(3, 2)] == ["5", "7", "5"]
 
 
 def heldout_losses(monkeypatch, folder, seeds):

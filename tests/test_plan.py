@@ -202,12 +202,18 @@ def test_a_study_that_was_interrupted_goes_on_at_a_later_commit_of_the_same_code
     assert plan.main(["--only", "box/a/parity.json"]) == 0 and len(calls(tree)) == 1
     (done,) = (tree / "results" / "recordings").glob("*/box/a/parity.json")
     found = json.loads(done.read_text())["runs"]
+    (tree / "x").symlink_to(done.parent.parent.parent)
+    assert plan.main(["--take", "x"]) == 0
+    done.write_text(path.read_text().replace('"seed": 2', '"seed": 3'))
+    assert plan.main(["--take", "x"]) == 1 and "holds runs there that it lacks" in capsys.readouterr().out
+    assert json.loads(path.read_text())["runs"] == found, "a smaller study replaces no larger one"
     assert [one["seed"] for one in found] == [1, 1, 2, 2] and len({one["commit"] for one in found}) == 2
 
 
 @planned("[box/run]\npieces = 1 ./run_all.sh\n")
 def test_what_cannot_be_recorded_or_taken_is_one_line(tree, capsys, refused):
     assert "--only y: no recording" in refused(plan.main, ["--only", "y"])
+    assert "holds no recording of this plan" in refused(plan.main, ["--take", "results"])
     (tree / "0_x.py").write_text("after\n")
     assert "the tree is not what is committed (0_x.py): commit first" in refused(plan.main, [])
     assert calls(tree) == []
@@ -227,6 +233,7 @@ def test_what_cannot_be_recorded_or_taken_is_one_line(tree, capsys, refused):
         ("[box/x]\npieces = ./run_all.sh\n", "[box/x] needs pieces"),
         ("[other/x]\npieces = 1 ./run_all.sh\n", "does not begin with a machine"),
         ("[box/../../x]\npieces = 1 ./run_all.sh\n", "does not begin with a machine"),
+        ("[box/x]\npieces = 1 ls 'unclosed\n", "No closing quotation"),
         ("[box/x]\npeices = 1 ./run_all.sh\n", "unknown key peices"),
         ("[box/x]\npieces = 1 ./run_all.sh\n    2 ./run_all.sh\n", "can only be one"),
         ("box", "is no plan"),

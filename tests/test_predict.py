@@ -101,9 +101,11 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(roofs, tmp_path):
             predict.predict(replace(runs.WORKLOAD, **change), roofs)
     with pytest.raises(ValueError, match=r"python -m common\.roofs"):
         predict.predict(runs.WORKLOAD, replace(roofs, grid=[]))
-    words = [sys.executable, "-m", "ladder.predict", "--roofs", str(tmp_path / "absent.json")]
-    ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "absent.json" in ran.stderr
+    with pytest.raises(ValueError, match="these roofs are damaged"):
+        predict.predict(runs.WORKLOAD, replace(roofs, square=None, ceilings={"fp32": 0.0}))
+    for words, said in (("--roofs", str(tmp_path / "absent.json")), "absent.json"), (("--records", "x", "--y"), "--y"):
+        ran = subprocess.run([sys.executable, "-m", "ladder.predict", *words], cwd=ROOT, capture_output=True, text=True)
+        assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and said in ran.stderr
 
 
 def test_a_machine_without_fp8_has_no_step_4(roofs):

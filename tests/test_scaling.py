@@ -240,6 +240,6 @@ def test_an_example_names_its_recording_and_keeps_the_marks_of_its_efficiency(tm
         placed(tmp_path / name, **{"1": alone, "2-ddp": row})
         (tmp_path / name / scaling.ROWS).write_text("[]")
     figure, _ = symptom_examples.parallel("ddp")(Records.read(tmp_path))
-    assert figure == "efficiency: first: 3_x on 2 GPUs ddp 80.0 %; second: 3_x on 2 GPUs ddp 62.5 %?*"
+    assert figure == "efficiency by DDP: first: 3_x on 2 GPUs 80.0 %; second: 3_x on 2 GPUs 62.5 %?*"
     with pytest.raises(KeyError):
         symptom_examples.parallel("fsdp")(Records.read(tmp_path))
