@@ -122,7 +122,8 @@ def check(arguments: list[str], gpus: int) -> dict:
     environment = os.environ | process.first_of(gpus)
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
     if done.returncode:
-        sys.exit(done.returncode if done.returncode > 0 else 1)
+        killed = f"run_all.sh: error: the check of the arguments was killed by signal {-done.returncode}"
+        sys.exit(done.returncode if done.returncode > 0 else killed)
     return json.loads(done.stdout.splitlines()[-1])  # a sitecustomize may print before it
 
 

@@ -228,6 +228,14 @@ def test_an_interrupted_run_keeps_its_rows_and_a_killed_one_can_be_reported(numb
     assert made.statuses() == ["ok", "interrupted", "not run", "not run", "not run"]
 
 
+def test_a_check_of_the_arguments_that_is_killed_is_one_line(project):
+    made = project(FIVE_OK)
+    (made.folder / "ladder" / "check.py").write_text("import os; os.kill(os.getpid(), 9)")
+    ran = made.run(command=[sys.executable, "ladder/__main__.py", *FAST])
+    assert ran.returncode == 1 and not made.results.exists()
+    assert ran.stderr == "run_all.sh: error: the check of the arguments was killed by signal 9\n"
+
+
 def test_ctrl_c_before_the_first_row_is_one_line(project):
     made = project(FIVE_OK)
     for path in ("common/arguments.py", "ladder/check.py"):
