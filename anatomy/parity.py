@@ -17,7 +17,8 @@ import os
 import queue
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,7 +151,7 @@ def run_study(rows: list[Trained], seeds: list[int], arguments: list[str], outpu
     with ThreadPoolExecutor(at_once) as pool:
         try:
             begun = {pool.submit(train, *each, arguments, free, stop): each for each in todo}
-            for ended in as_completed(begun):
+            for ended in as_they_end(begun):
                 run, row = ended.result()
                 if stop.requests and run is None:
                     continue
@@ -163,6 +164,14 @@ def run_study(rows: list[Trained], seeds: list[int], arguments: list[str], outpu
     if interrupted:
         sys.stderr.write("python -m anatomy.parity: interrupted\n")
     return 130 if interrupted else int(failed)
+
+
+def as_they_end(futures: Iterable[Future]) -> Iterator[Future]:
+    """Futures as they end. A wait without a limit would miss a Ctrl-C that comes just before it."""
+    rest = set(futures)
+    while rest:
+        ended, rest = wait(rest, process.POLL_S, FIRST_COMPLETED)
+        yield from ended
 
 
 def places(count: int, facts: dict) -> queue.SimpleQueue:
