@@ -38,7 +38,7 @@ from ladder.__main__ import check
 from ladder.process import ROOT
 from report.doubts import SERIOUS
 from report.load import MERGED, RecordError, convert, read_run
-from report.parity import STUDY
+from report.parity import STUDY, read_study, row_seeds
 from report.recordings import (
     PLAN,
     RUN_ALL,
@@ -52,7 +52,6 @@ from report.recordings import (
     is_whole,
     kept_files,
     read_plan,
-    runs_of,
 )
 from report.recordings import check as check_record
 from report.table import levels
@@ -260,7 +259,7 @@ def keep(recording: Recording, source: Path, target: Path, commit: str | None = 
     if of.devices != (recording.machine.device,):
         raise RecordError(f"it was recorded on {', '.join(of.devices)}, not on {recording.machine.device}")
     for path, place in files.items():
-        if path.name == STUDY and place.exists() and not runs_of(place) <= runs_of(path):
+        if path.name == STUDY and place.exists() and not row_seeds(read_study(place)) <= row_seeds(read_study(path)):
             raise RecordError(f"{place.name} holds runs there that it lacks: continue that file")
     for path, place in files.items():
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -246,7 +246,8 @@ def passes_apart(records: Records) -> Evidence:
 
 def losses_of(records: Records, *names: str) -> list[list[float]]:
     """The training losses of some rows of the early run that has the peers."""
-    rows = {row.step: row.loss for run in (records.runs["gpt2"],) for row in (*run.steps, *run.peers)}
+    run = records.runs["gpt2"]
+    rows = {row.step: row.loss for row in (*run.steps, *run.peers)}
     return [rows[name] for name in names]
 
 

@@ -99,12 +99,16 @@ def runs_of(study: Study, row: str) -> list[Trained]:
     return sorted((run for run in study.runs if run.row == row), key=lambda run: run.seed)
 
 
+def row_seeds(study: Study) -> set[tuple[str, int]]:
+    """Row and seed of its runs."""
+    return {(run.row, run.seed) for run in study.runs}
+
+
 def missing(study: Study) -> list[tuple[str, int]]:
     """The runs that it lacks, as row and seed: of every row, the seeds that another row has."""
-    there = {(run.row, run.seed) for run in study.runs}
-    seeds = sorted({run.seed for run in study.runs})
-    return [(row, seed) for row in dict.fromkeys(run.row for run in study.runs) for seed in seeds
-            if (row, seed) not in there]  # fmt: skip
+    there, seeds = row_seeds(study), sorted({run.seed for run in study.runs})
+    every = ((row, seed) for row in dict.fromkeys(run.row for run in study.runs) for seed in seeds)
+    return [one for one in every if one not in there]
 
 
 def by_seed(study: Study, row: str, measure: Measure) -> Losses:
@@ -130,9 +134,9 @@ def precision(study: Study, row: str) -> str | None:
 
 def curve(study: Study, row: str, against: str | None = None) -> Curve:
     """The smoothed training losses; or, seed by seed, how far they are above those of another row."""
-    each = {run.seed: smoothed(run.loss) for run in runs_of(study, row) if run.status == "ok"}
+    each = by_seed(study, row, lambda run: smoothed(run.loss))
     if against:
-        others = {run.seed: smoothed(run.loss) for run in runs_of(study, against) if run.status == "ok"}
+        others = by_seed(study, against, lambda run: smoothed(run.loss))
         each = {seed: [a - b for a, b in zip(each[seed], others[seed], strict=True)] for seed in each.keys() & others}
     return [(fmean(point), min(point), max(point)) for point in zip(*each.values(), strict=True)]
 

@@ -184,11 +184,6 @@ def is_of_this_code(root: Path, files: list[Path], recording: Recording) -> bool
     return not of.dirty and changed_since(root, of.commits, recording.code) == []
 
 
-def runs_of(study: Path) -> set[tuple[str, int]]:
-    """Row and seed of the runs of a study of losses."""
-    return {(run.row, run.seed) for run in parity.read_study(study).runs}
-
-
 def is_whole(files: list[Path]) -> bool:
     """Whether no file is a study of losses that was interrupted."""
     return not any(path.name == parity.STUDY and parity.missing(parity.read_study(path)) for path in files)

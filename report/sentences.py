@@ -18,8 +18,8 @@ TAKE = {
     "communication": "Communication takes", "other": "Other kernels take",
 }  # fmt: skip
 MEANS = {
-    "compute": "is matrix products and fused attention", "memory": "is kernels that mostly read and write tensors",
-    "launch": "is gaps, in which the GPU waits", "communication": "is communication beside which nothing else runs",
+    "compute": "matrix products and fused attention", "memory": "kernels that mostly read and write tensors",
+    "launch": "gaps, in which the GPU waits", "communication": "communication beside which nothing else runs",
 }  # fmt: skip
 
 
@@ -128,8 +128,8 @@ def further(run: Run, before: Row | None, row: Row) -> list[str]:
         lines += _at_equal_clock(run, before, row, alike) if alike else []
     if bound(before) and bound(row) and bound(before)[0] != bound(row)[0]:
         (now, share), (once, most) = bound(row), bound(before)
-        lines.append(f"The step is now bound by {now}: {share:.0%} of it {MEANS[now]}.")
-        lines.append(f"Before it was bound by {once}: {most:.0%} {MEANS[once].replace('is', 'was')}.")
+        lines.append(f"The step is now bound by {now}: {share:.0%} of it is {MEANS[now]}.")
+        lines.append(f"Before it was bound by {once}: {most:.0%} was {MEANS[once]}.")
     return lines
 
 
