@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from anatomy.experiment import Check, Result, size_argument, table
+from anatomy.experiment import Check, Refused, Result, size_argument, table
 from common import data
 from common.hardware import has_bf16_matrix_instructions
 from common.model import GPT, GPTConfig
@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> Result:
     C = args.dmodel or (512 if gpu else 32)
     config = GPTConfig(args.layers or (4 if gpu else 1), max(1, C // 32), C, T, max(256, V))
     text, steps = data.standard_library_text(), args.steps or (300 if gpu else 20 if args.quick else 60)
+    if data.trained_tokens(text, T) <= T:
+        raise Refused(f"--seq {T} is longer than the text, which has {len(text.tokens)} tokens")
     drawn = data.read_batches(text, data.draw_starts(text, steps, B, T, SEED), T)
     batches = data.stage_batches(drawn, args.device)
     trained, rows = {}, []
