@@ -297,7 +297,7 @@ def describe(recorder: Recorder, plan: list[Recording], here: Machine) -> str:
         files, state = one.files(RESULTS), recorder.state(one)
         of = facts(files)
         old = f"commit {of.commit}" if files else "missing"
-        if of.commits and (changed := changed_since(ROOT, of.commits, one.code)) != []:
+        if of.commits and (changed := changed_since(ROOT, of.commits, one.code(ROOT, files))) != []:
             old += ", the code has changed since" if changed else ", which git does not know"
         old += ", unfinished" * (not is_whole(files))
         now = f"begun, {state.done} of {len(one.pieces)} pieces done" if state.done or state.run else "to record"

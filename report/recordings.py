@@ -19,12 +19,13 @@ from report.table import commit_name, markdown, pipe_table
 PLAN, RUN_ALL = "plan.ini", "./run_all.sh"
 OF_A_RUN = (MERGED, f"[1-9]*/{MERGED}", "scaling.json")  # what is kept of a run folder
 NOT_KEPT = (".log", ".trace.json.gz")  # of a folder of experiments
+VARIANTS = "anatomy/variants"
 CODE = ("[0-9]_*.py", "common")  # what every figure is about
 RUNNERS = ("parity", "ablations")  # of anatomy/: they run scripts and variants, and measure nothing
-EXPERIMENTS = ("anatomy", ":!anatomy/variants", *(f":!anatomy/{name}.py" for name in RUNNERS))
+EXPERIMENTS = ("anatomy", f":!{VARIANTS}", *(f":!anatomy/{name}.py" for name in RUNNERS))
 ABOUT = {  # what else figures are about, by a word of their command
-    "--peers": ("peers",), "--causes": ("peers",), "anatomy.ablations": ("anatomy/variants",),
-    "anatomy.parity": ("peers", "anatomy/variants"), "anatomy.traffic": EXPERIMENTS, "anatomy all": EXPERIMENTS,
+    "--peers": ("peers",), "--causes": ("peers",), "anatomy.ablations": (VARIANTS,),
+    "anatomy.parity": ("peers", VARIANTS), "anatomy.traffic": EXPERIMENTS, "anatomy all": EXPERIMENTS,
 }  # fmt: skip
 KEYS = {"pieces", "alone", "busy"}
 AGE = "Commits of these records, and what is missing: [recordings](results/README.md)."
@@ -73,12 +74,12 @@ class Recording:
     def is_file(self) -> bool:
         return self.name.endswith(".json")
 
-    @property
-    def code(self) -> tuple[str, ...]:
-        """Paths of the code that its figures are about."""
+    def code(self, root: Path, files: list[Path]) -> tuple[str, ...]:
+        """Paths of the code that the figures in its files are about; of the variants, those that are in the files."""
         words = " ".join(piece.command for piece in self.pieces)
-        more = (path for sign, paths in ABOUT.items() if sign in words for path in paths)
-        return CODE + tuple(dict.fromkeys(more))
+        about = dict.fromkeys(path for sign, paths in ABOUT.items() if sign in words for path in paths)
+        patches = patches_in(root, files) if VARIANTS in about else []
+        return (*CODE, *(path for path in about if path != VARIANTS), *patches)
 
     def files(self, results: Path) -> list[Path]:
         """Its files below a folder like docs/results."""
@@ -86,6 +87,15 @@ class Recording:
         if self.is_file:
             return [place] if place.is_file() else []
         return kept_files(place, self.pieces[0].is_run)
+
+
+def patches_in(root: Path, files: list[Path]) -> list[str]:
+    """The patches of those variants that are rows of the files."""
+    said = _objects([read_json(path) for path in files if path.suffix == ".json"])
+    rows = {*_texts(said, "row"), *_texts(said, "name")}
+    patches = sorted((root / VARIANTS).glob("*.patch"))
+    named = ((patch, patch.read_text().partition("\n")[0].removeprefix("Variant: ")) for patch in patches)
+    return [str(patch.relative_to(root)) for patch, name in named if name in rows]
 
 
 def kept_files(folder: Path, is_run: bool) -> list[Path]:
@@ -154,7 +164,7 @@ class Facts:
 def facts(paths: list[Path]) -> Facts:
     """What the files say of how they were recorded. Raises RecordError."""
     contents = [read_json(path) for path in paths if path.suffix == ".json"]
-    said = [one for content in contents for _, one in inside(content) if isinstance(one, dict)]
+    said = _objects(contents)
     commits, devices = (
         sorted({*_texts([one for one in said if "commit" in one], key)}) for key in ("commit", "device")
     )
@@ -162,6 +172,11 @@ def facts(paths: list[Path]) -> Facts:
     commands = list(dict.fromkeys(line for text in lines for line in text.splitlines()))
     dirty = any(one.get("dirty") for one in said)
     return Facts(tuple(commits), dirty, min(_texts(said, "started_at"), default=""), tuple(devices), commands)
+
+
+def _objects(contents: list) -> list[dict]:
+    """Every object in contents of JSON files, however deep."""
+    return [one for content in contents for _, one in inside(content) if isinstance(one, dict)]
 
 
 def _texts(said: list[dict], key: str) -> list[str]:
@@ -181,7 +196,7 @@ def check(path: Path) -> None:
 def is_of_this_code(root: Path, files: list[Path], recording: Recording) -> bool:
     """Whether files were recorded from commits, by the code as it is now."""
     of = facts(files)
-    return not of.dirty and changed_since(root, of.commits, recording.code) == []
+    return not of.dirty and changed_since(root, of.commits, recording.code(root, files)) == []
 
 
 def is_whole(files: list[Path]) -> bool:
@@ -271,7 +286,7 @@ def page_lines(root: Path, results: Path) -> list[str] | None:
     None where git cannot tell.
     """
     plan = read_plan(results / PLAN)
-    recorded = [(facts(files).commits, one.code) for one in plan if (files := one.files(results))]
+    recorded = [(facts(files).commits, one.code(root, files)) for one in plan if (files := one.files(results))]
     changed = [{commit: changed_since(root, (commit,), code) for commit in commits} for commits, code in recorded]
     if any(None in each.values() for each in changed):
         return None
