@@ -5,8 +5,10 @@ Text takes the color of the page around it. Names come from records: they are sh
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html import escape
@@ -26,6 +28,7 @@ PLAIN = "#2f7ebc"
 WIDTH = 460  # small, so that text stays legible on a phone
 LINE, BAR = 46, 20  # heights of a step's line and of its bar
 LONGEST_NAME, LONGEST_LABEL, LONGEST_REASON = 24, 48, 68
+PHASES = {"forward": 0.0, "backward": 0.36, "optimizer": 0.82}  # of a step's memory: where each begins, of the width
 LEAST_LABELED = 34  # width of a part that holds its share as text
 
 
@@ -158,7 +161,10 @@ def timeline(blocks: list[tuple[str, Block | None, str]]) -> str:
 
 
 def memory(rows: list[tuple[str, MemoryUse | None, str]]) -> str:
-    """What a step holds over its time, stacked by kind, at one scale of memory; (name, use, why none) a step."""
+    """What a step holds, stacked by kind, in the order of its allocations; (name, use, why none) a step.
+
+    Not over time: the host allocates long before the GPU computes, and may wait for it in any place.
+    """
     drawing, height = Drawing(), 84
     top = max(use.peak_bytes for _, use, _ in rows if use) or 1
     for name, use, why in rows:
@@ -166,8 +172,7 @@ def memory(rows: list[tuple[str, MemoryUse | None, str]]) -> str:
             drawing.reason(name, why)
             continue
         drawing.heading(name, f"{use.peak_bytes / GIB:.1f} GiB {describe_peak(use)}")
-        end = max([*use.ms, 1e-9])
-        xs = [ms / end * WIDTH for ms in use.ms]
+        xs = _places(use)
         floor = [0.0] * len(xs)
         for kind, color in MEMORY_COLORS.items():
             held = use.bytes.get(kind) or [0] * len(xs)
@@ -180,11 +185,25 @@ def memory(rows: list[tuple[str, MemoryUse | None, str]]) -> str:
             title = f"{kind}: at most {max(held, default=0) / GIB:.1f} GiB"
             drawing.parts.append(f'<polygon points="{points}" fill="{color}"><title>{title}</title></polygon>')
             floor = roof
-        for ms in filter(None, (use.backward_ms, use.optimizer_ms)):
-            drawing.line(ms / end * WIDTH, 19, ms / end * WIDTH, 19 + height, dashed=True)
+        for share in list(PHASES.values())[1:]:
+            drawing.line(share * WIDTH, 19, share * WIDTH, 19 + height, dashed=True)
         drawing.height += height + 32
+    for phase, share in PHASES.items():
+        drawing.text(share * WIDTH, 2, phase)
+    drawing.height += 8
     drawing.legend(MEMORY_COLORS)
     return drawing.svg()
+
+
+def _places(use: MemoryUse) -> list[float]:
+    """Where each point of a step's memory is drawn: in the part of its phase, evenly."""
+    begins = (0.0, *(math.inf if ms is None else ms for ms in (use.backward_ms, use.optimizer_ms)))
+    phases = [max(k for k, begin in enumerate(begins) if ms >= begin) for ms in use.ms]
+    counts, edges, xs = Counter(phases), [*PHASES.values(), 1.0], []
+    for k, phase in enumerate(phases):
+        done = (k - phases.index(phase)) / max(1, counts[phase] - (phase == phases[-1]))
+        xs.append((edges[phase] + done * (edges[phase + 1] - edges[phase])) * WIDTH)
+    return xs
 
 
 def describe_peak(use: MemoryUse) -> str:

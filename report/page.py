@@ -149,8 +149,8 @@ def _memory(run: Run) -> Evidence:
     picture, over_time = story.memory(run)
     if over_time:
         caption = (
-            "What CUDA's allocator holds over one launched step, by what it is for. Dashed: backward begins, the "
-            "optimizer begins. A captured step has memory of its own, so its peak can differ."
+            "What CUDA's allocator holds in one launched step, by what it is for, from allocation to allocation. Time "
+            "is not to scale. A captured step has memory of its own, so its peak can differ."
         )
     elif environment_of(run).device_type == "cpu":
         caption = "Peak memory of the whole process. On a CPU nothing counts the tensors alone."

@@ -16,7 +16,7 @@ def test_a_name_is_text_and_never_markup_or_mathematics(name):
     pictures = [
         drawn.stacked([drawn.Bar(name, {"loss": 1.0, "gaps": 0.5}, name), drawn.Bar(name, None, name)], "ms"),
         drawn.timeline([(name, Block(launches, 2.0, launches, 2.0), ""), (name, None, name)]),
-        drawn.memory([(name, runs.memory_use(9.0), ""), (name, None, name)]),
+        drawn.memory([(name, runs.memory_use(), ""), (name, None, name)]),
         charts.roofline([(name, 10.0, 1e12)], 1e12, {"BF16": 1e14}),
         charts.loss_curves([(name, [3.0, 2.0]), (name, [2.0])]),
     ]  # fmt: skip
@@ -52,9 +52,27 @@ def test_blocks_share_one_time_axis_and_backward_follows_forward():
 
 
 def test_a_peak_is_named_by_its_part_of_the_step_and_what_holds_most_of_it():
-    use = runs.memory_use(50.0)
+    use = runs.memory_use()
     assert drawn.describe_peak(use) == "in backward, mostly activations"
-    use.peak_ms = 119.0
+    use.peak_ms = 10.0
     assert drawn.describe_peak(use) == "in the optimizer, mostly optimizer"
     use.backward_ms = use.optimizer_ms = None
     assert drawn.describe_peak(use).startswith("in forward")
+
+
+def test_memory_is_drawn_phase_by_phase_however_long_each_took():
+    use = runs.memory_use()
+    shape = next(points for points, title in _shapes(drawn.memory([("a", use, "")])) if title.startswith("activations"))
+    edges = sorted({x for x, _ in shape})
+    forward, backward, update = (share * drawn.WIDTH for share in drawn.PHASES.values())
+    assert edges == pytest.approx([forward, (forward + backward) / 2, backward, (backward + update) / 2, update,
+                                   drawn.WIDTH], abs=0.1)  # fmt: skip
+    use.backward_ms = use.optimizer_ms = None
+    shape, _ = _shapes(drawn.memory([("a", use, "")]))[0]
+    assert sorted({x for x, _ in shape})[-1] < backward + 0.1, "all of it is forward"
+
+
+def _shapes(svg):
+    """The corners of every polygon, and its title."""
+    found = re.findall(r'<polygon points="([^"]+)"[^>]*><title>([^<]*)', svg)
+    return [([tuple(map(float, point.split(","))) for point in points.split()], title) for points, title in found]
