@@ -143,8 +143,8 @@ def seed_curves_png(panels: dict[str, dict[str, Curve]], every: int) -> bytes:
     A panel has a label for its losses and a curve per row; the range between seeds is a band. A row has the same
     colour in all panels.
     """
-    with _figure(2.9 * len(panels)) as figure:
-        rows = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    rows = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    with _figure(2.7 * len(panels) + 0.1 * len(rows)) as figure:
         drawn = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
         for axes, (label, curves) in zip(drawn, panels.items(), strict=True):
             for name, points in curves.items():
@@ -157,7 +157,7 @@ def seed_curves_png(panels: dict[str, dict[str, Curve]], every: int) -> bytes:
             axes.set(ylabel=label)
         for axes in drawn[1:]:
             axes.axhline(0, color=FAINT, linewidth=0.8)
-        figure.legend(*drawn[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8)
+        figure.legend(*drawn[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=8)
         drawn[-1].set(xlabel="training step")
         return _png(figure)
 

@@ -257,8 +257,12 @@ def main() -> None:
         for document, text in documents(ROOT, results).items():
             write_bytes(document, text.encode())
             say(str(document.relative_to(ROOT)))
-        for name, picture in shown_steps(results)[1].items():
-            write_bytes(ROOT / "docs" / steps.FOLDER / name, picture)
+        folder, pictures = ROOT / "docs" / steps.FOLDER, shown_steps(results)[1]
+        for name, picture in pictures.items():
+            write_bytes(folder / name, picture)
+        for path in folder.glob("*.svg"):
+            if path.name not in pictures:
+                path.unlink()
         for folder, study in parity_page.recorded_studies(results):
             write_bytes(folder / parity.CURVES, parity_page.curves_png(study))
             say(str((folder / parity.CURVES).relative_to(ROOT)))
