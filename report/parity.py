@@ -5,6 +5,7 @@ One function a figure. Losses are in nats. A figure of a row comes from the seed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +16,13 @@ from report.load import convert, read_json
 
 STUDY, CURVES = "parity.json", "curves.png"
 MUTATION = "mutation"
-FEWEST_SEEDS = 3
-MOST_DEVIATIONS = 2  # a difference of at most so many standard deviations between seeds is within their spread
-LAST_STEPS = 50  # of the training losses
+# Seeds -> the 97.5 % quantile of Student's t with one degree of freedom less. More seeds take the last one.
+T_QUANTILES = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+FEWEST_SEEDS = min(T_QUANTILES)
+FIRST_STEPS = 50  # of the training losses: later, rows that round otherwise drift apart
 SMOOTHED_STEPS = 20  # of a curve: one point is their mean
 EARLY_STEPS = 35, 105, 205, 505  # where rows are compared on the way
-WITHIN, OUTSIDE, TOO_FEW = "within the spread of seeds", "outside", "too few seeds"
+ALIKE, DIFFERENT, TOO_FEW = "no difference seen", "different", "too few seeds"
 
 
 @dataclass
@@ -57,6 +59,20 @@ def read_study(path: Path) -> Study:
     return convert(read_json(path), Study, path.name)
 
 
+def studies(machine: Path) -> list[tuple[Path, Study]]:
+    """The recorded studies of a machine, a folder of docs/results. Those of one workload are one, in the folder of the
+    first. Raises RecordError."""
+    found: list[tuple[Path, Study]] = []
+    for path in sorted(machine.glob(f"parity*/{STUDY}")):
+        study = read_study(path)
+        same = [one for _, one in found if one.workload == study.workload]
+        if same:
+            same[0].runs += study.runs
+        else:
+            found.append((path.parent, study))
+    return found
+
+
 # --- one run --------------------------------------------------------------------------------------
 
 
@@ -64,14 +80,17 @@ def heldout_loss(run: Trained) -> float | None:
     return run.heldout_loss
 
 
-def last_losses(run: Trained) -> float | None:
-    """Mean of the last LAST_STEPS training losses."""
-    return fmean(run.loss[-LAST_STEPS:]) if run.loss else None
+def first_losses(run: Trained) -> float | None:
+    """Mean of the first FIRST_STEPS training losses."""
+    return fmean(run.loss[:FIRST_STEPS]) if len(run.loss) >= FIRST_STEPS else None
 
 
 def losses_until(step: int) -> Measure:
     """Mean of SMOOTHED_STEPS training losses, of which `step` is the last."""
     return lambda run: fmean(run.loss[step - SMOOTHED_STEPS : step]) if len(run.loss) >= step else None
+
+
+MEASURES = {"held-out loss": heldout_loss, f"mean of the first {FIRST_STEPS} training losses": first_losses}
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -165,15 +184,29 @@ def deviations(losses: Losses, reference: Losses) -> float | None:
     return between / unit if between is not None and unit else None
 
 
-def verdict(losses: Losses, reference: Losses) -> str:
-    """WITHIN or OUTSIDE; TOO_FEW where the rows share fewer than FEWEST_SEEDS seeds.
+def interval(losses: Losses, reference: Losses) -> tuple[float, float] | None:
+    """The 95 % confidence interval of the difference, from its differences seed by seed; None for too few seeds.
 
-    Of independent rows without any difference it says OUTSIDE where Student's t with n - 1 degrees of freedom is
-    beyond 2 / sqrt(2 / n): in 13 % of all cases with three seeds, in 2 % with six.
+    The mean, and to either side its standard error times Student's t: a paired t-test. Rows are paired as a seed gives
+    all of them the same weights and batches.
     """
-    if len(losses.keys() & reference.keys()) < FEWEST_SEEDS:
+    each = apart(losses, reference)
+    if len(each) < FEWEST_SEEDS:
+        return None
+    quantile = T_QUANTILES[min(len(each), max(T_QUANTILES))]
+    reach = quantile * deviation(each) / math.sqrt(len(each))
+    return mean(each) - reach, mean(each) + reach
+
+
+def verdict(losses: Losses, reference: Losses) -> str:
+    """DIFFERENT where the interval of the difference lies on one side of zero, ALIKE where it holds zero; TOO_FEW.
+
+    Of rows without any difference, 5 % are DIFFERENT by chance.
+    """
+    ends = interval(losses, reference)
+    if ends is None:
         return TOO_FEW
-    return WITHIN if abs(difference(losses, reference)) <= MOST_DEVIATIONS * deviation(reference) else OUTSIDE
+    return ALIKE if ends[0] <= 0 <= ends[1] else DIFFERENT
 
 
 def describe_rows(study: Study, measure: Measure) -> str:
@@ -182,18 +215,18 @@ def describe_rows(study: Study, measure: Measure) -> str:
     losses = {row: by_seed(study, row, measure) for row in rows(study)}
     trained = [row for row in losses if losses[row] and row != first]
     said = {row: verdict(losses[row], losses[first]) for row in trained}
-    named = {which: [row for row in trained if said[row] == which] for which in (WITHIN, TOO_FEW)}
+    named = {which: [row for row in trained if said[row] == which] for which in (ALIKE, TOO_FEW)}
     lower, higher = (
-        [row for row in trained if said[row] == OUTSIDE and sign * difference(losses[row], losses[first]) > 0]
+        [row for row in trained if said[row] == DIFFERENT and sign * difference(losses[row], losses[first]) > 0]
         for sign in (-1, 1)
     )
     sentences = {
-        f"end where {first} ends, within the spread of its seeds": named[WITHIN],
-        f"end lower than {first}, by more than its seeds differ": lower,
-        f"end higher than {first}, by more than its seeds differ": higher,
-        f"trained too few seeds to be compared with {first}": named[TOO_FEW],
+        f"No difference to {first} is seen": named[ALIKE],
+        f"Lower than {first}": lower,
+        f"Higher than {first}": higher,
+        f"Too few seeds to be compared with {first}": named[TOO_FEW],
     }
-    return " ".join(f"These {what}: {'; '.join(of)}." for what, of in sentences.items() if of)
+    return " ".join(f"{what}: {'; '.join(of)}." for what, of in sentences.items() if of)
 
 
 # --- the faults -----------------------------------------------------------------------------------
@@ -205,19 +238,19 @@ def unmutated(study: Study, mutation: str) -> str:
 
 
 def fault_verdict(study: Study, mutation: str, measure: Measure) -> str:
-    """The verdict of a mutation against its script. OUTSIDE: the measure sees the fault."""
+    """The verdict of a mutation against its script. DIFFERENT: the measure sees the fault."""
     return verdict(by_seed(study, mutation, measure), by_seed(study, unmutated(study, mutation), measure))
 
 
-def describe_faults(study: Study, measure: Measure) -> str:
-    """A sentence: whether the measure sees every fault, and which it does not."""
+def describe_faults(study: Study) -> str:
+    """Sentences: which faults each measure sees, and which none does."""
     faults = rows(study, mutations=True)
     if not faults:
-        return "No fault was put in, so it is not known what the measure would see."
-    verdicts = {fault: fault_verdict(study, fault, measure) for fault in faults}
-    if TOO_FEW in verdicts.values():
-        return f"Fewer than {FEWEST_SEEDS} seeds do not show what the measure sees."
-    if unseen := [fault for fault, said in verdicts.items() if said != OUTSIDE]:
-        return f"The measure does not see: {', '.join(unseen)}."
-    words = {1: "the one fault", 2: "both faults", 3: "all three faults"}
-    return f"The measure sees {words.get(len(faults), f'all {len(faults)} faults')}."
+        return "No fault was put in, so it is not known what the measures would see."
+    verdicts = {name: {fault: fault_verdict(study, fault, of) for fault in faults} for name, of in MEASURES.items()}
+    if any(TOO_FEW in said.values() for said in verdicts.values()):
+        return f"Fewer than {FEWEST_SEEDS} seeds do not show what the measures see."
+    seen = {name: [fault for fault in faults if said[fault] == DIFFERENT] for name, said in verdicts.items()}
+    sentences = [f"The {name} sees: {'; '.join(of) or 'none'}." for name, of in seen.items()]
+    unseen = [fault for fault in faults if not any(fault in of for of in seen.values())]
+    return " ".join([*sentences, f"Neither sees: {'; '.join(unseen)}." if unseen else "Together they see every fault."])

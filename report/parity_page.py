@@ -12,16 +12,8 @@ from report.table import figure, percent, pipe_table
 
 
 def recorded_studies(results: Path) -> list[tuple[Path, parity.Study]]:
-    """Every recorded study of losses, by folder. Those of one workload and machine are one, in the folder of the
-    first."""
-    found: list[tuple[Path, parity.Study]] = []
-    for path in sorted(results.glob(f"*/parity*/{parity.STUDY}")):
-        study = parity.read_study(path)
-        same = [one for folder, one in found if folder.parent == path.parent.parent and one.workload == study.workload]
-        if same:
-            same[0].runs += study.runs
-        else:
-            found.append((path.parent, study))
+    """Every recorded study of losses, by folder; those of a CPU last."""
+    found = [one for machine in sorted(results.glob("*/")) for one in parity.studies(machine)]
     return sorted(found, key=lambda one: bool(one[1].environment) and one[1].environment.device_type == "cpu")
 
 
@@ -29,15 +21,14 @@ def tables(results: Path) -> str:
     """A section per study: what was trained, the verdicts of both measures, the faults, the curves."""
     parts = []
     for folder, study in recorded_studies(results):
-        last = f"mean of the last {parity.LAST_STEPS} training losses"
         parts += [f"## {folder.relative_to(results)}", _about_study(study)]
-        for name, measure in (("Held-out loss", parity.heldout_loss), (f"The {last}", parity.last_losses)):
-            parts += [f"{name}, in nats. {parity.describe_rows(study, measure)}", _loss_table(study, measure)]
+        for name, measure in parity.MEASURES.items():
+            parts += [f"The {name}, in nats. {parity.describe_rows(study, measure)}", _loss_table(study, measure)]
         parts += _early_table(study)
-        parts += ["### Faults put in on purpose", parity.describe_faults(study, parity.heldout_loss)]
+        parts += ["### Faults put in on purpose", parity.describe_faults(study)]
         if faults := parity.rows(study, mutations=True):
-            parts += ["By the held-out loss:", _fault_table(study, faults, parity.heldout_loss)]
-            parts += [f"By the {last}:", _fault_table(study, faults, parity.last_losses)]
+            for name, measure in parity.MEASURES.items():
+                parts += [f"By the {name}:", _fault_table(study, faults, measure)]
         parts.append(f"![Training losses](results/{folder.relative_to(results)}/{parity.CURVES})")
         parts.append(f"A point is the mean of {parity.SMOOTHED_STEPS} steps, a band the range of the seeds. Below: how "
                      f"far each row is above {parity.reference(study)} on the same seeds.")  # fmt: skip
@@ -53,7 +44,8 @@ def _about_study(study: parity.Study) -> str:
     device = table.describe_device(study.environment) if study.environment else "unknown machine"
     shape = describe_shape(SimpleNamespace(**work))
     rows = [*parity.rows(study), *parity.rows(study, mutations=True)]
-    precisions = [f"{row} {known}" for row in rows if (known := parity.precision(study, row))]
+    ladder = [run.row for run in study.runs if run.kind in ("step", "peer")]
+    precisions = [f"{row} {known}" for row in dict.fromkeys(ladder) if (known := parity.precision(study, row))]
     seeds = sorted({str(run.seed) for run in study.runs}, key=int)
     options = shlex.join(["--seeds", *seeds, "--rows", *rows])
     return (
@@ -64,10 +56,11 @@ def _about_study(study: parity.Study) -> str:
 
 
 def _against(losses: parity.Losses, reference: parity.Losses) -> tuple[str, str, str, str]:
-    """Difference, its deviation between seeds, the same in deviations of the reference, and the verdict."""
-    between, own = parity.difference(losses, reference), parity.deviation(parity.apart(losses, reference))
+    """The difference, its 95 % interval, the difference in deviations of the reference, and the verdict."""
+    between, ends = parity.difference(losses, reference), parity.interval(losses, reference)
     ratio = figure(parity.deviations(losses, reference), "+.1f")
-    return figure(between, "+.4f"), figure(own, ".4f"), ratio, parity.verdict(losses, reference)
+    shown = " to ".join(f"{end:+.4f}" for end in ends) if ends else "-"
+    return figure(between, "+.4f"), shown, ratio, parity.verdict(losses, reference)
 
 
 def _loss_table(study: parity.Study, measure: parity.Measure) -> str:
@@ -83,7 +76,7 @@ def _loss_table(study: parity.Study, measure: parity.Measure) -> str:
             against = _against(of_row, losses[first])
         own = (figure(parity.mean(of_row), ".4f"), figure(parity.deviation(of_row), ".4f"))
         cells.append((row, *each, *own, *against))
-    headers = (f"difference to {first}", "its deviation", f"in deviations of {first}", "verdict")
+    headers = (f"difference to {first}", "95 % interval", f"in deviations of {first}", "verdict")
     return pipe_table(("row", *(f"seed {seed}" for seed in seeds), "mean", "deviation", *headers), cells)
 
 
@@ -107,11 +100,12 @@ def _fault_table(study: parity.Study, faults: list[str], measure: parity.Measure
     for fault in faults:
         plain = parity.unmutated(study, fault)
         losses, reference = (parity.by_seed(study, row, measure) for row in (fault, plain))
-        seen = "yes" if parity.fault_verdict(study, fault, measure) == parity.OUTSIDE else "no"
-        own = (figure(loss, ".4f") for loss in (parity.mean(reference), parity.mean(losses), parity.deviation(losses)))
-        cells.append((fault, plain, *own, *_against(losses, reference), seen))
-    headers = ("mutation", "script", "mean of the script", "mean of the mutation", "deviation of the mutation")
-    headers += ("difference", "its deviation", "in deviations of the script", "verdict", "seen")
+        *between, said = _against(losses, reference)
+        seen = {parity.DIFFERENT: "yes", parity.ALIKE: "no"}.get(said, said)
+        own = (figure(parity.mean(of), ".4f") for of in (reference, losses))
+        cells.append((fault, plain, *own, *between, seen))
+    headers = ("mutation", "script", "mean of the script", "mean of the mutation")
+    headers += ("difference", "95 % interval", "in deviations of the script", "seen")
     return pipe_table(headers, cells, n_left=2)
 
 

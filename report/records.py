@@ -84,7 +84,8 @@ class Records:
 
     def study(self) -> parity.Study:
         """The study of losses that has the peers."""
-        return parity.read_study(self._path(f"parity/{parity.STUDY}"))
+        folder = self._path(f"parity/{parity.STUDY}").parent
+        return dict(parity.studies(self.folder))[folder]
 
     def _path(self, name: str) -> Path:
         if not (self.folder / name).exists():
