@@ -79,46 +79,27 @@ def recorded():
     return read_run(RECORDED)
 
 
-def traced():
-    """The recorded run with what newer records hold: predictions, a block's kernels, memory over time, two passes."""
-    made = recorded()
+def predicted():
+    """The recorded run with measured roofs, and a prediction beside every step."""
+    made = replace(recorded(), roofs=ROOFS)
     for row in made.steps:
         row.predicted_ms = 1.04 * row.timing.median_ms
-        layers = made.workload.n_layer
-        halves = [_half(row.profile, 3 * layers), _half(row.profile, 1.5 * layers)]
-        row.profile.block = t.Block(halves[0], end_ms(halves[0]), halves[1], end_ms(halves[1]))
-        row.memory = memory_use(row.peak_allocated_bytes / 2**30)
     return made
 
 
-def _half(found, share):
-    """Launches as a block might have had them: each kernel's part of it, every launch by itself."""
-    launches, at = [], 0.0
-    for kernel in found.kernels:
-        if kernel.category not in ("optimizer", "loss") and kernel.launches >= 6:
-            for _ in range(max(1, round(kernel.launches / 12))):
-                ms = kernel.ms / share / max(1, round(kernel.launches / 12))
-                launches.append(t.Launch(kernel.name, kernel.category, at, ms))
-                at += 1.02 * ms
-    return sorted(launches, key=lambda launch: launch.start_ms)
+def older():
+    """The recorded run without what older records do not hold: predictions, a block's kernels, memory in the step."""
+    made = recorded()
+    for row in made.steps:
+        row.predicted_ms = row.memory = row.profile.block = None
+    return made
 
 
-def end_ms(launches):
-    return launches[-1].start_ms + launches[-1].ms
-
-
-def memory_use(peak_gib, points=120):
-    """Activations grow through forward and shrink through backward, gradients the other way round."""
-    held = {kind: [] for kind in t.MEMORY_KINDS}
-    for k in range(points):
-        forward, backward = min(1.0, k / 40), min(1.0, max(0.0, (k - 40) / 60))
-        sizes = {"parameters": 0.1, "optimizer": 0.2, "other": 0.02, "gradients": 0.1 * backward * (k < 115),
-                 "activations": 0.55 * forward * (1 - backward), "temporary": 0.03 * (k % 3) * (k < 100)}  # fmt: skip
-        for kind, share in sizes.items():
-            held[kind].append(int(share * peak_gib * 2**30))
-    totals = [sum(sizes) for sizes in zip(*held.values(), strict=True)]
-    at = totals.index(max(totals))
-    return t.MemoryUse([float(k) for k in range(points)], held, max(totals), float(at), 40.0, 100.0)
+def memory_use():
+    """Activations come in forward and go in backward; the optimizer's states are there all the time."""
+    held = {"optimizer": [2, 2, 2, 2, 2, 2], "activations": [0, 2, 4, 2, 0, 0], "gradients": [0, 0, 0, 1, 1, 0]}
+    sizes = {kind: [2**30 * size for size in held.get(kind, [0] * 6)] for kind in t.MEMORY_KINDS}
+    return t.MemoryUse([0.0, 1.0, 2.0, 3.0, 9.0, 10.0], sizes, 6 * 2**30, 2.0, backward_ms=2.0, optimizer_ms=9.0)
 
 
 def only():
@@ -143,8 +124,8 @@ def two_gpus():
 def busy():
     """The recorded run on a machine that did other work beside its second row."""
     made = recorded()
-    for k, row in enumerate(made.steps):
-        row.reference_ms = reference(20.0, 8.0 if k == 1 else 4.0, 1800.0)
+    for k, row in enumerate([*made.steps, *made.peers]):
+        row.reference_ms, row.repetitions = reference(20.0, 8.0 if k == 1 else 4.0, 1800.0), []
     return made
 
 
@@ -172,7 +153,7 @@ def full():
             "reference_ms": reference(21.0), "energy_j_per_step": 60.0, "tokens_per_joule": 30.0, "clock_mhz": 1800.0,
             "power_w": 600.0}  # fmt: skip
     half = [t.Launch("x", "x", 0.0, 1.0)]
-    more |= {"memory": memory_use(3.0), "predicted_ms": 90.0}
+    more |= {"memory": memory_use(), "predicted_ms": 90.0}
     rows = [repeated(name, ms, ms, profile=profile(ms, block=t.Block(half, 1.0, half, 1.0)), **more)
             for name, ms in (("0", 300.0), ("1", 100.0))]  # fmt: skip
     texts = ("cpu", "os", "python", "triton", "transformer_engine", "cuda", "driver", "nvml_reason", "commit_reason")

@@ -52,8 +52,9 @@ def open_page(browser, html, folder, width, scheme="light"):
     return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
 
 
-KINDS = [runs.recorded, runs.traced, runs.only, runs.partial, runs.recorded_cpu, runs.two_gpus, runs.busy, runs.hostile]
-BOTH = compare.page_of(compare.compare(runs.recorded(), runs.traced(), ("first", "second")))
+KINDS = [runs.recorded, runs.predicted, runs.only, runs.partial, runs.recorded_cpu, runs.two_gpus, runs.busy,
+         runs.hostile]  # fmt: skip
+BOTH = compare.page_of(compare.compare(runs.recorded(), runs.predicted(), ("first", "second")))
 
 
 @pytest.mark.parametrize("make", [*KINDS, None], ids=lambda make: make.__name__ if make else "compare")
@@ -92,7 +93,7 @@ def luminance(color):
 
 
 def test_every_chart_speaks_and_the_keyboard_reaches_everything(browser, tmp_path):
-    open_page(browser, page.render(runs.traced()), tmp_path, 1440)
+    open_page(browser, page.render(runs.predicted()), tmp_path, 1440)
     drawn = browser.find_elements(By.TAG_NAME, "svg")
     assert len(drawn) >= 12, "two of time, one a card, two of a block, four of evidence"
     for svg in drawn:
