@@ -46,6 +46,7 @@ def render(run: Run) -> str:
         "convention": table.CONVENTION,
         "sections": SECTIONS,
         "cards": story.cards(run),
+        "one_block": story.ONE_BLOCK,
         "blocks": story.blocks(run),
         "evidence": evidence(run),
         "table_rows": first,

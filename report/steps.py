@@ -20,8 +20,10 @@ SOURCES = (
 def steps_page(run: Run, at: str) -> tuple[str, dict[str, bytes]]:
     """Markdown between the markers of docs/steps.md, and the pictures by file name; `at` is where the run is."""
     evidence = page.evidence(run)
-    pictures = story.where(run) | {f"block-{k}": svg for k, svg in enumerate(story.blocks(run), 1)}
-    blocks = [f"![Kernels of one transformer block](steps/{name}.svg)" for name in pictures if name.startswith("block")]
+    pictures, blocks = story.where(run), []
+    for k, (caption, svg) in enumerate(story.blocks(run).items(), 1):
+        pictures[f"block-{k}"] = svg
+        blocks += [caption, f"![Kernels of one transformer block](steps/block-{k}.svg)"]
     pictures |= {name: part.svg for name, part in evidence.items()}
     doubts = levels(run, [headline(run)])
     parts = [
@@ -34,7 +36,7 @@ def steps_page(run: Run, at: str) -> tuple[str, dict[str, bytes]]:
         "![The same as shares of each step](steps/shares.svg)" if pictures["shares"] else "",
         SOURCES if any(row.source for row in run.steps) else "",
         *(part for card in story.cards(run) for part in _card(card)),
-        *(["## One transformer block", *blocks] if blocks else []),
+        *(["## One transformer block", story.ONE_BLOCK, *blocks] if blocks else []),
     ]
     for name, part in evidence.items():
         picture = [f"![{part.name}](steps/{name}.svg)"] if part.svg else []

@@ -12,6 +12,10 @@ from report.doubts import compared, mark
 from report.load import environment_of
 
 MOST_FACTS, MOST_KERNELS = 6, 12
+ONE_BLOCK = (
+    "Every kernel of one block, from one attention to the next: forward, then backward. A gap is a moment in which the "
+    "GPU idles."
+)
 FAR_APART = 4  # times: beyond it a block of the later steps gets a picture of its own
 
 
@@ -113,15 +117,16 @@ def whole_and_shares(bars: list[drawn.Bar]) -> tuple[str, str]:
     return drawn.stacked(bars, "ms"), drawn.stacked(profiled, "ms", shares=True) if profiled else ""
 
 
-def blocks(run: Run) -> list[str]:
-    """The kernels of one block, all steps at one scale; and those after the first again, where it dwarfs them."""
+def blocks(run: Run) -> dict[str, str]:
+    """Pictures by caption: the kernels of one block, all steps at one scale; and those after the first again, where it
+    dwarfs them."""
     rows = [(row.step, row.profile and row.profile.block, _why_none(row)) for row in run.steps]
     spans = [block.forward_ms + block.backward_ms for _, block, _ in rows if block]
     if not spans:
-        return []
-    pictures, rest = [drawn.timeline(rows)], [row for row in rows if row[1]][1:]
+        return {}
+    pictures, rest = {"All steps at one time scale.": drawn.timeline(rows)}, [row for row in rows if row[1]][1:]
     if rest and spans[0] > FAR_APART * max(spans[1:]):
-        pictures.append(drawn.timeline(rest))
+        pictures["The same without the first step, enlarged, at one time scale."] = drawn.timeline(rest)
     return pictures
 
 
