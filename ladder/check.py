@@ -11,6 +11,7 @@ if __name__ == "__main__":
     needs("torch", "numpy")
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -25,6 +26,10 @@ from common.errors import run_command
 def main() -> None:
     """Print notes, what is pinned for every row, the workload, and the memory that a row needs and the host has."""
     args = parse_args(ROOT / "run_all.sh", "Runs the five steps and tabulates them.")
+    cores = os.cpu_count() or 1
+    if args.device.type == "cpu" and args.world.size > cores:
+        sys.stderr.write(f"run_all.sh: error: --gpus: a CPU runs at most one process a core, here {cores}\n")
+        sys.exit(2)
     pinned = ["--preset", args.base_preset] if args.notes else []
     if args.notes and not any(word.startswith("--global-batch-size") for word in sys.argv):
         pinned += ["--batch-size", str(args.batch_size)]

@@ -342,6 +342,7 @@ def test_run_all_refuses_what_the_steps_refuse_and_a_python_that_does_not_run_or
     old = {"PYTHON": "", "PATH": f"{tmp_path}:/usr/bin:/bin"}
     for words, env, code, said in (
         (["--data", "absent.txt"], {}, 2, "absent.txt"),
+        (["--device", "cpu", "--preset", "tiny", "--gpus", "9999"], {}, 2, "at most one process a core"),
         ([], {"PYTHON": "/nope"}, 2, "PYTHON=/nope"),
         ([], old, 1, "3.8.1 is too old: Python 3.10 or newer is needed"),
     ):
