@@ -95,7 +95,7 @@ def loss_curves(curves: list[tuple[str, list[float]]]) -> str:
         above.set_ylabel("loss, nats")
         above.legend(fontsize=8)
         below.axhline(0, color=INK, linewidth=0.7)
-        below.set(xlabel="training step, warm-up included", ylabel="difference")
+        below.set(xlabel="training step, warm-up included", ylabel="difference, nats")
         return _svg(figure, "loss")
 
 

@@ -63,7 +63,7 @@ def readme_table(results: Path) -> str:
     at, base = f"docs/results/{SHOWN}", results.parent.parent
     others = [path for path, _ in recorded_runs(folder.parent, "*") if path != folder]
     links = ", ".join(f"[{path.name}]({path.relative_to(base)}/report.md)" for path in others)
-    steps = f"{run.workload.warmup} + {run.workload.steps} steps (untimed + timed)"
+    steps = f"{run.workload.warmup} untimed and {run.workload.steps} timed steps"
     about = (
         f"{table.describe_device(run.environment)}; {run.workload.preset}, batch {run.workload.batch_size}, "
         f"commit {commit_of(run, 7)}: [report]({at}/report.md), [record]({at}/{MERGED}). "

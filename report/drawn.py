@@ -153,7 +153,7 @@ def timeline(blocks: list[tuple[str, Block | None, str]]) -> str:
                 shown = max(width - 0.4, 0.25)  # neighbours of one color stay apart
                 drawing.box(left + launch.start_ms * scale, 19, shown, BAR, color, title)
         drawing.height += LINE + 2
-    drawing.text(0, 10, f"0 to {longest:.2f} ms: forward, then backward")
+    drawing.text(0, 10, f"the longest, forward and backward: {longest:.2f} ms")
     drawing.height += 14
     shown = {launch.category for _, block, _ in blocks if block for launch in block.forward + block.backward}
     drawing.legend({name: color for name, color in CATEGORY_COLORS.items() if name in shown})

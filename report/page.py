@@ -19,7 +19,7 @@ from report import analysis, charts, drawn, story, table
 from report.analysis import is_timed, reason_untimed
 from report.doubts import NOTICE, SERIOUS, busy, compared, describe_profile_offset
 from report.load import environment_of
-from report.sentences import headline, largest_loss_difference, rising_loss
+from report.sentences import about_peers, headline, largest_loss_difference, rising_loss
 
 SECTIONS = (
     ("where", "Where the time went"),
@@ -115,6 +115,7 @@ def _where(run: Run, rows: list[Row]) -> dict:
     )
     predicted = any(row.predicted_ms for row in rows)
     caption += " Dashed: what was predicted from the roofs alone." if predicted else ""
+    caption += f" {about_peers(run)}" if run.peers else ""
     return {
         "where": story.where(run),
         "where_caption": caption,
@@ -150,8 +151,10 @@ def _memory(run: Run) -> Evidence:
     picture, over_time = story.memory(run)
     if over_time:
         caption = (
-            "What CUDA's allocator holds in one launched step, by what it is for, from allocation to allocation. Time "
-            "is not to scale. A captured step has memory of its own, so its peak can differ."
+            "What CUDA's allocator holds in one launched step, by what it is for, at one scale. From left to right are "
+            "its allocations in their order, so time is not to scale. Dashed: backward begins, the optimizer begins. "
+            "Activations are what forward keeps for backward. Temporary is what is freed again soon. A captured step "
+            "has memory of its own, so its peak can differ."
         )
     elif environment_of(run).device_type == "cpu":
         caption = "Peak memory of the whole process. On a CPU nothing counts the tensors alone."
@@ -218,7 +221,9 @@ def _loss(rows: list[Row]) -> Evidence:
             for row in timed
         ]
         cells = [one + two for one, two in zip(cells, more, strict=True)]
-    said = ["Loss of every training step, on the same batches.", rising_loss(rows), largest_loss_difference(rows)]
+    said = ["Loss of every training step, counted from 0, on the same batches; below, its difference to that of the "
+            f"first row, {timed[0].step}.", rising_loss(rows), largest_loss_difference(rows),
+            "So few steps do not show whether a step learns as well: docs/parity.md has long runs."]  # fmt: skip
     picture = charts.loss_curves([(row.step, row.loss) for row in timed])
     return Evidence("Loss", picture, " ".join(filter(None, said)), table.grid(headers, cells))
 

@@ -221,12 +221,12 @@ def describe_rows(study: Study, measure: Measure) -> str:
         for sign in (-1, 1)
     )
     sentences = {
-        f"No difference to {first} is seen": named[ALIKE],
-        f"Lower than {first}": lower,
-        f"Higher than {first}": higher,
-        f"Too few seeds to be compared with {first}": named[TOO_FEW],
+        f"show no difference to {first}": named[ALIKE],
+        f"are lower than {first}": lower,
+        f"are higher than {first}": higher,
+        f"have too few seeds to be compared with {first}": named[TOO_FEW],
     }
-    return " ".join(f"{what}: {'; '.join(of)}." for what, of in sentences.items() if of)
+    return " ".join(f"These rows {what}: {'; '.join(of)}." for what, of in sentences.items() if of)
 
 
 # --- the faults -----------------------------------------------------------------------------------
@@ -253,4 +253,5 @@ def describe_faults(study: Study) -> str:
     seen = {name: [fault for fault in faults if said[fault] == DIFFERENT] for name, said in verdicts.items()}
     sentences = [f"The {name} sees: {'; '.join(of) or 'none'}." for name, of in seen.items()]
     unseen = [fault for fault in faults if not any(fault in of for of in seen.values())]
-    return " ".join([*sentences, f"Neither sees: {'; '.join(unseen)}." if unseen else "Together they see every fault."])
+    left = f"Neither sees: {'; '.join(unseen)}." if unseen else "Together they see each of these faults."
+    return " ".join([*sentences, left])

@@ -30,8 +30,12 @@ def tables(results: Path) -> str:
             for name, measure in parity.MEASURES.items():
                 parts += [f"By the {name}:", _fault_table(study, faults, measure)]
         parts.append(f"![Training losses](results/{folder.relative_to(results)}/{parity.CURVES})")
-        parts.append(f"A point is the mean of {parity.SMOOTHED_STEPS} steps, a band the range of the seeds. Below: how "
-                     f"far each row is above {parity.reference(study)} on the same seeds.")  # fmt: skip
+        parts.append(
+            "A line is the mean of the seeds, and a band their range. "
+            f"A point of a line is the mean of {parity.SMOOTHED_STEPS} steps. First come the losses of all rows: most "
+            f"lie on each other. Then comes each row's loss less that of {parity.reference(study)}, seed by seed. Last "
+            "comes each mutation's loss less that of its script."
+        )
         lines = [f"{run.row}, seed {run.seed}: {run.status}: {run.reason}" for run in study.runs if run.reason]
         lines += [f"{row}, seed {seed}: not trained yet" for row, seed in parity.missing(study)]
         parts += ["\n".join(table.bullets(lines)).strip()] if lines else []
@@ -49,7 +53,7 @@ def _about_study(study: parity.Study) -> str:
     seeds = sorted({str(run.seed) for run in study.runs}, key=int)
     options = shlex.join(["--seeds", *seeds, "--rows", *rows])
     return (
-        f"{device}; {work['preset']}: {shape}, lr {work['lr']:g}, {work['warmup'] + work['steps']} training steps, "
+        f"{device}; {work['preset']}: {shape}, lr {work['lr']:g}, {work['warmup']} + {work['steps']} training steps, "
         f"commit {commits}. Precision that was seen: {', '.join(precisions) or 'unknown'}.\n\n"
         f"```\n{study.command} {options} --output FILE\n```"
     )
@@ -88,10 +92,13 @@ def _early_table(study: parity.Study) -> list[str]:
     def far(row: str, step: int) -> str:
         shares = parity.relative(*(parity.by_seed(study, one, parity.losses_until(step)) for one in (row, first)))
         ends = (percent(end(shares.values())) for end in (min, max)) if shares else "-"
-        return " to ".join(dict.fromkeys(ends))
+        return " to ".join(dict.fromkeys(end.replace("-0.00%", "+0.00%") for end in ends))
 
     cells = [(row, *(far(row, step) for step in steps)) for row in parity.rows(study) if row != first]
-    title = f"The mean of {parity.SMOOTHED_STEPS} training losses up to a step, against {first}, over the seeds:"
+    title = (
+        f"On the way: the mean of the {parity.SMOOTHED_STEPS} training losses up to a step, against that of {first}. A "
+        "cell has the smallest and the largest difference of any seed:"
+    )
     return [title, pipe_table(("row", *(f"step {step}" for step in steps)), cells)] if cells else []
 
 
@@ -110,10 +117,12 @@ def _fault_table(study: parity.Study, faults: list[str], measure: parity.Measure
 
 
 def curves_png(study: parity.Study) -> bytes:
-    """A PNG: the training losses of every row and fault that has any, and how far each row is from the first one."""
-    first, rows = parity.reference(study), parity.rows(study)
-    losses = {row: parity.curve(study, row) for row in (*rows, *parity.rows(study, mutations=True))}
+    """A PNG: the training losses of every row and fault that has any, and how far they are from the row that they are
+    compared with."""
+    first, rows, faults = parity.reference(study), parity.rows(study), parity.rows(study, mutations=True)
+    losses = {row: parity.curve(study, row) for row in (*rows, *faults)}
     apart = {row: parity.curve(study, row, first) for row in rows if row != first}
-    panels = {"loss, nats": losses, f"above {first}, nats": apart}
+    mutated = {fault: parity.curve(study, fault, parity.unmutated(study, fault)) for fault in faults}
+    panels = {"loss, nats": losses, f"less {first}, nats": apart, "less the script, nats": mutated}
     drawn = {label: {row: points for row, points in curves.items() if points} for label, curves in panels.items()}
     return charts.seed_curves_png({label: curves for label, curves in drawn.items() if curves}, parity.SMOOTHED_STEPS)

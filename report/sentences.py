@@ -10,7 +10,7 @@ from report import analysis
 from report.analysis import bound, describe_bound, is_timed, median_ms
 from report.doubts import Speedup, busy, compared, is_unsteady, kernels_fit, mark
 
-LONGEST_CHANGE = 600  # characters
+LONGEST_TOLD = 600  # characters
 TAKE = {
     "matrix products": "Matrix products take", "attention": "Attention takes",
     "normalization and pointwise": "Normalization and pointwise kernels take", "optimizer": "The optimizer takes",
@@ -179,16 +179,31 @@ def _is_all_of(alike: analysis.AlikeProducts | None, change: analysis.Change) ->
 def _at_equal_clock(run: Run, before: Row, row: Row, alike: analysis.AlikeProducts) -> list[str]:
     """How the clock and the matrix products that both steps run alike changed together."""
     fell = alike.after_mhz < alike.before_mhz
-    limit = ", which keeps the GPU within its power limit" if "power limit" in analysis.throttle_reasons(row) else ""
+    limited = fell and "power limit" in analysis.throttle_reasons(row)
+    clock = f"the clock {'fell' if fell else 'rose'} from {alike.before_mhz:.0f} to {alike.after_mhz:.0f} MHz"
+    clock += ", which keeps the GPU within its power limit" * limited
     faster = Speedup(alike.speedup, None, mark(run, row, before)).words()
     every = analysis.category_ms(before)["matrix products"]
     part = f", of {every:.1f} in all" if every - alike.before_ms >= 0.05 else ""
     return [
         f"The matrix products that both steps run alike take {alike.before_ms:.1f} ms in {before.step}{part}.",
-        f"In {row.step} they take {alike.after_ms:.1f} ms, while the clock {'fell' if fell else 'rose'} from "
-        f"{alike.before_mhz:.0f} to {alike.after_mhz:.0f} MHz{limit if fell else ''}.",
-        f"At equal clock {row.step} would be {faster} than {before.step}.",
+        f"In {row.step} the same products take {alike.after_ms:.1f} ms, while {clock}.",
+        f"Computed for an equal clock, {row.step} would be {faster} than {before.step}.",
     ]
+
+
+def about_peers(run: Run) -> str:
+    """What the peers are, and the format of their LM head where the steps' is another; nothing without peers."""
+    if not run.peers:
+        return ""
+    said = "Below the steps stand peers: other libraries that train the same model on the same batches."
+    steps, peers = ({row.settings.head: row.step for row in rows if row.settings and row.settings.head}
+                    for rows in (run.steps, run.peers))  # fmt: skip
+    for head in peers.keys() - steps.keys() if steps else ():
+        of = " and ".join(row.step for row in run.peers if row.settings and row.settings.head == head)
+        others = ", ".join(f"{name} in {own}" for own, name in steps.items())
+        said += f" The LM head of {of} runs in {head}, that of {others}."
+    return said
 
 
 def title(row: Row) -> str:
@@ -197,13 +212,13 @@ def title(row: Row) -> str:
     return first if first.startswith("Step ") else row.step
 
 
-def change(row: Row) -> str:
-    """What a script says that it changes, in its own words; nothing where it does not say."""
-    said = re.search(r"^Change:(.*?)(?:^\w+:|\Z)", analysis.docstring(row), re.DOTALL | re.MULTILINE)
+def told(row: Row, what: str) -> str:
+    """What a script says in its docstring after `Change:` or `Why:`; nothing where it does not say."""
+    said = re.search(rf"^{what}:(.*?)(?:^\w+:|\Z)", analysis.docstring(row), re.DOTALL | re.MULTILINE)
     text = " ".join(said[1].split()) if said else ""
     if re.match(r"[a-z]+[ ,]", text):  # a word, no name of a function
         text = text[0].upper() + text[1:]
-    return one_line(text, LONGEST_CHANGE)
+    return one_line(text, LONGEST_TOLD)
 
 
 def rising_loss(rows: list[Row]) -> str:
@@ -224,17 +239,16 @@ def largest_loss_difference(rows: list[Row]) -> str:
     first, *others = [row for row in rows if is_timed(row)] or [None]
     if not others:
         return "There is no second curve to compare."
-    gap, step, k = max(
-        (abs(b - a), other.step, k)
-        for other in others
-        for k, (a, b) in enumerate(zip(first.loss, other.loss, strict=False))
-    )
+    every = [
+        (b - a, other.step, k) for other in others for k, (a, b) in enumerate(zip(first.loss, other.loss, strict=False))
+    ]
+    gap, step, k = max(every, key=lambda one: abs(one[0]))
     ends = max(others, key=lambda other: abs(analysis.mean_loss(other) - analysis.mean_loss(first)))
     difference = analysis.loss_difference(ends, first) or 0.0
     count = min(len(first.loss), analysis.LOSS_WINDOW)
     over = f"the last {count}" if count < len(first.loss) else f"all {count}"
     return (
-        f"The largest difference to {first.step} is {gap:.4f} nats, in {step} at training step {k}. "
+        f"The largest difference to {first.step} is {gap:+.4f} nats, in {step} at training step {k}. "
         f"Averaged over {over} training steps, the loss of {ends.step} differs from that of {first.step} by "
-        f"{difference:+.2%}, the most of any row."
+        f"{difference:+.2%}, the most of any step."
     )

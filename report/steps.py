@@ -6,13 +6,13 @@ from common.record import Run
 from report import drawn, page, story, table
 from report.doubts import NOTICE, SERIOUS
 from report.load import environment_of
-from report.sentences import headline
+from report.sentences import about_peers, headline
 from report.story import Card
 from report.table import bullets, levels, markdown, pipe_table
 
 FOLDER = "steps"  # of the pictures, below docs/
 SOURCES = (
-    "The diffs and what each step says that it changes are of the scripts as they ran: the record holds their text. "
+    "The diffs, and what each step says of itself, are those of the scripts as they ran: the record holds their text. "
     "Today's scripts may differ."
 )
 
@@ -32,8 +32,9 @@ def steps_page(run: Run, at: str) -> tuple[str, dict[str, bytes]]:
         f"[Record]({at}/results.json), [report as one page]({at}/report.html).",
         *bullets(doubts.get(SERIOUS, [])),
         "## Where the time went",
+        f"A bar is as long as a training step takes. Its colors are kinds of kernel. {markdown(about_peers(run))}",
         "![Milliseconds of a training step by kind of kernel](steps/where.svg)",
-        "![The same as shares of each step](steps/shares.svg)" if pictures["shares"] else "",
+        "The same as shares of each step:\n\n![Shares of each step](steps/shares.svg)" if pictures["shares"] else "",
         SOURCES if any(row.source for row in run.steps) else "",
         *(part for card in story.cards(run) for part in _card(card)),
         *(["## One transformer block", story.ONE_BLOCK, *blocks] if blocks else []),
@@ -48,7 +49,9 @@ def steps_page(run: Run, at: str) -> tuple[str, dict[str, bytes]]:
 
 
 def _card(card: Card) -> list[str]:
-    lines = [f"## {markdown(card.title)}", markdown(card.change), markdown(f"{card.outcome} {card.why}")]
+    lines = [f"## {markdown(card.title)}", markdown(card.change)]
+    lines += [f"Why it should help, as the script says: {markdown(card.reason)}"] if card.reason else []
+    lines.append(markdown(f"{card.outcome} {card.why}"))
     lines.append(markdown(" ".join(card.further)))
     if card.facts:
         cells = [tuple(map(markdown, row.values())) for row in card.facts]

@@ -13,8 +13,9 @@ from report.load import environment_of
 
 MOST_FACTS, MOST_KERNELS = 6, 12
 ONE_BLOCK = (
-    "Every kernel of one block, from one attention to the next: forward, then backward. A gap is a moment in which the "
-    "GPU idles."
+    "Every kernel of one block, from one attention to the next. The left group is the forward pass, the right one the "
+    "backward pass. The gray line below a group is as long as the group takes. White inside a group, wider than the "
+    "line between two kernels, is a moment in which the GPU idles."
 )
 FAR_APART = 4  # times: beyond it a block of the later steps gets a picture of its own
 
@@ -28,6 +29,7 @@ class Card:
     before: str  # the script before
     compared: str  # the last row before that has a time; empty without one
     change: str
+    reason: str  # that the script expects; what was measured is in `why`
     outcome: str
     why: str
     further: list[str]
@@ -54,9 +56,9 @@ def _card(run: Run, script: Row, before: Row | None, after: Row) -> Card:
         (c.name, arrow(c.before_ms, c.after_ms), arrow(c.before_launches, c.after_launches, 0)) for c in categories
     ]
     return Card(
-        after.step, sentences.title(after), script.step, before.step if before else "", sentences.change(after),
-        sentences.outcome(run, before, after), sentences.why(run, before, after),
-        sentences.further(run, before, after),
+        after.step, sentences.title(after), script.step, before.step if before else "",
+        sentences.told(after, "Change"), sentences.told(after, "Why"), sentences.outcome(run, before, after),
+        sentences.why(run, before, after), sentences.further(run, before, after),
         drawn.stacked([time_bar(run, row, None) for row in (before, after)], "ms", legend=False) if comparable else "",
         analysis.code_diff(script, after),
         _facts(run, before, after) if comparable else [],

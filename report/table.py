@@ -244,7 +244,7 @@ def describe_workload(run: Run) -> str:
         return "workload unknown"
     described = (
         f"{workload.preset}: {describe_shape(workload)}, {workload.parameters / 1e6:.1f} M parameters, "
-        f"{workload.warmup} + {workload.steps} steps (untimed + timed) on {workload.data.name}"
+        f"{workload.warmup} untimed and {workload.steps} timed steps, text: {workload.data.name}"
     )
     return ", ".join([described, *describe_division(workload), *describe_passes(run)])
 
@@ -259,7 +259,7 @@ def describe_division(workload: Workload) -> list[str]:
 def describe_passes(run: Run) -> list[str]:
     """What a time of a repeated row is; nothing where every row ran once."""
     passes = analysis.passes(run)
-    return [f"median of {passes} passes, range in brackets"] if passes else []
+    return [f"median of {passes} passes, their range in brackets"] if passes else []
 
 
 def levels(run: Run, said: Iterable[str] = ()) -> dict[str, list[str]]:

@@ -84,7 +84,9 @@ def test_a_serious_doubt_marks_its_figures_and_every_doubt_is_said_once(tmp_path
 def test_passes_give_ranges_everywhere(tmp_path):
     made = runs.run(runs.repeated("0_baseline", 300.0, 330.0), runs.repeated("2_sdpa", 100.0, 80.0))
     shown = [*written(made, tmp_path), compare.text_of(compare.compare(made, made, ("a", "b")))]
-    assert all(said.count("median of 2 passes, range in brackets") in (1, 2) for said in shown if said != shown[4])
+    assert all(
+        said.count("median of 2 passes, their range in brackets") in (1, 2) for said in shown if said != shown[4]
+    )
     assert all("100.0 (80.0-100.0)" in said for said in shown)
     for said, speedup in zip(shown, ("3.30x (3.00-4.12)",) * 3 + (" 3.3 (3.0-4.1)", "3.3x (3.0-4.1)"), strict=False):
         assert speedup in said

@@ -111,7 +111,7 @@ def test_passes_are_merged_and_a_row_has_a_time_only_if_no_pass_ended_without(tm
     assert peer.timing.median_ms == 115.0 and abs(peer.model_flops_per_s - 8.4e9 / 0.115) < 1
     assert run.problems[0] == "p ran in 2 of 3 passes only" and "rows differ in device" in run.problems[1]
     said = table.render_text(run)
-    assert "104.0? (100.0-130.0)" in said and "\nmedian of 3 passes, range in brackets\n" in said
+    assert "104.0? (100.0-130.0)" in said and "\nmedian of 3 passes, their range in brackets\n" in said
 
 
 def test_a_row_of_another_workload_is_failed_one_of_another_machine_is_named_and_a_failed_roof_says_why(tmp_path):

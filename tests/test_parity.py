@@ -90,9 +90,13 @@ def test_the_page_names_faults_that_a_study_does_not_see_and_rows_that_did_not_t
     assert "The held-out loss, in nats. \n" in text, "nothing is compared"
     others = trained("close", [2.05, 2.1, 2.2]), trained("low", [1.0] * 3), trained("high", [9.0] * 3)
     said = parity.describe_rows(study_of(tmp_path / "more", plain, *others, trained("new", [2.0])), parity.heldout_loss)
-    ends = "No difference to 2_sdpa is seen: close.", "Lower than 2_sdpa: low.", "Higher", "high.", "Too few", "new."
+    ends = "no difference to 2_sdpa: close.", "lower than 2_sdpa: low.", "higher", "high.", "too few", "new."
     assert [said.index(part) for part in ends] == sorted(said.index(part) for part in ends)
-    for runs, said in (((plain, sharp), "every fault."), ((plain,), "No fault"), ((plain[:2], sharp), "Fewer")):
+    for runs, said in (
+        ((plain, sharp), "each of these faults."),
+        ((plain,), "No fault"),
+        ((plain[:2], sharp), "Fewer"),
+    ):
         assert said in parity.describe_faults(study_of(tmp_path / said, *runs))
 
 
@@ -113,7 +117,7 @@ def test_faults_that_were_recorded_apart_are_those_of_the_study_of_the_same_work
     study_of(tmp_path, plain, sharp, name="parity-faults")
     ((folder, study),) = parity_page.recorded_studies(tmp_path)
     assert folder.name == "parity" and parity.rows(study) == ["3_compile", "4_x", "2_sdpa"]
-    assert "Together they see every fault." in parity_page.tables(tmp_path)
+    assert "Together they see each of these faults." in parity_page.tables(tmp_path)
 
 
 def test_rows_have_names_and_numbers_and_faults_run_by_name_only():
