@@ -152,7 +152,8 @@ def _memory(run: Run) -> Evidence:
     if over_time:
         caption = (
             "What CUDA's allocator holds in one launched step, by what it is for, at one scale. From left to right are "
-            "its allocations in their order, so time is not to scale. Dashed: backward begins, the optimizer begins. "
+            "its allocations in their order, in at most 200 points, each the most of some neighbors. Time is not to "
+            "scale: dashed lines, at the same place for every step, show where backward and the optimizer begin. "
             "Activations are what forward keeps for backward. Temporary is what is freed again soon. A captured step "
             "has memory of its own, so its peak can differ."
         )

@@ -39,6 +39,7 @@ class Trained:
     loss: list[float] = field(default_factory=list)  # nats, one a training step
     heldout_loss: float | None = None  # nats
     commit: str | None = None
+    gpu_uuid: str | None = None
 
 
 @dataclass
@@ -201,12 +202,20 @@ def interval(losses: Losses, reference: Losses) -> tuple[float, float] | None:
 def verdict(losses: Losses, reference: Losses) -> str:
     """DIFFERENT where the interval of the difference lies on one side of zero, ALIKE where it holds zero; TOO_FEW.
 
-    Of rows without any difference, 5 % are DIFFERENT by chance.
+    Of normally distributed rows without any difference, 5 % are DIFFERENT by chance.
     """
     ends = interval(losses, reference)
     if ends is None:
         return TOO_FEW
     return ALIKE if ends[0] <= 0 <= ends[1] else DIFFERENT
+
+
+def count_comparisons(study: Study) -> int:
+    """The verdicts that a study gives, beside those of faults: each row's against the reference, by every measure."""
+    first = reference(study)
+    every = ((by_seed(study, row, of), by_seed(study, first, of)) for row in rows(study) if row != first
+             for of in MEASURES.values())  # fmt: skip
+    return sum(interval(*losses) is not None for losses in every)
 
 
 def describe_rows(study: Study, measure: Measure) -> str:

@@ -25,6 +25,9 @@ def tables(results: Path) -> str:
         for name, measure in parity.MEASURES.items():
             parts += [f"The {name}, in nats. {parity.describe_rows(study, measure)}", _loss_table(study, measure)]
         parts += _early_table(study)
+        if count := parity.count_comparisons(study):
+            parts.append(f"These are {count} comparisons with {parity.reference(study)}. If no row differed, about "
+                         f"{0.05 * count:.1f} of them would be called different by chance.")  # fmt: skip
         parts += ["### Faults put in on purpose", parity.describe_faults(study)]
         if faults := parity.rows(study, mutations=True):
             for name, measure in parity.MEASURES.items():
@@ -48,13 +51,14 @@ def _about_study(study: parity.Study) -> str:
     device = table.describe_device(study.environment) if study.environment else "unknown machine"
     shape = describe_shape(SimpleNamespace(**work))
     rows = [*parity.rows(study), *parity.rows(study, mutations=True)]
-    ladder = [run.row for run in study.runs if run.kind in ("step", "peer")]
-    precisions = [f"{row} {known}" for row in dict.fromkeys(ladder) if (known := parity.precision(study, row))]
+    precisions = [f"{row} {known}" for row in rows if (known := parity.precision(study, row))]
+    gpus = len({run.gpu_uuid for run in study.runs if run.gpu_uuid})
     seeds = sorted({str(run.seed) for run in study.runs}, key=int)
     options = shlex.join(["--seeds", *seeds, "--rows", *rows])
     return (
         f"{device}; {work['preset']}: {shape}, lr {work['lr']:g}, {work['warmup']} + {work['steps']} training steps, "
-        f"commit {commits}. Precision that was seen: {', '.join(precisions) or 'unknown'}.\n\n"
+        f"commit {commits}{f', on {gpus} GPUs' * (gpus > 1)}. "
+        f"Precision that was seen: {', '.join(precisions) or 'unknown'}.\n\n"
         f"```\n{study.command} {options} --output FILE\n```"
     )
 
@@ -63,7 +67,7 @@ def _against(losses: parity.Losses, reference: parity.Losses) -> tuple[str, str,
     """The difference, its 95 % interval, the difference in deviations of the reference, and the verdict."""
     between, ends = parity.difference(losses, reference), parity.interval(losses, reference)
     ratio = figure(parity.deviations(losses, reference), "+.1f")
-    shown = " to ".join(f"{end:+.4f}" for end in ends) if ends else "-"
+    shown = " to ".join(f"{end:{'+.4f' if abs(end) >= 1e-4 else '+.5f'}}" for end in ends) if ends else "-"
     return figure(between, "+.4f"), shown, ratio, parity.verdict(losses, reference)
 
 

@@ -229,8 +229,9 @@ def rising_loss(rows: list[Row]) -> str:
     if not start or start[k] < 1.1 * start[0]:
         return ""
     return (
-        f"The loss first rises, from {start[0]:.2f} to {start[k]:.2f} nats in training step {k}: AdamW's first updates "
-        "move every weight by about the whole learning rate, and the learning rate has no warm-up here."
+        f"The loss first rises, from {start[0]:.2f} to {start[k]:.2f} nats in training step {k}. The "
+        "likely reason: AdamW's first updates move every weight by about the whole learning rate, whatever its "
+        "gradient, and the learning rate has no warm-up here."
     )
 
 
@@ -247,8 +248,9 @@ def largest_loss_difference(rows: list[Row]) -> str:
     difference = analysis.loss_difference(ends, first) or 0.0
     count = min(len(first.loss), analysis.LOSS_WINDOW)
     over = f"the last {count}" if count < len(first.loss) else f"all {count}"
+    at_the_end = ends.loss[-1] - first.loss[-1]
     return (
         f"The largest difference to {first.step} is {gap:+.4f} nats, in {step} at training step {k}. "
         f"Averaged over {over} training steps, the loss of {ends.step} differs from that of {first.step} by "
-        f"{difference:+.2%}, the most of any step."
+        f"{difference:+.2%}, the most of any step. At the end the two differ by {at_the_end:+.4f} nats."
     )

@@ -103,7 +103,13 @@ def time_bar(run: Run, row: Row, reference: Row | None) -> drawn.Bar:
     label = f"{ms_of(run, row)} ms"
     label += f", predicted {table.figure(row.predicted_ms)}" if row.predicted_ms else ""
     label += f" · {speedup.ratio:.1f}x{speedup.mark}" if speedup and row is not reference else ""
+    label += _head(run, row)
     return drawn.Bar(row.step, analysis.category_ms(row) or {"step": median_ms(row)}, label, row.predicted_ms)
+
+
+def _head(run: Run, row: Row) -> str:
+    """The format of a peer's LM head, as a label ends with it: a row in FP8 may have it in BF16."""
+    return f" · {row.settings.head} head" if row in run.peers and row.settings.head else ""
 
 
 def where(run: Run) -> dict[str, str]:
@@ -144,8 +150,8 @@ def memory(run: Run) -> tuple[str, bool]:
 def energy(run: Run) -> str:
     """A picture of the tokens that a joule trains."""
     rows = [row for row in [*run.steps, *run.peers] if is_timed(row) and row.tokens_per_joule]
-    bars = [drawn.Bar(row.step, {"tokens per joule": row.tokens_per_joule}, table.tokens_per_joule(row) + " tokens/J")
-            for row in rows]  # fmt: skip
+    bars = [drawn.Bar(row.step, {"tokens per joule": row.tokens_per_joule},
+                      f"{table.tokens_per_joule(row)} tokens/J{_head(run, row)}") for row in rows]  # fmt: skip
     return drawn.stacked(bars, "tokens/J", legend=False) if bars else ""
 
 

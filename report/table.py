@@ -22,7 +22,7 @@ PREDICTION = (
     "predicted ms: what the roofs say before a step runs, from FLOPs, bytes and launches (ladder/predict.py); nothing "
     "in it is taken from these times"
 )
-NOT_SHORT = ("tokens/s", "tokens/s per GPU", "vs previous", "LM head", "warm-up s", "loss", "loss difference",
+NOT_SHORT = ("tokens/s", "tokens/s per GPU", "vs previous", "warm-up s", "loss", "loss difference",
              "of roof", "bound by")  # fmt: skip
 CONVENTION = (
     "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square that it needs. "

@@ -53,9 +53,9 @@ def test_blocks_share_one_time_axis_and_backward_follows_forward():
 
 def test_a_peak_is_named_by_its_part_of_the_step_and_what_holds_most_of_it():
     use = runs.memory_use()
-    assert drawn.describe_peak(use) == "in backward, mostly activations"
+    assert drawn.describe_peak(use) == "in backward, 67% activations"
     use.peak_ms = 10.0
-    assert drawn.describe_peak(use) == "in the optimizer, mostly optimizer"
+    assert drawn.describe_peak(use) == "in the optimizer, 100% optimizer"
     use.backward_ms = use.optimizer_ms = None
     assert drawn.describe_peak(use).startswith("in forward")
 
