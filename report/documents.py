@@ -149,7 +149,9 @@ def _limits_table(rows: list[Row], run: Run) -> str:
     for row in rows:
         launches, share = f"{row.profile.kernels_per_step:.0f}", table.describe_share_of_roof(row, run)
         cells.append((row.step, launches, analysis.describe_bound(row), tflops(row.model_flops_per_s), share, gib(row)))
-    return pipe_table(("step", "kernels run", "bound by", "TFLOP/s", "of roof", "peak GiB"), cells)
+    names = ("step", "kernels run", "bound by", "TFLOP/s", "of roof", "peak GiB")
+    kept = [k for k in range(len(names)) if any(row[k] != "-" for row in cells)]
+    return pipe_table([names[k] for k in kept], [[row[k] for k in kept] for row in cells])
 
 
 def method_tables(results: Path) -> str:

@@ -42,7 +42,8 @@ def machines_table(results: Path) -> str:
         cells.append((generation, *does, markdown(", ".join(devices)) or "not run"))
     headers = ("machine (compute capability)", "1: products", "3: graph", "4: FP8", "recorded here")
     memory = (
-        f"The least and the most peak memory of any step, in all recorded runs on one GPU: {memory_of_presets(runs)}."
+        "The least and the most peak memory of any step, in the recorded runs of the presets on one GPU: "
+        f"{memory_of_presets(runs)}."
     )
     return "\n\n".join([pipe_table(headers, cells, n_left=5), memory])
 

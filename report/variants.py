@@ -12,8 +12,10 @@ from report.table import percent, pipe_table
 
 LEGEND = (
     "*Unchanged* is the script as it is, *varied* the script with this one choice changed, quartiles in brackets. "
-    "*Difference* is varied less unchanged, so a minus sign is a gain, and so are *GiB* and *loss*. *Predicted* was "
-    f"written before, by arithmetic for `{SLICE}` except where it names another workload."
+    "*Difference* is the varied time less the unchanged one, so a minus sign is a gain. *GiB* is the same of the peak "
+    "memory, and *loss* of the mean loss, in per cent. *Predicted* was written before, by arithmetic for "
+    f"`{SLICE}` except where it names another workload: in the tables of others it shows what was thought of, and is "
+    "no prediction for them."
 )
 HEADERS = ("variant", "script", "predicted", "unchanged, ms (p25-p75)", "varied, ms", "difference", "GiB", "loss",
            "commit")  # fmt: skip
