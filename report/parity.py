@@ -100,6 +100,11 @@ def smoothed(losses: list[float]) -> list[float]:
     return [fmean(losses[end - SMOOTHED_STEPS : end]) for end in ends]
 
 
+def measures(study: Study) -> dict[str, Measure]:
+    """Those of MEASURES that a run of the study has: a study of fewer than FIRST_STEPS steps lacks one."""
+    return {name: of for name, of in MEASURES.items() if any(of(run) is not None for run in study.runs)}
+
+
 # --- the seeds of one row -------------------------------------------------------------------------
 
 
@@ -214,7 +219,7 @@ def count_comparisons(study: Study) -> int:
     """The verdicts that a study gives, beside those of faults: each row's against the reference, by every measure."""
     first = reference(study)
     every = ((by_seed(study, row, of), by_seed(study, first, of)) for row in rows(study) if row != first
-             for of in MEASURES.values())  # fmt: skip
+             for of in measures(study).values())  # fmt: skip
     return sum(interval(*losses) is not None for losses in every)
 
 
@@ -256,7 +261,9 @@ def describe_faults(study: Study) -> str:
     faults = rows(study, mutations=True)
     if not faults:
         return "No fault was put in, so it is not known what the measures would see."
-    verdicts = {name: {fault: fault_verdict(study, fault, of) for fault in faults} for name, of in MEASURES.items()}
+    verdicts = {
+        name: {fault: fault_verdict(study, fault, of) for fault in faults} for name, of in measures(study).items()
+    }
     if any(TOO_FEW in said.values() for said in verdicts.values()):
         return f"Fewer than {FEWEST_SEEDS} seeds do not show what the measures see."
     seen = {name: [fault for fault in faults if said[fault] == DIFFERENT] for name, said in verdicts.items()}

@@ -22,7 +22,7 @@ def tables(results: Path) -> str:
     parts = []
     for folder, study in recorded_studies(results):
         parts += [f"## {folder.relative_to(results)}", _about_study(study)]
-        for name, measure in parity.MEASURES.items():
+        for name, measure in parity.measures(study).items():
             parts += [f"The {name}, in nats. {parity.describe_rows(study, measure)}", _loss_table(study, measure)]
         parts += _early_table(study)
         if count := parity.count_comparisons(study):
@@ -30,7 +30,7 @@ def tables(results: Path) -> str:
                          f"{0.05 * count:.1f} of them would be called different by chance.")  # fmt: skip
         parts += ["### Faults put in on purpose", parity.describe_faults(study)]
         if faults := parity.rows(study, mutations=True):
-            for name, measure in parity.MEASURES.items():
+            for name, measure in parity.measures(study).items():
                 parts += [f"By the {name}:", _fault_table(study, faults, measure)]
         parts.append(f"![Training losses](results/{folder.relative_to(results)}/{parity.CURVES})")
         parts.append(

@@ -100,6 +100,20 @@ def test_the_page_names_faults_that_a_study_does_not_see_and_rows_that_did_not_t
         assert said in parity.describe_faults(study_of(tmp_path / said, *runs))
 
 
+def test_a_study_of_few_steps_has_no_first_losses(tmp_path):
+    plain, sharp = trained("2_sdpa", [2.0, 2.1, 2.2]), trained("sharp", [3.0] * 3, parity.MUTATION)
+    for run in (*plain, *sharp):
+        run["loss"] = run["loss"][:20]
+    study = study_of(tmp_path, plain, sharp, trained("3_x", [2.0, 2.2, 2.1]))
+    for run in study.runs:
+        run.loss = run.loss[:20]
+    assert list(parity.measures(study)) == ["held-out loss"] and parity.count_comparisons(study) == 1
+    assert parity.describe_faults(study).startswith("The held-out loss sees: sharp. Together")
+    path = tmp_path / "machine" / "parity" / parity.STUDY
+    write_json(path, read_json(path) | {"runs": [*plain, *sharp]})
+    assert "first 50" not in parity_page.tables(tmp_path)
+
+
 def test_a_row_that_lacks_a_seed_is_not_trained_yet_and_its_study_not_recorded(tmp_path):
     study = study_of(tmp_path, trained("2_sdpa", [2.0, 2.1]), trained("3_x", [2.2]))
     assert parity.missing(study) == [("3_x", 2), ("4_x", 2)] and parity.reference(study) == "2_sdpa"
