@@ -24,7 +24,10 @@ from common.errors import run_command
 
 
 def main() -> None:
-    """Print notes, what is pinned for every row, the workload, and the memory that a row needs and the host has."""
+    """Print notes, what is pinned for every row, the workload, and the memory that a row needs and the host has.
+
+    Exits with code 2 and one line for more processes than a CPU has cores.
+    """
     args = parse_args(ROOT / "run_all.sh", "Runs the five steps and tabulates them.")
     cores = os.cpu_count() or 1
     if args.device.type == "cpu" and args.world.size > cores:

@@ -97,7 +97,7 @@ class Recorder:
     def is_recorded(self, recording: Recording) -> bool:
         """By the code as it is now, in this call's folder or in docs/results, and whole."""
         held = (recording.files(results) for results in (self.into, RESULTS))
-        return any(is_of_this_code(ROOT, files, recording) and is_whole(files) for files in held)
+        return any(is_of_this_code(ROOT, files, recording) and is_whole(files, recording) for files in held)
 
     def rest_s(self, recording: Recording) -> list[float]:
         """The seconds that each piece of a recording is expected to take yet."""
@@ -135,7 +135,7 @@ def record(recorder: Recorder, recording: Recording, variables: dict[str, str]) 
     state, file = recorder.state(recording), recorder.unfinished(recording, ".state.json")
     file.parent.mkdir(parents=True, exist_ok=True)
     held, output = recording.files(RESULTS), recorder.unfinished(recording)
-    if not output.exists() and held and not is_whole(held) and is_of_this_code(ROOT, held, recording):
+    if not output.exists() and held and not is_whole(held, recording) and is_of_this_code(ROOT, held, recording):
         shutil.copyfile(held[0], output)  # a study that was interrupted goes on
     while state.done < len(recording.pieces):
         piece, at = recording.pieces[state.done], f"{recording.name}, piece {state.done + 1} of {len(recording.pieces)}"
@@ -299,7 +299,7 @@ def describe(recorder: Recorder, plan: list[Recording], here: Machine) -> str:
         old = f"commit {of.commit}" if files else "missing"
         if of.commits and (changed := changed_since(ROOT, of.commits, one.code(ROOT, files))) != []:
             old += ", the code has changed since" if changed else ", which git does not know"
-        old += ", unfinished" * (not is_whole(files))
+        old += ", unfinished" * (not is_whole(files, one))
         now = f"begun, {state.done} of {len(one.pieces)} pieces done" if state.done or state.run else "to record"
         if not fits(one, here):
             now = f"needs {one.machine.gpus} x {one.machine.device}"

@@ -251,6 +251,15 @@ def shown_steps(results: Path) -> tuple[str, dict[str, bytes]]:
     return steps.steps_page(read_run(results / SHOWN / MERGED), f"results/{SHOWN}")
 
 
+def write_pictures(folder: Path, pictures: dict[str, bytes]) -> None:
+    """Write pictures by name, and remove those of the folder that are none of them any more. Raises OSError."""
+    for name, picture in pictures.items():
+        write_bytes(folder / name, picture)
+    for path in folder.glob("*.svg"):
+        if path.name not in pictures:
+            path.unlink()
+
+
 def main() -> None:
     parser = OneLineParser(prog="python -m report.documents", description=__doc__)
     parser.parse_args()
@@ -259,12 +268,7 @@ def main() -> None:
         for document, text in documents(ROOT, results).items():
             write_bytes(document, text.encode())
             say(str(document.relative_to(ROOT)))
-        folder, pictures = ROOT / "docs" / steps.FOLDER, shown_steps(results)[1]
-        for name, picture in pictures.items():
-            write_bytes(folder / name, picture)
-        for path in folder.glob("*.svg"):
-            if path.name not in pictures:
-                path.unlink()
+        write_pictures(ROOT / "docs" / steps.FOLDER, shown_steps(results)[1])
         for folder, study in parity_page.recorded_studies(results):
             write_bytes(folder / parity.CURVES, parity_page.curves_png(study))
             say(str((folder / parity.CURVES).relative_to(ROOT)))

@@ -5,7 +5,6 @@ Text takes the color of the page around it. Names come from records: they are sh
 
 from __future__ import annotations
 
-import math
 import re
 import textwrap
 from collections import Counter
@@ -168,8 +167,8 @@ def memory(rows: list[tuple[str, MemoryUse | None, str]]) -> str:
     drawing, height = Drawing(), 84
     top = max(use.peak_bytes for _, use, _ in rows if use) or 1
     for name, use, why in rows:
-        if use is None:
-            drawing.reason(name, why)
+        if use is None or not use.ms:
+            drawing.reason(name, why or "no allocation was seen")
             continue
         drawing.heading(name, f"{use.peak_bytes / GIB:.1f} GiB {describe_peak(use)}")
         xs = _places(use)
@@ -185,19 +184,24 @@ def memory(rows: list[tuple[str, MemoryUse | None, str]]) -> str:
             title = f"{kind}: at most {max(held, default=0) / GIB:.1f} GiB"
             drawing.parts.append(f'<polygon points="{points}" fill="{color}"><title>{title}</title></polygon>')
             floor = roof
-        for share in list(PHASES.values())[1:]:
+        for phase, share in PHASES.items() if _is_marked(use) else ():
+            drawing.text(share * WIDTH + 4, 31, phase)
             drawing.line(share * WIDTH, 19, share * WIDTH, 19 + height, dashed=True)
         drawing.height += height + 32
-    for phase, share in PHASES.items():
-        drawing.text(share * WIDTH, 2, phase)
-    drawing.height += 8
     drawing.legend(MEMORY_COLORS)
     return drawing.svg()
 
 
+def _is_marked(use: MemoryUse) -> bool:
+    """Whether it is known where backward and the optimizer begin."""
+    return None not in (use.backward_ms, use.optimizer_ms)
+
+
 def _places(use: MemoryUse) -> list[float]:
-    """Where each point of a step's memory is drawn: in the part of its phase, evenly."""
-    begins = (0.0, *(math.inf if ms is None else ms for ms in (use.backward_ms, use.optimizer_ms)))
+    """Where each point of a step's memory is drawn: evenly in the part of its phase, or over the whole width."""
+    if not _is_marked(use):
+        return [k / max(1, len(use.ms) - 1) * WIDTH for k in range(len(use.ms))]
+    begins = (0.0, use.backward_ms, use.optimizer_ms)
     phases = [max(k for k, begin in enumerate(begins) if ms >= begin) for ms in use.ms]
     counts, edges, xs = Counter(phases), [*PHASES.values(), 1.0], []
     for k, phase in enumerate(phases):

@@ -19,7 +19,7 @@ from report import analysis, charts, drawn, story, table
 from report.analysis import is_timed, reason_untimed
 from report.doubts import NOTICE, SERIOUS, busy, compared, describe_profile_offset
 from report.load import environment_of
-from report.sentences import about_peers, headline, largest_loss_difference, rising_loss
+from report.sentences import headline, largest_loss_difference, rising_loss
 
 SECTIONS = (
     ("where", "Where the time went"),
@@ -115,7 +115,7 @@ def _where(run: Run, rows: list[Row]) -> dict:
     )
     predicted = any(row.predicted_ms for row in rows)
     caption += " Dashed: what was predicted from the roofs alone." if predicted else ""
-    caption += f" {about_peers(run)}" if run.peers else ""
+    caption += story.PEERS * bool(run.peers)
     return {
         "where": story.where(run),
         "where_caption": caption,
@@ -148,8 +148,8 @@ def evidence(run: Run) -> dict[str, Evidence]:
 
 
 def _memory(run: Run) -> Evidence:
-    picture, over_time = story.memory(run)
-    if over_time:
+    picture, by_kind = story.memory(run)
+    if by_kind:
         caption = (
             "What CUDA's allocator holds in one launched step, by what it is for, at one scale. From left to right are "
             "its allocations in their order, in at most 200 points, each the most of some neighbors. Time is not to "
@@ -162,7 +162,7 @@ def _memory(run: Run) -> Evidence:
     else:
         caption = (
             "Peak of CUDA's allocator over the training steps, the capture of a captured step included. These records "
-            "hold no memory over time."
+            "do not say what the memory was for."
         )
     return Evidence("Memory", picture, caption, [])
 

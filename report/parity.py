@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from common.record import Environment, Settings
-from report.load import convert, read_json
+from report.load import RecordError, convert, read_json
 
 STUDY, CURVES = "parity.json", "curves.png"
 MUTATION = "mutation"
@@ -62,11 +62,16 @@ def read_study(path: Path) -> Study:
 
 def studies(machine: Path) -> list[tuple[Path, Study]]:
     """The recorded studies of a machine, a folder of docs/results. Those of one workload are one, in the folder of the
-    first. Raises RecordError."""
+    first. Raises RecordError, also where two of them hold the same run."""
     found: list[tuple[Path, Study]] = []
     for path in sorted(machine.glob(f"parity*/{STUDY}")):
         study = read_study(path)
         same = [one for _, one in found if one.workload == study.workload]
+        if same and (twice := row_seeds(same[0]) & row_seeds(study)):
+            row, seed = min(twice)
+            raise RecordError(
+                f"{path.parent.name} trains {row} with seed {seed} again: take it out of one of the files"
+            )
         if same:
             same[0].runs += study.runs
         else:
@@ -102,7 +107,8 @@ def smoothed(losses: list[float]) -> list[float]:
 
 def measures(study: Study) -> dict[str, Measure]:
     """Those of MEASURES that a run of the study has: a study of fewer than FIRST_STEPS steps lacks one."""
-    return {name: of for name, of in MEASURES.items() if any(of(run) is not None for run in study.runs)}
+    every = dict.fromkeys(run.row for run in study.runs)
+    return {name: of for name, of in MEASURES.items() if any(by_seed(study, row, of) for row in every)}
 
 
 # --- the seeds of one row -------------------------------------------------------------------------
@@ -224,7 +230,7 @@ def count_comparisons(study: Study) -> int:
 
 
 def describe_rows(study: Study, measure: Measure) -> str:
-    """Sentences: which rows end where the reference ends, which do not and on which side, and which lack seeds."""
+    """Sentences: in which rows no difference to the reference is seen, which are lower or higher, which lack seeds."""
     first = reference(study)
     losses = {row: by_seed(study, row, measure) for row in rows(study)}
     trained = [row for row in losses if losses[row] and row != first]
@@ -235,12 +241,12 @@ def describe_rows(study: Study, measure: Measure) -> str:
         for sign in (-1, 1)
     )
     sentences = {
-        f"show no difference to {first}": named[ALIKE],
-        f"are lower than {first}": lower,
-        f"are higher than {first}": higher,
-        f"have too few seeds to be compared with {first}": named[TOO_FEW],
+        f"No difference to {first} is seen in": named[ALIKE],
+        f"The loss is lower than that of {first} in": lower,
+        f"The loss is higher than that of {first} in": higher,
+        f"These lack seeds to be compared with {first}": named[TOO_FEW],
     }
-    return " ".join(f"These rows {what}: {'; '.join(of)}." for what, of in sentences.items() if of)
+    return " ".join(f"{what}: {'; '.join(of)}." for what, of in sentences.items() if of)
 
 
 # --- the faults -----------------------------------------------------------------------------------
@@ -257,17 +263,15 @@ def fault_verdict(study: Study, mutation: str, measure: Measure) -> str:
 
 
 def describe_faults(study: Study) -> str:
-    """Sentences: which faults each measure sees, and which none does."""
+    """Sentences: which faults each measure sees, which none does, and which have too few seeds to tell."""
     faults = rows(study, mutations=True)
     if not faults:
         return "No fault was put in, so it is not known what the measures would see."
-    verdicts = {
-        name: {fault: fault_verdict(study, fault, of) for fault in faults} for name, of in measures(study).items()
-    }
-    if any(TOO_FEW in said.values() for said in verdicts.values()):
-        return f"Fewer than {FEWEST_SEEDS} seeds do not show what the measures see."
-    seen = {name: [fault for fault in faults if said[fault] == DIFFERENT] for name, said in verdicts.items()}
-    sentences = [f"The {name} sees: {'; '.join(of) or 'none'}." for name, of in seen.items()]
-    unseen = [fault for fault in faults if not any(fault in of for of in seen.values())]
-    left = f"Neither sees: {'; '.join(unseen)}." if unseen else "Together they see each of these faults."
-    return " ".join([*sentences, left])
+    by_name = measures(study)
+    verdicts = {name: {fault: fault_verdict(study, fault, of) for fault in faults} for name, of in by_name.items()}
+    told = [fault for fault in faults if any(said[fault] != TOO_FEW for said in verdicts.values())]
+    seen = {name: [fault for fault in told if said[fault] == DIFFERENT] for name, said in verdicts.items()}
+    unseen = [fault for fault in told if not any(fault in of for of in seen.values())]
+    sentences = {f"The {name} sees": of or ["none"] for name, of in seen.items() if told}
+    sentences |= {"No measure sees": unseen, "These lack seeds": [one for one in faults if one not in told]}
+    return " ".join(f"{what}: {'; '.join(of)}." for what, of in sentences.items() if of)

@@ -18,31 +18,31 @@ def recorded_studies(results: Path) -> list[tuple[Path, parity.Study]]:
 
 
 def tables(results: Path) -> str:
-    """A section per study: what was trained, the verdicts of both measures, the faults, the curves."""
-    parts = []
-    for folder, study in recorded_studies(results):
-        parts += [f"## {folder.relative_to(results)}", _about_study(study)]
-        for name, measure in parity.measures(study).items():
-            parts += [f"The {name}, in nats. {parity.describe_rows(study, measure)}", _loss_table(study, measure)]
-        parts += _early_table(study)
-        if count := parity.count_comparisons(study):
-            parts.append(f"These are {count} comparisons with {parity.reference(study)}. If no row differed, about "
-                         f"{0.05 * count:.1f} of them would be called different by chance.")  # fmt: skip
-        parts += ["### Faults put in on purpose", parity.describe_faults(study)]
-        if faults := parity.rows(study, mutations=True):
-            for name, measure in parity.measures(study).items():
-                parts += [f"By the {name}:", _fault_table(study, faults, measure)]
-        parts.append(f"![Training losses](results/{folder.relative_to(results)}/{parity.CURVES})")
-        parts.append(
-            "A line is the mean of the seeds, and a band their range. "
-            f"A point of a line is the mean of {parity.SMOOTHED_STEPS} steps. First come the losses of all rows: most "
-            f"lie on each other. Then comes each row's loss less that of {parity.reference(study)}, seed by seed. Last "
-            "comes each mutation's loss less that of its script."
-        )
-        lines = [f"{run.row}, seed {run.seed}: {run.status}: {run.reason}" for run in study.runs if run.reason]
-        lines += [f"{row}, seed {seed}: not trained yet" for row, seed in parity.missing(study)]
-        parts += ["\n".join(table.bullets(lines)).strip()] if lines else []
-    return "\n\n".join(parts)
+    """A section per study: what was trained, the verdicts of its measures, the faults, the curves."""
+    return "\n\n".join(_section(study, folder.relative_to(results)) for folder, study in recorded_studies(results))
+
+
+def _section(study: parity.Study, place: Path) -> str:
+    first, faults = parity.reference(study), parity.rows(study, mutations=True)
+    parts = [f"## {place}", _about_study(study)]
+    for name, measure in parity.measures(study).items():
+        parts += [f"The {name}, in nats. {parity.describe_rows(study, measure)}", _loss_table(study, measure)]
+    if count := parity.count_comparisons(study):
+        parts.append(f"These are {count} comparisons with {first}. If no row differed, about {0.05 * count:.1f} of "
+                     "them would be called different by chance.")  # fmt: skip
+    parts += [*_early_table(study), "### Faults put in on purpose", parity.describe_faults(study)]
+    for name, measure in parity.measures(study).items() if faults else ():
+        parts += [f"By the {name}:", _fault_table(study, faults, measure)]
+    parts += [f"![Training losses](results/{place}/{parity.CURVES})", _about_curves(first, faults)]
+    lines = [f"{run.row}, seed {run.seed}: {run.status}: {run.reason}" for run in study.runs if run.reason]
+    lines += [f"{row}, seed {seed}: not trained yet" for row, seed in parity.missing(study)]
+    return "\n\n".join([*parts, *(["\n".join(table.bullets(lines)).strip()] if lines else [])])
+
+
+def _about_curves(first: str | None, faults: list[str]) -> str:
+    said = f"A line is the mean of the seeds, each point that of {parity.SMOOTHED_STEPS} steps. A band is their range. "
+    said += f"First come the losses of all rows, then each row's loss less that of {first}, seed by seed."
+    return said + " Last comes each mutation's loss less that of its script." * bool(faults)
 
 
 def _about_study(study: parity.Study) -> str:
@@ -67,7 +67,7 @@ def _against(losses: parity.Losses, reference: parity.Losses) -> tuple[str, str,
     """The difference, its 95 % interval, the difference in deviations of the reference, and the verdict."""
     between, ends = parity.difference(losses, reference), parity.interval(losses, reference)
     ratio = figure(parity.deviations(losses, reference), "+.1f")
-    shown = " to ".join(f"{end:{'+.4f' if abs(end) >= 1e-4 else '+.5f'}}" for end in ends) if ends else "-"
+    shown = " to ".join(f"{end:+.5f}" for end in ends) if ends else "-"
     return figure(between, "+.4f"), shown, ratio, parity.verdict(losses, reference)
 
 

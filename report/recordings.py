@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from common.record import MERGED, ROOFS
@@ -90,12 +91,13 @@ class Recording:
 
 
 def patches_in(root: Path, files: list[Path]) -> list[str]:
-    """The patches of those variants that are rows of the files."""
+    """The patches of those variants that are rows of the files; their whole folder where one has no patch any more."""
     said = _objects([read_json(path) for path in files if path.suffix == ".json"])
-    rows = {*_texts(said, "row"), *_texts(said, "name")}
-    patches = sorted((root / VARIANTS).glob("*.patch"))
-    named = ((patch, patch.read_text().partition("\n")[0].removeprefix("Variant: ")) for patch in patches)
-    return [str(patch.relative_to(root)) for patch, name in named if name in rows]
+    named = [(one.get("row") or one.get("name"), one["script"]) for one in said if "script" in one]
+    rows = {name for name, script in named if name != script}  # the others are scripts as they are
+    patches = {patch.read_text().partition("\n")[0].removeprefix("Variant: "): str(patch.relative_to(root))
+               for patch in (root / VARIANTS).glob("*.patch")}  # fmt: skip
+    return sorted(patches[row] for row in rows) if rows <= patches.keys() else [VARIANTS]
 
 
 def kept_files(folder: Path, is_run: bool) -> list[Path]:
@@ -199,9 +201,16 @@ def is_of_this_code(root: Path, files: list[Path], recording: Recording) -> bool
     return not of.dirty and changed_since(root, of.commits, recording.code(root, files)) == []
 
 
-def is_whole(files: list[Path]) -> bool:
-    """Whether no file is a study of losses that was interrupted."""
-    return not any(path.name == parity.STUDY and parity.missing(parity.read_study(path)) for path in files)
+def is_whole(files: list[Path], recording: Recording) -> bool:
+    """Whether no file is a study of losses that was interrupted, or that lacks a row of its command."""
+    words = shlex.split(" ".join(piece.command for piece in recording.pieces).partition("--rows ")[2])
+    planned = [*takewhile(lambda word: not word.startswith("--"), words)]
+    for study in (parity.read_study(path) for path in files if path.name == parity.STUDY):
+        rows = {run.row for run in study.runs}
+        there = (any(row == name or row.startswith(f"{name}_") for row in rows) for name in planned)
+        if parity.missing(study) or not all(there):
+            return False
+    return True
 
 
 # --- git ------------------------------------------------------------------------------------------
@@ -219,12 +228,15 @@ def git(root: Path, *words: str) -> str | None:
 def changed_since(root: Path, commits: tuple[str, ...], code: tuple[str, ...]) -> list[str] | None:
     """The files of some code that differ from what they were at these commits; None where git cannot tell.
 
-    A file that came since is none of them: only one that is changed itself can make use of it. Nor is one that differs
-    in comments and docstrings alone.
+    A file that came since is none of them: only one that is changed itself can make use of it. A patch that came since
+    is one: rows name patches. A file that differs in comments and docstrings alone is none.
     """
-    diffs = [
-        git(root, "diff", "--name-only", "--no-renames", "--diff-filter=a", commit, "--", *code) for commit in commits
-    ]
+    patches = [path for path in code if path.startswith(VARIANTS)]
+    asked = [("a", code), *([("A", patches)] if patches else [])]
+    compare = ("diff", "--name-only", "--no-renames")
+    found = [[git(root, *compare, f"--diff-filter={kind}", commit, "--", *paths) for kind, paths in asked]
+             for commit in commits]  # fmt: skip
+    diffs = [None if None in each else "".join(each) for each in found]
     if not (root / ".git").exists() or not commits or None in diffs:
         return None
     names = {(commit, name) for commit, text in zip(commits, diffs, strict=True) for name in text.splitlines()}
@@ -291,7 +303,7 @@ def page_lines(root: Path, results: Path) -> list[str] | None:
     if any(None in each.values() for each in changed):
         return None
     older, silent = sum(any(each.values()) for each in changed), changed.count({})
-    unfinished = sum(not is_whole(one.files(results)) for one in plan)
+    unfinished = sum(not is_whole(one.files(results), one) for one in plan)
     said = f"Of {len(plan)} planned recordings {len(plan) - len(recorded)} are missing, {unfinished} unfinished, and "
     said += f"{older} are older than the code they describe." + f" The commit of {silent} is not known." * bool(silent)
     names: dict[str, set[str]] = {}
@@ -317,7 +329,8 @@ def _cells(name: str, files: list[Path], planned: Recording | None = None) -> tu
     commands = of.commands or [piece.command for piece in (planned.pieces if planned else ())]
     command = f"{'planned: ' * (not of.commands)}`{_code(commands[0])}`" if commands else "-"
     command += f" and {len(commands) - 1} more" * (len(commands) > 1)
-    commit = of.commit + ", unfinished" * (not is_whole(files)) if files else "not recorded"
+    unfinished = planned is not None and not is_whole(files, planned)
+    commit = of.commit + ", unfinished" * unfinished if files else "not recorded"
     return markdown(name), commit, of.started_at[:10] or "-", markdown(", ".join(of.devices)) or "-", command
 
 

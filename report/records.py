@@ -84,8 +84,8 @@ class Records:
 
     def study(self) -> parity.Study:
         """The study of losses that has the peers."""
-        folder = self._path(f"parity/{parity.STUDY}").parent
-        return dict(parity.studies(self.folder))[folder]
+        self._path(f"parity/{parity.STUDY}")
+        return parity.studies(self.folder)[0][1]  # it is the first by name
 
     def _path(self, name: str) -> Path:
         if not (self.folder / name).exists():

@@ -192,20 +192,6 @@ def _at_equal_clock(run: Run, before: Row, row: Row, alike: analysis.AlikeProduc
     ]
 
 
-def about_peers(run: Run) -> str:
-    """What the peers are, and the format of their LM head where the steps' is another; nothing without peers."""
-    if not run.peers:
-        return ""
-    said = "Below the steps stand peers: other libraries that train the same model on the same batches."
-    steps, peers = ({row.settings.head: row.step for row in rows if row.settings and row.settings.head}
-                    for rows in (run.steps, run.peers))  # fmt: skip
-    for head in peers.keys() - steps.keys() if steps else ():
-        of = " and ".join(row.step for row in run.peers if row.settings and row.settings.head == head)
-        others = ", ".join(f"{name} in {own}" for own, name in steps.items())
-        said += f" The LM head of {of} runs in {head}, that of {others}."
-    return said
-
-
 def title(row: Row) -> str:
     """`Step 2: fused attention` of a script that says so in its first line, otherwise its name."""
     first = one_line(analysis.docstring(row), 100).rstrip(".")

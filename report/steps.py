@@ -6,7 +6,7 @@ from common.record import Run
 from report import drawn, page, story, table
 from report.doubts import NOTICE, SERIOUS
 from report.load import environment_of
-from report.sentences import about_peers, headline
+from report.sentences import headline
 from report.story import Card
 from report.table import bullets, levels, markdown, pipe_table
 
@@ -32,7 +32,7 @@ def steps_page(run: Run, at: str) -> tuple[str, dict[str, bytes]]:
         f"[Record]({at}/results.json), [report as one page]({at}/report.html).",
         *bullets(doubts.get(SERIOUS, [])),
         "## Where the time went",
-        f"A bar is as long as a training step takes. Its colors are kinds of kernel. {markdown(about_peers(run))}",
+        f"A bar is as long as a training step takes. Its colors are kinds of kernel.{story.PEERS * bool(run.peers)}",
         "![Milliseconds of a training step by kind of kernel](steps/where.svg)",
         "The same as shares of each step:\n\n![Shares of each step](steps/shares.svg)" if pictures["shares"] else "",
         SOURCES if any(row.source for row in run.steps) else "",
@@ -50,7 +50,7 @@ def steps_page(run: Run, at: str) -> tuple[str, dict[str, bytes]]:
 
 def _card(card: Card) -> list[str]:
     lines = [f"## {markdown(card.title)}", markdown(card.change)]
-    lines += [f"Why it should help, as the script says: {markdown(card.reason)}"] if card.reason else []
+    lines += [f"Why it should help, as the script says: {markdown(card.expected)}"] if card.expected else []
     lines.append(markdown(f"{card.outcome} {card.why}"))
     lines.append(markdown(" ".join(card.further)))
     if card.facts:

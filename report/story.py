@@ -17,6 +17,7 @@ ONE_BLOCK = (
     "backward pass. The gray line below a group is as long as the group takes. White inside a group, wider than the "
     "line between two kernels, is a moment in which the GPU idles."
 )
+PEERS = " Below the steps stand peers: other libraries that train the same model on the same batches."
 FAR_APART = 4  # times: beyond it a block of the later steps gets a picture of its own
 
 
@@ -29,7 +30,7 @@ class Card:
     before: str  # the script before
     compared: str  # the last row before that has a time; empty without one
     change: str
-    reason: str  # that the script expects; what was measured is in `why`
+    expected: str
     outcome: str
     why: str
     further: list[str]
@@ -108,8 +109,8 @@ def time_bar(run: Run, row: Row, reference: Row | None) -> drawn.Bar:
 
 
 def _head(run: Run, row: Row) -> str:
-    """The format of a peer's LM head, as a label ends with it: a row in FP8 may have it in BF16."""
-    return f" · {row.settings.head} head" if row in run.peers and row.settings.head else ""
+    """The format of an FP8 row's LM head, as a label ends with it, where peers stand beside the steps."""
+    return f" · {row.settings.head} head" if run.peers and row.settings.head else ""
 
 
 def where(run: Run) -> dict[str, str]:
@@ -139,7 +140,7 @@ def blocks(run: Run) -> dict[str, str]:
 
 
 def memory(run: Run) -> tuple[str, bool]:
-    """A picture of what steps hold, and whether it is over time; otherwise it shows their peaks alone."""
+    """A picture of what steps hold, and whether it says what for; otherwise it shows their peaks alone."""
     if any(row.memory for row in run.steps):
         return drawn.memory([(row.step, row.memory, _why_none(row)) for row in run.steps]), True
     peaks = [(row, analysis.peak_gib(row)) for row in run.steps if is_timed(row)]

@@ -76,13 +76,17 @@ def test_a_card_tells_a_step_in_the_order_in_which_it_is_read():
     assert 3 <= len(facts) - 1 <= 6 and all(before != after for _, before, after in facts[1:])
 
 
-def test_newer_records_show_a_block_memory_over_time_and_predictions_and_older_ones_say_what_they_lack():
+def test_newer_records_show_a_block_what_memory_is_for_and_predictions_and_older_ones_say_what_they_lack():
     html = page.render(runs.predicted())
     assert "fused attention, backward: " in html and "The same without the first step" in html
     assert "% activations" in html and "Dashed: what" in html
     assert f"predicted {1.04 * runs.recorded().steps[4].timing.median_ms:.1f}" in html
     older = page.render(runs.older())
-    assert "hold no timeline of a block" in older and "hold no memory over time" in older and "predicted" not in older
+    assert (
+        "hold no timeline of a block" in older
+        and "do not say what the memory was for" in older
+        and "predicted" not in older
+    )
 
 
 def test_rows_without_a_time_keep_their_reason_where_times_are_shown_and_what_is_missing_is_said():

@@ -19,7 +19,7 @@ from common import benchmark, data
 from common.record import write_json
 from ladder import process
 from report import parity, parity_page, recordings
-from report.load import read_json
+from report.load import RecordError, read_json
 
 
 def trained(row, heldout, kind="step", **fields):
@@ -30,8 +30,8 @@ def trained(row, heldout, kind="step", **fields):
 
 
 def study_of(folder, *runs, name="parity"):
-    """The study of these runs and a skipped one, written below `folder` and read again."""
-    runs = [*runs, trained("4_x", [0.0], status="skipped", reason="no GPU")]
+    """The study of these runs, written below `folder` and read again; by its default name with a skipped one more."""
+    runs = [*runs, *([trained("4_x", [0.0], status="skipped", reason="no GPU")] if name == "parity" else [])]
     names = "preset lr warmup steps n_layer n_head n_embd seq_len vocab_size batch_size"
     path = folder / "machine" / name / parity.STUDY
     path.parent.mkdir(parents=True)
@@ -59,11 +59,11 @@ def test_each_figure_is_what_arithmetic_gives(tmp_path):
     assert parity.curve(study, "3_x", "2_sdpa")[-1] == pytest.approx((0.1, 0.0, 0.2))
     plain = {1: 1.9, 2: 2.0, 3: 2.1}
     reach = 4.303 * 0.1 / math.sqrt(3)  # 0.248
-    for shift, said in ((0.24, "ALIKE"), (-0.24, "ALIKE"), (0.26, "DIFFERENT"), (-0.26, "DIFFERENT")):
+    for shift in (0.24, -0.24, 0.26, -0.26):
         shifted = {seed: loss + shift + 0.1 * (seed - 2) for seed, loss in plain.items()}
         low, high = parity.interval(shifted, plain)
         assert (high - low) / 2 == pytest.approx(reach) and (low + high) / 2 == pytest.approx(shift)
-        assert parity.verdict(shifted, plain) == getattr(parity, said)
+        assert parity.verdict(shifted, plain) == (parity.ALIKE if abs(shift) < reach else parity.DIFFERENT)
     assert parity.verdict({1: 5.0, 2: 5.0, 4: 5.0}, plain) == parity.TOO_FEW
     assert parity.interval({1: 5.0}, plain) is None
 
@@ -80,7 +80,7 @@ def test_the_page_names_faults_that_a_study_does_not_see_and_rows_that_did_not_t
     study = study_of(tmp_path, plain, sharp, trained("dead", [2.1, 2.0, 2.2], parity.MUTATION))
     text = parity_page.tables(tmp_path)
     heldout, _, early, faults, _ = tables_of(text)
-    assert "The held-out loss sees: sharp." in text and "Neither sees: dead." in text
+    assert "The held-out loss sees: sharp." in text and "No measure sees: dead." in text
     assert "4_x, seed 1: skipped: no GPU" in text
     assert heldout["4_x"]["verdict"] == "skipped" and set(heldout) == {"2_sdpa", "4_x"}
     assert early == {"4_x": {"row": "4_x", "step 35": "-", "step 65": "-"}}
@@ -90,27 +90,23 @@ def test_the_page_names_faults_that_a_study_does_not_see_and_rows_that_did_not_t
     assert "The held-out loss, in nats. \n" in text, "nothing is compared"
     others = trained("close", [2.05, 2.1, 2.2]), trained("low", [1.0] * 3), trained("high", [9.0] * 3)
     said = parity.describe_rows(study_of(tmp_path / "more", plain, *others, trained("new", [2.0])), parity.heldout_loss)
-    ends = "no difference to 2_sdpa: close.", "lower than 2_sdpa: low.", "higher", "high.", "too few", "new."
+    ends = "No difference to 2_sdpa", "close.", "lower", "low.", "higher", "high.", "lack seeds", "new."
     assert [said.index(part) for part in ends] == sorted(said.index(part) for part in ends)
+    absent = trained("absent", [0.0], parity.MUTATION, status="skipped")
     for runs, said in (
-        ((plain, sharp), "each of these faults."),
+        ((plain, sharp, absent), "sees: sharp. These lack seeds: absent."),
         ((plain,), "No fault"),
-        ((plain[:2], sharp), "Fewer"),
+        ((plain[:2], sharp), "These lack seeds: sharp."),
     ):
         assert said in parity.describe_faults(study_of(tmp_path / said, *runs))
 
 
 def test_a_study_of_few_steps_has_no_first_losses(tmp_path):
-    plain, sharp = trained("2_sdpa", [2.0, 2.1, 2.2]), trained("sharp", [3.0] * 3, parity.MUTATION)
-    for run in (*plain, *sharp):
-        run["loss"] = run["loss"][:20]
-    study = study_of(tmp_path, plain, sharp, trained("3_x", [2.0, 2.2, 2.1]))
-    for run in study.runs:
-        run.loss = run.loss[:20]
+    short, losses = {"loss": [9.0] * 20}, [2.0, 2.1, 2.2]
+    runs = trained("2_sdpa", losses, **short), trained("sharp", [3.0] * 3, parity.MUTATION, **short)
+    study = study_of(tmp_path, *runs, trained("3_x", [2.0, 2.2, 2.1], **short))
     assert list(parity.measures(study)) == ["held-out loss"] and parity.count_comparisons(study) == 1
-    assert parity.describe_faults(study).startswith("The held-out loss sees: sharp. Together")
-    path = tmp_path / "machine" / "parity" / parity.STUDY
-    write_json(path, read_json(path) | {"runs": [*plain, *sharp]})
+    assert parity.describe_faults(study) == "The held-out loss sees: sharp."
     assert "first 50" not in parity_page.tables(tmp_path)
 
 
@@ -120,9 +116,12 @@ def test_a_row_that_lacks_a_seed_is_not_trained_yet_and_its_study_not_recorded(t
     text = parity_page.tables(tmp_path)
     assert "\n- 3_x, seed 2: not trained yet\n" in text
     path = tmp_path / "machine" / "parity" / parity.STUDY
-    assert not recordings.is_whole([path])
+    planned = recordings.Recording("a/parity.json", None, (recordings.Piece(1, "x --rows 2 4_x --seeds 1"),))
+    assert not recordings.is_whole([path], planned)
     write_json(path, read_json(path) | {"runs": [run for run in read_json(path)["runs"] if run["seed"] == 1]})
-    assert recordings.is_whole([path])
+    assert recordings.is_whole([path], planned)
+    more = recordings.Recording("a/parity.json", None, (recordings.Piece(1, "x --rows 2 'dead MLP'"),))
+    assert not recordings.is_whole([path], more), "a row of its command is not in it"
 
 
 def test_faults_that_were_recorded_apart_are_those_of_the_study_of_the_same_workload(tmp_path):
@@ -131,7 +130,10 @@ def test_faults_that_were_recorded_apart_are_those_of_the_study_of_the_same_work
     study_of(tmp_path, plain, sharp, name="parity-faults")
     ((folder, study),) = parity_page.recorded_studies(tmp_path)
     assert folder.name == "parity" and parity.rows(study) == ["3_compile", "4_x", "2_sdpa"]
-    assert "Together they see each of these faults." in parity_page.tables(tmp_path)
+    assert "The held-out loss sees: sharp." in parity_page.tables(tmp_path)
+    study_of(tmp_path, plain, name="parity-again")
+    with pytest.raises(RecordError, match="parity-faults trains 2_sdpa with seed 1 again"):
+        parity.studies(tmp_path / "machine")
 
 
 def test_rows_have_names_and_numbers_and_faults_run_by_name_only():
@@ -205,7 +207,7 @@ def test_runs_at_the_same_time_divide_gpus_and_cores(monkeypatch):
     assert [one["CUDA_VISIBLE_DEVICES"] for one in environments(3, 2)] == ["5", "7", "5"]
 
 
-def trained_runs(monkeypatch, folder, row, seeds):
+def trained_runs(monkeypatch, folder, row, seeds, kind=parity.MUTATION):
     """Runs of the 2_sdpa.py in a folder, on letters of which nine in ten follow from the two before by a random table:
     attention finds the two, the MLP combines them. On real text so small a model hides a dead MLP for a thousand steps.
     One head of 64 shows a missing scale; with fewer tokens a step, seeds differ more than a fault does."""
@@ -218,17 +220,18 @@ def trained_runs(monkeypatch, folder, row, seeds):
     more = {"batch_size": 32, "steps": 180, "warmup": 0, "lr": 3e-3, "text": data.Text(letters.astype(np.uint8), "")}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine two threads wait for each other
-    found = trained(row, range(len(seeds)), parity.MUTATION)
-    for run, seed in zip(found, seeds, strict=True):
+    heldout = []
+    for seed in seeds:
         one = conftest.built("2_sdpa", monkeypatch, config=config, seed=seed, **more)
-        run["loss"] = [one.train_step(*batch).item() for batch in one.batches[:-1]]
-        run["heldout_loss"] = benchmark.heldout_loss(one.model, one.args)
+        for batch in one.batches[:-1]:
+            one.train_step(*batch)
+        heldout.append(benchmark.heldout_loss(one.model, one.args))
     torch.set_num_threads(threads)
-    return found
+    return trained(row, heldout, kind)
 
 
 def test_a_study_sees_every_fault_and_other_seeds_of_the_same_script_are_none(tmp_path, monkeypatch):
-    runs = [trained_runs(monkeypatch, conftest.ROOT, "2_sdpa", (1, 2, 3))]
+    runs = [trained_runs(monkeypatch, conftest.ROOT, "2_sdpa", (1, 2, 3), "step")]
     runs.append(trained_runs(monkeypatch, conftest.ROOT, "other seeds", (4, 5, 6)))
     faults = [one for one in command.every_row() if one.kind == parity.MUTATION and one.script == "2_sdpa"]
     for one in faults:

@@ -269,13 +269,17 @@ def test_what_has_changed_since_a_commit_is_found_and_where_git_cannot_tell_a_pa
 
 def test_records_of_variants_are_about_the_patches_of_their_rows_alone(tmp_path):
     study = tmp_path / "parity.json"
-    study.write_text(json.dumps({"runs": [{"row": "dead MLP"}, {"row": "2_sdpa"}]}))
+    study.write_text(
+        json.dumps({"runs": [{"row": "dead MLP", "script": "2_sdpa"}, {"row": "2_sdpa", "script": "2_sdpa"}]})
+    )
     machine, code = recordings.Machine(0, "CPU"), (*recordings.CODE, "peers")
     one = recordings.Recording("a/parity.json", machine, (recordings.Piece(1, "python -m anatomy.parity"),))
     assert one.code(ROOT, [study]) == (*code, "anatomy/variants/dead-mlp.patch") and one.code(ROOT, []) == code
-    study.write_text(json.dumps({"variants": [{"name": "BF16 head"}]}))
+    study.write_text(json.dumps({"variants": [{"name": "BF16 head", "script": "4_transformer_engine"}]}))
     one = recordings.Recording("a/x.json", machine, (recordings.Piece(1, "python -m anatomy.ablations"),))
     assert one.code(ROOT, [study]) == (*recordings.CODE, "anatomy/variants/bf16-head.patch")
+    study.write_text(json.dumps({"variants": [{"name": "a variant that is gone", "script": "2_sdpa"}]}))
+    assert one.code(ROOT, [study]) == (*recordings.CODE, "anatomy/variants"), "git then shows the patch that is gone"
 
 
 def test_the_plan_of_this_tree_holds_commands_that_exist():
