@@ -166,6 +166,7 @@ def memory(rows: list[tuple[str, MemoryUse | None, str]]) -> str:
     """
     drawing, height = Drawing(), 84
     top = max(use.peak_bytes for _, use, _ in rows if use) or 1
+    last = next((use for _, use, _ in reversed(rows) if use and use.ms and _is_marked(use)), None)
     for name, use, why in rows:
         if use is None or not use.ms:
             drawing.reason(name, why or "no allocation was seen")
@@ -184,9 +185,12 @@ def memory(rows: list[tuple[str, MemoryUse | None, str]]) -> str:
             title = f"{kind}: at most {max(held, default=0) / GIB:.1f} GiB"
             drawing.parts.append(f'<polygon points="{points}" fill="{color}"><title>{title}</title></polygon>')
             floor = roof
-        for phase, share in PHASES.items() if _is_marked(use) else ():
-            drawing.text(share * WIDTH + 4, 31, phase)
+        for share in [*PHASES.values()][1:] if _is_marked(use) else ():
             drawing.line(share * WIDTH, 19, share * WIDTH, 19 + height, dashed=True)
+        if use is last:
+            for phase, share in PHASES.items():
+                drawing.text(share * WIDTH, 33 + height, phase)
+            drawing.height += 8
         drawing.height += height + 32
     drawing.legend(MEMORY_COLORS)
     return drawing.svg()
