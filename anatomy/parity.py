@@ -6,7 +6,8 @@ The ARGUMENTs are those of a step (--preset gpt2 --batch-size 8 --steps 1000). A
 a peer (peers/te_layer), or a variant of a script by its name. A variant of kind mutation is a fault: a study that
 does not see it proves nothing about the other rows. Every run is a process of its own, and FILE is written after it.
 A FILE that exists is continued: what is ok in it is not run again. Losses do not depend on what else the machine does,
-so several runs may train at the same time. `python -m report.documents` makes docs/parity.md of the recorded studies.
+so several runs may train at the same time. At the end it says what docs/parity.md explains: which rows differ from the
+first, and which faults were seen. The same command says it again, and trains nothing that is there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from common.record import check_writable, write_bytes
 from common.text import OneLineParser, aligned, one_line, portable_command, positive_int, say
 from ladder import process
 from report.load import RecordError
-from report.parity import read_study
+from report.parity import read_study, summary
 
 LIMIT_S = 7200
 DEFAULT_STEPS, DEFAULT_VARIANTS = ("0_baseline", "3_compile", "4_transformer_engine"), ("fused AdamW, step 3",)
@@ -161,6 +162,8 @@ def run_study(rows: list[Trained], seeds: list[int], arguments: list[str], outpu
                 say(f"seed {kept['seed']}, {kept['row']}: {kept['status']}, {said}")
         finally:  # where one raised, the others end
             interrupted, stop.requests = stop.requests > 0, 1
+    if study.runs:
+        say("\n".join(["", *summary(read_study(output))]))
     if interrupted:
         sys.stderr.write("python -m anatomy.parity: interrupted\n")
     return 130 if interrupted else int(failed)

@@ -324,6 +324,8 @@ def main(argv: list[str]) -> int:
                   given.parallel, given.scaling)  # fmt: skip
         if arguments or any(others):
             parser.error(f"--resume takes its options and arguments from {given.resume}: give no others")
+        if not given.resume.is_dir():
+            parser.error(f"--resume {given.resume} is no folder")
         folder = given.resume.resolve()
         # The rows of the last place depend on those of all others.
         places = sorted(scaling_places(folder), key=lambda place: place == LAUNCHED_ALONE) or [""]

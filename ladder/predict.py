@@ -17,6 +17,7 @@ if __name__ == "__main__":
     needs("torch", "numpy", "msgspec", "tabulate")
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -187,12 +188,12 @@ def read_roofs(path: Path) -> Roofs:
     return complete(convert(content, Roofs, path.name), path.parent / "anatomy")
 
 
-def newest_roofs() -> Path:
-    """The newest roofs below results/. Raises ValueError where there are none."""
-    found = [*arguments.ROOT.glob(f"results/*/{ROOFS}"), *arguments.ROOT.glob("results/roofs.json")]
-    if not found:
+def measured_roofs() -> Path:
+    """What python -m common.roofs wrote below results/, otherwise the newest roofs of a run. Raises ValueError."""
+    asked, found = arguments.ROOT / "results" / ROOFS, [*arguments.ROOT.glob(f"results/*/{ROOFS}")]
+    if not (asked.exists() or found):
         raise ValueError("no roofs below results/: measure them with python -m common.roofs, or give --roofs FILE")
-    return max(found, key=lambda path: path.stat().st_mtime)
+    return asked if asked.exists() else max(found, key=lambda path: path.stat().st_mtime)
 
 
 def predict_records(machine: Path) -> dict[str, dict[str, Prediction]]:
@@ -233,6 +234,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--records", type=Path)
     own, rest = parser.parse_known_args()
+    if any(word.partition("=")[0] == "--output" for word in rest):
+        parser.error("--output is of a step's record: --json FILE writes predictions")
     if own.records and rest:
         parser.error(f"--records takes no other argument, but here is {rest[0]}")
     if own.records:
@@ -244,11 +247,13 @@ def main() -> None:
         auto = hardware.resolve_amp_dtype("auto", args.device)[0]
         if not args.capture or args.amp_dtype is not auto or auto is torch.float16:
             raise ValueError("predictions are of --amp-dtype auto where that is no FP16, and of captured steps")
-        path = own.roofs or newest_roofs()
+        path = own.roofs or measured_roofs()
         predictions = predict(args.workload(), read_roofs(path))
     except (ValueError, KeyError) as error:
         parser.error(str(error) if isinstance(error, ValueError) else f"{path} lacks {error}")
-    say(f"{describe(predictions)}\n\nmilliseconds a step, from {path}")
+    age_min = (time.time() - path.stat().st_mtime) / 60
+    say(f"{describe(predictions)}\n\nmilliseconds a step, from {path}, measured {age_min:,.0f} minutes ago")
+    say("--roofs FILE takes others, and --json FILE writes the times")
     if own.json:
         write_json(own.json, {step: one.ms for step, one in predictions.items()})
 

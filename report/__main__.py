@@ -8,6 +8,7 @@ python -m report --compare RUN_A RUN_B    two runs beside each other; --html FIL
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from common.errors import needs, run_command
@@ -114,6 +115,7 @@ def main() -> int:
         say(text_of(made))
         if args.html:
             args.html.write_text(page_of(made), encoding="utf-8")
+            sys.stderr.write(f"written to {args.html}\n")
         return 0
     except ValueError as error:  # RecordError
         parser.error(str(error))

@@ -74,7 +74,8 @@ def busy(run: Run) -> str | None:
         (least, least_said, beside), (longest, longest_said, beside_longest) = reference_extremes(run, kind)
         if longest > most * least:
             work = "matrix product" if kind == "product" else "copy"
-            took = f"the same {work} took {least_said} beside {beside} and {longest_said} beside {beside_longest}"
+            other = "it in another pass" if beside == beside_longest else beside_longest
+            took = f"the same {work} took {least_said} beside {beside} and {longest_said} beside {other}"
             return f"machine busy: rows are not comparable ({took})"
     return None
 

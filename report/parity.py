@@ -249,6 +249,14 @@ def describe_rows(study: Study, measure: Measure) -> str:
     return " ".join(f"{what}: {'; '.join(of)}." for what, of in sentences.items() if of)
 
 
+def summary(study: Study) -> list[str]:
+    """What a study says so far, in sentences: of each measure the verdicts, then the faults."""
+    found = measures(study)
+    said = [f"The {name}: {text}" for name, of in found.items() if (text := describe_rows(study, of))]
+    said += [f"The {name} needs {FIRST_STEPS} training steps." for name in MEASURES if found and name not in found]
+    return said + ([describe_faults(study)] if rows(study, mutations=True) else [])
+
+
 # --- the faults -----------------------------------------------------------------------------------
 
 

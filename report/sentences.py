@@ -9,6 +9,7 @@ from common.text import one_line
 from report import analysis
 from report.analysis import bound, describe_bound, is_timed, median_ms
 from report.doubts import Speedup, busy, compared, is_unsteady, kernels_fit, mark
+from report.load import environment_of
 
 LONGEST_TOLD = 600  # characters
 TAKE = {
@@ -143,6 +144,8 @@ def _no_cause(run: Run, before: Row, row: Row) -> str | None:
         return "there is no profile of both steps"
     if analysis.unattributed(before, row):
         return "the optimizer, the same code in both, took another time, so something else changed too"
+    if environment_of(run).device_type == "cpu" and before.settings.compiled != row.settings.compiled:
+        return "on a CPU a compiled region holds operations of several kinds, so kinds cannot be compared"
     if not (kernels_fit(before) and kernels_fit(row)):
         return "profiling changed the times of the kernels"
     return "there is a serious doubt" if mark(run, before, row) else None

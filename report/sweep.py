@@ -166,13 +166,18 @@ def describe_rung(shapes: Shapes, before: str, step: str) -> str:
     """At how many shapes a step pays, and how much."""
     timed = [shape for shape in shapes.values() if ratio(shape, before, step)]
     if not timed:
-        reasons = Counter(shape[step].reason or shape[step].status for shape in shapes.values() if step in shape)
+        cells = [shape[step] for shape in shapes.values() if step in shape]
+        tried = [cell for cell in cells if cell.status != "not run"] or cells
+        reasons = Counter(cell.reason or cell.status for cell in tried)
         return f"{step} has no time beside {before} at any shape: {reasons.most_common(1)[0][0]}."
     ends = (end(timed, key=lambda shape: ratio(shape, before, step)) for end in (min, max))
-    extent = (f"{ratio(shape, before, step):.2f} times ({describe_shape(shape[step])})" for shape in ends)
+    extent = [f"{ratio(shape, before, step):.2f} times ({describe_shape(shape[step])})" for shape in ends]
     faster = sum(pays(shape, before, step) for shape in timed)
     alike = sum(not apart(shape[step], shape[before]) for shape in timed)
     unknown = f", with no difference shown at {alike}" * bool(alike)
+    if len(timed) == 1:
+        difference = ", with no difference shown" * bool(alike)
+        return f"{step} and {before} have times at one shape alone: the ratio is {extent[0]}{difference}."
     return f"{step} is faster than {before} at {faster} of {len(timed)} shapes{unknown}: from {' to '.join(extent)}."
 
 

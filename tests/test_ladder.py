@@ -324,6 +324,7 @@ def test_bad_arguments_are_refused_before_any_row_in_one_line(monkeypatch, refus
     monkeypatch.setattr(ladder, "check", lambda *_: pytest.fail("refused before the arguments of the steps are read"))
     for words, limit, said in (
         (["--output", "x.json"], "9", "--output"),
+        (["--resume", "results/none"], "9", "--resume results/none is no folder"),
         (["--only", "9"], "9", "--only '9' names a step that is not there"),
         (["--peers", "--gpus", "2"], "9", "--peers run on one GPU"),
         ([], "soon", "STEP_TIMEOUT=soon"),

@@ -1,6 +1,7 @@
 """Predictions: how far they lie from what is recorded, what they are made of, and what they refuse."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -103,7 +104,8 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(roofs, tmp_path):
         predict.predict(runs.WORKLOAD, replace(roofs, grid=[]))
     with pytest.raises(ValueError, match="these roofs are damaged"):
         predict.predict(runs.WORKLOAD, replace(roofs, square=None, ceilings={"fp32": 0.0}))
-    for words, said in (("--roofs", str(tmp_path / "absent.json")), "absent.json"), (("--records", "x", "--y"), "--y"):
+    absent = ("--roofs", str(tmp_path / "absent.json")), "absent.json"
+    for words, said in absent, (("--records", "x", "--y"), "--y"), (("--output", "x"), "--json FILE"):
         ran = subprocess.run([sys.executable, "-m", "ladder.predict", *words], cwd=ROOT, capture_output=True, text=True)
         assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and said in ran.stderr
 
@@ -114,3 +116,18 @@ def test_a_machine_without_fp8_has_no_step_4(roofs):
     roofs.fp32_flops_per_s, roofs.launch_s = 1e12, None
     predicted = predict.predict(runs.WORKLOAD, roofs)
     assert list(predicted) == list(predict.STEPS[:4]) and all(one.ms > 0 for one in predicted.values())
+
+
+def test_roofs_that_were_asked_for_are_taken_before_those_of_a_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(predict.arguments, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match="no roofs below results/"):
+        predict.measured_roofs()
+    old, new, asked = (tmp_path / "results" / name for name in ("1/roofs.json", "2/roofs.json", "roofs.json"))
+    for k, path in enumerate((old, new)):
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.utime(path, (k, k))
+    assert predict.measured_roofs() == new
+    asked.touch()
+    os.utime(asked, (0, 0))
+    assert predict.measured_roofs() == asked

@@ -20,6 +20,15 @@ def said_of(rows):
     return " ".join([outcome(made, *rows), why(made, *rows), *further(made, *rows)])
 
 
+def test_on_a_cpu_no_cause_is_named_where_one_of_two_steps_is_compiled():
+    rows = pair((300.0, 171.0, 60.0), (200.0, 160.0, 1.0))
+    made = runs.run(*rows, device_type="cpu")
+    assert "optimizer takes 1.0 ms" in why(made, *rows)
+    rows[1].settings.compiled = True
+    assert why(made, *rows).startswith("No cause is named: on a CPU a compiled region holds")
+    assert "kind" not in " ".join(further(made, *rows)) and why(runs.run(*rows), *rows).startswith("The optimizer")
+
+
 def outcomes(made):
     return [outcome(made, *one) for one in consecutive(made.steps)]
 

@@ -329,9 +329,13 @@ def test_times_that_overlap_are_neither_a_gain_nor_a_loss(ms):
     before, step = four(256, ms)
     cells = [replace(before, step_ms=spread), replace(step, step_ms=spread)]
     shapes, pair = pages.by_shape(cells), ("3_c", "4_d")
-    assert "4_d is faster than 3_c at 0 of 1 shapes, with no difference shown at 1: " in pages.describe_rung(
-        shapes, *pair
-    )
+    said = pages.describe_rung(shapes, *pair)
+    assert said.startswith("4_d and 3_c have times at one shape alone: the ratio is 1.00 times")
+    assert said.endswith(", with no difference shown.")
+    shapes |= pages.by_shape([replace(cell, n_embd=512) for cell in cells])
+    said = pages.describe_rung(shapes, *pair)
+    assert "4_d is faster than 3_c at 0 of 2 shapes, with no difference shown at 2: " in said
+    shapes = pages.by_shape(cells)
     assert "4_d pays not even at 256 channels (1.00)" in pages.boundaries(shapes, *pair)[0]
     assert pages.explanations(shapes, [pair]) == []
 
@@ -341,6 +345,8 @@ def test_a_rung_without_a_time_says_why_and_heat_maps_draw_it():
     assert "4_d has no time beside 3_c at any shape: needs a GPU." in pages.describe_rung(
         pages.by_shape(made), "3_c", "4_d"
     )
+    late = [replace(cell, n_embd=n_embd, status="not run", reason="late") for n_embd in (512, 1024) for cell in made]
+    assert "needs a GPU" in pages.describe_rung(pages.by_shape([*made, *late]), "3_c", "4_d"), "it was tried once"
     maps = pages.heat_maps(made)
     assert [one.title for one in maps] == ["4_d over 3_c", "the fastest step"]
     assert "skipped" in heat_map(maps[0]) and heat_maps_png(maps).startswith(b"\x89PNG")
