@@ -36,7 +36,6 @@ SUMMARY = (
     "alone. FSDP2's steps cannot be captured: they are compared with the same step alone and launched, whose time "
     "stands in the sections below. *oom* is a row that ran out of memory, and a dash one that was not to run."
 )
-ON_A_CPU = "On a CPU the processes share its cores: the figures show that it works, not how it scales."
 
 
 @dataclass
@@ -247,7 +246,7 @@ def legend(rows: list[Scaled], runs: dict[str, Run]) -> list[str]:
     first = next(iter(runs.values()))
     lines = [doubts.LEGEND] if any(row.doubted for row in rows) else []
     lines += [UNLIKE_LEGEND] if any(row.alike is False for row in rows) else []
-    lines += [ON_A_CPU] if environment_of(first).device_type == "cpu" else []
+    lines += [table.ON_A_CPU] if environment_of(first).device_type == "cpu" else []
     lines += [f"{row.name}: {row.status}: {row.reason}" for row in rows if row.status != "ok"]
     if verdict := busy_between(runs):
         lines.append(f"serious: {verdict}")

@@ -14,6 +14,7 @@ from report.load import environment_of
 from report.sentences import headline
 from report.symptoms import pointers
 
+ON_A_CPU = "On a CPU the processes share its cores: the figures show that it works, not how it scales."
 BOUND_RULE = (
     "bound by: the largest share of the step, of compute (matrix products and fused attention), memory (all other "
     "kernels), launch (gaps on the GPU's timeline) and, of several processes, communication that overlaps nothing else"
@@ -169,6 +170,7 @@ def remarks(run: Run) -> list[str]:
     rows, lines = [*run.steps, *run.peers], row_notes(run) + pointers(run)
     if environment_of(run).device_type == "cpu":
         lines.append("peak GiB is the memory of the whole process: on a CPU nothing counts the tensors alone")
+        lines += [ON_A_CPU] if run.workload and run.workload.gpus > 1 else []
     if run.roofs:
         lines += describe_roofs(run.roofs)
     if any(row.predicted_ms for row in rows):

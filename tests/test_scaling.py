@@ -17,7 +17,7 @@ from common import flops
 from common import record as r
 from common.model import GPTConfig
 from ladder import scaling as places
-from report import documents, scaling, symptom_examples
+from report import documents, scaling, symptom_examples, table
 from report.records import Records
 
 MEET = f"""
@@ -197,7 +197,7 @@ def test_a_run_on_a_cpu_writes_the_figures_of_its_records(project):  # noqa: F81
         assert row["peak_allocated_bytes"] is None and row["status"] == "ok"
     assert alone["efficiency"] == 1 and two["alike"]
     assert two["efficiency"] == pytest.approx(alone["median_ms"] / two["median_ms"] / 2), "half of the batch each"
-    assert scaling.ON_A_CPU in ran.stdout and all((folder / f"scaling.{kind}").exists() for kind in ("md", "png"))
+    assert table.ON_A_CPU in ran.stdout and all((folder / f"scaling.{kind}").exists() for kind in ("md", "png"))
 
 
 def test_two_agents_of_torchrun_are_two_nodes(tmp_path):

@@ -26,6 +26,9 @@ def test_the_workload_says_how_it_was_divided():
     said = "2 processes by fsdp, each with a batch of this size, 4 micro-batches a step, blocks recomputed in backward"
     assert said in table.describe_workload(run) and said in table.render_markdown(run)
     assert table.table_rows(run)[0]["tokens/s per GPU"] == "10,240"
+    assert table.ON_A_CPU not in table.remarks(run)
+    on_a_cpu = runs.run(runs.step("0_a"), workload=divided, device_type="cpu")
+    assert table.ON_A_CPU in table.remarks(on_a_cpu) and table.ON_A_CPU not in table.remarks(runs.cpu())
 
 
 def test_a_commit_that_is_not_known_has_a_reason_where_there_is_one():
