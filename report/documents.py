@@ -63,11 +63,10 @@ def readme_table(results: Path) -> str:
     at, base = f"docs/results/{SHOWN}", results.parent.parent
     others = [path for path, _ in recorded_runs(folder.parent, "*") if path != folder]
     links = ", ".join(f"[{path.name}]({path.relative_to(base)}/report.md)" for path in others)
-    steps = f"{run.workload.warmup} untimed and {run.workload.steps} timed steps"
     about = (
         f"{table.describe_device(run.environment)}; {run.workload.preset}, batch {run.workload.batch_size}, "
         f"commit {commit_of(run, 7)}: [report]({at}/report.md), [record]({at}/{MERGED}). "
-        f"{', '.join([steps, *table.describe_passes(run)])}. Other workloads: {links}. "
+        f"{', '.join([table.describe_steps(run.workload), *table.describe_passes(run)])}. Other workloads: {links}. "
         "TFLOP/s are model FLOPs by the causal convention: attention counts half of the (T, T) square."
     )
     picture = f'<img src="{at}/speedup.png" width="560" alt="Times faster than the baseline, by step">'

@@ -115,7 +115,7 @@ def _where(run: Run, rows: list[Row]) -> dict:
     )
     predicted = any(row.predicted_ms for row in rows)
     caption += " Dashed: what was predicted from the roofs alone." if predicted else ""
-    caption += story.PEERS * bool(run.peers)
+    caption += f" {story.PEERS}" if run.peers else ""
     return {
         "where": story.where(run),
         "where_caption": caption,
@@ -152,8 +152,8 @@ def _memory(run: Run) -> Evidence:
     if by_kind:
         caption = (
             "What CUDA's allocator holds in one launched step, by what it is for, at one scale. From left to right are "
-            "its allocations in their order, in at most 200 points, each the most of some neighbors. Time is not to "
-            "scale: dashed lines, at the same place for every step, show where backward and the optimizer begin. "
+            "its allocations in their order; of many neighbors the one with the most is drawn. Time is not to scale: "
+            "dashed lines, at the same place for every step, show where backward and the optimizer begin. "
             "Activations are what forward keeps for backward. Temporary is what is freed again soon. A captured step "
             "has memory of its own, so its peak can differ."
         )

@@ -17,7 +17,7 @@ ONE_BLOCK = (
     "backward pass. The gray line below a group is as long as the group takes. White inside a group, wider than the "
     "line between two kernels, is a moment in which the GPU idles."
 )
-PEERS = " Below the steps stand peers: other libraries that train the same model on the same batches."
+PEERS = "Below the steps stand peers: other libraries that train the same model on the same batches."
 FAR_APART = 4  # times: beyond it a block of the later steps gets a picture of its own
 
 

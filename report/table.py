@@ -247,9 +247,13 @@ def describe_workload(run: Run) -> str:
         return "workload unknown"
     described = (
         f"{workload.preset}: {describe_shape(workload)}, {workload.parameters / 1e6:.1f} M parameters, "
-        f"{workload.warmup} untimed and {workload.steps} timed steps, text: {workload.data.name}"
+        f"{describe_steps(workload)}, text: {workload.data.name}"
     )
     return ", ".join([described, *describe_division(workload), *describe_passes(run)])
+
+
+def describe_steps(workload: Workload) -> str:
+    return f"{workload.warmup} untimed and {workload.steps} timed steps"
 
 
 def describe_division(workload: Workload) -> list[str]:

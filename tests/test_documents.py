@@ -1,6 +1,7 @@
 """Generated tables: each figure of README, docs/performance.md, report.md and report.html is one figure."""
 
 import re
+from statistics import fmean
 from xml.etree import ElementTree
 
 import pytest
@@ -111,6 +112,23 @@ def test_what_readme_says_of_the_long_runs_is_what_they_show():
     low, high = parity.interval(step_4, step_0)
     hides, costs = (high - low) / 2, parity.difference(dead, step_2)
     assert f"a difference of {hides:.2f} nats could hide: a dead MLP costs {costs:.2f}." in text
+
+
+def test_the_windows_of_the_first_losses_are_those_that_the_page_names():
+    (_, study), _ = parity_page.recorded_studies(RESULTS)
+
+    def different(row, other):
+        """The windows, in steps, in which the first losses of two rows are different."""
+        pairs = {n: [parity.by_seed(study, one, lambda run, n=n: fmean(run.loss[:n])) for one in (row, other)]
+                 for n in range(5, 121, 5)}  # fmt: skip
+        return [n for n, losses in pairs.items() if parity.verdict(*losses) == parity.DIFFERENT]
+
+    assert different("attention without its scale", "2_sdpa") == [*range(15, 86, 5)]
+    assert different("dead MLP", "2_sdpa") == [*range(40, 76, 5)]
+    assert different("4_transformer_engine", "0_baseline") == [*range(15, 51, 5)]
+    assert different("2_sdpa", "0_baseline") == [45]
+    said = "missing scale with 15 to 85 steps, and the dead MLP with 40 to 75. They call step 4 different with 15 to 50"
+    assert f"{said} steps, and even step 2 with 45." in (ROOT / "docs" / "parity.md").read_text()
 
 
 def test_the_pictures_of_the_story_are_those_of_its_record():
