@@ -7,36 +7,19 @@ first that trains is the largest batch of the row. Each batch runs in a process 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.record import write_bytes, write_json
-from common.text import OneLineParser, aligned, portable_command, say
+from common.record import read_object, write_bytes, write_json
+from common.text import OneLineParser, portable_command, say
 from ladder import process, shared
 from ladder.cells import run_cells
 from ladder.process import ROOT
-from ladder.shared import GIB
+from report.largest_batch import LARGEST, Largest, LargestBatches, read_largest, render_markdown, table
 
 SHARES = (0.97, 0.94, 0.9)  # of the free memory: libraries hold some beside torch's allocator
 OPTION = "--batch-size"
-STEPS = ("--warmup", "2", "--steps", "5", "--quick")
-
-
-@dataclass
-class Largest:
-    """What a step trains at the equal batch and at its largest; rows of common.record hold the rest."""
-
-    step: str
-    status: str = "failed"
-    reason: str | None = None
-    equal_batch: int | None = None
-    equal_tokens_per_s: float | None = None
-    equal_peak_bytes: int | None = None
-    bytes_per_sequence: float | None = None  # of the line
-    batch: int | None = None
-    tokens_per_s: float | None = None
-    peak_bytes: int | None = None
-    tried: list[int] = field(default_factory=list)  # attempts that ran, in order
+WARMUP, TIMED = 2, 5  # steps of a batch
 
 
 def predicted_batches(peaks: dict[int, int], free_bytes: int, accumulate: int = 1) -> tuple[float, list[int]]:
@@ -70,18 +53,27 @@ def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, ch
     if facts["device_type"] != "cuda":
         parser.error("--batch-size max needs a GPU: only its allocator counts what a step holds at most")
     workload, stop = facts["workload"], process.Stop()
+    workload |= {"warmup": WARMUP, "steps": TIMED}
     names = shared.steps_named(given.only, shared.step_names(ROOT), parser)
     stop.listen()
     folder = shared.new_folder(ROOT, "largest-batch-", {}, parser)
     words = [*words, *facts["pinned"]]
     trials = Trials(folder, words, facts["free_bytes"], stop, limit_s, workload["accumulate"])
     rows = [trials.largest(ROOT / f"{name}.py", workload["batch_size"]) for name in names if not stop.requests]
-    write_json(folder / "batches.json", [asdict(row) for row in rows])
     command = portable_command(["./run_all.sh", *argv])
-    text = f"# What the saved memory buys\n\n{table(rows, 'pipe')}\n\n    {command}\n"
-    write_bytes(folder / "batches.md", text.encode())
+    found = LargestBatches(command, *when_and_where(folder), workload, rows)
+    write_json(folder / LARGEST, asdict(found))
+    text = f"# What the saved memory buys\n\n{render_markdown(read_largest(folder / LARGEST))}\n"
+    write_bytes(folder / f"{Path(LARGEST).stem}.md", text.encode())
     say(f"\n{table(rows)}\nwritten to {shared.shown(folder, ROOT)}")
     return 130 if stop.requests else int(any(row.status not in ("ok", "skipped", "oom") for row in rows))
+
+
+def when_and_where(folder: Path) -> tuple[str | None, dict | None]:
+    """When the first batch that left a record was started, and the environment in it."""
+    records = [read_object(path) for path in folder.glob("*/*.json")]
+    known = [(record["started_at"], record["environment"]) for record in records if record.get("environment")]
+    return min(known, key=lambda one: one[0], default=(None, None))
 
 
 @dataclass
@@ -97,7 +89,8 @@ class Trials:
         """The row of a script at a batch, in a process of its own; None where the user ended it."""
         output = self.folder / script.stem / f"{batch}.json"
         output.parent.mkdir(exist_ok=True)
-        words = [*self.words, "--batch-size", str(batch), *STEPS]
+        steps = ["--warmup", str(WARMUP), "--steps", str(TIMED), "--quick"]
+        words = [*self.words, OPTION, str(batch), *steps]
         todo = [{"name": f"batch {batch}", "words": words, "output": str(output), "seconds": 0}]
         run_cells(script, todo, self.folder / f"{script.stem}.log", self.limit_s, self.stop, "cuda")
         return shared.row_of(output) or None
@@ -155,21 +148,3 @@ class Trials:
             seen = ", ".join(f"batch {size} {row['status']}" for size, row in tried.items())
             found.reason = f"no attempt trained: {seen}"
         return found
-
-
-def table(rows: list[Largest], style: str = "simple") -> str:
-    """Tokens a second and peak at the equal batch, and beside them at each step's largest."""
-    cells = []
-    for row in rows:
-        cell = {"step": row.step, "equal batch": "-", "tokens/s": "-", "peak GiB": "-", "largest batch": "-",
-                "tokens/s there": row.status, "peak GiB there": "-", "gain": "-"}  # fmt: skip
-        if row.equal_batch:
-            cell |= {"equal batch": row.equal_batch, "tokens/s": f"{row.equal_tokens_per_s:,.0f}",
-                     "peak GiB": f"{row.equal_peak_bytes / GIB:.1f}"}  # fmt: skip
-        if row.batch:
-            cell |= {"largest batch": row.batch, "tokens/s there": f"{row.tokens_per_s:,.0f}",
-                     "peak GiB there": f"{row.peak_bytes / GIB:.1f}",
-                     "gain": f"{row.tokens_per_s / row.equal_tokens_per_s:.2f}"}  # fmt: skip
-        cells.append(cell)
-    why = [f"{row.step}: {row.status}: {row.reason}" for row in rows if not row.batch]
-    return "\n\n".join([aligned(cells, style), *why])

@@ -212,7 +212,7 @@ def run_piece(
     """Run a command until it ends or the time is over; how it ended, and its log."""
     words = shlex.split(piece.command)
     output, log = recorder.unfinished(recording), recorder.unfinished(recording, ".log")
-    if state.run and (ROOT / state.run).is_dir():
+    if piece.continues and state.run and (ROOT / state.run).is_dir():
         words = [RUN_ALL, *(word for word in words if word == "--sweep"), "--resume", state.run]
     left_s = recorder.until - time.monotonic()
     if "--sweep" in words:  # it ends with what it could do

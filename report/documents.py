@@ -17,6 +17,7 @@ from report import (
     causal_claims,
     causes,
     claims,
+    largest_batch,
     parity,
     parity_page,
     predictions,
@@ -236,7 +237,7 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
                  "docs/method.md": (method_tables,), "docs/parity.md": (parity_page.tables,),
                  "docs/causes.md": (causal_claims.claims_table,), "docs/scaling.md": (scaling_tables,),
                  "docs/claims.md": (claims.claims_table,), "docs/anatomy.md": (questions.path,),
-                 "docs/not-faster.md": (examples_table,), "docs/sweep.md": (sweep.recorded,),
+                 "docs/not-faster.md": (examples_table,), "docs/sweep.md": (sweep.recorded, largest_batch.recorded),
                  "docs/steps.md": (lambda results: shown_steps(results)[0],),
                  "docs/results/README.md": (recordings.recordings_page,)}  # fmt: skip
     parts = {name: [make(results) for make in makers] for name, makers in generated.items()}

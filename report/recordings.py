@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.record import MERGED, ROOFS
 from common.text import one_line
-from report import causes, parity, sweep
+from report import causes, largest_batch, parity, sweep
 from report.load import PREDICTIONS, RecordError, inside, read_json, read_roofs, read_run
 from report.table import commit_name, markdown, pipe_table
 
@@ -54,7 +54,7 @@ class Piece:
     @property
     def continues(self) -> bool:
         """Whether what was given up goes on where it ended, instead of from its beginning."""
-        return self.is_run or "anatomy.parity" in self.command
+        return (self.is_run and "--batch-size max" not in self.command) or "anatomy.parity" in self.command
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,8 @@ def _texts(said: list[dict], key: str) -> list[str]:
 def check(path: Path) -> None:
     """Raises RecordError where a file is not a valid record of the kind that its name says."""
     readers = {MERGED: read_run, parity.STUDY: parity.read_study, "ablations.json": causes.read_causes,
-               sweep.SWEEP: sweep.read_cells, ROOFS: read_roofs}  # fmt: skip
+               sweep.SWEEP: sweep.read_cells, ROOFS: read_roofs,
+               largest_batch.LARGEST: largest_batch.read_largest}  # fmt: skip
     if path.parent.name == causes.FOLDER:
         causes.read_causes(path)
     elif path.suffix == ".json":

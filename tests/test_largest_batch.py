@@ -1,14 +1,21 @@
 """--batch-size max: the line through two peaks, the attempts along it, and what each way of ending says."""
 
 import json
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import runs
 from conftest import ROOT
 
 from common.errors import explain
+from common.record import write_run
 from ladder import largest_batch, process
 from ladder.__main__ import build_parser
+from report.largest_batch import LARGEST, read_largest, recorded, table
+from report.load import RecordError
+from report.recordings import check, facts
 
 
 def test_the_largest_batch_lies_on_the_line_through_two_peaks():
@@ -39,9 +46,9 @@ def trials(tmp_path, monkeypatch):
 def test_a_step_tries_smaller_batches_until_one_trains(trials):
     found = trials.largest(ROOT / "2_sdpa.py", 8)
     assert found.tried == [87, 84] and found.batch == 84 and found.equal_batch == 8 and found.status == "ok"
-    assert "10.50" in largest_batch.table([found]) and found.tokens_per_s == 840.0
+    assert "10.50" in table([found]) and found.tokens_per_s == 840.0
     broken = trials.largest(ROOT / "2_sdpa.py", 200)
-    assert broken.status == "oom" and "try --batch-size" in largest_batch.table([broken])
+    assert broken.status == "oom" and "try --batch-size" in table([broken])
 
 
 def test_a_search_in_which_nothing_trains_says_so_and_keeps_the_equal_batch(trials):
@@ -49,7 +56,7 @@ def test_a_search_in_which_nothing_trains_says_so_and_keeps_the_equal_batch(tria
     found = trials.largest(ROOT / "2_sdpa.py", 8)
     assert found.status == "failed" and found.batch is None and found.equal_batch == 8 and found.tried == [87, 84, 80]
     assert found.reason == "no attempt trained: batch 87 oom, batch 84 oom, batch 80 oom"
-    assert found.reason in largest_batch.table([found]) and " 18.0 " in largest_batch.table([found])
+    assert found.reason in table([found]) and " 18.0 " in table([found])
 
 
 def test_attempts_can_be_divided_into_micro_batches(trials):
@@ -113,3 +120,38 @@ def test_the_largest_batch_needs_a_gpu_and_hands_on_all_other_arguments(refused)
         given, rest = parser.parse_known_args([*words, "--device", "cpu", "--data", "my book"])
         assert "--batch-size max needs a GPU" in refused(largest_batch.main, given, rest, words, parser, check, 60)
         assert asked.pop() == ["--device", "cpu", "--data", "my book"]
+
+
+def test_a_search_leaves_a_record_with_its_machine_and_a_page_shows_it(tmp_path, monkeypatch, capsys):
+    shutil.copy(ROOT / "2_sdpa.py", tmp_path)
+    monkeypatch.setattr(largest_batch, "ROOT", tmp_path)
+    monkeypatch.setattr(process.Stop, "listen", lambda self: None)
+
+    def run_cells(script, todo, log, *_):
+        batch = int(todo[0]["words"][todo[0]["words"].index("--batch-size") + 1])
+        row = runs.step(script.stem, tokens_per_s=100.0 + batch, peak_allocated_bytes=batch << 30)
+        write_run(Path(todo[0]["output"]), runs.run(row))
+
+    monkeypatch.setattr(largest_batch, "run_cells", run_cells)
+    facts_of_it = {"device_type": "cuda", "workload": asdict(runs.WORKLOAD), "free_bytes": 100 << 30, "pinned": []}
+    words = ["--batch-size", "max"]
+    given, rest = build_parser().parse_known_args(words)
+    assert largest_batch.main(given, rest, words, build_parser(), lambda *_: facts_of_it, 60) == 0
+    assert "197" in capsys.readouterr().out
+    (path,) = tmp_path.glob(f"results/*/{LARGEST}")
+    check(path)
+    found, of = read_largest(path), facts([path])
+    assert (of.commits, of.dirty, of.devices) == (("abc",), False, ("GPU",)) and of.started_at == "2026-01-01"
+    assert found.command == "./run_all.sh --batch-size max" and (found.workload.warmup, found.workload.steps) == (2, 5)
+    assert [row.batch for row in found.steps] == [97] and found.steps[0].bytes_per_sequence == 2**30
+    (tmp_path / "docs" / "gpu").mkdir(parents=True)
+    shutil.copy(path, tmp_path / "docs" / "gpu")
+    page = recorded(tmp_path / "docs")
+    assert "1.93" in page and "### gpu" in page and "commit abc" in page  # 197 tokens a second of 102
+    path.write_text(path.read_text().replace('"equal_batch": 2', '"equal_batch": "two"'))
+    with pytest.raises(RecordError, match="equal_batch"):
+        check(path)
+
+
+def test_no_search_is_recorded_where_there_is_none(tmp_path):
+    assert "No largest batches are recorded yet" in recorded(tmp_path)

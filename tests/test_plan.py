@@ -142,6 +142,14 @@ def test_a_command_is_given_up_at_the_limit_and_goes_on_in_the_next_call(tree, c
     assert calls(tree) == ["slow", "--resume results/run"] and "1 of 1 recorded" in capsys.readouterr().out
 
 
+@planned("[box/largest-batch.json]\npieces = 1 ./run_all.sh slow --batch-size max\n")
+def test_a_search_for_the_largest_batch_cannot_go_on_and_is_repeated(tree, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "GRACE_S", 58)
+    for _ in range(2):
+        assert plan.main(["--minutes", "1"]) == 0 and "the next call repeats it" in capsys.readouterr().out
+    assert calls(tree) == ["slow --batch-size max"] * 2
+
+
 @planned("[box/run]\npieces = 1 ./run_all.sh broken\n")
 def test_a_row_without_memory_is_a_result_and_one_that_failed_is_none(tree, capsys):
     template, full = tree / "results" / "template.json", runs.step("0_x", status="oom", reason="full")
@@ -290,6 +298,7 @@ def test_the_plan_of_this_tree_holds_commands_that_exist():
         if first == recordings.RUN_ALL:
             given, rest = ladder.build_parser().parse_known_args(words)
             ladder.rows_to_run(given.only, given.peers, ladder.build_parser())
+            rest = [word for word in rest if word not in ("--batch-size", "max")] if "max" in rest else rest
         elif words[1:2] == ["anatomy.ablations"]:
             kinds = "--causes" in words, "--gpus" in words
             for wanted in words[words.index("--only") + 1 :]:

@@ -1,0 +1,89 @@
+"""What the saved memory buys: the largest batch of each step, and its speed there, beside the equal batch of all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.record import Environment, Workload, describe_shape
+from common.text import aligned
+from report.analysis import GIB
+from report.load import RecordError, convert, read_json
+from report.table import describe_machine, markdown
+
+LARGEST = "largest-batch.json"
+NONE = "No largest batches are recorded yet: `./run_all.sh --batch-size max` finds them."
+HOW = (
+    "The equal batch is the one that all steps of the ladder train. The largest batch is the first that trained of at "
+    "most three attempts, which two measured batches predict. *gain* is tokens per second at the largest batch over "
+    "those at the equal batch of the same step. Each figure is from few steps right after the warm-up."
+)
+
+
+@dataclass
+class Largest:
+    """What a step trains at the equal batch and at its largest; records of each batch hold the rest."""
+
+    step: str
+    status: str = "failed"
+    reason: str | None = None
+    equal_batch: int | None = None  # sequences
+    equal_tokens_per_s: float | None = None
+    equal_peak_bytes: int | None = None
+    bytes_per_sequence: float | None = None  # of the line through two measured peaks
+    batch: int | None = None
+    tokens_per_s: float | None = None
+    peak_bytes: int | None = None
+    tried: list[int] = field(default_factory=list)  # attempts that ran, in order
+
+
+@dataclass
+class LargestBatches:
+    """The content of largest-batch.json."""
+
+    command: str
+    started_at: str | None  # UTC, ISO 8601
+    environment: Environment | None  # these two: of the first record
+    workload: Workload | None
+    steps: list[Largest]
+
+
+def read_largest(path: Path) -> LargestBatches:
+    """The largest batches of a machine. Raises RecordError."""
+    found = convert(read_json(path), LargestBatches, path.name)
+    if not found.steps:
+        raise RecordError(f"{path.name} holds no steps")
+    return found
+
+
+def table(rows: list[Largest], style: str = "simple") -> str:
+    """Tokens a second and peak at the equal batch, and beside them at each step's largest."""
+    cells = []
+    for row in rows:
+        cell = {"step": row.step, "equal batch": "-", "tokens/s": "-", "peak GiB": "-", "largest batch": "-",
+                "tokens/s there": row.status, "peak GiB there": "-", "gain": "-"}  # fmt: skip
+        if row.equal_batch:
+            cell |= {"equal batch": row.equal_batch, "tokens/s": f"{row.equal_tokens_per_s:,.0f}",
+                     "peak GiB": f"{row.equal_peak_bytes / GIB:.1f}"}  # fmt: skip
+        if row.batch:
+            cell |= {"largest batch": row.batch, "tokens/s there": f"{row.tokens_per_s:,.0f}",
+                     "peak GiB there": f"{row.peak_bytes / GIB:.1f}",
+                     "gain": f"{row.tokens_per_s / row.equal_tokens_per_s:.2f}"}  # fmt: skip
+        cells.append(cell)
+    why = [f"{row.step}: {row.status}: {row.reason}" for row in rows if not row.batch]
+    return "\n\n".join([aligned(cells, style), *why])
+
+
+def render_markdown(found: LargestBatches) -> str:
+    """The machine, the shape, and the table."""
+    about = describe_machine(found.environment) if found.environment else "the machine is unknown"
+    if found.workload:
+        about += f"; {found.workload.preset}: {describe_shape(found.workload)}"
+    return "\n\n".join([markdown(f"{about}."), HOW, table(found.steps, "pipe"), f"    {found.command}"])
+
+
+def recorded(results: Path) -> str:
+    """Markdown of every search below docs/results, for docs/sweep.md."""
+    paths = sorted(results.glob(f"*/{LARGEST}"))
+    parts = [f"### {path.parent.name}\n\n{render_markdown(read_largest(path))}" for path in paths]
+    return "\n\n".join(parts or [NONE])
