@@ -1,8 +1,5 @@
 """Each rung's step time from what this machine can do: nothing is trained, nothing is fitted.
 
-python -m ladder.predict [--roofs FILE] [--json FILE] ARGUMENT ...     the ARGUMENTs are those of a step
-python -m ladder.predict --records docs/results     beside every machine's records, for report.documents
-
 A prediction is a sum. Matrix products take the time that the roofs give for their shapes. Fused attention takes its
 FLOPs over its rate. What lies between passes over memory, see ladder/counts.py. Where the host needs longer to launch
 the kernels than the GPU to run them, the host's time counts. Under its power limit a GPU lowers its clock, see
@@ -229,10 +226,17 @@ def describe(predictions: dict[str, Prediction]) -> str:
 
 
 def main() -> None:
-    parser = OneLineParser(prog="python -m ladder.predict", add_help=False)
-    parser.add_argument("--roofs", type=Path)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--records", type=Path)
+    parser = OneLineParser(
+        prog="python -m ladder.predict",
+        usage="%(prog)s [-h] [--roofs FILE] [--json FILE] [ARGUMENT ...] | --records DIR",
+        description=__doc__,
+        epilog="ARGUMENTs choose the workload: --preset, --n-embd, ...; python 0_baseline.py --help lists them",
+    )
+    text = "what python -m common.roofs wrote, or results.json of a run (default: the newest below results/)"
+    parser.add_argument("--roofs", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the times there, in milliseconds by step")
+    text = "predict every recorded run below docs/results, for python -m report.documents"
+    parser.add_argument("--records", type=Path, metavar="DIR", help=text)
     own, rest = parser.parse_known_args()
     if any(word.partition("=")[0] == "--output" for word in rest):
         parser.error("--output is of a step's record: --json FILE writes predictions")
