@@ -24,7 +24,7 @@ import torch
 
 from common import arguments, flops, hardware
 from common.errors import run_command
-from common.record import CATEGORIES, AttentionRate, PassTime, Roofs, Workload, write_json
+from common.record import CATEGORIES, Roofs, Workload, write_json
 from common.roofs import product_seconds
 from common.text import OneLineParser, aligned, say
 from ladder import counts
@@ -65,8 +65,8 @@ def predict(shape: Workload, roofs: Roofs) -> dict[str, Prediction]:
     hold figures that no machine has."""
     if shape.gpus > 1 or shape.accumulate > 1 or shape.checkpoint:
         raise ValueError("only one process, one micro-batch and no checkpointing are predicted")
-    if not (roofs.grid and roofs.copy_bytes_per_s and roofs.ceilings):
-        raise ValueError("these roofs lack the grid of products or the copy: measure them with python -m common.roofs")
+    if not (roofs.grid and roofs.copy_bytes_per_s and roofs.ceilings and roofs.passes and roofs.attention):
+        raise ValueError("these roofs lack products, passes or attention: measure them with python -m common.roofs")
     steps = [step for step in STEPS if step[0] != "4" or "fp8" in roofs.ceilings]
     try:
         return {step: _predict_step(step, shape, roofs) for step in steps}
@@ -135,54 +135,27 @@ def _slowed(products: list[tuple[int, float, int]], rest_s: float, precision: st
 
 def pass_seconds(roofs: Roofs, one: counts.Pass, numbers: float) -> float:
     """The time of one kernel of a pass over `numbers` numbers: measured, or that of a copy of as many bytes."""
-    for kernel, size in ((one.kernel, numbers), (COPY, one.bytes * numbers / 8)):
-        timed = sorted((t.numbers, t.seconds) for t in roofs.passes if t.kernel == kernel)
-        if timed:
-            beyond = max(1.0, size / timed[-1][0])
-            return beyond * float(np.interp(size / beyond, *zip(*timed, strict=True)))
-    return one.bytes * numbers / roofs.copy_bytes_per_s
+    of_kernel = {t.numbers: t.seconds for t in roofs.passes if t.kernel == one.kernel}
+    timed = of_kernel or {t.numbers: t.seconds for t in roofs.passes if t.kernel == COPY}
+    size = numbers if of_kernel else one.bytes * numbers / 8
+    beyond = max(1.0, size / max(timed))
+    return beyond * float(np.interp(size / beyond, *zip(*sorted(timed.items()), strict=True)))
 
 
 def _fused_seconds(shape: Workload, roofs: Roofs) -> float:
     """One layer's fused attention, forward and backward: at the nearest head dimension, between measured lengths."""
     T, C, D = shape.seq_len, shape.n_embd, shape.n_embd // shape.n_head
     work = 6 * T * C * shape.batch_size * T
-    if roofs.attention:
-        nearest = min({rate.head_dim for rate in roofs.attention}, key=lambda dim: abs(math.log(dim / D)))
-        rates = sorted((r.seq_len, r.flops_per_s) for r in roofs.attention if r.head_dim == nearest)
-        return work / float(np.interp(math.log(T), [math.log(t) for t, _ in rates], [rate for _, rate in rates]))
-    precision = next(name for name in MIXED if name in roofs.ceilings)
-    rows = shape.batch_size * shape.n_head * T  # seven products, of half the square: backward makes the scores again
-    tall = [product_seconds(roofs.grid, precision, *mnk) for mnk in ((rows, T, D), (rows, D, T))]
-    return (3 * tall[0] + 4 * tall[1]) / 2
-
-
-def complete(roofs: Roofs, anatomy: Path) -> Roofs:
-    """Roofs recorded before they held more than products, with what the experiments of the same machine measured."""
-    if not roofs.passes and (figures := _figures(anatomy / "memory-hierarchy.json")):
-        copies = [PassTime(COPY, copy["bytes"] // 8, copy["seconds"]) for copy in figures["working_sets"]]
-        roofs.passes = [PassTime(COPY, 0, figures["empty_s"]), *copies]
-    if not roofs.attention and (figures := _figures(anatomy / "attention.json")):
-        fused = figures["attention"].get("SDPA cuDNN", {})
-        shortest = min((timed["seconds"] for timed in fused.values()), default=0)
-        for length, timed in ((int(length), timed) for length, timed in fused.items()):
-            if timed["seconds"] > 3 * shortest:  # shorter ones timed the host
-                work = 6 * length**2 * figures["B"] * figures["H"] * figures["D"]
-                roofs.attention.append(AttentionRate(length, figures["D"], work / timed["seconds"]))
-    if roofs.launch_s is None and "tf32" in roofs.ceilings and (figures := _figures(anatomy / "sync-points.json")):
-        roofs.launch_s = figures["operations"]["a kernel, for comparison"]["host_s"]["empty queue"]
-    return roofs
-
-
-def _figures(path: Path) -> dict:
-    return read_json(path)["figures"] if path.exists() else {}
+    nearest = min({rate.head_dim for rate in roofs.attention}, key=lambda dim: abs(math.log(dim / D)))
+    rates = sorted((r.seq_len, r.flops_per_s) for r in roofs.attention if r.head_dim == nearest)
+    return work / float(np.interp(math.log(T), [math.log(t) for t, _ in rates], [rate for _, rate in rates]))
 
 
 def read_roofs(path: Path) -> Roofs:
     """Roofs from what common.roofs wrote, or from a run's results.json. Raises RecordError."""
     content = read_json(path)
     content = content.get("roofs") or content if isinstance(content, dict) else content
-    return complete(convert(content, Roofs, path.name), path.parent / "anatomy")
+    return convert(content, Roofs, path.name)
 
 
 def measured_roofs() -> Path:
@@ -196,12 +169,8 @@ def measured_roofs() -> Path:
 def predict_records(machine: Path) -> dict[str, dict[str, Prediction]]:
     """Predictions for every recorded run below a machine's folder, by run; empty without roofs that hold a grid."""
     runs = {path.parent.name: read_run(path) for path in sorted(machine.glob(f"*/{MERGED}"))}
-    own = [machine / ROOFS] if (machine / ROOFS).exists() else []
-    for path in own + [machine / name / MERGED for name, run in runs.items() if run.roofs]:
-        roofs = complete(read_roofs(path), machine / "anatomy")
-        if roofs.grid:
-            return {name: predict(run.workload, roofs) for name, run in runs.items()}
-    return {}
+    measured = [run.roofs for run in runs.values() if run.roofs and run.roofs.grid]
+    return {name: predict(run.workload, measured[0]) for name, run in runs.items()} if measured else {}
 
 
 def record_predictions(results: Path) -> Iterable[Path]:

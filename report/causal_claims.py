@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from common.record import MERGED, ROOFS, Row
+from common.record import MERGED, Row
 from report import analysis, parity
 from report.analysis import is_timed
 from report.causes import FOLDER, gain_ms
 from report.doubts import LEGEND, MARK, Speedup, compared
-from report.records import CPU, GPU, SLICE, Records
+from report.records import CPU, GPU, OF_SLICE, SLICE, Records
 from report.table import markdown, ms_cell, percent, pipe_table
 
 POINTWISE = "normalization and pointwise"
@@ -90,7 +90,7 @@ def ceilings(fast: str, slow: str, least: float, most: float) -> Measure:
     def measure(records: Records) -> Evidence:
         a, b = (records.roofs().ceilings[name] / 1e12 for name in (fast, slow))
         text = f"{a:,.0f} TFLOP/s in {fast.upper()}, {b:,.0f} in {slow.upper()}: {a / b:.1f} times"
-        return Evidence(text, ROOFS, least <= a / b <= most)
+        return Evidence(text, OF_SLICE, least <= a / b <= most)
 
     return measure
 
@@ -199,7 +199,7 @@ def power_limit(records: Records) -> Evidence:
                     f"{alike.before_mhz:.0f} to {alike.after_mhz:.0f} MHz")  # fmt: skip
             held = "power limit" in analysis.throttle_reasons(pair[1])
             figures[after] = text + (", power limit" if held else ""), held and alike.after_mhz < alike.before_mhz
-    return of_runs(figures, f"{SLICE}/{MERGED}")
+    return of_runs(figures, OF_SLICE)
 
 
 def clock_under_load(records: Records) -> Evidence:
@@ -207,7 +207,7 @@ def clock_under_load(records: Records) -> Evidence:
     if not (at.clock_mhz and at.ceiling_clock_mhz):
         raise KeyError("clock")
     text = f"BF16 products: {at.clock_mhz:.0f} MHz at {at.power_w:.0f} W, {at.ceiling_clock_mhz:.0f} MHz in bursts"
-    return Evidence(text, ROOFS, at.clock_mhz < at.ceiling_clock_mhz)
+    return Evidence(text, OF_SLICE, at.clock_mhz < at.ceiling_clock_mhz)
 
 
 def zeros(records: Records) -> Evidence:
@@ -215,7 +215,7 @@ def zeros(records: Records) -> Evidence:
     if not (roofs.zeros and roofs.square and roofs.zeros.bf16_flops_per_s):
         raise KeyError("zeros")
     a, b = (rates.bf16_flops_per_s / 1e12 for rates in (roofs.zeros, roofs.square))
-    return Evidence(f"{a:.0f} TFLOP/s of zeros, {b:.0f} of random numbers, BF16", ROOFS, a > b)
+    return Evidence(f"{a:.0f} TFLOP/s of zeros, {b:.0f} of random numbers, BF16", OF_SLICE, a > b)
 
 
 def losses_apart(records: Records) -> Evidence:

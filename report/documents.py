@@ -34,7 +34,7 @@ from report import (
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, compared, furthest_around_a_row, reference_extremes
-from report.load import MERGED, ROOFS, RecordError, read_roofs, read_run
+from report.load import MERGED, RecordError, read_run
 from report.machines import machines_table
 from report.records import GPU, SLICE
 from report.symptom_examples import examples_table
@@ -168,8 +168,9 @@ def method_tables(results: Path) -> str:
         cells.append((f"threshold of a {'GPU' if device == 'cuda' else 'CPU'}", "", "", *map(str, most.values()), ""))
     headers = ("largest / smallest", "machine", "ladders", "product", "copy", "copy, before and after one row")
     parts = [pipe_table(headers, cells, n_left=2)]
-    for path in sorted(results.glob(f"*/{ROOFS}")):
-        parts += [f"Roofs recorded in `{path.parent.name}`:", _roofs_table(read_roofs(path))]
+    for folder, run in recorded_runs(results):
+        if run.roofs and run.roofs.conditions:
+            parts += [f"Roofs recorded in `{folder.relative_to(results)}`:", _roofs_table(run.roofs)]
     return "\n\n".join(parts)
 
 

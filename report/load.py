@@ -209,7 +209,7 @@ def load_run(folder: Path, ended: dict[str, Row] | None = None) -> Run:
         peers=[row for name, row in rows.items() if name.startswith("peers/")],
     )
     merged.problems = [*problems, *(p for run in runs for p in run.problems), *_machine_problems(measured)]
-    merged.roofs = _read_roofs(folder, merged.problems)
+    merged.roofs = _read_roofs(folder, measured, merged.problems)
     if (folder / PREDICTED).exists():
         predicted = convert(read_json(folder / PREDICTED), dict[str, float], PREDICTED)
         merged.steps = [replace(row, predicted_ms=predicted.get(row.step)) for row in merged.steps]
@@ -338,15 +338,24 @@ def _machine_problems(runs: list[Run]) -> list[str]:
     return problems
 
 
-def _read_roofs(folder: Path, problems: list[str]) -> Roofs | None:
-    """The roofs of a run folder. None without them: `problems` then says why, if they were tried."""
+def _read_roofs(folder: Path, rows: list[Run], problems: list[str]) -> Roofs | None:
+    """The roofs of a run folder, with a note where they were not measured beside its rows. None without them:
+    `problems` then says why, if they were tried."""
     if not (folder / ROOFS).exists():
         return None
     try:
-        return read_roofs(folder / ROOFS)
+        roofs = read_roofs(folder / ROOFS)
+        here = convert(read_json(folder / ROOFS).get("environment"), Environment | None, ROOFS)
     except RecordError as error:
         problems.append(f"no roofs: {error}")
         return None
+    of_rows = {name: {getattr(run.environment, name) for run in rows} for name in ("gpu_uuid", "commit")}
+    others = {name for name, known in of_rows.items() if here and known and getattr(here, name) not in {None, *known}}
+    where = ["on another card of the same kind"] * ("gpu_uuid" in others)
+    where += [f"at commit {here.commit[:7]}"] if "commit" in others else []
+    if where:
+        roofs.notes.append(f"the roofs were measured when the run was resumed, {', '.join(where)}")
+    return roofs
 
 
 def environment_of(run: Run) -> Environment:

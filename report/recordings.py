@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from common.record import MERGED, ROOFS
+from common.record import MERGED
 from common.text import one_line
 from report import causes, largest_batch, parity, sweep
-from report.load import PREDICTIONS, RecordError, inside, read_json, read_roofs, read_run
+from report.load import PREDICTIONS, RecordError, inside, read_json, read_run
 from report.table import commit_name, markdown, pipe_table
 
 PLAN, RUN_ALL = "plan.ini", "./run_all.sh"
@@ -188,8 +188,7 @@ def _texts(said: list[dict], key: str) -> list[str]:
 def check(path: Path) -> None:
     """Raises RecordError where a file is not a valid record of the kind that its name says."""
     readers = {MERGED: read_run, parity.STUDY: parity.read_study, "ablations.json": causes.read_causes,
-               sweep.SWEEP: sweep.read_cells, ROOFS: read_roofs,
-               largest_batch.LARGEST: largest_batch.read_largest}  # fmt: skip
+               sweep.SWEEP: sweep.read_cells, largest_batch.LARGEST: largest_batch.read_largest}  # fmt: skip
     if path.parent.name == causes.FOLDER:
         causes.read_causes(path)
     elif path.suffix == ".json":

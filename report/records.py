@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from common.record import MERGED, ROOFS, Roofs, Row, Run
+from common.record import MERGED, Roofs, Row, Run
 from report import parity
 from report.analysis import is_timed
 from report.causes import Variant, read_causes
 from report.doubts import compared
-from report.load import read_json, read_roofs, read_run
+from report.load import read_json, read_run
 
 GPU, GPUS, CPU = "h200", "h200-x2", "epyc-2-cores"  # folders of docs/results
 SLICE = "gpt3-6.7b-slice"  # the workload of README's table
+OF_SLICE = f"{SLICE}/{MERGED}"
 T = TypeVar("T")
 
 
@@ -76,7 +77,10 @@ class Records:
         return by_hand, fused
 
     def roofs(self) -> Roofs:
-        return read_roofs(self._path(ROOFS))
+        """What the machine reaches, measured with the run of README's table."""
+        if not (roofs := self.runs[SLICE].roofs):
+            raise KeyError("roofs")
+        return roofs
 
     def variants(self, name: str) -> dict[str, Variant]:
         """The variants of a file of ablations or causes, by name."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from common.record import MERGED, ROOFS, Row, Run
+from common.record import MERGED, Row, Run
 from report import analysis, scaling, symptoms
 from report.analysis import peak_gib
 from report.causal_claims import MARKED
 from report.doubts import MARK, compared
-from report.records import CPU, GPU, GPUS, SLICE, Records
+from report.records import CPU, GPU, GPUS, OF_SLICE, SLICE, Records
 from report.story import ms_of
 from report.table import markdown, pipe_table
 
@@ -125,7 +125,7 @@ def sync(figures: dict) -> str:
 
 def tf32(records: Records) -> Found:
     fp32, tf32 = (records.roofs().ceilings[precision] / 1e12 for precision in ("fp32", "tf32"))
-    return f"{fp32:.0f} TFLOP/s in FP32, {tf32:.0f} in TF32", ROOFS
+    return f"{fp32:.0f} TFLOP/s in FP32, {tf32:.0f} in TF32", OF_SLICE
 
 
 def parallel(kind: str) -> Example:

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 import runs
 
+from common.record import write_json
 from report import table
 from report.load import RecordError, load_run, read_run
 
@@ -126,6 +127,21 @@ def test_a_row_of_another_workload_is_failed_one_of_another_machine_is_named_and
     assert [(peer.step, peer.status) for peer in run.peers] == [("p", "failed")]
     assert any("rows differ in device" in said and "other GPU in 2_c" in said for said in run.problems)
     assert all("batch_size, seed differ" in row.reason for row in (run.steps[1], run.peers[0]))
+
+
+def test_roofs_that_a_resumed_run_measured_elsewhere_say_so(tmp_path):
+    runs.write_rows(tmp_path, runs.step("0_a"), gpu_uuid="GPU-1")
+    environment = {"device": "GPU", "device_type": "cuda", "gpu_uuid": "GPU-1", "commit": "abc"}
+    for there, said in (
+        (environment, []),
+        (environment | {"gpu_uuid": "GPU-2", "commit": "0123456789"},
+         ["the roofs were measured when the run was resumed, on another card of the same kind, at commit 0123456"]),
+    ):  # fmt: skip
+        write_json(tmp_path / "roofs.json", asdict(runs.ROOFS) | {"notes": [], "environment": there})
+        assert load_run(tmp_path).roofs.notes == said
+    write_json(tmp_path / "roofs.json", asdict(runs.ROOFS) | {"environment": "nowhere"})
+    run = load_run(tmp_path)
+    assert run.roofs is None and any("no roofs: roofs.json" in said for said in run.problems)
 
 
 @pytest.mark.parametrize("text", runs.HOSTILE.values(), ids=runs.HOSTILE)

@@ -17,13 +17,14 @@ from common.record import CATEGORIES, AttentionRate, PassTime
 from ladder import counts, predict
 from report import predictions
 from report.load import MERGED, read_run
+from report.records import SLICE
 
 H200 = ROOT / "docs" / "results" / "h200"
 
 
 @pytest.fixture
 def roofs():
-    return predict.read_roofs(H200 / "roofs.json")
+    return predict.read_roofs(H200 / SLICE / MERGED)
 
 
 def errors(machine):
@@ -37,8 +38,7 @@ def errors(machine):
 
 def test_recorded_steps_lie_no_further_from_their_predictions_than_the_page_says():
     found = errors(H200)
-    assert len(found) == 29 and median(found) < 0.10 and max(found) < 0.44
-    assert sum(error > 0.25 for error in found) == 2
+    assert len(found) == 29 and median(found) < 0.10 and max(found) < 0.25
     assert max(errors(ROOT / "docs" / "results" / "epyc-2-cores")) < 0.77
 
 
@@ -71,8 +71,9 @@ def test_an_optimizer_moves_the_bytes_that_its_formula_names():
 
 def test_what_is_measured_of_a_kernel_replaces_the_copy_of_its_bytes(roofs):
     one = counts.Pass("stream", 6, 1, counts.COPIES, "to fp32", "a cast")
+    roofs.passes = [timed for timed in roofs.passes if timed.kernel != "to fp32"]
     copied = predict.pass_seconds(roofs, one, 2**28)
-    assert copied == pytest.approx(6 * 2**28 / roofs.copy_bytes_per_s, rel=0.02)
+    assert copied == pytest.approx(6 * 2**28 / roofs.copy_bytes_per_s, rel=0.03)
     roofs.passes += [PassTime("to fp32", 2**20, 1e-5), PassTime("to fp32", 2**22, 5e-5)]
     times = [predict.pass_seconds(roofs, one, numbers) for numbers in (1, 2**20, 2**21, 2**22, 2**23)]
     assert times == pytest.approx([1e-5, 1e-5, 1e-5 + 4e-5 / 3, 5e-5, 1e-4])
@@ -81,7 +82,8 @@ def test_what_is_measured_of_a_kernel_replaces_the_copy_of_its_bytes(roofs):
 def test_attention_takes_the_nearest_head_dimension_and_a_slow_host_bounds_what_it_launches(roofs):
     shape = read_run(H200 / "gpt2" / MERGED).workload
     before = predict.predict(shape, roofs)
-    roofs.attention.append(AttentionRate(1024, 64, roofs.attention[0].flops_per_s / 1000))
+    slow = [AttentionRate(rate.seq_len, 64, rate.flops_per_s / 1000) for rate in roofs.attention if rate.head_dim == 64]
+    roofs.attention = slow + [rate for rate in roofs.attention if rate.head_dim != 64]
     roofs.launch_s = 1.0
     after = predict.predict(shape, roofs)
     assert after["3_compile"].category_ms["attention"] > 500 * before["3_compile"].category_ms["attention"]
