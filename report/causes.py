@@ -16,6 +16,10 @@ from report.table import pipe_table
 
 FOLDER = "causes"  # below a machine's folder of docs/results
 LAST_STEP = "4_transformer_engine"
+HEADS = (
+    "The head of step 4 is in FP8, those of the peers as their documentation says. *times step 4* compares with step 4 "
+    "as it is. *times step 4 with this head* compares with step 4 whose head has the format of the peer's."
+)
 COMMAND = (
     "python -m anatomy.ablations --causes --quick --profile --preset PRESET "
     "--output docs/results/h200/causes/PRESET.json"
@@ -82,12 +86,13 @@ def scripts(causes: Causes) -> dict[str, Measured]:
     return {variant.script: variant.baseline for variant in ran if variant.baseline.ms is not None}
 
 
-def rungs(causes: Causes) -> list[tuple[str, str]]:
-    """The scripts that have variants which explain them, each after the script before it."""
+def rungs(causes: Causes) -> list[tuple[str | None, str]]:
+    """The scripts that have variants which explain them, each after the script before it; None where that did not
+    run."""
     explained = sorted({variant.rung for variant in causes.variants if variant.rung})
     known = {variant.script for variant in causes.variants} | set(explained)
     before = {int(name[0]): name for name in known if name[0].isdigit()}
-    return [(before[int(rung[0]) - 1], rung) for rung in explained if int(rung[0]) - 1 in before]
+    return [(before.get(int(rung[0]) - 1), rung) for rung in explained]
 
 
 def variants_of(causes: Causes, rung: str) -> list[Variant]:
@@ -101,7 +106,7 @@ def gain_ms(before: Measured | None, after: Measured | None) -> float | None:
     return before.ms - after.ms if known else None
 
 
-def alone_ms(causes: Causes, before: str, rung: str) -> float | None:
+def alone_ms(causes: Causes, before: str | None, rung: str) -> float | None:
     """What the single causes of a script gain, each alone, added up; None where one of them has no time."""
     ends = scripts(causes)
     gains = [gain_ms(ends.get(before), v) for v in variants_of(causes, rung) if v.cause.startswith("only")]
@@ -147,13 +152,18 @@ def sections(results: Path) -> str:
             gains += [_rung_table(causes, before, rung), *_interaction(causes, before, rung)]
         if peers(causes):
             equals += [f"### LM heads: {name}", _peer_table(causes)]
-    return "\n\n".join([*gains, *(["## Peers with the same LM head as step 4"] if equals else []), *equals])
+    return "\n\n".join([*gains, *(["## Peers with the same LM head as step 4", HEADS] if equals else []), *equals])
 
 
-def _rung_table(causes: Causes, before: str, rung: str) -> str:
+def _rung_table(causes: Causes, before: str | None, rung: str) -> str:
     ends = scripts(causes)
     first, last = ends.get(before), ends.get(rung)
-    named = [(before, first), *((v.cause, v) for v in variants_of(causes, rung)), (rung, last)]
+    explaining = [(v.cause, v) for v in variants_of(causes, rung)]
+    if before is None:
+        cells = [(name, time_cell(row), _ms(gain_ms(row, last))) for name, row in explaining]
+        headers = ("ms per step", "median (p25-p75)", f"left to {rung}")
+        return pipe_table(headers, [*cells, (rung, time_cell(last), "")])
+    named = [(before, first), *explaining, (rung, last)]
     whole, cells = gain_ms(first, last), []
     for name, row in named:
         gain = gain_ms(first, row)
@@ -165,7 +175,7 @@ def _rung_table(causes: Causes, before: str, rung: str) -> str:
     return pipe_table(headers, cells)
 
 
-def _interaction(causes: Causes, before: str, rung: str) -> list[str]:
+def _interaction(causes: Causes, before: str | None, rung: str) -> list[str]:
     """A sentence: how far the single causes add up to the whole gain. Nothing of fewer than two."""
     ends = scripts(causes)
     whole, alone = gain_ms(ends.get(before), ends.get(rung)), alone_ms(causes, before, rung)
@@ -177,12 +187,13 @@ def _interaction(causes: Causes, before: str, rung: str) -> list[str]:
 
 
 def _peer_table(causes: Causes) -> str:
-    cells = []
+    cells, unchanged = [], scripts(causes).get(LAST_STEP)
     for name, row in peers(causes).items():
         own = by_head(causes).get(row.settings.head)
-        ratio = f"{row.ms / own.ms:.2f}" if own and own.ms and row.ms else "-"
-        cells.append((name, row.settings.head or "-", time_cell(row), time_cell(own), ratio))
-    return pipe_table(("peer", "LM head", "ms per step", f"{LAST_STEP} with it", "times its time"), cells, n_left=2)
+        ratios = (f"{row.ms / one.ms:.2f}" if one and one.ms and row.ms else "-" for one in (unchanged, own))
+        cells.append((name, row.settings.head or "-", time_cell(row), *ratios, time_cell(own)))
+    headers = ("peer", "LM head", "ms per step", "times step 4", "times step 4 with this head", "which takes")
+    return pipe_table(headers, cells, n_left=2)
 
 
 def _ms(ms: float | None) -> str:

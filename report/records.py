@@ -10,7 +10,7 @@ from typing import TypeVar
 from common.record import MERGED, Roofs, Row, Run
 from report import parity
 from report.analysis import is_timed
-from report.causes import Variant, read_causes
+from report.causes import FOLDER, Causes, read_causes
 from report.doubts import compared
 from report.load import read_json, read_run
 
@@ -82,9 +82,8 @@ class Records:
             raise KeyError("roofs")
         return roofs
 
-    def variants(self, name: str) -> dict[str, Variant]:
-        """The variants of a file of ablations or causes, by name."""
-        return {variant.name: variant for variant in read_causes(self._path(name)).variants}
+    def causes(self, workload: str) -> Causes:
+        return read_causes(self._path(f"{FOLDER}/{workload}.json"))
 
     def study(self) -> parity.Study:
         """The study of losses that has the peers."""

@@ -10,6 +10,7 @@ from conftest import ROOT, STEPS
 
 from common.record import write_json
 from report import causal_claims as claims
+from report.causal_figures import change
 from report.records import Records
 
 RESULTS = ROOT / "docs" / "results"
@@ -51,7 +52,7 @@ def test_a_kind_of_kernel_that_appears_or_vanishes_is_a_change(tmp_path):
             for name, ms in (("a", before), ("b", after))
         ]
         runs.write(runs.run(*rows), tmp_path / "run")
-        return claims.change("a", "b", "attention", ratio=ratio)(Records.read(tmp_path)).holds
+        return change("a", "b", "attention", ratio=ratio)(Records.read(tmp_path)).holds
 
     assert holds(0.0, 5.0, (1, math.inf)) and not holds(0.0, 5.0, (0, 1)) and not holds(0.0, 0.0, (1, math.inf))
     assert holds(10.0, 5.0, (0.45, 0.55)) and not holds(10.0, 6.0, (0.45, 0.55)) and not holds(10.0, 5.0, (1, math.inf))

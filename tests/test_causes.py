@@ -67,4 +67,9 @@ def test_peers_stand_beside_step_4_with_the_same_head(tmp_path):
         variant("peers/p", 90.0, 75.0, baseline=fp8("BF16"), **fp8("FP8")),
     )  # fmt: skip
     *_, table = tables_of(causes.sections(tmp_path))
-    assert [(row["LM head"], row["times its time"]) for row in table.values()] == [("BF16", "1.50"), ("FP8", "1.50")]
+    assert [(row["LM head"], row["times step 4 with this head"]) for row in table.values()] == [
+        ("BF16", "1.50"), ("FP8", "1.50")
+    ]  # fmt: skip
+    assert [row["times step 4"] for row in table.values()] == ["1.80", "1.50"]
+    said = causes.sections(tmp_path)
+    assert "without FP8 in the head |" in said and "left to 4_transformer_engine" in said and "+10.0" in said

@@ -1,0 +1,342 @@
+"""The figures behind sentences that name a cause, each from the records of one machine, for docs/causes.md."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+
+from common.record import MERGED, Row
+from report import analysis, parity
+from report.analysis import is_timed
+from report.causes import FOLDER, Causes, gain_ms, rungs, scripts
+from report.doubts import Speedup, compared
+from report.records import OF_SLICE, SLICE, Records
+from report.table import ms_cell, percent
+
+POINTWISE = "normalization and pointwise"
+
+
+@dataclass
+class Evidence:
+    figure: str
+    record: str  # below the machine's folder
+    holds: bool  # whether the figure bears the sentence out
+
+
+Measure = Callable[[Records], Evidence]  # raises KeyError where a record lacks
+
+
+def each(values: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {value}" for name, value in values.items())
+
+
+def of_runs(figures: dict[str, tuple[str, bool]], record: str = f"*/{MERGED}") -> Evidence:
+    """One figure a run; the sentence holds where it holds for every run."""
+    if not figures:
+        raise KeyError(record)
+    said = each({name: text for name, (text, _) in figures.items()})
+    return Evidence(said, record, all(holds for _, holds in figures.values()))
+
+
+def total(row: Row, *categories: str) -> float:
+    return sum(analysis.category_ms(row)[name] for name in categories)
+
+
+def share_of_products(step: str, least: float, *names: str) -> Measure:
+    """The share of matrix products in a step's profile, of which they have to be the largest part."""
+
+    def measure(records: Records) -> Evidence:
+        figures = {}
+        for name, (row,) in records.rows(step, of=names).items():
+            times, share = analysis.category_ms(row), total(row, "matrix products") / row.profile.step_ms
+            largest = max(times, key=times.get) == "matrix products"
+            figures[name] = f"{share:.0%} of the step", largest and share >= least
+        return of_runs(figures)
+
+    return measure
+
+
+def change(before: str, after: str, *categories: str, names: tuple[str, ...] = (), ratio: tuple = (0, 1)) -> Measure:
+    """The times of some categories, added up, in two steps; the second over the first has to lie within `ratio`.
+
+    The end of a ratio that has no upper end is math.inf.
+    """
+    least, most = ratio
+
+    def measure(records: Records) -> Evidence:
+        figures = {}
+        for name, rows in records.rows(before, after, of=names).items():
+            a, b = (total(row, *categories) for row in rows)
+            figures[name] = f"{a:.1f} to {b:.1f} ms", least * a < b and (most == math.inf or b < most * a)
+        return of_runs(figures)
+
+    return measure
+
+
+def ceilings(fast: str, slow: str, least: float, most: float) -> Measure:
+    """The ceilings of two precisions."""
+
+    def measure(records: Records) -> Evidence:
+        a, b = (records.roofs().ceilings[name] / 1e12 for name in (fast, slow))
+        text = f"{a:,.0f} TFLOP/s in {fast.upper()}, {b:,.0f} in {slow.upper()}: {a / b:.1f} times"
+        return Evidence(text, OF_SLICE, least <= a / b <= most)
+
+    return measure
+
+
+def attention_bytes(records: Records) -> Evidence:
+    by_hand, fused = records.attention_bytes()
+    text = f"{by_hand / 1e9:.1f} GB by hand, {fused / 1e9:.2f} fused"
+    return Evidence(text, "attention-traffic.json", fused < by_hand / 5)
+
+
+def removed_by_fused_attention(records: Records) -> Evidence:
+    """What step 2 takes from attention, casts and pointwise kernels, beside the products of step 1."""
+    figures, kinds = {}, ("attention", "copies and casts", POINTWISE)
+    for name, (before, after) in records.rows("1_cublas", "2_sdpa").items():
+        gone, products = total(before, *kinds) - total(after, *kinds), total(before, "matrix products")
+        least, most = {SLICE: (0.75, 1), "wide-8192": (0, 0.5)}.get(name, (1, math.inf))  # as the sentence says
+        figures[name] = f"{gone:.1f} ms, products {products:.1f}", least < gone / products < most
+    return of_runs(figures)
+
+
+def shrunk_most(records: Records) -> dict[str, analysis.Change]:
+    """By run, the category that step 3 shrinks most."""
+    pairs = records.rows("2_sdpa", "3_compile").items()
+    return {name: min(analysis.changed_categories(*pair), key=lambda change: change.ms) for name, pair in pairs}
+
+
+def largest_at(expected: dict[str, str]) -> Measure:
+    """The category that step 3 shrinks most, beside the expected one of each run."""
+
+    def measure(records: Records) -> Evidence:
+        largest, figures = shrunk_most(records), {}
+        for name, category in expected.items():
+            found = largest[name]
+            text = f"{found.name} {found.before_ms:.1f} to {found.after_ms:.1f} ms"
+            figures[name] = text, found.name == category
+        return of_runs(figures)
+
+    return measure
+
+
+def busy_host(records: Records) -> Evidence:
+    alone, busy = (records.runs[f"gpt2-batch-8{end}"] for end in ("", "-busy-host"))
+    rows, figures = {row.step: row for row in alone.steps if is_timed(row)}, {}
+    for row in filter(is_timed, busy.steps):
+        if other := rows.get(row.step):
+            text = f"{ms_cell(other, alone)} ms alone, {ms_cell(row, busy)} beside them"
+            figures[row.step] = text, abs(analysis.median_ms(row) / analysis.median_ms(other) - 1) < 0.03
+    return of_runs(figures, f"gpt2-batch-8*/{MERGED}")
+
+
+def step_4_by_width(records: Records) -> Evidence:
+    """Speedups of step 4 over step 3, narrowest workload first."""
+    rows = sorted(records.rows("3_compile", "4_transformer_engine").items(),
+                  key=lambda item: records.runs[item[0]].workload.n_embd)  # fmt: skip
+    gains: dict[int, list[Speedup]] = {}
+    for name, (before, after) in rows:
+        if faster := compared(after, before, records.runs[name]):
+            gains.setdefault(records.runs[name].workload.n_embd, []).append(faster)
+    if len(gains) < 2:
+        raise KeyError("several widths")
+    text = each({f"{width} channels": ", ".join(one.cell(unit="") for one in of) for width, of in gains.items()})
+    widths = [[one.ratio for one in of] for of in gains.values()]
+    rises = all(max(a) < min(b) for a, b in itertools.pairwise(widths))
+    return Evidence(f"times faster than step 3, {text}", f"*/{MERGED}", rises)
+
+
+def power_limit(records: Records) -> Evidence:
+    figures = {}
+    for before, after in (("1_cublas", "2_sdpa"), ("2_sdpa", "3_compile")):
+        pair = records.rows(before, after, of=(SLICE,))[SLICE]
+        if alike := analysis.alike_products(*pair):
+            text = (f"{alike.before_ms:.1f} to {alike.after_ms:.1f} ms, "
+                    f"{alike.before_mhz:.0f} to {alike.after_mhz:.0f} MHz")  # fmt: skip
+            held = "power limit" in analysis.throttle_reasons(pair[1])
+            figures[after] = text + (", power limit" if held else ""), held and alike.after_mhz < alike.before_mhz
+    return of_runs(figures, OF_SLICE)
+
+
+def clock_under_load(records: Records) -> Evidence:
+    at = records.roofs().conditions["bf16"]
+    if not (at.clock_mhz and at.ceiling_clock_mhz):
+        raise KeyError("clock")
+    text = f"BF16 products: {at.clock_mhz:.0f} MHz at {at.power_w:.0f} W, {at.ceiling_clock_mhz:.0f} MHz in bursts"
+    return Evidence(text, OF_SLICE, at.clock_mhz < at.ceiling_clock_mhz)
+
+
+def zeros(records: Records) -> Evidence:
+    roofs = records.roofs()
+    if not (roofs.zeros and roofs.square and roofs.zeros.bf16_flops_per_s):
+        raise KeyError("zeros")
+    a, b = (rates.bf16_flops_per_s / 1e12 for rates in (roofs.zeros, roofs.square))
+    return Evidence(f"{a:.0f} TFLOP/s of zeros, {b:.0f} of random numbers, BF16", OF_SLICE, a > b)
+
+
+def losses_apart(records: Records) -> Evidence:
+    """The largest difference of a run's mean loss to its first row."""
+    figures = {}
+    for name, run in records.runs.items():
+        rows = [*filter(is_timed, run.steps)]
+        if rows[1:]:
+            largest = max((analysis.loss_difference(row, rows[0]) for row in rows[1:]), key=abs)
+            figures[name] = percent(largest), largest != 0
+    return of_runs(figures)
+
+
+def passes_apart(records: Records) -> Evidence:
+    """The range of a step's passes on a shared CPU, against what an optimization gains there."""
+    run = records.runs["tiny"]
+    rows = {row.step: row for row in filter(is_timed, run.steps)}
+    gain = compared(rows["3_compile"], rows["2_sdpa"], run)
+    if gain is None:
+        raise KeyError("3_compile")
+    least, most = analysis.extent_ms(rows["0_baseline"])
+    passes = f"0_baseline {least:.0f} to {most:.0f} ms from pass to pass, {most / least:.2f} times"
+    return Evidence(f"{passes}; step 3 gains {gain.cell(unit='')}", f"tiny/{MERGED}", most / least > gain.ratio)
+
+
+# --- figures of causes ----------------------------------------------------------------------------
+
+AT = (SLICE, "gpt2")  # the workloads whose causes pages speak of
+
+
+def of_causes(figure: Callable[[Causes, str], tuple[str, bool]], names: tuple[str, ...] = AT) -> Measure:
+    """A figure of the causes of each workload, made of these and its name."""
+
+    def measure(records: Records) -> Evidence:
+        return of_runs({name: figure(records.causes(name), name) for name in names}, f"{FOLDER}/*.json")
+
+    return measure
+
+
+def gain_and_loss(causes: Causes, rung: str, name: str) -> tuple[float, float]:
+    """Milliseconds that a script gains over the one before it, and that it takes longer as the variant of this name."""
+    ends, variant = scripts(causes), {variant.name: variant for variant in causes.variants}[name]
+    before = {after: before for before, after in rungs(causes)}[rung]
+    gain, lost = gain_ms(ends.get(before), ends.get(rung)), gain_ms(variant, ends.get(rung))
+    if gain is None or lost is None:
+        raise KeyError(name)
+    return gain, lost
+
+
+def tf32_and_bf16(causes: Causes, _: str) -> tuple[str, bool]:
+    """The share of step 1's gain that BF16 gives alone, and that TF32 gives alone."""
+    shares = []
+    for name in ("BF16 alone", "TF32 alone"):
+        gain, lost = gain_and_loss(causes, "1_cublas", name)
+        shares.append(1 - lost / gain)
+    bf16, tf32 = shares
+    return f"BF16 alone {bf16:.0%} of the gain, TF32 alone {tf32:.0%}", abs(1 - bf16) < 0.01 and 0.85 < tf32 < 0.95
+
+
+def casts_of_autocast(causes: Causes, _: str) -> tuple[str, bool]:
+    before, after = (analysis.category_ms(scripts(causes)[step].row)["copies and casts"]
+                     for step in ("0_baseline", "1_cublas"))  # fmt: skip
+    return f"copies and casts {before:.1f} to {after:.1f} ms", 55 < after - before < 65
+
+
+def masked_half(causes: Causes, _: str) -> tuple[str, bool]:
+    """What the masked half costs in step 2, where it is computed and then masked."""
+    gain, lost = gain_and_loss(causes, "2_sdpa", "attention without its mask")
+    return f"computed, {lost:+.1f} ms of the {gain:.1f} that step 2 gains", 0 < lost < 0.1 * gain
+
+
+def parts_of_step_3(causes: Causes, name: str) -> tuple[str, bool]:
+    """What step 3 loses without each of its parts; the sentence says which weighs most, and that the graph does not."""
+    without = ("compile without its optimizer", "model not compiled, step 3", "launched, step 3")
+    adamw, model, graph = (gain_and_loss(causes, "3_compile", one)[1] for one in without)
+    text = f"without the compiled AdamW {adamw:+.1f} ms, the compiled model {model:+.1f}, the graph {graph:+.1f}"
+    weights = adamw > model if name == SLICE else 0 < adamw < model / 5
+    return text, weights and graph < 0.01 * scripts(causes)["3_compile"].ms
+
+
+def gaps_without_capture(causes: Causes, _: str) -> tuple[str, bool]:
+    """How long the GPU idles in a step of step 3 that is launched kernel by kernel, and in one that is captured."""
+    launched = {variant.name: variant for variant in causes.variants}["launched, step 3"]
+    gaps = [row.profile and row.profile.gpu_idle_ms for row in (launched, launched.baseline)]
+    if None in gaps:
+        raise KeyError("gaps")
+    return f"gaps of {gaps[0]:.2f} ms launched, {gaps[1]:.2f} captured", gaps[0] > gaps[1]
+
+
+def bf16_in_step_4(causes: Causes, _: str) -> tuple[str, bool]:
+    gain, lost = gain_and_loss(causes, "4_transformer_engine", "BF16 instead of FP8")
+    return f"in BF16 {lost - gain:+.1f} ms over step 3, in FP8 {-gain:+.1f}", lost >= gain
+
+
+def head_in_fp8(causes: Causes, name: str) -> tuple[str, bool]:
+    """The share of step 4's gain that its head gives."""
+    gain, lost = gain_and_loss(causes, "4_transformer_engine", "BF16 head")
+    least, most = (1 / 8, 1 / 6) if name == SLICE else (0.29, 0.37)  # as the sentence says
+    return f"{lost:.1f} of {gain:.1f} ms", least < lost / gain < most
+
+
+# --- figures of losses ----------------------------------------------------------------------------
+
+
+def losses_of(records: Records, *names: str) -> list[list[float]]:
+    """The training losses of some rows of the early run that has the peers."""
+    run = records.runs["gpt2"]
+    rows = {row.step: row.loss for row in (*run.steps, *run.peers)}
+    return [rows[name] for name in names]
+
+
+PEERS = ("te_layer", "torchao_float8", "transformers_gpt2")
+
+
+def peers_ended_higher(records: Records) -> Evidence:
+    baseline, *peers = losses_of(records, "0_baseline", *PEERS)
+    ends = [fmean(losses[-20:]) / fmean(baseline[-20:]) - 1 for losses in peers]
+    text = each({name: percent(end) for name, end in zip(PEERS, ends, strict=True)})
+    return Evidence(text, f"gpt2/{MERGED}", min(ends) > 0)
+
+
+def at_105(records: Records, *rows: str) -> list[parity.Losses]:
+    """The loss of rows of the study around step 105, where the early run ended, by seed."""
+    found = [parity.by_seed(records.study(), row, parity.losses_until(105)) for row in rows]
+    if any(len(losses) < parity.FEWEST_SEEDS for losses in found):
+        raise KeyError("seeds")
+    return found
+
+
+STUDIED = f"parity/{parity.STUDY}"
+IN_FP8, WITHOUT = ("4_transformer_engine", "peers/te_layer", "peers/torchao_float8"), "BF16 instead of FP8"
+
+
+def fused_adamw(records: Records) -> Evidence:
+    shares = parity.relative(*at_105(records, "fused AdamW, step 3", "3_compile"))
+    return Evidence(
+        f"by seed {', '.join(map(percent, shares.values()))}", STUDIED, max(map(abs, shares.values())) < 1e-3
+    )
+
+
+def range_of_seeds(records: Records) -> Evidence:
+    (losses,) = at_105(records, "3_compile")
+    least, most = min(losses.values()), max(losses.values())
+    return Evidence(f"{least:.3f} to {most:.3f} nats, {percent(most / least - 1)}", STUDIED, most / least > 1.03)
+
+
+def fp8_by_seed(records: Records) -> Evidence:
+    """How far rows in FP8 are from step 3; of each, one seed has to be above it and one below."""
+    shares = {row: parity.relative(*at_105(records, row, "3_compile")).values() for row in IN_FP8}
+    text = each({row: ", ".join(map(percent, of)) for row, of in shares.items()})
+    return Evidence(f"by seed, {text}", STUDIED, all(min(of) < -0.01 and max(of) > 0.01 for of in shares.values()))
+
+
+def without_fp8(records: Records) -> Evidence:
+    """How far rows without FP8, step 4 among them, and step 4 with it end from step 0, by seed."""
+    study, losses = records.study(), parity.heldout_loss
+    reference = parity.by_seed(study, "0_baseline", losses)
+    far = {row: parity.apart(parity.by_seed(study, row, losses), reference).values() for row in parity.rows(study)}
+    without, step_4 = far[WITHOUT], far[IN_FP8[0]]
+    if min(len(without), len(step_4)) < parity.FEWEST_SEEDS:
+        raise KeyError("seeds")
+    most = max(abs(one) for row, of in far.items() if row not in IN_FP8 for one in of)
+    text = each({row: ", ".join(f"{one:+.4f}" for one in far[row]) for row in (WITHOUT, IN_FP8[0])})
+    fine = most <= 0.008 and max(map(abs, without)) <= 0.001 and f"{-min(step_4):.3f}" == "0.043"
+    return Evidence(f"by seed, in nats, {text}; rows without FP8 at most {most:.4f}", STUDIED, fine)
