@@ -255,6 +255,14 @@ def parts_of_step_3(causes: Causes, name: str) -> tuple[str, bool]:
     return text, weights and graph < 0.01 * scripts(causes)["3_compile"].ms
 
 
+def alone_in_step_3(causes: Causes, name: str) -> tuple[str, bool]:
+    """The shares of step 3's gain that the compiled model and PyTorch's fused AdamW give alone."""
+    variants = ("compiled model, step 2", "fused AdamW, step 2")
+    model, adamw = (1 - lost / gain for gain, lost in (gain_and_loss(causes, "3_compile", one) for one in variants))
+    as_said = 0.45 < min(model, adamw) <= max(model, adamw) < 0.55 if name == SLICE else model > 0.88 and adamw < 0.1
+    return f"the compiled model alone {model:.0%} of the gain, fused AdamW alone {adamw:.0%}", as_said
+
+
 def gaps_without_capture(causes: Causes, _: str) -> tuple[str, bool]:
     """How long the GPU idles in a step of step 3 that is launched kernel by kernel, and in one that is captured."""
     launched = {variant.name: variant for variant in causes.variants}["launched, step 3"]
