@@ -19,6 +19,7 @@ over the measured roof.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -60,17 +61,18 @@ class Variant:
     rung: str | None = None
     cause: str | None = None
     parallel: str | None = None
+    needs: str | None = None  # begins with the module that it imports beside the script's
 
 
 def variants(folder: Path = VARIANTS) -> list[Variant]:
     """The patches of a folder, by script and name. Above the diff, each has the lines Variant, Script, Kind, Predicted,
-    a cause also Rung and Cause, one for several processes also Parallel."""
+    a cause also Rung and Cause, one for several processes also Parallel, one that imports more also Needs."""
     listed = []
     for path in sorted(folder.glob("*.patch")):
         head = path.read_text().partition("\n--- ")[0]
         fields = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
         needed = (fields[name] for name in ("Variant", "Script", "Kind", "Predicted"))
-        listed.append(Variant(*needed, path, *map(fields.get, ("Rung", "Cause", "Parallel"))))
+        listed.append(Variant(*needed, path, *map(fields.get, ("Rung", "Cause", "Parallel", "Needs"))))
     return sorted(listed, key=lambda variant: (variant.script, variant.name))
 
 
@@ -231,6 +233,16 @@ class Measurements:
             write_json(self.output, {"command": "\n".join(self.commands)} | known | {"variants": merged})
 
 
+def with_their_modules(chosen: list[Variant]) -> list[Variant]:
+    """The variants whose modules are there; a line says what others need. Raises VariantError where all need one."""
+    lacking = [v for v in chosen if v.needs and importlib.util.find_spec(v.needs.partition(".")[0]) is None]
+    if lacking == chosen:
+        raise VariantError(f"{chosen[0].name} needs {chosen[0].needs}")
+    for variant in lacking:
+        say(f"{variant.name} is left out: it needs {variant.needs}")
+    return [variant for variant in chosen if variant not in lacking]
+
+
 def run_variants(chosen: list[Variant], arguments: list[str], output: Path | None, gpus: int = 1) -> int:
     """Run each variant after the script that it changes; returns 1 where one failed, 130 where interrupted."""
     stop, baselines, rows = process.Stop(), {}, []
@@ -242,7 +254,7 @@ def run_variants(chosen: list[Variant], arguments: list[str], output: Path | Non
             script, unchanged = write_script(variant, Path(temporary)), (variant.script, variant.parallel)
             if unchanged not in baselines:
                 baselines[unchanged] = measurements.measure(ROOT / f"{variant.script}.py", variant.parallel)
-            row = {key: value for key, value in vars(variant).items() if key != "patch"}
+            row = {key: value for key, value in vars(variant).items() if key not in ("patch", "needs")}
             row |= measurements.measure(script, variant.parallel) | {"baseline": baselines[unchanged]}
             if stop.requests and not (row.get("started_at") and row["baseline"].get("started_at")):
                 break
@@ -285,7 +297,7 @@ def main() -> None:
     try:
         if given.output:
             check_writable(given.output, "variants")
-        sys.exit(run_variants(chosen, arguments, given.output, given.gpus))
+        sys.exit(run_variants(with_their_modules(chosen), arguments, given.output, given.gpus))
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:

@@ -35,6 +35,12 @@ def test_a_patch_that_does_not_fit_is_one_line(tmp_path):
     assert "\n" not in str(raised.value)
 
 
+def test_a_variant_whose_module_is_missing_is_left_out_of_many(capsys):
+    left = ablations.with_their_modules(ablations.chosen_variants(VARIANTS, ["3_compile"]))
+    assert left and not any(variant.needs for variant in left)
+    assert "nanoGPT's model is left out: it needs model.py of nanoGPT" in capsys.readouterr().out
+
+
 def run(tmp_path, *words, **variables):
     command = [sys.executable, "-m", "anatomy.ablations", "--output", str(tmp_path / "x.json"), *words]
     environment = os.environ | variables
@@ -46,6 +52,7 @@ def test_what_cannot_run_is_one_line(tmp_path):
         (["--only", "nonsense"], {}, "no variant is named like nonsense\n"),
         (["--only", "DDP"], {}, "runs with --gpus N"),
         (["--only", "fused AdamW", "--gpus", "2"], {}, "runs without --gpus N"),
+        (["--only", "nanoGPT"], {}, "nanoGPT's model needs model.py of nanoGPT: git clone https://github.com/"),
         (["--gpus", "2", "--n-embd", "30", "--n-head", "4"], {}, "error: --n-embd 30 is not divisible by --n-head 4"),
         (["--only", "fused AdamW, step 2", *FAST], {"PATH": ""}, "git is not installed"),
     ):
