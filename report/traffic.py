@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.text import one_line
+from report.kernels import readable
 from report.load import read_json
 from report.table import markdown, pipe_table
 
@@ -34,7 +34,7 @@ def _step_traffic(traffic: dict) -> list[str]:
     """The kernels of every step that was counted, with their share of a copy's bandwidth; and why one was not."""
     steps, rate = traffic["steps"], traffic["copy_bytes_per_s"]
     cells = [
-        (script, one_line(kernel["name"], 60), kernel["launches"], f"{kernel['seconds'] * 1e3:.2f}",
+        (script, markdown(readable(kernel["name"])), kernel["launches"], f"{kernel['seconds'] * 1e3:.2f}",
          f"{kernel['bytes'] / 1e9:.2f}", f"{kernel['bytes'] / kernel['seconds'] / rate:.0%}")
         for script, step in steps.items() for kernel in step.get("kernels", [])
     ]  # fmt: skip

@@ -113,7 +113,7 @@ def test_only_what_is_not_recorded_has_no_figure(monkeypatch):
     """A misspelled name would look like a missing record: what is missing is listed here, by machine."""
     only_on_a_gpu = {"3 and 4", "attention-traffic", "occupancy", "on_chip", "speed", "reduce-overhead",
                      "BF16, by hand in Triton", "a CPU does not wait"}  # fmt: skip
-    not_yet = {"BF16, by hand in Triton", "CNN inference under torch.compile", "causes/gpt3-6.7b-slice.json",
+    not_yet = {"BF16, by hand in Triton", "CNN inference under torch.compile",
                "copy_bytes_per_s", "host-cost", "if tensor.any()", "learning", "occupancy", "rewrites"}  # fmt: skip
     missing = {CPU: set(), GPU: set()}
 
