@@ -4,7 +4,8 @@ Change:   torch.compile fuses AdamW into one pass over its tensors, and the cast
           operations between the matrix products. The whole step is captured as a CUDA graph.
 Why:      AdamW and these operations read and wrote the same tensors several times. The host
           launched every kernel; with a captured graph it launches once a step. Which of the
-          three gains most depends on the model and the host, see docs/performance.md.
+          three, AdamW, the model or the graph, gains most depends on the model and the host,
+          see docs/performance.md.
 Run:      python 3_compile.py         Read: diff 2_sdpa.py 3_compile.py
 """
 

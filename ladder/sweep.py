@@ -27,6 +27,7 @@ from ladder.counts import BY_HAND
 from ladder.process import ROOT
 from ladder.shared import GIB
 from report import sweep as pages
+from report import sweep_page
 from report.analysis import GAPS
 from report.load import RecordError
 from report.sweep import Cell
@@ -323,7 +324,7 @@ def finish(sweep: Sweep) -> int:
     cells = cells_of(sweep)
     write_json(sweep.folder / pages.SWEEP, [asdict(cell) for cell in cells])
     try:
-        for line in pages.write(sweep.folder):
+        for line in sweep_page.write(sweep.folder):
             say(line)
     except (RecordError, ImportError) as error:  # what is recorded stands
         say(f"no page: {one_line(error)}")

@@ -11,21 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from report.causal_figures import (
+    AT,
     POINTWISE,
     Measure,
     alone_in_step_3,
     attention_bytes,
     bf16_in_step_4,
     busy_host,
+    by_width,
+    capture_alone,
+    casts_and_pointwise_of_step_2,
     casts_of_autocast,
     ceilings,
     change,
     clock_under_load,
     fp8_by_seed,
     fused_adamw,
-    gaps_without_capture,
     head_in_fp8,
     largest_at,
+    left_by_tensor_cores,
     losses_apart,
     masked_half,
     of_causes,
@@ -34,26 +38,19 @@ from report.causal_figures import (
     peers_ended_higher,
     power_limit,
     range_of_seeds,
-    removed_by_fused_attention,
     share_of_products,
-    step_4_by_width,
     tf32_and_bf16,
     without_fp8,
     zeros,
-)
+)  # fmt: skip
 from report.doubts import LEGEND, MARK
 from report.records import CPU, GPU, SLICE, Records
 from report.table import markdown, pipe_table
 
 MARKED = f"{LEGEND} in [performance](performance.md)."
 CONSISTENT = "consistent, not shown"
-PAGE, README, METHOD, PARITY, GUIDE = (
-    "docs/performance.md",
-    "README.md",
-    "docs/method.md",
-    "docs/parity.md",
-    "docs/guide.md",
-)
+PAGE, README = "docs/performance.md", "README.md"
+METHOD, PARITY, GUIDE = "docs/method.md", "docs/parity.md", "docs/guide.md"
 WITH_PEERS = "h200-16f3e8d"  # the early run
 
 
@@ -74,58 +71,73 @@ CLAIMS = [
     Claim("2_sdpa.py", "attention by hand wrote the (T, T) scores to DRAM and read them several times.",
           attention_bytes),
     Claim("2_sdpa.py", "Fused, they stay on the chip,", attention_bytes),
-    Claim("2_sdpa.py", "and the half that the mask hid is not computed.",
-          of_causes(masked_half)),
+    Claim("2_sdpa.py", "and the half that the mask hid is not computed.", of_causes(masked_half)),
     Claim("2_sdpa.py", "Autocast no longer casts them to FP32 for softmax, and back.",
           change("1_cublas", "2_sdpa", "copies and casts"), shown=False),
     Claim("3_compile.py", "AdamW and these operations read and wrote the same tensors several times.",
           change("2_sdpa", "3_compile", "optimizer", "copies and casts", POINTWISE), shown=False),
     Claim("3_compile.py", "The host launched every kernel; with a captured graph it launches once a step.",
-          of_causes(gaps_without_capture)),
-    Claim("3_compile.py", "Which of the three gains most depends on the model and the host",
-          of_causes(parts_of_step_3), shown=False),
+          of_causes(capture_alone), shown=False),
+    Claim("3_compile.py", "Which of the three, AdamW, the model or the graph, gains most depends on the model and the "
+          "host", of_causes(parts_of_step_3), shown=False),
     Claim("4_transformer_engine.py", "BF16 products are the largest part of the compiled step.",
           share_of_products("3_compile", 0)),
     Claim("4_transformer_engine.py", "FP8 tensor cores are nearly twice as fast.", ceilings("fp8", "bf16", 1.7, 2)),
     Claim(README, "attention as one fused kernel: the (T, T) scores stay on the chip", attention_bytes),
-    Claim(README, "so few steps learn little, and another rounding alone can change their mean loss.", losses_apart,
+    Claim(README, "In these runs it gains more, the wider the model is.", by_width("0_baseline", "1_cublas"),
           shown=False),
+    Claim(README, "In these runs it is slower than step 3 at 320 channels, and gains more, the wider the model is.",
+          by_width("3_compile", "4_transformer_engine", slower_at=320), shown=False),
+    Claim(README, "so few training steps learn little, and another rounding alone can change their mean loss.",
+          losses_apart, shown=False),
     Claim(PAGE, "seven tenths of its time, or more, are matrix products.", share_of_products("0_baseline", 0.7)),
-    Claim(PAGE, "BF16 alone gives the whole gain of step 1. TF32 alone gives nine tenths of it, and beside BF16 "
-          "nothing.", of_causes(tf32_and_bf16)),
-    Claim(PAGE, "Autocast also creates casts: at gpt3-6.7b-slice (the slice, the workload of README's table) they add "
-          "60 ms.", of_causes(casts_of_autocast, (SLICE,))),
-    Claim(PAGE, "There step 2 then saves nearly as much time in attention, casts and pointwise kernels as the products "
-          "take. At wide-8192 it saves less than half as much, and at the other workloads of h200 more than the "
-          "products take.", removed_by_fused_attention),
-    Claim(PAGE, "The half that the mask hides is less than a tenth of what it gains;", of_causes(masked_half)),
+    Claim(PAGE, "BF16 alone saves all that step 1 saves, so beside it TF32 saves nothing. TF32 alone saves nine tenths "
+          "of it, but then a training step takes 1.6 times as long as in BF16 at the slice, and 1.2 times at gpt2 with "
+          "batch 32.", of_causes(tf32_and_bf16)),
+    Claim(PAGE, "Under autocast, copies and casts grow by 60 ms at the slice.", of_causes(casts_of_autocast, (SLICE,))),
+    Claim(PAGE, "In step 1, the slice spends more time beside its products than in them. Step 2 removes two thirds of "
+          "that time.", left_by_tensor_cores),
+    Claim(PAGE, "Three quarters of what it saves, or more, are casts and pointwise kernels.",
+          of_causes(casts_and_pointwise_of_step_2)),
+    Claim(PAGE, "The half that the mask hides is less than a tenth, and the choice of cuDNN's kernel over "
+          "FlashAttention's is as well.", of_causes(masked_half)),
     Claim(PAGE, "At the slice, two thirds of the step are then matrix products.",
           share_of_products("2_sdpa", 0.63, SLICE)),
-    Claim(PAGE, "At the slice AdamW is the largest part of what it gains, at gpt2-batch-8 the copies and casts are.",
-          largest_at({SLICE: "optimizer", "gpt2-batch-8": "copies and casts"})),
-    Claim(PAGE, "At the slice the compiled AdamW weighs more than the compiled model, at gpt2 with batch 32 less than "
-          "a fifth of it. At both the CUDA graph gives nothing beyond the spread.", of_causes(parts_of_step_3)),
+    Claim(PAGE, "At the slice, AdamW in one pass and the compiled model save about the same. At gpt2 with batch 32, "
+          "AdamW saves less than a tenth of what the compiled model saves.", of_causes(parts_of_step_3)),
+    Claim(PAGE, "At both, the CUDA graph shortens the gaps, and saves nothing beyond the spread.",
+          of_causes(capture_alone)),
+    Claim(PAGE, "Of the kinds of kernels, the optimizer's lose most time at the slice, and copies and casts at "
+          "gpt2-batch-8.", largest_at({SLICE: "optimizer", "gpt2-batch-8": "copies and casts"})),
     Claim(PAGE, "steps 3 and 4 took the time that they took in another run, on another GPU, without that load.",
           busy_host, shown=False),
     Claim(PAGE, "Step 4 halves the time of the slice's matrix products",
           change("3_compile", "4_transformer_engine", "matrix products", names=(SLICE,), ratio=(0.45, 0.55))),
-    Claim(PAGE, "In BF16, Transformer Engine's modules are no faster than the compiled step:",
-          of_causes(bf16_in_step_4)),
-    Claim(PAGE, "The head in FP8 gives a seventh of it at the slice, and a third at gpt2.", of_causes(head_in_fp8)),
-    Claim(PAGE, "and adds casts.",
+    Claim(PAGE, "Step 4 halves the time of the slice's matrix products, and adds casts.",
           change("3_compile", "4_transformer_engine", "copies and casts", ratio=(1, math.inf))),
-    Claim(PAGE, "Among these workloads step 4 gains more, the wider the model is;", step_4_by_width, shown=False),
-    Claim(PAGE, "the casts cost more than the products save, and LayerNorm and GELU are no longer compiled: step 4 is "
-          "slower than step 3.",
-          change("3_compile", "4_transformer_engine", "matrix products", "copies and casts", names=("narrow-320",),
-                 ratio=(1, math.inf))),
+    Claim(PAGE, "In BF16, Transformer Engine's modules save nothing beyond the spread: what step 4 saves is due to "
+          "FP8.",
+          of_causes(bf16_in_step_4)),
+    Claim(PAGE, "The head has a seventh of that at the slice, a quarter at gpt2 with batch 32, and a twelfth at "
+          "gpt3-xl.",
+          of_causes(head_in_fp8, (*AT, "gpt3-xl"))),
+    Claim(PAGE, "Step 4 gains more, the wider the model is. So it is among these workloads;",
+          by_width("3_compile", "4_transformer_engine", slower_at=320), shown=False),
+    Claim(PAGE, "casts and pointwise kernels cost more than the products save: step 4 is slower than step 3.",
+          change("3_compile", "4_transformer_engine", "matrix products", "copies and casts", POINTWISE,
+                 names=("narrow-320",), ratio=(1, math.inf))),
     Claim(PAGE, "The same products take longer in steps 2 and 3 of the slice than in step 1, at a lower clock that the "
           "power limit holds down.", power_limit),
-    Claim(GUIDE, "In the recorded runs BF16 alone gave all that both lines give together. TF32 is for a loop that "
-          "stays in FP32: alone it gave nine tenths of the time that was saved.", of_causes(tf32_and_bf16)),
-    Claim(GUIDE, "At gpt3-6.7b-slice the compiled model alone saved half of what the three save, and PyTorch's own "
-          "fused AdamW (fused=True) alone saved as much. At gpt2 with batch 32 the compiled model saved nine tenths, "
-          "and AdamW less than one tenth.", of_causes(alone_in_step_3)),
+    Claim(GUIDE, "In the recorded runs BF16 alone saved all that both lines save together. TF32 is for a loop that "
+          "stays in FP32: alone it saved nine tenths of that time, but its training step took 1.2 to 1.6 times as long "
+          "as in BF16.", of_causes(tf32_and_bf16)),
+    Claim(GUIDE, "At gpt3-6.7b-slice the compiled model alone saved half of what the three save, and fused=True alone "
+          "saved another half. At gpt2 with batch 32 the compiled model alone saved nine tenths of it, and fused=True "
+          "less than one tenth.", of_causes(alone_in_step_3)),
+    Claim(GUIDE, "The graph saved nothing at either, beyond the spread.", of_causes(capture_alone)),
+    Claim(GUIDE, "it made the compiled step slower at 320 channels, and 1.6 times faster at 4096.",
+          by_width("3_compile", "4_transformer_engine", slower_at=320), shown=False),
+    Claim(GUIDE, "In BF16 the same modules saved nothing beyond the spread.", of_causes(bf16_in_step_4)),
     Claim(METHOD, "because a GPU lowers its clock until its power is within the limit", clock_under_load, shown=False),
     Claim(METHOD, "it runs faster at the same power limit.", zeros),
     Claim(METHOD, "On a shared machine a row can change by more from pass to pass than an optimization changes it.",

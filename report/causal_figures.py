@@ -11,7 +11,7 @@ from statistics import fmean
 from common.record import MERGED, Row
 from report import analysis, parity
 from report.analysis import is_timed
-from report.causes import FOLDER, Causes, gain_ms, rungs, scripts
+from report.causes import FOLDER, Causes, Measured, scripts
 from report.doubts import Speedup, compared
 from report.records import OF_SLICE, SLICE, Records
 from report.table import ms_cell, percent
@@ -93,14 +93,13 @@ def attention_bytes(records: Records) -> Evidence:
     return Evidence(text, "attention-traffic.json", fused < by_hand / 5)
 
 
-def removed_by_fused_attention(records: Records) -> Evidence:
-    """What step 2 takes from attention, casts and pointwise kernels, beside the products of step 1."""
-    figures, kinds = {}, ("attention", "copies and casts", POINTWISE)
-    for name, (before, after) in records.rows("1_cublas", "2_sdpa").items():
-        gone, products = total(before, *kinds) - total(after, *kinds), total(before, "matrix products")
-        least, most = {SLICE: (0.75, 1), "wide-8192": (0, 0.5)}.get(name, (1, math.inf))  # as the sentence says
-        figures[name] = f"{gone:.1f} ms, products {products:.1f}", least < gone / products < most
-    return of_runs(figures)
+def left_by_tensor_cores(records: Records) -> Evidence:
+    """What step 1 of the slice spends beside its products, and how much of it step 2 removes."""
+    before, after = (analysis.category_ms(row) for row in records.rows("1_cublas", "2_sdpa", of=(SLICE,))[SLICE])
+    rest = [sum(ms for name, ms in times.items() if name != "matrix products") for times in (before, after)]
+    share = 1 - rest[1] / rest[0]
+    text = f"{rest[0]:.0f} ms beside the products, {rest[1]:.0f} in step 2, {share:.0%} less"
+    return Evidence(text, OF_SLICE, rest[0] > before["matrix products"] and 0.62 < share < 0.71)
 
 
 def shrunk_most(records: Records) -> dict[str, analysis.Change]:
@@ -133,20 +132,26 @@ def busy_host(records: Records) -> Evidence:
     return of_runs(figures, f"gpt2-batch-8*/{MERGED}")
 
 
-def step_4_by_width(records: Records) -> Evidence:
-    """Speedups of step 4 over step 3, narrowest workload first."""
-    rows = sorted(records.rows("3_compile", "4_transformer_engine").items(),
-                  key=lambda item: records.runs[item[0]].workload.n_embd)  # fmt: skip
-    gains: dict[int, list[Speedup]] = {}
-    for name, (before, after) in rows:
-        if faster := compared(after, before, records.runs[name]):
-            gains.setdefault(records.runs[name].workload.n_embd, []).append(faster)
-    if len(gains) < 2:
-        raise KeyError("several widths")
-    text = each({f"{width} channels": ", ".join(one.cell(unit="") for one in of) for width, of in gains.items()})
-    widths = [[one.ratio for one in of] for of in gains.values()]
-    rises = all(max(a) < min(b) for a, b in itertools.pairwise(widths))
-    return Evidence(f"times faster than step 3, {text}", f"*/{MERGED}", rises)
+def by_width(before: str, after: str, slower_at: int | None = None) -> Measure:
+    """Speedups of a step over the one before, narrowest workload first: they have to rise with the width, and to be
+    below 1 at `slower_at` channels alone."""
+
+    def measure(records: Records) -> Evidence:
+        gains: dict[int, list[Speedup]] = {}
+        for name, rows in records.rows(before, after).items():
+            if faster := compared(*reversed(rows), records.runs[name]):
+                gains.setdefault(records.runs[name].workload.n_embd, []).append(faster)
+        if len(gains) < 2:
+            raise KeyError("several widths")
+        gains = dict(sorted(gains.items()))
+        text = each({f"{width} channels": ", ".join(one.cell(unit="") for one in of) for width, of in gains.items()})
+        widths = [[one.ratio for one in of] for of in gains.values()]
+        rises = all(max(a) < min(b) for a, b in itertools.pairwise(widths))
+        slower = [width for width, of in gains.items() if min(one.ratio for one in of) < 1]
+        expected = [slower_at] if slower_at else []
+        return Evidence(f"times faster than {before}, {text}", f"*/{MERGED}", rises and slower == expected)
+
+    return measure
 
 
 def power_limit(records: Records) -> Evidence:
@@ -202,7 +207,7 @@ def passes_apart(records: Records) -> Evidence:
 
 # --- figures of causes ----------------------------------------------------------------------------
 
-AT = (SLICE, "gpt2")  # the workloads whose causes pages speak of
+AT = (SLICE, "gpt2")  # the workloads of which all steps were taken apart
 
 
 def of_causes(figure: Callable[[Causes, str], tuple[str, bool]], names: tuple[str, ...] = AT) -> Measure:
@@ -214,74 +219,100 @@ def of_causes(figure: Callable[[Causes, str], tuple[str, bool]], names: tuple[st
     return measure
 
 
-def gain_and_loss(causes: Causes, rung: str, name: str) -> tuple[float, float]:
-    """Milliseconds that a script gains over the one before it, and that it takes longer as the variant of this name."""
-    ends, variant = scripts(causes), {variant.name: variant for variant in causes.variants}[name]
-    before = {after: before for before, after in rungs(causes)}[rung]
-    gain, lost = gain_ms(ends.get(before), ends.get(rung)), gain_ms(variant, ends.get(rung))
-    if gain is None or lost is None:
+def measured(causes: Causes, name: str) -> Measured:
+    """A script or a variant by its name. Raises KeyError where it has no time."""
+    found = scripts(causes).get(name) or {variant.name: variant for variant in causes.variants}[name]
+    if found.ms is None:
         raise KeyError(name)
-    return gain, lost
+    return found
 
 
-def tf32_and_bf16(causes: Causes, _: str) -> tuple[str, bool]:
-    """The share of step 1's gain that BF16 gives alone, and that TF32 gives alone."""
-    shares = []
-    for name in ("BF16 alone", "TF32 alone"):
-        gain, lost = gain_and_loss(causes, "1_cublas", name)
-        shares.append(1 - lost / gain)
-    bf16, tf32 = shares
-    return f"BF16 alone {bf16:.0%} of the gain, TF32 alone {tf32:.0%}", abs(1 - bf16) < 0.01 and 0.85 < tf32 < 0.95
+def saved_ms(causes: Causes, before: str, after: str) -> float:
+    """Milliseconds that the second of two scripts or variants takes less than the first."""
+    return measured(causes, before).ms - measured(causes, after).ms
+
+
+def overlap(causes: Causes, a: str, b: str) -> bool:
+    """Whether the middle halves of two rows' times overlap."""
+    one, other = measured(causes, a).timing, measured(causes, b).timing
+    return one.p25_ms <= other.p75_ms and other.p25_ms <= one.p75_ms
+
+
+def tf32_and_bf16(causes: Causes, name: str) -> tuple[str, bool]:
+    """What BF16 alone and TF32 alone save of what step 1 saves, and how long a step in TF32 takes beside BF16's."""
+    whole = saved_ms(causes, "0_baseline", "1_cublas")
+    bf16, tf32 = (saved_ms(causes, "0_baseline", one) / whole for one in ("BF16 alone", "TF32 alone"))
+    times = measured(causes, "TF32 alone").ms / measured(causes, "BF16 alone").ms
+    text = f"BF16 alone saves {bf16:.0%} of it, TF32 alone {tf32:.0%}; TF32 takes {times:.2f} times as long as BF16"
+    as_said = 0.85 < tf32 < 0.95 and f"{times:.1f}" == {SLICE: "1.6", "gpt2": "1.2"}[name]
+    return text, abs(1 - bf16) < 0.01 and as_said
 
 
 def casts_of_autocast(causes: Causes, _: str) -> tuple[str, bool]:
-    before, after = (analysis.category_ms(scripts(causes)[step].row)["copies and casts"]
+    before, after = (analysis.category_ms(measured(causes, step).row)["copies and casts"]
                      for step in ("0_baseline", "1_cublas"))  # fmt: skip
-    return f"copies and casts {before:.1f} to {after:.1f} ms", 55 < after - before < 65
+    return f"copies and casts {before:.1f} to {after:.1f} ms", f"{after - before:.0f}" in ("60", "61")
 
 
 def masked_half(causes: Causes, _: str) -> tuple[str, bool]:
     """What the masked half costs in step 2, where it is computed and then masked."""
-    gain, lost = gain_and_loss(causes, "2_sdpa", "attention without its mask")
-    return f"computed, {lost:+.1f} ms of the {gain:.1f} that step 2 gains", 0 < lost < 0.1 * gain
+    whole = saved_ms(causes, "1_cublas", "2_sdpa")
+    variants = ("attention without its mask", "FlashAttention's kernel")
+    mask, kernel = (saved_ms(causes, one, "2_sdpa") for one in variants)
+    text = f"of {whole:.1f} ms the masked half {mask:.1f}, cuDNN's kernel instead of FlashAttention's {kernel:.1f}"
+    return text, all(0 < part < 0.1 * whole for part in (mask, kernel))
+
+
+def casts_and_pointwise_of_step_2(causes: Causes, _: str) -> tuple[str, bool]:
+    """The share of step 2's profiled gain that casts and pointwise kernels have."""
+    before, after = (analysis.category_ms(measured(causes, step).row) for step in ("1_cublas", "2_sdpa"))
+    saved = {name: before[name] - after[name] for name in before}
+    share = (saved["copies and casts"] + saved[POINTWISE]) / sum(saved.values())
+    return f"{share:.0%} of what it saves", 0.75 < share < 0.9
 
 
 def parts_of_step_3(causes: Causes, name: str) -> tuple[str, bool]:
-    """What step 3 loses without each of its parts; the sentence says which weighs most, and that the graph does not."""
-    without = ("compile without its optimizer", "model not compiled, step 3", "launched, step 3")
-    adamw, model, graph = (gain_and_loss(causes, "3_compile", one)[1] for one in without)
-    text = f"without the compiled AdamW {adamw:+.1f} ms, the compiled model {model:+.1f}, the graph {graph:+.1f}"
-    weights = adamw > model if name == SLICE else 0 < adamw < model / 5
-    return text, weights and graph < 0.01 * scripts(causes)["3_compile"].ms
+    """What AdamW and the compiled model each save where the other is there already, all launched kernel by kernel."""
+    adamw = saved_ms(causes, "compiled model, step 2", "launched, step 3")
+    model = saved_ms(causes, "fused AdamW, step 2", "launched, step 3")
+    fine = 0.9 < adamw / model < 1.1 if name == SLICE else 0 < adamw < 0.1 * model
+    return f"AdamW saves {adamw:.1f} ms, the compiled model {model:.1f}", fine
+
+
+def capture_alone(causes: Causes, _: str) -> tuple[str, bool]:
+    """Step 3 captured and launched: whether their times overlap."""
+    gain = saved_ms(causes, "launched, step 3", "3_compile")
+    gaps = [row.profile and row.profile.gpu_idle_ms
+            for row in (measured(causes, "launched, step 3"), measured(causes, "3_compile"))]  # fmt: skip
+    if None in gaps:
+        raise KeyError("gaps")
+    text = f"the graph saves {gain:.1f} ms, gaps of {gaps[0]:.2f} ms become {gaps[1]:.2f}"
+    return text, overlap(causes, "launched, step 3", "3_compile") and gaps[1] < gaps[0]
 
 
 def alone_in_step_3(causes: Causes, name: str) -> tuple[str, bool]:
     """The shares of step 3's gain that the compiled model and PyTorch's fused AdamW give alone."""
+    whole = saved_ms(causes, "2_sdpa", "3_compile")
     variants = ("compiled model, step 2", "fused AdamW, step 2")
-    model, adamw = (1 - lost / gain for gain, lost in (gain_and_loss(causes, "3_compile", one) for one in variants))
+    model, adamw = (saved_ms(causes, "2_sdpa", one) / whole for one in variants)
     as_said = 0.45 < min(model, adamw) <= max(model, adamw) < 0.55 if name == SLICE else model > 0.88 and adamw < 0.1
     return f"the compiled model alone {model:.0%} of the gain, fused AdamW alone {adamw:.0%}", as_said
 
 
-def gaps_without_capture(causes: Causes, _: str) -> tuple[str, bool]:
-    """How long the GPU idles in a step of step 3 that is launched kernel by kernel, and in one that is captured."""
-    launched = {variant.name: variant for variant in causes.variants}["launched, step 3"]
-    gaps = [row.profile and row.profile.gpu_idle_ms for row in (launched, launched.baseline)]
-    if None in gaps:
-        raise KeyError("gaps")
-    return f"gaps of {gaps[0]:.2f} ms launched, {gaps[1]:.2f} captured", gaps[0] > gaps[1]
-
-
 def bf16_in_step_4(causes: Causes, _: str) -> tuple[str, bool]:
-    gain, lost = gain_and_loss(causes, "4_transformer_engine", "BF16 instead of FP8")
-    return f"in BF16 {lost - gain:+.1f} ms over step 3, in FP8 {-gain:+.1f}", lost >= gain
+    """Step 4 without FP8 beside step 3: no faster, unless by less than the spread."""
+    gain = saved_ms(causes, "3_compile", "BF16 instead of FP8")
+    whole = saved_ms(causes, "3_compile", "4_transformer_engine")
+    text = f"in BF16 it saves {gain:.1f} ms of step 3's time, in FP8 {whole:.1f}"
+    return text, gain <= 0 or overlap(causes, "3_compile", "BF16 instead of FP8")
 
 
 def head_in_fp8(causes: Causes, name: str) -> tuple[str, bool]:
-    """The share of step 4's gain that its head gives."""
-    gain, lost = gain_and_loss(causes, "4_transformer_engine", "BF16 head")
-    least, most = (1 / 8, 1 / 6) if name == SLICE else (0.29, 0.37)  # as the sentence says
-    return f"{lost:.1f} of {gain:.1f} ms", least < lost / gain < most
+    """The share of what FP8 saves in step 4 that its head saves."""
+    whole = saved_ms(causes, "BF16 instead of FP8", "4_transformer_engine")
+    head = saved_ms(causes, "BF16 head", "4_transformer_engine")
+    least, most = {SLICE: (1 / 8, 1 / 6), "gpt2": (0.22, 0.29), "gpt3-xl": (1 / 14, 1 / 11)}[name]  # as is said
+    return f"{head:.1f} of {whole:.1f} ms", least < head / whole < most
 
 
 # --- figures of losses ----------------------------------------------------------------------------

@@ -16,9 +16,21 @@ from report.table import pipe_table
 
 FOLDER = "causes"  # below a machine's folder of docs/results
 LAST_STEP = "4_transformer_engine"
+HOW = (
+    "Each table lies between two scripts, A and B. Its first row is A, its last row B. A row *only X* is A with one "
+    "part of the change, and a row *without X* is B without one part. *Saved of A* is how many milliseconds the row "
+    "takes less than A. *Saved by B* is how many B takes less than the row: what the missing part is worth beside the "
+    "others. In *profiled change* a plus means that a kind of kernels takes longer than in A. A CUDA graph needs an "
+    "AdamW that counts its steps on the GPU. Where AdamW is not compiled, that costs some milliseconds, which belong "
+    "to the rows *only the CUDA graph* and *without the compiled AdamW*. Every row ran once, without waiting for a "
+    "steady clock: compare rows with each other, and not with the tables above."
+)
 HEADS = (
-    "The head of step 4 is in FP8, those of the peers as their documentation says. *times step 4* compares with step 4 "
-    "as it is. *times step 4 with this head* compares with step 4 whose head has the format of the peer's."
+    "The head of step 4 is in FP8. The peers have a BF16 head, as their documentation says, or one in FP8 where the "
+    "name says so. *Time over step 4* above 1 means that the peer is slower. The second such column compares it with "
+    "step 4 whose head has the same format, and the last column has that row's time. The head is not all that differs: "
+    "peers are launched kernel by kernel while step 4 is captured, and the FP8 head of `te.TransformerLayer` is step "
+    "4's, with a compiled loss. Every row ran once, as above."
 )
 COMMAND = (
     "python -m anatomy.ablations --causes --quick --profile --preset PRESET "
@@ -142,11 +154,12 @@ def sections(results: Path) -> str:
     recorded = [(path, read_causes(path)) for path in sorted(results.glob(f"*/{FOLDER}/*.json"))]
     if not recorded:
         return f"## Each gain to its cause\n\nNothing is recorded yet. `{COMMAND}` records a workload."
-    gains, equals = ["## Each gain to its cause"], []
+    gains, equals = ["## Each gain to its cause", HOW], []
     for path, causes in recorded:
         commits = ", ".join(dict.fromkeys(v.commit[:7] for v in causes.variants if v.commit))
         name = f"{path.parent.parent.name}/{path.stem}"
-        at = f"batch {causes.workload.batch_size}, {causes.environment.device}, commit {commits or 'unknown'}"
+        work = f"batch {causes.workload.batch_size}, {causes.workload.steps} timed steps"
+        at = f"{work}, {causes.environment.device}, commit {commits or 'unknown'}"
         gains.append(f"### Causes: {name}, {at}")
         for before, rung in rungs(causes):
             gains += [_rung_table(causes, before, rung), *_interaction(causes, before, rung)]
@@ -161,7 +174,7 @@ def _rung_table(causes: Causes, before: str | None, rung: str) -> str:
     explaining = [(v.cause, v) for v in variants_of(causes, rung)]
     if before is None:
         cells = [(name, time_cell(row), _ms(gain_ms(row, last))) for name, row in explaining]
-        headers = ("ms per step", "median (p25-p75)", f"left to {rung}")
+        headers = ("ms per step", "median (p25-p75)", f"saved by {rung}")
         return pipe_table(headers, [*cells, (rung, time_cell(last), "")])
     named = [(before, first), *explaining, (rung, last)]
     whole, cells = gain_ms(first, last), []
@@ -171,19 +184,23 @@ def _rung_table(causes: Causes, before: str | None, rung: str) -> str:
         moved = ", ".join(f"{category} {ms:+.1f}" for category, ms in moved_ms(first, row).items())
         gained = "" if row is first else _ms(gain) + share
         cells.append((name, time_cell(row), gained, "" if row is last else _ms(gain_ms(row, last)), moved))
-    headers = ("ms per step", "median (p25-p75)", f"gained over {before}", f"left to {rung}", "what moved most, ms")
+    headers = ("ms per step", "median (p25-p75)", f"saved of {before}", f"saved by {rung}", "profiled change, ms")
     return pipe_table(headers, cells)
 
 
 def _interaction(causes: Causes, before: str | None, rung: str) -> list[str]:
     """A sentence: how far the single causes add up to the whole gain. Nothing of fewer than two."""
     ends = scripts(causes)
-    whole, alone = gain_ms(ends.get(before), ends.get(rung)), alone_ms(causes, before, rung)
-    several = sum(variant.cause.startswith("only") for variant in variants_of(causes, rung)) > 1
-    if not several or whole is None or alone is None:
+    first, last = ends.get(before), ends.get(rung)
+    whole, alone = gain_ms(first, last), alone_ms(causes, before, rung)
+    single = [variant for variant in variants_of(causes, rung) if variant.cause.startswith("only")]
+    if len(single) < 2 or whole is None or alone is None:
         return []
-    rest = f"The difference, {whole - alone:+.1f} ms, is interaction."
-    return [f"Alone, the causes gain {alone:.1f} ms in sum; together they gain {whole:.1f} ms. {rest}"]
+    said = f"Alone, these causes save {alone:.1f} ms in sum, and together {whole:.1f}"
+    spread = sum(row.timing.p75_ms - row.timing.p25_ms for row in (first, *single, last))
+    if abs(whole - alone) <= spread:
+        return [f"{said}: no difference beyond the spread of these rows."]
+    return [f"{said}: {'each helps the others' if whole > alone else 'each does a part of the work of the others'}."]
 
 
 def _peer_table(causes: Causes) -> str:
@@ -192,7 +209,7 @@ def _peer_table(causes: Causes) -> str:
         own = by_head(causes).get(row.settings.head)
         ratios = (f"{row.ms / one.ms:.2f}" if one and one.ms and row.ms else "-" for one in (unchanged, own))
         cells.append((name, row.settings.head or "-", time_cell(row), *ratios, time_cell(own)))
-    headers = ("peer", "LM head", "ms per step", "times step 4", "times step 4 with this head", "which takes")
+    headers = ("peer", "LM head", "ms per step", "time over step 4", "over step 4 with this head", "which takes, ms")
     return pipe_table(headers, cells, n_left=2)
 
 

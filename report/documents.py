@@ -26,6 +26,7 @@ from report import (
     scaling,
     steps,
     sweep,
+    sweep_page,
     table,
     traffic,
     tree,
@@ -34,7 +35,8 @@ from report import (
 from report.__main__ import write_reports
 from report.analysis import is_timed
 from report.doubts import BUSY, NOTICE, SERIOUS, compared, furthest_around_a_row, reference_extremes
-from report.load import MERGED, RecordError, read_run
+from report.gains import gains_table
+from report.load import MERGED, ROOFS_APART, RecordError, read_run
 from report.machines import machines_table
 from report.records import GPU, SLICE
 from report.symptom_examples import examples_table
@@ -56,10 +58,10 @@ def readme_table(results: Path) -> str:
     folder = results / SHOWN
     run = read_run(folder / MERGED)
     baseline, plain = analysis.reference_row(run.steps), analysis.plain_row(run.steps)
-    over = (f"times faster than {other.step}" for other in (baseline, plain))
-    headers, cells = ("step", "ms per step", *over, "TFLOP/s", "peak GiB"), []
-    for row in run.steps:
-        speedups = (_faster_cell(row, other, run) for other in (baseline, plain))
+    over = ("the step before", baseline.step, plain.step)
+    headers, cells = ("step", "ms per step", *(f"times faster than {one}" for one in over), "TFLOP/s", "peak GiB"), []
+    for before, row in zip([None, *run.steps], run.steps, strict=False):
+        speedups = (_faster_cell(row, *over, run) for over in ((before, 2), (baseline, 1), (plain, 1)))
         cells.append((row.step, ms(row, run), *speedups, tflops(row.model_flops_per_s), gib(row)))
     at, base = f"docs/results/{SHOWN}", results.parent.parent
     others = [path for path, _ in recorded_runs(folder.parent, "*") if path != folder]
@@ -75,10 +77,10 @@ def readme_table(results: Path) -> str:
     return "\n\n".join(filter(None, [picture, pipe_table(headers, cells), *table.legend(run), doubts, about]))
 
 
-def _faster_cell(row: Row, other: Row | None, run: Run) -> str:
+def _faster_cell(row: Row, other: Row | None, digits: int, run: Run) -> str:
     """How many times faster a row is than another; a dash where it is slower."""
     speedup = compared(row, other, run)
-    return speedup.cell(digits=1, unit="") if speedup and speedup.ratio >= 1 else "-"
+    return speedup.cell(digits, unit="") if speedup and speedup.ratio >= 1 else "-"
 
 
 def ms(row: Row, run: Run) -> str:
@@ -171,6 +173,8 @@ def method_tables(results: Path) -> str:
     for folder, run in recorded_runs(results):
         if run.roofs and run.roofs.conditions:
             parts += [f"Roofs recorded in `{folder.relative_to(results)}`:", _roofs_table(run.roofs)]
+            apart = (problem for problem in run.problems if problem.startswith(ROOFS_APART))
+            parts += [f"{problem[0].upper()}{problem[1:]}." for problem in apart]
     return "\n\n".join(parts)
 
 
@@ -234,11 +238,12 @@ def between_markers(document: Path, *generated: str) -> str:
 
 def documents(root: Path, results: Path) -> dict[Path, str]:
     """The documents with generated parts, as the records would have them, and what has changed since these."""
-    generated = {"README.md": (readme_table, machines_table), "docs/performance.md": (performance_tables,),
+    generated = {"README.md": (readme_table, gains_table, machines_table), "docs/performance.md": (performance_tables,),
                  "docs/method.md": (method_tables,), "docs/parity.md": (parity_page.tables,),
                  "docs/causes.md": (causal_claims.claims_table,), "docs/scaling.md": (scaling_tables,),
                  "docs/claims.md": (claims.claims_table,), "docs/anatomy.md": (questions.path,),
-                 "docs/not-faster.md": (examples_table,), "docs/sweep.md": (sweep.recorded, largest_batch.recorded),
+                 "docs/not-faster.md": (examples_table,),
+                 "docs/sweep.md": (sweep_page.recorded, largest_batch.recorded),
                  "docs/steps.md": (lambda results: shown_steps(results)[0],),
                  "docs/results/README.md": (recordings.recordings_page,)}  # fmt: skip
     parts = {name: [make(results) for make in makers] for name, makers in generated.items()}
@@ -276,7 +281,7 @@ def main() -> None:
         for folder, runs in recorded_scalings(results):
             say("\n".join(scaling.write(folder, runs) or [str(folder.relative_to(ROOT))]))
         for path in sorted(results.glob(f"*/{sweep.SWEEP}")):
-            sweep.write(path.parent)
+            sweep_page.write(path.parent)
             say(str(path.parent.relative_to(ROOT)))
         for folder, run in recorded_runs(results):
             missing = write_reports(run, folder)

@@ -43,8 +43,9 @@ class Speedup:
     mark: str
 
     def cell(self, digits: int = 2, unit: str = "x") -> str:
-        """`1.57x (1.55-1.58)`, without the range where there are no passes."""
-        extent = " ({:.{d}f}-{:.{d}f})".format(*self.extent, d=digits) if self.extent else ""
+        """`1.57x (1.55-1.58)`, without a range that has one figure alone."""
+        ends = dict.fromkeys(f"{end:.{digits}f}" for end in self.extent or ())
+        extent = f" ({'-'.join(ends)})" if len(ends) > 1 else ""
         return f"{self.ratio:.{digits}f}{unit}{self.mark}{extent}"
 
     def words(self) -> str:

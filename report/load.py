@@ -39,6 +39,7 @@ from common.text import one_line
 PREDICTIONS = "predictions.json"  # of all runs of a machine, beside their folders
 LARGEST_RECORD_BYTES = 50_000_000  # a record with the profile of a deep model has less than one
 LARGEST_NUMBER = 1e24  # beyond it a figure means nothing and a chart cannot be drawn
+ROOFS_APART = "the roofs were measured when the run was resumed"
 LEFT_OUT, DIFFER = "left out", "rows differ in"  # how problems begin that a reader must see first
 TEXTS_WITH_LINES = ("source", "command")
 SAME_IN_ALL_ROWS = (
@@ -339,8 +340,8 @@ def _machine_problems(runs: list[Run]) -> list[str]:
 
 
 def _read_roofs(folder: Path, rows: list[Run], problems: list[str]) -> Roofs | None:
-    """The roofs of a run folder, with a note where they were not measured beside its rows. None without them:
-    `problems` then says why, if they were tried."""
+    """The roofs of a run folder. None without them: `problems` then says why, if they were tried. It also says where
+    they were measured when the run was resumed elsewhere."""
     if not (folder / ROOFS).exists():
         return None
     try:
@@ -354,7 +355,7 @@ def _read_roofs(folder: Path, rows: list[Run], problems: list[str]) -> Roofs | N
     where = ["on another card of the same kind"] * ("gpu_uuid" in others)
     where += [f"at commit {here.commit[:7]}"] if "commit" in others else []
     if where:
-        roofs.notes.append(f"the roofs were measured when the run was resumed, {', '.join(where)}")
+        problems.append(f"{ROOFS_APART}, {', '.join(where)}")
     return roofs
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from statistics import median
 
 from common.record import Row, Run
 from common.text import aligned
 from report.analysis import category_ms, is_timed, median_ms
+from report.doubts import mark
 from report.load import PREDICTIONS, read_json
 
-FAR = 0.25  # an error beyond which the section names what is wrong
+FAR = 0.25  # an error that is counted as far
+MOST_NAMED = 3
 HOW = (
-    "`python -m ladder.predict` predicts each step from the machine's roofs and from experiments of `anatomy/`, before "
-    "anything is trained. None of the times below was used. An error of -7% means that the prediction is 7% shorter "
-    "than the measured time. The last column names the kind of kernels that was missed most, predicted of measured."
+    "`python -m ladder.predict` predicts a row from the machine's roofs alone. The roofs were measured once, with one "
+    "of these runs; another run may be of another card of the same kind. None of the times below was used. An error of "
+    "-7% means that the prediction is 7% shorter than the measured time. The last column names what was missed most, "
+    "predicted of measured: a kind of kernels, or the host's launches where they were predicted to take longest."
 )
 
 
@@ -24,7 +28,8 @@ def section(machine: Path, runs: list[tuple[Path, Run]]) -> list[str]:
     cells = [cell for path, run in runs for cell in _cells(recorded.get(path.name, []), path.name, run)]
     if not cells:
         return []
-    said = summary([cell["error"] for cell in cells])
+    pairs = [pair for path, run in runs for pair in _pairs(recorded.get(path.name, []), run)]
+    said = " ".join([summary([cell["error"] for cell in cells]), *directions(pairs)])
     rows = [cell | {"error": f"{cell['error']:+.0%}"} for cell in cells]
     return [f"### Predicted without training: {machine.name}", HOW, said, aligned(rows, "pipe", n_left=2)]
 
@@ -32,11 +37,37 @@ def section(machine: Path, runs: list[tuple[Path, Run]]) -> list[str]:
 def summary(errors: list[float]) -> str:
     """How many errors there are, their median, the worst, and how many are far: one sentence."""
     sizes = [abs(error) for error in errors]
-    far = sum(size > FAR for size in sizes)
+    far, short = sum(size > FAR for size in sizes), sum(error < 0 for error in errors)
     return (
-        f"{len(sizes)} steps: the median error is {median(sizes):.0%}, the largest {max(sizes):.0%}, and "
-        f"{far or 'none'} {'is' if far == 1 else 'are'} beyond {FAR:.0%}."
+        f"{len(sizes)} rows: the median error is {median(sizes):.0%}, the largest {max(sizes):.0%}, and "
+        f"{far or 'none'} {'is' if far == 1 else 'are'} beyond {FAR:.0%}. {short} predictions are too short."
     )
+
+
+def directions(pairs: list[tuple[str, float, float]]) -> list[str]:
+    """Whether each step was predicted faster or slower than the one before, as it was: of (what, predicted, measured)
+    times faster. Nothing without pairs."""
+    wrong = [f"{what} (predicted {predicted:.2f} times faster, measured {measured:.2f})"
+             for what, predicted, measured in pairs if (predicted > 1) != (measured > 1)]  # fmt: skip
+    if not pairs:
+        return []
+    right = (
+        f"Whether a step is faster than the one before was predicted right {len(pairs) - len(wrong)} of {len(pairs)}"
+    )
+    named = f", and wrong for {'; '.join(wrong)}" if 0 < len(wrong) <= MOST_NAMED else ""
+    return [f"{right} times{named}."]
+
+
+def _pairs(recorded: list[dict], run: Run) -> list[tuple[str, float, float]]:
+    """Each timed step of a run over the one before it: its name, and the speedups that were predicted and measured."""
+    predicted = {one["step"]: one["ms"] for one in recorded}
+    found = []
+    for before, row in itertools.pairwise(run.steps):
+        if {before.step, row.step} <= predicted.keys() and is_timed(before) and is_timed(row):
+            name = f"{row.step} at {run.workload.n_embd} channels"
+            ratios = predicted[before.step] / predicted[row.step], median_ms(before) / median_ms(row)
+            found.append((name, *ratios))
+    return found
 
 
 def _cells(recorded: list[dict], name: str, run: Run) -> list[dict]:
@@ -46,7 +77,11 @@ def _cells(recorded: list[dict], name: str, run: Run) -> list[dict]:
         if (one := predicted.get(row.step)) and is_timed(row):
             error = one["ms"] / median_ms(row) - 1
             cell = {"workload": name, "step": row.step, "predicted ms": f"{one['ms']:.1f}"}
-            cell |= {"measured ms": f"{median_ms(row):.1f}", "error": error, "furthest off": _worst(one, row)}
+            cell |= {
+                "measured ms": f"{median_ms(row):.1f}{mark(run, row)}",
+                "error": error,
+                "furthest off": _worst(one, row),
+            }
             cells.append(cell)
     return cells
 
@@ -55,6 +90,8 @@ def _worst(predicted: dict, row: Row) -> str:
     """`copies and casts, 3.1 of 4.8 ms`: the category with the largest difference, predicted and profiled."""
     if not row.profile:
         return "-"
+    if predicted["host_ms"] == predicted["ms"]:
+        return f"launches, {predicted['host_ms']:.1f} of {median_ms(row):.1f} ms"
     profiled = category_ms(row)
     gaps = {name: abs(ms - profiled.get(name, 0.0)) for name, ms in predicted["category_ms"].items()}
     name = max(gaps, key=gaps.get)

@@ -190,7 +190,7 @@ def describe_roofs(roofs: Roofs) -> list[str]:
     """What the machine reaches, in one line; what the data cost; and what could not be measured."""
     rates = [f"copy {roofs.copy_bytes_per_s / 1e9:,.0f} GB/s"] if roofs.copy_bytes_per_s else []
     rates += filter(None, (_describe_precision(roofs, precision) for precision in PRECISIONS))
-    line = f"roofs, measured in this run, matrix products at the shapes of this workload: {'; '.join(rates)}"
+    line = f"roofs, matrix products at the shapes of this workload: {'; '.join(rates)}"
     zeros = ", ".join(filter(None, (_describe_zeros(roofs, precision) for precision in PRECISIONS)))
     why = ", because zeros draw less power" if roofs.conditions else ""  # of a GPU they are known
     cost = [f"a product of zeros is faster{why}: {zeros}"] if zeros else []

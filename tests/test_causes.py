@@ -49,11 +49,11 @@ def test_a_gain_is_divided_among_its_causes_and_the_rest_is_interaction(tmp_path
     assert causes.moved_ms(causes.scripts(found)["2_sdpa"], only) == {"optimizer": -14.0, "gaps": -gaps_of_timed_step}
     said = causes.sections(tmp_path)
     (table,) = tables_of(said)
-    assert [table[name]["gained over 2_sdpa"] for name in ("only AdamW", "without the graph", "3_compile")] == [
+    assert [table[name]["saved of 2_sdpa"] for name in ("only AdamW", "without the graph", "3_compile")] == [
         "+20.0 (67%)", "+25.0 (83%)", "+30.0 (100%)"]  # fmt: skip
-    assert table["without the graph"]["left to 3_compile"] == "+5.0" and list(table)[-1] == "3_compile"
+    assert table["without the graph"]["saved by 3_compile"] == "+5.0" and list(table)[-1] == "3_compile"
     assert table["without AdamW"]["median (p25-p75)"] == "failed: broke"
-    assert "gain 25.0 ms in sum; together they gain 30.0 ms. The difference, +5.0 ms, is interaction." in said
+    assert "Alone, these causes save 25.0 ms in sum, and together 30.0: each helps the others." in said
 
 
 def test_peers_stand_beside_step_4_with_the_same_head(tmp_path):
@@ -67,9 +67,9 @@ def test_peers_stand_beside_step_4_with_the_same_head(tmp_path):
         variant("peers/p", 90.0, 75.0, baseline=fp8("BF16"), **fp8("FP8")),
     )  # fmt: skip
     *_, table = tables_of(causes.sections(tmp_path))
-    assert [(row["LM head"], row["times step 4 with this head"]) for row in table.values()] == [
+    assert [(row["LM head"], row["over step 4 with this head"]) for row in table.values()] == [
         ("BF16", "1.50"), ("FP8", "1.50")
     ]  # fmt: skip
-    assert [row["times step 4"] for row in table.values()] == ["1.80", "1.50"]
+    assert [row["time over step 4"] for row in table.values()] == ["1.80", "1.50"]
     said = causes.sections(tmp_path)
-    assert "without FP8 in the head |" in said and "left to 4_transformer_engine" in said and "+10.0" in said
+    assert "without FP8 in the head |" in said and "saved by 4_transformer_engine" in said and "+10.0" in said

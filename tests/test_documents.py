@@ -1,6 +1,7 @@
 """Generated tables: each figure of README, docs/performance.md, report.md and report.html is one figure."""
 
 import re
+from dataclasses import replace
 from statistics import fmean
 from xml.etree import ElementTree
 
@@ -9,8 +10,9 @@ import runs
 from conftest import ROOT
 from test_page import Page
 
-from report import documents, page, parity, parity_page, steps, story, table
+from report import documents, gains, page, parity, parity_page, steps, story, table
 from report.load import read_run
+from report.records import GPU
 from report.sentences import headline
 
 RESULTS = ROOT / "docs" / "results"
@@ -96,9 +98,8 @@ def test_the_story_in_markdown_has_a_section_and_a_diff_a_step_and_pictures_that
 
 def test_what_readme_says_of_the_long_runs_is_what_they_show():
     text = (ROOT / "README.md").read_text()
-    assert (
-        "no row's held-out loss differs from that of step 0 by more than chance explains. Step 1 was trained in" in text
-    )
+    said = "No row's loss on held-out text differs from that of step 0 by more than chance explains. Step 1 was trained"
+    assert f"{said} in neither." in text
     for _, study in parity_page.recorded_studies(RESULTS):
         assert parity.reference(study) == "0_baseline" and not parity.missing(study)
         rows = {row: parity.by_seed(study, row, parity.heldout_loss) for row in parity.rows(study)}
@@ -111,7 +112,7 @@ def test_what_readme_says_of_the_long_runs_is_what_they_show():
     )
     low, high = parity.interval(step_4, step_0)
     hides, costs = (high - low) / 2, parity.difference(dead, step_2)
-    assert f"a difference of {hides:.2f} nats could hide: a dead MLP costs {costs:.2f}." in text
+    assert f"a difference of {hides:.2f} nats could hide, and an MLP that does nothing costs {costs:.2f}." in text
 
 
 def test_the_windows_of_the_first_losses_are_those_that_the_page_names():
@@ -149,3 +150,14 @@ def test_a_row_without_a_time_keeps_its_status_and_others_their_speedup(tmp_path
     )
     whole = tables_of(said)[0]
     assert [list(row.values())[1] for row in whole.values()] == ["300.0, 1.0x", "timeout", "100.0, 3.0x"]
+
+
+def test_gains_stand_by_width_and_a_step_without_a_time_says_how_it_ended(tmp_path):
+    steps = [runs.step(name, ms) for name, ms in (("0_a", 300.0), ("1_b", 100.0), ("2_c", 50.0), ("3_d", 100.0))]
+    skipped = runs.step("4_e", status="skipped", reason="no FP8")
+    for name, width, rows in (("wide", 512, [*steps, skipped]), ("narrow", 64, steps), ("short", 128, steps[:3])):
+        runs.write(runs.run(*rows, workload=replace(runs.WORKLOAD, n_embd=width)), tmp_path / GPU / name)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in gains.gains_table(tmp_path).splitlines()]
+    assert lines[0][1:] == ["channels", "layers", "tokens a step", "step 1", "step 2", "step 3", "step 4"]
+    assert lines[2:] == [["GPU", "64", "2", "2,048 (T 1024)", "3.00", "2.00", "0.50", "-"],
+                         ["GPU", "512", "2", "2,048 (T 1024)", "3.00", "2.00", "0.50", "skipped"]]  # fmt: skip

@@ -138,7 +138,7 @@ def test_roofs_that_a_resumed_run_measured_elsewhere_say_so(tmp_path):
          ["the roofs were measured when the run was resumed, on another card of the same kind, at commit 0123456"]),
     ):  # fmt: skip
         write_json(tmp_path / "roofs.json", asdict(runs.ROOFS) | {"notes": [], "environment": there})
-        assert load_run(tmp_path).roofs.notes == said
+        assert load_run(tmp_path).problems == said
     write_json(tmp_path / "roofs.json", asdict(runs.ROOFS) | {"environment": "nowhere"})
     run = load_run(tmp_path)
     assert run.roofs is None and any("no roofs: roofs.json" in said for said in run.problems)

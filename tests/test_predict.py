@@ -36,10 +36,11 @@ def errors(machine):
     return found
 
 
-def test_recorded_steps_lie_no_further_from_their_predictions_than_the_page_says():
+def test_recorded_steps_lie_within_what_is_asked_of_predictions():
+    """On a GPU. What is asked of no prediction, on a CPU, is no larger than when it was last looked at."""
     found = errors(H200)
     assert len(found) == 29 and median(found) < 0.10 and max(found) < 0.25
-    assert max(errors(ROOT / "docs" / "results" / "epyc-2-cores")) < 0.77
+    assert max(errors(ROOT / "docs" / "results" / "epyc-2-cores")) < 0.42
 
 
 def test_the_recorded_predictions_are_those_that_would_be_made_now():
@@ -49,6 +50,15 @@ def test_the_recorded_predictions_are_those_that_would_be_made_now():
         assert written.keys() == now.keys()
         for run, rows in written.items():
             assert [one["ms"] for one in rows] == pytest.approx(now[run])
+
+
+def test_a_step_that_is_slower_than_foreseen_is_named_and_none_without_pairs():
+    assert predictions.directions([]) == []
+    (said,) = predictions.directions([("2_c at 64 channels", 1.2, 1.5), ("3_d at 64 channels", 1.05, 0.8)])
+    assert said.endswith(
+        "right 1 of 2 times, and wrong for 3_d at 64 channels (predicted 1.05 times faster, measured 0.80)."
+    )
+    assert "wrong" not in predictions.directions([("a", 2.0, 1.5)])[0]
 
 
 def test_predictions_of_nothing_that_ran_are_no_section(tmp_path):

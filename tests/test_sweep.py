@@ -18,6 +18,7 @@ from ladder import __main__ as ladder
 from ladder import cells, largest_batch, predict, process, sweep
 from ladder.__main__ import build_parser
 from report import sweep as pages
+from report import sweep_page
 from report.charts import heat_map, heat_maps_png, ratio_color
 
 SCRIPT = f"""
@@ -304,9 +305,9 @@ def test_a_page_says_where_fp8_begins_to_pay_and_why_it_does_not():
     assert "pays not even at 256 channels" in pages.boundaries(pages.by_shape(four(256, 12.0)), *pair)[0]
     (line,) = pages.explanations(shapes, [pair])
     assert "256 channels" in line and "predict 0.86 times as well: copies and casts +3.5 ms, matrix products -2" in line
-    assert "at 1 of 2 shapes: from 0.83 times" in pages.describe_rung(shapes, *pair)
-    text = pages.render_markdown(made)
-    assert "4_d: skipped: why" in text and "5 steps: the median error is" in text
+    assert "at 1 of 2 shapes, slower at 1: from 0.83 times" in pages.describe_rung(shapes, *pair)
+    text = sweep_page.render_markdown(made)
+    assert "4_d: skipped: why" in text and "5 rows: the median error is" in text
 
 
 @pytest.mark.parametrize(
@@ -347,7 +348,7 @@ def test_a_rung_without_a_time_says_why_and_heat_maps_draw_it():
     )
     late = [replace(cell, n_embd=n_embd, status="not run", reason="late") for n_embd in (512, 1024) for cell in made]
     assert "needs a GPU" in pages.describe_rung(pages.by_shape([*made, *late]), "3_c", "4_d"), "it was tried once"
-    maps = pages.heat_maps(made)
+    maps = sweep_page.heat_maps(made)
     assert [one.title for one in maps] == ["4_d over 3_c", "the fastest step"]
     assert "skipped" in heat_map(maps[0]) and heat_maps_png(maps).startswith(b"\x89PNG")
     faster, slower = ratio_color(3.0), ratio_color(1 / 3)
@@ -355,6 +356,6 @@ def test_a_rung_without_a_time_says_why_and_heat_maps_draw_it():
 
 
 def test_a_folder_without_a_sweep_is_one_line(tmp_path):
-    command = [sys.executable, "-m", "report.sweep", str(tmp_path)]
+    command = [sys.executable, "-m", "report.sweep_page", str(tmp_path)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "sweep.json" in ran.stderr
