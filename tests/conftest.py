@@ -4,6 +4,7 @@ import argparse
 import functools
 import importlib
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,10 @@ from common import benchmark, data, passes, roofs  # noqa: E402
 from common.model import GPTConfig  # noqa: E402
 from common.record import Row  # noqa: E402
 from ladder.cells import load_script  # noqa: E402
+
+# A shell starts what runs in the background without these, and what tests start would ignore them too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 STEPS = sorted(path.stem for path in ROOT.glob("[0-9]_*.py"))
 CPU_STEPS = STEPS[:4]
