@@ -25,10 +25,11 @@ def gains_table(results: Path) -> str:
     for run in shown:
         rows = {row.step[0]: row for row in run.steps}
         gains = (_gain(rows, *pair, run) for pair in itertools.pairwise(numbers))
-        tokens = f"{run.workload.tokens_per_step:,} (T {run.workload.seq_len})"
-        cells.append((environment_of(run).device, run.workload.n_embd, run.workload.n_layer, tokens, *gains))
+        work = run.workload
+        shape = (work.n_embd, work.n_layer, work.seq_len, f"{work.tokens_per_step:,}")
+        cells.append((environment_of(run).device, *shape, *gains))
     steps = (f"step {number}" for number in numbers[1:])
-    headers = ("times faster than the step before", "channels", "layers", "tokens a step", *steps)
+    headers = ("times faster than the step before", "channels", "layers", "sequence length", "tokens a step", *steps)
     table = pipe_table(headers, cells)
     return f"{table}\n\n{LEGEND} of [the run](docs/performance.md)." if MARK in table else table
 

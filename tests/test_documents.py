@@ -158,6 +158,15 @@ def test_gains_stand_by_width_and_a_step_without_a_time_says_how_it_ended(tmp_pa
     for name, width, rows in (("wide", 512, [*steps, skipped]), ("narrow", 64, steps), ("short", 128, steps[:3])):
         runs.write(runs.run(*rows, workload=replace(runs.WORKLOAD, n_embd=width)), tmp_path / GPU / name)
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in gains.gains_table(tmp_path).splitlines()]
-    assert lines[0][1:] == ["channels", "layers", "tokens a step", "step 1", "step 2", "step 3", "step 4"]
-    assert lines[2:] == [["GPU", "64", "2", "2,048 (T 1024)", "3.00", "2.00", "0.50", "-"],
-                         ["GPU", "512", "2", "2,048 (T 1024)", "3.00", "2.00", "0.50", "skipped"]]  # fmt: skip
+    assert lines[0][1:] == [
+        "channels",
+        "layers",
+        "sequence length",
+        "tokens a step",
+        "step 1",
+        "step 2",
+        "step 3",
+        "step 4",
+    ]
+    assert lines[2:] == [["GPU", "64", "2", "1024", "2,048", "3.00", "2.00", "0.50", "-"],
+                         ["GPU", "512", "2", "1024", "2,048", "3.00", "2.00", "0.50", "skipped"]]  # fmt: skip
