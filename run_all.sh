@@ -6,6 +6,9 @@ unset CDPATH
 here="$(cd -P -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" >/dev/null && pwd)"
 te_version=2.20.2
 
+# A Python that Ctrl-C ends looks like one that lacks a package.
+trap 'echo "run_all.sh: interrupted" >&2; exit 130' INT
+
 fail() { echo "run_all.sh: error: $2" >&2; exit "$1"; }
 
 # Whether an interpreter has packages: `has PYTHON "torch, numpy"`. Nothing is imported from the user's folder.

@@ -17,15 +17,12 @@ if __name__ == "__main__":
     needs("msgspec", "tabulate")
 
 import contextlib
-import json
 import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +33,7 @@ from common.text import OneLineParser, aligned, one_line, positive_int, say
 from ladder import process
 from ladder.__main__ import check
 from ladder.process import ROOT
+from report import sweep
 from report.doubts import SERIOUS
 from report.load import MERGED, RecordError, convert, read_run
 from report.parity import STUDY, read_study, row_seeds
@@ -143,7 +141,11 @@ def record(recorder: Recorder, recording: Recording, variables: dict[str, str]) 
         if recorder.stop.requests or not recorder.may_start(expected_s):
             return True
         say(f"{at}, about {expected_s:.0f} s: {piece.command}")
-        ended, log = run_piece(recorder, recording, piece, state, variables)
+        try:
+            ended, log = run_piece(recorder, recording, piece, state, variables)
+        except OSError as error:  # the command is not there
+            say(f"{at}: failed: {one_line(error)}")
+            return False
         found = re.findall(r"^written to (\S+)$", log.read_text(errors="replace"), re.MULTILINE)
         state.run = found[-1] if found and piece.is_run else state.run
         given_up = ended.timed_out or ended.stopped or is_unfinished_sweep(state)
@@ -196,8 +198,9 @@ def failure_of(ended: process.Ended, log: Path, run: Path | None) -> str | None:
 
 def is_unfinished_sweep(state: State) -> bool:
     """Whether the run is a sweep with cells that had no time."""
-    path = ROOT / (state.run or "") / "sweep.json"
-    return path.is_file() and any(cell["status"] == "not run" for cell in json.loads(path.read_text()))
+    with contextlib.suppress(RecordError):
+        return any(cell.status == "not run" for cell in sweep.read_cells(ROOT / (state.run or "") / sweep.SWEEP))
+    return False
 
 
 def own_gpus(recording: Recording) -> dict[str, str]:
@@ -222,21 +225,9 @@ def run_piece(
     if not piece.is_run:
         words += ["--output", str(output)]
     log.unlink(missing_ok=True)
-    with busy_host(recording.busy * (os.cpu_count() or 1)) as busy:
+    with process.busy_host(recording.busy * (os.cpu_count() or 1), BESIDE) as busy:
         environment = {"PYTHON": sys.executable} | own_gpus(recording) | busy | variables
         return process.run(words, log, left_s, recorder.stop, environment=environment, grace_s=GRACE_S), log
-
-
-@contextlib.contextmanager
-def busy_host(count: int) -> Iterator[dict[str, str]]:
-    """Processes that do nothing but compute, while the block runs; the variables that say so in the record."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield {BESIDE: f"{count} processes that compute without end"} if busy else {}
-    finally:
-        for child in busy:
-            child.kill()
-            child.wait()
 
 
 def keep(recording: Recording, source: Path, target: Path, commit: str | None = None) -> None:

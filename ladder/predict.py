@@ -14,7 +14,6 @@ if __name__ == "__main__":
     needs("torch", "numpy", "msgspec", "tabulate")
 
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,9 +23,9 @@ import torch
 
 from common import arguments, flops, hardware
 from common.errors import run_command
-from common.record import CATEGORIES, Roofs, Workload, write_json
+from common.record import CATEGORIES, Roofs, Workload, read_object, write_json
 from common.roofs import product_seconds
-from common.text import OneLineParser, aligned, say
+from common.text import OneLineParser, aligned, one_line, say
 from ladder import counts
 from ladder.counts import BY_HAND
 from report.load import MERGED, PREDICTIONS, ROOFS, convert, read_json, read_run
@@ -201,7 +200,7 @@ def main() -> None:
         description=__doc__,
         epilog="ARGUMENTs choose the workload: --preset, --n-embd, ...; python 0_baseline.py --help lists them",
     )
-    text = "what python -m common.roofs wrote, or results.json of a run (default: the newest below results/)"
+    text = "what common.roofs wrote, or results.json of a run (default: results/roofs.json, else the newest of a run)"
     parser.add_argument("--roofs", type=Path, metavar="FILE", help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the times there, in milliseconds by step")
     text = "predict every recorded run below docs/results, for python -m report.documents"
@@ -209,8 +208,8 @@ def main() -> None:
     own, rest = parser.parse_known_args()
     if any(word.partition("=")[0] == "--output" for word in rest):
         parser.error("--output is of a step's record: --json FILE writes predictions")
-    if own.records and rest:
-        parser.error(f"--records takes no other argument, but here is {rest[0]}")
+    if own.records and (rest or own.json or own.roofs):
+        parser.error(f"--records takes no other argument{f', but here is {rest[0]}' if rest else ''}")
     if own.records:
         for path in record_predictions(own.records):
             say(f"written to {path}")
@@ -224,9 +223,10 @@ def main() -> None:
         predictions = predict(args.workload(), read_roofs(path))
     except (ValueError, KeyError) as error:
         parser.error(str(error) if isinstance(error, ValueError) else f"{path} lacks {error}")
-    age_min = (time.time() - path.stat().st_mtime) / 60
-    say(f"{describe(predictions)}\n\nmilliseconds a step, from {path}, measured {age_min:,.0f} minutes ago")
-    say("--roofs FILE takes others, and --json FILE writes the times")
+    when = read_object(path).get("started_at")
+    measured = f", measured at {one_line(when)}" if when else ""
+    say(f"{describe(predictions)}\n\nmilliseconds a step, from {path}{measured}")
+    say("docs/performance.md shows how far such predictions were off; --roofs FILE takes others")
     if own.json:
         write_json(own.json, {step: one.ms for step, one in predictions.items()})
 

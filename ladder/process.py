@@ -224,3 +224,15 @@ def describe(ended: Ended, limit_s: float, log: Path) -> tuple[str, str]:
     sign = ": error: " if code == 2 else ": failed: "
     reason = (last_line(log, sign) if causes else last_line(log)).partition(sign)[2]
     return "failed", reason or f"{who}ended with exit code {code} and no record: see {log.name}"
+
+
+@contextlib.contextmanager
+def busy_host(count: int, variable: str) -> Iterator[dict[str, str]]:
+    """Processes that do nothing but compute, while the block runs; the variable that says so in the record."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield {variable: f"{count} processes that compute without end"} if busy else {}
+    finally:
+        for child in busy:
+            child.kill()
+            child.wait()

@@ -78,6 +78,8 @@ def report(folder: Path, ended: dict | None = None) -> int:
         text, code = plain_table(folder)
         say(text)
         return code
+    if (folder / "sweep.json").exists() and not (folder / load.MERGED).exists():
+        raise ValueError(f"{folder} is a sweep: python -m report.sweep_page {folder} makes its page again")
     if scaling_places(folder):
         runs = scaling.load_places(folder, ended)
         say(scaling.render_text(runs))

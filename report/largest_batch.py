@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.record import Environment, Workload, describe_shape
-from common.text import aligned
+from common.record import STATUSES, Environment, Workload, describe_shape
+from common.text import aligned, one_line
 from report.analysis import GIB
 from report.load import RecordError, convert, read_json
 from report.table import describe_machine, markdown
@@ -53,14 +53,19 @@ def read_largest(path: Path) -> LargestBatches:
     found = convert(read_json(path), LargestBatches, path.name)
     if not found.steps:
         raise RecordError(f"{path.name} holds no steps")
+    for row in found.steps:
+        equal = (row.equal_tokens_per_s, row.equal_peak_bytes) if row.equal_batch else ()
+        largest = (row.tokens_per_s, row.peak_bytes, row.equal_batch) if row.batch else ()
+        if row.status not in STATUSES or not all((*equal, *largest)):
+            raise RecordError(f"{path.name}: {row.step} lacks a figure, or has an unknown status")
     return found
 
 
 def table(rows: list[Largest], style: str = "simple") -> str:
     """Tokens a second and peak at the equal batch, and beside them at each step's largest."""
-    cells = []
+    cells, text = [], markdown if style == "pipe" else str
     for row in rows:
-        cell = {"step": row.step, "equal batch": "-", "tokens/s": "-", "peak GiB": "-", "largest batch": "-",
+        cell = {"step": text(row.step), "equal batch": "-", "tokens/s": "-", "peak GiB": "-", "largest batch": "-",
                 "tokens/s there": row.status, "peak GiB there": "-", "gain": "-"}  # fmt: skip
         if row.equal_batch:
             cell |= {"equal batch": row.equal_batch, "tokens/s": f"{row.equal_tokens_per_s:,.0f}",
@@ -70,7 +75,7 @@ def table(rows: list[Largest], style: str = "simple") -> str:
                      "peak GiB there": f"{row.peak_bytes / GIB:.1f}",
                      "gain": f"{row.tokens_per_s / row.equal_tokens_per_s:.2f}"}  # fmt: skip
         cells.append(cell)
-    why = [f"{row.step}: {row.status}: {row.reason}" for row in rows if not row.batch]
+    why = [text(f"{row.step}: {row.status}: {row.reason}") for row in rows if not row.batch]
     return "\n\n".join([aligned(cells, style), *why])
 
 
@@ -79,7 +84,7 @@ def render_markdown(found: LargestBatches) -> str:
     about = describe_machine(found.environment) if found.environment else "the machine is unknown"
     if found.workload:
         about += f"; {found.workload.preset}: {describe_shape(found.workload)}"
-    return "\n\n".join([markdown(f"{about}."), HOW, table(found.steps, "pipe"), f"    {found.command}"])
+    return "\n\n".join([markdown(f"{about}."), HOW, table(found.steps, "pipe"), f"    {one_line(found.command, 1000)}"])
 
 
 def recorded(results: Path) -> str:

@@ -211,9 +211,8 @@ def load_run(folder: Path, ended: dict[str, Row] | None = None) -> Run:
     )
     merged.problems = [*problems, *(p for run in runs for p in run.problems), *_machine_problems(measured)]
     merged.roofs = _read_roofs(folder, measured, merged.problems)
-    if (folder / PREDICTED).exists():
-        predicted = convert(read_json(folder / PREDICTED), dict[str, float], PREDICTED)
-        merged.steps = [replace(row, predicted_ms=predicted.get(row.step)) for row in merged.steps]
+    predicted = _read_predicted(folder, merged.problems)
+    merged.steps = [replace(row, predicted_ms=predicted.get(row.step)) for row in merged.steps]
     return merged
 
 
@@ -339,6 +338,17 @@ def _machine_problems(runs: list[Run]) -> list[str]:
     return problems
 
 
+def _read_predicted(folder: Path, problems: list[str]) -> dict[str, float]:
+    """What was predicted, by row; nothing where that cannot be read, which `problems` then says."""
+    if not (folder / PREDICTED).exists():
+        return {}
+    try:
+        return convert(read_json(folder / PREDICTED), dict[str, float], PREDICTED)
+    except RecordError as error:
+        problems.append(f"no predictions: {error}")
+        return {}
+
+
 def _read_roofs(folder: Path, rows: list[Run], problems: list[str]) -> Roofs | None:
     """The roofs of a run folder. None without them: `problems` then says why, if they were tried. It also says where
     they were measured when the run was resumed elsewhere."""
@@ -350,10 +360,13 @@ def _read_roofs(folder: Path, rows: list[Run], problems: list[str]) -> Roofs | N
     except RecordError as error:
         problems.append(f"no roofs: {error}")
         return None
-    of_rows = {name: {getattr(run.environment, name) for run in rows} for name in ("gpu_uuid", "commit")}
-    others = {name for name, known in of_rows.items() if here and known and getattr(here, name) not in {None, *known}}
-    where = ["on another card of the same kind"] * ("gpu_uuid" in others)
-    where += [f"at commit {here.commit[:7]}"] if "commit" in others else []
+    elsewhere = []
+    for name in ("device", "gpu_uuid", "commit"):
+        known, value = {getattr(run.environment, name) for run in rows} - {None}, here and getattr(here, name)
+        elsewhere += [name] if known and value and value not in known else []
+    where = [f"on {here.device}"] * ("device" in elsewhere)
+    where = where or ["on another card of the same kind"] * ("gpu_uuid" in elsewhere)
+    where += [f"at commit {here.commit[:7]}"] if "commit" in elsewhere else []
     if where:
         problems.append(f"{ROOFS_APART}, {', '.join(where)}")
     return roofs

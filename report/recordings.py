@@ -285,9 +285,9 @@ def readme_lines(root: Path, record: Path) -> list[str] | None:
     if (changed := changed_since(root, of.commits, CODE)) is None:
         return None
     since = (
-        "The scripts, or files of `common/`, have changed since this run"
+        "The code of the scripts, or of `common/`, has changed since this run"
         if changed
-        else "No script and no file of `common/` has changed since this run"
+        else "The code of the scripts and of `common/` is that of this run"
     )
     return [f"{since}. The [recordings](docs/results/README.md) list what changed and what is missing. {SINCE}"]
 

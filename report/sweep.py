@@ -66,8 +66,8 @@ Shapes = dict[tuple[int, ...], dict[str, Cell]]  # cells by shape, by step
 def read_cells(path: Path) -> list[Cell]:
     """The cells of a sweep.json. Raises RecordError."""
     cells = convert(read_json(path), list[Cell], path.name)
-    if not cells:
-        raise RecordError(f"{path.name} holds no cells")
+    if not cells or not all(cell.step for cell in cells):
+        raise RecordError(f"{path.name} holds no cells, or one without a step")
     return cells
 
 

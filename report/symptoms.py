@@ -86,7 +86,8 @@ def _of_two(run: Run, before: Row, row: Row) -> list[tuple[str, str]]:
     else:
         return []
     speedup = compared(row, before, run)
-    slower = speedup and speedup.ratio < 1 / MORE
+    steady = analysis.tells_apart(row, before) and not (is_unsteady(row) or is_unsteady(before))
+    slower = steady and speedup and speedup.ratio < 1 / MORE
     peaks = [one.peak_allocated_bytes for one in (before, row)]  # on a CPU a peak holds the compiler too
     larger = all(peaks) and peaks[1] > MORE * peaks[0]
     found = ((slower, f"slower than {before.step}", slow), (larger, f"more memory than {before.step}", large))

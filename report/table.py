@@ -192,7 +192,8 @@ def describe_roofs(roofs: Roofs) -> list[str]:
     rates += filter(None, (_describe_precision(roofs, precision) for precision in PRECISIONS))
     line = f"roofs, matrix products at the shapes of this workload: {'; '.join(rates)}"
     zeros = ", ".join(filter(None, (_describe_zeros(roofs, precision) for precision in PRECISIONS)))
-    why = ", because zeros draw less power" if roofs.conditions else ""  # of a GPU they are known
+    powers = [at.power_w for at in roofs.conditions.values()]
+    why = ", because zeros draw less power" if any(powers) else ""  # of a GPU it is known
     cost = [f"a product of zeros is faster{why}: {zeros}"] if zeros else []
     return [line if rates else "roofs: none could be measured", *cost, *roofs.notes]
 

@@ -13,7 +13,7 @@ from common.errors import explain
 from common.record import write_run
 from ladder import largest_batch, process
 from ladder.__main__ import build_parser
-from report.largest_batch import LARGEST, read_largest, recorded, table
+from report.largest_batch import LARGEST, Largest, read_largest, recorded, table
 from report.load import RecordError
 from report.recordings import check, facts
 
@@ -148,9 +148,27 @@ def test_a_search_leaves_a_record_with_its_machine_and_a_page_shows_it(tmp_path,
     shutil.copy(path, tmp_path / "docs" / "gpu")
     page = recorded(tmp_path / "docs")
     assert "1.93" in page and "### gpu" in page and "commit abc" in page  # 197 tokens a second of 102
-    path.write_text(path.read_text().replace('"equal_batch": 2', '"equal_batch": "two"'))
-    with pytest.raises(RecordError, match="equal_batch"):
-        check(path)
+    whole = path.read_text()
+    for old, new, said in (
+        ('"equal_batch": 2', '"equal_batch": "two"', "equal_batch"),
+        ('"equal_tokens_per_s": 102.0', '"equal_tokens_per_s": 0', "2_sdpa lacks a figure"),
+        ('"peak_bytes": 104152956928', '"peak_bytes": null', "2_sdpa lacks a figure"),
+        ('"status": "ok"', '"status": "banana"', "unknown status"),
+    ):
+        assert old in whole
+        path.write_text(whole.replace(old, new))
+        with pytest.raises(RecordError, match=said):
+            check(path)
+
+
+def test_no_text_of_a_record_can_harm_the_page(tmp_path):
+    """A command with lines, and steps and reasons with markup."""
+    (tmp_path / "gpu").mkdir()
+    rows = [asdict(Largest("2<b>", "failed", "why <script>"))]
+    found = {"command": "x\n\n# odd\n<!-- results:end -->", "started_at": None, "environment": None, "workload": None}
+    (tmp_path / "gpu" / LARGEST).write_text(json.dumps(found | {"steps": rows}))
+    page = recorded(tmp_path)
+    assert "\n# odd" not in page and "<b>" not in page and "<script>" not in page
 
 
 def test_no_search_is_recorded_where_there_is_none(tmp_path):

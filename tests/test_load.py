@@ -134,14 +134,18 @@ def test_roofs_that_a_resumed_run_measured_elsewhere_say_so(tmp_path):
     environment = {"device": "GPU", "device_type": "cuda", "gpu_uuid": "GPU-1", "commit": "abc"}
     for there, said in (
         (environment, []),
+        (environment | {"device": "another GPU", "gpu_uuid": "GPU-2"},
+         ["the roofs were measured when the run was resumed, on another GPU"]),
         (environment | {"gpu_uuid": "GPU-2", "commit": "0123456789"},
          ["the roofs were measured when the run was resumed, on another card of the same kind, at commit 0123456"]),
     ):  # fmt: skip
         write_json(tmp_path / "roofs.json", asdict(runs.ROOFS) | {"notes": [], "environment": there})
         assert load_run(tmp_path).problems == said
+    (tmp_path / "predicted.json").write_text("{")
     write_json(tmp_path / "roofs.json", asdict(runs.ROOFS) | {"environment": "nowhere"})
     run = load_run(tmp_path)
-    assert run.roofs is None and any("no roofs: roofs.json" in said for said in run.problems)
+    assert run.roofs is None and len(run.steps) == 1
+    assert [said.partition(":")[0] for said in run.problems] == ["no roofs", "no predictions"]
 
 
 @pytest.mark.parametrize("text", runs.HOSTILE.values(), ids=runs.HOSTILE)

@@ -165,6 +165,13 @@ def test_a_row_without_memory_is_a_result_and_one_that_failed_is_none(tree, caps
         assert plan.main([]) == code and said in capsys.readouterr().out
 
 
+@planned("[box/x.json]\npieces = 1 nosuchcommand\n[box/y.json]\npieces = 1 python stub.py\n")
+def test_a_command_that_is_not_there_fails_alone(tree, capsys):
+    assert plan.main([]) == 1
+    said = capsys.readouterr().out
+    assert "box/x.json, piece 1 of 1: failed: " in said and "nosuchcommand" in said and "1 of 2 recorded" in said
+
+
 @planned("[box/x.json]\npieces =\n    1 python stub.py\n    1 python stub.py killed\n")
 def test_a_command_that_is_killed_leaves_no_recording(tree, capsys):
     assert plan.main([]) == 1
@@ -255,7 +262,7 @@ def test_what_has_changed_since_a_commit_is_found_and_where_git_cannot_tell_a_pa
     commits, code = (git(tree, "rev-parse", "HEAD"),), recordings.CODE
     record = runs.write(runs.run(runs.step("0_x"), commit=commits[0]), tree / "results" / "a") / "results.json"
     assert recordings.changed_since(tree, commits, code) == []
-    assert "No script and no file of `common/` has changed" in recordings.readme_lines(tree, record)[0]
+    assert "The code of the scripts and of `common/` is that of this run" in recordings.readme_lines(tree, record)[0]
     (tree / "README.md").write_text("x\n")
     (tree / "common" / "new.py").write_text("x\n")
     assert recordings.changed_since(tree, commits, code) == [], "no file that was there uses it"
@@ -265,7 +272,7 @@ def test_what_has_changed_since_a_commit_is_found_and_where_git_cannot_tell_a_pa
         (tree / "0_x.py").write_text(after)
         assert recordings.changed_since(tree, commits, code) == ["0_x.py"]
     (line,) = recordings.readme_lines(tree, record)
-    assert line.startswith("The scripts, or files of `common/`, have changed since this run.")
+    assert line.startswith("The code of the scripts, or of `common/`, has changed since this run.")
     assert recordings.describe_files(["0_x.py", "common/new.py"]) == "`0_x.py`, files of `common/`"
     for unknown in (("0" * 40,), ()):
         assert recordings.changed_since(tree, unknown, code) is None

@@ -117,7 +117,8 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(roofs, tmp_path):
     with pytest.raises(ValueError, match="these roofs are damaged"):
         predict.predict(runs.WORKLOAD, replace(roofs, square=None, ceilings={"fp32": 0.0}))
     absent = ("--roofs", str(tmp_path / "absent.json")), "absent.json"
-    for words, said in absent, (("--records", "x", "--y"), "--y"), (("--output", "x"), "--json FILE"):
+    records = [(("--records", "x", "--y"), "--y"), (("--records", "x", "--json", "y"), "no other argument")]
+    for words, said in absent, *records, (("--output", "x"), "--json FILE"):
         ran = subprocess.run([sys.executable, "-m", "ladder.predict", *words], cwd=ROOT, capture_output=True, text=True)
         assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and said in ran.stderr
 

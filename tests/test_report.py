@@ -3,6 +3,7 @@
 import pytest
 import runs
 
+from report import __main__ as report_main
 from report.load import read_run
 
 
@@ -82,3 +83,9 @@ def test_no_locale_optimization_or_matplotlibrc_ends_the_report(tmp_path):
     assert "caf\u00e9 \u4e2d" in (folder / "report.html").read_text("utf-8")
     compared = runs.report("--compare", folder, folder, **odd)
     assert compared.returncode == 0 and "1.000" in compared.stdout
+
+
+def test_the_folder_of_a_sweep_is_one_line_that_names_its_command(tmp_path, monkeypatch, refused):
+    (tmp_path / "sweep.json").write_text("[]")
+    monkeypatch.setattr("sys.argv", ["report", str(tmp_path)])
+    assert "python -m report.sweep_page" in refused(report_main.main)

@@ -67,6 +67,9 @@ def test_a_row_points_to_what_it_shows_and_a_fair_one_to_nothing():
         symptoms.SYNC: runs.step("2_b", settings=half, host_syncs=2),
     }.items():
         assert signs(fair, row) == [title]
+    wide = runs.step("3_b", 110.0, settings=dataclasses.replace(half, compiled=True))
+    wide.timing.p25_ms = 99.0
+    assert signs(fair, wide) == [], "not slower by more than its spread"
     for loss in ("nan", "inf"):
         alone = SimpleNamespace(world=SimpleNamespace(size=1), lr=1e-4)
         with pytest.raises(FloatingPointError) as raised:
