@@ -64,7 +64,8 @@ def predict(shape: Workload, roofs: Roofs) -> dict[str, Prediction]:
     hold figures that no machine has."""
     if shape.gpus > 1 or shape.accumulate > 1 or shape.checkpoint:
         raise ValueError("only one process, one micro-batch and no checkpointing are predicted")
-    if not (roofs.grid and roofs.copy_bytes_per_s and roofs.ceilings and roofs.passes and roofs.attention):
+    copied = COPY in {one.kernel for one in roofs.passes}
+    if not (roofs.grid and roofs.copy_bytes_per_s and roofs.ceilings and copied and roofs.attention):
         raise ValueError("these roofs lack products, passes or attention: measure them with python -m common.roofs")
     steps = [step for step in STEPS if step[0] != "4" or "fp8" in roofs.ceilings]
     try:

@@ -114,6 +114,10 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(roofs, tmp_path):
             predict.predict(replace(runs.WORKLOAD, **change), roofs)
     with pytest.raises(ValueError, match=r"python -m common\.roofs"):
         predict.predict(runs.WORKLOAD, replace(roofs, grid=[]))
+    with pytest.raises(ValueError, match="lack products, passes or attention"):
+        predict.predict(
+            runs.WORKLOAD, replace(roofs, passes=[one for one in roofs.passes if one.kernel != predict.COPY])
+        )
     with pytest.raises(ValueError, match="these roofs are damaged"):
         predict.predict(runs.WORKLOAD, replace(roofs, square=None, ceilings={"fp32": 0.0}))
     absent = ("--roofs", str(tmp_path / "absent.json")), "absent.json"
