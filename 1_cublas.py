@@ -3,7 +3,7 @@
 Change:   products, GELU and the residual stream are in BF16, or FP16 before Ampere.
           LayerNorm, softmax, weights and optimizer stay FP32. FP32 products run in TF32.
 Why:      FP32 arithmetic bounds the baseline. Tensor cores multiply many times faster. The
-          casts that autocast adds take back a part of it.
+          casts that autocast adds take back a part of the gain.
 Run:      python 1_cublas.py          Read: diff 0_baseline.py 1_cublas.py
 """
 

@@ -28,6 +28,7 @@ from report.causal_figures import (
     fp8_by_seed,
     fused_adamw,
     head_in_fp8,
+    kernels_of_capture,
     largest_at,
     left_by_tensor_cores,
     losses_apart,
@@ -42,7 +43,7 @@ from report.causal_figures import (
     tf32_and_bf16,
     without_fp8,
     zeros,
-)  # fmt: skip
+)
 from report.doubts import LEGEND, MARK
 from report.records import CPU, GPU, SLICE, Records
 from report.table import markdown, pipe_table
@@ -66,7 +67,7 @@ class Claim:
 CLAIMS = [
     Claim("1_cublas.py", "FP32 arithmetic bounds the baseline.", share_of_products("0_baseline", 0.5), shown=False),
     Claim("1_cublas.py", "Tensor cores multiply many times faster.", ceilings("bf16", "fp32", 5, 100)),
-    Claim("1_cublas.py", "The casts that autocast adds take back a part of it.",
+    Claim("1_cublas.py", "The casts that autocast adds take back a part of the gain.",
           change("0_baseline", "1_cublas", "copies and casts", ratio=(1, math.inf))),
     Claim("2_sdpa.py", "attention by hand wrote the (T, T) scores to DRAM and read them several times.",
           attention_bytes),
@@ -107,6 +108,8 @@ CLAIMS = [
           "AdamW saves less than a tenth of what the compiled model saves.", of_causes(parts_of_step_3)),
     Claim(PAGE, "At both, the CUDA graph shortens the gaps, and saves nothing beyond the spread.",
           of_causes(capture_alone)),
+    Claim(PAGE, "A CUDA graph needs an AdamW that counts its steps on the GPU. Where AdamW is not compiled, that adds "
+          "kernels.", of_causes(kernels_of_capture), shown=False),
     Claim(PAGE, "Of the kinds of kernels, the optimizer's lose most time at the slice, and copies and casts at "
           "gpt2-batch-8.", largest_at({SLICE: "optimizer", "gpt2-batch-8": "copies and casts"})),
     Claim(PAGE, "steps 3 and 4 took the time that they took in another run, on another GPU, without that load.",

@@ -290,6 +290,15 @@ def capture_alone(causes: Causes, _: str) -> tuple[str, bool]:
     return text, overlap(causes, "launched, step 3", "3_compile") and gaps[1] < gaps[0]
 
 
+def kernels_of_capture(causes: Causes, _: str) -> tuple[str, bool]:
+    """Kernels of a step with the compiled model and PyTorch's own AdamW: launched, and captured."""
+    rows = (measured(causes, name).profile for name in ("compiled model, step 2", "compile without its optimizer"))
+    launched, captured = (profile.kernels_per_step if profile else 0 for profile in rows)
+    if not (launched and captured):
+        raise KeyError("kernels")
+    return f"{launched:.0f} kernels launched, {captured:.0f} captured", captured > launched
+
+
 def alone_in_step_3(causes: Causes, name: str) -> tuple[str, bool]:
     """The shares of step 3's gain that the compiled model and PyTorch's fused AdamW give alone."""
     whole = saved_ms(causes, "2_sdpa", "3_compile")

@@ -21,9 +21,9 @@ HOW = (
     "part of the change, and a row *without X* is B without one part. *Saved of A* is how many milliseconds the row "
     "takes less than A. *Saved by B* is how many B takes less than the row: what the missing part is worth beside the "
     "others. In *profiled change* a plus means that a kind of kernels takes longer than in A. A CUDA graph needs an "
-    "AdamW that counts its steps on the GPU. Where AdamW is not compiled, that costs some milliseconds, which belong "
-    "to the rows *only the CUDA graph* and *without the compiled AdamW*. Every row ran once, without waiting for a "
-    "steady clock: compare rows with each other, and not with the tables above."
+    "AdamW that counts its steps on the GPU. Where AdamW is not compiled, that adds kernels. Their time "
+    "belongs to the rows *only the CUDA graph* and *without the compiled AdamW*. Every row ran once, without waiting "
+    "for a steady clock: compare rows with each other, and not with the tables above."
 )
 HEADS = (
     "The head of step 4 is in FP8. The peers have a BF16 head, as their documentation says, or one in FP8 where the "

@@ -58,10 +58,10 @@ def readme_table(results: Path) -> str:
     folder = results / SHOWN
     run = read_run(folder / MERGED)
     baseline, plain = analysis.reference_row(run.steps), analysis.plain_row(run.steps)
-    over = ("the step before", baseline.step, plain.step)
-    headers, cells = ("step", "ms per step", *(f"times faster than {one}" for one in over), "TFLOP/s", "peak GiB"), []
+    names = (f"times faster than {name}" for name in ("the step before", baseline.step, plain.step))
+    headers, cells = ("step", "ms per step", *names, "TFLOP/s", "peak GiB"), []
     for before, row in zip([None, *run.steps], run.steps, strict=False):
-        speedups = (_faster_cell(row, *over, run) for over in ((before, 2), (baseline, 1), (plain, 1)))
+        speedups = (_faster_cell(row, other, digits, run) for other, digits in ((before, 2), (baseline, 1), (plain, 1)))
         cells.append((row.step, ms(row, run), *speedups, tflops(row.model_flops_per_s), gib(row)))
     at, base = f"docs/results/{SHOWN}", results.parent.parent
     others = [path for path, _ in recorded_runs(folder.parent, "*") if path != folder]

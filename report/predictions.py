@@ -87,7 +87,8 @@ def _cells(recorded: list[dict], name: str, run: Run) -> list[dict]:
 
 
 def _worst(predicted: dict, row: Row) -> str:
-    """`copies and casts, 3.1 of 4.8 ms`: the category with the largest difference, predicted and profiled."""
+    """`copies and casts, 3.1 of 4.8 ms`: the category with the largest difference, predicted and profiled; or the
+    launches, where the prediction is the host's time."""
     if not row.profile:
         return "-"
     if predicted["host_ms"] == predicted["ms"]:

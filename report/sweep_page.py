@@ -29,7 +29,7 @@ from report.sweep import (
     ratio,
     read_cells,
     rungs,
-)  # fmt: skip
+)
 from report.table import commit_name, markdown, pipe
 
 PICTURE = "sweep.png"
