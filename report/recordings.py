@@ -13,13 +13,14 @@ from pathlib import Path
 
 from common.record import MERGED
 from common.text import one_line
-from report import causes, largest_batch, parity, sweep
+from report import causes, largest_batch, parity, sweep, traffic
 from report.load import PREDICTIONS, RecordError, inside, read_json, read_run
 from report.table import commit_name, markdown, pipe_table
 
 PLAN, RUN_ALL = "plan.ini", "./run_all.sh"
 OF_A_RUN = (MERGED, f"[1-9]*/{MERGED}", "scaling.json")  # what is kept of a run folder
 NOT_KEPT = (".log", ".trace.json.gz")  # of a folder of experiments
+TRAFFIC = "attention-traffic", "step-traffic-"  # begin the name of a file
 VARIANTS = "anatomy/variants"
 CODE = ("[0-9]_*.py", "common")  # what every figure is about
 RUNNERS = ("parity", "ablations")  # of anatomy/: they run scripts and variants, and measure nothing
@@ -191,6 +192,8 @@ def check(path: Path) -> None:
                sweep.SWEEP: sweep.read_cells, largest_batch.LARGEST: largest_batch.read_largest}  # fmt: skip
     if path.parent.name == causes.FOLDER:
         causes.read_causes(path)
+    elif path.stem.startswith(TRAFFIC):
+        traffic.read_traffic(path)
     elif path.suffix == ".json":
         readers.get(path.name, read_json)(path)
 

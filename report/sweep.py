@@ -12,6 +12,7 @@ from report.load import RecordError, convert, read_json
 
 SWEEP = "sweep.json"
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size")
+CANCELLED = 0.1  # of what changed: so much may a profile differ from the times where gains and losses cancel
 
 
 @dataclass
@@ -117,8 +118,11 @@ def why_slower(cell: Cell, before: Cell) -> str:
         profiled = sum(cell.category_ms.values()) - sum(before.category_ms.values())
         timed = cell.median_ms - before.median_ms
         both = f"timed {timed:+.3g} ms, profiled {profiled:+.3g}"
-        agree = timed / 2 < profiled < 2 * timed
-        return f"{both}: {_largest(cell.category_ms, before.category_ms)}" if agree else f"not explained: {both}"
+        moved = sum(map(abs, _differences(cell.category_ms, before.category_ms).values()))
+        cancel, agree = abs(profiled - timed) < CANCELLED * moved, timed / 2 < profiled < 2 * timed
+        largest = _largest(cell.category_ms, before.category_ms)
+        why = largest if agree else f"what changed nearly cancels: {largest}" if cancel else None
+        return f"{both}: {why}" if why else f"not explained: {both}"
     if cell.host_bound and not cell.captured:
         count = f" {cell.launches} kernels" if cell.launches else ""
         return f"the host launches{count} longer than the GPU works: none was queued when the last was launched"
@@ -139,9 +143,13 @@ def _changes(cell: Cell, before: Cell) -> str:
 
 def _largest(parts: dict[str, float], parts_before: dict[str, float]) -> str:
     """The two kinds of kernels whose times differ most."""
-    change = {name: parts.get(name, 0.0) - parts_before.get(name, 0.0) for name in parts | parts_before}
+    change = _differences(parts, parts_before)
     largest = sorted(change, key=lambda name: -abs(change[name]))[:2]
     return ", ".join(f"{name} {change[name]:+.3g} ms" for name in largest)
+
+
+def _differences(parts: dict[str, float], parts_before: dict[str, float]) -> dict[str, float]:
+    return {name: parts.get(name, 0.0) - parts_before.get(name, 0.0) for name in parts | parts_before}
 
 
 def _quartiles(cell: Cell) -> tuple[float, float]:

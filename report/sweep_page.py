@@ -33,10 +33,6 @@ from report.sweep import (
 from report.table import commit_name, markdown, pipe
 
 PICTURE = "sweep.png"
-NONE = (
-    "No sweep of a GPU is recorded yet: `./run_all.sh --sweep` makes one. [README](../README.md#which-step-is-for-you) "
-    "has what each step gained at several widths."
-)
 HOW = (
     "A cell is one script at one shape, with few steps right after its warm-up: a GPU has not settled, and a recorded "
     "ladder's times are some percent longer. A ratio is the time of the step before over the time of the step. Above 1 "
@@ -203,12 +199,12 @@ def write(folder: Path) -> list[str]:
 
 
 def recorded(results: Path) -> str:
-    """Markdown of every sweep below docs/results, for docs/sweep.md."""
-    parts = []
-    for path in sorted(results.glob(f"*/{SWEEP}")):
+    """Markdown of every sweep below docs/results, a GPU's first, for docs/sweep.md."""
+    parts, found = [], sorted(results.glob(f"*/{SWEEP}"))
+    for path in sorted(found, key=lambda path: path.parent.name != GPU):
         text = render_markdown(read_cells(path), "###", f"results/{path.parent.name}/{PICTURE}")
         parts += [f"## Recorded in `{path.parent.name}`", text]
-    return "\n\n".join(parts if (results / GPU / SWEEP).exists() else [NONE, *parts])
+    return "\n\n".join(parts)
 
 
 def main() -> None:

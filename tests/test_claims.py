@@ -2,12 +2,14 @@
 
 import json
 
+import pytest
 import runs
 from conftest import ROOT
 
-from report import causal_claims, claims, findings, questions, symptom_examples, traffic
+from report import causal_claims, claims, findings, questions, recordings, symptom_examples, traffic
 from report.claims import Claim
 from report.findings import Finding
+from report.load import RecordError
 from report.records import CPU, GPU, Records
 
 
@@ -97,16 +99,21 @@ def test_occupancy_stops_helping_where_less_of_it_gives_nearly_all_of_the_bandwi
     assert verdict({4: 1e12, 8: 2e12, 16: 4e12}) == findings.FAILS
 
 
-def test_counted_bytes_are_shares_of_a_copy_and_a_step_that_was_not_counted_says_why(tmp_path):
+def test_counted_bytes_are_shares_of_a_copy_and_a_step_that_was_not_counted_is_no_record(tmp_path):
     assert traffic.sections(tmp_path) == []
     kernel = {"name": "softmax|fused", "launches": 12, "bytes": 2e9, "seconds": 1e-3}
-    steps = {"0_baseline": {"kernels": [kernel], "bytes": 4e9, "seconds": 4e-3}, "1_cublas": {"reason": "no counters"}}
+    steps = {"0_baseline": {"kernels": [kernel], "bytes": 4e9, "seconds": 4e-3}}
     record = {"copy_bytes_per_s": 4e12, "steps": steps}
     (tmp_path / "card").mkdir()
-    (tmp_path / "card" / "step-traffic-gpt2.json").write_text(json.dumps(record))
+    path = tmp_path / "card" / "step-traffic-gpt2.json"
+    path.write_text(json.dumps(record))
+    recordings.check(path)
     title, table, lines = traffic.sections(tmp_path)
     assert "gpt2" in title and "50%" in table and "softmax" in table
-    assert "4.0 GB in 4.0 ms of kernels, 25% of a copy" in lines and "1_cublas was not counted: no counters." in lines
+    assert "4.0 GB in 4.0 ms of kernels, 25% of a copy" in lines
+    path.write_text(json.dumps(record | {"steps": steps | {"1_cublas": {"reason": "no counters"}}}))
+    with pytest.raises(RecordError, match="lacks 1_cublas: no counters"):
+        recordings.check(path)
 
 
 def test_only_what_is_not_recorded_has_no_figure(monkeypatch):

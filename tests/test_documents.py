@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 import runs
-from conftest import ROOT
+from conftest import ROOT, STEPS
 from test_page import Page
 
 from report import documents, gains, page, parity, parity_page, steps, story, table
@@ -98,21 +98,37 @@ def test_the_story_in_markdown_has_a_section_and_a_diff_a_step_and_pictures_that
 
 def test_what_readme_says_of_the_long_runs_is_what_they_show():
     text = (ROOT / "README.md").read_text()
-    said = "No row's loss on held-out text differs from that of step 0 by more than chance explains. Step 1 was trained"
-    assert f"{said} in neither." in text
+    assert "No row's loss on held-out text differs from that of step 0 by more than chance explains." in text
     for _, study in parity_page.recorded_studies(RESULTS):
         assert parity.reference(study) == "0_baseline" and not parity.missing(study)
         rows = {row: parity.by_seed(study, row, parity.heldout_loss) for row in parity.rows(study)}
-        assert "1_cublas" not in rows
         assert {parity.verdict(losses, rows["0_baseline"]) for losses in rows.values()} == {parity.ALIKE}
-    (_, study), _ = parity_page.recorded_studies(RESULTS)
-    step_0, step_2, step_4, dead = (
-        parity.by_seed(study, row, parity.heldout_loss)
-        for row in ("0_baseline", "2_sdpa", "4_transformer_engine", "dead MLP")
+    (_, study), (_, of_cpu) = parity_page.recorded_studies(RESULTS)
+    assert set(STEPS) <= set(parity.rows(study)) and set(STEPS) & set(parity.rows(of_cpu)) == {
+        STEPS[k] for k in (0, 2, 3)
+    }
+    step_0, step_4, dead = (
+        parity.by_seed(study, row, parity.heldout_loss) for row in (STEPS[0], STEPS[4], "dead MLP, step 4")
     )
     low, high = parity.interval(step_4, step_0)
-    hides, costs = (high - low) / 2, parity.difference(dead, step_2)
-    assert f"a difference of {hides:.2f} nats could hide, and an MLP that does nothing costs {costs:.2f}." in text
+    hides, costs = (high - low) / 2, parity.difference(dead, step_4)
+    said = (
+        f"a difference of {hides:.2f} nats could hide there. A fault put in on purpose, an MLP that does nothing, costs"
+    )
+    assert f"{said} {costs:.2f} in FP8, and is seen." in text
+    assert {parity.fault_verdict(study, "dead MLP, step 4", of) for of in parity.measures(study).values()} == {
+        parity.DIFFERENT
+    }
+
+
+def test_the_first_losses_set_steps_1_and_4_apart_as_the_page_says():
+    (_, study), _ = parity_page.recorded_studies(RESULTS)
+    rows = {row: parity.by_seed(study, row, parity.first_losses) for row in STEPS}
+    apart = {row for row, losses in rows.items() if parity.verdict(losses, rows[STEPS[0]]) == parity.DIFFERENT}
+    assert apart == {STEPS[1], STEPS[4]}
+    without = parity.by_seed(study, "BF16 instead of FP8", parity.first_losses)
+    by = parity.difference(rows[STEPS[1]], rows[STEPS[0]]) / parity.difference(without, rows[STEPS[0]])
+    assert -0.12 < by < -0.08, "about a tenth as much, in the other direction"
 
 
 def test_the_windows_of_the_first_losses_are_those_that_the_page_names():

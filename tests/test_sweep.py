@@ -324,6 +324,22 @@ def test_a_slower_cell_is_explained_by_what_was_measured_or_predicted(cell, befo
     assert said in pages.why_slower(slower, replace(CELL, **before))
 
 
+@pytest.mark.parametrize(
+    ("profiled", "said"),
+    [
+        ({"casts": 9.0, "products": 3.0}, "timed +2 ms, profiled +2: casts +4 ms, products -2 ms"),
+        (
+            {"casts": 34.9, "products": -25.0},
+            "profiled -0.1: what changed nearly cancels: products -30 ms, casts +29.9",
+        ),
+        ({"casts": 5.0, "products": 2.0}, "not explained: timed +2 ms, profiled -3"),
+    ],
+)
+def test_a_slower_cell_is_explained_by_its_profile_unless_the_profile_denies_it(profiled, said):
+    before = replace(CELL, median_ms=10.0, category_ms={"casts": 5.0, "products": 5.0})
+    assert said in pages.why_slower(replace(before, median_ms=12.0, category_ms=profiled), before)
+
+
 @pytest.mark.parametrize("ms", [9.99, 10.01])
 def test_times_that_overlap_are_neither_a_gain_nor_a_loss(ms):
     spread = [9.0, 9.5, 10.0, 10.5, 11.0]
