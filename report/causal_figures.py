@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.record import MERGED, Row
-from report import analysis
+from report import analysis, sweep
 from report.analysis import is_timed
 from report.causes import FOLDER, Causes, Measured, scripts
 from report.doubts import Speedup, compared
@@ -149,6 +149,35 @@ def by_width(before: str, after: str, slower_at: int | None = None) -> Measure:
         slower = [width for width, of in gains.items() if min(one.ratio for one in of) < 1]
         expected = [slower_at] if slower_at else []
         return Evidence(f"times faster than {before}, {text}", f"*/{MERGED}", rises and slower == expected)
+
+    return measure
+
+
+def in_sweep(before: str, after: str, along: str, rises: bool = True, ends: tuple[int, int] | None = None) -> Measure:
+    """Speedups of a step over the one before in the sweep. They have to rise, or fall, with the width (`along` n_embd)
+    at each number of tokens and length, or with the length (seq_len) at each width. `ends`: a width at which all are
+    below 1, and one from which on all are above 1."""
+
+    def measure(records: Records) -> Evidence:
+        lines: dict[tuple[int, ...], dict[int, list[float]]] = {}
+        for shape in records.sweep().values():
+            if value := sweep.ratio(shape, before, after):
+                cell = shape[after]
+                line = lines.setdefault(cell.column if along == "n_embd" else (cell.n_embd,), {})
+                line.setdefault(getattr(cell, along), []).append(value)
+        sizes = sorted({size for line in lines.values() for size in line})
+        if len(sizes) < 2:
+            raise KeyError("several sizes")
+        at = {size: [value for line in lines.values() for value in line.get(size, [])] for size in sizes}
+        holds = ends is None or (
+            max(at[ends[0]]) < 1 and min(value for size in sizes if size >= ends[1] for value in at[size]) > 1
+        )
+        for line in lines.values():
+            in_order = [of for _, of in sorted(line.items(), reverse=not rises)]
+            holds = holds and all(max(a) < min(b) for a, b in itertools.pairwise(in_order))
+        unit = {"n_embd": "{} channels", "seq_len": "T {}"}[along]
+        text = each({unit.format(size): f"{min(of):.2f} to {max(of):.2f}" for size, of in at.items()})
+        return Evidence(f"times faster than {before}, {text}", sweep.SWEEP, holds)
 
     return measure
 

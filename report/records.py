@@ -13,6 +13,7 @@ from report.analysis import is_timed
 from report.causes import FOLDER, Causes, read_causes
 from report.doubts import compared
 from report.load import read_json, read_run
+from report.sweep import SWEEP, Shapes, by_shape, read_cells
 
 GPU, GPUS, CPU = "h200", "h200-x2", "epyc-2-cores"  # folders of docs/results
 SLICE = "gpt3-6.7b-slice"  # the workload of README's table
@@ -84,6 +85,9 @@ class Records:
 
     def causes(self, workload: str) -> Causes:
         return read_causes(self._path(f"{FOLDER}/{workload}.json"))
+
+    def sweep(self) -> Shapes:
+        return by_shape(read_cells(self._path(SWEEP)))
 
     def study(self) -> parity.Study:
         """The study of losses that has the peers."""

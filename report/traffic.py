@@ -10,7 +10,7 @@ from report.table import markdown, pipe_table
 
 
 def read_traffic(path: Path) -> dict:
-    """What python -m anatomy.traffic wrote. Raises RecordError where the GPU's counters could not be read for a part."""
+    """What python -m anatomy.traffic wrote. Raises RecordError where a part of it was not counted."""
     traffic = read_json(path)
     for name, part in {"attention": traffic, **traffic.get("steps", {})}.items():
         if part.get("reason"):

@@ -14,6 +14,7 @@ from report import documents, gains, page, parity, parity_page, steps, story, ta
 from report.load import read_run
 from report.records import GPU
 from report.sentences import headline
+from report.sweep import SWEEP, by_shape, read_cells
 
 RESULTS = ROOT / "docs" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("h200/*/results.json"))
@@ -119,6 +120,13 @@ def test_what_readme_says_of_the_long_runs_is_what_they_show():
     assert {parity.fault_verdict(study, "dead MLP, step 4", of) for of in parity.measures(study).values()} == {
         parity.DIFFERENT
     }
+
+
+def test_the_sweep_of_the_gpu_has_the_shapes_that_readme_names():
+    cells = read_cells(RESULTS / "h200" / SWEEP)
+    widths = {cell.n_embd for cell in cells}
+    said = f"{len(by_shape(cells))} shapes from {min(widths)} to {max(widths)} channels."
+    assert said in (ROOT / "README.md").read_text() and all(cell.is_timed for cell in cells)
 
 
 def test_the_first_losses_set_steps_1_and_4_apart_as_the_page_says():
