@@ -156,7 +156,7 @@ def heat_maps(cells: list[Cell]) -> list:
     shapes, pairs = by_shape(cells), rungs(cells)
     steps = sorted({cell.step for cell in cells})
     columns, widths = sorted({cell.column for cell in cells}), sorted({cell.n_embd for cell in cells})
-    named = [f"{tokens // 1024 if tokens >= 1024 else tokens / 1024:g} Ki\nT {T}" for tokens, T in columns]
+    named = [f"{tokens // 1024 if tokens >= 1024 else tokens / 1024:g} Ki tokens\nT {T}" for tokens, T in columns]
     place = {key: (widths.index(one.n_embd), columns.index(one.column))
              for key, shape in shapes.items() for one in [next(iter(shape.values()))]}  # fmt: skip
     maps = []
