@@ -90,10 +90,6 @@ def ratio(shape: dict[str, Cell], before: str, step: str) -> float | None:
     return pair[0].median_ms / pair[1].median_ms if len(pair) == 2 else None
 
 
-def fastest(shape: dict[str, Cell]) -> Cell | None:
-    return min(filter(lambda cell: cell.is_timed, shape.values()), key=lambda cell: cell.median_ms, default=None)
-
-
 def describe_shape(cell: Cell) -> str:
     return f"{cell.n_embd} channels, {cell.column[0]:,} tokens, T {cell.seq_len}"
 
@@ -105,6 +101,13 @@ def apart(cell: Cell, before: Cell) -> bool:
     """Whether the middle half of one step's times lies on one side of the other's: else no difference is shown."""
     (least, most), (least_before, most_before) = map(_quartiles, (cell, before))
     return most < least_before or least > most_before
+
+
+def fastest(shape: dict[str, Cell]) -> list[Cell]:
+    """The step with the shortest time, and those of which no difference to it is shown, in the order of the steps."""
+    timed = [cell for cell in shape.values() if cell.is_timed]
+    best = min(timed, key=lambda cell: cell.median_ms, default=None)
+    return [cell for cell in timed if cell is best or not apart(cell, best)]
 
 
 def pays(shape: dict[str, Cell], before: str, step: str) -> bool:

@@ -40,6 +40,11 @@ HOW = (
     "of the other's."
 )
 
+TIMES = (
+    "In brackets, how many times faster than the step before. The last column names the step with the shortest time, "
+    "and every step that is not shown to be slower."
+)
+
 
 def time_rows(shapes: Shapes, pairs: list[tuple[str, str]]) -> list[dict]:
     """A row per shape: each step's time, its ratio to the step before, and the fastest step."""
@@ -50,8 +55,7 @@ def time_rows(shapes: Shapes, pairs: list[tuple[str, str]]) -> list[dict]:
         for step, cell in shape.items():
             value = ratio(shape, before_of[step], step) if step in before_of else None
             row[f"{step}, ms"] = _time(cell) + (f" ({value:.2f})" if value else "")
-        best = fastest(shape)
-        rows.append(row | {"fastest": best.step if best else "-"})
+        rows.append(row | {"fastest": " or ".join(cell.step for cell in fastest(shape)) or "-"})
     return rows
 
 
@@ -123,7 +127,7 @@ def sections(cells: list[Cell]) -> list[Section]:
     shapes, pairs = by_shape(cells), rungs(cells)
     found = [
         Section("Where each step pays", [HOW], [describe_rung(shapes, *pair) for pair in pairs]),
-        Section("Times", ["In brackets, how many times faster than the step before."], [], time_rows(shapes, pairs)),
+        Section("Times", [TIMES], [], time_rows(shapes, pairs)),
     ]
     if pairs and (begins := boundaries(shapes, *pairs[-1])):
         before, step = pairs[-1]
@@ -169,7 +173,8 @@ def heat_maps(cells: list[Cell]) -> list:
     best = HeatMap("the fastest step", widths, named, steps)
     for key, shape in shapes.items():
         found = fastest(shape)
-        best.cells[place[key]] = (steps.index(found.step) if found else None, found.step[0] if found else "-")
+        shown = " or ".join(cell.step[0] for cell in found) or "-"
+        best.cells[place[key]] = (steps.index(found[0].step) if found else None, shown)
     return [*maps, best]
 
 

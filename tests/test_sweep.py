@@ -355,6 +355,8 @@ def test_times_that_overlap_are_neither_a_gain_nor_a_loss(ms):
     shapes = pages.by_shape(cells)
     assert "4_d pays not even at 256 channels (1.00)" in pages.boundaries(shapes, *pair)[0]
     assert pages.explanations(shapes, [pair]) == []
+    assert sweep_page.time_rows(shapes, [pair])[0]["fastest"] == "3_c or 4_d"
+    assert sweep_page.heat_maps(cells)[-1].cells[0, 0] == (0, "3 or 4")
 
 
 def test_a_rung_without_a_time_says_why_and_heat_maps_draw_it():
