@@ -156,25 +156,18 @@ def by_width(before: str, after: str, slower_at: int | None = None) -> Measure:
 def in_sweep(before: str, after: str, along: str, rises: bool = True, ends: tuple[int, int] | None = None) -> Measure:
     """Speedups of a step over the one before in the sweep. They have to rise, or fall, with the width (`along` n_embd)
     at each number of tokens and length, or with the length (seq_len) at each width. `ends`: a width at which all are
-    below 1, and one from which on all are above 1."""
+    below 1, and one from which on all are above 1; between them some pay and some do not."""
 
     def measure(records: Records) -> Evidence:
-        lines: dict[tuple[int, ...], dict[int, list[float]]] = {}
-        for shape in records.sweep().values():
-            if value := sweep.ratio(shape, before, after):
-                cell = shape[after]
-                line = lines.setdefault(cell.column if along == "n_embd" else (cell.n_embd,), {})
-                line.setdefault(getattr(cell, along), []).append(value)
-        sizes = sorted({size for line in lines.values() for size in line})
-        if len(sizes) < 2:
-            raise KeyError("several sizes")
-        at = {size: [value for line in lines.values() for value in line.get(size, [])] for size in sizes}
-        holds = ends is None or (
-            max(at[ends[0]]) < 1 and min(value for size in sizes if size >= ends[1] for value in at[size]) > 1
-        )
-        for line in lines.values():
-            in_order = [of for _, of in sorted(line.items(), reverse=not rises)]
-            holds = holds and all(max(a) < min(b) for a, b in itertools.pairwise(in_order))
+        lines = sweep.ratios(records.sweep(), before, after, along)
+        sizes = sorted({size for line in lines for size in line})
+        at = {size: [value for line in lines for value in line.get(size, [])] for size in sizes}
+        holds = sweep.trend(lines) == (1 if rises else -1)
+        if ends:
+            below, above = ends
+            between = [value for size in sizes if below < size < above for value in at[size]]
+            wide = [value for size in sizes if size >= above for value in at[size]]
+            holds = holds and max(at[below]) < 1 < min(wide) and min(between) < 1 + sweep.LEAST < max(between)
         unit = {"n_embd": "{} channels", "seq_len": "T {}"}[along]
         text = each({unit.format(size): f"{min(of):.2f} to {max(of):.2f}" for size, of in at.items()})
         return Evidence(f"times faster than {before}, {text}", sweep.SWEEP, holds)

@@ -82,6 +82,7 @@ def last_norm_in_bf16(records: Records) -> Evidence:
     if min(map(len, rows)) < parity.FEWEST_SEEDS:
         raise KeyError("seeds")
     rounding, whole = (parity.difference(row, reference) for row in rows)
+    step_4 = parity.difference(parity.by_seed(study, IN_FP8[0], of), reference)
     seen = all(parity.verdict(row, reference) == parity.DIFFERENT for row in rows)
-    text = f"{rounding:+.4f} nats of {whole:+.4f}, {rounding / whole:.0%}"
-    return Evidence(text, STUDIED, seen and 0.85 < rounding / whole < 0.95)
+    text = f"{rounding:+.4f} nats of {whole:+.4f}, {rounding / whole:.0%}; step 4 {step_4:+.4f}"
+    return Evidence(text, STUDIED, seen and 0.85 < rounding / whole < 0.95 and 0.25 < whole / step_4 < 0.35)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ from report.load import RecordError, convert, read_json
 
 SWEEP = "sweep.json"
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size")
-CANCELLED = 0.1  # of what changed: so much may a profile differ from the times where gains and losses cancel
+FEWEST_LINES, FEWEST_SIZES = 3, 3  # of shapes, that show a trend
+LEAST = 0.02  # difference of two times: the same cell in another process may differ by as much
 
 
 @dataclass
@@ -98,9 +100,11 @@ def describe_shape(cell: Cell) -> str:
 
 
 def apart(cell: Cell, before: Cell) -> bool:
-    """Whether the middle half of one step's times lies on one side of the other's: else no difference is shown."""
+    """Whether the middle half of one step's times lies on one side of the other's, and their medians differ by more
+    than LEAST: else no difference is shown."""
     (least, most), (least_before, most_before) = map(_quartiles, (cell, before))
-    return most < least_before or least > most_before
+    far = abs(math.log(cell.median_ms / before.median_ms)) > LEAST
+    return far and (most < least_before or least > most_before)
 
 
 def fastest(shape: dict[str, Cell]) -> list[Cell]:
@@ -120,12 +124,9 @@ def why_slower(cell: Cell, before: Cell) -> str:
     if cell.category_ms and before.category_ms:
         profiled = sum(cell.category_ms.values()) - sum(before.category_ms.values())
         timed = cell.median_ms - before.median_ms
-        both = f"timed {timed:+.3g} ms, profiled {profiled:+.3g}"
-        moved = sum(map(abs, _differences(cell.category_ms, before.category_ms).values()))
-        cancel, agree = abs(profiled - timed) < CANCELLED * moved, timed / 2 < profiled < 2 * timed
-        largest = _largest(cell.category_ms, before.category_ms)
-        why = largest if agree else f"what changed nearly cancels: {largest}" if cancel else None
-        return f"{both}: {why}" if why else f"not explained: {both}"
+        both = f"timed {timed:+.3g} ms, profiled {profiled:+.3g} ms"
+        agree = timed / 2 < profiled < 2 * timed
+        return f"{both}: {_largest(cell.category_ms, before.category_ms)}" if agree else f"not explained: {both}"
     if cell.host_bound and not cell.captured:
         count = f" {cell.launches} kernels" if cell.launches else ""
         return f"the host launches{count} longer than the GPU works: none was queued when the last was launched"
@@ -146,13 +147,9 @@ def _changes(cell: Cell, before: Cell) -> str:
 
 def _largest(parts: dict[str, float], parts_before: dict[str, float]) -> str:
     """The two kinds of kernels whose times differ most."""
-    change = _differences(parts, parts_before)
+    change = {name: parts.get(name, 0.0) - parts_before.get(name, 0.0) for name in parts | parts_before}
     largest = sorted(change, key=lambda name: -abs(change[name]))[:2]
     return ", ".join(f"{name} {change[name]:+.3g} ms" for name in largest)
-
-
-def _differences(parts: dict[str, float], parts_before: dict[str, float]) -> dict[str, float]:
-    return {name: parts.get(name, 0.0) - parts_before.get(name, 0.0) for name in parts | parts_before}
 
 
 def _quartiles(cell: Cell) -> tuple[float, float]:
@@ -179,6 +176,35 @@ def describe_rung(shapes: Shapes, before: str, step: str) -> str:
         difference = ", with no difference shown" * bool(alike)
         return f"{step} and {before} have times at one shape alone: the ratio is {extent[0]}{difference}."
     return f"{step} is faster than {before} at {faster} of {len(timed)} shapes{unknown}: from {' to '.join(extent)}."
+
+
+def ratios(shapes: Shapes, before: str, step: str, along: str) -> list[dict[int, list[float]]]:
+    """How many times faster a step is than the one before, in lines of shapes. Along `n_embd` a line has one number of
+    tokens and one length, along `seq_len` one width; it has the ratios of each size, the smallest first."""
+    lines: dict[tuple[int, ...], dict[int, list[float]]] = {}
+    for shape in shapes.values():
+        if value := ratio(shape, before, step):
+            cell = shape[step]
+            line = lines.setdefault(cell.column if along == "n_embd" else (cell.n_embd,), {})
+            line.setdefault(getattr(cell, along), []).append(value)
+    return [dict(sorted(line.items())) for line in lines.values()]
+
+
+def trend(lines: list[dict[int, list[float]]]) -> int:
+    """1 where the ratios rise along every line, -1 where they fall along every one, otherwise 0."""
+    if len(lines) < FEWEST_LINES or min(map(len, lines)) < FEWEST_SIZES:
+        return 0
+    pairs = [pair for line in lines for pair in itertools.pairwise(line.values())]
+    rises, falls = all(max(a) < min(b) for a, b in pairs), all(min(a) > max(b) for a, b in pairs)
+    return rises - falls
+
+
+def describe_trends(shapes: Shapes, before: str, step: str) -> list[str]:
+    """Sentences: with what the gain of a step rises at every shape."""
+    width, length = (trend(ratios(shapes, before, step, along)) for along in ("n_embd", "seq_len"))
+    said = [f"At each number of tokens and length it gains more, the {'wider' if width > 0 else 'narrower'} the model "
+            "is."] * bool(width)  # fmt: skip
+    return said + ["At each width it gains more, the longer the sequences are."] * (length > 0)
 
 
 def boundaries(shapes: Shapes, before: str, step: str) -> list[str]:

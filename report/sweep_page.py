@@ -16,6 +16,7 @@ from report import predictions
 from report.load import RecordError
 from report.records import GPU
 from report.sweep import (
+    LEAST,
     SWEEP,
     Cell,
     Shapes,
@@ -24,6 +25,7 @@ from report.sweep import (
     by_shape,
     describe_rung,
     describe_shape,
+    describe_trends,
     explanations,
     fastest,
     ratio,
@@ -36,13 +38,18 @@ PICTURE = "sweep.png"
 HOW = (
     "A cell is one script at one shape, with few steps right after its warm-up: a GPU has not settled, and a recorded "
     "ladder's times are some percent longer. A ratio is the time of the step before over the time of the step. Above 1 "
-    "the step pays, if the two differ by more than their spread: the middle half of one step's times lies beyond that "
-    "of the other's."
+    f"the step pays, if the two differ by more than {LEAST:.0%}, and by more than their spread: the middle half of one "
+    "step's times lies beyond that of the other's. Each cell ran once. A model with more layers or a larger vocabulary "
+    "has another mix of kernels, so a step may begin to pay at another width there."
 )
 
 TIMES = (
     "In brackets, how many times faster than the step before. The last column names the step with the shortest time, "
     "and every step that is not shown to be slower."
+)
+SLOWER = (
+    "A difference with + is time that the step takes longer. *Timed* is without the profiler, *profiled* with it, in "
+    "other processes. The kinds of kernels that differ most follow."
 )
 
 
@@ -126,14 +133,21 @@ def sections(cells: list[Cell]) -> list[Section]:
     """All that is said of a sweep."""
     shapes, pairs = by_shape(cells), rungs(cells)
     found = [
-        Section("Where each step pays", [HOW], [describe_rung(shapes, *pair) for pair in pairs]),
+        Section(
+            "Where each step pays",
+            [HOW],
+            [" ".join([describe_rung(shapes, *pair), *describe_trends(shapes, *pair)]) for pair in pairs],
+        ),
         Section("Times", [TIMES], [], time_rows(shapes, pairs)),
     ]
     if pairs and (begins := boundaries(shapes, *pairs[-1])):
         before, step = pairs[-1]
-        found.insert(1, Section(f"Where {step} begins to pay", [f"Its time against {before}'s, by width."], begins))
-    slower = explanations(shapes, pairs) or ["No step is shown to be slower than the one before it."]
-    found.append(Section("Where a step is slower than the one before, and why", [], slower))
+        found.insert(
+            1, Section(f"Where {step} begins to pay", [f"In brackets, how many times faster than {before}."], begins)
+        )
+    slower = explanations(shapes, pairs)
+    said = SLOWER if slower else "No step is shown to be slower than the one before it."
+    found.append(Section("Where a step is slower than the one before, and why", [said], slower))
     rows, errors = prediction_rows(shapes)
     if errors:
         how = "Predicted over measured, less one; the roofs are those of the same run."

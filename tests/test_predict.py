@@ -64,7 +64,8 @@ def test_a_step_that_is_slower_than_foreseen_is_named_and_none_without_pairs():
     assert predictions.directions([]) == []
     (said,) = predictions.directions([("2_c at 64 channels", 1.2, 1.5), ("3_d at 64 channels", 1.05, 0.8)])
     assert said.endswith(
-        "right 1 of 2 times, and wrong for 3_d at 64 channels (predicted 1.05 times faster, measured 0.80)."
+        "right 1 of 2 times, and that it is slower 0 of 1 times. "
+        "Wrong for 3_d at 64 channels (predicted 1.05 times faster, measured 0.80)."
     )
     assert "wrong" not in predictions.directions([("a", 2.0, 1.5)])[0]
 
