@@ -38,6 +38,7 @@ def at_105(records: Records, *rows: str) -> list[parity.Losses]:
 
 STUDIED = f"parity/{parity.STUDY}"
 IN_FP8, WITHOUT = ("4_transformer_engine", "peers/te_layer", "peers/torchao_float8"), "BF16 instead of FP8"
+REPEATED = f"repeat-without-fp8/{parity.STUDY}"
 LAST_NORM = "final LayerNorm in BF16, step 2"
 
 
@@ -77,12 +78,23 @@ def without_fp8(records: Records) -> Evidence:
 
 def last_norm_in_bf16(records: Records) -> Evidence:
     """How far the first losses lie above step 0's with one weight in BF16, and in step 4 without FP8."""
-    study, of = records.study(), parity.first_losses
-    reference, *rows = (parity.by_seed(study, row, of) for row in ("0_baseline", LAST_NORM, WITHOUT))
+    study, names = records.study(), ("0_baseline", LAST_NORM, WITHOUT, IN_FP8[0])
+    reference, *rows = (parity.by_seed(study, row, parity.first_losses) for row in names)
     if min(map(len, rows)) < parity.FEWEST_SEEDS:
         raise KeyError("seeds")
-    rounding, whole = (parity.difference(row, reference) for row in rows)
-    step_4 = parity.difference(parity.by_seed(study, IN_FP8[0], of), reference)
+    rounding, whole, step_4 = (parity.difference(row, reference) for row in rows)
+    sooner = [parity.by_seed(study, row, lambda run: fmean(run.loss[: parity.FIRST_STEPS // 2])) for row in names[:3]]
+    share, earlier = rounding / whole, parity.difference(sooner[1], sooner[0]) / parity.difference(sooner[2], sooner[0])
     seen = all(parity.verdict(row, reference) == parity.DIFFERENT for row in rows)
-    text = f"{rounding:+.4f} nats of {whole:+.4f}, {rounding / whole:.0%}; step 4 {step_4:+.4f}"
-    return Evidence(text, STUDIED, seen and 0.85 < rounding / whole < 0.95 and 0.25 < whole / step_4 < 0.35)
+    text = f"{rounding:+.4f} nats of {whole:+.4f}, {share:.0%}, over 25 steps {earlier:.0%}; step 4 {step_4:+.4f}"
+    holds = 0.85 < share < 0.95 and earlier < share and 0.25 < whole / step_4 < 0.35
+    return Evidence(text, STUDIED, seen and holds)
+
+
+def same_row_again(records: Records) -> Evidence:
+    """How far the held-out loss of step 4 without FP8 is from that of an earlier recording of it, by seed."""
+    earlier = parity.read_study(records.path(REPEATED))
+    losses = (parity.by_seed(study, WITHOUT, parity.heldout_loss) for study in (records.study(), earlier))
+    far = parity.apart(*losses)
+    text = ", ".join(f"{one:+.4f}" for one in far.values())
+    return Evidence(f"by seed, in nats, {text}", REPEATED, 0.0025 < max(map(abs, far.values())) < 0.0035)

@@ -84,17 +84,18 @@ class Records:
         return roofs
 
     def causes(self, workload: str) -> Causes:
-        return read_causes(self._path(f"{FOLDER}/{workload}.json"))
+        return read_causes(self.path(f"{FOLDER}/{workload}.json"))
 
     def sweep(self) -> Shapes:
-        return by_shape(read_cells(self._path(SWEEP)))
+        return by_shape(read_cells(self.path(SWEEP)))
 
     def study(self) -> parity.Study:
         """The study of losses that has the peers."""
-        self._path(f"parity/{parity.STUDY}")
+        self.path(f"parity/{parity.STUDY}")
         return parity.studies(self.folder)[0][1]  # it is the first by name
 
-    def _path(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
+        """Raises KeyError where there is no such file."""
         if not (self.folder / name).exists():
             raise KeyError(name)
         return self.folder / name

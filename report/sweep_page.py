@@ -36,10 +36,12 @@ from report.table import commit_name, markdown, pipe
 
 PICTURE = "sweep.png"
 HOW = (
-    "A cell is one script at one shape, with few steps right after its warm-up: a GPU has not settled, and a recorded "
-    "ladder's times are some percent longer. A ratio is the time of the step before over the time of the step. Above 1 "
+    "A cell is one script at one shape, trained once, with few steps right after its warm-up. A GPU has not settled "
+    "then: times are some percent shorter than a recorded ladder's, not equally for every step, so a ratio may be off "
+    "by some percent too. A ratio is the time of the step before over the time of the step. Above 1 "
     f"the step pays, if the two differ by more than {LEAST:.0%}, and by more than their spread: the middle half of one "
-    "step's times lies beyond that of the other's. Each cell ran once. A model with more layers or a larger vocabulary "
+    "step's times lies beyond that of the other's. A trend is one of the medians at all shapes; neighbours may "
+    "lie within each other's spread. A model with more layers or a larger vocabulary "
     "has another mix of kernels, so a step may begin to pay at another width there."
 )
 
@@ -58,7 +60,7 @@ def time_rows(shapes: Shapes, pairs: list[tuple[str, str]]) -> list[dict]:
     before_of, rows = {step: before for before, step in pairs}, []
     for shape in shapes.values():
         one = next(iter(shape.values()))
-        row = {"tokens a step": f"{one.column[0]:,}", "T": one.seq_len, "channels": one.n_embd, "layers": one.n_layer}
+        row = {"tokens a step": f"{one.column[0]:,}", "T": one.seq_len, "channels": one.n_embd, "heads": one.n_head}
         for step, cell in shape.items():
             value = ratio(shape, before_of[step], step) if step in before_of else None
             row[f"{step}, ms"] = _time(cell) + (f" ({value:.2f})" if value else "")
@@ -115,8 +117,14 @@ def about(cells: list[Cell]) -> str:
         machines[f"{cell.device}, torch {cell.torch}{te}, commit {commit_name(cell.commit, cell.dirty, 7)}"] = None
     vocabularies = sorted({cell.vocab_size for cell in cells})
     timed = sum(cell.is_timed for cell in cells)
-    words = f"{timed} of {len(cells)} cells have a time; vocabulary {', '.join(map(str, vocabularies))}"
+    layers, counts = sorted({cell.n_layer for cell in cells}), [len(cell.step_ms) for cell in cells if cell.is_timed]
+    words = f"{timed} of {len(cells)} cells have a time, of {_extent(counts)} steps" if counts else "No cell has a time"
+    words += f"; vocabulary {_extent(vocabularies)}; {_extent(layers)} layers"
     return f"{'; '.join(machines) or 'unknown machine'}. {words}."
+
+
+def _extent(numbers: list[int]) -> str:
+    return " to ".join(dict.fromkeys(str(end(numbers)) for end in (min, max)))
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Causal claims: each stands where the page says, and its recorded figure bears it out."""
 
 import ast
+import json
 import math
 import re
 
@@ -10,7 +11,8 @@ from conftest import ROOT, STEPS
 
 from common.record import write_json
 from report import causal_claims as claims
-from report.causal_figures import change
+from report.causal_figures import change, in_sweep
+from report.causal_losses import last_norm_in_bf16
 from report.records import Records
 
 RESULTS = ROOT / "docs" / "results"
@@ -56,6 +58,22 @@ def test_a_kind_of_kernel_that_appears_or_vanishes_is_a_change(tmp_path):
 
     assert holds(0.0, 5.0, (1, math.inf)) and not holds(0.0, 5.0, (0, 1)) and not holds(0.0, 0.0, (1, math.inf))
     assert holds(10.0, 5.0, (0.45, 0.55)) and not holds(10.0, 6.0, (0.45, 0.55)) and not holds(10.0, 5.0, (1, math.inf))
+
+
+def test_trends_that_the_records_lack_and_a_study_without_the_rounding_are_not_borne_out(tmp_path):
+    records = Records.read(RESULTS / claims.GPU)
+    assert in_sweep("0_baseline", "1_cublas", "n_embd")(records).holds
+    assert not in_sweep("0_baseline", "1_cublas", "n_embd", rises=False)(records).holds
+    assert not in_sweep("1_cublas", "2_sdpa", "n_embd")(records).holds
+    assert not in_sweep("3_compile", "4_transformer_engine", "n_embd", ends=(1024, 2048))(records).holds
+    assert last_norm_in_bf16(records).holds
+    for path in (RESULTS / claims.GPU).glob("parity*/parity.json"):
+        study = json.loads(path.read_text())
+        for run in study["runs"]:
+            run["loss"] = [loss + 0.002 * (run["row"] == "BF16 instead of FP8") for loss in run["loss"]]
+        (tmp_path / path.parent.name).mkdir()
+        write_json(tmp_path / path.parent.name / path.name, study)
+    assert not last_norm_in_bf16(Records.read(tmp_path)).holds
 
 
 def test_a_claim_without_a_record_is_not_measured_and_a_figure_against_it_says_no(tmp_path):
