@@ -14,7 +14,7 @@ from report.load import RecordError, convert, read_json
 SWEEP = "sweep.json"
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size")
 FEWEST_LINES, FEWEST_SIZES = 3, 3  # of shapes, that show a trend
-EXPLAINED = 0.9  # of a difference: kinds of kernels are named until they reach it
+EXPLAINED = 0.9  # of what became longer: kinds of kernels are named until they reach it
 LEAST = 0.02  # difference of two times: the same cell in another process may differ by as much
 
 
@@ -150,13 +150,13 @@ def _largest(parts: dict[str, float], parts_before: dict[str, float]) -> str:
     """The kinds of kernels that make up the difference of two times, the largest first, and the largest one that goes
     the other way: `copies and casts +0.46 ms, normalization and pointwise +0.2 ms, matrix products -0.21 ms`."""
     change = {name: parts.get(name, 0.0) - parts_before.get(name, 0.0) for name in parts | parts_before}
-    whole = sum(change.values())
-    ordered = sorted(change, key=change.get, reverse=whole > 0)
-    shown, against = [], ordered.pop()
+    sign = 1 if sum(change.values()) > 0 else -1
+    ordered, shown = sorted(change, key=lambda name: -sign * change[name]), []
+    all_of_it = sum(max(0.0, sign * ms) for ms in change.values())
     for name in ordered:
-        if sum(change[one] for one in shown) / (whole or 1.0) < EXPLAINED:
+        if sign * sum(change[one] for one in shown) < EXPLAINED * all_of_it:
             shown.append(name)
-    shown += [against] * (change[against] / (whole or 1.0) < EXPLAINED - 1)
+    shown += ordered[-1:] * (-sign * change[ordered[-1]] > (1 - EXPLAINED) * all_of_it)
     return ", ".join(f"{name} {change[name]:+.3g} ms" for name in shown)
 
 
