@@ -348,7 +348,9 @@ def cell_of(sweep: Sweep, shape: Shape, script: str) -> Cell:
     if one:
         cell = replace(cell, predicted_ms=one.ms, predicted_category_ms=one.category_ms, launches=one.launches,
                        predicted_host_ms=one.host_ms)  # fmt: skip
-    if profile := shared.row_of(sweep.profiled(shape, script)).get("profile"):
+    again = shared.row_of(sweep.profiled(shape, script))
+    if profile := again.get("profile"):
+        cell.again_ms = again["timing"]["median_ms"]
         cell.category_ms = {name: time["ms"] for name, time in profile["categories"].items()}
         cell.category_ms[GAPS] = profile["gpu_idle_ms"] or 0.0
     if run := read_object(record):

@@ -43,6 +43,7 @@ class Cell:
     predicted_host_ms: float | None = None  # to launch the kernels of a step that is launched
     launches: int | None = None  # of a step, as counted for the prediction
     category_ms: dict[str, float] = field(default_factory=dict)  # profiled, gaps included; where a step was slower
+    again_ms: float | None = None  # the median of that training, timed before the profiler began
     started_at: str | None = None
     device: str | None = None  # these five: of the machine that ran it
     torch: str | None = None
@@ -127,7 +128,12 @@ def why_slower(cell: Cell, before: Cell) -> str:
         timed = cell.median_ms - before.median_ms
         both = f"timed {timed:+.3g} ms, profiled {profiled:+.3g} ms"
         agree = timed / 2 < profiled < 2 * timed
-        return f"{both}: {_largest(cell.category_ms, before.category_ms)}" if agree else f"not explained: {both}"
+        if agree:
+            return f"{both}: {_largest(cell.category_ms, before.category_ms)}"
+        again = cell.again_ms and before.again_ms and before.again_ms / cell.again_ms
+        if again and again > 1 - LEAST:
+            return f"trained again, both in new processes, it is {again:.2f} times: the loss is not of the step"
+        return f"not explained: {both}" + (f"; trained again, {again:.2f} times" if again else "")
     if cell.host_bound and not cell.captured:
         count = f" {cell.launches} kernels" if cell.launches else ""
         return f"the host launches{count} longer than the GPU works: none was queued when the last was launched"

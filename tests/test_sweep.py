@@ -114,6 +114,7 @@ def test_what_is_slower_is_profiled_with_the_step_before_it(home, monkeypatch):
     slower = [cell for cell in found if cell.category_ms]
     assert {(cell.step, cell.batch_size) for cell in slower} == {(name, batch) for name in ms for batch in (1, 2, 3)}
     assert len(profiled) == len(slower) and slower[0].category_ms["gaps"] == 1.0
+    assert [cell.again_ms for cell in slower] == [ms[cell.step] for cell in slower]
     assert (
         "0.62 times 0_a; timed +3 ms, profiled +3 ms: matrix products +1.5 ms, attention +1.5 ms"
         in (folder / "sweep.md").read_text()
@@ -334,6 +335,20 @@ def test_a_slower_cell_is_explained_by_what_was_measured_or_predicted(cell, befo
 def test_a_slower_cell_is_explained_by_its_profile_unless_the_profile_denies_it(profiled, said):
     before = replace(CELL, median_ms=10.0, category_ms={"casts": 5.0, "products": 5.0})
     assert said in pages.why_slower(replace(before, median_ms=12.0, category_ms=profiled), before)
+
+
+@pytest.mark.parametrize(
+    ("again_ms", "said"),
+    [
+        (10.1, "trained again, both in new processes, it is 0.99 times: the loss is not of the step"),
+        (12.5, "not explained: timed +2 ms, profiled -3 ms; trained again, 0.80 times"),
+    ],
+)
+def test_a_loss_that_its_profile_denies_is_none_where_a_second_training_denies_it_too(again_ms, said):
+    before = replace(CELL, median_ms=10.0, again_ms=10.0, category_ms={"casts": 10.0})
+    assert (
+        pages.why_slower(replace(before, median_ms=12.0, again_ms=again_ms, category_ms={"casts": 7.0}), before) == said
+    )
 
 
 def test_a_trend_is_one_at_every_shape_and_needs_three_lines():
