@@ -125,15 +125,14 @@ def why_slower(cell: Cell, before: Cell) -> str:
     """Why a step is slower than the one before: from its host, the profiled parts of both, or the predicted ones."""
     if cell.category_ms and before.category_ms:
         profiled = sum(cell.category_ms.values()) - sum(before.category_ms.values())
-        timed = cell.median_ms - before.median_ms
-        both = f"timed {timed:+.3g} ms, profiled {profiled:+.3g} ms"
-        agree = timed / 2 < profiled < 2 * timed
-        if agree:
-            return f"{both}: {_largest(cell.category_ms, before.category_ms)}"
-        again = cell.again_ms and before.again_ms and before.again_ms / cell.again_ms
-        if again and again > 1 - LEAST:
-            return f"trained again, both in new processes, it is {again:.2f} times: the loss is not of the step"
-        return f"not explained: {both}" + (f"; trained again, {again:.2f} times" if again else "")
+        times = {"timed": cell.median_ms - before.median_ms}
+        if cell.again_ms and before.again_ms:
+            times["again"] = cell.again_ms - before.again_ms
+            if cell.again_ms < before.again_ms * (1 + LEAST):
+                return f"trained again, it is {before.again_ms / cell.again_ms:.2f} times: the loss is not of the step"
+        said = ", ".join(f"{name} {ms:+.3g} ms" for name, ms in (times | {"profiled": profiled}).items())
+        agree = any(ms / 2 < profiled < 2 * ms for ms in times.values())
+        return f"{said}: {_largest(cell.category_ms, before.category_ms)}" if agree else f"not explained: {said}"
     if cell.host_bound and not cell.captured:
         count = f" {cell.launches} kernels" if cell.launches else ""
         return f"the host launches{count} longer than the GPU works: none was queued when the last was launched"

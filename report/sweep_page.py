@@ -50,8 +50,8 @@ TIMES = (
     "and every step that is not shown to be slower."
 )
 SLOWER = (
-    "A difference with + is time that the step takes longer. *Timed* is without the profiler, *profiled* with it, in "
-    "other processes. The kinds of kernels that differ most follow."
+    "A difference with + is time that the step takes longer. Both steps were trained again, in new processes: *again* "
+    "is without the profiler, *profiled* with it. The kinds of kernels that became longer or shorter follow."
 )
 
 
