@@ -38,8 +38,8 @@ CHOSEN_HERE = (
 )  # fmt: skip
 WARMUP, FEWEST, MOST, TIMED_S = 2, 3, 20, 1.0  # steps of a cell; as many as the slowest script does in TIMED_S
 ROOFS_S = {"cuda": 90, "cpu": 45}  # what a cell takes beside its steps, and the roofs: expected, for the plan
-# Compilation and capture of 3 to 12 layers took 17 to 23 s in the recorded steps 3, and 8 to 12 in steps 4.
-SETUP_S = {"cuda": {"3": 25, "4": 12, "": 4}, "cpu": {"3": 20, "4": 1, "": 3}}
+# Compilation and capture of two layers took 15 s in step 3, on average over the recorded sweep, and 6 s in step 4.
+SETUP_S = {"cuda": {"3": 18, "4": 8, "": 3}, "cpu": {"3": 20, "4": 1, "": 3}}
 START_S = {"cuda": 15, "cpu": 5}  # of a process
 DONE = ("ok", "skipped", "oom")
 
