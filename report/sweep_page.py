@@ -102,6 +102,17 @@ def predicted_pairs(shapes: Shapes, pairs: list[tuple[str, str]]) -> list[tuple[
     return found
 
 
+def launch_costs(cells: list[Cell]) -> list[str]:
+    """What a launch cost where steps waited for the host, beside the one cost that all predictions take."""
+    launched = [cell for cell in cells if cell.is_timed and cell.predicted_host_ms and cell.launches]
+    us = [1e3 * cell.median_ms / cell.launches for cell in launched if cell.host_bound and not cell.captured]
+    if not us:
+        return []
+    predicted = 1e3 * launched[0].predicted_host_ms / launched[0].launches
+    return [f"{len(us)} cells waited for the host: {min(us):.0f} to {max(us):.0f} µs a launch. All predictions take "
+            f"{predicted:.0f} µs, as the roofs measured it."]  # fmt: skip
+
+
 def reasons(cells: list[Cell]) -> list[str]:
     """Every reason of cells without a time, and how many have it; notes of the others."""
     why = [f"{cell.step}: {cell.status}: {cell.reason or 'no reason given'}" for cell in cells if not cell.is_timed]
@@ -159,7 +170,8 @@ def sections(cells: list[Cell]) -> list[Section]:
     rows, errors = prediction_rows(shapes)
     if errors:
         how = "Predicted over measured, less one; the roofs are those of the same run."
-        said = [how, predictions.summary(errors), *predictions.directions(predicted_pairs(shapes, pairs))]
+        said = [how, predictions.summary(errors), *predictions.directions(predicted_pairs(shapes, pairs)),
+                *launch_costs(cells)]  # fmt: skip
         found.append(Section("Predicted from the roofs alone", said, [], rows))
     if without := reasons(cells):
         found.append(Section("Cells without a time, and notes", [], without))

@@ -382,6 +382,14 @@ def test_times_that_overlap_are_neither_a_gain_nor_a_loss(ms):
     assert sweep_page.heat_maps(cells)[-1].cells[0, 0] == (0, "3 or 4")
 
 
+def test_what_launches_cost_stands_beside_what_was_predicted_for_all():
+    waited = {"host_bound": True, "captured": False, "launches": 100, "predicted_host_ms": 2.5}
+    made = [replace(CELL, median_ms=ms, n_embd=width, **waited) for width, ms in ((256, 2.0), (512, 3.0))]
+    replayed = replace(CELL, n_embd=64, **(waited | {"captured": True}))
+    said = ["2 cells waited for the host: 20 to 30 µs a launch. All predictions take 25 µs, as the roofs measured it."]
+    assert sweep_page.launch_costs([*made, replayed]) == said and sweep_page.launch_costs([replayed]) == []
+
+
 def test_a_rung_without_a_time_says_why_and_heat_maps_draw_it():
     made = four(256, 9.0, status="skipped", reason="needs a GPU", median_ms=None)
     assert "4_d has no time beside 3_c at any shape: needs a GPU." in pages.describe_rung(
