@@ -119,9 +119,9 @@ def test_what_readme_says_of_the_long_runs_is_what_they_show():
     assert parity.verdict(*first) == parity.DIFFERENT
     early = parity.difference(*first)
     assert f"step 4 lies {early:.3f} above step 0, which is more than chance explains." in text
-    assert {parity.fault_verdict(study, "dead MLP, step 4", of) for of in parity.measures(study).values()} == {
-        parity.DIFFERENT
-    }
+    of = parity.measures(study).values()
+    assert {parity.fault_verdict(study, "dead MLP, step 4", measure) for measure in of} == {parity.DIFFERENT}
+    assert "Both measures see it there as well." in (ROOT / "docs" / "parity.md").read_text()
 
 
 def test_the_sweep_of_the_gpu_has_the_shapes_that_readme_names():
