@@ -73,12 +73,12 @@ def report(folder: Path, ended: dict | None = None) -> int:
     try:
         import tabulate  # noqa: F401  imported where a table is drawn
 
-        from report import load, scaling, table
+        from report import load, scaling, sweep, table
     except ImportError:
         text, code = plain_table(folder)
         say(text)
         return code
-    if (folder / "sweep.json").exists() and not (folder / load.MERGED).exists():
+    if (folder / sweep.SWEEP).exists() and not (folder / load.MERGED).exists():
         raise ValueError(f"{folder} is a sweep: python -m report.sweep_page {folder} makes its page again")
     if scaling_places(folder):
         runs = scaling.load_places(folder, ended)

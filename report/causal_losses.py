@@ -10,22 +10,19 @@ from report.causal_figures import Evidence, each
 from report.records import Records
 from report.table import percent
 
-
-def losses_of(records: Records, *names: str) -> list[list[float]]:
-    """The training losses of some rows of the early run that has the peers."""
-    run = records.runs["gpt2"]
-    rows = {row.step: row.loss for row in (*run.steps, *run.peers)}
-    return [rows[name] for name in names]
-
-
+STUDIED, REPEATED = f"parity/{parity.STUDY}", f"repeat-without-fp8/{parity.STUDY}"
 PEERS = ("te_layer", "torchao_float8", "transformers_gpt2")
+IN_FP8, WITHOUT = ("4_transformer_engine", "peers/te_layer", "peers/torchao_float8"), "BF16 instead of FP8"
+LAST_NORM = "final LayerNorm in BF16, step 2"
 
 
 def peers_ended_higher(records: Records) -> Evidence:
-    baseline, *peers = losses_of(records, "0_baseline", *PEERS)
-    ends = [fmean(losses[-20:]) / fmean(baseline[-20:]) - 1 for losses in peers]
-    text = each({name: percent(end) for name, end in zip(PEERS, ends, strict=True)})
-    return Evidence(text, f"gpt2/{MERGED}", min(ends) > 0)
+    """How far the peers of the early run ended from step 0."""
+    run = records.runs["gpt2"]
+    ends = {row.step: fmean(row.loss[-20:]) for row in (*run.steps, *run.peers)}
+    above = {name: ends[name] / ends["0_baseline"] - 1 for name in PEERS}
+    text = each({name: percent(end) for name, end in above.items()})
+    return Evidence(text, f"gpt2/{MERGED}", min(above.values()) > 0)
 
 
 def at_105(records: Records, *rows: str) -> list[parity.Losses]:
@@ -34,12 +31,6 @@ def at_105(records: Records, *rows: str) -> list[parity.Losses]:
     if any(len(losses) < parity.FEWEST_SEEDS for losses in found):
         raise KeyError("seeds")
     return found
-
-
-STUDIED = f"parity/{parity.STUDY}"
-IN_FP8, WITHOUT = ("4_transformer_engine", "peers/te_layer", "peers/torchao_float8"), "BF16 instead of FP8"
-REPEATED = f"repeat-without-fp8/{parity.STUDY}"
-LAST_NORM = "final LayerNorm in BF16, step 2"
 
 
 def fused_adamw(records: Records) -> Evidence:

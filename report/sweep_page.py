@@ -37,21 +37,20 @@ from report.table import commit_name, markdown, pipe
 PICTURE = "sweep.png"
 HOW = (
     "A cell is one script at one shape, trained once, with few steps right after its warm-up. A GPU has not settled "
-    "then: times are some percent shorter than a recorded ladder's, not equally for every step, so a ratio may be off "
-    "by some percent too. A ratio is the time of the step before over the time of the step. Above 1 "
-    f"the step pays, if the two differ by more than {LEAST:.0%}, and by more than their spread: the middle half of one "
-    "step's times lies beyond that of the other's. A trend is one of the medians at all shapes; neighbours may "
-    "lie within each other's spread. A model with more layers or a larger vocabulary "
-    "has another mix of kernels, so a step may begin to pay at another width there."
+    "then: the times of some steps still rise, so a ratio may be off by some percent. A ratio is the time of the step "
+    f"before over the time of the step. Above 1 the step pays, if the two differ by more than {LEAST:.0%}, and by more "
+    "than their spread: the middle half of one step's times lies beyond that of the other's. A trend is one of the "
+    "medians at all shapes; neighbours may lie within each other's spread. A model with more layers or a larger "
+    "vocabulary has another mix of kernels, so a step may begin to pay at another width there."
 )
-
 TIMES = (
     "In brackets, how many times faster than the step before. The last column names the step with the shortest time, "
     "and every step that is not shown to be slower."
 )
 SLOWER = (
-    "A difference with + is time that the step takes longer. Both steps were trained again, in new processes: *again* "
-    "is without the profiler, *profiled* with it. The kinds of kernels that became longer or shorter follow."
+    "A difference with + is time that the step takes longer. *Timed* is the cell itself. Both steps were then trained "
+    "once more: *again* is their time in that training, where it is recorded, and *profiled* that of its profile. The "
+    "kinds of kernels that became longer or shorter follow."
 )
 
 
@@ -151,19 +150,13 @@ class Section:
 def sections(cells: list[Cell]) -> list[Section]:
     """All that is said of a sweep."""
     shapes, pairs = by_shape(cells), rungs(cells)
-    found = [
-        Section(
-            "Where each step pays",
-            [HOW],
-            [" ".join([describe_rung(shapes, *pair), *describe_trends(shapes, *pair)]) for pair in pairs],
-        ),
-        Section("Times", [TIMES], [], time_rows(shapes, pairs)),
-    ]
+    pays = [" ".join([describe_rung(shapes, *pair), *describe_trends(shapes, *pair)]) for pair in pairs]
+    found = [Section("Where each step pays", [HOW], pays)]
     if pairs and (begins := boundaries(shapes, *pairs[-1])):
         before, step = pairs[-1]
-        found.insert(
-            1, Section(f"Where {step} begins to pay", [f"In brackets, how many times faster than {before}."], begins)
-        )
+        how = f"In brackets, how many times faster than {before}."
+        found.append(Section(f"Where {step} begins to pay", [how], begins))
+    found.append(Section("Times", [TIMES], [], time_rows(shapes, pairs)))
     slower = explanations(shapes, pairs)
     said = SLOWER if slower else "No step is shown to be slower than the one before it."
     found.append(Section("Where a step is slower than the one before, and why", [said], slower))
