@@ -132,9 +132,12 @@ def report_failure(prog: str, error: Exception) -> int:
 def resolve_device(name: str):
     import torch
 
+    from anatomy.experiment import keep_memory
     from common import hardware
 
     device = hardware.resolve_device(name)
+    if device.type == "cpu":
+        keep_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton and torch.utils.benchmark use the current device
     return device

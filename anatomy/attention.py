@@ -34,10 +34,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anatomy.attention_forms import analytic_attention_bytes, attention_by_hand
+from anatomy.attention_forms import analytic_attention_bytes, attention_by_hand, cause_by_mask
 from anatomy.experiment import (
     Check,
     Result,
+    cause_of_miss,
     default_size,
     differ,
     expected,
@@ -127,8 +128,10 @@ def predicted(results: dict, forms: "Forms") -> list[Check]:
         for name in filter(None, ("by hand" if T in results.get("by hand", {}) else None, fastest(results, T))):
             row = results[name][T]
             check = Check(f"T {T}, {name}", row["predicted_s"], row["seconds"], "ms")
-            if not check.hit and check.measured > check.predicted:
-                check.cause = idle_cause(forms.step(name, T), check.measured, forms.device)
+            check.cause = idle_cause(check, forms.step(name, T), forms.device)
+            if not (check.hit or check.cause or name == "by hand"):
+                check.cause = cause_by_mask(check, seconds(forms.step(name, T, causal=False), forms.iters))
+            check.cause = check.cause or cause_of_miss(check, forms.step(name, T), forms.device)
             checks.append(check)
     return checks
 
@@ -145,7 +148,7 @@ class Forms:
     autocast: bool
     iters: int
 
-    def step(self, name: str, T: int) -> Callable[[], None]:
+    def step(self, name: str, T: int, causal: bool = True) -> Callable[[], None]:
         shape = (self.B, self.H, T, self.D)
         q, k, v = (torch.randn(shape, device=self.device, dtype=self.dtype, requires_grad=True) for _ in range(3))
         upstream_gradient = torch.randn_like(q)
@@ -156,7 +159,7 @@ class Forms:
                     y = attention_by_hand(q, k, v)
                 else:
                     with sdpa_kernel(BACKENDS[name]):
-                        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
             torch.autograd.grad(y, (q, k, v), upstream_gradient)
 
         return step

@@ -9,6 +9,7 @@ is taken, and `quick` asks for smaller sizes.
 
 import argparse
 import contextlib
+import ctypes
 import io
 import itertools
 import logging
@@ -29,6 +30,7 @@ from common.text import aligned, positive_int
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 ITERS, QUICK_ITERS = 50, 20  # how often a time is taken
 SAMPLE_S = 1e-3  # one sample repeats a shorter call for so long, so that waiting for the GPU at its end counts little
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 NEAR = 1.25  # a prediction within 25 %: neither is more than this factor times the other
 
 
@@ -98,7 +100,7 @@ class Check:
             return self.measured <= self.predicted
         if not self.predicted or not self.measured:
             return self.predicted == self.measured
-        return 1 / NEAR <= self.measured / self.predicted <= NEAR
+        return near(self.measured, self.predicted)
 
     def row(self) -> dict:
         predicted, measured = (shown(figure, self.unit) for figure in (self.predicted, self.measured))
@@ -187,6 +189,15 @@ def default_size(args: argparse.Namespace, quick: int, cpu: int, gpu: int) -> in
     return gpu if args.device.type == "cuda" else quick if args.quick else cpu
 
 
+def keep_memory() -> None:
+    """Let glibc keep what is freed, as PyTorch's allocator does on a GPU: of memory that the system gives anew, every
+    page costs when it is first written, which was seen to take most of a call's time. Elsewhere it does nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(M_TRIM_THRESHOLD, -1)  # never give back
+        mallopt(M_MMAP_MAX, 0)  # no large block apart, which would be given back when it is freed
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[list[warnings.WarningMessage]]:
     """Keep back what is printed and logged, and yield the warnings."""
@@ -252,14 +263,54 @@ def busy_seconds(function: Callable[[], object], device: torch.device) -> float 
     return sum(kernel["dur"] for kernel in profile.trace_step(function, device).kernels) / 1e6
 
 
-def idle_cause(function: Callable[[], object], measured_s: float, device: torch.device) -> str | None:
-    """For a call that takes longer than predicted: whether the GPU worked meanwhile, as a sentence. None on a CPU."""
-    busy_s = busy_seconds(function, device)
-    if busy_s is None:
+def cause_of_miss(check: Check, call: Callable[[], object], device: torch.device, n_bytes: float = 0) -> str | None:
+    """Why a call took longer or shorter than a check predicted, as a sentence, by further measurements: of a copy of
+    `n_bytes`, of the GPU's idle time, and on a CPU of the call on one thread. None for a hit, or where none tells."""
+    if check.hit:
         return None
-    if busy_s < measured_s / NEAR:
-        return f"kernels run {busy_s / measured_s:.0%} of the time, else the GPU waits for the host"
-    return "the GPU is busy all the time: its kernels are slower than the model's rates"
+    if n_bytes:
+        copy_s = copy_seconds(n_bytes, device)
+        if near(check.measured, copy_s):
+            what = "a cache holds them" if check.measured < check.predicted else "so few are slower than many"
+            return f"a copy of as many bytes takes {us(copy_s)} us: {what}"
+    if check.measured < check.predicted:
+        return None
+    if device.type == "cuda":
+        slow = "the GPU is busy all the time: its kernels are slower than the model's rates"
+        return idle_cause(check, call, device) or slow
+    alone_s = on_one_thread(call)
+    if alone_s * NEAR < check.measured:
+        return f"on one thread it takes {us(alone_s)} us: sharing so little among threads costs more than it saves"
+    return None
+
+
+def idle_cause(check: Check, call: Callable[[], object], device: torch.device) -> str | None:
+    """How long the GPU worked during a call that took longer than predicted, where it waited for the host."""
+    if check.hit or check.measured < check.predicted or device.type != "cuda":
+        return None
+    call()  # what compiles at first is no work of the call
+    share = busy_seconds(call, device) / check.measured
+    return f"kernels run {share:.0%} of the time, else the GPU waits for the host" if share * NEAR < 1 else None
+
+
+def near(a: float, b: float) -> bool:
+    """Whether two times are within 25 % of each other."""
+    return 1 / NEAR <= a / b <= NEAR
+
+
+def copy_seconds(n_bytes: float, device: torch.device) -> Seconds:
+    """The time of a copy that reads and writes so many bytes together, again and again the same ones."""
+    source, target = torch.ones(2, max(1, round(n_bytes / 8)), device=device)
+    return seconds(lambda: torch.neg(source, out=target), 5)  # copy_ would use a GPU's copy engines
+
+
+def on_one_thread(call: Callable[[], object]) -> Seconds:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return seconds(call, 5)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def launches(function: Callable[[], object], device: torch.device) -> int:

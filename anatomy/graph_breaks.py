@@ -5,14 +5,15 @@ branch on a tensor and a call that cannot be captured costs most, and why?
 
 Prediction: a break is a place that Dynamo, the part of torch.compile that captures graphs, cannot capture. It cuts the
 function into 2 graphs. The kernels of the first one write what lies between them, and those of the second read it
-again. So 2 pointwise kernels move 2 x (4N + 4N) bytes of FP32. The mended form has no break. Its one kernel moves
-4N + 4N bytes, so that a memory-bound function with a break takes twice as long. Where the break is about a sum, the
-mended form also makes a pass for the sum. The bytes are then 16N against 12N, and the break costs a third more.
+again. So 2 pointwise kernels move 2 x (4N + 4N) bytes for N numbers in FP32. The mended form is the same function,
+written without the break. Its one kernel moves 4N + 4N bytes, so that a memory-bound function with a break takes twice
+as long. Where the function needs a sum, the mended form also makes a pass for the sum. The bytes are then 16N against
+12N, and the break costs a third more.
 
 A break also returns to Python, and what breaks the graph runs there: `.item()`, `print` of a tensor and a branch on a
-tensor make the host wait for the GPU. Both costs are there for a tensor of 64 numbers as well. So this program measures
-both forms on 64 numbers first. A form takes the longer of that time and of its bytes over the copy bandwidth; where
-the host waits for the GPU, and on a CPU, it takes their sum.
+tensor make the host wait for the GPU. The return to Python and the wait do not depend on N. So this program measures
+both forms on 64 numbers, which is the host's time, and a copy of as many bytes. A form takes the longer of the two;
+where the host waits for the GPU, and on a CPU, it takes their sum. A print, which also writes, should cost most.
 
 Change: --n 67108864. Now kernels take longer than what a break costs the host: which ratios come close to their bytes?
 Source: PyTorch's programming model of torch.compile (graph breaks); the bytes are arithmetic.
@@ -21,11 +22,25 @@ Run:    python -m anatomy graph-breaks [--n N] [--backend inductor|aot_eager|eag
 
 import argparse
 import time
+from collections.abc import Callable
 
 import torch
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 
-from anatomy.experiment import Check, Result, differ, expected, ms, quiet, seconds, size_argument, table
+from anatomy.experiment import (
+    Check,
+    Result,
+    cause_of_miss,
+    copy_seconds,
+    default_size,
+    differ,
+    expected,
+    ms,
+    quiet,
+    seconds,
+    size_argument,
+    table,
+)
 from common import roofs
 from common.text import one_line
 
@@ -105,21 +120,21 @@ def detect(function, x: torch.Tensor) -> tuple[int, str, str]:
     return explanation.graph_break_count, reason, line.strip()
 
 
-def timed(function, x: torch.Tensor, args: argparse.Namespace) -> tuple[float, float]:
-    """The time of the compiled function on FEW numbers and on all of them."""
+def timed(function, x: torch.Tensor, args: argparse.Namespace) -> tuple[float, float, Callable[[], object]]:
+    """The time of the compiled function on FEW numbers and on all of them, and the call on all."""
     torch._dynamo.reset()
     compiled = torch.compile(function, backend=args.backend, dynamic=False)
     few = x[:FEW].clone()
-    return seconds(lambda: compiled(few), args.iters), seconds(lambda: compiled(x), args.iters)
+    return seconds(lambda: compiled(few), args.iters), seconds(lambda: compiled(x), args.iters), lambda: compiled(x)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    size_argument(parser, "--n", "numbers in the input (default: GPU 2^26, CPU 2^22, quick 2^20)")
+    size_argument(parser, "--n", "numbers in the input (default: 2^26 on a GPU, 2^23 on a CPU)")
     parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="of torch.compile (default: inductor)")
 
 
 def run(args: argparse.Namespace) -> Result:
-    n = args.n or 2 ** (20 if args.quick else 26 if args.device.type == "cuda" else 22)
+    n = args.n or default_size(args, quick=2**23, cpu=2**23, gpu=2**26)
     x = torch.randn(n, device=args.device, dtype=args.dtype or torch.float32)
     rate = roofs.copy_rate(args.device)
     cases, detected, costs, sentences, checks = {}, [], [], [], []
@@ -139,14 +154,17 @@ def run(args: argparse.Namespace) -> Result:
         cases[name] = {"breaks": breaks, "reason": reason, "line": line, "breaks_mended": left, "same_result": same}
         if not forms:
             continue
-        for (form, (host_s, measured_s)), each in zip(forms.items(), bytes_each, strict=True):
-            moving = each / 4 * n * x.itemsize / rate
+        for (form, (host_s, measured_s, call)), each in zip(forms.items(), bytes_each, strict=True):
+            n_bytes = each / 4 * n * x.itemsize
+            moving = copy_seconds(n_bytes, args.device)
             waits = form == "broken" and name in WAITS
             predicted_s = host_s + moving if waits else expected(host_s, moving, args.device)
             cases[name] |= {f"{form}_s": measured_s, f"{form}_host_s": host_s, f"{form}_predicted_s": predicted_s}
             costs[-1] |= {f"{form}, ms": ms(measured_s), f"{form} on {FEW} numbers": ms(host_s)}
             if args.backend == "inductor":  # the others do not fuse, so that their bytes are not these
                 checks.append(Check(f"time with {name}, {form}", predicted_s, measured_s, "ms"))
+                with quiet():
+                    checks[-1].cause = cause_of_miss(checks[-1], call, args.device)
         sentences.append(cost_of(name, cases[name]))
     clean = all(cell["breaks_mended"] == 0 and cell["same_result"] for cell in cases.values())
     sentences.append(f"{'Every' if clean else 'NOT every'} mended form is one graph and returns the same numbers.")

@@ -1,36 +1,41 @@
 """What does the host pay to run an operator, before the device does any work?
 
 Predict: how many operators on one number does Python run in a millisecond? What does gradient tracking add to one, what
-a view, and what a compiled function for each tensor that it must check before it runs?
+a view, and what a compiled function for each tensor that it must check before it runs? Does it matter on which core?
 
 Prediction. An operator passes through Python, PyTorch's dispatcher and the allocator, and on a GPU through the driver's
 launch. On one number, that is its whole time, a few microseconds. The plain operator is measured first; what follows is
 predicted from it:
 
-- a chain of 10 operators takes 10 times as long as one;
+- a chain of 10 operators takes 10 times as long as one (gradient tracking is measured, not predicted);
 - a view (transpose, reshape, slice) makes a tensor but no kernel: on a GPU less than the launch of a kernel;
-- a loop over the elements of a vector takes the number of elements x (a view + an operator), which are indexing and
-  adding. The vector form is one operator;
-- a compiled function first runs its guards, which check that every tensor is still what it was compiled for. 33 inputs
-  have 32 guards on tensors more than one input has. A guard is a comparison in C++, so 32 cost at most one operator;
+- a loop over the elements of a vector takes the number of elements x (indexing one + adding two tensors). The vector
+  form is one operator;
+- a compiled function first runs its guards, which check that every tensor is still what it was compiled for. With
+  33 inputs there are 32 more guards on tensors than with one. A guard is a comparison in C++, so 32 cost at most one
+  operator;
 - the first call of a compiled function takes more than 1000 times as long as the later ones. That is why a benchmark
-  without a warm-up measures something else.
+  without a warm-up measures something else;
+- all cores of the host are alike: an operator takes as long on the slowest as on the fastest;
+- a profiler that has ended costs nothing any more.
 
 Change: --elements 4096: does the loop stay on its prediction? --chain 100: does an operator become cheaper in company?
 Source: Horace He, Making Deep Learning Go Brrrr From First Principles (overhead); the documentation of torch.compile
-(guards).
+(guards); github.com/pytorch/pytorch/issues/144455 (a profiler that stays attached).
 Run:    python -m anatomy host-cost [--elements N] [--chain N]
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 
 import torch
 
-from anatomy.experiment import Check, Result, Seconds, seconds, size_argument, table, us, wait
+from anatomy.experiment import NEAR, Check, Result, Seconds, launches, less, seconds, size_argument, table, us, wait
 
 INPUTS = 33  # of the function whose guards are timed
+MOST_CORES = 32  # that are compared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +83,8 @@ def run(args: argparse.Namespace) -> Result:
         "x.t()": matrix.t,
         "x.reshape(2, 8)": lambda: matrix.reshape(2, 8),
         "x[1:3]": lambda: matrix[1:3],
+        "x[1]": lambda: vector[1],
+        "x + x": lambda: one + one,
         f"a loop over {args.elements} elements": lambda: loop(vector),
         "vector.sum()": vector.sum,
         "x * 2 compiled, 1 input": lambda: few_guards(many[:1]),
@@ -85,10 +92,34 @@ def run(args: argparse.Namespace) -> Result:
     }
     times = {name: seconds(form, args.iters) for name, form in forms.items()}
     figures = {"times": times, "first_call_s": first_s, "elements": args.elements, "chain": args.chain}
+    figures |= cores_and_profiler(forms["x * 2"], args.iters, device)
     rows = [{"call": name, "us": us(s), "in x * 2": f"{s / times['x * 2']:.2f}"} for name, s in times.items()]
     rows.append({"call": "first call of a compiled x * 2", "us": us(first_s)})
     title = f"Time of a call on one number, {dtype}; the compiled form runs x * 2 as eager does, behind its guards"
-    return Result([table(title, rows)], sentences(figures), figures, checks(figures))
+    where = [{"x * 2": name, "us": us(s)} for name, s in places(figures).items()]
+    tables = [table(title, rows), table("Time of x * 2 by where it runs, and before and after a profile", where)]
+    return Result(tables, sentences(figures), figures, checks(figures))
+
+
+def cores_and_profiler(call: Callable[[], object], samples: int, device: torch.device) -> dict:
+    """Seconds of a call on each core that the process may use, of at most MOST_CORES, the slowest `again`, and on the
+    fastest `before` and `after` a profile. Where a process cannot choose its core, only the last two."""
+    every = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+
+    def on(core: int) -> Seconds:
+        os.sched_setaffinity(0, {core})
+        return seconds(call, samples)
+
+    try:
+        cores = {core: on(core) for core in every[:MOST_CORES]}
+        again = on(max(cores, key=cores.get)) if cores else None
+        before = on(min(cores, key=cores.get)) if cores else seconds(call, samples)
+        launches(call, device)  # under a profiler
+        after = seconds(call, samples)
+    finally:
+        if every:
+            os.sched_setaffinity(0, every)
+    return {"cores": {str(core): s for core, s in cores.items()}, "again": again, "before": before, "after": after}
 
 
 def first_call(compile_for: Callable, tensors: list[torch.Tensor]) -> tuple[float, Callable]:
@@ -98,6 +129,15 @@ def first_call(compile_for: Callable, tensors: list[torch.Tensor]) -> tuple[floa
     function(tensors)
     wait()
     return time.perf_counter() - began, function
+
+
+def places(figures: dict) -> dict[str, Seconds]:
+    """What is compared of the cores, by name, and the times around a profile."""
+    by_time = sorted(cores := figures["cores"], key=cores.get)
+    named = {"on the fastest core": by_time[:1], "on the slowest core": by_time[-1:]}
+    found = {f"{name}, {core}": cores[core] for name, some in named.items() for core in some}
+    found |= {"on the slowest core again": figures["again"]} if cores else {}
+    return found | {"before a profile": figures["before"], "after it": figures["after"]}
 
 
 def per_guard(times: dict[str, Seconds]) -> float:
@@ -114,10 +154,21 @@ def checks(figures: dict) -> list[Check]:
     return [
         Check(f"{chain} times x * 2", chain * plain, times[f"{chain} times x * 2"], "us"),
         *views,
-        Check(looped, elements * (plain + times["x[1:3]"]), times[looped], "us"),
+        Check(looped, elements * (times["x[1]"] + times["x + x"]), times[looped], "us"),
         Check(f"{INPUTS - 1} guards more", plain, per_guard(times) * (INPUTS - 1), "us", at_most=True),
         Check("a later call of a compiled function", figures["first_call_s"] / 1000, later, "us", at_most=True),
+        *on_cores(figures),
+        Check("x * 2 after a profile", figures["before"], figures["after"], "us"),
     ]
+
+
+def on_cores(figures: dict) -> list[Check]:
+    """That the slowest core is as fast as the fastest; and if not, whether it was still slow a moment later."""
+    if not (cores := figures["cores"]):
+        return []
+    fastest, slowest, again = min(cores.values()), max(cores.values()), figures["again"]
+    passed = "it was fast a moment later: other work had been on it" if again < NEAR * fastest else None
+    return [Check("x * 2 on the slowest core", fastest, slowest, "us", cause=passed)]
 
 
 def sentences(figures: dict) -> list[str]:
@@ -129,8 +180,31 @@ def sentences(figures: dict) -> list[str]:
         f"Gradient tracking makes an operator {times['x * 2 with gradient tracking'] / plain:.2f} times as long, "
         f"and a transpose takes {times['x.t()'] / plain:.2f} of it.",
         f"The loop takes {looped / times['vector.sum()']:.0f} times as long as vector.sum().",
-        f"A guard on a tensor costs {per_guard(times) * 1e9:.0f} ns. Behind its guards the compiled operator takes "
-        f"{later / plain:.1f} times as long as the plain one.",
+        *guard_costs(times),
+        f"Behind its guards the compiled operator takes {later / plain:.1f} times as long as the plain one.",
         f"The first call of the compiled function takes {figures['first_call_s'] / later:.0f} times as long "
         "as a later one.",
+        *cores_apart(figures),
+        *profiler_stays(figures),
     ]
+
+
+def guard_costs(times: dict[str, Seconds]) -> list[str]:
+    few, many = (times[f"x * 2 compiled, {n}"] for n in ("1 input", f"{INPUTS} inputs"))
+    return [f"A guard on a tensor costs {per_guard(times) * 1e9:.0f} ns."] if less(few, many) else []
+
+
+def cores_apart(figures: dict) -> list[str]:
+    """Where the cores differ by more than their spread: by how much, so nearly is a launch's time known beforehand."""
+    cores = sorted(figures["cores"].values())
+    if not cores or not less(cores[0], cores[-1]):
+        return []
+    return [
+        f"The slowest of {len(cores)} cores takes {cores[-1] / cores[0]:.2f} times as long as the fastest. What waits "
+        "for the host may differ as much from run to run."
+    ]
+
+
+def profiler_stays(figures: dict) -> list[str]:
+    before, after = figures["before"], figures["after"]
+    return [f"After a profile an operator takes {after / before:.2f} times as long."] if less(before, after) else []

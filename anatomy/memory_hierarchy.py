@@ -31,7 +31,18 @@ from pathlib import Path
 
 import torch
 
-from anatomy.experiment import Check, Refused, Result, Seconds, default_size, seconds, size_argument, table, us
+from anatomy.experiment import (
+    Check,
+    Refused,
+    Result,
+    Seconds,
+    cause_of_miss,
+    default_size,
+    seconds,
+    size_argument,
+    table,
+    us,
+)
 from common import hardware, roofs
 
 CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -60,12 +71,14 @@ def run(args: argparse.Namespace) -> Result:
     copies, rows, checks = [], [], []
     for size in working_sets(smallest, largest, 4 if args.quick and device.type == "cpu" else 2):
         source, target = buffers[:, : size // 2 // dtype.itemsize]
-        copy_s = time_copy(partial(torch.neg, source, out=target), args.iters)
+        copy_s = time_copy(copy := partial(torch.neg, source, out=target), args.iters)
         level = next((name for name, capacity in levels.items() if size <= capacity), "DRAM")
         call_bound, predicted_s = copy_s < OVERHEAD * empty_s, empty_s + size / rates[level]
         copies.append({"bytes": size, "seconds": copy_s, "level": level, "bytes_per_s": size / copy_s})
         copies[-1] |= {"call_bound": call_bound, "predicted_s": predicted_s}
-        checks.append(Check(f"copy within {mib(size)} MiB, from {level}", predicted_s, copy_s, "us"))
+        checks.append(check := Check(f"copy within {mib(size)} MiB, from {level}", predicted_s, copy_s, "us"))
+        check.cause = "an empty call is a large part of it" if call_bound and not check.hit else None
+        check.cause = check.cause or (None if in_graph else cause_of_miss(check, copy, device))
         rows.append({"working set MiB": mib(size), "predicted to fit in": level, "us": us(copy_s)})
         rows[-1] |= {"GB/s": f"{size / copy_s / 1e9:.1f}", "measures": "the call, not the memory" * call_bound}
     sizes = ", ".join(f"{name} {mib(capacity)} MiB" for name, capacity in levels.items()) or "sizes unknown"

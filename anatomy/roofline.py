@@ -32,15 +32,17 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from anatomy.attention_forms import attention_fused
+from anatomy.attention_forms import attention_fused, cause_by_mask
 from anatomy.experiment import (
     Check,
     Refused,
     Result,
     Table,
+    cause_of_miss,
     default_size,
     differ,
     expected,
+    idle_cause,
     seconds,
     size_argument,
     table,
@@ -104,7 +106,9 @@ def run(args: argparse.Namespace) -> Result:
         results[name] = row | {"flops": flops, "bytes": n_bytes, "intensity": flops / n_bytes}
         checks.append(Check(f"time of {name}", row["predicted_s"], row["seconds"], "us"))
         if not checks[-1].hit:
-            checks[-1].cause = why(function, inputs, row, args)
+            call, moved = partial(function, *inputs), n_bytes if row["bound"] == "memory" else 0
+            checks[-1].cause = idle_cause(checks[-1], call, args.device) or why(function, inputs, checks[-1], row, args)
+            checks[-1].cause = checks[-1].cause or cause_of_miss(checks[-1], call, args.device, moved)
         rows.append({
             "operation": name, "GFLOP": f"{flops / 1e9:.3g}", "MB": f"{n_bytes / 1e6:.3g}",
             "FLOP/byte": f"{flops / n_bytes:.3g}", "bound by": row["bound"], "launch us": us(row["launch_s"]),
@@ -127,8 +131,11 @@ def time_operation(call, smallest_call, compute_s: float, move_s: float, args: a
     return row | {"bound": bound, "of_roof": roof_s / measured_s}
 
 
-def why(function, inputs, row: dict, args: argparse.Namespace) -> str | None:
-    """Why a call is slower than its roof, by the compiled form of a memory-bound operation; None where it is not."""
+def why(function, inputs, check: Check, row: dict, args: argparse.Namespace) -> str | None:
+    """Why a call is slower than its roof: of attention by the form without a mask, of a memory-bound operation by its
+    compiled form; None where that is not why."""
+    if function is attention_fused:
+        return cause_by_mask(check, seconds(partial(function, *inputs, causal=False), args.iters))
     if args.device.type == "cpu" or row["bound"] != "memory" or not hardware.package_version("triton"):
         return None
     compiled_s = seconds(partial(torch.compile(function, dynamic=False), *inputs), args.iters)

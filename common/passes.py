@@ -1,13 +1,18 @@
 """What lies between a step's matrix products: kernels that pass over memory, fused attention, launches.
 
 A copy of the same bytes is no measure of these kernels: a cast reads vectors and writes singles, a mask costs
-arithmetic on indices, a sum over tokens waits for its own parts. So each is timed alone, at several sizes.
+arithmetic on indices, a sum over tokens waits for its own parts. So each is timed alone, at several sizes. What is too
+short for a host to launch in time is timed as a CUDA graph.
 """
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
 
 import torch
 import torch.nn as nn
@@ -15,6 +20,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import hardware, profile
+from common.errors import optional
 from common.record import AttentionRate, PassTime
 
 SIZES = {"cuda": (2**18, 2**20, 2**22, 2**24, 2**26), "cpu": (2**12, 2**16, 2**20)}  # numbers
@@ -22,17 +28,25 @@ WIDTH, HEADS, EDGE = 1024, 16, 512  # channels, heads, and the edge of a square 
 VOCABULARY = 2**15
 LENGTHS, HEAD_DIMS, TOKENS = (256, 1024, 4096, 16384), (64, 128), {"cuda": 2**15, "cpu": 2**10}
 KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-LAUNCHED_BLOCKS, LAUNCHED_WIDTH, LAUNCHED_STEPS = 8, 64, 20
+LAUNCHED_BLOCKS, LAUNCHED_WIDTH, LAUNCHED_STEPS, WARMUP = 8, 64, 20, 5
+TRIES, PAUSE_S = 15, 0.3  # of the time of a launch
+FEW_HEADS = 4  # of one sequence: too little work to fill a large GPU
+FEW = f"attention of {FEW_HEADS} heads"
+TE_WIDTHS, TE_NORM = (256, 1024), "Transformer Engine's LayerNorm"  # it has tuned kernels for some widths alone
+FP8_CAPABILITY = (8, 9)
 Timer = Callable[[Callable[[], object]], float]
 
 
 def pass_times(device: torch.device, seconds: Timer) -> list[PassTime]:
-    """The time of every kernel at every size. Raises RuntimeError for too little memory."""
-    return [
-        PassTime(name, numbers, seconds(work))
-        for numbers in SIZES[device.type]
-        for name, work in kernels(numbers, device)
-    ]
+    """The time of every kernel at every size. Raises RuntimeError for too little memory, or where a kernel fails."""
+    found = []
+    for numbers in SIZES[device.type]:
+        for name, work in itertools.chain(kernels(numbers, device), transformer_engine_kernels(numbers, device)):
+            found.append(PassTime(name, numbers, seconds(work)))
+    for length, head_dim in attention_shapes(device):
+        attend = captured(attention(1, FEW_HEADS, length, head_dim, device), device)
+        found.append(PassTime(f"{FEW}, {head_dim}", FEW_HEADS * length * head_dim, seconds(attend)))
+    return found
 
 
 def kernels(numbers: int, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -56,14 +70,52 @@ def kernels(numbers: int, device: torch.device) -> Iterator[tuple[str, Callable[
     for name, tensor, upstream in (("fp32", x, gradient), ("half", low, low_gradient)):
         scores = tensor.view(-1, edge, edge)
         mask = torch.ones(edge, edge, dtype=torch.bool, device=device).triu(1)
-        yield f"mask {name}", lambda: scores.masked_fill_(mask, 0.0)  # noqa: B023, timed before the next one is made
-        yield f"gelu {name}", lambda: F.gelu(tensor, approximate="tanh")  # noqa: B023
-        yield f"gelu backward {name}", lambda: aten.gelu_backward(upstream, tensor, approximate="tanh")  # noqa: B023
-        yield f"sum over tokens {name}", lambda: tensor.sum(0)  # noqa: B023
+        yield f"mask {name}", partial(scores.masked_fill_, mask, 0.0)
+        yield f"gelu {name}", partial(F.gelu, tensor, approximate="tanh")
+        yield f"gelu backward {name}", partial(aten.gelu_backward, upstream, tensor, approximate="tanh")
+        yield f"sum over tokens {name}", partial(tensor.sum, 0)
         split = tensor.view(1, len(x), HEADS, -1).transpose(1, 2)  # (B, H, T, D)
         yield f"heads {name}", split.contiguous
-        yield f"softmax of vocabulary {name}", lambda: aten._log_softmax(tensor.view(-1, row), -1, False)  # noqa: B023
+        yield f"softmax of vocabulary {name}", partial(aten._log_softmax, tensor.view(-1, row), -1, False)
     yield "softmax fp32", lambda: aten._softmax(x.view(-1, edge), -1, False)
+
+
+def transformer_engine_kernels(numbers: int, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Its LayerNorm, forward and backward, in each of TE_WIDTHS; none where step 4, which alone has it, is not
+    predicted: without FP8, or where it does not import."""
+    if hardware.compute_capability(device) < FP8_CAPABILITY:
+        return
+    te = optional("transformer_engine.pytorch", "transformer-engine[pytorch]")
+    if not isinstance(te, ModuleType):
+        return
+    for width in TE_WIDTHS:
+        norm = te.LayerNorm(width).to(device, half_dtype(device))
+        x, gradient = torch.randn(2, numbers // width, width, device=device, dtype=half_dtype(device))
+        x.requires_grad_()
+
+        def normalize(norm=norm, x=x, gradient=gradient) -> None:
+            torch.autograd.grad(norm(x), (x, *norm.parameters()), gradient)
+
+        yield f"{TE_NORM}, {width}", captured(normalize, device)
+
+
+def captured(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """What launches a CUDA graph of all that `work` launches; on a CPU, `work` itself."""
+    if device.type != "cuda":
+        return work
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP):  # what is allocated at first cannot be captured
+            work()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    with torch.cuda.graph(graph):
+        work()
+
+    def replay(_read=work) -> None:  # the graph reads the tensors that `work` holds
+        graph.replay()
+
+    return replay
 
 
 def half_dtype(device: torch.device) -> torch.dtype:
@@ -73,25 +125,34 @@ def half_dtype(device: torch.device) -> torch.dtype:
 def attention_rates(device: torch.device, seconds: Timer) -> list[AttentionRate]:
     """FLOP/s of fused causal attention, forward and backward. Raises RuntimeError for too little memory."""
     rates, tokens = [], TOKENS[device.type]
-    for length in filter(tokens.__ge__, LENGTHS):
-        for head_dim in HEAD_DIMS:
-            shape = (tokens // length, HEADS, length, head_dim)
-            q, k, v = (torch.randn(shape, device=device, dtype=half_dtype(device)) for _ in range(3))
-            q, k, v = (t.requires_grad_() for t in (q, k, v))
-
-            def attend(q=q, k=k, v=v) -> None:
-                y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-                torch.autograd.grad(y, (q, k, v), y)
-
-            with sdpa_kernel(KERNELS, set_priority=True):
-                rate = 6 * length * HEADS * head_dim * tokens / seconds(attend)
-            rates.append(AttentionRate(length, head_dim, rate))
+    for length, head_dim in attention_shapes(device):
+        attend = attention(tokens // length, HEADS, length, head_dim, device)
+        rates.append(AttentionRate(length, head_dim, 6 * length * HEADS * head_dim * tokens / seconds(attend)))
     return rates
 
 
-def launch_seconds(device: torch.device) -> float | None:
-    """Host time of a kernel that Python launches, in the mean of a tiny mixed-precision training step.
+def attention_shapes(device: torch.device) -> Iterator[tuple[int, int]]:
+    """Every (sequence length, head dimension) at which attention is timed."""
+    return itertools.product(filter(TOKENS[device.type].__ge__, LENGTHS), HEAD_DIMS)
 
+
+def attention(sequences: int, heads: int, length: int, head_dim: int, device: torch.device) -> Callable[[], None]:
+    """Fused causal attention, forward and backward."""
+    shape = (sequences, heads, length, head_dim)
+    q, k, v = (torch.randn(shape, device=device, dtype=half_dtype(device), requires_grad=True) for _ in range(3))
+
+    def attend() -> None:
+        with sdpa_kernel(KERNELS, set_priority=True):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(y, (q, k, v), y)
+
+    return attend
+
+
+def launch_seconds(device: torch.device) -> float | None:
+    """Host time of a kernel that Python launches, in the median of tiny mixed-precision training steps.
+
+    They run at several moments: other work on the host makes launches slower, and it comes and goes.
     Raises RuntimeError where the profiler shows no kernels.
     """
     if device.type != "cuda":
@@ -108,12 +169,16 @@ def launch_seconds(device: torch.device) -> float | None:
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
-    launches = len(profile.trace_step(step, device).kernels)
+    def step_s() -> float:
+        started = time.perf_counter()
+        step()
+        return time.perf_counter() - started
+
+    times = []
+    for _ in range(TRIES):
+        time.sleep(PAUSE_S)
+        times += [step_s() for _ in range(WARMUP + LAUNCHED_STEPS)][WARMUP:]
+    launches = len(profile.trace_step(step, device).kernels)  # last: a process that has profiled launches more slowly
     if not launches:
         raise RuntimeError("the profiler shows no kernels")
-    started = time.perf_counter()
-    for _ in range(LAUNCHED_STEPS):
-        step()
-    hardware.synchronize(device)
-    return (time.perf_counter() - started) / LAUNCHED_STEPS / launches
+    return statistics.median(times) / launches

@@ -38,8 +38,10 @@ TE_STATE = "transformer_engine.pytorch.module.base"  # holds the state of FP8 th
 # --- the process that starts it ---------------------------------------------------------------------
 
 
-def run_cells(script: Path, todo: list[dict], log: Path, seconds: float, stop: process.Stop, device_type: str) -> None:
-    """Run a script at all shapes of `todo` within about so many seconds. Raises OSError.
+def run_cells(
+    script: Path, todo: list[dict], log: Path, seconds: float, stop: process.Stop, environment: dict[str, str]
+) -> None:
+    """Run a script at all shapes of `todo` within about so many seconds, with these variables. Raises OSError.
 
     Every cell that was begun leaves a record: where its process dies, of how it died, and the next cells run in a new
     one.
@@ -48,7 +50,6 @@ def run_cells(script: Path, todo: list[dict], log: Path, seconds: float, stop: p
     while todo and not stop.requests and (left_s := until - time.monotonic()) > 0:
         write_json(listed, todo)
         command = process.module_command("ladder.cells", str(script), str(listed), str(left_s))
-        environment = process.passive_waits(device_type)
         ended = process.run(command, log, left_s + SLACK_S, stop, environment=environment, show=_show)
         rest = [cell for cell in todo if not Path(cell["output"]).exists()]
         if ended.code == 0 or ended.stopped or not rest:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.passes import TE_NORM
 from common.record import Workload
 
 POINTWISE, COPIES, ATTENTION = "normalization and pointwise", "copies and casts", "attention"
@@ -106,8 +107,7 @@ COMPILED = (
     Pass("vector", 0, 12, COPIES, None, "casts of biases; sums of a second stage; a buffer cleared for attention"),
 )
 TRANSFORMER_ENGINE = (
-    Pass("stream", 3, 2, POINTWISE, None, "LayerNorm reads BF16 and writes FP8, twice in a block"),
-    Pass("stream", 6, 2, POINTWISE, None, "its backward reads gradient and input, writes BF16"),
+    Pass("stream", 9, 2, POINTWISE, TE_NORM, "LayerNorm reads BF16 and writes FP8; its backward reads two, writes one"),
     Pass("stream", 6, 4, POINTWISE, None, "residual adds read two and write one; backward adds the two branches"),
     Pass("hidden", 3, 1, POINTWISE, "gelu half", "GELU reads BF16 and writes FP8"),
     Pass("stream", 4, 1, COPIES, None, "attention's output to FP8 in two layouts, for the projection"),
@@ -118,7 +118,9 @@ TRANSFORMER_ENGINE = (
     Pass("hidden", 2, 1, COPIES, None, "one of them also reads the input of GELU, whose backward is in that kernel"),
     Pass("weight", 6, 4, COPIES, "to fp32", "weight gradients to FP32"),
     Pass("qkv", 4, 1, COPIES, "heads half", "split's backward joins the gradients of q, k and v"),
-    Pass("vector", 0, 24, COPIES, None, "biases to BF16 and back; second stages of bias sums; amax and scale buffers"),
+    Pass("vector", 0, 16, COPIES, None, "four biases and LayerNorm's four vectors to BF16, their gradients to FP32"),
+    Pass("vector", 0, 4, POINTWISE, None, "the second stages of four bias sums"),
+    Pass("vector", 0, 9, COPIES, None, "buffers of products, attention and largest values are cleared"),
 )
 # --- kernels of one step, outside the blocks --------------------------------------------------------
 
@@ -135,6 +137,11 @@ LAST_NORM_FP32 = (
     Pass("stream", 8, 1, POINTWISE, "layer norm fp32", "the last LayerNorm reads and writes"),
     Pass("stream", 20, 1, POINTWISE, "layer norm backward fp32", "and its backward, as in a block"),
 )
+LAST_NORM_COMPILED = (
+    Pass("stream", 8, 1, POINTWISE, None, "the last residual add and LayerNorm in one kernel"),
+    Pass("stream", 12, 1, POINTWISE, None, "and its backward, with the gradients of its weight and bias in another"),
+)
+LAST_NORM_TE = (Pass("stream", 9, 1, POINTWISE, TE_NORM, "the last LayerNorm, forward and backward"),)
 LOSS_FP32 = (
     Pass("logits", 16, 1, LOSS, "softmax of vocabulary fp32", "log-softmax reads for maximum, sum and output; writes"),
     Pass("logits", 4, 1, COPIES, None, "the gradient of the picked log-probabilities is cleared first"),
@@ -184,6 +191,6 @@ ONCE_A_STEP = {
     "0": (*EMBEDDING, *LAST_NORM_FP32, *LOSS_FP32, *FOREACH_ADAMW),
     "1": ONCE_EAGER,
     "2": ONCE_EAGER,
-    "3": (*EMBEDDING, *LOSS_COMPILED, *LOGITS_BF16, *FUSED_ADAMW),
-    "4": (*EMBEDDING, *LOSS_COMPILED, *LOGITS_FP8, *FUSED_ADAMW),
+    "3": (*EMBEDDING, *LAST_NORM_COMPILED, *LOSS_COMPILED, *LOGITS_BF16, *FUSED_ADAMW),
+    "4": (*EMBEDDING, *LAST_NORM_TE, *LOSS_COMPILED, *LOGITS_FP8, *FUSED_ADAMW),
 }

@@ -2,11 +2,13 @@
 
 Peak memory grows with the batch along a straight line. Two measured batches, the equal one of all steps and half of
 it, give the line, and the line gives the batch at which the free memory ends. At most three attempts confirm it: the
-first that trains is the largest batch of the row. Each batch runs in a process of its own.
+first that trains is the largest batch of the row. Each batch runs in a process of its own, with expandable segments:
+without them, memory that is free but in pieces is lost, and a batch that fits by its peak does not train.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from report.largest_batch import LARGEST, Largest, LargestBatches, read_largest,
 SHARES = (0.97, 0.94, 0.9)  # of the free memory: libraries hold some beside torch's allocator
 OPTION = "--batch-size"
 WARMUP, TIMED = 2, 5  # steps of a batch
+CHOSEN = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}  # where a user chose how the allocator works
 
 
 def predicted_batches(peaks: dict[int, int], free_bytes: int, accumulate: int = 1) -> tuple[float, list[int]]:
@@ -92,7 +95,8 @@ class Trials:
         steps = ["--warmup", str(WARMUP), "--steps", str(TIMED), "--quick"]
         words = [*self.words, OPTION, str(batch), *steps]
         todo = [{"name": f"batch {batch}", "words": words, "output": str(output), "seconds": 0}]
-        run_cells(script, todo, self.folder / f"{script.stem}.log", self.limit_s, self.stop, "cuda")
+        environment = {} if os.environ.keys() & CHOSEN else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        run_cells(script, todo, self.folder / f"{script.stem}.log", self.limit_s, self.stop, environment)
         return shared.row_of(output) or None
 
     def run_until(self, trained: bool, script: Path, batches: list[int]) -> dict[int, dict]:

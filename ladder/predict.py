@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import arguments, flops, hardware
+from common import arguments, flops, hardware, passes
 from common.errors import run_command
 from common.record import CATEGORIES, Roofs, Workload, read_object, write_json
 from common.roofs import product_seconds
@@ -77,11 +77,11 @@ def predict(shape: Workload, roofs: Roofs) -> dict[str, Prediction]:
 def _predict_step(step: str, shape: Workload, roofs: Roofs) -> Prediction:
     seconds, launches = dict.fromkeys(CATEGORIES, 0.0), 0
     numbers = counts.sizes(shape)
-    passes = [(one, shape.n_layer) for one in counts.IN_A_BLOCK[step[0]]]
-    for one, times in passes + [(one, 1) for one in counts.ONCE_A_STEP[step[0]]]:
+    moved = [(one, shape.n_layer) for one in counts.IN_A_BLOCK[step[0]]]
+    for one, times in moved + [(one, 1) for one in counts.ONCE_A_STEP[step[0]]]:
         size = numbers[one.tensor]
         parts = math.ceil(size / one.most) if one.most else 1
-        seconds[one.category] += times * one.kernels * parts * pass_seconds(roofs, one, size / parts)
+        seconds[one.category] += times * one.kernels * parts * pass_seconds(roofs, one, size / parts, shape.n_embd)
         launches += times * one.kernels * parts
     products = list(_products(step, shape, roofs))
     launches += sum(count for count, _, _ in products)
@@ -133,22 +133,50 @@ def _slowed(products: list[tuple[int, float, int]], rest_s: float, precision: st
     return slowed_s
 
 
-def pass_seconds(roofs: Roofs, one: counts.Pass, numbers: float) -> float:
-    """The time of one kernel of a pass over `numbers` numbers: measured, or that of a copy of as many bytes."""
-    of_kernel = {t.numbers: t.seconds for t in roofs.passes if t.kernel == one.kernel}
-    timed = of_kernel or {t.numbers: t.seconds for t in roofs.passes if t.kernel == COPY}
+def pass_seconds(roofs: Roofs, one: counts.Pass, numbers: float, width: int) -> float:
+    """The time of one kernel of a pass over `numbers` numbers: measured, or that of a copy of as many bytes. Of a
+    kernel that was measured at some widths, the nearest one counts."""
+    of_kernel = one.kernel and (_timed(roofs, one.kernel) or _nearest(roofs, one.kernel, width)[1])
+    timed = of_kernel or _timed(roofs, COPY)
     size = numbers if of_kernel else one.bytes * numbers / 8
     beyond = max(1.0, size / max(timed))
     return beyond * float(np.interp(size / beyond, *zip(*sorted(timed.items()), strict=True)))
 
 
+def _timed(roofs: Roofs, kernel: str) -> dict[int, float]:
+    """Seconds of a kernel, by the numbers in its tensor."""
+    return {timed.numbers: timed.seconds for timed in roofs.passes if timed.kernel == kernel}
+
+
+def _nearest(roofs: Roofs, kernel: str, size: int) -> tuple[int, dict[int, float]]:
+    """Of a kernel that was timed at several sizes, the size whose ratio to `size` is nearest to 1, and its seconds. Of
+    two that are as near, the smaller."""
+    named = (timed.kernel.rpartition(", ") for timed in roofs.passes)
+    sizes = {int(last) for name, _, last in named if name == kernel and last.isdecimal()}
+    nearest = min(sorted(sizes), key=lambda one: abs(math.log(one / size)), default=0)
+    return nearest, _timed(roofs, f"{kernel}, {nearest}")
+
+
 def _fused_seconds(shape: Workload, roofs: Roofs) -> float:
-    """One layer's fused attention, forward and backward: at the nearest head dimension, between measured lengths."""
-    T, C, D = shape.seq_len, shape.n_embd, shape.n_embd // shape.n_head
-    work = 6 * T * C * shape.batch_size * T
+    """One layer's fused attention, forward and backward, at the nearest head dimension, between measured lengths: at
+    the rate of many heads, and no less than what a few of them take, which do not fill the GPU."""
+    T, D = shape.seq_len, shape.n_embd // shape.n_head
+    one_head = 6 * T * D * T  # FLOPs, by the convention of common/flops.py
     nearest = min({rate.head_dim for rate in roofs.attention}, key=lambda dim: abs(math.log(dim / D)))
-    rates = sorted((r.seq_len, r.flops_per_s) for r in roofs.attention if r.head_dim == nearest)
-    return work / float(np.interp(math.log(T), [math.log(t) for t, _ in rates], [rate for _, rate in rates]))
+    many = {rate.seq_len: rate.flops_per_s for rate in roofs.attention if rate.head_dim == nearest}
+    seconds = [shape.batch_size * shape.n_head * one_head / _between(many, T)]
+    head_dim, few = _nearest(roofs, passes.FEW, D)
+    if few:
+        lengths = {numbers // (passes.FEW_HEADS * head_dim): numbers for numbers in few}
+        rates = {length: 6 * length * numbers / few[numbers] for length, numbers in lengths.items()}
+        seconds.append(passes.FEW_HEADS * one_head / _between(rates, T))
+    return max(seconds)
+
+
+def _between(rates: dict[int, float], length: int) -> float:
+    """A rate at any length: between those of its neighbours, by the logarithm of the length."""
+    lengths, of_length = zip(*sorted(rates.items()), strict=True)
+    return float(np.interp(math.log(length), [*map(math.log, lengths)], of_length))
 
 
 def read_roofs(path: Path) -> Roofs:

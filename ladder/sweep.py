@@ -36,7 +36,8 @@ CHOSEN_HERE = (
     "--preset", "--n-layer", "--n-head", "--n-embd", "--seq-len", "--vocab-size", "--batch-size",
     "--global-batch-size", "--accumulate", "--checkpoint", "--warmup", "--steps", "--quick", "--profile",
 )  # fmt: skip
-WARMUP, FEWEST, MOST, TIMED_S = 2, 3, 20, 1.0  # steps of a cell; as many as the slowest script does in TIMED_S
+# Steps of a cell: as many as the slowest script does in TIMED_S, so long that a host's busy moments come and go.
+WARMUP, FEWEST, MOST, TIMED_S = 2, 3, 200, 2.0
 ROOFS_S = {"cuda": 90, "cpu": 45}  # what a cell takes beside its steps, and the roofs: expected, for the plan
 # Compilation and capture of two layers took 15 s in step 3, on average over the recorded sweep, and 6 s in step 4.
 SETUP_S = {"cuda": {"3": 18, "4": 8, "": 3}, "cpu": {"3": 20, "4": 1, "": 3}}
@@ -187,13 +188,14 @@ def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, ch
 def measure(sweep: Sweep, shapes: list[Shape]) -> int:
     """Run these shapes, script by script, and report; returns the exit code."""
     scripts, failed = sweep.plan.scripts, False
+    environment = process.passive_waits(sweep.plan.device_type)
     for k, script in enumerate(scripts):
         rest = [sum(sweep.seconds(shape, later) for shape in shapes) for later in scripts[k:]]
         share = rest[0] / (sum(rest) or 1) * (sweep.until - time.monotonic())
         if rest[0]:
             todo, log = sweep.todo(shapes, script), sweep.folder / f"{script}.log"
             try:
-                run_cells(ROOT / f"{script}.py", todo, log, share, sweep.stop, sweep.plan.device_type)
+                run_cells(ROOT / f"{script}.py", todo, log, share, sweep.stop, environment)
             except OSError as error:  # what is recorded stands
                 failed = True
                 say(f"{script}: failed: cannot write to {sweep.folder.name}: {error.strerror or error}")
@@ -208,6 +210,7 @@ def explain(sweep: Sweep) -> None:
     wanted = {(cell.step, cell.shape) for pair in pairs for cell in pair}
     if wanted:
         say("what is slower than the step before it is profiled, and that step")
+    environment = process.passive_waits(sweep.plan.device_type)
     for script in sweep.plan.scripts:
         todo = [
             sweep.cell(shape, script, setup_s(script, sweep.plan.device_type), output, "--profile")
@@ -216,7 +219,7 @@ def explain(sweep: Sweep) -> None:
         ]
         log, left_s = sweep.folder / f"{script}.profiled.log", sweep.until - time.monotonic()
         with contextlib.suppress(OSError):  # what is recorded stands
-            run_cells(ROOT / f"{script}.py", todo, log, left_s, sweep.stop, sweep.plan.device_type)
+            run_cells(ROOT / f"{script}.py", todo, log, left_s, sweep.stop, environment)
 
 
 def planned(given, arguments: list[str], argv: list[str], parser: OneLineParser, check) -> tuple[Path, Plan]:

@@ -254,7 +254,8 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
 
 def shown_steps(results: Path) -> tuple[str, dict[str, bytes]]:
     """The story of README's run, and its pictures by file name."""
-    return steps.steps_page(read_run(results / SHOWN / MERGED), f"results/{SHOWN}")
+    counted = traffic.of_run(results / SHOWN)
+    return steps.steps_page(read_run(results / SHOWN / MERGED), f"results/{SHOWN}", counted)
 
 
 def write_pictures(folder: Path, pictures: dict[str, bytes]) -> None:

@@ -36,6 +36,7 @@ WORDS = (
     (r"triton_for_fused", "AdamW, compiled"),
     (r"multi_tensor_apply|_foreach_|Optimizer\.", "AdamW, one of its passes"),
     (r"bfloat16_copy", "cast to BF16"),
+    (r"[\[{]lambda\(float\).*LoadWithCast", "cast to FP32"),
     (r"LoadWithCast|_to_copy", "cast"),
     (r"direct_copy|Memcpy|^memcpy|aten::copy_|aten::clone|aten::contiguous", "copy"),
     (r"CatArray|aten::cat", "concatenation"),
@@ -84,6 +85,12 @@ def _product(name: str) -> str | None:
     if found := re.search(r"(?:sgemm_|tilesize)(\d+x\d+)", name):
         exact = "FP32" if "sgemm" in name or "ffma" in name else None
         return ", ".join(filter(None, ["matrix product", exact, f"{found[1]} tile"]))
+    if re.search(r"gemm|^nvjet|cutlass_\d+_(simt|tensorop|wmma)", name) and not re.search(
+        "(?i)fmha|flash|attention", name
+    ):
+        formats = (("bf16", "BF16"), ("fp16|_h", "FP16"), ("tf32", "TF32"))
+        known, tile = next((text for mark, text in formats if re.search(mark, name)), None), re.search(r"\d+x\d+", name)
+        return ", ".join(filter(None, ["matrix product", known, f"{tile[0]} tile" if tile else None]))
     operator = re.match(r"(?:Optimizer\.step: )?aten::(mm|addmm|bmm|baddbmm|linear)$", name)
     return f"matrix product ({operator[1]})" if operator else None
 

@@ -16,7 +16,9 @@ NONE = "No largest batches are recorded yet: `./run_all.sh --batch-size max` fin
 HOW = (
     "The equal batch is the one that all steps of the ladder train. The largest batch is the first that trained of at "
     "most three attempts, which two measured batches predict. *gain* is tokens per second at the largest batch over "
-    "those at the equal batch of the same step. Each figure is from few steps right after the warm-up."
+    "those at the equal batch of the same step. Each figure is from few steps right after the warm-up. "
+    "PyTorch's allocator works with `expandable_segments:True`, unless `PYTORCH_CUDA_ALLOC_CONF` or "
+    "`PYTORCH_ALLOC_CONF` was set: otherwise memory is lost in pieces that no tensor fits."
 )
 
 

@@ -40,7 +40,7 @@ def summary(errors: list[float]) -> str:
     far, short = sum(size > FAR for size in sizes), sum(error < 0 for error in errors)
     return (
         f"{len(sizes)} rows: the median error is {median(sizes):.0%}, the largest {max(sizes):.0%}, and "
-        f"{far or 'none'} {'is' if far == 1 else 'are'} beyond {FAR:.0%}. {short} predictions are too short."
+        f"{far or 'none'} {'is' if far == 1 else 'are'} beyond {FAR:.0%}. {short} predicted times are too short."
     )
 
 
@@ -53,10 +53,11 @@ def directions(pairs: list[tuple[str, float, float]]) -> list[str]:
         return []
     slower = [(predicted, measured) for _, predicted, measured in pairs if measured < 1]
     seen = sum(predicted < 1 for predicted, _ in slower)
-    said = f"Whether a step is faster than the one before was predicted right {len(pairs) - len(wrong)} of {len(pairs)}"
-    said += f" times, and that it is slower {seen} of {len(slower)}" * bool(slower)
+    faster, right = len(pairs) - len(slower), len(pairs) - len(wrong) - seen
+    said = f"Steps that are faster than the one before: {faster}, of which {right} were predicted so"
+    said += f"; slower: {len(slower)}, of which {seen} were" * bool(slower)
     named = f" Wrong for {'; '.join(wrong)}." if 0 < len(wrong) <= MOST_NAMED else ""
-    return [f"{said} times.{named}"]
+    return [f"{said}.{named}"]
 
 
 def _pairs(recorded: list[dict], run: Run) -> list[tuple[str, float, float]]:

@@ -22,7 +22,9 @@ OF_A_RUN = (MERGED, f"[1-9]*/{MERGED}", "scaling.json")  # what is kept of a run
 NOT_KEPT = (".log", ".trace.json.gz")  # of a folder of experiments
 TRAFFIC = "attention-traffic", "step-traffic-"  # begin the name of a file
 VARIANTS = "anatomy/variants"
-CODE = ("[0-9]_*.py", "common")  # what every figure is about
+EVERY = ("[0-9]_*.py", "common")
+CODE = (*EVERY, ":!common/passes.py")  # what every row is about: passes.py measures what predictions are made of
+PREDICTED = (*EVERY, "ladder/predict.py", "ladder/counts.py")  # what a sweep is about: its cells have predictions
 RUNNERS = ("parity", "ablations")  # of anatomy/: they run scripts and variants, and measure nothing
 EXPERIMENTS = ("anatomy", f":!{VARIANTS}", *(f":!anatomy/{name}.py" for name in RUNNERS))
 ABOUT = {  # what else figures are about, by a word of their command
@@ -81,7 +83,8 @@ class Recording:
         words = " ".join(piece.command for piece in self.pieces)
         about = dict.fromkeys(path for sign, paths in ABOUT.items() if sign in words for path in paths)
         patches = patches_in(root, files) if VARIANTS in about else []
-        return (*CODE, *(path for path in about if path != VARIANTS), *patches)
+        code = PREDICTED if "--sweep" in words else CODE
+        return (*code, *(path for path in about if path != VARIANTS), *patches)
 
     def files(self, results: Path) -> list[Path]:
         """Its files below a folder like docs/results."""

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from common.record import Run
-from report import drawn, page, story, table
+from report import drawn, page, story, table, traffic
 from report.doubts import NOTICE, SERIOUS
 from report.load import environment_of
 from report.sentences import headline
 from report.story import Card
 from report.table import bullets, levels, markdown, pipe_table
 
+COUNTED = (
+    "*Bound by memory* above only says which kind of kernel takes most of a step, and the roofline counts the least "
+    "bytes by arithmetic. Here the GPU counted the bytes that go through DRAM. Of each step's ten longest kernels, "
+    "those are named that neither multiply matrices nor are fused attention; in brackets, their share of a large "
+    f"copy's bandwidth. From {traffic.LIMITED_BY_MEMORY:.0%} on, memory limits a kernel. Under the counters each "
+    "kernel runs alone, so these times are shorter than in a timed step. [How it was "
+    "counted](performance.md#dram-bytes-of-the-longest-kernels)."
+)
 FOLDER = "steps"  # of the pictures, below docs/
 SOURCES = (
     "The diffs, and what each step says of itself, are those of the scripts as they ran: the record holds their text. "
@@ -17,8 +25,9 @@ SOURCES = (
 )
 
 
-def steps_page(run: Run, at: str) -> tuple[str, dict[str, bytes]]:
-    """Markdown between the markers of docs/steps.md, and the pictures by file name; `at` is where the run is."""
+def steps_page(run: Run, at: str, counted: list[str]) -> tuple[str, dict[str, bytes]]:
+    """Markdown between the markers of docs/steps.md, and the pictures by file name; `at` is where the run is, and
+    `counted` what the GPU's counters say of its steps."""
     evidence = page.evidence(run)
     pictures, blocks = story.where(run), []
     for k, (caption, svg) in enumerate(story.blocks(run).items(), 1):
@@ -43,6 +52,7 @@ def steps_page(run: Run, at: str) -> tuple[str, dict[str, bytes]]:
     for name, part in evidence.items():
         picture = [f"![{part.name}](steps/{name}.svg)"] if part.svg else []
         parts += [f"## {part.name}", *picture, markdown(part.caption)]
+    parts += ["## What goes through DRAM", COUNTED, "\n".join(bullets(counted)).strip()] if counted else []
     parts += ["## How far to trust it", "\n".join(bullets(doubts.get(NOTICE, ["No rule was broken."]))).strip()]
     return "\n\n".join(filter(None, parts)), {
         f"{name}.svg": drawn.standalone(svg).encode() for name, svg in pictures.items() if svg

@@ -109,7 +109,8 @@ def launch_costs(cells: list[Cell]) -> list[str]:
         return []
     predicted = 1e3 * launched[0].predicted_host_ms / launched[0].launches
     return [f"{len(us)} cells waited for the host: {min(us):.0f} to {max(us):.0f} µs a launch. All predictions take "
-            f"{predicted:.0f} µs, as the roofs measured it."]  # fmt: skip
+            f"{predicted:.0f} µs, as the roofs measured it. What a launch costs depends on the core of the host and on "
+            "what else runs there: `python -m anatomy host-cost` measures how much."]  # fmt: skip
 
 
 def reasons(cells: list[Cell]) -> list[str]:
@@ -162,7 +163,7 @@ def sections(cells: list[Cell]) -> list[Section]:
     found.append(Section("Where a step is slower than the one before, and why", [said], slower))
     rows, errors = prediction_rows(shapes)
     if errors:
-        how = "Predicted over measured, less one; the roofs are those of the same run."
+        how = "A figure is the predicted time over the measured one, less one. The roofs are those of the same run."
         said = [how, predictions.summary(errors), *predictions.directions(predicted_pairs(shapes, pairs)),
                 *launch_costs(cells)]  # fmt: skip
         found.append(Section("Predicted from the roofs alone", said, [], rows))

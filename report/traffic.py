@@ -1,12 +1,32 @@
-"""DRAM bytes that the GPU counted, for docs/performance.md: of attention, and of each step's longest kernels."""
+"""DRAM bytes that the GPU counted: of attention, and of each step's longest kernels."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from report.kernels import readable
 from report.load import RecordError, read_json
-from report.table import markdown, pipe_table
+from report.table import bullets, markdown, pipe_table
+
+LIMITED_BY_MEMORY = 0.8  # of a copy's bandwidth
+MULTIPLIES = r"matrix product|fused attention, (for|back)ward$"  # in words
+STEP_TRAFFIC = "step-traffic-"  # begins the name of a record
+ATTENTION = (
+    "*Analytic* is the least that the kernels of either form must read and write, by arithmetic; *counted* is what the "
+    "GPU's counters saw."
+)
+HOW = (
+    "Nsight Compute counted, with the GPU's own counters, the bytes that each kernel of one training step reads "
+    "from DRAM and writes to it; bytes that a cache holds are not among them. The step is launched, after a few "
+    "that warm up. Under the counters each kernel runs alone, with pauses between, so the times add up to less than "
+    "a timed step takes. Bytes over time is a bandwidth, and that of a large copy on the same GPU gives the scale: "
+    f"some kernels exceed it a little. A kernel that reaches {LIMITED_BY_MEMORY:.0%} of it counts here as limited by "
+    "memory. One far below waits for something else: its arithmetic, a cache, or the way in which it reads and "
+    "writes. Which of these was not counted. The lines leave out matrix products and fused attention, all of which "
+    "are far below. A kernel's launches are added up, and the ten largest sums of each step are kept. Kernels of "
+    "one name in words share a row."
+)
 
 
 def read_traffic(path: Path) -> dict:
@@ -22,35 +42,80 @@ def sections(results: Path) -> list[str]:
     """Headings and tables of what python -m anatomy.traffic recorded; empty where it recorded nothing."""
     parts = []
     for path in sorted(results.glob("*/attention-traffic.json")):
-        parts += ["## DRAM bytes of attention", _traffic_table(read_traffic(path))]
-    for path in sorted(results.glob("*/step-traffic-*.json")):
-        name = path.stem.removeprefix("step-traffic-")
-        title = f"## DRAM bytes of the longest kernels: {name}, recorded in `{path.parent.name}`"
-        parts += [title, *_step_traffic(read_traffic(path))]
+        parts += [f"## DRAM bytes of attention, recorded in `{path.parent.name}`", ATTENTION]
+        parts.append(_attention_table(read_traffic(path)))
+    paths = sorted(results.glob(f"*/{STEP_TRAFFIC}*.json"))
+    parts += ["## DRAM bytes of the longest kernels", HOW] if paths else []
+    for path in paths:
+        traffic, name = read_traffic(path), path.stem.removeprefix(STEP_TRAFFIC)
+        parts.append(f"### {name}, recorded in `{path.parent.name}`")
+        parts += ["\n".join(bullets(counted(traffic))).strip(), _step_table(traffic)]
     return parts
 
 
-def _traffic_table(traffic: dict) -> str:
+def of_run(folder: Path) -> list[str]:
+    """What the counters say of the steps of a recorded run's shape; nothing where they were not read."""
+    path = folder.parent / f"{STEP_TRAFFIC}{folder.name}.json"
+    return counted(read_traffic(path)) if path.exists() else []
+
+
+def counted(traffic: dict) -> list[str]:
+    """What the counters say of each step, in a line: which of its longest kernels memory limits, and for how long."""
+    lines = []
+    for script, step in traffic["steps"].items():
+        moving = [one for one in _by_words(step) if not re.match(MULTIPLIES, one["name"])]
+        limited = [one for one in moving if _of_copy(one, traffic) >= LIMITED_BY_MEMORY]
+        parts = [
+            f"{script} moves {step['bytes'] / 1e9:,.0f} GB",
+            _named("At memory's limit", limited, traffic),
+            _named("Below memory's limit", [one for one in moving if one not in limited], traffic),
+        ]
+        lines.append(f"{'. '.join(filter(None, parts))}.")
+    return lines
+
+
+def _named(what: str, kernels: list[dict], traffic: dict) -> str:
+    if not kernels:
+        return ""
+    names = "; ".join(f"{one['name']} ({_of_copy(one, traffic):.0%})" for one in kernels)
+    return f"{what} for {1e3 * sum(one['seconds'] for one in kernels):.1f} ms: {names}"
+
+
+def _of_copy(moved: dict, traffic: dict) -> float:
+    """Bandwidth of what moved these bytes in these seconds, as a share of a copy's."""
+    return moved["bytes"] / moved["seconds"] / traffic["copy_bytes_per_s"]
+
+
+def _by_words(step: dict) -> list[dict]:
+    """The longest kernels of a step, those of one name in words added up; the longest first."""
+    found: dict[str, dict] = {}
+    for kernel in step["kernels"]:
+        name = readable(kernel["name"])
+        known = found.setdefault(name, {"launches": 0, "bytes": 0, "seconds": 0})
+        found[name] = {key: known[key] + kernel[key] for key in known}
+    return sorted(({"name": name} | kernel for name, kernel in found.items()), key=lambda one: -one["seconds"])
+
+
+def _attention_table(traffic: dict) -> str:
     shape = ", ".join(f"{name} {size}" for name, size in traffic["shape"].items())
     cells = []
     for which, counts in traffic["bytes"].items():
         gb = (f"{counted / 1e9:.2f}" if counted else "-" for counted in (counts["analytic"], counts["counters"]))
         cells.append((f"attention {which}, {shape}", *gb))
-    return pipe_table(("forward and backward, BF16", "analytic GB", "counted GB"), cells)
+    table = pipe_table(("forward and backward, BF16", "analytic GB", "counted GB"), cells)
+    by_hand, fused = (traffic["bytes"][which] for which in ("by hand", "fused"))
+    if not (by_hand["counters"] and fused["counters"]):
+        return table
+    return (
+        f"{table}\n\nBy hand moves {by_hand['counters'] / fused['counters']:.0f} times the bytes of fused. Fused moves "
+        f"{fused['counters'] / fused['analytic']:.1f} times its least; which kernels move the rest was not counted."
+    )
 
 
-def _step_traffic(traffic: dict) -> list[str]:
-    """The kernels of every step that was counted, with their share of a copy's bandwidth."""
-    steps, rate = traffic["steps"], traffic["copy_bytes_per_s"]
+def _step_table(traffic: dict) -> str:
     cells = [
-        (script, markdown(readable(kernel["name"])), kernel["launches"], f"{kernel['seconds'] * 1e3:.2f}",
-         f"{kernel['bytes'] / 1e9:.2f}", f"{kernel['bytes'] / kernel['seconds'] / rate:.0%}")
-        for script, step in steps.items() for kernel in step["kernels"]
+        (script, markdown(kernel["name"]), kernel["launches"], f"{kernel['seconds'] * 1e3:.2f}",
+         f"{kernel['bytes'] / 1e9:.2f}", f"{_of_copy(kernel, traffic):.0%}")
+        for script, step in traffic["steps"].items() for kernel in _by_words(step)
     ]  # fmt: skip
-    lines = [
-        f"- {script}: the whole step moves {step['bytes'] / 1e9:.1f} GB in {step['seconds'] * 1e3:.1f} ms of kernels, "
-        f"{step['bytes'] / step['seconds'] / rate:.0%} of a copy's bandwidth."
-        for script, step in steps.items()
-    ]
-    headers = ("step", "kernel", "launches", "ms", "GB", "of a copy's bandwidth")
-    return [pipe_table(headers, cells, n_left=2), "\n".join(map(markdown, lines))]
+    return pipe_table(("step", "kernel", "launches", "ms", "GB", "of a copy's bandwidth"), cells, n_left=2)

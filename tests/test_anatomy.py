@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -12,7 +13,7 @@ import pytest
 import torch
 from conftest import FAST, ROOT, quick
 
-from anatomy import attention_forms, experiment, learning, memory_hierarchy, precision, traffic
+from anatomy import attention_forms, experiment, host_cost, learning, memory_hierarchy, precision, traffic
 from anatomy.experiment import Check, Seconds, with_quartiles
 from common import benchmark
 
@@ -137,7 +138,10 @@ def test_times_have_quartiles_and_differ_only_beyond_their_spread():
 
 
 def test_host_cost_rewrites_and_learning_show_what_holds_by_semantics():
+    cores = os.sched_getaffinity(0)
     figures = quick("host_cost", "--elements", "8").figures
+    assert os.sched_getaffinity(0) == cores
+    assert list(figures["cores"]) == list(map(str, sorted(cores)[: host_cost.MOST_CORES]))
     assert figures["times"]["a loop over 8 elements"] > figures["times"]["vector.sum()"]
     cases = quick("rewrites", "--edge", "16", "--only", "dead code", "two products in a row").figures["cases"]
     assert {name: (row["eager_launches"], row["launches"]) for name, row in cases.items()} == {
@@ -146,6 +150,40 @@ def test_host_cost_rewrites_and_learning_show_what_holds_by_semantics():
     trained = quick("learning", "--steps", "3", "--vocab", "300").figures["trained"]
     assert trained["FP32"]["losses"][0] == pytest.approx(5.7, abs=0.1), "ln 300"
     assert trained["FP32, default initialization"]["losses"][0] > 10
+
+
+def test_a_miss_is_explained_by_a_copy_by_one_thread_or_by_the_mask_and_a_hit_by_nothing(monkeypatch):
+    def cause(predicted, measured, n_bytes=0):
+        return experiment.cause_of_miss(Check("x", predicted, measured, "us"), None, torch.device("cpu"), n_bytes)
+
+    monkeypatch.setattr(experiment, "copy_seconds", lambda n_bytes, device: 1e-6 * n_bytes)
+    monkeypatch.setattr(experiment, "on_one_thread", lambda call: 3e-6)
+    assert cause(1e-6, 1.1e-6, 8) is None
+    assert "a cache holds them" in cause(4e-6, 2e-6, 2) and "so few are slower" in cause(1e-6, 4e-6, 4)
+    assert cause(4e-6, 2e-6, 40) is None
+    assert "on one thread it takes 3.0 us" in cause(1e-6, 9e-6, 40) and cause(1e-6, 3.5e-6) is None
+    fused = Check("fused", 1e-3, 2e-3, "ms")
+    assert "the mask saves no time" in attention_forms.cause_by_mask(fused, 2.2e-3)
+    assert attention_forms.cause_by_mask(fused, 4e-3) is None
+    monkeypatch.undo()
+    assert experiment.copy_seconds(2**20, torch.device("cpu")) > 0
+    threads = torch.get_num_threads()
+    assert experiment.on_one_thread(torch.get_num_threads) > 0 and torch.get_num_threads() == threads
+
+
+def test_a_core_that_was_slow_for_a_moment_and_a_profiler_that_stays_are_said_only_beyond_the_spread():
+    def said(slowest, again, after):
+        fast, slow, later, last = (Seconds.of([s, s * 1.01]) for s in (1e-6, slowest, again, after))
+        figures = {"cores": {"0": fast, "3": slow}, "again": later, "before": fast, "after": last}
+        (check,) = host_cost.on_cores(figures)
+        return check, host_cost.cores_apart(figures) + host_cost.profiler_stays(figures)
+
+    check, sentences = said(1e-6, 1e-6, 1e-6)
+    assert check.hit and not sentences
+    check, sentences = said(2e-6, 1e-6, 1.2e-6)
+    assert "it was fast a moment later" in check.row()["verdict"]
+    assert "2.00 times" in sentences[0] and "1.20 times" in sentences[1]
+    assert "says why" in said(2e-6, 2e-6, 1e-6)[0].row()["verdict"]
 
 
 def test_a_form_that_diverges_has_no_loss_in_the_table_of_learning(monkeypatch):

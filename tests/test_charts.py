@@ -48,7 +48,7 @@ def test_blocks_share_one_time_axis_and_backward_follows_forward():
     slow_on, slow_back, fast_on, fast_back = boxes(drawn.timeline([("a", slow, ""), ("b", fast, "")]))
     assert slow_on[1] == pytest.approx(10 * fast_on[1], rel=0.1) and slow_back[0] > slow_on[0] + slow_on[1]
     assert slow_back[0] + slow_back[1] <= drawn.WIDTH and fast_back[0] > fast_on[0] + fast_on[1]
-    assert slow_on[2] == "gemm: 10.000 ms (loss)"
+    assert slow_on[2] == "matrix product: 10.000 ms (loss)"
 
 
 def test_a_peak_is_named_by_its_part_of_the_step_and_what_holds_most_of_it():

@@ -1,12 +1,13 @@
 """The table of claims: verdicts by arithmetic, and nothing where nothing is recorded."""
 
 import json
+import re
 
 import pytest
 import runs
 from conftest import ROOT
 
-from report import causal_claims, claims, findings, questions, recordings, symptom_examples, traffic
+from report import causal_claims, claims, findings, kernels, questions, recordings, symptom_examples, traffic
 from report.claims import Claim
 from report.findings import Finding
 from report.load import RecordError
@@ -101,19 +102,35 @@ def test_occupancy_stops_helping_where_less_of_it_gives_nearly_all_of_the_bandwi
 
 def test_counted_bytes_are_shares_of_a_copy_and_a_step_that_was_not_counted_is_no_record(tmp_path):
     assert traffic.sections(tmp_path) == []
-    kernel = {"name": "softmax|fused", "launches": 12, "bytes": 2e9, "seconds": 1e-3}
-    steps = {"0_baseline": {"kernels": [kernel], "bytes": 4e9, "seconds": 4e-3}}
+    named = {"softmax|fused": 2e9, "nvjet_sm90_tst_128x256_64x4": 1e9, "x::LoadWithCast<1>": 1.8e9}
+    longest = [{"name": name, "launches": 12, "bytes": moved, "seconds": 1e-3} for name, moved in named.items()]
+    longest.append({"name": "y::LoadWithCast<2>", "launches": 6, "bytes": 5e9, "seconds": 1e-3})
+    steps = {"0_baseline": {"kernels": longest, "bytes": 14e9, "seconds": 14e-3}}
     record = {"copy_bytes_per_s": 4e12, "steps": steps}
     (tmp_path / "card").mkdir()
     path = tmp_path / "card" / "step-traffic-gpt2.json"
     path.write_text(json.dumps(record))
     recordings.check(path)
-    title, table, lines = traffic.sections(tmp_path)
-    assert "gpt2" in title and "50%" in table and "softmax" in table
-    assert "4.0 GB in 4.0 ms of kernels, 25% of a copy" in lines
+    _, _, title, lines, table = traffic.sections(tmp_path)
+    assert "gpt2" in title and lines.startswith("- 0")
+    assert "0_baseline moves 14 GB. At memory's limit for 2.0 ms: cast (85%). Below" in lines
+    assert lines.endswith("memory's limit for 1.0 ms: softmax\\|fused (50%)."), (
+        "a matrix product is compared with no memory"
+    )
+    (cast,) = (line for line in table.splitlines() if "cast" in line)
+    assert [cell.strip() for cell in cast.split("|")][3:-1] == ["18", "2.00", "6.80", "85%"]
+    assert traffic.of_run(tmp_path / "card" / "gpt2") and not traffic.of_run(tmp_path / "card" / "gpt3-xl")
     path.write_text(json.dumps(record | {"steps": steps | {"1_cublas": {"reason": "no counters"}}}))
     with pytest.raises(RecordError, match="lacks 1_cublas: no counters"):
         recordings.check(path)
+
+
+def test_kernels_that_multiply_are_known_on_other_gpus_and_the_passes_around_attention_are_none_of_them():
+    names = ("ampere_bf16_s16816gemm_bf16_128x64", "nvjet_tst_192x192", "cutlass::Kernel2<cutlass_80_tensorop_s16816",
+             "cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "pytorch_flash::flash_bwd_kernel")  # fmt: skip
+    assert all(re.match(traffic.MULTIPLIES, kernels.readable(name)) for name in names)
+    passes = ("void at::native::softmax_warp_forward<float>", "x::convert_dq_to_16bits", "y::dot_do_o", "masked_fill")
+    assert not any(re.match(traffic.MULTIPLIES, kernels.readable(name)) for name in passes)
 
 
 def test_only_what_is_not_recorded_has_no_figure(monkeypatch):

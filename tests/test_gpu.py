@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from conftest import ROOT, STEPS, arguments, built, load_step, scratch
 from test_parallel import TORCHRUN
 
-from common import benchmark, cuda_graph, hardware, memory, parallel, profile, roofs
+from common import benchmark, cuda_graph, hardware, memory, parallel, passes, profile, roofs
 from common.errors import Skip
 from common.model import GPT, GPTConfig
 from ladder import process, sweep
@@ -215,6 +217,18 @@ def test_roofs_are_measured_in_every_precision():
     assert measured.square.bf16_flops_per_s <= measured.square.ceilings["bf16"]
 
 
+def test_what_is_short_is_timed_as_a_graph_so_that_the_host_does_not_count(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setitem(passes.SIZES, "cuda", (2**18,))
+    timed = passes.pass_times(device, partial(roofs.steady_seconds, device=device, for_s=2e-3))
+    of = {one.kernel: one.seconds for one in timed if one.numbers in (2**18, 4 * 1024 * 64)}
+    assert 1e-6 < of["copy fp32"] < of[f"{passes.FEW}, 64"] < 1e-3
+    norms = [of[name] for name in of if name.startswith(passes.TE_NORM)]
+    assert len(norms) == (len(passes.TE_WIDTHS) if find_spec("transformer_engine") else 0)
+    assert all(of["layer norm fp32"] < seconds < 1e-4 for seconds in norms)
+    assert 2e-6 < passes.launch_seconds(device) < 2e-4
+
+
 def test_peak_memory_and_events_are_recorded(monkeypatch):
     run = on_gpu(STEPS[2], monkeypatch)
     row = benchmark.run(run.train_step, run.model, run.args)
@@ -311,7 +325,7 @@ def test_after_a_shape_without_memory_the_next_one_trains_as_alone(step, tmp_pat
             todo.append(
                 {"name": str(batch), "words": [*words, "--batch-size", str(batch)], "output": output, "seconds": 0}
             )
-        sweep.run_cells(ROOT / f"{step}.py", todo, tmp_path / f"{place}.log", 300, process.Stop(), "cuda")
+        sweep.run_cells(ROOT / f"{step}.py", todo, tmp_path / f"{place}.log", 300, process.Stop(), {})
         return [json.loads(Path(cell["output"]).read_text())["steps"][0] for cell in todo]
 
     first, without, after = rows("all", 4, 2**17, 8)

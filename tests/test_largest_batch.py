@@ -87,12 +87,19 @@ def test_one_sequence_is_the_largest_batch_where_two_have_no_memory(trials):
     assert trials.largest(ROOT / "2_sdpa.py", 1).status == "oom"
 
 
-def test_each_batch_has_a_process_of_its_own(tmp_path, monkeypatch):
+@pytest.mark.parametrize("chosen", [{}, {"PYTORCH_ALLOC_CONF": "backend:native"}])
+def test_each_batch_has_a_process_of_its_own_and_memory_in_one_piece(chosen, tmp_path, monkeypatch):
     started = []
+    for name in largest_batch.CHOSEN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
 
-    def run_cells(script, todo, log, seconds, *_):
+    def run_cells(script, todo, log, seconds, stop, environment):
         started.append([cell["name"] for cell in todo])
-        assert seconds == 60
+        assert seconds == 60 and environment == (
+            {} if chosen else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        )
         row = {"status": "ok", "reason": None, "tokens_per_s": 1.0, "peak_allocated_bytes": 2**30 * len(started)}
         Path(todo[0]["output"]).write_text(json.dumps({"steps": [row]}))
 

@@ -64,7 +64,7 @@ def test_a_step_that_is_slower_than_foreseen_is_named_and_none_without_pairs():
     assert predictions.directions([]) == []
     (said,) = predictions.directions([("2_c at 64 channels", 1.2, 1.5), ("3_d at 64 channels", 1.05, 0.8)])
     assert said.endswith(
-        "right 1 of 2 times, and that it is slower 0 of 1 times. "
+        "before: 1, of which 1 were predicted so; slower: 1, of which 0 were. "
         "Wrong for 3_d at 64 channels (predicted 1.05 times faster, measured 0.80)."
     )
     assert "wrong" not in predictions.directions([("a", 2.0, 1.5)])[0]
@@ -76,7 +76,7 @@ def test_predictions_of_nothing_that_ran_are_no_section(tmp_path):
 
 
 def test_counts_name_tensors_categories_and_kernels_that_exist():
-    kernels = {name for name, _ in passes.kernels(2**12, torch.device("cpu"))}
+    kernels = {passes.TE_NORM, *(name for name, _ in passes.kernels(2**12, torch.device("cpu")))}
     tensors = counts.sizes(runs.WORKLOAD)
     assert counts.IN_A_BLOCK.keys() == counts.ONCE_A_STEP.keys() == {step[0] for step in predict.STEPS}
     for one in (one for table in (counts.IN_A_BLOCK, counts.ONCE_A_STEP) for group in table.values() for one in group):
@@ -91,11 +91,32 @@ def test_an_optimizer_moves_the_bytes_that_its_formula_names():
 def test_what_is_measured_of_a_kernel_replaces_the_copy_of_its_bytes(roofs):
     one = counts.Pass("stream", 6, 1, counts.COPIES, "to fp32", "a cast")
     roofs.passes = [timed for timed in roofs.passes if timed.kernel != "to fp32"]
-    copied = predict.pass_seconds(roofs, one, 2**28)
+    copied = predict.pass_seconds(roofs, one, 2**28, 1024)
     assert copied == pytest.approx(6 * 2**28 / roofs.copy_bytes_per_s, rel=0.03)
     roofs.passes += [PassTime("to fp32", 2**20, 1e-5), PassTime("to fp32", 2**22, 5e-5)]
-    times = [predict.pass_seconds(roofs, one, numbers) for numbers in (1, 2**20, 2**21, 2**22, 2**23)]
+    times = [predict.pass_seconds(roofs, one, numbers, 1024) for numbers in (1, 2**20, 2**21, 2**22, 2**23)]
     assert times == pytest.approx([1e-5, 1e-5, 1e-5 + 4e-5 / 3, 5e-5, 1e-4])
+
+
+def test_of_a_kernel_that_was_measured_at_some_widths_the_nearest_counts(roofs):
+    one = counts.Pass("stream", 9, 1, counts.POINTWISE, passes.TE_NORM, "a norm")
+    roofs.passes = [timed for timed in roofs.passes if not timed.kernel.startswith(passes.TE_NORM)]
+    copied = predict.pass_seconds(roofs, one, 2**20, 320)
+    roofs.passes += [PassTime(f"{passes.TE_NORM}, {width}", 2**20, seconds) for width, seconds in ((256, 2), (1024, 1))]
+    assert [predict.pass_seconds(roofs, one, 2**20, width) for width in (64, 320, 768, 8192)] == [2, 2, 1, 1]
+    assert copied < 1e-3, "a copy's, before it was measured"
+
+
+def test_attention_takes_at_least_what_a_few_heads_take(roofs):
+    shape = replace(runs.WORKLOAD, n_layer=1, n_head=4, n_embd=256, batch_size=1, seq_len=4096, vocab_size=512)
+    many = predict._fused_seconds(shape, roofs)
+    roofs.passes += [
+        PassTime(f"{passes.FEW}, {dim}", 4 * T * dim, s * dim) for dim in (64, 128) for T, s in ((1024, 1), (4096, 5))
+    ]
+    assert predict._fused_seconds(shape, roofs) == pytest.approx(5 * 64)
+    assert predict._fused_seconds(replace(shape, batch_size=2), roofs) == pytest.approx(5 * 64), "as long as 4 heads"
+    assert 1 < predict._fused_seconds(replace(shape, seq_len=2048), roofs) / 64 < 5
+    assert predict._fused_seconds(replace(shape, batch_size=2**40), roofs) == pytest.approx(many * 2**40)
 
 
 def test_attention_takes_the_nearest_head_dimension_and_a_slow_host_bounds_what_it_launches(roofs):

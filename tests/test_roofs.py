@@ -12,6 +12,8 @@ import pytest
 import runs
 import torch
 from conftest import FAST
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common import passes, roofs
 from common.record import ProductRate, Reference
@@ -71,9 +73,31 @@ def test_the_recorded_grid_foretells_the_products_that_were_measured_beside_it()
     assert statistics.median(off) < 0.02 and max(off) < 0.10
 
 
+def test_each_pass_reads_tensors_of_the_format_in_its_name():
+    class Read(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.dtypes |= {one.dtype for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
+            return function(*args, **(kwargs or {}))
+
+    every = dict(passes.kernels(2**12, CPU))  # all made before any runs
+    for name, work in every.items():
+        with Read() as read:
+            read.dtypes = set()
+            work()
+        of_name = {"fp32": torch.float32, "half": torch.bfloat16}[name.split()[-1]]
+        if name.startswith("to "):
+            of_name = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}[of_name]
+        assert read.dtypes - {torch.bool} == {of_name}, name
+
+
 def test_passes_over_memory_and_attention_are_timed_and_a_cpu_launches_nothing():
     timer = partial(roofs.steady_seconds, device=CPU, for_s=1e-4)
-    assert all(timed.seconds > 0 for timed in passes.pass_times(CPU, timer))
+    timed = passes.pass_times(CPU, timer)
+    assert all(one.seconds > 0 for one in timed)
+    lengths = [length for length in passes.LENGTHS if length <= passes.TOKENS["cpu"]]
+    few = [one.numbers for one in timed if one.kernel == f"{passes.FEW}, {passes.HEAD_DIMS[0]}"]
+    assert few == [passes.FEW_HEADS * passes.HEAD_DIMS[0] * length for length in lengths]
+    assert not any(one.kernel.startswith(passes.TE_NORM) for one in timed)
     assert {rate.head_dim for rate in passes.attention_rates(CPU, timer)} == set(passes.HEAD_DIMS)
     assert passes.launch_seconds(CPU) is None
 
