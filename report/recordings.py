@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 
 from common.record import MERGED
@@ -301,12 +301,16 @@ def readme_lines(root: Path, record: Path) -> list[str] | None:
 def page_lines(root: Path, results: Path) -> list[str] | None:
     """How many records are older than the code that they are about, and by commit what has changed since.
 
-    None where git cannot tell.
+    None where git cannot tell: outside a checkout, or in one that holds a part of the history alone. In a whole one, a
+    commit that is missing never became part of it.
     """
     plan = read_plan(results / PLAN)
     recorded = [(facts(files).commits, one.code(root, files)) for one in plan if (files := one.files(results))]
     changed = [{commit: changed_since(root, (commit,), code) for commit in commits} for commits, code in recorded]
-    if any(None in each.values() for each in changed):
+    lost = sorted({commit for each in changed for commit, names in each.items() if names is None})
+    if lost and (
+        len(lost) == len({*chain(*changed)}) or git(root, "rev-parse", "--is-shallow-repository") != "false\n"
+    ):
         return None
     older, silent = sum(any(each.values()) for each in changed), changed.count({})
     unfinished = sum(not is_whole(one.files(results), one) for one in plan)
@@ -314,10 +318,10 @@ def page_lines(root: Path, results: Path) -> list[str] | None:
     said += f"{older} are older than the code they describe." + f" The commit of {silent} is not known." * bool(silent)
     names: dict[str, set[str]] = {}
     for commit, files in (item for each in changed for item in each.items()):
-        names.setdefault(commit, set()).update(files)
-    since = [f"- Since commit {commit[:7]}: {describe_files(sorted(files)) or 'nothing'}. {SINCE}"
-             for commit, files in sorted(names.items())]  # fmt: skip
-    return [f"{said} {SINCE}", *since]
+        names.setdefault(commit, set()).update(files or ())
+    since = {commit: describe_files(sorted(files)) or "nothing" for commit, files in names.items()}
+    since |= dict.fromkeys(lost, "not known, because it never became part of this history")
+    return [f"{said} {SINCE}", *(f"- Since commit {commit[:7]}: {since[commit]}. {SINCE}" for commit in sorted(since))]
 
 
 def recordings_page(results: Path) -> str:

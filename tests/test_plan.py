@@ -282,6 +282,22 @@ def test_what_has_changed_since_a_commit_is_found_and_where_git_cannot_tell_a_pa
     assert recordings.made_by_git(tree / "page.md", ["new"]) == ["new"]
 
 
+@planned("[box/a]\npieces = 1 ./run_all.sh\n[box/b]\npieces = 1 ./run_all.sh\n")
+def test_a_record_of_a_commit_that_the_history_lost_says_so_and_the_others_are_compared(tree):
+    head, lost = git(tree, "rev-parse", "HEAD"), "0" * 40
+    results = tree / "docs" / "results"
+    for name, commit in (("a", head), ("b", lost)):
+        runs.write(runs.run(runs.step("0_x"), commit=commit), results / "box" / name)
+    first, *since = recordings.page_lines(tree, results)
+    assert first.startswith("Of 2 planned recordings 0 are missing, 0 unfinished, and 0 are older")
+    assert [line.split(" <!--")[0] for line in since] == [
+        "- Since commit 0000000: not known, because it never became part of this history.",
+        f"- Since commit {head[:7]}: nothing.",
+    ]
+    runs.write(runs.run(runs.step("0_x"), commit=lost), results / "box" / "a")
+    assert recordings.page_lines(tree, results) is None, "no commit is there: the history is not that of the records"
+
+
 def test_records_of_variants_are_about_the_patches_of_their_rows_alone(tmp_path):
     study = tmp_path / "parity.json"
     study.write_text(
