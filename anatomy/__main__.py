@@ -84,6 +84,7 @@ def run_one(name: str, argv: list[str]) -> int:
     say(f"{experiments()[name]}\n\nPredict: {asked['predict']}\n")
     try:
         result = module.run(args)
+        result.explain()
     except (experiment.Refused, hardware.DeviceError) as error:
         parser.error(one_line(error))
     except Exception as error:  # the errors of torch.compile and CUDA have no common class

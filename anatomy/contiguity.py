@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> Result:
             row["contiguous_first_s"] = seconds(first, args.iters)
             cells[".contiguous() first us"] = us(row["contiguous_first_s"])
             for check, call in zip(predicted(name, row, figures), (partial(operation, view), first), strict=True):
-                check.cause = cause_of_miss(check, call, args.device)
+                check.find_cause = partial(cause_of_miss, call=call, device=args.device)
                 checks.append(check)
         rows.append(cells)
     title = f"A ({M}, {K}) input, contiguous and as a transposed view; matrix product with ({K}, {N}); {dtype}"

@@ -80,11 +80,15 @@ def less(a: float, b: float) -> bool:
     return a < b and differ(a, b)
 
 
+RECORDED = ("what", "predicted", "measured", "unit", "at_most", "cause", "hit")  # of a check
+
+
 @dataclass
 class Check:
     """One prediction beside its measurement: two figures of one unit, at best within 25 %.
 
     `at_most` makes the prediction an upper bound. `cause` is a sentence about a miss, computed from a measurement.
+    `find_cause` makes it, by further measurements.
     """
 
     what: str
@@ -93,6 +97,7 @@ class Check:
     unit: str
     at_most: bool = False
     cause: str | None = None
+    find_cause: "Callable[[Check], str | None] | None" = None
 
     @property
     def hit(self) -> bool:
@@ -140,6 +145,13 @@ class Result:
         sentences = [*self.sentences, *([f"Score: {self.score()}."] * bool(self.checks))]
         return "\n\n".join([*parts, "\n".join(f"- {sentence}" for sentence in sentences)])
 
+    def explain(self) -> None:
+        """Find the causes of misses. Call it after all times are taken: a profiler makes later launches slower."""
+        for check in self.checks:
+            if check.find_cause and not check.hit:
+                with quiet():  # what a call prints or warns of was shown
+                    check.cause = check.find_cause(check)
+
     def checked(self) -> list[Table]:
         return [table("Predictions", [check.row() for check in self.checks])] if self.checks else []
 
@@ -154,7 +166,7 @@ class Result:
         return self
 
     def record(self) -> dict:
-        checks = [with_quartiles(asdict(check) | {"hit": check.hit}) for check in self.checks]
+        checks = [with_quartiles({name: getattr(check, name) for name in RECORDED}) for check in self.checks]
         fields = {"tables": list(map(asdict, self.tables)), "attachments": list(self.attachments), "checks": checks}
         return vars(self) | fields | {"figures": with_quartiles(self.figures)}
 
@@ -263,34 +275,42 @@ def busy_seconds(function: Callable[[], object], device: torch.device) -> float 
     return sum(kernel["dur"] for kernel in profile.trace_step(function, device).kernels) / 1e6
 
 
-def cause_of_miss(check: Check, call: Callable[[], object], device: torch.device, n_bytes: float = 0) -> str | None:
-    """Why a call took longer or shorter than a check predicted, as a sentence, by further measurements: of a copy of
-    `n_bytes`, of the GPU's idle time, and on a CPU of the call on one thread. None for a hit, or where none tells."""
-    if check.hit:
-        return None
-    if n_bytes:
-        copy_s = copy_seconds(n_bytes, device)
-        if near(check.measured, copy_s):
-            what = "a cache holds them" if check.measured < check.predicted else "so few are slower than many"
-            return f"a copy of as many bytes takes {us(copy_s)} us: {what}"
-    if check.measured < check.predicted:
+def cause_of_miss(
+    check: Check,
+    call: Callable[[], object],
+    device: torch.device,
+    n_bytes: float = 0,
+    slow_kernels: Callable[[], str | None] = lambda: None,
+) -> str | None:
+    """Why a call took longer or shorter than a check predicted, as a sentence; None where no measurement tells.
+
+    Measured are, in this order, a copy of `n_bytes`, the GPU's idle time, what `slow_kernels` asks, and on a CPU the
+    call on one thread.
+    """
+    longer = check.measured > check.predicted
+    if n_bytes and near(check.measured, copy_s := copy_seconds(n_bytes, device)):
+        what = "so few are slower than many" if longer else "a cache holds them"
+        return f"a copy of as many bytes takes {us(copy_s)} us: {what}"
+    if not longer:
         return None
     if device.type == "cuda":
         slow = "the GPU is busy all the time: its kernels are slower than the model's rates"
-        return idle_cause(check, call, device) or slow
-    alone_s = on_one_thread(call)
-    if alone_s * NEAR < check.measured:
-        return f"on one thread it takes {us(alone_s)} us: sharing so little among threads costs more than it saves"
-    return None
+        return idle_cause(check, call, device) or slow_kernels() or slow
+    return slow_kernels() or one_thread_cause(check, call)
 
 
 def idle_cause(check: Check, call: Callable[[], object], device: torch.device) -> str | None:
-    """How long the GPU worked during a call that took longer than predicted, where it waited for the host."""
-    if check.hit or check.measured < check.predicted or device.type != "cuda":
-        return None
+    """How long the GPU worked during a call, where it waited for the host."""
     call()  # what compiles at first is no work of the call
     share = busy_seconds(call, device) / check.measured
     return f"kernels run {share:.0%} of the time, else the GPU waits for the host" if share * NEAR < 1 else None
+
+
+def one_thread_cause(check: Check, call: Callable[[], object]) -> str | None:
+    alone_s = on_one_thread(call)
+    if alone_s * NEAR >= check.measured:
+        return None
+    return f"on one thread it takes {us(alone_s)} us: sharing so little among threads costs more than it saves"
 
 
 def near(a: float, b: float) -> bool:

@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> Result:
         n_launches = launches(call, device) + (generated if device.type == "cpu" else 0)
         predicted_s = expected(case.host_s, case.product_s + moving_s, device)
         checks.append(Check(f"{case.expression}, {case.variant}", predicted_s, measured_s, "us"))
-        checks[-1].cause = cause_of_miss(checks[-1], call, device)
+        checks[-1].find_cause = partial(cause_of_miss, call=call, device=device)
         result = {"launches": n_launches, "bytes": n_bytes, "seconds": measured_s, "predicted_s": predicted_s}
         results.setdefault(case.expression, {})[case.variant] = result
         cells |= {"launches": n_launches, "least MB": f"{n_bytes / 1e6:.1f}"}

@@ -26,6 +26,7 @@ Run:    python -m anatomy host-cost [--elements N] [--chain N]
 """
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Callable
@@ -106,19 +107,18 @@ def cores_and_profiler(call: Callable[[], object], samples: int, device: torch.d
     fastest `before` and `after` a profile. Where a process cannot choose its core, only the last two."""
     every = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
 
-    def on(core: int) -> Seconds:
-        os.sched_setaffinity(0, {core})
+    def on(allowed: list[int]) -> Seconds:
+        if allowed:
+            os.sched_setaffinity(0, allowed)
         return seconds(call, samples)
 
-    try:
-        cores = {core: on(core) for core in every[:MOST_CORES]}
-        again = on(max(cores, key=cores.get)) if cores else None
-        before = on(min(cores, key=cores.get)) if cores else seconds(call, samples)
-        launches(call, device)  # under a profiler
-        after = seconds(call, samples)
-    finally:
-        if every:
-            os.sched_setaffinity(0, every)
+    cores = {core: on([core]) for core in every[:: math.ceil(len(every) / MOST_CORES) or 1]}
+    by_time = sorted(cores, key=cores.get)
+    again, before = on(by_time[-1:]) if cores else None, on(by_time[:1])
+    on(every)  # the profiler's threads may run on the cores that are allowed when they start
+    launches(call, device)  # under a profiler
+    after = on(by_time[:1])
+    on(every)
     return {"cores": {str(core): s for core, s in cores.items()}, "again": again, "before": before, "after": after}
 
 

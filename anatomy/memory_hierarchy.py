@@ -77,8 +77,10 @@ def run(args: argparse.Namespace) -> Result:
         copies.append({"bytes": size, "seconds": copy_s, "level": level, "bytes_per_s": size / copy_s})
         copies[-1] |= {"call_bound": call_bound, "predicted_s": predicted_s}
         checks.append(check := Check(f"copy within {mib(size)} MiB, from {level}", predicted_s, copy_s, "us"))
-        check.cause = "an empty call is a large part of it" if call_bound and not check.hit else None
-        check.cause = check.cause or (None if in_graph else cause_of_miss(check, copy, device))
+        if call_bound and not check.hit:
+            check.cause = "an empty call is a large part of it"
+        elif not in_graph:
+            check.find_cause = partial(cause_of_miss, call=copy, device=device)
         rows.append({"working set MiB": mib(size), "predicted to fit in": level, "us": us(copy_s)})
         rows[-1] |= {"GB/s": f"{size / copy_s / 1e9:.1f}", "measures": "the call, not the memory" * call_bound}
     sizes = ", ".join(f"{name} {mib(capacity)} MiB" for name, capacity in levels.items()) or "sizes unknown"

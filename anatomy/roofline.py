@@ -42,7 +42,6 @@ from anatomy.experiment import (
     default_size,
     differ,
     expected,
-    idle_cause,
     seconds,
     size_argument,
     table,
@@ -104,11 +103,11 @@ def run(args: argparse.Namespace) -> Result:
         row = time_operation(partial(function, *inputs), partial(function, *smallest), flops / peak,
                              n_bytes / bandwidth, args)  # fmt: skip
         results[name] = row | {"flops": flops, "bytes": n_bytes, "intensity": flops / n_bytes}
-        checks.append(Check(f"time of {name}", row["predicted_s"], row["seconds"], "us"))
-        if not checks[-1].hit:
-            call, moved = partial(function, *inputs), n_bytes if row["bound"] == "memory" else 0
-            checks[-1].cause = idle_cause(checks[-1], call, args.device) or why(function, inputs, checks[-1], row, args)
-            checks[-1].cause = checks[-1].cause or cause_of_miss(checks[-1], call, args.device, moved)
+        slow = partial(why, function, inputs, row, args)
+        moved = n_bytes if row["bound"] == "memory" else 0
+        find = partial(cause_of_miss, call=partial(function, *inputs), device=args.device, n_bytes=moved,
+                       slow_kernels=slow)  # fmt: skip
+        checks.append(Check(f"time of {name}", row["predicted_s"], row["seconds"], "us", find_cause=find))
         rows.append({
             "operation": name, "GFLOP": f"{flops / 1e9:.3g}", "MB": f"{n_bytes / 1e6:.3g}",
             "FLOP/byte": f"{flops / n_bytes:.3g}", "bound by": row["bound"], "launch us": us(row["launch_s"]),
@@ -131,15 +130,14 @@ def time_operation(call, smallest_call, compute_s: float, move_s: float, args: a
     return row | {"bound": bound, "of_roof": roof_s / measured_s}
 
 
-def why(function, inputs, check: Check, row: dict, args: argparse.Namespace) -> str | None:
+def why(function, inputs, row: dict, args: argparse.Namespace) -> str | None:
     """Why a call is slower than its roof: of attention by the form without a mask, of a memory-bound operation by its
     compiled form; None where that is not why."""
     if function is attention_fused:
-        return cause_by_mask(check, seconds(partial(function, *inputs, causal=False), args.iters))
+        return cause_by_mask(row["seconds"], seconds(partial(function, *inputs, causal=False), args.iters))
     if args.device.type == "cpu" or row["bound"] != "memory" or not hardware.package_version("triton"):
         return None
     compiled_s = seconds(partial(torch.compile(function, dynamic=False), *inputs), args.iters)
-    row["compiled_s"] = compiled_s
     if compiled_s < row["seconds"]:
         return f"compiled, the same bytes take {us(compiled_s)} us: PyTorch's own kernel is slow, not the memory"
     return f"compiled it takes {us(compiled_s)} us, which is no faster"

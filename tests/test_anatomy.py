@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from conftest import FAST, ROOT, quick
 
 from anatomy import attention_forms, experiment, host_cost, learning, memory_hierarchy, precision, traffic
-from anatomy.experiment import Check, Seconds, with_quartiles
+from anatomy.experiment import Check, Result, Seconds, with_quartiles
 from common import benchmark
 
 cli = importlib.import_module("anatomy.__main__")
@@ -154,7 +155,10 @@ def test_host_cost_rewrites_and_learning_show_what_holds_by_semantics():
 
 def test_a_miss_is_explained_by_a_copy_by_one_thread_or_by_the_mask_and_a_hit_by_nothing(monkeypatch):
     def cause(predicted, measured, n_bytes=0):
-        return experiment.cause_of_miss(Check("x", predicted, measured, "us"), None, torch.device("cpu"), n_bytes)
+        find = partial(experiment.cause_of_miss, call=None, device=torch.device("cpu"), n_bytes=n_bytes)
+        check = Check("x", predicted, measured, "us", find_cause=find)
+        Result([], [], {}, [check]).explain()
+        return check.cause
 
     monkeypatch.setattr(experiment, "copy_seconds", lambda n_bytes, device: 1e-6 * n_bytes)
     monkeypatch.setattr(experiment, "on_one_thread", lambda call: 3e-6)
@@ -162,9 +166,8 @@ def test_a_miss_is_explained_by_a_copy_by_one_thread_or_by_the_mask_and_a_hit_by
     assert "a cache holds them" in cause(4e-6, 2e-6, 2) and "so few are slower" in cause(1e-6, 4e-6, 4)
     assert cause(4e-6, 2e-6, 40) is None
     assert "on one thread it takes 3.0 us" in cause(1e-6, 9e-6, 40) and cause(1e-6, 3.5e-6) is None
-    fused = Check("fused", 1e-3, 2e-3, "ms")
-    assert "the mask saves no time" in attention_forms.cause_by_mask(fused, 2.2e-3)
-    assert attention_forms.cause_by_mask(fused, 4e-3) is None
+    assert "the mask saves no time" in attention_forms.cause_by_mask(2e-3, full_s=2.2e-3)
+    assert attention_forms.cause_by_mask(2e-3, full_s=4e-3) is None
     monkeypatch.undo()
     assert experiment.copy_seconds(2**20, torch.device("cpu")) > 0
     threads = torch.get_num_threads()

@@ -21,6 +21,7 @@ def result_of(module, *words):
     module.add_arguments(parser)
     given = argparse.Namespace(device=torch.device("cuda", 0), dtype=None, iters=5, quick=True)
     result = module.run(parser.parse_args(words, given))
+    result.explain()
     json.dumps(result.record(), allow_nan=False)
     return result
 

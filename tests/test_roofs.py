@@ -102,6 +102,17 @@ def test_passes_over_memory_and_attention_are_timed_and_a_cpu_launches_nothing()
     assert passes.launch_seconds(CPU) is None
 
 
+def test_transformer_engine_that_breaks_costs_none_of_the_other_passes(monkeypatch, capsys):
+    def broken(numbers, width, device):
+        raise AssertionError("no tuned kernel\nfor this width")
+
+    monkeypatch.setattr(passes, "transformer_engine_norm", broken)
+    monkeypatch.setattr(passes, "LENGTHS", (256,))
+    timed = passes.pass_times(CPU, partial(roofs.steady_seconds, device=CPU, for_s=1e-4))
+    assert {one.kernel for one in timed} >= {"copy fp32", f"{passes.FEW}, 64"}
+    assert capsys.readouterr().out == "Transformer Engine's LayerNorm not measured: no tuned kernel\n"
+
+
 def test_a_row_beside_competing_processes_makes_the_machine_busy(monkeypatch):
     monkeypatch.setattr(roofs, "REFERENCE_S", 0.25)
 
