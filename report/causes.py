@@ -146,6 +146,34 @@ def peers(causes: Causes) -> dict[str, Measured]:
     return whole | {v.name: v for v in causes.variants if v.script.startswith("peers/")}
 
 
+# --- for docs/steps.md ------------------------------------------------------------------------------
+
+
+def of_run(folder: Path) -> dict[str, str]:
+    """By step, what the parts of its change save one at a time, of a recorded run's workload."""
+    path = folder.parent / FOLDER / f"{folder.name}.json"
+    if not path.exists():
+        return {}
+    causes = read_causes(path)
+    return {rung: parts_table(causes, before, rung) for before, rung in rungs(causes) if before}
+
+
+def parts_table(causes: Causes, before: str, rung: str) -> str:
+    """A part alone is held against the step before, a part left out against the whole step."""
+    ends = scripts(causes)
+    first, last = ends.get(before), ends.get(rung)
+    cells = []
+    for variant in variants_of(causes, rung):
+        how, _, part = variant.cause.partition(" ")
+        slow, fast = (first, variant) if how == "only" else (variant, last)
+        gain, whole = gain_ms(slow, fast), gain_ms(first, last)
+        if gain is not None and whole:
+            beyond = fast.timing.p75_ms < slow.timing.p25_ms or slow.timing.p75_ms < fast.timing.p25_ms
+            saved = f"{gain:.1f} of {whole:.1f} ms" if beyond else "nothing beyond the spread"
+            cells.append((part, "alone" if how == "only" else "left out", saved))
+    return pipe_table(("part of the change", "measured", "it saves"), cells, n_left=3) if cells else ""
+
+
 # --- a section of docs/performance.md -------------------------------------------------------------
 
 

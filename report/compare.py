@@ -58,10 +58,11 @@ def compare(a: Run, b: Run, names: tuple[str, str]) -> Comparison:
         sides.append(f"{letter}: {', '.join([_describe(run, name), *describe_passes(run)])}")
         doubted += [f"{letter}, serious: {text}" for text in levels(run).get(SERIOUS, [])]
     if serious:
-        notes.append(f"The shapes differ ({', '.join(serious)}): speedups are compared, times are not.")
+        notes.append(f"The work differs ({', '.join(serious)}): speedups are compared, times are not.")
         first, table = _speedup_table(pairs, a, b)
         notes.append(f"Speedups are over {first.step}, the first row that has a time in both.")
-        return Comparison(f"{names[0]} beside {names[1]}: two shapes", sides, notes, table, doubted, "", [])
+        shares = _pictures(pairs, a, b)[1:]
+        return Comparison(f"{names[0]} beside {names[1]}: other work", sides, notes, table, doubted, "", shares)
     if differing:
         notes.append(f"A step is the same work in both, but {', '.join(differing)} differ.")
     table = [_time_cells(*pair, a, b) for pair in pairs]

@@ -49,7 +49,7 @@ SHOWN = f"{GPU}/{SLICE}"
 
 def recorded_runs(folder: Path, pattern: str = "*/*") -> list[tuple[Path, Run]]:
     """Every recorded run below a folder, the one with the least work first."""
-    runs = [(path.parent, read_run(path)) for path in sorted(folder.glob(f"{pattern}/{MERGED}"))]
+    runs = [(path.parent, predictions.with_later(path)) for path in sorted(folder.glob(f"{pattern}/{MERGED}"))]
     return sorted(runs, key=lambda named: named[1].workload.flops_per_step)
 
 
@@ -254,8 +254,9 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
 
 def shown_steps(results: Path) -> tuple[str, dict[str, bytes]]:
     """The story of README's run, and its pictures by file name."""
-    counted = traffic.of_run(results / SHOWN)
-    return steps.steps_page(read_run(results / SHOWN / MERGED), f"results/{SHOWN}", counted)
+    folder = results / SHOWN
+    counted, parts = traffic.of_run(folder), causes.of_run(folder)
+    return steps.steps_page(read_run(folder / MERGED), f"results/{SHOWN}", counted, parts)
 
 
 def write_pictures(folder: Path, pictures: dict[str, bytes]) -> None:

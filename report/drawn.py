@@ -5,6 +5,7 @@ Text takes the color of the page around it. Names come from records: they are sh
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections import Counter
@@ -152,7 +153,9 @@ def timeline(blocks: list[tuple[str, Block | None, str]]) -> str:
                 shown = max(width - 0.4, 0.25)  # neighbours of one color stay apart
                 drawing.box(left + launch.start_ms * scale, 19, shown, BAR, color, title)
         drawing.height += LINE + 2
-    drawing.text(0, 10, f"the longest, forward and backward: {longest:.2f} ms")
+    rule_ms = 10 ** math.floor(math.log10(longest / 4)) if longest else 1.0
+    drawing.line(0, 6, rule_ms * scale, 6)
+    drawing.text(rule_ms * scale + 8, 10, f"{rule_ms:g} ms; in each row forward, then backward")
     drawing.height += 14
     shown = {launch.category for _, block, _ in blocks if block for launch in block.forward + block.backward}
     drawing.legend({name: color for name, color in CATEGORY_COLORS.items() if name in shown})
@@ -172,10 +175,11 @@ def memory(rows: list[tuple[str, MemoryUse | None, str]]) -> str:
             drawing.reason(name, why or "no allocation was seen")
             continue
         drawing.heading(name, f"{use.peak_bytes / GIB:.1f} GiB {describe_peak(use)}")
-        xs = _places(use)
+        xs = [*_places(use), WIDTH]  # the last level holds until the step ends
         floor = [0.0] * len(xs)
         for kind, color in MEMORY_COLORS.items():
-            held = use.bytes.get(kind) or [0] * len(xs)
+            held = use.bytes.get(kind) or [0] * len(use.ms)
+            held = [*held, *held[-1:]]
             roof = [low + size / top * height for low, size in zip(floor, held, strict=False)]
             base = drawing.height + 19 + height
             # A level holds until the next event: edges are upright.
@@ -218,12 +222,17 @@ def describe_peak(use: MemoryUse) -> str:
     """In which part of the step the peak lies, and what holds the most of it: `in backward, 60% activations`."""
     begins = {"backward": use.backward_ms, "the optimizer": use.optimizer_ms}
     part = [name for name, ms in begins.items() if ms is not None and use.peak_ms >= ms][-1:] or ["forward"]
-    at = min(range(len(use.ms)), key=lambda k: abs(use.ms[k] - use.peak_ms), default=None)
-    held = {kind: sizes[at] for kind, sizes in use.bytes.items() if at is not None and at < len(sizes)}
+    held = at_peak(use)
     if not any(held.values()):
         return f"in {part[0]}"
     most = max(held, key=held.get)
     return f"in {part[0]}, {held[most] / sum(held.values()):.0%} {most}"
+
+
+def at_peak(use: MemoryUse) -> dict[str, int]:
+    """Bytes by kind at the point nearest to the peak."""
+    at = min(range(len(use.ms)), key=lambda k: abs(use.ms[k] - use.peak_ms), default=0)
+    return {kind: sizes[at] for kind, sizes in use.bytes.items() if at < len(sizes)}
 
 
 def standalone(svg: str) -> str:

@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 
 from common.record import Row, Run
 from common.text import one_line
-from report import analysis, charts, drawn, story, table
+from report import analysis, charts, drawn, predictions, story, table
 from report.analysis import is_timed, reason_untimed
 from report.doubts import NOTICE, SERIOUS, busy, compared, describe_profile_offset
 from report.load import environment_of
@@ -48,6 +48,8 @@ def render(run: Run) -> str:
         "cards": story.cards(run),
         "one_block": story.ONE_BLOCK,
         "blocks": story.blocks(run),
+        "block_rows": story.block_table(run),
+        "left_out": [row.step for row in run.steps if row.status == "not run"],
         "evidence": evidence(run),
         "table_rows": first,
         "more_rows": more,
@@ -113,8 +115,8 @@ def _where(run: Run, rows: list[Row]) -> dict:
         if passes
         else "; the figure is the median of one pass, so how far it changes from run to run is not known."
     )
-    predicted = any(row.predicted_ms for row in rows)
-    caption += " Dashed: what was predicted from the roofs alone." if predicted else ""
+    off_by = predictions.off(run)
+    caption += f" Dashed: what was predicted from measured roofs alone, {off_by}." if off_by else ""
     caption += f" {story.PEERS}" if run.peers else ""
     return {
         "where": story.where(run),
@@ -152,10 +154,11 @@ def _memory(run: Run) -> Evidence:
     if by_kind:
         caption = (
             "What CUDA's allocator holds in one launched step, by what it is for, at one scale. From left to right are "
-            "its allocations in their order; of many neighbors the one with the most is drawn. Time is not to scale: "
-            "dashed lines, at the same place for every step, show where backward and the optimizer begin. "
-            "Activations are what forward keeps for backward. Temporary is what is freed again soon. A captured step "
-            "has memory of its own, so its peak can differ."
+            "its allocations in their order. Where they are too many, the fullest of some neighbors is drawn. Time is "
+            "not to scale: dashed lines, at the same place for every step, show where backward and the optimizer "
+            "begin. Activations are what forward keeps for backward. Temporary is what is freed again soon. Where the "
+            "timed step is captured, its peak can differ from the one here, because the capture keeps memory of its "
+            "own."
         )
     elif environment_of(run).device_type == "cpu":
         caption = "Peak memory of the whole process. On a CPU nothing counts the tensors alone."
@@ -164,7 +167,7 @@ def _memory(run: Run) -> Evidence:
             "Peak of CUDA's allocator over the training steps, the capture of a captured step included. These records "
             "do not say what the memory was for."
         )
-    return Evidence("Memory", picture, caption, [])
+    return Evidence("Memory", picture, caption, story.memory_table(run))
 
 
 def _roofline(run: Run) -> Evidence:

@@ -10,10 +10,11 @@ from common.record import Row, Run
 from common.text import aligned
 from report.analysis import category_ms, is_timed, median_ms
 from report.doubts import mark
-from report.load import PREDICTIONS, read_json
+from report.load import PREDICTIONS, read_json, read_run
 
 FAR = 0.25  # an error that is counted as far
 MOST_NAMED = 5
+OTHER_ROOFS = "the predicted times are from the roofs of another run, on a machine of the same kind"
 HOW = (
     "`python -m ladder.predict` predicts a row from the machine's roofs alone. The roofs were measured once, with one "
     "of these runs; another run may be of another card of the same kind. None of the times below was used. An error of "
@@ -32,6 +33,27 @@ def section(machine: Path, runs: list[tuple[Path, Run]]) -> list[str]:
     said = " ".join([summary([cell["error"] for cell in cells]), *directions(pairs)])
     rows = [cell | {"error": f"{cell['error']:+.0%}"} for cell in cells]
     return [f"### Predicted without training: {machine.name}", HOW, said, aligned(rows, "pipe", n_left=2)]
+
+
+def with_later(path: Path) -> Run:
+    """A recorded run, with the times that were predicted for it later where its rows hold none. Raises RecordError."""
+    run, recorded = read_run(path), path.parents[1] / PREDICTIONS
+    if not recorded.exists() or any(row.predicted_ms for row in run.steps):
+        return run
+    later = {one["step"]: one["ms"] for one in read_json(recorded).get(path.parent.name, [])}
+    for row in run.steps:
+        row.predicted_ms = later.get(row.step)
+    run.problems += [OTHER_ROOFS] if later else []
+    return run
+
+
+def off(run: Run) -> str:
+    """How far the predictions of a run lie from its times, as a clause; empty without any."""
+    errors = [row.predicted_ms / median_ms(row) - 1 for row in run.steps if is_timed(row) and row.predicted_ms]
+    if not errors:
+        return ""
+    worst = max(errors, key=abs)
+    return f"off by {median(map(abs, errors)):.0%} in the median, and by {worst:+.0%} at most"
 
 
 def summary(errors: list[float]) -> str:

@@ -286,7 +286,8 @@ def made_by_git(document: Path, made: list[str] | None) -> list[str]:
 
 
 def readme_lines(root: Path, record: Path) -> list[str] | None:
-    """Whether README's record is older than the code that it describes; None where git cannot tell."""
+    """Whether README's record is older than the code that it describes, and which other runs of its machine are; None
+    where git cannot tell."""
     of = facts([record])
     if (changed := changed_since(root, of.commits, CODE)) is None:
         return None
@@ -295,6 +296,9 @@ def readme_lines(root: Path, record: Path) -> list[str] | None:
         if changed
         else "The code of the scripts and of `common/` is that of this run"
     )
+    others = (path for path in sorted(record.parents[1].glob(f"*/{MERGED}")) if path != record)
+    older = [f"`{path.parent.name}`" for path in others if changed_since(root, facts([path]).commits, CODE)]
+    since += f". It has changed since the runs {', '.join(older)}, which other tables show" if older else ""
     return [f"{since}. The [recordings](docs/results/README.md) list what changed and what is missing. {SINCE}"]
 
 

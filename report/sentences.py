@@ -12,20 +12,26 @@ from report.doubts import Speedup, busy, compared, is_unsteady, kernels_fit, mar
 from report.load import environment_of
 
 LONGEST_TOLD = 600  # characters
+BY_HAND, BOTH = "by hand", "attention and matrix products"
 TAKE = {
+    BOTH: "Attention and matrix products together take",
     "matrix products": "Matrix products take", "attention": "Attention takes",
     "normalization and pointwise": "Normalization and pointwise kernels take", "optimizer": "The optimizer takes",
     "copies and casts": "Copies and casts take", "loss": "The loss takes",
     "communication": "Communication takes", "other": "Other kernels take",
 }  # fmt: skip
 MEANS = {
-    "compute": "matrix products and fused attention", "memory": "kernels that mostly read and write tensors",
+    "compute": "matrix products, and attention where it is fused",
+    "memory": "kernels that mostly read and write tensors",
     "launch": "gaps, in which the GPU waits", "communication": "communication beside which nothing else runs",
 }  # fmt: skip
 
 
 def headline(run: Run) -> str:
-    """What a run shows, in one line: the last step against the first. A busy machine gets its verdict instead."""
+    """What a run shows, in one line: the last step against the first, and the fastest, where that is another one.
+
+    A busy machine gets its verdict instead, and a serious doubt about any step withholds the claim.
+    """
     if verdict := busy(run):
         return verdict
     timed = [row for row in run.steps if is_timed(row)]
@@ -34,18 +40,23 @@ def headline(run: Run) -> str:
     first, last, plain = timed[0], timed[-1], analysis.plain_row(run.steps)
     if why := _no_comparison(last, first):
         return why
-    if mark(run, first, last):
+    if mark(run, *timed):
         return "No headline: a serious doubt stands against these times"
+    gpus = f" on {run.workload.gpus} GPUs" if run.workload and run.workload.gpus > 1 else ""
     if first is last:
-        return f"One training step of {first.step}: {duration(median_ms(first))}"
-    between = "" if len(timed) == len(run.steps) else f" from {first.step} to {last.step}"
+        return f"One training step of {first.step}{gpus}: {duration(median_ms(first))}"
+    whole = first.step.startswith("0_") and len(timed) == len(run.steps)
+    between = "" if whole else f" from {first.step} to {last.step}"
     times = f"{duration(median_ms(first))} → {duration(median_ms(last), median_ms(first))}"
-    said = f"One training step{between}: {times}, {_times(run, last, first)}"
-    over = plain not in (None, first, last) and not mark(run, plain) and analysis.tells_apart(last, plain)
+    said = f"One training step{gpus}{between}: {times}, {_times(run, last, first)}"
+    fastest = min(timed, key=median_ms)
+    if fastest not in (first, last) and analysis.tells_apart(fastest, last):
+        return f"{said}; the fastest is {fastest.step}, {_times(run, fastest, first)}"
+    over = plain not in (None, first, last) and analysis.tells_apart(last, plain)
     if not over:
         return said
     ran = plain.settings
-    usual = ran.amp_dtype in ("bfloat16", "float16") and ran.attention_kernel not in (None, "by hand")
+    usual = ran.amp_dtype in ("bfloat16", "float16") and ran.attention_kernel not in (None, BY_HAND)
     name = f"AMP + SDPA ({plain.step})" if usual else plain.step
     return f"{said}; {_times(run, last, plain).replace(' faster', '')} over {name}"
 
@@ -108,7 +119,8 @@ def why(run: Run, before: Row | None, row: Row) -> str:
         return "No kind of kernel explains it."
     share = -largest.ms / gained
     if share > 1:
-        return f"{_took(largest)}, while the rest takes {'longer' if gained > 0 else 'less'}."
+        rest = (median_ms(after) - ms for after, ms in ((row, largest.after_ms), (before, largest.before_ms)))
+        return f"{_took(largest)}, and everything else {' ms instead of '.join(f'{ms:,.1f}' for ms in rest)}."
     return f"{_took(largest)}, which is {share:.0%} of the time {'saved' if gained > 0 else 'lost'}."
 
 
@@ -159,12 +171,24 @@ def _causes(before: Row, row: Row) -> tuple[float, analysis.Change | None, list[
     """
     no_cause = {analysis.GAPS} | ({"optimizer"} if analysis.runs_same_optimizer(before, row) else set())
     changes = [change for change in analysis.changed_categories(before, row) if change.name not in no_cause]
+    kernels = {before.settings.attention_kernel, row.settings.attention_kernel}
+    if BY_HAND in kernels and len(kernels - {None}) == 2:
+        changes = _with_attention_as_one(changes)
     spread_ms = max(high - low for low, high in map(analysis.quartiles_ms, (before, row)))
     least = max(0.1 * sum(abs(change.ms) for change in changes), 0.01 * median_ms(before), spread_ms)
     moved = [change for change in changes if abs(change.ms) > least]
     gained = median_ms(before) - median_ms(row)
     largest = next((change for change in moved if change.ms * gained < 0), None)
     return gained, largest, [change for change in moved if change is not largest]
+
+
+def _with_attention_as_one(changes: list[analysis.Change]) -> list[analysis.Change]:
+    """Attention and matrix products as one change, largest first: the products of attention by hand are among the
+    others, and those of fused attention are not."""
+    of_both = [change for change in changes if change.name in ("attention", "matrix products")]
+    before_ms, after_ms = (sum(getattr(change, ms) for change in of_both) for ms in ("before_ms", "after_ms"))
+    rest = [change for change in changes if change not in of_both]
+    return sorted([*rest, analysis.Change(BOTH, before_ms, after_ms, None, None)], key=lambda change: -abs(change.ms))
 
 
 def _took(change: analysis.Change, inside: bool = False) -> str:
@@ -184,14 +208,14 @@ def _at_equal_clock(run: Run, before: Row, row: Row, alike: analysis.AlikeProduc
     fell = alike.after_mhz < alike.before_mhz
     limited = fell and "power limit" in analysis.throttle_reasons(row)
     clock = f"the clock {'fell' if fell else 'rose'} from {alike.before_mhz:.0f} to {alike.after_mhz:.0f} MHz"
-    clock += ", which keeps the GPU within its power limit" * limited
+    clock += ": the GPU lowers it to stay within its power limit" * limited
     faster = Speedup(alike.speedup, None, mark(run, row, before)).words()
     every = analysis.category_ms(before)["matrix products"]
     part = f", of {every:.1f} in all" if every - alike.before_ms >= 0.05 else ""
     return [
         f"The matrix products that both steps run alike take {alike.before_ms:.1f} ms in {before.step}{part}.",
         f"In {row.step} the same products take {alike.after_ms:.1f} ms, while {clock}.",
-        f"Computed for an equal clock, {row.step} would be {faster} than {before.step}.",
+        f"If they had taken as long as in {before.step}, {row.step} would be {faster} than {before.step}.",
     ]
 
 
@@ -241,5 +265,5 @@ def largest_loss_difference(rows: list[Row]) -> str:
     return (
         f"The largest difference to {first.step} is {gap:+.4f} nats, in {step} at training step {k}. "
         f"Averaged over {over} training steps, the loss of {ends.step} differs from that of {first.step} by "
-        f"{difference:+.2%}, the most of any step. At the end the two differ by {at_the_end:+.4f} nats."
+        f"{difference:+.2%}, more than that of any other row. At the end the two differ by {at_the_end:+.4f} nats."
     )

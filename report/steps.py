@@ -11,12 +11,18 @@ from report.story import Card
 from report.table import bullets, levels, markdown, pipe_table
 
 COUNTED = (
-    "*Bound by memory* above only says which kind of kernel takes most of a step, and the roofline counts the least "
-    "bytes by arithmetic. Here the GPU counted the bytes that go through DRAM. Of each step's ten longest kernels, "
-    "those are named that neither multiply matrices nor are fused attention; in brackets, their share of a large "
-    f"copy's bandwidth. From {traffic.LIMITED_BY_MEMORY:.0%} on, memory limits a kernel. Under the counters each "
-    "kernel runs alone, so these times are shorter than in a timed step. [How it was "
+    "*Bound by memory* above only says which kind of kernel takes most of a step, and the roofline takes the least "
+    "bytes by arithmetic. Here the GPU counted the bytes that go through DRAM. The lines name the kernels among each "
+    "step's ten longest that pass over memory: neither matrix products nor fused attention. The percentage behind a "
+    "name is the kernel's bandwidth as a share of a large copy's, and some kernels exceed it a little. From "
+    f"{traffic.LIMITED_BY_MEMORY:.0%} on, a kernel counts as limited by memory. Under the counters each kernel runs "
+    "alone, so these times are shorter than in a timed step. [How it was "
     "counted](performance.md#dram-bytes-of-the-longest-kernels)."
+)
+PARTS = (
+    "Another run measured the parts of each change one at a time: [how](performance.md#each-gain-to-its-cause). A part "
+    "*alone* is added to the step before. A part *left out* is missing from the whole step: what it saves is how much "
+    "faster the whole step is than the step without it."
 )
 FOLDER = "steps"  # of the pictures, below docs/
 SOURCES = (
@@ -25,14 +31,16 @@ SOURCES = (
 )
 
 
-def steps_page(run: Run, at: str, counted: list[str]) -> tuple[str, dict[str, bytes]]:
-    """Markdown between the markers of docs/steps.md, and the pictures by file name; `at` is where the run is, and
-    `counted` what the GPU's counters say of its steps."""
+def steps_page(run: Run, at: str, counted: list[str], parts_of: dict[str, str]) -> tuple[str, dict[str, bytes]]:
+    """Markdown between the markers of docs/steps.md, and the pictures by file name; `at` is where the run is,
+    `counted` what the GPU's counters say of its steps, `parts_of` a table of what the parts of a step save."""
     evidence = page.evidence(run)
     pictures, blocks = story.where(run), []
+    took = (f"{row['ms of one block']} {row['forward']} and {row['backward']}" for row in story.block_table(run))
+    alternative = f"Kernels of one transformer block, in ms forward and backward: {', '.join(took)}"
     for k, (caption, svg) in enumerate(story.blocks(run).items(), 1):
         pictures[f"block-{k}"] = svg
-        blocks += [caption, f"![Kernels of one transformer block](steps/block-{k}.svg)"]
+        blocks += [caption, f"![{alternative}](steps/block-{k}.svg)"]
     pictures |= {name: part.svg for name, part in evidence.items()}
     doubts = levels(run, [headline(run)])
     parts = [
@@ -46,12 +54,14 @@ def steps_page(run: Run, at: str, counted: list[str]) -> tuple[str, dict[str, by
         "![Milliseconds of a training step by kind of kernel](steps/where.svg)",
         "The same as shares of each step:\n\n![Shares of each step](steps/shares.svg)" if pictures["shares"] else "",
         SOURCES if any(row.source for row in run.steps) else "",
-        *(part for card in story.cards(run) for part in _card(card)),
+        PARTS if parts_of else "",
+        *(part for card in story.cards(run) for part in _card(card, parts_of.get(card.name, ""))),
         *(["## One transformer block", story.ONE_BLOCK, *blocks] if blocks else []),
     ]
     for name, part in evidence.items():
         picture = [f"![{part.name}](steps/{name}.svg)"] if part.svg else []
-        parts += [f"## {part.name}", *picture, markdown(part.caption)]
+        figures = [table.pipe(part.rows, n_left=1)] if name == "memory" and part.rows else []
+        parts += [f"## {part.name}", *picture, markdown(part.caption), *figures]
     parts += ["## What goes through DRAM", COUNTED, "\n".join(bullets(counted)).strip()] if counted else []
     parts += ["## How far to trust it", "\n".join(bullets(doubts.get(NOTICE, ["No rule was broken."]))).strip()]
     return "\n\n".join(filter(None, parts)), {
@@ -59,11 +69,12 @@ def steps_page(run: Run, at: str, counted: list[str]) -> tuple[str, dict[str, by
     }
 
 
-def _card(card: Card) -> list[str]:
+def _card(card: Card, parts: str) -> list[str]:
     lines = [f"## {markdown(card.title)}", markdown(card.change)]
     lines += [f"Why it should help, as the script says: {markdown(card.expected)}"] if card.expected else []
     lines.append(markdown(f"{card.outcome} {card.why}"))
     lines.append(markdown(" ".join(card.further)))
+    lines += ["One part of the change at a time:", parts] if parts else []
     if card.facts:
         cells = [tuple(map(markdown, row.values())) for row in card.facts]
         lines.append(pipe_table(("per training step", card.compared, card.name), cells))

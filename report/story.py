@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from common.record import Row, Run
+from common.traced import Block
 from report import analysis, drawn, sentences, table
 from report.analysis import is_timed, median_ms, reason_untimed
 from report.doubts import compared, mark
@@ -14,9 +15,10 @@ from report.load import environment_of
 MOST_FACTS, MOST_KERNELS = 6, 12
 ONE_BLOCK = (
     "Every kernel of one block, from one attention to the next. The left group is the forward pass, the right one the "
-    "backward pass. The gray line below a group is as long as the group takes. White inside a group, wider than the "
-    "line between two kernels, is a moment in which the GPU idles."
+    "backward pass. The gray line below a group is as long as the group takes. A gap inside a group is a moment in "
+    "which nothing ran."
 )
+OF_NO_BLOCK = {"loss", "optimizer"}  # kinds of kernels
 PEERS = "Below the steps stand peers: other libraries that train the same model on the same batches."
 FAR_APART = 4  # times: beyond it a block of the later steps gets a picture of its own
 
@@ -44,8 +46,10 @@ class Card:
 
 
 def cards(run: Run) -> list[Card]:
+    """A card for every step but the first, and none for a step that was not to run."""
     pairs = [*analysis.consecutive(run.steps)][1:]
-    return [_card(run, script, *pair) for script, pair in zip(run.steps, pairs, strict=False)]
+    return [_card(run, script, *pair) for script, pair in zip(run.steps, pairs, strict=False)
+            if pair[1].status != "not run"]  # fmt: skip
 
 
 def _card(run: Run, script: Row, before: Row | None, after: Row) -> Card:
@@ -88,7 +92,7 @@ def _facts(run: Run, before: Row, after: Row) -> list[dict]:
         "tokens/J": [table.tokens_per_joule(row) for row in rows],
         "clock, MHz": [table.figure(row.clock_mhz, ",.0f") for row in rows],
         "host waits for the GPU": [table.figure(row.host_syncs, ",.0f") for row in rows],
-        "backward nodes of attention": [
+        "autograd nodes of attention": [
             table.figure(row.profile and row.profile.autograd_nodes_attention, ",.0f") for row in rows
         ],
     }
@@ -129,7 +133,7 @@ def whole_and_shares(bars: list[drawn.Bar]) -> tuple[str, str]:
 def blocks(run: Run) -> dict[str, str]:
     """Pictures by caption: the kernels of one block, all steps at one scale; and those after the first again, where it
     dwarfs them."""
-    rows = [(row.step, row.profile and row.profile.block, _why_none(row)) for row in run.steps]
+    rows = [(row.step, *one_block(row)) for row in run.steps]
     spans = [block.forward_ms + block.backward_ms for _, block, _ in rows if block]
     if not spans:
         return {}
@@ -139,21 +143,71 @@ def blocks(run: Run) -> dict[str, str]:
     return pictures
 
 
+def one_block(row: Row) -> tuple[Block | None, str]:
+    """The kernels of one block; or None, and why. On a CPU an attention may be missing from a profile: what then lies
+    between the others is more than a block."""
+    block = row.profile and row.profile.block
+    if block and OF_NO_BLOCK & {launch.category for launch in block.forward + block.backward}:
+        return None, "its profile lacks an attention, so no block can be cut out of it"
+    return block, "" if block else _why_none(row)
+
+
+def block_table(run: Run) -> list[dict]:
+    """One block of every step in figures: ms forward and backward, and by kind of kernel."""
+    found = {row.step: block for row in run.steps if (block := one_block(row)[0])}
+    kinds = [kind for kind in drawn.CATEGORY_COLORS if any(kind in _ms_by_kind(block) for block in found.values())]
+    cells = [(step, f"{block.forward_ms:.2f}", f"{block.backward_ms:.2f}",
+              *(table.figure(_ms_by_kind(block).get(kind), ".2f") for kind in kinds))
+             for step, block in found.items()]  # fmt: skip
+    return table.grid(("ms of one block", "forward", "backward", *kinds), cells)
+
+
+def _ms_by_kind(block: Block) -> Counter:
+    kinds = Counter()
+    for launch in block.forward + block.backward:
+        kinds[launch.category] += launch.ms
+    return kinds
+
+
 def memory(run: Run) -> tuple[str, bool]:
     """A picture of what steps hold, and whether it says what for; otherwise it shows their peaks alone."""
     if any(row.memory for row in run.steps):
         return drawn.memory([(row.step, row.memory, _why_none(row)) for row in run.steps]), True
-    peaks = [(row, analysis.peak_gib(row)) for row in run.steps if is_timed(row)]
-    bars = [drawn.Bar(row.step, {"peak": peak}, f"{peak:.1f} GiB") for row, peak in peaks if peak]
-    return (drawn.stacked(bars, "GiB", legend=False) if bars else ""), False
+    bars = [_peak_bar(row) for row in run.steps if not is_timed(row) or analysis.peak_gib(row)]
+    known = any(bar.parts for bar in bars)
+    return (drawn.stacked(bars, "GiB", legend=False) if known else ""), False
+
+
+def _peak_bar(row: Row) -> drawn.Bar:
+    if not is_timed(row):
+        return drawn.Bar(row.step, None, reason_untimed(row))
+    return drawn.Bar(row.step, {"peak": analysis.peak_gib(row)}, f"{table.gib(row)} GiB")
+
+
+def memory_table(run: Run) -> list[dict]:
+    """GiB of every step at the peak, by what they are for, and where that lies; empty where no row says."""
+    cells = []
+    for row in run.steps:
+        if row.memory:
+            held = drawn.at_peak(row.memory)
+            gib = (f"{held.get(kind, 0) / analysis.GIB:.1f}" for kind in drawn.MEMORY_COLORS)
+            where, _, _ = drawn.describe_peak(row.memory).partition(",")
+            cells.append((row.step, f"{row.memory.peak_bytes / analysis.GIB:.1f}", where, *gib))
+    return table.grid(("GiB", "peak", "where", *drawn.MEMORY_COLORS), cells)
 
 
 def energy(run: Run) -> str:
     """A picture of the tokens that a joule trains."""
-    rows = [row for row in [*run.steps, *run.peers] if is_timed(row) and row.tokens_per_joule]
-    bars = [drawn.Bar(row.step, {"tokens per joule": row.tokens_per_joule},
-                      f"{table.tokens_per_joule(row)} tokens/J{_head(run, row)}") for row in rows]  # fmt: skip
-    return drawn.stacked(bars, "tokens/J", legend=False) if bars else ""
+    bars = [_energy_bar(run, row) for row in [*run.steps, *run.peers] if not is_timed(row) or row.tokens_per_joule]
+    known = any(bar.parts for bar in bars)
+    return drawn.stacked(bars, "tokens/J", legend=False) if known else ""
+
+
+def _energy_bar(run: Run, row: Row) -> drawn.Bar:
+    if not is_timed(row):
+        return drawn.Bar(row.step, None, reason_untimed(row))
+    label = f"{table.tokens_per_joule(row)} tokens/J{_head(run, row)}"
+    return drawn.Bar(row.step, {"tokens per joule": row.tokens_per_joule}, label)
 
 
 def _noun(run: Run) -> str:

@@ -26,6 +26,7 @@ TITLES = (SLOW_FP8, LARGE_FP8, NAN, INSTALL, SLOW_COMPILE, RECOMPILED, LARGE_COM
           FSDP, HOST, MFU, SYNC)  # fmt: skip
 MORE = 1.02  # times as long, or as much, as the row before: less is no symptom
 MANY_CASTS = 0.2  # of a step
+MUCH = 2.0  # times faster than the row before: its casts are then no reason to look further
 
 
 def pointers(run: Run) -> list[str]:
@@ -40,7 +41,7 @@ def symptoms(run: Run, before: Row | None, row: Row) -> list[tuple[str, str]]:
     """How a row shows a symptom, from it and from the row before, and the title of the entry."""
     if not is_timed(row):
         return _of_reason(row.reason or "")
-    return [*_of_one(run, row), *(_of_two(run, before, row) if before else [])]
+    return [*_of_one(run, before, row), *(_of_two(run, before, row) if before else [])]
 
 
 def _of_reason(reason: str) -> list[tuple[str, str]]:
@@ -51,8 +52,9 @@ def _of_reason(reason: str) -> list[tuple[str, str]]:
     return [(said[0], NAN)] if said else []
 
 
-def _of_one(run: Run, row: Row) -> list[tuple[str, str]]:
+def _of_one(run: Run, before: Row | None, row: Row) -> list[tuple[str, str]]:
     settings, casts = row.settings, casts_share(row)
+    gained = before and is_timed(before) and analysis.speedup(row, before) > MUCH
     launched = environment_of(run).device_type == "cuda" and not settings.captured
     bound = (analysis.bound(row) or ("",))[0]
     signs = (
@@ -61,7 +63,7 @@ def _of_one(run: Run, row: Row) -> list[tuple[str, str]]:
         (launched and is_unsteady(row), "launched kernel by kernel, and its times spread far", HOST),
         ((analysis.products_share(row, run) or 0) > MOST_OF_CEILING, "products above their ceiling", MFU),
         (row.host_syncs, f"the host waits {row.host_syncs} times a step", SYNC),
-        (casts > MANY_CASTS, f"copies and casts take {casts:.0%} of its step",
+        (casts > MANY_CASTS and not gained, f"copies and casts take {casts:.0%} of its step",
          SLOW_FP8 if settings.fp8_recipe else SLOW_AMP),
     )  # fmt: skip
     return [(sign, title) for shown, sign, title in signs if shown]

@@ -52,7 +52,8 @@ def halves(rows: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[dict[
 
 def _cells(run: Run, row: Row, before: Row | None, reference: Row | None) -> dict[str, str]:
     plain, timed, gpus = analysis.plain_row(run.steps), is_timed(row), run.workload.gpus if run.workload else 1
-    baseline = "vs baseline" if reference in (None, run.steps[0]) else f"vs {reference.step}"
+    whole = reference is None or (reference is run.steps[0] and reference.step.startswith("0_"))
+    baseline = "vs baseline" if whole else f"vs {reference.step}"
     against = {"vs previous": before, baseline: reference} | ({f"vs {plain.step}": plain} if plain else {})
     return {
         "step": row.step,
@@ -85,8 +86,8 @@ def pipe_table(headers: Iterable[str], cells: Iterable[tuple], n_left: int = 1) 
 
 
 def pipe(rows: Iterable[dict], n_left: int = 2) -> str:
-    """Rows whose cells may be a record's words, as a table of Markdown."""
-    return aligned([{name: markdown(cell) for name, cell in row.items()} for row in rows], "pipe", n_left)
+    """Rows whose cells and headers may be a record's words, as a table of Markdown."""
+    return aligned([{markdown(name): markdown(cell) for name, cell in row.items()} for row in rows], "pipe", n_left)
 
 
 def gib(row: Row) -> str:

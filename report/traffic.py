@@ -7,7 +7,7 @@ from pathlib import Path
 
 from report.kernels import readable
 from report.load import RecordError, read_json
-from report.table import bullets, markdown, pipe_table
+from report.table import bullets, commit_name, markdown, pipe_table
 
 LIMITED_BY_MEMORY = 0.8  # of a copy's bandwidth
 MULTIPLIES = r"matrix product|fused attention, (for|back)ward$"  # in words
@@ -42,13 +42,14 @@ def sections(results: Path) -> list[str]:
     """Headings and tables of what python -m anatomy.traffic recorded; empty where it recorded nothing."""
     parts = []
     for path in sorted(results.glob("*/attention-traffic.json")):
-        parts += [f"## DRAM bytes of attention, recorded in `{path.parent.name}`", ATTENTION]
-        parts.append(_attention_table(read_traffic(path)))
+        attention = read_traffic(path)
+        parts += [f"## DRAM bytes of attention, recorded in `{path.parent.name}`, {_commit(attention)}", ATTENTION]
+        parts.append(_attention_table(attention))
     paths = sorted(results.glob(f"*/{STEP_TRAFFIC}*.json"))
     parts += ["## DRAM bytes of the longest kernels", HOW] if paths else []
     for path in paths:
         traffic, name = read_traffic(path), path.stem.removeprefix(STEP_TRAFFIC)
-        parts.append(f"### {name}, recorded in `{path.parent.name}`")
+        parts.append(f"### {name}, recorded in `{path.parent.name}`, {_commit(traffic)}")
         parts += ["\n".join(bullets(counted(traffic))).strip(), _step_table(traffic)]
     return parts
 
@@ -56,7 +57,15 @@ def sections(results: Path) -> list[str]:
 def of_run(folder: Path) -> list[str]:
     """What the counters say of the steps of a recorded run's shape; nothing where they were not read."""
     path = folder.parent / f"{STEP_TRAFFIC}{folder.name}.json"
-    return counted(read_traffic(path)) if path.exists() else []
+    if not path.exists():
+        return []
+    traffic = read_traffic(path)
+    return [*counted(traffic), f"Counted at {_commit(traffic)}."]
+
+
+def _commit(traffic: dict) -> str:
+    environment = traffic["environment"]
+    return f"commit {commit_name(environment['commit'], environment['dirty'], 7)}"
 
 
 def counted(traffic: dict) -> list[str]:

@@ -53,7 +53,7 @@ def open_page(browser, html, folder, width, scheme="light"):
 
 
 KINDS = [runs.recorded, runs.predicted, runs.only, runs.partial, runs.recorded_cpu, runs.two_gpus, runs.busy,
-         runs.hostile]  # fmt: skip
+         runs.full, runs.hostile]  # fmt: skip
 BOTH = compare.page_of(compare.compare(runs.recorded(), runs.predicted(), ("first", "second")))
 
 

@@ -47,6 +47,11 @@ def test_a_gain_is_divided_among_its_causes_and_the_rest_is_interaction(tmp_path
     assert causes.alone_ms(found, "2_sdpa", "3_compile") == 25.0
     only, *_ = causes.variants_of(found, "3_compile")
     assert causes.moved_ms(causes.scripts(found)["2_sdpa"], only) == {"optimizer": -14.0, "gaps": -gaps_of_timed_step}
+    (parts,) = tables_of(causes.of_run(tmp_path / "h200" / "tiny")["3_compile"])
+    assert [(name, row["measured"], row["it saves"]) for name, row in parts.items()] == [
+        ("AdamW", "alone", "20.0 of 30.0 ms"), ("the model", "alone", "5.0 of 30.0 ms"),
+        ("the graph", "left out", "5.0 of 30.0 ms")]  # fmt: skip
+    assert causes.of_run(tmp_path / "h200" / "other") == {}
     said = causes.sections(tmp_path)
     (table,) = tables_of(said)
     assert [table[name]["saved of 2_sdpa"] for name in ("only AdamW", "without the graph", "3_compile")] == [

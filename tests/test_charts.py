@@ -67,6 +67,10 @@ def test_memory_is_drawn_phase_by_phase_however_long_each_took():
     forward, backward, update = (share * drawn.WIDTH for share in drawn.PHASES.values())
     assert edges == pytest.approx([forward, (forward + backward) / 2, backward, (backward + update) / 2, update,
                                    drawn.WIDTH], abs=0.1)  # fmt: skip
+    use.optimizer_ms = 10.0
+    shape = next(points for points, title in _shapes(drawn.memory([("a", use, "")])) if title.startswith("optimizer"))
+    (*_, last), high = [x for x, y in shape if y == min(y for _, y in shape)], update + 1
+    assert last == drawn.WIDTH > high, "a single level of the last part holds until the step ends"
     use.backward_ms = None
     svg = drawn.memory([("a", use, "")])
     shape, _ = _shapes(svg)[0]

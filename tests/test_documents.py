@@ -86,8 +86,9 @@ def test_readme_shows_the_figures_of_its_run():
 @pytest.mark.parametrize("make", [runs.recorded, runs.older, runs.partial, runs.cpu])
 def test_the_story_in_markdown_has_a_section_and_a_diff_a_step_and_pictures_that_are_files(make):
     run = make()
-    text, pictures = steps.steps_page(run, "x", ["0_baseline moves 4 GB"])
+    text, pictures = steps.steps_page(run, "x", ["0_baseline moves 4 GB"], {"1_cublas": "a table of parts"})
     assert table.markdown(headline(run)) in text and "None" not in text
+    assert ("a table of parts" in text) == any(card.name == "1_cublas" for card in story.cards(run))
     assert {name.removeprefix("steps/") for name in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)} == set(pictures)
     for picture in pictures.values():
         assert ElementTree.fromstring(picture.decode()).tag.endswith("svg") and b"prefers-color-scheme" in picture

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 import pytest
 import runs
 
-from report import analysis, page
+from report import analysis, page, story
 
 
 class Page(HTMLParser):
@@ -114,13 +114,27 @@ def test_runs_of_every_kind_have_their_own_headline():
     for make, said in (
         (runs.recorded, "20 times faster; 1.8 times over AMP + SDPA (2_sdpa)"),
         (runs.only, f"One training step from 2_sdpa to 3_compile: {only_2:.1f} ms"),
-        (runs.two_gpus, "20 times faster"),
+        (runs.two_gpus, "One training step on 2 GPUs from 3_compile to 4_transformer_engine: "),
         (runs.recorded_cpu, f"One training step from 0_baseline to 3_compile: {cpu_0:.1f} ms"),
         (runs.busy, "machine busy: rows are not comparable (the same copy"),
     ):
         html = page.render(make()).replace("&nbsp;", " ")
         assert said in html.partition("<h1>")[2].partition("</h1>")[0], make.__name__
-    assert "communication" in page.render(runs.two_gpus()) and "x faster" not in page.render(runs.busy())
+    two = page.render(runs.two_gpus())
+    assert "communication" in two and "vs 3_compile" in two and "baseline" not in two, "its first row is no baseline"
+    assert "x faster" not in page.render(runs.busy())
+    left_out = page.render(runs.only())
+    assert "Not run: 0_baseline, 1_cublas, 4_transformer_engine." in left_out and left_out.count('class="card"') == 2
+
+
+def test_what_is_more_than_a_block_is_not_drawn_as_one():
+    made = runs.recorded()
+    made.steps[1].profile.block.backward[1].category = "optimizer"
+    assert story.one_block(made.steps[0])[0] and story.one_block(made.steps[1])[0] is None
+    assert "its profile lacks an attention" in "".join(Page(page.render(made)).text)
+    assert [row["ms of one block"] for row in story.block_table(made)] == [
+        row.step for row in made.steps if row.step != "1_cublas"
+    ]
 
 
 def test_passes_energy_and_heldout_losses_have_tables():

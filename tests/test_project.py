@@ -9,8 +9,7 @@ from conftest import ROOT, STEPS
 from te_signatures import SCRIPTS, te_calls
 
 from anatomy.__main__ import experiments
-from report import documents, page, table, tree
-from report.load import read_run
+from report import documents, page, predictions, table, tree
 
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "docs" / "results"
@@ -28,7 +27,7 @@ def test_readme_is_short_and_generated_tables_are_fresh(tmp_path):
 @pytest.mark.parametrize("record", sorted(RESULTS.glob("*/*/results.json")), ids=lambda path: path.parent.name)
 def test_recorded_reports_say_what_the_records_hold(record):
     markdown, html = ((record.parent / f"report.{kind}").read_text() for kind in ("md", "html"))
-    run = read_run(record)
+    run = predictions.with_later(record)
     assert table.render_markdown(run) == markdown, "stale: python -m report.documents"
     assert page.render(run) == html
 

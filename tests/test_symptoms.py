@@ -67,6 +67,8 @@ def test_a_row_points_to_what_it_shows_and_a_fair_one_to_nothing():
         symptoms.SYNC: runs.step("2_b", settings=half, host_syncs=2),
     }.items():
         assert signs(fair, row) == [title]
+    casting = runs.profile(40.0, categories=("matrix products", "copies and casts"))
+    assert signs(fair, runs.step("1_b", 40.0, settings=half, profile=casting)) == [], "it gained much all the same"
     wide = runs.step("3_b", 110.0, settings=dataclasses.replace(half, compiled=True))
     wide.timing.p25_ms = 99.0
     assert signs(fair, wide) == [], "not slower by more than its spread"
