@@ -317,13 +317,14 @@ def main(argv: list[str]) -> int:
             return largest_batch.main(given, absolute_data(arguments), argv, parser, check, limit_s)
         except OSError as error:
             parser.exit(1, f"run_all.sh: error: {error.filename or 'results/'}: {error.strerror or error}\n")
+    if given.sweep_minutes != parser.get_default("sweep_minutes"):
+        parser.error("--sweep-minutes limits a --sweep; STEP_TIMEOUT limits each row of a ladder")
     if given.peers and (given.scaling or (given.gpus or 1) > 1):
         parser.error("--peers run on one GPU: leave out --gpus and --scaling")
     if given.resume:
-        others = (given.only, given.peers, given.no_roofs, given.no_profile, given.repeat > 1, given.gpus,
-                  given.parallel, given.scaling)  # fmt: skip
-        if arguments or any(others):
-            parser.error(f"--resume takes its options and arguments from {given.resume}: give no others")
+        shared.refuse_others(given, parser, {"resume"}, f"--resume takes its options from {given.resume}")
+        if arguments:
+            parser.error(f"--resume takes its arguments from {given.resume}: give no others")
         if not given.resume.is_dir():
             parser.error(f"--resume {given.resume} is no folder")
         folder = given.resume.resolve()
@@ -347,8 +348,11 @@ def run_rows(ladders: list[Ladder]) -> None:
         wanted = name in ladder.plan.rows and name not in ladder.plan.left_out
         wanted = wanted and shared.row_of(record).get("status") != "ok" and scaling.is_needed(record, ladder.folder)
         if wanted and not stop.requests:
-            where = [f"{name} in {ladder.folder.name}"] * (len(ladders) > 1)
-            where += [f"pass {number} of {plan.repeat}"] * (plan.repeat > 1)
+            where = []
+            if len(ladders) > 1:
+                where.append(f"{name} in {ladder.folder.name}")
+            if plan.repeat > 1:
+                where.append(f"pass {number} of {plan.repeat}")
             if where:
                 say(", ".join(where))
             run_row(ladder, name, record)

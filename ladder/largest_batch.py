@@ -41,13 +41,7 @@ def predicted_batches(peaks: dict[int, int], free_bytes: int, accumulate: int = 
 
 def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, check, limit_s: int) -> int:
     """Measure, predict, confirm and tabulate; a batch may take `limit_s`. Exits with code 2 and one line on a CPU."""
-    others = (given.resume, given.peers, given.repeat > 1, (given.gpus or 1) > 1, given.scaling, given.parallel,
-              given.no_roofs, given.no_profile, given.sweep_minutes != parser.get_default("sweep_minutes"))  # fmt: skip
-    if any(others):
-        parser.error(
-            "--batch-size max only trains the five scripts, on one GPU: leave out --resume, --peers, --repeat, --gpus, "
-            "--scaling, --parallel, --no-roofs, --no-profile and --sweep-minutes"
-        )
+    shared.refuse_others(given, parser, {"only"}, "--batch-size max only trains the five scripts, on one GPU")
     if any(word.partition("=")[0] == "--global-batch-size" for word in arguments):
         parser.error("--batch-size max chooses the batch of a step: leave out --global-batch-size")
     pairs = zip(["", *arguments], arguments, strict=False)  # each word after the one before it

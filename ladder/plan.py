@@ -72,7 +72,8 @@ class State:
 
     def rest_s(self, piece: Piece) -> float:
         """What the next piece is expected to take yet: however long it took, a little remains."""
-        return max(piece.seconds - self.spent_s * piece.continues, min(piece.seconds, LEAST_S))
+        spent_s = self.spent_s if piece.continues else 0.0
+        return max(piece.seconds - spent_s, min(piece.seconds, LEAST_S))
 
 
 @dataclass
@@ -151,7 +152,8 @@ def record(recorder: Recorder, recording: Recording, variables: dict[str, str]) 
         given_up = ended.timed_out or ended.stopped or is_unfinished_sweep(state)
         failure = None if given_up else failure_of(ended, log, ROOT / state.run if found and piece.is_run else None)
         state.spent_s = state.spent_s + ended.seconds if given_up else 0.0
-        state.done += not given_up and failure is None
+        if not given_up and failure is None:
+            state.done += 1
         write_json(file, asdict(state))
         if given_up:
             next_call = "goes on with it" if piece.continues else "repeats it"
@@ -193,7 +195,9 @@ def failure_of(ended: process.Ended, log: Path, run: Path | None) -> str | None:
         return one_line(error)
     rows = [row for merge in merges for row in (*merge.steps, *merge.peers)]
     lost = [f"{row.step}: {row.status}: {row.reason}" for row in rows if row.status not in NOT_FAILED]
-    return None if not lost and any(row.status == "oom" for row in rows) else one_line(lost[0] if lost else said)
+    if lost:
+        return one_line(lost[0])
+    return None if any(row.status == "oom" for row in rows) else one_line(said)
 
 
 def is_unfinished_sweep(state: State) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import tempfile
 from pathlib import Path
@@ -26,6 +27,13 @@ def steps_named(only: str | None, names: list[str], parser: OneLineParser) -> li
     if wanted - numbers:
         parser.error(f"--only {only!r} names a step that is not there: give some of {','.join(sorted(numbers))}")
     return [name for name in names if name[0] in wanted]
+
+
+def refuse_others(given: argparse.Namespace, parser: OneLineParser, taken: set[str], why: str) -> None:
+    """Exits where an option was given that is none of those which are taken: nobody's option is ignored."""
+    others = [name for name, value in vars(given).items() if name not in taken and value != parser.get_default(name)]
+    if others:
+        parser.error(f"{why}: leave out --{others[0].replace('_', '-')}")
 
 
 def new_folder(root: Path, kind: str, plans: dict[str, dict], parser: OneLineParser) -> Path:

@@ -165,12 +165,12 @@ def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, ch
     Exits with code 2 and one line where nothing fits, where the time is too short, and without roofs.
     """
     began, stop = time.monotonic(), process.Stop()
-    if given.peers or given.repeat > 1 or (given.gpus or 1) > 1 or given.scaling or given.parallel:
-        several = "--peers, --repeat, --gpus, --scaling and --parallel"
-        parser.error(f"--sweep runs the five scripts once, on one GPU: leave out {several}")
-    if given.no_roofs:
-        parser.error("--sweep predicts its cells from the roofs: leave out --no-roofs")
-    folder, plan = (resumed if given.resume else planned)(given, arguments, argv, parser, check)
+    taken = {"sweep", "sweep_minutes", "only", "resume"}
+    shared.refuse_others(given, parser, taken, "--sweep runs the five scripts once, on one GPU, after the roofs")
+    if given.resume:
+        folder, plan = resumed(given, arguments, parser, check)
+    else:
+        folder, plan = planned(given, arguments, argv, parser, check)
     stop.listen()
     with process.lock(folder / PLAN, parser):
         try_again(folder, plan)
@@ -238,7 +238,7 @@ def planned(given, arguments: list[str], argv: list[str], parser: OneLineParser,
     return shared.new_folder(ROOT, "sweep-", {"": asdict(plan)}, parser), plan
 
 
-def resumed(given, arguments: list[str], _, parser: OneLineParser, check) -> tuple[Path, Plan]:
+def resumed(given, arguments: list[str], parser: OneLineParser, check) -> tuple[Path, Plan]:
     """The plan of an ended sweep. Exits where it cannot be read, or belongs to another device."""
     folder = given.resume.resolve()
     if arguments or given.only:

@@ -131,26 +131,21 @@ def busy_host(records: Records) -> Evidence:
     return of_runs(figures, f"gpt2-batch-8*/{MERGED}")
 
 
-def by_width(before: str, after: str, slower_at: int | None = None) -> Measure:
-    """Speedups of a step over the one before, narrowest workload first: they have to rise with the width, and to be
-    below 1 at `slower_at` channels alone."""
-
-    def measure(records: Records) -> Evidence:
-        gains: dict[int, list[Speedup]] = {}
-        for name, rows in records.rows(before, after).items():
-            if faster := compared(*reversed(rows), records.runs[name]):
-                gains.setdefault(records.runs[name].workload.n_embd, []).append(faster)
-        if len(gains) < 2:
-            raise KeyError("several widths")
-        gains = dict(sorted(gains.items()))
-        text = each({f"{width} channels": ", ".join(one.cell(unit="") for one in of) for width, of in gains.items()})
-        widths = [[one.ratio for one in of] for of in gains.values()]
-        rises = all(max(a) < min(b) for a, b in itertools.pairwise(widths))
-        slower = [width for width, of in gains.items() if min(one.ratio for one in of) < 1]
-        expected = [slower_at] if slower_at else []
-        return Evidence(f"times faster than {before}, {text}", f"*/{MERGED}", rises and slower == expected)
-
-    return measure
+def step_4_by_width(records: Records) -> Evidence:
+    """Speedups of step 4 over step 3, narrowest workload first: they have to rise with the width, and to be below 1 at
+    320 channels alone."""
+    gains: dict[int, list[Speedup]] = {}
+    for name, rows in records.rows("3_compile", "4_transformer_engine").items():
+        if faster := compared(*reversed(rows), records.runs[name]):
+            gains.setdefault(records.runs[name].workload.n_embd, []).append(faster)
+    if len(gains) < 2:
+        raise KeyError("several widths")
+    gains = dict(sorted(gains.items()))
+    text = each({f"{width} channels": ", ".join(one.cell(unit="") for one in of) for width, of in gains.items()})
+    widths = [[one.ratio for one in of] for of in gains.values()]
+    rises = all(max(a) < min(b) for a, b in itertools.pairwise(widths))
+    slower = [width for width, of in gains.items() if min(one.ratio for one in of) < 1]
+    return Evidence(f"times faster than 3_compile, {text}", f"*/{MERGED}", rises and slower == [320])
 
 
 def in_sweep(before: str, after: str, along: str, rises: bool = True, ends: tuple[int, int] | None = None) -> Measure:

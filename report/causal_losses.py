@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from common.record import MERGED
-from report import parity
+from report import analysis, parity
 from report.causal_figures import Evidence, each
 from report.records import Records
 from report.table import percent
@@ -19,7 +19,7 @@ LAST_NORM = "final LayerNorm in BF16, step 2"
 def peers_ended_higher(records: Records) -> Evidence:
     """How far the peers of the early run ended from step 0."""
     run = records.runs["gpt2"]
-    ends = {row.step: fmean(row.loss[-20:]) for row in (*run.steps, *run.peers)}
+    ends = {row.step: analysis.mean_loss(row) for row in (*run.steps, *run.peers)}
     above = {name: ends[name] / ends["0_baseline"] - 1 for name in PEERS}
     text = each({name: percent(end) for name, end in above.items()})
     return Evidence(text, f"gpt2/{MERGED}", min(above.values()) > 0)

@@ -68,7 +68,8 @@ def roofline(points: list[tuple[str, float, float]], copy_bytes_per_s: float, ro
             axes.plot(ridges[name], rate / 1e12, marker="D", color=INK, markersize=4)
             axes.text(right, rate / 1e12, f"{name} {tflops(rate)}", va="bottom", ha="right", fontsize=8)
         for index, (name, intensity, rate) in enumerate(points):
-            color, (shift, ha) = SERIES_COLORS[index % len(SERIES_COLORS)], ((0.83, "right"), (1.2, "left"))[index % 2]
+            color, on_left = SERIES_COLORS[index % len(SERIES_COLORS)], index % 2 == 0
+            shift, ha = (0.83, "right") if on_left else (1.2, "left")
             axes.plot(intensity, rate / 1e12, marker="o", color=color, linestyle="none", markersize=7)
             axes.text(intensity * shift, rate / 1e12, one_line(name, LONGEST_NAME), va="center", ha=ha, fontsize=8)
         axes.set(xscale="log", yscale="log", xlim=(left, right), xlabel="model FLOP per byte", ylabel="TFLOP/s")

@@ -182,10 +182,7 @@ def memory(rows: list[tuple[str, MemoryUse | None, str]]) -> str:
             held = [*held, *held[-1:]]
             roof = [low + size / top * height for low, size in zip(floor, held, strict=False)]
             base = drawing.height + 19 + height
-            # A level holds until the next event: edges are upright.
-            upper, lower = ([(x, y) for x, *ys in zip(xs, [low[0], *low], low, strict=False) for y in ys]
-                            for low in (roof, floor))  # fmt: skip
-            points = " ".join(f"{x:.1f},{base - y:.1f}" for x, y in [*upper, *reversed(lower)])
+            points = " ".join(f"{x:.1f},{base - y:.1f}" for x, y in [*_stairs(xs, roof), *reversed(_stairs(xs, floor))])
             title = f"{kind}: at most {max(held, default=0) / GIB:.1f} GiB"
             drawing.parts.append(f'<polygon points="{points}" fill="{color}"><title>{title}</title></polygon>')
             floor = roof
@@ -198,6 +195,11 @@ def memory(rows: list[tuple[str, MemoryUse | None, str]]) -> str:
         drawing.height += height + 32
     drawing.legend(MEMORY_COLORS)
     return drawing.svg()
+
+
+def _stairs(xs: list[float], ys: list[float]) -> list[tuple[float, float]]:
+    """A level holds until the next one: edges are upright."""
+    return [point for k, x in enumerate(xs) for point in ((x, ys[max(k - 1, 0)]), (x, ys[k]))]
 
 
 def _is_marked(use: MemoryUse) -> bool:

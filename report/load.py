@@ -364,9 +364,13 @@ def _read_roofs(folder: Path, rows: list[Run], problems: list[str]) -> Roofs | N
     for name in ("device", "gpu_uuid", "commit"):
         known, value = {getattr(run.environment, name) for run in rows} - {None}, here and getattr(here, name)
         elsewhere += [name] if known and value and value not in known else []
-    where = [f"on {here.device}"] * ("device" in elsewhere)
-    where = where or ["on another card of the same kind"] * ("gpu_uuid" in elsewhere)
-    where += [f"at commit {here.commit[:7]}"] if "commit" in elsewhere else []
+    where = []
+    if "device" in elsewhere:
+        where.append(f"on {here.device}")
+    elif "gpu_uuid" in elsewhere:
+        where.append("on another card of the same kind")
+    if "commit" in elsewhere:
+        where.append(f"at commit {here.commit[:7]}")
     if where:
         problems.append(f"{ROOFS_APART}, {', '.join(where)}")
     return roofs

@@ -196,7 +196,7 @@ def _roofline(run: Run) -> Evidence:
 
 def _energy(run: Run) -> Evidence:
     rows = [row for row in [*run.steps, *run.peers] if is_timed(row)]
-    measured = [row for row in rows if not {row.energy_j_per_step, row.clock_mhz, row.power_w} <= {None}]
+    measured = [row for row in rows if any((row.energy_j_per_step, row.clock_mhz, row.power_w))]
     headers = ("step", "mean SM MHz", "mean power, W", "J per step", "tokens/J")
     cells = [(row.step, table.figure(row.clock_mhz, ",.0f"), table.figure(row.power_w),
               table.figure(row.energy_j_per_step), table.tokens_per_joule(row)) for row in measured]  # fmt: skip

@@ -20,7 +20,7 @@ from report.table import commit_name, markdown, pipe_table
 PLAN, RUN_ALL = "plan.ini", "./run_all.sh"
 OF_A_RUN = (MERGED, f"[1-9]*/{MERGED}", "scaling.json")  # what is kept of a run folder
 NOT_KEPT = (".log", ".trace.json.gz")  # of a folder of experiments
-TRAFFIC = "attention-traffic", "step-traffic-"  # begin the name of a file
+TRAFFIC = "attention-traffic", traffic.STEP_TRAFFIC  # begin the name of a file
 VARIANTS = "anatomy/variants"
 EVERY = ("[0-9]_*.py", "common")
 CODE = (*EVERY, ":!common/passes.py")  # what every row is about: passes.py measures what predictions are made of

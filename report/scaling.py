@@ -179,8 +179,8 @@ def sentence(row: Scaled) -> str | None:
     said = [f"{row.step} by {row.parallel} on {row.gpus} GPUs: the efficiency is {efficiency_cell(row)}"]
     if row.lost is None:
         return f"{said[0]}. No profile that fits the timed steps says where the rest goes."
-    longer = [f"{name} ({percents(share)})" for name, share in main_loss(row)]
-    said += [f"More of the step than on one GPU goes to {', '.join(longer)}"] * bool(longer)
+    if longer := [f"{name} ({percents(share)})" for name, share in main_loss(row)]:
+        said.append(f"More of the step than on one GPU goes to {', '.join(longer)}")
     if row.parallel == "fsdp" and (gained := -row.lost["optimizer"]) >= 0.001:
         said.append(f"The optimizer takes {percents(gained)} less, because each GPU updates a part of the weights")
     if added := [f"{name}, {ms:.1f} ms" for name, ms in row.added_ms.items() if ms >= LEAST_ADDED * row.median_ms]:
@@ -200,7 +200,7 @@ def percents(share: float | None) -> str:
 def efficiency_cell(row: Scaled) -> str:
     if row.efficiency is None or (row.gpus == 1 and row.alike):
         return "-"
-    return percents(row.efficiency) + doubts.MARK * row.doubted + UNLIKE * (not row.alike)
+    return percents(row.efficiency) + (doubts.MARK if row.doubted else "") + ("" if row.alike else UNLIKE)
 
 
 def _first_cells(row: Scaled) -> tuple[str, str, str]:

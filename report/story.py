@@ -120,8 +120,8 @@ def _head(run: Run, row: Row) -> str:
 def where(run: Run) -> dict[str, str]:
     """Where the time of every step and peer went, with its speedup over the first that has a time."""
     reference = analysis.reference_row(run.steps)
-    pictures = whole_and_shares([time_bar(run, row, reference) for row in [*run.steps, *run.peers]])
-    return dict(zip(("where", "shares"), pictures, strict=True))
+    whole, shares = whole_and_shares([time_bar(run, row, reference) for row in [*run.steps, *run.peers]])
+    return {"where": whole, "shares": shares}
 
 
 def whole_and_shares(bars: list[drawn.Bar]) -> tuple[str, str]:

@@ -161,7 +161,8 @@ def _largest(parts: dict[str, float], parts_before: dict[str, float]) -> str:
     for name in ordered:
         if sign * sum(change[one] for one in shown) < EXPLAINED * all_of_it:
             shown.append(name)
-    shown += ordered[-1:] * (-sign * change[ordered[-1]] > (1 - EXPLAINED) * all_of_it)
+    if ordered and -sign * change[ordered[-1]] > (1 - EXPLAINED) * all_of_it:
+        shown.append(ordered[-1])
     return ", ".join(f"{name} {change[name]:+.3g} ms" for name in shown)
 
 
@@ -209,15 +210,19 @@ def trend(lines: list[dict[int, list[float]]]) -> int:
         return 0
     pairs = [pair for line in lines for pair in itertools.pairwise(line.values())]
     rises, falls = all(max(a) < min(b) for a, b in pairs), all(min(a) > max(b) for a, b in pairs)
-    return rises - falls
+    return 1 if rises else -1 if falls else 0
 
 
 def describe_trends(shapes: Shapes, before: str, step: str) -> list[str]:
     """Sentences: with what the gain of a step rises at every shape."""
     width, length = (trend(ratios(shapes, before, step, along)) for along in ("n_embd", "seq_len"))
-    said = [f"At each number of tokens and length it gains more, the {'wider' if width > 0 else 'narrower'} the model "
-            "is."] * bool(width)  # fmt: skip
-    return said + ["At each width it gains more, the longer the sequences are."] * (length > 0)
+    said = []
+    if width:
+        models = "wider" if width > 0 else "narrower"
+        said.append(f"At each number of tokens and length it gains more, the {models} the model is.")
+    if length > 0:
+        said.append("At each width it gains more, the longer the sequences are.")
+    return said
 
 
 def boundaries(shapes: Shapes, before: str, step: str) -> list[str]:

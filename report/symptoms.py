@@ -54,7 +54,8 @@ def _of_reason(reason: str) -> list[tuple[str, str]]:
 
 def _of_one(run: Run, before: Row | None, row: Row) -> list[tuple[str, str]]:
     settings, casts = row.settings, casts_share(row)
-    gained = before and is_timed(before) and analysis.speedup(row, before) > MUCH
+    speedup = compared(row, before, run)
+    gained = speedup is not None and speedup.ratio > MUCH
     launched = environment_of(run).device_type == "cuda" and not settings.captured
     bound = (analysis.bound(row) or ("",))[0]
     signs = (

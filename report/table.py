@@ -122,7 +122,9 @@ def figure(value: float | None, form: str = ",.1f") -> str:
 def tokens_per_joule(row: Row) -> str:
     """With one decimal from 10 on, below with two; or a dash."""
     figure = row.tokens_per_joule if is_timed(row) else None
-    return "-" if figure is None else f"{figure:,.1f}" if figure >= 10 else f"{figure:.2f}"
+    if figure is None:
+        return "-"
+    return f"{figure:,.1f}" if figure >= 10 else f"{figure:.2f}"
 
 
 def commit_of(run: Run, digits: int = 10) -> str:
@@ -260,9 +262,14 @@ def describe_steps(workload: Workload) -> str:
 
 def describe_division(workload: Workload) -> list[str]:
     """How a step is divided over GPUs, micro-batches and recomputed blocks, where it is."""
-    gpus = workload.gpus > 1 and f"{workload.gpus} processes by {workload.parallel}, each with a batch of this size"
-    parts = workload.accumulate > 1 and f"{workload.accumulate} micro-batches a step"
-    return [*filter(None, (gpus, parts, workload.checkpoint and "blocks recomputed in backward"))]
+    said = []
+    if workload.gpus > 1:
+        said.append(f"{workload.gpus} processes by {workload.parallel}, each with a batch of this size")
+    if workload.accumulate > 1:
+        said.append(f"{workload.accumulate} micro-batches a step")
+    if workload.checkpoint:
+        said.append("blocks recomputed in backward")
+    return said
 
 
 def describe_passes(run: Run) -> list[str]:

@@ -106,13 +106,13 @@ def test_counted_bytes_are_shares_of_a_copy_and_a_step_that_was_not_counted_is_n
     longest = [{"name": name, "launches": 12, "bytes": moved, "seconds": 1e-3} for name, moved in named.items()]
     longest.append({"name": "y::LoadWithCast<2>", "launches": 6, "bytes": 5e9, "seconds": 1e-3})
     steps = {"0_baseline": {"kernels": longest, "bytes": 14e9, "seconds": 14e-3}}
-    record = {"copy_bytes_per_s": 4e12, "steps": steps}
+    record = {"copy_bytes_per_s": 4e12, "steps": steps, "environment": {"commit": "abcdef012345", "dirty": False}}
     (tmp_path / "card").mkdir()
     path = tmp_path / "card" / "step-traffic-gpt2.json"
     path.write_text(json.dumps(record))
     recordings.check(path)
     _, _, title, lines, table = traffic.sections(tmp_path)
-    assert "gpt2" in title and lines.startswith("- 0")
+    assert title == "### gpt2, recorded in `card`, commit abcdef0" and lines.startswith("- 0")
     assert "0_baseline moves 14 GB. At memory's limit for 2.0 ms: cast (85%). Below" in lines
     assert lines.endswith("memory's limit for 1.0 ms: softmax\\|fused (50%)."), (
         "a matrix product is compared with no memory"

@@ -165,6 +165,8 @@ def test_resume_runs_the_rows_that_are_not_ok_and_refuses_what_has_changed(proje
     (edited / "plan.json").write_text((only / "plan.json").read_text().replace('"repeat": 1', '"repeat": "one"'))
     for words, facts, said in (
         ([str(only), "--steps", "9"], {}, "give no others"),
+        ([str(only), "--sweep-minutes", "5"], {}, "--sweep-minutes limits a --sweep"),
+        ([str(only), "--repeat", "2"], {}, "leave out --repeat"),
         ([str(tmp_path)], {}, "no plan.json"),
         ([str(edited)], {}, "no plan.json that can be read: plan.json: Expected `int`, got `str`"),
         ([str(only)], {"workload": WORKLOAD | {"seed": 2}}, "workload has changed"),

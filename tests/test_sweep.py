@@ -153,6 +153,7 @@ def test_what_does_not_fit_or_has_no_time_is_a_cell_with_its_reason(home, monkey
     ("words", "changed", "said"),
     [
         (["--no-roofs"], {}, "leave out --no-roofs"),
+        (["--no-profile"], {}, "leave out --no-profile"),
         (["--n-embd", "64"], {}, "leave out --n-embd"),
         (["--only", "7"], {}, "names a step that is not there: give some of 0,2"),
         (["--sweep-minutes", "1"], {"device_type": "cuda"}, "--sweep-minutes 1 is too short"),
