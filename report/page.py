@@ -49,6 +49,7 @@ def render(run: Run) -> str:
         "one_block": story.ONE_BLOCK,
         "blocks": story.blocks(run),
         "block_rows": story.block_table(run),
+        "on_cpu": environment_of(run).device_type == "cpu",
         "left_out": [row.step for row in run.steps if row.status == "not run"],
         "evidence": evidence(run),
         "table_rows": first,

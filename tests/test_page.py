@@ -123,6 +123,7 @@ def test_runs_of_every_kind_have_their_own_headline():
     two = page.render(runs.two_gpus())
     assert "communication" in two and "vs 3_compile" in two and "baseline" not in two, "its first row is no baseline"
     assert "x faster" not in page.render(runs.busy())
+    assert "On a CPU no step is captured" in page.render(runs.recorded_cpu()) and "On a CPU no step" not in two
     left_out = page.render(runs.only())
     assert "Not run: 0_baseline, 1_cublas, 4_transformer_engine." in left_out and left_out.count('class="card"') == 2
 
