@@ -29,6 +29,7 @@ from common.text import aligned, positive_int
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 ITERS, QUICK_ITERS = 50, 20  # how often a time is taken
+AGAIN = 5  # how often a time is taken that explains another
 SAMPLE_S = 1e-3  # one sample repeats a shorter call for so long, so that waiting for the GPU at its end counts little
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 NEAR = 1.25  # a prediction within 25 %: neither is more than this factor times the other
@@ -284,13 +285,18 @@ def cause_of_miss(
 ) -> str | None:
     """Why a call took longer or shorter than a check predicted, as a sentence; None where no measurement tells.
 
-    Measured are, in this order, a copy of `n_bytes`, the GPU's idle time, what `slow_kernels` asks, and on a CPU the
-    call on one thread.
+    Measured are, in this order, the call once more, a copy of `n_bytes`, the GPU's idle time, what `slow_kernels`
+    asks, and on a CPU the call on one thread.
     """
     longer = check.measured > check.predicted
-    if n_bytes and near(check.measured, copy_s := copy_seconds(n_bytes, device)):
-        what = "so few are slower than many" if longer else "a cache holds them"
-        return f"a copy of as many bytes takes {us(copy_s)} us: {what}"
+    if near(again_s := seconds(call, AGAIN), check.predicted):
+        return f"a moment later it took {us(again_s)} us, as predicted: the machine's speed had changed"
+    if n_bytes:
+        copy_s = copy_seconds(n_bytes, device)
+        if longer and near(check.measured, copy_s):
+            return f"a copy of as many bytes takes {us(copy_s)} us: so few are slower than many"
+        if not longer and copy_s * NEAR < check.predicted:
+            return f"a copy of as many bytes takes {us(copy_s)} us: a cache holds a part of them"
     if not longer:
         return None
     if device.type == "cuda":
@@ -321,14 +327,14 @@ def near(a: float, b: float) -> bool:
 def copy_seconds(n_bytes: float, device: torch.device) -> Seconds:
     """The time of a copy that reads and writes so many bytes together, again and again the same ones."""
     source, target = torch.ones(2, max(1, round(n_bytes / 8)), device=device)
-    return seconds(lambda: torch.neg(source, out=target), 5)  # copy_ would use a GPU's copy engines
+    return seconds(lambda: torch.neg(source, out=target), AGAIN)  # copy_ would use a GPU's copy engines
 
 
 def on_one_thread(call: Callable[[], object]) -> Seconds:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return seconds(call, 5)
+        return seconds(call, AGAIN)
     finally:
         torch.set_num_threads(threads)
 

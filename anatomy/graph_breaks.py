@@ -89,9 +89,8 @@ def without_branch(x):
 
 def with_unsupported(x):
     y = first_half(x)
-    started = time.perf_counter()
-    y = second_half(y)
-    return y if started > 0 else None
+    time.perf_counter()  # kept, its number would be a guard, so that every call compiles the second half again
+    return second_half(y)
 
 
 FEW = 64  # numbers of an input on which only the host's work counts

@@ -79,7 +79,10 @@ def run(args: argparse.Namespace) -> Result:
         checks.append(check := Check(f"copy within {mib(size)} MiB, from {level}", predicted_s, copy_s, "us"))
         if call_bound and not check.hit:
             check.cause = "an empty call is a large part of it"
-        elif not in_graph:
+        elif not check.hit and (in_graph or copy_s < predicted_s):
+            found, modelled = f"{size / copy_s / rate:.1f}", f"{rates[level] / rate:g}"
+            check.cause = f"{found} times the rate of a large copy, and not {modelled}, as the model has it"
+        else:
             check.find_cause = partial(cause_of_miss, call=copy, device=device)
         rows.append({"working set MiB": mib(size), "predicted to fit in": level, "us": us(copy_s)})
         rows[-1] |= {"GB/s": f"{size / copy_s / 1e9:.1f}", "measures": "the call, not the memory" * call_bound}

@@ -24,10 +24,11 @@ import contextlib
 import io
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from anatomy.experiment import Check, Result, Seconds, default_size, differ, ms, seconds, size_argument, table, us
+from anatomy.experiment import Check, Result, Seconds, default_size, differ, ms, near, seconds, size_argument, table, us
 from common import profile
 from common.hardware import synchronize
 
@@ -74,7 +75,10 @@ def run(args: argparse.Namespace) -> Result:
         host_s = {queue: host_seconds(operation, work, device, args.iters) for queue, work in queues.items()}
         # An operation that waits is predicted as its own time plus that of the queued kernel.
         predicted = host_s["empty queue"] + (large_s if waits and gpu else 0)
-        checks.append(Check(f"{name} after a large kernel", predicted, host_s["after a large kernel"], "us"))
+        find = partial(cause_by_processor, work=queues["after a large kernel"], device=device, iters=args.iters)
+        checks.append(
+            Check(f"{name} after a large kernel", predicted, host_s["after a large kernel"], "us", find_cause=find)
+        )
         syncs = profile.count_host_syncs(operation) if gpu else None
         results[name] = {"host_s": host_s, "waits": waits and gpu, "predicted_large_s": predicted, "host_syncs": syncs}
         rows.append({"operation": name} | {f"{queue} us": us(s) for queue, s in host_s.items()})
@@ -107,6 +111,14 @@ def host_seconds(operation: Callable, work: Callable | None, device: torch.devic
         times.append(time.perf_counter() - begin)
     synchronize(device)
     return Seconds.of(times[1:])  # the first call warms up
+
+
+def cause_by_processor(check: Check, work: Callable, device: torch.device, iters: int) -> str | None:
+    """Why an operation takes long after a CPU's own work, if an empty function does as well."""
+    alone, after = (host_seconds(lambda: None, before, device, iters) for before in (None, work))
+    if device.type != "cpu" or check.measured < check.predicted or near(alone, after):
+        return None
+    return f"an empty function, too, takes {after / alone:.1f} times as long right after that kernel"
 
 
 def loop_seconds(value: torch.Tensor, iterations: int, device: torch.device, item_s: float) -> dict:

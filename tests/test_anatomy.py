@@ -155,7 +155,7 @@ def test_host_cost_rewrites_and_learning_show_what_holds_by_semantics():
 
 def test_a_miss_is_explained_by_a_copy_by_one_thread_or_by_the_mask_and_a_hit_by_nothing(monkeypatch):
     def cause(predicted, measured, n_bytes=0):
-        find = partial(experiment.cause_of_miss, call=None, device=torch.device("cpu"), n_bytes=n_bytes)
+        find = partial(experiment.cause_of_miss, call=lambda: None, device=torch.device("cpu"), n_bytes=n_bytes)
         check = Check("x", predicted, measured, "us", find_cause=find)
         Result([], [], {}, [check]).explain()
         return check.cause
@@ -163,8 +163,11 @@ def test_a_miss_is_explained_by_a_copy_by_one_thread_or_by_the_mask_and_a_hit_by
     monkeypatch.setattr(experiment, "copy_seconds", lambda n_bytes, device: 1e-6 * n_bytes)
     monkeypatch.setattr(experiment, "on_one_thread", lambda call: 3e-6)
     assert cause(1e-6, 1.1e-6, 8) is None
-    assert "a cache holds them" in cause(4e-6, 2e-6, 2) and "so few are slower" in cause(1e-6, 4e-6, 4)
+    assert "a cache holds a part" in cause(4e-6, 2e-6, 2) and "so few are slower" in cause(1e-6, 4e-6, 4)
     assert cause(4e-6, 2e-6, 40) is None
+    with monkeypatch.context() as moment:
+        moment.setattr(experiment, "seconds", lambda call, samples: 1.1e-6)
+        assert "as predicted" in cause(1e-6, 9e-6, 40)
     assert "on one thread it takes 3.0 us" in cause(1e-6, 9e-6, 40) and cause(1e-6, 3.5e-6) is None
     assert "the mask saves no time" in attention_forms.cause_by_mask(2e-3, full_s=2.2e-3)
     assert attention_forms.cause_by_mask(2e-3, full_s=4e-3) is None
