@@ -289,8 +289,9 @@ def cause_of_miss(
     asks, and on a CPU the call on one thread.
     """
     longer = check.measured > check.predicted
-    if near(again_s := seconds(call, AGAIN), check.predicted):
-        return f"a moment later it took {us(again_s)} us, as predicted: the machine's speed had changed"
+    again_s = seconds(call, AGAIN)
+    if near(again_s, check.predicted) and differ(again_s, check.measured):
+        return f"a moment later it took {us(again_s)} us, near the prediction: the machine's speed had changed"
     if n_bytes:
         copy_s = copy_seconds(n_bytes, device)
         if longer and near(check.measured, copy_s):
