@@ -168,7 +168,7 @@ def test_a_miss_is_explained_by_a_copy_by_one_thread_or_by_the_mask_and_a_hit_by
     with monkeypatch.context() as moment:
         moment.setattr(experiment, "seconds", lambda call, samples: 1.1e-6)
         assert "near the prediction" in cause(1e-6, 9e-6, 40) and "on one thread" not in cause(1e-6, 9e-6, 40)
-        moment.setattr(experiment, "seconds", lambda call, samples: Seconds.of([1.1e-6, 1.2e-6, 1.3e-6]))
+        moment.setattr(experiment, "seconds", lambda call, samples: Seconds.of([1.1e-6, 1.2e-6, 1.4e-6]))
         assert cause(1e-6, 1.26e-6, 40) is None, "the same time within its spread"
     assert "on one thread it takes 3.0 us" in cause(1e-6, 9e-6, 40) and cause(1e-6, 3.5e-6) is None
     assert "the mask saves no time" in attention_forms.cause_by_mask(2e-3, full_s=2.2e-3)
