@@ -175,11 +175,11 @@ def memory(rows: list[tuple[str, MemoryUse | None, str]]) -> str:
             drawing.reason(name, why or "no allocation was seen")
             continue
         drawing.heading(name, f"{use.peak_bytes / GIB:.1f} GiB {describe_peak(use)}")
-        xs = [*_places(use), WIDTH]  # the last level holds until the step ends
+        xs = [*_places(use), WIDTH]
         floor = [0.0] * len(xs)
         for kind, color in MEMORY_COLORS.items():
             held = use.bytes.get(kind) or [0] * len(use.ms)
-            held = [*held, *held[-1:]]
+            held = [*held, *held[-1:] * (len(xs) - len(held))]  # the last level holds until the step ends
             roof = [low + size / top * height for low, size in zip(floor, held, strict=False)]
             base = drawing.height + 19 + height
             points = " ".join(f"{x:.1f},{base - y:.1f}" for x, y in [*_stairs(xs, roof), *reversed(_stairs(xs, floor))])

@@ -294,7 +294,7 @@ def readme_lines(root: Path, record: Path) -> list[str] | None:
     since = (
         "The code of the scripts, or of `common/`, has changed since this run"
         if changed
-        else "The code of the scripts and of `common/` is that of this run"
+        else "The code of the scripts and of `common/` is that of this run, except `passes.py`, which predictions use"
     )
     others = (path for path in sorted(record.parents[1].glob(f"*/{MERGED}")) if path != record)
     older = [f"`{path.parent.name}`" for path in others if changed_since(root, facts([path]).commits, CODE)]

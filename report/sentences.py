@@ -119,7 +119,8 @@ def why(run: Run, before: Row | None, row: Row) -> str:
         return "No kind of kernel explains it."
     share = -largest.ms / gained
     if share > 1:
-        rest = (median_ms(after) - ms for after, ms in ((row, largest.after_ms), (before, largest.before_ms)))
+        sides = ((row, largest.after_ms), (before, largest.before_ms))
+        rest = (sum(analysis.category_ms(side).values()) - ms for side, ms in sides)  # as profiled, gaps included
         return f"{_took(largest)}, and everything else {' ms instead of '.join(f'{ms:,.1f}' for ms in rest)}."
     return f"{_took(largest)}, which is {share:.0%} of the time {'saved' if gained > 0 else 'lost'}."
 

@@ -15,8 +15,8 @@ COUNTED = (
     "bytes by arithmetic. Here the GPU counted the bytes that go through DRAM. The lines name the kernels among each "
     "step's ten longest that pass over memory: neither matrix products nor fused attention. The percentage behind a "
     "name is the kernel's bandwidth as a share of a large copy's, and some kernels exceed it a little. From "
-    f"{traffic.LIMITED_BY_MEMORY:.0%} on, a kernel counts as limited by memory. Under the counters each kernel runs "
-    "alone, so these times are shorter than in a timed step. [How it was "
+    f"{traffic.LIMITED_BY_MEMORY:.0%} on, a kernel counts as limited by memory. A kernel that is not among the ten "
+    "longest is not named, so a step may have more kernels of a kind. [How it was "
     "counted](performance.md#dram-bytes-of-the-longest-kernels)."
 )
 PARTS = (

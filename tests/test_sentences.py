@@ -81,6 +81,9 @@ def test_a_cause_is_the_largest_one_with_its_part_of_the_gain():
     )
     rows = pair((100.0, 90.0, 10.0), (80.0, 60.0, 20.0))
     assert "Matrix products take 60.0 ms instead of 90.0, and everything else 20.0 ms instead of 10.0." in said_of(rows)
+    rows[1].profile.kernels[1].ms = rows[1].profile.categories["optimizer"].ms = 18.0
+    rows[1].profile = replace(rows[1].profile, step_ms=78.0, gpu_busy_ms=78.0)
+    assert "everything else 18.0 ms" in said_of(rows), "of the profiled step, which took less than the timed one"
     assert "instead of 20.0, which is" not in said_of(pair((80.0, 60.0, 20.0), (100.0, 90.0, 10.0))), "the slower one"
     slower = said_of(pair((100.0, 50.0, 10.0), (80.0, 65.0, 10.0)))
     assert slower.endswith("No kind of kernel explains it. Matrix products take 65.0 ms instead of 50.0."), "gaps do"
