@@ -173,15 +173,17 @@ def memory(run: Run) -> tuple[str, bool]:
     """A picture of what steps hold, and whether it says what for; otherwise it shows their peaks alone."""
     if any(row.memory for row in run.steps):
         return drawn.memory([(row.step, row.memory, _why_none(row)) for row in run.steps]), True
-    bars = [_peak_bar(row) for row in run.steps if not is_timed(row) or analysis.peak_gib(row)]
+    bars = [_bar(row, "peak", analysis.peak_gib(row), f"{table.gib(row)} GiB")
+            for row in run.steps if not is_timed(row) or analysis.peak_gib(row)]  # fmt: skip
     known = any(bar.parts for bar in bars)
     return (drawn.stacked(bars, "GiB", legend=False) if known else ""), False
 
 
-def _peak_bar(row: Row) -> drawn.Bar:
+def _bar(row: Row, name: str, value: float | None, label: str) -> drawn.Bar:
+    """One figure of a row; or why the row has none."""
     if not is_timed(row):
         return drawn.Bar(row.step, None, reason_untimed(row))
-    return drawn.Bar(row.step, {"peak": analysis.peak_gib(row)}, f"{table.gib(row)} GiB")
+    return drawn.Bar(row.step, {name: value}, label)
 
 
 def memory_table(run: Run) -> list[dict]:
@@ -198,16 +200,11 @@ def memory_table(run: Run) -> list[dict]:
 
 def energy(run: Run) -> str:
     """A picture of the tokens that a joule trains."""
-    bars = [_energy_bar(run, row) for row in [*run.steps, *run.peers] if not is_timed(row) or row.tokens_per_joule]
+    bars = [_bar(row, "tokens per joule", row.tokens_per_joule,
+                 f"{table.tokens_per_joule(row)} tokens/J{_head(run, row)}")
+            for row in [*run.steps, *run.peers] if not is_timed(row) or row.tokens_per_joule]  # fmt: skip
     known = any(bar.parts for bar in bars)
     return drawn.stacked(bars, "tokens/J", legend=False) if known else ""
-
-
-def _energy_bar(run: Run, row: Row) -> drawn.Bar:
-    if not is_timed(row):
-        return drawn.Bar(row.step, None, reason_untimed(row))
-    label = f"{table.tokens_per_joule(row)} tokens/J{_head(run, row)}"
-    return drawn.Bar(row.step, {"tokens per joule": row.tokens_per_joule}, label)
 
 
 def _noun(run: Run) -> str:
