@@ -39,7 +39,6 @@ from anatomy.attention_forms import analytic_attention_bytes, attention_by_hand,
 from anatomy.experiment import (
     Check,
     Result,
-    cause_of_miss,
     default_size,
     differ,
     expected,
@@ -50,6 +49,7 @@ from anatomy.experiment import (
     size_argument,
     table,
 )  # fmt: skip
+from anatomy.misses import cause_of_miss
 from common import hardware, roofs
 from common.errors import is_out_of_memory
 from common.record import ProductRate

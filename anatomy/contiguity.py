@@ -28,7 +28,8 @@ from functools import partial
 
 import torch
 
-from anatomy.experiment import Check, Result, cause_of_miss, default_size, less, seconds, size_argument, table, us
+from anatomy.experiment import Check, Result, default_size, less, seconds, size_argument, table, us
+from anatomy.misses import cause_of_miss
 
 COPY, NEGATION = "copy to contiguous", "negation into a contiguous output"
 COLD_BYTES = 2**28  # of inputs that take turns: more than most caches hold

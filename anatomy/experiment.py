@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from common import profile
-from common.text import aligned, positive_int
+from common.text import aligned, one_line, positive_int
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 ITERS, QUICK_ITERS = 50, 20  # how often a time is taken
@@ -81,6 +81,7 @@ def less(a: float, b: float) -> bool:
     return a < b and differ(a, b)
 
 
+Cause = str | Callable[[], str | None] | None  # of a miss: a sentence, or what makes it and needs the profiler
 RECORDED = ("what", "predicted", "measured", "unit", "at_most", "cause", "hit")  # of a check
 
 
@@ -89,7 +90,7 @@ class Check:
     """One prediction beside its measurement: two figures of one unit, at best within 25 %.
 
     `at_most` makes the prediction an upper bound. `cause` is a sentence about a miss, computed from a measurement.
-    `find_cause` makes it, by further measurements.
+    `find_cause` makes it by further measurements, see misses.py.
     """
 
     what: str
@@ -98,7 +99,7 @@ class Check:
     unit: str
     at_most: bool = False
     cause: str | None = None
-    find_cause: "Callable[[Check], str | None] | None" = None
+    find_cause: "Callable[[Check], Cause] | None" = None
 
     @property
     def hit(self) -> bool:
@@ -148,10 +149,11 @@ class Result:
 
     def explain(self) -> None:
         """Find the causes of misses. Call it after all times are taken: a profiler makes later launches slower."""
-        for check in self.checks:
-            if check.find_cause and not check.hit:
-                with quiet():  # what a call prints or warns of was shown
-                    check.cause = check.find_cause(check)
+        missed = [check for check in self.checks if check.find_cause and not check.hit]
+        with quiet():  # what a call prints or warns of was shown
+            found = [_ask(check.find_cause, check) for check in missed]
+            for check, cause in zip(missed, found, strict=True):
+                check.cause = _ask(cause) if callable(cause) else cause
 
     def checked(self) -> list[Table]:
         return [table("Predictions", [check.row() for check in self.checks])] if self.checks else []
@@ -170,6 +172,14 @@ class Result:
         checks = [with_quartiles({name: getattr(check, name) for name in RECORDED}) for check in self.checks]
         fields = {"tables": list(map(asdict, self.tables)), "attachments": list(self.attachments), "checks": checks}
         return vars(self) | fields | {"figures": with_quartiles(self.figures)}
+
+
+def _ask(find_cause: Callable[..., object], *of: Check) -> object:
+    """What a search for a cause finds. If it fails, the experiment keeps its times."""
+    try:
+        return find_cause(*of)
+    except Exception as error:  # those of CUDA and of the profiler have no common class
+        return f"missed, and the search for its cause failed: {one_line(error)}"
 
 
 def with_quartiles(figures: object) -> object:
@@ -276,50 +286,6 @@ def busy_seconds(function: Callable[[], object], device: torch.device) -> float 
     return sum(kernel["dur"] for kernel in profile.trace_step(function, device).kernels) / 1e6
 
 
-def cause_of_miss(
-    check: Check,
-    call: Callable[[], object],
-    device: torch.device,
-    n_bytes: float = 0,
-    slow_kernels: Callable[[], str | None] = lambda: None,
-) -> str | None:
-    """Why a call took longer or shorter than a check predicted, as a sentence; None where no measurement tells.
-
-    Measured are, in this order, the call once more, a copy of `n_bytes`, the GPU's idle time, what `slow_kernels`
-    asks, and on a CPU the call on one thread.
-    """
-    longer = check.measured > check.predicted
-    again_s = seconds(call, AGAIN)
-    if near(again_s, check.predicted) and differ(again_s, check.measured):
-        return f"a moment later it took {us(again_s)} us, near the prediction: the machine's speed had changed"
-    if n_bytes:
-        copy_s = copy_seconds(n_bytes, device)
-        if longer and near(check.measured, copy_s):
-            return f"a copy of as many bytes takes {us(copy_s)} us: so few are slower than many"
-        if not longer and copy_s * NEAR < check.predicted:
-            return f"a copy of as many bytes takes {us(copy_s)} us: a cache holds a part of them"
-    if not longer:
-        return None
-    if device.type == "cuda":
-        slow = "the GPU is busy all the time: its kernels are slower than the model's rates"
-        return idle_cause(check, call, device) or slow_kernels() or slow
-    return slow_kernels() or one_thread_cause(check, call)
-
-
-def idle_cause(check: Check, call: Callable[[], object], device: torch.device) -> str | None:
-    """How long the GPU worked during a call, where it waited for the host."""
-    call()  # what compiles at first is no work of the call
-    share = busy_seconds(call, device) / check.measured
-    return f"kernels run {share:.0%} of the time, else the GPU waits for the host" if share * NEAR < 1 else None
-
-
-def one_thread_cause(check: Check, call: Callable[[], object]) -> str | None:
-    alone_s = on_one_thread(call)
-    if alone_s * NEAR >= check.measured:
-        return None
-    return f"on one thread it takes {us(alone_s)} us: sharing so little among threads costs more than it saves"
-
-
 def near(a: float, b: float) -> bool:
     """Whether two times are within 25 % of each other."""
     return 1 / NEAR <= a / b <= NEAR
@@ -331,13 +297,20 @@ def copy_seconds(n_bytes: float, device: torch.device) -> Seconds:
     return seconds(lambda: torch.neg(source, out=target), AGAIN)  # copy_ would use a GPU's copy engines
 
 
-def on_one_thread(call: Callable[[], object]) -> Seconds:
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """A CPU's operators use one thread meanwhile."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return seconds(call, AGAIN)
+        yield
     finally:
         torch.set_num_threads(threads)
+
+
+def on_one_thread(call: Callable[[], object], samples: int) -> Seconds:
+    with one_thread():
+        return seconds(call, samples)
 
 
 def launches(function: Callable[[], object], device: torch.device) -> int:

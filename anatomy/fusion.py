@@ -35,7 +35,6 @@ from torch._inductor.utils import run_and_get_code
 from anatomy.experiment import (
     Check,
     Result,
-    cause_of_miss,
     copy_seconds,
     default_size,
     differ,
@@ -46,6 +45,7 @@ from anatomy.experiment import (
     table,
     us,
 )
+from anatomy.misses import cause_of_miss
 from common import roofs
 from common.errors import missing_tool
 

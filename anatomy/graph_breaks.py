@@ -31,7 +31,6 @@ from torch._dynamo.exc import TorchDynamoException, Unsupported
 from anatomy.experiment import (
     Check,
     Result,
-    cause_of_miss,
     copy_seconds,
     default_size,
     differ,
@@ -42,6 +41,7 @@ from anatomy.experiment import (
     size_argument,
     table,
 )
+from anatomy.misses import cause_of_miss
 from common import roofs
 from common.text import one_line
 

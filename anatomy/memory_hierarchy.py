@@ -5,9 +5,10 @@ memory inside a multiprocessor? How full of warps must the GPU be, before DRAM g
 
 Prediction. A kernel copies n bytes from one buffer to another, many times. The working set is both buffers, 2 n bytes.
 If it fits in a level of cache, the bytes come from there, and if not, from the next larger level. So the bandwidth
-falls in steps at the sizes of the levels. On an H200 the L2 cache holds 60 MB and DRAM gives about 4.2 TB/s. A copy of
-a few MB is over before its bandwidth counts: it takes as long as an empty kernel, which is measured first. So a copy of
-S bytes is predicted as the empty kernel plus S over the rate of its level, and the rate of L2 as twice that of DRAM.
+falls in steps at the sizes of the levels. No arithmetic gives the rate of a level, so each is measured first: that of
+DRAM with a large copy, that of a cache with a copy that fills a third of it. Then a copy of S bytes is predicted as an
+empty kernel, which is measured as well, plus S over the rate of the smallest level that holds it. A cache whose third
+is copied before two empty kernels are over is too small to show. On a CPU a single core copies.
 
 Registers and the memory inside a multiprocessor (L1 and shared memory are one on an NVIDIA GPU) show only in a loop
 inside a kernel, which on_chip.py has in Triton. A multiprocessor reads 128 bytes of L1 a clock, so all of them read 128
@@ -24,9 +25,9 @@ Run:    python -m anatomy memory-hierarchy --smallest 1 --largest 1024
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -36,18 +37,20 @@ from anatomy.experiment import (
     Refused,
     Result,
     Seconds,
-    cause_of_miss,
     default_size,
-    seconds,
+    near,
+    on_one_thread,
+    one_thread,
     size_argument,
     table,
     us,
 )
+from anatomy.misses import changed_cause
 from common import hardware, roofs
 
 CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 OVERHEAD = 3  # a copy shorter than this many empty calls measures the call, not the memory
-FASTER = 2  # how many times faster than the next larger level a level is predicted to be
+PART, SHOWN = 3, 2  # a cache's rate is that of a copy which fills so small a part of it, and takes so many empty calls
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,44 +64,75 @@ def run(args: argparse.Namespace) -> Result:
     largest = (args.largest or default_size(args, 256, 256, 4096)) * 2**20
     if smallest > largest:
         raise Refused(f"--smallest {smallest // 2**10} KiB is larger than --largest {largest // 2**20} MiB")
-    levels, rate = caches(device), roofs.copy_rate(device)
-    rates = {name: rate * FASTER**k for k, name in enumerate(["DRAM", *reversed(levels)])}
-    in_graph = device.type == "cuda" and hardware.package_version("triton")
-    time_copy = captured_seconds if in_graph else seconds
-    buffers = torch.ones(2, largest // 2 // dtype.itemsize, device=device, dtype=dtype)
-    # The copies are negations: in a CUDA graph copy_ uses the copy engines, which are slower than a kernel.
-    empty_s = time_copy(partial(torch.neg, buffers[0, :1], out=buffers[1, :1]), args.iters)
-    copies, rows, checks = [], [], []
+    levels = caches(device)
+    copies = Copies(device, dtype, max([largest, *(capacity // PART for capacity in levels.values())]), args.iters)
+    with one_thread():
+        rates = copies.rates(levels) | {"DRAM": roofs.copy_rate(device)}
+    sets, rows, checks = [], [], []
     for size in working_sets(smallest, largest, 4 if args.quick and device.type == "cpu" else 2):
-        source, target = buffers[:, : size // 2 // dtype.itemsize]
-        copy_s = time_copy(copy := partial(torch.neg, source, out=target), args.iters)
-        level = next((name for name, capacity in levels.items() if size <= capacity), "DRAM")
-        call_bound, predicted_s = copy_s < OVERHEAD * empty_s, empty_s + size / rates[level]
-        copies.append({"bytes": size, "seconds": copy_s, "level": level, "bytes_per_s": size / copy_s})
-        copies[-1] |= {"call_bound": call_bound, "predicted_s": predicted_s}
-        checks.append(check := Check(f"copy within {mib(size)} MiB, from {level}", predicted_s, copy_s, "us"))
-        if call_bound and not check.hit:
-            check.cause = "an empty call is a large part of it"
-        elif not check.hit and (in_graph or copy_s < predicted_s):
-            found, modelled = f"{size / copy_s / rate:.1f}", f"{rates[level] / rate:g}"
-            check.cause = f"{found} times the rate of a large copy, and not {modelled}, as the model has it"
-        else:
-            check.find_cause = partial(cause_of_miss, call=copy, device=device)
+        copy_s = copies.seconds(size)
+        level = next((name for name in rates if size <= levels.get(name, size)), "DRAM")
+        call_bound, predicted_s = copy_s < OVERHEAD * copies.empty_s, copies.predicted_s(size, rates[level])
+        sets.append({"bytes": size, "seconds": copy_s, "level": level, "bytes_per_s": size / copy_s})
+        sets[-1] |= {"call_bound": call_bound, "predicted_s": predicted_s}
+        cause = partial(copies.cause_of_miss, size=size, level=level, rate=rates[level])
+        checks.append(Check(f"copy within {mib(size)} MiB, from {level}", predicted_s, copy_s, "us", find_cause=cause))
         rows.append({"working set MiB": mib(size), "predicted to fit in": level, "us": us(copy_s)})
         rows[-1] |= {"GB/s": f"{size / copy_s / 1e9:.1f}", "measures": "the call, not the memory" * call_bound}
     sizes = ", ".join(f"{name} {mib(capacity)} MiB" for name, capacity in levels.items()) or "sizes unknown"
-    title = f"Copies within a working set (source and target); caches: {sizes}; an empty call: {us(empty_s)} us"
-    figures = {"caches": levels, "empty_s": empty_s, "copy_bytes_per_s": rate, "working_sets": copies}
-    tables, lines = [table(title, rows)], sentences(copies, levels)
-    if in_graph:
+    title = f"Copies within a working set (source and target); caches: {sizes}; an empty call: {us(copies.empty_s)} us"
+    figures = {"caches": levels, "empty_s": copies.empty_s, "rates": rates, "working_sets": sets}
+    figures["copy_bytes_per_s"] = rates["DRAM"]
+    tables, lines = [table(title, rows)], sentences(sets, levels)
+    if copies.in_graph:
         from anatomy import on_chip  # the import needs Triton
 
-        found = on_chip.measure(device, rate, args.iters)
+        found = on_chip.measure(device, rates["DRAM"], args.iters)
         figures, tables, checks = figures | found, tables + on_chip.tables(**found), checks + on_chip.checks(**found)
     else:
         lines.append("Registers, L1 and occupancy were not measured: they need a GPU and Triton.")
     result = Result(tables, lines, figures, checks)
-    return result.with_plot("memory-hierarchy.svg", partial(draw, copies, levels))
+    return result.with_plot("memory-hierarchy.svg", partial(draw, sets, levels))
+
+
+class Copies:
+    """Copies between two buffers of `largest` bytes together, on a CPU by one thread. They are negations: in a CUDA
+    graph copy_ uses the copy engines, which are slower than a kernel."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, largest: int, iters: int) -> None:
+        self.buffers = torch.ones(2, largest // 2 // dtype.itemsize, device=device, dtype=dtype)
+        self.device, self.iters = device, iters
+        self.in_graph = device.type == "cuda" and bool(hardware.package_version("triton"))
+        self.empty_s = self.seconds(2 * dtype.itemsize)
+
+    def seconds(self, size: int, cold: bool = False) -> Seconds:
+        """The time of a copy of `size` bytes, read and written: always the same ones, or `cold`, one part of the
+        buffers after the other."""
+        numbers = size // 2 // self.buffers.itemsize
+        parts = self.buffers.shape[1] // numbers if cold else 1
+        pairs = [self.buffers[:, k * numbers : (k + 1) * numbers] for k in range(parts)]
+        calls = [partial(torch.neg, source, out=target) for source, target in pairs]
+        turns = itertools.cycle(calls)
+        call = (lambda: next(turns)()) if cold else calls[0]
+        return captured_seconds(call, self.iters) if self.in_graph else on_one_thread(call, self.iters)
+
+    def rates(self, levels: dict[str, int]) -> dict[str, float]:
+        """Bytes per second of each cache that these copies show, smallest first."""
+        times = {name: (part := capacity // PART, self.seconds(part)) for name, capacity in levels.items()}
+        shown = {name: pair for name, pair in times.items() if pair[1] >= SHOWN * self.empty_s}
+        return {name: part / (copy_s - self.empty_s) for name, (part, copy_s) in shown.items()}
+
+    def predicted_s(self, size: int, rate: float) -> float:
+        return self.empty_s + size / rate
+
+    def cause_of_miss(self, check: Check, size: int, level: str, rate: float) -> str | None:
+        """Why a copy takes longer, if half as many bytes do not; or shorter, if bytes that no cache holds do not."""
+        longer = check.measured > check.predicted
+        if longer and level != "DRAM" and near(half_s := self.seconds(size // 2), self.predicted_s(size // 2, rate)):
+            return f"a copy of half as many bytes takes {us(half_s)} us, as predicted for {level}: it does not hold all"
+        if not longer and near(cold_s := self.seconds(size, cold=True), check.predicted):
+            return f"it takes {us(cold_s)} us with bytes that were not touched lately: a cache held a part of them"
+        return changed_cause(check, self.seconds(size))
 
 
 def working_sets(smallest: int, largest: int, factor: int) -> list[int]:
@@ -115,18 +149,17 @@ def mib(size: float) -> str:
 
 
 def caches(device: torch.device) -> dict[str, int]:
-    """Level -> bytes, smallest first. The private caches of all CPU cores add up, as every core copies a part."""
+    """Level -> bytes of the caches for data that a GPU or a CPU's core has, smallest first."""
     if device.type == "cuda":
         return {"L2": torch.cuda.get_device_properties(device).L2_cache_size}
     levels = {}
     for index in sorted(CPU_CACHES.glob("index*")):
         try:
             level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
-            private = not set((index / "shared_cpu_list").read_text().strip()) & set(",-")
         except OSError:
             continue
         if kind != "Instruction" and size.endswith("K"):
-            levels[f"L{level}"] = int(size[:-1]) * 2**10 * (torch.get_num_threads() if private else 1)
+            levels[f"L{level}"] = int(size[:-1]) * 2**10
     return dict(sorted(levels.items(), key=lambda item: item[1]))
 
 
@@ -137,8 +170,8 @@ def captured_seconds(function: Callable[[], object], samples: int) -> Seconds:
     return Seconds.of([s / 1e3 for s in do_bench_cudagraph(function, rep=max(1, samples // 2), return_mode="all")])
 
 
-def draw(copies: list[dict], levels: dict[str, int], axes) -> None:
-    axes.plot([row["bytes"] / 2**20 for row in copies], [row["bytes_per_s"] / 1e9 for row in copies], "o-")
+def draw(sets: list[dict], levels: dict[str, int], axes) -> None:
+    axes.plot([row["bytes"] / 2**20 for row in sets], [row["bytes_per_s"] / 1e9 for row in sets], "o-")
     for name, capacity in levels.items():
         axes.axvline(capacity / 2**20, linestyle="--", color="gray")
         axes.annotate(name, (capacity / 2**20, 0), textcoords="offset points", xytext=(3, 3))
@@ -146,8 +179,8 @@ def draw(copies: list[dict], levels: dict[str, int], axes) -> None:
     axes.set_ylim(bottom=0)
 
 
-def sentences(copies: list[dict], levels: dict[str, int]) -> list[str]:
-    kept = [row for row in copies if not row["call_bound"]]
+def sentences(sets: list[dict], levels: dict[str, int]) -> list[str]:
+    kept = [row for row in sets if not row["call_bound"]]
     if not kept:
         return ["Every copy took about as long as an empty call, so the figures show nothing about the memory."]
     best = {}
@@ -156,17 +189,17 @@ def sentences(copies: list[dict], levels: dict[str, int]) -> list[str]:
     lines = [f"The fastest copy by level: {', '.join(f'{name} {rate / 1e9:.0f} GB/s' for name, rate in best.items())}."]
     rates = list(best.values())
     if len(rates) > 1:
-        falls = all(upper > lower for upper, lower in pairwise(rates))
+        falls = all(upper > lower for upper, lower in itertools.pairwise(rates))
         lines.append(
             f"Each level is faster than the next larger one; the first is {rates[0] / rates[-1]:.1f} times the last. "
             "These copies include the call, which the predictions add to the time of the bytes."
             if falls
             else "Not every level is faster than the next larger one."
         )
-    steps = [(near["bytes_per_s"] / far["bytes_per_s"], near["bytes"], far["bytes"]) for near, far in pairwise(kept)]
-    drop, near, far = max(steps, default=(0, 0, 0))
+    steps = [(a["bytes_per_s"] / b["bytes_per_s"], a["bytes"], b["bytes"]) for a, b in itertools.pairwise(kept)]
+    drop, small, large = max(steps, default=(0, 0, 0))
     if drop <= 1.1:
         return [*lines, "The bandwidth falls by more than a tenth between no working set and the next."]
-    inside = [name for name, size in levels.items() if near <= size <= far]
+    inside = [name for name, size in levels.items() if small <= size <= large]
     where = f"where {' and '.join(inside)} ends" if inside else "where no cache ends according to its stated size"
-    return [*lines, f"The largest step, {drop:.1f}x, lies between {mib(near)} and {mib(far)} MiB, {where}."]
+    return [*lines, f"The largest step, {drop:.1f}x, lies between {mib(small)} and {mib(large)} MiB, {where}."]

@@ -38,7 +38,6 @@ from anatomy.experiment import (
     Refused,
     Result,
     Table,
-    cause_of_miss,
     default_size,
     differ,
     expected,
@@ -47,6 +46,7 @@ from anatomy.experiment import (
     table,
     us,
 )  # fmt: skip
+from anatomy.misses import cause_of_miss
 from common import hardware, roofs
 from common.record import PRECISIONS, Roofs
 

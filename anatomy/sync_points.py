@@ -28,10 +28,11 @@ from functools import partial
 
 import torch
 
-from anatomy.experiment import Check, Result, Seconds, default_size, differ, ms, near, seconds, size_argument, table, us
+from anatomy.experiment import NEAR, Check, Result, Seconds, default_size, differ, ms, seconds, size_argument, table, us
 from common import profile
 from common.hardware import synchronize
 
+EVICTED = 2**25  # bytes that are written to take the caches
 NO_WAIT = ("a kernel, for comparison", ".to(), pinned and non-blocking")
 
 
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> Result:
         host_s = {queue: host_seconds(operation, work, device, args.iters) for queue, work in queues.items()}
         # An operation that waits is predicted as its own time plus that of the queued kernel.
         predicted = host_s["empty queue"] + (large_s if waits and gpu else 0)
-        find = partial(cause_by_processor, work=queues["after a large kernel"], device=device, iters=args.iters)
+        find = partial(cause_by_caches, operation=operation, device=device, iters=args.iters)
         checks.append(
             Check(f"{name} after a large kernel", predicted, host_s["after a large kernel"], "us", find_cause=find)
         )
@@ -113,12 +114,16 @@ def host_seconds(operation: Callable, work: Callable | None, device: torch.devic
     return Seconds.of(times[1:])  # the first call warms up
 
 
-def cause_by_processor(check: Check, work: Callable, device: torch.device, iters: int) -> str | None:
-    """Why an operation takes long after a CPU's own work, if an empty function does as well."""
-    alone, after = (host_seconds(lambda: None, before, device, iters) for before in (None, work))
-    if device.type != "cpu" or check.measured < check.predicted or near(alone, after):
+def cause_by_caches(check: Check, operation: Callable, device: torch.device, iters: int) -> str | None:
+    """Why an operation takes longer after a CPU's own work: that work took the caches, if other work that only writes
+    `EVICTED` bytes makes the operation take at least about as long."""
+    if device.type != "cpu" or check.measured < check.predicted:
         return None
-    return f"an empty function, too, takes {after / alone:.1f} times as long right after that kernel"
+    written = torch.ones(EVICTED // 4)
+    after_s = host_seconds(operation, lambda: written.add_(1), device, iters)
+    if after_s * NEAR < check.measured:
+        return None
+    return f"right after {EVICTED // 2**20} MiB are written it takes {us(after_s)} us: the caches hold other data then"
 
 
 def loop_seconds(value: torch.Tensor, iterations: int, device: torch.device, item_s: float) -> dict:

@@ -14,7 +14,17 @@ import pytest
 import torch
 from conftest import FAST, ROOT, quick
 
-from anatomy import attention_forms, experiment, host_cost, learning, memory_hierarchy, precision, traffic
+from anatomy import (
+    attention_forms,
+    experiment,
+    host_cost,
+    learning,
+    memory_hierarchy,
+    misses,
+    precision,
+    sync_points,
+    traffic,
+)
 from anatomy.experiment import Check, Result, Seconds, with_quartiles
 from common import benchmark
 
@@ -155,20 +165,20 @@ def test_host_cost_rewrites_and_learning_show_what_holds_by_semantics():
 
 def test_a_miss_is_explained_by_a_copy_by_one_thread_or_by_the_mask_and_a_hit_by_nothing(monkeypatch):
     def cause(predicted, measured, n_bytes=0):
-        find = partial(experiment.cause_of_miss, call=lambda: None, device=torch.device("cpu"), n_bytes=n_bytes)
+        find = partial(misses.cause_of_miss, call=lambda: None, device=torch.device("cpu"), n_bytes=n_bytes)
         check = Check("x", predicted, measured, "us", find_cause=find)
         Result([], [], {}, [check]).explain()
         return check.cause
 
-    monkeypatch.setattr(experiment, "copy_seconds", lambda n_bytes, device: 1e-6 * n_bytes)
-    monkeypatch.setattr(experiment, "on_one_thread", lambda call: 3e-6)
+    monkeypatch.setattr(misses, "copy_seconds", lambda n_bytes, device: 1e-6 * n_bytes)
+    monkeypatch.setattr(misses, "on_one_thread", lambda call, samples: 3e-6)
     assert cause(1e-6, 1.1e-6, 8) is None
     assert "a cache holds a part" in cause(4e-6, 2e-6, 2) and "so few are slower" in cause(1e-6, 4e-6, 4)
     assert cause(4e-6, 2e-6, 40) is None
     with monkeypatch.context() as moment:
-        moment.setattr(experiment, "seconds", lambda call, samples: 1.1e-6)
-        assert "near the prediction" in cause(1e-6, 9e-6, 40) and "on one thread" not in cause(1e-6, 9e-6, 40)
-        moment.setattr(experiment, "seconds", lambda call, samples: Seconds.of([1.1e-6, 1.2e-6, 1.4e-6]))
+        moment.setattr(misses, "seconds", lambda call, samples: 1.1e-6)
+        assert "a moment later" in cause(1e-6, 9e-6, 40) and "on one thread" not in cause(1e-6, 9e-6, 40)
+        moment.setattr(misses, "seconds", lambda call, samples: Seconds.of([1.1e-6, 1.2e-6, 1.4e-6]))
         assert cause(1e-6, 1.26e-6, 40) is None, "the same time within its spread"
     assert "on one thread it takes 3.0 us" in cause(1e-6, 9e-6, 40) and cause(1e-6, 3.5e-6) is None
     assert "the mask saves no time" in attention_forms.cause_by_mask(2e-3, full_s=2.2e-3)
@@ -176,7 +186,45 @@ def test_a_miss_is_explained_by_a_copy_by_one_thread_or_by_the_mask_and_a_hit_by
     monkeypatch.undo()
     assert experiment.copy_seconds(2**20, torch.device("cpu")) > 0
     threads = torch.get_num_threads()
-    assert experiment.on_one_thread(torch.get_num_threads) > 0 and torch.get_num_threads() == threads
+    assert experiment.on_one_thread(torch.get_num_threads, 2) > 0 and torch.get_num_threads() == threads
+
+
+def test_what_needs_the_profiler_is_asked_last_and_a_failed_search_keeps_the_times():
+    asked = []
+
+    def search(check):
+        asked.append(check.what)
+        return (lambda: asked.append("profile") or "idle") if check.what == "a" else None
+
+    checks = [Check(name, 1.0, 9.0, "us", find_cause=search) for name in "ab"]
+    checks.append(Check("c", 1.0, 9.0, "us", find_cause=lambda check: 1 / 0))
+    Result([], [], {}, checks).explain()
+    assert asked == ["a", "b", "profile"]
+    assert [check.cause for check in checks[:2]] == ["idle", None]
+    assert checks[2].cause.startswith("missed, and the search for its cause failed: ")
+
+
+def test_a_copy_beyond_a_cache_and_an_operation_after_the_caches_are_taken_are_explained_by_a_measurement(monkeypatch):
+    copies = memory_hierarchy.Copies(torch.device("cpu"), torch.float32, 2**16, 2)
+    copies.empty_s, taken = 0.0, {"half": 1e-6, "cold": 2e-6, "again": 9e-6}
+    monkeypatch.setattr(copies, "seconds", lambda size, cold=False: Seconds.of(
+        [taken["cold" if cold else "half" if size == 100 else "again"]] * 2))  # fmt: skip
+
+    def cause(predicted, measured, level="L2"):
+        return copies.cause_of_miss(Check("x", predicted, measured, "us"), size=200, level=level, rate=1e8)
+
+    assert "half as many bytes takes 1.0 us, as predicted for L2" in cause(2e-6, 4e-6)
+    assert cause(2e-6, 4e-6, level="DRAM") is None
+    assert "not touched lately" in cause(2e-6, 1e-6) and cause(4e-6, 1e-6) is None
+    assert "a moment later" in cause(9e-6, 2e-6)
+
+    def after_writing(measured, device="cpu"):
+        check = Check("x", 1e-6, measured, "us")
+        return sync_points.cause_by_caches(check, lambda: None, torch.device(device), iters=2)
+
+    monkeypatch.setattr(sync_points, "host_seconds", lambda *_: Seconds.of([5e-6, 5e-6]))
+    assert "it takes 5.0 us" in after_writing(6e-6)
+    assert after_writing(9e-6) is None and after_writing(0.5e-6) is None and after_writing(6e-6, "cuda") is None
 
 
 def test_a_core_that_was_slow_for_a_moment_and_a_profiler_that_stays_are_said_only_beyond_the_spread():
