@@ -73,7 +73,7 @@ def report(folder: Path, ended: dict | None = None) -> int:
     try:
         import tabulate  # noqa: F401  imported where a table is drawn
 
-        from report import load, scaling, sweep, table
+        from report import load, predictions, scaling, sweep, table
     except ImportError:
         text, code = plain_table(folder)
         say(text)
@@ -87,10 +87,12 @@ def report(folder: Path, ended: dict | None = None) -> int:
             say(line)
         return int(any(row.status not in GOOD for row in scaling.scaled_rows(runs)))
     run = load.load_run(folder, (ended or {}).get(folder))
+    if recorded := load.holds_only_the_merge(folder):
+        predictions.add_later(run, folder)
     say(table.render_text(run))
     for line in write_reports(run, folder):
         say(line)
-    if not load.holds_only_the_merge(folder):
+    if not recorded:
         write_run(folder / load.MERGED, run)
     left_out = load.read_plan(folder).left_out if (folder / load.PLAN).exists() else []
     rows = [*run.steps, *run.peers]

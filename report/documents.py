@@ -49,7 +49,8 @@ SHOWN = f"{GPU}/{SLICE}"
 
 def recorded_runs(folder: Path, pattern: str = "*/*") -> list[tuple[Path, Run]]:
     """Every recorded run below a folder, the one with the least work first."""
-    runs = [(path.parent, predictions.with_later(path)) for path in sorted(folder.glob(f"{pattern}/{MERGED}"))]
+    folders = [path.parent for path in sorted(folder.glob(f"{pattern}/{MERGED}"))]
+    runs = [(path, predictions.add_later(read_run(path / MERGED), path)) for path in folders]
     return sorted(runs, key=lambda named: named[1].workload.flops_per_step)
 
 

@@ -33,7 +33,7 @@ WORDS = (
     (r"transpose_\w*kernel", "transpose in FP8"),
     (r"amax_and_scale|delayed_scaling", "update of the FP8 scales"),
     (r"FusedAdam|multi_tensor_adam|_fused_adam", "AdamW, fused"),
-    (r"triton_for_fused", "AdamW, compiled"),
+    (r"triton_for_fused", "AdamW, one of its compiled kernels"),
     (r"multi_tensor_apply|_foreach_|Optimizer\.", "AdamW, one of its passes"),
     (r"bfloat16_copy", "cast to BF16"),
     (r"[\[{]lambda\(float\).*LoadWithCast", "cast to FP32"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -10,7 +11,7 @@ from common.record import Row, Run
 from common.text import aligned
 from report.analysis import category_ms, is_timed, median_ms
 from report.doubts import mark
-from report.load import PREDICTIONS, read_json, read_run
+from report.load import PREDICTIONS, convert, read_json
 
 FAR = 0.25  # an error that is counted as far
 MOST_NAMED = 5
@@ -23,27 +24,46 @@ HOW = (
 )
 
 
+@dataclass
+class Predicted:
+    """What was predicted for a row, in milliseconds: of each kind of kernels, of the host that launches them, and the
+    step's time."""
+
+    step: str
+    category_ms: dict[str, float]
+    host_ms: float
+    ms: float
+
+
+def recorded(machine: Path) -> dict[str, dict[str, Predicted]]:
+    """What was predicted for the runs in a machine's folder, by run and step; empty without a record. Raises
+    RecordError."""
+    path = machine / PREDICTIONS
+    runs = convert(read_json(path), dict[str, list[Predicted]], path.name) if path.exists() else {}
+    return {name: {one.step: one for one in rows} for name, rows in runs.items()}
+
+
 def section(machine: Path, runs: list[tuple[Path, Run]]) -> list[str]:
     """A summary, and a table with a line per recorded step. Nothing where no predictions of these are recorded."""
-    recorded = read_json(machine / PREDICTIONS) if (machine / PREDICTIONS).exists() else {}
-    cells = [cell for path, run in runs for cell in _cells(recorded.get(path.name, []), path.name, run)]
+    by_run = recorded(machine)
+    known = [(path.name, by_run[path.name], run) for path, run in runs if path.name in by_run]
+    cells = [cell for name, predicted, run in known for cell in _cells(predicted, name, run)]
     if not cells:
         return []
-    pairs = [pair for path, run in runs for pair in _pairs(recorded.get(path.name, []), run)]
+    pairs = [pair for _, predicted, run in known for pair in _pairs(predicted, run)]
     said = " ".join([summary([cell["error"] for cell in cells]), *directions(pairs)])
     rows = [cell | {"error": f"{cell['error']:+.0%}"} for cell in cells]
     return [f"### Predicted without training: {machine.name}", HOW, said, aligned(rows, "pipe", n_left=2)]
 
 
-def with_later(path: Path) -> Run:
-    """A recorded run, with the times that were predicted for it later where its rows hold none. Raises RecordError."""
-    run, recorded = read_run(path), path.parents[1] / PREDICTIONS
-    if not recorded.exists() or any(row.predicted_ms for row in run.steps):
-        return run
-    later = {one["step"]: one["ms"] for one in read_json(recorded).get(path.parent.name, [])}
-    for row in run.steps:
-        row.predicted_ms = later.get(row.step)
-    run.problems += [OTHER_ROOFS] if later else []
+def add_later(run: Run, folder: Path) -> Run:
+    """The run, with the times that were predicted for its folder later, if its rows hold none. Raises RecordError."""
+    if not any(row.predicted_ms for row in run.steps):
+        later = recorded(folder.resolve().parent).get(folder.resolve().name, {})
+        filled = [row for row in run.steps if row.step in later]
+        for row in filled:
+            row.predicted_ms = later[row.step].ms
+        run.problems += [OTHER_ROOFS] if filled else []
     return run
 
 
@@ -82,42 +102,39 @@ def directions(pairs: list[tuple[str, float, float]]) -> list[str]:
     return [f"{said}.{named}"]
 
 
-def _pairs(recorded: list[dict], run: Run) -> list[tuple[str, float, float]]:
+def _pairs(predicted: dict[str, Predicted], run: Run) -> list[tuple[str, float, float]]:
     """Each timed step of a run over the one before it: its name, and the speedups that were predicted and measured."""
-    predicted = {one["step"]: one["ms"] for one in recorded}
     found = []
     for before, row in itertools.pairwise(run.steps):
         if {before.step, row.step} <= predicted.keys() and is_timed(before) and is_timed(row):
             name = f"{row.step} at {run.workload.n_embd} channels"
-            ratios = predicted[before.step] / predicted[row.step], median_ms(before) / median_ms(row)
+            ratios = predicted[before.step].ms / predicted[row.step].ms, median_ms(before) / median_ms(row)
             found.append((name, *ratios))
     return found
 
 
-def _cells(recorded: list[dict], name: str, run: Run) -> list[dict]:
-    predicted = {one["step"]: one for one in recorded}
+def _cells(predicted: dict[str, Predicted], name: str, run: Run) -> list[dict]:
     cells = []
     for row in run.steps:
         if (one := predicted.get(row.step)) and is_timed(row):
-            error = one["ms"] / median_ms(row) - 1
-            cell = {"workload": name, "step": row.step, "predicted ms": f"{one['ms']:.1f}"}
+            cell = {"workload": name, "step": row.step, "predicted ms": f"{one.ms:.1f}"}
             cell |= {
                 "measured ms": f"{median_ms(row):.1f}{mark(run, row)}",
-                "error": error,
+                "error": one.ms / median_ms(row) - 1,
                 "furthest off": _worst(one, row),
             }
             cells.append(cell)
     return cells
 
 
-def _worst(predicted: dict, row: Row) -> str:
+def _worst(predicted: Predicted, row: Row) -> str:
     """`copies and casts, 3.1 of 4.8 ms`: the category with the largest difference, predicted and profiled; or the
     launches, where the prediction is the host's time."""
     if not row.profile:
         return "-"
-    if predicted["host_ms"] == predicted["ms"]:
-        return f"launches, {predicted['host_ms']:.1f} of {median_ms(row):.1f} ms"
+    if predicted.host_ms == predicted.ms:
+        return f"launches, {predicted.host_ms:.1f} of {median_ms(row):.1f} ms"
     profiled = category_ms(row)
-    gaps = {name: abs(ms - profiled.get(name, 0.0)) for name, ms in predicted["category_ms"].items()}
+    gaps = {name: abs(ms - profiled.get(name, 0.0)) for name, ms in predicted.category_ms.items()}
     name = max(gaps, key=gaps.get)
-    return f"{name}, {predicted['category_ms'][name]:.1f} of {profiled.get(name, 0.0):.1f} ms"
+    return f"{name}, {predicted.category_ms[name]:.1f} of {profiled.get(name, 0.0):.1f} ms"

@@ -15,6 +15,7 @@ SWEEP = "sweep.json"
 SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size")
 FEWEST_LINES, FEWEST_SIZES = 3, 3  # of shapes, that show a trend
 EXPLAINED = 0.9  # of what became longer: kinds of kernels are named until they reach it
+PART, CLOSE = 2, 1.5  # a profiled difference within such a factor of a timed one explains a part of it, or all
 LEAST = 0.02  # difference of two times: the same cell in another process may differ by as much
 
 
@@ -131,8 +132,10 @@ def why_slower(cell: Cell, before: Cell) -> str:
             if cell.again_ms < before.again_ms * (1 + LEAST):
                 return f"trained again, it is {before.again_ms / cell.again_ms:.2f} times: the loss is not of the step"
         said = ", ".join(f"{name} {ms:+.3g} ms" for name, ms in (times | {"profiled": profiled}).items())
-        agree = any(ms / 2 < profiled < 2 * ms for ms in times.values())
-        return f"{said}: {_largest(cell.category_ms, before.category_ms)}" if agree else f"not explained: {said}"
+        if not any(ms / PART < profiled < PART * ms for ms in times.values()):
+            return f"not explained: {said}"
+        close = times["timed"] / CLOSE < profiled < times["timed"] * CLOSE
+        return f"{'' if close else 'explained in part: '}{said}: {_largest(cell.category_ms, before.category_ms)}"
     if cell.host_bound and not cell.captured:
         count = f" {cell.launches} kernels" if cell.launches else ""
         return f"the host launches{count} longer than the GPU works: none was queued when the last was launched"

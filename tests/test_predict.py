@@ -182,8 +182,9 @@ def test_roofs_that_were_asked_for_are_taken_before_those_of_a_run(monkeypatch, 
 
 def test_a_recorded_run_without_predictions_gets_those_that_were_made_later():
     folder = ROOT / "docs" / "results" / "h200"
-    plain, filled = read_run(folder / "gpt2" / MERGED), predictions.with_later(folder / "gpt2" / MERGED)
+    plain, again = (read_run(folder / "gpt2" / MERGED) for _ in range(2))
+    filled = predictions.add_later(again, folder / "gpt2")
     assert not any(row.predicted_ms for row in plain.steps) and all(row.predicted_ms for row in filled.steps)
     assert predictions.OTHER_ROOFS in filled.problems and predictions.off(plain) == ""
-    own = predictions.with_later(folder / SLICE / MERGED)
+    own = predictions.add_later(read_run(folder / SLICE / MERGED), folder / SLICE)
     assert predictions.OTHER_ROOFS not in own.problems and predictions.off(own).startswith("off by ")

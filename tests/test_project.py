@@ -10,6 +10,7 @@ from te_signatures import SCRIPTS, te_calls
 
 from anatomy.__main__ import experiments
 from report import documents, page, predictions, table, tree
+from report.load import read_run
 
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "docs" / "results"
@@ -27,7 +28,7 @@ def test_readme_is_short_and_generated_tables_are_fresh(tmp_path):
 @pytest.mark.parametrize("record", sorted(RESULTS.glob("*/*/results.json")), ids=lambda path: path.parent.name)
 def test_recorded_reports_say_what_the_records_hold(record):
     markdown, html = ((record.parent / f"report.{kind}").read_text() for kind in ("md", "html"))
-    run = predictions.with_later(record)
+    run = predictions.add_later(read_run(record), record.parent)
     assert table.render_markdown(run) == markdown, "stale: python -m report.documents"
     assert page.render(run) == html
 
