@@ -9,6 +9,7 @@ import ast
 import datetime
 import importlib
 import json
+import os
 import re
 import shlex
 import signal
@@ -63,6 +64,7 @@ def run_one(name: str, argv: list[str]) -> int:
     from anatomy import experiment
     from common import hardware
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
     module = importlib.import_module(f"anatomy.{name.replace('-', '_')}")
     parser = OneLineParser(prog=f"python -m anatomy {name}", description=module.__doc__)
     module.add_arguments(parser.add_argument_group("sizes"))
@@ -245,7 +247,8 @@ def page(record: dict) -> str:
     )
     score = f": {result.score()}" if result.checks else ""
     return "\n\n".join([
-        f"# {record['experiment']}", f"**{record['question']}** Recorded on {where}{dirty}.",
+        f"# {record['experiment']}", f"**{record['question']}** Recorded on {where}{dirty}. "
+        "`docs/glossary.md` explains the terms.",
         f"Predict first: {asked['predict']}",
         folded("How this experiment predicts it", asked["prediction"]),
         folded(f"What was measured{score}", "\n\n".join([result.render("github"), *links])),

@@ -19,7 +19,7 @@ that is less than the host needs to launch everything, the host limits the time.
 the host needs, and this program measures that first, too. The bytes are "least GB" in the table. `python -m
 anatomy.traffic` counts how many really move.
 
-Change: --head-dim 64. Which of the two terms changes, and by how much? --nhead 64 --lengths 256: is the host still the
+Change: --head-dim 32. Which of the two terms changes, and by how much? --nhead 64 --lengths 256: is the host still the
 limit?
 Source: Dao et al., FlashAttention (2022), section 3; FlashAttention-2 (2023), section 3.1.
 Run:    python -m anatomy attention --lengths 256 1024 4096 16384 --batch 1 --nhead 16 --head-dim 128

@@ -161,4 +161,4 @@ def conclusions(figures: dict, compiled: int | None) -> list[str]:
     ]
     if hand[3]["nodes"] != hand[0]["nodes"]:
         lines.append(f"Batch 1 has {hand[3]['nodes']} nodes by hand, because no copy merges batch and heads.")
-    return lines + ([f"The compiled block is {compiled} node(s) for autograd."] if compiled else [])
+    return lines + ([f"Nodes of the compiled block, for autograd: {compiled}."] if compiled else [])

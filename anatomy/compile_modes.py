@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> Result:
         sentences.append(f"{mode}: a step {ratio}. A warm cache takes {warm_s / cold_s:.0%} of the cold seconds.")
     graphs = graph_counts(args.lengths)
     checks += [Check(f"graphs of {args.lengths} calls, {case}", *counts, "") for case, counts in graphs.items()]
-    title = f"Forward and backward of {layers} block(s); cold and warm: compilation and first steps, fresh processes"
+    title = f"Forward and backward, blocks: {layers}. Cold and warm: compilation and first steps, fresh processes"
     figures = {"work": work, "eager": eager, "modes": results, "graphs": graphs}
     return Result([table(title, rows)], sentences, figures, checks)
 

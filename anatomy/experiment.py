@@ -314,16 +314,26 @@ def on_one_thread(call: Callable[[], object], samples: int) -> Seconds:
 
 
 def launches(function: Callable[[], object], device: torch.device) -> int:
-    """How many kernels one call launches on a GPU. On a CPU, how many operators it calls that no operator calls."""
+    """How many kernels one call launches on a GPU. On a CPU, how many operators it calls that no operator calls, views
+    left out."""
     trace = profile.trace_step(function, device)
     if device.type == "cuda":
         return len(trace.kernels)
     operators = [event for event in trace.operators if event["name"].startswith("aten::")]
     count, end = 0, 0.0
     for event in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
-        if event["ts"] >= end:
+        if event["ts"] >= end and not is_view(event["name"]):
             count, end = count + 1, event["ts"] + event["dur"]
     return count
+
+
+def is_view(operator: str) -> bool:
+    """Whether an operator, `aten::t`, by its schema returns the memory that it was given, and writes nothing to it.
+    One that sometimes copies, as aten::reshape, then calls another that does."""
+    overloads = getattr(torch.ops.aten, operator.removeprefix("aten::"), None)
+    schemas = [getattr(overloads, name)._schema for name in overloads.overloads()] if overloads else []
+    aliases = [one.alias_info for schema in schemas[:1] for one in schema.returns[:1]]
+    return any(alias and not alias.is_write for alias in aliases)
 
 
 def extra_peak_bytes(step: Callable[[], object], device: torch.device) -> int:

@@ -186,7 +186,7 @@ def sentences(figures: dict) -> list[str]:
                     speed = "the difference to eager is inside the spread"
                 lines.append(
                     f"{expression}, {variant}: {speed}, {eager['predicted_s'] / result['predicted_s']:.2f}x predicted. "
-                    f"Eager launches {eager['launches']} kernel(s), this variant {result['launches']}."
+                    f"Kernels launched: eager {eager['launches']}, this variant {result['launches']}."
                 )
     if beyond_copy:
         lines.append("Some rows are faster than a copy: a cache held their bytes, or something slowed the copy.")

@@ -55,20 +55,20 @@ FORMS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    size_argument(parser, "--steps N", "training steps (default: 300 on a GPU, 60 on a CPU, quick 20)")
-    size_argument(parser, "--vocab V", "size of the vocabulary, from 256 (default: 50304 on a GPU, 256 on a CPU)")
+    size_argument(parser, "--steps N", "training steps (default: 300 on a GPU, 20 on a CPU, quick 6)")
+    size_argument(parser, "--vocab V", "size of the vocabulary, from 256 (default: 50304)")
     size_argument(parser, "--layers N", "blocks (default: 4 on a GPU, 1 on a CPU)")
     size_argument(parser, "--dmodel C", "channels, in heads of 32 (default: 512 on a GPU, 32 on a CPU)")
-    size_argument(parser, "--seq T", "tokens of a sequence (default: 512 on a GPU, 32 on a CPU)")
-    size_argument(parser, "--batch B", "sequences of a batch (default: 16 on a GPU, 4 on a CPU)")
+    size_argument(parser, "--seq T", "tokens of a sequence (default: 512 on a GPU, 128 on a CPU)")
+    size_argument(parser, "--batch B", "sequences of a batch (default: 16 on a GPU, 8 on a CPU)")
 
 
 def run(args: argparse.Namespace) -> Result:
     gpu = args.device.type == "cuda"
-    V, T, B = args.vocab or (50304 if gpu else 256), args.seq or (512 if gpu else 32), args.batch or (16 if gpu else 4)
+    V, T, B = args.vocab or 50304, args.seq or (512 if gpu else 128), args.batch or (16 if gpu else 8)
     C = args.dmodel or (512 if gpu else 32)
     config = GPTConfig(args.layers or (4 if gpu else 1), max(1, C // 32), C, T, max(256, V))
-    text, steps = data.standard_library_text(), args.steps or (300 if gpu else 20 if args.quick else 60)
+    text, steps = data.standard_library_text(), args.steps or (300 if gpu else 6 if args.quick else 20)
     if data.trained_tokens(text, T) <= T:
         raise Refused(f"--seq {T} is longer than the text, which has {len(text.tokens)} tokens")
     drawn = data.read_batches(text, data.draw_starts(text, steps, B, T, SEED), T)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> Result:
         zeros = {"gradients of logits that are zero": f"{found['zero_share']:.1%}"}
         rows.append({"form": name, "first loss": first, "last loss": last} | zeros)
     figures = {"config": vars(config), "tokens": B * T, "steps": steps, "trained": trained}
-    title = f"{steps} steps of {config.n_layer} block(s), C {C}, V {config.vocab_size}, {B * T} tokens each; nats"
+    title = f"{steps} steps, blocks {config.n_layer}, C {C}, V {config.vocab_size}, {B * T} tokens each; nats"
     return Result([table(title, rows)], sentences(figures), figures, checks(figures))
 
 

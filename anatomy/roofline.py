@@ -20,8 +20,8 @@ A GPU works while the host launches, so the prediction is the longest of the thr
 The ceilings are those of a large copy and of large products. Where a kernel stays below the roof, the same operation
 compiled (on a GPU) tells whether the memory or only this kernel is slow.
 
-Change: --edges 384 512 768 1024 1536 and find the edge where the launch stops being the limit. --dtype float32 moves
-the ridge: which operations change sides?
+Change: --edges 384 512 768 1024 1536 and find the edge where the launch stops being the limit. --dtype float16 or
+--dtype float32 moves the ridge: which operations change sides?
 Source: Williams, Waterman, Patterson, Roofline (CACM 2009).
 Run:    python -m anatomy roofline --numbers 67108864 --edges 256 1024 4096 --length 2048
 """

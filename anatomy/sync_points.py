@@ -13,7 +13,7 @@ queue are measured first; the others are predicted from them.
 
 `if tensor.any():` is the same wait in a condition: `.any()` makes a kernel, and `if` calls `.item()` on its result.
 
-Change: --work 512. How much of what `.item()` takes after that product is the wait? --numbers 67108864: which
+Change: --work 64. How much of what `.item()` takes after that product is the wait? --numbers 67108864: which
 operations grow with the bytes?
 Source: the PyTorch documentation on asynchronous execution (CUDA semantics) and on set_sync_debug_mode.
 Run:    python -m anatomy sync-points --work 4096 --numbers 262144 --loop 1000
@@ -28,7 +28,20 @@ from functools import partial
 
 import torch
 
-from anatomy.experiment import NEAR, Check, Result, Seconds, default_size, differ, ms, seconds, size_argument, table, us
+from anatomy.experiment import (
+    NEAR,
+    Check,
+    Result,
+    Seconds,
+    default_size,
+    differ,
+    ms,
+    one_thread,
+    seconds,
+    size_argument,
+    table,
+    us,
+)
 from common import profile
 from common.hardware import synchronize
 
@@ -115,15 +128,20 @@ def host_seconds(operation: Callable, work: Callable | None, device: torch.devic
 
 
 def cause_by_caches(check: Check, operation: Callable, device: torch.device, iters: int) -> str | None:
-    """Why an operation takes longer after a CPU's own work: that work took the caches, if other work that only writes
-    `EVICTED` bytes makes the operation take at least about as long."""
+    """Why an operation takes longer after a CPU's own work: that work took the caches, if one thread that writes
+    `EVICTED` bytes and does nothing else makes the operation take at least about as long."""
     if device.type != "cpu" or check.measured < check.predicted:
         return None
     written = torch.ones(EVICTED // 4)
-    after_s = host_seconds(operation, lambda: written.add_(1), device, iters)
+
+    def write() -> None:
+        with one_thread():
+            written.add_(1)
+
+    after_s = host_seconds(operation, write, device, iters)
     if after_s * NEAR < check.measured:
         return None
-    return f"right after {EVICTED // 2**20} MiB are written it takes {us(after_s)} us: the caches hold other data then"
+    return f"after one thread has written {EVICTED // 2**20} MiB it takes {us(after_s)} us: its data left the caches"
 
 
 def loop_seconds(value: torch.Tensor, iterations: int, device: torch.device, item_s: float) -> dict:

@@ -17,7 +17,7 @@ be, this program predicts it:
 
 docs/claims.md has what tutorials and papers claim of these techniques, beside what was recorded.
 
-Change: --batch 1 --seq 128, then --batch 32. Which techniques change sides, and what is the limit in either case?
+Change: --batch 1 --seq 16, then --batch 32. Which techniques change sides, and what is the limit in either case?
 Source: PyTorch's tuning guide, AMP recipe, channels-last tutorial, CUDA graphs blog; FlashAttention (Dao et al., 2022).
 Run:    python -m anatomy techniques [--only NAME ...] [--layers N] [--batch B] [--seq T] [--dmodel C]
 """

@@ -23,7 +23,7 @@ import torch
 
 from common import arguments, flops, hardware, passes
 from common.errors import run_command
-from common.record import CATEGORIES, Roofs, Workload, read_object, write_json
+from common.record import CATEGORIES, Roofs, Workload, describe_shape, read_object, write_json
 from common.roofs import product_seconds
 from common.text import OneLineParser, aligned, one_line, say
 from ladder import counts
@@ -240,8 +240,10 @@ def main() -> None:
     if own.records and (rest or own.json or own.roofs):
         parser.error(f"--records takes no other argument{f', but here is {rest[0]}' if rest else ''}")
     if own.records:
-        for path in record_predictions(own.records):
-            say(f"written to {path}")
+        written = list(record_predictions(own.records)) if own.records.is_dir() else []
+        if not written:
+            parser.error(f"--records {own.records} holds no machine's folder with runs and their roofs")
+        say("\n".join(f"written to {path}" for path in written))
         return
     args = arguments.parse_args(Path("ladder/predict.py"), __doc__, rest)
     try:
@@ -252,12 +254,17 @@ def main() -> None:
         predictions = predict(args.workload(), read_roofs(path))
     except (ValueError, KeyError) as error:
         parser.error(str(error) if isinstance(error, ValueError) else f"{path} lacks {error}")
-    when = read_object(path).get("started_at")
-    measured = f", measured at {one_line(when)}" if when else ""
-    say(f"{describe(predictions)}\n\nmilliseconds a step, from {path}{measured}")
+    made = read_object(path)
+    known = ((made.get("environment") or {}).get("device"), made.get("started_at"))
+    measured = "".join(f", {one_line(what)}" for what in known if what)
+    say(f"{describe(predictions)}\n\nmilliseconds a step of {args.preset}: {describe_shape(args.workload())}")
+    say(f"from the roofs in {path}{measured}; whether the model fits the memory is not predicted")
     say("docs/performance.md shows how far such predictions were off; --roofs FILE takes others")
     if own.json:
-        write_json(own.json, {step: one.ms for step, one in predictions.items()})
+        try:
+            write_json(own.json, {step: one.ms for step, one in predictions.items()})
+        except OSError as error:
+            parser.error(f"cannot write --json {own.json}: {error.strerror or error}")
 
 
 if __name__ == "__main__":

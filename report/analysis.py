@@ -180,15 +180,21 @@ def _categories(row: Row) -> dict[str, CategoryTime]:
     return times | {GAPS: CategoryTime(gaps_ms(row) or 0.0, None)}
 
 
+# What has the largest share of a step, by the record's word for it. That other kernels are limited by memory is likely,
+# but only counters show it.
+MOSTLY = {"compute": "compute", "memory": "other kernels", "launch": "gaps", "communication": "communication"}
+
+
 def bound(row: Row) -> tuple[str, float] | None:
-    """What binds a row, and the share of the step behind it; None where that is not known."""
+    """What has the largest share of a step, in the record's word, and that share; None where that is not known."""
     by = row.profile and row.profile.bound_by
     return (by, (row.profile.shares or {}).get(by, 0.0)) if by else None
 
 
 def describe_bound(row: Row) -> str:
     """`compute 93%`, or a dash."""
-    return "{} {:.0%}".format(*bound(row)) if bound(row) else "-"
+    by, share = bound(row) or ("", 0)
+    return f"{MOSTLY[by]} {share:.0%}" if by else "-"
 
 
 def roof(row: Row, roofs: Roofs | None) -> tuple[str, float] | None:

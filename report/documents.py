@@ -152,7 +152,7 @@ def _limits_table(rows: list[Row], run: Run) -> str:
     for row in rows:
         launches, share = f"{row.profile.kernels_per_step:.0f}", table.describe_share_of_roof(row, run)
         cells.append((row.step, launches, analysis.describe_bound(row), tflops(row.model_flops_per_s), share, gib(row)))
-    names = ("step", "kernels run", "bound by", "TFLOP/s", "of roof", "peak GiB")
+    names = ("step", "kernels run", "most time in", "TFLOP/s", "of roof", "peak GiB")
     kept = [k for k in range(len(names)) if any(row[k] != "-" for row in cells)]
     return pipe_table([names[k] for k in kept], [[row[k] for k in kept] for row in cells])
 

@@ -57,13 +57,12 @@ def section(machine: Path, runs: list[tuple[Path, Run]]) -> list[str]:
 
 
 def add_later(run: Run, folder: Path) -> Run:
-    """The run, with the times that were predicted for its folder later, if its rows hold none. Raises RecordError."""
-    if not any(row.predicted_ms for row in run.steps):
-        later = recorded(folder.resolve().parent).get(folder.resolve().name, {})
-        filled = [row for row in run.steps if row.step in later]
-        for row in filled:
-            row.predicted_ms = later[row.step].ms
-        run.problems += [OTHER_ROOFS] if filled else []
+    """The run, with the times that were predicted for its folder last. Raises RecordError."""
+    later = recorded(folder.resolve().parent).get(folder.resolve().name, {})
+    filled = [row for row in run.steps if row.step in later]
+    for row in filled:
+        row.predicted_ms = later[row.step].ms
+    run.problems += [OTHER_ROOFS] if filled and not (run.roofs and run.roofs.grid) else []
     return run
 
 

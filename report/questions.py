@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from report import findings
-from report.records import GPU, Records
+from report.records import CPU, GPU, Records
 from report.table import pipe_table
 
 CONCEPTS = [  # idea, experiment, step of the ladder
@@ -38,15 +38,17 @@ class Question(NamedTuple):
 
 def ridge(records: Records) -> str:
     record = records.experiments["roofline"]
+    copy = record["copy_bytes_per_s"]
     return (
-        f"{record['ridge']:.0f} FLOP per byte: its rate of products over its copy bandwidth of "
-        f"{record['copy_bytes_per_s'] / 1e12:.2f} TB/s."
+        f"{record['ridge']:.0f} FLOP per byte: products run at {record['ridge'] * copy / 1e12:.4g} TFLOP/s, and a copy "
+        f"moves {copy / 1e12:.2f} TB/s."
     )
 
 
 def relu_bound(records: Records) -> str:
     row = records.experiments["roofline"]["operations"]["ReLU"]
-    return f"{row['bound']}: it has {row['intensity']:g} FLOP per byte and reaches {row['of_roof']:.0%} of its roof."
+    reached = f"it has {row['intensity']:g} FLOP per byte and reaches {row['of_roof']:.0%} of its roof"
+    return f"Its limit is {row['bound']}: {reached}."
 
 
 def small_product(records: Records) -> str:
@@ -63,42 +65,44 @@ def chain_bytes(records: Records) -> str:
     eager, compiled = (record["cases"]["sigmoid(relu(x*w+b))"][form] for form in ("eager", "compiled"))
     before, after = (row["bytes"] / record["numbers"] for row in (eager, compiled))
     faster = eager["seconds"] / compiled["seconds"]
-    return f"eager {before:.0f}N, fused {after:.0f}N, and fused is {faster:.2f} times as fast."
+    return f"Four kernels move {before:.0f}N bytes and one {after:.0f}N, and the one is {faster:.2f} times as fast."
 
 
 def tensor_cores(records: Records) -> str:
     products = records.experiments["precision"]["products"]
     ratios = {name: products["FP32"]["seconds"] / products[name]["seconds"] for name in ("TF32", "BF16", "FP8")
               if products[name]["seconds"]}  # fmt: skip
-    return f"{findings.said(ratios, digits=1)}."
+    times = [f"{ratio:.1f} times as fast in {name}" for name, ratio in ratios.items()]
+    return f"They are {', '.join(times)}."
 
 
 def long_attention(records: Records) -> str:
     results = records.experiments["attention"]["attention"]
     longest = max(results["by hand"], key=int)
     fused = min(rows[longest]["seconds"] for name, rows in results.items() if name != "by hand" and longest in rows)
-    return f"at T {longest} {results['by hand'][longest]['seconds'] / fused:.0f} times as long."
+    return f"At T {longest} it takes {results['by hand'][longest]['seconds'] / fused:.0f} times as long."
 
 
-def item(records: Records) -> str:
-    row = records.experiments["sync-points"]["operations"][".item()"]["host_s"]
-    empty, late = (row[queue] * 1e6 for queue in ("empty queue", "after a large kernel"))
-    return f"{empty:.1f} us with nothing to wait for, and {late:.0f} us after a large product."
+def other_branch(records: Records) -> str:
+    tools = records.experiments["graph-capture"]["tools"]
+    traced = tools["torch.jit.trace"]
+    right = "the right result" if traced["other"] else "a wrong result"
+    return f"{right}: its graph has {traced['captured'].partition(', ')[2].partition(' (')[0]} of the branch."
 
 
 def nodes(records: Records) -> str:
-    return f"{findings.fewer_nodes(records).measured}. {findings.fixed_graph(records).measured}."
+    return f"{findings.fewer_nodes(records).measured}. By hand: {findings.fixed_graph(records).measured}."
 
 
 def print_break(records: Records) -> str:
     case = records.experiments["graph-breaks"]["cases"]["print"]
-    return f"{case['broken_s'] / case['mended_s']:.1f} times as long as without the print."
+    return f"It takes {case['broken_s'] / case['mended_s']:.1f} times as long as without the print."
 
 
 def one_outlier(records: Records) -> str:
     recipes = records.experiments["precision"]["quantization"]["recipes"]
     said = (f"{name}: {row['elsewhere']:.1%}, the outlier {row['outlier']:.1%}" for name, row in recipes.items())
-    return "; ".join(said) + "."
+    return "Mean errors, by recipe: " + "; ".join(said) + "."
 
 
 QUESTIONS = [
@@ -110,7 +114,8 @@ QUESTIONS = [
     Question("How many times faster than FP32 are products in TF32, BF16 and FP8?", "precision", tensor_cores),
     Question("How much longer does attention by hand take than fused, at the longest length?", "attention",
              long_attention),
-    Question("How long does `.item()` take?", "sync-points", item),
+    Question("`torch.jit.trace` records one branch of an `if` on the input. What does its graph give for the other?",
+             "graph-capture", other_branch),
     Question("How many backward nodes does fused attention replace? Does the shape matter?", "autograd", nodes),
     Question("What does a `print` in the middle of a compiled function cost?", "graph-breaks", print_break),
     Question("With one outlier of 100 000, how wrong do the other rows of an FP8 tensor become?", "precision",
@@ -120,15 +125,20 @@ QUESTIONS = [
 
 def path(results: Path) -> str:
     """The map of ideas, and the questions with folded answers."""
-    pages = {name: f"results/{GPU}/anatomy/{name}.md" for _, name, _ in CONCEPTS}
-    cells = []
-    for idea, name, step in CONCEPTS:
-        recorded = f"[`{name}`]({pages[name]})" if (results.parent / pages[name]).exists() else f"`{name}`"
-        cells.append((idea, recorded, step))
+    pages = {name: _page(name, results) for _, name, _ in CONCEPTS}
+    cells = [
+        (idea, f"[`{name}`]({pages[name]})" if pages[name] else f"`{name}`", step) for idea, name, step in CONCEPTS
+    ]
     records = Records.read(results / GPU)
     folded = [_folded(number, question, records) for number, question in enumerate(QUESTIONS, 1)]
     headers = ("idea", "experiment", "step of the ladder")
     return "\n\n".join([pipe_table(headers, cells, n_left=3), "### Ten questions", *folded])
+
+
+def _page(name: str, results: Path) -> str | None:
+    """The page of an experiment, from docs/: of the GPU, otherwise of the CPU; None where neither is recorded."""
+    pages = (f"results/{machine}/anatomy/{name}.md" for machine in (GPU, CPU))
+    return next((page for page in pages if (results.parent / page).exists()), None)
 
 
 def _folded(number: int, question: Question, records: Records) -> str:

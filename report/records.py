@@ -16,6 +16,7 @@ from report.load import read_json, read_run
 from report.sweep import SWEEP, Shapes, by_shape, read_cells
 
 GPU, GPUS, CPU = "h200", "h200-x2", "epyc-2-cores"  # folders of docs/results
+BUSY = "-busy-host"  # how the name of a run ends whose host was kept busy
 SLICE = "gpt3-6.7b-slice"  # the workload of README's table
 OF_SLICE = f"{SLICE}/{MERGED}"
 T = TypeVar("T")
@@ -58,9 +59,12 @@ class Records:
         return found
 
     def faster(self, before: str, after: str) -> dict[str, float]:
-        """By run, how many times faster a step is than another, where no serious doubt is about either."""
+        """By run, how many times faster a step is than another, where no serious doubt is about either. A run on a host
+        that was kept busy on purpose is left out."""
         found = {}
         for name, run in self.runs.items():
+            if name.endswith(BUSY):
+                continue
             rows = {row.step[0]: row for row in run.steps}
             speedup = compared(rows[after], rows[before], run) if {before, after} <= rows.keys() else None
             if speedup and not speedup.mark:

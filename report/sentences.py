@@ -7,7 +7,7 @@ import re
 from common.record import Row, Run
 from common.text import one_line
 from report import analysis
-from report.analysis import bound, describe_bound, is_timed, median_ms
+from report.analysis import MOSTLY, bound, is_timed, median_ms
 from report.doubts import Speedup, busy, compared, is_unsteady, kernels_fit, mark
 from report.load import environment_of
 
@@ -22,7 +22,7 @@ TAKE = {
 }  # fmt: skip
 MEANS = {
     "compute": "matrix products, and attention where it is fused",
-    "memory": "kernels that mostly read and write tensors",
+    "memory": "kernels that do little arithmetic, and mostly read and write tensors",
     "launch": "gaps, in which the GPU waits", "communication": "communication beside which nothing else runs",
 }  # fmt: skip
 
@@ -98,8 +98,8 @@ def outcome(run: Run, before: Row | None, row: Row) -> str:
     if why := _no_comparison(row, before):
         return why
     if before is None:
-        bound_by = f", bound by {describe_bound(row)}" if bound(row) else ""
-        return f"{row.step} takes {median_ms(row):.1f}{mark(run, row)} ms per training step{bound_by}."
+        mostly = f", {bound(row)[1]:.0%} of it in {MOSTLY[bound(row)[0]]}" if bound(row) else ""
+        return f"{row.step} takes {median_ms(row):.1f}{mark(run, row)} ms per training step{mostly}."
     times = " to ".join(f"{median_ms(one):.1f}{mark(run, one)}" for one in (before, row))
     if not analysis.tells_apart(row, before):
         return f"{row.step} and {before.step} differ by less than their times spread ({times} ms)."
@@ -142,8 +142,8 @@ def further(run: Run, before: Row | None, row: Row) -> list[str]:
         lines += _at_equal_clock(run, before, row, alike) if alike else []
     if bound(before) and bound(row) and bound(before)[0] != bound(row)[0]:
         (now, share), (once, most) = bound(row), bound(before)
-        lines.append(f"The step is now bound by {now}: {share:.0%} of it is {MEANS[now]}.")
-        lines.append(f"Before it was bound by {once}: {most:.0%} was {MEANS[once]}.")
+        lines.append(f"Most of the step's time is now in {MOSTLY[now]}: {share:.0%} of it is {MEANS[now]}.")
+        lines.append(f"Before it was in {MOSTLY[once]}: {most:.0%} was {MEANS[once]}.")
     return lines
 
 

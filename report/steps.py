@@ -11,8 +11,9 @@ from report.story import Card
 from report.table import bullets, levels, markdown, pipe_table
 
 COUNTED = (
-    "*Bound by memory* above only says which kind of kernel takes most of a step, and the roofline takes the least "
-    "bytes by arithmetic. Here the GPU counted the bytes that go through DRAM. The lines name the kernels among each "
+    "*Most time in* above only says which kind of kernel takes most of a step, and the roofline takes the least bytes "
+    "by arithmetic. Neither says what limits a kernel. Here the GPU counted the bytes that go through DRAM. The lines "
+    "name the kernels among each "
     "step's ten longest that pass over memory: neither matrix products nor fused attention. The percentage behind a "
     "name is the kernel's bandwidth as a share of a large copy's, and some kernels exceed it a little. From "
     f"{traffic.LIMITED_BY_MEMORY:.0%} on, a kernel counts as limited by memory. A kernel that is not among the ten "

@@ -88,7 +88,7 @@ def _facts(run: Run, before: Row, after: Row) -> list[dict]:
         "operators run" if _noun(run) == "Operators" else "kernels run": [
             table.figure(row.profile and row.profile.kernels_per_step, ",.0f") for row in rows
         ],
-        "bound by": [analysis.describe_bound(row) for row in rows],
+        "most time in": [analysis.describe_bound(row) for row in rows],
         "tokens/J": [table.tokens_per_joule(row) for row in rows],
         "clock, MHz": [table.figure(row.clock_mhz, ",.0f") for row in rows],
         "host waits for the GPU": [table.figure(row.host_syncs, ",.0f") for row in rows],

@@ -50,8 +50,8 @@ TIMES = (
 SLOWER = (
     "A difference with + is time that the step takes longer. *Timed* is the cell itself. Both steps were then trained "
     "once more: *again* is their time in that training, where it is recorded, and *profiled* that of its profile. The "
-    "kinds of kernels that became longer or shorter follow. Where the profiled difference is not near the timed one, they "
-    "explain a part of it."
+    "kinds of kernels that became longer or shorter follow. Where the profiled difference is not near the timed one, "
+    "they explain a part of it."
 )
 
 

@@ -60,11 +60,13 @@ def _of_one(run: Run, before: Row | None, row: Row) -> list[tuple[str, str]]:
     bound = (analysis.bound(row) or ("",))[0]
     signs = (
         (settings.attention_kernel in ("math", "efficient"), f"attention: {settings.attention_kernel}", ATTENTION),
-        (bound == "launch", "bound by launches", HOST),
+        (bound == "launch", "most of its time is gaps between kernels", HOST),
+        (launched and row.gpu_state and row.gpu_state.while_running is False,
+         "the GPU had nothing left to do when its last timed step was launched", HOST),
         (launched and is_unsteady(row), "launched kernel by kernel, and its times spread far", HOST),
         ((analysis.products_share(row, run) or 0) > MOST_OF_CEILING, "products above their ceiling", MFU),
         (row.host_syncs, f"the host waits {row.host_syncs} times a step", SYNC),
-        (casts > MANY_CASTS and not gained, f"copies and casts take {casts:.0%} of its step",
+        (casts > MANY_CASTS and not gained, f"copies and casts take {casts:.0%} of its profiled step",
          SLOW_FP8 if settings.fp8_recipe else SLOW_AMP),
     )  # fmt: skip
     return [(sign, title) for shown, sign, title in signs if shown]

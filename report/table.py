@@ -15,16 +15,17 @@ from report.sentences import headline
 from report.symptoms import pointers
 
 ON_A_CPU = "On a CPU the processes share its cores: the figures show that it works, not how it scales."
-BOUND_RULE = (
-    "bound by: the largest share of the step, of compute (matrix products and fused attention), memory (all other "
-    "kernels), launch (gaps on the GPU's timeline) and, of several processes, communication that overlaps nothing else"
+SHARE_RULE = (
+    "most time in: what has the largest share of the step, of compute (matrix products and fused attention), other "
+    "kernels (most of them pass over memory), gaps on the GPU's timeline and, of several processes, communication that "
+    "overlaps nothing else"
 )
 PREDICTION = (
     "predicted ms: what the roofs say before a step runs, from FLOPs, bytes and launches (ladder/predict.py); nothing "
     "in it is taken from these times"
 )
 NOT_SHORT = ("tokens/s", "tokens/s per GPU", "vs previous", "warm-up s", "loss", "loss difference",
-             "of roof", "bound by")  # fmt: skip
+             "of roof", "most time in")  # fmt: skip
 CONVENTION = (
     "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square that it needs. "
     f"The loss is the mean of the last {analysis.LOSS_WINDOW} training steps, untimed ones included (of all steps "
@@ -37,7 +38,7 @@ def table_rows(run: Run) -> list[dict[str, str]]:
     reference = analysis.reference_row(run.steps)
     rows = [_cells(run, row, before, reference) for before, row in analysis.consecutive(run.steps)]
     rows += [_cells(run, peer, None, reference) | {"step": f"peer: {peer.step}"} for peer in run.peers]
-    optional = ("predicted ms", "tokens/J", "of roof", "bound by")
+    optional = ("predicted ms", "tokens/J", "of roof", "most time in")
     empty = [name for name in optional if all(row[name] == "-" for row in rows)]
     empty += ["LM head"] if not any(peer.settings.head for peer in run.peers) else []
     return [{name: cell for name, cell in row.items() if name not in empty} for row in rows]
@@ -71,7 +72,7 @@ def _cells(run: Run, row: Row, before: Row | None, reference: Row | None) -> dic
         "loss": f"{analysis.mean_loss(row):.4f}" if timed else "-",
         "loss difference": percent(analysis.loss_difference(row, reference)) if timed and reference else "-",
         "of roof": describe_share_of_roof(row, run) if timed else "-",
-        "bound by": analysis.describe_bound(row) if timed else "-",
+        "most time in": analysis.describe_bound(row) if timed else "-",
     }
 
 
@@ -179,7 +180,7 @@ def remarks(run: Run) -> list[str]:
     if any(row.predicted_ms for row in rows):
         lines.append(PREDICTION)
     if any(analysis.bound(row) for row in rows if is_timed(row)):
-        lines.append(BOUND_RULE)
+        lines.append(SHARE_RULE)
     return lines
 
 

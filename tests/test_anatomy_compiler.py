@@ -78,8 +78,8 @@ def test_techniques_have_a_speed_and_a_memory_over_their_plain_form():
 
 def test_input_pipeline_predicts_what_it_measures():
     result = quick("input_pipeline", "--batches", "12", "--load", "8", "--step", "4")
-    regular, alone = result.figures["regular"], result.figures["step_alone_ms"]
-    assert regular[0]["predicted_ms"] == 8 + alone and regular[1]["predicted_ms"] == max(alone, 8)
-    assert regular[0]["measured_ms"] >= 8 + 4, "loading and step wait one after the other"
-    predicted = [cell["predicted_ms"] for cell in result.figures["irregular"]]
+    regular, alone = result.figures["regular"], result.figures["step_alone_s"]
+    assert regular[0]["predicted_s"] == 8e-3 + alone and regular[1]["predicted_s"] == max(alone, 8e-3)
+    assert regular[0]["measured_s"] >= 12e-3, "loading and step wait one after the other"
+    predicted = [cell["predicted_s"] for cell in result.figures["irregular"]]
     assert predicted == sorted(predicted, reverse=True), "the more is prefetched, the shorter"

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 import runs
@@ -28,7 +29,8 @@ def test_a_machine_without_records_says_so_and_machines_that_differ_are_named(tm
     assert {one.verdict for one in found} == {claims.NO_RECORD, claims.NOT_TESTED}
     assert found[-1].verdict == claims.NOT_TESTED, "no function"
     good, bad, none = Finding("1", "holds"), Finding("2", "less here"), Finding("-", claims.NO_RECORD)
-    assert claims.verdict({"H200": good, "CPU": none}) == "holds"
+    assert claims.verdict({"H200": good, "CPU": none}) == "H200: holds"
+    assert claims.verdict({"H200": good, "CPU": good}) == "holds"
     assert claims.verdict({"H200": good, "CPU": bad}) == "H200: holds; CPU: less here"
     assert claims.verdict({"H200": none, "CPU": none}) == claims.NO_RECORD
     assert "nothing is recorded" in questions.path(tmp_path / "docs" / "results")
@@ -55,7 +57,7 @@ def test_verdicts_follow_the_figures():
 def test_what_could_not_be_counted_or_run_is_not_recorded():
     counters = {"by hand": {"counters": None}, "fused": {"counters": 1e9}}
     records = Records({"attention-traffic": {"bytes": counters}, "attention": {"attention": {"SDPA flash": {}}}})
-    for finding in (findings.attention_traffic, findings.attention_memory):
+    for finding in (partial(findings.attention_traffic, 8, 10), findings.attention_memory):
         assert claims.found(Claim("x", None, "attention", finding), records).verdict == claims.NO_RECORD
 
 
@@ -78,17 +80,45 @@ def test_a_technique_inside_the_spread_has_no_verdict_in_new_and_older_records()
     assert verdict(inside_spread=True) == verdict(holds=None) == "hidden by the spread"
 
 
-def modes(default: tuple, reduce_overhead: tuple, autotune: tuple) -> Records:
-    """Each mode's seconds to compile, and of a step."""
-    named = {"default": default, "reduce-overhead": reduce_overhead, "max-autotune": autotune}
-    rows = {name: {"cold": {"first_steps_s": cold}, "warm": {"step_s": step}} for name, (cold, step) in named.items()}
-    return Records({"compile-modes": {"modes": rows}})
+def test_modes_of_the_compiler_are_judged_by_clear_differences_and_by_both_processes():
+    def verdict(default, reduce_overhead, autotune, **claimed):
+        """Each mode: seconds to compile, and milliseconds of a step in either process."""
+        named = {"default": default, "reduce-overhead": reduce_overhead, "max-autotune": autotune}
+        rows = {name: {"cold": {"first_steps_s": s, "step_s": cold}, "warm": {"step_s": warm}}
+                for name, (s, cold, warm) in named.items()}  # fmt: skip
+        return findings.compile_modes(Records({"compile-modes": {"modes": rows}}), **claimed).verdict
+
+    claimed = {"compiles": "default", "fastest": "max-autotune"}
+    assert verdict((2, 3, 3), (3, 2, 2), (90, 1, 1), **claimed) == "holds"
+    assert verdict((3, 3, 3), (2, 1, 1), (90, 2, 2), **claimed) == findings.FAILS
+    assert verdict((2, 3, 3), (3, 1, 1), (90, 2, 2), **claimed) == f"compilation: holds; code: {findings.FAILS}"
+    close = verdict((3, 3, 3), (3.1, 1, 2), (90, 2, 1), **claimed)
+    assert close == "compilation: no clear difference; code: two processes disagree"
+    assert verdict((3, 1, 1), (2, 3, 3), (90, 2, 2), compiles="reduce-overhead", slowest="reduce-overhead") == "holds"
 
 
-def test_the_modes_of_the_compiler_are_as_claimed_only_if_both_figures_are():
-    assert findings.compile_modes(modes((2, 0.3), (3, 0.2), (90, 0.1))).verdict == "holds"
-    assert findings.compile_modes(modes((3, 0.3), (2, 0.2), (90, 0.1))).verdict == findings.FAILS
-    assert findings.compile_modes(modes((2, 0.3), (3, 0.1), (90, 0.2))).verdict == findings.FAILS
+def test_the_node_of_fused_attention_is_that_of_one_format_where_mixed_precision_runs_another_kernel():
+    def verdict(node, kernel):
+        row = runs.step("2_b")
+        row.settings.attention_kernel, row.settings.amp_dtype = kernel, "bfloat16"
+        records = Records({"autograd": {"sdpa_nodes": {node: 1}}}, {"x": runs.run(runs.step("0_a"), row)})
+        return findings.marks_fusion(records).verdict
+
+    efficient = "ScaledDotProductEfficientAttentionBackward0"
+    assert verdict(efficient, "cudnn") == "holds only in FP32" and verdict(efficient, "efficient") == "holds"
+    assert verdict("ScaledDotProductFlashAttentionForCpuBackward0", "flash (CPU)") == findings.FAILS
+
+
+def test_lost_gradients_are_judged_only_where_the_logits_are_many_enough():
+    lost = {"BF16": {"zero_share": 0.0}, "FP16": {"zero_share": 1.0}, "FP16, loss scaled": {"zero_share": 0.0}}
+
+    def verdict(vocab_size):
+        learning = {"config": {"vocab_size": vocab_size}, "tokens": 1024, "trained": lost}
+        return claims.found(
+            Claim("x", None, "learning", findings.loss_scaling), Records({"learning": learning})
+        ).verdict
+
+    assert verdict(50304) == "holds" and verdict(256) == claims.NO_RECORD
 
 
 def test_occupancy_stops_helping_where_less_of_it_gives_nearly_all_of_the_bandwidth():

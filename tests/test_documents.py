@@ -62,7 +62,7 @@ def test_performance_shows_the_figures_of_the_page_and_its_short_form(folder):
         if step not in categories:
             continue  # a row without a profile
         assert number(categories[step]["timed"]) == number(row["ms/step"])
-        names = {"TFLOP/s", "peak GiB", "of roof", "bound by"} & set(row)
+        names = {"TFLOP/s", "peak GiB", "of roof", "most time in"} & set(row)
         assert all(limits[step][name] == row[name] for name in names)
         for name in set(categories[step]) - {"ms per step", "timed"}:
             cells = shown["Time by kernel category"][step]

@@ -13,6 +13,7 @@ from test_page import Page
 
 from common import benchmark
 from common import record as r
+from common.record import GpuState
 from report import page, symptom_examples, symptoms, table
 
 PAGE = (ROOT / "docs" / "not-faster.md").read_text()
@@ -78,7 +79,10 @@ def test_a_row_points_to_what_it_shows_and_a_fair_one_to_nothing():
             benchmark.mean_losses([torch.tensor(float(loss))], alone)
         assert signs(fair, runs.step("4_b", status="failed", reason=str(raised.value))) == [symptoms.NAN]
     launched = runs.step("2_b", settings=dataclasses.replace(half, captured=False))
-    launched.timing.p75_ms = 150.0
+    assert signs(fair, launched) == []
+    launched.gpu_state = GpuState(while_running=False)
+    assert signs(fair, launched) == [symptoms.HOST] and signs(fair, launched, device_type="cpu") == []
+    launched.gpu_state, launched.timing.p75_ms = None, 150.0
     assert signs(fair, launched) == [symptoms.HOST] and signs(fair, launched, device_type="cpu") == []
 
 

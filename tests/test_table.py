@@ -55,7 +55,7 @@ def test_peers_stand_under_the_steps_and_no_row_with_a_time_is_still_a_table():
 
 def test_what_binds_a_row_and_the_roofs_are_explained():
     run = runs.run(runs.step("0_a", profile=runs.profile(100.0)), runs.step("1_b"), roofs=runs.ROOFS)
-    assert [row["bound by"] for row in table.table_rows(run)] == ["compute 60%", "-"]
+    assert [row["most time in"] for row in table.table_rows(run)] == ["compute 60%", "-"]
     said = table.render_text(run)
     for part in (
         "the largest share of the step", "copy 4,000 GB/s", "FP8 1,300 TFLOP/s", "fp4 not measured: too new",
