@@ -90,8 +90,8 @@ def build_parser() -> OneLineParser:
                         "run its rows that are not ok")  # fmt: skip
     text = "the ladder at many widths, batches and lengths, few steps each: where does a step pay?"
     parser.add_argument("--sweep", action="store_true", help=text)
-    text = "the longest that --sweep may take (default: 30); --sweep --resume DIR goes on"
-    parser.add_argument("--sweep-minutes", type=positive_int, default=30, metavar="N", help=text)
+    text = f"about the longest that --sweep may take (default: {shared.SWEEP_MINUTES}); --sweep --resume DIR goes on"
+    parser.add_argument("--sweep-minutes", type=positive_int, metavar="N", help=text)
     parser.add_argument("--peers", action="store_true", help="also run peers/*.py, on the same workload")
     parser.add_argument("--no-roofs", action="store_true", help="do not measure copy bandwidth and matrix products")
     parser.add_argument("--no-profile", action="store_true", help="do not profile steps after the timed ones")
@@ -175,7 +175,7 @@ def resumed_run(folder: Path, parser: OneLineParser) -> tuple[Plan, dict]:
     try:
         plan = read_plan(folder)
     except RecordError as error:
-        parser.error(f"--resume {folder} holds no {PLAN} that can be read: {error}")
+        parser.error(f"--resume finds no {PLAN} that can be read: {error}")
     facts = check(plan.arguments, plan.gpus)
     if plan.workload is None or facts["workload"] != asdict(plan.workload):
         parser.error(f"--resume {folder}: its workload has changed since, the text or this machine's defaults")
@@ -317,7 +317,7 @@ def main(argv: list[str]) -> int:
             return largest_batch.main(given, absolute_data(arguments), argv, parser, check, limit_s)
         except OSError as error:
             parser.exit(1, f"run_all.sh: error: {error.filename or 'results/'}: {error.strerror or error}\n")
-    if given.sweep_minutes != parser.get_default("sweep_minutes"):
+    if given.sweep_minutes:
         parser.error("--sweep-minutes limits a --sweep; STEP_TIMEOUT limits each row of a ladder")
     if given.peers and (given.scaling or (given.gpus or 1) > 1):
         parser.error("--peers run on one GPU: leave out --gpus and --scaling")

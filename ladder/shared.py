@@ -13,6 +13,7 @@ from ladder import process
 
 GIB = 2**30
 NOT_TRIED = "not tried"
+SWEEP_MINUTES = 30  # the longest that a sweep takes, unless the user says so
 
 
 def step_names(root: Path) -> list[str]:

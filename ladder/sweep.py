@@ -149,6 +149,13 @@ class Sweep:
         """The record of a cell that was trained again under the profiler."""
         return self.folder / shape.name / f"{script}.profiled.json"
 
+    def again_s(self, cell: Cell) -> float:
+        """What training a cell again under the profiler is expected to take; nothing where it has its record."""
+        (shape,) = (one for one in self.plan.shapes if one.key == cell.shape)
+        if self.profiled(shape, cell.step).exists():
+            return 0.0
+        return setup_s(cell.step, self.plan.device_type) + (2 * WARMUP + self.steps(shape)) * cell.median_ms / 1e3
+
 
 def setup_s(script: str, device_type: str) -> float:
     """Expected seconds of a cell beside its steps: above all what compiles."""
@@ -164,23 +171,23 @@ def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, ch
 
     Exits with code 2 and one line where nothing fits, where the time is too short, and without roofs.
     """
-    began, stop = time.monotonic(), process.Stop()
+    began, stop, minutes = time.monotonic(), process.Stop(), given.sweep_minutes or shared.SWEEP_MINUTES
     taken = {"sweep", "sweep_minutes", "only", "resume"}
     shared.refuse_others(given, parser, taken, "--sweep runs the five scripts once, on one GPU, after the roofs")
     if given.resume:
-        folder, plan = resumed(given, arguments, parser, check)
+        folder, plan = resumed(given, minutes, arguments, parser, check)
     else:
-        folder, plan = planned(given, arguments, argv, parser, check)
+        folder, plan = planned(given, minutes, arguments, argv, parser, check)
     stop.listen()
     with process.lock(folder / PLAN, parser):
         try_again(folder, plan)
-        measure_roofs(folder, plan, given.sweep_minutes * 60, stop, parser)
+        measure_roofs(folder, plan, minutes * 60, stop, parser)
         try:
             roofs = predict.read_roofs(folder / ROOFS)
             predicted = {shape.name: predict.predict(workload(shape), roofs) for shape in plan.shapes}
         except (ValueError, KeyError) as error:
             parser.error(f"no predictions without these roofs: {error}")
-        sweep = Sweep(folder, plan, given.sweep_minutes, began + given.sweep_minutes * 60, stop, predicted)
+        sweep = Sweep(folder, plan, minutes, began + minutes * 60, stop, predicted)
         leave_out_what_cannot_fit(sweep)
         return measure(sweep, within_the_time(sweep, parser))
 
@@ -204,25 +211,38 @@ def measure(sweep: Sweep, shapes: list[Shape]) -> int:
 
 
 def explain(sweep: Sweep) -> None:
-    """Profile every step that is slower than the one before it, and that one, in the time that is left."""
-    cells = cells_of(sweep)
-    pairs = pages.slower(pages.by_shape(cells), pages.rungs(cells))
-    wanted = {(cell.step, cell.shape) for pair in pairs for cell in pair}
+    """Profile every step that is slower than the one before it, and that one, where the time is left for both."""
+    left_s, wanted = sweep.until - time.monotonic() - START_S[sweep.plan.device_type] * len(sweep.plan.scripts), {}
+    for pair in unexplained(sweep):
+        seconds = {(cell.step, cell.shape): sweep.again_s(cell) for cell in pair}
+        needed_s = sum(s for key, s in seconds.items() if key not in wanted)
+        if needed_s <= left_s:
+            left_s -= needed_s
+            wanted |= seconds
     if wanted:
         say("what is slower than the step before it is profiled, and that step")
     environment = process.passive_waits(sweep.plan.device_type)
     for script in sweep.plan.scripts:
         todo = [
-            sweep.cell(shape, script, setup_s(script, sweep.plan.device_type), output, "--profile")
+            sweep.cell(shape, script, wanted[script, shape.key], output, "--profile")
             for shape in sweep.plan.shapes
-            if (script, shape.key) in wanted and not (output := sweep.profiled(shape, script)).exists()
+            if wanted.get((script, shape.key)) and not (output := sweep.profiled(shape, script)).exists()
         ]
         log, left_s = sweep.folder / f"{script}.profiled.log", sweep.until - time.monotonic()
         with contextlib.suppress(OSError):  # what is recorded stands
             run_cells(ROOT / f"{script}.py", todo, log, left_s, sweep.stop, environment)
 
 
-def planned(given, arguments: list[str], argv: list[str], parser: OneLineParser, check) -> tuple[Path, Plan]:
+def unexplained(sweep: Sweep) -> list[tuple[Cell, Cell]]:
+    """The slower steps, each with the one before, of which one or both were not profiled."""
+    cells = cells_of(sweep)
+    pairs = pages.slower(pages.by_shape(cells), pages.rungs(cells))
+    return [pair for pair in pairs if any(map(sweep.again_s, pair))]
+
+
+def planned(
+    given, minutes: int, arguments: list[str], argv: list[str], parser: OneLineParser, check
+) -> tuple[Path, Plan]:
     """A new folder with its plan. Exits where the arguments are wrong, or no shape fits."""
     if wrong := [word for word in arguments if word.partition("=")[0] in CHOSEN_HERE]:
         parser.error(f"--sweep chooses shapes and steps itself: leave out {wrong[0]}")
@@ -234,11 +254,11 @@ def planned(given, arguments: list[str], argv: list[str], parser: OneLineParser,
     check([*arguments, *shapes[0].words()], 1)  # that the text fits the vocabulary
     command, arguments = portable_command(["./run_all.sh", *argv]), arguments + facts["pinned"]
     plan = Plan([asdict(shape) for shape in shapes], scripts, arguments, command, device, facts["device"], free)
-    require_time(given.sweep_minutes, plan, parser)
+    require_time(minutes, plan, parser)
     return shared.new_folder(ROOT, "sweep-", {"": asdict(plan)}, parser), plan
 
 
-def resumed(given, arguments: list[str], parser: OneLineParser, check) -> tuple[Path, Plan]:
+def resumed(given, minutes: int, arguments: list[str], parser: OneLineParser, check) -> tuple[Path, Plan]:
     """The plan of an ended sweep. Exits where it cannot be read, or belongs to another device."""
     folder = given.resume.resolve()
     if arguments or given.only:
@@ -252,7 +272,7 @@ def resumed(given, arguments: list[str], parser: OneLineParser, check) -> tuple[
     if (facts["device_type"], facts["device"]) != (plan.device_type, plan.device):
         parser.error(f"--resume {given.resume} was measured on {plan.device}, and this is {facts['device']}")
     if not (folder / ROOFS).exists():
-        require_time(given.sweep_minutes, plan, parser)
+        require_time(minutes, plan, parser)
     return folder, replace(plan, free_bytes=facts["free_bytes"])
 
 
@@ -272,7 +292,12 @@ def require_time(minutes: int, plan: Plan, parser: OneLineParser) -> None:
 
 
 def too_short(minutes: int, needed_s: float) -> str:
-    return f"--sweep-minutes {minutes} is too short: the first shape needs about {-(-needed_s // 60):.0f}"
+    return f"--sweep-minutes {minutes} is too short: the first shape needs about {in_minutes(needed_s)}"
+
+
+def in_minutes(seconds: float) -> str:
+    minutes = max(1, math.ceil(seconds / 60))
+    return f"{minutes} minute{'s' * (minutes > 1)}"
 
 
 def measure_roofs(folder: Path, plan: Plan, limit_s: float, stop: process.Stop, parser: OneLineParser) -> None:
@@ -317,9 +342,10 @@ def within_the_time(sweep: Sweep, parser: OneLineParser) -> list[Shape]:
             needed_s += seconds
             chosen.append(shape)
     if least_s < math.inf and not chosen:
-        parser.error(too_short(sweep.minutes, sweep.minutes * 60 - left_s + start_s + least_s))
+        why = too_short(sweep.minutes, sweep.minutes * 60 - left_s + start_s + least_s)
+        parser.error(f"{why}; --sweep --resume {shared.shown(sweep.folder, ROOT)} keeps the roofs")
     some = f"{len(chosen)} of {len(sweep.plan.shapes)} shapes"
-    say(f"{some}, about {needed_s / 60:.0f} minutes; all that is left would take {whole_s / 60:.0f}")
+    say(f"{some}, about {in_minutes(needed_s)}; all that is left would take {in_minutes(whole_s)}")
     return chosen
 
 
@@ -336,6 +362,8 @@ def finish(sweep: Sweep) -> int:
     say(f"written to {shown}")
     if open_cells := sum(cell.status == "not run" for cell in cells):
         say(f"{open_cells} cells not run: ./run_all.sh --sweep --resume {shown} goes on")
+    elif pairs := unexplained(sweep):
+        say(f"{len(pairs)} slower steps not profiled: ./run_all.sh --sweep --resume {shown} does it")
     failed = any(cell.status in ("failed", "timeout") for cell in cells)
     return 130 if sweep.stop.requests else int(failed)
 

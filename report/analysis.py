@@ -188,12 +188,12 @@ MOSTLY = {"compute": "compute", "memory": "other kernels", "launch": "gaps", "co
 def bound(row: Row) -> tuple[str, float] | None:
     """What has the largest share of a step, in the record's word, and that share; None where that is not known."""
     by = row.profile and row.profile.bound_by
-    return (by, (row.profile.shares or {}).get(by, 0.0)) if by else None
+    return (by, (row.profile.shares or {}).get(by, 0.0)) if by in MOSTLY else None
 
 
 def describe_bound(row: Row) -> str:
     """`compute 93%`, or a dash."""
-    by, share = bound(row) or ("", 0)
+    by, share = bound(row) or (None, 0)
     return f"{MOSTLY[by]} {share:.0%}" if by else "-"
 
 

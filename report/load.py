@@ -271,7 +271,10 @@ def holds_only_the_merge(folder: Path) -> bool:
 
 def read_plan(folder: Path) -> Plan:
     """The plan of a run folder. Raises RecordError."""
-    return convert(read_json(folder / PLAN), Plan, PLAN)
+    content = read_json(folder / PLAN)
+    if isinstance(content, dict) and "sweep" in content:
+        raise RecordError(f"{folder} is a sweep, of many shapes: ./run_all.sh --sweep --resume goes on with it")
+    return convert(content, Plan, PLAN)
 
 
 def _row_names(places: list[Path], plan: Plan | None) -> list[str]:

@@ -44,14 +44,14 @@ HOW = (
     "vocabulary has another mix of kernels, so a step may begin to pay at another width there."
 )
 TIMES = (
-    "In brackets, how many times faster than the step before. The last column names the step with the shortest time, "
-    "and every step that is not shown to be slower."
+    "In brackets, how many times faster than the step before in this table. The last column names the step with the "
+    "shortest time, and every step that is not shown to be slower."
 )
 SLOWER = (
-    "A difference with + is time that the step takes longer. *Timed* is the cell itself. Both steps were then trained "
-    "once more: *again* is their time in that training, where it is recorded, and *profiled* that of its profile. The "
-    "kinds of kernels that became longer or shorter follow. Where the profiled difference is not near the timed one, "
-    "they explain a part of it."
+    "A difference with + is time that the step takes longer. *Timed* is the cell itself. Where time was left, both "
+    "steps were then trained once more: *again* is their time in that training, where it is recorded, and *profiled* "
+    "that of its profile. The kinds of kernels that became longer or shorter follow. Where the profiled difference is "
+    "not near the timed one, they explain a part of it."
 )
 
 
