@@ -34,6 +34,7 @@ import torch.nn.functional as F
 
 from anatomy.attention_forms import attention_fused, cause_by_mask
 from anatomy.experiment import (
+    NEAR,
     Check,
     Refused,
     Result,
@@ -131,10 +132,14 @@ def time_operation(call, smallest_call, compute_s: float, move_s: float, args: a
 
 
 def why(function, inputs, row: dict, args: argparse.Namespace) -> str | None:
-    """Why a call is slower than its roof: of attention by the form without a mask, of a memory-bound operation by its
-    compiled form; None where that is not why."""
+    """Why a call is slower than its roof: of attention by the form without a mask, of softmax on a CPU by its
+    exponentials, of a memory-bound operation by its compiled form; None where that is not why."""
     if function is attention_fused:
         return cause_by_mask(row["seconds"], seconds(partial(function, *inputs, causal=False), args.iters))
+    if args.device.type == "cpu" and getattr(function, "func", None) is torch.softmax:
+        exp_s = seconds(partial(torch.exp, *inputs), args.iters)
+        slow = exp_s * NEAR >= row["seconds"]
+        return f"exp of as many numbers takes {us(exp_s)} us: arithmetic that counts as 1 FLOP each" if slow else None
     if args.device.type == "cpu" or row["bound"] != "memory" or not hardware.package_version("triton"):
         return None
     compiled_s = seconds(partial(torch.compile(function, dynamic=False), *inputs), args.iters)

@@ -159,7 +159,7 @@ def test_host_cost_rewrites_and_learning_show_what_holds_by_semantics():
         "dead code": (3, 1), "two products in a row": (2, 2),
     }  # fmt: skip
     trained = quick("learning", "--steps", "3", "--vocab", "300").figures["trained"]
-    assert trained["FP32"]["losses"][0] == pytest.approx(5.7, abs=0.1), "ln 300"
+    assert trained["FP32"]["losses"][0] == pytest.approx(5.7, abs=0.2), "ln 300"
     assert trained["FP32, default initialization"]["losses"][0] > 10
 
 

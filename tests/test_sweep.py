@@ -20,6 +20,7 @@ from ladder.__main__ import build_parser
 from report import sweep as pages
 from report import sweep_page
 from report.charts import heat_map, heat_maps_png, ratio_color
+from report.load import RecordError, read_plan
 
 SCRIPT = f"""
 import os, signal, sys, torch
@@ -83,6 +84,8 @@ def test_shapes_that_break_are_cells_and_the_others_run(home, capfd, monkeypatch
     processes = {line for line in (folder / "0_a.log").read_text().splitlines() if line.startswith("process ")}
     assert len(processes) == 2, "a new one after the one that was killed, and no other"
     assert "4 of 4 shapes, about" in capfd.readouterr().out and "<svg" in (folder / "sweep.html").read_text()
+    with pytest.raises(RecordError, match="is a sweep, of many shapes"):
+        read_plan(folder)
     record = folder / "c32-t32-b5" / "0_a.json"
     run = json.loads(record.read_text())
     assert run["workload"]["batch_size"] == 5 and "--quick" in run["command"]
@@ -93,7 +96,7 @@ def test_shapes_that_break_are_cells_and_the_others_run(home, capfd, monkeypatch
     assert home.start("--resume", str(folder)) == 0 and again == ["c32-t32-b5"], "only what failed is tried again"
 
 
-def test_what_is_slower_is_profiled_with_the_step_before_it(home, monkeypatch):
+def test_what_is_slower_is_profiled_with_the_step_before_it(home, monkeypatch, capsys):
     ms, profiled = {"0_a": 5.0, "2_b": 8.0}, []
 
     def run_cells(script, todo, *_):
@@ -108,8 +111,14 @@ def test_what_is_slower_is_profiled_with_the_step_before_it(home, monkeypatch):
     monkeypatch.setattr(
         predict, "predict", lambda *_: {name: predict.Prediction(name, {"attention": 1.0}, 5, 0.0) for name in ms}
     )
-    assert home.start() == 0
+    with monkeypatch.context() as busy:
+        busy.setattr(sweep.Sweep, "again_s", lambda self, cell: 1e6)
+        assert home.start() == 0 and not profiled, "a pair that does not fit the time is not begun"
     (folder,) = (home.folder / "results").iterdir()
+    assert (
+        f"3 slower steps not profiled: ./run_all.sh --sweep --resume results/{folder.name}" in capsys.readouterr().out
+    )
+    assert home.start("--resume", str(folder)) == 0
     found = pages.read_cells(folder / "sweep.json")
     slower = [cell for cell in found if cell.category_ms]
     assert {(cell.step, cell.batch_size) for cell in slower} == {(name, batch) for name in ms for batch in (1, 2, 3)}
