@@ -42,6 +42,7 @@ Timer = Callable[[Callable[[], object]], float]
 def pass_times(device: torch.device, seconds: Timer) -> list[PassTime]:
     """The time of every kernel at every size. Raises RuntimeError for too little memory, or where a kernel fails."""
     found, sizes = [], SIZES[device.type]
+    te = transformer_engine(device)  # first: after torch has loaded a cuDNN, it may not import
     for numbers in sizes:
         for name, work in kernels(numbers, device):
             found.append(PassTime(name, numbers, seconds(work)))
@@ -50,10 +51,9 @@ def pass_times(device: torch.device, seconds: Timer) -> list[PassTime]:
         numbers = FEW_HEADS * length * head_dim
         found.append(PassTime(f"{FEW}, {head_dim}", numbers, captured_seconds(attend, device, seconds)))
     try:
-        for numbers, width in itertools.product(sizes, TE_WIDTHS):
-            if normalize := transformer_engine_norm(numbers, width, device):
-                norm_s = captured_seconds(normalize, device, seconds)
-                found.append(PassTime(f"{TE_NORM}, {width}", numbers, norm_s))
+        for numbers, width in itertools.product(sizes if te else (), TE_WIDTHS):
+            norm_s = captured_seconds(transformer_engine_norm(te, numbers, width, device), device, seconds)
+            found.append(PassTime(f"{TE_NORM}, {width}", numbers, norm_s))
     except Exception as error:  # of a package that step 4 alone needs; its errors have no common class
         say(f"{TE_NORM} not measured: {one_line(error, 150)}")
     return found
@@ -90,14 +90,20 @@ def kernels(numbers: int, device: torch.device) -> Iterator[tuple[str, Callable[
     yield "softmax fp32", lambda: aten._softmax(x.view(-1, edge), -1, False)
 
 
-def transformer_engine_norm(numbers: int, width: int, device: torch.device) -> Callable[[], object] | None:
-    """Its LayerNorm, forward and backward; None where step 4, which alone has it, is not predicted: without FP8, or
-    where it does not import."""
+def transformer_engine(device: torch.device) -> ModuleType | None:
+    """The library; None where step 4, which alone has it, is not predicted: without FP8. Where it does not import, None
+    and one line that says so."""
     if hardware.compute_capability(device) < FP8_CAPABILITY:
         return None
     te = optional("transformer_engine.pytorch", "transformer-engine[pytorch]")
-    if not isinstance(te, ModuleType):
-        return None
+    if isinstance(te, ModuleType):
+        return te
+    say(f"{TE_NORM} not measured: transformer_engine does not import")
+    return None
+
+
+def transformer_engine_norm(te: ModuleType, numbers: int, width: int, device: torch.device) -> Callable[[], object]:
+    """Its LayerNorm, forward and backward."""
     norm = te.LayerNorm(width).to(device, half_dtype(device))
     x, gradient = torch.randn(2, numbers // width, width, device=device, dtype=half_dtype(device))
     x.requires_grad_()

@@ -229,6 +229,21 @@ def test_what_is_short_is_timed_as_a_graph_so_that_the_host_does_not_count(monke
     assert 2e-6 < passes.launch_seconds(device) < 2e-4
 
 
+def test_a_process_that_measures_roofs_imports_transformer_engine_before_torch_loads_a_cudnn():
+    if reason := fp8_reason():
+        pytest.skip(reason)
+    code = """
+from functools import partial
+import torch
+from common import passes, roofs
+passes.SIZES["cuda"], passes.LENGTHS, device = (2**18,), (256,), torch.device("cuda", 0)
+timed = passes.pass_times(device, partial(roofs.steady_seconds, device=device, for_s=2e-3))
+print(sorted(one.kernel for one in timed))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert all(f"{passes.TE_NORM}, {width}" in done.stdout for width in passes.TE_WIDTHS), done.stdout + done.stderr
+
+
 def test_peak_memory_and_events_are_recorded(monkeypatch):
     run = on_gpu(STEPS[2], monkeypatch)
     row = benchmark.run(run.train_step, run.model, run.args)

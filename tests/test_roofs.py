@@ -103,14 +103,22 @@ def test_passes_over_memory_and_attention_are_timed_and_a_cpu_launches_nothing()
 
 
 def test_transformer_engine_that_breaks_costs_none_of_the_other_passes(monkeypatch, capsys):
-    def broken(numbers, width, device):
+    def broken(te, numbers, width, device):
         raise AssertionError("no tuned kernel\nfor this width")
 
-    monkeypatch.setattr(passes, "transformer_engine_norm", broken)
+    def measured():
+        timed = passes.pass_times(CPU, partial(roofs.steady_seconds, device=CPU, for_s=1e-4))
+        assert {one.kernel for one in timed} >= {"copy fp32", f"{passes.FEW}, 64"}
+        return capsys.readouterr().out
+
     monkeypatch.setattr(passes, "LENGTHS", (256,))
-    timed = passes.pass_times(CPU, partial(roofs.steady_seconds, device=CPU, for_s=1e-4))
-    assert {one.kernel for one in timed} >= {"copy fp32", f"{passes.FEW}, 64"}
-    assert capsys.readouterr().out == "Transformer Engine's LayerNorm not measured: no tuned kernel\n"
+    assert measured() == "", "a CPU has no FP8"
+    monkeypatch.setattr(passes.hardware, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr(passes, "optional", lambda *_: None)
+    assert measured() == "Transformer Engine's LayerNorm not measured: transformer_engine does not import\n"
+    monkeypatch.setattr(passes, "optional", lambda *_: passes)
+    monkeypatch.setattr(passes, "transformer_engine_norm", broken)
+    assert measured() == "Transformer Engine's LayerNorm not measured: no tuned kernel\n"
 
 
 def test_a_row_beside_competing_processes_makes_the_machine_busy(monkeypatch):
