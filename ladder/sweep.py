@@ -363,7 +363,7 @@ def finish(sweep: Sweep) -> int:
     if open_cells := sum(cell.status == "not run" for cell in cells):
         say(f"{open_cells} cells not run: ./run_all.sh --sweep --resume {shown} goes on")
     elif pairs := unexplained(sweep):
-        say(f"{len(pairs)} slower steps not profiled: ./run_all.sh --sweep --resume {shown} does it")
+        say(f"slower steps not profiled: {len(pairs)}; ./run_all.sh --sweep --resume {shown} does it")
     failed = any(cell.status in ("failed", "timeout") for cell in cells)
     return 130 if sweep.stop.requests else int(failed)
 

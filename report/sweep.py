@@ -133,18 +133,25 @@ def why_slower(cell: Cell, before: Cell) -> str:
                 return f"trained again, it is {before.again_ms / cell.again_ms:.2f} times: the loss is not of the step"
         said = ", ".join(f"{name} {ms:+.3g} ms" for name, ms in (times | {"profiled": profiled}).items())
         if not any(ms / PART < profiled < PART * ms for ms in times.values()):
-            return f"not explained: {said}"
+            return _host_bound(cell, before) or f"not explained: {said}"
         close = times["timed"] / CLOSE < profiled < times["timed"] * CLOSE
         return f"{'' if close else 'explained in part: '}{said}: {_largest(cell.category_ms, before.category_ms)}"
-    if cell.host_bound and not cell.captured:
-        count = f" {cell.launches} kernels" if cell.launches else ""
-        return f"the host launches{count} longer than the GPU works: none was queued when the last was launched"
+    if host := _host_bound(cell, before):
+        return host
     if not (cell.predicted_ms and before.predicted_ms):
         return "nothing is predicted for it"
     times = before.predicted_ms / cell.predicted_ms
     if times < 1:
         return f"the roofs predict {times:.2f} times as well: {_changes(cell, before)}"
     return f"not explained: the roofs predict {times:.2f} times ({_changes(cell, before)})"
+
+
+def _host_bound(cell: Cell, before: Cell) -> str:
+    """How many kernels the host launches, where the GPU had none left when the last was launched; else nothing."""
+    if not cell.host_bound or cell.captured:
+        return ""
+    counted = f" {cell.launches} kernels, and not {before.launches}," if cell.launches and before.launches else ""
+    return f"the host launches{counted} longer than the GPU works: none was queued when the last was launched"
 
 
 def _changes(cell: Cell, before: Cell) -> str:

@@ -116,7 +116,7 @@ def test_what_is_slower_is_profiled_with_the_step_before_it(home, monkeypatch, c
         assert home.start() == 0 and not profiled, "a pair that does not fit the time is not begun"
     (folder,) = (home.folder / "results").iterdir()
     assert (
-        f"3 slower steps not profiled: ./run_all.sh --sweep --resume results/{folder.name}" in capsys.readouterr().out
+        f"slower steps not profiled: 3; ./run_all.sh --sweep --resume results/{folder.name}" in capsys.readouterr().out
     )
     assert home.start("--resume", str(folder)) == 0
     found = pages.read_cells(folder / "sweep.json")
@@ -324,7 +324,11 @@ def test_a_page_says_where_fp8_begins_to_pay_and_why_it_does_not():
 @pytest.mark.parametrize(
     ("cell", "before", "said"),
     [
-        ({"host_bound": True, "launches": 50, "captured": None}, {}, "launches 50 kernels longer than the GPU works"),
+        (
+            {"host_bound": True, "launches": 50, "captured": None},
+            {"launches": 40},
+            "launches 50 kernels, and not 40, longer",
+        ),
         ({"predicted_ms": 4.5}, {}, "not explained: the roofs predict 2.00 times"),
         ({"predicted_ms": 20.0, "predicted_host_ms": 20.0, "launches": 7}, {}, "the host launches 7 kernels in 20 ms"),
         ({"predicted_ms": None}, {}, "nothing is predicted"),
@@ -344,7 +348,11 @@ def test_a_slower_cell_is_explained_by_what_was_measured_or_predicted(cell, befo
 )
 def test_a_slower_cell_is_explained_by_its_profile_unless_the_profile_denies_it(profiled, said):
     before = replace(CELL, median_ms=10.0, category_ms={"casts": 5.0, "products": 5.0})
-    assert said in pages.why_slower(replace(before, median_ms=12.0, category_ms=profiled), before)
+    slower = replace(before, median_ms=12.0, category_ms=profiled)
+    assert said in pages.why_slower(slower, before)
+    assert ("the host launches" in pages.why_slower(replace(slower, host_bound=True, captured=None), before)) == (
+        "not" in said
+    )
 
 
 @pytest.mark.parametrize(
