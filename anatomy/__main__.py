@@ -64,7 +64,6 @@ def run_one(name: str, argv: list[str]) -> int:
     from anatomy import experiment
     from common import hardware
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
     module = importlib.import_module(f"anatomy.{name.replace('-', '_')}")
     parser = OneLineParser(prog=f"python -m anatomy {name}", description=module.__doc__)
     module.add_arguments(parser.add_argument_group("sizes"))
@@ -305,6 +304,7 @@ def main(argv: list[str]) -> int:
     if name == "all":
         return run_all(argv[1:])
     if name in known:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
         return run_one(name, argv[1:])
     listed = ", ".join([*known, "all"])
     sys.stderr.write(f"python -m anatomy: error: no experiment is named {shlex.quote(one_line(argv[0]))}: {listed}\n")
