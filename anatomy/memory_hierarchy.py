@@ -101,7 +101,7 @@ class Copies:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, largest: int, iters: int) -> None:
         self.buffers = torch.ones(2, largest // 2 // dtype.itemsize, device=device, dtype=dtype)
-        self.device, self.iters = device, iters
+        self.iters = iters
         self.in_graph = device.type == "cuda" and bool(hardware.package_version("triton"))
         self.empty_s = self.seconds(2 * dtype.itemsize)
 
