@@ -135,9 +135,9 @@ def sentences(pageable: list[dict], pinned: list[dict], irregular: list[dict], a
         f"Workers that keep the stall below {STALL - 1:.0%} of a step: {flowing[0]}."
         if flowing
         else f"No number of workers here ends the stall: {enough} leave it above {STALL - 1:.0%} of a step.",
-        f"Irregular loading by {fast} workers needs a prefetch of {cured[0]}."
+        f"Irregular loading needs a prefetch of {cured[0]}. Workers: {fast}."
         if cured
-        else f"No prefetch here ends the stall of irregular loading by {fast} workers.",
+        else f"No prefetch here ends the stall of irregular loading. Workers: {fast}.",
     ]
     if not pinned:
         return [*lines, "On a CPU the step only waits, as the host of a GPU does. Only a GPU can use pinned memory."]

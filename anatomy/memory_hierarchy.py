@@ -26,6 +26,7 @@ Run:    python -m anatomy memory-hierarchy --smallest 1 --largest 1024
 
 import argparse
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -65,9 +66,9 @@ def run(args: argparse.Namespace) -> Result:
     if smallest > largest:
         raise Refused(f"--smallest {smallest // 2**10} KiB is larger than --largest {largest // 2**20} MiB")
     levels = caches(device)
-    copies = Copies(device, dtype, max([largest, *(capacity // PART for capacity in levels.values())]), args.iters)
+    copies = Copies(device, dtype, largest, levels, args.iters)
     with one_thread():
-        rates = copies.rates(levels) | {"DRAM": roofs.copy_rate(device)}
+        rates = copies.rates() | {"DRAM": roofs.copy_rate(device)}
     sets, rows, checks = [], [], []
     for size in working_sets(smallest, largest, 4 if args.quick and device.type == "cpu" else 2):
         copy_s = copies.seconds(size)
@@ -77,12 +78,11 @@ def run(args: argparse.Namespace) -> Result:
         sets[-1] |= {"call_bound": call_bound, "predicted_s": predicted_s}
         cause = partial(copies.cause_of_miss, size=size, level=level, rate=rates[level])
         checks.append(Check(f"copy within {mib(size)} MiB, from {level}", predicted_s, copy_s, "us", find_cause=cause))
-        rows.append({"working set MiB": mib(size), "predicted to fit in": level, "us": us(copy_s)})
+        rows.append({"working set MiB": mib(size), "predicted from": level, "us": us(copy_s)})
         rows[-1] |= {"GB/s": f"{size / copy_s / 1e9:.1f}", "measures": "the call, not the memory" * call_bound}
     sizes = ", ".join(f"{name} {mib(capacity)} MiB" for name, capacity in levels.items()) or "sizes unknown"
     title = f"Copies within a working set (source and target); caches: {sizes}; an empty call: {us(copies.empty_s)} us"
-    figures = {"caches": levels, "empty_s": copies.empty_s, "rates": rates, "working_sets": sets}
-    figures["copy_bytes_per_s"] = rates["DRAM"]
+    figures = {"caches": levels, "empty_s": copies.empty_s, "working_sets": sets, "copy_bytes_per_s": rates["DRAM"]}
     tables, lines = [table(title, rows)], sentences(sets, levels)
     if copies.in_graph:
         from anatomy import on_chip  # the import needs Triton
@@ -96,29 +96,29 @@ def run(args: argparse.Namespace) -> Result:
 
 
 class Copies:
-    """Copies between two buffers of `largest` bytes together, on a CPU by one thread. They are negations: in a CUDA
-    graph copy_ uses the copy engines, which are slower than a kernel."""
+    """Copies between two buffers of `largest` bytes or more together, on a CPU by one thread, beside caches of these
+    `levels`. They are negations: in a CUDA graph copy_ uses the copy engines, which are slower than a kernel."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, largest: int, iters: int) -> None:
-        self.buffers = torch.ones(2, largest // 2 // dtype.itemsize, device=device, dtype=dtype)
+    def __init__(self, device: torch.device, dtype: torch.dtype, largest: int, levels: dict[str, int], iters: int):
+        largest = max([largest, *(capacity // PART for capacity in levels.values())])
+        self.levels, self.buffers = levels, torch.ones(2, largest // 2 // dtype.itemsize, device=device, dtype=dtype)
         self.iters = iters
         self.in_graph = device.type == "cuda" and bool(hardware.package_version("triton"))
         self.empty_s = self.seconds(2 * dtype.itemsize)
 
     def seconds(self, size: int, cold: bool = False) -> Seconds:
-        """The time of a copy of `size` bytes, read and written: always the same ones, or `cold`, one part of the
-        buffers after the other."""
+        """The time of a copy of `size` bytes, read and written: the same ones, or `cold`, always the next ones."""
         numbers = size // 2 // self.buffers.itemsize
         parts = self.buffers.shape[1] // numbers if cold else 1
-        pairs = [self.buffers[:, k * numbers : (k + 1) * numbers] for k in range(parts)]
+        pairs = (self.buffers[:, k * numbers :][:, :numbers] for k in range(parts))
         calls = [partial(torch.neg, source, out=target) for source, target in pairs]
         turns = itertools.cycle(calls)
         call = (lambda: next(turns)()) if cold else calls[0]
         return captured_seconds(call, self.iters) if self.in_graph else on_one_thread(call, self.iters)
 
-    def rates(self, levels: dict[str, int]) -> dict[str, float]:
+    def rates(self) -> dict[str, float]:
         """Bytes per second of each cache that these copies show, smallest first."""
-        times = {name: (part := capacity // PART, self.seconds(part)) for name, capacity in levels.items()}
+        times = {name: (part := capacity // PART, self.seconds(part)) for name, capacity in self.levels.items()}
         shown = {name: pair for name, pair in times.items() if pair[1] >= SHOWN * self.empty_s}
         return {name: part / (copy_s - self.empty_s) for name, (part, copy_s) in shown.items()}
 
@@ -126,11 +126,16 @@ class Copies:
         return self.empty_s + size / rate
 
     def cause_of_miss(self, check: Check, size: int, level: str, rate: float) -> str | None:
-        """Why a copy takes longer, if half as many bytes do not; or shorter, if bytes that no cache holds do not."""
-        longer = check.measured > check.predicted
-        if longer and level != "DRAM" and near(half_s := self.seconds(size // 2), self.predicted_s(size // 2, rate)):
+        """Why it is longer, if half as many bytes are not; or shorter, if bytes that no cache holds are not."""
+        longer, capacity = check.measured > check.predicted, self.levels.get(level, math.inf)
+        if (
+            longer
+            and size > capacity // PART
+            and near(half_s := self.seconds(size // 2), self.predicted_s(size // 2, rate))
+        ):
             return f"a copy of half as many bytes takes {us(half_s)} us, as predicted for {level}: it does not hold all"
-        if not longer and near(cold_s := self.seconds(size, cold=True), check.predicted):
+        uncached = level == "DRAM" and self.buffers.nbytes > 2 * max(self.levels.values(), default=0)
+        if not longer and uncached and near(cold_s := self.seconds(size, cold=True), check.predicted):
             return f"it takes {us(cold_s)} us with bytes that were not touched lately: a cache held a part of them"
         return changed_cause(check, self.seconds(size))
 

@@ -29,8 +29,8 @@ def cause_of_miss(
 ) -> Cause:
     """Why a call took longer or shorter than a check predicted, as `Check.find_cause` says it; None if nothing tells.
 
-    Measured are, in this order, the call once more, a copy of `n_bytes`, the GPU's idle time, what `slow_kernels`
-    asks, and on a CPU the call on one thread.
+    Measured are, in this order, the call once more, a copy of `n_bytes`, what `slow_kernels` asks, the GPU's idle time,
+    and on a CPU the call on one thread.
     """
     longer = check.measured > check.predicted
     if changed := changed_cause(check, seconds(call, AGAIN)):
@@ -43,10 +43,11 @@ def cause_of_miss(
             return f"a copy of as many bytes takes {us(copy_s)} us: a cache holds a part of them"
     if not longer:
         return None
+    why = slow_kernels()
     if device.type == "cuda":
         slow = "the GPU is busy all the time: its kernels are slower than the model's rates"
-        return lambda: idle_cause(check, call, device) or slow_kernels() or slow
-    return slow_kernels() or one_thread_cause(check, call)
+        return lambda: idle_cause(check, call, device) or why or slow  # the profiler comes last
+    return why or one_thread_cause(check, call)
 
 
 def changed_cause(check: Check, again_s: Seconds) -> str | None:

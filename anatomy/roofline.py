@@ -138,7 +138,7 @@ def why(function, inputs, row: dict, args: argparse.Namespace) -> str | None:
         return cause_by_mask(row["seconds"], seconds(partial(function, *inputs, causal=False), args.iters))
     if args.device.type == "cpu" and getattr(function, "func", None) is torch.softmax:
         exp_s = seconds(partial(torch.exp, *inputs), args.iters)
-        slow = exp_s * NEAR >= row["seconds"]
+        slow = exp_s > NEAR * row["roof_s"] and exp_s * NEAR >= row["seconds"]
         return f"exp of as many numbers takes {us(exp_s)} us: arithmetic that counts as 1 FLOP each" if slow else None
     if args.device.type == "cpu" or row["bound"] != "memory" or not hardware.package_version("triton"):
         return None

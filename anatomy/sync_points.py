@@ -128,7 +128,7 @@ def host_seconds(operation: Callable, work: Callable | None, device: torch.devic
 
 
 def cause_by_caches(check: Check, operation: Callable, device: torch.device, iters: int) -> str | None:
-    """Why an operation takes longer after a CPU's own work: that work took the caches, if one thread that writes
+    """What may make an operation longer after a CPU's own work: that took the caches, if one thread that writes
     `EVICTED` bytes and does nothing else makes the operation take at least about as long."""
     if device.type != "cpu" or check.measured < check.predicted:
         return None
@@ -141,7 +141,7 @@ def cause_by_caches(check: Check, operation: Callable, device: torch.device, ite
     after_s = host_seconds(operation, write, device, iters)
     if after_s * NEAR < check.measured:
         return None
-    return f"after one thread has written {EVICTED // 2**20} MiB it takes {us(after_s)} us: its data left the caches"
+    return f"after one thread has written {EVICTED // 2**20} MiB it takes {us(after_s)} us, too: caches can be why"
 
 
 def loop_seconds(value: torch.Tensor, iterations: int, device: torch.device, item_s: float) -> dict:

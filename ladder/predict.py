@@ -51,7 +51,7 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        """`compute`, `memory` or `launch`, as in a report: what has the largest share."""
+        """`compute`, `memory` or `launch`: what has the largest share."""
         fused = 0.0 if self.step[0] in BY_HAND else self.category_ms["attention"]  # by hand it is softmax
         compute = self.category_ms["matrix products"] + fused
         busy = sum(self.category_ms.values())

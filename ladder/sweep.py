@@ -9,6 +9,7 @@ before it, both are profiled afterwards, in the time that is left. What does not
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import time
@@ -240,9 +241,7 @@ def unexplained(sweep: Sweep) -> list[tuple[Cell, Cell]]:
     return [pair for pair in pairs if any(map(sweep.again_s, pair))]
 
 
-def planned(
-    given, minutes: int, arguments: list[str], argv: list[str], parser: OneLineParser, check
-) -> tuple[Path, Plan]:
+def planned(given, minutes: int, arguments: list[str], argv: list[str], parser, check) -> tuple[Path, Plan]:
     """A new folder with its plan. Exits where the arguments are wrong, or no shape fits."""
     if wrong := [word for word in arguments if word.partition("=")[0] in CHOSEN_HERE]:
         parser.error(f"--sweep chooses shapes and steps itself: leave out {wrong[0]}")
@@ -277,8 +276,11 @@ def resumed(given, minutes: int, arguments: list[str], parser: OneLineParser, ch
 
 
 def try_again(folder: Path, plan: Plan) -> None:
-    """Remove the records of cells that failed, and of those that were not tried."""
-    for record in (folder / shape.name / f"{script}.json" for shape in plan.shapes for script in plan.scripts):
+    """Remove the records of cells that failed, and of those that were not tried; profiled ones as well."""
+    places = itertools.product(
+        (folder / shape.name for shape in plan.shapes), plan.scripts, (".json", ".profiled.json")
+    )
+    for record in (place / f"{script}{ending}" for place, script, ending in places):
         row = shared.row_of(record)
         if row.get("status") not in DONE or (row.get("reason") or "").endswith(shared.NOT_TRIED):
             record.unlink(missing_ok=True)
@@ -364,8 +366,7 @@ def finish(sweep: Sweep) -> int:
         say(f"{open_cells} cells not run: ./run_all.sh --sweep --resume {shown} goes on")
     elif pairs := unexplained(sweep):
         say(f"slower steps not profiled: {len(pairs)}; ./run_all.sh --sweep --resume {shown} does it")
-    failed = any(cell.status in ("failed", "timeout") for cell in cells)
-    return 130 if sweep.stop.requests else int(failed)
+    return 130 if sweep.stop.requests else int(any(cell.status in ("failed", "timeout") for cell in cells))
 
 
 def cells_of(sweep: Sweep) -> list[Cell]:

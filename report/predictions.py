@@ -16,6 +16,7 @@ from report.load import PREDICTIONS, convert, read_json
 FAR = 0.25  # an error that is counted as far
 MOST_NAMED = 5
 OTHER_ROOFS = "the predicted times are from the roofs of another run, on a machine of the same kind"
+OWN_ROOFS = "the predicted times are from this run's roofs, by the model of the present code"
 HOW = (
     "`python -m ladder.predict` predicts a row from the machine's roofs alone. The roofs were measured once, with one "
     "of these runs; another run may be of another card of the same kind. None of the times below was used. An error of "
@@ -62,7 +63,8 @@ def add_later(run: Run, folder: Path) -> Run:
     filled = [row for row in run.steps if row.step in later]
     for row in filled:
         row.predicted_ms = later[row.step].ms
-    run.problems += [OTHER_ROOFS] if filled and not (run.roofs and run.roofs.grid) else []
+    if filled:
+        run.problems.append(OWN_ROOFS if run.roofs and run.roofs.grid else OTHER_ROOFS)
     return run
 
 

@@ -142,7 +142,7 @@ def further(run: Run, before: Row | None, row: Row) -> list[str]:
         lines += _at_equal_clock(run, before, row, alike) if alike else []
     if bound(before) and bound(row) and bound(before)[0] != bound(row)[0]:
         (now, share), (once, most) = bound(row), bound(before)
-        lines.append(f"Most of the step's time is now in {MOSTLY[now]}: {share:.0%} of it is {MEANS[now]}.")
+        lines.append(f"The largest part of the step's time is now in {MOSTLY[now]}: {share:.0%} of it is {MEANS[now]}.")
         lines.append(f"Before it was in {MOSTLY[once]}: {most:.0%} was {MEANS[once]}.")
     return lines
 

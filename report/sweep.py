@@ -134,8 +134,10 @@ def why_slower(cell: Cell, before: Cell) -> str:
         said = ", ".join(f"{name} {ms:+.3g} ms" for name, ms in (times | {"profiled": profiled}).items())
         if not any(ms / PART < profiled < PART * ms for ms in times.values()):
             return _host_bound(cell, before) or f"not explained: {said}"
-        close = times["timed"] / CLOSE < profiled < times["timed"] * CLOSE
-        return f"{'' if close else 'explained in part: '}{said}: {_largest(cell.category_ms, before.category_ms)}"
+        lost = times["timed"]
+        share = "explained in part: " if profiled < lost / CLOSE else "in the second training: "
+        share = "" if lost / CLOSE <= profiled <= lost * CLOSE else share
+        return f"{share}{said}: {_largest(cell.category_ms, before.category_ms)}"
     if host := _host_bound(cell, before):
         return host
     if not (cell.predicted_ms and before.predicted_ms):

@@ -51,7 +51,7 @@ SLOWER = (
     "A difference with + is time that the step takes longer. *Timed* is the cell itself. Where time was left, both "
     "steps were then trained once more: *again* is their time in that training, where it is recorded, and *profiled* "
     "that of its profile. The kinds of kernels that became longer or shorter follow. Where the profiled difference is "
-    "not near the timed one, they explain a part of it."
+    "far below the timed one, they explain a part of it. Where it is far above, they are of the second training."
 )
 
 
@@ -164,7 +164,7 @@ def sections(cells: list[Cell]) -> list[Section]:
     found.append(Section("Where a step is slower than the one before, and why", [said], slower))
     rows, errors = prediction_rows(shapes)
     if errors:
-        how = "A figure is the predicted time over the measured one, less one. The roofs are those of the same run."
+        how = "A figure is the predicted time over the measured one, less one. The roofs were measured with this sweep."
         said = [how, predictions.summary(errors), *predictions.directions(predicted_pairs(shapes, pairs)),
                 *launch_costs(cells)]  # fmt: skip
         found.append(Section("Predicted from the roofs alone", said, [], rows))

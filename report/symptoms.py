@@ -60,7 +60,7 @@ def _of_one(run: Run, before: Row | None, row: Row) -> list[tuple[str, str]]:
     bound = (analysis.bound(row) or ("",))[0]
     signs = (
         (settings.attention_kernel in ("math", "efficient"), f"attention: {settings.attention_kernel}", ATTENTION),
-        (bound == "launch", "most of its time is gaps between kernels", HOST),
+        (bound == "launch", "the largest part of its time is gaps between kernels", HOST),
         (launched and row.gpu_state and row.gpu_state.while_running is False,
          "the GPU had nothing left to do when its last timed step was launched", HOST),
         (launched and is_unsteady(row), "launched kernel by kernel, and its times spread far", HOST),

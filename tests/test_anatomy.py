@@ -205,7 +205,7 @@ def test_what_needs_the_profiler_is_asked_last_and_a_failed_search_keeps_the_tim
 
 
 def test_a_copy_beyond_a_cache_and_an_operation_after_the_caches_are_taken_are_explained_by_a_measurement(monkeypatch):
-    copies = memory_hierarchy.Copies(torch.device("cpu"), torch.float32, 2**16, 2)
+    copies = memory_hierarchy.Copies(torch.device("cpu"), torch.float32, 2**16, {"L2": 300}, 2)
     copies.empty_s, taken = 0.0, {"half": 1e-6, "cold": 2e-6, "again": 9e-6}
     monkeypatch.setattr(copies, "seconds", lambda size, cold=False: Seconds.of(
         [taken["cold" if cold else "half" if size == 100 else "again"]] * 2))  # fmt: skip
@@ -215,8 +215,10 @@ def test_a_copy_beyond_a_cache_and_an_operation_after_the_caches_are_taken_are_e
 
     assert "half as many bytes takes 1.0 us, as predicted for L2" in cause(2e-6, 4e-6)
     assert cause(2e-6, 4e-6, level="DRAM") is None
-    assert "not touched lately" in cause(2e-6, 1e-6) and cause(4e-6, 1e-6) is None
-    assert "a moment later" in cause(9e-6, 2e-6)
+    assert "not touched lately" in cause(2e-6, 1e-6, "DRAM") and cause(2e-6, 1e-6) is None
+    assert "a moment later" in cause(9e-6, 2e-6) and cause(4e-6, 1e-6, "DRAM") is None
+    copies.levels = {"L2": 3000}
+    assert cause(2e-6, 4e-6) is None, "so small a part of a cache is not too much for it"
 
     def after_writing(measured, device="cpu"):
         check = Check("x", 1e-6, measured, "us")

@@ -80,6 +80,30 @@ def test_a_technique_inside_the_spread_has_no_verdict_in_new_and_older_records()
     assert verdict(inside_spread=True) == verdict(holds=None) == "hidden by the spread"
 
 
+def test_a_technique_and_its_steps_are_judged_together_and_either_may_be_missing():
+    def found(speed=None, steps=None, hidden=False):
+        cells = {"x": {"speed": speed, "inside_spread": hidden}} if speed else {}
+        ladder = {"run": runs.run(runs.step("0_a", 300.0), runs.step("1_b", 300.0 / steps))} if steps else {}
+        records = Records({"techniques": {"techniques": cells}}, ladder)
+        return claims.found(Claim("x", None, "y", partial(findings.technique_and_steps, "x", "0", "1", 2, 3)), records)
+
+    assert found(2.5, 5.0) == Finding("x alone 2.50x, run 5.00x", "holds for x alone; more for run")
+    assert found(2.5).verdict == "holds" and found(steps=5.0).verdict == "more here"
+    assert found(1.0, 5.0, hidden=True) == Finding("x alone 1.00x (hidden by the spread), run 5.00x", "more here")
+    assert found().verdict == claims.NO_RECORD
+
+
+def test_guards_cost_nothing_that_is_shown_where_their_times_overlap():
+    def verdict(few, many):
+        names = ("x * 2 compiled, 1 input", "x * 2 compiled, 33 inputs")
+        times = {name: sum(us) / 2e6 for name, us in zip(names, (few, many), strict=True)}
+        times |= {f"{name}_p25_p75": [each / 1e6 for each in us] for name, us in zip(names, (few, many), strict=True)}
+        return findings.guards(Records({"host-cost": {"times": times}})).verdict
+
+    assert verdict((10, 11), (14, 15)) == "holds" and verdict((10, 15), (14, 16)) == findings.HIDDEN
+    assert verdict((10, 11), (80, 90)) == findings.FAILS
+
+
 def test_modes_of_the_compiler_are_judged_by_clear_differences_and_by_both_processes():
     def verdict(default, reduce_overhead, autotune, **claimed):
         """Each mode: seconds to compile, and milliseconds of a step in either process."""

@@ -360,7 +360,7 @@ def test_a_slower_cell_is_explained_by_its_profile_unless_the_profile_denies_it(
     [
         (10.1, "trained again, it is 0.99 times: the loss is not of the step"),
         (12.5, "not explained: timed +2 ms, again +2.5 ms, profiled +30 ms"),
-        (30.0, "explained in part: timed +2 ms, again +20 ms, profiled +30 ms: casts +30 ms"),
+        (30.0, "in the second training: timed +2 ms, again +20 ms, profiled +30 ms: casts +30 ms"),
     ],
 )
 def test_a_profile_is_of_the_second_training_and_what_that_does_not_show_is_no_loss(again_ms, said):
