@@ -14,7 +14,7 @@ from report import documents, gains, page, parity, parity_page, steps, story, ta
 from report.load import read_run
 from report.records import GPU
 from report.sentences import headline
-from report.sweep import SWEEP, by_shape, read_cells
+from report.sweep import SWEEP, by_shape, ratio, read_cells
 
 RESULTS = ROOT / "docs" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("h200/*/results.json"))
@@ -130,7 +130,11 @@ def test_the_sweep_of_the_gpu_has_the_shapes_that_readme_names():
     widths = {cell.n_embd for cell in cells}
     said = f"{len(by_shape(cells))} shapes from {min(widths)} to {max(widths)} channels, two layers, each trained once."
     assert {cell.n_layer for cell in cells} == {2}
-    assert said in (ROOT / "README.md").read_text() and all(cell.is_timed for cell in cells)
+    readme = (ROOT / "README.md").read_text()
+    assert said in readme and all(cell.is_timed for cell in cells)
+    smallest = min(by_shape(cells).values(), key=lambda shape: (shape["0_baseline"].n_embd, shape["0_baseline"].column))
+    assert smallest["1_cublas"].host_bound and ratio(smallest, "0_baseline", "1_cublas") < 1
+    assert "At the smallest shape, where the host is the limit, it lost." in readme
 
 
 def test_the_first_losses_set_steps_1_and_4_apart_as_the_page_says():
