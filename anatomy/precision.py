@@ -4,11 +4,11 @@ Predict: how much faster than FP32 is a product in TF32, BF16 and FP8? What is i
 tensor with a single FP8 scale?
 
 Prediction. A format with p bits after the leading one rounds a number by at most u = 2^-(p+1) of it. On average that is
-0.4 u: the root mean square, if mantissas spread evenly on a logarithmic scale. A product of two random matrices rounds
+0.4 u: the root mean square, if mantissas are even on a logarithmic scale. A product of two random matrices rounds
 both inputs and its output, so its error against FP64 is about 0.4 u x sqrt(3) = 0.7 u. The length of the sums does not
 matter, because FP32 holds them. With an output in a finer format the error is 0.4 u x sqrt(2) = 0.6 u. BF16 has
 u = 2^-8, 0.3 %. FP16 and TF32 have 2^-11, 0.03 %. FP8 E4M3 with a BF16 output has 2^-4, 3.8 %. In FP32 the sum of K
-products rounds, too. Its error is a random walk of K steps, 0.4 u x sqrt(K), and less where a kernel sums in blocks.
+products rounds, too. Its error is a random walk of K steps, 0.4 u x sqrt(K), and less where a kernel sums in parts.
 On tensor cores FLOP/s double with every halving of the bits: TF32 1, BF16 and FP16 2, FP8 4. FP32 does not run there.
 A product written in Triton in 30 lines should come within 25 % of the vendor's library.
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> Result:
 def checks(size: int, products: dict, ranges: dict, quantization: dict) -> list[Check]:
     """Errors against their formulas, rates against BF16 by the bits, lost numbers, and recipes by their bytes."""
     errors = [Check(f"error of {name} / u", *(row[key] / FORMATS[name][1] for key in ("predicted_error", "error")), "",
-                    at_most=name == "FP32")  # less where a kernel sums in blocks
+                    at_most=name == "FP32")  # less where a kernel sums in parts
               for name, row in products.items() if row["error"] and name in FORMATS]  # fmt: skip
     bf16 = products.get("BF16", {}).get("seconds")
     bits = {"TF32": 2, "FP16": 1, "FP8": 0.5}  # of BF16's time, on tensor cores

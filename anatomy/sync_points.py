@@ -5,8 +5,8 @@ Predict: how long does `.item()` take when the GPU has nothing to do, and how lo
 
 Prediction. The host queues kernels ahead of the GPU. An operation that needs a value on the host waits until the queue
 is empty. So it takes its own time, about 10 us, plus the time of all that was queued before it. After one product of
-two (4096, 4096) FP32 matrices, 2 x 4096^3 = 0.14 TFLOP, that is 3 ms more at 50 TFLOP/s. A copy from pinned memory that
-does not block only adds to the queue, so it takes its own time in every case. In a loop with a short kernel, every
+two (4096, 4096) FP32 matrices, 2 x 4096^3 = 0.14 TFLOP, that is 3 ms more at 50 TFLOP/s. A copy from pinned memory with
+`non_blocking=True` only adds to the queue, so it takes its own time in every case. In a loop with a short kernel, every
 iteration pays for `.item()`, and the GPU is idle meanwhile. The loop takes longer by the number of iterations x the
 time of `.item()` with an empty queue. A CPU has no queue, so `.item()` costs only the call. The times with an empty
 queue are measured first; the others are predicted from them.

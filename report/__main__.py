@@ -50,9 +50,9 @@ def write_reports(run, folder: Path) -> list[str]:
 
     files, missing = {"report.md": table.render_markdown(run).encode()}, []
     try:
-        from report import page  # what draws may be absent or broken; the table must not be
+        from report import glossary, page  # what draws may be absent or broken; the table must not be
 
-        files["report.html"] = page.render(run).encode()
+        files["report.html"] = glossary.with_terms(page.render(run)).encode()
         files["speedup.png"] = page.speedup_png(run)
     except Exception as error:
         advice = ": pip install -r requirements.txt" if isinstance(error, ImportError) else ""
@@ -118,7 +118,9 @@ def main() -> int:
         made = compare_folders(*args.compare)
         say(text_of(made))
         if args.html:
-            args.html.write_text(page_of(made), encoding="utf-8")
+            from report.glossary import with_terms
+
+            args.html.write_text(with_terms(page_of(made)), encoding="utf-8")
             sys.stderr.write(f"written to {args.html}\n")
         return 0
     except ValueError as error:  # RecordError

@@ -7,6 +7,7 @@ if __name__ == "__main__":
 
     needs("msgspec", "tabulate", "jinja2", "matplotlib")
 
+import os
 from pathlib import Path
 
 from common.errors import run_command
@@ -17,6 +18,7 @@ from report import (
     causal_claims,
     causes,
     claims,
+    glossary,
     largest_batch,
     parity,
     parity_page,
@@ -250,7 +252,19 @@ def documents(root: Path, results: Path) -> dict[Path, str]:
     parts = {name: [make(results) for make in makers] for name, makers in generated.items()}
     parts = recordings.with_since(parts, root, results, results / SHOWN / MERGED)
     parts["docs/tree.md"] = [tree.tree(root)]
-    return {root / name: between_markers(root / name, *each) for name, each in parts.items()}
+    return linked_pages(root, {root / name: between_markers(root / name, *each) for name, each in parts.items()})
+
+
+def linked_pages(root: Path, generated: dict[Path, str]) -> dict[Path, str]:
+    """All pages, those of the experiments too, with their first use of each term linked to the glossary."""
+    path = root / "docs" / glossary.GLOSSARY.name
+    terms = path.read_text()
+    pages = [*root.glob("docs/*.md"), *root.glob("docs/results/*/anatomy/*.md"), *generated]
+    linked = {
+        page: glossary.linked(generated.get(page) or page.read_text(), terms, os.path.relpath(path, page.parent))
+        for page in sorted(set(pages) - {path, path.with_name("tree.md")})
+    }
+    return generated | linked | {path: glossary.anchored(terms)}
 
 
 def shown_steps(results: Path) -> tuple[str, dict[str, bytes]]:

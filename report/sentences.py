@@ -245,7 +245,7 @@ def rising_loss(rows: list[Row]) -> str:
     return (
         f"The loss first rises, from {start[0]:.2f} to {start[k]:.2f} nats in training step {k}. The "
         "likely reason: AdamW's first updates move every weight by about the whole learning rate, whatever its "
-        "gradient, and the learning rate has no warm-up here."
+        "gradient. That rate does not start small here, as it would with a schedule."
     )
 
 

@@ -216,6 +216,7 @@ def _unpaired(cell: Cell | None, before: Cell | None) -> str:
 def write(folder: Path) -> list[str]:
     """Write sweep.md, sweep.html and sweep.png of a folder; what to print. Raises RecordError, ImportError, OSError."""
     from report import charts
+    from report.glossary import with_terms
     from report.page import environment
 
     cells = read_cells(folder / SWEEP)
@@ -224,7 +225,7 @@ def write(folder: Path) -> list[str]:
     template = environment().get_template("sweep.html")
     page = template.render(title="The ladder over shapes", about=about(cells), maps=drawn, sections=sections(cells))
     text = f"# The ladder over shapes\n\n{render_markdown(cells)}\n"
-    for name, content in (("sweep.md", text.encode()), ("sweep.html", page.encode()),
+    for name, content in (("sweep.md", text.encode()), ("sweep.html", with_terms(page).encode()),
                           (PICTURE, charts.heat_maps_png(maps))):  # fmt: skip
         write_bytes(folder / name, content)
     shapes, pairs = by_shape(cells), rungs(cells)

@@ -11,6 +11,7 @@ from conftest import ROOT, STEPS
 from test_page import Page
 
 from report import documents, gains, page, parity, parity_page, steps, story, table
+from report.glossary import unlinked
 from report.load import read_run
 from report.records import GPU
 from report.sentences import headline
@@ -50,7 +51,7 @@ def test_performance_shows_the_figures_of_the_page_and_its_short_form(folder):
     for step, row in tables_of(table.render_markdown(run))[0].items():
         short = {name: cell for name, cell in row.items() if name != "step"}
         assert short.items() <= shown["All rows"][step].items() and len(row) >= 5
-    text = (ROOT / "docs" / "performance.md").read_text()
+    text = unlinked((ROOT / "docs" / "performance.md").read_text())
     whole = tables_of(text)[0]
     part, *_ = re.findall(rf"^### {folder.name}, batch.*?(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
     categories, limits = tables_of(part)[:2]
@@ -73,7 +74,7 @@ def test_performance_shows_the_figures_of_the_page_and_its_short_form(folder):
 
 def test_readme_shows_the_figures_of_its_run():
     rows = page_tables(read_run(RESULTS / documents.SHOWN / "results.json"))["All rows"]
-    readme = next(table for table in tables_of((ROOT / "README.md").read_text()) if "0_baseline" in table)
+    readme = next(table for table in tables_of(unlinked((ROOT / "README.md").read_text())) if "0_baseline" in table)
     for step, cells in readme.items():
         assert number(cells["ms per step"]) == number(rows[step]["ms/step"])
         assert abs(number(cells["times faster than 0_baseline"]) - number(rows[step]["vs baseline"])) < 0.0551
@@ -99,7 +100,7 @@ def test_the_story_in_markdown_has_a_section_and_a_diff_a_step_and_pictures_that
 
 
 def test_what_readme_says_of_the_long_runs_is_what_they_show():
-    text = (ROOT / "README.md").read_text()
+    text = unlinked((ROOT / "README.md").read_text())
     assert "No row's loss on held-out text differs from that of step 0 by more than chance explains." in text
     for _, study in parity_page.recorded_studies(RESULTS):
         assert parity.reference(study) == "0_baseline" and not parity.missing(study)
@@ -122,7 +123,7 @@ def test_what_readme_says_of_the_long_runs_is_what_they_show():
     assert f"step 4 lies {early:.3f} above step 0, which is more than chance explains." in text
     of = parity.measures(study).values()
     assert {parity.fault_verdict(study, "dead MLP, step 4", measure) for measure in of} == {parity.DIFFERENT}
-    assert "Both measures see it there as well." in (ROOT / "docs" / "parity.md").read_text()
+    assert "Both measures see it there as well." in unlinked((ROOT / "docs" / "parity.md").read_text())
 
 
 def test_the_sweep_of_the_gpu_has_the_shapes_that_readme_names():
@@ -130,7 +131,7 @@ def test_the_sweep_of_the_gpu_has_the_shapes_that_readme_names():
     widths = {cell.n_embd for cell in cells}
     said = f"{len(by_shape(cells))} shapes from {min(widths)} to {max(widths)} channels, two layers, each trained once."
     assert {cell.n_layer for cell in cells} == {2}
-    readme = (ROOT / "README.md").read_text()
+    readme = unlinked((ROOT / "README.md").read_text())
     assert said in readme and all(cell.is_timed for cell in cells)
     smallest = min(by_shape(cells).values(), key=lambda shape: (shape["0_baseline"].n_embd, shape["0_baseline"].column))
     assert smallest["1_cublas"].host_bound and ratio(smallest, "0_baseline", "1_cublas") < 1
@@ -142,7 +143,7 @@ def test_the_first_losses_set_steps_1_and_4_apart_as_the_page_says():
     rows = {row: parity.by_seed(study, row, parity.first_losses) for row in STEPS}
     apart = {row for row, losses in rows.items() if parity.verdict(losses, rows[STEPS[0]]) == parity.DIFFERENT}
     assert apart == {STEPS[1], STEPS[4]}
-    text = (ROOT / "docs" / "parity.md").read_text()
+    text = unlinked((ROOT / "docs" / "parity.md").read_text())
     assert "Step 1 crosses the limit by a hair, with a much smaller difference below step 0." in text
     assert "Steps 1 and 2 both lie below step 0 by less than a tenth of a per mille." in text
     step_1, step_2 = (parity.difference(rows[row], rows[STEPS[0]]) for row in STEPS[1:3])
@@ -166,7 +167,7 @@ def test_the_windows_of_the_first_losses_are_those_that_the_page_names():
     assert different("2_sdpa", "0_baseline") == [45] and different("1_cublas", "0_baseline") == [45, 50]
     said = "missing scale with 15 to 85 steps, and the dead MLP with 40 to 75. They call step 4 different with 15 to 50"
     said += " steps, so 50 is the longest of these windows that does"
-    assert f"{said}, and even step 2 with 45." in (ROOT / "docs" / "parity.md").read_text()
+    assert f"{said}, and even step 2 with 45." in unlinked((ROOT / "docs" / "parity.md").read_text())
 
 
 def test_the_pictures_of_the_story_are_those_of_its_record():

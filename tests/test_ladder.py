@@ -60,6 +60,8 @@ class Project:
         for name in ("common", "ladder", "report"):
             shutil.copytree(ROOT / name, folder / name)
         shutil.copy(ROOT / "run_all.sh", folder)
+        (folder / "docs").mkdir()
+        shutil.copy(ROOT / "docs" / "glossary.md", folder / "docs")
         for name, body in steps.items():
             (folder / f"{name}.py").write_text(BODIES[body])
 

@@ -9,7 +9,7 @@ from conftest import ROOT, STEPS
 from te_signatures import SCRIPTS, te_calls
 
 from anatomy.__main__ import experiments
-from report import documents, page, predictions, table, tree
+from report import documents, glossary, page, predictions, table, tree
 from report.load import read_run
 
 README = (ROOT / "README.md").read_text()
@@ -30,7 +30,7 @@ def test_recorded_reports_say_what_the_records_hold(record):
     markdown, html = ((record.parent / f"report.{kind}").read_text() for kind in ("md", "html"))
     run = predictions.add_later(read_run(record), record.parent)
     assert table.render_markdown(run) == markdown, "stale: python -m report.documents"
-    assert page.render(run) == html
+    assert glossary.with_terms(page.render(run)) == html
 
 
 def test_readme_shows_every_diff_and_every_room():
