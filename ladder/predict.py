@@ -49,15 +49,6 @@ class Prediction:
     def ms(self) -> float:
         return max(sum(self.category_ms.values()), self.host_ms)
 
-    @property
-    def bound(self) -> str:
-        """`compute`, `memory` or `launch`: what has the largest share."""
-        fused = 0.0 if self.step[0] in BY_HAND else self.category_ms["attention"]  # by hand it is softmax
-        compute = self.category_ms["matrix products"] + fused
-        busy = sum(self.category_ms.values())
-        shares = {"compute": compute, "memory": busy - compute, "launch": self.host_ms - busy}
-        return max(shares, key=shares.get)
-
 
 def predict(shape: Workload, roofs: Roofs) -> dict[str, Prediction]:
     """Every step that the machine of these roofs can run, by name. Raises ValueError where the roofs lack a part, or
@@ -216,9 +207,9 @@ def describe(predictions: dict[str, Prediction]) -> str:
     for step, one in predictions.items():
         ms, busy = one.category_ms, sum(one.category_ms.values())
         shown = {"products": ms["matrix products"], "attention": ms["attention"], "optimizer": ms["optimizer"]}
-        parts = {"memory traffic": busy - sum(shown.values()), "launches": max(0.0, one.host_ms - busy)}
+        parts = {"other kernels": busy - sum(shown.values()), "gaps": max(0.0, one.host_ms - busy)}
         cells = {name: f"{part:.2f}" for name, part in (shown | parts).items()}
-        rows.append({"step": step, "predicted ms": f"{one.ms:.2f}", **cells, "bound by": one.bound})
+        rows.append({"step": step, "predicted ms": f"{one.ms:.2f}", **cells})
     return aligned(rows)
 
 
