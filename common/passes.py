@@ -7,11 +7,12 @@ short for a host to launch in time is timed in a CUDA graph.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 
 import torch
@@ -31,6 +32,7 @@ LENGTHS, HEAD_DIMS, TOKENS = (256, 1024, 4096, 16384), (64, 128), {"cuda": 2**15
 KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LAUNCHED_BLOCKS, LAUNCHED_WIDTH, LAUNCHED_STEPS, WARMUP = 8, 64, 20, 5
 TRIES, PAUSE_S = 15, 0.3  # of the time of a launch
+LAUNCH_FP32 = "launch fp32"
 FEW_HEADS = 4  # of one sequence: too little work to fill a large GPU
 FEW = f"attention of {FEW_HEADS} heads"
 TE_WIDTHS, TE_NORM = (256, 1024), "Transformer Engine's LayerNorm"  # it has tuned kernels for some widths alone
@@ -56,6 +58,9 @@ def pass_times(device: torch.device, seconds: Timer) -> list[PassTime]:
             found.append(PassTime(f"{TE_NORM}, {width}", numbers, norm_s))
     except Exception as error:  # of a package that step 4 alone needs; its errors have no common class
         say(f"{TE_NORM} not measured: {one_line(error, 150)}")
+    with contextlib.suppress(RuntimeError):  # launch_seconds, which is called later, says why
+        if device.type == "cuda":
+            found.append(PassTime(LAUNCH_FP32, 1, launch_times(device)["fp32"]))
     return found
 
 
@@ -158,35 +163,48 @@ def attention(sequences: int, heads: int, length: int, head_dim: int, device: to
 
 
 def launch_seconds(device: torch.device) -> float | None:
-    """Host time of a kernel that Python launches, in the median of tiny mixed-precision training steps.
+    """Host time of a kernel that Python launches in mixed precision; None on a CPU. Raises as `launch_times`."""
+    return launch_times(device)["half"] if device.type == "cuda" else None
+
+
+@cache  # both formats before the first profile: a process that has profiled launches more slowly
+def launch_times(device: torch.device) -> dict[str, float]:
+    """Host seconds of a kernel that Python launches, in the median of tiny training steps: `fp32`, and `half` in mixed
+    precision, whose casts are many and short to launch.
 
     They run at several moments: other work on the host makes launches slower, and it comes and goes.
     Raises RuntimeError where the profiler shows no kernels.
     """
-    if device.type != "cuda":
-        return None
+    steps = {"fp32": tiny_step(device, mixed=False), "half": tiny_step(device, mixed=True)}
+    times = {name: [] for name in steps}
+    for _ in range(TRIES):
+        time.sleep(PAUSE_S)
+        for name, step in steps.items():
+            times[name] += [host_seconds(step) for _ in range(WARMUP + LAUNCHED_STEPS)][WARMUP:]
+    launches = {name: len(profile.trace_step(step, device).kernels) for name, step in steps.items()}
+    if not all(launches.values()):
+        raise RuntimeError("the profiler shows no kernels")
+    return {name: statistics.median(times[name]) / launches[name] for name in steps}
+
+
+def tiny_step(device: torch.device, mixed: bool) -> Callable[[], None]:
+    """A training step whose kernels are short, so that the host's launches are what takes its time."""
     width = LAUNCHED_WIDTH
     parts = [(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(LAUNCHED_BLOCKS)]
     model = nn.Sequential(*(module for part in parts for module in part)).to(device)
     optimizer, x = torch.optim.AdamW(model.parameters()), torch.ones(width, width, device=device)
 
     def step() -> None:
-        with torch.autocast(device.type, half_dtype(device)):
+        with torch.autocast(device.type, half_dtype(device), enabled=mixed):
             loss = model(x).sum()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def step_s() -> float:
-        started = time.perf_counter()
-        step()
-        return time.perf_counter() - started
+    return step
 
-    times = []
-    for _ in range(TRIES):
-        time.sleep(PAUSE_S)
-        times += [step_s() for _ in range(WARMUP + LAUNCHED_STEPS)][WARMUP:]
-    launches = len(profile.trace_step(step, device).kernels)  # last: a process that has profiled launches more slowly
-    if not launches:
-        raise RuntimeError("the profiler shows no kernels")
-    return statistics.median(times) / launches
+
+def host_seconds(step: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started

@@ -80,8 +80,14 @@ def _predict_step(step: str, shape: Workload, roofs: Roofs) -> Prediction:
         seconds["attention"] += shape.n_layer * _fused_seconds(shape, roofs)
         launches += shape.n_layer * FUSED_LAUNCHES
     seconds["matrix products"] = _slowed(products, sum(seconds.values()), _precision(step, roofs), roofs)
-    host_s = 0.0 if step[0] in CAPTURED else launches * (roofs.launch_s or 0.0)
+    host_s = 0.0 if step[0] in CAPTURED else launches * _launch_seconds(step, roofs)
     return Prediction(step, {name: s * 1e3 for name, s in seconds.items()}, launches, host_s * 1e3)
+
+
+def _launch_seconds(step: str, roofs: Roofs) -> float:
+    """What the host needs to launch one kernel of a step; older roofs know it of mixed precision alone."""
+    fp32 = _timed(roofs, passes.LAUNCH_FP32).get(1) if _precision(step, roofs) == "fp32" else None
+    return fp32 or roofs.launch_s or 0.0
 
 
 def _precision(step: str, roofs: Roofs) -> str:

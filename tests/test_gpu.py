@@ -226,7 +226,8 @@ def test_what_is_short_is_timed_as_a_graph_so_that_the_host_does_not_count(monke
     norms = [of[name] for name in of if name.startswith(passes.TE_NORM)]
     assert len(norms) == (len(passes.TE_WIDTHS) if find_spec("transformer_engine") else 0)
     assert all(of["layer norm fp32"] < seconds < 1e-4 for seconds in norms)
-    assert 2e-6 < passes.launch_seconds(device) < 2e-4
+    launched = [one.seconds for one in timed if one.kernel == passes.LAUNCH_FP32]
+    assert all(2e-6 < seconds < 2e-4 for seconds in [*launched, passes.launch_seconds(device)]) and len(launched) == 1
 
 
 def test_a_process_that_measures_roofs_imports_transformer_engine_before_torch_loads_a_cudnn():

@@ -128,6 +128,10 @@ def test_attention_takes_the_nearest_head_dimension_and_a_slow_host_bounds_what_
     after = predict.predict(shape, roofs)
     assert after["3_compile"].category_ms["attention"] > 500 * before["3_compile"].category_ms["attention"]
     assert after["1_cublas"].ms == pytest.approx(1e3 * after["1_cublas"].launches)
+    assert after["0_baseline"].ms == pytest.approx(1e3 * after["0_baseline"].launches), "as in mixed precision"
+    roofs.passes.append(PassTime(passes.LAUNCH_FP32, 1, 2.0))
+    fp32 = predict.predict(shape, roofs)
+    assert fp32["0_baseline"].ms == 2 * after["0_baseline"].ms and fp32["1_cublas"].ms == after["1_cublas"].ms
     assert after["3_compile"].host_ms == 0
 
 
