@@ -1,7 +1,7 @@
 """What is said of fast training, beside what was recorded here: the table of docs/claims.md.
 
-A claim has a public source, where one was found, and a function of report/findings.py, which reads one machine's
-records. A claim without a function was not tested. The words and the figures of a claim are those of its source.
+A claim has a public source, and a function of report/findings.py, which reads one machine's records. A claim without a
+function was not tested. The words and the figures of a claim are those of its source.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from report.table import pipe_table
 MACHINES = {GPU: "H200", CPU: "CPU"}  # folder of docs/results -> column
 LADDER, TRAFFIC = "the ladder", "traffic"  # docs/performance.md shows what these recorded
 NO_RECORD, NOT_TESTED = "not recorded", "not tested"
-NO_SOURCE = "a common saying; no source was found"
+# of anatomy and of ladders: two projects with other experiments and steps of these kinds
+ANATOMY = "https://github.com/wadkars-lgtm/pytorch-gpu-anatomy/blob/2d03d7ff235f8eb22c0f82db4bb813af68819fd0/README.md"
+EARLIER_LADDER = "https://github.com/faradawn/pytorch-example/blob/50cffe579d579957380f5a3d4ac9d1bf52e48655/README.md"
 AMP = "https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html"
 BENCHMARK = "https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html"
 BF16 = "https://docs.pytorch.org/xla/release/r2.8/perf/amp.html"
@@ -31,9 +33,17 @@ DDP = "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.Distribu
 EPILOGUE = "https://summarizeddata.com/how-pytorch-compile-speeds-up-models-with-kernel-fusion/"
 FLASH = "https://arxiv.org/pdf/2205.14135"
 FLASH_2 = "https://arxiv.org/abs/2307.08691"
+FLASH_FIRST = (
+    "https://github.com/danilop/micro-gpt-and-beyond/blob/345b812dc30a4409cc725ae441fcd2685b9fb80e/labs/"
+    "20_tiled_attention/README.md"
+)
 FP8 = "https://lambdalabs.com/blog/nvidia-hopper-h100-and-fp8-support"
 FUSION = "https://vishalkumarr2.github.io/Learning_from_building_systems/ml-compilers/weeks/week-02/day-13-operator-fusion-fundamentals.html"
 GRAPPLER = "https://www.tensorflow.org/guide/graph_optimization"
+GUARDS = (
+    "https://docs.pytorch.org/docs/main/user_guide/torch_compiler/compile/"
+    "programming_model.reducing_guard_overhead.html"
+)
 HUGGING_FACE = "https://github.com/huggingface/transformers/blob"  # by commit: later versions of the page say less
 INFERENCE = f"{HUGGING_FACE}/0559c47bd90245da451bc9edf9bce4e757392829/docs/source/en/perf_torch_compile.md"
 INITIALIZATION = "https://github.com/pytorch/pytorch/issues/3121"
@@ -49,12 +59,11 @@ SIDE_BY_SIDE = (
 )
 TRITON = "https://triton-lang.org/main/getting-started/tutorials/03-matrix-multiplication.html"
 TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
-VIEWS = "https://jvoltci.github.io/mosaic/ml-execution/tensors-in-memory/contiguous-vs-non"
 
 
 class Claim(NamedTuple):
     text: str
-    source: str | None  # address of a public page whose text says it; None: no such page was found
+    source: str  # address of a public page whose text says it
     where: str  # the experiment, LADDER or TRAFFIC, or an experiment and one of these
     finding: Callable[[Records], Finding] | None = None
 
@@ -66,12 +75,13 @@ CLAIMS = [
     Claim("`torch.compile` makes training 21 to 51 % faster (of the ladder: step 2 to 3, with compiled AdamW and "
           "capture)", PYTORCH_2, f"techniques, {LADDER}",
           partial(findings.technique_and_steps, "torch.compile", "2", "3", 1.21, 1.51)),
-    Claim("FlashAttention is the single most effective optimization", None, LADDER, findings.fused_attention_first),
+    Claim("FlashAttention is the single most impactful optimization (said of inference)", FLASH_FIRST, LADDER,
+          findings.fused_attention_first),
     Claim("FlashAttention is 2 to 4 times as fast as optimized baselines (here attention by hand)", FLASH_2,
           "techniques", partial(findings.technique, "FlashAttention", 2, 4)),
     Claim("FlashAttention moves 9 times fewer bytes through DRAM", FLASH, TRAFFIC,
           partial(findings.attention_traffic, 8, 10)),
-    Claim("fused attention moves 5 times fewer bytes through DRAM", None, TRAFFIC,
+    Claim("fused attention reduces DRAM access from 5x to 1x", EARLIER_LADDER, TRAFFIC,
           partial(findings.attention_traffic, 4.5, 5.5)),
     Claim("FlashAttention's memory grows with the length, not its square", FLASH_2, "attention",
           findings.attention_memory),
@@ -102,20 +112,18 @@ CLAIMS = [
           partial(findings.technique, "channels-last", 1.08, 1.35)),
     Claim("gradient accumulation can slow training down", ONE_GPU, "techniques",
           partial(findings.technique, "gradient accumulation", 0, 1)),
-    Claim("a synchronization costs a constant 10 to 15 us", None, "sync-points", findings.constant_sync),
-    Claim("a synchronization is 1 % of an operation of 25 ms and 50 % of one of 18 us", None, "sync-points",
+    Claim("a synchronization costs a constant 10 to 15 us", ANATOMY, "sync-points", findings.constant_sync),
+    Claim("a synchronization is 1 % of an operation of 25 ms and 50 % of one of 18 us", ANATOMY, "sync-points",
           findings.sync_share),
     Claim("Python control flow on a result of the GPU, as `if tensor.any()`, waits for it", TUNING, "sync-points",
           findings.any_waits),
-    Claim("a tensor that is not contiguous is 5 to 20 times slower", VIEWS, "contiguity",
-          partial(findings.transposed, 5, 20)),
-    Claim("a tensor that is not contiguous is 2 to 10 times slower", None, "contiguity",
-          partial(findings.transposed, 2, 10)),
-    Claim("a transpose is free, as it moves no bytes", VIEWS, "host-cost", findings.views),
-    Claim("`ScaledDotProductEfficientAttentionBackward0` is the node of fused attention", None, "autograd",
+    Claim("a tensor that is not contiguous can be 2 to 10 times slower", ANATOMY, "contiguity", findings.transposed),
+    Claim("shape operations cost nothing", ANATOMY, "host-cost", findings.views),
+    Claim("`ScaledDotProductEfficientAttentionBackward0` is the node of fused attention", ANATOMY, "autograd",
           findings.marks_fusion),
-    Claim("fusion turns 20 or more backward nodes into one", None, "autograd", findings.fewer_nodes),
-    Claim("the size of the graph does not depend on batch or length", None, "autograd", findings.fixed_graph),
+    Claim("fusion turns attention's 20 or more backward nodes into one", ANATOMY, "autograd", findings.fewer_nodes),
+    Claim("fused into one node, attention is 2 to 5 times as fast", ANATOMY, "attention", findings.attention_speeds),
+    Claim("the size of the graph does not depend on batch or length", ANATOMY, "autograd", findings.fixed_graph),
     Claim("a small product, of low arithmetic intensity, is limited by memory", PRODUCTS, "roofline",
           findings.small_products),
     Claim("a short kernel in Triton is on par with cuBLAS", TRITON, "precision", findings.triton_product),
@@ -125,7 +133,8 @@ CLAIMS = [
     Claim("PyTorch runs 280 thousand small operations a second, one in 3.6 us", BRRR, "host-cost", findings.dispatch),
     Claim("a vector operation is orders of magnitude faster than a Python loop", LOOPS, "host-cost",
           findings.element_loop),
-    Claim("guards of a compiled function cost less than a microsecond a tensor", None, "host-cost", findings.guards),
+    Claim("where a function is cheap, its guards can take a measurable part of its time", GUARDS, "host-cost",
+          findings.guards),
     Claim("the first run takes much longer: warm up before a benchmark", BENCHMARK, "host-cost", findings.warm_up),
     Claim("BF16 needs no gradient scaling, and FP16 does", BF16, "learning", findings.loss_scaling),
     Claim("the default initialization of embeddings is too large", INITIALIZATION, "learning",
@@ -161,10 +170,10 @@ def record_links(claim: Claim, by_machine: dict[str, Finding], results: Path) ->
 
 
 def source_link(claim: Claim) -> str:
-    """Whose page it is, and the page."""
-    if claim.source is None:
-        return NO_SOURCE
-    return f"[{claim.source.split('/')[2].removeprefix('www.')}]({claim.source})"
+    """Whose page it is, of GitHub the project, and the page."""
+    _, _, host, *path = claim.source.split("/")
+    whose = "/".join(path[:2]) if host == "github.com" else host.removeprefix("www.")
+    return f"[{whose}]({claim.source})"
 
 
 def claims_table(results: Path) -> str:
