@@ -103,14 +103,14 @@ def predicted_pairs(shapes: Shapes, pairs: list[tuple[str, str]]) -> list[tuple[
 
 
 def launch_costs(cells: list[Cell]) -> list[str]:
-    """What a launch cost where steps waited for the host, beside the one cost that all predictions take."""
+    """What a launch cost where steps waited for the host, beside what predictions take for it."""
     launched = [cell for cell in cells if cell.is_timed and cell.predicted_host_ms and cell.launches]
     us = [1e3 * cell.median_ms / cell.launches for cell in launched if cell.host_bound and not cell.captured]
     if not us:
         return []
-    predicted = 1e3 * launched[0].predicted_host_ms / launched[0].launches
-    return [f"{len(us)} cells waited for the host: {min(us):.0f} to {max(us):.0f} µs a launch. All predictions take "
-            f"{predicted:.0f} µs, as the roofs measured it. What a launch costs depends on the core of the host and on "
+    predicted = {f"{1e3 * cell.predicted_host_ms / cell.launches:.0f}" for cell in launched}
+    return [f"{len(us)} cells waited for the host: {min(us):.0f} to {max(us):.0f} µs a launch. Predictions take "
+            f"{' or '.join(sorted(predicted))} µs, as the roofs measured it. What a launch costs depends on the core of the host and on "
             "what else runs there: `python -m anatomy host-cost` measures how much."]  # fmt: skip
 
 

@@ -405,7 +405,7 @@ def test_what_launches_cost_stands_beside_what_was_predicted_for_all():
     made = [replace(CELL, median_ms=ms, n_embd=width, **waited) for width, ms in ((256, 2.0), (512, 3.0))]
     replayed = replace(CELL, n_embd=64, **(waited | {"captured": True}))
     (said,) = sweep_page.launch_costs([*made, replayed])
-    assert "2 cells waited for the host: 20 to 30 µs a launch. All predictions take 25 µs" in said
+    assert "2 cells waited for the host: 20 to 30 µs a launch. Predictions take 25 µs" in said
     assert sweep_page.launch_costs([replayed]) == []
 
 
