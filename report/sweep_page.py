@@ -109,9 +109,11 @@ def launch_costs(cells: list[Cell]) -> list[str]:
     if not us:
         return []
     predicted = {f"{1e3 * cell.predicted_host_ms / cell.launches:.0f}" for cell in launched}
-    return [f"{len(us)} cells waited for the host: {min(us):.0f} to {max(us):.0f} µs a launch. Predictions take "
-            f"{' or '.join(sorted(predicted))} µs, as the roofs measured it. What a launch costs depends on the core of the host and on "
-            "what else runs there: `python -m anatomy host-cost` measures how much."]  # fmt: skip
+    return [
+        f"{len(us)} cells waited for the host: {min(us):.0f} to {max(us):.0f} µs a launch. Predictions take "
+        f"{' or '.join(sorted(predicted))} µs, as the roofs measured it. What a launch costs depends on the core of the "
+        "host and on what else runs there: `python -m anatomy host-cost` measures how much."
+    ]
 
 
 def reasons(cells: list[Cell]) -> list[str]:
