@@ -111,8 +111,8 @@ def launch_costs(cells: list[Cell]) -> list[str]:
     predicted = {f"{1e3 * cell.predicted_host_ms / cell.launches:.0f}" for cell in launched}
     return [
         f"{len(us)} cells waited for the host: {min(us):.0f} to {max(us):.0f} µs a launch. Predictions take "
-        f"{' or '.join(sorted(predicted))} µs, as the roofs measured it. What a launch costs depends on the core of the "
-        "host and on what else runs there: `python -m anatomy host-cost` measures how much."
+        f"{' or '.join(sorted(predicted))} µs, as the roofs measured it. What a launch costs depends on the core "
+        "of the host and on what else runs there: `python -m anatomy host-cost` measures how much."
     ]
 
 
