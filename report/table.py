@@ -148,13 +148,13 @@ def tflops(flops_per_s: float | None) -> str:
 
 def percent(share: float | None) -> str:
     """`+1.50%`, or a dash."""
-    return "-" if share is None else f"{share:+.2%}"
+    return figure(share, "+.2%")
 
 
 def describe_share_of_roof(row: Row, run: Run) -> str:
     """`74% of fp8`, or a dash."""
-    share = analysis.share_of_roof(row, run.roofs)
-    return f"{share[1]:.0%}{mark(run, row, about=ROOF)} of {share[0]}" if share else "-"
+    precision, ceiling = analysis.roof(row, run.roofs) or ("", None)
+    return f"{row.model_flops_per_s / ceiling:.0%}{mark(run, row, about=ROOF)} of {precision}" if ceiling else "-"
 
 
 def products_cells(row: Row, run: Run) -> tuple[str, str]:
