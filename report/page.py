@@ -94,12 +94,13 @@ def speedup_png(run: Run) -> bytes:
     """The picture of a run: times faster than the first row with a time; of a busy machine times alone."""
     first = analysis.reference_row(run.steps)
 
-    def bar(row: Row) -> charts.Bar:
+    def bar(row: Row) -> tuple[str, float | None, str]:
         if not is_timed(row):
-            return charts.Bar(row.step, None, reason_untimed(row))
-        speedup, ms = compared(row, first, run), f"{story.ms_of(run, row)} ms"
-        label = f"{speedup.ratio:.1f}x{speedup.mark} ({ms})" if speedup else ms
-        return charts.Bar(row.step, speedup.ratio if speedup else None, label)
+            return row.step, None, reason_untimed(row)
+        ms = f"{story.ms_of(run, row)} ms"
+        if speedup := compared(row, first, run):
+            return row.step, speedup.ratio, f"{speedup.ratio:.1f}x{speedup.mark} ({ms})"
+        return row.step, None, ms
 
     preset = run.workload.preset if run.workload else "unknown workload"
     title = f"{environment_of(run).device}, {preset}: training step, times faster"
@@ -111,11 +112,8 @@ def _where(run: Run, rows: list[Row]) -> dict:
     passes, off = analysis.passes(run), [row.step for row in rows if is_timed(row) and describe_profile_offset(row)]
     on_cpu = environment_of(run).device_type == "cpu"
     caption = f"Milliseconds of a training step by kind of {'operator' if on_cpu else 'kernel'}"
-    caption += (
-        f"; the figure is the median of {passes} passes."
-        if passes
-        else "; the figure is the median of one pass, so how far it changes from run to run is not known."
-    )
+    once = "one pass, so how far it changes from run to run is not known"
+    caption += f"; the figure is the median of {f'{passes} passes' if passes else once}."
     off_by = predictions.off(run)
     caption += f" Dashed: what was predicted from measured roofs alone, {off_by}." if off_by else ""
     caption += f" {story.PEERS}" if run.peers else ""
@@ -151,8 +149,7 @@ def evidence(run: Run) -> dict[str, Evidence]:
 
 
 def _memory(run: Run) -> Evidence:
-    picture, by_kind = story.memory(run)
-    if by_kind:
+    if any(row.memory for row in run.steps):
         caption = (
             "What CUDA's allocator holds in one launched step, by what it is for, at one scale. From left to right are "
             "its allocations in their order. Where they are too many, the fullest of some neighbors is drawn. Time is "
@@ -168,7 +165,7 @@ def _memory(run: Run) -> Evidence:
             "Peak of CUDA's allocator over the training steps, the capture of a captured step included. These records "
             "do not say what the memory was for."
         )
-    return Evidence("Memory", picture, caption, story.memory_table(run))
+    return Evidence("Memory", story.memory(run), caption, story.memory_table(run))
 
 
 def _roofline(run: Run) -> Evidence:
@@ -216,16 +213,14 @@ def _loss(rows: list[Row]) -> Evidence:
     if not timed:
         return Evidence("Loss", "", "No step has a loss.", [])
     headers, cells = ("step", "first", "last", "mean of the last", "difference"), []
+    heldout = any(row.heldout_loss is not None for row in timed)
+    headers += ("held-out", "difference of it") if heldout else ()
     for row in timed:
         losses = (table.figure(loss, ",.4f") for loss in (row.loss[0], row.loss[-1], analysis.mean_loss(row)))
         cells.append((row.step, *losses, table.percent(analysis.loss_difference(row, timed[0]))))
-    if any(row.heldout_loss is not None for row in timed):
-        headers += ("held-out", "difference of it")
-        more = [
-            (table.figure(row.heldout_loss, ",.4f"), table.percent(analysis.heldout_difference(row, timed[0])))
-            for row in timed
-        ]
-        cells = [one + two for one, two in zip(cells, more, strict=True)]
+        if heldout:
+            difference = table.percent(analysis.heldout_difference(row, timed[0]))
+            cells[-1] += (table.figure(row.heldout_loss, ",.4f"), difference)
     said = ["Loss of every training step, counted from 0, on the same batches; below, its difference to that of the "
             f"first row, {timed[0].step}.", rising_loss(rows), largest_loss_difference(rows),
             "So few steps do not show whether a step learns as well: docs/parity.md has long runs."]  # fmt: skip
