@@ -186,8 +186,7 @@ def remarks(run: Run) -> list[str]:
 
 def ceilings(roofs: Roofs) -> dict[str, float]:
     """The most FLOP/s of matrix products by the name of their precision, in capitals."""
-    measured = {precision.upper(): roofs.ceilings.get(precision) for precision in PRECISIONS}
-    return {precision: rate for precision, rate in measured.items() if rate}
+    return {name.upper(): roofs.ceilings[name] for name in PRECISIONS if roofs.ceilings.get(name)}
 
 
 def describe_roofs(roofs: Roofs) -> list[str]:
