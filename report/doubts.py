@@ -93,17 +93,14 @@ def _reference_times(row: Row, kind: str, device: str) -> Iterator[tuple[float, 
 
     Each pass of a row gives one: the mean of before and after, because a blip may hit one of them.
     """
-    references = [repetition.reference_ms for repetition in row.repetitions] or [row.reference_ms]
-    for reference in filter(None, references):
+    for reference in filter(None, (one.reference_ms for one in row.repetitions or [row])):
         times = reference.product_ms if kind == "product" else reference.copy_ms
         ms = fmean(times)
         said = f"{ms:.1f} ms" if ms >= 10 else f"{ms:.3g} ms"
-        if kind == "product" and device == "cuda":
-            if not reference.clock_mhz:
-                continue
-            yield fmean(map(mul, times, reference.clock_mhz)), f"{said} at {fmean(reference.clock_mhz):.0f} MHz"
-        else:
+        if kind == "copy" or device != "cuda":
             yield ms, said
+        elif reference.clock_mhz:
+            yield fmean(map(mul, times, reference.clock_mhz)), f"{said} at {fmean(reference.clock_mhz):.0f} MHz"
 
 
 def furthest_around_a_row(run: Run) -> float:

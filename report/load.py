@@ -106,14 +106,6 @@ def inside(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from inside(value, name)
 
 
-def read_roofs(path: Path) -> Roofs:
-    """The roofs of a machine or of a run. Raises RecordError, also where they could not be measured."""
-    content = read_json(path)
-    if isinstance(content, dict) and "failed" in content:
-        raise RecordError(str(content["failed"]))
-    return convert(content, Roofs, path.name)
-
-
 def read_run(path: Path) -> Run:
     """Read and check a run. Raises RecordError for a file that is corrupt, foreign, newer or too large.
 
@@ -341,8 +333,11 @@ def _read_roofs(folder: Path, rows: list[Run], problems: list[str]) -> Roofs | N
     if not (folder / ROOFS).exists():
         return None
     try:
-        roofs = read_roofs(folder / ROOFS)
-        here = convert(read_json(folder / ROOFS).get("environment"), Environment | None, ROOFS)
+        content = read_json(folder / ROOFS)
+        if isinstance(content, dict) and "failed" in content:  # they could not be measured
+            raise RecordError(str(content["failed"]))
+        roofs = convert(content, Roofs, ROOFS)
+        here = convert(content.get("environment"), Environment | None, ROOFS)
     except RecordError as error:
         problems.append(f"no roofs: {error}")
         return None
