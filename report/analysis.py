@@ -62,12 +62,7 @@ def passes(run: Run) -> int:
 def extent_ms(row: Row) -> tuple[float, float]:
     """The smallest and the largest median of the passes; the quartiles of a row that ran once."""
     medians = passes_ms(row)
-    return (min(medians), max(medians)) if medians else quartiles_ms(row)
-
-
-def quartiles_ms(row: Row) -> tuple[float, float]:
-    """25th and 75th percentile."""
-    return row.timing.p25_ms, row.timing.p75_ms
+    return (min(medians), max(medians)) if medians else (row.timing.p25_ms, row.timing.p75_ms)
 
 
 def spread(row: Row) -> float:

@@ -174,7 +174,7 @@ def _causes(before: Row, row: Row) -> tuple[float, analysis.Change | None, list[
     kernels = {before.settings.attention_kernel, row.settings.attention_kernel}
     if BY_HAND in kernels and len(kernels - {None}) == 2:
         changes = _with_attention_as_one(changes)
-    spread_ms = max(high - low for low, high in map(analysis.quartiles_ms, (before, row)))
+    spread_ms = max(one.timing.p75_ms - one.timing.p25_ms for one in (before, row))
     least = max(0.1 * sum(abs(change.ms) for change in changes), 0.01 * median_ms(before), spread_ms)
     moved = [change for change in changes if abs(change.ms) > least]
     gained = median_ms(before) - median_ms(row)
