@@ -93,9 +93,9 @@ def _claim(before: Row, after: Row, a: Run, b: Run, names: tuple[str, str]) -> s
 
 def _pictures(pairs: list[tuple[Row, Row]], a: Run, b: Run) -> list[str]:
     """The time of every step in both runs, where kinds of kernels are known in kinds: in ms, and as shares."""
-    bars = [story.time_bar(run, row, None) for pair in pairs for row, run in zip(pair, (a, b), strict=True)]
-    named = [replace(bar, name=f"{'AB'[k % 2]}: {bar.name}") for k, bar in enumerate(bars)]
-    return [*filter(None, story.whole_and_shares(named))]
+    bars = [replace(story.time_bar(run, row), name=f"{letter}: {row.step}")
+            for pair in pairs for letter, run, row in zip("AB", (a, b), pair, strict=True)]  # fmt: skip
+    return [*filter(None, story.whole_and_shares(bars))]
 
 
 def _pairs(a: Run, b: Run) -> list[tuple[Row, Row]]:

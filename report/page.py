@@ -177,11 +177,11 @@ def _roofline(run: Run) -> Evidence:
         return Evidence("Roofline", "", "No row holds the bytes of its step, so it has no place under the roofs.", [])
     points = [(row.step, run.workload.flops_per_step / row.bytes_per_step.value, row.model_flops_per_s)
               for row in counted]  # fmt: skip
-    ridges = [(f"ridge of {name}", rate / copy, rate) for name, rate in rates.items()]
-    shares = [(table.describe_share_of_roof(row, run), *table.products_cells(row, run)) for row in counted]
-    shares += [("", "", "")] * len(ridges)
-    cells = [(name, table.figure(intensity), table.tflops(rate), *three)
-             for (name, intensity, rate), three in zip(points + ridges, shares, strict=True)]  # fmt: skip
+    cells = [(name, table.figure(intensity), table.tflops(rate), table.describe_share_of_roof(row, run),
+              *table.products_cells(row, run))
+             for row, (name, intensity, rate) in zip(counted, points, strict=True)]  # fmt: skip
+    cells += [(f"ridge of {name}", table.figure(rate / copy), table.tflops(rate), "", "", "")
+              for name, rate in rates.items()]  # fmt: skip
     headers = ("step", "FLOP per byte", "TFLOP/s", "of roof", "matrix products alone, TFLOP/s", "of their ceiling")
     caption = (
         f"Measured ceilings: copy bandwidth {copy / 1e9:,.0f} GB/s, and matrix products at this workload's shapes in "

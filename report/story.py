@@ -60,7 +60,7 @@ def _card(run: Run, script: Row, before: Row | None, after: Row) -> Card:
         further=sentences.further(run, before, after), code=analysis.code_diff(script, after), noun=_noun(run),
     )  # fmt: skip
     if before is not None and is_timed(after):
-        card.bars = drawn.stacked([time_bar(run, row, None) for row in (before, after)], "ms", legend=False)
+        card.bars = drawn.stacked([time_bar(run, row) for row in (before, after)], "ms", legend=False)
         card.facts = _facts(run, before, after)
         if before.profile and after.profile:
             changes, kernels = analysis.changed_categories(before, after), analysis.changed_kernels(before, after)
@@ -81,7 +81,7 @@ def _facts(run: Run, before: Row, after: Row) -> list[dict]:
     shown = {
         "ms per step": [ms_of(run, row) for row in rows],
         "peak GiB": [table.gib(row) for row in rows],
-        "operators run" if _noun(run) == "Operators" else "kernels run": [
+        f"{_noun(run).lower()} run": [
             table.figure(row.profile and row.profile.kernels_per_step, ",.0f") for row in rows
         ],
         "most time in": [analysis.describe_bound(row) for row in rows],
@@ -96,7 +96,7 @@ def _facts(run: Run, before: Row, after: Row) -> list[dict]:
     return table.grid(("per training step", "before", "after"), facts[:MOST_FACTS])
 
 
-def time_bar(run: Run, row: Row, reference: Row | None) -> drawn.Bar:
+def time_bar(run: Run, row: Row, reference: Row | None = None) -> drawn.Bar:
     """The time of a step in its kinds of kernels, or in one piece where it has no profile."""
     if not is_timed(row):
         return _untimed_bar(row)
