@@ -59,7 +59,10 @@ def render(run: Run) -> str:
         **{level: table.levels(run, [said]).get(level, []) for level in (SERIOUS, NOTICE)},
         "busy": busy(run),
         "reproduce": run.command or "the command is not recorded",
-        **_where(run, rows),
+        "where": story.where(run),
+        "where_caption": _where_caption(run),
+        "off": _off(rows),
+        "category_rows": _category_rows(rows),
         "passes": analysis.passes(run),
         "settings_rows": table.grid(("step", "settings"), [(row.step, _settings(row)) for row in rows]),
         "environment_rows": table.grid(("", "value"), asdict(run.environment).items() if run.environment else ()),
@@ -108,21 +111,19 @@ def speedup_png(run: Run) -> bytes:
     return charts.speedup_png([*map(bar, run.steps)], verdict or title)
 
 
-def _where(run: Run, rows: list[Row]) -> dict:
-    passes, off = analysis.passes(run), [row.step for row in rows if is_timed(row) and describe_profile_offset(row)]
-    on_cpu = environment_of(run).device_type == "cpu"
-    caption = f"Milliseconds of a training step by kind of {'operator' if on_cpu else 'kernel'}"
-    once = "one pass, so how far it changes from run to run is not known"
-    caption += f"; the figure is the median of {f'{passes} passes' if passes else once}."
-    off_by = predictions.off(run)
+def _where_caption(run: Run) -> str:
+    passes, off_by = analysis.passes(run), predictions.off(run)
+    kind = "operator" if environment_of(run).device_type == "cpu" else "kernel"
+    of = f"{passes} passes" if passes else "one pass, so how far it changes from run to run is not known"
+    caption = f"Milliseconds of a training step by kind of {kind}; the figure is the median of {of}."
     caption += f" Dashed: what was predicted from measured roofs alone, {off_by}." if off_by else ""
-    caption += f" {story.PEERS}" if run.peers else ""
-    return {
-        "where": story.where(run),
-        "where_caption": caption,
-        "off": f" Profiling changed the time of {', '.join(off)}: the doubts say by how much." if off else "",
-        "category_rows": _category_rows(rows),
-    }
+    return caption + (f" {story.PEERS}" if run.peers else "")
+
+
+def _off(rows: list[Row]) -> str:
+    """A sentence about rows that the profiler slowed down or sped up; empty without any."""
+    off = [row.step for row in rows if is_timed(row) and describe_profile_offset(row)]
+    return f" Profiling changed the time of {', '.join(off)}: the doubts say by how much." if off else ""
 
 
 def _category_rows(rows: list[Row]) -> list[dict]:

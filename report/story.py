@@ -77,23 +77,23 @@ def _cells(header: str, change: analysis.Change, digits: int) -> dict:
 
 def _facts(run: Run, before: Row, after: Row) -> list[dict]:
     """What the machine did in both steps: the first figures that are known and differ."""
-    rows = (before, after)
-    shown = {
-        "ms per step": [ms_of(run, row) for row in rows],
-        "peak GiB": [table.gib(row) for row in rows],
-        f"{_noun(run).lower()} run": [
-            table.figure(row.profile and row.profile.kernels_per_step, ",.0f") for row in rows
-        ],
-        "most time in": [analysis.describe_bound(row) for row in rows],
-        "tokens/J": [table.tokens_per_joule(row) for row in rows],
-        "clock, MHz": [table.figure(row.clock_mhz, ",.0f") for row in rows],
-        "host waits for the GPU": [table.figure(row.host_syncs, ",.0f") for row in rows],
-        "autograd nodes of attention": [
-            table.figure(row.profile and row.profile.autograd_nodes_attention, ",.0f") for row in rows
-        ],
-    }
-    facts = [(name, a, b) for name, (a, b) in shown.items() if a != b]
+    old, new = (_figures(run, row) for row in (before, after))
+    facts = [(name, old[name], new[name]) for name in old if old[name] != new[name]]
     return table.grid(("per training step", "before", "after"), facts[:MOST_FACTS])
+
+
+def _figures(run: Run, row: Row) -> dict[str, str]:
+    profile = row.profile
+    return {
+        "ms per step": ms_of(run, row),
+        "peak GiB": table.gib(row),
+        f"{_noun(run).lower()} run": table.figure(profile and profile.kernels_per_step, ",.0f"),
+        "most time in": analysis.describe_bound(row),
+        "tokens/J": table.tokens_per_joule(row),
+        "clock, MHz": table.figure(row.clock_mhz, ",.0f"),
+        "host waits for the GPU": table.figure(row.host_syncs, ",.0f"),
+        "autograd nodes of attention": table.figure(profile and profile.autograd_nodes_attention, ",.0f"),
+    }
 
 
 def time_bar(run: Run, row: Row, reference: Row | None = None) -> drawn.Bar:
