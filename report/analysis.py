@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from common.record import CATEGORIES, CategoryTime, Profile, Roofs, Row, Run, Timing
 from report.kernels import readable
@@ -45,12 +45,12 @@ def median_ms(row: Row) -> float:
 
 def timings(row: Row) -> list[Timing]:
     """The timing of every pass; of a row that ran once its own."""
-    return [repetition.timing for repetition in row.repetitions] or [row.timing]
+    return [one.timing for one in row.repetitions or [row]]
 
 
 def passes_ms(row: Row) -> list[float]:
     """The median of every pass of `--repeat`, in order; empty where the row has fewer than two."""
-    medians = [repetition.timing.median_ms for repetition in row.repetitions]
+    medians = [timing.median_ms for timing in timings(row)]
     return medians if len(medians) >= 2 else []
 
 
@@ -62,18 +62,12 @@ def passes(run: Run) -> int:
 def extent_ms(row: Row) -> tuple[float, float]:
     """The smallest and the largest median of the passes; the quartiles of a row that ran once."""
     medians = passes_ms(row)
-    return (min(medians), max(medians)) if medians else quartiles_ms(row)
-
-
-def quartiles_ms(row: Row) -> tuple[float, float]:
-    """25th and 75th percentile."""
-    return row.timing.p25_ms, row.timing.p75_ms
+    return (min(medians), max(medians)) if medians else (row.timing.p25_ms, row.timing.p75_ms)
 
 
 def spread(row: Row) -> float:
     """Distance of the quartiles, as a share of the median."""
-    p25, p75 = quartiles_ms(row)
-    return (p75 - p25) / median_ms(row)
+    return (row.timing.p75_ms - row.timing.p25_ms) / median_ms(row)
 
 
 def drift(row: Row) -> float:
@@ -90,8 +84,7 @@ def drift(row: Row) -> float:
 
 def mean_loss(row: Row) -> float:
     """Mean of the last LOSS_WINDOW training steps, in nats."""
-    window = row.loss[-LOSS_WINDOW:]
-    return sum(window) / len(window)
+    return fmean(row.loss[-LOSS_WINDOW:])
 
 
 def loss_difference(row: Row, reference: Row) -> float | None:
@@ -119,10 +112,10 @@ def speedup(row: Row, reference: Row) -> float:
 
 def speedup_range(row: Row, reference: Row) -> tuple[float, float] | None:
     """The smallest and the largest ratio pass by pass; None where the rows have not the same passes."""
-    pairs = [*zip(passes_ms(row), passes_ms(reference), strict=False)]
-    if not pairs or len(passes_ms(row)) != len(passes_ms(reference)):
+    after, before = passes_ms(row), passes_ms(reference)
+    if not after or len(after) != len(before):
         return None
-    ratios = [before / after for after, before in pairs]
+    ratios = [a / b for a, b in zip(before, after, strict=True)]
     return min(ratios), max(ratios)
 
 
@@ -208,12 +201,6 @@ def roof(row: Row, roofs: Roofs | None) -> tuple[str, float] | None:
         exact = row.settings.float32_matmul_precision == "highest" or "tf32" not in ceilings
         precision = "fp32" if exact else "tf32"
     return (precision, ceilings[precision]) if ceilings.get(precision) else None
-
-
-def share_of_roof(row: Row, roofs: Roofs | None) -> tuple[str, float] | None:
-    """A precision, and a row's model FLOP/s as a share of its ceiling; None where that was not measured."""
-    measured = roof(row, roofs)
-    return (measured[0], row.model_flops_per_s / measured[1]) if measured else None
 
 
 def products_rate(row: Row, run: Run) -> float | None:
@@ -364,16 +351,19 @@ def code_diff(before: Row, after: Row) -> list[tuple[str, str]] | None:
     place = ""
     for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(1):
         start, end = group[0][3], group[-1][4]
-        opened = [line.rstrip(":") for line in new[:end] if re.match(r"class |def ", line)]
-        above = [line.rstrip(":") for line in new[:start] if re.match(r"class |def ", line)]
-        at = above[-1] if above and above == opened and above[-1] != place else ""
-        place = opened[-1] if opened else ""
-        lines += [("@", at)] if start else []
+        above, within = _last_definition(new[:start]), _last_definition(new[start:end])
+        if start:
+            lines.append(("@", "" if within or above == place else above))
+        place = within or above
         for what, a, b, c, d in group:
-            removed, added = (" ", "") if what == "equal" else ("-", "+")
-            lines += [(removed, line) for line in old[a:b] if line]
-            lines += [(added, line) for line in new[c:d] if line and added]
+            lines += [(" " if what == "equal" else "-", line) for line in old[a:b] if line]
+            lines += [("+", line) for line in new[c:d] if line and what != "equal"]
     return lines
+
+
+def _last_definition(lines: list[str]) -> str:
+    """The last class or function that begins in lines of code; empty without one."""
+    return next((line.rstrip(":") for line in reversed(lines) if re.match(r"class |def ", line)), "")
 
 
 def docstring(row: Row) -> str:

@@ -46,15 +46,6 @@ STYLE = {
 }
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One step: its value, or None and in `label` why it has none."""
-
-    name: str
-    value: float | None
-    label: str
-
-
 def roofline(points: list[tuple[str, float, float]], copy_bytes_per_s: float, roofs: dict[str, float]) -> str:
     """SVG of measured ceilings, their ridge points, and steps as (name, FLOP per byte, FLOP/s)."""
     with _figure(3.6) as figure:
@@ -100,14 +91,17 @@ def loss_curves(curves: list[tuple[str, list[float]]]) -> str:
         return _svg(figure, "loss")
 
 
-def speedup_png(bars: list[Bar], title: str) -> bytes:
-    """A PNG for a README or a slide: times faster than the first step, on white."""
-    height_in = 0.55 * len(bars) + 1.1
-    with _steps_figure([bar.name for bar in bars], height_in, "times faster than the first row") as (figure, axes):
-        top = max((bar.value for bar in bars if bar.value), default=1.0)
-        for row, bar in enumerate(bars):
-            axes.barh(row, bar.value or 0.0, color=PLAIN, height=0.66)
-            _label(axes, (bar.value or 0.0) + 0.012 * top, row, bar.label)
+def speedup_png(rows: list[tuple[str, float | None, str]], title: str) -> bytes:
+    """A PNG for a README or a slide, on white: times faster than the first step.
+
+    A row is (name, ratio or None, label).
+    """
+    height_in = 0.55 * len(rows) + 1.1
+    with _steps_figure([name for name, *_ in rows], height_in, "times faster than the first row") as (figure, axes):
+        top = max((ratio for _, ratio, _ in rows if ratio), default=1.0)
+        for row, (_, ratio, label) in enumerate(rows):
+            axes.barh(row, ratio or 0.0, color=PLAIN, height=0.66)
+            _label(axes, (ratio or 0.0) + 0.012 * top, row, label)
         axes.set_xlim(0, 1.3 * top)
         figure.suptitle(one_line(title, 100), fontsize=9.5)
         return _png(figure)

@@ -51,7 +51,8 @@ def compare(a: Run, b: Run, names: tuple[str, str]) -> Comparison:
     if "seed" in differing:
         raise RecordError(f"{names[0]} and {names[1]} ran different workloads: seeds differ")
     pairs = _pairs(a, b)
-    if not any(map(_both_timed, pairs)):
+    timed = [pair for pair in pairs if all(map(is_timed, pair))]
+    if not timed:
         raise RecordError(f"{names[0]} and {names[1]} have no step in common that has a time in both")
     sides, notes, doubted = [], [], legend(a, b)
     for letter, run, name in (("A", a, names[0]), ("B", b, names[1])):
@@ -59,15 +60,14 @@ def compare(a: Run, b: Run, names: tuple[str, str]) -> Comparison:
         doubted += [f"{letter}, serious: {text}" for text in levels(run).get(SERIOUS, [])]
     if serious:
         notes.append(f"The work differs ({', '.join(serious)}): speedups are compared, times are not.")
-        first, table = _speedup_table(pairs, a, b)
-        notes.append(f"Speedups are over {first.step}, the first row that has a time in both.")
-        shares = _pictures(pairs, a, b)[1:]
+        notes.append(f"Speedups are over {timed[0][0].step}, the first row that has a time in both.")
+        table, shares = _speedup_table(pairs, timed[0], a, b), _pictures(pairs, a, b)[1:]
         return Comparison(f"{names[0]} beside {names[1]}: other work", sides, notes, table, doubted, "", shares)
     if differing:
         notes.append(f"A step is the same work in both, but {', '.join(differing)} differ.")
     table = [_time_cells(*pair, a, b) for pair in pairs]
     meaning = "A / B above 1 means that B is faster. The range divides the quartiles by each other, or the passes."
-    return Comparison(_claim(pairs, a, b, names), sides, notes, table, doubted, meaning, _pictures(pairs, a, b))
+    return Comparison(_claim(*timed[-1], a, b, names), sides, notes, table, doubted, meaning, _pictures(pairs, a, b))
 
 
 def text_of(made: Comparison) -> str:
@@ -82,8 +82,7 @@ def page_of(made: Comparison) -> str:
     return environment().get_template("compare.html").render(made=made, title=made.claim)
 
 
-def _claim(pairs: list[tuple[Row, Row]], a: Run, b: Run, names: tuple[str, str]) -> str:
-    before, after = [pair for pair in pairs if _both_timed(pair)][-1]
+def _claim(before: Row, after: Row, a: Run, b: Run, names: tuple[str, str]) -> str:
     speedup = compared(after, before, a, b)
     if speedup is None or speedup.mark:
         return f"{names[0]} beside {names[1]}: a serious doubt stands against a claim"
@@ -94,9 +93,9 @@ def _claim(pairs: list[tuple[Row, Row]], a: Run, b: Run, names: tuple[str, str])
 
 def _pictures(pairs: list[tuple[Row, Row]], a: Run, b: Run) -> list[str]:
     """The time of every step in both runs, where kinds of kernels are known in kinds: in ms, and as shares."""
-    bars = [story.time_bar(run, row, None) for pair in pairs for row, run in zip(pair, (a, b), strict=True)]
-    named = [replace(bar, name=f"{'AB'[k % 2]}: {bar.name}") for k, bar in enumerate(bars)]
-    return [*filter(None, story.whole_and_shares(named))]
+    bars = [replace(story.time_bar(run, row), name=f"{letter}: {row.step}")
+            for pair in pairs for letter, run, row in zip("AB", (a, b), pair, strict=True)]  # fmt: skip
+    return [*filter(None, story.whole_and_shares(bars))]
 
 
 def _pairs(a: Run, b: Run) -> list[tuple[Row, Row]]:
@@ -107,10 +106,6 @@ def _pairs(a: Run, b: Run) -> list[tuple[Row, Row]]:
         (rows_a.get(name) or Row(name, **absent_a), rows_b.get(name) or Row(name, **absent_b))
         for name in sorted(rows_a | rows_b)
     ]
-
-
-def _both_timed(pair: tuple[Row, Row]) -> bool:
-    return all(map(is_timed, pair))
 
 
 def _describe(run: Run, name: str) -> str:
@@ -127,12 +122,8 @@ def _time_cells(a: Row, b: Row, run_a: Run, run_b: Run) -> dict[str, str]:
     return {"step": a.step, "A ms": ms[0], "B ms": ms[1], "A / B": ratio, "range": extent}
 
 
-def _speedup_table(pairs: list[tuple[Row, Row]], a: Run, b: Run) -> tuple[Row, list[dict]]:
-    """The row that speedups are over, and the table.
-
-    A speedup is within one run; but where either was busy, none is compared with another.
-    """
-    firsts = next(filter(_both_timed, pairs))
+def _speedup_table(pairs: list[tuple[Row, Row]], firsts: tuple[Row, Row], a: Run, b: Run) -> list[dict]:
+    """Speedups over `firsts`, each within one run; but where either was busy, none is compared with another."""
     cells = []
     for pair in pairs:
         both = [*zip(pair, firsts, strict=True)]
@@ -141,5 +132,4 @@ def _speedup_table(pairs: list[tuple[Row, Row]], a: Run, b: Run) -> tuple[Row, l
         rates = [tflops(row.model_flops_per_s) for row in pair]
         ratio = f"{speedups[1].ratio / speedups[0].ratio:.3f}{max(s.mark for s in speedups)}" if all(speedups) else "-"
         cells.append((pair[0].step, *words, ratio, *rates))
-    rows = grid(("step", "A speedup", "B speedup", "B / A", "A TFLOP/s", "B TFLOP/s"), cells)
-    return firsts[0], rows
+    return grid(("step", "A speedup", "B speedup", "B / A", "A TFLOP/s", "B TFLOP/s"), cells)

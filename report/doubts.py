@@ -6,7 +6,7 @@ A speedup is shown only through `compared`, and a figure with a serious doubt ca
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import mul
 from statistics import fmean
 
@@ -93,17 +93,14 @@ def _reference_times(row: Row, kind: str, device: str) -> Iterator[tuple[float, 
 
     Each pass of a row gives one: the mean of before and after, because a blip may hit one of them.
     """
-    references = [repetition.reference_ms for repetition in row.repetitions] or [row.reference_ms]
-    for reference in filter(None, references):
+    for reference in filter(None, (one.reference_ms for one in row.repetitions or [row])):
         times = reference.product_ms if kind == "product" else reference.copy_ms
         ms = fmean(times)
         said = f"{ms:.1f} ms" if ms >= 10 else f"{ms:.3g} ms"
-        if kind == "product" and device == "cuda":
-            if not reference.clock_mhz:
-                continue
-            yield fmean(map(mul, times, reference.clock_mhz)), f"{said} at {fmean(reference.clock_mhz):.0f} MHz"
-        else:
+        if kind == "copy" or device != "cuda":
             yield ms, said
+        elif reference.clock_mhz:
+            yield fmean(map(mul, times, reference.clock_mhz)), f"{said} at {fmean(reference.clock_mhz):.0f} MHz"
 
 
 def furthest_around_a_row(run: Run) -> float:
@@ -122,14 +119,11 @@ def describe_profile_offset(row: Row) -> str | None:
     offset = profile_offset(row)
     if abs(offset) <= LARGEST_PROFILE_OFFSET:
         return None
-    trust = (
-        "Its kernels alone fit into the timed step, so their times hold, and its gaps do not"
-        if kernels_fit(row)
-        else "Its kernels may have taken another time too, so only their shares hold"
-    )
-    return (
-        f"The profiled step was {abs(offset):.0%} {'longer' if offset > 0 else 'shorter'} than the timed one. {trust}."
-    )
+    trust = "Its kernels may have taken another time too, so only their shares hold"
+    if kernels_fit(row):
+        trust = "Its kernels alone fit into the timed step, so their times hold, and its gaps do not"
+    longer = f"{abs(offset):.0%} {'longer' if offset > 0 else 'shorter'}"
+    return f"The profiled step was {longer} than the timed one. {trust}."
 
 
 def kernels_fit(row: Row) -> bool:
@@ -157,10 +151,6 @@ def _doubts_of_run(run: Run) -> Iterator[Doubt]:
         yield Doubt(NOTICE, "the working copy had uncommitted changes: the commit does not hold the code that ran")
     if run.environment and environment.commit is None:
         yield Doubt(NOTICE, f"the commit is unknown: {environment.commit_reason or 'not recorded'}")
-    unknown = tuple(row.step for row in [*run.steps, *run.peers] if is_timed(row) and row.reference_ms is None)
-    if unknown:
-        text = "no reference work was timed beside it: whether the machine was busy is not known"
-        yield Doubt(NOTICE, f"{', '.join(unknown)}: {text}", unknown)
     if environment.nvml_reason:
         yield Doubt(NOTICE, f"clocks and power are unknown: {environment.nvml_reason}")
     for before, after in analysis.consecutive(run.steps):
@@ -182,35 +172,37 @@ def _without_serials(problem: str) -> str:
 
 def _doubts_of_rows(run: Run) -> Iterator[Doubt]:
     """Rows with the same doubt share one line."""
-    rows_of: dict[tuple[str, str, str], list[str]] = {}
+    rows_of: dict[Doubt, list[str]] = {}
     for row in filter(is_timed, [*run.steps, *run.peers]):
         for doubt in _doubts_of_row(row, run):
             rows_of.setdefault(doubt, []).append(row.step)
-    for (level, text, about), names in rows_of.items():
-        yield Doubt(level, f"{', '.join(names)}: {text}", tuple(names), about)
+    for doubt, names in rows_of.items():
+        yield replace(doubt, text=f"{', '.join(names)}: {doubt.text}", rows=tuple(names))
 
 
-def _doubts_of_row(row: Row, run: Run) -> Iterator[tuple[str, str, str]]:
-    """Level, text, and what it is about."""
-    least = FEWEST_STEPS.get(environment_of(run).device_type, FEWEST_STEPS["cuda"])
+def _doubts_of_row(row: Row, run: Run) -> Iterator[Doubt]:
+    """The doubts of a row, without its name."""
+    device = environment_of(run).device_type
+    least = FEWEST_STEPS.get(device, FEWEST_STEPS["cuda"])
+    if row.reference_ms is None:
+        yield Doubt(NOTICE, "no reference work was timed beside it: whether the machine was busy is not known")
     timed = sum(len(timing.step_ms) for timing in analysis.timings(row))
     if timed < least:
-        yield NOTICE, f"{timed} timed steps, fewer than {least}", TIME
+        yield Doubt(NOTICE, f"{timed} timed steps, fewer than {least}")
     if spread(row) > NOTICED_SPREAD:
         text = f"the middle half of its times spreads over {spread(row):.1%} of the median"
-        yield SERIOUS if is_unsteady(row) else NOTICE, text, TIME
-    on_gpu = environment_of(run).device_type != "cpu"  # a CPU has no clock that settles, and its spread says the rest
-    if on_gpu and abs(drift := analysis.drift(row)) > NOTICED_DRIFT:
-        text = (
-            f"the second half of its timed steps took {abs(drift):.1%} {'more' if drift > 0 else 'less'} than the first"
-        )
-        yield SERIOUS if abs(drift) > LARGEST_DRIFT else NOTICE, text, TIME
+        yield Doubt(SERIOUS if is_unsteady(row) else NOTICE, text)
+    drift = analysis.drift(row)
+    if device != "cpu" and abs(drift) > NOTICED_DRIFT:  # a CPU has no clock that settles; its spread says the rest
+        more = f"{abs(drift):.1%} {'more' if drift > 0 else 'less'}"
+        text = f"the second half of its timed steps took {more} than the first"
+        yield Doubt(SERIOUS if abs(drift) > LARGEST_DRIFT else NOTICE, text)
     if throttled := ", ".join(analysis.throttle_reasons(row)):
-        yield NOTICE, f"the driver reported clocks held down by: {throttled}", TIME
+        yield Doubt(NOTICE, f"the driver reported clocks held down by: {throttled}")
     if offset := describe_profile_offset(row):
-        yield NOTICE, offset, TIME
+        yield Doubt(NOTICE, offset)
     if row.gpu_state and row.gpu_state.while_running is False:
-        yield NOTICE, "the GPU was done before its clocks had been read: they may not be those of its steps", TIME
+        yield Doubt(NOTICE, "the GPU was done before its clocks had been read: they may not be those of its steps")
     if (share := analysis.products_share(row, run) or 0) > MOST_OF_CEILING:
         text = f"its matrix products reach {100 * share:.0f} % of their ceiling: the ceiling is wrong"
-        yield SERIOUS, text, ROOF
+        yield Doubt(SERIOUS, text, about=ROOF)

@@ -9,7 +9,6 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html import escape
 
@@ -77,6 +76,7 @@ class Drawing:
         self.height += 26
 
     def legend(self, colors: dict[str, str]) -> None:
+        """The names of these colors, in as many lines as they need."""
         x, self.height = 0.0, self.height + 8
         for name, color in colors.items():
             width = 7.0 * len(name) + 28
@@ -93,12 +93,6 @@ class Drawing:
         return f'{opening} style="{style}">{"".join(self.parts)}</svg>'
 
 
-def drawn(bars: Iterable[Bar]) -> dict[str, str]:
-    """The categories in which any bar has a part, with their colors, in the order of a bar."""
-    shown = {name for bar in bars for name, value in (bar.parts or {}).items() if value}
-    return {name: color for name, color in CATEGORY_COLORS.items() if name in shown}
-
-
 def stacked(bars: list[Bar], unit: str, shares: bool = False, legend: bool = True) -> str:
     """Bars under each other, each in its parts, at one scale or each as shares of itself."""
     drawing = Drawing()
@@ -111,10 +105,10 @@ def stacked(bars: list[Bar], unit: str, shares: bool = False, legend: bool = Tru
         total = sum(bar.parts.values()) or 1.0
         scale, x = WIDTH / (total if shares else top or 1.0), 0.0
         for name, value in bar.parts.items():
-            width, said = value * scale, f"{value / total:.0%}"
-            color = CATEGORY_COLORS.get(name, PLAIN)
             if not value:
                 continue
+            width, said = value * scale, f"{value / total:.0%}"
+            color = CATEGORY_COLORS.get(name, PLAIN)
             title = f"{name}: {value:,.1f} {unit}" + (f", {said}" if len(bar.parts) > 1 else "")
             drawing.box(x, 19, width, BAR, color, title)
             if shares and width >= LEAST_LABELED:
@@ -124,7 +118,8 @@ def stacked(bars: list[Bar], unit: str, shares: bool = False, legend: bool = Tru
             drawing.line(bar.mark * scale, 16, bar.mark * scale, 22 + BAR, dashed=True)
         drawing.height += LINE
     if legend:
-        drawing.legend(drawn(bars))
+        shown = {name for bar in bars for name, value in (bar.parts or {}).items() if value}
+        drawing.legend({name: color for name, color in CATEGORY_COLORS.items() if name in shown})
     return drawing.svg()
 
 

@@ -56,6 +56,8 @@ COMPILED = {
     "to_copy": "cast", "cat": "concatenation", "add": "addition", "sum": "sum", "mul": "multiplication",
     "transpose": "transpose", "clone": "copy",
 }  # fmt: skip
+ATTENTION = "(?i)fmha|flash|attention"  # whose kernels may be named after matrix products too
+FORMATS = (("bf16", "BF16"), ("fp16|_h", "FP16"), ("tf32", "TF32"))  # of matrix products of other libraries
 PRECISIONS = {"t": "BF16", "q": "FP8", "r": "FP8"}  # how cuBLAS's names begin in the recorded rows of that precision
 
 
@@ -78,21 +80,19 @@ def readable(name: str) -> str:
 
 def _product(name: str) -> str | None:
     """`matrix product, BF16, 128x256 tile`; None of another kernel."""
-    nvjet = re.match(r"nvjet_sm\d+_([a-z])\w*?_(\d+x\d+)_", name)
-    if nvjet:
-        parts = [PRECISIONS.get(nvjet[1]), f"{nvjet[2]} tile", "with bias" if "_bias" in name else None]
-        return ", ".join(filter(None, ["matrix product", *parts]))
-    if found := re.search(r"(?:sgemm_|tilesize)(\d+x\d+)", name):
-        exact = "FP32" if "sgemm" in name or "ffma" in name else None
-        return ", ".join(filter(None, ["matrix product", exact, f"{found[1]} tile"]))
-    if re.search(r"gemm|^nvjet|cutlass_\d+_(simt|tensorop|wmma)", name) and not re.search(
-        "(?i)fmha|flash|attention", name
-    ):
-        formats = (("bf16", "BF16"), ("fp16|_h", "FP16"), ("tf32", "TF32"))
-        known, tile = next((text for mark, text in formats if re.search(mark, name)), None), re.search(r"\d+x\d+", name)
-        return ", ".join(filter(None, ["matrix product", known, f"{tile[0]} tile" if tile else None]))
-    operator = re.match(r"(?:Optimizer\.step: )?aten::(mm|addmm|bmm|baddbmm|linear)$", name)
-    return f"matrix product ({operator[1]})" if operator else None
+    if operator := re.match(r"(?:Optimizer\.step: )?aten::(mm|addmm|bmm|baddbmm|linear)$", name):
+        return f"matrix product ({operator[1]})"
+    bias = None
+    if nvjet := re.match(r"nvjet_sm\d+_([a-z])\w*?_(\d+x\d+)_", name):
+        precision, tile, bias = PRECISIONS.get(nvjet[1]), nvjet[2], "with bias" if "_bias" in name else None
+    elif found := re.search(r"(?:sgemm_|tilesize)(\d+x\d+)", name):
+        precision, tile = "FP32" if "sgemm" in name or "ffma" in name else None, found[1]
+    elif re.search(r"gemm|^nvjet|cutlass_\d+_(simt|tensorop|wmma)", name) and not re.search(ATTENTION, name):
+        precision = next((text for mark, text in FORMATS if re.search(mark, name)), None)
+        tile = (re.search(r"\d+x\d+", name) or [None])[0]
+    else:
+        return None
+    return ", ".join(filter(None, ["matrix product", precision, tile and f"{tile} tile", bias]))
 
 
 def _fused(listed: str) -> dict[str, None]:

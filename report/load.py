@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -106,14 +106,6 @@ def inside(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from inside(value, name)
 
 
-def read_roofs(path: Path) -> Roofs:
-    """The roofs of a machine or of a run. Raises RecordError, also where they could not be measured."""
-    content = read_json(path)
-    if isinstance(content, dict) and "failed" in content:
-        raise RecordError(str(content["failed"]))
-    return convert(content, Roofs, path.name)
-
-
 def read_run(path: Path) -> Run:
     """Read and check a run. Raises RecordError for a file that is corrupt, foreign, newer or too large.
 
@@ -194,11 +186,14 @@ def load_run(folder: Path, ended: dict[str, Row] | None = None) -> Run:
     if not runs and plan is None:
         raise RecordError("; ".join([f"{folder} holds no record", *problems]))
     workload, repeat = plan.workload if plan else runs[0].workload, max(plan.repeat if plan else 1, *passes)
-    every: dict[str, list[Pass]] = {name: [] for name in names}
+    every: dict[str, dict[int, Row]] = {name: {} for name in names}
     for (k, name), run in records.items():
         row = _row_of(name, run, plan, workload, passes[k])
         row = (ended or {}).get(name, row) if run is None else row
-        every[name].append(Pass(k, row, run and run.started_at))
+        if repeat > 1 and row.status == "ok":
+            once = Repetition(row.timing, run.started_at, row.reference_ms, row.tokens_per_joule, row.clock_mhz)
+            row.repetitions = [once]
+        every[name][k] = row
     rows = {name: _merge_passes(each, repeat, problems) for name, each in every.items()}
     measured = [run for run in runs if run.environment is not None]
     merged = Run(
@@ -216,51 +211,35 @@ def load_run(folder: Path, ended: dict[str, Row] | None = None) -> Run:
     return merged
 
 
-@dataclass
-class Pass:
-    """A row in one pass of `--repeat`."""
-
-    number: int
-    row: Row
-    started_at: str | None
-
-
-def _merge_passes(passes: list[Pass], repeat: int, problems: list[str]) -> Row:
+def _merge_passes(passes: dict[int, Row], repeat: int, problems: list[str]) -> Row:
     """One row of all passes: it has a time only if none ended without one. `problems` names one that lacks passes."""
-    if repeat == 1:
-        return passes[0].row
-    present = [one for one in passes if one.row.status not in ("interrupted", "not run")]
-    untimed = [one for one in present if one.row.status != "ok"]
-    if untimed:
-        row, at = untimed[0].row, f"pass {untimed[0].number} of {repeat}: "
-        always_skipped = all(one.row.status == "skipped" for one in present)
-        return row if always_skipped else replace(row, reason=at + (row.reason or "no reason given"))
-    if not present:
-        return passes[0].row
-    if len(present) < repeat:
-        problems.append(f"{present[0].row.step} ran in {len(present)} of {repeat} passes only")
-    middle = median(one.row.timing.median_ms for one in present)
-    nearest = min((one.row for one in present), key=lambda row: abs(row.timing.median_ms - middle))
+    present = {k: row for k, row in passes.items() if row.status not in ("interrupted", "not run")}
+    if repeat == 1 or not present:
+        return passes[1]
+    rows = [*present.values()]
+    if all(row.status == "skipped" for row in rows):
+        return rows[0]
+    for k, row in present.items():
+        if row.status != "ok":
+            return replace(row, reason=f"pass {k} of {repeat}: {row.reason or 'no reason given'}")
+    if len(rows) < repeat:
+        problems.append(f"{rows[0].step} ran in {len(rows)} of {repeat} passes only")
+    middle = median(row.timing.median_ms for row in rows)
+    nearest = min(rows, key=lambda row: abs(row.timing.median_ms - middle))
     ratio = nearest.timing.median_ms / middle
     return replace(
         nearest,
         timing=replace(nearest.timing, median_ms=middle),
         tokens_per_s=nearest.tokens_per_s * ratio,
         model_flops_per_s=nearest.model_flops_per_s * ratio,
-        repetitions=[_repetition(one) for one in present],
+        repetitions=[once for row in rows for once in row.repetitions],
     )
-
-
-def _repetition(one: Pass) -> Repetition:
-    row = one.row
-    return Repetition(row.timing, one.started_at, row.reference_ms, row.tokens_per_joule, row.clock_mhz)
 
 
 def _passes(folder: Path) -> dict[int, Path]:
     """Where the records of each pass of `--repeat` are, by its number: of the first in the run folder itself."""
-    numbers = sorted(
-        int(path.name[5:]) for path in folder.glob("pass-*") if re.fullmatch(r"pass-[1-9]\d{0,3}", path.name)
-    )
+    found = (re.fullmatch(r"pass-([1-9]\d{0,3})", path.name) for path in folder.glob("pass-*"))
+    numbers = sorted(int(name[1]) for name in found if name)
     return {1: folder} | {k: folder / f"pass-{k}" for k in numbers if k > 1}
 
 
@@ -298,10 +277,8 @@ def _read_record(folder: Path, name: str, problems: list[str]) -> Run | None:
         if [row.step for row in run.steps] == [_step(name)]:
             return run
         held = ", ".join(row.step for row in run.steps)
-        problems += [
-            f"{LEFT_OUT}: {one_line(path.name)} holds {held}, not the one row it is named after",
-            *run.problems,
-        ]
+        problems.append(f"{LEFT_OUT}: {one_line(path.name)} holds {held}, not the one row it is named after")
+        problems += run.problems
     except RecordError as error:
         problems.append(f"{LEFT_OUT}: {error}")
     return None
@@ -334,10 +311,8 @@ def _machine_problems(runs: list[Run]) -> list[str]:
             value = getattr(run.environment, name)
             rows_of.setdefault("none" if value in (None, {}) else str(value), []).append(run.steps[0].step)
         if len(rows_of) > 1:  # a row is named once, however many passes it has
-            listed = "; ".join(
-                f"{value} in {', '.join(dict.fromkeys(rows))}" for value, rows in sorted(rows_of.items())
-            )
-            problems.append(f"{DIFFER} {name}: {listed}")
+            said = [f"{value} in {', '.join(dict.fromkeys(rows))}" for value, rows in sorted(rows_of.items())]
+            problems.append(f"{DIFFER} {name}: {'; '.join(said)}")
     return problems
 
 
@@ -358,21 +333,25 @@ def _read_roofs(folder: Path, rows: list[Run], problems: list[str]) -> Roofs | N
     if not (folder / ROOFS).exists():
         return None
     try:
-        roofs = read_roofs(folder / ROOFS)
-        here = convert(read_json(folder / ROOFS).get("environment"), Environment | None, ROOFS)
+        content = read_json(folder / ROOFS)
+        if isinstance(content, dict) and "failed" in content:  # they could not be measured
+            raise RecordError(str(content["failed"]))
+        roofs = convert(content, Roofs, ROOFS)
+        here = convert(content.get("environment"), Environment | None, ROOFS)
     except RecordError as error:
         problems.append(f"no roofs: {error}")
         return None
-    elsewhere = []
-    for name in ("device", "gpu_uuid", "commit"):
+
+    def is_other(name: str) -> bool:
         known, value = {getattr(run.environment, name) for run in rows} - {None}, here and getattr(here, name)
-        elsewhere += [name] if known and value and value not in known else []
+        return bool(known and value and value not in known)
+
     where = []
-    if "device" in elsewhere:
+    if is_other("device"):
         where.append(f"on {here.device}")
-    elif "gpu_uuid" in elsewhere:
+    elif is_other("gpu_uuid"):
         where.append("on another card of the same kind")
-    if "commit" in elsewhere:
+    if is_other("commit"):
         where.append(f"at commit {here.commit[:7]}")
     if where:
         problems.append(f"{ROOFS_APART}, {', '.join(where)}")

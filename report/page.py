@@ -59,7 +59,10 @@ def render(run: Run) -> str:
         **{level: table.levels(run, [said]).get(level, []) for level in (SERIOUS, NOTICE)},
         "busy": busy(run),
         "reproduce": run.command or "the command is not recorded",
-        **_where(run, rows),
+        "where": story.where(run),
+        "where_caption": _where_caption(run),
+        "off": _off(rows),
+        "category_rows": _category_rows(rows),
         "passes": analysis.passes(run),
         "settings_rows": table.grid(("step", "settings"), [(row.step, _settings(row)) for row in rows]),
         "environment_rows": table.grid(("", "value"), asdict(run.environment).items() if run.environment else ()),
@@ -94,12 +97,13 @@ def speedup_png(run: Run) -> bytes:
     """The picture of a run: times faster than the first row with a time; of a busy machine times alone."""
     first = analysis.reference_row(run.steps)
 
-    def bar(row: Row) -> charts.Bar:
+    def bar(row: Row) -> tuple[str, float | None, str]:
         if not is_timed(row):
-            return charts.Bar(row.step, None, reason_untimed(row))
-        speedup, ms = compared(row, first, run), f"{story.ms_of(run, row)} ms"
-        label = f"{speedup.ratio:.1f}x{speedup.mark} ({ms})" if speedup else ms
-        return charts.Bar(row.step, speedup.ratio if speedup else None, label)
+            return row.step, None, reason_untimed(row)
+        ms = f"{story.ms_of(run, row)} ms"
+        if speedup := compared(row, first, run):
+            return row.step, speedup.ratio, f"{speedup.ratio:.1f}x{speedup.mark} ({ms})"
+        return row.step, None, ms
 
     preset = run.workload.preset if run.workload else "unknown workload"
     title = f"{environment_of(run).device}, {preset}: training step, times faster"
@@ -107,24 +111,19 @@ def speedup_png(run: Run) -> bytes:
     return charts.speedup_png([*map(bar, run.steps)], verdict or title)
 
 
-def _where(run: Run, rows: list[Row]) -> dict:
-    passes, off = analysis.passes(run), [row.step for row in rows if is_timed(row) and describe_profile_offset(row)]
-    on_cpu = environment_of(run).device_type == "cpu"
-    caption = f"Milliseconds of a training step by kind of {'operator' if on_cpu else 'kernel'}"
-    caption += (
-        f"; the figure is the median of {passes} passes."
-        if passes
-        else "; the figure is the median of one pass, so how far it changes from run to run is not known."
-    )
-    off_by = predictions.off(run)
+def _where_caption(run: Run) -> str:
+    passes, off_by = analysis.passes(run), predictions.off(run)
+    kind = "operator" if environment_of(run).device_type == "cpu" else "kernel"
+    of = f"{passes} passes" if passes else "one pass, so how far it changes from run to run is not known"
+    caption = f"Milliseconds of a training step by kind of {kind}; the figure is the median of {of}."
     caption += f" Dashed: what was predicted from measured roofs alone, {off_by}." if off_by else ""
-    caption += f" {story.PEERS}" if run.peers else ""
-    return {
-        "where": story.where(run),
-        "where_caption": caption,
-        "off": f" Profiling changed the time of {', '.join(off)}: the doubts say by how much." if off else "",
-        "category_rows": _category_rows(rows),
-    }
+    return caption + (f" {story.PEERS}" if run.peers else "")
+
+
+def _off(rows: list[Row]) -> str:
+    """A sentence about rows that the profiler slowed down or sped up; empty without any."""
+    off = [row.step for row in rows if is_timed(row) and describe_profile_offset(row)]
+    return f" Profiling changed the time of {', '.join(off)}: the doubts say by how much." if off else ""
 
 
 def _category_rows(rows: list[Row]) -> list[dict]:
@@ -151,8 +150,7 @@ def evidence(run: Run) -> dict[str, Evidence]:
 
 
 def _memory(run: Run) -> Evidence:
-    picture, by_kind = story.memory(run)
-    if by_kind:
+    if any(row.memory for row in run.steps):
         caption = (
             "What CUDA's allocator holds in one launched step, by what it is for, at one scale. From left to right are "
             "its allocations in their order. Where they are too many, the fullest of some neighbors is drawn. Time is "
@@ -168,7 +166,7 @@ def _memory(run: Run) -> Evidence:
             "Peak of CUDA's allocator over the training steps, the capture of a captured step included. These records "
             "do not say what the memory was for."
         )
-    return Evidence("Memory", picture, caption, story.memory_table(run))
+    return Evidence("Memory", story.memory(run), caption, story.memory_table(run))
 
 
 def _roofline(run: Run) -> Evidence:
@@ -180,11 +178,11 @@ def _roofline(run: Run) -> Evidence:
         return Evidence("Roofline", "", "No row holds the bytes of its step, so it has no place under the roofs.", [])
     points = [(row.step, run.workload.flops_per_step / row.bytes_per_step.value, row.model_flops_per_s)
               for row in counted]  # fmt: skip
-    ridges = [(f"ridge of {name}", rate / copy, rate) for name, rate in rates.items()]
-    shares = [(table.describe_share_of_roof(row, run), *table.products_cells(row, run)) for row in counted]
-    shares += [("", "", "")] * len(ridges)
-    cells = [(name, table.figure(intensity), table.tflops(rate), *three)
-             for (name, intensity, rate), three in zip(points + ridges, shares, strict=True)]  # fmt: skip
+    cells = [(name, table.figure(intensity), table.tflops(rate), table.describe_share_of_roof(row, run),
+              *table.products_cells(row, run))
+             for row, (name, intensity, rate) in zip(counted, points, strict=True)]  # fmt: skip
+    cells += [(f"ridge of {name}", table.figure(rate / copy), table.tflops(rate), "", "", "")
+              for name, rate in rates.items()]  # fmt: skip
     headers = ("step", "FLOP per byte", "TFLOP/s", "of roof", "matrix products alone, TFLOP/s", "of their ceiling")
     caption = (
         f"Measured ceilings: copy bandwidth {copy / 1e9:,.0f} GB/s, and matrix products at this workload's shapes in "
@@ -216,16 +214,14 @@ def _loss(rows: list[Row]) -> Evidence:
     if not timed:
         return Evidence("Loss", "", "No step has a loss.", [])
     headers, cells = ("step", "first", "last", "mean of the last", "difference"), []
+    heldout = any(row.heldout_loss is not None for row in timed)
+    headers += ("held-out", "difference of it") if heldout else ()
     for row in timed:
         losses = (table.figure(loss, ",.4f") for loss in (row.loss[0], row.loss[-1], analysis.mean_loss(row)))
         cells.append((row.step, *losses, table.percent(analysis.loss_difference(row, timed[0]))))
-    if any(row.heldout_loss is not None for row in timed):
-        headers += ("held-out", "difference of it")
-        more = [
-            (table.figure(row.heldout_loss, ",.4f"), table.percent(analysis.heldout_difference(row, timed[0])))
-            for row in timed
-        ]
-        cells = [one + two for one, two in zip(cells, more, strict=True)]
+        if heldout:
+            difference = table.percent(analysis.heldout_difference(row, timed[0]))
+            cells[-1] += (table.figure(row.heldout_loss, ",.4f"), difference)
     said = ["Loss of every training step, counted from 0, on the same batches; below, its difference to that of the "
             f"first row, {timed[0].step}.", rising_loss(rows), largest_loss_difference(rows),
             "So few steps do not show whether a step learns as well: docs/parity.md has long runs."]  # fmt: skip

@@ -52,8 +52,7 @@ def headline(run: Run) -> str:
     fastest = min(timed, key=median_ms)
     if fastest not in (first, last) and analysis.tells_apart(fastest, last):
         return f"{said}; the fastest is {fastest.step}, {_times(run, fastest, first)}"
-    over = plain not in (None, first, last) and analysis.tells_apart(last, plain)
-    if not over:
+    if plain in (None, first, last) or not analysis.tells_apart(last, plain):
         return said
     ran = plain.settings
     usual = ran.amp_dtype in ("bfloat16", "float16") and ran.attention_kernel not in (None, BY_HAND)
@@ -140,8 +139,8 @@ def further(run: Run, before: Row | None, row: Row) -> list[str]:
             f"Against this, {_took(change, inside=True)}." if largest else f"{_took(change)}." for change in against
         ]
         lines += _at_equal_clock(run, before, row, alike) if alike else []
-    if bound(before) and bound(row) and bound(before)[0] != bound(row)[0]:
-        (now, share), (once, most) = bound(row), bound(before)
+    (once, most), (now, share) = (bound(one) or ("", 0) for one in (before, row))
+    if once and now and once != now:
         lines.append(f"The largest part of the step's time is now in {MOSTLY[now]}: {share:.0%} of it is {MEANS[now]}.")
         lines.append(f"Before it was in {MOSTLY[once]}: {most:.0%} was {MEANS[once]}.")
     return lines
@@ -175,7 +174,7 @@ def _causes(before: Row, row: Row) -> tuple[float, analysis.Change | None, list[
     kernels = {before.settings.attention_kernel, row.settings.attention_kernel}
     if BY_HAND in kernels and len(kernels - {None}) == 2:
         changes = _with_attention_as_one(changes)
-    spread_ms = max(high - low for low, high in map(analysis.quartiles_ms, (before, row)))
+    spread_ms = max(one.timing.p75_ms - one.timing.p25_ms for one in (before, row))
     least = max(0.1 * sum(abs(change.ms) for change in changes), 0.01 * median_ms(before), spread_ms)
     moved = [change for change in changes if abs(change.ms) > least]
     gained = median_ms(before) - median_ms(row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.record import Row, Run
 from common.traced import Block
@@ -36,13 +36,13 @@ class Card:
     outcome: str
     why: str
     further: list[str]
-    bars: str  # SVG; empty where there is nothing to compare
     code: list[tuple[str, str]] | None
-    facts: list[dict]
-    categories: list[dict]
-    kernels: list[dict]  # `names` beside the cells
-    kinds: Counter
     noun: str  # what the kernels are: of a CPU operators
+    bars: str = ""  # SVG; empty where there is nothing to compare
+    facts: list[dict] = field(default_factory=list)
+    categories: list[dict] = field(default_factory=list)
+    kernels: list[dict] = field(default_factory=list)  # `names` beside the cells
+    kinds: Counter = field(default_factory=Counter)
 
 
 def cards(run: Run) -> list[Card]:
@@ -53,57 +53,53 @@ def cards(run: Run) -> list[Card]:
 
 
 def _card(run: Run, script: Row, before: Row | None, after: Row) -> Card:
-    comparable = before is not None and is_timed(after)
-    profiled = comparable and before.profile and after.profile
-    categories = analysis.changed_categories(before, after) if profiled else []
-    kernels = analysis.changed_kernels(before, after) if profiled else []
-    cells = [
-        (c.name, arrow(c.before_ms, c.after_ms), arrow(c.before_launches, c.after_launches, 0)) for c in categories
-    ]
-    return Card(
+    card = Card(
         after.step, sentences.title(after), script.step, before.step if before else "",
-        sentences.told(after, "Change"), sentences.told(after, "Why"), sentences.outcome(run, before, after),
-        sentences.why(run, before, after), sentences.further(run, before, after),
-        drawn.stacked([time_bar(run, row, None) for row in (before, after)], "ms", legend=False) if comparable else "",
-        analysis.code_diff(script, after),
-        _facts(run, before, after) if comparable else [],
-        table.grid(("kind of kernel", "ms", "launches"), cells),
-        [_kernel_cells(change, names) for change, names in kernels[:MOST_KERNELS]],
-        Counter(change.kind for change, _ in kernels),
-        _noun(run),
+        change=sentences.told(after, "Change"), expected=sentences.told(after, "Why"),
+        outcome=sentences.outcome(run, before, after), why=sentences.why(run, before, after),
+        further=sentences.further(run, before, after), code=analysis.code_diff(script, after), noun=_noun(run),
     )  # fmt: skip
+    if before is not None and is_timed(after):
+        card.bars = drawn.stacked([time_bar(run, row) for row in (before, after)], "ms", legend=False)
+        card.facts = _facts(run, before, after)
+        if before.profile and after.profile:
+            changes, kernels = analysis.changed_categories(before, after), analysis.changed_kernels(before, after)
+            card.categories = [_cells("kind of kernel", change, 1) for change in changes]
+            card.kernels = [_cells("kernel", change, 2) | {"names": names} for change, names in kernels[:MOST_KERNELS]]
+            card.kinds = Counter(change.kind for change, _ in kernels)
+    return card
 
 
-def _kernel_cells(change: analysis.Change, names: list[str]) -> dict:
-    cells = {"kernel": change.name, "ms": arrow(change.before_ms, change.after_ms, 2)}
-    return cells | {"launches": arrow(change.before_launches, change.after_launches, 0), "names": names}
+def _cells(header: str, change: analysis.Change, digits: int) -> dict:
+    ms = arrow(change.before_ms, change.after_ms, digits)
+    return {header: change.name, "ms": ms, "launches": arrow(change.before_launches, change.after_launches, 0)}
 
 
 def _facts(run: Run, before: Row, after: Row) -> list[dict]:
     """What the machine did in both steps: the first figures that are known and differ."""
-    rows = (before, after)
-    shown = {
-        "ms per step": [ms_of(run, row) for row in rows],
-        "peak GiB": [table.gib(row) for row in rows],
-        "operators run" if _noun(run) == "Operators" else "kernels run": [
-            table.figure(row.profile and row.profile.kernels_per_step, ",.0f") for row in rows
-        ],
-        "most time in": [analysis.describe_bound(row) for row in rows],
-        "tokens/J": [table.tokens_per_joule(row) for row in rows],
-        "clock, MHz": [table.figure(row.clock_mhz, ",.0f") for row in rows],
-        "host waits for the GPU": [table.figure(row.host_syncs, ",.0f") for row in rows],
-        "autograd nodes of attention": [
-            table.figure(row.profile and row.profile.autograd_nodes_attention, ",.0f") for row in rows
-        ],
-    }
-    facts = [(name, a, b) for name, (a, b) in shown.items() if a != b]
+    old, new = (_figures(run, row) for row in (before, after))
+    facts = [(name, old[name], new[name]) for name in old if old[name] != new[name]]
     return table.grid(("per training step", "before", "after"), facts[:MOST_FACTS])
 
 
-def time_bar(run: Run, row: Row, reference: Row | None) -> drawn.Bar:
+def _figures(run: Run, row: Row) -> dict[str, str]:
+    profile = row.profile
+    return {
+        "ms per step": ms_of(run, row),
+        "peak GiB": table.gib(row),
+        f"{_noun(run).lower()} run": table.figure(profile and profile.kernels_per_step, ",.0f"),
+        "most time in": analysis.describe_bound(row),
+        "tokens/J": table.tokens_per_joule(row),
+        "clock, MHz": table.figure(row.clock_mhz, ",.0f"),
+        "host waits for the GPU": table.figure(row.host_syncs, ",.0f"),
+        "autograd nodes of attention": table.figure(profile and profile.autograd_nodes_attention, ",.0f"),
+    }
+
+
+def time_bar(run: Run, row: Row, reference: Row | None = None) -> drawn.Bar:
     """The time of a step in its kinds of kernels, or in one piece where it has no profile."""
     if not is_timed(row):
-        return drawn.Bar(row.step, None, reason_untimed(row))
+        return _untimed_bar(row)
     speedup = compared(row, reference, run)
     label = f"{ms_of(run, row)} ms"
     label += f", predicted {table.figure(row.predicted_ms)}" if row.predicted_ms else ""
@@ -154,11 +150,10 @@ def one_block(row: Row) -> tuple[Block | None, str]:
 
 def block_table(run: Run) -> list[dict]:
     """One block of every step in figures: ms forward and backward, and by kind of kernel."""
-    found = {row.step: block for row in run.steps if (block := one_block(row)[0])}
-    kinds = [kind for kind in drawn.CATEGORY_COLORS if any(kind in _ms_by_kind(block) for block in found.values())]
+    found = [(row.step, block, _ms_by_kind(block)) for row in run.steps if (block := one_block(row)[0])]
+    kinds = [kind for kind in drawn.CATEGORY_COLORS if any(kind in ms for _, _, ms in found)]
     cells = [(step, f"{block.forward_ms:.2f}", f"{block.backward_ms:.2f}",
-              *(table.figure(_ms_by_kind(block).get(kind), ".2f") for kind in kinds))
-             for step, block in found.items()]  # fmt: skip
+              *(table.figure(ms.get(kind), ".2f") for kind in kinds)) for step, block, ms in found]  # fmt: skip
     return table.grid(("ms of one block", "forward", "backward", *kinds), cells)
 
 
@@ -169,21 +164,22 @@ def _ms_by_kind(block: Block) -> Counter:
     return kinds
 
 
-def memory(run: Run) -> tuple[str, bool]:
-    """A picture of what steps hold, and whether it says what for; otherwise it shows their peaks alone."""
+def memory(run: Run) -> str:
+    """A picture of what steps hold, and what for; where no row says what for, of their peaks alone."""
     if any(row.memory for row in run.steps):
-        return drawn.memory([(row.step, row.memory, _why_none(row)) for row in run.steps]), True
-    bars = [_bar(row, "peak", analysis.peak_gib(row), f"{table.gib(row)} GiB")
-            for row in run.steps if not is_timed(row) or analysis.peak_gib(row)]  # fmt: skip
-    known = any(bar.parts for bar in bars)
-    return (drawn.stacked(bars, "GiB", legend=False) if known else ""), False
+        return drawn.memory([(row.step, row.memory, _why_none(row)) for row in run.steps])
+    return _plain_bars("peak", "GiB", [(row, analysis.peak_gib(row), f"{table.gib(row)} GiB") for row in run.steps])
 
 
-def _bar(row: Row, name: str, value: float | None, label: str) -> drawn.Bar:
-    """One figure of a row; or why the row has none."""
-    if not is_timed(row):
-        return drawn.Bar(row.step, None, reason_untimed(row))
-    return drawn.Bar(row.step, {name: value}, label)
+def _plain_bars(name: str, unit: str, figures: list[tuple[Row, float | None, str]]) -> str:
+    """A picture of one figure of every row that has it, with its label; empty where no row has it."""
+    bars = [drawn.Bar(row.step, {name: value}, label) if is_timed(row) else _untimed_bar(row)
+            for row, value, label in figures if value or not is_timed(row)]  # fmt: skip
+    return drawn.stacked(bars, unit, legend=False) if any(bar.parts for bar in bars) else ""
+
+
+def _untimed_bar(row: Row) -> drawn.Bar:
+    return drawn.Bar(row.step, None, reason_untimed(row))
 
 
 def memory_table(run: Run) -> list[dict]:
@@ -200,11 +196,9 @@ def memory_table(run: Run) -> list[dict]:
 
 def energy(run: Run) -> str:
     """A picture of the tokens that a joule trains."""
-    bars = [_bar(row, "tokens per joule", row.tokens_per_joule,
-                 f"{table.tokens_per_joule(row)} tokens/J{_head(run, row)}")
-            for row in [*run.steps, *run.peers] if not is_timed(row) or row.tokens_per_joule]  # fmt: skip
-    known = any(bar.parts for bar in bars)
-    return drawn.stacked(bars, "tokens/J", legend=False) if known else ""
+    figures = [(row, row.tokens_per_joule, f"{table.tokens_per_joule(row)} tokens/J{_head(run, row)}")
+               for row in [*run.steps, *run.peers]]  # fmt: skip
+    return _plain_bars("tokens per joule", "tokens/J", figures)
 
 
 def _noun(run: Run) -> str:

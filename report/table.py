@@ -122,10 +122,8 @@ def figure(value: float | None, form: str = ",.1f") -> str:
 
 def tokens_per_joule(row: Row) -> str:
     """With one decimal from 10 on, below with two; or a dash."""
-    figure = row.tokens_per_joule if is_timed(row) else None
-    if figure is None:
-        return "-"
-    return f"{figure:,.1f}" if figure >= 10 else f"{figure:.2f}"
+    known = row.tokens_per_joule if is_timed(row) else None
+    return figure(known, ",.1f" if known and known >= 10 else ".2f")
 
 
 def commit_of(run: Run, digits: int = 10) -> str:
@@ -148,13 +146,13 @@ def tflops(flops_per_s: float | None) -> str:
 
 def percent(share: float | None) -> str:
     """`+1.50%`, or a dash."""
-    return "-" if share is None else f"{share:+.2%}"
+    return figure(share, "+.2%")
 
 
 def describe_share_of_roof(row: Row, run: Run) -> str:
     """`74% of fp8`, or a dash."""
-    share = analysis.share_of_roof(row, run.roofs)
-    return f"{share[1]:.0%}{mark(run, row, about=ROOF)} of {share[0]}" if share else "-"
+    precision, ceiling = analysis.roof(row, run.roofs) or ("", None)
+    return f"{row.model_flops_per_s / ceiling:.0%}{mark(run, row, about=ROOF)} of {precision}" if ceiling else "-"
 
 
 def products_cells(row: Row, run: Run) -> tuple[str, str]:
@@ -186,8 +184,7 @@ def remarks(run: Run) -> list[str]:
 
 def ceilings(roofs: Roofs) -> dict[str, float]:
     """The most FLOP/s of matrix products by the name of their precision, in capitals."""
-    measured = {precision.upper(): roofs.ceilings.get(precision) for precision in PRECISIONS}
-    return {precision: rate for precision, rate in measured.items() if rate}
+    return {name.upper(): roofs.ceilings[name] for name in PRECISIONS if roofs.ceilings.get(name)}
 
 
 def describe_roofs(roofs: Roofs) -> list[str]:
@@ -205,11 +202,11 @@ def describe_roofs(roofs: Roofs) -> list[str]:
 def _describe_precision(roofs: Roofs, precision: str) -> str:
     """`BF16 690 TFLOP/s back to back (1480 MHz, 699 W), 792 at most, in bursts (1980 MHz)`; empty where unmeasured."""
     rate, ceiling = getattr(roofs, f"{precision}_flops_per_s"), roofs.ceilings.get(precision)
+    if not rate:
+        return ""
     state = roofs.conditions.get(precision, Conditions())
-    parts = [f"{tflops(rate)} TFLOP/s back to back{_at(state.clock_mhz, state.power_w)}"] if rate else []
-    unit = "" if rate else " TFLOP/s"
-    parts += [f"{tflops(ceiling)}{unit} at most, in bursts{_at(state.ceiling_clock_mhz)}"] if ceiling else []
-    return f"{precision.upper()} {', '.join(parts)}" if parts else ""
+    said = f"{precision.upper()} {tflops(rate)} TFLOP/s back to back{_at(state.clock_mhz, state.power_w)}"
+    return f"{said}, {tflops(ceiling)} at most, in bursts{_at(state.ceiling_clock_mhz)}" if ceiling else said
 
 
 def _at(clock_mhz: float | None, power_w: float | None = None) -> str:
@@ -227,12 +224,9 @@ def _describe_zeros(roofs: Roofs, precision: str) -> str:
 
 def describe_device(environment: Environment) -> str:
     """The device, and the versions of what ran on it."""
-    others = {
-        "Transformer Engine": environment.transformer_engine,
-        "CUDA": environment.cuda,
-        "driver": environment.driver,
-    }
-    versions = [f"{name} {version}" for name, version in others.items() if version]
+    others = (("Transformer Engine", environment.transformer_engine), ("CUDA", environment.cuda),
+              ("driver", environment.driver))  # fmt: skip
+    versions = [f"{name} {version}" for name, version in others if version]
     return ", ".join([environment.device, f"torch {environment.torch}", *versions])
 
 
