@@ -248,12 +248,6 @@ def saved_ms(causes: Causes, before: str, after: str) -> float:
     return measured(causes, before).ms - measured(causes, after).ms
 
 
-def overlap(causes: Causes, a: str, b: str) -> bool:
-    """Whether the middle halves of two rows' times overlap."""
-    one, other = measured(causes, a).timing, measured(causes, b).timing
-    return one.p25_ms <= other.p75_ms and other.p25_ms <= one.p75_ms
-
-
 def tf32_and_bf16(causes: Causes, name: str) -> tuple[str, bool]:
     """What BF16 alone and TF32 alone save of what step 1 saves, and how long a step in TF32 takes beside BF16's."""
     whole = saved_ms(causes, "0_baseline", "1_cublas")
@@ -296,14 +290,14 @@ def parts_of_step_3(causes: Causes, name: str) -> tuple[str, bool]:
 
 
 def capture_alone(causes: Causes, _: str) -> tuple[str, bool]:
-    """Step 3 captured and launched: whether their times overlap."""
-    gain = saved_ms(causes, "launched, step 3", "3_compile")
-    gaps = [row.profile and row.profile.gpu_idle_ms
-            for row in (measured(causes, "launched, step 3"), measured(causes, "3_compile"))]  # fmt: skip
+    """Step 3 launched and captured: whether their times overlap."""
+    launched, captured = rows = [measured(causes, name).row for name in ("launched, step 3", "3_compile")]
+    gaps = [row.profile and row.profile.gpu_idle_ms for row in rows]
     if None in gaps:
         raise KeyError("gaps")
+    gain = analysis.median_ms(launched) - analysis.median_ms(captured)
     text = f"the graph saves {gain:.1f} ms, gaps of {gaps[0]:.2f} ms become {gaps[1]:.2f}"
-    return text, overlap(causes, "launched, step 3", "3_compile") and gaps[1] < gaps[0]
+    return text, not analysis.tells_apart(launched, captured) and gaps[1] < gaps[0]
 
 
 def kernels_of_capture(causes: Causes, _: str) -> tuple[str, bool]:
@@ -329,7 +323,8 @@ def bf16_in_step_4(causes: Causes, _: str) -> tuple[str, bool]:
     gain = saved_ms(causes, "3_compile", "BF16 instead of FP8")
     whole = saved_ms(causes, "3_compile", "4_transformer_engine")
     text = f"in BF16 it saves {gain:.1f} ms of step 3's time, in FP8 {whole:.1f}"
-    return text, gain <= 0 or overlap(causes, "3_compile", "BF16 instead of FP8")
+    rows = (measured(causes, name).row for name in ("3_compile", "BF16 instead of FP8"))
+    return text, gain <= 0 or not analysis.tells_apart(*rows)
 
 
 def head_in_fp8(causes: Causes, name: str) -> tuple[str, bool]:

@@ -1,7 +1,8 @@
-"""What each gain comes from: variants that stand between a script and the one before it, and peers with equal heads.
+"""What each choice inside a script gives, and what each gain comes from: the records of `python -m anatomy.ablations`.
 
-The records are those of `python -m anatomy.ablations --causes --quick --profile`, one file a workload. A gain is the
-difference of two medians, in ms per step. One function a figure.
+A variant is a script with one choice changed. With --causes, variants stand between a script and the one before it: the
+file of a workload then divides each gain among its causes, and brings peers to equal heads. A gain is the difference of
+two medians, in ms per step. One function a figure.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from common.record import Environment, Profile, Row, Settings, Timing, Workload
 from report import analysis
 from report.load import convert, read_json
-from report.table import pipe_table
+from report.table import percent, pipe_table
 
 FOLDER = "causes"  # below a machine's folder of docs/results
 LAST_STEP = "4_transformer_engine"
@@ -32,9 +33,12 @@ HEADS = (
     "peers are launched kernel by kernel while step 4 is captured, and the FP8 head of `te.TransformerLayer` is step "
     "4's, with a compiled loss. Every row ran once, as above."
 )
-COMMAND = (
-    "python -m anatomy.ablations --causes --quick --profile --preset PRESET "
-    "--output docs/results/h200/causes/PRESET.json"
+CHOICES = (
+    "*Unchanged* is the script as it is, *varied* the script with this one choice changed, quartiles in brackets. "
+    "*Difference* is the varied time less the unchanged one, so a minus sign is a gain. *GiB* is the same of the peak "
+    "memory, and *loss* of the mean loss, in per cent. *Predicted* was written before, by arithmetic for "
+    "`gpt3-6.7b-slice` except where it names another workload: in the tables of others it shows what was thought of, "
+    "and is no prediction for them."
 )
 
 
@@ -118,13 +122,6 @@ def gain_ms(before: Measured | None, after: Measured | None) -> float | None:
     return before.ms - after.ms if known else None
 
 
-def alone_ms(causes: Causes, before: str | None, rung: str) -> float | None:
-    """What the single causes of a script gain, each alone, added up; None where one of them has no time."""
-    ends = scripts(causes)
-    gains = [gain_ms(ends.get(before), v) for v in variants_of(causes, rung) if v.cause.startswith("only")]
-    return sum(gains) if gains and None not in gains else None
-
-
 def moved_ms(before: Measured | None, after: Measured | None) -> dict[str, float]:
     """The change of each kernel category, largest first, down to a tenth of all; empty without both profiles."""
     changes = analysis.changed_categories(before.row, after.row) if before and after else []
@@ -168,22 +165,46 @@ def parts_table(causes: Causes, before: str, rung: str) -> str:
         slow, fast = (first, variant) if how == "only" else (variant, last)
         gain, whole = gain_ms(slow, fast), gain_ms(first, last)
         if gain is not None and whole:
-            beyond = fast.timing.p75_ms < slow.timing.p25_ms or slow.timing.p75_ms < fast.timing.p25_ms
+            beyond = analysis.tells_apart(fast.row, slow.row)
             saved = f"{gain:.1f} of {whole:.1f} ms" if beyond else "nothing beyond the spread"
             cells.append((part, "alone" if how == "only" else "left out", saved))
     return pipe_table(("part of the change", "measured", "it saves"), cells, n_left=3) if cells else ""
 
 
-# --- a section of docs/performance.md -------------------------------------------------------------
+# --- for docs/performance.md ------------------------------------------------------------------------
 
 
-def sections(results: Path) -> str:
-    """Each gain by its causes, and peers beside step 4 with the same head, workload by workload."""
-    recorded = [(path, read_causes(path)) for path in sorted(results.glob(f"*/{FOLDER}/*.json"))]
-    if not recorded:
-        return f"## Each gain to its cause\n\nNothing is recorded yet. `{COMMAND}` records a workload."
-    gains, equals = ["## Each gain to its cause", HOW], []
-    for path, causes in recorded:
+def choices(machine: Path) -> list[str]:
+    """What each choice gives: a heading and a table per workload of a machine, above the first what its columns are."""
+    parts = []
+    for path in sorted(machine.glob("*/ablations.json")):
+        headers = ("variant", "script", "predicted", "unchanged, ms (p25-p75)", "varied, ms", "difference", "GiB",
+                   "loss", "commit")  # fmt: skip
+        legend = [] if parts else [CHOICES]
+        table = pipe_table(headers, map(_choice, read_causes(path).variants), n_left=3)
+        parts += [f"### What each choice gives: {path.parent.name}", *legend, table]
+    return parts
+
+
+def _choice(variant: Variant) -> tuple[str, ...]:
+    both = (variant, variant.baseline)
+    more_ms, peaks = gain_ms(*both), [one.peak_allocated_bytes for one in both]
+    difference = loss = variant.reason or "-"
+    if more_ms is not None:
+        difference = f"{more_ms:+.1f} ms"
+        loss = percent(analysis.loss_difference(*(one.row for one in both)))
+    memory = f"{(peaks[0] - peaks[1]) / analysis.GIB:+.1f}" if all(peaks) else "-"
+    script, commit = f"{variant.script}, {variant.kind}", (variant.commit or "-")[:7]
+    times = (time_cell(variant.baseline), time_cell(variant))
+    return variant.name, script, variant.predicted, *times, difference, memory, loss, commit
+
+
+def sections(results: Path) -> list[str]:
+    """Each gain by its causes, and peers beside step 4 with the same head, workload by workload; empty where nothing is
+    recorded."""
+    gains, equals = [], []
+    for path in sorted(results.glob(f"*/{FOLDER}/*.json")):
+        causes = read_causes(path)
         commits = ", ".join(dict.fromkeys(v.commit[:7] for v in causes.variants if v.commit))
         name = f"{path.parent.parent.name}/{path.stem}"
         work = f"batch {causes.workload.batch_size}, {causes.workload.steps} timed steps"
@@ -193,7 +214,8 @@ def sections(results: Path) -> str:
             gains += [_rung_table(causes, before, rung), *_interaction(causes, before, rung)]
         if peers(causes):
             equals += [f"### LM heads: {name}", _peer_table(causes)]
-    return "\n\n".join([*gains, *(["## Peers with the same LM head as step 4", HEADS] if equals else []), *equals])
+    parts = ["## Each gain to its cause", HOW, *gains] if gains else []
+    return parts + (["## Peers with the same LM head as step 4", HEADS, *equals] if equals else [])
 
 
 def _rung_table(causes: Causes, before: str | None, rung: str) -> str:
@@ -217,13 +239,15 @@ def _rung_table(causes: Causes, before: str | None, rung: str) -> str:
 
 
 def _interaction(causes: Causes, before: str | None, rung: str) -> list[str]:
-    """A sentence: how far the single causes add up to the whole gain. Nothing of fewer than two."""
+    """A sentence: how far the single causes add up to the whole gain. Nothing of fewer than two, or where one
+    has no time."""
     ends = scripts(causes)
     first, last = ends.get(before), ends.get(rung)
-    whole, alone = gain_ms(first, last), alone_ms(causes, before, rung)
     single = [variant for variant in variants_of(causes, rung) if variant.cause.startswith("only")]
-    if len(single) < 2 or whole is None or alone is None:
+    whole, *gains = (gain_ms(first, row) for row in (last, *single))
+    if len(single) < 2 or None in (whole, *gains):
         return []
+    alone = sum(gains)
     said = f"Alone, these causes save {alone:.1f} ms in sum, and together {whole:.1f}"
     spread = sum(row.timing.p75_ms - row.timing.p25_ms for row in (first, *single, last))
     if abs(whole - alone) <= spread:

@@ -32,7 +32,6 @@ from report import (
     table,
     traffic,
     tree,
-    variants,
 )
 from report.__main__ import write_reports
 from report.analysis import is_timed
@@ -94,9 +93,7 @@ def performance_tables(results: Path) -> str:
     """Machine by machine: speedups of all workloads, time by category, variants; then bytes of attention."""
     machines = sorted(results.iterdir(), key=lambda path: (path.name != GPU, path.name))
     parts = [part for machine in machines if any(machine.glob(f"*/{MERGED}")) for part in _machine_tables(machine)]
-    parts.append(causes.sections(results))
-    parts += traffic.sections(results)
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *causes.sections(results), *traffic.sections(results)])
 
 
 def _machine_tables(machine: Path) -> list[str]:
@@ -110,7 +107,7 @@ def _machine_tables(machine: Path) -> list[str]:
         if tables or lines:
             at = f"batch {run.workload.batch_size}, {run.environment.device}, commit {commit_of(run, 7)}"
             parts += filter(None, [f"### {path.name}, {at}", *tables, lines])
-    return [*parts, *variants.sections(machine), *predictions.section(machine, runs)]
+    return [*parts, *causes.choices(machine), *predictions.section(machine, runs)]
 
 
 def _lines(run: Run) -> list[str]:
@@ -217,7 +214,7 @@ def scaling_tables(results: Path) -> str:
         name = folder.relative_to(results).as_posix()
         parts.append(scaling.render_markdown(places, f"## {name}", f"results/{name}/"))
     for machine in dict.fromkeys(folder.parent for folder, _ in runs):
-        parts += variants.sections(machine)
+        parts += causes.choices(machine)
     return "\n\n".join(parts)
 
 
