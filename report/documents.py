@@ -35,58 +35,15 @@ from report import (
 )
 from report.__main__ import write_reports
 from report.analysis import is_timed
-from report.doubts import BUSY, NOTICE, SERIOUS, compared, furthest_around_a_row, reference_extremes
-from report.gains import gains_table
+from report.doubts import BUSY, NOTICE, SERIOUS, furthest_around_a_row, reference_extremes
 from report.load import MERGED, ROOFS_APART, RecordError, read_run
-from report.machines import machines_table
-from report.records import GPU, SLICE
+from report.readme import SHOWN, gains_table, machines_table, readme_table
+from report.records import GPU, recorded_runs
 from report.symptom_examples import examples_table
-from report.table import commit_of, gib, levels, markdown, ms_cell, pipe_table, speedup_cell, tflops
+from report.table import commit_of, gib, levels, ms_or_status, pipe_table, speedup_cell, tflops
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED_BEGIN, GENERATED_END = "<!-- results:begin -->", "<!-- results:end -->"
-SHOWN = f"{GPU}/{SLICE}"
-
-
-def recorded_runs(folder: Path, pattern: str = "*/*") -> list[tuple[Path, Run]]:
-    """Every recorded run below a folder, the one with the least work first."""
-    folders = [path.parent for path in sorted(folder.glob(f"{pattern}/{MERGED}"))]
-    runs = [(path, predictions.add_later(read_run(path / MERGED), path)) for path in folders]
-    return sorted(runs, key=lambda named: named[1].workload.flops_per_step)
-
-
-def readme_table(results: Path) -> str:
-    """Five rows of one workload, a line about it, and links to the others."""
-    folder = results / SHOWN
-    run = read_run(folder / MERGED)
-    baseline, plain = analysis.reference_row(run.steps), analysis.plain_row(run.steps)
-    names = (f"times faster than {name}" for name in ("the step before", baseline.step, plain.step))
-    headers, cells = ("step", "ms per step", *names, "TFLOP/s", "peak GiB"), []
-    for before, row in zip([None, *run.steps], run.steps, strict=False):
-        speedups = (_faster_cell(row, other, digits, run) for other, digits in ((before, 2), (baseline, 1), (plain, 1)))
-        cells.append((row.step, ms(row, run), *speedups, tflops(row.model_flops_per_s), gib(row)))
-    at, base = f"docs/results/{SHOWN}", results.parent.parent
-    others = [path for path, _ in recorded_runs(folder.parent, "*") if path != folder]
-    links = ", ".join(f"[{path.name}]({path.relative_to(base)}/report.md)" for path in others)
-    about = (
-        f"{table.describe_device(run.environment)}; {run.workload.preset}, batch {run.workload.batch_size}, "
-        f"commit {commit_of(run, 7)}: [report]({at}/report.md), [record]({at}/{MERGED}). "
-        f"{', '.join([table.describe_steps(run.workload), *table.describe_passes(run)])}. Other workloads: {links}. "
-        "TFLOP/s are model FLOPs by the causal convention: attention counts half of the (T, T) square."
-    )
-    picture = f'<img src="{at}/speedup.png" width="560" alt="Times faster than the baseline, by step">'
-    doubts = "\n".join(f"- {markdown(text)}" for text in levels(run).get(SERIOUS, []))
-    return "\n\n".join(filter(None, [picture, pipe_table(headers, cells), *table.legend(run), doubts, about]))
-
-
-def _faster_cell(row: Row, other: Row | None, digits: int, run: Run) -> str:
-    """How many times faster a row is than another; a dash where it is slower."""
-    speedup = compared(row, other, run)
-    return speedup.cell(digits, unit="") if speedup and speedup.ratio >= 1 else "-"
-
-
-def ms(row: Row, run: Run) -> str:
-    return ms_cell(row, run) if is_timed(row) else row.status
 
 
 def performance_tables(results: Path) -> str:
@@ -130,8 +87,8 @@ def _workload_table(runs: list[tuple[Path, Run]]) -> str:
         row, baseline = rows.get(name), rows.get(names[0])
         if row and baseline and is_timed(row) and is_timed(baseline):
             head = f", {row.settings.head} LM head" if row.settings.head and run.peers else ""
-            return f"{ms(row, run)}, {speedup_cell(row, baseline, run, digits=1)}{head}"
-        return ms(row, run) if row else "-"
+            return f"{ms_or_status(row, run)}, {speedup_cell(row, baseline, run, digits=1)}{head}"
+        return ms_or_status(row, run) if row else "-"
 
     headers = [f"{path.name}, batch {run.workload.batch_size}" for path, run in runs]
     cells = [(name, *(cell(name, rows, run) for rows, (_, run) in zip(rows_of, runs, strict=True))) for name in names]
@@ -141,7 +98,7 @@ def _workload_table(runs: list[tuple[Path, Run]]) -> str:
 def _category_table(rows: list[Row], run: Run) -> str:
     times = [analysis.category_ms(row) for row in rows]
     names = [name for name in times[0] if any(by_category[name] >= 0.05 for by_category in times)]
-    cells = [(row.step, *(f"{by_category[name]:.1f}" for name in names), ms(row, run))
+    cells = [(row.step, *(f"{by_category[name]:.1f}" for name in names), ms_or_status(row, run))
              for row, by_category in zip(rows, times, strict=True)]  # fmt: skip
     return pipe_table(("ms per step", *names, "timed"), cells)
 

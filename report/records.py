@@ -1,4 +1,4 @@
-"""What is recorded of one machine, for the pages that judge a sentence by it."""
+"""What is recorded: of one machine, for the pages that judge a sentence by it; and every run, for tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.record import MERGED, Roofs, Row, Run
-from report import parity
+from report import parity, predictions
 from report.analysis import is_timed
 from report.causes import FOLDER, Causes, read_causes
 from report.doubts import compared
@@ -103,3 +103,10 @@ class Records:
         if not (self.folder / name).exists():
             raise KeyError(name)
         return self.folder / name
+
+
+def recorded_runs(folder: Path, pattern: str = "*/*") -> list[tuple[Path, Run]]:
+    """Every recorded run below a folder, the one with the least work first."""
+    folders = [path.parent for path in sorted(folder.glob(f"{pattern}/{MERGED}"))]
+    runs = [(path, predictions.add_later(read_run(path / MERGED), path)) for path in folders]
+    return sorted(runs, key=lambda named: named[1].workload.flops_per_step)

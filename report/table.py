@@ -103,6 +103,10 @@ def ms_cell(row: Row, run: Run) -> str:
     return f"{median_ms(row):.1f}{mark(run, row)}{extent}"
 
 
+def ms_or_status(row: Row, run: Run) -> str:
+    return ms_cell(row, run) if analysis.is_timed(row) else row.status
+
+
 def speedup_cell(row: Row, reference: Row | None, *runs: Run, digits: int = 2, unit: str = "x") -> str:
     """The speedup over another row, or a dash."""
     speedup = compared(row, reference, *runs)

@@ -10,7 +10,7 @@ import runs
 from conftest import ROOT, STEPS
 from test_page import Page
 
-from report import documents, gains, page, parity, parity_page, steps, story, table
+from report import documents, page, parity, parity_page, readme, steps, story, table
 from report.glossary import unlinked
 from report.load import read_run
 from report.records import GPU
@@ -196,7 +196,7 @@ def test_gains_stand_by_width_and_a_step_without_a_time_says_how_it_ended(tmp_pa
     skipped = runs.step("4_e", status="skipped", reason="no FP8")
     for name, width, rows in (("wide", 512, [*steps, skipped]), ("narrow", 64, steps), ("short", 128, steps[:3])):
         runs.write(runs.run(*rows, workload=replace(runs.WORKLOAD, n_embd=width)), results / GPU / name)
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in gains.gains_table(results).splitlines()]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.gains_table(results).splitlines()]
     names = ["on", "channels", "layers", "sequence length", "tokens a step", "step 1", "step 2", "step 3", "step 4"]
     assert lines[0][1:] == names
     shape, link = ["2", "1024", "2,048", "3.00", "2.00", "0.50"], "[{0}](docs/results/h200/{0}/report.md)"

@@ -8,16 +8,16 @@ import torch
 
 from common import hardware, roofs
 from common.record import Settings
-from report import machines
+from report import readme
 
-GENERATIONS = [(name, capability) for name, row in machines.MACHINES.items() for capability in row[0]]
+GENERATIONS = [(name, capability) for name, row in readme.MACHINES.items() for capability in row[0]]
 
 
 @pytest.mark.parametrize("name, capability", GENERATIONS)
 def test_a_gpu_has_the_formats_that_its_row_names(name, capability, monkeypatch):
     found = tuple(map(int, capability.split(".")))
     monkeypatch.setattr(hardware, "compute_capability", lambda device: found)
-    _, products, graph, fp8 = machines.MACHINES[name]
+    _, products, graph, fp8 = readme.MACHINES[name]
     device = torch.device("cuda", 0)
     dtype, _ = hardware.resolve_amp_dtype("auto", device)
     assert ("BF16" in products) == (dtype is torch.bfloat16) == (roofs.unavailable("bf16", device) is None)
@@ -26,12 +26,12 @@ def test_a_gpu_has_the_formats_that_its_row_names(name, capability, monkeypatch)
     assert ("FP8" in fp8) == (roofs.unavailable("fp8", device) is None)
 
 
-@pytest.mark.parametrize("name, flags", [(machines.WIDE_CPU, "flags: amx_bf16"), (machines.CPU, "flags: avx2")])
+@pytest.mark.parametrize("name, flags", [(readme.WIDE_CPU, "flags: amx_bf16"), (readme.OTHER_CPU, "flags: avx2")])
 def test_a_cpu_has_them_too(name, flags, tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text(flags)
     monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
     dtype, _ = hardware.resolve_amp_dtype("auto", torch.device("cpu"))
-    assert machines.MACHINES[name][1] == {torch.bfloat16: "BF16", torch.float32: "FP32"}[dtype]
+    assert readme.MACHINES[name][1] == {torch.bfloat16: "BF16", torch.float32: "FP32"}[dtype]
 
 
 @pytest.mark.parametrize("name", ["mps", "xpu", "mps:0"])
@@ -46,8 +46,8 @@ def test_what_was_recorded_stands_in_its_row_and_the_rest_was_not_run(tmp_path):
     gpu = {"device": "Card", "compute_capability": "8.6", "workload": work}
     for name, environment in {"a": gpu, "b": {"device": "Chip", "device_type": "cpu"}}.items():
         runs.write(runs.run(*rows, **environment), tmp_path / "machine" / name)
-    said = machines.machines_table(tmp_path)
+    said = readme.machines_table(tmp_path)
     told = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in said.splitlines() if "|" in line}
-    assert told["Ampere (8.0, 8.6)"] == "Card" and told[machines.WIDE_CPU] == "Chip"
-    assert told["Hopper (9.0)"] == told[machines.CPU] == "not run"
+    assert told["Ampere (8.0, 8.6)"] == "Card" and told[readme.WIDE_CPU] == "Chip"
+    assert told["Hopper (9.0)"] == told[readme.OTHER_CPU] == "not run"
     assert "`gpt2` with batch 8, 3 to 9 GiB" in said and "tiny" not in said
