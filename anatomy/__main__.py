@@ -2,7 +2,7 @@
 
 python -m anatomy                   lists the experiments
 python -m anatomy NAME [ARGUMENT]   runs one: it says what to predict, then measures. --help has its own prediction
-python -m anatomy all               runs all of them in quick form and writes JSON and Markdown under results/
+python -m anatomy all [NAME ...]    runs all of them, or these, in quick form; writes JSON and Markdown under results/
 """
 
 import ast
@@ -17,12 +17,13 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 from anatomy import exit_at_once
 from common.errors import is_out_of_memory, missing_tool
-from common.record import check_writable, write_json
+from common.record import check_writable, read_object, write_json
 from common.text import OneLineParser, aligned, one_line, portable_command, positive_int, say
 from ladder import process
 
@@ -160,10 +161,12 @@ def refuse_missing_dtype(dtype, device) -> None:
 
 
 def run_all(argv: list[str]) -> int:
-    """Run every experiment in its own process and write the index. Returns 1 if one gave no result."""
+    """Run experiments, each in its own process, and write the index. Returns 1 if one gave no result."""
     from common import hardware
 
-    parser = OneLineParser(prog="python -m anatomy all", description="All experiments.")
+    parser, known = OneLineParser(prog="python -m anatomy all", description="All experiments."), experiments()
+    text = "run these alone; with --output, the index of that folder keeps the others"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=text)
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:N (default: auto)")
     parser.add_argument("--iters", type=positive_int, metavar="N", help="timed calls (default: each experiment's own)")
     parser.add_argument("--full", action="store_true", help="use the full sizes instead of the quick ones")
@@ -171,6 +174,8 @@ def run_all(argv: list[str]) -> int:
                         help=f"seconds that an experiment may take (default: {LIMIT_S})")  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder (default: results/anatomy-<UTC time>)")
     args = parser.parse_args(argv)
+    if strangers := [name for name in args.names if name not in known]:
+        parser.error(not_named(strangers[0], known))
     stop = process.Stop()
     try:
         device = resolve_device(args.device)
@@ -182,9 +187,9 @@ def run_all(argv: list[str]) -> int:
     shared += ["--iters", str(args.iters)] if args.iters else []
     environment = process.passive_waits(device.type)
     stop.listen()
-    outcomes = {}
-    for name, question in experiments().items():
-        say(f"{name}: {question}")
+    outcomes = recorded(folder, known)
+    for name in args.names or known:
+        say(f"{name}: {known[name]}")
         outcomes[name] = run_child(child_command(name, shared, folder), name, folder, args.limit, stop, environment)
         say(f"  {outcomes[name]['reason'] or 'ok'}, {outcomes[name]['seconds']:.0f} s")
         (folder / "anatomy.md").write_text(index(outcomes, hardware.device_name(device)))  # after every experiment
@@ -193,6 +198,12 @@ def run_all(argv: list[str]) -> int:
             return 130
     say(f"\n{folder / 'anatomy.md'}")
     return int(any(outcome["reason"] for outcome in outcomes.values()))
+
+
+def recorded(folder: Path, names: Iterable[str]) -> dict[str, dict]:
+    """What earlier calls left in a folder, as `run_child` returns it."""
+    records = {name: read_object(folder / f"{name}.json") for name in names}
+    return {name: {"reason": None, "record": one, "seconds": one["seconds"]} for name, one in records.items() if one}
 
 
 def new_folder(parent: Path) -> Path:
@@ -280,7 +291,7 @@ def folded(summary: str, text: str) -> str:
 def index(outcomes: dict[str, dict], device: str) -> str:
     """The text of anatomy.md: which experiments gave a result, their scores, and folded their sentences."""
     rows, parts, questions = [], [], experiments()
-    for name, outcome in outcomes.items():
+    for name, outcome in sorted(outcomes.items()):
         record = outcome["record"]
         rows.append({"experiment": f"[{name}]({name}.md)", "question": questions[name]})
         rows[-1] |= {"outcome": outcome["reason"] or "ok", PREDICTIONS: "-"}
@@ -306,9 +317,12 @@ def main(argv: list[str]) -> int:
     if name in known:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
         return run_one(name, argv[1:])
-    listed = ", ".join([*known, "all"])
-    sys.stderr.write(f"python -m anatomy: error: no experiment is named {shlex.quote(one_line(argv[0]))}: {listed}\n")
+    sys.stderr.write(f"python -m anatomy: error: {not_named(argv[0], [*known, 'all'])}\n")
     return 2
+
+
+def not_named(name: str, known: Iterable[str]) -> str:
+    return f"no experiment is named {shlex.quote(one_line(name))}: {', '.join(known)}"
 
 
 if __name__ == "__main__":

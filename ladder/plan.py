@@ -43,7 +43,7 @@ from report.recordings import (
     Machine,
     Piece,
     Recording,
-    changed_since,
+    changes,
     facts,
     git,
     is_of_this_code,
@@ -290,10 +290,9 @@ def describe(recorder: Recorder, plan: list[Recording], here: Machine) -> str:
     cells = []
     for one in plan:
         files, state = one.files(RESULTS), recorder.state(one)
-        of = facts(files)
-        old = f"commit {of.commit}" if files else "missing"
-        if of.commits and (changed := changed_since(ROOT, of.commits, one.code(ROOT, files))) != []:
-            old += ", the code has changed since" if changed else ", which git does not know"
+        old, changed = f"commit {facts(files).commit}" if files else "missing", [*changes(ROOT, files, one).values()]
+        if any(names != [] for names in changed):
+            old += ", the code has changed since" if any(changed) else ", which git does not know"
         old += ", unfinished" * (not is_whole(files, one))
         now = f"begun, {state.done} of {len(one.pieces)} pieces done" if state.done or state.run else "to record"
         if not fits(one, here):

@@ -60,8 +60,7 @@ class Shape:
         return f"c{self.n_embd}-t{self.seq_len}-b{self.batch_size}"
 
     @property
-    def key(self) -> tuple[int, ...]:
-        """As `Cell.shape`."""
+    def key(self) -> tuple[int, ...]:  # as Cell.shape
         return tuple(getattr(self, name) for name in pages.SHAPE)
 
     @property
@@ -113,6 +112,7 @@ class Sweep:
     until: float  # time.monotonic
     stop: process.Stop
     predicted: dict[str, dict[str, predict.Prediction]]  # by shape, by step
+    roofs_commit: str | None = None
 
     def record(self, shape: Shape, script: str) -> Path:
         return self.folder / shape.name / f"{script}.json"
@@ -188,7 +188,8 @@ def main(given, arguments: list[str], argv: list[str], parser: OneLineParser, ch
             predicted = {shape.name: predict.predict(workload(shape), roofs) for shape in plan.shapes}
         except (ValueError, KeyError) as error:
             parser.error(f"no predictions without these roofs: {error}")
-        sweep = Sweep(folder, plan, minutes, began + minutes * 60, stop, predicted)
+        commit = (read_object(folder / ROOFS).get("environment") or {}).get("commit")
+        sweep = Sweep(folder, plan, minutes, began + minutes * 60, stop, predicted, commit)
         leave_out_what_cannot_fit(sweep)
         return measure(sweep, within_the_time(sweep, parser))
 
@@ -379,7 +380,7 @@ def cell_of(sweep: Sweep, shape: Shape, script: str) -> Cell:
     cell = Cell(script, **asdict(shape), status="not run")
     if one:
         cell = replace(cell, predicted_ms=one.ms, predicted_category_ms=one.category_ms, launches=one.launches,
-                       predicted_host_ms=one.host_ms)  # fmt: skip
+                       predicted_host_ms=one.host_ms, predicted_commit=sweep.roofs_commit)  # fmt: skip
     again = shared.row_of(sweep.profiled(shape, script))
     if profile := again.get("profile"):
         cell.again_ms = again["timing"]["median_ms"]

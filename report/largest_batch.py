@@ -12,6 +12,11 @@ from report.load import RecordError, convert, read_json
 from report.table import describe_machine, markdown
 
 LARGEST = "largest-batch.json"
+SLOWER = 0.95  # a gain below it is no matter of a few steps' spread
+NEAR_THE_END = (
+    "Why is not measured. At the end of the memory PyTorch's allocator gives unused memory back to the driver and asks "
+    "for it again, within a step, and that is likely to cost time: try a batch between the two."
+)
 NONE = "No largest batches are recorded yet: `./run_all.sh --batch-size max` finds them."
 HOW = (
     "The equal batch is the one that all steps of the ladder train. The largest batch is the first that trained of at "
@@ -81,12 +86,24 @@ def table(rows: list[Largest], style: str = "simple") -> str:
     return "\n\n".join([aligned(cells, style), *why])
 
 
+def gains(rows: list[Largest]) -> list[str]:
+    """What the larger batch buys, in sentences; none where no step trained one."""
+    gain = {row.step: row.tokens_per_s / row.equal_tokens_per_s for row in rows if row.batch}
+    if not gain:
+        return []
+    least, most = min(gain.values()), max(gain.values())
+    said = [f"At its largest batch a step trains {least:.2f} to {most:.2f} times the tokens a second of its equal one."]
+    slower = [f"{step} ({ratio:.2f})" for step, ratio in gain.items() if ratio < SLOWER]
+    return [*said, f"Slower there: {', '.join(slower)}. {NEAR_THE_END}"] if slower else said
+
+
 def render_markdown(found: LargestBatches) -> str:
-    """The machine, the shape, and the table."""
+    """The machine, the shape, the table, and what it says."""
     about = describe_machine(found.environment) if found.environment else "the machine is unknown"
     if found.workload:
         about += f"; {found.workload.preset}: {describe_shape(found.workload)}"
-    return "\n\n".join([markdown(f"{about}."), HOW, table(found.steps, "pipe"), f"    {one_line(found.command, 1000)}"])
+    command, said = f"    {one_line(found.command, 1000)}", filter(None, [markdown(" ".join(gains(found.steps)))])
+    return "\n\n".join([markdown(f"{about}."), HOW, table(found.steps, "pipe"), *said, command])
 
 
 def recorded(results: Path) -> str:

@@ -53,11 +53,11 @@ def relu_bound(records: Records) -> str:
 
 def small_product(records: Records) -> str:
     rows = records.experiments["roofline"]["operations"]
-    launch_s = next(row.get("launch_s") for name, row in rows.items() if name.startswith("product n"))
-    launch = f" On the smallest input the same call takes {launch_s * 1e6:.1f} us: its launch." if launch_s else ""
+    launch_s = next(row["launch_s"] for name, row in rows.items() if name.startswith("product n"))
+    launch = f"On the smallest input the same call takes {launch_s * 1e6:.1f} us: its launch."
     found = findings.small_products(records)
     neither = "Neither arithmetic nor memory. The " if found.verdict == findings.FAILS else "Memory. The "
-    return f"{neither}{found.measured}.{launch}"
+    return f"{neither}{found.measured}. {launch}"
 
 
 def chain_bytes(records: Records) -> str:

@@ -25,7 +25,7 @@ VARIANTS = "anatomy/variants"
 EVERY = ("[0-9]_*.py", "common")
 CODE = (*EVERY, ":!common/passes.py")  # what every row is about: passes.py measures what predictions are made of
 PREDICTED = (*EVERY, "ladder/predict.py", "ladder/counts.py")  # what a sweep is about: its cells have predictions
-RUNNERS = ("parity", "ablations")  # of anatomy/: they run scripts and variants, and measure nothing
+RUNNERS = ("parity", "ablations", "__main__")  # of anatomy/: they run what measures, and measure nothing themselves
 EXPERIMENTS = ("anatomy", f":!{VARIANTS}", *(f":!anatomy/{name}.py" for name in RUNNERS))
 ABOUT = {  # what else figures are about, by a word of their command
     "--peers": ("peers",), "--causes": ("peers",), "anatomy.ablations": (VARIANTS,),
@@ -203,8 +203,19 @@ def check(path: Path) -> None:
 
 def is_of_this_code(root: Path, files: list[Path], recording: Recording) -> bool:
     """Whether files were recorded from commits, by the code as it is now."""
-    of = facts(files)
-    return not of.dirty and changed_since(root, of.commits, recording.code(root, files)) == []
+    changed = changes(root, files, recording)
+    return bool(changed) and not facts(files).dirty and all(names == [] for names in changed.values())
+
+
+def changes(root: Path, files: list[Path], recording: Recording) -> dict[str, list[str] | None]:
+    """By commit that the files name, what has changed since of the code that they are about: see `changed_since`.
+
+    Where a sweep was predicted at another commit than it was measured, each is asked of its own code.
+    """
+    of, code = facts(files), recording.code(root, files)
+    predicted = {*_texts(_objects([read_json(path) for path in files if path.suffix == ".json"]), "predicted_commit")}
+    about = dict.fromkeys(of.commits, CODE if predicted else code) | dict.fromkeys(predicted, code)
+    return {commit: changed_since(root, (commit,), paths) for commit, paths in sorted(about.items())}
 
 
 def is_whole(files: list[Path], recording: Recording) -> bool:
@@ -309,8 +320,7 @@ def page_lines(root: Path, results: Path) -> list[str] | None:
     commit that is missing never became part of it.
     """
     plan = read_plan(results / PLAN)
-    recorded = [(facts(files).commits, one.code(root, files)) for one in plan if (files := one.files(results))]
-    changed = [{commit: changed_since(root, (commit,), code) for commit in commits} for commits, code in recorded]
+    changed = [changes(root, files, one) for one in plan if (files := one.files(results))]
     lost = sorted({commit for each in changed for commit, names in each.items() if names is None})
     if lost and (
         len(lost) == len({*chain(*changed)}) or git(root, "rev-parse", "--is-shallow-repository") != "false\n"
@@ -318,7 +328,7 @@ def page_lines(root: Path, results: Path) -> list[str] | None:
         return None
     older, silent = sum(any(each.values()) for each in changed), changed.count({})
     unfinished = sum(not is_whole(one.files(results), one) for one in plan)
-    said = f"Of {len(plan)} planned recordings {len(plan) - len(recorded)} are missing, {unfinished} unfinished, and "
+    said = f"Of {len(plan)} planned recordings {len(plan) - len(changed)} are missing, {unfinished} unfinished, and "
     said += f"{older} are older than the code they describe." + f" The commit of {silent} is not known." * bool(silent)
     names: dict[str, set[str]] = {}
     for commit, files in (item for each in changed for item in each.items()):

@@ -21,7 +21,7 @@ LEAST = 0.02  # difference of two times: the same cell in another process may di
 
 @dataclass
 class Cell:
-    """One script at one shape. What was predicted is from the machine's roofs, measured in the same run."""
+    """One script at one shape. What was predicted is from the machine's roofs."""
 
     step: str
     n_layer: int
@@ -42,6 +42,7 @@ class Cell:
     captured: bool | None = None
     predicted_category_ms: dict[str, float] = field(default_factory=dict)
     predicted_host_ms: float | None = None  # to launch the kernels of a step that is launched
+    predicted_commit: str | None = None  # at which the roofs were measured; null in older records: that of the cell
     launches: int | None = None  # of a step, as counted for the prediction
     category_ms: dict[str, float] = field(default_factory=dict)  # profiled, gaps included; where a step was slower
     again_ms: float | None = None  # the median of that training, timed before the profiler began

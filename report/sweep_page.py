@@ -125,16 +125,24 @@ def reasons(cells: list[Cell]) -> list[str]:
 
 def about(cells: list[Cell]) -> str:
     """The machines, versions and commits that the cells name, and the shape that they share."""
-    machines = {}
+    machines: dict[str, Counter] = {}
     for cell in (cell for cell in cells if cell.device):
         te = f", Transformer Engine {cell.transformer_engine}" if cell.transformer_engine else ""
-        machines[f"{cell.device}, torch {cell.torch}{te}, commit {commit_name(cell.commit, cell.dirty, 7)}"] = None
+        counts = machines.setdefault(f"{cell.device}, torch {cell.torch}{te}", Counter())
+        counts[commit_name(cell.commit, cell.dirty, 7)] += 1
+    said = [f"{machine}, {_commits(counts)}" for machine, counts in machines.items()]
     vocabularies = sorted({cell.vocab_size for cell in cells})
     timed = sum(cell.is_timed for cell in cells)
     layers, counts = sorted({cell.n_layer for cell in cells}), [len(cell.step_ms) for cell in cells if cell.is_timed]
     words = f"{timed} of {len(cells)} cells have a time, of {_extent(counts)} steps" if counts else "No cell has a time"
     words += f"; vocabulary {_extent(vocabularies)}; {_extent(layers)} layers"
-    return f"{'; '.join(machines) or 'unknown machine'}. {words}."
+    return f"{'; '.join(said) or 'unknown machine'}. {words}."
+
+
+def _commits(counts: Counter) -> str:
+    """`commit 926c1f8`, or each with how many cells are of it."""
+    several = [f"{commit} ({count} cells)" for commit, count in counts.most_common()]
+    return f"commits {' and '.join(several)}" if len(counts) > 1 else f"commit {min(counts)}"
 
 
 def _extent(numbers: list[int]) -> str:

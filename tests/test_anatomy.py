@@ -275,6 +275,7 @@ def test_bad_input_is_one_line_and_exit_code_2_and_a_folder_of_other_files_stays
         (["contiguity", "--device", "cpu", "--output", "/proc/no/such"], "--output"),
         (["autograd", "--device", "cpu", "--dmodel", "10", "--nhead", "4"], "not divisible"),
         (["all", "--device", "cpu", "--output", str(tmp_path)], "holds other files"),
+        (["all", "roofline", "flash"], "no experiment is named flash: attention, "),
     ):
         try:
             code = cli.main(words)
@@ -320,6 +321,7 @@ def fake_command(name, shared, folder):
     near, far = Check("near", 1.0, Seconds.of([1.0, 1.1, 1.2]), "ms"), Check("far", 1.0, 2.0, "", cause="a reason")
     record = {
         "experiment": name, "question": "Does it?", "command": "python -m anatomy good", "started_at": "now",
+        "seconds": 1.0,
         "environment": {"device": "x", "torch": "2"}, "tables": [{"title": "T", "headers": ["a"], "rows": [["1"]]}],
         "lesson": {"predict": "how many?", "prediction": "Prediction: two.", "change": "--n 3"},
         "checks": [with_quartiles(asdict(check) | {"hit": check.hit}) for check in (near, far)],
@@ -350,5 +352,8 @@ def test_all_goes_on_after_a_failure_and_is_0_where_all_came_to_a_result(monkeyp
     assert "1100 (1050-1150)" in answer, "median and quartiles, in ms"
     assert "| a   |" in page and "![good/x.svg](good/x.svg)" in page and "    a = 1" in page and "--n 3" in page
     assert "it broke" in (tmp_path / "run" / "bad.md").read_text() and "it broke" in capsys.readouterr().out
-    monkeypatch.setattr(cli, "experiments", lambda: {"good": "Does it?"})
-    assert cli.main(["all", "--device", "cpu", "--output", str(tmp_path / "run")]) == 0
+    monkeypatch.setattr(cli, "experiments", lambda: {"bad": "Does it break?", "good": "Does it?"})
+    assert cli.main(["all", "good", "--device", "cpu", "--output", str(tmp_path / "run")]) == 0
+    assert cli.main(["all", "bad", "--device", "cpu", "--output", str(tmp_path / "run")]) == 1
+    index = (tmp_path / "run" / "anatomy.md").read_text()
+    assert "1 of 2" in index and "it broke" in index, "what an earlier call recorded stays beside what this one ran"

@@ -13,7 +13,7 @@ from common.errors import explain
 from common.record import write_run
 from ladder import largest_batch, process
 from ladder.__main__ import build_parser
-from report.largest_batch import LARGEST, Largest, read_largest, recorded, table
+from report.largest_batch import LARGEST, Largest, gains, read_largest, recorded, table
 from report.load import RecordError
 from report.recordings import check, facts
 
@@ -176,6 +176,16 @@ def test_no_text_of_a_record_can_harm_the_page(tmp_path):
     (tmp_path / "gpu" / LARGEST).write_text(json.dumps(found | {"steps": rows}))
     page = recorded(tmp_path)
     assert "\n# odd" not in page and "<b>" not in page and "<script>" not in page
+
+
+def test_what_the_larger_batch_buys_is_said_and_where_it_costs():
+    def row(step, faster):
+        return Largest(step, "ok", equal_batch=1, equal_tokens_per_s=100.0, batch=2, tokens_per_s=100.0 * faster)
+
+    (said,) = gains([row("2_c", 0.96), row("3_d", 1.2), Largest("4_e")])
+    assert "trains 0.96 to 1.20 times the tokens a second" in said
+    assert gains([row("2_c", 0.7), row("3_d", 1.0)])[1].startswith("Slower there: 2_c (0.70). Why is not measured.")
+    assert gains([Largest("4_e")]) == []
 
 
 def test_no_search_is_recorded_where_there_is_none(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import runs
 from conftest import ROOT, git
 
+from anatomy import __main__ as anatomy
 from anatomy import ablations, parity
 from common import arguments
 from ladder import __main__ as ladder
@@ -298,6 +299,27 @@ def test_a_record_of_a_commit_that_the_history_lost_says_so_and_the_others_are_c
     assert recordings.page_lines(tree, results) is None, "no commit is there: the history is not that of the records"
 
 
+@planned("[box/sweep.json]\npieces = 1 ./run_all.sh --sweep\n")
+def test_a_sweep_is_asked_what_changed_since_it_ran_and_since_its_roofs_were_measured(tree):
+    def committed(text):
+        (tree / "common" / "passes.py").write_text(text)
+        commit_all(tree)
+        return git(tree, "rev-parse", "HEAD")
+
+    (one,), cells = recordings.read_plan(tree / "docs" / "results" / recordings.PLAN), tree / "results" / "sweep.json"
+    ran, predicted = committed("measured = 1\n"), committed("measured = 2\n")
+
+    def changed(**said):
+        cells.write_text(json.dumps([{"step": "0_x", "commit": ran} | said]))
+        return recordings.changes(tree, [cells], one)
+
+    assert changed() == {ran: ["common/passes.py"]} and not recordings.is_of_this_code(tree, [cells], one)
+    assert changed(predicted_commit=predicted) == {ran: [], predicted: []}
+    assert recordings.is_of_this_code(tree, [cells], one)
+    (tree / "common" / "passes.py").write_text("measured = 3\n")
+    assert changed(predicted_commit=predicted) == {ran: [], predicted: ["common/passes.py"]}
+
+
 def test_records_of_variants_are_about_the_patches_of_their_rows_alone(tmp_path):
     study = tmp_path / "parity.json"
     study.write_text(
@@ -315,7 +337,7 @@ def test_records_of_variants_are_about_the_patches_of_their_rows_alone(tmp_path)
 
 def test_the_plan_of_this_tree_holds_commands_that_exist():
     listed = recordings.read_plan(ROOT / "docs" / "results" / recordings.PLAN)
-    variants = ablations.variants()
+    variants, experiments = ablations.variants(), {}
     for name, piece in [(one.name, piece) for one in listed for piece in one.pieces]:
         first, *words = plan.shlex.split(piece.command)
         if first == recordings.RUN_ALL:
@@ -327,12 +349,17 @@ def test_the_plan_of_this_tree_holds_commands_that_exist():
             for wanted in words[words.index("--only") + 1 :]:
                 assert ablations.chosen_variants(variants, [wanted], *kinds), f"{name}: {wanted}"
             rest = [word for word in words[2 : words.index("--only")] if word not in ("--causes", "--gpus", "2")]
+        elif words[1:3] == ["anatomy", "all"]:
+            assert {*words[3:]} <= {*anatomy.experiments()}, name
+            experiments.setdefault(name, set()).update(words[3:] or anatomy.experiments())
+            continue
         elif words[1:2] == ["anatomy.parity"]:
             given, rest = parity.build_parser().parse_known_args([*words[2:], "--output", "x"])
             parity.rows_named(given.rows)
         else:
             continue
         arguments.build_parser(ROOT / "0_baseline.py", None).parse_args(rest)
+    assert all(found == {*anatomy.experiments()} for found in experiments.values()) and len(experiments) == 2
     with pytest.raises(RecordError, match="cannot be read"):
         recordings.read_plan(ROOT / "none.ini")
 

@@ -44,11 +44,9 @@ def test_recorded_steps_lie_within_what_is_asked_of_predictions():
     assert max(errors(ROOT / "docs" / "results" / "epyc-2-cores")) < 0.42
 
 
-def test_cells_of_the_sweep_lie_within_what_is_asked_but_for_the_narrowest():
-    """Beyond a quarter are only cells of 256 channels: the cost of a launch, and of Transformer Engine's LayerNorm."""
-    off = [(abs(cell.predicted_ms / cell.median_ms - 1), cell.n_embd) for cell in read_cells(H200 / SWEEP)]
-    assert len(off) == 100 and median(error for error, _ in off) < 0.10
-    assert {width for error, width in off if error > 0.25} <= {256} and max(off)[0] < 0.35
+def test_cells_of_the_sweep_lie_within_what_is_asked():
+    off = [abs(cell.predicted_ms / cell.median_ms - 1) for cell in read_cells(H200 / SWEEP)]
+    assert len(off) == 100 and median(off) < 0.10 and max(off) < 0.25
 
 
 def test_the_recorded_predictions_are_those_that_would_be_made_now():
