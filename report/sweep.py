@@ -131,7 +131,7 @@ def why_slower(cell: Cell, before: Cell) -> str:
         if cell.again_ms and before.again_ms:
             times["again"] = cell.again_ms - before.again_ms
             if cell.again_ms < before.again_ms * (1 + LEAST):
-                return f"trained again, it is {before.again_ms / cell.again_ms:.2f} times: the loss is not of the step"
+                return f"trained again, it is {before.again_ms / cell.again_ms:.2f} times: the step is not the cause"
         said = ", ".join(f"{name} {ms:+.3g} ms" for name, ms in (times | {"profiled": profiled}).items())
         if not any(ms / PART < profiled < PART * ms for ms in times.values()):
             return _host_bound(cell, before) or f"not explained: {said}"

@@ -358,7 +358,7 @@ def test_a_slower_cell_is_explained_by_its_profile_unless_the_profile_denies_it(
 @pytest.mark.parametrize(
     ("again_ms", "said"),
     [
-        (10.1, "trained again, it is 0.99 times: the loss is not of the step"),
+        (10.1, "trained again, it is 0.99 times: the step is not the cause"),
         (12.5, "not explained: timed +2 ms, again +2.5 ms, profiled +30 ms"),
         (30.0, "in the second training: timed +2 ms, again +20 ms, profiled +30 ms: casts +30 ms"),
     ],
