@@ -201,9 +201,13 @@ def run_all(argv: list[str]) -> int:
 
 
 def recorded(folder: Path, names: Iterable[str]) -> dict[str, dict]:
-    """What earlier calls left in a folder, as `run_child` returns it."""
+    """What earlier calls left in a folder, as `run_child` returns it; without files that are no such record."""
     records = {name: read_object(folder / f"{name}.json") for name in names}
-    return {name: {"reason": None, "record": one, "seconds": one["seconds"]} for name, one in records.items() if one}
+    return {
+        name: {"reason": None, "record": one, "seconds": one["seconds"]}
+        for name, one in records.items()
+        if {"seconds", "checks", "sentences"} <= one.keys()
+    }
 
 
 def new_folder(parent: Path) -> Path:

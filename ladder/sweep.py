@@ -112,7 +112,7 @@ class Sweep:
     until: float  # time.monotonic
     stop: process.Stop
     predicted: dict[str, dict[str, predict.Prediction]]  # by shape, by step
-    roofs_commit: str | None = None
+    roofs_commit: str | None = None  # at which they were measured
 
     def record(self, shape: Shape, script: str) -> Path:
         return self.folder / shape.name / f"{script}.json"

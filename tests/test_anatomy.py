@@ -352,7 +352,8 @@ def test_all_goes_on_after_a_failure_and_is_0_where_all_came_to_a_result(monkeyp
     assert "1100 (1050-1150)" in answer, "median and quartiles, in ms"
     assert "| a   |" in page and "![good/x.svg](good/x.svg)" in page and "    a = 1" in page and "--n 3" in page
     assert "it broke" in (tmp_path / "run" / "bad.md").read_text() and "it broke" in capsys.readouterr().out
-    monkeypatch.setattr(cli, "experiments", lambda: {"bad": "Does it break?", "good": "Does it?"})
+    monkeypatch.setattr(cli, "experiments", lambda: {"bad": "Does it break?", "good": "Does it?", "old": "Is it?"})
+    (tmp_path / "run" / "old.json").write_text('{"figures": {}}')
     assert cli.main(["all", "good", "--device", "cpu", "--output", str(tmp_path / "run")]) == 0
     assert cli.main(["all", "bad", "--device", "cpu", "--output", str(tmp_path / "run")]) == 1
     index = (tmp_path / "run" / "anatomy.md").read_text()
