@@ -112,11 +112,6 @@ def kernels(figures: dict) -> str:
     return f"T {length}: {', '.join(times)}"
 
 
-def over_the_roof(figures: dict) -> str:
-    name, most = max(figures["operations"].items(), key=lambda item: item[1]["of_roof"])
-    return f"{name}: {most['of_roof']:.0%} of the roof that was measured in the same run"
-
-
 def sync(figures: dict) -> str:
     loop = figures["loop"]
     without, with_item = (1e3 * loop[f"{which}_s"] for which in ("without", "with"))
@@ -126,6 +121,14 @@ def sync(figures: dict) -> str:
 def tf32(records: Records) -> Found:
     fp32, tf32 = (records.roofs().ceilings[precision] / 1e12 for precision in ("fp32", "tf32"))
     return f"{fp32:.0f} TFLOP/s in FP32, {tf32:.0f} in TF32", OF_SLICE
+
+
+def over_the_peak(records: Records) -> Found:
+    """The FLOP/s of step 4 against the ceiling of another format, and against that of its own."""
+    ((_, row),) = records.rows("3_compile", "4_transformer_engine", of=(SLICE,)).values()
+    bf16, fp8 = (row.model_flops_per_s / records.roofs().ceilings[precision] for precision in ("bf16", "fp8"))
+    text = f"{row.step} reaches {bf16:.0%} of the ceiling of BF16, and {fp8:.0%} of FP8's, in which it multiplies"
+    return f"{'' if bf16 > 1 else 'not seen here; '}{text}", OF_SLICE
 
 
 def parallel(kind: str) -> Example:
@@ -159,7 +162,7 @@ EXAMPLES = {
     symptoms.ATTENTION: anatomy("attention", kernels),
     symptoms.SLOW_AMP: changed("1_cublas", "copies and casts", *SHOWN), symptoms.TF32: tf32,
     symptoms.DDP: parallel("ddp"), symptoms.FSDP: parallel("fsdp"),
-    symptoms.HOST: changed("3_compile", "optimizer", *SHOWN), symptoms.MFU: anatomy("roofline", over_the_roof),
+    symptoms.HOST: changed("3_compile", "optimizer", *SHOWN), symptoms.MFU: over_the_peak,
     symptoms.SYNC: anatomy("sync-points", sync),
 }  # fmt: skip
 
