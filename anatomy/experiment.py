@@ -69,6 +69,12 @@ class Seconds(float):
         median.quartiles = (low, high)
         return median
 
+    def minus(self, other: "Seconds") -> "Seconds":
+        """How much longer it is: at least from the p75 of the other to its own p25."""
+        difference = Seconds(self - other)
+        difference.quartiles = self.quartiles[0] - other.quartiles[1], self.quartiles[1] - other.quartiles[0]
+        return difference
+
 
 def differ(a: float, b: float) -> bool:
     """Whether two times differ by more than their spread: their ranges from p25 to p75 do not touch."""
@@ -112,8 +118,9 @@ class Check:
     def row(self) -> dict:
         predicted, measured = (shown(figure, self.unit) for figure in (self.predicted, self.measured))
         ratio = f"{self.measured / self.predicted:.2f}" if self.predicted else "-"
-        low, high = getattr(self.measured, "quartiles", (1, 1))
-        noise = "missed; the times spread over more than 25 % while they were taken" if high > NEAR * low else None
+        spreads = [getattr(figure, "quartiles", (1, 1)) for figure in (self.measured, self.predicted)]
+        wide = any(high > NEAR * low for low, high in spreads)
+        noise = "missed; the times spread over more than 25 % while they were taken" if wide else None
         verdict = "hit" if self.hit else self.cause or noise or "missed, and nothing measured here says why"
         cells = {"prediction": self.what, "unit": self.unit, "predicted": f"{'<= ' * self.at_most}{predicted}"}
         return cells | {"measured (p25-p75)": measured, "measured / predicted": ratio, "verdict": verdict}

@@ -26,15 +26,19 @@ def cause_of_miss(
     device: torch.device,
     n_bytes: float = 0,
     slow_kernels: Callable[[], str | None] = lambda: None,
+    launch: Callable[[], object] | None = None,
 ) -> Cause:
     """Why a call took longer or shorter than a check predicted, as `Check.find_cause` says it; None if nothing tells.
 
-    Measured are, in this order, the call once more, a copy of `n_bytes`, what `slow_kernels` asks, the GPU's idle time,
-    and on a CPU the call on one thread.
+    Measured are, in this order, the call once more, `launch` (the same call on so little that only the host's work
+    counts) once more, a copy of `n_bytes`, what `slow_kernels` asks, the GPU's idle time, and on a CPU the call on one
+    thread.
     """
     longer = check.measured > check.predicted
     if changed := changed_cause(check, seconds(call, AGAIN)):
         return changed
+    if launch and near(launch_s := seconds(launch, AGAIN), check.measured):
+        return f"the host needs as long to launch it: {us(launch_s)} us a moment later"
     if n_bytes:
         copy_s = copy_seconds(n_bytes, device)
         if longer and near(check.measured, copy_s):

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from anatomy import (
     misses,
     precision,
     sync_points,
+    techniques,
     traffic,
 )
 from anatomy.experiment import Check, Result, Seconds, with_quartiles
@@ -241,7 +243,29 @@ def test_a_core_that_was_slow_for_a_moment_and_a_profiler_that_stays_are_said_on
     check, sentences = said(2e-6, 1e-6, 1.2e-6)
     assert "it was fast a moment later" in check.row()["verdict"]
     assert "2.00 times" in sentences[0] and "1.20 times" in sentences[1]
-    assert "says why" in said(2e-6, 2e-6, 1e-6)[0].row()["verdict"]
+    assert "a moment later, too: this core is slow" in said(2e-6, 2e-6, 1e-6)[0].row()["verdict"]
+
+
+def test_a_difference_of_two_times_spreads_as_far_as_both():
+    few, many = Seconds.of([1.0, 2.0, 3.0]), Seconds.of([4.0, 5.0, 6.0])
+    assert many.minus(few) == 3.0 and many.minus(few).quartiles == pytest.approx((2.0, 4.0))
+
+
+def test_slow_kernels_of_attention_by_hand_are_named_with_their_share_of_the_copy_bandwidth():
+    scores = torch.randn(1, 2, 64, 64)
+    said = attention_forms.cause_by_kernels(scores, torch.bfloat16, copy_rate=1e15)
+    assert re.fullmatch(r"alone, masked_fill reaches \d+% and softmax reaches \d+% of the copy bandwidth", said)
+    assert attention_forms.cause_by_kernels(scores, torch.bfloat16, copy_rate=1.0) is None
+
+
+def test_a_launch_that_takes_as_long_a_moment_later_explains_a_time_and_a_graph_has_gaps(monkeypatch):
+    times = iter([2.1, 2.0])  # the call again, then its launch
+    monkeypatch.setattr(misses, "seconds", lambda *_: Seconds.of([next(times)] * 3))
+    said = misses.cause_of_miss(Check("x", 1.0, 2.1, "ms"), print, torch.device("cpu"), launch=print)
+    assert said == "the host needs as long to launch it: 2000000.0 us a moment later"
+    assert (
+        "run 50% of the time" in techniques.gaps({"busy_share": 0.5}) and techniques.gaps({"busy_share": 0.9}) is None
+    )
 
 
 def test_a_form_that_diverges_has_no_loss_in_the_table_of_learning(monkeypatch):

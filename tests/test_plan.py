@@ -350,8 +350,9 @@ def test_the_plan_of_this_tree_holds_commands_that_exist():
                 assert ablations.chosen_variants(variants, [wanted], *kinds), f"{name}: {wanted}"
             rest = [word for word in words[2 : words.index("--only")] if word not in ("--causes", "--gpus", "2")]
         elif words[1:3] == ["anatomy", "all"]:
-            assert {*words[3:]} <= {*anatomy.experiments()}, name
-            experiments.setdefault(name, set()).update(words[3:] or anatomy.experiments())
+            run = words[3 : words.index("--limit")] if "--limit" in words else words[3:]
+            assert {*run} <= {*anatomy.experiments()}, name
+            experiments.setdefault(name, set()).update(run or anatomy.experiments())
             continue
         elif words[1:2] == ["anatomy.parity"]:
             given, rest = parity.build_parser().parse_known_args([*words[2:], "--output", "x"])
