@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> Result:
 
 def cores_and_profiler(call: Callable[[], object], samples: int, device: torch.device) -> dict:
     """Seconds of a call on each core that the process may use, of at most MOST_CORES, the slowest `again`, and on the
-    fastest `before` and `after` a profile. Where a process cannot choose its core, only the last two."""
+    fastest `before` a profile, `after` it and `later`. Where a process cannot choose its core, only these three."""
     every = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
 
     def on(allowed: list[int]) -> Seconds:
@@ -116,9 +116,9 @@ def cores_and_profiler(call: Callable[[], object], samples: int, device: torch.d
     again, before = on(by_time[-1:]) if cores else None, on(by_time[:1])
     on(every)  # the profiler's threads may run on the cores that are allowed when they start
     launches(call, device)  # under a profiler
-    after = on(by_time[:1])
+    found = {"again": again, "before": before, "after": on(by_time[:1]), "later": on(by_time[:1])}
     on(every)
-    return {"cores": {str(core): s for core, s in cores.items()}, "again": again, "before": before, "after": after}
+    return {"cores": {str(core): s for core, s in cores.items()}} | found
 
 
 def first_call(compile_for: Callable, tensors: list[torch.Tensor]) -> tuple[float, Callable]:
@@ -157,7 +157,7 @@ def checks(figures: dict) -> list[Check]:
         Check(f"{INPUTS - 1} guards more", plain, of_guards(times), "us", at_most=True),
         Check("a later call of a compiled function", figures["first_call_s"] / 1000, later, "us", at_most=True),
         *on_cores(figures),
-        Check("x * 2 after a profile", figures["before"], figures["after"], "us"),
+        Check("x * 2 after a profile", figures["before"], figures["after"], "us", cause=stays(figures)),
     ]
 
 
@@ -169,6 +169,11 @@ def on_cores(figures: dict) -> list[Check]:
     slow = f"it took {us(again)} us a moment later, too: this core is slow, or what shares it with us"
     cause = "it was fast a moment later: other work had been on it" if again < NEAR * fastest else slow
     return [Check("x * 2 on the slowest core", fastest, slowest, "us", cause=cause)]
+
+
+def stays(figures: dict) -> str:
+    lasts = "on the same core, and only a profile lies before it" if figures["later"] * NEAR > figures["after"] else ""
+    return f"a moment later it took {us(figures['later'])} us, {lasts or 'so the machine changed its speed'}"
 
 
 def sentences(figures: dict) -> list[str]:
@@ -185,7 +190,6 @@ def sentences(figures: dict) -> list[str]:
         f"The first call of the compiled function takes {figures['first_call_s'] / later:.0f} times as long "
         "as a later one.",
         *cores_apart(figures),
-        *profiler_stays(figures),
     ]
 
 
@@ -203,8 +207,3 @@ def cores_apart(figures: dict) -> list[str]:
         f"The slowest of {len(cores)} cores takes {cores[-1] / cores[0]:.2f} times as long as the fastest. What waits "
         "for the host may differ as much from run to run."
     ]
-
-
-def profiler_stays(figures: dict) -> list[str]:
-    before, after = figures["before"], figures["after"]
-    return [f"After a profile an operator takes {after / before:.2f} times as long."] if less(before, after) else []

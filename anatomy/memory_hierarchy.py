@@ -15,8 +15,8 @@ inside a kernel, which on_chip.py has in Triton. A multiprocessor reads 128 byte
 x their number x the clock. From registers it does 128 multiply-adds a clock, of three numbers each: 1536 bytes.
 
 To read DRAM at full speed, enough bytes must be on their way. A copy by one program of 4 warps on each multiprocessor,
-which has room for 64, is measured first. k programs have k times the bytes on their way, so they copy k times as fast,
-until DRAM gives no more.
+which has room for 64, is measured first. What it takes beyond bytes over bandwidth is latency. k programs have k times
+the bytes on their way, so they wait 1/k of the latency, and as long as before for the bandwidth.
 
 Change: --smallest 64 --largest 16. At which size does the launch stop being what you measure?
 Source: NVIDIA, CUDA C++ Programming Guide (arithmetic throughput, shared memory); Little's law; the sizes of caches as

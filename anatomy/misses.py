@@ -35,7 +35,7 @@ def cause_of_miss(
     thread.
     """
     longer = check.measured > check.predicted
-    if changed := changed_cause(check, seconds(call, AGAIN)):
+    if changed := changed_cause(check, again_s := seconds(call, AGAIN)):
         return changed
     if launch and near(launch_s := seconds(launch, AGAIN), check.measured):
         return f"the host needs as long to launch it: {us(launch_s)} us a moment later"
@@ -46,12 +46,12 @@ def cause_of_miss(
         if not longer and copy_s * NEAR < check.predicted:
             return f"a copy of as many bytes takes {us(copy_s)} us: a cache holds a part of them"
     if not longer:
-        return None
+        return unsteady_cause(check, again_s)
     why = slow_kernels()
     if device.type == "cuda":
         slow = "the GPU is busy all the time: its kernels are slower than the model's rates"
         return lambda: idle_cause(check, call, device) or why or slow  # the profiler comes last
-    return why or one_thread_cause(check, call)
+    return why or one_thread_cause(check, call) or unsteady_cause(check, again_s)
 
 
 def changed_cause(check: Check, again_s: Seconds) -> str | None:
@@ -59,6 +59,13 @@ def changed_cause(check: Check, again_s: Seconds) -> str | None:
     if not near(again_s, check.predicted) or near(again_s, check.measured) or not differ(again_s, check.measured):
         return None
     return f"a moment later the same call took {us(again_s)} us: the machine's speed had changed"
+
+
+def unsteady_cause(check: Check, again_s: Seconds) -> str | None:
+    """Whether two times of one call lie further apart than a prediction may miss."""
+    if near(again_s, check.measured) or not differ(again_s, check.measured):
+        return None
+    return f"a moment later the same call took {us(again_s)} us: its own times are more than 25 % apart"
 
 
 def idle_cause(check: Check, call: Callable[[], object], device: torch.device) -> str | None:

@@ -87,14 +87,18 @@ def levels(device: torch.device, processors: int, samples: int) -> dict[str, dic
 
 
 def occupancy(device: torch.device, processors: int, copy_rate: float, samples: int) -> dict[str, dict]:
-    """Programs on each multiprocessor -> the rate of a copy of 1 GiB, and the prediction by the first of them."""
+    """Programs on each multiprocessor -> the rate of a copy of 1 GiB, and the prediction by the first of them.
+
+    A byte waits for its latency, whose share k programs hide, and then for its turn: these times add up.
+    """
     x, y = torch.ones(2, 2**27, device=device)
     rows = {}
     for programs in PROGRAMS:
         copy_s = seconds(partial(copy_with, x, y, programs * processors), samples)
         rows[str(programs)] = {"seconds": copy_s, "bytes_per_s": 2 * x.nbytes / copy_s}
         first = rows[str(PROGRAMS[0])]["bytes_per_s"]
-        rows[str(programs)]["predicted_bytes_per_s"] = min(copy_rate, programs / PROGRAMS[0] * first)
+        latency = max(1 / first - 1 / copy_rate, 0)  # seconds a byte, of one program
+        rows[str(programs)]["predicted_bytes_per_s"] = 1 / (1 / copy_rate + latency * PROGRAMS[0] / programs)
     return rows
 
 

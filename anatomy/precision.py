@@ -29,7 +29,8 @@ from functools import partial
 import torch
 
 from anatomy.experiment import Check, Refused, Result, Table, default_size, seconds, size_argument, table, us
-from anatomy.quantize import BLOCK, FP8, block_scaling, current_scaling, delayed_scaling, fp8_product
+from anatomy.precision_causes import of_product, of_recipe
+from anatomy.quantize import BLOCK, FP8, RECIPES, fp8_product
 from common import hardware, roofs
 
 FORMATS = {  # name: dtype of the inputs, unit roundoff u
@@ -54,10 +55,11 @@ def run(args: argparse.Namespace) -> Result:
     products, recipes = matrix_products(size, args), quantization(default_size(args, size, size, 4 * size), args)
     ranges = {name: example(value) for name, value in EXAMPLES.items()}
     figures = {"size": size, "products": products, "ranges": ranges, "quantization": recipes}
-    return Result(tables(**figures), sentences(products, ranges, recipes["recipes"]), figures, checks(**figures))
+    found = checks(**figures, device=args.device)
+    return Result(tables(**figures), sentences(products, ranges, recipes["recipes"]), figures, found)
 
 
-def checks(size: int, products: dict, ranges: dict, quantization: dict) -> list[Check]:
+def checks(size: int, products: dict, ranges: dict, quantization: dict, device: torch.device) -> list[Check]:
     """Errors against their formulas, rates against BF16 by the bits, lost numbers, and recipes by their bytes."""
     errors = [Check(f"error of {name} / u", *(row[key] / FORMATS[name][1] for key in ("predicted_error", "error")), "",
                     at_most=name == "FP32")  # less where a kernel sums in parts
@@ -68,10 +70,12 @@ def checks(size: int, products: dict, ranges: dict, quantization: dict) -> list[
     times = [Check(f"time of {name}", bits[name] * bf16, products[name]["seconds"], "us")
              for name in bits if tensor_cores and bf16 and products[name]["seconds"]]  # fmt: skip
     if by_hand := products.get("BF16, by hand in Triton"):
-        times.append(Check("time of BF16, by hand in Triton", bf16, by_hand["seconds"], "us"))
+        find = partial(of_product, size=size, device=device)
+        times.append(Check("time of BF16, by hand in Triton", bf16, by_hand["seconds"], "us", find_cause=find))
     lost = [Check(f"formats that lose {name}", len(row["predicted_lost"]), len(row["lost"]), "")
             for name, row in ranges.items()]  # fmt: skip
-    recipes = [Check(f"{name}, {quantization['how']}", row["predicted_s"], row["seconds"], "us")
+    recipes = [Check(f"{name}, {quantization['how']}", row["predicted_s"], row["seconds"], "us",
+                     find_cause=partial(of_recipe, name=name, size=quantization["shape"][0], device=device))
                for name, row in quantization["recipes"].items() if quantization["how"] == "compiled"]  # fmt: skip
     return [*errors, *times, *lost, *recipes]
 
@@ -142,10 +146,8 @@ def quantization(size: int, args: argparse.Namespace) -> dict:
     spiked = plain.clone()
     spiked[0, 0] = OUTLIER
     history, rate = plain.abs().amax().float(), roofs.copy_rate(args.device)
-    recipes = {"delayed scaling": (delayed_scaling, 3), "current scaling": (current_scaling, 5),
-               f"1 x {BLOCK} blocks": (block_scaling, 3)}  # fmt: skip
     results, how = {}, "eager: several kernels each"
-    for name, (recipe, bytes_each) in recipes.items():
+    for name, (recipe, bytes_each) in RECIPES.items():
         if args.device.type == "cuda" and hardware.package_version("triton"):
             recipe, how = torch.compile(recipe, dynamic=False), "compiled"
         (x, s), (y, t) = recipe(plain, history), recipe(spiked, history)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 GROUP = 8  # rows of tiles that run together
 HOPPER, OTHERS = (128, 256, 64, 8), (128, 128, 32, 4)  # tile of M, N and K, and warps: what their shared memory holds
+MORE = (256, 128, 64, 8), (128, 128, 64, 8), (128, 128, 64, 4)  # of Hopper
 
 
 @triton.jit
@@ -28,10 +29,15 @@ def kernel(a_ptr, b_ptr, c_ptr, M, N, K, TM: tl.constexpr, TN: tl.constexpr, TK:
     tl.store(c_ptr + m[:, None] * N + n[None, :], total.to(c_ptr.dtype.element_ty))
 
 
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def tiles(device: torch.device) -> list[tuple[int, int, int, int]]:
+    """Tiles that this GPU can hold; the first is the one to use."""
+    return [HOPPER, *MORE, OTHERS] if torch.cuda.get_device_capability(device)[0] == 9 else [OTHERS]
+
+
+def product(a: torch.Tensor, b: torch.Tensor, tile: tuple[int, int, int, int] | None = None) -> torch.Tensor:
     """a @ b of contiguous (M, K) and (K, N) matrices with 16-bit numbers, whose edges are multiples of 256."""
     (M, K), N = a.shape, b.size(1)
-    TM, TN, TK, warps = HOPPER if torch.cuda.get_device_capability(a.device)[0] == 9 else OTHERS
+    TM, TN, TK, warps = tile or tiles(a.device)[0]
     c = torch.empty(M, N, device=a.device, dtype=a.dtype)
     grid = (triton.cdiv(M, TM) * triton.cdiv(N, TN),)
     kernel[grid](a, b, c, M, N, K, TM=TM, TN=TN, TK=TK, GROUP=GROUP, num_warps=warps, num_stages=3)

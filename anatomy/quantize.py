@@ -27,6 +27,12 @@ def block_scaling(x: torch.Tensor, _: torch.Tensor | None = None) -> tuple[torch
     return delayed_scaling(blocks, blocks.abs().amax(-1, keepdim=True).float())
 
 
+RECIPES = {  # name: recipe, and the bytes that it must read and write of a 2-byte number
+    "delayed scaling": (delayed_scaling, 3), "current scaling": (current_scaling, 5),
+    f"1 x {BLOCK} blocks": (block_scaling, 3),
+}  # fmt: skip
+
+
 def fp8_product(a: torch.Tensor, b: torch.Tensor, native: bool) -> Callable[[], torch.Tensor]:
     """A function that multiplies a and b, rounded to FP8. Without `native`, FP32 multiplies the rounded numbers."""
     (x, s), (y, t) = current_scaling(a), current_scaling(b.t().contiguous())  # cuBLAS needs the second by columns

@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> Result:
         host_s = {queue: host_seconds(operation, work, device, args.iters) for queue, work in queues.items()}
         # An operation that waits is predicted as its own time plus that of the queued kernel.
         predicted = host_s["empty queue"] + (large_s if waits and gpu else 0)
-        find = partial(cause_by_caches, operation=operation, device=device, iters=args.iters)
+        before = waits_and_products(large_s, left[:16, :16]) if gpu else by_one_thread()
+        find = partial(cause_by_what_ran, operation=operation, before=before, device=device, iters=args.iters)
         checks.append(
             Check(f"{name} after a large kernel", predicted, host_s["after a large kernel"], "us", find_cause=find)
         )
@@ -127,21 +128,43 @@ def host_seconds(operation: Callable, work: Callable | None, device: torch.devic
     return Seconds.of(times[1:])  # the first call warms up
 
 
-def cause_by_caches(check: Check, operation: Callable, device: torch.device, iters: int) -> str | None:
-    """What may make an operation longer after a CPU's own work: that took the caches, if one thread that writes
-    `EVICTED` bytes and does nothing else makes the operation take at least about as long."""
-    if device.type != "cpu" or check.measured < check.predicted:
-        return None
+def cause_by_what_ran(check: Check, operation: Callable, before: dict, device: torch.device, iters: int) -> str | None:
+    """The first of `before`, sentence -> work, right after which an operation takes at least about as long."""
+    for what, work in before.items() if check.measured > check.predicted else ():
+        after_s = host_seconds(operation, work, device, iters)
+        if after_s * NEAR >= check.measured:
+            return f"after {what} it takes {us(after_s)} us, too"
+    return None
+
+
+def by_one_thread() -> dict[str, Callable]:
+    """What a product does to a CPU's caches, and no more than that."""
     written = torch.ones(EVICTED // 4)
 
     def write() -> None:
         with one_thread():
             written.add_(1)
 
-    after_s = host_seconds(operation, write, device, iters)
-    if after_s * NEAR < check.measured:
-        return None
-    return f"after one thread has written {EVICTED // 2**20} MiB it takes {us(after_s)} us, too: caches can be why"
+    return {f"one thread has written {EVICTED // 2**20} MiB, which takes the caches,": write}
+
+
+def waits_and_products(large_s: float, matrix: torch.Tensor) -> dict[str, Callable]:
+    """What a large product does to the host: it is launched, and the host waits for it before the next one."""
+
+    def idle() -> None:
+        until = time.perf_counter() + large_s
+        while time.perf_counter() < until:
+            pass
+
+    def both() -> None:
+        idle()
+        product()
+
+    def product() -> None:
+        matrix @ matrix
+
+    waited = f"the host has waited {us(large_s)} us for nothing"
+    return {"the launch of a small product": product, waited: idle, f"{waited} and launched a small product": both}
 
 
 def loop_seconds(value: torch.Tensor, iterations: int, device: torch.device, item_s: float) -> dict:

@@ -23,6 +23,7 @@ from anatomy import (
     memory_hierarchy,
     misses,
     precision,
+    precision_causes,
     sync_points,
     techniques,
     traffic,
@@ -176,13 +177,15 @@ def test_a_miss_is_explained_by_a_copy_by_one_thread_or_by_the_mask_and_a_hit_by
     monkeypatch.setattr(misses, "on_one_thread", lambda call, samples: 3e-6)
     assert cause(1e-6, 1.1e-6, 8) is None
     assert "a cache holds a part" in cause(4e-6, 2e-6, 2) and "so few are slower" in cause(1e-6, 4e-6, 4)
-    assert cause(4e-6, 2e-6, 40) is None
+    assert "took 0.0 (0.0-0.0) us: its own times are more than 25 % apart" in cause(4e-6, 2e-6, 40)
     with monkeypatch.context() as moment:
+        moment.setattr(misses, "seconds", lambda call, samples: 2e-6)
+        assert cause(4e-6, 2e-6, 40) is None
         moment.setattr(misses, "seconds", lambda call, samples: 1.1e-6)
         assert "a moment later" in cause(1e-6, 9e-6, 40) and "on one thread" not in cause(1e-6, 9e-6, 40)
         moment.setattr(misses, "seconds", lambda call, samples: Seconds.of([1.1e-6, 1.2e-6, 1.4e-6]))
         assert cause(1e-6, 1.26e-6, 40) is None, "the same time within its spread"
-    assert "on one thread it takes 3.0 us" in cause(1e-6, 9e-6, 40) and cause(1e-6, 3.5e-6) is None
+    assert "on one thread it takes 3.0 us" in cause(1e-6, 9e-6, 40) and "own times" in cause(1e-6, 3.5e-6)
     assert "the mask saves no time" in attention_forms.cause_by_mask(2e-3, full_s=2.2e-3)
     assert attention_forms.cause_by_mask(2e-3, full_s=4e-3) is None
     monkeypatch.undo()
@@ -224,25 +227,33 @@ def test_a_copy_beyond_a_cache_and_an_operation_after_the_caches_are_taken_are_e
 
     def after_writing(measured, device="cpu"):
         check = Check("x", 1e-6, measured, "us")
-        return sync_points.cause_by_caches(check, lambda: None, torch.device(device), iters=2)
+        before = (
+            sync_points.by_one_thread() if device == "cpu" else sync_points.waits_and_products(1e-4, torch.ones(2, 2))
+        )
+        return sync_points.cause_by_what_ran(check, lambda: None, before, torch.device("cpu"), iters=2)
 
-    monkeypatch.setattr(sync_points, "host_seconds", lambda *_: Seconds.of([5e-6, 5e-6]))
-    assert "it takes 5.0 us" in after_writing(6e-6)
-    assert after_writing(9e-6) is None and after_writing(0.5e-6) is None and after_writing(6e-6, "cuda") is None
+    took = {"write": 5e-6, "product": 2e-6, "idle": 3e-6, "both": 7e-6}
+    monkeypatch.setattr(
+        sync_points, "host_seconds", lambda _, work, *__: work() or Seconds.of([took[work.__name__]] * 2)
+    )
+    assert after_writing(6e-6) == "after one thread has written 32 MiB, which takes the caches, it takes 5.0 us, too"
+    assert after_writing(9e-6) is None and after_writing(0.5e-6) is None
+    assert "nothing and launched a small product it takes 7.0" in after_writing(6e-6, "cuda")
+    assert "for nothing it takes 3.0" in after_writing(3e-6, "cuda") and after_writing(9e-6, "cuda") is None
 
 
 def test_a_core_that_was_slow_for_a_moment_and_a_profiler_that_stays_are_said_only_beyond_the_spread():
     def said(slowest, again, after):
         fast, slow, later, last = (Seconds.of([s, s * 1.01]) for s in (1e-6, slowest, again, after))
-        figures = {"cores": {"0": fast, "3": slow}, "again": later, "before": fast, "after": last}
+        figures = {"cores": {"0": fast, "3": slow}, "again": later, "before": fast, "after": last, "later": fast}
         (check,) = host_cost.on_cores(figures)
-        return check, host_cost.cores_apart(figures) + host_cost.profiler_stays(figures)
+        return check, host_cost.cores_apart(figures), host_cost.stays(figures)
 
-    check, sentences = said(1e-6, 1e-6, 1e-6)
-    assert check.hit and not sentences
-    check, sentences = said(2e-6, 1e-6, 1.2e-6)
-    assert "it was fast a moment later" in check.row()["verdict"]
-    assert "2.00 times" in sentences[0] and "1.20 times" in sentences[1]
+    check, sentences, lasts = said(1e-6, 1e-6, 1.1e-6)
+    assert check.hit and not sentences and "only a profile lies before it" in lasts
+    check, sentences, lasts = said(2e-6, 1e-6, 1.4e-6)
+    assert "it was fast a moment later" in check.row()["verdict"] and "2.00 times" in sentences[0]
+    assert lasts == "a moment later it took 1.0 (1.0-1.0) us, so the machine changed its speed"
     assert "a moment later, too: this core is slow" in said(2e-6, 2e-6, 1e-6)[0].row()["verdict"]
 
 
@@ -263,9 +274,32 @@ def test_a_launch_that_takes_as_long_a_moment_later_explains_a_time_and_a_graph_
     monkeypatch.setattr(misses, "seconds", lambda *_: Seconds.of([next(times)] * 3))
     said = misses.cause_of_miss(Check("x", 1.0, 2.1, "ms"), print, torch.device("cpu"), launch=print)
     assert said == "the host needs as long to launch it: 2000000.0 us a moment later"
-    assert (
-        "run 50% of the time" in techniques.gaps({"busy_share": 0.5}) and techniques.gaps({"busy_share": 0.9}) is None
-    )
+
+    def graph(busy_s):
+        monkeypatch.setattr(techniques, "busy_seconds", lambda *_: busy_s)
+        return techniques.cause(Check("CUDA graphs, x", 1.0, 2.0, "ms"), print, torch.device("cuda"))()
+
+    assert "run 50% of the time" in graph(1.0) and graph(1.8) is None
+
+
+def test_a_slow_recipe_is_compared_with_a_plain_cast_to_single_bytes_and_a_slow_product_with_other_tiles(monkeypatch):
+    def said(cast_s):
+        monkeypatch.setattr(precision_causes.torch, "compile", lambda function, **_: function)
+        monkeypatch.setattr(precision_causes, "seconds", lambda *_: Seconds.of([cast_s] * 3))
+        monkeypatch.setattr(misses, "seconds", lambda *_: Seconds.of([5e-6] * 3))
+        check = Check("current scaling, compiled", 4e-6, 5.4e-6, "us")  # 5 bytes a number at the copy's rate
+        return precision_causes.of_recipe(check, "current scaling", 256, torch.device("cpu"))
+
+    assert "without scales, takes 4.0 us, where a copy of its bytes would take 2.4" in said(4e-6)
+    assert said(2.4e-6) is None, "the cast is as fast as a copy"
+
+
+def test_a_loss_that_ends_elsewhere_when_it_is_trained_again_is_explained_by_the_order_of_sums():
+    def said(last):
+        check = Check("last loss", 0.05, 0.09, "nats", at_most=True)
+        return learning.cause_by_order(check, lambda: last, {"last": 2.0})
+
+    assert "it ends 0.0100 away" in said(2.01) and said(2.1) is None and said(None) is None
 
 
 def test_a_form_that_diverges_has_no_loss_in_the_table_of_learning(monkeypatch):
