@@ -30,6 +30,7 @@ from ladder import process
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 LIMIT_S = 300
+INDEX = "anatomy.md"  # of a folder of results
 INDEX_TITLE, PREDICTIONS = "# Anatomy on ", "predictions within 25 %, or under their bound"
 
 
@@ -192,11 +193,11 @@ def run_all(argv: list[str]) -> int:
         say(f"{name}: {known[name]}")
         outcomes[name] = run_child(child_command(name, shared, folder), name, folder, args.limit, stop, environment)
         say(f"  {outcomes[name]['reason'] or 'ok'}, {outcomes[name]['seconds']:.0f} s")
-        (folder / "anatomy.md").write_text(index(outcomes, hardware.device_name(device)))  # after every experiment
+        (folder / INDEX).write_text(index(outcomes, hardware.device_name(device)))  # after every experiment
         if stop.requests:
             sys.stderr.write("python -m anatomy all: interrupted; finished experiments are kept\n")
             return 130
-    say(f"\n{folder / 'anatomy.md'}")
+    say(f"\n{folder / INDEX}")
     return int(any(outcome["reason"] for outcome in outcomes.values()))
 
 
@@ -210,6 +211,13 @@ def recorded(folder: Path, names: Iterable[str]) -> dict[str, dict]:
     }
 
 
+def renew_index(folder: Path) -> None:
+    """Write the index of a folder's records anew, where some of them came from elsewhere."""
+    outcomes = recorded(folder, experiments())
+    devices = {outcome["record"]["environment"]["device"] for outcome in outcomes.values()}
+    (folder / INDEX).write_text(index(outcomes, ", ".join(sorted(devices))))
+
+
 def new_folder(parent: Path) -> Path:
     parent.mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=parent, prefix=time.strftime("anatomy-%Y%m%d-%H%M%S-", time.gmtime())))
@@ -220,7 +228,7 @@ def new_folder(parent: Path) -> Path:
 def check_folder(folder: Path) -> None:
     """Make the folder. Raises ValueError if it holds other files, and OSError if nothing can be written to it."""
     folder.mkdir(parents=True, exist_ok=True)
-    index_page = folder / "anatomy.md"
+    index_page = folder / INDEX
     ours = index_page.is_file() and index_page.read_text(errors="replace").startswith(INDEX_TITLE)
     if any(folder.iterdir()) and not ours:
         raise ValueError(f"--output {folder} holds other files: give a new folder")

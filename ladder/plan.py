@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from anatomy.__main__ import INDEX, renew_index
 from common.errors import run_command
 from common.record import read_object, write_bytes, write_json
 from common.text import OneLineParser, aligned, one_line, positive_int, say
@@ -259,6 +260,8 @@ def keep(recording: Recording, source: Path, target: Path, commit: str | None = 
     for path, place in files.items():
         place.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(place, path.read_bytes())
+    if source / INDEX in files:  # pages of this recording may now lie beside those of an earlier one
+        renew_index(target / recording.name)
 
 
 def record_all(recorder: Recorder, mine: list[Recording], gpus: int) -> bool:

@@ -416,3 +416,6 @@ def test_all_goes_on_after_a_failure_and_is_0_where_all_came_to_a_result(monkeyp
     assert cli.main(["all", "bad", "--device", "cpu", "--output", str(tmp_path / "run")]) == 1
     index = (tmp_path / "run" / "anatomy.md").read_text()
     assert "1 of 2" in index and "it broke" in index, "what an earlier call recorded stays beside what this one ran"
+    cli.renew_index(tmp_path / "run")
+    index = (tmp_path / "run" / "anatomy.md").read_text()
+    assert "1 of 2" in index and "it broke" not in index, "records alone"

@@ -204,6 +204,21 @@ def test_two_gpus_record_side_by_side_and_the_record_says_what_ran_beside_it(tre
     assert of[2]["LADDER_BESIDE"] == "1 processes that compute without end"
 
 
+@planned("[box/anatomy]\npieces = 1 python stub.py all\n")
+def test_pages_that_are_taken_lie_beside_earlier_ones_under_one_index(tree):
+    environment = asdict(runs.run(commit=git(tree, "rev-parse", "HEAD")).environment) | {"device": "GPU"}
+    page = {"seconds": 1.0, "checks": [], "sentences": [], "environment": environment}
+    for folder, name in (("docs/results", "roofline"), ("results/one", "fusion")):
+        place = tree / folder / "box" / "anatomy"
+        place.mkdir(parents=True)
+        (place / "anatomy.md").write_text(f"# Anatomy on GPU\n\n{name}\n")
+        (place / f"{name}.json").write_text(json.dumps(page))
+    commit_all(tree)
+    assert plan.main(["--take", "results/one"]) == 0
+    index = (tree / "docs" / "results" / "box" / "anatomy" / "anatomy.md").read_text()
+    assert "[fusion](fusion.md)" in index and "[roofline](roofline.md)" in index
+
+
 @planned("[box/a/parity.json]\npieces = 1 python stub.py study\n\n[box/a]\npieces = 1 ./run_all.sh\n")
 def test_a_study_that_was_interrupted_goes_on_at_a_later_commit_of_the_same_code(tree, capsys):
     run = {"row": "0_x", "script": "0_x", "kind": "step", "status": "ok", "heldout_loss": 1.0, "loss": [1.0]}
