@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anatomy.attention_forms import analytic_attention_bytes, attention_by_hand, cause_by_kernels, cause_by_mask
+from anatomy.attention_forms import analytic_attention_bytes, attention_by_hand, cause_by_mask
 from anatomy.experiment import (
     Check,
     Result,
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> Result:
     copy_rate = roofs.copy_rate(device)
     square, precision = ProductRate(m=edge, n=edge, k=edge), "bf16" if autocast else "fp32"
     _, product_rate = roofs.product_rates(square, precision, device, 0.1, roofs.BURSTS)
-    forms = Forms(B, H, D, device, dtype, autocast, args.iters, copy_rate)
+    forms = Forms(B, H, D, device, dtype, autocast, args.iters)
     results, missing, rows, host = {}, {}, [], {}
     for T, name in itertools.product(lengths, ("by hand", *BACKENDS)):
         if name in missing:
@@ -143,7 +143,6 @@ class Forms:
     dtype: torch.dtype
     autocast: bool
     iters: int
-    copy_rate: float  # bytes a second
 
     def step(self, name: str, T: int, causal: bool = True) -> Callable[[], None]:
         shape = (self.B, self.H, T, self.D)
@@ -162,16 +161,13 @@ class Forms:
         return step
 
     def cause(self, check: Check, name: str, T: int) -> str | None:
-        """Why a step took longer than predicted: a fused kernel's mask may save nothing; by hand kernels are slow."""
+        """Why a step took longer than predicted: for a fused kernel, the mask may save nothing."""
 
         def by_mask() -> str | None:
             return cause_by_mask(check.measured, seconds(self.step(name, T, causal=False), self.iters))
 
-        def by_kernels() -> str | None:
-            return cause_by_kernels(torch.randn(self.B, self.H, T, T, device=self.device), self.dtype, self.copy_rate)
-
-        slow, launch = by_kernels if name == "by hand" else by_mask, self.step(name, SHORT)
-        return cause_of_miss(check, self.step(name, T), self.device, slow_kernels=slow, launch=launch)
+        known = {} if name == "by hand" else {"slow_kernels": by_mask}
+        return cause_of_miss(check, self.step(name, T), self.device, **known)
 
     def measure(self, name: str, T: int) -> dict:
         """Time and peak memory of one step. Raises RuntimeError where a kernel or memory is missing."""

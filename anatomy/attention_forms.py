@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anatomy.experiment import AGAIN, NEAR, ms, seconds
+from anatomy.experiment import NEAR, ms
 
 
 def attention_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -27,23 +27,6 @@ def cause_by_mask(causal_s: float, full_s: float) -> str | None:
     if causal_s * NEAR < full_s:
         return None
     return f"without the mask it takes {ms(full_s)} ms: at this shape the mask saves no time"
-
-
-def cause_by_kernels(scores: torch.Tensor, dtype: torch.dtype, copy_rate: float) -> str | None:
-    """Which share of the copy bandwidth two kernels of attention by hand reach alone, on FP32 `scores` (B, H, T, T):
-    the mask on numbers of `dtype`, and softmax. None where both come near it."""
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(diagonal=1)
-    short = scores.to(dtype)
-    kernels = {  # passes over the scores, as `analytic_attention_bytes` counts them
-        "masked_fill": (lambda: short.masked_fill(future, float("-inf")), 4 * short.nbytes),
-        "softmax": (lambda: scores.softmax(dim=-1), 2 * scores.nbytes),
-    }
-    shares = {name: n_bytes / copy_rate / seconds(call, AGAIN) for name, (call, n_bytes) in kernels.items()}
-    if min(shares.values()) * NEAR >= 1:
-        return None
-    return (
-        f"alone, {' and '.join(f'{name} reaches {share:.0%}' for name, share in shares.items())} of the copy bandwidth"
-    )
 
 
 ATTENTIONS = {"by hand": attention_by_hand, "fused": attention_fused}

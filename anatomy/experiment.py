@@ -111,16 +111,22 @@ class Check:
     def hit(self) -> bool:
         if self.at_most:
             return self.measured <= self.predicted
-        if not self.predicted or not self.measured:
+        if not self.predicted or not self.measured or isinstance(self.measured, int):  # counts are exact
             return self.predicted == self.measured
         return near(self.measured, self.predicted)
+
+    @property
+    def noisy(self) -> bool:
+        """Whether times between the quartiles would have been a hit, where the medians are none."""
+        (low, high), (least, most) = (getattr(s, "quartiles", (s, s)) for s in (self.measured, self.predicted))
+        if self.at_most:
+            return low <= most
+        return not isinstance(self.measured, int) and low <= NEAR * most and high * NEAR >= least
 
     def row(self) -> dict:
         predicted, measured = (shown(figure, self.unit) for figure in (self.predicted, self.measured))
         ratio = f"{self.measured / self.predicted:.2f}" if self.predicted else "-"
-        spreads = [getattr(figure, "quartiles", (1, 1)) for figure in (self.measured, self.predicted)]
-        wide = any(high > NEAR * low for low, high in spreads)
-        noise = "missed; the times spread over more than 25 % while they were taken" if wide else None
+        noise = "missed, but not beyond the spread of the times" if self.noisy else None
         verdict = "hit" if self.hit else self.cause or noise or "missed, and nothing measured here says why"
         cells = {"prediction": self.what, "unit": self.unit, "predicted": f"{'<= ' * self.at_most}{predicted}"}
         return cells | {"measured (p25-p75)": measured, "measured / predicted": ratio, "verdict": verdict}
@@ -270,6 +276,20 @@ def seconds(function: Callable[[], object], samples: int) -> Seconds:
     sample(1)  # the first call compiles and allocates
     calls = min(1000, math.ceil(SAMPLE_S / sample(1))) if samples > 1 else 1
     return Seconds.of([sample(calls) for _ in range(samples)])
+
+
+def host_seconds(call: Callable[[], object], samples: int, before: Callable[[], object] | None = None) -> Seconds:
+    """The time until one call returns to the host, where the GPU has nothing queued but what `before` has queued."""
+    times = []
+    for _ in range(samples + 1):
+        wait()
+        if before:
+            before()
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    wait()
+    return Seconds.of(times[1:])  # the first call warms up
 
 
 def wait() -> None:

@@ -166,8 +166,8 @@ def on_cores(figures: dict) -> list[Check]:
     if not (cores := figures["cores"]):
         return []
     fastest, slowest, again = min(cores.values()), max(cores.values()), figures["again"]
-    slow = f"it took {us(again)} us a moment later, too: this core is slow, or what shares it with us"
-    cause = "it was fast a moment later: other work had been on it" if again < NEAR * fastest else slow
+    slow = f"it took {us(again)} us a moment later, too: the core, or what shares it with us, is slow"
+    cause = f"it took {us(again)} us a moment later: what slowed it had passed" if again < NEAR * fastest else slow
     return [Check("x * 2 on the slowest core", fastest, slowest, "us", cause=cause)]
 
 
@@ -195,15 +195,15 @@ def sentences(figures: dict) -> list[str]:
 
 def guard_costs(times: dict[str, Seconds]) -> list[str]:
     guards = of_guards(times)
-    return [f"A guard on a tensor costs {guards / (INPUTS - 1) * 1e9:.0f} ns."] if guards.quartiles[0] > 0 else []
+    each, low, high = (s / (INPUTS - 1) * 1e9 for s in (guards, *guards.quartiles))
+    return [f"A guard on a tensor costs {each:.0f} ns ({low:.0f} to {high:.0f} by the quartiles)."] if low > 0 else []
 
 
 def cores_apart(figures: dict) -> list[str]:
-    """Where the cores differ by more than their spread: by how much, so nearly is a launch's time known beforehand."""
-    cores = sorted(figures["cores"].values())
-    if not cores or not less(cores[0], cores[-1]):
+    """Where the slowest core stays slower than the fastest by more than their spread: by how much."""
+    cores, again = figures["cores"].values(), figures["again"]
+    if not cores or not less(fastest := min(cores), again):
         return []
     return [
-        f"The slowest of {len(cores)} cores takes {cores[-1] / cores[0]:.2f} times as long as the fastest. What waits "
-        "for the host may differ as much from run to run."
+        f"The slowest of {len(cores)} cores, timed again, takes {again / fastest:.2f} times as long as the fastest."
     ]

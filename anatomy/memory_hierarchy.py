@@ -12,7 +12,7 @@ is copied before two empty kernels are over is too small to show. On a CPU a sin
 
 Registers and the memory inside a multiprocessor (L1 and shared memory are one on an NVIDIA GPU) show only in a loop
 inside a kernel, which on_chip.py has in Triton. A multiprocessor reads 128 bytes of L1 a clock, so all of them read 128
-x their number x the clock. From registers it does 128 multiply-adds a clock, of three numbers each: 1536 bytes.
+x their number x the clock. It does 128 multiply-adds a clock; their operands, 1536 bytes, count as read from registers.
 
 To read DRAM at full speed, enough bytes must be on their way. A copy by one program of 4 warps on each multiprocessor,
 which has room for 64, is measured first. What it takes beyond bytes over bandwidth is latency. k programs have k times
@@ -76,8 +76,9 @@ def run(args: argparse.Namespace) -> Result:
         call_bound, predicted_s = copy_s < OVERHEAD * copies.empty_s, copies.predicted_s(size, rates[level])
         sets.append({"bytes": size, "seconds": copy_s, "level": level, "bytes_per_s": size / copy_s})
         sets[-1] |= {"call_bound": call_bound, "predicted_s": predicted_s}
+        what = f"copy within {mib(size)} MiB, from {level}"
         cause = partial(copies.cause_of_miss, size=size, level=level, rate=rates[level])
-        checks.append(Check(f"copy within {mib(size)} MiB, from {level}", predicted_s, copy_s, "us", find_cause=cause))
+        checks += [] if call_bound else [Check(what, predicted_s, copy_s, "us", find_cause=cause)]
         rows.append({"working set MiB": mib(size), "predicted from": level, "us": us(copy_s)})
         rows[-1] |= {"GB/s": f"{size / copy_s / 1e9:.1f}", "measures": "the call, not the memory" * call_bound}
     sizes = ", ".join(f"{name} {mib(capacity)} MiB" for name, capacity in levels.items()) or "sizes unknown"
@@ -128,12 +129,9 @@ class Copies:
     def cause_of_miss(self, check: Check, size: int, level: str, rate: float) -> str | None:
         """Why it is longer, if half as many bytes are not; or shorter, if bytes that no cache holds are not."""
         longer, capacity = check.measured > check.predicted, self.levels.get(level, math.inf)
-        if (
-            longer
-            and size > capacity // PART
-            and near(half_s := self.seconds(size // 2), self.predicted_s(size // 2, rate))
-        ):
-            return f"a copy of half as many bytes takes {us(half_s)} us, as predicted for {level}: it does not hold all"
+        half_s = longer and size > capacity // PART and self.seconds(size // 2)
+        if half_s and near(half_s, self.predicted_s(size // 2, rate)):
+            return f"half as many bytes take {us(half_s)} us, as predicted for {level}: it does not hold all"
         uncached = level == "DRAM" and self.buffers.nbytes > 2 * max(self.levels.values(), default=0)
         if not longer and uncached and near(cold_s := self.seconds(size, cold=True), check.predicted):
             return f"it takes {us(cold_s)} us with bytes that were not touched lately: a cache held a part of them"

@@ -1,5 +1,6 @@
 """Why a prediction missed: further measurements of a call that took longer or shorter than a check predicted."""
 
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -10,14 +11,16 @@ from anatomy.experiment import (
     Cause,
     Check,
     Seconds,
-    busy_seconds,
     copy_seconds,
     differ,
+    host_seconds,
     near,
     on_one_thread,
     seconds,
     us,
 )
+from common import profile
+from report.kernels import readable
 
 
 def cause_of_miss(
@@ -26,19 +29,15 @@ def cause_of_miss(
     device: torch.device,
     n_bytes: float = 0,
     slow_kernels: Callable[[], str | None] = lambda: None,
-    launch: Callable[[], object] | None = None,
 ) -> Cause:
     """Why a call took longer or shorter than a check predicted, as `Check.find_cause` says it; None if nothing tells.
 
-    Measured are, in this order, the call once more, `launch` (the same call on so little that only the host's work
-    counts) once more, a copy of `n_bytes`, what `slow_kernels` asks, the GPU's idle time, and on a CPU the call on one
-    thread.
+    Measured are, in this order, the call once more, a copy of `n_bytes`, what `slow_kernels` asks, on a GPU the host's
+    time and the kernels, and on a CPU the call on one thread.
     """
     longer = check.measured > check.predicted
     if changed := changed_cause(check, again_s := seconds(call, AGAIN)):
         return changed
-    if launch and near(launch_s := seconds(launch, AGAIN), check.measured):
-        return f"the host needs as long to launch it: {us(launch_s)} us a moment later"
     if n_bytes:
         copy_s = copy_seconds(n_bytes, device)
         if longer and near(check.measured, copy_s):
@@ -49,8 +48,8 @@ def cause_of_miss(
         return unsteady_cause(check, again_s)
     why = slow_kernels()
     if device.type == "cuda":
-        slow = "the GPU is busy all the time: its kernels are slower than the model's rates"
-        return lambda: idle_cause(check, call, device) or why or slow  # the profiler comes last
+        host_s = host_seconds(call, AGAIN)
+        return lambda: kernels_cause(check, call, device, host_s, why)  # the profiler comes last
     return why or one_thread_cause(check, call) or unsteady_cause(check, again_s)
 
 
@@ -68,11 +67,31 @@ def unsteady_cause(check: Check, again_s: Seconds) -> str | None:
     return f"a moment later the same call took {us(again_s)} us: its own times are more than 25 % apart"
 
 
-def idle_cause(check: Check, call: Callable[[], object], device: torch.device) -> str | None:
-    """How long the GPU worked during a call, where it waited for the host."""
+def kernels_cause(
+    check: Check, call: Callable[[], object], device: torch.device, host_s: float, why: str | None
+) -> str:
+    """What a GPU does while a call takes longer than predicted: it waits for the host, which needs `host_s` until the
+    call returns; or there are gaps between kernels; or the kernels are slow, and `why`, or which take longest."""
     call()  # what compiles at first is no work of the call
-    share = busy_seconds(call, device) / check.measured
-    return f"kernels run {share:.0%} of the time, else the GPU waits for the host" if share * NEAR < 1 else None
+    by_name = kernel_seconds(call, device)
+    busy_s = sum(by_name.values())
+    if busy_s * NEAR < check.measured:
+        share = f"its kernels run {busy_s / check.measured:.0%} of the time"
+        if host_s * NEAR >= check.measured:
+            return f"the host needs {us(host_s)} us until the call returns, and {share}"
+        if busy_s <= NEAR * check.predicted:
+            return f"{share}, and the host needs only {us(host_s)} us: the rest are gaps between kernels"
+    longest = (f"{name} {us(by_name[name])}" for name in sorted(by_name, key=by_name.get, reverse=True)[:2])
+    alone = f"its kernels alone take {us(busy_s)} us, the longest of them: {', '.join(longest)}"
+    return f"{alone}; {why or 'why they are slower than the model was not measured'}"
+
+
+def kernel_seconds(call: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """How long the kernels of one call run on the GPU, by their names in words."""
+    by_name: dict[str, float] = defaultdict(float)
+    for kernel in profile.trace_step(call, device).kernels:
+        by_name[readable(kernel["name"])] += kernel["dur"] / 1e6
+    return by_name
 
 
 def one_thread_cause(check: Check, call: Callable[[], object]) -> str | None:

@@ -108,7 +108,7 @@ def tables(on_chip: dict, occupancy: dict) -> list[Table]:
     copies = [{"warps of 64": f"{int(k) * WARPS}", "GB/s": f"{row['bytes_per_s'] / 1e9:.0f}", "us": us(row["seconds"])}
               for k, row in occupancy.items()]  # fmt: skip
     return [
-        table("Inside the multiprocessors, all of them together", inside),
+        table("Inside the multiprocessors, all of them together. Registers: the operands of multiply-adds", inside),
         table("A copy of 1 GiB by fewer warps than fit on a multiprocessor", copies),
     ]
 

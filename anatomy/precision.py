@@ -72,7 +72,7 @@ def checks(size: int, products: dict, ranges: dict, quantization: dict, device: 
     if by_hand := products.get("BF16, by hand in Triton"):
         find = partial(of_product, size=size, device=device)
         times.append(Check("time of BF16, by hand in Triton", bf16, by_hand["seconds"], "us", find_cause=find))
-    lost = [Check(f"formats that lose {name}", len(row["predicted_lost"]), len(row["lost"]), "")
+    lost = [Check(f"formats that treat {name} unlike predicted", 0, len({*row["predicted_lost"]} ^ {*row["lost"]}), "")
             for name, row in ranges.items()]  # fmt: skip
     recipes = [Check(f"{name}, {quantization['how']}", row["predicted_s"], row["seconds"], "us",
                      find_cause=partial(of_recipe, name=name, size=quantization["shape"][0], device=device))

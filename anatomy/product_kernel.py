@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 GROUP = 8  # rows of tiles that run together
-HOPPER, OTHERS = (128, 256, 64, 8), (128, 128, 32, 4)  # tile of M, N and K, and warps: what their shared memory holds
-MORE = (256, 128, 64, 8), (128, 128, 64, 8), (128, 128, 64, 4)  # of Hopper
+HOPPER, OTHERS = (256, 128, 64, 8), (128, 128, 32, 4)  # tile of M, N and K, and warps: what their shared memory holds
+MORE = (128, 256, 64, 8), (128, 128, 64, 8), (128, 128, 64, 4)  # of Hopper
 
 
 @triton.jit

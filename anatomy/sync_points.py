@@ -6,7 +6,8 @@ Predict: how long does `.item()` take when the GPU has nothing to do, and how lo
 Prediction. The host queues kernels ahead of the GPU. An operation that needs a value on the host waits until the queue
 is empty. So it takes its own time, about 10 us, plus the time of all that was queued before it. After one product of
 two (4096, 4096) FP32 matrices, 2 x 4096^3 = 0.14 TFLOP, that is 3 ms more at 50 TFLOP/s. A copy from pinned memory with
-`non_blocking=True` only adds to the queue, so it takes its own time in every case. In a loop with a short kernel, every
+`non_blocking=True` only adds to the queue, so it takes its own time in every case. The clock starts when the launch of
+the product has returned, so that a wait can be a little shorter than the product. In a loop with a short kernel, every
 iteration pays for `.item()`, and the GPU is idle meanwhile. The loop takes longer by the number of iterations x the
 time of `.item()` with an empty queue. A CPU has no queue, so `.item()` costs only the call. The times with an empty
 queue are measured first; the others are predicted from them.
@@ -29,13 +30,14 @@ from functools import partial
 import torch
 
 from anatomy.experiment import (
-    NEAR,
     Check,
     Result,
     Seconds,
     default_size,
     differ,
+    host_seconds,
     ms,
+    near,
     one_thread,
     seconds,
     size_argument,
@@ -86,11 +88,11 @@ def run(args: argparse.Namespace) -> Result:
         if operation is None:
             rows.append({"operation": name} | {f"{queue} us": "needs a GPU" for queue in queues})
             continue
-        host_s = {queue: host_seconds(operation, work, device, args.iters) for queue, work in queues.items()}
+        host_s = {queue: host_seconds(operation, args.iters, before=work) for queue, work in queues.items()}
         # An operation that waits is predicted as its own time plus that of the queued kernel.
         predicted = host_s["empty queue"] + (large_s if waits and gpu else 0)
         before = waits_and_products(large_s, left[:16, :16]) if gpu else by_one_thread()
-        find = partial(cause_by_what_ran, operation=operation, before=before, device=device, iters=args.iters)
+        find = partial(cause_by_what_ran, operation=operation, before=before, iters=args.iters)
         checks.append(
             Check(f"{name} after a large kernel", predicted, host_s["after a large kernel"], "us", find_cause=find)
         )
@@ -114,26 +116,12 @@ def printed(value: torch.Tensor) -> None:
         print(value)
 
 
-def host_seconds(operation: Callable, work: Callable | None, device: torch.device, iters: int) -> Seconds:
-    """Median time until `operation` returns to the host, where `work` is queued right before it."""
-    times = []
-    for _ in range(iters + 1):
-        synchronize(device)
-        if work:
-            work()
-        begin = time.perf_counter()
-        operation()
-        times.append(time.perf_counter() - begin)
-    synchronize(device)
-    return Seconds.of(times[1:])  # the first call warms up
-
-
-def cause_by_what_ran(check: Check, operation: Callable, before: dict, device: torch.device, iters: int) -> str | None:
-    """The first of `before`, sentence -> work, right after which an operation takes at least about as long."""
+def cause_by_what_ran(check: Check, operation: Callable, before: dict, iters: int) -> str | None:
+    """The first of `before`, sentence -> work, right after which an operation takes about as long."""
     for what, work in before.items() if check.measured > check.predicted else ():
-        after_s = host_seconds(operation, work, device, iters)
-        if after_s * NEAR >= check.measured:
-            return f"after {what} it takes {us(after_s)} us, too"
+        after_s = host_seconds(operation, iters, before=work)
+        if near(after_s, check.measured):
+            return f"with nothing queued, but after {what}, it takes {us(after_s)} us"
     return None
 
 
@@ -145,11 +133,11 @@ def by_one_thread() -> dict[str, Callable]:
         with one_thread():
             written.add_(1)
 
-    return {f"one thread has written {EVICTED // 2**20} MiB, which takes the caches,": write}
+    return {f"one thread has written {EVICTED // 2**20} MiB, which takes the caches": write}
 
 
 def waits_and_products(large_s: float, matrix: torch.Tensor) -> dict[str, Callable]:
-    """What a large product does to the host: it is launched, and the host waits for it before the next one."""
+    """What a large product does to the host: it is launched, and the host waits for it, awake, before the next one."""
 
     def idle() -> None:
         until = time.perf_counter() + large_s
@@ -163,8 +151,8 @@ def waits_and_products(large_s: float, matrix: torch.Tensor) -> dict[str, Callab
     def product() -> None:
         matrix @ matrix
 
-    waited = f"the host has waited {us(large_s)} us for nothing"
-    return {"the launch of a small product": product, waited: idle, f"{waited} and launched a small product": both}
+    spun = f"the host has spun for {large_s * 1e3:.1f} ms"
+    return {"the launch of a small product": product, spun: idle, f"{spun} and launched a small product": both}
 
 
 def loop_seconds(value: torch.Tensor, iterations: int, device: torch.device, item_s: float) -> dict:

@@ -58,7 +58,8 @@ def pairs(args: argparse.Namespace, layers: int, B: int, T: int, C: int) -> dict
         return tuple(step(lambda _, a=a: a(q, k, v)) for a in (attention_by_hand, attention_fused))
 
     def graphs() -> tuple[Callable, Callable]:
-        small, few = nn.Sequential(*[nn.Linear(64, 64), nn.ReLU()] * 16).to(device), torch.randn(64, 64, device=device)
+        layers = (layer for _ in range(16) for layer in (nn.Linear(64, 64), nn.ReLU()))
+        small, few = nn.Sequential(*layers).to(device), torch.randn(64, 64, device=device)
         graphed = torch.cuda.make_graphed_callables(copy.deepcopy(small), (few,))
         return step(small, few, amp=False), step(graphed, few, amp=False)
 

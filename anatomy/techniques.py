@@ -4,9 +4,10 @@ Predict: which of these techniques makes forward and backward of six transformer
 compilation, mixed precision, fused attention, CUDA graphs, channels-last, accumulation of gradients in four parts?
 
 Prediction: speed and memory are ratios to the plain form, and the table has the reason for each technique. Memory is
-the peak of forward and backward above weights, their gradients and inputs. Where arithmetic says how long forward and
-backward should take, this program predicts it. The time on 16 tokens, which is measured first, is what the host needs
-to launch everything. A GPU takes that or the time of the work, whichever is longer; a CPU does one after the other.
+the peak of forward and backward above weights, their gradients and inputs. A CUDA graph has no such peak: its pool of
+memory stays. Where arithmetic says how long forward and backward should take, this program predicts it. The time on 16
+tokens, which is measured first, is what the host needs to launch everything. A GPU takes that or the time of the work,
+whichever is longer. A CPU does one after the other.
 
 - checkpointing runs forward twice; backward counts as two passes. So the work is 4 passes instead of 3;
 - accumulation in 4 parts does the same work, and the host launches it 4 times;
@@ -25,17 +26,15 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from anatomy.experiment import (
-    NEAR,
-    Cause,
     Check,
     Result,
     busy_seconds,
     default_size,
     differ,
+    expected,
     extra_peak_bytes,
     ms,
     seconds,
@@ -48,15 +47,15 @@ from common import profile, roofs
 from common.record import ProductRate
 from common.text import one_line
 
-REASONS = {  # technique -> why it should be faster, or need less memory
-    "torch.compile": "fused pointwise kernels: fewer bytes, same FLOPs",
-    "mixed precision": "2 bytes a number, not 4; tensor cores",
-    "CNN inference under torch.compile": "folded BatchNorm, fused ReLU: fewer passes",
-    "FlashAttention": "(T, T) scores stay on the chip",
-    "checkpointing": "4 passes, not 3; memory keeps only inputs of blocks",
-    "CUDA graphs": "no launches: about 5 us a kernel, if kernels are small",
-    "channels-last": "the layout of the convolutions, so no transposes",
-    "gradient accumulation": "activations of a quarter of the batch at a time",
+TECHNIQUES = {  # name -> what it is measured on, and why it should be faster, or need less memory
+    "torch.compile": ("the blocks", "fused pointwise kernels: fewer bytes, same FLOPs"),
+    "mixed precision": ("the blocks", "2 bytes a number, not 4; tensor cores"),
+    "CNN inference under torch.compile": ("two convolutions", "folded BatchNorm, fused ReLU: fewer passes"),
+    "FlashAttention": ("attention alone", "(T, T) scores stay on the chip"),
+    "checkpointing": ("the blocks", "4 passes, not 3; memory keeps only inputs of blocks"),
+    "CUDA graphs": ("16 small linear layers", "the host launches one graph, not each kernel"),
+    "channels-last": ("two convolutions", "the layout of the convolutions, so no transposes"),
+    "gradient accumulation": ("the blocks", "activations of a quarter of the batch at a time"),
 }
 
 
@@ -73,29 +72,16 @@ def measured(build: Callable, args: argparse.Namespace) -> tuple[tuple, dict]:
     return forms, cell | {"inside_spread": not differ(cell["plain_s"], cell["seconds"])}
 
 
-def cause(check: Check, technique: Callable, device: torch.device) -> Cause:
-    """Why a technique took another time; of a captured step, what the GPU does not spend in kernels are its gaps."""
-    if not check.what.startswith("CUDA graphs"):
-        return cause_of_miss(check, technique, device)
-
-    def gaps() -> str | None:
-        share = busy_seconds(technique, device) / check.measured
-        said = f"replayed, its kernels run {share:.0%} of the time: between short kernels a graph has gaps"
-        return said if share * NEAR < 1 else None
-
-    return gaps
-
-
-def predicted_seconds(name: str, plain: Callable, plain_s: float, host_s: dict, args) -> float | None:
-    """What arithmetic says of the time; None where it says nothing, or where only a GPU's profile would. `host_s` is
-    the time on 16 tokens, plain and with checkpointing."""
+def host_and_work(name: str, plain: Callable, plain_s: float, host_s: dict, args) -> tuple[float, float] | None:
+    """What arithmetic says of the host's time and that of the work; None where it says nothing, or where only a GPU's
+    profile would. `host_s` is the time on 16 tokens, plain and with checkpointing."""
     gpu = args.device.type == "cuda"
     if name == "checkpointing":
-        return max(4 / 3 * busy_seconds(plain, args.device), host_s[name]) if gpu else 4 / 3 * plain_s
+        return (host_s[name], 4 / 3 * busy_seconds(plain, args.device)) if gpu else (0, 4 / 3 * plain_s)
     if name == "gradient accumulation":
-        return max(plain_s, 4 * host_s["plain"]) if gpu else plain_s + 3 * host_s["plain"]
+        return (4 if gpu else 3) * host_s["plain"], plain_s
     if name == "CUDA graphs":
-        return busy_seconds(plain, args.device)
+        return 0, busy_seconds(plain, args.device)
     if name == "mixed precision" and gpu:
         kernels = profile.trace_step(plain, args.device).kernels
         busy = sum(kernel["dur"] for kernel in kernels)
@@ -103,12 +89,13 @@ def predicted_seconds(name: str, plain: Callable, plain_s: float, host_s: dict, 
         square = ProductRate(m=4096, n=4096, k=4096)
         bursts = roofs.BURSTS
         fp32, bf16 = (roofs.product_rates(square, p, args.device, 0.1, bursts)[1] for p in ("fp32", "bf16"))
-        return plain_s * (products * fp32 / bf16 + (1 - products) / 2)
+        return host_s["plain"], plain_s * (products * fp32 / bf16 + (1 - products) / 2)
     return None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="+", choices=REASONS, metavar="NAME", help=f"some of: {', '.join(REASONS)}")
+    names = ", ".join(TECHNIQUES)
+    parser.add_argument("--only", nargs="+", choices=TECHNIQUES, metavar="NAME", help=f"some of: {names}")
     size_argument(parser, "--layers", "transformer blocks (default 6; 4 on a CPU)")
     size_argument(parser, "--batch", "sequences in a batch (default 8)", default=8)
     size_argument(parser, "--seq", "tokens in a sequence (default: GPU 1024, CPU 256, quick 128)")
@@ -122,20 +109,22 @@ def run(args: argparse.Namespace) -> Result:
     builders, few = pairs(args, layers, args.batch, T, C), pairs(args, layers, 1, 16, C)["checkpointing"]()
     host_s = {name: seconds(form, args.iters) for name, form in zip(("plain", "checkpointing"), few, strict=True)}
     cells, forms, rows, sentences = {}, {}, [], []
-    for name in args.only or REASONS:
+    for name in args.only or TECHNIQUES:
         if name in builders:
             forms[name], cells[name] = measured(builders[name], args)
         else:
             needed = "a GPU" if name == "CUDA graphs" else "FP32 weights and BF16 in hardware"
             cells[name] = {"reason": f"it needs {needed}"}
-        rows.append({"technique": name, "reason": REASONS[name]} | shown(name, cells[name]))
+        of, reason = TECHNIQUES[name]
+        rows.append({"technique": name, "of": of, "reason": reason} | shown(name, cells[name]))
         if "reason" in cells[name]:
             sentences.append(f"{name} was not measured: {cells[name]['reason']}.")
     clear = {name: cell["speed"] > 1 for name, cell in cells.items() if not cell.get("inside_spread", True)}
     for kind, is_faster in (("slower", False), ("faster", True)):
         named = ", ".join(name for name in clear if clear[name] is is_faster)
         sentences.insert(0, f"Beyond the spread, these are {kind} than their plain form: {named or 'none'}.")
-    title = f"Ratios to the plain form, batch {args.batch}, length {T}, {C} channels"
+    title = f"Ratios to the plain form; {layers} blocks, batch {args.batch}, length {T}, {C} channels. "
+    title += f"The blocks on 16 tokens: {ms(host_s['plain'])} ms, with checkpointing {ms(host_s['checkpointing'])} ms"
     figures = {"techniques": cells, "host_s": host_s}
     return Result([table(title, rows)], sentences, figures, checks(cells, forms, host_s, args))
 
@@ -147,9 +136,11 @@ def checks(cells: dict, forms: dict, host_s: dict, args: argparse.Namespace) -> 
         if "reason" in cell:
             continue
         plain, technique = forms[name]
-        if predicted := predicted_seconds(name, plain, cell["plain_s"], host_s, args):
-            find = partial(cause, technique=technique, device=args.device)
-            found.append(Check(f"{name}, forward and backward", predicted, cell["seconds"], "ms", find_cause=find))
+        if times := host_and_work(name, plain, cell["plain_s"], host_s, args):
+            limit = ", limited by the host" if args.device.type == "cuda" and times[0] > times[1] else ""
+            find = partial(cause_of_miss, call=technique, device=args.device)
+            what, predicted = f"{name}, forward and backward{limit}", expected(*times, args.device)
+            found.append(Check(what, predicted, cell["seconds"], "ms", find_cause=find))
     return found
 
 
@@ -157,6 +148,6 @@ def shown(name: str, cell: dict) -> dict:
     """The cells of a row of the table; none where there are no times."""
     if "reason" in cell:
         return {}
-    peak = "held" if name == "CUDA graphs" else f"{cell['memory']:.2f}x"  # its pool stays between steps
+    peak = "its pool stays" if name == "CUDA graphs" else f"{cell['memory']:.2f}x"  # so a step adds nothing
     row = {"plain, ms": ms(cell["plain_s"]), "with it, ms": ms(cell["seconds"])}
     return row | {"speed": f"{cell['speed']:.2f}x{', inside the spread' * cell['inside_spread']}", "memory": peak}

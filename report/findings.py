@@ -183,9 +183,8 @@ def fewer_nodes(records: Records) -> Finding:
     variants = records.experiments["autograd"]["variants"]
     by_hand, fused = ([cell["nodes"] for cell in variants[name]["cells"]] for name in ("by hand", "fused"))
     merged = [hand - one + 1 for hand, one in zip(by_hand, fused, strict=True)]  # the last one has batch 1
-    text = (
-        f"{merged[0]} nodes become 1, with batch 1 {merged[-1]}; a block has {fused[0]} nodes instead of {by_hand[0]}"
-    )
+    at_one = f", or {merged[-1]} at batch 1," * (merged[-1] != merged[0])
+    text = f"{merged[0]} nodes{at_one} become 1; a block has {fused[0]} nodes instead of {by_hand[0]}"
     enough = [count >= 20 for count in merged]
     return Finding(text, HOLDS if all(enough) else "holds only from batch 2 on" if all(enough[:-1]) else FAILS)
 
@@ -196,7 +195,7 @@ def fixed_graph(records: Records) -> Finding:
     if len(set(nodes)) == 1:
         return Finding(f"{nodes[0]} nodes at every shape", HOLDS)
     if len(set(nodes[:3])) == 1:
-        return Finding(f"{nodes[0]} nodes, with batch 1 {nodes[3]}", "holds only from batch 2 on")
+        return Finding(f"{nodes[0]} nodes, and {nodes[3]} at batch 1", "holds only from batch 2 on")
     return Finding(", ".join(map(str, nodes)) + " nodes", FAILS)
 
 
@@ -282,7 +281,8 @@ def shared_memory(records: Records) -> Finding:
     record = records.experiments["memory-hierarchy"]
     dram = record["copy_bytes_per_s"]
     ratios = {name: row["bytes_per_s"] / dram for name, row in record["on_chip"].items()}
-    return Finding(f"of DRAM's bandwidth: {said(ratios, digits=0)}", holds(5 < ratios["L1 or shared memory"] < 20))
+    text = f"of DRAM's bandwidth: {said(ratios, digits=0)}; as reads of registers count operands of multiply-adds"
+    return Finding(text, holds(5 < ratios["L1 or shared memory"] < 20))
 
 
 def occupancy(records: Records) -> Finding:

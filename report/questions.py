@@ -102,8 +102,9 @@ def print_break(records: Records) -> str:
 
 def one_outlier(records: Records) -> str:
     recipes = records.experiments["precision"]["quantization"]["recipes"]
-    said = (f"{name}: {row['elsewhere']:.1%}, the outlier {row['outlier']:.1%}" for name, row in recipes.items())
-    return "Mean errors, by recipe: " + "; ".join(said) + "."
+    others, itself = (", ".join(f"{row[key]:.1%} with {name}" for name, row in recipes.items())
+                      for key in ("elsewhere", "outlier"))  # fmt: skip
+    return f"Their relative error is {others}. That of the outlier itself is {itself}."
 
 
 QUESTIONS = [

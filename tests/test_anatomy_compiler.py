@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import torch
 from conftest import quick
 
-from anatomy import graph_breaks, techniques
+from anatomy import graph_breaks, technique_forms, techniques
 
 
 def test_node_counts_do_not_change_with_batch_and_length_and_only_fused_has_its_node():
@@ -65,14 +65,14 @@ def test_only_trace_is_wrong_on_the_other_branch_and_a_tool_that_is_gone_is_a_ro
 
 
 def test_techniques_have_a_speed_and_a_memory_over_their_plain_form():
-    names = [name for name in techniques.REASONS if "torch.compile" not in name]
+    names = [name for name in techniques.TECHNIQUES if "torch.compile" not in name]
     result = quick("techniques", "--dmodel", "32", "--seq", "32", "--batch", "4", "--only", *names)
     assert list(cells := result.figures["techniques"]) == names and "reason" in cells["CUDA graphs"]
     assert cells["checkpointing"]["memory"] < 0.6 and cells["gradient accumulation"]["memory"] < 0.4
     blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)))
     x, weights = torch.randn(4, 8), list(blocks.parameters())
     plain = torch.autograd.grad(blocks(x).square().mean(), weights)
-    again = torch.autograd.grad(techniques.checkpointed(blocks, x).square().mean(), weights)
+    again = torch.autograd.grad(technique_forms.checkpointed(blocks, x).square().mean(), weights)
     torch.testing.assert_close(plain, again)
 
 

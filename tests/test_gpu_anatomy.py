@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from anatomy import learning, memory_hierarchy, traffic
+from anatomy import experiment, learning, memory_hierarchy, misses, traffic
 
 CUDA = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
@@ -55,20 +55,23 @@ def test_fp16_loses_gradients_without_scaling_and_bf16_does_not():
     assert lost["FP16"] > 0.9 and max(lost["FP16, loss scaled"], lost["BF16"], lost["FP32"]) < 0.1
 
 
+def test_a_call_that_waits_for_the_host_and_one_whose_kernels_are_slow_are_told_apart():
+    device, few, many = torch.device("cuda", 0), torch.ones(16, device="cuda"), torch.ones(2**28, device="cuda")
+
+    def said(call):
+        taken_s = experiment.seconds(call, 5)
+        check = experiment.Check("x", taken_s / 9, taken_s, "us")
+        return misses.cause_of_miss(check, call, device)()
+
+    assert said(lambda: [few.add_(1) for _ in range(50)]).startswith("the host needs ")
+    assert said(lambda: many.add_(1)).startswith("its kernels alone take ")
+
+
 @pytest.mark.skipif(shutil.which("ncu") is None, reason="needs Nsight Compute")
 def test_counted_bytes_of_a_step(tmp_path):
     words = ["--scripts", "2", "--n-layer", "1", "--n-head", "4", "--n-embd", "256", "--seq-len", "256"]
-    command = [
-        sys.executable,
-        "-m",
-        "anatomy.traffic",
-        *words,
-        "--batch-size",
-        "2",
-        "--output",
-        str(tmp_path / "x.json"),
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=600)
+    words += ["--batch-size", "2", "--output", str(tmp_path / "x.json")]
+    subprocess.run([sys.executable, "-m", "anatomy.traffic", *words], cwd=ROOT, check=True, timeout=600)
     step = json.loads((tmp_path / "x.json").read_text())["steps"]["2_sdpa"]
     if "reason" in step:
         pytest.skip(step["reason"])

@@ -1,0 +1,166 @@
+"""Why predictions of anatomy/ missed: each cause is said where its measurement shows it, and only there."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+from anatomy import (
+    attention_forms,
+    compile_modes,
+    experiment,
+    host_cost,
+    learning,
+    memory_hierarchy,
+    misses,
+    sync_points,
+)
+from anatomy.experiment import Check, Result, Seconds
+from common.model import GPTConfig
+
+
+def exactly(seconds: float) -> Seconds:
+    return Seconds.of([seconds] * 2)
+
+
+def test_a_miss_is_explained_by_a_copy_by_one_thread_or_by_the_mask_and_a_hit_by_nothing(monkeypatch):
+    def cause(predicted, measured, n_bytes=0):
+        find = partial(misses.cause_of_miss, call=lambda: None, device=torch.device("cpu"), n_bytes=n_bytes)
+        check = Check("x", predicted, measured, "us", find_cause=find)
+        Result([], [], {}, [check]).explain()
+        return check.cause
+
+    monkeypatch.setattr(misses, "copy_seconds", lambda n_bytes, device: 1e-6 * n_bytes)
+    monkeypatch.setattr(misses, "on_one_thread", lambda call, samples: 3e-6)
+    assert cause(1e-6, 1.1e-6, 8) is None
+    assert "a cache holds a part" in cause(4e-6, 2e-6, 2) and "so few are slower" in cause(1e-6, 4e-6, 4)
+    assert "took 0.0 (0.0-0.0) us: its own times are more than 25 % apart" in cause(4e-6, 2e-6, 40)
+    with monkeypatch.context() as moment:
+        moment.setattr(misses, "seconds", lambda call, samples: 2e-6)
+        assert cause(4e-6, 2e-6, 40) is None
+        moment.setattr(misses, "seconds", lambda call, samples: 1.1e-6)
+        assert "a moment later" in cause(1e-6, 9e-6, 40) and "on one thread" not in cause(1e-6, 9e-6, 40)
+        moment.setattr(misses, "seconds", lambda call, samples: Seconds.of([1.1e-6, 1.2e-6, 1.4e-6]))
+        assert cause(1e-6, 1.26e-6, 40) is None, "the same time within its spread"
+    assert "on one thread it takes 3.0 us" in cause(1e-6, 9e-6, 40) and "own times" in cause(1e-6, 3.5e-6)
+    assert "the mask saves no time" in attention_forms.cause_by_mask(2e-3, full_s=2.2e-3)
+    assert attention_forms.cause_by_mask(2e-3, full_s=4e-3) is None
+    monkeypatch.undo()
+    assert experiment.copy_seconds(2**20, torch.device("cpu")) > 0
+    threads = torch.get_num_threads()
+    assert experiment.on_one_thread(torch.get_num_threads, 2) > 0 and torch.get_num_threads() == threads
+
+
+def test_what_needs_the_profiler_is_asked_last_and_a_failed_search_keeps_the_times():
+    asked = []
+
+    def search(check):
+        asked.append(check.what)
+        return (lambda: asked.append("profile") or "idle") if check.what == "a" else None
+
+    checks = [Check(name, 1.0, 9.0, "us", find_cause=search) for name in "ab"]
+    checks.append(Check("c", 1.0, 9.0, "us", find_cause=lambda check: 1 / 0))
+    Result([], [], {}, checks).explain()
+    assert asked == ["a", "b", "profile"]
+    assert [check.cause for check in checks[:2]] == ["idle", None]
+    assert checks[2].cause.startswith("missed, and the search for its cause failed: ")
+
+
+def test_a_copy_beyond_a_cache_and_an_operation_after_the_caches_are_taken_are_explained_by_a_measurement(monkeypatch):
+    copies = memory_hierarchy.Copies(torch.device("cpu"), torch.float32, 2**16, {"L2": 300}, 2)
+    copies.empty_s, taken = 0.0, {"half": 1e-6, "cold": 2e-6, "again": 9e-6}
+    monkeypatch.setattr(copies, "seconds", lambda size, cold=False: exactly(
+        taken["cold" if cold else "half" if size == 100 else "again"]))  # fmt: skip
+
+    def cause(predicted, measured, level="L2"):
+        return copies.cause_of_miss(Check("x", predicted, measured, "us"), size=200, level=level, rate=1e8)
+
+    assert "half as many bytes take 1.0 us, as predicted for L2" in cause(2e-6, 4e-6)
+    assert cause(2e-6, 4e-6, level="DRAM") is None
+    assert "not touched lately" in cause(2e-6, 1e-6, "DRAM") and cause(2e-6, 1e-6) is None
+    assert "a moment later" in cause(9e-6, 2e-6) and cause(4e-6, 1e-6, "DRAM") is None
+    copies.levels = {"L2": 3000}
+    assert cause(2e-6, 4e-6) is None, "so small a part of a cache is not too much for it"
+
+    def after_writing(measured, device="cpu"):
+        gpu = partial(sync_points.waits_and_products, 1e-3, torch.ones(2, 2))
+        before = sync_points.by_one_thread() if device == "cpu" else gpu()
+        return sync_points.cause_by_what_ran(Check("x", 1e-6, measured, "us"), lambda: None, before, iters=2)
+
+    took = {"write": 5e-6, "product": 2e-6, "idle": 3e-6, "both": 7e-6}
+    monkeypatch.setattr(sync_points, "host_seconds", lambda *_, before: before() or exactly(took[before.__name__]))
+    written = "with nothing queued, but after one thread has written 32 MiB, which takes the caches, it takes 5.0 us"
+    assert after_writing(6e-6) == written
+    assert after_writing(9e-6) is None and after_writing(3e-6) is None and after_writing(0.5e-6) is None
+    assert "spun for 1.0 ms and launched a small product, it takes 7.0" in after_writing(6e-6, "cuda")
+    assert "spun for 1.0 ms, it takes 3.0" in after_writing(3e-6, "cuda") and after_writing(9e-6, "cuda") is None
+
+
+def test_a_core_that_was_slow_for_a_moment_and_a_profiler_that_stays_are_said_only_beyond_the_spread():
+    def said(slowest, again, after):
+        fast, slow, later, last = (Seconds.of([s, s * 1.01]) for s in (1e-6, slowest, again, after))
+        figures = {"cores": {"0": fast, "3": slow}, "again": later, "before": fast, "after": last, "later": fast}
+        (check,) = host_cost.on_cores(figures)
+        return check, host_cost.cores_apart(figures), host_cost.stays(figures)
+
+    check, sentences, lasts = said(1e-6, 1e-6, 1.1e-6)
+    assert check.hit and not sentences and "only a profile lies before it" in lasts
+    check, sentences, lasts = said(2e-6, 1e-6, 1.4e-6)
+    assert "a moment later: what slowed it had passed" in check.row()["verdict"] and not sentences
+    assert lasts == "a moment later it took 1.0 (1.0-1.0) us, so the machine changed its speed"
+    check, sentences, _ = said(2e-6, 2e-6, 1e-6)
+    assert "a moment later, too: the core" in check.row()["verdict"] and "takes 2.00 times" in sentences[0]
+
+
+def test_a_gpu_waits_for_the_host_has_gaps_or_is_slow_itself(monkeypatch):
+    def said(host_s, *kernels_s, predicted=10e-6, why=None):
+        kernels = [{"name": f"k{i}", "dur": s * 1e6} for i, s in enumerate(kernels_s)]
+        monkeypatch.setattr(misses.profile, "trace_step", lambda *_: SimpleNamespace(kernels=kernels))
+        check = Check("x", predicted, 20e-6, "us")
+        return misses.kernels_cause(check, lambda: None, torch.device("cuda"), exactly(host_s), why)
+
+    assert (
+        said(19e-6, 5e-6, 5e-6) == "the host needs 19.0 us until the call returns, and its kernels run 50% of the time"
+    )
+    assert "only 4.0 us: the rest are gaps between kernels" in said(4e-6, 5e-6, 5e-6)
+    slow = said(4e-6, 2e-6, 7e-6, 9e-6)
+    assert slow.startswith("its kernels alone take 18.0 us, the longest of them: k2 9.0, k1 7.0; why they are slower")
+    assert said(19e-6, 18e-6, why="a tile is").endswith("k0 18.0; a tile is"), "the host is as long, but not the limit"
+    assert said(4e-6, 15e-6).startswith("its kernels alone"), "gaps do not explain slow kernels"
+
+
+def test_a_step_of_a_mode_waits_for_the_host_only_where_it_was_seen_to():
+    def said(host_s):
+        result = {"step_s": 4e-3, "quartiles": (4e-3, 4e-3), "busy_s": 1e-3, "host_s": host_s, "launches": 2}
+        (check,) = compile_modes.step_checks("default", result | {"launch_s": 5e-6}, torch.device("cuda"))
+        return check.cause
+
+    assert said(3.9e-3) == "the host needs 3.9 ms until the step returns, and its kernels run 25% of the time"
+    assert said(1e-3) is None
+
+
+def test_a_loss_that_ends_elsewhere_is_explained_by_skipped_steps_or_by_training_that_does_not_repeat_itself():
+    def said(again, skipped=(), without=None):
+        def train_again(name, skip=()):
+            return without if skip else again
+
+        check = Check("last loss", 0.05, 0.09, "nats", at_most=True)
+        return learning.cause_of_end(check, "FP16, loss scaled", {"last": 2.0, "skipped": [*skipped]}, train_again)
+
+    assert "it ends 0.0500 from its first end" in said(2.05) and said(2.01) is None and said(None) is None
+    explained = said(2.0, skipped=(0, 3), without=2.03)
+    assert explained == "the scaler skipped steps 0, 3: FP32 without these ends 0.0300 from it"
+    assert said(2.0, skipped=(0, 3), without=2.1) is None and said(2.0, skipped=(0,)) is None
+
+
+def test_learning_counts_the_steps_that_its_scaler_skips_and_trains_without_them(monkeypatch):
+    scaled = partial(torch.amp.GradScaler, init_scale=2.0**40)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaled)
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=8, seq_len=8, vocab_size=256)
+    batches = [tuple(torch.randint(256, (2, 1, 8)))] * 3
+    skipped = learning.train(learning.FORMS["FP16, loss scaled"], config, batches, torch.device("cpu"))["skipped"]
+    assert skipped[:2] == [0, 1], "gradients times 2^40 and 2^39 are infinite in FP16"
+    plain, without = (
+        learning.train(learning.FORMS["FP32"], config, batches, torch.device("cpu"), skip) for skip in ((), (0, 1, 2))
+    )
+    assert len({*without["losses"]}) == 1 < len({*plain["losses"]}) and plain["skipped"] == []
