@@ -33,6 +33,8 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from anatomy.experiment import (
+    AGAIN,
+    NEAR,
     Check,
     Result,
     copy_seconds,
@@ -50,7 +52,7 @@ from common import roofs
 from common.errors import missing_tool
 
 SMALL, MANY = 1024, 64  # numbers in a small tensor, and how many such tensors
-CHAIN = "sigmoid(relu(x*w+b))"
+CHAIN, QUOTIENT = "sigmoid(relu(x*w+b))", "x / x.sum()"
 KERNEL = r"async_compile\.(?:triton|cpp_pybinding)\(.*?'''(.*?)'''"
 
 
@@ -96,8 +98,8 @@ def cases(N: int, E: int, dtype: torch.dtype, device: torch.device, iters: int) 
         Case(CHAIN, "eager", gate, (x, w, b), 10 * N, 4 * launch_s),
         Case(CHAIN, "compiled", gate, (x, w, b), 4 * N, launch_s),
         Case(CHAIN, "Triton by hand", triton_gate(device), (x, w, b), 4 * N, launch_s),
-        Case("x / x.sum()", "eager", normalize, (x,), 3 * N, 2 * launch_s),
-        Case("x / x.sum()", "compiled", normalize, (x,), 3 * N, 2 * launch_s),
+        Case(QUOTIENT, "eager", normalize, (x,), 3 * N, 2 * launch_s),
+        Case(QUOTIENT, "compiled", normalize, (x,), 3 * N, 2 * launch_s),
         Case("relu(x)", "eager", torch.relu, (x,), 2 * N, launch_s),
         Case("relu(x)", "compiled", torch.relu, (x,), 2 * N, launch_s),
         Case(gemm, "eager", linear_relu, matrices, 4 * E * E, 3 * launch_s, product_s),  # passes over the output
@@ -137,7 +139,8 @@ def run(args: argparse.Namespace) -> Result:
         n_launches = launches(call, device) + (generated if device.type == "cpu" else 0)
         predicted_s = expected(case.host_s, case.product_s + moving_s, device)
         checks.append(Check(f"{case.expression}, {case.variant}", predicted_s, measured_s, "us"))
-        checks[-1].find_cause = partial(cause_of_miss, call=call, device=device)
+        slow = {"slow_kernels": partial(sum_alone, case, copy_rate)} if case.expression == QUOTIENT else {}
+        checks[-1].find_cause = partial(cause_of_miss, call=call, device=device, **slow)
         result = {"launches": n_launches, "bytes": n_bytes, "seconds": measured_s, "predicted_s": predicted_s}
         results.setdefault(case.expression, {})[case.variant] = result
         cells |= {"launches": n_launches, "least MB": f"{n_bytes / 1e6:.1f}"}
@@ -150,6 +153,14 @@ def run(args: argparse.Namespace) -> Result:
     figures = {"copy_bytes_per_s": copy_rate, "numbers": N, "edge": E, "cases": results}
     listings = {f"What torch.compile made of {CHAIN}:": code} if code else {}
     return Result([table(title, rows)], sentences(figures), figures, checks, listings=listings)
+
+
+def sum_alone(case: Case, copy_rate: float) -> str | None:
+    """Whether the sum of `QUOTIENT` alone, in the same variant, takes longer than its bytes at the copy bandwidth."""
+    (x,) = case.inputs
+    add_up = torch.compile(torch.sum, dynamic=False) if case.variant == "compiled" else torch.sum
+    sum_s, read_s = seconds(partial(add_up, x), AGAIN), x.nbytes / copy_rate
+    return f"its sum alone takes {us(sum_s)} us, its bytes {us(read_s)}" if sum_s > NEAR * read_s else None
 
 
 def triton_gate(device: torch.device) -> Callable | str:

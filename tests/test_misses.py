@@ -9,6 +9,7 @@ from anatomy import (
     attention_forms,
     compile_modes,
     experiment,
+    fusion,
     host_cost,
     learning,
     memory_hierarchy,
@@ -82,18 +83,26 @@ def test_a_copy_beyond_a_cache_and_an_operation_after_the_caches_are_taken_are_e
     copies.levels = {"L2": 3000}
     assert cause(2e-6, 4e-6) is None, "so small a part of a cache is not too much for it"
 
-    def after_writing(measured, device="cpu"):
-        gpu = partial(sync_points.waits_and_products, 1e-3, torch.ones(2, 2))
-        before = sync_points.by_one_thread() if device == "cpu" else gpu()
-        return sync_points.cause_by_what_ran(Check("x", 1e-6, measured, "us"), lambda: None, before, iters=2)
-
     took = {"write": 5e-6, "product": 2e-6, "idle": 3e-6, "both": 7e-6}
-    monkeypatch.setattr(sync_points, "host_seconds", lambda *_, before: before() or exactly(took[before.__name__]))
-    written = "with nothing queued, but after one thread has written 32 MiB, which takes the caches, it takes 5.0 us"
-    assert after_writing(6e-6) == written
-    assert after_writing(9e-6) is None and after_writing(3e-6) is None and after_writing(0.5e-6) is None
-    assert "spun for 1.0 ms and launched a small product, it takes 7.0" in after_writing(6e-6, "cuda")
-    assert "spun for 1.0 ms, it takes 3.0" in after_writing(3e-6, "cuda") and after_writing(9e-6, "cuda") is None
+    monkeypatch.setattr(sync_points, "host_seconds", lambda _, iters, work: work() or exactly(took[work.__name__]))
+
+    def after(find, measured):
+        return find(Check("x", 1e-6, measured, "us"), operation=print, iters=2)
+
+    caches = partial(after, sync_points.cause_by_caches)
+    assert caches(6e-6) == "after one thread has written 32 MiB it takes 5.0 us: what the caches lose can cost as much"
+    assert caches(3e-6) and caches(9e-6) is None and caches(0.5e-6) is None
+    what_ran = sync_points.waits_and_products(1e-3, torch.ones(2, 2))
+    gpu = partial(after, partial(sync_points.cause_by_what_ran, before=what_ran))
+    assert "spun for 1.0 ms and launched a small product, it takes 7.0" in gpu(6e-6)
+    assert "spun for 1.0 ms, it takes 3.0" in gpu(3e-6) and gpu(9e-6) is None and gpu(0.5e-6) is None
+
+
+def test_a_slow_sum_explains_a_slow_quotient():
+    x = torch.ones(2**16)
+    case = fusion.Case(fusion.QUOTIENT, "eager", print, (x,), 0, 0.0)
+    assert fusion.sum_alone(case, copy_rate=1e15).startswith("its sum alone takes ")
+    assert fusion.sum_alone(case, copy_rate=1.0) is None
 
 
 def test_a_core_that_was_slow_for_a_moment_and_a_profiler_that_stays_are_said_only_beyond_the_spread():
