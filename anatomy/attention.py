@@ -8,10 +8,11 @@ kernel for each operator. Each of these kernels reads or writes the whole (B, H,
 passes over the scores under autocast and 23 without it; attention_forms.py lists them. At B 1, H 16, T 8192, D 128 the
 bytes are 40 x 2.1 GB = 86 GB, which take 20 ms at 4.3 TB/s. The products add 12 B H T^2 D = 1.6 TFLOP.
 
-"Fused" means that one kernel keeps the scores on the chip. It moves q, k, v, o and their gradients once, which is
-12 x 34 MB = 0.4 GB in 0.1 ms. It skips the half of the scores above the diagonal and computes the scores a second time
-in the backward pass, which is 7 B H T^2 D = 1 TFLOP. So arithmetic limits the fused kernel. A pass over the scores
-costs T / D times as much as a pass over q, so the gain grows with T. Memory grows with T^2 by hand, and with T fused.
+"Fused" means that one kernel keeps the scores on the chip. Forward moves q, k, v and o. Backward reads these and the
+gradient of o, and writes those of q, k, v. These are 12 tensors of 34 MB, 0.4 GB in 0.1 ms. It computes the scores a
+second time in backward, which makes 14 B H T^2 D, and skips the half above the diagonal: 7 B H T^2 D = 1 TFLOP. So
+arithmetic limits the fused kernel. A pass over the scores costs T / D times as much as a pass over q, so the gain grows
+with T. Memory grows with T^2 by hand, and with T fused.
 
 The bytes take their number over the copy bandwidth, the FLOPs their number over the rate of a square product. This
 program measures both rates. By hand, the work is the sum of the two times. Fused, it is the longer of the two. Where
@@ -103,7 +104,8 @@ def run(args: argparse.Namespace) -> Result:
                 missing[name] = one_line(error)
             continue
         work = max(moving, computing) if fused else moving + computing
-        row |= {"bytes": n_bytes, "predicted_s": expected(host[name], work, device)}
+        limit = "the host" if host[name] > work else "arithmetic" if computing > moving else "memory"
+        row |= {"bytes": n_bytes, "predicted_s": expected(host[name], work, device), "limit": limit}
         results.setdefault(name, {})[T] = row
         cells = {"T": T, "attention": name, "ms": ms(row["seconds"]), "predicted ms": ms(row["predicted_s"])}
         rows.append(cells | {"peak MiB": f"{row['peak_bytes'] / 2**20:.1f}", "least GB": f"{n_bytes / 1e9:.3f}"})
@@ -164,7 +166,7 @@ class Forms:
         """Why a step took longer than predicted: for a fused kernel, the mask may save nothing."""
 
         def by_mask() -> str | None:
-            return cause_by_mask(check.measured, seconds(self.step(name, T, causal=False), self.iters))
+            return cause_by_mask(check.predicted, check.measured, seconds(self.step(name, T, causal=False), self.iters))
 
         known = {} if name == "by hand" else {"slow_kernels": by_mask}
         return cause_of_miss(check, self.step(name, T), self.device, **known)
@@ -189,7 +191,7 @@ def sentences(results: dict[str, dict[int, dict]]) -> list[str]:
         lines.append(
             f"At T {T} the fastest fused kernel is {best}. Attention by hand takes "
             f"{times if differ(hand['seconds'], fused['seconds']) else 'as long, within the spread,'} "
-            f"and {memory:.1f} times the memory."
+            f"and {memory:.1f} times the memory. Predicted limits: {hand['limit']} by hand, {fused['limit']} fused."
         )
     if first < last:
         grown = {n: results[n][last]["peak_bytes"] / results[n][first]["peak_bytes"]

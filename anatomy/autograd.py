@@ -1,6 +1,6 @@
 """What does fusion do to the backward graph?
 
-Predict: how many backward nodes does an attention block have with attention by hand, with fused attention, and
+Predict: how many backward nodes does an attention layer have with attention by hand, with fused attention, and
 compiled? Which of these counts changes with the batch or the length?
 
 Prediction: autograd keeps one node for each differentiable operator. Causal attention by hand has two products of 4-D
@@ -8,7 +8,7 @@ tensors. Each product is 2 expands, 2 reshapes, a bmm and a view, which is 6 nod
 bring the sum to 16 nodes. A reshape is two nodes where it merges batch and heads by a copy, which adds 3 nodes for
 q, k, v from batch 2 and 2 heads on. Fused attention is 1 node. So attention by hand needs 18 nodes more, and 15 at
 batch 1. It needs one more where the fused kernel returns the heads in an order that merges without a copy. The order is
-looked up first. A compiled block is 1 node.
+looked up first. A compiled layer is 1 node.
 
 The length changes none of these counts, because nodes are operators and not numbers. It changes what the nodes save:
 by hand they save the softmax, a (B, H, T, T) tensor of B H T^2 x 4 bytes in FP32.
@@ -39,7 +39,7 @@ SDPA_NODE = re.compile(r"ScaledDotProduct\w*Backward0")
 
 
 class CausalSelfAttention(nn.Module):
-    """The attention block of the training scripts, with the attention itself as an argument."""
+    """The attention layer of the training scripts, with the attention itself as an argument."""
 
     def __init__(self, n_embd: int, n_head: int, attention):
         super().__init__()
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> Result:
         try:
             graphs = [observe(block, torch.randn(b, t, C, device=args.device, dtype=dtype)) for b, t in shapes]
         except TorchDynamoException as error:
-            sentences.append(f"The compiled block is missing: {one_line(error)}.")
+            sentences.append(f"The compiled layer is missing: {one_line(error)}.")
             continue
         first_graph = graphs[0][0]
         pictures |= draw(first_graph, f"autograd-{name.replace(' ', '-')}") if args.picture else {}
@@ -130,7 +130,7 @@ def checks(figures: dict, compiled: int | None) -> list[Check]:
     return [
         Check("nodes that by hand has more than fused", *figures["more_nodes"], ""),
         Check("ScaledDotProduct*Backward0 nodes in fused", 1, sum(figures["sdpa_nodes"].values()), ""),
-        *([Check("nodes of the compiled block", 1, compiled, "")] if compiled else []),
+        *([Check("nodes of the compiled layer", 1, compiled, "")] if compiled else []),
         Check("what by hand saves more than fused", *more_bytes, "MB"),
     ]
 
@@ -146,7 +146,7 @@ def tables(figures: dict) -> list[Table]:
         shown = (f"{cell['nodes']} / {cell['saved_bytes'] / 1e6:.2f}" for cell in cells)
         by_shape.append(dict(zip(("shape", "by hand", "fused"), (f"batch {b}, length {t}", *shown), strict=True)))
     return [
-        table(f"Backward nodes of an attention block by kind, {by_shape[0]['shape']}", by_kind),
+        table(f"Backward nodes of an attention layer by kind, {by_shape[0]['shape']}", by_kind),
         table("The same for other shapes: nodes / MB saved for backward", by_shape),
     ]
 
@@ -156,7 +156,7 @@ def conclusions(figures: dict, compiled: int | None) -> list[str]:
     same = all(len({cell["nodes"] for cell in cells[:3]}) == 1 for cells in (hand, fused))
     growth = [cells[2]["saved_bytes"] / cells[0]["saved_bytes"] for cells in (hand, fused)]
     lines = [
-        f"Fused attention is the node {', '.join(figures['sdpa_nodes'])}. By hand the block has "
+        f"Fused attention is the node {', '.join(figures['sdpa_nodes'])}. By hand the layer has "
         f"{figures['more_nodes'][1]} nodes more."
         if figures["sdpa_nodes"]
         else "There is no ScaledDotProduct*Backward0 node: for this dtype and device SDPA runs as single operators.",
@@ -165,4 +165,4 @@ def conclusions(figures: dict, compiled: int | None) -> list[str]:
     ]
     if hand[3]["nodes"] != hand[0]["nodes"]:
         lines.append(f"Batch 1 has {hand[3]['nodes']} nodes by hand, because no copy merges batch and heads.")
-    return lines + ([f"Nodes of the compiled block, for autograd: {compiled}."] if compiled else [])
+    return lines + ([f"Nodes of the compiled layer, for autograd: {compiled}."] if compiled else [])

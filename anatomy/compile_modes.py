@@ -1,6 +1,6 @@
 """What do the modes of torch.compile trade: seconds of compilation, milliseconds of a step, memory?
 
-Predict: is a step of one small block faster in mode `default` than in eager? Which of `default`, `reduce-overhead` and
+Predict: is a step of one small MLP faster in mode `default` than in eager? Which of `default`, `reduce-overhead` and
 `max-autotune` compiles longest, and which step is fastest? How many graphs do five lengths of an input make?
 
 Prediction: torch.compile traces the function, plans its kernels and compiles each kernel. It keeps plans and kernels on
@@ -47,6 +47,7 @@ from anatomy.experiment import (
     seconds,
     size_argument,
     table,
+    us,
 )
 from common.hardware import synchronize
 from ladder.process import module_command
@@ -110,7 +111,7 @@ def graphs_compiled(lengths: list[int], dynamic: bool | None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, help="modes (default: all; quick on a CPU: default)")
-    size_argument(parser, "--layers", "blocks (default 8 on a GPU, 2 on a CPU, 1 in quick form)")
+    size_argument(parser, "--layers", "MLPs (default 8 on a GPU, 2 on a CPU, 1 in quick form)")
     size_argument(parser, "--batch", "rows of the input (default 256)", default=256)
     size_argument(parser, "--dmodel", "channels (default 256)", default=256)
     size_argument(parser, "--lengths", "lengths that a changing input has (default 5)", default=5)
@@ -147,7 +148,7 @@ def run(args: argparse.Namespace) -> Result:
         sentences.append(f"{mode}: a step {ratio}. A warm cache takes {warm_s / cold_s:.0%} of the cold seconds.")
     graphs = graph_counts(args.lengths)
     checks += [Check(f"graphs of {args.lengths} calls, {case}", *counts, "") for case, counts in graphs.items()]
-    title = f"Forward and backward, blocks: {layers}. Cold and warm: compilation and first steps, fresh processes"
+    title = f"Forward and backward, MLPs: {layers}. Cold and warm: compilation and first steps, fresh processes"
     figures = {"work": work, "eager": eager, "modes": results, "graphs": graphs}
     return Result([table(title, rows)], sentences, figures, checks)
 
@@ -162,7 +163,7 @@ def cells(result: dict) -> dict:
     busy = result["busy_s"] and ms(result["busy_s"])
     reserved = result["reserved_bytes"] and f"{result['reserved_bytes'] / 1e6:.0f}"
     shown = {"step, ms": ms(step_of(result)), "launches": result["launches"], "kernels busy, ms": busy}
-    shown |= {"host, ms": ms(result["host_s"])}
+    shown |= {"host, ms": ms(result["host_s"]), "a launch, us": us(result["launch_s"])}
     return shown | {"reserved, MB": reserved}
 
 

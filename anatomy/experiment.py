@@ -249,7 +249,7 @@ def quiet() -> Iterator[list[warnings.WarningMessage]]:
 
 def us(seconds: float) -> str:
     """Microseconds, and in parentheses the quartiles of a measured time."""
-    return spread(seconds, lambda s: f"{s * 1e6:.1f}")
+    return spread(seconds, lambda s: f"{s * 1e6:.{1 if s >= 1e-6 else 2}f}")
 
 
 def ms(seconds: float) -> str:

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> Result:
     times = {name: seconds(form, args.iters) for name, form in forms.items()}
     figures = {"times": times, "first_call_s": first_s, "elements": args.elements, "chain": args.chain}
     figures |= cores_and_profiler(forms["x * 2"], args.iters, device)
-    rows = [{"call": name, "us": us(s), "in x * 2": f"{s / times['x * 2']:.2f}"} for name, s in times.items()]
+    rows = [{"call": name, "us": us(s), "times x * 2": f"{s / times['x * 2']:.2f}"} for name, s in times.items()]
     rows.append({"call": "first call of a compiled x * 2", "us": us(first_s)})
     title = f"Time of a call on one number, {dtype}; the compiled form runs x * 2 as eager does, behind its guards"
     where = [{"x * 2": name, "us": us(s)} for name, s in places(figures).items()]

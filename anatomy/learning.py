@@ -6,14 +6,15 @@ learns less? What is the first loss with GPT-2's initialization, and what with P
 Prediction. With small initial weights every token of a vocabulary of V is about as likely, so the first loss is ln V.
 The gradient of the mean loss of N tokens by a logit is then about 1 / (V N), except for the target. FP16 rounds numbers
 below 2^-25 = 3e-8 to zero. So without scaling almost all of these gradients are lost where V N is above 3e7, and almost
-none where it is far below. Scaling multiplies the loss, by 65536 at first, and divides the gradients again in FP32.
-BF16 has the range of FP32, so it loses none of them and needs no scaling: its last loss differs from FP32's by no more
-than those of three seeds do from each other. The same holds for FP16 with scaling.
+none where it is far below. The gradient of the target's logit, about 1 / N, is not lost, so that form still learns,
+though less. Scaling multiplies the loss, by 65536 at first, and divides the gradients again in FP32. BF16 has the range
+of FP32, so it loses none of them and needs no scaling: its last loss differs from FP32's by no more than those of three
+seeds do from each other. The same holds for FP16 with scaling.
 
-PyTorch's default draws embeddings with a standard deviation of 1. The head shares this matrix (they are tied), so the
-logits are large, the first loss is far above ln V, and the same steps end higher. The logits have a standard deviation
-of sqrt(C), and the largest of V lies sqrt(2 ln V) of these above a typical one. So the gradient of a typical logit is
-exp(-sqrt(2 C ln V)) / N. Below 2^-150 even FP32 rounds it to zero.
+PyTorch's default draws embeddings with a standard deviation of 1. The LM head shares this matrix (they are tied), so
+the logits are large, the first loss is far above ln V, and the same steps end higher. The logits have a standard
+deviation of sqrt(C), and the largest of V lies sqrt(2 ln V) of these above a typical one. So the gradient of a typical
+logit is exp(-sqrt(2 C ln V)) / N. Below 2^-150 even FP32 rounds it to zero.
 
 Change: --vocab 256. Does FP16 without scaling learn now? --steps 1000: does the default initialization catch up?
 Source: Micikevicius et al., Mixed Precision Training (2017); Kalamkar et al., A Study of BFLOAT16 (2019); Radford et
@@ -37,7 +38,7 @@ from common.hardware import has_bf16_matrix_instructions
 from common.model import GPT, GPTConfig
 
 SMALLEST, SMALLEST_FP32 = 2.0**-25, 2.0**-150  # half of a format's smallest number: less than it rounds to zero
-LAST = 10  # steps whose mean loss counts as the last loss
+LAST = 10  # steps whose mean loss counts as the last loss, or a third of all steps if these are fewer
 SEED, LEARNING_RATE = 1337, 1e-3
 
 
@@ -85,16 +86,19 @@ def run(args: argparse.Namespace) -> Result:
         trained[name] = found = train(form, config, batches, args.device)
         first, last = (loss if loss is None else f"{loss:.3f}" for loss in (found["losses"][0], found["last"]))
         rows.append({"form": name, "first loss": first, "last loss": last, "skipped steps": len(found["skipped"])})
-        rows[-1] |= {"gradients of logits that are zero": f"{found['zero_share']:.1%}"}
+        rows[-1] |= {"zero gradients of logits, first step": f"{found['zero_share']:.1%}"}
     figures = {"config": vars(config), "tokens": B * T, "steps": steps, "trained": trained}
-    title = f"{steps} steps, blocks {config.n_layer}, C {C}, V {config.vocab_size}, {B * T} tokens each; nats"
+    title = (
+        f"{steps} steps of {B * T} tokens, {config.n_layer} blocks, C {C}, V {config.vocab_size}. Losses in nats; the "
+    )
+    title += f"last loss is a mean of {min(LAST, math.ceil(steps / 3))} steps"
     found = checks(figures, lambda name, skip=(): train(FORMS[name], config, batches, args.device, skip)["last"])
     return Result([table(title, rows)], sentences(figures), figures, found)
 
 
 def train(form: Form, config: GPTConfig, batches: list, device: torch.device, skip: Collection[int] = ()) -> dict:
-    """The loss of every step, the mean of the last ones, the share of the logits' first gradients that is zero, and the
-    steps that the scaler skipped because a scaled gradient was infinite. `skip` leaves out the updates of these steps.
+    """The loss of every step, and the mean of the last ones; the share of the first step's gradients of logits that is
+    zero; the steps that the scaler skipped because a scaled gradient was infinite. `skip` leaves out these updates.
     """
     step_2 = importlib.import_module("2_sdpa")
     torch.manual_seed(form.seed)
@@ -125,7 +129,7 @@ def train(form: Form, config: GPTConfig, batches: list, device: torch.device, sk
         hook.remove()  # the first gradients are enough
     losses = [loss.item() for loss in losses]
     finite = [loss if math.isfinite(loss) else None for loss in losses]
-    last = statistics.fmean(losses[-LAST:])
+    last = statistics.fmean(losses[-min(LAST, math.ceil(len(losses) / 3)) :])
     found = {"losses": finite, "last": last if math.isfinite(last) else None, "skipped": skipped}
     return found | {"zero_share": zeros[0].item()}
 
@@ -143,7 +147,10 @@ def checks(figures: dict, train_again: Callable[..., float | None]) -> list[Chec
     seeds = [trained[name]["last"] for name in FORMS if name == "FP32" or name.endswith(" seed")]
     for name in ("BF16", "FP16, loss scaled"):
         if trained.get(name, {}).get("last"):
-            apart, what = abs(trained[name]["last"] - trained["FP32"]["last"]), f"last loss of {name} from FP32's"
+            apart, what = (
+                abs(trained[name]["last"] - trained["FP32"]["last"]),
+                f"distance of the last loss, {name} to FP32",
+            )
             find = partial(cause_of_end, name=name, first=trained[name], train_again=train_again)
             found.append(Check(what, max(seeds) - min(seeds), apart, "nats", at_most=True, find_cause=find))
     plain, default = trained["FP32"]["last"], trained["FP32, default initialization"]["last"]

@@ -7,8 +7,8 @@ Prediction. A kernel copies n bytes from one buffer to another, many times. The 
 If it fits in a level of cache, the bytes come from there, and if not, from the next larger level. So the bandwidth
 falls in steps at the sizes of the levels. No arithmetic gives the rate of a level, so each is measured first: that of
 DRAM with a large copy, that of a cache with a copy that fills a third of it. Then a copy of S bytes is predicted as an
-empty kernel, which is measured as well, plus S over the rate of the smallest level that holds it. A cache whose third
-is copied before two empty kernels are over is too small to show. On a CPU a single core copies.
+empty kernel, which is measured as well, plus S over the rate of the smallest level that holds it. A copy that takes
+less than two empty kernels shows no rate, so a cache so small is left out. On a CPU a single core copies.
 
 Registers and the memory inside a multiprocessor (L1 and shared memory are one on an NVIDIA GPU) show only in a loop
 inside a kernel, which on_chip.py has in Triton. A multiprocessor reads 128 bytes of L1 a clock, so all of them read 128
@@ -131,7 +131,7 @@ class Copies:
         longer, capacity = check.measured > check.predicted, self.levels.get(level, math.inf)
         half_s = longer and size > capacity // PART and self.seconds(size // 2)
         if half_s and near(half_s, self.predicted_s(size // 2, rate)):
-            return f"half as many bytes take {us(half_s)} us, as predicted for {level}: it does not hold all"
+            return f"half as many bytes take {us(half_s)} us, as predicted: {level} does not hold this working set"
         uncached = level == "DRAM" and self.buffers.nbytes > 2 * max(self.levels.values(), default=0)
         if not longer and uncached and near(cold_s := self.seconds(size, cold=True), check.predicted):
             return f"it takes {us(cold_s)} us with bytes that were not touched lately: a cache held a part of them"
@@ -187,9 +187,11 @@ def sentences(sets: list[dict], levels: dict[str, int]) -> list[str]:
     if not kept:
         return ["Every copy took about as long as an empty call, so the figures show nothing about the memory."]
     best = {}
-    for row in kept:
-        best[row["level"]] = max(best.get(row["level"], 0), row["bytes_per_s"])
-    lines = [f"The fastest copy by level: {', '.join(f'{name} {rate / 1e9:.0f} GB/s' for name, rate in best.items())}."]
+    for row in kept:  # of DRAM the last, of which caches hold least
+        fastest = best.get(row["level"], 0) if row["level"] in levels else 0
+        best[row["level"]] = max(fastest, row["bytes_per_s"])
+    named = ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in best.items())
+    lines = [f"The fastest copies from caches, and the largest from DRAM: {named}."]
     rates = list(best.values())
     if len(rates) > 1:
         falls = all(upper > lower for upper, lower in itertools.pairwise(rates))

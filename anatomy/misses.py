@@ -83,7 +83,7 @@ def kernels_cause(
             return f"{share}, and the host needs only {us(host_s)} us: the rest are gaps between kernels"
     longest = (f"{name} {us(by_name[name])}" for name in sorted(by_name, key=by_name.get, reverse=True)[:2])
     alone = f"its kernels alone take {us(busy_s)} us, the longest of them: {', '.join(longest)}"
-    return f"{alone}; {why or 'why they are slower than the model was not measured'}"
+    return f"{alone}; {why or 'why they take longer than predicted was not measured'}"
 
 
 def kernel_seconds(call: Callable[[], object], device: torch.device) -> dict[str, float]:

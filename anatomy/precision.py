@@ -4,18 +4,20 @@ Predict: how much faster than FP32 is a product in TF32, BF16 and FP8? What is i
 tensor with a single FP8 scale?
 
 Prediction. A format with p bits after the leading one rounds a number by at most u = 2^-(p+1) of it. On average that is
-0.4 u: the root mean square, if mantissas are even on a logarithmic scale. A product of two random matrices rounds
-both inputs and its output, so its error against FP64 is about 0.4 u x sqrt(3) = 0.7 u. The length of the sums does not
-matter, because FP32 holds them. With an output in a finer format the error is 0.4 u x sqrt(2) = 0.6 u. BF16 has
-u = 2^-8, 0.3 %. FP16 and TF32 have 2^-11, 0.03 %. FP8 E4M3 with a BF16 output has 2^-4, 3.8 %. In FP32 the sum of K
-products rounds, too. Its error is a random walk of K steps, 0.4 u x sqrt(K), and less where a kernel sums in parts.
-On tensor cores FLOP/s double with every halving of the bits: TF32 1, BF16 and FP16 2, FP8 4. FP32 does not run there.
-A product written in Triton in 30 lines should come within 25 % of the vendor's library.
+0.4 u: the root mean square, if mantissas are even on a logarithmic scale. A product of two random matrices rounds both
+inputs and its output, so its error against FP64 is about 0.4 u x sqrt(3) = 0.7 u. The length of the sums does not
+matter, because FP32 holds them. With an output in a finer format the error is 0.4 u x sqrt(2) = 0.6 u. BF16 has u =
+2^-8, so its error is 0.3 %. FP16 and TF32 have 2^-11, so 0.03 %. FP8 E4M3 with a BF16 output has 2^-4, so 3.8 %. In
+FP32 the sum of K products rounds, too. Its error is a random walk of K steps, 0.4 u x sqrt(K), and less where a kernel
+sums in parts. On tensor cores FLOP/s double with every halving of the bits: TF32 1, BF16 and FP16 2, FP8 4. FP32 does
+not run there. A product written in Triton in 30 lines should come within 25 % of the vendor's library.
 
-Range: FP16 ends at 65 504 and at 6e-8, FP8 E4M3 at 448 and at 0.002. BF16 has FP32's range and 8 bits of precision.
-FP8 therefore stores numbers times a scale. Delayed scaling takes the scale from earlier tensors, so it reads 2 bytes
-and writes 1 per BF16 number. Current scaling first looks for the largest number, which reads 2 bytes more. Scaling by
-blocks looks for it among 128 numbers, which stay in registers if the kernel is fused.
+Range: FP16 ends at 65 504 and at 6e-8, FP8 E4M3 at 448 and at 0.002. BF16 has FP32's range and 8 bits of precision. FP8
+therefore stores numbers times a scale. Delayed scaling takes the scale from earlier tensors, so it reads 2 bytes and
+writes 1 per BF16 number. Current scaling first looks for the largest number, which reads 2 bytes more. Block scaling
+looks for it among 128 numbers, which stay in registers if they are one kernel. An outlier is cut off by delayed
+scaling, and the other numbers stay as they were. Current scaling makes room for it, so the others move to the smallest
+numbers, where FP8 has few digits or none.
 
 Change: --size 512. Which formats are still faster than FP32, and what has become the limit? --size 8192: does the
 error of FP32 grow as the square root of K?
@@ -90,8 +92,8 @@ def tables(size: int, products: dict, ranges: dict, quantization: dict) -> list[
                   for name, row in ranges.items()]  # fmt: skip
     recipe_rows = [{
         "recipe": name, "us": us(row["seconds"]), "predicted us": us(row["predicted_s"]),
-        "error": f"{row['error']:.2%}", "error in rows without outlier": f"{row['elsewhere']:.2%}",
-        "error of the outlier": f"{row['outlier']:.2%}",
+        "error without an outlier": f"{row['error']:.2%}", "with it, error of other rows": f"{row['elsewhere']:.2%}",
+        "and of the outlier": f"{row['outlier']:.2%}",
     } for name, row in quantization["recipes"].items()]  # fmt: skip
     title = f"A {quantization['shape']} BF16 tensor to FP8 E4M3, {quantization['how']}; the outlier is {OUTLIER:g}"
     return [

@@ -26,8 +26,7 @@ def of_product(check: Check, size: int, device: torch.device) -> Cause:
         times = {tile: seconds(partial(product, a, b, tile), AGAIN) for tile in tiles(device)}
         best = min(times, key=times.get)
         ends = "that is within 25 %" if near(times[best], check.predicted) else "so another tile does not suffice"
-        return (
-            f"the fastest of {len(times)} tiles, {' x '.join(map(str, best[:3]))}, takes {us(times[best])} us: {ends}"
-        )
+        tile = f"a tile is what one program computes; the fastest of {len(times)}, {' x '.join(map(str, best[:3]))},"
+        return f"{tile} takes {us(times[best])} us: {ends}"
 
     return cause_of_miss(check, partial(product, a, b), device, slow_kernels=by_tiles)

@@ -1,7 +1,7 @@
 """When is an operation compute-bound, and when memory-bound?
 
 Predict: how many FLOPs can this machine do while it moves one byte? From which edge n on is a product of two (n, n)
-matrices limited by arithmetic? What limits it at n = 512, where the roofline says "compute"?
+matrices limited by arithmetic? What limits it at n = 1024, where the roofline says "compute"?
 
 Prediction. An operation of F FLOPs that moves Q bytes takes at least F / peak and at least Q / bandwidth seconds. So it
 can reach min(peak, F / Q x bandwidth), which is the roof. Its two parts meet at the ridge, where F / Q is peak /
@@ -12,10 +12,11 @@ for numbers of b bytes, if it reads its input and writes its output once:
 - A product of (n, n) matrices is 2 n^3 / 3 n^2 b = 2n / 3b, so in BF16 it crosses 167 at n = 500.
 - Causal attention, fused, is 2 B H T^2 D / 4 B H T D b = T / 2b, so it crosses 167 at T = 670.
 
-So more FLOPs need not take longer. A product of n = 1024 has 2.1 GFLOP and 6 MB, and takes 3 us. ReLU on 2^26 numbers
-has 0.07 GFLOP and 268 MB, and takes 64 us. There is a third bound, which a roofline does not draw: the host has to
-launch the operation. That takes as long as the same operation on the smallest input, which this program measures first.
-A GPU works while the host launches, so the prediction is the longest of the three times. On a CPU the call comes first.
+So more FLOPs need not take longer. A product of n = 1024 has 2.1 GFLOP and 6 MB, and by its roof needs 3 us. ReLU on
+2^26 numbers has 0.07 GFLOP and 268 MB, and needs 64 us. There is a third bound, which a roofline does not draw: the
+host has to launch the operation. That takes as long as the same operation on the smallest input, which this program
+measures first. A GPU works while the host launches, so the prediction is the longest of the three times. On a CPU the
+call comes first.
 
 The ceilings are those of a large copy and of large products. Where a kernel stays below the roof, the same operation
 compiled (on a GPU) tells whether the memory or only this kernel is slow.
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace) -> Result:
         checks.append(Check(f"time of {name}", row["predicted_s"], row["seconds"], "us", find_cause=find))
         rows.append({
             "operation": name, "GFLOP": f"{flops / 1e9:.3g}", "MB": f"{n_bytes / 1e6:.3g}",
-            "FLOP/byte": f"{flops / n_bytes:.3g}", "bound by": row["bound"], "launch us": us(row["launch_s"]),
+            "FLOP/byte": f"{flops / n_bytes:.3g}", "bound by": row["bound"], "smallest input us": us(row["launch_s"]),
             "roof us": us(row["roof_s"]), "measured us": us(row["seconds"]),
             "GFLOP/s": f"{flops / row['seconds'] / 1e9:.4g}", "of roof": f"{row['of_roof']:.0%}",
         })  # fmt: skip
@@ -135,7 +136,8 @@ def why(function, inputs, row: dict, args: argparse.Namespace) -> str | None:
     """Why a call is slower than its roof: of attention by the form without a mask, of softmax on a CPU by its
     exponentials, of a memory-bound operation by its compiled form; None where that is not why."""
     if function is attention_fused:
-        return cause_by_mask(row["seconds"], seconds(partial(function, *inputs, causal=False), args.iters))
+        full_s = seconds(partial(function, *inputs, causal=False), args.iters)
+        return cause_by_mask(row["predicted_s"], row["seconds"], full_s)
     if args.device.type == "cpu" and getattr(function, "func", None) is torch.softmax:
         exp_s = seconds(partial(torch.exp, *inputs), args.iters)
         slow = exp_s > NEAR * row["roof_s"] and exp_s * NEAR >= row["seconds"]

@@ -128,7 +128,7 @@ def cause_by_caches(check: Check, operation: Callable, iters: int) -> str | None
     if check.measured < check.predicted or (after_s := host_seconds(operation, iters, write)) * NEAR < check.measured:
         return None
     written_mib = f"after one thread has written {EVICTED // 2**20} MiB"
-    return f"{written_mib} it takes {us(after_s)} us: what the caches lose can cost as much"
+    return f"{written_mib} it takes {us(after_s)} us: what it finds no more in the caches can cost as much"
 
 
 def cause_by_what_ran(check: Check, operation: Callable, before: dict, iters: int) -> str | None:
@@ -191,7 +191,7 @@ def sentences(figures: dict, gpu: bool) -> list[str]:
         f".item() took {us(empty)} us with an empty queue and {us(large)} us after a large kernel of "
         f"{us(figures['large_kernel_s'])} us"
         + ("." if gpu else ". A CPU has finished that kernel before it goes on, so `.item()` waits for nothing."),
-        f"With an empty queue the operations that wait take {us(min(own))} to {us(max(own))} us.",
+        f"With an empty queue the operations{' that wait' * gpu} take {us(min(own))} to {us(max(own))} us.",
         f"In the loop .item() makes an iteration {us(item_s)} us longer ({us(empty)} us predicted). The loop takes "
         f"{loop['with_s'] / loop['without_s']:.1f} times as long as without it."
         if item_s > 0 and differ(loop["with_s"], loop["without_s"])

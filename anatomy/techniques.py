@@ -7,10 +7,11 @@ Prediction: speed and memory are ratios to the plain form, and the table has the
 the peak of forward and backward above weights, their gradients and inputs. A CUDA graph has no such peak: its pool of
 memory stays. Where arithmetic says how long forward and backward should take, this program predicts it. The time on 16
 tokens, which is measured first, is what the host needs to launch everything. A GPU takes that or the time of the work,
-whichever is longer. A CPU does one after the other.
+whichever is longer. A CPU does one after the other, so a plain time holds the host's time once. On a GPU the plain form
+is in BF16, but for mixed precision, where it is in FP32.
 
 - checkpointing runs forward twice; backward counts as two passes. So the work is 4 passes instead of 3;
-- accumulation in 4 parts does the same work, and the host launches it 4 times;
+- accumulation in 4 parts does the same work, and the host launches it 4 times, which is 3 times more;
 - mixed precision: the profile says which share of the plain step is matrix products. They become faster by the ratio of
   the measured rates, FP32 to BF16, and the rest, which is bytes, by 2;
 - CUDA graphs: the time that the kernels keep the GPU busy.

@@ -104,8 +104,8 @@ CLAIMS = [
           partial(findings.compile_modes, compiles="default", fastest="max-autotune")),
     Claim("`torch.compile` makes vision models up to 30 % faster in inference", INFERENCE, "techniques",
           partial(findings.technique, "CNN inference under torch.compile", 1, 1.3)),
-    Claim("CUDA graphs make training 1.12 to 1.7 times as fast", CUDA_GRAPHS, "techniques",
-          partial(findings.technique, "CUDA graphs", 1.12, 1.7)),
+    Claim("CUDA graphs make training 1.12 to 1.7 times as fast (here 16 small linear layers)", CUDA_GRAPHS,
+          "techniques", partial(findings.technique, "CUDA graphs", 1.12, 1.7)),
     Claim("checkpointing makes training about 20 % slower", ONE_GPU, "techniques",
           partial(findings.technique, "checkpointing", 0.78, 0.85)),
     Claim("channels-last makes convolutional networks 8 to 35 % faster", CHANNELS_LAST, "techniques",
@@ -187,9 +187,7 @@ def claims_table(results: Path) -> str:
         cells.append((claim.text, source_link(claim), claim.where, *measured, judged,
                       record_links(claim, by_machine, results)))  # fmt: skip
     untested = sum(cell[-2] in (NOT_TESTED, NO_RECORD) for cell in cells)
-    about = (
-        f"Of {len(cells)} claims, {holding} hold on every machine with a record, and {untested} have no record here. "
-    )
-    about += "Steps with a serious doubt about their times are left out."
+    about = f"Of {len(cells)} claims, {holding} hold on every machine with a record. "
+    about += f"Not tested or not recorded: {untested}. Steps with a serious doubt about their times are left out."
     headers = ("claim", "source", "tested in", *recorded, "verdict", "record")
     return f"{about}\n\n{pipe_table(headers, cells, n_left=len(headers))}"

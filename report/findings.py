@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from report.analysis import is_timed
@@ -25,32 +26,38 @@ def holds(condition: bool) -> str:
     return HOLDS if condition else FAILS
 
 
-def within(values: dict[str, float], low: float, high: float, unit: str = "x") -> Finding:
+def within(values: dict[str, float], low: float, high: float, unit: str = "x", more="more", less="less") -> Finding:
     """The verdict on a claimed range: it holds for all of these, for some of them, or lies beside them."""
     places = {
-        "holds for": [name for name, value in values.items() if low <= value <= high],
-        "more for": [name for name, value in values.items() if value > high],
-        "less for": [name for name, value in values.items() if value < low],
+        HOLDS: [name for name, value in values.items() if low <= value <= high],
+        more: [name for name, value in values.items() if value > high],
+        less: [name for name, value in values.items() if value < low],
     }
     found = {place: names for place, names in places.items() if names}
-    whole = {"holds for": HOLDS, "more for": "more here", "less for": "less here"}
-    parts = [f"{place} {', '.join(names)}" for place, names in found.items()]
-    return Finding(said(values, unit), "; ".join(parts) if len(found) > 1 else whole[next(iter(found))])
+    if len(found) > 1:
+        return Finding(
+            said(values, unit), "; ".join(f"{place} for {', '.join(names)}" for place, names in found.items())
+        )
+    (place,) = found
+    return Finding(said(values, unit), HOLDS if place == HOLDS else f"{place} here")
+
+
+speeds_within = partial(within, more="faster", less="slower")
 
 
 # --- findings, by record -------------------------------------------------------------------------
 
 
 def technique_and_steps(name: str, before: str, after: str, low: float, high: float, records: Records) -> Finding:
-    """A technique alone, in the experiment, and the steps of the ladder that add it."""
+    """A technique, in the experiment, and the steps of the ladder that add it."""
     alone = records.measured(lambda records: technique(name, low, high, records))
     steps = records.measured(lambda records: records.faster(before, after), {})
     if not steps:
         return technique(name, low, high, records)
     if alone and alone.verdict != HIDDEN:
         speed = records.experiments["techniques"]["techniques"][name]["speed"]
-        return within({f"{name} alone": speed} | steps, low, high)
-    found = within(steps, low, high)
+        return speeds_within({f"{name} in the experiment": speed} | steps, low, high)
+    found = speeds_within(steps, low, high)
     return Finding(
         f"{alone.measured} (hidden by the spread), {found.measured}" if alone else found.measured, found.verdict
     )
@@ -61,7 +68,9 @@ def fp8(records: Records) -> Finding:
     if not products["FP8"]["seconds"]:
         raise KeyError("FP8")
     product = products["BF16"]["seconds"] / products["FP8"]["seconds"]
-    return within({"one product": product} | {f"step of {name}": ratio for name, ratio in steps.items()}, 1.8, 2.2)
+    return speeds_within(
+        {"one product": product} | {f"step of {name}": ratio for name, ratio in steps.items()}, 1.8, 2.2
+    )
 
 
 def fused_attention_first(records: Records) -> Finding:
@@ -96,7 +105,7 @@ def attention_speeds(records: Records) -> Finding:
     times = records.experiments["attention"]["attention"]
     fused = [cells for name, cells in times.items() if name not in ("by hand", "SDPA math")]
     least = {T: min(cells[T]["seconds"] for cells in fused if cells.get(T)) for T in times["by hand"]}
-    return within({f"T {T}": cell["seconds"] / least[T] for T, cell in times["by hand"].items()}, 2, 5)
+    return speeds_within({f"T {T}": cell["seconds"] / least[T] for T, cell in times["by hand"].items()}, 2, 5)
 
 
 def pointwise_fusion(records: Records) -> Finding:
@@ -108,7 +117,9 @@ def pointwise_fusion(records: Records) -> Finding:
 def fused_speeds(records: Records) -> Finding:
     cases = records.experiments["fusion"]["cases"]
     chosen = ("sigmoid(relu(x*w+b))", "x / x.sum()")
-    return within({name: cases[name]["eager"]["seconds"] / cases[name]["compiled"]["seconds"] for name in chosen}, 2, 5)
+    return speeds_within(
+        {name: cases[name]["eager"]["seconds"] / cases[name]["compiled"]["seconds"] for name in chosen}, 2, 5
+    )
 
 
 def product_epilogue(records: Records) -> Finding:
@@ -127,10 +138,12 @@ def compile_modes(records: Records, compiles: str, fastest: str = "", slowest: s
     steps = {run: {name: row[run]["step_s"] for name, row in modes.items()} for run in ("cold", "warm")}
     code = {(max if slowest else min)(of_run, key=of_run.get) for of_run in steps.values()}
     close = [name for name, taken in seconds.items() if taken < CLOSE * min(seconds.values())]
-    quick = "no clear difference" if len(close) > 1 else holds(close == [compiles])
+    quick = f"{' and '.join(close)} are about as fast" if len(close) > 1 else holds(close == [compiles])
     good = "two processes disagree" if len(code) > 1 else holds(code == {fastest or slowest})
-    measured = (f"{name} {seconds[name]:.1f} s, then {steps['cold'][name] * 1e3:.2f}, with a cache "
-                f"{steps['warm'][name] * 1e3:.2f} ms a step" for name in modes)  # fmt: skip
+    measured = [f"{name} compiles in {seconds[name]:.1f} s, a step takes {steps['cold'][name] * 1e3:.2f} ms, or "
+                f"{steps['warm'][name] * 1e3:.2f} in a process that found a cache" for name in modes]  # fmt: skip
+    eager = records.experiments["compile-modes"]["eager"]["step_s"]
+    measured.append(f"an eager step takes {eager * 1e3:.2f} ms")
     return Finding("; ".join(measured), quick if quick == good else f"compilation: {quick}; code: {good}")
 
 
@@ -148,9 +161,11 @@ def constant_sync(records: Records) -> Finding:
 
 def sync_share(records: Records) -> Finding:
     item = waits(records)[".item()"]
-    shares = [item / (item + work) for work in (25_000, 18)]
-    near = 0.005 < shares[0] < 0.015 and 0.4 < shares[1] < 0.6
-    return Finding(f"`.item()` takes {item:.1f} us: {shares[0]:.2%} and {shares[1]:.0%}", holds(near))
+    shares = {"25 ms": item / 25_000, "18 us": item / 18}
+    near = [name for name, claimed in (("25 ms", 0.01), ("18 us", 0.5)) if 0.8 <= shares[name] / claimed <= 1.25]
+    text = ", ".join(f"{share:.2%} of {name}" for name, share in shares.items())
+    verdict = HOLDS if len(near) == 2 else f"holds only for {near[0]}" if near else FAILS
+    return Finding(f"`.item()` takes {item:.1f} us: {text}", verdict)
 
 
 def any_waits(records: Records) -> Finding:
@@ -184,7 +199,7 @@ def fewer_nodes(records: Records) -> Finding:
     by_hand, fused = ([cell["nodes"] for cell in variants[name]["cells"]] for name in ("by hand", "fused"))
     merged = [hand - one + 1 for hand, one in zip(by_hand, fused, strict=True)]  # the last one has batch 1
     at_one = f", or {merged[-1]} at batch 1," * (merged[-1] != merged[0])
-    text = f"{merged[0]} nodes{at_one} become 1; a block has {fused[0]} nodes instead of {by_hand[0]}"
+    text = f"{merged[0]} nodes{at_one} become 1; the attention layer has {fused[0]} nodes instead of {by_hand[0]}"
     enough = [count >= 20 for count in merged]
     return Finding(text, HOLDS if all(enough) else "holds only from batch 2 on" if all(enough[:-1]) else FAILS)
 
@@ -209,7 +224,7 @@ def small_products(records: Records) -> Finding:
 
 def technique(name: str, low: float, high: float, records: Records) -> Finding:
     cell = records.experiments["techniques"]["techniques"][name]
-    found = within({f"{name} alone": cell["speed"]}, low, high)
+    found = speeds_within({name: cell["speed"]}, low, high)
     return Finding(found.measured, HIDDEN) if cell["inside_spread"] else found
 
 
@@ -267,22 +282,29 @@ def loss_scaling(records: Records) -> Finding:
         raise KeyError("so few logits that their gradients are not too small for FP16")
     lost = {name: trained[name]["zero_share"] for name in ("BF16", "FP16", "FP16, loss scaled")}
     text = ", ".join(f"{name} {share:.0%}" for name, share in lost.items())
-    return Finding(f"gradients of the logits that become zero: {text}", holds(lost["FP16"] > 0.5 > lost["BF16"]))
+    return Finding(
+        f"gradients of the logits that become zero in the first step: {text}", holds(lost["FP16"] > 0.5 > lost["BF16"])
+    )
 
 
 def initialization(records: Records) -> Finding:
     trained = records.experiments["learning"]["trained"]
     plain, default = (trained[name]["last"] for name in ("FP32", "FP32, default initialization"))
     ends = "no number" if default is None else f"{default:.2f}"
-    return Finding(f"last loss {plain:.2f}, default {ends}", holds(default is None or default > plain + 0.1))
+    steps = records.experiments["learning"]["steps"]
+    return Finding(
+        f"last loss after {steps} steps {plain:.2f}, default {ends}", holds(default is None or default > plain + 0.1)
+    )
 
 
 def shared_memory(records: Records) -> Finding:
     record = records.experiments["memory-hierarchy"]
     dram = record["copy_bytes_per_s"]
     ratios = {name: row["bytes_per_s"] / dram for name, row in record["on_chip"].items()}
-    text = f"of DRAM's bandwidth: {said(ratios, digits=0)}; as reads of registers count operands of multiply-adds"
-    return Finding(text, holds(5 < ratios["L1 or shared memory"] < 20))
+    found = within(ratios, 5, 20)
+    return Finding(
+        f"{found.measured} of DRAM's bandwidth; a multiply-add counts as reading three registers", found.verdict
+    )
 
 
 def occupancy(records: Records) -> Finding:
@@ -295,4 +317,4 @@ def occupancy(records: Records) -> Finding:
 def triton_product(records: Records) -> Finding:
     products = records.experiments["precision"]["products"]
     by_hand = products["BF16, by hand in Triton"]["seconds"]
-    return within({"BF16 product": products["BF16"]["seconds"] / by_hand}, 0.9, 1.1)
+    return speeds_within({"BF16 product": products["BF16"]["seconds"] / by_hand}, 0.9, 1.1)

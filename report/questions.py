@@ -92,7 +92,8 @@ def other_branch(records: Records) -> str:
 
 
 def nodes(records: Records) -> str:
-    return f"{findings.fewer_nodes(records).measured}. By hand: {findings.fixed_graph(records).measured}."
+    fewer, shapes = findings.fewer_nodes(records).measured, findings.fixed_graph(records).measured
+    return f"{fewer}. With other batches and lengths attention by hand has {shapes}."
 
 
 def print_break(records: Records) -> str:
