@@ -38,6 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anatomy.attention_forms import analytic_attention_bytes, attention_by_hand, cause_by_mask
 from anatomy.experiment import (
+    Cause,
     Check,
     Result,
     default_size,
@@ -162,7 +163,7 @@ class Forms:
 
         return step
 
-    def cause(self, check: Check, name: str, T: int) -> str | None:
+    def cause(self, check: Check, name: str, T: int) -> Cause:
         """Why a step took longer than predicted: for a fused kernel, the mask may save nothing."""
 
         def by_mask() -> str | None:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anatomy.experiment import NEAR, ms
+from anatomy.experiment import NEAR, ms, near
 
 
 def attention_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ def attention_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: b
 def cause_by_mask(predicted_s: float, causal_s: float, full_s: float) -> str | None:
     """Why fused causal attention is slower than predicted, which counts half of the scores, if it takes about as long
     as without a mask, `full_s` seconds."""
-    if causal_s * NEAR < full_s:
+    if not near(causal_s, full_s):
         return None
     rest = ", which explains a factor of 2 and not more" if causal_s > 2 * NEAR * predicted_s else ""
     return f"without a mask it takes {ms(full_s)} ms: it saves no time on the scores above the diagonal{rest}"

@@ -92,6 +92,9 @@ def run(args: argparse.Namespace) -> Result:
     if C % H:
         raise Refused(f"--dmodel {C} is not divisible by --nhead {H}")
     shapes = [(B, T), (2 * B, T), (B, 2 * T), (1, T)]
+    q = torch.randn(B, T, H, C // H, device=args.device, dtype=dtype, requires_grad=True).transpose(1, 2)
+    in_order = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).is_contiguous()
+    predicted = (15 if 1 in (B, H) else 18) + (in_order and H > 1)  # with one head no form needs a copy
     variants, pictures, sentences = {}, {}, []
     for name in ("by hand", "fused", "compiled"):
         attention = attention_by_hand if name == "by hand" else partial(F.scaled_dot_product_attention, is_causal=True)
@@ -111,9 +114,6 @@ def run(args: argparse.Namespace) -> Result:
         variants[name] = {"kinds": kinds, "shapes": shapes, "cells": cells}
     hand, fused = (variants[name]["cells"][0] for name in ("by hand", "fused"))
     compiled = variants["compiled"]["cells"][0]["nodes"] if "compiled" in variants else None
-    q = torch.randn(B, T, H, C // H, device=args.device, dtype=dtype, requires_grad=True).transpose(1, 2)
-    in_order = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).is_contiguous()
-    predicted = (15 if 1 in (B, H) else 18) + (in_order and H > 1)  # with one head no form needs a copy
     figures = {
         "variants": variants,
         "sdpa_nodes": {kind: n for kind, n in variants["fused"]["kinds"].items() if SDPA_NODE.fullmatch(kind)},

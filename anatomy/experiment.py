@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import io
 import itertools
+import json
 import logging
 import math
 import statistics
@@ -307,10 +308,14 @@ def expected(host_s: float, work_s: float, device: torch.device) -> float:
 
 
 def busy_seconds(function: Callable[[], object], device: torch.device) -> float | None:
-    """How long the kernels of one call run on the GPU, by the profiler. None on a CPU."""
-    if device.type != "cuda":
-        return None
-    return sum(kernel["dur"] for kernel in profile.trace_step(function, device).kernels) / 1e6
+    """How long the kernels and copies of one call run on the GPU, by the profiler. None on a CPU."""
+    return sum(event["dur"] for event in gpu_work(function, device)) / 1e6 if device.type == "cuda" else None
+
+
+def gpu_work(function: Callable[[], object], device: torch.device) -> list[dict]:
+    """The kernels, copies and fills of one call on a GPU, as events of a Chrome trace: `name`, and `dur` in us."""
+    events = json.loads(profile.trace_step(function, device).chrome, strict=False)["traceEvents"]
+    return [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
 
 
 def near(a: float, b: float) -> bool:

@@ -33,7 +33,7 @@ from collections.abc import Callable
 
 import torch
 
-from anatomy.experiment import NEAR, Check, Result, Seconds, launches, less, seconds, size_argument, table, us, wait
+from anatomy.experiment import Check, Result, Seconds, launches, less, near, seconds, size_argument, table, us, wait
 
 INPUTS, MOST_CORES = 33, 32  # of the function whose guards are timed; cores that are compared
 
@@ -167,13 +167,15 @@ def on_cores(figures: dict) -> list[Check]:
         return []
     fastest, slowest, again = min(cores.values()), max(cores.values()), figures["again"]
     slow = f"it took {us(again)} us a moment later, too: the core, or what shares it with us, is slow"
-    cause = f"it took {us(again)} us a moment later: what slowed it had passed" if again < NEAR * fastest else slow
+    passed = f"it took {us(again)} us a moment later: what slowed it had passed"
+    cause = passed if near(again, fastest) else slow if near(again, slowest) else None
     return [Check("x * 2 on the slowest core", fastest, slowest, "us", cause=cause)]
 
 
 def stays(figures: dict) -> str:
-    lasts = "on the same core, and only a profile lies before it" if figures["later"] * NEAR > figures["after"] else ""
-    return f"a moment later it took {us(figures['later'])} us, {lasts or 'so the machine changed its speed'}"
+    lasts = figures["after"] > figures["before"] and near(figures["later"], figures["after"])
+    end = "on the same core, and only a profile lies before it" if lasts else "so the machine changed its speed"
+    return f"a moment later it took {us(figures['later'])} us, {end}"
 
 
 def sentences(figures: dict) -> list[str]:
@@ -204,6 +206,4 @@ def cores_apart(figures: dict) -> list[str]:
     cores, again = figures["cores"].values(), figures["again"]
     if not cores or not less(fastest := min(cores), again):
         return []
-    return [
-        f"The slowest of {len(cores)} cores, timed again, takes {again / fastest:.2f} times as long as the fastest."
-    ]
+    return [f"The slowest of {len(cores)} cores stays slow: {again / fastest:.2f} times as long as the fastest."]

@@ -12,9 +12,10 @@ of FP32, so it loses none of them and needs no scaling: its last loss differs fr
 seeds do from each other. The same holds for FP16 with scaling.
 
 PyTorch's default draws embeddings with a standard deviation of 1. The LM head shares this matrix (they are tied), so
-the logits are large, the first loss is far above ln V, and the same steps end higher. The logits have a standard
-deviation of sqrt(C), and the largest of V lies sqrt(2 ln V) of these above a typical one. So the gradient of a typical
-logit is exp(-sqrt(2 C ln V)) / N. Below 2^-150 even FP32 rounds it to zero.
+the logits are large, the first loss is far above ln V, and the same steps end higher. What enters the first block is
+the sum of a token's embedding and a position's, of which LayerNorm makes numbers of size 1. Their product with the
+token's own embedding is about C / sqrt(2): so far does this logit lie above a typical one. So the gradient of a typical
+logit is exp(-C / sqrt(2)) / N. Below 2^-150 even FP32 rounds it to zero.
 
 Change: --vocab 256. Does FP16 without scaling learn now? --steps 1000: does the default initialization catch up?
 Source: Micikevicius et al., Mixed Precision Training (2017); Kalamkar et al., A Study of BFLOAT16 (2019); Radford et
@@ -139,7 +140,7 @@ def checks(figures: dict, train_again: Callable[..., float | None]) -> list[Chec
     trained, V = figures["trained"], figures["config"]["vocab_size"]
     lost = 1 if 1 / (V * figures["tokens"]) < SMALLEST else 0
     found = [Check("first loss with GPT-2's initialization", math.log(V), trained["FP32"]["losses"][0], "nats")]
-    saturated = math.exp(-math.sqrt(2 * figures["config"]["n_embd"] * math.log(V))) / figures["tokens"] < SMALLEST_FP32
+    saturated = math.exp(-figures["config"]["n_embd"] / math.sqrt(2)) / figures["tokens"] < SMALLEST_FP32
     forms = ("FP16", lost), ("FP16, loss scaled", 0), ("BF16", 0), ("FP32, default initialization", float(saturated))
     for name, share in forms:
         if name in trained:

@@ -26,7 +26,6 @@ Run:    python -m anatomy memory-hierarchy --smallest 1 --largest 1024
 
 import argparse
 import itertools
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -50,7 +49,7 @@ from anatomy.misses import changed_cause
 from common import hardware, roofs
 
 CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-OVERHEAD = 3  # a copy shorter than this many empty calls measures the call, not the memory
+OVERHEAD = 3  # a copy predicted shorter than this many empty calls measures the call, not the memory
 PART, SHOWN = 3, 2  # a cache's rate is that of a copy which fills so small a part of it, and takes so many empty calls
 
 
@@ -73,7 +72,8 @@ def run(args: argparse.Namespace) -> Result:
     for size in working_sets(smallest, largest, 4 if args.quick and device.type == "cpu" else 2):
         copy_s = copies.seconds(size)
         level = next((name for name in rates if size <= levels.get(name, size)), "DRAM")
-        call_bound, predicted_s = copy_s < OVERHEAD * copies.empty_s, copies.predicted_s(size, rates[level])
+        predicted_s = copies.predicted_s(size, rates[level])
+        call_bound = predicted_s < OVERHEAD * copies.empty_s
         sets.append({"bytes": size, "seconds": copy_s, "level": level, "bytes_per_s": size / copy_s})
         sets[-1] |= {"call_bound": call_bound, "predicted_s": predicted_s}
         what = f"copy within {mib(size)} MiB, from {level}"
@@ -128,8 +128,8 @@ class Copies:
 
     def cause_of_miss(self, check: Check, size: int, level: str, rate: float) -> str | None:
         """Why it is longer, if half as many bytes are not; or shorter, if bytes that no cache holds are not."""
-        longer, capacity = check.measured > check.predicted, self.levels.get(level, math.inf)
-        half_s = longer and size > capacity // PART and self.seconds(size // 2)
+        longer, cached = check.measured > check.predicted, level in self.levels
+        half_s = longer and cached and size > self.levels[level] // PART and self.seconds(size // 2)
         if half_s and near(half_s, self.predicted_s(size // 2, rate)):
             return f"half as many bytes take {us(half_s)} us, as predicted: {level} does not hold this working set"
         uncached = level == "DRAM" and self.buffers.nbytes > 2 * max(self.levels.values(), default=0)

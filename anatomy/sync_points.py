@@ -30,7 +30,6 @@ from functools import partial
 import torch
 
 from anatomy.experiment import (
-    NEAR,
     Check,
     Result,
     Seconds,
@@ -48,7 +47,6 @@ from anatomy.experiment import (
 from common import profile
 from common.hardware import synchronize
 
-EVICTED = 2**25  # bytes that are written to take the caches
 NO_WAIT = ("a kernel, for comparison", ".to(), pinned and non-blocking")
 
 
@@ -92,8 +90,8 @@ def run(args: argparse.Namespace) -> Result:
         host_s = {queue: host_seconds(operation, args.iters, before=work) for queue, work in queues.items()}
         # An operation that waits is predicted as its own time plus that of the queued kernel.
         predicted = host_s["empty queue"] + (large_s if waits and gpu else 0)
-        by_work = partial(cause_by_what_ran, before=waits_and_products(large_s, left[:16, :16]))
-        find = partial(by_work if gpu else cause_by_caches, operation=operation, iters=args.iters)
+        before = waits_and_products(large_s, left[:16, :16]) if gpu else by_one_thread(edge)
+        find = partial(cause_by_what_ran, operation=operation, before=before, iters=args.iters)
         checks.append(
             Check(f"{name} after a large kernel", predicted, host_s["after a large kernel"], "us", find_cause=find)
         )
@@ -117,28 +115,25 @@ def printed(value: torch.Tensor) -> None:
         print(value)
 
 
-def cause_by_caches(check: Check, operation: Callable, iters: int) -> str | None:
-    """On a CPU: whether an operation takes as long, or longer, after one thread has taken the caches."""
-    written = torch.ones(EVICTED // 4)
+def cause_by_what_ran(check: Check, operation: Callable, before: dict, iters: int) -> str | None:
+    """The first of `before`, sentence -> work, right after which an operation takes as long as measured, and not as
+    long as predicted."""
+    for what, work in before.items() if check.measured > check.predicted else ():
+        after_s = host_seconds(operation, iters, work)
+        if near(after_s, check.measured) and not near(after_s, check.predicted):
+            return f"with nothing large queued, but after {what}, it takes {us(after_s)} us"
+    return None
+
+
+def by_one_thread(edge: int) -> dict[str, Callable]:
+    """What a product of (edge, edge) matrices does to a CPU's caches, and no more than that."""
+    written = torch.ones(3, edge, edge)
 
     def write() -> None:
         with one_thread():
             written.add_(1)
 
-    if check.measured < check.predicted or (after_s := host_seconds(operation, iters, write)) * NEAR < check.measured:
-        return None
-    written_mib = f"after one thread has written {EVICTED // 2**20} MiB"
-    return f"{written_mib} it takes {us(after_s)} us: what it finds no more in the caches can cost as much"
-
-
-def cause_by_what_ran(check: Check, operation: Callable, before: dict, iters: int) -> str | None:
-    """On a GPU: the first of `before`, sentence -> work, right after which an operation takes as long as measured, and
-    not as long as predicted."""
-    for what, work in before.items() if check.measured > check.predicted else ():
-        after_s = host_seconds(operation, iters, work)
-        if near(after_s, check.measured) and not near(after_s, check.predicted):
-            return f"with nothing queued, but after {what}, it takes {us(after_s)} us"
-    return None
+    return {f"one thread has written {written.nbytes / 2**20:.3g} MiB, as much as the product touches": write}
 
 
 def waits_and_products(large_s: float, matrix: torch.Tensor) -> dict[str, Callable]:

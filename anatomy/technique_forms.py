@@ -14,6 +14,8 @@ from anatomy.attention_forms import attention_by_hand, attention_fused
 from common.hardware import has_bf16_matrix_instructions
 from common.model import GPTConfig
 
+GRAPHED_LAYERS = 16
+
 
 def checkpointed(blocks: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     for block in blocks:
@@ -58,7 +60,7 @@ def pairs(args: argparse.Namespace, layers: int, B: int, T: int, C: int) -> dict
         return tuple(step(lambda _, a=a: a(q, k, v)) for a in (attention_by_hand, attention_fused))
 
     def graphs() -> tuple[Callable, Callable]:
-        layers = (layer for _ in range(16) for layer in (nn.Linear(64, 64), nn.ReLU()))
+        layers = (layer for _ in range(GRAPHED_LAYERS) for layer in (nn.Linear(64, 64), nn.ReLU()))
         small, few = nn.Sequential(*layers).to(device), torch.randn(64, 64, device=device)
         graphed = torch.cuda.make_graphed_callables(copy.deepcopy(small), (few,))
         return step(small, few, amp=False), step(graphed, few, amp=False)

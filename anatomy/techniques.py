@@ -14,7 +14,8 @@ is in BF16, but for mixed precision, where it is in FP32.
 - accumulation in 4 parts does the same work, and the host launches it 4 times, which is 3 times more;
 - mixed precision: the profile says which share of the plain step is matrix products. They become faster by the ratio of
   the measured rates, FP32 to BF16, and the rest, which is bytes, by 2;
-- CUDA graphs: the time that the kernels keep the GPU busy.
+- CUDA graphs: the time that the kernels keep the GPU busy. The host launches two graphs, about 8 kernels of the loss,
+  and 32 additions, because each of the 16 layers has two gradients. A kernel on one number tells the time of a launch.
 
 docs/claims.md has what tutorials and papers claim of these techniques, beside what was recorded.
 
@@ -27,6 +28,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from anatomy.experiment import (
@@ -42,47 +44,49 @@ from anatomy.experiment import (
     size_argument,
     table,
 )
-from anatomy.misses import cause_of_miss
-from anatomy.technique_forms import pairs
+from anatomy.misses import cause_of_miss, time_again
+from anatomy.technique_forms import GRAPHED_LAYERS, pairs
 from common import profile, roofs
 from common.record import ProductRate
 from common.text import one_line
 
+LOSS_LAUNCHES = 8  # of a square, a mean and a division, forward and backward
 TECHNIQUES = {  # name -> what it is measured on, and why it should be faster, or need less memory
     "torch.compile": ("the blocks", "fused pointwise kernels: fewer bytes, same FLOPs"),
     "mixed precision": ("the blocks", "2 bytes a number, not 4; tensor cores"),
     "CNN inference under torch.compile": ("two convolutions", "folded BatchNorm, fused ReLU: fewer passes"),
     "FlashAttention": ("attention alone", "(T, T) scores stay on the chip"),
     "checkpointing": ("the blocks", "4 passes, not 3; memory keeps only inputs of blocks"),
-    "CUDA graphs": ("16 small linear layers", "the host launches one graph, not each kernel"),
+    "CUDA graphs": ("16 small linear layers", "the host launches two graphs, not each kernel"),
     "channels-last": ("two convolutions", "the layout of the convolutions, so no transposes"),
     "gradient accumulation": ("the blocks", "activations of a quarter of the batch at a time"),
 }
 
 
 def measured(build: Callable, args: argparse.Namespace) -> tuple[tuple, dict]:
-    """The two forms that `build` makes, and speed and memory of the second over the first; or `reason`, one line."""
+    """Both forms that `build` makes, and the second timed again; its speed and memory over the first, or `reason`."""
     try:
         forms = plain, technique = build()
         plain(), technique()  # from here on all gradients exist
         peaks = [extra_peak_bytes(form, args.device) for form in (technique, plain)]
         cell = {"plain_s": seconds(plain, args.iters), "seconds": seconds(technique, args.iters)}
+        again = time_again(technique)
     except (RuntimeError, TorchDynamoException) as error:
         return (), {"reason": one_line(error)}
     cell |= {"memory": peaks[0] / peaks[1], "speed": cell["plain_s"] / cell["seconds"]}
-    return forms, cell | {"inside_spread": not differ(cell["plain_s"], cell["seconds"])}
+    return (*forms, again), cell | {"inside_spread": not differ(cell["plain_s"], cell["seconds"])}
 
 
 def host_and_work(name: str, plain: Callable, plain_s: float, host_s: dict, args) -> tuple[float, float] | None:
     """What arithmetic says of the host's time and that of the work; None where it says nothing, or where only a GPU's
-    profile would. `host_s` is the time on 16 tokens, plain and with checkpointing."""
+    profile would. `host_s` is the time on 16 tokens, plain and with checkpointing; and of a launch."""
     gpu = args.device.type == "cuda"
     if name == "checkpointing":
         return (host_s[name], 4 / 3 * busy_seconds(plain, args.device)) if gpu else (0, 4 / 3 * plain_s)
     if name == "gradient accumulation":
         return (4 if gpu else 3) * host_s["plain"], plain_s
     if name == "CUDA graphs":
-        return 0, busy_seconds(plain, args.device)
+        return (2 + 2 * GRAPHED_LAYERS + LOSS_LAUNCHES) * host_s["a launch"], busy_seconds(plain, args.device)
     if name == "mixed precision" and gpu:
         kernels = profile.trace_step(plain, args.device).kernels
         busy = sum(kernel["dur"] for kernel in kernels)
@@ -109,6 +113,8 @@ def run(args: argparse.Namespace) -> Result:
     layers = args.layers or (6 if gpu else 4)
     builders, few = pairs(args, layers, args.batch, T, C), pairs(args, layers, 1, 16, C)["checkpointing"]()
     host_s = {name: seconds(form, args.iters) for name, form in zip(("plain", "checkpointing"), few, strict=True)}
+    one = torch.ones(1, device=args.device)
+    host_s["a launch"] = seconds(lambda: one * 2, args.iters)
     cells, forms, rows, sentences = {}, {}, [], []
     for name in args.only or TECHNIQUES:
         if name in builders:
@@ -136,10 +142,10 @@ def checks(cells: dict, forms: dict, host_s: dict, args: argparse.Namespace) -> 
     for name, cell in cells.items():
         if "reason" in cell:
             continue
-        plain, technique = forms[name]
+        plain, technique, again = forms[name]
         if times := host_and_work(name, plain, cell["plain_s"], host_s, args):
             limit = ", limited by the host" if args.device.type == "cuda" and times[0] > times[1] else ""
-            find = partial(cause_of_miss, call=technique, device=args.device)
+            find = partial(cause_of_miss, call=technique, device=args.device, again=again)
             what, predicted = f"{name}, forward and backward{limit}", expected(*times, args.device)
             found.append(Check(what, predicted, cell["seconds"], "ms", find_cause=find))
     return found

@@ -59,9 +59,10 @@ def test_a_call_that_waits_for_the_host_and_one_whose_kernels_are_slow_are_told_
     device, few, many = torch.device("cuda", 0), torch.ones(16, device="cuda"), torch.ones(2**28, device="cuda")
 
     def said(call):
-        taken_s = experiment.seconds(call, 5)
-        check = experiment.Check("x", taken_s / 9, taken_s, "us")
-        return misses.cause_of_miss(check, call, device)()
+        again = misses.time_again(call)
+        return misses.kernels_cause(
+            experiment.Check("x", again.seconds / 9, again.seconds, "us"), call, device, again, ""
+        )
 
     assert said(lambda: [few.add_(1) for _ in range(50)]).startswith("the host needs ")
     assert said(lambda: many.add_(1)).startswith("its kernels alone take ")
