@@ -15,7 +15,7 @@ Some code gains nothing. x / x.sum() needs the sum before the first quotient, so
 work inside the product's kernel, saves only passes over the output. Many small tensors in one kernel (horizontal
 fusion) save launches but no bytes: one by one, 64 take 64 times as long as one. One call for all of them is one launch,
 but still makes 64 outputs, as the same call on tensors of one number does. So it saves less than 63 launches take. What
-one launch takes is measured first, and so is a copy of as many bytes as each variant moves.
+one launch takes is measured before each variant, and so is a copy of as many bytes as the variant moves.
 
 Change: --numbers 4096. What limits the four kernels now, and what does fusion save? --edge 256: does the epilogue
 matter more for a small product?
@@ -67,7 +67,8 @@ class Case(NamedTuple):
     function: Callable | str  # or why it cannot run
     inputs: tuple
     numbers: int  # the least that it reads and writes
-    host_s: float  # predicted seconds of the host
+    unit: Callable  # what the host does
+    units: int = 1  # and how often
     product_s: float = 0.0  # of the product in it
 
 
@@ -78,8 +79,8 @@ def cases(N: int, E: int, dtype: torch.dtype, device: torch.device, iters: int) 
     small = tuple(torch.randn(MANY, SMALL, device=device, dtype=dtype))
     product_s = seconds(lambda: matrices[0] @ matrices[1], iters)
     one = torch.ones(1, device=device, dtype=dtype)
-    launch_s, small_s = seconds(lambda: one * 2, iters), seconds(lambda: small[0] * 2, iters)
-    foreach_s = seconds(lambda: torch._foreach_mul([one] * MANY, 2), iters)
+    launch, each = partial(torch.mul, one, 2), partial(torch.mul, small[0], 2)
+    together = partial(torch._foreach_mul, [one] * MANY, 2)
 
     def gate(x, w, b):
         return torch.sigmoid(torch.relu(x * w + b))
@@ -95,18 +96,18 @@ def cases(N: int, E: int, dtype: torch.dtype, device: torch.device, iters: int) 
 
     gemm, many = "relu(A@B+c)", f"{MANY} small x*2"
     return [
-        Case(CHAIN, "eager", gate, (x, w, b), 10 * N, 4 * launch_s),
-        Case(CHAIN, "compiled", gate, (x, w, b), 4 * N, launch_s),
-        Case(CHAIN, "Triton by hand", triton_gate(device), (x, w, b), 4 * N, launch_s),
-        Case(QUOTIENT, "eager", normalize, (x,), 3 * N, 2 * launch_s),
-        Case(QUOTIENT, "compiled", normalize, (x,), 3 * N, 2 * launch_s),
-        Case("relu(x)", "eager", torch.relu, (x,), 2 * N, launch_s),
-        Case("relu(x)", "compiled", torch.relu, (x,), 2 * N, launch_s),
-        Case(gemm, "eager", linear_relu, matrices, 4 * E * E, 3 * launch_s, product_s),  # passes over the output
-        Case(gemm, "compiled", linear_relu, matrices, 2 * E * E, 2 * launch_s, product_s),
-        Case(gemm, "BLAS epilogue", epilogue, matrices, 0, launch_s, product_s),
-        Case(many, "eager", lambda *xs: [x * 2 for x in xs], small, 2 * MANY * SMALL, MANY * small_s),
-        Case(many, "_foreach_mul", lambda *xs: torch._foreach_mul(xs, 2), small, 2 * MANY * SMALL, foreach_s),
+        Case(CHAIN, "eager", gate, (x, w, b), 10 * N, launch, 4),
+        Case(CHAIN, "compiled", gate, (x, w, b), 4 * N, launch),
+        Case(CHAIN, "Triton by hand", triton_gate(device), (x, w, b), 4 * N, launch),
+        Case(QUOTIENT, "eager", normalize, (x,), 3 * N, launch, 2),
+        Case(QUOTIENT, "compiled", normalize, (x,), 3 * N, launch, 2),
+        Case("relu(x)", "eager", torch.relu, (x,), 2 * N, launch),
+        Case("relu(x)", "compiled", torch.relu, (x,), 2 * N, launch),
+        Case(gemm, "eager", linear_relu, matrices, 4 * E * E, launch, 3, product_s),  # passes over the output
+        Case(gemm, "compiled", linear_relu, matrices, 2 * E * E, launch, 2, product_s),
+        Case(gemm, "BLAS epilogue", epilogue, matrices, 0, launch, 1, product_s),
+        Case(many, "eager", lambda *xs: [x * 2 for x in xs], small, 2 * MANY * SMALL, each, MANY),
+        Case(many, "_foreach_mul", lambda *xs: torch._foreach_mul(xs, 2), small, 2 * MANY * SMALL, together),
     ]
 
 
@@ -122,15 +123,15 @@ def run(args: argparse.Namespace) -> Result:
             function, kernels = compiled(function, case.inputs)
             code = code or "\n".join(kernels)
         if isinstance(function, str):
-            timed.append((case, function, n_bytes, 0, 0.0, 0.0, None))
+            timed.append((case, function, n_bytes, 0, 0.0, 0.0, 0.0, None))
             continue
         call = partial(function, *case.inputs)
         torch.testing.assert_close(call(), answers.setdefault(case.expression, call()), rtol=0.02, atol=0.05)
-        moving_s = copy_of(n_bytes) if n_bytes else 0
+        moving_s, host_s = copy_of(n_bytes) if n_bytes else 0, case.units * seconds(case.unit, args.iters)
         measured_s, again = seconds(call, args.iters), time_again(call)
-        timed.append((case, call, n_bytes, len(kernels), moving_s, measured_s, again))
+        timed.append((case, call, n_bytes, len(kernels), moving_s, host_s, measured_s, again))
     results, rows, checks = {}, [], []
-    for case, call, n_bytes, generated, moving_s, measured_s, again in timed:  # a profile makes later launches slower
+    for case, call, n_bytes, generated, moving_s, host_s, measured_s, again in timed:  # after all times: it profiles
         cells = {"expression": case.expression, "variant": case.variant}
         if isinstance(call, str):
             rows.append(cells | {"least MB": f"{n_bytes / 1e6:.1f}", "measured us": call})
@@ -138,7 +139,7 @@ def run(args: argparse.Namespace) -> Result:
         call()  # compiles again: each look at generated code forgets what was compiled before
         # The trace of a CPU does not show the functions that the compiler generates.
         n_launches = launches(call, device) + (generated if device.type == "cpu" else 0)
-        predicted_s = expected(case.host_s, case.product_s + moving_s, device)
+        predicted_s = expected(host_s, case.product_s + moving_s, device)
         checks.append(Check(f"{case.expression}, {case.variant}", predicted_s, measured_s, "us"))
         slow = {"slow_kernels": partial(sum_alone, checks[-1], case)} if case.expression == QUOTIENT else {}
         checks[-1].find_cause = partial(cause_of_miss, call=call, device=device, again=again, **slow)
@@ -146,7 +147,7 @@ def run(args: argparse.Namespace) -> Result:
         results.setdefault(case.expression, {})[case.variant] = result
         cells |= {"launches": n_launches, "least MB": f"{n_bytes / 1e6:.1f}", "a copy of them us": us(moving_s)}
         cells |= {"predicted us": us(predicted_s), "measured us": us(measured_s)}
-        if not case.product_s and predicted_s > case.host_s:
+        if not case.product_s and predicted_s > host_s:
             rate = n_bytes / measured_s
             cells |= {"GB/s": f"{rate / 1e9:.1f}", "of copy": f"{rate / copy_rate:.0%}"}
         rows.append(cells)

@@ -112,7 +112,7 @@ def test_a_copy_beyond_a_cache_and_an_operation_after_the_caches_are_taken_are_e
 def test_a_slow_sum_explains_a_quotient_that_is_as_much_slower(monkeypatch):
     monkeypatch.setattr(fusion, "seconds", lambda *_: exactly(5e-6))
     monkeypatch.setattr(fusion, "copy_seconds", lambda *_: exactly(2e-6))
-    case = fusion.Case(fusion.QUOTIENT, "eager", print, (torch.ones(8),), 0, 0.0)
+    case = fusion.Case(fusion.QUOTIENT, "eager", print, (torch.ones(8),), 0, print)
     said = fusion.sum_alone(Check("x", 4e-6, 8e-6, "us"), case)
     assert said == "its sum alone takes 5.0 us, and half of a copy, which reads as many bytes, 1.0"
     assert fusion.sum_alone(Check("x", 4e-6, 20e-6, "us"), case) is None
