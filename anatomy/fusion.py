@@ -26,6 +26,7 @@ Run:    python -m anatomy fusion --numbers 67108864 --edge 4096
 import argparse
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ from anatomy.experiment import (
     expected,
     launches,
     near,
+    one_thread,
     seconds,
     size_argument,
     table,
@@ -127,7 +129,9 @@ def run(args: argparse.Namespace) -> Result:
             continue
         call = partial(function, *case.inputs)
         torch.testing.assert_close(call(), answers.setdefault(case.expression, call()), rtol=0.02, atol=0.05)
-        moving_s, host_s = copy_of(n_bytes) if n_bytes else 0, case.units * seconds(case.unit, args.iters)
+        host_s = case.units * seconds(case.unit, args.iters)
+        with one_thread() if len(case.inputs) == MANY else nullcontext():  # threads do not share so small tensors
+            moving_s = copy_of(n_bytes) if n_bytes and case.units < MANY else 0  # such a unit moves bytes itself
         measured_s, again = seconds(call, args.iters), time_again(call)
         timed.append((case, call, n_bytes, len(kernels), moving_s, host_s, measured_s, again))
     results, rows, checks = {}, [], []
@@ -145,7 +149,8 @@ def run(args: argparse.Namespace) -> Result:
         checks[-1].find_cause = partial(cause_of_miss, call=call, device=device, again=again, **slow)
         result = {"launches": n_launches, "bytes": n_bytes, "seconds": measured_s, "predicted_s": predicted_s}
         results.setdefault(case.expression, {})[case.variant] = result
-        cells |= {"launches": n_launches, "least MB": f"{n_bytes / 1e6:.1f}", "a copy of them us": us(moving_s)}
+        copied = us(moving_s) if moving_s else "-"
+        cells |= {"launches": n_launches, "least MB": f"{n_bytes / 1e6:.1f}", "a copy of them us": copied}
         cells |= {"predicted us": us(predicted_s), "measured us": us(measured_s)}
         if not case.product_s and predicted_s > host_s:
             rate = n_bytes / measured_s
@@ -158,8 +163,7 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def sum_alone(check: Check, case: Case) -> str | None:
-    """Whether `QUOTIENT` takes longer by what its sum alone, in the same variant, takes longer than half of a copy,
-    which reads as many bytes."""
+    """Whether `QUOTIENT` takes longer by what its sum takes longer than half of a copy, which reads as many bytes."""
     (x,) = case.inputs
     add_up = torch.compile(torch.sum, dynamic=False) if case.variant == "compiled" else torch.sum
     sum_s, read_s = seconds(partial(add_up, x), AGAIN), copy_seconds(2 * x.nbytes, x.device) / 2
@@ -184,9 +188,8 @@ def compiled(function: Callable, inputs: tuple) -> tuple[Callable | str, list[st
         if reason := missing_tool(error):
             return reason, []
         raise
-    starts = ("@triton.jit", 'extern "C"')  # where the kernel itself begins
-    kernels = re.findall(KERNEL, text, re.DOTALL)
-    return fast, [k[max(0, *(k.find(start) for start in starts)) :].strip() for k in kernels]
+    kernels = re.findall(KERNEL, text, re.DOTALL)  # which begin at one of these marks:
+    return fast, [k[max(0, k.find("@triton.jit"), k.find('extern "C"')) :].strip() for k in kernels]
 
 
 def sentences(figures: dict) -> list[str]:
@@ -203,6 +206,5 @@ def sentences(figures: dict) -> list[str]:
                     f"{expression}, {variant}: {speed}, {eager['predicted_s'] / result['predicted_s']:.2f}x predicted. "
                     f"Kernels launched: eager {eager['launches']}, this variant {result['launches']}."
                 )
-    if beyond_copy:
-        lines.append("Some rows are faster than a copy: a cache held their bytes, or something slowed the copy.")
-    return lines
+    faster = "Some rows are faster than a copy: a cache held their bytes, or something slowed the copy."
+    return lines + [faster] * beyond_copy
