@@ -4,65 +4,43 @@ Predict: at T 1024 and at T 16384, how many times longer does attention by hand 
 memory grow when the length doubles? What limits both at T 256?
 
 Prediction, for causal attention, forward and backward, of (B, H, T, D) tensors of 2-byte numbers. "By hand" means one
-kernel for each operator. Each of these kernels reads or writes the whole (B, H, T, T) tensor of scores. That makes 40
-passes over the scores under autocast and 23 without it; attention_forms.py lists them. At B 1, H 16, T 8192, D 128 the
-bytes are 40 x 2.1 GB = 86 GB, which take 20 ms at 4.3 TB/s. The products add 12 B H T^2 D = 1.6 TFLOP.
+kernel for each operator. Each of these kernels reads or writes the whole (B, H, T, T) tensor of scores. On a GPU that
+makes 46 passes over the scores under autocast and 26 without it; attention_forms.py lists them. At B 1, H 16, T 8192,
+D 128 the bytes are 46 x 2.1 GB = 99 GB, which take 23 ms at 4.3 TB/s. The products add 12 B H T^2 D = 1.6 TFLOP.
 
 "Fused" means that one kernel keeps the scores on the chip. Forward moves q, k, v and o. Backward reads these and the
 gradient of o, and writes those of q, k, v. These are 12 tensors of 34 MB, 0.4 GB in 0.1 ms. It computes the scores a
-second time in backward, which makes 14 B H T^2 D, and skips the half above the diagonal: 7 B H T^2 D = 1 TFLOP. So
-arithmetic limits the fused kernel. A pass over the scores costs T / D times as much as a pass over q, so the gain grows
-with T. Memory grows with T^2 by hand, and with T fused.
+second time in backward, which makes 14 B H T^2 D, and skips the half above the diagonal: 7 B H T^2 D = 1 TFLOP. Each
+score that it computes takes an exponential, B H T^2 in all. A GPU makes 200 times fewer of these a second than FLOPs.
+So arithmetic limits the fused kernel. A pass over the scores costs T / D times as much as a pass over q, so the gain
+grows with T. Memory grows with T^2 by hand, and with T fused.
 
-The bytes take their number over the copy bandwidth, the FLOPs their number over the rate of a square product. This
-program measures both rates. By hand, the work is the sum of the two times. Fused, it is the longer of the two. Where
-that is less than the host needs to launch everything, the host limits the time. The same function at T 16 shows what
-the host needs, and this program measures that first, too. The bytes are "least GB" in the table. `python -m
-anatomy.traffic` counts how many really move.
+The bytes take their number over the copy bandwidth, the FLOPs theirs over the rate of a square product, and so do the
+exponentials. This program measures these rates. The work is the sum of the times. Where that is less than the host
+needs to launch everything, the host limits the time. The same function at T 16 shows what the host needs, and this
+program measures that first, too. The bytes are "least GB" in the table. `python -m anatomy.traffic` counts how many
+really move.
 
 Change: --head-dim 32. Which of the two terms changes, and by how much? --nhead 64 --lengths 256: is the host still the
 limit?
-Source: Dao et al., FlashAttention (2022), section 3; FlashAttention-2 (2023), section 3.1.
+Source: Dao et al., FlashAttention (2022), section 3; FlashAttention-2 (2023), section 3.1; Shah et al.,
+FlashAttention-3 (2024), section 3.2, on exponentials.
 Run:    python -m anatomy attention --lengths 256 1024 4096 16384 --batch 1 --nhead 16 --head-dim 128
 """
 
 import argparse
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anatomy.attention_forms import analytic_attention_bytes, attention_by_hand, cause_by_mask
-from anatomy.experiment import (
-    Cause,
-    Check,
-    Result,
-    default_size,
-    differ,
-    expected,
-    extra_peak_bytes,
-    ms,
-    quiet,
-    seconds,
-    size_argument,
-    table,
-)  # fmt: skip
-from anatomy.misses import cause_of_miss
+from anatomy.attention_forms import BACKENDS, Forms, analytic_attention_bytes, exponential_rate
+from anatomy.experiment import Check, Result, default_size, differ, expected, ms, size_argument, table
 from common import hardware, roofs
 from common.errors import is_out_of_memory
 from common.record import ProductRate
 from common.text import one_line
 
-BACKENDS = {
-    "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "SDPA flash": SDPBackend.FLASH_ATTENTION,
-    "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "SDPA math": SDPBackend.MATH,  # PyTorch falls back to this one, which is not fused
-}
 SHORT = 16  # a length at which only the host's work counts
 
 
@@ -86,14 +64,17 @@ def run(args: argparse.Namespace) -> Result:
     copy_rate = roofs.copy_rate(device)
     square, precision = ProductRate(m=edge, n=edge, k=edge), "bf16" if autocast else "fp32"
     _, product_rate = roofs.product_rates(square, precision, device, 0.1, roofs.BURSTS)
-    forms = Forms(B, H, D, device, dtype, autocast, args.iters)
+    exps = exponential_rate(device)
+    forms = Forms(B, H, D, device, dtype, autocast, args.iters, copy_rate)
     results, missing, rows, host = {}, {}, [], {}
     for T, name in itertools.product(lengths, ("by hand", *BACKENDS)):
         if name in missing:
             continue
         fused = name not in ("by hand", "SDPA math")
-        n_bytes = analytic_attention_bytes("fused" if fused else "by hand", B, H, T, D, dtype.itemsize, autocast)
+        form, gpu = "fused" if fused else "by hand", device.type == "cuda"
+        n_bytes = analytic_attention_bytes(form, B, H, T, D, dtype.itemsize, autocast, gpu)
         moving, computing = n_bytes / copy_rate, (7 if fused else 12) * B * H * T * T * D / product_rate
+        computing += B * H * T * T / exps if fused and exps else 0
         try:
             if name not in host:
                 host[name] = forms.measure(name, SHORT)["seconds"]
@@ -104,7 +85,7 @@ def run(args: argparse.Namespace) -> Result:
             else:  # this backend has no kernel for any length
                 missing[name] = one_line(error)
             continue
-        work = max(moving, computing) if fused else moving + computing
+        work = moving + computing
         limit = "the host" if host[name] > work else "arithmetic" if computing > moving else "memory"
         row |= {"bytes": n_bytes, "predicted_s": expected(host[name], work, device), "limit": limit}
         results.setdefault(name, {})[T] = row
@@ -112,9 +93,12 @@ def run(args: argparse.Namespace) -> Result:
         rows.append(cells | {"peak MiB": f"{row['peak_bytes'] / 2**20:.1f}", "least GB": f"{n_bytes / 1e9:.3f}"})
     rows += [{"T": "all", "attention": name, "ms": "no kernel here"} for name in missing]
     title = f"Causal attention, forward and backward, B {B}, H {H}, D {D}, {dtype}{', autocast' * autocast}"
+    rates = f"copy {copy_rate / 1e9:.0f} GB/s, product {product_rate / 1e12:.3g} TFLOP/s"
+    rates += f", {exps / 1e9:.3g} exponentials a ns" if exps else ", exponentials not counted: they need Triton"
     hosts = ", ".join(f"{name} {ms(s)}" for name, s in host.items())
-    shown = table(f"{title}; the host needs, in ms: {hosts}", rows)
+    shown = table(f"{title}; {rates}; the host needs, in ms: {hosts}", rows)
     figures = {"B": B, "H": H, "D": D, "attention": results, "missing": missing, "host_s": host}
+    figures |= {"copy_bytes_per_s": copy_rate, "product_flops_per_s": product_rate, "exponentials_per_s": exps}
     return Result([shown], sentences(results), figures, predicted(results, forms))
 
 
@@ -124,7 +108,7 @@ def fastest(results: dict[str, dict[int, dict]], T: int) -> str | None:
     return min(fused, key=lambda name: results[name][T]["seconds"], default=None)
 
 
-def predicted(results: dict, forms: "Forms") -> list[Check]:
+def predicted(results: dict, forms: Forms) -> list[Check]:
     """A check for each length by hand and of the fastest fused kernel."""
     checks = []
     for T in sorted({T for rows in results.values() for T in rows}):
@@ -133,50 +117,6 @@ def predicted(results: dict, forms: "Forms") -> list[Check]:
             checks.append(Check(f"T {T}, {name}", row["predicted_s"], row["seconds"], "ms"))
             checks[-1].find_cause = partial(forms.cause, name=name, T=T)
     return checks
-
-
-@dataclass(frozen=True)
-class Forms:
-    """Attention of one shape but for its length; each form runs forward and backward."""
-
-    B: int
-    H: int
-    D: int
-    device: torch.device
-    dtype: torch.dtype
-    autocast: bool
-    iters: int
-
-    def step(self, name: str, T: int, causal: bool = True) -> Callable[[], None]:
-        shape = (self.B, self.H, T, self.D)
-        q, k, v = (torch.randn(shape, device=self.device, dtype=self.dtype, requires_grad=True) for _ in range(3))
-        upstream_gradient = torch.randn_like(q)
-
-        def step() -> None:
-            with torch.autocast(self.device.type, self.dtype, enabled=self.autocast):
-                if name == "by hand":
-                    y = attention_by_hand(q, k, v)
-                else:
-                    with sdpa_kernel(BACKENDS[name]):
-                        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-            torch.autograd.grad(y, (q, k, v), upstream_gradient)
-
-        return step
-
-    def cause(self, check: Check, name: str, T: int) -> Cause:
-        """Why a step took longer than predicted: for a fused kernel, the mask may save nothing."""
-
-        def by_mask() -> str | None:
-            return cause_by_mask(check.predicted, check.measured, seconds(self.step(name, T, causal=False), self.iters))
-
-        known = {} if name == "by hand" else {"slow_kernels": by_mask}
-        return cause_of_miss(check, self.step(name, T), self.device, **known)
-
-    def measure(self, name: str, T: int) -> dict:
-        """Time and peak memory of one step. Raises RuntimeError where a kernel or memory is missing."""
-        with quiet():  # the warnings repeat what the error says
-            (step := self.step(name, T))()
-            return {"peak_bytes": extra_peak_bytes(step, self.device), "seconds": seconds(step, self.iters)}
 
 
 def sentences(results: dict[str, dict[int, dict]]) -> list[str]:

@@ -3,10 +3,11 @@
     python -m anatomy.traffic [--shape B H T D] [--output FILE]
     python -m anatomy.traffic --scripts 0 1 2 3 4 [--output FILE] [ARGUMENT ...]
 
-Nsight Compute (ncu) counts with the GPU's own counters, where it may read them. The first form runs attention forward
-and backward in BF16, beside the least bytes that its kernels must move, which is arithmetic. The second form runs one
-launched training step of each script; the ARGUMENTs are those of a step (--preset gpt2 --batch-size 8). It divides the
-bytes of a kernel by its time, and that by the bandwidth of a copy: a kernel near 100 % is memory-bound.
+Nsight Compute (ncu) counts with the GPU's own counters, where it may read them. It counts kernels, but not the copies
+that the driver makes. The first form runs attention forward and backward in BF16, beside the least bytes that it must
+move, which is arithmetic. There PyTorch's profiler adds the bytes of such copies. The second form runs one launched
+training step of each script; the ARGUMENTs are those of a step (--preset gpt2 --batch-size 8). It divides the bytes of
+a kernel by its time, and that by the bandwidth of a copy: a kernel near 100 % is memory-bound.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 
 from anatomy.attention_forms import ATTENTIONS, analytic_attention_bytes
+from anatomy.experiment import gpu_work
 from common import benchmark, data, hardware, roofs
 from common.arguments import parse_args
 from common.errors import run_command
@@ -82,8 +84,8 @@ def while_profiled(work: Callable[[], object], device: torch.device) -> None:
 # --- attention ------------------------------------------------------------------------------------
 
 
-def run_attention(which: str, shape: tuple[int, int, int, int], device: torch.device) -> None:
-    """Run forward and backward under BF16 autocast: first to warm up, then while the profiler counts."""
+def attention_step(which: str, shape: tuple[int, int, int, int], device: torch.device) -> Callable[[], None]:
+    """Forward and backward under BF16 autocast, which have run once to warm up."""
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     upstream_gradient = torch.ones_like(q)
 
@@ -93,17 +95,26 @@ def run_attention(which: str, shape: tuple[int, int, int, int], device: torch.de
         torch.autograd.grad(y, (q, k, v), upstream_gradient)
 
     forward_backward()
-    while_profiled(forward_backward, device)
+    return forward_backward
+
+
+def copied_bytes(step: Callable[[], None], device: torch.device) -> int:
+    """What the driver's copies within the GPU's memory read and write, by PyTorch's profiler."""
+    copies = (event for event in gpu_work(step, device) if "DtoD" in event["name"])
+    return 2 * sum(event["args"]["bytes"] for event in copies)
 
 
 def count_both(shape: tuple[int, int, int, int]) -> tuple[dict[str, dict], str | None]:
-    """Form of attention -> its analytic and its counted bytes; and one line where these could not be counted."""
+    """Form of attention -> bytes by arithmetic, of counted kernels, and of copies; and one line where these could not
+    be counted."""
     figures, reason = {}, None
     for which in ATTENTIONS:
-        figures[which] = {"analytic": analytic_attention_bytes(which, *shape), "counters": None}
+        figures[which] = {"analytic": analytic_attention_bytes(which, *shape), "counters": None, "copies": None}
         try:
             kernels = count("--count", which, "--shape", *map(str, shape))
             figures[which]["counters"] = round(sum(kernel["bytes"] for kernel in kernels))
+            device = torch.device("cuda")
+            figures[which]["copies"] = copied_bytes(attention_step(which, shape, device), device)
         except (OSError, subprocess.SubprocessError) as error:
             reason = f"The DRAM counters could not be read: {one_line(error)}."
     return figures, reason
@@ -111,8 +122,10 @@ def count_both(shape: tuple[int, int, int, int]) -> tuple[dict[str, dict], str |
 
 def traffic_rows(figures: dict[str, dict]) -> list[dict[str, str]]:
     """Rows of a table, from what count_both gives."""
-    shown = {which: [f"{n / 1e9:.2f}" if n else "-" for n in pair.values()] for which, pair in figures.items()}
-    return [{"attention": which, "least GB": least, "counted GB": counted} for which, (least, counted) in shown.items()]
+    headers = {"analytic": "least GB", "counters": "counted GB", "copies": "copies GB"}
+    return [{"attention": which} | {header: "-" if of_it[key] is None else f"{of_it[key] / 1e9:.2f}"
+                                    for key, header in headers.items()}
+            for which, of_it in figures.items()]  # fmt: skip
 
 
 # --- steps of the ladder --------------------------------------------------------------------------
@@ -188,7 +201,8 @@ def main() -> None:
         parser.add_argument(hidden, choices=choices, help=argparse.SUPPRESS)
     args, words = parser.parse_known_args()
     if args.count:
-        return run_attention(args.count, tuple(args.shape), torch.device("cuda"))
+        device = torch.device("cuda")
+        return while_profiled(attention_step(args.count, tuple(args.shape), device), device)
     if args.count_step:
         return run_step(args.count_step, words)
     if words and not args.scripts:

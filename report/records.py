@@ -14,6 +14,7 @@ from report.causes import FOLDER, Causes, read_causes
 from report.doubts import compared
 from report.load import read_json, read_run
 from report.sweep import SWEEP, Shapes, by_shape, read_cells
+from report.traffic import moved_bytes
 
 GPU, GPUS, CPU = "h200", "h200-x2", "epyc-2-cores"  # folders of docs/results
 BUSY = "-busy-host"  # how the name of a run ends whose host was kept busy
@@ -75,8 +76,8 @@ class Records:
 
     def attention_bytes(self) -> tuple[float, float]:
         """Bytes that the GPU counted, of attention by hand and fused."""
-        counted = self.experiments["attention-traffic"]["bytes"]
-        by_hand, fused = (counted[kind]["counters"] for kind in ("by hand", "fused"))
+        traffic = self.experiments["attention-traffic"]
+        by_hand, fused = (moved_bytes(traffic, kind) for kind in ("by hand", "fused"))
         if not (by_hand and fused):
             raise KeyError("counters")
         return by_hand, fused

@@ -13,14 +13,15 @@ LIMITED_BY_MEMORY = 0.8  # of a copy's bandwidth
 MULTIPLIES = r"matrix product|fused attention, (for|back)ward$"  # in words
 STEP_TRAFFIC = "step-traffic-"  # begins the name of a record
 ATTENTION = (
-    "*Analytic* is the least that the kernels of either form must read and write, by arithmetic; *counted* is what the "
-    "GPU's counters saw."
+    "*Analytic* is the least that either form must read and write, by arithmetic; *counted* is what the GPU's counters "
+    "saw of its kernels; *copies* are those that the driver makes, which the counters leave out."
 )
 HOW = (
     "Nsight Compute counted, with the GPU's own counters, the bytes that each kernel of one training step reads "
     "from DRAM and writes to it; bytes that a cache holds are not among them. The step is launched, after a few "
-    "that warm up. Under the counters each kernel runs alone, with pauses between, so the times add up to less than "
-    "a timed step takes. Bytes over time is a bandwidth, and that of a large copy on the same GPU gives the scale: "
+    "that warm up. Copies that the driver makes are no kernels, and are left out. Under the counters each kernel runs "
+    "alone, with pauses between, so the times add up to less than a timed step takes. Bytes over time is a bandwidth, "
+    "and that of a large copy on the same GPU gives the scale: "
     f"some kernels exceed it a little. A kernel that reaches {LIMITED_BY_MEMORY:.0%} of it counts here as limited by "
     "memory. One far below waits for something else: its arithmetic, a cache, or the way in which it reads and "
     "writes. Which of these was not counted. The lines leave out matrix products and fused attention, all of which "
@@ -109,16 +110,25 @@ def _attention_table(traffic: dict) -> str:
     shape = ", ".join(f"{name} {size}" for name, size in traffic["shape"].items())
     cells = []
     for which, counts in traffic["bytes"].items():
-        gb = (f"{counted / 1e9:.2f}" if counted else "-" for counted in (counts["analytic"], counts["counters"]))
+        gb = (
+            "-" if counts[kind] is None else f"{counts[kind] / 1e9:.2f}" for kind in ("analytic", "counters", "copies")
+        )
         cells.append((f"attention {which}, {shape}", *gb))
-    table = pipe_table(("forward and backward, BF16", "analytic GB", "counted GB"), cells)
-    by_hand, fused = (traffic["bytes"][which] for which in ("by hand", "fused"))
-    if not (by_hand["counters"] and fused["counters"]):
+    table = pipe_table(("forward and backward, BF16", "analytic GB", "counted GB", "copies GB"), cells)
+    by_hand, fused = (moved_bytes(traffic, which) for which in ("by hand", "fused"))
+    if not (by_hand and fused):
         return table
+    more = fused / traffic["bytes"]["fused"]["analytic"]
     return (
-        f"{table}\n\nBy hand moves {by_hand['counters'] / fused['counters']:.0f} times the bytes of fused. Fused moves "
-        f"{fused['counters'] / fused['analytic']:.1f} times its least; which kernels move the rest was not counted."
+        f"{table}\n\nWith its copies, by hand moves {by_hand / fused:.0f} times the bytes of fused. Fused moves "
+        f"{more:.1f} times its least; which kernels move the rest was not counted."
     )
+
+
+def moved_bytes(traffic: dict, which: str) -> float | None:
+    """What a form of attention moves through DRAM, its copies included; None where that was not counted."""
+    counts = traffic["bytes"][which]
+    return counts["counters"] and counts["counters"] + counts["copies"]
 
 
 def _step_table(traffic: dict) -> str:

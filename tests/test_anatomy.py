@@ -92,7 +92,7 @@ def test_traffic_of_attention_is_analytic_where_no_counters_can_be_read(monkeypa
     traffic.main()
     assert "ncu) is not installed" in capsys.readouterr().out
     written = json.loads((tmp_path / "x.json").read_text())
-    assert written["bytes"]["by hand"] == {"analytic": 43_754_979_328, "counters": None}
+    assert written["bytes"]["by hand"] == {"analytic": 50_197_430_272, "counters": None, "copies": None}
     assert written["command"] == "python -m anatomy.traffic" and written["started_at"]
     for words in (["--shape", "8", "0", "4", "4"], ["--scripts", "2", "--preset", "gpt2"], ["--preset", "gpt2"]):
         monkeypatch.setattr("sys.argv", ["x", *words])

@@ -81,7 +81,7 @@ def test_a_claim_without_a_record_is_not_measured_and_a_figure_against_it_says_n
     empty = claims.claims_table(tmp_path)
     assert empty.count("not measured") == len(claims.CLAIMS)
     (tmp_path / claims.GPU).mkdir()
-    write_json(tmp_path / claims.GPU / "attention-traffic.json",
-               {"bytes": {"by hand": {"counters": 2e9}, "fused": {"counters": 3e9}}})  # fmt: skip
+    counted = {"by hand": {"counters": 1e9, "copies": 1e9}, "fused": {"counters": 3e9, "copies": 0}}
+    write_json(tmp_path / claims.GPU / "attention-traffic.json", {"bytes": counted})
     against = [line for line in claims.claims_table(tmp_path).splitlines() if "2.0 GB by hand, 3.00 fused" in line]
     assert len(against) == 3 and all(line.split("|")[-2].strip() == "no" for line in against)

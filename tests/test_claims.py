@@ -58,7 +58,7 @@ def test_verdicts_follow_the_figures():
 
 
 def test_what_could_not_be_counted_or_run_is_not_recorded():
-    counters = {"by hand": {"counters": None}, "fused": {"counters": 1e9}}
+    counters = {"by hand": {"counters": None}, "fused": {"counters": 1e9, "copies": 0}}
     records = Records({"attention-traffic": {"bytes": counters}, "attention": {"attention": {"SDPA flash": {}}}})
     for finding in (partial(findings.attention_traffic, 8, 10), findings.attention_memory):
         assert claims.found(Claim("x", None, "attention", finding), records).verdict == claims.NO_RECORD

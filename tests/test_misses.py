@@ -10,6 +10,7 @@ import torch
 from anatomy import (
     attention_forms,
     compile_modes,
+    contiguity,
     experiment,
     fusion,
     host_cost,
@@ -109,13 +110,43 @@ def test_a_copy_beyond_a_cache_and_an_operation_after_the_caches_are_taken_are_e
     assert gpu(1.3e-6) is None, "near what was predicted, too"
 
 
-def test_a_slow_sum_explains_a_quotient_that_is_as_much_slower(monkeypatch):
+def test_a_slow_sum_and_a_slow_quotient_explain_what_is_slower_by_both(monkeypatch):
     monkeypatch.setattr(fusion, "seconds", lambda *_: exactly(5e-6))
     monkeypatch.setattr(fusion, "copy_seconds", lambda *_: exactly(2e-6))
     case = fusion.Case(fusion.QUOTIENT, "eager", print, (torch.ones(8),), 0, print)
-    said = fusion.sum_alone(Check("x", 4e-6, 8e-6, "us"), case)
-    assert said == "its sum alone takes 5.0 us, and half of a copy, which reads as many bytes, 1.0"
-    assert fusion.sum_alone(Check("x", 4e-6, 20e-6, "us"), case) is None
+    said = fusion.parts_alone(Check("x", 3e-6, 10e-6, "us"), case)
+    assert said == "alone, its sum takes 5.0 us and its quotient 5.0; a copy of x takes 2.0"
+    assert fusion.parts_alone(Check("x", 3e-6, 20e-6, "us"), case) is None
+    assert fusion.parts_alone(Check("x", 3e-6, 5e-6, "us"), case) is None
+
+
+def test_the_direction_of_a_sum_explains_it_if_the_contiguous_base_takes_as_long(monkeypatch):
+    monkeypatch.setattr(contiguity, "seconds", lambda *_: exactly(5e-6))
+    said = contiguity.by_direction(Check("x", 3e-6, 5.2e-6, "us"), torch.ones(2, 2))
+    assert said == "over the first dimension of the contiguous base the same sum takes 5.0 us, too"
+    assert contiguity.by_direction(Check("x", 3e-6, 9e-6, "us"), torch.ones(2, 2)) is None
+    assert contiguity.by_direction(Check("x", 4.5e-6, 6e-6, "us"), torch.ones(2, 2)) is None
+
+
+def test_few_heads_explain_a_fused_kernel_if_more_take_as_long_as_predicted():
+    check = Check("x", 3e-3, 5e-3, "ms")
+    said = attention_forms.cause_by_heads(check, more_s=13e-3)
+    assert said == "4 times as many heads take 13 ms, 3.25 for as many as here: so few leave idle parts"
+    assert attention_forms.cause_by_heads(check, more_s=20e-3) is None, "as slow with many"
+    assert attention_forms.cause_by_heads(check, more_s=6e-3) is None, "faster than predicted"
+
+
+def test_slow_passes_explain_attention_by_hand_if_what_they_lose_is_what_it_takes_longer(monkeypatch):
+    monkeypatch.setattr(attention_forms, "seconds", lambda *_: exactly(8e-6))
+    scores = torch.zeros(1, 2, 4, 4)  # of 128 bytes: at 64 MB/s a pass takes 2 us
+
+    def said(measured, autocast):
+        return attention_forms.cause_by_passes(Check("x", 10e-6, measured, "us"), scores, 64e6, autocast)
+
+    both = "alone, filling in the mask reaches 50% and a cast to FP32 reaches 75% of a copy's bandwidth"
+    assert said(22e-6, autocast=True) == f"{both}, and with what they lose 0.022 ms are predicted"
+    assert said(18e-6, autocast=False).endswith("0.018 ms are predicted") and said(40e-6, autocast=True) is None
+    assert said(10e-6, autocast=True) is None
 
 
 def test_a_core_that_was_slow_for_a_moment_and_a_profiler_that_stays_are_said_only_beyond_the_spread():
