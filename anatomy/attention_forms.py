@@ -1,6 +1,7 @@
 """Causal attention by hand and fused, the least bytes that either moves, and why either takes longer than predicted;
 for several experiments and traffic.py."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anatomy.experiment import AGAIN, NEAR, Cause, Check, extra_peak_bytes, ms, near, quiet, seconds
+from anatomy.experiment import AGAIN, NEAR, Cause, Check, extra_peak_bytes, ms, near, quiet, seconds, us
 from anatomy.misses import cause_of_miss
 from common import hardware
 
@@ -143,6 +144,17 @@ def exponential_rate(device: torch.device) -> float | None:
         return x
 
     return CHAIN * numbers.numel() / seconds(partial(torch.compile(chain, dynamic=False), numbers), AGAIN)
+
+
+def cause_by_exponentials(q: torch.Tensor, roof_s: float) -> str | None:
+    """Why fused causal attention, forward only, is above its roof of `roof_s` seconds, if the exponentials of its
+    scores, which are no FLOPs, take as long that the prediction misses without them."""
+    if (rate := exponential_rate(q.device)) is None:
+        return None
+    *heads, T, _ = q.shape
+    exp_s = math.prod(heads) * T * T / 2 / rate
+    said = f"its exponentials, which a roof leaves out, alone take {us(exp_s)} us: {us(roof_s + exp_s)} with its FLOPs"
+    return None if near(roof_s + exp_s, roof_s) else said
 
 
 ATTENTIONS = {"by hand": attention_by_hand, "fused": attention_fused}

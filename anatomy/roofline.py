@@ -33,7 +33,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from anatomy.attention_forms import attention_fused, cause_by_mask
+from anatomy.attention_forms import attention_fused, cause_by_exponentials, cause_by_mask
 from anatomy.experiment import (
     NEAR,
     Check,
@@ -133,11 +133,12 @@ def time_operation(call, smallest_call, compute_s: float, move_s: float, args: a
 
 
 def why(function, inputs, row: dict, args: argparse.Namespace) -> str | None:
-    """Why a call is slower than its roof: of attention by the form without a mask, of softmax on a CPU by its
-    exponentials, of a memory-bound operation by its compiled form; None where that is not why."""
+    """Why a call is slower than its roof: of attention by the form without a mask or by its exponentials, of softmax
+    on a CPU by its exponentials, of a memory-bound operation by its compiled form; None where that is not why."""
     if function is attention_fused:
         full_s = seconds(partial(function, *inputs, causal=False), args.iters)
-        return cause_by_mask(row["predicted_s"], row["seconds"], full_s)
+        masked = cause_by_mask(row["predicted_s"], row["seconds"], full_s)
+        return masked or cause_by_exponentials(inputs[0], row["roof_s"])
     if args.device.type == "cpu" and getattr(function, "func", None) is torch.softmax:
         exp_s = seconds(partial(torch.exp, *inputs), args.iters)
         slow = exp_s > NEAR * row["roof_s"] and exp_s * NEAR >= row["seconds"]

@@ -44,6 +44,7 @@ from anatomy.experiment import (
     table,
     us,
 )
+from anatomy.misses import changed_cause, unsteady_cause
 from common import profile
 from common.hardware import synchronize
 
@@ -91,7 +92,8 @@ def run(args: argparse.Namespace) -> Result:
         # An operation that waits is predicted as its own time plus that of the queued kernel.
         predicted = host_s["empty queue"] + (large_s if waits and gpu else 0)
         before = waits_and_products(large_s, left[:16, :16]) if gpu else by_one_thread(edge)
-        find = partial(cause_by_what_ran, operation=operation, before=before, iters=args.iters)
+        again = partial(host_seconds, operation, args.iters, queues["after a large kernel"])
+        find = partial(cause_by_what_ran, operation=operation, before=before, iters=args.iters, again=again)
         checks.append(
             Check(f"{name} after a large kernel", predicted, host_s["after a large kernel"], "us", find_cause=find)
         )
@@ -115,9 +117,13 @@ def printed(value: torch.Tensor) -> None:
         print(value)
 
 
-def cause_by_what_ran(check: Check, operation: Callable, before: dict, iters: int) -> str | None:
-    """The first of `before`, sentence -> work, right after which an operation takes as long as measured, and not as
-    long as predicted."""
+def cause_by_what_ran(
+    check: Check, operation: Callable, before: dict, iters: int, again: Callable[[], Seconds]
+) -> str | None:
+    """Whether an operation's time is another when it is measured `again`; else the first of `before`, sentence -> work,
+    right after which it takes as long as measured, and not as long as predicted."""
+    if changed := changed_cause(check, again_s := again()) or unsteady_cause(check, again_s):
+        return changed
     for what, work in before.items() if check.measured > check.predicted else ():
         after_s = host_seconds(operation, iters, work)
         if near(after_s, check.measured) and not near(after_s, check.predicted):

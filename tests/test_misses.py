@@ -97,8 +97,9 @@ def test_a_copy_beyond_a_cache_and_an_operation_after_the_caches_are_taken_are_e
     took = {"write": 5e-6, "product": 2e-6, "idle": 3e-6, "both": 7e-6}
     monkeypatch.setattr(sync_points, "host_seconds", lambda _, iters, work: work() or exactly(took[work.__name__]))
 
-    def after(before, measured):
-        return sync_points.cause_by_what_ran(Check("x", 1e-6, measured, "us"), print, before, iters=2)
+    def after(before, measured, again=None):
+        timed_again = partial(exactly, again or measured)
+        return sync_points.cause_by_what_ran(Check("x", 1e-6, measured, "us"), print, before, 2, timed_again)
 
     written = partial(after, sync_points.by_one_thread(512))
     assert "one thread has written 3 MiB, as much as the product touches, it takes 5.0 us" in written(6e-6)
@@ -106,6 +107,7 @@ def test_a_copy_beyond_a_cache_and_an_operation_after_the_caches_are_taken_are_e
     gpu = partial(after, sync_points.waits_and_products(1e-3, torch.ones(2, 2)))
     assert "spun for 1.0 ms and launched a small product, it takes 7.0" in gpu(6e-6)
     assert "spun for 1.0 ms, it takes 3.0" in gpu(3e-6) and gpu(9e-6) is None and gpu(0.5e-6) is None
+    assert "apart" in gpu(6e-6, again=3e-6) and "had changed" in gpu(6e-6, again=1.1e-6)
     took["product"] = 1.1e-6
     assert gpu(1.3e-6) is None, "near what was predicted, too"
 
@@ -118,6 +120,16 @@ def test_a_slow_sum_and_a_slow_quotient_explain_what_is_slower_by_both(monkeypat
     assert said == "alone, its sum takes 5.0 us and its quotient 5.0; a copy of x takes 2.0"
     assert fusion.parts_alone(Check("x", 3e-6, 20e-6, "us"), case) is None
     assert fusion.parts_alone(Check("x", 3e-6, 5e-6, "us"), case) is None
+
+
+def test_exponentials_explain_attention_above_its_roof_only_if_they_take_long(monkeypatch):
+    monkeypatch.setattr(attention_forms, "exponential_rate", lambda device: 1e12)
+    q = torch.empty(1, 2, 1000, 8)
+    said = attention_forms.cause_by_exponentials(q, 2e-6)
+    assert said == "its exponentials, which a roof leaves out, alone take 1.0 us: 3.0 with its FLOPs"
+    assert attention_forms.cause_by_exponentials(q, 5e-6) is None
+    monkeypatch.setattr(attention_forms, "exponential_rate", lambda device: None)
+    assert attention_forms.cause_by_exponentials(q, 2e-6) is None
 
 
 def test_the_direction_of_a_sum_explains_it_if_the_contiguous_base_takes_as_long(monkeypatch):
