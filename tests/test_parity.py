@@ -213,14 +213,15 @@ def test_runs_at_the_same_time_divide_gpus_and_cores(monkeypatch):
 def trained_runs(monkeypatch, folder, row, seeds, kind=parity.MUTATION):
     """Runs of the 2_sdpa.py in a folder, on letters of which nine in ten follow from the two before by a random table:
     attention finds the two, the MLP combines them. On real text so small a model hides a dead MLP for a thousand steps.
-    One head of 64 shows a missing scale; with fewer tokens a step, seeds differ more than a fault does."""
+    One head of 64 shows a missing scale; with fewer tokens a step, seeds differ more than a fault does, and with fewer
+    steps some still learn the table."""
     monkeypatch.setattr(conftest, "ROOT", folder)
     random = np.random.default_rng(0)
     table, letters = random.integers(5, size=(5, 5)), random.integers(5, size=200_000)
     for k in np.flatnonzero(random.random(len(letters)) < 0.9)[2:]:
         letters[k] = table[letters[k - 1], letters[k - 2]]
     config = conftest.GPTConfig(n_layer=2, n_head=1, n_embd=64, seq_len=16, vocab_size=5)
-    more = {"batch_size": 32, "steps": 180, "warmup": 0, "lr": 3e-3, "text": data.Text(letters.astype(np.uint8), "")}
+    more = {"batch_size": 32, "steps": 240, "warmup": 0, "lr": 3e-3, "text": data.Text(letters.astype(np.uint8), "")}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine two threads wait for each other
     heldout = []
