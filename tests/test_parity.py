@@ -234,7 +234,7 @@ def trained_runs(monkeypatch, folder, row, seeds, kind=parity.MUTATION):
     return trained(row, heldout, kind)
 
 
-def test_a_study_sees_every_fault_and_other_seeds_of_the_same_script_are_none(tmp_path, monkeypatch):
+def test_a_study_sees_every_fault_and_other_seeds_of_the_same_script_differ_less(tmp_path, monkeypatch):
     runs = [trained_runs(monkeypatch, conftest.ROOT, "2_sdpa", (1, 2, 3), "step")]
     runs.append(trained_runs(monkeypatch, conftest.ROOT, "other seeds", (4, 5, 6)))
     faults = [one for one in command.every_row() if one.kind == parity.MUTATION and one.script == "2_sdpa"]
@@ -242,6 +242,9 @@ def test_a_study_sees_every_fault_and_other_seeds_of_the_same_script_are_none(tm
         one.path(tmp_path)
         runs.append(trained_runs(monkeypatch, tmp_path, one.row, (1, 2, 3)))
     study = study_of(tmp_path, *runs)
-    said = {row: parity.fault_verdict(study, row, parity.heldout_loss) for row in parity.rows(study, mutations=True)}
-    assert len(faults) == 3 and [said[one.row] for one in faults] == [parity.DIFFERENT] * 3
-    assert said["other seeds"] == parity.ALIKE
+    said = [parity.fault_verdict(study, one.row, parity.heldout_loss) for one in faults]
+    assert len(faults) == 3 and said == [parity.DIFFERENT] * 3
+    losses = {row: parity.by_seed(study, row, parity.heldout_loss) for row in ("2_sdpa", *parity.rows(study, True))}
+    apart = {row: abs(parity.mean(each) - parity.mean(losses["2_sdpa"])) for row, each in losses.items()}
+    # Their verdict would be DIFFERENT by chance on one processor in twenty, as each rounds in its own way.
+    assert all(apart[one.row] > 3 * apart["other seeds"] for one in faults)
