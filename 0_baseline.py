@@ -1,7 +1,6 @@
 """Step 0: the baseline, plain PyTorch in FP32.
 
 Change:   nothing yet. Attention is written out: scores, causal mask, softmax, product.
-Why:      every later step is measured against this one, on the same weights and batches.
 Run:      python 0_baseline.py        Read: this file first, then the diff to 1_cublas.py
 """
 
@@ -11,7 +10,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import benchmark, parallel
+from common import parallel
+from common.benchmark import launch
 from common.model import GPT
 
 
@@ -21,13 +21,13 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.proj = nn.Linear(config.n_embd, config.n_embd)
-        future = torch.ones(config.seq_len, config.seq_len, dtype=torch.bool).triu(diagonal=1)
+        future = torch.ones(config.seq_len, config.seq_len, dtype=torch.bool).triu(1)
         self.register_buffer("future", future, persistent=False)  # (T, T)
 
     def forward(self, x):
-        B, T, C = x.shape
+        (B, T, C), H = x.shape, self.n_head
         qkv = self.qkv(x).split(C, dim=-1)
-        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in qkv)  # (B, H, T, D)
+        q, k, v = (t.view(B, T, H, -1).transpose(1, 2) for t in qkv)  # (B, H, T, D)
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, H, T, T)
         weights = scores.masked_fill(self.future[:T, :T], -math.inf).softmax(dim=-1)
         y = weights @ v  # (B, H, T, D)
@@ -61,7 +61,7 @@ class Head(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # tied by GPT
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # tied
 
     def forward(self, x, targets):
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)
@@ -69,23 +69,21 @@ class Head(nn.Module):
 
 
 def main(args):
-    torch.set_float32_matmul_precision("highest")  # containers may turn TF32 on by environment
+    torch.set_float32_matmul_precision("highest")  # whatever the environment asks
     with args.device:
         model = GPT(args.config, Block, Head, args.seed)
-    model = parallel.distribute(model, args)
+    model = parallel.distribute(model, args)  # under torchrun; alone it is the model itself
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
 
     def train_step(tokens, targets):
-        losses = []
-        for x, y in parallel.micro_batches(tokens, targets, model, args):
-            losses.append(model(x, y) / args.accumulate)
-            losses[-1].backward()
+        loss = model(tokens, targets)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return sum(losses)
+        return loss
 
-    return benchmark.run(train_step, model, args)
+    return train_step, model
 
 
 if __name__ == "__main__":
-    benchmark.launch(main)
+    launch(main)

@@ -1,9 +1,7 @@
 """Step 1: matrix products on tensor cores, by TF32 and automatic mixed precision (AMP).
 
-Change:   products, GELU and the residual stream are in BF16, or FP16 before Ampere.
-          LayerNorm, softmax, weights and optimizer stay FP32. FP32 products run in TF32.
-Why:      FP32 arithmetic bounds the baseline. Tensor cores multiply many times faster. The
-          casts that autocast adds take back a part of the gain.
+Change:   products, GELU and the residual stream run in BF16; other FP32 products in TF32.
+          LayerNorm, softmax, weights and optimizer stay FP32.
 Run:      python 1_cublas.py          Read: diff 0_baseline.py 1_cublas.py
 """
 
@@ -13,7 +11,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import benchmark, parallel
+from common import parallel
+from common.benchmark import launch
 from common.model import GPT
 
 
@@ -23,13 +22,13 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.proj = nn.Linear(config.n_embd, config.n_embd)
-        future = torch.ones(config.seq_len, config.seq_len, dtype=torch.bool).triu(diagonal=1)
+        future = torch.ones(config.seq_len, config.seq_len, dtype=torch.bool).triu(1)
         self.register_buffer("future", future, persistent=False)  # (T, T)
 
     def forward(self, x):
-        B, T, C = x.shape
+        (B, T, C), H = x.shape, self.n_head
         qkv = self.qkv(x).split(C, dim=-1)
-        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in qkv)  # (B, H, T, D)
+        q, k, v = (t.view(B, T, H, -1).transpose(1, 2) for t in qkv)  # (B, H, T, D)
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, H, T, T)
         weights = scores.masked_fill(self.future[:T, :T], -math.inf).softmax(dim=-1)
         y = weights @ v  # (B, H, T, D)
@@ -63,7 +62,7 @@ class Head(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # tied by GPT
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # tied
 
     def forward(self, x, targets):
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)
@@ -74,25 +73,19 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # TF32
     with args.device:
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
-    model = parallel.distribute(model, args)
+    model = parallel.distribute(model, args)  # under torchrun; alone it is the model itself
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
-    # Scales the loss under FP16; under BF16 and FP32 it does nothing.
-    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
 
     def train_step(tokens, targets):
-        amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.mixed_precision)
-        losses = []
-        for x, y in parallel.micro_batches(tokens, targets, model, args):
-            with amp:
-                losses.append(model(x, y) / args.accumulate)
-            scaler.scale(losses[-1]).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        with torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp):
+            loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
         optimizer.zero_grad()
-        return sum(losses)
+        return loss
 
-    return benchmark.run(train_step, model, args)
+    return train_step, model
 
 
 if __name__ == "__main__":
-    benchmark.launch(main)
+    launch(main)

@@ -1,19 +1,16 @@
 """Step 2: fused attention.
 
-Change:   softmax(Q K^T) V becomes one kernel, scaled_dot_product_attention, with
-          is_causal=True in place of a mask.
-Why:      attention by hand wrote the (T, T) scores to DRAM and read them several times.
-          Fused, they stay on the chip, and the half that the mask hid is not computed.
-          Autocast no longer casts them to FP32 for softmax, and back.
+Change:   attention becomes one kernel, scaled_dot_product_attention. The (T, T) scores stay
+          on the chip, and the half that the mask hides is not computed.
 Run:      python 2_sdpa.py            Read: diff 1_cublas.py 2_sdpa.py
 """
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import benchmark, parallel
+from common import parallel
+from common.benchmark import launch
 from common.model import GPT
 
 
@@ -25,9 +22,9 @@ class CausalSelfAttention(nn.Module):
         self.proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):
-        B, T, C = x.shape
+        (B, T, C), H = x.shape, self.n_head
         qkv = self.qkv(x).split(C, dim=-1)
-        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in qkv)  # (B, H, T, D)
+        q, k, v = (t.view(B, T, H, -1).transpose(1, 2) for t in qkv)  # (B, H, T, D)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -59,7 +56,7 @@ class Head(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # tied by GPT
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # tied
 
     def forward(self, x, targets):
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)
@@ -70,32 +67,19 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # TF32
     with args.device:
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
-    model = parallel.distribute(model, args)
+    model = parallel.distribute(model, args)  # under torchrun; alone it is the model itself
     optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
-    kernels = [  # in order of preference
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
-    # Scales the loss under FP16; under BF16 and FP32 it does nothing.
-    scaler = torch.amp.GradScaler(args.device.type, enabled=args.amp_dtype is torch.float16)
 
-    @sdpa_kernel(kernels, set_priority=True)
     def train_step(tokens, targets):
-        amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.mixed_precision)
-        losses = []
-        for x, y in parallel.micro_batches(tokens, targets, model, args):
-            with amp:
-                losses.append(model(x, y) / args.accumulate)
-            scaler.scale(losses[-1]).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        with torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp):
+            loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
         optimizer.zero_grad()
-        return sum(losses)
+        return loss
 
-    return benchmark.run(train_step, model, args)
+    return train_step, model
 
 
 if __name__ == "__main__":
-    benchmark.launch(main)
+    launch(main)

@@ -29,19 +29,19 @@ add_report_packages() { # interpreter
   done
 }
 
+# A folder that this script did not make is never changed. -I: nothing of the current folder is imported.
 make_venv() {
+  local mark="$here/.venv/.made-by-run_all"
+  [ -e "$here/.venv" ] && [ ! -e "$mark" ] &&
+    fail 1 ".venv is not run_all.sh's and lacks a package of requirements.txt: install them there, or move it away"
+  mkdir -p "$here/.venv" 2>/dev/null && touch "$mark" 2>/dev/null ||
+    fail 1 "cannot write to $here: name a Python that has torch and numpy, PYTHON=... ./run_all.sh"
   echo "run_all.sh: installing requirements.txt into .venv (once)" >&2
-  if ! "$here/.venv/bin/python" -m pip --version >/dev/null 2>&1; then # none, or left half made
-    rm -rf "$here/.venv"
-    python3 -m venv "$here/.venv" >&2 || {
-      rm -rf "$here/.venv"
-      fail 1 "python3 -m venv failed (Debian, Ubuntu: apt-get install python3-venv)"
-    }
-  fi
+  python3 -I -m venv "$here/.venv" >&2 || fail 1 "python3 -m venv failed (Debian, Ubuntu: apt-get install python3-venv)"
   "$here/.venv/bin/python" -m pip install --quiet -r "$here/requirements.txt" >&2 ||
     fail 1 "requirements.txt did not install (see above)"
   if [ -e /dev/nvidia0 ] || command -v nvidia-smi >/dev/null; then
-    # Optional: without it the FP8 step is a skipped row that says so.
+    # Optional: without it the FP8 step is a skipped row with its reason.
     "$here/.venv/bin/python" -m pip install --quiet wheel==0.48.0 setuptools==80.9.0 ninja==1.13.2 >&2 &&
       "$here/.venv/bin/python" -m pip install --quiet --no-build-isolation \
         "transformer-engine[pytorch]==$te_version" >&2 ||
@@ -59,7 +59,7 @@ setup() {
     return
   fi
   command -v python3 >/dev/null || fail 1 "there is no python3: install Python 3.10 or newer"
-  fit python3 || fail 1 "$(python3 --version 2>&1) is too old: Python 3.10 or newer is needed"
+  fit python3 || fail 1 "python3 ($(python3 --version 2>&1 | head -1)) does not start or is older than Python 3.10"
   if has python3 torch; then
     has python3 numpy || add python3 numpy --no-deps || fail 1 "numpy did not install (see above)"
     add_report_packages python3

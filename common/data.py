@@ -1,35 +1,25 @@
 """Real text to batches of tokens, all staged on the device before anything is timed."""
 
-from __future__ import annotations
-
 import hashlib
-import os
 import platform
 import sysconfig
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-# llm.c writes 256 int32 before the tokens: magic, version, number of tokens, zeros.
-LLMC_MAGIC = 20240520
-LLMC_HEADER_TOKENS = 256 * 4 // 2  # the room of this many uint16
+MOST_BYTES = 2**30  # of a file: what follows is not read
+LLMC_MAGIC, LLMC_HEADER = 20240520, 512  # llm.c writes 256 int32 (512 uint16) first; the magic number begins them
 HELDOUT_SHARE = 0.05  # of the text, at its end
-HELDOUT_SEQUENCES = 16
-
-
-class DataError(ValueError):
-    """The text cannot be trained on; the message is one line that says why."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A tokenized text: `tokens` is 1-D, uint8 (bytes) or uint16 (token ids). `path` is None for the default text."""
+    """A tokenized text: `tokens` is 1-D, uint8 (bytes) or uint16 (token ids)."""
 
     tokens: np.ndarray
     name: str
-    path: Path | None = None
 
 
 def standard_library_text() -> Text:
@@ -37,61 +27,36 @@ def standard_library_text() -> Text:
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
     files = sorted(f for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts))
-    if not files:
-        raise DataError(f"no Python source found under {root}; name a text with --data FILE")
     source = np.frombuffer(b"".join(file.read_bytes() for file in files), dtype=np.uint8)
     return Text(source, f"Python {platform.python_version()} standard library")
 
 
-def load_text(path: Path | None, n_tokens: int | None = None) -> Text:
-    """A file as bytes, or a `.bin` of uint16 tokens as nanoGPT's and llm.c's scripts write it; at most `n_tokens`.
+def load_text(path: Path | None, seq_len: int, vocab_size: int) -> Text:
+    """A file as bytes, or a `.bin` of uint16 tokens as nanoGPT's and llm.c's scripts write it; its first GiB.
 
-    None gives the default text. Raises DataError for a file that is missing, unreadable, empty or shorter than
-    `n_tokens`, and for a `.bin` whose size fits no whole number of tokens.
+    None gives the default text. Raises ValueError, one line, for a file that cannot be read, one that does not hold a
+    sequence and its targets, and a token outside the vocabulary.
     """
-    if path is None:
-        text = standard_library_text()
-    else:
-        try:
-            text = Text(_file_tokens(path), os.fsencode(path.name).decode(errors="replace"), path)
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror or error}") from None
-    if n_tokens is not None and n_tokens > len(text.tokens):
-        raise DataError(f"{text.name} has {len(text.tokens)} tokens, fewer than --data-tokens {n_tokens}")
-    return replace(text, tokens=text.tokens[:n_tokens])
+    try:
+        text = Text(_file_tokens(path), path.name) if path else standard_library_text()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+    if len(text.tokens) <= seq_len:
+        raise ValueError(f"{text.name} has {len(text.tokens)} tokens, but --seq-len {seq_len} needs one more than that")
+    if (largest := int(text.tokens.max())) >= vocab_size:
+        raise ValueError(f"{text.name} has the token id {largest}: --vocab-size must be at least {largest + 1}")
+    return text
 
 
 def _file_tokens(path: Path) -> np.ndarray:
-    size = path.stat().st_size
-    if size == 0:
-        raise DataError(f"{path} is empty")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
     if path.suffix != ".bin":
-        return np.memmap(path, dtype=np.uint8, mode="r")
-    if size % 2:
-        raise DataError(f"{path} has an odd number of bytes, so it holds no uint16 tokens")
-    tokens = np.memmap(path, dtype="<u2", mode="r")
-    magic, version, count = tokens[:6].view("<i4") if len(tokens) >= 6 else (None, None, None)
-    if magic != LLMC_MAGIC:
-        return tokens
-    n_tokens = max(len(tokens) - LLMC_HEADER_TOKENS, 0)
-    if version != 1 or count != n_tokens:
-        raise DataError(
-            f"{path} has an llm.c header of version {version} for {count} tokens, "
-            f"but version 1 for {n_tokens} tokens was expected from its size"
-        )
-    if n_tokens == 0:
-        raise DataError(f"{path} is empty: an llm.c header and no tokens")
-    return tokens[LLMC_HEADER_TOKENS:]
-
-
-def check_text(text: Text, seq_len: int, vocab_size: int) -> None:
-    """Raise DataError unless `text` holds one sequence and its targets, and fits the vocabulary."""
-    name, n_tokens, need = text.name, len(text.tokens), seq_len + 1
-    if n_tokens < need:
-        raise DataError(f"{name} has {n_tokens} tokens; one sequence and its targets need {need} (--seq-len {seq_len})")
-    if (largest := int(text.tokens.max())) >= vocab_size:
-        outside = f"{name} has token id {largest}, outside the vocabulary"
-        raise DataError(f"{outside}: --vocab-size must be at least {largest + 1}")
+        return np.fromfile(path, dtype=np.uint8, count=MOST_BYTES)
+    if path.stat().st_size % 2:
+        raise ValueError(f"{path} has an odd number of bytes, so it holds no uint16 tokens")
+    tokens = np.fromfile(path, dtype="<u2", count=MOST_BYTES // 2)
+    return tokens[LLMC_HEADER if tokens[:2].tobytes() == LLMC_MAGIC.to_bytes(4, "little") else 0 :]
 
 
 def trained_tokens(text: Text, seq_len: int) -> int:
@@ -109,25 +74,14 @@ def draw_starts(text: Text, n_batches: int, batch_size: int, seq_len: int, seed:
     return np.random.default_rng(seed).integers(n_starts, size=(n_batches, batch_size))
 
 
-def heldout_starts(text: Text, seq_len: int) -> np.ndarray:
-    """Where HELDOUT_SEQUENCES excerpts of the held-out part begin, evenly spaced, whatever the seed: int64 (n, 1).
-
-    Empty where the text is too short to have such a part.
-    """
-    first, last = trained_tokens(text, seq_len), len(text.tokens) - seq_len - 1
-    n = HELDOUT_SEQUENCES if first <= last else 0
-    return np.linspace(first, last, n).astype(np.int64)[:, None]
-
-
-def read_batches(text: Text, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    """The excerpts at `starts` with one token more, as int64 (n_batches, batch_size, seq_len + 1)."""
-    return text.tokens[starts[..., None] + np.arange(seq_len + 1)].astype(np.int64)
-
-
-def stage_batches(batches: np.ndarray, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Copy drawn batches to the device as (tokens, targets) pairs, each (B, T) int64 and contiguous."""
-    excerpts = torch.from_numpy(batches)
-    return [(excerpt[:, :-1].contiguous().to(device), excerpt[:, 1:].contiguous().to(device)) for excerpt in excerpts]
+def stage_batches(text: Text, starts: np.ndarray, seq_len: int, device: torch.device) -> list[tuple]:
+    """The excerpts at `starts` (n_batches, batch_size), copied to the device as pairs of tokens and targets, each
+    (batch_size, seq_len) int64 and contiguous."""
+    batches = []
+    for of_batch in starts:
+        excerpts = torch.from_numpy(text.tokens[of_batch[:, None] + np.arange(seq_len + 1)].astype(np.int64))
+        batches.append((excerpts[:, :-1].contiguous().to(device), excerpts[:, 1:].contiguous().to(device)))
+    return batches
 
 
 def fingerprint(text: Text, starts: np.ndarray, seq_len: int) -> str:

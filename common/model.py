@@ -3,8 +3,6 @@
 The blocks and the head come from the step's own script, because they are what a step changes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,26 +21,21 @@ class GPTConfig:
     seq_len: int
     vocab_size: int
 
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
-
 
 @dataclass(frozen=True)
 class Preset:
-    """A workload: a model shape, sequences per step, and a learning rate that suits both."""
+    """A workload: a model shape and sequences per step."""
 
     config: GPTConfig
     batch_size: int
-    lr: float
     purpose: str
 
 
 PRESETS = {
-    "tiny": Preset(GPTConfig(2, 4, 128, 1024, 256), 2, 1e-3, "any CPU, in about a minute"),
-    "gpt2": Preset(GPTConfig(12, 12, 768, 1024, 50304), 32, 1e-4, "124 M, the shape everybody knows"),
-    "gpt3-xl": Preset(GPTConfig(24, 16, 2048, 2048, 50304), 4, 2e-4, "1.3 B, deep"),
-    "gpt3-6.7b-slice": Preset(GPTConfig(6, 32, 4096, 2048, 50304), 8, 1.2e-4, "6 of GPT-3 6.7B's 32 layers, wide"),
+    "tiny": Preset(GPTConfig(2, 4, 128, 1024, 256), 2, "any CPU, in about a minute"),
+    "gpt2": Preset(GPTConfig(12, 12, 768, 1024, 50304), 32, "124 M, the shape everybody knows"),
+    "gpt3-xl": Preset(GPTConfig(24, 16, 2048, 2048, 50304), 4, "1.3 B, deep"),
+    "gpt3-6.7b-slice": Preset(GPTConfig(6, 32, 4096, 2048, 50304), 8, "6 of GPT-3 6.7B's 32 layers, wide"),
 }
 
 
@@ -68,7 +61,6 @@ class GPT(nn.Module):
     ):
         super().__init__()
         self.residual_dtype = residual_dtype
-        self.checkpoint: Callable | None = None  # as torch.utils.checkpoint.checkpoint: runs a block again in backward
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.seq_len, config.n_embd)
         self.blocks = nn.ModuleList(block(config) for _ in range(config.n_layer))
@@ -80,8 +72,7 @@ class GPT(nn.Module):
         """Mean cross entropy in nats of `targets` (B, T) given `tokens` (B, T), both int64."""
         x = (self.wte(tokens) + self.wpe.weight[: tokens.size(1)]).to(self.residual_dtype)  # (B, T, C)
         for block in self.blocks:
-            again = self.checkpoint is not None and torch.is_grad_enabled()
-            x = self.checkpoint(block, x, use_reentrant=False) if again else block(x)
+            x = block(x)
         return self.head(x, targets)
 
     @torch.no_grad()

@@ -1,37 +1,31 @@
 """What an untimed training step really ran, and where its time goes.
 
 Steps run under torch.profiler after the timed ones. The category of a kernel follows from its name, see
-CATEGORY_PATTERNS. Matrix products include those of attention where it is written out by hand. Normalization and
-pointwise is also what a compiler fused of these, with the casts that it fused in; a CPU's compiled AdamW is among them,
-as its compiled regions have no names. Copies and casts include quantization to FP8. Names that no rule knows are other.
+CATEGORY_PATTERNS. Matrix products include the products of attention where it is written out by hand. Normalization and
+pointwise is also what a compiler fused of these, with the casts that it fused in. Copies and casts include quantization
+to FP8. Names that no rule knows are other.
 """
 
-from __future__ import annotations
-
-import gzip
-import json
-import math
+import os
 import re
+import sys
 import tempfile
-import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity
 
-from common.block import one_block
 from common.hardware import synchronize
-from common.record import CATEGORIES, CategoryTime, Kernel, Profile, Settings
-from common.text import aligned
-from common.traced import Launch
+from common.record import CATEGORIES, Block, CategoryTime, Kernel, Launch, Profile, Settings
+from common.text import say
 
 COMPILED_GRAPH = "## Call CompiledFxGraph"  # what a CPU's trace calls a compiled graph
-MATRIX_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_linear_pointwise", "_mkl_linear", "convolution")
-
+MATRIX_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_linear_pointwise", "_mkl_linear")
+DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32"}  # by the profiler's names
 # Operator that is dispatched to -> the kernel family that runs.
 ATTENTION_OPERATORS = {
     "_scaled_dot_product_cudnn_attention": "cudnn",
@@ -59,94 +53,57 @@ CATEGORY_PATTERNS = {
 }
 # What is left of PyTorch's, Triton's and Transformer Engine's own kernels is pointwise or a plain reduction.
 POINTWISE = r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|cub::|CompiledF|^aten::|krn_partial"
-COMPUTE = ("matrix products", "attention")
-MARKER_BYTES = 4093  # copies of this size begin and end a profiled step on the GPU's timeline
-# Work that keeps the GPU busy while the host launches a step. It has few launches: the driver's queue is finite.
-FILLER_SHAPE = (8192, 65536)  # of a matrix that is multiplied with its transpose
-FILLER_PASSES = 36  # over that matrix after each product, for memory traffic
-SHORTEST_US = 10  # of a CPU's operator that is drawn
-LAUNCH_MARGIN_MS = 50  # the profiler's buffers grow while it records: a later step can take the host longer
+# What the names of attention's backward kernels contain: of cuDNN, FlashAttention, CUTLASS, softmax by hand, a CPU.
+BACKWARD = r"bprop|bwd|[Bb]ackward|cutlassB|dot_do_o|convert_dq"
+OPTIMIZERS = {"_fused_adam": "fused", "_foreach_": "foreach"}  # by how their operators' names begin
+KERNELS_KEPT = 40
+SHORTEST_MS = 0.01  # of a CPU's operator in the timeline of a block
 
 
-@dataclass(frozen=True)
-class Trace:
-    """One profiled step: Chrome trace events of the operators, and of the GPU kernels."""
-
-    operators: list[dict]
-    kernels: list[dict]
-    chrome: str  # the whole trace, as text
-
-    def operator_names(self) -> set[str]:
-        """Without namespace: `aten::mm` is `mm`."""
-        return {event["name"].rpartition("::")[2] for event in self.operators}
+def categorize(name: str) -> str:
+    """The category of a kernel, or of a CPU operator, by its name."""
+    rest = "normalization and pointwise" if re.search(POINTWISE, name) else "other"
+    return next((category for category, pattern in CATEGORY_PATTERNS.items() if re.search(pattern, name)), rest)
 
 
-def trace_step(step: Callable[[], object], device: torch.device) -> Trace:
-    """Run `step` once under torch.profiler. Raises what the profiler raises."""
+# --- what ran -------------------------------------------------------------------------------------
+
+
+def observe(step: Callable[[], object], model: torch.nn.Module, device: torch.device) -> tuple[Settings, object]:
+    """Run `step` once, launched, under torch.profiler: what its operators show, and the profiler. Raises what that
+    raises."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         step()
         synchronize(device)
-    text, by_kind = chrome_trace(profiler)
-    return Trace(by_kind["cpu_op"] + by_kind["user_annotation"], by_kind["kernel"], text)
-
-
-def chrome_trace(profiler: torch.profiler.profile) -> tuple[str, dict[str, list[dict]]]:
-    """The Chrome trace as text, and its events by their kind (`cat`)."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        text = path.read_text(errors="replace")  # kernel names may hold bytes that are not UTF-8
-    by_kind: dict[str, list[dict]] = defaultdict(list)
-    for event in json.loads(text, strict=False)["traceEvents"]:
-        by_kind[event.get("cat", "")].append(event)
-    return text, by_kind
-
-
-def write_chrome_trace(trace: Trace, path: Path) -> None:
-    """For chrome://tracing and ui.perfetto.dev, which read it compressed. Raises OSError."""
-    with gzip.open(path, "wt", compresslevel=5) as file:
-        file.write(trace.chrome)
-
-
-def observed_settings(trace: Trace) -> Settings:
-    """What a profiled step shows: dtypes, attention, compiler, optimizer."""
-    names = trace.operator_names()
-    return Settings(
-        amp_dtype=_matrix_dtype(trace),
-        float32_matmul_precision=torch.get_float32_matmul_precision(),
-        attention_kernel=attention_kernel(names),
-        compiled=any(name.startswith(("Torch-Compiled Region", COMPILED_GRAPH)) for name in names),
-        optimizer=_optimizer(names),
-    )
-
-
-def _matrix_dtype(trace: Trace) -> str | None:
-    """The narrowest dtype that PyTorch's own matrix products and any fused attention took."""
-    chrome_names = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16"}
-    seen = set()
-    for event in trace.operators:
-        name = event["name"].rpartition("::")[2]
+    operators, seen = set(), set()
+    for event in profiler.profiler.kineto_results.events():
+        name = event.name().rpartition("::")[2]
+        operators.add(name)
         if name in MATRIX_OPERATORS or name in ATTENTION_OPERATORS:
-            seen |= {chrome_names.get(kind) for kind in event.get("args", {}).get("Input type", [])}
-    return next((name for name in ("bfloat16", "float16", "float32") if name in seen), None)
+            seen |= {DTYPES.get(dtype) for dtype in event.dtypes()}
+    by_hand = "by hand" if operators & {"softmax", "_softmax"} else None
+    algorithms = {name.partition("#")[2].partition(".")[0] for name in operators if name.startswith("Optimizer.")}
+    how = [word for mark, word in OPTIMIZERS.items() if any(name.startswith(mark) for name in operators)]
+    recipes = {name: recipe for name, module in model.named_modules() if (recipe := _fp8_recipe(module))}
+    head = "FP8" if any(name.endswith("lm_head") for name in recipes) else "BF16"
+    settings = Settings(
+        amp_dtype=next((name for name in DTYPES.values() if name in seen), None),
+        float32_matmul_precision=torch.get_float32_matmul_precision(),
+        attention_kernel=next((family for name, family in ATTENTION_OPERATORS.items() if name in operators), by_hand),
+        compiled=any(name.startswith(("Torch-Compiled Region", COMPILED_GRAPH)) for name in operators),
+        optimizer=", ".join([algorithms.pop(), *how[:1]]) if algorithms else None,
+        fp8_recipe=next(iter(recipes.values()), None),
+        head=head if recipes else None,
+    )
+    return settings, profiler
 
 
-def attention_kernel(operator_names: set[str]) -> str | None:
-    """The family of attention kernels that the operators of a step, without namespace, stand for."""
-    by_hand = "by hand" if operator_names & {"softmax", "_softmax"} else None
-    return next((kernel for name, kernel in ATTENTION_OPERATORS.items() if name in operator_names), by_hand)
-
-
-def _optimizer(operator_names: set[str]) -> str | None:
-    algorithms = {name.partition("#")[2].partition(".")[0] for name in operator_names if name.startswith("Optimizer.")}
-    if not algorithms:
-        return None
-    how = [", fused"] if any(name.startswith("_fused_adam") for name in operator_names) else []
-    how += [", foreach"] if any(name.startswith("_foreach_") for name in operator_names) else []
-    if not any(name.startswith("Optimizer.step#") for name in operator_names):
-        how = [", compiled"]  # the compiler drops the step's own record, zero_grad's stays
-    return algorithms.pop() + "".join(how[:1])
+def _fp8_recipe(module: torch.nn.Module) -> str | None:
+    """How a module of Transformer Engine or torchao multiplies FP8; None of any other."""
+    if getattr(module, "fp8", False):
+        return repr(module.fp8_meta.get("recipe"))
+    return "torchao" if type(module).__name__ == "Float8Linear" else None
 
 
 def count_host_syncs(step: Callable[[], object]) -> int:
@@ -162,221 +119,123 @@ def count_host_syncs(step: Callable[[], object]) -> int:
     return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
-def categorize(name: str) -> str:
-    """The category of a kernel, or of a CPU operator, by its name."""
-    rest = "normalization and pointwise" if re.search(POINTWISE, name) else "other"
-    return next((category for category, pattern in CATEGORY_PATTERNS.items() if re.search(pattern, name)), rest)
+def write_memory_snapshot(step: Callable[[], object], path: Path) -> None:
+    """What CUDA's allocator did in one launched step, for pytorch.org/memory_viz. Raises OSError, RuntimeError."""
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+    try:
+        step()
+        write_by_rename(torch.cuda.memory._dump_snapshot, path)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def profile_cuda(step: Callable[[], object], n_steps: int, median_ms: float, device: torch.device) -> Profile:
-    """The record's profile of `n_steps`, without what only the operators show. Raises what the profiler raises.
+def write_by_rename(write: Callable[[str], object], path: Path) -> None:
+    """Have a library write a file beside `path`, then rename it: never through a link, never half a file."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".trace-") as folder:
+        write(f"{folder}/{path.name}")
+        os.replace(f"{folder}/{path.name}", path)
 
-    Profiling slows the host. To keep that from showing as idle time, only the GPU is traced, and each step is queued
-    while the GPU runs the step before and, where launching takes long, other work: a GPU that only waits cools down,
-    and then runs the step several percent faster.
+
+# --- where the time goes --------------------------------------------------------------------------
+
+
+def profile_steps(step: Callable[[], object], n_steps: int, median_ms: float, device: torch.device) -> Profile:
+    """The record's profile of `n_steps`, each of `median_ms` when timed. Raises what the profiler raises.
+
+    The profiler slows the host, so its own gaps are not counted: idle is what the timed median leaves over.
     """
-    marker = torch.zeros(2, MARKER_BYTES, dtype=torch.uint8, device=device)
-    keep_busy = _keep_busy(device)
+    if device.type == "cpu":
+        return profile_cpu(step, n_steps)
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        started = time.perf_counter()
-        step()  # untraced between markers: how long the host takes under the profiler
-        launch_ms = (time.perf_counter() - started) * 1e3
         for _ in range(n_steps):
-            if 2 * launch_ms > median_ms:  # else each step queues while the one before runs
-                keep_busy(3 * launch_ms + LAUNCH_MARGIN_MS - median_ms)
-            marker[0].copy_(marker[1])
             step()
-            marker[0].copy_(marker[1])
         torch.cuda.synchronize(device)
-    _, by_kind = chrome_trace(profiler)
-    profile = summarize_timeline(by_kind["kernel"] + by_kind["gpu_memcpy"] + by_kind["gpu_memset"], n_steps)
-    profile.bound_by, profile.shares = bound_by(profile)
-    return profile
+    say(profiler.key_averages().table("self_device_time_total", row_limit=20), sys.stderr)
+    launches = gpu_launches(profiler)
+    found = _per_step([(launch, launch.ms) for launch in launches], n_steps)
+    exchange = found.categories["communication"]
+    found.communication_ms = exchange.ms
+    computing = [launch for launch in launches if launch.category != "communication"]
+    exchange.ms = (_covered_ms(launches) - _covered_ms(computing)) / n_steps  # exposed: overlaps no other kernel
+    busy_ms = sum(category.ms for category in found.categories.values())
+    found.idle_ms = max(0.0, median_ms - busy_ms)
+    found.step_ms = busy_ms + found.idle_ms
+    found.block = one_block(launches, n_steps)
+    return found
 
 
-def _keep_busy(device: torch.device) -> Callable[[float], None]:
-    """A function that queues arithmetic and memory traffic, in turn, for about the milliseconds it is given."""
-    # Products alone would leave the GPU hotter, and its clock lower, than a step finds it.
-    matrix = torch.rand(FILLER_SHAPE, device=device, dtype=torch.float16)
-    product = matrix.new_empty(FILLER_SHAPE[0], FILLER_SHAPE[0])
-
-    def fill():
-        torch.mm(matrix, matrix.t(), out=product)
-        for _ in range(FILLER_PASSES):
-            matrix.mul_(1)
-
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    fill()
-    begin.record()
-    fill()
-    end.record()
-    torch.cuda.synchronize(device)
-    fill_ms = begin.elapsed_time(end)
-
-    def keep_busy(ms: float) -> None:
-        for _ in range(math.ceil(ms / fill_ms)):
-            fill()
-
-    return keep_busy
+def gpu_launches(profiler: torch.profiler.profile) -> list[Launch]:
+    """Every kernel, copy and fill that ran on the GPU, by its start, in ms since any moment."""
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = [event for event in events if not getattr(event, "is_user_annotation", False)]
+    spans = sorted((e.time_range.start / 1e3, e.time_range.elapsed_us() / 1e3, e.name) for e in on_gpu)
+    return [Launch(name, categorize(name), start_ms, ms) for start_ms, ms, name in spans]
 
 
-def summarize_timeline(events: list[dict], n_steps: int) -> Profile:
-    """Busy and idle time and kernels, per step, of the GPU's work between each pair of markers.
-
-    Where kernels overlap, each instant belongs to the kernel that began first, and to communication only where nothing
-    else runs, so that the categories and the idle time add up to the step. Raises ValueError where the markers are
-    missing.
-    """
-    events = sorted(events, key=lambda event: event["ts"])
-    markers = [e for e in events if e.get("args", {}).get("bytes") == MARKER_BYTES and "Memcpy" in e["name"]]
-    if len(markers) != 2 * n_steps:
-        raise ValueError(f"the profiler lost work: {len(markers)} of {2 * n_steps} markers are in its trace")
-    times, total, communication_us = defaultdict(list), 0.0, 0.0
-    for first, last in zip(markers[::2], markers[1::2], strict=True):
-        cursor = begin = first["ts"] + first["dur"]
-        total += last["ts"] - begin
-        inside, covered, exchanges = [event for event in events if begin <= event["ts"] < last["ts"]], [], []
-        for event in inside:
-            if categorize(event["name"]) == "communication":
-                exchanges.append(event)
-            else:
-                covered.append(_new_span(event, cursor))
-                cursor = covered[-1][1]
-                times[event["name"]].append((cursor - covered[-1][0]) / 1e3)
-        cursor = begin
-        for event in exchanges:
-            start, cursor = _new_span(event, cursor)
-            overlap = sum(max(0.0, min(cursor, b) - max(start, a)) for a, b in covered)
-            times[event["name"]].append((cursor - start - overlap) / 1e3)
-            communication_us += event["dur"]
-    profile = _per_step(times, total / 1e3, n_steps)
-    profile.gpu_busy_ms = sum(kernel.ms for kernel in profile.kernels)
-    profile.gpu_idle_ms = profile.step_ms - profile.gpu_busy_ms
-    profile.communication_ms = communication_us / 1e3 / n_steps
-    profile.block = one_block([_launch(event["name"], event["ts"], event["dur"]) for event in inside])
-    return profile
-
-
-def _launch(name: str, start_us: float, us: float) -> Launch:
-    return Launch(name, categorize(name), start_us / 1e3, us / 1e3)
-
-
-def _new_span(event: dict, cursor: float) -> tuple[float, float]:
-    """Begin and end of what an event adds to a timeline that is full up to `cursor`, in microseconds."""
-    return max(event["ts"], cursor), max(event["ts"] + event["dur"], cursor)
+def _covered_ms(launches: list[Launch]) -> float:
+    """How long at least one of the kernels runs; they are in the order of their start."""
+    covered, until = 0.0, 0.0
+    for launch in launches:
+        end = launch.start_ms + launch.ms
+        covered += max(0.0, end - max(launch.start_ms, until))
+        until = max(until, end)
+    return covered
 
 
 def profile_cpu(step: Callable[[], object], n_steps: int) -> Profile:
-    """Like `profile_cuda`, of a CPU: operators instead of kernels, each without the time of operators inside it."""
+    """Like `profile_steps`, of a CPU: operators instead of kernels, each without the time of operators inside it."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(n_steps):
             step()
-    events = profiler.events()
-    optimizer = [event.time_range for event in events if event.name.startswith("Optimizer.step")]
-    times = defaultdict(list)
+    say(profiler.key_averages().table("self_cpu_time_total", row_limit=20), sys.stderr)
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    updates = [event.time_range for event in events if event.name.startswith("Optimizer.step")]
+    timed, drawn, until_us = [], [], 0.0
     for event in events:
-        inside = any(span.start < event.time_range.start and event.time_range.end <= span.end for span in optimizer)
+        span, own_ms = event.time_range, event.self_cpu_time_total / 1e3
+        inside = any(update.start < span.start and span.end <= update.end for update in updates)
         name = f"Optimizer.step: {event.name}" if inside else event.name
-        times[name].append(event.self_cpu_time_total / 1e3)
-    times = {name: own for name, own in times.items() if sum(own) > 0}
-    profile = _per_step(times, sum(map(sum, times.values())), n_steps)
-    profile.block = one_block(_working(events), n_steps)
-    return profile
-
-
-def _working(events: list) -> list[Launch]:
-    """A CPU's operators in order that spend half of their time or more in themselves, without those inside them."""
-    launches, until_us = [], 0.0
-    for event in sorted(events, key=lambda event: event.time_range.start):
-        span = event.time_range
-        if span.start >= until_us and 2 * event.self_cpu_time_total >= event.cpu_time_total >= SHORTEST_US:
-            launches.append(_launch(event.name, span.start, event.cpu_time_total))
+        launch = Launch(name, categorize(name), span.start / 1e3, event.cpu_time_total / 1e3)
+        timed += [(launch, own_ms)] if own_ms > 0 else []
+        if span.start >= until_us and 2 * own_ms >= launch.ms >= SHORTEST_MS:  # works itself, is no part of one drawn
+            drawn.append(launch)
             until_us = span.end
-    return launches
+    found = _per_step(timed, n_steps)
+    found.block = one_block(drawn, n_steps)
+    return found
 
 
-def _per_step(times: dict[str, list[float]], total_ms: float, n_steps: int) -> Profile:
-    """The profile of `n_steps` that took `total_ms`, from the milliseconds of every launch of each kernel."""
-    kernels = [Kernel(name, categorize(name), sum(own) / n_steps, len(own) / n_steps) for name, own in times.items()]
-    categories = {name: CategoryTime() for name in CATEGORIES}
-    for kernel in kernels:
-        categories[kernel.category].ms += kernel.ms
-        categories[kernel.category].launches += kernel.launches
-    return Profile(
-        step_ms=total_ms / n_steps,
-        steps=n_steps,
-        categories=categories,
-        kernels=sorted(kernels, key=lambda kernel: -kernel.ms),
-        kernels_per_step=sum(kernel.launches for kernel in kernels),
-    )
+def _per_step(timed: list[tuple[Launch, float]], n_steps: int) -> Profile:
+    """The profile of `n_steps`, from every launch and the milliseconds that count of it."""
+    kernels, categories = {}, {name: CategoryTime() for name in CATEGORIES}
+    for launch, ms in timed:
+        kernel = kernels.setdefault(launch.name, Kernel(launch.name, launch.category, 0.0, 0.0))
+        for total in (kernel, categories[launch.category]):
+            total.ms += ms / n_steps
+            total.launches += 1 / n_steps
+    longest = sorted(kernels.values(), key=lambda kernel: -kernel.ms)[:KERNELS_KEPT]
+    total_ms = sum(category.ms for category in categories.values())
+    return Profile(total_ms, None, categories, longest, len(timed) / n_steps)
 
 
-def bound_by(profile: Profile) -> tuple[str, dict[str, float]]:
-    """`compute`, `memory` or `launch`, and the share of the profiled step that each has: the largest names the bound.
+def one_block(launches: list[Launch], n_steps: int) -> Block | None:
+    """The last block of `n_steps` whose kernels are `launches`, by start, in ms since any moment.
 
-    Compute is the time in matrix products and fused attention. Memory is the time in all other kernels, which read
-    and write whole tensors for a few operations each. Launch is the gaps on the GPU's timeline: the GPU waits for the
-    host or, in a replay, from kernel to kernel. Communication, of several processes, is what overlaps nothing else.
+    A block is what lies between the longest kernels of two consecutive attentions, the first of the two included: once
+    in forward, once in backward. None where a step has fewer than two of either.
     """
-    softmax = sum(k.ms for k in profile.kernels if k.category == "attention" and "softmax" in k.name.lower())
-    compute = sum(profile.categories[name].ms for name in COMPUTE) - softmax
-    exchange = profile.categories["communication"].ms
-    times = {"compute": compute, "memory": profile.gpu_busy_ms - compute - exchange, "launch": profile.gpu_idle_ms}
-    times |= {"communication": exchange} if exchange else {}
-    shares = {name: ms / profile.step_ms for name, ms in times.items()}
-    return max(shares, key=shares.get), shares
-
-
-def backward_graph(output: torch.Tensor, end: torch.Tensor | None = None) -> dict:
-    """Each backward node from `output` to the node that made `end`, with the nodes that it hands gradients to.
-
-    Leaves (AccumulateGrad) are no operators and are left out, and so is the node of `end`.
-    """
-    left_out = (None, None if end is None else end.grad_fn)
-
-    def operators(nodes) -> list:
-        return [node for node in nodes if node not in left_out and type(node).__name__ != "AccumulateGrad"]
-
-    edges, waiting = {}, operators([output.grad_fn])
-    while waiting:
-        node = waiting.pop()
-        if node not in edges:
-            edges[node] = operators(n for n, _ in node.next_functions)
-            waiting += edges[node]
-    return edges
-
-
-def attention_autograd_nodes(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> int | None:
-    """Nodes of the backward graph between output and input of the first block's attention; None where it has none.
-
-    A model or a block that is compiled as a whole has a single node for everything.
-    """
-    if any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in model.modules()):
-        return 1
-    attention = next((module for module in model.modules() if type(module).__name__ == "CausalSelfAttention"), None)
-    if attention is None:
-        return None
-    counts = []  # taken at once: Python's view of a custom Function ends with the graph
-    handle = attention.register_forward_hook(lambda _, x, y: counts.append(len(backward_graph(y, x[0]))))
-    try:
-        step()
-    finally:
-        handle.remove()
-    return counts[0]
-
-
-def kernel_table(profile: Profile, rows: int = 20) -> str:
-    """The kernels that take the most time, and the categories, as text. Raises ImportError without tabulate."""
-
-    def cells(launches: float, ms: float) -> dict[str, str]:
-        return {"launches": f"{launches:.0f}", "ms/step": f"{ms:.3f}", "share": f"{ms / profile.step_ms:.1%}"}
-
-    longest = profile.kernels[:rows]
-    kernels = [{"kernel": k.name[:70], "category": k.category, **cells(k.launches, k.ms)} for k in longest]
-    categories = [{"category": n, **cells(t.launches, t.ms)} for n, t in profile.categories.items() if t.launches]
-    if profile.gpu_idle_ms is not None:
-        categories.append({"category": "gaps", **cells(0, profile.gpu_idle_ms)})
-    parts = [aligned(kernels, n_left=2), aligned(categories)]
-    if any(kernel.name.startswith(COMPILED_GRAPH) for kernel in profile.kernels):
-        parts.append("On a CPU, what the compiler fused has no name and counts as pointwise; so does a compiled AdamW.")
-    return "\n\n".join(parts)
+    halves = []
+    for backward in (False, True):
+        total, attention = defaultdict(float), []
+        for k, launch in enumerate(launches):
+            if launch.category == "attention" and bool(re.search(BACKWARD, launch.name)) == backward:
+                attention.append(k)
+                total[launch.name] += launch.ms
+        main = [k for k in attention if launches[k].name == max(total, key=total.get)]
+        if len(main) < 2 * n_steps:
+            return None
+        begin, end = main[-2:]
+        start_ms = launches[begin].start_ms
+        halves.append([replace(launch, start_ms=launch.start_ms - start_ms) for launch in launches[begin:end]])
+        halves.append(launches[end].start_ms - start_ms)
+    return Block(*halves)

@@ -1,28 +1,20 @@
-"""The record of a run: dataclasses that are its schema (version 2), and writing them with the standard library alone.
+"""The record of a run: dataclasses that are its schema, and writing them with the standard library alone.
 
 A script writes a Run with one row; the ladder merges the rows of its scripts. A field is null where it does not apply
-or was not measured. `report/` reads records and checks every type against these classes.
-Of several processes, losses are means, times those of the slowest, memory is
-that of the largest; what NVML says is of the first one's GPU.
+or was not measured. `report/` reads records and checks every type against these classes. Of several processes, losses
+are means, times those of the slowest, memory is of the largest, clock and power are of the first one's GPU.
 """
-
-from __future__ import annotations
 
 import json
 import os
-import re
-import tempfile
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.traced import Block, MemoryUse
-
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 PLAN, MERGED, ROOFS, PREDICTED = "plan.json", "results.json", "roofs.json", "predicted.json"  # in a run folder
 STATUSES = ("ok", "skipped", "oom", "failed", "timeout", "interrupted", "not run")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
-LAUNCHED_ALONE = "1-launched"  # of a run with --scaling, the place of rows on one GPU that are not captured
-CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py says which kernel belongs where
+CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py assigns each kernel to one
     "matrix products", "attention", "normalization and pointwise", "optimizer", "copies and casts", "loss",
     "communication", "other",
 )  # fmt: skip
@@ -30,12 +22,9 @@ CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py s
 
 @dataclass
 class Timing:
-    warmup_s: float | None = None  # the first untimed steps, compilation included
     step_ms: list[float] = field(default_factory=list)  # every timed step
-    median_ms: float | None = None  # with repetitions: the median of their medians
-    p25_ms: float | None = None
-    p75_ms: float | None = None
-    settling_s: float | None = None  # further untimed steps until their times no longer drift; null on a CPU
+    warmup_s: float | None = None  # the first untimed steps: compilation, capture
+    settling_s: float | None = None  # further untimed steps, in which a GPU's clock settles; null on a CPU
 
 
 @dataclass
@@ -47,11 +36,9 @@ class Settings:
     attention_kernel: str | None = None  # by hand, cudnn, flash, flash (CPU), efficient, math
     compiled: bool | None = None  # whether a compiled region ran
     captured: bool | None = None  # whether the timed steps were replays of a CUDA graph
-    optimizer: str | None = None  # AdamW, and how: foreach, fused, compiled
-    fp8_recipe: str | None = None  # repr of the recipe; null where no product ran in FP8
-    unobserved: str | None = None  # why the fields above are null, where the profiler failed
-    checkpointed: bool | None = None  # whether each block was recomputed in backward
-    head: str | None = None  # beside a recipe, the format of the head's products, by the script: FP8, BF16
+    optimizer: str | None = None  # AdamW, and how: foreach, fused
+    fp8_recipe: str | None = None  # repr of the recipe; null where no module multiplied FP8
+    head: str | None = None  # where the blocks multiply FP8, the format of the head's product: FP8, BF16
 
 
 @dataclass
@@ -69,46 +56,44 @@ class Kernel:
 
 
 @dataclass
+class Launch:
+    """A kernel as it ran once; on a CPU an operator that does its work itself."""
+
+    name: str
+    category: str  # one of CATEGORIES
+    start_ms: float  # since its half of the block began
+    ms: float
+
+
+@dataclass
+class Block:
+    """What one transformer block ran: from one attention's longest kernel to the next one's."""
+
+    forward: list[Launch]
+    forward_ms: float
+    backward: list[Launch]
+    backward_ms: float
+
+
+@dataclass
 class Profile:
     """Untimed steps under torch.profiler; categories and idle time add up to step_ms. A CPU's kernels are operators."""
 
-    step_ms: float
-    steps: int  # that were profiled
-    categories: dict[str, CategoryTime]
-    kernels: list[Kernel]  # longest first
-    kernels_per_step: float
-    gpu_busy_ms: float | None = None  # null on a CPU, as is every gpu_ field
-    gpu_idle_ms: float | None = None  # gaps on the GPU's timeline
-    autograd_nodes_attention: int | None = None  # backward nodes of one attention block; null where it has none
-    bound_by: str | None = None  # the largest share: compute, memory, launch or communication; null on a CPU
-    shares: dict[str, float] | None = None  # of the step, adding up to 1
-    communication_ms: float | None = None  # of its kernels; the category has what of it overlaps no other kernel
+    step_ms: float  # of a GPU: the median of the timed steps, or the kernels where they took longer
+    idle_ms: float | None  # in which no kernel ran; null on a CPU
+    categories: dict[str, CategoryTime]  # of all kernels
+    kernels: list[Kernel]  # the 40 longest, longest first
+    launches: float  # of all kernels, per step
+    communication_ms: float = 0.0  # of its kernels; its category has what of it overlaps no other kernel
     block: Block | None = None  # null where a step has fewer than two attentions
 
 
 @dataclass
-class GpuState:
-    """What NVML reports when the last timed step has been launched."""
-
-    sm_clock_mhz: float | None = None
-    max_sm_clock_mhz: float | None = None
-    power_w: float | None = None
-    throttle_reasons: str | None = None  # NVML's bit mask, hexadecimal
-    while_running: bool | None = None  # whether the GPU was still at work when this was read
-
-
-@dataclass
-class LeastBytes:
-    value: int  # bytes that a step moves at least, see flops.least_bytes_per_step
-
-
-@dataclass
 class Reference:
-    """A fixed piece of work, timed right before and right after the steps."""
+    """A fixed piece of work, timed before and after the timed steps; on a CPU also between their parts."""
 
-    product_ms: list[float]  # of one matrix product: [before, after]
+    product_ms: list[float]  # of one matrix product, in the order of time
     copy_ms: list[float]  # of one copy
-    clock_mhz: list[float] | None = None  # while the products ran; null on a CPU and without NVML
 
 
 @dataclass
@@ -117,52 +102,44 @@ class Repetition:
 
     timing: Timing
     started_at: str | None = None
-    reference_ms: Reference | None = None
-    tokens_per_joule: float | None = None
-    clock_mhz: float | None = None
+    reference: Reference | None = None
 
 
 @dataclass
 class Row:
     step: str  # file name of the script without .py
-    source: str | None = None  # text of the script
     status: str | None = None  # one of STATUSES
-    reason: str | None = None  # of a row without a time: one line that says what to do
+    reason: str | None = None  # of a row without a time: one line with what to do
     note: str | None = None  # of an ok row: one line that qualifies it
     settings: Settings = field(default_factory=Settings)
     timing: Timing = field(default_factory=Timing)
-    repetitions: list[Repetition] = field(default_factory=list)  # empty where the row ran once
-    tokens_per_s: float | None = None  # gpus x tokens_per_step / median
-    model_flops_per_s: float | None = None  # of one GPU: flops_per_step / median, by the convention of common/flops.py
-    peak_allocated_bytes: int | None = None  # CUDA allocator, over capture and trained steps; null on a CPU
+    repetitions: list[Repetition] = field(default_factory=list)  # every pass of --repeat; empty where the row ran once
+    loss: list[float] = field(default_factory=list)  # nats, of the first `warmup + steps` training steps
+    heldout: list[tuple[int, float]] = field(default_factory=list)  # (steps trained, nats), with --heldout-every
+    peak_bytes: int | None = None  # CUDA allocator; null on a CPU
     peak_rss_bytes: int | None = None  # host memory of the process at its largest, compiler and torch included
-    loss: list[float] = field(default_factory=list)  # nats, one a training step, warm-up included
-    heldout_loss: float | None = None  # nats, after those steps, on text that is never trained on; null without any
     host_syncs: int | None = None  # waits of the host for the GPU in one launched step; null on a CPU
-    gpu_state: GpuState | None = None
-    energy_j_per_step: float | None = None  # these four: means over a window of at least 5 s after the timed steps,
-    tokens_per_joule: float | None = None  # of the whole GPU; null on a CPU and without NVML
-    clock_mhz: float | None = None
+    clock_mhz: float | None = None  # these two: means over the timed steps; null on a CPU and without NVML
     power_w: float | None = None
-    reference_ms: Reference | None = None
+    reference: Reference | None = None
+    overhead_s: float | None = None  # of launch(main), without warm-up and steps
     predicted_ms: float | None = None  # by ladder.predict, from the roofs alone
-    bytes_per_step: LeastBytes | None = None
     profile: Profile | None = None  # null without --profile
-    memory: MemoryUse | None = None  # null without --profile and on a CPU; a captured step's own peak may differ
+    source: str | None = None  # text of the script
 
 
 @dataclass
 class Data:
     name: str  # of the text
     tokens: int
-    batches_sha256: str | None  # equal for two runs that trained on the same batches; null where none fits in memory
+    batches_sha256: str  # equal for two runs that trained on the same batches
 
 
 @dataclass
 class Workload:
     """Two runs did the same work, in whatever precision, if and only if their workloads are equal."""
 
-    preset: str
+    preset: str  # or `custom`
     n_layer: int
     n_head: int
     n_embd: int
@@ -170,17 +147,16 @@ class Workload:
     vocab_size: int
     batch_size: int  # sequences per step, of one process
     parameters: int
-    tokens_per_step: int  # of one process, as is flops_per_step
-    flops_per_step: int
+    tokens_per_step: int  # of one process
+    flops_per_step: int  # of one process, by the convention of common/flops.py
+    least_bytes_per_step: int  # of one process, see common/flops.py
     data: Data
     seed: int
     lr: float
     warmup: int  # untimed steps
-    steps: int  # trained steps after them; timed: those on a CPU, as many and at most 100 on a GPU
+    steps: int  # trained steps after them that leave a loss; at least as many are timed
     gpus: int = 1  # processes, each with a GPU of its own
     parallel: str | None = None  # ddp, fsdp; null of one process
-    accumulate: int = 1  # micro-batches that batch_size is divided into
-    checkpoint: bool = False  # each block is recomputed in backward; flops_per_step does not count that
 
 
 @dataclass
@@ -189,64 +165,32 @@ class Environment:
     device_type: str  # cpu, cuda
     cpu: str | None = None
     cpu_threads: int | None = None
-    os: str | None = None
-    python: str | None = None
-    torch: str | None = None
-    cuda: str | None = None
-    cudnn: int | str | None = None  # as torch reports it; its complaint where another cuDNN was loaded first
-    triton: str | None = None
-    transformer_engine: str | None = None
-    torchao: str | None = None
-    transformers: str | None = None
-    driver: str | None = None
-    power_limit_w: float | None = None
+    versions: dict[str, str] = field(default_factory=dict)  # python, torch, cuda, cudnn, packages that are there
     gpu_uuid: str | None = None  # tells equal cards apart
     compute_capability: str | None = None
     gpu_memory_bytes: int | None = None
-    nodes: int = 1  # machines
-    link: str | None = None  # NVLink, PCIe: between the GPUs of a node; null of one GPU, and where NVML cannot say
-    nvml_reason: str | None = None  # why NVML's figures are null on a GPU
     variables: dict[str, str] = field(default_factory=dict)  # environment variables that change numerics
     commit: str | None = None
     dirty: bool | None = None  # uncommitted changes
-    commit_reason: str | None = None  # why commit is null
+    code_sha256: str | None = None  # of the scripts and common/: a record is stale when theirs differs
 
 
 @dataclass
-class Rates:
-    """FLOP/s of matrix products by precision, back to back; null where a precision could not be measured."""
-
-    fp32_flops_per_s: float | None = None
-    tf32_flops_per_s: float | None = None
-    bf16_flops_per_s: float | None = None
-    fp8_flops_per_s: float | None = None
-    # FLOP/s by precision, in short bursts with pauses in which a GPU's clock recovers: nothing is faster.
-    ceilings: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class ProductRate(Rates):
+class ProductRate:
     """A matrix product (M, K) x (K, N) of random numbers."""
 
-    m: int = 0
-    n: int = 0
-    k: int = 0
-    count: int = 1  # how often a step runs it
+    precision: str  # one of PRECISIONS
+    m: int
+    n: int
+    k: int
+    count: int  # how often a step runs it; 0 of a product that is no part of the workload
+    burst_flops_per_s: float  # the fastest of short bursts, between which a GPU's clock recovers
+    flops_per_s: float | None = None  # back to back; null where that was not measured
 
 
 @dataclass
-class Conditions:
-    """What NVML reported while one precision was measured."""
-
-    clock_mhz: float | None = None  # back to back
-    power_w: float | None = None
-    ceiling_clock_mhz: float | None = None  # in bursts, pauses included
-    ceiling_power_w: float | None = None
-
-
-@dataclass
-class PassTime:
-    kernel: str  # one of common/passes.py
+class KernelTime:
+    kernel: str  # one of ladder/roofs.py
     numbers: int  # in its tensor
     seconds: float
 
@@ -261,19 +205,26 @@ class AttentionRate:
 
 
 @dataclass
-class Roofs(Rates):
-    """What the machine reaches when it does nothing else. Rates are over all `shapes`, each as often as it runs."""
+class Roofs:
+    """What the machine reaches when it does nothing else."""
 
     copy_bytes_per_s: float | None = None  # bytes read and written
-    shapes: list[ProductRate] = field(default_factory=list)
-    square: ProductRate | None = None  # one large product
-    zeros: Rates | None = None  # the same product of zeros: what the data cost
-    conditions: dict[str, Conditions] = field(default_factory=dict)  # by precision
-    grid: list[ProductRate] = field(default_factory=list)  # ceilings alone, of all sizes
-    passes: list[PassTime] = field(default_factory=list)  # kernels between the products, each at several sizes
+    products: list[ProductRate] = field(default_factory=list)
+    kernels: list[KernelTime] = field(default_factory=list)  # between the products, each at several sizes
     attention: list[AttentionRate] = field(default_factory=list)
-    launch_s: float | None = None  # host time of a step that is launched from Python, a kernel; null on a CPU
+    launch_s: dict[str, float] = field(default_factory=dict)  # the host's for one kernel, by precision; of a GPU alone
     notes: list[str] = field(default_factory=list)  # what could not be measured, and why
+    environment: Environment | None = None
+    started_at: str | None = None
+
+    def rate(self, precision: str, burst: bool = False) -> float | None:
+        """FLOP/s over the products of the workload, each as often as it runs; None where one was not measured."""
+        found = [p for p in self.products if p.precision == precision and p.count]
+        rates = [p.burst_flops_per_s if burst else p.flops_per_s for p in found]
+        if not found or not all(rates):
+            return None
+        work = [2 * p.m * p.n * p.k * p.count for p in found]
+        return sum(work) / sum(w / rate for w, rate in zip(work, rates, strict=True))
 
 
 @dataclass
@@ -282,71 +233,46 @@ class Run:
     started_at: str | None  # UTC, ISO 8601
     environment: Environment | None  # null where no row left one
     workload: Workload | None
-    steps: list[Row]
-    roofs: Roofs | None = None
+    rows: list[Row]
     peers: list[Row] = field(default_factory=list)
+    roofs: Roofs | None = None
     problems: list[str] = field(default_factory=list)  # what a merge had to leave out, and rows that differ
     schema_version: int = SCHEMA_VERSION
+
+
+@dataclass
+class Study:
+    """Many runs that belong together: a sweep, a scaling, the largest batches, ablations, parity."""
+
+    kind: str  # sweep, scaling, largest-batch, ablations, parity
+    command: str
+    started_at: str | None
+    runs: dict[str, Run]  # by name: a shape, a number of GPUs, a variant, a step and its seed
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass
+class PlannedRow:
+    """One script to run."""
+
+    script: str  # relative to the project: x.py, peers/x.py
+    arguments: list[str]
+    output: str  # of its record, relative to the run folder: x.json, pass-2/x.json, 2-ddp/x.json
+    gpus: int = 1  # processes
+    left_out: bool = False  # by --only: the row stays in the table as `not run`
 
 
 @dataclass
 class Plan:
     """What the ladder writes before its first row, so that an ended run is known to be incomplete."""
 
+    kind: str  # ladder, or the kind of a Study: then the folder of an output names the run that it belongs to
     command: str
-    arguments: list[str]  # of every script
-    rows: list[str]  # names of scripts without .py; peers as `peers/<name>`
-    left_out: list[str] = field(default_factory=list)  # by --only
+    started_at: str | None
+    workload: Workload | None
+    rows: list[PlannedRow]
     roofs: bool = True
-    repeat: int = 1  # passes over the rows
-    gpus: int = 1  # processes of a row
-    started_at: str | None = None
-    workload: Workload | None = None
-
-
-def scaling_places(folder: Path) -> list[str]:
-    """Names of the run folders that a run with --scaling consists of, fewest GPUs first; empty of any other run."""
-    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    places = [name for name in names if re.fullmatch(rf"[1-9]\d*(-(ddp|fsdp))?|{LAUNCHED_ALONE}", name)]
-    return sorted(places, key=lambda name: (int(name.partition("-")[0]), name))
-
-
-def differing_fields(a: object, b: object) -> list[str]:
-    """Names of the fields in which two records of one class differ, in the order of the class."""
-    return [f.name for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)]
-
-
-def describe_shape(shape: object) -> str:
-    """The fields that make a workload's shape, by name: `n_layer 2, n_head 4, ...`."""
-    names = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size")
-    return ", ".join(f"{name} {getattr(shape, name)}" for name in names)
-
-
-def check_writable(path: Path, *keys: str) -> None:
-    """Raises ValueError, one line, where `path` cannot become a record; makes its folder.
-
-    A file that is there is replaced only if it is empty, or a JSON object with one of `keys` and at most one row: a
-    whole run, or anything else of the user's, stays.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            raise ValueError(f"--output {path} is not a regular file")
-        if path.exists() and not _is_replaceable(path.read_bytes(), keys):
-            raise ValueError(f"--output {path} exists and is no record of this kind: it stays as it is")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ValueError(f"cannot write --output {path}: {error.strerror or error}") from None
-
-
-def _is_replaceable(content: bytes, keys: tuple[str, ...]) -> bool:
-    try:
-        record = json.loads(content)
-        rows = [*(record.get("steps") or []), *record.get("peers", [])]
-        return any(key in record for key in keys) and len(rows) <= 1
-    except (ValueError, RecursionError, TypeError, AttributeError):  # no JSON, or not of this shape
-        return not content.strip()
+    schema_version: int = SCHEMA_VERSION
 
 
 def read_object(path: Path) -> dict:
@@ -358,24 +284,24 @@ def read_object(path: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-def write_run(path: Path, run: Run) -> None:
-    """Write a run as JSON. Raises OSError."""
-    write_json(path, asdict(run))
+def row_of(path: Path) -> dict:
+    """The only row of a script's record, unchecked; empty where there is none."""
+    rows = read_object(path).get("rows")
+    return rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
 
 
-def write_json(path: Path, content: dict | list) -> None:
-    """`write_bytes` of an object as JSON."""
+def write_json(path: Path, content: object) -> None:
+    """Write a dataclass, an object or a list as JSON, by `write_bytes`. Raises OSError."""
+    content = content if isinstance(content, (dict, list)) else asdict(content)
     write_bytes(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write by temporary file and rename: a reader sees the old file or the new, never half of one. Raises OSError."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".record-")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:  # exclusive: never through a link
             file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,6 +1,4 @@
-"""Text for a terminal: a line, an aligned table, a command, progress, and a parser whose errors are one line."""
-
-from __future__ import annotations
+"""Text for a terminal: one line of an error, tables, progress, and a parser whose errors are one line."""
 
 import argparse
 import contextlib
@@ -8,12 +6,16 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
 
 PROGRESS_FD = "LADDER_PROGRESS_FD"  # names the file descriptor that takes a row's progress as JSON lines
+
+
+class Skip(Exception):
+    """Raised by a script that cannot run on this machine. The message is one line that tells what to do."""
 
 
 def one_line(text: object, longest: int = 300) -> str:
@@ -34,69 +36,50 @@ def aligned(rows: list[dict], style: str = "simple", n_left: int = 1) -> str:
     """
     from tabulate import tabulate  # NVIDIA's container may lack it, and a script runs without it
 
-    if not rows:
-        return ""
-    align = ["left"] * n_left + ["right"] * (len(rows[0]) - n_left)
-    return tabulate(rows, headers="keys", tablefmt=style, disable_numparse=True, colalign=align[: len(rows[0])])
+    align = ["left" if k < n_left else "right" for k in range(len(rows[0]))] if rows else None
+    return tabulate(rows, headers="keys", tablefmt=style, disable_numparse=True, colalign=align)
 
 
-def portable_command(words: Iterable[str]) -> str:
+def portable_command(name: str, words: list[str]) -> str:
     """A command line to repeat anywhere: without --output, absolute paths cut to their last part."""
-    kept, rest = [], iter(words)
-    for word in rest:
-        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        if word == "--output":
-            next(rest, None)
-        elif option != "--output":
-            kept.append(one_line(option + equals + (Path(value).name if Path(value).is_absolute() else value)))
-    return shlex.join(kept)
+    kept = [word for before, word in zip([name, *words], words, strict=False) if "--output" not in (before, word)]
+    return shlex.join([*name.split(), *(Path(word).name if Path(word).is_absolute() else word for word in kept)])
 
 
-def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
+def say(text: str, stream=None, end: str = "\n") -> None:
     """Print to a reader who may have left (`| head`), or whose terminal lacks a letter: nothing here ends the run."""
-    stream = stream or sys.stdout
-    if stream is None:  # closed before the program began
-        return
-    encoding = stream.encoding or "utf-8"
-    try:
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + end)
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    with contextlib.suppress(OSError, UnicodeError):
+        print(text, file=stream or sys.stdout, end=end, flush=True)
 
 
 class Progress:
-    """Phase, step and expected rest: a rewritten line on a terminal, or JSON lines for the ladder. It never waits.
+    """What a run is doing: a line on a terminal, renewed every five seconds, or JSON lines for the ladder."""
 
-    Of several processes the first one says it. torchrun passes on no file descriptor: its own is opened again.
-    """
-
-    def __init__(self, step: str, rank: int = 0, processes: int = 1):
-        self.step, self.pipe = step, int(os.environ.get(PROGRESS_FD, -1))
-        self.terminal = rank == 0 and sys.stderr.isatty()
-        if processes > 1 and self.pipe >= 0:
-            descriptor, self.pipe = self.pipe, -1
-            if rank == 0:
-                with contextlib.suppress(OSError):
-                    self.pipe = os.open(f"/proc/{os.getppid()}/fd/{descriptor}", os.O_WRONLY)
-
-    def show(self, phase: str, k: int, n: int) -> None:
-        """Step `k` of `n` of a phase begins."""
-        if k == 0:
-            self.began = time.monotonic()
-        rest_s = (time.monotonic() - self.began) / k * (n - k) if k else None
-        if self.pipe >= 0:
-            message = json.dumps({"phase": phase, "k": k + 1, "n": n, "rest_s": rest_s}) + "\n"
-            with contextlib.suppress(OSError):  # nobody listens
-                os.write(self.pipe, message.encode())
-        elif self.terminal:
-            rest = f", about {rest_s:.0f} s left" if k else ""
-            sys.stderr.write(f"\r\033[K{self.step}: {phase} {k + 1}/{n}{rest}")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
+    def __init__(self, name: str, shown: bool = True):
+        self.name, self.doing, self.began = name, "", time.monotonic()
+        alone = shown and "RANK" not in os.environ  # torchrun passes no file descriptor on
+        self.pipe = int(os.environ.get(PROGRESS_FD, -1)) if alone else -1
+        self.terminal = shown and self.pipe < 0 and sys.stderr.isatty()
         if self.terminal:
-            sys.stderr.write("\r\033[K")
+            threading.Thread(target=self._renew, daemon=True).start()  # compiling takes long
+
+    def show(self, doing: str) -> None:
+        """It never waits; "" clears the line."""
+        before, self.doing = self.doing, doing
+        if self.pipe >= 0:
+            try:
+                os.write(self.pipe, (json.dumps(doing) + "\n").encode())
+            except OSError:  # nobody listens
+                self.pipe = -1
+        elif self.terminal and (before or doing):
+            text = f"{self.name}: {doing}, {time.monotonic() - self.began:.0f} s" if doing else ""
+            say(f"\r\033[K{text}", sys.stderr, end="")
+
+    def _renew(self) -> None:
+        while True:
+            time.sleep(5)
+            if self.doing:
+                self.show(self.doing)
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -111,10 +94,19 @@ class OneLineParser(argparse.ArgumentParser):
 
 def positive_int(text: str) -> int:
     """A whole number from 1 to 2^31 - 1, as argparse's `type`."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if not 1 <= value < 2**31:
+    if not text.isdecimal() or not 1 <= int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"{one_line(text, 40)!r} is not a whole number from 1 to 2^31 - 1")
-    return value
+    return int(text)
+
+
+def run_command(main: Callable[[], int | None], name: str) -> None:
+    """Exit with what `main` returns. Ctrl-C and a file that cannot be read or written are one line in its place."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{name}: interrupted\n")
+        sys.exit(130)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        sys.stderr.write(f"{name}: error: {where}{error.strerror or error}\n")
+        sys.exit(1)

@@ -1,107 +1,121 @@
-"""How long steps take: timed steps, settling before them, energy after them, and the reference work around them."""
-
-from __future__ import annotations
+"""How long steps take: one timed region on a GPU after its clock has settled, four parts on a CPU, and reference work
+around and between them."""
 
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from common import hardware, parallel, roofs
-from common.arguments import Arguments
-from common.errors import is_out_of_memory
+from common import hardware
 from common.record import Reference, Row
 from common.text import Progress
 
 TrainStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-SETTLED = 0.01  # drift of the median from the first half of a window to its second
-SETTLING_WINDOW_S, LONGEST_SETTLING_S = 2, 20
-ENERGY_WINDOW_S = 5
+SETTLING_S, TIMED_S = 2, 3  # of steps, at least, on a GPU
+CPU_PARTS = 4
+POLL_S = 0.05
+PARTS, MOST_QUEUED = 9, 400  # of back-to-back work; launches
+REFERENCE_EDGE, REFERENCE_BYTES, REFERENCE_S = {"cuda": 4096, "cpu": 768}, 2**26, 0.2
 
 
-def time_slowest(args: Arguments, train_step: TrainStep, progress: Progress, batches: list, phase: str, row=None):
-    """Milliseconds that each step took in the slowest process, and this one's losses; a GPU's clocks go to `row`."""
-    if args.device.type == "cuda":
-        step_ms, losses = time_steps_cuda(train_step, batches, phase, progress, row)
+class Steps:
+    """A training step on its batches in turn, and the losses of all steps so far."""
+
+    def __init__(self, train_step: TrainStep, batches: list, progress: Progress):
+        self.train_step, self.batches, self.progress = train_step, itertools.cycle(batches), progress
+        self.losses: list[torch.Tensor] = []
+
+    def run(self, n: int, phase: str) -> Iterator[None]:
+        """Train `n` steps; yields after each. The host never waits here."""
+        for k in range(n):
+            self.progress.show(f"{phase} {k + 1}/{n}")
+            self.losses.append(self.train_step(*next(self.batches)).detach().clone())
+            yield
+
+    def timed_on_cpu(self, n: int) -> list[float]:
+        """Milliseconds of each of `n` steps, on the host's clock."""
+        times = [time.perf_counter(), *(time.perf_counter() for _ in self.run(n, "timed"))]
+        return [(end - start) * 1e3 for start, end in itertools.pairwise(times)]
+
+    def timed_on_gpu(self, n: int, phase: str, device: torch.device) -> tuple[list[float], list[tuple[float, float]]]:
+        """Milliseconds of each of `n` steps between CUDA events; MHz and watts while the GPU runs them.
+
+        Consecutive steps share an event, so a gap in which the GPU waits for the host is counted.
+        """
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
+        events[0].record()
+        for event, _ in zip(events[1:], self.run(n, phase), strict=True):
+            event.record()
+        states = [hardware.clock_and_power(device)]
+        while not events[-1].query():
+            time.sleep(POLL_S)
+            states.append(hardware.clock_and_power(device))
+        return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], list(filter(None, states))
+
+
+def time_steps(steps: Steps, at_least: int, row: Row, device: torch.device, slowest: Callable) -> None:
+    """Put the times of at least `at_least` steps, reference work, clock and power into `row`.
+
+    `slowest` maps a list of numbers to the largest over all processes, so that all of them run as many steps.
+    """
+    references = [reference_work(device)]
+    if device.type == "cpu":
+        for part in torch.arange(at_least).tensor_split(CPU_PARTS):
+            if len(part):
+                row.timing.step_ms += slowest(steps.timed_on_cpu(len(part)))
+                references.append(reference_work(device))
     else:
-        step_ms, losses = time_steps_cpu(train_step, batches, phase, progress)
-    return parallel.largest(step_ms, args), losses
+        first = slowest(steps.timed_on_gpu(1, "settling", device)[0])
+        settling = slowest(steps.timed_on_gpu(math.ceil(SETTLING_S * 1e3 / first[0]), "settling", device)[0])
+        row.timing.settling_s = sum(first + settling) / 1e3
+        n = max(at_least, math.ceil(TIMED_S * 1e3 / statistics.median(settling)))
+        step_ms, states = steps.timed_on_gpu(n, "timed", device)
+        row.timing.step_ms = slowest(step_ms)
+        if states:
+            row.clock_mhz, row.power_w = map(statistics.fmean, zip(*states, strict=True))
+        references.append(reference_work(device))
+    row.reference = Reference(*map(list, zip(*references, strict=True))) if all(references) else None
 
 
-def time_steps_cuda(train_step: TrainStep, batches: list, phase: str, progress: Progress, row: Row | None = None):
-    """Milliseconds of each step between CUDA events, and losses; the clocks go to `row`.
+def reference_work(device: torch.device) -> tuple[float, float] | None:
+    """Milliseconds of a fixed matrix product and of a fixed copy; None where the row leaves too little memory for them.
 
-    Consecutive steps share an event, so a gap in which the GPU waits for the host is counted. The host never waits in
-    the loop: there is one synchronize, at the end.
+    The work is the same whatever is trained: where it takes longer, something else ran on this machine.
     """
-    events, losses = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)], []
-    events[0].record()
-    for k, batch in enumerate(batches):
-        progress.show(phase, k, len(batches))
-        losses.append(train_step(*batch).detach().clone())
-        events[k + 1].record()
-    if row is not None and (state := hardware.gpu_state(batches[0][0].device)) is not None:
-        state.while_running = not events[-1].query()  # clocks are those of the steps only if steps were still queued
-        row.gpu_state = state
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], losses
-
-
-def time_steps_cpu(train_step: TrainStep, batches: list, phase: str, progress: Progress):
-    """Milliseconds of each step on the host's clock, and losses."""
-    times, losses = [time.perf_counter()], []
-    for k, batch in enumerate(batches):
-        progress.show(phase, k, len(batches))
-        losses.append(train_step(*batch).detach().clone())
-        times.append(time.perf_counter())
-    return [(end - start) * 1e3 for start, end in itertools.pairwise(times)], losses
-
-
-def repeated(batches: list, seconds: float, step_ms: float, least: int) -> list:
-    """Batches in turn, again and again, for about so many seconds of steps; at least `least` of them."""
-    return list(itertools.islice(itertools.cycle(batches), max(least, math.ceil(seconds * 1e3 / step_ms))))
-
-
-def settle(time_steps: Callable, batches: list, step_ms: float) -> float:
-    """Train on `batches` until the steps' times no longer drift, or LONGEST_SETTLING_S would pass; the seconds.
-
-    A GPU under load warms up, and its clock falls until power and temperature are in balance.
-    """
-    window, passed_s = repeated(batches, SETTLING_WINDOW_S, step_ms, least=4), 0.0
-    while True:
-        times, _ = time_steps(window, "settling")
-        passed_s, half = passed_s + sum(times) / 1e3, len(times) // 2
-        drift = statistics.median(times[-half:]) / statistics.median(times[:half]) - 1
-        if abs(drift) < SETTLED or passed_s + sum(times) / 1e3 > LONGEST_SETTLING_S:
-            return passed_s
-
-
-def measure_energy(time_steps: Callable, batches: list, row: Row, args: Arguments) -> None:
-    """Put the energy of a step, tokens per joule, mean clock and mean power into `row`, where NVML has them."""
-    with hardware.Meter(args.device) as meter:
-        step_ms, _ = time_steps(repeated(batches, ENERGY_WINDOW_S, row.timing.median_ms, least=2), "energy")
-    row.clock_mhz, row.power_w = meter.clock_mhz, meter.power_w
-    if meter.power_w:
-        row.energy_j_per_step = meter.power_w * statistics.fmean(step_ms) / 1e3
-        row.tokens_per_joule = args.batch_size * args.config.seq_len / row.energy_j_per_step
-
-
-def reference_work(device: torch.device) -> tuple[float, float, float | None] | None:
-    """`roofs.reference`; None where the row leaves too little memory for it."""
+    edge, dtype = REFERENCE_EDGE[device.type], torch.float16 if device.type == "cuda" else torch.float32
     try:
-        return roofs.reference(device)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            return None
-        raise
-
-
-def around(before: tuple | None, after: tuple | None) -> Reference | None:
-    """The record's reference, of two results of `reference_work`; None where one of them is."""
-    if before is None or after is None:
+        a, b, out = (torch.full((edge, edge), 0.5, device=device, dtype=dtype) for _ in range(3))
+        source, target = (torch.ones(REFERENCE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    except torch.OutOfMemoryError:
         return None
-    product_ms, copy_ms, clock_mhz = map(list, zip(before, after, strict=True))
-    return Reference(product_ms, copy_ms, clock_mhz if all(clock_mhz) else None)
+    product_s = steady_seconds(lambda: torch.matmul(a, b, out=out), device, REFERENCE_S)
+    return product_s * 1e3, steady_seconds(lambda: target.copy_(source), device, REFERENCE_S) * 1e3
+
+
+def seconds(work: Callable[[], object], n: int, device: torch.device) -> float:
+    """Mean time of `n` calls, one right after the other; on a GPU, of the GPU's own time."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        for _ in range(n):
+            work()
+        return (time.perf_counter() - started) / n
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # Cycles in which the host gets ahead: small work would wait for its launches. The driver's queue holds about 1000.
+    torch.cuda._sleep(500_000 + 20_000 * n)
+    begin.record()
+    for _ in range(n):
+        work()
+    end.record()
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end) / 1e3 / n
+
+
+def steady_seconds(work: Callable[[], object], device: torch.device, for_s: float) -> float:
+    """Time of one call, back to back for about `for_s` seconds: the median of PARTS parts."""
+    work()
+    once = seconds(work, 1, device)
+    n = min(math.ceil(for_s / PARTS / once), MOST_QUEUED)
+    return statistics.median(seconds(work, n, device) for _ in range(PARTS)) if for_s > once else once

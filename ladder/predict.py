@@ -1,46 +1,203 @@
-"""Each rung's step time from what this machine can do: nothing is trained, nothing is fitted.
+"""Each step's time from what a machine can do: nothing is trained, nothing is fitted to a step's time.
+
+    python -m ladder.predict [--machine h200|FILE] [--output FILE] ARGUMENT ...     the ARGUMENTs are those of a step
 
 A prediction is a sum. Matrix products take the time that the roofs give for their shapes. Fused attention takes its
-FLOPs over its rate. What lies between passes over memory, see ladder/counts.py. Where the host needs longer to launch
-the kernels than the GPU to run them, the host's time counts. Under its power limit a GPU lowers its clock, see
-`_slowed`. One process, one micro-batch, no checkpointing.
+FLOPs over its rate. What lies between passes over memory: the bytes that a kernel reads and writes for each number of
+a tensor are counted by hand below, from the scripts (FP32 has 4, BF16 2, FP8 1). Where the host needs longer to launch
+the kernels than the GPU to run them, the host's time counts. Under its power limit a GPU lowers its clock: `slowed_s`.
 """
 
-from __future__ import annotations
-
-if __name__ == "__main__":
-    from common.errors import needs
-
-    needs("torch", "numpy", "msgspec", "tabulate")
-
+import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from common import arguments, flops, hardware, passes
-from common.errors import run_command
-from common.record import CATEGORIES, Roofs, Workload, describe_shape, read_object, write_json
-from common.roofs import product_seconds
-from common.text import OneLineParser, aligned, one_line, say
-from ladder import counts
-from ladder.counts import BY_HAND
-from report.load import MERGED, PREDICTIONS, ROOFS, convert, read_json, read_run
+from common import arguments, flops, hardware
+from common.record import CATEGORIES, ROOFS, AttentionRate, KernelTime, ProductRate, Roofs, read_object, write_json
+from common.text import OneLineParser, aligned, run_command, say
+from ladder import roofs
+from ladder.runs import BY_HAND, scripts
 
-STEPS = ("0_baseline", "1_cublas", "2_sdpa", "3_compile", "4_transformer_engine")
+POINTWISE, COPIES, ATTENTION = "normalization and pointwise", "copies and casts", "attention"
+LOSS, OPTIMIZER = "loss", "optimizer"
 CAPTURED = "34"
-MIXED = ("bf16", "fp32")  # what mixed precision multiplies, the first that the machine has
-FUSED_LAUNCHES = 4  # of attention: forward, and three kernels backward
-BATCHED_BYTES = {"fp32": 4, "bf16": 2}
 COPY = "copy fp32"  # moves 8 bytes a number
+FUSED_LAUNCHES = 4  # of attention: forward, and three kernels backward
+FOREACH_NUMBERS = 320 * 65536  # that one launch of a foreach kernel takes: 320 blocks of 64 Ki numbers
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Kernels that each move `bytes` for every number of a tensor, see ladder.roofs.sizes."""
+
+    tensor: str
+    bytes: int
+    kernels: int
+    category: str  # of common.record.CATEGORIES
+    kernel: str | None  # of ladder/roofs.py: its measured time counts; without one, the time of a copy of these bytes
+    why: str
+    most: int | None = None  # numbers that one launch takes
+
+
+# --- kernels of one block -------------------------------------------------------------------------
+
+BY_HAND_FP32 = (
+    Pass("scores", 8, 2, POINTWISE, None, "scores / sqrt(D) reads and writes, forward and backward"),
+    Pass("scores", 8, 2, COPIES, None, "masked_fill copies its input first, forward and backward"),
+    Pass("scores", 8, 2, POINTWISE, "mask fp32", "masked_fill then reads and writes the copy, forward and backward"),
+    Pass("scores", 8, 1, ATTENTION, "softmax fp32", "softmax reads and writes"),
+    Pass("scores", 12, 1, POINTWISE, None, "softmax backward first multiplies gradient and output"),
+    Pass("scores", 12, 1, ATTENTION, None, "softmax backward reads that and the output, and writes"),
+    Pass("stream", 8, 7, COPIES, "heads fp32", "heads made contiguous: q, k, v, output, three gradients"),
+)
+BY_HAND_BF16 = (
+    Pass("scores", 4, 2, POINTWISE, None, "scores / sqrt(D) reads and writes, forward and backward"),
+    Pass("scores", 4, 2, COPIES, None, "masked_fill copies its input first, forward and backward"),
+    Pass("scores", 4, 2, POINTWISE, "mask half", "masked_fill then reads and writes the copy, forward and backward"),
+    Pass("scores", 6, 2, COPIES, "to fp32", "autocast runs softmax in FP32: scores, and in backward a gradient"),
+    Pass("scores", 8, 1, ATTENTION, "softmax fp32", "softmax reads and writes FP32"),
+    Pass("scores", 6, 2, COPIES, "to half", "weights back to BF16; backward: the gradient of scores"),
+    Pass("scores", 12, 1, POINTWISE, None, "softmax backward first multiplies gradient and output"),
+    Pass("scores", 12, 1, ATTENTION, None, "softmax backward reads that and the output, and writes"),
+    Pass("stream", 4, 7, COPIES, "heads half", "heads made contiguous: q, k, v, output, three gradients"),
+)
+EAGER_FP32 = (
+    Pass("stream", 8, 2, POINTWISE, "layer norm fp32", "LayerNorm reads and writes, twice in a block"),
+    Pass("stream", 20, 2, POINTWISE, "layer norm backward fp32", "its backward reads gradient and input, twice"),
+    Pass("stream", 12, 4, POINTWISE, None, "residual adds read two and write one; backward adds the two branches"),
+    Pass("hidden", 8, 1, POINTWISE, "gelu fp32", "GELU reads and writes"),
+    Pass("hidden", 12, 1, POINTWISE, "gelu backward fp32", "its backward reads gradient and input, writes"),
+    Pass("width", 4, 4, POINTWISE, "sum over tokens fp32", "the gradient of a bias is a sum over tokens: four biases"),
+    Pass("qkv", 8, 1, COPIES, "heads fp32", "split's backward joins the gradients of q, k and v"),
+    Pass("vector", 0, 12, COPIES, None, "workspaces of products and of sums are cleared"),
+)
+EAGER_BF16 = (
+    Pass("stream", 6, 4, COPIES, "to fp32", "autocast runs LayerNorm in FP32: its input, in backward its gradient"),
+    Pass("stream", 8, 2, POINTWISE, "layer norm fp32", "LayerNorm reads and writes FP32"),
+    Pass("stream", 20, 2, POINTWISE, "layer norm backward fp32", "its backward reads gradient and input, twice"),
+    Pass("stream", 6, 4, COPIES, "to half", "LayerNorm's output to BF16; backward: the gradient of its input"),
+    Pass("stream", 6, 4, POINTWISE, None, "residual adds read two and write one; backward adds the two branches"),
+    Pass("hidden", 4, 1, POINTWISE, "gelu half", "GELU reads and writes"),
+    Pass("hidden", 6, 1, POINTWISE, "gelu backward half", "its backward reads gradient and input, writes"),
+    Pass("width", 2, 4, POINTWISE, "sum over tokens half", "the gradient of a bias is a sum over tokens: four biases"),
+    Pass("qkv", 4, 1, COPIES, "heads half", "split's backward joins the gradients of q, k and v"),
+    Pass("weight", 6, 4, COPIES, "to half", "autocast casts four weights to BF16"),
+    Pass("weight", 6, 4, COPIES, "to fp32", "backward: their gradients to FP32"),
+    Pass("vector", 0, 8, COPIES, None, "the same of four biases"),
+    Pass("vector", 0, 12, COPIES, None, "workspaces of products and of sums are cleared"),
+)
+COMPILED = (
+    Pass("stream", 4, 1, POINTWISE, None, "the first LayerNorm reads and writes"),
+    Pass("stream", 8, 1, POINTWISE, None, "residual add and second LayerNorm: reads two, writes sum and output"),
+    Pass("stream", 6, 1, POINTWISE, None, "the last residual add reads two and writes one"),
+    Pass("stream", 8, 2, POINTWISE, None, "their backward in one kernel: reads gradient, input, other branch; writes"),
+    Pass("stream", 4, 2, POINTWISE, None, "gradients of LayerNorm's weight and bias read gradient and input"),
+    Pass("hidden", 4, 1, POINTWISE, "gelu half", "GELU reads and writes"),
+    Pass("hidden", 6, 1, POINTWISE, "gelu backward half", "its backward reads gradient and input, writes"),
+    Pass("width", 2, 4, POINTWISE, "sum over tokens half", "the gradient of a bias is a sum over tokens: four biases"),
+    Pass("qkv", 4, 1, COPIES, None, "the gradients of q, k and v are joined"),
+    Pass("weight", 6, 8, COPIES, None, "weights to BF16 in forward, their gradients to FP32 in backward"),
+    Pass("vector", 0, 12, COPIES, None, "casts of biases; sums of a second stage; a buffer cleared for attention"),
+)
+TRANSFORMER_ENGINE = (
+    Pass(
+        "stream",
+        9,
+        2,
+        POINTWISE,
+        roofs.TE_NORM,
+        "LayerNorm reads BF16 and writes FP8; its backward reads two, writes one",
+    ),
+    Pass("stream", 6, 4, POINTWISE, None, "residual adds read two and write one; backward adds the two branches"),
+    Pass("hidden", 3, 1, POINTWISE, "gelu half", "GELU reads BF16 and writes FP8"),
+    Pass("stream", 4, 1, COPIES, None, "attention's output to FP8 in two layouts, for the projection"),
+    Pass("stream", 2, 2, COPIES, None, "LayerNorm's FP8 output transposed for the weight gradient"),
+    Pass("hidden", 2, 1, COPIES, None, "GELU's FP8 output transposed for the weight gradient"),
+    Pass("weight", 6, 4, COPIES, None, "four weights read in FP32 and written in FP8 in two layouts"),
+    Pass("width", 4, 4, COPIES, None, "gradients of four outputs read in BF16 and written in FP8 in two layouts"),
+    Pass("hidden", 2, 1, COPIES, None, "one of them also reads the input of GELU, whose backward is in that kernel"),
+    Pass("weight", 6, 4, COPIES, "to fp32", "weight gradients to FP32"),
+    Pass("qkv", 4, 1, COPIES, "heads half", "split's backward joins the gradients of q, k and v"),
+    Pass("vector", 0, 16, COPIES, None, "four biases and LayerNorm's four vectors to BF16, their gradients to FP32"),
+    Pass("vector", 0, 4, POINTWISE, None, "the second stages of four bias sums"),
+    Pass("vector", 0, 9, COPIES, None, "buffers of products, attention and largest values are cleared"),
+)
+# --- kernels of one step, outside the blocks --------------------------------------------------------
+
+EMBEDDING = (
+    Pass("stream", 8, 1, POINTWISE, None, "rows of the token embedding are gathered"),
+    Pass("stream", 8, 1, POINTWISE, None, "positions are added"),
+    Pass("stream", 4, 1, POINTWISE, None, "the gradient of positions is a sum over sequences"),
+    Pass("stream", 8, 1, POINTWISE, None, "gradient rows are added to the rows of their tokens"),
+    Pass("embedding", 4, 1, COPIES, None, "the embedding's gradient is cleared first"),
+    Pass("embedding", 12, 1, POINTWISE, None, "the tied weight's two gradients are added"),
+    Pass("vector", 0, 30, POINTWISE, None, "tokens are sorted, so that equal ones are summed together"),
+)
+LAST_NORM_FP32 = (
+    Pass("stream", 8, 1, POINTWISE, "layer norm fp32", "the last LayerNorm reads and writes"),
+    Pass("stream", 20, 1, POINTWISE, "layer norm backward fp32", "and its backward, as in a block"),
+)
+LAST_NORM_COMPILED = (
+    Pass("stream", 4, 1, POINTWISE, None, "the last LayerNorm reads and writes"),
+    Pass("stream", 12, 1, POINTWISE, None, "its backward, with the gradients of its weight and bias in another kernel"),
+)
+LAST_NORM_TE = (Pass("stream", 9, 1, POINTWISE, roofs.TE_NORM, "the last LayerNorm, forward and backward"),)
+LOSS_FP32 = (
+    Pass("logits", 16, 1, LOSS, "softmax of vocabulary fp32", "log-softmax reads for maximum, sum and output; writes"),
+    Pass("logits", 4, 1, COPIES, None, "the gradient of the picked log-probabilities is cleared first"),
+    Pass("logits", 16, 1, LOSS, None, "backward reads the gradient for its sum, again, and the output, and writes"),
+)
+LOSS_BF16 = (
+    Pass("logits", 8, 1, LOSS, "softmax of vocabulary half", "log-softmax reads for maximum, sum and output; writes"),
+    Pass("logits", 6, 1, COPIES, "to fp32", "autocast picks log-probabilities in FP32: all are cast"),
+    Pass("logits", 4, 1, COPIES, None, "the gradient of the picked ones is cleared first, in FP32"),
+    Pass("logits", 6, 1, COPIES, "to half", "backward of that cast"),
+    Pass("logits", 8, 1, LOSS, None, "backward reads the gradient for its sum, again, and the output, and writes"),
+    Pass("embedding", 6, 1, COPIES, "to half", "the head's weight to BF16"),
+    Pass("embedding", 6, 1, COPIES, "to fp32", "its gradient to FP32"),
+)
+LOSS_COMPILED = (
+    Pass("logits", 2, 1, LOSS, "softmax of vocabulary half", "maximum and sum in one pass; exponentials bound it"),
+    Pass("logits", 4, 1, LOSS, None, "the gradient from logits, maximum and sum: reads and writes"),
+)
+LOGITS_BF16 = (Pass("embedding", 6, 2, COPIES, None, "the head's weight to BF16, its gradient to FP32"),)
+LOGITS_FP8 = (
+    Pass("logits", 4, 1, COPIES, None, "the gradient of the logits read in BF16 and written in FP8 in two layouts"),
+    Pass("embedding", 12, 1, COPIES, None, "the head's weight to FP8 in two layouts; its gradient to FP32"),
+)
+FOREACH_ADAMW = (
+    Pass("parameters", 8, 2, OPTIMIZER, None, "decay scales the weight, beta2 the second moment", FOREACH_NUMBERS),
+    Pass("parameters", 12, 1, OPTIMIZER, None, "lerp: gradient and first moment, written", FOREACH_NUMBERS),
+    Pass("parameters", 12, 1, OPTIMIZER, None, "addcmul: gradient and second moment, written", FOREACH_NUMBERS),
+    Pass("parameters", 8, 3, OPTIMIZER, None, "square root, bias correction and eps, in a copy", FOREACH_NUMBERS),
+    Pass("parameters", 16, 1, OPTIMIZER, None, "addcdiv: weight, first moment and root, written", FOREACH_NUMBERS),
+)
+FUSED_ADAMW = (
+    Pass("parameters", 28, 1, OPTIMIZER, None, "one kernel reads weight, gradient and both moments, writes three"),
+)
+ONCE_EAGER = (*EMBEDDING, *LAST_NORM_FP32, *LOSS_BF16, *FOREACH_ADAMW)
+IN_A_BLOCK = {  # by the first character of a script's name: kernels of one block
+    "0": BY_HAND_FP32 + EAGER_FP32,
+    "1": BY_HAND_BF16 + EAGER_BF16,
+    "2": EAGER_BF16,
+    "3": COMPILED,
+    "4": TRANSFORMER_ENGINE,
+}
+ONCE_A_STEP = {
+    "0": (*EMBEDDING, *LAST_NORM_FP32, *LOSS_FP32, *FOREACH_ADAMW),
+    "1": ONCE_EAGER,
+    "2": ONCE_EAGER,
+    "3": (*EMBEDDING, *LAST_NORM_COMPILED, *LOSS_COMPILED, *LOGITS_BF16, *FUSED_ADAMW),
+    "4": (*EMBEDDING, *LAST_NORM_TE, *LOSS_COMPILED, *LOGITS_FP8, *FUSED_ADAMW),
+}
 
 
 @dataclass
 class Prediction:
-    step: str
     category_ms: dict[str, float]  # by common.record.CATEGORIES
     launches: int
     host_ms: float  # what the host needs to launch them; 0 where it launches once
@@ -50,218 +207,155 @@ class Prediction:
         return max(sum(self.category_ms.values()), self.host_ms)
 
 
-def predict(shape: Workload, roofs: Roofs) -> dict[str, Prediction]:
-    """Every step that the machine of these roofs can run, by name. Raises ValueError where the roofs lack a part, or
-    hold figures that no machine has."""
-    if shape.gpus > 1 or shape.accumulate > 1 or shape.checkpoint:
-        raise ValueError("only one process, one micro-batch and no checkpointing are predicted")
-    copied = COPY in {one.kernel for one in roofs.passes}
-    if not (roofs.grid and roofs.copy_bytes_per_s and roofs.ceilings and copied and roofs.attention):
-        raise ValueError("these roofs lack products, passes or attention: measure them with python -m common.roofs")
-    steps = [step for step in STEPS if step[0] != "4" or "fp8" in roofs.ceilings]
-    try:
-        return {step: _predict_step(step, shape, roofs) for step in steps}
-    except (ArithmeticError, AttributeError, IndexError, TypeError, RuntimeError) as error:
-        raise ValueError(f"these roofs are damaged ({type(error).__name__}): measure them again") from None
+class Machine:
+    """Times of products, kernels and attention of any size, from roofs. KeyError where they lack a neighbour."""
+
+    def __init__(self, measured: Roofs):
+        self.roofs = measured
+        self.products = {
+            (p.precision, p.m, p.n, p.k): 2 * p.m * p.n * p.k / p.burst_flops_per_s for p in measured.products
+        }
+        self.precisions = {p.precision for p in measured.products}
+
+    def product_s(self, precision: str, m: int, n: int, k: int) -> float:
+        """Of a product at its ceiling: measured, or linear in M, N and K between its neighbours in the grid.
+
+        A product costs a launch, bytes that grow with two dimensions at a time, and FLOPs that grow with all three, so
+        its time is linear in each dimension. Outside the grid its last two sizes are continued.
+        """
+        if (precision, m, n, k) in self.products:
+            return self.products[precision, m, n, k]
+        axis, total = roofs.GRID["cuda" if ("bf16", 8192, 8192, 8192) in self.products else "cpu"], 0.0
+        corners = []  # of each dimension: (size in the grid, weight) twice
+        for size in (m, n, k):
+            size = max(size, axis[0] / 2)
+            upper = next((i for i, edge in enumerate(axis[1:-1], 1) if edge >= size), len(axis) - 1)
+            share = (size - axis[upper - 1]) / (axis[upper] - axis[upper - 1])
+            corners.append(((axis[upper - 1], 1 - share), (axis[upper], share)))
+        for corner in itertools.product(*corners):
+            weight = math.prod(weight for _, weight in corner)
+            total += weight * self.products[(precision, *(edge for edge, _ in corner))]
+        return total
+
+    def pass_s(self, one: Pass, numbers: float) -> float:
+        """Of one kernel of a pass over `numbers` numbers: measured, or the time of a copy of as many bytes."""
+        timed = {k.numbers: k.seconds for k in self.roofs.kernels if k.kernel == one.kernel}
+        size = numbers if timed else one.bytes * numbers / 8
+        timed = timed or {k.numbers: k.seconds for k in self.roofs.kernels if k.kernel == COPY}
+        beyond = max(1.0, size / max(timed))
+        return beyond * float(np.interp(size / beyond, *zip(*sorted(timed.items()), strict=True)))
+
+    def attention_s(self, T: int, D: int, heads: int) -> float:
+        """Of fused causal attention, forward and backward: at the nearest head dimension, between measured lengths."""
+        nearest = min({rate.head_dim for rate in self.roofs.attention}, key=lambda dim: abs(math.log(dim / D)))
+        rates = {math.log(r.seq_len): r.flops_per_s for r in self.roofs.attention if r.head_dim == nearest}
+        return heads * 6 * T * D * T / float(np.interp(math.log(T), *zip(*sorted(rates.items()), strict=True)))
+
+    def slowed_s(self, products: list[tuple[int, float, int]], rest_s: float, precision: str) -> float:
+        """Seconds of products (count, seconds in bursts, FLOPs) under the power limit, with `rest_s` of other kernels.
+
+        Back to back, a large product draws the limit's power, and its rate falls from that of bursts to the lower one.
+        A step lies between: its load is its products' FLOPs over what the large product would do in the whole step, 0
+        leaves the one rate, 1 the other, and between the two the rate is taken as linear, since power is a mean over
+        time. The load depends on the step's time.
+        """
+        square = max(
+            (p for p in self.roofs.products if p.precision == precision and p.flops_per_s),
+            key=lambda p: p.m * p.n * p.k,
+        )
+        free_s = sum(count * seconds for count, seconds, _ in products)
+        work_s = sum(count * work for count, _, work in products) / square.burst_flops_per_s
+        lost, slowed_s = 1 - square.flops_per_s / square.burst_flops_per_s, free_s
+        for _ in range(20):  # converges: a longer step has less load
+            slowed_s = free_s / (1 - min(1.0, work_s / (rest_s + slowed_s)) * lost)
+        return slowed_s
 
 
-def _predict_step(step: str, shape: Workload, roofs: Roofs) -> Prediction:
+def predict(step: str, shape, batch_size: int, measured: Roofs) -> Prediction:
+    """One step at a shape (a GPTConfig), from the roofs of a machine. Raises ValueError and KeyError where they lack a
+    part."""
+    machine, numbers, number = Machine(measured), roofs.sizes(shape, batch_size), step[0]
+    mixed = "bf16" if "bf16" in machine.precisions else "fp32"
+    precision = {"0": "fp32", "4": "fp8"}.get(number, mixed)
+    if precision not in machine.precisions or not (measured.kernels and measured.attention):
+        raise ValueError(f"these roofs lack {precision} products, kernels or attention")
     seconds, launches = dict.fromkeys(CATEGORIES, 0.0), 0
-    numbers = counts.sizes(shape)
-    moved = [(one, shape.n_layer) for one in counts.IN_A_BLOCK[step[0]]]
-    for one, times in moved + [(one, 1) for one in counts.ONCE_A_STEP[step[0]]]:
-        size = numbers[one.tensor]
-        parts = math.ceil(size / one.most) if one.most else 1
-        seconds[one.category] += times * one.kernels * parts * pass_seconds(roofs, one, size / parts, shape.n_embd)
+    for one, times in [*((p, shape.n_layer) for p in IN_A_BLOCK[number]), *((p, 1) for p in ONCE_A_STEP[number])]:
+        parts = math.ceil(numbers[one.tensor] / one.most) if one.most else 1
+        seconds[one.category] += times * one.kernels * parts * machine.pass_s(one, numbers[one.tensor] / parts)
         launches += times * one.kernels * parts
-    products = list(_products(step, shape, roofs))
+    products = list(products_of(number, shape, batch_size, machine, precision))
     launches += sum(count for count, _, _ in products)
-    if step[0] not in BY_HAND:
-        seconds["attention"] += shape.n_layer * _fused_seconds(shape, roofs)
+    if number not in BY_HAND:
+        heads, D = batch_size * shape.n_head, shape.n_embd // shape.n_head
+        seconds[ATTENTION] += shape.n_layer * machine.attention_s(shape.seq_len, D, heads)
         launches += shape.n_layer * FUSED_LAUNCHES
-    seconds["matrix products"] = _slowed(products, sum(seconds.values()), _precision(step, roofs), roofs)
-    host_s = 0.0 if step[0] in CAPTURED else launches * _launch_seconds(step, roofs)
-    return Prediction(step, {name: s * 1e3 for name, s in seconds.items()}, launches, host_s * 1e3)
+    seconds["matrix products"] = machine.slowed_s(products, sum(seconds.values()), precision)
+    launch_s = measured.launch_s.get("fp32" if precision == "fp32" else "bf16", 0.0)
+    host_s = 0.0 if number in CAPTURED else launches * launch_s
+    return Prediction({name: s * 1e3 for name, s in seconds.items()}, launches, host_s * 1e3)
 
 
-def _launch_seconds(step: str, roofs: Roofs) -> float:
-    """What the host needs to launch one kernel of a step; older roofs know it of mixed precision alone."""
-    fp32 = _timed(roofs, passes.LAUNCH_FP32).get(1) if _precision(step, roofs) == "fp32" else None
-    return fp32 or roofs.launch_s or 0.0
-
-
-def _precision(step: str, roofs: Roofs) -> str:
-    """What the products of a step multiply on this machine."""
-    mixed = next(name for name in MIXED if name in roofs.ceilings)
-    return {"0": "fp32", "4": "fp8"}.get(step[0], mixed)
-
-
-def _products(step: str, shape: Workload, roofs: Roofs) -> Iterable[tuple[int, float, int]]:
+def products_of(
+    number: str, shape, batch_size: int, machine: Machine, precision: str
+) -> Iterator[tuple[int, float, int]]:
     """How often a step runs each product, its seconds at the ceiling, and its FLOPs."""
-    precision = _precision(step, roofs)
-    exact = {(s.m, s.n, s.k): 2 * s.m * s.n * s.k / s.ceilings[precision] for s in roofs.shapes}
-    for mnk, count in flops.matrix_products(shape, shape.batch_size * shape.seq_len).items():
-        seconds = exact[mnk] if mnk in exact else product_seconds(roofs.grid, precision, *mnk)
-        yield count, seconds, 2 * math.prod(mnk)
-    if step[0] in BY_HAND:  # batched over sequences and heads: one tall product each
-        T, D = shape.seq_len, shape.n_embd // shape.n_head
-        rows = shape.batch_size * shape.n_head * T
-        least = BATCHED_BYTES[precision] * rows * (T + 2 * D) / roofs.copy_bytes_per_s
-        for mnk, count in (((rows, T, D), 2), ((rows, D, T), 4)):  # scores and their gradient; the other four
-            seconds = max(least, product_seconds(roofs.grid, precision, *mnk))
-            yield count * shape.n_layer, seconds, 2 * math.prod(mnk)
+    for mnk, count in flops.matrix_products(shape, batch_size * shape.seq_len).items():
+        yield count, machine.product_s(precision, *mnk), 2 * math.prod(mnk)
+    for (m, n, k), count in (roofs.batched_products(shape, batch_size) if number in BY_HAND else {}).items():
+        least_s = (4 if precision == "fp32" else 2) * (m * n + m * k + n * k) / machine.roofs.copy_bytes_per_s
+        yield count * shape.n_layer, max(least_s, machine.product_s(precision, m, n, k)), 2 * m * n * k
 
 
-def _slowed(products: list[tuple[int, float, int]], rest_s: float, precision: str, roofs: Roofs) -> float:
-    """Seconds of all products under the power limit.
-
-    Alone, at their ceiling, the clock is at its highest; back to back they draw the limit's power, and their rate
-    falls to the second figure of the roofs. A step lies between. Its load is its products' FLOPs, over what the large
-    square product would do at its ceiling in the whole step: 0 leaves the ceiling, 1 the rate back to back, and
-    between the two the rate is taken as linear, since power is a mean over time. The load depends on the step's time.
-    """
-    free_s = sum(count * seconds for count, seconds, _ in products)
-    work_s = sum(count * work for count, _, work in products) / roofs.square.ceilings[precision]
-    lost = 1 - getattr(roofs, f"{precision}_flops_per_s") / roofs.ceilings[precision]
-    slowed_s = free_s
-    for _ in range(20):  # converges: a longer step has less load
-        load = min(1.0, work_s / (rest_s + slowed_s))
-        slowed_s = free_s / (1 - load * lost)
-    return slowed_s
-
-
-def pass_seconds(roofs: Roofs, one: counts.Pass, numbers: float, width: int) -> float:
-    """The time of one kernel of a pass over `numbers` numbers: measured, or that of a copy of as many bytes. Of a
-    kernel that was measured at some widths, the nearest one counts."""
-    of_kernel = one.kernel and (_timed(roofs, one.kernel) or _nearest(roofs, one.kernel, width)[1])
-    timed = of_kernel or _timed(roofs, COPY)
-    size = numbers if of_kernel else one.bytes * numbers / 8
-    beyond = max(1.0, size / max(timed))
-    return beyond * float(np.interp(size / beyond, *zip(*sorted(timed.items()), strict=True)))
-
-
-def _timed(roofs: Roofs, kernel: str) -> dict[int, float]:
-    """Seconds of a kernel, by the numbers in its tensor."""
-    return {timed.numbers: timed.seconds for timed in roofs.passes if timed.kernel == kernel}
-
-
-def _nearest(roofs: Roofs, kernel: str, size: int) -> tuple[int, dict[int, float]]:
-    """Of a kernel that was timed at several sizes, the size whose ratio to `size` is nearest to 1, and its seconds. Of
-    two that are as near, the smaller."""
-    named = (timed.kernel.rpartition(", ") for timed in roofs.passes)
-    sizes = {int(last) for name, _, last in named if name == kernel and last.isdecimal()}
-    nearest = min(sorted(sizes), key=lambda one: abs(math.log(one / size)), default=0)
-    return nearest, _timed(roofs, f"{kernel}, {nearest}")
-
-
-def _fused_seconds(shape: Workload, roofs: Roofs) -> float:
-    """One layer's fused attention, forward and backward, at the nearest head dimension, between measured lengths: at
-    the rate of many heads, and no less than what a few of them take, which do not fill the GPU."""
-    T, D = shape.seq_len, shape.n_embd // shape.n_head
-    one_head = 6 * T * D * T  # FLOPs, by the convention of common/flops.py
-    nearest = min({rate.head_dim for rate in roofs.attention}, key=lambda dim: abs(math.log(dim / D)))
-    many = {rate.seq_len: rate.flops_per_s for rate in roofs.attention if rate.head_dim == nearest}
-    seconds = [shape.batch_size * shape.n_head * one_head / _between(many, T)]
-    head_dim, few = _nearest(roofs, passes.FEW, D)
-    if few:
-        lengths = {numbers // (passes.FEW_HEADS * head_dim): numbers for numbers in few}
-        rates = {length: 6 * length * numbers / few[numbers] for length, numbers in lengths.items()}
-        seconds.append(passes.FEW_HEADS * one_head / _between(rates, T))
-    return max(seconds)
-
-
-def _between(rates: dict[int, float], length: int) -> float:
-    """A rate at any length: between those of its neighbours, by the logarithm of the length."""
-    lengths, of_length = zip(*sorted(rates.items()), strict=True)
-    return float(np.interp(math.log(length), [*map(math.log, lengths)], of_length))
-
-
-def read_roofs(path: Path) -> Roofs:
-    """Roofs from what common.roofs wrote, or from a run's results.json. Raises RecordError."""
-    content = read_json(path)
-    content = content.get("roofs") or content if isinstance(content, dict) else content
-    return convert(content, Roofs, path.name)
-
-
-def measured_roofs() -> Path:
-    """What python -m common.roofs wrote below results/, otherwise the newest roofs of a run. Raises ValueError."""
-    asked, found = arguments.ROOT / "results" / ROOFS, [*arguments.ROOT.glob(f"results/*/{ROOFS}")]
-    if not (asked.exists() or found):
-        raise ValueError("no roofs below results/: measure them with python -m common.roofs, or give --roofs FILE")
-    return asked if asked.exists() else max(found, key=lambda path: path.stat().st_mtime)
-
-
-def predict_records(machine: Path) -> dict[str, dict[str, Prediction]]:
-    """Predictions for every recorded run below a machine's folder, by run; empty without roofs that hold a grid."""
-    runs = {path.parent.name: read_run(path) for path in sorted(machine.glob(f"*/{MERGED}"))}
-    measured = [run.roofs for run in runs.values() if run.roofs and run.roofs.grid]
-    return {name: predict(run.workload, measured[0]) for name, run in runs.items()} if measured else {}
-
-
-def record_predictions(results: Path) -> Iterable[Path]:
-    """Write the predictions beside the records of each machine; the paths."""
-    for machine in sorted(path for path in results.iterdir() if path.is_dir()):
-        if predicted := predict_records(machine):
-            written = {run: [asdict(one) | {"ms": one.ms} for one in rows.values()] for run, rows in predicted.items()}
-            write_json(machine / PREDICTIONS, written)
-            yield machine / PREDICTIONS
-
-
-def describe(predictions: dict[str, Prediction]) -> str:
-    """A table: the time of each step, and what it is made of."""
-    rows = []
-    for step, one in predictions.items():
-        ms, busy = one.category_ms, sum(one.category_ms.values())
-        shown = {"products": ms["matrix products"], "attention": ms["attention"], "optimizer": ms["optimizer"]}
-        parts = {"other kernels": busy - sum(shown.values()), "gaps": max(0.0, one.host_ms - busy)}
-        cells = {name: f"{part:.2f}" for name, part in (shown | parts).items()}
-        rows.append({"step": step, "predicted ms": f"{one.ms:.2f}", **cells})
-    return aligned(rows)
+def read_roofs(name: str | None) -> tuple[Roofs, str]:
+    """Roofs of a machine in docs/results, of a file, or the newest below results/. Raises ValueError, one line."""
+    if name is None:
+        found = sorted(hardware.ROOT.glob(f"results/*{ROOFS}"), key=lambda p: p.stat().st_mtime)
+        found += sorted(hardware.ROOT.glob(f"results/*/{ROOFS}"), key=lambda p: p.stat().st_mtime)
+        if not found:
+            raise ValueError("no roofs below results/: python -m ladder.roofs --grid, or --machine h200")
+        path = found[-1]
+    else:
+        path = hardware.ROOT / "docs" / "results" / name / ROOFS
+        path = path if path.exists() else Path(name)
+    content = read_object(path)
+    content = content.get("roofs") or content
+    try:
+        of_kind = {"products": ProductRate, "kernels": KernelTime, "attention": AttentionRate}
+        parts = {part: [kind(**one) for one in content[part]] for part, kind in of_kind.items()}
+        return Roofs(**content | parts | {"environment": None}), str(path)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no roofs that can be read ({type(error).__name__})") from None
 
 
 def main() -> None:
-    parser = OneLineParser(
-        prog="python -m ladder.predict",
-        usage="%(prog)s [-h] [--roofs FILE] [--json FILE] [ARGUMENT ...] | --records DIR",
-        description=__doc__,
-        epilog="ARGUMENTs choose the workload: --preset, --n-embd, ...; python 0_baseline.py --help lists them",
-    )
-    text = "what common.roofs wrote, or results.json of a run (default: results/roofs.json, else the newest of a run)"
-    parser.add_argument("--roofs", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the times there, in milliseconds by step")
-    text = "predict every recorded run below docs/results, for python -m report.documents"
-    parser.add_argument("--records", type=Path, metavar="DIR", help=text)
-    own, rest = parser.parse_known_args()
-    if any(word.partition("=")[0] == "--output" for word in rest):
-        parser.error("--output is of a step's record: --json FILE writes predictions")
-    if own.records and (rest or own.json or own.roofs):
-        parser.error(f"--records takes no other argument{f', but here is {rest[0]}' if rest else ''}")
-    if own.records:
-        written = list(record_predictions(own.records)) if own.records.is_dir() else []
-        if not written:
-            parser.error(f"--records {own.records} holds no machine's folder with runs and their roofs")
-        say("\n".join(f"written to {path}" for path in written))
-        return
-    args = arguments.parse_args(Path("ladder/predict.py"), __doc__, rest)
+    parser = OneLineParser(prog="python -m ladder.predict", description=__doc__)
+    text = "whose roofs: a folder of docs/results, or a file (default: the newest roofs below results/)"
+    parser.add_argument("--machine", metavar="NAME", help=text)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the milliseconds there, by step")
+    given, words = parser.parse_known_args()
+    args = arguments.parse_args(hardware.ROOT / "ladder" / "predict.py", __doc__, words)
     try:
-        auto = hardware.resolve_amp_dtype("auto", args.device)[0]
-        if not args.capture or args.amp_dtype is not auto or auto is torch.float16:
-            raise ValueError("predictions are of --amp-dtype auto where that is no FP16, and of captured steps")
-        path = own.roofs or measured_roofs()
-        predictions = predict(args.workload(), read_roofs(path))
-    except (ValueError, KeyError) as error:
-        parser.error(str(error) if isinstance(error, ValueError) else f"{path} lacks {error}")
-    made = read_object(path)
-    known = ((made.get("environment") or {}).get("device"), made.get("started_at"))
-    measured = "".join(f", {one_line(what)}" for what in known if what)
-    say(f"{describe(predictions)}\n\nmilliseconds a step of {args.preset}: {describe_shape(args.workload())}")
-    say(f"from the roofs in {path}{measured}; whether the model fits the memory is not predicted")
-    say("docs/performance.md shows how far such predictions were off; --roofs FILE takes others")
-    if own.json:
-        try:
-            write_json(own.json, {step: one.ms for step, one in predictions.items()})
-        except OSError as error:
-            parser.error(f"cannot write --json {own.json}: {error.strerror or error}")
+        measured, path = read_roofs(given.machine)
+        found = {}
+        for step in (name.removesuffix(".py") for name in scripts()):
+            try:
+                found[step] = predict(step, args.config, args.batch_size, measured)
+            except (ValueError, KeyError) as error:
+                say(f"{step} is not predicted: {error}; python -m ladder.roofs --grid measures all sizes")
+    except ValueError as error:
+        parser.error(str(error))
+    rows = []
+    for step, one in found.items():
+        busy = sum(one.category_ms.values())
+        parts = {"products": one.category_ms["matrix products"], "attention": one.category_ms[ATTENTION]}
+        parts |= {"other kernels": busy - sum(parts.values()), "gaps": max(0.0, one.host_ms - busy)}
+        rows.append(
+            {"step": step, "predicted ms": f"{one.ms:.2f}", **{name: f"{ms:.2f}" for name, ms in parts.items()}}
+        )
+    say(f"{aligned(rows)}\n\nmilliseconds a step of {args.describe()}, from the roofs in {path}")
+    if given.output:
+        write_json(given.output, {step: one.ms for step, one in found.items()})
 
 
 if __name__ == "__main__":

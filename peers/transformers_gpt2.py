@@ -1,11 +1,11 @@
-"""Peer: GPT-2 of Hugging Face transformers, tuned as its documentation says.
+"""Peer of 3_compile.py: GPT-2 of Hugging Face transformers, tuned as its documentation tells.
 
-SDPA attention with the kernels of 2_sdpa.py, BF16 autocast, torch.compile over model and loss, fused AdamW, TF32 for
-what stays FP32, no dropout and no cache. The residual stream stays FP32, as autocast leaves it. The loss is taken on
-the same targets as the ladder's, and the weights begin with the ladder's numbers. Under its own name, compiled SDPA
-attention gets a mask of booleans (huggingface/transformers issue 48925). Registered under another name, as the
-documentation of AttentionInterface shows, it gets none and passes is_causal.
-Source: the model page of GPT-2, the guide "GPU" (efficient training) and the page AttentionInterface of transformers.
+SDPA attention, BF16 autocast, torch.compile over model and loss, fused AdamW, no dropout and no cache; launched, as a
+Trainer launches it. The residual stream stays FP32, as autocast leaves it. The loss is taken on the same targets as the
+ladder's, and the weights begin with the ladder's numbers. Under its own name, compiled SDPA attention gets a mask of
+booleans (huggingface/transformers issue 48925). Registered under another name, as the documentation of
+AttentionInterface shows, it gets none and passes is_causal. Source: the model page of GPT-2, the guide "GPU"
+(efficient training) and the page AttentionInterface of transformers.
 
 Run:      python peers/transformers_gpt2.py         Needs: pip install transformers
 """
@@ -16,14 +16,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import benchmark
-from common.errors import Skip
+from common.benchmark import launch, optional
 from common.model import GPT
 
-transformers = benchmark.optional("transformers", "transformers")
+transformers = optional("transformers", "transformers")
 
 
 class WithLoss(torch.nn.Module):
@@ -46,34 +44,39 @@ def begin_with_the_ladders_weights(model, args):
 
 
 def main(args):
-    if args.amp_dtype is torch.float16:
-        raise Skip("this peer has no loss scaling: it runs under BF16 or FP32")
     torch.set_float32_matmul_precision("high")
     shape, attentions = args.config, transformers.AttentionInterface()
     attentions.register("sdpa_without_mask", attentions["sdpa"])
     config = transformers.GPT2Config(
-        vocab_size=shape.vocab_size, n_positions=shape.seq_len, n_embd=shape.n_embd, n_layer=shape.n_layer,
-        n_head=shape.n_head, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-        attn_implementation="sdpa_without_mask", bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=shape.vocab_size,
+        n_positions=shape.seq_len,
+        n_embd=shape.n_embd,
+        n_layer=shape.n_layer,
+        n_head=shape.n_head,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        attn_implementation="sdpa_without_mask",
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     with args.device:
         model = WithLoss(transformers.GPT2LMHeadModel(config))
         begin_with_the_ladders_weights(model, args)
-    model = torch.compile(model)
-    optimizer = torch.optim.AdamW(model.parameters(), **args.adamw, fused=True)
-    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    model.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **args.adamw)
 
     def train_step(tokens, targets):
-        amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.mixed_precision)
-        with amp, sdpa_kernel(kernels, set_priority=True):
+        with torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp):
             loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    return benchmark.run(train_step, model, args)
+    return train_step, model
 
 
 if __name__ == "__main__":
-    benchmark.launch(main)
+    launch(main)

@@ -1,363 +1,218 @@
-"""A run folder to one checked run.
+"""Records from disk, checked: one file, or the records of a run folder merged by its plan.
 
-A run folder holds `plan.json` (what the ladder meant to run), one record per row that ended, `roofs.json`,
-`predicted.json`, logs, and `results.json`, all of them merged. The records of the second pass of `--repeat` are below
-`pass-2`, and so on. A folder that holds nothing but `results.json` is a recorded run.
+A run folder holds `plan.json` (what was meant to run), a record at the `output` of every planned row, `roofs.json` and
+`predicted.json`. Nothing but what the plan names is read. A folder without a plan holds `results.json`: a recorded run.
 """
 
-from __future__ import annotations
-
-import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from statistics import median
 from typing import Any
 
 import msgspec
 
-from common.record import (
-    CATEGORIES,
-    MERGED,
-    PLAN,
-    PREDICTED,
-    ROOFS,
-    SCHEMA_VERSION,
-    STATUSES,
-    Environment,
-    Plan,
-    Repetition,
-    Roofs,
-    Row,
-    Run,
-    Workload,
-    differing_fields,
-)
+from common import record as schema
+from common.record import PlannedRow, Row, Run, Study
 from common.text import one_line
 
-PREDICTIONS = "predictions.json"  # of all runs of a machine, beside their folders
-LARGEST_RECORD_BYTES = 50_000_000  # a record with the profile of a deep model has less than one
-LARGEST_NUMBER = 1e24  # beyond it a figure means nothing and a chart cannot be drawn
-ROOFS_APART = "the roofs were measured when the run was resumed"
-LEFT_OUT, DIFFER = "left out", "rows differ in"  # how problems begin that a reader must see first
-TEXTS_WITH_LINES = ("source", "command")
-SAME_IN_ALL_ROWS = (
-    "device", "gpu_uuid", "power_limit_w", "driver", "python", "torch", "cuda", "cudnn", "triton", "transformer_engine",
-    "torchao", "transformers", "variables", "commit", "dirty",
-)  # fmt: skip
+LARGEST_NUMBER = 1e18  # beyond it a figure means nothing and a chart cannot be drawn
+DIFFER = "rows differ in"  # how a problem begins that is about every row
+SAME_IN_ALL_ROWS = ("device", "gpu_uuid", "variables", "code_sha256", "commit", "dirty")  # and all versions
+LEFT_OUT = "left out by --only"
+NO_TIME = ("not run", "interrupted")  # statuses of a row that a resumed run finishes
 
 
 class RecordError(ValueError):
     """A file is not a record that this version can read; the message is one line that says why."""
 
 
+# --- one file -------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Run | Study:
+    """A checked record. Raises RecordError for one that is damaged, foreign, or of another version."""
+    content, name = read_json(path), one_line(path.name)
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version != schema.SCHEMA_VERSION:
+        raise RecordError(f"{name} is not a record of schema version {schema.SCHEMA_VERSION}, the one that is read")
+    record = convert(content, Study if "runs" in content else Run, name)
+    losses_alone = isinstance(record, Study) and record.kind == "parity"
+    runs = [*record.runs.values()] if isinstance(record, Study) else [record]
+    for run in runs:
+        rows = [*run.rows, *run.peers]
+        if len({row.step for row in rows}) != max(1, len(rows)):
+            raise RecordError(f"{name} holds no rows, or two of one name")
+        if run.workload and not (run.workload.tokens_per_step and run.workload.gpus):
+            raise RecordError(f"{name} holds a workload of nothing")
+        for row in rows:
+            _check(row, losses_alone)
+    if not runs:
+        raise RecordError(f"{name} holds no runs")
+    return record
+
+
 def read_json(path: Path) -> Any:
-    """The content of a JSON file whose text cannot harm a terminal or a page. Raises RecordError."""
+    """The content of a JSON file, without text or numbers that could harm a terminal or a chart. Raises RecordError."""
     name = one_line(path.name)
     try:
         if not path.is_file():
-            raise RecordError(f"{name} is not a regular file")
-        if (size := path.stat().st_size) > LARGEST_RECORD_BYTES:
-            raise RecordError(f"{name} has {size / 1e6:,.0f} MB, more than any record")
-        text = path.read_text(encoding="utf-8-sig", errors="replace")
+            raise RecordError(f"there is no file {name}")
+        return _harmless(msgspec.json.decode(path.read_bytes()))
     except OSError as error:
         raise RecordError(f"{name} cannot be read ({error.strerror or error})") from None
-    try:
-        return _harmless(json.loads(text))
-    except (ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RecordError(f"{name} is not readable JSON ({type(error).__name__})") from None
 
 
 def _harmless(value: Any, key: str = "") -> Any:
-    """A JSON value in which every text is one line without control characters, code and commands apart."""
+    """A JSON value in which every text is one line without control characters, a script's source apart.
+
+    Raises RecordError for a number that is too large, or negative and no loss.
+    """
     if isinstance(value, str):
-        if key in TEXTS_WITH_LINES:
+        if key == "source":
             return "".join(c if c.isprintable() or c in "\n\t" else " " for c in value)
-        return one_line(value, 2000)
+        return one_line(value, 1000)
     if isinstance(value, list):
         return [_harmless(item, key) for item in value]
     if isinstance(value, dict):
         return {one_line(name): _harmless(item, name) for name, item in value.items()}
+    least = -LARGEST_NUMBER if key in ("loss", "heldout") else 0
+    if isinstance(value, (int, float)) and not least <= value <= LARGEST_NUMBER:
+        raise RecordError(f"{one_line(key, 40)} is {one_line(value, 12)}")
     return value
 
 
 def convert(content: Any, kind: Any, name: str) -> Any:
-    """JSON content as an object of a record's class. Raises RecordError that names the field.
-
-    Only a loss may be negative, and no number is larger than LARGEST_NUMBER.
-    """
+    """JSON content as an object of a record's class. Raises RecordError that names the field."""
     try:
-        converted = msgspec.convert(content, kind)
+        return msgspec.convert(content, kind)
     except (msgspec.ValidationError, OverflowError) as error:
         raise RecordError(f"{name}: {one_line(error, 150)}") from None
-    for key, value in inside(content):
-        least = -LARGEST_NUMBER if "loss" in key else 0
-        if isinstance(value, (int, float)) and not least <= value <= LARGEST_NUMBER:  # which NaN is not either
-            raise RecordError(f"{name}: {key} is {one_line(value, 12)}")
-    return converted
 
 
-def inside(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """A JSON value and every value inside it, each with the name of the field that holds it."""
-    yield key, content
-    if isinstance(content, (dict, list)):
-        for name, value in content.items() if isinstance(content, dict) else ((key, value) for value in content):
-            yield from inside(value, name)
+def _check(row: Row, losses_alone: bool) -> None:
+    """Raises RecordError for an unknown status or category, and for an ok row without its times."""
+    row.step = one_line(row.step, 100) or "unnamed"
+    if row.status not in schema.STATUSES:
+        raise RecordError(f"{row.step}: status {row.status} is unknown")
+    times = [one.timing.step_ms for one in [row, *row.repetitions]]
+    if row.status == "ok" and not losses_alone and not all(of and all(of) for of in times):
+        raise RecordError(f"{row.step}: an ok row without its times")
+    if profile := row.profile:
+        launches = [*profile.block.forward, *profile.block.backward] if profile.block else []
+        named = {*profile.categories, *(one.category for one in [*profile.kernels, *launches])}
+        if not named <= {*schema.CATEGORIES}:
+            raise RecordError(f"{row.step}: unknown categories of kernels")
 
 
-def read_run(path: Path) -> Run:
-    """Read and check a run. Raises RecordError for a file that is corrupt, foreign, newer or too large.
-
-    A row or roofs with a field of a wrong kind are left out, and `problems` names them.
-    """
-    content = read_json(path)
-    name = one_line(path.name)
-    version = content.get("schema_version") if isinstance(content, dict) else None
-    if isinstance(version, int) and version != SCHEMA_VERSION:
-        newer = f"; this report reads up to {SCHEMA_VERSION}"
-        advice = newer if version > SCHEMA_VERSION else ", which is no longer read: record it again"
-        raise RecordError(f"{name} has schema version {version}{advice}")
-    listed = {kind: content.get(kind) or [] for kind in ("steps", "peers")} if version == SCHEMA_VERSION else {}
-    if not listed.get("steps") or not all(isinstance(rows, list) for rows in listed.values()):
-        raise RecordError(f"{name} is not a record of this benchmark")
-    problems: list[str] = []
-    rows = {
-        kind: [_read_row(row, f"{path.stem}, row {k + 1}", problems) for k, row in enumerate(rows)]
-        for kind, rows in listed.items()
-    }
-    try:
-        roofs = convert(content.get("roofs"), Roofs | None, "roofs")
-    except RecordError as error:
-        roofs = None
-        problems.append(f"{LEFT_OUT} of {name}: {error}")
-    run = convert(content | {"steps": [], "peers": [], "roofs": None}, Run, name)
-    names = [row.step for row in rows["steps"] + rows["peers"]]
-    if len(set(names)) < len(names):
-        raise RecordError(f"{name} holds two rows of one name")
-    return replace(run, **rows, roofs=roofs, problems=[*run.problems, *problems])
+# --- a run folder ---------------------------------------------------------------------------------
 
 
-def _read_row(content: Any, place: str, problems: list[str]) -> Row:
-    """A row; `place` names it where it does not name itself. One that cannot be read is a failed row."""
-    name = content.get("step") if isinstance(content, dict) else None
-    name = one_line(name if isinstance(name, str) else place, 100)
-    try:
-        row = convert(content, Row, name)
-        _check(row)
-    except RecordError as error:
-        problems.append(f"{LEFT_OUT}: {error}")
-        return Row(name, status="failed", reason="its record cannot be read")
-    row.step = name
-    return row
-
-
-def _check(row: Row) -> None:
-    """Raises RecordError for an unknown status, and where an ok row lacks the numbers that reports are made of."""
-    if row.status not in STATUSES:
-        raise RecordError(f"{one_line(row.step, 60)}: status {row.status} is unknown")
-    if row.status != "ok":
-        row.profile = None
-        return
-    if row.profile and not set(row.profile.categories) <= set(CATEGORIES):
-        raise RecordError(f"{row.step}: unknown categories of kernels")
-    needed = [row.timing.median_ms, row.timing.p25_ms, row.timing.p75_ms, *row.timing.step_ms]
-    needed += [row.tokens_per_s, row.model_flops_per_s, row.loss]
-    needed += [time for again in row.repetitions for time in (again.timing.median_ms, *again.timing.step_ms)]
-    if not all(needed) or row.timing.warmup_s is None or (row.profile and not row.profile.step_ms):
-        raise RecordError(f"{row.step}: an ok row without its numbers")
-
-
-def load_run(folder: Path, ended: dict[str, Row] | None = None) -> Run:
-    """Merge the records of a run folder into one run; `problems` names what was left out.
-
-    `ended` holds rows, by name, that could leave no file. Raises RecordError where nothing can be reported.
-    """
+def load(folder: Path) -> Run | Study:
+    """What a run folder holds. Raises RecordError where nothing can be reported."""
     if not folder.is_dir():
-        raise RecordError(f"{folder} is not a folder")
-    if holds_only_the_merge(folder):
-        return read_run(folder / MERGED)
-    problems: list[str] = []
-    plan = read_plan(folder) if (folder / PLAN).exists() else None
-    passes = _passes(folder)
-    names = _row_names([*passes.values()], plan)
-    records = {(k, name): _read_record(place, name, problems) for k, place in passes.items() for name in names}
-    runs = [run for run in records.values() if run]
-    if not runs and plan is None:
-        raise RecordError("; ".join([f"{folder} holds no record", *problems]))
-    workload, repeat = plan.workload if plan else runs[0].workload, max(plan.repeat if plan else 1, *passes)
-    every: dict[str, dict[int, Row]] = {name: {} for name in names}
-    for (k, name), run in records.items():
-        row = _row_of(name, run, plan, workload, passes[k])
-        row = (ended or {}).get(name, row) if run is None else row
-        if repeat > 1 and row.status == "ok":
-            once = Repetition(row.timing, run.started_at, row.reference_ms, row.tokens_per_joule, row.clock_mhz)
-            row.repetitions = [once]
-        every[name][k] = row
-    rows = {name: _merge_passes(each, repeat, problems) for name, each in every.items()}
-    measured = [run for run in runs if run.environment is not None]
-    merged = Run(
-        command=plan.command if plan else "\n".join(dict.fromkeys(run.command for run in runs)),
-        started_at=plan.started_at if plan else min((r.started_at for r in runs if r.started_at), default=None),
-        environment=measured[0].environment if measured else None,
-        workload=workload,
-        steps=[row for name, row in rows.items() if not name.startswith("peers/")],
-        peers=[row for name, row in rows.items() if name.startswith("peers/")],
-    )
-    merged.problems = [*problems, *(p for run in runs for p in run.problems), *_machine_problems(measured)]
-    merged.roofs = _read_roofs(folder, measured, merged.problems)
-    predicted = _read_predicted(folder, merged.problems)
-    merged.steps = [replace(row, predicted_ms=predicted.get(row.step)) for row in merged.steps]
+        raise RecordError(f"{one_line(folder)} is not a folder")
+    if not (folder / schema.PLAN).exists():
+        return read(folder / schema.MERGED)
+    plan = convert(read_json(folder / schema.PLAN), schema.Plan, schema.PLAN)
+    is_study = plan.kind != "ladder"
+    planned: dict[str, dict[str, list[PlannedRow]]] = {}  # by the run's name and the row's, a pass each
+    for one in plan.rows:
+        output = PurePath(one.output)
+        if output.is_absolute() or ".." in output.parts or "\0" in one.output:
+            raise RecordError(f"{schema.PLAN} names a file outside the run folder")
+        place = "/".join(part for part in output.parts[:-1] if not re.fullmatch(r"pass-\d+", part))
+        rows = planned.setdefault(place if is_study else "", {})
+        rows.setdefault(PurePath(one.script).stem, []).append(one)
+    if not planned:
+        raise RecordError(f"{schema.PLAN} names no rows")
+    runs = {name: _merge(folder, plan, rows) for name, rows in planned.items()}
+    first = next(iter(runs.values()))
+    predicted = _optional(folder / schema.PREDICTED, dict[str, dict[str, float] if is_study else float], first)
+    for name, run in runs.items():
+        times = (predicted or {}).get(name, {}) if is_study else predicted or {}
+        for row in run.rows:
+            row.predicted_ms = times.get(row.step, row.predicted_ms)
+    first.roofs = _optional(folder / schema.ROOFS, schema.Roofs, first)
+    return Study(plan.kind, plan.command, plan.started_at, runs) if is_study else first
+
+
+def _optional(path: Path, kind: Any, run: Run) -> Any:
+    """The content of a file that may be absent; None also where it cannot be read, which is then a problem of `run`."""
+    try:
+        return convert(read_json(path), kind, path.name) if path.exists() else None
+    except RecordError as error:
+        run.problems.append(f"left out: {error}")
+        return None
+
+
+def _merge(folder: Path, plan: schema.Plan, planned: dict[str, list[PlannedRow]]) -> Run:
+    """The rows of one run, from their records; `problems` names what differs between them."""
+    merged = Run(plan.command, plan.started_at, None, plan.workload if plan.kind == "ladder" else None, [])
+    records = []
+    for step, passes in planned.items():
+        ended = [_read_planned(folder, one, step) for one in passes]
+        for record in ended:
+            merged.workload = merged.workload or record.workload
+            if record.workload and record.workload != merged.workload:
+                ours, theirs = vars(merged.workload), vars(record.workload)
+                differing = ", ".join(name for name in ours if ours[name] != theirs[name])
+                record.rows = [Row(step, "failed", f"ran a different workload than the other rows: {differing} differ")]
+        row = _merge_passes(ended, merged.problems)
+        (merged.peers if passes[0].script.startswith("peers/") else merged.rows).append(row)
+        records += ended
+    merged.environment = next((record.environment for record in records if record.environment), None)
+    merged.problems += [problem for record in records for problem in record.problems] + _differences(records)
     return merged
 
 
-def _merge_passes(passes: dict[int, Row], repeat: int, problems: list[str]) -> Row:
-    """One row of all passes: it has a time only if none ended without one. `problems` names one that lacks passes."""
-    present = {k: row for k, row in passes.items() if row.status not in ("interrupted", "not run")}
-    if repeat == 1 or not present:
-        return passes[1]
-    rows = [*present.values()]
-    if all(row.status == "skipped" for row in rows):
-        return rows[0]
-    for k, row in present.items():
-        if row.status != "ok":
-            return replace(row, reason=f"pass {k} of {repeat}: {row.reason or 'no reason given'}")
-    if len(rows) < repeat:
-        problems.append(f"{rows[0].step} ran in {len(rows)} of {repeat} passes only")
-    middle = median(row.timing.median_ms for row in rows)
-    nearest = min(rows, key=lambda row: abs(row.timing.median_ms - middle))
-    ratio = nearest.timing.median_ms / middle
-    return replace(
-        nearest,
-        timing=replace(nearest.timing, median_ms=middle),
-        tokens_per_s=nearest.tokens_per_s * ratio,
-        model_flops_per_s=nearest.model_flops_per_s * ratio,
-        repetitions=[once for row in rows for once in row.repetitions],
-    )
-
-
-def _passes(folder: Path) -> dict[int, Path]:
-    """Where the records of each pass of `--repeat` are, by its number: of the first in the run folder itself."""
-    found = (re.fullmatch(r"pass-([1-9]\d{0,3})", path.name) for path in folder.glob("pass-*"))
-    numbers = sorted(int(name[1]) for name in found if name)
-    return {1: folder} | {k: folder / f"pass-{k}" for k in numbers if k > 1}
-
-
-def holds_only_the_merge(folder: Path) -> bool:
-    """Whether a folder has results.json but no file of a script: a recorded run, which must not be written again."""
-    return (folder / MERGED).exists() and not any(folder.glob("[0-9]_*.json")) and not (folder / PLAN).exists()
-
-
-def read_plan(folder: Path) -> Plan:
-    """The plan of a run folder. Raises RecordError."""
-    content = read_json(folder / PLAN)
-    if isinstance(content, dict) and "sweep" in content:
-        raise RecordError(f"{folder} is a sweep, of many shapes: ./run_all.sh --sweep --resume goes on with it")
-    return convert(content, Plan, PLAN)
-
-
-def _row_names(places: list[Path], plan: Plan | None) -> list[str]:
-    """Rows of the plan and of the folders: steps by name, then peers."""
-    names = {path.stem for place in places for path in place.glob("[0-9]_*.json")} | set(plan.rows if plan else [])
-    names |= {f"peers/{path.stem}" for place in places for path in place.glob("peers/*.json")}
-    return sorted(names, key=lambda name: (name.startswith("peers/"), name))
-
-
-def _step(name: str) -> str:
-    return one_line(name.removeprefix("peers/"), 100)
-
-
-def _read_record(folder: Path, name: str, problems: list[str]) -> Run | None:
-    """The record of one row; None where there is none or it is not to be used, which `problems` then says."""
-    path = folder / f"{name}.json"
-    if not path.exists():
-        return None
-    try:
-        run = read_run(path)
-        if [row.step for row in run.steps] == [_step(name)]:
-            return run
-        held = ", ".join(row.step for row in run.steps)
-        problems.append(f"{LEFT_OUT}: {one_line(path.name)} holds {held}, not the one row it is named after")
-        problems += run.problems
-    except RecordError as error:
-        problems.append(f"{LEFT_OUT}: {error}")
-    return None
-
-
-def _row_of(name: str, run: Run | None, plan: Plan | None, workload: Workload | None, folder: Path) -> Row:
-    """The row of a record, or one that says why there is none."""
-    if run is not None and run.workload and workload and run.workload != workload:
-        differing = ", ".join(differing_fields(run.workload, workload))
-        status, reason = "failed", f"ran a different workload than the other rows: {differing} differ"
-    elif run is not None:
-        return run.steps[0]
-    elif (folder / f"{name}.json").exists():
-        status, reason = "failed", "its record cannot be read"
-    elif plan and name in plan.left_out:
-        status, reason = "not run", "left out by --only"
-    else:
-        began = (folder / f"{name}.log").exists()
+def _read_planned(folder: Path, planned: PlannedRow, step: str) -> Run:
+    """A planned row's record, or one whose row tells why there is none."""
+    path = folder / planned.output
+    if planned.left_out:
+        row = Row(step, "not run", LEFT_OUT)
+    elif not path.exists():
+        began = path.with_suffix(".log").exists()
         status, when = ("interrupted", "during") if began else ("not run", "before")
-        reason = f"the run ended {when} this row: ./run_all.sh --resume DIR finishes it"
-    return Row(_step(name), status=status, reason=reason)
+        row = Row(step, status, f"the run ended {when} this row: ./run_all.sh --resume DIR finishes it")
+    else:
+        try:
+            record = read(path)
+            if isinstance(record, Run) and [row.step for row in record.rows] == [step]:
+                return record
+            row = Row(step, "failed", f"its record cannot be used: it is not one of {one_line(step)}")
+        except RecordError as error:
+            row = Row(step, "failed", f"its record cannot be used: {error}")
+    return Run("", None, None, None, [row])
 
 
-def _machine_problems(runs: list[Run]) -> list[str]:
+def _merge_passes(passes: list[Run], problems: list[str]) -> Row:
+    """One row of all passes. It has a time only if no pass ended without one; passes that did not run are named."""
+    rows = [record.rows[0] for record in passes]
+    ended = [record for record in passes if record.rows[0].status not in NO_TIME]
+    if len(passes) == 1 or not ended or all(record.rows[0].status == "skipped" for record in ended):
+        return (ended or passes)[0].rows[0]
+    for k, row in enumerate(rows, 1):
+        if row.status not in ("ok", *NO_TIME):
+            return replace(row, reason=f"pass {k} of {len(rows)}: {row.reason or 'no reason given'}")
+    if len(ended) < len(passes):
+        problems.append(f"{rows[0].step} ran in {len(ended)} of {len(passes)} passes only")
+    middles = [median(record.rows[0].timing.step_ms) for record in ended]
+    nearest = min(range(len(ended)), key=lambda k: abs(middles[k] - median(middles)))
+    repetitions = [
+        schema.Repetition(record.rows[0].timing, record.started_at, record.rows[0].reference) for record in ended
+    ]
+    return replace(ended[nearest].rows[0], repetitions=repetitions)
+
+
+def _differences(records: list[Run]) -> list[str]:
     """Rows of one table must come from one machine, with the same software and the same code."""
-    problems = []
-    for name in SAME_IN_ALL_ROWS:
-        rows_of: dict[str, list[str]] = {}
-        for run in runs:
-            value = getattr(run.environment, name)
-            rows_of.setdefault("none" if value in (None, {}) else str(value), []).append(run.steps[0].step)
-        if len(rows_of) > 1:  # a row is named once, however many passes it has
-            said = [f"{value} in {', '.join(dict.fromkeys(rows))}" for value, rows in sorted(rows_of.items())]
-            problems.append(f"{DIFFER} {name}: {'; '.join(said)}")
-    return problems
-
-
-def _read_predicted(folder: Path, problems: list[str]) -> dict[str, float]:
-    """What was predicted, by row; nothing where that cannot be read, which `problems` then says."""
-    if not (folder / PREDICTED).exists():
-        return {}
-    try:
-        return convert(read_json(folder / PREDICTED), dict[str, float], PREDICTED)
-    except RecordError as error:
-        problems.append(f"no predictions: {error}")
-        return {}
-
-
-def _read_roofs(folder: Path, rows: list[Run], problems: list[str]) -> Roofs | None:
-    """The roofs of a run folder. None without them: `problems` then says why, if they were tried. It also says where
-    they were measured when the run was resumed elsewhere."""
-    if not (folder / ROOFS).exists():
-        return None
-    try:
-        content = read_json(folder / ROOFS)
-        if isinstance(content, dict) and "failed" in content:  # they could not be measured
-            raise RecordError(str(content["failed"]))
-        roofs = convert(content, Roofs, ROOFS)
-        here = convert(content.get("environment"), Environment | None, ROOFS)
-    except RecordError as error:
-        problems.append(f"no roofs: {error}")
-        return None
-
-    def is_other(name: str) -> bool:
-        known, value = {getattr(run.environment, name) for run in rows} - {None}, here and getattr(here, name)
-        return bool(known and value and value not in known)
-
-    where = []
-    if is_other("device"):
-        where.append(f"on {here.device}")
-    elif is_other("gpu_uuid"):
-        where.append("on another card of the same kind")
-    if is_other("commit"):
-        where.append(f"at commit {here.commit[:7]}")
-    if where:
-        problems.append(f"{ROOFS_APART}, {', '.join(where)}")
-    return roofs
-
-
-def environment_of(run: Run) -> Environment:
-    """The run's environment; an empty one where no row left any."""
-    return run.environment or Environment(device="unknown machine", device_type="unknown")
+    seen: dict[str, dict[str, dict[str, None]]] = {}  # what -> its value -> the rows that have it
+    for record in (record for record in records if record.environment and record.rows[0].status == "ok"):
+        facts = {name: getattr(record.environment, name) for name in SAME_IN_ALL_ROWS} | record.environment.versions
+        for name, value in facts.items():
+            seen.setdefault(name, {}).setdefault(one_line(value, 40), {})[record.rows[0].step] = None
+    said = {name: "; ".join(f"{value} in {', '.join(rows)}" for value, rows in of.items()) for name, of in seen.items()}
+    return [f"{DIFFER} {name}: {said[name]}" for name, of in seen.items() if len(of) > 1]

@@ -1,236 +1,110 @@
-"""The report as one HTML file that needs neither torch nor a network.
+"""The page of a run: one HTML file that needs no network.
 
-All text comes from records that anybody may have written, so the template escapes everything. Only the pictures of
-report/charts.py and report/drawn.py, which escape what they draw, are inserted as they are.
+All text comes from records that anybody may have written, so the template escapes everything; only the charts of
+matplotlib, which escapes what it draws, are inserted as they are. Positions are computed here, in per cent.
 """
 
-from __future__ import annotations
-
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
 
-from common.record import Row, Run
-from common.text import one_line
-from report import analysis, charts, drawn, predictions, story, table
-from report.analysis import is_timed, reason_untimed
-from report.doubts import NOTICE, SERIOUS, busy, compared, describe_profile_offset
-from report.load import environment_of
-from report.sentences import headline, largest_loss_difference, rising_loss
-
-SECTIONS = (
-    ("where", "Where the time went"),
-    ("steps", "Step by step"),
-    ("block", "One block"),
-    ("roofline", "Roofline"),
-    ("memory", "Memory"),
-    ("energy", "Energy"),
-    ("loss", "Loss"),
-    ("trust", "Can I trust this?"),
-    ("figures", "All figures"),
-)
-LONGEST_SETTINGS = 300
-
-
-def render(run: Run) -> str:
-    """The page of a run."""
-    rows, said = [*run.steps, *run.peers], headline(run)
-    first, more = table.halves(table.table_rows(run))
-    context = {
-        "title": said,
-        "machine": table.describe_machine(environment_of(run)),
-        "workload": table.describe_workload(run),
-        "convention": table.CONVENTION,
-        "sections": SECTIONS,
-        "cards": story.cards(run),
-        "one_block": story.ONE_BLOCK,
-        "blocks": story.blocks(run),
-        "block_rows": story.block_table(run),
-        "on_cpu": environment_of(run).device_type == "cpu",
-        "left_out": [row.step for row in run.steps if row.status == "not run"],
-        "evidence": evidence(run),
-        "table_rows": first,
-        "more_rows": more,
-        "legend": table.legend(run),
-        "remarks": table.remarks(run),
-        **{level: table.levels(run, [said]).get(level, []) for level in (SERIOUS, NOTICE)},
-        "busy": busy(run),
-        "reproduce": run.command or "the command is not recorded",
-        "where": story.where(run),
-        "where_caption": _where_caption(run),
-        "off": _off(rows),
-        "category_rows": _category_rows(rows),
-        "passes": analysis.passes(run),
-        "settings_rows": table.grid(("step", "settings"), [(row.step, _settings(row)) for row in rows]),
-        "environment_rows": table.grid(("", "value"), asdict(run.environment).items() if run.environment else ()),
-    }
-    return environment().get_template("page.html").render(context)
-
-
-def environment() -> Environment:
-    """The templates, which escape all that they insert; their filters say where a line may break and where not."""
-    made = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
-    made.filters |= {"soft": _soft, "units": _units, "code": _code}
-    return made
-
-
-def _soft(name: object) -> Markup:
-    """A name that may break behind an underscore."""
-    return Markup(re.sub(r"([_/])", r"\1<wbr>", str(escape(name))))
-
-
-def _units(sentence: str) -> Markup:
-    """A sentence whose figures keep their unit."""
-    return Markup(re.sub(r"(\d) (s|ms|times|MHz|GiB)\b", r"\1&nbsp;\2", str(escape(sentence))))
-
-
-def _code(line: str) -> Markup:
-    """A line of code that breaks between words and behind brackets and dots, never behind its indentation."""
-    code = line.lstrip(" ")
-    return Markup("&nbsp;" * (len(line) - len(code)) + re.sub(r"([(.=])(?=[^\s(=])", r"\1<wbr>", str(escape(code))))
-
-
-def speedup_png(run: Run) -> bytes:
-    """The picture of a run: times faster than the first row with a time; of a busy machine times alone."""
-    first = analysis.reference_row(run.steps)
-
-    def bar(row: Row) -> tuple[str, float | None, str]:
-        if not is_timed(row):
-            return row.step, None, reason_untimed(row)
-        ms = f"{story.ms_of(run, row)} ms"
-        if speedup := compared(row, first, run):
-            return row.step, speedup.ratio, f"{speedup.ratio:.1f}x{speedup.mark} ({ms})"
-        return row.step, None, ms
-
-    preset = run.workload.preset if run.workload else "unknown workload"
-    title = f"{environment_of(run).device}, {preset}: training step, times faster"
-    verdict, _, _ = (busy(run) or "").partition(" (")
-    return charts.speedup_png([*map(bar, run.steps)], verdict or title)
-
-
-def _where_caption(run: Run) -> str:
-    passes, off_by = analysis.passes(run), predictions.off(run)
-    kind = "operator" if environment_of(run).device_type == "cpu" else "kernel"
-    of = f"{passes} passes" if passes else "one pass, so how far it changes from run to run is not known"
-    caption = f"Milliseconds of a training step by kind of {kind}; the figure is the median of {of}."
-    caption += f" Dashed: what was predicted from measured roofs alone, {off_by}." if off_by else ""
-    return caption + (f" {story.PEERS}" if run.peers else "")
-
-
-def _off(rows: list[Row]) -> str:
-    """A sentence about rows that the profiler slowed down or sped up; empty without any."""
-    off = [row.step for row in rows if is_timed(row) and describe_profile_offset(row)]
-    return f" Profiling changed the time of {', '.join(off)}: the doubts say by how much." if off else ""
-
-
-def _category_rows(rows: list[Row]) -> list[dict]:
-    times = {row.step: analysis.category_ms(row) for row in rows if row.profile}
-    names = [name for name in drawn.CATEGORY_COLORS if any(by_category[name] for by_category in times.values())]
-    cells = [(step, *(table.figure(by_category[name]) for name in names), table.figure(sum(by_category.values())))
-             for step, by_category in times.items()]  # fmt: skip
-    return table.grid(("ms per step", *names, "sum"), cells)
+from report import charts, story, table
+from report.figures import Figures, Line
 
 
 @dataclass
-class Evidence:
-    """A section of the page; without a picture its caption says why there is none."""
+class Box:
+    """A part of a bar, in per cent of the bar's width."""
 
+    x: float
+    width: float
+    color: str
+    title: str
+
+
+@dataclass
+class Bar:
     name: str
-    svg: str
-    caption: str
-    rows: list[dict]
+    label: str
+    boxes: list[Box]
+    mark: float | None = None  # a prediction on the same scale, in per cent
 
 
-def evidence(run: Run) -> dict[str, Evidence]:
-    """The sections that stand behind the story, by id."""
-    return {"roofline": _roofline(run), "memory": _memory(run), "energy": _energy(run), "loss": _loss(run.steps)}
-
-
-def _memory(run: Run) -> Evidence:
-    if any(row.memory for row in run.steps):
-        caption = (
-            "What CUDA's allocator holds in one launched step, by what it is for, at one scale. From left to right are "
-            "its allocations in their order. Where they are too many, the fullest of some neighbors is drawn. Time is "
-            "not to scale: dashed lines, at the same place for every step, show where backward and the optimizer "
-            "begin. Activations are what forward keeps for backward. Temporary is what is freed again soon. Where the "
-            "timed step is captured, its peak can differ from the one here, because the capture keeps memory of its "
-            "own."
-        )
-    elif environment_of(run).device_type == "cpu":
-        caption = "Peak memory of the whole process. On a CPU nothing counts the tensors alone."
-    else:
-        caption = (
-            "Peak of CUDA's allocator over the training steps, the capture of a captured step included. These records "
-            "do not say what the memory was for."
-        )
-    return Evidence("Memory", story.memory(run), caption, story.memory_table(run))
-
-
-def _roofline(run: Run) -> Evidence:
-    copy, rates = (run.roofs.copy_bytes_per_s, table.ceilings(run.roofs)) if run.roofs else (None, {})
-    if not (rates and copy):
-        return Evidence("Roofline", "", "The ceilings of this machine were not measured in this run.", [])
-    counted = [row for row in run.steps if is_timed(row) and row.bytes_per_step and row.bytes_per_step.value]
-    if not counted:
-        return Evidence("Roofline", "", "No row holds the bytes of its step, so it has no place under the roofs.", [])
-    points = [(row.step, run.workload.flops_per_step / row.bytes_per_step.value, row.model_flops_per_s)
-              for row in counted]  # fmt: skip
-    cells = [(name, table.figure(intensity), table.tflops(rate), table.describe_share_of_roof(row, run),
-              *table.products_cells(row, run))
-             for row, (name, intensity, rate) in zip(counted, points, strict=True)]  # fmt: skip
-    cells += [(f"ridge of {name}", table.figure(rate / copy), table.tflops(rate), "", "", "")
-              for name, rate in rates.items()]  # fmt: skip
-    headers = ("step", "FLOP per byte", "TFLOP/s", "of roof", "matrix products alone, TFLOP/s", "of their ceiling")
-    caption = (
-        f"Measured ceilings: copy bandwidth {copy / 1e9:,.0f} GB/s, and matrix products at this workload's shapes in "
-        "short bursts (gray, TFLOP/s). Diamonds are the ridge points. FLOPs are the model's. Bytes are "
-        "computed from the shapes: the least that a step has to move. They are the same for every step, so the points "
-        "stand in one column."
+def render(made: Figures) -> str:
+    """The page of a run."""
+    template = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    ).get_template("page.html")
+    names = {name for line in made.timed for name, ms in line.category_ms.items() if ms}
+    return template.render(
+        made=made,
+        headline=table.headline(made),
+        machine=table.describe_machine(made.environment),
+        workload=table.describe_workload(made.run.workload),
+        convention=table.CONVENTION,
+        rows=table.table_rows(made, extent=True),
+        bars=time_bars(made.lines),
+        shares=[share_bar(line) for line in made.timed if line.category_ms],
+        legend={name: color for name, color in charts.CATEGORY_COLORS.items() if name in names},
+        categories=table.category_rows(made),
+        limits=table.limit_rows(made),
+        cards=[(card, time_bars(card.pair)) for card in story.cards(made)],
+        blocks=[block_bar(line) for line in made.steps if line.row.profile and line.row.profile.block],
+        memory=memory_bars([line for line in made.timed if line.gib]),
+        roofs=table.roof_rows(made.run.roofs) if made.run.roofs else [],
+        roofline=charts.roofline_svg(made),
+        loss=charts.loss_svg(made) if any(line.row.loss for line in made.timed) else "",
+        settings=[{"step": line.name} | vars(line.row.settings) for line in made.lines],
+        environment=asdict(made.environment),
     )
-    return Evidence("Roofline", charts.roofline(points, copy, rates), caption, table.grid(headers, cells))
 
 
-def _energy(run: Run) -> Evidence:
-    rows = [row for row in [*run.steps, *run.peers] if is_timed(row)]
-    measured = [row for row in rows if any((row.energy_j_per_step, row.clock_mhz, row.power_w))]
-    headers = ("step", "mean SM MHz", "mean power, W", "J per step", "tokens/J")
-    cells = [(row.step, table.figure(row.clock_mhz, ",.0f"), table.figure(row.power_w),
-              table.figure(row.energy_j_per_step), table.tokens_per_joule(row)) for row in measured]  # fmt: skip
-    picture = story.energy(run)
-    caption = (
-        "Tokens that one joule of the GPU trains, while the same step ran on for at least 5 s."
-        if picture
-        else "No energy was measured. A CPU has no counter that is read here, a GPU's is read through NVML, and "
-        "--quick reads none."
-    )
-    return Evidence("Energy", picture, caption, table.grid(headers, cells))
+def boxes(parts: dict[str, float], whole: float) -> list[Box]:
+    """The parts of a bar, one behind the other."""
+    found, x = [], 0.0
+    for name, ms in parts.items():
+        color = charts.CATEGORY_COLORS.get(name, charts.PLAIN)
+        found.append(Box(x, 100 * ms / whole, color, f"{name}: {ms:,.2f} ms"))
+        x += 100 * ms / whole
+    return found
 
 
-def _loss(rows: list[Row]) -> Evidence:
-    timed = [row for row in rows if is_timed(row)]
-    if not timed:
-        return Evidence("Loss", "", "No step has a loss.", [])
-    headers, cells = ("step", "first", "last", "mean of the last", "difference"), []
-    heldout = any(row.heldout_loss is not None for row in timed)
-    headers += ("held-out", "difference of it") if heldout else ()
-    for row in timed:
-        losses = (table.figure(loss, ",.4f") for loss in (row.loss[0], row.loss[-1], analysis.mean_loss(row)))
-        cells.append((row.step, *losses, table.percent(analysis.loss_difference(row, timed[0]))))
-        if heldout:
-            difference = table.percent(analysis.heldout_difference(row, timed[0]))
-            cells[-1] += (table.figure(row.heldout_loss, ",.4f"), difference)
-    said = ["Loss of every training step, counted from 0, on the same batches; below, its difference to that of the "
-            f"first row, {timed[0].step}.", rising_loss(rows), largest_loss_difference(rows),
-            "So few steps do not show whether a step learns as well: docs/parity.md has long runs."]  # fmt: skip
-    picture = charts.loss_curves([(row.step, row.loss) for row in timed])
-    return Evidence("Loss", picture, " ".join(filter(None, said)), table.grid(headers, cells))
+def time_bars(lines: list[Line]) -> list[Bar]:
+    """The time of every row by kind of kernel, at one scale."""
+    longest = max((max(line.ms, sum(line.category_ms.values())) for line in lines if line.ms), default=1.0)
+    found = []
+    for line in lines:
+        bar = Bar(line.name, f"{table.status_or_ms(line)} ms" if line.ms else line.why_untimed, [])
+        if line.ms:
+            bar.boxes = boxes(line.category_ms or {"step": line.ms}, longest)
+        if line.ms and line.row.predicted_ms:
+            bar.label += f", predicted {table.ms_number(line.row.predicted_ms)}"
+            bar.mark = min(100.0, 100 * line.row.predicted_ms / longest)
+        found.append(bar)
+    return found
 
 
-def _settings(row: Row) -> str:
-    if not is_timed(row):
-        return reason_untimed(row)
-    listed = (f"{name} {value}" for name, value in vars(row.settings).items() if value is not None)
-    return one_line(", ".join(listed), LONGEST_SETTINGS)
+def share_bar(line: Line) -> Bar:
+    """The time of a row by kind of kernel, as shares of itself."""
+    largest = f"{line.share[0]} {line.share[1]:.0%}" if line.share else ""
+    return Bar(line.name, largest, boxes(line.category_ms, sum(line.category_ms.values()) or 1.0))
+
+
+def block_bar(line: Line) -> Bar:
+    """The kernels of one transformer block, forward and then backward, as wide as the page."""
+    block, found = line.row.profile.block, []
+    whole = (block.forward_ms + block.backward_ms) or 1.0
+    for launches, begin in ((block.forward, 0.0), (block.backward, block.forward_ms)):
+        for one in launches:
+            title = f"{story.readable(one.name)}: {one.ms:.3f} ms"
+            x, width = 100 * (begin + one.start_ms) / whole, 100 * one.ms / whole
+            found.append(Box(x, width, charts.CATEGORY_COLORS[one.category], title))
+    return Bar(line.name, f"forward {block.forward_ms:.2f} ms, backward {block.backward_ms:.2f} ms", found)
+
+
+def memory_bars(lines: list[Line]) -> list[Bar]:
+    """Peak memory of every row, at one scale."""
+    largest = max((line.gib for line in lines), default=1.0)
+    labels = [(line, f"{line.gib:.1f} GiB") for line in lines]
+    return [Bar(line.name, label, [Box(0, 100 * line.gib / largest, charts.PLAIN, label)]) for line, label in labels]

@@ -1,219 +1,166 @@
-"""The story of a run, from which the page and docs/steps.md are made: pictures, and a card a step."""
+"""What changed from one step to the next: lines of code, kinds of kernels, kernels in plain words."""
 
-from __future__ import annotations
-
-from collections import Counter
+import difflib
+import re
 from dataclasses import dataclass, field
 
-from common.record import Row, Run
-from common.traced import Block
-from report import analysis, drawn, sentences, table
-from report.analysis import is_timed, median_ms, reason_untimed
-from report.doubts import compared, mark
-from report.load import environment_of
+from common.record import CategoryTime, Kernel, Row
+from common.text import one_line
+from report.figures import Figures, Line
+from report.table import ms_number, number, status_or_ms
 
-MOST_FACTS, MOST_KERNELS = 6, 12
-ONE_BLOCK = (
-    "Every kernel of one block, from one attention to the next. The left group is the forward pass, the right one the "
-    "backward pass. The gray line below a group is as long as the group takes. A gap inside a group is a moment in "
-    "which nothing ran."
-)
-OF_NO_BLOCK = {"loss", "optimizer"}  # kinds of kernels
-PEERS = "Below the steps stand peers: other libraries that train the same model on the same batches."
-FAR_APART = 4  # times: beyond it a block of the later steps gets a picture of its own
+LONGEST_SOURCE = 400  # lines of a script that are worth comparing
+MOST_KERNELS = 12
+LONGEST_NAME = 70  # of a kernel
 
 
 @dataclass
 class Card:
-    """A step beside the one before it."""
+    """A step and the one before it. Cells are text."""
 
     name: str
-    title: str
-    before: str  # the script before
-    compared: str  # the last row before that has a time; empty without one
-    change: str
-    expected: str
-    outcome: str
-    why: str
-    further: list[str]
-    code: list[tuple[str, str]] | None
-    noun: str  # what the kernels are: of a CPU operators
-    bars: str = ""  # SVG; empty where there is nothing to compare
-    facts: list[dict] = field(default_factory=list)
-    categories: list[dict] = field(default_factory=list)
-    kernels: list[dict] = field(default_factory=list)  # `names` beside the cells
-    kinds: Counter = field(default_factory=Counter)
+    title: str  # what the script says of itself in its first line
+    outcome: str  # how fast it is, or why it has no time
+    pair: list[Line] = field(default_factory=list)  # the nearest row before that has a time, and this one
+    code: list[tuple[str, str]] = field(default_factory=list)  # (sign, line)
+    categories: list[dict[str, str]] = field(default_factory=list)
+    kernels: list[dict[str, str]] = field(default_factory=list)
 
 
-def cards(run: Run) -> list[Card]:
-    """A card for every step but the first, and none for a step that was not to run."""
-    pairs = [*analysis.consecutive(run.steps)][1:]
-    return [_card(run, script, *pair) for script, pair in zip(run.steps, pairs, strict=False)
-            if pair[1].status != "not run"]  # fmt: skip
+def cards(made: Figures) -> list[Card]:
+    """A card for every step but the first, and none for one that was left out."""
+    found, before, script = [], None, None
+    for line in made.steps:
+        if script and line.row.status != "not run":
+            card = Card(line.name, title(line.row), line.why_untimed, code=code_diff(script, line.row))
+            if line.ms:
+                card.outcome = _outcome(before, line)
+            if line.ms and before:
+                card.pair = [before, line]
+            if card.pair and before.category_ms and line.category_ms:
+                card.categories = _category_changes(before.category_ms, line.category_ms)
+                card.kernels = _kernel_changes(before.row.profile.kernels, line.row.profile.kernels)
+            found.append(card)
+        before, script = line if line.ms else before, line.row
+    return found
 
 
-def _card(run: Run, script: Row, before: Row | None, after: Row) -> Card:
-    card = Card(
-        after.step, sentences.title(after), script.step, before.step if before else "",
-        change=sentences.told(after, "Change"), expected=sentences.told(after, "Why"),
-        outcome=sentences.outcome(run, before, after), why=sentences.why(run, before, after),
-        further=sentences.further(run, before, after), code=analysis.code_diff(script, after), noun=_noun(run),
-    )  # fmt: skip
-    if before is not None and is_timed(after):
-        card.bars = drawn.stacked([time_bar(run, row) for row in (before, after)], "ms", legend=False)
-        card.facts = _facts(run, before, after)
-        if before.profile and after.profile:
-            changes, kernels = analysis.changed_categories(before, after), analysis.changed_kernels(before, after)
-            card.categories = [_cells("kind of kernel", change, 1) for change in changes]
-            card.kernels = [_cells("kernel", change, 2) | {"names": names} for change, names in kernels[:MOST_KERNELS]]
-            card.kinds = Counter(change.kind for change, _ in kernels)
-    return card
+def _outcome(before: Line | None, line: Line) -> str:
+    faster = line.over_before
+    if faster is None:
+        return f"{status_or_ms(line)} ms per step"
+    if not faster.clear:
+        return f"As fast as {before.name}, within the spread of the times"
+    slower = faster.value < 1
+    factor = 1 / faster.value if slower else faster.value
+    return f"{factor:.2f}{faster.mark} times {'slower' if slower else 'faster'} than {before.name}"
 
 
-def _cells(header: str, change: analysis.Change, digits: int) -> dict:
-    ms = arrow(change.before_ms, change.after_ms, digits)
-    return {header: change.name, "ms": ms, "launches": arrow(change.before_launches, change.after_launches, 0)}
+def title(row: Row) -> str:
+    """The first line of a script where it names its step, otherwise the script's name."""
+    first = re.match(r'"""(Step .+)', row.source or "")
+    return one_line(first[1].rstrip('."'), 100) if first else row.step
 
 
-def _facts(run: Run, before: Row, after: Row) -> list[dict]:
-    """What the machine did in both steps: the first figures that are known and differ."""
-    old, new = (_figures(run, row) for row in (before, after))
-    facts = [(name, old[name], new[name]) for name in old if old[name] != new[name]]
-    return table.grid(("per training step", "before", "after"), facts[:MOST_FACTS])
+def _category_changes(old: dict[str, float], new: dict[str, float]) -> list[dict[str, str]]:
+    """Milliseconds by kind of kernel, the largest change first."""
+    ends = [(name, old.get(name, 0.0), new.get(name, 0.0)) for name in {**old, **new}]
+    ends = sorted((one for one in ends if one[1] or one[2]), key=lambda one: -abs(one[2] - one[1]))
+    return [
+        {"ms per step": name, "before": number(a), "after": number(b), "change": number(b - a, "+,.1f")}
+        for name, a, b in ends
+    ]
 
 
-def _figures(run: Run, row: Row) -> dict[str, str]:
-    profile = row.profile
-    return {
-        "ms per step": ms_of(run, row),
-        "peak GiB": table.gib(row),
-        f"{_noun(run).lower()} run": table.figure(profile and profile.kernels_per_step, ",.0f"),
-        "most time in": analysis.describe_bound(row),
-        "tokens/J": table.tokens_per_joule(row),
-        "clock, MHz": table.figure(row.clock_mhz, ",.0f"),
-        "host waits for the GPU": table.figure(row.host_syncs, ",.0f"),
-        "autograd nodes of attention": table.figure(profile and profile.autograd_nodes_attention, ",.0f"),
-    }
+def _kernel_changes(before: list[Kernel], after: list[Kernel]) -> list[dict[str, str]]:
+    """Kernels in plain words, the largest change first."""
+    sums: dict[str, tuple[CategoryTime, CategoryTime]] = {}
+    for k, kernels in enumerate((before, after)):
+        for kernel in kernels:
+            own = sums.setdefault(readable(kernel.name), (CategoryTime(), CategoryTime()))[k]
+            own.ms, own.launches = own.ms + kernel.ms, own.launches + kernel.launches
+    largest = sorted(sums.items(), key=lambda one: -abs(one[1][1].ms - one[1][0].ms))[:MOST_KERNELS]
+    return [
+        {
+            "kernel": words,
+            "ms": f"{ms_number(a.ms)} → {ms_number(b.ms)}",
+            "launches": f"{a.launches:,.0f} → {b.launches:,.0f}",
+        }
+        for words, (a, b) in largest
+    ]
 
 
-def time_bar(run: Run, row: Row, reference: Row | None = None) -> drawn.Bar:
-    """The time of a step in its kinds of kernels, or in one piece where it has no profile."""
-    if not is_timed(row):
-        return _untimed_bar(row)
-    speedup = compared(row, reference, run)
-    label = f"{ms_of(run, row)} ms"
-    label += f", predicted {table.figure(row.predicted_ms)}" if row.predicted_ms else ""
-    label += f" · {speedup.ratio:.1f}x{speedup.mark}" if speedup and row is not reference else ""
-    label += _head(run, row)
-    return drawn.Bar(row.step, analysis.category_ms(row) or {"step": median_ms(row)}, label, row.predicted_ms)
+def code_diff(before: Row, after: Row) -> list[tuple[str, str]]:
+    """The code of two scripts as (sign, line), one unchanged line around each change, without docstring.
+
+    A sign is `+`, `-`, a space, or `@` for lines left out. Empty without sources, or for long ones.
+    """
+    old, new = (
+        re.sub(r'^"""(.*?)"""\s*', "", row.source or "", flags=re.DOTALL).splitlines() for row in (before, after)
+    )
+    if not old or not new or max(len(old), len(new)) > LONGEST_SOURCE or max(map(len, [*old, *new])) > 1000:
+        return []
+    lines = [*difflib.unified_diff(old, new, n=1, lineterm="")][2:]
+    return [(line[0], "" if line[0] == "@" else line[1:]) for line in lines if line[1:].strip()]
 
 
-def _head(run: Run, row: Row) -> str:
-    """The format of an FP8 row's LM head, as a label ends with it, where peers stand beside the steps."""
-    return f" · {row.settings.head} head" if run.peers and row.settings.head else ""
+# --- kernels in the words of a colleague ----------------------------------------------------------
+
+# What a name contains, and what it then is called; the first that matches wins.
+WORDS = (
+    (r"sdpa.*fprop|flash_fwd|scaled_dot_product_flash_attention_for_cpu$|cutlassF", "fused attention, forward"),
+    (r"sdpa.*bprop|flash_bwd|attention_for_cpu_backward|cutlassB|convert_dq|dot_do_o", "fused attention, backward"),
+    (r"^## Call CompiledFxGraph|^CompiledFunction|^Torch-Compiled Region", "compiled graph"),
+    (r"^autograd::|Backward0$", "the backward engine's own work"),
+    (r"LogSoftMaxBackward|log_softmax_backward", "log-softmax of the loss, backward"),
+    (r"LogSoftMaxForward|^aten::_?log_softmax", "log-softmax of the loss, forward"),
+    (r"nll_loss", "cross entropy"),
+    (r"SoftMaxBackward|softmax_warp_backward|_softmax_backward", "softmax, backward"),
+    (r"SoftMaxForward|softmax_warp_forward|^aten::_?softmax", "softmax, forward"),
+    (r"layer_norm_grad|GammaBeta|layer_norm_backward|ln_bwd|rmsnorm_bwd", "LayerNorm, backward"),
+    (r"layer_norm|LayerNorm|ln_fwd", "LayerNorm, forward"),
+    (r"Gelu\w*Backward|dgelu|gelu_backward", "GELU, backward"),
+    (r"[Gg]elu", "GELU, forward"),
+    (r"masked_fill", "filling the masked scores"),
+    (r"cast_transpose|fp8::detail::identity|transpose_\w*kernel", "cast to FP8, transpose in FP8"),
+    (r"FusedAdam|multi_tensor_adam|_fused_adam|triton_for_fused", "AdamW, fused"),
+    (r"multi_tensor_apply(?!.*native::Copy<)|_foreach_|Optimizer\.", "AdamW, one of its passes"),
+    (r"bfloat16_copy", "cast to BF16"),
+    (r"[\[{]lambda\(float\).*LoadWithCast", "cast to FP32"),
+    (r"LoadWithCast|_to_copy", "cast"),
+    (r"direct_copy|native::Copy<|Memcpy|^memcpy|aten::copy_|aten::clone|aten::contiguous", "copy"),
+    (r"CatArray|aten::cat", "concatenation"),
+    (r"FillFunctor|Memset|^memset|aten::(fill|zero)", "filling with a constant"),
+    (r"embedding|sum_and_scatter|krn_partial|compute_grad_weight|radix_sort|cub::", "embedding and its gradient"),
+    (r"nccl|AllReduce|ReduceScatter|AllGather", "exchange between GPUs"),
+    (r"MulFunctor|aten::mul|aten::div", "multiplication"),
+    (r"CUDAFunctor(OnSelf)?_add|aten::add", "addition"),
+    (r"reduce_kernel|aten::sum", "sum"),
+)
+FORMATS = (("bf16", "BF16"), ("fp16|_h", "FP16"), ("tf32", "TF32"), ("sgemm|ffma", "FP32"))  # in names of products
+NVJET = {"t": "BF16", "q": "FP8", "r": "FP8"}  # how cuBLAS's names begin, by the precision of the recorded rows
 
 
-def where(run: Run) -> dict[str, str]:
-    """Where the time of every step and peer went, with its speedup over the first that has a time."""
-    reference = analysis.reference_row(run.steps)
-    whole, shares = whole_and_shares([time_bar(run, row, reference) for row in [*run.steps, *run.peers]])
-    return {"where": whole, "shares": shares}
+def readable(name: str) -> str:
+    """What a kernel or an operator is, in a few words; of one that no rule knows its name, shortened."""
+    if product := _product(name):
+        return product
+    compiled = re.match(r"triton_(?:poi|red|per)_fused_+(\w+?)_\d+$", name)
+    if compiled and "for_fused" not in name:
+        return one_line(f"compiled: {' '.join(compiled[1].split('_'))}", LONGEST_NAME)
+    noise = r"void |at::native::|\(anonymous namespace\)::|transformer_engine::|^aten::|[<(].*"
+    words = next((words for pattern, words in WORDS if re.search(pattern, name)), None)
+    return words or one_line(re.sub(noise, "", name), LONGEST_NAME)
 
 
-def whole_and_shares(bars: list[drawn.Bar]) -> tuple[str, str]:
-    """A picture in ms, and one in shares of each profiled step; empty without any."""
-    profiled = [bar for bar in bars if bar.parts and "step" not in bar.parts]
-    return drawn.stacked(bars, "ms"), drawn.stacked(profiled, "ms", shares=True) if profiled else ""
-
-
-def blocks(run: Run) -> dict[str, str]:
-    """Pictures by caption: the kernels of one block, all steps at one scale; and those after the first again, where it
-    dwarfs them."""
-    rows = [(row.step, *one_block(row)) for row in run.steps]
-    spans = [block.forward_ms + block.backward_ms for _, block, _ in rows if block]
-    if not spans:
-        return {}
-    pictures, rest = {"All steps at one time scale.": drawn.timeline(rows)}, [row for row in rows if row[1]][1:]
-    if rest and spans[0] > FAR_APART * max(spans[1:]):
-        pictures["The same without the first step, enlarged, at one time scale."] = drawn.timeline(rest)
-    return pictures
-
-
-def one_block(row: Row) -> tuple[Block | None, str]:
-    """The kernels of one block; or None, and why. On a CPU an attention may be missing from a profile: what then lies
-    between the others is more than a block."""
-    block = row.profile and row.profile.block
-    if block and OF_NO_BLOCK & {launch.category for launch in block.forward + block.backward}:
-        return None, "its profile lacks an attention, so no block can be cut out of it"
-    return block, "" if block else _why_none(row)
-
-
-def block_table(run: Run) -> list[dict]:
-    """One block of every step in figures: ms forward and backward, and by kind of kernel."""
-    found = [(row.step, block, _ms_by_kind(block)) for row in run.steps if (block := one_block(row)[0])]
-    kinds = [kind for kind in drawn.CATEGORY_COLORS if any(kind in ms for _, _, ms in found)]
-    cells = [(step, f"{block.forward_ms:.2f}", f"{block.backward_ms:.2f}",
-              *(table.figure(ms.get(kind), ".2f") for kind in kinds)) for step, block, ms in found]  # fmt: skip
-    return table.grid(("ms of one block", "forward", "backward", *kinds), cells)
-
-
-def _ms_by_kind(block: Block) -> Counter:
-    kinds = Counter()
-    for launch in block.forward + block.backward:
-        kinds[launch.category] += launch.ms
-    return kinds
-
-
-def memory(run: Run) -> str:
-    """A picture of what steps hold, and what for; where no row says what for, of their peaks alone."""
-    if any(row.memory for row in run.steps):
-        return drawn.memory([(row.step, row.memory, _why_none(row)) for row in run.steps])
-    return _plain_bars("peak", "GiB", [(row, analysis.peak_gib(row), f"{table.gib(row)} GiB") for row in run.steps])
-
-
-def _plain_bars(name: str, unit: str, figures: list[tuple[Row, float | None, str]]) -> str:
-    """A picture of one figure of every row that has it, with its label; empty where no row has it."""
-    bars = [drawn.Bar(row.step, {name: value}, label) if is_timed(row) else _untimed_bar(row)
-            for row, value, label in figures if value or not is_timed(row)]  # fmt: skip
-    return drawn.stacked(bars, unit, legend=False) if any(bar.parts for bar in bars) else ""
-
-
-def _untimed_bar(row: Row) -> drawn.Bar:
-    return drawn.Bar(row.step, None, reason_untimed(row))
-
-
-def memory_table(run: Run) -> list[dict]:
-    """GiB of every step at the peak, by what they are for, and where that lies; empty where no row says."""
-    cells = []
-    for row in run.steps:
-        if row.memory:
-            held = drawn.at_peak(row.memory)
-            gib = (f"{held.get(kind, 0) / analysis.GIB:.1f}" for kind in drawn.MEMORY_COLORS)
-            where, _, _ = drawn.describe_peak(row.memory).partition(",")
-            cells.append((row.step, f"{row.memory.peak_bytes / analysis.GIB:.1f}", where, *gib))
-    return table.grid(("GiB", "peak", "where", *drawn.MEMORY_COLORS), cells)
-
-
-def energy(run: Run) -> str:
-    """A picture of the tokens that a joule trains."""
-    figures = [(row, row.tokens_per_joule, f"{table.tokens_per_joule(row)} tokens/J{_head(run, row)}")
-               for row in [*run.steps, *run.peers]]  # fmt: skip
-    return _plain_bars("tokens per joule", "tokens/J", figures)
-
-
-def _noun(run: Run) -> str:
-    return "Operators" if environment_of(run).device_type == "cpu" else "Kernels"
-
-
-def _why_none(row: Row) -> str:
-    return "not recorded" if is_timed(row) else reason_untimed(row)
-
-
-def ms_of(run: Run, row: Row) -> str:
-    """Milliseconds of a row in a place that has no room for a range."""
-    return table.figure(median_ms(row)) + mark(run, row)
-
-
-def arrow(before: float | None, after: float | None, digits: int = 1) -> str:
-    ends = (table.figure(end, f",.{digits}f") for end in (before, after))
-    return "" if before is None and after is None else " → ".join(ends)
+def _product(name: str) -> str | None:
+    """`matrix product, BF16, 128x256 tile`; None of another kernel."""
+    if operator := re.match(r"(?:Optimizer\.step: )?aten::(mm|addmm|bmm|baddbmm|linear)$", name):
+        return f"matrix product ({operator[1]})"
+    is_attention = re.search("(?i)fmha|flash|attention", name)  # which may be named after matrix products too
+    if is_attention or not re.search(r"gemm|^nvjet|tilesize|cutlass_\d+_(simt|tensorop|wmma)", name):
+        return None
+    nvjet = re.match(r"nvjet_sm\d+_([a-z])", name)
+    precision = NVJET.get(nvjet[1]) if nvjet else next((text for mark, text in FORMATS if re.search(mark, name)), None)
+    tile = re.search(r"(?:sgemm_|tilesize)(\d+x\d+)", name) or re.search(r"_(\d+x\d+)", name)
+    return ", ".join(filter(None, ["matrix product", precision, tile and f"{tile[1]} tile"]))

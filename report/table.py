@@ -1,319 +1,239 @@
-"""The table of a run, the lines under it, and report.md."""
-
-from __future__ import annotations
+"""Figures as text: the table of a terminal, report.md, the headline, and two runs side by side."""
 
 import re
-from collections.abc import Iterable
+from pathlib import Path
 
-from common.record import PRECISIONS, Conditions, Environment, Roofs, Row, Run, Workload, describe_shape
+import tabulate
+
+from common.record import PRECISIONS, Environment, Roofs, Run, Study, Workload
 from common.text import aligned, one_line
-from report import analysis
-from report.analysis import is_timed, median_ms
-from report.doubts import LEGEND, NOTICE, ROOF, SERIOUS, TIME, compared, doubts, mark
-from report.load import environment_of
-from report.sentences import headline
-from report.symptoms import pointers
+from report.figures import NOT_FUSED, Figures, Line, Ratio, figures, ratio
+from report.load import RecordError, load
 
-ON_A_CPU = "On a CPU the processes share its cores: the figures show that it works, not how it scales."
-SHARE_RULE = (
-    "most time in: what has the largest share of the step, of compute (matrix products and fused attention), other "
-    "kernels (most of them pass over memory), gaps on the GPU's timeline and, of several processes, communication that "
-    "overlaps nothing else"
-)
-PREDICTION = (
-    "predicted ms: what the roofs say before a step runs, from FLOPs, bytes and launches (ladder/predict.py); nothing "
-    "in it is taken from these times"
-)
-NOT_SHORT = ("tokens/s", "tokens/s per GPU", "vs previous", "warm-up s", "loss", "loss difference",
-             "of roof", "most time in")  # fmt: skip
-CONVENTION = (
-    "TFLOP/s are model FLOPs by the causal convention: attention counts the half of the (T, T) square that it needs. "
-    f"The loss is the mean of the last {analysis.LOSS_WINDOW} training steps, untimed ones included (of all steps "
-    "where there were fewer), on the same batches in every row."
-)
+tabulate.MIN_PADDING = 0  # a column is no wider than its header
+LINES_BELOW = 3  # at most, of what is unusual; one more tells where the report is
+LONGEST_NAME = 24  # of a row in the table of a terminal, which has 100 columns
+CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
+HARMLESS = {"warmup", "steps", "data"}  # fields of workloads whose times may still be compared
+LAUNCH = {True: "captured", False: "launched", None: "-"}
 
 
-def table_rows(run: Run) -> list[dict[str, str]]:
-    """One row of cells by column name per step and peer; a row without a time has dashes."""
-    reference = analysis.reference_row(run.steps)
-    rows = [_cells(run, row, before, reference) for before, row in analysis.consecutive(run.steps)]
-    rows += [_cells(run, peer, None, reference) | {"step": f"peer: {peer.step}"} for peer in run.peers]
-    optional = ("predicted ms", "tokens/J", "of roof", "most time in")
-    empty = [name for name in optional if all(row[name] == "-" for row in rows)]
-    empty += ["LM head"] if not any(peer.settings.head for peer in run.peers) else []
-    return [{name: cell for name, cell in row.items() if name not in empty} for row in rows]
+# --- cells ----------------------------------------------------------------------------------------
 
 
-def halves(rows: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """The columns of a table that a reader needs first, and the others, each beside the names of the rows."""
-    first = [{name: cell for name, cell in row.items() if name not in NOT_SHORT} for row in rows]
-    more = [{name: cell for name, cell in row.items() if name == "step" or name in NOT_SHORT} for row in rows]
-    return first, more
-
-
-def _cells(run: Run, row: Row, before: Row | None, reference: Row | None) -> dict[str, str]:
-    plain, timed, gpus = analysis.plain_row(run.steps), is_timed(row), run.workload.gpus if run.workload else 1
-    whole = reference is None or (reference is run.steps[0] and reference.step.startswith("0_"))
-    baseline = "vs baseline" if whole else f"vs {reference.step}"
-    against = {"vs previous": before, baseline: reference} | ({f"vs {plain.step}": plain} if plain else {})
-    return {
-        "step": row.step,
-        "status": row.status,
-        "ms/step": ms_cell(row, run) if timed else "-",
-        "predicted ms": f"{row.predicted_ms:.1f}" if row.predicted_ms else "-",
-        "tokens/s": f"{row.tokens_per_s:,.0f}" if timed else "-",
-        **({"tokens/s per GPU": f"{row.tokens_per_s / gpus:,.0f}" if timed else "-"} if gpus > 1 else {}),
-        "TFLOP/s": tflops(row.model_flops_per_s),
-        **{name: speedup_cell(row, other, run) for name, other in against.items()},
-        "LM head": row.settings.head or "-",
-        "peak GiB": gib(row),
-        "tokens/J": tokens_per_joule(row),
-        "warm-up s": f"{row.timing.warmup_s:.1f}" if timed else "-",
-        "loss": f"{analysis.mean_loss(row):.4f}" if timed else "-",
-        "loss difference": percent(analysis.loss_difference(row, reference)) if timed and reference else "-",
-        "of roof": describe_share_of_roof(row, run) if timed else "-",
-        "most time in": analysis.describe_bound(row) if timed else "-",
-    }
-
-
-def grid(headers: Iterable[str], rows: Iterable[tuple]) -> list[dict]:
-    """Rows of cells by the names of their columns."""
-    return [dict(zip(headers, cells, strict=True)) for cells in rows]
-
-
-def pipe_table(headers: Iterable[str], cells: Iterable[tuple], n_left: int = 1) -> str:
-    """A table of Markdown."""
-    return aligned(grid(headers, cells), "pipe", n_left)
-
-
-def pipe(rows: Iterable[dict], n_left: int = 2) -> str:
-    """Rows whose cells and headers may be a record's words, as a table of Markdown."""
-    return aligned([{markdown(name): markdown(cell) for name, cell in row.items()} for row in rows], "pipe", n_left)
-
-
-def gib(row: Row) -> str:
-    """The peak of a row's memory, or a dash."""
-    peak = analysis.peak_gib(row)
-    return f"{peak:.1f}" if peak and is_timed(row) else "-"
-
-
-def ms_cell(row: Row, run: Run) -> str:
-    """`49.4 (49.1-49.6)` of a row with a time, without the range where there are no passes."""
-    extent = " ({:.1f}-{:.1f})".format(*analysis.extent_ms(row)) if analysis.passes_ms(row) else ""
-    return f"{median_ms(row):.1f}{mark(run, row)}{extent}"
-
-
-def ms_or_status(row: Row, run: Run) -> str:
-    return ms_cell(row, run) if analysis.is_timed(row) else row.status
-
-
-def speedup_cell(row: Row, reference: Row | None, *runs: Run, digits: int = 2, unit: str = "x") -> str:
-    """The speedup over another row, or a dash."""
-    speedup = compared(row, reference, *runs)
-    return speedup.cell(digits, unit) if speedup else "-"
-
-
-def legend(*runs: Run) -> list[str]:
-    """What the mark of doubted figures means, where there are any."""
-    marked = any(mark(run, *run.steps, *run.peers, about=about) for run in runs for about in (TIME, ROOF))
-    return [LEGEND] if marked else []
-
-
-def figure(value: float | None, form: str = ",.1f") -> str:
-    """A number, or a dash where there is none."""
+def number(value: float | None, form: str = ",.1f") -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
-def tokens_per_joule(row: Row) -> str:
-    """With one decimal from 10 on, below with two; or a dash."""
-    known = row.tokens_per_joule if is_timed(row) else None
-    return figure(known, ",.1f" if known and known >= 10 else ".2f")
+def ms_number(ms: float | None) -> str:
+    return number(ms, ",.1f" if ms is None or ms >= 10 else ".2f")
 
 
-def commit_of(run: Run, digits: int = 10) -> str:
-    """The first digits of the commit that ran, and whether files differed from it."""
-    return commit_name(environment_of(run).commit, environment_of(run).dirty, digits)
-
-
-def commit_name(commit: str | None, dirty: bool | None, digits: int | None = None) -> str:
-    """The first digits of a commit, or all; and whether files differed from it."""
-    return (commit or "unknown")[:digits] + " with uncommitted changes" * bool(dirty)
+def percent(share: float | None, digits: int = 1) -> str:
+    return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def tflops(flops_per_s: float | None) -> str:
-    """In TFLOP/s, without a unit: whole numbers from 10 on, below with three significant digits; or a dash."""
-    if not flops_per_s:
-        return "-"
-    rate = flops_per_s / 1e12
-    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}"
+    """In TFLOP/s: whole numbers from 10 on, below with three significant digits."""
+    rate = (flops_per_s or 0.0) / 1e12
+    return "-" if not rate else f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}"
 
 
-def percent(share: float | None) -> str:
-    """`+1.50%`, or a dash."""
-    return figure(share, "+.2%")
+def status_or_ms(line: Line, extent: bool = False) -> str:
+    """`281.4?`, and with `extent` the range of the passes: `281.4 (281.0-281.8)`; or the status of an untimed row."""
+    if not line.ms:
+        return line.row.status
+    ends = f" ({ms_number(line.low_ms)}-{ms_number(line.high_ms)})" if extent and line.passes > 1 else ""
+    return f"{ms_number(line.ms)}{line.mark}{ends}"
 
 
-def describe_share_of_roof(row: Row, run: Run) -> str:
-    """`74% of fp8`, or a dash."""
-    precision, ceiling = analysis.roof(row, run.roofs) or ("", None)
-    return f"{row.model_flops_per_s / ceiling:.0%}{mark(run, row, about=ROOF)} of {precision}" if ceiling else "-"
+def times(faster: Ratio | None) -> str:
+    """`1.57`, `20.0`."""
+    return "-" if faster is None else f"{faster.value:{'.1f' if faster.value >= 10 else '.2f'}}{faster.mark}"
 
 
-def products_cells(row: Row, run: Run) -> tuple[str, str]:
-    """TFLOP/s of the matrix products while they run, and their share of the ceiling; or dashes."""
-    rate, share = analysis.products_rate(row, run), analysis.products_share(row, run)
-    return tflops(rate), f"{share:.0%}{mark(run, row, about=ROOF)}" if share else "-"
+def only_filled(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows without the columns that none of them fills."""
+    shown = [name for name in (rows[0] if rows else ()) if any(row[name] != "-" for row in rows)]
+    return [{name: row[name] for name in shown} for row in rows]
 
 
-def row_notes(run: Run) -> list[str]:
-    """Why a row has no time, and what qualifies one that has."""
-    notes = [(row.step, row.note if is_timed(row) else row.reason) for row in [*run.steps, *run.peers]]
-    return [f"{step}: {note}" for step, note in dict.fromkeys(notes) if note]
+def table_rows(made: Figures, extent: bool = False) -> list[dict[str, str]]:
+    """One row of cells by column a line. `extent` adds the ranges of the passes, and how peers differ."""
+    first = f"x step {made.first.name[0]}" if made.first else "x step 0"
+    rows = []
+    for line in made.lines:
+        row = {
+            "step": f"{line.name} (peer)" if line.is_peer and extent else line.name,
+            "ms": status_or_ms(line, extent),
+            "tokens/s": number(line.tokens_per_s, ",.0f"),
+            "TFLOP/s": tflops(line.flops_per_s),
+            "x before": times(line.over_before),
+            first: times(line.over_first),
+            "x step 2": times(line.over_plain),
+            "GiB": number(line.gib),
+            "loss": number(line.loss, ".3f"),
+        }
+        ran = line.row.settings
+        how = {"head": ran.head or "-", "launch": LAUNCH[ran.captured]} if extent and made.run.peers else {}
+        rows.append(row | how)
+    return rows
 
 
-def remarks(run: Run) -> list[str]:
-    """Lines under the table: why a row has no time, what qualifies one that has, and what the columns mean."""
-    rows, lines = [*run.steps, *run.peers], row_notes(run) + pointers(run)
-    if environment_of(run).device_type == "cpu":
-        lines.append("peak GiB is the memory of the whole process: on a CPU nothing counts the tensors alone")
-        lines += [ON_A_CPU] if run.workload and run.workload.gpus > 1 else []
-    if run.roofs:
-        lines += describe_roofs(run.roofs)
-    if any(row.predicted_ms for row in rows):
-        lines.append(PREDICTION)
-    if any(analysis.bound(row) for row in rows if is_timed(row)):
-        lines.append(SHARE_RULE)
-    return lines
+def category_rows(made: Figures) -> list[dict[str, str]]:
+    """Milliseconds of a step by kind of kernel, and the timed step."""
+    profiled = [line for line in made.timed if line.category_ms]
+    names = dict.fromkeys(name for line in profiled for name, ms in line.category_ms.items() if ms)
+    rows = [(line, {name: number(line.category_ms.get(name)) for name in names}) for line in profiled]
+    return [{"ms per step": line.name} | row | {"timed": status_or_ms(line, extent=True)} for line, row in rows]
 
 
-def ceilings(roofs: Roofs) -> dict[str, float]:
-    """The most FLOP/s of matrix products by the name of their precision, in capitals."""
-    return {name.upper(): roofs.ceilings[name] for name in PRECISIONS if roofs.ceilings.get(name)}
+def limit_rows(made: Figures) -> list[dict[str, str]]:
+    """What limits each step."""
+    rows = [
+        {
+            "step": line.name,
+            "kernels run": number(line.row.profile and line.row.profile.launches, ",.0f"),
+            "most time in": f"{line.share[0]} {line.share[1]:.0%}" if line.share else "-",
+            "of roof": f"{line.of_roof:.0%} of {line.precision.upper()}" if line.of_roof else "-",
+            "clock, MHz": number(line.row.clock_mhz, ",.0f"),
+            "tokens/J": number(line.tokens_per_joule, ".3g"),
+            "predicted ms": ms_number(line.row.predicted_ms),
+            "warm-up s": number(line.row.timing.warmup_s),
+        }
+        for line in made.timed
+    ]
+    return only_filled(rows)
 
 
-def describe_roofs(roofs: Roofs) -> list[str]:
-    """What the machine reaches, in one line; what the data cost; and what could not be measured."""
-    rates = [f"copy {roofs.copy_bytes_per_s / 1e9:,.0f} GB/s"] if roofs.copy_bytes_per_s else []
-    rates += filter(None, (_describe_precision(roofs, precision) for precision in PRECISIONS))
-    line = f"roofs, matrix products at the shapes of this workload: {'; '.join(rates)}"
-    zeros = ", ".join(filter(None, (_describe_zeros(roofs, precision) for precision in PRECISIONS)))
-    powers = [at.power_w for at in roofs.conditions.values()]
-    why = ", because zeros draw less power" if any(powers) else ""  # of a GPU it is known
-    cost = [f"a product of zeros is faster{why}: {zeros}"] if zeros else []
-    return [line if rates else "roofs: none could be measured", *cost, *roofs.notes]
+def roof_rows(roofs: Roofs) -> list[dict[str, str]]:
+    """What bare matrix products of the workload reach, by precision."""
+    rates = {name.upper(): (roofs.rate(name), roofs.rate(name, burst=True)) for name in PRECISIONS}
+    shown = {name: map(tflops, both) for name, both in rates.items() if all(both)}
+    return [{"TFLOP/s": name, "back to back": steady, "in bursts": burst} for name, (steady, burst) in shown.items()]
 
 
-def _describe_precision(roofs: Roofs, precision: str) -> str:
-    """`BF16 690 TFLOP/s back to back (1480 MHz, 699 W), 792 at most, in bursts (1980 MHz)`; empty where unmeasured."""
-    rate, ceiling = getattr(roofs, f"{precision}_flops_per_s"), roofs.ceilings.get(precision)
-    if not rate:
-        return ""
-    state = roofs.conditions.get(precision, Conditions())
-    said = f"{precision.upper()} {tflops(rate)} TFLOP/s back to back{_at(state.clock_mhz, state.power_w)}"
-    return f"{said}, {tflops(ceiling)} at most, in bursts{_at(state.ceiling_clock_mhz)}" if ceiling else said
+# --- sentences ------------------------------------------------------------------------------------
 
 
-def _at(clock_mhz: float | None, power_w: float | None = None) -> str:
-    known = [f"{clock_mhz:.0f} MHz"] if clock_mhz else []
-    known += [f"{power_w:.0f} W"] if power_w else []
-    return f" ({', '.join(known)})" if known else ""
+def headline(made: Figures) -> str:
+    """What a run shows: the fastest step against AMP + SDPA and against the first; or why it shows nothing."""
+    timed = [line for line in made.steps if line.ms]
+    if made.busy or not timed:
+        return made.busy or "No step has a time"
+    best = min(timed, key=lambda line: line.ms)
+    against = {line.name: line for line in (made.plain, made.first) if line and line is not best}
+    if not against:
+        return f"One training step of {best.name}: {ms_number(best.ms)} ms"
+    by = "" if best is made.steps[-1] else f", by {best.name}"
+    return ", ".join(f"{_times_faster(best, line)} than {_usual(line)}" for line in against.values()) + by
 
 
-def _describe_zeros(roofs: Roofs, precision: str) -> str:
-    """`894 TFLOP/s instead of 690 in BF16`; empty where zeros gain nothing that is more than noise."""
-    data, zeros = (getattr(rates, f"{precision}_flops_per_s", None) for rates in (roofs.square, roofs.zeros))
-    gains = data and zeros and zeros > 1.02 * data
-    return f"{tflops(zeros)} TFLOP/s instead of {tflops(data)} in {precision.upper()}" if gains else ""
+def _times_faster(line: Line, other: Line) -> str:
+    faster = ratio(line, other)
+    digits = 0 if faster.value >= 10 else 1 if faster.value >= 1.25 else 2
+    return f"{faster.value:.{digits}f}{faster.mark} times faster" if faster.clear else "not clearly faster"
 
 
-def describe_device(environment: Environment) -> str:
-    """The device, and the versions of what ran on it."""
-    others = (("Transformer Engine", environment.transformer_engine), ("CUDA", environment.cuda),
-              ("driver", environment.driver))  # fmt: skip
-    versions = [f"{name} {version}" for name, version in others if version]
-    return ", ".join([environment.device, f"torch {environment.torch}", *versions])
+def _usual(line: Line) -> str:
+    """What a reader calls a row: AMP + SDPA, FP32; or its name."""
+    ran = line.row.settings
+    if ran.amp_dtype in ("bfloat16", "float16") and ran.attention_kernel not in NOT_FUSED and not ran.compiled:
+        return "AMP + SDPA"
+    return "FP32" if ran.amp_dtype == "float32" and ran.float32_matmul_precision == "highest" else line.name
 
 
 def describe_machine(environment: Environment) -> str:
-    """The device, the versions, and the commit."""
-    if environment.torch is None:
-        return "the machine is unknown: no row left its record"
-    commit = commit_name(environment.commit, environment.dirty, digits=10)
-    reason = f": {environment.commit_reason}" if environment.commit_reason and not environment.commit else ""
-    return f"{describe_device(environment)}, commit {commit}{reason}"
+    """The device, the versions of what ran on it, and the commit."""
+    shown = ("torch", "transformer-engine", "cuda", "driver")
+    versions = [f"{name} {environment.versions[name]}" for name in shown if name in environment.versions]
+    commit = (environment.commit or "unknown")[:7] + " with uncommitted changes" * bool(environment.dirty)
+    return ", ".join([environment.device, *versions, f"commit {commit}"])
 
 
-def describe_workload(run: Run) -> str:
-    """The shape, the steps, and how many passes there were."""
-    workload = run.workload
-    if workload is None:
+def describe_workload(work: Workload | None) -> str:
+    if work is None:
         return "workload unknown"
-    described = (
-        f"{workload.preset}: {describe_shape(workload)}, {workload.parameters / 1e6:.1f} M parameters, "
-        f"{describe_steps(workload)}, text: {workload.data.name}"
-    )
-    return ", ".join([described, *describe_division(workload), *describe_passes(run)])
+    names = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size", "lr")
+    shape = ", ".join(f"{name} {getattr(work, name):g}" for name in names)
+    gpus = f", on {work.gpus} GPUs by {work.parallel}" if work.gpus > 1 else ""
+    trained = f"{work.warmup} untimed and {work.steps} trained steps"
+    return f"{work.preset}: {shape}, {work.parameters / 1e6:,.1f} M parameters, {trained}, text: {work.data.name}{gpus}"
 
 
-def describe_steps(workload: Workload) -> str:
-    return f"{workload.warmup} untimed and {workload.steps} timed steps"
+# --- a run ----------------------------------------------------------------------------------------
 
 
-def describe_division(workload: Workload) -> list[str]:
-    """How a step is divided over GPUs, micro-batches and recomputed blocks, where it is."""
-    said = []
-    if workload.gpus > 1:
-        said.append(f"{workload.gpus} processes by {workload.parallel}, each with a batch of this size")
-    if workload.accumulate > 1:
-        said.append(f"{workload.accumulate} micro-batches a step")
-    if workload.checkpoint:
-        said.append("blocks recomputed in backward")
-    return said
+def render_text(made: Figures, report: str) -> str:
+    """The report for a terminal: at most 100 columns, and at most four lines under the table."""
+    rows = [row | {"step": one_line(row["step"], LONGEST_NAME)} for row in table_rows(made)]
+    below = [*made.remarks]
+    if len(below) > LINES_BELOW:
+        below[LINES_BELOW - 1 :] = [f"{len(below) - LINES_BELOW + 1} more lines in the report"]
+    return "\n".join([headline(made), "", aligned(rows), "", *below, f"{CONVENTION}. Report: {report}"])
 
 
-def describe_passes(run: Run) -> list[str]:
-    """What a time of a repeated row is; nothing where every row ran once."""
-    passes = analysis.passes(run)
-    return [f"median of {passes} passes, their range in brackets"] if passes else []
+def render_markdown(made: Figures) -> str:
+    """report.md: short enough for a comment on a pull request."""
+    tables = {"": table_rows(made, extent=True), "What limits each step:": limit_rows(made)}
+    return _markdown_page(headline(made), made, tables, made.remarks, made.run.command)
 
 
-def levels(run: Run, said: Iterable[str] = ()) -> dict[str, list[str]]:
-    """The texts of the doubts by level, without those that a headline has said."""
-    unsaid = [doubt for doubt in doubts(run) if doubt.text not in said]
-    texts = {level: [doubt.text for doubt in unsaid if doubt.level == level] for level in (SERIOUS, NOTICE)}
-    return {level: lines for level, lines in texts.items() if lines}
+def render_study(study: Study, tables: dict[str, list[dict]]) -> str:
+    """report.md of a study, with the machine and the workload of its first run."""
+    problems = dict.fromkeys(problem for run in study.runs.values() for problem in run.problems)
+    first = figures(next(iter(study.runs.values())))
+    return _markdown_page(study.kind.capitalize(), first, tables, [*problems], study.command)
 
 
-def render_text(run: Run) -> str:
-    """The report for a terminal."""
-    lines = [aligned(table_rows(run), n_left=2), *legend(run), "", *describe_passes(run), *dict.fromkeys(remarks(run))]
-    for level, texts in levels(run).items():
-        lines += [f"{level}:", *(f"  {text}" for text in texts)]
-    return "\n".join([*lines, CONVENTION])
+def study_rows(study: Study) -> list[dict[str, str]]:
+    """Every row of every run of a study."""
+    every = [(name, row) for name, run in study.runs.items() for row in table_rows(figures(run))]
+    shown = ("step", "ms", "tokens/s", "TFLOP/s", "GiB", "loss")
+    return only_filled([{"run": run} | {name: row[name] for name in shown} for run, row in every])
+
+
+def _markdown_page(title: str, made: Figures, tables: dict, said: list[str], command: str) -> str:
+    about = f"{describe_machine(made.environment)}; {describe_workload(made.run.workload)}"
+    parts = [f"# {markdown(title)}", markdown(about)]
+    parts += [f"{markdown(title)}\n\n{pipe(rows)}".strip() for title, rows in tables.items() if rows]
+    parts += ["\n".join(f"- {markdown(text)}" for text in [*said, CONVENTION]), f"    {one_line(command, 1000)}"]
+    return "\n\n".join(parts) + "\n"
+
+
+def pipe(rows: list[dict], n_left: int = 1) -> str:
+    """A table of Markdown whose cells and headers may be a record's words."""
+    return aligned([{markdown(name): markdown(cell) for name, cell in row.items()} for row in rows], "pipe", n_left)
 
 
 def markdown(text: object) -> str:
     """A line of Markdown in which nothing that a record says is markup, a link, or the end of a cell."""
     line = one_line(text, 1000).replace("&", "&amp;").replace("<", "&lt;").replace("`", "'")
-    line = re.sub(r"([\\\[\]!|*])", r"\\\1", line)
+    line = re.sub(r"([\\\[\]!|])", r"\\\1", line)
     line = line.replace("://", ":\\//").replace("www.", "www\\.")  # GitHub makes links of bare addresses
     return re.sub(r"^(\d*)(>|#|[+.)-](?=[\s-]))", r"\1\\\2", line)  # nor a heading, a quotation, a list
 
 
-def render_markdown(run: Run) -> str:
-    """report.md: short enough for a comment on a pull request."""
-    said = headline(run)
-    lines = [f"# {markdown(said)}", "", f"Machine: {markdown(describe_machine(environment_of(run)))}", ""]
-    lines += [f"Workload: {markdown(describe_workload(run))}", ""]
-    lines += [pipe(halves(table_rows(run))[0]), "", *(f"{line}\n" for line in legend(run))]
-    notes = row_notes(run) + pointers(run)
-    lines += bullets(notes) if notes else []
-    for level, texts in levels(run, [said]).items():
-        lines += [f"{level}:", "", *bullets(texts)]
-    commands = [one_line(line, 1000) for line in run.command.splitlines()]
-    return "\n".join([*lines, "Reproduce:", "", *(f"    {command}" for command in commands), ""])
-
-
-def bullets(texts: Iterable[str]) -> list[str]:
-    """Lines of a Markdown list, and the empty one after it."""
-    return [*(f"- {markdown(text)}" for text in texts), ""]
+def compare(a: Path, b: Path) -> str:
+    """Two runs, row by row, for a terminal: times of the same work, otherwise speedups. Raises RecordError."""
+    runs = [load(folder) for folder in (a, b)]
+    if not all(isinstance(run, Run) and run.workload for run in runs):
+        raise RecordError("only two runs with a workload can be compared")
+    made = [figures(run) for run in runs]
+    lines, others = ({line.name: line for line in one.timed} for one in made)
+    both = [name for name in lines if name in others]
+    if not both:
+        raise RecordError("they have no row in common that has a time in both")
+    works = [vars(run.workload) for run in runs]
+    differing = [name for name in works[0] if works[0][name] != works[1][name]]
+    rows = []
+    for x, y in ((lines[name], others[name]) for name in both):
+        row = {"step": x.name, "A, ms": status_or_ms(x, True), "B, ms": status_or_ms(y, True)}
+        row |= {"A / B": times(ratio(y, x)) if set(differing) <= HARMLESS else "-"}
+        row |= {f"A x {both[0]}": times(ratio(x, lines[both[0]])), f"B x {both[0]}": times(ratio(y, others[both[0]]))}
+        rows.append(row)
+    sides = [f"{side}: {describe_machine(one.environment)}" for side, one in zip("AB", made, strict=True)]
+    note = f"The work differs in {', '.join(differing)}." if differing else "The work is the same."
+    note += " Where A / B is above 1, B is faster."
+    said = [f"{side}: {text}" for side, one in zip("AB", made, strict=True) for text in one.remarks]
+    return "\n".join([*sides, note, "", aligned(only_filled(rows)), "", *said])

@@ -1,14 +1,11 @@
-"""What the tests share: the step scripts as modules, and a training step without its benchmark."""
+"""What the tests share: the step scripts as modules, their arguments, and a training step ready to run."""
 
-import argparse
-import functools
-import importlib
-import json
+import importlib.util
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,10 +14,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import benchmark, data, passes, roofs  # noqa: E402
+from common import data, parallel, timing  # noqa: E402
+from common.arguments import Arguments  # noqa: E402
 from common.model import GPTConfig  # noqa: E402
-from common.record import Row  # noqa: E402
-from ladder.cells import load_script  # noqa: E402
 
 # A shell starts what runs in the background without these, and what tests start would ignore them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,98 +24,85 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 STEPS = sorted(path.stem for path in ROOT.glob("[0-9]_*.py"))
 CPU_STEPS = STEPS[:4]
-SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=64, seq_len=64, vocab_size=256)
-COMPILED = GPTConfig(n_layer=1, n_head=2, n_embd=32, seq_len=32, vocab_size=256)  # as in FAST
+SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, seq_len=32, vocab_size=256)
 # The words of one small run. Tests that compile share this shape, and with it what the compiler keeps on disk.
-FAST = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "2"]
-FAST += ["--warmup", "1", "--amp-dtype", "fp32"]
-scratch = []  # the folder of the test that runs
+FAST = ["--device", "cpu", "--amp-dtype", "fp32", "--n-layer", "2", "--n-head", "2", "--n-embd", "32"]
+FAST += ["--seq-len", "32", "--steps", "4", "--warmup", "1"]
 
 
-def load_step(name: str):
+def load_script(path: Path) -> ModuleType:
+    """A script as a module: its file name is not an identifier."""
+    spec = importlib.util.spec_from_file_location(f"step_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_step(name: str) -> ModuleType:
     return load_script(ROOT / f"{name}.py")
 
 
-def git(folder, *words) -> str:
-    """What git prints, in a repository of a test."""
-    command = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@x.example", *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def trace_only(patch) -> None:
-    """Let torch.compile trace and differentiate, but generate no kernels: they take most of its time."""
-    patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-
-
-def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **overrides) -> benchmark.Arguments:
+def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **overrides) -> Arguments:
     fields = {
-        "script": ROOT / f"{step}.py", "base_preset": "tiny", "config": config, "batch_size": 2, "steps": 6,
-        "warmup": 2, "lr": 1e-3, "seed": 1337, "text": data.standard_library_text(), "device": torch.device(device),
-        "accumulate": 1,
-        "amp_dtype": amp_dtype, "amp_note": None, "profile": False, "output": scratch[-1] / "unused.json", "notes": (),
-    }  # fmt: skip
-    return benchmark.Arguments(**(fields | overrides))
+        "script": ROOT / f"{step}.py",
+        "preset": "tiny",
+        "config": config,
+        "batch_size": 2,
+        "steps": 6,
+        "warmup": 2,
+        "lr": 4e-3,
+        "seed": 1337,
+        "text": data.standard_library_text(),
+        "device": torch.device(device),
+        "amp_dtype": amp_dtype,
+        "amp_note": None,
+        "profile": False,
+        "capture": True,
+        "output": Path("/nonexistent/record.json"),
+        "notes": [],
+        "parallel": None,
+        "world": parallel.World(),
+    }
+    return Arguments(**(fields | overrides))
 
 
-def built(step: str, monkeypatch, **overrides) -> SimpleNamespace:
-    """Run a script's `main` up to `benchmark.run`: its train_step, model, args, and staged batches.
-
-    A train_step that asked for capture is launched until its `record` is called.
-    """
-    module, caught = load_step(step), {}
-
-    def catch(train_step, model, args, **settings):
-        caught.update(train_step=train_step, model=model, args=args, settings=settings)
-        return Row(args.step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(benchmark, "run", catch)
-        module.main(arguments(step, **overrides))
-    args = caught["args"]
-    drawn = data.read_batches(args.text, args.batch_starts(), args.config.seq_len)
-    batches = data.stage_batches(drawn, args.device)
-    if (optimizer := caught["settings"].pop("rehearse", None)) is not None:
-        benchmark.rehearsal(caught["train_step"], batches[: args.warmup], optimizer)
-    return SimpleNamespace(module=module, batches=batches, **caught)
+def built(step: str, **overrides) -> SimpleNamespace:
+    """What a script's `main` returns, with its arguments and staged batches. A step that asked for capture is launched
+    until its `record` is called."""
+    module, args = load_step(step), arguments(step, **overrides)
+    train_step, model = module.main(args)
+    return SimpleNamespace(module=module, args=args, train_step=train_step, model=model, batches=args.batches())
 
 
-def quick(name: str, *words: str):
-    """The Result of an experiment of anatomy/ in quick form on a CPU; its figures and tables are fit for JSON."""
-    module, parser = importlib.import_module(f"anatomy.{name}"), argparse.ArgumentParser()
-    module.add_arguments(parser)
-    given = argparse.Namespace(device=torch.device("cpu"), dtype=None, iters=1, quick=True)
-    result = module.run(parser.parse_args(words, given))
-    json.dumps(result.record(), allow_nan=False)
-    for table in result.tables:
-        assert table.rows and len(set(table.headers)) == len(table.headers), "equal headers would hide a column"
-        assert all(len(row) == len(table.headers) for row in table.rows), table.title
-        assert all(isinstance(cell, str) for row in table.rows for cell in row), table.title
-    assert result.sentences and all(sentence.endswith(".") for sentence in result.sentences)
-    return result
+@pytest.fixture
+def traced_only(monkeypatch):
+    """torch.compile traces and differentiates, but generates no kernels: they take most of its time."""
+    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **given: compile_module(self, backend="aot_eager", **given)
+    )
 
 
 @pytest.fixture(autouse=True)
-def leave_nothing(tmp_path, monkeypatch):
-    scratch.append(tmp_path)
-    monkeypatch.setattr(roofs, "REFERENCE_S", 0.01)  # roofs of a CPU are measured in seconds
-    monkeypatch.setattr(roofs, "COPY_BYTES", 2**22)
-    for sizes, few in ((roofs.GRID, (16, 64)), (passes.SIZES, (2**12,)), (passes.TOKENS, 256)):
-        monkeypatch.setitem(sizes, "cpu", few)
+def leave_nothing(monkeypatch):
+    monkeypatch.setattr(timing, "REFERENCE_S", 0.005)
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)
-    scratch.pop()
+    torch.compiler.reset()
 
 
 @pytest.fixture
 def refused(capsys):
-    """What a call says that ends with exit code 2 and one line: refused(main, words)."""
+    """What a call prints that ends with exit code 2 and one line: refused(main, words)."""
 
-    def call(work, *words, code=2, **options):
+    def call(work, *words):
         with pytest.raises(SystemExit) as ended:
-            work(*words, **options)
+            work(*words)
         said = capsys.readouterr().err
-        assert ended.value.code == code and said.count("\n") == 1, said
+        assert ended.value.code == 2 and said.count("\n") == 1, said
         return said
 
     return call
@@ -131,3 +114,8 @@ def text_file(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(np.random.default_rng(0).integers(32, 127, 4000, dtype=np.uint8).tobytes())
     return path
+
+
+def run_python(*words, **options) -> subprocess.CompletedProcess:
+    """A command of this Python in the project, with its output as text."""
+    return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, **options)

@@ -1,107 +1,114 @@
-"""The command line of a step, and what the ladder asks of it."""
+"""The command line of a step: what it refuses, in one line and before it takes time, and what `auto` means."""
 
-import json
-import subprocess
-import sys
+import time
 
+import numpy as np
 import pytest
 import torch
-from conftest import ROOT, STEPS, arguments
+from conftest import ROOT, STEPS
 
-from common import hardware
-from common.arguments import parse_args, resolve_preset
-from common.errors import Skip
-from common.model import GPTConfig
+from common import arguments, data, hardware
+from common.record import write_bytes
 
 
 def parse(*words):
-    return parse_args(ROOT / f"{STEPS[0]}.py", "", list(words))
+    return arguments.parse_args(ROOT / f"{STEPS[0]}.py", None, ["--device", "cpu", *map(str, words)])
 
 
-@pytest.fixture
-def output(tmp_path):
-    return ["--output", str(tmp_path / "record.json")]
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--steps 0", "is not a whole number"),
+        ("--steps 1e3", "is not a whole number"),
+        ("--n-head 3", "--n-embd 128 is not divisible by --n-head 3"),
+        ("--lr 1e25", "--lr: invalid learning_rate value"),
+        ("--lr nan", "--lr: invalid learning_rate value"),
+        ("--device cuda:x", "is not one of auto, cpu, cuda, cuda:N"),
+        ("--device mps", "is not one of auto, cpu, cuda, cuda:N"),
+        ("--preset gpt5", "invalid choice"),
+        ("--parallel ddp", "--parallel is for several processes"),
+        ("--n-layer 100000", "GiB in training (16 bytes each), but cpu has"),
+        ("--n-embd 100000", "GiB in training (16 bytes each), but cpu has"),
+        ("--vocab-size 2147483647", "GiB in training (16 bytes each), but cpu has"),
+        ("--steps 1000000", "are staged"),
+        ("--seq-len 100000000", "GiB in training"),
+        ("--vocab-size 100", "--vocab-size must be at least"),
+        ("--data /nonexistent", "cannot read /nonexistent: No such file or directory"),
+        ("--data /dev/zero", "/dev/zero is not a regular file"),
+        ("--output /dev/null", "is not a regular file"),
+        ("--unknown 1", "unrecognized arguments"),
+    ],
+)
+def test_bad_input_is_one_line_and_takes_no_time(words, said, refused):
+    began = time.monotonic()
+    assert said in refused(parse, *words.split())
+    assert time.monotonic() - began < 10
 
 
-BAD = [
-    (["--preset", "gpt5"], "invalid choice"),
-    (["--n-embd", "130"], "--n-embd 130 is not divisible by --n-head 4"),
-    (["--seq-len", "1.5"], "'1.5' is not a whole number"),
-    (["--lr", "nan"], "--lr: 'nan' is not a finite positive number"),
-    (["--seed", "-1"], "--seed"),
-    (["--device", "tpu"], "is not one of auto, cpu, cuda, cuda:N"),
-    (["--amp-dtype", "fp16"], "needs a GPU"),
-    (["--data", "/nonexistent/text.txt"], "cannot read /nonexistent/text.txt"),
-    (["--data-tokens", "999999999"], "fewer than --data-tokens 999999999"),
-    (["--vocab-size", "100"], "outside the vocabulary"),
-    (["--output", "/proc/nowhere/x.json"], "cannot write --output"),
-    (["--batch-size", "9" * 20], "2^31 - 1"),
-    (["--accumulate", "3"], "a batch of 2 is not divisible by --accumulate 3"),
-    (["--parallel", "fsdp"], "--parallel is for several processes"),
-    (["--nonsense"], "unrecognized arguments"),
-]
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_one_line(refused):
+    assert "--device cpu runs on the CPU" in refused(parse, "--device", "cuda")
 
 
-def test_bad_input_is_one_line_and_exit_code_2(output, refused):
-    for words, said in BAD:
-        assert said in refused(parse, "--device", "cpu", *output, *words)
+def test_a_file_is_bytes_or_tokens_of_nanogpt_and_llmc(tmp_path, refused):
+    tokens = np.arange(200, dtype="<u2") % 100
+    (tmp_path / "nano.bin").write_bytes(tokens.tobytes())
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, 200
+    (tmp_path / "llm.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    for name in ("nano.bin", "llm.bin"):
+        text = data.load_text(tmp_path / name, 64, 256)
+        assert text.tokens.tolist() == tokens.tolist()
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    assert "odd number of bytes" in refused(parse, "--data", tmp_path / "odd.bin")
+    (tmp_path / "empty.txt").write_bytes(b"")
+    assert "has 0 tokens" in refused(parse, "--data", tmp_path / "empty.txt")
+    wide = tmp_path / "wide.bin"
+    wide.write_bytes((tokens + 60000).astype("<u2").tobytes())
+    assert "--vocab-size must be at least 60100" in refused(parse, "--data", wide, "--seq-len", 64)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU here")
-def test_a_gpu_that_torch_cannot_use_is_named(output, monkeypatch, refused):
-    monkeypatch.setattr(hardware, "driver_version", lambda: "999.88")
-    for device in ("auto", "cuda"):
-        complaint = refused(parse, "--device", device, *output)
-        assert "driver 999.88" in complaint and torch.__version__ in complaint and "--device cpu" in complaint
-    assert parse("--device", "cpu", *output).device.type == "cpu"
+def test_batches_depend_on_the_seed_and_never_on_the_held_out_part():
+    text = data.standard_library_text()
+    few, many = (data.draw_starts(text, n, 4, 128, 7) for n in (3, 30))
+    assert (few == many[:3]).all() and (data.draw_starts(text, 3, 4, 128, 8) != few).any()
+    assert many.max() + 128 < data.trained_tokens(text, 128) <= 0.95 * len(text.tokens) + 1
+    tokens, targets = data.stage_batches(text, few, 128, torch.device("cpu"))[0]
+    assert torch.equal(tokens[:, 1:], targets[:, :-1]) and tokens.shape == (4, 128)
 
 
-def test_auto_takes_tiny_on_a_cpu_and_every_field_can_be_overridden(output):
-    args = parse("--device", "cpu", *output)
-    assert (args.preset, args.batch_size, args.steps, args.warmup) == ("tiny", 2, 10, 3)
-    assert "runs on a CPU" in args.notes[0]
-    words = ["--n-layer", "3", "--n-embd", "64", "--batch-size", "5", "--lr", "0.5", "--data-tokens", "5000"]
-    args = parse("--device", "cpu", *words, *output)
-    assert (args.config.n_layer, args.config.n_embd, args.batch_size, args.lr) == (3, 64, 5, 0.5)
-    assert args.preset == "custom" and args.base_preset == "tiny" and args.workload().data.tokens == 5000
+def test_of_several_processes_each_has_its_share_of_the_batch(monkeypatch):
+    for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    args = parse("--n-layer", 1, "--seq-len", 32, "--batch-size", 2)
+    assert args.parallel == "ddp" and args.workload().gpus == 4 and args.workload().batch_size == 2
+    starts = args._starts()
+    assert starts.shape[1] == 8
+    expected = data.stage_batches(args.text, starts[:, 2:4], 32, args.device)
+    assert all(
+        torch.equal(a, b) for pair in zip(args.batches(), expected, strict=True) for a, b in zip(*pair, strict=True)
+    )
 
 
-def test_auto_picks_what_fits_a_gpu_also_in_micro_batches_and_recomputed(monkeypatch):
-    for free_gib, preset, batch_size, *how in (
-        (139, "gpt3-6.7b-slice", 8),
-        (79, "gpt2", 32),
-        (20, "gpt2", 8),
-        (1, "gpt2", 1),
-        (79, "gpt3-6.7b-slice", 8, 2),
-        (20, "gpt2", 16, 2),
-        (79, "gpt3-6.7b-slice", 8, 1, True),
-    ):
-        monkeypatch.setattr(hardware, "free_memory_bytes", lambda device, free=free_gib: free * 2**30)
-        chosen = resolve_preset("auto", torch.device("cuda", 0), *how)
-        assert chosen[:2] == (preset, batch_size) and str(free_gib) in chosen[2][0]
+def test_auto_takes_what_fits_a_gpu(monkeypatch):
+    device = torch.device("cuda", 0)
+    for gib, expected in ((140, ("gpt3-6.7b-slice", 8)), (79, ("gpt2", 32)), (22, ("gpt2", 8)), (1, ("gpt2", 1))):
+        monkeypatch.setattr(hardware, "free_memory_bytes", lambda _, gib=gib: gib * 2**30)
+        assert arguments.resolve_preset("auto", device)[:2] == expected, gib
 
 
-def test_a_size_that_a_kernel_cannot_take_is_named():
-    config = GPTConfig(n_layer=1, n_head=2, n_embd=64, seq_len=24, vocab_size=250)
-    args = arguments(STEPS[0], config=config, batch_size=3)
-    args.require_multiples_of(8, "FP8", vocab=False)
-    with pytest.raises(Skip, match="FP8 needs --vocab-size divisible by 8, not 250"):
-        args.require_multiples_of(8, "FP8")
-    with pytest.raises(Skip, match="--batch-size x --seq-len divisible by 16, not 72"):
-        args.require_multiples_of(16, "FP8")
+@pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float32), ((8, 0), torch.bfloat16)])
+def test_a_gpu_before_ampere_runs_fp32_with_a_note(capability, dtype, monkeypatch):
+    monkeypatch.setattr(hardware, "compute_capability", lambda _: capability)
+    found, note = hardware.resolve_amp_dtype("auto", torch.device("cuda", 0))
+    assert found is dtype and (note is None) == (dtype is torch.bfloat16)
 
 
-def test_the_ladder_gets_the_meaning_of_the_arguments_as_json(text_file, output):
-    command = [sys.executable, "-m", "ladder.check", "--device", "cpu", "--n-embd", "64", "--data", str(text_file)]
-    facts = json.loads(subprocess.run([*command, *output], cwd=ROOT, capture_output=True, check=True).stdout)
-    assert facts["pinned"] == ["--preset", "tiny", "--batch-size", "2", "--data-tokens", "4000"]
-    assert facts["device_type"] == "cpu" and facts["workload"]["n_embd"] == 64 and facts["notes"]
-    assert facts["by_hand_bytes"] > facts["fused_bytes"] > 0
-
-
-def test_a_python_without_torch_gets_one_line():
-    bare = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; "
-    bare += "import runpy; sys.argv[:] = ['x']; runpy.run_module('ladder.check', run_name='__main__', alter_sys=True)"
-    ran = subprocess.run([sys.executable, "-c", bare], cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
-    assert "torch" in ran.stderr and "numpy" in ran.stderr and "--setup" in ran.stderr
+def test_a_record_is_written_whole_or_not_at_all_and_never_through_a_link(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "record.json").symlink_to(tmp_path / "mine")
+    write_bytes(tmp_path / "record.json", b"{}")
+    assert (tmp_path / "mine").read_text() == "mine" and (tmp_path / "record.json").read_text() == "{}"
+    with pytest.raises(FileNotFoundError):
+        write_bytes(tmp_path / "absent" / "record.json", b"{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "record.json"]

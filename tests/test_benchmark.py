@@ -1,23 +1,19 @@
-"""A script's run: its record, what it observes, its progress, and what it says when it cannot run."""
+"""A script's run: its record, what it observes, and what it prints when it cannot run."""
 
-import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from dataclasses import replace
 
 import pytest
-import runs
 import torch
-from conftest import COMPILED, FAST, ROOT, SMALL, STEPS, arguments, built, trace_only
+from conftest import FAST, ROOT, STEPS, arguments, built, run_python
 
-from common import benchmark, data, timing
+from common import benchmark, cuda_graph, hardware, profile
+from common.model import GPTConfig
 from common.record import Row
-from report.doubts import is_unsteady
-from report.sentences import outcome
+from common.text import Progress
 
 WITHOUT_PACKAGES = """
 import sys
@@ -33,64 +29,56 @@ sys.meta_path = [Blind if finder is PathFinder else finder for finder in sys.met
 """
 
 
-def start(step, output, *words, env=(), **options):
-    command = [sys.executable, str(ROOT / f"{step}.py"), *FAST, "--output", str(output), *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=os.environ | dict(env), **pipes, **options)
-
-
 def run_script(step, output, *words, **options):
     """The exit code, what was printed, the errors and the row of a script."""
-    process = start(step, output, *words, **options)
-    out, err = process.communicate()
-    (row,) = json.loads(output.read_text())["steps"]
-    return process.returncode, out, err, row
+    done = run_python(ROOT / f"{step}.py", *FAST, "--output", output, *words, **options)
+    (row,) = json.loads(output.read_text())["rows"]
+    return done.returncode, done.stdout, done.stderr, row
 
 
 def test_a_script_writes_its_record_one_result_line_and_progress(tmp_path, text_file):
     output, (reader, writer) = tmp_path / "new" / "record.json", os.pipe()
-    env, words = {"LADDER_PROGRESS_FD": str(writer)}, ("--data", str(text_file))
-    code, out, err, row = run_script(STEPS[2], output, *words, env=env, cwd=tmp_path, pass_fds=[writer])
+    options = {"env": os.environ | {"LADDER_PROGRESS_FD": str(writer)}, "pass_fds": [writer]}
+    code, out, err, row = run_script(STEPS[2], output, "--data", str(text_file), **options)
     os.close(writer)
     assert code == 0, err
     run = json.loads(output.read_text())
-    assert run["schema_version"] == 2 and run["environment"]["device_type"] == "cpu"
-    assert str(tmp_path) not in json.dumps({k: v for k, v in run.items() if k != "steps"})
-    workload, timing = run["workload"], row["timing"]
+    assert run["schema_version"] == 3 and run["environment"]["device_type"] == "cpu"
+    assert str(tmp_path) not in json.dumps({k: v for k, v in run.items() if k != "rows"})
+    workload = run["workload"]
     assert workload["preset"] == "custom" and workload["tokens_per_step"] == 64
     assert workload["data"]["name"] == "text.txt" and workload["data"]["tokens"] == 4000
     assert row["step"] == STEPS[2] and row["status"] == "ok" and row["reason"] is None
     assert row["source"] == (ROOT / f"{STEPS[2]}.py").read_text()
-    assert len(timing["step_ms"]) == 2 and len(row["loss"]) == 3 and row["peak_rss_bytes"] > 0
-    assert timing["p25_ms"] <= timing["median_ms"] <= timing["p75_ms"]
-    assert row["tokens_per_s"] == pytest.approx(64 / timing["median_ms"] * 1e3)
-    assert row["model_flops_per_s"] == pytest.approx(workload["flops_per_step"] / timing["median_ms"] * 1e3)
-    assert row["note"] == "mixed precision is off, as --amp-dtype fp32 asks"
+    assert len(row["timing"]["step_ms"]) == 4 and len(row["loss"]) == 5 and row["peak_rss_bytes"] > 0
+    assert len(row["reference"]["product_ms"]) == 5, "before, between and after four parts"
+    assert 0 < row["overhead_s"] < 8 and "--amp-dtype fp32" in row["note"]
     last = out.strip().splitlines()[-1]
     assert last.startswith(f"{STEPS[2]}: ") and "ms/step" in last
     assert not list(output.parent.glob(".*")), "no temporary file is left"
     with open(reader) as messages:
-        lines = [json.loads(line) for line in messages]
-    assert [(m["phase"], m["k"], m["n"]) for m in lines][:3] == [("warm-up", 1, 1), ("timed", 1, 2), ("timed", 2, 2)]
-    assert lines[1]["rest_s"] is None and lines[2]["rest_s"] > 0
+        said = [json.loads(line) for line in messages]
+    assert said[:4] == ["building the model", "warm-up 1/1", "timed 1/1", "timed 1/1"]
 
 
 @pytest.mark.parametrize("step", STEPS[3:])
 def test_a_script_needs_no_package_but_torch_and_numpy(step, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_PACKAGES)
-    env = {"PYTHONPATH": str(tmp_path)}
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
     code, _, err, row = run_script(step, tmp_path / "record.json", "--profile", env=env)
     assert code == 0 and "Traceback" not in err, err
     if step == STEPS[4]:
         assert row["status"] == "skipped" and "needs an NVIDIA GPU" in row["reason"]
     else:
         assert row["status"] == "ok" and row["profile"]["categories"]["matrix products"]["ms"] > 0
-        assert row["settings"]["compiled"] and row["settings"]["optimizer"] == "AdamW, compiled"
+        assert row["settings"]["compiled"] and row["settings"]["optimizer"] == "AdamW, fused"
         assert (tmp_path / "record.trace.json.gz").stat().st_size > 0
 
 
-def test_ctrl_c_writes_nothing_and_says_so(tmp_path):
-    with start(STEPS[0], tmp_path / "record.json", "--steps", "1000000") as process:
+def test_ctrl_c_writes_nothing_and_one_line(tmp_path):
+    command = [sys.executable, str(ROOT / f"{STEPS[0]}.py"), *FAST, "--steps", "1000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "--output", str(tmp_path / "record.json")], **pipes) as process:
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
@@ -100,99 +88,150 @@ def test_ctrl_c_writes_nothing_and_says_so(tmp_path):
 
 def test_a_missing_compiler_is_a_failed_row(tmp_path):
     env = {"CXX": "/nonexistent/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
-    code, out, _, row = run_script(STEPS[3], tmp_path / "record.json", env=env)
-    assert code == 1 and row["status"] == "failed" and "apt-get install g++" in row["reason"]
+    code, out, _, row = run_script(STEPS[3], tmp_path / "record.json", env=os.environ | env)
+    assert code == 1 and row["status"] == "failed" and "C++ compiler" in row["reason"]
     assert out.strip().splitlines()[-1] == f"{STEPS[3]}: failed: {row['reason']}"
 
 
-def test_what_ran_is_observed(monkeypatch):
-    trace_only(monkeypatch)
-    names = ("amp_dtype", "float32_matmul_precision", "attention_kernel", "compiled", "optimizer")
+def test_a_reader_who_leaves_and_one_that_reads_all_lose_no_line(tmp_path):
+    command = f"{sys.executable} {STEPS[2]}.py {' '.join(FAST)} --output {tmp_path}/r.json"
+    done = subprocess.run(f"{command} | cat", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert "ms/step" in done.stdout.splitlines()[-1]
+    (tmp_path / "r.json").unlink()
+    subprocess.run(f"{command} | head -0", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (tmp_path / "r.json").exists()
+
+
+def test_what_ran_is_observed(traced_only):
+    names = ("amp_dtype", "float32_matmul_precision", "attention_kernel", "compiled", "optimizer", "fp8_recipe")
     for step, *expected in (
-        (STEPS[0], "float32", "highest", "by hand", False, "AdamW"),
-        (STEPS[2], "bfloat16", "high", "flash (CPU)", False, "AdamW"),
-        (STEPS[3], "bfloat16", "high", "flash (CPU)", True, "AdamW, compiled"),
+        (STEPS[0], "float32", "highest", "by hand", False, "AdamW", None),
+        (STEPS[2], "bfloat16", "high", "flash (CPU)", False, "AdamW", None),
+        (STEPS[3], "bfloat16", "high", "flash (CPU)", True, "AdamW, fused", None),
     ):
         torch.set_float32_matmul_precision("highest")
-        made = built(step, monkeypatch, config=COMPILED, amp_dtype=torch.bfloat16, steps=2, warmup=1)
-        found = benchmark.run(made.train_step, made.model, made.args).settings
+        run = built(step, amp_dtype=torch.bfloat16)
+        run.train_step(*run.batches[0])
+        found, _ = profile.observe(lambda run=run: run.train_step(*run.batches[0]), run.model, run.args.device)
         assert [getattr(found, name) for name in names] == expected
 
 
-def test_the_heldout_loss_is_that_of_the_model_and_changes_nothing(monkeypatch):
-    trace_only(monkeypatch)
-    made = built(STEPS[3], monkeypatch, amp_dtype=torch.float32)
-    before = [p.clone() for p in made.model.parameters()]
-    found = benchmark.heldout_loss(made.model, made.args)
-    starts = data.heldout_starts(made.args.text, SMALL.seq_len)
-    ((tokens, targets),) = data.stage_batches(
-        data.read_batches(made.args.text, starts.reshape(1, -1), SMALL.seq_len), made.args.device
-    )
-    with torch.no_grad():
-        assert found == pytest.approx(made.model.forward(tokens, targets).item(), rel=1e-6)
-    assert all(map(torch.equal, before, made.model.parameters()))
-    short = replace(made.args.text, tokens=made.args.text.tokens[:1000])
-    assert benchmark.heldout_loss(made.model, replace(made.args, text=short)) is None
-
-
-def test_settling_ends_when_steps_no_longer_drift_or_after_its_time():
-    for ms, fewest, most in ((lambda k: 100 + 50 / (k + 1), 2, 2), (lambda k: 100 + 2 * k, 4, 9)):
-        seen = []
-
-        def time_steps(batches, phase, ms=ms, seen=seen):
-            seen.append([ms(20 * len(seen) + k) for k in range(len(batches))])
-            return seen[-1], []
-
-        passed_s = timing.settle(time_steps, [None], step_ms=100.0)
-        assert fewest <= len(seen) <= most and all(len(times) == 20 for times in seen)
-        assert passed_s == pytest.approx(sum(map(sum, seen)) / 1e3) and passed_s <= timing.LONGEST_SETTLING_S
-
-
-def test_a_slowed_row_makes_no_sentence(monkeypatch):
-    made = built(STEPS[2], monkeypatch, steps=8, warmup=1)
-    slowed = itertools.cycle([0, 3])  # times what the step itself takes, however busy the machine is
-
-    def train_step(tokens, targets):
-        began = time.perf_counter()
-        loss = made.train_step(tokens, targets)
-        time.sleep(next(slowed) * (time.perf_counter() - began))
-        return loss
-
-    row, before = benchmark.run(train_step, made.model, made.args), runs.step("0_x")
-    row.reference_ms = None  # this machine may be busy, too
-    assert is_unsteady(row) and "has no comparison" in outcome(runs.run(before, row), before, row)
-
-
-def test_a_rehearsal_passes_the_batches_and_trains_nothing():
-    x = torch.nn.Parameter(torch.ones(3))
-    optimizer, seen = torch.optim.SGD([x], lr=1.0), []
-
-    def train_step(tokens, targets):
-        seen.append(tokens)
-        (x * tokens).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with pytest.raises(TypeError):
-        benchmark.rehearsal(train_step, [(2.0, None), (None, None)], optimizer)
-    assert seen == [2.0, None] and torch.equal(x, torch.ones(3))
-    train_step(0.5, None)
-    assert torch.equal(x, torch.full((3,), 0.5)), "it trains again, after an error too"
-
-
 def test_a_loss_that_is_not_finite_fails_the_row():
-    args = arguments(STEPS[0], steps=2, warmup=1)
-    with pytest.raises(FloatingPointError, match="training step 1: lower --lr"):
-        losses = iter([1.0, float("nan"), 1.0, 1.0])
-        benchmark.run(lambda tokens, targets: torch.tensor(next(losses)), torch.nn.Module(), args)
+    losses = iter([1.0, 1.0, float("nan"), 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    main = lambda args: (lambda tokens, targets: torch.tensor(next(losses)), torch.nn.Module())  # noqa: E731
+    with pytest.raises(FloatingPointError, match="training step 2: lower --lr"):
+        benchmark.run(main, arguments(STEPS[0]), Row("x"), Progress("x"))
 
 
-def test_a_profiler_that_fails_costs_the_settings_not_the_row(monkeypatch):
+def test_a_profiler_that_fails_costs_what_it_would_have_shown_and_not_the_row(monkeypatch):
     def broken(*_):
         raise RuntimeError("no profiler here")
 
-    monkeypatch.setattr(benchmark.profile, "trace_step", broken)
-    for asked, said in ((False, None), (True, "not observed: no profiler here")):
-        args, row = arguments(STEPS[0], profile=asked), Row(STEPS[0])
-        assert benchmark.observe(lambda *_: None, (None, None), torch.nn.Identity(), args, row) == said
-        assert row.settings.unobserved == "no profiler here" and row.settings.float32_matmul_precision
+    monkeypatch.setattr(profile, "observe", broken)
+    row = Row(STEPS[0])
+    benchmark.run(
+        lambda args: (lambda *_: torch.tensor(1.0), torch.nn.Module()), arguments(STEPS[0]), row, Progress("x")
+    )
+    assert row.status == "ok" and "not observed: no profiler here" in row.note
+
+
+def test_the_code_of_a_record_is_known_by_its_hash(tmp_path, monkeypatch):
+    before = hardware.code_sha256()
+    (tmp_path / "common").mkdir()
+    for path in [*ROOT.glob("[0-9]_*.py"), *ROOT.glob("common/*.py")]:
+        (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
+    monkeypatch.setattr(hardware, "ROOT", tmp_path)
+    assert hardware.code_sha256() == before
+    (tmp_path / "common" / "text.py").write_text("# changed")
+    assert hardware.code_sha256() != before
+
+
+CATEGORIES = {
+    "nvjet_sm90_qqtsq_192x128_128x5_1x2_h_bz_coopA_geluauxbias_auxt_TNN": "matrix products",
+    "void transformer_engine::unary_kernel<&(float transformer_engine::gelu<float>)>": "normalization and pointwise",
+    "triton_per_fused_add_native_layer_norm_backward_nll_loss_forward_3": "normalization and pointwise",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26": "attention",
+    "void cunn_SoftMaxForward<8, float, at::native::(anonymous namespace)::LogSoftMaxForwardEpilogue>": "loss",
+    "triton_poi_fused_cat_transpose_view_9": "copies and casts",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+    "void multi_tensor_apply_kernel<CopyFunctor<c10::BFloat16, float>, at::native::Copy<float>>": "copies and casts",
+    "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>": "copies and casts",
+    "void transformer_engine::unary_kernel<&transformer_engine::dispatch::fp8::detail::identity>": "copies and casts",
+    "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication",
+    "memset32": "copies and casts",
+    "somebodys_new_kernel": "other",
+}
+
+
+def test_a_kernel_has_the_category_of_its_name():
+    assert {name: profile.categorize(name) for name in CATEGORIES} == CATEGORIES
+
+
+def test_a_profile_adds_up_and_holds_a_block():
+    run = built(STEPS[0], config=GPTConfig(2, 2, 64, 256, 256))
+    found = profile.profile_cpu(lambda: run.train_step(*run.batches[0]), 2)
+    assert sum(category.ms for category in found.categories.values()) == pytest.approx(found.step_ms)
+    assert found.categories["optimizer"].ms > 0 and len(found.kernels) <= 40
+    for half, ms in ((found.block.forward, found.block.forward_ms), (found.block.backward, found.block.backward_ms)):
+        assert half[0].category == "attention" and 0 < half[-1].start_ms < ms
+
+
+class Graph:
+    """Stands for a captured graph: counts its replays."""
+
+    replays = 0
+
+    def replay(self):
+        self.replays += 1
+
+
+@pytest.fixture
+def recorded():
+    """A step as `record` leaves it, without a GPU."""
+    optimizer = torch.optim.AdamW([torch.ones(2, requires_grad=True)], lr=torch.tensor(1e-3))
+    step = cuda_graph.CapturedStep(lambda *_: pytest.fail("a replay launches nothing"), optimizer, None)
+    step.graph, step.loss = Graph(), torch.tensor(2.0)
+    step.batch, step.held = [torch.zeros(2, 4, dtype=torch.int64) for _ in "xy"], step._constants()
+    return step
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ({"device": "cpu"}, "only a GPU"),
+        ({"capture": False}, "--no-capture"),
+        ({"parallel": "fsdp", "warmup": 11}, "FSDP2 allocates pinned memory"),
+        ({"parallel": "ddp", "warmup": 10}, "DDP needs 11 launched steps first"),
+        ({"parallel": "ddp", "warmup": 11}, None),
+    ],
+)
+def test_what_cannot_be_captured_is_launched_with_its_reason(given, reason):
+    optimizer = torch.optim.AdamW([torch.ones(2, requires_grad=True)])
+    found = cuda_graph.capture(print, optimizer, arguments(STEPS[3], **{"device": "cuda"} | given)).reason
+    assert found is None if reason is None else reason in found
+    assert optimizer.param_groups[0]["capturable"] is (reason is None)
+
+
+def test_a_replay_takes_its_batch_and_returns_a_loss_of_its_own(recorded):
+    tokens = torch.arange(8).view(2, 4)
+    loss = recorded(tokens, tokens + 1)
+    assert recorded.graph.replays == 1 and torch.equal(recorded.batch[0] + 1, recorded.batch[1])
+    recorded.loss += 1
+    assert loss == 2, "the next replay does not change it"
+
+
+def test_what_a_graph_cannot_follow_is_refused_in_one_line(recorded):
+    batch, (group,) = recorded.batch, recorded.optimizer.param_groups
+    group["lr"].fill_(0.5)
+    recorded(*batch)  # a tensor's new value is followed
+    for name, change in (
+        ("takes (2, 4), not (3, 4)", lambda: recorded(torch.zeros(3, 4), torch.zeros(3, 4))),
+        ("lr of parameter group 0 changed", lambda: group.update(lr=torch.tensor(1e-9))),
+        ("the optimizer's state changed", lambda: recorded.optimizer.load_state_dict(recorded.optimizer.state_dict())),
+    ):
+        with pytest.raises(cuda_graph.CaptureError) as caught:
+            change()
+            recorded(*batch)
+        assert name in str(caught.value) and "\n" not in str(caught.value)
+        recorded.held = recorded._constants()
+    assert recorded.graph.replays == 1

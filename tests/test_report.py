@@ -1,91 +1,259 @@
-"""`python -m report RUN_DIR`: arguments, exit codes, what it writes, and where packages are missing."""
+"""Figures against numbers from the head; what tables, page, studies and the command make of them."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import runs
 
-from report import __main__ as report_main
-from report.load import read_run
+from common.record import CATEGORIES, Reference
+from report import parity, scaling, story, sweep, table
+from report.figures import figures
+from report.load import RecordError, load
+from report.page import render
+
+sys.path.insert(0, str(runs.ROOT / "docs"))
+import tables
+
+# --- figures --------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_a_report_that_its_merge_alone_gives_again(tmp_path):
-    runs.write_rows(tmp_path, runs.step("0_a", 300), runs.step("1_b", 100, note="a note"))
-    ran = runs.report(tmp_path)
-    assert ran.returncode == 0 and "3.00x" in ran.stdout and "1_b: a note" in ran.stdout and ran.stderr == ""
-    merge, written = (tmp_path / "results.json").read_bytes(), (tmp_path / "report.md").read_text()
-    assert [row.step for row in read_run(tmp_path / "results.json").steps] == ["0_a", "1_b"] and "3.00x" in written
-    for path in tmp_path.glob("*_*.json"):
-        path.unlink()
-    assert runs.report(tmp_path, blocked=["torch"]).returncode == 0, "no torch is needed"
-    assert (tmp_path / "report.md").read_text() == written and (tmp_path / "results.json").read_bytes() == merge
+def test_the_figures_of_a_row_are_what_its_record_says():
+    rows = [runs.row("0_baseline", 200.0, profile=runs.profile(200.0)), runs.row("1_cublas", 100.0)]
+    third = runs.row(
+        "2_sdpa", 50.0, profile=runs.profile(50.0), predicted_ms=45.0, power_w=400.0, loss=[5.0] * 5 + [3.0, 1.0] * 10
+    )
+    peer = runs.row("p", 40.0)
+    made = figures(runs.run(*rows, third, peers=[peer], measured=runs.roofs()))
+    line = made.lines[2]
+    assert (line.ms, line.over_before.value, line.over_first.value, line.over_plain.value) == (50.0, 2.0, 4.0, 1.0)
+    assert (line.tokens_per_s, line.flops_per_s, line.gib, line.loss) == (40960.0, 1.6e14, 3.0, 2.0)
+    assert (line.error, line.tokens_per_joule, line.precision) == (pytest.approx(-0.1), pytest.approx(102.4), "bf16")
+    assert line.of_roof == pytest.approx(0.16) and made.lines[0].of_roof == pytest.approx(0.4)
+    assert sum(line.category_ms.values()) == pytest.approx(50.0) and [*line.category_ms] == [*CATEGORIES, "gaps"]
+    assert line.share == ("compute", pytest.approx(0.9)) and made.lines[0].share == ("compute", pytest.approx(0.7))
+    assert (made.lines[3].over_before, made.lines[3].over_first.value, made.lines[3].over_plain.value) == (
+        None,
+        5.0,
+        1.25,
+    )
+    assert made.remarks == [] and not made.busy and not any(one.mark for one in made.lines)
+    four = figures(runs.run(third, work=runs.workload(gpus=4, parallel="ddp"))).lines[0]
+    assert (four.tokens_per_s, four.flops_per_s) == (4 * 40960.0, 1.6e14), "FLOPs are of one GPU"
 
 
-def test_bad_arguments_are_one_line_and_exit_code_2():
-    for words in ((), ("--bogus",), ("--compare", "a"), ("a", "b"), ("/absent",)):
-        ran = runs.report(*words)
-        assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "error: " in ran.stderr
+@pytest.mark.parametrize(
+    ("around", "busy"),
+    [
+        ((20.0, 20.0), False),
+        ((21.5, 21.9), False),
+        ((22.5, 22.5), True),
+        ((20.0, 31.0, 31.0, 31.0, 20.0), True),  # a burst in the middle, on a CPU
+        ((20.0, 20.0, 31.0, 20.0, 20.0), False),  # one that less than half of the steps can have felt
+    ],
+)
+def test_slow_reference_work_is_a_busy_machine_and_marks_its_row_and_what_is_divided_by_it(around, busy):
+    rows = [
+        runs.row(step, 100.0 - k, reference=Reference([20.0] * 2, [20.0] * 2)) for k, step in enumerate(runs.STEPS[:3])
+    ]
+    rows[1].reference = Reference([*around], [*around])
+    made = figures(runs.run(*rows))
+    assert [line.mark for line in made.lines] == ["", "?" * busy, ""]
+    assert (made.lines[2].over_before.mark, made.lines[2].over_first.mark) == ("?" * busy, "")
+    said = table.headline(made)
+    assert (
+        said.startswith("The machine was busy: ") is busy
+        and said.endswith("Close other programs and run again.") is busy
+    )
+    assert "1_cublas" in said or not busy
 
 
-@pytest.mark.parametrize("name", ["package.json", "plan.json", "results.json"])
-def test_a_folder_without_a_readable_record_is_one_line_and_stays_as_it_is(tmp_path, name):
-    (tmp_path / name).write_text('{"name": "precious"}')
-    ran = runs.report(tmp_path)
-    assert ran.returncode == 2 and ran.stderr.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+def test_a_drift_of_half_the_steps_and_kernels_that_differ_mark_a_row():
+    steady, drifting = [100.0] * 10, [100.0] * 5 + [106.0] * 5
+    rows = [runs.row("2_sdpa", timing=replace(runs.row("x").timing, step_ms=times)) for times in (steady, drifting)]
+    assert [figures(runs.run(row)).lines[0].doubt for row in rows] == ["", "the second half of its steps took 6% more"]
+    flash = replace(runs.SETTINGS["3_compile"], attention_kernel="flash")
+    made = figures(runs.run(runs.row("1_cublas"), runs.row("2_sdpa"), runs.row("3_compile", settings=flash)))
+    assert [line.mark for line in made.lines] == ["", "?", "?"] and "cudnn and flash" in made.remarks[0]
 
 
-def test_what_cannot_be_written_is_one_line_and_exit_code_1(tmp_path):
-    runs.write_rows(tmp_path, runs.step("0_a"))
-    (tmp_path / "report.md").mkdir()
-    ran = runs.report(tmp_path)
-    assert ran.returncode == 1 and "100.0" in ran.stdout and ran.stderr.count("\n") == 1
+def test_a_row_that_does_not_learn_says_so():
+    losses = {"a": [4.0, 4.3, *[2.0] * 8], "b": [4.0, 4.5, *[2.0] * 8], "c": [4.0, *[3.1] * 9], "d": [4.0, 3.9]}
+    made = figures(runs.run(*(runs.row(name, loss=loss) for name, loss in losses.items())))
+    notes = [line.note.partition(":")[0] for line in made.lines]
+    assert notes == ["", "did not learn as it should", "hardly learned", ""]
 
 
-def test_the_exit_code_says_whether_every_row_is_as_it_should_be(tmp_path):
-    for status, code in (("failed", 1), ("interrupted", 1), ("skipped", 0)):
-        runs.write_rows(tmp_path, runs.step("0_a"), runs.step("1_b", status=status, reason="x"))
-        assert runs.report(tmp_path, blocked=["matplotlib"]).returncode == code
-    runs.write_plan(tmp_path, "0_a", "1_b", "2_c", left_out=["2_c"])
-    ran = runs.report(tmp_path, blocked=["matplotlib"])
-    assert ran.returncode == 0 and "not run" in ran.stdout
-    runs.write_plan(tmp_path, "0_a", "1_b", "2_c", "3_d", left_out=["2_c"])
-    assert runs.report(tmp_path, blocked=["matplotlib"]).returncode == 1
+# --- tables and sentences -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
-def test_without_what_draws_the_table_stands_and_one_line_says_what_is_missing(tmp_path, package):
-    runs.write(runs.cpu(), tmp_path)
-    (tmp_path / "report.html").write_text("of an earlier report")
-    ran = runs.report(tmp_path, blocked=[package])
-    (said,) = [line for line in ran.stdout.splitlines() if "no report.html" in line]
-    assert ran.returncode == 0 and package in said and "300.0" in ran.stdout and ran.stderr == ""
-    assert (tmp_path / "report.md").exists() and not (tmp_path / "report.html").exists()
+@pytest.mark.parametrize(
+    ("ms", "said"),
+    [
+        ((2000, 400, 200, 150, 100), "2.0 times faster than AMP + SDPA, 20 times faster than FP32"),
+        ((300, 100, 30, 28, 25), "1.20 times faster than AMP + SDPA, 12 times faster than FP32"),
+        ((300, 100, 30, 20, 25), "1.5 times faster than AMP + SDPA, 15 times faster than FP32, by 3_compile"),
+        ((300, 100), "3.0 times faster than FP32"),
+        ((100, 99.99), "not clearly faster than FP32"),
+        ((300,), "One training step of 0_baseline: 300.0 ms"),
+        ((), "No step has a time"),
+    ],
+)
+def test_the_headline_compares_the_fastest_step_with_what_a_reader_has(ms, said):
+    assert table.headline(figures(runs.ladder(*ms))) == said
 
 
-@pytest.mark.parametrize("package", ["msgspec", "tabulate"])
-def test_without_msgspec_or_tabulate_a_plain_table_prints(tmp_path, package):
-    runs.write_rows(tmp_path, runs.step("0_a\x1b[31m"), runs.step("1_b", status="oom", reason="too\x1b large"))
-    runs.write_rows(tmp_path / "peers", runs.step("a_peer", 77.0))
-    (tmp_path / "2_c.json").write_text("[" * 200_000)
-    ran = runs.report(tmp_path, blocked=[package])
-    assert "100.0" in ran.stdout and "too  large" in ran.stdout and "2_c.json cannot be read" in ran.stdout
-    assert package in ran.stdout and "\x1b" not in ran.stdout and ran.stderr == ""
-    assert "a_peer" in ran.stdout and ran.returncode == 1, "a row without a time is no success"
+def test_a_terminal_shows_100_columns_and_at_most_four_lines_below():
+    rows = [runs.row(step, 123456.0 / 3**k, note=f"note {k}") for k, step in enumerate(runs.STEPS)]
+    rows.append(runs.row("5_late", status="oom", reason="try --batch-size 4"))
+    peers = [runs.row("a_peer_with_a_rather_long_name", 0.5)]
+    text = table.render_text(figures(runs.run(*rows, peers=peers, problems=["odd"])), "results/x/report.html")
+    top, _, head, rule, *lines = text.splitlines()
+    body, below = lines[:7], lines[8:]
+    assert max(map(len, [head, rule, *body])) <= 100 and len(below) == 4
+    names = ["step", "ms", "tokens/s", "TFLOP/s", "x before", "x step 0", "x step 2", "GiB", "loss"]
+    assert re.split(r" {2,}", head) == names and "times faster" in top
+    assert below[0] == "5_late: oom: try --batch-size 4" and below[2] == "5 more lines in the report"
+    assert "half of the (T, T) square" in below[3] and below[3].endswith("results/x/report.html")
 
 
-def test_no_locale_optimization_or_matplotlibrc_ends_the_report(tmp_path):
-    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nfont.family: no such font\nbackend: tkagg\n")
-    odd = {"PYTHONOPTIMIZE": "2", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    folder, row = tmp_path / "run", runs.step("0_b\u00e9", note="caf\u00e9 \u4e2d")
-    runs.write(runs.run(row, device="\u2603"), folder)
-    ran = runs.report(folder, MATPLOTLIBRC=str(tmp_path / "matplotlibrc"), **odd)
-    assert ran.returncode == 0 and "100.0" in ran.stdout and "0_b" in ran.stdout and ran.stderr == ""
-    assert "no report.html" not in ran.stdout and (folder / "speedup.png").exists()
-    assert "caf\u00e9 \u4e2d" in (folder / "report.html").read_text("utf-8")
-    compared = runs.report("--compare", folder, folder, **odd)
-    assert compared.returncode == 0 and "1.000" in compared.stdout
+def test_a_peer_stands_in_the_same_table_with_its_head_and_launch():
+    fp8 = replace(runs.SETTINGS["3_compile"], fp8_recipe="x", head="FP8")
+    peer = runs.row("te_layer", 60.0, settings=replace(fp8, head="BF16"))
+    made = figures(runs.run(runs.row("4_te", 50.0, settings=fp8), peers=[peer]))
+    first, second = table.table_rows(made, extent=True)
+    assert [*first] == [*second] and second["step"] == "te_layer (peer)" and second["x step 4"] == "0.83"
+    assert (first["head"], second["head"], second["launch"]) == ("FP8", "BF16", "captured")
 
 
-def test_the_folder_of_a_sweep_is_one_line_that_names_its_command(tmp_path, monkeypatch, refused):
-    (tmp_path / "sweep.json").write_text("[]")
-    monkeypatch.setattr("sys.argv", ["report", str(tmp_path)])
-    assert "python -m report.sweep_page" in refused(report_main.main)
+def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path):
+    a = runs.write(tmp_path / "a", runs.ladder(300, 100))
+    b = runs.write(tmp_path / "b", runs.ladder(150, 100, work=runs.workload(steps=50)))
+    c = runs.write(tmp_path / "c", runs.ladder(150, 30, work=runs.workload(batch_size=9)))
+    same, other = table.compare(a, b).splitlines(), table.compare(a, c).splitlines()
+    assert "differs in steps" in same[2] and same[6].split() == ["0_baseline", "300.0", "150.0", "2.00", "1.00", "1.00"]
+    assert "differs in batch_size" in other[2] and other[7].split() == ["1_cublas", "100.0", "30.0", "3.00", "5.00"]
+    with pytest.raises(RecordError, match="no row in common"):
+        table.compare(a, runs.write(tmp_path / "d", runs.run(runs.row("9_x"))))
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def test_a_card_shows_the_code_beside_what_changed_on_the_gpu():
+    made = figures(runs.ladder(200, 100, 100.01))
+    second, third = story.cards(made)
+    assert second.title == "Step 1: why" and second.outcome == "2.00 times faster than 0_baseline"
+    assert second.code == [("@", ""), ("-", 'x = "0_baseline"'), ("+", 'x = "1_cublas"')]
+    assert [*second.categories[0].values()] == ["matrix products", "140.0", "70.0", "-70.0"]
+    assert [*second.kernels[0].values()] == ["matrix product, BF16, 128x256 tile", "140.0 → 70.0", "12 → 12"]
+    assert third.outcome == "As fast as 1_cublas, within the spread of the times"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nvjet_sm90_qqtst_192x192_128x4_2x1_v_bz_coopB_bias_TNN", "matrix product, FP8, 192x192 tile"),
+        ("cutlass_80_simt_sgemm_128x256_8x4_nn_align1", "matrix product, FP32, 128x256 tile"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "fused attention, backward"),
+        ("triton_red_fused_add_native_layer_norm_4", "compiled: add native layer norm"),
+        ("void at::native::odd_kernel<4>(int)", "odd_kernel"),
+        ("aten::mm", "matrix product (mm)"),
+    ],
+)
+def test_kernels_are_named_in_plain_words(name, words):
+    assert story.readable(name) == words
+
+
+def test_the_page_draws_every_bar_to_scale_and_asks_for_nothing():
+    made = figures(runs.ladder(200, 100, measured=runs.roofs()))
+    html = render(made)
+    widths = re.findall(r'<rect x="[\d.]+%" width="([\d.]+)%" height="100%" fill="#0072b2"', html)
+    assert widths[:4] == ["70.000", "35.000", "70.000", "70.000"], "two bars at one scale, and two as shares"
+    assert "http" not in re.sub(r"xmlns\S+", "", html)
+    for part in ("Where the time went", "Step by step", "One transformer block", "Roofline", "Loss", "Peak memory"):
+        assert f"<h2>{part}</h2>" in html
+
+
+# --- studies --------------------------------------------------------------------------------------
+
+
+def test_what_a_gpu_loses_among_several_adds_up():
+    two = runs.workload(gpus=2, parallel="ddp")
+    alone, beside = (runs.row("2_sdpa", ms, profile=runs.profile(ms)) for ms in (100.0, 125.0))
+    beside.profile.categories["communication"] = replace(beside.profile.categories["attention"], ms=2.5)
+    beside.profile.communication_ms, beside.profile.idle_ms = 20.0, 3.75
+    found = scaling.scaled(runs.study("scaling", {"1": runs.run(alone), "2-ddp": runs.run(beside, work=two)}))
+    assert [row.efficiency for row in found] == [1.0, 0.8] and found[1].share() == "80.0 %"
+    assert (found[1].exposed_ms, found[1].overlapped_ms) == (2.5, 17.5)
+    assert found[1].lost["matrix products"] == pytest.approx(0.14) and sum(found[1].lost.values()) == pytest.approx(0.2)
+
+
+def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
+    shapes = {}
+    for width, ms in ((128, (90.0, 100.0)), (256, (200.0, 100.0))):
+        rows = [runs.row(step, t, predicted_ms=1.1 * t) for step, t in zip(runs.STEPS, ms, strict=False)]
+        shapes[f"w{width}"] = runs.run(*rows, work=runs.workload(n_embd=width))
+    study = runs.study("sweep", shapes)
+    assert [[*row.values()] for row in sweep.grid_rows(study)] == [["1_cublas", "2,048", "1024", "0.90", "2.00"]]
+    cells = sweep.error_cells(sweep.shapes(study))
+    assert [*cells.values()] == ["4", "10 %", "10 %", "0", "0 %", "0 %", "2 of 2"]
+    assert sweep.picture(study)[:4] == b"\x89PNG"
+
+
+def test_losses_are_compared_seed_by_seed_and_against_seconds():
+    def trained(loss, **fields):
+        return runs.run(runs.row("2_sdpa", loss=[loss] * 50, heldout=[(10, loss + 1), (20, loss)], **fields))
+
+    made = {f"2_sdpa, seed {k}": trained(2.0 + k) for k in range(3)}
+    made |= {f"dead, seed {k}": trained(2.5 + k + 0.1 * (k == 2)) for k in range(3)}
+    study = runs.study("parity", made)
+    mean, reach = parity.difference(study, "dead", "2_sdpa", parity.heldout_loss)
+    assert mean == pytest.approx(1.6 / 3) and reach == pytest.approx(4.303 * 0.1 / 3), "of 0.5, 0.5 and 0.6"
+    (row,) = parity.tables(study)["Variants, and their differences from the script that they change:"]
+    assert row["changes"] == "2_sdpa" and row["held-out: 95 % interval"] == "**+0.3899 to +0.6768**"
+    assert parity.curves(study) == {"2_sdpa": [(1.0, 4.0), (2.0, 3.0)]} and parity.picture(study)[:4] == b"\x89PNG"
+    assert parity.seconds_rows(study) == [{"step": "2_sdpa", "3.67 nats": "2", "3.33 nats": "2", "3.00 nats": "2"}]
+
+
+# --- the command and the documents ----------------------------------------------------------------
+
+
+def report(*words):
+    command = [sys.executable, "-m", "report", *map(str, words)]
+    return subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, timeout=100)
+
+
+def test_the_command_writes_into_a_run_folder_and_its_code_tells_how_the_rows_ended(tmp_path):
+    folder = runs.plan(tmp_path / "a", "0_baseline", "1_cublas", "2_sdpa")
+    runs.put(folder, runs.row("0_baseline"))
+    runs.put(folder, runs.row("1_cublas", status="skipped", reason="no FP8"))
+    ended = report(folder)
+    assert (ended.returncode, ended.stderr) == (1, "") and "0_baseline" in ended.stdout, "2_sdpa is still to run"
+    written = {path.name for path in folder.iterdir()} - {"plan.json", "0_baseline.json", "1_cublas.json"}
+    assert written == {"results.json", "report.md", "report.html", "speedup.png"}
+    runs.put(folder, runs.row("2_sdpa"))
+    assert report(folder).returncode == 0
+    runs.put(folder, runs.row("2_sdpa", status="oom", reason="too large"))
+    assert report(folder).returncode == 1 and load(folder).rows[2].status == "oom"
+    recorded = runs.write(tmp_path / "b", runs.study("scaling", {"1": runs.run(runs.row("2_sdpa"))}))
+    before = (recorded / "results.json").read_bytes()
+    assert report(recorded).returncode == 0 and (recorded / "results.json").read_bytes() == before
+    assert report("--compare", folder, folder).returncode == 0
+    for words in ((), (tmp_path,), (folder, "--compare", folder, folder), ("--compare", folder, recorded)):
+        ended = report(*words)
+        assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (2, "", 1)
+
+
+def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for name, commit in (("a", "1111111"), ("b", "1111111"), ("c", "2222222")):
+        runs.write(tmp_path / "m" / name, runs.ladder(200, 100, measured=runs.roofs(), commit=commit))
+    for make in (tables.ladder, tables.categories, tables.limits, tables.blocks, tables.roofs):
+        assert make("m/a").startswith("| ") and "Mixed" not in make("m/a")
+    assert tables.gains("m/a", "m/b").splitlines()[-1].endswith(" 2.00 |")
+    with pytest.raises(ValueError, match=r"m/a, m/c: GPU at 1111111; GPU at 2222222"):
+        tables.gains("m/a", "m/c")
+    assert tables.gains("m/a", "m/c", mixed=True).endswith("Mixed: GPU at 1111111; GPU at 2222222.")

@@ -1,0 +1,156 @@
+"""The tables of README and docs/*.md, from the records under docs/results/: cog calls these functions (docs/renew.sh).
+
+A table that would mix states of the code or machines raises ValueError; `mixed=True` names them under it instead.
+
+python docs/tables.py      make the reports of all recorded runs again
+"""
+
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from common.record import Run, Study, write_bytes  # noqa: E402
+from report import parity, scaling, sweep, table  # noqa: E402
+from report.__main__ import write  # noqa: E402
+from report.figures import LEGEND, MARK, Figures, figures  # noqa: E402
+from report.load import DIFFER, load  # noqa: E402
+
+RESULTS = ROOT / "docs" / "results"
+WITH_PAGE = "h200/gpt3-6.7b-slice"  # the only recorded report.html and speedup.png
+
+
+@cache
+def record(place: str) -> Run | Study:
+    return load(RESULTS / place)
+
+
+@cache
+def made(place: str) -> Figures:
+    return figures(record(place))
+
+
+def runs(place: str) -> list[Run]:
+    found = record(place)
+    return [*found.runs.values()] if isinstance(found, Study) else [found]
+
+
+def places() -> list[str]:
+    """Every recording, those of a GPU first."""
+    found = [str(path.parent.relative_to(RESULTS)) for path in RESULTS.glob("*/*/results.json")]
+    return sorted(found, key=lambda place: (not place.startswith("h"), place))
+
+
+def one_state(*of: str, mixed: bool = False) -> str:
+    """Empty for recordings of one machine and one state of the code. Raises ValueError, or tells what differs."""
+    every = [run for place in of for run in runs(place)]
+    environments = [run.environment for run in every if run.environment]
+    states = {f"{one.device} at {(one.code_sha256 or one.commit or 'unknown')[:7]}" for one in environments}
+    problems = [problem for run in every for problem in run.problems]
+    differing = {problem.partition(":")[0] for problem in problems if problem.startswith(DIFFER)}
+    if len(states) <= 1 and not differing:
+        return ""
+    said = "; ".join([*sorted(states), *sorted(differing)])
+    if not mixed:
+        raise ValueError(f"{', '.join(of)}: {said}")
+    return f"\n\nMixed: {table.markdown(said)}."
+
+
+def shown(rows: list[dict], *of: str, mixed: bool = False, n_left: int = 1) -> str:
+    """A table of Markdown from recordings of one state."""
+    text = table.pipe(rows, n_left)
+    return text + f"\n\n{LEGEND}." * (MARK in text) + one_state(*of, mixed=mixed)
+
+
+# --- one recording: each is called with its place -------------------------------------------------
+
+
+def of_one(find: Callable[[str], object], rows: Callable[..., list[dict]], place: str, mixed: bool = False) -> str:
+    return shown(rows(find(place)), place, mixed=mixed)
+
+
+def block_rows(made: Figures) -> list[dict]:
+    found = [(line.name, line.row.profile.block) for line in made.steps if line.row.profile]
+    cells = [(name, f"{block.forward_ms:.2f}", f"{block.backward_ms:.2f}") for name, block in found if block]
+    return [dict(zip(("step", "forward, ms", "backward, ms"), cell, strict=True)) for cell in cells]
+
+
+ladder = partial(of_one, made, partial(table.table_rows, extent=True))  # every step and peer
+categories = partial(of_one, made, table.category_rows)  # milliseconds of each step by kind of kernel
+limits = partial(of_one, made, table.limit_rows)  # what limits each step
+blocks = partial(of_one, made, block_rows)  # milliseconds of one transformer block
+roofs = partial(of_one, made, lambda made: table.roof_rows(made.run.roofs))  # what bare matrix products reach
+grid = partial(of_one, record, sweep.grid_rows)  # a sweep: times faster than the step before
+every_row = partial(of_one, record, table.study_rows)  # every row of every run: the largest batches
+
+
+def losses(place: str, *labels: str, against: str | None = None, mixed: bool = False) -> str:
+    """A parity study: losses of rows, and their differences from `against`, or from the script that they change."""
+    return shown(parity.difference_rows(record(place), [*labels], against), place, mixed=mixed)
+
+
+def ablations(place: str, *names: str) -> str:
+    """Variants of a script, each against the script itself."""
+    lines, rows = {name: figures(run).lines[0] for name, run in record(place).runs.items()}, []
+    for name in names or [name for name, line in lines.items() if name != line.name]:
+        line, script = lines[name], lines[lines[name].name]
+        row = {"variant": name, "of": script.name, "script, ms": table.status_or_ms(script)}
+        difference = table.number(line.ms and line.ms - script.ms, "+,.1f")
+        rows.append(row | {"variant, ms": table.status_or_ms(line), "difference, ms": difference})
+    return shown(rows, place, n_left=2)
+
+
+# --- several recordings ---------------------------------------------------------------------------
+
+
+def of_scalings(rows: Callable[[list[scaling.Scaled]], list[dict]], *of: str) -> str:
+    return shown(rows([row for place in of for row in scaling.scaled(record(place))]), *of, n_left=2)
+
+
+scales = partial(of_scalings, scaling.main_rows)  # every step on one GPU and on several
+lost = partial(of_scalings, scaling.lost_rows)  # where the missing per cents of each step go
+
+
+def gains(*of: str, mixed: bool = False) -> str:
+    """Times faster than the step before, by workload."""
+    rows = []
+    for place in of:
+        work = made(place).run.workload
+        row = {"workload": place.split("/")[1], "channels": str(work.n_embd), "layers": str(work.n_layer)}
+        row |= {"T": str(work.seq_len), "tokens a step": f"{work.tokens_per_step:,}"}
+        rows.append(row | {f"step {line.name[0]}": table.times(line.over_before) for line in made(place).steps[1:]})
+    return shown(rows, *of, mixed=mixed)
+
+
+def predictions(*of: str, mixed: bool = False) -> str:
+    """How far predictions from the roofs lie from what was measured, by workload or sweep."""
+    rows = [{"predicted": place} | sweep.error_cells([*map(figures, runs(place))]) for place in of]
+    return shown(rows, *of, mixed=mixed)
+
+
+def provenance() -> str:
+    """Where and when everything was recorded, and by which command."""
+    rows = []
+    for place in places():
+        first = next(run.environment for run in runs(place) if run.environment)
+        commits = dict.fromkeys(run.environment.commit[:7] for run in runs(place) if run.environment)
+        found = record(place)
+        row = {"recording": place, "machine": first.device, "torch": first.versions.get("torch", "-")}
+        rows.append(row | {"commit": ", ".join(commits), "on": found.started_at[:10], "by": found.command})
+    return table.pipe(rows, 6)
+
+
+def renew() -> None:
+    """Make the reports of all recordings again: report.md of each, pictures of studies, the page of one workload."""
+    for place in places():
+        if isinstance(record(place), Study) or place == WITH_PAGE:
+            write(RESULTS / place, record(place))
+        else:
+            write_bytes(RESULTS / place / "report.md", table.render_markdown(made(place)).encode())
+
+
+if __name__ == "__main__":
+    renew()

@@ -1,0 +1,261 @@
+"""What this machine can do: copies, matrix products, and the kernels between them, at a workload's sizes.
+
+    python -m ladder.roofs [--grid] [--output FILE] ARGUMENT ...     the ARGUMENTs are those of a step
+
+With --grid also at sizes of all kinds, from which ladder.predict foresees any other workload. Each product has two
+rates. Back to back is what a machine keeps up: under load a GPU lowers its clock until its power is within the limit.
+The other is the fastest of short bursts, between which the clock recovers; a product inside a training step, where
+other kernels need less power, lies between the two.
+"""
+
+import contextlib
+import datetime
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from common import flops, hardware, profile
+from common.arguments import Arguments, parse_args
+from common.benchmark import optional
+from common.record import PRECISIONS, AttentionRate, KernelTime, ProductRate, Roofs, write_json
+from common.text import one_line, run_command, say
+from common.timing import seconds, steady_seconds
+
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
+STEADY_S, KERNEL_S, BURST_S, PAUSE_S, BURSTS = 0.05, 0.01, 0.002, 0.02, 3
+HOT_S = 0.3  # of products, after which a GPU's clock has fallen to what its power limit allows
+SQUARE = {"cuda": 8192, "cpu": 1024}
+GRID = {"cuda": (128, 512, 2048, 8192), "cpu": (64, 256, 1024, 2048)}  # of M, of N and of K
+SIZES = {"cuda": (2**18, 2**20, 2**22, 2**24, 2**26), "cpu": (2**12, 2**16, 2**20)}  # numbers in a tensor
+LENGTHS, HEAD_DIMS = (256, 1024, 4096, 16384), (64, 128)
+ATTENTION_NUMBERS = {"cuda": 2**25, "cpu": 2**18}  # in each of q, k and v
+WIDTH, HEADS, EDGE, VOCABULARY = {"cuda": 1024, "cpu": 256}, 16, {"cuda": 512, "cpu": 64}, 2**15
+TE_NORM = "Transformer Engine's LayerNorm"
+LAUNCHED_BLOCKS, LAUNCHED_STEPS, LAUNCHED_WARMUP = 8, 60, 10
+FP8 = (8, 9)  # compute capability
+
+
+def measure(args: Arguments, grid: bool) -> Roofs:
+    """The roofs of a device at a workload's sizes, with `grid` at others too. What cannot be measured is left out:
+    `notes` tells why."""
+    te = te_module(args.device)  # first: after torch has loaded a cuDNN, it may not import
+    config, tokens, device, roofs = args.config, args.batch_size * args.config.seq_len, args.device, Roofs()
+    with skipping(roofs, "copy"):
+        source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+        copy = partial(torch.empty_like(source).copy_, source)
+        roofs.copy_bytes_per_s = 2 * len(source) / steady_seconds(copy, device, STEADY_S)
+        del source, copy
+    counted = flops.matrix_products(config, tokens) | {(SQUARE[device.type],) * 3: 0}
+    others = set(itertools.product(GRID[device.type] if grid else (), repeat=3)) - counted.keys()
+    for precision in PRECISIONS:
+        if reason := unavailable(precision, device):
+            roofs.notes.append(f"{precision} not measured: {reason}")
+            continue
+        with skipping(roofs, precision):
+            roofs.products += product_rates(precision, counted, device, steady=True)
+        with skipping(roofs, precision):
+            by_hand = batched_products(config, args.batch_size) if precision != "fp8" else {}
+            roofs.products += product_rates(precision, dict.fromkeys([*by_hand, *others], 0), device, steady=False)
+    for size in sorted({*sizes(config, args.batch_size).values(), *(SIZES[device.type] if grid else ())} - {0}):
+        with skipping(roofs, f"kernels over {size:,} numbers"):
+            roofs.kernels += [KernelTime(name, size, steady_seconds(work, device, KERNEL_S))
+                              for name, work in kernels(size, te, device)]  # fmt: skip
+    own = (config.seq_len, config.n_embd // config.n_head, args.batch_size * config.n_head)
+    shapes = itertools.product(LENGTHS, HEAD_DIMS) if grid else ()
+    for T, D, heads in [own, *((T, D, ATTENTION_NUMBERS[device.type] // (T * D)) for T, D in shapes)]:
+        with skipping(roofs, f"attention over {T} tokens"):
+            work = 6 * T * D * T * heads  # FLOPs, by the convention of common/flops.py
+            roofs.attention.append(
+                AttentionRate(T, D, work / steady_seconds(attention(T, D, heads, device), device, KERNEL_S))
+            )
+    if device.type == "cuda":
+        roofs.launch_s = {name: launch_seconds(device, name == "bf16") for name in ("fp32", "bf16")}
+    return roofs
+
+
+@contextlib.contextmanager
+def skipping(roofs: Roofs, what: str) -> Iterator[None]:
+    """Errors of too little memory, or of a shape that a format cannot take, become a note."""
+    say(f"measuring {what}")
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        roofs.notes.append(f"{what} not measured: {one_line(error, 150)}")
+
+
+def unavailable(precision: str, device: torch.device) -> str | None:
+    """Why a device has no matrix products in `precision` (one of PRECISIONS); None where it has them."""
+    capability = hardware.compute_capability(device)
+    if precision == "tf32" and capability < (8, 0):
+        return "needs an Ampere GPU or newer"
+    if precision == "bf16" and not hardware.has_bf16_matrix_instructions(device):
+        return "no BF16 matrix instructions"
+    return "needs an Ada or Hopper GPU or newer" if precision == "fp8" and capability < FP8 else None
+
+
+def sizes(config, batch_size: int) -> dict[str, int]:
+    """Numbers in each tensor that a step passes over, of a GPTConfig or a Workload."""
+    C, tokens = config.n_embd, batch_size * config.seq_len
+    return {
+        "stream": tokens * C,
+        "qkv": 3 * tokens * C,
+        "hidden": 4 * tokens * C,
+        "width": 9 * tokens * C // 4,  # the mean of a block's four outputs: 3 C, C, 4 C and C
+        "scores": batch_size * config.n_head * config.seq_len**2,
+        "logits": tokens * config.vocab_size,
+        "weight": 3 * C * C,  # the mean of a block's four
+        "embedding": config.vocab_size * C,
+        "parameters": flops.parameters(config),
+        "vector": 0,  # a bias, or less: what it costs is the launch
+    }
+
+
+def batched_products(config, batch_size: int) -> dict[tuple[int, int, int], int]:
+    """The products of attention by hand, of all heads as one tall product, and how often a block runs each."""
+    rows, T, D = batch_size * config.n_head * config.seq_len, config.seq_len, config.n_embd // config.n_head
+    return {(rows, T, D): 2, (rows, D, T): 4}  # scores and their gradient; the other four
+
+
+def product_rates(precision: str, counted: dict, device: torch.device, steady: bool) -> list[ProductRate]:
+    """FLOP/s of products {(M, N, K): count} of random numbers, in bursts and, with `steady`, back to back.
+
+    Raises RuntimeError for too little memory or a shape that `precision` cannot take.
+    """
+    found = []
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        if steady:
+            steady_seconds(product(precision, *(SQUARE[device.type],) * 3, device), device, HOT_S)
+        for (m, n, k), count in counted.items():
+            work, flop = product(precision, m, n, k, device), 2 * m * n * k
+            each_s = steady_seconds(work, device, STEADY_S if steady else 0)
+            found.append(ProductRate(precision, m, n, k, count, flop / each_s, flop / each_s if steady else None))
+        for one, (m, n, k) in zip(found, counted, strict=True):
+            work, flop, pause_s = product(precision, m, n, k, device), 2 * m * n * k, PAUSE_S * (device.type == "cuda")
+            times = max(1, round(BURST_S * one.burst_flops_per_s / flop))
+            for _ in range(BURSTS):
+                time.sleep(pause_s)
+                one.burst_flops_per_s = max(one.burst_flops_per_s, flop / seconds(work, times, device))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return found
+
+
+def product(precision: str, m: int, n: int, k: int, device: torch.device) -> Callable[[], object]:
+    """(M, K) x (K, N) of random numbers: zeros draw less power and run faster."""
+    dtype = torch.bfloat16 if precision in ("bf16", "fp8") else torch.float32
+    a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype).t()
+    if precision != "fp8":
+        return partial(torch.matmul, a, b)
+    a, b, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
+    # Not public, but the only FP8 product that PyTorch 2.10 has.
+    return partial(torch._scaled_mm, a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def kernels(numbers: int, te, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Each kernel by name, over a tensor of about so many numbers, with its backward where that is another kernel.
+
+    Names end in the format of the tensor. `copy fp32` is what all others are compared with.
+    """
+    aten, half, width, edge = torch.ops.aten, half_dtype(device), WIDTH[device.type], EDGE[device.type]
+    width = min(width, numbers)
+    rows, edge = numbers // width, edge if numbers >= edge**2 else math.isqrt(numbers)
+    x, gradient, out = (torch.randn(rows, width, device=device) for _ in range(3))
+    weight, mean_rstd = torch.ones(width, device=device), torch.ones(2, rows, 1, device=device)
+    norm = (gradient, x, [width], *mean_rstd, weight, weight, [True] * 3)
+    yield "copy fp32", partial(torch.neg, x, out=out)  # of copy_ a GPU's copy engines would be a part
+    yield "layer norm fp32", partial(aten.native_layer_norm, x, [width], weight, weight, 1e-5)
+    yield "layer norm backward fp32", partial(aten.native_layer_norm_backward, *norm)
+    low, low_gradient = x.to(half), gradient.to(half)
+    yield "to half", partial(x.to, half)
+    yield "to fp32", partial(low.to, torch.float32)
+    mask = torch.ones(edge, edge, dtype=torch.bool, device=device).triu(1)
+    for name, tensor, upstream in (("fp32", x, gradient), ("half", low, low_gradient)):
+        scores = tensor.flatten()[: rows * width // edge**2 * edge**2].view(-1, edge, edge)
+        vocabulary = tensor.flatten()[: max(1, rows * width // VOCABULARY) * VOCABULARY]
+        yield f"mask {name}", partial(scores.masked_fill_, mask, 0.0)
+        yield f"gelu {name}", partial(F.gelu, tensor, approximate="tanh")
+        yield f"gelu backward {name}", partial(aten.gelu_backward, upstream, tensor, approximate="tanh")
+        yield f"sum over tokens {name}", partial(tensor.sum, 0)
+        yield f"heads {name}", tensor.view(1, rows, HEADS, -1).transpose(1, 2).contiguous  # (B, H, T, D)
+        softmax_rows = vocabulary.view(-1, min(len(vocabulary), VOCABULARY))
+        yield f"softmax of vocabulary {name}", partial(aten._log_softmax, softmax_rows, -1, False)
+    yield "softmax fp32", partial(aten._softmax, x.flatten()[: scores.numel()].view(-1, edge), -1, False)
+    if te:
+        te_norm, x = te.LayerNorm(width).to(device, half), low.detach().requires_grad_()
+        yield TE_NORM, lambda: torch.autograd.grad(te_norm(x), (x, *te_norm.parameters()), low_gradient)
+
+
+def te_module(device: torch.device) -> ModuleType | None:
+    """Transformer Engine where this GPU multiplies FP8 and it imports; else None."""
+    te = optional("transformer_engine.pytorch") if hardware.compute_capability(device) >= FP8 else None
+    return te if isinstance(te, ModuleType) else None
+
+
+def half_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cpu" or hardware.has_bf16_matrix_instructions(device) else torch.float16
+
+
+def attention(length: int, head_dim: int, heads: int, device: torch.device) -> Callable[[], object]:
+    """Fused causal attention of so many heads, forward and backward."""
+    shape = (1, max(1, heads), length, head_dim)
+    q, k, v = (torch.randn(shape, device=device, dtype=half_dtype(device), requires_grad=True) for _ in range(3))
+
+    def attend() -> None:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(y, (q, k, v), y)
+
+    return attend
+
+
+def launch_seconds(device: torch.device, mixed: bool) -> float:
+    """Host seconds of a kernel that Python launches, in the median of tiny training steps; in mixed precision there are
+    many short casts to launch. Raises RuntimeError where the profiler shows no kernels."""
+    parts = [(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(LAUNCHED_BLOCKS)]
+    model = nn.Sequential(*(module for part in parts for module in part)).to(device)
+    optimizer, x, times = torch.optim.AdamW(model.parameters()), torch.ones(64, 64, device=device), []
+
+    def step() -> None:
+        with torch.autocast(device.type, half_dtype(device), enabled=mixed):
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(LAUNCHED_WARMUP + LAUNCHED_STEPS):
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize(device)
+    return statistics.median(times[LAUNCHED_WARMUP:]) / len(profile.gpu_launches(profiler))
+
+
+def main() -> None:
+    words = [word for word in sys.argv[1:] if word != "--grid"]
+    args = parse_args(hardware.ROOT / "ladder" / "roofs.py", __doc__, words)
+    started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    roofs = measure(args, "--grid" in sys.argv)
+    roofs.environment, roofs.started_at = hardware.describe(args.device), started_at
+    for precision in PRECISIONS:
+        if steady := roofs.rate(precision):
+            burst = roofs.rate(precision, burst=True)
+            say(f"{precision.upper()} {steady / 1e12:,.3g} TFLOP/s back to back, {burst / 1e12:,.3g} in bursts")
+    say("\n".join([f"copy {(roofs.copy_bytes_per_s or 0) / 1e9:,.0f} GB/s", *roofs.notes, f"written to {args.output}"]))
+    write_json(args.output, roofs)
+
+
+if __name__ == "__main__":
+    run_command(main, "python -m ladder.roofs")

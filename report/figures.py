@@ -1,0 +1,249 @@
+"""Every figure of a run, derived once: one Line a row. Tables, pages and documents only show what stands here."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import fmean, median, quantiles
+
+from common.record import CATEGORIES, CategoryTime, Environment, Reference, Roofs, Row, Run, Workload
+from report.load import DIFFER
+
+LOSS_WINDOW = 20  # training steps
+GAPS = "gaps"  # of the GPU's timeline
+GIB = 2**30
+PLAIN = "2_sdpa"  # where most readers' training stands: mixed precision and fused attention
+MARK = "?"  # behind a figure that may be wrong
+LEGEND = "?: may be wrong, because the machine was busy, half of the steps drifted by over 5 %, or rows differ"
+BUSY = 1.10  # times what the reference work takes at best: beyond it, something else ran on the machine
+DRIFT, FEWEST_STEPS_OF_DRIFT = 0.05, 8
+MOST_OF_FIRST_LOSS, LEARNED = 1.1, 0.75  # times the first loss: none is above, and the mean of the last five is below
+FEWEST_LOSSES = 10  # from which that mean is judged
+NOT_FUSED = (None, "by hand")  # attention kernels
+
+
+@dataclass
+class Ratio:
+    """How many times faster one row is than another."""
+
+    value: float
+    clear: bool  # whether all middle times, or all passes, of one row lie on one side of the other's
+    mark: str  # MARK where one of the two may be wrong
+
+
+@dataclass
+class Line:
+    """The figures of one row. What its record does not hold is None or empty."""
+
+    row: Row
+    name: str
+    is_peer: bool = False
+    ms: float | None = None  # median of the timed steps; of several passes, the median of their medians
+    low_ms: float | None = None  # smallest and largest median of the passes; of one pass, the quartiles
+    high_ms: float | None = None
+    passes: int = 1  # of --repeat
+    tokens_per_s: float | None = None  # of all GPUs
+    flops_per_s: float | None = None  # model FLOPs of one GPU, by the convention of common/flops.py
+    over_before: Ratio | None = None  # over the nearest row before it that has a time
+    over_first: Ratio | None = None  # over the first row that has a time
+    over_plain: Ratio | None = None  # over PLAIN
+    gib: float | None = None  # peak of CUDA's allocator; on a CPU of the process
+    loss: float | None = None  # mean of the last LOSS_WINDOW training steps, nats
+    drift: float = 0.0  # second half of the timed steps against the first, as a share: of the pass with the largest
+    slowed: float = 1.0  # its reference work over the fastest of the run: of the pass where it took longest
+    category_ms: dict[str, float] = field(default_factory=dict)  # of a step, by kind of kernel; on a GPU with GAPS
+    share: tuple[str, float] | None = None  # what takes the largest share of a GPU's step: its name, and the share
+    precision: str = ""  # of its matrix products
+    of_roof: float | None = None  # model FLOP/s over the burst rate of bare products in that precision
+    tokens_per_joule: float | None = None
+    error: float | None = None  # of the prediction, as a share of the measured time
+    note: str = ""  # what qualifies it
+    doubt: str = ""  # why its time may be wrong
+    mark: str = ""  # MARK where there is a doubt
+    why_untimed: str = ""  # status and reason of a row without a time
+
+
+@dataclass
+class Figures:
+    """A run with the figures of its rows."""
+
+    run: Run
+    lines: list[Line]  # steps, then peers
+    steps: list[Line]
+    timed: list[Line]  # steps and peers
+    first: Line | None  # these two: what ratios are over
+    plain: Line | None
+    environment: Environment
+    busy: str  # one sentence where the machine was busy, otherwise empty
+    remarks: list[str]  # what is unusual, most important first: a line each, for all rows that share it
+
+
+def figures(run: Run, among: Iterable[Run] = ()) -> Figures:
+    """Derive all figures of a run. `among` are runs of the same machine at the same time, for its reference work."""
+    base = _fastest_reference([run, *among])
+    steps = [_line(row, run, base) for row in run.rows]
+    peers = [_line(row, run, base, is_peer=True) for row in run.peers]
+    lines, timed = [*steps, *peers], [line for line in [*steps, *peers] if line.ms]
+    first = next((line for line in steps if line.ms), None)
+    plain = next((line for line in steps if line.ms and line.name == PLAIN), None)
+    _doubt(run, timed)
+    before = None
+    for line in lines:
+        line.over_before = None if line.is_peer else ratio(line, before)
+        line.over_first, line.over_plain = ratio(line, first), ratio(line, plain)
+        before = line if line.ms else before
+    environment = run.environment or Environment(device="unknown machine", device_type="unknown")
+    remarks = [*_remarks(lines, timed), *dict.fromkeys(run.problems)]
+    if repeated := [line for line in timed if line.passes > 1]:
+        apart = max(line.high_ms / line.low_ms - 1 for line in repeated)
+        remarks.append(f"median of {max(line.passes for line in repeated)} passes, {apart:.1%} apart at most")
+    return Figures(run, lines, steps, timed, first, plain, environment, _busy(timed), remarks)
+
+
+def ratio(line: Line, other: Line | None) -> Ratio | None:
+    """How many times faster a row is than another; None where one has no time."""
+    if other is None or not (line.ms and other.ms):
+        return None
+    clear = line.high_ms < other.low_ms or line.low_ms > other.high_ms
+    return Ratio(other.ms / line.ms, clear, max(line.mark, other.mark))
+
+
+# --- one row --------------------------------------------------------------------------------------
+
+
+def _line(row: Row, run: Run, base: dict[str, float], is_peer: bool = False) -> Line:
+    line = Line(row, row.step, is_peer)
+    if row.status != "ok" or not row.timing.step_ms:
+        line.why_untimed = f"{row.status}: {row.reason or 'no reason given'}"
+        return line
+    passes = row.repetitions or [row]
+    timings = [one.timing.step_ms for one in passes]
+    medians = [median(times) for times in timings]
+    line.ms, line.passes = median(medians), len(medians)
+    ends = medians if len(medians) > 1 else timings[0]
+    if len(medians) == 1 < len(ends):
+        ends = quantiles(ends, method="inclusive")
+    line.low_ms, line.high_ms = min(ends), max(ends)
+    line.drift = max(map(_drift, timings), key=abs)
+    slowed = [ms / base[kind] for one in passes for kind, ms in _work(one.reference).items()]
+    line.slowed = max(slowed, default=1.0)
+    line.loss = fmean(row.loss[-LOSS_WINDOW:]) if row.loss else None
+    line.note = "; ".join(filter(None, [row.note, _unlearned(row.loss)]))
+    peak = row.peak_bytes or row.peak_rss_bytes
+    line.gib = peak / GIB if peak else None
+    line.error = row.predicted_ms / line.ms - 1 if row.predicted_ms else None
+    line.precision = _precision(row, run.roofs)
+    _fill_profile(line)
+    if run.workload:
+        _fill_rates(line, run.workload, run.roofs)
+    return line
+
+
+def _drift(times: list[float]) -> float:
+    half = len(times) // 2
+    return median(times[-half:]) / median(times[:half]) - 1 if len(times) >= FEWEST_STEPS_OF_DRIFT else 0.0
+
+
+def _unlearned(losses: list[float]) -> str:
+    """How a row fails the rule of learning, in a clause; empty where it does not."""
+    if losses and max(losses) > MOST_OF_FIRST_LOSS * losses[0]:
+        return f"did not learn as it should: a loss was above {MOST_OF_FIRST_LOSS} times the first"
+    if len(losses) >= FEWEST_LOSSES and fmean(losses[-5:]) > LEARNED * losses[0]:
+        return f"hardly learned: its last five losses were above {LEARNED} times the first"
+    return ""
+
+
+def _precision(row: Row, roofs: Roofs | None) -> str:
+    """The precision whose roof a row is held against."""
+    if row.settings.fp8_recipe:
+        return "fp8"
+    if row.settings.amp_dtype in ("bfloat16", "float16"):
+        return "bf16"
+    exact = row.settings.float32_matmul_precision == "highest" or not (roofs and roofs.rate("tf32", burst=True))
+    return "fp32" if exact else "tf32"
+
+
+def _fill_profile(line: Line) -> None:
+    """Where the time of a step goes."""
+    profile = line.row.profile
+    if profile is None:
+        return
+    ms = {name: profile.categories.get(name, CategoryTime()).ms for name in CATEGORIES}
+    line.category_ms = ms
+    if profile.idle_ms is None:
+        return
+    ms[GAPS] = profile.idle_ms
+    fused = 0.0 if line.row.settings.attention_kernel in NOT_FUSED else ms["attention"]
+    shares = {"compute": ms["matrix products"] + fused, GAPS: ms[GAPS], "communication": ms["communication"]}
+    whole = sum(ms.values())
+    shares["other kernels"] = whole - sum(shares.values())  # most of them pass over memory; only counters show it
+    largest = max(shares, key=shares.get)
+    line.share = (largest, shares[largest] / whole) if whole else None
+
+
+def _fill_rates(line: Line, work: Workload, roofs: Roofs | None) -> None:
+    """Tokens and FLOPs a second, and how near they come to the roofs."""
+    row, seconds = line.row, line.ms / 1e3
+    line.tokens_per_s = work.gpus * work.tokens_per_step / seconds
+    line.flops_per_s = work.flops_per_step / seconds
+    if row.power_w:
+        line.tokens_per_joule = work.tokens_per_step / seconds / row.power_w
+    ceiling = roofs.rate(line.precision, burst=True) if roofs else None
+    line.of_roof = line.flops_per_s / ceiling if ceiling else None
+
+
+# --- whether to trust it --------------------------------------------------------------------------
+
+
+def _work(reference: Reference | None) -> dict[str, float]:
+    """What should take the same time around every row, in ms.
+
+    Each is the median of the times before, within and after the timed steps, as the row's own time is a median.
+    """
+    kinds = vars(reference) if reference else {}
+    return {kind: median(times) for kind, times in kinds.items() if times and all(times)}
+
+
+def _fastest_reference(runs: list[Run]) -> dict[str, float]:
+    """The least that each kind of reference work took around any row."""
+    rows = (row for run in runs for row in [*run.rows, *run.peers] if row.status == "ok")
+    work = [_work(one.reference) for row in rows for one in row.repetitions or [row]]
+    return {kind: min(one[kind] for one in work if kind in one) for kind in set().union(*work)}
+
+
+def _doubt(run: Run, timed: list[Line]) -> None:
+    """Tell of every row why its time may be wrong."""
+    differ = any(problem.startswith(DIFFER) for problem in run.problems)
+    kernels = {line.row.settings.attention_kernel for line in timed if not line.is_peer} - {*NOT_FUSED}
+    for line in timed:
+        half = f"the second half of its steps took {abs(line.drift):.0%} {'more' if line.drift > 0 else 'less'}"
+        mixed = len(kernels) > 1 and line.row.settings.attention_kernel in kernels and not line.is_peer
+        why = {
+            "the machine was busy": line.slowed > BUSY,
+            half: abs(line.drift) > DRIFT,
+            "rows differ in more than their scripts": differ,
+            f"attention ran as {' and '.join(sorted(kernels))}": mixed,
+        }
+        line.doubt = "; ".join(text for text, holds in why.items() if holds)
+        line.mark = MARK if line.doubt else ""
+
+
+def _busy(timed: list[Line]) -> str:
+    """The sentence that takes the headline's place; empty where the machine was not busy."""
+    worst = max(timed, key=lambda line: line.slowed, default=None)
+    if worst is None or worst.slowed <= BUSY:
+        return ""
+    took = f"fixed work that should always take the same time took {worst.slowed:.2f} times as long around {worst.name}"
+    return f"The machine was busy: {took}. Close other programs and run again."
+
+
+def _remarks(lines: list[Line], timed: list[Line]) -> list[str]:
+    """Why rows have no time, doubts with MARK in front, and notes: `names: text`, each text once."""
+    said = [("", line.why_untimed, line) for line in lines if not line.ms]
+    said += [(f"{MARK} ", line.doubt, line) for line in timed if line.doubt]
+    said += [("", line.note, line) for line in timed if line.note]
+    names: dict[tuple[str, str], list[str]] = {}
+    for mark, text, line in said:
+        names.setdefault((mark, text), []).append(line.name)
+    return [
+        f"{mark}{'all rows' if len(of) == len(lines) > 2 else ', '.join(of)}: {text}"
+        for (mark, text), of in names.items()
+    ]
