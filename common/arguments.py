@@ -19,25 +19,16 @@ STAGED_BYTES = 2**30  # of batches, at most
 
 
 class Arguments(argparse.Namespace):
-    """What one run does: the options by name, checked and resolved."""
+    """What one run does: the options of `build_parser` by name, checked, and what they mean here."""
 
     script: Path
     preset: str  # that defaults came from
     config: GPTConfig
-    batch_size: int  # sequences per step, of this process
-    steps: int
-    warmup: int
-    lr: float
-    seed: int
     text: data.Text
     device: torch.device
     amp_dtype: torch.dtype
     amp_note: str | None  # why mixed precision is FP32, where it is
-    profile: bool
-    capture: bool  # as a CUDA graph, a step that asks for it
-    output: Path
     notes: list[str]  # lines for the header
-    parallel: str | None  # ddp, fsdp; None alone
     world: World
 
     @property
@@ -100,24 +91,6 @@ class Arguments(argparse.Namespace):
             **{name: getattr(self, name) for name in ("batch_size", "seed", "lr", "warmup", "steps", "parallel")},
         )
 
-    def describe(self) -> str:
-        """The shape, for a person."""
-        shape = ", ".join(f"{name} {value}" for name, value in asdict(self.config).items())
-        return f"{shape}, batch {self.batch_size}, {flops.parameters(self.config) / 1e6:.1f} M parameters"
-
-
-def seed_int(text: str) -> int:
-    """0, or what positive_int takes."""
-    return 0 if text == "0" else positive_int(text)
-
-
-def learning_rate(text: str) -> float:
-    """A number above 0 and at most 1, as argparse's `type`."""
-    value = float(text)
-    if not 0 < value <= 1:
-        raise ValueError
-    return value
-
 
 def build_parser(name: str, description: str | None) -> OneLineParser:
     presets = [f"  {name:16} {p.purpose}: batch {p.batch_size} of {p.config}" for name, p in PRESETS.items()]
@@ -136,12 +109,12 @@ def build_parser(name: str, description: str | None) -> OneLineParser:
         (shape, "--seq-len", positive_int, "tokens per sequence"),
         (shape, "--vocab-size", positive_int, "token ids, 0 to N-1"),
         (shape, "--batch-size", positive_int, "sequences per training step, of each process"),
-        (shape, "--lr", learning_rate, "AdamW's rate, constant (default: 0.128 / channels)"),
-        (shape, "--seed", seed_int, "weights and batches (default: 1337)"),
+        (shape, "--lr", float, "AdamW's rate, constant, at most 1 (default: 0.128 / channels)"),
+        (shape, "--seed", positive_int, "weights and batches (default: 1337)"),
         (run, "--steps", positive_int, "steps trained and timed, at least (default: 7 to 30, by size; CPU: 10)"),
         (run, "--warmup", positive_int, f"untimed steps first (default: 3; {DDP_WARMUP} on several GPUs)"),
     ):
-        group.add_argument(option, type=kind, metavar="X" if kind is learning_rate else "N", help=text)
+        group.add_argument(option, type=kind, metavar="X" if kind is float else "N", help=text)
     text = "a text as bytes, or uint16 .bin of nanoGPT, llm.c (default: Python's standard library)"
     shape.add_argument("--data", type=Path, metavar="FILE", help=text)
     run.add_argument("--device", metavar="NAME", default="auto", help="auto (default), cpu, cuda, cuda:N")
@@ -194,7 +167,9 @@ def resolve(args: Arguments) -> None:
     tokens = (args.warmup + args.steps + 1) * args.batch_size * args.config.seq_len
     if 16 * tokens > STAGED_BYTES:
         raise ValueError(f"--steps {args.steps} trains {tokens:,} tokens; at most {STAGED_BYTES // 16:,} are staged")
-    args.lr = args.lr or 0.128 / args.config.n_embd
+    args.lr = 0.128 / args.config.n_embd if args.lr is None else args.lr
+    if not 0 < args.lr <= 1:
+        raise ValueError(f"--lr {args.lr} is not above 0 and at most 1")
     args.output = args.output or hardware.ROOT / "results" / f"{args.step}.json"
     args.output.parent.mkdir(parents=True, exist_ok=True)
     if args.output.exists() and not args.output.is_file():

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from common import hardware, parallel, profile, timing
+from common import flops, hardware, parallel, profile, timing
 from common.arguments import Arguments, parse_args
 from common.cuda_graph import CapturedStep
 from common.record import Row, Run, write_json
@@ -85,8 +85,10 @@ def run_and_record(main: Callable, args: Arguments) -> int:
     progress = Progress(args.step, first)
     if first:
         several = [f"{args.world.size} processes, each with a batch of its own ({args.parallel})"] * bool(args.parallel)
+        millions = flops.parameters(args.config) / 1e6
+        shape = f"{args.config}, batch {args.batch_size}, {millions:.1f} M parameters, text: {args.text.name}"
         device = f"{args.step} on {hardware.device_name(args.device)}, torch {torch.__version__}"
-        say("\n".join([device, args.describe(), *several, *args.notes]))
+        say("\n".join([device, shape, *several, *args.notes]))
     try:
         write_traces = run(main, args, row, progress)
     except Exception as error:  # whatever happened, the row must hold it

@@ -353,7 +353,7 @@ def main() -> None:
         rows.append(
             {"step": step, "predicted ms": f"{one.ms:.2f}", **{name: f"{ms:.2f}" for name, ms in parts.items()}}
         )
-    say(f"{aligned(rows)}\n\nmilliseconds a step of {args.describe()}, from the roofs in {path}")
+    say(f"{aligned(rows)}\n\nmilliseconds a step of {args.config}, batch {args.batch_size}, from the roofs in {path}")
     if given.output:
         write_json(given.output, {step: one.ms for step, one in found.items()})
 

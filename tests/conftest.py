@@ -78,7 +78,6 @@ def built(step: str, **overrides) -> SimpleNamespace:
 @pytest.fixture
 def traced_only(monkeypatch):
     """torch.compile traces and differentiates, but generates no kernels: they take most of its time."""
-    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda self, **given: compile_module(self, backend="aot_eager", **given)
