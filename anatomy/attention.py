@@ -1,142 +1,96 @@
 """What does fused attention save?
 
-Predict: at T 1024 and at T 16384, how many times longer does attention by hand take than one fused kernel? How does its
-memory grow when the length doubles? What limits both at T 256?
+Prediction, for causal attention, forward and backward, of (B, H, T, D) tensors. By hand each operator is a kernel that
+reads or writes the (B, H, T, T) scores. Under autocast these are 46 passes over 2-byte numbers: product 1, scale 2,
+mask 4, cast to FP32 3, softmax 4, cast back 3, product 1; backward products 4, casts 6, softmax 12, mask 4, scale 2. In
+FP32 they are 26 of 4 bytes, on a CPU 23. The products have 12 B H T^2 D FLOPs. At B 1, H 16, T 8192, D 128 that is 99
+GB, 23 ms at 4.3 TB/s, and 1.6 TFLOP.
 
-Prediction, for causal attention, forward and backward, of (B, H, T, D) tensors of 2-byte numbers. "By hand" means one
-kernel for each operator. Each of these kernels reads or writes the whole (B, H, T, T) tensor of scores. On a GPU that
-makes 46 passes over the scores under autocast and 26 without it; attention_forms.py lists them. At B 1, H 16, T 8192,
-D 128 the bytes are 46 x 2.1 GB = 99 GB, which take 23 ms at 4.3 TB/s. The products add 12 B H T^2 D = 1.6 TFLOP.
+Fused, the scores stay on the chip: 12 passes over (B, H, T, D), 0.4 GB. The half above the diagonal is skipped, and the
+scores are computed again in backward: 7 B H T^2 D FLOPs, and B H T^2 exponentials. An H100 makes 989 T FLOPs a second
+and 3.9 T exponentials: one counts as 256 FLOPs, in FP32 as 16; on a CPU's cores as 100. Bytes and FLOPs take their
+number over measured rates. The sum counts, or what the same function takes at T = 16, where launching is all.
 
-"Fused" means that one kernel keeps the scores on the chip. Forward moves q, k, v and o. Backward reads these and the
-gradient of o, and writes those of q, k, v. These are 12 tensors of 34 MB, 0.4 GB in 0.1 ms. It computes the scores a
-second time in backward, which makes 14 B H T^2 D, and skips the half above the diagonal: 7 B H T^2 D = 1 TFLOP. Each
-score that it computes takes an exponential, B H T^2 in all. A GPU makes 200 times fewer of these a second than FLOPs.
-So arithmetic limits the fused kernel. A pass over the scores costs T / D times as much as a pass over q, so the gain
-grows with T. Memory grows with T^2 by hand, and with T fused.
+Autograd keeps a node for each operator. A product of 4-D tensors is 2 expands, 2 views, bmm and a view; two of these,
+transpose, scale, mask and softmax are 16. Fused is 1. By hand saves q, k, v, the softmax of B H T^2 numbers and the
+mask of T^2 bytes; fused saves q, k, v, o and B H T numbers of FP32.
 
-The bytes take their number over the copy bandwidth, the FLOPs theirs over the rate of a square product, and so do the
-exponentials. This program measures these rates. The work is the sum of the times. Where that is less than the host
-needs to launch everything, the host limits the time. The same function at T 16 shows what the host needs, and this
-program measures that first, too. The bytes are "least GB" in the table. `python -m anatomy.traffic` counts how many
-really move.
-
-Change: --head-dim 32. Which of the two terms changes, and by how much? --nhead 64 --lengths 256: is the host still the
-limit?
-Source: Dao et al., FlashAttention (2022), section 3; FlashAttention-2 (2023), section 3.1; Shah et al.,
-FlashAttention-3 (2024), section 3.2, on exponentials.
-Run:    python -m anatomy attention --lengths 256 1024 4096 16384 --batch 1 --nhead 16 --head-dim 128
+Change: --dim 32. Which of the two terms changes, and by how much?
+Source: Dao et al., FlashAttention (2022), section 3; Shah et al., FlashAttention-3 (2024), section 3.2.
 """
 
-import argparse
-import itertools
-from functools import partial
-
 import torch
+import torch.nn.functional as F
 
-from anatomy.attention_forms import BACKENDS, Forms, analytic_attention_bytes, exponential_rate
-from anatomy.experiment import Check, Result, default_size, differ, expected, ms, size_argument, table
-from common import hardware, roofs
-from common.errors import is_out_of_memory
-from common.record import ProductRate
-from common.text import one_line
-
-SHORT = 16  # a length at which only the host's work counts
+from anatomy.lab import main, rate, shown
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    lengths = "sequence lengths T, tokens (default: 256 to 16384 on a GPU, to 2048 on a CPU)"
-    size_argument(parser, "--lengths T", lengths, nargs="+")
-    size_argument(parser, "--batch B", "sequences (default: 1)", default=1)
-    size_argument(parser, "--nhead H", "heads (default: 16 on a GPU, 4 on a CPU)")
-    size_argument(parser, "--head-dim D", "numbers per head (default: 128 on a GPU, 64 on a CPU)")
+def by_hand(q, k, v):
+    future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(diagonal=1)
+    scores = q @ k.transpose(-2, -1) / q.size(-1) ** 0.5  # (B, H, T, T)
+    return scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ v
 
 
-def run(args: argparse.Namespace) -> Result:
-    device = args.device
-    gpu_dtype = torch.bfloat16 if hardware.has_bf16_matrix_instructions(device) else torch.float16
-    dtype = args.dtype or (gpu_dtype if device.type == "cuda" else torch.float32)
-    autocast = dtype in (torch.bfloat16, torch.float16)
-    longest = default_size(args, quick=512, cpu=2048, gpu=16384)
-    lengths = sorted(set(args.lengths or (2**i for i in range(8, 15) if longest >= 2**i)))
-    B, H, D = args.batch, args.nhead or default_size(args, 4, 4, 16), args.head_dim or default_size(args, 64, 64, 128)
-    edge = default_size(args, quick=512, cpu=1024, gpu=8192)
-    copy_rate = roofs.copy_rate(device)
-    square, precision = ProductRate(m=edge, n=edge, k=edge), "bf16" if autocast else "fp32"
-    _, product_rate = roofs.product_rates(square, precision, device, 0.1, roofs.BURSTS)
-    exps = exponential_rate(device)
-    forms = Forms(B, H, D, device, dtype, autocast, args.iters, copy_rate)
-    results, missing, rows, host = {}, {}, [], {}
-    for T, name in itertools.product(lengths, ("by hand", *BACKENDS)):
-        if name in missing:
-            continue
-        fused = name not in ("by hand", "SDPA math")
-        form, gpu = "fused" if fused else "by hand", device.type == "cuda"
-        n_bytes = analytic_attention_bytes(form, B, H, T, D, dtype.itemsize, autocast, gpu)
-        moving, computing = n_bytes / copy_rate, (7 if fused else 12) * B * H * T * T * D / product_rate
-        computing += B * H * T * T / exps if fused and exps else 0
-        try:
-            if name not in host:
-                host[name] = forms.measure(name, SHORT)["seconds"]
-            row = forms.measure(name, T)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                rows.append({"T": T, "attention": name, "ms": "out of memory"})
-            else:  # this backend has no kernel for any length
-                missing[name] = one_line(error)
-            continue
-        work = moving + computing
-        limit = "the host" if host[name] > work else "arithmetic" if computing > moving else "memory"
-        row |= {"bytes": n_bytes, "predicted_s": expected(host[name], work, device), "limit": limit}
-        results.setdefault(name, {})[T] = row
-        cells = {"T": T, "attention": name, "ms": ms(row["seconds"]), "predicted ms": ms(row["predicted_s"])}
-        rows.append(cells | {"peak MiB": f"{row['peak_bytes'] / 2**20:.1f}", "least GB": f"{n_bytes / 1e9:.3f}"})
-    rows += [{"T": "all", "attention": name, "ms": "no kernel here"} for name in missing]
-    title = f"Causal attention, forward and backward, B {B}, H {H}, D {D}, {dtype}{', autocast' * autocast}"
-    rates = f"copy {copy_rate / 1e9:.0f} GB/s, product {product_rate / 1e12:.3g} TFLOP/s"
-    rates += f", {exps / 1e9:.3g} exponentials a ns" if exps else ", exponentials not counted: they need Triton"
-    hosts = ", ".join(f"{name} {ms(s)}" for name, s in host.items())
-    shown = table(f"{title}; {rates}; the host needs, in ms: {hosts}", rows)
-    figures = {"B": B, "H": H, "D": D, "attention": results, "missing": missing, "host_s": host}
-    figures |= {"copy_bytes_per_s": copy_rate, "product_flops_per_s": product_rate, "exponentials_per_s": exps}
-    return Result([shown], sentences(results), figures, predicted(results, forms))
+def fused(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def fastest(results: dict[str, dict[int, dict]], T: int) -> str | None:
-    """The fused kernel with the shortest time at this length."""
-    fused = [name for name, rows in results.items() if name not in ("by hand", "SDPA math") and T in rows]
-    return min(fused, key=lambda name: results[name][T]["seconds"], default=None)
+def forward_backward(attention, shape, dtype, device):
+    """A call that runs both, under autocast where numbers have 2 bytes."""
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    gradient = torch.randn_like(q)
+
+    def call():
+        with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
+            y = attention(q, k, v)
+        return torch.autograd.grad(y, (q, k, v), gradient)
+
+    return call
 
 
-def predicted(results: dict, forms: Forms) -> list[Check]:
-    """A check for each length by hand and of the fastest fused kernel."""
-    checks = []
-    for T in sorted({T for rows in results.values() for T in rows}):
-        for name in filter(None, ("by hand" if T in results.get("by hand", {}) else None, fastest(results, T))):
-            row = results[name][T]
-            checks.append(Check(f"T {T}, {name}", row["predicted_s"], row["seconds"], "ms"))
-            checks[-1].find_cause = partial(forms.cause, name=name, T=T)
-    return checks
+def nodes_and_saved_bytes(attention, shape, device):
+    """Nodes of the backward graph without its leaves, and the bytes that they save."""
+    inputs, saved = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)], {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        todo, nodes = [attention(*inputs).grad_fn], set()
+    while todo:
+        nodes.add(node := todo.pop())
+        todo += [parent for parent, _ in node.next_functions if parent and parent not in nodes]
+    return sum("AccumulateGrad" not in node.name() for node in nodes), sum(saved.values())
 
 
-def sentences(results: dict[str, dict[int, dict]]) -> list[str]:
-    byhand = results.get("by hand", {})
-    both = sorted(T for T in byhand if fastest(results, T))
-    if not both:
-        return ["No length ran both by hand and fused, so this run compares nothing."]
-    lines, (first, last) = [], (both[0], both[-1])
-    for T in dict.fromkeys((first, last)):
-        hand, fused = byhand[T], results[best := fastest(results, T)][T]
-        time, predicted_ratio, memory = (hand[k] / fused[k] for k in ("seconds", "predicted_s", "peak_bytes"))
-        times = f"{time:.1f} times as long ({predicted_ratio:.1f} predicted)"
-        lines.append(
-            f"At T {T} the fastest fused kernel is {best}. Attention by hand takes "
-            f"{times if differ(hand['seconds'], fused['seconds']) else 'as long, within the spread,'} "
-            f"and {memory:.1f} times the memory. Predicted limits: {hand['limit']} by hand, {fused['limit']} fused."
-        )
-    if first < last:
-        grown = {n: results[n][last]["peak_bytes"] / results[n][first]["peak_bytes"]
-                 for n in ("by hand", best) if first in results[n]}  # fmt: skip
-        by_kind = " and ".join(f"x{ratio:.1f} {name}" for name, ratio in grown.items())
-        lines.append(f"From T {first} to {last} the length grows x{last / first:g}, peak memory {by_kind}.")
-    return lines
+def run(lab, batch=None, heads=None, dim=None):
+    B, H, D = batch or 1, heads or lab.pick(4, 4, 16), dim or lab.pick(64, 64, 128)
+    dtype, times = lab.dtype or (torch.bfloat16 if lab.amp else torch.float32), {}
+    half = dtype.itemsize == 2
+    precision, passes, exponential = ("bf16", 46, 256) if half else ("fp32", 26, 16) if lab.gpu else ("fp32", 23, 100)
+    forms = {by_hand: (passes, 12 * D), fused: (0, 7 * D + exponential)}  # of each score: passes, FLOPs
+
+    def seconds(form, T):
+        return lab.seconds(forward_backward(form, (B, H, T, D), dtype, lab.device))
+
+    short_s = [seconds(form, 16) for form in forms]
+    lab.title = f"Forward and backward, B {B}, H {H}, D {D}, {dtype}"
+    for T in (256, 1024, 4096, 8192) if lab.gpu else (256, 512) if lab.quick else (256, 1024, 2048):
+        for (form, (passes, flops)), launching_s in zip(forms.items(), short_s, strict=True):
+            n_bytes, times[form] = dtype.itemsize * B * H * T * (12 * D + passes * T), seconds(form, T)
+            work_s = n_bytes / rate("copy", lab.device) + flops * B * H * T * T / rate(precision, lab.device)
+            predicted = lab.expected(launching_s, work_s)
+            lab.row(f"T {T}, {form.__name__}", times[form], predicted, moved=shown(n_bytes, "B"))
+    lab.title = "What autograd keeps of the forward pass, B 2, H 2, D 16, FP32"
+    for T in (128, 256):
+        saved = (by_hand, 16, 4 * (3 * 64 * T + 4 * T * T) + T * T), (fused, 1, 4 * (4 * 64 * T + 4 * T))
+        for form, nodes, n_bytes in saved:
+            found = nodes_and_saved_bytes(form, (2, 2, T, 16), lab.device)
+            lab.row(f"T {T}, {form.__name__}: nodes", found[0], nodes, "")
+            lab.row(f"T {T}, {form.__name__}: saved", found[1], n_bytes, "B")
+    return f"At the longest T attention by hand takes {times[by_hand] / times[fused]:.1f} times as long as fused."
+
+
+if __name__ == "__main__":
+    main(run)

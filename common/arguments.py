@@ -112,6 +112,7 @@ def build_parser(name: str, description: str | None) -> OneLineParser:
         (shape, "--lr", float, "AdamW's rate, constant, at most 1 (default: 0.128 / channels)"),
         (shape, "--seed", positive_int, "weights and batches (default: 1337)"),
         (run, "--steps", positive_int, "steps trained and timed, at least (default: 7 to 30, by size; CPU: 10)"),
+        (run, "--heldout-every", positive_int, "the loss on held-out text after every N trained steps"),
         (run, "--warmup", positive_int, f"untimed steps first (default: 3; {DDP_WARMUP} on several GPUs)"),
     ):
         group.add_argument(option, type=kind, metavar="X" if kind is float else "N", help=text)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from common import flops, hardware, parallel, profile, timing
+from common import data, flops, hardware, parallel, profile, timing
 from common.arguments import Arguments, parse_args
 from common.cuda_graph import CapturedStep
 from common.record import Row, Run, write_json
@@ -134,6 +134,8 @@ def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> Callab
     elif device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     row.timing.warmup_s = time.perf_counter() - warmup_began
+    if args.heldout_every:
+        train_with_heldout(steps, model, args, row)
     timing.time_steps(steps, args.steps, row, device, partial(parallel.largest, args=args))
     row.loss = parallel.mean([loss.item() for loss in steps.losses[: args.warmup + args.steps]], args)
     for k, loss in enumerate(row.loss):
@@ -152,6 +154,25 @@ def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> Callab
     timed_s = (row.timing.settling_s or 0.0) + sum(row.timing.step_ms) / 1e3
     row.overhead_s = time.perf_counter() - began - row.timing.warmup_s - timed_s
     return write_traces
+
+
+def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Arguments, row: Row) -> None:
+    """Train `args.steps` steps, and leave the held-out loss before, between and after them in `row`.
+
+    It shows how good the weights are: the row's own forward alone, one sequence at a time, under mixed precision where
+    the machine has it, without FP8, nothing compiled.
+    """
+    starts = data.heldout_starts(args.text, args.config.seq_len)
+    batches = data.stage_batches(args.text, starts, args.config.seq_len, args.device)
+    amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
+    for done in [*range(0, args.steps, args.heldout_every), args.steps]:
+        for _ in steps.run(
+            args.warmup + done - len(steps.losses), f"held-out loss every {args.heldout_every}, training"
+        ):
+            pass
+        with torch.no_grad(), amp, torch.compiler.set_stance("force_eager"):
+            loss = torch.stack([model(*batch) for batch in batches]).double().mean().item()
+        row.heldout.append((args.warmup + done, loss))
 
 
 def observe(step, train_step, batch: tuple, model: torch.nn.Module, args: Arguments, row: Row) -> Callable[[], None]:

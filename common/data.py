@@ -11,7 +11,7 @@ import torch
 
 MOST_BYTES = 2**30  # of a file: what follows is not read
 LLMC_MAGIC, LLMC_HEADER = 20240520, 512  # llm.c writes 256 int32 (512 uint16) first; the magic number begins them
-HELDOUT_SHARE = 0.05  # of the text, at its end
+HELDOUT_SHARE, HELDOUT_SEQUENCES = 0.05, 16  # of the text, at its end; excerpts of that part
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,17 @@ def draw_starts(text: Text, n_batches: int, batch_size: int, seq_len: int, seed:
     """
     n_starts = trained_tokens(text, seq_len) - seq_len
     return np.random.default_rng(seed).integers(n_starts, size=(n_batches, batch_size))
+
+
+def heldout_starts(text: Text, seq_len: int) -> np.ndarray:
+    """Where excerpts of the held-out part begin, evenly spaced, whatever the seed: int64 (HELDOUT_SEQUENCES, 1).
+
+    Raises ValueError where the text is too short to hold any out.
+    """
+    first, last = trained_tokens(text, seq_len), len(text.tokens) - seq_len - 1
+    if first > last:
+        raise ValueError(f"{text.name} is too short to hold {HELDOUT_SHARE:.0%} out: leave out --heldout-every")
+    return np.linspace(first, last, HELDOUT_SEQUENCES).astype(np.int64)[:, None]
 
 
 def stage_batches(text: Text, starts: np.ndarray, seq_len: int, device: torch.device) -> list[tuple]:

@@ -15,9 +15,15 @@ PLAN, MERGED, ROOFS, PREDICTED = "plan.json", "results.json", "roofs.json", "pre
 STATUSES = ("ok", "skipped", "oom", "failed", "timeout", "interrupted", "not run")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py assigns each kernel to one
-    "matrix products", "attention", "normalization and pointwise", "optimizer", "copies and casts", "loss",
-    "communication", "other",
-)  # fmt: skip
+    "matrix products",
+    "attention",
+    "normalization and pointwise",
+    "optimizer",
+    "copies and casts",
+    "loss",
+    "communication",
+    "other",
+)
 
 
 @dataclass

@@ -79,8 +79,9 @@ def kind_of(given: argparse.Namespace, arguments: list[str], parser: OneLinePars
 def new_plan(given: argparse.Namespace, arguments: list[str], argv: list[str], parser: OneLineParser):
     """The plan of a new run, and what its arguments mean here."""
     kind, gpus = kind_of(given, arguments, parser), given.gpus or 1
-    arguments = [str(Path(word).absolute()) if before == "--data" else word
-                 for before, word in zip(["", *arguments], arguments, strict=False)]  # fmt: skip
+    if "--data" in arguments[:-1]:  # a resumed run finds it from any folder
+        place = arguments.index("--data") + 1
+        arguments[place] = str(Path(arguments[place]).absolute())
     arguments += [] if given.no_profile or kind == "sweep" or "--profile" in arguments else ["--profile"]
     if kind == "largest-batch":
         arguments = runs.without_option(arguments, "--batch-size")

@@ -60,23 +60,20 @@ def measure(args: Arguments, grid: bool) -> Roofs:
         if reason := unavailable(precision, device):
             roofs.notes.append(f"{precision} not measured: {reason}")
             continue
-        with skipping(roofs, precision):
-            roofs.products += product_rates(precision, counted, device, steady=True)
-        with skipping(roofs, precision):
-            by_hand = batched_products(config, args.batch_size) if precision != "fp8" else {}
-            roofs.products += product_rates(precision, dict.fromkeys([*by_hand, *others], 0), device, steady=False)
+        by_hand = batched_products(config, args.batch_size) if precision != "fp8" else {}
+        for products in (counted, dict.fromkeys(by_hand, 0), dict.fromkeys(others, 0)):
+            with skipping(roofs, precision):
+                roofs.products += product_rates(precision, products, device, steady=products is counted)
     for size in sorted({*sizes(config, args.batch_size).values(), *(SIZES[device.type] if grid else ())} - {0}):
         with skipping(roofs, f"kernels over {size:,} numbers"):
-            roofs.kernels += [KernelTime(name, size, steady_seconds(work, device, KERNEL_S))
-                              for name, work in kernels(size, te, device)]  # fmt: skip
+            for name, work in kernels(size, te, device):
+                roofs.kernels.append(KernelTime(name, size, steady_seconds(work, device, KERNEL_S)))
     own = (config.seq_len, config.n_embd // config.n_head, args.batch_size * config.n_head)
     shapes = itertools.product(LENGTHS, HEAD_DIMS) if grid else ()
     for T, D, heads in [own, *((T, D, ATTENTION_NUMBERS[device.type] // (T * D)) for T, D in shapes)]:
         with skipping(roofs, f"attention over {T} tokens"):
-            work = 6 * T * D * T * heads  # FLOPs, by the convention of common/flops.py
-            roofs.attention.append(
-                AttentionRate(T, D, work / steady_seconds(attention(T, D, heads, device), device, KERNEL_S))
-            )
+            attend_s = steady_seconds(attention(T, D, heads, device), device, KERNEL_S)
+            roofs.attention.append(AttentionRate(T, D, 6 * T * D * T * heads / attend_s))
     if device.type == "cuda":
         roofs.launch_s = {name: launch_seconds(device, name == "bf16") for name in ("fp32", "bf16")}
     return roofs

@@ -90,7 +90,7 @@ def test_all_steps_follow_the_same_losses_and_mixed_precision_stays_near():
         assert found != baseline, "BF16 must really be in use"
 
 
-@pytest.mark.parametrize("width", [64, 256, 1024])
+@pytest.mark.parametrize("width", [64, 128, 512])
 def test_a_model_of_any_width_learns_at_the_one_rule_for_the_rate(width):
     config = GPTConfig(n_layer=2, n_head=4, n_embd=width, seq_len=64, vocab_size=256)
     found = losses(STEPS[2], config=config, steps=12, lr=0.128 / width, batch_size=4)

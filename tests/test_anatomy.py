@@ -1,0 +1,120 @@
+"""anatomy/: every experiment predicts and measures on a CPU, every patch fits, and the statistics are right."""
+
+import argparse
+import importlib.util
+import json
+import math
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from anatomy import ablations, parity
+from anatomy.__main__ import ALL, APART
+from anatomy.lab import Lab, shown
+from common.arguments import parse_args
+from common.text import Skip
+
+ROOT = Path(__file__).resolve().parent.parent
+EXACT = {"attention": "What autograd keeps", "capture": "Sides of", "compiler": "Graphs that", "layout": "Kernels"}
+NEAR = {"precision": "error", "techniques": "peak", "learning": "first loss"}
+torch.set_num_threads(1)  # tests run two at a time, and threads that wait for a busy core slow everything
+
+
+@pytest.mark.parametrize("name", ALL.split())
+def test_an_experiment_predicts_and_measures_on_a_cpu(name, monkeypatch):
+    compiler, plain = torch.compile, {"backend": "aot_eager"}  # it generates no code, which takes most of the time
+    if name in ("fusion", "compiler", "techniques"):
+        monkeypatch.setattr(torch, "compile", lambda f, mode=None, **how: compiler(f, **(plain | how)))
+    lab = Lab(name, argparse.Namespace(device="cpu", dtype=None, iters=2, quick=True))
+    sizes = {"vocab": 2000} if name == "learning" else {}
+    sentence = importlib.import_module(f"anatomy.{name}").run(lab, **sizes)
+    assert sentence.endswith(".") and any(letter.isdigit() for letter in sentence)
+    assert all(word in lab.tables("github") for word in ("predicted", "measured", "ratio"))
+    rows = json.loads(json.dumps(lab.record("?", sentence), allow_nan=False))["rows"]
+    assert any(row["predicted"] and row["measured"] for row in rows)
+    exact = [row for row in rows if row["table"].startswith(EXACT.get(name, "-")) and "BF16" not in row["what"]]
+    assert bool(exact) == (name in EXACT) and all(row["measured"] == row["predicted"] for row in exact)
+    for row in rows:
+        if NEAR.get(name, "-") in row["what"] and row["predicted"] and not row["at_most"]:
+            assert row["measured"] == pytest.approx(row["predicted"], rel=0.2), row
+
+
+def test_the_commands_list_run_and_write_and_bad_input_is_one_line(tmp_path):
+    def run(*words):
+        return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True)
+
+    files = {path.stem for path in ROOT.glob("anatomy/*.py")} - {"lab", "__init__", "__main__"}
+    listed = run("anatomy").stdout
+    assert files == {*ALL.split(), *APART.split()} and all(f"  {name} " in listed for name in files)
+    ended = run("anatomy.graph", "--device", "cpu", "--quick", "--iters", "2", "--json", str(tmp_path / "x.json"))
+    assert ended.returncode == 0 and "needs a GPU" in ended.stdout, ended.stderr
+    written = json.loads((tmp_path / "x.json").read_text())
+    assert written["experiment"] == "graph" and written["rows"] and written["environment"]["device_type"] == "cpu"
+    for words in ("anatomy nonsense", "anatomy.graph --device tpu", "anatomy.host --edge 0"):
+        ended = run(*words.split())
+        assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    assert [shown(*pair) for pair in ((1.5e-5, "s"), (999.9e6, "B"), (None, "s"))] == ["15 us", "999.9 MB", "-"]
+
+
+@pytest.mark.parametrize("key", ablations.variants())
+def test_a_patch_applies_and_the_script_stays_python(key, tmp_path):
+    variant = ablations.variants()[key]
+    script = ablations.write_script(key, variant["Script"], tmp_path)
+    assert variant["Variant"] and script.read_text() != (ROOT / f"{variant['Script']}.py").read_text()
+    compile(script.read_text(), str(script), "exec")
+
+
+def test_fp16_with_loss_scaling_trains(tmp_path):
+    script = ablations.write_script("fp16-with-loss-scaling", "1_cublas", tmp_path)
+    specification = importlib.util.spec_from_file_location("fp16", script)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    words = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "40"]
+    args = parse_args(script, None, [*words, "--output", str(tmp_path / "x.json")])
+    train_step, _ = module.main(args)
+    losses = [train_step(*batch).item() for batch in args.batches()]
+    assert all(map(math.isfinite, losses)) and statistics.fmean(losses[-5:]) < 0.9 * losses[0]
+
+
+def test_the_interval_is_student_s_and_rows_without_a_difference_are_seen_once_in_twenty():
+    for v, p, expected in ((1, 0.975, 12.706), (2, 0.975, 4.303), (9, 0.975, 2.262), (5, 0.8, 0.920)):
+        assert parity.t_quantile(p, v) == pytest.approx(expected, abs=1e-3)
+    expected = [0.2, *(0.1 / 3**0.5 * t for t in (4.303, 4.303 + 1.061))]
+    assert parity.interval(np.array([0.1, 0.2, 0.3])) == pytest.approx(expected, rel=1e-3)
+    drawn = np.random.default_rng(0).normal(size=(2000, 4))
+    seen = np.mean([abs(mean) > reach for mean, reach, _ in map(parity.interval, drawn)])
+    assert seen == pytest.approx(0.05, abs=0.015)
+
+
+def test_a_study_trains_every_row_with_every_seed_continues_and_tells_what_differs(tmp_path, monkeypatch, capsys):
+    started, output = [], tmp_path / "study.json"
+
+    def ran(command, **_):  # in place of git, and of a script: a fault is 0.5 nats worse and takes 15 ms a step, not 10
+        if "--seed" in command:
+            seed, fault = int(command[command.index("--seed") + 1]), "0_baseline" not in str(command[1])
+            loss = 2 + 0.1 * seed + fault * (0.5 + 0.01 * seed)
+            row = {"status": "ok", "loss": [loss], "timing": {"step_ms": [15 if fault else 10]}}
+            row["heldout"] = [(100, loss + 1), (200, loss)]
+            workload = {"seed": seed, "data": {"name": "x"}}
+            record = {"rows": [row], "workload": workload, "environment": {"device": "cpu"}}
+            Path(command[-1]).write_text(json.dumps(record))
+            started.append(seed)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(ablations.subprocess, "run", ran)
+    words = ["x", "--rows", "0", "dead-mlp-all", "--output", str(output), "--seeds"]
+    for seeds, count in (("1",), 2), (("1", "2", "3"), 6):
+        monkeypatch.setattr(sys, "argv", [*words, *seeds])
+        assert parity.main() == 0 and len(started) == count, "what is there is not trained again"
+    study = json.loads(output.read_text())
+    assert study["kind"] == "parity" and list(study["runs"])[:2] == ["0_baseline, seed 1", "dead-mlp-all, seed 1"]
+    first, second = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
+    assert first[2] == "2.2000" and float(first[-1]) == pytest.approx(1.9, abs=0.06) and second[-1] == "-"
+    assert second[3:8] == ["+0.5200", "+-", "0.0248", "yes", "0.0310"]
+    with pytest.raises(Skip, match="no study of ablations"):
+        ablations.Runs("ablations", output)
