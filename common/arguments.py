@@ -128,12 +128,12 @@ def build_parser(name: str, description: str | None) -> OneLineParser:
     return parser
 
 
-def parse_args(script: Path, description: str | None, argv: list[str] | None = None) -> Arguments:
-    """Read and check the command line. Anything wrong prints one line and exits with code 2."""
+def parse_args(script: Path, description: str | None, argv: list[str] | None = None, trains: bool = True) -> Arguments:
+    """Read and check the command line. Anything wrong prints one line and exits with code 2. `trains`: here."""
     parser = build_parser(script.name, description)
     args = parser.parse_args(argv, Arguments(script=script))
     try:
-        resolve(args)
+        resolve(args, trains)
     except torch.OutOfMemoryError:
         parser.error(f"--device {args.device} has no free memory left for even one tensor")
     except (ValueError, OSError) as error:
@@ -141,7 +141,7 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
     return args
 
 
-def resolve(args: Arguments) -> None:
+def resolve(args: Arguments, trains: bool) -> None:
     """Put what the options mean on this machine in their place. Raises ValueError, one line, for what cannot run."""
     args.world = find_world()
     if args.parallel and args.world.size == 1:
@@ -157,7 +157,7 @@ def resolve(args: Arguments) -> None:
         raise ValueError(f"--n-embd {args.config.n_embd} is not divisible by --n-head {args.config.n_head}")
     needed = flops.training_bytes(args.config) // (args.world.size if args.parallel == "fsdp" else 1)
     free = hardware.free_memory_bytes(args.device)
-    if free and needed > free:
+    if trains and free and needed > free:
         model = f"the model of {flops.parameters(args.config) / 1e6:,.0f} M parameters"
         memory = f"{args.device} has {free / 2**30:,.0f} GiB free"
         raise ValueError(f"{model} needs {needed / 2**30:,.0f} GiB in training (16 bytes each), but {memory}")

@@ -17,7 +17,17 @@ from pathlib import Path
 import numpy as np
 
 from common import arguments, flops, hardware
-from common.record import CATEGORIES, ROOFS, AttentionRate, KernelTime, ProductRate, Roofs, read_object, write_json
+from common.record import (
+    CATEGORIES,
+    MERGED,
+    ROOFS,
+    AttentionRate,
+    KernelTime,
+    ProductRate,
+    Roofs,
+    read_object,
+    write_json,
+)
 from common.text import OneLineParser, aligned, run_command, say
 from ladder import roofs
 from ladder.runs import BY_HAND, scripts
@@ -309,23 +319,21 @@ def products_of(
 
 def read_roofs(name: str | None) -> tuple[Roofs, str]:
     """Roofs of a machine in docs/results, of a file, or the newest below results/. Raises ValueError, one line."""
-    if name is None:
-        found = sorted(hardware.ROOT.glob(f"results/*{ROOFS}"), key=lambda p: p.stat().st_mtime)
-        found += sorted(hardware.ROOT.glob(f"results/*/{ROOFS}"), key=lambda p: p.stat().st_mtime)
-        if not found:
-            raise ValueError("no roofs below results/: python -m ladder.roofs --grid, or --machine h200")
-        path = found[-1]
-    else:
-        path = hardware.ROOT / "docs" / "results" / name / ROOFS
-        path = path if path.exists() else Path(name)
-    content = read_object(path)
-    content = content.get("roofs") or content
-    try:
-        of_kind = {"products": ProductRate, "kernels": KernelTime, "attention": AttentionRate}
-        parts = {part: [kind(**one) for one in content[part]] for part, kind in of_kind.items()}
-        return Roofs(**content | parts | {"environment": None}), str(path)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no roofs that can be read ({type(error).__name__})") from None
+    of_machine = [*hardware.ROOT.glob(f"docs/results/{name}/*/{MERGED}")] if name and Path(name).name == name else []
+    measured = [*hardware.ROOT.glob(f"results/*{ROOFS}"), *hardware.ROOT.glob(f"results/*/{ROOFS}")]
+    found = of_machine or ([Path(name)] if name else sorted(measured, key=lambda path: -path.stat().st_mtime))
+    for path in found:
+        content = read_object(path)
+        content = content.get("roofs") or content
+        try:
+            of_kind = {"products": ProductRate, "kernels": KernelTime, "attention": AttentionRate}
+            parts = {part: [kind(**one) for one in content[part]] for part, kind in of_kind.items()}
+            return Roofs(**content | parts | {"environment": None}), str(path)
+        except (KeyError, TypeError):
+            continue
+    raise ValueError(
+        f"{name or 'results/'} holds no roofs that can be read: python -m ladder.roofs --grid measures them"
+    )
 
 
 def main() -> None:
@@ -334,7 +342,7 @@ def main() -> None:
     parser.add_argument("--machine", metavar="NAME", help=text)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the milliseconds there, by step")
     given, words = parser.parse_known_args()
-    args = arguments.parse_args(hardware.ROOT / "ladder" / "predict.py", __doc__, words)
+    args = arguments.parse_args(hardware.ROOT / "ladder" / "predict.py", __doc__, words, trains=False)
     try:
         measured, path = read_roofs(given.machine)
         found = {}

@@ -59,6 +59,7 @@ def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **
         "amp_note": None,
         "profile": False,
         "capture": True,
+        "heldout_every": None,
         "output": Path("/nonexistent/record.json"),
         "notes": [],
         "parallel": None,
