@@ -34,7 +34,7 @@ make_venv() {
   local mark="$here/.venv/.made-by-run_all"
   [ -e "$here/.venv" ] && [ ! -e "$mark" ] &&
     fail 1 ".venv is not run_all.sh's and lacks a package of requirements.txt: install them there, or move it away"
-  mkdir -p "$here/.venv" 2>/dev/null && touch "$mark" 2>/dev/null ||
+  { mkdir -p "$here/.venv" && touch "$mark"; } 2>/dev/null ||
     fail 1 "cannot write to $here: name a Python that has torch and numpy, PYTHON=... ./run_all.sh"
   echo "run_all.sh: installing requirements.txt into .venv (once)" >&2
   python3 -I -m venv "$here/.venv" >&2 || fail 1 "python3 -m venv failed (Debian, Ubuntu: apt-get install python3-venv)"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run all tests; install what is missing first. Arguments go to pytest: ./tests/run.sh -k causal
+# Run all tests, or with --fast those that take seconds; install what is missing first. Other arguments go to pytest.
 set -eu
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
@@ -9,4 +9,9 @@ if ! "$python" -c "import pytest, xdist" 2>/dev/null; then
 fi
 workers=2 # a GPU takes one test at a time
 [ -e /dev/nvidiactl ] && workers=0
+if [ "${1:-}" = --fast ]; then
+  shift
+  set -- --ignore tests/test_anatomy.py --ignore tests/test_parallel.py --ignore tests/test_guide.py \
+    -k "not hostile_place and not silent and not compiler and not needs_no_package" "$@"
+fi
 exec "$python" -m pytest -q -rs -n "$workers" --dist worksteal "$@"
