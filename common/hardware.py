@@ -1,6 +1,5 @@
 """What this machine is: devices, precision, versions, commit, and a GPU's clock and power."""
 
-import hashlib
 import os
 import platform
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from common.record import Environment
+from common.record import Environment, code_sha256
 from common.text import one_line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,7 +107,7 @@ def describe(device: torch.device) -> Environment:
         cpu_threads=torch.get_num_threads(),
         # Without paths, which are of this machine alone.
         variables={k: v for k, v in sorted(os.environ.items()) if k.startswith(NUMERIC_PREFIXES) and "/" not in v},
-        code_sha256=code_sha256(),
+        code_sha256=code_sha256(ROOT),
     )
     found.commit, found.dirty = _commit()
     if device.type == "cuda":
@@ -133,12 +132,6 @@ def _version(package: str) -> tuple[str, str | None]:
         return package, metadata.version(package)
     except metadata.PackageNotFoundError:
         return package, None
-
-
-def code_sha256() -> str:
-    """16 hex digits over the scripts and common/: what a record depends on."""
-    paths = sorted([*ROOT.glob("[0-9]_*.py"), *ROOT.glob("common/*.py")])
-    return hashlib.sha256(b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
 def _commit() -> tuple[str | None, bool | None]:

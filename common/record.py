@@ -5,6 +5,7 @@ or was not measured. `report/` reads records and checks every type against these
 are means, times those of the slowest, memory is of the largest, clock and power are of the first one's GPU.
 """
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -279,6 +280,12 @@ class Plan:
     rows: list[PlannedRow]
     roofs: bool = True
     schema_version: int = SCHEMA_VERSION
+
+
+def code_sha256(root: Path) -> str:
+    """16 hex digits over the scripts and common/ of a checkout: what a record depends on."""
+    paths = sorted([*root.glob("[0-9]_*.py"), *root.glob("common/*.py")])
+    return hashlib.sha256(b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
 def read_object(path: Path) -> dict:

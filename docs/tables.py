@@ -2,7 +2,8 @@
 
 A table that would mix states of the code or machines raises ValueError; `mixed=True` names them under it instead.
 
-python docs/tables.py      make the reports of all recorded runs again
+python docs/tables.py                     make the reports of all recorded runs again
+python docs/tables.py --stale [PLACE]     which recordings are of other code: docs/record.sh makes them again
 """
 
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.record import Run, Study, write_bytes  # noqa: E402
+from common.record import Run, Study, code_sha256, write_bytes  # noqa: E402
+from common.text import say  # noqa: E402
 from report import parity, scaling, sweep, table  # noqa: E402
 from report.__main__ import write  # noqa: E402
 from report.figures import LEGEND, MARK, Figures, figures  # noqa: E402
@@ -131,16 +133,11 @@ def predictions(*of: str, mixed: bool = False) -> str:
     return shown(rows, *of, mixed=mixed)
 
 
-def provenance() -> str:
-    """Where and when everything was recorded, and by which command."""
-    rows = []
-    for place in places():
-        first = next(run.environment for run in runs(place) if run.environment)
-        commits = dict.fromkeys(run.environment.commit[:7] for run in runs(place) if run.environment)
-        found = record(place)
-        row = {"recording": place, "machine": first.device, "torch": first.versions.get("torch", "-")}
-        rows.append(row | {"commit": ", ".join(commits), "on": found.started_at[:10], "by": found.command})
-    return table.pipe(rows, 6)
+def stale(*of: str) -> list[str]:
+    """Of these recordings, or of all, those that are absent or of other scripts and common/ than the present ones."""
+    now = code_sha256(ROOT)
+    code = {place: {run.environment.code_sha256 for run in runs(place) if run.environment} for place in places()}
+    return [place for place in of or code if code.get(place) != {now}]
 
 
 def renew() -> None:
@@ -153,4 +150,8 @@ def renew() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--stale"]:
+        found = stale(*sys.argv[2:])
+        say("\n".join(found) or "every record is of the present code")
+        sys.exit(bool(found))
     renew()

@@ -10,9 +10,9 @@ import pytest
 import torch
 from conftest import FAST, ROOT, STEPS, arguments, built, run_python
 
-from common import benchmark, cuda_graph, hardware, profile
+from common import benchmark, cuda_graph, profile
 from common.model import GPTConfig
-from common.record import Row
+from common.record import Row, code_sha256
 from common.text import Progress
 
 WITHOUT_PACKAGES = """
@@ -135,15 +135,13 @@ def test_a_profiler_that_fails_costs_what_it_would_have_shown_and_not_the_row(mo
     assert row.status == "ok" and "not observed: no profiler here" in row.note
 
 
-def test_the_code_of_a_record_is_known_by_its_hash(tmp_path, monkeypatch):
-    before = hardware.code_sha256()
+def test_the_code_of_a_record_is_known_by_its_hash(tmp_path):
     (tmp_path / "common").mkdir()
     for path in [*ROOT.glob("[0-9]_*.py"), *ROOT.glob("common/*.py")]:
         (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
-    monkeypatch.setattr(hardware, "ROOT", tmp_path)
-    assert hardware.code_sha256() == before
+    assert code_sha256(ROOT) == code_sha256(tmp_path)
     (tmp_path / "common" / "text.py").write_text("# changed")
-    assert hardware.code_sha256() != before
+    assert code_sha256(ROOT) != code_sha256(tmp_path)
 
 
 CATEGORIES = {

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Record a machine under docs/results/MACHINE:
+#
+#   docs/record.sh MACHINE           every piece that is missing or of other code; each takes at most ten minutes
+#   docs/record.sh MACHINE NAME ...  these pieces, for example: slice gpt2
+#   docs/record.sh --check           the records of other code than the present one
+#
+# A piece that was interrupted is continued: ./run_all.sh --resume DIR, then cp -r DIR/results.json to its folder.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python="${PYTHON:-$(./run_all.sh --setup)}"
+[ "${1:-}" = --check ] && exec "$python" docs/tables.py --stale
+machine="${1:?docs/record.sh MACHINE [NAME ...]}"
+shift
+core="roofs gpt3-6.7b-slice gpt2 parity"
+names=("${@:-}")
+[ -n "${names[0]}" ] || read -ra names <<<"$core gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations anatomy"
+
+ladder() { # the options of run_all.sh: its newest run becomes the record
+  ./run_all.sh "$@"
+  cp results/latest/results.json "$to/"
+}
+
+for name in "${names[@]}"; do
+  to="docs/results/$machine/$name"
+  mkdir -p "$to"
+  "$python" docs/tables.py --stale "$machine/$name" >/dev/null && continue
+  case "$name" in
+    roofs) "$python" -m ladder.roofs --grid --preset gpt3-6.7b-slice --output "$to/roofs.json" ;;
+    gpt3-6.7b-slice) ladder --preset gpt3-6.7b-slice --repeat 2 --peers ;;
+    gpt2) ladder --preset gpt2 --repeat 3 --peers ;;
+    gpt2-batch-8) ladder --preset gpt2 --batch-size 8 ;;
+    gpt3-xl) ladder --preset gpt3-xl ;;
+    wide-8192) ladder --preset gpt3-6.7b-slice --n-layer 3 --n-embd 8192 --n-head 64 ;;
+    narrow-320) ladder --preset gpt2 --n-layer 3 --n-head 5 --n-embd 320 --seq-len 1536 --batch-size 4 ;;
+    tiny) ladder --preset tiny --repeat 3 ;;
+    sweep) ladder --sweep ;;
+    scaling) ladder --scaling --preset gpt3-6.7b-slice ;;
+    parity) "$python" -m anatomy.parity --preset gpt2 --batch-size 8 --output "$to/results.json" ;;
+    ablations) "$python" -m anatomy.ablations --preset gpt3-6.7b-slice --output "$to/results.json" ;;
+    anatomy) "$python" -m anatomy all --json "$to/anatomy.json" >"$to/report.md" ;;
+    *) echo "docs/record.sh: there is no piece named $name" >&2 && exit 2 ;;
+  esac
+done
+docs/renew.sh
