@@ -20,6 +20,7 @@ class Card:
 
     name: str
     title: str  # what the script says of itself in its first line
+    change: str  # and of its change
     outcome: str  # how fast it is, or why it has no time
     pair: list[Line] = field(default_factory=list)  # the nearest row before that has a time, and this one
     code: list[tuple[str, str]] = field(default_factory=list)  # (sign, line)
@@ -32,7 +33,9 @@ def cards(made: Figures) -> list[Card]:
     found, before, script = [], None, None
     for line in made.steps:
         if script and line.row.status != "not run":
-            card = Card(line.name, title(line.row), line.why_untimed, code=code_diff(script, line.row))
+            card = Card(
+                line.name, title(line.row), change(line.row), line.why_untimed, code=code_diff(script, line.row)
+            )
             if line.ms:
                 card.outcome = _outcome(before, line)
             if line.ms and before:
@@ -54,6 +57,12 @@ def _outcome(before: Line | None, line: Line) -> str:
     slower = faster.value < 1
     factor = 1 / faster.value if slower else faster.value
     return f"{factor:.2f}{faster.mark} times {'slower' if slower else 'faster'} than {before.name}"
+
+
+def change(row: Row) -> str:
+    """What a script's docstring says under `Change:` and `Why:`."""
+    parts = re.findall(r"(?ms)^(?:Change|Why): +(.*?)(?=^\w+:|\"{3})", (row.source or "")[:3000])
+    return " ".join(" ".join(part.split()) for part in parts)
 
 
 def title(row: Row) -> str:
