@@ -14,7 +14,7 @@ from common.text import OneLineParser, Skip, positive_int
 
 DDP_WARMUP = 11  # DDP divides gradients into buckets anew, and times itself, until then: no CUDA graph holds that
 ESTIMATE_MARGIN = 1.1  # mixed precision keeps a little more than the estimate of a plain step
-FEWEST_STEPS, MOST_STEPS, STEPS_FLOPS = 7, 30, 1e15  # by default on a GPU: as many steps as so many model FLOPs take
+FEWEST_STEPS, MOST_STEPS, STEPS_FLOPS = 8, 30, 1e15  # by default on a GPU: as many steps as so many model FLOPs take
 STAGED_BYTES = 2**30  # of batches, at most
 
 
@@ -55,7 +55,7 @@ class Arguments(argparse.Namespace):
         """Raises Skip without an NVIDIA GPU that multiplies FP8, and where a matrix has a dimension that FP8 does not
         divide: channels, tokens (the leading one of weight gradients) and, with `head`, the vocabulary."""
         capability = hardware.compute_capability(self.device)
-        if capability < (8, 9):
+        if capability < hardware.FP8_CAPABILITY:
             raise Skip("FP8 needs an NVIDIA GPU of the generation Ada, Hopper or newer")
         if not self.amp:
             raise Skip(f"FP8 is multiplied under BF16 mixed precision, not under {self.amp_note}")
@@ -111,7 +111,7 @@ def build_parser(name: str, description: str | None) -> OneLineParser:
         (shape, "--batch-size", positive_int, "sequences per training step, of each process"),
         (shape, "--lr", float, "AdamW's rate, constant, at most 1 (default: 0.128 / channels)"),
         (shape, "--seed", positive_int, "weights and batches (default: 1337)"),
-        (run, "--steps", positive_int, "steps trained and timed, at least (default: 7 to 30, by size; CPU: 10)"),
+        (run, "--steps", positive_int, "steps trained and timed, at least (default: 8 to 30, by size; CPU: 10)"),
         (run, "--heldout-every", positive_int, "the loss on held-out text after every N trained steps"),
         (run, "--warmup", positive_int, f"untimed steps first (default: 3; {DDP_WARMUP} on several GPUs)"),
     ):

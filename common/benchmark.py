@@ -25,7 +25,7 @@ from common.cuda_graph import CapturedStep
 from common.record import Row, Run, write_json
 from common.text import PROGRESS_FD, Progress, Skip, one_line, portable_command, say
 
-PROFILED_STEPS = 3
+PROFILED_STEPS, LONG_STEP_MS = 3, 1000
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")  # what libraries say of it
 
 
@@ -104,10 +104,13 @@ def run_and_record(main: Callable, args: Arguments) -> int:
         command = portable_command(f"python {args.script.name}", sys.argv[1:])
         try:
             write_json(args.output, Run(command, started_at, hardware.describe(args.device), args.workload(), [row]))
-            if write_traces and args.profile:  # last: a disk may be full
-                write_traces()
         except OSError as error:
             row.status, row.reason = "failed", f"cannot write {args.output.parent}: {error.strerror or error}"
+        try:
+            if write_traces and args.profile:  # last: a disk may be full
+                write_traces()
+        except Exception as error:  # of the disk, the profiler, or the step: the record stands
+            say(f"no trace: {one_line(error)}", sys.stderr)
         if PROGRESS_FD not in os.environ:  # the ladder shows where its records are
             say(f"record: {args.output}")
         say(result_lines(row, args))
@@ -131,8 +134,7 @@ def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> Callab
     captured = isinstance(train_step, CapturedStep) and train_step.reason is None
     if captured:
         train_step.record(*batches[0])
-    elif device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        row.peak_bytes = torch.cuda.max_memory_allocated(device)  # replays allocate nothing
     row.timing.warmup_s = time.perf_counter() - warmup_began
     if args.heldout_every:
         train_with_heldout(steps, model, args, row)
@@ -142,7 +144,7 @@ def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> Callab
         if not math.isfinite(loss):
             raise FloatingPointError(f"loss is {loss} at training step {k}: lower --lr (now {args.lr:g})")
     if device.type == "cuda":
-        row.peak_bytes = int(*parallel.largest([torch.cuda.max_memory_allocated(device)], args))
+        row.peak_bytes = int(*parallel.largest([row.peak_bytes], args))
     progress.show("observing")
     write_traces = None
     try:
@@ -182,20 +184,19 @@ def observe(step, train_step, batch: tuple, model: torch.nn.Module, args: Argume
     Kernels and times are those of the timed `step`. Operators and host waits are of a launched one: a replay has none.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
-    on_gpu = args.device.type == "cuda"
+    on_gpu, median_ms = args.device.type == "cuda", statistics.median(row.timing.step_ms)
     if args.profile:
-        median_ms = statistics.median(row.timing.step_ms)
-        row.profile = profile.profile_steps(step, PROFILED_STEPS, median_ms, args.device)
+        n_steps = 1 if median_ms > LONG_STEP_MS else PROFILED_STEPS
+        row.profile = profile.profile_steps(step, n_steps, median_ms, args.device)
     if isinstance(train_step, CapturedStep):
         train_step.release()
         step = partial(train_step.launch, *batch)
-    if on_gpu:
-        row.host_syncs = profile.count_host_syncs(step)
-    row.settings, profiler = profile.observe(step, model, args.device)
+    (row.settings, profiler), waits = profile.count_host_syncs(lambda: profile.observe(step, model, args.device))
+    row.host_syncs = waits if on_gpu else None
 
     def write_traces() -> None:
         profile.write_by_rename(profiler.export_chrome_trace, args.output.with_suffix(".trace.json.gz"))
-        if on_gpu and args.world.size == 1:  # a step of several processes needs them all
+        if on_gpu and args.world.size == 1 and median_ms < LONG_STEP_MS:  # a step of several processes needs them all
             profile.write_memory_snapshot(step, args.output.with_suffix(".memory.pickle"))
 
     return write_traces
@@ -205,11 +206,11 @@ def notes(train_step: timing.TrainStep, row: Row, args: Arguments) -> list[str |
     """What qualifies an ok row, a line each."""
     on_gpu = args.device.type == "cuda"
     lower = row.settings.float32_matmul_precision != "highest" and row.settings.amp_dtype == "float32"
-    foreign = "attention ran on a cuDNN that is not PyTorch's: put PyTorch's first on LD_LIBRARY_PATH"
+    foreign = "attention ran on another cuDNN than PyTorch was built with: put PyTorch's first on LD_LIBRARY_PATH"
     return [
         args.amp_note if lower else None,
         train_step.reason if isinstance(train_step, CapturedStep) and on_gpu else None,
-        foreign if on_gpu and not hardware.cudnn_version().isdecimal() else None,
+        foreign if on_gpu and hardware.has_foreign_cudnn() else None,
     ]
 
 

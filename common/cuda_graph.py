@@ -60,12 +60,13 @@ class CapturedStep:
             with torch.cuda.graph(graph, stream=own):
                 try:
                     self.loss = self.launch(*self.batch).detach()
-                except RuntimeError as error:
+                except BaseException as error:
                     cause = error  # ending a broken capture raises another
                     raise
         except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # a capture that could not end leaves its own
             cause = cause or error
-            if isinstance(cause, torch.OutOfMemoryError):
+            if not isinstance(cause, RuntimeError) or isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
             raise CaptureError(f"the step cannot be captured as a CUDA graph: {one_line(cause, 150)}") from cause
         self.graph, self.held = graph, self._constants()

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from common.record import Environment, code_sha256
-from common.text import one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 # Of variables that change which kernels run or what they compute.
 NUMERIC_PREFIXES = ("ATEN_", "CUBLAS_", "CUDA_", "MKL_", "NCCL_", "NVIDIA_TF32", "NVTE_", "OMP_", "ONEDNN_", "PYTORCH_")
+NUMERIC_PREFIXES += ("TORCH", "TRITON_")
+FP8_CAPABILITY = (8, 9)  # Ada, Hopper and newer multiply FP8
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
@@ -111,7 +112,7 @@ def describe(device: torch.device) -> Environment:
     )
     found.commit, found.dirty = _commit()
     if device.type == "cuda":
-        versions |= {"cuda": torch.version.cuda, "cudnn": cudnn_version()}
+        versions |= {"cuda": torch.version.cuda, "cudnn": cudnn_version(), "driver": driver_version()}
         properties = torch.cuda.get_device_properties(device)
         found.gpu_uuid, found.gpu_memory_bytes = f"GPU-{properties.uuid}", properties.total_memory
         found.compute_capability = ".".join(map(str, compute_capability(device)))
@@ -120,11 +121,24 @@ def describe(device: torch.device) -> Environment:
 
 
 def cudnn_version() -> str:
-    """As torch reports it, for example 91900; its complaint where another library's cuDNN was loaded first."""
+    """Of the cuDNN that runs, for example 9.19.0: another library may have loaded its own first."""
+    return ".".join(map(str, torch._C._cudnn.getRuntimeVersion()))
+
+
+def has_foreign_cudnn() -> bool:
+    """Whether the cuDNN that runs is another one than PyTorch was built with."""
+    return torch._C._cudnn.getRuntimeVersion() != torch._C._cudnn.getCompileVersion()
+
+
+def driver_version() -> str | None:
+    """Of NVIDIA's driver; None without the package nvidia-ml-py."""
     try:
-        return str(torch.backends.cudnn.version())
-    except RuntimeError as error:
-        return " ".join(one_line(error).split())
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlSystemGetDriverVersion()
+    except Exception:  # ImportError, or whatever the driver's library raises
+        return None
 
 
 def _version(package: str) -> tuple[str, str | None]:

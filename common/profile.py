@@ -6,6 +6,7 @@ pointwise is also what a compiler fused of these, with the casts that it fused i
 to FP8. Names that no rule knows are other.
 """
 
+import math
 import os
 import re
 import sys
@@ -57,6 +58,7 @@ POINTWISE = r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|
 BACKWARD = r"bprop|bwd|[Bb]ackward|cutlassB|dot_do_o|convert_dq"
 OPTIMIZERS = {"_fused_adam": "fused", "_foreach_": "foreach"}  # by how their operators' names begin
 KERNELS_KEPT = 40
+WARM_MS = 500  # of steps before those that are profiled
 SHORTEST_MS = 0.01  # of a CPU's operator in the timeline of a block
 
 
@@ -106,17 +108,19 @@ def _fp8_recipe(module: torch.nn.Module) -> str | None:
     return "torchao" if type(module).__name__ == "Float8Linear" else None
 
 
-def count_host_syncs(step: Callable[[], object]) -> int:
-    """How often one `step` makes the host wait for the GPU, by PyTorch's own sync debug mode."""
+def count_host_syncs(work: Callable[[], object]) -> tuple[object, int]:
+    """What `work` returns, and how often it makes the host wait for the GPU, by PyTorch's own sync debug mode."""
+    if not torch.cuda.is_initialized():
+        return work(), 0
     previous = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            step()
+            found = work()
         finally:
             torch.cuda.set_sync_debug_mode(previous)
-    return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
+    return found, sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
 def write_memory_snapshot(step: Callable[[], object], path: Path) -> None:
@@ -142,16 +146,23 @@ def write_by_rename(write: Callable[[str], object], path: Path) -> None:
 def profile_steps(step: Callable[[], object], n_steps: int, median_ms: float, device: torch.device) -> Profile:
     """The record's profile of `n_steps`, each of `median_ms` when timed. Raises what the profiler raises.
 
-    The profiler slows the host, so its own gaps are not counted: idle is what the timed median leaves over.
+    The profiler slows the host, so its own gaps are not counted: idle is what the timed median leaves over. A GPU that
+    waited is cooler and faster, so steps for WARM_MS run first. Raises RuntimeError where no kernel is in the trace.
     """
     if device.type == "cpu":
         return profile_cpu(step, n_steps)
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(n_steps):
+    warm = math.ceil(WARM_MS / median_ms)
+    schedule = torch.profiler.schedule(wait=0, warmup=warm, active=n_steps, repeat=1)
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], schedule=schedule) as profiler:
+        for k in range(warm + n_steps):
             step()
-        torch.cuda.synchronize(device)
+            if k in (warm - 1, warm + n_steps - 1):
+                torch.cuda.synchronize(device)
+            profiler.step()
     say(profiler.key_averages().table("self_device_time_total", row_limit=20), sys.stderr)
     launches = gpu_launches(profiler)
+    if not launches:
+        raise RuntimeError("the profiler shows no kernels")
     found = _per_step([(launch, launch.ms) for launch in launches], n_steps)
     exchange = found.categories["communication"]
     found.communication_ms = exchange.ms

@@ -56,7 +56,7 @@ class Progress:
     """What a run is doing: a line on a terminal, renewed every five seconds, or JSON lines for the ladder."""
 
     def __init__(self, name: str, shown: bool = True):
-        self.name, self.doing, self.began = name, "", time.monotonic()
+        self.name, self.doing, self.began, self.written = name, "", time.monotonic(), 0.0
         alone = shown and "RANK" not in os.environ  # torchrun passes no file descriptor on
         self.pipe = int(os.environ.get(PROGRESS_FD, -1)) if alone else -1
         self.terminal = shown and self.pipe < 0 and sys.stderr.isatty()
@@ -64,8 +64,11 @@ class Progress:
             threading.Thread(target=self._renew, daemon=True).start()  # compiling takes long
 
     def show(self, doing: str) -> None:
-        """It never waits; "" clears the line."""
+        """Ten times a second at most, since a slow terminal would make steps wait; "" clears the line."""
         before, self.doing = self.doing, doing
+        if doing and time.monotonic() - self.written < 0.1:
+            return
+        self.written = time.monotonic()
         if self.pipe >= 0:
             try:
                 os.write(self.pipe, (json.dumps(doing) + "\n").encode())

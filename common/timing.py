@@ -16,7 +16,7 @@ from common.text import Progress
 TrainStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 SETTLING_S, TIMED_S = 2, 3  # of steps, at least, on a GPU
 CPU_PARTS = 4
-POLL_S = 0.05
+POLL_S, ASK_S = 0.05, 0.5
 PARTS, MOST_QUEUED = 9, 400  # of back-to-back work; launches
 REFERENCE_EDGE, REFERENCE_BYTES, REFERENCE_S = {"cuda": 4096, "cpu": 768}, 2**26, 0.2
 
@@ -32,7 +32,7 @@ class Steps:
         """Train `n` steps; yields after each. The host never waits here."""
         for k in range(n):
             self.progress.show(f"{phase} {k + 1}/{n}")
-            self.losses.append(self.train_step(*next(self.batches)).detach().clone())
+            self.losses.append(self.train_step(*next(self.batches)).detach())
             yield
 
     def timed_on_cpu(self, n: int) -> list[float]:
@@ -47,13 +47,16 @@ class Steps:
         """
         events = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
         events[0].record()
+        states, asked = [], time.monotonic()
         for event, _ in zip(events[1:], self.run(n, phase), strict=True):
             event.record()
-        states = [hardware.clock_and_power(device)]
+            if time.monotonic() - asked > ASK_S:  # of steps that the host launches while the GPU works
+                states, asked = [*states, hardware.clock_and_power(device)], time.monotonic()
+        states.append(hardware.clock_and_power(device))
         while not events[-1].query():
             time.sleep(POLL_S)
             states.append(hardware.clock_and_power(device))
-        return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], list(filter(None, states))
+        return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], states
 
 
 def time_steps(steps: Steps, at_least: int, row: Row, device: torch.device, slowest: Callable) -> None:
@@ -63,18 +66,23 @@ def time_steps(steps: Steps, at_least: int, row: Row, device: torch.device, slow
     """
     references = [reference_work(device)]
     if device.type == "cpu":
-        for part in torch.arange(at_least).tensor_split(CPU_PARTS):
-            if len(part):
-                row.timing.step_ms += slowest(steps.timed_on_cpu(len(part)))
+        for k in range(CPU_PARTS):
+            if n := at_least * (k + 1) // CPU_PARTS - at_least * k // CPU_PARTS:
+                steps.timed_on_cpu(1)  # brings back to the caches what the reference work drove out
+                row.timing.step_ms += slowest(steps.timed_on_cpu(n))
                 references.append(reference_work(device))
     else:
-        first = slowest(steps.timed_on_gpu(1, "settling", device)[0])
-        settling = slowest(steps.timed_on_gpu(math.ceil(SETTLING_S * 1e3 / first[0]), "settling", device)[0])
-        row.timing.settling_s = sum(first + settling) / 1e3
+        torch.cuda.reset_peak_memory_stats(device)
+        settling = slowest(steps.timed_on_gpu(1, "settling", device)[0])
+        while (left_ms := SETTLING_S * 1e3 - sum(settling)) > 0:
+            n = math.ceil(left_ms / statistics.median(settling))
+            settling += slowest(steps.timed_on_gpu(n, "settling", device)[0])
+        row.timing.settling_s = sum(settling) / 1e3
         n = max(at_least, math.ceil(TIMED_S * 1e3 / statistics.median(settling)))
         step_ms, states = steps.timed_on_gpu(n, "timed", device)
         row.timing.step_ms = slowest(step_ms)
-        if states:
+        row.peak_bytes = max(row.peak_bytes or 0, torch.cuda.max_memory_allocated(device))
+        if states := list(filter(None, states)):
             row.clock_mhz, row.power_w = map(statistics.fmean, zip(*states, strict=True))
         references.append(reference_work(device))
     row.reference = Reference(*map(list, zip(*references, strict=True))) if all(references) else None
@@ -86,13 +94,13 @@ def reference_work(device: torch.device) -> tuple[float, float] | None:
     The work is the same whatever is trained: where it takes longer, something else ran on this machine.
     """
     edge, dtype = REFERENCE_EDGE[device.type], torch.float16 if device.type == "cuda" else torch.float32
-    try:
+    try:  # its memory is no part of the row's peak, see `time_steps`
         a, b, out = (torch.full((edge, edge), 0.5, device=device, dtype=dtype) for _ in range(3))
         source, target = (torch.ones(REFERENCE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    except torch.OutOfMemoryError:
+        product_s = steady_seconds(lambda: torch.matmul(a, b, out=out), device, REFERENCE_S)
+        return product_s * 1e3, steady_seconds(lambda: target.copy_(source), device, REFERENCE_S) * 1e3
+    except RuntimeError:  # of CUDA's allocator, a CPU's, or cuBLAS's
         return None
-    product_s = steady_seconds(lambda: torch.matmul(a, b, out=out), device, REFERENCE_S)
-    return product_s * 1e3, steady_seconds(lambda: target.copy_(source), device, REFERENCE_S) * 1e3
 
 
 def seconds(work: Callable[[], object], n: int, device: torch.device) -> float:

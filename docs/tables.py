@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.record import Run, Study, code_sha256, write_bytes  # noqa: E402
+from common.record import Run, Study, code_sha256, read_object, write_bytes  # noqa: E402
 from common.text import say  # noqa: E402
 from report import parity, scaling, sweep, table  # noqa: E402
 from report.__main__ import write  # noqa: E402
@@ -135,9 +135,13 @@ def predictions(*of: str, mixed: bool = False) -> str:
 
 def stale(*of: str) -> list[str]:
     """Of these recordings, or of all, those that are absent or of other scripts and common/ than the present ones."""
-    now = code_sha256(ROOT)
-    code = {place: {run.environment.code_sha256 for run in runs(place) if run.environment} for place in places()}
-    return [place for place in of or code if code.get(place) != {now}]
+    code: dict[str, set[str]] = {}
+    for path in RESULTS.glob("*/*/*.json"):
+        content = read_object(path)
+        for run in content.get("runs", {"": content}).values():
+            found = (run.get("environment") or {}).get("code_sha256")
+            code.setdefault(str(path.parent.relative_to(RESULTS)), set()).add(found)
+    return [place for place in of or sorted(code) if code.get(place, set()) - {None} != {code_sha256(ROOT)}]
 
 
 def renew() -> None:

@@ -41,7 +41,6 @@ ATTENTION_NUMBERS = {"cuda": 2**25, "cpu": 2**18}  # in each of q, k and v
 WIDTH, HEADS, EDGE, VOCABULARY = {"cuda": 1024, "cpu": 256}, 16, {"cuda": 512, "cpu": 64}, 2**15
 TE_NORM = "Transformer Engine's LayerNorm"
 LAUNCHED_BLOCKS, LAUNCHED_STEPS, LAUNCHED_WARMUP = 8, 60, 10
-FP8 = (8, 9)  # compute capability
 
 
 def measure(args: Arguments, grid: bool) -> Roofs:
@@ -75,7 +74,8 @@ def measure(args: Arguments, grid: bool) -> Roofs:
             attend_s = steady_seconds(attention(T, D, heads, device), device, KERNEL_S)
             roofs.attention.append(AttentionRate(T, D, 6 * T * D * T * heads / attend_s))
     if device.type == "cuda":
-        roofs.launch_s = {name: launch_seconds(device, name == "bf16") for name in ("fp32", "bf16")}
+        with skipping(roofs, "launches"):
+            roofs.launch_s = {name: launch_seconds(device, name == "bf16") for name in ("fp32", "bf16")}
     return roofs
 
 
@@ -96,7 +96,9 @@ def unavailable(precision: str, device: torch.device) -> str | None:
         return "needs an Ampere GPU or newer"
     if precision == "bf16" and not hardware.has_bf16_matrix_instructions(device):
         return "no BF16 matrix instructions"
-    return "needs an Ada or Hopper GPU or newer" if precision == "fp8" and capability < FP8 else None
+    return (
+        "needs an Ada or Hopper GPU or newer" if precision == "fp8" and capability < hardware.FP8_CAPABILITY else None
+    )
 
 
 def sizes(config, batch_size: int) -> dict[str, int]:
@@ -195,7 +197,11 @@ def kernels(numbers: int, te, device: torch.device) -> Iterator[tuple[str, Calla
 
 def te_module(device: torch.device) -> ModuleType | None:
     """Transformer Engine where this GPU multiplies FP8 and it imports; else None."""
-    te = optional("transformer_engine.pytorch") if hardware.compute_capability(device) >= FP8 else None
+    te = (
+        optional("transformer_engine.pytorch")
+        if hardware.compute_capability(device) >= hardware.FP8_CAPABILITY
+        else None
+    )
     return te if isinstance(te, ModuleType) else None
 
 
@@ -237,7 +243,9 @@ def launch_seconds(device: torch.device, mixed: bool) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize(device)
-    return statistics.median(times[LAUNCHED_WARMUP:]) / len(profile.gpu_launches(profiler))
+    if not (launches := profile.gpu_launches(profiler)):
+        raise RuntimeError("the profiler shows no kernels")
+    return statistics.median(times[LAUNCHED_WARMUP:]) / len(launches)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ Run:      PYTHONPATH=nanoGPT python peers/nanogpt.py    Needs: git clone the rep
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -29,8 +30,8 @@ class LossOnly(torch.nn.Module):
 
 
 def main(args):
-    if not hasattr(nanogpt, "GPTConfig"):
-        raise Skip(f"{nanogpt.__file__} is not nanoGPT's model.py: PYTHONPATH must name a clone of karpathy/nanoGPT")
+    if not (isinstance(nanogpt, ModuleType) and hasattr(nanogpt, "GPTConfig")):
+        raise Skip("nanoGPT's model.py does not import: PYTHONPATH must name a clone of karpathy/nanoGPT")
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
     shape = args.config

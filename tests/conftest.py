@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common import data, parallel, timing  # noqa: E402
-from common.arguments import Arguments  # noqa: E402
+from common.arguments import Arguments, build_parser  # noqa: E402
 from common.model import GPTConfig  # noqa: E402
 
 # A shell starts what runs in the background without these, and what tests start would ignore them too.
@@ -44,7 +44,7 @@ def load_step(name: str) -> ModuleType:
 
 
 def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **overrides) -> Arguments:
-    fields = {
+    fields = vars(build_parser(step, None).parse_args([])) | {
         "script": ROOT / f"{step}.py",
         "preset": "tiny",
         "config": config,
@@ -52,17 +52,12 @@ def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **
         "steps": 6,
         "warmup": 2,
         "lr": 4e-3,
-        "seed": 1337,
         "text": data.standard_library_text(),
         "device": torch.device(device),
         "amp_dtype": amp_dtype,
         "amp_note": None,
-        "profile": False,
-        "capture": True,
-        "heldout_every": None,
         "output": Path("/nonexistent/record.json"),
         "notes": [],
-        "parallel": None,
         "world": parallel.World(),
     }
     return Arguments(**(fields | overrides))
