@@ -74,16 +74,9 @@ def of_one(find: Callable[[str], object], rows: Callable[..., list[dict]], place
     return shown(rows(find(place)), place, mixed=mixed)
 
 
-def block_rows(made: Figures) -> list[dict]:
-    found = [(line.name, line.row.profile.block) for line in made.steps if line.row.profile]
-    cells = [(name, f"{block.forward_ms:.2f}", f"{block.backward_ms:.2f}") for name, block in found if block]
-    return [dict(zip(("step", "forward, ms", "backward, ms"), cell, strict=True)) for cell in cells]
-
-
 ladder = partial(of_one, made, partial(table.table_rows, extent=True))  # every step and peer
 categories = partial(of_one, made, table.category_rows)  # milliseconds of each step by kind of kernel
 limits = partial(of_one, made, table.limit_rows)  # what limits each step
-blocks = partial(of_one, made, block_rows)  # milliseconds of one transformer block
 roofs = partial(of_one, made, lambda made: table.roof_rows(made.run.roofs))  # what bare matrix products reach
 grid = partial(of_one, record, sweep.grid_rows)  # a sweep: times faster than the step before
 every_row = partial(of_one, record, table.study_rows)  # every row of every run: the largest batches

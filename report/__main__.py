@@ -1,10 +1,9 @@
 """Reports from records, without torch.
 
-python -m report DIR [--open]      print the table of a run folder, and write its reports into it
+python -m report DIR               print the table of a run folder, and write its reports into it
 python -m report --compare A B     two runs, row by row
 """
 
-import webbrowser
 from pathlib import Path
 
 from common.record import MERGED, PLAN, Study, write_bytes, write_json
@@ -38,7 +37,6 @@ def write(folder: Path, record) -> str:
 def main() -> int:
     parser = OneLineParser(prog="python -m report", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder that run_all.sh wrote")
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="folders of two runs")
     args = parser.parse_args()
     if (args.folder is None) == (args.compare is None):
@@ -55,8 +53,6 @@ def main() -> int:
     except load.RecordError as error:
         parser.error(str(error))
     say(write(args.folder, record))
-    if args.open:
-        webbrowser.open((args.folder / "report.html").resolve().as_uri())
     runs = record.runs.values() if isinstance(record, Study) else [record]
     rows = [row for run in runs for row in [*run.rows, *run.peers] if row.reason != load.LEFT_OUT]
     return int(any(row.status not in GOOD for row in rows))

@@ -4,7 +4,6 @@ Names come from records: they are shortened, and never read as markup or as form
 """
 
 import io
-import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ DASHES = ("-", "--", "-.", ":", (0, (5, 1)))
 PLAIN, FAINT = "#2f7ebc", "#9aa5b1"
 INK = "#123457"  # stands for the page's own text color, see `svg`
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
-MOST_POINTS = 1000  # of one curve
 STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -126,11 +124,9 @@ def loss_svg(made: Figures) -> str:
         above, below = drawn.subplots(2, sharex=True, height_ratios=(3, 2))
         for k, row in enumerate(rows):
             look = {"color": CURVES[k % len(CURVES)], "linestyle": DASHES[k % len(DASHES)], "linewidth": 1.4}
-            every = math.ceil(len(row.loss) / MOST_POINTS)
-            above.plot(range(0, len(row.loss), every), row.loss[::every], label=one_line(row.step, 24), **look)
-            apart = [b - a for a, b in zip(rows[0].loss, row.loss, strict=False)][::every]
-            below.plot(range(0, every * len(apart), every), apart, **look)
+            above.plot(row.loss, label=one_line(row.step, 24), **look)
+            below.plot([b - a for a, b in zip(rows[0].loss, row.loss, strict=False)], **look)
         above.set_ylabel("loss, nats")
         above.legend(fontsize=8)
-        below.set(xlabel="training step, warm-up included", ylabel=f"less {one_line(rows[0].step, 14)}")
+        below.set(xlabel="training step, warm-up included", ylabel=f"minus {one_line(rows[0].step, 14)}")
         return svg(drawn, "loss")

@@ -251,7 +251,7 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for name, commit in (("a", "1111111"), ("b", "1111111"), ("c", "2222222")):
         runs.write(tmp_path / "m" / name, runs.ladder(200, 100, measured=runs.roofs(), commit=commit))
-    for make in (tables.ladder, tables.categories, tables.limits, tables.blocks, tables.roofs):
+    for make in (tables.ladder, tables.categories, tables.limits, tables.roofs):
         assert make("m/a").startswith("| ") and "Mixed" not in make("m/a")
     assert tables.gains("m/a", "m/b").splitlines()[-1].endswith(" 2.00 |")
     with pytest.raises(ValueError, match=r"m/a, m/c: GPU at 1111111; GPU at 2222222"):
