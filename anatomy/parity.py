@@ -4,7 +4,7 @@
 
 A row is a step by its number, a peer by its name, or a variant by that of its patch. The ARGUMENTs are those of a step
 (default: --steps 1000 --heldout-every 100). A run is a process of its own; FILE is a study, written after each, and
-continued where it exists. Compared are the held-out loss at the end and the mean of the last training losses:
+continued where it exists. Compared are the held-out loss at the end and the mean of the first training losses:
 
 - A seed gives all rows the same weights and batches, so the differences d_1 ... d_n to the first row are paired. Their
   95 % interval is mean(d) +- t(0.975, n - 1) s / sqrt(n), where s is their standard deviation and t Student's (section
@@ -26,9 +26,9 @@ import numpy as np
 from anatomy.ablations import ROOT, Runs, variants, write_script
 from common.text import OneLineParser, Skip, aligned, one_line, positive_int, run_command, say
 
-LAST = 50  # training losses whose mean is the last loss
+FIRST = 50  # training losses: later, rows that round otherwise drift apart
 DEFAULTS = {"--steps": "1000", "--heldout-every": "100"}
-MEASURES = {"held-out": lambda row: row["heldout"][-1][1], "last": lambda row: float(np.mean(row["loss"][-LAST:]))}
+MEASURES = {"held-out": lambda row: row["heldout"][-1][1], "first": lambda row: float(np.mean(row["loss"][:FIRST]))}
 
 
 @functools.cache

@@ -8,12 +8,15 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import warnings
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from common.text import say
 
 TIMEOUT = timedelta(minutes=10)  # of one exchange: another process may be compiling
 PARENT_DIES = 1  # PR_SET_PDEATHSIG
@@ -44,6 +47,9 @@ def start(args) -> None:
     on_gpu = args.device.type == "cuda"
     if on_gpu:  # DDP works on the stream on which it was built, and the default stream cannot be captured
         torch.cuda.set_stream(torch.cuda.Stream(args.device))
+    if args.world.local_rank == 0:
+        where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        say(f"meeting {args.world.size} processes at {where}, for at most {TIMEOUT}", sys.stderr)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=args.device if on_gpu else None)
     works: list = [None] * args.world.size
     dist.all_gather_object(works, asdict(args.workload()) | {"amp_dtype": str(args.amp_dtype)})

@@ -95,7 +95,7 @@ def new_plan(given: argparse.Namespace, arguments: list[str], argv: list[str], p
         most = given.gpus or facts["gpus"] or 2  # a CPU runs two processes
         if most < 2:
             parser.error("--scaling needs two GPUs or more; with --device cpu it runs two processes on the CPU")
-        rows = runs.scaling(rows, most, given.parallel, given.only)
+        rows = runs.scaling(rows, most, given.parallel, given.only, facts["device_type"])
     elif kind == "sweep":
         rows = runs.sweep(rows, facts["device_type"])
     elif kind == "ladder":

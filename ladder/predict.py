@@ -212,7 +212,7 @@ class Prediction:
 
 
 class Machine:
-    """Times of products, kernels and attention of any size, from roofs. KeyError where they lack a neighbour."""
+    """Times of products, kernels and attention of any size, from roofs."""
 
     def __init__(self, measured: Roofs):
         self.roofs = measured
@@ -227,21 +227,24 @@ class Machine:
         """Of a product at its ceiling: measured, or linear in M, N and K between its neighbours in the grid.
 
         A product costs a launch, bytes that grow with two dimensions at a time, and FLOPs that grow with all three, so
-        its time is linear in each dimension. Outside the grid its last two sizes are continued.
+        its time is linear in each dimension. Beyond the grid it grows with the FLOPs. Raises ValueError without a grid.
         """
         if (precision, m, n, k) in self.products:
             return self.products[precision, m, n, k]
+        if not all((precision, *corner) in self.products for corner in itertools.product(self.axis, repeat=3)):
+            raise ValueError("the roofs lack products of this size: python -m ladder.roofs --grid measures all sizes")
         axis, total = self.axis, 0.0
+        beyond = math.prod(max(1.0, size / axis[-1]) for size in (m, n, k))
         corners = []  # of each dimension: (size in the grid, weight) twice
         for size in (m, n, k):
-            size = max(size, axis[0] / 2)
+            size = min(max(size, axis[0] / 2), axis[-1])
             upper = next((i for i, edge in enumerate(axis[1:-1], 1) if edge >= size), len(axis) - 1)
             share = (size - axis[upper - 1]) / (axis[upper] - axis[upper - 1])
             corners.append(((axis[upper - 1], 1 - share), (axis[upper], share)))
         for corner in itertools.product(*corners):
             weight = math.prod(weight for _, weight in corner)
             total += weight * self.products[(precision, *(edge for edge, _ in corner))]
-        return total
+        return beyond * total
 
     def pass_s(self, one: Pass, numbers: float) -> float:
         """Of one kernel of a pass over `numbers` numbers: measured, or the time of a copy of as many bytes."""
@@ -278,13 +281,12 @@ class Machine:
 
 
 def predict(step: str, shape, batch_size: int, measured: Roofs) -> Prediction:
-    """One step at a shape (a GPTConfig), from the roofs of a machine. Raises ValueError and KeyError where they lack a
-    part."""
+    """One step at a shape (a GPTConfig), from the roofs of a machine. Raises ValueError where they lack a part."""
     machine, numbers, number = Machine(measured), roofs.sizes(shape, batch_size), step[0]
     mixed = "bf16" if "bf16" in machine.precisions else "fp32"
     precision = {"0": "fp32", "4": "fp8"}.get(number, mixed)
     if precision not in machine.precisions or not (measured.kernels and measured.attention):
-        raise ValueError(f"these roofs lack {precision} products, kernels or attention")
+        raise ValueError(f"the roofs lack {precision.upper()} products, kernels or attention")
     seconds, launches = dict.fromkeys(CATEGORIES, 0.0), 0
     for one, times in [*((p, shape.n_layer) for p in IN_A_BLOCK[number]), *((p, 1) for p in ONCE_A_STEP[number])]:
         parts = math.ceil(numbers[one.tensor] / one.most) if one.most else 1
@@ -340,16 +342,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the milliseconds there, by step")
     given, words = parser.parse_known_args()
     args = arguments.parse_args(hardware.ROOT / "ladder" / "predict.py", __doc__, words, trains=False)
+    found, why = {}, {}
     try:
         measured, path = read_roofs(given.machine)
-        found = {}
-        for step in (name.removesuffix(".py") for name in scripts()):
-            try:
-                found[step] = predict(step, args.config, args.batch_size, measured)
-            except (ValueError, KeyError) as error:
-                say(f"{step} is not predicted: {error}; python -m ladder.roofs --grid measures all sizes")
     except ValueError as error:
         parser.error(str(error))
+    for step in (name.removesuffix(".py") for name in scripts()):
+        try:
+            found[step] = predict(step, args.config, args.batch_size, measured)
+        except ValueError as error:
+            why[step] = str(error)
+    if not found:
+        parser.error(f"{path}: {next(iter(why.values()))}")
     rows = []
     for step, one in found.items():
         busy = sum(one.category_ms.values())
@@ -358,6 +362,7 @@ def main() -> None:
         rows.append(
             {"step": step, "predicted ms": f"{one.ms:.2f}", **{name: f"{ms:.2f}" for name, ms in parts.items()}}
         )
+    say("\n".join(f"{step} is not predicted: {reason}" for step, reason in why.items()) + "\n" * bool(why), end="")
     say(f"{aligned(rows)}\n\nmilliseconds a step of {args.config}, batch {args.batch_size}, from the roofs in {path}")
     if given.output:
         write_json(given.output, {step: one.ms for step, one in found.items()})

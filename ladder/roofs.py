@@ -27,7 +27,7 @@ from common import flops, hardware, profile
 from common.arguments import Arguments, parse_args
 from common.benchmark import optional
 from common.record import PRECISIONS, AttentionRate, KernelTime, ProductRate, Roofs, write_json
-from common.text import one_line, run_command, say
+from common.text import Progress, one_line, run_command, say
 from common.timing import seconds, steady_seconds
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
@@ -40,6 +40,7 @@ LENGTHS, HEAD_DIMS = (256, 1024, 4096, 16384), (64, 128)
 ATTENTION_NUMBERS = {"cuda": 2**25, "cpu": 2**18}  # in each of q, k and v
 WIDTH, HEADS, EDGE, VOCABULARY = {"cuda": 1024, "cpu": 256}, 16, {"cuda": 512, "cpu": 64}, 2**15
 TE_NORM = "Transformer Engine's LayerNorm"
+PROGRESS = Progress("roofs")
 LAUNCHED_BLOCKS, LAUNCHED_STEPS, LAUNCHED_WARMUP = 8, 60, 10
 
 
@@ -82,7 +83,7 @@ def measure(args: Arguments, grid: bool) -> Roofs:
 @contextlib.contextmanager
 def skipping(roofs: Roofs, what: str) -> Iterator[None]:
     """Errors of too little memory, or of a shape that a format cannot take, become a note."""
-    say(f"measuring {what}")
+    PROGRESS.show(f"measuring {what}")
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -253,6 +254,7 @@ def main() -> None:
     args = parse_args(hardware.ROOT / "ladder" / "roofs.py", __doc__, words)
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     roofs = measure(args, "--grid" in sys.argv)
+    PROGRESS.show("")
     roofs.environment, roofs.started_at = hardware.describe(args.device), started_at
     for precision in PRECISIONS:
         if steady := roofs.rate(precision):

@@ -68,7 +68,9 @@ def at(place: str, rows: list[PlannedRow], more: list[str], gpus: int = 1) -> li
     ]
 
 
-def scaling(rows: list[PlannedRow], most: int, parallel: str | None, only: str | None) -> list[PlannedRow]:
+def scaling(
+    rows: list[PlannedRow], most: int, parallel: str | None, only: str | None, device_type: str
+) -> list[PlannedRow]:
     """Every row on 1, 2, 4, ... and `most` GPUs, by DDP and for some also by FSDP2."""
     counts = sorted({most, *(2**k for k in range(most.bit_length()))})
     found, sharded = at("1", rows, []), []
@@ -78,7 +80,7 @@ def scaling(rows: list[PlannedRow], most: int, parallel: str | None, only: str |
             chosen = [row for row in rows if everywhere or row.script[0] in SHARDED]
             found += at(f"{gpus}-{how}", chosen, ["--parallel", how], gpus)
             sharded += [row for row in chosen if how == "fsdp" and row.script[0] in SHARDED and row not in sharded]
-    return found + at(LAUNCHED, sharded, ["--no-capture"])
+    return found + at(LAUNCHED, sharded if device_type == "cuda" else [], ["--no-capture"])
 
 
 def sweep(rows: list[PlannedRow], device_type: str) -> list[PlannedRow]:

@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from common.record import CATEGORIES, PRECISIONS
 from common.text import one_line
 from report.figures import GAPS, Figures
+from report.table import tflops
 
 # Okabe and Ito's colors, which stay apart for color-blind readers, and grays.
 PALETTE = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0e442", "#8a6d3b", "#b8bec6")
@@ -105,7 +106,7 @@ def roofline_svg(made: Figures) -> str:
             xs, ys = [left, ridges[name], right], [left * copy, rate, rate]
             axes.plot(xs, [y / 1e12 for y in ys], color=FAINT, linewidth=1.2)
             axes.plot(ridges[name], rate / 1e12, marker="D", color=INK, markersize=4)
-            axes.text(right, rate / 1e12, f"{name.upper()} {rate / 1e12:,.0f}", va="bottom", ha="right", fontsize=8)
+            axes.text(right, rate / 1e12, f"{name.upper()} {tflops(rate)}", va="bottom", ha="right", fontsize=8)
         for k, line in enumerate(line for line in made.steps if line.ms):
             shift, ha = ((0.83, "right"), (1.2, "left"))[k % 2]
             y = line.flops_per_s / 1e12

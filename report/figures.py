@@ -237,8 +237,8 @@ def _busy(timed: list[Line]) -> str:
 
 def _remarks(lines: list[Line], timed: list[Line]) -> list[str]:
     """Why rows have no time, doubts with MARK in front, and notes: `names: text`, each text once."""
-    said = [("", line.why_untimed, line) for line in lines if not line.ms]
-    said += [(f"{MARK} ", line.doubt, line) for line in timed if line.doubt]
+    said = [(f"{MARK} ", line.doubt, line) for line in timed if line.doubt]
+    said += [("", line.why_untimed, line) for line in lines if not line.ms]
     said += [("", line.note, line) for line in timed if line.note]
     names: dict[tuple[str, str], list[str]] = {}
     for mark, text, line in said:

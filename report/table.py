@@ -156,7 +156,7 @@ def describe_workload(work: Workload | None) -> str:
         return "workload unknown"
     names = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size", "lr")
     shape = ", ".join(f"{name} {getattr(work, name):g}" for name in names)
-    gpus = f", on {work.gpus} GPUs by {work.parallel}" if work.gpus > 1 else ""
+    gpus = f", {work.gpus} processes by {work.parallel}, TFLOP/s of each" if work.gpus > 1 else ""
     trained = f"{work.warmup} untimed and {work.steps} trained steps"
     return f"{work.preset}: {shape}, {work.parameters / 1e6:,.1f} M parameters, {trained}, text: {work.data.name}{gpus}"
 
@@ -197,7 +197,7 @@ def _markdown_page(title: str, made: Figures, tables: dict, said: list[str], com
     about = f"{describe_machine(made.environment)}; {describe_workload(made.run.workload)}"
     parts = [f"# {markdown(title)}", markdown(about)]
     parts += [f"{markdown(title)}\n\n{pipe(rows)}".strip() for title, rows in tables.items() if rows]
-    parts += ["\n".join(f"- {markdown(text)}" for text in [*said, CONVENTION]), f"    {one_line(command, 1000)}"]
+    parts += ["\n".join(f"- {markdown(text)}" for text in [*said, CONVENTION]), f"Run it again: `{markdown(command)}`"]
     return "\n\n".join(parts) + "\n"
 
 

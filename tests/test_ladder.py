@@ -194,7 +194,7 @@ def test_options_that_contradict_are_one_line(words, said, project):
 
 def test_runs_are_lists():
     rows = runs.ladder(["--preset", "gpt2"], ["0_x.py", "3_x.py", "4_x.py"], None)
-    outputs = [row.output for row in runs.scaling(rows, 4, None, None)]
+    outputs = [row.output for row in runs.scaling(rows, 4, None, None, "cuda")]
     assert outputs[:3] == ["1/0_x.json", "1/3_x.json", "1/4_x.json"] and "4-ddp/0_x.json" in outputs
     assert "2-fsdp/4_x.json" in outputs and "2-fsdp/0_x.json" not in outputs and "1-launched/3_x.json" in outputs
     swept = runs.sweep(rows, "cuda")

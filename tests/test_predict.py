@@ -45,7 +45,7 @@ def test_the_host_bounds_a_launched_step_and_power_a_large_product():
 def test_roofs_that_lack_a_part_predict_no_step_that_needs_it():
     short = made()
     short.products = [p for p in short.products if p.precision == "bf16"]
-    with pytest.raises(ValueError, match="fp32 products"):
+    with pytest.raises(ValueError, match="FP32 products"):
         predict.predict("0_baseline", PRESETS["gpt2"].config, 8, short)
 
 
