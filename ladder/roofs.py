@@ -10,6 +10,7 @@ other kernels need less power, lies between the two.
 
 import contextlib
 import datetime
+import functools
 import itertools
 import math
 import statistics
@@ -40,7 +41,6 @@ LENGTHS, HEAD_DIMS = (256, 1024, 4096, 16384), (64, 128)
 ATTENTION_NUMBERS = {"cuda": 2**25, "cpu": 2**18}  # in each of q, k and v
 WIDTH, HEADS, EDGE, VOCABULARY = {"cuda": 1024, "cpu": 256}, 16, {"cuda": 512, "cpu": 64}, 2**15
 TE_NORM = "Transformer Engine's LayerNorm"
-PROGRESS = Progress("roofs")
 LAUNCHED_BLOCKS, LAUNCHED_STEPS, LAUNCHED_WARMUP = 8, 60, 10
 
 
@@ -80,10 +80,15 @@ def measure(args: Arguments, grid: bool) -> Roofs:
     return roofs
 
 
+@functools.cache
+def progress() -> Progress:
+    return Progress("roofs")
+
+
 @contextlib.contextmanager
 def skipping(roofs: Roofs, what: str) -> Iterator[None]:
     """Errors of too little memory, or of a shape that a format cannot take, become a note."""
-    PROGRESS.show(f"measuring {what}")
+    progress().show(f"measuring {what}")
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -254,7 +259,7 @@ def main() -> None:
     args = parse_args(hardware.ROOT / "ladder" / "roofs.py", __doc__, words)
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     roofs = measure(args, "--grid" in sys.argv)
-    PROGRESS.show("")
+    progress().show("")
     roofs.environment, roofs.started_at = hardware.describe(args.device), started_at
     for precision in PRECISIONS:
         if steady := roofs.rate(precision):
