@@ -93,7 +93,7 @@ def run_and_record(main: Callable, args: Arguments) -> int:
         write_traces = run(main, args, row, progress)
     except Exception as error:  # whatever happened, the row must hold it
         row.status, row.reason = explain(error)
-        if row.status == "failed":
+        if row.status == "failed" and not isinstance(error, (FloatingPointError, parallel.DifferentWork)):
             traceback.print_exc()
         if args.world.size > 1 and not isinstance(error, (Skip, FloatingPointError)):  # of one process, not of all
             row.reason, first = f"rank {args.world.rank}: {row.reason}", True

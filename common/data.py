@@ -49,8 +49,8 @@ def load_text(path: Path | None, seq_len: int, vocab_size: int) -> Text:
 
 
 def _file_tokens(path: Path) -> np.ndarray:
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is not a regular file")
+    if path.exists() and not (path.is_file() and path.stat().st_size):
+        raise ValueError(f"{path} is empty or not a regular file")
     if path.suffix != ".bin":
         return np.fromfile(path, dtype=np.uint8, count=MOST_BYTES)
     if path.stat().st_size % 2:

@@ -22,6 +22,10 @@ TIMEOUT = timedelta(minutes=10)  # of one exchange: another process may be compi
 PARENT_DIES = 1  # PR_SET_PDEATHSIG
 
 
+class DifferentWork(ValueError):
+    """Processes that belong together were given other arguments; the message is one line that names them."""
+
+
 @dataclass(frozen=True)
 class World:
     """Which of the processes that torchrun started this is; alone without torchrun."""
@@ -32,14 +36,17 @@ class World:
 
 
 def find_world() -> World:
-    """From torchrun's environment variables. Raises ValueError where they are no numbers."""
-    return World(
-        *(int(os.environ.get(name, value)) for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    """From torchrun's environment variables. Raises ValueError, one line, where they are not as it sets them."""
+    rank, size, local = (
+        os.environ.get(name, n) for name, n in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
     )
+    if not (rank + size + local).isdecimal() or not int(local) <= int(rank) < int(size) < 2**20:
+        raise ValueError("RANK, WORLD_SIZE and LOCAL_RANK are not as torchrun sets them: unset them")
+    return World(int(rank), int(size), int(local))
 
 
 def start(args) -> None:
-    """Meet the other processes. Raises ValueError where they were given different work, and what torch raises."""
+    """Meet the other processes. Raises DifferentWork, and what torch raises."""
     if args.world.size == 1:
         return
     with contextlib.suppress(OSError, AttributeError):  # torchrun's processes outlive a torchrun that was killed
@@ -55,7 +62,7 @@ def start(args) -> None:
     dist.all_gather_object(works, asdict(args.workload()) | {"amp_dtype": str(args.amp_dtype)})
     differing = [name for name in works[0] if any(work[name] != works[0][name] for work in works)]
     if differing:
-        raise ValueError(f"the processes were given different work: {', '.join(differing)}")
+        raise DifferentWork(f"the processes were given different work: {', '.join(differing)}")
 
 
 def distribute(model: torch.nn.Module, args) -> torch.nn.Module:

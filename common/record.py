@@ -228,9 +228,9 @@ class Roofs:
         """FLOP/s over the products of the workload, each as often as it runs; None where one was not measured."""
         found = [p for p in self.products if p.precision == precision and p.count]
         rates = [p.burst_flops_per_s if burst else p.flops_per_s for p in found]
-        if not found or not all(rates):
-            return None
         work = [2 * p.m * p.n * p.k * p.count for p in found]
+        if not found or not all(rates) or not all(work):
+            return None
         return sum(work) / sum(w / rate for w, rate in zip(work, rates, strict=True))
 
 

@@ -3,21 +3,34 @@
 import argparse
 import contextlib
 import datetime
-import json
 import os
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run_all.sh starts this file by its path, from any folder
 
-from common.record import PLAN, PREDICTED, ROOFS, Plan, PlannedRow, Row, Run, read_object, row_of, write_json  # noqa: E402
-from common.text import OneLineParser, Progress, portable_command, positive_int, run_command, say  # noqa: E402
+from common.record import (  # noqa: E402
+    PLAN,
+    PREDICTED,
+    ROOFS,
+    SCHEMA_VERSION,
+    Plan,
+    PlannedRow,
+    Row,
+    Run,
+    read_object,
+    row_of,
+    write_json,
+)
+from common.text import OneLineParser, Progress, one_line, portable_command, positive_int, run_command, say  # noqa: E402
 from ladder import process, runs  # noqa: E402
 
 LARGEST = "--batch-size max"
+RESUMED = ("ladder", "scaling", "sweep")  # kinds of runs
 
 
 def build_parser() -> OneLineParser:
@@ -64,7 +77,10 @@ def kind_of(given: argparse.Namespace, arguments: list[str], parser: OneLinePars
     several = given.scaling or (given.gpus or 1) > 1
     for wrong, why in (
         (len(chosen) > 1, f"{' and '.join(chosen)} exclude each other"),
-        (given.only and not set(given.only.split(",")) <= set("01234"), f"--only {given.only}: give some of 0,1,2,3,4"),
+        (
+            given.only is not None and not set(given.only.split(",")) <= set("01234"),
+            f"--only {given.only}: give some of 0,1,2,3,4",
+        ),
         (given.peers and (several or chosen != ["ladder"]), "--peers run on one GPU, in a ladder"),
         (given.repeat > 1 and chosen != ["ladder"], "--repeat is for a ladder"),
         ((given.gpus or given.parallel) and chosen[0] in ("sweep", "largest-batch"), f"a {chosen[0]} runs on one GPU"),
@@ -87,8 +103,6 @@ def new_plan(given: argparse.Namespace, arguments: list[str], argv: list[str], p
         arguments = runs.without_option(arguments, "--batch-size")
     shared = ["--parallel", given.parallel] if given.parallel and kind == "ladder" else []
     facts = runs.check(arguments + shared, gpus if kind == "ladder" else 1)
-    for note in facts["notes"]:
-        say(note)
     arguments += facts["pinned"] + shared
     rows = runs.ladder(arguments, runs.scripts(), given.only, gpus if kind == "ladder" else 1)
     if kind == "scaling":
@@ -103,6 +117,8 @@ def new_plan(given: argparse.Namespace, arguments: list[str], argv: list[str], p
         rows = runs.repeated(rows + runs.ladder(arguments, peers, None), given.repeat)
     elif facts["device_type"] != "cuda":
         parser.error(f"{LARGEST} needs a GPU: only its allocator counts what a step holds at most")
+    for note in facts["notes"]:
+        say(note)
     command = portable_command("./run_all.sh", argv)
     roofs = kind in ("ladder", "sweep") and not given.no_roofs and gpus == 1
     return Plan(kind, command, now().isoformat(timespec="seconds"), facts["workload"], rows, roofs), facts
@@ -128,15 +144,20 @@ def resumed_plan(folder: Path, parser: OneLineParser) -> tuple[Plan, dict]:
     """The plan of an ended run. Refuses one that cannot be read, that names anything but this project's scripts, or
     whose workload has changed."""
     try:
-        content = json.loads((folder / PLAN).read_text())
-        plan = Plan(**content | {"rows": [PlannedRow(**row) for row in content["rows"]]})
-        safe = all(map(runs.is_safe, plan.rows))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        parser.error(f"--resume {folder} holds no {PLAN} that can be read ({type(error).__name__})")
-    if not safe or plan.kind == "largest-batch":
+        import msgspec  # which run_all.sh installs
+
+        plan = msgspec.json.decode((folder / PLAN).read_bytes() if (folder / PLAN).is_file() else b"", type=Plan)
+    except (ImportError, OSError, ValueError, RecursionError) as error:
+        parser.error(f"--resume {folder} holds no {PLAN} that can be read: {one_line(error, 100)}")
+    if (
+        not plan.rows
+        or not all(map(runs.is_safe, plan.rows))
+        or plan.kind not in RESUMED
+        or plan.schema_version != SCHEMA_VERSION
+    ):
         parser.error(f"--resume {folder}: its plan names other files than this project's scripts and their records")
     facts = runs.check(plan.rows[0].arguments, plan.rows[0].gpus)
-    if plan.kind == "ladder" and facts["workload"] != plan.workload:
+    if plan.kind == "ladder" and facts["workload"] != asdict(plan.workload):
         parser.error(f"--resume {folder}: its workload has changed, the text or this machine's defaults")
     return plan, facts
 

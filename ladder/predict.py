@@ -352,8 +352,10 @@ def main() -> None:
             found[step] = predict(step, args.config, args.batch_size, measured)
         except ValueError as error:
             why[step] = str(error)
-    if not found:
-        parser.error(f"{path}: {next(iter(why.values()))}")
+        except (ArithmeticError, LookupError, TypeError) as error:
+            why[step] = f"the roofs are damaged ({type(error).__name__}): measure them again"
+    if not found or (given.output and not given.output.name):
+        parser.error("--output names no file" if found else f"{path}: {next(iter(why.values()))}")
     rows = []
     for step, one in found.items():
         busy = sum(one.category_ms.values())

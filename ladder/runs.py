@@ -6,11 +6,11 @@ the process of the ladder does not.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from common.record import PlannedRow, row_of
 from common.text import run_command
@@ -123,10 +123,11 @@ def without_option(words: list[str], option: str) -> list[str]:
 
 
 def is_safe(row: PlannedRow) -> bool:
-    """Whether a plan's row runs a script of this project, and writes inside its folder."""
+    """Whether a plan's row runs a script of this project, and writes its record where a plan of this project does."""
     known = {*scripts(), *(f"peers/{path.name}" for path in ROOT.glob("peers/*.py"))}
-    inside = not Path(row.output).is_absolute() and ".." not in Path(row.output).parts
-    return row.script in known and inside and row.output.endswith(".json") and "--output" not in " ".join(row.arguments)
+    record = rf"([\w-]+/)?{re.escape(row.script.removesuffix('.py'))}\.json"
+    safe_words = not any(word.startswith("--output") for word in row.arguments)
+    return row.script in known and bool(re.fullmatch(record, row.output)) and safe_words and 0 < row.gpus < 2**20
 
 
 def main() -> None:

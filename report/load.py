@@ -16,7 +16,7 @@ from common import record as schema
 from common.record import PlannedRow, Row, Run, Study
 from common.text import one_line
 
-LARGEST_NUMBER = 1e18  # beyond it a figure means nothing and a chart cannot be drawn
+LARGEST_NUMBER, LEAST_NUMBER = 1e18, 1e-15  # beyond them a figure means nothing and a chart cannot be drawn
 DIFFER = "rows differ in"  # how a problem begins that is about every row
 SAME_IN_ALL_ROWS = ("device", "gpu_uuid", "variables", "code_sha256", "commit", "dirty")  # and all versions
 LEFT_OUT = "left out by --only"
@@ -79,7 +79,7 @@ def _harmless(value: Any, key: str = "") -> Any:
     if isinstance(value, dict):
         return {one_line(name): _harmless(item, name) for name, item in value.items()}
     least = -LARGEST_NUMBER if key in ("loss", "heldout") else 0
-    if isinstance(value, (int, float)) and not least <= value <= LARGEST_NUMBER:
+    if isinstance(value, (int, float)) and not (least <= value <= LARGEST_NUMBER and not 0 < value < LEAST_NUMBER):
         raise RecordError(f"{one_line(key, 40)} is {one_line(value, 12)}")
     return value
 

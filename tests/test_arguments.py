@@ -34,7 +34,7 @@ def parse(*words):
         ("--seq-len 100000000", "GiB in training"),
         ("--vocab-size 100", "--vocab-size must be at least"),
         ("--data /nonexistent", "cannot read /nonexistent: No such file or directory"),
-        ("--data /dev/zero", "/dev/zero is not a regular file"),
+        ("--data /dev/zero", "/dev/zero is empty or not a regular file"),
         ("--output /dev/null", "is not a regular file"),
         ("--unknown 1", "unrecognized arguments"),
     ],
@@ -62,7 +62,7 @@ def test_a_file_is_bytes_or_tokens_of_nanogpt_and_llmc(tmp_path, refused):
     (tmp_path / "odd.bin").write_bytes(b"abc")
     assert "odd number of bytes" in refused(parse, "--data", tmp_path / "odd.bin")
     (tmp_path / "empty.txt").write_bytes(b"")
-    assert "has 0 tokens" in refused(parse, "--data", tmp_path / "empty.txt")
+    assert "is empty" in refused(parse, "--data", tmp_path / "empty.txt")
     wide = tmp_path / "wide.bin"
     wide.write_bytes((tokens + 60000).astype("<u2").tobytes())
     assert "--vocab-size must be at least 60100" in refused(parse, "--data", wide, "--seq-len", 64)
@@ -88,6 +88,15 @@ def test_of_several_processes_each_has_its_share_of_the_batch(monkeypatch):
     assert all(
         torch.equal(a, b) for pair in zip(args.batches(), expected, strict=True) for a, b in zip(*pair, strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "x"}, {"WORLD_SIZE": "0"}, {"RANK": "7", "WORLD_SIZE": "2"}, {"RANK": "-1"}]
+)
+def test_variables_that_torchrun_did_not_set_are_one_line(variables, monkeypatch, refused):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert "not as torchrun sets them" in refused(parse)
 
 
 def test_auto_takes_what_fits_a_gpu(monkeypatch):

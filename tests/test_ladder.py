@@ -155,6 +155,10 @@ def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(proje
         {"output": "../../../victim.json"},
         {"arguments": ["--output", str(victim)]},
         {"arguments": 1},
+        {"gpus": "2"},
+        {"gpus": 0},
+        {"output": "plan.json"},
+        {"output": "a\0.json"},
     )
     for change in hostile:
         rows = [plan["rows"][0] | change, *plan["rows"][1:]]
@@ -165,9 +169,12 @@ def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(proje
         )
     assert victim.read_text() == "mine"
     (folder / "plan.json").write_text(json.dumps(plan))
+    (deep := tmp_path / "deep").mkdir()
+    (deep / "plan.json").write_text("[" * 100_000)
     for words, facts, said in (
         ([folder, "--steps", "9"], {}, "give no others"),
         ([tmp_path], {}, "no plan.json"),
+        ([deep], {}, "no plan.json that can be read"),
         ([folder], {"workload": WORKLOAD | {"seed": 2}}, "workload has changed"),
     ):
         ran = made.run("--resume", *words, roofs=(), **facts)
@@ -179,6 +186,7 @@ def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(proje
     [
         ("--sweep --scaling", "scaling and sweep exclude each other"),
         ("--only 7", "give some of 0,1,2,3,4"),
+        ("--only=", "give some of 0,1,2,3,4"),
         ("--sweep --repeat 2", "--repeat is for a ladder"),
         ("--parallel ddp", "--parallel is for several processes"),
         ("--peers --gpus 2", "--peers run on one GPU"),
@@ -201,8 +209,8 @@ def test_runs_are_lists():
     assert len(swept) == 3 * 9 and all(runs.is_safe(row) is False for row in swept), "no such script"
     assert swept[0].arguments[-2:] == ["--batch-size", "8"]
     assert runs.without_option(["--a", "1", "--batch-size", "max", "--batch-size=3"], "--batch-size") == ["--a", "1"]
-    assert not runs.is_safe(PlannedRow(f"{STEPS[0]}.py", [], "../x.json"))
-    assert runs.is_safe(PlannedRow(f"{STEPS[0]}.py", [], "pass-2/x.json"))
+    assert not runs.is_safe(PlannedRow(f"{STEPS[0]}.py", [], f"../{STEPS[0]}.json"))
+    assert runs.is_safe(PlannedRow(f"{STEPS[0]}.py", [], f"pass-2/{STEPS[0]}.json"))
 
 
 def test_the_largest_batch_lies_on_the_line_through_two_and_is_the_first_that_trains(tmp_path):
