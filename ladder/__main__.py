@@ -13,19 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run_all.sh starts this file by its path, from any folder
 
-from common.record import (  # noqa: E402
-    PLAN,
-    PREDICTED,
-    ROOFS,
-    SCHEMA_VERSION,
-    Plan,
-    PlannedRow,
-    Row,
-    Run,
-    read_object,
-    row_of,
-    write_json,
-)
+from common import record as schema  # noqa: E402
 from common.text import OneLineParser, Progress, one_line, portable_command, positive_int, run_command, say  # noqa: E402
 from ladder import process, runs  # noqa: E402
 
@@ -121,39 +109,41 @@ def new_plan(given: argparse.Namespace, arguments: list[str], argv: list[str], p
         say(note)
     command = portable_command("./run_all.sh", argv)
     roofs = kind in ("ladder", "sweep") and not given.no_roofs and gpus == 1
-    return Plan(kind, command, now().isoformat(timespec="seconds"), facts["workload"], rows, roofs), facts
+    return schema.Plan(kind, command, now().isoformat(timespec="seconds"), facts["workload"], rows, roofs), facts
 
 
 def now() -> datetime.datetime:
     return datetime.datetime.now(datetime.timezone.utc)
 
 
-def new_folder(plan: Plan, parser: OneLineParser) -> Path:
+def new_folder(plan: schema.Plan, parser: OneLineParser) -> Path:
     """A new folder below results/, named by the time and the kind, with the plan. Exits where it cannot be written."""
     try:
         (ROOT / "results").mkdir(exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{now():%Y%m%d-%H%M%S}-{plan.kind}-", dir=ROOT / "results"))
         folder.chmod(0o755)
-        write_json(folder / PLAN, plan)
+        schema.write_json(folder / schema.PLAN, plan)
     except OSError as error:
         parser.exit(1, f"run_all.sh: error: cannot write to results/: {error.strerror or error}\n")
     return folder
 
 
-def resumed_plan(folder: Path, parser: OneLineParser) -> tuple[Plan, dict]:
+def resumed_plan(folder: Path, parser: OneLineParser) -> tuple[schema.Plan, dict]:
     """The plan of an ended run. Refuses one that cannot be read, that names anything but this project's scripts, or
     whose workload has changed."""
     try:
         import msgspec  # which run_all.sh installs
 
-        plan = msgspec.json.decode((folder / PLAN).read_bytes() if (folder / PLAN).is_file() else b"", type=Plan)
+        plan = msgspec.json.decode(
+            (folder / schema.PLAN).read_bytes() if (folder / schema.PLAN).is_file() else b"", type=schema.Plan
+        )
     except (ImportError, OSError, ValueError, RecursionError) as error:
-        parser.error(f"--resume {folder} holds no {PLAN} that can be read: {one_line(error, 100)}")
+        parser.error(f"--resume {folder} holds no {schema.PLAN} that can be read: {one_line(error, 100)}")
     if (
         not plan.rows
         or not all(map(runs.is_safe, plan.rows))
         or plan.kind not in RESUMED
-        or plan.schema_version != SCHEMA_VERSION
+        or plan.schema_version != schema.SCHEMA_VERSION
     ):
         parser.error(f"--resume {folder}: its plan names other files than this project's scripts and their records")
     facts = runs.check(plan.rows[0].arguments, plan.rows[0].gpus)
@@ -165,19 +155,21 @@ def resumed_plan(folder: Path, parser: OneLineParser) -> tuple[Plan, dict]:
 class Ladder:
     """One run under way."""
 
-    def __init__(self, folder: Path, plan: Plan, facts: dict, limit_s: int, stop: process.Stop):
+    def __init__(self, folder: Path, plan: schema.Plan, facts: dict, limit_s: int, stop: process.Stop):
         self.folder, self.plan, self.facts, self.limit_s, self.stop = folder, plan, facts, limit_s, stop
         self.progress = Progress("ladder")
 
     def run_rows(self) -> None:
         """Roofs, predictions from them, then every row that is not done."""
-        if self.plan.roofs and not (self.folder / ROOFS).exists():
+        if self.plan.roofs and not (self.folder / schema.ROOFS).exists():
             grid = ["--grid"] if self.plan.kind == "sweep" else []
-            self.measure("ladder.roofs", self.folder / ROOFS, [*grid, *self.plan.rows[0].arguments])
-        if (self.folder / ROOFS).exists() and not (self.folder / PREDICTED).exists():
+            self.measure("ladder.roofs", self.folder / schema.ROOFS, [*grid, *self.plan.rows[0].arguments])
+        if (self.folder / schema.ROOFS).exists() and not (self.folder / schema.PREDICTED).exists():
             self.predict()
         for row in self.plan.rows:
-            if not (row.left_out or self.stop.requests or row_of(self.folder / row.output).get("status") == "ok"):
+            if not (
+                row.left_out or self.stop.requests or schema.row_of(self.folder / row.output).get("status") == "ok"
+            ):
                 self.run_row(row)
                 say("")
 
@@ -185,11 +177,11 @@ class Ladder:
         """Leave what the roofs predict, in milliseconds by row; of a sweep by its runs and rows."""
         found = {}
         for place, row in {str(Path(row.output).parent): row for row in self.plan.rows if row.script[0] == "0"}.items():
-            output = self.folder / place / PREDICTED
+            output = self.folder / place / schema.PREDICTED
             output.parent.mkdir(exist_ok=True)
-            self.measure("ladder.predict", output, ["--machine", str(self.folder / ROOFS), *row.arguments])
-            found[place] = read_object(output)
-        write_json(self.folder / PREDICTED, found if self.plan.kind == "sweep" else found.get(".", {}))
+            self.measure("ladder.predict", output, ["--machine", str(self.folder / schema.ROOFS), *row.arguments])
+            found[place] = schema.read_object(output)
+        schema.write_json(self.folder / schema.PREDICTED, found if self.plan.kind == "sweep" else found.get(".", {}))
 
     def measure(self, module: str, output: Path, words: list[str]) -> None:
         """Run a module of ladder/ that leaves a file in the folder, or print the one line that it ends with."""
@@ -204,7 +196,7 @@ class Ladder:
         variables = process.environment(self.facts["device_type"], gpus)
         return process.run(command, log, self.limit_s, self.stop, self.progress, variables)
 
-    def run_row(self, row: PlannedRow) -> Path:
+    def run_row(self, row: schema.PlannedRow) -> Path:
         """Run one script; returns its record. A script that leaves none gets one that holds how it ended."""
         record, name = self.folder / row.output, Path(row.output).stem
         place = str(Path(row.output).parent)
@@ -224,7 +216,9 @@ class Ladder:
                     return record
                 status, reason = process.describe(ended, self.limit_s, log)
             say(f"{name}: {status}: {reason}")
-            write_json(record, Run(self.plan.command, None, None, None, [Row(name, status, reason)]))
+            schema.write_json(
+                record, schema.Run(self.plan.command, None, None, None, [schema.Row(name, status, reason)])
+            )
         except OSError as error:
             say(f"{name}: failed: cannot write to {self.folder.name}: {error.strerror or error}")
         return record
@@ -233,7 +227,7 @@ class Ladder:
         """Try batches of every script, and leave a plan that names what was tried."""
         tried, scripts = [], self.plan.rows
 
-        def run(row: PlannedRow) -> Path:
+        def run(row: schema.PlannedRow) -> Path:
             tried.append(row)
             return self.run_row(row)
 
@@ -242,7 +236,7 @@ class Ladder:
                 memory = (self.facts["workload"]["batch_size"], self.facts["free_bytes"])
                 runs.largest_batch(row.script, row.arguments, *memory, run)
         self.plan.rows = tried
-        write_json(self.folder / PLAN, self.plan)
+        schema.write_json(self.folder / schema.PLAN, self.plan)
 
 
 def finish(folder: Path, stop: process.Stop) -> int:
@@ -278,7 +272,7 @@ def main(argv: list[str]) -> int:
     stop.listen()
     ladder = Ladder(folder, plan, facts, limit_s, stop)
     try:
-        with process.lock(folder / PLAN):
+        with process.lock(folder / schema.PLAN):
             ladder.find_largest_batches() if plan.kind == "largest-batch" else ladder.run_rows()
             return finish(folder, stop)
     except BlockingIOError:
