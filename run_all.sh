@@ -21,7 +21,7 @@ add() { # interpreter, package, options of pip
   grep "^$2" "$here/requirements.txt" | PIP_CONSTRAINT='' "$1" -m pip install --quiet "${@:3}" -r /dev/stdin >&2
 }
 
-# What the report needs beside torch. Without it a plain table still prints.
+# What the report needs beside torch. Without it the records are kept, and one line says which package is missing.
 add_report_packages() { # interpreter
   for package in tabulate msgspec nvidia-ml-py jinja2 matplotlib; do
     module=${package/nvidia-ml-py/pynvml}

@@ -1,6 +1,7 @@
 """The command line of a step: parser, presets and checks, which give Arguments."""
 
 import argparse
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from common import data, flops, hardware
 from common.model import PRESETS, GPTConfig
 from common.parallel import World, find_world
-from common.record import Data, Workload
+from common.record import Data, Workload, read_object
 from common.text import OneLineParser, Skip, positive_int
 
 DDP_WARMUP = 11  # DDP divides gradients into buckets anew, and times itself, until then: no CUDA graph holds that
@@ -141,6 +142,19 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
     return args
 
 
+def check_output(output: Path) -> None:
+    """Know before training whether a record can be written. Raises ValueError for another's file, and OSError."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if output.exists():
+        if not output.is_file():
+            raise ValueError(f"--output {output} is not a regular file")
+        if output.stat().st_size and not read_object(output).keys() & {"rows", "products"}:
+            raise ValueError(f"--output {output} exists and is no record: it stays as it is")
+    probe = output.with_name(f".{output.name}.{os.getpid()}")
+    probe.touch()
+    probe.unlink()
+
+
 def resolve(args: Arguments, trains: bool) -> None:
     """Put what the options mean on this machine in their place. Raises ValueError, one line, for what cannot run."""
     args.world = find_world()
@@ -172,9 +186,7 @@ def resolve(args: Arguments, trains: bool) -> None:
     if not 0 < args.lr <= 1:
         raise ValueError(f"--lr {args.lr} is not above 0 and at most 1")
     args.output = args.output or hardware.ROOT / "results" / f"{args.step}.json"
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    if args.output.exists() and not args.output.is_file():
-        raise ValueError(f"--output {args.output} is not a regular file")
+    check_output(args.output)
     args.text = data.load_text(args.data, args.config.seq_len, args.config.vocab_size)
 
 

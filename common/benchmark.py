@@ -59,6 +59,7 @@ def launch(main: Callable[[Arguments], tuple[timing.TrainStep, torch.nn.Module]]
     otherwise.
     """
     module = sys.modules[main.__module__]
+    parallel.die_with_torchrun()
     try:
         args = parse_args(Path(module.__file__), module.__doc__)
         code = run_and_record(main, args)
@@ -82,6 +83,7 @@ def run_and_record(main: Callable, args: Arguments) -> int:
     """
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     row, first, write_traces = Row(args.step, source=args.script.read_text()), args.world.rank == 0, None
+    began = time.time()
     progress = Progress(args.step, first)
     if first:
         several = [f"{args.world.size} processes, each with a batch of its own ({args.parallel})"] * bool(args.parallel)
@@ -96,7 +98,9 @@ def run_and_record(main: Callable, args: Arguments) -> int:
         if row.status == "failed" and not isinstance(error, (FloatingPointError, parallel.DifferentWork)):
             traceback.print_exc()
         if args.world.size > 1 and not isinstance(error, (Skip, FloatingPointError)):  # of one process, not of all
-            row.reason, first = f"rank {args.world.rank}: {row.reason}", True
+            # The cause is in the record of the process that failed first: the others lost it.
+            row.reason = f"rank {args.world.rank}: {row.reason}"
+            first = not (args.output.exists() and args.output.stat().st_mtime > began)
     progress.show("")
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     row.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -38,7 +38,9 @@ def load_text(path: Path | None, seq_len: int, vocab_size: int) -> Text:
     sequence and its targets, and a token outside the vocabulary.
     """
     try:
-        text = Text(_file_tokens(path), path.name) if path else standard_library_text()
+        text = Text(_file_tokens(path), path.name.encode().decode()) if path else standard_library_text()
+    except UnicodeEncodeError:
+        raise ValueError("the name of the file of --data is not UTF-8, which a record cannot hold") from None
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     if len(text.tokens) <= seq_len:

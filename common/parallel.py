@@ -12,6 +12,7 @@ import sys
 import warnings
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -45,12 +46,19 @@ def find_world() -> World:
     return World(int(rank), int(size), int(local))
 
 
+def die_with_torchrun() -> None:
+    """End this process with the torchrun that started it, which may have been killed meanwhile."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PARENT_DIES, signal.SIGKILL)
+            if os.getppid() == 1 and "torch" not in Path("/proc/1/cmdline").read_text():
+                os._exit(1)
+
+
 def start(args) -> None:
     """Meet the other processes. Raises DifferentWork, and what torch raises."""
     if args.world.size == 1:
         return
-    with contextlib.suppress(OSError, AttributeError):  # torchrun's processes outlive a torchrun that was killed
-        ctypes.CDLL(None).prctl(PARENT_DIES, signal.SIGKILL)
     on_gpu = args.device.type == "cuda"
     if on_gpu:  # DDP works on the stream on which it was built, and the default stream cannot be captured
         torch.cuda.set_stream(torch.cuda.Stream(args.device))

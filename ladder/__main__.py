@@ -5,7 +5,6 @@ import contextlib
 import datetime
 import os
 import sys
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -120,8 +119,8 @@ def new_folder(plan: schema.Plan, parser: OneLineParser) -> Path:
     """A new folder below results/, named by the time and the kind, with the plan. Exits where it cannot be written."""
     try:
         (ROOT / "results").mkdir(exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"{now():%Y%m%d-%H%M%S}-{plan.kind}-", dir=ROOT / "results"))
-        folder.chmod(0o755)
+        folder = ROOT / "results" / f"{now():%Y%m%d-%H%M%S-%f}-{plan.kind}"
+        folder.mkdir()
         schema.write_json(folder / schema.PLAN, plan)
     except OSError as error:
         parser.exit(1, f"run_all.sh: error: cannot write to results/: {error.strerror or error}\n")
@@ -167,11 +166,14 @@ class Ladder:
         if (self.folder / schema.ROOFS).exists() and not (self.folder / schema.PREDICTED).exists():
             self.predict()
         for row in self.plan.rows:
-            if not (
-                row.left_out or self.stop.requests or schema.row_of(self.folder / row.output).get("status") == "ok"
-            ):
+            if not (row.left_out or self.stop.requests or self.is_done(row)):
                 self.run_row(row)
                 say("")
+
+    def is_done(self, row: schema.PlannedRow) -> bool:
+        """Whether the row's record holds a whole measurement of its own script."""
+        found = schema.row_of(self.folder / row.output)
+        return found.get("status") == "ok" and found.get("step") == Path(row.script).stem and bool(found.get("timing"))
 
     def predict(self) -> None:
         """Leave what the roofs predict, in milliseconds by row; of a sweep by its runs and rows."""
@@ -243,9 +245,11 @@ def finish(folder: Path, stop: process.Stop) -> int:
     """Print and write the report; returns the exit code."""
     shown = f"results/{folder.name}" if folder.parent == ROOT / "results" else str(folder)
     report = process.module_command("report", str(folder))
-    ended = process.run(report, folder / "report.log", 300, process.Stop(), Progress("report"))
-    if ended.code not in (0, 1):
-        say(f"no report: {process.last_line(folder / 'report.log')}")
+    log = folder / "report.log"
+    log.unlink(missing_ok=True)
+    ended = process.run(report, log, 300, process.Stop(), Progress("report"))
+    if why := process.last_line(log, "error: ") or (ended.code not in (0, 1) and process.last_line(log)):
+        say(f"no report: {why}")
     if stop.requests:
         say(f"interrupted: ./run_all.sh --resume {shown} finishes it")
         return 130

@@ -117,6 +117,8 @@ def load(folder: Path) -> Run | Study:
     if not (folder / schema.PLAN).exists():
         return read(folder / schema.MERGED)
     plan = convert(read_json(folder / schema.PLAN), schema.Plan, schema.PLAN)
+    if plan.schema_version != schema.SCHEMA_VERSION or not plan.rows:
+        raise RecordError(f"{schema.PLAN} names no rows, or is not of schema version {schema.SCHEMA_VERSION}")
     is_study = plan.kind != "ladder"
     planned: dict[str, dict[str, list[PlannedRow]]] = {}  # by the run's name and the row's, a pass each
     for one in plan.rows:
@@ -126,8 +128,6 @@ def load(folder: Path) -> Run | Study:
         place = "/".join(part for part in output.parts[:-1] if not re.fullmatch(r"pass-\d+", part))
         rows = planned.setdefault(place if is_study else "", {})
         rows.setdefault(PurePath(one.script).stem, []).append(one)
-    if not planned:
-        raise RecordError(f"{schema.PLAN} names no rows")
     runs = {name: _merge(folder, plan, rows) for name, rows in planned.items()}
     first = next(iter(runs.values()))
     predicted = _optional(folder / schema.PREDICTED, dict[str, dict[str, float] if is_study else float], first)
