@@ -143,16 +143,18 @@ def parse_args(script: Path, description: str | None, argv: list[str] | None = N
 
 
 def check_output(output: Path) -> None:
-    """Know before training whether a record can be written. Raises ValueError for another's file, and OSError."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if output.exists():
-        if not output.is_file():
-            raise ValueError(f"--output {output} is not a regular file")
-        if output.stat().st_size and not read_object(output).keys() & {"rows", "products"}:
-            raise ValueError(f"--output {output} exists and is no record: it stays as it is")
+    """Know before training whether a record can be written. Raises ValueError where not, or over another's file."""
     probe = output.with_name(f".{output.name}.{os.getpid()}")
-    probe.touch()
-    probe.unlink()
+    try:
+        if output.exists() and not output.is_file():
+            raise ValueError(f"--output {output} is not a regular file")
+        if output.exists() and output.stat().st_size and not read_object(output).keys() & {"rows", "products"}:
+            raise ValueError(f"--output {output} exists and is no record: it stays as it is")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write --output {output}: {error.strerror or error}") from None
 
 
 def resolve(args: Arguments, trains: bool) -> None:

@@ -36,6 +36,8 @@ def parse(*words):
         ("--data /nonexistent", "cannot read /nonexistent: No such file or directory"),
         ("--data /dev/zero", "/dev/zero is empty or not a regular file"),
         ("--output /dev/null", "is not a regular file"),
+        (f"--output {__file__}", "exists and is no record: it stays as it is"),
+        ("--output /proc/x.json", "cannot write --output /proc/x.json: No such file or directory"),
         ("--unknown 1", "unrecognized arguments"),
     ],
 )
