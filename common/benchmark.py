@@ -22,7 +22,7 @@ import torch
 from common import data, flops, hardware, parallel, profile, timing
 from common.arguments import Arguments, parse_args
 from common.cuda_graph import CapturedStep
-from common.record import Row, Run, write_json
+from common.record import Row, Run, read_object, write_json
 from common.text import PROGRESS_FD, Progress, Skip, one_line, portable_command, say
 
 PROFILED_STEPS, LONG_STEP_MS = 3, 1000
@@ -83,7 +83,7 @@ def run_and_record(main: Callable, args: Arguments) -> int:
     """
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     row, first, write_traces = Row(args.step, source=args.script.read_text()), args.world.rank == 0, None
-    began = time.time()
+    before = read_object(args.output)
     progress = Progress(args.step, first)
     if first:
         several = [f"{args.world.size} processes, each with a batch of its own ({args.parallel})"] * bool(args.parallel)
@@ -100,7 +100,7 @@ def run_and_record(main: Callable, args: Arguments) -> int:
         if args.world.size > 1 and not isinstance(error, (Skip, FloatingPointError)):  # of one process, not of all
             # The cause is in the record of the process that failed first: the others lost it.
             row.reason = f"rank {args.world.rank}: {row.reason}"
-            first = not (args.output.exists() and args.output.stat().st_mtime > began)
+            first = read_object(args.output) == before
     progress.show("")
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     row.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -13,7 +13,8 @@ from conftest import FAST, ROOT, STEPS, arguments, built, run_python
 
 from common import benchmark, cuda_graph, profile
 from common.model import GPTConfig
-from common.record import Row, code_sha256
+from common.parallel import World
+from common.record import Row, code_sha256, row_of
 from common.text import Progress
 
 WITHOUT_PACKAGES = """
@@ -60,6 +61,22 @@ def test_a_script_writes_its_record_one_result_line_and_progress(tmp_path, text_
     with open(reader) as messages:
         said = [json.loads(line) for line in messages]
     assert said[0] == "building the model" and len(said) > 1
+
+
+@pytest.mark.parametrize("failed_before", [False, True])
+def test_the_process_that_failed_first_keeps_the_record(failed_before, tmp_path, monkeypatch):
+    args = arguments(STEPS[0], output=tmp_path / "record.json", world=World(1, 2, 1))
+    args.output.write_text('{"rows": [], "started_at": "of an earlier run"}')
+
+    def fail(*_):
+        if failed_before:
+            args.output.write_text('{"rows": [{"reason": "rank 0: the cause"}]}')
+        raise RuntimeError("lost the others")
+
+    monkeypatch.setattr(benchmark, "run", fail)
+    assert benchmark.run_and_record(None, args) == 1
+    expected = "rank 0: the cause" if failed_before else "rank 1: lost the others"
+    assert row_of(args.output)["reason"] == expected
 
 
 @pytest.mark.parametrize("step", STEPS[3:])
