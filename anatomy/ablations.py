@@ -47,7 +47,7 @@ def write_script(key: str, script: str, folder: Path) -> Path:
 def same_work(run: dict) -> dict:
     """What all runs of a study share: the machine, and the workload but for its seed and what follows from it."""
     work = run["workload"]
-    return work | {"seed": None, "data": work["data"]["name"], "device": run["environment"]["device"]}
+    return work | {"seed": None, "batches_sha256": None, "device": run["environment"]["device"]}
 
 
 class Runs:
@@ -62,7 +62,7 @@ class Runs:
         self.started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
     def row(self, name: str) -> dict:
-        failed = {"status": "failed", "reason": "it left no record", "timing": {"step_ms": []}}
+        failed = {"status": "failed", "reason": "it left no record", "step_ms": []}
         return self.by_name[name]["rows"][0] if name in self.by_name else failed
 
     def add(self, name: str, script: Path, arguments: list[str]) -> None:
@@ -88,7 +88,7 @@ class Runs:
 
 def cells(runs: Runs, key: str, variant: dict[str, str]) -> dict[str, str]:
     unchanged, varied = runs.row(Path(variant["Script"]).name), runs.row(key)
-    ms = [statistics.median(row["timing"]["step_ms"] or [0]) for row in (unchanged, varied)]
+    ms = [statistics.median(row["step_ms"] or [0]) for row in (unchanged, varied)]
     found = {"script": variant["Script"], "variant": variant["Variant"], "predicted": variant["Predicted"]}
     found |= {"unchanged, ms": f"{ms[0]:.1f}", "varied, ms": f"{ms[1]:.1f}"}
     return found | {"difference": f"{ms[1] - ms[0]:+.1f}" if all(ms) else unchanged["reason"] or varied["reason"]}

@@ -53,7 +53,7 @@ def seconds_to(target: float, row: dict) -> float:
     if not len(below):
         return math.nan
     pair = slice(max(0, below[0] - 1), below[0] + 1)
-    return np.interp(target, nats[pair][::-1], steps[pair][::-1]) * np.median(row["timing"]["step_ms"]) / 1e3
+    return np.interp(target, nats[pair][::-1], steps[pair][::-1]) * np.median(row["step_ms"]) / 1e3
 
 
 def table(runs: Runs) -> str:

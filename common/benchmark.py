@@ -59,7 +59,6 @@ def launch(main: Callable[[Arguments], tuple[timing.TrainStep, torch.nn.Module]]
     otherwise.
     """
     module = sys.modules[main.__module__]
-    parallel.die_with_torchrun()
     try:
         args = parse_args(Path(module.__file__), module.__doc__)
         code = run_and_record(main, args)
@@ -82,29 +81,27 @@ def run_and_record(main: Callable, args: Arguments) -> int:
     Of several processes the first one writes, or the one that failed.
     """
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    row, first, write_traces = Row(args.step, source=args.script.read_text()), args.world.rank == 0, None
-    before = read_object(args.output)
-    progress = Progress(args.step, first)
-    if first:
-        several = [f"{args.world.size} processes, each with a batch of its own ({args.parallel})"] * bool(args.parallel)
-        millions = flops.parameters(args.config) / 1e6
-        shape = f"{args.config}, batch {args.batch_size}, {millions:.1f} M parameters, text: {args.text.name}"
-        device = f"{args.step} on {hardware.device_name(args.device)}, torch {torch.__version__}"
-        say("\n".join([device, shape, *several, *args.notes]))
+    row, writes, write_traces = Row(args.step, source=args.script.read_text()), args.world.rank == 0, None
+    before, progress = read_object(args.output), Progress(args.step, writes)
+    if writes:
+        say(header(args))
     try:
         write_traces = run(main, args, row, progress)
     except Exception as error:  # whatever happened, the row must hold it
         row.status, row.reason = explain(error)
         if row.status == "failed" and not isinstance(error, (FloatingPointError, parallel.DifferentWork)):
-            traceback.print_exc()
+            log = args.output.with_suffix(".log")  # the ladder's own
+            with contextlib.suppress(OSError), log.open("a") as file:
+                file.write(traceback.format_exc())
+            say(f"traceback: {log}", sys.stderr)
         if args.world.size > 1 and not isinstance(error, (Skip, FloatingPointError)):  # of one process, not of all
             # The cause is in the record of the process that failed first: the others lost it.
             row.reason = f"rank {args.world.rank}: {row.reason}"
-            first = read_object(args.output) == before
+            writes = read_object(args.output) == before
     progress.show("")
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     row.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    if first:
+    if writes:
         command = portable_command(f"python {args.script.name}", sys.argv[1:])
         try:
             write_json(args.output, Run(command, started_at, hardware.describe(args.device), args.workload(), [row]))
@@ -115,18 +112,17 @@ def run_and_record(main: Callable, args: Arguments) -> int:
                 write_traces()
         except Exception as error:  # of the disk, the profiler, or the step: the record stands
             say(f"no trace: {one_line(error)}", sys.stderr)
-        if PROGRESS_FD not in os.environ:  # the ladder shows where its records are
-            say(f"record: {args.output}")
         say(result_lines(row, args))
     return int(row.status not in ("ok", "skipped"))
 
 
-def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> Callable[[], None]:
+def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> Callable[[], None] | None:
     """Warm up, train and time at least `args.steps` steps, observe untimed ones: all into `row`. Returns what writes
     the traces."""
-    began, device = time.perf_counter(), args.device
+    importlib.import_module("torch._dynamo")  # AdamW would: it is no part of the overhead
+    began, device, on_gpu = time.perf_counter(), args.device, args.device.type == "cuda"
     progress.show("building the model")
-    if device.type == "cuda":
+    if on_gpu:
         torch.cuda.set_device(device)  # libraries that ask for "cuda" get this one
     parallel.start(args)
     train_step, model = main(args)
@@ -135,11 +131,11 @@ def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> Callab
     steps, warmup_began = timing.Steps(train_step, batches, progress), time.perf_counter()
     for _ in steps.run(args.warmup, "warm-up"):
         hardware.synchronize(device)
-    captured = isinstance(train_step, CapturedStep) and train_step.reason is None
-    if captured:
+    asked = train_step if isinstance(train_step, CapturedStep) else None
+    if captured := bool(asked and asked.reason is None):
         train_step.record(*batches[0])
         row.peak_bytes = torch.cuda.max_memory_allocated(device)  # replays allocate nothing
-    row.timing.warmup_s = time.perf_counter() - warmup_began
+    row.warmup_s = time.perf_counter() - warmup_began
     if args.heldout_every:
         train_with_heldout(steps, model, args, row)
     timing.time_steps(steps, args.steps, row, device, partial(parallel.largest, args=args))
@@ -147,18 +143,22 @@ def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> Callab
     for k, loss in enumerate(row.loss):
         if not math.isfinite(loss):
             raise FloatingPointError(f"loss is {loss} at training step {k}: lower --lr (now {args.lr:g})")
-    if device.type == "cuda":
+    if on_gpu:
         row.peak_bytes = int(*parallel.largest([row.peak_bytes], args))
     progress.show("observing")
-    write_traces = None
+    foreign = "attention ran on another cuDNN than PyTorch was built with: put PyTorch's first on LD_LIBRARY_PATH"
+    notes, write_traces = [asked.reason if asked and on_gpu else None], None
+    notes += [foreign] if on_gpu and hardware.has_foreign_cudnn() else []
     try:
-        write_traces = observe(partial(train_step, *spare), train_step, spare, model, args, row)
+        write_traces = observe(partial(train_step, *spare), asked, model, args, row)
     except Exception as error:  # a profiler that breaks costs what it would have shown, not the row
-        row.note = f"not observed: {one_line(error)}"
+        notes.append(f"not observed: {one_line(error)}")
     row.settings.captured = captured
-    row.status, row.note = "ok", "; ".join(filter(None, [row.note, *notes(train_step, row, args)])) or None
-    timed_s = (row.timing.settling_s or 0.0) + sum(row.timing.step_ms) / 1e3
-    row.overhead_s = time.perf_counter() - began - row.timing.warmup_s - timed_s
+    if row.settings.float32_matmul_precision == "high" and row.settings.amp_dtype == "float32":
+        notes.append(args.amp_note)
+    row.status, row.note = "ok", "; ".join(filter(None, notes)) or None
+    timed_s = (row.settling_s or 0.0) + sum(row.step_ms) / 1e3
+    row.overhead_s = time.perf_counter() - began - row.warmup_s - timed_s
     return write_traces
 
 
@@ -172,29 +172,26 @@ def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Argume
     batches = data.stage_batches(args.text, starts, args.config.seq_len, args.device)
     amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
     for done in [*range(0, args.steps, args.heldout_every), args.steps]:
-        for _ in steps.run(
-            args.warmup + done - len(steps.losses), f"held-out loss every {args.heldout_every}, training"
-        ):
+        for _ in steps.run(args.warmup + done - len(steps.losses), f"to the held-out loss of step {done}, training"):
             pass
         with torch.no_grad(), amp, torch.compiler.set_stance("force_eager"):
             loss = torch.stack([model(*batch) for batch in batches]).double().mean().item()
         row.heldout.append((args.warmup + done, loss))
 
 
-def observe(step, train_step, batch: tuple, model: torch.nn.Module, args: Arguments, row: Row) -> Callable[[], None]:
+def observe(step: Callable, asked: CapturedStep | None, model, args: Arguments, row: Row) -> Callable[[], None]:
     """Put into `row` what untimed steps show: settings, host waits and, with --profile, the profile. Returns what
     writes the traces.
 
     Kernels and times are those of the timed `step`. Operators and host waits are of a launched one: a replay has none.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
-    on_gpu, median_ms = args.device.type == "cuda", statistics.median(row.timing.step_ms)
+    on_gpu, median_ms = args.device.type == "cuda", statistics.median(row.step_ms)
     if args.profile:
         n_steps = 1 if median_ms > LONG_STEP_MS else PROFILED_STEPS
         row.profile = profile.profile_steps(step, n_steps, median_ms, args.device)
-    if isinstance(train_step, CapturedStep):
-        train_step.release()
-        step = partial(train_step.launch, *batch)
+    if asked:
+        asked.release()
     (row.settings, profiler), waits = profile.count_host_syncs(lambda: profile.observe(step, model, args.device))
     row.host_syncs = waits if on_gpu else None
 
@@ -204,18 +201,6 @@ def observe(step, train_step, batch: tuple, model: torch.nn.Module, args: Argume
             profile.write_memory_snapshot(step, args.output.with_suffix(".memory.pickle"))
 
     return write_traces
-
-
-def notes(train_step: timing.TrainStep, row: Row, args: Arguments) -> list[str | None]:
-    """What qualifies an ok row, a line each."""
-    on_gpu = args.device.type == "cuda"
-    lower = row.settings.float32_matmul_precision != "highest" and row.settings.amp_dtype == "float32"
-    foreign = "attention ran on another cuDNN than PyTorch was built with: put PyTorch's first on LD_LIBRARY_PATH"
-    return [
-        args.amp_note if lower else None,
-        train_step.reason if isinstance(train_step, CapturedStep) and on_gpu else None,
-        foreign if on_gpu and hardware.has_foreign_cudnn() else None,
-    ]
 
 
 def explain(error: Exception) -> tuple[str, str]:
@@ -228,18 +213,26 @@ def explain(error: Exception) -> tuple[str, str]:
     return "failed", one_line(error)
 
 
+def header(args: Arguments) -> str:
+    """What is about to run, for a person."""
+    several = [f"{args.world.size} processes, each with a batch of its own ({args.parallel})"] * bool(args.parallel)
+    millions = flops.parameters(args.config) / 1e6
+    shape = f"{args.config}, batch {args.batch_size}, {millions:.1f} M parameters, text: {args.text.name}"
+    device = f"{args.step} on {hardware.device_name(args.device)}, torch {torch.__version__}"
+    return "\n".join([device, shape, *several, *args.notes])
+
+
 def result_lines(row: Row, args: Arguments) -> str:
     """What ran and how fast, for a person; the last line is the result."""
     if row.status != "ok":
         return f"{row.step}: {row.status}: {row.reason}"
-    median, work, memory = statistics.median(row.timing.step_ms), args.workload(), row.peak_bytes or row.peak_rss_bytes
-    ran = [f"{name} {value}" for name, value in vars(row.settings).items() if value not in (None, False)]
-    return "\n".join(
-        [
-            *([f"note: {row.note}"] if row.note else []),
-            f"ran: {', '.join(ran)}",
-            f"{row.step}: {median:.1f} ms/step, {work.gpus * work.tokens_per_step / median * 1e3:,.0f} tokens/s, "
-            f"{work.flops_per_step / median / 1e9:.3g} model TFLOP/s, peak {memory / 2**30:.1f} GiB, "
-            f"warm-up {row.timing.warmup_s:.1f} s, loss {row.loss[0]:.3f} -> {row.loss[-1]:.3f}",
-        ]
-    )
+    # The ladder shows where its records are.
+    lines = [f"record: {args.output}"] * (PROGRESS_FD not in os.environ) + [f"note: {row.note}"] * bool(row.note)
+    lines += ["ran: " + ", ".join(f"{name} {x}" for name, x in vars(row.settings).items() if x not in (None, False))]
+    median, work, memory = statistics.median(row.step_ms), args.workload(), row.peak_bytes or row.peak_rss_bytes
+    lines += [
+        f"{row.step}: {median:.1f} ms/step, {work.gpus * work.tokens_per_step / median * 1e3:,.0f} tokens/s, "
+        f"{work.flops_per_step / median / 1e9:.3g} model TFLOP/s, peak {memory / 2**30:.1f} GiB, "
+        f"warm-up {row.warmup_s:.1f} s, loss {row.loss[0]:.3f} -> {row.loss[-1]:.3f}"
+    ]
+    return "\n".join(lines)

@@ -112,10 +112,9 @@ def describe(device: torch.device) -> Environment:
     )
     found.commit, found.dirty = _commit()
     if device.type == "cuda":
-        versions |= {"cuda": torch.version.cuda, "cudnn": cudnn_version(), "driver": driver_version()}
+        versions |= {"cuda": torch.version.cuda, "cudnn": cudnn_version()}
         properties = torch.cuda.get_device_properties(device)
         found.gpu_uuid, found.gpu_memory_bytes = f"GPU-{properties.uuid}", properties.total_memory
-        found.compute_capability = ".".join(map(str, compute_capability(device)))
     found.versions = {name: version for name, version in versions.items() if version}
     return found
 
@@ -128,17 +127,6 @@ def cudnn_version() -> str:
 def has_foreign_cudnn() -> bool:
     """Whether the cuDNN that runs is another one than PyTorch was built with."""
     return torch._C._cudnn.getRuntimeVersion() != torch._C._cudnn.getCompileVersion()
-
-
-def driver_version() -> str | None:
-    """Of NVIDIA's driver; None without the package nvidia-ml-py."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return pynvml.nvmlSystemGetDriverVersion()
-    except Exception:  # ImportError, or whatever the driver's library raises
-        return None
 
 
 def _version(package: str) -> tuple[str, str | None]:

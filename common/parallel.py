@@ -4,15 +4,11 @@ Every process trains sequences of its own, and gradients are averaged, so N proc
 N x B. Alone, nothing here does anything.
 """
 
-import contextlib
-import ctypes
 import os
-import signal
 import sys
 import warnings
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,7 +16,6 @@ import torch.distributed as dist
 from common.text import say
 
 TIMEOUT = timedelta(minutes=10)  # of one exchange: another process may be compiling
-PARENT_DIES = 1  # PR_SET_PDEATHSIG
 
 
 class DifferentWork(ValueError):
@@ -44,15 +39,6 @@ def find_world() -> World:
     if not (rank + size + local).isdecimal() or not int(local) <= int(rank) < int(size) < 2**20:
         raise ValueError("RANK, WORLD_SIZE and LOCAL_RANK are not as torchrun sets them: unset them")
     return World(int(rank), int(size), int(local))
-
-
-def die_with_torchrun() -> None:
-    """End this process with the torchrun that started it, which may have been killed meanwhile."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PARENT_DIES, signal.SIGKILL)
-            if os.getppid() == 1 and "torch" not in Path("/proc/1/cmdline").read_text():
-                os._exit(1)
 
 
 def start(args) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from common.hardware import synchronize
-from common.record import CATEGORIES, Block, CategoryTime, Kernel, Launch, Profile, Settings
+from common.record import CATEGORIES, Kernel, Profile, Settings
 from common.text import say
 
 COMPILED_GRAPH = "## Call CompiledFxGraph"  # what a CPU's trace calls a compiled graph
@@ -58,7 +58,7 @@ POINTWISE = r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|
 BACKWARD = r"bprop|bwd|[Bb]ackward|cutlassB|dot_do_o|convert_dq"
 OPTIMIZERS = {"_fused_adam": "fused", "_foreach_": "foreach"}  # by how their operators' names begin
 KERNELS_KEPT = 40
-WARM_MS = 500  # of steps before those that are profiled
+WARM_MS, MOST_WARM = 500, 50  # of steps before those that are profiled
 SHORTEST_MS = 0.01  # of a CPU's operator in the timeline of a block
 
 
@@ -149,104 +149,86 @@ def profile_steps(step: Callable[[], object], n_steps: int, median_ms: float, de
     The profiler slows the host, so its own gaps are not counted: idle is what the timed median leaves over. A GPU that
     waited is cooler and faster, so steps for WARM_MS run first. Raises RuntimeError where no kernel is in the trace.
     """
-    if device.type == "cpu":
-        return profile_cpu(step, n_steps)
-    warm = math.ceil(WARM_MS / median_ms)
+    on_gpu, warm = device.type == "cuda", min(math.ceil(WARM_MS / median_ms), MOST_WARM)
     schedule = torch.profiler.schedule(wait=0, warmup=warm, active=n_steps, repeat=1)
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], schedule=schedule) as profiler:
+    activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
         for k in range(warm + n_steps):
             step()
             if k in (warm - 1, warm + n_steps - 1):
-                torch.cuda.synchronize(device)
+                synchronize(device)
             profiler.step()
-    say(profiler.key_averages().table("self_device_time_total", row_limit=20), sys.stderr)
-    launches = gpu_launches(profiler)
+    own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    say(profiler.key_averages().table(own, row_limit=20), sys.stderr)
+    launches = gpu_launches(profiler) if on_gpu else cpu_operators(profiler)
     if not launches:
         raise RuntimeError("the profiler shows no kernels")
-    found = _per_step([(launch, launch.ms) for launch in launches], n_steps)
-    exchange = found.categories["communication"]
-    found.communication_ms = exchange.ms
-    computing = [launch for launch in launches if launch.category != "communication"]
-    exchange.ms = (_covered_ms(launches) - _covered_ms(computing)) / n_steps  # exposed: overlaps no other kernel
-    busy_ms = sum(category.ms for category in found.categories.values())
-    found.idle_ms = max(0.0, median_ms - busy_ms)
-    found.step_ms = busy_ms + found.idle_ms
-    found.block = one_block(launches, n_steps)
+    kernels, categories = {}, dict.fromkeys(CATEGORIES, 0.0)
+    for one in launches:
+        kernel = kernels.setdefault(one.name, Kernel(one.name, one.category, 0.0, 0.0))
+        kernel.ms, kernel.launches = kernel.ms + one.ms / n_steps, kernel.launches + 1 / n_steps
+        categories[one.category] += one.ms / n_steps
+    communication_ms = categories["communication"]
+    if on_gpu:  # exposed: overlaps no other kernel
+        computing = [one for one in launches if one.category != "communication"]
+        categories["communication"] = (_covered_ms(launches) - _covered_ms(computing)) / n_steps
+    busy_ms = sum(categories.values())
+    idle_ms = max(0.0, median_ms - busy_ms) if on_gpu else None
+    longest = sorted(kernels.values(), key=lambda kernel: -kernel.ms)[:KERNELS_KEPT]
+    found = Profile(busy_ms + (idle_ms or 0), idle_ms, categories, longest, len(launches) / n_steps, communication_ms)
+    found.forward, found.backward = one_block([one for one in launches if on_gpu or one.ms >= SHORTEST_MS], n_steps)
     return found
 
 
-def gpu_launches(profiler: torch.profiler.profile) -> list[Launch]:
-    """Every kernel, copy and fill that ran on the GPU, by its start, in ms since any moment."""
+def gpu_launches(profiler: torch.profiler.profile) -> list[Kernel]:
+    """Every kernel, copy and fill that ran on the GPU, by its start."""
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     on_gpu = [event for event in events if not getattr(event, "is_user_annotation", False)]
     spans = sorted((e.time_range.start / 1e3, e.time_range.elapsed_us() / 1e3, e.name) for e in on_gpu)
-    return [Launch(name, categorize(name), start_ms, ms) for start_ms, ms, name in spans]
+    return [Kernel(name, categorize(name), ms, start_ms=start_ms) for start_ms, ms, name in spans]
 
 
-def _covered_ms(launches: list[Launch]) -> float:
+def cpu_operators(profiler: torch.profiler.profile) -> list[Kernel]:
+    """Every operator by its start, with the time that it spends itself; those of an optimizer's step carry its name."""
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    found, update_ends = [], 0.0
+    for event in events:
+        if event.name.startswith("Optimizer.step"):
+            update_ends = event.time_range.end
+        elif event.time_range.end <= update_ends:
+            event.name = f"Optimizer.step: {event.name}"
+        if (ms := event.self_cpu_time_total / 1e3) > 0:
+            found.append(Kernel(event.name, categorize(event.name), ms, start_ms=event.time_range.start / 1e3))
+    return found
+
+
+def _covered_ms(launches: list[Kernel]) -> float:
     """How long at least one of the kernels runs; they are in the order of their start."""
     covered, until = 0.0, 0.0
-    for launch in launches:
-        end = launch.start_ms + launch.ms
-        covered += max(0.0, end - max(launch.start_ms, until))
+    for one in launches:
+        end = one.start_ms + one.ms
+        covered += max(0.0, end - max(one.start_ms, until))
         until = max(until, end)
     return covered
 
 
-def profile_cpu(step: Callable[[], object], n_steps: int) -> Profile:
-    """Like `profile_steps`, of a CPU: operators instead of kernels, each without the time of operators inside it."""
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for _ in range(n_steps):
-            step()
-    say(profiler.key_averages().table("self_cpu_time_total", row_limit=20), sys.stderr)
-    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
-    updates = [event.time_range for event in events if event.name.startswith("Optimizer.step")]
-    timed, drawn, until_us = [], [], 0.0
-    for event in events:
-        span, own_ms = event.time_range, event.self_cpu_time_total / 1e3
-        inside = any(update.start < span.start and span.end <= update.end for update in updates)
-        name = f"Optimizer.step: {event.name}" if inside else event.name
-        launch = Launch(name, categorize(name), span.start / 1e3, event.cpu_time_total / 1e3)
-        timed += [(launch, own_ms)] if own_ms > 0 else []
-        if span.start >= until_us and 2 * own_ms >= launch.ms >= SHORTEST_MS:  # works itself, is no part of one drawn
-            drawn.append(launch)
-            until_us = span.end
-    found = _per_step(timed, n_steps)
-    found.block = one_block(drawn, n_steps)
-    return found
+def one_block(launches: list[Kernel], n_steps: int) -> tuple[list[Kernel], list[Kernel]]:
+    """Forward and backward of the last block of `n_steps` whose kernels are `launches`, by start.
 
-
-def _per_step(timed: list[tuple[Launch, float]], n_steps: int) -> Profile:
-    """The profile of `n_steps`, from every launch and the milliseconds that count of it."""
-    kernels, categories = {}, {name: CategoryTime() for name in CATEGORIES}
-    for launch, ms in timed:
-        kernel = kernels.setdefault(launch.name, Kernel(launch.name, launch.category, 0.0, 0.0))
-        for total in (kernel, categories[launch.category]):
-            total.ms += ms / n_steps
-            total.launches += 1 / n_steps
-    longest = sorted(kernels.values(), key=lambda kernel: -kernel.ms)[:KERNELS_KEPT]
-    total_ms = sum(category.ms for category in categories.values())
-    return Profile(total_ms, None, categories, longest, len(timed) / n_steps)
-
-
-def one_block(launches: list[Launch], n_steps: int) -> Block | None:
-    """The last block of `n_steps` whose kernels are `launches`, by start, in ms since any moment.
-
-    A block is what lies between the longest kernels of two consecutive attentions, the first of the two included: once
-    in forward, once in backward. None where a step has fewer than two of either.
+    A block is what lies between the longest kernels of two consecutive attentions, the first of the two included.
+    Both are empty where a step has fewer than two of either.
     """
     halves = []
     for backward in (False, True):
         total, attention = defaultdict(float), []
-        for k, launch in enumerate(launches):
-            if launch.category == "attention" and bool(re.search(BACKWARD, launch.name)) == backward:
+        for k, one in enumerate(launches):
+            if one.category == "attention" and bool(re.search(BACKWARD, one.name)) == backward:
                 attention.append(k)
-                total[launch.name] += launch.ms
+                total[one.name] += one.ms
         main = [k for k in attention if launches[k].name == max(total, key=total.get)]
         if len(main) < 2 * n_steps:
-            return None
-        begin, end = main[-2:]
-        start_ms = launches[begin].start_ms
-        halves.append([replace(launch, start_ms=launch.start_ms - start_ms) for launch in launches[begin:end]])
-        halves.append(launches[end].start_ms - start_ms)
-    return Block(*halves)
+            return [], []
+        first, end = main[-2:]
+        began = launches[first].start_ms
+        halves.append([replace(one, start_ms=one.start_ms - began) for one in launches[first:end]])
+    return tuple(halves)

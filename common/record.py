@@ -28,13 +28,6 @@ CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py a
 
 
 @dataclass
-class Timing:
-    step_ms: list[float] = field(default_factory=list)  # every timed step
-    warmup_s: float | None = None  # the first untimed steps: compilation, capture
-    settling_s: float | None = None  # further untimed steps, in which a GPU's clock settles; null on a CPU
-
-
-@dataclass
 class Settings:
     """What really ran, observed on an untimed step."""
 
@@ -49,67 +42,29 @@ class Settings:
 
 
 @dataclass
-class CategoryTime:
-    ms: float = 0.0  # per step
-    launches: float = 0.0  # kernels per step; on a CPU, operators
-
-
-@dataclass
 class Kernel:
-    name: str
-    category: str  # one of CATEGORIES
-    ms: float  # per step
-    launches: float  # per step
-
-
-@dataclass
-class Launch:
-    """A kernel as it ran once; on a CPU an operator that does its work itself."""
+    """A kernel's total in a step, or one launch of it. A CPU's are operators, each without those inside it."""
 
     name: str
     category: str  # one of CATEGORIES
-    start_ms: float  # since its half of the block began
     ms: float
-
-
-@dataclass
-class Block:
-    """What one transformer block ran: from one attention's longest kernel to the next one's."""
-
-    forward: list[Launch]
-    forward_ms: float
-    backward: list[Launch]
-    backward_ms: float
+    launches: float = 1.0  # per step
+    start_ms: float = 0.0  # of one launch: since its half of the block began
 
 
 @dataclass
 class Profile:
-    """Untimed steps under torch.profiler; categories and idle time add up to step_ms. A CPU's kernels are operators."""
+    """Untimed steps under torch.profiler: milliseconds a step. Categories and idle time add up to step_ms."""
 
     step_ms: float  # of a GPU: the median of the timed steps, or the kernels where they took longer
     idle_ms: float | None  # in which no kernel ran; null on a CPU
-    categories: dict[str, CategoryTime]  # of all kernels
+    categories: dict[str, float]  # of all kernels
     kernels: list[Kernel]  # the 40 longest, longest first
-    launches: float  # of all kernels, per step
+    launches: float  # of all kernels
     communication_ms: float = 0.0  # of its kernels; its category has what of it overlaps no other kernel
-    block: Block | None = None  # null where a step has fewer than two attentions
-
-
-@dataclass
-class Reference:
-    """A fixed piece of work, timed before and after the timed steps; on a CPU also between their parts."""
-
-    product_ms: list[float]  # of one matrix product, in the order of time
-    copy_ms: list[float]  # of one copy
-
-
-@dataclass
-class Repetition:
-    """One pass of `--repeat` over a row."""
-
-    timing: Timing
-    started_at: str | None = None
-    reference: Reference | None = None
+    # What one transformer block ran, from one attention's longest kernel to the next; empty of fewer than two blocks.
+    forward: list[Kernel] = field(default_factory=list)
+    backward: list[Kernel] = field(default_factory=list)
 
 
 @dataclass
@@ -119,8 +74,12 @@ class Row:
     reason: str | None = None  # of a row without a time: one line with what to do
     note: str | None = None  # of an ok row: one line that qualifies it
     settings: Settings = field(default_factory=Settings)
-    timing: Timing = field(default_factory=Timing)
-    repetitions: list[Repetition] = field(default_factory=list)  # every pass of --repeat; empty where the row ran once
+    step_ms: list[float] = field(default_factory=list)  # every timed step
+    warmup_s: float | None = None  # the first untimed steps: compilation, capture
+    settling_s: float | None = None  # further untimed steps, in which a GPU's clock settles; null on a CPU
+    product_ms: list[float] = field(default_factory=list)  # these two: fixed work before and after the timed steps,
+    copy_ms: list[float] = field(default_factory=list)  # on a CPU also between their parts
+    passes: list["Row"] = field(default_factory=list)  # of --repeat, without profile and source; empty of one pass
     loss: list[float] = field(default_factory=list)  # nats, of the first `warmup + steps` training steps
     heldout: list[tuple[int, float]] = field(default_factory=list)  # (steps trained, nats), with --heldout-every
     peak_bytes: int | None = None  # CUDA allocator; null on a CPU
@@ -128,18 +87,10 @@ class Row:
     host_syncs: int | None = None  # waits of the host for the GPU in one launched step; null on a CPU
     clock_mhz: float | None = None  # these two: means over the timed steps; null on a CPU and without NVML
     power_w: float | None = None
-    reference: Reference | None = None
     overhead_s: float | None = None  # of launch(main), without warm-up and steps
     predicted_ms: float | None = None  # by ladder.predict, from the roofs alone
     profile: Profile | None = None  # null without --profile
     source: str | None = None  # text of the script
-
-
-@dataclass
-class Data:
-    name: str  # of the text
-    tokens: int
-    batches_sha256: str  # equal for two runs that trained on the same batches
 
 
 @dataclass
@@ -157,7 +108,9 @@ class Workload:
     tokens_per_step: int  # of one process
     flops_per_step: int  # of one process, by the convention of common/flops.py
     least_bytes_per_step: int  # of one process, see common/flops.py
-    data: Data
+    text: str
+    text_tokens: int
+    batches_sha256: str  # equal for two runs that trained on the same batches
     seed: int
     lr: float
     warmup: int  # untimed steps
@@ -174,7 +127,6 @@ class Environment:
     cpu_threads: int | None = None
     versions: dict[str, str] = field(default_factory=dict)  # python, torch, cuda, cudnn, packages that are there
     gpu_uuid: str | None = None  # tells equal cards apart
-    compute_capability: str | None = None
     gpu_memory_bytes: int | None = None
     variables: dict[str, str] = field(default_factory=dict)  # environment variables that change numerics
     commit: str | None = None
@@ -196,29 +148,15 @@ class ProductRate:
 
 
 @dataclass
-class KernelTime:
-    kernel: str  # one of ladder/roofs.py
-    numbers: int  # in its tensor
-    seconds: float
-
-
-@dataclass
-class AttentionRate:
-    """Fused causal attention, forward and backward. FLOPs by the convention of common/flops.py."""
-
-    seq_len: int
-    head_dim: int
-    flops_per_s: float
-
-
-@dataclass
 class Roofs:
     """What the machine reaches when it does nothing else."""
 
     copy_bytes_per_s: float | None = None  # bytes read and written
     products: list[ProductRate] = field(default_factory=list)
-    kernels: list[KernelTime] = field(default_factory=list)  # between the products, each at several sizes
-    attention: list[AttentionRate] = field(default_factory=list)
+    # Between the products: a kernel of ladder/roofs.py, numbers in its tensor, seconds.
+    kernels: list[tuple[str, int, float]] = field(default_factory=list)
+    # Fused causal attention, forward and backward: T, D, FLOP/s by the convention of common/flops.py.
+    attention: list[tuple[int, int, float]] = field(default_factory=list)
     launch_s: dict[str, float] = field(default_factory=dict)  # the host's for one kernel, by precision; of a GPU alone
     notes: list[str] = field(default_factory=list)  # what could not be measured, and why
     environment: Environment | None = None
@@ -249,9 +187,9 @@ class Run:
 
 @dataclass
 class Study:
-    """Many runs that belong together: a sweep, a scaling, the largest batches, ablations, parity."""
+    """Many runs that belong together: a sweep, a scaling, ablations, parity."""
 
-    kind: str  # sweep, scaling, largest-batch, ablations, parity
+    kind: str  # sweep, scaling, ablations, parity
     command: str
     started_at: str | None
     runs: dict[str, Run]  # by name: a shape, a number of GPUs, a variant, a step and its seed

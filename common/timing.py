@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from common import hardware
-from common.record import Reference, Row
+from common.record import Row
 from common.text import Progress
 
 TrainStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -69,7 +69,7 @@ def time_steps(steps: Steps, at_least: int, row: Row, device: torch.device, slow
         for k in range(CPU_PARTS):
             if n := at_least * (k + 1) // CPU_PARTS - at_least * k // CPU_PARTS:
                 steps.timed_on_cpu(1)  # brings back to the caches what the reference work drove out
-                row.timing.step_ms += slowest(steps.timed_on_cpu(n))
+                row.step_ms += slowest(steps.timed_on_cpu(n))
                 references.append(reference_work(device))
     else:
         torch.cuda.reset_peak_memory_stats(device)
@@ -77,15 +77,15 @@ def time_steps(steps: Steps, at_least: int, row: Row, device: torch.device, slow
         while (left_ms := SETTLING_S * 1e3 - sum(settling)) > 0:
             n = math.ceil(left_ms / statistics.median(settling))
             settling += slowest(steps.timed_on_gpu(n, "settling", device)[0])
-        row.timing.settling_s = sum(settling) / 1e3
+        row.settling_s = sum(settling) / 1e3
         n = max(at_least, math.ceil(TIMED_S * 1e3 / statistics.median(settling)))
         step_ms, states = steps.timed_on_gpu(n, "timed", device)
-        row.timing.step_ms = slowest(step_ms)
+        row.step_ms = slowest(step_ms)
         row.peak_bytes = max(row.peak_bytes or 0, torch.cuda.max_memory_allocated(device))
         if states := list(filter(None, states)):
             row.clock_mhz, row.power_w = map(statistics.fmean, zip(*states, strict=True))
         references.append(reference_work(device))
-    row.reference = Reference(*map(list, zip(*references, strict=True))) if all(references) else None
+    row.product_ms, row.copy_ms = map(list, zip(*references, strict=True)) if all(references) else ([], [])
 
 
 def reference_work(device: torch.device) -> tuple[float, float] | None:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from common.record import Run, Study, code_sha256, read_object, write_bytes  # noqa: E402
 from common.text import say  # noqa: E402
 from report import parity, scaling, sweep, table  # noqa: E402
-from report.__main__ import write  # noqa: E402
+from report.__main__ import render  # noqa: E402
 from report.figures import LEGEND, MARK, Figures, figures  # noqa: E402
 from report.load import DIFFER, load  # noqa: E402
 
@@ -79,7 +79,6 @@ categories = partial(of_one, made, table.category_rows)  # milliseconds of each 
 limits = partial(of_one, made, table.limit_rows)  # what limits each step
 roofs = partial(of_one, made, lambda made: table.roof_rows(made.run.roofs))  # what bare matrix products reach
 grid = partial(of_one, record, sweep.grid_rows)  # a sweep: times faster than the step before
-every_row = partial(of_one, record, table.study_rows)  # every row of every run: the largest batches
 
 
 def losses(place: str, *labels: str, against: str | None = None, mixed: bool = False) -> str:
@@ -141,7 +140,8 @@ def renew() -> None:
     """Make the reports of all recordings again: report.md of each, pictures of studies, the page of one workload."""
     for place in places():
         if isinstance(record(place), Study) or place == WITH_PAGE:
-            write(RESULTS / place, record(place))
+            for name, content in render(RESULTS / place, record(place))[1].items():
+                write_bytes(RESULTS / place / name, content)
         else:
             write_bytes(RESULTS / place / "report.md", table.render_markdown(made(place)).encode())
 

@@ -16,8 +16,7 @@ from common import record as schema  # noqa: E402
 from common.text import OneLineParser, Progress, one_line, portable_command, positive_int, run_command, say  # noqa: E402
 from ladder import process, runs  # noqa: E402
 
-LARGEST = "--batch-size max"
-RESUMED = ("ladder", "scaling", "sweep")  # kinds of runs
+KINDS = ("ladder", "scaling", "sweep")
 
 
 def build_parser() -> OneLineParser:
@@ -26,8 +25,7 @@ def build_parser() -> OneLineParser:
         usage="./run_all.sh [OPTION ...] [ARGUMENT ...]",
         description="Runs the five steps with the ARGUMENTs (python 0_baseline.py --help lists them), measures the\n"
         "machine's roofs, prints a table, and writes it with all records and logs to a new folder under results/.",
-        epilog="--batch-size max         the largest batch that each step can train on one GPU\n"
-        "STEP_TIMEOUT=SECONDS     the longest that one row may take (default 1800)\n"
+        epilog="STEP_TIMEOUT=SECONDS     the longest that one row may take (default 1800)\n"
         "PYTHON=INTERPRETER       use this Python, and install nothing\n"
         "./run_all.sh --setup     only prepare Python, and print the interpreter that will be used\n\n"
         "Exit code: 0 when every row is ok, skipped or left out by --only, 2 for bad arguments, 130 after Ctrl-C,\n"
@@ -59,24 +57,22 @@ def time_limit(parser: OneLineParser) -> int:
 
 def kind_of(given: argparse.Namespace, arguments: list[str], parser: OneLineParser) -> str:
     """The kind of the run. Exits where options contradict each other: nobody's option is ignored."""
-    kinds = {"scaling": given.scaling, "sweep": given.sweep, "largest-batch": LARGEST in " ".join(arguments)}
-    chosen = [kind for kind, is_chosen in kinds.items() if is_chosen] or ["ladder"]
-    several = given.scaling or (given.gpus or 1) > 1
+    kind, several = "scaling" if given.scaling else "sweep" if given.sweep else "ladder", given.scaling or given.gpus
     for wrong, why in (
-        (len(chosen) > 1, f"{' and '.join(chosen)} exclude each other"),
+        (given.scaling and given.sweep, "--scaling and --sweep exclude each other"),
         (
             given.only is not None and not set(given.only.split(",")) <= set("01234"),
             f"--only {given.only}: give some of 0,1,2,3,4",
         ),
-        (given.peers and (several or chosen != ["ladder"]), "--peers run on one GPU, in a ladder"),
-        (given.repeat > 1 and chosen != ["ladder"], "--repeat is for a ladder"),
-        ((given.gpus or given.parallel) and chosen[0] in ("sweep", "largest-batch"), f"a {chosen[0]} runs on one GPU"),
+        (given.peers and (several or kind != "ladder"), "--peers run on one GPU, in a ladder"),
+        (given.repeat > 1 and kind != "ladder", "--repeat is for a ladder"),
+        ((given.gpus or given.parallel) and kind == "sweep", "a sweep runs on one GPU"),
         (given.parallel and not several, "--parallel is for several processes: add --gpus N"),
         (any(word.startswith("--output") for word in arguments), "--output is chosen here: a folder under results/"),
     ):
         if wrong:
             parser.error(why)
-    return chosen[0]
+    return kind
 
 
 def new_plan(given: argparse.Namespace, arguments: list[str], argv: list[str], parser: OneLineParser):
@@ -86,8 +82,6 @@ def new_plan(given: argparse.Namespace, arguments: list[str], argv: list[str], p
         place = arguments.index("--data") + 1
         arguments[place] = str(Path(arguments[place]).absolute())
     arguments += [] if given.no_profile or kind == "sweep" or "--profile" in arguments else ["--profile"]
-    if kind == "largest-batch":
-        arguments = runs.without_option(arguments, "--batch-size")
     shared = ["--parallel", given.parallel] if given.parallel and kind == "ladder" else []
     facts = runs.check(arguments + shared, gpus if kind == "ladder" else 1)
     arguments += facts["pinned"] + shared
@@ -99,11 +93,9 @@ def new_plan(given: argparse.Namespace, arguments: list[str], argv: list[str], p
         rows = runs.scaling(rows, most, given.parallel, given.only, facts["device_type"])
     elif kind == "sweep":
         rows = runs.sweep(rows, facts["device_type"])
-    elif kind == "ladder":
+    else:
         peers = [f"peers/{path.name}" for path in sorted(ROOT.glob("peers/*.py")) if given.peers]
         rows = runs.repeated(rows + runs.ladder(arguments, peers, None), given.repeat)
-    elif facts["device_type"] != "cuda":
-        parser.error(f"{LARGEST} needs a GPU: only its allocator counts what a step holds at most")
     for note in facts["notes"]:
         say(note)
     command = portable_command("./run_all.sh", argv)
@@ -141,7 +133,7 @@ def resumed_plan(folder: Path, parser: OneLineParser) -> tuple[schema.Plan, dict
     if (
         not plan.rows
         or not all(map(runs.is_safe, plan.rows))
-        or plan.kind not in RESUMED
+        or plan.kind not in KINDS
         or plan.schema_version != schema.SCHEMA_VERSION
     ):
         parser.error(f"--resume {folder}: its plan names other files than this project's scripts and their records")
@@ -173,7 +165,7 @@ class Ladder:
     def is_done(self, row: schema.PlannedRow) -> bool:
         """Whether the row's record holds a whole measurement of its own script."""
         found = schema.row_of(self.folder / row.output)
-        return found.get("status") == "ok" and found.get("step") == Path(row.script).stem and bool(found.get("timing"))
+        return found.get("status") == "ok" and found.get("step") == Path(row.script).stem and bool(found.get("step_ms"))
 
     def predict(self) -> None:
         """Leave what the roofs predict, in milliseconds by row; of a sweep by its runs and rows."""
@@ -225,21 +217,6 @@ class Ladder:
             say(f"{name}: failed: cannot write to {self.folder.name}: {error.strerror or error}")
         return record
 
-    def find_largest_batches(self) -> None:
-        """Try batches of every script, and leave a plan that names what was tried."""
-        tried, scripts = [], self.plan.rows
-
-        def run(row: schema.PlannedRow) -> Path:
-            tried.append(row)
-            return self.run_row(row)
-
-        for row in scripts:
-            if not (row.left_out or self.stop.requests):
-                memory = (self.facts["workload"]["batch_size"], self.facts["free_bytes"])
-                runs.largest_batch(row.script, row.arguments, *memory, run)
-        self.plan.rows = tried
-        schema.write_json(self.folder / schema.PLAN, self.plan)
-
 
 def finish(folder: Path, stop: process.Stop) -> int:
     """Print and write the report; returns the exit code."""
@@ -277,7 +254,7 @@ def main(argv: list[str]) -> int:
     ladder = Ladder(folder, plan, facts, limit_s, stop)
     try:
         with process.lock(folder / schema.PLAN):
-            ladder.find_largest_batches() if plan.kind == "largest-batch" else ladder.run_rows()
+            ladder.run_rows()
             return finish(folder, stop)
     except BlockingIOError:
         parser.error(f"another run_all.sh is at work in {folder}")

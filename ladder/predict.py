@@ -3,8 +3,8 @@
     python -m ladder.predict [--machine h200|FILE] [--output FILE] ARGUMENT ...     the ARGUMENTs are those of a step
 
 A prediction is a sum. Matrix products take the time that the roofs give for their shapes. Fused attention takes its
-FLOPs over its rate. What lies between passes over memory: the bytes that a kernel reads and writes for each number of
-a tensor are counted by hand below, from the scripts (FP32 has 4, BF16 2, FP8 1). Where the host needs longer to launch
+FLOPs over its rate. What lies between passes over memory: the bytes that kernels read and write for each number of a
+tensor are counted by hand below, from the scripts (FP32 has 4, BF16 2, FP8 1). Where the host needs longer to launch
 the kernels than the GPU to run them, the host's time counts. Under its power limit a GPU lowers its clock: `slowed_s`.
 """
 
@@ -17,17 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from common import arguments, flops, hardware
-from common.record import (
-    CATEGORIES,
-    MERGED,
-    ROOFS,
-    AttentionRate,
-    KernelTime,
-    ProductRate,
-    Roofs,
-    read_object,
-    write_json,
-)
+from common.model import PRESETS
+from common.record import CATEGORIES, MERGED, ROOFS, ProductRate, Roofs, read_object, write_json
 from common.text import OneLineParser, aligned, run_command, say
 from ladder import roofs
 from ladder.runs import BY_HAND, scripts
@@ -42,147 +33,107 @@ FOREACH_NUMBERS = 320 * 65536  # that one launch of a foreach kernel takes: 320 
 
 @dataclass(frozen=True)
 class Pass:
-    """Kernels that each move `bytes` for every number of a tensor, see ladder.roofs.sizes."""
+    """Kernels that together move `bytes` for every number of a tensor, see ladder.roofs.sizes."""
 
     tensor: str
     bytes: int
     kernels: int
     category: str  # of common.record.CATEGORIES
-    kernel: str | None  # of ladder/roofs.py: its measured time counts; without one, the time of a copy of these bytes
+    kernel: str | None = None  # of ladder/roofs.py: its measured time counts; without one, that of copies of the bytes
     most: int | None = None  # numbers that one launch takes
 
 
 # --- kernels of one block -------------------------------------------------------------------------
 
 BY_HAND_FP32 = (
-    Pass("scores", 8, 2, POINTWISE, None),  # scores / sqrt(D) reads and writes, forward and backward
-    Pass("scores", 8, 2, COPIES, None),  # masked_fill copies its input first, forward and backward
-    Pass("scores", 8, 2, POINTWISE, "mask fp32"),  # masked_fill then reads and writes the copy, forward and backward
-    Pass("scores", 8, 1, ATTENTION, "softmax fp32"),  # softmax reads and writes
-    Pass("scores", 12, 1, POINTWISE, None),  # softmax backward first multiplies gradient and output
-    Pass("scores", 12, 1, ATTENTION, None),  # softmax backward reads that and the output, and writes
-    Pass("stream", 8, 7, COPIES, "heads fp32"),  # heads made contiguous: q, k, v, output, three gradients
+    # Forward and backward of / sqrt(D) and of the mask, 8 each; softmax backward multiplies gradient and output, 12.
+    Pass("scores", 44, 5, POINTWISE),
+    Pass("scores", 16, 2, COPIES),  # masked_fill copies its input first, forward and backward
+    Pass("scores", 20, 2, ATTENTION),  # softmax reads and writes; its backward reads two and writes
+    Pass("stream", 56, 7, COPIES),  # heads made contiguous: q, k, v, output, three gradients
 )
 BY_HAND_BF16 = (
-    Pass("scores", 4, 2, POINTWISE, None),  # scores / sqrt(D) reads and writes, forward and backward
-    Pass("scores", 4, 2, COPIES, None),  # masked_fill copies its input first, forward and backward
-    Pass("scores", 4, 2, POINTWISE, "mask half"),  # masked_fill then reads and writes the copy, forward and backward
-    Pass("scores", 6, 2, COPIES, "to fp32"),  # autocast runs softmax in FP32: scores, and in backward a gradient
-    Pass("scores", 8, 1, ATTENTION, "softmax fp32"),  # softmax reads and writes FP32
-    Pass("scores", 6, 2, COPIES, "to half"),  # weights back to BF16; backward: the gradient of scores
-    Pass("scores", 12, 1, POINTWISE, None),  # softmax backward first multiplies gradient and output
-    Pass("scores", 12, 1, ATTENTION, None),  # softmax backward reads that and the output, and writes
-    Pass("stream", 4, 7, COPIES, "heads half"),  # heads made contiguous: q, k, v, output, three gradients
+    Pass("scores", 20, 3, POINTWISE),  # / sqrt(D), forward and backward, 4 each; softmax backward's product, in FP32
+    Pass("scores", 8, 2, POINTWISE, "mask half"),
+    Pass("scores", 8, 2, COPIES),  # masked_fill copies its input first
+    Pass("scores", 12, 2, COPIES, "to fp32"),  # autocast runs softmax in FP32: scores, and in backward a gradient
+    Pass("scores", 12, 2, COPIES),  # weights back to BF16; backward: the gradient of scores
+    Pass("scores", 20, 2, ATTENTION),  # softmax in FP32
+    Pass("stream", 28, 7, COPIES, "heads half"),
 )
 EAGER_FP32 = (
-    Pass("stream", 8, 2, POINTWISE, "layer norm fp32"),  # LayerNorm reads and writes, twice in a block
-    Pass("stream", 20, 2, POINTWISE, "layer norm backward fp32"),  # its backward reads gradient and input, twice
-    Pass("stream", 12, 4, POINTWISE, None),  # residual adds read two and write one; backward adds the two branches
-    Pass("hidden", 8, 1, POINTWISE, "gelu fp32"),  # GELU reads and writes
-    Pass("hidden", 12, 1, POINTWISE, "gelu backward fp32"),  # its backward reads gradient and input, writes
-    Pass("width", 4, 4, POINTWISE, "sum over tokens fp32"),  # the gradient of a bias is a sum over tokens: four biases
-    Pass("qkv", 8, 1, COPIES, "heads fp32"),  # split's backward joins the gradients of q, k and v
-    Pass("vector", 0, 12, COPIES, None),  # workspaces of products and of sums are cleared
+    Pass("stream", 64, 6, POINTWISE),  # two LayerNorms, 8 each; two residual adds and their backward, 12 each
+    Pass("stream", 40, 2, POINTWISE, "layer norm backward fp32"),
+    Pass("hidden", 20, 2, POINTWISE),  # GELU, and its backward
+    Pass("width", 16, 4, POINTWISE),  # the gradient of a bias is a sum over tokens: four biases
+    Pass("qkv", 8, 1, COPIES),  # split's backward joins the gradients of q, k and v
+    Pass("vector", 0, 12, COPIES),  # workspaces of products and of sums are cleared
 )
 EAGER_BF16 = (
-    Pass("stream", 6, 4, COPIES, "to fp32"),  # autocast runs LayerNorm in FP32: its input, in backward its gradient
-    Pass("stream", 8, 2, POINTWISE, "layer norm fp32"),  # LayerNorm reads and writes FP32
-    Pass("stream", 20, 2, POINTWISE, "layer norm backward fp32"),  # its backward reads gradient and input, twice
-    Pass("stream", 6, 4, COPIES, "to half"),  # LayerNorm's output to BF16; backward: the gradient of its input
-    Pass("stream", 6, 4, POINTWISE, None),  # residual adds read two and write one; backward adds the two branches
-    Pass("hidden", 4, 1, POINTWISE, "gelu half"),  # GELU reads and writes
-    Pass("hidden", 6, 1, POINTWISE, "gelu backward half"),  # its backward reads gradient and input, writes
-    Pass("width", 2, 4, POINTWISE, "sum over tokens half"),  # the gradient of a bias is a sum over tokens: four biases
-    Pass("qkv", 4, 1, COPIES, "heads half"),  # split's backward joins the gradients of q, k and v
-    Pass("weight", 6, 4, COPIES, "to half"),  # autocast casts four weights to BF16
-    Pass("weight", 6, 4, COPIES, "to fp32"),  # backward: their gradients to FP32
-    Pass("vector", 0, 8, COPIES, None),  # the same of four biases
-    Pass("vector", 0, 12, COPIES, None),  # workspaces of products and of sums are cleared
+    Pass("stream", 24, 4, COPIES, "to fp32"),  # autocast runs LayerNorm in FP32: its input, in backward its gradient
+    Pass("stream", 40, 6, POINTWISE),  # two LayerNorms in FP32, 8 each; residual adds in BF16, 6 each
+    Pass("stream", 40, 2, POINTWISE, "layer norm backward fp32"),
+    Pass("stream", 24, 4, COPIES),  # LayerNorm's output to BF16; backward: the gradient of its input
+    Pass("hidden", 4, 1, POINTWISE, "gelu half"),
+    Pass("hidden", 6, 1, POINTWISE),  # GELU's backward reads gradient and input, and writes
+    Pass("width", 8, 4, POINTWISE, "sum over tokens half"),
+    Pass("qkv", 4, 1, COPIES, "heads half"),
+    Pass("weight", 24, 4, COPIES),  # autocast casts four weights to BF16
+    Pass("weight", 24, 4, COPIES, "to fp32"),  # backward: their gradients to FP32
+    Pass("vector", 0, 20, COPIES),  # the same of four biases; workspaces are cleared
 )
 COMPILED = (
-    Pass("stream", 4, 1, POINTWISE, None),  # the first LayerNorm reads and writes
-    Pass("stream", 8, 1, POINTWISE, None),  # residual add and second LayerNorm: reads two, writes sum and output
-    Pass("stream", 6, 1, POINTWISE, None),  # the last residual add reads two and writes one
-    Pass("stream", 8, 2, POINTWISE, None),  # their backward in one kernel: reads gradient, input, other branch; writes
-    Pass("stream", 4, 2, POINTWISE, None),  # gradients of LayerNorm's weight and bias read gradient and input
-    Pass("hidden", 4, 1, POINTWISE, "gelu half"),  # GELU reads and writes
-    Pass("hidden", 6, 1, POINTWISE, "gelu backward half"),  # its backward reads gradient and input, writes
-    Pass("width", 2, 4, POINTWISE, "sum over tokens half"),  # the gradient of a bias is a sum over tokens: four biases
-    Pass("qkv", 4, 1, COPIES, None),  # the gradients of q, k and v are joined
-    Pass("weight", 6, 8, COPIES, None),  # weights to BF16 in forward, their gradients to FP32 in backward
-    Pass("vector", 0, 12, COPIES, None),  # casts of biases; sums of a second stage; a buffer cleared for attention
+    # LayerNorm, 4; residual add with LayerNorm, 8; residual add, 6; their backward, 8 twice; gradients of LayerNorm's
+    # weights and biases, 4 twice.
+    Pass("stream", 42, 7, POINTWISE),
+    Pass("hidden", 4, 1, POINTWISE, "gelu half"),
+    Pass("hidden", 6, 1, POINTWISE),
+    Pass("width", 8, 4, POINTWISE, "sum over tokens half"),
+    Pass("qkv", 4, 1, COPIES),
+    Pass("weight", 48, 8, COPIES),  # weights to BF16 in forward, their gradients to FP32 in backward
+    Pass("vector", 0, 12, COPIES),  # casts of biases; sums of a second stage; a buffer cleared for attention
 )
 TRANSFORMER_ENGINE = (
-    Pass(
-        "stream", 9, 2, POINTWISE, roofs.TE_NORM
-    ),  # LayerNorm reads BF16 and writes FP8; its backward reads two, writes one
-    Pass("stream", 6, 4, POINTWISE, None),  # residual adds read two and write one; backward adds the two branches
+    Pass("stream", 42, 6, POINTWISE),  # two LayerNorms with their backward, 9 each; residual adds, 6 each
     Pass("hidden", 3, 1, POINTWISE, "gelu half"),  # GELU reads BF16 and writes FP8
-    Pass("stream", 4, 1, COPIES, None),  # attention's output to FP8 in two layouts, for the projection
-    Pass("stream", 2, 2, COPIES, None),  # LayerNorm's FP8 output transposed for the weight gradient
-    Pass("hidden", 2, 1, COPIES, None),  # GELU's FP8 output transposed for the weight gradient
-    Pass("weight", 6, 4, COPIES, None),  # four weights read in FP32 and written in FP8 in two layouts
-    Pass("width", 4, 4, COPIES, None),  # gradients of four outputs read in BF16 and written in FP8 in two layouts
-    Pass("hidden", 2, 1, COPIES, None),  # one of them also reads the input of GELU, whose backward is in that kernel
-    Pass("weight", 6, 4, COPIES, "to fp32"),  # weight gradients to FP32
-    Pass("qkv", 4, 1, COPIES, "heads half"),  # split's backward joins the gradients of q, k and v
-    Pass("vector", 0, 16, COPIES, None),  # four biases and LayerNorm's four vectors to BF16, their gradients to FP32
-    Pass("vector", 0, 4, POINTWISE, None),  # the second stages of four bias sums
-    Pass("vector", 0, 9, COPIES, None),  # buffers of products, attention and largest values are cleared
+    Pass("stream", 8, 3, COPIES),  # attention's output to FP8 in two layouts; LayerNorms' FP8 outputs transposed
+    Pass("hidden", 4, 2, COPIES),  # GELU's FP8 output transposed; GELU's backward reads its input while it casts
+    Pass("weight", 24, 4, COPIES),  # four weights read in FP32 and written in FP8 in two layouts
+    Pass("width", 16, 4, COPIES),  # gradients of four outputs read in BF16 and written in FP8 in two layouts
+    Pass("weight", 24, 4, COPIES, "to fp32"),
+    Pass("qkv", 4, 1, COPIES, "heads half"),
+    Pass("vector", 0, 29, COPIES),  # biases and LayerNorms' vectors, their gradients and sums; cleared buffers
 )
-# --- kernels of one step, outside the blocks --------------------------------------------------------
+# --- kernels of one step, outside the blocks ------------------------------------------------------
 
 EMBEDDING = (
-    Pass("stream", 8, 1, POINTWISE, None),  # rows of the token embedding are gathered
-    Pass("stream", 8, 1, POINTWISE, None),  # positions are added
-    Pass("stream", 4, 1, POINTWISE, None),  # the gradient of positions is a sum over sequences
-    Pass("stream", 8, 1, POINTWISE, None),  # gradient rows are added to the rows of their tokens
-    Pass("embedding", 4, 1, COPIES, None),  # the embedding's gradient is cleared first
-    Pass("embedding", 12, 1, POINTWISE, None),  # the tied weight's two gradients are added
-    Pass("vector", 0, 30, POINTWISE, None),  # tokens are sorted, so that equal ones are summed together
+    Pass("stream", 28, 4, POINTWISE),  # rows gathered, positions added, and their gradients
+    Pass("embedding", 4, 1, COPIES),  # the embedding's gradient is cleared first
+    Pass("embedding", 12, 1, POINTWISE),  # the tied weight's two gradients are added
+    Pass("vector", 0, 30, POINTWISE),  # tokens are sorted, so that equal ones are summed together
 )
-LAST_NORM_FP32 = (
-    Pass("stream", 8, 1, POINTWISE, "layer norm fp32"),  # the last LayerNorm reads and writes
-    Pass("stream", 20, 1, POINTWISE, "layer norm backward fp32"),  # and its backward, as in a block
-)
-LAST_NORM_COMPILED = (
-    Pass("stream", 4, 1, POINTWISE, None),  # the last LayerNorm reads and writes
-    Pass("stream", 12, 1, POINTWISE, None),  # its backward, with the gradients of its weight and bias in another kernel
-)
-LAST_NORM_TE = (Pass("stream", 9, 1, POINTWISE, roofs.TE_NORM),)  # the last LayerNorm, forward and backward
+LAST_NORM_FP32 = (Pass("stream", 8, 1, POINTWISE), Pass("stream", 20, 1, POINTWISE, "layer norm backward fp32"))
+LAST_NORM_COMPILED = (Pass("stream", 16, 2, POINTWISE),)
+LAST_NORM_TE = (Pass("stream", 9, 1, POINTWISE),)
 LOSS_FP32 = (
-    Pass("logits", 16, 1, LOSS, "softmax of vocabulary fp32"),  # log-softmax reads for maximum, sum and output; writes
-    Pass("logits", 4, 1, COPIES, None),  # the gradient of the picked log-probabilities is cleared first
-    Pass("logits", 16, 1, LOSS, None),  # backward reads the gradient for its sum, again, and the output, and writes
+    Pass("logits", 32, 2, LOSS),  # log-softmax reads for maximum, sum and output, and writes; its backward as much
+    Pass("logits", 4, 1, COPIES),  # the gradient of the picked log-probabilities is cleared first
 )
 LOSS_BF16 = (
-    Pass("logits", 8, 1, LOSS, "softmax of vocabulary half"),  # log-softmax reads for maximum, sum and output; writes
+    Pass("logits", 16, 2, LOSS),
     Pass("logits", 6, 1, COPIES, "to fp32"),  # autocast picks log-probabilities in FP32: all are cast
-    Pass("logits", 4, 1, COPIES, None),  # the gradient of the picked ones is cleared first, in FP32
-    Pass("logits", 6, 1, COPIES, "to half"),  # backward of that cast
-    Pass("logits", 8, 1, LOSS, None),  # backward reads the gradient for its sum, again, and the output, and writes
-    Pass("embedding", 6, 1, COPIES, "to half"),  # the head's weight to BF16
+    Pass("logits", 10, 2, COPIES),  # the gradient of the picked ones is cleared first, in FP32; backward of that cast
+    Pass("embedding", 6, 1, COPIES),  # the head's weight to BF16
     Pass("embedding", 6, 1, COPIES, "to fp32"),  # its gradient to FP32
 )
-LOSS_COMPILED = (
-    Pass("logits", 2, 1, LOSS, "softmax of vocabulary half"),  # maximum and sum in one pass; exponentials bound it
-    Pass("logits", 4, 1, LOSS, None),  # the gradient from logits, maximum and sum: reads and writes
-)
-LOGITS_BF16 = (Pass("embedding", 6, 2, COPIES, None),)  # the head's weight to BF16, its gradient to FP32
+LOSS_COMPILED = (Pass("logits", 6, 2, LOSS),)  # maximum and sum in one pass; the gradient reads and writes
+LOGITS_BF16 = (Pass("embedding", 12, 2, COPIES),)  # the head's weight to BF16, its gradient to FP32
 LOGITS_FP8 = (
-    Pass("logits", 4, 1, COPIES, None),  # the gradient of the logits read in BF16 and written in FP8 in two layouts
-    Pass("embedding", 12, 1, COPIES, None),  # the head's weight to FP8 in two layouts; its gradient to FP32
+    Pass("logits", 4, 1, COPIES),  # the gradient of the logits read in BF16 and written in FP8 in two layouts
+    Pass("embedding", 12, 1, COPIES),  # the head's weight to FP8 in two layouts; its gradient to FP32
 )
-FOREACH_ADAMW = (
-    Pass("parameters", 8, 2, OPTIMIZER, None, FOREACH_NUMBERS),  # decay scales the weight, beta2 the second moment
-    Pass("parameters", 12, 1, OPTIMIZER, None, FOREACH_NUMBERS),  # lerp: gradient and first moment, written
-    Pass("parameters", 12, 1, OPTIMIZER, None, FOREACH_NUMBERS),  # addcmul: gradient and second moment, written
-    Pass("parameters", 8, 3, OPTIMIZER, None, FOREACH_NUMBERS),  # square root, bias correction and eps, in a copy
-    Pass("parameters", 16, 1, OPTIMIZER, None, FOREACH_NUMBERS),  # addcdiv: weight, first moment and root, written
-)
-FUSED_ADAMW = (
-    Pass("parameters", 28, 1, OPTIMIZER, None),  # one kernel reads weight, gradient and both moments, writes three
-)
+FOREACH_ADAMW = (Pass("parameters", 80, 8, OPTIMIZER, most=FOREACH_NUMBERS),)  # PyTorch's eight operations in turn
+FUSED_ADAMW = (Pass("parameters", 28, 1, OPTIMIZER),)  # reads weight, gradient and both moments, writes three
 ONCE_EAGER = (*EMBEDDING, *LAST_NORM_FP32, *LOSS_BF16, *FOREACH_ADAMW)
 IN_A_BLOCK = {  # by the first character of a script's name: kernels of one block
     "0": BY_HAND_FP32 + EAGER_FP32,
@@ -198,6 +149,8 @@ ONCE_A_STEP = {
     "3": (*EMBEDDING, *LAST_NORM_COMPILED, *LOSS_COMPILED, *LOGITS_BF16, *FUSED_ADAMW),
     "4": (*EMBEDDING, *LAST_NORM_TE, *LOSS_COMPILED, *LOGITS_FP8, *FUSED_ADAMW),
 }
+# Bytes that backward finds for each number of (tokens, C) of a block, and the loss for each logit.
+SAVED = {"2": (35, 10), "3": (24, 4), "4": (24, 4)}
 
 
 @dataclass
@@ -248,16 +201,16 @@ class Machine:
 
     def pass_s(self, one: Pass, numbers: float) -> float:
         """Of one kernel of a pass over `numbers` numbers: measured, or the time of a copy of as many bytes."""
-        timed = {k.numbers: k.seconds for k in self.roofs.kernels if k.kernel == one.kernel}
-        size = numbers if timed else one.bytes * numbers / 8
-        timed = timed or {k.numbers: k.seconds for k in self.roofs.kernels if k.kernel == COPY}
+        timed = {n: seconds for kernel, n, seconds in self.roofs.kernels if kernel == one.kernel}
+        size = numbers if timed else one.bytes / one.kernels * numbers / 8
+        timed = timed or {n: seconds for kernel, n, seconds in self.roofs.kernels if kernel == COPY}
         beyond = max(1.0, size / max(timed))
         return beyond * float(np.interp(size / beyond, *zip(*sorted(timed.items()), strict=True)))
 
     def attention_s(self, T: int, D: int, heads: int) -> float:
         """Of fused causal attention, forward and backward: at the nearest head dimension, between measured lengths."""
-        nearest = min({rate.head_dim for rate in self.roofs.attention}, key=lambda dim: abs(math.log(dim / D)))
-        rates = {math.log(r.seq_len): r.flops_per_s for r in self.roofs.attention if r.head_dim == nearest}
+        nearest = min((dim for _, dim, _ in self.roofs.attention), key=lambda dim: abs(math.log(dim / D)))
+        rates = {math.log(length): rate for length, dim, rate in self.roofs.attention if dim == nearest}
         return heads * 6 * T * D * T / float(np.interp(math.log(T), *zip(*sorted(rates.items()), strict=True)))
 
     def slowed_s(self, products: list[tuple[int, float, int]], rest_s: float, precision: str) -> float:
@@ -315,24 +268,50 @@ def products_of(
         yield count * shape.n_layer, max(least_s, machine.product_s(precision, m, n, k)), 2 * m * n * k
 
 
-def read_roofs(name: str | None) -> tuple[Roofs, str]:
-    """Roofs of a machine in docs/results, of a file, or the newest below results/. Raises ValueError, one line."""
+def peak_bytes(step: str, shape, batch_size: int) -> int:
+    """An estimate of a step's peak memory at a shape (a GPTConfig): on an H200 within 10 % of those above 2 GiB.
+
+    With attention by hand it is that of common/flops.py. Else it is the loss's: weights and moments (12 bytes a
+    parameter), BF16 weights, the head's gradient in both formats, and SAVED.
+    """
+    if step[0] in BY_HAND:
+        return flops.peak_bytes(shape, batch_size, by_hand=True)
+    (of_block, of_logit), tokens, C = SAVED[step[0]], batch_size * shape.seq_len, shape.n_embd
+    weights = 12 * flops.parameters(shape) + 2 * shape.n_layer * 12 * C**2 + 6 * shape.vocab_size * C
+    return weights + tokens * (of_block * shape.n_layer * C + of_logit * shape.vocab_size)
+
+
+def read_roofs(name: str | None) -> tuple[Roofs, int | None, str]:
+    """Roofs of a machine in docs/results, of a file, or the newest below results/; the GPU's bytes of memory; the file.
+    Raises ValueError, one line."""
     results = hardware.ROOT / "docs" / "results" / (name or "")
     of_machine = [*results.glob(f"*/{ROOFS}"), *results.glob(f"*/{MERGED}")] if name and results.is_dir() else []
     measured = [*hardware.ROOT.glob(f"results/*{ROOFS}"), *hardware.ROOT.glob(f"results/*/{ROOFS}")]
-    found = of_machine or ([Path(name)] if name else sorted(measured, key=lambda path: -path.stat().st_mtime))
-    for path in found:
+    for path in of_machine or ([Path(name)] if name else sorted(measured, key=lambda path: -path.stat().st_mtime)):
         content = read_object(path)
-        content = content.get("roofs") or content
+        found = content.get("roofs") or content
         try:
-            of_kind = {"products": ProductRate, "kernels": KernelTime, "attention": AttentionRate}
-            parts = {part: [kind(**one) for one in content[part]] for part, kind in of_kind.items()}
-            return Roofs(**content | parts | {"environment": None}), str(path)
-        except (KeyError, TypeError):
+            machine = content.get("environment") or found.get("environment") or {}
+            products = [ProductRate(**one) for one in found["products"]]
+            measured = Roofs(**found | {"products": products, "environment": None})
+            return measured, machine.get("gpu_memory_bytes"), str(path)
+        except (KeyError, TypeError, AttributeError):
             continue
     raise ValueError(
         f"{name or 'results/'} holds no roofs that can be read: python -m ladder.roofs --grid measures them"
     )
+
+
+def row(step: str, one: Prediction, peak: int, memory: int | None) -> dict[str, str]:
+    busy, products, attention = (
+        sum(one.category_ms.values()),
+        one.category_ms["matrix products"],
+        one.category_ms[ATTENTION],
+    )
+    parts = {"ms": one.ms, "products": products, "attention": attention, "other kernels": busy - products - attention}
+    cells = {name: f"{ms:.2f}" for name, ms in (parts | {"gaps": max(0.0, one.host_ms - busy)}).items()}
+    fits = {"fits": "yes" if peak < 0.97 * memory else "no"} if memory else {}
+    return {"step": step} | cells | {"GiB": f"{peak / 2**30:.0f}"} | fits
 
 
 def main() -> None:
@@ -341,33 +320,30 @@ def main() -> None:
     parser.add_argument("--machine", metavar="NAME", help=text)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the milliseconds there, by step")
     given, words = parser.parse_known_args()
+    if given.machine and "--preset" not in " ".join(words):  # another card's: fields left out are the nearest preset's
+        n_embd = arguments.build_parser(parser.prog, None).parse_known_args(words)[0].n_embd or 768
+        distance = {name: abs(math.log(preset.config.n_embd / n_embd)) for name, preset in PRESETS.items()}
+        words += ["--preset", min(distance, key=distance.get)]
     args = arguments.parse_args(hardware.ROOT / "ladder" / "predict.py", __doc__, words, trains=False)
-    found, why = {}, {}
+    rows, found, why = [], {}, {}
     try:
-        measured, path = read_roofs(given.machine)
+        measured, memory, path = read_roofs(given.machine)
+        for step in (name.removesuffix(".py") for name in scripts()):
+            try:
+                found[step] = predict(step, args.config, args.batch_size, measured)
+                rows.append(row(step, found[step], peak_bytes(step, args.config, args.batch_size), memory))
+            except ValueError as error:
+                why[step] = str(error)
+        if not found:
+            raise ValueError(f"{path}: {next(iter(why.values()))}")
+        if given.output:
+            write_json(given.output, {step: one.ms for step, one in found.items()})
     except ValueError as error:
         parser.error(str(error))
-    for step in (name.removesuffix(".py") for name in scripts()):
-        try:
-            found[step] = predict(step, args.config, args.batch_size, measured)
-        except ValueError as error:
-            why[step] = str(error)
-        except (ArithmeticError, LookupError, TypeError) as error:
-            why[step] = f"the roofs are damaged ({type(error).__name__}): measure them again"
-    if not found or (given.output and not given.output.name):
-        parser.error("--output names no file" if found else f"{path}: {next(iter(why.values()))}")
-    rows = []
-    for step, one in found.items():
-        busy = sum(one.category_ms.values())
-        parts = {"products": one.category_ms["matrix products"], "attention": one.category_ms[ATTENTION]}
-        parts |= {"other kernels": busy - sum(parts.values()), "gaps": max(0.0, one.host_ms - busy)}
-        rows.append(
-            {"step": step, "predicted ms": f"{one.ms:.2f}", **{name: f"{ms:.2f}" for name, ms in parts.items()}}
-        )
-    say("\n".join(f"{step} is not predicted: {reason}" for step, reason in why.items()) + "\n" * bool(why), end="")
+    except (ArithmeticError, LookupError, TypeError) as error:
+        parser.error(f"{path}: the roofs are damaged ({type(error).__name__}): measure them again")
+    say("".join(f"{step} is not predicted: {reason}\n" for step, reason in why.items()), end="")
     say(f"{aligned(rows)}\n\nmilliseconds a step of {args.config}, batch {args.batch_size}, from the roofs in {path}")
-    if given.output:
-        write_json(given.output, {step: one.ms for step, one in found.items()})
 
 
 if __name__ == "__main__":

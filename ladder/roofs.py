@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import ModuleType
 
 import torch
 import torch.nn as nn
@@ -26,8 +25,7 @@ import torch.nn.functional as F
 
 from common import flops, hardware, profile
 from common.arguments import Arguments, parse_args
-from common.benchmark import optional
-from common.record import PRECISIONS, AttentionRate, KernelTime, ProductRate, Roofs, write_json
+from common.record import PRECISIONS, ProductRate, Roofs, write_json
 from common.text import Progress, one_line, run_command, say
 from common.timing import seconds, steady_seconds
 
@@ -39,15 +37,13 @@ GRID = {"cuda": (128, 512, 2048, 8192), "cpu": (64, 256, 1024, 2048)}  # of M, o
 SIZES = {"cuda": (2**18, 2**20, 2**22, 2**24, 2**26), "cpu": (2**12, 2**16, 2**20)}  # numbers in a tensor
 LENGTHS, HEAD_DIMS = (256, 1024, 4096, 16384), (64, 128)
 ATTENTION_NUMBERS = {"cuda": 2**25, "cpu": 2**18}  # in each of q, k and v
-WIDTH, HEADS, EDGE, VOCABULARY = {"cuda": 1024, "cpu": 256}, 16, {"cuda": 512, "cpu": 64}, 2**15
-TE_NORM = "Transformer Engine's LayerNorm"
+WIDTH, HEADS, EDGE = {"cuda": 1024, "cpu": 256}, 16, {"cuda": 512, "cpu": 64}
 LAUNCHED_BLOCKS, LAUNCHED_STEPS, LAUNCHED_WARMUP = 8, 60, 10
 
 
 def measure(args: Arguments, grid: bool) -> Roofs:
     """The roofs of a device at a workload's sizes, with `grid` at others too. What cannot be measured is left out:
     `notes` tells why."""
-    te = te_module(args.device)  # first: after torch has loaded a cuDNN, it may not import
     config, tokens, device, roofs = args.config, args.batch_size * args.config.seq_len, args.device, Roofs()
     with skipping(roofs, "copy"):
         source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
@@ -66,14 +62,14 @@ def measure(args: Arguments, grid: bool) -> Roofs:
                 roofs.products += product_rates(precision, products, device, steady=products is counted)
     for size in sorted({*sizes(config, args.batch_size).values(), *(SIZES[device.type] if grid else ())} - {0}):
         with skipping(roofs, f"kernels over {size:,} numbers"):
-            for name, work in kernels(size, te, device):
-                roofs.kernels.append(KernelTime(name, size, steady_seconds(work, device, KERNEL_S)))
+            for name, work in kernels(size, device):
+                roofs.kernels.append((name, size, steady_seconds(work, device, KERNEL_S)))
     own = (config.seq_len, config.n_embd // config.n_head, args.batch_size * config.n_head)
     shapes = itertools.product(LENGTHS, HEAD_DIMS) if grid else ()
     for T, D, heads in [own, *((T, D, ATTENTION_NUMBERS[device.type] // (T * D)) for T, D in shapes)]:
         with skipping(roofs, f"attention over {T} tokens"):
             attend_s = steady_seconds(attention(T, D, heads, device), device, KERNEL_S)
-            roofs.attention.append(AttentionRate(T, D, 6 * T * D * T * heads / attend_s))
+            roofs.attention.append((T, D, 6 * T * D * T * heads / attend_s))
     if device.type == "cuda":
         with skipping(roofs, "launches"):
             roofs.launch_s = {name: launch_seconds(device, name == "bf16") for name in ("fp32", "bf16")}
@@ -167,48 +163,23 @@ def product(precision: str, m: int, n: int, k: int, device: torch.device) -> Cal
     return partial(torch._scaled_mm, a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def kernels(numbers: int, te, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Each kernel by name, over a tensor of about so many numbers, with its backward where that is another kernel.
-
-    Names end in the format of the tensor. `copy fp32` is what all others are compared with.
-    """
-    aten, half, width, edge = torch.ops.aten, half_dtype(device), WIDTH[device.type], EDGE[device.type]
-    width = min(width, numbers)
-    rows, edge = numbers // width, edge if numbers >= edge**2 else math.isqrt(numbers)
-    x, gradient, out = (torch.randn(rows, width, device=device) for _ in range(3))
-    weight, mean_rstd = torch.ones(width, device=device), torch.ones(2, rows, 1, device=device)
+def kernels(numbers: int, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Kernels over a tensor of about so many numbers, by name: a copy, and those that take longer than a copy of their
+    bytes. All others a prediction takes for copies: measuring them as well was seen to change nothing."""
+    half, edge = half_dtype(device), min(EDGE[device.type], math.isqrt(numbers))
+    width = min(WIDTH[device.type], numbers)
+    x, gradient, out = (torch.randn(numbers // width, width, device=device) for _ in range(3))
+    weight, mean_rstd = torch.ones(width, device=device), torch.ones(2, len(x), 1, device=device)
+    low, mask = x.to(half), torch.ones(edge, edge, dtype=torch.bool, device=device).triu(1)
+    scores = low.flatten()[: x.numel() // edge**2 * edge**2].view(-1, edge, edge)
     norm = (gradient, x, [width], *mean_rstd, weight, weight, [True] * 3)
     yield "copy fp32", partial(torch.neg, x, out=out)  # of copy_ a GPU's copy engines would be a part
-    yield "layer norm fp32", partial(aten.native_layer_norm, x, [width], weight, weight, 1e-5)
-    yield "layer norm backward fp32", partial(aten.native_layer_norm_backward, *norm)
-    low, low_gradient = x.to(half), gradient.to(half)
-    yield "to half", partial(x.to, half)
+    yield "layer norm backward fp32", partial(torch.ops.aten.native_layer_norm_backward, *norm)
     yield "to fp32", partial(low.to, torch.float32)
-    mask = torch.ones(edge, edge, dtype=torch.bool, device=device).triu(1)
-    for name, tensor, upstream in (("fp32", x, gradient), ("half", low, low_gradient)):
-        scores = tensor.flatten()[: rows * width // edge**2 * edge**2].view(-1, edge, edge)
-        vocabulary = tensor.flatten()[: max(1, rows * width // VOCABULARY) * VOCABULARY]
-        yield f"mask {name}", partial(scores.masked_fill_, mask, 0.0)
-        yield f"gelu {name}", partial(F.gelu, tensor, approximate="tanh")
-        yield f"gelu backward {name}", partial(aten.gelu_backward, upstream, tensor, approximate="tanh")
-        yield f"sum over tokens {name}", partial(tensor.sum, 0)
-        yield f"heads {name}", tensor.view(1, rows, HEADS, -1).transpose(1, 2).contiguous  # (B, H, T, D)
-        softmax_rows = vocabulary.view(-1, min(len(vocabulary), VOCABULARY))
-        yield f"softmax of vocabulary {name}", partial(aten._log_softmax, softmax_rows, -1, False)
-    yield "softmax fp32", partial(aten._softmax, x.flatten()[: scores.numel()].view(-1, edge), -1, False)
-    if te:
-        te_norm, x = te.LayerNorm(width).to(device, half), low.detach().requires_grad_()
-        yield TE_NORM, lambda: torch.autograd.grad(te_norm(x), (x, *te_norm.parameters()), low_gradient)
-
-
-def te_module(device: torch.device) -> ModuleType | None:
-    """Transformer Engine where this GPU multiplies FP8 and it imports; else None."""
-    te = (
-        optional("transformer_engine.pytorch")
-        if hardware.compute_capability(device) >= hardware.FP8_CAPABILITY
-        else None
-    )
-    return te if isinstance(te, ModuleType) else None
+    yield "mask half", partial(scores.masked_fill_, mask, 0.0)
+    yield "gelu half", partial(F.gelu, low, approximate="tanh")
+    yield "sum over tokens half", partial(low.sum, 0)
+    yield "heads half", low.view(1, len(x), HEADS, -1).transpose(1, 2).contiguous  # (B, H, T, D)
 
 
 def half_dtype(device: torch.device) -> torch.dtype:

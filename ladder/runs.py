@@ -9,10 +9,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from common.record import PlannedRow, row_of
+from common.record import PlannedRow
 from common.text import run_command
 from ladder import process
 from ladder.process import ROOT
@@ -26,7 +25,6 @@ LENGTHS = {"cuda": (1024, 4096, 16384, 32768), "cpu": (256, 1024)}  # of a sweep
 OF_LENGTHS = {"cuda": (1024, 32768), "cpu": (128, 2048)}  # channels, tokens a step
 OF_WIDTHS = {"cuda": (2048, 16384), "cpu": (512, 1024)}  # sequence length, tokens a step
 HEAD_DIM = {"cuda": 64, "cpu": 32}
-LARGEST_SHARES = (0.97, 0.94, 0.9)  # of the free memory: libraries hold some next to torch's allocator
 
 
 def scripts() -> list[str]:
@@ -94,32 +92,6 @@ def sweep(rows: list[PlannedRow], device_type: str) -> list[PlannedRow]:
         words = f"--n-layer 2 --n-embd {channels} --n-head {heads} --seq-len {length} --batch-size {tokens // length}"
         found += at(f"{channels}-channels-{length}-tokens", rows, words.split())
     return found
-
-
-def largest_batch(script: str, arguments: list[str], batch: int, free_bytes: int, run: Callable) -> None:
-    """The largest batch that a script trains on one GPU: peak memory grows with the batch along a straight line, which
-    two batches give; of at most three attempts near its end the first that trains is the largest.
-
-    `run(PlannedRow)` runs a row and returns the path of its record.
-    """
-
-    def peak_of(size: int) -> int | None:
-        more = ["--batch-size", str(size), "--steps", "5"]
-        row = PlannedRow(script, [*arguments, *more], f"batch-{size}/{script.replace('.py', '.json')}")
-        return row_of(run(row)).get("peak_bytes")
-
-    few, many = max(1, batch // 2), max(2, batch)
-    low, high = peak_of(few), peak_of(many)
-    if low and high and high > low:
-        slope = (high - low) / (many - few)
-        attempts = {many + int((share * free_bytes - high) / slope) for share in LARGEST_SHARES}
-        any(peak_of(size) for size in sorted(attempts, reverse=True) if size > many)
-
-
-def without_option(words: list[str], option: str) -> list[str]:
-    """The words of a command line without an option and its value, in either spelling."""
-    pairs = zip(["", *words], words, strict=False)
-    return [word for before, word in pairs if before != option and word != option and not word.startswith(f"{option}=")]
 
 
 def is_safe(row: PlannedRow) -> bool:

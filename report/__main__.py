@@ -12,26 +12,23 @@ from common.text import OneLineParser, aligned, run_command, say
 GOOD = ("ok", "skipped")
 
 
-def write(folder: Path, record) -> str:
-    """Write the reports of a run or a study into its folder; what to print. Raises OSError."""
+def render(folder: Path, record) -> tuple[str, dict[str, bytes]]:
+    """What a terminal shows of a run or a study in a folder, and its files by name."""
     from report import charts, page, parity, scaling, sweep, table
     from report.figures import figures
 
-    if (folder / PLAN).exists():
-        write_json(folder / MERGED, record)
     if not isinstance(record, Study):
         made = figures(record)
-        write_bytes(folder / "report.md", table.render_markdown(made).encode())
-        write_bytes(folder / "report.html", page.render(made).encode())
-        write_bytes(folder / "speedup.png", charts.speedup_png(made))
-        return table.render_text(made, str(folder / "report.html"))
+        texts = {"report.md": table.render_markdown(made), "report.html": page.render(made)}
+        files = {name: text.encode() for name, text in texts.items()} | {"speedup.png": charts.speedup_png(made)}
+        return table.render_text(made, str(folder / "report.html")), files
     kind = {"scaling": scaling, "sweep": sweep, "parity": parity}.get(record.kind)
     tables = kind.tables(record) if kind else {"": table.study_rows(record)}
-    write_bytes(folder / "report.md", table.render_study(record, tables).encode())
+    files = {"report.md": table.render_study(record, tables).encode()}
     if drawn := kind.picture(record) if kind in (sweep, parity) else None:
-        write_bytes(folder / f"{record.kind}.png", drawn)
+        files[f"{record.kind}.png"] = drawn
     texts = [f"{title}\n{aligned(rows)}".strip() for title, rows in tables.items() if rows]
-    return "\n\n".join([*texts, f"Report: {folder / 'report.md'}"])
+    return "\n\n".join([*texts, f"Report: {folder / 'report.md'}"]), files
 
 
 def main() -> int:
@@ -52,7 +49,12 @@ def main() -> int:
         record = load.load(args.folder)
     except load.RecordError as error:
         parser.error(str(error))
-    say(write(args.folder, record))
+    text, files = render(args.folder, record)
+    say(text)  # first: the folder may be read-only
+    if (args.folder / PLAN).exists():
+        write_json(args.folder / MERGED, record)
+    for name, content in files.items():
+        write_bytes(args.folder / name, content)
     runs = record.runs.values() if isinstance(record, Study) else [record]
     rows = [row for run in runs for row in [*run.rows, *run.peers] if row.reason != load.LEFT_OUT]
     return int(any(row.status not in GOOD for row in rows))

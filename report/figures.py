@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import fmean, median, quantiles
 
-from common.record import CATEGORIES, CategoryTime, Environment, Reference, Roofs, Row, Run, Workload
+from common.record import CATEGORIES, Environment, Roofs, Row, Run, Workload
 from report.load import DIFFER
 
 LOSS_WINDOW = 20  # training steps
@@ -14,7 +14,7 @@ PLAIN = "2_sdpa"  # where most readers' training stands: mixed precision and fus
 MARK = "?"  # behind a figure that may be wrong
 LEGEND = "?: may be wrong, because the machine was busy, half of the steps drifted by over 5 %, or rows differ"
 BUSY = 1.10  # times what the reference work takes at best: beyond it, something else ran on the machine
-DRIFT, FEWEST_STEPS_OF_DRIFT = 0.05, 8
+DRIFT, FEWEST_STEPS_OF_DRIFT = 0.05, 6
 MOST_OF_FIRST_LOSS, LEARNED = 1.1, 0.75  # times the first loss: none is above, and the mean of the last five is below
 FEWEST_LOSSES = 10  # from which that mean is judged
 NOT_FUSED = (None, "by hand")  # attention kernels
@@ -111,11 +111,11 @@ def ratio(line: Line, other: Line | None) -> Ratio | None:
 
 def _line(row: Row, run: Run, base: dict[str, float], is_peer: bool = False) -> Line:
     line = Line(row, row.step, is_peer)
-    if row.status != "ok" or not row.timing.step_ms:
+    if row.status != "ok" or not row.step_ms:
         line.why_untimed = f"{row.status}: {row.reason or 'no reason given'}"
         return line
-    passes = row.repetitions or [row]
-    timings = [one.timing.step_ms for one in passes]
+    passes = row.passes or [row]
+    timings = [one.step_ms for one in passes]
     medians = [median(times) for times in timings]
     line.ms, line.passes = median(medians), len(medians)
     ends = medians if len(medians) > 1 else timings[0]
@@ -123,7 +123,7 @@ def _line(row: Row, run: Run, base: dict[str, float], is_peer: bool = False) -> 
         ends = quantiles(ends, method="inclusive")
     line.low_ms, line.high_ms = min(ends), max(ends)
     line.drift = max(map(_drift, timings), key=abs)
-    slowed = [ms / base[kind] for one in passes for kind, ms in _work(one.reference).items()]
+    slowed = [ms / base[kind] for one in passes for kind, ms in _work(one).items()]
     line.slowed = max(slowed, default=1.0)
     line.loss = fmean(row.loss[-LOSS_WINDOW:]) if row.loss else None
     line.note = "; ".join(filter(None, [row.note, _unlearned(row.loss)]))
@@ -166,7 +166,7 @@ def _fill_profile(line: Line) -> None:
     profile = line.row.profile
     if profile is None:
         return
-    ms = {name: profile.categories.get(name, CategoryTime()).ms for name in CATEGORIES}
+    ms = {name: profile.categories.get(name, 0.0) for name in CATEGORIES}
     line.category_ms = ms
     if profile.idle_ms is None:
         return
@@ -193,19 +193,19 @@ def _fill_rates(line: Line, work: Workload, roofs: Roofs | None) -> None:
 # --- whether to trust it --------------------------------------------------------------------------
 
 
-def _work(reference: Reference | None) -> dict[str, float]:
+def _work(row: Row) -> dict[str, float]:
     """What should take the same time around every row, in ms.
 
     Each is the median of the times before, within and after the timed steps, as the row's own time is a median.
     """
-    kinds = vars(reference) if reference else {}
+    kinds = {"product": row.product_ms, "copy": row.copy_ms}
     return {kind: median(times) for kind, times in kinds.items() if times and all(times)}
 
 
 def _fastest_reference(runs: list[Run]) -> dict[str, float]:
     """The least that each kind of reference work took around any row."""
     rows = (row for run in runs for row in [*run.rows, *run.peers] if row.status == "ok")
-    work = [_work(one.reference) for row in rows for one in row.repetitions or [row]]
+    work = [_work(one) for row in rows for one in row.passes or [row]]
     return {kind: min(one[kind] for one in work if kind in one) for kind in set().union(*work)}
 
 

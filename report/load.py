@@ -97,12 +97,12 @@ def _check(row: Row, losses_alone: bool) -> None:
     row.step = one_line(row.step, 100) or "unnamed"
     if row.status not in schema.STATUSES:
         raise RecordError(f"{row.step}: status {row.status} is unknown")
-    times = [one.timing.step_ms for one in [row, *row.repetitions]]
+    times = [one.step_ms for one in [row, *row.passes]]
     if row.status == "ok" and not losses_alone and not all(of and all(of) for of in times):
         raise RecordError(f"{row.step}: an ok row without its times")
     if profile := row.profile:
-        launches = [*profile.block.forward, *profile.block.backward] if profile.block else []
-        named = {*profile.categories, *(one.category for one in [*profile.kernels, *launches])}
+        halves = [*profile.forward, *profile.backward]
+        named = {*profile.categories, *(one.category for one in [*profile.kernels, *halves])}
         if not named <= {*schema.CATEGORIES}:
             raise RecordError(f"{row.step}: unknown categories of kernels")
 
@@ -199,12 +199,10 @@ def _merge_passes(passes: list[Run], problems: list[str]) -> Row:
             return replace(row, reason=f"pass {k} of {len(rows)}: {row.reason or 'no reason given'}")
     if len(ended) < len(passes):
         problems.append(f"{rows[0].step} ran in {len(ended)} of {len(passes)} passes only")
-    middles = [median(record.rows[0].timing.step_ms) for record in ended]
+    middles = [median(record.rows[0].step_ms) for record in ended]
     nearest = min(range(len(ended)), key=lambda k: abs(middles[k] - median(middles)))
-    repetitions = [
-        schema.Repetition(record.rows[0].timing, record.started_at, record.rows[0].reference) for record in ended
-    ]
-    return replace(ended[nearest].rows[0], repetitions=repetitions)
+    kept = [replace(record.rows[0], profile=None, source=None) for record in ended]
+    return replace(ended[nearest].rows[0], passes=kept)
 
 
 def _differences(records: list[Run]) -> list[str]:

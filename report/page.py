@@ -50,7 +50,11 @@ def render(made: Figures) -> str:
         categories=table.category_rows(made),
         limits=table.limit_rows(made),
         cards=[(card, time_bars(card.pair)) for card in story.cards(made)],
-        blocks=[block_bar(line) for line in made.steps if line.row.profile and line.row.profile.block],
+        blocks=[
+            block_bar(line)
+            for line in made.steps
+            if line.row.profile and line.row.profile.forward and line.row.profile.backward
+        ],
         memory=memory_bars([line for line in made.timed if line.gib]),
         roofs=table.roof_rows(made.run.roofs) if made.run.roofs else [],
         roofline=charts.roofline_svg(made),
@@ -93,14 +97,15 @@ def share_bar(line: Line) -> Bar:
 
 def block_bar(line: Line) -> Bar:
     """The kernels of one transformer block, forward and then backward, as wide as the page."""
-    block, found = line.row.profile.block, []
-    whole = (block.forward_ms + block.backward_ms) or 1.0
-    for launches, begin in ((block.forward, 0.0), (block.backward, block.forward_ms)):
+    profile, found = line.row.profile, []
+    forward_ms, backward_ms = (half[-1].start_ms + half[-1].ms for half in (profile.forward, profile.backward))
+    whole = (forward_ms + backward_ms) or 1.0
+    for launches, begin in ((profile.forward, 0.0), (profile.backward, forward_ms)):
         for one in launches:
             title = f"{story.readable(one.name)}: {one.ms:.3f} ms"
             x, width = 100 * (begin + one.start_ms) / whole, 100 * one.ms / whole
             found.append(Box(x, width, charts.CATEGORY_COLORS[one.category], title))
-    return Bar(line.name, f"forward {block.forward_ms:.2f} ms, backward {block.backward_ms:.2f} ms", found)
+    return Bar(line.name, f"forward {forward_ms:.2f} ms, backward {backward_ms:.2f} ms", found)
 
 
 def memory_bars(lines: list[Line]) -> list[Bar]:

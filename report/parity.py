@@ -115,9 +115,9 @@ def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
     """(seconds of training steps, held-out loss) of every script that was tested on the way, means over its seeds."""
     found = {}
     for label, rows in labels(study).items():
-        timed = [row for row in rows.values() if len(row.heldout) > 1 and row.timing.step_ms]
+        timed = [row for row in rows.values() if len(row.heldout) > 1 and row.step_ms]
         if timed and label == script(rows):
-            seconds = fmean(median(row.timing.step_ms) for row in timed) / 1e3
+            seconds = fmean(median(row.step_ms) for row in timed) / 1e3
             points = zip(*(row.heldout for row in timed), strict=False)
             found[label] = [(at[0][0] * seconds, fmean(loss for _, loss in at)) for at in points]
     return found

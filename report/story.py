@@ -2,9 +2,10 @@
 
 import difflib
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 
-from common.record import CategoryTime, Kernel, Row
+from common.record import Kernel, Row
 from common.text import one_line
 from report.figures import Figures, Line
 from report.table import ms_number, number, status_or_ms
@@ -83,19 +84,15 @@ def _category_changes(old: dict[str, float], new: dict[str, float]) -> list[dict
 
 def _kernel_changes(before: list[Kernel], after: list[Kernel]) -> list[dict[str, str]]:
     """Kernels in plain words, the largest change first."""
-    sums: dict[str, tuple[CategoryTime, CategoryTime]] = {}
-    for k, kernels in enumerate((before, after)):
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)  # ms and launches before, and after
+    for k, kernels in ((0, before), (2, after)):
         for kernel in kernels:
-            own = sums.setdefault(readable(kernel.name), (CategoryTime(), CategoryTime()))[k]
-            own.ms, own.launches = own.ms + kernel.ms, own.launches + kernel.launches
-    largest = sorted(sums.items(), key=lambda one: -abs(one[1][1].ms - one[1][0].ms))[:MOST_KERNELS]
+            sums[readable(kernel.name)][k] += kernel.ms
+            sums[readable(kernel.name)][k + 1] += kernel.launches
+    largest = sorted(sums.items(), key=lambda one: -abs(one[1][2] - one[1][0]))[:MOST_KERNELS]
     return [
-        {
-            "kernel": words,
-            "ms": f"{ms_number(a.ms)} → {ms_number(b.ms)}",
-            "launches": f"{a.launches:,.0f} → {b.launches:,.0f}",
-        }
-        for words, (a, b) in largest
+        {"kernel": words, "ms": f"{ms_number(a)} → {ms_number(b)}", "launches": f"{m:,.0f} → {n:,.0f}"}
+        for words, (a, m, b, n) in largest
     ]
 
 

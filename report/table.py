@@ -14,7 +14,8 @@ tabulate.MIN_PADDING = 0  # a column is no wider than its header
 LINES_BELOW = 3  # at most, of what is unusual; one more tells where the report is
 LONGEST_NAME = 24  # of a row in the table of a terminal, which has 100 columns
 CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
-HARMLESS = {"warmup", "steps", "data"}  # fields of workloads whose times may still be compared
+# Fields of workloads whose times may still be compared.
+HARMLESS = {"warmup", "steps", "text", "text_tokens", "batches_sha256"}
 LAUNCH = {True: "captured", False: "launched", None: "-"}
 
 
@@ -99,7 +100,7 @@ def limit_rows(made: Figures) -> list[dict[str, str]]:
             "clock, MHz": number(line.row.clock_mhz, ",.0f"),
             "tokens/J": number(line.tokens_per_joule, ".3g"),
             "predicted ms": ms_number(line.row.predicted_ms),
-            "warm-up s": number(line.row.timing.warmup_s),
+            "warm-up s": number(line.row.warmup_s),
         }
         for line in made.timed
     ]
@@ -145,7 +146,7 @@ def _usual(line: Line) -> str:
 
 def describe_machine(environment: Environment) -> str:
     """The device, the versions of what ran on it, and the commit."""
-    shown = ("torch", "transformer-engine", "cuda", "driver")
+    shown = ("torch", "transformer-engine", "cuda")
     versions = [f"{name} {environment.versions[name]}" for name in shown if name in environment.versions]
     commit = (environment.commit or "unknown")[:7] + " with uncommitted changes" * bool(environment.dirty)
     return ", ".join([environment.device, *versions, f"commit {commit}"])
@@ -158,7 +159,7 @@ def describe_workload(work: Workload | None) -> str:
     shape = ", ".join(f"{name} {getattr(work, name):g}" for name in names)
     gpus = f", {work.gpus} processes by {work.parallel}, TFLOP/s of each" if work.gpus > 1 else ""
     trained = f"{work.warmup} untimed and {work.steps} trained steps"
-    return f"{work.preset}: {shape}, {work.parameters / 1e6:,.1f} M parameters, {trained}, text: {work.data.name}{gpus}"
+    return f"{work.preset}: {shape}, {work.parameters / 1e6:,.1f} M parameters, {trained}, text: {work.text}{gpus}"
 
 
 # --- a run ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common import record as r  # noqa: E402
-from common.record import CategoryTime, Kernel, Launch, Settings, write_json  # noqa: E402
+from common.record import Kernel, Settings, write_json  # noqa: E402
 
 HOSTILE = "\x1b[31m\u202e<script>alert(1)</script>|[x](javascript:alert(1))\n# `x`\x07"
 STEPS = ("0_baseline", "1_cublas", "2_sdpa", "3_compile", "4_transformer_engine")
@@ -25,14 +25,14 @@ def workload(**fields):
     known = {"preset": "tiny", "n_layer": 2, "n_head": 4, "n_embd": 128, "seq_len": 1024, "vocab_size": 256}
     known |= {"batch_size": 2, "parameters": 600_000, "tokens_per_step": 2048, "flops_per_step": 8 * 10**12}
     known |= {"least_bytes_per_step": 4 * 10**9, "seed": 1, "lr": 0.001, "warmup": 1, "steps": 9}
-    return r.Workload(**(known | {"data": r.Data("text", 10_000, "0")} | fields))
+    return r.Workload(**(known | {"text": "text", "text_tokens": 10_000, "batches_sha256": "0"} | fields))
 
 
 def row(step, ms=100.0, status="ok", **fields):
     """Its loss learns, its times hold still, its source is the step's name."""
     if status != "ok":
         return r.Row(step, status, **fields)
-    known = {"timing": r.Timing([0.999 * ms, ms, 1.001 * ms], 1.5), "loss": LEARNED, "peak_bytes": 3 * 2**30}
+    known = {"step_ms": [0.999 * ms, ms, 1.001 * ms], "warmup_s": 1.5, "loss": LEARNED, "peak_bytes": 3 * 2**30}
     known |= {"settings": SETTINGS.get(step, Settings()), "source": f'"""Step {step[0]}: why."""\n\nx = "{step}"\n'}
     return r.Row(step, "ok", **(known | fields))
 
@@ -41,9 +41,8 @@ def profile(ms):
     """70 % matrix products, 20 % attention, 5 % copies, 5 % gaps."""
     parts = {"matrix products": 0.7, "attention": 0.2, "copies and casts": 0.05}
     kernels = [Kernel("nvjet_sm90_tst_128x256_x", "matrix products", 0.7 * ms, 12), Kernel("odd<1>", "other", 0.1, 1)]
-    half = [Launch("nvjet_sm90_tst_128x256_x", "matrix products", 0.0, 2.0), Launch("x", "attention", 2.0, 1.0)]
-    times = {name: CategoryTime(part * ms, 12) for name, part in parts.items()}
-    return r.Profile(ms, 0.05 * ms, times, kernels, 36, 0.0, r.Block(half, 3.0, half, 3.0))
+    half = [Kernel("nvjet_sm90_tst_128x256_x", "matrix products", 2.0, 1, 0.0), Kernel("x", "attention", 1.0, 1, 2.0)]
+    return r.Profile(ms, 0.05 * ms, {name: part * ms for name, part in parts.items()}, kernels, 36, 0.0, half, half)
 
 
 def roofs():

@@ -98,9 +98,9 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_tells_what_diffe
         if "--seed" in command:
             seed, fault = int(command[command.index("--seed") + 1]), "0_baseline" not in str(command[1])
             loss = 2 + 0.1 * seed + fault * (0.5 + 0.01 * seed)
-            row = {"status": "ok", "loss": [loss], "timing": {"step_ms": [15 if fault else 10]}}
+            row = {"status": "ok", "loss": [loss], "step_ms": [15 if fault else 10]}
             row["heldout"] = [(100, loss + 1), (200, loss)]
-            workload = {"seed": seed, "data": {"name": "x"}}
+            workload = {"seed": seed}
             record = {"rows": [row], "workload": workload, "environment": {"device": "cpu"}}
             Path(command[-1]).write_text(json.dumps(record))
             started.append(seed)

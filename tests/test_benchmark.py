@@ -49,11 +49,11 @@ def test_a_script_writes_its_record_one_result_line_and_progress(tmp_path, text_
     assert str(tmp_path) not in json.dumps({k: v for k, v in run.items() if k != "rows"})
     workload = run["workload"]
     assert workload["preset"] == "custom" and workload["tokens_per_step"] == 64
-    assert workload["data"]["name"] == "text.txt" and workload["data"]["tokens"] == 4000
+    assert workload["text"] == "text.txt" and workload["text_tokens"] == 4000
     assert row["step"] == STEPS[2] and row["status"] == "ok" and row["reason"] is None
     assert row["source"] == (ROOT / f"{STEPS[2]}.py").read_text()
-    assert len(row["timing"]["step_ms"]) == 4 and len(row["loss"]) == 5 and row["peak_rss_bytes"] > 0
-    assert len(row["reference"]["product_ms"]) == 5, "before, between and after four parts"
+    assert len(row["step_ms"]) == 4 and len(row["loss"]) == 5 and row["peak_rss_bytes"] > 0
+    assert len(row["product_ms"]) == 5, "before, between and after four parts"
     assert row["overhead_s"] > 0 and "--amp-dtype fp32" in row["note"]
     last = out.strip().splitlines()[-1]
     assert last.startswith(f"{STEPS[2]}: ") and "ms/step" in last
@@ -88,7 +88,7 @@ def test_a_script_needs_no_package_but_torch_and_numpy(step, tmp_path):
     if step == STEPS[4]:
         assert row["status"] == "skipped" and "needs an NVIDIA GPU" in row["reason"]
     else:
-        assert row["status"] == "ok" and row["profile"]["categories"]["matrix products"]["ms"] > 0
+        assert row["status"] == "ok" and row["profile"]["categories"]["matrix products"] > 0
         assert row["settings"]["compiled"] and row["settings"]["optimizer"] == "AdamW, fused"
         assert (tmp_path / "record.trace.json.gz").stat().st_size > 0
 
@@ -106,8 +106,9 @@ def test_ctrl_c_writes_nothing_and_one_line(tmp_path):
 
 def test_a_missing_compiler_is_a_failed_row(tmp_path):
     env = {"CXX": "/nonexistent/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
-    code, out, _, row = run_script(STEPS[3], tmp_path / "record.json", env=os.environ | env)
+    code, out, err, row = run_script(STEPS[3], tmp_path / "record.json", env=os.environ | env)
     assert code == 1 and row["status"] == "failed" and "C++ compiler" in row["reason"]
+    assert "Traceback" not in err and "Traceback" in (tmp_path / "record.log").read_text()
     assert out.strip().splitlines()[-1] == f"{STEPS[3]}: failed: {row['reason']}"
 
 
@@ -185,11 +186,11 @@ def test_a_kernel_has_the_category_of_its_name():
 
 def test_a_profile_adds_up_and_holds_a_block():
     run = built(STEPS[0], config=GPTConfig(2, 2, 64, 256, 256))
-    found = profile.profile_cpu(lambda: run.train_step(*run.batches[0]), 2)
-    assert sum(category.ms for category in found.categories.values()) == pytest.approx(found.step_ms)
-    assert found.categories["optimizer"].ms > 0 and len(found.kernels) <= 40
-    for half, ms in ((found.block.forward, found.block.forward_ms), (found.block.backward, found.block.backward_ms)):
-        assert half[0].category == "attention" and 0 < half[-1].start_ms < ms
+    found = profile.profile_steps(lambda: run.train_step(*run.batches[0]), 2, 200.0, run.args.device)
+    assert sum(found.categories.values()) == pytest.approx(found.step_ms)
+    assert found.categories["optimizer"] > 0 and len(found.kernels) <= 40
+    for half in (found.forward, found.backward):
+        assert half[0].category == "attention" and half[0].start_ms == 0 < half[-1].start_ms
 
 
 class Graph:

@@ -9,7 +9,7 @@ from operator import getitem
 import pytest
 import runs
 
-from common.record import Study, Timing, write_json
+from common.record import Study, write_json
 from report.figures import figures
 from report.load import RecordError, load, read
 from report.page import render
@@ -20,14 +20,14 @@ ODD = [
     ("NaN", "peak_bytes"),
     ('"large"', "peak_bytes"),
     ("-5", "peak_bytes"),
-    ("1e300", "timing", "step_ms", 0),
-    ("0", "timing", "step_ms", 0),
-    ("[]", "timing", "step_ms"),
-    ("null", "timing"),
+    ("1e300", "step_ms", 0),
+    ("0", "step_ms", 0),
+    ("[]", "step_ms"),
+    ("null", "loss"),
     ("[NaN]", "loss"),
     ('"x"', "profile", "kernels"),
     ('{"magic": {}}', "profile", "categories"),
-    ('"magic"', "profile", "block", "forward", 0, "category"),
+    ('"magic"', "profile", "forward", 0, "category"),
     ('"great"', "status"),
     ("5", "step"),
 ]
@@ -116,8 +116,8 @@ def test_passes_are_merged_and_a_row_has_a_time_only_if_no_pass_ended_without(tm
             runs.put(place, runs.row("2_c", ms))
     found = load(folder)
     a, b, c = found.rows
-    assert [one.timing.step_ms[1] for one in a.repetitions] == [100.0, 130.0, 104.0] and a.timing.step_ms[1] == 104.0
-    assert (b.status, b.reason, len(c.repetitions)) == ("oom", "pass 2 of 3: too large", 2)
+    assert [one.step_ms[1] for one in a.passes] == [100.0, 130.0, 104.0] and a.step_ms[1] == 104.0
+    assert (b.status, b.reason, len(c.passes)) == ("oom", "pass 2 of 3: too large", 2)
     assert found.problems == ["2_c ran in 2 of 3 passes only"]
     first, _, third = figures(found).lines
     assert (first.ms, first.low_ms, first.high_ms, third.ms) == (104.0, 100.0, 130.0, 115.0)
@@ -150,7 +150,7 @@ def test_no_text_of_a_record_harms_a_terminal_or_a_page(tmp_path):
     text = runs.HOSTILE
     odd = runs.row(text, note=text, settings=replace(runs.SETTINGS["2_sdpa"], optimizer=text), source=f"{text}\n{text}")
     peer = runs.row("p", status="failed", reason=text)
-    work = replace(runs.workload(preset=text), data=replace(runs.workload().data, name=text))
+    work = replace(runs.workload(preset=text), text=text)
     made = runs.run(odd, runs.row("1_b"), peers=[peer], work=work, problems=[text], device=text, variables={text: text})
     made.command = text
     found = figures(load(runs.write(tmp_path, made)))
@@ -163,7 +163,7 @@ def test_no_text_of_a_record_harms_a_terminal_or_a_page(tmp_path):
 
 
 def test_a_row_without_losses_or_workload_has_its_times_alone(tmp_path):
-    made = runs.run(runs.row("0_a", loss=[], timing=Timing([5.0]), peak_bytes=None))
+    made = runs.run(runs.row("0_a", loss=[], step_ms=[5.0], peak_bytes=None))
     made.workload = made.environment = None
     found = figures(load(runs.write(tmp_path, made)))
     assert (

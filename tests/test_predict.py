@@ -8,7 +8,7 @@ from conftest import ROOT, arguments, run_python
 
 from common import flops
 from common.model import PRESETS
-from common.record import AttentionRate, KernelTime, ProductRate, Roofs, write_json
+from common.record import ProductRate, Roofs, write_json
 from ladder import predict, roofs
 
 
@@ -19,8 +19,8 @@ def made(flops_per_s=1e12, bytes_per_s=1e11, launch_s=0.0, steady=1.0):
     for product in products:
         if product.m == product.n == product.k == 8192:
             product.flops_per_s = steady * flops_per_s
-    kernels = [KernelTime(predict.COPY, n, 8 * n / bytes_per_s) for n in (2**10, 2**26)]
-    attention = [AttentionRate(T, 64, flops_per_s) for T in (256, 16384)]
+    kernels = [(predict.COPY, n, 8 * n / bytes_per_s) for n in (2**10, 2**26)]
+    attention = [(T, 64, flops_per_s) for T in (256, 16384)]
     return Roofs(bytes_per_s, products, kernels, attention, {"fp32": launch_s, "bf16": launch_s})
 
 
@@ -60,7 +60,7 @@ def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
     assert found.rate("fp32") and found.rate("fp32", burst=True) >= found.rate("fp32") and not found.rate("fp8")
     assert any("fp8 not measured" in note for note in found.notes)
     write_json(tmp_path / "roofs.json", found)
-    read, _ = predict.read_roofs(str(tmp_path / "roofs.json"))
+    read, _, _ = predict.read_roofs(str(tmp_path / "roofs.json"))
     for step in ("0_baseline", "2_sdpa"):
         assert 0 < predict.predict(step, args.config, args.batch_size, read).ms < 1e4
 
@@ -73,7 +73,7 @@ def test_the_command_answers_for_a_card_that_is_not_here_and_refuses_damage_in_o
     assert set(json.loads((tmp_path / "ms.json").read_text())) == {p.stem for p in ROOT.glob("[0-9]_*.py")}
     ran = run_python("-m", "ladder.predict", "--machine", "h200", "--preset", "gpt3-xl", "--device", "cpu")
     assert ran.returncode == 0 and "4_transformer_engine" in ran.stdout, "it need not fit this machine"
-    damaged = json.dumps(asdict(made()) | {"copy_bytes_per_s": None, "attention": [asdict(AttentionRate(8, 64, 0))]})
+    damaged = json.dumps(asdict(made()) | {"copy_bytes_per_s": None, "attention": [(8, 64, 0)]})
     for damage in ("[]", "{", '{"products": 1}', '{"products": [{}]}', damaged):
         (tmp_path / "card.json").write_text(damage)
         ran = run_python(*words)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import runs
 
-from common.record import CATEGORIES, Reference
+from common.record import CATEGORIES
 from report import parity, scaling, story, sweep, table
 from report.figures import figures
 from report.load import RecordError, load
@@ -56,9 +56,9 @@ def test_the_figures_of_a_row_are_what_its_record_says():
 )
 def test_slow_reference_work_is_a_busy_machine_and_marks_its_row_and_what_is_divided_by_it(around, busy):
     rows = [
-        runs.row(step, 100.0 - k, reference=Reference([20.0] * 2, [20.0] * 2)) for k, step in enumerate(runs.STEPS[:3])
+        runs.row(step, 100.0 - k, product_ms=[20.0] * 2, copy_ms=[20.0] * 2) for k, step in enumerate(runs.STEPS[:3])
     ]
-    rows[1].reference = Reference([*around], [*around])
+    rows[1].product_ms, rows[1].copy_ms = [*around], [*around]
     made = figures(runs.run(*rows))
     assert [line.mark for line in made.lines] == ["", "?" * busy, ""]
     assert (made.lines[2].over_before.mark, made.lines[2].over_first.mark) == ("?" * busy, "")
@@ -72,7 +72,7 @@ def test_slow_reference_work_is_a_busy_machine_and_marks_its_row_and_what_is_div
 
 def test_a_drift_of_half_the_steps_and_kernels_that_differ_mark_a_row():
     steady, drifting = [100.0] * 10, [100.0] * 5 + [106.0] * 5
-    rows = [runs.row("2_sdpa", timing=replace(runs.row("x").timing, step_ms=times)) for times in (steady, drifting)]
+    rows = [runs.row("2_sdpa", step_ms=times) for times in (steady, drifting)]
     assert [figures(runs.run(row)).lines[0].doubt for row in rows] == ["", "the second half of its steps took 6% more"]
     flash = replace(runs.SETTINGS["3_compile"], attention_kernel="flash")
     made = figures(runs.run(runs.row("1_cublas"), runs.row("2_sdpa"), runs.row("3_compile", settings=flash)))
@@ -183,7 +183,7 @@ def test_the_page_draws_every_bar_to_scale_and_asks_for_nothing():
 def test_what_a_gpu_loses_among_several_adds_up():
     two = runs.workload(gpus=2, parallel="ddp")
     alone, beside = (runs.row("2_sdpa", ms, profile=runs.profile(ms)) for ms in (100.0, 125.0))
-    beside.profile.categories["communication"] = replace(beside.profile.categories["attention"], ms=2.5)
+    beside.profile.categories["communication"] = 2.5
     beside.profile.communication_ms, beside.profile.idle_ms = 20.0, 3.75
     found = scaling.scaled(runs.study("scaling", {"1": runs.run(alone), "2-ddp": runs.run(beside, work=two)}))
     assert [row.efficiency for row in found] == [1.0, 0.8] and found[1].share() == "80.0 %"

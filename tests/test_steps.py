@@ -15,6 +15,7 @@ from conftest import CPU_STEPS, ROOT, SMALL, STEPS, arguments, built, load_step
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import flops
+from common.arguments import learning_rate
 from common.model import GPT, PRESETS, GPTConfig
 from common.text import Skip
 
@@ -91,9 +92,9 @@ def test_all_steps_follow_the_same_losses_and_mixed_precision_stays_near():
 
 
 @pytest.mark.parametrize("width", [64, 128, 512])
-def test_a_model_of_any_width_learns_at_the_one_rule_for_the_rate(width):
+def test_a_model_of_any_width_learns_at_the_default_rate(width):
     config = GPTConfig(n_layer=2, n_head=4, n_embd=width, seq_len=64, vocab_size=256)
-    found = losses(STEPS[2], config=config, steps=12, lr=0.128 / width, batch_size=4)
+    found = losses(STEPS[2], config=config, steps=20, lr=learning_rate(config), batch_size=4)
     assert max(found) <= 1.1 * found[0] and sum(found[-5:]) / 5 <= 0.75 * found[0], found
 
 
