@@ -93,7 +93,7 @@ def run(
         if os.getppid() != me:  # it died meanwhile
             os._exit(1)
 
-    with log.open("ab") as file, open(reader, "rb", buffering=0) as messages:
+    with log.open("ab", buffering=0) as file, open(reader, "rb", buffering=0) as messages:
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -108,8 +108,8 @@ def run(
         os.close(writer)
 
         def on_output(data: bytes) -> None:
-            file.write(data)
-            file.flush()
+            with contextlib.suppress(OSError):  # a full disk: the reader still sees it
+                file.write(data)
             progress.show("")
             say(data.decode(errors="replace"), end="")
 
