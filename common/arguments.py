@@ -15,7 +15,7 @@ from common.text import OneLineParser, Skip, positive_int
 
 DDP_WARMUP = 11  # DDP divides gradients into buckets anew, and times itself, until then: no CUDA graph holds that
 ESTIMATE_MARGIN = 1.1  # mixed precision keeps a little more than the estimate of a plain step
-FEWEST_STEPS, MOST_STEPS, STEPS_FLOPS = 7, 30, 1e15  # by default on a GPU: as many steps as so many model FLOPs take
+FEWEST_STEPS, MOST_STEPS, STEPS_FLOPS = 5, 30, 5e14  # by default on a GPU: as many steps as so many model FLOPs take
 STAGED_BYTES = 2**30  # of batches, at most
 
 
@@ -113,7 +113,7 @@ def build_parser(name: str, description: str | None) -> OneLineParser:
         (shape, "--batch-size", positive_int, "sequences per training step, of each process"),
         (shape, "--lr", float, "AdamW's rate, constant, at most 1 (default: by layers and channels)"),
         (shape, "--seed", positive_int, "weights and batches (default: 1337)"),
-        (run, "--steps", positive_int, "steps trained and timed, at least (default: 7 to 30, by size; CPU: 10)"),
+        (run, "--steps", positive_int, "steps trained and timed, at least (default: 5 to 30, by size; CPU: 10)"),
         (run, "--heldout-every", positive_int, "the loss on held-out text after every N trained steps"),
         (run, "--warmup", positive_int, f"untimed steps first (default: 3; {DDP_WARMUP} on several GPUs)"),
     ):
@@ -122,7 +122,7 @@ def build_parser(name: str, description: str | None) -> OneLineParser:
     shape.add_argument("--data", type=Path, metavar="FILE", help=text)
     run.add_argument("--device", metavar="NAME", default="auto", help="auto (default), cpu, cuda, cuda:N")
     run.add_argument("--output", type=Path, metavar="FILE", help="the record (default: results/ and the script's name)")
-    text = "where the time goes: kernels on stderr; a Chrome trace and a memory snapshot go where the record is"
+    text = "where the time goes: kernels on stderr; alone also a Chrome trace and a memory snapshot next to the record"
     run.add_argument("--profile", action="store_true", help=text)
     text = "launch each kernel from the host, also where the step could be captured as a CUDA graph"
     run.add_argument("--no-capture", action="store_false", dest="capture", help=text)

@@ -108,7 +108,7 @@ def run_and_record(main: Callable, args: Arguments) -> int:
         except OSError as error:
             row.status, row.reason = "failed", f"cannot write {args.output.parent}: {error.strerror or error}"
         try:
-            if write_traces and args.profile:  # last: a disk may be full
+            if write_traces and args.profile and PROGRESS_FD not in os.environ:  # last: a disk may be full
                 write_traces()
         except Exception as error:  # of the disk, the profiler, or the step: the record stands
             say(f"no trace: {one_line(error)}", sys.stderr)

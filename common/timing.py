@@ -122,8 +122,9 @@ def seconds(work: Callable[[], object], n: int, device: torch.device) -> float:
 
 
 def steady_seconds(work: Callable[[], object], device: torch.device, for_s: float) -> float:
-    """Time of one call, back to back for about `for_s` seconds: the median of PARTS parts."""
+    """Time of one call, back to back for about `for_s` seconds: the median of at most PARTS parts."""
     work()
     once = seconds(work, 1, device)
+    parts = min(PARTS, int(for_s / once))
     n = min(math.ceil(for_s / PARTS / once), MOST_QUEUED)
-    return statistics.median(seconds(work, n, device) for _ in range(PARTS)) if for_s > once else once
+    return statistics.median(seconds(work, n, device) for _ in range(parts)) if parts else once

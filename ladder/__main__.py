@@ -156,7 +156,8 @@ class Ladder:
             grid = ["--grid"] if self.plan.kind == "sweep" else []
             self.measure("ladder.roofs", self.folder / schema.ROOFS, [*grid, *self.plan.rows[0].arguments])
         if (self.folder / schema.ROOFS).exists() and not (self.folder / schema.PREDICTED).exists():
-            self.predict()
+            words = ["--plan", str(self.folder), "--machine", str(self.folder / schema.ROOFS)]
+            self.measure("ladder.predict", self.folder / schema.PREDICTED, words)
         for row in self.plan.rows:
             if not (row.left_out or self.stop.requests or self.is_done(row)):
                 self.run_row(row)
@@ -166,16 +167,6 @@ class Ladder:
         """Whether the row's record holds a whole measurement of its own script."""
         found = schema.row_of(self.folder / row.output)
         return found.get("status") == "ok" and found.get("step") == Path(row.script).stem and bool(found.get("step_ms"))
-
-    def predict(self) -> None:
-        """Leave what the roofs predict, in milliseconds by row; of a sweep by its runs and rows."""
-        found = {}
-        for place, row in {str(Path(row.output).parent): row for row in self.plan.rows if row.script[0] == "0"}.items():
-            output = self.folder / place / schema.PREDICTED
-            output.parent.mkdir(exist_ok=True)
-            self.measure("ladder.predict", output, ["--machine", str(self.folder / schema.ROOFS), *row.arguments])
-            found[place] = schema.read_object(output)
-        schema.write_json(self.folder / schema.PREDICTED, found if self.plan.kind == "sweep" else found.get(".", {}))
 
     def measure(self, module: str, output: Path, words: list[str]) -> None:
         """Run a module of ladder/ that leaves a file in the folder, or print the one line that it ends with."""

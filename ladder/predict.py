@@ -8,6 +8,7 @@ tensor are counted by hand below, from the scripts (FP32 has 4, BF16 2, FP8 1). 
 the kernels than the GPU to run them, the host's time counts. Under its power limit a GPU lowers its clock: `slowed_s`.
 """
 
+import argparse
 import itertools
 import math
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import numpy as np
 
 from common import arguments, flops, hardware
 from common.model import PRESETS
-from common.record import CATEGORIES, MERGED, ROOFS, ProductRate, Roofs, read_object, write_json
+from common.record import CATEGORIES, MERGED, PLAN, ROOFS, ProductRate, Roofs, read_object, write_json
 from common.text import OneLineParser, aligned, run_command, say
 from ladder import roofs
 from ladder.runs import BY_HAND, scripts
@@ -26,6 +27,7 @@ from ladder.runs import BY_HAND, scripts
 POINTWISE, COPIES, ATTENTION = "normalization and pointwise", "copies and casts", "attention"
 LOSS, OPTIMIZER = "loss", "optimizer"
 CAPTURED = "34"
+SELF = hardware.ROOT / "ladder" / "predict.py"
 COPY = "copy fp32"  # moves 8 bytes a number
 FUSED_LAUNCHES = 4  # of attention: forward, and three kernels backward
 FOREACH_NUMBERS = 320 * 65536  # that one launch of a foreach kernel takes: 320 blocks of 64 Ki numbers
@@ -314,34 +316,55 @@ def row(step: str, one: Prediction, peak: int, memory: int | None) -> dict[str, 
     return {"step": step} | cells | {"GiB": f"{peak / 2**30:.0f}"} | fits
 
 
+def predict_all(args, measured: Roofs) -> tuple[dict[str, Prediction], dict[str, str]]:
+    """Every step that the roofs suffice for, and why others are left out. Raises ValueError where none is left, and for
+    damaged roofs."""
+    found, why = {}, {}
+    for step in (name.removesuffix(".py") for name in scripts()):
+        try:
+            found[step] = predict(step, args.config, args.batch_size, measured)
+        except ValueError as error:
+            why[step] = str(error)
+        except (ArithmeticError, LookupError, TypeError) as error:
+            raise ValueError(f"the roofs are damaged ({type(error).__name__}): measure them again") from None
+    if not found:
+        raise ValueError(next(iter(why.values())))
+    return found, why
+
+
+def of_plan(folder: Path, measured: Roofs) -> dict:
+    """Milliseconds by row of a run folder's plan; of a sweep by its runs and rows."""
+    plan, found = read_object(folder / PLAN), {}
+    for planned in plan["rows"]:
+        place = str(Path(planned["output"]).parent)
+        if place not in found:
+            args = arguments.parse_args(SELF, None, planned["arguments"], trains=False)
+            found[place] = {step: one.ms for step, one in predict_all(args, measured)[0].items()}
+    return found if plan["kind"] == "sweep" else found.get(".", {})
+
+
 def main() -> None:
     parser = OneLineParser(prog="python -m ladder.predict", description=__doc__)
     text = "whose roofs: a folder of docs/results, or a file (default: the newest roofs below results/)"
     parser.add_argument("--machine", metavar="NAME", help=text)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the milliseconds there, by step")
+    parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)  # the ladder's run folder
     given, words = parser.parse_known_args()
     if given.machine and "--preset" not in " ".join(words):  # another card's: fields left out are the nearest preset's
         n_embd = arguments.build_parser(parser.prog, None).parse_known_args(words)[0].n_embd or 768
         distance = {name: abs(math.log(preset.config.n_embd / n_embd)) for name, preset in PRESETS.items()}
         words += ["--preset", min(distance, key=distance.get)]
-    args = arguments.parse_args(hardware.ROOT / "ladder" / "predict.py", __doc__, words, trains=False)
-    rows, found, why = [], {}, {}
     try:
         measured, memory, path = read_roofs(given.machine)
-        for step in (name.removesuffix(".py") for name in scripts()):
-            try:
-                found[step] = predict(step, args.config, args.batch_size, measured)
-                rows.append(row(step, found[step], peak_bytes(step, args.config, args.batch_size), memory))
-            except ValueError as error:
-                why[step] = str(error)
-        if not found:
-            raise ValueError(f"{path}: {next(iter(why.values()))}")
+        if given.plan:
+            return write_json(given.output, of_plan(given.plan, measured))
+        args = arguments.parse_args(SELF, __doc__, words, trains=False)
+        found, why = predict_all(args, measured)
         if given.output:
             write_json(given.output, {step: one.ms for step, one in found.items()})
     except ValueError as error:
         parser.error(str(error))
-    except (ArithmeticError, LookupError, TypeError) as error:
-        parser.error(f"{path}: the roofs are damaged ({type(error).__name__}): measure them again")
+    rows = [row(step, one, peak_bytes(step, args.config, args.batch_size), memory) for step, one in found.items()]
     say("".join(f"{step} is not predicted: {reason}\n" for step, reason in why.items()), end="")
     say(f"{aligned(rows)}\n\nmilliseconds a step of {args.config}, batch {args.batch_size}, from the roofs in {path}")
 

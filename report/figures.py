@@ -14,9 +14,9 @@ PLAIN = "2_sdpa"  # where most readers' training stands: mixed precision and fus
 MARK = "?"  # behind a figure that may be wrong
 LEGEND = "?: may be wrong, because the machine was busy, half of the steps drifted by over 5 %, or rows differ"
 BUSY = 1.10  # times what the reference work takes at best: beyond it, something else ran on the machine
-DRIFT, FEWEST_STEPS_OF_DRIFT = 0.05, 6
+DRIFT, FEWEST_STEPS_OF_DRIFT = 0.05, 4
 MOST_OF_FIRST_LOSS, LEARNED = 1.1, 0.75  # times the first loss: none is above, and the mean of the last five is below
-FEWEST_LOSSES = 10  # from which that mean is judged
+FEWEST_LOSSES = 8  # from which that mean is judged
 NOT_FUSED = (None, "by hand")  # attention kernels
 
 
