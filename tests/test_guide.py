@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_python
 from te_signatures import calls_to_te
 
 GUIDE = ROOT / "docs" / "guide.md"
@@ -109,3 +109,16 @@ def test_transformer_engine_has_what_the_guide_calls(version):
     for name, call in found:
         accepted = {*signatures[name]["parameters"], *signatures[name]["keyword_only"], "normalization", "bias"}
         assert {keyword.arg for keyword in call.keywords if keyword.arg} <= accepted, name
+
+
+def test_the_lesson_holds_on_a_llama(tmp_path):
+    pytest.importorskip("transformers")
+    ran = run_python(
+        ROOT / "examples" / "llama.py", "--steps", "6", "--seq-len", "64", "--output", tmp_path / "rows.json"
+    )
+    assert ran.returncode == 0 and "only a GPU has CUDA graphs" in ran.stdout, ran.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    first = rows[0]["loss"]
+    for row in rows[:4]:
+        assert row["status"] == "ok" and len(row["step_ms"]) == 6 and first[-1] < first[0] - 0.3
+        assert row["loss"] == pytest.approx(first, rel=0.01), row["change"]
