@@ -122,8 +122,9 @@ def build_parser(name: str, description: str | None) -> OneLineParser:
     shape.add_argument("--data", type=Path, metavar="FILE", help=text)
     run.add_argument("--device", metavar="NAME", default="auto", help="auto (default), cpu, cuda, cuda:N")
     run.add_argument("--output", type=Path, metavar="FILE", help="the record (default: results/ and the script's name)")
-    text = "where the time goes: kernels on stderr; alone also a Chrome trace and a memory snapshot next to the record"
-    run.add_argument("--profile", action="store_true", help=text)
+    run.add_argument("--profile", action="store_true", help="where the time goes: kernels, in the record and on stderr")
+    text = "write a Chrome trace and, on a GPU, a memory snapshot next to the record"
+    run.add_argument("--trace", action="store_true", help=text)
     text = "launch each kernel from the host, also where the step could be captured as a CUDA graph"
     run.add_argument("--no-capture", action="store_false", dest="capture", help=text)
     parser.set_defaults(seed=1337)

@@ -23,7 +23,7 @@ from common import data, flops, hardware, parallel, profile, timing
 from common.arguments import Arguments, parse_args
 from common.cuda_graph import CapturedStep
 from common.record import Row, Run, read_object, write_json
-from common.text import PROGRESS_FD, Progress, Skip, one_line, portable_command, say
+from common.text import Progress, Skip, one_line, portable_command, say
 
 PROFILED_STEPS, LONG_STEP_MS = 3, 1000
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")  # what libraries say of it
@@ -108,7 +108,7 @@ def run_and_record(main: Callable, args: Arguments) -> int:
         except OSError as error:
             row.status, row.reason = "failed", f"cannot write {args.output.parent}: {error.strerror or error}"
         try:
-            if write_traces and args.profile and PROGRESS_FD not in os.environ:  # last: a disk may be full
+            if write_traces and args.trace:  # last: a disk may be full
                 write_traces()
         except Exception as error:  # of the disk, the profiler, or the step: the record stands
             say(f"no trace: {one_line(error)}", sys.stderr)
@@ -226,8 +226,7 @@ def result_lines(row: Row, args: Arguments) -> str:
     """What ran and how fast, for a person; the last line is the result."""
     if row.status != "ok":
         return f"{row.step}: {row.status}: {row.reason}"
-    # The ladder shows where its records are.
-    lines = [f"record: {args.output}"] * (PROGRESS_FD not in os.environ) + [f"note: {row.note}"] * bool(row.note)
+    lines = [f"record: {args.output}", *([f"note: {row.note}"] if row.note else [])]
     lines += ["ran: " + ", ".join(f"{name} {x}" for name, x in vars(row.settings).items() if x not in (None, False))]
     median, work, memory = statistics.median(row.step_ms), args.workload(), row.peak_bytes or row.peak_rss_bytes
     lines += [

@@ -2,16 +2,12 @@
 
 import argparse
 import contextlib
-import json
-import os
 import shlex
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-PROGRESS_FD = "LADDER_PROGRESS_FD"  # names the file descriptor that takes a row's progress as JSON lines
 
 
 class Skip(Exception):
@@ -53,29 +49,20 @@ def say(text: str, stream=None, end: str = "\n") -> None:
 
 
 class Progress:
-    """What a run is doing: a line on a terminal, renewed every five seconds, or JSON lines for the ladder."""
+    """What a run is doing: a line on a terminal, renewed every five seconds."""
 
     def __init__(self, name: str, shown: bool = True):
         self.name, self.doing, self.began, self.written = name, "", time.monotonic(), 0.0
-        alone = shown and "RANK" not in os.environ  # torchrun passes no file descriptor on
-        self.pipe = int(os.environ.get(PROGRESS_FD, -1)) if alone else -1
-        self.terminal = shown and self.pipe < 0 and sys.stderr.isatty()
+        self.terminal = shown and sys.stderr.isatty()
         if self.terminal:
             threading.Thread(target=self._renew, daemon=True).start()  # compiling takes long
 
     def show(self, doing: str) -> None:
         """Ten times a second at most, since a slow terminal would make steps wait; "" clears the line."""
         before, self.doing = self.doing, doing
-        if doing and time.monotonic() - self.written < 0.1:
-            return
-        self.written = time.monotonic()
-        if self.pipe >= 0:
-            try:
-                os.write(self.pipe, (json.dumps(doing) + "\n").encode())
-            except OSError:  # nobody listens
-                self.pipe = -1
-        elif self.terminal and (before or doing):
-            text = f"{self.name}: {doing}, {time.monotonic() - self.began:.0f} s" if doing else ""
+        if self.terminal and (before or doing) and not (doing and time.monotonic() - self.written < 0.1):
+            self.written = time.monotonic()
+            text = f"{self.name}: {doing}, {self.written - self.began:.0f} s" if doing else ""
             say(f"\r\033[K{text}", sys.stderr, end="")
 
     def _renew(self) -> None:

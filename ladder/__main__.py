@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import datetime
 import os
+import statistics
+import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -78,6 +80,7 @@ def kind_of(given: argparse.Namespace, arguments: list[str], parser: OneLinePars
 def new_plan(given: argparse.Namespace, arguments: list[str], argv: list[str], parser: OneLineParser):
     """The plan of a new run, and what its arguments mean here."""
     kind, gpus = kind_of(given, arguments, parser), given.gpus or 1
+    arguments = [part for word in arguments for part in (word.split("=", 1) if word[:7] == "--data=" else [word])]
     if "--data" in arguments[:-1]:  # a resumed run finds it from any folder
         place = arguments.index("--data") + 1
         arguments[place] = str(Path(arguments[place]).absolute())
@@ -150,27 +153,20 @@ class Ladder:
         self.folder, self.plan, self.facts, self.limit_s, self.stop = folder, plan, facts, limit_s, stop
         self.progress = Progress("ladder")
 
-    def run_rows(self) -> None:
+    def run_all(self) -> None:
         """Roofs, predictions from them, then every row that is not done."""
-        if self.plan.roofs and not (self.folder / schema.ROOFS).exists():
-            grid = ["--grid"] if self.plan.kind == "sweep" else []
-            self.measure("ladder.roofs", self.folder / schema.ROOFS, [*grid, *self.plan.rows[0].arguments])
-        if (self.folder / schema.ROOFS).exists() and not (self.folder / schema.PREDICTED).exists():
-            words = ["--plan", str(self.folder), "--machine", str(self.folder / schema.ROOFS)]
+        if self.plan.roofs:
+            roofs, grid = self.folder / schema.ROOFS, ["--grid"] * (self.plan.kind == "sweep")
+            self.measure("ladder.roofs", roofs, [*grid, *self.plan.rows[0].arguments])
+            words = ["--plan", str(self.folder), "--machine", str(roofs)]
             self.measure("ladder.predict", self.folder / schema.PREDICTED, words)
         for row in self.plan.rows:
             if not (row.left_out or self.stop.requests or self.is_done(row)):
                 self.run_row(row)
-                say("")
-
-    def is_done(self, row: schema.PlannedRow) -> bool:
-        """Whether the row's record holds a whole measurement of its own script."""
-        found = schema.row_of(self.folder / row.output)
-        return found.get("status") == "ok" and found.get("step") == Path(row.script).stem and bool(found.get("step_ms"))
 
     def measure(self, module: str, output: Path, words: list[str]) -> None:
         """Run a module of ladder/ that leaves a file in the folder, or print the one line that it ends with."""
-        if not self.stop.requests:
+        if not (self.stop.requests or output.exists()):
             log = output.with_suffix(".log")
             ended = self.run(process.module_command(module, *words, "--output", str(output)), log, module)
             if ended.code and not ended.stopped:
@@ -181,43 +177,44 @@ class Ladder:
         variables = process.environment(self.facts["device_type"], gpus)
         return process.run(command, log, self.limit_s, self.stop, self.progress, variables)
 
-    def run_row(self, row: schema.PlannedRow) -> Path:
-        """Run one script; returns its record. A script that leaves none gets one that holds how it ended."""
-        record, name = self.folder / row.output, Path(row.output).stem
-        place = str(Path(row.output).parent)
-        if place != "." and not place.startswith("peers"):
-            say(f"{name} in {place}")
+    def is_done(self, row: schema.PlannedRow) -> bool:
+        """Whether the row's record holds a whole measurement of its own script."""
+        found = schema.row_of(self.folder / row.output)
+        return found.get("status") == "ok" and found.get("step") == Path(row.script).stem and bool(found.get("step_ms"))
+
+    def run_row(self, row: schema.PlannedRow) -> None:
+        """Run one script, and print what came of it. One that leaves no record gets one that holds how it ended."""
+        record, name = self.folder / row.output, row.output.removesuffix(".json")
         needed, free = self.facts["needed_bytes"].get(row.script, 0), self.facts["free_bytes"]
         try:
             record.parent.mkdir(parents=True, exist_ok=True)
             record.unlink(missing_ok=True)
             if self.facts["device_type"] == "cpu" and self.plan.kind == "ladder" and free and needed > free:
-                status = "oom"
                 reason = f"needs about {needed / 2**30:.0f} GiB of {free / 2**30:.0f} free: try a smaller --batch-size"
+                ended_as = "oom", reason
             else:
                 log, words = record.with_suffix(".log"), [*row.arguments, "--output", str(record)]
                 ended = self.run(process.script_command(row.script, words, row.gpus), log, name, row.gpus)
-                if record.exists():
-                    return record
-                status, reason = process.describe(ended, self.limit_s, log)
-            say(f"{name}: {status}: {reason}")
-            schema.write_json(
-                record, schema.Run(self.plan.command, None, None, None, [schema.Row(name, status, reason)])
-            )
+                ended_as = process.describe(ended, self.limit_s, log)
+            if not record.exists():
+                failed = schema.Row(Path(row.script).stem, *ended_as)
+                schema.write_json(record, schema.Run(self.plan.command, None, None, None, [failed]))
+            found = schema.row_of(record)
+            times, why = found.get("step_ms"), f"{found.get('status')}: {found.get('reason')}"
+            say(f"{name}: {statistics.median(times):,.1f} ms a step" if times else f"{name}: {why}")
         except OSError as error:
             say(f"{name}: failed: cannot write to {self.folder.name}: {error.strerror or error}")
-        return record
 
 
 def finish(folder: Path, stop: process.Stop) -> int:
     """Print and write the report; returns the exit code."""
     shown = f"results/{folder.name}" if folder.parent == ROOT / "results" else str(folder)
-    report = process.module_command("report", str(folder))
-    log = folder / "report.log"
-    log.unlink(missing_ok=True)
-    ended = process.run(report, log, 300, process.Stop(), Progress("report"))
-    if why := process.last_line(log, "error: ") or (ended.code not in (0, 1) and process.last_line(log)):
-        say(f"no report: {why}")
+    command = process.module_command("report", str(folder))
+    ended = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    say(ended.stdout, end="")
+    last = one_line((ended.stderr.strip().splitlines() or [""])[-1])
+    if "error: " in last or ended.returncode not in (0, 1):
+        say(f"no report: {last.rpartition('error: ')[2]}")
     if stop.requests:
         say(f"interrupted: ./run_all.sh --resume {shown} finishes it")
         return 130
@@ -226,7 +223,7 @@ def finish(folder: Path, stop: process.Stop) -> int:
         with contextlib.suppress(OSError):
             latest.unlink(missing_ok=True)
             latest.symlink_to(folder.name)
-    return ended.code
+    return ended.returncode
 
 
 def main(argv: list[str]) -> int:
@@ -245,7 +242,7 @@ def main(argv: list[str]) -> int:
     ladder = Ladder(folder, plan, facts, limit_s, stop)
     try:
         with process.lock(folder / schema.PLAN):
-            ladder.run_rows()
+            ladder.run_all()
             return finish(folder, stop)
     except BlockingIOError:
         parser.error(f"another run_all.sh is at work in {folder}")

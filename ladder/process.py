@@ -3,9 +3,8 @@
 import contextlib
 import ctypes
 import fcntl
-import json
+import math
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.text import PROGRESS_FD, Progress, one_line, say
+from common.text import Progress, one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 10  # between asking a process to end and ending it
@@ -83,77 +82,35 @@ def run(
 ) -> Ended:
     """Run a command in a session of its own; what it starts ends with it, and it ends with this process.
 
-    At the limit, or where the user asks, it has GRACE_S seconds to end by itself. Its output goes to `log`, what it
-    writes to stdout also to this one's, and its progress to `progress`. Raises OSError where the log cannot be written.
+    At the limit, or where the user asks, it has GRACE_S seconds to end by itself. Its output goes to `log`. Raises
+    OSError where the log cannot be written.
     """
-    libc, me, (reader, writer) = ctypes.CDLL(None), os.getpid(), os.pipe()
+    libc, me = ctypes.CDLL(None), os.getpid()
 
     def die_with_parent() -> None:
         libc.prctl(PARENT_DIES, signal.SIGKILL)
         if os.getppid() != me:  # it died meanwhile
             os._exit(1)
 
-    with log.open("ab", buffering=0) as file, open(reader, "rb", buffering=0) as messages:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=file,
-            env={**os.environ, **(variables or {}), PROGRESS_FD: str(writer)},
-            pass_fds=(writer,),
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-            bufsize=0,
-        )
-        os.close(writer)
-
-        def on_output(data: bytes) -> None:
-            with contextlib.suppress(OSError):  # a full disk: the reader still sees it
-                file.write(data)
-            progress.show("")
-            say(data.decode(errors="replace"), end="")
-
-        def on_progress(data: bytes) -> None:
-            with contextlib.suppress(ValueError, IndexError):
-                progress.show(one_line(json.loads(data.splitlines()[-1]), 60))
-
-        progress.show("starting")
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(child.stdout, selectors.EVENT_READ, on_output)
-                selector.register(messages, selectors.EVENT_READ, on_progress)
-                ended = _follow(child, selector, time.monotonic() + limit_s, stop)
-        finally:
-            _signal_session(child, signal.SIGKILL)  # compiler workers
-            child.wait()
-            child.stdout.close()
-            progress.show("")
-        ended.code = child.returncode
-        return ended
-
-
-def _follow(child: subprocess.Popen, selector, deadline: float, stop: Stop) -> Ended:
-    """Pass on what a process writes until it has ended; end it at the deadline, or where the user asks."""
-    ended, kill_at = Ended(), None
-    while True:
-        running = child.poll() is None
-        ready = selector.select(POLL_S if running else 0)
-        for key, _ in ready:
-            if data := os.read(key.fd, 65536):
-                key.data(data)
-            else:
-                selector.unregister(key.fileobj)
-        if not running and not ready:
-            return ended  # a grandchild may still hold the output open: it is not waited for
-        if running and not selector.get_map():
+    where = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": os.environ | (variables or {})}
+    with log.open("ab") as file:
+        child = subprocess.Popen(command, stdout=file, start_new_session=True, preexec_fn=die_with_parent, **where)
+    ended, kill_at, deadline = Ended(), math.inf, time.monotonic() + limit_s
+    try:
+        while child.poll() is None:
+            progress.show("running")
             time.sleep(POLL_S)
-        now = time.monotonic()
-        if running and kill_at is None and (stop.requests or now > deadline):
-            ended.stopped, ended.timed_out = bool(stop.requests), not stop.requests
-            _signal_session(child, signal.SIGTERM)
-            kill_at = now + GRACE_S
-        if running and kill_at is not None and (stop.requests > 1 or now > kill_at):
-            _signal_session(child, signal.SIGKILL)
+            now = time.monotonic()
+            if kill_at == math.inf and (stop.requests or now > deadline):
+                ended.stopped, ended.timed_out, kill_at = bool(stop.requests), not stop.requests, now + GRACE_S
+                _signal_session(child, signal.SIGTERM)
+            if stop.requests > 1 or now > kill_at:
+                _signal_session(child, signal.SIGKILL)
+    finally:
+        _signal_session(child, signal.SIGKILL)  # compiler workers
+        ended.code = child.wait()
+        progress.show("")
+    return ended
 
 
 def _signal_session(child: subprocess.Popen, number: int) -> None:

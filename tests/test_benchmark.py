@@ -38,11 +38,9 @@ def run_script(step, output, *words, **options):
     return done.returncode, done.stdout, done.stderr, row
 
 
-def test_a_script_writes_its_record_one_result_line_and_progress(tmp_path, text_file):
-    output, (reader, writer) = tmp_path / "new" / "record.json", os.pipe()
-    options = {"env": os.environ | {"LADDER_PROGRESS_FD": str(writer)}, "pass_fds": [writer]}
-    code, out, err, row = run_script(STEPS[2], output, "--data", str(text_file), **options)
-    os.close(writer)
+def test_a_script_writes_its_record_and_one_result_line(tmp_path, text_file):
+    output = tmp_path / "new" / "record.json"
+    code, out, err, row = run_script(STEPS[2], output, "--data", str(text_file))
     assert code == 0, err
     run = json.loads(output.read_text())
     assert run["schema_version"] == 3 and run["environment"]["device_type"] == "cpu"
@@ -58,9 +56,6 @@ def test_a_script_writes_its_record_one_result_line_and_progress(tmp_path, text_
     last = out.strip().splitlines()[-1]
     assert last.startswith(f"{STEPS[2]}: ") and "ms/step" in last
     assert not list(output.parent.glob(".*")), "no temporary file is left"
-    with open(reader) as messages:
-        said = [json.loads(line) for line in messages]
-    assert said[0] == "building the model" and len(said) > 1
 
 
 @pytest.mark.parametrize("failed_before", [False, True])
@@ -83,7 +78,7 @@ def test_the_process_that_failed_first_keeps_the_record(failed_before, tmp_path,
 def test_a_script_needs_no_package_but_torch_and_numpy(step, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_PACKAGES)
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    code, _, err, row = run_script(step, tmp_path / "record.json", "--profile", env=env)
+    code, _, err, row = run_script(step, tmp_path / "record.json", "--profile", "--trace", env=env)
     assert code == 0 and "Traceback" not in err, err
     if step == STEPS[4]:
         assert row["status"] == "skipped" and "needs an NVIDIA GPU" in row["reason"]

@@ -160,7 +160,7 @@ def test_a_row_holds_what_the_gpu_did(step, tmp_path):
         pytest.skip(reason)
     words = [word for word in FAST if word not in ("--device", "cpu", "--amp-dtype", "fp32")]
     shape = ["--n-embd", "256", "--n-head", "4", "--seq-len", "512"]
-    ran = run_python(ROOT / f"{step}.py", *words, *shape, "--profile", "--output", tmp_path / "r.json")
+    ran = run_python(ROOT / f"{step}.py", *words, *shape, "--profile", "--trace", "--output", tmp_path / "r.json")
     assert ran.returncode == 0, ran.stderr[-2000:]
     (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
     found = row["profile"]
