@@ -3,17 +3,15 @@
 Prediction, for causal attention, forward and backward, of (B, H, T, D) tensors. By hand each operator is a kernel that
 reads or writes the (B, H, T, T) scores. Under autocast these are 46 passes over 2-byte numbers: product 1, scale 2,
 mask 4, cast to FP32 3, softmax 4, cast back 3, product 1; backward products 4, casts 6, softmax 12, mask 4, scale 2. In
-FP32 they are 26 of 4 bytes, on a CPU 23. The products have 12 B H T^2 D FLOPs. At B 1, H 16, T 8192, D 128 that is 99
-GB, 23 ms at 4.3 TB/s, and 1.6 TFLOP.
+FP32 they are 26 of 4 bytes, on a CPU 23. The products have 12 B H T^2 D FLOPs.
 
 Fused, the scores stay on the chip: 12 passes over (B, H, T, D), 0.4 GB. The half above the diagonal is skipped, and the
 scores are computed again in backward: 7 B H T^2 D FLOPs, and B H T^2 exponentials. An H100 makes 989 T FLOPs a second
 and 3.9 T exponentials: one counts as 256 FLOPs, in FP32 as 16; on a CPU's cores as 100. Bytes and FLOPs take their
 number over measured rates. The sum counts, or what the same function takes at T = 16, where launching is all.
 
-Autograd keeps a node for each operator. A product of 4-D tensors is 2 expands, 2 views, bmm and a view; two of these,
-transpose, scale, mask and softmax are 16. Fused is 1. By hand saves q, k, v, the softmax of B H T^2 numbers and the
-mask of T^2 bytes; fused saves q, k, v, o and B H T numbers of FP32.
+Autograd keeps a node for each operator: 16 by hand, of which a product of 4-D tensors is 6, and 1 fused. By hand saves
+q, k, v, the softmax of B H T^2 numbers and the mask of T^2 bytes; fused saves q, k, v, o and B H T numbers of FP32.
 
 Change: --dim 32. Which of the two terms changes, and by how much?
 Source: Dao et al., FlashAttention (2022), section 3; Shah et al., FlashAttention-3 (2024), section 3.2.
@@ -21,6 +19,7 @@ Source: Dao et al., FlashAttention (2022), section 3; Shah et al., FlashAttentio
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anatomy.lab import main, rate, shown
 
@@ -82,6 +81,12 @@ def run(lab, batch=None, heads=None, dim=None):
             work_s = n_bytes / rate("copy", lab.device) + flops * B * H * T * T / rate(precision, lab.device)
             predicted = lab.expected(launching_s, work_s)
             lab.row(f"T {T}, {form.__name__}", times[form], predicted, moved=shown(n_bytes, "B"))
+    for kernel in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
+        with sdpa_kernel(getattr(SDPBackend, kernel)):
+            try:
+                lab.row(f"T {T}, fused, by {kernel} alone", seconds(fused, T))
+            except RuntimeError:  # no such kernel for this device
+                lab.row(f"T {T}, fused, by {kernel} alone", "needs a GPU")
     lab.title = "What autograd keeps of the forward pass, B 2, H 2, D 16, FP32"
     for T in (128, 256):
         saved = (by_hand, 16, 4 * (3 * 64 * T + 4 * T * T) + T * T), (fused, 1, 4 * (4 * 64 * T + 4 * T))

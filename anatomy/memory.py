@@ -3,8 +3,7 @@
 Prediction. A kernel copies n bytes from one buffer to another, again and again: a working set of 2 n bytes. If it fits
 a cache, the bytes come from there, else from the next larger level, so the bandwidth falls in steps at their sizes. No
 arithmetic gives a level's rate: that of a cache is measured with a copy that fills a third of it, that of DRAM with the
-largest. A copy of S bytes takes as long as an empty one, plus S over the rate of the smallest level that holds it. On a
-CPU one core copies.
+largest. S bytes take as long as none, plus S over the rate of the smallest level that holds them. A CPU uses one core.
 
 Registers and shared memory (one with L1 on an NVIDIA GPU) show only in a loop inside a kernel. A multiprocessor does
 128 multiply-adds a clock, whose operands are 1536 bytes, and reads 128 bytes of L1.

@@ -11,9 +11,7 @@ continued where it exists. Compared are the held-out loss at the end and the mea
   1.3.5.2 of NIST/SEMATECH's e-Handbook of Statistical Methods). A difference is seen where it does not hold zero.
 - The smallest difference that such a study sees in 8 of 10 cases is (t(0.975, n - 1) + t(0.8, n - 1)) s / sqrt(n):
   section 7.2.2.2, solved for the difference. Where none is seen, this could have been there.
-- With t = sqrt(v) tan(x) the density of Student's t is cos(x)^(v - 1), but for a factor, for x in -pi/2 ... pi/2.
-- Seconds until a held-out loss is reached: steps, interpolated between two evaluations, times the median step. The loss
-  is the highest that a run of the first row ends with, rounded up to 0.1 nats.
+- Seconds until the highest loss that a run of the first row ends with, rounded up to 0.1 nats.
 """
 
 import functools
@@ -33,7 +31,7 @@ MEASURES = {"held-out": lambda row: row["heldout"][-1][1], "first": lambda row: 
 
 @functools.cache
 def t_quantile(p: float, v: int) -> float:
-    """The p-quantile of Student's t with v degrees of freedom, to three digits or more."""
+    """The p-quantile of Student's t with v degrees of freedom, whose density at sqrt(v) tan(x) is as cos(x)^(v - 1)."""
     x = np.linspace(-np.pi / 2, np.pi / 2, 400_001)
     mass = np.cumsum(np.cos(x) ** (v - 1))
     return math.sqrt(v) * math.tan(np.interp(p, mass / mass[-1], x))
@@ -47,7 +45,7 @@ def interval(differences: np.ndarray) -> tuple[float, float, float]:
 
 
 def seconds_to(target: float, row: dict) -> float:
-    """Seconds of training until a held-out loss is reached; NaN where it is not."""
+    """Seconds of training until a held-out loss is reached, by steps between two evaluations; NaN where it is not."""
     steps, nats = np.array(row["heldout"], dtype=float).T
     below = np.flatnonzero(nats <= target)
     if not len(below):

@@ -5,7 +5,7 @@ root mean square of mantissas that are even on a logarithmic scale, by 0.4 u. A 
 inputs and its output: an error of 0.4 u sqrt(3) = 0.7 u, or 0.4 u sqrt(2) = 0.6 u with an output in a finer format.
 BF16 has u = 2^-8, FP16 and TF32 2^-11, FP8 E4M3 2^-4. FP32 (2^-24) holds the sums of all of them, so their length K
 matters to FP32 alone: a random walk of K steps, at most 0.4 u sqrt(K). On tensor cores FLOP/s double with every halving
-of the bits: TF32 takes twice BF16's time, FP16 as long, FP8 half.
+of the bits: TF32 takes twice BF16's time, FP16 as long, FP8 half. FP64 takes twice FP32's on a CPU, on an H200 as long.
 
 FP16 ends at 65 504 and 6e-8, FP8 E4M3 at 448 and 0.002; BF16 has FP32's range. So FP8 stores numbers times a scale.
 Delayed scaling takes it from earlier tensors: it reads 2 bytes and writes 1 per BF16 number. Current scaling first
@@ -62,10 +62,12 @@ def relative(x, reference):
 def products(lab, size):
     """Rows for each format; returns how much faster than FP32 the fastest is."""
     a, b = torch.randn(2, size, size, device=lab.device)
-    exact, times = a.double() @ b.double(), {"FP32": lab.seconds(lambda: a @ b)}
+    a64, b64, times = a.double(), b.double(), {"FP32": lab.seconds(lambda: a @ b)}
+    exact = a64 @ b64
     lab.title = f"({size}, {size}) products; errors relative to FP64"
     lab.row("FP32: error", relative(a @ b, exact), 0.4 * size**0.5 * 2**-24, "", at_most=True)
     lab.row("FP32: time", times["FP32"])
+    lab.row("FP64: time", lab.seconds(lambda: a64 @ b64), times["FP32"] * (1 if lab.gpu else 2))
     for name, (_, u, error, time, first) in FORMATS.items():
         native = compute_capability(lab.device) >= first
         torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
