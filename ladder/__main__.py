@@ -211,7 +211,7 @@ def finish(folder: Path, stop: process.Stop) -> int:
     shown = f"results/{folder.name}" if folder.parent == ROOT / "results" else str(folder)
     command = process.module_command("report", str(folder))
     ended = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
-    say(ended.stdout, end="")
+    say(f"\n{ended.stdout}", end="")
     last = one_line((ended.stderr.strip().splitlines() or [""])[-1])
     if "error: " in last or ended.returncode not in (0, 1):
         say(f"no report: {last.rpartition('error: ')[2]}")
