@@ -52,9 +52,9 @@ class Arguments(argparse.Namespace):
         """
         return {"lr": self.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 
-    def require_fp8(self, head: bool = True) -> None:
+    def require_fp8(self) -> None:
         """Raises Skip without an NVIDIA GPU that multiplies FP8, and where a matrix has a dimension that FP8 does not
-        divide: channels, tokens (the leading one of weight gradients) and, with `head`, the vocabulary."""
+        divide: channels, tokens (the leading one of weight gradients), the vocabulary."""
         capability = hardware.compute_capability(self.device)
         if capability < hardware.FP8_CAPABILITY:
             raise Skip("FP8 needs an NVIDIA GPU of the generation Ada, Hopper or newer")
@@ -62,7 +62,7 @@ class Arguments(argparse.Namespace):
             raise Skip(f"FP8 is multiplied under BF16 mixed precision, not under {self.amp_note}")
         unit = 32 if capability >= (10, 0) else 16  # one scale for 32 numbers (MXFP8) from Blackwell on
         sizes = {"--n-embd": self.config.n_embd, "--batch-size x --seq-len": self.batch_size * self.config.seq_len}
-        for name, size in (sizes | ({"--vocab-size": self.config.vocab_size} if head else {})).items():
+        for name, size in (sizes | {"--vocab-size": self.config.vocab_size}).items():
             if size % unit:
                 raise Skip(f"FP8 needs {name} divisible by {unit}, not {size}")
 
@@ -123,8 +123,7 @@ def build_parser(name: str, description: str | None) -> OneLineParser:
     run.add_argument("--device", metavar="NAME", default="auto", help="auto (default), cpu, cuda, cuda:N")
     run.add_argument("--output", type=Path, metavar="FILE", help="the record (default: results/ and the script's name)")
     run.add_argument("--profile", action="store_true", help="where the time goes: kernels, in the record and on stderr")
-    text = "write a Chrome trace and, on a GPU, a memory snapshot next to the record"
-    run.add_argument("--trace", action="store_true", help=text)
+    run.add_argument("--trace", action="store_true", help="write a Chrome trace of a launched step next to the record")
     text = "launch each kernel from the host, also where the step could be captured as a CUDA graph"
     run.add_argument("--no-capture", action="store_false", dest="capture", help=text)
     parser.set_defaults(seed=1337)
@@ -183,7 +182,13 @@ def resolve(args: Arguments, trains: bool) -> None:
     args.config = replace(preset, **{name: getattr(args, name) or value for name, value in asdict(preset).items()})
     if args.config.n_embd % args.config.n_head:
         raise ValueError(f"--n-embd {args.config.n_embd} is not divisible by --n-head {args.config.n_head}")
-    needed = flops.training_bytes(args.config) // (args.world.size if args.parallel == "fsdp" else 1)
+    needed = (
+        16
+        * flops.parameters(args.config)
+        // (  # FP32 weight, gradient and two moments
+            args.world.size if args.parallel == "fsdp" else 1
+        )
+    )
     free = hardware.free_memory_bytes(args.device)
     if trains and free and needed > free:
         model = f"the model of {flops.parameters(args.config) / 1e6:,.0f} M parameters"
@@ -200,8 +205,11 @@ def resolve(args: Arguments, trains: bool) -> None:
     if not 0 < args.lr <= 1:
         raise ValueError(f"--lr {args.lr} is not above 0 and at most 1")
     args.output = args.output or hardware.ROOT / "results" / f"{args.step}.json"
-    check_output(args.output)
+    if trains:
+        check_output(args.output)
     args.text = data.load_text(args.data, args.config.seq_len, args.config.vocab_size)
+    if args.heldout_every:
+        data.heldout_starts(args.text, args.config.seq_len)  # refuses a short text now
 
 
 def resolve_preset(name: str, device: torch.device) -> tuple[str, int, list[str]]:

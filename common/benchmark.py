@@ -26,6 +26,7 @@ from common.record import Row, Run, read_object, write_json
 from common.text import Progress, Skip, one_line, portable_command, say
 
 PROFILED_STEPS, LONG_STEP_MS = 3, 1000
+BUSY = 1.5  # times the fastest reference product: beyond it, something else ran on the machine
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")  # what libraries say of it
 
 
@@ -81,12 +82,12 @@ def run_and_record(main: Callable, args: Arguments) -> int:
     Of several processes the first one writes, or the one that failed.
     """
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    row, writes, write_traces = Row(args.step, source=args.script.read_text()), args.world.rank == 0, None
+    row, writes, profiler = Row(args.step, source=args.script.read_text()), args.world.rank == 0, None
     before, progress = read_object(args.output), Progress(args.step, writes)
     if writes:
         say(header(args))
     try:
-        write_traces = run(main, args, row, progress)
+        profiler = run(main, args, row, progress)
     except Exception as error:  # whatever happened, the row must hold it
         row.status, row.reason = explain(error)
         if row.status == "failed" and not isinstance(error, (FloatingPointError, parallel.DifferentWork)):
@@ -108,17 +109,17 @@ def run_and_record(main: Callable, args: Arguments) -> int:
         except OSError as error:
             row.status, row.reason = "failed", f"cannot write {args.output.parent}: {error.strerror or error}"
         try:
-            if write_traces and args.trace:  # last: a disk may be full
-                write_traces()
-        except Exception as error:  # of the disk, the profiler, or the step: the record stands
+            if profiler and args.trace:  # last: a disk may be full
+                profile.write_trace(profiler, args.output.with_suffix(".trace.json.gz"))
+        except Exception as error:  # of the disk or the profiler: the record stands
             say(f"no trace: {one_line(error)}", sys.stderr)
         say(result_lines(row, args))
     return int(row.status not in ("ok", "skipped"))
 
 
-def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> Callable[[], None] | None:
-    """Warm up, train and time at least `args.steps` steps, observe untimed ones: all into `row`. Returns what writes
-    the traces."""
+def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> object:
+    """Warm up, train and time at least `args.steps` steps, observe untimed ones: all into `row`. Returns the profiler
+    of a launched step, or None."""
     importlib.import_module("torch._dynamo")  # AdamW would: it is no part of the overhead
     began, device, on_gpu = time.perf_counter(), args.device, args.device.type == "cuda"
     progress.show("building the model")
@@ -146,11 +147,9 @@ def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> Callab
     if on_gpu:
         row.peak_bytes = int(*parallel.largest([row.peak_bytes], args))
     progress.show("observing")
-    foreign = "attention ran on another cuDNN than PyTorch was built with: put PyTorch's first on LD_LIBRARY_PATH"
-    notes, write_traces = [asked.reason if asked and on_gpu else None], None
-    notes += [foreign] if on_gpu and hardware.has_foreign_cudnn() else []
+    notes, profiler = [asked.reason if asked and on_gpu else None], None
     try:
-        write_traces = observe(partial(train_step, *spare), asked, model, args, row)
+        profiler = observe(partial(train_step, *spare), asked, model, args, row)
     except Exception as error:  # a profiler that breaks costs what it would have shown, not the row
         notes.append(f"not observed: {one_line(error)}")
     row.settings.captured = captured
@@ -159,7 +158,7 @@ def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> Callab
     row.status, row.note = "ok", "; ".join(filter(None, notes)) or None
     timed_s = (row.settling_s or 0.0) + sum(row.step_ms) / 1e3
     row.overhead_s = time.perf_counter() - began - row.warmup_s - timed_s
-    return write_traces
+    return profiler
 
 
 def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Arguments, row: Row) -> None:
@@ -179,28 +178,22 @@ def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Argume
         row.heldout.append((args.warmup + done, loss))
 
 
-def observe(step: Callable, asked: CapturedStep | None, model, args: Arguments, row: Row) -> Callable[[], None]:
-    """Put into `row` what untimed steps show: settings, host waits and, with --profile, the profile. Returns what
-    writes the traces.
+def observe(step: Callable, asked: CapturedStep | None, model, args: Arguments, row: Row) -> object:
+    """Put into `row` what untimed steps show: settings and, with --profile, the profile. Returns the profiler.
 
-    Kernels and times are those of the timed `step`. Operators and host waits are of a launched one: a replay has none.
+    Kernels and times are those of the timed `step`. Operators are of a launched one: a replay has none.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
-    on_gpu, median_ms = args.device.type == "cuda", statistics.median(row.step_ms)
-    if args.profile:
-        n_steps = 1 if median_ms > LONG_STEP_MS else PROFILED_STEPS
-        row.profile = profile.profile_steps(step, n_steps, median_ms, args.device)
-    if asked:
-        asked.release()
-    (row.settings, profiler), waits = profile.count_host_syncs(lambda: profile.observe(step, model, args.device))
-    row.host_syncs = waits if on_gpu else None
-
-    def write_traces() -> None:
-        profile.write_by_rename(profiler.export_chrome_trace, args.output.with_suffix(".trace.json.gz"))
-        if on_gpu and args.world.size == 1 and median_ms < LONG_STEP_MS:  # a step of several processes needs them all
-            profile.write_memory_snapshot(step, args.output.with_suffix(".memory.pickle"))
-
-    return write_traces
+    try:
+        if args.profile:
+            median_ms = statistics.median(row.step_ms)
+            n_steps = 1 if median_ms > LONG_STEP_MS else PROFILED_STEPS
+            row.profile = profile.profile_steps(step, n_steps, median_ms, args.device)
+    finally:
+        if asked:
+            asked.release()
+        row.settings, profiler = profile.observe(step, model, args.device)
+    return profiler
 
 
 def explain(error: Exception) -> tuple[str, str]:
@@ -227,11 +220,13 @@ def result_lines(row: Row, args: Arguments) -> str:
     if row.status != "ok":
         return f"{row.step}: {row.status}: {row.reason}"
     lines = [f"record: {args.output}", *([f"note: {row.note}"] if row.note else [])]
+    if row.product_ms and (spread := max(row.product_ms) / min(row.product_ms)) > BUSY:
+        lines += [f"the machine was busy: the same product took {spread:.1f} times as long at its slowest; run again"]
     lines += ["ran: " + ", ".join(f"{name} {x}" for name, x in vars(row.settings).items() if x not in (None, False))]
     median, work, memory = statistics.median(row.step_ms), args.workload(), row.peak_bytes or row.peak_rss_bytes
     lines += [
         f"{row.step}: {median:.1f} ms/step, {work.gpus * work.tokens_per_step / median * 1e3:,.0f} tokens/s, "
-        f"{work.flops_per_step / median / 1e9:.3g} model TFLOP/s, peak {memory / 2**30:.1f} GiB, "
+        f"{work.gpus * work.flops_per_step / median / 1e9:.3g} model TFLOP/s, peak {memory / 2**30:.1f} GiB, "
         f"warm-up {row.warmup_s:.1f} s, loss {row.loss[0]:.3f} -> {row.loss[-1]:.3f}"
     ]
     return "\n".join(lines)

@@ -54,18 +54,14 @@ class CapturedStep:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what launched steps left would count with the graph's own memory
         torch.cuda.reset_peak_memory_stats()
-        graph, stream, cause = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), None
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         own = None if stream == torch.cuda.default_stream() else stream  # the default stream cannot be captured
         try:
             with torch.cuda.graph(graph, stream=own):
-                try:
-                    self.loss = self.launch(*self.batch).detach()
-                except BaseException as error:
-                    cause = error  # ending a broken capture raises another
-                    raise
+                self.loss = self.launch(*self.batch).detach()
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # a capture that could not end leaves its own
-            cause = cause or error
+            cause = error.__context__ or error  # ending a broken capture raises another
             if not isinstance(cause, RuntimeError) or isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
             raise CaptureError(f"the step cannot be captured as a CUDA graph: {one_line(cause, 150)}") from cause

@@ -37,10 +37,10 @@ def load_text(path: Path | None, seq_len: int, vocab_size: int) -> Text:
     None gives the default text. Raises ValueError, one line, for a file that cannot be read, one that does not hold a
     sequence and its targets, and a token outside the vocabulary.
     """
-    try:
-        text = Text(_file_tokens(path), path.name.encode().decode()) if path else standard_library_text()
-    except UnicodeEncodeError:
-        raise ValueError("the name of the file of --data is not UTF-8, which a record cannot hold") from None
+    try:  # a record holds UTF-8
+        text = (
+            Text(_file_tokens(path), path.name.encode(errors="replace").decode()) if path else standard_library_text()
+        )
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     if len(text.tokens) <= seq_len:
@@ -55,8 +55,6 @@ def _file_tokens(path: Path) -> np.ndarray:
         raise ValueError(f"{path} is empty or not a regular file")
     if path.suffix != ".bin":
         return np.fromfile(path, dtype=np.uint8, count=MOST_BYTES)
-    if path.stat().st_size % 2:
-        raise ValueError(f"{path} has an odd number of bytes, so it holds no uint16 tokens")
     tokens = np.fromfile(path, dtype="<u2", count=MOST_BYTES // 2)
     return tokens[LLMC_HEADER if tokens[:2].tobytes() == LLMC_MAGIC.to_bytes(4, "little") else 0 :]
 

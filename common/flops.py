@@ -67,11 +67,6 @@ def least_bytes_per_step(config: GPTConfig, batch_size: int) -> int:
     return 6 * tokens * widths + 40 * parameters(config)
 
 
-def training_bytes(config: GPTConfig) -> int:
-    """Bytes that training keeps for each parameter in FP32: weight, gradient and AdamW's two moments."""
-    return 16 * parameters(config)
-
-
 def peak_bytes(config: GPTConfig, batch_size: int, by_hand: bool) -> int:
     """An estimate of the peak memory of an FP32 step that is not compiled, in bytes: measured peaks are at most 3 %
     higher. `by_hand`: attention keeps its (B, H, T, T) weights for backward.

@@ -99,8 +99,9 @@ def clock_and_power(device: torch.device) -> tuple[float, float] | None:
 
 def describe(device: torch.device) -> Environment:
     """Machine, versions, variables that change numerics, commit."""
+    installed = {one.name.lower(): one.version for one in metadata.distributions() if one.name}
     names = ("triton", "transformer-engine", "torchao", "transformers")
-    versions = {"python": platform.python_version(), "torch": torch.__version__, **dict(map(_version, names))}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, **{n: installed.get(n) for n in names}}
     found = Environment(
         device=device_name(device),
         device_type=device.type,
@@ -112,28 +113,11 @@ def describe(device: torch.device) -> Environment:
     )
     found.commit, found.dirty = _commit()
     if device.type == "cuda":
-        versions |= {"cuda": torch.version.cuda, "cudnn": cudnn_version()}
+        versions |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
         properties = torch.cuda.get_device_properties(device)
         found.gpu_uuid, found.gpu_memory_bytes = f"GPU-{properties.uuid}", properties.total_memory
     found.versions = {name: version for name, version in versions.items() if version}
     return found
-
-
-def cudnn_version() -> str:
-    """Of the cuDNN that runs, for example 9.19.0: another library may have loaded its own first."""
-    return ".".join(map(str, torch._C._cudnn.getRuntimeVersion()))
-
-
-def has_foreign_cudnn() -> bool:
-    """Whether the cuDNN that runs is another one than PyTorch was built with."""
-    return torch._C._cudnn.getRuntimeVersion() != torch._C._cudnn.getCompileVersion()
-
-
-def _version(package: str) -> tuple[str, str | None]:
-    try:
-        return package, metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return package, None
 
 
 def _commit() -> tuple[str | None, bool | None]:

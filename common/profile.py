@@ -10,8 +10,6 @@ import math
 import os
 import re
 import sys
-import tempfile
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -108,36 +106,14 @@ def _fp8_recipe(module: torch.nn.Module) -> str | None:
     return "torchao" if type(module).__name__ == "Float8Linear" else None
 
 
-def count_host_syncs(work: Callable[[], object]) -> tuple[object, int]:
-    """What `work` returns, and how often it makes the host wait for the GPU, by PyTorch's own sync debug mode."""
-    if not torch.cuda.is_initialized():
-        return work(), 0
-    previous = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            found = work()
-        finally:
-            torch.cuda.set_sync_debug_mode(previous)
-    return found, sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
-
-
-def write_memory_snapshot(step: Callable[[], object], path: Path) -> None:
-    """What CUDA's allocator did in one launched step, for pytorch.org/memory_viz. Raises OSError, RuntimeError."""
-    torch.cuda.memory._record_memory_history(max_entries=100_000)
+def write_trace(profiler: object, path: Path) -> None:
+    """The Chrome trace of a profiler, by temporary file and rename. Raises OSError, RuntimeError."""
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:
-        step()
-        write_by_rename(torch.cuda.memory._dump_snapshot, path)
+        profiler.export_chrome_trace(str(temporary))
+        temporary.replace(path)
     finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def write_by_rename(write: Callable[[str], object], path: Path) -> None:
-    """Have a library write a file beside `path`, then rename it: never through a link, never half a file."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".trace-") as folder:
-        write(f"{folder}/{path.name}")
-        os.replace(f"{folder}/{path.name}", path)
+        temporary.unlink(missing_ok=True)
 
 
 # --- where the time goes --------------------------------------------------------------------------

@@ -84,7 +84,6 @@ class Row:
     heldout: list[tuple[int, float]] = field(default_factory=list)  # (steps trained, nats), with --heldout-every
     peak_bytes: int | None = None  # CUDA allocator; null on a CPU
     peak_rss_bytes: int | None = None  # host memory of the process at its largest, compiler and torch included
-    host_syncs: int | None = None  # waits of the host for the GPU in one launched step; null on a CPU
     clock_mhz: float | None = None  # these two: means over the timed steps; null on a CPU and without NVML
     power_w: float | None = None
     overhead_s: float | None = None  # of launch(main), without warm-up and steps
@@ -160,7 +159,6 @@ class Roofs:
     launch_s: dict[str, float] = field(default_factory=dict)  # the host's for one kernel, by precision; of a GPU alone
     notes: list[str] = field(default_factory=list)  # what could not be measured, and why
     environment: Environment | None = None
-    started_at: str | None = None
 
     def rate(self, precision: str, burst: bool = False) -> float | None:
         """FLOP/s over the products of the workload, each as often as it runs; None where one was not measured."""

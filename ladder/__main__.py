@@ -44,7 +44,6 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--sweep", action="store_true", help="each row at several widths and lengths")
     parser.add_argument("--peers", action="store_true", help="also run peers/*.py, on the same workload")
     parser.add_argument("--no-roofs", action="store_true", help="do not measure copies and matrix products")
-    parser.add_argument("--no-profile", action="store_true", help="do not profile steps after the timed ones")
     text = "finish an interrupted run, with its own options: run its rows that are not ok"
     parser.add_argument("--resume", type=Path, metavar="DIR", help=text)
     return parser
@@ -84,7 +83,7 @@ def new_plan(given: argparse.Namespace, arguments: list[str], argv: list[str], p
     if "--data" in arguments[:-1]:  # a resumed run finds it from any folder
         place = arguments.index("--data") + 1
         arguments[place] = str(Path(arguments[place]).absolute())
-    arguments += [] if given.no_profile or kind == "sweep" or "--profile" in arguments else ["--profile"]
+    arguments += [] if kind == "sweep" or "--profile" in arguments else ["--profile"]
     shared = ["--parallel", given.parallel] if given.parallel and kind == "ladder" else []
     facts = runs.check(arguments + shared, gpus if kind == "ladder" else 1)
     arguments += facts["pinned"] + shared
@@ -136,6 +135,7 @@ def resumed_plan(folder: Path, parser: OneLineParser) -> tuple[schema.Plan, dict
     if (
         not plan.rows
         or not all(map(runs.is_safe, plan.rows))
+        or not plan.workload
         or plan.kind not in KINDS
         or plan.schema_version != schema.SCHEMA_VERSION
     ):
@@ -169,10 +169,10 @@ class Ladder:
         if not (self.stop.requests or output.exists()):
             log = output.with_suffix(".log")
             ended = self.run(process.module_command(module, *words, "--output", str(output)), log, module)
-            if ended.code and not ended.stopped:
-                say(f"no {output.name}: {process.last_line(log)}")
+            if ended and not self.stop.requests:
+                say(f"no {output.name}: {ended[1]}")
 
-    def run(self, command: list[str], log: Path, name: str, gpus: int = 1) -> process.Ended:
+    def run(self, command: list[str], log: Path, name: str, gpus: int = 1) -> tuple[str, str] | None:
         self.progress.name, self.progress.began = name, time.monotonic()
         variables = process.environment(self.facts["device_type"], gpus)
         return process.run(command, log, self.limit_s, self.stop, self.progress, variables)
@@ -191,13 +191,12 @@ class Ladder:
             record.unlink(missing_ok=True)
             if self.facts["device_type"] == "cpu" and self.plan.kind == "ladder" and free and needed > free:
                 reason = f"needs about {needed / 2**30:.0f} GiB of {free / 2**30:.0f} free: try a smaller --batch-size"
-                ended_as = "oom", reason
+                ended = "oom", reason
             else:
                 log, words = record.with_suffix(".log"), [*row.arguments, "--output", str(record)]
                 ended = self.run(process.script_command(row.script, words, row.gpus), log, name, row.gpus)
-                ended_as = process.describe(ended, self.limit_s, log)
             if not record.exists():
-                failed = schema.Row(Path(row.script).stem, *ended_as)
+                failed = schema.Row(Path(row.script).stem, *(ended or ("failed", "left no record")))
                 schema.write_json(record, schema.Run(self.plan.command, None, None, None, [failed]))
             found = schema.row_of(record)
             times, why = found.get("step_ms"), f"{found.get('status')}: {found.get('reason')}"
@@ -209,12 +208,8 @@ class Ladder:
 def finish(folder: Path, stop: process.Stop) -> int:
     """Print and write the report; returns the exit code."""
     shown = f"results/{folder.name}" if folder.parent == ROOT / "results" else str(folder)
-    command = process.module_command("report", str(folder))
-    ended = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
-    say(f"\n{ended.stdout}", end="")
-    last = one_line((ended.stderr.strip().splitlines() or [""])[-1])
-    if "error: " in last or ended.returncode not in (0, 1):
-        say(f"no report: {last.rpartition('error: ')[2]}")
+    say("")
+    ended = subprocess.run(process.module_command("report", str(folder)), cwd=ROOT, start_new_session=True)
     if stop.requests:
         say(f"interrupted: ./run_all.sh --resume {shown} finishes it")
         return 130
@@ -239,13 +234,8 @@ def main(argv: list[str]) -> int:
         plan, facts = new_plan(given, arguments, argv, parser)
         folder = new_folder(plan, parser)
     stop.listen()
-    ladder = Ladder(folder, plan, facts, limit_s, stop)
-    try:
-        with process.lock(folder / schema.PLAN):
-            ladder.run_all()
-            return finish(folder, stop)
-    except BlockingIOError:
-        parser.error(f"another run_all.sh is at work in {folder}")
+    Ladder(folder, plan, facts, limit_s, stop).run_all()
+    return finish(folder, stop)
 
 
 if __name__ == "__main__":

@@ -235,10 +235,11 @@ class Machine:
         return slowed_s
 
 
-def predict(step: str, shape, batch_size: int, measured: Roofs) -> Prediction:
-    """One step at a shape (a GPTConfig), from the roofs of a machine. Raises ValueError where they lack a part."""
+def predict(step: str, shape, batch_size: int, measured: Roofs, amp: bool = True, capture: bool = True) -> Prediction:
+    """One step at a shape (a GPTConfig), from a machine's roofs; without `amp` in FP32, without `capture` launched.
+    Raises ValueError where the roofs lack a part."""
     machine, numbers, number = Machine(measured), roofs.sizes(shape, batch_size), step[0]
-    mixed = "bf16" if "bf16" in machine.precisions else "fp32"
+    mixed = "bf16" if amp and "bf16" in machine.precisions else "fp32"
     precision = {"0": "fp32", "4": "fp8"}.get(number, mixed)
     if precision not in machine.precisions or not (measured.kernels and measured.attention):
         raise ValueError(f"the roofs lack {precision.upper()} products, kernels or attention")
@@ -255,7 +256,7 @@ def predict(step: str, shape, batch_size: int, measured: Roofs) -> Prediction:
         launches += shape.n_layer * FUSED_LAUNCHES
     seconds["matrix products"] = machine.slowed_s(products, sum(seconds.values()), precision)
     launch_s = measured.launch_s.get("fp32" if precision == "fp32" else "bf16", 0.0)
-    host_s = 0.0 if number in CAPTURED else launches * launch_s
+    host_s = 0.0 if capture and number in CAPTURED else launches * launch_s
     return Prediction({name: s * 1e3 for name, s in seconds.items()}, launches, host_s * 1e3)
 
 
@@ -304,16 +305,17 @@ def read_roofs(name: str | None) -> tuple[Roofs, int | None, str]:
     )
 
 
-def row(step: str, one: Prediction, peak: int, memory: int | None) -> dict[str, str]:
+def row(step: str, one: Prediction, before: Prediction, peak: int, memory: int | None) -> dict[str, str]:
     busy, products, attention = (
         sum(one.category_ms.values()),
         one.category_ms["matrix products"],
         one.category_ms[ATTENTION],
     )
-    parts = {"ms": one.ms, "products": products, "attention": attention, "other kernels": busy - products - attention}
-    cells = {name: f"{ms:.2f}" for name, ms in (parts | {"gaps": max(0.0, one.host_ms - busy)}).items()}
+    parts = {"products": products, "attention": attention, "other kernels": busy - products - attention}
+    parts = {name: f"{ms:,.1f}" for name, ms in (parts | {"gaps": max(0.0, one.host_ms - busy)}).items()}
+    cells = {"ms": f"{one.ms:,.1f}", "x before": f"{before.ms / one.ms:.2f}"} | parts
     fits = {"fits": "yes" if peak < 0.97 * memory else "no"} if memory else {}
-    return {"step": step} | cells | {"GiB": f"{peak / 2**30:.0f}"} | fits
+    return {"step": step} | cells | {"GiB": f"{peak / 2**30:.1f}"} | fits
 
 
 def predict_all(args, measured: Roofs) -> tuple[dict[str, Prediction], dict[str, str]]:
@@ -322,7 +324,8 @@ def predict_all(args, measured: Roofs) -> tuple[dict[str, Prediction], dict[str,
     found, why = {}, {}
     for step in (name.removesuffix(".py") for name in scripts()):
         try:
-            found[step] = predict(step, args.config, args.batch_size, measured)
+            amp = args.amp_note != "--amp-dtype fp32"
+            found[step] = predict(step, args.config, args.batch_size, measured, amp, args.capture)
         except ValueError as error:
             why[step] = str(error)
         except (ArithmeticError, LookupError, TypeError) as error:
@@ -364,7 +367,10 @@ def main() -> None:
             write_json(given.output, {step: one.ms for step, one in found.items()})
     except ValueError as error:
         parser.error(str(error))
-    rows = [row(step, one, peak_bytes(step, args.config, args.batch_size), memory) for step, one in found.items()]
+    rows, before = [], next(iter(found.values()))
+    for step, one in found.items():
+        rows.append(row(step, one, before, peak_bytes(step, args.config, args.batch_size), memory))
+        before = one
     say("".join(f"{step} is not predicted: {reason}\n" for step, reason in why.items()), end="")
     say(f"{aligned(rows)}\n\nmilliseconds a step of {args.config}, batch {args.batch_size}, from the roofs in {path}")
 

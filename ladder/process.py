@@ -2,15 +2,12 @@
 
 import contextlib
 import ctypes
-import fcntl
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from common.text import Progress, one_line
@@ -36,23 +33,6 @@ class Stop:
         self.requests += 1
 
 
-@contextlib.contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Keep every other ladder from a file's folder. Raises BlockingIOError where one is at work in it."""
-    with path.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-
-
-@dataclass
-class Ended:
-    """How a process ended: its exit code (negative: a signal), and whether it was ended from here."""
-
-    code: int = 0
-    timed_out: bool = False
-    stopped: bool = False
-
-
 def environment(device_type: str, processes: int) -> dict[str, str]:
     """Variables of a row. OpenMP threads wait without spinning on a CPU, unless the user chose: on a shared host,
     threads that spin were seen to make a step five times slower. Several processes divide the processor's cores."""
@@ -72,18 +52,18 @@ def script_command(script: str, words: list[str], processes: int) -> list[str]:
 
 
 def module_command(name: str, *words: str) -> list[str]:
-    """The command that runs a module of this project from any folder: `python -m` would import the user's files."""
-    path = f"import sys, runpy; sys.path[0] = {str(ROOT)!r}; sys.argv[0] = {name!r}; "
-    return [sys.executable, "-c", f"{path}runpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *words]
+    """The command that runs a module of this project, in its folder: `python -m` imports what lies where it starts."""
+    return [sys.executable, "-m", name, *words]
 
 
 def run(
-    command: list[str], log: Path, limit_s: float, stop: Stop, progress: Progress, variables: dict | None = None
-) -> Ended:
+    command: list[str], log: Path, limit_s: float, stop: Stop, progress: Progress, variables: dict
+) -> tuple[str, str] | None:
     """Run a command in a session of its own; what it starts ends with it, and it ends with this process.
 
-    At the limit, or where the user asks, it has GRACE_S seconds to end by itself. Its output goes to `log`. Raises
-    OSError where the log cannot be written.
+    At the limit, or where the user asks, it has GRACE_S seconds to end by itself. Its output goes to `log`.
+    Returns None where it ends well, else status and one-line reason of its row. Raises OSError where the log cannot be
+    written.
     """
     libc, me = ctypes.CDLL(None), os.getpid()
 
@@ -92,25 +72,35 @@ def run(
         if os.getppid() != me:  # it died meanwhile
             os._exit(1)
 
-    where = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": os.environ | (variables or {})}
+    log.unlink(missing_ok=True)
+    where = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": os.environ | variables, "cwd": ROOT}
     with log.open("ab") as file:
         child = subprocess.Popen(command, stdout=file, start_new_session=True, preexec_fn=die_with_parent, **where)
-    ended, kill_at, deadline = Ended(), math.inf, time.monotonic() + limit_s
+    kill_at, deadline = math.inf, time.monotonic() + limit_s
     try:
         while child.poll() is None:
             progress.show("running")
             time.sleep(POLL_S)
             now = time.monotonic()
             if kill_at == math.inf and (stop.requests or now > deadline):
-                ended.stopped, ended.timed_out, kill_at = bool(stop.requests), not stop.requests, now + GRACE_S
+                kill_at = now + GRACE_S
                 _signal_session(child, signal.SIGTERM)
             if stop.requests > 1 or now > kill_at:
                 _signal_session(child, signal.SIGKILL)
     finally:
         _signal_session(child, signal.SIGKILL)  # compiler workers
-        ended.code = child.wait()
+        code = child.wait()
         progress.show("")
-    return ended
+    if kill_at < math.inf:
+        stopped = "interrupted", "ended by Ctrl-C, a closed terminal or kill"
+        late = "timeout", f"took longer than {limit_s:.0f} s: raise STEP_TIMEOUT, or take fewer --steps"
+        return stopped if stop.requests else late
+    if code == -signal.SIGKILL:
+        return "oom", "killed by signal 9, as the system does when host memory runs out"
+    if code < 0:
+        return "failed", f"killed by signal {-code}: see {log.name}"
+    reason = last_line(log, ": error: ") or last_line(log, ": failed: ")
+    return ("failed", reason or f"ended with exit code {code} and no record: see {log.name}") if code else None
 
 
 def _signal_session(child: subprocess.Popen, number: int) -> None:
@@ -129,17 +119,3 @@ def last_line(log: Path, sign: str = "") -> str:
             "",
         )
     )
-
-
-def describe(ended: Ended, limit_s: float, log: Path) -> tuple[str, str]:
-    """Status and one-line reason of a process that left no record."""
-    if ended.stopped:
-        return "interrupted", "ended by Ctrl-C, a closed terminal or kill"
-    if ended.timed_out:
-        return "timeout", f"took longer than {limit_s:.0f} s: raise STEP_TIMEOUT, or take fewer --steps"
-    if ended.code == -signal.SIGKILL:
-        return "oom", "killed by signal 9, as the system does when host memory runs out"
-    if ended.code < 0:
-        return "failed", f"killed by signal {-ended.code}: see {log.name}"
-    reason = last_line(log, ": error: " if ended.code == 2 else ": failed: ")
-    return "failed", reason or f"ended with exit code {ended.code} and no record: see {log.name}"

@@ -9,7 +9,6 @@ other kernels need less power, lies between the two.
 """
 
 import contextlib
-import datetime
 import functools
 import itertools
 import math
@@ -228,10 +227,9 @@ def launch_seconds(device: torch.device, mixed: bool) -> float:
 def main() -> None:
     words = [word for word in sys.argv[1:] if word != "--grid"]
     args = parse_args(hardware.ROOT / "ladder" / "roofs.py", __doc__, words)
-    started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     roofs = measure(args, "--grid" in sys.argv)
     progress().show("")
-    roofs.environment, roofs.started_at = hardware.describe(args.device), started_at
+    roofs.environment = hardware.describe(args.device)
     for precision in PRECISIONS:
         if steady := roofs.rate(precision):
             burst = roofs.rate(precision, burst=True)

@@ -33,9 +33,11 @@ def scripts() -> list[str]:
 
 def check(arguments: list[str], gpus: int = 1) -> dict:
     """What the arguments mean here. Exits with the one line and the code of a step where they are wrong."""
-    several = {"RANK": "0", "WORLD_SIZE": str(gpus), "LOCAL_RANK": "0"} if gpus > 1 else {}
+    several = dict.fromkeys(("RANK", "LOCAL_RANK"), str(gpus - 1)) | {"WORLD_SIZE": str(gpus)} if gpus > 1 else {}
     command = process.module_command("ladder.runs", *arguments)
-    done = subprocess.run(command, env=os.environ | several, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    done = subprocess.run(
+        command, env=os.environ | several, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     if done.returncode:
         sys.exit(done.returncode)
     return json.loads(done.stdout.splitlines()[-1])  # a sitecustomize may print before it

@@ -214,7 +214,7 @@ def _doubt(run: Run, timed: list[Line]) -> None:
     differ = any(problem.startswith(DIFFER) for problem in run.problems)
     kernels = {line.row.settings.attention_kernel for line in timed if not line.is_peer} - {*NOT_FUSED}
     for line in timed:
-        half = f"the second half of its steps took {abs(line.drift):.0%} {'more' if line.drift > 0 else 'less'}"
+        half = f"the second half of its steps took {abs(line.drift):.0%} {'more' if line.drift > 0 else 'less'} time"
         mixed = len(kernels) > 1 and line.row.settings.attention_kernel in kernels and not line.is_peer
         why = {
             "the machine was busy": line.slowed > BUSY,

@@ -62,7 +62,7 @@ def test_a_file_is_bytes_or_tokens_of_nanogpt_and_llmc(tmp_path, refused):
         text = data.load_text(tmp_path / name, 64, 256)
         assert text.tokens.tolist() == tokens.tolist()
     (tmp_path / "odd.bin").write_bytes(b"abc")
-    assert "odd number of bytes" in refused(parse, "--data", tmp_path / "odd.bin")
+    assert "odd.bin has 1 tokens" in refused(parse, "--data", tmp_path / "odd.bin")
     (tmp_path / "empty.txt").write_bytes(b"")
     assert "is empty" in refused(parse, "--data", tmp_path / "empty.txt")
     wide = tmp_path / "wide.bin"

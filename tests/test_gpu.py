@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import warnings
 
 import pytest
 import torch
@@ -75,13 +76,25 @@ def test_products_attention_and_fused_kernels_are_those_of_the_step(step):
         assert found.fp8_recipe and found.head == "FP8"
 
 
+def host_syncs(work):
+    """How often `work` makes the host wait for the GPU, by PyTorch's own sync debug mode."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_the_host_never_waits_launched_or_replayed(step):
     run = on_gpu(step)
-    assert profile.count_host_syncs(lambda: run.train_step(*run.batches[3]))[1] == 0
+    assert host_syncs(lambda: run.train_step(*run.batches[3])) == 0
     if step in STEPS[3:]:
         run.train_step.record(*run.batches[0])
-        assert profile.count_host_syncs(lambda: run.train_step(*run.batches[3]))[1] == 0
+        assert host_syncs(lambda: run.train_step(*run.batches[3])) == 0
 
 
 @pytest.mark.parametrize("step", STEPS[3:])
@@ -170,12 +183,12 @@ def test_a_row_holds_what_the_gpu_did(step, tmp_path):
     assert categories["other"] < 0.03 * sum(categories.values())
     for half in ("forward", "backward"):
         assert found[half][0]["category"] == "attention"
-    assert row["settling_s"] >= 2 and sum(row["step_ms"]) >= 2500 and row["host_syncs"] == 0
+    assert row["settling_s"] >= 2 and sum(row["step_ms"]) >= 2500
     assert row["overhead_s"] < 8 and row["settings"]["captured"] == (step in STEPS[3:])
     assert row["peak_bytes"] > 0 and len(row["product_ms"]) == 2
     if hardware.clock_and_power(torch.device("cuda", 0)):
         assert 50 < row["power_w"] < 1500 and 100 < row["clock_mhz"] < 3000
-    assert (tmp_path / "r.trace.json.gz").exists() and (tmp_path / "r.memory.pickle").exists()
+    assert (tmp_path / "r.trace.json.gz").exists()
 
 
 def test_roofs_are_measured_in_every_precision():
@@ -189,7 +202,7 @@ def test_roofs_are_measured_in_every_precision():
 
 def break_a_capture():
     x = torch.ones(2, 2, device="cuda", requires_grad=True)
-    assert profile.count_host_syncs(lambda: (x[0, 0].item(), x[0, 0].item()))[1] == 2
+    assert host_syncs(lambda: (x[0, 0].item(), x[0, 0].item())) == 2
 
     def train_step(tokens, targets):
         return tokens.sum() * x.sum().item()

@@ -141,7 +141,7 @@ def test_repeat_runs_all_rows_again_and_resume_only_what_is_missing(project):
 
 def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(project, tmp_path):
     made = project(FIVE_OK | {"1_x": "crash"})
-    assert made.run("--no-profile").returncode == 1
+    assert made.run().returncode == 1
     (made.folder / "1_x.py").write_text(OK)
     folder = made.only()
     assert made.run("--resume", folder, roofs=()).returncode == 0 and made.statuses() == ["ok"] * 5
