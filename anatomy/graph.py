@@ -2,8 +2,8 @@
 
 Prediction. A kernel on one number takes a GPU 1 or 2 us, and the host about 5 us to launch. N of them take N launches,
 because the GPU waits. A CUDA graph holds all N and is launched once: they take a launch and the GPU's own time, which
-is measured where they were launched ahead. The same holds for forward and backward of 16 small linear layers with ReLU,
-where the host also runs autograd. On a CPU there is nothing to capture.
+is measured where they were launched ahead. So it is for forward and backward of 16 small layers with ReLU, where the
+host also runs autograd. On a CPU there is nothing to capture.
 
 Change: --width 4096. Where does the graph save nothing?
 Source: PyTorch's notes on CUDA semantics, "CUDA Graphs"; Nguyen et al., Accelerating PyTorch with CUDA Graphs (2021).

@@ -3,8 +3,8 @@
 Prediction. An operator passes through Python, PyTorch's dispatcher and the allocator, and on a GPU the driver's launch:
 on one number that is its whole time, a few microseconds. x * 2 is measured first. Ten of them take 10 times as long. A
 view makes a tensor but no kernel: at most as long. Python's sum over a vector adds as often as it is long. A compiled
-function first runs guards, which check that each tensor is what it was compiled for. A guard is a comparison in C++: 32
-more cost at most one operator. Its first call takes over 1000 times as long as later ones.
+function first runs guards, comparisons in C++ of each tensor with what it was compiled for: 32 more cost at most one
+operator. Its first call takes over 1000 times as long as later ones.
 
 The host queues kernels ahead of the GPU. What needs a value on the host waits until the queue is empty: its own time
 with an empty queue, measured first, plus all that is queued. A copy from pinned memory with non_blocking=True only

@@ -2,8 +2,7 @@
 
 Prediction. `load` is the time to make a batch, `step` that of a training step, W the number of worker processes. If the
 training process loads, a batch takes max(step, load), because the GPU computes what is queued meanwhile; load + step
-where each step makes the host wait, as on a CPU. With workers it takes max(step, load / W): the GPU stalls while load /
-W is longer than a step. With load 20 ms and step 10 ms that is 20, 20, 10, 10 ms for 0, 1, 2 and 3 workers.
+where each step makes the host wait, as on a CPU. With workers it takes max(step, load / W).
 
 Pinned memory lets the copy to the GPU run beside the step. It saves bytes over the link's bandwidth: 0.2 ms for 4 MB at
 the 25 GB/s of PCIe 4. Prefetching helps where single batches are slow: W x prefetch batches wait in the queue, which

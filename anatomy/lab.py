@@ -19,6 +19,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from common import hardware, timing
+from common.arguments import check_output
 from common.record import write_json
 from common.text import OneLineParser, Progress, aligned, one_line, positive_int, run_command, say
 
@@ -82,7 +83,7 @@ class Lab:
         return self.device_seconds(lambda: torch.neg(source, out=target))  # copy_ would use a GPU's copy engines
 
     def expected(self, host_s: float, work_s: float) -> float:
-        """The time of a call. A GPU works while the host launches: the longer one counts. A CPU does both in turn."""
+        """The time of a call. A GPU works while the host launches, and a CPU does both in turn."""
         return max(host_s, work_s) if self.gpu else host_s + work_s
 
     def row(self, what: str, measured, predicted=None, unit="s", at_most=False, **columns: str) -> None:
@@ -150,6 +151,8 @@ def main(run: Callable) -> None:
     def work() -> None:
         options = parser.parse_args()
         try:
+            if options.json:
+                check_output(options.json, "experiment")
             lab = Lab(module.__spec__.name.rpartition(".")[2], options)
             sentence = run(lab, **{size: getattr(options, size) for size in sizes})
         except (ValueError, RuntimeError) as error:  # no such device, too little memory, a size

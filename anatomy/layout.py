@@ -2,10 +2,9 @@
 
 Prediction, for an (M, K) input that is a transposed view. Transposing swaps strides and moves nothing. A matrix product
 takes as long as on a contiguous input: BLAS reads either layout. A pointwise operation on this input alone, too: its
-output gets the same strides. With a contiguous operand it must read one of both out of order, as a negation of the view
-into a contiguous output does: what that takes longer is measured first. A sum over the last dimension takes as long if
-its kernel reads whole lines of memory. `.contiguous()` costs a copy first. A convolution takes at most as long in
-channels-last, the layout in which tensor cores multiply.
+output gets the same strides. With a contiguous operand it reads one of both out of order, as a negation into a
+contiguous output does: what that takes longer is measured first. A sum takes as long if its kernel reads whole lines.
+`.contiguous()` costs a copy first. A convolution takes at most as long in channels-last, as tensor cores multiply.
 
 Inductor, the compiler behind torch.compile, drops what nobody reads, computes constants and equal expressions once, and
 fuses pointwise operations: each leaves 1 kernel. Products stay calls of BLAS: relu(A @ B) + c is 2 launches, four

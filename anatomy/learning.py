@@ -6,10 +6,9 @@ gradient of the mean loss of N tokens by a logit is about 1 / (V N), except for 
 about 1 / N, is not, so this form still learns, though less. Scaling multiplies the loss, by 65536 at first, and divides
 the gradients in FP32. BF16 has FP32's range. So both end no further from FP32's loss than two other seeds do.
 
-PyTorch's default draws embeddings with a standard deviation of 1. The head shares this matrix, so the first loss is far
-above ln V, and the last one is higher. What enters the head has numbers of size 1; its product with the token's own
-embedding lies about C / sqrt(2) above a typical logit, whose gradient is then exp(-C / sqrt(2)) / N. FP32 rounds that
-to zero below 2^-150.
+PyTorch's default draws embeddings with a standard deviation of 1. The head shares them, so the first loss is far above
+ln V, and the last one is higher. The logit of the token itself lies about C / sqrt(2) above a typical one, whose
+gradient is then exp(-C / sqrt(2)) / N. FP32 rounds that to zero below 2^-150.
 
 Change: --vocab 256. Does FP16 without scaling learn now?
 Source: Micikevicius et al., Mixed Precision Training (2017); Radford et al., GPT-2 (2019), section 2.3.

@@ -5,8 +5,8 @@ a cache, the bytes come from there, else from the next larger level, so the band
 arithmetic gives a level's rate: that of a cache is measured with a copy that fills a third of it, that of DRAM with the
 largest. S bytes take as long as none, plus S over the rate of the smallest level that holds them. A CPU uses one core.
 
-Registers and shared memory (one with L1 on an NVIDIA GPU) show only in a loop inside a kernel. A multiprocessor does
-128 multiply-adds a clock, whose operands are 1536 bytes, and reads 128 bytes of L1.
+Registers and L1, which is also shared memory, show only in a loop inside a kernel. A multiprocessor does 128
+multiply-adds a clock, whose operands are 1536 bytes, and reads 128 bytes of L1.
 
 Change: --smallest 16. At which size does the call stop being what you measure?
 Source: NVIDIA, CUDA C++ Programming Guide, arithmetic throughput and shared memory.

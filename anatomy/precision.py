@@ -9,8 +9,8 @@ of the bits: TF32 takes twice BF16's time, FP16 as long, FP8 half. FP64 takes tw
 
 FP16 ends at 65 504 and 6e-8, FP8 E4M3 at 448 and 0.002; BF16 has FP32's range. So FP8 stores numbers times a scale.
 Delayed scaling takes it from earlier tensors: it reads 2 bytes and writes 1 per BF16 number. Current scaling first
-looks for the largest, 2 bytes more. Block scaling looks among 128 numbers, which stay in registers. An outlier is cut
-off by delayed scaling, and the others stay as they were; current scaling makes room for it: the others get coarse.
+looks for the largest, 2 bytes more; block scaling among 128 numbers, which stay in registers. Delayed scaling cuts an
+outlier off, and the others stay as they were. Current scaling makes room for it: the others get coarse.
 
 Change: --size 512. Which formats are still faster than FP32?
 Source: Micikevicius et al., Mixed Precision Training (2017) and FP8 Formats for Deep Learning (2022).

@@ -4,8 +4,8 @@ Prediction. Attention moves the bytes that attention.py counts: 46 passes over t
 training step moves at least what common/flops.py counts: operands once per product, 12 bytes a parameter for weights
 and gradients, 28 for AdamW. What lies between the products could stay on the chip; the ratio tells how much does not.
 
-Nsight Compute (ncu) counts with the GPU's own counters, where it may read them, but not the driver's own copies. It
-counts one launched step: python -m anatomy.traffic [--json FILE] [ARGUMENT ...], with the ARGUMENTs of a step.
+Nsight Compute (ncu) counts with the GPU's own counters in one launched step, but not the driver's own copies:
+    python -m anatomy.traffic [--json FILE] [ARGUMENT ...], with the ARGUMENTs of a step.
 """
 
 import csv

@@ -16,6 +16,7 @@ from common.text import OneLineParser, Skip, positive_int
 DDP_WARMUP = 11  # DDP divides gradients into buckets anew, and times itself, until then: no CUDA graph holds that
 ESTIMATE_MARGIN = 1.1  # mixed precision keeps a little more than the estimate of a plain step
 FEWEST_STEPS, MOST_STEPS, STEPS_FLOPS = 5, 30, 5e14  # by default on a GPU: as many steps as so many model FLOPs take
+RECORD_MARKS = ("schema_version", "launch_s")
 STAGED_BYTES = 2**30  # of batches, at most
 
 
@@ -153,13 +154,14 @@ def learning_rate(config: GPTConfig) -> float:
     return min(1e-3, 600 / ((config.n_layer + 4) * config.n_embd**2))
 
 
-def check_output(output: Path) -> None:
-    """Know before training whether a record can be written. Raises ValueError where not, or over another's file."""
+def check_output(output: Path, *marks: str) -> None:
+    """Know before any work whether JSON can be written. Raises ValueError where not, and for a file of something else:
+    one without any of these keys, by default those of a record or of roofs."""
     probe = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         if output.exists() and not output.is_file():
             raise ValueError(f"--output {output} is not a regular file")
-        if output.exists() and output.stat().st_size and not read_object(output).keys() & {"rows", "products"}:
+        if output.exists() and output.stat().st_size and not read_object(output).keys() & {*(marks or RECORD_MARKS)}:
             raise ValueError(f"--output {output} exists and is no record: it stays as it is")
         output.parent.mkdir(parents=True, exist_ok=True)
         probe.touch()

@@ -22,7 +22,7 @@ import torch
 from common import data, flops, hardware, parallel, profile, timing
 from common.arguments import Arguments, parse_args
 from common.cuda_graph import CapturedStep
-from common.record import Row, Run, read_object, write_json
+from common.record import Row, Run, read_object, write_bytes, write_json
 from common.text import Progress, Skip, one_line, portable_command, say
 
 PROFILED_STEPS, LONG_STEP_MS = 3, 1000
@@ -70,7 +70,7 @@ def launch(main: Callable[[Arguments], tuple[timing.TrainStep, torch.nn.Module]]
         torch.distributed.destroy_process_group()
     if sys.gettrace() or sys.getprofile() or "coverage" in sys.modules or "CUDA_INJECTION64_PATH" in os.environ:
         sys.exit(code)  # a profiler writes its results at the end
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed one is None
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(code)  # the interpreter's teardown takes seconds once torch has compiled
@@ -91,10 +91,12 @@ def run_and_record(main: Callable, args: Arguments) -> int:
     except Exception as error:  # whatever happened, the row must hold it
         row.status, row.reason = explain(error)
         if row.status == "failed" and not isinstance(error, (FloatingPointError, parallel.DifferentWork)):
-            log = args.output.with_suffix(".log")  # the ladder's own
-            with contextlib.suppress(OSError), log.open("a") as file:
-                file.write(traceback.format_exc())
-            say(f"traceback: {log}", sys.stderr)
+            log = args.output.with_suffix(".traceback")
+            try:
+                write_bytes(log, traceback.format_exc().encode())
+                say(f"traceback: {log}", sys.stderr)
+            except OSError:
+                traceback.print_exc()
         if args.world.size > 1 and not isinstance(error, (Skip, FloatingPointError)):  # of one process, not of all
             # The cause is in the record of the process that failed first: the others lost it.
             row.reason = f"rank {args.world.rank}: {row.reason}"

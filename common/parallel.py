@@ -53,7 +53,7 @@ def start(args) -> None:
         say(f"meeting {args.world.size} processes at {where}, for at most {TIMEOUT}", sys.stderr)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=args.device if on_gpu else None)
     works: list = [None] * args.world.size
-    dist.all_gather_object(works, asdict(args.workload()) | {"amp_dtype": str(args.amp_dtype)})
+    dist.all_gather_object(works, asdict(args.workload()) | {"amp_dtype": str(args.amp_dtype), "profile": args.profile})
     differing = [name for name in works[0] if any(work[name] != works[0][name] for work in works)]
     if differing:
         raise DifferentWork(f"the processes were given different work: {', '.join(differing)}")

@@ -84,7 +84,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 def positive_int(text: str) -> int:
     """A whole number from 1 to 2^31 - 1, as argparse's `type`."""
-    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+    if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"{one_line(text, 40)!r} is not a whole number from 1 to 2^31 - 1")
     return int(text)
 
@@ -99,4 +99,7 @@ def run_command(main: Callable[[], int | None], name: str) -> None:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         sys.stderr.write(f"{name}: error: {where}{error.strerror or error}\n")
+        sys.exit(1)
+    except ImportError as error:
+        sys.stderr.write(f"{name}: error: {error}: pip install -r requirements.txt\n")
         sys.exit(1)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import data, hardware, timing
-from common.arguments import learning_rate
+from common.arguments import check_output, learning_rate
 from common.benchmark import explain, optional
 from common.cuda_graph import CapturedStep
 from common.model import GPTConfig
@@ -162,6 +162,11 @@ def main() -> int:
     for name, default in (("--batch-size", 1), ("--seq-len", 4096 if device.type == "cuda" else 256), ("--steps", 20)):
         parser.add_argument(name, type=positive_int, default=default, metavar="N", help=f"default: {default}")
     options = parser.parse_args()
+    if options.output:
+        try:
+            check_output(options.output, "options")
+        except ValueError as error:
+            parser.error(str(error))
     text = data.load_text(None, options.seq_len, 256)
     starts = data.draw_starts(text, WARMUP + options.steps, options.batch_size, options.seq_len, seed=1337)
     batches, rows, changes = data.stage_batches(text, starts, options.seq_len, device), [], set()
@@ -178,10 +183,10 @@ def main() -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-    say(aligned(list(cells(rows, options.batch_size * options.seq_len))))
     if options.output:
         asked = {name: value for name, value in vars(options).items() if name != "output"}
         write_json(options.output, {"options": asked, "environment": asdict(hardware.describe(device)), "rows": rows})
+    say(aligned(list(cells(rows, options.batch_size * options.seq_len))))
     return int(any(row["status"] not in ("ok", "skipped") for row in rows))
 
 

@@ -140,7 +140,10 @@ def resumed_plan(folder: Path, parser: OneLineParser) -> tuple[schema.Plan, dict
         or plan.schema_version != schema.SCHEMA_VERSION
     ):
         parser.error(f"--resume {folder}: its plan names other files than this project's scripts and their records")
-    facts = runs.check(plan.rows[0].arguments, plan.rows[0].gpus)
+    try:
+        facts = runs.check(plan.rows[0].arguments, plan.rows[0].gpus)
+    except (ValueError, IndexError):
+        parser.error(f"--resume {folder}: its plan holds arguments that no step has")
     if plan.kind == "ladder" and facts["workload"] != asdict(plan.workload):
         parser.error(f"--resume {folder}: its workload has changed, the text or this machine's defaults")
     return plan, facts
@@ -226,7 +229,7 @@ def main(argv: list[str]) -> int:
     given, arguments = parser.parse_known_args(argv)
     limit_s = time_limit(parser)
     if given.resume:
-        if len(argv) != (1 if argv[0].startswith("--resume=") else 2):
+        if len(argv) != (1 if any(word.startswith("--resume=") for word in argv) else 2):
             parser.error(f"--resume takes its options from {given.resume}: give no others")
         folder = given.resume.resolve()
         plan, facts = resumed_plan(folder, parser)

@@ -297,7 +297,8 @@ def read_roofs(name: str | None) -> tuple[Roofs, int | None, str]:
             machine = content.get("environment") or found.get("environment") or {}
             products = [ProductRate(**one) for one in found["products"]]
             measured = Roofs(**found | {"products": products, "environment": None})
-            return measured, machine.get("gpu_memory_bytes"), str(path)
+            memory = machine.get("gpu_memory_bytes")
+            return measured, memory if isinstance(memory, int) and memory > 0 else None, str(path)
         except (KeyError, TypeError, AttributeError):
             continue
     raise ValueError(
@@ -328,10 +329,12 @@ def predict_all(args, measured: Roofs) -> tuple[dict[str, Prediction], dict[str,
             found[step] = predict(step, args.config, args.batch_size, measured, amp, args.capture)
         except ValueError as error:
             why[step] = str(error)
-        except (ArithmeticError, LookupError, TypeError) as error:
+        except (ArithmeticError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"the roofs are damaged ({type(error).__name__}): measure them again") from None
     if not found:
         raise ValueError(next(iter(why.values())))
+    if not all(0 < one.ms < math.inf for one in found.values()):
+        raise ValueError("the roofs are damaged: measure them again")
     return found, why
 
 
@@ -362,6 +365,8 @@ def main() -> None:
         if given.plan:
             return write_json(given.output, of_plan(given.plan, measured))
         args = arguments.parse_args(SELF, __doc__, words, trains=False)
+        if given.output:
+            arguments.check_output(given.output, *(path.stem for path in hardware.ROOT.glob("[0-9]_*.py")))
         found, why = predict_all(args, measured)
         if given.output:
             write_json(given.output, {step: one.ms for step, one in found.items()})

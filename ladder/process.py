@@ -68,7 +68,7 @@ def run(
     libc, me = ctypes.CDLL(None), os.getpid()
 
     def die_with_parent() -> None:
-        libc.prctl(PARENT_DIES, signal.SIGKILL)
+        libc.prctl(PARENT_DIES, signal.SIGTERM)  # on which torchrun ends its workers
         if os.getppid() != me:  # it died meanwhile
             os._exit(1)
 

@@ -103,7 +103,7 @@ def test_a_missing_compiler_is_a_failed_row(tmp_path):
     env = {"CXX": "/nonexistent/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
     code, out, err, row = run_script(STEPS[3], tmp_path / "record.json", env=os.environ | env)
     assert code == 1 and row["status"] == "failed" and "C++ compiler" in row["reason"]
-    assert "Traceback" not in err and "Traceback" in (tmp_path / "record.log").read_text()
+    assert "Traceback" not in err and "Traceback" in (tmp_path / "record.traceback").read_text()
     assert out.strip().splitlines()[-1] == f"{STEPS[3]}: failed: {row['reason']}"
 
 

@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LINES = {"*.py": 440, "common/*.py": 1780, "ladder/*.py": 1115, "report/*.py docs/*.py": 1702, "anatomy/*.py": 1700}
+LINES = {"*.py": 440, "common/*.py": 1785, "ladder/*.py": 1121, "report/*.py docs/*.py": 1702, "anatomy/*.py": 1700}
 LINES |= {
     "report/*.html report/*.css": 250,
     "anatomy/variants/*.patch": 340,
-    "peers/*.py examples/*.py": 420,
+    "peers/*.py examples/*.py": 423,
     "tests/*.py": 2400,
 }
 WORDS = {"README.md": 900, "README.md docs/*.md": 17000}
