@@ -156,7 +156,7 @@ class Roofs:
     kernels: list[tuple[str, int, float]] = field(default_factory=list)
     # Fused causal attention, forward and backward: T, D, FLOP/s by the convention of common/flops.py.
     attention: list[tuple[int, int, float]] = field(default_factory=list)
-    launch_s: dict[str, float] = field(default_factory=dict)  # the host's for one kernel, by precision; of a GPU alone
+    launch_s: float | None = None  # the host's, for one kernel of a training step; of a GPU alone
     notes: list[str] = field(default_factory=list)  # what could not be measured, and why
     environment: Environment | None = None
 

@@ -30,7 +30,6 @@ CAPTURED = "34"
 SELF = hardware.ROOT / "ladder" / "predict.py"
 COPY = "copy fp32"  # moves 8 bytes a number
 FUSED_LAUNCHES = 4  # of attention: forward, and three kernels backward
-FOREACH_NUMBERS = 320 * 65536  # that one launch of a foreach kernel takes: 320 blocks of 64 Ki numbers
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class Pass:
     kernels: int
     category: str  # of common.record.CATEGORIES
     kernel: str | None = None  # of ladder/roofs.py: its measured time counts; without one, that of copies of the bytes
-    most: int | None = None  # numbers that one launch takes
 
 
 # --- kernels of one block -------------------------------------------------------------------------
@@ -134,7 +132,7 @@ LOGITS_FP8 = (
     Pass("logits", 4, 1, COPIES),  # the gradient of the logits read in BF16 and written in FP8 in two layouts
     Pass("embedding", 12, 1, COPIES),  # the head's weight to FP8 in two layouts; its gradient to FP32
 )
-FOREACH_ADAMW = (Pass("parameters", 80, 8, OPTIMIZER, most=FOREACH_NUMBERS),)  # PyTorch's eight operations in turn
+FOREACH_ADAMW = (Pass("parameters", 80, 8, OPTIMIZER),)  # PyTorch's eight operations in turn
 FUSED_ADAMW = (Pass("parameters", 28, 1, OPTIMIZER),)  # reads weight, gradient and both moments, writes three
 ONCE_EAGER = (*EMBEDDING, *LAST_NORM_FP32, *LOSS_BF16, *FOREACH_ADAMW)
 IN_A_BLOCK = {  # by the first character of a script's name: kernels of one block
@@ -245,9 +243,8 @@ def predict(step: str, shape, batch_size: int, measured: Roofs, amp: bool = True
         raise ValueError(f"the roofs lack {precision.upper()} products, kernels or attention")
     seconds, launches = dict.fromkeys(CATEGORIES, 0.0), 0
     for one, times in [*((p, shape.n_layer) for p in IN_A_BLOCK[number]), *((p, 1) for p in ONCE_A_STEP[number])]:
-        parts = math.ceil(numbers[one.tensor] / one.most) if one.most else 1
-        seconds[one.category] += times * one.kernels * parts * machine.pass_s(one, numbers[one.tensor] / parts)
-        launches += times * one.kernels * parts
+        seconds[one.category] += times * one.kernels * machine.pass_s(one, numbers[one.tensor])
+        launches += times * one.kernels
     products = list(products_of(number, shape, batch_size, machine, precision))
     launches += sum(count for count, _, _ in products)
     if number not in BY_HAND:
@@ -255,8 +252,7 @@ def predict(step: str, shape, batch_size: int, measured: Roofs, amp: bool = True
         seconds[ATTENTION] += shape.n_layer * machine.attention_s(shape.seq_len, D, heads)
         launches += shape.n_layer * FUSED_LAUNCHES
     seconds["matrix products"] = machine.slowed_s(products, sum(seconds.values()), precision)
-    launch_s = measured.launch_s.get("fp32" if precision == "fp32" else "bf16", 0.0)
-    host_s = 0.0 if capture and number in CAPTURED else launches * launch_s
+    host_s = 0.0 if capture and number in CAPTURED else launches * (measured.launch_s or 0.0)
     return Prediction({name: s * 1e3 for name, s in seconds.items()}, launches, host_s * 1e3)
 
 

@@ -71,7 +71,7 @@ def measure(args: Arguments, grid: bool) -> Roofs:
             roofs.attention.append((T, D, 6 * T * D * T * heads / attend_s))
     if device.type == "cuda":
         with skipping(roofs, "launches"):
-            roofs.launch_s = {name: launch_seconds(device, name == "bf16") for name in ("fp32", "bf16")}
+            roofs.launch_s = launch_seconds(device)
     return roofs
 
 
@@ -197,15 +197,15 @@ def attention(length: int, head_dim: int, heads: int, device: torch.device) -> C
     return attend
 
 
-def launch_seconds(device: torch.device, mixed: bool) -> float:
-    """Host seconds of a kernel that Python launches, in the median of tiny training steps; in mixed precision there are
-    many short casts to launch. Raises RuntimeError where the profiler shows no kernels."""
+def launch_seconds(device: torch.device) -> float:
+    """Host seconds of a kernel that Python launches, in the median of tiny training steps in mixed precision. Raises
+    RuntimeError where the profiler shows no kernels."""
     parts = [(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(LAUNCHED_BLOCKS)]
     model = nn.Sequential(*(module for part in parts for module in part)).to(device)
     optimizer, x, times = torch.optim.AdamW(model.parameters()), torch.ones(64, 64, device=device), []
 
     def step() -> None:
-        with torch.autocast(device.type, half_dtype(device), enabled=mixed):
+        with torch.autocast(device.type, half_dtype(device)):
             loss = model(x).sum()
         loss.backward()
         optimizer.step()

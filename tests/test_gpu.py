@@ -196,7 +196,7 @@ def test_roofs_are_measured_in_every_precision():
     measured = roofs.measure(args, grid=False)
     for precision in ("fp32", "tf32", "bf16", *(["fp8"] if fp8_reason() is None else [])):
         assert 0 < measured.rate(precision) <= measured.rate(precision, burst=True), measured.notes
-    assert measured.copy_bytes_per_s > 1e11 and all(2e-6 < s < 2e-4 for s in measured.launch_s.values())
+    assert measured.copy_bytes_per_s > 1e11 and 2e-6 < measured.launch_s < 2e-4
     assert {name for name, _, _ in measured.kernels} >= {"copy fp32", "gelu half"} and measured.attention
 
 

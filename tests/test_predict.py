@@ -21,7 +21,7 @@ def made(flops_per_s=1e12, bytes_per_s=1e11, launch_s=0.0, steady=1.0):
             product.flops_per_s = steady * flops_per_s
     kernels = [(predict.COPY, n, 8 * n / bytes_per_s) for n in (2**10, 2**26)]
     attention = [(T, 64, flops_per_s) for T in (256, 16384)]
-    return Roofs(bytes_per_s, products, kernels, attention, {"fp32": launch_s, "bf16": launch_s})
+    return Roofs(bytes_per_s, products, kernels, attention, launch_s)
 
 
 def test_a_machine_of_one_rate_gives_the_flops_over_it_and_the_bytes_over_its_speed():

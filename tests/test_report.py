@@ -73,7 +73,10 @@ def test_slow_reference_work_is_a_busy_machine_and_marks_its_row_and_what_is_div
 def test_a_drift_of_half_the_steps_and_kernels_that_differ_mark_a_row():
     steady, drifting = [100.0] * 10, [100.0] * 5 + [106.0] * 5
     rows = [runs.row("2_sdpa", step_ms=times) for times in (steady, drifting)]
-    assert [figures(runs.run(row)).lines[0].doubt for row in rows] == ["", "the second half of its steps took 6% more time"]
+    assert [figures(runs.run(row)).lines[0].doubt for row in rows] == [
+        "",
+        "the second half of its steps took 6% more time",
+    ]
     flash = replace(runs.SETTINGS["3_compile"], attention_kernel="flash")
     made = figures(runs.run(runs.row("1_cublas"), runs.row("2_sdpa"), runs.row("3_compile", settings=flash)))
     assert [line.mark for line in made.lines] == ["", "?", "?"] and "cudnn and flash" in made.remarks[0]
