@@ -182,8 +182,17 @@ class Ladder:
 
     def is_done(self, row: schema.PlannedRow) -> bool:
         """Whether the row's record holds a whole measurement of its own script."""
-        found = schema.row_of(self.folder / row.output)
-        return found.get("status") == "ok" and found.get("step") == Path(row.script).stem and bool(found.get("step_ms"))
+        if not (self.folder / row.output).exists():
+            return False
+        import msgspec  # which run_all.sh installs
+
+        try:
+            run = msgspec.convert(schema.read_object(self.folder / row.output), schema.Run)
+        except (msgspec.ValidationError, OverflowError):
+            return False
+        found, of_work = run.rows[0] if run.rows else schema.Row(""), run.workload in (None, self.plan.workload)
+        whole = found.status == "ok" and found.step == Path(row.script).stem and found.step_ms
+        return bool(whole) and run.schema_version == schema.SCHEMA_VERSION and (of_work or self.plan.kind != "ladder")
 
     def run_row(self, row: schema.PlannedRow) -> None:
         """Run one script, and print what came of it. One that leaves no record gets one that holds how it ended."""
