@@ -158,22 +158,14 @@ class Ladder:
 
     def run_all(self) -> None:
         """Roofs, predictions from them, then every row that is not done."""
-        if self.plan.roofs:
-            roofs, grid = self.folder / schema.ROOFS, ["--grid"] * (self.plan.kind == "sweep")
-            self.measure("ladder.roofs", roofs, [*grid, *self.plan.rows[0].arguments])
-            words = ["--plan", str(self.folder), "--machine", str(roofs)]
-            self.measure("ladder.predict", self.folder / schema.PREDICTED, words)
+        if self.plan.roofs and not (self.folder / schema.PREDICTED).exists():
+            command = process.module_command("ladder.predict", "--plan", str(self.folder))
+            ended = self.run(command, self.folder / "roofs.log", "roofs and predictions")
+            if ended and not self.stop.requests:
+                say(f"no predictions: {ended[1]}")
         for row in self.plan.rows:
             if not (row.left_out or self.stop.requests or self.is_done(row)):
                 self.run_row(row)
-
-    def measure(self, module: str, output: Path, words: list[str]) -> None:
-        """Run a module of ladder/ that leaves a file in the folder, or print the one line that it ends with."""
-        if not (self.stop.requests or output.exists()):
-            log = output.with_suffix(".log")
-            ended = self.run(process.module_command(module, *words, "--output", str(output)), log, module)
-            if ended and not self.stop.requests:
-                say(f"no {output.name}: {ended[1]}")
 
     def run(self, command: list[str], log: Path, name: str, gpus: int = 1) -> tuple[str, str] | None:
         self.progress.name, self.progress.began = name, time.monotonic()

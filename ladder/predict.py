@@ -19,7 +19,7 @@ import numpy as np
 
 from common import arguments, flops, hardware
 from common.model import PRESETS
-from common.record import CATEGORIES, MERGED, PLAN, ROOFS, ProductRate, Roofs, read_object, write_json
+from common.record import CATEGORIES, MERGED, PLAN, PREDICTED, ROOFS, ProductRate, Roofs, read_object, write_json
 from common.text import OneLineParser, aligned, run_command, say
 from ladder import roofs
 from ladder.runs import BY_HAND, scripts
@@ -334,13 +334,16 @@ def predict_all(args, measured: Roofs) -> tuple[dict[str, Prediction], dict[str,
     return found, why
 
 
-def of_plan(folder: Path, measured: Roofs) -> dict:
-    """Milliseconds by row of a run folder's plan; of a sweep by its runs and rows."""
+def of_plan(folder: Path) -> dict:
+    """Milliseconds by row of a run folder's plan; of a sweep by its runs and rows. Roofs are measured first."""
     plan, found = read_object(folder / PLAN), {}
     for planned in plan["rows"]:
         place = str(Path(planned["output"]).parent)
         if place not in found:
             args = arguments.parse_args(SELF, None, planned["arguments"], trains=False)
+            if not (folder / ROOFS).exists():
+                roofs.record(args, plan["kind"] == "sweep", folder / ROOFS)
+            measured = read_roofs(str(folder / ROOFS))[0]
             found[place] = {step: one.ms for step, one in predict_all(args, measured)[0].items()}
     return found if plan["kind"] == "sweep" else found.get(".", {})
 
@@ -357,9 +360,9 @@ def main() -> None:
         distance = {name: abs(math.log(preset.config.n_embd / n_embd)) for name, preset in PRESETS.items()}
         words += ["--preset", min(distance, key=distance.get)]
     try:
-        measured, memory, path = read_roofs(given.machine)
         if given.plan:
-            return write_json(given.output, of_plan(given.plan, measured))
+            return write_json(given.plan / PREDICTED, of_plan(given.plan))
+        measured, memory, path = read_roofs(given.machine)
         args = arguments.parse_args(SELF, __doc__, words, trains=False)
         if given.output:
             arguments.check_output(given.output, *(path.stem for path in hardware.ROOT.glob("[0-9]_*.py")))

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -224,18 +225,23 @@ def launch_seconds(device: torch.device) -> float:
     return statistics.median(times[LAUNCHED_WARMUP:]) / len(launches)
 
 
-def main() -> None:
-    words = [word for word in sys.argv[1:] if word != "--grid"]
-    args = parse_args(hardware.ROOT / "ladder" / "roofs.py", __doc__, words)
-    roofs = measure(args, "--grid" in sys.argv)
+def record(args: Arguments, grid: bool, output: Path) -> None:
+    """Measure, print and write the roofs. Raises OSError."""
+    roofs = measure(args, grid)
     progress().show("")
     roofs.environment = hardware.describe(args.device)
     for precision in PRECISIONS:
         if steady := roofs.rate(precision):
             burst = roofs.rate(precision, burst=True)
             say(f"{precision.upper()} {steady / 1e12:,.3g} TFLOP/s back to back, {burst / 1e12:,.3g} in bursts")
-    say("\n".join([f"copy {(roofs.copy_bytes_per_s or 0) / 1e9:,.0f} GB/s", *roofs.notes, f"written to {args.output}"]))
-    write_json(args.output, roofs)
+    say("\n".join([f"copy {(roofs.copy_bytes_per_s or 0) / 1e9:,.0f} GB/s", *roofs.notes, f"written to {output}"]))
+    write_json(output, roofs)
+
+
+def main() -> None:
+    words = [word for word in sys.argv[1:] if word != "--grid"]
+    args = parse_args(hardware.ROOT / "ladder" / "roofs.py", __doc__, words)
+    record(args, "--grid" in sys.argv, args.output)
 
 
 if __name__ == "__main__":
