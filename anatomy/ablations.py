@@ -2,9 +2,8 @@
 
     python -m anatomy.ablations [--only NAME ...] [--output FILE] [ARGUMENT ...]
 
-The ARGUMENTs are those of a step: --preset gpt2 --steps 30. Each file of anatomy/variants/ is a patch of one script or
-peer; above the diff it has its name and what arithmetic predicts for gpt3-6.7b-slice on an H200. A script runs
-unchanged and with each of its patches, in a process of its own. FILE is a study, written after every run.
+The ARGUMENTs are those of a step: --preset gpt2 --steps 30. Each file of anatomy/variants/ is a patch of a script, with
+what arithmetic predicts for gpt3-6.7b-slice on an H200. A script runs unchanged and with each of its patches.
 """
 
 import datetime

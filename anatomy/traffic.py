@@ -1,8 +1,7 @@
 """How many bytes go through DRAM: of attention by hand and fused, and of a training step?
 
 Prediction. Attention moves the bytes that attention.py counts: 46 passes over the scores by hand, 12 over q fused. A
-training step moves at least what common/flops.py counts: operands once per product, 12 bytes a parameter for weights
-and gradients, 28 for AdamW. What lies between the products could stay on the chip; the ratio tells how much does not.
+training step moves at least its products' operands in 2 bytes each, and 28 bytes a parameter for AdamW.
 
 Nsight Compute (ncu) counts with the GPU's own counters in one launched step, but not the driver's own copies:
     python -m anatomy.traffic [--json FILE] [ARGUMENT ...], with the ARGUMENTs of a step.
@@ -75,8 +74,10 @@ def main():
     for name, passes in zip(ATTENTIONS, (46, 0), strict=True):
         count(lab, name, [], 2 * B * H * T * (12 * D + passes * T))
     lab.title = "A training step"
+    products = flops.matrix_products(args.config, args.batch_size * args.config.seq_len).items()
+    least = sum(2 * n * (a * b + a * c + b * c) for (a, b, c), n in products) + 28 * flops.parameters(args.config)
     for name in STEPS:
-        count(lab, name, words, flops.least_bytes_per_step(args.config, args.batch_size))
+        count(lab, name, words, least)
     say(lab.tables())
     if options.json:
         write_json(options.json, {"rows": lab.rows})

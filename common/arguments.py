@@ -85,7 +85,6 @@ class Arguments(argparse.Namespace):
             parameters=flops.parameters(self.config),
             tokens_per_step=self.batch_size * self.config.seq_len,
             flops_per_step=flops.flops_per_step(self.config, self.batch_size),
-            least_bytes_per_step=flops.least_bytes_per_step(self.config, self.batch_size),
             text=self.text.name,
             text_tokens=len(self.text.tokens),
             batches_sha256=data.fingerprint(self.text, self._starts(), self.config.seq_len),

@@ -54,19 +54,6 @@ def flops_per_step(config: GPTConfig, batch_size: int) -> int:
     return 6 * matmul_parameters(config) * tokens + causal_attention
 
 
-def least_bytes_per_step(config: GPTConfig, batch_size: int) -> int:
-    """Bytes that one training step moves through memory at least. The figure is the same for every step.
-
-    Each operand of a matrix product travels once per product. Activations take 2 bytes and appear in three products:
-    3 x 2 x tokens x (inputs + outputs). Weights take 4 bytes: read forward, read backward, gradient written, 12 a
-    parameter. AdamW reads weight, gradient and two moments and writes three of them, 28 more. What lies between the
-    products could stay on the chip and counts nothing.
-    """
-    tokens = batch_size * config.seq_len
-    widths = sum((outputs + inputs) * count for outputs, inputs, count in weight_matrices(config))
-    return 6 * tokens * widths + 40 * parameters(config)
-
-
 def peak_bytes(config: GPTConfig, batch_size: int, by_hand: bool) -> int:
     """An estimate of the peak memory of an FP32 step that is not compiled, in bytes: measured peaks are at most 3 %
     higher. `by_hand`: attention keeps its (B, H, T, T) weights for backward.

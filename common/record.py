@@ -106,7 +106,6 @@ class Workload:
     parameters: int
     tokens_per_step: int  # of one process
     flops_per_step: int  # of one process, by the convention of common/flops.py
-    least_bytes_per_step: int  # of one process, see common/flops.py
     text: str
     text_tokens: int
     batches_sha256: str  # equal for two runs that trained on the same batches

@@ -13,10 +13,9 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from common.record import CATEGORIES, PRECISIONS
+from common.record import CATEGORIES
 from common.text import one_line
 from report.figures import GAPS, Figures
-from report.table import tflops
 
 # Okabe and Ito's colors, which stay apart for color-blind readers, and grays.
 PALETTE = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0e442", "#8a6d3b", "#b8bec6")
@@ -88,34 +87,6 @@ def speedup_png(made: Figures) -> bytes:
         preset = made.run.workload.preset if made.run.workload else "unknown workload"
         drawn.suptitle(one_line(f"{made.environment.device}, {preset}: one training step", 70), fontsize=9.5)
         return png(drawn)
-
-
-def roofline_svg(made: Figures) -> str:
-    """Measured ceilings with their ridge points, and the steps at the model's FLOPs and bytes; empty without roofs."""
-    work, roofs = made.run.workload, made.run.roofs
-    rates = {name: roofs.rate(name, burst=True) for name in PRECISIONS} if roofs else {}
-    ceilings = {name: rate for name, rate in rates.items() if rate}
-    if not (ceilings and roofs.copy_bytes_per_s and work and work.least_bytes_per_step):
-        return ""
-    copy, intensity = roofs.copy_bytes_per_s, work.flops_per_step / work.least_bytes_per_step
-    with figure(3.6) as drawn:
-        axes = drawn.subplots()
-        ridges = {name: rate / copy for name, rate in ceilings.items()}
-        left, right = min([*ridges.values(), intensity]) / 4, max([*ridges.values(), intensity]) * 20
-        for name, rate in ceilings.items():
-            xs, ys = [left, ridges[name], right], [left * copy, rate, rate]
-            axes.plot(xs, [y / 1e12 for y in ys], color=FAINT, linewidth=1.2)
-            axes.plot(ridges[name], rate / 1e12, marker="D", color=INK, markersize=4)
-            axes.text(right, rate / 1e12, f"{name.upper()} {tflops(rate)}", va="bottom", ha="right", fontsize=8)
-        for k, line in enumerate(line for line in made.steps if line.ms):
-            shift, ha = ((0.83, "right"), (1.2, "left"))[k % 2]
-            y = line.flops_per_s / 1e12
-            axes.plot(intensity, y, marker="o", color=CURVES[k % len(CURVES)], markersize=7)
-            axes.text(intensity * shift, y, one_line(line.name, 24), va="center", ha=ha, fontsize=8)
-        axes.set(xscale="log", yscale="log", xlim=(left, right), xlabel="model FLOP per byte", ylabel="TFLOP/s")
-        plain_numbers(axes.xaxis)
-        plain_numbers(axes.yaxis, (1, 2, 5))
-        return svg(drawn, "roofline")
 
 
 def loss_svg(made: Figures) -> str:

@@ -57,7 +57,6 @@ def render(made: Figures) -> str:
         ],
         memory=memory_bars([line for line in made.timed if line.gib]),
         roofs=table.roof_rows(made.run.roofs) if made.run.roofs else [],
-        roofline=charts.roofline_svg(made),
         loss=charts.loss_svg(made) if any(line.row.loss for line in made.timed) else "",
         settings=[{"step": line.name} | vars(line.row.settings) for line in made.lines],
         environment=asdict(made.environment),

@@ -46,7 +46,7 @@ STUB = (
 )
 WORKLOAD = {
     **{"preset": "custom", "n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 32, "vocab_size": 256, "batch_size": 4},
-    **{"parameters": 1000, "tokens_per_step": 128, "flops_per_step": 10**9, "least_bytes_per_step": 10**6},
+    **{"parameters": 1000, "tokens_per_step": 128, "flops_per_step": 10**9},
     **{"text": "text", "text_tokens": 1000, "batches_sha256": "0", "seed": 1, "lr": 1e-3, "warmup": 1, "steps": 3},
     **{"gpus": 1, "parallel": None},
 }

@@ -176,7 +176,7 @@ def test_the_page_draws_every_bar_to_scale_and_asks_for_nothing():
     widths = re.findall(r'<rect x="[\d.]+%" width="([\d.]+)%" height="100%" fill="#0072b2"', html)
     assert widths[:4] == ["70.000", "35.000", "70.000", "70.000"], "two bars at one scale, and two as shares"
     assert "http" not in re.sub(r"xmlns\S+", "", html)
-    for part in ("Where the time went", "Step by step", "One transformer block", "Roofline", "Loss", "Peak memory"):
+    for part in ("Where the time went", "Step by step", "One transformer block", "Roofs", "Loss", "Peak memory"):
         assert f"<h2>{part}</h2>" in html
 
 
