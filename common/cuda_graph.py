@@ -61,7 +61,8 @@ class CapturedStep:
                 self.loss = self.launch(*self.batch).detach()
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # a capture that could not end leaves its own
-            cause = error.__context__ or error  # ending a broken capture raises another
+            # Ending a broken capture raises another error.
+            cause = error.__context__ if error.__context__ and "capture" in str(error) else error
             if not isinstance(cause, RuntimeError) or isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
             raise CaptureError(f"the step cannot be captured as a CUDA graph: {one_line(cause, 150)}") from cause
