@@ -199,10 +199,13 @@ class Ladder:
             else:
                 log, words = record.with_suffix(".log"), [*row.arguments, "--output", str(record)]
                 ended = self.run(process.script_command(row.script, words, row.gpus), log, name, row.gpus)
-            if not record.exists():
+            found = schema.row_of(record)
+            if not found or (
+                ended and ended[0] == "oom" and found.get("status") == "failed"
+            ):  # a killed worker's peers
                 failed = schema.Row(Path(row.script).stem, *(ended or ("failed", "left no record")))
                 schema.write_json(record, schema.Run(self.plan.command, None, None, None, [failed]))
-            found = schema.row_of(record)
+                found = schema.row_of(record)
             times, why = found.get("step_ms"), f"{found.get('status')}: {found.get('reason')}"
             say(f"{name}: {statistics.median(times):,.1f} ms a step" if times else f"{name}: {why}")
         except OSError as error:

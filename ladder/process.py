@@ -95,7 +95,7 @@ def run(
         stopped = "interrupted", "ended by Ctrl-C, a closed terminal or kill"
         late = "timeout", f"took longer than {limit_s:.0f} s: raise STEP_TIMEOUT, or take fewer --steps"
         return stopped if stop.requests else late
-    if code == -signal.SIGKILL:
+    if code == -signal.SIGKILL or last_line(log, "exitcode  : -9"):  # torchrun tells of a worker
         return "oom", "killed by signal 9, as the system does when host memory runs out"
     if code < 0:
         return "failed", f"killed by signal {-code}: see {log.name}"

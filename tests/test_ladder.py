@@ -296,6 +296,12 @@ def test_two_processes_that_hang_are_both_ended(project):
     assert wait_until(lambda: not any(is_alive(int(path.read_text())) for path in hung), 10)
 
 
+def test_a_killed_worker_is_named(project):
+    made = project({"0_x": "killed"})
+    assert made.run("--gpus", "2", "--only", "0").returncode == 1
+    assert made.statuses()[0] == "oom" and "signal 9" in made.rows()["0_x"]["reason"]
+
+
 def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
     made = project({}, tmp_path / "a:path with a colon")
     for step in STEPS:
