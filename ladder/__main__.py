@@ -200,14 +200,13 @@ class Ladder:
                 log, words = record.with_suffix(".log"), [*row.arguments, "--output", str(record)]
                 ended = self.run(process.script_command(row.script, words, row.gpus), log, name, row.gpus)
             found = schema.row_of(record)
-            if not found or (
-                ended and ended[0] == "oom" and found.get("status") == "failed"
-            ):  # a killed worker's peers
+            if not found or (found.get("status") == "failed" and ended and ended[0] == "oom"):  # its peers failed
                 failed = schema.Row(Path(row.script).stem, *(ended or ("failed", "left no record")))
                 schema.write_json(record, schema.Run(self.plan.command, None, None, None, [failed]))
                 found = schema.row_of(record)
-            times, why = found.get("step_ms"), f"{found.get('status')}: {found.get('reason')}"
-            say(f"{name}: {statistics.median(times):,.1f} ms a step" if times else f"{name}: {why}")
+            status, reason = found.get("status"), found.get("reason")
+            took = f"{statistics.median(found['step_ms']):,.1f} ms a step" if status == "ok" else f"{status}: {reason}"
+            say(f"{name}: {took}")
         except OSError as error:
             say(f"{name}: failed: cannot write to {self.folder.name}: {error.strerror or error}")
 
