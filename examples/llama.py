@@ -21,10 +21,9 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import data, hardware, timing
-from common.arguments import check_output, learning_rate
+from common.arguments import check_output
 from common.benchmark import explain, optional
 from common.cuda_graph import CapturedStep
-from common.model import GPTConfig
 from common.record import write_json
 from common.text import OneLineParser, Progress, Skip, aligned, positive_int, run_command, say
 
@@ -33,7 +32,7 @@ te = optional("transformer_engine.pytorch", "transformer-engine[pytorch]")
 SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "vocab_size": 32000}
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}
 TINY = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "vocab_size": 256}
-WARMUP = 3
+WARMUP, LR = 3, {"cuda": 5e-6, "cpu": 1e-3}  # the ladder's rule for the rate, at these shapes
 CHANGES = {  # a row each, with all changes before it
     "FP32, attention by hand": None,
     "BF16 by autocast, TF32": "amp",
@@ -86,7 +85,7 @@ class FP8Layer(torch.nn.Module):
 
 
 def build(changes: set, options, device: torch.device):
-    """The model, and `train_step(tokens, targets)`, each (B, T) int64, with these changes. Raises Skip."""
+    """`train_step(tokens, targets)`, each (B, T) int64, of the model with these changes. Raises Skip."""
     if "fp8" in changes and hardware.compute_capability(device) < hardware.FP8_CAPABILITY:
         raise Skip("FP8 needs an NVIDIA GPU of the generation Ada, Hopper or newer")
     torch.manual_seed(1337)
@@ -103,11 +102,10 @@ def build(changes: set, options, device: torch.device):
         loss_of = torch.compile(loss_of)
         for layer in model.model.layers if "fp8" not in changes else ():  # Transformer Engine's is not compiled
             layer.compile()
-    fused = {"fused": True} if "compile" in changes else {}
-    captured = "graph" in changes and device.type == "cuda"
-    layers, width = config.num_hidden_layers, config.hidden_size
-    lr = learning_rate(GPTConfig(layers, 1, width, options.seq_len, config.vocab_size))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-5, capturable=captured, **fused)
+    if "graph" in changes and device.type != "cuda":
+        raise Skip("only a GPU has CUDA graphs")
+    captured, fused = "graph" in changes, {"fused": True} if "compile" in changes else {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR[device.type], eps=1e-5, capturable=captured, **fused)
 
     def train_step(tokens, targets):
         fp8 = te.autocast() if "fp8" in changes else contextlib.nullcontext()
@@ -119,8 +117,6 @@ def build(changes: set, options, device: torch.device):
         optimizer.zero_grad()
         return loss
 
-    if "graph" in changes and not captured:
-        raise Skip("only a GPU has CUDA graphs")
     return CapturedStep(train_step, optimizer, None) if captured else train_step
 
 
