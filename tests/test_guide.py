@@ -118,8 +118,6 @@ def test_the_lesson_holds_on_a_llama(tmp_path):
         ROOT / "examples" / "llama.py", "--steps", "6", "--seq-len", "64", "--output", tmp_path / "rows.json"
     )
     assert ran.returncode == 0 and "only a GPU has CUDA graphs" in ran.stdout, ran.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    first = rows[0]["loss"]
-    for row in rows[:4]:
-        assert row["status"] == "ok" and len(row["step_ms"]) == 6 and first[-1] < first[0] - 0.3
-        assert row["loss"] == pytest.approx(first, rel=0.01), row["change"]
+    first, *others = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert len(first["step_ms"]) == 6 and first["loss"][-1] < first["loss"][0] - 0.3
+    assert all(row["loss"] == pytest.approx(first["loss"], rel=0.01) for row in others[:3])

@@ -7,9 +7,10 @@ import pytest
 from conftest import ROOT, arguments, run_python
 
 from common import flops
-from common.model import PRESETS
+from common.model import PRESETS, GPTConfig
 from common.record import ProductRate, Roofs, write_json
 from ladder import predict, roofs
+from report.load import load
 
 
 def made(flops_per_s=1e12, bytes_per_s=1e11, launch_s=0.0, steady=1.0):
@@ -79,3 +80,11 @@ def test_the_command_answers_for_a_card_that_is_not_here_and_refuses_damage_in_o
         ran = run_python(*words)
         assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
         assert "holds no roofs that can be read" in ran.stderr or "the roofs are damaged" in ran.stderr
+
+
+@pytest.mark.parametrize("place", ["gpt3-6.7b-slice", "gpt3-xl", "wide-8192"])
+def test_the_estimate_of_memory_is_near_what_was_recorded(place):
+    run = load(ROOT / "docs" / "results" / "h200" / place)
+    shape = GPTConfig(**{name: getattr(run.workload, name) for name in GPTConfig.__dataclass_fields__})
+    found = [predict.peak_bytes(row.step, shape, run.workload.batch_size) for row in run.rows]
+    assert found == pytest.approx([row.peak_bytes for row in run.rows], rel=0.07)
