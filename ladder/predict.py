@@ -312,14 +312,11 @@ def read_roofs(name: str | None) -> tuple[Roofs, int | None, str]:
 
 
 def row(step: str, one: Prediction, before: Prediction, peak: int, memory: int | None) -> dict[str, str]:
-    busy, products, attention = (
-        sum(one.category_ms.values()),
-        one.category_ms["matrix products"],
-        one.category_ms[ATTENTION],
-    )
-    parts = {"products": products, "attention": attention, "other kernels": busy - products - attention}
-    parts = {name: f"{ms:,.1f}" for name, ms in (parts | {"gaps": max(0.0, one.host_ms - busy)}).items()}
-    cells = {"ms": f"{one.ms:,.1f}", "x before": f"{before.ms / one.ms:.2f}"} | parts
+    busy = sum(one.category_ms.values())
+    parts = {"products": one.category_ms["matrix products"], "attention": one.category_ms[ATTENTION]}
+    parts |= {"other kernels": busy - sum(parts.values()), "gaps": max(0.0, one.host_ms - busy)}
+    cells = {"ms": f"{one.ms:,.1f}", "x before": f"{before.ms / one.ms:.2f}"}
+    cells |= {name: f"{ms:,.1f}" for name, ms in parts.items()}
     fits = {"fits": "yes" if peak < 0.97 * memory else "no"} if memory else {}
     return {"step": step} | cells | {"GiB": f"{peak / 2**30:.1f}"} | fits
 

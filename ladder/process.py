@@ -65,10 +65,11 @@ def run(
     Returns None where it ends well, else status and one-line reason of its row. Raises OSError where the log cannot be
     written.
     """
-    libc, me = ctypes.CDLL(None), os.getpid()
+    prctl, me = getattr(ctypes.CDLL(None), "prctl", None), os.getpid()  # Linux has it
 
     def die_with_parent() -> None:
-        libc.prctl(PARENT_DIES, signal.SIGTERM)  # on which torchrun ends its workers
+        if prctl:
+            prctl(PARENT_DIES, signal.SIGTERM)  # on which torchrun ends its workers
         if os.getppid() != me:  # it died meanwhile
             os._exit(1)
 

@@ -98,9 +98,9 @@ def unavailable(precision: str, device: torch.device) -> str | None:
         return "needs an Ampere GPU or newer"
     if precision == "bf16" and not hardware.has_bf16_matrix_instructions(device):
         return "no BF16 matrix instructions"
-    return (
-        "needs an Ada or Hopper GPU or newer" if precision == "fp8" and capability < hardware.FP8_CAPABILITY else None
-    )
+    if precision == "fp8" and capability < hardware.FP8_CAPABILITY:
+        return "needs an Ada or Hopper GPU or newer"
+    return None
 
 
 def sizes(config, batch_size: int) -> dict[str, int]:
