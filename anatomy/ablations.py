@@ -1,6 +1,6 @@
 """What does each choice inside a step give? One script with a small patch, everything else as it is.
 
-    python -m anatomy.ablations [--only NAME ...] [--output FILE] [ARGUMENT ...]
+    python -m anatomy.ablations [--only NAME ...] [--output FOLDER] [ARGUMENT ...]
 
 The ARGUMENTs are those of a step: --preset gpt2 --steps 30. Each file of anatomy/variants/ is a patch of a script, with
 what arithmetic predicts for gpt3-6.7b-slice on an H200. A script runs unchanged and with each of its patches.
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common.record import Study, read_object, write_json
+from common.record import MERGED, Study, read_object, write_json
 from common.text import OneLineParser, Skip, aligned, one_line, portable_command, run_command, say
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,14 +50,17 @@ def same_work(run: dict) -> dict:
 
 
 class Runs:
-    """What scripts recorded, by name, and the file of the study that keeps it."""
+    """What scripts recorded, by name, and the folder with the study that keeps it."""
 
-    def __init__(self, kind: str, path: Path | None):
-        """Continues a file that exists. Raises Skip where that is no study of this kind."""
-        content = read_object(path) if path else {}
-        if path and path.exists() and content.get("kind") != kind:
-            raise Skip(f"--output {path} exists and is no study of {kind}")
-        self.kind, self.path, self.by_name = kind, path, content.get("runs", {})
+    def __init__(self, kind: str, folder: Path | None):
+        """Continues the study in a folder. Raises Skip where that is not of this kind, and OSError."""
+        self.path = folder / MERGED if folder else None
+        content = read_object(self.path) if folder else {}
+        if folder and self.path.exists() and content.get("kind") != kind:
+            raise Skip(f"--output {folder} holds another record than a study of {kind}")
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.kind, self.by_name = kind, content.get("runs", {})
         self.started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
     def row(self, name: str) -> dict:
@@ -97,7 +100,7 @@ def main() -> int:
     known = variants()
     parser = OneLineParser(prog="python -m anatomy.ablations", description=f"{__doc__}\nVariants: {', '.join(known)}")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="variants whose name or script contains one of these")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the study, written or continued")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="of the study, new or continued")
     options, arguments = parser.parse_known_args()
     chosen = [key for key in known if any(w in f"{key} {known[key]['Script']}" for w in options.only or [""])]
     if not chosen:

@@ -36,8 +36,8 @@ for name in "${names[@]}"; do
     tiny) ladder --preset tiny --repeat 3 ;;
     sweep) ladder --sweep ;;
     scaling) ladder --scaling --preset gpt3-6.7b-slice ;;
-    parity) "$python" -m anatomy.parity --preset gpt2 --batch-size 8 --output "$to/results.json" ;;
-    ablations) "$python" -m anatomy.ablations --preset gpt3-6.7b-slice --output "$to/results.json" ;;
+    parity) "$python" -m anatomy.parity --preset gpt2 --batch-size 8 --output "$to" ;;
+    ablations) "$python" -m anatomy.ablations --preset gpt3-6.7b-slice --output "$to" ;;
     anatomy) "$python" -m anatomy all --json "$to/anatomy.json" >"$to/report.md" ;;
     *) echo "docs/record.sh: there is no piece named $name" >&2 && exit 2 ;;
   esac

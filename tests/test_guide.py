@@ -60,11 +60,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_what_the_guide_says_is_true(part, on_a_cpu):
-    run(part)
-
-
+# Before the tests without a GPU: torch remembers whether it has seen one.
 @pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("part", [part for part in PARTS if any(block.gpu for block in PARTS[part])])
 def test_what_the_guide_says_is_true_on_a_gpu(part, monkeypatch):
@@ -74,6 +70,11 @@ def test_what_the_guide_says_is_true_on_a_gpu(part, monkeypatch):
         pytest.skip(reason)
     monkeypatch.undo()  # compiled as a reader compiles
     run(part, gpu=True)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_the_guide_says_is_true(part, on_a_cpu):
+    run(part)
 
 
 FAULTS = [

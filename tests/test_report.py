@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import runs
 
@@ -213,7 +214,7 @@ def test_losses_are_compared_seed_by_seed_and_against_seconds():
     made = {f"2_sdpa, seed {k}": trained(2.0 + k) for k in range(3)}
     made |= {f"dead, seed {k}": trained(2.5 + k + 0.1 * (k == 2)) for k in range(3)}
     study = runs.study("parity", made)
-    mean, reach = parity.difference(study, "dead", "2_sdpa", parity.heldout_loss)
+    mean, reach, _ = parity.difference(study, "dead", "2_sdpa", parity.heldout_loss)
     assert mean == pytest.approx(1.6 / 3) and reach == pytest.approx(4.303 * 0.1 / 3), "of 0.5, 0.5 and 0.6"
     (row,) = parity.tables(study)["Variants, and their differences from the script that they change:"]
     assert row["changes"] == "2_sdpa" and row["held-out: 95 % interval"] == "**+0.3899 to +0.6768**"
@@ -227,6 +228,16 @@ def test_losses_are_compared_seed_by_seed_and_against_seconds():
 def report(*words):
     command = [sys.executable, "-m", "report", *map(str, words)]
     return subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, timeout=100)
+
+
+def test_the_interval_is_student_s_and_rows_without_a_difference_are_seen_once_in_twenty():
+    for v, p, expected in ((1, 0.975, 12.706), (2, 0.975, 4.303), (9, 0.975, 2.262), (5, 0.8, 0.920)):
+        assert parity.t_quantile(p, v) == pytest.approx(expected, abs=1e-3)
+    expected = [0.2, *(0.1 / 3**0.5 * t for t in (4.303, 4.303 + 1.061))]
+    assert parity.interval([0.1, 0.2, 0.3]) == pytest.approx(expected, rel=1e-3)
+    drawn = np.random.default_rng(0).normal(size=(1000, 4))
+    seen = np.mean([abs(mean) > reach for mean, reach, _ in map(parity.interval, drawn.tolist())])
+    assert seen == pytest.approx(0.05, abs=0.02)
 
 
 def test_the_command_writes_into_a_run_folder_and_its_code_tells_how_the_rows_ended(tmp_path):
