@@ -16,7 +16,8 @@ from pathlib import Path
 from common.text import OneLineParser, one_line, portable_command, run_command, say
 
 # In the order in which they are read. `host` comes last: a profiler that has run may slow what is launched after it.
-ALL = "roofline memory layout precision learning attention fusion graph compiler capture techniques input_pipeline host"
+ALL = "roofline memory kernel layout precision learning attention fusion graph compiler capture techniques"
+ALL += " input_pipeline host"
 APART = "traffic ablations parity"  # they need Nsight Compute, or run the scripts
 
 

@@ -55,7 +55,7 @@ def run(lab, chain=None, width=None):
     graphs = {f"{N} launches as a CUDA graph": many, f"{LAYERS} linear layers as a CUDA graph": step}
     for what, work in graphs.items():
         measured = lab.seconds(captured(work)) if lab.gpu else "needs a GPU"
-        lab.row(what, measured, launch_s + lab.device_seconds(work, calls=1) if lab.gpu else None)
+        lab.row(what, measured, launch_s + lab.device_seconds(work, calls=1, launches=200) if lab.gpu else None)
     if lab.gpu:
         return f"Captured, {LAYERS} linear layers run {step_s / measured:.1f} times as fast as launched."
     return f"An operator on one number takes this CPU {launch_s * 1e6:.1f} us."

@@ -10,7 +10,6 @@ import functools
 import inspect
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -58,24 +57,11 @@ class Lab:
             return timer.timeit(self.iters).median
         return timer.blocked_autorange(min_run_time=QUICK_S if self.quick else TIMED_S).median
 
-    def device_seconds(self, call: Callable[[], object], calls: int = 50) -> float:
-        """A GPU's own time of one call, by CUDA events: the host launches `calls` of them while the GPU sleeps. Its
-        queue holds about 1000 kernels. A CPU launches nothing."""
-        if not self.gpu:
-            return self.seconds(call)
+    def device_seconds(self, call: Callable[[], object], calls: int = 50, launches: int = 1) -> float:
+        """A GPU's own time of a call that launches about so many kernels: it sleeps until the host has launched all
+        `calls`, whose kernels are at most about 1000. A CPU launches nothing."""
         call()  # the first one compiles
-        (begin, end), host_s = (torch.cuda.Event(enable_timing=True) for _ in range(2)), 0.0
-        for _ in range(2):  # the first time tells how long launching takes
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            torch.cuda._sleep(int(2 * host_s * 2e9))  # cycles
-            begin.record()
-            for _ in range(calls):
-                call()
-            end.record()
-            host_s = time.perf_counter() - began
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3 / calls
+        return timing.seconds(call, calls, self.device, launches) if self.gpu else self.seconds(call)
 
     def copy_seconds(self, n_bytes: float) -> float:
         """Time of a pass that reads and writes so many bytes in all, the same ones again and again."""

@@ -90,7 +90,7 @@ def run_and_record(main: Callable, args: Arguments) -> int:
         profiler = run(main, args, row, progress)
     except Exception as error:  # whatever happened, the row must hold it
         row.status, row.reason = explain(error)
-        if row.status == "failed" and not isinstance(error, (FloatingPointError, parallel.DifferentWork)):
+        if row.status == "failed" and not isinstance(error, FloatingPointError):
             log = args.output.with_suffix(".traceback")
             try:
                 write_bytes(log, traceback.format_exc().encode())
@@ -141,13 +141,13 @@ def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> object
     row.warmup_s = time.perf_counter() - warmup_began
     if args.heldout_every:
         train_with_heldout(steps, model, args, row)
-    timing.time_steps(steps, args.steps, row, device, partial(parallel.largest, args=args))
-    row.loss = parallel.mean([loss.item() for loss in steps.losses[: args.warmup + args.steps]], args)
+    timing.time_steps(steps, args.steps, row, device, partial(parallel.across, how="max", args=args))
+    row.loss = parallel.across([loss.item() for loss in steps.losses[: args.warmup + args.steps]], "avg", args)
     for k, loss in enumerate(row.loss):
         if not math.isfinite(loss):
             raise FloatingPointError(f"loss is {loss} at training step {k}: lower --lr (now {args.lr:g})")
     if on_gpu:
-        row.peak_bytes = int(*parallel.largest([row.peak_bytes], args))
+        row.peak_bytes = int(*parallel.across([row.peak_bytes], "max", args))
     progress.show("observing")
     notes, profiler = [asked.reason if asked and on_gpu else None], None
     try:

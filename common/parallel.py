@@ -7,7 +7,7 @@ N x B. Alone, nothing here does anything.
 import os
 import sys
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -16,10 +16,6 @@ import torch.distributed as dist
 from common.text import say
 
 TIMEOUT = timedelta(minutes=10)  # of one exchange: another process may be compiling
-
-
-class DifferentWork(ValueError):
-    """Processes that belong together were given other arguments; the message is one line that names them."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +28,12 @@ class World:
 
 
 def find_world() -> World:
-    """From torchrun's environment variables. Raises ValueError, one line, where they are not as it sets them."""
-    rank, size, local = (
-        os.environ.get(name, n) for name, n in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-    )
-    if not (rank + size + local).isdecimal() or not int(local) <= int(rank) < int(size) < 2**20:
-        raise ValueError("RANK, WORLD_SIZE and LOCAL_RANK are not as torchrun sets them: unset them")
-    return World(int(rank), int(size), int(local))
+    """From torchrun's environment variables. Raises ValueError where they are no numbers."""
+    return World(*(int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))))
 
 
 def start(args) -> None:
-    """Meet the other processes. Raises DifferentWork, and what torch raises."""
+    """Meet the other processes. Raises what torch raises."""
     if args.world.size == 1:
         return
     on_gpu = args.device.type == "cuda"
@@ -52,11 +43,6 @@ def start(args) -> None:
         where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         say(f"meeting {args.world.size} processes at {where}, for at most {TIMEOUT}", sys.stderr)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=args.device if on_gpu else None)
-    works: list = [None] * args.world.size
-    dist.all_gather_object(works, asdict(args.workload()) | {"amp_dtype": str(args.amp_dtype), "profile": args.profile})
-    differing = [name for name in works[0] if any(work[name] != works[0][name] for work in works)]
-    if differing:
-        raise DifferentWork(f"the processes were given different work: {', '.join(differing)}")
 
 
 def distribute(model: torch.nn.Module, args) -> torch.nn.Module:
@@ -82,19 +68,10 @@ def distribute(model: torch.nn.Module, args) -> torch.nn.Module:
     return model
 
 
-def largest(values: list[float], args) -> list[float]:
-    """The elementwise maximum over all processes of as many numbers in each."""
-    return _reduced(values, dist.ReduceOp.MAX, args)
-
-
-def mean(values: list[float], args) -> list[float]:
-    """The elementwise mean over all processes of as many numbers in each."""
-    return [value / args.world.size for value in _reduced(values, dist.ReduceOp.SUM, args)]
-
-
-def _reduced(values: list[float], how: dist.ReduceOp, args) -> list[float]:
+def across(values: list[float], how: str, args) -> list[float]:
+    """The elementwise `max` or `avg` over all processes of as many numbers in each."""
     if args.world.size == 1:
         return values
     numbers = torch.tensor(values, dtype=torch.float64, device=args.device)
-    dist.all_reduce(numbers, how)
-    return numbers.tolist()
+    dist.all_reduce(numbers, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
+    return (numbers / (1 if how == "max" else args.world.size)).tolist()

@@ -103,8 +103,8 @@ def reference_work(device: torch.device) -> tuple[float, float] | None:
         return None
 
 
-def seconds(work: Callable[[], object], n: int, device: torch.device) -> float:
-    """Mean time of `n` calls, one right after the other; on a GPU, of the GPU's own time."""
+def seconds(work: Callable[[], object], n: int, device: torch.device, launches: int = 1) -> float:
+    """Mean time of `n` calls, one right after the other; on a GPU its own time, of about `launches` kernels each."""
     if device.type != "cuda":
         started = time.perf_counter()
         for _ in range(n):
@@ -112,7 +112,7 @@ def seconds(work: Callable[[], object], n: int, device: torch.device) -> float:
         return (time.perf_counter() - started) / n
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # Cycles in which the host gets ahead: small work would wait for its launches. The driver's queue holds about 1000.
-    torch.cuda._sleep(500_000 + 20_000 * n)
+    torch.cuda._sleep(500_000 + 20_000 * n * launches)
     begin.record()
     for _ in range(n):
         work()

@@ -10,6 +10,7 @@ does. On a CPU the model is tiny, and the last two rows are skipped. Needs: pip 
 
 import contextlib
 import gc
+import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from common.text import OneLineParser, Progress, Skip, aligned, positive_int, ru
 
 transformers = optional("transformers", "transformers")
 sdpa_attention = optional("transformers.integrations.sdpa_attention", "transformers")
+os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")  # Transformer Engine would silently take it where cuDNN does not load
 te = optional("transformer_engine.pytorch", "transformer-engine[pytorch]")
 SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "vocab_size": 32000}
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}

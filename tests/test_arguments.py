@@ -92,15 +92,6 @@ def test_of_several_processes_each_has_its_share_of_the_batch(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "variables", [{"RANK": "x"}, {"WORLD_SIZE": "0"}, {"RANK": "7", "WORLD_SIZE": "2"}, {"RANK": "-1"}]
-)
-def test_variables_that_torchrun_did_not_set_are_one_line(variables, monkeypatch, refused):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert "not as torchrun sets them" in refused(parse)
-
-
 def test_auto_takes_what_fits_a_gpu(monkeypatch):
     device = torch.device("cuda", 0)
     for gib, expected in ((140, ("gpt3-6.7b-slice", 8)), (79, ("gpt2", 32)), (22, ("gpt2", 8)), (1, ("gpt2", 1))):

@@ -250,7 +250,7 @@ def train_in_processes(output):
             if capture:
                 run.train_step.record(*run.batches[0])
             losses += [run.train_step(*batch).item() for batch in run.batches[run.args.warmup : -1]]
-            results[step, capture] = parallel.mean(losses, run.args)
+            results[step, capture] = parallel.across(losses, "avg", run.args)
             run.train_step.release()
     if world.rank == 0:
         torch.save(results, output)
