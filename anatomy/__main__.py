@@ -13,7 +13,7 @@ from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
-from common.text import OneLineParser, one_line, portable_command, run_command, say
+from common.text import OneLineParser, one_line, portable_command, progress, run_command, say
 
 # In the order in which they are read. `host` comes last: a profiler that has run may slow what is launched after it.
 ALL = "roofline memory kernel layout precision learning attention fusion graph compiler capture techniques"
@@ -49,7 +49,7 @@ def run_all(words: list[str]) -> int:
             sentence = importlib.import_module(f"anatomy.{name}").run(lab)
         except Exception as error:  # those of CUDA and of compilers have no common class
             sentence, failed = f"It failed: {type(error).__name__}: {one_line(error)}", True
-        lab.progress.show("")
+        progress("")
         say(f"\n## {name}: {question(name)}\n\n{lab.tables('github')}\n\n{sentence}")
         say(f"{name}: {time.monotonic() - began:.0f} s", sys.stderr)
         records.append(lab.record(question(name), sentence))

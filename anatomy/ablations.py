@@ -44,9 +44,9 @@ def write_script(key: str, script: str, folder: Path) -> Path:
 
 
 def same_work(run: dict) -> dict:
-    """What all runs of a study share: the machine, and the workload but for its seed and what follows from it."""
+    """What all runs of a study share: the machine, and the workload but for its seed."""
     work = run["workload"]
-    return work | {"seed": None, "batches_sha256": None, "device": run["environment"]["device"]}
+    return work | {"seed": None, "device": run["environment"]["device"]}
 
 
 class Runs:

@@ -21,7 +21,6 @@ from torch._dynamo.testing import CompileCounter
 from torch._inductor.utils import fresh_cache
 
 from anatomy.lab import main
-from common.hardware import synchronize
 
 FIVE_LENGTHS = [(f"five lengths, dynamic={d}", d, 16, graphs) for d, graphs in ((False, 5), (None, 2), (True, 1))]
 FEW_TILINGS = {"test_configs.max_mm_configs": 4}  # of each product; all, about 20, take minutes
@@ -43,7 +42,7 @@ def run(lab, layers=None, rows=None, width=None):
         step, began = step_of(torch.compile(model, mode=mode)), time.perf_counter()
         for _ in range(3):
             step()
-        synchronize(lab.device)
+        torch.get_device_module(lab.device).synchronize()
         return step, time.perf_counter() - began
 
     lab.title = f"Forward and backward of {layers} MLPs, {tuple(x.shape)}"

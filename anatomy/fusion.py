@@ -18,13 +18,7 @@ from functools import partial
 
 import torch
 
-from anatomy.lab import main
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
+from anatomy.lab import main, tl, triton
 
 if triton:
 

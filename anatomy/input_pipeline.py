@@ -21,7 +21,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from anatomy.lab import main
-from common.hardware import synchronize
 
 CHANNELS, SLOW_EVERY, SLOW_TIMES = 1024, 8, 6
 
@@ -49,11 +48,11 @@ def batch_seconds(device, step, make, timed, workers, prefetch, pinned):
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores
     for k, batch in enumerate(DataLoader(range(timed + skip), batch_size=None, collate_fn=make, **how)):
         if k == skip:
-            synchronize(device)
+            torch.get_device_module(device).synchronize()
             began = time.perf_counter()
         batch.to(device, non_blocking=pinned)
         step()
-    synchronize(device)
+    torch.get_device_module(device).synchronize()
     return (time.perf_counter() - began) / timed
 
 

@@ -16,14 +16,9 @@ from functools import partial
 
 import torch
 
-from anatomy.lab import LARGE_COPY, main, rate
+from anatomy.lab import LARGE_COPY, main, rate, tl, triton
 from common.hardware import clock_and_power
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 L2_BYTES_A_CLOCK = 64  # to each multiprocessor, of Ampere and Hopper
 
 if triton:

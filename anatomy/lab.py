@@ -20,7 +20,13 @@ from torch.utils.benchmark import Timer
 from common import hardware, timing
 from common.arguments import check_output
 from common.record import write_json
-from common.text import OneLineParser, Progress, aligned, one_line, positive_int, run_command, say
+from common.text import OneLineParser, aligned, one_line, positive_int, progress, run_command, say
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TIMED_S, QUICK_S = 0.2, 0.05  # of calls that one time is the median of
@@ -36,7 +42,7 @@ class Lab:
         self.name, self.device, self.dtype = name, hardware.resolve_device(options.device), DTYPES.get(options.dtype)
         self.gpu, self.iters, self.quick = self.device.type == "cuda", options.iters, options.quick
         self.amp = self.gpu and hardware.has_bf16_matrix_instructions(self.device)  # else experiments take FP32
-        self.title, self.rows, self.progress = "", [], Progress(name)  # the title of the next row's table
+        self.title, self.rows = "", []  # the title of the next row's table
         torch.set_float32_matmul_precision("highest")  # some containers set TF32
         if self.gpu:
             torch.cuda.set_device(self.device)  # Triton and torch's timer use the current one
@@ -79,7 +85,7 @@ class Lab:
         figures = [x if isinstance(x, (int, float)) and math.isfinite(x) else None for x in (predicted, measured)]
         row = {"table": self.title, "what": what, "predicted": figures[0], "measured": figures[1], "unit": unit}
         self.rows.append(row | {"at_most": at_most, "missing": missing, "columns": columns})
-        self.progress.show(what)
+        progress(f"{self.name}: {what}")
 
     def tables(self, style: str = "simple") -> str:
         by_title = {row["table"]: [] for row in self.rows}
@@ -119,7 +125,7 @@ def rate(of: str, device: torch.device) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda, cuda:N")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: auto, a GPU if any")
     parser.add_argument("--dtype", choices=DTYPES, metavar="NAME", help=f"{', '.join(DTYPES)} (default: its own)")
     parser.add_argument("--iters", type=positive_int, metavar="N", help="timed calls (default: as many as take 0.2 s)")
     parser.add_argument("--quick", action="store_true", help="smaller sizes on a CPU, and fewer timed calls")
@@ -138,12 +144,12 @@ def main(run: Callable) -> None:
         options = parser.parse_args()
         try:
             if options.json:
-                check_output(options.json, "experiment")
+                check_output(options.json)
             lab = Lab(module.__spec__.name.rpartition(".")[2], options)
             sentence = run(lab, **{size: getattr(options, size) for size in sizes})
         except (ValueError, RuntimeError) as error:  # no such device, too little memory, a size
             parser.error(one_line(error))
-        lab.progress.show("")
+        progress("")
         found = lab.record(module.__doc__.partition("\n")[0], sentence)
         say(f"{found['question']}\n\n{lab.tables()}\n\n{sentence}")
         if options.json:

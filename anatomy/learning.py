@@ -23,6 +23,7 @@ import torch
 from anatomy.lab import main
 from common import data
 from common.model import GPT, GPTConfig
+from common.text import progress
 
 FORMS = {
     "FP32": {},
@@ -68,7 +69,7 @@ def run(lab, steps=None, vocab=None):
     batches = data.stage_batches(text, data.draw_starts(text, steps, B, T, 1337), T, lab.device)
     first, last, lost = {}, {}, {}
     for name, form in FORMS.items():
-        lab.progress.show(name)
+        progress(name)
         losses, lost[name] = train(config, batches, lab.device, **form)
         first[name], last[name] = losses[0], statistics.fmean(losses[-max(1, min(10, steps // 3)) :])
     plain, default = last["FP32"], last["FP32, default initialization"]

@@ -17,14 +17,9 @@ from pathlib import Path
 
 import torch
 
-from anatomy.lab import main
+from anatomy.lab import main, tl, triton
 from common.hardware import clock_and_power
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
 BLOCK, LOOPS, PROGRAMS = 1024, 2048, 16  # numbers of a program of 4 warps; loops; programs on a multiprocessor
 
 if triton:

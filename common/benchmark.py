@@ -1,9 +1,5 @@
-"""One run of a step: warm-up, training, timing, what untimed steps show, and the record.
+"""One run of a step: warm-up, training, timing, what untimed steps show, and the record."""
 
-A script ends with `launch(main)`. Its `main(args)` builds a model and an optimizer and returns `train_step, model`.
-"""
-
-import contextlib
 import datetime
 import importlib
 import math
@@ -16,48 +12,41 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from common import data, flops, hardware, parallel, profile, timing
 from common.arguments import Arguments, parse_args
 from common.cuda_graph import CapturedStep
-from common.record import Row, Run, read_object, write_bytes, write_json
-from common.text import Progress, Skip, one_line, portable_command, say
+from common.record import Row, Run, read_object, write_json
+from common.text import Skip, one_line, portable_command, progress, say
 
-PROFILED_STEPS, LONG_STEP_MS = 3, 1000
-BUSY = 1.5  # times the fastest reference product: beyond it, something else ran on the machine
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")  # what libraries say of it
 
 
-class Missing:
-    """Stands for a module that cannot be imported: using it raises Skip."""
-
-    def __init__(self, reason: str):
-        self._reason = reason
-
-    def __getattr__(self, name: str):
-        raise Skip(self._reason)
-
-
-def optional(module: str, package: str | None = None):
-    """A module, or a stand-in whose use raises Skip with the reason and the line that installs `package`.
-
-    A package that does not fit this torch or CUDA can fail in any way on import.
-    """
+def optional(module: str, package: str | None = None) -> ModuleType:
+    """A module, or an empty one of which any use raises Skip with the reason and the line that installs `package`: one
+    that does not fit this torch or CUDA can fail in any way on import."""
     try:
         return importlib.import_module(module)
     except Exception as error:
         advice = f': pip install --no-build-isolation "{package}"' if package else ""
-        return Missing(f"{module.partition('.')[0]} does not import ({one_line(error, 150)}){advice}")
+        reason = f"{module.partition('.')[0]} does not import ({one_line(error, 150)}){advice}"
+
+    def skip(name: str):
+        raise Skip(reason)
+
+    missing = ModuleType(module)
+    missing.__getattr__ = skip
+    return missing
 
 
-def launch(main: Callable[[Arguments], tuple[timing.TrainStep, torch.nn.Module]]) -> None:
+def launch(main: Callable[[Arguments], tuple[Callable, torch.nn.Module]]) -> None:
     """Parse the command line of the script that holds `main`, run it, write its record, and end the process.
 
     `train_step(tokens, targets)`, each (B, T) int64 on the device, trains and returns the loss; `model` takes the same
-    and returns only the loss. Exit codes: 0 for ok and skipped, 2 for bad arguments or input, 130 for Ctrl-C, 1
-    otherwise.
+    and returns only the loss. Exit codes: 0 for ok and skipped, 2 for bad arguments, 130 for Ctrl-C, 1 otherwise.
     """
     module = sys.modules[main.__module__]
     try:
@@ -70,70 +59,54 @@ def launch(main: Callable[[Arguments], tuple[timing.TrainStep, torch.nn.Module]]
         torch.distributed.destroy_process_group()
     if sys.gettrace() or sys.getprofile() or "coverage" in sys.modules or "CUDA_INJECTION64_PATH" in os.environ:
         sys.exit(code)  # a profiler writes its results at the end
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed one is None
-        with contextlib.suppress(OSError):
-            stream.flush()
+    for stream in (sys.stdout, sys.stderr):
+        say("", stream, end="")  # flushes it
     os._exit(code)  # the interpreter's teardown takes seconds once torch has compiled
 
 
 def run_and_record(main: Callable, args: Arguments) -> int:
-    """Run a script's `main`, write its record, print what came of it; returns the exit code.
-
-    Of several processes the first one writes, or the one that failed.
-    """
+    """Run a script's `main`, write its record, print what came of it; returns the exit code. Of several processes the
+    first one writes, or the one that failed."""
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    row, writes, profiler = Row(args.step, source=args.script.read_text()), args.world.rank == 0, None
-    before, progress = read_object(args.output), Progress(args.step, writes)
+    row, writes = Row(args.script.stem, source=args.script.read_text()), args.rank == 0
+    before = read_object(args.output)
     if writes:
         say(header(args))
     try:
-        profiler = run(main, args, row, progress)
+        run(main, args, row)
     except Exception as error:  # whatever happened, the row must hold it
         row.status, row.reason = explain(error)
         if row.status == "failed" and not isinstance(error, FloatingPointError):
-            log = args.output.with_suffix(".traceback")
-            try:
-                write_bytes(log, traceback.format_exc().encode())
-                say(f"traceback: {log}", sys.stderr)
-            except OSError:
-                traceback.print_exc()
-        if args.world.size > 1 and not isinstance(error, (Skip, FloatingPointError)):  # of one process, not of all
+            traceback.print_exc()
+        if args.processes > 1 and not isinstance(error, (Skip, FloatingPointError)):  # of one process, not of all
             # The cause is in the record of the process that failed first: the others lost it.
-            row.reason = f"rank {args.world.rank}: {row.reason}"
+            row.reason = f"rank {args.rank}: {row.reason}"
             writes = read_object(args.output) == before
-    progress.show("")
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    row.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    progress("")
     if writes:
         command = portable_command(f"python {args.script.name}", sys.argv[1:])
         try:
             write_json(args.output, Run(command, started_at, hardware.describe(args.device), args.workload(), [row]))
         except OSError as error:
             row.status, row.reason = "failed", f"cannot write {args.output.parent}: {error.strerror or error}"
-        try:
-            if profiler and args.trace:  # last: a disk may be full
-                profile.write_trace(profiler, args.output.with_suffix(".trace.json.gz"))
-        except Exception as error:  # of the disk or the profiler: the record stands
-            say(f"no trace: {one_line(error)}", sys.stderr)
         say(result_lines(row, args))
     return int(row.status not in ("ok", "skipped"))
 
 
-def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> object:
-    """Warm up, train and time at least `args.steps` steps, observe untimed ones: all into `row`. Returns the profiler
-    of a launched step, or None."""
+def run(main: Callable, args: Arguments, row: Row) -> None:
+    """Warm up, train and time at least `args.steps` steps, observe untimed ones: all into `row`."""
     importlib.import_module("torch._dynamo")  # AdamW would: it is no part of the overhead
     began, device, on_gpu = time.perf_counter(), args.device, args.device.type == "cuda"
-    progress.show("building the model")
+    progress("building the model")
     if on_gpu:
         torch.cuda.set_device(device)  # libraries that ask for "cuda" get this one
     parallel.start(args)
     train_step, model = main(args)
     model.train()
     *batches, spare = args.batches()
-    steps, warmup_began = timing.Steps(train_step, batches, progress), time.perf_counter()
-    for _ in steps.run(args.warmup, "warm-up"):
-        hardware.synchronize(device)
+    steps, warmup_began = timing.Steps(train_step, batches), time.perf_counter()
+    for _ in steps.run(args.warmup, "warm-up, with compilation"):
+        torch.get_device_module(device).synchronize()
     asked = train_step if isinstance(train_step, CapturedStep) else None
     if captured := bool(asked and asked.reason is None):
         train_step.record(*batches[0])
@@ -141,26 +114,32 @@ def run(main: Callable, args: Arguments, row: Row, progress: Progress) -> object
     row.warmup_s = time.perf_counter() - warmup_began
     if args.heldout_every:
         train_with_heldout(steps, model, args, row)
-    timing.time_steps(steps, args.steps, row, device, partial(parallel.across, how="max", args=args))
-    row.loss = parallel.across([loss.item() for loss in steps.losses[: args.warmup + args.steps]], "avg", args)
+    timed_s = timing.time_steps(steps, row, args)
+    losses = [loss.item() for loss in steps.losses[: args.warmup + args.steps]]
+    row.loss = parallel.across(losses, "avg", args)
     for k, loss in enumerate(row.loss):
         if not math.isfinite(loss):
             raise FloatingPointError(f"loss is {loss} at training step {k}: lower --lr (now {args.lr:g})")
-    if on_gpu:
-        row.peak_bytes = int(*parallel.across([row.peak_bytes], "max", args))
-    progress.show("observing")
-    notes, profiler = [asked.reason if asked and on_gpu else None], None
-    try:
-        profiler = observe(partial(train_step, *spare), asked, model, args, row)
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    own_bytes = row.peak_bytes if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    row.peak_bytes = int(*parallel.across([own_bytes], "max", args))
+    progress("observing")
+    notes = [asked.reason if asked and on_gpu else None]
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
+    step = partial(train_step, *spare)
+    try:  # kernels and times are those of the timed step; operators of a launched one, since a replay has none
+        if args.profile:
+            row.profile = profile.profile_steps(step, statistics.median(row.step_ms), device)
+        if asked:
+            asked.release()
+        row.settings = profile.observe(step, model, device)
     except Exception as error:  # a profiler that breaks costs what it would have shown, not the row
         notes.append(f"not observed: {one_line(error)}")
     row.settings.captured = captured
     if row.settings.float32_matmul_precision == "high" and row.settings.amp_dtype == "float32":
-        notes.append(args.amp_note)
+        notes.append(f"FP32, because this {device.type} does not multiply BF16")
     row.status, row.note = "ok", "; ".join(filter(None, notes)) or None
-    timed_s = (row.settling_s or 0.0) + sum(row.step_ms) / 1e3
     row.overhead_s = time.perf_counter() - began - row.warmup_s - timed_s
-    return profiler
 
 
 def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Arguments, row: Row) -> None:
@@ -180,24 +159,6 @@ def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Argume
         row.heldout.append((args.warmup + done, loss))
 
 
-def observe(step: Callable, asked: CapturedStep | None, model, args: Arguments, row: Row) -> object:
-    """Put into `row` what untimed steps show: settings and, with --profile, the profile. Returns the profiler.
-
-    Kernels and times are those of the timed `step`. Operators are of a launched one: a replay has none.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
-    try:
-        if args.profile:
-            median_ms = statistics.median(row.step_ms)
-            n_steps = 1 if median_ms > LONG_STEP_MS else PROFILED_STEPS
-            row.profile = profile.profile_steps(step, n_steps, median_ms, args.device)
-    finally:
-        if asked:
-            asked.release()
-        row.settings, profiler = profile.observe(step, model, args.device)
-    return profiler
-
-
 def explain(error: Exception) -> tuple[str, str]:
     """The status of a row that ended with `error`, and a one-line reason that tells what to do."""
     text = f"{type(error).__name__} {error}".lower()
@@ -210,11 +171,10 @@ def explain(error: Exception) -> tuple[str, str]:
 
 def header(args: Arguments) -> str:
     """What is about to run, for a person."""
-    several = [f"{args.world.size} processes, each with a batch of its own ({args.parallel})"] * bool(args.parallel)
-    millions = flops.parameters(args.config) / 1e6
-    shape = f"{args.config}, batch {args.batch_size}, {millions:.1f} M parameters, text: {args.text.name}"
-    device = f"{args.step} on {hardware.device_name(args.device)}, torch {torch.__version__}"
-    return "\n".join([device, shape, *several, *args.notes])
+    several = [f"{args.processes} processes, each with a batch of its own ({args.parallel})"] * bool(args.parallel)
+    device = f"{args.script.stem} on {hardware.device_name(args.device)}, torch {torch.__version__}"
+    shape = f"{args.preset}: {args.config}, {flops.parameters(args.config) / 1e6:.1f} M parameters"
+    return "\n".join([device, shape, f"batch {args.batch_size}, text: {args.text.name}", *several])
 
 
 def result_lines(row: Row, args: Arguments) -> str:
@@ -222,13 +182,11 @@ def result_lines(row: Row, args: Arguments) -> str:
     if row.status != "ok":
         return f"{row.step}: {row.status}: {row.reason}"
     lines = [f"record: {args.output}", *([f"note: {row.note}"] if row.note else [])]
-    if row.product_ms and (spread := max(row.product_ms) / min(row.product_ms)) > BUSY:
-        lines += [f"the machine was busy: the same product took {spread:.1f} times as long at its slowest; run again"]
     lines += ["ran: " + ", ".join(f"{name} {x}" for name, x in vars(row.settings).items() if x not in (None, False))]
-    median, work, memory = statistics.median(row.step_ms), args.workload(), row.peak_bytes or row.peak_rss_bytes
+    median, work = statistics.median(row.step_ms), args.workload()
     lines += [
         f"{row.step}: {median:.1f} ms/step, {work.gpus * work.tokens_per_step / median * 1e3:,.0f} tokens/s, "
-        f"{work.gpus * work.flops_per_step / median / 1e9:.3g} model TFLOP/s, peak {memory / 2**30:.1f} GiB, "
+        f"{work.gpus * work.flops_per_step / median / 1e9:.3g} model TFLOP/s, peak {row.peak_bytes / 2**30:.1f} GiB, "
         f"warm-up {row.warmup_s:.1f} s, loss {row.loss[0]:.3f} -> {row.loss[-1]:.3f}"
     ]
     return "\n".join(lines)

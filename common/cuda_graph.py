@@ -1,8 +1,6 @@
 """A whole training step captured once as a CUDA graph and replayed: one launch in place of one per kernel.
 
-A script asks for it with `train_step = cuda_graph.capture(train_step, optimizer, args)`. Warm-up steps are still
-launched one kernel at a time; `launch` then calls `record`, and every later call replays. Source: PyTorch's notes on
-CUDA semantics, section "Whole-network capture".
+Source: PyTorch's notes on CUDA semantics, section "Whole-network capture".
 """
 
 from collections.abc import Callable
@@ -10,20 +8,13 @@ from collections.abc import Callable
 import torch
 
 from common.arguments import DDP_WARMUP, Arguments
-from common.text import one_line
-
-
-class CaptureError(RuntimeError):
-    """A step cannot be captured, or not be replayed as asked; the message is one line that names the cause."""
 
 
 def capture(train_step: Callable, optimizer: torch.optim.Optimizer, args: Arguments) -> "CapturedStep":
     """`train_step` with capture asked for; AdamW becomes capturable: it counts its steps on the GPU, where a replay can
     count on. Where no capture can be, the step is launched, and `reason` tells why."""
     reason = None
-    if args.device.type != "cuda":
-        reason = "only a GPU has CUDA graphs"
-    elif not args.capture:
+    if args.device.type != "cuda" or not args.capture:
         reason = "launched, not captured: --no-capture"
     elif args.parallel == "fsdp":
         reason = "launched, not captured: FSDP2 allocates pinned memory of the host, which no CUDA graph can hold"
@@ -36,11 +27,11 @@ def capture(train_step: Callable, optimizer: torch.optim.Optimizer, args: Argume
 
 
 class CapturedStep:
-    """A training step that is launched until `record` has captured it, and replayed from then on.
+    """A training step that is launched until `launch` of common/benchmark.py calls `record`, and replayed from then on.
 
     Calls take tokens and targets, each (B, T) int64 on the device, and return the loss, a scalar of its own. A replay
-    reads and writes the tensors that were captured: CaptureError is raised where a parameter, the optimizer's states or
-    one of its options was replaced afterwards, as `load_state_dict` of an optimizer does, and for another shape.
+    reads and writes the tensors that were captured: RuntimeError is raised for another shape, and where a parameter,
+    the optimizer's states or one of its options was replaced afterwards, as `load_state_dict` of an optimizer does.
     """
 
     def __init__(self, launch: Callable, optimizer: torch.optim.Optimizer, reason: str | None):
@@ -48,8 +39,8 @@ class CapturedStep:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def record(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
-        """Capture one step; nothing is trained by it. Raises torch.OutOfMemoryError, and CaptureError with the cause:
-        it leaves CUDA's random numbers and allocator in a state in which this process cannot train on."""
+        """Capture one step; nothing is trained by it. Raises what broke the capture: it leaves CUDA's random numbers
+        and allocator in a state in which this process cannot train on."""
         self.batch = [tokens.clone(), targets.clone()]
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what launched steps left would count with the graph's own memory
@@ -59,24 +50,15 @@ class CapturedStep:
         try:
             with torch.cuda.graph(graph, stream=own):
                 self.loss = self.launch(*self.batch).detach()
-        except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # a capture that could not end leaves its own
-            # Ending a broken capture raises another error.
-            cause = error.__context__ if error.__context__ and "capture" in str(error) else error
-            if not isinstance(cause, RuntimeError) or isinstance(cause, torch.OutOfMemoryError):
-                raise cause from None
-            raise CaptureError(f"the step cannot be captured as a CUDA graph: {one_line(cause, 150)}") from cause
-        self.graph, self.held = graph, self._constants()
+        except RuntimeError as error:  # ending a broken capture raises an error of its own
+            raise (error.__context__ if "capture" in str(error) else None) or error from None
+        self.graph, self.held = graph, self._options()
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self.graph is None:
             return self.launch(tokens, targets)
-        if tokens.shape != self.batch[0].shape:
-            raise CaptureError(f"the captured step takes {tuple(self.batch[0].shape)}, not {tuple(tokens.shape)}")
-        now = self._constants()
-        for name in now | self.held if now != self.held else ():
-            if now.get(name) != self.held.get(name):
-                raise CaptureError(f"{name} changed after the step was captured: capture it again")
+        if tokens.shape != self.batch[0].shape or self._options() != self.held:
+            raise RuntimeError("another shape, parameter or option of the optimizer than captured: capture it again")
         self.batch[0].copy_(tokens)
         self.batch[1].copy_(targets)
         self.graph.replay()
@@ -87,12 +69,9 @@ class CapturedStep:
         self.graph = self.loss = None
         torch.cuda.empty_cache()
 
-    def _constants(self) -> dict:
-        """What the graph holds: the options of the optimizer by value, tensors by their place in memory."""
-        held = {"the optimizer's state": id(self.optimizer.state)}
-        for k, group in enumerate(self.optimizer.param_groups):
-            for name, value in group.items():
-                tensors = value if name == "params" else [value] if isinstance(value, torch.Tensor) else None
-                place = f"{name} of parameter group {k}"
-                held[place] = value if tensors is None else [tensor.data_ptr() for tensor in tensors]
-        return held
+    def _options(self) -> list:
+        """What the graph holds of the optimizer: parameters and other tensors by their place, options by value."""
+        place = torch.Tensor.data_ptr
+        groups = [group | {"params": list(map(place, group["params"]))} for group in self.optimizer.param_groups]
+        tensors = [place(x) for group in groups for x in group.values() if isinstance(x, torch.Tensor)]
+        return [id(self.optimizer.state), tensors, groups]

@@ -1,6 +1,5 @@
 """Real text to batches of tokens, all staged on the device before anything is timed."""
 
-import hashlib
 import platform
 import sysconfig
 from dataclasses import dataclass
@@ -34,25 +33,21 @@ def standard_library_text() -> Text:
 def load_text(path: Path | None, seq_len: int, vocab_size: int) -> Text:
     """A file as bytes, or a `.bin` of uint16 tokens as nanoGPT's and llm.c's scripts write it; its first GiB.
 
-    None gives the default text. Raises ValueError, one line, for a file that cannot be read, one that does not hold a
-    sequence and its targets, and a token outside the vocabulary.
+    None gives the default text. Raises ValueError, one line, for a file that cannot be read, one that does not hold two
+    sequences with their targets, one of them held out, and a token outside the vocabulary.
     """
-    try:  # a record holds UTF-8
-        text = (
-            Text(_file_tokens(path), path.name.encode(errors="replace").decode()) if path else standard_library_text()
-        )
+    try:
+        text = Text(_file_tokens(path), path.name) if path else standard_library_text()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
-    if len(text.tokens) <= seq_len:
-        raise ValueError(f"{text.name} has {len(text.tokens)} tokens, but --seq-len {seq_len} needs one more than that")
+    if len(text.tokens) < (needed := 2 * (seq_len + 1)):
+        raise ValueError(f"{text.name} has {len(text.tokens)} tokens, but --seq-len {seq_len} needs {needed}")
     if (largest := int(text.tokens.max())) >= vocab_size:
         raise ValueError(f"{text.name} has the token id {largest}: --vocab-size must be at least {largest + 1}")
     return text
 
 
 def _file_tokens(path: Path) -> np.ndarray:
-    if path.exists() and not (path.is_file() and path.stat().st_size):
-        raise ValueError(f"{path} is empty or not a regular file")
     if path.suffix != ".bin":
         return np.fromfile(path, dtype=np.uint8, count=MOST_BYTES)
     tokens = np.fromfile(path, dtype="<u2", count=MOST_BYTES // 2)
@@ -60,9 +55,8 @@ def _file_tokens(path: Path) -> np.ndarray:
 
 
 def trained_tokens(text: Text, seq_len: int) -> int:
-    """How many tokens training may draw from: all but the last 5 %, or all where those hold no sequence."""
-    heldout = int(len(text.tokens) * HELDOUT_SHARE)
-    return len(text.tokens) - (heldout if heldout > seq_len else 0)
+    """How many tokens training may draw from: all but the last 5 %, and at least one sequence, which are held out."""
+    return len(text.tokens) - max(int(len(text.tokens) * HELDOUT_SHARE), seq_len + 1)
 
 
 def draw_starts(text: Text, n_batches: int, batch_size: int, seq_len: int, seed: int) -> np.ndarray:
@@ -75,13 +69,8 @@ def draw_starts(text: Text, n_batches: int, batch_size: int, seq_len: int, seed:
 
 
 def heldout_starts(text: Text, seq_len: int) -> np.ndarray:
-    """Where excerpts of the held-out part begin, evenly spaced, whatever the seed: int64 (HELDOUT_SEQUENCES, 1).
-
-    Raises ValueError where the text is too short to hold any out.
-    """
+    """Where excerpts of the held-out part begin, evenly spaced, whatever the seed: int64 (HELDOUT_SEQUENCES, 1)."""
     first, last = trained_tokens(text, seq_len), len(text.tokens) - seq_len - 1
-    if first > last:
-        raise ValueError(f"{text.name} is too short to hold {HELDOUT_SHARE:.0%} out: leave out --heldout-every")
     return np.linspace(first, last, HELDOUT_SEQUENCES).astype(np.int64)[:, None]
 
 
@@ -93,14 +82,3 @@ def stage_batches(text: Text, starts: np.ndarray, seq_len: int, device: torch.de
         excerpts = torch.from_numpy(text.tokens[of_batch[:, None] + np.arange(seq_len + 1)].astype(np.int64))
         batches.append((excerpts[:, :-1].contiguous().to(device), excerpts[:, 1:].contiguous().to(device)))
     return batches
-
-
-def fingerprint(text: Text, starts: np.ndarray, seq_len: int) -> str:
-    """16 hex digits that two runs share when they train on the same batches.
-
-    SHA-256 of all `starts` and of the tokens of the first 256 excerpts: the text itself may be too large for this.
-    """
-    digest = hashlib.sha256(starts.tobytes())
-    for start in starts.flat[:256]:
-        digest.update(text.tokens[start : start + seq_len + 1].astype(np.int64).tobytes())
-    return digest.hexdigest()[:16]

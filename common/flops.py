@@ -52,21 +52,3 @@ def flops_per_step(config: GPTConfig, batch_size: int) -> int:
     tokens = batch_size * config.seq_len
     causal_attention = 6 * config.n_layer * config.seq_len * config.n_embd * tokens
     return 6 * matmul_parameters(config) * tokens + causal_attention
-
-
-def peak_bytes(config: GPTConfig, batch_size: int, by_hand: bool) -> int:
-    """An estimate of the peak memory of an FP32 step that is not compiled, in bytes: measured peaks are at most 3 %
-    higher. `by_hand`: attention keeps its (B, H, T, T) weights for backward.
-
-    Per parameter 12 bytes (weight and two moments; gradients replace activations as backward proceeds). Saved for
-    backward, 4 bytes a number: in each block 16 tensors of (tokens, C) and the attention weights. The peak is in the
-    loss, which needs three tensors of (tokens, V), or where the scores are large in backward of the last block: there
-    attention by hand needs three more (B, H, T, T), the gradients of the head and of the MLP exist, and 9 of the MLP's
-    tensors of (tokens, C) are gone.
-    """
-    tokens, C = batch_size * config.seq_len, config.n_embd
-    scores_of_token = by_hand * config.n_head * config.seq_len
-    saved = tokens * config.n_layer * (16 * C + scores_of_token)
-    loss = tokens * 3 * config.vocab_size
-    backward = tokens * (3 * scores_of_token - 9 * C) + config.vocab_size * C + 8 * C**2
-    return 12 * parameters(config) + 4 * (saved + max(loss, backward))

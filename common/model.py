@@ -1,7 +1,4 @@
-"""What all steps share of the model: its shape, the shell around the blocks, the initial weights.
-
-The blocks and the head come from the step's own script, because they are what a step changes.
-"""
+"""What all steps share of the model: its shape, the shell around the blocks, the initial weights."""
 
 import math
 from collections.abc import Callable
@@ -22,20 +19,11 @@ class GPTConfig:
     vocab_size: int
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A workload: a model shape and sequences per step."""
-
-    config: GPTConfig
-    batch_size: int
-    purpose: str
-
-
-PRESETS = {
-    "tiny": Preset(GPTConfig(2, 4, 128, 1024, 256), 2, "any CPU, in about a minute"),
-    "gpt2": Preset(GPTConfig(12, 12, 768, 1024, 50304), 32, "124 M, the shape everybody knows"),
-    "gpt3-xl": Preset(GPTConfig(24, 16, 2048, 2048, 50304), 4, "1.3 B, deep"),
-    "gpt3-6.7b-slice": Preset(GPTConfig(6, 32, 4096, 2048, 50304), 8, "6 of GPT-3 6.7B's 32 layers, wide"),
+PRESETS = {  # shape, and sequences per step
+    "tiny": (GPTConfig(2, 4, 128, 1024, 256), 2),
+    "gpt2": (GPTConfig(12, 12, 768, 1024, 50304), 32),
+    "gpt3-xl": (GPTConfig(24, 16, 2048, 2048, 50304), 4),
+    "gpt3-6.7b-slice": (GPTConfig(6, 32, 4096, 2048, 50304), 8),  # 6 of GPT-3 6.7B's 32 layers
 }
 
 
@@ -51,14 +39,7 @@ class GPT(nn.Module):
         residual_dtype: dtype of the (B, T, C) stream that runs through the blocks.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        block: Callable[[GPTConfig], nn.Module],
-        head: Callable[[GPTConfig], nn.Module],
-        seed: int,
-        residual_dtype: torch.dtype = torch.float32,
-    ):
+    def __init__(self, config: GPTConfig, block: Callable, head: Callable, seed: int, residual_dtype=torch.float32):
         super().__init__()
         self.residual_dtype = residual_dtype
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)

@@ -7,18 +7,15 @@ to FP8. Names that no rule knows are other.
 """
 
 import math
-import os
 import re
 import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity
 
-from common.hardware import synchronize
 from common.record import CATEGORIES, Kernel, Profile, Settings
 from common.text import say
 
@@ -56,6 +53,7 @@ POINTWISE = r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|
 BACKWARD = r"bprop|bwd|[Bb]ackward|cutlassB|dot_do_o|convert_dq"
 OPTIMIZERS = {"_fused_adam": "fused", "_foreach_": "foreach"}  # by how their operators' names begin
 KERNELS_KEPT = 40
+PROFILED_STEPS, LONG_STEP_MS = 3, 1000
 WARM_MS, MOST_WARM = 500, 50  # of steps before those that are profiled
 SHORTEST_MS = 0.01  # of a CPU's operator in the timeline of a block
 
@@ -66,16 +64,12 @@ def categorize(name: str) -> str:
     return next((category for category, pattern in CATEGORY_PATTERNS.items() if re.search(pattern, name)), rest)
 
 
-# --- what ran -------------------------------------------------------------------------------------
-
-
-def observe(step: Callable[[], object], model: torch.nn.Module, device: torch.device) -> tuple[Settings, object]:
-    """Run `step` once, launched, under torch.profiler: what its operators show, and the profiler. Raises what that
-    raises."""
+def observe(step: Callable[[], object], model: torch.nn.Module, device: torch.device) -> Settings:
+    """Run `step` once, launched, under torch.profiler: what its operators show. Raises what the profiler raises."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         step()
-        synchronize(device)
+        torch.get_device_module(device).synchronize()
     operators, seen = set(), set()
     for event in profiler.profiler.kineto_results.events():
         name = event.name().rpartition("::")[2]
@@ -87,7 +81,7 @@ def observe(step: Callable[[], object], model: torch.nn.Module, device: torch.de
     how = [word for mark, word in OPTIMIZERS.items() if any(name.startswith(mark) for name in operators)]
     recipes = {name: recipe for name, module in model.named_modules() if (recipe := _fp8_recipe(module))}
     head = "FP8" if any(name.endswith("lm_head") for name in recipes) else "BF16"
-    settings = Settings(
+    return Settings(
         amp_dtype=next((name for name in DTYPES.values() if name in seen), None),
         float32_matmul_precision=torch.get_float32_matmul_precision(),
         attention_kernel=next((family for name, family in ATTENTION_OPERATORS.items() if name in operators), by_hand),
@@ -96,7 +90,6 @@ def observe(step: Callable[[], object], model: torch.nn.Module, device: torch.de
         fp8_recipe=next(iter(recipes.values()), None),
         head=head if recipes else None,
     )
-    return settings, profiler
 
 
 def _fp8_recipe(module: torch.nn.Module) -> str | None:
@@ -106,25 +99,13 @@ def _fp8_recipe(module: torch.nn.Module) -> str | None:
     return "torchao" if type(module).__name__ == "Float8Linear" else None
 
 
-def write_trace(profiler: object, path: Path) -> None:
-    """The Chrome trace of a profiler, by temporary file and rename. Raises OSError, RuntimeError."""
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        profiler.export_chrome_trace(str(temporary))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-# --- where the time goes --------------------------------------------------------------------------
-
-
-def profile_steps(step: Callable[[], object], n_steps: int, median_ms: float, device: torch.device) -> Profile:
-    """The record's profile of `n_steps`, each of `median_ms` when timed. Raises what the profiler raises.
+def profile_steps(step: Callable[[], object], median_ms: float, device: torch.device) -> Profile:
+    """The record's profile of a step that took `median_ms` when timed. Raises RuntimeError where it shows no kernels.
 
     The profiler slows the host, so its own gaps are not counted: idle is what the timed median leaves over. A GPU that
-    waited is cooler and faster, so steps for WARM_MS run first. Raises RuntimeError where no kernel is in the trace.
+    waited is cooler and faster, so steps for WARM_MS run first.
     """
+    n_steps = 1 if median_ms > LONG_STEP_MS else PROFILED_STEPS
     on_gpu, warm = device.type == "cuda", min(math.ceil(WARM_MS / median_ms), MOST_WARM)
     schedule = torch.profiler.schedule(wait=0, warmup=warm, active=n_steps, repeat=1)
     activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
@@ -132,11 +113,11 @@ def profile_steps(step: Callable[[], object], n_steps: int, median_ms: float, de
         for k in range(warm + n_steps):
             step()
             if k in (warm - 1, warm + n_steps - 1):
-                synchronize(device)
+                torch.get_device_module(device).synchronize()
             profiler.step()
     own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     say(profiler.key_averages().table(own, row_limit=20), sys.stderr)
-    launches = gpu_launches(profiler) if on_gpu else cpu_operators(profiler)
+    launches = launches_of(profiler, on_gpu)
     if not launches:
         raise RuntimeError("the profiler shows no kernels")
     kernels, categories = {}, dict.fromkeys(CATEGORIES, 0.0)
@@ -151,30 +132,26 @@ def profile_steps(step: Callable[[], object], n_steps: int, median_ms: float, de
     busy_ms = sum(categories.values())
     idle_ms = max(0.0, median_ms - busy_ms) if on_gpu else None
     longest = sorted(kernels.values(), key=lambda kernel: -kernel.ms)[:KERNELS_KEPT]
-    found = Profile(busy_ms + (idle_ms or 0), idle_ms, categories, longest, len(launches) / n_steps, communication_ms)
+    found = Profile(idle_ms, categories, longest, len(launches) / n_steps, communication_ms)
     found.forward, found.backward = one_block([one for one in launches if on_gpu or one.ms >= SHORTEST_MS], n_steps)
     return found
 
 
-def gpu_launches(profiler: torch.profiler.profile) -> list[Kernel]:
-    """Every kernel, copy and fill that ran on the GPU, by its start."""
-    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    on_gpu = [event for event in events if not getattr(event, "is_user_annotation", False)]
-    spans = sorted((e.time_range.start / 1e3, e.time_range.elapsed_us() / 1e3, e.name) for e in on_gpu)
-    return [Kernel(name, categorize(name), ms, start_ms=start_ms) for start_ms, ms, name in spans]
-
-
-def cpu_operators(profiler: torch.profiler.profile) -> list[Kernel]:
-    """Every operator by its start, with the time that it spends itself; those of an optimizer's step carry its name."""
-    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+def launches_of(profiler: torch.profiler.profile, on_gpu: bool) -> list[Kernel]:
+    """By start, every kernel, copy and fill of a GPU; or every operator of a CPU, with the time that it spends itself.
+    Operators in an optimizer's step carry its name."""
     found, update_ends = [], 0.0
-    for event in events:
-        if event.name.startswith("Optimizer.step"):
+    for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
+        name, ms = event.name, event.self_cpu_time_total / 1e3
+        if on_gpu:
+            is_kernel = event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+            ms = event.time_range.elapsed_us() / 1e3 * is_kernel
+        elif name.startswith("Optimizer.step"):
             update_ends = event.time_range.end
         elif event.time_range.end <= update_ends:
-            event.name = f"Optimizer.step: {event.name}"
-        if (ms := event.self_cpu_time_total / 1e3) > 0:
-            found.append(Kernel(event.name, categorize(event.name), ms, start_ms=event.time_range.start / 1e3))
+            name = f"Optimizer.step: {name}"
+        if ms > 0:
+            found.append(Kernel(name, categorize(name), ms, start_ms=event.time_range.start / 1e3))
     return found
 
 
@@ -196,15 +173,13 @@ def one_block(launches: list[Kernel], n_steps: int) -> tuple[list[Kernel], list[
     """
     halves = []
     for backward in (False, True):
-        total, attention = defaultdict(float), []
-        for k, one in enumerate(launches):
-            if one.category == "attention" and bool(re.search(BACKWARD, one.name)) == backward:
-                attention.append(k)
-                total[one.name] += one.ms
-        main = [k for k in attention if launches[k].name == max(total, key=total.get)]
-        if len(main) < 2 * n_steps:
+        of_half = [one for one in launches if bool(re.search(BACKWARD, one.name)) == backward]
+        attention, total = [one for one in of_half if one.category == "attention"], Counter()
+        for one in attention:
+            total[one.name] += one.ms
+        starts = [one.start_ms for one in attention if one.name == max(total, key=total.get)]
+        if len(starts) < 2 * n_steps:
             return [], []
-        first, end = main[-2:]
-        began = launches[first].start_ms
-        halves.append([replace(one, start_ms=one.start_ms - began) for one in launches[first:end]])
+        first, end = starts[-2:]
+        halves.append([replace(one, start_ms=one.start_ms - first) for one in launches if first <= one.start_ms < end])
     return tuple(halves)

@@ -10,10 +10,10 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 SCHEMA_VERSION = 3
 PLAN, MERGED, ROOFS, PREDICTED = "plan.json", "results.json", "roofs.json", "predicted.json"  # in a run folder
-STATUSES = ("ok", "skipped", "oom", "failed", "timeout", "interrupted", "not run")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py assigns each kernel to one
     "matrix products",
@@ -46,7 +46,7 @@ class Kernel:
     """A kernel's total in a step, or one launch of it. A CPU's are operators, each without those inside it."""
 
     name: str
-    category: str  # one of CATEGORIES
+    category: Literal[CATEGORIES]
     ms: float
     launches: float = 1.0  # per step
     start_ms: float = 0.0  # of one launch: since its half of the block began
@@ -54,11 +54,11 @@ class Kernel:
 
 @dataclass
 class Profile:
-    """Untimed steps under torch.profiler: milliseconds a step. Categories and idle time add up to step_ms."""
+    """Untimed steps under torch.profiler: milliseconds a step. On a GPU categories and idle time add up to the median
+    of the timed steps, or to the kernels where they took longer."""
 
-    step_ms: float  # of a GPU: the median of the timed steps, or the kernels where they took longer
     idle_ms: float | None  # in which no kernel ran; null on a CPU
-    categories: dict[str, float]  # of all kernels
+    categories: dict[Literal[CATEGORIES], float]  # of all kernels
     kernels: list[Kernel]  # the 40 longest, longest first
     launches: float  # of all kernels
     communication_ms: float = 0.0  # of its kernels; its category has what of it overlaps no other kernel
@@ -70,20 +70,18 @@ class Profile:
 @dataclass
 class Row:
     step: str  # file name of the script without .py
-    status: str | None = None  # one of STATUSES
+    status: Literal["ok", "skipped", "oom", "failed", "timeout", "interrupted", "not run"] | None = None
     reason: str | None = None  # of a row without a time: one line with what to do
     note: str | None = None  # of an ok row: one line that qualifies it
     settings: Settings = field(default_factory=Settings)
     step_ms: list[float] = field(default_factory=list)  # every timed step
     warmup_s: float | None = None  # the first untimed steps: compilation, capture
-    settling_s: float | None = None  # further untimed steps, in which a GPU's clock settles; null on a CPU
     product_ms: list[float] = field(default_factory=list)  # these two: fixed work before and after the timed steps,
     copy_ms: list[float] = field(default_factory=list)  # on a CPU also between their parts
     passes: list["Row"] = field(default_factory=list)  # of --repeat, without profile and source; empty of one pass
     loss: list[float] = field(default_factory=list)  # nats, of the first `warmup + steps` training steps
     heldout: list[tuple[int, float]] = field(default_factory=list)  # (steps trained, nats), with --heldout-every
-    peak_bytes: int | None = None  # CUDA allocator; null on a CPU
-    peak_rss_bytes: int | None = None  # host memory of the process at its largest, compiler and torch included
+    peak_bytes: int | None = None  # of CUDA's allocator; on a CPU of the process, compiler and torch included
     clock_mhz: float | None = None  # these two: means over the timed steps; null on a CPU and without NVML
     power_w: float | None = None
     overhead_s: float | None = None  # of launch(main), without warm-up and steps
@@ -107,8 +105,7 @@ class Workload:
     tokens_per_step: int  # of one process
     flops_per_step: int  # of one process, by the convention of common/flops.py
     text: str
-    text_tokens: int
-    batches_sha256: str  # equal for two runs that trained on the same batches
+    text_sha256: str
     seed: int
     lr: float
     warmup: int  # untimed steps
@@ -126,9 +123,7 @@ class Environment:
     versions: dict[str, str] = field(default_factory=dict)  # python, torch, cuda, cudnn, packages that are there
     gpu_uuid: str | None = None  # tells equal cards apart
     gpu_memory_bytes: int | None = None
-    variables: dict[str, str] = field(default_factory=dict)  # environment variables that change numerics
-    commit: str | None = None
-    dirty: bool | None = None  # uncommitted changes
+    commit: str | None = None  # ends in -dirty where files differ from it
     code_sha256: str | None = None  # of the scripts and common/: a record is stale when theirs differs
 
 
@@ -193,30 +188,6 @@ class Study:
     schema_version: int = SCHEMA_VERSION
 
 
-@dataclass
-class PlannedRow:
-    """One script to run."""
-
-    script: str  # relative to the project: x.py, peers/x.py
-    arguments: list[str]
-    output: str  # of its record, relative to the run folder: x.json, pass-2/x.json, 2-ddp/x.json
-    gpus: int = 1  # processes
-    left_out: bool = False  # by --only: the row stays in the table as `not run`
-
-
-@dataclass
-class Plan:
-    """What the ladder writes before its first row, so that an ended run is known to be incomplete."""
-
-    kind: str  # ladder, or the kind of a Study: then the folder of an output names the run that it belongs to
-    command: str
-    started_at: str | None
-    workload: Workload | None
-    rows: list[PlannedRow]
-    roofs: bool = True
-    schema_version: int = SCHEMA_VERSION
-
-
 def code_sha256(root: Path) -> str:
     """16 hex digits over the scripts and common/ of a checkout: what a record depends on."""
     paths = sorted([*root.glob("[0-9]_*.py"), *root.glob("common/*.py")])
@@ -232,24 +203,13 @@ def read_object(path: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-def row_of(path: Path) -> dict:
-    """The only row of a script's record, unchecked; empty where there is none."""
-    rows = read_object(path).get("rows")
-    return rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
-
-
 def write_json(path: Path, content: object) -> None:
-    """Write a dataclass, an object or a list as JSON, by `write_bytes`. Raises OSError."""
-    content = content if isinstance(content, (dict, list)) else asdict(content)
-    write_bytes(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write by temporary file and rename: a reader sees the old file or the new, never half of one. Raises OSError."""
+    """Write dataclasses, objects and lists as JSON, by temporary file and rename: a reader sees the old file or the
+    new, never half of one. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("xb") as file:  # exclusive: never through a link
-            file.write(content)
+        with temporary.open("x") as file:  # exclusive: never through a link
+            file.write(json.dumps(content, indent=1, allow_nan=False, default=asdict) + "\n")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -4,8 +4,6 @@ import argparse
 import contextlib
 import shlex
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,28 +46,10 @@ def say(text: str, stream=None, end: str = "\n") -> None:
         print(text, file=stream or sys.stdout, end=end, flush=True)
 
 
-class Progress:
-    """What a run is doing: a line on a terminal, renewed every five seconds."""
-
-    def __init__(self, name: str, shown: bool = True):
-        self.name, self.doing, self.began, self.written = name, "", time.monotonic(), 0.0
-        self.terminal = shown and sys.stderr.isatty()
-        if self.terminal:
-            threading.Thread(target=self._renew, daemon=True).start()  # compiling takes long
-
-    def show(self, doing: str) -> None:
-        """Ten times a second at most, since a slow terminal would make steps wait; "" clears the line."""
-        before, self.doing = self.doing, doing
-        if self.terminal and (before or doing) and not (doing and time.monotonic() - self.written < 0.1):
-            self.written = time.monotonic()
-            text = f"{self.name}: {doing}, {self.written - self.began:.0f} s" if doing else ""
-            say(f"\r\033[K{text}", sys.stderr, end="")
-
-    def _renew(self) -> None:
-        while True:
-            time.sleep(5)
-            if self.doing:
-                self.show(self.doing)
+def progress(doing: str) -> None:
+    """Renew the line of a terminal that tells what a run is doing; "" clears it."""
+    if sys.stderr.isatty():
+        say(f"\r\033[K{doing}", sys.stderr, end="")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -96,10 +76,5 @@ def run_command(main: Callable[[], int | None], name: str) -> None:
     except KeyboardInterrupt:
         sys.stderr.write(f"{name}: interrupted\n")
         sys.exit(130)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        sys.stderr.write(f"{name}: error: {where}{error.strerror or error}\n")
-        sys.exit(1)
-    except ImportError as error:
-        sys.stderr.write(f"{name}: error: {error}: pip install -r requirements.txt\n")
-        sys.exit(1)
+    except (OSError, ImportError) as error:
+        sys.exit(f"{name}: error: {error}" + ": pip install -r requirements.txt" * isinstance(error, ImportError))

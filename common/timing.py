@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from common import hardware
+from common.arguments import Arguments
+from common.parallel import across
 from common.record import Row
-from common.text import Progress
+from common.text import progress
 
-TrainStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 SETTLING_S, TIMED_S = 2, 3  # of steps, at least, on a GPU
 CPU_PARTS = 4
 POLL_S, ASK_S = 0.05, 0.5
@@ -24,27 +25,24 @@ REFERENCE_EDGE, REFERENCE_BYTES, REFERENCE_S = {"cuda": 4096, "cpu": 768}, 2**26
 class Steps:
     """A training step on its batches in turn, and the losses of all steps so far."""
 
-    def __init__(self, train_step: TrainStep, batches: list, progress: Progress):
-        self.train_step, self.batches, self.progress = train_step, itertools.cycle(batches), progress
+    def __init__(self, train_step: Callable, batches: list):
+        self.train_step, self.batches = train_step, itertools.cycle(batches)
         self.losses: list[torch.Tensor] = []
 
     def run(self, n: int, phase: str) -> Iterator[None]:
         """Train `n` steps; yields after each. The host never waits here."""
-        for k in range(n):
-            self.progress.show(f"{phase} {k + 1}/{n}")
+        progress(f"{phase}: {n} steps")
+        for _ in range(n):
             self.losses.append(self.train_step(*next(self.batches)).detach())
             yield
 
-    def timed_on_cpu(self, n: int) -> list[float]:
-        """Milliseconds of each of `n` steps, on the host's clock."""
-        times = [time.perf_counter(), *(time.perf_counter() for _ in self.run(n, "timed"))]
-        return [(end - start) * 1e3 for start, end in itertools.pairwise(times)]
-
-    def timed_on_gpu(self, n: int, phase: str, device: torch.device) -> tuple[list[float], list[tuple[float, float]]]:
-        """Milliseconds of each of `n` steps between CUDA events; MHz and watts while the GPU runs them.
-
-        Consecutive steps share an event, so a gap in which the GPU waits for the host is counted.
+    def timed(self, n: int, phase: str, device: torch.device) -> tuple[list[float], list[tuple[float, float]]]:
+        """Milliseconds of each of `n` steps: on a CPU by the host's clock; on a GPU between CUDA events, with MHz and
+        watts while it runs them. Consecutive steps share an event, so a gap in which the GPU waits for the host counts.
         """
+        if device.type == "cpu":
+            times = [time.perf_counter(), *(time.perf_counter() for _ in self.run(n, phase))]
+            return [(end - start) * 1e3 for start, end in itertools.pairwise(times)], []
         events = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
         events[0].record()
         states, asked = [], time.monotonic()
@@ -59,33 +57,31 @@ class Steps:
         return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], states
 
 
-def time_steps(steps: Steps, at_least: int, row: Row, device: torch.device, slowest: Callable) -> None:
-    """Put the times of at least `at_least` steps, reference work, clock and power into `row`.
-
-    `slowest` maps a list of numbers to the largest over all processes, so that all of them run as many steps.
-    """
-    references = [reference_work(device)]
+def time_steps(steps: Steps, row: Row, args: Arguments) -> float:
+    """Put the times of at least `args.steps` steps, reference work, clock and power into `row`. A time is the longest
+    of all processes, so all of them run as many steps. Returns the seconds of these steps and of those before them."""
+    device, references, settling = args.device, [reference_work(args.device)], []
     if device.type == "cpu":
         for k in range(CPU_PARTS):
-            if n := at_least * (k + 1) // CPU_PARTS - at_least * k // CPU_PARTS:
-                steps.timed_on_cpu(1)  # brings back to the caches what the reference work drove out
-                row.step_ms += slowest(steps.timed_on_cpu(n))
+            if n := args.steps * (k + 1) // CPU_PARTS - args.steps * k // CPU_PARTS:
+                steps.timed(1, "timed", device)  # brings back to the caches what the reference work drove out
+                row.step_ms += across(steps.timed(n, "timed", device)[0], "max", args)
                 references.append(reference_work(device))
     else:
         torch.cuda.reset_peak_memory_stats(device)
-        settling = slowest(steps.timed_on_gpu(1, "settling", device)[0])
+        settling = across(steps.timed(1, "settling", device)[0], "max", args)
         while (left_ms := SETTLING_S * 1e3 - sum(settling)) > 0:
             n = math.ceil(left_ms / statistics.median(settling))
-            settling += slowest(steps.timed_on_gpu(n, "settling", device)[0])
-        row.settling_s = sum(settling) / 1e3
-        n = max(at_least, math.ceil(TIMED_S * 1e3 / statistics.median(settling)))
-        step_ms, states = steps.timed_on_gpu(n, "timed", device)
-        row.step_ms = slowest(step_ms)
+            settling += across(steps.timed(n, "settling", device)[0], "max", args)
+        n = max(args.steps, math.ceil(TIMED_S * 1e3 / statistics.median(settling)))
+        step_ms, states = steps.timed(n, "timed", device)
+        row.step_ms = across(step_ms, "max", args)
         row.peak_bytes = max(row.peak_bytes or 0, torch.cuda.max_memory_allocated(device))
         if states := list(filter(None, states)):
             row.clock_mhz, row.power_w = map(statistics.fmean, zip(*states, strict=True))
         references.append(reference_work(device))
     row.product_ms, row.copy_ms = map(list, zip(*references, strict=True)) if all(references) else ([], [])
+    return sum(settling + row.step_ms) / 1e3
 
 
 def reference_work(device: torch.device) -> tuple[float, float] | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.record import Run, Study, code_sha256, read_object, write_bytes  # noqa: E402
+from common.record import Run, Study, code_sha256, read_object  # noqa: E402
 from common.text import say  # noqa: E402
 from report import parity, scaling, sweep, table  # noqa: E402
 from report.__main__ import render  # noqa: E402
@@ -141,9 +141,9 @@ def renew() -> None:
     for place in places():
         if isinstance(record(place), Study) or place == WITH_PAGE:
             for name, content in render(RESULTS / place, record(place))[1].items():
-                write_bytes(RESULTS / place / name, content)
+                (RESULTS / place / name).write_bytes(content)
         else:
-            write_bytes(RESULTS / place / "report.md", table.render_markdown(made(place)).encode())
+            (RESULTS / place / "report.md").write_text(table.render_markdown(made(place)))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from common.arguments import check_output
 from common.benchmark import explain, optional
 from common.cuda_graph import CapturedStep
 from common.record import write_json
-from common.text import OneLineParser, Progress, Skip, aligned, positive_int, run_command, say
+from common.text import OneLineParser, Skip, aligned, positive_int, progress, run_command, say
 
 transformers = optional("transformers", "transformers")
 sdpa_attention = optional("transformers.integrations.sdpa_attention", "transformers")
@@ -129,13 +129,13 @@ def run(name: str, changes: set, options, device: torch.device, batches: list) -
     """Train with these changes: times of the steps after WARMUP in ms, peak memory in bytes, losses in nats."""
     on_gpu = device.type == "cuda"
     train_step = build(changes, options, device)
-    steps = timing.Steps(train_step, batches, Progress(name))
-    for _ in steps.run(WARMUP, "warm-up"):
-        hardware.synchronize(device)
+    steps = timing.Steps(train_step, batches)
+    for _ in steps.run(WARMUP, f"{name}: warm-up"):
+        torch.get_device_module(device).synchronize()
     if isinstance(train_step, CapturedStep):
         train_step.record(*batches[0])
-    ms = steps.timed_on_gpu(options.steps, "timed", device)[0] if on_gpu else steps.timed_on_cpu(options.steps)
-    steps.progress.show("")
+    ms = steps.timed(options.steps, "timed", device)[0]
+    progress("")
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
     return {"step_ms": ms, "peak_bytes": peak, "loss": [loss.item() for loss in steps.losses]}
 
@@ -165,7 +165,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.output:
         try:
-            check_output(options.output, "options")
+            check_output(options.output)
         except ValueError as error:
             parser.error(str(error))
     text = data.load_text(None, options.seq_len, 256)

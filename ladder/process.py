@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
-from common.text import Progress, one_line
+from common.text import one_line, progress
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 10  # between asking a process to end and ending it
 POLL_S = 0.2
-PARENT_DIES = 1  # PR_SET_PDEATHSIG
 
 
 class Stop:
@@ -57,7 +57,7 @@ def module_command(name: str, *words: str) -> list[str]:
 
 
 def run(
-    command: list[str], log: Path, limit_s: float, stop: Stop, progress: Progress, variables: dict
+    command: list[str], log: Path, limit_s: float, stop: Stop, name: str, variables: dict
 ) -> tuple[str, str] | None:
     """Run a command in a session of its own; what it starts ends with it, and it ends with this process.
 
@@ -65,25 +65,19 @@ def run(
     Returns None where it ends well, else status and one-line reason of its row. Raises OSError where the log cannot be
     written.
     """
-    prctl, me = getattr(ctypes.CDLL(None), "prctl", None), os.getpid()  # Linux has it
-
-    def die_with_parent() -> None:
-        if prctl:
-            prctl(PARENT_DIES, signal.SIGTERM)  # on which torchrun ends its workers
-        if os.getppid() != me:  # it died meanwhile
-            os._exit(1)
-
     log.unlink(missing_ok=True)
     where = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": os.environ | variables, "cwd": ROOT}
+    if sys.platform == "linux":  # PR_SET_PDEATHSIG, on which torchrun ends its workers
+        where["preexec_fn"] = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)
     with log.open("ab") as file:
-        child = subprocess.Popen(command, stdout=file, start_new_session=True, preexec_fn=die_with_parent, **where)
-    kill_at, deadline = math.inf, time.monotonic() + limit_s
+        child = subprocess.Popen(command, stdout=file, start_new_session=True, **where)
+    kill_at, began = math.inf, time.monotonic()
     try:
         while child.poll() is None:
-            progress.show("running")
             time.sleep(POLL_S)
             now = time.monotonic()
-            if kill_at == math.inf and (stop.requests or now > deadline):
+            progress(f"{name}: running, {now - began:.0f} s")
+            if kill_at == math.inf and (stop.requests or now - began > limit_s):
                 kill_at = now + GRACE_S
                 _signal_session(child, signal.SIGTERM)
             if stop.requests > 1 or now > kill_at:
@@ -91,10 +85,10 @@ def run(
     finally:
         _signal_session(child, signal.SIGKILL)  # compiler workers
         code = child.wait()
-        progress.show("")
+        progress("")
     if kill_at < math.inf:
         stopped = "interrupted", "ended by Ctrl-C, a closed terminal or kill"
-        late = "timeout", f"took longer than {limit_s:.0f} s: raise STEP_TIMEOUT, or take fewer --steps"
+        late = "timeout", f"took longer than {limit_s:.0f} s: raise --step-timeout, or take fewer --steps"
         return stopped if stop.requests else late
     if code == -signal.SIGKILL or last_line(log, "exitcode  : -9"):  # torchrun tells of a worker
         return "oom", "killed by signal 9, as the system does when host memory runs out"
@@ -109,14 +103,7 @@ def _signal_session(child: subprocess.Popen, number: int) -> None:
         os.killpg(child.pid, number)
 
 
-def last_line(log: Path, sign: str = "") -> str:
+def last_line(log: Path, sign: str) -> str:
     """What follows `sign` in the last line of a log that holds it; empty where there is none."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 16384))
-        lines = file.read().decode(errors="replace").splitlines()
-    return one_line(
-        next(
-            (line.rpartition(sign)[2] if sign else line for line in reversed(lines) if line.strip() and sign in line),
-            "",
-        )
-    )
+    lines = log.read_text(errors="replace").splitlines()
+    return one_line(next((line.rpartition(sign)[2] for line in reversed(lines) if sign in line), ""))

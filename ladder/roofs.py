@@ -9,7 +9,6 @@ other kernels need less power, lies between the two.
 """
 
 import contextlib
-import functools
 import itertools
 import math
 import statistics
@@ -26,7 +25,7 @@ import torch.nn.functional as F
 from common import flops, hardware, profile
 from common.arguments import Arguments, parse_args
 from common.record import PRECISIONS, ProductRate, Roofs, write_json
-from common.text import Progress, one_line, run_command, say
+from common.text import one_line, progress, run_command, say
 from common.timing import seconds, steady_seconds
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
@@ -53,8 +52,8 @@ def measure(args: Arguments, grid: bool) -> Roofs:
     counted = flops.matrix_products(config, tokens) | {(SQUARE[device.type],) * 3: 0}
     others = set(itertools.product(GRID[device.type] if grid else (), repeat=3)) - counted.keys()
     for precision in PRECISIONS:
-        if reason := unavailable(precision, device):
-            roofs.notes.append(f"{precision} not measured: {reason}")
+        if not multiplies(device, precision):
+            roofs.notes.append(f"{precision} not measured: this device does not multiply it")
             continue
         by_hand = batched_products(config, args.batch_size) if precision != "fp8" else {}
         for products in (counted, dict.fromkeys(by_hand, 0), dict.fromkeys(others, 0)):
@@ -76,31 +75,20 @@ def measure(args: Arguments, grid: bool) -> Roofs:
     return roofs
 
 
-@functools.cache
-def progress() -> Progress:
-    return Progress("roofs")
-
-
 @contextlib.contextmanager
 def skipping(roofs: Roofs, what: str) -> Iterator[None]:
     """Errors of too little memory, or of a shape that a format cannot take, become a note."""
-    progress().show(f"measuring {what}")
+    progress(f"measuring {what}")
     try:
         yield
     except (RuntimeError, ValueError) as error:
         roofs.notes.append(f"{what} not measured: {one_line(error, 150)}")
 
 
-def unavailable(precision: str, device: torch.device) -> str | None:
-    """Why a device has no matrix products in `precision` (one of PRECISIONS); None where it has them."""
-    capability = hardware.compute_capability(device)
-    if precision == "tf32" and capability < (8, 0):
-        return "needs an Ampere GPU or newer"
-    if precision == "bf16" and not hardware.has_bf16_matrix_instructions(device):
-        return "no BF16 matrix instructions"
-    if precision == "fp8" and capability < hardware.FP8_CAPABILITY:
-        return "needs an Ada or Hopper GPU or newer"
-    return None
+def multiplies(device: torch.device, precision: str) -> bool:
+    """Whether a device has matrix products in `precision` (one of PRECISIONS) in hardware."""
+    able, bf16 = hardware.compute_capability(device), hardware.has_bf16_matrix_instructions(device)
+    return {"fp32": True, "tf32": able >= (8, 0), "bf16": bf16, "fp8": able >= hardware.FP8_CAPABILITY}[precision]
 
 
 def sizes(config, batch_size: int) -> dict[str, int]:
@@ -166,11 +154,11 @@ def product(precision: str, m: int, n: int, k: int, device: torch.device) -> Cal
 def kernels(numbers: int, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
     """Kernels over a tensor of about so many numbers, by name: a copy, and those that take longer than a copy of their
     bytes. All others a prediction takes for copies: measuring them as well was seen to change nothing."""
-    half, edge = half_dtype(device), min(EDGE[device.type], math.isqrt(numbers))
+    edge = min(EDGE[device.type], math.isqrt(numbers))
     width = min(WIDTH[device.type], numbers)
     x, gradient, out = (torch.randn(numbers // width, width, device=device) for _ in range(3))
     weight, mean_rstd = torch.ones(width, device=device), torch.ones(2, len(x), 1, device=device)
-    low, mask = x.to(half), torch.ones(edge, edge, dtype=torch.bool, device=device).triu(1)
+    low, mask = x.to(torch.bfloat16), torch.ones(edge, edge, dtype=torch.bool, device=device).triu(1)
     scores = low.flatten()[: x.numel() // edge**2 * edge**2].view(-1, edge, edge)
     norm = (gradient, x, [width], *mean_rstd, weight, weight, [True] * 3)
     yield "copy fp32", partial(torch.neg, x, out=out)  # of copy_ a GPU's copy engines would be a part
@@ -182,14 +170,10 @@ def kernels(numbers: int, device: torch.device) -> Iterator[tuple[str, Callable[
     yield "heads half", low.view(1, len(x), HEADS, -1).transpose(1, 2).contiguous  # (B, H, T, D)
 
 
-def half_dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cpu" or hardware.has_bf16_matrix_instructions(device) else torch.float16
-
-
 def attention(length: int, head_dim: int, heads: int, device: torch.device) -> Callable[[], object]:
     """Fused causal attention of so many heads, forward and backward."""
     shape = (1, max(1, heads), length, head_dim)
-    q, k, v = (torch.randn(shape, device=device, dtype=half_dtype(device), requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 
     def attend() -> None:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -206,7 +190,7 @@ def launch_seconds(device: torch.device) -> float:
     optimizer, x, times = torch.optim.AdamW(model.parameters()), torch.ones(64, 64, device=device), []
 
     def step() -> None:
-        with torch.autocast(device.type, half_dtype(device)):
+        with torch.autocast(device.type, torch.bfloat16):
             loss = model(x).sum()
         loss.backward()
         optimizer.step()
@@ -220,7 +204,7 @@ def launch_seconds(device: torch.device) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize(device)
-    if not (launches := profile.gpu_launches(profiler)):
+    if not (launches := profile.launches_of(profiler, on_gpu=True)):
         raise RuntimeError("the profiler shows no kernels")
     return statistics.median(times[LAUNCHED_WARMUP:]) / len(launches)
 
@@ -228,7 +212,7 @@ def launch_seconds(device: torch.device) -> float:
 def record(args: Arguments, grid: bool, output: Path) -> None:
     """Measure, print and write the roofs. Raises OSError."""
     roofs = measure(args, grid)
-    progress().show("")
+    progress("")
     roofs.environment = hardware.describe(args.device)
     for precision in PRECISIONS:
         if steady := roofs.rate(precision):

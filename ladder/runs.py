@@ -6,12 +6,11 @@ the process of the ladder does not.
 
 import json
 import os
-import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from typing import NamedTuple
 
-from common.record import PlannedRow
 from common.text import run_command
 from ladder import process
 from ladder.process import ROOT
@@ -27,8 +26,18 @@ OF_WIDTHS = {"cuda": (2048, 16384), "cpu": (512, 1024)}  # sequence length, toke
 HEAD_DIM = {"cuda": 64, "cpu": 32}
 
 
-def scripts() -> list[str]:
-    return sorted(path.name for path in ROOT.glob("[0-9]_*.py"))
+class Planned(NamedTuple):
+    """One script to run."""
+
+    script: str  # relative to the project: x.py, peers/x.py
+    arguments: list[str]
+    output: str  # of its record, relative to the run folder: x.json, pass-2/x.json, 2-ddp/x.json
+    gpus: int = 1  # processes
+
+
+def scripts(only: str | None = None) -> list[str]:
+    """The steps, or those of them whose numbers `only` names."""
+    return sorted(path.name for path in ROOT.glob("[0-9]_*.py") if only is None or path.name[0] in only)
 
 
 def check(arguments: list[str], gpus: int = 1) -> dict:
@@ -43,47 +52,35 @@ def check(arguments: list[str], gpus: int = 1) -> dict:
     return json.loads(done.stdout.splitlines()[-1])  # a sitecustomize may print before it
 
 
-def ladder(arguments: list[str], names: list[str], only: str | None, gpus: int = 1) -> list[PlannedRow]:
-    """A row for each script, of which --only leaves some out."""
-    outputs = ((name, name.replace(".py", ".json")) for name in names)
-    return [PlannedRow(name, arguments, output, gpus, _is_left_out(name, only)) for name, output in outputs]
+def ladder(arguments: list[str], names: list[str], gpus: int = 1) -> list[Planned]:
+    """A row for each script."""
+    return [Planned(name, arguments, name.replace(".py", ".json"), gpus) for name in names]
 
 
-def _is_left_out(name: str, only: str | None) -> bool:
-    return only is not None and name[0] not in only.split(",")
-
-
-def repeated(rows: list[PlannedRow], times: int) -> list[PlannedRow]:
+def repeated(rows: list[Planned], times: int) -> list[Planned]:
     """The rows again and again: all in one pass before the next begins."""
-    later = range(2, times + 1)
-    return rows + [replace(row, output=f"pass-{k}/{row.output}") for k in later for row in rows if not row.left_out]
+    return rows + [row._replace(output=f"pass-{k}/{row.output}") for k in range(2, times + 1) for row in rows]
 
 
-def at(place: str, rows: list[PlannedRow], more: list[str], gpus: int = 1) -> list[PlannedRow]:
-    """The rows that are not left out, in a place of a study, with more arguments."""
-    return [
-        replace(row, output=f"{place}/{row.output}", arguments=[*row.arguments, *more], gpus=gpus)
-        for row in rows
-        if not row.left_out
-    ]
+def at(place: str, rows: list[Planned], more: list[str], gpus: int = 1) -> list[Planned]:
+    """The rows in a place of a study, with more arguments."""
+    return [Planned(row.script, [*row.arguments, *more], f"{place}/{row.output}", gpus) for row in rows]
 
 
-def scaling(
-    rows: list[PlannedRow], most: int, parallel: str | None, only: str | None, device_type: str
-) -> list[PlannedRow]:
+def scaling(rows: list[Planned], most: int, parallel: str | None, only: str | None, device_type: str) -> list[Planned]:
     """Every row on 1, 2, 4, ... and `most` GPUs, by DDP and for some also by FSDP2."""
     counts = sorted({most, *(2**k for k in range(most.bit_length()))})
-    found, sharded = at("1", rows, []), []
+    found = at("1", rows, [])
     for gpus in counts[1:]:
         for how in PARALLEL if parallel is None else [parallel]:
             everywhere = how == "ddp" or parallel or only
             chosen = [row for row in rows if everywhere or row.script[0] in SHARDED]
             found += at(f"{gpus}-{how}", chosen, ["--parallel", how], gpus)
-            sharded += [row for row in chosen if how == "fsdp" and row.script[0] in SHARDED and row not in sharded]
-    return found + at(LAUNCHED, sharded if device_type == "cuda" else [], ["--no-capture"])
+    shards = device_type == "cuda" and len(counts) > 1 and parallel != "ddp"
+    return found + at(LAUNCHED, [row for row in rows if shards and row.script[0] in SHARDED], ["--no-capture"])
 
 
-def sweep(rows: list[PlannedRow], device_type: str) -> list[PlannedRow]:
+def sweep(rows: list[Planned], device_type: str) -> list[Planned]:
     """Every row at several widths, and at one width at several lengths, two blocks each."""
     (length, tokens), (width, of_lengths) = OF_WIDTHS[device_type], OF_LENGTHS[device_type]
     shapes = [(channels, length, tokens) for channels in WIDTHS[device_type]]
@@ -96,31 +93,22 @@ def sweep(rows: list[PlannedRow], device_type: str) -> list[PlannedRow]:
     return found
 
 
-def is_safe(row: PlannedRow) -> bool:
-    """Whether a plan's row runs a script of this project, and writes its record where a plan of this project does."""
-    known = {*scripts(), *(f"peers/{path.name}" for path in ROOT.glob("peers/*.py"))}
-    record = rf"([\w-]+/)?{re.escape(row.script.removesuffix('.py'))}\.json"
-    safe_words = not any(word.startswith("--output") for word in row.arguments)
-    return row.script in known and bool(re.fullmatch(record, row.output)) and safe_words and 0 < row.gpus < 2**20
-
-
 def main() -> None:
     import torch
 
-    from common import flops, hardware
+    from common import hardware
     from common.arguments import parse_args
+    from ladder.predict import peak_bytes
 
     args = parse_args(ROOT / "run_all.sh", None)
-    pinned = ["--preset", args.preset, "--batch-size", str(args.batch_size)] if args.notes else []
-    peaks = {by_hand: flops.peak_bytes(args.config, args.batch_size, by_hand) for by_hand in (True, False)}
     facts = {
-        "notes": args.notes,
-        "pinned": pinned,  # auto's choice: the free memory may change from row to row
+        # The free memory, and with it auto's choice, may change from row to row.
+        "pinned": ["--preset", args.preset, "--batch-size", str(args.batch_size)],
         "device_type": args.device.type,
         "gpus": torch.cuda.device_count() if args.device.type == "cuda" else 0,
         "workload": asdict(args.workload()),
         "free_bytes": hardware.free_memory_bytes(args.device),
-        "needed_bytes": {name: peaks[name[0] in BY_HAND] * args.world.size for name in scripts()},
+        "needed_bytes": {name: peak_bytes(name, args.config, args.batch_size) * args.processes for name in scripts()},
     }
     print(json.dumps(facts))
 

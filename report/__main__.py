@@ -6,7 +6,7 @@ python -m report --compare A B     two runs, row by row
 
 from pathlib import Path
 
-from common.record import MERGED, PLAN, Study, write_bytes, write_json
+from common.record import MERGED, PLAN, Study, write_json
 from common.text import OneLineParser, aligned, run_command, say
 
 GOOD = ("ok", "skipped")
@@ -54,10 +54,9 @@ def main() -> int:
     if (args.folder / PLAN).exists():
         write_json(args.folder / MERGED, record)
     for name, content in files.items():
-        write_bytes(args.folder / name, content)
+        (args.folder / name).write_bytes(content)
     runs = record.runs.values() if isinstance(record, Study) else [record]
-    rows = [row for run in runs for row in [*run.rows, *run.peers] if row.reason != load.LEFT_OUT]
-    return int(any(row.status not in GOOD for row in rows))
+    return int(any(row.status not in GOOD for run in runs for row in [*run.rows, *run.peers]))
 
 
 if __name__ == "__main__":

@@ -127,8 +127,7 @@ def _line(row: Row, run: Run, base: dict[str, float], is_peer: bool = False) -> 
     line.slowed = max(slowed, default=1.0)
     line.loss = fmean(row.loss[-LOSS_WINDOW:]) if row.loss else None
     line.note = "; ".join(filter(None, [row.note, _unlearned(row.loss)]))
-    peak = row.peak_bytes or row.peak_rss_bytes
-    line.gib = peak / GIB if peak else None
+    line.gib = row.peak_bytes / GIB if row.peak_bytes else None
     line.error = row.predicted_ms / line.ms - 1 if row.predicted_ms else None
     line.precision = _precision(row, run.roofs)
     _fill_profile(line)

@@ -13,18 +13,35 @@ from typing import Any
 import msgspec
 
 from common import record as schema
-from common.record import PlannedRow, Row, Run, Study
+from common.record import Row, Run, Study, Workload
 from common.text import one_line
 
 LARGEST_NUMBER, LEAST_NUMBER = 1e18, 1e-15  # beyond them a figure means nothing and a chart cannot be drawn
 DIFFER = "rows differ in"  # how a problem begins that is about every row
-SAME_IN_ALL_ROWS = ("device", "gpu_uuid", "variables", "code_sha256", "commit", "dirty")  # and all versions
-LEFT_OUT = "left out by --only"
+SAME_IN_ALL_ROWS = ("device", "gpu_uuid", "code_sha256", "commit")  # and all versions
 NO_TIME = ("not run", "interrupted")  # statuses of a row that a resumed run finishes
 
 
 class RecordError(ValueError):
     """A file is not a record that this version can read; the message is one line that says why."""
+
+
+class Planned(msgspec.Struct):
+    """A row that the ladder meant to run: its script, and where its record is in the run folder."""
+
+    script: str
+    output: str  # x.json, peers/x.json, pass-2/x.json, 2-ddp/x.json
+
+
+class Plan(msgspec.Struct):
+    """What the ladder writes before its first row."""
+
+    kind: str  # ladder, or the kind of a Study: then the folder of an output names the run that it belongs to
+    command: str
+    started_at: str
+    workload: Workload | None
+    rows: list[Planned]
+    schema_version: int
 
 
 # --- one file -------------------------------------------------------------------------------------
@@ -93,18 +110,11 @@ def convert(content: Any, kind: Any, name: str) -> Any:
 
 
 def _check(row: Row, losses_alone: bool) -> None:
-    """Raises RecordError for an unknown status or category, and for an ok row without its times."""
+    """Raises RecordError for a row without a status, and for an ok row without its times."""
     row.step = one_line(row.step, 100) or "unnamed"
-    if row.status not in schema.STATUSES:
-        raise RecordError(f"{row.step}: status {row.status} is unknown")
     times = [one.step_ms for one in [row, *row.passes]]
-    if row.status == "ok" and not losses_alone and not all(of and all(of) for of in times):
-        raise RecordError(f"{row.step}: an ok row without its times")
-    if profile := row.profile:
-        halves = [*profile.forward, *profile.backward]
-        named = {*profile.categories, *(one.category for one in [*profile.kernels, *halves])}
-        if not named <= {*schema.CATEGORIES}:
-            raise RecordError(f"{row.step}: unknown categories of kernels")
+    if row.status is None or (row.status == "ok" and not losses_alone and not all(of and all(of) for of in times)):
+        raise RecordError(f"{row.step}: no status, or an ok row without its times")
 
 
 # --- a run folder ---------------------------------------------------------------------------------
@@ -116,11 +126,11 @@ def load(folder: Path) -> Run | Study:
         raise RecordError(f"{one_line(folder)} is not a folder")
     if not (folder / schema.PLAN).exists():
         return read(folder / schema.MERGED)
-    plan = convert(read_json(folder / schema.PLAN), schema.Plan, schema.PLAN)
+    plan = convert(read_json(folder / schema.PLAN), Plan, schema.PLAN)
     if plan.schema_version != schema.SCHEMA_VERSION or not plan.rows:
         raise RecordError(f"{schema.PLAN} names no rows, or is not of schema version {schema.SCHEMA_VERSION}")
     is_study = plan.kind != "ladder"
-    planned: dict[str, dict[str, list[PlannedRow]]] = {}  # by the run's name and the row's, a pass each
+    planned: dict[str, dict[str, list[Planned]]] = {}  # by the run's name and the row's, a pass each
     for one in plan.rows:
         output = PurePath(one.output)
         if output.is_absolute() or ".." in output.parts or "\0" in one.output:
@@ -148,7 +158,7 @@ def _optional(path: Path, kind: Any, run: Run) -> Any:
         return None
 
 
-def _merge(folder: Path, plan: schema.Plan, planned: dict[str, list[PlannedRow]]) -> Run:
+def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
     """The rows of one run, from their records; `problems` names what differs between them."""
     merged = Run(plan.command, plan.started_at, None, plan.workload if plan.kind == "ladder" else None, [])
     records = []
@@ -168,12 +178,10 @@ def _merge(folder: Path, plan: schema.Plan, planned: dict[str, list[PlannedRow]]
     return merged
 
 
-def _read_planned(folder: Path, planned: PlannedRow, step: str) -> Run:
+def _read_planned(folder: Path, planned: Planned, step: str) -> Run:
     """A planned row's record, or one whose row tells why there is none."""
     path = folder / planned.output
-    if planned.left_out:
-        row = Row(step, "not run", LEFT_OUT)
-    elif not path.exists():
+    if not path.exists():
         began = path.with_suffix(".log").exists()
         status, when = ("interrupted", "during") if began else ("not run", "before")
         row = Row(step, status, f"the run ended {when} this row: ./run_all.sh --resume DIR finishes it")

@@ -15,7 +15,7 @@ LINES_BELOW = 3  # at most, of what is unusual; one more tells where the report 
 LONGEST_NAME = 24  # of a row in the table of a terminal, which has 100 columns
 CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
 # Fields of workloads whose times may still be compared.
-HARMLESS = {"warmup", "steps", "text", "text_tokens", "batches_sha256"}
+HARMLESS = {"warmup", "steps", "text", "text_sha256"}
 LAUNCH = {True: "captured", False: "launched", None: "-"}
 
 
@@ -148,8 +148,9 @@ def describe_machine(environment: Environment) -> str:
     """The device, the versions of what ran on it, and the commit."""
     shown = ("torch", "transformer-engine", "cuda")
     versions = [f"{name} {environment.versions[name]}" for name in shown if name in environment.versions]
-    commit = (environment.commit or "unknown")[:7] + " with uncommitted changes" * bool(environment.dirty)
-    return ", ".join([environment.device, *versions, f"commit {commit}"])
+    commit = environment.commit or "unknown"
+    shown = commit[:7] + " with uncommitted changes" * commit.endswith("-dirty")
+    return ", ".join([environment.device, *versions, f"commit {shown}"])
 
 
 def describe_workload(work: Workload | None) -> str:

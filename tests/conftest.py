@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import data, parallel, timing  # noqa: E402
+from common import data, timing  # noqa: E402
 from common.arguments import Arguments, build_parser  # noqa: E402
 from common.model import GPTConfig  # noqa: E402
 
@@ -26,7 +26,7 @@ STEPS = sorted(path.stem for path in ROOT.glob("[0-9]_*.py"))
 CPU_STEPS = STEPS[:4]
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, seq_len=32, vocab_size=256)
 # The words of one small run. Tests that compile share this shape, and with it what the compiler keeps on disk.
-FAST = ["--device", "cpu", "--amp-dtype", "fp32", "--n-layer", "2", "--n-head", "2", "--n-embd", "32"]
+FAST = ["--device", "cpu", "--n-layer", "2", "--n-head", "2", "--n-embd", "32"]
 FAST += ["--seq-len", "32", "--steps", "4", "--warmup", "1"]
 
 
@@ -55,10 +55,10 @@ def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **
         "text": data.standard_library_text(),
         "device": torch.device(device),
         "amp_dtype": amp_dtype,
-        "amp_note": None,
+        "amp": amp_dtype is not torch.float32,
         "output": Path("/nonexistent/record.json"),
-        "notes": [],
-        "world": parallel.World(),
+        "rank": 0,
+        "processes": 1,
     }
     return Arguments(**(fields | overrides))
 

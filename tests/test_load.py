@@ -86,7 +86,7 @@ def test_only_files_that_the_plan_names_are_read_and_none_outside_the_folder(tmp
 
 
 def test_rows_without_a_record_and_rows_of_other_work_or_of_another_name_say_so(tmp_path):
-    folder = runs.plan(tmp_path, "0_a", "1_b", "2_c", "3_d", "4_e", "peers/p", left_out=["3_d"])
+    folder = runs.plan(tmp_path, "0_a", "1_b", "2_c", "3_d", "4_e", "peers/p")
     runs.put(folder, runs.row("0_a"))
     runs.put(folder, runs.row("1_b"), work=runs.workload(batch_size=9, seed=2))
     runs.put(folder, runs.row("2_c"), device="another GPU")
@@ -94,7 +94,7 @@ def test_rows_without_a_record_and_rows_of_other_work_or_of_another_name_say_so(
     runs.put(folder, runs.row("p", 50.0), "peers/p.json")
     found = load(folder)
     assert [row.status for row in found.rows] == ["ok", "failed", "ok", "not run", "failed"]
-    assert "batch_size, seed differ" in found.rows[1].reason and "--only" in found.rows[3].reason
+    assert "batch_size, seed differ" in found.rows[1].reason and "--resume" in found.rows[3].reason
     assert [(row.step, row.status) for row in found.peers] == [("p", "ok")]
     assert found.problems == ["rows differ in device: GPU in 0_a, p; another GPU in 2_c"]
     assert {line.mark for line in figures(found).timed} == {"?"}
@@ -150,7 +150,7 @@ def test_no_text_of_a_record_harms_a_terminal_or_a_page(tmp_path):
     odd = runs.row(text, note=text, settings=replace(runs.SETTINGS["2_sdpa"], optimizer=text), source=f"{text}\n{text}")
     peer = runs.row("p", status="failed", reason=text)
     work = replace(runs.workload(preset=text), text=text)
-    made = runs.run(odd, runs.row("1_b"), peers=[peer], work=work, problems=[text], device=text, variables={text: text})
+    made = runs.run(odd, runs.row("1_b"), peers=[peer], work=work, problems=[text], device=text, versions={text: text})
     made.command = text
     found = figures(load(runs.write(tmp_path, made)))
     for said in (render_text(found, "x"), render_markdown(found)):

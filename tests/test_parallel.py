@@ -30,14 +30,15 @@ def train_in_processes(output):
     """What each of torchrun's processes runs: every case in turn; the first one writes what came of them."""
     import conftest
 
-    world, results = parallel.find_world(), {}
-    parallel.start(conftest.arguments(CPU_STEPS[0], world=world, parallel="ddp"))
+    rank, results = int(os.environ["RANK"]), {}
+    place = {"rank": rank, "processes": int(os.environ["WORLD_SIZE"])}
+    parallel.start(conftest.arguments(CPU_STEPS[0], parallel="ddp", **place))
     for step, how in CASES:
-        losses, weights = trained(step, parallel=how, world=world)
-        given = conftest.arguments(step, parallel=how, world=world)
-        largest = parallel.across([world.rank, -world.rank], "max", given)
+        losses, weights = trained(step, parallel=how, **place)
+        given = conftest.arguments(step, parallel=how, **place)
+        largest = parallel.across([rank, -rank], "max", given)
         results[step, how] = parallel.across(losses, "avg", given), weights, largest
-    if world.rank == 0:
+    if rank == 0:
         torch.save(results, output)
     torch.distributed.destroy_process_group()
 

@@ -1,8 +1,5 @@
 """Roofs and predictions: products add up, a made machine gives the times that its rates imply, damage is one line."""
 
-import json
-from dataclasses import asdict
-
 import pytest
 from conftest import ROOT, arguments, run_python
 
@@ -26,29 +23,29 @@ def made(flops_per_s=1e12, bytes_per_s=1e11, launch_s=0.0, steady=1.0):
 
 
 def test_a_machine_of_one_rate_gives_the_flops_over_it_and_the_bytes_over_its_speed():
-    shape = PRESETS["gpt2"].config
+    shape = PRESETS["gpt2"][0]
     found = predict.predict("3_compile", shape, 8, made())
     attention = 6 * shape.n_layer * shape.seq_len * shape.n_embd * 8 * shape.seq_len
     products = flops.flops_per_step(shape, 8) - attention
-    assert found.category_ms["matrix products"] == pytest.approx(products / 1e12 * 1e3)
-    assert found.category_ms["attention"] == pytest.approx(attention / 1e12 * 1e3)
-    assert found.category_ms["optimizer"] == pytest.approx(28 * flops.parameters(shape) / 1e11 * 1e3)
-    assert found.host_ms == 0 and found.ms == pytest.approx(sum(found.category_ms.values()))
+    assert found.products_ms == pytest.approx(products / 1e12 * 1e3)
+    assert found.attention_ms == pytest.approx(attention / 1e12 * 1e3)
+    assert found.others_ms > 28 * flops.parameters(shape) / 1e11 * 1e3, "AdamW's and more"
+    assert found.host_ms == 0 and found.ms == found.busy_ms
 
 
 def test_the_host_bounds_a_launched_step_and_power_a_large_product():
-    shape = PRESETS["gpt2"].config
+    shape = PRESETS["gpt2"][0]
     found = predict.predict("2_sdpa", shape, 1, made(1e18, 1e18, launch_s=1e-5))
     assert found.ms == found.host_ms == pytest.approx(found.launches * 1e-2)
     cold, hot = (predict.predict("3_compile", shape, 8, made(1e12, 1e16, steady=rate)) for rate in (1.0, 0.5))
-    assert hot.category_ms["matrix products"] > 1.4 * cold.category_ms["matrix products"]
+    assert hot.products_ms > 1.4 * cold.products_ms
 
 
 def test_roofs_that_lack_a_part_predict_no_step_that_needs_it():
     short = made()
     short.products = [p for p in short.products if p.precision == "bf16"]
     with pytest.raises(ValueError, match="FP32 products"):
-        predict.predict("0_baseline", PRESETS["gpt2"].config, 8, short)
+        predict.predict("0_baseline", PRESETS["gpt2"][0], 8, short)
 
 
 def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
@@ -69,17 +66,15 @@ def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
 def test_the_command_answers_for_a_card_that_is_not_here_and_refuses_damage_in_one_line(tmp_path):
     write_json(tmp_path / "card.json", made())
     words = ["-m", "ladder.predict", "--machine", tmp_path / "card.json", "--preset", "gpt2", "--device", "cpu"]
-    ran = run_python(*words, "--output", tmp_path / "ms.json")
+    ran = run_python(*words)
     assert ran.returncode == 0 and "4_transformer_engine" in ran.stdout, ran.stderr
-    assert set(json.loads((tmp_path / "ms.json").read_text())) == {p.stem for p in ROOT.glob("[0-9]_*.py")}
     ran = run_python("-m", "ladder.predict", "--machine", "h200", "--preset", "gpt3-xl", "--device", "cpu")
     assert ran.returncode == 0 and "4_transformer_engine" in ran.stdout, "it need not fit this machine"
-    damaged = json.dumps(asdict(made()) | {"copy_bytes_per_s": None, "attention": [(8, 64, 0)]})
-    for damage in ("[]", "{", '{"products": 1}', '{"products": [{}]}', damaged):
+    for damage in ("[]", "{", '{"products": 1}', '{"products": [{}]}'):
         (tmp_path / "card.json").write_text(damage)
         ran = run_python(*words)
         assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
-        assert "holds no roofs that can be read" in ran.stderr or "the roofs are damaged" in ran.stderr
+        assert "holds no roofs that can be read" in ran.stderr
 
 
 @pytest.mark.parametrize("place", ["gpt3-6.7b-slice", "gpt3-xl", "wide-8192"])

@@ -215,7 +215,7 @@ def test_losses_are_compared_seed_by_seed_and_against_seconds():
     made |= {f"dead, seed {k}": trained(2.5 + k + 0.1 * (k == 2)) for k in range(3)}
     study = runs.study("parity", made)
     mean, reach, _ = parity.difference(study, "dead", "2_sdpa", parity.heldout_loss)
-    assert mean == pytest.approx(1.6 / 3) and reach == pytest.approx(4.303 * 0.1 / 3), "of 0.5, 0.5 and 0.6"
+    assert mean == pytest.approx(1.6 / 3) and reach == pytest.approx(4.303 * 0.1 / 3, rel=1e-3), "of 0.5, 0.5 and 0.6"
     (row,) = parity.tables(study)["Variants, and their differences from the script that they change:"]
     assert row["changes"] == "2_sdpa" and row["held-out: 95 % interval"] == "**+0.3899 to +0.6768**"
     assert parity.curves(study) == {"2_sdpa": [(1.0, 4.0), (2.0, 3.0)]} and parity.picture(study)[:4] == b"\x89PNG"

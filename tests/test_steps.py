@@ -141,7 +141,7 @@ def test_flops_match_torch_on_step_0_but_for_the_half_square():
     hidden_half = 6 * config.n_layer * config.seq_len * config.n_embd * tokens.numel()
     assert counter.get_total_flops() == flops.flops_per_step(config, batch_size=2) + hidden_half
     assert flops.parameters(config) == sum(p.numel() for p in model.parameters())
-    xl = PRESETS["gpt3-xl"].config
+    xl = PRESETS["gpt3-xl"][0]
     products = flops.matrix_products(xl, tokens=128).items()
     assert sum(2 * m * n * k * count for (m, n, k), count in products) == 6 * flops.matmul_parameters(xl) * 128
 
