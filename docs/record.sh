@@ -14,7 +14,7 @@ machine="${1:?docs/record.sh MACHINE [NAME ...]}"
 shift
 core="roofs gpt3-6.7b-slice gpt2 parity"
 names=("${@:-}")
-[ -n "${names[0]}" ] || read -ra names <<<"$core gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations anatomy"
+[ -n "${names[0]}" ] || read -ra names <<<"$core gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations anatomy llama"
 
 ladder() { # the options of run_all.sh: its newest run becomes the record
   ./run_all.sh "$@"
@@ -38,6 +38,7 @@ for name in "${names[@]}"; do
     scaling) ladder --scaling --preset gpt3-6.7b-slice ;;
     parity) "$python" -m anatomy.parity --preset gpt2 --batch-size 8 --output "$to" ;;
     ablations) "$python" -m anatomy.ablations --preset gpt3-6.7b-slice --output "$to" ;;
+    llama) "$python" examples/llama.py --output "$to/llama.json" ;;
     anatomy) "$python" -m anatomy all --json "$to/anatomy.json" >"$to/report.md" ;;
     *) echo "docs/record.sh: there is no piece named $name" >&2 && exit 2 ;;
   esac

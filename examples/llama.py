@@ -14,7 +14,6 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -36,6 +35,7 @@ SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}
 TINY = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "vocab_size": 256}
 WARMUP, LR = 3, {"cuda": 5e-6, "cpu": 1e-3}  # the ladder's rule for the rate, at these shapes
+COLUMNS = ("ms", "tokens/s", "x before", "x first", "GiB", "loss")
 CHANGES = {  # a row each, with all changes before it
     "FP32, attention by hand": None,
     "BF16 by autocast, TF32": "amp",
@@ -144,16 +144,14 @@ def cells(rows: list[dict], tokens: int) -> Iterator[dict[str, str]]:
     """A line a row; a row without a time has its status."""
     first = before = None
     for row in rows:
-        line = dict.fromkeys(("ms", "tokens/s", "x before", "x first", "GiB", "loss"), "-")
+        values = [row["status"], *"-----"]
         if row["step_ms"]:
             ms, peak = statistics.median(row["step_ms"]), row["peak_bytes"]
             first, before = first or ms, before or ms
-            values = (f"{ms:,.1f}", f"{tokens / ms * 1e3:,.0f}", f"{before / ms:.2f}", f"{first / ms:.2f}")
-            line = dict(
-                zip(line, [*values, f"{peak / 2**30:.1f}" if peak else "-", f"{row['loss'][-1]:.2f}"], strict=True)
-            )
+            values = [f"{ms:,.1f}", f"{tokens / ms * 1e3:,.0f}", f"{before / ms:.2f}", f"{first / ms:.2f}"]
+            values += [f"{peak / 2**30:.1f}" if peak else "-", f"{row['loss'][-1]:.2f}"]
             before = ms
-        yield {"": row["change"]} | line | ({} if row["step_ms"] else {"ms": row["status"]})
+        yield {"": row["change"]} | dict(zip(COLUMNS, values, strict=True))
 
 
 def main() -> int:
@@ -185,8 +183,8 @@ def main() -> int:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
     if options.output:
-        asked = {name: value for name, value in vars(options).items() if name != "output"}
-        write_json(options.output, {"options": asked, "environment": asdict(hardware.describe(device)), "rows": rows})
+        made = {"options": vars(options) | {"output": None}, "environment": hardware.describe(device), "rows": rows}
+        write_json(options.output, made)
     say(aligned(list(cells(rows, options.batch_size * options.seq_len))))
     return int(any(row["status"] not in ("ok", "skipped") for row in rows))
 
