@@ -21,14 +21,12 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import data, hardware, timing
-from common.arguments import check_output
 from common.benchmark import explain, optional
 from common.cuda_graph import CapturedStep
 from common.record import write_json
 from common.text import OneLineParser, Skip, aligned, positive_int, progress, run_command, say
 
 transformers = optional("transformers", "transformers")
-sdpa_attention = optional("transformers.integrations.sdpa_attention", "transformers")
 os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")  # Transformer Engine would silently take it where cuDNN does not load
 te = optional("transformer_engine.pytorch", "transformer-engine[pytorch]")
 SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "vocab_size": 32000}
@@ -96,7 +94,7 @@ def build(changes: set, options, device: torch.device):
     shape = (SHAPE if device.type == "cuda" else TINY) | HEADS
     config = transformers.LlamaConfig(**shape, max_position_embeddings=options.seq_len, use_cache=False)
     # Under a name of our own, sdpa gets no mask: transformers makes one while a step is captured.
-    transformers.AttentionInterface.register("sdpa-alone", sdpa_attention.sdpa_attention_forward)
+    transformers.AttentionInterface.register("sdpa-alone", transformers.AttentionInterface()["sdpa"])
     attention = "sdpa-alone" if "sdpa" in changes else "eager"
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
@@ -161,11 +159,8 @@ def main() -> int:
     for name, default in (("--batch-size", 1), ("--seq-len", 4096 if device.type == "cuda" else 256), ("--steps", 20)):
         parser.add_argument(name, type=positive_int, default=default, metavar="N", help=f"default: {default}")
     options = parser.parse_args()
-    if options.output:
-        try:
-            check_output(options.output)
-        except ValueError as error:
-            parser.error(str(error))
+    if options.output and options.output.exists():
+        parser.error(f"--output {options.output} exists: it stays as it is")
     text = data.load_text(None, options.seq_len, 256)
     starts = data.draw_starts(text, WARMUP + options.steps, options.batch_size, options.seq_len, seed=1337)
     batches, rows, changes = data.stage_batches(text, starts, options.seq_len, device), [], set()
@@ -182,10 +177,10 @@ def main() -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
+    say(aligned(list(cells(rows, options.batch_size * options.seq_len))))
     if options.output:
         made = {"options": vars(options) | {"output": None}, "environment": hardware.describe(device), "rows": rows}
         write_json(options.output, made)
-    say(aligned(list(cells(rows, options.batch_size * options.seq_len))))
     return int(any(row["status"] not in ("ok", "skipped") for row in rows))
 
 
