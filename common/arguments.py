@@ -17,6 +17,7 @@ from common.text import OneLineParser, Skip, positive_int
 DDP_WARMUP = 11  # DDP divides gradients into buckets anew, and times itself, until then: no CUDA graph holds that
 # Free GiB from which `auto` takes a preset at a batch size: what FP32 with attention by hand needs, and a tenth more.
 AUTO = {83: ("gpt3-6.7b-slice", 8), **{2 * n + 2: ("gpt2", n) for n in (32, 16, 8, 4, 2)}}
+RECORD_MARKS = {"schema_version", "launch_s", "experiment", "experiments"}  # of the JSON that this project writes
 FEWEST_STEPS, MOST_STEPS, STEPS_FLOPS = 5, 30, 5e14  # by default on a GPU: as many steps as so many model FLOPs take
 
 
@@ -130,7 +131,8 @@ def learning_rate(config: GPTConfig) -> float:
 
 def check_output(output: Path) -> None:
     """Know before any work that a record can be written. Raises ValueError where not, and for a file that is none."""
-    if output.exists() and not (output.is_file() and (read_object(output) or not output.stat().st_size)):
+    ours = output.is_file() and (not output.stat().st_size or RECORD_MARKS & read_object(output).keys())
+    if output.exists() and not ours:
         raise ValueError(f"--output {output} exists and is no record: it stays as it is")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -150,8 +152,7 @@ def resolve(args: Arguments, trains: bool) -> None:
     args.amp = hardware.has_bf16_matrix_instructions(args.device)
     args.amp_dtype = torch.bfloat16 if args.amp else torch.float32
     args.preset, batch_size = resolve_preset(args.preset, args.device)
-    args.batch_size = args.batch_size or batch_size
-    preset = PRESETS[args.preset][0]
+    args.batch_size, preset = args.batch_size or batch_size, PRESETS[args.preset][0]
     args.config = replace(preset, **{name: getattr(args, name) or value for name, value in asdict(preset).items()})
     if args.config.n_embd % args.config.n_head:
         raise ValueError(f"--n-embd {args.config.n_embd} is not divisible by --n-head {args.config.n_head}")

@@ -283,7 +283,7 @@ def read_roofs(name: str | None) -> tuple[Roofs, int | None, str]:
             machine = found.environment or msgspec.convert(content.get("environment"), Environment | None)
         except msgspec.ValidationError:
             continue
-        if found.products:
+        if found.products and all(one.burst_flops_per_s > 0 for one in found.products):
             return found, machine and machine.gpu_memory_bytes, str(path)
     raise ValueError(
         f"{name or 'results/'} holds no roofs that can be read: python -m ladder.roofs --grid measures them"
