@@ -113,9 +113,9 @@ class Ladder:
             say(f"no predictions: {ended[1]}")
 
     def recorded(self, row: runs.Planned) -> dict:
-        """The row that its script left; empty where there is none that this version reads."""
         found = schema.read_object(self.folder / row.output)
-        return (found.get("rows") or [{}])[0] if found.get("schema_version") == schema.SCHEMA_VERSION else {}
+        rows = found.get("rows") if found.get("schema_version") == schema.SCHEMA_VERSION else None
+        return rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
 
     def run_row(self, row: runs.Planned) -> None:
         """Run one script, and print what came of it. One that leaves no record gets one that holds how it ended."""

@@ -305,8 +305,8 @@ def predict_all(args, measured: Roofs) -> tuple[dict[str, Prediction], dict[str,
     for step in (name.removesuffix(".py") for name in scripts()):
         try:
             found[step] = predict(step, args.config, args.batch_size, measured, args.capture)
-        except ValueError as error:
-            why[step] = str(error)
+        except (ValueError, ArithmeticError, TypeError) as error:
+            why[step] = f"the roofs lack a part: {error}"
     if not found:
         raise ValueError(next(iter(why.values())))
     return found, why
