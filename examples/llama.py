@@ -132,7 +132,7 @@ def run(name: str, changes: set, options, device: torch.device, batches: list) -
         torch.get_device_module(device).synchronize()
     if isinstance(train_step, CapturedStep):
         train_step.record(*batches[0])
-    ms = steps.timed(options.steps, "timed", device)[0]
+    ms = steps.timed(options.steps, f"{name}: timed", device)[0]
     progress("")
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
     return {"step_ms": ms, "peak_bytes": peak, "loss": [loss.item() for loss in steps.losses]}

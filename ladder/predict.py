@@ -306,7 +306,7 @@ def predict_all(args, measured: Roofs) -> tuple[dict[str, Prediction], dict[str,
         try:
             found[step] = predict(step, args.config, args.batch_size, measured, args.capture)
         except (ValueError, ArithmeticError, TypeError) as error:
-            why[step] = f"the roofs lack a part: {error}"
+            why[step] = str(error) if isinstance(error, ValueError) else f"the roofs are damaged: {error}"
     if not found:
         raise ValueError(next(iter(why.values())))
     return found, why
