@@ -1,8 +1,7 @@
 """Peer of 4_transformer_engine.py: te.TransformerLayer, used plainly.
 
 Step 4 with Transformer Engine's whole layer and its own fused attention in the place of the blocks, and step 3's head:
-BF16, compiled. The rows of its q, k and v weight stand in the ladder's order (qkv_weight_interleaved=False), so the
-initial function is the same. Source: Transformer Engine's "Getting started".
+BF16, compiled. qkv_weight_interleaved=False keeps the ladder's order of q, k and v. Source: its page "Getting started".
 
 Run:      python peers/te_layer.py                  Needs: Transformer Engine, see README
 """
@@ -33,8 +32,7 @@ def block(config):
 
 
 def head(config):
-    part = compiled.Head(config)
-    part.compile(fullgraph=True)
+    (part := compiled.Head(config)).compile(fullgraph=True)
     return part
 
 

@@ -205,7 +205,7 @@ def recorded():
     "given, reason",
     [
         ({"device": "cpu"}, "launched"),
-        ({"capture": False}, "--no-capture"),
+        ({"capture": False}, "not captured"),
         ({"parallel": "fsdp", "warmup": 11}, "FSDP2 allocates pinned memory"),
         ({"parallel": "ddp", "warmup": 10}, "DDP needs 11 launched steps first"),
         ({"parallel": "ddp", "warmup": 11}, None),
