@@ -38,7 +38,7 @@ for name in "${names[@]}"; do
     scaling) ladder --scaling --preset gpt3-6.7b-slice ;;
     parity) "$python" -m anatomy.parity --preset gpt2 --batch-size 8 --output "$to" ;;
     ablations) "$python" -m anatomy.ablations --preset gpt3-6.7b-slice --output "$to" ;;
-    llama) rm -f "$to/llama.json" && "$python" examples/llama.py --output "$to/llama.json" ;;
+    llama) "$python" examples/llama.py --profile --output "$to/results.json" ;;
     anatomy) "$python" -m anatomy all --json "$to/anatomy.json" >"$to/report.md" ;;
     *) echo "docs/record.sh: there is no piece named $name" >&2 && exit 2 ;;
   esac

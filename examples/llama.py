@@ -1,46 +1,40 @@
 """The lesson carried to a model that is not ours: Hugging Face's LlamaForCausalLM, from FP32 to FP8, line by line.
 
-    python examples/llama.py [--batch-size N] [--seq-len N] [--steps N] [--output FILE]
-
-The model is built from a configuration, with nothing downloaded: 1.3 B parameters, RMSNorm, rotary positions, grouped
-heads, SwiGLU. Each row adds one change to the row before. All rows begin with the same weights and train on the same
-batches. The last row puts Transformer Engine's whole layer in the place of Llama's, as its tutorial on Llama 2 and 3
-does. On a CPU the model is tiny, and the last two rows are skipped. Needs: pip install transformers.
+It is built from a configuration, with nothing downloaded: RMSNorm, rotary positions, grouped heads, SwiGLU; on a GPU
+24 layers of 2,048 channels, unless you say otherwise. Each row adds one change. All begin with the same weights and
+train on the same batches. The last row has Transformer Engine's whole layer in the place of Llama's, as its tutorial on
+Llama 2 and 3 does. On a CPU the last two rows are skipped. Needs: pip install transformers.
 """
 
 import contextlib
 import gc
 import os
-import statistics
 import sys
-from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import data, hardware, timing
-from common.benchmark import explain, optional
-from common.cuda_graph import CapturedStep
-from common.record import write_json
-from common.text import OneLineParser, Skip, aligned, positive_int, progress, run_command, say
+from common import benchmark, cuda_graph, hardware
+from common.arguments import Arguments, parse_args
+from common.record import Row, Run, Workload, write_json
+from common.text import Skip, portable_command, run_command, say
+from report import figures, table
 
-transformers = optional("transformers", "transformers")
+transformers = benchmark.optional("transformers", "transformers")
 os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")  # Transformer Engine would silently take it where cuDNN does not load
-te = optional("transformer_engine.pytorch", "transformer-engine[pytorch]")
-SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "vocab_size": 32000}
-HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}
-TINY = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "vocab_size": 256}
-WARMUP, LR = 3, {"cuda": 5e-6, "cpu": 1e-3}  # the ladder's rule for the rate, at these shapes
-COLUMNS = ("ms", "tokens/s", "x before", "x first", "GiB", "loss")
+te = benchmark.optional("transformer_engine.pytorch", "transformer-engine[pytorch]")
+DEFAULTS = {True: "--preset gpt3-xl --seq-len 4096 --batch-size 1", False: "--preset tiny --seq-len 256"}  # with a GPU?
 CHANGES = {  # a row each, with all changes before it
-    "FP32, attention by hand": None,
-    "BF16 by autocast, TF32": "amp",
-    "fused attention": "sdpa",
-    "compiled layers and loss, fused AdamW": "compile",
-    "captured as a CUDA graph": "graph",
-    "FP8 by Transformer Engine's layer": "fp8",
+    "0_fp32": "attention by hand",
+    "1_amp": "BF16 by autocast, TF32",
+    "2_sdpa": "fused attention",
+    "3_compile": "layers and loss compiled, fused AdamW",
+    "4_graph": "the step captured as a CUDA graph",
+    "5_fp8": "Transformer Engine's layer in FP8",
 }
 
 
@@ -85,34 +79,44 @@ class FP8Layer(torch.nn.Module):
         return self.layer(x, self_attn_mask_type="causal", rotary_pos_emb=self.angles)
 
 
-def build(changes: set, options, device: torch.device):
-    """`train_step(tokens, targets)`, each (B, T) int64, of the model with these changes. Raises Skip."""
-    if "fp8" in changes and hardware.compute_capability(device) < hardware.FP8_CAPABILITY:
-        raise Skip("FP8 needs an NVIDIA GPU of the generation Ada, Hopper or newer")
-    torch.manual_seed(1337)
-    torch.set_float32_matmul_precision("high" if "amp" in changes else "highest")
-    shape = (SHAPE if device.type == "cuda" else TINY) | HEADS
-    config = transformers.LlamaConfig(**shape, max_position_embeddings=options.seq_len, use_cache=False)
+def model_of(args: Arguments, attention: str) -> torch.nn.Module:
+    """A Llama of the ladder's layers, heads and channels, with two query heads for each head of keys and values."""
+    shape = args.config
+    config = transformers.LlamaConfig(
+        hidden_size=shape.n_embd,
+        intermediate_size=shape.n_embd * 11 // 4,
+        num_hidden_layers=shape.n_layer,
+        num_attention_heads=shape.n_head,
+        num_key_value_heads=max(1, shape.n_head // 2),
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=shape.seq_len,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def build(changes: list[str], args: Arguments):
+    """`train_step(tokens, targets)`, each (B, T) int64, and the model, with these changes. Raises Skip."""
+    amp, sdpa, compiled, graph, fp8 = (name in changes for name in list(CHANGES)[1:])
+    if graph and args.device.type != "cuda":
+        raise Skip("only a GPU has CUDA graphs")
+    if fp8:
+        args.require_fp8()
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high" if amp else "highest")
     # Under a name of our own, sdpa gets no mask: transformers makes one while a step is captured.
     transformers.AttentionInterface.register("sdpa-alone", transformers.AttentionInterface()["sdpa"])
-    attention = "sdpa-alone" if "sdpa" in changes else "eager"
-    with device:
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    loss_of = F.cross_entropy
-    if "fp8" in changes:
-        model.model.layers = torch.nn.ModuleList(FP8Layer(layer, config) for layer in model.model.layers)
-    if "compile" in changes:
-        loss_of = torch.compile(loss_of)
-        for layer in model.model.layers if "fp8" not in changes else ():  # Transformer Engine's is not compiled
-            layer.compile()
-    if "graph" in changes and device.type != "cuda":
-        raise Skip("only a GPU has CUDA graphs")
-    captured, fused = "graph" in changes, {"fused": True} if "compile" in changes else {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR[device.type], eps=1e-5, capturable=captured, **fused)
+    with args.device:
+        model = model_of(args, "sdpa-alone" if sdpa else "eager")
+    if fp8:
+        model.model.layers = torch.nn.ModuleList(FP8Layer(layer, model.config) for layer in model.model.layers)
+    for layer in model.model.layers if compiled and not fp8 else ():  # Transformer Engine's is not compiled
+        layer.compile()
+    loss_of = torch.compile(F.cross_entropy) if compiled else F.cross_entropy
+    optimizer = torch.optim.AdamW(model.parameters(), **args.adamw, **({"fused": True} if compiled else {}))
 
     def train_step(tokens, targets):
-        fp8 = te.autocast() if "fp8" in changes else contextlib.nullcontext()
-        with torch.autocast(device.type, torch.bfloat16, enabled="amp" in changes), fp8:
+        autocast = torch.autocast(args.device.type, torch.bfloat16, enabled=amp)
+        with autocast, te.autocast() if fp8 else contextlib.nullcontext():
             logits = model(tokens, use_cache=False).logits  # (B, T, V)
             loss = loss_of(logits.flatten(0, 1), targets.flatten())
         loss.backward()
@@ -120,68 +124,36 @@ def build(changes: set, options, device: torch.device):
         optimizer.zero_grad()
         return loss
 
-    return CapturedStep(train_step, optimizer, None) if captured else train_step
+    return cuda_graph.capture(train_step, optimizer, args) if graph else train_step, model
 
 
-def run(name: str, changes: set, options, device: torch.device, batches: list) -> dict:
-    """Train with these changes: times of the steps after WARMUP in ms, peak memory in bytes, losses in nats."""
-    on_gpu = device.type == "cuda"
-    train_step = build(changes, options, device)
-    steps = timing.Steps(train_step, batches)
-    for _ in steps.run(WARMUP, f"{name}: warm-up"):
-        torch.get_device_module(device).synchronize()
-    if isinstance(train_step, CapturedStep):
-        train_step.record(*batches[0])
-    ms = steps.timed(options.steps, f"{name}: timed", device)[0]
-    progress("")
-    peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
-    return {"step_ms": ms, "peak_bytes": peak, "loss": [loss.item() for loss in steps.losses]}
-
-
-def cells(rows: list[dict], tokens: int) -> Iterator[dict[str, str]]:
-    """A line a row; a row without a time has its status."""
-    first = before = None
-    for row in rows:
-        values = [row["status"], *"-----"]
-        if row["step_ms"]:
-            ms, peak = statistics.median(row["step_ms"]), row["peak_bytes"]
-            first, before = first or ms, before or ms
-            values = [f"{ms:,.1f}", f"{tokens / ms * 1e3:,.0f}", f"{before / ms:.2f}", f"{first / ms:.2f}"]
-            values += [f"{peak / 2**30:.1f}" if peak else "-", f"{row['loss'][-1]:.2f}"]
-            before = ms
-        yield {"": row["change"]} | dict(zip(COLUMNS, values, strict=True))
+def workload(args: Arguments) -> Workload:
+    """The record's workload: FLOPs by the ladder's convention, of Llama's own matrices."""
+    with torch.device("meta"):
+        model = model_of(args, "eager")
+    _, *matrices = [weight.numel() for weight in model.parameters() if weight.dim() == 2]  # the first is the embedding
+    work, attention = args.workload(), args.config.n_layer * args.config.seq_len * args.config.n_embd
+    flops = 6 * (sum(matrices) + attention) * work.tokens_per_step
+    return replace(work, preset="llama", parameters=model.num_parameters(), flops_per_step=flops)
 
 
 def main() -> int:
-    parser = OneLineParser(prog="python examples/llama.py", description=__doc__)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the rows, as JSON")
-    device = hardware.resolve_device("auto")
-    for name, default in (("--batch-size", 1), ("--seq-len", 4096 if device.type == "cuda" else 256), ("--steps", 20)):
-        parser.add_argument(name, type=positive_int, default=default, metavar="N", help=f"default: {default}")
-    options = parser.parse_args()
-    if options.output and options.output.exists():
-        parser.error(f"--output {options.output} exists: it stays as it is")
-    text = data.load_text(None, options.seq_len, 256)
-    starts = data.draw_starts(text, WARMUP + options.steps, options.batch_size, options.seq_len, seed=1337)
-    batches, rows, changes = data.stage_batches(text, starts, options.seq_len, device), [], set()
+    args = parse_args(Path(__file__), __doc__, [*DEFAULTS[torch.cuda.is_available()].split(), *sys.argv[1:]])
+    rows = []
     for name, change in CHANGES.items():
-        changes = changes | {change}
-        row = {"change": name, "status": "ok", "reason": None, "step_ms": [], "peak_bytes": None, "loss": []}
+        rows.append(row := Row(name))
+        say(f"{name}: {change}")
         try:
-            row |= run(name, changes, options, device, batches)
+            benchmark.run(partial(build, [one.step for one in rows]), args, row)
         except Exception as error:  # whatever happened, the other rows stand
-            row["status"], row["reason"] = explain(error)
-            say(f"{name}: {row['status']}: {row['reason']}")
-        rows.append(row)
+            row.status, row.reason = benchmark.explain(error)
         gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-    say(aligned(list(cells(rows, options.batch_size * options.seq_len))))
-    if options.output:
-        made = {"options": vars(options) | {"output": None}, "environment": hardware.describe(device), "rows": rows}
-        write_json(options.output, made)
-    return int(any(row["status"] not in ("ok", "skipped") for row in rows))
+        torch.cuda.empty_cache()
+    command = portable_command("python examples/llama.py", sys.argv[1:])
+    made = Run(command, None, hardware.describe(args.device), workload(args), rows)
+    write_json(args.output, made)
+    say(table.render_text(figures.figures(made), str(args.output)))
+    return int(any(row.status not in ("ok", "skipped") for row in rows))
 
 
 if __name__ == "__main__":

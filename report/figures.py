@@ -7,7 +7,7 @@ from statistics import fmean, median, quantiles
 from common.record import CATEGORIES, Environment, Roofs, Row, Run, Workload
 from report.load import DIFFER
 
-LOSS_WINDOW = 20  # training steps
+LOSS_WINDOW = 5  # training steps
 GAPS = "gaps"  # of the GPU's timeline
 GIB = 2**30
 PLAIN = "2_sdpa"  # where most readers' training stands: mixed precision and fused attention
@@ -145,7 +145,7 @@ def _unlearned(losses: list[float]) -> str:
     """How a row fails the rule of learning, in a clause; empty where it does not."""
     if losses and max(losses) > MOST_OF_FIRST_LOSS * losses[0]:
         return f"did not learn as it should: a loss was above {MOST_OF_FIRST_LOSS} times the first"
-    if len(losses) >= FEWEST_LOSSES and fmean(losses[-5:]) > LEARNED * losses[0]:
+    if len(losses) >= FEWEST_LOSSES and fmean(losses[-LOSS_WINDOW:]) > LEARNED * losses[0]:
         return f"hardly learned: its last five losses were above {LEARNED} times the first"
     return ""
 

@@ -24,7 +24,12 @@ import tables
 def test_the_figures_of_a_row_are_what_its_record_says():
     rows = [runs.row("0_baseline", 200.0, profile=runs.profile(200.0)), runs.row("1_cublas", 100.0)]
     third = runs.row(
-        "2_sdpa", 50.0, profile=runs.profile(50.0), predicted_ms=45.0, power_w=400.0, loss=[5.0] * 5 + [3.0, 1.0] * 10
+        "2_sdpa",
+        50.0,
+        profile=runs.profile(50.0),
+        predicted_ms=45.0,
+        power_w=400.0,
+        loss=[5.0] * 5 + [3.0, 1.0, 2.0, 1.0, 3.0],
     )
     peer = runs.row("p", 40.0)
     made = figures(runs.run(*rows, third, peers=[peer], measured=runs.roofs()))
