@@ -31,8 +31,9 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--repeat", type=positive_int, default=1, metavar="N", help="passes over all rows")
     text = "N processes a row, each with its own GPU (on a CPU: its share of the cores) and its own batch"
     parser.add_argument("--gpus", type=positive_int, metavar="N", help=text)
-    text = "how they share the model (default: ddp; with --scaling both)"
-    parser.add_argument("--parallel", choices=runs.PARALLEL, help=text)
+    parser.add_argument(
+        "--parallel", choices=runs.PARALLEL, help="how they share it (default: ddp; with --scaling both)"
+    )
     text = "each row on 1, 2, 4, ... GPUs, up to --gpus or all (on a CPU: 1 and 2 processes)"
     parser.add_argument("--scaling", action="store_true", help=text)
     parser.add_argument("--sweep", action="store_true", help="each row at several widths and lengths")
@@ -60,6 +61,7 @@ def plan(argv: list[str], parser: OneLineParser) -> tuple[dict, list[runs.Planne
         (given.peers and (several or kind != "ladder"), "--peers run on one GPU, in a ladder"),
         (given.repeat > 1 and kind != "ladder", "--repeat is for a ladder"),
         ((given.gpus or given.parallel) and kind == "sweep", "a sweep runs on one GPU"),
+        (kind == "sweep" and re.search("--(n-|seq|batch)", str(arguments)), "--sweep chooses the shape: leave it out"),
         (given.parallel and not several, "--parallel is for several processes: add --gpus N"),
         (any(word.startswith("--output") for word in arguments), "--output is chosen here: a folder under results/"),
     ):
