@@ -15,7 +15,7 @@ def capture(train_step: Callable, optimizer: torch.optim.Optimizer, args: Argume
     count on. Where no capture can be, the step is launched, and `reason` tells why."""
     reason = None
     if args.device.type != "cuda" or not args.capture:
-        reason = "launched, not captured"
+        reason = ""  # launched as asked, or on a CPU
     elif args.parallel == "fsdp":
         reason = "launched, not captured: FSDP2 allocates pinned memory of the host, which no CUDA graph can hold"
     elif args.parallel == "ddp" and args.warmup < DDP_WARMUP:

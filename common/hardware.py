@@ -69,7 +69,7 @@ def clock_and_power(device: torch.device) -> tuple[float, float] | None:
 
 def describe(device: torch.device) -> Environment:
     """Machine, versions, commit."""
-    installed = {one.name.lower(): one.version for one in metadata.distributions() if one.name}
+    installed = {one.name.lower().replace("_", "-"): one.version for one in metadata.distributions() if one.name}
     names = ("triton", "transformer-engine", "torchao", "transformers")
     versions = {"python": platform.python_version(), "torch": torch.__version__, **{n: installed.get(n) for n in names}}
     found = Environment(

@@ -104,7 +104,8 @@ def limit_rows(made: Figures) -> list[dict[str, str]]:
         }
         for line in made.timed
     ]
-    return only_filled(rows)
+    found = only_filled(rows)
+    return found if found and len(found[0]) > 1 else []
 
 
 def roof_rows(roofs: Roofs) -> list[dict[str, str]]:
