@@ -12,9 +12,7 @@ GAPS = "gaps"  # of the GPU's timeline
 GIB = 2**30
 PLAIN = "2_sdpa"  # where most readers' training stands: mixed precision and fused attention
 MARK = "?"  # behind a figure that may be wrong
-LEGEND = (
-    "?: may be wrong, because the machine was busy, the second half of the steps drifted by over 5 %, or rows differ"
-)
+LEGEND = "?: may be wrong: the machine was busy, the second half of the steps drifted by over 5 %, or rows differ"
 BUSY = 1.10  # times what the reference work takes at best: beyond it, something else ran on the machine
 DRIFT, FEWEST_STEPS_OF_DRIFT = 0.05, 4
 MOST_OF_FIRST_LOSS, LEARNED = 1.1, 0.75  # times the first loss: none is above, and the mean of the last five is below
