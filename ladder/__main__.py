@@ -44,7 +44,7 @@ def build_parser() -> OneLineParser:
     return parser
 
 
-def plan(argv: list[str], parser: OneLineParser) -> tuple[dict, list[runs.Planned], dict]:
+def plan(argv: list[str], parser: OneLineParser, fresh: bool) -> tuple[dict, list[runs.Planned], dict]:
     """What is written to a run folder before its first row, so that an ended run is known to be incomplete; its rows;
     what its arguments mean here. From the plan's `argv`, --resume makes the same plan again. Exits where options
     contradict each other: nobody's option is ignored."""
@@ -59,7 +59,7 @@ def plan(argv: list[str], parser: OneLineParser) -> tuple[dict, list[runs.Planne
         (given.peers and (several or kind != "ladder"), "--peers run on one GPU, in a ladder"),
         (given.repeat > 1 and kind != "ladder", "--repeat is for a ladder"),
         ((given.gpus or given.parallel) and kind == "sweep", "a sweep runs on one GPU"),
-        (kind == "sweep" and re.search("--(n-|seq|batch)", str(arguments)), "--sweep chooses the shape: leave it out"),
+        (kind == "sweep" and fresh and re.search("--(n-|seq|batch)", str(arguments)), "--sweep chooses the shape"),
         (given.parallel and not several, "--parallel is for several processes: add --gpus N"),
         (any(word.startswith("--output") for word in arguments), "--output is chosen here: a folder under results/"),
     ):
@@ -148,7 +148,7 @@ def finish(folder: Path, stop: process.Stop) -> int:
         say(f"interrupted: ./run_all.sh --resume {shown} finishes it")
         return 130
     latest = ROOT / "results" / "latest"
-    if folder.parent == ROOT / "results" and (latest.is_symlink() or not latest.exists()):
+    if ended.returncode != 2 and folder.parent == latest.parent and (latest.is_symlink() or not latest.exists()):
         with contextlib.suppress(OSError):
             latest.unlink(missing_ok=True)
             latest.symlink_to(folder.name)
@@ -164,7 +164,7 @@ def main(argv: list[str]) -> int:
         if not isinstance(before.get("argv"), list):
             parser.error(f"--resume {resumed} holds no {schema.PLAN} that can be read")
         argv = [*map(str, before["argv"])]
-    made, rows, facts = plan(argv, parser)
+    made, rows, facts = plan(argv, parser, fresh=not before)
     if before and any(before.get(name) != made[name] for name in ("workload", "rows", "schema_version")):
         parser.error(f"--resume {resumed}: its work has changed: the scripts, the text or this machine's defaults")
     folder = resumed.resolve() if before else ROOT / "results" / f"{time.strftime('%Y%m%d-%H%M%S')}-{made['kind']}"

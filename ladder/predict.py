@@ -285,9 +285,9 @@ def read_roofs(name: str | None) -> tuple[Roofs, int | None, str]:
             continue
         if found.products and all(one.burst_flops_per_s > 0 for one in found.products):
             return found, machine and machine.gpu_memory_bytes, str(path)
-    raise ValueError(
-        f"{name or 'results/'} holds no roofs that can be read: python -m ladder.roofs --grid measures them"
-    )
+    known = " or ".join(sorted({path.parts[-3] for path in hardware.ROOT.glob(f"docs/results/*/*/{ROOFS}")}))
+    advice = f"run python -m ladder.roofs --grid, or take --machine {known}"
+    raise ValueError(f"{name or 'results/'} holds no roofs that can be read: {advice}")
 
 
 def row(step: str, one: Prediction, before: Prediction, peak: int, memory: int | None) -> dict[str, str]:

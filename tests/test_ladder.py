@@ -202,6 +202,14 @@ def test_options_that_contradict_are_one_line(words, said, project):
     assert ran.returncode == 2 and said in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
 
 
+def test_a_finished_sweep_can_be_resumed(project):
+    made = project({"0_x": "ok"})
+    pinned = ["--preset", "tiny", "--batch-size", "2"]
+    assert made.run("--sweep", pinned=pinned).returncode == 0
+    ran = made.run("--resume", str(made.only()), roofs=(), pinned=pinned)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_runs_are_lists():
     rows = runs.ladder(["--preset", "gpt2"], ["0_x.py", "3_x.py", "4_x.py"])
     outputs = [row.output for row in runs.scaling(rows, 4, None, None, "cuda")]
