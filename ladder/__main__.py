@@ -31,7 +31,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--repeat", type=positive_int, default=1, metavar="N", help="passes over all rows")
     text = "N processes a row, each with its own GPU (on a CPU: its share of the cores) and its own batch"
     parser.add_argument("--gpus", type=positive_int, metavar="N", help=text)
-    parser.add_argument("--parallel", choices=runs.PARALLEL, help="default: ddp; with --scaling both")
+    parser.add_argument("--parallel", choices=runs.PARALLEL, help="how to share the model (--scaling: both, else ddp)")
     text = "each row on 1, 2, 4, ... GPUs, up to --gpus or all (on a CPU: 1 and 2 processes)"
     parser.add_argument("--scaling", action="store_true", help=text)
     parser.add_argument("--sweep", action="store_true", help="each row at several widths and lengths")
