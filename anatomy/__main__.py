@@ -1,12 +1,13 @@
 """Experiments that show why each step helps. Each has one question, a prediction by arithmetic, and one table.
 
 python -m anatomy                                  lists them
-python -m anatomy.NAME [--quick] [--json FILE]     runs one; --help has its prediction and its sizes
+python -m anatomy NAME [--quick] [--json FILE]     runs one; --help has its prediction and its sizes
 python -m anatomy all [--device NAME] [--quick]    runs those of the first list, and prints one Markdown page
 """
 
 import ast
 import importlib
+import runpy
 import sys
 import time
 from dataclasses import asdict
@@ -39,7 +40,7 @@ def run_all(words: list[str]) -> int:
     try:
         found = asdict(hardware.describe(shared.Lab("all", options).device))
     except ValueError as error:
-        parser.error(one_line(error))
+        parser.error(one_line(error).replace("--output", "--json"))
     known = found["versions"] | {"commit": found["commit"], "on": date.today()}
     command, facts = portable_command("python -m anatomy", sys.argv[1:]), (f"{k} {v}" for k, v in known.items())
     say(f"# Anatomy on {found['device']}\n\n`{command}`, {', '.join(facts)}")
@@ -62,9 +63,11 @@ def main() -> int:
     words = sys.argv[1:]
     if words[:1] == ["all"]:
         return run_all(words[1:])
+    if words and words[0] in f"{ALL} {APART}".split():
+        return runpy.run_module(f"anatomy.{sys.argv.pop(1)}", run_name="__main__", alter_sys=True)
     lists = ("\n".join(f"  {name:15} {question(name)}" for name in names.split()) for names in (ALL, APART))
     parser = OneLineParser(prog="python -m anatomy", description="\n\n".join([__doc__.strip(), *lists]))
-    parser.add_argument("all", nargs="?", choices=["all"], help="its options: python -m anatomy all --help")
+    parser.add_argument("name", nargs="?", choices=[*ALL.split(), *APART.split(), "all"], metavar="NAME", help="or all")
     parser.parse_args(words)
     say(parser.description)
     return 0

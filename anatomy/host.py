@@ -2,9 +2,9 @@
 
 Prediction. An operator passes through Python, PyTorch's dispatcher and the allocator, and on a GPU the driver's launch:
 on one number that is its whole time, a few microseconds. x * 2 is measured first. Ten of them take 10 times as long. A
-view makes a tensor but no kernel: at most as long. Python's sum over a vector adds as often as it is long. A compiled
-function first runs guards, comparisons in C++ of each tensor with what it was compiled for: 32 more cost at most one
-operator. Its first call takes over 1000 times as long as later ones.
+view makes a tensor but no kernel: at most as long. Python's sum over a vector adds as often as it is long; vector.sum()
+is one operator. A compiled function first runs guards, comparisons in C++ of each tensor with what it was compiled for:
+32 more cost at most one operator. Its first call takes over 1000 times as long as later ones.
 
 The host queues kernels ahead of the GPU. What needs a value on the host waits until the queue is empty: its own time
 with an empty queue, measured first, plus all that is queued. A copy from pinned memory with non_blocking=True only
@@ -62,6 +62,7 @@ def calls(lab, x, plain_s):
     lab.row("x * 2 with gradient tracking", lab.seconds(lambda: tracked * 2))
     lab.row("x.t(), a view", lab.seconds(matrix.t), plain_s, at_most=True)
     lab.row(f"sum(vector) of {ELEMENTS}", lab.seconds(lambda: sum(vector)), ELEMENTS * lab.seconds(lambda: x + x))
+    lab.row(f"vector.sum() of {ELEMENTS}", lab.seconds(vector.sum), plain_s)
     few_s, (guards, first_s) = lab.seconds(guarded([x.clone()])[0]), guarded([x.clone() for _ in range(INPUTS)])
     later_s = lab.seconds(guards)
     lab.row(f"{INPUTS - 1} guards", later_s - few_s, plain_s, at_most=True)

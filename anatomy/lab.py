@@ -38,7 +38,9 @@ class Lab:
     """One run of one experiment on one device, and its rows."""
 
     def __init__(self, name: str, options: argparse.Namespace):
-        """Raises ValueError, one line, for a device that cannot be used."""
+        """Raises ValueError, one line, for a device that cannot be used, or a --json file that cannot be written."""
+        if options.json:
+            check_output(options.json)
         self.name, self.device, self.dtype = name, hardware.resolve_device(options.device), DTYPES.get(options.dtype)
         self.gpu, self.iters, self.quick = self.device.type == "cuda", options.iters, options.quick
         self.amp = self.gpu and hardware.has_bf16_matrix_instructions(self.device)  # else experiments take FP32
@@ -143,12 +145,10 @@ def main(run: Callable) -> None:
     def work() -> None:
         options = parser.parse_args()
         try:
-            if options.json:
-                check_output(options.json)
             lab = Lab(module.__spec__.name.rpartition(".")[2], options)
             sentence = run(lab, **{size: getattr(options, size) for size in sizes})
         except (ValueError, RuntimeError) as error:  # no such device, too little memory, a size
-            parser.error(one_line(error))
+            parser.error(one_line(error).replace("--output", "--json"))
         progress("")
         found = lab.record(module.__doc__.partition("\n")[0], sentence)
         say(f"{found['question']}\n\n{lab.tables()}\n\n{sentence}")

@@ -29,6 +29,7 @@ REWRITES = {  # what: (function of two square matrices, kernels when compiled)
     "equal expressions: sin(x) * w + sin(x)": (lambda x, w: torch.sin(x) * w + torch.sin(x), 1),
     "two outputs of one input": (lambda x, w: (x + w, x - w), 1),
     "relu(x @ w) + x": (lambda x, w: torch.relu(x @ w) + x, 2),
+    "relu(x @ w + b), b a vector": (lambda x, w: torch.relu(x @ w + w[0]), 2),
     "four products with one input": (lambda x, w: [x @ part for part in w.chunk(4, dim=1)], 4),
     "two products in a row": (lambda x, w: (x @ w) @ w, 2),
 }

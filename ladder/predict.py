@@ -25,10 +25,8 @@ from common.text import OneLineParser, aligned, run_command, say
 from ladder import roofs
 from ladder.runs import BY_HAND, scripts
 
-CAPTURED = "34"
 SELF = hardware.ROOT / "ladder" / "predict.py"
 COPY = "copy fp32"  # moves 8 bytes a number
-FUSED_LAUNCHES = 4  # of attention: forward, and three kernels backward
 
 
 class Pass(NamedTuple):
@@ -43,8 +41,7 @@ class Pass(NamedTuple):
 # Kernels of one block, by the first character of a script's name. A vector is a bias or less: sums, cleared workspaces.
 EAGER = (
     Pass("stream", 24, 4, "to fp32"),  # autocast runs LayerNorm in FP32: its input, in backward its gradient
-    # Two LayerNorms in FP32, 8 each; their output to BF16, and backward the gradient of their input, 24; residual adds
-    # in BF16, 6 each.
+    # Two LayerNorms in FP32, 8 each; outputs to BF16, backward gradients of inputs, 24; residual adds in BF16, 6 each.
     Pass("stream", 64, 10),
     Pass("stream", 40, 2, "layer norm backward fp32"),
     Pass("hidden", 4, 1, "gelu half"),
@@ -222,12 +219,15 @@ class Machine:
 
 def predict(step: str, shape, batch_size: int, measured: Roofs, capture: bool = True) -> Prediction:
     """One step at a shape (a GPTConfig), from a machine's roofs; without `capture` launched. Raises ValueError where
-    the roofs lack a part."""
+    the roofs lack a part, and for sizes that FP8 cannot multiply."""
     machine, numbers, number = Machine(measured), roofs.sizes(shape, batch_size), step[0]
     mixed = "bf16" if "bf16" in machine.precisions else "fp32"
     precision = {"0": "fp32", "4": "fp8"}.get(number, mixed)
     if precision not in machine.precisions or not (measured.kernels and measured.attention):
         raise ValueError(f"the roofs lack {precision.upper()} products, kernels or attention")
+    odd = [size for size in (shape.n_embd, batch_size * shape.seq_len, shape.vocab_size) if size % 16]
+    if precision == "fp8" and odd:
+        raise ValueError(f"FP8 needs channels, tokens and vocabulary divisible by 16, not {odd[0]}")
     passes = [(one, shape.n_layer) for one in IN_A_BLOCK[number]] + [(one, 1) for one in ONCE_A_STEP[number]]
     others_s = sum(times * one.kernels * machine.pass_s(one, numbers[one.tensor]) for one, times in passes)
     products = list(products_of(number, shape, batch_size, machine, precision))
@@ -236,9 +236,9 @@ def predict(step: str, shape, batch_size: int, measured: Roofs, capture: bool = 
     if number not in BY_HAND:
         heads, D = batch_size * shape.n_head, shape.n_embd // shape.n_head
         attention_s = shape.n_layer * machine.attention_s(shape.seq_len, D, heads)
-        launches += shape.n_layer * FUSED_LAUNCHES
+        launches += 4 * shape.n_layer  # forward, and three kernels backward
     products_s = machine.slowed_s(products, others_s + attention_s, precision)
-    host_s = 0.0 if capture and number in CAPTURED else launches * (measured.launch_s or 0.0)
+    host_s = 0.0 if capture and number in "34" else launches * (measured.launch_s or 0.0)
     return Prediction(products_s * 1e3, attention_s * 1e3, others_s * 1e3, launches, host_s * 1e3)
 
 

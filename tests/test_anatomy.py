@@ -29,7 +29,7 @@ def test_an_experiment_predicts_and_measures_on_a_cpu(name, monkeypatch):
     compiler, plain = torch.compile, {"backend": "aot_eager"}  # it generates no code, which takes most of the time
     if name in ("fusion", "compiler", "techniques"):
         monkeypatch.setattr(torch, "compile", lambda f, mode=None, **how: compiler(f, **(plain | how)))
-    lab = Lab(name, argparse.Namespace(device="cpu", dtype=None, iters=2, quick=True))
+    lab = Lab(name, argparse.Namespace(device="cpu", dtype=None, iters=2, quick=True, json=None))
     sizes = {"vocab": 2000} if name == "learning" else {}
     sentence = importlib.import_module(f"anatomy.{name}").run(lab, **sizes)
     assert sentence.endswith(".") and any(letter.isdigit() for letter in sentence)
@@ -50,11 +50,12 @@ def test_the_commands_list_run_and_write_and_bad_input_is_one_line(tmp_path):
     files = {path.stem for path in ROOT.glob("anatomy/*.py")} - {"lab", "__init__", "__main__"}
     listed = run("anatomy").stdout
     assert files == {*ALL.split(), *APART.split()} and all(f"  {name} " in listed for name in files)
-    ended = run("anatomy.graph", "--device", "cpu", "--quick", "--iters", "2", "--json", str(tmp_path / "x.json"))
+    ended = run("anatomy", "graph", "--device", "cpu", "--quick", "--iters", "2", "--json", str(tmp_path / "x.json"))
     assert ended.returncode == 0 and "needs a GPU" in ended.stdout, ended.stderr
     written = json.loads((tmp_path / "x.json").read_text())
     assert written["experiment"] == "graph" and written["rows"] and written["environment"]["device_type"] == "cpu"
-    for words in ("anatomy nonsense", "anatomy.graph --device tpu", "anatomy.host --edge 0"):
+    bad = "anatomy nonsense", "anatomy.graph --device tpu", "anatomy.host --edge 0", "anatomy all --json README.md"
+    for words in bad:
         ended = run(*words.split())
         assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
     assert [shown(*pair) for pair in ((1.5e-5, "s"), (999.9e6, "B"), (None, "s"))] == ["15 us", "999.9 MB", "-"]

@@ -70,6 +70,8 @@ def test_the_command_answers_for_a_card_that_is_not_here_and_refuses_damage_in_o
     assert ran.returncode == 0 and "4_transformer_engine" in ran.stdout, ran.stderr
     ran = run_python("-m", "ladder.predict", "--machine", "h200", "--preset", "gpt3-xl", "--device", "cpu")
     assert ran.returncode == 0 and "4_transformer_engine" in ran.stdout, "it need not fit this machine"
+    ran = run_python("-m", "ladder.predict", "--machine", "h200", "--vocab-size", "50257", "--device", "cpu")
+    assert "4_transformer_engine is not predicted: FP8 needs" in ran.stdout and "3_compile  " in ran.stdout
     for damage in ("[]", "{", '{"products": 1}', '{"products": [{}]}'):
         (tmp_path / "card.json").write_text(damage)
         ran = run_python(*words)
