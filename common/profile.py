@@ -52,8 +52,7 @@ POINTWISE = r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|
 # What the names of attention's backward kernels contain: of cuDNN, FlashAttention, CUTLASS, softmax by hand, a CPU.
 BACKWARD = r"bprop|bwd|[Bb]ackward|cutlassB|dot_do_o|convert_dq"
 OPTIMIZERS = {"_fused_adam": "fused", "_foreach_": "foreach"}  # by how their operators' names begin
-KERNELS_KEPT = 40
-PROFILED_STEPS, LONG_STEP_MS = 3, 1000
+PROFILED_STEPS, LONG_STEP_MS, KERNELS_KEPT = 3, 1000, 40
 WARM_MS, MOST_WARM = 500, 50  # of steps before those that are profiled
 SHORTEST_MS = 0.01  # of a CPU's operator in the timeline of a block
 

@@ -16,7 +16,7 @@ from common.record import Row
 from common.text import progress
 
 SETTLING_S, TIMED_S = 2, 3  # of steps, at least, on a GPU
-CPU_PARTS = 4
+CPU_PARTS, HAVE_TRAINED = 4, 10  # timed steps, at least, where `args.steps` have trained already
 POLL_S, ASK_S = 0.05, 0.5
 PARTS, MOST_QUEUED = 9, 400  # of back-to-back work; launches
 REFERENCE_EDGE, REFERENCE_BYTES, REFERENCE_S = {"cuda": 4096, "cpu": 768}, 2**26, 0.2
@@ -61,9 +61,10 @@ def time_steps(steps: Steps, row: Row, args: Arguments) -> float:
     """Put the times of at least `args.steps` steps, reference work, clock and power into `row`. A time is the longest
     of all processes, so all of them run as many steps. Returns the seconds of these steps and of those before them."""
     device, references, settling = args.device, [reference_work(args.device)], []
+    least = min(args.steps, HAVE_TRAINED) if args.heldout_every else args.steps
     if device.type == "cpu":
         for k in range(CPU_PARTS):
-            if n := args.steps * (k + 1) // CPU_PARTS - args.steps * k // CPU_PARTS:
+            if n := least * (k + 1) // CPU_PARTS - least * k // CPU_PARTS:
                 steps.timed(1, "timed", device)  # brings back to the caches what the reference work drove out
                 row.step_ms += across(steps.timed(n, "timed", device)[0], "max", args)
                 references.append(reference_work(device))
@@ -73,7 +74,7 @@ def time_steps(steps: Steps, row: Row, args: Arguments) -> float:
         while (left_ms := SETTLING_S * 1e3 - sum(settling)) > 0:
             n = math.ceil(left_ms / statistics.median(settling))
             settling += across(steps.timed(n, "settling", device)[0], "max", args)
-        n = max(args.steps, math.ceil(TIMED_S * 1e3 / statistics.median(settling)))
+        n = max(least, math.ceil(TIMED_S * 1e3 / statistics.median(settling)))
         step_ms, states = steps.timed(n, "timed", device)
         row.step_ms = across(step_ms, "max", args)
         row.peak_bytes = max(row.peak_bytes or 0, torch.cuda.max_memory_allocated(device))

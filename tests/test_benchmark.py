@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import FAST, ROOT, STEPS, arguments, built, run_python
+from conftest import FAST, ROOT, STEPS, arguments, built, load_step, run_python
 
 from common import benchmark, cuda_graph, profile
 from common.model import GPTConfig
@@ -125,6 +125,14 @@ def test_what_ran_is_observed(traced_only):
         run.train_step(*run.batches[0])
         found = profile.observe(lambda run=run: run.train_step(*run.batches[0]), run.model, run.args.device)
         assert [getattr(found, name) for name in names] == expected
+
+
+def test_held_out_losses_are_of_the_training_and_its_steps_are_not_trained_twice():
+    args, row = arguments(STEPS[2], steps=40, heldout_every=15), Row(STEPS[2])
+    benchmark.run(load_step(STEPS[2]).main, args, row)
+    assert [done for done, _ in row.heldout] == [2, 17, 32, 42] and len(row.loss) == 42
+    assert row.heldout[-1][1] < row.heldout[0][1] - 0.5 and abs(row.heldout[0][1] - row.loss[1]) < 0.5
+    assert len(row.step_ms) == 10
 
 
 def test_a_loss_that_is_not_finite_fails_the_row():
