@@ -5,7 +5,8 @@
 #   docs/record.sh MACHINE NAME ...  these pieces, for example: slice gpt2
 #   docs/record.sh --check           the records of other code than the present one
 #
-# A piece that was interrupted is continued: ./run_all.sh --resume DIR, then cp -r DIR/results.json to its folder.
+# A ladder that was interrupted is continued: ./run_all.sh --resume DIR, then cp DIR/results.json to its folder. A study
+# (parity, ablations) goes on where it ended.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-$(./run_all.sh --setup)}"
@@ -14,20 +15,29 @@ machine="${1:?docs/record.sh MACHINE [NAME ...]}"
 shift
 core="roofs gpt3-6.7b-slice gpt2 parity"
 names=("${@:-}")
-[ -n "${names[0]}" ] || read -ra names <<<"$core gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations anatomy llama"
+[ -n "${names[0]}" ] || read -ra names <<<"$core gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep \
+  ablations ablations-gpt2 anatomy llama"
 
 ladder() { # the options of run_all.sh: its newest run becomes the record
   ./run_all.sh "$@"
   cp results/latest/results.json "$to/"
 }
 
+study() { "$python" -m "anatomy.$1" --output "$to" "${@:2}"; }
+learning() { study parity --preset gpt2 --batch-size 8 "$@"; }
+
 for name in "${names[@]}"; do
   to="docs/results/$machine/$name"
+  if ! "$python" docs/tables.py --stale "$machine/$name" >/dev/null; then
+    rm -rf "$to"
+  elif [[ $name != parity && $name != ablations* ]]; then
+    continue
+  fi
   mkdir -p "$to"
-  "$python" docs/tables.py --stale "$machine/$name" >/dev/null && continue
   case "$name" in
     roofs) "$python" -m ladder.roofs --grid --preset gpt3-6.7b-slice --output "$to/roofs.json" ;;
     gpt3-6.7b-slice) ladder --preset gpt3-6.7b-slice --repeat 2 --peers ;;
+    gpt3-6.7b-slice-batch-4) ladder --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
     gpt2) ladder --preset gpt2 --repeat 3 --peers ;;
     gpt2-batch-8) ladder --preset gpt2 --batch-size 8 ;;
     gpt3-xl) ladder --preset gpt3-xl ;;
@@ -36,8 +46,13 @@ for name in "${names[@]}"; do
     tiny) ladder --preset tiny --repeat 3 ;;
     sweep) ladder --sweep ;;
     scaling) ladder --scaling --preset gpt3-6.7b-slice ;;
-    parity) "$python" -m anatomy.parity --preset gpt2 --batch-size 8 --output "$to" ;;
-    ablations) "$python" -m anatomy.ablations --preset gpt3-6.7b-slice --output "$to" ;;
+    parity)
+      learning
+      learning --rows 1 --seeds 1
+      learning --rows 2 dead-mlp-all dead-mlp attention-without-its-mask
+      ;;
+    ablations) study ablations --preset gpt3-6.7b-slice ;;
+    ablations-gpt2) study ablations --preset gpt2 ;;
     llama) "$python" examples/llama.py --profile --output "$to/results.json" ;;
     anatomy) "$python" -m anatomy all --json "$to/anatomy.json" >"$to/report.md" ;;
     *) echo "docs/record.sh: there is no piece named $name" >&2 && exit 2 ;;

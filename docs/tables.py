@@ -36,8 +36,7 @@ def made(place: str) -> Figures:
 
 
 def runs(place: str) -> list[Run]:
-    found = record(place)
-    return [*found.runs.values()] if isinstance(found, Study) else [found]
+    return [*found.runs.values()] if isinstance(found := record(place), Study) else [found]
 
 
 def places() -> list[str]:
@@ -79,6 +78,7 @@ categories = partial(of_one, made, table.category_rows)  # milliseconds of each 
 limits = partial(of_one, made, table.limit_rows)  # what limits each step
 roofs = partial(of_one, made, lambda made: table.roof_rows(made.run.roofs))  # what bare matrix products reach
 grid = partial(of_one, record, sweep.grid_rows)  # a sweep: times faster than the step before
+seconds = partial(of_one, record, parity.seconds_rows)  # a parity study: until a held-out loss is reached
 
 
 def losses(place: str, *labels: str, against: str | None = None, mixed: bool = False) -> str:
@@ -113,7 +113,7 @@ def gains(*of: str, mixed: bool = False) -> str:
     rows = []
     for place in of:
         work = made(place).run.workload
-        row = {"workload": place.split("/")[1], "channels": str(work.n_embd), "layers": str(work.n_layer)}
+        row = {"workload": place, "channels": str(work.n_embd), "layers": str(work.n_layer)}
         row |= {"T": str(work.seq_len), "tokens a step": f"{work.tokens_per_step:,}"}
         rows.append(row | {f"step {line.name[0]}": table.times(line.over_before) for line in made(place).steps[1:]})
     return shown(rows, *of, mixed=mixed)
