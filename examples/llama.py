@@ -1,9 +1,8 @@
 """The lesson carried to a model that is not ours: Hugging Face's LlamaForCausalLM, from FP32 to FP8, line by line.
 
 It is built from a configuration, with nothing downloaded: RMSNorm, rotary positions, grouped heads, SwiGLU; on a GPU
-24 layers of 2,048 channels, unless you say otherwise. Each row adds one change. All begin with the same weights and
-train on the same batches. The last row has Transformer Engine's whole layer in the place of Llama's, as its tutorial on
-Llama 2 and 3 does. On a CPU the last two rows are skipped. Needs: pip install transformers.
+24 layers of 2,048 channels by default. All rows begin with the same weights and train on the same batches. The last has
+Transformer Engine's whole layer in the place of Llama's. A CPU skips the last two. Needs: pip install transformers.
 """
 
 import contextlib
@@ -81,15 +80,14 @@ class FP8Layer(torch.nn.Module):
 
 def model_of(args: Arguments, attention: str) -> torch.nn.Module:
     """A Llama of the ladder's layers, heads and channels, with two query heads for each head of keys and values."""
-    shape = args.config
     config = transformers.LlamaConfig(
-        hidden_size=shape.n_embd,
-        intermediate_size=shape.n_embd * 11 // 4,
-        num_hidden_layers=shape.n_layer,
-        num_attention_heads=shape.n_head,
-        num_key_value_heads=max(1, shape.n_head // 2),
-        vocab_size=shape.vocab_size,
-        max_position_embeddings=shape.seq_len,
+        hidden_size=args.config.n_embd,
+        intermediate_size=args.config.n_embd * 11 // 4,
+        num_hidden_layers=args.config.n_layer,
+        num_attention_heads=args.config.n_head,
+        num_key_value_heads=max(1, args.config.n_head // 2),
+        vocab_size=args.config.vocab_size,
+        max_position_embeddings=args.config.seq_len,
     )
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
@@ -99,8 +97,6 @@ def build(changes: list[str], args: Arguments):
     amp, sdpa, compiled, graph, fp8 = (name in changes for name in list(CHANGES)[1:])
     if graph and args.device.type != "cuda":
         raise Skip("only a GPU has CUDA graphs")
-    if fp8:
-        args.require_fp8()
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high" if amp else "highest")
     # Under a name of our own, sdpa gets no mask: transformers makes one while a step is captured.
@@ -108,6 +104,7 @@ def build(changes: list[str], args: Arguments):
     with args.device:
         model = model_of(args, "sdpa-alone" if sdpa else "eager")
     if fp8:
+        args.require_fp8()
         model.model.layers = torch.nn.ModuleList(FP8Layer(layer, model.config) for layer in model.model.layers)
     for layer in model.model.layers if compiled and not fp8 else ():  # Transformer Engine's is not compiled
         layer.compile()
@@ -139,7 +136,10 @@ def workload(args: Arguments) -> Workload:
 
 def main() -> int:
     args = parse_args(Path(__file__), __doc__, [*DEFAULTS[torch.cuda.is_available()].split(), *sys.argv[1:]])
-    rows = []
+    try:
+        rows, work = [], workload(args)
+    except Skip as error:
+        sys.exit(f"python examples/llama.py: error: {error}")
     for name, change in CHANGES.items():
         rows.append(row := Row(name))
         say(f"{name}: {change}")
@@ -150,7 +150,7 @@ def main() -> int:
         gc.collect()
         torch.cuda.empty_cache()
     command = portable_command("python examples/llama.py", sys.argv[1:])
-    made = Run(command, None, hardware.describe(args.device), workload(args), rows)
+    made = Run(command, None, hardware.describe(args.device), work, rows)
     write_json(args.output, made)
     say(table.render_text(figures.figures(made), str(args.output)))
     return int(any(row.status not in ("ok", "skipped") for row in rows))

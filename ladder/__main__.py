@@ -56,7 +56,7 @@ def plan(argv: list[str], parser: OneLineParser, fresh: bool) -> tuple[dict, lis
     for wrong, why in (
         (given.scaling and given.sweep, "--scaling and --sweep exclude each other"),
         (not only, f"--only {given.only}: give some of 0,1,2,3,4"),
-        (given.peers and (several or kind != "ladder"), "--peers run on one GPU, in a ladder"),
+        (given.peers and (several or kind != "ladder"), "--peers excludes --gpus, --scaling and --sweep"),
         (given.repeat > 1 and kind != "ladder", "--repeat is for a ladder"),
         ((given.gpus or given.parallel) and kind == "sweep", "a sweep runs on one GPU"),
         (kind == "sweep" and fresh and re.search("--(n-|seq|batch)", str(arguments)), "--sweep chooses the shape"),

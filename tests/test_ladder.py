@@ -192,7 +192,7 @@ def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(proje
         ("--sweep --repeat 2", "--repeat is for a ladder"),
         ("--sweep --n-embd 64", "--sweep chooses the shape"),
         ("--parallel ddp", "--parallel is for several processes"),
-        ("--peers --gpus 2", "--peers run on one GPU"),
+        ("--peers --gpus 2", "--peers excludes --gpus"),
         ("--output x", "--output is chosen here"),
         ("--repeat 0", "is not a whole number"),
     ],
