@@ -18,24 +18,26 @@ names=("${@:-}")
 [ -n "${names[0]}" ] || read -ra names <<<"$core gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep \
   ablations ablations-gpt2 anatomy llama"
 
+code="$("$python" -c 'import pathlib, common.record as r; print(r.code_sha256(pathlib.Path()))')"
+
 ladder() { # the options of run_all.sh: its newest run becomes the record
   ./run_all.sh "$@"
-  cp results/latest/results.json "$to/"
+  cp results/latest/results.json "$at/"
 }
 
-study() { "$python" -m "anatomy.$1" --output "$to" "${@:2}"; }
+study() { "$python" -m "anatomy.$1" --output "$at" "${@:2}"; }
 learning() { study parity --preset gpt2 --batch-size 8 "$@"; }
 
 for name in "${names[@]}"; do
-  to="docs/results/$machine/$name"
-  if ! "$python" docs/tables.py --stale "$machine/$name" >/dev/null; then
-    rm -rf "$to"
-  elif [[ $name != parity && $name != ablations* ]]; then
-    continue
+  # What is made lies under results/ until it is whole: a record names its commit, without changes of files under docs/.
+  to="docs/results/$machine/$name" at="results/$machine-$name-$code"
+  mkdir -p "$at"
+  if "$python" docs/tables.py --stale "$machine/$name" >/dev/null; then
+    [[ $name == parity || $name == ablations* ]] || continue
+    cp -n "$to"/results.json "$at/"
   fi
-  mkdir -p "$to"
   case "$name" in
-    roofs) "$python" -m ladder.roofs --grid --preset gpt3-6.7b-slice --output "$to/roofs.json" ;;
+    roofs) "$python" -m ladder.roofs --grid --preset gpt3-6.7b-slice --output "$at/roofs.json" ;;
     gpt3-6.7b-slice) ladder --preset gpt3-6.7b-slice --repeat 2 --peers ;;
     gpt3-6.7b-slice-batch-4) ladder --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
     gpt2) ladder --preset gpt2 --repeat 3 --peers ;;
@@ -53,9 +55,11 @@ for name in "${names[@]}"; do
       ;;
     ablations) study ablations --preset gpt3-6.7b-slice ;;
     ablations-gpt2) study ablations --preset gpt2 ;;
-    llama) "$python" examples/llama.py --profile --output "$to/results.json" ;;
-    anatomy) "$python" -m anatomy all --json "$to/anatomy.json" >"$to/report.md" ;;
+    llama) "$python" examples/llama.py --profile --output "$at/results.json" ;;
+    anatomy) "$python" -m anatomy all --json "$at/anatomy.json" >"$at/report.md" ;;
     *) echo "docs/record.sh: there is no piece named $name" >&2 && exit 2 ;;
   esac
+  mkdir -p "$to"
+  cp "$at"/*.* "$to/"
 done
 docs/renew.sh
