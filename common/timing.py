@@ -15,8 +15,8 @@ from common.parallel import across
 from common.record import Row
 from common.text import progress
 
-SETTLING_S, TIMED_S = 2, 3  # of steps, at least, on a GPU
-CPU_PARTS, HAVE_TRAINED = 4, 10  # timed steps, at least, where `args.steps` have trained already
+SETTLING_S, TIMED_S, TIMED_STEPS = 2, 3, 10  # at least: seconds of steps on a GPU; steps after a long training
+CPU_PARTS = 4
 POLL_S, ASK_S = 0.05, 0.5
 PARTS, MOST_QUEUED = 9, 400  # of back-to-back work; launches
 REFERENCE_EDGE, REFERENCE_BYTES, REFERENCE_S = {"cuda": 4096, "cpu": 768}, 2**26, 0.2
@@ -58,10 +58,10 @@ class Steps:
 
 
 def time_steps(steps: Steps, row: Row, args: Arguments) -> float:
-    """Put the times of at least `args.steps` steps, reference work, clock and power into `row`. A time is the longest
-    of all processes, so all of them run as many steps. Returns the seconds of these steps and of those before them."""
+    """Put the times of at least `args.steps` steps (few if these trained for held-out losses), reference work, clock and
+    power into `row`. A time is the longest of all processes. Returns the seconds of these steps and of those before."""
     device, references, settling = args.device, [reference_work(args.device)], []
-    least = min(args.steps, HAVE_TRAINED) if args.heldout_every else args.steps
+    least = min(args.steps, TIMED_STEPS) if args.heldout_every else args.steps
     if device.type == "cpu":
         for k in range(CPU_PARTS):
             if n := least * (k + 1) // CPU_PARTS - least * k // CPU_PARTS:

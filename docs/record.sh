@@ -2,7 +2,7 @@
 # Record a machine under docs/results/MACHINE:
 #
 #   docs/record.sh MACHINE           every piece that is missing or of other code; each takes at most ten minutes
-#   docs/record.sh MACHINE NAME ...  these pieces, for example: slice gpt2
+#   docs/record.sh MACHINE NAME ...  these pieces, for example: gpt2 parity
 #   docs/record.sh --check           the records of other code than the present one
 #
 # A ladder that was interrupted is continued: ./run_all.sh --resume DIR, then cp DIR/results.json to its folder. A study
@@ -31,11 +31,11 @@ learning() { study parity --preset gpt2 --batch-size 8 "$@"; }
 for name in "${names[@]}"; do
   # What is made lies under results/ until it is whole: a record names its commit, without changes of files under docs/.
   to="docs/results/$machine/$name" at="results/$machine-$name-$code"
-  mkdir -p "$at"
   if "$python" docs/tables.py --stale "$machine/$name" >/dev/null; then
     [[ $name == parity || $name == ablations* ]] || continue
-    cp -n "$to"/results.json "$at/"
+    [ -e "$at" ] || cp -r "$to" "$at"
   fi
+  mkdir -p "$at"
   case "$name" in
     roofs) "$python" -m ladder.roofs --grid --preset gpt3-6.7b-slice --output "$at/roofs.json" ;;
     gpt3-6.7b-slice) ladder --preset gpt3-6.7b-slice --repeat 2 --peers ;;
