@@ -58,7 +58,7 @@ class Steps:
 
 
 def time_steps(steps: Steps, row: Row, args: Arguments) -> float:
-    """Put the times of at least `args.steps` steps (few if these trained for held-out losses), reference work, clock and
+    """Put the times of at least `args.steps` steps (few if they trained for held-out losses), reference work, clock and
     power into `row`. A time is the longest of all processes. Returns the seconds of these steps and of those before."""
     device, references, settling = args.device, [reference_work(args.device)], []
     least = min(args.steps, TIMED_STEPS) if args.heldout_every else args.steps
