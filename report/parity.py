@@ -13,12 +13,11 @@ from statistics import fmean, median, stdev
 import numpy as np
 
 from common.record import Row, Study
-from report.charts import CURVES, DASHES, figure, png
+from report.charts import CURVES, DASHES, figure, plain_numbers, png
 from report.table import number
 
 FEWEST_SEEDS = 3  # of an interval
 FIRST_STEPS = 50  # of the training losses: later, rows that round otherwise drift apart
-TARGETS = 3  # held-out losses for which the seconds are compared
 
 Measure = Callable[[Row], float | None]
 
@@ -37,13 +36,13 @@ MEASURES: dict[str, Measure] = {"held-out": heldout_loss, "first losses": first_
 
 
 def labels(study: Study) -> dict[str, dict[int, Row]]:
-    """The rows that ended well by label and seed, in the order of the study."""
+    """The rows that ended well by label and seed."""
     found: dict[str, dict[int, Row]] = {}
     for name, run in study.runs.items():
         parts = re.fullmatch(r"(.+), seed (\d+)", name)
         if parts and run.rows[0].status == "ok":
             found.setdefault(parts[1], {})[int(parts[2])] = run.rows[0]
-    return found
+    return dict(sorted(found.items()))
 
 
 def losses(rows: dict[int, Row], measure: Measure) -> dict[int, float]:
@@ -132,41 +131,42 @@ def tables(study: Study) -> dict[str, list[dict]]:
 
 
 def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
-    """(seconds of training steps, held-out loss) of every script that was tested on the way, means over its seeds."""
+    """(seconds of steps, held-out loss) of every script tested on the way, means over the seeds that all have."""
+    tested = {label: rows for label, rows in labels(study).items() if label == script(rows)}
+    tested = {label: rows for label, rows in tested.items() if all(len(row.heldout) > 1 for row in rows.values())}
+    seeds = set.intersection(*map(set, tested.values())) if tested else set()
     found = {}
-    for label, rows in labels(study).items():
-        timed = [row for row in rows.values() if len(row.heldout) > 1 and row.step_ms]
-        if timed and label == script(rows):
-            seconds = fmean(median(row.step_ms) for row in timed) / 1e3
-            points = zip(*(row.heldout for row in timed), strict=False)
-            found[label] = [(at[0][0] * seconds, fmean(loss for _, loss in at)) for at in points]
+    for label, rows in tested.items() if seeds else ():
+        seconds = fmean(median(rows[seed].step_ms) for seed in seeds) / 1e3
+        points = zip(*(rows[seed].heldout for seed in seeds), strict=False)
+        found[label] = [(at[0][0] * seconds, fmean(loss for _, loss in at)) for at in points]
     return found
 
 
 def seconds_rows(study: Study) -> list[dict]:
-    """A line a script: the seconds until its held-out loss is at most a target. All scripts reach the last target."""
-    found = curves(study)
-    last = max((min(loss for _, loss in points) for points in found.values()), default=0.0)
-    first = min((points[0][1] for points in found.values()), default=0.0)
-    targets = [first + (last - first) * (k + 1) / TARGETS for k in range(TARGETS)]
+    """A line a script: the seconds until its held-out loss is at most a target. The targets are what all of them reach
+    by the second, the middle and the last test."""
+    tests = list(zip(*curves(study).values(), strict=False))
+    targets = [max(loss for _, loss in tests[k]) for k in (1, len(tests) // 2, -1)] if tests else []
     rows = []
-    for label, points in found.items():
-        reached = [next((at for at, loss in points if loss <= target), None) for target in targets]
-        cells = {f"{target:.2f} nats": number(at, ",.0f") for target, at in zip(targets, reached, strict=True)}
+    for label, points in curves(study).items():
+        reached = [next(at for at, loss in points if loss <= target) for target in targets]
+        cells = {f"{target:.2f} nats": f"{at:,.1f}" for target, at in zip(targets, reached, strict=True)}
         rows.append({"step": label} | cells)
     return rows
 
 
 def picture(study: Study) -> bytes | None:
-    """Held-out loss against seconds; None of a study that measured it once."""
+    """Held-out loss against seconds, from the second test on; None of a study that measured it once."""
     found = curves(study)
     if not found:
         return None
     with figure(3.4) as drawn:
         axes = drawn.subplots()
         for k, (label, points) in enumerate(found.items()):
-            look = {"color": CURVES[k % len(CURVES)], "linestyle": DASHES[k % len(DASHES)]}
-            axes.plot(*zip(*points, strict=True), label=label, **look)
+            look = {"color": CURVES[k % len(CURVES)], "linestyle": DASHES[k % len(DASHES)], "marker": "."}
+            axes.plot(*zip(*points[1:], strict=True), label=label, **look)
         axes.set(xlabel="seconds of training steps", ylabel="held-out loss, nats", xscale="log")
+        plain_numbers(axes.xaxis, (1, 2, 5))
         axes.legend(fontsize=8)
         return png(drawn)

@@ -213,8 +213,8 @@ def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
 
 
 def test_losses_are_compared_seed_by_seed_and_against_seconds():
-    def trained(loss, **fields):
-        return runs.run(runs.row("2_sdpa", loss=[loss] * 50, heldout=[(10, loss + 1), (20, loss)], **fields))
+    def trained(loss, step="2_sdpa", **fields):
+        return runs.run(runs.row(step, loss=[loss] * 50, heldout=[(10, loss + 1), (20, loss)], **fields))
 
     made = {f"2_sdpa, seed {k}": trained(2.0 + k) for k in range(3)}
     made |= {f"dead, seed {k}": trained(2.5 + k + 0.1 * (k == 2)) for k in range(3)}
@@ -224,7 +224,10 @@ def test_losses_are_compared_seed_by_seed_and_against_seconds():
     (row,) = parity.tables(study)["Variants, and their differences from the script that they change:"]
     assert row["changes"] == "2_sdpa" and row["held-out: 95 % interval"] == "**+0.3899 to +0.6768**"
     assert parity.curves(study) == {"2_sdpa": [(1.0, 4.0), (2.0, 3.0)]} and parity.picture(study)[:4] == b"\x89PNG"
-    assert parity.seconds_rows(study) == [{"step": "2_sdpa", "3.67 nats": "2", "3.33 nats": "2", "3.00 nats": "2"}]
+    assert parity.seconds_rows(study) == [{"step": "2_sdpa", "3.00 nats": "2.0"}]
+    study.runs["3_compile, seed 0"] = trained(2.5, "3_compile")
+    assert parity.curves(study)["2_sdpa"] == [(1.0, 3.0), (2.0, 2.0)], "only the seeds that both have"
+    assert [row["2.50 nats"] for row in parity.seconds_rows(study)] == ["2.0", "2.0"]
 
 
 # --- the command and the documents ----------------------------------------------------------------
