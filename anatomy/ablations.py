@@ -61,6 +61,7 @@ class Runs:
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
         self.kind, self.by_name = kind, content.get("runs", {})
+        self.commands = [content["command"]] if self.by_name else []
         self.started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
     def row(self, name: str) -> dict:
@@ -85,6 +86,7 @@ class Runs:
         self.by_name |= {name: run} if run else {}
         if self.path:
             command = portable_command(f"python -m anatomy.{self.kind}", sys.argv[1:])
+            command = " && ".join(dict.fromkeys([*self.commands, command]))
             write_json(self.path, Study(self.kind, command, self.started_at, self.by_name))
 
 

@@ -18,6 +18,7 @@ DRIFT, FEWEST_STEPS_OF_DRIFT = 0.05, 4
 MOST_OF_FIRST_LOSS, LEARNED = 1.1, 0.75  # times the first loss: none is above, and the mean of the last five is below
 FEWEST_LOSSES = 8  # from which that mean is judged
 NOT_FUSED = (None, "by hand")  # attention kernels
+MOST_OFF = 1 / 3  # of the timed step, by which a profiled one may differ
 
 
 @dataclass
@@ -92,6 +93,8 @@ def figures(run: Run, among: Iterable[Run] = ()) -> Figures:
         before = line if line.ms else before
     environment = run.environment or Environment(device="unknown machine", device_type="unknown")
     remarks = [*_remarks(lines, timed), *dict.fromkeys(run.problems)]
+    if run.workload and run.workload.gpus > 1:
+        remarks.append(f"{run.workload.gpus} processes: tokens/s are of all, TFLOP/s and GiB of each")
     if repeated := [line for line in timed if line.passes > 1]:
         apart = max(line.high_ms / line.low_ms - 1 for line in repeated)
         remarks.append(f"median of {max(line.passes for line in repeated)} passes, {apart:.1%} apart at most")
@@ -165,14 +168,16 @@ def _fill_profile(line: Line) -> None:
     profile = line.row.profile
     if profile is None:
         return
-    ms = {name: profile.categories.get(name, 0.0) for name in CATEGORIES}
+    ms = {name: profile.categories.get(name, 0.0) for name in CATEGORIES} | {GAPS: profile.idle_ms or 0.0}
+    whole = sum(ms.values())
+    if abs(whole / line.ms - 1) > MOST_OFF:
+        line.note = "; ".join(filter(None, [line.note, f"its profile, of {whole:,.1f} ms a step, is left out"]))
+        return
     line.category_ms = ms
     if profile.idle_ms is None:
         return
-    ms[GAPS] = profile.idle_ms
     fused = 0.0 if line.row.settings.attention_kernel in NOT_FUSED else ms["attention"]
     shares = {"compute": ms["matrix products"] + fused, GAPS: ms[GAPS], "communication": ms["communication"]}
-    whole = sum(ms.values())
     shares["other kernels"] = whole - sum(shares.values())  # most of them pass over memory; only counters show it
     largest = max(shares, key=shares.get)
     line.share = (largest, shares[largest] / whole) if whole else None

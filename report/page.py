@@ -50,16 +50,12 @@ def render(made: Figures) -> str:
         categories=table.category_rows(made),
         limits=table.limit_rows(made),
         cards=[(card, time_bars(card.pair)) for card in story.cards(made)],
-        blocks=[
-            block_bar(line)
-            for line in made.steps
-            if line.row.profile and line.row.profile.forward and line.row.profile.backward
-        ],
+        blocks=[block_bar(line) for line in made.steps if (own := line.row.profile) and own.forward and own.backward],
         memory=memory_bars([line for line in made.timed if line.gib]),
         roofs=table.roof_rows(made.run.roofs) if made.run.roofs else [],
         loss=charts.loss_svg(made) if any(line.row.loss for line in made.timed) else "",
         settings=[{"step": line.name} | vars(line.row.settings) for line in made.lines],
-        environment=asdict(made.environment),
+        environment={**asdict(made.environment), "versions": None} | made.environment.versions,
     )
 
 

@@ -107,9 +107,8 @@ def difference_rows(study: Study, shown: list[str], against: str | None = None) 
         for name, measure in MEASURES.items():
             mean, reach, smallest = difference(study, label, other, measure)
             interval = "-" if reach is None else f"{mean - reach:+.4f} to {mean + reach:+.4f}"
-            figures = {f"{name}: difference": number(mean, "+.4f"), f"{name}: 95 % interval": interval}
-            if reach is not None and abs(mean) > reach:
-                figures[f"{name}: 95 % interval"] = f"**{interval}**"
+            bold = "**" * (reach is not None and abs(mean) > reach)
+            figures = {f"{name}: difference": number(mean, "+.4f"), f"{name}: 95 % interval": bold + interval + bold}
             if measure is heldout_loss:
                 figures["would be seen"] = number(smallest, ".3f")
             cell |= dict.fromkeys(figures, "") if label == other else figures
@@ -132,8 +131,8 @@ def tables(study: Study) -> dict[str, list[dict]]:
 
 def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
     """(seconds of steps, held-out loss) of every script tested on the way, means over the seeds that all have."""
-    tested = {label: rows for label, rows in labels(study).items() if label == script(rows)}
-    tested = {label: rows for label, rows in tested.items() if all(len(row.heldout) > 1 for row in rows.values())}
+    every = {label: rows for label, rows in labels(study).items() if label == script(rows)}
+    tested = {label: rows for label, rows in every.items() if all(row.heldout[1:] for row in rows.values())}
     seeds = set.intersection(*map(set, tested.values())) if tested else set()
     found = {}
     for label, rows in tested.items() if seeds else ():
@@ -144,22 +143,23 @@ def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
 
 
 def seconds_rows(study: Study) -> list[dict]:
-    """A line a script: the seconds until its held-out loss is at most a target. The targets are what all of them reach
-    by the second, the middle and the last test."""
-    tests = list(zip(*curves(study).values(), strict=False))
-    targets = [max(loss for _, loss in tests[k]) for k in (1, len(tests) // 2, -1)] if tests else []
+    """A line a script: its longest warm-up, and the seconds in which its held-out loss falls to a target, on straight
+    lines between two tests. All reach the targets, which lie between the second test and the last one."""
+    found, every = curves(study), labels(study)
+    first, last = (max((points[k][1] for points in found.values()), default=0.0) for k in (1, -1))
+    targets = [math.ceil(100 * (last + part * (first - last))) / 100 for part in (1 / 2, 1 / 4, 0)]
     rows = []
-    for label, points in curves(study).items():
-        reached = [next(at for at, loss in points if loss <= target) for target in targets]
+    for label, points in found.items():
+        seconds, losses = np.array(points[::-1]).T
+        reached = np.interp(targets, np.maximum.accumulate(losses), seconds)
         cells = {f"{target:.2f} nats": f"{at:,.1f}" for target, at in zip(targets, reached, strict=True)}
-        rows.append({"step": label} | cells)
+        rows.append({"step": label} | cells | {"warm-up s": number(max(row.warmup_s for row in every[label].values()))})
     return rows
 
 
 def picture(study: Study) -> bytes | None:
     """Held-out loss against seconds, from the second test on; None of a study that measured it once."""
-    found = curves(study)
-    if not found:
+    if not (found := curves(study)):
         return None
     with figure(3.4) as drawn:
         axes = drawn.subplots()

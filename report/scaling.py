@@ -107,6 +107,7 @@ def lost_rows(rows: list[Scaled]) -> list[dict]:
 
 def tables(study: Study) -> dict[str, list[dict]]:
     rows = scaled(study)
-    first = f"{UNLIKE}: one of the two rows was captured, and the other was launched"
-    title = first if any(UNLIKE in row.share() for row in rows) else ""
+    title = "Efficiency: tokens/s of each GPU over those of one alone. Exposed: communication while nothing else runs."
+    if any(UNLIKE in row.share() for row in rows):
+        title += f" {UNLIKE}: one of the two rows was captured, and the other was launched."
     return {title: main_rows(rows), "Where the missing per cents go, as shares of the step:": lost_rows(rows)}

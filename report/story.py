@@ -10,7 +10,6 @@ from common.text import one_line
 from report.figures import Figures, Line
 from report.table import ms_number, number, status_or_ms
 
-LONGEST_SOURCE = 400  # lines of a script that are worth comparing
 MOST_KERNELS = 12
 LONGEST_NAME = 70  # of a kernel
 
@@ -34,9 +33,8 @@ def cards(made: Figures) -> list[Card]:
     found, before, script = [], None, None
     for line in made.steps:
         if script and line.row.status != "not run":
-            card = Card(
-                line.name, title(line.row), change(line.row), line.why_untimed, code=code_diff(script, line.row)
-            )
+            card = Card(line.name, title(line.row), change(line.row), line.why_untimed)
+            card.code = code_diff(script, line.row)
             if line.ms:
                 card.outcome = _outcome(before, line)
             if line.ms and before:
@@ -63,7 +61,8 @@ def _outcome(before: Line | None, line: Line) -> str:
 def change(row: Row) -> str:
     """What a script's docstring says under `Change:` and `Why:`."""
     parts = re.findall(r"(?ms)^(?:Change|Why): +(.*?)(?=^\w+:|\"{3})", (row.source or "")[:3000])
-    return " ".join(" ".join(part.split()) for part in parts)
+    text = " ".join(" ".join(part.split()) for part in parts)
+    return text[:1].upper() + text[1:]
 
 
 def title(row: Row) -> str:
@@ -99,12 +98,10 @@ def _kernel_changes(before: list[Kernel], after: list[Kernel]) -> list[dict[str,
 def code_diff(before: Row, after: Row) -> list[tuple[str, str]]:
     """The code of two scripts as (sign, line), one unchanged line around each change, without docstring.
 
-    A sign is `+`, `-`, a space, or `@` for lines left out. Empty without sources, or for long ones.
+    A sign is `+`, `-`, a space, or `@` for lines left out. Empty without sources.
     """
-    old, new = (
-        re.sub(r'^"""(.*?)"""\s*', "", row.source or "", flags=re.DOTALL).splitlines() for row in (before, after)
-    )
-    if not old or not new or max(len(old), len(new)) > LONGEST_SOURCE or max(map(len, [*old, *new])) > 1000:
+    old, new = (re.sub(r'(?s)^"""(.*?)"""\s*', "", row.source or "").splitlines() for row in (before, after))
+    if not old or not new:
         return []
     lines = [*difflib.unified_diff(old, new, n=1, lineterm="")][2:]
     return [(line[0], "" if line[0] == "@" else line[1:]) for line in lines if line[1:].strip()]

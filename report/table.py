@@ -7,7 +7,7 @@ import tabulate
 
 from common.record import PRECISIONS, Environment, Roofs, Run, Study, Workload
 from common.text import aligned, one_line
-from report.figures import NOT_FUSED, Figures, Line, Ratio, figures, ratio
+from report.figures import LEGEND, MARK, NOT_FUSED, Figures, Line, Ratio, figures, ratio
 from report.load import RecordError, load
 
 tabulate.MIN_PADDING = 0  # a column is no wider than its header
@@ -78,7 +78,7 @@ def table_rows(made: Figures, extent: bool = False) -> list[dict[str, str]]:
         ran = line.row.settings
         how = {"head": ran.head or "-", "launch": LAUNCH[ran.captured]} if extent and made.run.peers else {}
         rows.append(row | how)
-    return rows
+    return only_filled(rows)
 
 
 def category_rows(made: Figures) -> list[dict[str, str]]:
@@ -159,7 +159,7 @@ def describe_workload(work: Workload | None) -> str:
         return "workload unknown"
     names = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size", "lr")
     shape = ", ".join(f"{name} {getattr(work, name):g}" for name in names)
-    gpus = f", {work.gpus} processes by {work.parallel}, TFLOP/s of each" if work.gpus > 1 else ""
+    gpus = f", {work.gpus} processes by {work.parallel}" if work.gpus > 1 else ""
     trained = f"{work.warmup} untimed and {work.steps} trained steps"
     return f"{work.preset}: {shape}, {work.parameters / 1e6:,.1f} M parameters, {trained}, text: {work.text}{gpus}"
 
@@ -184,9 +184,10 @@ def render_markdown(made: Figures) -> str:
 
 def render_study(study: Study, tables: dict[str, list[dict]]) -> str:
     """report.md of a study, with the machine and the workload of its first run."""
-    problems = dict.fromkeys(problem for run in study.runs.values() for problem in run.problems)
+    said = [LEGEND] * (MARK in str(tables))
+    said += dict.fromkeys(problem for run in study.runs.values() for problem in run.problems)
     first = figures(next(iter(study.runs.values())))
-    return _markdown_page(study.kind.capitalize(), first, tables, [*problems], study.command)
+    return _markdown_page(study.kind.capitalize(), first, tables, said, study.command)
 
 
 def study_rows(study: Study) -> list[dict[str, str]]:
@@ -237,6 +238,6 @@ def compare(a: Path, b: Path) -> str:
         rows.append(row)
     sides = [f"{side}: {describe_machine(one.environment)}" for side, one in zip("AB", made, strict=True)]
     note = f"The work differs in {', '.join(differing)}." if differing else "The work is the same."
-    note += " Where A / B is above 1, B is faster."
+    note += " Where A / B is above 1, B is faster." * (set(differing) <= HARMLESS)
     said = [f"{side}: {text}" for side, one in zip("AB", made, strict=True) for text in one.remarks]
     return "\n".join([*sides, note, "", aligned(only_filled(rows)), "", *said])

@@ -200,6 +200,12 @@ def test_what_a_gpu_loses_among_several_adds_up():
     assert found[1].lost["matrix products"] == pytest.approx(0.14) and sum(found[1].lost.values()) == pytest.approx(0.2)
 
 
+def test_a_profile_that_took_another_time_than_the_steps_is_left_out():
+    rows = [runs.row(runs.STEPS[k], 100.0, profile=runs.profile(ms)) for k, ms in enumerate((100.0, 180.0))]
+    good, bad = figures(runs.run(*rows)).lines
+    assert good.category_ms and not bad.category_ms and "its profile, of 180.0 ms a step, is left out" in bad.note
+
+
 def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
     shapes = {}
     for width, ms in ((128, (90.0, 100.0)), (256, (200.0, 100.0))):
@@ -224,10 +230,12 @@ def test_losses_are_compared_seed_by_seed_and_against_seconds():
     (row,) = parity.tables(study)["Variants, and their differences from the script that they change:"]
     assert row["changes"] == "2_sdpa" and row["held-out: 95 % interval"] == "**+0.3899 to +0.6768**"
     assert parity.curves(study) == {"2_sdpa": [(1.0, 4.0), (2.0, 3.0)]} and parity.picture(study)[:4] == b"\x89PNG"
-    assert parity.seconds_rows(study) == [{"step": "2_sdpa", "3.00 nats": "2.0"}]
-    study.runs["3_compile, seed 0"] = trained(2.5, "3_compile")
-    assert parity.curves(study)["2_sdpa"] == [(1.0, 3.0), (2.0, 2.0)], "only the seeds that both have"
-    assert [row["2.50 nats"] for row in parity.seconds_rows(study)] == ["2.0", "2.0"]
+    study.runs["3_compile, seed 0"] = trained(2.5, "3_compile", warmup_s=4.0)
+    study.runs["3_compile, seed 0"].rows[0].heldout = [(10, 3.5), (20, 3.0), (30, 2.0)]
+    study.runs["2_sdpa, seed 0"].rows[0].heldout = [(10, 4.0), (20, 2.5), (30, 2.25)]
+    (sdpa, compiled) = parity.seconds_rows(study)
+    assert sdpa == {"step": "2_sdpa", "2.63 nats": "1.9", "2.44 nats": "2.2", "2.25 nats": "3.0", "warm-up s": "1.5"}
+    assert compiled["2.25 nats"] == "2.8" and compiled["warm-up s"] == "4.0", "only the seed that both have"
 
 
 # --- the command and the documents ----------------------------------------------------------------
