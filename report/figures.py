@@ -218,7 +218,7 @@ def _doubt(run: Run, timed: list[Line]) -> None:
     differ = any(problem.startswith(DIFFER) for problem in run.problems)
     kernels = {line.row.settings.attention_kernel for line in timed if not line.is_peer} - {*NOT_FUSED}
     for line in timed:
-        half = f"the second half of its steps took {abs(line.drift):.0%} {'more' if line.drift > 0 else 'less'} time"
+        half = f"the second half of the steps took over {DRIFT:.0%} {'more' if line.drift > 0 else 'less'} time"
         mixed = len(kernels) > 1 and line.row.settings.attention_kernel in kernels and not line.is_peer
         why = {
             "the machine was busy": line.slowed > BUSY,
@@ -241,8 +241,8 @@ def _busy(timed: list[Line]) -> str:
 
 def _remarks(lines: list[Line], timed: list[Line]) -> list[str]:
     """Why rows have no time, doubts with MARK in front, and notes: `names: text`, each text once."""
-    said = [(f"{MARK} ", line.doubt, line) for line in timed if line.doubt]
-    said += [("", line.why_untimed, line) for line in lines if not line.ms]
+    said = [("", line.why_untimed, line) for line in lines if not line.ms]
+    said += [(f"{MARK} ", doubt, line) for line in timed if line.doubt for doubt in line.doubt.split("; ")]
     said += [("", line.note, line) for line in timed if line.note]
     names: dict[tuple[str, str], list[str]] = {}
     for mark, text, line in said:
