@@ -60,7 +60,7 @@ class Runs:
             raise Skip(f"--output {folder} holds another record than a study of {kind}")
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
-        self.kind, self.by_name = kind, content.get("runs", {})
+        self.kind, self.by_name, self.tried = kind, content.get("runs", {}), set()
         self.commands = [content["command"]] if self.by_name else []
         self.started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
@@ -70,8 +70,9 @@ class Runs:
 
     def add(self, name: str, script: Path, arguments: list[str]) -> None:
         """Run a script and keep its record, unless it is there and ok. Raises Skip, one line."""
-        if self.row(name)["status"] == "ok":
+        if self.row(name)["status"] == "ok" or name in self.tried:
             return
+        self.tried.add(name)
         say(f"{name} ...", sys.stderr)
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "record.json"
@@ -112,9 +113,8 @@ def main() -> int:
         for key in chosen:
             script = known[key]["Script"]
             with tempfile.TemporaryDirectory() as folder:
-                patched = write_script(key, script, Path(folder))
                 runs.add(Path(script).name, ROOT / f"{script}.py", arguments)
-                runs.add(key, patched, arguments)
+                runs.add(key, write_script(key, script, Path(folder)), arguments)
     except Skip as error:
         parser.error(str(error))
     say(aligned([cells(runs, key, known[key]) for key in chosen], n_left=3))

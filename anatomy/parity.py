@@ -16,7 +16,7 @@ from pathlib import Path
 from anatomy.ablations import ROOT, Runs, variants, write_script
 from common.text import OneLineParser, Skip, one_line, positive_int, run_command
 
-DEFAULTS = {"--steps": "1000", "--heldout-every": "100"}
+DEFAULTS = ["--steps", "1000", "--heldout-every", "100"]
 
 
 def main() -> int:
@@ -30,7 +30,6 @@ def main() -> int:
     patches = variants()
     if strangers := [row for row in options.rows if row not in scripts and row not in patches]:
         parser.error(f"--rows {one_line(strangers[0])}: not one of {', '.join([*scripts, *patches])}")
-    arguments += [word for pair in DEFAULTS.items() if pair[0] not in arguments for word in pair]
     try:
         runs = Runs("parity", options.output)
         for seed in options.seeds:  # one after the other: a study that ends early holds whole seeds
@@ -38,7 +37,7 @@ def main() -> int:
                 with tempfile.TemporaryDirectory() as folder:
                     script = scripts.get(row) or write_script(row, patches[row]["Script"], Path(folder))
                     name = row if row in patches else script.stem
-                    runs.add(f"{name}, seed {seed}", script, [*arguments, "--seed", str(seed)])
+                    runs.add(f"{name}, seed {seed}", script, [*DEFAULTS, *arguments, "--seed", str(seed)])
     except Skip as error:
         parser.error(str(error))
     return subprocess.run([sys.executable, "-m", "report", options.output.resolve()], cwd=ROOT).returncode

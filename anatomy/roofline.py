@@ -44,7 +44,8 @@ def operations(lab, dtype, N, T):
 
 def run(lab, numbers=None, length=None):
     dtype = lab.dtype or (torch.bfloat16 if lab.amp else torch.float32)
-    T, N = length or lab.pick(512, 1024, 4096), (numbers or lab.pick(2**22, 2**23, 2**26)) // CHANNELS * CHANNELS
+    T, N = length or lab.pick(512, 1024, 4096), numbers or lab.pick(2**22, 2**23, 2**26)
+    N = max(1, N // CHANNELS) * CHANNELS
     bandwidth, peak = rate("copy", lab.device), rate(PRECISIONS[dtype], lab.device)
     lab.title = f"{dtype}, copy {shown(bandwidth, 'B/s')}, product {shown(peak, 'FLOP/s')}"
     for name, function, inputs, smallest, flops, n_bytes in operations(lab, dtype, N, T):

@@ -80,7 +80,7 @@ def main():
         count(lab, name, words, least)
     say(lab.tables())
     if options.json:
-        write_json(options.json, {"rows": lab.rows})
+        write_json(options.json, lab.record(__doc__.partition("\n")[0], ""))
 
 
 if __name__ == "__main__":

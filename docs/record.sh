@@ -6,7 +6,7 @@
 #   docs/record.sh --check           the records of other code than the present one
 #
 # A ladder that was interrupted is continued: ./run_all.sh --resume DIR, then cp DIR/results.json to its folder. A study
-# (parity, ablations) goes on where it ended.
+# (parity, ablations) goes on where it ended. The Python needs cogapp too (tests/requirements.txt).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-$(./run_all.sh --setup)}"
@@ -21,13 +21,14 @@ names=("${@:-}")
 code="$("$python" -c 'import pathlib, common.record as r; print(r.code_sha256(pathlib.Path()))')"
 
 ladder() { # the options of run_all.sh: its newest run becomes the record
-  ./run_all.sh "$@"
+  ./run_all.sh "$@" || (($? == 1)) # a row that does not fit is a result
   cp results/latest/results.json "$at/"
 }
 
 study() { "$python" -m "anatomy.$1" --output "$at" "${@:2}"; }
 learning() { study parity --preset gpt2 --batch-size 8 "$@"; }
 
+mkdir -p results
 for name in "${names[@]}"; do
   # What is made lies under results/ until it is whole: a record names its commit, without changes of files under docs/.
   to="docs/results/$machine/$name" at="results/$machine-$name-$code"
@@ -62,4 +63,4 @@ for name in "${names[@]}"; do
   mkdir -p "$to"
   cp "$at"/*.* "$to/"
 done
-docs/renew.sh
+PYTHON="$python" docs/renew.sh

@@ -39,17 +39,14 @@ def runs(place: str) -> list[Run]:
     return [*found.runs.values()] if isinstance(found := record(place), Study) else [found]
 
 
-def places() -> list[str]:
-    """Every recording, those of a GPU first."""
-    found = [str(path.parent.relative_to(RESULTS)) for path in RESULTS.glob("*/*/results.json")]
-    return sorted(found, key=lambda place: (not place.startswith("h"), place))
-
-
 def one_state(*of: str, mixed: bool = False) -> str:
     """Empty for recordings of one machine and one state of the code. Raises ValueError, or tells what differs."""
     every = [run for place in of for run in runs(place)]
     environments = [run.environment for run in every if run.environment]
-    states = {f"{one.device} at {(one.code_sha256 or one.commit or 'unknown')[:7]}" for one in environments}
+    states = {
+        f"{one.device} of {'code' if one.code_sha256 else 'commit'} {(one.code_sha256 or one.commit or 'unknown')[:7]}"
+        for one in environments
+    }
     problems = [problem for run in every for problem in run.problems]
     differing = {problem.partition(":")[0] for problem in problems if problem.startswith(DIFFER)}
     if len(states) <= 1 and not differing:
@@ -138,7 +135,8 @@ def stale(*of: str) -> list[str]:
 
 def renew() -> None:
     """Make the reports of all recordings again: report.md of each, pictures of studies, the page of one workload."""
-    for place in places():
+    for path in sorted(RESULTS.glob("*/*/results.json")):
+        place = str(path.parent.relative_to(RESULTS))
         if isinstance(record(place), Study) or place == WITH_PAGE:
             for name, content in render(RESULTS / place, record(place))[1].items():
                 (RESULTS / place / name).write_bytes(content)

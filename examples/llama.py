@@ -79,13 +79,13 @@ class FP8Layer(torch.nn.Module):
 
 
 def model_of(args: Arguments, attention: str) -> torch.nn.Module:
-    """A Llama of the ladder's layers, heads and channels, with two query heads for each head of keys and values."""
+    """A Llama of the ladder's layers, heads and channels, with two query heads for each of keys and values, if even."""
     config = transformers.LlamaConfig(
         hidden_size=args.config.n_embd,
         intermediate_size=args.config.n_embd * 11 // 4,
         num_hidden_layers=args.config.n_layer,
         num_attention_heads=args.config.n_head,
-        num_key_value_heads=max(1, args.config.n_head // 2),
+        num_key_value_heads=args.config.n_head // (1 if args.config.n_head % 2 else 2),
         vocab_size=args.config.vocab_size,
         max_position_embeddings=args.config.seq_len,
     )

@@ -68,7 +68,7 @@ def plan(argv: list[str], parser: OneLineParser, fresh: bool) -> tuple[dict, lis
     gpus = given.gpus or 1 if kind == "ladder" else 1
     shared = ["--parallel", given.parallel] if given.parallel and kind == "ladder" else []
     facts = runs.check(arguments + shared, gpus)
-    pinned = [] if "--preset" in " ".join(arguments) else facts["pinned"]  # a resumed run has them already
+    pinned = facts["pinned"] if fresh else []  # a resumed run has them already
     arguments += [*pinned, *shared, *([] if kind == "sweep" else ["--profile"])]
     rows = runs.ladder(arguments, runs.scripts(given.only), gpus)
     if kind == "scaling":

@@ -20,7 +20,7 @@ import numpy as np
 
 from common import arguments, flops, hardware
 from common.model import PRESETS
-from common.record import MERGED, PLAN, PREDICTED, ROOFS, Environment, Roofs, read_object, write_json
+from common.record import PLAN, PREDICTED, ROOFS, Roofs, read_object, write_json
 from common.text import OneLineParser, aligned, run_command, say
 from ladder import roofs
 from ladder.runs import BY_HAND, scripts
@@ -138,7 +138,6 @@ class Prediction:
     products_ms: float
     attention_ms: float  # fused
     others_ms: float
-    launches: int
     host_ms: float  # what the host needs to launch them; 0 where it launches once
 
     @property
@@ -239,7 +238,7 @@ def predict(step: str, shape, batch_size: int, measured: Roofs, capture: bool = 
         launches += 4 * shape.n_layer  # forward, and three kernels backward
     products_s = machine.slowed_s(products, others_s + attention_s, precision)
     host_s = 0.0 if capture and number in "34" else launches * (measured.launch_s or 0.0)
-    return Prediction(products_s * 1e3, attention_s * 1e3, others_s * 1e3, launches, host_s * 1e3)
+    return Prediction(products_s * 1e3, attention_s * 1e3, others_s * 1e3, host_s * 1e3)
 
 
 def products_of(
@@ -274,17 +273,15 @@ def read_roofs(name: str | None) -> tuple[Roofs, int | None, str]:
     import msgspec
 
     results = hardware.ROOT / "docs" / "results" / (name or "")
-    of_machine = [*results.glob(f"*/{ROOFS}"), *results.glob(f"*/{MERGED}")] if name and results.is_dir() else []
+    of_machine = [*results.glob(f"*/{ROOFS}")] if name else []
     measured = [*hardware.ROOT.glob(f"results/*{ROOFS}"), *hardware.ROOT.glob(f"results/*/{ROOFS}")]
     for path in of_machine or ([Path(name)] if name else sorted(measured, key=lambda path: -path.stat().st_mtime)):
-        content = read_object(path)
         try:
-            found = msgspec.convert(content.get("roofs") or content, Roofs)
-            machine = found.environment or msgspec.convert(content.get("environment"), Environment | None)
+            found = msgspec.convert(read_object(path), Roofs)
         except msgspec.ValidationError:
             continue
         if found.products and all(one.burst_flops_per_s > 0 for one in found.products):
-            return found, machine and machine.gpu_memory_bytes, str(path)
+            return found, found.environment and found.environment.gpu_memory_bytes, str(path)
     known = " or ".join(sorted({path.parts[-3] for path in hardware.ROOT.glob(f"docs/results/*/*/{ROOFS}")}))
     advice = f"run python -m ladder.roofs --grid, or take --machine {known}"
     raise ValueError(f"{name or 'results/'} holds no roofs that can be read: {advice}")

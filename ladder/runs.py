@@ -19,10 +19,11 @@ PARALLEL = ("ddp", "fsdp")
 SHARDED = "34"  # the steps that --scaling also runs with FSDP2, unless the user chose
 LAUNCHED = "1-launched"  # on one GPU without capture: what FSDP2, which cannot be captured, is compared with
 BY_HAND = "01"  # steps that keep the (T, T) scores of attention
-WIDTHS = {"cuda": (320, 768, 2048, 4096, 8192), "cpu": (64, 128, 256)}  # of a sweep, in channels
-LENGTHS = {"cuda": (1024, 4096, 16384, 32768), "cpu": (256, 1024)}  # of a sweep, in tokens, at one width
-OF_LENGTHS = {"cuda": (1024, 32768), "cpu": (128, 2048)}  # channels, tokens a step
-OF_WIDTHS = {"cuda": (2048, 16384), "cpu": (512, 1024)}  # sequence length, tokens a step
+SWEEP = {  # channels, sequence length and tokens a step: several widths, and several lengths at one width
+    "cuda": [(C, 2048, 16384) for C in (320, 768, 2048, 4096, 8192)]
+    + [(1024, T, 32768) for T in (1024, 4096, 16384, 32768)],
+    "cpu": [(C, 512, 1024) for C in (64, 128, 256)] + [(128, T, 2048) for T in (256, 1024)],
+}
 HEAD_DIM = {"cuda": 64, "cpu": 32}
 
 
@@ -76,17 +77,14 @@ def scaling(rows: list[Planned], most: int, parallel: str | None, only: str | No
             everywhere = how == "ddp" or parallel or only
             chosen = [row for row in rows if everywhere or row.script[0] in SHARDED]
             found += at(f"{gpus}-{how}", chosen, ["--parallel", how], gpus)
-    shards = device_type == "cuda" and len(counts) > 1 and parallel != "ddp"
+    shards = device_type == "cuda" and parallel != "ddp"
     return found + at(LAUNCHED, [row for row in rows if shards and row.script[0] in SHARDED], ["--no-capture"])
 
 
 def sweep(rows: list[Planned], device_type: str) -> list[Planned]:
     """Every row at several widths, and at one width at several lengths, two blocks each."""
-    (length, tokens), (width, of_lengths) = OF_WIDTHS[device_type], OF_LENGTHS[device_type]
-    shapes = [(channels, length, tokens) for channels in WIDTHS[device_type]]
-    shapes += [(width, n, of_lengths) for n in LENGTHS[device_type]]
     found = []
-    for channels, length, tokens in shapes:
+    for channels, length, tokens in SWEEP[device_type]:
         heads = channels // HEAD_DIM[device_type]
         words = f"--n-layer 2 --n-embd {channels} --n-head {heads} --seq-len {length} --batch-size {tokens // length}"
         found += at(f"{channels}-channels-{length}-tokens", rows, words.split())

@@ -4,12 +4,12 @@ Names come from records: they are shortened, and never read as markup or as form
 """
 
 import io
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import matplotlib
+from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -33,6 +33,8 @@ STYLE = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon", "text.parse_math"), False),
     **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
+    "axes.prop_cycle": cycler(color=CURVES * 5, linestyle=DASHES * 8),
+    "svg.hashsalt": "ladder",
 }
 
 
@@ -51,16 +53,12 @@ def png(drawn: Figure) -> bytes:
     return written.getvalue()
 
 
-def svg(drawn: Figure, name: str) -> str:
-    """The figure as an <svg> element that fits its container; its ids are unique among charts by `name`."""
+def svg(drawn: Figure) -> str:
+    """The figure as an <svg> element, which style.css fits to its container."""
     written = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name}):
-        drawn.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    drawn.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = written.getvalue()
-    text = text[text.index("<svg") :].replace(INK, "currentColor")
-    text = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name}-", text)
-    opening, rest = text.split(">", 1)
-    return re.sub(r' (width|height)="[^"]*"', "", opening) + ">" + rest
+    return text[text.index("<svg") :].replace(INK, "currentColor")
 
 
 def plain_numbers(axis: matplotlib.axis.Axis, marks: tuple[int, ...] = (1,)) -> None:
@@ -74,7 +72,7 @@ def speedup_png(made: Figures) -> bytes:
     """Times faster than the first row, steps and peers; the ms alone where nothing can be compared."""
     with figure(0.45 * len(made.lines) + 1.0) as drawn:
         axes = drawn.subplots()
-        longest = max((line.over_first.value for line in made.timed), default=1.0)
+        longest = max((line.over_first.value for line in made.timed if line.over_first), default=1.0)
         for k, line in enumerate(made.lines):
             times = line.over_first.value if line.over_first else 0.0
             label = f"{times:.1f}{line.mark} ({line.ms:,.1f} ms)" if line.ms else line.row.status
@@ -94,11 +92,10 @@ def loss_svg(made: Figures) -> str:
     rows = [line.row for line in made.timed if line.row.loss]
     with figure(4.6) as drawn:
         above, below = drawn.subplots(2, sharex=True, height_ratios=(3, 2))
-        for k, row in enumerate(rows):
-            look = {"color": CURVES[k % len(CURVES)], "linestyle": DASHES[k % len(DASHES)], "linewidth": 1.4}
-            above.plot(row.loss, label=one_line(row.step, 24), **look)
-            below.plot([b - a for a, b in zip(rows[0].loss, row.loss, strict=False)], **look)
+        for row in rows:
+            above.plot(row.loss, label=one_line(row.step, 24), linewidth=1.4)
+            below.plot([b - a for a, b in zip(rows[0].loss, row.loss, strict=False)], linewidth=1.4)
         above.set_ylabel("loss, nats")
         above.legend(fontsize=8)
         below.set(xlabel="training step, warm-up included", ylabel=f"minus {one_line(rows[0].step, 14)}")
-        return svg(drawn, "loss")
+        return svg(drawn)

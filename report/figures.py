@@ -18,7 +18,7 @@ DRIFT, FEWEST_STEPS_OF_DRIFT = 0.05, 4
 MOST_OF_FIRST_LOSS, LEARNED = 1.1, 0.75  # times the first loss: none is above, and the mean of the last five is below
 FEWEST_LOSSES = 8  # from which that mean is judged
 NOT_FUSED = (None, "by hand")  # attention kernels
-MOST_OFF = 1 / 3  # of the timed step, by which a profiled one may differ
+PROFILE_OFF = 1 / 3  # of the timed step, by which a profiled one may differ
 
 
 @dataclass
@@ -170,7 +170,7 @@ def _fill_profile(line: Line) -> None:
         return
     ms = {name: profile.categories.get(name, 0.0) for name in CATEGORIES} | {GAPS: profile.idle_ms or 0.0}
     whole = sum(ms.values())
-    if abs(whole / line.ms - 1) > MOST_OFF:
+    if abs(whole / line.ms - 1) > PROFILE_OFF:
         line.note = "; ".join(filter(None, [line.note, f"its profile, of {whole:,.1f} ms a step, is left out"]))
         return
     line.category_ms = ms

@@ -4,7 +4,6 @@ A run folder holds `plan.json` (what was meant to run), a record at the `output`
 `predicted.json`. Nothing but what the plan names is read. A folder without a plan holds `results.json`: a recorded run.
 """
 
-import re
 from dataclasses import replace
 from pathlib import Path, PurePath
 from statistics import median
@@ -135,8 +134,7 @@ def load(folder: Path) -> Run | Study:
         output = PurePath(one.output)
         if output.is_absolute() or ".." in output.parts or "\0" in one.output:
             raise RecordError(f"{schema.PLAN} names a file outside the run folder")
-        place = "/".join(part for part in output.parts[:-1] if not re.fullmatch(r"pass-\d+", part))
-        rows = planned.setdefault(place if is_study else "", {})
+        rows = planned.setdefault(str(output.parent) if is_study else "", {})
         rows.setdefault(PurePath(one.script).stem, []).append(one)
     runs = {name: _merge(folder, plan, rows) for name, rows in planned.items()}
     first = next(iter(runs.values()))

@@ -13,7 +13,7 @@ from statistics import fmean, median, stdev
 import numpy as np
 
 from common.record import Row, Study
-from report.charts import CURVES, DASHES, figure, plain_numbers, png
+from report.charts import figure, plain_numbers, png
 from report.table import number
 
 FEWEST_SEEDS = 3  # of an interval
@@ -163,9 +163,8 @@ def picture(study: Study) -> bytes | None:
         return None
     with figure(3.4) as drawn:
         axes = drawn.subplots()
-        for k, (label, points) in enumerate(found.items()):
-            look = {"color": CURVES[k % len(CURVES)], "linestyle": DASHES[k % len(DASHES)], "marker": "."}
-            axes.plot(*zip(*points[1:], strict=True), label=label, **look)
+        for label, points in found.items():
+            axes.plot(*zip(*points[1:], strict=True), label=label, marker=".")
         axes.set(xlabel="seconds of training steps", ylabel="held-out loss, nats", xscale="log")
         plain_numbers(axes.xaxis, (1, 2, 5))
         axes.legend(fontsize=8)

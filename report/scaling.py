@@ -45,11 +45,10 @@ class Scaled:
 def scaled(study: Study) -> list[Scaled]:
     """Every row of every place, those of one script side by side."""
     rows = []
-    for place, run in sorted(study.runs.items()):
+    for _, run in sorted(study.runs.items()):
         for line in figures(run, study.runs.values()).steps:
-            if not (place == "1-launched" and line.row.status == "not run"):  # it was not needed
-                gpus = run.workload.gpus if run.workload else 1
-                rows.append(Scaled(line, run.workload, gpus, line.row.settings.captured))
+            gpus = run.workload.gpus if run.workload else 1
+            rows.append(Scaled(line, run.workload, gpus, line.row.settings.captured))
     for row in rows:
         alone = [one for one in rows if one.line.name == row.line.name and one.line.ms and one.gpus == 1]
         if row.line.ms and row.work:
@@ -67,10 +66,8 @@ def _compare(row: Scaled, alone: list[Scaled]) -> None:
         row.exposed_ms = line.category_ms["communication"]
         row.overlapped_ms = max(0.0, line.row.profile.communication_ms - row.exposed_ms)
         for one in (one for one in alone if _fits(line) and _fits(one.line)):
-            # A GPU that takes a share of the batch has that share of each category. All add up to 1 - efficiency.
-            part = row.work.tokens_per_step / one.work.tokens_per_step
-            there = one.line.category_ms
-            row.lost = {name: (ms - part * there.get(name, 0.0)) / line.ms for name, ms in line.category_ms.items()}
+            there = one.line.category_ms  # of a batch as large on each GPU: all add up to 1 - efficiency
+            row.lost = {name: (ms - there[name]) / line.ms for name, ms in line.category_ms.items()}
             row.lost["not in the profiles"] = 1 - row.efficiency - sum(row.lost.values())
 
 

@@ -59,9 +59,9 @@ def _outcome(before: Line | None, line: Line) -> str:
 
 
 def change(row: Row) -> str:
-    """What a script's docstring says under `Change:` and `Why:`."""
-    parts = re.findall(r"(?ms)^(?:Change|Why): +(.*?)(?=^\w+:|\"{3})", (row.source or "")[:3000])
-    text = " ".join(" ".join(part.split()) for part in parts)
+    """What a script's docstring says under `Change:`."""
+    found = re.search(r"(?ms)^Change: +(.*?)(?=^\w+:|\"{3})", (row.source or "")[:3000])
+    text = " ".join(found[1].split()) if found else ""
     return text[:1].upper() + text[1:]
 
 

@@ -1,10 +1,11 @@
 """Many shapes, each a run: how much each step gains where, and how near the predictions came."""
 
+import math
 from itertools import pairwise
 from statistics import median
 
 from common.record import Study, Workload
-from report.charts import CURVES, DASHES, INK, figure, plain_numbers, png
+from report.charts import INK, figure, plain_numbers, png
 from report.figures import Figures, figures
 from report.table import percent, times
 
@@ -80,9 +81,9 @@ def picture(study: Study) -> bytes | None:
     with figure(1.9 * len(gains) + 0.6) as drawn:
         panels = drawn.subplots(len(gains), sharex=True, squeeze=False)[:, 0]
         for axes, (step, columns) in zip(panels, gains.items(), strict=True):
-            for k, ((tokens, T), points) in enumerate(columns.items()):
-                look = {"color": CURVES[k % len(CURVES)], "linestyle": DASHES[k % len(DASHES)], "marker": "."}
-                axes.plot(*zip(*points, strict=True), label=f"{tokens:,} tokens, T {T}", **look)
+            for tokens, T in dict.fromkeys(column(one.run.workload) for one in made):  # one look in all panels
+                points = columns.get((tokens, T), [(math.nan, math.nan)])
+                axes.plot(*zip(*points, strict=True), label=f"{tokens:,} tokens, T {T}", marker=".")
             axes.axhline(1, color=INK, linewidth=0.7)
             axes.set(xscale="log", yscale="log", ylabel=f"step {step[0]}")
             plain_numbers(axes.yaxis, (1, 1.5, 2, 3, 5, 7))

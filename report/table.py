@@ -194,7 +194,7 @@ def study_rows(study: Study) -> list[dict[str, str]]:
     """Every row of every run of a study."""
     every = [(name, row) for name, run in study.runs.items() for row in table_rows(figures(run))]
     shown = ("step", "ms", "tokens/s", "TFLOP/s", "GiB", "loss")
-    return only_filled([{"run": run} | {name: row[name] for name in shown} for run, row in every])
+    return only_filled([{"run": run} | {name: row.get(name, "-") for name in shown} for run, row in every])
 
 
 def _markdown_page(title: str, made: Figures, tables: dict, said: list[str], command: str) -> str:

@@ -123,7 +123,7 @@ def test_passes_are_merged_and_a_row_has_a_time_only_if_no_pass_ended_without(tm
 
 
 def test_the_folder_of_an_output_names_the_run_of_a_study(tmp_path):
-    folder = runs.plan(tmp_path, *[("2_c", f"{at}/2_c.json") for at in ("1", "2-ddp", "2-ddp/pass-2")], kind="scaling")
+    folder = runs.plan(tmp_path, *[("2_c", f"{at}/2_c.json") for at in ("1", "2-ddp")], kind="scaling")
     runs.put(folder / "1", runs.row("2_c"))
     runs.put(folder / "2-ddp", runs.row("2_c"), work=runs.workload(gpus=2, parallel="ddp"))
     write_json(folder / "predicted.json", {"1": {"2_c": 90.0}})

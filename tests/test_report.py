@@ -10,7 +10,7 @@ import pytest
 import runs
 
 from common.record import CATEGORIES
-from report import parity, scaling, story, sweep, table
+from report import charts, parity, scaling, story, sweep, table
 from report.figures import figures
 from report.load import RecordError, load
 from report.page import render
@@ -135,6 +135,7 @@ def test_a_peer_stands_in_the_same_table_with_its_head_and_launch():
     first, second = table.table_rows(made, extent=True)
     assert [*first] == [*second] and second["step"] == "te_layer (peer)" and second["x step 4"] == "0.83"
     assert (first["head"], second["head"], second["launch"]) == ("FP8", "BF16", "captured")
+    assert charts.speedup_png(figures(runs.run(runs.row("4_te", status="skipped"), peers=[peer])))[:4] == b"\x89PNG"
 
 
 def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path):
@@ -284,6 +285,6 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
     for make in (tables.ladder, tables.categories, tables.limits, tables.roofs):
         assert make("m/a").startswith("| ") and "Mixed" not in make("m/a")
     assert tables.gains("m/a", "m/b").splitlines()[-1].endswith(" 2.00 |")
-    with pytest.raises(ValueError, match=r"m/a, m/c: GPU at 1111111; GPU at 2222222"):
+    with pytest.raises(ValueError, match=r"m/a, m/c: GPU of commit 1111111; GPU of commit 2222222"):
         tables.gains("m/a", "m/c")
-    assert tables.gains("m/a", "m/c", mixed=True).endswith("Mixed: GPU at 1111111; GPU at 2222222.")
+    assert tables.gains("m/a", "m/c", mixed=True).endswith("Mixed: GPU of commit 1111111; GPU of commit 2222222.")
