@@ -79,7 +79,7 @@ class FP8Layer(torch.nn.Module):
 
 
 def model_of(args: Arguments, attention: str) -> torch.nn.Module:
-    """A Llama of the ladder's layers, heads and channels, with two query heads for each of keys and values, if n_head is even."""
+    """A Llama of the ladder's layers, heads and channels. Two query heads, where even, share keys and values."""
     config = transformers.LlamaConfig(
         hidden_size=args.config.n_embd,
         intermediate_size=args.config.n_embd * 11 // 4,
