@@ -159,7 +159,7 @@ def _optional(path: Path, kind: Any, run: Run) -> Any:
 def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
     """The rows of one run, from their records; `problems` names what differs between them."""
     merged = Run(plan.command, plan.started_at, None, plan.workload if plan.kind == "ladder" else None, [])
-    records = []
+    records, few = [], {}
     for step, passes in planned.items():
         ended = [_read_planned(folder, one, step) for one in passes]
         for record in ended:
@@ -168,11 +168,13 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
                 ours, theirs = vars(merged.workload), vars(record.workload)
                 differing = ", ".join(name for name in ours if ours[name] != theirs[name])
                 record.rows = [Row(step, "failed", f"ran a different workload than the other rows: {differing} differ")]
-        row = _merge_passes(ended, merged.problems)
-        (merged.peers if passes[0].script.startswith("peers/") else merged.rows).append(row)
+        (merged.peers if passes[0].script.startswith("peers/") else merged.rows).append(_merge_passes(ended))
+        if 0 < (n_ran := sum(record.rows[0].status not in NO_TIME for record in ended)) < len(passes):
+            few.setdefault(f"ran in {n_ran} of {len(passes)} passes only", []).append(step)
         records += ended
     merged.environment = next((record.environment for record in records if record.environment), None)
     merged.problems += [problem for record in records for problem in record.problems] + _differences(records)
+    merged.problems += [f"{', '.join(steps)} {words}" for words, steps in few.items()]
     return merged
 
 
@@ -194,8 +196,8 @@ def _read_planned(folder: Path, planned: Planned, step: str) -> Run:
     return Run("", None, None, None, [row])
 
 
-def _merge_passes(passes: list[Run], problems: list[str]) -> Row:
-    """One row of all passes. It has a time only if no pass ended without one; passes that did not run are named."""
+def _merge_passes(passes: list[Run]) -> Row:
+    """One row of all passes. It has a time only if no pass ended without one."""
     rows = [record.rows[0] for record in passes]
     ended = [record for record in passes if record.rows[0].status not in NO_TIME]
     if len(passes) == 1 or not ended or all(record.rows[0].status == "skipped" for record in ended):
@@ -203,8 +205,6 @@ def _merge_passes(passes: list[Run], problems: list[str]) -> Row:
     for k, row in enumerate(rows, 1):
         if row.status not in ("ok", *NO_TIME):
             return replace(row, reason=f"pass {k} of {len(rows)}: {row.reason or 'no reason given'}")
-    if len(ended) < len(passes):
-        problems.append(f"{rows[0].step} ran in {len(ended)} of {len(passes)} passes only")
     middles = [median(record.rows[0].step_ms) for record in ended]
     nearest = min(range(len(ended)), key=lambda k: abs(middles[k] - median(middles)))
     kept = [replace(record.rows[0], profile=None, source=None) for record in ended]

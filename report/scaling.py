@@ -10,9 +10,10 @@ from common.record import Study, Workload
 from report.figures import Line, figures, ratio
 from report.table import LAUNCH, number, only_filled, percent, status_or_ms, tflops
 
-MOST_OFF = 0.03  # of a profiled step, against the timed one: beyond it, the profile explains nothing
+MOST_OFF = 0.1  # of a profiled step, against the timed one: beyond it, the profile explains nothing
 UNLIKE = "*"  # behind an efficiency: one of the two rows was captured, and the other was launched
 WORDS = {"ddp": "DDP", "fsdp": "FSDP2", None: "alone", "communication": "exposed communication"}
+REMAINDER = "remainder"  # below 0 where copies run at the same time as other kernels: both are counted
 SHOWN = 0.0005  # of a step: less is not shown
 
 
@@ -68,7 +69,7 @@ def _compare(row: Scaled, alone: list[Scaled]) -> None:
         for one in (one for one in alone if _fits(line) and _fits(one.line)):
             there = one.line.category_ms  # of a batch as large on each GPU: all add up to 1 - efficiency
             row.lost = {name: (ms - there[name]) / line.ms for name, ms in line.category_ms.items()}
-            row.lost["not in the profiles"] = 1 - row.efficiency - sum(row.lost.values())
+            row.lost[REMAINDER] = 1 - row.efficiency - sum(row.lost.values())
 
 
 def _fits(line: Line) -> bool:
@@ -97,8 +98,9 @@ def main_rows(rows: list[Scaled]) -> list[dict]:
 def lost_rows(rows: list[Scaled]) -> list[dict]:
     """A line a row on several GPUs: what is missing to 100 %, and where it went, in per cent of the step."""
     explained = [one for one in rows if one.lost]
-    names = dict.fromkeys(name for one in explained for name, share in one.lost.items() if abs(share) >= SHOWN)
-    cells = [(one, {WORDS.get(name, name): percent(one.lost.get(name)) for name in names}) for one in explained]
+    every = explained[0].lost if explained else {}
+    names = [name for name in every if any(abs(one.lost[name]) >= SHOWN for one in explained)]
+    cells = [(one, {WORDS.get(name, name): percent(one.lost[name]) for name in names}) for one in explained]
     return [one.names() | {"missing": percent(1 - one.efficiency)} | row for one, row in cells]
 
 
@@ -107,4 +109,9 @@ def tables(study: Study) -> dict[str, list[dict]]:
     title = "Efficiency: tokens/s of each GPU over those of one alone. Exposed: communication while nothing else runs."
     if any(UNLIKE in row.share() for row in rows):
         title += f" {UNLIKE}: one of the two rows was captured, and the other was launched."
-    return {title: main_rows(rows), "Where the missing per cents go, as shares of the step:": lost_rows(rows)}
+    return {
+        title: main_rows(rows),
+        "Where the missing per cents go, as shares of the step (remainder: below 0 where kernels overlap):": lost_rows(
+            rows
+        ),
+    }

@@ -31,7 +31,7 @@ def ms_number(ms: float | None) -> str:
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    return "-" if share is None else f"{100 * share:.{digits}f} %"
+    return "-" if share is None else f"{round(100 * share, digits) or 0.0:.{digits}f} %"  # never -0.0
 
 
 def tflops(flops_per_s: float | None) -> str:

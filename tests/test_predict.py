@@ -53,10 +53,10 @@ def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
         monkeypatch.setitem(getattr(roofs, name), "cpu", few)
     monkeypatch.setattr(roofs, "LENGTHS", (64,))
     monkeypatch.setattr(roofs, "HOT_S", 0.01)
-    args = arguments("0_baseline")
-    found = roofs.measure(args, grid=True)
+    found = roofs.measure(args := arguments("0_baseline"), grid=True)
     assert found.rate("fp32") and found.rate("fp32", burst=True) >= found.rate("fp32") and not found.rate("fp8")
     assert any("fp8 not measured" in note for note in found.notes)
+    assert 2**12 in {size for _, size, _ in roofs.measure(args, grid=False).kernels}, "small ones without a grid too"
     write_json(tmp_path / "roofs.json", found)
     read, _, _ = predict.read_roofs(str(tmp_path / "roofs.json"))
     for step in ("0_baseline", "2_sdpa"):
