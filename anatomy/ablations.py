@@ -86,9 +86,8 @@ class Runs:
             raise Skip(f"--output {self.path} holds runs of another workload or machine")
         self.by_name |= {name: run} if run else {}
         if self.path:
-            command = portable_command(f"python -m anatomy.{self.kind}", sys.argv[1:])
-            command = " && ".join(dict.fromkeys([*self.commands, command]))
-            write_json(self.path, Study(self.kind, command, self.started_at, self.by_name))
+            commands = [*self.commands, portable_command(f"python -m anatomy.{self.kind}", sys.argv[1:])]
+            write_json(self.path, Study(self.kind, " && ".join(dict.fromkeys(commands)), self.started_at, self.by_name))
 
 
 def cells(runs: Runs, key: str, variant: dict[str, str]) -> dict[str, str]:

@@ -63,9 +63,9 @@ def nodes_and_saved_bytes(attention, shape, device):
     return sum("AccumulateGrad" not in node.name() for node in nodes), sum(saved.values())
 
 
-def run(lab, batch=None, heads=None, dim=None):
+def run(lab, batch=None, heads=None, dim=None, dtype=None):
     B, H, D = batch or 1, heads or lab.pick(4, 4, 16), dim or lab.pick(64, 64, 128)
-    dtype, times = lab.dtype or (torch.bfloat16 if lab.amp else torch.float32), {}
+    dtype, times = dtype or (torch.bfloat16 if lab.amp else torch.float32), {}
     half = dtype.itemsize == 2
     precision, passes, exponential = ("bf16", 46, 256) if half else ("fp32", 26, 16) if lab.gpu else ("fp32", 23, 100)
     forms = {by_hand: (passes, 12 * D), fused: (0, 7 * D + exponential)}  # of each score: passes, FLOPs

@@ -49,9 +49,9 @@ def linear_relu(a, m, c):
     return torch.relu(a @ m + c)
 
 
-def run(lab, numbers=None, edge=None):
+def run(lab, numbers=None, edge=None, dtype=None):
     N, E = numbers or lab.pick(2**22, 2**23, 2**26), edge or lab.pick(512, 1024, 4096)
-    rand, compiled = partial(torch.rand, device=lab.device, dtype=lab.dtype or torch.float32), torch.compile
+    rand, compiled = partial(torch.rand, device=lab.device, dtype=dtype or torch.float32), torch.compile
     (x, w, b), one, small = rand(3, N) + 1, rand(1), rand(64, 1024).unbind()
     (a, m), c, b_bytes = rand(2, E, E) / E, rand(E), one.itemsize
     launch_s, each_s, product_s = (lab.seconds(call) for call in (lambda: one * 2, lambda: small[0] * 2, lambda: a @ m))

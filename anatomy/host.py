@@ -88,8 +88,8 @@ def waits(lab, x, edge):
     return item_s
 
 
-def run(lab, edge=None):
-    x = torch.ones(1, device=lab.device, dtype=lab.dtype or torch.float32)
+def run(lab, edge=None, dtype=None):
+    x = torch.ones(1, device=lab.device, dtype=dtype or torch.float32)
     calls(lab, x, lab.seconds(lambda: x * 2))
     item_s = waits(lab, x, edge or lab.pick(512, 1024, 4096))
     return f"With an empty queue .item() takes {item_s * 1e6:.1f} us."

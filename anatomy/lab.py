@@ -1,7 +1,7 @@
 """What the experiments share: options, a clock, what this machine reaches, and the table of predicted and measured.
 
 An experiment is a file. Its docstring has the question and the arithmetic of its prediction. Its `run(lab, ...)` adds a
-row for each prediction and returns one sentence. The parameters after `lab` are sizes, and options of its command.
+row for each prediction and returns one sentence. The parameters after `lab` are options of its command: sizes, dtype.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Lab:
         """Raises ValueError, one line, for a device that cannot be used, or a --json file that cannot be written."""
         if options.json:
             check_output(options.json)
-        self.name, self.device, self.dtype = name, hardware.resolve_device(options.device), DTYPES.get(options.dtype)
+        self.name, self.device = name, hardware.resolve_device(options.device)
         self.gpu, self.iters, self.quick = self.device.type == "cuda", options.iters, options.quick
         self.amp = self.gpu and hardware.has_bf16_matrix_instructions(self.device)  # else experiments take FP32
         self.title, self.rows = "", []  # the title of the next row's table
@@ -61,9 +61,8 @@ class Lab:
         """Time of one call with the GPU's work: a median. Calls follow each other without a wait."""
         call()  # the first one compiles and allocates
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-        if self.iters:
-            return timer.timeit(self.iters).median
-        return timer.blocked_autorange(min_run_time=QUICK_S if self.quick else TIMED_S).median
+        least_s = QUICK_S if self.quick else TIMED_S
+        return (timer.timeit(self.iters) if self.iters else timer.blocked_autorange(min_run_time=least_s)).median
 
     def device_seconds(self, call: Callable[[], object], calls: int = 50, launches: int = 1) -> float:
         """A GPU's own time of a call that launches about so many kernels: it sleeps until the host has launched all
@@ -128,7 +127,6 @@ def rate(of: str, device: torch.device) -> float:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: auto, a GPU if any")
-    parser.add_argument("--dtype", choices=DTYPES, metavar="NAME", help=f"{', '.join(DTYPES)} (default: its own)")
     parser.add_argument("--iters", type=positive_int, metavar="N", help="timed calls (default: as many as take 0.2 s)")
     parser.add_argument("--quick", action="store_true", help="smaller sizes on a CPU, and fewer timed calls")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows")
@@ -139,14 +137,15 @@ def main(run: Callable) -> None:
     module, sizes = sys.modules[run.__module__], list(inspect.signature(run).parameters)[1:]
     parser = OneLineParser(prog=f"python -m {module.__spec__.name}", description=module.__doc__)
     for size in sizes:
-        parser.add_argument(f"--{size}", type=positive_int, metavar="N", help="a size (default: by the device)")
+        kind = {"choices": DTYPES} if size == "dtype" else {"type": positive_int, "metavar": "N"}
+        parser.add_argument(f"--{size}", **kind, help="default: by the device")
     add_options(parser)
 
     def work() -> None:
         options = parser.parse_args()
         try:
             lab = Lab(module.__spec__.name.rpartition(".")[2], options)
-            sentence = run(lab, **{size: getattr(options, size) for size in sizes})
+            sentence = run(lab, **{size: DTYPES.get(value := getattr(options, size), value) for size in sizes})
         except (ValueError, RuntimeError) as error:  # no such device, too little memory, a size
             parser.error(one_line(error).replace("--output", "--json"))
         progress("")

@@ -44,9 +44,9 @@ def kernels_of(function, *inputs):
     return metrics.generated_kernel_count + in_blas
 
 
-def strides(lab, M, N, K):
+def strides(lab, M, N, K, dtype):
     """Rows for a contiguous input and its transposed view; returns how much longer x + y takes with the view."""
-    x = torch.randn(M, K, device=lab.device, dtype=lab.dtype or torch.float32)
+    x = torch.randn(M, K, device=lab.device, dtype=dtype or torch.float32)
     view, y = x.t().contiguous().t(), torch.randn_like(x)  # the same numbers, stored by columns
     right, negate = torch.randn(K, N, device=lab.device, dtype=x.dtype) / K**0.5, partial(torch.neg, out=y.clone())
     copy_s, lost_s = lab.seconds(view.contiguous), lab.seconds(partial(negate, view)) - lab.seconds(partial(negate, x))
@@ -60,9 +60,9 @@ def strides(lab, M, N, K):
     return view_s / plain_s
 
 
-def run(lab, m=None, n=None, k=None):
+def run(lab, m=None, n=None, k=None, dtype=None):
     size, edge, last = lab.pick(512, 1000, 4096), lab.pick(128, 512, 4096), torch.channels_last
-    ratio = strides(lab, m or size, n or size, k or size)
+    ratio = strides(lab, m or size, n or size, k or size, dtype)
     how = {"device": lab.device, "dtype": torch.float16 if lab.gpu else torch.float32}
     images, convolution = torch.randn(lab.pick(2, 2, 32), 64, 64, 64, **how), torch.nn.Conv2d(64, 128, 3, **how)
     plain_s = lab.seconds(partial(convolution, images))

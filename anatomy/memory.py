@@ -62,6 +62,8 @@ def inside_the_multiprocessors(lab):
 
 def run(lab, smallest=None, largest=None):
     least, most = (smallest or lab.pick(64, 64, 1024)) * 2**10, (largest or lab.pick(256, 256, 4096)) * 2**20
+    if least > most:
+        raise ValueError("--smallest, in KiB, is above --largest, in MiB")
     levels, buffers, threads = caches(lab.device), torch.ones(2, most // 8, device=lab.device), torch.get_num_threads()
 
     def copy_seconds(size):

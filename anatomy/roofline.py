@@ -42,8 +42,8 @@ def operations(lab, dtype, N, T):
     yield f"attention, T = {T}", attention, qkv, shortest, 2 * H * T * T * D, 4 * H * T * D * b
 
 
-def run(lab, numbers=None, length=None):
-    dtype = lab.dtype or (torch.bfloat16 if lab.amp else torch.float32)
+def run(lab, numbers=None, length=None, dtype=None):
+    dtype = dtype or (torch.bfloat16 if lab.amp else torch.float32)
     T, N = length or lab.pick(512, 1024, 4096), numbers or lab.pick(2**22, 2**23, 2**26)
     N = max(1, N // CHANNELS) * CHANNELS
     bandwidth, peak = rate("copy", lab.device), rate(PRECISIONS[dtype], lab.device)

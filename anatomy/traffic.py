@@ -65,7 +65,7 @@ def main():
     add_options(parser)
     parser.add_argument("--count", choices=[*ATTENTIONS, *STEPS], help="what runs once while ncu counts")
     options, words = parser.parse_known_args()
-    if not torch.cuda.is_available():
+    if options.device == "cpu" or not torch.cuda.is_available():
         parser.error("counting needs a GPU and Nsight Compute (ncu)")
     if options.count:
         return run_one(options.count, words)
