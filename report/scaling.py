@@ -7,13 +7,13 @@ row is compared with the same script on one GPU, captured as a CUDA graph or lau
 from dataclasses import dataclass
 
 from common.record import Study, Workload
-from report.figures import Line, figures, ratio
+from report.figures import GAPS, Line, figures, ratio
 from report.table import LAUNCH, number, only_filled, percent, status_or_ms, tflops
 
 MOST_OFF = 0.1  # of a profiled step, against the timed one: beyond it, the profile explains nothing
 UNLIKE = "*"  # behind an efficiency: one of the two rows was captured, and the other was launched
 WORDS = {"ddp": "DDP", "fsdp": "FSDP2", None: "alone", "communication": "exposed communication"}
-REMAINDER = "remainder"  # below 0 where copies run at the same time as other kernels: both are counted
+REST = "rest"  # what kernels do not explain: gaps, less what counts twice because two ran at the same time
 SHOWN = 0.0005  # of a step: less is not shown
 
 
@@ -68,8 +68,8 @@ def _compare(row: Scaled, alone: list[Scaled]) -> None:
         row.overlapped_ms = max(0.0, line.row.profile.communication_ms - row.exposed_ms)
         for one in (one for one in alone if _fits(line) and _fits(one.line)):
             there = one.line.category_ms  # of a batch as large on each GPU: all add up to 1 - efficiency
-            row.lost = {name: (ms - there[name]) / line.ms for name, ms in line.category_ms.items()}
-            row.lost[REMAINDER] = 1 - row.efficiency - sum(row.lost.values())
+            row.lost = {name: (ms - there[name]) / line.ms for name, ms in line.category_ms.items() if name != GAPS}
+            row.lost[REST] = 1 - row.efficiency - sum(row.lost.values())
 
 
 def _fits(line: Line) -> bool:
@@ -109,9 +109,4 @@ def tables(study: Study) -> dict[str, list[dict]]:
     title = "Efficiency: tokens/s of each GPU over those of one alone. Exposed: communication while nothing else runs."
     if any(UNLIKE in row.share() for row in rows):
         title += f" {UNLIKE}: one of the two rows was captured, and the other was launched."
-    return {
-        title: main_rows(rows),
-        "Where the missing per cents go, as shares of the step (remainder: below 0 where kernels overlap):": lost_rows(
-            rows
-        ),
-    }
+    return {title: main_rows(rows), "Where the missing per cents go, as shares of the step:": lost_rows(rows)}
