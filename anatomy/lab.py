@@ -134,18 +134,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(run: Callable) -> None:
     """The command of an experiment: `python -m anatomy.NAME`."""
-    module, sizes = sys.modules[run.__module__], list(inspect.signature(run).parameters)[1:]
+    module, names = sys.modules[run.__module__], list(inspect.signature(run).parameters)[1:]
     parser = OneLineParser(prog=f"python -m {module.__spec__.name}", description=module.__doc__)
-    for size in sizes:
-        kind = {"choices": DTYPES} if size == "dtype" else {"type": positive_int, "metavar": "N"}
-        parser.add_argument(f"--{size}", **kind, help="default: by the device")
+    for name in names:
+        kind = {"choices": DTYPES} if name == "dtype" else {"type": positive_int, "metavar": "N"}
+        parser.add_argument(f"--{name}", **kind, help="default: the experiment's own")
     add_options(parser)
 
     def work() -> None:
         options = parser.parse_args()
         try:
             lab = Lab(module.__spec__.name.rpartition(".")[2], options)
-            sentence = run(lab, **{size: DTYPES.get(value := getattr(options, size), value) for size in sizes})
+            sentence = run(lab, **{name: DTYPES.get(x, x) for name, x in vars(options).items() if name in names})
         except (ValueError, RuntimeError) as error:  # no such device, too little memory, a size
             parser.error(one_line(error).replace("--output", "--json"))
         progress("")

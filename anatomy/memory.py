@@ -63,7 +63,7 @@ def inside_the_multiprocessors(lab):
 def run(lab, smallest=None, largest=None):
     least, most = (smallest or lab.pick(64, 64, 1024)) * 2**10, (largest or lab.pick(256, 256, 4096)) * 2**20
     if least > most:
-        raise ValueError("--smallest, in KiB, is above --largest, in MiB")
+        raise ValueError(f"--smallest {least >> 10} (KiB) is above --largest {most >> 20} (MiB)")
     levels, buffers, threads = caches(lab.device), torch.ones(2, most // 8, device=lab.device), torch.get_num_threads()
 
     def copy_seconds(size):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Record a machine under docs/results/MACHINE:
 #
-#   docs/record.sh MACHINE           every piece that is missing or of other code; each takes at most ten minutes
+#   docs/record.sh MACHINE           every piece that is missing or of other code; most take ten minutes, gpt2 sixteen
 #   docs/record.sh MACHINE NAME ...  these pieces, for example: gpt2 parity
 #   docs/record.sh --check           the records of other code than the present one
 #
@@ -49,6 +49,7 @@ for name in "${names[@]}"; do
     tiny) ladder --preset tiny --repeat 3 ;;
     sweep) ladder --sweep ;;
     scaling) ladder --scaling --only 2,3,4 --preset gpt3-6.7b-slice ;;
+    # With --only, FSDP2 runs every step too.
     scaling-batch-4) ladder --scaling --only 0,1,2,3,4 --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
     parity)
       learning

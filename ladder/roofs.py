@@ -30,7 +30,7 @@ from common.timing import seconds, steady_seconds
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 STEADY_S, KERNEL_S, BURST_S, PAUSE_S, BURSTS = 0.05, 0.01, 0.002, 0.02, 3
-KERNEL_ROUNDS = 3  # over all sizes: what else runs on the host was seen to slow all kernels of one size
+ROUNDS = {"cuda": 3, "cpu": 1}  # of a size's kernels, the fastest counts: on one GPU all those of a size were slow
 HOT_S = 0.3  # of products, after which a GPU's clock has fallen to what its power limit allows
 SQUARE = {"cuda": 8192, "cpu": 1024}
 GRID = {"cuda": (128, 512, 2048, 8192), "cpu": (64, 256, 1024, 2048)}  # of M, of N and of K
@@ -60,13 +60,12 @@ def measure(args: Arguments, grid: bool) -> Roofs:
         for products in (counted, dict.fromkeys(by_hand, 0), dict.fromkeys(others, 0)):
             with skipping(roofs, precision):
                 roofs.products += product_rates(precision, products, device, steady=products is counted)
-    several, fastest = SIZES[device.type][: None if grid else 1], {}  # one at least: over a bias a launch is the cost
-    for size in sorted({*sizes(config, args.batch_size).values(), *several} - {0}) * KERNEL_ROUNDS:
+    at_all_sizes = SIZES[device.type] if grid else SIZES[device.type][:1]  # the least: over a bias, the launch counts
+    for size in sorted({*sizes(config, args.batch_size).values(), *at_all_sizes} - {0}):
         with skipping(roofs, f"kernels over {size:,} numbers"):
-            for name, work in kernels(size, device):
-                took_s = steady_seconds(work, device, KERNEL_S)
-                fastest[name, size] = min(took_s, fastest.get((name, size), took_s))
-    roofs.kernels = [(name, size, each_s) for (name, size), each_s in fastest.items()]
+            names, works = zip(*kernels(size, device), strict=True)
+            rounds = [[steady_seconds(work, device, KERNEL_S) for work in works] for _ in range(ROUNDS[device.type])]
+            roofs.kernels += [(name, size, min(of)) for name, *of in zip(names, *rounds, strict=True)]
     own = (config.seq_len, config.n_embd // config.n_head, args.batch_size * config.n_head)
     shapes = itertools.product(LENGTHS, HEAD_DIMS) if grid else ()
     for T, D, heads in [own, *((T, D, ATTENTION_NUMBERS[device.type] // (T * D)) for T, D in shapes)]:
@@ -86,8 +85,7 @@ def skipping(roofs: Roofs, what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        note = f"{what} not measured: {one_line(error, 150)}"
-        roofs.notes += [note] * (note not in roofs.notes)
+        roofs.notes.append(f"{what} not measured: {one_line(error, 150)}")
 
 
 def multiplies(device: torch.device, precision: str) -> bool:

@@ -168,9 +168,10 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
                 ours, theirs = vars(merged.workload), vars(record.workload)
                 differing = ", ".join(name for name in ours if ours[name] != theirs[name])
                 record.rows = [Row(step, "failed", f"ran a different workload than the other rows: {differing} differ")]
-        (merged.peers if passes[0].script.startswith("peers/") else merged.rows).append(_merge_passes(ended))
-        if 0 < (n_ran := sum(record.rows[0].status not in NO_TIME for record in ended)) < len(passes):
-            few.setdefault(f"ran in {n_ran} of {len(passes)} passes only", []).append(step)
+        row = _merge_passes(ended)
+        (merged.peers if passes[0].script.startswith("peers/") else merged.rows).append(row)
+        if row.passes and len(row.passes) < len(passes):
+            few.setdefault(f"ran in {len(row.passes)} of {len(passes)} passes only", []).append(step)
         records += ended
     merged.environment = next((record.environment for record in records if record.environment), None)
     merged.problems += [problem for record in records for problem in record.problems] + _differences(records)

@@ -10,10 +10,10 @@ from common.record import Study, Workload
 from report.figures import GAPS, Line, figures, ratio
 from report.table import LAUNCH, number, only_filled, percent, status_or_ms, tflops
 
-MOST_OFF = 0.1  # of a profiled step, against the timed one: beyond it, the profile explains nothing
+MOST_LEFT = 0.1  # of a step, that its kernels leave unexplained: beyond it, they explain nothing
 UNLIKE = "*"  # behind an efficiency: one of the two rows was captured, and the other was launched
 WORDS = {"ddp": "DDP", "fsdp": "FSDP2", None: "alone", "communication": "exposed communication"}
-REST = "rest"  # what kernels do not explain: gaps, less what counts twice because two ran at the same time
+REST = "rest"  # what the kernels leave: gaps, less what counts twice because two ran at the same time
 SHOWN = 0.0005  # of a step: less is not shown
 
 
@@ -66,14 +66,11 @@ def _compare(row: Scaled, alone: list[Scaled]) -> None:
     if row.gpus > 1 and line.category_ms:
         row.exposed_ms = line.category_ms["communication"]
         row.overlapped_ms = max(0.0, line.row.profile.communication_ms - row.exposed_ms)
-        for one in (one for one in alone if _fits(line) and _fits(one.line)):
+        for one in (one for one in alone if one.line.category_ms):
             there = one.line.category_ms  # of a batch as large on each GPU: all add up to 1 - efficiency
-            row.lost = {name: (ms - there[name]) / line.ms for name, ms in line.category_ms.items() if name != GAPS}
-            row.lost[REST] = 1 - row.efficiency - sum(row.lost.values())
-
-
-def _fits(line: Line) -> bool:
-    return bool(line.category_ms) and abs(sum(line.category_ms.values()) / line.ms - 1) <= MOST_OFF
+            lost = {name: (ms - there[name]) / line.ms for name, ms in line.category_ms.items() if name != GAPS}
+            rest = 1 - row.efficiency - sum(lost.values())
+            row.lost = lost | {REST: rest} if abs(rest) <= MOST_LEFT else None
 
 
 def main_rows(rows: list[Scaled]) -> list[dict]:
@@ -109,4 +106,9 @@ def tables(study: Study) -> dict[str, list[dict]]:
     title = "Efficiency: tokens/s of each GPU over those of one alone. Exposed: communication while nothing else runs."
     if any(UNLIKE in row.share() for row in rows):
         title += f" {UNLIKE}: one of the two rows was captured, and the other was launched."
-    return {title: main_rows(rows), "Where the missing per cents go, as shares of the step:": lost_rows(rows)}
+    return {
+        title: main_rows(rows),
+        "Where the missing per cents go, as shares of the step (rest: gaps, less kernels that overlap):": lost_rows(
+            rows
+        ),
+    }

@@ -29,7 +29,7 @@ def test_an_experiment_predicts_and_measures_on_a_cpu(name, monkeypatch):
     compiler, plain = torch.compile, {"backend": "aot_eager"}  # it generates no code, which takes most of the time
     if name in ("fusion", "compiler", "techniques"):
         monkeypatch.setattr(torch, "compile", lambda f, mode=None, **how: compiler(f, **(plain | how)))
-    lab = Lab(name, argparse.Namespace(device="cpu", dtype=None, iters=2, quick=True, json=None))
+    lab = Lab(name, argparse.Namespace(device="cpu", iters=2, quick=True, json=None))
     sizes = {"vocab": 2000} if name == "learning" else {}
     sentence = importlib.import_module(f"anatomy.{name}").run(lab, **sizes)
     assert sentence.endswith(".") and any(letter.isdigit() for letter in sentence)
@@ -54,8 +54,8 @@ def test_the_commands_list_run_and_write_and_bad_input_is_one_line(tmp_path):
     assert ended.returncode == 0 and "needs a GPU" in ended.stdout, ended.stderr
     written = json.loads((tmp_path / "x.json").read_text())
     assert written["experiment"] == "graph" and written["rows"] and written["environment"]["device_type"] == "cpu"
-    bad = "anatomy nonsense", "anatomy.graph --device tpu", "anatomy.host --edge 0", "anatomy all --json README.md"
-    for words in bad:
+    bad = "anatomy nonsense; anatomy.graph --device tpu; anatomy.host --edge 0; anatomy all --json README.md"
+    for words in f"{bad}; anatomy.memory --smallest 4096 --largest 1; anatomy.graph --dtype float32".split("; "):
         ended = run(*words.split())
         assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
     assert [shown(*pair) for pair in ((1.5e-5, "s"), (999.9e6, "B"), (None, "s"))] == ["15 us", "999.9 MB", "-"]
