@@ -292,8 +292,8 @@ def row(step: str, one: Prediction, before: Prediction, peak: int, memory: int |
     parts |= {"gaps": max(0.0, one.host_ms - one.busy_ms)}
     cells = {"ms": f"{one.ms:,.1f}", "x before": f"{before.ms / one.ms:.2f}"}
     cells |= {name: f"{ms:,.1f}" for name, ms in parts.items()}
-    fits = {"fits": "yes" if peak < 0.97 * memory else "no"} if memory else {}
-    return {"step": step} | cells | {"GiB": f"{peak / 2**30:.1f}"} | fits
+    held = {"GiB": f"{peak / 2**30:.1f}", "fits": "yes" if peak < 0.97 * memory else "no"} if memory else {}
+    return {"step": step} | cells | held  # the estimate of memory is a GPU's
 
 
 def predict_all(args, measured: Roofs) -> tuple[dict[str, Prediction], dict[str, str]]:
