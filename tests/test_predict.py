@@ -18,7 +18,7 @@ def made(flops_per_s=1e12, bytes_per_s=1e11, launch_s=0.0, steady=1.0):
         if product.m == product.n == product.k == 8192:
             product.flops_per_s = steady * flops_per_s
     kernels = [(predict.COPY, n, 8 * n / bytes_per_s) for n in (2**10, 2**26)]
-    attention = [(T, 64, flops_per_s) for T in (256, 16384)]
+    attention = [(T, D, flops_per_s * 64 / D * max(1, T / 1024)) for T in (256, 1024, 16384) for D in (64, 512)]
     return Roofs(bytes_per_s, products, kernels, attention, launch_s)
 
 
@@ -29,16 +29,18 @@ def test_a_machine_of_one_rate_gives_the_flops_over_it_and_the_bytes_over_its_sp
     products = flops.flops_per_step(shape, 8) - attention
     assert found.products_ms == pytest.approx(products / 1e12 * 1e3)
     assert found.attention_ms == pytest.approx(attention / 1e12 * 1e3)
-    assert found.others_ms > 28 * flops.parameters(shape) / 1e11 * 1e3, "AdamW's and more"
+    every = sum(predict.predict(f"{k}", shape, 8, made()).busy_ms for k in range(5))
+    assert every == pytest.approx(37226.5818), "with all bytes that the passes count: renew it where one changes"
     assert found.host_ms == 0 and found.ms == found.busy_ms
 
 
 def test_the_host_bounds_a_launched_step_and_power_a_large_product():
     shape = PRESETS["gpt2"][0]
     found, slower = (predict.predict("2_sdpa", shape, 1, made(1e18, 1e18, launch_s=s)) for s in (1e-5, 3e-5))
-    assert found.ms == found.host_ms > 10 * found.busy_ms and slower.ms == pytest.approx(3 * found.ms)
+    assert found.ms == found.host_ms == pytest.approx(860e-5 * 1e3) and slower.ms == pytest.approx(3 * found.ms)
     cold, hot = (predict.predict("3_compile", shape, 8, made(1e12, 1e16, steady=rate)) for rate in (1.0, 0.5))
-    assert hot.products_ms > 1.4 * cold.products_ms
+    assert hot.products_ms > 1.4 * cold.products_ms and cold.host_ms == 0
+    assert predict.predict("3_compile", shape, 1, made(launch_s=1e-5), capture=False).host_ms == pytest.approx(6.46)
 
 
 def test_roofs_that_lack_a_part_predict_no_step_that_needs_it():
@@ -52,10 +54,10 @@ def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
     for name, few in (("GRID", (16, 64)), ("SIZES", (2**9,)), ("COPY_BYTES", 2**22), ("SQUARE", 64)):
         monkeypatch.setitem(getattr(roofs, name), "cpu", few)
     monkeypatch.setattr(roofs, "LENGTHS", (64,))
-    monkeypatch.setattr(roofs, "HOT_S", 0.01)
+    monkeypatch.setattr(roofs, "steady_seconds", lambda work, *_: (work(), 2**-10)[1])
     found = roofs.measure(args := arguments("0_baseline"), grid=True)
-    assert found.rate("fp32") and found.rate("fp32", burst=True) >= found.rate("fp32") and not found.rate("fp8")
-    assert any("fp8 not measured" in note for note in found.notes)
+    assert found.rate("fp32", burst=True) >= found.rate("fp32") == pytest.approx(2**10 * 6 * 32768 * 64 / 27)
+    assert "fp8 not" in "".join(found.notes) and (found.copy_bytes_per_s, found.attention[0][2]) == (2**33, 3 * 2**27)
     assert 2**9 in {size for _, size, _ in roofs.measure(args, grid=False).kernels}, "of no tensor, and without a grid"
     write_json(tmp_path / "roofs.json", found)
     read, _, _ = predict.read_roofs(str(tmp_path / "roofs.json"))
@@ -69,7 +71,7 @@ def test_the_command_answers_for_a_card_that_is_not_here_and_refuses_damage_in_o
     ran = run_python(*words)
     assert ran.returncode == 0 and "4_transformer_engine" in ran.stdout, ran.stderr
     ran = run_python("-m", "ladder.predict", "--machine", "h200", "--preset", "gpt3-xl", "--device", "cpu")
-    assert ran.returncode == 0 and "4_transformer_engine" in ran.stdout, "it need not fit this machine"
+    assert ran.returncode == 0 and float(ran.stdout.splitlines()[3].split()[2]) > 2, "it need not fit this machine"
     ran = run_python("-m", "ladder.predict", "--machine", "h200", "--vocab-size", "50257", "--device", "cpu")
     assert "4_transformer_engine is not predicted: FP8 needs" in ran.stdout and "3_compile  " in ran.stdout
     for damage in ("[]", "{", '{"products": 1}', '{"products": [{}]}'):
