@@ -48,8 +48,8 @@ for name in "${names[@]}"; do
     narrow-320) ladder --preset gpt2 --n-layer 3 --n-head 5 --n-embd 320 --seq-len 1536 --batch-size 4 ;;
     tiny) ladder --preset tiny --repeat 3 ;;
     sweep) ladder --sweep ;;
+    # With --only, FSDP2 runs every one of the steps too.
     scaling) ladder --scaling --only 2,3,4 --preset gpt3-6.7b-slice ;;
-    # With --only, FSDP2 runs every step too.
     scaling-batch-4) ladder --scaling --only 0,1,2,3,4 --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
     parity)
       learning

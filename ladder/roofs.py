@@ -30,7 +30,7 @@ from common.timing import seconds, steady_seconds
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 STEADY_S, KERNEL_S, BURST_S, PAUSE_S, BURSTS = 0.05, 0.01, 0.002, 0.02, 3
-ROUNDS = {"cuda": 3, "cpu": 1}  # of a size's kernels, the fastest counts: on one GPU all those of a size were slow
+ROUNDS = {"cuda": 3, "cpu": 1}  # the fastest counts: other work on a host was seen to slow some
 HOT_S = 0.3  # of products, after which a GPU's clock has fallen to what its power limit allows
 SQUARE = {"cuda": 8192, "cpu": 1024}
 GRID = {"cuda": (128, 512, 2048, 8192), "cpu": (64, 256, 1024, 2048)}  # of M, of N and of K
@@ -60,8 +60,8 @@ def measure(args: Arguments, grid: bool) -> Roofs:
         for products in (counted, dict.fromkeys(by_hand, 0), dict.fromkeys(others, 0)):
             with skipping(roofs, precision):
                 roofs.products += product_rates(precision, products, device, steady=products is counted)
-    at_all_sizes = SIZES[device.type] if grid else SIZES[device.type][:1]  # the least: over a bias, the launch counts
-    for size in sorted({*sizes(config, args.batch_size).values(), *at_all_sizes} - {0}):
+    more = SIZES[device.type] if grid else SIZES[device.type][:1]  # the smallest always: a bias costs a launch
+    for size in sorted({*sizes(config, args.batch_size).values(), *more} - {0}):
         with skipping(roofs, f"kernels over {size:,} numbers"):
             names, works = zip(*kernels(size, device), strict=True)
             rounds = [[steady_seconds(work, device, KERNEL_S) for work in works] for _ in range(ROUNDS[device.type])]

@@ -97,8 +97,8 @@ def figures(run: Run, among: Iterable[Run] = ()) -> Figures:
         remarks.append(f"{run.workload.gpus} processes: tokens/s are of all, TFLOP/s and GiB of each")
     if repeated := [line for line in timed if line.passes > 1]:
         apart = max(line.high_ms / line.low_ms - 1 for line in repeated)
-        least, most = (pick(line.passes for line in repeated) for pick in (min, max))
-        passes = f"{least} to {most}" if least < most else most
+        counts = sorted({line.passes for line in repeated})
+        passes = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
         remarks.append(f"median of {passes} passes, {apart:.1%} apart at most")
     return Figures(run, lines, steps, timed, first, plain, environment, _busy(timed), remarks)
 

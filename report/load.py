@@ -159,7 +159,7 @@ def _optional(path: Path, kind: Any, run: Run) -> Any:
 def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
     """The rows of one run, from their records; `problems` names what differs between them."""
     merged = Run(plan.command, plan.started_at, None, plan.workload if plan.kind == "ladder" else None, [])
-    records, few = [], {}
+    records, incomplete = [], {}
     for step, passes in planned.items():
         ended = [_read_planned(folder, one, step) for one in passes]
         for record in ended:
@@ -171,11 +171,11 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
         row = _merge_passes(ended)
         (merged.peers if passes[0].script.startswith("peers/") else merged.rows).append(row)
         if row.passes and len(row.passes) < len(passes):
-            few.setdefault(f"ran in {len(row.passes)} of {len(passes)} passes only", []).append(step)
+            incomplete.setdefault(f"ran in {len(row.passes)} of {len(passes)} passes only", []).append(step)
         records += ended
     merged.environment = next((record.environment for record in records if record.environment), None)
     merged.problems += [problem for record in records for problem in record.problems] + _differences(records)
-    merged.problems += [f"{', '.join(steps)} {words}" for words, steps in few.items()]
+    merged.problems += [f"{', '.join(steps)} {words}" for words, steps in incomplete.items()]
     return merged
 
 

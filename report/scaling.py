@@ -106,9 +106,5 @@ def tables(study: Study) -> dict[str, list[dict]]:
     title = "Efficiency: tokens/s of each GPU over those of one alone. Exposed: communication while nothing else runs."
     if any(UNLIKE in row.share() for row in rows):
         title += f" {UNLIKE}: one of the two rows was captured, and the other was launched."
-    return {
-        title: main_rows(rows),
-        "Where the missing per cents go, as shares of the step (rest: gaps, less kernels that overlap):": lost_rows(
-            rows
-        ),
-    }
+    lost = "Where the missing per cents go, as shares of the step (rest: gaps, less kernels that overlap):"
+    return {title: main_rows(rows), lost: lost_rows(rows)}
