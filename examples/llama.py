@@ -137,9 +137,12 @@ def workload(args: Arguments) -> Workload:
 def main() -> int:
     args = parse_args(Path(__file__), __doc__, [*DEFAULTS[torch.cuda.is_available()].split(), *sys.argv[1:]])
     try:
+        if args.heldout_every:
+            raise Skip("--heldout-every is for the ladder's own model")
         rows, work = [], workload(args)
     except Skip as error:
-        sys.exit(f"python examples/llama.py: error: {error}")
+        say(f"python examples/llama.py: error: {error}", sys.stderr)
+        return 2
     for name, change in CHANGES.items():
         rows.append(row := Row(name))
         say(f"{name}: {change}")
@@ -149,8 +152,9 @@ def main() -> int:
             row.status, row.reason = benchmark.explain(error)
         gc.collect()
         torch.cuda.empty_cache()
-    command = portable_command("python examples/llama.py", sys.argv[1:])
-    made = Run(command, None, hardware.describe(args.device), work, rows)
+    made = Run(
+        portable_command("python examples/llama.py", sys.argv[1:]), None, hardware.describe(args.device), work, rows
+    )
     write_json(args.output, made)
     say(table.render_text(figures.figures(made), str(args.output)))
     return int(any(row.status not in ("ok", "skipped") for row in rows))

@@ -1,8 +1,7 @@
 """Peer of 4_transformer_engine.py: the compiled step 3 with torchao's float8 training.
 
-A block's four Linear layers are converted by convert_to_float8_training with the tensorwise recipe, which torchao's
-documentation of recipe names calls its fastest. The head stays BF16: the example of torchao's page on training leaves
-the last layer out. All else is step 3's. Source: torchao's page "Training" and torchao.float8.Float8LinearRecipeName.
+A block's four Linear layers are converted with the tensorwise recipe, which torchao calls its fastest. The head stays
+BF16, as in torchao's example. All else is step 3's. Source: torchao's page "Training" and Float8LinearRecipeName.
 
 Run:      python peers/torchao_float8.py            Needs: pip install torchao
 """

@@ -1,10 +1,9 @@
 """Peer of 3_compile.py: GPT-2 of Hugging Face transformers, tuned as its documentation tells.
 
-SDPA attention, torch.compile over model and loss, no dropout and no cache; launched, as a Trainer launches it. BF16
-autocast and fused AdamW are step 3's; the residual stream stays FP32, as autocast leaves it. The weights begin with the
-ladder's numbers. Under its own name, compiled SDPA attention gets a mask of booleans (huggingface/transformers issue
-48925). Registered under another, as the page AttentionInterface shows, it gets none and passes is_causal. Source: the
-page of GPT-2, the guide "GPU" (efficient training) and the page AttentionInterface of transformers.
+SDPA attention, torch.compile over model and loss, no dropout; launched, as a Trainer launches it. Autocast and AdamW
+are step 3's; the residual stream stays FP32. The weights begin with the ladder's numbers. Under its own name compiled
+SDPA attention gets a mask (huggingface/transformers issue 48925); under another it gets none and passes is_causal.
+Source: transformers' pages GPT-2, "GPU" (efficient training) and AttentionInterface.
 
 Run:      python peers/transformers_gpt2.py         Needs: pip install transformers
 """
