@@ -76,4 +76,5 @@ if [ "${1:-}" = --setup ]; then
   echo "$python"
   exit 0
 fi
+unset RANK LOCAL_RANK WORLD_SIZE # of a job launcher: the rows are processes of their own
 exec "$python" "$here/ladder/__main__.py" "$@"

@@ -22,11 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def variants() -> dict[str, dict[str, str]]:
     """The patches by their file name without its ending; each has the lines Variant, Script and Predicted."""
-    found = {}
-    for path in sorted(ROOT.glob("anatomy/variants/*.patch")):
-        head = path.read_text().partition("\n--- ")[0]
-        found[path.stem] = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
-    return found
+    heads = {path.stem: path.read_text().partition("\n--- ")[0] for path in ROOT.glob("anatomy/variants/*.patch")}
+    return {key: dict(line.split(": ", 1) for line in heads[key].splitlines() if ": " in line) for key in sorted(heads)}
 
 
 def write_script(key: str, script: str, folder: Path) -> Path:
@@ -44,9 +41,9 @@ def write_script(key: str, script: str, folder: Path) -> Path:
 
 
 def same_work(run: dict) -> dict:
-    """What all runs of a study share: the machine, and the workload but for its seed."""
-    work = run["workload"]
-    return work | {"seed": None, "device": run["environment"]["device"]}
+    """What all runs of a study share: the machine, the code, and the workload but for its seed."""
+    machine = run["environment"]
+    return run["workload"] | {"seed": None, "device": machine["device"], "code": machine["code_sha256"]}
 
 
 class Runs:
@@ -83,7 +80,7 @@ class Runs:
         if code == 2:
             raise Skip(f"{script.stem} refuses these arguments, see above")
         if run and any(same_work(run) != same_work(other) for other in self.by_name.values()):
-            raise Skip(f"--output {self.path} holds runs of another workload or machine")
+            raise Skip(f"--output {self.path} holds runs of another workload, machine or code")
         self.by_name |= {name: run} if run else {}
         if self.path:
             commands = [*self.commands, portable_command(f"python -m anatomy.{self.kind}", sys.argv[1:])]
@@ -104,9 +101,10 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="variants whose name or script contains one of these")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="of the study, new or continued")
     options, arguments = parser.parse_known_args()
-    chosen = [key for key in known if any(w in f"{key} {known[key]['Script']}" for w in options.only or [""])]
-    if not chosen:
-        parser.error(f"no variant is named like {', '.join(options.only)}")
+    names = {key: f"{key} {variant['Script']}" for key, variant in known.items()}
+    if strangers := [word for word in options.only or [] if not any(word in name for name in names.values())]:
+        parser.error(f"no variant is named like {one_line(strangers[0])}")
+    chosen = [key for key in known if any(word in names[key] for word in options.only or [""])]
     try:
         runs = Runs("ablations", options.output)
         for key in chosen:

@@ -146,7 +146,7 @@ def main(run: Callable) -> None:
         try:
             lab = Lab(module.__spec__.name.rpartition(".")[2], options)
             sentence = run(lab, **{name: DTYPES.get(x, x) for name, x in vars(options).items() if name in names})
-        except (ValueError, RuntimeError) as error:  # no such device, too little memory, a size
+        except (ValueError, RuntimeError, MemoryError) as error:  # no such device, too little memory, a size
             parser.error(one_line(error).replace("--output", "--json"))
         progress("")
         found = lab.record(module.__doc__.partition("\n")[0], sentence)

@@ -30,6 +30,8 @@ def main() -> int:
     patches = variants()
     if strangers := [row for row in options.rows if row not in scripts and row not in patches]:
         parser.error(f"--rows {one_line(strangers[0])}: not one of {', '.join([*scripts, *patches])}")
+    if any(word.split("=")[0] == "--seed" for word in arguments):
+        parser.error("--seed is chosen here: give --seeds")
     try:
         runs = Runs("parity", options.output)
         for seed in options.seeds:  # one after the other: a study that ends early holds whole seeds

@@ -66,7 +66,7 @@ def main():
     parser.add_argument("--count", choices=[*ATTENTIONS, *STEPS], help="what runs once while ncu counts")
     options, words = parser.parse_known_args()
     if options.device == "cpu" or options.quick or options.iters or not torch.cuda.is_available():
-        parser.error("it counts one call on a GPU, by Nsight Compute (ncu): no --device cpu, --quick or --iters")
+        parser.error("it needs a GPU and Nsight Compute (ncu), and takes no --device cpu, --quick or --iters")
     if options.count:
         return run_one(options.count, words)
     lab, args, (B, H, T, D) = Lab("traffic", options), parse_args(ROOT / "anatomy/traffic.py", None, words), SHAPE

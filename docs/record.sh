@@ -11,16 +11,22 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-$(./run_all.sh --setup)}"
 [ "${1:-}" = --check ] && exec "$python" docs/tables.py --stale
-machine="${1:?docs/record.sh MACHINE [NAME ...]}"
+fail() { echo "docs/record.sh: error: $1" >&2 && exit 2; }
+[[ $# -gt 0 && $1 != -* ]] || fail "give a MACHINE, for example: docs/record.sh h200"
+machine="$1"
 shift
 core="roofs gpt3-6.7b-slice gpt2 parity"
+most="$core gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2 anatomy llama"
 names=("${@:-}")
-[ -n "${names[0]}" ] || read -ra names <<<"$core gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep \
-  ablations ablations-gpt2 anatomy llama"
+[ -n "${names[0]}" ] || read -ra names <<<"$most"
+for name in "${names[@]}"; do
+  [[ " $most gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny " == *" $name "* ]] || fail "no piece is named $name"
+done
 
 code="$("$python" -c 'import pathlib, common.record as r; print(r.code_sha256(pathlib.Path()))')"
 
-ladder() { # the options of run_all.sh: its newest run becomes the record
+ladder() { # the options of run_all.sh: its run becomes the record
+  rm -f results/latest
   ./run_all.sh "$@" || (($? == 1)) # a row that does not fit is a result
   cp results/latest/results.json "$at/"
 }
@@ -60,7 +66,6 @@ for name in "${names[@]}"; do
     ablations-gpt2) study ablations --preset gpt2 ;;
     llama) "$python" examples/llama.py --profile --output "$at/results.json" ;;
     anatomy) "$python" -m anatomy all --json "$at/anatomy.json" >"$at/report.md" ;;
-    *) echo "docs/record.sh: there is no piece named $name" >&2 && exit 2 ;;
   esac
   mkdir -p "$to"
   cp "$at"/*.* "$to/"

@@ -145,8 +145,10 @@ def renew() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--stale"]:
+    if sys.argv[1:] and sys.argv[1] != "--stale":
+        sys.exit(__doc__)
+    if sys.argv[1:]:
         found = stale(*sys.argv[2:])
-        say("\n".join(found) or "every record is of the present code")
+        say("\n".join(f"{place}: of other code" for place in found) or "every record is of the present code")
         sys.exit(bool(found))
     renew()

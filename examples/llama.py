@@ -154,7 +154,7 @@ def main() -> int:
     command = portable_command("python examples/llama.py", sys.argv[1:])
     made = Run(command, None, hardware.describe(args.device), work, rows)
     write_json(args.output, made)
-    say(table.render_text(figures.figures(made), str(args.output)))
+    say(f"{table.render_markdown(figures.figures(made))}\nrecord: {args.output}")
     return int(any(row.status not in ("ok", "skipped") for row in rows))
 
 

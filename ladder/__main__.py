@@ -59,6 +59,7 @@ def plan(argv: list[str], parser: OneLineParser, fresh: bool) -> tuple[dict, lis
         (given.peers and (several or kind != "ladder"), "--peers excludes --gpus, --scaling and --sweep"),
         (given.repeat > 1 and kind != "ladder", "--repeat is for a ladder"),
         ((given.gpus or given.parallel) and kind == "sweep", "a sweep runs on one GPU"),
+        (kind == "sweep" and len(given.only or "0,1") == 1, "--sweep compares steps: give --only two or more"),
         (kind == "sweep" and fresh and re.search("--(n-|seq|batch)", str(arguments)), "--sweep chooses the shape"),
         (given.parallel and not several, "--parallel is for several processes: add --gpus N"),
         (any(word.startswith("--output") for word in arguments), "--output is chosen here: a folder under results/"),
@@ -144,14 +145,14 @@ def finish(folder: Path, stop: process.Stop) -> int:
     shown = f"results/{folder.name}" if folder.parent == ROOT / "results" else str(folder)
     say("")
     ended = subprocess.run(process.module_command("report", str(folder)), cwd=ROOT, start_new_session=True)
-    if stop.requests:
-        say(f"interrupted: ./run_all.sh --resume {shown} finishes it")
-        return 130
     latest = ROOT / "results" / "latest"
     if ended.returncode != 2 and folder.parent == latest.parent and (latest.is_symlink() or not latest.exists()):
         with contextlib.suppress(OSError):
             latest.unlink(missing_ok=True)
             latest.symlink_to(folder.name)
+    if stop.requests:
+        say(f"interrupted: ./run_all.sh --resume {shown} finishes it")
+        return 130
     return ended.returncode
 
 

@@ -3,7 +3,7 @@
 Step 4 with Transformer Engine's whole layer and its own fused attention in the place of the blocks, and step 3's head:
 BF16, compiled. qkv_weight_interleaved=False keeps the ladder's order of q, k and v. Source: its page "Getting started".
 
-Run:      python peers/te_layer.py                  Needs: Transformer Engine, see README
+Run:      python peers/te_layer.py                  Needs: Transformer Engine, see docs/not-faster.md
 """
 
 import importlib

@@ -185,7 +185,7 @@ def _read_planned(folder: Path, planned: Planned, step: str) -> Run:
     if not path.exists():
         began = path.with_suffix(".log").exists()
         status, when = ("interrupted", "during") if began else ("not run", "before")
-        row = Row(step, status, f"the run ended {when} this row: ./run_all.sh --resume DIR finishes it")
+        row = Row(step, status, f"the run ended {when} this row: --resume with its folder finishes it")
     else:
         try:
             record = read(path)

@@ -1,9 +1,10 @@
 """anatomy/: every experiment predicts and measures on a CPU, every patch fits, and the statistics are right."""
 
 import argparse
-import importlib.util
+import importlib
 import json
 import math
+import runpy
 import statistics
 import subprocess
 import sys
@@ -55,6 +56,7 @@ def test_the_commands_list_run_and_write_and_bad_input_is_one_line(tmp_path):
     written = json.loads((tmp_path / "x.json").read_text())
     assert written["experiment"] == "graph" and written["rows"] and written["environment"]["device_type"] == "cpu"
     bad = "anatomy nonsense; anatomy.graph --device tpu; anatomy.host --edge 0; anatomy all --json README.md"
+    bad += "; anatomy.ablations --only launched nonsense; anatomy.parity --seed 2 --output x; anatomy.traffic --quick"
     for words in f"{bad}; anatomy.memory --smallest 4096 --largest 1; anatomy.graph --dtype float32".split("; "):
         ended = run(*words.split())
         assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
@@ -71,27 +73,23 @@ def test_a_patch_applies_and_the_script_stays_python(key, tmp_path):
 
 def test_fp16_with_loss_scaling_trains(tmp_path):
     script = ablations.write_script("fp16-with-loss-scaling", "1_cublas", tmp_path)
-    specification = importlib.util.spec_from_file_location("fp16", script)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
     words = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "40"]
     args = parse_args(script, None, [*words, "--output", str(tmp_path / "x.json")])
-    train_step, _ = module.main(args)
+    train_step, _ = runpy.run_path(str(script))["main"](args)
     losses = [train_step(*batch).item() for batch in args.batches()]
     assert all(map(math.isfinite, losses)) and statistics.fmean(losses[-5:]) < 0.9 * losses[0]
 
 
 def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_path, monkeypatch):
-    started, reported, output = [], [], tmp_path / "study" / "results.json"
+    started, reported, output, code = [], [], tmp_path / "study" / "results.json", "old"
 
     def ran(command, **_):  # in place of git, and of a script: a fault is 0.5 nats worse and takes 15 ms a step, not 10
         if "--seed" in command:
             seed, fault = int(command[command.index("--seed") + 1]), "0_baseline" not in str(command[1])
             loss = 2 + 0.1 * seed + fault * (0.5 + 0.01 * seed)
-            row = {"status": "ok", "loss": [loss], "step_ms": [15 if fault else 10]}
-            row["heldout"] = [(100, loss + 1), (200, loss)]
-            workload = {"seed": seed}
-            record = {"rows": [row], "workload": workload, "environment": {"device": "cpu"}}
+            row = {"status": "ok", "loss": [loss], "heldout": [(100, loss + 1), (200, loss)]}
+            row["step_ms"] = [15 if fault else 10]
+            record = {"rows": [row], "workload": {"seed": seed}, "environment": {"device": "cpu", "code_sha256": code}}
             Path(command[-1]).write_text(json.dumps(record))
             started.append(seed)
         elif "report" in command:
@@ -104,7 +102,10 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
         monkeypatch.setattr(sys, "argv", [*words, *seeds])
         assert parity.main() == 0 and len(started) == count, "what is there is not trained again"
     study = json.loads(output.read_text())
-    assert reported == [output.parent] * 2
+    code, sys.argv = "new", [*words, "4"]
+    with pytest.raises(SystemExit, match="2"):
+        parity.main()
+    assert reported == [output.parent] * 2 and len(json.loads(output.read_text())["runs"]) == 6, "nothing is mixed"
     assert study["kind"] == "parity" and list(study["runs"])[:2] == ["0_baseline, seed 1", "dead-mlp-all, seed 1"]
     with pytest.raises(Skip, match="than a study of ablations"):
         ablations.Runs("ablations", output.parent)

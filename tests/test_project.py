@@ -29,9 +29,8 @@ def test_links_lead_somewhere(document):
 
 
 def test_requirements_are_pinned_and_the_container_gets_the_same_releases():
-    for path in (ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"):
-        for line in path.read_text().splitlines():
-            assert re.match(r"[a-z0-9-]+==[\d.]+(;|$)", line), line
+    both = (ROOT / "requirements.txt").read_text() + (ROOT / "tests" / "requirements.txt").read_text()
+    assert not [line for line in both.splitlines() if not re.match(r"[a-z0-9-]+==[\d.]+(;|$)", line)]
     pins = re.findall(r"(?:tabulate|msgspec|nvidia-ml-py|jinja2|matplotlib)==[\d.]+", (ROOT / "Dockerfile").read_text())
     assert pins and all(pin in (ROOT / "requirements.txt").read_text() for pin in pins)
 
