@@ -9,11 +9,11 @@
 # (parity, ablations) goes on where it ended. The Python needs cogapp too (tests/requirements.txt).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python="${PYTHON:-$(./run_all.sh --setup)}"
-[ "${1:-}" = --check ] && exec "$python" docs/tables.py --stale
 fail() { echo "docs/record.sh: error: $1" >&2 && exit 2; }
-[[ $# -gt 0 && $1 != -* ]] || fail "give a MACHINE, for example: docs/record.sh h200"
-machine="$1"
+machine="${1:-}"
+[[ $machine == --check || $machine == [!-]* ]] || fail "give a MACHINE, for example: docs/record.sh h200"
+python="${PYTHON:-$(./run_all.sh --setup)}"
+[ "$machine" = --check ] && exec "$python" docs/tables.py --stale
 shift
 core="roofs gpt3-6.7b-slice gpt2 parity"
 most="$core gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2 anatomy llama"

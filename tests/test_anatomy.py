@@ -87,8 +87,7 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
         if "--seed" in command:
             seed, fault = int(command[command.index("--seed") + 1]), "0_baseline" not in str(command[1])
             loss = 2 + 0.1 * seed + fault * (0.5 + 0.01 * seed)
-            row = {"status": "ok", "loss": [loss], "heldout": [(100, loss + 1), (200, loss)]}
-            row["step_ms"] = [15 if fault else 10]
+            row = {"status": "ok", "loss": [loss], "heldout": [(1, loss)], "step_ms": [15 if fault else 10]}
             record = {"rows": [row], "workload": {"seed": seed}, "environment": {"device": "cpu", "code_sha256": code}}
             Path(command[-1]).write_text(json.dumps(record))
             started.append(seed)
