@@ -1,6 +1,6 @@
 """The tables of README and docs/*.md, from the records under docs/results/: cog calls these functions (docs/renew.sh).
 
-A table that would mix states of the code or machines raises ValueError; `mixed=True` names them under it instead.
+A table that would mix states of the code raises ValueError. Rows of several machines name their machine.
 
 python docs/tables.py                     make the reports of all recorded runs again
 python docs/tables.py --stale [PLACE]     which recordings are of other code: docs/record.sh makes them again
@@ -39,48 +39,36 @@ def runs(place: str) -> list[Run]:
     return [*found.runs.values()] if isinstance(found := record(place), Study) else [found]
 
 
-def one_state(*of: str, mixed: bool = False) -> str:
-    """Empty for recordings of one machine and one state of the code. Raises ValueError, or tells what differs."""
+def shown(rows: list[dict], *of: str, n_left: int = 1) -> str:
+    """A table of Markdown. Raises ValueError where its recordings are of several states of the code, or rows differ."""
     every = [run for place in of for run in runs(place)]
-    environments = [run.environment for run in every if run.environment]
-    states = {
-        f"{one.device} of {'code' if one.code_sha256 else 'commit'} {(one.code_sha256 or one.commit or 'unknown')[:7]}"
-        for one in environments
-    }
-    problems = [problem for run in every for problem in run.problems]
-    differing = {problem.partition(":")[0] for problem in problems if problem.startswith(DIFFER)}
-    if len(states) <= 1 and not differing:
-        return ""
-    said = "; ".join([*sorted(states), *sorted(differing)])
-    if not mixed:
-        raise ValueError(f"{', '.join(of)}: {said}")
-    return f"\n\nMixed: {table.markdown(said)}."
-
-
-def shown(rows: list[dict], *of: str, mixed: bool = False, n_left: int = 1) -> str:
-    """A table of Markdown from recordings of one state."""
+    known = [run.environment for run in every if run.environment]
+    states = {(one.code_sha256 or one.commit or "unknown")[:7] for one in known}
+    differing = {found.partition(":")[0] for run in every for found in run.problems if found.startswith(DIFFER)}
+    if len(states) > 1 or differing:
+        raise ValueError(f"{', '.join(of)}: code {', '.join(sorted(states))}; {'; '.join(sorted(differing))}")
     text = table.pipe(rows, n_left)
-    return text + f"\n\n{LEGEND}." * (MARK in text) + one_state(*of, mixed=mixed)
+    return text + f"\n\n{LEGEND}." * (MARK in text)
 
 
 # --- one recording: each is called with its place -------------------------------------------------
 
 
-def of_one(find: Callable[[str], object], rows: Callable[..., list[dict]], place: str, mixed: bool = False) -> str:
-    return shown(rows(find(place)), place, mixed=mixed)
+def of_one(find: Callable[[str], object], rows: Callable[..., list[dict]], place: str) -> str:
+    return shown(rows(find(place)), place)
 
 
 ladder = partial(of_one, made, partial(table.table_rows, extent=True))  # every step and peer
 categories = partial(of_one, made, table.category_rows)  # milliseconds of each step by kind of kernel
 limits = partial(of_one, made, table.limit_rows)  # what limits each step
 roofs = partial(of_one, made, lambda made: table.roof_rows(made.run.roofs))  # what bare matrix products reach
-grid = partial(of_one, record, sweep.grid_rows)  # a sweep: times faster than the step before
+grid = partial(of_one, record, lambda study: [*map(sweep.gain_cells, sweep.shapes(study))])  # gains by shape
 seconds = partial(of_one, record, parity.seconds_rows)  # a parity study: until a held-out loss is reached
 
 
-def losses(place: str, *labels: str, against: str | None = None, mixed: bool = False) -> str:
+def losses(place: str, *labels: str, against: str | None = None) -> str:
     """A parity study: losses of rows, and their differences from `against`, or from the script that they change."""
-    return shown(parity.difference_rows(record(place), [*labels], against), place, mixed=mixed)
+    return shown(parity.difference_rows(record(place), [*labels], against), place)
 
 
 def ablations(place: str, *names: str) -> str:
@@ -105,21 +93,15 @@ scales = partial(of_scalings, scaling.main_rows)  # every step on one GPU and on
 lost = partial(of_scalings, scaling.lost_rows)  # where the missing per cents of each step go
 
 
-def gains(*of: str, mixed: bool = False) -> str:
+def gains(*of: str) -> str:
     """Times faster than the step before, by workload."""
-    rows = []
-    for place in of:
-        work = made(place).run.workload
-        row = {"workload": place, "channels": str(work.n_embd), "layers": str(work.n_layer)}
-        row |= {"T": str(work.seq_len), "tokens a step": f"{work.tokens_per_step:,}"}
-        rows.append(row | {f"step {line.name[0]}": table.times(line.over_before) for line in made(place).steps[1:]})
-    return shown(rows, *of, mixed=mixed)
+    return shown([{"workload": place} | sweep.gain_cells(made(place)) for place in of], *of)
 
 
-def predictions(*of: str, mixed: bool = False) -> str:
+def predictions(*of: str) -> str:
     """How far predictions from the roofs lie from what was measured, by workload or sweep."""
     rows = [{"predicted": place} | sweep.error_cells([*map(figures, runs(place))]) for place in of]
-    return shown(rows, *of, mixed=mixed)
+    return shown(rows, *of)
 
 
 def stale(*of: str) -> list[str]:

@@ -7,7 +7,7 @@ from statistics import median
 from common.record import Study, Workload
 from report.charts import INK, figure, plain_numbers, png
 from report.figures import Figures, figures
-from report.table import percent, times
+from report.table import percent, status_or_ms, times
 
 FAR = 0.25  # an error of a prediction that is counted as far off
 SURE = 0.02  # difference of two times beyond which a direction is counted
@@ -24,18 +24,15 @@ def column(work: Workload) -> tuple[int, int]:
     return work.batch_size * work.seq_len, work.seq_len
 
 
-def grid_rows(study: Study) -> list[dict]:
-    """Times faster than the step before: a line for each step, number of tokens and length, a column for each width."""
-    made, cells = shapes(study), {}
-    widths = sorted({one.run.workload.n_embd for one in made})
-    for one in made:
-        for line in one.steps[1:]:
-            gain = times(line.over_before) if line.ms else line.row.status
-            cells.setdefault((line.name, *column(one.run.workload)), {})[one.run.workload.n_embd] = gain
-    return [
-        {"step": step, "tokens": f"{tokens:,}", "T": str(T)} | {f"{width} ch.": row.get(width, "-") for width in widths}
-        for (step, tokens, T), row in sorted(cells.items())
-    ]
+def gain_cells(made: Figures) -> dict[str, str]:
+    """A shape, and how many times faster each step is than the step before; `fits` where the step before did not."""
+    work, (first, *rest) = made.run.workload, made.steps
+    cells = {"channels": str(work.n_embd), "layers": str(work.n_layer), "T": str(work.seq_len)}
+    cells |= {"tokens a step": f"{work.tokens_per_step:,}", f"step {first.name[0]}, ms": status_or_ms(first)}
+    for before, line in pairwise(made.steps):
+        gain = times(line.over_before) if line.over_before else "fits" if before.row.status == "oom" else "-"
+        cells[f"step {line.name[0]}"] = gain if line.ms else line.row.status
+    return cells | {f"step {line.name[0]}, ms": status_or_ms(line) for line in rest[-1:]}
 
 
 def error_cells(runs: list[Figures]) -> dict[str, str]:
@@ -63,7 +60,7 @@ def error_cells(runs: list[Figures]) -> dict[str, str]:
 
 
 def tables(study: Study) -> dict[str, list[dict]]:
-    rows = {"Times faster than the step before:": grid_rows(study)}
+    rows = {"Times faster than the step before:": [*map(gain_cells, shapes(study))]}
     predicted = error_cells(shapes(study))
     return rows | ({"Predicted from the roofs:": [predicted]} if predicted else {})
 
