@@ -16,12 +16,7 @@ SCRIPTS = ("4_transformer_engine.py", "peers/te_layer.py")
 SOURCES = ("pytorch/module/*.py", "pytorch/quantization.py", "pytorch/transformer.py")
 
 
-def te_calls(script: str) -> list[tuple[str, ast.Call]]:
-    """Every call of a script to Transformer Engine, by name."""
-    return calls_to_te((ROOT / script).read_text())
-
-
-def calls_to_te(source: str) -> list[tuple[str, ast.Call]]:
+def te_calls(source: str) -> list[tuple[str, ast.Call]]:
     """Every call `te.NAME(...)` of a source, by name."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     named = [call for call in calls if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)]
@@ -39,7 +34,7 @@ def signature(node: ast.AST) -> dict | None:
 
 
 def record(root: Path) -> dict:
-    used = {name for script in SCRIPTS for name, _ in te_calls(script)}
+    used = {name for script in SCRIPTS for name, _ in te_calls((ROOT / script).read_text())}
     paths = sorted(path for pattern in SOURCES for path in (root / "transformer_engine").glob(pattern))
     nodes = [node for path in paths for node in ast.parse(path.read_text()).body]
     found = {node.name: signature(node) for node in nodes if getattr(node, "name", None) in used}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import ROOT, run_python
-from te_signatures import calls_to_te
+from te_signatures import te_calls
 
 from report import load
 
@@ -107,7 +107,7 @@ def test_a_fault_in_a_block_is_noticed(part, right, wrong, on_a_cpu):
 @pytest.mark.parametrize("version", ["2.9.0", "2.20.2"])
 def test_transformer_engine_has_what_the_guide_calls(version):
     signatures = json.loads((ROOT / "tests" / "data" / f"te-{version}.json").read_text())
-    found = calls_to_te("\n".join(block.source for blocks in PARTS.values() for block in blocks))
+    found = te_calls("\n".join(block.source for blocks in PARTS.values() for block in blocks))
     assert {name for name, _ in found} >= {"LayerNormLinear", "Linear", "LayerNormMLP", "autocast", "is_fp8_available"}
     for name, call in found:
         accepted = {*signatures[name]["parameters"], *signatures[name]["keyword_only"], "normalization", "bias"}

@@ -211,9 +211,9 @@ def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
     for width, ms in ((128, (90.0, 100.0, 100.0)), (256, (200.0, 100.0, 50.0))):
         rows = [runs.row(f"{k}_x", t, predicted_ms=t * (1.1, 0.7, 1.0)[k]) for k, t in enumerate(ms)]
         shapes[f"w{width}"] = runs.run(*rows, work=runs.workload(n_embd=width))
-    late = [runs.row("0_x", status="oom"), runs.row("1_x"), runs.row("2_x", status="oom")]
-    shapes["late"] = runs.run(*late, work=runs.workload(n_embd=512))
-    shapes["dead"] = replace(runs.run(late[0]), workload=None)
+    no = [runs.row(name, status="oom") for name in ("0_x", "2_x")]
+    shapes["late"] = runs.run(no[0], runs.row("1_x"), no[1], work=runs.workload(n_embd=512))
+    shapes["dead"] = replace(runs.run(*no), workload=None)
     study = runs.study("sweep", shapes)
     cells = [[*sweep.gain_cells(made).values()][4:] for made in sweep.shapes(study)]
     assert cells == [
@@ -278,8 +278,8 @@ def test_the_command_writes_into_a_run_folder_and_its_code_tells_how_the_rows_en
     assert report(folder).returncode == 0
     runs.put(folder, runs.row("2_sdpa", status="oom", reason="too large"))
     assert report(folder).returncode == 1 and load(folder).rows[2].status == "oom"
-    odd = runs.run(runs.row("2_sdpa"), problems=["rows differ in x"])
-    recorded = runs.write(tmp_path / "b", runs.study("scaling", {"1": odd}))
+    odd = {"1": runs.run(runs.row("2_sdpa"), problems=["rows differ in x"])}
+    recorded = runs.write(tmp_path / "b", runs.study("scaling", odd))
     before, ended = (recorded / "results.json").read_bytes(), report(recorded)
     assert ended.returncode == 0 and (recorded / "results.json").read_bytes() == before
     said = (recorded / "report.md").read_text()
@@ -293,9 +293,8 @@ def test_the_command_writes_into_a_run_folder_and_its_code_tells_how_the_rows_en
 def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for name, code in (("a", "1111111"), ("b", "1111111"), ("c", "2222222"), ("d", "1")):
-        said = [tables.DIFFER] * (name == "d")
-        made = runs.ladder(200, 100, 25, measured=runs.roofs(), code_sha256=code, problems=said)
-        runs.write(tmp_path / "m" / name, made)
+        named = {"code_sha256": code, "problems": [tables.DIFFER] * (name == "d")}
+        runs.write(tmp_path / "m" / name, runs.ladder(200, 100, 25, measured=runs.roofs(), **named))
     for make in (tables.ladder, tables.categories, tables.limits, tables.roofs):
         assert make("m/a").startswith("| ")
     assert tables.gains("m/a", "m/b").splitlines()[-1].split(" | ")[-2].strip() == "4.00"
