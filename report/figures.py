@@ -131,7 +131,7 @@ def _line(row: Row, run: Run, base: dict[str, float], is_peer: bool = False) -> 
     slowed = [ms / base[kind] for one in passes for kind, ms in _work(one).items()]
     line.slowed = max(slowed, default=1.0)
     line.loss = fmean(row.loss[-LOSS_WINDOW:]) if row.loss else None
-    line.note = "; ".join(filter(None, [row.note, _unlearned(row.loss)]))
+    line.note = "; ".join(filter(None, [row.note, unlearned(row.loss)]))
     line.gib = row.peak_bytes / GIB if row.peak_bytes else None
     line.error = row.predicted_ms / line.ms - 1 if row.predicted_ms else None
     line.precision = _precision(row, run.roofs)
@@ -146,7 +146,7 @@ def _drift(times: list[float]) -> float:
     return median(times[-half:]) / median(times[:half]) - 1 if len(times) >= FEWEST_STEPS_OF_DRIFT else 0.0
 
 
-def _unlearned(losses: list[float]) -> str:
+def unlearned(losses: list[float]) -> str:
     """How a row fails the rule of learning, in a clause; empty where it does not."""
     if losses and max(losses) > MOST_OF_FIRST_LOSS * losses[0]:
         return f"did not learn as it should: a loss was above {MOST_OF_FIRST_LOSS} times the first"

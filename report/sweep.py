@@ -27,8 +27,9 @@ def column(work: Workload) -> tuple[int, int]:
 def gain_cells(made: Figures) -> dict[str, str]:
     """A shape, and how many times faster each step is than the step before; `fits` where the step before did not."""
     work, (first, *rest) = made.run.workload, made.steps
-    cells = {"channels": str(work.n_embd), "layers": str(work.n_layer), "T": str(work.seq_len)}
-    cells |= {"tokens a step": f"{work.tokens_per_step:,}", f"step {first.name[0]}, ms": status_or_ms(first)}
+    cells = {"channels": str(work.n_embd), "heads": str(work.n_head), "layers": str(work.n_layer)}
+    cells |= {"T": str(work.seq_len), "tokens a step": f"{work.tokens_per_step:,}"}
+    cells[f"step {first.name[0]}, ms"] = status_or_ms(first)
     for before, line in pairwise(made.steps):
         gain = times(line.over_before) if line.over_before else "fits" if before.row.status == "oom" else "-"
         cells[f"step {line.name[0]}"] = gain if line.ms else line.row.status

@@ -7,7 +7,7 @@ import tabulate
 
 from common.record import PRECISIONS, Environment, Roofs, Run, Study, Workload
 from common.text import aligned, one_line
-from report.figures import LEGEND, MARK, NOT_FUSED, Figures, Line, Ratio, figures, ratio
+from report.figures import LEGEND, MARK, NOT_FUSED, Figures, Line, Ratio, figures, ratio, unlearned
 from report.load import RecordError, load
 
 tabulate.MIN_PADDING = 0  # a column is no wider than its header
@@ -186,8 +186,11 @@ def render_study(study: Study, tables: dict[str, list[dict]]) -> str:
     """report.md of a study, with the machine and the workload of its first run."""
     said = [LEGEND] * (MARK in str(tables))
     said += dict.fromkeys(problem for run in study.runs.values() for problem in run.problems)
-    first = figures(next(iter(study.runs.values())))
-    return _markdown_page(study.kind.capitalize(), first, tables, said, study.command)
+    made = {name: figures(run) for name, run in study.runs.items()}
+    every = [(f"{name}, {line.name}", unlearned(line.row.loss)) for name, one in made.items() for line in one.timed]
+    said += [f"{name}: {text}" for name, text in every if text]
+    title = f"{study.kind.capitalize()} of {len(made)} runs"
+    return _markdown_page(title, next(iter(made.values())), tables, said, study.command, "the first of them: ")
 
 
 def study_rows(study: Study) -> list[dict[str, str]]:
@@ -197,11 +200,12 @@ def study_rows(study: Study) -> list[dict[str, str]]:
     return only_filled([{"run": run} | {name: row.get(name, "-") for name in shown} for run, row in every])
 
 
-def _markdown_page(title: str, made: Figures, tables: dict, said: list[str], command: str) -> str:
-    about = f"{describe_machine(made.environment)}; {describe_workload(made.run.workload)}"
+def _markdown_page(title: str, made: Figures, tables: dict, said: list[str], command: str, which: str = "") -> str:
+    about = f"{describe_machine(made.environment)}; {which}{describe_workload(made.run.workload)}"
     parts = [f"# {markdown(title)}", markdown(about)]
     parts += [f"{markdown(title)}\n\n{pipe(rows)}".strip() for title, rows in tables.items() if rows]
-    parts += ["\n".join(f"- {markdown(text)}" for text in [*said, CONVENTION]), f"Run it again: `{markdown(command)}`"]
+    again = one_line(command, 2000).replace(" && ", "\n    ")
+    parts += ["\n".join(f"- {markdown(text)}" for text in [*said, CONVENTION]), f"Run it again:\n\n    {again}"]
     return "\n\n".join(parts) + "\n"
 
 

@@ -215,7 +215,7 @@ def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
     shapes["late"] = runs.run(no[0], runs.row("1_x"), no[1], work=runs.workload(n_embd=512))
     shapes["dead"] = replace(runs.run(*no), workload=None)
     study = runs.study("sweep", shapes)
-    cells = [[*sweep.gain_cells(made).values()][4:] for made in sweep.shapes(study)]
+    cells = [[*sweep.gain_cells(made).values()][5:] for made in sweep.shapes(study)]
     assert cells == [
         ["90.0", "0.90", "1.00", "100.0"],
         ["200.0", "2.00", "2.00", "50.0"],
