@@ -39,8 +39,8 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--no-roofs", action="store_true", help="do not measure copies and matrix products")
     text = "finish an interrupted run, with its own options: run its rows that are not ok"
     parser.add_argument("--resume", type=Path, metavar="DIR", help=text)
-    text = "the longest that one row may take (default: 1800)"
-    parser.add_argument("--step-timeout", type=positive_int, default=1800, metavar="SECONDS", help=text)
+    text = "seconds that one row may take (default: 1800)"
+    parser.add_argument("--step-timeout", type=positive_int, default=1800, metavar="S", help=text)
     return parser
 
 

@@ -340,11 +340,10 @@ def main() -> None:
         found, why = predict_all(args, measured)
     except ValueError as error:
         parser.error(str(error))
-    befores, shape = [*found.values()][:1] + [*found.values()][:-1], (args.config, args.batch_size)
-    rows = [
-        row(step, one, old, peak_bytes(step, *shape), memory)
-        for (step, one), old in zip(found.items(), befores, strict=True)
-    ]
+    rows, before = [], next(iter(found.values()))
+    for step, one in found.items():
+        rows.append(row(step, one, before, peak_bytes(step, args.config, args.batch_size), memory))
+        before = one
     say("".join(f"{step} is not predicted: {reason}\n" for step, reason in why.items()), end="")
     where = Path(path).relative_to(hardware.ROOT) if hardware.ROOT in Path(path).parents else path
     say(f"{aligned(rows)}\n\nmilliseconds a step of {args.config}, batch {args.batch_size}, from the roofs in {where}")

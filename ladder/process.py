@@ -88,7 +88,7 @@ def run(
         progress("")
     if kill_at < math.inf:
         stopped = "interrupted", "ended by Ctrl-C, a closed terminal or kill"
-        late = "timeout", f"took longer than {limit_s:.0f} s: raise --step-timeout, or take fewer --steps"
+        late = "timeout", f"took longer than {limit_s:.0f} s: raise --step-timeout, or take a smaller shape"
         return stopped if stop.requests else late
     if code == -signal.SIGKILL or last_line(log, "exitcode  : -9"):  # torchrun tells of a worker
         return "oom", "killed by signal 9, as the system does when host memory runs out"
@@ -99,8 +99,12 @@ def run(
 
 
 def _signal_session(child: subprocess.Popen, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of it is left
-        os.killpg(child.pid, number)
+    workers, listed = "", Path(f"/proc/{child.pid}/task/{child.pid}/children")
+    if number == signal.SIGKILL and child.returncode is None and listed.exists():
+        workers = listed.read_text()  # of torchrun, which cannot end them now: each has a session of its own
+    for leader in [*map(int, workers.split()), child.pid]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of it is left
+            os.killpg(leader, number)
 
 
 def last_line(log: Path, sign: str) -> str:

@@ -43,11 +43,9 @@ def scripts(only: str | None = None) -> list[str]:
 
 def check(arguments: list[str], gpus: int = 1) -> dict:
     """What the arguments mean here. Exits with the one line and the code of a step where they are wrong."""
-    several = dict.fromkeys(("RANK", "LOCAL_RANK"), str(gpus - 1)) | {"WORLD_SIZE": str(gpus)} if gpus > 1 else {}
-    command = process.module_command("ladder.runs", *arguments)
-    done = subprocess.run(
-        command, env=os.environ | several, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    last = {"RANK": str(gpus - 1), "LOCAL_RANK": str(gpus - 1), "WORLD_SIZE": str(gpus)} if gpus > 1 else {}
+    where = {"env": os.environ | last, "cwd": ROOT, "start_new_session": True}
+    done = subprocess.run(process.module_command("ladder.runs", *arguments), stdout=subprocess.PIPE, text=True, **where)
     if done.returncode:
         sys.exit(done.returncode)
     return json.loads(done.stdout.splitlines()[-1])  # a sitecustomize may print before it
