@@ -58,7 +58,8 @@ class Runs:
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
         self.kind, self.by_name, self.tried = kind, content.get("runs", {}), set()
-        self.commands = [content["command"]] if self.by_name else []
+        own = portable_command(f"python -m anatomy.{kind} --output {kind}", sys.argv[1:])
+        self.command = " && ".join(dict.fromkeys([*filter(None, content.get("command", "").split(" && ")), own]))
         self.started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
     def row(self, name: str) -> dict:
@@ -83,8 +84,7 @@ class Runs:
             raise Skip(f"--output {self.path} holds runs of another workload, machine or code")
         self.by_name |= {name: run} if run else {}
         if self.path:
-            commands = [*self.commands, portable_command(f"python -m anatomy.{self.kind}", sys.argv[1:])]
-            write_json(self.path, Study(self.kind, " && ".join(dict.fromkeys(commands)), self.started_at, self.by_name))
+            write_json(self.path, Study(self.kind, self.command, self.started_at, self.by_name))
 
 
 def cells(runs: Runs, key: str, variant: dict[str, str]) -> dict[str, str]:

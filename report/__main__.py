@@ -15,7 +15,7 @@ GOOD = ("ok", "skipped")
 def render(folder: Path, record) -> tuple[str, dict[str, bytes]]:
     """What a terminal shows of a run or a study in a folder, and its files by name."""
     from report import charts, page, parity, scaling, sweep, table
-    from report.figures import LEGEND, MARK, figures
+    from report.figures import figures
 
     if not isinstance(record, Study):
         made = figures(record)
@@ -28,7 +28,8 @@ def render(folder: Path, record) -> tuple[str, dict[str, bytes]]:
     if drawn := kind.picture(record) if kind in (sweep, parity) else None:
         files[f"{record.kind}.png"] = drawn
     texts = [f"{title}\n{aligned(rows)}".strip() for title, rows in tables.items() if rows]
-    return "\n\n".join([*texts, *[LEGEND] * (MARK in str(tables)), f"Report: {folder / 'report.md'}"]), files
+    names = " and ".join(str(folder / name) for name in files)
+    return "\n\n".join([*texts, "\n".join(table.study_remarks(record, tables)), f"Report: {names}"]), files
 
 
 def main() -> int:

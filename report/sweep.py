@@ -52,11 +52,11 @@ def error_cells(runs: list[Figures]) -> dict[str, str]:
     return {
         "times": str(len(errors)),
         "median error": percent(median(errors), 0),
-        "largest": percent(max(errors), 0),
+        "largest error": percent(max(errors), 0),
         f"over {FAR:.0%}": str(sum(error > FAR for error in errors)),
         "median error of gains": percent(median(gains), 0),
-        "largest of gains": percent(max(gains), 0),
-        "gain or loss foreseen": f"{sum(foreseen)} of {len(foreseen)}",
+        "largest error of gains": percent(max(gains), 0),
+        "direction foreseen": f"{sum(foreseen)} of {len(foreseen)}",
     }
 
 
@@ -84,7 +84,7 @@ def picture(study: Study) -> bytes | None:
                 axes.plot(*zip(*points, strict=True), label=f"{tokens:,} tokens, T {T}", marker=".")
             axes.axhline(1, color=INK, linewidth=0.7)
             axes.set(xscale="log", yscale="log", ylabel=f"step {step[0]}")
-            plain_numbers(axes.yaxis, (1, 1.5, 2, 3, 5, 7))
+            plain_numbers(axes.yaxis, (1, 1.2, 1.5, 2, 3, 5, 7))
         panels[-1].set_xlabel("channels")
         widths = sorted({one.run.workload.n_embd for one in made})
         panels[-1].set_xticks(widths, [str(width) for width in widths])

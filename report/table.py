@@ -182,15 +182,23 @@ def render_markdown(made: Figures) -> str:
     return _markdown_page(headline(made), made, tables, made.remarks, made.run.command)
 
 
+def study_remarks(study: Study, tables: dict[str, list[dict]]) -> list[str]:
+    """What is unusual: a line for all rows that share it."""
+    names: dict[str, list[str]] = {}
+    for name, run in study.runs.items():
+        for line in figures(run).lines:
+            for text in filter(None, [line.why_untimed, unlearned(line.row.loss), *line.doubt.split("; ")]):
+                names.setdefault(text, []).append(f"{name}, {line.name}")
+    said = [f"{'; '.join(of)}: {text}" for text, of in names.items()]
+    said += dict.fromkeys(problem for run in study.runs.values() for problem in run.problems)
+    return [LEGEND] * (MARK in str(tables)) + said
+
+
 def render_study(study: Study, tables: dict[str, list[dict]]) -> str:
     """report.md of a study, with the machine and the workload of its first run."""
-    said = [LEGEND] * (MARK in str(tables))
-    said += dict.fromkeys(problem for run in study.runs.values() for problem in run.problems)
-    made = {name: figures(run) for name, run in study.runs.items()}
-    every = [(f"{name}, {line.name}", unlearned(line.row.loss)) for name, one in made.items() for line in one.timed]
-    said += [f"{name}: {text}" for name, text in every if text]
-    title = f"{study.kind.capitalize()} of {len(made)} runs"
-    return _markdown_page(title, next(iter(made.values())), tables, said, study.command, "the first of them: ")
+    first = figures(next(iter(study.runs.values())))
+    title = f"{study.kind.capitalize()} of {len(study.runs)} runs"
+    return _markdown_page(title, first, tables, study_remarks(study, tables), study.command, "the first of them: ")
 
 
 def study_rows(study: Study) -> list[dict[str, str]]:
@@ -205,7 +213,8 @@ def _markdown_page(title: str, made: Figures, tables: dict, said: list[str], com
     parts = [f"# {markdown(title)}", markdown(about)]
     parts += [f"{markdown(title)}\n\n{pipe(rows)}".strip() for title, rows in tables.items() if rows]
     again = one_line(command, 2000).replace(" && ", "\n    ")
-    parts += ["\n".join(f"- {markdown(text)}" for text in [*said, CONVENTION]), f"Run it again:\n\n    {again}"]
+    said = [*said, *[CONVENTION] * ("TFLOP/s" in str(tables))]
+    parts += ["\n".join(f"- {markdown(text)}" for text in said), f"Run it again:\n\n    {again}"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -226,7 +235,7 @@ def compare(a: Path, b: Path) -> str:
     """Two runs, row by row, for a terminal: times of the same work, otherwise speedups. Raises RecordError."""
     runs = [load(folder) for folder in (a, b)]
     if not all(isinstance(run, Run) and run.workload for run in runs):
-        raise RecordError("only two runs with a workload can be compared")
+        raise RecordError("give two runs of steps: a sweep or another study cannot be compared")
     made = [figures(run) for run in runs]
     lines, others = ({line.name: line for line in one.timed} for one in made)
     both = [name for name in lines if name in others]
