@@ -95,7 +95,7 @@ def build(changes: list[str], args: Arguments):
     """`train_step(tokens, targets)`, each (B, T) int64, and the model, with these changes. Raises Skip."""
     amp, sdpa, compiled, graph, fp8 = (name in changes for name in list(CHANGES)[1:])
     if graph and args.device.type != "cuda":
-        raise Skip("only a GPU has CUDA graphs")
+        raise Skip("CUDA graphs and FP8 need a GPU")
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high" if amp else "highest")
     # Under a name of our own, sdpa gets no mask: transformers makes one while a step is captured.

@@ -122,5 +122,5 @@ def test_the_lesson_holds_on_a_llama(tmp_path):
     assert ran.returncode == 0, ran.stderr
     first, *others = load.read(record).rows
     assert len(first.step_ms) == 6 and first.loss[-1] < first.loss[0] - 0.3
-    assert [row.reason for row in others[3:]] == ["only a GPU has CUDA graphs"] * 2
+    assert [row.reason for row in others[3:]] == ["CUDA graphs and FP8 need a GPU"] * 2
     assert all(row.loss == pytest.approx(first.loss, rel=0.01) for row in others[:3])
