@@ -6,7 +6,6 @@ The ARGUMENTs are those of a step: --preset gpt2 --steps 30. Each file of anatom
 what arithmetic predicts for gpt3-6.7b-slice on an H200. A script runs unchanged and with each of its patches.
 """
 
-import datetime
 import shutil
 import statistics
 import subprocess
@@ -33,10 +32,9 @@ def write_script(key: str, script: str, folder: Path) -> Path:
     for path in [*ROOT.glob("[0-9]_*.py"), *ROOT.glob("peers/*.py")]:
         shutil.copy(path, folder / path.relative_to(ROOT))
     command = ["git", "-C", folder, "apply", "--unsafe-paths", ROOT / f"anatomy/variants/{key}.patch"]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except subprocess.CalledProcessError as error:
-        raise Skip(f"{key}.patch does not fit {script}.py: {one_line(error.stderr)}") from None
+    applied = subprocess.run(command, capture_output=True, text=True)
+    if applied.returncode:
+        raise Skip(f"{key}.patch does not fit {script}.py: {one_line(applied.stderr)}")
     return folder / f"{script}.py"
 
 
@@ -60,7 +58,6 @@ class Runs:
         self.kind, self.by_name, self.tried = kind, content.get("runs", {}), set()
         own = portable_command(f"python -m anatomy.{kind} --output {kind}", sys.argv[1:])
         self.command = " && ".join(dict.fromkeys([*filter(None, content.get("command", "").split(" && ")), own]))
-        self.started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
     def row(self, name: str) -> dict:
         failed = {"status": "failed", "reason": "it left no record", "step_ms": []}
@@ -68,6 +65,9 @@ class Runs:
 
     def add(self, name: str, script: Path, arguments: list[str]) -> None:
         """Run a script and keep its record, unless it is there and ok. Raises Skip, one line."""
+        known = self.by_name.get(name, {}).get("command", "")
+        if known and sorted(known.split()[2:]) != sorted(portable_command("", arguments).split()):
+            raise Skip(f"--output {self.path} holds runs with other arguments: {known}")
         if self.row(name)["status"] == "ok" or name in self.tried:
             return
         self.tried.add(name)
@@ -84,7 +84,7 @@ class Runs:
             raise Skip(f"--output {self.path} holds runs of another workload, machine or code")
         self.by_name |= {name: run} if run else {}
         if self.path:
-            write_json(self.path, Study(self.kind, self.command, self.started_at, self.by_name))
+            write_json(self.path, Study(self.kind, self.command, None, self.by_name))  # each run has its own time
 
 
 def cells(runs: Runs, key: str, variant: dict[str, str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The tables of README and docs/*.md, from the records under docs/results/: cog calls these functions (docs/renew.sh).
 
-A table that would mix states of the code raises ValueError. Rows of several machines name their machine.
+A table that would mix states of the code raises ValueError.
 
 python docs/tables.py                     make the reports of all recorded runs again
 python docs/tables.py --stale [PLACE]     which recordings are of other code: docs/record.sh makes them again
@@ -46,7 +46,9 @@ def shown(rows: list[dict], *of: str, n_left: int = 1) -> str:
     states = {(one.code_sha256 or one.commit or "unknown")[:7] for one in known}
     differing = {found.partition(":")[0] for run in every for found in run.problems if found.startswith(DIFFER)}
     if len(states) > 1 or differing:
-        raise ValueError(f"{', '.join(of)}: code {', '.join(sorted(states))}; {'; '.join(sorted(differing))}")
+        raise ValueError(
+            f"{', '.join(of)}: {'; '.join([f'code {code}' for code in sorted(states)] + sorted(differing))}"
+        )
     text = table.pipe(rows, n_left)
     return text + f"\n\n{LEGEND}." * (MARK in text)
 
@@ -62,7 +64,7 @@ ladder = partial(of_one, made, partial(table.table_rows, extent=True))  # every 
 categories = partial(of_one, made, table.category_rows)  # milliseconds of each step by kind of kernel
 limits = partial(of_one, made, table.limit_rows)  # what limits each step
 roofs = partial(of_one, made, lambda made: table.roof_rows(made.run.roofs))  # what bare matrix products reach
-grid = partial(of_one, record, lambda study: [*map(sweep.gain_cells, sweep.shapes(study))])  # gains by shape
+by_shape = partial(of_one, record, lambda study: [*map(sweep.gain_cells, sweep.shapes(study))])  # gains by shape
 seconds = partial(of_one, record, parity.seconds_rows)  # a parity study: until a held-out loss is reached
 
 

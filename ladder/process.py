@@ -88,7 +88,7 @@ def run(
         progress("")
     if kill_at < math.inf:
         stopped = "interrupted", "ended by Ctrl-C, a closed terminal or kill"
-        late = "timeout", f"took longer than {limit_s:.0f} s: raise --step-timeout, or take a smaller shape"
+        late = "timeout", f"took longer than {limit_s:.0f} s: raise --step-timeout, or lower --steps or the shape"
         return stopped if stop.requests else late
     if code == -signal.SIGKILL or last_line(log, "exitcode  : -9"):  # torchrun tells of a worker
         return "oom", "killed by signal 9, as the system does when host memory runs out"

@@ -29,7 +29,8 @@ def render(folder: Path, record) -> tuple[str, dict[str, bytes]]:
         files[f"{record.kind}.png"] = drawn
     texts = [f"{title}\n{aligned(rows)}".strip() for title, rows in tables.items() if rows]
     names = " and ".join(str(folder / name) for name in files)
-    return "\n\n".join([*texts, "\n".join(table.study_remarks(record, tables)), f"Report: {names}"]), files
+    texts += filter(None, ["\n".join(table.study_remarks(record, tables)), f"Report: {names}"])
+    return "\n\n".join(texts), files
 
 
 def main() -> int:

@@ -146,6 +146,7 @@ def seconds_rows(study: Study) -> list[dict]:
     """A line a script: its longest warm-up, and the seconds in which its held-out loss falls to a target, on straight
     lines between two tests. All reach the targets, which lie between the second test and the last one."""
     found, every = curves(study), labels(study)
+    seeds = set.intersection(*(set(every[label]) for label in found)) if found else set()
     first, last = (max((points[k][1] for points in found.values()), default=0.0) for k in (1, -1))
     targets = [math.ceil(100 * (last + part * (first - last))) / 100 for part in (1 / 2, 1 / 4, 0)]
     rows = []
@@ -153,7 +154,7 @@ def seconds_rows(study: Study) -> list[dict]:
         seconds, losses = np.array(points[::-1]).T
         reached = np.interp(targets, np.maximum.accumulate(losses), seconds)
         cells = {f"{target:.2f} nats": f"{at:,.1f}" for target, at in zip(targets, reached, strict=True)}
-        rows.append({"step": label} | cells | {"warm-up s": number(max(row.warmup_s for row in every[label].values()))})
+        rows.append({"step": label} | cells | {"warm-up s": number(max(every[label][seed].warmup_s for seed in seeds))})
     return rows
 
 

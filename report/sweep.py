@@ -6,7 +6,7 @@ from statistics import median
 
 from common.record import Study, Workload
 from report.charts import INK, figure, plain_numbers, png
-from report.figures import Figures, figures
+from report.figures import Figures, figures, ratio
 from report.table import percent, status_or_ms, times
 
 FAR = 0.25  # an error of a prediction that is counted as far off
@@ -26,14 +26,14 @@ def column(work: Workload) -> tuple[int, int]:
 
 def gain_cells(made: Figures) -> dict[str, str]:
     """A shape, and how many times faster each step is than the step before; `fits` where the step before did not."""
-    work, (first, *rest) = made.run.workload, made.steps
+    work, ran = made.run.workload, [line for line in made.steps if line.row.status != "skipped"]
     cells = {"channels": str(work.n_embd), "heads": str(work.n_head), "layers": str(work.n_layer)}
     cells |= {"T": str(work.seq_len), "tokens a step": f"{work.tokens_per_step:,}"}
-    cells[f"step {first.name[0]}, ms"] = status_or_ms(first)
+    cells |= {f"step {line.name[0]}, ms": status_or_ms(line) for line in made.steps[:1]}
     for before, line in pairwise(made.steps):
-        gain = times(line.over_before) if line.over_before else "fits" if before.row.status == "oom" else "-"
+        gain = "fits" if before.row.status == "oom" else times(ratio(line, before))
         cells[f"step {line.name[0]}"] = gain if line.ms else line.row.status
-    return cells | {f"step {line.name[0]}, ms": status_or_ms(line) for line in rest[-1:]}
+    return cells | {f"step {line.name[0]}, ms": status_or_ms(line) for line in ran[-1:]}
 
 
 def error_cells(runs: list[Figures]) -> dict[str, str]:
@@ -70,10 +70,10 @@ def picture(study: Study) -> bytes | None:
     """For each step, its gain over the one before by width: a line for each number of tokens and length."""
     made, gains = shapes(study), {}
     for one in made:
-        for line in one.steps:
-            if line.over_before:
+        for before, line in pairwise(one.steps):
+            if faster := ratio(line, before):
                 points = gains.setdefault(line.name, {}).setdefault(column(one.run.workload), [])
-                points.append((one.run.workload.n_embd, line.over_before.value))
+                points.append((one.run.workload.n_embd, faster.value))
     if not gains:
         return None
     with figure(1.9 * len(gains) + 0.6) as drawn:

@@ -8,7 +8,7 @@ import tabulate
 from common.record import PRECISIONS, Environment, Roofs, Run, Study, Workload
 from common.text import aligned, one_line
 from report.figures import LEGEND, MARK, NOT_FUSED, Figures, Line, Ratio, figures, ratio, unlearned
-from report.load import RecordError, load
+from report.load import LONGEST_COMMAND, RecordError, load
 
 tabulate.MIN_PADDING = 0  # a column is no wider than its header
 LINES_BELOW = 3  # at most, of what is unusual; one more tells where the report is
@@ -186,10 +186,13 @@ def study_remarks(study: Study, tables: dict[str, list[dict]]) -> list[str]:
     """What is unusual: a line for all rows that share it."""
     names: dict[str, list[str]] = {}
     for name, run in study.runs.items():
-        for line in figures(run).lines:
-            for text in filter(None, [line.why_untimed, unlearned(line.row.loss), *line.doubt.split("; ")]):
-                names.setdefault(text, []).append(f"{name}, {line.name}")
-    said = [f"{'; '.join(of)}: {text}" for text, of in names.items()]
+        lines = figures(run, study.runs.values() if study.kind == "scaling" else ()).lines
+        for line in lines:
+            # The note of a variant is of a script that it may have changed.
+            note = unlearned(line.row.loss) if study.kind == "ablations" else line.note
+            for text in filter(None, [line.why_untimed, note, *line.doubt.split("; ")]):
+                names.setdefault(text, []).append(f"{name}, {line.name}" if len(lines) > 1 else name)
+    said = [f"{text} ({'; '.join(of)})" for text, of in names.items()]
     said += dict.fromkeys(problem for run in study.runs.values() for problem in run.problems)
     return [LEGEND] * (MARK in str(tables)) + said
 
@@ -197,8 +200,8 @@ def study_remarks(study: Study, tables: dict[str, list[dict]]) -> list[str]:
 def render_study(study: Study, tables: dict[str, list[dict]]) -> str:
     """report.md of a study, with the machine and the workload of its first run."""
     first = figures(next(iter(study.runs.values())))
-    title = f"{study.kind.capitalize()} of {len(study.runs)} runs"
-    return _markdown_page(title, first, tables, study_remarks(study, tables), study.command, "the first of them: ")
+    title = f"{study.kind.capitalize()}, {len(study.runs)} run{'s' * (len(study.runs) != 1)}"
+    return _markdown_page(title, first, tables, study_remarks(study, tables), study.command, "The first run: ")
 
 
 def study_rows(study: Study) -> list[dict[str, str]]:
@@ -209,13 +212,13 @@ def study_rows(study: Study) -> list[dict[str, str]]:
 
 
 def _markdown_page(title: str, made: Figures, tables: dict, said: list[str], command: str, which: str = "") -> str:
-    about = f"{describe_machine(made.environment)}; {which}{describe_workload(made.run.workload)}"
+    about = f"{which}{describe_machine(made.environment)}; {describe_workload(made.run.workload)}"
     parts = [f"# {markdown(title)}", markdown(about)]
     parts += [f"{markdown(title)}\n\n{pipe(rows)}".strip() for title, rows in tables.items() if rows]
-    again = one_line(command, 2000).replace(" && ", "\n    ")
+    again = one_line(command, LONGEST_COMMAND).replace(" && ", "\n    ")
     said = [*said, *[CONVENTION] * ("TFLOP/s" in str(tables))]
     parts += ["\n".join(f"- {markdown(text)}" for text in said), f"Run it again:\n\n    {again}"]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def pipe(rows: list[dict], n_left: int = 1) -> str:

@@ -4,6 +4,7 @@ import importlib.util
 import signal
 import subprocess
 import sys
+from functools import partialmethod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -74,10 +75,8 @@ def built(step: str, **overrides) -> SimpleNamespace:
 @pytest.fixture
 def traced_only(monkeypatch):
     """torch.compile traces and differentiates, but generates no kernels: they take most of its time."""
-    compile_module = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **given: compile_module(self, backend="aot_eager", **given)
-    )
+    traced = partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", traced)
 
 
 @pytest.fixture(autouse=True)

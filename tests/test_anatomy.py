@@ -89,6 +89,7 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
             loss = 2 + 0.1 * seed + fault * (0.5 + 0.01 * seed)
             row = {"status": "ok", "loss": [loss], "heldout": [(1, loss)], "step_ms": [15 if fault else 10]}
             record = {"rows": [row], "workload": {"seed": seed}, "environment": {"device": "cpu", "code_sha256": code}}
+            record["command"] = " ".join(map(str, ["python", "x", *command[2:-2]]))
             Path(command[-1]).write_text(json.dumps(record))
             started.append(seed)
         elif "report" in command:
@@ -101,10 +102,14 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
         monkeypatch.setattr(sys, "argv", [*words, *seeds])
         assert parity.main() == 0 and len(started) == count, "what is there is not trained again"
     study = json.loads(output.read_text())
-    code, sys.argv = "new", [*words, "4"]
-    with pytest.raises(SystemExit, match="2"):
-        parity.main()
+    code = "new"
+    for more in (["4"], ["1", "--preset", "gpt2"]):
+        sys.argv = [*words, *more]
+        with pytest.raises(SystemExit, match="2"):
+            parity.main()
     assert reported == [output.parent] * 2 and len(json.loads(output.read_text())["runs"]) == 6, "nothing is mixed"
-    assert study["kind"] == "parity" and list(study["runs"])[:2] == ["0_baseline, seed 1", "dead-mlp-all, seed 1"]
+    once = "python -m anatomy.parity --output parity --rows 0 dead-mlp-all --seeds 1"
+    assert study["command"] == f"{once} && {once} 2 3" and study["kind"] == "parity"
+    assert list(study["runs"])[:2] == ["0_baseline, seed 1", "dead-mlp-all, seed 1"]
     with pytest.raises(Skip, match="than a study of ablations"):
         ablations.Runs("ablations", output.parent)

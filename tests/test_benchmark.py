@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,8 +45,7 @@ def test_a_script_writes_its_record_and_one_result_line(tmp_path, text_file):
     assert run["schema_version"] == 3 and run["environment"]["device_type"] == "cpu"
     assert str(tmp_path) not in json.dumps({k: v for k, v in run.items() if k != "rows"})
     workload = run["workload"]
-    assert workload["preset"] == "custom" and workload["tokens_per_step"] == 64
-    assert workload["text"] == "text.txt"
+    assert (workload["preset"], workload["tokens_per_step"], workload["text"]) == ("custom", 64, "text.txt")
     assert row["step"] == STEPS[2] and row["status"] == "ok" and row["reason"] is None
     assert row["source"] == (ROOT / f"{STEPS[2]}.py").read_text()
     assert len(row["step_ms"]) == 4 and len(row["loss"]) == 5
@@ -100,8 +100,7 @@ def test_a_missing_compiler_is_a_failed_row(tmp_path):
     env = {"CXX": "/nonexistent/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
     code, out, err, row = run_script(STEPS[3], tmp_path / "record.json", env=os.environ | env)
     assert code == 1 and row["status"] == "failed" and "C++ compiler" in row["reason"]
-    assert "Traceback" in err
-    assert out.strip().splitlines()[-1] == f"{STEPS[3]}: failed: {row['reason']}"
+    assert "Traceback" in err and out.strip().splitlines()[-1] == f"{STEPS[3]}: failed: {row['reason']}"
 
 
 def test_a_reader_who_leaves_and_one_that_reads_all_lose_no_line(tmp_path):
@@ -203,21 +202,12 @@ def test_a_profile_adds_up_and_holds_a_block():
         assert half[0].category == "attention" and half[0].start_ms == 0 < half[-1].start_ms
 
 
-class Graph:
-    """Stands for a captured graph: counts its replays."""
-
-    replays = 0
-
-    def replay(self):
-        self.replays += 1
-
-
 @pytest.fixture
 def recorded():
     """A step as `record` leaves it, without a GPU."""
     optimizer = torch.optim.AdamW([torch.ones(2, requires_grad=True)], lr=torch.tensor(1e-3))
     step = cuda_graph.CapturedStep(lambda *_: pytest.fail("a replay launches nothing"), optimizer, None)
-    step.graph, step.loss = Graph(), torch.tensor(2.0)
+    step.graph, step.loss = Mock(), torch.tensor(2.0)
     step.batch, step.held = [torch.zeros(2, 4, dtype=torch.int64) for _ in "xy"], step._options()
     return step
 
@@ -242,7 +232,7 @@ def test_what_cannot_be_captured_is_launched_with_its_reason(given, reason):
 def test_a_replay_takes_its_batch_and_returns_a_loss_of_its_own(recorded):
     tokens = torch.arange(8).view(2, 4)
     loss = recorded(tokens, tokens + 1)
-    assert recorded.graph.replays == 1 and torch.equal(recorded.batch[0] + 1, recorded.batch[1])
+    assert recorded.graph.replay.call_count == 1 and torch.equal(recorded.batch[0] + 1, recorded.batch[1])
     recorded.loss += 1
     assert loss == 2, "the next replay does not change it"
 
@@ -260,4 +250,4 @@ def test_what_a_graph_cannot_follow_is_refused_in_one_line(recorded):
             change()
             recorded(*batch)
         recorded.held = recorded._options()
-    assert recorded.graph.replays == 1
+    assert recorded.graph.replay.call_count == 1
