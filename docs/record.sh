@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Record a machine under docs/results/MACHINE:
 #
-#   docs/record.sh MACHINE           every piece that is missing or of other code; most take ten minutes, gpt2 sixteen
+#   docs/record.sh MACHINE           every piece that is missing or of other code: ten minutes each, gpt2 and sweep twenty
 #   docs/record.sh MACHINE NAME ...  these pieces, for example: gpt2 parity
 #   docs/record.sh --check           the records of other code than the present one
 #
