@@ -43,14 +43,11 @@ def shown(rows: list[dict], *of: str, n_left: int = 1) -> str:
     """A table of Markdown. Raises ValueError where its recordings are of several states of the code, or rows differ."""
     every = [run for place in of for run in runs(place)]
     known = [run.environment for run in every if run.environment]
-    states = {(one.code_sha256 or one.commit or "unknown")[:7] for one in known}
+    states = sorted({f"code {(one.code_sha256 or one.commit or 'unknown')[:7]}" for one in known})
     differing = {found.partition(":")[0] for run in every for found in run.problems if found.startswith(DIFFER)}
     if len(states) > 1 or differing:
-        raise ValueError(
-            f"{', '.join(of)}: {'; '.join([f'code {code}' for code in sorted(states)] + sorted(differing))}"
-        )
-    text = table.pipe(rows, n_left)
-    return text + f"\n\n{LEGEND}." * (MARK in text)
+        raise ValueError(f"{', '.join(of)}: {'; '.join([*states, *sorted(differing)])}")
+    return (text := table.pipe(rows, n_left)) + f"\n\n{LEGEND}." * (MARK in text)
 
 
 # --- one recording: each is called with its place -------------------------------------------------

@@ -16,7 +16,6 @@ from common.record import Row, Run, Study, Workload
 from common.text import one_line
 
 LARGEST_NUMBER, LEAST_NUMBER = 1e18, 1e-15  # beyond them a figure means nothing and a chart cannot be drawn
-LONGEST_COMMAND = 5000  # characters: a study joins several
 DIFFER = "rows differ in"  # how a problem begins that is about every row
 SAME_IN_ALL_ROWS = ("device", "gpu_uuid", "code_sha256", "commit")  # and all versions
 NO_TIME = ("not run", "interrupted")  # statuses of a row that a resumed run finishes
@@ -90,7 +89,7 @@ def _harmless(value: Any, key: str = "") -> Any:
     if isinstance(value, str):
         if key == "source":
             return "".join(c if c.isprintable() or c in "\n\t" else " " for c in value)
-        return one_line(value, LONGEST_COMMAND if key == "command" else 1000)
+        return one_line(value, 5000 if key == "command" else 1000)  # a study joins several commands
     if isinstance(value, list):
         return [_harmless(item, key) for item in value]
     if isinstance(value, dict):

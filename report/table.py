@@ -8,7 +8,7 @@ import tabulate
 from common.record import PRECISIONS, Environment, Roofs, Run, Study, Workload
 from common.text import aligned, one_line
 from report.figures import LEGEND, MARK, NOT_FUSED, Figures, Line, Ratio, figures, ratio, unlearned
-from report.load import LONGEST_COMMAND, RecordError, load
+from report.load import RecordError, load
 
 tabulate.MIN_PADDING = 0  # a column is no wider than its header
 LINES_BELOW = 3  # at most, of what is unusual; one more tells where the report is
@@ -215,9 +215,9 @@ def _markdown_page(title: str, made: Figures, tables: dict, said: list[str], com
     about = f"{which}{describe_machine(made.environment)}; {describe_workload(made.run.workload)}"
     parts = [f"# {markdown(title)}", markdown(about)]
     parts += [f"{markdown(title)}\n\n{pipe(rows)}".strip() for title, rows in tables.items() if rows]
-    again = one_line(command, LONGEST_COMMAND).replace(" && ", "\n    ")
     said = [*said, *[CONVENTION] * ("TFLOP/s" in str(tables))]
-    parts += ["\n".join(f"- {markdown(text)}" for text in said), f"Run it again:\n\n    {again}"]
+    parts += ["\n".join(f"- {markdown(text)}" for text in said), "Run it again:"]
+    parts += ["    " + command.replace(" && ", "\n    ")]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
