@@ -66,7 +66,7 @@ class Runs:
     def add(self, name: str, script: Path, arguments: list[str]) -> None:
         """Run a script and keep its record, unless it is there and ok. Raises Skip, one line."""
         known = self.by_name.get(name, {}).get("command", "")
-        if known and sorted(known.split()[2:]) != sorted(portable_command("", arguments).split()):
+        if known and sorted(known.split()[2:]) != sorted(portable_command("", arguments).split()):  # python SCRIPT ...
             raise Skip(f"--output {self.path} holds runs with other arguments: {known}")
         if self.row(name)["status"] == "ok" or name in self.tried:
             return

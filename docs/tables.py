@@ -42,11 +42,12 @@ def runs(place: str) -> list[Run]:
 def shown(rows: list[dict], *of: str, n_left: int = 1) -> str:
     """A table of Markdown. Raises ValueError where its recordings are of several states of the code, or rows differ."""
     every = [run for place in of for run in runs(place)]
-    known = [run.environment for run in every if run.environment]
-    states = sorted({f"code {(one.code_sha256 or one.commit or 'unknown')[:7]}" for one in known})
+    known = {one.code_sha256 or one.commit or "unknown" for run in every if (one := run.environment)}
     differing = {found.partition(":")[0] for run in every for found in run.problems if found.startswith(DIFFER)}
-    if len(states) > 1 or differing:
-        raise ValueError(f"{', '.join(of)}: {'; '.join([*states, *sorted(differing)])}")
+    if len(known) > 1 or differing:
+        raise ValueError(
+            f"{', '.join(of)}: {'; '.join([f'code {code}' for code in sorted(known)] + sorted(differing))}"
+        )
     return (text := table.pipe(rows, n_left)) + f"\n\n{LEGEND}." * (MARK in text)
 
 
@@ -99,8 +100,7 @@ def gains(*of: str) -> str:
 
 def predictions(*of: str) -> str:
     """How far predictions from the roofs lie from what was measured, by workload or sweep."""
-    rows = [{"predicted": place} | sweep.error_cells([*map(figures, runs(place))]) for place in of]
-    return shown(rows, *of)
+    return shown([{"predicted": place} | sweep.error_cells([*map(figures, runs(place))]) for place in of], *of)
 
 
 def stale(*of: str) -> list[str]:

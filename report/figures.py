@@ -173,8 +173,7 @@ def _fill_profile(line: Line) -> None:
     ms = {name: profile.categories.get(name, 0.0) for name in CATEGORIES} | {GAPS: profile.idle_ms or 0.0}
     whole = sum(ms.values())
     if abs(whole / line.ms - 1) > PROFILE_OFF:
-        said = f"its profile is left out: its steps took {whole:,.1f} ms"
-        line.note = "; ".join(filter(None, [line.note, said]))
+        line.note = "; ".join(filter(None, [line.note, f"its profile is left out: its steps took {whole:,.1f} ms"]))
         return
     line.category_ms = ms
     if profile.idle_ms is None:

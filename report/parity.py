@@ -129,15 +129,20 @@ def tables(study: Study) -> dict[str, list[dict]]:
 # --- held-out loss against time -------------------------------------------------------------------
 
 
+def tested(study: Study) -> dict[str, dict[int, Row]]:
+    """The rows of every script that was tested on the way, of the seeds that all of these have."""
+    every = {label: rows for label, rows in labels(study).items() if label == script(rows)}
+    found = {label: rows for label, rows in every.items() if all(row.heldout[1:] for row in rows.values())}
+    seeds = set.intersection(*map(set, found.values())) if found else set()
+    return {label: {seed: rows[seed] for seed in seeds} for label, rows in found.items() if seeds}
+
+
 def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
     """(seconds of steps, held-out loss) of every script tested on the way, means over the seeds that all have."""
-    every = {label: rows for label, rows in labels(study).items() if label == script(rows)}
-    tested = {label: rows for label, rows in every.items() if all(row.heldout[1:] for row in rows.values())}
-    seeds = set.intersection(*map(set, tested.values())) if tested else set()
     found = {}
-    for label, rows in tested.items() if seeds else ():
-        seconds = fmean(median(rows[seed].step_ms) for seed in seeds) / 1e3
-        points = zip(*(rows[seed].heldout for seed in seeds), strict=False)
+    for label, rows in tested(study).items():
+        seconds = fmean(median(row.step_ms) for row in rows.values()) / 1e3
+        points = zip(*(row.heldout for row in rows.values()), strict=False)
         found[label] = [(at[0][0] * seconds, fmean(loss for _, loss in at)) for at in points]
     return found
 
@@ -145,8 +150,7 @@ def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
 def seconds_rows(study: Study) -> list[dict]:
     """A line a script: its longest warm-up, and the seconds in which its held-out loss falls to a target, on straight
     lines between two tests. All reach the targets, which lie between the second test and the last one."""
-    found, every = curves(study), labels(study)
-    seeds = set.intersection(*(set(every[label]) for label in found)) if found else set()
+    found, every = curves(study), tested(study)
     first, last = (max((points[k][1] for points in found.values()), default=0.0) for k in (1, -1))
     targets = [math.ceil(100 * (last + part * (first - last))) / 100 for part in (1 / 2, 1 / 4, 0)]
     rows = []
@@ -154,7 +158,7 @@ def seconds_rows(study: Study) -> list[dict]:
         seconds, losses = np.array(points[::-1]).T
         reached = np.interp(targets, np.maximum.accumulate(losses), seconds)
         cells = {f"{target:.2f} nats": f"{at:,.1f}" for target, at in zip(targets, reached, strict=True)}
-        rows.append({"step": label} | cells | {"warm-up s": number(max(every[label][seed].warmup_s for seed in seeds))})
+        rows.append({"step": label} | cells | {"warm-up s": number(max(row.warmup_s for row in every[label].values()))})
     return rows
 
 
