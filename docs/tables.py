@@ -42,12 +42,10 @@ def runs(place: str) -> list[Run]:
 def shown(rows: list[dict], *of: str, n_left: int = 1) -> str:
     """A table of Markdown. Raises ValueError where its recordings are of several states of the code, or rows differ."""
     every = [run for place in of for run in runs(place)]
-    known = {one.code_sha256 or one.commit or "unknown" for run in every if (one := run.environment)}
+    states = {f"code {one.code_sha256 or one.commit or 'unknown'}" for run in every if (one := run.environment)}
     differing = {found.partition(":")[0] for run in every for found in run.problems if found.startswith(DIFFER)}
-    if len(known) > 1 or differing:
-        raise ValueError(
-            f"{', '.join(of)}: {'; '.join([f'code {code}' for code in sorted(known)] + sorted(differing))}"
-        )
+    if len(states) > 1 or differing:
+        raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(states | differing))}")
     return (text := table.pipe(rows, n_left)) + f"\n\n{LEGEND}." * (MARK in text)
 
 
