@@ -6,7 +6,8 @@
 #   docs/record.sh --check           the records of other code than the present one
 #
 # A ladder that was interrupted is continued: ./run_all.sh --resume DIR, then cp DIR/results.json to its folder. A study
-# (parity, ablations) goes on where it ended. The Python needs cogapp too (tests/requirements.txt).
+# (parity, ablations) goes on where it ended. The Python needs cogapp too (tests/requirements.txt). Where the system has
+# another cuDNN than PyTorch's, name PyTorch's in CUDNN_HOME, and put its lib/ first on LD_LIBRARY_PATH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { echo "docs/record.sh: error: $1" >&2 && exit 2; }
