@@ -1,18 +1,17 @@
-"""Peer of 4_transformer_engine.py: te.TransformerLayer, used plainly.
-
-Step 4 with Transformer Engine's whole layer and its own fused attention in the place of the blocks, and step 3's head:
-BF16, compiled. qkv_weight_interleaved=False keeps the ladder's order of q, k and v. Source: its page "Getting started".
+"""Peer of 4_transformer_engine.py: te.TransformerLayer for the blocks, as in its "Getting started", and step 3's head.
 
 Run:      python peers/te_layer.py                  Needs: Transformer Engine, see docs/not-faster.md
 """
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.benchmark import launch, optional
 
+os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")  # its layer would silently take it where cuDNN does not load
 te = optional("transformer_engine.pytorch", "transformer-engine[pytorch]")
 step, compiled = (importlib.import_module(name) for name in ("4_transformer_engine", "3_compile"))
 
@@ -27,7 +26,7 @@ def block(config):
         self_attn_mask_type="causal",
         attn_input_format="bshd",
         fuse_qkv_params=True,
-        qkv_weight_interleaved=False,
+        qkv_weight_interleaved=False,  # the ladder's order of q, k and v
     )
 
 
