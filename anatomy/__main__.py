@@ -19,7 +19,7 @@ from common.text import OneLineParser, one_line, portable_command, progress, run
 # In the order in which they are read. `host` comes last: a profiler that has run may slow what is launched after it.
 ALL = "roofline memory kernel layout precision learning attention fusion graph compiler capture techniques"
 ALL += " input_pipeline host"
-APART = "traffic ablations parity"  # they need Nsight Compute, or run the scripts
+APART = "ablations parity"  # they run the scripts
 
 
 def question(name: str) -> str:
