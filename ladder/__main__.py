@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import os
 import re
 import statistics
 import subprocess
@@ -69,6 +70,8 @@ def plan(argv: list[str], parser: OneLineParser, fresh: bool) -> tuple[dict, lis
     gpus = given.gpus or 1 if kind == "ladder" else 1
     shared = ["--parallel", given.parallel] if given.parallel and kind == "ladder" else []
     facts = runs.check(arguments + shared, gpus)
+    if (given.gpus or 1) > (there := facts["gpus"] or os.cpu_count() or 1):
+        parser.error(f"--gpus {given.gpus}: there {'is' if there == 1 else 'are'} {there} here")
     pinned = facts["pinned"] if fresh else []  # a resumed run has them already
     arguments += [*pinned, *shared, *([] if kind == "sweep" else ["--profile"])]
     rows = runs.ladder(arguments, runs.scripts(given.only), gpus)
@@ -76,7 +79,7 @@ def plan(argv: list[str], parser: OneLineParser, fresh: bool) -> tuple[dict, lis
         most = given.gpus or facts["gpus"] or 2  # a CPU runs two processes
         if most < 2:
             parser.error("--scaling needs two GPUs or more; with --device cpu it runs two processes on the CPU")
-        rows = runs.scaling(rows, most, given.parallel, given.only, facts["device_type"])
+        rows = runs.scaling(rows, most, given.parallel, facts["device_type"])
     elif kind == "sweep":
         rows = runs.sweep(rows, facts["device_type"])
     else:

@@ -253,8 +253,7 @@ def products_of(
 
 
 def peak_bytes(step: str, shape, batch_size: int) -> int:
-    """An estimate of a step's peak memory at a shape (a GPTConfig): within 7 % of an H200's recorded peaks above 2 GiB,
-    of step 0 within 12 %.
+    """An estimate of a step's peak memory at a shape (a GPTConfig): within 7 % of a GPU's recorded peaks above 2 GiB.
 
     The peak is AdamW's, or else in the loss or the last block: there 12 bytes a parameter, from step 1 on also weights
     in BF16 and the head's gradient in both formats, and what backward finds.

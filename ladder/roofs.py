@@ -50,7 +50,7 @@ def measure(args: Arguments, grid: bool) -> Roofs:
         copy = partial(torch.empty_like(source).copy_, source)
         roofs.copy_bytes_per_s = 2 * len(source) / steady_seconds(copy, device, STEADY_S)
         del source, copy
-    counted = flops.matrix_products(config, tokens) | {(SQUARE[device.type],) * 3: 0}
+    counted = {(SQUARE[device.type],) * 3: 0} | flops.matrix_products(config, tokens)
     others = set(itertools.product(GRID[device.type] if grid else (), repeat=3)) - counted.keys()
     for precision in PRECISIONS:
         if not multiplies(device, precision):
@@ -114,7 +114,7 @@ def sizes(config, batch_size: int) -> dict[str, int]:
 def batched_products(config, batch_size: int) -> dict[tuple[int, int, int], int]:
     """The products of attention by hand, of all heads as one tall product, and how often a block runs each."""
     rows, T, D = batch_size * config.n_head * config.seq_len, config.seq_len, config.n_embd // config.n_head
-    return {(rows, T, D): 2, (rows, D, T): 4}  # scores and their gradient; the other four
+    return {(rows, T, D): 2, (rows, D, T): 4 if T != D else 6}  # scores and their gradient; the other four
 
 
 def product_rates(precision: str, counted: dict, device: torch.device, steady: bool) -> list[ProductRate]:

@@ -16,7 +16,7 @@ from ladder import process
 from ladder.process import ROOT
 
 PARALLEL = ("ddp", "fsdp")
-SHARDED = "34"  # the steps that --scaling also runs with FSDP2, unless the user chose
+CAPTURED = "34"  # steps that are captured where a GPU can
 LAUNCHED = "1-launched"  # on one GPU without capture: what FSDP2, which cannot be captured, is compared with
 BY_HAND = "01"  # steps that keep the (T, T) scores of attention
 SWEEP = {  # channels, sequence length and tokens a step: several widths, and several lengths at one width
@@ -66,17 +66,15 @@ def at(place: str, rows: list[Planned], more: list[str], gpus: int = 1) -> list[
     return [Planned(row.script, [*row.arguments, *more], f"{place}/{row.output}", gpus) for row in rows]
 
 
-def scaling(rows: list[Planned], most: int, parallel: str | None, only: str | None, device_type: str) -> list[Planned]:
-    """Every row on 1, 2, 4, ... and `most` GPUs, by DDP and for some also by FSDP2."""
+def scaling(rows: list[Planned], most: int, parallel: str | None, device_type: str) -> list[Planned]:
+    """Every row on 1, 2, 4, ... and `most` GPUs, by DDP and FSDP2 or one of them."""
     counts = sorted({most, *(2**k for k in range(most.bit_length()))})
     found = at("1", rows, [])
     for gpus in counts[1:]:
         for how in PARALLEL if parallel is None else [parallel]:
-            everywhere = how == "ddp" or parallel or only
-            chosen = [row for row in rows if everywhere or row.script[0] in SHARDED]
-            found += at(f"{gpus}-{how}", chosen, ["--parallel", how], gpus)
+            found += at(f"{gpus}-{how}", rows, ["--parallel", how], gpus)
     shards = device_type == "cuda" and parallel != "ddp"
-    return found + at(LAUNCHED, [row for row in rows if shards and row.script[0] in SHARDED], ["--no-capture"])
+    return found + at(LAUNCHED, [row for row in rows if shards and row.script[0] in CAPTURED], ["--no-capture"])
 
 
 def sweep(rows: list[Planned], device_type: str) -> list[Planned]:

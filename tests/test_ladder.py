@@ -180,6 +180,8 @@ def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(proje
         ("--parallel ddp", "--parallel is for several processes"),
         ("--peers --gpus 2", "--peers excludes --gpus"),
         ("--output x", "--output is chosen here"),
+        ("--gpus 9999", "--gpus 9999: there "),
+        ("--scaling --gpus 9999", "--gpus 9999: there "),
         ("--repeat 0", "is not a whole number"),
     ],
 )
@@ -198,9 +200,9 @@ def test_a_finished_sweep_can_be_resumed(project):
 
 def test_runs_are_lists():
     rows = runs.ladder(["--preset", "gpt2"], ["0_x.py", "3_x.py", "4_x.py"])
-    outputs = {row.output: row for row in runs.scaling(rows, 6, None, None, "cuda")}
+    outputs = {row.output: row for row in runs.scaling(rows, 6, None, "cuda")}
     assert [*outputs][:3] == ["1/0_x.json", "1/3_x.json", "1/4_x.json"] and outputs["6-ddp/0_x.json"].gpus == 6
-    assert "2-fsdp/4_x.json" in outputs and "2-fsdp/0_x.json" not in outputs and "4-ddp/0_x.json" in outputs
+    assert "2-fsdp/0_x.json" in outputs and "4-ddp/0_x.json" in outputs and "1-launched/0_x.json" not in outputs
     assert outputs["1-launched/3_x.json"].arguments[-1] == "--no-capture"
     swept = runs.sweep(rows, "cuda")
     assert len(swept) == 3 * 9 and swept[0].arguments[-1] == "8" and swept[-1].arguments[-1] == "1"
