@@ -89,9 +89,9 @@ class Runs:
 
 def cells(runs: Runs, key: str, variant: dict[str, str]) -> dict[str, str]:
     unchanged, varied = runs.row(Path(variant["Script"]).name), runs.row(key)
-    ms = [statistics.median(row["step_ms"] or [0]) for row in (unchanged, varied)]
+    ms = [statistics.median(row["step_ms"]) if row["step_ms"] else None for row in (unchanged, varied)]
     found = {"script": variant["Script"], "variant": variant["Variant"], "predicted": variant["Predicted"]}
-    found |= {"unchanged, ms": f"{ms[0]:.1f}", "varied, ms": f"{ms[1]:.1f}"}
+    found |= {"unchanged, ms": f"{ms[0]:.1f}" if ms[0] else "-", "varied, ms": f"{ms[1]:.1f}" if ms[1] else "-"}
     return found | {"difference": f"{ms[1] - ms[0]:+.1f}" if all(ms) else unchanged["reason"] or varied["reason"]}
 
 

@@ -1,4 +1,4 @@
-"""Do the rows learn the same? Each row trains with several seeds, and is compared with the first one.
+"""Do the rows learn the same? Each row trains with several seeds, and is compared seed by seed.
 
     python -m anatomy.parity [--rows 0 3 4 dead-mlp-all ...] [--seeds 1 2 3] --output FOLDER [ARGUMENT ...]
 

@@ -71,13 +71,7 @@ def losses(place: str, *labels: str, against: str | None = None) -> str:
 
 def ablations(place: str, *names: str) -> str:
     """Variants of a script, each against the script itself."""
-    lines, rows = {name: figures(run).lines[0] for name, run in record(place).runs.items()}, []
-    for name in names or [name for name, line in lines.items() if name != line.name]:
-        line, script = lines[name], lines[lines[name].name]
-        row = {"variant": name, "of": script.name, "script, ms": table.status_or_ms(script)}
-        difference = table.number(line.ms and line.ms - script.ms, "+,.1f")
-        rows.append(row | {"variant, ms": table.status_or_ms(line), "difference, ms": difference})
-    return shown(rows, place, n_left=2)
+    return shown(table.variant_rows(record(place), *names), place, n_left=2)
 
 
 # --- several recordings ---------------------------------------------------------------------------

@@ -13,7 +13,10 @@ GOOD = ("ok", "skipped")
 
 
 def render(folder: Path, record) -> tuple[str, dict[str, bytes]]:
-    """What a terminal shows of a run or a study in a folder, and its files by name."""
+    """What a terminal shows of a run or a study in a folder, and its files by name.
+
+    The module of a study has `tables`: rows by their title; sweep and parity have a `picture`: a PNG, or None.
+    """
     from report import charts, page, parity, scaling, sweep, table
     from report.figures import figures
 
@@ -23,7 +26,7 @@ def render(folder: Path, record) -> tuple[str, dict[str, bytes]]:
         files = {name: text.encode() for name, text in texts.items()} | {"speedup.png": charts.speedup_png(made)}
         return table.render_text(made, str(folder / "report.html")), files
     kind = {"scaling": scaling, "sweep": sweep, "parity": parity}.get(record.kind)
-    tables = kind.tables(record) if kind else {"": table.study_rows(record)}
+    tables = kind.tables(record) if kind else {"": table.variant_rows(record)}
     files = {"report.md": table.render_study(record, tables).encode()}
     if drawn := kind.picture(record) if kind in (sweep, parity) else None:
         files[f"{record.kind}.png"] = drawn
@@ -40,10 +43,8 @@ def main() -> int:
     args = parser.parse_args()
     if (args.folder is None) == (args.compare is None):
         parser.error("give one DIR, or --compare A B")
-    try:
-        from report import load, page, table  # noqa: F401
-    except ImportError as error:
-        parser.error(f"{error}: run ./run_all.sh --setup and use the Python that it prints")
+    from report import load, page, table  # noqa: F401 so that a missing package is told before anything is read
+
     try:
         if args.compare:
             say(table.compare(*args.compare))

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from common import record as schema
+import common.record as schema
 from common.record import Row, Run, Study, Workload
 from common.text import one_line
 
@@ -53,7 +53,6 @@ def read(path: Path) -> Run | Study:
     if version != schema.SCHEMA_VERSION:
         raise RecordError(f"{name} is not a record of schema version {schema.SCHEMA_VERSION}, the one that is read")
     record = convert(content, Study if "runs" in content else Run, name)
-    losses_alone = isinstance(record, Study) and record.kind == "parity"
     runs = [*record.runs.values()] if isinstance(record, Study) else [record]
     for run in runs:
         rows = [*run.rows, *run.peers]
@@ -62,7 +61,7 @@ def read(path: Path) -> Run | Study:
         if run.workload and not (run.workload.tokens_per_step and run.workload.gpus):
             raise RecordError(f"{name} holds a workload of nothing")
         for row in rows:
-            _check(row, losses_alone)
+            _check(row)
     if not runs:
         raise RecordError(f"{name} holds no runs")
     return record
@@ -108,11 +107,11 @@ def convert(content: Any, kind: Any, name: str) -> Any:
         raise RecordError(f"{name}: {one_line(error, 150)}") from None
 
 
-def _check(row: Row, losses_alone: bool) -> None:
+def _check(row: Row) -> None:
     """Raises RecordError for a row without a status, and for an ok row without its times."""
     row.step = one_line(row.step, 100) or "unnamed"
     times = [one.step_ms for one in [row, *row.passes]]
-    if row.status is None or (row.status == "ok" and not losses_alone and not all(of and all(of) for of in times)):
+    if row.status is None or (row.status == "ok" and not all(of and all(of) for of in times)):
         raise RecordError(f"{row.step}: no status, or an ok row without its times")
 
 

@@ -204,11 +204,15 @@ def render_study(study: Study, tables: dict[str, list[dict]]) -> str:
     return _markdown_page(title, first, tables, study_remarks(study, tables), study.command, "The first run: ")
 
 
-def study_rows(study: Study) -> list[dict[str, str]]:
-    """Every row of every run of a study."""
-    every = [(name, row) for name, run in study.runs.items() for row in table_rows(figures(run))]
-    shown = ("step", "ms", "tokens/s", "TFLOP/s", "GiB", "loss")
-    return only_filled([{"run": run} | {name: row.get(name, "-") for name in shown} for run, row in every])
+def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
+    """Of a study of ablations: these variants, or all, each against the script that it changes."""
+    lines, rows = {name: figures(run).lines[0] for name, run in study.runs.items()}, []
+    for name in names or [name for name, line in lines.items() if line.name in lines and line.name != name]:
+        line, script = lines[name], lines[lines[name].name]
+        row = {"variant": name, "of": script.name, "script, ms": status_or_ms(script)}
+        difference = number(line.ms and script.ms and line.ms - script.ms, "+,.1f")
+        rows.append(row | {"variant, ms": status_or_ms(line), "difference, ms": difference})
+    return rows
 
 
 def _markdown_page(title: str, made: Figures, tables: dict, said: list[str], command: str, which: str = "") -> str:

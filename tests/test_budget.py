@@ -7,15 +7,15 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LINES = {"*.py": 440, "common/*.py": 1420, "ladder/*.py": 1000, "report/*.py docs/*.py": 1700, "anatomy/*.py": 1700}
+LINES = {"*.py": 440, "common/*.py": 1420, "ladder/*.py": 1000, "report/*.py docs/*.py": 1700, "anatomy/*.py": 1620}
 LINES |= {
-    "report/*.html report/*.css": 250,
-    "anatomy/variants/*.patch": 340,
+    "report/*.html report/*.css": 240,
+    "anatomy/variants/*.patch": 260,
     "peers/*.py examples/*.py": 340,
     "tests/*.py": 2400,
 }
 WORDS = {"README.md": 900, "README.md docs/*.md": 17000}
-IMPORTS = {"common": "common", "ladder": "common|ladder", "report": r"report|common\.(record|text)$|common$"}
+IMPORTS = {"common": "common", "ladder": "common|ladder", "report": r"report|common\.(record|text)$"}
 
 
 def files(patterns):

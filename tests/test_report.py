@@ -1,7 +1,6 @@
 """Figures against numbers from the head; what tables, page, studies and the command make of them."""
 
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runs
+from conftest import run_python
 
 from common.record import CATEGORIES
 from report import charts, parity, scaling, story, sweep, table
@@ -266,8 +266,7 @@ def test_losses_are_compared_seed_by_seed_and_against_seconds():
 
 
 def report(*words):
-    command = [sys.executable, "-m", "report", *map(str, words)]
-    return subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, timeout=100)
+    return run_python("-m", "report", *words)
 
 
 def test_the_interval_is_student_s_and_rows_without_a_difference_are_seen_once_in_twenty():
@@ -314,7 +313,7 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
         tables.gains("m/a", "m/c")
     with pytest.raises(ValueError, match="m/d: code 1; rows differ in"):
         tables.gains("m/d")
-    named = (("0", "0", 9.0), ("1", "1", 5.0), ("x", "1", 7.0))
+    named = (("0", "0", 9.0), ("1", "1", 5.0), ("x", "1", 7.0), ("y", "lost", 3.0))
     variants = {name: runs.run(runs.row(step, ms)) for name, step, ms in named}
     runs.write(tmp_path / "m" / "x", runs.study("ablations", variants))
     assert tables.ablations("m/x").split()[-6::2] == ["5.00", "7.00", "+2.0"]
