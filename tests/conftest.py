@@ -23,6 +23,7 @@ from common.model import GPTConfig  # noqa: E402
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+torch.set_num_threads(1)  # tests run two at a time, and threads that wait for a busy core slow everything
 STEPS = sorted(path.stem for path in ROOT.glob("[0-9]_*.py"))
 CPU_STEPS = STEPS[:4]
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, seq_len=32, vocab_size=256)

@@ -3,16 +3,17 @@
     pip download --no-deps transformer-engine==2.9.0 && unzip transformer_engine-2.9.0-*.whl -d te
     python tests/te_signatures.py te > tests/data/te-2.9.0.json
 
-Writes {name: {"parameters": [...], "keyword_only": [...]}} for the names te.NAME that SCRIPTS call.
+Writes {name: {"parameters": [...], "keyword_only": [...]}} for the names te.NAME that SCRIPTS and the guide call.
 """
 
 import ast
 import json
+import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ("4_transformer_engine.py", "peers/te_layer.py")
+SCRIPTS = ("4_transformer_engine.py", "peers/te_layer.py", "examples/llama.py")
 SOURCES = ("pytorch/module/*.py", "pytorch/quantization.py", "pytorch/transformer.py")
 
 
@@ -35,6 +36,7 @@ def signature(node: ast.AST) -> dict | None:
 
 def record(root: Path) -> dict:
     used = {name for script in SCRIPTS for name, _ in te_calls((ROOT / script).read_text())}
+    used |= {*re.findall(r"\bte\.(\w+)\(", (ROOT / "docs" / "guide.md").read_text())}
     paths = sorted(path for pattern in SOURCES for path in (root / "transformer_engine").glob(pattern))
     nodes = [node for path in paths for node in ast.parse(path.read_text()).body]
     found = {node.name: signature(node) for node in nodes if getattr(node, "name", None) in used}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_python
 
 from anatomy import ablations, parity
 from anatomy.__main__ import ALL, APART
@@ -22,7 +23,6 @@ from common.text import Skip
 ROOT = Path(__file__).resolve().parent.parent
 EXACT = {"attention": "What autograd keeps", "capture": "Sides of", "compiler": "Graphs that", "layout": "Kernels"}
 NEAR = {"precision": "error", "techniques": "peak", "learning": "first loss"}
-torch.set_num_threads(1)  # tests run two at a time, and threads that wait for a busy core slow everything
 
 
 @pytest.mark.parametrize("name", [name for name in ALL.split() if name != "kernel"])  # which needs a GPU
@@ -45,20 +45,18 @@ def test_an_experiment_predicts_and_measures_on_a_cpu(name, monkeypatch):
 
 
 def test_the_commands_list_run_and_write_and_bad_input_is_one_line(tmp_path):
-    def run(*words):
-        return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True)
-
     files = {path.stem for path in ROOT.glob("anatomy/*.py")} - {"lab", "__init__", "__main__"}
-    listed = run("anatomy").stdout
+    listed = run_python("-m", "anatomy").stdout
     assert files == {*ALL.split(), *APART.split()} and all(f"  {name} " in listed for name in files)
-    ended = run("anatomy", "graph", "--device", "cpu", "--quick", "--iters", "2", "--json", str(tmp_path / "x.json"))
+    words = ("graph", "--device", "cpu", "--quick", "--iters", "2", "--json", tmp_path / "x.json")
+    ended = run_python("-m", "anatomy", *words)
     assert ended.returncode == 0 and "needs a GPU" in ended.stdout, ended.stderr
     written = json.loads((tmp_path / "x.json").read_text())
     assert written["experiment"] == "graph" and written["rows"] and written["environment"]["device_type"] == "cpu"
     bad = "anatomy nonsense; anatomy.graph --device tpu; anatomy.host --edge 0; anatomy all --json README.md"
-    bad += "; anatomy.ablations --only launched nonsense; anatomy.parity --seed 2 --output x; anatomy.traffic --quick"
+    bad += "; anatomy.ablations --only launched nonsense; anatomy.parity --seed 2 --output x"
     for words in f"{bad}; anatomy.memory --smallest 4096 --largest 1; anatomy.graph --dtype float32".split("; "):
-        ended = run(*words.split())
+        ended = run_python("-m", *words.split())
         assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
     assert [shown(*pair) for pair in ((1.5e-5, "s"), (999.9e6, "B"), (None, "s"))] == ["15 us", "999.9 MB", "-"]
 
