@@ -6,6 +6,7 @@ The ARGUMENTs are those of a step: --preset gpt2 --steps 30. Each file of anatom
 what arithmetic predicts for gpt3-6.7b-slice on an H200. A script runs unchanged and with each of its patches.
 """
 
+import os
 import shutil
 import statistics
 import subprocess
@@ -44,17 +45,25 @@ def same_work(run: dict) -> dict:
     return run["workload"] | {"seed": None, "device": machine["device"], "code": machine["code_sha256"]}
 
 
+def options(command: str) -> list[tuple[str, str]]:
+    """The options of a command, each with the word that follows it, in one order."""
+    words = command.split()
+    return sorted(pair for pair in zip(words, [*words[1:], ""], strict=True) if pair[0].startswith("-"))
+
+
 class Runs:
     """What scripts recorded, by name, and the folder with the study that keeps it."""
 
     def __init__(self, kind: str, folder: Path | None):
-        """Continues the study in a folder. Raises Skip where that is not of this kind, and OSError."""
+        """Continues the study in a folder. Raises Skip where that holds other things or is read-only, and OSError."""
         self.path = folder / MERGED if folder else None
         content = read_object(self.path) if folder else {}
         if folder and self.path.exists() and content.get("kind") != kind:
             raise Skip(f"--output {folder} holds another record than a study of {kind}")
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
+            if (not self.path.exists() and any(folder.iterdir())) or not os.access(folder, os.W_OK):
+                raise Skip(f"--output {folder} is read-only, or holds files that are of no study")
         self.kind, self.by_name, self.tried = kind, content.get("runs", {}), set()
         own = portable_command(f"python -m anatomy.{kind} --output {kind}", sys.argv[1:])
         self.command = " && ".join(dict.fromkeys([*filter(None, content.get("command", "").split(" && ")), own]))
@@ -66,7 +75,7 @@ class Runs:
     def add(self, name: str, script: Path, arguments: list[str]) -> None:
         """Run a script and keep its record, unless it is there and ok. Raises Skip, one line."""
         known = self.by_name.get(name, {}).get("command", "")
-        if known and sorted(known.split()[2:]) != sorted(portable_command("", arguments).split()):  # python SCRIPT ...
+        if known and options(known) != options(portable_command("", arguments)):
             raise Skip(f"--output {self.path} holds runs with other arguments: {known}")
         if self.row(name)["status"] == "ok" or name in self.tried:
             return

@@ -63,7 +63,9 @@ def train(config, batches, device, dtype=torch.float32, scaled=False, default=Fa
 
 
 def run(lab, steps=None, vocab=None):
-    steps, V, B = steps or lab.pick(2, 20, 100), max(256, vocab or 50304), lab.pick(6, 8, 8)
+    steps, V, B = steps or lab.pick(2, 20, 100), vocab or 50304, lab.pick(6, 8, 8)
+    if V < 256:
+        raise ValueError(f"--vocab {V} is less than 256: the text is bytes")
     layers, C, T = lab.pick(1, 1, 4), lab.pick(32, 32, 512), lab.pick(128, 128, 512)
     config, text = GPTConfig(layers, C // 32, C, T, V), data.load_text(None, T, V)
     batches = data.stage_batches(text, data.draw_starts(text, steps, B, T, 1337), T, lab.device)

@@ -40,15 +40,13 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--no-roofs", action="store_true", help="do not measure copies and matrix products")
     text = "finish an interrupted run, with its own options: run its rows that are not ok"
     parser.add_argument("--resume", type=Path, metavar="DIR", help=text)
-    text = "seconds that one row may take (default: 1800)"
-    parser.add_argument("--step-timeout", type=positive_int, default=1800, metavar="S", help=text)
+    parser.add_argument("--step-timeout", type=positive_int, metavar="S", help="seconds for a row (default: 1800)")
     return parser
 
 
 def plan(argv: list[str], parser: OneLineParser, fresh: bool) -> tuple[dict, list[runs.Planned], dict]:
-    """What is written to a run folder before its first row, so that an ended run is known to be incomplete; its rows;
-    what its arguments mean here. From the plan's `argv`, --resume makes the same plan again. Exits where options
-    contradict each other: nobody's option is ignored."""
+    """The plan that a run folder holds from its first row on, its rows, and what its arguments mean here. From `argv`,
+    --resume makes the same plan again. Exits where options contradict each other: nobody's option is ignored."""
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--data=") else [word])]
     argv = [str(Path(b).absolute()) if a == "--data" else b for a, b in zip(["", *argv], argv, strict=False)]
     given, arguments = parser.parse_known_args(argv)
@@ -92,7 +90,7 @@ def plan(argv: list[str], parser: OneLineParser, fresh: bool) -> tuple[dict, lis
         "workload": facts["workload"],
         "rows": [row._asdict() for row in rows],
         "argv": argv + pinned,
-        "limit_s": given.step_timeout,
+        "limit_s": given.step_timeout or 1800,
         "roofs": kind != "scaling" and gpus == 1 and not given.no_roofs,
         "schema_version": schema.SCHEMA_VERSION,
     }
@@ -161,13 +159,15 @@ def finish(folder: Path, stop: process.Stop) -> int:
 
 def main(argv: list[str]) -> int:
     parser, stop, before = build_parser(), process.Stop(), {}
-    if resumed := parser.parse_known_args(argv)[0].resume:
-        if len(argv) > 1 + (argv[0] == "--resume"):
-            parser.error(f"--resume takes its options from {resumed}: give no others")
+    given, others = parser.parse_known_args(argv)
+    if resumed := given.resume:
+        alone = vars(parser.parse_args([])) | {"resume": resumed, "step_timeout": given.step_timeout}
+        if others or vars(given) != alone:
+            parser.error(f"--resume takes its options from {resumed}: give no others but --step-timeout")
         before = schema.read_object(resumed / schema.PLAN)
         if not isinstance(before.get("argv"), list):
             parser.error(f"--resume {resumed} holds no {schema.PLAN} that can be read")
-        argv = [*map(str, before["argv"])]
+        argv = [*map(str, before["argv"]), *(f"--step-timeout={s}" for s in [given.step_timeout] if s)]
     made, rows, facts = plan(argv, parser, fresh=not before)
     if before and any(before.get(name) != made[name] for name in ("workload", "rows", "schema_version")):
         parser.error(f"--resume {resumed}: its work has changed: the scripts, the text or this machine's defaults")

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LINES = {"*.py": 440, "common/*.py": 1420, "ladder/*.py": 1000, "report/*.py docs/*.py": 1700, "anatomy/*.py": 1620}
+LINES = {"*.py": 440, "common/*.py": 1420, "ladder/*.py": 1000, "report/*.py docs/*.py": 1700, "anatomy/*.py": 1630}
 LINES |= {
     "report/*.html report/*.css": 240,
     "anatomy/variants/*.patch": 260,

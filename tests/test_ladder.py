@@ -166,6 +166,7 @@ def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(proje
     ):
         ran = made.run("--resume", *words, roofs=(), **facts)
         assert ran.returncode == 2 and said in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
+    assert made.run("--resume", folder, "--step-timeout", "9", roofs=()).returncode == 0
 
 
 @pytest.mark.parametrize(
