@@ -45,7 +45,7 @@ def same_work(run: dict) -> dict:
     return run["workload"] | {"seed": None, "device": machine["device"], "code": machine["code_sha256"]}
 
 
-def options(command: str) -> list[tuple[str, str]]:
+def option_pairs(command: str) -> list[tuple[str, str]]:
     """The options of a command, each with the word that follows it, in one order."""
     words = command.split()
     return sorted(pair for pair in zip(words, [*words[1:], ""], strict=True) if pair[0].startswith("-"))
@@ -75,7 +75,7 @@ class Runs:
     def add(self, name: str, script: Path, arguments: list[str]) -> None:
         """Run a script and keep its record, unless it is there and ok. Raises Skip, one line."""
         known = self.by_name.get(name, {}).get("command", "")
-        if known and options(known) != options(portable_command("", arguments)):
+        if known and option_pairs(known) != option_pairs(portable_command("", arguments)):
             raise Skip(f"--output {self.path} holds runs with other arguments: {known}")
         if self.row(name)["status"] == "ok" or name in self.tried:
             return
@@ -99,8 +99,9 @@ class Runs:
 def cells(runs: Runs, key: str, variant: dict[str, str]) -> dict[str, str]:
     unchanged, varied = runs.row(Path(variant["Script"]).name), runs.row(key)
     ms = [statistics.median(row["step_ms"]) if row["step_ms"] else None for row in (unchanged, varied)]
+    shown = [f"{one:.1f}" if one else "-" for one in ms]
     found = {"script": variant["Script"], "variant": variant["Variant"], "predicted": variant["Predicted"]}
-    found |= {"unchanged, ms": f"{ms[0]:.1f}" if ms[0] else "-", "varied, ms": f"{ms[1]:.1f}" if ms[1] else "-"}
+    found |= {"unchanged, ms": shown[0], "varied, ms": shown[1]}
     return found | {"difference": f"{ms[1] - ms[0]:+.1f}" if all(ms) else unchanged["reason"] or varied["reason"]}
 
 

@@ -12,15 +12,17 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { echo "docs/record.sh: error: $1" >&2 && exit 2; }
 machine="${1:-}"
-[[ $machine == --check || $machine == [!-]* && $machine != */* ]] || fail "give a MACHINE, for example: docs/record.sh h200"
+[[ $machine == --check || $machine =~ ^[^-/][^/]*$ ]] || fail "give a MACHINE, for example: docs/record.sh h200"
 python="${PYTHON:-$(./run_all.sh --setup)}"
 [ "$machine" = --check ] && exec "$python" docs/tables.py --stale "${@:2}"
 shift
-most="roofs gpt3-6.7b-slice gpt2 parity gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2 anatomy llama"
+most="roofs gpt3-6.7b-slice gpt2 parity gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
+most+=" anatomy llama"
+known=" $most gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("${@:-}")
 [ -n "${names[0]}" ] || read -ra names <<<"$most"
 for name in "${names[@]}"; do
-  [[ $name != *" "* && " $most gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny " == *" $name "* ]] || fail "no piece is named $name"
+  [[ $name != *" "* && $known == *" $name "* ]] || fail "no piece is named $name"
 done
 
 code="$("$python" -c 'import pathlib, common.record as r; print(r.code_sha256(pathlib.Path()))')"

@@ -54,9 +54,8 @@ def test_the_commands_list_run_and_write_and_bad_input_is_one_line(tmp_path):
     written = json.loads((tmp_path / "x.json").read_text())
     assert written["experiment"] == "graph" and written["rows"] and written["environment"]["device_type"] == "cpu"
     bad = "anatomy nonsense; anatomy.graph --device tpu; anatomy.host --edge 0; anatomy all --json README.md"
-    bad += (
-        "; anatomy.ablations --only launched nonsense; anatomy.parity --seed 2 --output x; anatomy.learning --vocab 9"
-    )
+    bad += "; anatomy.ablations --only launched nonsense; anatomy.parity --seed 2 --output x"
+    bad += "; anatomy.learning --vocab 9"
     for words in f"{bad}; anatomy.memory --smallest 4096 --largest 1; anatomy.graph --dtype float32".split("; "):
         ended = run_python("-m", *words.split())
         assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
@@ -116,5 +115,5 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(Skip, match="of no study"):
         ablations.Runs("ablations", tmp_path)
-    one, other, swapped = map(ablations.options, ("--a 1 --b 2", "--b 2 --a 1", "--a 2 --b 1"))
+    one, other, swapped = map(ablations.option_pairs, ("--a 1 --b 2", "--b 2 --a 1", "--a 2 --b 1"))
     assert one == other != swapped

@@ -7,6 +7,7 @@ from common import flops
 from common.model import PRESETS, GPTConfig
 from common.record import ProductRate, Roofs, write_json
 from ladder import predict, roofs
+from report.figures import figures
 from report.load import load
 
 
@@ -31,7 +32,7 @@ def test_a_machine_of_one_rate_gives_the_flops_over_it_and_the_bytes_over_its_sp
     assert found.host_ms == 0 and found.ms == found.busy_ms
 
 
-def test_a_product_that_is_also_another_counts_twice():
+def test_products_of_one_shape_are_added():
     square = GPTConfig(n_layer=1, n_head=2, n_embd=128, seq_len=64, vocab_size=256)
     assert [*roofs.batched_products(square, 1).values()] == [6], "T is D"
     assert sum(roofs.batched_products(PRESETS["gpt2"][0], 1).values()) == 6
@@ -81,6 +82,14 @@ def test_the_command_answers_for_a_card_that_is_not_here_and_refuses_damage_in_o
         (tmp_path / "card.json").write_text(damage)
         ran = run_python(*words)
         assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "holds no roofs that can be read" in ran.stderr
+
+
+@pytest.mark.parametrize("place", ["gpt2", "gpt2-batch-8", "gpt3-6.7b-slice-batch-4"])
+def test_recorded_roofs_predict_the_recorded_steps(place):
+    run = load(ROOT / "docs" / "results" / "h100" / place)
+    shape = GPTConfig(**{name: getattr(run.workload, name) for name in GPTConfig.__dataclass_fields__})
+    found = [predict.predict(row.step, shape, run.workload.batch_size, run.roofs).ms for row in run.rows]
+    assert found == pytest.approx([line.ms for line in figures(run).lines], rel=0.06)
 
 
 @pytest.mark.parametrize("place", ["gpt3-6.7b-slice", "gpt3-xl", "wide-8192"])
