@@ -1,7 +1,8 @@
-"""Step 0: the baseline, plain PyTorch in FP32.
+"""Step 0: plain PyTorch in FP32, which every other step is measured against.
 
-Change:   nothing yet. Attention is written out: scores, causal mask, softmax, product.
-Run:      python 0_baseline.py        Read: this file first, then the diff to 1_cublas.py
+Attention is written out: scores, causal mask, softmax, weighted sum. Nearly all of the time
+goes into matmuls (matrix multiplications), on the GPU's ordinary FP32 units.
+Each later script changes a few lines of the one before it: diff 0_baseline.py 1_cublas.py
 """
 
 import math
@@ -57,33 +58,35 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class Head(nn.Module):
+class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
     def __init__(self, config):
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # tied
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(self, x, targets):
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main(args):
-    torch.set_float32_matmul_precision("highest")  # whatever the environment asks
+def main(args):  # the options, checked, and what they mean on this machine
+    torch.set_float32_matmul_precision("highest")  # no TF32, which some containers set
     with args.device:
         model = GPT(args.config, Block, Head, args.seed)
-    model = parallel.distribute(model, args)  # under torchrun; alone it is the model itself
-    optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
+    model = parallel.distribute(model, args)  # DDP or FSDP2 under torchrun, else unchanged
+    # Llama 2's numbers. fused: one kernel updates all weights, in one pass over memory.
+    adamw = {"lr": args.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **adamw)
 
     def train_step(tokens, targets):
         loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return loss.detach()
 
-    return train_step, model
+    return train_step, model, optimizer
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main)  # reads the options, trains, times, and writes the record

@@ -1,8 +1,9 @@
-"""Step 1: matrix products on tensor cores, by TF32 and automatic mixed precision (AMP).
+"""Step 1: matmuls on tensor cores, in BF16 by automatic mixed precision (AMP).
 
-Change:   products, GELU and the residual stream run in BF16; other FP32 products in TF32.
-          LayerNorm, softmax, weights and optimizer stay FP32.
-Run:      python 1_cublas.py          Read: diff 0_baseline.py 1_cublas.py
+cuBLAS ran step 0's matmuls too. Given inputs of fewer bits it uses tensor cores, many times
+faster: BF16, or TF32 (FP32 with fewer digits). Weights, their gradients, AdamW, LayerNorm
+and softmax stay FP32. BF16 has FP32's range, so no GradScaler is needed, but only two to
+three digits. The price: that rounding, and one more kernel for each cast autocast adds.
 """
 
 import math
@@ -58,34 +59,39 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class Head(nn.Module):
+class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
     def __init__(self, config):
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # tied
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(self, x, targets):
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main(args):
-    torch.set_float32_matmul_precision("high")  # TF32
+def main(args):  # the options, checked, and what they mean on this machine
+    torch.set_float32_matmul_precision("high")  # TF32, for loops without autocast
     with args.device:
+        # The x of x + attn(x), the residual stream, is BF16 too: half the bytes.
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
-    model = parallel.distribute(model, args)  # under torchrun; alone it is the model itself
-    optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
+    model = parallel.distribute(model, args)  # DDP or FSDP2 under torchrun, else unchanged
+    # Llama 2's numbers. fused: one kernel updates all weights, in one pass over memory.
+    adamw = {"lr": args.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **adamw)
+    # Without BF16 matmuls in hardware, amp is off and amp_dtype is FP32.
+    amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
 
     def train_step(tokens, targets):
-        with torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp):
+        with amp:
             loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return loss.detach()
 
-    return train_step, model
+    return train_step, model, optimizer
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main)  # reads the options, trains, times, and writes the record

@@ -1,8 +1,9 @@
-"""Step 2: fused attention.
+"""Step 2: fused attention, one kernel in place of scores, scaling, mask, softmax and sum.
 
-Change:   attention becomes one kernel, scaled_dot_product_attention. The (T, T) scores stay
-          on the chip, and the half that the mask hides is not computed.
-Run:      python 2_sdpa.py            Read: diff 1_cublas.py 2_sdpa.py
+It works in tiles that fit on the chip. The (T, T) scores, which each of those kernels read
+from memory and wrote back, never leave it; backward recomputes them, which costs less. What
+the causal mask hides is skipped. The price: nobody can look at the attention weights, and a
+mask of your own in place of is_causal takes a slower kernel.
 """
 
 import torch
@@ -52,34 +53,39 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class Head(nn.Module):
+class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
     def __init__(self, config):
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # tied
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(self, x, targets):
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main(args):
-    torch.set_float32_matmul_precision("high")  # TF32
+def main(args):  # the options, checked, and what they mean on this machine
+    torch.set_float32_matmul_precision("high")  # TF32, for loops without autocast
     with args.device:
+        # The x of x + attn(x), the residual stream, is BF16 too: half the bytes.
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
-    model = parallel.distribute(model, args)  # under torchrun; alone it is the model itself
-    optimizer = torch.optim.AdamW(model.parameters(), **args.adamw)
+    model = parallel.distribute(model, args)  # DDP or FSDP2 under torchrun, else unchanged
+    # Llama 2's numbers. fused: one kernel updates all weights, in one pass over memory.
+    adamw = {"lr": args.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **adamw)
+    # Without BF16 matmuls in hardware, amp is off and amp_dtype is FP32.
+    amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
 
     def train_step(tokens, targets):
-        with torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp):
+        with amp:
             loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return loss.detach()
 
-    return train_step, model
+    return train_step, model, optimizer
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main)  # reads the options, trains, times, and writes the record

@@ -1,15 +1,16 @@
-"""Step 3: one graph, by torch.compile, fused AdamW and a CUDA graph.
+"""Step 3: blocks and head compiled, and the whole training step replayed as a CUDA graph.
 
-Change:   the compiler fuses what lies between a block's products, AdamW is one pass over
-          its tensors, and the host launches the whole step at once, as a CUDA graph.
-Run:      python 3_compile.py         Read: diff 2_sdpa.py 3_compile.py
+The compiler fuses what lies between matmuls (LayerNorm, residual add, GELU, casts, loss),
+for fewer trips to memory; the first step waits for it. The graph holds every kernel of a
+step, AdamW's too: one launch replays them. The price: Python in train_step runs no more.
+Shapes, the learning rate and every `if` stay as captured, and no .item() may stand inside.
 """
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import cuda_graph, parallel
+from common import parallel
 from common.benchmark import launch
 from common.model import GPT
 
@@ -52,37 +53,58 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class Head(nn.Module):
+class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
     def __init__(self, config):
         super().__init__()
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)  # tied
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(self, x, targets):
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main(args):
-    torch.set_float32_matmul_precision("high")  # TF32
+def main(args):  # the options, checked, and what they mean on this machine
+    torch.set_float32_matmul_precision("high")  # TF32, for loops without autocast
     with args.device:
+        # The x of x + attn(x), the residual stream, is BF16 too: half the bytes.
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
+    # Equal blocks compile once, however many. DDP and FSDP2 wrap what is compiled already.
     for part in (*model.blocks, model.head):
-        part.compile(fullgraph=True)
-    model = parallel.distribute(model, args)  # under torchrun; alone it is the model itself
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **args.adamw)
+        part.compile(fullgraph=True)  # a graph break raises
+    model = parallel.distribute(model, args)  # DDP or FSDP2 under torchrun, else unchanged
+    # Llama 2's numbers. fused: one kernel updates all weights, in one pass over memory.
+    adamw = {"lr": args.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+    # capturable: without it AdamW refuses to be part of a graph.
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True, **adamw)
+    # Without BF16 matmuls in hardware, amp is off and amp_dtype is FP32.
+    amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
 
     def train_step(tokens, targets):
-        with torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp):
+        with amp:
             loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return loss.detach()
 
-    train_step = cuda_graph.capture(train_step, optimizer, args)  # sets capturable=True
-    return train_step, model
+    def capture(tokens, targets):  # once, after some ordinary steps, which compile
+        batch = [tokens.clone(), targets.clone()]  # what every replay reads
+        # `launch` chose this stream: the default one cannot be captured.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            loss = train_step(*batch)  # recorded, not run: it trains nothing
+
+        def replay(tokens, targets):
+            batch[0].copy_(tokens)
+            batch[1].copy_(targets)
+            graph.replay()  # the whole step, by one launch
+            return loss.clone()  # the next replay overwrites `loss`
+
+        return replay
+
+    return train_step, model, optimizer, capture
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main)  # reads the options, trains, times, and writes the record

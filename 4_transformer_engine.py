@@ -1,26 +1,27 @@
-"""Step 4: FP8 matrix products, by Transformer Engine (TE).
+"""Step 4: matmuls in FP8, numbers of eight bits, by NVIDIA's Transformer Engine (TE).
 
-Change:   TE's modules replace LayerNorm + Linear, Linear, LayerNorm + MLP and the head,
-          and round what a product reads to FP8. They are not compiled; the loss still is.
-Run:      python 4_transformer_engine.py    Read: diff 3_compile.py 4_transformer_engine.py
+Tensor cores multiply FP8 twice as fast as BF16. TE scales what a matmul reads, on Hopper by
+its largest values in earlier steps; weights and AdamW stay FP32. Scales begin at 1, where
+gradients round to 0: rehearse, or the first steps are lost. (launch trains ten steps, then
+puts the weights back.) The price: casts, rounding, and blocks that are not compiled.
 """
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import cuda_graph, parallel
-from common.benchmark import launch, optional
+from common import parallel
+from common.benchmark import import_or_skip, launch
 from common.model import GPT
 
-te = optional("transformer_engine.pytorch", "transformer-engine[pytorch]")
+te = import_or_skip("transformer_engine.pytorch", "transformer-engine[pytorch]")
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
-        self.qkv = te.LayerNormLinear(config.n_embd, 3 * config.n_embd)
+        self.qkv = te.LayerNormLinear(config.n_embd, 3 * config.n_embd)  # ln_1 and qkv
         self.proj = te.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):
@@ -35,6 +36,7 @@ class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.attn = CausalSelfAttention(config)
+        # LayerNorm and the MLP of step 3, the same GELU included.
         self.mlp = te.LayerNormMLP(config.n_embd, 4 * config.n_embd)
 
     def forward(self, x):  # (B, T, C)
@@ -42,10 +44,11 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
-class Head(nn.Module):
+class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
     def __init__(self, config):
         super().__init__()
         self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, bias=False)
+        # TE's modules run too much Python to be compiled. A graph holds all the same.
         self.loss = torch.compile(F.cross_entropy)
 
     def forward(self, x, targets):
@@ -53,25 +56,47 @@ class Head(nn.Module):
         return self.loss(logits.flatten(0, 1), targets.flatten())
 
 
-def main(args):
-    args.require_fp8()  # or the row is skipped
-    torch.set_float32_matmul_precision("high")  # TF32
+def main(args):  # the options, checked, and what they mean on this machine
+    # Skips this script where there is no FP8, or channels, tokens or vocabulary do not
+    # divide by 16.
+    args.require_fp8()
+    torch.set_float32_matmul_precision("high")  # TF32, for loops without autocast
     with args.device:
+        # The x of x + attn(x), the residual stream, is BF16 too: half the bytes.
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
-    model = parallel.distribute(model, args)  # under torchrun; alone it is the model itself
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **args.adamw)
+    model = parallel.distribute(model, args)  # DDP or FSDP2 under torchrun, else unchanged
+    # Llama 2's numbers. fused: one kernel updates all weights, in one pass over memory.
+    adamw = {"lr": args.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+    # capturable: without it AdamW refuses to be part of a graph.
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True, **adamw)
+    # Without BF16 matmuls in hardware, amp is off and amp_dtype is FP32.
+    amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
 
     def train_step(tokens, targets):
-        with torch.autocast(args.device.type, args.amp_dtype), te.autocast():
+        with amp, te.autocast():  # FP8 on, for this forward and its backward
             loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return loss.detach()
 
-    train_step = cuda_graph.capture(train_step, optimizer, args)  # sets capturable=True
-    return train_step, model
+    def capture(tokens, targets):  # once, after some ordinary steps, which compile
+        batch = [tokens.clone(), targets.clone()]  # what every replay reads
+        # `launch` chose this stream: the default one cannot be captured.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            loss = train_step(*batch)  # recorded, not run: it trains nothing
+
+        def replay(tokens, targets):
+            batch[0].copy_(tokens)
+            batch[1].copy_(targets)
+            graph.replay()  # the whole step, by one launch
+            return loss.clone()  # the next replay overwrites `loss`
+
+        return replay
+
+    return train_step, model, optimizer, capture
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main)  # reads the options, trains, times, and writes the record

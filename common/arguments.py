@@ -14,11 +14,13 @@ from common.model import PRESETS, GPTConfig
 from common.record import Workload, read_object
 from common.text import OneLineParser, Skip, positive_int
 
-DDP_WARMUP = 11  # DDP divides gradients into buckets anew, and times itself, until then: no CUDA graph holds that
+# Launched steps before anything else. DDP divides gradients into buckets anew, and times itself, in its first 10: no
+# CUDA graph can hold that.
+WARMUP, DDP_WARMUP = 3, 11
 # Free GiB from which `auto` takes a preset at a batch size: what FP32 with attention by hand needs, and a tenth more.
 AUTO = {83: ("gpt3-6.7b-slice", 8), **{2 * n + 2: ("gpt2", n) for n in (32, 16, 8, 4, 2)}}
 RECORD_MARKS = {"schema_version", "launch_s", "experiment", "experiments"}  # of the JSON that this project writes
-FEWEST_STEPS, MOST_STEPS, STEPS_FLOPS = 5, 30, 5e14  # by default on a GPU: as many steps as so many model FLOPs take
+FEWEST_STEPS, MOST_STEPS, STEPS_FLOPS = 8, 30, 5e14  # by default on a GPU: as many steps as so many model FLOPs take
 
 
 class Arguments(argparse.Namespace):
@@ -33,12 +35,7 @@ class Arguments(argparse.Namespace):
     amp: bool  # whether autocast has anything to do
     rank: int  # of this process, among `processes` that torchrun started; alone 0 of 1
     processes: int
-
-    @property
-    def adamw(self) -> dict:
-        """The optimizer's keywords in all steps: those of Llama 2 (Touvron et al. 2023, section 2.2), without schedule
-        or clipping. With an eps below 1e-5 the loss of `gpt2` was seen to jump, in FP32 as well."""
-        return {"lr": self.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+    warmup: int  # launched steps, before a capture
 
     def require_fp8(self) -> None:
         """Raises Skip without an NVIDIA GPU that multiplies FP8, and where a matrix has a dimension that FP8 does not
@@ -46,7 +43,7 @@ class Arguments(argparse.Namespace):
         capability = hardware.compute_capability(self.device)
         if capability < hardware.FP8_CAPABILITY:
             raise Skip("FP8 needs an NVIDIA GPU of the generation Ada, Hopper or newer")
-        unit = 32 if capability >= (10, 0) else 16  # one scale for 32 numbers (MXFP8) from Blackwell on
+        unit = hardware.fp8_unit(capability)
         sizes = {"--n-embd": self.config.n_embd, "--batch-size x --seq-len": self.batch_size * self.config.seq_len}
         for name, size in (sizes | {"--vocab-size": self.config.vocab_size}).items():
             if size % unit:
@@ -55,7 +52,7 @@ class Arguments(argparse.Namespace):
     def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tokens and targets of all steps and of one untimed step after them, on the device: this process's share of
         what one process would draw that takes the sequences of all."""
-        n_batches, first = self.warmup + self.steps + 1, self.rank * self.batch_size
+        n_batches, first = self.steps + 1, self.rank * self.batch_size
         seq_len, of_all = self.config.seq_len, self.processes * self.batch_size
         starts = data.draw_starts(self.text, n_batches, of_all, seq_len, self.seed)
         return data.stage_batches(self.text, starts[:, first : first + self.batch_size], seq_len, self.device)
@@ -92,9 +89,8 @@ def build_parser(name: str, description: str | None) -> OneLineParser:
         (shape, "--batch-size", positive_int, "sequences per training step, of each process"),
         (shape, "--lr", float, "AdamW's rate, constant, at most 1 (default: by layers and channels)"),
         (shape, "--seed", positive_int, "weights and batches (default: 1337)"),
-        (run, "--steps", positive_int, "steps trained and timed, at least (default: 5 to 30, by size; CPU: 10)"),
+        (run, "--steps", positive_int, "steps trained and timed, at least (default: 8 to 30, by size; CPU: 10)"),
         (run, "--heldout-every", positive_int, "the loss on held-out text after every N trained steps"),
-        (run, "--warmup", positive_int, f"untimed steps first (default: 3; {DDP_WARMUP} on several GPUs)"),
     ):
         group.add_argument(option, type=kind, metavar="X" if kind is float else "N", help=text)
     text = "a text as bytes, or uint16 .bin of nanoGPT, llm.c (default: Python's standard library)"
@@ -104,6 +100,8 @@ def build_parser(name: str, description: str | None) -> OneLineParser:
     run.add_argument("--profile", action="store_true", help="where the time goes: kernels, in the record and on stderr")
     text = "launch each kernel from the host, also where the step could be captured as a CUDA graph"
     run.add_argument("--no-capture", action="store_false", dest="capture", help=text)
+    text = "train without a rehearsal: FP8's first scales are unknown, and its first steps are lost"
+    run.add_argument("--cold", action="store_true", help=text)
     parser.set_defaults(seed=1337)
     return parser
 
@@ -165,7 +163,7 @@ def resolve(args: Arguments, trains: bool) -> None:
     on_gpu, per_step = args.device.type == "cuda", flops.flops_per_step(args.config, args.batch_size)
     by_size = max(FEWEST_STEPS, min(MOST_STEPS, int(STEPS_FLOPS / per_step)))
     args.steps = args.steps or (by_size if on_gpu else 10)
-    args.warmup = args.warmup or (DDP_WARMUP if on_gpu and args.processes > 1 else 3)
+    args.warmup = DDP_WARMUP if on_gpu and args.processes > 1 else WARMUP
     args.lr = learning_rate(args.config) if args.lr is None else args.lr
     if not 0 < args.lr <= 1:
         raise ValueError(f"--lr {args.lr} is not above 0 and at most 1")

@@ -1,4 +1,4 @@
-"""One run of a step: warm-up, training, timing, what untimed steps show, and the record."""
+"""One run of a step: rehearsal, training, timing, what untimed steps show, and the record."""
 
 import datetime
 import importlib
@@ -16,16 +16,15 @@ from types import ModuleType
 
 import torch
 
-from common import data, flops, hardware, parallel, profile, timing
+from common import data, flops, hardware, parallel, profile, rehearsal, timing
 from common.arguments import Arguments, parse_args
-from common.cuda_graph import CapturedStep
 from common.record import Row, Run, read_object, write_json
 from common.text import Skip, one_line, portable_command, progress, say
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")  # what libraries say of it
 
 
-def optional(module: str, package: str | None = None) -> ModuleType:
+def import_or_skip(module: str, package: str | None = None) -> ModuleType:
     """A module, or an empty one of which any use raises Skip with the reason and the line that installs `package`: one
     that does not fit this torch or CUDA can fail in any way on import."""
     try:
@@ -42,11 +41,14 @@ def optional(module: str, package: str | None = None) -> ModuleType:
     return missing
 
 
-def launch(main: Callable[[Arguments], tuple[Callable, torch.nn.Module]]) -> None:
+def launch(main: Callable[[Arguments], tuple]) -> None:
     """Parse the command line of the script that holds `main`, run it, write its record, and end the process.
 
-    `train_step(tokens, targets)`, each (B, T) int64 on the device, trains and returns the loss; `model` takes the same
-    and returns only the loss. Exit codes: 0 for ok and skipped, 2 for bad arguments, 130 for Ctrl-C, 1 otherwise.
+    `main` returns `train_step, model, optimizer`, and where its step can be a CUDA graph also `capture`.
+    `train_step(tokens, targets)`, each (B, T) int64 on the device, trains and returns the loss, detached.
+    `model` takes the same and returns only the loss. `capture` takes the same and returns a `replay`, which
+    does what `train_step` does. On a GPU all of it runs on one stream that is not the default one.
+    Exit codes: 0 for ok and skipped, 2 for bad arguments, 130 for Ctrl-C, 1 otherwise.
     """
     module = sys.modules[main.__module__]
     try:
@@ -94,56 +96,68 @@ def run_and_record(main: Callable, args: Arguments) -> int:
 
 
 def run(main: Callable, args: Arguments, row: Row) -> None:
-    """Warm up, train and time at least `args.steps` steps, observe untimed ones: all into `row`."""
+    """Rehearse, train and time at least `args.steps` steps, observe untimed ones: all into `row`.
+
+    Raises what the script raises, and FloatingPointError, one line, for a loss that is not finite.
+    """
     importlib.import_module("torch._dynamo")  # AdamW would: it is no part of the overhead
-    began, device, on_gpu = time.perf_counter(), args.device, args.device.type == "cuda"
+    began, on_gpu = time.perf_counter(), args.device.type == "cuda"
     progress("building the model")
-    if on_gpu:
-        torch.cuda.set_device(device)  # libraries that ask for "cuda" get this one
     parallel.start(args)
-    train_step, model = main(args)
+    train_step, model, optimizer, *capture = main(args)
     model.train()
     *batches, spare = args.batches()
-    steps, warmup_began = timing.Steps(train_step, batches), time.perf_counter()
-    for _ in steps.run(args.warmup, "warm-up, with compilation"):
-        torch.get_device_module(device).synchronize()
-    asked = train_step if isinstance(train_step, CapturedStep) else None
-    if captured := bool(asked and asked.reason is None):
-        train_step.record(*batches[0])
-        row.peak_bytes = torch.cuda.max_memory_allocated(device)  # replays allocate nothing
-    row.warmup_s = time.perf_counter() - warmup_began
+    steps = rehearsal.rehearse(train_step, optimizer, capture[0] if capture else None, batches, args, row)
     if args.heldout_every:
         train_with_heldout(steps, model, args, row)
     timed_s = timing.time_steps(steps, row, args)
-    losses = [loss.item() for loss in steps.losses[: args.warmup + args.steps]]
-    row.loss = parallel.across(losses, "avg", args)
-    for k, loss in enumerate(row.loss):
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"loss is {loss} at training step {k}: lower --lr (now {args.lr:g})")
+    keep_losses(steps.losses[: args.steps], args, row)
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     own_bytes = row.peak_bytes if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     row.peak_bytes = int(*parallel.across([own_bytes], "max", args))
-    progress("observing")
-    notes = [asked.reason if asked and on_gpu else None]
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
-    step = partial(train_step, *spare)
-    try:  # kernels and times are those of the timed step; operators of a launched one, since a replay has none
-        if args.profile:
-            row.profile = profile.profile_steps(step, statistics.median(row.step_ms), device)
-        if asked:
-            asked.release()
-        row.settings = profile.observe(step, model, device)
-    except Exception as error:  # a profiler that breaks costs what it would have shown, not the row
-        notes.append(f"not observed: {one_line(error)}")
-    row.settings.captured = captured
-    if row.settings.float32_matmul_precision == "high" and row.settings.amp_dtype == "float32":
-        notes.append(f"FP32, because this {device.type} does not multiply BF16")
-    row.status, row.note = "ok", "; ".join(filter(None, notes)) or None
+    observe(steps, train_step, model, spare, args, row)
+    row.status = "ok"
     row.overhead_s = time.perf_counter() - began - row.warmup_s - timed_s
 
 
+def keep_losses(losses: list[torch.Tensor], args: Arguments, row: Row) -> None:
+    """The mean of each loss over all processes into `row`, up to one that is not finite: FloatingPointError tells."""
+    for k, loss in enumerate(parallel.across([loss.item() for loss in losses], "avg", args)):
+        check_finite(loss, k, args)
+        row.loss.append(loss)
+
+
+def check_finite(loss: float, step: int, args: Arguments) -> None:
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"loss is {loss} at training step {step}: lower --lr (now {args.lr:g})")
+
+
+def observe(
+    steps: timing.Steps, train_step: Callable, model: torch.nn.Module, batch: tuple, args: Arguments, row: Row
+) -> None:
+    """Observe untimed steps: kernels of the step that was timed, and operators of a launched one, since a
+    replay has none. A profiler that breaks costs what it would have shown, not the row."""
+    progress("observing")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
+    notes, captured = [row.note], row.settings.captured
+    try:
+        if args.profile:
+            median_ms = statistics.median(row.step_ms)
+            row.profile = profile.profile_steps(partial(steps.train_step, *batch), median_ms, args.device)
+        steps.train_step = train_step  # the graph is gone with its memory
+        row.settings = profile.observe(partial(train_step, *batch), model, args.device)
+    except Exception as error:
+        notes.append(f"not observed: {one_line(error)}")
+    row.settings.captured = bool(captured)
+    if row.settings.float32_matmul_precision == "high" and row.settings.amp_dtype == "float32":
+        notes.append(f"FP32, because this {args.device.type} does not multiply BF16")
+    if args.cold:
+        notes.append("trained without a rehearsal: --cold")
+    row.note = "; ".join(filter(None, notes)) or None
+
+
 def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Arguments, row: Row) -> None:
-    """Train `args.steps` steps, and leave the held-out loss before, between and after them in `row`.
+    """Train on until `args.steps` steps, and leave the held-out loss before, between and after them in `row`.
 
     It shows how good the weights are: the row's own forward alone, one sequence at a time, under mixed precision where
     the machine has it, without FP8, nothing compiled.
@@ -151,12 +165,13 @@ def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Argume
     starts = data.heldout_starts(args.text, args.config.seq_len)
     batches = data.stage_batches(args.text, starts, args.config.seq_len, args.device)
     amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
-    for done in [*range(0, args.steps, args.heldout_every), args.steps]:
-        for _ in steps.run(args.warmup + done - len(steps.losses), f"to the held-out loss of step {done}, training"):
+    for done in [*range(len(steps.losses), args.steps, args.heldout_every), args.steps]:
+        for _ in steps.run(done - len(steps.losses), f"to the held-out loss of step {done}, training"):
             pass
         with torch.no_grad(), amp, torch.compiler.set_stance("force_eager"):
             loss = torch.stack([model(*batch) for batch in batches]).double().mean().item()
-        row.heldout.append((args.warmup + done, loss))
+        check_finite(loss, done, args)
+        row.heldout.append((done, loss))
 
 
 def explain(error: Exception) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """What this machine is: devices, precision, versions, commit, and a GPU's clock and power."""
 
+import hashlib
 import platform
 import subprocess
 from importlib import metadata
@@ -36,6 +37,12 @@ def has_bf16_matrix_instructions(device: torch.device) -> bool:
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """(major, minor) of a CUDA device, for example (9, 0) for Hopper; (0, 0) for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def fp8_unit(capability: tuple[int, int]) -> int:
+    """What the sizes of an FP8 matmul must be divisible by: 16, or 32 where Transformer Engine's default
+    recipe has one scale for 32 numbers (MXFP8). Source: `get_default_fp8_recipe` in its quantization.py."""
+    return 32 if (10, 0) <= capability < (12, 0) else 16
 
 
 def device_name(device: torch.device) -> str:
@@ -83,7 +90,9 @@ def describe(device: torch.device) -> Environment:
     if device.type == "cuda":
         versions |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
         properties = torch.cuda.get_device_properties(device)
-        found.gpu_uuid, found.gpu_memory_bytes = f"GPU-{properties.uuid}", properties.total_memory
+        found.gpu_uuid = hashlib.sha256(str(properties.uuid).encode()).hexdigest()[:8]
+        found.gpu_memory_bytes = properties.total_memory
+        found.compute_capability = compute_capability(device)
     found.versions = {name: version for name, version in versions.items() if version}
     return found
 

@@ -8,13 +8,17 @@ import torch.distributed as dist
 
 
 def start(args) -> None:
-    """Meet the other processes. Raises what torch raises."""
-    if args.processes == 1:
-        return
+    """Choose the stream of a GPU on which all of a row runs, and meet the other processes. Raises what torch raises.
+
+    It is a stream of its own, because the default stream cannot be captured, and DDP works on the stream on which it
+    was built.
+    """
     on_gpu = args.device.type == "cuda"
-    if on_gpu:  # DDP works on the stream on which it was built, and the default stream cannot be captured
+    if on_gpu:
+        torch.cuda.set_device(args.device)  # libraries that ask for "cuda" get this one
         torch.cuda.set_stream(torch.cuda.Stream(args.device))
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=args.device if on_gpu else None)
+    if args.processes > 1:
+        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=args.device if on_gpu else None)
 
 
 def distribute(model: torch.nn.Module, args) -> torch.nn.Module:

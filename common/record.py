@@ -75,11 +75,14 @@ class Row:
     note: str | None = None  # of an ok row: one line that qualifies it
     settings: Settings = field(default_factory=Settings)
     step_ms: list[float] = field(default_factory=list)  # every timed step
-    warmup_s: float | None = None  # the first untimed steps: compilation, capture
-    product_ms: list[float] = field(default_factory=list)  # these two: fixed work before and after the timed steps,
-    copy_ms: list[float] = field(default_factory=list)  # on a CPU also between their parts
+    warmup_s: float | None = None  # of the rehearsal: compilation, capture, the weights put back
+    rehearsed: int = 0  # steps trained before the weights were put back; 0: they were not
+    # Fixed work before and after the timed steps, on a CPU also between their parts.
+    product_ms: list[float] = field(default_factory=list)  # a matmul
+    copy_ms: list[float] = field(default_factory=list)
+    launch_us: list[float] = field(default_factory=list)  # host time of launching a tiny kernel; of a GPU alone
     passes: list["Row"] = field(default_factory=list)  # of --repeat, without profile and source; empty of one pass
-    loss: list[float] = field(default_factory=list)  # nats, of the first `warmup + steps` training steps
+    loss: list[float] = field(default_factory=list)  # nats, of the first `steps` training steps after the rehearsal
     heldout: list[tuple[int, float]] = field(default_factory=list)  # (steps trained, nats), with --heldout-every
     peak_bytes: int | None = None  # of CUDA's allocator; on a CPU of the process, compiler and torch included
     clock_mhz: float | None = None  # these two: means over the timed steps; null on a CPU and without NVML
@@ -108,8 +111,8 @@ class Workload:
     text_sha256: str
     seed: int
     lr: float
-    warmup: int  # untimed steps
-    steps: int  # trained steps after them that leave a loss; at least as many are timed
+    warmup: int  # steps launched first, before a capture
+    steps: int  # trained steps that leave a loss; at least as many are timed
     gpus: int = 1  # processes, each with a GPU of its own
     parallel: str | None = None  # ddp, fsdp; null of one process
 
@@ -121,8 +124,9 @@ class Environment:
     cpu: str | None = None
     cpu_threads: int | None = None
     versions: dict[str, str] = field(default_factory=dict)  # python, torch, cuda, cudnn, packages that are there
-    gpu_uuid: str | None = None  # tells equal cards apart
+    gpu_uuid: str | None = None  # a hash of it, which tells equal cards apart
     gpu_memory_bytes: int | None = None
+    compute_capability: tuple[int, int] | None = None  # of a GPU: (9, 0) is Hopper
     commit: str | None = None  # ends in -dirty where files differ from it
     code_sha256: str | None = None  # of the scripts and common/: a record is stale when theirs differs
 

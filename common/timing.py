@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ SETTLING_S, TIMED_S, TIMED_STEPS = 2, 3, 10  # at least: seconds of steps on a G
 CPU_PARTS = 4
 POLL_S, ASK_S = 0.05, 0.5
 PARTS, MOST_QUEUED = 9, 400  # of back-to-back work; launches
+LAUNCH_PARTS = 25  # about 50 ms in all
 REFERENCE_EDGE, REFERENCE_BYTES, REFERENCE_S = {"cuda": 4096, "cpu": 768}, 2**26, 0.2
 
 
@@ -30,7 +32,7 @@ class Steps:
         self.losses: list[torch.Tensor] = []
 
     def run(self, n: int, phase: str) -> Iterator[None]:
-        """Train `n` steps; yields after each. The host never waits here."""
+        """Train `n` steps, none for n below 1; yields after each. The host never waits here."""
         progress(f"{phase}: {n} steps")
         for _ in range(n):
             self.losses.append(self.train_step(*next(self.batches)).detach())
@@ -60,44 +62,81 @@ class Steps:
 def time_steps(steps: Steps, row: Row, args: Arguments) -> float:
     """Put the times of at least `args.steps` steps (few if they trained for held-out losses), reference work, clock and
     power into `row`. A time is the longest of all processes. Returns the seconds of these steps and of those before."""
-    device, references, settling = args.device, [reference_work(args.device)], []
     least = min(args.steps, TIMED_STEPS) if args.heldout_every else args.steps
-    if device.type == "cpu":
-        for k in range(CPU_PARTS):
-            if n := least * (k + 1) // CPU_PARTS - least * k // CPU_PARTS:
-                steps.timed(1, "timed", device)  # brings back to the caches what the reference work drove out
-                row.step_ms += across(steps.timed(n, "timed", device)[0], "max", args)
-                references.append(reference_work(device))
-    else:
-        torch.cuda.reset_peak_memory_stats(device)
-        settling = across(steps.timed(1, "settling", device)[0], "max", args)
-        while (left_ms := SETTLING_S * 1e3 - sum(settling)) > 0:
-            n = math.ceil(left_ms / statistics.median(settling))
-            settling += across(steps.timed(n, "settling", device)[0], "max", args)
-        n = max(least, math.ceil(TIMED_S * 1e3 / statistics.median(settling)))
-        step_ms, states = steps.timed(n, "timed", device)
-        row.step_ms = across(step_ms, "max", args)
-        row.peak_bytes = max(row.peak_bytes or 0, torch.cuda.max_memory_allocated(device))
-        if states := list(filter(None, states)):
-            row.clock_mhz, row.power_w = map(statistics.fmean, zip(*states, strict=True))
-        references.append(reference_work(device))
-    row.product_ms, row.copy_ms = map(list, zip(*references, strict=True)) if all(references) else ([], [])
-    return sum(settling + row.step_ms) / 1e3
+    time_on = time_on_cpu if args.device.type == "cpu" else time_on_gpu
+    steps_ms, references = time_on(steps, least, row, args)
+    if all(references):
+        row.product_ms = [work.product_ms for work in references]
+        row.copy_ms = [work.copy_ms for work in references]
+        row.launch_us = [work.launch_us for work in references if work.launch_us]
+    return sum(steps_ms) / 1e3
 
 
-def reference_work(device: torch.device) -> tuple[float, float] | None:
-    """Milliseconds of a fixed matrix product and of a fixed copy; None where the row leaves too little memory for them.
+def time_on_cpu(steps: Steps, least: int, row: Row, args: Arguments) -> tuple[list[float], list["Reference | None"]]:
+    """Time `least` steps in CPU_PARTS parts, with reference work around and between them: a host is often shared."""
+    references = [reference_work(args.device)]
+    for k in range(CPU_PARTS):
+        n = least * (k + 1) // CPU_PARTS - least * k // CPU_PARTS
+        if n:
+            steps.timed(1, "timed", args.device)  # brings back to the caches what the reference work drove out
+            row.step_ms += across(steps.timed(n, "timed", args.device)[0], "max", args)
+            references.append(reference_work(args.device))
+    return row.step_ms, references
 
-    The work is the same whatever is trained: where it takes longer, something else ran on this machine.
-    """
+
+def time_on_gpu(steps: Steps, least: int, row: Row, args: Arguments) -> tuple[list[float], list["Reference | None"]]:
+    """Time at least `least` steps and TIMED_S seconds in one region, right after steps for SETTLING_S seconds: in these
+    a GPU's clock falls to what its power limit allows."""
+    device, references = args.device, [reference_work(args.device)]
+    torch.cuda.reset_peak_memory_stats(device)
+    settling = across(steps.timed(1, "settling", device)[0], "max", args)
+    while (left_ms := SETTLING_S * 1e3 - sum(settling)) > 0:
+        n = math.ceil(left_ms / statistics.median(settling))
+        settling += across(steps.timed(n, "settling", device)[0], "max", args)
+    n = max(least, math.ceil(TIMED_S * 1e3 / statistics.median(settling)))
+    step_ms, states = steps.timed(n, "timed", device)
+    row.step_ms = across(step_ms, "max", args)
+    row.peak_bytes = max(row.peak_bytes or 0, torch.cuda.max_memory_allocated(device))
+    if states := list(filter(None, states)):
+        row.clock_mhz, row.power_w = map(statistics.fmean, zip(*states, strict=True))
+    return settling + row.step_ms, [*references, reference_work(device)]
+
+
+class Reference(NamedTuple):
+    """What fixed work took: the same work whatever is trained. Where it takes longer, something else ran here."""
+
+    product_ms: float
+    copy_ms: float
+    launch_us: float | None  # the host's time for one tiny kernel; of a GPU alone
+
+
+def reference_work(device: torch.device) -> Reference | None:
+    """Time a fixed matmul, a fixed copy and fixed launches; None where the row leaves too little memory for them."""
     edge, dtype = REFERENCE_EDGE[device.type], torch.float16 if device.type == "cuda" else torch.float32
-    try:  # its memory is no part of the row's peak, see `time_steps`
+    try:  # its memory is no part of the row's peak, see `time_on_gpu`
         a, b, out = (torch.full((edge, edge), 0.5, device=device, dtype=dtype) for _ in range(3))
         source, target = (torch.ones(REFERENCE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
         product_s = steady_seconds(lambda: torch.matmul(a, b, out=out), device, REFERENCE_S)
-        return product_s * 1e3, steady_seconds(lambda: target.copy_(source), device, REFERENCE_S) * 1e3
+        copy_s = steady_seconds(lambda: target.copy_(source), device, REFERENCE_S)
+        return Reference(product_s * 1e3, copy_s * 1e3, launch_us(device) if device.type == "cuda" else None)
     except RuntimeError:  # of CUDA's allocator, a CPU's, or cuBLAS's
         return None
+
+
+def launch_us(device: torch.device) -> float:
+    """Microseconds in which the host launches one tiny kernel: the median of LAUNCH_PARTS bursts.
+
+    The driver's queue holds a whole burst, so the host never waits for the GPU.
+    """
+    number, times = torch.zeros((), device=device), []
+    for _ in range(LAUNCH_PARTS):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(MOST_QUEUED):
+            number.add_(1)
+        times.append((time.perf_counter() - started) / MOST_QUEUED * 1e6)
+    torch.cuda.synchronize(device)
+    return statistics.median(times)
 
 
 def seconds(work: Callable[[], object], n: int, device: torch.device, launches: int = 1) -> float:

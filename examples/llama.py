@@ -16,21 +16,21 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import benchmark, cuda_graph, hardware
+from common import benchmark, hardware
 from common.arguments import Arguments, parse_args
 from common.record import Row, Run, Workload, write_json
 from common.text import Skip, portable_command, run_command, say
 from report import figures, table
 
-transformers = benchmark.optional("transformers", "transformers")
+transformers = benchmark.import_or_skip("transformers", "transformers")
 os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")  # Transformer Engine would silently take it where cuDNN does not load
-te = benchmark.optional("transformer_engine.pytorch", "transformer-engine[pytorch]")
+te = benchmark.import_or_skip("transformer_engine.pytorch", "transformer-engine[pytorch]")
 DEFAULTS = {True: "--preset gpt3-xl --seq-len 4096 --batch-size 1", False: "--preset tiny --seq-len 256"}  # with a GPU?
 CHANGES = {  # a row each, with all changes before it
     "0_fp32": "attention by hand",
     "1_amp": "BF16 by autocast, TF32",
     "2_sdpa": "fused attention",
-    "3_compile": "layers and loss compiled, fused AdamW",
+    "3_compile": "layers and loss compiled",
     "4_graph": "the step captured as a CUDA graph",
     "5_fp8": "Transformer Engine's layer in FP8",
 }
@@ -92,7 +92,7 @@ def model_of(args: Arguments, attention: str) -> torch.nn.Module:
 
 
 def build(changes: list[str], args: Arguments):
-    """`train_step(tokens, targets)`, each (B, T) int64, and the model, with these changes. Raises Skip."""
+    """What `main` of a script returns, with these changes. Raises Skip."""
     amp, sdpa, compiled, graph, fp8 = (name in changes for name in list(CHANGES)[1:])
     if graph and args.device.type != "cuda":
         raise Skip("CUDA graphs and FP8 need a GPU")
@@ -108,7 +108,8 @@ def build(changes: list[str], args: Arguments):
     for layer in model.model.layers if compiled and not fp8 else ():  # Transformer Engine's is not compiled
         layer.compile()
     loss_of = torch.compile(F.cross_entropy) if compiled else F.cross_entropy
-    optimizer = torch.optim.AdamW(model.parameters(), **args.adamw, **({"fused": True} if compiled else {}))
+    adamw = {"lr": args.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=graph, **adamw)
 
     def train_step(tokens, targets):
         autocast = torch.autocast(args.device.type, torch.bfloat16, enabled=amp)
@@ -118,9 +119,22 @@ def build(changes: list[str], args: Arguments):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return loss.detach()
 
-    return cuda_graph.capture(train_step, optimizer, args) if graph else train_step, model
+    def capture(tokens, targets):
+        batch, recorded = [tokens.clone(), targets.clone()], torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded, stream=torch.cuda.current_stream()):
+            loss = train_step(*batch)
+
+        def replay(tokens, targets):
+            batch[0].copy_(tokens)
+            batch[1].copy_(targets)
+            recorded.replay()
+            return loss.clone()
+
+        return replay
+
+    return (train_step, model, optimizer, capture) if graph else (train_step, model, optimizer)
 
 
 def workload(args: Arguments) -> Workload:

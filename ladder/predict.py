@@ -102,7 +102,6 @@ IN_A_BLOCK = {
 # Kernels of one step, outside the blocks. Rows gathered, positions added, and their gradients, 28, with LayerNorm; the
 # embedding's gradient cleared, 4, and the tied weight's two gradients added, 12; tokens sorted, 30 kernels.
 EMBEDDING = (Pass("stream", 36, 5), Pass("stream", 20, 1, "layer norm backward fp32"), Pass("vector", 0, 30))
-FOREACH_ADAMW = Pass("parameters", 80, 8)  # PyTorch's eight operations in turn
 FUSED_ADAMW = Pass("parameters", 28, 1)  # reads weight, gradient and both moments, writes three
 ONCE_EAGER = (
     *EMBEDDING,
@@ -110,11 +109,11 @@ ONCE_EAGER = (
     Pass("embedding", 6, 1, "to fp32"),  # its gradient to FP32
     Pass("logits", 26, 4),  # log-softmax and its backward, 16; the picked ones' gradient cleared, and a cast's backward
     Pass("logits", 6, 1, "to fp32"),  # autocast picks log-probabilities in FP32: all are cast
-    FOREACH_ADAMW,
+    FUSED_ADAMW,
 )
 ONCE_A_STEP = {
     # Log-softmax reads for maximum, sum and output, and writes; its backward as much; a gradient is cleared.
-    "0": (*EMBEDDING, Pass("embedding", 16, 2), Pass("logits", 36, 3), FOREACH_ADAMW),
+    "0": (*EMBEDDING, Pass("embedding", 16, 2), Pass("logits", 36, 3), FUSED_ADAMW),
     "1": ONCE_EAGER,
     "2": ONCE_EAGER,
     # Maximum and sum in one pass, and the gradient; the head's weight to BF16, its gradient to FP32.
@@ -123,11 +122,11 @@ ONCE_A_STEP = {
     "4": (Pass("stream", 37, 5), Pass("vector", 0, 30), Pass("embedding", 28, 3), Pass("logits", 10, 3), FUSED_ADAMW),
 }
 # Bytes of memory: of each number of (tokens, C) in a block, and outside the blocks; of each logit; of each score of a
-# block, and once; of each parameter in AdamW, whose foreach form holds a copy. Found on the records of an H200.
+# block, and once; of each parameter in AdamW. Found on the records of an H200.
 MEMORY = {
-    "0": (64, 0, 12, 4, 12, 20),
-    "1": (30, 0, 10, 7, 8, 20),
-    "2": (35, 8, 10, 0, 0, 20),
+    "0": (64, 0, 12, 4, 12, 16),
+    "1": (30, 0, 10, 7, 8, 16),
+    "2": (35, 8, 10, 0, 0, 16),
     "3": (31, 12, 2, 0, 0, 16),
     "4": (27, 12, 4, 0, 0, 16),
 }
@@ -224,9 +223,10 @@ def predict(step: str, shape, batch_size: int, measured: Roofs, capture: bool = 
     precision = {"0": "fp32", "4": "fp8"}.get(number, mixed)
     if precision not in machine.precisions or not (measured.kernels and measured.attention):
         raise ValueError(f"the roofs lack {precision.upper()} products, kernels or attention")
-    odd = [size for size in (shape.n_embd, batch_size * shape.seq_len, shape.vocab_size) if size % 16]
+    unit = hardware.fp8_unit((measured.environment and measured.environment.compute_capability) or (9, 0))
+    odd = [size for size in (shape.n_embd, batch_size * shape.seq_len, shape.vocab_size) if size % unit]
     if precision == "fp8" and odd:
-        raise ValueError(f"FP8 needs channels, tokens and vocabulary divisible by 16, not {odd[0]}")
+        raise ValueError(f"FP8 needs channels, tokens and vocabulary divisible by {unit}, not {odd[0]}")
     passes = [(one, shape.n_layer) for one in IN_A_BLOCK[number]] + [(one, 1) for one in ONCE_A_STEP[number]]
     others_s = sum(times * one.kernels * machine.pass_s(one, numbers[one.tensor]) for one, times in passes)
     products = list(products_of(number, shape, batch_size, machine, precision))

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common.benchmark import launch, optional
+from common.benchmark import import_or_skip, launch
 
 os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")  # its layer would silently take it where cuDNN does not load
-te = optional("transformer_engine.pytorch", "transformer-engine[pytorch]")
+te = import_or_skip("transformer_engine.pytorch", "transformer-engine[pytorch]")
 step, compiled = (importlib.import_module(name) for name in ("4_transformer_engine", "3_compile"))
 
 

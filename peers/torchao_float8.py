@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common.benchmark import launch, optional
+from common.benchmark import import_or_skip, launch
 
-float8 = optional("torchao.float8", "torchao")
+float8 = import_or_skip("torchao.float8", "torchao")
 step = importlib.import_module("3_compile")
 Block, Head = step.Block, step.Head
 

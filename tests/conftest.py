@@ -29,7 +29,7 @@ CPU_STEPS = STEPS[:4]
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, seq_len=32, vocab_size=256)
 # The words of one small run. Tests that compile share this shape, and with it what the compiler keeps on disk.
 FAST = ["--device", "cpu", "--n-layer", "2", "--n-head", "2", "--n-embd", "32"]
-FAST += ["--seq-len", "32", "--steps", "4", "--warmup", "1"]
+FAST += ["--seq-len", "32", "--steps", "4"]
 
 
 def load_script(path: Path) -> ModuleType:
@@ -66,11 +66,16 @@ def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **
 
 
 def built(step: str, **overrides) -> SimpleNamespace:
-    """What a script's `main` returns, with its arguments and staged batches. A step that asked for capture is launched
-    until its `record` is called."""
+    """What a script's `main` returns, by name, with its arguments and staged batches."""
     module, args = load_step(step), arguments(step, **overrides)
-    train_step, model = module.main(args)
-    return SimpleNamespace(module=module, args=args, train_step=train_step, model=model, batches=args.batches())
+    train_step, model, optimizer, *capture = module.main(args)
+    parts = {
+        "train_step": train_step,
+        "model": model,
+        "optimizer": optimizer,
+        "capture": capture[0] if capture else None,
+    }
+    return SimpleNamespace(module=module, args=args, batches=args.batches(), **parts)
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def test_fp16_with_loss_scaling_trains(tmp_path):
     script = ablations.write_script("fp16-with-loss-scaling", "1_cublas", tmp_path)
     words = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "40"]
     args = parse_args(script, None, [*words, "--output", str(tmp_path / "x.json")])
-    train_step, _ = runpy.run_path(str(script))["main"](args)
+    train_step, *_ = runpy.run_path(str(script))["main"](args)
     losses = [train_step(*batch).item() for batch in args.batches()]
     assert all(map(math.isfinite, losses)) and statistics.fmean(losses[-5:]) < 0.9 * losses[0]
 

@@ -11,7 +11,7 @@ import torch
 from conftest import FAST, ROOT, STEPS, arguments, built, load_step, run_python
 from test_parallel import TORCHRUN
 
-from common import benchmark, cuda_graph, hardware, parallel, profile
+from common import benchmark, hardware, parallel, profile, rehearsal
 from common.model import GPT, GPTConfig
 from common.record import Row
 from common.text import Skip
@@ -40,12 +40,19 @@ def fp8_reason():
     return None
 
 
+@pytest.fixture(autouse=True)
+def on_a_stream_of_its_own():
+    """As a row is: the default stream cannot be captured."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.manual_seed(0)
+        yield
+
+
 def on_gpu(step, **overrides):
     if step == STEPS[4] and (reason := fp8_reason()):
         pytest.skip(reason)
     run = built(step, **GPU | overrides)
-    for batch in run.batches[:3]:  # compiled and autotuned
-        run.train_step(*batch)
+    run.kept = [run.train_step(*batch) for batch in run.batches[:3]]  # compiled and autotuned
     return run
 
 
@@ -67,7 +74,7 @@ def test_products_attention_and_fused_kernels_are_those_of_the_step(step):
     forward = [name for name in names if FUSED_FORWARD.search(name)]
     assert len(forward) == (0 if step in STEPS[:2] else CONFIG.n_layer)
     assert (found.attention_kernel == "by hand") == (step in STEPS[:2])
-    assert found.optimizer == ("AdamW, fused" if step in STEPS[3:] else "AdamW, foreach")
+    assert found.optimizer == "AdamW, fused"
     if step == STEPS[3]:
         compiled = " ".join(name for name in names if name.startswith("triton_"))
         assert "native_layer_norm" in compiled and "gelu" in compiled
@@ -94,20 +101,34 @@ def test_the_host_never_waits_launched_or_replayed(step):
     run = on_gpu(step)
     assert host_syncs(lambda: run.train_step(*run.batches[3])) == 0
     if step in STEPS[3:]:
-        run.train_step.record(*run.batches[0])
-        assert host_syncs(lambda: run.train_step(*run.batches[3])) == 0
+        replay = run.capture(*run.batches[0])
+        assert host_syncs(lambda: replay(*run.batches[3])) == 0
 
 
 @pytest.mark.parametrize("step", STEPS[3:])
-def test_a_captured_step_has_the_losses_of_the_launched_one(step):
+def test_a_captured_step_has_the_losses_of_the_launched_one_and_kept_losses_break_nothing(step):
     losses = []
     for captured in (False, True):
         run = on_gpu(step, steps=12)
-        if captured:
-            run.train_step.record(*run.batches[0])
-        losses.append(torch.stack([run.train_step(*batch).detach().clone() for batch in run.batches[3:12]]))
+        train_step = run.capture(*run.batches[0]) if captured else run.train_step
+        losses.append(torch.stack([*run.kept, *(train_step(*batch) for batch in run.batches[3:12])]))
     assert losses[0][-1] < losses[0][0]
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_rehearsed_step_trains_from_the_initial_weights_and_fp8_learns_as_bf16(step):
+    plain = built(STEPS[0], **GPU | {"amp_dtype": torch.float32}, steps=8, lr=1e-3)
+    expected = torch.stack([plain.train_step(*batch) for batch in plain.batches[:8]])
+    if step == STEPS[4] and (reason := fp8_reason()):
+        pytest.skip(reason)
+    run, row = built(step, **GPU, steps=8, warmup=3, lr=1e-3), Row(step)
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
+    steps = rehearsal.rehearse(run.train_step, run.optimizer, run.capture, run.batches, run.args, row)
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+    assert row.rehearsed == 10 and row.settings.captured == (True if step in STEPS[3:] else None)
+    losses = torch.stack([loss for _, loss in zip(steps.run(8, "test"), steps.losses, strict=False)])
+    assert losses.mean().item() == pytest.approx(expected.mean().item(), rel=0.005)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -140,8 +161,10 @@ def test_te_weights_start_equal_and_its_first_gradients_are_counted():
     assert zeros[2] < zeros[0], "the first scale is 1, and small gradients round to zero"
 
 
-def test_fp8_block_is_close_to_the_plain_block():
+@pytest.mark.parametrize("seed", range(4))
+def test_fp8_block_is_close_to_the_plain_block(seed):
     te_step, plain_step = on_gpu(STEPS[4]).module, load_step(STEPS[3])
+    torch.manual_seed(seed)
     with torch.device("cuda"):
         plain, fused = plain_step.Block(CONFIG), te_step.Block(CONFIG)
         x = torch.randn(4, CONFIG.seq_len, CONFIG.n_embd)
@@ -162,10 +185,17 @@ def test_fp8_block_is_close_to_the_plain_block():
     for _ in range(3):  # delayed scaling learns its scales from earlier steps
         quantized = output_and_gradients(fused, fp8=True)
     exact = output_and_gradients(fused, fp8=False)
-    for found, limit in ((quantized, 0.1), (exact, 0.02)):
-        for one, other in zip(expected, found, strict=True):
-            error = (one.float() - other.float()).norm() / one.float().norm()
-            assert error < limit, f"{tuple(one.shape)}: relative error {error:.3f}"
+
+    def largest_error(found):
+        errors = [(a.float() - b.float()).norm() / a.float().norm() for a, b in zip(expected, found, strict=True)]
+        return max(errors).item()
+
+    # FP8's three digits of a product's inputs: 0.083 to 0.097 in four seeds. What a wrong block gives is far above.
+    with torch.no_grad():
+        fused.attn.proj.weight.mul_(1.25)
+    wrong = output_and_gradients(fused, fp8=True)
+    assert largest_error(quantized) < 0.13 < 0.2 < largest_error(wrong)
+    assert largest_error(exact) < 0.02
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -210,10 +240,14 @@ def break_a_capture():
         return tokens.sum() * x.sum().item()
 
     batch = [torch.ones(2, 2, dtype=torch.int64, device="cuda")] * 2
-    step = cuda_graph.CapturedStep(train_step, torch.optim.SGD([x], lr=1.0), None)
-    with pytest.raises(RuntimeError, match="captur"):
-        step.record(*batch)
-    assert step.graph is None
+
+    def capture(tokens, targets):
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.current_stream()):
+            train_step(tokens, targets)
+
+    args = arguments(STEPS[3], **GPU)
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError, match="cannot be captured, --no-capture"):
+        rehearsal.captured(capture, batch, args, Row("x"))
 
 
 def test_a_host_sync_is_noticed_and_cannot_be_captured():  # in a process of its own: it leaves a broken capture
@@ -226,7 +260,7 @@ def test_a_host_sync_is_noticed_and_cannot_be_captured():  # in a process of its
 def test_too_large_a_batch_is_a_row_that_ran_out_of_memory(step):
     if step == STEPS[4] and (reason := fp8_reason()):
         pytest.skip(reason)
-    args, row = arguments(step, **GPU, batch_size=2**16, steps=1, warmup=1), Row(step)
+    args, row = arguments(step, **GPU, batch_size=2**16, steps=1), Row(step)
     args.batches = lambda: [[torch.zeros(2**16, 512, dtype=torch.int64, device="cuda")] * 2] * 3
     module = load_step(step)
     with pytest.raises(Exception) as caught:
@@ -247,13 +281,11 @@ def train_in_processes(output):
     for step in STEPS[3:] if fp8_reason() is None else STEPS[3:4]:
         for capture in (True, False):
             run = built(step, capture=capture, **given)
-            assert (run.train_step.reason is None) == capture
-            losses = [run.train_step(*batch).item() for batch in run.batches[: run.args.warmup]]
-            if capture:
-                run.train_step.record(*run.batches[0])
-            losses += [run.train_step(*batch).item() for batch in run.batches[run.args.warmup : -1]]
+            row = Row(step)
+            steps = rehearsal.rehearse(run.train_step, run.optimizer, run.capture, run.batches, run.args, row)
+            assert (row.note is None) == capture == bool(row.settings.captured) and row.rehearsed == 11
+            losses = [loss.item() for _, loss in zip(steps.run(6, "test"), steps.losses, strict=False)]
             results[step, capture] = parallel.across(losses, "avg", run.args)
-            run.train_step.release()
     if rank == 0:
         torch.save(results, output)
     os._exit(0)
@@ -267,5 +299,6 @@ def test_a_captured_step_of_two_processes_trains_as_launched_and_as_one_process(
     assert ran.returncode == 0, ran.stderr[-3000:]
     for (step, _), losses in torch.load(tmp_path / "losses").items():
         run = built(step, capture=False, **OF_TWO | {"batch_size": 4})
-        expected = [run.train_step(*batch).item() for batch in run.batches[:-1]]
+        steps = rehearsal.rehearse(run.train_step, run.optimizer, run.capture, run.batches, run.args, Row(step))
+        expected = [loss.item() for _, loss in zip(steps.run(6, "test"), steps.losses, strict=False)]
         assert losses == pytest.approx(expected, rel=0.01), (step, losses, expected)

@@ -1,4 +1,4 @@
-"""Two processes train as one that takes both batches: with DDP and FSDP2, over gloo."""
+"""Two processes train as one that takes both batches, also after a rehearsal: with DDP and FSDP2, over gloo."""
 
 import os
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from conftest import CPU_STEPS, ROOT, built, run_python
 
-from common import parallel
+from common import parallel, rehearsal
+from common.record import Row
 
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 CASES = [(step, how) for step in CPU_STEPS for how in ("ddp", "fsdp")]
@@ -20,10 +21,25 @@ test_parallel.train_in_processes(sys.argv[1])
 
 def trained(step, **overrides):
     """Losses of three steps, and the weights after them."""
-    run = built(step, steps=2, warmup=1, **overrides)
-    losses = [run.train_step(*batch).item() for batch in run.batches[:3]]
-    weights = [getattr(p.detach(), "full_tensor", p.detach)() for p in run.model.parameters()]
-    return losses, torch.cat([w.flatten() for w in weights])
+    run = built(step, steps=3, **overrides)
+    return train(run), weights(run)
+
+
+def train(run):
+    return [run.train_step(*batch).item() for batch in run.batches[:3]]
+
+
+def weights(run):
+    whole = [getattr(p.detach(), "full_tensor", p.detach)() for p in run.model.parameters()]
+    return torch.cat([weight.flatten() for weight in whole])
+
+
+def trained_after_a_rehearsal(step, **overrides):
+    """The same of a model that was rehearsed and put back."""
+    run = built(step, steps=3, **overrides)
+    steps = rehearsal.rehearse(run.train_step, run.optimizer, run.capture, run.batches, run.args, Row(step))
+    assert not steps.losses and steps.train_step is run.train_step
+    return train(run), weights(run)
 
 
 def train_in_processes(output):
@@ -34,10 +50,12 @@ def train_in_processes(output):
     place = {"rank": rank, "processes": int(os.environ["WORLD_SIZE"])}
     parallel.start(conftest.arguments(CPU_STEPS[0], parallel="ddp", **place))
     for step, how in CASES:
-        losses, weights = trained(step, parallel=how, **place)
+        losses, whole = trained(step, parallel=how, **place)
+        again, whole_again = trained_after_a_rehearsal(step, parallel=how, **place)
         given = conftest.arguments(step, parallel=how, **place)
         largest = parallel.across([rank, -rank], "max", given)
-        results[step, how] = parallel.across(losses, "avg", given), weights, largest
+        same = again == losses and torch.equal(whole, whole_again)
+        results[step, how] = parallel.across(losses, "avg", given), whole, largest, same
     if rank == 0:
         torch.save(results, output)
     torch.distributed.destroy_process_group()
@@ -50,7 +68,8 @@ def test_two_processes_train_as_one_with_both_batches(tmp_path):
     assert ran.returncode == 0, ran.stderr[-3000:]
     results = torch.load(tmp_path / "out.pt")
     alone = {step: trained(step, batch_size=4) for step in CPU_STEPS}
-    for (step, how), (losses, weights, largest) in results.items():
+    for (step, how), (losses, whole, largest, same) in results.items():
         assert losses == pytest.approx(alone[step][0], rel=1e-5), (step, how)
-        torch.testing.assert_close(weights, alone[step][1], rtol=1e-3, atol=1e-4, msg=f"{step} {how}")
+        torch.testing.assert_close(whole, alone[step][1], rtol=1e-3, atol=1e-4, msg=f"{step} {how}")
         assert largest == [1.0, 0.0]
+        assert same, f"{step} {how}: a rehearsal changed the losses or the weights"

@@ -22,13 +22,12 @@ SOURCES = {step: (ROOT / f"{step}.py").read_text() for step in STEPS}
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_script_has_the_common_order_and_no_private_name_of_torch(step):
-    tree, docstring = ast.parse(SOURCES[step]), ast.get_docstring(ast.parse(SOURCES[step]))
+    tree = ast.parse(SOURCES[step])
     names = [node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
     order = ["CausalSelfAttention", "MLP", "Block", "Head", "main"]
     assert names == [name for name in order if not (name == "MLP" and step == STEPS[4])]
     assert isinstance(tree.body[-1], ast.If), "the guard comes last"
-    assert tree.body[0].end_lineno <= 6
-    assert all(word in docstring for word in ("Change:", "Run:", "Read:", f"python {step}.py"))
+    assert tree.body[0].end_lineno <= 7 and ast.get_docstring(tree).startswith(f"Step {step[0]}: ")
     tokens = tokenize.generate_tokens(io.StringIO(SOURCES[step]).readline)
     assert not [t.string for t in tokens if t.type == tokenize.NAME and re.match(r"_[a-z]", t.string)]
 
@@ -77,6 +76,15 @@ def test_all_steps_follow_the_same_losses_and_mixed_precision_stays_near():
     for step in STEPS[1:3]:
         found = losses(step, amp_dtype=torch.bfloat16)
         assert baseline != found == pytest.approx(baseline, rel=0.02), "BF16 is in use, and near"
+
+
+@pytest.mark.parametrize("step", CPU_STEPS)
+def test_the_optimizer_is_the_same_fused_adamw(step):
+    (group,) = built(step, lr=0.005).optimizer.param_groups
+    given = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "fused", "amsgrad", "maximize")}
+    expected = {"lr": 0.005, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1, "fused": True}
+    assert given == expected | {"amsgrad": False, "maximize": False}
+    assert group["capturable"] == (step == STEPS[3]), "a graph needs it"
 
 
 @pytest.mark.parametrize("width", [64, 128, 512])

@@ -1,0 +1,121 @@
+"""The rehearsal of a row: training steps that are undone, so that every row trains from the same weights.
+
+A few steps are launched, which compiles and autotunes. Then the step is captured as a CUDA graph, where the
+script can be. On a GPU more steps follow, in which FP8 learns its scales: these begin at 1, where small
+gradients round to zero, and Adam's moments would remember that. Then the weights are put back in place, and
+the optimizer's states are set to zero. What else a step changes is kept: FP8's scales, buffers, and the state
+of random numbers.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from common import parallel
+from common.arguments import Arguments
+from common.record import Row
+from common.text import progress
+from common.timing import Steps
+
+REHEARSED = 10  # steps in all on a GPU: after three of them FP8's scales were seen to be still too small
+LONG_STEP_S = 0.5  # beyond it the launched steps are enough: such a row would rehearse for many seconds
+
+
+class InitialState:
+    """The weights of an optimizer's parameters as they are now, copied to the host's memory."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.copies = [(weight, own_part(weight).detach().to("cpu", copy=True)) for weight in parameters]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the weights back, and set every tensor of the optimizer's states to zero: moments, and counts of
+        updates.
+
+        Addresses stay, so a captured graph trains on from here. This is for optimizers whose states begin at
+        zero, as those of Adam, SGD and Adafactor do.
+        """
+        for parameter, copy in self.copies:
+            own_part(parameter).copy_(copy)
+        for states in self.optimizer.state.values():
+            for state in states.values():
+                if isinstance(state, torch.Tensor):
+                    own_part(state).zero_()
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: of FSDP2's DTensor its shard, of any other all."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def rehearse(
+    train_step: Callable,
+    optimizer: torch.optim.Optimizer,
+    capture: Callable | None,
+    batches: list[tuple],
+    args: Arguments,
+    row: Row,
+) -> Steps:
+    """Launch, capture and rehearse, as the module's docstring tells; returns the steps that train from here.
+
+    `row` gets the number of rehearsed steps, the seconds, the peak of memory at the capture, and a note where
+    a script that can be captured is launched on a GPU. With --cold the launched steps are training steps, and
+    nothing is undone. Raises RuntimeError, one line, where the capture fails.
+    """
+    began = time.perf_counter()
+    initial = None if args.cold else InitialState(optimizer)
+    steps = Steps(train_step, batches)
+    launched_s = launch(steps, args)
+    if capture and args.device.type == "cuda":
+        row.note = why_launched(args)
+        row.settings.captured = row.note is None
+    if row.settings.captured:
+        steps.train_step = captured(capture, batches[0], args, row)
+    if initial:
+        if args.device.type == "cuda" and launched_s <= LONG_STEP_S:
+            for _ in steps.run(REHEARSED - args.warmup, "rehearsal"):
+                pass
+        row.rehearsed = len(steps.losses)
+        progress("putting the weights back")
+        initial.restore()
+        steps = Steps(steps.train_step, batches)
+    row.warmup_s = time.perf_counter() - began
+    return steps
+
+
+def launch(steps: Steps, args: Arguments) -> float:
+    """Launch `args.warmup` steps; returns the seconds of the last one, in the slowest process."""
+    began = time.perf_counter()
+    for _ in steps.run(args.warmup, "warm-up, with compilation"):
+        torch.get_device_module(args.device).synchronize()
+        last_s, began = time.perf_counter() - began, time.perf_counter()
+    return parallel.across([last_s], "max", args)[0]
+
+
+def why_launched(args: Arguments) -> str | None:
+    """Why a step that can be captured is launched all the same; None where it is captured."""
+    if not args.capture:
+        return "launched, not captured: --no-capture"
+    if args.parallel == "fsdp":
+        return "launched, not captured: FSDP2 allocates pinned memory of the host, which no CUDA graph can hold"
+    return None
+
+
+def captured(capture: Callable, batch: tuple, args: Arguments, row: Row) -> Callable:
+    """The replay of one step on a batch like this one.
+
+    Capturing trains nothing. Its peak of memory is the row's, since a replay allocates nothing.
+    """
+    progress("capturing a step as a CUDA graph")
+    torch.cuda.synchronize(args.device)
+    torch.cuda.reset_peak_memory_stats(args.device)
+    try:
+        replay = capture(*batch)
+    except RuntimeError as error:  # ending a broken capture raises an error of its own, which hides the cause
+        cause = error.__context__ or error
+        raise RuntimeError(f"the step cannot be captured, --no-capture launches it: {cause}") from error
+    row.peak_bytes = torch.cuda.max_memory_allocated(args.device)
+    return replay
