@@ -69,7 +69,7 @@ class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main(args):  # the options, checked, and what they mean on this machine
+def main(args):  # args: the options, checked, and what this machine supports
     torch.set_float32_matmul_precision("highest")  # no TF32, which some containers set
     with args.device:
         model = GPT(args.config, Block, Head, args.seed)

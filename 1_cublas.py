@@ -1,9 +1,9 @@
 """Step 1: matmuls on tensor cores, in BF16 by automatic mixed precision (AMP).
 
-cuBLAS ran step 0's matmuls too. Given inputs of fewer bits it uses tensor cores, many times
-faster: BF16, or TF32 (FP32 with fewer digits). Weights, their gradients, AdamW, LayerNorm
-and softmax stay FP32. BF16 has FP32's range, so no GradScaler is needed, but only two to
-three digits. The price: that rounding, and one more kernel for each cast autocast adds.
+cuBLAS ran step 0's matmuls too. Given shorter numbers it uses tensor cores, many times
+faster: BF16, or TF32 (FP32 that is cut to fewer digits on the way in). Weights, AdamW,
+LayerNorm and softmax stay FP32. The price: BF16's two to three digits, also in what runs
+between the blocks, and a kernel for each cast. Its range is FP32's: no GradScaler.
 """
 
 import math
@@ -70,8 +70,8 @@ class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main(args):  # the options, checked, and what they mean on this machine
-    torch.set_float32_matmul_precision("high")  # TF32, for loops without autocast
+def main(args):  # args: the options, checked, and what this machine supports
+    torch.set_float32_matmul_precision("high")  # TF32, were a matmul left in FP32: none is
     with args.device:
         # The x of x + attn(x), the residual stream, is BF16 too: half the bytes.
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)

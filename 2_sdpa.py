@@ -1,9 +1,9 @@
 """Step 2: fused attention, one kernel in place of scores, scaling, mask, softmax and sum.
 
 It works in tiles that fit on the chip. The (T, T) scores, which each of those kernels read
-from memory and wrote back, never leave it; backward recomputes them, which costs less. What
-the causal mask hides is skipped. The price: nobody can look at the attention weights, and a
-mask of your own in place of is_causal takes a slower kernel.
+from memory and wrote back, never leave it; backward computes them again, which is cheaper
+than reading them. The half that the causal mask hides is skipped. The price: no attention
+weights to look at, and a mask of your own in place of is_causal takes a slower kernel.
 """
 
 import torch
@@ -64,8 +64,8 @@ class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main(args):  # the options, checked, and what they mean on this machine
-    torch.set_float32_matmul_precision("high")  # TF32, for loops without autocast
+def main(args):  # args: the options, checked, and what this machine supports
+    torch.set_float32_matmul_precision("high")  # TF32, were a matmul left in FP32: none is
     with args.device:
         # The x of x + attn(x), the residual stream, is BF16 too: half the bytes.
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)

@@ -1,9 +1,9 @@
 """Step 3: blocks and head compiled, and the whole training step replayed as a CUDA graph.
 
-The compiler fuses what lies between matmuls (LayerNorm, residual add, GELU, casts, loss),
-for fewer trips to memory; the first step waits for it. The graph holds every kernel of a
-step, AdamW's too: one launch replays them. The price: Python in train_step runs no more.
-Shapes, the learning rate and every `if` stay as captured, and no .item() may stand inside.
+The compiler fuses what lies between matmuls (LayerNorm, residual add, GELU, casts, loss):
+fewer trips to memory, but a slow first step. Python starts kernels one by one, and the GPU
+may wait; a graph starts a whole step's, AdamW's too, by one launch. The price: train_step's
+Python runs no more. Shapes, a float lr and every `if` stay as captured; no .item() inside.
 """
 
 import torch
@@ -64,14 +64,14 @@ class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main(args):  # the options, checked, and what they mean on this machine
-    torch.set_float32_matmul_precision("high")  # TF32, for loops without autocast
+def main(args):  # args: the options, checked, and what this machine supports
+    torch.set_float32_matmul_precision("high")  # TF32, were a matmul left in FP32: none is
     with args.device:
         # The x of x + attn(x), the residual stream, is BF16 too: half the bytes.
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
     # Equal blocks compile once, however many. DDP and FSDP2 wrap what is compiled already.
     for part in (*model.blocks, model.head):
-        part.compile(fullgraph=True)  # a graph break raises
+        part.compile(fullgraph=True)  # code that it cannot trace is an error
     model = parallel.distribute(model, args)  # DDP or FSDP2 under torchrun, else unchanged
     # Llama 2's numbers. fused: one kernel updates all weights, in one pass over memory.
     adamw = {"lr": args.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}

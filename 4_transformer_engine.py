@@ -1,9 +1,9 @@
-"""Step 4: matmuls in FP8, numbers of eight bits, by NVIDIA's Transformer Engine (TE).
+"""Step 4: linear layers in FP8, numbers of eight bits, by NVIDIA's Transformer Engine (TE).
 
-Tensor cores multiply FP8 twice as fast as BF16. TE scales what a matmul reads, on Hopper by
-its largest values in earlier steps; weights and AdamW stay FP32. Scales begin at 1, where
-gradients round to 0: rehearse, or the first steps are lost. (launch trains ten steps, then
-puts the weights back.) The price: casts, rounding, and blocks that are not compiled.
+Tensor cores multiply FP8 twice as fast as BF16. Its range is small, so TE scales what each
+layer reads, on Hopper by its largest values in earlier steps. Scales begin at 1, where
+gradients round to 0: rehearse. (launch trains ten steps, then puts the weights back.) The
+price: rounding, blocks that are not compiled, and casts, too many for narrow models.
 """
 
 import torch
@@ -48,7 +48,7 @@ class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
     def __init__(self, config):
         super().__init__()
         self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, bias=False)
-        # TE's modules run too much Python to be compiled. A graph holds all the same.
+        # torch.compile cannot trace TE's modules, only the loss. A CUDA graph holds both.
         self.loss = torch.compile(F.cross_entropy)
 
     def forward(self, x, targets):
@@ -56,11 +56,11 @@ class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
         return self.loss(logits.flatten(0, 1), targets.flatten())
 
 
-def main(args):  # the options, checked, and what they mean on this machine
+def main(args):  # args: the options, checked, and what this machine supports
     # Skips this script where there is no FP8, or channels, tokens or vocabulary do not
     # divide by 16.
     args.require_fp8()
-    torch.set_float32_matmul_precision("high")  # TF32, for loops without autocast
+    torch.set_float32_matmul_precision("high")  # TF32, were a matmul left in FP32: none is
     with args.device:
         # The x of x + attn(x), the residual stream, is BF16 too: half the bytes.
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)

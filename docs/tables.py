@@ -16,13 +16,15 @@ sys.path.insert(0, str(ROOT))
 
 from common.record import Run, Study, code_sha256, read_object  # noqa: E402
 from common.text import say  # noqa: E402
-from report import parity, scaling, sweep, table  # noqa: E402
+from report import charts, page, parity, scaling, sweep, table  # noqa: E402
 from report.__main__ import render  # noqa: E402
-from report.figures import LEGEND, MARK, Figures, figures  # noqa: E402
+from report.figures import LEGEND, MARK, Figures, Line, figures, loss_rule, ratio  # noqa: E402
 from report.load import DIFFER, load  # noqa: E402
+from report.picture import picture  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
-WITH_PAGE = "h200/gpt3-6.7b-slice"  # the only recorded report.html and speedup.png
+SITE = "h200/gpt3-6.7b-slice"  # whose report is docs/index.html, and whose picture stands in README
+THEMES = {"light": ("#1f2328", "#ffffff"), "dark": ("#e6edf3", "#0d1117")}  # a code host's colors of text and page
 
 
 @cache
@@ -56,12 +58,48 @@ def of_one(find: Callable[[str], object], rows: Callable[..., list[dict]], place
     return shown(rows(find(place)), place)
 
 
-ladder = partial(of_one, made, partial(table.table_rows, extent=True))  # every step and peer
 categories = partial(of_one, made, table.category_rows)  # milliseconds of each step by kind of kernel
 limits = partial(of_one, made, table.limit_rows)  # what limits each step
 roofs = partial(of_one, made, lambda made: table.roof_rows(made.run.roofs))  # what bare matrix products reach
 by_shape = partial(of_one, record, lambda study: [*map(sweep.gain_cells, sweep.shapes(study))])  # gains by shape
 seconds = partial(of_one, record, parity.seconds_rows)  # a parity study: until a held-out loss is reached
+
+
+def ladder(place: str) -> str:
+    """Every step and peer, and what the losses are."""
+    return f"{shown(table.table_rows(made(place), extent=True), place)}\n\n{loss_rule(made(place).timed)}."
+
+
+def front(place: str, *adds: str) -> str:
+    """The ladder in seven columns, with the words for what each step adds."""
+    return shown(table.front_rows(made(place), [*adds]), place, n_left=2)
+
+
+def line(place: str, step: str) -> Line:
+    """The figures of a row, or of a study's run of that name, for a sentence."""
+    found = record(place)
+    lines = figures(found.runs[step]).lines if isinstance(found, Study) else made(place).lines
+    return next(one for one in lines if isinstance(found, Study) or one.name == step)
+
+
+def faster(place: str, step: str, than: str) -> str:
+    """How many times faster a row is than another of the same recording."""
+    return table.times(ratio(line(place, step), line(place, than)))
+
+
+def ms(place: str, step: str) -> str:
+    return f"{line(place, step).ms:,.0f}"
+
+
+def measured(place: str) -> str:
+    """Device, date and commit of a recording."""
+    run = record(place)
+    return f"{run.environment.device}, {run.started_at[:10]}, commit {run.environment.commit[:7]}"
+
+
+def cards(*of: str) -> str:
+    """One row a card. Its date and commit stand in the row, so states of the code may differ."""
+    return table.pipe([table.card_row(made(place)) for place in of])
 
 
 def losses(place: str, *labels: str, against: str | None = None) -> str:
@@ -107,14 +145,20 @@ def stale(*of: str) -> list[str]:
 
 
 def renew() -> None:
-    """Make the reports of all recordings again: report.md of each, pictures of studies, the page of one workload."""
+    """Make all that is drawn and written from records: a report.md of each, pictures of studies, the site, and README's
+    picture for two widths in two themes."""
     for path in sorted(RESULTS.glob("*/*/results.json")):
         place = str(path.parent.relative_to(RESULTS))
-        if isinstance(record(place), Study) or place == WITH_PAGE:
+        if isinstance(record(place), Study):
             for name, content in render(RESULTS / place, record(place))[1].items():
                 (RESULTS / place / name).write_bytes(content)
         else:
             (RESULTS / place / "report.md").write_text(table.render_markdown(made(place)))
+    (ROOT / "docs" / "index.html").write_text(page.render(made(SITE)))
+    for theme, colors in THEMES.items():
+        for width, narrow in (("wide", False), ("narrow", True)):
+            drawn = charts.svg(picture(made(SITE), narrow, *colors), as_paths=True)
+            (RESULTS / SITE / f"steps-{width}-{theme}.svg").write_text(drawn)
 
 
 if __name__ == "__main__":

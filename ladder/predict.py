@@ -289,7 +289,7 @@ def read_roofs(name: str | None) -> tuple[Roofs, int | None, str]:
 def row(step: str, one: Prediction, before: Prediction, peak: int, memory: int | None) -> dict[str, str]:
     parts = {"products": one.products_ms, "fused attention": one.attention_ms, "other kernels": one.others_ms}
     parts |= {"gaps": max(0.0, one.host_ms - one.busy_ms)}
-    cells = {"ms": f"{one.ms:,.1f}", "x before": f"{before.ms / one.ms:.2f}"}
+    cells = {"ms": f"{one.ms:,.1f}", "x above": f"{before.ms / one.ms:.2f}"}
     cells |= {name: f"{ms:,.1f}" for name, ms in parts.items()}
     held = {"GiB": f"{peak / 2**30:.1f}", "fits": "yes" if peak < 0.97 * memory else "no"} if memory else {}
     return {"step": step} | cells | held  # the estimate of memory is a GPU's

@@ -19,11 +19,13 @@ def render(folder: Path, record) -> tuple[str, dict[str, bytes]]:
     """
     from report import charts, page, parity, scaling, sweep, table
     from report.figures import figures
+    from report.picture import picture
 
     if not isinstance(record, Study):
         made = figures(record)
         texts = {"report.md": table.render_markdown(made), "report.html": page.render(made)}
-        files = {name: text.encode() for name, text in texts.items()} | {"speedup.png": charts.speedup_png(made)}
+        files = {name: text.encode() for name, text in texts.items()}
+        files["steps.png"] = charts.png(picture(made, ink="black", paper="white"))
         return table.render_text(made, str(folder / "report.html")), files
     kind = {"scaling": scaling, "sweep": sweep, "parity": parity}.get(record.kind)
     tables = kind.tables(record) if kind else {"": table.variant_rows(record)}

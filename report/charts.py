@@ -23,7 +23,7 @@ CATEGORY_COLORS = dict(zip((*CATEGORIES, GAPS), PALETTE, strict=True))
 CURVES = ("#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2", "#cc79a7", "#8a6d3b", "#9aa5b1")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)))
 PLAIN, FAINT = "#2f7ebc", "#9aa5b1"
-INK = "#123457"  # stands for the page's own text color, see `svg`
+INK, PAPER = "#123457", "#fefdfb"  # stand for the page's own colors of text and background, see `svg`
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
 STYLE = {
     "svg.fonttype": "none",
@@ -39,12 +39,12 @@ STYLE = {
 
 
 @contextmanager
-def figure(height_in: float) -> Iterator[Figure]:
+def figure(height_in: float, width_in: float = WIDTH_IN) -> Iterator[Figure]:
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()  # a user's matplotlibrc may ask for LaTeX, which may be absent
         matplotlib.rcParams.update(STYLE)
         warnings.simplefilter("ignore", UserWarning)  # a name from a record may hold a letter that the font lacks
-        yield Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+        yield Figure(figsize=(width_in, height_in), layout="constrained")
 
 
 def png(drawn: Figure) -> bytes:
@@ -53,12 +53,14 @@ def png(drawn: Figure) -> bytes:
     return written.getvalue()
 
 
-def svg(drawn: Figure) -> str:
-    """The figure as an <svg> element, which style.css fits to its container."""
-    written = io.StringIO()
-    drawn.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+def svg(drawn: Figure, as_paths: bool = False) -> str:
+    """The figure as an <svg> element, which style.css fits to its container; `as_paths` draws letters, so that it looks
+    the same where their font is missing."""
+    written, fonts = io.StringIO(), "path" if as_paths else "none"
+    with matplotlib.rc_context({"svg.fonttype": fonts, "svg.hashsalt": "ladder"}):
+        drawn.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = written.getvalue()
-    return text[text.index("<svg") :].replace(INK, "currentColor")
+    return text[text.index("<svg") :].replace(INK, "currentColor").replace(PAPER, "var(--paper)")
 
 
 def plain_numbers(axis: matplotlib.axis.Axis, marks: tuple[int, ...] = (1,)) -> None:
@@ -66,25 +68,6 @@ def plain_numbers(axis: matplotlib.axis.Axis, marks: tuple[int, ...] = (1,)) -> 
     axis.set_major_locator(LogLocator(subs=marks, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def speedup_png(made: Figures) -> bytes:
-    """Times faster than the first row, steps and peers; the ms alone where nothing can be compared."""
-    with figure(0.45 * len(made.lines) + 1.0) as drawn:
-        axes = drawn.subplots()
-        longest = max((line.over_first.value for line in made.timed if line.over_first), default=1.0)
-        for k, line in enumerate(made.lines):
-            times = line.over_first.value if line.over_first else 0.0
-            label = f"{times:.1f}{line.mark} ({line.ms:,.1f} ms)" if line.ms else line.row.status
-            axes.barh(k, times, color=FAINT if line.is_peer else PLAIN, height=0.66)
-            axes.text(times + 0.012 * longest, k, label, va="center")
-        axes.set_yticks(range(len(made.lines)), [one_line(line.name, 24) for line in made.lines])
-        axes.set(xlim=(0, 1.5 * longest), ylim=(len(made.lines) - 0.4, -0.6))
-        axes.set_xlabel(f"times faster than {made.first.name}" if made.first else "no row has a time")
-        axes.tick_params(axis="y", length=0)
-        preset = made.run.workload.preset if made.run.workload else "unknown workload"
-        drawn.suptitle(one_line(f"{made.environment.device}, {preset}: one training step", 70), fontsize=9.5)
-        return png(drawn)
 
 
 def loss_svg(made: Figures) -> str:

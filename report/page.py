@@ -10,7 +10,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from report import charts, story, table
-from report.figures import Figures, Line
+from report.figures import Figures, Line, loss_rule
+from report.picture import picture
 
 
 @dataclass
@@ -43,9 +44,11 @@ def render(made: Figures) -> str:
         machine=table.describe_machine(made.environment),
         workload=table.describe_workload(made.run.workload),
         convention=table.CONVENTION,
+        loss_rule=loss_rule(made.timed),
+        picture=charts.svg(picture(made)),
+        narrow_picture=charts.svg(picture(made, narrow=True)),
         rows=table.table_rows(made, extent=True),
-        bars=time_bars(made.lines),
-        shares=[share_bar(line) for line in made.timed if line.category_ms],
+        bars=list(zip(time_bars(made.lines), map(share_bar, made.lines), strict=True)),
         legend={name: color for name, color in charts.CATEGORY_COLORS.items() if name in names},
         categories=table.category_rows(made),
         limits=table.limit_rows(made),
@@ -84,8 +87,10 @@ def time_bars(lines: list[Line]) -> list[Bar]:
     return found
 
 
-def share_bar(line: Line) -> Bar:
-    """The time of a row by kind of kernel, as shares of itself."""
+def share_bar(line: Line) -> Bar | None:
+    """The time of a row by kind of kernel, as shares of itself; None of one without a profile."""
+    if not line.category_ms:
+        return None
     largest = f"{line.share[0]} {line.share[1]:.0%}" if line.share else ""
     return Bar(line.name, largest, boxes(line.category_ms, sum(line.category_ms.values()) or 1.0))
 

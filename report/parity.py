@@ -172,5 +172,5 @@ def picture(study: Study) -> bytes | None:
             axes.plot(*zip(*points[1:], strict=True), label=label, marker=".")
         axes.set(xlabel="seconds of training steps", ylabel="held-out loss, nats", xscale="log")
         plain_numbers(axes.xaxis, (1, 2, 5))
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, handlelength=4)  # long enough to show how a line is dashed
         return png(drawn)

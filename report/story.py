@@ -1,12 +1,12 @@
 """What changed from one step to the next: lines of code, kinds of kernels, kernels in plain words."""
 
-import difflib
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from common.record import Kernel, Row
 from common.text import one_line
+from report.changes import code_diff
 from report.figures import Figures, Line
 from report.table import ms_number, number, status_or_ms
 
@@ -59,16 +59,15 @@ def _outcome(before: Line | None, line: Line) -> str:
 
 
 def change(row: Row) -> str:
-    """What a script's docstring says under `Change:`."""
-    found = re.search(r"(?ms)^Change: +(.*?)(?=^\w+:|\"{3})", (row.source or "")[:3000])
-    text = " ".join(found[1].split()) if found else ""
-    return text[:1].upper() + text[1:]
+    """What a script's docstring says after its first line."""
+    found = re.match(r'(?s)""".*?\n\n(.*?)"""', (row.source or "")[:3000])
+    return " ".join(found[1].split()) if found else ""
 
 
 def title(row: Row) -> str:
     """The first line of a script where it names its step, otherwise the script's name."""
     first = re.match(r'"""(Step .+)', row.source or "")
-    return one_line(first[1].rstrip('."'), 100) if first else row.step
+    return one_line(first[1].rstrip('."'), 120) if first else row.step
 
 
 def _category_changes(old: dict[str, float], new: dict[str, float]) -> list[dict[str, str]]:
@@ -93,18 +92,6 @@ def _kernel_changes(before: list[Kernel], after: list[Kernel]) -> list[dict[str,
         {"kernel": words, "ms": f"{ms_number(a)} → {ms_number(b)}", "launches": f"{m:,.0f} → {n:,.0f}"}
         for words, (a, m, b, n) in largest
     ]
-
-
-def code_diff(before: Row, after: Row) -> list[tuple[str, str]]:
-    """The code of two scripts as (sign, line), one unchanged line around each change, without docstring.
-
-    A sign is `+`, `-`, a space, or `@` for lines left out. Empty without sources.
-    """
-    old, new = (re.sub(r'(?s)^"""(.*?)"""\s*', "", row.source or "").splitlines() for row in (before, after))
-    if not old or not new:
-        return []
-    lines = [*difflib.unified_diff(old, new, n=1, lineterm="")][2:]
-    return [(line[0], "" if line[0] == "@" else line[1:]) for line in lines if line[1:].strip()]
 
 
 # --- kernels in the words of a colleague ----------------------------------------------------------

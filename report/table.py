@@ -7,7 +7,8 @@ import tabulate
 
 from common.record import PRECISIONS, Environment, Roofs, Run, Study, Workload
 from common.text import aligned, one_line
-from report.figures import LEGEND, MARK, NOT_FUSED, Figures, Line, Ratio, figures, ratio, unlearned
+from report.changes import added_groups
+from report.figures import LEGEND, MARK, NOT_FUSED, Figures, Line, Ratio, figures, loss_rule, ratio, unlearned
 from report.load import RecordError, load
 
 tabulate.MIN_PADDING = 0  # a column is no wider than its header
@@ -16,6 +17,7 @@ LONGEST_NAME = 24  # of a row in the table of a terminal, which has 100 columns
 CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
 # Fields of workloads whose times may still be compared.
 HARMLESS = {"warmup", "steps", "text", "text_sha256"}
+VERSIONS = ("torch", "transformer-engine", "cuda")  # that are told beside a result
 LAUNCH = {True: "captured", False: "launched", None: "-"}
 
 
@@ -69,7 +71,7 @@ def table_rows(made: Figures, extent: bool = False) -> list[dict[str, str]]:
             "ms": status_or_ms(line, extent),
             "tokens/s": number(line.tokens_per_s, ",.0f"),
             "TFLOP/s": tflops(line.flops_per_s),
-            "x before": times(line.over_before),
+            "x above": times(line.over_before),
             first: times(line.over_first),
             "x step 2": times(line.over_plain),
             "GiB": number(line.gib),
@@ -79,6 +81,37 @@ def table_rows(made: Figures, extent: bool = False) -> list[dict[str, str]]:
         how = {"head": ran.head or "-", "launch": LAUNCH[ran.captured]} if extent and made.run.peers else {}
         rows.append(row | how)
     return only_filled(rows)
+
+
+def front_rows(made: Figures, adds: list[str]) -> list[dict[str, str]]:
+    """The ladder in seven columns; `adds` are the words for what each step adds."""
+    rows, before = [], None
+    for line, words in zip(made.steps, adds, strict=True):
+        lines = sum(map(len, added_groups(before.row, line.row))) if before else None
+        row = {"script": f"{line.name}.py", "what it adds": words, "lines added": number(lines, "d")}
+        row |= {"ms": ms_number(line.ms), "x the row above": times(line.over_before), "x FP32": times(line.over_first)}
+        rows.append(row | {"GiB": number(line.gib)})
+        before = line
+    return rows
+
+
+def card_row(made: Figures) -> dict[str, str]:
+    """One card, or CPU, as a row of docs/cards.md: the first and the last step in ms, and the gains between."""
+    timed, work = [line for line in made.steps if line.ms], made.run.workload
+    gains = " x ".join(times(line.over_before) for line in timed[1:])
+    shape = f"{work.n_layer} x {work.n_embd}, {work.batch_size} x {work.seq_len} tokens" if work else "-"
+    environment = made.environment
+    return {
+        "device": environment.device,
+        "workload": f"{work.preset}: {shape}" if work else "-",
+        "first step, ms": ms_number(timed[0].ms) if timed else "-",
+        "last step, ms": ms_number(timed[-1].ms) if timed else "-",
+        "gains, step by step": f"{gains} = {times(timed[-1].over_first)}" if len(timed) > 1 else "-",
+        "versions": ", ".join(
+            f"{name} {environment.versions[name]}" for name in VERSIONS if name in environment.versions
+        ),
+        "date": (made.run.started_at or "-")[:10],
+    }
 
 
 def category_rows(made: Figures) -> list[dict[str, str]]:
@@ -121,8 +154,8 @@ def roof_rows(roofs: Roofs) -> list[dict[str, str]]:
 def headline(made: Figures) -> str:
     """What a run shows: the fastest step against AMP + SDPA and against the first; or why it shows nothing."""
     timed = [line for line in made.steps if line.ms]
-    if made.busy or not timed:
-        return made.busy or "No step has a time"
+    if not timed:
+        return "No step has a time"
     best = min(timed, key=lambda line: line.ms)
     against = {line.name: line for line in (made.plain, made.first) if line and line is not best}
     if not against:
@@ -147,8 +180,7 @@ def _usual(line: Line) -> str:
 
 def describe_machine(environment: Environment) -> str:
     """The device, the versions of what ran on it, and the commit."""
-    shown = ("torch", "transformer-engine", "cuda")
-    versions = [f"{name} {environment.versions[name]}" for name in shown if name in environment.versions]
+    versions = [f"{name} {environment.versions[name]}" for name in VERSIONS if name in environment.versions]
     commit = environment.commit or "unknown"
     shown = commit[:7] + " with uncommitted changes" * commit.endswith("-dirty")
     return ", ".join([environment.device, *versions, f"commit {shown}"])
@@ -160,7 +192,7 @@ def describe_workload(work: Workload | None) -> str:
     names = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size", "lr")
     shape = ", ".join(f"{name} {getattr(work, name):g}" for name in names)
     gpus = f", {work.gpus} processes by {work.parallel}" if work.gpus > 1 else ""
-    trained = f"{work.warmup} untimed and {work.steps} trained steps"
+    trained = f"{work.steps} trained steps"
     return f"{work.preset}: {shape}, {work.parameters / 1e6:,.1f} M parameters, {trained}, text: {work.text}{gpus}"
 
 
@@ -173,7 +205,11 @@ def render_text(made: Figures, report: str) -> str:
     below = [*made.remarks]
     if len(below) > LINES_BELOW:
         below[LINES_BELOW - 1 :] = [f"{len(below) - LINES_BELOW + 1} more lines in the report"]
-    return "\n".join([headline(made), "", aligned(rows), "", *below, f"{CONVENTION}. Report: {report}"])
+    below += filter(None, [loss_rule(made.timed)])
+    below.append(f"{CONVENTION}. Report: {report}")
+    if made.environment.device_type == "cuda" and all(line.ms for line in made.steps):
+        below.append(f"This GPU as a row of docs/cards.md:\n{pipe([card_row(made)]).splitlines()[-1]}")
+    return "\n".join([headline(made), "", aligned(rows), "", *below])
 
 
 def render_markdown(made: Figures) -> str:
@@ -219,7 +255,9 @@ def _markdown_page(title: str, made: Figures, tables: dict, said: list[str], com
     about = f"{which}{describe_machine(made.environment)}; {describe_workload(made.run.workload)}"
     parts = [f"# {markdown(title)}", markdown(about)]
     parts += [f"{markdown(title)}\n\n{pipe(rows)}".strip() for title, rows in tables.items() if rows]
-    said = [*said, *[CONVENTION] * ("TFLOP/s" in str(tables))]
+    if "TFLOP/s" in str(tables):
+        said = [*said, CONVENTION]
+    said = [*said, *filter(None, [loss_rule(made.timed)])]
     parts += ["\n".join(f"- {markdown(text)}" for text in said), "Run it again:"]
     parts += ["    " + command.replace(" && ", "\n    ")]
     return "\n\n".join(filter(None, parts)) + "\n"

@@ -93,7 +93,7 @@ def test_rows_without_a_record_and_rows_of_other_work_or_of_another_name_say_so(
     both = ("device: GPU", "gpu_uuid: None", "code_sha256: None", "torch: 2.x")
     assert found.problems == [f"rows differ in {value} in 0_a, p; B in 2_c" for value in both]
     made = figures(found)
-    cells = " ".join(f"{row['ms']} {row['x before']}" for row in table_rows(made))
+    cells = " ".join(f"{row['ms']} {row['x above']}" for row in table_rows(made))
     assert cells == "100.0? - failed - 50.0? 2.00? not run - failed - 50.0? -"
     said = (found.problems[0], "0_a, 2_c, p: rows differ in more than their scripts")
     assert all(text in show(made) for show in (render, render_markdown) for text in said)

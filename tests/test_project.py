@@ -1,5 +1,6 @@
 """README, docs, Dockerfile and the names used of Transformer Engine: promises that text makes."""
 
+import difflib
 import itertools
 import json
 import re
@@ -7,6 +8,7 @@ import re
 import pytest
 from conftest import ROOT, STEPS
 from te_signatures import SCRIPTS, te_calls
+from test_budget import code_lines
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -15,6 +17,34 @@ def test_readme_shows_every_diff_and_every_page():
     readme = (ROOT / "README.md").read_text()
     assert all(f"diff {before}.py {after}.py" in readme for before, after in itertools.pairwise(STEPS))
     assert all(f"docs/{path.name}" in readme for path in DOCUMENTS[1:])
+
+
+def changed_lines(before, after):
+    """The lines of two scripts that differ, with their sign."""
+    texts = [(ROOT / f"{step}.py").read_text().splitlines() for step in (before, after)]
+    return {
+        line
+        for line in difflib.unified_diff(*texts, lineterm="", n=0)
+        if line[0] in "+-" and line[:3] not in ("+++", "---")
+    }
+
+
+@pytest.mark.parametrize(("document", "least"), [("README.md", 1), ("docs/steps.md", 4)])
+def test_diffs_in_documents_are_those_of_the_scripts(document, least):
+    every = [changed_lines(*pair) for pair in itertools.pairwise(STEPS)]
+    blocks = re.findall(r"```diff\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+    for block in blocks:
+        lines = {line for line in block.splitlines() if line[0] in "+-"}
+        assert any(lines <= changes for changes in every), [lines - changes for changes in every]
+    assert len(blocks) >= least
+
+
+def test_the_diff_in_readme_is_all_of_step_2():
+    (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    old, new = (code_lines((ROOT / f"{step}.py").read_text()) for step in STEPS[1:3])
+    code = {f"-{line}" for line in old if line not in new} | {f"+{line}" for line in new if line not in old}
+    shown = {line.partition("  #")[0].rstrip() for line in block.splitlines()}
+    assert shown == {line for line in code if "import" not in line}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -11,7 +11,7 @@ import runs
 from conftest import run_python
 
 from common.record import CATEGORIES
-from report import charts, parity, scaling, story, sweep, table
+from report import changes, charts, parity, picture, scaling, story, sweep, table
 from report.__main__ import render
 from report.figures import figures
 from report.load import RecordError, load
@@ -61,8 +61,10 @@ def test_slow_reference_work_is_a_busy_machine_and_marks_its_row_and_what_is_div
     made = figures(runs.run(*rows))
     assert [row["ms"] for row in table.table_rows(made)] == ["100.0", "99.0" + "?" * busy, "98.0"]
     assert [*table.table_rows(made)[2].values()][4:6] == ["1.01" + "?" * busy, "1.02"]
-    said = table.headline(made)
-    assert bool(re.fullmatch(r"The machine was busy: .* around 1_cublas\. Close other programs .*", said)) is busy
+    said = [text for text in made.remarks if re.match("The machine was busy: .* around 1_cublas .* close other", text)]
+    assert bool(said) is busy is bool(made.busy) and "faster than FP32" in table.headline(made), (
+        "the result comes first"
+    )
 
 
 def test_a_drift_of_half_the_steps_and_kernels_that_differ_mark_a_row():
@@ -103,18 +105,19 @@ def test_the_headline_compares_the_fastest_step_with_what_a_reader_has(ms, said)
     assert table.headline(figures(runs.ladder(*ms))) == said
 
 
-def test_a_terminal_shows_100_columns_and_at_most_four_lines_below():
+def test_a_terminal_shows_100_columns_and_at_most_five_lines_below():
     rows = [runs.row(step, 123456.0 / 3**k, note=f"note {k}") for k, step in enumerate(runs.STEPS)]
     rows.append(runs.row("5_late", status="oom", reason="try --batch-size 4"))
     peers = [runs.row("a_peer_with_a_rather_long_name", 0.5)]
     text = table.render_text(figures(runs.run(*rows, peers=peers, problems=["odd"])), "results/x/report.html")
     top, _, head, rule, *lines = text.splitlines()
     body, below = lines[:7], lines[8:]
-    assert max(map(len, [head, rule, *body])) <= 100 and len(below) == 4
-    names = ["step", "ms", "tokens/s", "TFLOP/s", "x before", "x step 0", "x step 2", "GiB", "loss"]
+    assert max(map(len, [head, rule, *body])) <= 100 and len(below) == 5
+    names = ["step", "ms", "tokens/s", "TFLOP/s", "x above", "x step 0", "x step 2", "GiB", "loss"]
     assert re.split(r" {2,}", head) == names and "times faster" in top
     assert below[0] == "5_late: oom: try --batch-size 4" and below[2] == "5 more lines in the report"
-    assert "half of the (T, T) square" in below[3] and below[3].endswith("results/x/report.html")
+    assert below[3] == "Loss: mean of training steps 6 to 10, in nats"
+    assert "half of the (T, T) square" in below[4] and below[4].endswith("results/x/report.html")
 
 
 def test_a_peer_stands_in_the_same_table_with_its_head_and_launch():
@@ -125,7 +128,6 @@ def test_a_peer_stands_in_the_same_table_with_its_head_and_launch():
     assert [*first] == [*second] and second["step"] == "te_layer (peer)" and second["x step 4"] == "0.83"
     shown = (first["head"], second["head"], second["launch"], made.lines[0].precision)
     assert shown == ("FP8", "BF16", "captured", "fp8")
-    assert charts.speedup_png(figures(runs.run(runs.row("4_te", status="skipped"), peers=[peer])))[:4] == b"\x89PNG"
 
 
 def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path):
@@ -146,7 +148,9 @@ def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path
 def test_a_card_shows_the_code_beside_what_changed_on_the_gpu():
     made = figures(runs.ladder(200, 100, 100.01, 125))
     second, third, fourth = story.cards(made)
-    assert second.title == "Step 1: why" and second.outcome == "2.00 times faster than 0_baseline"
+    assert (
+        second.title == "Step 1: why" and second.change == "" and second.outcome == "2.00 times faster than 0_baseline"
+    )
     assert second.code == [("@", ""), ("-", 'x = "0_baseline"'), ("+", 'x = "1_cublas"')]
     assert [*second.categories[0].values()] == ["matrix products", "140.0", "70.0", "-70.0"]
     assert [*second.kernels[0].values()] == ["matrix product, BF16, 128x256 tile", "140.0 → 70.0", "12 → 12"]
@@ -176,12 +180,87 @@ def test_the_page_draws_every_bar_to_scale_and_asks_for_nothing():
     made.lines[1].row.predicted_ms = 90.0
     html = page_of(made)
     drawn = re.findall(r'<rect x="([\d.]+)%" width="([\d.]+)%" height="100%" fill="#56b4e9"', html)
-    assert drawn[:3] == [("70.000", "20.000"), ("35.000", "10.000"), ("70.000", "20.000")], "one scale, then shares"
+    assert drawn[:3] == [("70.000", "20.000")] * 2 + [("35.000", "10.000")], "a time and its shares, then the next row"
     assert drawn[-2:] == [("33.333", "16.667"), ("83.333", "16.667")], "of a block: forward, then backward"
     assert 'x1="45.000%"' in html and "100.0 ms, predicted 90.0" in html
     assert "http" not in re.sub(r"xmlns\S+", "", html)
     for part in ("Where the time went", "Step by step", "One transformer block", "Roofs", "Loss", "Peak memory"):
         assert f"<h2>{part}</h2>" in html
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+SLICE = "gpt3-6.7b-slice"
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return figures(load(runs.ROOT / "docs" / "results" / "h200" / SLICE))
+
+
+def drawn(made, narrow):
+    """The texts of a picture, and of each bar its height and its parts: (name, width)."""
+    axes = picture.picture(made, narrow).axes[0]
+    parts = [part for part in axes.patches if part.get_gid() in (*CATEGORIES, "gaps", "step")]
+    bars = {}
+    for part in parts:
+        bars.setdefault(part.get_y(), []).append((part.get_gid(), part.get_width(), part.get_height()))
+    return axes.texts, [*bars.values()], [part for part in axes.patches if part.get_gid() == "break"]
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_the_picture_has_the_lines_of_the_scripts_and_bars_as_long_as_the_times(narrow, recorded):
+    drawn_texts, bars, breaks = drawn(recorded, narrow)
+    texts, (first, *others) = [text.get_text() for text in drawn_texts], recorded.steps
+    assert len(bars) == len(recorded.steps) and len(breaks) == 1 and {part[2] for bar in bars for part in bar} == {16.0}
+    longest = sum(width for _, width, _ in bars[0])
+    layout = picture.LAYOUTS[narrow]
+    assert longest == pytest.approx(layout.bars_right - layout.bars_left), "step 0 reaches the end, and is broken"
+    scales = [sum(width for _, width, _ in bar) / line.ms for bar, line in zip(bars[1:], others, strict=True)]
+    assert scales == pytest.approx([scales[0]] * len(scales)), "one scale for all others"
+    for bar, line in zip(bars[1:], others, strict=True):
+        share = line.category_ms["matrix products"] / sum(line.category_ms.values())
+        assert {name: width for name, width, _ in bar}["matrix products"] == pytest.approx(share * scales[0] * line.ms)
+    assert f"{first.ms:,.0f} ms" in texts and [
+        text for text in texts if text.endswith(f"{others[-1].over_first.value:.0f} x")
+    ]
+    for line in recorded.steps:
+        assert line.name in texts
+    grey = [text.get_text() for text in drawn_texts if text.get_color() == charts.FAINT][-3:]
+    assert [line.partition(" = ")[0] for line in grey] == ["scores", "weights", "y"], "of step 0, attention"
+    shown = grey + [text[2:] for text in texts if text[:2] == "+ "]
+    sources = "\n".join(line.row.source for line in recorded.steps)
+    assert len(shown) > 15
+    assert all(text.removesuffix("…") in sources or re.fullmatch(r"\.\.\. and \d+ more lines", text) for text in shown)
+
+
+def test_the_picture_leaves_out_what_is_no_change_of_code():
+    before = runs.row("0_x", source='"""Doc."""\nimport a\n\nx = 1\nloss = f(x)\n')
+    after = runs.row("1_x", source='"""Other."""\nimport b\n\n# why\nx = 1  # one\nwith amp:\n    loss = f(x)\n')
+    assert changes.added_groups(before, after) == [["with amp:"]] and changes.added_groups(after, before) == []
+    assert changes.added_groups(runs.row("0_x", source=None), after) == []
+
+
+def test_a_picture_of_any_rows_is_drawn():
+    skipped = runs.row("4_x", status="skipped", reason="no FP8")
+    for rows in ([skipped], [runs.row("0_x"), skipped], [runs.row("0_x", 9.0, source="(")]):
+        texts, bars, _ = drawn(figures(runs.run(*rows)), False)
+        assert len(bars) == sum(row.status == "ok" for row in rows)
+        assert ("skipped" in [text.get_text() for text in texts]) == (skipped in rows)
+
+
+def test_the_front_table_and_a_card_are_of_the_record(recorded):
+    words = ["a", "b", "c", "d", "e"]
+    rows = table.front_rows(recorded, words)
+    assert [*rows[0]] == ["script", "what it adds", "lines added", "ms", "x the row above", "x FP32", "GiB"]
+    assert [row["lines added"] for row in rows][:3] == ["-", "4", "1"] and [
+        row["what it adds"] for row in rows
+    ] == words
+    card = table.card_row(recorded)
+    gains = [float(gain) for gain in card["gains, step by step"].partition(" = ")[0].split(" x ")]
+    assert np.prod(gains) == pytest.approx(recorded.steps[-1].over_first.value, rel=0.02) and len(gains) == 4
+    assert not re.search("GPU-|[0-9a-f]{8}", " ".join(card.values())), "nothing that identifies a card"
+    assert card["device"] in table.render_text(recorded, "x").splitlines()[-1], "a finished run prints it"
 
 
 # --- studies --------------------------------------------------------------------------------------
@@ -286,7 +365,7 @@ def test_the_command_writes_into_a_run_folder_and_its_code_tells_how_the_rows_en
     ended = report(folder)
     assert (ended.returncode, ended.stderr) == (1, "") and "0_baseline" in ended.stdout, "2_sdpa is still to run"
     written = {path.name for path in folder.iterdir()} - {"plan.json", "0_baseline.json", "1_cublas.json"}
-    assert written == {"results.json", "report.md", "report.html", "speedup.png"}
+    assert written == {"results.json", "report.md", "report.html", "steps.png"}
     runs.put(folder, runs.row("2_sdpa"))
     assert report(folder).returncode == 0
     runs.put(folder, runs.row("2_sdpa", status="oom", reason="too large"))

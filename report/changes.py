@@ -1,0 +1,47 @@
+"""What one script changes of another: lines of code, from the sources that records hold."""
+
+import difflib
+import io
+import re
+import tokenize
+
+from common.record import Row
+
+
+def added_groups(before: Row, after: Row) -> list[list[str]]:
+    """The lines of code in `after` that are not in `before`, group by group: without docstring, imports, comments and
+    indentation, and without lines that only moved to another depth."""
+    old, new = code_lines(before.source or ""), code_lines(after.source or "")
+    if not old or not new:
+        return []
+    changes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    return [new[start:end] for kind, _, _, start, end in changes if kind in ("insert", "replace")]
+
+
+def code_lines(source: str) -> list[str]:
+    """The code of a script, line by line, without docstring, imports, comments and indentation."""
+    lines = source.splitlines()
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    except (tokenize.TokenError, SyntaxError):
+        return []
+    for token in tokens:
+        (row, column), (end, _) = token.start, token.end
+        if token.type == tokenize.COMMENT:
+            lines[row - 1] = lines[row - 1][:column]
+        if token.type == tokenize.STRING and column == 0:  # a docstring
+            lines[row - 1 : end] = [""] * (end - row + 1)
+    stripped = [line.strip() for line in lines]
+    return [line for line in stripped if line and not line.startswith(("import ", "from "))]
+
+
+def code_diff(before: Row, after: Row) -> list[tuple[str, str]]:
+    """The code of two scripts as (sign, line), one unchanged line around each change, without docstring.
+
+    A sign is `+`, `-`, a space, or `@` for lines left out. Empty without sources.
+    """
+    old, new = (re.sub(r'(?s)^"""(.*?)"""\s*', "", row.source or "").splitlines() for row in (before, after))
+    if not old or not new:
+        return []
+    lines = [*difflib.unified_diff(old, new, n=1, lineterm="")][2:]
+    return [(line[0], "" if line[0] == "@" else line[1:]) for line in lines if line[1:].strip()]
