@@ -91,6 +91,12 @@ def ms(place: str, step: str) -> str:
     return f"{line(place, step).ms:,.0f}"
 
 
+def apart(place: str) -> str:
+    """By how much the losses of the steps differ, at most, as a share."""
+    found = [one.loss for one in made(place).steps if one.loss]
+    return table.percent(max(found) / min(found) - 1)
+
+
 def measured(place: str) -> str:
     """Device, date and commit of a recording."""
     run = record(place)
