@@ -34,10 +34,10 @@ class Layout:
 
 
 LAYOUTS = {
-    False: Layout(WIDE, code_px=9.0, code_columns=88, bars_left=500, bars_right=738, stacked=False),
-    True: Layout(NARROW, code_px=9.0, code_columns=68, bars_left=12, bars_right=300, stacked=True),
+    False: Layout(WIDE, code_px=9.6, code_columns=82, bars_left=500, bars_right=738, stacked=False),
+    True: Layout(NARROW, code_px=10.0, code_columns=61, bars_left=12, bars_right=290, stacked=True),
 }
-LINE_PX, BAR_PX, ROW_GAP_PX, LEGEND_ROW_PX, HEADER_PX = 13.0, 16.0, 14.0, 16.0, 20.0
+LINE_PX, BAR_PX, ROW_GAP_PX, LEGEND_ROW_PX, HEADER_PX = 14.0, 16.0, 14.0, 16.0, 20.0
 
 
 def picture(made: Figures, narrow: bool = False, ink: str = INK, paper: str = PAPER) -> Figure:
@@ -108,9 +108,9 @@ def _row_height(layout: Layout, n_lines: int) -> float:
 
 def _draw_header(axes: Axes, layout: Layout, made: Figures) -> None:
     size, first = layout.code_px / PIXELS_A_POINT, made.first.name if made.first else ""
-    left, right = "What each step adds", f"A training step by kind of kernel; x: times {first}"
+    left, right = "What each step adds", f"Its training step; x: times as fast as {first}"
     if layout.stacked:
-        left, right = f"What each step adds, and its training step; x: times {first}", ""
+        left, right = f"What each step adds; x: times as fast as {first}", ""
     axes.text(12.0, 4.0, left, va="top", color=FAINT, fontsize=size * 1.1)
     axes.text(layout.bars_left, 4.0, right, va="top", color=FAINT, fontsize=size * 1.1)
 

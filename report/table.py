@@ -189,8 +189,8 @@ def describe_machine(environment: Environment) -> str:
 def describe_workload(work: Workload | None) -> str:
     if work is None:
         return "workload unknown"
-    names = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size", "lr")
-    shape = ", ".join(f"{name} {getattr(work, name):g}" for name in names)
+    names = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size")
+    shape = ", ".join([*(f"{name} {getattr(work, name)}" for name in names), f"learning rate {work.lr:.2g}"])
     gpus = f", {work.gpus} processes by {work.parallel}" if work.gpus > 1 else ""
     trained = f"{work.steps} trained steps"
     return f"{work.preset}: {shape}, {work.parameters / 1e6:,.1f} M parameters, {trained}, text: {work.text}{gpus}"
