@@ -89,7 +89,7 @@ def test_recorded_roofs_predict_the_recorded_steps(place):
     run = load(ROOT / "docs" / "results" / place)
     shape = GPTConfig(**{name: getattr(run.workload, name) for name in GPTConfig.__dataclass_fields__})
     found = [predict.predict(row.step, shape, run.workload.batch_size, run.roofs).ms for row in run.rows]
-    assert found == pytest.approx([line.ms for line in figures(run).steps], rel=0.1)
+    assert found == pytest.approx([line.ms for line in figures(run).steps], rel=0.12)
 
 
 @pytest.mark.parametrize("place", ["gpt3-6.7b-slice", "gpt3-xl", "wide-8192"])
