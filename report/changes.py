@@ -7,6 +7,8 @@ import tokenize
 
 from common.record import Row
 
+IMPORT = re.compile(r"import |from |\w+ = import_or_skip\(")
+
 
 def added_groups(before: Row, after: Row) -> list[list[str]]:
     """The lines of code in `after` that are not in `before`, group by group: without docstring, imports, comments and
@@ -32,7 +34,7 @@ def code_lines(source: str) -> list[str]:
         if token.type == tokenize.STRING and column == 0:  # a docstring
             lines[row - 1 : end] = [""] * (end - row + 1)
     stripped = [line.strip() for line in lines]
-    return [line for line in stripped if line and not line.startswith(("import ", "from "))]
+    return [line for line in stripped if line and not IMPORT.match(line)]
 
 
 def code_diff(before: Row, after: Row) -> list[tuple[str, str]]:

@@ -38,6 +38,8 @@ def render(made: Figures) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     ).get_template("page.html")
     names = {name for line in made.timed for name, ms in line.category_ms.items() if ms}
+    profiles = [line.row.profile for line in made.steps if line.row.profile]
+    in_blocks = {kernel.category for profile in profiles for kernel in (*profile.forward, *profile.backward)}
     return template.render(
         made=made,
         headline=table.headline(made),
@@ -53,6 +55,7 @@ def render(made: Figures) -> str:
         categories=table.category_rows(made),
         limits=table.limit_rows(made),
         cards=[(card, time_bars(card.pair)) for card in story.cards(made)],
+        block_legend={name: color for name, color in charts.CATEGORY_COLORS.items() if name in in_blocks},
         blocks=[block_bar(line) for line in made.steps if (own := line.row.profile) and own.forward and own.backward],
         memory=memory_bars([line for line in made.timed if line.gib]),
         roofs=table.roof_rows(made.run.roofs) if made.run.roofs else [],

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
+from matplotlib.textpath import TextPath
 
 from common.text import one_line
 from report.changes import added_groups
-from report.charts import CATEGORY_COLORS, FAINT, INK, PAPER, PLAIN, figure
+from report.charts import CATEGORY_COLORS, INK, PAPER, PLAIN, SOFT, figure
 from report.figures import Figures, Line
 
 WIDE, NARROW = 830, 390
@@ -34,8 +35,8 @@ class Layout:
 
 
 LAYOUTS = {
-    False: Layout(WIDE, code_px=9.6, code_columns=82, bars_left=500, bars_right=738, stacked=False),
-    True: Layout(NARROW, code_px=10.0, code_columns=61, bars_left=12, bars_right=290, stacked=True),
+    False: Layout(WIDE, code_px=9.6, code_columns=82, bars_left=500, bars_right=690, stacked=False),
+    True: Layout(NARROW, code_px=10.0, code_columns=61, bars_left=12, bars_right=240, stacked=True),
 }
 LINE_PX, BAR_PX, ROW_GAP_PX, LEGEND_ROW_PX, HEADER_PX = 14.0, 16.0, 14.0, 16.0, 20.0
 
@@ -66,14 +67,14 @@ def picture(made: Figures, narrow: bool = False, ink: str = INK, paper: str = PA
 
 
 def code_of(made: Figures, k: int) -> list[str]:
-    """The lines that step `k` adds, at most MOST_LINES, and then how many more. Of the first step, the lines of
-    attention, which the first step with fused attention replaces."""
+    """The lines that step `k` adds: all, or the first ones, how many more, and the last one. Of the first step, the
+    lines of attention, which the first step with fused attention replaces."""
     if k == 0:
         replaced = added_groups(made.plain.row, made.steps[0].row) if made.plain else []
         return next((group for group in replaced if any(ATTENTION in line for line in group)), [])
     added = [line for group in added_groups(made.steps[k - 1].row, made.steps[k].row) for line in group]
     if len(added) > MOST_LINES:
-        added = [*added[:MOST_LINES], f"... and {len(added) - MOST_LINES} more lines"]
+        added[MOST_LINES - 1 : -1] = [f"... {len(added) - MOST_LINES} more lines, and"]
     return added
 
 
@@ -83,11 +84,7 @@ def label(line: Line) -> str:
         return line.row.status
     ms = f"{line.ms:,.0f} ms" if line.ms >= 100 else f"{line.ms:.1f} ms"
     faster = line.over_first
-    if faster is None or faster.value == 1:
-        return ms
-    return (
-        f"{ms}, {faster.value:.0f}{faster.mark} x" if faster.value >= 10 else f"{ms}, {faster.value:.1f}{faster.mark} x"
-    )
+    return ms if faster is None or faster.value == 1 else f"{ms}, {faster.value:.1f}{faster.mark} x"
 
 
 def axis_end(lines: list[Line]) -> float:
@@ -111,8 +108,8 @@ def _draw_header(axes: Axes, layout: Layout, made: Figures) -> None:
     left, right = "What each step adds", f"Its training step; x: times as fast as {first}"
     if layout.stacked:
         left, right = f"What each step adds; x: times as fast as {first}", ""
-    axes.text(12.0, 4.0, left, va="top", color=FAINT, fontsize=size * 1.1)
-    axes.text(layout.bars_left, 4.0, right, va="top", color=FAINT, fontsize=size * 1.1)
+    axes.text(12.0, 4.0, left, va="top", color=SOFT, fontsize=size * 1.1)
+    axes.text(layout.bars_left, 4.0, right, va="top", color=SOFT, fontsize=size * 1.1)
 
 
 def _draw_row(
@@ -122,12 +119,13 @@ def _draw_row(
     size, left = layout.code_px / PIXELS_A_POINT, 12.0
     axes.text(left, top, one_line(line.name, 40), va="top", color=ink, fontsize=size * 1.15, fontweight="bold")
     for k, code in enumerate(text, 1):
-        color, sign = (FAINT, " ") if first else (ink, "+")
+        color, sign = (SOFT, " ") if first else (ink, "+")
         shown = one_line(f"{sign} {code}", layout.code_columns)
         axes.text(left, top + k * LINE_PX + 2, shown, va="top", color=color, fontsize=size, family="monospace")
     bar_top = top + LINE_PX * (len(text) + 1) + 3 if layout.stacked else top + 1
     end = _draw_bar(axes, layout, line, bar_top, end_ms, paper)
-    axes.text(end + 6, bar_top + BAR_PX / 2, label(line), va="center", color=ink, fontsize=size * 1.15)
+    cut = " (bar cut short)" if line.ms and line.ms > end_ms else ""
+    axes.text(end + 6, bar_top + BAR_PX / 2, label(line) + cut, va="center", color=ink, fontsize=size * 1.1)
 
 
 def _draw_bar(axes: Axes, layout: Layout, line: Line, top: float, end_ms: float, paper: str) -> float:
@@ -165,7 +163,7 @@ def _legend_rows(layout: Layout, names: list[str]) -> list[list[tuple[str, float
     """Names and where each begins, as many rows as they need."""
     rows, x = [], layout.width
     for name in names:
-        width = 24 + 6.2 * len(name)
+        width = 36 + TextPath((0, 0), name, size=10).get_extents().width
         if x + width > layout.width - 6:
             rows.append([])
             x = 12.0

@@ -25,7 +25,10 @@ LAUNCH = {True: "captured", False: "launched", None: "-"}
 
 
 def number(value: float | None, form: str = ",.1f") -> str:
-    return "-" if value is None else f"{value:{form}}"
+    if value is None:
+        return "-"
+    text = f"{value:{form}}"
+    return text if text.strip("-0.,") else text.removeprefix("-")  # never -0.0
 
 
 def ms_number(ms: float | None) -> str:
@@ -88,7 +91,7 @@ def front_rows(made: Figures, adds: list[str]) -> list[dict[str, str]]:
     rows, before = [], None
     for line, words in zip(made.steps, adds, strict=True):
         lines = sum(map(len, added_groups(before.row, line.row))) if before else None
-        row = {"script": f"{line.name}.py", "what it adds": words, "lines added": number(lines, "d")}
+        row = {"script": f"{line.name}.py", "what it adds": words, "code lines added": number(lines, "d")}
         row |= {"ms": ms_number(line.ms), "x the row above": times(line.over_before), "x FP32": times(line.over_first)}
         rows.append(row | {"GiB": number(line.gib)})
         before = line

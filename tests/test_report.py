@@ -221,17 +221,17 @@ def test_the_picture_has_the_lines_of_the_scripts_and_bars_as_long_as_the_times(
     for bar, line in zip(bars[1:], others, strict=True):
         share = line.category_ms["matrix products"] / sum(line.category_ms.values())
         assert {name: width for name, width, _ in bar}["matrix products"] == pytest.approx(share * scales[0] * line.ms)
-    assert f"{first.ms:,.0f} ms" in texts and [
-        text for text in texts if text.endswith(f"{others[-1].over_first.value:.0f} x")
+    assert f"{first.ms:,.0f} ms (bar cut short)" in texts and [
+        text for text in texts if text.endswith(f"{others[-1].over_first.value:.1f} x")
     ]
     for line in recorded.steps:
         assert line.name in texts
-    grey = [text.get_text() for text in drawn_texts if text.get_color() == charts.FAINT][-3:]
+    grey = [text.get_text() for text in drawn_texts if text.get_color() == charts.SOFT][-3:]
     assert [line.partition(" = ")[0] for line in grey] == ["scores", "weights", "y"], "of step 0, attention"
     shown = grey + [text[2:] for text in texts if text[:2] == "+ "]
     sources = "\n".join(line.row.source for line in recorded.steps)
     assert len(shown) > 15
-    assert all(text.removesuffix("…") in sources or re.fullmatch(r"\.\.\. and \d+ more lines", text) for text in shown)
+    assert all(text.removesuffix("…") in sources or re.fullmatch(r"\.\.\. \d+ more lines, and", text) for text in shown)
 
 
 def test_the_picture_leaves_out_what_is_no_change_of_code():
@@ -252,8 +252,8 @@ def test_a_picture_of_any_rows_is_drawn():
 def test_the_front_table_and_a_card_are_of_the_record(recorded):
     words = ["a", "b", "c", "d", "e"]
     rows = table.front_rows(recorded, words)
-    assert [*rows[0]] == ["script", "what it adds", "lines added", "ms", "x the row above", "x FP32", "GiB"]
-    assert [row["lines added"] for row in rows][:3] == ["-", "4", "1"] and [
+    assert [*rows[0]] == ["script", "what it adds", "code lines added", "ms", "x the row above", "x FP32", "GiB"]
+    assert [row["code lines added"] for row in rows][:3] == ["-", "4", "1"] and [
         row["what it adds"] for row in rows
     ] == words
     card = table.card_row(recorded)
