@@ -155,12 +155,16 @@ def resolve(args: Arguments, trains: bool) -> None:
     if args.config.n_embd % args.config.n_head:
         raise ValueError(f"--n-embd {args.config.n_embd} is not divisible by --n-head {args.config.n_head}")
     shares = args.processes if args.parallel == "fsdp" else 1
-    needed = 16 * flops.parameters(args.config) // shares  # FP32 weight, gradient and two moments
+    on_gpu = args.device.type == "cuda"
+    # FP32 weight, gradient and two moments; the rehearsal's copy of the weights lies in the host's memory.
+    each = 16 if on_gpu or args.cold else 20
+    needed = each * flops.parameters(args.config) // shares
     free = hardware.free_memory_bytes(args.device)
     if trains and free and needed > free:
         memory = f"{args.device} has {free / 2**30:,.0f} GiB free"
-        raise ValueError(f"the model needs {needed / 2**30:,.0f} GiB in training (16 bytes a parameter), but {memory}")
-    on_gpu, per_step = args.device.type == "cuda", flops.flops_per_step(args.config, args.batch_size)
+        asked = f"{needed / 2**30:,.0f} GiB in training ({each} bytes a parameter)"
+        raise ValueError(f"the model needs {asked}, but {memory}")
+    per_step = flops.flops_per_step(args.config, args.batch_size)
     by_size = max(FEWEST_STEPS, min(MOST_STEPS, int(STEPS_FLOPS / per_step)))
     args.steps = args.steps or (by_size if on_gpu else 10)
     args.warmup = DDP_WARMUP if on_gpu and args.processes > 1 else WARMUP

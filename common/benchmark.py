@@ -157,7 +157,8 @@ def observe(
 
 
 def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Arguments, row: Row) -> None:
-    """Train on until `args.steps` steps, and leave the held-out loss before, between and after them in `row`.
+    """Train on until `args.steps` steps, and leave the held-out loss before, between and after them in `row`. With
+    --cold, launched steps have been trained already.
 
     It shows how good the weights are: the row's own forward alone, one sequence at a time, under mixed precision where
     the machine has it, without FP8, nothing compiled.
@@ -170,8 +171,10 @@ def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Argume
             pass
         with torch.no_grad(), amp, torch.compiler.set_stance("force_eager"):
             loss = torch.stack([model(*batch) for batch in batches]).double().mean().item()
-        check_finite(loss, done, args)
-        row.heldout.append((done, loss))
+        if not math.isfinite(loss):
+            keep_losses(steps.losses[: args.steps], args, row)
+        check_finite(loss, len(steps.losses), args)
+        row.heldout.append((len(steps.losses), loss))
 
 
 def explain(error: Exception) -> tuple[str, str]:

@@ -84,7 +84,9 @@ class Row:
     passes: list["Row"] = field(default_factory=list)  # of --repeat, without profile and source; empty of one pass
     loss: list[float] = field(default_factory=list)  # nats, of the first `steps` training steps after the rehearsal
     heldout: list[tuple[int, float]] = field(default_factory=list)  # (steps trained, nats), with --heldout-every
-    peak_bytes: int | None = None  # of CUDA's allocator; on a CPU of the process, compiler and torch included
+    peak_bytes: int | None = (
+        None  # of CUDA's allocator; on a CPU of the process, with torch, compiler and a copy of the weights
+    )
     clock_mhz: float | None = None  # these two: means over the timed steps; null on a CPU and without NVML
     power_w: float | None = None
     overhead_s: float | None = None  # of launch(main), without warm-up and steps

@@ -19,7 +19,7 @@ from common.text import progress
 from common.timing import Steps
 
 REHEARSED = 10  # steps in all on a GPU: after three of them FP8's scales were seen to be still too small
-LONG_STEP_S = 0.5  # beyond it the launched steps are enough: such a row would rehearse for many seconds
+LONG_STEP_S = 0.5  # beyond it only the launched steps are rehearsed, since more would take many seconds
 
 
 class InitialState:
@@ -68,7 +68,7 @@ def rehearse(
     began = time.perf_counter()
     initial = None if args.cold else InitialState(optimizer)
     steps = Steps(train_step, batches)
-    launched_s = launch(steps, args)
+    launched_s = launch_steps(steps, args)
     if capture and args.device.type == "cuda":
         row.note = why_launched(args)
         row.settings.captured = row.note is None
@@ -86,7 +86,7 @@ def rehearse(
     return steps
 
 
-def launch(steps: Steps, args: Arguments) -> float:
+def launch_steps(steps: Steps, args: Arguments) -> float:
     """Launch `args.warmup` steps; returns the seconds of the last one, in the slowest process."""
     began = time.perf_counter()
     for _ in steps.run(args.warmup, "warm-up, with compilation"):

@@ -18,7 +18,7 @@ python="${PYTHON:-$(./run_all.sh --setup)}"
 shift
 most="roofs gpt3-6.7b-slice gpt2 parity gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
 most+=" anatomy llama"
-known=" $most gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
+known=" $most gpt3-6.7b-slice-cold adamw gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("${@:-}")
 [ -n "${names[0]}" ] || read -ra names <<<"$most"
 for name in "${names[@]}"; do
@@ -48,6 +48,8 @@ for name in "${names[@]}"; do
   case "$name" in
     roofs) "$python" -m ladder.roofs --grid --preset gpt3-6.7b-slice --output "$at/roofs.json" ;;
     gpt3-6.7b-slice) ladder --preset gpt3-6.7b-slice --repeat 2 --peers ;;
+    gpt3-6.7b-slice-cold) ladder --preset gpt3-6.7b-slice --only 3,4 --cold --no-roofs ;;
+    adamw) study ablations --preset gpt3-6.7b-slice --only foreach-adamw ;;
     gpt3-6.7b-slice-batch-4) ladder --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
     gpt2) ladder --preset gpt2 --repeat 3 --peers ;;
     gpt2-batch-8) ladder --preset gpt2 --batch-size 8 ;;

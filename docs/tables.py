@@ -48,7 +48,12 @@ def shown(rows: list[dict], *of: str, n_left: int = 1) -> str:
     differing = {found.partition(":")[0] for run in every for found in run.problems if found.startswith(DIFFER)}
     if len(states) > 1 or differing:
         raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(states | differing))}")
-    return (text := table.pipe(rows, n_left)) + f"\n\n{LEGEND}." * (MARK in text)
+    return explained(table.pipe(rows, n_left))
+
+
+def explained(text: str) -> str:
+    """A table, and below it what its marks mean."""
+    return f"{text}\n\n{LEGEND}." if MARK in text else text
 
 
 # --- one recording: each is called with its place -------------------------------------------------
@@ -88,7 +93,7 @@ def faster(place: str, step: str, than: str) -> str:
 
 
 def ms(place: str, step: str) -> str:
-    return f"{line(place, step).ms:,.0f}"
+    return f"{line(place, step).ms:,.0f}{line(place, step).mark}"
 
 
 def apart(place: str) -> str:
@@ -105,7 +110,7 @@ def measured(place: str) -> str:
 
 def cards(*of: str) -> str:
     """One row a card. Its date and commit stand in the row, so states of the code may differ."""
-    return table.pipe([table.card_row(made(place)) for place in of])
+    return explained(table.pipe([table.card_row(made(place)) for place in of]))
 
 
 def losses(place: str, *labels: str, against: str | None = None) -> str:

@@ -2,6 +2,8 @@
 
 import contextlib
 import datetime
+import fcntl
+import itertools
 import os
 import re
 import statistics
@@ -22,8 +24,8 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(
         prog="run_all.sh",
         usage="./run_all.sh [OPTION ...] [ARGUMENT ...]",
-        description="Runs the five steps with the ARGUMENTs (python 0_baseline.py --help lists them), measures the\n"
-        "machine's roofs, prints a table, and writes it with all records and logs to a new folder under results/.",
+        description="Runs the steps with the ARGUMENTs (python 0_baseline.py --help lists them), measures a GPU's\n"
+        "roofs, prints a table, and writes it with all records and logs to a new folder under results/.",
         epilog="PYTHON=INTERPRETER       use this Python, and install nothing\n"
         "./run_all.sh --setup     only prepare Python, and print the interpreter that will be used\n\n"
         "Exit code: 0 when every row is ok or skipped, 2 for bad arguments, 130 after Ctrl-C, 1 otherwise.",
@@ -51,14 +53,15 @@ def plan(argv: list[str], parser: OneLineParser, fresh: bool) -> tuple[dict, lis
     argv = [str(Path(b).absolute()) if a == "--data" else b for a, b in zip(["", *argv], argv, strict=False)]
     given, arguments = parser.parse_known_args(argv)
     kind, several = "scaling" if given.scaling else "sweep" if given.sweep else "ladder", given.scaling or given.gpus
-    only = given.only is None or re.fullmatch("[0-4](,[0-4])*", given.only)
+    numbers = [name.partition("_")[0] for name in runs.scripts()]
+    only = given.only is None or set(given.only.split(",")) <= {*numbers}
     for wrong, why in (
         (given.scaling and given.sweep, "--scaling and --sweep exclude each other"),
-        (not only, f"--only {given.only}: give some of 0,1,2,3,4"),
+        (not only, f"--only {given.only}: give some of {','.join(numbers)}"),
         (given.peers and (several or kind != "ladder"), "--peers excludes --gpus, --scaling and --sweep"),
         (given.repeat > 1 and kind != "ladder", "--repeat is for a ladder"),
         ((given.gpus or given.parallel) and kind == "sweep", "a sweep runs on one GPU"),
-        (kind == "sweep" and len(given.only or "0,1") == 1, "--sweep compares steps: give --only two or more"),
+        (kind == "sweep" and given.only and "," not in given.only, "--sweep compares steps: give --only two or more"),
         (kind == "sweep" and fresh and re.search("--(n-|seq|batch)", str(arguments)), "--sweep chooses the shape"),
         (given.parallel and not several, "--parallel is for several processes: add --gpus N"),
         (any(word.startswith("--output") for word in arguments), "--output is chosen here: a folder under results/"),
@@ -91,7 +94,7 @@ def plan(argv: list[str], parser: OneLineParser, fresh: bool) -> tuple[dict, lis
         "rows": [row._asdict() for row in rows],
         "argv": argv + pinned,
         "limit_s": given.step_timeout or 1800,
-        "roofs": kind != "scaling" and gpus == 1 and not given.no_roofs,
+        "roofs": kind != "scaling" and gpus == 1 and not given.no_roofs and facts["device_type"] != "cpu",
         "schema_version": schema.SCHEMA_VERSION,
     }
     return made, rows, facts
@@ -119,8 +122,9 @@ class Ladder:
         rows = found.get("rows") if found.get("schema_version") == schema.SCHEMA_VERSION else None
         return rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
 
-    def run_row(self, row: runs.Planned) -> None:
-        """Run one script, and print what came of it. One that leaves no record gets one that holds how it ended."""
+    def run_row(self, row: runs.Planned, place: str) -> None:
+        """Run one script, and print what came of it. One that leaves no record gets one that holds how it ended.
+        `place` tells which of all rows it is."""
         record, name = self.folder / row.output, row.output.removesuffix(".json")
         needed, free = self.facts["needed_bytes"].get(row.script, 0), self.facts["free_bytes"]
         record.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +134,7 @@ class Ladder:
             ended = "oom", reason
         else:
             log, words = record.with_suffix(".log"), [*row.arguments, "--output", str(record)]
-            ended = self.run(process.script_command(row.script, words, row.gpus), log, name, row.gpus)
+            ended = self.run(process.script_command(row.script, words, row.gpus), log, f"{place}: {name}", row.gpus)
         found = self.recorded(row)
         if not found or (found["status"] == "failed" and ended and ended[0] == "oom"):  # its peers failed
             failed = schema.Row(Path(row.script).stem, *(ended or ("failed", "left no record")))
@@ -139,6 +143,26 @@ class Ladder:
         status, reason = found["status"], found["reason"]
         took = f"{statistics.median(found['step_ms']):,.1f} ms a step" if status == "ok" else f"{status}: {reason}"
         say(f"{name}: {took}")
+
+
+def new_folder(kind: str) -> Path:
+    """A folder under results/ that no other run has, also where two start in the same second."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{kind}"
+    for k in itertools.count(1):
+        folder = ROOT / "results" / (name if k == 1 else f"{name}-{k}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
+def locked(folder: Path):
+    """A file that holds the lock of a run folder until this process ends; None where another process has it."""
+    lock = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return None
+    return lock
 
 
 def finish(folder: Path, stop: process.Stop) -> int:
@@ -171,17 +195,20 @@ def main(argv: list[str]) -> int:
     made, rows, facts = plan(argv, parser, fresh=not before)
     if before and any(before.get(name) != made[name] for name in ("workload", "rows", "schema_version")):
         parser.error(f"--resume {resumed}: its work has changed: the scripts, the text or this machine's defaults")
-    folder = resumed.resolve() if before else ROOT / "results" / f"{time.strftime('%Y%m%d-%H%M%S')}-{made['kind']}"
+    folder = resumed.resolve() if before else new_folder(made["kind"])
     if not before:
-        folder.mkdir(parents=True)
         schema.write_json(folder / schema.PLAN, made)
+    lock = locked(folder)
+    if lock is None:
+        parser.error(f"{folder} is in use by another run")
+    say("\n".join(facts["said"]))
     stop.listen()
     ladder = Ladder(folder, made, facts, stop)
     if made["roofs"] and not (folder / schema.PREDICTED).exists():
         ladder.predict()
-    for row in rows:
+    for k, row in enumerate(rows, 1):
         if not (stop.requests or ladder.recorded(row).get("status") == "ok"):
-            ladder.run_row(row)
+            ladder.run_row(row, f"row {k} of {len(rows)}")
     return finish(folder, stop)
 
 

@@ -23,9 +23,10 @@ from common.model import PRESETS
 from common.record import PLAN, PREDICTED, ROOFS, Roofs, read_object, write_json
 from common.text import OneLineParser, aligned, run_command, say
 from ladder import roofs
-from ladder.runs import BY_HAND, scripts
+from ladder.runs import scripts
 
 SELF = hardware.ROOT / "ladder" / "predict.py"
+HOPPER = (9, 0)  # of roofs that were recorded without a capability
 COPY = "copy fp32"  # moves 8 bytes a number
 
 
@@ -38,7 +39,12 @@ class Pass(NamedTuple):
     kernel: str | None = None  # of ladder/roofs.py: its measured time counts; without one, that of copies of the bytes
 
 
-# Kernels of one block, by the first character of a script's name. A vector is a bias or less: sums, cleared workspaces.
+# What the predictor knows of each step: its precision, where it is not mixed; whether it writes the (T, T) scores of
+# attention; whether it is captured; and below its kernels. Steps that it does not know are left out.
+PRECISION = {"0_baseline": "fp32", "4_transformer_engine": "fp8"}
+BY_HAND = ("0_baseline", "1_cublas")
+CAPTURED = ("3_compile", "4_transformer_engine")
+# Kernels of one block. A vector is a bias or less: sums, cleared workspaces.
 EAGER = (
     Pass("stream", 24, 4, "to fp32"),  # autocast runs LayerNorm in FP32: its input, in backward its gradient
     # Two LayerNorms in FP32, 8 each; outputs to BF16, backward gradients of inputs, 24; residual adds in BF16, 6 each.
@@ -53,7 +59,7 @@ EAGER = (
     Pass("vector", 0, 20),
 )
 IN_A_BLOCK = {
-    "0": (
+    "0_baseline": (
         # Forward and backward of / sqrt(D) and of the mask, 8 each; masked_fill copies its input first, 16; softmax 8,
         # backward 12 and a product of gradient and output, 12.
         Pass("scores", 80, 9),
@@ -65,7 +71,7 @@ IN_A_BLOCK = {
         Pass("qkv", 8, 1),
         Pass("vector", 0, 12),
     ),
-    "1": (
+    "1_cublas": (
         # / sqrt(D), forward and backward, 4 each; masked_fill's copies, 8; softmax in FP32, 20, and its product in
         # backward, 12; weights back to BF16, and backward the gradient of scores, 12.
         Pass("scores", 60, 9),
@@ -74,8 +80,8 @@ IN_A_BLOCK = {
         Pass("stream", 28, 7, "heads half"),
         *EAGER,
     ),
-    "2": EAGER,
-    "3": (
+    "2_sdpa": EAGER,
+    "3_compile": (
         # LayerNorm, 4; residual add with LayerNorm, 8; residual add, 6; their backward, 8 twice; gradients of
         # LayerNorm's weights and biases, 4 twice.
         Pass("stream", 42, 7),
@@ -86,7 +92,7 @@ IN_A_BLOCK = {
         Pass("weight", 48, 8),  # weights to BF16 in forward, their gradients to FP32 in backward
         Pass("vector", 0, 12),
     ),
-    "4": (
+    "4_transformer_engine": (
         # Two LayerNorms with their backward, 9 each; residual adds, 6 each; attention's output to FP8 in two layouts,
         # LayerNorms' FP8 outputs transposed, 8.
         Pass("stream", 50, 9),
@@ -113,23 +119,38 @@ ONCE_EAGER = (
 )
 ONCE_A_STEP = {
     # Log-softmax reads for maximum, sum and output, and writes; its backward as much; a gradient is cleared.
-    "0": (*EMBEDDING, Pass("embedding", 16, 2), Pass("logits", 36, 3), FUSED_ADAMW),
-    "1": ONCE_EAGER,
-    "2": ONCE_EAGER,
+    "0_baseline": (*EMBEDDING, Pass("embedding", 16, 2), Pass("logits", 36, 3), FUSED_ADAMW),
+    "1_cublas": ONCE_EAGER,
+    "2_sdpa": ONCE_EAGER,
     # Maximum and sum in one pass, and the gradient; the head's weight to BF16, its gradient to FP32.
-    "3": (Pass("stream", 44, 6), Pass("vector", 0, 30), Pass("embedding", 28, 4), Pass("logits", 6, 2), FUSED_ADAMW),
+    "3_compile": (
+        Pass("stream", 44, 6),
+        Pass("vector", 0, 30),
+        Pass("embedding", 28, 4),
+        Pass("logits", 6, 2),
+        FUSED_ADAMW,
+    ),
     # The same in FP8: the weight, and the gradient of the logits, in two layouts.
-    "4": (Pass("stream", 37, 5), Pass("vector", 0, 30), Pass("embedding", 28, 3), Pass("logits", 10, 3), FUSED_ADAMW),
+    "4_transformer_engine": (
+        Pass("stream", 37, 5),
+        Pass("vector", 0, 30),
+        Pass("embedding", 28, 3),
+        Pass("logits", 10, 3),
+        FUSED_ADAMW,
+    ),
 }
 # Bytes of memory: of each number of (tokens, C) in a block, and outside the blocks; of each logit; of each score of a
 # block, and once; of each parameter in AdamW. Found on the records of an H200.
 MEMORY = {
-    "0": (64, 0, 12, 4, 12, 16),
-    "1": (30, 0, 10, 7, 8, 16),
-    "2": (35, 8, 10, 0, 0, 16),
-    "3": (31, 12, 2, 0, 0, 16),
-    "4": (27, 12, 4, 0, 0, 16),
+    "0_baseline": (64, 0, 12, 4, 12, 16),
+    "1_cublas": (30, 0, 10, 7, 8, 16),
+    "2_sdpa": (35, 8, 10, 0, 0, 16),
+    "3_compile": (31, 12, 2, 0, 0, 16),
+    "4_transformer_engine": (27, 12, 4, 0, 0, 16),
 }
+
+
+STEPS = tuple(IN_A_BLOCK)
 
 
 @dataclass
@@ -216,38 +237,41 @@ class Machine:
 
 
 def predict(step: str, shape, batch_size: int, measured: Roofs, capture: bool = True) -> Prediction:
-    """One step at a shape (a GPTConfig), from a machine's roofs; without `capture` launched. Raises ValueError where
-    the roofs lack a part, and for sizes that FP8 cannot multiply."""
-    machine, numbers, number = Machine(measured), roofs.sizes(shape, batch_size), step[0]
+    """One of STEPS at a shape (a GPTConfig), from a machine's roofs; without `capture` launched.
+
+    Raises ValueError where the roofs lack a part, and for sizes that FP8 cannot multiply.
+    """
+    machine, numbers = Machine(measured), roofs.sizes(shape, batch_size)
     mixed = "bf16" if "bf16" in machine.precisions else "fp32"
-    precision = {"0": "fp32", "4": "fp8"}.get(number, mixed)
+    precision = PRECISION.get(step, mixed)
     if precision not in machine.precisions or not (measured.kernels and measured.attention):
         raise ValueError(f"the roofs lack {precision.upper()} products, kernels or attention")
-    unit = hardware.fp8_unit((measured.environment and measured.environment.compute_capability) or (9, 0))
+    capability = measured.environment.compute_capability if measured.environment else None
+    unit = hardware.fp8_unit(capability or HOPPER)
     odd = [size for size in (shape.n_embd, batch_size * shape.seq_len, shape.vocab_size) if size % unit]
     if precision == "fp8" and odd:
         raise ValueError(f"FP8 needs channels, tokens and vocabulary divisible by {unit}, not {odd[0]}")
-    passes = [(one, shape.n_layer) for one in IN_A_BLOCK[number]] + [(one, 1) for one in ONCE_A_STEP[number]]
+    passes = [(one, shape.n_layer) for one in IN_A_BLOCK[step]] + [(one, 1) for one in ONCE_A_STEP[step]]
     others_s = sum(times * one.kernels * machine.pass_s(one, numbers[one.tensor]) for one, times in passes)
-    products = list(products_of(number, shape, batch_size, machine, precision))
+    products = list(products_of(step, shape, batch_size, machine, precision))
     launches = sum(times * one.kernels for one, times in passes) + sum(count for count, _, _ in products)
     attention_s = 0.0
-    if number not in BY_HAND:
+    if step not in BY_HAND:
         heads, D = batch_size * shape.n_head, shape.n_embd // shape.n_head
         attention_s = shape.n_layer * machine.attention_s(shape.seq_len, D, heads)
         launches += 4 * shape.n_layer  # forward, and three kernels backward
     products_s = machine.slowed_s(products, others_s + attention_s, precision)
-    host_s = 0.0 if capture and number in "34" else launches * (measured.launch_s or 0.0)
+    host_s = 0.0 if capture and step in CAPTURED else launches * (measured.launch_s or 0.0)
     return Prediction(products_s * 1e3, attention_s * 1e3, others_s * 1e3, host_s * 1e3)
 
 
 def products_of(
-    number: str, shape, batch_size: int, machine: Machine, precision: str
+    step: str, shape, batch_size: int, machine: Machine, precision: str
 ) -> Iterator[tuple[int, float, int]]:
     """How often a step runs each product, its seconds at the ceiling, and its FLOPs."""
     for mnk, count in flops.matrix_products(shape, batch_size * shape.seq_len).items():
         yield count, machine.product_s(precision, *mnk), 2 * math.prod(mnk)
-    for (m, n, k), count in (roofs.batched_products(shape, batch_size) if number in BY_HAND else {}).items():
+    for (m, n, k), count in (roofs.batched_products(shape, batch_size) if step in BY_HAND else {}).items():
         least_s = (4 if precision == "fp32" else 2) * (m * n + m * k + n * k) / machine.roofs.copy_bytes_per_s
         yield count * shape.n_layer, max(least_s, machine.product_s(precision, m, n, k)), 2 * m * n * k
 
@@ -259,10 +283,12 @@ def peak_bytes(step: str, shape, batch_size: int) -> int:
     in BF16 and the head's gradient in both formats, and what backward finds.
     """
     tokens, C, parameters = batch_size * shape.seq_len, shape.n_embd, flops.parameters(shape)
-    of_block, outside, of_logit, of_score, once, of_parameter = MEMORY[step[0]]
+    of_block, outside, of_logit, of_score, once, of_parameter = MEMORY[step]
     scores, L = shape.n_head * shape.seq_len, shape.n_layer  # of a token
     saved = tokens * (of_block * L * C + outside * C + of_score * L * scores)
-    weights = 12 * parameters + (step[0] != "0") * (24 * L * C**2 + 6 * shape.vocab_size * C)
+    weights = 12 * parameters
+    if PRECISION.get(step) != "fp32":  # also weights in BF16, and the head's gradient in both formats
+        weights += 24 * L * C**2 + 6 * shape.vocab_size * C
     return max(weights + saved + tokens * max(of_logit * shape.vocab_size, once * scores), of_parameter * parameters)
 
 
@@ -298,7 +324,8 @@ def row(step: str, one: Prediction, before: Prediction, peak: int, memory: int |
 def predict_all(args, measured: Roofs) -> tuple[dict[str, Prediction], dict[str, str]]:
     """Every step that the roofs suffice for, and why others are left out. Raises ValueError where none is left."""
     found, why = {}, {}
-    for step in (name.removesuffix(".py") for name in scripts()):
+    here = [name.removesuffix(".py") for name in scripts()]
+    for step in (step for step in STEPS if step in here):
         try:
             found[step] = predict(step, args.config, args.batch_size, measured, args.capture)
         except (ValueError, ArithmeticError, TypeError) as error:

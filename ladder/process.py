@@ -66,6 +66,8 @@ def run(
     written.
     """
     log.unlink(missing_ok=True)
+    if sys.platform == "linux":  # PR_SET_CHILD_SUBREAPER: workers of a torchrun that is killed come to this process
+        ctypes.CDLL(None).prctl(36, 1)
     where = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": os.environ | variables, "cwd": ROOT}
     if sys.platform == "linux":  # PR_SET_PDEATHSIG, on which torchrun ends its workers
         where["preexec_fn"] = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)
@@ -85,6 +87,7 @@ def run(
     finally:
         _signal_session(child, signal.SIGKILL)  # compiler workers
         code = child.wait()
+        _end_orphans()
         progress("")
     if kill_at < math.inf:
         stopped = "interrupted", "ended by Ctrl-C, a closed terminal or kill"
@@ -107,7 +110,16 @@ def _signal_session(child: subprocess.Popen, number: int) -> None:
             os.killpg(leader, number)
 
 
+def _end_orphans() -> None:
+    """End what a killed row left behind, which the system has made children of this process."""
+    for listed in Path("/proc/self/task").glob("*/children"):
+        for orphan in map(int, listed.read_text().split()):
+            with contextlib.suppress(ProcessLookupError, PermissionError, ChildProcessError):
+                os.killpg(os.getpgid(orphan), signal.SIGKILL)
+                os.waitpid(orphan, 0)
+
+
 def last_line(log: Path, sign: str) -> str:
     """What follows `sign` in the last line of a log that holds it; empty where there is none."""
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return one_line(next((line.rpartition(sign)[2] for line in reversed(lines) if sign in line), ""))

@@ -1,30 +1,29 @@
 """What is to run, as a list of rows: a ladder, its repetitions, peers, a scaling over GPUs, a sweep over shapes.
 
-`python -m ladder.runs ARGUMENT ...` prints what a step's arguments mean on this machine, as JSON: it imports torch, and
-the process of the ladder does not.
+A step is a file: NUMBER_name.py in the folder of the project.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
-from dataclasses import asdict
 from typing import NamedTuple
 
-from common.text import run_command
 from ladder import process
 from ladder.process import ROOT
 
 PARALLEL = ("ddp", "fsdp")
-CAPTURED = "34"  # steps that are captured where a GPU can
 LAUNCHED = "1-launched"  # on one GPU without capture: what FSDP2, which cannot be captured, is compared with
-BY_HAND = "01"  # steps that keep the (T, T) scores of attention
 SWEEP = {  # channels, sequence length and tokens a step: several widths, and several lengths at one width
     "cuda": [(C, 2048, 16384) for C in (320, 768, 2048, 4096, 8192)]
     + [(1024, T, 32768) for T in (1024, 4096, 16384, 32768)],
     "cpu": [(C, 512, 1024) for C in (64, 128, 256)] + [(128, T, 2048) for T in (256, 1024)],
 }
 HEAD_DIM = {"cuda": 64, "cpu": 32}
+
+
+STEP = re.compile(r"\d+_\w+\.py")
 
 
 class Planned(NamedTuple):
@@ -37,15 +36,24 @@ class Planned(NamedTuple):
 
 
 def scripts(only: str | None = None) -> list[str]:
-    """The steps, or those of them whose numbers `only` names."""
-    return sorted(path.name for path in ROOT.glob("[0-9]_*.py") if only is None or path.name[0] in only)
+    """The steps in the order of their numbers, or those whose numbers `only` names: `3,4`."""
+    numbers = {path.name: int(path.name.partition("_")[0]) for path in ROOT.glob("*.py") if STEP.match(path.name)}
+    wanted = None if only is None else {int(number) for number in only.split(",")}
+    return [name for name in sorted(numbers, key=numbers.get) if wanted is None or numbers[name] in wanted]
+
+
+def captures(script: str) -> bool:
+    """Whether a step can be captured as a CUDA graph: it defines `capture`."""
+    return re.search(r"(?m)^    def capture\(", (ROOT / script).read_text()) is not None
 
 
 def check(arguments: list[str], gpus: int = 1) -> dict:
     """What the arguments mean here. Exits with the one line and the code of a step where they are wrong."""
     last = {"RANK": str(gpus - 1), "LOCAL_RANK": str(gpus - 1), "WORLD_SIZE": str(gpus)} if gpus > 1 else {}
     where = {"env": os.environ | last, "cwd": ROOT, "start_new_session": True}
-    done = subprocess.run(process.module_command("ladder.runs", *arguments), stdout=subprocess.PIPE, text=True, **where)
+    done = subprocess.run(
+        process.module_command("ladder.facts", *arguments), stdout=subprocess.PIPE, text=True, **where
+    )
     if done.returncode:
         sys.exit(done.returncode)
     return json.loads(done.stdout.splitlines()[-1])  # a sitecustomize may print before it
@@ -74,7 +82,7 @@ def scaling(rows: list[Planned], most: int, parallel: str | None, device_type: s
         for how in PARALLEL if parallel is None else [parallel]:
             found += at(f"{gpus}-{how}", rows, ["--parallel", how], gpus)
     shards = device_type == "cuda" and parallel != "ddp"
-    return found + at(LAUNCHED, [row for row in rows if shards and row.script[0] in CAPTURED], ["--no-capture"])
+    return found + at(LAUNCHED, [row for row in rows if shards and captures(row.script)], ["--no-capture"])
 
 
 def sweep(rows: list[Planned], device_type: str) -> list[Planned]:
@@ -85,27 +93,3 @@ def sweep(rows: list[Planned], device_type: str) -> list[Planned]:
         words = f"--n-layer 2 --n-embd {channels} --n-head {heads} --seq-len {length} --batch-size {tokens // length}"
         found += at(f"{channels}-channels-{length}-tokens", rows, words.split())
     return found
-
-
-def main() -> None:
-    import torch
-
-    from common import hardware
-    from common.arguments import parse_args
-    from ladder.predict import peak_bytes
-
-    args = parse_args(ROOT / "run_all.sh", None)
-    facts = {
-        # The free memory, and with it auto's choice, may change from row to row.
-        "pinned": ["--preset", args.preset, "--batch-size", str(args.batch_size)],
-        "device_type": args.device.type,
-        "gpus": torch.cuda.device_count() if args.device.type == "cuda" else 0,
-        "workload": asdict(args.workload()),
-        "free_bytes": hardware.free_memory_bytes(args.device),
-        "needed_bytes": {name: peak_bytes(name, args.config, args.batch_size) * args.processes for name in scripts()},
-    }
-    print(json.dumps(facts))
-
-
-if __name__ == "__main__":
-    run_command(main, "run_all.sh")

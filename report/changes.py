@@ -16,7 +16,7 @@ def added_groups(before: Row, after: Row) -> list[list[str]]:
     old, new = code_lines(before.source or ""), code_lines(after.source or "")
     if not old or not new:
         return []
-    changes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    changes = difflib.SequenceMatcher(None, old, new).get_opcodes()
     return [new[start:end] for kind, _, _, start, end in changes if kind in ("insert", "replace")]
 
 

@@ -4,6 +4,7 @@ Names come from records: they are shortened, and never read as markup or as form
 """
 
 import io
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,17 +40,25 @@ STYLE = {
 
 
 @contextmanager
-def figure(height_in: float, width_in: float = WIDTH_IN) -> Iterator[Figure]:
+def styled(**more: object) -> Iterator[None]:
+    """The style of all pictures, while they are drawn and while they are written."""
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()  # a user's matplotlibrc may ask for LaTeX, which may be absent
-        matplotlib.rcParams.update(STYLE)
+        matplotlib.rcParams.update(STYLE | more)
         warnings.simplefilter("ignore", UserWarning)  # a name from a record may hold a letter that the font lacks
+        yield
+
+
+@contextmanager
+def figure(height_in: float, width_in: float = WIDTH_IN) -> Iterator[Figure]:
+    with styled():
         yield Figure(figsize=(width_in, height_in), layout="constrained")
 
 
 def png(drawn: Figure) -> bytes:
     written = io.BytesIO()
-    drawn.savefig(written, format="png", dpi=150, facecolor="white", metadata={"Software": None})
+    with styled():
+        drawn.savefig(written, format="png", dpi=150, facecolor="white", metadata={"Software": None})
     return written.getvalue()
 
 
@@ -57,10 +66,12 @@ def svg(drawn: Figure, as_paths: bool = False) -> str:
     """The figure as an <svg> element, which style.css fits to its container; `as_paths` draws letters, so that it looks
     the same where their font is missing."""
     written, fonts = io.StringIO(), "path" if as_paths else "none"
-    with matplotlib.rc_context({"svg.fonttype": fonts, "svg.hashsalt": "ladder"}):
+    with styled(**{"svg.fonttype": fonts}):
         drawn.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = written.getvalue()
-    return text[text.index("<svg") :].replace(INK, "currentColor").replace(PAPER, "var(--paper)")
+    text = text[text.index("<svg") :].replace(INK, "currentColor").replace(PAPER, "var(--paper)")
+    used = set(re.findall(r"#([\w-]+)", text))  # other ids would stand twice on a page with two drawings
+    return re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
 
 
 def plain_numbers(axis: matplotlib.axis.Axis, marks: tuple[int, ...] = (1,)) -> None:
@@ -80,5 +91,5 @@ def loss_svg(made: Figures) -> str:
             below.plot([b - a for a, b in zip(rows[0].loss, row.loss, strict=False)], linewidth=1.4)
         above.set_ylabel("loss, nats")
         above.legend(fontsize=8)
-        below.set(xlabel="training step, warm-up included", ylabel=f"minus {one_line(rows[0].step, 14)}")
+        below.set(xlabel="training step", ylabel=f"minus {one_line(rows[0].step, 14)}")
         return svg(drawn)

@@ -10,18 +10,21 @@ from report.load import DIFFER
 LOSS_WINDOW = 5  # training steps
 GAPS = "gaps"  # of the GPU's timeline
 GIB = 2**30
-PLAIN = "2_sdpa"  # where most readers' training stands: mixed precision and fused attention
 MARK = "?"  # behind a figure that may be wrong
-LEGEND = "?: may be wrong: the machine was busy, the second half of the steps drifted by over 5 %, or rows differ"
+LEGEND = (
+    "?: may be wrong: the machine was busy, its host slow at launching, the second half of the steps drifted by "
+    "over 5 %, or rows differ"
+)
 # Times what the reference work takes at best, beyond which something else ran on the machine. Around the rows of
 # an idle H200 it varied by 2 %, and on two idle cores of a shared host by 17 % in four of five runs (in the fifth
 # by 53 %).
 BUSY = {"cuda": 1.10, "cpu": 1.25}
-# A host is slow at launching where its launches took so many times as long as at best. Only a row whose GPU waits
-# for it, for this share of a step, is marked.
-SLOW_LAUNCH, WAITS = 1.25, 0.05
+# A host is slow at launching where its launches took so many times as long as at best: on good hosts they varied by
+# 1.8 times between rows. Only a row whose GPU waits for it, for this share of a step, is marked.
+SLOW_LAUNCH, WAITS = 2.0, 0.05
 DRIFT, FEWEST_STEPS_OF_DRIFT = 0.05, 4
 MOST_OF_FIRST_LOSS, LEARNED = 1.1, 0.75  # times the first loss: none is above, and the mean of the last five is below
+ENOUGH_FOR_FP8 = 10  # rehearsed steps
 FEWEST_LOSSES = 8  # from which that mean is judged
 NOT_FUSED = (None, "by hand")  # attention kernels
 PROFILE_OFF = 1 / 3  # of the timed step, by which a profiled one may differ
@@ -51,7 +54,7 @@ class Line:
     flops_per_s: float | None = None  # model FLOPs of one GPU, by the convention of common/flops.py
     over_before: Ratio | None = None  # over the nearest row before it that has a time
     over_first: Ratio | None = None  # over the first row that has a time
-    over_plain: Ratio | None = None  # over PLAIN
+    over_plain: Ratio | None = None  # over the row where most readers' training stands, see `plain_step`
     gib: float | None = None  # peak of CUDA's allocator; on a CPU of the process
     loss: float | None = None  # mean of the last LOSS_WINDOW training steps, nats
     drift: float = 0.0  # second half of the timed steps against the first, as a share: of the pass with the largest
@@ -91,7 +94,7 @@ def figures(run: Run, among: Iterable[Run] = ()) -> Figures:
     peers = [_line(row, run, base, is_peer=True) for row in run.peers]
     lines, timed = [*steps, *peers], [line for line in [*steps, *peers] if line.ms]
     first = next((line for line in steps if line.ms), None)
-    plain = next((line for line in steps if line.ms and line.name == PLAIN), None)
+    plain = plain_step(steps)
     _doubt(run, timed)
     before = None
     for line in lines:
@@ -109,6 +112,21 @@ def figures(run: Run, among: Iterable[Run] = ()) -> Figures:
         passes = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
         remarks.append(f"median of {passes} passes, {apart:.1%} apart at most")
     return Figures(run, lines, steps, timed, first, plain, environment, busy, remarks)
+
+
+def plain_step(steps: list[Line]) -> Line | None:
+    """Where most readers' training stands: the first step with fused attention that is neither compiled nor
+    FP8, in mixed precision unless no step has it. None where there is none."""
+    timed = [line for line in steps if line.ms]
+    if any(is_mixed(line) for line in timed):
+        timed = [line for line in timed if is_mixed(line)]
+    found = (line.row.settings for line in timed)
+    plain = [s.attention_kernel not in NOT_FUSED and not s.compiled and not s.fp8_recipe for s in found]
+    return next((line for line, fits in zip(timed, plain, strict=True) if fits), None)
+
+
+def is_mixed(line: Line) -> bool:
+    return line.row.settings.amp_dtype in ("bfloat16", "float16")
 
 
 def ratio(line: Line, other: Line | None) -> Ratio | None:
@@ -137,8 +155,8 @@ def _line(row: Row, run: Run, base: dict[str, float], is_peer: bool = False) -> 
     line.low_ms, line.high_ms = min(ends), max(ends)
     line.drift = max(map(_drift, timings), key=abs)
     line.slowed = max((ms / base[kind] for one in passes for kind, ms in _work(one).items()), default=1.0)
-    if row.launch_us and _waits_for_the_host(row):
-        line.slow_launch = max(median(one.launch_us) / base["launch"] for one in passes if one.launch_us)
+    if "launch" in base and _waits_for_the_host(row):
+        line.slow_launch = max((launch_us(one) or 0.0) / base["launch"] for one in passes)
     line.loss = fmean(row.loss[-LOSS_WINDOW:]) if row.loss else None
     line.note = "; ".join(filter(None, [row.note, unlearned(row.loss)]))
     line.gib = row.peak_bytes / GIB if row.peak_bytes else None
@@ -217,6 +235,11 @@ def _work(row: Row) -> dict[str, float]:
     return {kind: median(times) for kind, times in kinds.items() if times and all(times)}
 
 
+def launch_us(row: Row) -> float | None:
+    """Microseconds of a launch around a row's steps; None where it was not measured."""
+    return median(row.launch_us) if row.launch_us and all(us > 0 for us in row.launch_us) else None
+
+
 def _waits_for_the_host(row: Row) -> bool:
     """Whether the GPU waits for the launches of a row: by its profile, or without one by steps that are far slower than
     its fastest."""
@@ -231,7 +254,7 @@ def _fastest_reference(runs: list[Run]) -> dict[str, float]:
     """The least that each kind of reference work, and launches, took around any row."""
     rows = (row for run in runs for row in [*run.rows, *run.peers] if row.status == "ok")
     passes = [one for row in rows for one in row.passes or [row]]
-    work = [_work(one) for one in passes] + [{"launch": median(one.launch_us)} for one in passes if one.launch_us]
+    work = [_work(one) for one in passes] + [{"launch": us} for us in map(launch_us, passes) if us]
     return {kind: min(one[kind] for one in work if kind in one) for kind in set().union(*work)}
 
 
@@ -272,13 +295,18 @@ def loss_rule(lines: list[Line]) -> str:
     if not rows:
         return ""
     last = max(len(row.loss) for row in rows)
-    words = f"Loss: mean of training steps {max(1, last - LOSS_WINDOW + 1)} to {last}, in nats"
-    rehearsed = sorted({row.rehearsed for row in rows if row.rehearsed})
-    cold = any(row.settings.fp8_recipe and not row.rehearsed for row in rows)
-    if rehearsed:
+    steps = dict.fromkeys((max(1, last - LOSS_WINDOW + 1), last))
+    words = f"Loss: mean of training steps {' to '.join(map(str, steps))}, in nats"
+    rehearsed = sorted({row.rehearsed for row in rows})
+    in_fp8 = [row.rehearsed for row in rows if row.settings.fp8_recipe]
+    if any(rehearsed):
         counts = " to ".join(map(str, dict.fromkeys((rehearsed[0], rehearsed[-1]))))
-        words += f". {counts} rehearsed steps came before: weights were put back, FP8 keeps the scales it learnt there"
-    if cold:
+        words += f". {counts} rehearsed steps came before, whose weights were put back"
+    if any(in_fp8):
+        words += "; FP8 keeps the scales that it learnt there"
+    if any(0 < steps < ENOUGH_FOR_FP8 for steps in in_fp8):
+        words += f", though fewer than {ENOUGH_FOR_FP8} may be too few for it"
+    if 0 in in_fp8:
         words += ". A row in FP8 without a rehearsal begins with unknown scales, and its loss lags"
     return words
 

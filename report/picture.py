@@ -82,7 +82,7 @@ def label(line: Line) -> str:
     """What stands behind a bar: `159 ms, 19 x`; of the first row, which others are compared with, `3,072 ms`."""
     if not line.ms:
         return line.row.status
-    ms = f"{line.ms:,.0f} ms" if line.ms >= 100 else f"{line.ms:.1f} ms"
+    ms = f"{line.ms:,.0f}{line.mark} ms" if line.ms >= 100 else f"{line.ms:.1f}{line.mark} ms"
     faster = line.over_first
     return ms if faster is None or faster.value == 1 else f"{ms}, {faster.value:.1f}{faster.mark} x"
 

@@ -24,6 +24,7 @@ class Scaled:
     line: Line
     work: Workload | None
     gpus: int
+    parallel: str | None  # ddp, fsdp; None of one GPU
     captured: bool | None
     alone: Line | None = None  # the row on one GPU that it is compared with
     efficiency: float | None = None  # tokens/s of each GPU over those of one GPU alone
@@ -32,8 +33,8 @@ class Scaled:
     lost: dict[str, float] | None = None  # by category, what the step has more than alone, as shares of it
 
     def names(self) -> dict[str, str]:
-        by = self.work and self.work.parallel
-        return {"step": self.line.name, "how": f"{WORDS.get(by, by)}, {LAUNCH[self.captured]}", "GPUs": str(self.gpus)}
+        how = f"{WORDS.get(self.parallel, self.parallel)}, {LAUNCH[self.captured]}"
+        return {"step": self.line.name, "how": how, "GPUs": str(self.gpus)}
 
     def share(self) -> str:
         """The efficiency in words; a dash of what is compared with itself."""
@@ -46,15 +47,23 @@ class Scaled:
 def scaled(study: Study) -> list[Scaled]:
     """Every row of every place, those of one script side by side."""
     rows = []
-    for _, run in sorted(study.runs.items()):
+    for place, run in sorted(study.runs.items()):
+        gpus, parallel = _of_place(place, run.workload)
         for line in figures(run, study.runs.values()).steps:
-            gpus = run.workload.gpus if run.workload else 1
-            rows.append(Scaled(line, run.workload, gpus, line.row.settings.captured))
+            rows.append(Scaled(line, run.workload, gpus, parallel, line.row.settings.captured))
     for row in rows:
         alone = [one for one in rows if one.line.name == row.line.name and one.line.ms and one.gpus == 1]
         if row.line.ms and row.work:
             _compare(row, alone)
     return sorted(rows, key=lambda row: (row.line.name, row.gpus))
+
+
+def _of_place(place: str, work: Workload | None) -> tuple[int, str | None]:
+    """GPUs of a place, and how they share the model: of one without a finished row, by its name."""
+    if work:
+        return work.gpus, work.parallel
+    number, _, how = place.partition("-")
+    return int(number) if number.isdecimal() else 1, how if how in WORDS else None
 
 
 def _compare(row: Scaled, alone: list[Scaled]) -> None:

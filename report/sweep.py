@@ -5,6 +5,7 @@ from itertools import pairwise
 from statistics import median
 
 from common.record import Study, Workload
+from common.text import one_line
 from report.charts import INK, figure, plain_numbers, png
 from report.figures import Figures, figures, ratio
 from report.table import percent, status_or_ms, times
@@ -29,11 +30,11 @@ def gain_cells(made: Figures) -> dict[str, str]:
     work, ran = made.run.workload, [line for line in made.steps if line.row.status != "skipped"]
     cells = {"channels": str(work.n_embd), "heads": str(work.n_head), "layers": str(work.n_layer)}
     cells |= {"T": str(work.seq_len), "tokens a step": f"{work.tokens_per_step:,}"}
-    cells |= {f"step {line.name[0]}, ms": status_or_ms(line) for line in made.steps[:1]}
+    cells |= {f"{line.name}, ms": status_or_ms(line) for line in made.steps[:1]}
     for before, line in pairwise(made.steps):
         gain = "fits" if before.row.status == "oom" else times(ratio(line, before))
-        cells[f"step {line.name[0]}"] = gain if line.ms else line.row.status
-    return cells | {f"step {line.name[0]}, ms": status_or_ms(line) for line in ran[-1:]}
+        cells[line.name] = gain if line.ms else line.row.status
+    return cells | {f"{line.name}, ms": status_or_ms(line) for line in ran[-1:]}
 
 
 def error_cells(runs: list[Figures]) -> dict[str, str]:
@@ -83,7 +84,7 @@ def picture(study: Study) -> bytes | None:
                 points = columns.get((tokens, T), [(math.nan, math.nan)])
                 axes.plot(*zip(*points, strict=True), label=f"{tokens:,} tokens, T {T}", marker=".")
             axes.axhline(1, color=INK, linewidth=0.7)
-            axes.set(xscale="log", yscale="log", ylabel=f"step {step[0]}")
+            axes.set(xscale="log", yscale="log", ylabel=one_line(step, 14))
             plain_numbers(axes.yaxis, (1, 1.2, 1.5, 2, 3, 5, 7))
         panels[-1].set_xlabel("channels")
         widths = sorted({one.run.workload.n_embd for one in made})

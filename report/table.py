@@ -14,6 +14,7 @@ from report.load import RecordError, load
 tabulate.MIN_PADDING = 0  # a column is no wider than its header
 LINES_BELOW = 3  # at most, of what is unusual; one more tells where the report is
 LONGEST_NAME = 24  # of a row in the table of a terminal, which has 100 columns
+CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU: compiling gains nothing here"
 CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
 # Fields of workloads whose times may still be compared.
 HARMLESS = {"warmup", "steps", "text", "text_sha256"}
@@ -33,6 +34,11 @@ def number(value: float | None, form: str = ",.1f") -> str:
 
 def ms_number(ms: float | None) -> str:
     return number(ms, ",.1f" if ms is None or ms >= 10 else ".2f")
+
+
+def three_digits(value: float | None) -> str:
+    """`145`, `92`, `7.66`: three significant digits, and whole numbers from 100 on."""
+    return number(value, ".3g" if value is None or value < 100 else ",.0f")
 
 
 def percent(share: float | None, digits: int = 1) -> str:
@@ -66,7 +72,7 @@ def only_filled(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def table_rows(made: Figures, extent: bool = False) -> list[dict[str, str]]:
     """One row of cells by column a line. `extent` adds the ranges of the passes, and how peers differ."""
-    first = f"x step {made.first.name[0]}" if made.first else "x step 0"
+    first, plain = (f"x {line.name}" if line else "-" for line in (made.first, made.plain))
     rows = []
     for line in made.lines:
         row = {
@@ -76,7 +82,7 @@ def table_rows(made: Figures, extent: bool = False) -> list[dict[str, str]]:
             "TFLOP/s": tflops(line.flops_per_s),
             "x above": times(line.over_before),
             first: times(line.over_first),
-            "x step 2": times(line.over_plain),
+            plain: times(line.over_plain),
             "GiB": number(line.gib),
             "loss": number(line.loss, ".3f"),
         }
@@ -92,7 +98,7 @@ def front_rows(made: Figures, adds: list[str]) -> list[dict[str, str]]:
     for line, words in zip(made.steps, adds, strict=True):
         lines = sum(map(len, added_groups(before.row, line.row))) if before else None
         row = {"script": f"{line.name}.py", "what it adds": words, "code lines added": number(lines, "d")}
-        row |= {"ms": ms_number(line.ms), "x the row above": times(line.over_before), "x FP32": times(line.over_first)}
+        row |= {"ms": status_or_ms(line), "x the row above": times(line.over_before), "x FP32": times(line.over_first)}
         rows.append(row | {"GiB": number(line.gib)})
         before = line
     return rows
@@ -107,14 +113,27 @@ def card_row(made: Figures) -> dict[str, str]:
     return {
         "device": environment.device,
         "workload": f"{work.preset}: {shape}" if work else "-",
-        "first step, ms": ms_number(timed[0].ms) if timed else "-",
-        "last step, ms": ms_number(timed[-1].ms) if timed else "-",
+        "first step, ms": status_or_ms(timed[0]) if timed else "-",
+        "last step, ms": status_or_ms(timed[-1]) if timed else "-",
         "gains, step by step": f"{gains} = {times(timed[-1].over_first)}" if len(timed) > 1 else "-",
         "versions": ", ".join(
             f"{name} {environment.versions[name]}" for name in VERSIONS if name in environment.versions
         ),
         "date": (made.run.started_at or "-")[:10],
+        "commit": (environment.commit or "-")[:7],
     }
+
+
+def is_a_card(made: Figures) -> bool:
+    """Whether a run is a row of docs/cards.md: the whole ladder on one GPU, of which at least two steps have a time."""
+    chosen = "--only" in made.run.command or any(line.row.status in ("not run", "interrupted") for line in made.steps)
+    alone = made.run.workload is not None and made.run.workload.gpus == 1
+    return (
+        made.environment.device_type == "cuda"
+        and alone
+        and not chosen
+        and len([line for line in made.steps if line.ms]) > 1
+    )
 
 
 def category_rows(made: Figures) -> list[dict[str, str]]:
@@ -134,7 +153,7 @@ def limit_rows(made: Figures) -> list[dict[str, str]]:
             "most time in": f"{line.share[0]} {line.share[1]:.0%}" if line.share else "-",
             "of roof": f"{line.of_roof:.0%} of {line.precision.upper()}" if line.of_roof else "-",
             "clock, MHz": number(line.row.clock_mhz, ",.0f"),
-            "tokens/J": number(line.tokens_per_joule, ".3g"),
+            "tokens/J": three_digits(line.tokens_per_joule),
             "predicted ms": ms_number(line.row.predicted_ms),
             "warm-up s": number(line.row.warmup_s),
         }
@@ -155,7 +174,8 @@ def roof_rows(roofs: Roofs) -> list[dict[str, str]]:
 
 
 def headline(made: Figures) -> str:
-    """What a run shows: the fastest step against AMP + SDPA and against the first; or why it shows nothing."""
+    """What a run shows: the fastest step against AMP + SDPA and against the first, and whether FP8 pays; or why
+    it shows nothing."""
     timed = [line for line in made.steps if line.ms]
     if not timed:
         return "No step has a time"
@@ -163,8 +183,20 @@ def headline(made: Figures) -> str:
     against = {line.name: line for line in (made.plain, made.first) if line and line is not best}
     if not against:
         return f"One training step of {best.name}: {ms_number(best.ms)} ms"
-    by = "" if best is made.steps[-1] else f", by {best.name}"
-    return ", ".join(f"{_times_faster(best, line)} than {_usual(line)}" for line in against.values()) + by
+    gains = ", ".join(f"{_times_faster(best, line)} than {_usual(line)}" for line in against.values())
+    return f"{best.name}: {gains}{_whether_fp8_pays(timed)}"
+
+
+def _whether_fp8_pays(timed: list[Line]) -> str:
+    """A clause on the fastest step in FP8, against the fastest one without; empty where one of the two is missing."""
+    in_fp8 = [line for line in timed if line.row.settings.fp8_recipe]
+    others = [line for line in timed if not line.row.settings.fp8_recipe]
+    if not in_fp8 or not others:
+        return ""
+    gain = ratio(min(in_fp8, key=lambda line: line.ms), min(others, key=lambda line: line.ms))
+    if not gain.clear:
+        return ". FP8 gains nothing clear here"
+    return f". FP8 {'pays' if gain.value > 1 else 'does not pay'} here: {times(gain)} x"
 
 
 def _times_faster(line: Line, other: Line) -> str:
@@ -203,14 +235,16 @@ def describe_workload(work: Workload | None) -> str:
 
 
 def render_text(made: Figures, report: str) -> str:
-    """The report for a terminal: at most 100 columns, and at most four lines under the table."""
+    """The report for a terminal: a table of at most 100 columns, and a few lines under it."""
     rows = [row | {"step": one_line(row["step"], LONGEST_NAME)} for row in table_rows(made)]
     below = [*made.remarks]
     if len(below) > LINES_BELOW:
         below[LINES_BELOW - 1 :] = [f"{len(below) - LINES_BELOW + 1} more lines in the report"]
     below += filter(None, [loss_rule(made.timed)])
+    if made.environment.device_type == "cpu":
+        below.append(CPU_SHOWS)
     below.append(f"{CONVENTION}. Report: {report}")
-    if made.environment.device_type == "cuda" and all(line.ms for line in made.steps):
+    if is_a_card(made):
         below.append(f"This GPU as a row of docs/cards.md:\n{pipe([card_row(made)]).splitlines()[-1]}")
     return "\n".join([headline(made), "", aligned(rows), "", *below])
 
@@ -260,7 +294,8 @@ def _markdown_page(title: str, made: Figures, tables: dict, said: list[str], com
     parts += [f"{markdown(title)}\n\n{pipe(rows)}".strip() for title, rows in tables.items() if rows]
     if "TFLOP/s" in str(tables):
         said = [*said, CONVENTION]
-    said = [*said, *filter(None, [loss_rule(made.timed)])]
+    if any("loss" in rows[0] for rows in tables.values() if rows):
+        said = [*said, loss_rule(made.timed)]
     parts += ["\n".join(f"- {markdown(text)}" for text in said), "Run it again:"]
     parts += ["    " + command.replace(" && ", "\n    ")]
     return "\n\n".join(filter(None, parts)) + "\n"

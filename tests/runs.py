@@ -18,6 +18,9 @@ SETTINGS = {
     "2_sdpa": Settings(**HALF, attention_kernel="cudnn", compiled=False, captured=False),
     "3_compile": Settings(**HALF, attention_kernel="cudnn", compiled=True, captured=True),
 }
+SETTINGS["4_transformer_engine"] = Settings(
+    **HALF, attention_kernel="cudnn", compiled=True, captured=True, fp8_recipe="x", head="FP8"
+)
 LEARNED = [4.0, *[3.0] * 4, *[2.0] * 5]
 
 

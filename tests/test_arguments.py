@@ -22,7 +22,7 @@ def parse(*words):
         ("--n-head 3", "--n-embd 128 is not divisible by --n-head 3"),
         ("--device mps", "invalid choice"),
         ("--parallel ddp", "--parallel is for several processes"),
-        ("--n-layer 100000", "needs 295 GiB in training (16 bytes a parameter), but cpu has"),
+        ("--n-layer 100000", "needs 369 GiB in training (20 bytes a parameter), but cpu has"),
         ("--seq-len 100000000", "GiB in training"),
         ("--vocab-size 100", "--vocab-size must be at least"),
         ("--data /nonexistent", "cannot read /nonexistent: No such file or directory"),

@@ -137,6 +137,12 @@ def test_held_out_losses_are_of_the_training_and_its_steps_are_not_trained_twice
     assert len(row.step_ms) == 10
 
 
+def test_held_out_losses_of_a_cold_row_tell_how_many_steps_were_trained():
+    row = Row(STEPS[2])
+    benchmark.run(load_step(STEPS[2]).main, arguments(STEPS[2], steps=2, warmup=3, heldout_every=1, cold=True), row)
+    assert [done for done, _ in row.heldout] == [3]
+
+
 def main_of(losses):
     """`main` of a stand-in script whose steps return these losses."""
 

@@ -2,9 +2,11 @@
 
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 import runs
@@ -13,12 +15,14 @@ from conftest import run_python
 from common.record import CATEGORIES
 from report import changes, charts, parity, picture, scaling, story, sweep, table
 from report.__main__ import render
-from report.figures import figures
+from report.figures import figures, loss_rule
 from report.load import RecordError, load
 from report.page import render as page_of
 
 sys.path.insert(0, str(runs.ROOT / "docs"))
 import tables
+
+PINS = (runs.ROOT / "requirements.txt").read_text()
 
 # --- figures --------------------------------------------------------------------------------------
 
@@ -76,7 +80,48 @@ def test_a_drift_of_half_the_steps_and_kernels_that_differ_mark_a_row():
     flash = replace(runs.SETTINGS["3_compile"], attention_kernel="flash")
     made = figures(runs.run(runs.row("1_cublas"), runs.row("2_sdpa"), runs.row("3_compile", 50.0, settings=flash)))
     assert [line.mark for line in made.lines] == ["", "?", "?"] and "cudnn and flash" in made.remarks[0]
-    assert table.headline(made) == "2.0? times faster than AMP + SDPA, 2.0? times faster than 1_cublas"
+    assert table.headline(made) == "3_compile: 2.0? times faster than AMP + SDPA, 2.0? times faster than 1_cublas"
+
+
+@pytest.mark.parametrize(
+    ("fields", "doubted"),
+    [
+        ({"launch_us": [15.0, 15.0]}, True),
+        ({"launch_us": [11.0, 11.0]}, False),
+        ({"launch_us": [0.0, 0.0]}, False),
+        ({"launch_us": [15.0, 15.0], "settings": runs.SETTINGS["3_compile"]}, False),
+        ({"launch_us": [15.0, 15.0], "profile": runs.profile(100.0)}, True),
+    ],
+)
+def test_a_host_that_is_slow_at_launching_marks_a_row_that_waits_for_it(fields, doubted):
+    if "profile" in fields:
+        fields["profile"].idle_ms = 10.0
+    waits = {"step_ms": [80.0, 90.0, 100.0]} if "profile" not in fields else {}
+    other = runs.row("1_cublas", launch_us=[6.0, 6.0])
+    made = figures(runs.run(other, runs.row("2_sdpa", **waits, **fields)))
+    assert ("launching" in made.lines[1].doubt) is doubted
+
+
+def test_the_row_that_others_are_compared_with_is_known_by_what_ran():
+    mixed, fp32 = runs.SETTINGS["2_sdpa"], replace(runs.SETTINGS["2_sdpa"], amp_dtype="float32")
+    rows = [runs.row("0_x"), runs.row("1_x", settings=fp32), runs.row("2_x", settings=mixed)]
+    compiled = runs.row("3_x", settings=runs.SETTINGS["3_compile"])
+    assert figures(runs.run(*rows, compiled)).plain.name == "2_x"
+    assert figures(runs.run(*rows[:2], replace(rows[2], status="oom"))).plain.name == "1_x", "no row is mixed"
+    assert figures(runs.run(rows[0], compiled)).plain is None
+    assert [*table.table_rows(figures(runs.run(*rows)))[0]][4:7] == ["x above", "x 0_x", "x 2_x"]
+
+
+def test_what_the_losses_are_is_told_of_every_kind_of_row():
+    fp8, some = runs.SETTINGS["4_transformer_engine"], {"loss": [4.0] * 8}
+    plain = runs.row("3_x", rehearsed=10, **some)
+    rule = lambda *rows: loss_rule(figures(runs.run(*rows)).lines)  # noqa: E731
+    assert rule(plain).endswith("in nats. 10 rehearsed steps came before, whose weights were put back")
+    assert rule(plain, runs.row("4_x", rehearsed=10, settings=fp8, **some)).endswith(
+        "FP8 keeps the scales that it learnt there"
+    )
+    assert "may be too few" in rule(plain, runs.row("4_x", rehearsed=3, settings=fp8, **some))
+    assert "its loss lags" in rule(plain, runs.row("4_x", settings=fp8, **some)) and rule(runs.row("x", loss=[])) == ""
 
 
 def test_a_row_that_does_not_learn_says_so():
@@ -92,11 +137,17 @@ def test_a_row_that_does_not_learn_says_so():
 @pytest.mark.parametrize(
     ("ms", "said"),
     [
-        ((2000, 400, 200, 150, 100), "2.0 times faster than AMP + SDPA, 20 times faster than FP32"),
-        ((300, 100, 30, 28, 25), "1.20 times faster than AMP + SDPA, 12 times faster than FP32"),
-        ((300, 100, 30, 20, 25), "1.5 times faster than AMP + SDPA, 15 times faster than FP32, by 3_compile"),
-        ((300, 100), "3.0 times faster than FP32"),
-        ((100, 99.94), "not clearly faster than FP32"),
+        (
+            (2000, 400, 200, 150, 100),
+            "4_transformer_engine: 2.0 times faster than AMP + SDPA, 20 times faster than FP32. FP8 pays here: 1.50 x",
+        ),
+        (
+            (300, 100, 30, 20, 25),
+            "3_compile: 1.5 times faster than AMP + SDPA, 15 times faster than FP32. FP8 does not pay here: 0.80 x",
+        ),
+        ((300, 100, 30, 28), "3_compile: 1.07 times faster than AMP + SDPA, 11 times faster than FP32"),
+        ((300, 100), "1_cublas: 3.0 times faster than FP32"),
+        ((100, 99.94), "1_cublas: not clearly faster than FP32"),
         ((300,), "One training step of 0_baseline: 300.0 ms"),
         ((), "No step has a time"),
     ],
@@ -105,18 +156,18 @@ def test_the_headline_compares_the_fastest_step_with_what_a_reader_has(ms, said)
     assert table.headline(figures(runs.ladder(*ms))) == said
 
 
-def test_a_terminal_shows_100_columns_and_at_most_five_lines_below():
+def test_a_terminal_shows_a_table_of_100_columns_and_few_lines_below():
     rows = [runs.row(step, 123456.0 / 3**k, note=f"note {k}") for k, step in enumerate(runs.STEPS)]
     rows.append(runs.row("5_late", status="oom", reason="try --batch-size 4"))
     peers = [runs.row("a_peer_with_a_rather_long_name", 0.5)]
     text = table.render_text(figures(runs.run(*rows, peers=peers, problems=["odd"])), "results/x/report.html")
     top, _, head, rule, *lines = text.splitlines()
     body, below = lines[:7], lines[8:]
-    assert max(map(len, [head, rule, *body])) <= 100 and len(below) == 5
-    names = ["step", "ms", "tokens/s", "TFLOP/s", "x above", "x step 0", "x step 2", "GiB", "loss"]
+    assert max(map(len, [head, rule, *body])) <= 100 and len(below) == 7
+    names = ["step", "ms", "tokens/s", "TFLOP/s", "x above", "x 0_baseline", "x 2_sdpa", "GiB", "loss"]
     assert re.split(r" {2,}", head) == names and "times faster" in top
     assert below[0] == "5_late: oom: try --batch-size 4" and below[2] == "5 more lines in the report"
-    assert below[3] == "Loss: mean of training steps 6 to 10, in nats"
+    assert below[3].startswith("Loss: mean of training steps 6 to 10, in nats. A row in FP8 without")
     assert "half of the (T, T) square" in below[4] and below[4].endswith("results/x/report.html")
 
 
@@ -125,7 +176,7 @@ def test_a_peer_stands_in_the_same_table_with_its_head_and_launch():
     peer = runs.row("te_layer", 60.0, product_ms=[20.0], settings=replace(fp8, head="BF16"))
     made = figures(runs.run(runs.row("4_te", 50.0, settings=fp8), peers=[peer]))
     first, second = table.table_rows(made, extent=True)
-    assert [*first] == [*second] and second["step"] == "te_layer (peer)" and second["x step 4"] == "0.83"
+    assert [*first] == [*second] and second["step"] == "te_layer (peer)" and second["x 4_te"] == "0.83"
     shown = (first["head"], second["head"], second["launch"], made.lines[0].precision)
     assert shown == ("FP8", "BF16", "captured", "fp8")
 
@@ -241,6 +292,30 @@ def test_the_picture_leaves_out_what_is_no_change_of_code():
     assert changes.added_groups(runs.row("0_x", source=None), after) == []
 
 
+def test_ids_of_a_page_are_its_own_and_every_link_leads_to_a_section(recorded):
+    html = page_of(recorded)
+    ids = re.findall(r'<section id="([^"]+)"', html)
+    assert all(html.count(f'id="{name}"') == 1 for name in ids)
+    assert set(re.findall(r'<a href="#([^"]+)"', html)) <= set(ids) and len(ids) > 5
+
+
+@pytest.mark.skipif(f"matplotlib=={matplotlib.__version__}" not in PINS, reason="another matplotlib draws other bytes")
+def test_the_site_and_the_pictures_of_readme_are_of_the_record(recorded):
+    assert (runs.ROOT / "docs" / "index.html").read_text() == page_of(recorded)
+    drawn = {path.name: path.read_text() for path in (tables.RESULTS / tables.SITE).glob("steps-*.svg")}
+    expected = picture.picture(recorded, True, *tables.THEMES["dark"])
+    assert drawn["steps-narrow-dark.svg"] == charts.svg(expected, as_paths=True) and len(drawn) == 4
+
+
+def test_long_sources_are_compared_in_no_time():
+    began = time.monotonic()
+    old, new = (
+        runs.row(name, source="".join(f"x = {i * k % 3}\n" for i in range(3000))) for name, k in (("a", 1), ("b", 2))
+    )
+    changes.added_groups(old, new)
+    assert time.monotonic() - began < 5
+
+
 def test_a_picture_of_any_rows_is_drawn():
     skipped = runs.row("4_x", status="skipped", reason="no FP8")
     for rows in ([skipped], [runs.row("0_x"), skipped], [runs.row("0_x", 9.0, source="(")]):
@@ -280,6 +355,13 @@ def test_what_a_gpu_loses_among_several_adds_up():
     assert [*main.values()][3:] == ["125.0?", "80.0 %?", "16,384", "64", "2.5", "17.5", "3.0"]
     assert " ".join(row.values()).endswith("2 20.0 % 14.0 % 4.0 % 1.0 % 2.0 % -1.0 %")
     assert "the machine was busy (2-ddp, 2_sdpa)" in table.study_remarks(study, {}), "next to another place"
+
+
+def test_a_place_whose_rows_never_ran_keeps_its_name():
+    lost = replace(runs.run(runs.row("2_sdpa", status="not run")), workload=None)
+    study = runs.study("scaling", {"1": runs.run(runs.row("2_sdpa")), "2-ddp": lost, "2-fsdp": lost})
+    assert [row.names()["how"].split(",")[0] for row in scaling.scaled(study)] == ["alone", "DDP", "FSDP2"]
+    assert [row.gpus for row in scaling.scaled(study)] == [1, 2, 2]
 
 
 def test_a_profile_that_took_another_time_than_the_steps_is_left_out():
