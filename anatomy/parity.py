@@ -8,15 +8,37 @@ batches, so they are compared seed by seed: report/parity.py has the statistics.
 each run and continued where it exists, and its report.
 """
 
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from anatomy.ablations import ROOT, Runs, variants, write_script
-from common.text import OneLineParser, Skip, one_line, positive_int, run_command
+from common.text import OneLineParser, Skip, one_line, portable_command, positive_int, run_command
+from ladder import runs
+from ladder.patches import variants
+from ladder.process import ROOT
+from ladder.running import run_study
 
 DEFAULTS = ["--steps", "1000", "--heldout-every", "100"]
+
+
+def known_rows() -> dict[str, runs.Planned]:
+    """What can be trained, by the name that --rows takes: a step's number, a peer, a patch. Outputs are still empty."""
+    steps = {name.partition("_")[0]: runs.Planned(name, [], "") for name in runs.scripts()}
+    peers = {path.stem: runs.Planned(f"peers/{path.name}", [], "") for path in sorted(ROOT.glob("peers/*.py"))}
+    patched = {key: runs.Planned(f"{its['Script']}.py", [], "", patch=key) for key, its in variants().items()}
+    return steps | peers | patched
+
+
+def rows_of(names: list[str], seeds: list[int], arguments: list[str]) -> list[runs.Planned]:
+    """Every row with every seed, one seed after the other: a study that ends early holds whole seeds."""
+    known, rows = known_rows(), []
+    for seed in seeds:
+        for name in names:
+            row = known[name]
+            label = row.patch or Path(row.script).stem
+            words = [*DEFAULTS, *arguments, "--seed", str(seed)]
+            output = f"{label}, seed {seed}/{Path(row.script).stem}.json"
+            rows.append(row._replace(arguments=words, output=output))
+    return rows
 
 
 def main() -> int:
@@ -25,24 +47,17 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=positive_int, default=[1, 2, 3], metavar="N", help="default: 1 2 3")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="of the study, new or continued")
     options, arguments = parser.parse_known_args()
-    scripts = {path.name[0]: path for path in sorted(ROOT.glob("[0-9]_*.py"))}
-    scripts |= {path.stem: path for path in sorted(ROOT.glob("peers/*.py"))}
-    patches = variants()
-    if strangers := [row for row in options.rows if row not in scripts and row not in patches]:
-        parser.error(f"--rows {one_line(strangers[0])}: not one of {', '.join([*scripts, *patches])}")
+    known = known_rows()
+    if strangers := [row for row in options.rows if row not in known]:
+        parser.error(f"--rows {one_line(strangers[0])}: not one of {', '.join(known)}")
     if any(word.split("=")[0] == "--seed" for word in arguments):
         parser.error("--seed is chosen here: give --seeds")
+    command = portable_command("python -m anatomy.parity --output parity", sys.argv[1:])
+    rows = rows_of(options.rows, options.seeds, arguments)
     try:
-        runs = Runs("parity", options.output)
-        for seed in options.seeds:  # one after the other: a study that ends early holds whole seeds
-            for row in options.rows:
-                with tempfile.TemporaryDirectory() as folder:
-                    script = scripts.get(row) or write_script(row, patches[row]["Script"], Path(folder))
-                    name = row if row in patches else script.stem
-                    runs.add(f"{name}, seed {seed}", script, [*DEFAULTS, *arguments, "--seed", str(seed)])
+        return run_study("parity", rows, [*DEFAULTS, *arguments], options.output, command)
     except Skip as error:
         parser.error(str(error))
-    return subprocess.run([sys.executable, "-m", "report", options.output.resolve()], cwd=ROOT).returncode
 
 
 if __name__ == "__main__":

@@ -41,8 +41,7 @@ for name in "${names[@]}"; do
   # What is made lies under results/ until it is whole: a record names its commit, without changes of files under docs/.
   to="docs/results/$machine/$name" at="results/$machine-$name-$code"
   if "$python" docs/tables.py --stale "$machine/$name" >/dev/null; then
-    [[ $name == parity || $name == ablations* ]] || continue
-    [ -e "$at" ] || cp -r "$to" "$at"
+    [[ $name == parity || $name == ablations* || $name == adamw ]] && [ -e "$at" ] || continue
   fi
   mkdir -p "$at"
   case "$name" in
@@ -71,6 +70,8 @@ for name in "${names[@]}"; do
     anatomy) "$python" -m anatomy all --json "$at/anatomy.json" >"$at/report.md" ;;
   esac
   mkdir -p "$to"
-  cp "$at"/*.* "$to/"
+  for file in "$at"/*.*; do # a plan belongs to the folder in which its rows lie
+    [ "${file##*/}" = plan.json ] || cp "$file" "$to/"
+  done
 done
 PYTHON="$python" docs/renew.sh

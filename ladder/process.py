@@ -42,9 +42,9 @@ def environment(device_type: str, processes: int) -> dict[str, str]:
     return {name: value for name, value in chosen.items() if name not in os.environ}
 
 
-def script_command(script: str, words: list[str], processes: int) -> list[str]:
-    """The command that runs a script of this project, under torchrun in several processes."""
-    path = str(ROOT / script)
+def script_command(script: Path, words: list[str], processes: int) -> list[str]:
+    """The command that runs a script, under torchrun in several processes."""
+    path = str(script)
     if processes == 1:
         return [sys.executable, path, *words]
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]

@@ -33,6 +33,7 @@ class Planned(NamedTuple):
     arguments: list[str]
     output: str  # of its record, relative to the run folder: x.json, pass-2/x.json, 2-ddp/x.json
     gpus: int = 1  # processes
+    patch: str | None = None  # of anatomy/variants, applied to a copy of the script
 
 
 def scripts(only: str | None = None) -> list[str]:

@@ -168,7 +168,8 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
                 differing = ", ".join(name for name in ours if ours[name] != theirs[name])
                 record.rows = [Row(step, "failed", f"ran a different workload than the other rows: {differing} differ")]
         row = _merge_passes(ended)
-        (merged.peers if passes[0].script.startswith("peers/") else merged.rows).append(row)
+        is_peer = plan.kind == "ladder" and passes[0].script.startswith("peers/")
+        (merged.peers if is_peer else merged.rows).append(row)
         if row.passes and len(row.passes) < len(passes):
             incomplete.setdefault(f"ran in {len(row.passes)} of {len(passes)} passes only", []).append(step)
         records += ended

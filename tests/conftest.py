@@ -24,8 +24,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 torch.set_num_threads(1)  # tests run two at a time, and threads that wait for a busy core slow everything
-STEPS = sorted(path.stem for path in ROOT.glob("[0-9]_*.py"))
-CPU_STEPS = STEPS[:4]
+STEPS = sorted(path.stem for path in ROOT.glob("[0-4]_*.py"))  # the lesson
+# What trains on a CPU and does the same work: also a step that somebody added.
+CPU_STEPS = sorted(path.stem for path in ROOT.glob("[0-9]*_*.py") if path.stem != STEPS[4])
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, seq_len=32, vocab_size=256)
 # The words of one small run. Tests that compile share this shape, and with it what the compiler keeps on disk.
 FAST = ["--device", "cpu", "--n-layer", "2", "--n-head", "2", "--n-embd", "32"]

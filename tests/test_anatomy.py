@@ -4,9 +4,9 @@ import argparse
 import importlib
 import json
 import math
+import re
 import runpy
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from anatomy import ablations, parity
 from anatomy.__main__ import ALL, APART
 from anatomy.lab import Lab, shown
 from common.arguments import parse_args
-from common.text import Skip
+from ladder import patches, process, runs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXACT = {"attention": "What autograd keeps", "capture": "Sides of", "compiler": "Graphs that", "layout": "Kernels"}
@@ -62,16 +62,16 @@ def test_the_commands_list_run_and_write_and_bad_input_is_one_line(tmp_path):
     assert [shown(*pair) for pair in ((1.5e-5, "s"), (999.9e6, "B"), (None, "s"))] == ["15 us", "999.9 MB", "-"]
 
 
-@pytest.mark.parametrize("key", ablations.variants())
+@pytest.mark.parametrize("key", patches.variants())
 def test_a_patch_applies_and_the_script_stays_python(key, tmp_path):
-    variant = ablations.variants()[key]
-    script = ablations.write_script(key, variant["Script"], tmp_path)
+    variant = patches.variants()[key]
+    script = patches.write_script(key, f"{variant['Script']}.py", tmp_path)
     assert variant["Variant"] and script.read_text() != (ROOT / f"{variant['Script']}.py").read_text()
     compile(script.read_text(), str(script), "exec")
 
 
 def test_fp16_with_loss_scaling_trains(tmp_path):
-    script = ablations.write_script("fp16-with-loss-scaling", "1_cublas", tmp_path)
+    script = patches.write_script("fp16-with-loss-scaling", "1_cublas.py", tmp_path)
     words = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "40"]
     args = parse_args(script, None, [*words, "--output", str(tmp_path / "x.json")])
     train_step, *_ = runpy.run_path(str(script))["main"](args)
@@ -79,41 +79,72 @@ def test_fp16_with_loss_scaling_trains(tmp_path):
     assert all(map(math.isfinite, losses)) and statistics.fmean(losses[-5:]) < 0.9 * losses[0]
 
 
-def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_path, monkeypatch):
-    started, reported, output, code = [], [], tmp_path / "study" / "results.json", "old"
+RECORDS = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from common.record import Environment, Row, Run, write_json
+words, script = sys.argv[1:], Path(__file__)
+fault = "0 * self." + "mlp(" in script.read_text()
+seed = int(words[words.index("--seed") + 1]) if "--seed" in words else 0
+loss = 2 + 0.1 * seed + fault * (0.5 + 0.01 * seed)  # a fault is 0.5 nats worse and takes 15 ms a step, not 10
+row = Row(script.stem, "ok", step_ms=[15.0 if fault else 10.0] * 3, loss=[loss] * 60, heldout=[(1, loss)], warmup_s=1.0)
+write_json(Path(words[-1]), Run("python x.py", None, Environment("GPU", "cuda"), None, [row]))
+"""
 
-    def ran(command, **_):  # in place of git, and of a script: a fault is 0.5 nats worse and takes 15 ms a step, not 10
-        if "--seed" in command:
-            seed, fault = int(command[command.index("--seed") + 1]), "0_baseline" not in str(command[1])
-            loss = 2 + 0.1 * seed + fault * (0.5 + 0.01 * seed)
-            row = {"status": "ok", "loss": [loss], "heldout": [(1, loss)], "step_ms": [15 if fault else 10]}
-            record = {"rows": [row], "workload": {"seed": seed}, "environment": {"device": "cpu", "code_sha256": code}}
-            record["command"] = " ".join(map(str, ["python", "x", *command[2:-2]]))
-            Path(command[-1]).write_text(json.dumps(record))
-            started.append(seed)
-        elif "report" in command:
-            reported.append(command[-1])
-        return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(ablations.subprocess, "run", ran)
-    words = ["x", "--rows", "0", "dead-mlp-all", "--output", str(output.parent), "--seeds"]
-    for seeds, count in (("1",), 2), (("1", "2", "3"), 6):
-        monkeypatch.setattr(sys, "argv", [*words, *seeds])
-        assert parity.main() == 0 and len(started) == count, "what is there is not trained again"
-    study = json.loads(output.read_text())
-    code = "new"
-    for more in (["4"], ["1", "--preset", "gpt2"]):
-        sys.argv = [*words, *more]
-        with pytest.raises(SystemExit, match="2"):
-            parity.main()
-    assert reported == [output.parent] * 2 and len(json.loads(output.read_text())["runs"]) == 6, "nothing is mixed"
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """Studies of stand-in scripts; returns what their commands do: study(module, words) -> exit code."""
+    facts = {"device": "GPU", "device_type": "cuda", "needed_bytes": {}, "free_bytes": None, "said": ["GPU: one"]}
+    monkeypatch.setattr(runs, "check", lambda arguments: facts | {"workload": None})
+
+    def script_command(script, words, processes):
+        copy = tmp_path / "stand-in" / script.name
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(RECORDS + "\n".join(f"# {line}" for line in script.read_text().splitlines()))
+        return [sys.executable, str(copy), *words]
+
+    monkeypatch.setattr(process, "script_command", script_command)
+
+    def run(module, *words):
+        monkeypatch.setattr(sys, "argv", ["x", *words])
+        return module.main()
+
+    return run
+
+
+def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_path, study, capfd):
+    folder = tmp_path / "study"
+    words = ["--rows", "0", "dead-mlp-all", "--output", str(folder), "--seeds"]
+    assert study(parity, *words, "1") == 0 and "row" not in capfd.readouterr().err
+    first = (folder / "0_baseline, seed 1" / "0_baseline.json").stat().st_mtime_ns
+    assert study(parity, *words, "1", "2", "3") == 0
+    said = capfd.readouterr().out
+    assert said.count("10.0 ms a step") == 2 and said.count("15.0 ms a step") == 2, "what is there is not trained again"
+    assert (folder / "0_baseline, seed 1" / "0_baseline.json").stat().st_mtime_ns == first
+    content = json.loads((folder / "results.json").read_text())
     once = "python -m anatomy.parity --output parity --rows 0 dead-mlp-all --seeds 1"
-    assert study["command"] == f"{once} && {once} 2 3" and study["kind"] == "parity"
-    assert list(study["runs"])[:2] == ["0_baseline, seed 1", "dead-mlp-all, seed 1"]
-    with pytest.raises(Skip, match="than a study of ablations"):
-        ablations.Runs("ablations", output.parent)
+    assert content["command"] == f"{once} && {once} 2 3" and content["kind"] == "parity"
+    assert list(content["runs"])[:2] == ["0_baseline, seed 1", "dead-mlp-all, seed 1"] and len(content["runs"]) == 6
+    assert content["runs"]["dead-mlp-all, seed 2"]["rows"][0]["loss"][0] == pytest.approx(2.72)
+    for more in (["4", "--lr", "1"], ["1", "--preset", "gpt2"]):
+        with pytest.raises(SystemExit, match="2"):
+            study(parity, *words, *more)
+        assert "rows of another workload, machine or code" in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        study(ablations, "--only", "launched", "--output", str(folder))
+    assert "of no study of ablations" in capfd.readouterr().err
     (tmp_path / "mine").write_text("mine")
-    with pytest.raises(Skip, match="of no study"):
-        ablations.Runs("ablations", tmp_path)
-    one, other, swapped = map(ablations.option_pairs, ("--a 1 --b 2", "--b 2 --a 1", "--a 2 --b 1"))
-    assert one == other != swapped
+    with pytest.raises(SystemExit, match="2"):
+        study(ablations, "--only", "launched", "--output", str(tmp_path))
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_variant_is_compared_with_its_script_and_one_that_breaks_stays_a_row(tmp_path, study, capfd, monkeypatch):
+    broken = patches.variants() | {"absent": {"Variant": "none", "Script": "2_sdpa", "Predicted": "nothing"}}
+    monkeypatch.setattr(ablations, "variants", lambda: broken)
+    words = ["--only", "dead-mlp-all", "absent", "--output", str(tmp_path / "study")]
+    assert study(ablations, *words) == 1
+    said = capfd.readouterr().out
+    assert re.search(r"dead-mlp-all +2_sdpa +10.0 +15.0 +\+5.0", said) and "absent.patch does not fit" in said

@@ -37,6 +37,10 @@ BODIES = {
     "open('pid', 'w').write(str(child.pid)); raise SystemExit(3)",
     "silent": "import time; time.sleep(25)\n" + OK,
 }
+BODIES["vanishes"] = (
+    "import sys, pathlib; output = pathlib.Path(sys.argv[sys.argv.index('--output') + 1])\n"
+    "output.with_suffix('.log').unlink()\nraise SystemExit(3)"
+)
 BODIES["stubborn"] = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + BODIES["hang"]
 FIVE_OK = {f"{k}_x": "ok" for k in range(5)}
 # The ladder with the meaning of its arguments given: it starts without torch and is quick.
@@ -207,11 +211,12 @@ def test_a_finished_sweep_can_be_resumed(project):
 
 
 def test_runs_are_lists():
-    rows = runs.ladder(["--preset", "gpt2"], ["0_x.py", "3_x.py", "4_x.py"])
+    a, b = "0_baseline", "3_compile"
+    rows = runs.ladder(["--preset", "gpt2"], [f"{a}.py", f"{b}.py", "4_transformer_engine.py"])
     outputs = {row.output: row for row in runs.scaling(rows, 6, None, "cuda")}
-    assert [*outputs][:3] == ["1/0_x.json", "1/3_x.json", "1/4_x.json"] and outputs["6-ddp/0_x.json"].gpus == 6
-    assert "2-fsdp/0_x.json" in outputs and "4-ddp/0_x.json" in outputs and "1-launched/0_x.json" not in outputs
-    assert outputs["1-launched/3_x.json"].arguments[-1] == "--no-capture"
+    assert [*outputs][:2] == [f"1/{a}.json", f"1/{b}.json"] and outputs[f"6-ddp/{a}.json"].gpus == 6
+    assert f"2-fsdp/{a}.json" in outputs and f"4-ddp/{a}.json" in outputs and f"1-launched/{a}.json" not in outputs
+    assert outputs[f"1-launched/{b}.json"].arguments[-1] == "--no-capture"
     swept = runs.sweep(rows, "cuda")
     assert len(swept) == 3 * 9 and swept[0].arguments[-1] == "8" and swept[-1].arguments[-1] == "1"
 
@@ -296,6 +301,53 @@ def test_two_processes_that_hang_are_both_ended(project):
     running.communicate(timeout=60)
     assert running.returncode == 130 and made.statuses()[0] == "interrupted"
     assert wait_until(lambda: not any(is_alive(int(path.read_text())) for path in hung), 10)
+
+
+def test_a_row_without_its_log_does_not_end_the_run(project):
+    made = project({"0_x": "vanishes", "1_x": "ok"})
+    assert made.run().returncode == 1 and made.statuses() == ["failed", "ok"]
+
+
+def test_a_folder_that_a_run_has_is_not_resumed_by_another(project):
+    made = project({"0_x": "hang"})
+    running, hung = made.start(), made.folder / "hung"
+    assert wait_until(lambda: hung.exists() and hung.read_text())
+    ran = made.run("--resume", str(made.only()), roofs=())
+    running.send_signal(signal.SIGTERM)
+    running.communicate(timeout=60)
+    assert ran.returncode == 2 and "in use by another run" in ran.stderr and ran.stderr.count("\n") == 1
+
+
+def test_workers_end_with_a_torchrun_that_is_killed_alone(project):
+    made = project({"0_x": "hang", "1_x": "ok"})
+    running, hung = made.start("--gpus", "2", "--only", "0"), [made.folder / f"hung{rank}" for rank in "01"]
+    assert wait_until(lambda: all(path.exists() and path.read_text() for path in hung))
+    workers = [int(path.read_text()) for path in hung]
+    status = Path(f"/proc/{workers[0]}/status").read_text()
+    os.kill(int(re.search(r"PPid:\s+(\d+)", status)[1]), signal.SIGKILL)
+    running.communicate(timeout=60)
+    assert made.statuses() == ["oom"] and not any(is_alive(pid) for pid in workers)
+
+
+def test_a_step_is_a_file(project, tmp_path):
+    """What docs/steps.md says under "Add a step of your own"."""
+    made = project({})
+    for step in STEPS[:3]:
+        shutil.copy(ROOT / f"{step}.py", made.folder)
+    mine = (made.folder / f"{STEPS[2]}.py").read_text().replace("Step 2:", "Step 5:", 1).replace("1e-5", "1e-8")
+    (made.folder / "5_mine.py").write_text(mine)
+    ran = made.run("--only", "2,5", *FAST, command=[str(made.folder / "run_all.sh"), "--only", "2,5", *FAST])
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert [*made.rows()] == [STEPS[2], "5_mine"] and made.statuses() == ["ok", "ok"]
+    page = (made.only() / "report.html").read_text()
+    assert "<h3>Step 5: " in page and "&#34;eps&#34;: 1e-8" in page and re.search(r"(?m)^5_mine +\d", ran.stdout)
+    listed = f"import sys; sys.path.insert(0, {str(made.folder)!r}); from ladder import runs; "
+    listed += "names = runs.scripts(); rows = runs.ladder([], names); print(names, len(runs.sweep(rows, 'cpu')), "
+    listed += "[row.output for row in runs.scaling(rows, 2, None, 'cpu')][-1], runs.scripts('5'))"
+    ran = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True)
+    assert "'5_mine.py'] 20 2-fsdp/5_mine.json ['5_mine.py']" in ran.stdout, ran.stdout + ran.stderr
+    wrong = made.run("--only", "7")
+    assert wrong.returncode == 2 and "give some of 0,1,2,5" in wrong.stderr
 
 
 def test_a_killed_worker_is_named(project):
