@@ -350,6 +350,17 @@ def test_a_step_is_a_file(project, tmp_path):
     assert wrong.returncode == 2 and "give some of 0,1,2,5" in wrong.stderr
 
 
+def test_on_a_gpu_rows_are_predicted_before_they_run(project):
+    made = project({"0_baseline": "ok", "2_sdpa": "ok", "7_new": "ok"})
+    ran = made.run(*FAST, roofs=(), device_type="cuda")  # a stand-in: what is measured is this CPU
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    predicted = json.loads((made.only() / "predicted.json").read_text())
+    assert predicted["2_sdpa"] > 0 and "7_new" not in predicted and (made.only() / "roofs.json").exists()
+    assert {name: row["predicted_ms"] for name, row in made.rows().items()} == {"7_new": None} | {
+        name: predicted[name] for name in ("0_baseline", "2_sdpa")
+    }
+
+
 def test_a_killed_worker_is_named(project):
     made = project({"0_x": "killed"})
     assert made.run("--gpus", "2", "--only", "0").returncode == 1
