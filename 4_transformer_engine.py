@@ -1,9 +1,9 @@
 """Step 4: linear layers in FP8, numbers of eight bits, by NVIDIA's Transformer Engine (TE).
 
-Tensor cores multiply FP8 twice as fast as BF16. Its range is small, so TE scales what each
-layer reads, on Hopper by its largest values in earlier steps. Scales begin at 1, where
-gradients round to 0: rehearse. (launch trains ten steps, then puts the weights back.) The
-price: rounding, blocks that are not compiled, and casts, too many for narrow models.
+Tensor cores multiply FP8 twice as fast as BF16. Its range is small, so TE scales all that a
+matmul reads, on Hopper by the largest values of earlier steps. Scales begin at 1, where
+gradients round to 0: rehearse, or the first steps are lost (launch trains ten, and undoes
+them). The price: rounding, blocks not compiled, and casts: narrow models lose by these.
 """
 
 import torch
