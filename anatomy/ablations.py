@@ -37,7 +37,13 @@ def main() -> int:
     if strangers := [word for word in options.only or [] if not any(word in name for name in names.values())]:
         parser.error(f"no variant is named like {one_line(strangers[0])}")
     chosen = [key for key in known if any(word in names[key] for word in options.only or [""])]
-    say(aligned([{"variant": key, "predicted": known[key]["Predicted"]} for key in chosen], n_left=2) + "\n")
+    say(
+        aligned(
+            [{"variant": key, "predicted for the slice on an H200": known[key]["Predicted"]} for key in chosen],
+            n_left=2,
+        )
+        + "\n"
+    )
     command = portable_command("python -m anatomy.ablations --output ablations", sys.argv[1:])
     try:
         return run_study("ablations", rows_of(chosen, known, arguments), arguments, options.output, command)

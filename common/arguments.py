@@ -20,6 +20,7 @@ WARMUP, DDP_WARMUP = 3, 11
 # Free GiB from which `auto` takes a preset at a batch size: what FP32 with attention by hand needs, and a tenth more.
 AUTO = {83: ("gpt3-6.7b-slice", 8), **{2 * n + 2: ("gpt2", n) for n in (32, 16, 8, 4, 2)}}
 RECORD_MARKS = {"schema_version", "launch_s", "experiment", "experiments"}  # of the JSON that this project writes
+CPU_STEPS = 14  # by default
 FEWEST_STEPS, MOST_STEPS, STEPS_FLOPS = 8, 30, 5e14  # by default on a GPU: as many steps as so many model FLOPs take
 
 
@@ -89,7 +90,7 @@ def build_parser(name: str, description: str | None) -> OneLineParser:
         (shape, "--batch-size", positive_int, "sequences per training step, of each process"),
         (shape, "--lr", float, "AdamW's rate, constant, at most 1 (default: by layers and channels)"),
         (shape, "--seed", positive_int, "weights and batches (default: 1337)"),
-        (run, "--steps", positive_int, "steps trained and timed, at least (default: 8 to 30, by size; CPU: 10)"),
+        (run, "--steps", positive_int, "steps trained and timed, at least (default: 8 to 30, by size; CPU: 14)"),
         (run, "--heldout-every", positive_int, "the loss on held-out text after every N trained steps"),
     ):
         group.add_argument(option, type=kind, metavar="X" if kind is float else "N", help=text)
@@ -166,7 +167,7 @@ def resolve(args: Arguments, trains: bool) -> None:
         raise ValueError(f"the model needs {asked}, but {memory}")
     per_step = flops.flops_per_step(args.config, args.batch_size)
     by_size = max(FEWEST_STEPS, min(MOST_STEPS, int(STEPS_FLOPS / per_step)))
-    args.steps = args.steps or (by_size if on_gpu else 10)
+    args.steps = args.steps or (by_size if on_gpu else CPU_STEPS)
     args.warmup = DDP_WARMUP if on_gpu and args.processes > 1 else WARMUP
     args.lr = learning_rate(args.config) if args.lr is None else args.lr
     if not 0 < args.lr <= 1:

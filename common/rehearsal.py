@@ -89,7 +89,7 @@ def rehearse(
 def launch_steps(steps: Steps, args: Arguments) -> float:
     """Launch `args.warmup` steps; returns the seconds of the last one, in the slowest process."""
     began = time.perf_counter()
-    for _ in steps.run(args.warmup, "warm-up, with compilation"):
+    for _ in steps.run(args.warmup, "first steps, in which a compiler works"):
         torch.get_device_module(args.device).synchronize()
         last_s, began = time.perf_counter() - began, time.perf_counter()
     return parallel.across([last_s], "max", args)[0]

@@ -46,14 +46,16 @@ def told(args: Arguments) -> list[str]:
     device = f"{hardware.device_name(args.device)}, torch {torch.__version__}"
     if args.device.type == "cuda":
         return [f"GPU: {device}"]
-    lines = [f"CPU: {device}. It shows how each step works, and not what it gains on a GPU"]
+    lines = [f"CPU: {device}. This run shows how each step works, and not what it gains on a GPU"]
     if shutil.which("nvidia-smi") or Path("/dev/dxg").exists():
         lines.append("There seems to be an NVIDIA GPU, but this torch cannot use it: is its driver new enough?")
     seconds = flops.flops_per_step(args.config, args.batch_size) / (CPU_FLOPS_PER_S * torch.get_num_threads())
     if seconds > LONG_S:
+        whole = seconds * (args.warmup + args.steps) / 60
         lines.append(
-            f"A training step of this shape takes about {seconds / 60:.0f} minutes here: a smaller shape shows the same"
+            f"A training step of this shape takes about {seconds / 60:.0f} minutes here, and a row {whole:,.0f}"
         )
+        lines.append("A row ends after 30 minutes (--step-timeout). A smaller shape shows the same")
     return lines
 
 

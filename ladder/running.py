@@ -125,15 +125,16 @@ def execute(folder: Path, plan: dict, rows: list[runs.Planned], facts: dict, fin
     for k, row in enumerate(rows, 1):
         if not (stop.requests or running.recorded(row).get("status") == "ok"):
             running.run_row(row, f"row {k} of {len(rows)}")
-    return finish(folder, stop, finishes)
+    return finish(folder, stop, finishes, is_latest="argv" in plan)
 
 
-def finish(folder: Path, stop: process.Stop, finishes: str) -> int:
-    """Print and write the report; returns the exit code."""
+def finish(folder: Path, stop: process.Stop, finishes: str, is_latest: bool) -> int:
+    """Print and write the report; returns the exit code. With `is_latest`, results/latest leads to this folder."""
     say("")
     ended = subprocess.run(process.module_command("report", str(folder)), cwd=ROOT, start_new_session=True)
     latest = ROOT / "results" / "latest"
-    if ended.returncode != 2 and folder.parent == latest.parent and (latest.is_symlink() or not latest.exists()):
+    free = folder.parent == latest.parent and (latest.is_symlink() or not latest.exists())
+    if is_latest and ended.returncode != 2 and free:
         with contextlib.suppress(OSError):
             latest.unlink(missing_ok=True)
             latest.symlink_to(folder.name)

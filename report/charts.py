@@ -23,7 +23,7 @@ PALETTE = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f
 CATEGORY_COLORS = dict(zip((*CATEGORIES, GAPS), PALETTE, strict=True))
 CURVES = ("#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2", "#cc79a7", "#8a6d3b", "#9aa5b1")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)))
-PLAIN, SOFT = PALETTE[0], "#6e7b88"
+PLAIN = SOFT = "#6e7b88"  # what has no kind of kernel, and soft text
 INK, PAPER = "#123457", "#fefdfb"  # stand for the page's own colors of text and background, see `svg`
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
 STYLE = {

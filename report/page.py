@@ -38,14 +38,16 @@ def render(made: Figures) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     ).get_template("page.html")
     names = {name for line in made.timed for name, ms in line.category_ms.items() if ms}
-    profiles = [line.row.profile for line in made.steps if line.row.profile]
-    in_blocks = {kernel.category for profile in profiles for kernel in (*profile.forward, *profile.backward)}
+    profiled = [line for line in made.steps if line.category_ms]
+    launches = [launch for line in profiled for launch in (*line.row.profile.forward, *line.row.profile.backward)]
+    in_blocks = {launch.category for launch in launches}
     return template.render(
         made=made,
         headline=table.headline(made),
         machine=table.describe_machine(made.environment),
         workload=table.describe_workload(made.run.workload),
         convention=table.CONVENTION,
+        cpu_shows=table.CPU_SHOWS if made.environment.device_type == "cpu" else "",
         loss_rule=loss_rule(made.timed),
         picture=charts.svg(picture(made)),
         narrow_picture=charts.svg(picture(made, narrow=True)),
@@ -56,7 +58,11 @@ def render(made: Figures) -> str:
         limits=table.limit_rows(made),
         cards=[(card, time_bars(card.pair)) for card in story.cards(made)],
         block_legend={name: color for name, color in charts.CATEGORY_COLORS.items() if name in in_blocks},
-        blocks=[block_bar(line) for line in made.steps if (own := line.row.profile) and own.forward and own.backward],
+        blocks=[
+            block_bar(line)
+            for line in made.steps
+            if line.category_ms and line.row.profile.forward and line.row.profile.backward
+        ],
         memory=memory_bars([line for line in made.timed if line.gib]),
         roofs=table.roof_rows(made.run.roofs) if made.run.roofs else [],
         loss=charts.loss_svg(made) if any(line.row.loss for line in made.timed) else "",
@@ -81,6 +87,8 @@ def time_bars(lines: list[Line]) -> list[Bar]:
     found = []
     for line in lines:
         bar = Bar(line.name, f"{table.status_or_ms(line)} ms" if line.ms else line.why_untimed, [])
+        if line.ms and not line.category_ms:
+            bar.label += ", without a profile"
         if line.ms:
             bar.boxes = boxes(line.category_ms or {"step": line.ms}, longest)
         if line.ms and line.row.predicted_ms:

@@ -294,6 +294,8 @@ def _markdown_page(title: str, made: Figures, tables: dict, said: list[str], com
     parts += [f"{markdown(title)}\n\n{pipe(rows)}".strip() for title, rows in tables.items() if rows]
     if "TFLOP/s" in str(tables):
         said = [*said, CONVENTION]
+    if made.environment.device_type == "cpu":
+        said = [*said, CPU_SHOWS]
     if any("loss" in rows[0] for rows in tables.values() if rows):
         said = [*said, loss_rule(made.timed)]
     parts += ["\n".join(f"- {markdown(text)}" for text in said), "Run it again:"]
