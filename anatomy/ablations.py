@@ -10,7 +10,7 @@ command finishes an interrupted study, and another one adds rows to it.
 import sys
 from pathlib import Path
 
-from common.text import OneLineParser, Skip, aligned, one_line, portable_command, run_command, say
+from common.text import OneLineParser, Skip, aligned, one_line, portable_command, positive_int, run_command, say
 from ladder.patches import variants
 from ladder.running import run_study
 from ladder.runs import Planned
@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="variants whose name or script contains one of these")
     text = "of the study, new or continued (default: a new one under results/)"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=text)
+    parser.add_argument("--step-timeout", type=positive_int, metavar="S", help="seconds for a row (default: 1800)")
     options, arguments = parser.parse_known_args()
     names = {key: f"{key} {variant['Script']}" for key, variant in known.items()}
     if strangers := [word for word in options.only or [] if not any(word in name for name in names.values())]:
@@ -46,7 +47,9 @@ def main() -> int:
     )
     command = portable_command("python -m anatomy.ablations --output ablations", sys.argv[1:])
     try:
-        return run_study("ablations", rows_of(chosen, known, arguments), arguments, options.output, command)
+        return run_study(
+            "ablations", rows_of(chosen, known, arguments), arguments, options.output, command, options.step_timeout
+        )
     except Skip as error:
         parser.error(str(error))
 

@@ -46,6 +46,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", default=["0", "3", "4"], metavar="NAME", help="default: 0 3 4")
     parser.add_argument("--seeds", nargs="+", type=positive_int, default=[1, 2, 3], metavar="N", help="default: 1 2 3")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="of the study, new or continued")
+    parser.add_argument("--step-timeout", type=positive_int, metavar="S", help="seconds for a row (default: 1800)")
     options, arguments = parser.parse_known_args()
     known = known_rows()
     if strangers := [row for row in options.rows if row not in known]:
@@ -55,7 +56,7 @@ def main() -> int:
     command = portable_command("python -m anatomy.parity --output parity", sys.argv[1:])
     rows = rows_of(options.rows, options.seeds, arguments)
     try:
-        return run_study("parity", rows, [*DEFAULTS, *arguments], options.output, command)
+        return run_study("parity", rows, [*DEFAULTS, *arguments], options.output, command, options.step_timeout)
     except Skip as error:
         parser.error(str(error))
 

@@ -196,7 +196,7 @@ class Study:
 
 def code_sha256(root: Path) -> str:
     """16 hex digits over the scripts and common/ of a checkout: what a record depends on."""
-    paths = sorted([*root.glob("[0-9]_*.py"), *root.glob("common/*.py")])
+    paths = sorted(path for path in [*root.glob("[0-9]_*.py"), *root.glob("common/*.py")] if path.is_file())
     return hashlib.sha256(b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in paths)).hexdigest()[:16]
 
 

@@ -102,7 +102,8 @@ def main(argv: list[str]) -> int:
     folder = resumed.resolve() if before else running.new_folder(made["kind"])
     shown = f"results/{folder.name}" if folder.parent == ROOT / "results" else str(folder)
     try:
-        kept = before | {"limit_s": made["limit_s"]} if before else made
+        kept = made | {name: str(before.get(name) or made[name]) for name in ("command", "started_at")}
+        kept["argv"] = before.get("argv", made["argv"])
         return running.execute(folder, kept, rows, facts, f"./run_all.sh --resume {shown}")
     except Skip as error:
         parser.error(str(error))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from common.text import Skip, one_line
 from ladder.process import ROOT
+from ladder.runs import scripts
 
 
 def variants() -> dict[str, dict[str, str]]:
@@ -19,8 +20,8 @@ def write_script(key: str, script: str, folder: Path) -> Path:
     scripts and a link to common/. Raises Skip where the patch does not fit."""
     (folder / "peers").mkdir()
     (folder / "common").symlink_to(ROOT / "common")
-    for path in [*ROOT.glob("[0-9]*_*.py"), *ROOT.glob("peers/*.py")]:
-        shutil.copy(path, folder / path.relative_to(ROOT))
+    for name in [*scripts(), *(f"peers/{path.name}" for path in ROOT.glob("peers/[a-z]*.py"))]:
+        shutil.copy(ROOT / name, folder / name)
     command = ["git", "-C", folder, "apply", "--unsafe-paths", ROOT / f"anatomy/variants/{key}.patch"]
     applied = subprocess.run(command, capture_output=True, text=True)
     if applied.returncode:

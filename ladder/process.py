@@ -71,6 +71,7 @@ def run(
     where = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": os.environ | variables, "cwd": ROOT}
     if sys.platform == "linux":  # PR_SET_PDEATHSIG, on which torchrun ends its workers
         where["preexec_fn"] = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)
+    bystanders = _children()  # whatever a shell had started before it became this process
     with log.open("ab") as file:
         child = subprocess.Popen(command, stdout=file, start_new_session=True, **where)
     kill_at, began = math.inf, time.monotonic()
@@ -87,7 +88,7 @@ def run(
     finally:
         _signal_session(child, signal.SIGKILL)  # compiler workers
         code = child.wait()
-        _end_orphans()
+        _end_orphans(bystanders)
         progress("")
     if kill_at < math.inf:
         stopped = "interrupted", "ended by Ctrl-C, a closed terminal or kill"
@@ -110,12 +111,21 @@ def _signal_session(child: subprocess.Popen, number: int) -> None:
             os.killpg(leader, number)
 
 
-def _end_orphans() -> None:
-    """End what a killed row left behind, which the system has made children of this process."""
-    for listed in Path("/proc/self/task").glob("*/children"):
-        for orphan in map(int, listed.read_text().split()):
+def _children() -> set[int]:
+    """The children of this process; empty where the system does not list them."""
+    with contextlib.suppress(OSError):
+        lists = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+        return {int(pid) for pids in lists for pid in pids}
+    return set()
+
+
+def _end_orphans(bystanders: set[int]) -> None:
+    """End what a killed row left behind: children of this process that were none before the row. What an orphan has
+    started becomes a child in its turn."""
+    while orphans := _children() - bystanders:
+        for orphan in orphans:
             with contextlib.suppress(ProcessLookupError, PermissionError, ChildProcessError):
-                os.killpg(os.getpgid(orphan), signal.SIGKILL)
+                os.kill(orphan, signal.SIGKILL)
                 os.waitpid(orphan, 0)
 
 

@@ -3,7 +3,9 @@
 import contextlib
 import datetime
 import fcntl
+import hashlib
 import itertools
+import os
 import statistics
 import subprocess
 import tempfile
@@ -18,6 +20,7 @@ from ladder import patches, process, runs
 from ladder.process import ROOT
 
 LIMIT_S = 1800  # of a row, by default
+LOCK = ".lock"
 
 
 class Running:
@@ -93,11 +96,13 @@ def new_folder(kind: str) -> Path:
 
 def locked(folder: Path) -> TextIO | None:
     """A file that holds the lock of a run folder until this process ends; None where another process has it."""
-    lock = (folder / ".lock").open("w")
+    lock = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return None
+    except OSError:  # a file system without locks
+        pass
     return lock
 
 
@@ -144,25 +149,56 @@ def finish(folder: Path, stop: process.Stop, finishes: str, is_latest: bool) -> 
     return ended.returncode
 
 
-def run_study(kind: str, rows: list[runs.Planned], arguments: list[str], output: Path | None, command: str) -> int:
+def run_study(
+    kind: str, rows: list[runs.Planned], arguments: list[str], output: Path | None, command: str, limit_s: int | None
+) -> int:
     """Run the rows of a study in a folder, new or continued with more rows. Returns the exit code.
 
-    Raises Skip, one line, for a folder that holds something else, or rows of another workload, machine or code.
+    Raises Skip, one line, for a folder that cannot be used or holds something else, and where its rows are of another
+    workload, machine or code.
     """
-    facts = runs.check(arguments)
-    same = {"device": facts["device"], "code": code_sha256(ROOT), "arguments": sorted(arguments)}
-    folder = output.resolve() if output else new_folder(kind)
+    try:
+        folder = output.resolve() if output else new_folder(kind)
+        folder.mkdir(parents=True, exist_ok=True)
+        held = {path.name for path in folder.iterdir()} - {LOCK}
+    except (OSError, RuntimeError) as error:
+        raise Skip(f"--output {output} cannot be used: {error}") from None
     before = schema.read_object(folder / schema.PLAN)
-    if before.get("kind") != kind and folder.exists() and any(folder.iterdir()):
+    if held and before.get("kind") != kind:
         raise Skip(f"--output {output} holds files that are of no study of {kind}")
+    facts = runs.check(arguments)
+    same = {"device": facts["device"], "code": code_of_study(), "arguments": arguments, "workload": facts["workload"]}
     if before and before.get("same") != same:
         raise Skip(f"--output {output} holds rows of another workload, machine or code")
-    folder.mkdir(parents=True, exist_ok=True)
+    known = [checked(row, output) for row in before.get("rows", [])]
+    new = [row._replace(arguments=[*facts["pinned"], *row.arguments]) for row in rows]
+    every = list({row.output: row for row in [*known, *new]}.values())
+    commands = dict.fromkeys([*filter(None, str(before.get("command") or "").split(" && ")), command])
+    plan = plan_of(kind, " && ".join(commands), every, facts, limit_s, same=same)
+    return execute(folder, plan, every, facts, f"the same command with --output {folder}")
+
+
+def code_of_study() -> str:
+    """What the rows of a study depend on: the scripts, common/, peers and patches."""
+    others = sorted([*ROOT.glob("peers/[a-z]*.py"), *ROOT.glob("anatomy/variants/*.patch")])
+    return code_sha256(ROOT) + hashlib.sha256(b"".join(path.read_bytes() for path in others)).hexdigest()[:16]
+
+
+def checked(row: object, output: Path | None) -> runs.Planned:
+    """A row of an earlier plan. Raises Skip for one that no study of this checkout has made."""
     try:
-        known = [runs.Planned(**row) for row in before.get("rows", [])]
-    except TypeError:
-        raise Skip(f"--output {output} holds a {schema.PLAN} that cannot be read") from None
-    rows = list({row.output: row for row in [*known, *rows]}.values())
-    commands = dict.fromkeys([*filter(None, before.get("command", "").split(" && ")), command])
-    plan = plan_of(kind, " && ".join(commands), rows, facts, None, same=same)
-    return execute(folder, plan, rows, facts, "the same command")
+        planned = runs.Planned(**row)
+        place, name = Path(planned.output).parts
+        peers = [f"peers/{path.name}" for path in ROOT.glob("peers/[a-z]*.py")]
+        fits = planned.script in [*runs.scripts(), *peers] and name == f"{Path(planned.script).stem}.json"
+        fits = (
+            fits
+            and place != ".."
+            and planned.gpus == 1
+            and (planned.patch is None or planned.patch in patches.variants())
+        )
+        if fits and all(isinstance(word, str) and word.isprintable() for word in planned.arguments):
+            return planned
+    except (TypeError, ValueError):
+        pass
+    raise Skip(f"--output {output} holds a {schema.PLAN} that no study has written")

@@ -38,7 +38,8 @@ class Planned(NamedTuple):
 
 def scripts(only: str | None = None) -> list[str]:
     """The steps in the order of their numbers, or those whose numbers `only` names: `3,4`."""
-    numbers = {path.name: int(path.name.partition("_")[0]) for path in ROOT.glob("*.py") if STEP.match(path.name)}
+    names = [path.name for path in ROOT.glob("*.py") if STEP.fullmatch(path.name) and path.is_file()]
+    numbers = {name: int(name.partition("_")[0]) for name in sorted(names)}
     wanted = None if only is None else {int(number) for number in only.split(",")}
     return [name for name in sorted(numbers, key=numbers.get) if wanted is None or numbers[name] in wanted]
 

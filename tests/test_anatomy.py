@@ -96,7 +96,14 @@ write_json(Path(words[-1]), Run("python x.py", None, Environment("GPU", "cuda"),
 @pytest.fixture
 def study(tmp_path, monkeypatch):
     """Studies of stand-in scripts; returns what their commands do: study(module, words) -> exit code."""
-    facts = {"device": "GPU", "device_type": "cuda", "needed_bytes": {}, "free_bytes": None, "said": ["GPU: one"]}
+    facts = {
+        "device": "GPU",
+        "pinned": [],
+        "device_type": "cuda",
+        "needed_bytes": {},
+        "free_bytes": None,
+        "said": ["GPU: one"],
+    }
     monkeypatch.setattr(runs, "check", lambda arguments: facts | {"workload": None})
 
     def script_command(script, words, processes):
@@ -135,6 +142,12 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
     with pytest.raises(SystemExit, match="2"):
         study(ablations, "--only", "launched", "--output", str(folder))
     assert "of no study of ablations" in capfd.readouterr().err
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["rows"][0] |= {"script": "/tmp/evil.py", "output": "../mine.json"}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(SystemExit, match="2"):
+        study(parity, *words, "1")
+    assert "that no study has written" in capfd.readouterr().err
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(SystemExit, match="2"):
         study(ablations, "--only", "launched", "--output", str(tmp_path))

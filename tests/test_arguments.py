@@ -78,7 +78,7 @@ def test_of_several_processes_each_has_its_share_of_the_batch(monkeypatch):
         monkeypatch.setenv(name, str(value))
     args = parse("--n-layer", 1, "--seq-len", 32, "--batch-size", 2)
     assert args.parallel == "ddp" and args.workload().gpus == 4 and args.workload().batch_size == 2
-    starts = data.draw_starts(args.text, 11, 8, 32, args.seed)
+    starts = data.draw_starts(args.text, 15, 8, 32, args.seed)
     expected = data.stage_batches(args.text, starts[:, 2:4], 32, args.device)
     assert all(
         torch.equal(a, b) for pair in zip(args.batches(), expected, strict=True) for a, b in zip(*pair, strict=True)

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -327,6 +328,16 @@ def test_workers_end_with_a_torchrun_that_is_killed_alone(project):
     os.kill(int(re.search(r"PPid:\s+(\d+)", status)[1]), signal.SIGKILL)
     running.communicate(timeout=60)
     assert made.statuses() == ["oom"] and not any(is_alive(pid) for pid in workers)
+
+
+def test_what_a_shell_started_before_is_left_alone(project):
+    made = project({"0_x": "ok", "1_x": "grandchild"})
+    stub = [sys.executable, "-c", STUB, str(made.folder), json.dumps(FACTS), "--no-roofs"]
+    line = f"sleep 600 >/dev/null 2>&1 & echo $! > bystander; exec {shlex.join(stub)}"
+    ran = made.run(command=["sh", "-c", line])
+    bystander = int((made.folder / "bystander").read_text())
+    assert ran.returncode == 1 and is_alive(bystander) and made.statuses() == ["ok", "failed"]
+    os.kill(bystander, signal.SIGKILL)
 
 
 def test_a_step_is_a_file(project, tmp_path):
