@@ -16,6 +16,7 @@ from common.text import one_line, progress
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 10  # between asking a process to end and ending it
 POLL_S = 0.2
+GENERATIONS = 10  # of processes that started each other
 
 
 class Stop:
@@ -122,8 +123,8 @@ def _children() -> set[int]:
 def _end_orphans(bystanders: set[int]) -> None:
     """End what a killed row left behind: children of this process that were none before the row. What an orphan has
     started becomes a child in its turn."""
-    while orphans := _children() - bystanders:
-        for orphan in orphans:
+    for _ in range(GENERATIONS):  # not for ever: one that this user may not end stays
+        for orphan in _children() - bystanders:
             with contextlib.suppress(ProcessLookupError, PermissionError, ChildProcessError):
                 os.kill(orphan, signal.SIGKILL)
                 os.waitpid(orphan, 0)
