@@ -1,4 +1,5 @@
-"""Experiments that show why each step helps. Each has one question, a prediction by arithmetic, and one table.
+"""Experiments that show why each step helps. Each has one question, a prediction by arithmetic, and one
+table.
 
 python -m anatomy                                  lists them
 python -m anatomy NAME [--quick] [--json FILE]     runs one; --help has its prediction and its sizes
@@ -16,7 +17,8 @@ from pathlib import Path
 
 from common.text import OneLineParser, one_line, portable_command, progress, run_command, say
 
-# In the order in which they are read. `host` comes last: a profiler that has run may slow what is launched after it.
+# In the order in which they are read. `host` comes last: a profiler that has run may slow what is launched
+# after it.
 ALL = "roofline memory kernel layout precision learning attention fusion graph compiler capture techniques"
 ALL += " input_pipeline host"
 APART = "ablations parity"  # they run the scripts
@@ -42,7 +44,10 @@ def run_all(words: list[str]) -> int:
     except ValueError as error:
         parser.error(one_line(error).replace("--output", "--json"))
     known = found["versions"] | {"commit": found["commit"], "on": date.today()}
-    command, facts = portable_command("python -m anatomy", sys.argv[1:]), (f"{k} {v}" for k, v in known.items())
+    command, facts = (
+        portable_command("python -m anatomy", sys.argv[1:]),
+        (f"{k} {v}" for k, v in known.items()),
+    )
     say(f"# Anatomy on {found['device']}\n\n`{command}`, {', '.join(facts)}")
     for name in ALL.split():
         lab, began = shared.Lab(name, options), time.monotonic()
@@ -67,7 +72,9 @@ def main() -> int:
         return runpy.run_module(f"anatomy.{sys.argv.pop(1)}", run_name="__main__", alter_sys=True)
     lists = ("\n".join(f"  {name:15} {question(name)}" for name in names.split()) for names in (ALL, APART))
     parser = OneLineParser(prog="python -m anatomy", description="\n\n".join([__doc__.strip(), *lists]))
-    parser.add_argument("name", nargs="?", choices=[*ALL.split(), *APART.split(), "all"], metavar="NAME", help="or all")
+    parser.add_argument(
+        "name", nargs="?", choices=[*ALL.split(), *APART.split(), "all"], metavar="NAME", help="or all"
+    )
     parser.parse_args(words)
     say(parser.description)
     return 0

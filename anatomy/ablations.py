@@ -2,22 +2,32 @@
 
     python -m anatomy.ablations [--only NAME ...] [--output FOLDER] [ARGUMENT ...]
 
-The ARGUMENTs are those of a step: --preset gpt2 --steps 30. Each file of anatomy/variants/ is a patch of a script, with
-what arithmetic predicts for gpt3-6.7b-slice on an H200. A script runs unchanged and with each of its patches. The same
-command finishes an interrupted study, and another one adds rows to it.
+The ARGUMENTs are those of a step: --preset gpt2 --steps 30. Each file of anatomy/variants/ is a patch of a
+script, with what arithmetic predicts for gpt3-6.7b-slice on an H200. A script runs unchanged and with each of
+its patches. The same command finishes an interrupted study, and another one adds rows to it.
 """
 
 import sys
 from pathlib import Path
 
-from common.text import OneLineParser, Skip, aligned, one_line, portable_command, positive_int, run_command, say
+from common.text import (
+    OneLineParser,
+    Skip,
+    aligned,
+    one_line,
+    portable_command,
+    positive_int,
+    run_command,
+    say,
+)
 from ladder.patches import variants
 from ladder.running import run_study
 from ladder.runs import Planned
 
 
 def rows_of(keys: list[str], known: dict[str, dict[str, str]], arguments: list[str]) -> list[Planned]:
-    """Each script of these variants once as it is, and once with each patch. A place is named like its variant."""
+    """Each script of these variants once as it is, and once with each patch. A place is named like its
+    variant."""
     rows = {}
     for key in keys:
         script = Path(f"{known[key]['Script']}.py")
@@ -28,11 +38,17 @@ def rows_of(keys: list[str], known: dict[str, dict[str, str]], arguments: list[s
 
 def main() -> int:
     known = variants()
-    parser = OneLineParser(prog="python -m anatomy.ablations", description=f"{__doc__}\nVariants: {', '.join(known)}")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="variants whose name or script contains one of these")
+    parser = OneLineParser(
+        prog="python -m anatomy.ablations", description=f"{__doc__}\nVariants: {', '.join(known)}"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="variants whose name or script contains one of these"
+    )
     text = "of the study, new or continued (default: a new one under results/)"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=text)
-    parser.add_argument("--step-timeout", type=positive_int, metavar="S", help="seconds for a row (default: 1800)")
+    parser.add_argument(
+        "--step-timeout", type=positive_int, metavar="S", help="seconds for a row (default: 1800)"
+    )
     options, arguments = parser.parse_known_args()
     names = {key: f"{key} {variant['Script']}" for key, variant in known.items()}
     if strangers := [word for word in options.only or [] if not any(word in name for name in names.values())]:
@@ -40,7 +56,10 @@ def main() -> int:
     chosen = [key for key in known if any(word in names[key] for word in options.only or [""])]
     say(
         aligned(
-            [{"variant": key, "predicted for the slice on an H200": known[key]["Predicted"]} for key in chosen],
+            [
+                {"variant": key, "predicted for the slice on an H200": known[key]["Predicted"]}
+                for key in chosen
+            ],
             n_left=2,
         )
         + "\n"
@@ -48,7 +67,12 @@ def main() -> int:
     command = portable_command("python -m anatomy.ablations --output ablations", sys.argv[1:])
     try:
         return run_study(
-            "ablations", rows_of(chosen, known, arguments), arguments, options.output, command, options.step_timeout
+            "ablations",
+            rows_of(chosen, known, arguments),
+            arguments,
+            options.output,
+            command,
+            options.step_timeout,
         )
     except Skip as error:
         parser.error(str(error))

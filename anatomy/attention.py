@@ -1,17 +1,20 @@
 """What does fused attention save?
 
-Prediction, for causal attention, forward and backward, of (B, H, T, D) tensors. By hand each operator is a kernel that
-reads or writes the (B, H, T, T) scores. Under autocast these are 46 passes over 2-byte numbers: product 1, scale 2,
-mask 4, cast to FP32 3, softmax 4, cast back 3, product 1; backward products 4, casts 6, softmax 12, mask 4, scale 2. In
-FP32 they are 26 of 4 bytes, on a CPU 23. The products have 12 B H T^2 D FLOPs.
+Prediction, for causal attention, forward and backward, of (B, H, T, D) tensors. By hand each operator is a
+kernel that reads or writes the (B, H, T, T) scores. Under autocast these are 46 passes over 2-byte numbers:
+product 1, scale 2, mask 4, cast to FP32 3, softmax 4, cast back 3, product 1; backward products 4, casts 6,
+softmax 12, mask 4, scale 2. In FP32 they are 26 of 4 bytes, on a CPU 23. The products have 12 B H T^2 D
+FLOPs.
 
-Fused, the scores stay on the chip: 12 passes over (B, H, T, D), 0.4 GB. The half above the diagonal is skipped, and the
-scores are computed again in backward: 7 B H T^2 D FLOPs, and B H T^2 exponentials. An H100 makes 989 T FLOPs a second
-and 3.9 T exponentials: one counts as 256 FLOPs, in FP32 as 16; on a CPU's cores as 100. Bytes and FLOPs take their
-number over measured rates. The sum counts, or what the same function takes at T = 16, where launching is all.
+Fused, the scores stay on the chip: 12 passes over (B, H, T, D), 0.4 GB. The half above the diagonal is
+skipped, and the scores are computed again in backward: 7 B H T^2 D FLOPs, and B H T^2 exponentials. An H100
+makes 989 T FLOPs a second and 3.9 T exponentials: one counts as 256 FLOPs, in FP32 as 16; on a CPU's cores as
+100. Bytes and FLOPs take their number over measured rates. The sum counts, or what the same function takes at
+T = 16, where launching is all.
 
-Autograd keeps a node for each operator: 16 by hand, of which a product of 4-D tensors is 6, and 1 fused. By hand saves
-q, k, v, the softmax of B H T^2 numbers and the mask of T^2 bytes; fused saves q, k, v, o and B H T numbers of FP32.
+Autograd keeps a node for each operator: 16 by hand, of which a product of 4-D tensors is 6, and 1 fused. By
+hand saves q, k, v, the softmax of B H T^2 numbers and the mask of T^2 bytes; fused saves q, k, v, o and B H T
+numbers of FP32.
 
 Change: --dim 32. Which of the two terms changes, and by how much?
 Source: Dao et al., FlashAttention (2022), section 3; Shah et al., FlashAttention-3 (2024), section 3.2.
@@ -67,7 +70,9 @@ def run(lab, batch=None, heads=None, dim=None, dtype=None):
     B, H, D = batch or 1, heads or lab.pick(4, 4, 16), dim or lab.pick(64, 64, 128)
     dtype, times = dtype or (torch.bfloat16 if lab.amp else torch.float32), {}
     half = dtype.itemsize == 2
-    precision, passes, exponential = ("bf16", 46, 256) if half else ("fp32", 26, 16) if lab.gpu else ("fp32", 23, 100)
+    precision, passes, exponential = (
+        ("bf16", 46, 256) if half else ("fp32", 26, 16) if lab.gpu else ("fp32", 23, 100)
+    )
     forms = {by_hand: (passes, 12 * D), fused: (0, 7 * D + exponential)}  # of each score: passes, FLOPs
 
     def seconds(form, T):
@@ -94,7 +99,8 @@ def run(lab, batch=None, heads=None, dim=None, dtype=None):
             found = nodes_and_saved_bytes(form, (2, 2, T, 16), lab.device)
             lab.row(f"T {T}, {form.__name__}: nodes", found[0], nodes, "")
             lab.row(f"T {T}, {form.__name__}: saved", found[1], n_bytes, "B")
-    return f"At the longest T attention by hand takes {times[by_hand] / times[fused]:.1f} times as long as fused."
+    ratio = times[by_hand] / times[fused]
+    return f"At the longest T attention by hand takes {ratio:.1f} times as long as fused."
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
 """What can be captured as a graph, and what does a break cost?
 
-Prediction. A compiler needs a graph of operators. Of a branch that depends on data, trace records the operators of one
-call: wrong on the other side, without an error. script compiles both sides. FX calls the function without numbers, so
-it refuses; export refuses what is not one whole graph, unless the branch is torch.cond. Dynamo, the front end of
-torch.compile, captures up to the branch, lets Python choose, and goes on: right on both sides.
+Prediction. A compiler needs a graph of operators. Of a branch that depends on data, trace records the
+operators of one call: wrong on the other side, without an error. script compiles both sides. FX calls the
+function without numbers, so it refuses; export refuses what is not one whole graph, unless the branch is
+torch.cond. Dynamo, the front end of torch.compile, captures up to the branch, lets Python choose, and goes
+on: right on both sides.
 
-Such a break, as those by print or `.item()`, cuts a graph in two. The kernels before it read N numbers, write N and add
-them up, those after it read and write N: 16 N bytes in FP32. Mended by torch.where it is a pass for the sum and one for
-the result: 12 N. A break also returns to Python, where this one waits for the GPU: the time on 64 numbers, measured
-first, adds to that of the bytes. Without a break the longer one counts.
+Such a break, as those by print or `.item()`, cuts a graph in two. The kernels before it read N numbers, write
+N and add them up, those after it read and write N: 16 N bytes in FP32. Mended by torch.where it is a pass for
+the sum and one for the result: 12 N. A break also returns to Python, where this one waits for the GPU: the
+time on 64 numbers, measured first, adds to that of the bytes. Without a break the longer one counts.
 
 Change: --numbers 65536. Which ratio is now far from that of the bytes?
-Source: the documentation of torch.jit, torch.fx, torch.export (control flow) and torch.compile (graph breaks).
+Source: the documentation of torch.jit, torch.fx, torch.export (control flow) and torch.compile (graph
+breaks).
 """
 
 import contextlib
@@ -53,7 +55,10 @@ TOOLS = {  # tool: (how it captures, on how many of 2 sides it is right; 0: it r
     "torch.export": (lambda x: torch.export.export(Branching(), (x,)).module(), 0),
     "torch.export of torch.cond": (lambda x: torch.export.export(Conditional(), (x,)).module(), 2),
 }
-FORMS = {"with the branch": (Branching(), 1, 16), "mended": (Mended(), 0, 12)}  # (function, breaks, bytes a number)
+FORMS = {
+    "with the branch": (Branching(), 1, 16),
+    "mended": (Mended(), 0, 12),
+}  # (function, breaks, bytes a number)
 
 
 def right_sides(capture, x):

@@ -1,13 +1,14 @@
 """What do the modes of torch.compile trade: seconds of compilation against milliseconds of a step?
 
-Prediction. torch.compile traces a function, plans its kernels, compiles them, and keeps all that on disk: what is there
-already takes under half as long. The mode `default` launches fewer kernels than eager: a step takes at most as long.
-`reduce-overhead` replays its kernels as CUDA graphs: a step takes a launch and the GPU's own time, measured on the mode
-before where it was launched ahead. `max-autotune` also tries several kernels for each product, so it compiles longest,
-and takes at most as long as `reduce-overhead`. A CPU has the first mode.
+Prediction. torch.compile traces a function, plans its kernels, compiles them, and keeps all that on disk:
+what is there already takes under half as long. The mode `default` launches fewer kernels than eager: a step
+takes at most as long. `reduce-overhead` replays its kernels as CUDA graphs: a step takes a launch and the
+GPU's own time, measured on the mode before where it was launched ahead. `max-autotune` also tries several
+kernels for each product, so it compiles longest, and takes at most as long as `reduce-overhead`. A CPU has
+the first mode.
 
-Where an input's length changes, dynamic=False compiles a graph for each length, up to Dynamo's limit; the default
-compiles two, the second for any length; dynamic=True compiles one.
+Where an input's length changes, dynamic=False compiles a graph for each length, up to Dynamo's limit; the
+default compiles two, the second for any length; dynamic=True compiles one.
 
 Change: --rows 8192 --width 1024. Now kernels take longer than launches: which modes still differ?
 Source: the documentation of torch.compile (modes, dynamic).
@@ -22,7 +23,9 @@ from torch._inductor.utils import fresh_cache
 
 from anatomy.lab import main
 
-FIVE_LENGTHS = [(f"five lengths, dynamic={d}", d, 16, graphs) for d, graphs in ((False, 5), (None, 2), (True, 1))]
+FIVE_LENGTHS = [
+    (f"five lengths, dynamic={d}", d, 16, graphs) for d, graphs in ((False, 5), (None, 2), (True, 1))
+]
 FEW_TILINGS = {"test_configs.max_mm_configs": 4}  # of each product; all, about 20, take minutes
 
 
@@ -58,7 +61,9 @@ def run(lab, layers=None, rows=None, width=None):
             lab.row(f"{mode}: a step", measured, predicted, at_most=mode != "reduce-overhead")
             lab.row(f"{mode}: first steps, nothing on disk", cold_s)
             lab.row(f"{mode}: first steps, kernels on disk", warm_s, cold_s / 2, at_most=True)
-            predicted = launch_s + lab.device_seconds(step, calls=1, launches=200) if mode == "default" else measured
+            predicted = (
+                launch_s + lab.device_seconds(step, calls=1, launches=200) if mode == "default" else measured
+            )
     lab.title = "Graphs that five calls compile"
     for what, dynamic, step, graphs in (("the same length", None, 0, 1), *FIVE_LENGTHS):
         torch._dynamo.reset()

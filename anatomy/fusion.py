@@ -1,14 +1,16 @@
 """Why does fusion speed up pointwise code?
 
-Prediction, for tensors of N numbers of b bytes. A pointwise kernel computes far faster than it reads and writes, so its
-time is that of a copy of as many bytes. For sigmoid(relu(x*w+b)), with w and b as large as x, eager runs 4 kernels,
-which read or write 3 + 3 + 2 + 2 tensors: 10 N b bytes. Fused, by a compiler or by hand in Triton, it is 1 kernel that
-reads x, w, b and writes y: 4 N b, so it is 2.5 times faster. At N = 2^26 in FP32 and 4 TB/s: 0.27 ms instead of 0.67.
+Prediction, for tensors of N numbers of b bytes. A pointwise kernel computes far faster than it reads and
+writes, so its time is that of a copy of as many bytes. For sigmoid(relu(x*w+b)), with w and b as large as x,
+eager runs 4 kernels, which read or write 3 + 3 + 2 + 2 tensors: 10 N b bytes. Fused, by a compiler or by hand
+in Triton, it is 1 kernel that reads x, w, b and writes y: 4 N b, so it is 2.5 times faster. At N = 2^26 in
+FP32 and 4 TB/s: 0.27 ms instead of 0.67.
 
-Some code gains little. x / x.sum() needs the sum before the first quotient: 3 N b bytes in any form. relu(x) is one
-kernel of 2 N b already. An epilogue, work inside the kernel of a matrix product, saves only passes over its output.
-Many small tensors in one kernel (horizontal fusion) save launches but no bytes: 64 of them take 64 times as long as
-one. One call for all is 1 launch, but makes 64 outputs: as long as the same call on tensors of one number.
+Some code gains little. x / x.sum() needs the sum before the first quotient: 3 N b bytes in any form. relu(x)
+is one kernel of 2 N b already. An epilogue, work inside the kernel of a matrix product, saves only passes
+over its output. Many small tensors in one kernel (horizontal fusion) save launches but no bytes: 64 of them
+take 64 times as long as one. One call for all is 1 launch, but makes 64 outputs: as long as the same call on
+tensors of one number.
 
 Change: --numbers 4096. What limits the four kernels now? --edge 256: does the epilogue matter more?
 Source: Ansel et al., PyTorch 2 (ASPLOS 2024), on Inductor's fusion.
@@ -26,8 +28,14 @@ if triton:
     def gate_kernel(x_ptr, w_ptr, b_ptr, y_ptr, n, BLOCK: tl.constexpr):
         offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = offsets < n
-        x, w, b = tl.load(x_ptr + offsets, inside), tl.load(w_ptr + offsets, inside), tl.load(b_ptr + offsets, inside)
-        y = 1 / (1 + tl.exp(-tl.maximum(x.to(tl.float32) * w + b, 0.0)))  # registers hold it until it is stored
+        x, w, b = (
+            tl.load(x_ptr + offsets, inside),
+            tl.load(w_ptr + offsets, inside),
+            tl.load(b_ptr + offsets, inside),
+        )
+        y = 1 / (
+            1 + tl.exp(-tl.maximum(x.to(tl.float32) * w + b, 0.0))
+        )  # registers hold it until it is stored
         tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -54,10 +62,13 @@ def run(lab, numbers=None, edge=None, dtype=None):
     rand, compiled = partial(torch.rand, device=lab.device, dtype=dtype or torch.float32), torch.compile
     (x, w, b), one, small = rand(3, N) + 1, rand(1), rand(64, 1024).unbind()
     (a, m), c, b_bytes = rand(2, E, E) / E, rand(E), one.itemsize
-    launch_s, each_s, product_s = (lab.seconds(call) for call in (lambda: one * 2, lambda: small[0] * 2, lambda: a @ m))
+    launch_s, each_s, product_s = (
+        lab.seconds(call) for call in (lambda: one * 2, lambda: small[0] * 2, lambda: a @ m)
+    )
     together_s = lab.seconds(lambda: torch._foreach_mul([one] * 64, 2))
     by_hand = gate_in_triton if lab.gpu and triton else None
-    cases = [  # expression, form, function, inputs, the host's seconds, numbers read or written, seconds of a product
+    # expression, form, function, inputs, the host's seconds, numbers read or written, seconds of a product
+    cases = [
         ("sigmoid(relu(x*w+b))", "eager", gate, (x, w, b), 4 * launch_s, 10 * N, 0),
         ("sigmoid(relu(x*w+b))", "compiled", compiled(gate), (x, w, b), launch_s, 4 * N, 0),
         ("sigmoid(relu(x*w+b))", "Triton by hand", by_hand, (x, w, b), launch_s, 4 * N, 0),
@@ -66,7 +77,15 @@ def run(lab, numbers=None, edge=None, dtype=None):
         ("relu(x)", "compiled", compiled(torch.relu), (x,), launch_s, 2 * N, 0),
         ("relu(A@B+c)", "eager", linear_relu, (a, m, c), 3 * launch_s, 4 * E * E, product_s),
         ("relu(A@B+c)", "compiled", compiled(linear_relu), (a, m, c), 2 * launch_s, 2 * E * E, product_s),
-        ("relu(A@B+c)", "BLAS", lambda a, m, c: torch._addmm_activation(c, a, m), (a, m, c), launch_s, 0, product_s),
+        (
+            "relu(A@B+c)",
+            "BLAS",
+            lambda a, m, c: torch._addmm_activation(c, a, m),
+            (a, m, c),
+            launch_s,
+            0,
+            product_s,
+        ),
         ("64 small x * 2", "eager", lambda *xs: [x * 2 for x in xs], small, 64 * each_s, 0, 0),
         ("64 small x * 2", "one call", lambda *xs: torch._foreach_mul(xs, 2), small, together_s, 0, 0),
     ]
@@ -79,7 +98,9 @@ def run(lab, numbers=None, edge=None, dtype=None):
             torch.testing.assert_close(function(*inputs), answer, rtol=0.02, atol=0.05)
             measured = lab.seconds(partial(function, *inputs))
         lab.row(f"{expression}, {form}", measured, predicted, moved=f"{moved * b_bytes / 1e6:.0f} MB")
-    return f"Compiled, {cases[0][0]} runs {lab.rows[0]['measured'] / lab.rows[1]['measured']:.2f} times as fast."
+    return (
+        f"Compiled, {cases[0][0]} runs {lab.rows[0]['measured'] / lab.rows[1]['measured']:.2f} times as fast."
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """What does a launch cost, and what does a CUDA graph save?
 
-Prediction. A kernel on one number takes a GPU 1 or 2 us, and the host about 5 us to launch. N of them take N launches,
-because the GPU waits. A CUDA graph holds all N and is launched once: they take a launch and the GPU's own time, which
-is measured where they were launched ahead. So it is for forward and backward of 16 small layers with ReLU, where the
-host also runs autograd. On a CPU there is nothing to capture.
+Prediction. A kernel on one number takes a GPU 1 or 2 us, and the host about 5 us to launch. N of them take N
+launches, because the GPU waits. A CUDA graph holds all N and is launched once: they take a launch and the
+GPU's own time, which is measured where they were launched ahead. So it is for forward and backward of 16
+small layers with ReLU, where the host also runs autograd. On a CPU there is nothing to capture.
 
 Change: --width 4096. Where does the graph save nothing?
-Source: PyTorch's notes on CUDA semantics, "CUDA Graphs"; Nguyen et al., Accelerating PyTorch with CUDA Graphs (2021).
+Source: PyTorch's notes on CUDA semantics, "CUDA Graphs"; Nguyen et al., Accelerating PyTorch with CUDA Graphs
+(2021).
 """
 
 import torch
@@ -55,7 +56,9 @@ def run(lab, chain=None, width=None):
     graphs = {f"{N} launches as a CUDA graph": many, f"{LAYERS} linear layers as a CUDA graph": step}
     for what, work in graphs.items():
         measured = lab.seconds(captured(work)) if lab.gpu else "needs a GPU"
-        lab.row(what, measured, launch_s + lab.device_seconds(work, calls=1, launches=200) if lab.gpu else None)
+        lab.row(
+            what, measured, launch_s + lab.device_seconds(work, calls=1, launches=200) if lab.gpu else None
+        )
     if lab.gpu:
         return f"Captured, {LAYERS} linear layers run {step_s / measured:.1f} times as fast as launched."
     return f"An operator on one number takes this CPU {launch_s * 1e6:.1f} us."

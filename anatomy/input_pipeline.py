@@ -1,12 +1,14 @@
 """When does data loading stall the GPU?
 
-Prediction. `load` is the time to make a batch, `step` that of a training step, W the number of worker processes. If the
-training process loads, a batch takes max(step, load), because the GPU computes what is queued meanwhile; load + step
-where each step makes the host wait, as on a CPU. With workers it takes max(step, load / W).
+Prediction. `load` is the time to make a batch, `step` that of a training step, W the number of worker
+processes. If the training process loads, a batch takes max(step, load), because the GPU computes what is
+queued meanwhile; load + step where each step makes the host wait, as on a CPU. With workers it takes
+max(step, load / W).
 
-Pinned memory lets the copy to the GPU run beside the step. It saves bytes over the link's bandwidth: 0.2 ms for 4 MB at
-the 25 GB/s of PCIe 4. Prefetching helps where single batches are slow: W x prefetch batches wait in the queue, which
-last for W x prefetch x step of a slow batch. Here every 8th takes 6 times as long, and stalls for the rest.
+Pinned memory lets the copy to the GPU run beside the step. It saves bytes over the link's bandwidth: 0.2 ms
+for 4 MB at the 25 GB/s of PCIe 4. Prefetching helps where single batches are slow: W x prefetch batches wait
+in the queue, which last for W x prefetch x step of a slow batch. Here every 8th takes 6 times as long, and
+stalls for the rest.
 
 Change: --load 35. How many workers end the stall?
 Source: the documentation of torch.utils.data.DataLoader; a pipeline's arithmetic.
@@ -33,7 +35,8 @@ def make_batch(rows, load_s, irregular, index):
 
 
 def training_step(lab, step_s):
-    """A function that takes about `step_s`: products on a GPU; on a CPU a wait, which imitates a device beside it."""
+    """A function that takes about `step_s`: products on a GPU; on a CPU a wait, which imitates a device
+    beside it."""
     if not lab.gpu:
         return lambda: time.sleep(step_s)
     weight = torch.randn(4096, 4096, device=lab.device)
@@ -76,11 +79,14 @@ def run(lab, load=None, step=None):
         row(f"{enough} workers, pinned", max(step_s, load_s / enough), enough, pinned=True)
     mean_s, slow_s = (load_s / 2 * n for n in ((SLOW_EVERY - 1 + SLOW_TIMES) / SLOW_EVERY, SLOW_TIMES))
     workers = math.ceil(1.5 * mean_s / step_s)
-    lab.title = f"Loading takes {mean_s * 1e3:.0f} ms on average, every {SLOW_EVERY}th batch {slow_s * 1e3:.0f}"
+    lab.title = (
+        f"Loading takes {mean_s * 1e3:.0f} ms on average, every {SLOW_EVERY}th batch {slow_s * 1e3:.0f}"
+    )
     for prefetch in (1, 2, 8):
         predicted = step_s + max(0.0, slow_s - workers * prefetch * step_s) / SLOW_EVERY
         row(f"{workers} workers, prefetch {prefetch}", predicted, workers, prefetch, irregular=True)
-    return f"{enough} workers make a step {alone_s / fed_s:.1f} times as fast as loading in the training process."
+    faster = alone_s / fed_s
+    return f"{enough} workers make a step {faster:.1f} times as fast as loading in the training process."
 
 
 if __name__ == "__main__":

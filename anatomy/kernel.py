@@ -1,12 +1,13 @@
 """What must the author of a kernel get right: enough work in flight, and large tiles?
 
-Prediction. Bytes take a latency to arrive, so a multiprocessor moves as many as it has asked for in that time (Little's
-law). Programs on it, its occupancy, ask one by one: a copy by p times as many programs is p times as fast, until it
-reaches the rate of DRAM.
+Prediction. Bytes take a latency to arrive, so a multiprocessor moves as many as it has asked for in that time
+(Little's law). Programs on it, its occupancy, ask one by one: a copy by p times as many programs is p times
+as fast, until it reaches the rate of DRAM.
 
-A product of (n, n) matrices in tiles of (t, t) loads each row of one input and each column of the other n / t times:
-4 n^3 / t bytes in BF16. At 64 bytes a clock, which is what L2 gives each multiprocessor, small tiles wait for L2, and
-large ones reach the time of the library's product. A tile's numbers are in registers: too large a one has no room.
+A product of (n, n) matrices in tiles of (t, t) loads each row of one input and each column of the other n / t
+times: 4 n^3 / t bytes in BF16. At 64 bytes a clock, which is what L2 gives each multiprocessor, small tiles
+wait for L2, and large ones reach the time of the library's product. A tile's numbers are in registers: too
+large a one has no room.
 
 Change: --edge 1024. Which tile is best where 256 of (64, 64) must feed all multiprocessors?
 Source: NVIDIA, CUDA C++ Best Practices Guide, on occupancy; Triton's tutorial on matrix multiplication.
@@ -50,7 +51,9 @@ def run(lab, edge=None):
     for programs in (1, 2, 4, 8, 16):
         copy = partial(copy_kernel[(processors * programs,)], x, y, x.numel(), BLOCK=1024, num_warps=4)
         reached = 2 * x.nbytes / lab.device_seconds(copy, 10)
-        lab.row(f"{programs} programs", reached, alone and min(rate("copy", lab.device), programs * alone), "B/s")
+        lab.row(
+            f"{programs} programs", reached, alone and min(rate("copy", lab.device), programs * alone), "B/s"
+        )
         alone = alone or reached
     lab.title = f"A product of ({edge}, {edge}) matrices in BF16"
     a, b, c = torch.randn(3, edge, edge, device=lab.device, dtype=torch.bfloat16)
@@ -60,7 +63,9 @@ def run(lab, edge=None):
     lab.row("the library's", library_s, 2 * edge**3 / rate("bf16", lab.device))
     for tile in (16, 32, 64, 128, 256):
         grid, warps = (edge // tile, edge // tile), max(1, min(8, tile // 16))
-        product = partial(product_kernel[grid], a, b, c, edge, TILE=tile, DEPTH=max(16, min(64, tile)), num_warps=warps)
+        product = partial(
+            product_kernel[grid], a, b, c, edge, TILE=tile, DEPTH=max(16, min(64, tile)), num_warps=warps
+        )
         times.append(lab.device_seconds(product, 10))
         torch.testing.assert_close(c, expected, rtol=0.02, atol=0.5)
         loaded_s = 4 * edge**3 / tile / (processors * L2_BYTES_A_CLOCK * (clock_mhz or 1) * 1e6)

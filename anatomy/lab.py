@@ -1,7 +1,9 @@
-"""What the experiments share: options, a clock, what this machine reaches, and the table of predicted and measured.
+"""What the experiments share: options, a clock, what this machine reaches, and the table of predicted and
+measured.
 
-An experiment is a file. Its docstring has the question and the arithmetic of its prediction. Its `run(lab, ...)` adds a
-row for each prediction and returns one sentence. The parameters after `lab` are options of its command: sizes, dtype.
+An experiment is a file. Its docstring has the question and the arithmetic of its prediction. Its `run(lab,
+...)` adds a row for each prediction and returns one sentence. The parameters after `lab` are options of its
+command: sizes, dtype.
 """
 
 import argparse
@@ -30,7 +32,10 @@ except ImportError:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TIMED_S, QUICK_S = 0.2, 0.05  # of calls that one time is the median of
-LARGE_COPY, LARGE_EDGE = {"cuda": 2**31, "cpu": 2**28}, {"cuda": 8192, "cpu": 1024}  # bytes; of square matrices
+LARGE_COPY, LARGE_EDGE = (
+    {"cuda": 2**31, "cpu": 2**28},
+    {"cuda": 8192, "cpu": 1024},
+)  # bytes; of square matrices
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
 
 
@@ -38,18 +43,22 @@ class Lab:
     """One run of one experiment on one device, and its rows."""
 
     def __init__(self, name: str, options: argparse.Namespace):
-        """Raises ValueError, one line, for a device that cannot be used, or a --json file that cannot be written."""
+        """Raises ValueError, one line, for a device that cannot be used, or a --json file that cannot be
+        written."""
         if options.json:
             check_output(options.json)
         self.name, self.device = name, hardware.resolve_device(options.device)
         self.gpu, self.iters, self.quick = self.device.type == "cuda", options.iters, options.quick
-        self.amp = self.gpu and hardware.has_bf16_matrix_instructions(self.device)  # else experiments take FP32
+        self.amp = self.gpu and hardware.has_bf16_matrix_instructions(
+            self.device
+        )  # else experiments take FP32
         self.title, self.rows = "", []  # the title of the next row's table
         torch.set_float32_matmul_precision("highest")  # some containers set TF32
         if self.gpu:
             torch.cuda.set_device(self.device)  # Triton and torch's timer use the current one
         elif mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-            # glibc keeps what is freed, as PyTorch does on a GPU: first writes to new pages take most of the time.
+            # glibc keeps what is freed, as PyTorch does on a GPU: first writes to new pages take most of the
+            # time.
             mallopt(-1, -1)  # M_TRIM_THRESHOLD
             mallopt(-4, 0)  # M_MMAP_MAX
 
@@ -62,29 +71,41 @@ class Lab:
         call()  # the first one compiles and allocates
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
         least_s = QUICK_S if self.quick else TIMED_S
-        return (timer.timeit(self.iters) if self.iters else timer.blocked_autorange(min_run_time=least_s)).median
+        return (
+            timer.timeit(self.iters) if self.iters else timer.blocked_autorange(min_run_time=least_s)
+        ).median
 
     def device_seconds(self, call: Callable[[], object], calls: int = 50, launches: int = 1) -> float:
-        """A GPU's own time of a call that launches about so many kernels: it sleeps until the host has launched all
-        `calls`, whose kernels are at most about 1000. A CPU launches nothing."""
+        """A GPU's own time of a call that launches about so many kernels: it sleeps until the host has
+        launched all `calls`, whose kernels are at most about 1000. A CPU launches nothing."""
         call()  # the first one compiles
         return timing.seconds(call, calls, self.device, launches) if self.gpu else self.seconds(call)
 
     def copy_seconds(self, n_bytes: float) -> float:
         """Time of a pass that reads and writes so many bytes in all, the same ones again and again."""
         source, target = torch.ones(2, max(1, round(n_bytes / 8)), device=self.device)
-        return self.device_seconds(lambda: torch.neg(source, out=target))  # copy_ would use a GPU's copy engines
+        return self.device_seconds(
+            lambda: torch.neg(source, out=target)
+        )  # copy_ would use a GPU's copy engines
 
     def expected(self, host_s: float, work_s: float) -> float:
         """The time of a call. A GPU works while the host launches, and a CPU does both in turn."""
         return max(host_s, work_s) if self.gpu else host_s + work_s
 
     def row(self, what: str, measured, predicted=None, unit="s", at_most=False, **columns: str) -> None:
-        """Add a row, in `unit` s, B, B/s or none. A text as `measured` says why there is no number, as `needs a GPU`;
-        `at_most` makes the prediction an upper bound; `columns` are further cells."""
+        """Add a row, in `unit` s, B, B/s or none. A text as `measured` says why there is no number, as `needs
+        a GPU`; `at_most` makes the prediction an upper bound; `columns` are further cells."""
         missing = measured if isinstance(measured, str) else None
-        figures = [x if isinstance(x, (int, float)) and math.isfinite(x) else None for x in (predicted, measured)]
-        row = {"table": self.title, "what": what, "predicted": figures[0], "measured": figures[1], "unit": unit}
+        figures = [
+            x if isinstance(x, (int, float)) and math.isfinite(x) else None for x in (predicted, measured)
+        ]
+        row = {
+            "table": self.title,
+            "what": what,
+            "predicted": figures[0],
+            "measured": figures[1],
+            "unit": unit,
+        }
         self.rows.append(row | {"at_most": at_most, "missing": missing, "columns": columns})
         progress(f"{self.name}: {what}")
 
@@ -92,7 +113,11 @@ class Lab:
         by_title = {row["table"]: [] for row in self.rows}
         for row in self.rows:
             predicted, measured, unit = row["predicted"], row["measured"], row["unit"]
-            cells = {"": row["what"], **row["columns"], "predicted": "<= " * row["at_most"] + shown(predicted, unit)}
+            cells = {
+                "": row["what"],
+                **row["columns"],
+                "predicted": "<= " * row["at_most"] + shown(predicted, unit),
+            }
             cells["measured"] = row["missing"] or shown(measured, unit)
             cells["ratio"] = f"{measured / predicted:.2f}" if predicted and measured is not None else "-"
             by_title[row["table"]].append(cells)
@@ -112,11 +137,13 @@ def shown(figure: float | None, unit: str) -> str:
 
 @functools.cache
 def rate(of: str, device: torch.device) -> float:
-    """What this machine reaches, measured once in a process: bytes/s of a large `copy`, or FLOP/s of a large product in
-    `fp32`, `tf32` or `bf16`."""
+    """What this machine reaches, measured once in a process: bytes/s of a large `copy`, or FLOP/s of a large
+    product in `fp32`, `tf32` or `bf16`."""
     if of == "copy":
         source, target = torch.ones(2, LARGE_COPY[device.type] // 8, device=device)
-        return 2 * source.nbytes / timing.steady_seconds(lambda: torch.neg(source, out=target), device, TIMED_S)
+        return (
+            2 * source.nbytes / timing.steady_seconds(lambda: torch.neg(source, out=target), device, TIMED_S)
+        )
     edge = LARGE_EDGE[device.type]
     a, b = torch.randn(2, edge, edge, device=device, dtype=torch.bfloat16 if of == "bf16" else torch.float32)
     torch.set_float32_matmul_precision("high" if of == "tf32" else "highest")
@@ -126,8 +153,12 @@ def rate(of: str, device: torch.device) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: auto, a GPU if any")
-    parser.add_argument("--iters", type=positive_int, metavar="N", help="timed calls (default: as many as take 0.2 s)")
+    parser.add_argument(
+        "--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: auto, a GPU if any"
+    )
+    parser.add_argument(
+        "--iters", type=positive_int, metavar="N", help="timed calls (default: as many as take 0.2 s)"
+    )
     parser.add_argument("--quick", action="store_true", help="smaller sizes on a CPU, and fewer timed calls")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows")
 
@@ -145,7 +176,9 @@ def main(run: Callable) -> None:
         options = parser.parse_args()
         try:
             lab = Lab(module.__spec__.name.rpartition(".")[2], options)
-            sentence = run(lab, **{name: DTYPES.get(x, x) for name, x in vars(options).items() if name in names})
+            sentence = run(
+                lab, **{name: DTYPES.get(x, x) for name, x in vars(options).items() if name in names}
+            )
         except (ValueError, RuntimeError, MemoryError) as error:  # no such device, too little memory, a size
             parser.error(one_line(error).replace("--output", "--json"))
         progress("")

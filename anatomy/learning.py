@@ -1,14 +1,15 @@
 """What do a number format and an initialization do to learning?
 
-Prediction. With small initial weights every token of a vocabulary of V is about as likely: the first loss is ln V. The
-gradient of the mean loss of N tokens by a logit is about 1 / (V N), except for the target. FP16 rounds numbers below
-2^-25 = 3e-8 to zero: without scaling almost all of these are lost where V N is above 3e7. That of the target's logit,
-about 1 / N, is not, so this form still learns, though less. Scaling multiplies the loss, by 65536 at first, and divides
-the gradients in FP32. BF16 has FP32's range. So both end no further from FP32's loss than two other seeds do.
+Prediction. With small initial weights every token of a vocabulary of V is about as likely: the first loss is
+ln V. The gradient of the mean loss of N tokens by a logit is about 1 / (V N), except for the target. FP16
+rounds numbers below 2^-25 = 3e-8 to zero: without scaling almost all of these are lost where V N is above
+3e7. That of the target's logit, about 1 / N, is not, so this form still learns, though less. Scaling
+multiplies the loss, by 65536 at first, and divides the gradients in FP32. BF16 has FP32's range. So both end
+no further from FP32's loss than two other seeds do.
 
-PyTorch's default draws embeddings with a standard deviation of 1. The head shares them, so the first loss is far above
-ln V, and the last one is higher. The logit of the token itself lies about C / sqrt(2) above a typical one, whose
-gradient is then exp(-C / sqrt(2)) / N. FP32 rounds that to zero below 2^-150.
+PyTorch's default draws embeddings with a standard deviation of 1. The head shares them, so the first loss is
+far above ln V, and the last one is higher. The logit of the token itself lies about C / sqrt(2) above a
+typical one, whose gradient is then exp(-C / sqrt(2)) / N. FP32 rounds that to zero below 2^-150.
 
 Change: --vocab 256. Does FP16 without scaling learn now?
 Source: Micikevicius et al., Mixed Precision Training (2017); Radford et al., GPT-2 (2019), section 2.3.
@@ -46,8 +47,12 @@ def train(config, batches, device, dtype=torch.float32, scaled=False, default=Fa
         for module in model.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
-        torch.nn.init.normal_(model.wte.weight)  # the embedding's own default; the head, which shares it, has another
-    hook = model.head.lm_head.register_full_backward_hook(lambda _, __, out: zeros.append((out[0] == 0).float().mean()))
+        torch.nn.init.normal_(
+            model.wte.weight
+        )  # the embedding's own default; the head, which shares it, has another
+    hook = model.head.lm_head.register_full_backward_hook(
+        lambda _, __, out: zeros.append((out[0] == 0).float().mean())
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     scaler = torch.amp.GradScaler(device.type, enabled=scaled)
     for tokens, targets in batches:
@@ -79,7 +84,12 @@ def run(lab, steps=None, vocab=None):
     lab.row("first loss", first["FP32"], math.log(V), "")
     lab.row("first loss, default initialization", first["FP32, default initialization"], None, "")
     saturated = math.exp(-C / math.sqrt(2)) / (B * T) < 2.0**-150
-    shares = {"FP16": V * B * T > 2**25, "FP16, loss scaled": 0, "BF16": 0, "FP32, default initialization": saturated}
+    shares = {
+        "FP16": V * B * T > 2**25,
+        "FP16, loss scaled": 0,
+        "BF16": 0,
+        "FP32, default initialization": saturated,
+    }
     for name, share in shares.items():
         lab.row(f"share of lost gradients, {name}", lost[name], float(share), "")
     apart = {name: abs(loss - plain) for name, loss in last.items()}

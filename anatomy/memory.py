@@ -1,9 +1,10 @@
 """How fast is each level of the memory: registers, shared memory, L2, DRAM?
 
-Prediction. A kernel copies n bytes from one buffer to another, again and again: a working set of 2 n bytes. If it fits
-a cache, the bytes come from there, else from the next larger level, so the bandwidth falls in steps at their sizes. No
-arithmetic gives a level's rate: that of a cache is measured with a copy that fills a third of it, that of DRAM with the
-largest. S bytes take as long as none, plus S over the rate of the smallest level that holds them. A CPU uses one core.
+Prediction. A kernel copies n bytes from one buffer to another, again and again: a working set of 2 n bytes.
+If it fits a cache, the bytes come from there, else from the next larger level, so the bandwidth falls in
+steps at their sizes. No arithmetic gives a level's rate: that of a cache is measured with a copy that fills a
+third of it, that of DRAM with the largest. S bytes take as long as none, plus S over the rate of the smallest
+level that holds them. A CPU uses one core.
 
 Registers and L1, which is also shared memory, show only in a loop inside a kernel. A multiprocessor does 128
 multiply-adds a clock, whose operands are 1536 bytes, and reads 128 bytes of L1.
@@ -20,7 +21,11 @@ import torch
 from anatomy.lab import main, tl, triton
 from common.hardware import clock_and_power
 
-BLOCK, LOOPS, PROGRAMS = 1024, 2048, 16  # numbers of a program of 4 warps; loops; programs on a multiprocessor
+BLOCK, LOOPS, PROGRAMS = (
+    1024,
+    2048,
+    16,
+)  # numbers of a program of 4 warps; loops; programs on a multiprocessor
 
 if triton:
 
@@ -44,8 +49,12 @@ def caches(device):
     if device.type == "cuda":
         return {"L2": torch.cuda.get_device_properties(device).L2_cache_size}
     folders = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
-    facts = [[(folder / name).read_text().strip() for name in ("level", "type", "size")] for folder in folders]
-    return {f"L{level}": int(size[:-1]) * 2**10 for level, kind, size in facts if kind != "Instruction"}  # size: 32K
+    facts = [
+        [(folder / name).read_text().strip() for name in ("level", "type", "size")] for folder in folders
+    ]
+    return {
+        f"L{level}": int(size[:-1]) * 2**10 for level, kind, size in facts if kind != "Instruction"
+    }  # size: 32K
 
 
 def inside_the_multiprocessors(lab):
@@ -53,7 +62,9 @@ def inside_the_multiprocessors(lab):
     x, out = torch.ones(2, processors * PROGRAMS * BLOCK, device=lab.device)
     lab.title = f"Inside {processors} multiprocessors, all together"
     for kernel, bytes_a_number, bytes_a_clock in ((registers, 12, 1536), (shared, 4, 128)):
-        loop = partial(kernel[(processors * PROGRAMS,)], x, out, LOOPS=LOOPS, BLOCK=BLOCK, num_warps=4, num_stages=1)
+        loop = partial(
+            kernel[(processors * PROGRAMS,)], x, out, LOOPS=LOOPS, BLOCK=BLOCK, num_warps=4, num_stages=1
+        )
         reached = out.numel() * LOOPS * bytes_a_number / lab.device_seconds(loop)
         loop()  # a busy GPU, while its clock is read
         clock_mhz, _ = clock_and_power(lab.device) or (0, 0)  # no prediction without NVML
@@ -64,7 +75,11 @@ def run(lab, smallest=None, largest=None):
     least, most = (smallest or lab.pick(64, 64, 1024)) * 2**10, (largest or lab.pick(256, 256, 4096)) * 2**20
     if least > most:
         raise ValueError(f"--smallest {least >> 10} (KiB) is above --largest {most >> 20} (MiB)")
-    levels, buffers, threads = caches(lab.device), torch.ones(2, most // 8, device=lab.device), torch.get_num_threads()
+    levels, buffers, threads = (
+        caches(lab.device),
+        torch.ones(2, most // 8, device=lab.device),
+        torch.get_num_threads(),
+    )
 
     def copy_seconds(size):
         source, target = buffers[:, : max(1, size // 8)]
@@ -72,7 +87,9 @@ def run(lab, smallest=None, largest=None):
 
     torch.set_num_threads(1)
     empty_s, held = copy_seconds(8), {**levels, "DRAM": 3 * most}
-    rates = {name: n / 3 / max(copy_seconds(n // 3) - empty_s, 1e-9) for name, n in held.items() if n <= 3 * most}
+    rates = {
+        name: n / 3 / max(copy_seconds(n // 3) - empty_s, 1e-9) for name, n in held.items() if n <= 3 * most
+    }
     lab.title = "A copy; " + ", ".join(f"{name} {n / 2**20:g} MiB" for name, n in levels.items())
     for size in [most // 4**k for k in range(16) if most // 4**k >= least][::-1]:
         level, rate = next((name, rate) for name, rate in rates.items() if size <= held[name])

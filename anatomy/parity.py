@@ -2,10 +2,10 @@
 
     python -m anatomy.parity [--rows 0 3 4 dead-mlp-all ...] [--seeds 1 2 3] --output FOLDER [ARGUMENT ...]
 
-A row is a step by its number, a peer by its name, or a variant by that of its patch. The ARGUMENTs are those of a step
-(default: --steps 1000 --heldout-every 100). A run is a process of its own. A seed gives all rows the same weights and
-batches, so they are compared seed by seed: report/parity.py has the statistics. FOLDER gets the study, written after
-each run and continued where it exists, and its report.
+A row is a step by its number, a peer by its name, or a variant by that of its patch. The ARGUMENTs are those
+of a step (default: --steps 1000 --heldout-every 100). A run is a process of its own. A seed gives all rows
+the same weights and batches, so they are compared seed by seed: report/parity.py has the statistics. FOLDER
+gets the study, written after each run and continued where it exists, and its report.
 """
 
 import sys
@@ -21,9 +21,12 @@ DEFAULTS = ["--steps", "1000", "--heldout-every", "100"]
 
 
 def known_rows() -> dict[str, runs.Planned]:
-    """What can be trained, by the name that --rows takes: a step's number, a peer, a patch. Outputs are still empty."""
+    """What can be trained, by the name that --rows takes: a step's number, a peer, a patch. Outputs are still
+    empty."""
     steps = {name.partition("_")[0]: runs.Planned(name, [], "") for name in runs.scripts()}
-    peers = {path.stem: runs.Planned(f"peers/{path.name}", [], "") for path in sorted(ROOT.glob("peers/*.py"))}
+    peers = {
+        path.stem: runs.Planned(f"peers/{path.name}", [], "") for path in sorted(ROOT.glob("peers/*.py"))
+    }
     patched = {key: runs.Planned(f"{its['Script']}.py", [], "", patch=key) for key, its in variants().items()}
     return steps | peers | patched
 
@@ -44,9 +47,15 @@ def rows_of(names: list[str], seeds: list[int], arguments: list[str]) -> list[ru
 def main() -> int:
     parser = OneLineParser(prog="python -m anatomy.parity", description=__doc__)
     parser.add_argument("--rows", nargs="+", default=["0", "3", "4"], metavar="NAME", help="default: 0 3 4")
-    parser.add_argument("--seeds", nargs="+", type=positive_int, default=[1, 2, 3], metavar="N", help="default: 1 2 3")
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="of the study, new or continued")
-    parser.add_argument("--step-timeout", type=positive_int, metavar="S", help="seconds for a row (default: 1800)")
+    parser.add_argument(
+        "--seeds", nargs="+", type=positive_int, default=[1, 2, 3], metavar="N", help="default: 1 2 3"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="of the study, new or continued"
+    )
+    parser.add_argument(
+        "--step-timeout", type=positive_int, metavar="S", help="seconds for a row (default: 1800)"
+    )
     options, arguments = parser.parse_known_args()
     known = known_rows()
     if strangers := [row for row in options.rows if row not in known]:
@@ -56,7 +65,9 @@ def main() -> int:
     command = portable_command("python -m anatomy.parity --output parity", sys.argv[1:])
     rows = rows_of(options.rows, options.seeds, arguments)
     try:
-        return run_study("parity", rows, [*DEFAULTS, *arguments], options.output, command, options.step_timeout)
+        return run_study(
+            "parity", rows, [*DEFAULTS, *arguments], options.output, command, options.step_timeout
+        )
     except Skip as error:
         parser.error(str(error))
 

@@ -1,16 +1,18 @@
 """What do the number formats cost and give?
 
-Prediction. A format with p bits after the leading one rounds a number by at most u = 2^-(p+1) of it; on average, the
-root mean square of mantissas that are even on a logarithmic scale, by 0.4 u. A product of random matrices rounds both
-inputs and its output: an error of 0.4 u sqrt(3) = 0.7 u, or 0.4 u sqrt(2) = 0.6 u with an output in a finer format.
-BF16 has u = 2^-8, FP16 and TF32 2^-11, FP8 E4M3 2^-4. FP32 (2^-24) holds the sums of all of them, so their length K
-matters to FP32 alone: a random walk of K steps, at most 0.4 u sqrt(K). On tensor cores FLOP/s double with every halving
-of the bits: TF32 takes twice BF16's time, FP16 as long, FP8 half. FP64 takes twice FP32's on a CPU, on an H200 as long.
+Prediction. A format with p bits after the leading one rounds a number by at most u = 2^-(p+1) of it; on
+average, the root mean square of mantissas that are even on a logarithmic scale, by 0.4 u. A product of random
+matrices rounds both inputs and its output: an error of 0.4 u sqrt(3) = 0.7 u, or 0.4 u sqrt(2) = 0.6 u with
+an output in a finer format. BF16 has u = 2^-8, FP16 and TF32 2^-11, FP8 E4M3 2^-4. FP32 (2^-24) holds the
+sums of all of them, so their length K matters to FP32 alone: a random walk of K steps, at most 0.4 u sqrt(K).
+On tensor cores FLOP/s double with every halving of the bits: TF32 takes twice BF16's time, FP16 as long, FP8
+half. FP64 takes twice FP32's on a CPU, on an H200 as long.
 
-FP16 ends at 65 504 and 6e-8, FP8 E4M3 at 448 and 0.002; BF16 has FP32's range. So FP8 stores numbers times a scale.
-Delayed scaling takes it from earlier tensors: it reads 2 bytes and writes 1 per BF16 number. Current scaling first
-looks for the largest, 2 bytes more; block scaling among 128 numbers, which stay in registers. Delayed scaling cuts an
-outlier off, and the others stay as they were. Current scaling makes room for it: the others get coarse.
+FP16 ends at 65 504 and 6e-8, FP8 E4M3 at 448 and 0.002; BF16 has FP32's range. So FP8 stores numbers times a
+scale. Delayed scaling takes it from earlier tensors: it reads 2 bytes and writes 1 per BF16 number. Current
+scaling first looks for the largest, 2 bytes more; block scaling among 128 numbers, which stay in registers.
+Delayed scaling cuts an outlier off, and the others stay as they were. Current scaling makes room for it: the
+others get coarse.
 
 Change: --size 512. Which formats are still faster than FP32?
 Source: Micikevicius et al., Mixed Precision Training (2017) and FP8 Formats for Deep Learning (2022).
@@ -49,7 +51,10 @@ def block_scaling(x, _=None):
 def product_of(name, a, b, native):
     if name != "FP8":
         return partial(torch.matmul, a.to(FORMATS[name][0]), b.to(FORMATS[name][0]))
-    (x, s), (y, t) = current_scaling(a), current_scaling(b.t().contiguous())  # the second by columns, for cuBLAS
+    (x, s), (y, t) = (
+        current_scaling(a),
+        current_scaling(b.t().contiguous()),
+    )  # the second by columns, for cuBLAS
     if native:  # not public, but PyTorch 2.10 has no other FP8 product
         return lambda: torch._scaled_mm(x, y.t(), s, t, out_dtype=torch.bfloat16, use_fast_accum=True)
     return lambda: (x.float() * s) @ (y.float() * t).t()
@@ -86,7 +91,9 @@ def quantization(lab, size):
     spiked[0, 0] = OUTLIER
     lab.title = f"A ({size}, {size}) BF16 tensor to FP8 E4M3; its error, and with one outlier of {OUTLIER:g}"
     for recipe, n_bytes in ((delayed_scaling, 3), (current_scaling, 5), (block_scaling, 3)):
-        fast = torch.compile(recipe, dynamic=False) if lab.gpu else recipe  # on a CPU several kernels: no prediction
+        fast = (
+            torch.compile(recipe, dynamic=False) if lab.gpu else recipe
+        )  # on a CPU several kernels: no prediction
         (x, s), (y, t) = fast(plain, history), fast(spiked, history)
         restored = (y.float() * t).view_as(plain)
         errors = {"error": f"{relative((x.float() * s).view_as(plain), plain):.1%}"}

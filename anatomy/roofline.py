@@ -1,15 +1,16 @@
 """When is an operation compute-bound, and when memory-bound?
 
-Prediction. An operation of F FLOPs that moves Q bytes takes at least F / peak and at least Q / bandwidth seconds: this
-is the roof. Its two parts meet at the ridge, where F / Q is peak / bandwidth. With 700 TFLOP/s in BF16 and 4.2 TB/s
-that is 167 FLOP per byte. For numbers of b bytes, of which each is read or written once, F / Q is
+Prediction. An operation of F FLOPs that moves Q bytes takes at least F / peak and at least Q / bandwidth
+seconds: this is the roof. Its two parts meet at the ridge, where F / Q is peak / bandwidth. With 700 TFLOP/s
+in BF16 and 4.2 TB/s that is 167 FLOP per byte. For numbers of b bytes, of which each is read or written once,
+F / Q is
 
 - 1 / 2b for ReLU, 5 / 2b for softmax and 8 / 2b for LayerNorm: 0.25 to 2 in BF16, far left of the ridge;
 - 2 n^3 / 3 n^2 b = 2n / 3b for a product of (n, n) matrices: in BF16 it crosses 167 at n = 500;
 - 2 B H T^2 D / 4 B H T D b = T / 2b for causal attention, fused: it crosses 167 at T = 670.
 
-A third bound is in no roofline: the host launches the operation, which takes as long as the same operation on the
-smallest input. That is measured first. On a GPU the longest of the three counts.
+A third bound is in no roofline: the host launches the operation, which takes as long as the same operation on
+the smallest input. That is measured first. On a GPU the longest of the three counts.
 
 Change: --dtype float32 moves the ridge. Which operations change sides?
 Source: Williams, Waterman and Patterson, Roofline (CACM 2009).
@@ -23,7 +24,11 @@ import torch.nn.functional as F
 from anatomy.lab import main, rate, shown
 
 CHANNELS, H, D = 1024, 16, 64
-PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # FP16 runs at BF16's rate
+PRECISIONS = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "bf16",
+}  # FP16 runs at BF16's rate
 
 
 def operations(lab, dtype, N, T):

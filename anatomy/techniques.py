@@ -1,13 +1,15 @@
 """What do accumulation, recomputation, compilation and mixed precision give, in time and in memory?
 
-Prediction, for forward and backward of a small GPT of the blocks and the head of 2_sdpa.py, in FP32. Memory is the peak
-above weights and gradients. A block keeps 16 numbers per token and channel for its backward: what its two LayerNorms
-read 2 and write 2, queries, keys and values 3, the output of attention 1, and of the MLP 4 and 4. The logits come three
-times: themselves, their log-softmax and its gradient. So of B T tokens the peak is 4 B T (16 L C + 3 V) bytes.
+Prediction, for forward and backward of a small GPT of the blocks and the head of 2_sdpa.py, in FP32. Memory
+is the peak above weights and gradients. A block keeps 16 numbers per token and channel for its backward: what
+its two LayerNorms read 2 and write 2, queries, keys and values 3, the output of attention 1, and of the MLP 4
+and 4. The logits come three times: themselves, their log-softmax and its gradient. So of B T tokens the peak
+is 4 B T (16 L C + 3 V) bytes.
 
 - Accumulation in 4 parts of a batch does the same work at a quarter of the peak.
-- Recomputation keeps the input of each block and runs its forward again: 4 passes over the blocks, as backward counts
-  two, not 3. It keeps all of one block at a time, and 5 C of gradients: 4 B T (L C + 21 C), or 4 B T (L C + 3 V).
+- Recomputation keeps the input of each block and runs its forward again: 4 passes over the blocks, as
+backward counts two, not 3. It keeps all of one block at a time, and 5 C of gradients: 4 B T (L C + 21 C), or
+4 B T (L C + 3 V).
 - Compilation, block by block, fuses what lies between the products: at most the same time.
 - Mixed precision runs products at BF16's rate, and the rest, which is bytes, in half of its time.
 
@@ -46,7 +48,10 @@ def run(lab, batch=None, layers=None):
     T, B = lab.pick(128, 256, 1024), batch or 8
     step_2, config = importlib.import_module("2_sdpa"), GPTConfig(L, C // 64, C, T, V)
     with lab.device:
-        tokens, models = torch.randint(V, (B, T)), [GPT(config, step_2.Block, step_2.Head, seed=1337) for _ in range(3)]
+        tokens, models = (
+            torch.randint(V, (B, T)),
+            [GPT(config, step_2.Block, step_2.Head, seed=1337) for _ in range(3)],
+        )
     plain, recomputing, compiled = models
 
     def step(model, parts=1, amp=False):
@@ -70,7 +75,11 @@ def run(lab, batch=None, layers=None):
     }
     if lab.amp:
         products_s, half_s = work / rate("fp32", lab.device), work / rate("bf16", lab.device)
-        forms["mixed precision"] = partial(step, plain, amp=True), half_s + max(0, plain_s - products_s) / 2, None
+        forms["mixed precision"] = (
+            partial(step, plain, amp=True),
+            half_s + max(0, plain_s - products_s) / 2,
+            None,
+        )
     lab.title = f"{L} blocks, C {C}, T {T}, V {V}, batch {B}, FP32"
     for what, (call, predicted_s, predicted_bytes) in forms.items():
         lab.row(f"{what}: time", lab.seconds(call), predicted_s, at_most=what == "compiled")

@@ -25,8 +25,8 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")  # wh
 
 
 def import_or_skip(module: str, package: str | None = None) -> ModuleType:
-    """A module, or an empty one of which any use raises Skip with the reason and the line that installs `package`: one
-    that does not fit this torch or CUDA can fail in any way on import."""
+    """A module, or an empty one of which any use raises Skip with the reason and the line that installs
+    `package`: one that does not fit this torch or CUDA can fail in any way on import."""
     try:
         return importlib.import_module(module)
     except Exception as error:
@@ -59,7 +59,12 @@ def launch(main: Callable[[Arguments], tuple]) -> None:
         code = 130
     if torch.distributed.is_initialized() and code == 0:
         torch.distributed.destroy_process_group()
-    if sys.gettrace() or sys.getprofile() or "coverage" in sys.modules or "CUDA_INJECTION64_PATH" in os.environ:
+    if (
+        sys.gettrace()
+        or sys.getprofile()
+        or "coverage" in sys.modules
+        or "CUDA_INJECTION64_PATH" in os.environ
+    ):
         sys.exit(code)  # a profiler writes its results at the end
     for stream in (sys.stdout, sys.stderr):
         say("", stream, end="")  # flushes it
@@ -67,8 +72,8 @@ def launch(main: Callable[[Arguments], tuple]) -> None:
 
 
 def run_and_record(main: Callable, args: Arguments) -> int:
-    """Run a script's `main`, write its record, print what came of it; returns the exit code. Of several processes the
-    first one writes, or the one that failed."""
+    """Run a script's `main`, write its record, print what came of it; returns the exit code. Of several
+    processes the first one writes, or the one that failed."""
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     row, writes = Row(args.script.stem, source=args.script.read_text()), args.rank == 0
     before = read_object(args.output)
@@ -80,7 +85,9 @@ def run_and_record(main: Callable, args: Arguments) -> int:
         row.status, row.reason = explain(error)
         if row.status == "failed" and not isinstance(error, FloatingPointError):
             traceback.print_exc()
-        if args.processes > 1 and not isinstance(error, (Skip, FloatingPointError)):  # of one process, not of all
+        if args.processes > 1 and not isinstance(
+            error, (Skip, FloatingPointError)
+        ):  # of one process, not of all
             # The cause is in the record of the process that failed first: the others lost it.
             row.reason = f"rank {args.rank}: {row.reason}"
             writes = read_object(args.output) == before
@@ -88,7 +95,9 @@ def run_and_record(main: Callable, args: Arguments) -> int:
     if writes:
         command = portable_command(f"python {args.script.name}", sys.argv[1:])
         try:
-            write_json(args.output, Run(command, started_at, hardware.describe(args.device), args.workload(), [row]))
+            write_json(
+                args.output, Run(command, started_at, hardware.describe(args.device), args.workload(), [row])
+            )
         except OSError as error:
             row.status, row.reason = "failed", f"cannot write {args.output.parent}: {error.strerror or error}"
         say(result_lines(row, args))
@@ -121,7 +130,8 @@ def run(main: Callable, args: Arguments, row: Row) -> None:
 
 
 def keep_losses(losses: list[torch.Tensor], args: Arguments, row: Row) -> None:
-    """The mean of each loss over all processes into `row`, up to one that is not finite: FloatingPointError tells."""
+    """The mean of each loss over all processes into `row`, up to one that is not finite: FloatingPointError
+    tells."""
     for k, loss in enumerate(parallel.across([loss.item() for loss in losses], "avg", args)):
         check_finite(loss, k, args)
         row.loss.append(loss)
@@ -157,11 +167,11 @@ def observe(
 
 
 def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Arguments, row: Row) -> None:
-    """Train on until `args.steps` steps, and leave the held-out loss before, between and after them in `row`. With
-    --cold, launched steps have been trained already.
+    """Train on until `args.steps` steps, and leave the held-out loss before, between and after them in `row`.
+    With --cold, launched steps have been trained already.
 
-    It shows how good the weights are: the row's own forward alone, one sequence at a time, under mixed precision where
-    the machine has it, without FP8, nothing compiled.
+    It shows how good the weights are: the row's own forward alone, one sequence at a time, under mixed
+    precision where the machine has it, without FP8, nothing compiled.
     """
     starts = data.heldout_starts(args.text, args.config.seq_len)
     batches = data.stage_batches(args.text, starts, args.config.seq_len, args.device)
@@ -182,14 +192,18 @@ def explain(error: Exception) -> tuple[str, str]:
     text = f"{type(error).__name__} {error}".lower()
     if isinstance(error, Skip):
         return "skipped", one_line(error)
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(sign in text for sign in OUT_OF_MEMORY):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
+        sign in text for sign in OUT_OF_MEMORY
+    ):
         return "oom", "out of memory: try a smaller --batch-size or --seq-len"
     return "failed", one_line(error)
 
 
 def header(args: Arguments) -> str:
     """What is about to run, for a person."""
-    several = [f"{args.processes} processes, each with a batch of its own ({args.parallel})"] * bool(args.parallel)
+    several = [f"{args.processes} processes, each with a batch of its own ({args.parallel})"] * bool(
+        args.parallel
+    )
     device = f"{args.script.stem} on {hardware.device_name(args.device)}, torch {torch.__version__}"
     shape = f"{args.preset}: {args.config}, {flops.parameters(args.config) / 1e6:.1f} M parameters"
     return "\n".join([device, shape, f"batch {args.batch_size}, text: {args.text.name}", *several])
@@ -200,11 +214,14 @@ def result_lines(row: Row, args: Arguments) -> str:
     if row.status != "ok":
         return f"{row.step}: {row.status}: {row.reason}"
     lines = [f"record: {args.output}", *([f"note: {row.note}"] if row.note else [])]
-    lines += ["ran: " + ", ".join(f"{name} {x}" for name, x in vars(row.settings).items() if x not in (None, False))]
+    lines += [
+        "ran: " + ", ".join(f"{name} {x}" for name, x in vars(row.settings).items() if x not in (None, False))
+    ]
     median, work = statistics.median(row.step_ms), args.workload()
     lines += [
         f"{row.step}: {median:.1f} ms/step, {work.gpus * work.tokens_per_step / median * 1e3:,.0f} tokens/s, "
-        f"{work.gpus * work.flops_per_step / median / 1e9:.3g} model TFLOP/s, peak {row.peak_bytes / 2**30:.1f} GiB, "
-        f"warm-up {row.warmup_s:.1f} s, loss {row.loss[0]:.3f} -> {row.loss[-1]:.3f}"
+        f"{work.gpus * work.flops_per_step / median / 1e9:.3g} model TFLOP/s, "
+        f"peak {row.peak_bytes / 2**30:.1f} GiB, warm-up {row.warmup_s:.1f} s, "
+        f"loss {row.loss[0]:.3f} -> {row.loss[-1]:.3f}"
     ]
     return "\n".join(lines)

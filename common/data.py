@@ -9,7 +9,10 @@ import numpy as np
 import torch
 
 MOST_BYTES = 2**30  # of a file: what follows is not read
-LLMC_MAGIC, LLMC_HEADER = 20240520, 512  # llm.c writes 256 int32 (512 uint16) first; the magic number begins them
+LLMC_MAGIC, LLMC_HEADER = (
+    20240520,
+    512,
+)  # llm.c writes 256 int32 (512 uint16) first; the magic number begins them
 HELDOUT_SHARE, HELDOUT_SEQUENCES = 0.05, 16  # of the text, at its end; excerpts of that part
 
 
@@ -33,8 +36,8 @@ def standard_library_text() -> Text:
 def load_text(path: Path | None, seq_len: int, vocab_size: int) -> Text:
     """A file as bytes, or a `.bin` of uint16 tokens as nanoGPT's and llm.c's scripts write it; its first GiB.
 
-    None gives the default text. Raises ValueError, one line, for a file that cannot be read, one that does not hold two
-    sequences with their targets, one of them held out, and a token outside the vocabulary.
+    None gives the default text. Raises ValueError, one line, for a file that cannot be read, one that does
+    not hold two sequences with their targets, one of them held out, and a token outside the vocabulary.
     """
     try:
         text = Text(_file_tokens(path), path.name) if path else standard_library_text()
@@ -43,7 +46,9 @@ def load_text(path: Path | None, seq_len: int, vocab_size: int) -> Text:
     if len(text.tokens) < (needed := 2 * (seq_len + 1)):
         raise ValueError(f"{text.name} has {len(text.tokens)} tokens, but --seq-len {seq_len} needs {needed}")
     if (largest := int(text.tokens.max())) >= vocab_size:
-        raise ValueError(f"{text.name} has the token id {largest}: --vocab-size must be at least {largest + 1}")
+        raise ValueError(
+            f"{text.name} has the token id {largest}: --vocab-size must be at least {largest + 1}"
+        )
     return text
 
 
@@ -55,7 +60,8 @@ def _file_tokens(path: Path) -> np.ndarray:
 
 
 def trained_tokens(text: Text, seq_len: int) -> int:
-    """How many tokens training may draw from: all but the last 5 %, and at least one sequence, which are held out."""
+    """How many tokens training may draw from: all but the last 5 %, and at least one sequence, which are held
+    out."""
     return len(text.tokens) - max(int(len(text.tokens) * HELDOUT_SHARE), seq_len + 1)
 
 
@@ -69,14 +75,15 @@ def draw_starts(text: Text, n_batches: int, batch_size: int, seq_len: int, seed:
 
 
 def heldout_starts(text: Text, seq_len: int) -> np.ndarray:
-    """Where excerpts of the held-out part begin, evenly spaced, whatever the seed: int64 (HELDOUT_SEQUENCES, 1)."""
+    """Where excerpts of the held-out part begin, evenly spaced, whatever the seed: int64 (HELDOUT_SEQUENCES,
+    1)."""
     first, last = trained_tokens(text, seq_len), len(text.tokens) - seq_len - 1
     return np.linspace(first, last, HELDOUT_SEQUENCES).astype(np.int64)[:, None]
 
 
 def stage_batches(text: Text, starts: np.ndarray, seq_len: int, device: torch.device) -> list[tuple]:
-    """The excerpts at `starts` (n_batches, batch_size), copied to the device as pairs of tokens and targets, each
-    (batch_size, seq_len) int64 and contiguous."""
+    """The excerpts at `starts` (n_batches, batch_size), copied to the device as pairs of tokens and targets,
+    each (batch_size, seq_len) int64 and contiguous."""
     batches = []
     for of_batch in starts:
         excerpts = torch.from_numpy(text.tokens[of_batch[:, None] + np.arange(seq_len + 1)].astype(np.int64))

@@ -1,19 +1,21 @@
-"""The shapes of the weight matrices, and from them model FLOPs, parameters and bytes: one convention for all steps.
+"""The shapes of the weight matrices, and from them model FLOPs, parameters and bytes: one convention for all
+steps.
 
-Convention: a multiply-add is two FLOPs. Backward costs twice the forward. Causal attention counts only the half of
-the (T, T) square that it needs; others count the full square. Embedding lookups, normalization, activation, softmax
-and the optimizer count nothing. The figure is the work that the model needs, not the work that an implementation
-does, so it is the same for every step.
+Convention: a multiply-add is two FLOPs. Backward costs twice the forward. Causal attention counts only the
+half of the (T, T) square that it needs; others count the full square. Embedding lookups, normalization,
+activation, softmax and the optimizer count nothing. The figure is the work that the model needs, not the work
+that an implementation does, so it is the same for every step.
 
-Source: Kaplan et al. 2020, section 2.1 and table 1: 6 N per token, and 2 n_layer n_ctx d forward for attention over
-half the square; times 3, for forward and backward, that is the term here.
+Source: Kaplan et al. 2020, section 2.1 and table 1: 6 N per token, and 2 n_layer n_ctx d forward for
+attention over half the square; times 3, for forward and backward, that is the term here.
 """
 
 from common.model import GPTConfig
 
 
 def weight_matrices(config: GPTConfig) -> list[tuple[int, int, int]]:
-    """(outputs, inputs, count) of every weight that multiplies activations: four in each block, and the tied head."""
+    """(outputs, inputs, count) of every weight that multiplies activations: four in each block, and the tied
+    head."""
     C, L = config.n_embd, config.n_layer
     return [
         (3 * C, C, L),  # queries, keys and values
@@ -27,7 +29,8 @@ def weight_matrices(config: GPTConfig) -> list[tuple[int, int, int]]:
 def matrix_products(config: GPTConfig, tokens: int) -> dict[tuple[int, int, int], int]:
     """(M, N, K) of every matrix product of a training step outside attention, and how often the step runs it.
 
-    Each weight (N, K) has three: forward (tokens, N, K), input gradient (tokens, K, N), weight gradient (N, K, tokens).
+    Each weight (N, K) has three: forward (tokens, N, K), input gradient (tokens, K, N), weight gradient (N,
+    K, tokens).
     """
     products: dict[tuple[int, int, int], int] = {}
     for N, K, count in weight_matrices(config):

@@ -15,8 +15,8 @@ FP8_CAPABILITY = (8, 9)  # Ada, Hopper and newer multiply FP8
 
 
 def resolve_device(name: str, index: int = 0) -> torch.device:
-    """`auto`, `cpu` or `cuda` to a device that is there, of several GPUs the one with this index. Raises ValueError for
-    a GPU that this torch cannot use: a CPU takes its place only when asked for."""
+    """`auto`, `cpu` or `cuda` to a device that is there, of several GPUs the one with this index. Raises
+    ValueError for a GPU that this torch cannot use: a CPU takes its place only when asked for."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() or Path("/dev/nvidia0").exists() else "cpu"
     if name == "cpu":
@@ -28,10 +28,13 @@ def resolve_device(name: str, index: int = 0) -> torch.device:
 
 
 def has_bf16_matrix_instructions(device: torch.device) -> bool:
-    """Whether BF16 matrix products run in hardware: emulated on a CPU, they are many times slower than FP32."""
+    """Whether BF16 matrix products run in hardware: emulated on a CPU, they are many times slower than
+    FP32."""
     if device.type == "cuda":
         return compute_capability(device) >= (8, 0)
-    return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(_proc_field("cpuinfo", "flags", "features").split()))
+    return bool(
+        {"amx_bf16", "avx512_bf16", "bf16"} & set(_proc_field("cpuinfo", "flags", "features").split())
+    )
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
@@ -67,7 +70,8 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 
 def clock_and_power(device: torch.device) -> tuple[float, float] | None:
-    """MHz and watts of a GPU now, its power over the last second or less; None without the package nvidia-ml-py."""
+    """MHz and watts of a GPU now, its power over the last second or less; None without the package
+    nvidia-ml-py."""
     try:
         return float(torch.cuda.clock_rate(device)), torch.cuda.power_draw(device) / 1e3
     except Exception:  # ImportError, or whatever the driver's library raises
@@ -76,9 +80,15 @@ def clock_and_power(device: torch.device) -> tuple[float, float] | None:
 
 def describe(device: torch.device) -> Environment:
     """Machine, versions, commit."""
-    installed = {one.name.lower().replace("_", "-"): one.version for one in metadata.distributions() if one.name}
+    installed = {
+        one.name.lower().replace("_", "-"): one.version for one in metadata.distributions() if one.name
+    }
     names = ("triton", "transformer-engine", "torchao", "transformers")
-    versions = {"python": platform.python_version(), "torch": torch.__version__, **{n: installed.get(n) for n in names}}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{n: installed.get(n) for n in names},
+    }
     found = Environment(
         device=device_name(device),
         device_type=device.type,

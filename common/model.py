@@ -39,7 +39,9 @@ class GPT(nn.Module):
         residual_dtype: dtype of the (B, T, C) stream that runs through the blocks.
     """
 
-    def __init__(self, config: GPTConfig, block: Callable, head: Callable, seed: int, residual_dtype=torch.float32):
+    def __init__(
+        self, config: GPTConfig, block: Callable, head: Callable, seed: int, residual_dtype=torch.float32
+    ):
         super().__init__()
         self.residual_dtype = residual_dtype
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
@@ -60,8 +62,9 @@ class GPT(nn.Module):
     def init_weights(self, seed: int) -> None:
         """GPT-2's initialization, drawn in parameter order from one generator.
 
-        The order matters: any block with the same matrices in the same order gets the same numbers, whatever modules
-        it is made of. Source of the residual scaling: GPT-2 paper, section 2.3 (Radford et al., 2019).
+        The order matters: any block with the same matrices in the same order gets the same numbers, whatever
+        modules it is made of. Source of the residual scaling: GPT-2 paper, section 2.3 (Radford et al.,
+        2019).
         """
         generator = torch.Generator(self.wte.weight.device).manual_seed(seed)
         residual_std = 0.02 / math.sqrt(2 * len(self.blocks))

@@ -1,6 +1,7 @@
 """How a training step is divided over the processes that torchrun started, one a GPU.
 
-Every process trains sequences of its own, and gradients are averaged: N processes of batch B train as one of N x B.
+Every process trains sequences of its own, and gradients are averaged: N processes of batch B train as one of
+N x B.
 """
 
 import torch
@@ -8,10 +9,11 @@ import torch.distributed as dist
 
 
 def start(args) -> None:
-    """Choose the stream of a GPU on which all of a row runs, and meet the other processes. Raises what torch raises.
+    """Choose the stream of a GPU on which all of a row runs, and meet the other processes. Raises what torch
+    raises.
 
-    It is a stream of its own, because the default stream cannot be captured, and DDP works on the stream on which it
-    was built.
+    It is a stream of its own, because the default stream cannot be captured, and DDP works on the stream on
+    which it was built.
     """
     on_gpu = args.device.type == "cuda"
     if on_gpu:
@@ -24,9 +26,9 @@ def start(args) -> None:
 def distribute(model: torch.nn.Module, args) -> torch.nn.Module:
     """The model as it trains in several processes; alone, it is the model itself.
 
-    DDP keeps all weights in every process, FSDP2 a share of each, block by block: the embedding and the head that is
-    tied to it belong to the whole. Weights are gathered in the dtype of the residual stream; gradients are summed over
-    processes in FP32 by both.
+    DDP keeps all weights in every process, FSDP2 a share of each, block by block: the embedding and the head
+    that is tied to it belong to the whole. Weights are gathered in the dtype of the residual stream;
+    gradients are summed over processes in FP32 by both.
     """
     if args.parallel == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -37,7 +39,9 @@ def distribute(model: torch.nn.Module, args) -> torch.nn.Module:
         policy = MixedPrecisionPolicy(param_dtype=model.residual_dtype, reduce_dtype=torch.float32)
         mesh = dist.init_device_mesh(args.device.type, (args.processes,))
         for block in model.blocks:  # backward begins with the last ones: they stay gathered
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=block not in model.blocks[-2:])
+            fully_shard(
+                block, mesh=mesh, mp_policy=policy, reshard_after_forward=block not in model.blocks[-2:]
+            )
         fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 

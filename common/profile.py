@@ -1,9 +1,9 @@
 """What an untimed training step really ran, and where its time goes.
 
 Steps run under torch.profiler after the timed ones. The category of a kernel follows from its name, see
-CATEGORY_PATTERNS. Matrix products include the products of attention where it is written out by hand. Normalization and
-pointwise is also what a compiler fused of these, with the casts that it fused in. Copies and casts include quantization
-to FP8. Names that no rule knows are other.
+CATEGORY_PATTERNS. Matrix products include the products of attention where it is written out by hand.
+Normalization and pointwise is also what a compiler fused of these, with the casts that it fused in. Copies
+and casts include quantization to FP8. Names that no rule knows are other.
 """
 
 import math
@@ -32,7 +32,8 @@ ATTENTION_OPERATORS = {
     "_scaled_dot_product_attention_math": "math",
     "FusedAttnFunc": "cudnn",  # Transformer Engine's
 }
-# Category -> what the names of its kernels contain. The first pattern that matches wins: the order is part of the rule.
+# Category -> what the names of its kernels contain. The first pattern that matches wins: the order is part of
+# the rule.
 CATEGORY_PATTERNS = {
     "communication": r"nccl|gloo|^c10d::|^FSDP::(all_gather|post_backward_reduce)\b",
     "optimizer": r"multi_tensor_apply(?!.*native::Copy<)|adam|triton_for_fused|_foreach_|Optimizer\.",
@@ -48,8 +49,11 @@ CATEGORY_PATTERNS = {
     r"|^aten::(copy_|_to_copy|to|cat|fill_|zero_|clone|contiguous|zeros_like)$",
 }
 # What is left of PyTorch's, Triton's and Transformer Engine's own kernels is pointwise or a plain reduction.
-POINTWISE = r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|cub::|CompiledF|^aten::|krn_partial"
-# What the names of attention's backward kernels contain: of cuDNN, FlashAttention, CUTLASS, softmax by hand, a CPU.
+POINTWISE = (
+    r"elementwise|reduce_kernel|triton_|transformer_engine::|at::native|cub::|CompiledF|^aten::|krn_partial"
+)
+# What the names of attention's backward kernels contain: of cuDNN, FlashAttention, CUTLASS, softmax by hand,
+# a CPU.
 BACKWARD = r"bprop|bwd|[Bb]ackward|cutlassB|dot_do_o|convert_dq"
 OPTIMIZERS = {"_fused_adam": "fused", "_foreach_": "foreach"}  # by how their operators' names begin
 PROFILED_STEPS, LONG_STEP_MS, KERNELS_KEPT = 3, 1000, 40
@@ -60,11 +64,14 @@ SHORTEST_MS = 0.01  # of a CPU's operator in the timeline of a block
 def categorize(name: str) -> str:
     """The category of a kernel, or of a CPU operator, by its name."""
     rest = "normalization and pointwise" if re.search(POINTWISE, name) else "other"
-    return next((category for category, pattern in CATEGORY_PATTERNS.items() if re.search(pattern, name)), rest)
+    return next(
+        (category for category, pattern in CATEGORY_PATTERNS.items() if re.search(pattern, name)), rest
+    )
 
 
 def observe(step: Callable[[], object], model: torch.nn.Module, device: torch.device) -> Settings:
-    """Run `step` once, launched, under torch.profiler: what its operators show. Raises what the profiler raises."""
+    """Run `step` once, launched, under torch.profiler: what its operators show. Raises what the profiler
+    raises."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         step()
@@ -76,14 +83,18 @@ def observe(step: Callable[[], object], model: torch.nn.Module, device: torch.de
         if name in MATRIX_OPERATORS or name in ATTENTION_OPERATORS:
             seen |= {DTYPES.get(dtype) for dtype in event.dtypes()}
     by_hand = "by hand" if operators & {"softmax", "_softmax"} else None
-    algorithms = {name.partition("#")[2].partition(".")[0] for name in operators if name.startswith("Optimizer.")}
+    algorithms = {
+        name.partition("#")[2].partition(".")[0] for name in operators if name.startswith("Optimizer.")
+    }
     how = [word for mark, word in OPTIMIZERS.items() if any(name.startswith(mark) for name in operators)]
     recipes = {name: recipe for name, module in model.named_modules() if (recipe := _fp8_recipe(module))}
     head = "FP8" if any(name.endswith("lm_head") for name in recipes) else "BF16"
     return Settings(
         amp_dtype=next((name for name in DTYPES.values() if name in seen), None),
         float32_matmul_precision=torch.get_float32_matmul_precision(),
-        attention_kernel=next((family for name, family in ATTENTION_OPERATORS.items() if name in operators), by_hand),
+        attention_kernel=next(
+            (family for name, family in ATTENTION_OPERATORS.items() if name in operators), by_hand
+        ),
         compiled=any(name.startswith(("Torch-Compiled Region", COMPILED_GRAPH)) for name in operators),
         optimizer=", ".join([algorithms.pop(), *how[:1]]) if algorithms else None,
         fp8_recipe=next(iter(recipes.values()), None),
@@ -99,10 +110,11 @@ def _fp8_recipe(module: torch.nn.Module) -> str | None:
 
 
 def profile_steps(step: Callable[[], object], median_ms: float, device: torch.device) -> Profile:
-    """The record's profile of a step that took `median_ms` when timed. Raises RuntimeError where it shows no kernels.
+    """The record's profile of a step that took `median_ms` when timed. Raises RuntimeError where it shows no
+    kernels.
 
-    The profiler slows the host, so its own gaps are not counted: idle is what the timed median leaves over. A GPU that
-    waited is cooler and faster, so steps for WARM_MS run first.
+    The profiler slows the host, so its own gaps are not counted: idle is what the timed median leaves over. A
+    GPU that waited is cooler and faster, so steps for WARM_MS run first.
     """
     n_steps = 1 if median_ms > LONG_STEP_MS else PROFILED_STEPS
     on_gpu, warm = device.type == "cuda", min(math.ceil(WARM_MS / median_ms), MOST_WARM)
@@ -132,13 +144,15 @@ def profile_steps(step: Callable[[], object], median_ms: float, device: torch.de
     idle_ms = max(0.0, median_ms - busy_ms) if on_gpu else None
     longest = sorted(kernels.values(), key=lambda kernel: -kernel.ms)[:KERNELS_KEPT]
     found = Profile(idle_ms, categories, longest, len(launches) / n_steps, communication_ms)
-    found.forward, found.backward = one_block([one for one in launches if on_gpu or one.ms >= SHORTEST_MS], n_steps)
+    found.forward, found.backward = one_block(
+        [one for one in launches if on_gpu or one.ms >= SHORTEST_MS], n_steps
+    )
     return found
 
 
 def launches_of(profiler: torch.profiler.profile, on_gpu: bool) -> list[Kernel]:
-    """By start, every kernel, copy and fill of a GPU; or every operator of a CPU, with the time that it spends itself.
-    Operators in an optimizer's step carry its name."""
+    """By start, every kernel, copy and fill of a GPU; or every operator of a CPU, with the time that it
+    spends itself. Operators in an optimizer's step carry its name."""
     found, update_ends = [], 0.0
     for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
         name, ms = event.name, event.self_cpu_time_total / 1e3
@@ -167,8 +181,8 @@ def _covered_ms(launches: list[Kernel]) -> float:
 def one_block(launches: list[Kernel], n_steps: int) -> tuple[list[Kernel], list[Kernel]]:
     """Forward and backward of the last block of `n_steps` whose kernels are `launches`, by start.
 
-    A block is what lies between the longest kernels of two consecutive attentions, the first of the two included.
-    Both are empty where a step has fewer than two of either.
+    A block is what lies between the longest kernels of two consecutive attentions, the first of the two
+    included. Both are empty where a step has fewer than two of either.
     """
     halves = []
     for backward in (False, True):
@@ -180,5 +194,7 @@ def one_block(launches: list[Kernel], n_steps: int) -> tuple[list[Kernel], list[
         if len(starts) < 2 * n_steps:
             return [], []
         first, end = starts[-2:]
-        halves.append([replace(one, start_ms=one.start_ms - first) for one in launches if first <= one.start_ms < end])
+        halves.append(
+            [replace(one, start_ms=one.start_ms - first) for one in launches if first <= one.start_ms < end]
+        )
     return tuple(halves)

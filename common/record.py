@@ -1,8 +1,9 @@
 """The record of a run: dataclasses that are its schema, and writing them with the standard library alone.
 
-A script writes a Run with one row; the ladder merges the rows of its scripts. A field is null where it does not apply
-or was not measured. `report/` reads records and checks every type against these classes. Of several processes, losses
-are means, times those of the slowest, memory is of the largest, clock and power are of the first one's GPU.
+A script writes a Run with one row; the ladder merges the rows of its scripts. A field is null where it does
+not apply or was not measured. `report/` reads records and checks every type against these classes. Of several
+processes, losses are means, times those of the slowest, memory is of the largest, clock and power are of the
+first one's GPU.
 """
 
 import hashlib
@@ -13,7 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 SCHEMA_VERSION = 3
-PLAN, MERGED, ROOFS, PREDICTED = "plan.json", "results.json", "roofs.json", "predicted.json"  # in a run folder
+PLAN, MERGED, ROOFS, PREDICTED = (
+    "plan.json",
+    "results.json",
+    "roofs.json",
+    "predicted.json",
+)  # in a run folder
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py assigns each kernel to one
     "matrix products",
@@ -31,7 +37,9 @@ CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py a
 class Settings:
     """What really ran, observed on an untimed step."""
 
-    amp_dtype: str | None = None  # the narrowest dtype of PyTorch's matrix products and attention: bfloat16, ...
+    amp_dtype: str | None = (
+        None  # the narrowest dtype of PyTorch's matrix products and attention: bfloat16, ...
+    )
     float32_matmul_precision: str | None = None  # highest: FP32; high: TF32
     attention_kernel: str | None = None  # by hand, cudnn, flash, flash (CPU), efficient, math
     compiled: bool | None = None  # whether a compiled region ran
@@ -43,7 +51,8 @@ class Settings:
 
 @dataclass
 class Kernel:
-    """A kernel's total in a step, or one launch of it. A CPU's are operators, each without those inside it."""
+    """A kernel's total in a step, or one launch of it. A CPU's are operators, each without those inside
+    it."""
 
     name: str
     category: Literal[CATEGORIES]
@@ -54,15 +63,16 @@ class Kernel:
 
 @dataclass
 class Profile:
-    """Untimed steps under torch.profiler: milliseconds a step. On a GPU categories and idle time add up to the median
-    of the timed steps, or to the kernels where they took longer."""
+    """Untimed steps under torch.profiler: milliseconds a step. On a GPU categories and idle time add up to
+    the median of the timed steps, or to the kernels where they took longer."""
 
     idle_ms: float | None  # in which no kernel ran; null on a CPU
     categories: dict[Literal[CATEGORIES], float]  # of all kernels
     kernels: list[Kernel]  # the 40 longest, longest first
     launches: float  # of all kernels
     communication_ms: float = 0.0  # of its kernels; its category has what of it overlaps no other kernel
-    # What one transformer block ran, from one attention's longest kernel to the next; empty of fewer than two blocks.
+    # What one transformer block ran, from one attention's longest kernel to the next; empty of fewer than two
+    # blocks.
     forward: list[Kernel] = field(default_factory=list)
     backward: list[Kernel] = field(default_factory=list)
 
@@ -80,10 +90,18 @@ class Row:
     # Fixed work before and after the timed steps, on a CPU also between their parts.
     product_ms: list[float] = field(default_factory=list)  # a matmul
     copy_ms: list[float] = field(default_factory=list)
-    launch_us: list[float] = field(default_factory=list)  # host time of launching a tiny kernel; of a GPU alone
-    passes: list["Row"] = field(default_factory=list)  # of --repeat, without profile and source; empty of one pass
-    loss: list[float] = field(default_factory=list)  # nats, of the first `steps` training steps after the rehearsal
-    heldout: list[tuple[int, float]] = field(default_factory=list)  # (steps trained, nats), with --heldout-every
+    launch_us: list[float] = field(
+        default_factory=list
+    )  # host time of launching a tiny kernel; of a GPU alone
+    passes: list["Row"] = field(
+        default_factory=list
+    )  # of --repeat, without profile and source; empty of one pass
+    loss: list[float] = field(
+        default_factory=list
+    )  # nats, of the first `steps` training steps after the rehearsal
+    heldout: list[tuple[int, float]] = field(
+        default_factory=list
+    )  # (steps trained, nats), with --heldout-every
     peak_bytes: int | None = (
         None  # of CUDA's allocator; on a CPU of the process, with torch, compiler and a copy of the weights
     )
@@ -125,7 +143,9 @@ class Environment:
     device_type: str  # cpu, cuda
     cpu: str | None = None
     cpu_threads: int | None = None
-    versions: dict[str, str] = field(default_factory=dict)  # python, torch, cuda, cudnn, packages that are there
+    versions: dict[str, str] = field(
+        default_factory=dict
+    )  # python, torch, cuda, cudnn, packages that are there
     gpu_uuid: str | None = None  # a hash of it, which tells equal cards apart
     gpu_memory_bytes: int | None = None
     compute_capability: tuple[int, int] | None = None  # of a GPU: (9, 0) is Hopper
@@ -161,7 +181,8 @@ class Roofs:
     environment: Environment | None = None
 
     def rate(self, precision: str, burst: bool = False) -> float | None:
-        """FLOP/s over the products of the workload, each as often as it runs; None where one was not measured."""
+        """FLOP/s over the products of the workload, each as often as it runs; None where one was not
+        measured."""
         found = [p for p in self.products if p.precision == precision and p.count]
         rates = [p.burst_flops_per_s if burst else p.flops_per_s for p in found]
         work = [2 * p.m * p.n * p.k * p.count for p in found]
@@ -197,7 +218,9 @@ class Study:
 def code_sha256(root: Path) -> str:
     """16 hex digits over the scripts and common/ of a checkout: what a record depends on."""
     paths = sorted(path for path in [*root.glob("[0-9]_*.py"), *root.glob("common/*.py")] if path.is_file())
-    return hashlib.sha256(b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in paths)).hexdigest()[:16]
+    return hashlib.sha256(
+        b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in paths)
+    ).hexdigest()[:16]
 
 
 def read_object(path: Path) -> dict:
@@ -210,8 +233,8 @@ def read_object(path: Path) -> dict:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write dataclasses, objects and lists as JSON, by temporary file and rename: a reader sees the old file or the
-    new, never half of one. Raises OSError."""
+    """Write dataclasses, objects and lists as JSON, by temporary file and rename: a reader sees the old file
+    or the new, never half of one. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("x") as file:  # exclusive: never through a link

@@ -32,8 +32,8 @@ class InitialState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the weights back, and set every tensor of the optimizer's states to zero: moments, and counts of
-        updates.
+        """Put the weights back, and set every tensor of the optimizer's states to zero: moments, and counts
+        of updates.
 
         Addresses stay, so a captured graph trains on from here. This is for optimizers whose states begin at
         zero, as those of Adam, SGD and Adafactor do.
@@ -100,7 +100,9 @@ def why_launched(args: Arguments) -> str | None:
     if not args.capture:
         return "launched, not captured: --no-capture"
     if args.parallel == "fsdp":
-        return "launched, not captured: FSDP2 allocates pinned memory of the host, which no CUDA graph can hold"
+        return (
+            "launched, not captured: FSDP2 allocates pinned memory of the host, which no CUDA graph can hold"
+        )
     return None
 
 

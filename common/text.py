@@ -13,7 +13,8 @@ class Skip(Exception):
 
 
 def one_line(text: object, longest: int = 300) -> str:
-    """The first line of a text or of an exception's message, without control characters, cut to `longest` characters.
+    """The first line of a text or of an exception's message, without control characters, cut to `longest`
+    characters.
 
     An exception without a message gives the name of its class.
     """
@@ -24,7 +25,8 @@ def one_line(text: object, longest: int = 300) -> str:
 
 
 def aligned(rows: list[dict], style: str = "simple", n_left: int = 1) -> str:
-    """Rows that share their keys, as a table: the first `n_left` columns to the left, the others to the right.
+    """Rows that share their keys, as a table: the first `n_left` columns to the left, the others to the
+    right.
 
     `style` is a format of tabulate: simple, github, pipe. Raises ImportError where tabulate is not installed.
     """
@@ -36,12 +38,17 @@ def aligned(rows: list[dict], style: str = "simple", n_left: int = 1) -> str:
 
 def portable_command(name: str, words: list[str]) -> str:
     """A command line to repeat anywhere: without --output, absolute paths cut to their last part."""
-    kept = [word for before, word in zip([name, *words], words, strict=False) if "--output" not in (before, word)]
-    return shlex.join([*name.split(), *(Path(word).name if Path(word).is_absolute() else word for word in kept)])
+    kept = [
+        word for before, word in zip([name, *words], words, strict=False) if "--output" not in (before, word)
+    ]
+    return shlex.join(
+        [*name.split(), *(Path(word).name if Path(word).is_absolute() else word for word in kept)]
+    )
 
 
 def say(text: str, stream=None, end: str = "\n") -> None:
-    """Print to a reader who may have left (`| head`), or whose terminal lacks a letter: nothing here ends the run."""
+    """Print to a reader who may have left (`| head`), or whose terminal lacks a letter: nothing here ends the
+    run."""
     with contextlib.suppress(OSError, UnicodeError):
         print(text, file=stream or sys.stdout, end=end, flush=True)
 
@@ -70,11 +77,14 @@ def positive_int(text: str) -> int:
 
 
 def run_command(main: Callable[[], int | None], name: str) -> None:
-    """Exit with what `main` returns. Ctrl-C and a file that cannot be read or written are one line in its place."""
+    """Exit with what `main` returns. Ctrl-C and a file that cannot be read or written are one line in its
+    place."""
     try:
         sys.exit(main())
     except KeyboardInterrupt:
         sys.stderr.write(f"{name}: interrupted\n")
         sys.exit(130)
     except (OSError, ImportError) as error:
-        sys.exit(f"{name}: error: {error}" + ": pip install -r requirements.txt" * isinstance(error, ImportError))
+        sys.exit(
+            f"{name}: error: {error}" + ": pip install -r requirements.txt" * isinstance(error, ImportError)
+        )

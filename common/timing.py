@@ -1,5 +1,5 @@
-"""How long steps take: one timed region on a GPU after its clock has settled, four parts on a CPU, and reference work
-around and between them."""
+"""How long steps take: one timed region on a GPU after its clock has settled, four parts on a CPU, and
+reference work around and between them."""
 
 import itertools
 import math
@@ -16,7 +16,11 @@ from common.parallel import across
 from common.record import Row
 from common.text import progress
 
-SETTLING_S, TIMED_S, TIMED_STEPS = 2, 3, 10  # at least: seconds of steps on a GPU; steps after a long training
+SETTLING_S, TIMED_S, TIMED_STEPS = (
+    2,
+    3,
+    10,
+)  # at least: seconds of steps on a GPU; steps after a long training
 CPU_PARTS = 4
 POLL_S, ASK_S = 0.05, 0.5
 PARTS, MOST_QUEUED = 9, 400  # of back-to-back work; launches
@@ -38,9 +42,12 @@ class Steps:
             self.losses.append(self.train_step(*next(self.batches)).detach())
             yield
 
-    def timed(self, n: int, phase: str, device: torch.device) -> tuple[list[float], list[tuple[float, float]]]:
-        """Milliseconds of each of `n` steps: on a CPU by the host's clock; on a GPU between CUDA events, with MHz and
-        watts while it runs them. Consecutive steps share an event, so a gap in which the GPU waits for the host counts.
+    def timed(
+        self, n: int, phase: str, device: torch.device
+    ) -> tuple[list[float], list[tuple[float, float]]]:
+        """Milliseconds of each of `n` steps: on a CPU by the host's clock; on a GPU between CUDA events, with
+        MHz and watts while it runs them. Consecutive steps share an event, so a gap in which the GPU waits
+        for the host counts.
         """
         if device.type == "cpu":
             times = [time.perf_counter(), *(time.perf_counter() for _ in self.run(n, phase))]
@@ -60,8 +67,9 @@ class Steps:
 
 
 def time_steps(steps: Steps, row: Row, args: Arguments) -> float:
-    """Put the times of at least `args.steps` steps (few if they trained for held-out losses), reference work, clock and
-    power into `row`. A time is the longest of all processes. Returns the seconds of these steps and of those before."""
+    """Put the times of at least `args.steps` steps (few if they trained for held-out losses), reference work,
+    clock and power into `row`. A time is the longest of all processes. Returns the seconds of these steps and
+    of those before."""
     least = min(args.steps, TIMED_STEPS) if args.heldout_every else args.steps
     time_on = time_on_cpu if args.device.type == "cpu" else time_on_gpu
     steps_ms, references = time_on(steps, least, row, args)
@@ -72,21 +80,28 @@ def time_steps(steps: Steps, row: Row, args: Arguments) -> float:
     return sum(steps_ms) / 1e3
 
 
-def time_on_cpu(steps: Steps, least: int, row: Row, args: Arguments) -> tuple[list[float], list["Reference | None"]]:
-    """Time `least` steps in CPU_PARTS parts, with reference work around and between them: a host is often shared."""
+def time_on_cpu(
+    steps: Steps, least: int, row: Row, args: Arguments
+) -> tuple[list[float], list["Reference | None"]]:
+    """Time `least` steps in CPU_PARTS parts, with reference work around and between them: a host is often
+    shared."""
     references = [reference_work(args.device)]
     for k in range(CPU_PARTS):
         n = least * (k + 1) // CPU_PARTS - least * k // CPU_PARTS
         if n:
-            steps.timed(1, "timed", args.device)  # brings back to the caches what the reference work drove out
+            steps.timed(
+                1, "timed", args.device
+            )  # brings back to the caches what the reference work drove out
             row.step_ms += across(steps.timed(n, "timed", args.device)[0], "max", args)
             references.append(reference_work(args.device))
     return row.step_ms, references
 
 
-def time_on_gpu(steps: Steps, least: int, row: Row, args: Arguments) -> tuple[list[float], list["Reference | None"]]:
-    """Time at least `least` steps and TIMED_S seconds in one region, right after steps for SETTLING_S seconds: in these
-    a GPU's clock falls to what its power limit allows."""
+def time_on_gpu(
+    steps: Steps, least: int, row: Row, args: Arguments
+) -> tuple[list[float], list["Reference | None"]]:
+    """Time at least `least` steps and TIMED_S seconds in one region, right after steps for SETTLING_S
+    seconds: in these a GPU's clock falls to what its power limit allows."""
     device, references = args.device, [reference_work(args.device)]
     torch.cuda.reset_peak_memory_stats(device)
     settling = across(steps.timed(1, "settling", device)[0], "max", args)
@@ -103,7 +118,8 @@ def time_on_gpu(steps: Steps, least: int, row: Row, args: Arguments) -> tuple[li
 
 
 class Reference(NamedTuple):
-    """What fixed work took: the same work whatever is trained. Where it takes longer, something else ran here."""
+    """What fixed work took: the same work whatever is trained. Where it takes longer, something else ran
+    here."""
 
     product_ms: float
     copy_ms: float
@@ -111,7 +127,8 @@ class Reference(NamedTuple):
 
 
 def reference_work(device: torch.device) -> Reference | None:
-    """Time a fixed matmul, a fixed copy and fixed launches; None where the row leaves too little memory for them."""
+    """Time a fixed matmul, a fixed copy and fixed launches; None where the row leaves too little memory for
+    them."""
     edge, dtype = REFERENCE_EDGE[device.type], torch.float16 if device.type == "cuda" else torch.float32
     try:  # its memory is no part of the row's peak, see `time_on_gpu`
         a, b, out = (torch.full((edge, edge), 0.5, device=device, dtype=dtype) for _ in range(3))
@@ -140,14 +157,16 @@ def launch_us(device: torch.device) -> float:
 
 
 def seconds(work: Callable[[], object], n: int, device: torch.device, launches: int = 1) -> float:
-    """Mean time of `n` calls, one right after the other; on a GPU its own time, of about `launches` kernels each."""
+    """Mean time of `n` calls, one right after the other; on a GPU its own time, of about `launches` kernels
+    each."""
     if device.type != "cuda":
         started = time.perf_counter()
         for _ in range(n):
             work()
         return (time.perf_counter() - started) / n
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Cycles in which the host gets ahead: small work would wait for its launches. The driver's queue holds about 1000.
+    # Cycles in which the host gets ahead: small work would wait for its launches. The driver's queue holds
+    # about 1000.
     torch.cuda._sleep(500_000 + 20_000 * n * launches)
     begin.record()
     for _ in range(n):

@@ -1,4 +1,5 @@
-"""The tables of README and docs/*.md, from the records under docs/results/: cog calls these functions (docs/renew.sh).
+"""The tables of README and docs/*.md, from the records under docs/results/: cog calls these functions
+(docs/renew.sh).
 
 A table that would mix states of the code raises ValueError.
 
@@ -24,7 +25,10 @@ from report.picture import picture  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 SITE = "h200/gpt3-6.7b-slice"  # whose report is docs/index.html, and whose picture stands in README
-THEMES = {"light": ("#1f2328", "#ffffff"), "dark": ("#e6edf3", "#0d1117")}  # a code host's colors of text and page
+THEMES = {
+    "light": ("#1f2328", "#ffffff"),
+    "dark": ("#e6edf3", "#0d1117"),
+}  # a code host's colors of text and page
 
 
 @cache
@@ -42,10 +46,15 @@ def runs(place: str) -> list[Run]:
 
 
 def shown(rows: list[dict], *of: str, n_left: int = 1) -> str:
-    """A table of Markdown. Raises ValueError where its recordings are of several states of the code, or rows differ."""
+    """A table of Markdown. Raises ValueError where its recordings are of several states of the code, or rows
+    differ."""
     every = [run for place in of for run in runs(place)]
-    states = {f"code {one.code_sha256 or one.commit or 'unknown'}" for run in every if (one := run.environment)}
-    differing = {found.partition(":")[0] for run in every for found in run.problems if found.startswith(DIFFER)}
+    states = {
+        f"code {one.code_sha256 or one.commit or 'unknown'}" for run in every if (one := run.environment)
+    }
+    differing = {
+        found.partition(":")[0] for run in every for found in run.problems if found.startswith(DIFFER)
+    }
     if len(states) > 1 or differing:
         raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(states | differing))}")
     return explained(table.pipe(rows, n_left))
@@ -66,7 +75,9 @@ def of_one(find: Callable[[str], object], rows: Callable[..., list[dict]], place
 categories = partial(of_one, made, table.category_rows)  # milliseconds of each step by kind of kernel
 limits = partial(of_one, made, table.limit_rows)  # what limits each step
 roofs = partial(of_one, made, lambda made: table.roof_rows(made.run.roofs))  # what bare matrix products reach
-by_shape = partial(of_one, record, lambda study: [*map(sweep.gain_cells, sweep.shapes(study))])  # gains by shape
+by_shape = partial(
+    of_one, record, lambda study: [*map(sweep.gain_cells, sweep.shapes(study))]
+)  # gains by shape
 seconds = partial(of_one, record, parity.seconds_rows)  # a parity study: until a held-out loss is reached
 
 
@@ -114,7 +125,8 @@ def cards(*of: str) -> str:
 
 
 def losses(place: str, *labels: str, against: str | None = None) -> str:
-    """A parity study: losses of rows, and their differences from `against`, or from the script that they change."""
+    """A parity study: losses of rows, and their differences from `against`, or from the script that they
+    change."""
     return shown(parity.difference_rows(record(place), [*labels], against), place)
 
 
@@ -141,11 +153,14 @@ def gains(*of: str) -> str:
 
 def predictions(*of: str) -> str:
     """How far predictions from the roofs lie from what was measured, by workload or sweep."""
-    return shown([{"predicted": place} | sweep.error_cells([*map(figures, runs(place))]) for place in of], *of)
+    return shown(
+        [{"predicted": place} | sweep.error_cells([*map(figures, runs(place))]) for place in of], *of
+    )
 
 
 def stale(*of: str) -> list[str]:
-    """Of these recordings, or of all, those that are absent or of other scripts and common/ than the present ones."""
+    """Of these recordings, or of all, those that are absent or of other scripts and common/ than the present
+    ones."""
     code: dict[str, set[str]] = {}
     for path in RESULTS.glob("*/*/*.json"):
         content = read_object(path)
@@ -156,8 +171,8 @@ def stale(*of: str) -> list[str]:
 
 
 def renew() -> None:
-    """Make all that is drawn and written from records: a report.md of each, pictures of studies, the site, and README's
-    picture for two widths in two themes."""
+    """Make all that is drawn and written from records: a report.md of each, pictures of studies, the site,
+    and README's picture for two widths in two themes."""
     for path in sorted(RESULTS.glob("*/*/results.json")):
         place = str(path.parent.relative_to(RESULTS))
         if isinstance(record(place), Study):

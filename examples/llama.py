@@ -1,7 +1,9 @@
-"""The lesson carried to a model that is not ours: Hugging Face's LlamaForCausalLM, from FP32 to FP8, line by line.
+"""The lesson carried to a model that is not ours: Hugging Face's LlamaForCausalLM, from FP32 to FP8, line by
+line.
 
-Built from a configuration, with nothing downloaded; on a GPU 24 layers of 2,048 channels by default. All rows begin
-with the same weights and train on the same batches. A CPU skips the last two. Needs: pip install transformers.
+Built from a configuration, with nothing downloaded; on a GPU 24 layers of 2,048 channels by default. All rows
+begin with the same weights and train on the same batches. A CPU skips the last two. Needs: pip install
+transformers.
 """
 
 import contextlib
@@ -23,9 +25,14 @@ from common.text import Skip, portable_command, run_command, say
 from report import figures, table
 
 transformers = benchmark.import_or_skip("transformers", "transformers")
-os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")  # Transformer Engine would silently take it where cuDNN does not load
+os.environ.setdefault(
+    "NVTE_UNFUSED_ATTN", "0"
+)  # Transformer Engine would silently take it where cuDNN does not load
 te = benchmark.import_or_skip("transformer_engine.pytorch", "transformer-engine[pytorch]")
-DEFAULTS = {True: "--preset gpt3-xl --seq-len 4096 --batch-size 1", False: "--preset tiny --seq-len 256"}  # with a GPU?
+DEFAULTS = {
+    True: "--preset gpt3-xl --seq-len 4096 --batch-size 1",
+    False: "--preset tiny --seq-len 256",
+}  # with a GPU?
 CHANGES = {  # a row each, with all changes before it
     "0_fp32": "attention by hand",
     "1_amp": "BF16 by autocast, TF32",
@@ -78,7 +85,8 @@ class FP8Layer(torch.nn.Module):
 
 
 def model_of(args: Arguments, attention: str) -> torch.nn.Module:
-    """A Llama of the ladder's layers, heads and channels. Two query heads, where even, share keys and values."""
+    """A Llama of the ladder's layers, heads and channels. Two query heads, where even, share keys and
+    values."""
     config = transformers.LlamaConfig(
         hidden_size=args.config.n_embd,
         intermediate_size=args.config.n_embd * 11 // 4,
@@ -104,7 +112,9 @@ def build(changes: list[str], args: Arguments):
         model = model_of(args, "sdpa-alone" if sdpa else "eager")
     if fp8:
         args.require_fp8()
-        model.model.layers = torch.nn.ModuleList(FP8Layer(layer, model.config) for layer in model.model.layers)
+        model.model.layers = torch.nn.ModuleList(
+            FP8Layer(layer, model.config) for layer in model.model.layers
+        )
     for layer in model.model.layers if compiled and not fp8 else ():  # Transformer Engine's is not compiled
         layer.compile()
     loss_of = torch.compile(F.cross_entropy) if compiled else F.cross_entropy
@@ -141,7 +151,9 @@ def workload(args: Arguments) -> Workload:
     """The record's workload: FLOPs by the ladder's convention, of Llama's own matrices."""
     with torch.device("meta"):
         model = model_of(args, "eager")
-    _, *matrices = [weight.numel() for weight in model.parameters() if weight.dim() == 2]  # the first is the embedding
+    _, *matrices = [
+        weight.numel() for weight in model.parameters() if weight.dim() == 2
+    ]  # the first is the embedding
     work, attention = args.workload(), args.config.n_layer * args.config.seq_len * args.config.n_embd
     flops = 6 * (sum(matrices) + attention) * work.tokens_per_step
     return replace(work, preset="llama", parameters=model.num_parameters(), flops_per_step=flops)

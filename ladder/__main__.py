@@ -1,4 +1,5 @@
-"""The ladder: every step in a process of its own, the roofs of the machine, the report. See ./run_all.sh --help."""
+"""The ladder: every step in a process of its own, the roofs of the machine, the report. See ./run_all.sh
+--help."""
 
 import os
 import re
@@ -17,8 +18,9 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(
         prog="run_all.sh",
         usage="./run_all.sh [OPTION ...] [ARGUMENT ...]",
-        description="Runs the steps with the ARGUMENTs (python 0_baseline.py --help lists them), measures a GPU's\n"
-        "roofs, prints a table, and writes it with all records and logs to a new folder under results/.",
+        description="Runs the steps with the ARGUMENTs (python 0_baseline.py --help lists them), measures\n"
+        "a GPU's roofs, prints a table, and writes it with all records and logs to a new\n"
+        "folder under results/.",
         epilog="PYTHON=INTERPRETER       use this Python, and install nothing\n"
         "./run_all.sh --setup     only prepare Python, and print the interpreter that will be used\n\n"
         "Exit code: 0 when every row is ok or skipped, 2 for bad arguments, 130 after Ctrl-C, 1 otherwise.",
@@ -27,7 +29,9 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--repeat", type=positive_int, default=1, metavar="N", help="passes over all rows")
     text = "N processes a row, each with its own GPU (on a CPU: its share of the cores) and its own batch"
     parser.add_argument("--gpus", type=positive_int, metavar="N", help=text)
-    parser.add_argument("--parallel", choices=runs.PARALLEL, help="how to share the model (--scaling: both, else ddp)")
+    parser.add_argument(
+        "--parallel", choices=runs.PARALLEL, help="how to share the model (--scaling: both, else ddp)"
+    )
     text = "each row on 1, 2, 4, ... GPUs, up to --gpus or all (on a CPU: 1 and 2 processes)"
     parser.add_argument("--scaling", action="store_true", help=text)
     parser.add_argument("--sweep", action="store_true", help="each row at several widths and lengths")
@@ -35,17 +39,23 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--no-roofs", action="store_true", help="do not measure copies and matrix products")
     text = "finish an interrupted run, with its own options: run its rows that are not ok"
     parser.add_argument("--resume", type=Path, metavar="DIR", help=text)
-    parser.add_argument("--step-timeout", type=positive_int, metavar="S", help="seconds for a row (default: 1800)")
+    parser.add_argument(
+        "--step-timeout", type=positive_int, metavar="S", help="seconds for a row (default: 1800)"
+    )
     return parser
 
 
 def plan(argv: list[str], parser: OneLineParser, fresh: bool) -> tuple[dict, list[runs.Planned], dict]:
-    """The plan that a run folder holds from its first row on, its rows, and what its arguments mean here. From `argv`,
-    --resume makes the same plan again. Exits where options contradict each other: nobody's option is ignored."""
+    """The plan that a run folder holds from its first row on, its rows, and what its arguments mean here.
+    From `argv`, --resume makes the same plan again. Exits where options contradict each other: nobody's
+    option is ignored."""
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--data=") else [word])]
     argv = [str(Path(b).absolute()) if a == "--data" else b for a, b in zip(["", *argv], argv, strict=False)]
     given, arguments = parser.parse_known_args(argv)
-    kind, several = "scaling" if given.scaling else "sweep" if given.sweep else "ladder", given.scaling or given.gpus
+    kind, several = (
+        "scaling" if given.scaling else "sweep" if given.sweep else "ladder",
+        given.scaling or given.gpus,
+    )
     numbers = [name.partition("_")[0] for name in runs.scripts()]
     only = given.only is None or set(given.only.split(",")) <= {*numbers}
     for wrong, why in (
@@ -54,10 +64,19 @@ def plan(argv: list[str], parser: OneLineParser, fresh: bool) -> tuple[dict, lis
         (given.peers and (several or kind != "ladder"), "--peers excludes --gpus, --scaling and --sweep"),
         (given.repeat > 1 and kind != "ladder", "--repeat is for a ladder"),
         ((given.gpus or given.parallel) and kind == "sweep", "a sweep runs on one GPU"),
-        (kind == "sweep" and given.only and "," not in given.only, "--sweep compares steps: give --only two or more"),
-        (kind == "sweep" and fresh and re.search("--(n-|seq|batch)", str(arguments)), "--sweep chooses the shape"),
+        (
+            kind == "sweep" and given.only and "," not in given.only,
+            "--sweep compares steps: give --only two or more",
+        ),
+        (
+            kind == "sweep" and fresh and re.search("--(n-|seq|batch)", str(arguments)),
+            "--sweep chooses the shape",
+        ),
         (given.parallel and not several, "--parallel is for several processes: add --gpus N"),
-        (any(word.startswith("--output") for word in arguments), "--output is chosen here: a folder under results/"),
+        (
+            any(word.startswith("--output") for word in arguments),
+            "--output is chosen here: a folder under results/",
+        ),
     ):
         if wrong:
             parser.error(why)
@@ -72,7 +91,9 @@ def plan(argv: list[str], parser: OneLineParser, fresh: bool) -> tuple[dict, lis
     if kind == "scaling":
         most = given.gpus or facts["gpus"] or 2  # a CPU runs two processes
         if most < 2:
-            parser.error("--scaling needs two GPUs or more; with --device cpu it runs two processes on the CPU")
+            parser.error(
+                "--scaling needs two GPUs or more; with --device cpu it runs two processes on the CPU"
+            )
         rows = runs.scaling(rows, most, given.parallel, facts["device_type"])
     elif kind == "sweep":
         rows = runs.sweep(rows, facts["device_type"])
@@ -81,7 +102,9 @@ def plan(argv: list[str], parser: OneLineParser, fresh: bool) -> tuple[dict, lis
         rows = runs.repeated(rows + runs.ladder(arguments, peers), given.repeat)
     with_roofs = kind != "scaling" and gpus == 1 and not given.no_roofs and facts["device_type"] != "cpu"
     command = portable_command("./run_all.sh", argv)
-    made = running.plan_of(kind, command, rows, facts, given.step_timeout, argv=argv + pinned, roofs=with_roofs)
+    made = running.plan_of(
+        kind, command, rows, facts, given.step_timeout, argv=argv + pinned, roofs=with_roofs
+    )
     return made, rows, facts
 
 
@@ -98,7 +121,9 @@ def main(argv: list[str]) -> int:
         argv = [*map(str, before["argv"]), *(f"--step-timeout={s}" for s in [given.step_timeout] if s)]
     made, rows, facts = plan(argv, parser, fresh=not before)
     if before and any(before.get(name) != made[name] for name in ("workload", "rows", "schema_version")):
-        parser.error(f"--resume {resumed}: its work has changed: the scripts, the text or this machine's defaults")
+        parser.error(
+            f"--resume {resumed}: its work has changed: the scripts, the text or this machine's defaults"
+        )
     folder = resumed.resolve() if before else running.new_folder(made["kind"])
     shown = f"results/{folder.name}" if folder.parent == ROOT / "results" else str(folder)
     try:

@@ -1,4 +1,5 @@
-"""What a step's arguments mean on this machine, as JSON: it imports torch, and the process of the ladder does not.
+"""What a step's arguments mean on this machine, as JSON: it imports torch, and the process of the ladder does
+not.
 
 python -m ladder.facts ARGUMENT ...
 """
@@ -25,7 +26,8 @@ def main() -> None:
     args = parse_args(ROOT / "run_all.sh", None)
     known = [name for name in scripts() if name.removesuffix(".py") in STEPS]
     needed = {
-        name: peak_bytes(name.removesuffix(".py"), args.config, args.batch_size) * args.processes for name in known
+        name: peak_bytes(name.removesuffix(".py"), args.config, args.batch_size) * args.processes
+        for name in known
     }
     facts = {
         # The free memory, and with it auto's choice, may change from row to row.
@@ -48,12 +50,15 @@ def told(args: Arguments) -> list[str]:
         return [f"GPU: {device}"]
     lines = [f"CPU: {device}. This run shows how each step works, and not what it gains on a GPU"]
     if shutil.which("nvidia-smi") or Path("/dev/dxg").exists():
-        lines.append("There seems to be an NVIDIA GPU, but this torch cannot use it: is its driver new enough?")
+        lines.append(
+            "There seems to be an NVIDIA GPU, but this torch cannot use it: is its driver new enough?"
+        )
     seconds = flops.flops_per_step(args.config, args.batch_size) / (CPU_FLOPS_PER_S * torch.get_num_threads())
     if seconds > LONG_S:
         whole = seconds * (args.warmup + args.steps) / 60
         lines.append(
-            f"A training step of this shape takes about {seconds / 60:.0f} minutes here, and a row {whole:,.0f}"
+            f"A training step of this shape takes about {seconds / 60:.0f} minutes here, "
+            f"and a row {whole:,.0f}"
         )
         lines.append("A row ends after 30 minutes (--step-timeout). A smaller shape shows the same")
     return lines

@@ -11,8 +11,13 @@ from ladder.runs import scripts
 
 def variants() -> dict[str, dict[str, str]]:
     """The patches by their file name without its ending; each has the lines Variant, Script and Predicted."""
-    heads = {path.stem: path.read_text().partition("\n--- ")[0] for path in ROOT.glob("anatomy/variants/*.patch")}
-    return {key: dict(line.split(": ", 1) for line in heads[key].splitlines() if ": " in line) for key in sorted(heads)}
+    heads = {
+        path.stem: path.read_text().partition("\n--- ")[0] for path in ROOT.glob("anatomy/variants/*.patch")
+    }
+    return {
+        key: dict(line.split(": ", 1) for line in heads[key].splitlines() if ": " in line)
+        for key in sorted(heads)
+    }
 
 
 def write_script(key: str, script: str, folder: Path) -> Path:

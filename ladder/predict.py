@@ -2,10 +2,11 @@
 
     python -m ladder.predict [--machine h200|FILE] ARGUMENT ...     the ARGUMENTs are those of a step
 
-A prediction is a sum. Matrix products take the time that the roofs give for their shapes. Fused attention takes its
-FLOPs over its rate. What lies between passes over memory: the bytes that kernels read and write for each number of a
-tensor are counted by hand below, from the scripts (FP32 has 4, BF16 2, FP8 1). Where the host needs longer to launch
-the kernels than the GPU to run them, the host's time counts. Under its power limit a GPU lowers its clock: `slowed_s`.
+A prediction is a sum. Matrix products take the time that the roofs give for their shapes. Fused attention
+takes its FLOPs over its rate. What lies between passes over memory: the bytes that kernels read and write for
+each number of a tensor are counted by hand below, from the scripts (FP32 has 4, BF16 2, FP8 1). Where the
+host needs longer to launch the kernels than the GPU to run them, the host's time counts. Under its power
+limit a GPU lowers its clock: `slowed_s`.
 """
 
 import argparse
@@ -36,18 +37,22 @@ class Pass(NamedTuple):
     tensor: str
     bytes: int
     kernels: int
-    kernel: str | None = None  # of ladder/roofs.py: its measured time counts; without one, that of copies of the bytes
+    kernel: str | None = (
+        None  # of ladder/roofs.py: its measured time counts; without one, that of copies of the bytes
+    )
 
 
-# What the predictor knows of each step: its precision, where it is not mixed; whether it writes the (T, T) scores of
-# attention; whether it is captured; and below its kernels. Steps that it does not know are left out.
+# What the predictor knows of each step: its precision, where it is not mixed; whether it writes the (T, T)
+# scores of attention; whether it is captured; and below its kernels. Steps that it does not know are left
+# out.
 PRECISION = {"0_baseline": "fp32", "4_transformer_engine": "fp8"}
 BY_HAND = ("0_baseline", "1_cublas")
 CAPTURED = ("3_compile", "4_transformer_engine")
 # Kernels of one block. A vector is a bias or less: sums, cleared workspaces.
 EAGER = (
     Pass("stream", 24, 4, "to fp32"),  # autocast runs LayerNorm in FP32: its input, in backward its gradient
-    # Two LayerNorms in FP32, 8 each; outputs to BF16, backward gradients of inputs, 24; residual adds in BF16, 6 each.
+    # Two LayerNorms in FP32, 8 each; outputs to BF16, backward gradients of inputs, 24; residual adds in
+    # BF16, 6 each.
     Pass("stream", 64, 10),
     Pass("stream", 40, 2, "layer norm backward fp32"),
     Pass("hidden", 4, 1, "gelu half"),
@@ -60,8 +65,8 @@ EAGER = (
 )
 IN_A_BLOCK = {
     "0_baseline": (
-        # Forward and backward of / sqrt(D) and of the mask, 8 each; masked_fill copies its input first, 16; softmax 8,
-        # backward 12 and a product of gradient and output, 12.
+        # Forward and backward of / sqrt(D) and of the mask, 8 each; masked_fill copies its input first, 16;
+        # softmax 8, backward 12 and a product of gradient and output, 12.
         Pass("scores", 80, 9),
         Pass("stream", 56, 7),  # heads made contiguous: q, k, v, output, three gradients
         Pass("stream", 64, 6),  # two LayerNorms, 8 each; two residual adds and their backward, 12 each
@@ -72,8 +77,8 @@ IN_A_BLOCK = {
         Pass("vector", 0, 12),
     ),
     "1_cublas": (
-        # / sqrt(D), forward and backward, 4 each; masked_fill's copies, 8; softmax in FP32, 20, and its product in
-        # backward, 12; weights back to BF16, and backward the gradient of scores, 12.
+        # / sqrt(D), forward and backward, 4 each; masked_fill's copies, 8; softmax in FP32, 20, and its
+        # product in backward, 12; weights back to BF16, and backward the gradient of scores, 12.
         Pass("scores", 60, 9),
         Pass("scores", 8, 2, "mask half"),
         Pass("scores", 12, 2, "to fp32"),  # autocast runs softmax in FP32: scores, and in backward a gradient
@@ -93,8 +98,8 @@ IN_A_BLOCK = {
         Pass("vector", 0, 12),
     ),
     "4_transformer_engine": (
-        # Two LayerNorms with their backward, 9 each; residual adds, 6 each; attention's output to FP8 in two layouts,
-        # LayerNorms' FP8 outputs transposed, 8.
+        # Two LayerNorms with their backward, 9 each; residual adds, 6 each; attention's output to FP8 in two
+        # layouts, LayerNorms' FP8 outputs transposed, 8.
         Pass("stream", 50, 9),
         Pass("hidden", 3, 1, "gelu half"),  # GELU reads BF16 and writes FP8
         Pass("hidden", 4, 2),  # GELU's FP8 output transposed; GELU's backward reads its input while it casts
@@ -105,15 +110,18 @@ IN_A_BLOCK = {
         Pass("vector", 0, 29),
     ),
 }
-# Kernels of one step, outside the blocks. Rows gathered, positions added, and their gradients, 28, with LayerNorm; the
-# embedding's gradient cleared, 4, and the tied weight's two gradients added, 12; tokens sorted, 30 kernels.
+# Kernels of one step, outside the blocks. Rows gathered, positions added, and their gradients, 28, with
+# LayerNorm; the embedding's gradient cleared, 4, and the tied weight's two gradients added, 12; tokens
+# sorted, 30 kernels.
 EMBEDDING = (Pass("stream", 36, 5), Pass("stream", 20, 1, "layer norm backward fp32"), Pass("vector", 0, 30))
 FUSED_ADAMW = Pass("parameters", 28, 1)  # reads weight, gradient and both moments, writes three
 ONCE_EAGER = (
     *EMBEDDING,
     Pass("embedding", 22, 3),  # also the head's weight to BF16
     Pass("embedding", 6, 1, "to fp32"),  # its gradient to FP32
-    Pass("logits", 26, 4),  # log-softmax and its backward, 16; the picked ones' gradient cleared, and a cast's backward
+    Pass(
+        "logits", 26, 4
+    ),  # log-softmax and its backward, 16; the picked ones' gradient cleared, and a cast's backward
     Pass("logits", 6, 1, "to fp32"),  # autocast picks log-probabilities in FP32: all are cast
     FUSED_ADAMW,
 )
@@ -139,8 +147,8 @@ ONCE_A_STEP = {
         FUSED_ADAMW,
     ),
 }
-# Bytes of memory: of each number of (tokens, C) in a block, and outside the blocks; of each logit; of each score of a
-# block, and once; of each parameter in AdamW. Found on the records of an H200.
+# Bytes of memory: of each number of (tokens, C) in a block, and outside the blocks; of each logit; of each
+# score of a block, and once; of each parameter in AdamW. Found on the records of an H200.
 MEMORY = {
     "0_baseline": (64, 0, 12, 4, 12, 16),
     "1_cublas": (30, 0, 10, 7, 8, 16),
@@ -184,13 +192,18 @@ class Machine:
     def product_s(self, precision: str, m: int, n: int, k: int) -> float:
         """Of a product at its ceiling: measured, or linear in M, N and K between its neighbours in the grid.
 
-        A product costs a launch, bytes that grow with two dimensions at a time, and FLOPs that grow with all three, so
-        its time is linear in each dimension. Beyond the grid it grows with the FLOPs. Raises ValueError without a grid.
+        A product costs a launch, bytes that grow with two dimensions at a time, and FLOPs that grow with all
+        three, so its time is linear in each dimension. Beyond the grid it grows with the FLOPs. Raises
+        ValueError without a grid.
         """
         if (precision, m, n, k) in self.products:
             return self.products[precision, m, n, k]
-        if not all((precision, *corner) in self.products for corner in itertools.product(self.axis, repeat=3)):
-            raise ValueError("the roofs lack products of this size: python -m ladder.roofs --grid measures all sizes")
+        if not all(
+            (precision, *corner) in self.products for corner in itertools.product(self.axis, repeat=3)
+        ):
+            raise ValueError(
+                "the roofs lack products of this size: python -m ladder.roofs --grid measures all sizes"
+            )
         axis, total = self.axis, 0.0
         beyond = math.prod(max(1.0, size / axis[-1]) for size in (m, n, k))
         corners = []  # of each dimension: (size in the grid, weight) twice
@@ -205,7 +218,8 @@ class Machine:
         return beyond * total
 
     def pass_s(self, one: Pass, numbers: float) -> float:
-        """Of one kernel of a pass over `numbers` numbers: measured, or the time of a copy of as many bytes."""
+        """Of one kernel of a pass over `numbers` numbers: measured, or the time of a copy of as many
+        bytes."""
         timed = {n: seconds for kernel, n, seconds in self.roofs.kernels if kernel == one.kernel}
         size = numbers if timed else one.bytes / one.kernels * numbers / 8
         timed = timed or {n: seconds for kernel, n, seconds in self.roofs.kernels if kernel == COPY}
@@ -213,18 +227,22 @@ class Machine:
         return beyond * float(np.interp(size / beyond, *zip(*sorted(timed.items()), strict=True)))
 
     def attention_s(self, T: int, D: int, heads: int) -> float:
-        """Of fused causal attention, forward and backward: at the nearest head dimension, between measured lengths."""
+        """Of fused causal attention, forward and backward: at the nearest head dimension, between measured
+        lengths."""
         nearest = min((dim for _, dim, _ in self.roofs.attention), key=lambda dim: abs(math.log(dim / D)))
         rates = {math.log(length): rate for length, dim, rate in self.roofs.attention if dim == nearest}
-        return heads * 6 * T * D * T / float(np.interp(math.log(T), *zip(*sorted(rates.items()), strict=True)))
+        return (
+            heads * 6 * T * D * T / float(np.interp(math.log(T), *zip(*sorted(rates.items()), strict=True)))
+        )
 
     def slowed_s(self, products: list[tuple[int, float, int]], rest_s: float, precision: str) -> float:
-        """Seconds of products (count, seconds in bursts, FLOPs) under the power limit, with `rest_s` of other kernels.
+        """Seconds of products (count, seconds in bursts, FLOPs) under the power limit, with `rest_s` of other
+        kernels.
 
-        Back to back, a large product draws the limit's power, and its rate falls from that of bursts to the lower one.
-        A step lies between: its load is its products' FLOPs over what the large product would do in the whole step, 0
-        leaves the one rate, 1 the other, and between the two the rate is taken as linear, since power is a mean over
-        time. The load depends on the step's time.
+        Back to back, a large product draws the limit's power, and its rate falls from that of bursts to the
+        lower one. A step lies between: its load is its products' FLOPs over what the large product would do
+        in the whole step, 0 leaves the one rate, 1 the other, and between the two the rate is taken as
+        linear, since power is a mean over time. The load depends on the step's time.
         """
         steady = [p for p in self.roofs.products if p.precision == precision and p.flops_per_s]
         square = max(steady, key=lambda p: p.m * p.n * p.k)
@@ -277,10 +295,11 @@ def products_of(
 
 
 def peak_bytes(step: str, shape, batch_size: int) -> int:
-    """An estimate of a step's peak memory at a shape (a GPTConfig): within 7 % of a GPU's recorded peaks above 2 GiB.
+    """An estimate of a step's peak memory at a shape (a GPTConfig): within 7 % of a GPU's recorded peaks
+    above 2 GiB.
 
-    The peak is AdamW's, or else in the loss or the last block: there 12 bytes a parameter, from step 1 on also weights
-    in BF16 and the head's gradient in both formats, and what backward finds.
+    The peak is AdamW's, or else in the loss or the last block: there 12 bytes a parameter, from step 1 on
+    also weights in BF16 and the head's gradient in both formats, and what backward finds.
     """
     tokens, C, parameters = batch_size * shape.seq_len, shape.n_embd, flops.parameters(shape)
     of_block, outside, of_logit, of_score, once, of_parameter = MEMORY[step]
@@ -289,18 +308,22 @@ def peak_bytes(step: str, shape, batch_size: int) -> int:
     weights = 12 * parameters
     if PRECISION.get(step) != "fp32":  # also weights in BF16, and the head's gradient in both formats
         weights += 24 * L * C**2 + 6 * shape.vocab_size * C
-    return max(weights + saved + tokens * max(of_logit * shape.vocab_size, once * scores), of_parameter * parameters)
+    return max(
+        weights + saved + tokens * max(of_logit * shape.vocab_size, once * scores), of_parameter * parameters
+    )
 
 
 def read_roofs(name: str | None) -> tuple[Roofs, int | None, str]:
-    """Roofs of a machine in docs/results, of a file, or the newest below results/; the GPU's bytes of memory; the file.
-    Raises ValueError, one line."""
+    """Roofs of a machine in docs/results, of a file, or the newest below results/; the GPU's bytes of memory;
+    the file. Raises ValueError, one line."""
     import msgspec
 
     results = hardware.ROOT / "docs" / "results" / (name or "")
     of_machine = [*results.glob(f"*/{ROOFS}")] if name else []
     measured = [*hardware.ROOT.glob(f"results/*{ROOFS}"), *hardware.ROOT.glob(f"results/*/{ROOFS}")]
-    for path in of_machine or ([Path(name)] if name else sorted(measured, key=lambda path: -path.stat().st_mtime)):
+    for path in of_machine or (
+        [Path(name)] if name else sorted(measured, key=lambda path: -path.stat().st_mtime)
+    ):
         try:
             found = msgspec.convert(read_object(path), Roofs)
         except msgspec.ValidationError:
@@ -322,7 +345,8 @@ def row(step: str, one: Prediction, before: Prediction, peak: int, memory: int |
 
 
 def predict_all(args, measured: Roofs) -> tuple[dict[str, Prediction], dict[str, str]]:
-    """Every step that the roofs suffice for, and why others are left out. Raises ValueError where none is left."""
+    """Every step that the roofs suffice for, and why others are left out. Raises ValueError where none is
+    left."""
     found, why = {}, {}
     here = [name.removesuffix(".py") for name in scripts()]
     for step in (step for step in STEPS if step in here):
@@ -336,7 +360,8 @@ def predict_all(args, measured: Roofs) -> tuple[dict[str, Prediction], dict[str,
 
 
 def of_plan(folder: Path) -> dict:
-    """Milliseconds by row of a run folder's plan; of a sweep by its runs and rows. Roofs are measured first."""
+    """Milliseconds by row of a run folder's plan; of a sweep by its runs and rows. Roofs are measured
+    first."""
     plan, found = read_object(folder / PLAN), {}
     for planned in plan["rows"]:
         place = str(Path(planned["output"]).parent)
@@ -355,7 +380,9 @@ def main() -> None:
     parser.add_argument("--machine", metavar="NAME", help=text)
     parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)  # the ladder's run folder
     given, words = parser.parse_known_args()
-    if given.machine and "--preset" not in " ".join(words):  # another card's: fields left out are the nearest preset's
+    if given.machine and "--preset" not in " ".join(
+        words
+    ):  # another card's: fields left out are the nearest preset's
         n_embd = arguments.build_parser(parser.prog, None).parse_known_args(words)[0].n_embd or 768
         words += ["--preset", min(PRESETS, key=lambda name: abs(math.log(PRESETS[name][0].n_embd / n_embd)))]
     try:
@@ -372,7 +399,10 @@ def main() -> None:
         before = one
     say("".join(f"{step} is not predicted: {reason}\n" for step, reason in why.items()), end="")
     where = Path(path).relative_to(hardware.ROOT) if hardware.ROOT in Path(path).parents else path
-    say(f"{aligned(rows)}\n\nmilliseconds a step of {args.config}, batch {args.batch_size}, from the roofs in {where}")
+    say(
+        f"{aligned(rows)}\n\n"
+        f"milliseconds a step of {args.config}, batch {args.batch_size}, from the roofs in {where}"
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ GENERATIONS = 10  # of processes that started each other
 
 
 class Stop:
-    """Whether the user asked to end: Ctrl-C, a closed terminal, or kill. Asked twice, nothing is waited for."""
+    """Whether the user asked to end: Ctrl-C, a closed terminal, or kill. Asked twice, nothing is waited
+    for."""
 
     def __init__(self):
         self.requests = 0
@@ -35,8 +36,9 @@ class Stop:
 
 
 def environment(device_type: str, processes: int) -> dict[str, str]:
-    """Variables of a row. OpenMP threads wait without spinning on a CPU, unless the user chose: on a shared host,
-    threads that spin were seen to make a step five times slower. Several processes divide the processor's cores."""
+    """Variables of a row. OpenMP threads wait without spinning on a CPU, unless the user chose: on a shared
+    host, threads that spin were seen to make a step five times slower. Several processes divide the
+    processor's cores."""
     chosen = {"OMP_WAIT_POLICY": "passive"} if device_type == "cpu" else {}
     if processes > 1:
         chosen["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
@@ -53,7 +55,8 @@ def script_command(script: Path, words: list[str], processes: int) -> list[str]:
 
 
 def module_command(name: str, *words: str) -> list[str]:
-    """The command that runs a module of this project, in its folder: `python -m` imports what lies where it starts."""
+    """The command that runs a module of this project, in its folder: `python -m` imports what lies where it
+    starts."""
     return [sys.executable, "-m", name, *words]
 
 
@@ -63,13 +66,20 @@ def run(
     """Run a command in a session of its own; what it starts ends with it, and it ends with this process.
 
     At the limit, or where the user asks, it has GRACE_S seconds to end by itself. Its output goes to `log`.
-    Returns None where it ends well, else status and one-line reason of its row. Raises OSError where the log cannot be
-    written.
+    Returns None where it ends well, else status and one-line reason of its row. Raises OSError where the log
+    cannot be written.
     """
     log.unlink(missing_ok=True)
-    if sys.platform == "linux":  # PR_SET_CHILD_SUBREAPER: workers of a torchrun that is killed come to this process
+    if (
+        sys.platform == "linux"
+    ):  # PR_SET_CHILD_SUBREAPER: workers of a torchrun that is killed come to this process
         ctypes.CDLL(None).prctl(36, 1)
-    where = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": os.environ | variables, "cwd": ROOT}
+    where = {
+        "stdin": subprocess.DEVNULL,
+        "stderr": subprocess.STDOUT,
+        "env": os.environ | variables,
+        "cwd": ROOT,
+    }
     if sys.platform == "linux":  # PR_SET_PDEATHSIG, on which torchrun ends its workers
         where["preexec_fn"] = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)
     bystanders = _children()  # whatever a shell had started before it became this process
@@ -93,14 +103,19 @@ def run(
         progress("")
     if kill_at < math.inf:
         stopped = "interrupted", "ended by Ctrl-C, a closed terminal or kill"
-        late = "timeout", f"took longer than {limit_s:.0f} s: raise --step-timeout, or lower --steps or the shape"
+        late = (
+            "timeout",
+            f"took longer than {limit_s:.0f} s: raise --step-timeout, or lower --steps or the shape",
+        )
         return stopped if stop.requests else late
     if code == -signal.SIGKILL or last_line(log, "exitcode  : -9"):  # torchrun tells of a worker
         return "oom", "killed by signal 9, as the system does when host memory runs out"
     if code < 0:
         return "failed", f"killed by signal {-code}: see {log.name}"
     reason = last_line(log, ": error: ") or last_line(log, ": failed: ")
-    return ("failed", reason or f"ended with exit code {code} and no record: see {log.name}") if code else None
+    return (
+        ("failed", reason or f"ended with exit code {code} and no record: see {log.name}") if code else None
+    )
 
 
 def _signal_session(child: subprocess.Popen, number: int) -> None:
@@ -121,8 +136,8 @@ def _children() -> set[int]:
 
 
 def _end_orphans(bystanders: set[int]) -> None:
-    """End what a killed row left behind: children of this process that were none before the row. What an orphan has
-    started becomes a child in its turn."""
+    """End what a killed row left behind: children of this process that were none before the row. What an
+    orphan has started becomes a child in its turn."""
     for _ in range(GENERATIONS):  # not for ever: one that this user may not end stays
         for orphan in _children() - bystanders:
             with contextlib.suppress(ProcessLookupError, PermissionError, ChildProcessError):

@@ -2,10 +2,10 @@
 
     python -m ladder.roofs [--grid] [--output FILE] ARGUMENT ...     the ARGUMENTs are those of a step
 
-With --grid also at sizes of all kinds, from which ladder.predict foresees any other workload. Each product has two
-rates. Back to back is what a machine keeps up: under load a GPU lowers its clock until its power is within the limit.
-The other is the fastest of short bursts, between which the clock recovers; a product inside a training step, where
-other kernels need less power, lies between the two.
+With --grid also at sizes of all kinds, from which ladder.predict foresees any other workload. Each product
+has two rates. Back to back is what a machine keeps up: under load a GPU lowers its clock until its power is
+within the limit. The other is the fastest of short bursts, between which the clock recovers; a product inside
+a training step, where other kernels need less power, lies between the two.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ LAUNCHED_BLOCKS, LAUNCHED_STEPS, LAUNCHED_WARMUP = 8, 60, 10
 
 
 def measure(args: Arguments, grid: bool) -> Roofs:
-    """The roofs of a device at a workload's sizes, with `grid` at others too. What cannot be measured is left out:
-    `notes` tells why."""
+    """The roofs of a device at a workload's sizes, with `grid` at others too. What cannot be measured is left
+    out: `notes` tells why."""
     config, tokens, device, roofs = args.config, args.batch_size * args.config.seq_len, args.device, Roofs()
     with skipping(roofs, "copy"):
         source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
@@ -60,11 +60,15 @@ def measure(args: Arguments, grid: bool) -> Roofs:
         for products in (counted, dict.fromkeys(by_hand, 0), dict.fromkeys(others, 0)):
             with skipping(roofs, precision):
                 roofs.products += product_rates(precision, products, device, steady=products is counted)
-    more = SIZES[device.type] if grid else SIZES[device.type][:1]  # the smallest always: a bias costs a launch
+    more = (
+        SIZES[device.type] if grid else SIZES[device.type][:1]
+    )  # the smallest always: a bias costs a launch
     for size in sorted({*sizes(config, args.batch_size).values(), *more} - {0}):
         with skipping(roofs, f"kernels over {size:,} numbers"):
             names, works = zip(*kernels(size, device), strict=True)
-            rounds = [[steady_seconds(work, device, KERNEL_S) for work in works] for _ in range(ROUNDS[device.type])]
+            rounds = [
+                [steady_seconds(work, device, KERNEL_S) for work in works] for _ in range(ROUNDS[device.type])
+            ]
             roofs.kernels += [(name, size, min(of)) for name, *of in zip(names, *rounds, strict=True)]
     own = (config.seq_len, config.n_embd // config.n_head, args.batch_size * config.n_head)
     shapes = itertools.product(LENGTHS, HEAD_DIMS) if grid else ()
@@ -91,7 +95,9 @@ def skipping(roofs: Roofs, what: str) -> Iterator[None]:
 def multiplies(device: torch.device, precision: str) -> bool:
     """Whether a device has matrix products in `precision` (one of PRECISIONS) in hardware."""
     able, bf16 = hardware.compute_capability(device), hardware.has_bf16_matrix_instructions(device)
-    return {"fp32": True, "tf32": able >= (8, 0), "bf16": bf16, "fp8": able >= hardware.FP8_CAPABILITY}[precision]
+    return {"fp32": True, "tf32": able >= (8, 0), "bf16": bf16, "fp8": able >= hardware.FP8_CAPABILITY}[
+        precision
+    ]
 
 
 def sizes(config, batch_size: int) -> dict[str, int]:
@@ -112,7 +118,8 @@ def sizes(config, batch_size: int) -> dict[str, int]:
 
 
 def batched_products(config, batch_size: int) -> dict[tuple[int, int, int], int]:
-    """The products of attention by hand, of all heads as one tall product, and how often a block runs each."""
+    """The products of attention by hand, of all heads as one tall product, and how often a block runs
+    each."""
     rows, T, D = batch_size * config.n_head * config.seq_len, config.seq_len, config.n_embd // config.n_head
     return {(rows, T, D): 2, (rows, D, T): 4 if T != D else 6}  # scores and their gradient; the other four
 
@@ -131,9 +138,15 @@ def product_rates(precision: str, counted: dict, device: torch.device, steady: b
         for (m, n, k), count in counted.items():
             work, flop = product(precision, m, n, k, device), 2 * m * n * k
             each_s = steady_seconds(work, device, STEADY_S if steady else 0)
-            found.append(ProductRate(precision, m, n, k, count, flop / each_s, flop / each_s if steady else None))
+            found.append(
+                ProductRate(precision, m, n, k, count, flop / each_s, flop / each_s if steady else None)
+            )
         for one, (m, n, k) in zip(found, counted, strict=True):
-            work, flop, pause_s = product(precision, m, n, k, device), 2 * m * n * k, PAUSE_S * (device.type == "cuda")
+            work, flop, pause_s = (
+                product(precision, m, n, k, device),
+                2 * m * n * k,
+                PAUSE_S * (device.type == "cuda"),
+            )
             times = max(1, round(BURST_S * one.burst_flops_per_s / flop))
             for _ in range(BURSTS):
                 time.sleep(pause_s)
@@ -155,8 +168,9 @@ def product(precision: str, m: int, n: int, k: int, device: torch.device) -> Cal
 
 
 def kernels(numbers: int, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Kernels over a tensor of about so many numbers, by name: a copy, and those that take longer than a copy of their
-    bytes. All others a prediction takes for copies: measuring them as well was seen to change nothing."""
+    """Kernels over a tensor of about so many numbers, by name: a copy, and those that take longer than a copy
+    of their bytes. All others a prediction takes for copies: measuring them as well was seen to change
+    nothing."""
     edge = min(EDGE[device.type], math.isqrt(numbers))
     width = min(WIDTH[device.type], numbers)
     x, gradient, out = (torch.randn(numbers // width, width, device=device) for _ in range(3))
@@ -186,8 +200,8 @@ def attention(length: int, head_dim: int, heads: int, device: torch.device) -> C
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Host seconds of a kernel that Python launches, in the median of tiny training steps in mixed precision. Raises
-    RuntimeError where the profiler shows no kernels."""
+    """Host seconds of a kernel that Python launches, in the median of tiny training steps in mixed precision.
+    Raises RuntimeError where the profiler shows no kernels."""
     parts = [(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(LAUNCHED_BLOCKS)]
     model = nn.Sequential(*(module for part in parts for module in part)).to(device)
     optimizer, x, times = torch.optim.AdamW(model.parameters()), torch.ones(64, 64, device=device), []
@@ -220,8 +234,15 @@ def record(args: Arguments, grid: bool, output: Path) -> None:
     for precision in PRECISIONS:
         if steady := roofs.rate(precision):
             burst = roofs.rate(precision, burst=True)
-            say(f"{precision.upper()} {steady / 1e12:,.3g} TFLOP/s back to back, {burst / 1e12:,.3g} in bursts")
-    say("\n".join([f"copy {(roofs.copy_bytes_per_s or 0) / 1e9:,.0f} GB/s", *roofs.notes, f"written to {output}"]))
+            say(
+                f"{precision.upper()} {steady / 1e12:,.3g} TFLOP/s back to back, "
+                f"{burst / 1e12:,.3g} in bursts"
+            )
+    say(
+        "\n".join(
+            [f"copy {(roofs.copy_bytes_per_s or 0) / 1e9:,.0f} GB/s", *roofs.notes, f"written to {output}"]
+        )
+    )
     write_json(output, roofs)
 
 

@@ -47,8 +47,8 @@ class Running:
         return rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
 
     def run_row(self, row: runs.Planned, place: str) -> None:
-        """Run one script, and print what came of it. One that leaves no record gets one that holds how it ended.
-        `place` tells which of all rows it is."""
+        """Run one script, and print what came of it. One that leaves no record gets one that holds how it
+        ended. `place` tells which of all rows it is."""
         record, name = self.folder / row.output, row.output.removesuffix(".json")
         record.parent.mkdir(parents=True, exist_ok=True)
         record.unlink(missing_ok=True)
@@ -59,11 +59,16 @@ class Running:
             schema.write_json(record, schema.Run(self.plan["command"], None, None, None, [failed]))
             left = vars(failed)
         status, reason = left["status"], left["reason"]
-        took = f"{statistics.median(left['step_ms']):,.1f} ms a step" if status == "ok" else f"{status}: {reason}"
+        took = (
+            f"{statistics.median(left['step_ms']):,.1f} ms a step"
+            if status == "ok"
+            else f"{status}: {reason}"
+        )
         say(f"{name}: {took}")
 
     def too_large(self, row: runs.Planned) -> tuple[str, str] | None:
-        """Status and reason of a row that a CPU's free memory is not enough for: there the system would end it."""
+        """Status and reason of a row that a CPU's free memory is not enough for: there the system would end
+        it."""
         needed, free = self.facts["needed_bytes"].get(row.script, 0), self.facts["free_bytes"]
         if self.facts["device_type"] == "cpu" and self.plan["kind"] == "ladder" and free and needed > free:
             needs = f"needs about {needed / 2**30:.0f} GiB of {free / 2**30:.0f} free"
@@ -95,7 +100,8 @@ def new_folder(kind: str) -> Path:
 
 
 def locked(folder: Path) -> TextIO | None:
-    """A file that holds the lock of a run folder until this process ends; None where another process has it."""
+    """A file that holds the lock of a run folder until this process ends; None where another process has
+    it."""
     lock = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,7 +112,9 @@ def locked(folder: Path) -> TextIO | None:
     return lock
 
 
-def plan_of(kind: str, command: str, rows: list[runs.Planned], facts: dict, limit_s: int | None, **more) -> dict:
+def plan_of(
+    kind: str, command: str, rows: list[runs.Planned], facts: dict, limit_s: int | None, **more
+) -> dict:
     """The plan that a run folder holds from its first row on."""
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     known = {"kind": kind, "command": command, "started_at": started_at, "workload": facts["workload"]}
@@ -115,8 +123,9 @@ def plan_of(kind: str, command: str, rows: list[runs.Planned], facts: dict, limi
 
 
 def execute(folder: Path, plan: dict, rows: list[runs.Planned], facts: dict, finishes: str) -> int:
-    """Run all rows of a plan that have no ok record in `folder`, and report. Returns the exit code; `finishes` is the
-    command that finishes the run where the user interrupts it. Raises Skip for a folder that another run has."""
+    """Run all rows of a plan that have no ok record in `folder`, and report. Returns the exit code;
+    `finishes` is the command that finishes the run where the user interrupts it. Raises Skip for a folder
+    that another run has."""
     lock = locked(folder)
     if lock is None:
         raise Skip(f"{folder} is in use by another run")
@@ -134,7 +143,8 @@ def execute(folder: Path, plan: dict, rows: list[runs.Planned], facts: dict, fin
 
 
 def finish(folder: Path, stop: process.Stop, finishes: str, is_latest: bool) -> int:
-    """Print and write the report; returns the exit code. With `is_latest`, results/latest leads to this folder."""
+    """Print and write the report; returns the exit code. With `is_latest`, results/latest leads to this
+    folder."""
     say("")
     ended = subprocess.run(process.module_command("report", str(folder)), cwd=ROOT, start_new_session=True)
     latest = ROOT / "results" / "latest"
@@ -150,12 +160,17 @@ def finish(folder: Path, stop: process.Stop, finishes: str, is_latest: bool) -> 
 
 
 def run_study(
-    kind: str, rows: list[runs.Planned], arguments: list[str], output: Path | None, command: str, limit_s: int | None
+    kind: str,
+    rows: list[runs.Planned],
+    arguments: list[str],
+    output: Path | None,
+    command: str,
+    limit_s: int | None,
 ) -> int:
     """Run the rows of a study in a folder, new or continued with more rows. Returns the exit code.
 
-    Raises Skip, one line, for a folder that cannot be used or holds something else, and where its rows are of another
-    workload, machine or code.
+    Raises Skip, one line, for a folder that cannot be used or holds something else, and where its rows are of
+    another workload, machine or code.
     """
     try:
         folder = output.resolve() if output else new_folder(kind)
@@ -167,7 +182,12 @@ def run_study(
     if held and before.get("kind") != kind:
         raise Skip(f"--output {output} holds files that are of no study of {kind}")
     facts = runs.check(arguments)
-    same = {"device": facts["device"], "code": code_of_study(), "arguments": arguments, "workload": facts["workload"]}
+    same = {
+        "device": facts["device"],
+        "code": code_of_study(),
+        "arguments": arguments,
+        "workload": facts["workload"],
+    }
     if before and before.get("same") != same:
         raise Skip(f"--output {output} holds rows of another workload, machine or code")
     known = [checked(row, output) for row in before.get("rows", [])]

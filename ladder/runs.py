@@ -1,4 +1,5 @@
-"""What is to run, as a list of rows: a ladder, its repetitions, peers, a scaling over GPUs, a sweep over shapes.
+"""What is to run, as a list of rows: a ladder, its repetitions, peers, a scaling over GPUs, a sweep over
+shapes.
 
 A step is a file: NUMBER_name.py in the folder of the project.
 """
@@ -92,6 +93,7 @@ def sweep(rows: list[Planned], device_type: str) -> list[Planned]:
     found = []
     for channels, length, tokens in SWEEP[device_type]:
         heads = channels // HEAD_DIM[device_type]
-        words = f"--n-layer 2 --n-embd {channels} --n-head {heads} --seq-len {length} --batch-size {tokens // length}"
+        words = f"--n-layer 2 --n-embd {channels} --n-head {heads}"
+        words += f" --seq-len {length} --batch-size {tokens // length}"
         found += at(f"{channels}-channels-{length}-tokens", rows, words.split())
     return found

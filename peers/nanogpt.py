@@ -1,7 +1,7 @@
 """Peer of 3_compile.py: nanoGPT's model, compiled whole, as its train.py does, and launched.
 
-BF16 autocast and fused AdamW are step 3's; the residual stream stays FP32, as autocast leaves it. The weights begin
-with nanoGPT's own numbers, from the ladder's seed. Source: model.py and train.py of karpathy/nanoGPT.
+BF16 autocast and fused AdamW are step 3's; the residual stream stays FP32, as autocast leaves it. The weights
+begin with nanoGPT's own numbers, from the ladder's seed. Source: model.py and train.py of karpathy/nanoGPT.
 
 Run:      PYTHONPATH=nanoGPT python peers/nanogpt.py    Needs: git clone the repository of karpathy/nanoGPT
 """

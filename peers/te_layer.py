@@ -1,4 +1,5 @@
-"""Peer of 4_transformer_engine.py: te.TransformerLayer for the blocks, as in its "Getting started", and step 3's head.
+"""Peer of 4_transformer_engine.py: te.TransformerLayer for the blocks, as in its "Getting started", and step
+3's head.
 
 Run:      python peers/te_layer.py                  Needs: Transformer Engine, see docs/not-faster.md
 """

@@ -1,7 +1,8 @@
 """Peer of 4_transformer_engine.py: the compiled step 3 with torchao's float8 training.
 
-A block's four Linear layers are converted with the tensorwise recipe, which torchao calls its fastest. The head stays
-BF16, as in torchao's example. All else is step 3's. Source: torchao's page "Training" and Float8LinearRecipeName.
+A block's four Linear layers are converted with the tensorwise recipe, which torchao calls its fastest. The
+head stays BF16, as in torchao's example. All else is step 3's. Source: torchao's page "Training" and
+Float8LinearRecipeName.
 
 Run:      python peers/torchao_float8.py            Needs: pip install torchao
 """

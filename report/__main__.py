@@ -15,7 +15,8 @@ GOOD = ("ok", "skipped")
 def render(folder: Path, record) -> tuple[str, dict[str, bytes]]:
     """What a terminal shows of a run or a study in a folder, and its files by name.
 
-    The module of a study has `tables`: rows by their title; sweep and parity have a `picture`: a PNG, or None.
+    The module of a study has `tables`: rows by their title; sweep and parity have a `picture`: a PNG, or
+    None.
     """
     from report import charts, page, parity, scaling, sweep, table
     from report.figures import figures

@@ -11,8 +11,8 @@ IMPORT = re.compile(r"import |from |\w+ = import_or_skip\(")
 
 
 def added_groups(before: Row, after: Row) -> list[list[str]]:
-    """The lines of code in `after` that are not in `before`, group by group: without docstring, imports, comments and
-    indentation, and without lines that only moved to another depth."""
+    """The lines of code in `after` that are not in `before`, group by group: without docstring, imports,
+    comments and indentation, and without lines that only moved to another depth."""
     old, new = code_lines(before.source or ""), code_lines(after.source or "")
     if not old or not new:
         return []

@@ -45,7 +45,9 @@ def styled(**more: object) -> Iterator[None]:
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()  # a user's matplotlibrc may ask for LaTeX, which may be absent
         matplotlib.rcParams.update(STYLE | more)
-        warnings.simplefilter("ignore", UserWarning)  # a name from a record may hold a letter that the font lacks
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # a name from a record may hold a letter that the font lacks
         yield
 
 
@@ -63,11 +65,13 @@ def png(drawn: Figure) -> bytes:
 
 
 def svg(drawn: Figure, as_paths: bool = False) -> str:
-    """The figure as an <svg> element, which style.css fits to its container; `as_paths` draws letters, so that it looks
-    the same where their font is missing."""
+    """The figure as an <svg> element, which style.css fits to its container; `as_paths` draws letters, so
+    that it looks the same where their font is missing."""
     written, fonts = io.StringIO(), "path" if as_paths else "none"
     with styled(**{"svg.fonttype": fonts}):
-        drawn.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        drawn.savefig(
+            written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+        )
     text = written.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor").replace(PAPER, "var(--paper)")
     used = set(re.findall(r"#([\w-]+)", text))  # other ids would stand twice on a page with two drawings

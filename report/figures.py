@@ -1,4 +1,5 @@
-"""Every figure of a run, derived once: one Line a row. Tables, pages and documents only show what stands here."""
+"""Every figure of a run, derived once: one Line a row. Tables, pages and documents only show what stands
+here."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,18 +13,21 @@ GAPS = "gaps"  # of the GPU's timeline
 GIB = 2**30
 MARK = "?"  # behind a figure that may be wrong
 LEGEND = (
-    "?: may be wrong: the machine was busy, its host slow at launching, the second half of the steps drifted by "
-    "over 5 %, or rows differ"
+    "?: may be wrong: the machine was busy, its host slow at launching, the second half of the steps drifted "
+    "by over 5 %, or rows differ"
 )
-# Times what the reference work takes at best, beyond which something else ran on the machine. Around the rows of
-# an idle H200 it varied by 2 %, and on two idle cores of a shared host by 17 % in four of five runs (in the fifth
-# by 53 %).
+# Times what the reference work takes at best, beyond which something else ran on the machine. Around the rows
+# of an idle H200 it varied by 2 %, and on two idle cores of a shared host by 17 % in four of five runs (in
+# the fifth by 53 %).
 BUSY = {"cuda": 1.10, "cpu": 1.25}
-# A host is slow at launching where its launches took so many times as long as at best: on good hosts they varied by
-# 1.8 times between rows. Only a row whose GPU waits for it, for this share of a step, is marked.
+# A host is slow at launching where its launches took so many times as long as at best: on good hosts they
+# varied by 1.8 times between rows. Only a row whose GPU waits for it, for this share of a step, is marked.
 SLOW_LAUNCH, WAITS = 2.0, 0.05
 DRIFT, FEWEST_STEPS_OF_DRIFT = 0.05, 4
-MOST_OF_FIRST_LOSS, LEARNED = 1.1, 0.75  # times the first loss: none is above, and the mean of the last five is below
+MOST_OF_FIRST_LOSS, LEARNED = (
+    1.1,
+    0.75,
+)  # times the first loss: none is above, and the mean of the last five is below
 ENOUGH_FOR_FP8 = 10  # rehearsed steps
 FEWEST_LOSSES = 8  # from which that mean is judged
 NOT_FUSED = (None, "by hand")  # attention kernels
@@ -57,11 +61,17 @@ class Line:
     over_plain: Ratio | None = None  # over the row where most readers' training stands, see `plain_step`
     gib: float | None = None  # peak of CUDA's allocator; on a CPU of the process
     loss: float | None = None  # mean of the last LOSS_WINDOW training steps, nats
-    drift: float = 0.0  # second half of the timed steps against the first, as a share: of the pass with the largest
+    drift: float = (
+        0.0  # second half of the timed steps against the first, as a share: of the pass with the largest
+    )
     slowed: float = 1.0  # its reference work over the fastest of the run: of the pass where it took longest
     slow_launch: float = 1.0  # the same of its launches, where the GPU waits for them
-    category_ms: dict[str, float] = field(default_factory=dict)  # of a step, by kind of kernel; on a GPU with GAPS
-    share: tuple[str, float] | None = None  # what takes the largest share of a GPU's step: its name, and the share
+    category_ms: dict[str, float] = field(
+        default_factory=dict
+    )  # of a step, by kind of kernel; on a GPU with GAPS
+    share: tuple[str, float] | None = (
+        None  # what takes the largest share of a GPU's step: its name, and the share
+    )
     precision: str = ""  # of its matrix products
     of_roof: float | None = None  # model FLOP/s over the burst rate of bare products in that precision
     tokens_per_joule: float | None = None
@@ -88,7 +98,8 @@ class Figures:
 
 
 def figures(run: Run, among: Iterable[Run] = ()) -> Figures:
-    """Derive all figures of a run. `among` are runs of the same machine at the same time, for its reference work."""
+    """Derive all figures of a run. `among` are runs of the same machine at the same time, for its reference
+    work."""
     base = _fastest_reference([run, *among])
     steps = [_line(row, run, base) for row in run.rows]
     peers = [_line(row, run, base, is_peer=True) for row in run.peers]
@@ -188,7 +199,9 @@ def _precision(row: Row, roofs: Roofs | None) -> str:
         return "fp8"
     if row.settings.amp_dtype in ("bfloat16", "float16"):
         return "bf16"
-    exact = row.settings.float32_matmul_precision == "highest" or not (roofs and roofs.rate("tf32", burst=True))
+    exact = row.settings.float32_matmul_precision == "highest" or not (
+        roofs and roofs.rate("tf32", burst=True)
+    )
     return "fp32" if exact else "tf32"
 
 
@@ -200,14 +213,18 @@ def _fill_profile(line: Line) -> None:
     ms = {name: profile.categories.get(name, 0.0) for name in CATEGORIES} | {GAPS: profile.idle_ms or 0.0}
     whole = sum(ms.values())
     if abs(whole / line.ms - 1) > PROFILE_OFF:
-        line.note = "; ".join(filter(None, [line.note, f"its profile is left out: its steps took {whole:,.1f} ms"]))
+        line.note = "; ".join(
+            filter(None, [line.note, f"its profile is left out: its steps took {whole:,.1f} ms"])
+        )
         return
     line.category_ms = ms
     if profile.idle_ms is None:
         return
     fused = 0.0 if line.row.settings.attention_kernel in NOT_FUSED else ms["attention"]
     shares = {"compute": ms["matrix products"] + fused, GAPS: ms[GAPS], "communication": ms["communication"]}
-    shares["other kernels"] = whole - sum(shares.values())  # most of them pass over memory; only counters show it
+    shares["other kernels"] = whole - sum(
+        shares.values()
+    )  # most of them pass over memory; only counters show it
     largest = max(shares, key=shares.get)
     line.share = (largest, shares[largest] / whole) if whole else None
 
@@ -229,7 +246,8 @@ def _fill_rates(line: Line, work: Workload, roofs: Roofs | None) -> None:
 def _work(row: Row) -> dict[str, float]:
     """What should take the same time around every row, in ms.
 
-    Each is the median of the times before, within and after the timed steps, as the row's own time is a median.
+    Each is the median of the times before, within and after the timed steps, as the row's own time is a
+    median.
     """
     kinds = {"product": row.product_ms, "copy": row.copy_ms}
     return {kind: median(times) for kind, times in kinds.items() if times and all(times)}
@@ -241,8 +259,8 @@ def launch_us(row: Row) -> float | None:
 
 
 def _waits_for_the_host(row: Row) -> bool:
-    """Whether the GPU waits for the launches of a row: by its profile, or without one by steps that are far slower than
-    its fastest."""
+    """Whether the GPU waits for the launches of a row: by its profile, or without one by steps that are far
+    slower than its fastest."""
     if row.settings.captured:
         return False
     if row.profile and row.profile.idle_ms is not None:
@@ -267,7 +285,9 @@ def _doubt(run: Run, timed: list[Line]) -> None:
     differ = any(problem.startswith(DIFFER) for problem in run.problems)
     kernels = {line.row.settings.attention_kernel for line in timed if not line.is_peer} - {*NOT_FUSED}
     for line in timed:
-        half = f"the second half of the steps took over {DRIFT:.0%} {'more' if line.drift > 0 else 'less'} time"
+        half = (
+            f"the second half of the steps took over {DRIFT:.0%} {'more' if line.drift > 0 else 'less'} time"
+        )
         mixed = len(kernels) > 1 and line.row.settings.attention_kernel in kernels and not line.is_peer
         why = {
             "the machine was busy": line.slowed > busy_limit(run),
@@ -286,7 +306,9 @@ def _busy(timed: list[Line], limit: float) -> str:
     if worst is None or worst.slowed <= limit:
         return ""
     took = f"the same work took {worst.slowed:.2f} times as long around {worst.name} as at best"
-    return f"The machine was busy: {took}. Figures with {MARK} may be wrong: close other programs and run again"
+    return (
+        f"The machine was busy: {took}. Figures with {MARK} may be wrong: close other programs and run again"
+    )
 
 
 def loss_rule(lines: list[Line]) -> str:

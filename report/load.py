@@ -1,7 +1,8 @@
 """Records from disk, checked: one file, or the records of a run folder merged by its plan.
 
-A run folder holds `plan.json` (what was meant to run), a record at the `output` of every planned row, `roofs.json` and
-`predicted.json`. Nothing but what the plan names is read. A folder without a plan holds `results.json`: a recorded run.
+A run folder holds `plan.json` (what was meant to run), a record at the `output` of every planned row,
+`roofs.json` and `predicted.json`. Nothing but what the plan names is read. A folder without a plan holds
+`results.json`: a recorded run.
 """
 
 from dataclasses import replace
@@ -51,7 +52,9 @@ def read(path: Path) -> Run | Study:
     content, name = read_json(path), one_line(path.name)
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != schema.SCHEMA_VERSION:
-        raise RecordError(f"{name} is not a record of schema version {schema.SCHEMA_VERSION}, the one that is read")
+        raise RecordError(
+            f"{name} is not a record of schema version {schema.SCHEMA_VERSION}, the one that is read"
+        )
     record = convert(content, Study if "runs" in content else Run, name)
     runs = [*record.runs.values()] if isinstance(record, Study) else [record]
     for run in runs:
@@ -68,7 +71,8 @@ def read(path: Path) -> Run | Study:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, without text or numbers that could harm a terminal or a chart. Raises RecordError."""
+    """The content of a JSON file, without text or numbers that could harm a terminal or a chart. Raises
+    RecordError."""
     name = one_line(path.name)
     try:
         if not path.is_file():
@@ -94,7 +98,9 @@ def _harmless(value: Any, key: str = "") -> Any:
     if isinstance(value, dict):
         return {one_line(name): _harmless(item, name) for name, item in value.items()}
     least = -LARGEST_NUMBER if key in ("loss", "heldout") else 0
-    if isinstance(value, (int, float)) and not (least <= value <= LARGEST_NUMBER and not 0 < value < LEAST_NUMBER):
+    if isinstance(value, (int, float)) and not (
+        least <= value <= LARGEST_NUMBER and not 0 < value < LEAST_NUMBER
+    ):
         raise RecordError(f"{one_line(key, 40)} is {one_line(value, 12)}")
     return value
 
@@ -137,7 +143,9 @@ def load(folder: Path) -> Run | Study:
         rows.setdefault(PurePath(one.script).stem, []).append(one)
     runs = {name: _merge(folder, plan, rows) for name, rows in planned.items()}
     first = next(iter(runs.values()))
-    predicted = _optional(folder / schema.PREDICTED, dict[str, dict[str, float] if is_study else float], first)
+    predicted = _optional(
+        folder / schema.PREDICTED, dict[str, dict[str, float] if is_study else float], first
+    )
     for name, run in runs.items():
         times = (predicted or {}).get(name, {}) if is_study else predicted or {}
         for row in run.rows:
@@ -147,7 +155,8 @@ def load(folder: Path) -> Run | Study:
 
 
 def _optional(path: Path, kind: Any, run: Run) -> Any:
-    """The content of a file that may be absent; None also where it cannot be read, which is then a problem of `run`."""
+    """The content of a file that may be absent; None also where it cannot be read, which is then a problem of
+    `run`."""
     try:
         return convert(read_json(path), kind, path.name) if path.exists() else None
     except RecordError as error:
@@ -166,7 +175,9 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
             if record.workload and record.workload != merged.workload:
                 ours, theirs = vars(merged.workload), vars(record.workload)
                 differing = ", ".join(name for name in ours if ours[name] != theirs[name])
-                record.rows = [Row(step, "failed", f"ran a different workload than the other rows: {differing} differ")]
+                record.rows = [
+                    Row(step, "failed", f"ran a different workload than the other rows: {differing} differ")
+                ]
         row = _merge_passes(ended)
         is_peer = plan.kind == "ladder" and passes[0].script.startswith("peers/")
         (merged.peers if is_peer else merged.rows).append(row)
@@ -216,8 +227,13 @@ def _differences(records: list[Run]) -> list[str]:
     """Rows of one table must come from one machine, with the same software and the same code."""
     seen: dict[str, dict[str, dict[str, None]]] = {}  # what -> its value -> the rows that have it
     for record in (record for record in records if record.environment and record.rows[0].status == "ok"):
-        facts = {name: getattr(record.environment, name) for name in SAME_IN_ALL_ROWS} | record.environment.versions
+        facts = {
+            name: getattr(record.environment, name) for name in SAME_IN_ALL_ROWS
+        } | record.environment.versions
         for name, value in facts.items():
             seen.setdefault(name, {}).setdefault(one_line(value, 40), {})[record.rows[0].step] = None
-    said = {name: "; ".join(f"{value} in {', '.join(rows)}" for value, rows in of.items()) for name, of in seen.items()}
+    said = {
+        name: "; ".join(f"{value} in {', '.join(rows)}" for value, rows in of.items())
+        for name, of in seen.items()
+    }
     return [f"{DIFFER} {name}: {said[name]}" for name, of in seen.items() if len(of) > 1]

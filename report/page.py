@@ -1,7 +1,8 @@
 """The page of a run: one HTML file that needs no network.
 
-All text comes from records that anybody may have written, so the template escapes everything; only the charts of
-matplotlib, which escapes what it draws, are inserted as they are. Positions are computed here, in per cent.
+All text comes from records that anybody may have written, so the template escapes everything; only the charts
+of matplotlib, which escapes what it draws, are inserted as they are. Positions are computed here, in per
+cent.
 """
 
 from dataclasses import asdict, dataclass
@@ -35,11 +36,16 @@ class Bar:
 def render(made: Figures) -> str:
     """The page of a run."""
     template = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
     ).get_template("page.html")
     names = {name for line in made.timed for name, ms in line.category_ms.items() if ms}
     profiled = [line for line in made.steps if line.category_ms]
-    launches = [launch for line in profiled for launch in (*line.row.profile.forward, *line.row.profile.backward)]
+    launches = [
+        launch for line in profiled for launch in (*line.row.profile.forward, *line.row.profile.backward)
+    ]
     in_blocks = {launch.category for launch in launches}
     return template.render(
         made=made,
@@ -109,7 +115,9 @@ def share_bar(line: Line) -> Bar | None:
 def block_bar(line: Line) -> Bar:
     """The kernels of one transformer block, forward and then backward, as wide as the page."""
     profile, found = line.row.profile, []
-    forward_ms, backward_ms = (half[-1].start_ms + half[-1].ms for half in (profile.forward, profile.backward))
+    forward_ms, backward_ms = (
+        half[-1].start_ms + half[-1].ms for half in (profile.forward, profile.backward)
+    )
     whole = (forward_ms + backward_ms) or 1.0
     for launches, begin in ((profile.forward, 0.0), (profile.backward, forward_ms)):
         for one in launches:
@@ -123,4 +131,7 @@ def memory_bars(lines: list[Line]) -> list[Bar]:
     """Peak memory of every row, at one scale."""
     largest = max((line.gib for line in lines), default=1.0)
     labels = [(line, f"{line.gib:.1f} GiB") for line in lines]
-    return [Bar(line.name, label, [Box(0, 100 * line.gib / largest, charts.PLAIN, label)]) for line, label in labels]
+    return [
+        Bar(line.name, label, [Box(0, 100 * line.gib / largest, charts.PLAIN, label)])
+        for line, label in labels
+    ]

@@ -1,7 +1,8 @@
-"""Do all steps learn the same? Losses of several seeds: differences with their intervals, and loss against seconds.
+"""Do all steps learn the same? Losses of several seeds: differences with their intervals, and loss against
+seconds.
 
-The runs of a parity study are named `LABEL, seed N`. A label is a script's name, or the name of a variant of it. A seed
-gives all rows the same weights and batches, so rows are compared seed by seed.
+The runs of a parity study are named `LABEL, seed N`. A label is a script's name, or the name of a variant of
+it. A seed gives all rows the same weights and batches, so rows are compared seed by seed.
 """
 
 import functools
@@ -64,19 +65,21 @@ def script(rows: dict[int, Row]) -> str:
 
 @functools.cache
 def t_quantile(p: float, v: int) -> float:
-    """The p-quantile of Student's t with v degrees of freedom, whose density at sqrt(v) tan(x) is as cos(x)^(v - 1)."""
+    """The p-quantile of Student's t with v degrees of freedom, whose density at sqrt(v) tan(x) is as
+    cos(x)^(v - 1)."""
     x = np.linspace(-np.pi / 2, np.pi / 2, 400_001)
     mass = np.cumsum(np.cos(x) ** (v - 1))
     return math.sqrt(v) * math.tan(np.interp(p, mass / mass[-1], x))
 
 
 def interval(differences: list[float]) -> tuple[float, float, float]:
-    """The mean of n paired differences d, half of its 95 % interval, and the smallest difference that such a study sees
-    in 8 of 10 cases. Needs two of them.
+    """The mean of n paired differences d, half of its 95 % interval, and the smallest difference that such a
+    study sees in 8 of 10 cases. Needs two of them.
 
-    The half is t(0.975, n - 1) s / sqrt(n), with the standard deviation s of d and Student's t (section 1.3.5.2 of
-    NIST/SEMATECH's e-Handbook of Statistical Methods). The smallest is (t(0.975, n - 1) + t(0.8, n - 1)) s / sqrt(n):
-    section 7.2.2.2, solved for the difference. Where none is seen, this could have been there.
+    The half is t(0.975, n - 1) s / sqrt(n), with the standard deviation s of d and Student's t (section
+    1.3.5.2 of NIST/SEMATECH's e-Handbook of Statistical Methods). The smallest is (t(0.975, n - 1) + t(0.8, n
+    - 1)) s / sqrt(n): section 7.2.2.2, solved for the difference. Where none is seen, this could have been
+    there.
     """
     n = len(differences)
     error, t = stdev(differences) / math.sqrt(n), t_quantile(0.975, n - 1)
@@ -84,8 +87,8 @@ def interval(differences: list[float]) -> tuple[float, float, float]:
 
 
 def difference(study: Study, label: str, against: str, measure: Measure) -> tuple[float | None, ...]:
-    """How far a label lies above another one, as `interval` tells of the seeds that both have: all None for no seeds,
-    and only the mean for fewer than three."""
+    """How far a label lies above another one, as `interval` tells of the seeds that both have: all None for
+    no seeds, and only the mean for fewer than three."""
     own, other = (losses(labels(study).get(name, {}), measure) for name in (label, against))
     apart = [loss - other[seed] for seed, loss in own.items() if seed in other]
     if len(apart) < FEWEST_SEEDS:
@@ -94,7 +97,8 @@ def difference(study: Study, label: str, against: str, measure: Measure) -> tupl
 
 
 def difference_rows(study: Study, shown: list[str], against: str | None = None) -> list[dict]:
-    """A line a label: its losses, and its differences from `against`, or without one from the script that it changes.
+    """A line a label: its losses, and its differences from `against`, or without one from the script that it
+    changes.
 
     An interval in bold leaves out zero.
     """
@@ -108,7 +112,10 @@ def difference_rows(study: Study, shown: list[str], against: str | None = None) 
             mean, reach, smallest = difference(study, label, other, measure)
             interval = "-" if reach is None else f"{mean - reach:+.4f} to {mean + reach:+.4f}"
             bold = "**" * (reach is not None and abs(mean) > reach)
-            figures = {f"{name}: difference": number(mean, "+.4f"), f"{name}: 95 % interval": bold + interval + bold}
+            figures = {
+                f"{name}: difference": number(mean, "+.4f"),
+                f"{name}: 95 % interval": bold + interval + bold,
+            }
             if measure is heldout_loss:
                 figures["would be seen"] = number(smallest, ".3f")
             cell |= dict.fromkeys(figures, "") if label == other else figures
@@ -118,7 +125,9 @@ def difference_rows(study: Study, shown: list[str], against: str | None = None) 
 
 def tables(study: Study) -> dict[str, list[dict]]:
     first, every = reference(study), labels(study)
-    plain, variants = ([name for name in every if (name == script(every[name])) == same] for same in (True, False))
+    plain, variants = (
+        [name for name in every if (name == script(every[name])) == same] for same in (True, False)
+    )
     return {
         f"Differences from {first}, nats:": difference_rows(study, plain, first),
         "Variants, and their differences from the script that they change:": difference_rows(study, variants),
@@ -138,7 +147,8 @@ def tested(study: Study) -> dict[str, dict[int, Row]]:
 
 
 def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
-    """(seconds of steps, held-out loss) of every script tested on the way, means over the seeds that all have."""
+    """(seconds of steps, held-out loss) of every script tested on the way, means over the seeds that all
+    have."""
     found = {}
     for label, rows in tested(study).items():
         seconds = fmean(median(row.step_ms) for row in rows.values()) / 1e3
@@ -148,8 +158,9 @@ def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
 
 
 def seconds_rows(study: Study) -> list[dict]:
-    """A line a script: its longest warm-up, and the seconds in which its held-out loss falls to a target, on straight
-    lines between two tests. All reach the targets, which lie between the second test and the last one."""
+    """A line a script: its longest warm-up, and the seconds in which its held-out loss falls to a target, on
+    straight lines between two tests. All reach the targets, which lie between the second test and the last
+    one."""
     found, every = curves(study), tested(study)
     first, last = (max((points[k][1] for points in found.values()), default=0.0) for k in (1, -1))
     targets = [math.ceil(100 * (last + part * (first - last))) / 100 for part in (1 / 2, 1 / 4, 0)]
@@ -158,7 +169,11 @@ def seconds_rows(study: Study) -> list[dict]:
         seconds, losses = np.array(points[::-1]).T
         reached = np.interp(targets, np.maximum.accumulate(losses), seconds)
         cells = {f"{target:.2f} nats": f"{at:,.1f}" for target, at in zip(targets, reached, strict=True)}
-        rows.append({"step": label} | cells | {"warm-up s": number(max(row.warmup_s for row in every[label].values()))})
+        rows.append(
+            {"step": label}
+            | cells
+            | {"warm-up s": number(max(row.warmup_s for row in every[label].values()))}
+        )
     return rows
 
 

@@ -1,4 +1,5 @@
-"""The picture of a ladder: the lines of code that each step adds, and where the milliseconds of its training step go.
+"""The picture of a ladder: the lines of code that each step adds, and where the milliseconds of its training
+step go.
 
 Everything is placed in CSS pixels of the picture's own width: `WIDE` for a page, `NARROW` for a phone.
 """
@@ -67,8 +68,8 @@ def picture(made: Figures, narrow: bool = False, ink: str = INK, paper: str = PA
 
 
 def code_of(made: Figures, k: int) -> list[str]:
-    """The lines that step `k` adds: all, or the first ones, how many more, and the last one. Of the first step, the
-    lines of attention, which the first step with fused attention replaces."""
+    """The lines that step `k` adds: all, or the first ones, how many more, and the last one. Of the first
+    step, the lines of attention, which the first step with fused attention replaces."""
     if k == 0:
         replaced = added_groups(made.plain.row, made.steps[0].row) if made.plain else []
         return next((group for group in replaced if any(ATTENTION in line for line in group)), [])
@@ -79,7 +80,8 @@ def code_of(made: Figures, k: int) -> list[str]:
 
 
 def label(line: Line) -> str:
-    """What stands behind a bar: `159 ms, 19 x`; of the first row, which others are compared with, `3,072 ms`."""
+    """What stands behind a bar: `159 ms, 19 x`; of the first row, which others are compared with, `3,072
+    ms`."""
     if not line.ms:
         return line.row.status
     ms = f"{line.ms:,.0f}{line.mark} ms" if line.ms >= 100 else f"{line.ms:.1f}{line.mark} ms"
@@ -113,15 +115,25 @@ def _draw_header(axes: Axes, layout: Layout, made: Figures) -> None:
 
 
 def _draw_row(
-    axes: Axes, layout: Layout, line: Line, text: list[str], top: float, end_ms: float, colors: tuple[str, str]
+    axes: Axes,
+    layout: Layout,
+    line: Line,
+    text: list[str],
+    top: float,
+    end_ms: float,
+    colors: tuple[str, str],
 ) -> None:
     first, (ink, paper) = line.over_first is not None and line.over_first.value == 1.0, colors
     size, left = layout.code_px / PIXELS_A_POINT, 12.0
-    axes.text(left, top, one_line(line.name, 40), va="top", color=ink, fontsize=size * 1.15, fontweight="bold")
+    axes.text(
+        left, top, one_line(line.name, 40), va="top", color=ink, fontsize=size * 1.15, fontweight="bold"
+    )
     for k, code in enumerate(text, 1):
         color, sign = (SOFT, " ") if first else (ink, "+")
         shown = one_line(f"{sign} {code}", layout.code_columns)
-        axes.text(left, top + k * LINE_PX + 2, shown, va="top", color=color, fontsize=size, family="monospace")
+        axes.text(
+            left, top + k * LINE_PX + 2, shown, va="top", color=color, fontsize=size, family="monospace"
+        )
     bar_top = top + LINE_PX * (len(text) + 1) + 3 if layout.stacked else top + 1
     end = _draw_bar(axes, layout, line, bar_top, end_ms, paper)
     cut = " (bar cut short)" if line.ms and line.ms > end_ms else ""
@@ -139,13 +151,19 @@ def _draw_bar(axes: Axes, layout: Layout, line: Line, top: float, end_ms: float,
         x += width
     if line.ms and line.ms > end_ms:
         cut = layout.bars_right - 26
-        corners = [(cut, top + BAR_PX + 2), (cut + 7, top - 2), (cut + 13, top - 2), (cut + 6, top + BAR_PX + 2)]
+        corners = [
+            (cut, top + BAR_PX + 2),
+            (cut + 7, top - 2),
+            (cut + 13, top - 2),
+            (cut + 6, top + BAR_PX + 2),
+        ]
         axes.add_patch(Polygon(corners, color=paper, linewidth=0, gid="break"))
     return x
 
 
 def bar_parts(line: Line) -> dict[str, float]:
-    """Milliseconds by kind of kernel, which add up to the step's own time; of a row without a profile, the whole."""
+    """Milliseconds by kind of kernel, which add up to the step's own time; of a row without a profile, the
+    whole."""
     if not line.ms:
         return {}
     whole = sum(line.category_ms.values())

@@ -1,7 +1,8 @@
 """Several GPUs: how fast each of them is compared with one alone, and where the rest of its time goes.
 
-The runs of a scaling study are its places: `1`, `2-ddp`, `2-fsdp`, and `1-launched` with rows that are not captured. A
-row is compared with the same script on one GPU, captured as a CUDA graph or launched as the row itself was.
+The runs of a scaling study are its places: `1`, `2-ddp`, `2-fsdp`, and `1-launched` with rows that are not
+captured. A row is compared with the same script on one GPU, captured as a CUDA graph or launched as the row
+itself was.
 """
 
 from dataclasses import dataclass
@@ -68,7 +69,9 @@ def _of_place(place: str, work: Workload | None) -> tuple[int, str | None]:
 
 def _compare(row: Scaled, alone: list[Scaled]) -> None:
     line = row.line
-    alone = sorted(alone, key=lambda one: bool(one.captured) != bool(row.captured))[:1]  # one that ran alike, if any
+    alone = sorted(alone, key=lambda one: bool(one.captured) != bool(row.captured))[
+        :1
+    ]  # one that ran alike, if any
     for one in alone:
         row.alone = one.line
         row.efficiency = line.tokens_per_s / row.gpus / one.line.tokens_per_s
@@ -77,7 +80,9 @@ def _compare(row: Scaled, alone: list[Scaled]) -> None:
         row.overlapped_ms = max(0.0, line.row.profile.communication_ms - row.exposed_ms)
         for one in (one for one in alone if one.line.category_ms):
             there = one.line.category_ms  # of a batch as large on each GPU: all add up to 1 - efficiency
-            lost = {name: (ms - there[name]) / line.ms for name, ms in line.category_ms.items() if name != GAPS}
+            lost = {
+                name: (ms - there[name]) / line.ms for name, ms in line.category_ms.items() if name != GAPS
+            }
             rest = 1 - row.efficiency - sum(lost.values())
             row.lost = lost | {REST: rest} if abs(rest) <= MOST_LEFT else None
 
@@ -112,7 +117,10 @@ def lost_rows(rows: list[Scaled]) -> list[dict]:
 
 def tables(study: Study) -> dict[str, list[dict]]:
     rows = scaled(study)
-    title = "Efficiency: tokens/s of each GPU over those of one alone. Exposed: communication while nothing else runs."
+    title = (
+        "Efficiency: tokens/s of each GPU over those of one alone. "
+        "Exposed: communication while nothing else runs."
+    )
     if any(UNLIKE in row.share() for row in rows):
         title += f" {UNLIKE}: one of the two rows was captured, and the other was launched."
     lost = "Where the missing per cents go, as shares of the step (rest: gaps, less kernels that overlap):"

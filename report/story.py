@@ -98,8 +98,14 @@ def _kernel_changes(before: list[Kernel], after: list[Kernel]) -> list[dict[str,
 
 # What a name contains, and what it then is called; the first that matches wins.
 WORDS = (
-    (r"sdpa.*fprop|flash_fwd|scaled_dot_product_flash_attention_for_cpu$|cutlassF", "fused attention, forward"),
-    (r"sdpa.*bprop|flash_bwd|attention_for_cpu_backward|cutlassB|convert_dq|dot_do_o", "fused attention, backward"),
+    (
+        r"sdpa.*fprop|flash_fwd|scaled_dot_product_flash_attention_for_cpu$|cutlassF",
+        "fused attention, forward",
+    ),
+    (
+        r"sdpa.*bprop|flash_bwd|attention_for_cpu_backward|cutlassB|convert_dq|dot_do_o",
+        "fused attention, backward",
+    ),
     (r"^## Call CompiledFxGraph|^CompiledFunction|^Torch-Compiled Region", "compiled graph"),
     (r"^autograd::|Backward0$", "the backward engine's own work"),
     (r"LogSoftMaxBackward|log_softmax_backward", "log-softmax of the loss, backward"),
@@ -121,14 +127,26 @@ WORDS = (
     (r"direct_copy|native::Copy<|Memcpy|^memcpy|aten::copy_|aten::clone|aten::contiguous", "copy"),
     (r"CatArray|aten::cat", "concatenation"),
     (r"FillFunctor|Memset|^memset|aten::(fill|zero)", "filling with a constant"),
-    (r"embedding|sum_and_scatter|krn_partial|compute_grad_weight|radix_sort|cub::", "embedding and its gradient"),
+    (
+        r"embedding|sum_and_scatter|krn_partial|compute_grad_weight|radix_sort|cub::",
+        "embedding and its gradient",
+    ),
     (r"nccl|AllReduce|ReduceScatter|AllGather", "exchange between GPUs"),
     (r"MulFunctor|aten::mul|aten::div", "multiplication"),
     (r"CUDAFunctor(OnSelf)?_add|aten::add", "addition"),
     (r"reduce_kernel|aten::sum", "sum"),
 )
-FORMATS = (("bf16", "BF16"), ("fp16|_h", "FP16"), ("tf32", "TF32"), ("sgemm|ffma", "FP32"))  # in names of products
-NVJET = {"t": "BF16", "q": "FP8", "r": "FP8"}  # how cuBLAS's names begin, by the precision of the recorded rows
+FORMATS = (
+    ("bf16", "BF16"),
+    ("fp16|_h", "FP16"),
+    ("tf32", "TF32"),
+    ("sgemm|ffma", "FP32"),
+)  # in names of products
+NVJET = {
+    "t": "BF16",
+    "q": "FP8",
+    "r": "FP8",
+}  # how cuBLAS's names begin, by the precision of the recorded rows
 
 
 def readable(name: str) -> str:
@@ -151,6 +169,10 @@ def _product(name: str) -> str | None:
     if is_attention or not re.search(r"gemm|^nvjet|tilesize|cutlass_\d+_(simt|tensorop|wmma)", name):
         return None
     nvjet = re.match(r"nvjet_sm\d+_([a-z])", name)
-    precision = NVJET.get(nvjet[1]) if nvjet else next((text for mark, text in FORMATS if re.search(mark, name)), None)
+    precision = (
+        NVJET.get(nvjet[1])
+        if nvjet
+        else next((text for mark, text in FORMATS if re.search(mark, name)), None)
+    )
     tile = re.search(r"(?:sgemm_|tilesize)(\d+x\d+)", name) or re.search(r"_(\d+x\d+)", name)
     return ", ".join(filter(None, ["matrix product", precision, tile and f"{tile[1]} tile"]))

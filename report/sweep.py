@@ -17,7 +17,9 @@ SURE = 0.02  # difference of two times beyond which a direction is counted
 def shapes(study: Study) -> list[Figures]:
     """The figures of every shape, by tokens a step, length and width."""
     runs = [run for run in study.runs.values() if run.workload]
-    return [figures(run) for run in sorted(runs, key=lambda run: (*column(run.workload), run.workload.n_embd))]
+    return [
+        figures(run) for run in sorted(runs, key=lambda run: (*column(run.workload), run.workload.n_embd))
+    ]
 
 
 def column(work: Workload) -> tuple[int, int]:
@@ -26,7 +28,8 @@ def column(work: Workload) -> tuple[int, int]:
 
 
 def gain_cells(made: Figures) -> dict[str, str]:
-    """A shape, and how many times faster each step is than the step before; `fits` where the step before did not."""
+    """A shape, and how many times faster each step is than the step before; `fits` where the step before did
+    not."""
     work, ran = made.run.workload, [line for line in made.steps if line.row.status != "skipped"]
     cells = {"channels": str(work.n_embd), "heads": str(work.n_head), "layers": str(work.n_layer)}
     cells |= {"T": str(work.seq_len), "tokens a step": f"{work.tokens_per_step:,}"}
@@ -38,7 +41,8 @@ def gain_cells(made: Figures) -> dict[str, str]:
 
 
 def error_cells(runs: list[Figures]) -> dict[str, str]:
-    """How far predicted times, and predicted gains over the step before, lie from what was measured; empty without."""
+    """How far predicted times, and predicted gains over the step before, lie from what was measured; empty
+    without."""
     errors, gains, foreseen = [], [], []
     for made in runs:
         lines = [line for line in made.steps if line.error is not None]
@@ -80,7 +84,9 @@ def picture(study: Study) -> bytes | None:
     with figure(1.9 * len(gains) + 0.6) as drawn:
         panels = drawn.subplots(len(gains), sharex=True, squeeze=False)[:, 0]
         for axes, (step, columns) in zip(panels, gains.items(), strict=True):
-            for tokens, T in dict.fromkeys(column(one.run.workload) for one in made):  # one look in all panels
+            for tokens, T in dict.fromkeys(
+                column(one.run.workload) for one in made
+            ):  # one look in all panels
                 points = columns.get((tokens, T), [(math.nan, math.nan)])
                 axes.plot(*zip(*points, strict=True), label=f"{tokens:,} tokens, T {T}", marker=".")
             axes.axhline(1, color=INK, linewidth=0.7)

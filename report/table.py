@@ -52,7 +52,8 @@ def tflops(flops_per_s: float | None) -> str:
 
 
 def status_or_ms(line: Line, extent: bool = False) -> str:
-    """`281.4?`, and with `extent` the range of the passes: `281.4 (281.0-281.8)`; or the status of an untimed row."""
+    """`281.4?`, and with `extent` the range of the passes: `281.4 (281.0-281.8)`; or the status of an untimed
+    row."""
     if not line.ms:
         return line.row.status
     ends = f" ({ms_number(line.low_ms)}-{ms_number(line.high_ms)})" if extent and line.passes > 1 else ""
@@ -98,14 +99,19 @@ def front_rows(made: Figures, adds: list[str]) -> list[dict[str, str]]:
     for line, words in zip(made.steps, adds, strict=True):
         lines = sum(map(len, added_groups(before.row, line.row))) if before else None
         row = {"script": f"{line.name}.py", "what it adds": words, "code lines added": number(lines, "d")}
-        row |= {"ms": status_or_ms(line), "x the row above": times(line.over_before), "x FP32": times(line.over_first)}
+        row |= {
+            "ms": status_or_ms(line),
+            "x the row above": times(line.over_before),
+            "x FP32": times(line.over_first),
+        }
         rows.append(row | {"GiB": number(line.gib)})
         before = line
     return rows
 
 
 def card_row(made: Figures) -> dict[str, str]:
-    """One card, or CPU, as a row of docs/cards.md: the first and the last step in ms, and the gains between."""
+    """One card, or CPU, as a row of docs/cards.md: the first and the last step in ms, and the gains
+    between."""
     timed, work = [line for line in made.steps if line.ms], made.run.workload
     gains = " x ".join(times(line.over_before) for line in timed[1:])
     shape = f"{work.n_layer} x {work.n_embd}, {work.batch_size} x {work.seq_len} tokens" if work else "-"
@@ -125,8 +131,11 @@ def card_row(made: Figures) -> dict[str, str]:
 
 
 def is_a_card(made: Figures) -> bool:
-    """Whether a run is a row of docs/cards.md: the whole ladder on one GPU, of which at least two steps have a time."""
-    chosen = "--only" in made.run.command or any(line.row.status in ("not run", "interrupted") for line in made.steps)
+    """Whether a run is a row of docs/cards.md: the whole ladder on one GPU, of which at least two steps have
+    a time."""
+    chosen = "--only" in made.run.command or any(
+        line.row.status in ("not run", "interrupted") for line in made.steps
+    )
     alone = made.run.workload is not None and made.run.workload.gpus == 1
     return (
         made.environment.device_type == "cuda"
@@ -141,7 +150,9 @@ def category_rows(made: Figures) -> list[dict[str, str]]:
     profiled = [line for line in made.timed if line.category_ms]
     names = dict.fromkeys(name for line in profiled for name, ms in line.category_ms.items() if ms)
     rows = [(line, {name: number(line.category_ms.get(name)) for name in names}) for line in profiled]
-    return [{"ms per step": line.name} | row | {"timed": status_or_ms(line, extent=True)} for line, row in rows]
+    return [
+        {"ms per step": line.name} | row | {"timed": status_or_ms(line, extent=True)} for line, row in rows
+    ]
 
 
 def limit_rows(made: Figures) -> list[dict[str, str]]:
@@ -167,15 +178,18 @@ def roof_rows(roofs: Roofs) -> list[dict[str, str]]:
     """What bare matrix products of the workload reach, by precision."""
     rates = {name.upper(): (roofs.rate(name), roofs.rate(name, burst=True)) for name in PRECISIONS}
     shown = {name: map(tflops, both) for name, both in rates.items() if all(both)}
-    return [{"TFLOP/s": name, "back to back": steady, "in bursts": burst} for name, (steady, burst) in shown.items()]
+    return [
+        {"TFLOP/s": name, "back to back": steady, "in bursts": burst}
+        for name, (steady, burst) in shown.items()
+    ]
 
 
 # --- sentences ------------------------------------------------------------------------------------
 
 
 def headline(made: Figures) -> str:
-    """What a run shows: the fastest step against AMP + SDPA and against the first, and whether FP8 pays; or why
-    it shows nothing."""
+    """What a run shows: the fastest step against AMP + SDPA and against the first, and whether FP8 pays; or
+    why it shows nothing."""
     timed = [line for line in made.steps if line.ms]
     if not timed:
         return "No step has a time"
@@ -188,7 +202,8 @@ def headline(made: Figures) -> str:
 
 
 def _whether_fp8_pays(timed: list[Line]) -> str:
-    """A clause on the fastest step in FP8, against the fastest one without; empty where one of the two is missing."""
+    """A clause on the fastest step in FP8, against the fastest one without; empty where one of the two is
+    missing."""
     in_fp8 = [line for line in timed if line.row.settings.fp8_recipe]
     others = [line for line in timed if not line.row.settings.fp8_recipe]
     if not in_fp8 or not others:
@@ -208,7 +223,11 @@ def _times_faster(line: Line, other: Line) -> str:
 def _usual(line: Line) -> str:
     """What a reader calls a row: AMP + SDPA, FP32; or its name."""
     ran = line.row.settings
-    if ran.amp_dtype in ("bfloat16", "float16") and ran.attention_kernel not in NOT_FUSED and not ran.compiled:
+    if (
+        ran.amp_dtype in ("bfloat16", "float16")
+        and ran.attention_kernel not in NOT_FUSED
+        and not ran.compiled
+    ):
         return "AMP + SDPA"
     return "FP32" if ran.amp_dtype == "float32" and ran.float32_matmul_precision == "highest" else line.name
 
@@ -228,7 +247,8 @@ def describe_workload(work: Workload | None) -> str:
     shape = ", ".join([*(f"{name} {getattr(work, name)}" for name in names), f"learning rate {work.lr:.2g}"])
     gpus = f", {work.gpus} processes by {work.parallel}" if work.gpus > 1 else ""
     trained = f"{work.steps} trained steps"
-    return f"{work.preset}: {shape}, {work.parameters / 1e6:,.1f} M parameters, {trained}, text: {work.text}{gpus}"
+    size = f"{work.parameters / 1e6:,.1f} M parameters"
+    return f"{work.preset}: {shape}, {size}, {trained}, text: {work.text}{gpus}"
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -274,7 +294,9 @@ def render_study(study: Study, tables: dict[str, list[dict]]) -> str:
     """report.md of a study, with the machine and the workload of its first run."""
     first = figures(next(iter(study.runs.values())))
     title = f"{study.kind.capitalize()}, {len(study.runs)} run{'s' * (len(study.runs) != 1)}"
-    return _markdown_page(title, first, tables, study_remarks(study, tables), study.command, "The first run: ")
+    return _markdown_page(
+        title, first, tables, study_remarks(study, tables), study.command, "The first run: "
+    )
 
 
 def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
@@ -288,7 +310,9 @@ def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
     return rows
 
 
-def _markdown_page(title: str, made: Figures, tables: dict, said: list[str], command: str, which: str = "") -> str:
+def _markdown_page(
+    title: str, made: Figures, tables: dict, said: list[str], command: str, which: str = ""
+) -> str:
     about = f"{which}{describe_machine(made.environment)}; {describe_workload(made.run.workload)}"
     parts = [f"# {markdown(title)}", markdown(about)]
     parts += [f"{markdown(title)}\n\n{pipe(rows)}".strip() for title, rows in tables.items() if rows]
@@ -305,7 +329,9 @@ def _markdown_page(title: str, made: Figures, tables: dict, said: list[str], com
 
 def pipe(rows: list[dict], n_left: int = 1) -> str:
     """A table of Markdown whose cells and headers may be a record's words."""
-    return aligned([{markdown(name): markdown(cell) for name, cell in row.items()} for row in rows], "pipe", n_left)
+    return aligned(
+        [{markdown(name): markdown(cell) for name, cell in row.items()} for row in rows], "pipe", n_left
+    )
 
 
 def markdown(text: object) -> str:
@@ -317,7 +343,8 @@ def markdown(text: object) -> str:
 
 
 def compare(a: Path, b: Path) -> str:
-    """Two runs, row by row, for a terminal: times of the same work, otherwise speedups. Raises RecordError."""
+    """Two runs, row by row, for a terminal: times of the same work, otherwise speedups. Raises
+    RecordError."""
     runs = [load(folder) for folder in (a, b)]
     if not all(isinstance(run, Run) and run.workload for run in runs):
         raise RecordError("give two runs of steps: a sweep or another study cannot be compared")
@@ -332,7 +359,10 @@ def compare(a: Path, b: Path) -> str:
     for x, y in ((lines[name], others[name]) for name in both):
         row = {"step": x.name, "A, ms": status_or_ms(x, True), "B, ms": status_or_ms(y, True)}
         row |= {"A / B": times(ratio(y, x)) if set(differing) <= HARMLESS else "-"}
-        row |= {f"A x {both[0]}": times(ratio(x, lines[both[0]])), f"B x {both[0]}": times(ratio(y, others[both[0]]))}
+        row |= {
+            f"A x {both[0]}": times(ratio(x, lines[both[0]])),
+            f"B x {both[0]}": times(ratio(y, others[both[0]])),
+        }
         rows.append(row)
     sides = [f"{side}: {describe_machine(one.environment)}" for side, one in zip("AB", made, strict=True)]
     note = f"The work differs in {', '.join(differing)}." if differing else "The work is the same."

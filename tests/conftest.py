@@ -28,7 +28,8 @@ STEPS = sorted(path.stem for path in ROOT.glob("[0-4]_*.py"))  # the lesson
 # What trains on a CPU and does the same work: also a step that somebody added.
 CPU_STEPS = sorted(path.stem for path in ROOT.glob("[0-9]*_*.py") if path.stem != STEPS[4])
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, seq_len=32, vocab_size=256)
-# The words of one small run. Tests that compile share this shape, and with it what the compiler keeps on disk.
+# The words of one small run. Tests that compile share this shape, and with it what the compiler keeps on
+# disk.
 FAST = ["--device", "cpu", "--n-layer", "2", "--n-head", "2", "--n-embd", "32"]
 FAST += ["--seq-len", "32", "--steps", "4"]
 
@@ -119,4 +120,6 @@ def text_file(tmp_path):
 
 def run_python(*words, **options) -> subprocess.CompletedProcess:
     """A command of this Python in the project, with its output as text."""
-    return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, **options)
+    return subprocess.run(
+        [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, **options
+    )

@@ -35,17 +35,33 @@ def row(step, ms=100.0, status="ok", **fields):
     """Its loss learns, its times hold still, its source is the step's name."""
     if status != "ok":
         return r.Row(step, status, **fields)
-    known = {"step_ms": [0.999 * ms, ms, 1.001 * ms], "warmup_s": 1.5, "loss": LEARNED, "peak_bytes": 3 * 2**30}
-    known |= {"settings": SETTINGS.get(step, Settings()), "source": f'"""Step {step[0]}: why."""\n\nx = "{step}"\n'}
+    known = {
+        "step_ms": [0.999 * ms, ms, 1.001 * ms],
+        "warmup_s": 1.5,
+        "loss": LEARNED,
+        "peak_bytes": 3 * 2**30,
+    }
+    known |= {
+        "settings": SETTINGS.get(step, Settings()),
+        "source": f'"""Step {step[0]}: why."""\n\nx = "{step}"\n',
+    }
     return r.Row(step, "ok", **(known | fields))
 
 
 def profile(ms):
     """70 % matrix products, 20 % attention, 5 % copies, 5 % gaps."""
     parts = {"matrix products": 0.7, "attention": 0.2, "copies and casts": 0.05}
-    kernels = [Kernel("nvjet_sm90_tst_128x256_x", "matrix products", 0.7 * ms, 12), Kernel("odd<1>", "other", 0.1, 1)]
-    half = [Kernel("nvjet_sm90_tst_128x256_x", "matrix products", 2.0, 1, 0.0), Kernel("x", "attention", 1.0, 1, 2.0)]
-    return r.Profile(0.05 * ms, {name: part * ms for name, part in parts.items()}, kernels, 36, 0.0, half, half)
+    kernels = [
+        Kernel("nvjet_sm90_tst_128x256_x", "matrix products", 0.7 * ms, 12),
+        Kernel("odd<1>", "other", 0.1, 1),
+    ]
+    half = [
+        Kernel("nvjet_sm90_tst_128x256_x", "matrix products", 2.0, 1, 0.0),
+        Kernel("x", "attention", 1.0, 1, 2.0),
+    ]
+    return r.Profile(
+        0.05 * ms, {name: part * ms for name, part in parts.items()}, kernels, 36, 0.0, half, half
+    )
 
 
 def roofs():
@@ -57,7 +73,9 @@ def roofs():
 def run(*rows, peers=(), work=None, measured=None, problems=(), **environment):
     known = {"device": "GPU", "device_type": "cuda", "versions": {"torch": "2.x"}, "commit": "abcdef012"}
     machine = r.Environment(**(known | environment))
-    return r.Run("./run_all.sh", "2026-01-01", machine, work or workload(), [*rows], [*peers], measured, [*problems])
+    return r.Run(
+        "./run_all.sh", "2026-01-01", machine, work or workload(), [*rows], [*peers], measured, [*problems]
+    )
 
 
 def ladder(*ms, **fields):
@@ -77,7 +95,8 @@ def write(folder, record):
 
 
 def plan(folder, *rows, kind="ladder"):
-    """A run folder with a plan and no records. A row is its script's name, and its output where that differs."""
+    """A run folder with a plan and no records. A row is its script's name, and its output where that
+    differs."""
     folder.mkdir(parents=True, exist_ok=True)
     pairs = [(one, f"{one}.json") if isinstance(one, str) else one for one in rows]
     planned = [{"script": f"{name}.py", "output": output} for name, output in pairs]

@@ -1,9 +1,11 @@
-"""Record, from its source and without importing it, the signatures of a Transformer Engine release that scripts use.
+"""Record, from its source and without importing it, the signatures of a Transformer Engine release that
+scripts use.
 
     pip download --no-deps transformer-engine==2.9.0 && unzip transformer_engine-2.9.0-*.whl -d te
     python tests/te_signatures.py te > tests/data/te-2.9.0.json
 
-Writes {name: {"parameters": [...], "keyword_only": [...]}} for the names te.NAME that SCRIPTS and the guide call.
+Writes {name: {"parameters": [...], "keyword_only": [...]}} for the names te.NAME that SCRIPTS and the guide
+call.
 """
 
 import ast
@@ -20,7 +22,11 @@ SOURCES = ("pytorch/module/*.py", "pytorch/quantization.py", "pytorch/transforme
 def te_calls(source: str) -> list[tuple[str, ast.Call]]:
     """Every call `te.NAME(...)` of a source, by name."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    named = [call for call in calls if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)]
+    named = [
+        call
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)
+    ]
     return [(call.func.attr, call) for call in named if call.func.value.id == "te"]
 
 

@@ -1,4 +1,5 @@
-"""anatomy/: every experiment predicts and measures on a CPU, every patch fits, and the statistics are right."""
+"""anatomy/: every experiment predicts and measures on a CPU, every patch fits, and the statistics are
+right."""
 
 import argparse
 import importlib
@@ -21,13 +22,21 @@ from common.arguments import parse_args
 from ladder import patches, process, runs
 
 ROOT = Path(__file__).resolve().parent.parent
-EXACT = {"attention": "What autograd keeps", "capture": "Sides of", "compiler": "Graphs that", "layout": "Kernels"}
+EXACT = {
+    "attention": "What autograd keeps",
+    "capture": "Sides of",
+    "compiler": "Graphs that",
+    "layout": "Kernels",
+}
 NEAR = {"precision": "error", "techniques": "peak", "learning": "first loss"}
 
 
 @pytest.mark.parametrize("name", [name for name in ALL.split() if name != "kernel"])  # which needs a GPU
 def test_an_experiment_predicts_and_measures_on_a_cpu(name, monkeypatch):
-    compiler, plain = torch.compile, {"backend": "aot_eager"}  # it generates no code, which takes most of the time
+    compiler, plain = (
+        torch.compile,
+        {"backend": "aot_eager"},
+    )  # it generates no code, which takes most of the time
     if name in ("fusion", "compiler", "techniques"):
         monkeypatch.setattr(torch, "compile", lambda f, mode=None, **how: compiler(f, **(plain | how)))
     lab = Lab(name, argparse.Namespace(device="cpu", iters=2, quick=True, json=None))
@@ -37,7 +46,9 @@ def test_an_experiment_predicts_and_measures_on_a_cpu(name, monkeypatch):
     assert all(word in lab.tables("github") for word in ("predicted", "measured", "ratio"))
     rows = json.loads(json.dumps(lab.record("?", sentence), allow_nan=False))["rows"]
     assert any(row["predicted"] and row["measured"] for row in rows)
-    exact = [row for row in rows if row["table"].startswith(EXACT.get(name, "-")) and "BF16" not in row["what"]]
+    exact = [
+        row for row in rows if row["table"].startswith(EXACT.get(name, "-")) and "BF16" not in row["what"]
+    ]
     assert bool(exact) == (name in EXACT) and all(row["measured"] == row["predicted"] for row in exact)
     for row in rows:
         if NEAR.get(name, "-") in row["what"] and row["predicted"] and not row["at_most"]:
@@ -52,14 +63,24 @@ def test_the_commands_list_run_and_write_and_bad_input_is_one_line(tmp_path):
     ended = run_python("-m", "anatomy", *words)
     assert ended.returncode == 0 and "needs a GPU" in ended.stdout, ended.stderr
     written = json.loads((tmp_path / "x.json").read_text())
-    assert written["experiment"] == "graph" and written["rows"] and written["environment"]["device_type"] == "cpu"
+    assert (
+        written["experiment"] == "graph"
+        and written["rows"]
+        and written["environment"]["device_type"] == "cpu"
+    )
     bad = "anatomy nonsense; anatomy.graph --device tpu; anatomy.host --edge 0; anatomy all --json README.md"
     bad += "; anatomy.ablations --only launched nonsense; anatomy.parity --seed 2 --output x"
     bad += "; anatomy.learning --vocab 9"
-    for words in f"{bad}; anatomy.memory --smallest 4096 --largest 1; anatomy.graph --dtype float32".split("; "):
+    for words in f"{bad}; anatomy.memory --smallest 4096 --largest 1; anatomy.graph --dtype float32".split(
+        "; "
+    ):
         ended = run_python("-m", *words.split())
         assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
-    assert [shown(*pair) for pair in ((1.5e-5, "s"), (999.9e6, "B"), (None, "s"))] == ["15 us", "999.9 MB", "-"]
+    assert [shown(*pair) for pair in ((1.5e-5, "s"), (999.9e6, "B"), (None, "s"))] == [
+        "15 us",
+        "999.9 MB",
+        "-",
+    ]
 
 
 @pytest.mark.parametrize("key", patches.variants())
@@ -72,7 +93,20 @@ def test_a_patch_applies_and_the_script_stays_python(key, tmp_path):
 
 def test_fp16_with_loss_scaling_trains(tmp_path):
     script = patches.write_script("fp16-with-loss-scaling", "1_cublas.py", tmp_path)
-    words = ["--device", "cpu", "--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "40"]
+    words = [
+        "--device",
+        "cpu",
+        "--n-layer",
+        "1",
+        "--n-head",
+        "2",
+        "--n-embd",
+        "32",
+        "--seq-len",
+        "32",
+        "--steps",
+        "40",
+    ]
     args = parse_args(script, None, [*words, "--output", str(tmp_path / "x.json")])
     train_step, *_ = runpy.run_path(str(script))["main"](args)
     losses = [train_step(*batch).item() for batch in args.batches()]
@@ -87,8 +121,9 @@ from common.record import Environment, Row, Run, write_json
 words, script = sys.argv[1:], Path(__file__)
 fault = "0 * self." + "mlp(" in script.read_text()
 seed = int(words[words.index("--seed") + 1]) if "--seed" in words else 0
-loss = 2 + 0.1 * seed + fault * (0.5 + 0.01 * seed)  # a fault is 0.5 nats worse and takes 15 ms a step, not 10
-row = Row(script.stem, "ok", step_ms=[15.0 if fault else 10.0] * 3, loss=[loss] * 60, heldout=[(1, loss)], warmup_s=1.0)
+loss = 2 + 0.1 * seed + fault * (0.5 + 0.01 * seed)  # a fault is 0.5 nats worse, and slower
+row = Row(script.stem, "ok", step_ms=[15.0 if fault else 10.0] * 3, loss=[loss] * 60)
+row.heldout, row.warmup_s = [(1, loss)], 1.0
 write_json(Path(words[-1]), Run("python x.py", None, Environment("GPU", "cuda"), None, [row]))
 """
 
@@ -128,12 +163,17 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
     first = (folder / "0_baseline, seed 1" / "0_baseline.json").stat().st_mtime_ns
     assert study(parity, *words, "1", "2", "3") == 0
     said = capfd.readouterr().out
-    assert said.count("10.0 ms a step") == 2 and said.count("15.0 ms a step") == 2, "what is there is not trained again"
+    assert said.count("10.0 ms a step") == 2 and said.count("15.0 ms a step") == 2, (
+        "what is there is not trained again"
+    )
     assert (folder / "0_baseline, seed 1" / "0_baseline.json").stat().st_mtime_ns == first
     content = json.loads((folder / "results.json").read_text())
     once = "python -m anatomy.parity --output parity --rows 0 dead-mlp-all --seeds 1"
     assert content["command"] == f"{once} && {once} 2 3" and content["kind"] == "parity"
-    assert list(content["runs"])[:2] == ["0_baseline, seed 1", "dead-mlp-all, seed 1"] and len(content["runs"]) == 6
+    assert (
+        list(content["runs"])[:2] == ["0_baseline, seed 1", "dead-mlp-all, seed 1"]
+        and len(content["runs"]) == 6
+    )
     assert content["runs"]["dead-mlp-all, seed 2"]["rows"][0]["loss"][0] == pytest.approx(2.72)
     for more in (["4", "--lr", "1"], ["1", "--preset", "gpt2"]):
         with pytest.raises(SystemExit, match="2"):
@@ -154,7 +194,9 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-def test_a_variant_is_compared_with_its_script_and_one_that_breaks_stays_a_row(tmp_path, study, capfd, monkeypatch):
+def test_a_variant_is_compared_with_its_script_and_one_that_breaks_stays_a_row(
+    tmp_path, study, capfd, monkeypatch
+):
     broken = patches.variants() | {"absent": {"Variant": "none", "Script": "2_sdpa", "Predicted": "nothing"}}
     monkeypatch.setattr(ablations, "variants", lambda: broken)
     words = ["--only", "dead-mlp-all", "absent", "--output", str(tmp_path / "study")]

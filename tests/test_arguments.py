@@ -1,4 +1,5 @@
-"""The command line of a step: what it refuses, in one line and before it takes time, and what `auto` means."""
+"""The command line of a step: what it refuses, in one line and before it takes time, and what `auto`
+means."""
 
 import time
 
@@ -81,13 +82,20 @@ def test_of_several_processes_each_has_its_share_of_the_batch(monkeypatch):
     starts = data.draw_starts(args.text, 15, 8, 32, args.seed)
     expected = data.stage_batches(args.text, starts[:, 2:4], 32, args.device)
     assert all(
-        torch.equal(a, b) for pair in zip(args.batches(), expected, strict=True) for a, b in zip(*pair, strict=True)
+        torch.equal(a, b)
+        for pair in zip(args.batches(), expected, strict=True)
+        for a, b in zip(*pair, strict=True)
     )
 
 
 def test_auto_takes_what_fits_a_gpu(monkeypatch):
     resolve, device = arguments.resolve_preset, torch.device("cuda", 0)
-    for gib, expected in ((140, ("gpt3-6.7b-slice", 8)), (79, ("gpt2", 32)), (22, ("gpt2", 8)), (1, ("gpt2", 1))):
+    for gib, expected in (
+        (140, ("gpt3-6.7b-slice", 8)),
+        (79, ("gpt2", 32)),
+        (22, ("gpt2", 8)),
+        (1, ("gpt2", 1)),
+    ):
         monkeypatch.setattr(hardware, "free_memory_bytes", lambda _, gib=gib: gib * 2**30)
         assert resolve("auto", device) == expected and resolve("gpt2", device) == ("gpt2", 32), gib
 

@@ -50,8 +50,15 @@ def test_a_script_writes_its_record_and_one_result_line(tmp_path, text_file):
     assert len(row["step_ms"]) == len(row["loss"]) == 4 and row["rehearsed"] == 3
     assert len(row["product_ms"]) == 5, "before, between and after four parts"
     assert row["overhead_s"] > 0 and row["peak_bytes"] > 2**26 and 0.1 < min(row["step_ms"]) < 2000
-    last, ms, work = out.strip().splitlines()[-1], sum(sorted(row["step_ms"])[1:3]) / 2, workload["flops_per_step"]
-    assert f"{STEPS[2]}: {ms:.1f} ms/step, {64e3 / ms:,.0f} tokens/s, {work / ms / 1e9:.3g} model TFLOP/s" in last
+    last, ms, work = (
+        out.strip().splitlines()[-1],
+        sum(sorted(row["step_ms"])[1:3]) / 2,
+        workload["flops_per_step"],
+    )
+    assert (
+        f"{STEPS[2]}: {ms:.1f} ms/step, {64e3 / ms:,.0f} tokens/s, {work / ms / 1e9:.3g} model TFLOP/s"
+        in last
+    )
     assert not list(output.parent.glob(".*")), "no temporary file is left"
 
 
@@ -96,7 +103,11 @@ def test_ctrl_c_writes_nothing_and_one_line(tmp_path):
 
 
 def test_a_missing_compiler_is_a_failed_row(tmp_path):
-    env = {"CXX": "/nonexistent/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
+    env = {
+        "CXX": "/nonexistent/g++",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+    }
     code, out, err, row = run_script(STEPS[3], tmp_path / "record.json", env=os.environ | env)
     assert code == 1 and row["status"] == "failed" and "C++ compiler" in row["reason"]
     assert "Traceback" in err and out.strip().splitlines()[-1] == f"{STEPS[3]}: failed: {row['reason']}"
@@ -113,7 +124,14 @@ def test_a_reader_who_leaves_and_one_that_reads_all_lose_no_line(tmp_path):
 
 def test_what_ran_is_observed(traced_only):
     seen = []
-    names = ("amp_dtype", "float32_matmul_precision", "attention_kernel", "compiled", "optimizer", "fp8_recipe")
+    names = (
+        "amp_dtype",
+        "float32_matmul_precision",
+        "attention_kernel",
+        "compiled",
+        "optimizer",
+        "fp8_recipe",
+    )
     for step, *expected in (
         (STEPS[0], "float32", "highest", "by hand", False, "AdamW, fused", None),
         (STEPS[1], "bfloat16", "high", "by hand", False, "AdamW, fused", None),
@@ -125,8 +143,13 @@ def test_what_ran_is_observed(traced_only):
         run.model.blocks[1].register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
         run.train_step(*run.batches[0])
         found = profile.observe(lambda run=run: run.train_step(*run.batches[0]), run.model, run.args.device)
-        assert [*(getattr(found, name) for name in names), str(seen[-1])] == [*expected, f"torch.{expected[0]}"]
-        assert {bool(part._compiled_call_impl) for part in (*run.model.blocks, run.model.head)} == {expected[3]}
+        assert [*(getattr(found, name) for name in names), str(seen[-1])] == [
+            *expected,
+            f"torch.{expected[0]}",
+        ]
+        assert {bool(part._compiled_call_impl) for part in (*run.model.blocks, run.model.head)} == {
+            expected[3]
+        }
 
 
 def test_held_out_losses_are_of_the_training_and_its_steps_are_not_trained_twice():
@@ -139,7 +162,9 @@ def test_held_out_losses_are_of_the_training_and_its_steps_are_not_trained_twice
 
 def test_held_out_losses_of_a_cold_row_tell_how_many_steps_were_trained():
     row = Row(STEPS[2])
-    benchmark.run(load_step(STEPS[2]).main, arguments(STEPS[2], steps=2, warmup=3, heldout_every=1, cold=True), row)
+    benchmark.run(
+        load_step(STEPS[2]).main, arguments(STEPS[2], steps=2, warmup=3, heldout_every=1, cold=True), row
+    )
     assert [done for done, _ in row.heldout] == [3]
 
 
@@ -148,7 +173,11 @@ def main_of(losses):
 
     def main(args):
         weight = torch.nn.Parameter(torch.ones(1))
-        return lambda tokens, targets: torch.tensor(next(losses)), torch.nn.Module(), torch.optim.SGD([weight])
+        return (
+            lambda tokens, targets: torch.tensor(next(losses)),
+            torch.nn.Module(),
+            torch.optim.SGD([weight]),
+        )
 
     return main
 
@@ -158,14 +187,19 @@ def test_a_loss_that_is_not_finite_is_a_failed_row_whose_record_has_the_losses_b
     args = arguments(STEPS[0], output=tmp_path / "record.json")
     assert benchmark.run_and_record(main_of(losses), args) == 1
     (row,) = json.loads(args.output.read_text())["rows"]
-    assert row["status"] == "failed" and row["reason"] == "loss is nan at training step 2: lower --lr (now 0.004)"
+    assert (
+        row["status"] == "failed"
+        and row["reason"] == "loss is nan at training step 2: lower --lr (now 0.004)"
+    )
     assert row["loss"] == [1.0, 2.0]
 
 
 def test_a_record_that_cannot_be_written_and_too_little_memory_have_their_codes(monkeypatch):
     monkeypatch.setattr(benchmark, "run", lambda _main, _args, row: setattr(row, "status", "ok"))
     assert benchmark.run_and_record(None, arguments(STEPS[0])) == 1
-    assert benchmark.explain(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))[0] == "oom"
+    assert (
+        benchmark.explain(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))[0] == "oom"
+    )
     assert benchmark.timing.seconds(lambda: benchmark.time.sleep(0.01), 9, torch.device("cpu")) < 0.05
 
 
@@ -189,19 +223,20 @@ def test_the_code_of_a_record_is_known_by_its_hash(tmp_path):
     assert len({code_sha256(ROOT), changed, code_sha256(tmp_path)}) == 3
 
 
+POINTWISE, COPIES = "normalization and pointwise", "copies and casts"
 CATEGORIES = {
     "nvjet_sm90_qqtsq_192x128_128x5_1x2_h_bz_coopA_geluauxbias_auxt_TNN": "matrix products",
-    "void transformer_engine::unary_kernel<&(float transformer_engine::gelu<float>)>": "normalization and pointwise",
-    "triton_per_fused_add_native_layer_norm_backward_nll_loss_forward_3": "normalization and pointwise",
+    "void transformer_engine::unary_kernel<&(float transformer_engine::gelu<float>)>": POINTWISE,
+    "triton_per_fused_add_native_layer_norm_backward_nll_loss_forward_3": POINTWISE,
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26": "attention",
-    "void cunn_SoftMaxForward<8, float, at::native::(anonymous namespace)::LogSoftMaxForwardEpilogue>": "loss",
-    "triton_poi_fused_cat_transpose_view_9": "copies and casts",
+    "void cunn_SoftMaxForward<8, float, at::native::LogSoftMaxForwardEpilogue>": "loss",
+    "triton_poi_fused_cat_transpose_view_9": COPIES,
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
-    "void multi_tensor_apply_kernel<CopyFunctor<c10::BFloat16, float>, at::native::Copy<float>>": "copies and casts",
-    "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>": "copies and casts",
-    "void transformer_engine::unary_kernel<&transformer_engine::dispatch::fp8::detail::identity>": "copies and casts",
+    "void multi_tensor_apply_kernel<CopyFunctor<c10::BFloat16, float>, at::native::Copy<float>>": COPIES,
+    "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>": COPIES,
+    "void transformer_engine::unary_kernel<&transformer_engine::dispatch::fp8::detail::identity>": COPIES,
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication",
-    "memset32": "copies and casts",
+    "memset32": COPIES,
     "somebodys_new_kernel": "other",
 }
 
@@ -214,6 +249,8 @@ def test_a_profile_adds_up_and_holds_a_block():
     run = built(STEPS[0], config=GPTConfig(2, 2, 64, 256, 256))
     found = profile.profile_steps(lambda: run.train_step(*run.batches[0]), 200.0, run.args.device)
     kept, total = sum(kernel.ms for kernel in found.kernels), sum(found.categories.values())
-    assert found.categories["optimizer"] > 0 and len(found.kernels) <= 40 and 0.8 * total < kept < 1.001 * total
+    assert (
+        found.categories["optimizer"] > 0 and len(found.kernels) <= 40 and 0.8 * total < kept < 1.001 * total
+    )
     for half in (found.forward, found.backward):
         assert half[0].category == "attention" and half[0].start_ms == 0 < half[-1].start_ms

@@ -1,4 +1,5 @@
-"""The page in a real browser, on a desk and on a phone. Skipped without selenium, chromium and chromedriver."""
+"""The page in a real browser, on a desk and on a phone. Skipped without selenium, chromium and
+chromedriver."""
 
 import json
 import shutil
@@ -14,7 +15,8 @@ webdriver = pytest.importorskip("selenium.webdriver")
 if not (shutil.which("chromium") and shutil.which("chromedriver")):
     pytest.skip("needs chromium and chromedriver", allow_module_level=True)
 
-CLIPPED = """return [...document.querySelectorAll("body, table, td, th, .card, .diff, .bar, p, li, pre, h1, h2, h3")]
+CLIPPED = """return [...document.querySelectorAll(
+    "body, table, td, th, .card, .diff, .bar, p, li, pre, h1, h2, h3")]
   .filter(e => e.checkVisibility() && e.clientWidth && e.scrollWidth > e.clientWidth + 1)
   .map(e => `${e.tagName} ${e.textContent.slice(0, 40)}`)"""
 
@@ -43,5 +45,7 @@ def test_nothing_is_clipped_and_no_network_is_asked(browser, tmp_path, width):
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     assert browser.execute_script(CLIPPED) == [] and browser.get_log("browser") == []
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [one["params"]["request"]["url"] for one in messages if one["method"] == "Network.requestWillBeSent"]
+    asked = [
+        one["params"]["request"]["url"] for one in messages if one["method"] == "Network.requestWillBeSent"
+    ]
     assert [url for url in asked if not url.startswith("data:")] == [path.as_uri()]

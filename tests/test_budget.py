@@ -27,13 +27,17 @@ def code_lines(source):
 
 
 def test_readme_is_short():
-    prose = re.sub(r"(?s)<!-- \[\[\[cog.*?\[\[\[end\]\]\].*?-->|```.*?```", "", (ROOT / "README.md").read_text())
+    prose = re.sub(
+        r"(?s)<!-- \[\[\[cog.*?\[\[\[end\]\]\].*?-->|```.*?```", "", (ROOT / "README.md").read_text()
+    )
     assert len(prose.split()) <= 900
 
 
 def test_scripts_and_their_diffs_are_short():
     sources = [path.read_text() for path in files("[0-4]_*.py")]
-    for most, (before, after) in zip((8, 8, 20, 40), itertools.pairwise(map(code_lines, sources)), strict=True):
+    for most, (before, after) in zip(
+        (8, 8, 20, 40), itertools.pairwise(map(code_lines, sources)), strict=True
+    ):
         changed = [line for line in list(difflib.unified_diff(before, after, n=0))[2:] if line[0] in "-+"]
         assert 0 < len(changed) <= most, changed
     assert all(len(source.splitlines()) <= 110 for source in sources)

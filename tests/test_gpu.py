@@ -1,4 +1,5 @@
-"""What only a GPU can show: which kernels ran, that the host never waits, that FP8 is close, that a replay trains."""
+"""What only a GPU can show: which kernels ran, that the host never waits, that FP8 is close, that a replay
+trains."""
 
 import json
 import os
@@ -187,10 +188,13 @@ def test_fp8_block_is_close_to_the_plain_block(seed):
     exact = output_and_gradients(fused, fp8=False)
 
     def largest_error(found):
-        errors = [(a.float() - b.float()).norm() / a.float().norm() for a, b in zip(expected, found, strict=True)]
+        errors = [
+            (a.float() - b.float()).norm() / a.float().norm() for a, b in zip(expected, found, strict=True)
+        ]
         return max(errors).item()
 
-    # FP8's three digits of a product's inputs: 0.083 to 0.097 in four seeds. What a wrong block gives is far above.
+    # FP8's three digits of a product's inputs: 0.083 to 0.097 in four seeds. What a wrong block gives is far
+    # above.
     with torch.no_grad():
         fused.attn.proj.weight.mul_(1.25)
     wrong = output_and_gradients(fused, fp8=True)
@@ -246,12 +250,17 @@ def break_a_capture():
             train_step(tokens, targets)
 
     args = arguments(STEPS[3], **GPU)
-    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError, match="cannot be captured, --no-capture"):
+    with (
+        torch.cuda.stream(torch.cuda.Stream()),
+        pytest.raises(RuntimeError, match="cannot be captured, --no-capture"),
+    ):
         rehearsal.captured(capture, batch, args, Row("x"))
 
 
-def test_a_host_sync_is_noticed_and_cannot_be_captured():  # in a process of its own: it leaves a broken capture
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import test_gpu; test_gpu.break_a_capture()"
+def test_a_host_sync_is_noticed_and_cannot_be_captured():
+    # In a process of its own: it leaves a broken capture.
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+    code += "import test_gpu; test_gpu.break_a_capture()"
     ended = run_python("-c", code, timeout=300)
     assert ended.returncode == 0, ended.stderr
 
@@ -272,7 +281,8 @@ OF_TWO = {**GPU, "batch_size": 2, "warmup": 11, "steps": 6}
 
 
 def train_in_processes(output):
-    """What each of torchrun's processes runs: steps 3 and 4, captured and launched; the first one writes the losses."""
+    """What each of torchrun's processes runs: steps 3 and 4, captured and launched; the first one writes the
+    losses."""
     rank, results = int(os.environ["RANK"]), {}
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -299,6 +309,8 @@ def test_a_captured_step_of_two_processes_trains_as_launched_and_as_one_process(
     assert ran.returncode == 0, ran.stderr[-3000:]
     for (step, _), losses in torch.load(tmp_path / "losses").items():
         run = built(step, capture=False, **OF_TWO | {"batch_size": 4})
-        steps = rehearsal.rehearse(run.train_step, run.optimizer, run.capture, run.batches, run.args, Row(step))
+        steps = rehearsal.rehearse(
+            run.train_step, run.optimizer, run.capture, run.batches, run.args, Row(step)
+        )
         expected = [loss.item() for _, loss in zip(steps.run(6, "test"), steps.losses, strict=False)]
         assert losses == pytest.approx(expected, rel=0.01), (step, losses, expected)

@@ -37,7 +37,8 @@ MODEL = next(iter(PARTS.values()))[0]
 
 
 def run(part, gpu=False, changed=("", "")):
-    """Run the blocks of a part after the model, which the first block of all defines; with one text replaced."""
+    """Run the blocks of a part after the model, which the first block of all defines; with one text
+    replaced."""
     names = {}
     for block in dict.fromkeys((MODEL, *PARTS[part])):
         if gpu or not block.gpu:
@@ -85,7 +86,11 @@ FAULTS = [
     ("2.", "/ math.sqrt(q.size(-1))", ""),
     ("2.", ", value=-100", ""),
     ("2.", "0.5 if training else 0.0", "0.5"),
-    ("2.", "generated = F.scaled_dot_product_attention(last, k, v, enable_gqa=True)", "generated = attend(last, k, v)"),
+    (
+        "2.",
+        "generated = F.scaled_dot_product_attention(last, k, v, enable_gqa=True)",
+        "generated = attend(last, k, v)",
+    ),
     ("3.", "model.compile(fullgraph=True)", "model = torch.compile(model)"),
     ("3.", "lr=rate", "lr=1e-2"),
     ("3.", "model.load_state_dict(saved)", ""),
@@ -93,7 +98,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("part, right, wrong", FAULTS, ids=[f"{part} {right[:30]}" for part, right, _ in FAULTS])
+@pytest.mark.parametrize(
+    "part, right, wrong", FAULTS, ids=[f"{part} {right[:30]}" for part, right, _ in FAULTS]
+)
 def test_a_fault_in_a_block_is_noticed(part, right, wrong, on_a_cpu):
     (name,) = (name for name in PARTS if name.startswith(part))
     assert any(right in block.source for block in PARTS[name])
@@ -105,7 +112,13 @@ def test_a_fault_in_a_block_is_noticed(part, right, wrong, on_a_cpu):
 def test_transformer_engine_has_what_the_guide_calls(version):
     signatures = json.loads((ROOT / "tests" / "data" / f"te-{version}.json").read_text())
     found = te_calls("\n".join(block.source for blocks in PARTS.values() for block in blocks))
-    assert {name for name, _ in found} >= {"LayerNormLinear", "Linear", "LayerNormMLP", "autocast", "is_fp8_available"}
+    assert {name for name, _ in found} >= {
+        "LayerNormLinear",
+        "Linear",
+        "LayerNormMLP",
+        "autocast",
+        "is_fp8_available",
+    }
     for name, call in found:
         accepted = {*signatures[name]["parameters"], *signatures[name]["keyword_only"]}
         assert {keyword.arg for keyword in call.keywords if keyword.arg} <= accepted, name

@@ -32,7 +32,8 @@ BODIES = {
     "ok": OK,
     "lingers": OK + "import time; open('lingers', 'w').close(); time.sleep(600)",
     "crash": "raise SystemExit(3)",
-    "hang": "import os, time\nopen('hung' + os.environ.get('RANK', ''), 'w').write(str(os.getpid()))\ntime.sleep(600)",
+    "hang": "import os, time\nopen('hung' + os.environ.get('RANK', ''), 'w').write(str(os.getpid()))\n"
+    "time.sleep(600)",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "grandchild": "import subprocess; child = subprocess.Popen(['sleep', '600']); "
     "open('pid', 'w').write(str(child.pid)); raise SystemExit(3)",
@@ -48,10 +49,19 @@ FIVE_OK = {f"{k}_x": "ok" for k in range(5)}
 STUB = (
     "import json, sys; sys.path.insert(0, sys.argv[1]); from ladder import __main__ as ladder, runs; "
     "from common import text; "
-    "runs.check = lambda *_: json.loads(sys.argv[2]); text.run_command(lambda: ladder.main(sys.argv[3:]), 'run_all.sh')"
+    "runs.check = lambda *_: json.loads(sys.argv[2]); "
+    "text.run_command(lambda: ladder.main(sys.argv[3:]), 'run_all.sh')"
 )
 WORKLOAD = {
-    **{"preset": "custom", "n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 32, "vocab_size": 256, "batch_size": 4},
+    **{
+        "preset": "custom",
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 32,
+        "seq_len": 32,
+        "vocab_size": 256,
+        "batch_size": 4,
+    },
     **{"parameters": 1000, "tokens_per_step": 128, "flops_per_step": 10**9},
     **{"text": "text", "text_sha256": "0", "seed": 1, "lr": 1e-3, "warmup": 1, "steps": 3},
     **{"gpus": 1, "parallel": None},
@@ -81,9 +91,22 @@ class Project:
 
     def start(self, *words, command=None, cwd=None, env=(), roofs=("--no-roofs",), **facts):
         """Start a command: by default the ladder, with these facts about the arguments."""
-        stub = [sys.executable, "-c", STUB, str(self.folder), json.dumps(FACTS | facts), *roofs, *map(str, words)]
+        stub = [
+            sys.executable,
+            "-c",
+            STUB,
+            str(self.folder),
+            json.dumps(FACTS | facts),
+            *roofs,
+            *map(str, words),
+        ]
         kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        pipes = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "start_new_session": True,
+        }
         environment = {**kept, "PYTHON": sys.executable, **dict(env)}
         return subprocess.Popen(command or stub, cwd=cwd or self.folder, env=environment, **pipes)
 
@@ -133,7 +156,9 @@ def test_rows_that_break_stay_rows_and_leave_no_process(project):
     assert ran.returncode == 1 and made.statuses() == ["ok", "failed", "timeout", "oom", "oom"], ran.stderr
     assert "exit code 3" in rows["1_x"]["reason"] and "1_x.log" in rows["1_x"]["reason"]
     assert "longer than 3 s: raise --step-timeout" in rows["2_x"]["reason"]
-    assert "needs about 300 GiB of 100 free" in rows["3_x"]["reason"] and not (made.only() / "3_x.log").exists()
+    assert (
+        "needs about 300 GiB of 100 free" in rows["3_x"]["reason"] and not (made.only() / "3_x.log").exists()
+    )
     assert "signal 9" in rows["4_x"]["reason"] and rows["0_x"]["note"] == "passive"
     assert wait_until(lambda: not is_alive(int((made.folder / "pid").read_text())), 10)
 
@@ -216,13 +241,19 @@ def test_runs_are_lists():
     rows = runs.ladder(["--preset", "gpt2"], [f"{a}.py", f"{b}.py", "4_transformer_engine.py"])
     outputs = {row.output: row for row in runs.scaling(rows, 6, None, "cuda")}
     assert [*outputs][:2] == [f"1/{a}.json", f"1/{b}.json"] and outputs[f"6-ddp/{a}.json"].gpus == 6
-    assert f"2-fsdp/{a}.json" in outputs and f"4-ddp/{a}.json" in outputs and f"1-launched/{a}.json" not in outputs
+    assert (
+        f"2-fsdp/{a}.json" in outputs
+        and f"4-ddp/{a}.json" in outputs
+        and f"1-launched/{a}.json" not in outputs
+    )
     assert outputs[f"1-launched/{b}.json"].arguments[-1] == "--no-capture"
     swept = runs.sweep(rows, "cuda")
     assert len(swept) == 3 * 9 and swept[0].arguments[-1] == "8" and swept[-1].arguments[-1] == "1"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name
+)
 def test_an_interrupted_run_keeps_its_rows_and_a_killed_one_leaves_no_orphan(number, project):
     made = project(FIVE_OK | {"1_x": "hang"})
     running, hung = made.start(), made.folder / "hung"
@@ -288,7 +319,9 @@ def test_help_needs_no_torch_and_a_venv_that_is_not_ours_stays(project, tmp_path
     (made.folder / ".venv").mkdir()
     (made.folder / ".venv" / "mine").write_text("mine")
     ran = made.run(command=["./run_all.sh", "--setup"], env=env)
-    assert ran.returncode == 1 and ".venv is not run_all.sh's" in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
+    assert (
+        ran.returncode == 1 and ".venv is not run_all.sh's" in ran.stderr and ran.stderr.count("\n") == 1
+    ), ran.stderr
     assert (made.folder / ".venv" / "mine").read_text() == "mine"
 
 
@@ -345,15 +378,21 @@ def test_a_step_is_a_file(project, tmp_path):
     made = project({})
     for step in STEPS[:3]:
         shutil.copy(ROOT / f"{step}.py", made.folder)
-    mine = (made.folder / f"{STEPS[2]}.py").read_text().replace("Step 2:", "Step 5:", 1).replace("1e-5", "1e-8")
+    mine = (
+        (made.folder / f"{STEPS[2]}.py").read_text().replace("Step 2:", "Step 5:", 1).replace("1e-5", "1e-8")
+    )
     (made.folder / "5_mine.py").write_text(mine)
     ran = made.run("--only", "2,5", *FAST, command=[str(made.folder / "run_all.sh"), "--only", "2,5", *FAST])
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert [*made.rows()] == [STEPS[2], "5_mine"] and made.statuses() == ["ok", "ok"]
     page = (made.only() / "report.html").read_text()
-    assert "<h3>Step 5: " in page and "&#34;eps&#34;: 1e-8" in page and re.search(r"(?m)^5_mine +\d", ran.stdout)
+    assert (
+        "<h3>Step 5: " in page and "&#34;eps&#34;: 1e-8" in page and re.search(r"(?m)^5_mine +\d", ran.stdout)
+    )
     listed = f"import sys; sys.path.insert(0, {str(made.folder)!r}); from ladder import runs; "
-    listed += "names = runs.scripts(); rows = runs.ladder([], names); print(names, len(runs.sweep(rows, 'cpu')), "
+    listed += (
+        "names = runs.scripts(); rows = runs.ladder([], names); print(names, len(runs.sweep(rows, 'cpu')), "
+    )
     listed += "[row.output for row in runs.scaling(rows, 2, None, 'cpu')][-1], runs.scripts('5'))"
     ran = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True)
     assert "'5_mine.py'] 20 2-fsdp/5_mine.json ['5_mine.py']" in ran.stdout, ran.stdout + ran.stderr
@@ -390,8 +429,15 @@ def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
     rows, run = made.rows(), json.loads((made.results / "latest" / "results.json").read_text())
     assert made.statuses() == ["ok"] * 4 + ["skipped"]
     assert len({round(row["loss"][0], 2) for row in rows.values() if row["loss"]}) == 1
-    assert run["roofs"] is None and ran.stdout.startswith("CPU: ") and "not what it gains on a GPU" in ran.stdout
+    assert (
+        run["roofs"] is None and ran.stdout.startswith("CPU: ") and "not what it gains on a GPU" in ran.stdout
+    )
     assert rows[STEPS[0]]["profile"]["categories"]["matrix products"] > 0
-    assert {path.name for path in made.only().iterdir()} >= {"report.html", "report.md", "plan.json", "steps.png"}
+    assert {path.name for path in made.only().iterdir()} >= {
+        "report.html",
+        "report.md",
+        "plan.json",
+        "steps.png",
+    }
     (row,) = (line for line in ran.stdout.splitlines() if re.match(rf"{STEPS[2]} +\d", line))
     assert len(row) <= 100

@@ -1,4 +1,5 @@
-"""Records from disk: what is damaged, hostile or missing becomes a failed row or one line, and the rest stands."""
+"""Records from disk: what is damaged, hostile or missing becomes a failed row or one line, and the rest
+stands."""
 
 import json
 import os
@@ -39,7 +40,11 @@ def test_an_odd_field_is_one_failed_row_and_the_others_stand(tmp_path, odd):
     (folder / "1_b.json").write_text(json.dumps(content).replace('"@@"', raw))
     found = load(folder)
     assert [row.status for row in found.rows] == ["ok", "failed", "ok"]
-    assert found.rows[1].step == "1_b" and "cannot be used" in found.rows[1].reason and "\n" not in found.rows[1].reason
+    assert (
+        found.rows[1].step == "1_b"
+        and "cannot be used" in found.rows[1].reason
+        and "\n" not in found.rows[1].reason
+    )
     with pytest.raises(RecordError):
         read(folder / "1_b.json")
 
@@ -83,7 +88,9 @@ def test_rows_without_a_record_and_rows_of_other_work_or_of_another_name_say_so(
     folder = runs.plan(tmp_path, "0_a", "1_b", "2_c", "3_d", "4_e", "peers/p")
     runs.put(folder, runs.row("0_a"))
     runs.put(folder, runs.row("1_b"), work=runs.workload(batch_size=9, seed=2))
-    runs.put(folder, runs.row("2_c", 50.0), device="B", gpu_uuid="B", code_sha256="B", versions={"torch": "B"})
+    runs.put(
+        folder, runs.row("2_c", 50.0), device="B", gpu_uuid="B", code_sha256="B", versions={"torch": "B"}
+    )
     runs.put(folder, runs.row("x"), "4_e.json")
     runs.put(folder, runs.row("p", 50.0), "peers/p.json")
     found = load(folder)
@@ -126,7 +133,11 @@ def test_the_folder_of_an_output_names_the_run_of_a_study(tmp_path):
     runs.put(folder / "2-ddp", runs.row("2_c"), work=runs.workload(gpus=2, parallel="ddp"))
     write_json(folder / "predicted.json", {"1": {"2_c": 90.0}})
     found = load(folder)
-    assert isinstance(found, Study) and [*found.runs] == ["1", "2-ddp"] and found.runs["2-ddp"].workload.gpus == 2
+    assert (
+        isinstance(found, Study)
+        and [*found.runs] == ["1", "2-ddp"]
+        and found.runs["2-ddp"].workload.gpus == 2
+    )
     assert [run.rows[0].predicted_ms for run in found.runs.values()] == [90.0, None]
 
 
@@ -140,15 +151,23 @@ def test_roofs_and_predictions_are_taken_and_damaged_ones_are_named(tmp_path):
     for name in ("roofs.json", "predicted.json"):
         (folder / name).write_text('{"products": 5, "0_a": "x"}')
     found = load(folder)
-    assert found.roofs is None and len(found.problems) == 2 and all("left out" in text for text in found.problems)
+    assert (
+        found.roofs is None
+        and len(found.problems) == 2
+        and all("left out" in text for text in found.problems)
+    )
 
 
 def test_no_text_of_a_record_harms_a_terminal_or_a_page(tmp_path):
     text = runs.HOSTILE
-    odd = runs.row(text, note=text, settings=replace(runs.SETTINGS["2_sdpa"], optimizer=text), source=f"{text}\n{text}")
+    odd = runs.row(
+        text, note=text, settings=replace(runs.SETTINGS["2_sdpa"], optimizer=text), source=f"{text}\n{text}"
+    )
     peer = runs.row("p", status="failed", reason=text)
     work = replace(runs.workload(preset=text), text=text)
-    made = runs.run(odd, runs.row("1_b"), peers=[peer], work=work, problems=[text], device=text, versions={text: text})
+    made = runs.run(
+        odd, runs.row("1_b"), peers=[peer], work=work, problems=[text], device=text, versions={text: text}
+    )
     made.command = text
     found = figures(load(runs.write(tmp_path, made)))
     for said in (render_text(found, "x"), render_markdown(found)):

@@ -1,4 +1,5 @@
-"""Two processes train as one that takes both batches, also after a rehearsal: with DDP and FSDP2, over gloo."""
+"""Two processes train as one that takes both batches, also after a rehearsal: with DDP and FSDP2, over
+gloo."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""Roofs and predictions: products add up, a made machine gives the times that its rates imply, damage is one line."""
+"""Roofs and predictions: products add up, a made machine gives the times that its rates imply, damage is one
+line."""
 
 import pytest
 from conftest import ROOT, arguments, run_python
@@ -19,7 +20,9 @@ def made(flops_per_s=1e12, bytes_per_s=1e11, launch_s=0.0, steady=1.0):
         if product.m == product.n == product.k == 8192:
             product.flops_per_s = steady * flops_per_s
     kernels = [(predict.COPY, n, 8 * n / bytes_per_s) for n in (2**10, 2**26)]
-    attention = [(T, D, flops_per_s * 64 / D * max(1, T / 1024)) for T in (256, 1024, 16384) for D in (64, 512)]
+    attention = [
+        (T, D, flops_per_s * 64 / D * max(1, T / 1024)) for T in (256, 1024, 16384) for D in (64, 512)
+    ]
     return Roofs(bytes_per_s, products, kernels, attention, launch_s)
 
 
@@ -41,10 +44,14 @@ def test_products_of_one_shape_are_added():
 def test_the_host_bounds_a_launched_step_and_power_a_large_product():
     shape = PRESETS["gpt2"][0]
     found, slower = (predict.predict("2_sdpa", shape, 1, made(1e18, 1e18, launch_s=s)) for s in (1e-5, 3e-5))
-    assert found.ms == found.host_ms == pytest.approx(853e-5 * 1e3) and slower.ms == pytest.approx(3 * found.ms)
+    assert found.ms == found.host_ms == pytest.approx(853e-5 * 1e3) and slower.ms == pytest.approx(
+        3 * found.ms
+    )
     cold, hot = (predict.predict("3_compile", shape, 8, made(1e12, 1e16, steady=rate)) for rate in (1.0, 0.5))
     assert hot.products_ms > 1.4 * cold.products_ms and cold.host_ms == 0
-    assert predict.predict("3_compile", shape, 1, made(launch_s=1e-5), capture=False).host_ms == pytest.approx(6.46)
+    assert predict.predict(
+        "3_compile", shape, 1, made(launch_s=1e-5), capture=False
+    ).host_ms == pytest.approx(6.46)
 
 
 def test_roofs_that_lack_a_part_predict_no_step_that_needs_it():
@@ -61,8 +68,13 @@ def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
     monkeypatch.setattr(roofs, "steady_seconds", lambda work, *_: (work(), 2**-10)[1])
     found = roofs.measure(args := arguments("0_baseline"), grid=True)
     assert found.rate("fp32", burst=True) >= found.rate("fp32") == pytest.approx(2**10 * 6 * 32768 * 64 / 27)
-    assert "fp8 not" in "".join(found.notes) and (found.copy_bytes_per_s, found.attention[0][2]) == (2**33, 3 * 2**27)
-    assert 2**9 in {size for _, size, _ in roofs.measure(args, grid=False).kernels}, "of no tensor, and without a grid"
+    assert "fp8 not" in "".join(found.notes) and (found.copy_bytes_per_s, found.attention[0][2]) == (
+        2**33,
+        3 * 2**27,
+    )
+    assert 2**9 in {size for _, size, _ in roofs.measure(args, grid=False).kernels}, (
+        "of no tensor, and without a grid"
+    )
     write_json(tmp_path / "roofs.json", found)
     read, _, _ = predict.read_roofs(str(tmp_path / "roofs.json"))
     for step in ("0_baseline", "2_sdpa"):
@@ -71,17 +83,32 @@ def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
 
 def test_the_command_answers_for_a_card_that_is_not_here_and_refuses_damage_in_one_line(tmp_path):
     write_json(tmp_path / "card.json", made())
-    words = ["-m", "ladder.predict", "--machine", tmp_path / "card.json", "--preset", "gpt2", "--device", "cpu"]
+    words = [
+        "-m",
+        "ladder.predict",
+        "--machine",
+        tmp_path / "card.json",
+        "--preset",
+        "gpt2",
+        "--device",
+        "cpu",
+    ]
     ran = run_python(*words)
     assert ran.returncode == 0 and "4_transformer_engine" in ran.stdout, ran.stderr
     ran = run_python("-m", "ladder.predict", "--machine", "h200", "--preset", "gpt3-xl", "--device", "cpu")
-    assert ran.returncode == 0 and float(ran.stdout.splitlines()[3].split()[2]) > 2, "it need not fit this machine"
+    assert ran.returncode == 0 and float(ran.stdout.splitlines()[3].split()[2]) > 2, (
+        "it need not fit this machine"
+    )
     ran = run_python("-m", "ladder.predict", "--machine", "h200", "--vocab-size", "50257", "--device", "cpu")
     assert "4_transformer_engine is not predicted: FP8 needs" in ran.stdout and "3_compile  " in ran.stdout
     for damage in ("[]", "{", '{"products": 1}', '{"products": [{}]}'):
         (tmp_path / "card.json").write_text(damage)
         ran = run_python(*words)
-        assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "holds no roofs that can be read" in ran.stderr
+        assert (
+            ran.returncode == 2
+            and ran.stderr.count("\n") == 1
+            and "holds no roofs that can be read" in ran.stderr
+        )
 
 
 @pytest.mark.parametrize("place", ["h200/gpt3-6.7b-slice", "h200/gpt2"])

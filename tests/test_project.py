@@ -61,7 +61,9 @@ def test_links_lead_somewhere(document):
 def test_requirements_are_pinned_and_the_container_gets_the_same_releases():
     both = (ROOT / "requirements.txt").read_text() + (ROOT / "tests" / "requirements.txt").read_text()
     assert not [line for line in both.splitlines() if not re.match(r"[a-z0-9-]+==[\d.]+(;|$)", line)]
-    pins = re.findall(r"(?:tabulate|msgspec|nvidia-ml-py|jinja2|matplotlib)==[\d.]+", (ROOT / "Dockerfile").read_text())
+    pins = re.findall(
+        r"(?:tabulate|msgspec|nvidia-ml-py|jinja2|matplotlib)==[\d.]+", (ROOT / "Dockerfile").read_text()
+    )
     assert pins and all(pin in (ROOT / "requirements.txt").read_text() for pin in pins)
 
 

@@ -1,4 +1,5 @@
-"""A rehearsal leaves weights and optimizer as they were, and a capture is replayed on the batch that it is given."""
+"""A rehearsal leaves weights and optimizer as they were, and a capture is replayed on the batch that it is
+given."""
 
 import contextlib
 from types import SimpleNamespace
@@ -52,7 +53,9 @@ def test_losses_after_a_rehearsal_are_bitwise_those_without_one(step, traced_onl
     run, again = built(step), built(step)
     losses = [run.train_step(*batch).item() for batch in run.batches]
     row = Row(step)
-    steps = rehearsal.rehearse(again.train_step, again.optimizer, again.capture, again.batches, again.args, row)
+    steps = rehearsal.rehearse(
+        again.train_step, again.optimizer, again.capture, again.batches, again.args, row
+    )
     for _ in steps.run(len(again.batches), "test"):
         pass
     assert [loss.item() for loss in steps.losses] == losses and losses[-1] < losses[0]
@@ -64,7 +67,11 @@ def test_cold_the_launched_steps_are_training_steps():
     for row, how in ((warm, False), (cold, True)):
         benchmark.run(load_step(STEPS[2]).main, arguments(STEPS[2], cold=how), row)
     assert warm.loss == cold.loss and len(cold.loss) == 6
-    assert (warm.rehearsed, cold.rehearsed) == (2, 0) and "--cold" in cold.note and "--cold" not in (warm.note or "")
+    assert (
+        (warm.rehearsed, cold.rehearsed) == (2, 0)
+        and "--cold" in cold.note
+        and "--cold" not in (warm.note or "")
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +106,9 @@ def test_a_replay_reads_the_batch_that_it_is_given_and_returns_a_loss_of_its_own
     run.model.forward = lambda tokens, targets: read.append((tokens, targets)) or forward(tokens, targets)
     replay = run.capture(*first)
     ((tokens, targets),) = read
-    assert torch.equal(tokens, first[0]) and tokens.data_ptr() != first[0].data_ptr(), "memory of the graph's own"
+    assert torch.equal(tokens, first[0]) and tokens.data_ptr() != first[0].data_ptr(), (
+        "memory of the graph's own"
+    )
     seen = []
     graph.replay = lambda: seen.append((tokens.clone(), targets.clone()))
     losses = [replay(*second) for _ in range(2)]
@@ -125,7 +134,9 @@ def test_a_failed_capture_is_one_line_with_its_cause(monkeypatch):
         finally:
             raise RuntimeError("the capture was invalidated")
 
-    with pytest.raises(RuntimeError, match="cannot be captured, --no-capture launches it: operation not permitted"):
+    with pytest.raises(
+        RuntimeError, match="cannot be captured, --no-capture launches it: operation not permitted"
+    ):
         rehearsal.captured(capture, (1, 2), arguments(STEPS[3]), Row("x"))
 
 

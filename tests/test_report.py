@@ -39,13 +39,23 @@ def test_the_figures_of_a_row_are_what_its_record_says():
     assert " ".join(table.table_rows(made)[2].values()) == "2_sdpa 50.0 40,960 160 2.00 4.00 1.00 3.0 2.000"
     assert " ".join(table.category_rows(made)[1].values()) == "2_sdpa 35.0 10.0 2.5 2.5 50.0"
     assert [*table.roof_rows(made.run.roofs)[0].values()] == ["FP32", "90", "100"]
-    assert sum(line.category_ms.values()) == pytest.approx(50.0) and [*line.category_ms] == [*CATEGORIES, "gaps"]
-    assert line.share == ("compute", pytest.approx(0.9)) and made.lines[0].share == ("compute", pytest.approx(0.7))
+    assert sum(line.category_ms.values()) == pytest.approx(50.0) and [*line.category_ms] == [
+        *CATEGORIES,
+        "gaps",
+    ]
+    assert line.share == ("compute", pytest.approx(0.9)) and made.lines[0].share == (
+        "compute",
+        pytest.approx(0.7),
+    )
     assert [*table.table_rows(made)[3].values()][4:7] == ["-", "5.00", "1.25"]
     assert made.remarks == [] and not made.busy and not any(one.mark for one in made.lines)
     made = figures(runs.run(third, work=runs.workload(gpus=4, parallel="ddp")))
     four, said = made.lines[0], "4 processes: tokens/s are of all, TFLOP/s and GiB of each"
-    assert (four.tokens_per_s, four.flops_per_s, four.tokens_per_joule) == (4 * 40960.0, 1.6e14, line.tokens_per_joule)
+    assert (four.tokens_per_s, four.flops_per_s, four.tokens_per_joule) == (
+        4 * 40960.0,
+        1.6e14,
+        line.tokens_per_joule,
+    )
     assert made.remarks == [said]
 
 
@@ -65,7 +75,11 @@ def test_slow_reference_work_is_a_busy_machine_and_marks_its_row_and_what_is_div
     made = figures(runs.run(*rows))
     assert [row["ms"] for row in table.table_rows(made)] == ["100.0", "99.0" + "?" * busy, "98.0"]
     assert [*table.table_rows(made)[2].values()][4:6] == ["1.01" + "?" * busy, "1.02"]
-    said = [text for text in made.remarks if re.match("The machine was busy: .* around 1_cublas .* close other", text)]
+    said = [
+        text
+        for text in made.remarks
+        if re.match("The machine was busy: .* around 1_cublas .* close other", text)
+    ]
     assert bool(said) is busy is bool(made.busy) and "faster than FP32" in table.headline(made), (
         "the result comes first"
     )
@@ -78,9 +92,14 @@ def test_a_drift_of_half_the_steps_and_kernels_that_differ_mark_a_row():
     said = ["", *(f"the second half of the steps took over 5% {word} time" for word in ("more", "less"))]
     assert [figures(runs.run(row)).lines[0].doubt for row in rows] == said
     flash = replace(runs.SETTINGS["3_compile"], attention_kernel="flash")
-    made = figures(runs.run(runs.row("1_cublas"), runs.row("2_sdpa"), runs.row("3_compile", 50.0, settings=flash)))
+    made = figures(
+        runs.run(runs.row("1_cublas"), runs.row("2_sdpa"), runs.row("3_compile", 50.0, settings=flash))
+    )
     assert [line.mark for line in made.lines] == ["", "?", "?"] and "cudnn and flash" in made.remarks[0]
-    assert table.headline(made) == "3_compile: 2.0? times faster than AMP + SDPA, 2.0? times faster than 1_cublas"
+    assert (
+        table.headline(made)
+        == "3_compile: 2.0? times faster than AMP + SDPA, 2.0? times faster than 1_cublas"
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,11 +140,19 @@ def test_what_the_losses_are_is_told_of_every_kind_of_row():
         "FP8 keeps the scales that it learnt there"
     )
     assert "may be too few" in rule(plain, runs.row("4_x", rehearsed=3, settings=fp8, **some))
-    assert "its loss lags" in rule(plain, runs.row("4_x", settings=fp8, **some)) and rule(runs.row("x", loss=[])) == ""
+    assert (
+        "its loss lags" in rule(plain, runs.row("4_x", settings=fp8, **some))
+        and rule(runs.row("x", loss=[])) == ""
+    )
 
 
 def test_a_row_that_does_not_learn_says_so():
-    losses = {"a": [4.0, 4.3, *[2.0] * 8], "b": [4.0, 4.5, *[2.0] * 8], "c": [4.0, *[3.1] * 9], "d": [4.0, 3.9]}
+    losses = {
+        "a": [4.0, 4.3, *[2.0] * 8],
+        "b": [4.0, 4.5, *[2.0] * 8],
+        "c": [4.0, *[3.1] * 9],
+        "d": [4.0, 3.9],
+    }
     made = figures(runs.run(*(runs.row(name, loss=loss) for name, loss in losses.items())))
     notes = [line.note.partition(":")[0] for line in made.lines]
     assert notes == ["", "did not learn as it should", "hardly learned", ""]
@@ -139,11 +166,13 @@ def test_a_row_that_does_not_learn_says_so():
     [
         (
             (2000, 400, 200, 150, 100),
-            "4_transformer_engine: 2.0 times faster than AMP + SDPA, 20 times faster than FP32. FP8 pays here: 1.50 x",
+            "4_transformer_engine: 2.0 times faster than AMP + SDPA, 20 times faster than FP32. "
+            "FP8 pays here: 1.50 x",
         ),
         (
             (300, 100, 30, 20, 25),
-            "3_compile: 1.5 times faster than AMP + SDPA, 15 times faster than FP32. FP8 does not pay here: 0.80 x",
+            "3_compile: 1.5 times faster than AMP + SDPA, 15 times faster than FP32. "
+            "FP8 does not pay here: 0.80 x",
         ),
         ((300, 100, 30, 28), "3_compile: 1.07 times faster than AMP + SDPA, 11 times faster than FP32"),
         ((300, 100), "1_cublas: 3.0 times faster than FP32"),
@@ -183,12 +212,26 @@ def test_a_peer_stands_in_the_same_table_with_its_head_and_launch():
 
 def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path):
     a = runs.write(tmp_path / "a", runs.ladder(300, 100, commit="abcdef0-dirty"))
-    b = runs.write(tmp_path / "b", runs.ladder(150, 100, work=runs.workload(steps=50), problems=["rows differ in x"]))
+    b = runs.write(
+        tmp_path / "b", runs.ladder(150, 100, work=runs.workload(steps=50), problems=["rows differ in x"])
+    )
     c = runs.write(tmp_path / "c", runs.ladder(150, 30, work=runs.workload(batch_size=9)))
     same, other = table.compare(a, b).splitlines(), table.compare(a, c).splitlines()
-    assert "differs in steps" in same[2] and same[6].split()[1:] == ["300.0", "150.0?", "2.00?", "1.00", "1.00?"]
+    assert "differs in steps" in same[2] and same[6].split()[1:] == [
+        "300.0",
+        "150.0?",
+        "2.00?",
+        "1.00",
+        "1.00?",
+    ]
     assert same[0][-8:] == " changes" and same[1][-7:] == "abcdef0" and same[-1] == "B: rows differ in x"
-    assert "differs in batch_size" in other[2] and other[7].split() == ["1_cublas", "100.0", "30.0", "3.00", "5.00"]
+    assert "differs in batch_size" in other[2] and other[7].split() == [
+        "1_cublas",
+        "100.0",
+        "30.0",
+        "3.00",
+        "5.00",
+    ]
     with pytest.raises(RecordError, match="no row in common"):
         table.compare(a, runs.write(tmp_path / "d", runs.run(runs.row("9_x"))))
 
@@ -200,7 +243,9 @@ def test_a_card_shows_the_code_beside_what_changed_on_the_gpu():
     made = figures(runs.ladder(200, 100, 100.01, 125))
     second, third, fourth = story.cards(made)
     assert (
-        second.title == "Step 1: why" and second.change == "" and second.outcome == "2.00 times faster than 0_baseline"
+        second.title == "Step 1: why"
+        and second.change == ""
+        and second.outcome == "2.00 times faster than 0_baseline"
     )
     assert second.code == [("@", ""), ("-", 'x = "0_baseline"'), ("+", 'x = "1_cublas"')]
     assert [*second.categories[0].values()] == ["matrix products", "140.0", "70.0", "-70.0"]
@@ -231,11 +276,20 @@ def test_the_page_draws_every_bar_to_scale_and_asks_for_nothing():
     made.lines[1].row.predicted_ms = 90.0
     html = page_of(made)
     drawn = re.findall(r'<rect x="([\d.]+)%" width="([\d.]+)%" height="100%" fill="#56b4e9"', html)
-    assert drawn[:3] == [("70.000", "20.000")] * 2 + [("35.000", "10.000")], "a time and its shares, then the next row"
+    assert drawn[:3] == [("70.000", "20.000")] * 2 + [("35.000", "10.000")], (
+        "a time and its shares, then the next row"
+    )
     assert drawn[-2:] == [("33.333", "16.667"), ("83.333", "16.667")], "of a block: forward, then backward"
     assert 'x1="45.000%"' in html and "100.0 ms, predicted 90.0" in html
     assert "http" not in re.sub(r"xmlns\S+", "", html)
-    for part in ("Where the time went", "Step by step", "One transformer block", "Roofs", "Loss", "Peak memory"):
+    for part in (
+        "Where the time went",
+        "Step by step",
+        "One transformer block",
+        "Roofs",
+        "Loss",
+        "Peak memory",
+    ):
         assert f"<h2>{part}</h2>" in html
 
 
@@ -263,15 +317,23 @@ def drawn(made, narrow):
 def test_the_picture_has_the_lines_of_the_scripts_and_bars_as_long_as_the_times(narrow, recorded):
     drawn_texts, bars, breaks = drawn(recorded, narrow)
     texts, (first, *others) = [text.get_text() for text in drawn_texts], recorded.steps
-    assert len(bars) == len(recorded.steps) and len(breaks) == 1 and {part[2] for bar in bars for part in bar} == {16.0}
+    assert (
+        len(bars) == len(recorded.steps)
+        and len(breaks) == 1
+        and {part[2] for bar in bars for part in bar} == {16.0}
+    )
     longest = sum(width for _, width, _ in bars[0])
     layout = picture.LAYOUTS[narrow]
-    assert longest == pytest.approx(layout.bars_right - layout.bars_left), "step 0 reaches the end, and is broken"
+    assert longest == pytest.approx(layout.bars_right - layout.bars_left), (
+        "step 0 reaches the end, and is broken"
+    )
     scales = [sum(width for _, width, _ in bar) / line.ms for bar, line in zip(bars[1:], others, strict=True)]
     assert scales == pytest.approx([scales[0]] * len(scales)), "one scale for all others"
     for bar, line in zip(bars[1:], others, strict=True):
         share = line.category_ms["matrix products"] / sum(line.category_ms.values())
-        assert {name: width for name, width, _ in bar}["matrix products"] == pytest.approx(share * scales[0] * line.ms)
+        assert {name: width for name, width, _ in bar}["matrix products"] == pytest.approx(
+            share * scales[0] * line.ms
+        )
     assert f"{first.ms:,.0f} ms (bar cut short)" in texts and [
         text for text in texts if text.endswith(f"{others[-1].over_first.value:.1f} x")
     ]
@@ -282,13 +344,20 @@ def test_the_picture_has_the_lines_of_the_scripts_and_bars_as_long_as_the_times(
     shown = grey + [text[2:] for text in texts if text[:2] == "+ "]
     sources = "\n".join(line.row.source for line in recorded.steps)
     assert len(shown) > 15
-    assert all(text.removesuffix("…") in sources or re.fullmatch(r"\.\.\. \d+ more lines, and", text) for text in shown)
+    assert all(
+        text.removesuffix("…") in sources or re.fullmatch(r"\.\.\. \d+ more lines, and", text)
+        for text in shown
+    )
 
 
 def test_the_picture_leaves_out_what_is_no_change_of_code():
     before = runs.row("0_x", source='"""Doc."""\nimport a\n\nx = 1\nloss = f(x)\n')
-    after = runs.row("1_x", source='"""Other."""\nimport b\n\n# why\nx = 1  # one\nwith amp:\n    loss = f(x)\n')
-    assert changes.added_groups(before, after) == [["with amp:"]] and changes.added_groups(after, before) == []
+    after = runs.row(
+        "1_x", source='"""Other."""\nimport b\n\n# why\nx = 1  # one\nwith amp:\n    loss = f(x)\n'
+    )
+    assert (
+        changes.added_groups(before, after) == [["with amp:"]] and changes.added_groups(after, before) == []
+    )
     assert changes.added_groups(runs.row("0_x", source=None), after) == []
 
 
@@ -299,7 +368,9 @@ def test_ids_of_a_page_are_its_own_and_every_link_leads_to_a_section(recorded):
     assert set(re.findall(r'<a href="#([^"]+)"', html)) <= set(ids) and len(ids) > 5
 
 
-@pytest.mark.skipif(f"matplotlib=={matplotlib.__version__}" not in PINS, reason="another matplotlib draws other bytes")
+@pytest.mark.skipif(
+    f"matplotlib=={matplotlib.__version__}" not in PINS, reason="another matplotlib draws other bytes"
+)
 def test_the_site_and_the_pictures_of_readme_are_of_the_record(recorded):
     assert (runs.ROOT / "docs" / "index.html").read_text() == page_of(recorded)
     drawn = {path.name: path.read_text() for path in (tables.RESULTS / tables.SITE).glob("steps-*.svg")}
@@ -310,7 +381,8 @@ def test_the_site_and_the_pictures_of_readme_are_of_the_record(recorded):
 def test_long_sources_are_compared_in_no_time():
     began = time.monotonic()
     old, new = (
-        runs.row(name, source="".join(f"x = {i * k % 3}\n" for i in range(3000))) for name, k in (("a", 1), ("b", 2))
+        runs.row(name, source="".join(f"x = {i * k % 3}\n" for i in range(3000)))
+        for name, k in (("a", 1), ("b", 2))
     )
     changes.added_groups(old, new)
     assert time.monotonic() - began < 5
@@ -327,7 +399,15 @@ def test_a_picture_of_any_rows_is_drawn():
 def test_the_front_table_and_a_card_are_of_the_record(recorded):
     words = ["a", "b", "c", "d", "e"]
     rows = table.front_rows(recorded, words)
-    assert [*rows[0]] == ["script", "what it adds", "code lines added", "ms", "x the row above", "x FP32", "GiB"]
+    assert [*rows[0]] == [
+        "script",
+        "what it adds",
+        "code lines added",
+        "ms",
+        "x the row above",
+        "x FP32",
+        "GiB",
+    ]
     assert [row["code lines added"] for row in rows][:3] == ["-", "4", "1"] and [
         row["what it adds"] for row in rows
     ] == words
@@ -343,12 +423,22 @@ def test_the_front_table_and_a_card_are_of_the_record(recorded):
 
 def test_what_a_gpu_loses_among_several_adds_up():
     two, graph = runs.workload(gpus=2, parallel="ddp"), {"settings": runs.SETTINGS["3_compile"]}
-    alone, beside = (runs.row("2_sdpa", ms, profile=runs.profile(ms), product_ms=[ms]) for ms in (100.0, 125.0))
+    alone, beside = (
+        runs.row("2_sdpa", ms, profile=runs.profile(ms), product_ms=[ms]) for ms in (100.0, 125.0)
+    )
     beside.profile.categories["communication"], beside.profile.communication_ms = 2.5, 20.0
     beside.profile.idle_ms = 3.75
     one = runs.run(runs.row("1_cublas", 50.0), runs.row("2_sdpa", 80.0, **graph))
-    rows = [runs.row("1_cublas", 50.0, profile=runs.profile(50.0), **graph), beside, runs.row("3_compile", 0, "oom")]
-    places = {"1": one, "1-launched": runs.run(alone, runs.row("3_compile")), "2-ddp": runs.run(*rows, work=two)}
+    rows = [
+        runs.row("1_cublas", 50.0, profile=runs.profile(50.0), **graph),
+        beside,
+        runs.row("3_compile", 0, "oom"),
+    ]
+    places = {
+        "1": one,
+        "1-launched": runs.run(alone, runs.row("3_compile")),
+        "2-ddp": runs.run(*rows, work=two),
+    }
     found = scaling.scaled(study := runs.study("scaling", places))
     assert [row.share() for row in found] == ["-", "100.0 %*", "-", "-", "80.0 %?", "-", "-"]
     (row,), (*_, main, _, _) = scaling.lost_rows(found), scaling.main_rows(found)
@@ -365,9 +455,14 @@ def test_a_place_whose_rows_never_ran_keeps_its_name():
 
 
 def test_a_profile_that_took_another_time_than_the_steps_is_left_out():
-    rows = [runs.row(runs.STEPS[k], 100.0, profile=runs.profile(ms)) for k, ms in enumerate((100.0, 60.0, 140.0))]
+    rows = [
+        runs.row(runs.STEPS[k], 100.0, profile=runs.profile(ms)) for k, ms in enumerate((100.0, 60.0, 140.0))
+    ]
     good, *bad = figures(runs.run(*rows)).lines
-    assert good.category_ms and ["left out" in one.note and not one.category_ms for one in bad] == [True, True]
+    assert good.category_ms and ["left out" in one.note and not one.category_ms for one in bad] == [
+        True,
+        True,
+    ]
 
 
 def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
@@ -375,7 +470,12 @@ def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
     for width, ms in ((128, (90.0, 100.0, 100.0)), (256, (200.0, 100.0, 50.0))):
         rows = [runs.row(f"{k}_x", t, predicted_ms=t * (1.1, 0.7, 1.0)[k]) for k, t in enumerate(ms)]
         shapes[f"w{width}"] = runs.run(*rows, work=runs.workload(n_embd=width))
-    late = [runs.row("0_x"), runs.row("1_x", status="oom"), runs.row("2_x", 50.0), runs.row("3_x", status="skipped")]
+    late = [
+        runs.row("0_x"),
+        runs.row("1_x", status="oom"),
+        runs.row("2_x", 50.0),
+        runs.row("3_x", status="skipped"),
+    ]
     shapes["late"] = runs.run(*late, work=runs.workload(n_embd=512))
     shapes["dead"] = replace(runs.run(*late[1:2]), workload=None)
     study = runs.study("sweep", shapes)
@@ -390,37 +490,62 @@ def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
 def test_a_study_tells_once_what_is_unusual_in_its_rows():
     large = runs.row("0_x", status="oom", reason="large")
     odd = runs.row("1_x", step_ms=[1.0] * 5 + [2.0] * 5, note="odd")
-    a, b = runs.run(large, runs.row("1_x", loss=[4.0] * 10)), runs.run(large, odd, runs.row("2_x"), problems=["lost"])
+    a, b = (
+        runs.run(large, runs.row("1_x", loss=[4.0] * 10)),
+        runs.run(large, odd, runs.row("2_x"), problems=["lost"]),
+    )
     study = replace(runs.study("sweep", {"a": a, "b": b}), command="x && y")
     text, files = render(Path("f"), study)
-    page, learned = files["report.md"].decode(), "hardly learned: its last five losses were above 0.75 times the first"
+    page, learned = (
+        files["report.md"].decode(),
+        "hardly learned: its last five losses were above 0.75 times the first",
+    )
     drift = "the second half of the steps took over 5% more time"
     said = f"oom: large (a, 0_x; b, 0_x)\n{learned} (a, 1_x)\nodd (b, 1_x)\n{drift} (b, 1_x)\nlost"
-    assert said in text and text.endswith("\n\nReport: f/report.md and f/sweep.png") and "\n\n\n" not in text + page
+    assert (
+        said in text
+        and text.endswith("\n\nReport: f/report.md and f/sweep.png")
+        and "\n\n\n" not in text + page
+    )
     assert said in page.replace("\n- ", "\n") and page.endswith("Run it again:\n\n    x\n    y\n")
     assert page.startswith("# Sweep, 2 runs\n\nThe first run: GPU, ") and "TFLOP/s" not in page
 
 
 def test_losses_are_compared_seed_by_seed_and_against_seconds():
     def trained(x, step="2_sdpa", **fields):
-        return runs.run(runs.row(step, 50 * x, loss=[2 * x] * 50 + [9.0], heldout=[(10, x + 1), (20, x)], **fields))
+        return runs.run(
+            runs.row(step, 50 * x, loss=[2 * x] * 50 + [9.0], heldout=[(10, x + 1), (20, x)], **fields)
+        )
 
     made = {f"2_sdpa, seed {k}": trained(2.0 + k, warmup_s=9.0 + k) for k in range(3)}
     made |= {f"dead, seed {k}": trained(1.5 + k - 0.1 * (k == 2)) for k in range(3)}
     study = runs.study("parity", made | {"2_sdpa, seed 3": runs.run(runs.row("2_sdpa", status="oom"))})
     mean, reach, _ = parity.difference(study, "dead", "2_sdpa", parity.heldout_loss)
-    assert mean == pytest.approx(-1.6 / 3) and reach == pytest.approx(4.303 * 0.1 / 3, rel=1e-3), "of 0.5, 0.5 and 0.6"
+    assert mean == pytest.approx(-1.6 / 3) and reach == pytest.approx(4.303 * 0.1 / 3, rel=1e-3), (
+        "of 0.5, 0.5 and 0.6"
+    )
     (row,) = parity.tables(study)["Variants, and their differences from the script that they change:"]
     assert row["changes"] == "2_sdpa" and row["first losses: difference"] == "-1.0667"
     assert [*row.values()][5:8] == ["-0.5333", "**-0.6768 to -0.3899**", "0.179"]
-    assert parity.curves(study) == {"2_sdpa": [(1.5, 4.0), (3.0, 3.0)]} and parity.picture(study)[:4] == b"\x89PNG"
+    assert (
+        parity.curves(study) == {"2_sdpa": [(1.5, 4.0), (3.0, 3.0)]}
+        and parity.picture(study)[:4] == b"\x89PNG"
+    )
     study.runs["1_cublas, seed 0"] = trained(2.5, "1_cublas", warmup_s=4.0)
     study.runs["1_cublas, seed 0"].rows[0].heldout = [(10, 3.5), (20, 3.0), (30, 2.0)]
     vars(study.runs["2_sdpa, seed 0"].rows[0]).update(heldout=[(10, 4.0), (20, 2.5), (30, 2.25)])
     (plain, _), _, (cublas, sdpa) = parity.tables(study).values()
-    assert sdpa == {"step": "2_sdpa", "2.63 nats": "1.9", "2.44 nats": "2.2", "2.25 nats": "3.0", "warm-up s": "9.0"}
+    assert sdpa == {
+        "step": "2_sdpa",
+        "2.63 nats": "1.9",
+        "2.44 nats": "2.2",
+        "2.25 nats": "3.0",
+        "warm-up s": "9.0",
+    }
     assert (cublas["2.25 nats"], cublas["warm-up s"]) == ("3.4", "4.0"), "only the seed that both have"
-    assert (plain["seed 1"], plain["held-out: difference"]) == ("-", "-0.2500"), "from the row with the most seeds"
+    assert (plain["seed 1"], plain["held-out: difference"]) == ("-", "-0.2500"), (
+        "from the row with the most seeds"
+    )
 
 
 # --- the command and the documents ----------------------------------------------------------------
@@ -445,7 +570,9 @@ def test_the_command_writes_into_a_run_folder_and_its_code_tells_how_the_rows_en
     runs.put(folder, runs.row("0_baseline"))
     runs.put(folder, runs.row("1_cublas", status="skipped", reason="no FP8"))
     ended = report(folder)
-    assert (ended.returncode, ended.stderr) == (1, "") and "0_baseline" in ended.stdout, "2_sdpa is still to run"
+    assert (ended.returncode, ended.stderr) == (1, "") and "0_baseline" in ended.stdout, (
+        "2_sdpa is still to run"
+    )
     written = {path.name for path in folder.iterdir()} - {"plan.json", "0_baseline.json", "1_cublas.json"}
     assert written == {"results.json", "report.md", "report.html", "steps.png"}
     runs.put(folder, runs.row("2_sdpa"))

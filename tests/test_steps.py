@@ -60,7 +60,9 @@ def test_attention_matches_a_float64_reference(step):
     for seq_len in (1, 7, 32):
         x = torch.randn(2, seq_len, config.n_embd)
         with torch.no_grad():
-            torch.testing.assert_close(attention(x).double(), reference_attention(attention, x), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                attention(x).double(), reference_attention(attention, x), rtol=1e-4, atol=1e-5
+            )
 
 
 def losses(step, **overrides):
@@ -82,7 +84,9 @@ def test_all_steps_follow_the_same_losses_and_mixed_precision_stays_near():
 def test_the_optimizer_is_the_same_fused_adamw(step):
     run = built(step, lr=0.005)
     (group,) = run.optimizer.param_groups
-    given = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "fused", "amsgrad", "maximize")}
+    given = {
+        name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "fused", "amsgrad", "maximize")
+    }
     expected = {"lr": 0.005, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1, "fused": True}
     assert given == expected | {"amsgrad": False, "maximize": False}
     assert group["capturable"] == (run.capture is not None), "a graph needs it"
@@ -119,14 +123,21 @@ def test_a_changed_future_token_moves_no_earlier_logit(step):
 def test_initial_weights_follow_gpt2_and_are_the_same_in_all_steps():
     config = GPTConfig(n_layer=8, n_head=4, n_embd=128, seq_len=64, vocab_size=512)
     models = [GPT(config, module.Block, module.Head, 1337) for module in map(load_step, CPU_STEPS)]
-    other, x = GPT(config, load_step(STEPS[0]).Block, load_step(STEPS[0]).Head, 7), 5 * torch.randn(1, 64, 128)
+    other, x = (
+        GPT(config, load_step(STEPS[0]).Block, load_step(STEPS[0]).Head, 7),
+        5 * torch.randn(1, 64, 128),
+    )
     assert all(torch.equal(models[0].blocks[0].mlp(x), model.blocks[0].mlp(x)) for model in models)
     for name, parameter in models[0].named_parameters():
         assert all(torch.equal(parameter, model.get_parameter(name)) for model in models)
         if parameter.dim() == 2:
             residual = name.endswith(("attn.proj.weight", "mlp.proj.weight"))
             expected = 0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02
-            assert pytest.approx(expected, rel=0.05) == float(parameter.std()) != float(other.get_parameter(name).std())
+            assert (
+                pytest.approx(expected, rel=0.05)
+                == float(parameter.std())
+                != float(other.get_parameter(name).std())
+            )
         else:
             assert (parameter == (0.0 if name.endswith("bias") else 1.0)).all(), name
 
@@ -143,8 +154,13 @@ def test_flops_match_torch_on_step_0_but_for_the_half_square():
     assert flops.parameters(config) == sum(p.numel() for p in model.parameters())
     xl = PRESETS["gpt3-xl"][0]
     products = flops.matrix_products(xl, tokens=128)
-    assert products[128, 2048, 50304] == products[50304, 2048, 128] == 1, "the head's input and weight gradient"
-    assert sum(2 * m * n * k * count for (m, n, k), count in products.items()) == 6 * flops.matmul_parameters(xl) * 128
+    assert products[128, 2048, 50304] == products[50304, 2048, 128] == 1, (
+        "the head's input and weight gradient"
+    )
+    assert (
+        sum(2 * m * n * k * count for (m, n, k), count in products.items())
+        == 6 * flops.matmul_parameters(xl) * 128
+    )
 
 
 def test_a_transformer_engine_that_breaks_on_import_and_a_cpu_are_no_crash(tmp_path, monkeypatch):
