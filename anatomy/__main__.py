@@ -19,9 +19,11 @@ from common.text import OneLineParser, one_line, portable_command, progress, run
 
 # In the order in which they are read. `host` comes last: a profiler that has run may slow what is launched
 # after it.
-ALL = "roofline memory kernel layout precision learning attention fusion graph compiler capture techniques"
-ALL += " input_pipeline host"
-APART = "ablations parity"  # they run the scripts
+ALL = (
+    *("roofline", "memory", "kernel", "layout", "precision", "learning", "attention", "fusion", "graph"),
+    *("compiler", "capture", "techniques", "input_pipeline", "host"),
+)
+APART = ("ablations", "parity")  # they run the scripts
 
 
 def question(name: str) -> str:
@@ -40,16 +42,14 @@ def run_all(words: list[str]) -> int:
     shared.add_options(parser)
     options, failed, records = parser.parse_args(words), False, []
     try:
-        found = asdict(hardware.describe(shared.Lab("all", options).device))
+        environment = hardware.describe(shared.Lab("all", options).device)
     except ValueError as error:
         parser.error(one_line(error).replace("--output", "--json"))
-    known = found["versions"] | {"commit": found["commit"], "on": date.today()}
-    command, facts = (
-        portable_command("python -m anatomy", sys.argv[1:]),
-        (f"{k} {v}" for k, v in known.items()),
-    )
-    say(f"# Anatomy on {found['device']}\n\n`{command}`, {', '.join(facts)}")
-    for name in ALL.split():
+    facts = environment.versions | {"commit": environment.commit, "on": date.today()}
+    about = ", ".join(f"{name} {value}" for name, value in facts.items())
+    command = portable_command("python -m anatomy", sys.argv[1:])
+    say(f"# Anatomy on {environment.device}\n\n`{command}`, {about}")
+    for name in ALL:
         lab, began = shared.Lab(name, options), time.monotonic()
         try:
             sentence = importlib.import_module(f"anatomy.{name}").run(lab)
@@ -60,7 +60,7 @@ def run_all(words: list[str]) -> int:
         say(f"{name}: {time.monotonic() - began:.0f} s", sys.stderr)
         records.append(lab.record(question(name), sentence))
     if options.json:
-        write_json(options.json, {"environment": found, "experiments": records})
+        write_json(options.json, {"environment": asdict(environment), "experiments": records})
     return int(failed)
 
 
@@ -68,13 +68,12 @@ def main() -> int:
     words = sys.argv[1:]
     if words[:1] == ["all"]:
         return run_all(words[1:])
-    if words and words[0] in f"{ALL} {APART}".split():
+    if words and words[0] in (*ALL, *APART):
         return runpy.run_module(f"anatomy.{sys.argv.pop(1)}", run_name="__main__", alter_sys=True)
-    lists = ("\n".join(f"  {name:15} {question(name)}" for name in names.split()) for names in (ALL, APART))
-    parser = OneLineParser(prog="python -m anatomy", description="\n\n".join([__doc__.strip(), *lists]))
-    parser.add_argument(
-        "name", nargs="?", choices=[*ALL.split(), *APART.split(), "all"], metavar="NAME", help="or all"
-    )
+    questions = [f"  {name:15} {question(name)}" for name in (*ALL, *APART)]
+    questions.insert(len(ALL), "")
+    parser = OneLineParser(prog="python -m anatomy", description="\n".join([__doc__.strip(), "", *questions]))
+    parser.add_argument("name", nargs="?", choices=[*ALL, *APART, "all"], metavar="NAME", help="or all")
     parser.parse_args(words)
     say(parser.description)
     return 0

@@ -69,10 +69,11 @@ def nodes_and_saved_bytes(attention, shape, device):
 def run(lab, batch=None, heads=None, dim=None, dtype=None):
     B, H, D = batch or 1, heads or lab.pick(4, 4, 16), dim or lab.pick(64, 64, 128)
     dtype, times = dtype or (torch.bfloat16 if lab.amp else torch.float32), {}
-    half = dtype.itemsize == 2
-    precision, passes, exponential = (
-        ("bf16", 46, 256) if half else ("fp32", 26, 16) if lab.gpu else ("fp32", 23, 100)
-    )
+    precision, passes, exponential = "fp32", 26, 16
+    if dtype.itemsize == 2:
+        precision, passes, exponential = "bf16", 46, 256
+    elif not lab.gpu:
+        passes, exponential = 23, 100
     forms = {by_hand: (passes, 12 * D), fused: (0, 7 * D + exponential)}  # of each score: passes, FLOPs
 
     def seconds(form, T):
@@ -80,7 +81,7 @@ def run(lab, batch=None, heads=None, dim=None, dtype=None):
 
     short_s = [seconds(form, 16) for form in forms]
     lab.title = f"Forward and backward, B {B}, H {H}, D {D}, {dtype}"
-    for T in (256, 1024, 4096, 8192) if lab.gpu else (256, 512) if lab.quick else (256, 1024, 2048):
+    for T in lab.pick((256, 512), (256, 1024, 2048), (256, 1024, 4096, 8192)):
         for (form, (passes, flops)), launching_s in zip(forms.items(), short_s, strict=True):
             n_bytes, times[form] = dtype.itemsize * B * H * T * (12 * D + passes * T), seconds(form, T)
             work_s = n_bytes / rate("copy", lab.device) + flops * B * H * T * T / rate(precision, lab.device)
@@ -96,9 +97,9 @@ def run(lab, batch=None, heads=None, dim=None, dtype=None):
     for T in (128, 256):
         saved = (by_hand, 16, 4 * (3 * 64 * T + 4 * T * T) + T * T), (fused, 1, 4 * (4 * 64 * T + 4 * T))
         for form, nodes, n_bytes in saved:
-            found = nodes_and_saved_bytes(form, (2, 2, T, 16), lab.device)
-            lab.row(f"T {T}, {form.__name__}: nodes", found[0], nodes, "")
-            lab.row(f"T {T}, {form.__name__}: saved", found[1], n_bytes, "B")
+            kept_nodes, kept_bytes = nodes_and_saved_bytes(form, (2, 2, T, 16), lab.device)
+            lab.row(f"T {T}, {form.__name__}: nodes", kept_nodes, nodes, "")
+            lab.row(f"T {T}, {form.__name__}: saved", kept_bytes, n_bytes, "B")
     ratio = times[by_hand] / times[fused]
     return f"At the longest T attention by hand takes {ratio:.1f} times as long as fused."
 

@@ -78,12 +78,12 @@ def measure(lab, N):
         lab.row(tool, right_sides(capture, torch.ones(8, device=lab.device)), sides, "")
     lab.title = f"Compiled, {N} numbers in FP32"
     for what, (form, count, n_bytes) in FORMS.items():
-        found = torch._dynamo.explain(form)(x[:64]).graph_break_count
+        breaks = torch._dynamo.explain(form)(x[:64]).graph_break_count
         torch._dynamo.reset()
         fast = torch.compile(form, dynamic=False)
         host_s, times[what] = lab.seconds(partial(fast, x[:64].clone())), lab.seconds(partial(fast, x))
         moving_s = lab.copy_seconds(n_bytes * N)
-        lab.row(f"{what}: breaks", found, count, "")
+        lab.row(f"{what}: breaks", breaks, count, "")
         lab.row(f"{what}: time", times[what], host_s + moving_s if count else lab.expected(host_s, moving_s))
     return times["with the branch"] / times["mended"]
 

@@ -33,7 +33,7 @@ def run(lab, layers=None, rows=None, width=None):
     layers, C = layers or 2, width or 256
     blocks = ((nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C)) for _ in range(layers))
     model = nn.Sequential(*(part for block in blocks for part in block)).to(lab.device)
-    x, one = torch.randn(rows or 256, C, device=lab.device), torch.ones(1, device=lab.device)
+    x, number = torch.randn(rows or 256, C, device=lab.device), torch.ones(1, device=lab.device)
     modes = ("default", "reduce-overhead", "max-autotune") if lab.gpu else ("default",)
 
     def step_of(call):
@@ -50,7 +50,7 @@ def run(lab, layers=None, rows=None, width=None):
 
     lab.title = f"Forward and backward of {layers} MLPs, {tuple(x.shape)}"
     first_steps("default")  # imports the compiler
-    launch_s, eager_s = lab.seconds(lambda: one * 2), lab.seconds(step_of(model))
+    launch_s, eager_s = lab.seconds(lambda: number * 2), lab.seconds(step_of(model))
     lab.row("eager: a step", eager_s)
     predicted = eager_s
     for mode in modes:

@@ -16,7 +16,9 @@ Change: --numbers 4096. What limits the four kernels now? --edge 256: does the e
 Source: Ansel et al., PyTorch 2 (ASPLOS 2024), on Inductor's fusion.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -57,50 +59,56 @@ def linear_relu(a, m, c):
     return torch.relu(a @ m + c)
 
 
+def linear_relu_in_blas(a, m, c):
+    return torch._addmm_activation(c, a, m)
+
+
+class Case(NamedTuple):
+    expression: str
+    form: str
+    function: Callable | None  # None: not on this machine
+    inputs: tuple
+    host_s: float  # to launch it
+    moved: int  # numbers read or written
+    product_s: float = 0.0  # of the matrix product inside
+
+
+def cases(lab, N, E, rand):
+    (x, w, b), number, small = rand(3, N) + 1, rand(1), rand(64, 1024).unbind()
+    (a, m), c = rand(2, E, E) / E, rand(E)
+    launch_s, each_s = lab.seconds(lambda: number * 2), lab.seconds(lambda: small[0] * 2)
+    product_s, numbers = lab.seconds(lambda: a @ m), [number for _ in range(64)]
+    together_s = lab.seconds(lambda: torch._foreach_mul(numbers, 2))
+    by_hand, compiled = gate_in_triton if lab.gpu and triton else None, torch.compile
+    gated, quotients, products = "sigmoid(relu(x*w+b))", "x / x.sum()", "relu(A@B+c)"
+    yield Case(gated, "eager", gate, (x, w, b), 4 * launch_s, 10 * N)
+    yield Case(gated, "compiled", compiled(gate), (x, w, b), launch_s, 4 * N)
+    yield Case(gated, "Triton by hand", by_hand, (x, w, b), launch_s, 4 * N)
+    yield Case(quotients, "eager", quotient, (x,), 2 * launch_s, 3 * N)
+    yield Case(quotients, "compiled", compiled(quotient), (x,), 2 * launch_s, 3 * N)
+    yield Case("relu(x)", "compiled", compiled(torch.relu), (x,), launch_s, 2 * N)
+    yield Case(products, "eager", linear_relu, (a, m, c), 3 * launch_s, 4 * E * E, product_s)
+    yield Case(products, "compiled", compiled(linear_relu), (a, m, c), 2 * launch_s, 2 * E * E, product_s)
+    yield Case(products, "BLAS", linear_relu_in_blas, (a, m, c), launch_s, 0, product_s)
+    yield Case("64 small x * 2", "eager", lambda *xs: [x * 2 for x in xs], small, 64 * each_s, 0)
+    yield Case("64 small x * 2", "one call", lambda *xs: torch._foreach_mul(xs, 2), small, together_s, 0)
+
+
 def run(lab, numbers=None, edge=None, dtype=None):
     N, E = numbers or lab.pick(2**22, 2**23, 2**26), edge or lab.pick(512, 1024, 4096)
-    rand, compiled = partial(torch.rand, device=lab.device, dtype=dtype or torch.float32), torch.compile
-    (x, w, b), one, small = rand(3, N) + 1, rand(1), rand(64, 1024).unbind()
-    (a, m), c, b_bytes = rand(2, E, E) / E, rand(E), one.itemsize
-    launch_s, each_s, product_s = (
-        lab.seconds(call) for call in (lambda: one * 2, lambda: small[0] * 2, lambda: a @ m)
-    )
-    together_s = lab.seconds(lambda: torch._foreach_mul([one] * 64, 2))
-    by_hand = gate_in_triton if lab.gpu and triton else None
-    # expression, form, function, inputs, the host's seconds, numbers read or written, seconds of a product
-    cases = [
-        ("sigmoid(relu(x*w+b))", "eager", gate, (x, w, b), 4 * launch_s, 10 * N, 0),
-        ("sigmoid(relu(x*w+b))", "compiled", compiled(gate), (x, w, b), launch_s, 4 * N, 0),
-        ("sigmoid(relu(x*w+b))", "Triton by hand", by_hand, (x, w, b), launch_s, 4 * N, 0),
-        ("x / x.sum()", "eager", quotient, (x,), 2 * launch_s, 3 * N, 0),
-        ("x / x.sum()", "compiled", compiled(quotient), (x,), 2 * launch_s, 3 * N, 0),
-        ("relu(x)", "compiled", compiled(torch.relu), (x,), launch_s, 2 * N, 0),
-        ("relu(A@B+c)", "eager", linear_relu, (a, m, c), 3 * launch_s, 4 * E * E, product_s),
-        ("relu(A@B+c)", "compiled", compiled(linear_relu), (a, m, c), 2 * launch_s, 2 * E * E, product_s),
-        (
-            "relu(A@B+c)",
-            "BLAS",
-            lambda a, m, c: torch._addmm_activation(c, a, m),
-            (a, m, c),
-            launch_s,
-            0,
-            product_s,
-        ),
-        ("64 small x * 2", "eager", lambda *xs: [x * 2 for x in xs], small, 64 * each_s, 0, 0),
-        ("64 small x * 2", "one call", lambda *xs: torch._foreach_mul(xs, 2), small, together_s, 0, 0),
-    ]
-    lab.title, answers = f"N = {N}, A and B ({E}, {E}), {x.dtype}", {}
-    for expression, form, function, inputs, host_s, moved, work_s in cases:
-        predicted = lab.expected(host_s, work_s + (lab.copy_seconds(moved * b_bytes) if moved else 0))
-        measured = "needs a GPU and Triton"
-        if function:
-            answer = answers.setdefault(expression, function(*inputs))
-            torch.testing.assert_close(function(*inputs), answer, rtol=0.02, atol=0.05)
-            measured = lab.seconds(partial(function, *inputs))
-        lab.row(f"{expression}, {form}", measured, predicted, moved=f"{moved * b_bytes / 1e6:.0f} MB")
-    return (
-        f"Compiled, {cases[0][0]} runs {lab.rows[0]['measured'] / lab.rows[1]['measured']:.2f} times as fast."
-    )
+    dtype, answers = dtype or torch.float32, {}
+    lab.title = f"N = {N}, A and B ({E}, {E}), {dtype}"
+    for case in cases(lab, N, E, partial(torch.rand, device=lab.device, dtype=dtype)):
+        n_bytes, measured = case.moved * dtype.itemsize, "needs a GPU and Triton"
+        predicted = lab.expected(case.host_s, case.product_s + (lab.copy_seconds(n_bytes) if n_bytes else 0))
+        if case.function:
+            answer = answers.setdefault(case.expression, case.function(*case.inputs))
+            torch.testing.assert_close(case.function(*case.inputs), answer, rtol=0.02, atol=0.05)
+            measured = lab.seconds(partial(case.function, *case.inputs))
+        what = f"{case.expression}, {case.form}"
+        lab.row(what, measured, predicted, moved=f"{n_bytes / 1e6:.0f} MB")
+    faster = lab.rows[0]["measured"] / lab.rows[1]["measured"]
+    return f"Compiled, sigmoid(relu(x*w+b)) runs {faster:.2f} times as fast."
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def run(lab, load=None, step=None):
         fed_s = row(f"{workers} workers", max(step_s, load_s / workers), workers)
     if lab.gpu:
         row(f"{enough} workers, pinned", max(step_s, load_s / enough), enough, pinned=True)
-    mean_s, slow_s = (load_s / 2 * n for n in ((SLOW_EVERY - 1 + SLOW_TIMES) / SLOW_EVERY, SLOW_TIMES))
+    mean_s, slow_s = load_s / 2 * (SLOW_EVERY - 1 + SLOW_TIMES) / SLOW_EVERY, load_s / 2 * SLOW_TIMES
     workers = math.ceil(1.5 * mean_s / step_s)
     lab.title = (
         f"Loading takes {mean_s * 1e3:.0f} ms on average, every {SLOW_EVERY}th batch {slow_s * 1e3:.0f}"

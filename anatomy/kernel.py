@@ -51,9 +51,8 @@ def run(lab, edge=None):
     for programs in (1, 2, 4, 8, 16):
         copy = partial(copy_kernel[(processors * programs,)], x, y, x.numel(), BLOCK=1024, num_warps=4)
         reached = 2 * x.nbytes / lab.device_seconds(copy, 10)
-        lab.row(
-            f"{programs} programs", reached, alone and min(rate("copy", lab.device), programs * alone), "B/s"
-        )
+        predicted = min(rate("copy", lab.device), programs * alone) if alone else None
+        lab.row(f"{programs} programs", reached, predicted, "B/s")
         alone = alone or reached
     lab.title = f"A product of ({edge}, {edge}) matrices in BF16"
     a, b, c = torch.randn(3, edge, edge, device=lab.device, dtype=torch.bfloat16)

@@ -49,9 +49,8 @@ class Lab:
             check_output(options.json)
         self.name, self.device = name, hardware.resolve_device(options.device)
         self.gpu, self.iters, self.quick = self.device.type == "cuda", options.iters, options.quick
-        self.amp = self.gpu and hardware.has_bf16_matrix_instructions(
-            self.device
-        )  # else experiments take FP32
+        # Without BF16 matrix products, experiments take FP32.
+        self.amp = self.gpu and hardware.has_bf16_matrix_instructions(self.device)
         self.title, self.rows = "", []  # the title of the next row's table
         torch.set_float32_matmul_precision("highest")  # some containers set TF32
         if self.gpu:
@@ -62,24 +61,26 @@ class Lab:
             mallopt(-1, -1)  # M_TRIM_THRESHOLD
             mallopt(-4, 0)  # M_MMAP_MAX
 
-    def pick(self, quick: int, cpu: int, gpu: int) -> int:
-        """A size. A GPU keeps its own with --quick: smaller ones would time only launches."""
-        return gpu if self.gpu else quick if self.quick else cpu
+    def pick(self, quick, cpu, gpu):
+        """A size, or several. A GPU keeps its own with --quick: smaller ones would time only launches."""
+        if self.gpu:
+            return gpu
+        return quick if self.quick else cpu
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Time of one call with the GPU's work: a median. Calls follow each other without a wait."""
         call()  # the first one compiles and allocates
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
         least_s = QUICK_S if self.quick else TIMED_S
-        return (
-            timer.timeit(self.iters) if self.iters else timer.blocked_autorange(min_run_time=least_s)
-        ).median
+        if self.iters:
+            return timer.timeit(self.iters).median
+        return timer.blocked_autorange(min_run_time=least_s).median
 
     def device_seconds(self, call: Callable[[], object], calls: int = 50, launches: int = 1) -> float:
         """A GPU's own time of a call that launches about so many kernels: it sleeps until the host has
         launched all `calls`, whose kernels are at most about 1000. A CPU launches nothing."""
         call()  # the first one compiles
-        return timing.seconds(call, calls, self.device, launches) if self.gpu else self.seconds(call)
+        return timing.mean_seconds(call, calls, self.device, launches) if self.gpu else self.seconds(call)
 
     def copy_seconds(self, n_bytes: float) -> float:
         """Time of a pass that reads and writes so many bytes in all, the same ones again and again."""
@@ -113,11 +114,9 @@ class Lab:
         by_title = {row["table"]: [] for row in self.rows}
         for row in self.rows:
             predicted, measured, unit = row["predicted"], row["measured"], row["unit"]
-            cells = {
-                "": row["what"],
-                **row["columns"],
-                "predicted": "<= " * row["at_most"] + shown(predicted, unit),
-            }
+            cells = {"": row["what"], **row["columns"], "predicted": shown(predicted, unit)}
+            if row["at_most"]:
+                cells["predicted"] = f"<= {cells['predicted']}"
             cells["measured"] = row["missing"] or shown(measured, unit)
             cells["ratio"] = f"{measured / predicted:.2f}" if predicted and measured is not None else "-"
             by_title[row["table"]].append(cells)
@@ -132,7 +131,8 @@ def shown(figure: float | None, unit: str) -> str:
     if not figure or not unit:
         return "-" if figure is None else f"{figure:.4g} {unit}".rstrip()
     scale, prefix = next((pair for pair in PREFIXES if abs(figure) >= pair[0]), PREFIXES[-1])
-    return f"{figure / scale:.{3 if abs(figure) < 999.5 * scale else 4}g} {prefix}{unit}"
+    digits = 3 if abs(figure) < 999.5 * scale else 4
+    return f"{figure / scale:.{digits}g} {prefix}{unit}"
 
 
 @functools.cache
@@ -141,9 +141,8 @@ def rate(of: str, device: torch.device) -> float:
     product in `fp32`, `tf32` or `bf16`."""
     if of == "copy":
         source, target = torch.ones(2, LARGE_COPY[device.type] // 8, device=device)
-        return (
-            2 * source.nbytes / timing.steady_seconds(lambda: torch.neg(source, out=target), device, TIMED_S)
-        )
+        seconds = timing.steady_seconds(lambda: torch.neg(source, out=target), device, TIMED_S)
+        return 2 * source.nbytes / seconds
     edge = LARGE_EDGE[device.type]
     a, b = torch.randn(2, edge, edge, device=device, dtype=torch.bfloat16 if of == "bf16" else torch.float32)
     torch.set_float32_matmul_precision("high" if of == "tf32" else "highest")
@@ -153,12 +152,10 @@ def rate(of: str, device: torch.device) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: auto, a GPU if any"
-    )
-    parser.add_argument(
-        "--iters", type=positive_int, metavar="N", help="timed calls (default: as many as take 0.2 s)"
-    )
+    text = "default: auto, a GPU if any"
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help=text)
+    text = "timed calls (default: as many as take 0.2 s)"
+    parser.add_argument("--iters", type=positive_int, metavar="N", help=text)
     parser.add_argument("--quick", action="store_true", help="smaller sizes on a CPU, and fewer timed calls")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows")
 
@@ -174,17 +171,18 @@ def main(run: Callable) -> None:
 
     def work() -> None:
         options = parser.parse_args()
+        chosen = {name: getattr(options, name) for name in names}
+        if "dtype" in names:
+            chosen["dtype"] = DTYPES.get(options.dtype)
         try:
             lab = Lab(module.__spec__.name.rpartition(".")[2], options)
-            sentence = run(
-                lab, **{name: DTYPES.get(x, x) for name, x in vars(options).items() if name in names}
-            )
+            sentence = run(lab, **chosen)
         except (ValueError, RuntimeError, MemoryError) as error:  # no such device, too little memory, a size
             parser.error(one_line(error).replace("--output", "--json"))
         progress("")
-        found = lab.record(module.__doc__.partition("\n")[0], sentence)
-        say(f"{found['question']}\n\n{lab.tables()}\n\n{sentence}")
+        record = lab.record(module.__doc__.partition("\n")[0], sentence)
+        say(f"{record['question']}\n\n{lab.tables()}\n\n{sentence}")
         if options.json:
-            write_json(options.json, found | {"environment": asdict(hardware.describe(lab.device))})
+            write_json(options.json, record | {"environment": asdict(hardware.describe(lab.device))})
 
     run_command(work, parser.prog)

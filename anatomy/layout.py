@@ -70,7 +70,7 @@ def strides(lab, M, N, K, dtype):
     for name, operation in {**operations, "x + y": y.add}.items():
         plain_s, view_s = lab.seconds(partial(operation, x)), lab.seconds(partial(operation, view))
         first_s = lab.seconds(lambda operation=operation: operation(view.contiguous()))
-        lab.row(name, view_s, plain_s + lost_s * (name == "x + y"))
+        lab.row(name, view_s, plain_s + (lost_s if name == "x + y" else 0.0))
         lab.row(f"{name}, .contiguous() first", first_s, plain_s + copy_s)
     return view_s / plain_s
 

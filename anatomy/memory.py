@@ -48,13 +48,12 @@ def caches(device):
     """Level -> bytes of the caches for data, smallest first."""
     if device.type == "cuda":
         return {"L2": torch.cuda.get_device_properties(device).L2_cache_size}
-    folders = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
-    facts = [
-        [(folder / name).read_text().strip() for name in ("level", "type", "size")] for folder in folders
-    ]
-    return {
-        f"L{level}": int(size[:-1]) * 2**10 for level, kind, size in facts if kind != "Instruction"
-    }  # size: 32K
+    levels = {}
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
+        if kind != "Instruction":
+            levels[f"L{level}"] = int(size.removesuffix("K")) * 2**10
+    return levels
 
 
 def inside_the_multiprocessors(lab):
@@ -75,11 +74,8 @@ def run(lab, smallest=None, largest=None):
     least, most = (smallest or lab.pick(64, 64, 1024)) * 2**10, (largest or lab.pick(256, 256, 4096)) * 2**20
     if least > most:
         raise ValueError(f"--smallest {least >> 10} (KiB) is above --largest {most >> 20} (MiB)")
-    levels, buffers, threads = (
-        caches(lab.device),
-        torch.ones(2, most // 8, device=lab.device),
-        torch.get_num_threads(),
-    )
+    levels, threads = caches(lab.device), torch.get_num_threads()
+    buffers = torch.ones(2, most // 8, device=lab.device)
 
     def copy_seconds(size):
         source, target = buffers[:, : max(1, size // 8)]
@@ -87,14 +83,16 @@ def run(lab, smallest=None, largest=None):
 
     torch.set_num_threads(1)
     empty_s, held = copy_seconds(8), {**levels, "DRAM": 3 * most}
-    rates = {
-        name: n / 3 / max(copy_seconds(n // 3) - empty_s, 1e-9) for name, n in held.items() if n <= 3 * most
-    }
+    rates = {}
+    for name, n in held.items():
+        if n <= 3 * most:
+            rates[name] = n / 3 / max(copy_seconds(n // 3) - empty_s, 1e-9)
     lab.title = "A copy; " + ", ".join(f"{name} {n / 2**20:g} MiB" for name, n in levels.items())
-    for size in [most // 4**k for k in range(16) if most // 4**k >= least][::-1]:
+    sizes = [most // 4**k for k in range(16)]
+    for size in sorted(size for size in sizes if size >= least):
         level, rate = next((name, rate) for name, rate in rates.items() if size <= held[name])
         reached = size / copy_seconds(size)
-        curve = "#" * round(20 * reached / max(rates.values()))
+        curve = "".ljust(round(20 * reached / max(rates.values())), "#")
         lab.row(f"{size / 2**20:g} MiB, {level}", reached, size / (empty_s + size / rate), "B/s", curve=curve)
     torch.set_num_threads(threads)
     fastest = max(row["measured"] for row in lab.rows)

@@ -24,11 +24,8 @@ import torch.nn.functional as F
 from anatomy.lab import main, rate, shown
 
 CHANNELS, H, D = 1024, 16, 64
-PRECISIONS = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "bf16",
-}  # FP16 runs at BF16's rate
+# FP16 runs at BF16's rate.
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
 
 
 def operations(lab, dtype, N, T):
@@ -39,8 +36,7 @@ def operations(lab, dtype, N, T):
     # max, subtract, exp, sum, divide
     yield "softmax", partial(torch.softmax, dim=-1), (x,), (row,), 5 * N, 2 * N * b
     yield "LayerNorm", lambda x: F.layer_norm(x, (CHANNELS,), weight, bias), (x,), (row,), 8 * N, 2 * N * b
-    edges = [2**i for i in range(8, 14)] if lab.gpu else [32, 128, 512] if lab.quick else [32, 128, 512, 1024]
-    for n in edges:
+    for n in lab.pick((32, 128, 512), (32, 128, 512, 1024), (256, 512, 1024, 2048, 4096, 8192)):
         yield f"product, n = {n}", torch.matmul, rand(2, n, n), rand(2, 16, 16), 2 * n**3, 3 * n * n * b
     attention = partial(F.scaled_dot_product_attention, is_causal=True)
     qkv, shortest = rand(3, 1, H, T, D), rand(3, 1, 1, 16, D)
@@ -55,11 +51,10 @@ def run(lab, numbers=None, length=None, dtype=None):
     lab.title = f"{dtype}, copy {shown(bandwidth, 'B/s')}, product {shown(peak, 'FLOP/s')}"
     for name, function, inputs, smallest, flops, n_bytes in operations(lab, dtype, N, T):
         launch_s = lab.seconds(partial(function, *smallest))
-        moving_s, computing_s = n_bytes / bandwidth, flops / peak
-        roof_s = max(moving_s, computing_s)
-        bound = "launch" if launch_s > roof_s else "memory" if moving_s > computing_s else "arithmetic"
+        bounds = {"launch": launch_s, "memory": n_bytes / bandwidth, "arithmetic": flops / peak}
+        roof_s = max(bounds["memory"], bounds["arithmetic"])
         measured_s = lab.seconds(partial(function, *inputs))
-        cells = {"FLOP/byte": f"{flops / n_bytes:.3g}", "bound by": bound}
+        cells = {"FLOP/byte": f"{flops / n_bytes:.3g}", "bound by": max(bounds, key=bounds.get)}
         lab.row(name, measured_s, lab.expected(launch_s, roof_s), **cells)
     return f"The ridge of this machine is at {peak / bandwidth:.0f} FLOP per byte."
 

@@ -4,8 +4,9 @@ import argparse
 import hashlib
 import os
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -17,9 +18,17 @@ from common.text import OneLineParser, Skip, positive_int
 # Launched steps before anything else. DDP divides gradients into buckets anew, and times itself, in its first
 # 10: no CUDA graph can hold that.
 WARMUP, DDP_WARMUP = 3, 11
-# Free GiB from which `auto` takes a preset at a batch size: what FP32 with attention by hand needs, and a
-# tenth more.
-AUTO = {83: ("gpt3-6.7b-slice", 8), **{2 * n + 2: ("gpt2", n) for n in (32, 16, 8, 4, 2)}}
+# (Free GiB, preset, batch size) of what `auto` takes on a GPU: the first that fits. It is what FP32 with
+# attention by hand needs, and a tenth more.
+AUTO = (
+    (83, "gpt3-6.7b-slice", 8),
+    (66, "gpt2", 32),
+    (34, "gpt2", 16),
+    (18, "gpt2", 8),
+    (10, "gpt2", 4),
+    (6, "gpt2", 2),
+    (0, "gpt2", 1),
+)
 RECORD_MARKS = {
     "schema_version",
     "launch_s",
@@ -31,22 +40,46 @@ FEWEST_STEPS, MOST_STEPS, STEPS_FLOPS = (
     8,
     30,
     5e14,
-)  # by default on a GPU: as many steps as so many model FLOPs take
+)  # by default on a GPU: as many as take so many model FLOPs
+# Bytes a parameter in training: FP32 weight, gradient and two moments. On a CPU the rehearsal's copy of the
+# weights lies in the same memory.
+GPU_BYTES, CPU_BYTES = 16, 20
 
 
-class Arguments(argparse.Namespace):
-    """What one run does: the options of `build_parser` by name, checked, and what they mean here."""
+class Place(NamedTuple):
+    """Where this process stands among those that torchrun started; alone 0 of 1."""
+
+    rank: int
+    processes: int
+    local_rank: int  # on its own machine: the index of its GPU
+
+
+@dataclass
+class Arguments:
+    """What one run does: the options of `build_parser`, checked, and what they mean on this machine."""
 
     script: Path
+    output: Path  # of the record
+    # What is trained.
     preset: str  # that defaults came from
     config: GPTConfig
+    batch_size: int  # sequences a training step, of each process
     text: data.Text
+    seed: int  # of weights and batches
+    lr: float
+    # How it runs.
     device: torch.device
-    amp_dtype: torch.dtype
     amp: bool  # whether autocast has anything to do
-    rank: int  # of this process, among `processes` that torchrun started; alone 0 of 1
+    amp_dtype: torch.dtype
+    rank: int
     processes: int
+    parallel: str | None  # how several processes share the model: ddp, fsdp
     warmup: int  # launched steps, before a capture
+    steps: int  # trained and timed, at least
+    heldout_every: int | None
+    capture: bool
+    cold: bool
+    profile: bool
 
     def require_fp8(self) -> None:
         """Raises Skip without an NVIDIA GPU that multiplies FP8, and where a matrix has a dimension that FP8
@@ -55,20 +88,19 @@ class Arguments(argparse.Namespace):
         if capability < hardware.FP8_CAPABILITY:
             raise Skip("FP8 needs an NVIDIA GPU of the generation Ada, Hopper or newer")
         unit = hardware.fp8_unit(capability)
-        sizes = {
-            "--n-embd": self.config.n_embd,
-            "--batch-size x --seq-len": self.batch_size * self.config.seq_len,
-        }
-        for name, size in (sizes | {"--vocab-size": self.config.vocab_size}).items():
+        tokens = self.batch_size * self.config.seq_len
+        sizes = {"--n-embd": self.config.n_embd, "--batch-size x --seq-len": tokens}
+        sizes["--vocab-size"] = self.config.vocab_size
+        for name, size in sizes.items():
             if size % unit:
                 raise Skip(f"FP8 needs {name} divisible by {unit}, not {size}")
 
     def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tokens and targets of all steps and of one untimed step after them, on the device: this process's
         share of what one process would draw that takes the sequences of all."""
-        n_batches, first = self.steps + 1, self.rank * self.batch_size
-        seq_len, of_all = self.config.seq_len, self.processes * self.batch_size
-        starts = data.draw_starts(self.text, n_batches, of_all, seq_len, self.seed)
+        first, seq_len = self.rank * self.batch_size, self.config.seq_len
+        of_all = self.processes * self.batch_size
+        starts = data.draw_starts(self.text, self.steps + 1, of_all, seq_len, self.seed)
         return data.stage_batches(self.text, starts[:, first : first + self.batch_size], seq_len, self.device)
 
     def workload(self) -> Workload:
@@ -81,11 +113,13 @@ class Arguments(argparse.Namespace):
             text=self.text.name,
             text_sha256=hashlib.sha256(self.text.tokens).hexdigest()[:16],
             gpus=self.processes,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            lr=self.lr,
+            warmup=self.warmup,
+            steps=self.steps,
+            parallel=self.parallel,
             **asdict(self.config),
-            **{
-                name: getattr(self, name)
-                for name in ("batch_size", "seed", "lr", "warmup", "steps", "parallel")
-            },
         )
 
 
@@ -94,62 +128,148 @@ def build_parser(name: str, description: str | None) -> OneLineParser:
         f"  {name:16} batch {batch_size} of {config}" for name, (config, batch_size) in PRESETS.items()
     ]
     parser = OneLineParser(prog=name, description=description, epilog="\n".join(["presets:", *presets]))
-    shape = parser.add_argument_group("workload (what is trained; defaults come from the preset)")
-    run = parser.add_argument_group("run (how it is measured)")
-    text = "auto (default) takes tiny on a CPU, and on a GPU what fits its free memory"
-    shape.add_argument("--preset", choices=["auto", *PRESETS], metavar="NAME", default="auto", help=text)
-    run.add_argument(
-        "--parallel", choices=["ddp", "fsdp"], help="how processes share the model (default: ddp)"
-    )
-    for group, option, kind, text in (
-        (shape, "--n-layer", positive_int, "transformer blocks"),
-        (shape, "--n-head", positive_int, "attention heads; divides --n-embd"),
-        (shape, "--n-embd", positive_int, "channels of the residual stream"),
-        (shape, "--seq-len", positive_int, "tokens per sequence"),
-        (shape, "--vocab-size", positive_int, "token ids, 0 to N-1"),
-        (shape, "--batch-size", positive_int, "sequences per training step, of each process"),
-        (shape, "--lr", float, "AdamW's rate, constant, at most 1 (default: by layers and channels)"),
-        (shape, "--seed", positive_int, "weights and batches (default: 1337)"),
-        (
-            run,
-            "--steps",
-            positive_int,
-            "steps trained and timed, at least (default: 8 to 30, by size; CPU: 14)",
-        ),
-        (run, "--heldout-every", positive_int, "the loss on held-out text after every N trained steps"),
-    ):
-        group.add_argument(option, type=kind, metavar="X" if kind is float else "N", help=text)
-    text = "a text as bytes, or uint16 .bin of nanoGPT, llm.c (default: Python's standard library)"
-    shape.add_argument("--data", type=Path, metavar="FILE", help=text)
-    run.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto, a GPU if any"
-    )
-    run.add_argument(
-        "--output", type=Path, metavar="FILE", help="the record (default: results/ and the script's name)"
-    )
-    run.add_argument(
-        "--profile", action="store_true", help="where the time goes: kernels, in the record and on stderr"
-    )
-    text = "launch each kernel from the host, also where the step could be captured as a CUDA graph"
-    run.add_argument("--no-capture", action="store_false", dest="capture", help=text)
-    text = "train without a rehearsal: FP8's first scales are unknown, and its first steps are lost"
-    run.add_argument("--cold", action="store_true", help=text)
-    parser.set_defaults(seed=1337)
+    add_workload(parser.add_argument_group("workload (what is trained; defaults come from the preset)"))
+    add_run(parser.add_argument_group("run (how it is measured)"))
     return parser
+
+
+def add_workload(group) -> None:
+    text = "auto (default) takes tiny on a CPU, and on a GPU what fits its free memory"
+    group.add_argument("--preset", choices=["auto", *PRESETS], metavar="NAME", default="auto", help=text)
+    counts = {
+        "--n-layer": "transformer blocks",
+        "--n-head": "attention heads; divides --n-embd",
+        "--n-embd": "channels of the residual stream",
+        "--seq-len": "tokens per sequence",
+        "--vocab-size": "token ids, 0 to N-1",
+        "--batch-size": "sequences per training step, of each process",
+    }
+    for option, text in counts.items():
+        group.add_argument(option, type=positive_int, metavar="N", help=text)
+    text = "AdamW's rate, constant, at most 1 (default: by layers and channels)"
+    group.add_argument("--lr", type=float, metavar="X", help=text)
+    text = "weights and batches (default: 1337)"
+    group.add_argument("--seed", type=positive_int, metavar="N", default=1337, help=text)
+    text = "a text as bytes, or uint16 .bin of nanoGPT, llm.c (default: Python's standard library)"
+    group.add_argument("--data", type=Path, metavar="FILE", help=text)
+
+
+def add_run(group) -> None:
+    text = "default: auto, a GPU if any"
+    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=text)
+    text = "steps trained and timed, at least (default: 8 to 30, by size; CPU: 14)"
+    group.add_argument("--steps", type=positive_int, metavar="N", help=text)
+    text = "the loss on held-out text after every N trained steps"
+    group.add_argument("--heldout-every", type=positive_int, metavar="N", help=text)
+    text = "how processes share the model (default: ddp)"
+    group.add_argument("--parallel", choices=["ddp", "fsdp"], help=text)
+    text = "the record (default: results/ and the script's name)"
+    group.add_argument("--output", type=Path, metavar="FILE", help=text)
+    text = "where the time goes: kernels, in the record and on stderr"
+    group.add_argument("--profile", action="store_true", help=text)
+    text = "launch each kernel from the host, also where the step could be captured as a CUDA graph"
+    group.add_argument("--no-capture", action="store_false", dest="capture", help=text)
+    text = "train without a rehearsal: FP8's first scales are unknown, and its first steps are lost"
+    group.add_argument("--cold", action="store_true", help=text)
 
 
 def parse_args(
     script: Path, description: str | None, argv: list[str] | None = None, trains: bool = True
 ) -> Arguments:
-    """Read and check the command line. Anything wrong prints one line and exits with code 2. `trains`:
-    here."""
+    """Read and check the command line of a script. Anything wrong prints one line and exits with code 2.
+
+    Without `trains` nothing is trained here: free memory and the output are not checked.
+    """
     parser = build_parser(script.name, description)
-    args = parser.parse_args(argv, Arguments(script=script))
+    options = parser.parse_args(argv)
     try:
-        resolve(args, trains)
+        args = resolve(options, script)
+        if trains:
+            check_memory(args)
+            check_output(args.output)
+        return args
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         parser.error(str(error))
-    return args
+
+
+def resolve(options: argparse.Namespace, script: Path) -> Arguments:
+    """What the options of `build_parser` mean on this machine. Raises ValueError, one line, for what cannot
+    run."""
+    place = place_of_process()
+    device = hardware.resolve_device(options.device, place.local_rank)
+    preset, batch_size = resolve_preset(options.preset, device)
+    batch_size = options.batch_size or batch_size
+    config = resolve_config(options, preset)
+    amp = hardware.has_bf16_matrix_instructions(device)
+    return Arguments(
+        script=script,
+        output=options.output or hardware.ROOT / "results" / f"{script.stem}.json",
+        preset=preset,
+        config=config,
+        batch_size=batch_size,
+        text=data.load_text(options.data, config.seq_len, config.vocab_size),
+        seed=options.seed,
+        lr=resolve_rate(options.lr, config),
+        device=device,
+        amp=amp,
+        amp_dtype=torch.bfloat16 if amp else torch.float32,
+        rank=place.rank,
+        processes=place.processes,
+        parallel=resolve_parallel(options.parallel, place.processes),
+        warmup=DDP_WARMUP if device.type == "cuda" and place.processes > 1 else WARMUP,
+        steps=options.steps or default_steps(config, batch_size, device),
+        heldout_every=options.heldout_every,
+        capture=options.capture,
+        cold=options.cold,
+        profile=options.profile,
+    )
+
+
+def place_of_process() -> Place:
+    """What torchrun tells this process in its environment."""
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    return Place(*(int(os.environ.get(name, alone)) for name, alone in names.items()))
+
+
+def resolve_preset(name: str, device: torch.device) -> tuple[str, int]:
+    """The preset and its batch size; `auto` takes what fits."""
+    if name == "auto" and device.type == "cuda":
+        free = hardware.free_memory_bytes(device) / 2**30
+        return next((preset, batch_size) for gib, preset, batch_size in AUTO if gib <= free)
+    name = "tiny" if name == "auto" else name
+    return name, PRESETS[name][1]
+
+
+def resolve_config(options: argparse.Namespace, preset: str) -> GPTConfig:
+    """The preset's shape, with what the options change of it. Raises ValueError for heads that do not divide
+    it."""
+    config = PRESETS[preset][0]
+    changed = {name: getattr(options, name) for name in asdict(config) if getattr(options, name)}
+    config = replace(config, **changed)
+    if config.n_embd % config.n_head:
+        raise ValueError(f"--n-embd {config.n_embd} is not divisible by --n-head {config.n_head}")
+    return config
+
+
+def resolve_parallel(parallel: str | None, processes: int) -> str | None:
+    """How the processes share the model; None of one process. Raises ValueError for one that shall share
+    it."""
+    if processes > 1:
+        return parallel or "ddp"
+    if parallel:
+        raise ValueError(
+            "--parallel is for several processes: torchrun --nproc-per-node N, or ./run_all.sh --gpus N"
+        )
+    return None
+
+
+def resolve_rate(lr: float | None, config: GPTConfig) -> float:
+    """The rate, or AdamW's default rate. Raises ValueError for one that trains nothing."""
+    if lr is None:
+        return learning_rate(config)
+    if not 0 < lr <= 1:
+        raise ValueError(f"--lr {lr} is not above 0 and at most 1")
+    return lr
 
 
 def learning_rate(config: GPTConfig) -> float:
@@ -163,6 +283,25 @@ def learning_rate(config: GPTConfig) -> float:
     return min(1e-3, 600 / ((config.n_layer + 4) * config.n_embd**2))
 
 
+def default_steps(config: GPTConfig, batch_size: int, device: torch.device) -> int:
+    if device.type == "cpu":
+        return CPU_STEPS
+    by_size = int(STEPS_FLOPS / flops.flops_per_step(config, batch_size))
+    return max(FEWEST_STEPS, min(MOST_STEPS, by_size))
+
+
+def check_memory(args: Arguments) -> None:
+    """Raises ValueError for a model whose weights, gradients and moments do not fit the device's free
+    memory."""
+    per_parameter = GPU_BYTES if args.device.type == "cuda" or args.cold else CPU_BYTES
+    shares = args.processes if args.parallel == "fsdp" else 1
+    needed = per_parameter * flops.parameters(args.config) // shares
+    free = hardware.free_memory_bytes(args.device)
+    if free and needed > free:
+        asked = f"{needed / 2**30:,.0f} GiB in training ({per_parameter} bytes a parameter)"
+        raise ValueError(f"the model needs {asked}, but {args.device} has {free / 2**30:,.0f} GiB free")
+
+
 def check_output(output: Path) -> None:
     """Know before any work that a record can be written. Raises ValueError where not, and for a file that is
     none."""
@@ -174,57 +313,3 @@ def check_output(output: Path) -> None:
         tempfile.TemporaryFile(dir=output.parent).close()
     except OSError as error:
         raise ValueError(f"cannot write --output {output}: {error.strerror or error}") from None
-
-
-def resolve(args: Arguments, trains: bool) -> None:
-    """Put what the options mean on this machine in their place. Raises ValueError, one line, for what cannot
-    run."""
-    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # which torchrun sets
-    args.rank, args.processes, local_rank = (
-        int(os.environ.get(name, alone)) for name, alone in names.items()
-    )
-    if args.parallel and args.processes == 1:
-        raise ValueError(
-            "--parallel is for several processes: torchrun --nproc-per-node N, or ./run_all.sh --gpus N"
-        )
-    args.parallel = args.parallel or ("ddp" if args.processes > 1 else None)
-    args.device = hardware.resolve_device(args.device, local_rank)
-    args.amp = hardware.has_bf16_matrix_instructions(args.device)
-    args.amp_dtype = torch.bfloat16 if args.amp else torch.float32
-    args.preset, batch_size = resolve_preset(args.preset, args.device)
-    args.batch_size, preset = args.batch_size or batch_size, PRESETS[args.preset][0]
-    args.config = replace(
-        preset, **{name: getattr(args, name) or value for name, value in asdict(preset).items()}
-    )
-    if args.config.n_embd % args.config.n_head:
-        raise ValueError(f"--n-embd {args.config.n_embd} is not divisible by --n-head {args.config.n_head}")
-    shares = args.processes if args.parallel == "fsdp" else 1
-    on_gpu = args.device.type == "cuda"
-    # FP32 weight, gradient and two moments; the rehearsal's copy of the weights lies in the host's memory.
-    each = 16 if on_gpu or args.cold else 20
-    needed = each * flops.parameters(args.config) // shares
-    free = hardware.free_memory_bytes(args.device)
-    if trains and free and needed > free:
-        memory = f"{args.device} has {free / 2**30:,.0f} GiB free"
-        asked = f"{needed / 2**30:,.0f} GiB in training ({each} bytes a parameter)"
-        raise ValueError(f"the model needs {asked}, but {memory}")
-    per_step = flops.flops_per_step(args.config, args.batch_size)
-    by_size = max(FEWEST_STEPS, min(MOST_STEPS, int(STEPS_FLOPS / per_step)))
-    args.steps = args.steps or (by_size if on_gpu else CPU_STEPS)
-    args.warmup = DDP_WARMUP if on_gpu and args.processes > 1 else WARMUP
-    args.lr = learning_rate(args.config) if args.lr is None else args.lr
-    if not 0 < args.lr <= 1:
-        raise ValueError(f"--lr {args.lr} is not above 0 and at most 1")
-    args.output = args.output or hardware.ROOT / "results" / f"{args.script.stem}.json"
-    if trains:
-        check_output(args.output)
-    args.text = data.load_text(args.data, args.config.seq_len, args.config.vocab_size)
-
-
-def resolve_preset(name: str, device: torch.device) -> tuple[str, int]:
-    """The preset and its batch size; `auto` takes what fits."""
-    if name == "auto" and device.type == "cuda":
-        free = hardware.free_memory_bytes(device) / 2**30
-        return next((chosen for needed, chosen in AUTO.items() if needed <= free), ("gpt2", 1))
-    name = "tiny" if name == "auto" else name
-    return name, PRESETS[name][1]

@@ -59,13 +59,9 @@ def launch(main: Callable[[Arguments], tuple]) -> None:
         code = 130
     if torch.distributed.is_initialized() and code == 0:
         torch.distributed.destroy_process_group()
-    if (
-        sys.gettrace()
-        or sys.getprofile()
-        or "coverage" in sys.modules
-        or "CUDA_INJECTION64_PATH" in os.environ
-    ):
-        sys.exit(code)  # a profiler writes its results at the end
+    watched = sys.gettrace() or sys.getprofile() or "coverage" in sys.modules
+    if watched or "CUDA_INJECTION64_PATH" in os.environ:  # a profiler writes its results at the end
+        sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         say("", stream, end="")  # flushes it
     os._exit(code)  # the interpreter's teardown takes seconds once torch has compiled
@@ -83,21 +79,19 @@ def run_and_record(main: Callable, args: Arguments) -> int:
         run(main, args, row)
     except Exception as error:  # whatever happened, the row must hold it
         row.status, row.reason = explain(error)
+        in_all_processes = isinstance(error, (Skip, FloatingPointError))
         if row.status == "failed" and not isinstance(error, FloatingPointError):
             traceback.print_exc()
-        if args.processes > 1 and not isinstance(
-            error, (Skip, FloatingPointError)
-        ):  # of one process, not of all
+        if args.processes > 1 and not in_all_processes:
             # The cause is in the record of the process that failed first: the others lost it.
             row.reason = f"rank {args.rank}: {row.reason}"
             writes = read_object(args.output) == before
     progress("")
     if writes:
         command = portable_command(f"python {args.script.name}", sys.argv[1:])
+        record = Run(command, started_at, hardware.describe(args.device), args.workload(), [row])
         try:
-            write_json(
-                args.output, Run(command, started_at, hardware.describe(args.device), args.workload(), [row])
-            )
+            write_json(args.output, record)
         except OSError as error:
             row.status, row.reason = "failed", f"cannot write {args.output.parent}: {error.strerror or error}"
         say(result_lines(row, args))
@@ -110,7 +104,7 @@ def run(main: Callable, args: Arguments, row: Row) -> None:
     Raises what the script raises, and FloatingPointError, one line, for a loss that is not finite.
     """
     importlib.import_module("torch._dynamo")  # AdamW would: it is no part of the overhead
-    began, on_gpu = time.perf_counter(), args.device.type == "cuda"
+    began = time.perf_counter()
     progress("building the model")
     parallel.start(args)
     train_step, model, optimizer, *capture = main(args)
@@ -119,19 +113,24 @@ def run(main: Callable, args: Arguments, row: Row) -> None:
     steps = rehearsal.rehearse(train_step, optimizer, capture[0] if capture else None, batches, args, row)
     if args.heldout_every:
         train_with_heldout(steps, model, args, row)
-    timed_s = timing.time_steps(steps, row, args)
+    steps_s = timing.time_steps(steps, row, args)
     keep_losses(steps.losses[: args.steps], args, row)
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    own_bytes = row.peak_bytes if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    row.peak_bytes = int(*parallel.across([own_bytes], "max", args))
+    peak_bytes = row.peak_bytes if args.device.type == "cuda" else process_peak_bytes()
+    row.peak_bytes = int(*parallel.across([peak_bytes], "max", args))
     observe(steps, train_step, model, spare, args, row)
     row.status = "ok"
-    row.overhead_s = time.perf_counter() - began - row.warmup_s - timed_s
+    row.overhead_s = time.perf_counter() - began - row.warmup_s - steps_s
+
+
+def process_peak_bytes() -> int:
+    """The most memory that this process has had."""
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def keep_losses(losses: list[torch.Tensor], args: Arguments, row: Row) -> None:
-    """The mean of each loss over all processes into `row`, up to one that is not finite: FloatingPointError
-    tells."""
+    """The mean of each loss over all processes into `row`, up to one that is not finite: that raises
+    FloatingPointError."""
     for k, loss in enumerate(parallel.across([loss.item() for loss in losses], "avg", args)):
         check_finite(loss, k, args)
         row.loss.append(loss)
@@ -149,7 +148,7 @@ def observe(
     replay has none. A profiler that breaks costs what it would have shown, not the row."""
     progress("observing")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
-    notes, captured = [row.note], row.settings.captured
+    notes, captured = [row.note], bool(row.settings.captured)
     try:
         if args.profile:
             median_ms = statistics.median(row.step_ms)
@@ -158,7 +157,7 @@ def observe(
         row.settings = profile.observe(partial(train_step, *batch), model, args.device)
     except Exception as error:
         notes.append(f"not observed: {one_line(error)}")
-    row.settings.captured = bool(captured)
+    row.settings.captured = captured
     if row.settings.float32_matmul_precision == "high" and row.settings.amp_dtype == "float32":
         notes.append(f"FP32, because this {args.device.type} does not multiply BF16")
     if args.cold:
@@ -189,39 +188,41 @@ def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Argume
 
 def explain(error: Exception) -> tuple[str, str]:
     """The status of a row that ended with `error`, and a one-line reason that tells what to do."""
-    text = f"{type(error).__name__} {error}".lower()
     if isinstance(error, Skip):
         return "skipped", one_line(error)
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
-        sign in text for sign in OUT_OF_MEMORY
-    ):
+    text = f"{type(error).__name__} {error}".lower()
+    of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if of_memory or any(sign in text for sign in OUT_OF_MEMORY):
         return "oom", "out of memory: try a smaller --batch-size or --seq-len"
     return "failed", one_line(error)
 
 
 def header(args: Arguments) -> str:
     """What is about to run, for a person."""
-    several = [f"{args.processes} processes, each with a batch of its own ({args.parallel})"] * bool(
-        args.parallel
-    )
-    device = f"{args.script.stem} on {hardware.device_name(args.device)}, torch {torch.__version__}"
-    shape = f"{args.preset}: {args.config}, {flops.parameters(args.config) / 1e6:.1f} M parameters"
-    return "\n".join([device, shape, f"batch {args.batch_size}, text: {args.text.name}", *several])
+    lines = [
+        f"{args.script.stem} on {hardware.device_name(args.device)}, torch {torch.__version__}",
+        f"{args.preset}: {args.config}, {flops.parameters(args.config) / 1e6:.1f} M parameters",
+        f"batch {args.batch_size}, text: {args.text.name}",
+    ]
+    if args.parallel:
+        lines.append(f"{args.processes} processes, each with a batch of its own ({args.parallel})")
+    return "\n".join(lines)
 
 
 def result_lines(row: Row, args: Arguments) -> str:
     """What ran and how fast, for a person; the last line is the result."""
     if row.status != "ok":
         return f"{row.step}: {row.status}: {row.reason}"
-    lines = [f"record: {args.output}", *([f"note: {row.note}"] if row.note else [])]
-    lines += [
-        "ran: " + ", ".join(f"{name} {x}" for name, x in vars(row.settings).items() if x not in (None, False))
-    ]
-    median, work = statistics.median(row.step_ms), args.workload()
-    lines += [
-        f"{row.step}: {median:.1f} ms/step, {work.gpus * work.tokens_per_step / median * 1e3:,.0f} tokens/s, "
-        f"{work.gpus * work.flops_per_step / median / 1e9:.3g} model TFLOP/s, "
+    observed = [f"{name} {value}" for name, value in vars(row.settings).items() if value not in (None, False)]
+    lines = [f"record: {args.output}"]
+    if row.note:
+        lines.append(f"note: {row.note}")
+    lines.append(f"ran: {', '.join(observed)}")
+    ms, work = statistics.median(row.step_ms), args.workload()
+    lines.append(
+        f"{row.step}: {ms:.1f} ms/step, {work.gpus * work.tokens_per_step / ms * 1e3:,.0f} tokens/s, "
+        f"{work.gpus * work.flops_per_step / ms / 1e9:.3g} model TFLOP/s, "
         f"peak {row.peak_bytes / 2**30:.1f} GiB, warm-up {row.warmup_s:.1f} s, "
         f"loss {row.loss[0]:.3f} -> {row.loss[-1]:.3f}"
-    ]
+    )
     return "\n".join(lines)

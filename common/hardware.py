@@ -11,6 +11,7 @@ import torch
 from common.record import Environment, code_sha256
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("triton", "transformer-engine", "torchao", "transformers")  # whose versions matter
 FP8_CAPABILITY = (8, 9)  # Ada, Hopper and newer multiply FP8
 
 
@@ -80,31 +81,33 @@ def clock_and_power(device: torch.device) -> tuple[float, float] | None:
 
 def describe(device: torch.device) -> Environment:
     """Machine, versions, commit."""
-    installed = {
-        one.name.lower().replace("_", "-"): one.version for one in metadata.distributions() if one.name
-    }
-    names = ("triton", "transformer-engine", "torchao", "transformers")
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **{n: installed.get(n) for n in names},
-    }
-    found = Environment(
+    versions = {"python": platform.python_version(), "torch": torch.__version__} | _package_versions()
+    environment = Environment(
         device=device_name(device),
         device_type=device.type,
         cpu=device_name(torch.device("cpu")),
         cpu_threads=torch.get_num_threads(),
+        versions=versions,
         commit=_commit(),
         code_sha256=code_sha256(ROOT),
     )
     if device.type == "cuda":
-        versions |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
+        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
         properties = torch.cuda.get_device_properties(device)
-        found.gpu_uuid = hashlib.sha256(str(properties.uuid).encode()).hexdigest()[:8]
-        found.gpu_memory_bytes = properties.total_memory
-        found.compute_capability = compute_capability(device)
-    found.versions = {name: version for name, version in versions.items() if version}
-    return found
+        environment.gpu_uuid = hashlib.sha256(str(properties.uuid).encode()).hexdigest()[:8]
+        environment.gpu_memory_bytes = properties.total_memory
+        environment.compute_capability = compute_capability(device)
+    return environment
+
+
+def _package_versions() -> dict[str, str]:
+    """Versions of those of PACKAGES that are installed."""
+    versions = {}
+    for package in metadata.distributions():
+        name = (package.name or "").lower().replace("_", "-")
+        if name in PACKAGES and package.version:
+            versions[name] = package.version
+    return {name: versions[name] for name in PACKAGES if name in versions}
 
 
 def _commit() -> str | None:

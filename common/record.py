@@ -21,6 +21,8 @@ PLAN, MERGED, ROOFS, PREDICTED = (
     "predicted.json",
 )  # in a run folder
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
+STUDIES = ("sweep", "scaling", "ablations", "parity")
+KINDS = ("ladder", *STUDIES)  # of runs
 CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py assigns each kernel to one
     "matrix products",
     "attention",
@@ -90,23 +92,14 @@ class Row:
     # Fixed work before and after the timed steps, on a CPU also between their parts.
     product_ms: list[float] = field(default_factory=list)  # a matmul
     copy_ms: list[float] = field(default_factory=list)
-    launch_us: list[float] = field(
-        default_factory=list
-    )  # host time of launching a tiny kernel; of a GPU alone
-    passes: list["Row"] = field(
-        default_factory=list
-    )  # of --repeat, without profile and source; empty of one pass
-    loss: list[float] = field(
-        default_factory=list
-    )  # nats, of the first `steps` training steps after the rehearsal
-    heldout: list[tuple[int, float]] = field(
-        default_factory=list
-    )  # (steps trained, nats), with --heldout-every
-    peak_bytes: int | None = (
-        None  # of CUDA's allocator; on a CPU of the process, with torch, compiler and a copy of the weights
-    )
-    clock_mhz: float | None = None  # these two: means over the timed steps; null on a CPU and without NVML
-    power_w: float | None = None
+    launch_us: list[float] = field(default_factory=list)  # the host launches a tiny kernel; of a GPU alone
+    passes: list["Row"] = field(default_factory=list)  # of --repeat, without profile and source
+    loss: list[float] = field(default_factory=list)  # nats, of the first `steps` steps after the rehearsal
+    heldout: list[tuple[int, float]] = field(default_factory=list)  # (steps trained, nats): --heldout-every
+    # Of CUDA's allocator; on a CPU of the process, with torch, compiler and a copy of the weights.
+    peak_bytes: int | None = None
+    clock_mhz: float | None = None  # mean over the timed steps; null on a CPU and without NVML
+    power_w: float | None = None  # likewise
     overhead_s: float | None = None  # of launch(main), without warm-up and steps
     predicted_ms: float | None = None  # by ladder.predict, from the roofs alone
     profile: Profile | None = None  # null without --profile
@@ -143,9 +136,7 @@ class Environment:
     device_type: str  # cpu, cuda
     cpu: str | None = None
     cpu_threads: int | None = None
-    versions: dict[str, str] = field(
-        default_factory=dict
-    )  # python, torch, cuda, cudnn, packages that are there
+    versions: dict[str, str] = field(default_factory=dict)  # python, torch, cuda, cudnn, packages
     gpu_uuid: str | None = None  # a hash of it, which tells equal cards apart
     gpu_memory_bytes: int | None = None
     compute_capability: tuple[int, int] | None = None  # of a GPU: (9, 0) is Hopper
@@ -183,12 +174,15 @@ class Roofs:
     def rate(self, precision: str, burst: bool = False) -> float | None:
         """FLOP/s over the products of the workload, each as often as it runs; None where one was not
         measured."""
-        found = [p for p in self.products if p.precision == precision and p.count]
-        rates = [p.burst_flops_per_s if burst else p.flops_per_s for p in found]
-        work = [2 * p.m * p.n * p.k * p.count for p in found]
-        if not found or not all(rates) or not all(work):
-            return None
-        return sum(work) / sum(w / rate for w, rate in zip(work, rates, strict=True))
+        work, seconds = 0, 0.0
+        for product in self.products:
+            if product.precision == precision and product.count:
+                rate = product.burst_flops_per_s if burst else product.flops_per_s
+                flops = 2 * product.m * product.n * product.k * product.count
+                if not rate or not flops:
+                    return None
+                work, seconds = work + flops, seconds + flops / rate
+        return work / seconds if work else None
 
 
 @dataclass
@@ -208,7 +202,7 @@ class Run:
 class Study:
     """Many runs that belong together: a sweep, a scaling, ablations, parity."""
 
-    kind: str  # sweep, scaling, ablations, parity
+    kind: Literal[STUDIES]
     command: str
     started_at: str | None
     runs: dict[str, Run]  # by name: a shape, a number of GPUs, a variant, a step and its seed
@@ -218,9 +212,8 @@ class Study:
 def code_sha256(root: Path) -> str:
     """16 hex digits over the scripts and common/ of a checkout: what a record depends on."""
     paths = sorted(path for path in [*root.glob("[0-9]_*.py"), *root.glob("common/*.py")] if path.is_file())
-    return hashlib.sha256(
-        b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in paths)
-    ).hexdigest()[:16]
+    content = b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in paths)
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def read_object(path: Path) -> dict:

@@ -19,8 +19,9 @@ def one_line(text: object, longest: int = 300) -> str:
     An exception without a message gives the name of its class.
     """
     lines = str(text).strip().splitlines()
-    first = lines[0] if lines else type(text).__name__ if isinstance(text, BaseException) else ""
-    line = "".join(c if c.isprintable() else " " for c in first)
+    if not lines and isinstance(text, BaseException):
+        lines = [type(text).__name__]
+    line = "".join(c if c.isprintable() else " " for c in "".join(lines[:1]))
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
@@ -38,12 +39,13 @@ def aligned(rows: list[dict], style: str = "simple", n_left: int = 1) -> str:
 
 def portable_command(name: str, words: list[str]) -> str:
     """A command line to repeat anywhere: without --output, absolute paths cut to their last part."""
-    kept = [
-        word for before, word in zip([name, *words], words, strict=False) if "--output" not in (before, word)
-    ]
-    return shlex.join(
-        [*name.split(), *(Path(word).name if Path(word).is_absolute() else word for word in kept)]
-    )
+    portable, words = name.split(), iter(words)
+    for word in words:
+        if word == "--output":
+            next(words, None)
+        elif not word.startswith("--output="):
+            portable.append(Path(word).name if Path(word).is_absolute() else word)
+    return shlex.join(portable)
 
 
 def say(text: str, stream=None, end: str = "\n") -> None:
@@ -84,7 +86,7 @@ def run_command(main: Callable[[], int | None], name: str) -> None:
     except KeyboardInterrupt:
         sys.stderr.write(f"{name}: interrupted\n")
         sys.exit(130)
-    except (OSError, ImportError) as error:
-        sys.exit(
-            f"{name}: error: {error}" + ": pip install -r requirements.txt" * isinstance(error, ImportError)
-        )
+    except ImportError as error:
+        sys.exit(f"{name}: error: {error}: pip install -r requirements.txt")
+    except OSError as error:
+        sys.exit(f"{name}: error: {error}")

@@ -1,5 +1,8 @@
-"""How long steps take: one timed region on a GPU after its clock has settled, four parts on a CPU, and
-reference work around and between them."""
+"""How long steps take: one timed region on a GPU after its clock has settled, four parts on a CPU.
+
+Around and between them the same reference work is timed, whatever is trained: where it takes longer than
+around other rows, something else ran on the machine, and the row's time may be wrong.
+"""
 
 import itertools
 import math
@@ -16,16 +19,16 @@ from common.parallel import across
 from common.record import Row
 from common.text import progress
 
-SETTLING_S, TIMED_S, TIMED_STEPS = (
-    2,
-    3,
-    10,
-)  # at least: seconds of steps on a GPU; steps after a long training
+SETTLING_S, TIMED_S = 2, 3  # seconds of steps on a GPU, at least
+FEWEST_AFTER_TRAINING = 10  # timed steps of a row that trained for its held-out loss
 CPU_PARTS = 4
-POLL_S, ASK_S = 0.05, 0.5
-PARTS, MOST_QUEUED = 9, 400  # of back-to-back work; launches
-LAUNCH_PARTS = 25  # about 50 ms in all
-REFERENCE_EDGE, REFERENCE_BYTES, REFERENCE_S = {"cuda": 4096, "cpu": 768}, 2**26, 0.2
+POLL_S = 0.05  # between questions whether a GPU has finished
+STATE_S = 0.5  # between readings of clock and power while the host launches
+REFERENCE_EDGE = {"cuda": 4096, "cpu": 768}  # of the matmul's square matrices
+REFERENCE_BYTES, REFERENCE_S = 2**26, 0.2  # of the copy; of each kind of reference work
+BURSTS = 25  # of launches: about 50 ms in all
+PARTS = 9  # of back-to-back work
+MOST_QUEUED = 400  # kernels; the driver's queue holds about 1000
 
 
 class Steps:
@@ -36,29 +39,33 @@ class Steps:
         self.losses: list[torch.Tensor] = []
 
     def run(self, n: int, phase: str) -> Iterator[None]:
-        """Train `n` steps, none for n below 1; yields after each. The host never waits here."""
+        """Train `n` steps, one at each `next`; none for n below 1. The host never waits here."""
         progress(f"{phase}: {n} steps")
         for _ in range(n):
             self.losses.append(self.train_step(*next(self.batches)).detach())
             yield
 
-    def timed(
-        self, n: int, phase: str, device: torch.device
-    ) -> tuple[list[float], list[tuple[float, float]]]:
-        """Milliseconds of each of `n` steps: on a CPU by the host's clock; on a GPU between CUDA events, with
-        MHz and watts while it runs them. Consecutive steps share an event, so a gap in which the GPU waits
-        for the host counts.
+    def timed_on_cpu(self, n: int) -> list[float]:
+        """Milliseconds of each of `n` steps, by the host's clock."""
+        times = [time.perf_counter()]
+        for _ in self.run(n, "timed"):
+            times.append(time.perf_counter())
+        return [(end - start) * 1e3 for start, end in itertools.pairwise(times)]
+
+    def timed_on_gpu(self, n: int, phase: str, device: torch.device) -> tuple[list[float], list["State"]]:
+        """Milliseconds of each of `n` steps between CUDA events, and the GPU's states while it runs them.
+
+        Consecutive steps share an event, so a gap in which the GPU waits for the host counts.
         """
-        if device.type == "cpu":
-            times = [time.perf_counter(), *(time.perf_counter() for _ in self.run(n, phase))]
-            return [(end - start) * 1e3 for start, end in itertools.pairwise(times)], []
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
+        events = [torch.cuda.Event(enable_timing=True)]
         events[0].record()
-        states, asked = [], time.monotonic()
-        for event, _ in zip(events[1:], self.run(n, phase), strict=True):
-            event.record()
-            if time.monotonic() - asked > ASK_S:  # of steps that the host launches while the GPU works
-                states, asked = [*states, hardware.clock_and_power(device)], time.monotonic()
+        states, read_at = [], time.monotonic()
+        for _ in self.run(n, phase):
+            events.append(torch.cuda.Event(enable_timing=True))
+            events[-1].record()
+            if time.monotonic() - read_at > STATE_S:
+                states.append(hardware.clock_and_power(device))
+                read_at = time.monotonic()
         states.append(hardware.clock_and_power(device))
         while not events[-1].query():
             time.sleep(POLL_S)
@@ -66,87 +73,98 @@ class Steps:
         return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], states
 
 
-def time_steps(steps: Steps, row: Row, args: Arguments) -> float:
-    """Put the times of at least `args.steps` steps (few if they trained for held-out losses), reference work,
-    clock and power into `row`. A time is the longest of all processes. Returns the seconds of these steps and
-    of those before."""
-    least = min(args.steps, TIMED_STEPS) if args.heldout_every else args.steps
-    time_on = time_on_cpu if args.device.type == "cpu" else time_on_gpu
-    steps_ms, references = time_on(steps, least, row, args)
-    if all(references):
-        row.product_ms = [work.product_ms for work in references]
-        row.copy_ms = [work.copy_ms for work in references]
-        row.launch_us = [work.launch_us for work in references if work.launch_us]
-    return sum(steps_ms) / 1e3
-
-
-def time_on_cpu(
-    steps: Steps, least: int, row: Row, args: Arguments
-) -> tuple[list[float], list["Reference | None"]]:
-    """Time `least` steps in CPU_PARTS parts, with reference work around and between them: a host is often
-    shared."""
-    references = [reference_work(args.device)]
-    for k in range(CPU_PARTS):
-        n = least * (k + 1) // CPU_PARTS - least * k // CPU_PARTS
-        if n:
-            steps.timed(
-                1, "timed", args.device
-            )  # brings back to the caches what the reference work drove out
-            row.step_ms += across(steps.timed(n, "timed", args.device)[0], "max", args)
-            references.append(reference_work(args.device))
-    return row.step_ms, references
-
-
-def time_on_gpu(
-    steps: Steps, least: int, row: Row, args: Arguments
-) -> tuple[list[float], list["Reference | None"]]:
-    """Time at least `least` steps and TIMED_S seconds in one region, right after steps for SETTLING_S
-    seconds: in these a GPU's clock falls to what its power limit allows."""
-    device, references = args.device, [reference_work(args.device)]
-    torch.cuda.reset_peak_memory_stats(device)
-    settling = across(steps.timed(1, "settling", device)[0], "max", args)
-    while (left_ms := SETTLING_S * 1e3 - sum(settling)) > 0:
-        n = math.ceil(left_ms / statistics.median(settling))
-        settling += across(steps.timed(n, "settling", device)[0], "max", args)
-    n = max(least, math.ceil(TIMED_S * 1e3 / statistics.median(settling)))
-    step_ms, states = steps.timed(n, "timed", device)
-    row.step_ms = across(step_ms, "max", args)
-    row.peak_bytes = max(row.peak_bytes or 0, torch.cuda.max_memory_allocated(device))
-    if states := list(filter(None, states)):
-        row.clock_mhz, row.power_w = map(statistics.fmean, zip(*states, strict=True))
-    return settling + row.step_ms, [*references, reference_work(device)]
+State = tuple[float, float] | None  # MHz and watts, where they can be read
 
 
 class Reference(NamedTuple):
-    """What fixed work took: the same work whatever is trained. Where it takes longer, something else ran
-    here."""
+    """What the reference work took."""
 
     product_ms: float
     copy_ms: float
     launch_us: float | None  # the host's time for one tiny kernel; of a GPU alone
 
 
+def time_steps(steps: Steps, row: Row, args: Arguments) -> float:
+    """Put the times of at least `args.steps` steps, reference work, clock and power into `row`.
+
+    A time is the longest of all processes. Returns the seconds that steps took here, with those before the
+    timed ones. Where held-out losses have been measured, the steps are trained already, and few are timed.
+    """
+    least = min(args.steps, FEWEST_AFTER_TRAINING) if args.heldout_every else args.steps
+    time_them = time_on_cpu if args.device.type == "cpu" else time_on_gpu
+    untimed_ms, references = time_them(steps, least, row, args)
+    if all(reference is not None for reference in references):
+        row.product_ms = [reference.product_ms for reference in references]
+        row.copy_ms = [reference.copy_ms for reference in references]
+        launches = [reference.launch_us for reference in references]
+        row.launch_us = [us for us in launches if us is not None]
+    return (sum(untimed_ms) + sum(row.step_ms)) / 1e3
+
+
+def time_on_cpu(
+    steps: Steps, n: int, row: Row, args: Arguments
+) -> tuple[list[float], list[Reference | None]]:
+    """Time `n` steps in CPU_PARTS parts, with reference work around and between them: a host is often shared.
+
+    Returns the milliseconds of untimed steps, and the reference work.
+    """
+    untimed_ms, references = [], [reference_work(args.device)]
+    ends = [n * part // CPU_PARTS for part in range(CPU_PARTS + 1)]
+    for begin, end in itertools.pairwise(ends):
+        if end > begin:
+            # One untimed step brings back to the caches what the reference work drove out.
+            untimed_ms += steps.timed_on_cpu(1)
+            row.step_ms += across(steps.timed_on_cpu(end - begin), "max", args)
+            references.append(reference_work(args.device))
+    return untimed_ms, references
+
+
+def time_on_gpu(
+    steps: Steps, n: int, row: Row, args: Arguments
+) -> tuple[list[float], list[Reference | None]]:
+    """Time at least `n` steps and TIMED_S seconds in one region, right after steps for SETTLING_S seconds: in
+    these a GPU's clock falls to what its power limit allows. Returns what `time_on_cpu` returns."""
+    device, before = args.device, reference_work(args.device)
+    torch.cuda.reset_peak_memory_stats(device)  # the reference work's memory is not the row's
+    settling_ms: list[float] = []
+    settling = 1
+    while settling > 0:
+        settling_ms += across(steps.timed_on_gpu(settling, "settling", device)[0], "max", args)
+        left_ms = SETTLING_S * 1e3 - sum(settling_ms)
+        settling = math.ceil(left_ms / statistics.median(settling_ms))
+    n = max(n, math.ceil(TIMED_S * 1e3 / statistics.median(settling_ms)))
+    step_ms, states = steps.timed_on_gpu(n, "timed", device)
+    row.step_ms = across(step_ms, "max", args)
+    row.peak_bytes = max(row.peak_bytes or 0, torch.cuda.max_memory_allocated(device))
+    states = [state for state in states if state]
+    if states:
+        row.clock_mhz = statistics.fmean(mhz for mhz, _ in states)
+        row.power_w = statistics.fmean(watts for _, watts in states)
+    return settling_ms, [before, reference_work(device)]
+
+
 def reference_work(device: torch.device) -> Reference | None:
-    """Time a fixed matmul, a fixed copy and fixed launches; None where the row leaves too little memory for
-    them."""
-    edge, dtype = REFERENCE_EDGE[device.type], torch.float16 if device.type == "cuda" else torch.float32
-    try:  # its memory is no part of the row's peak, see `time_on_gpu`
+    """Time a fixed matmul, a fixed copy and, on a GPU, launches; None where the row leaves too little
+    memory."""
+    edge, on_gpu = REFERENCE_EDGE[device.type], device.type == "cuda"
+    dtype = torch.float16 if on_gpu else torch.float32
+    try:
         a, b, out = (torch.full((edge, edge), 0.5, device=device, dtype=dtype) for _ in range(3))
         source, target = (torch.ones(REFERENCE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
         product_s = steady_seconds(lambda: torch.matmul(a, b, out=out), device, REFERENCE_S)
         copy_s = steady_seconds(lambda: target.copy_(source), device, REFERENCE_S)
-        return Reference(product_s * 1e3, copy_s * 1e3, launch_us(device) if device.type == "cuda" else None)
-    except RuntimeError:  # of CUDA's allocator, a CPU's, or cuBLAS's
+        return Reference(product_s * 1e3, copy_s * 1e3, launch_us(device) if on_gpu else None)
+    except RuntimeError:  # CUDA's allocator, a CPU's and cuBLAS have no common class for too little memory
         return None
 
 
 def launch_us(device: torch.device) -> float:
-    """Microseconds in which the host launches one tiny kernel: the median of LAUNCH_PARTS bursts.
+    """Microseconds in which the host launches one tiny kernel: the median of BURSTS bursts.
 
     The driver's queue holds a whole burst, so the host never waits for the GPU.
     """
     number, times = torch.zeros((), device=device), []
-    for _ in range(LAUNCH_PARTS):
+    for _ in range(BURSTS):
         torch.cuda.synchronize(device)
         started = time.perf_counter()
         for _ in range(MOST_QUEUED):
@@ -156,17 +174,18 @@ def launch_us(device: torch.device) -> float:
     return statistics.median(times)
 
 
-def seconds(work: Callable[[], object], n: int, device: torch.device, launches: int = 1) -> float:
-    """Mean time of `n` calls, one right after the other; on a GPU its own time, of about `launches` kernels
-    each."""
+def mean_seconds(work: Callable[[], object], n: int, device: torch.device, launches: int = 1) -> float:
+    """Mean time of `n` calls of `work`, one right after the other.
+
+    On a GPU it is the GPU's own time. `launches` is about how many kernels one call launches.
+    """
     if device.type != "cuda":
         started = time.perf_counter()
         for _ in range(n):
             work()
         return (time.perf_counter() - started) / n
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Cycles in which the host gets ahead: small work would wait for its launches. The driver's queue holds
-    # about 1000.
+    # The GPU sleeps for so many cycles, while the host launches: otherwise small work would wait for it.
     torch.cuda._sleep(500_000 + 20_000 * n * launches)
     begin.record()
     for _ in range(n):
@@ -177,9 +196,12 @@ def seconds(work: Callable[[], object], n: int, device: torch.device, launches: 
 
 
 def steady_seconds(work: Callable[[], object], device: torch.device, for_s: float) -> float:
-    """Time of one call, back to back for about `for_s` seconds: the median of at most PARTS parts."""
+    """Time of one call of `work`, back to back for about `for_s` seconds: the median of at most PARTS
+    parts."""
     work()
-    once = seconds(work, 1, device)
-    parts = min(PARTS, int(for_s / once))
-    n = min(math.ceil(for_s / PARTS / once), MOST_QUEUED)
-    return statistics.median(seconds(work, n, device) for _ in range(parts)) if parts else once
+    once_s = mean_seconds(work, 1, device)
+    parts = min(PARTS, int(for_s / once_s))
+    if not parts:
+        return once_s
+    n = min(math.ceil(for_s / PARTS / once_s), MOST_QUEUED)
+    return statistics.median(mean_seconds(work, n, device) for _ in range(parts))

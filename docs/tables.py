@@ -8,8 +8,7 @@ python docs/tables.py --stale [PLACE]     which recordings are of other code: do
 """
 
 import sys
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,18 +16,16 @@ sys.path.insert(0, str(ROOT))
 
 from common.record import Run, Study, code_sha256, read_object  # noqa: E402
 from common.text import say  # noqa: E402
-from report import charts, page, parity, scaling, sweep, table  # noqa: E402
-from report.__main__ import render  # noqa: E402
-from report.figures import LEGEND, MARK, Figures, Line, figures, loss_rule, ratio  # noqa: E402
+from report import ablations as variants  # noqa: E402
+from report import cells, charts, documents, page, parity, scaling, sweep, table  # noqa: E402
+from report.__main__ import render_study  # noqa: E402
+from report.figures import LEGEND, MARK, Figures, Line, derive, loss_rule, ratio  # noqa: E402
 from report.load import DIFFER, load  # noqa: E402
 from report.picture import picture  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 SITE = "h200/gpt3-6.7b-slice"  # whose report is docs/index.html, and whose picture stands in README
-THEMES = {
-    "light": ("#1f2328", "#ffffff"),
-    "dark": ("#e6edf3", "#0d1117"),
-}  # a code host's colors of text and page
+THEMES = {"light": ("#1f2328", "#ffffff"), "dark": ("#e6edf3", "#0d1117")}  # a code host's text and page
 
 
 @cache
@@ -37,27 +34,26 @@ def record(place: str) -> Run | Study:
 
 
 @cache
-def made(place: str) -> Figures:
-    return figures(record(place))
+def figures(place: str) -> Figures:
+    return derive(record(place))
 
 
 def runs(place: str) -> list[Run]:
-    return [*found.runs.values()] if isinstance(found := record(place), Study) else [found]
+    recorded = record(place)
+    return [*recorded.runs.values()] if isinstance(recorded, Study) else [recorded]
 
 
 def shown(rows: list[dict], *of: str, n_left: int = 1) -> str:
     """A table of Markdown. Raises ValueError where its recordings are of several states of the code, or rows
     differ."""
-    every = [run for place in of for run in runs(place)]
-    states = {
-        f"code {one.code_sha256 or one.commit or 'unknown'}" for run in every if (one := run.environment)
-    }
-    differing = {
-        found.partition(":")[0] for run in every for found in run.problems if found.startswith(DIFFER)
-    }
+    states, differing = set(), set()
+    for run in (run for place in of for run in runs(place)):
+        if run.environment:
+            states.add(f"code {run.environment.code_sha256 or run.environment.commit or 'unknown'}")
+        differing |= {problem.partition(":")[0] for problem in run.problems if problem.startswith(DIFFER)}
     if len(states) > 1 or differing:
         raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(states | differing))}")
-    return explained(table.pipe(rows, n_left))
+    return explained(documents.pipe(rows, n_left))
 
 
 def explained(text: str) -> str:
@@ -68,39 +64,53 @@ def explained(text: str) -> str:
 # --- one recording: each is called with its place -------------------------------------------------
 
 
-def of_one(find: Callable[[str], object], rows: Callable[..., list[dict]], place: str) -> str:
-    return shown(rows(find(place)), place)
+def categories(place: str) -> str:
+    """Milliseconds of each step by kind of kernel."""
+    return shown(table.category_rows(figures(place)), place)
 
 
-categories = partial(of_one, made, table.category_rows)  # milliseconds of each step by kind of kernel
-limits = partial(of_one, made, table.limit_rows)  # what limits each step
-roofs = partial(of_one, made, lambda made: table.roof_rows(made.run.roofs))  # what bare matrix products reach
-by_shape = partial(
-    of_one, record, lambda study: [*map(sweep.gain_cells, sweep.shapes(study))]
-)  # gains by shape
-seconds = partial(of_one, record, parity.seconds_rows)  # a parity study: until a held-out loss is reached
+def limits(place: str) -> str:
+    """What limits each step."""
+    return shown(table.limit_rows(figures(place)), place)
+
+
+def roofs(place: str) -> str:
+    """What bare matrix products reach."""
+    return shown(table.roof_rows(figures(place).run.roofs), place)
+
+
+def by_shape(place: str) -> str:
+    """A sweep: gains by shape."""
+    return shown([sweep.gain_cells(shape) for shape in sweep.shapes(record(place))], place)
+
+
+def seconds(place: str) -> str:
+    """A parity study: seconds until a held-out loss is reached."""
+    return shown(parity.seconds_rows(record(place)), place)
 
 
 def ladder(place: str) -> str:
     """Every step and peer, and what the losses are."""
-    return f"{shown(table.table_rows(made(place), extent=True), place)}\n\n{loss_rule(made(place).timed)}."
+    rows = table.main_rows(figures(place), detailed=True)
+    return f"{shown(rows, place)}\n\n{loss_rule(figures(place).timed)}."
 
 
 def front(place: str, *adds: str) -> str:
     """The ladder in seven columns, with the words for what each step adds."""
-    return shown(table.front_rows(made(place), [*adds]), place, n_left=2)
+    return shown(table.front_rows(figures(place), [*adds]), place, n_left=2)
 
 
 def line(place: str, step: str) -> Line:
     """The figures of a row, or of a study's run of that name, for a sentence."""
-    found = record(place)
-    lines = figures(found.runs[step]).lines if isinstance(found, Study) else made(place).lines
-    return next(one for one in lines if isinstance(found, Study) or one.name == step)
+    recorded = record(place)
+    if isinstance(recorded, Study):
+        return derive(recorded.runs[step]).lines[0]
+    return next(line for line in figures(place).lines if line.name == step)
 
 
 def faster(place: str, step: str, than: str) -> str:
     """How many times faster a row is than another of the same recording."""
-    return table.times(ratio(line(place, step), line(place, than)))
+    return cells.gain(ratio(line(place, step), line(place, than)))
 
 
 def ms(place: str, step: str) -> str:
@@ -109,8 +119,8 @@ def ms(place: str, step: str) -> str:
 
 def apart(place: str) -> str:
     """By how much the losses of the steps differ, at most, as a share."""
-    found = [one.loss for one in made(place).steps if one.loss]
-    return table.percent(max(found) / min(found) - 1)
+    losses = [line.loss for line in figures(place).steps if line.loss]
+    return cells.percent(max(losses) / min(losses) - 1)
 
 
 def measured(place: str) -> str:
@@ -121,7 +131,7 @@ def measured(place: str) -> str:
 
 def cards(*of: str) -> str:
     """One row a card. Its date and commit stand in the row, so states of the code may differ."""
-    return explained(table.pipe([table.card_row(made(place)) for place in of]))
+    return explained(documents.pipe([table.card_row(figures(place)) for place in of]))
 
 
 def losses(place: str, *labels: str, against: str | None = None) -> str:
@@ -132,30 +142,37 @@ def losses(place: str, *labels: str, against: str | None = None) -> str:
 
 def ablations(place: str, *names: str) -> str:
     """Variants of a script, each against the script itself."""
-    return shown(table.variant_rows(record(place), *names), place, n_left=2)
+    return shown(variants.variant_rows(record(place), *names), place, n_left=2)
 
 
 # --- several recordings ---------------------------------------------------------------------------
 
 
-def of_scalings(rows: Callable[[list[scaling.Scaled]], list[dict]], *of: str) -> str:
-    return shown(rows([row for place in of for row in scaling.scaled(record(place))]), *of, n_left=2)
+def scales(*of: str) -> str:
+    """Every step on one GPU and on several."""
+    return shown(scaling.main_rows(scaled(*of)), *of, n_left=2)
 
 
-scales = partial(of_scalings, scaling.main_rows)  # every step on one GPU and on several
-lost = partial(of_scalings, scaling.lost_rows)  # where the missing per cents of each step go
+def lost(*of: str) -> str:
+    """Where the missing per cents of each step go."""
+    return shown(scaling.lost_rows(scaled(*of)), *of, n_left=2)
+
+
+def scaled(*of: str) -> list[scaling.Scaled]:
+    return [row for place in of for row in scaling.scaled(record(place))]
 
 
 def gains(*of: str) -> str:
     """Times faster than the step before, by workload."""
-    return shown([{"workload": place} | sweep.gain_cells(made(place)) for place in of], *of)
+    return shown([{"workload": place} | sweep.gain_cells(figures(place)) for place in of], *of)
 
 
 def predictions(*of: str) -> str:
     """How far predictions from the roofs lie from what was measured, by workload or sweep."""
-    return shown(
-        [{"predicted": place} | sweep.error_cells([*map(figures, runs(place))]) for place in of], *of
-    )
+    rows = []
+    for place in of:
+        rows.append({"predicted": place} | sweep.error_cells([derive(run) for run in runs(place)]))
+    return shown(rows, *of)
 
 
 def stale(*of: str) -> list[str]:
@@ -163,35 +180,41 @@ def stale(*of: str) -> list[str]:
     ones."""
     code: dict[str, set[str]] = {}
     for path in RESULTS.glob("*/*/*.json"):
-        content = read_object(path)
+        content, place = read_object(path), str(path.parent.relative_to(RESULTS))
         for run in content.get("runs", {"": content}).values():
-            found = (run.get("environment") or {}).get("code_sha256")
-            code.setdefault(str(path.parent.relative_to(RESULTS)), set()).add(found)
+            code.setdefault(place, set()).add((run.get("environment") or {}).get("code_sha256"))
     return [place for place in of or sorted(code) if code.get(place, set()) - {None} != {code_sha256(ROOT)}]
 
 
 def renew() -> None:
     """Make all that is drawn and written from records: a report.md of each, pictures of studies, the site,
     and README's picture for two widths in two themes."""
-    for path in sorted(RESULTS.glob("*/*/results.json")):
-        place = str(path.parent.relative_to(RESULTS))
+    for folder in sorted(path.parent for path in RESULTS.glob("*/*/results.json")):
+        place = str(folder.relative_to(RESULTS))
+        files = {}
         if isinstance(record(place), Study):
-            for name, content in render(RESULTS / place, record(place))[1].items():
-                (RESULTS / place / name).write_bytes(content)
+            files = render_study(folder, record(place))[1]
         else:
-            (RESULTS / place / "report.md").write_text(table.render_markdown(made(place)))
-    (ROOT / "docs" / "index.html").write_text(page.render(made(SITE)))
+            files["report.md"] = documents.as_markdown(figures(place)).encode()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    (ROOT / "docs" / "index.html").write_text(page.render(figures(SITE)))
     for theme, colors in THEMES.items():
         for width, narrow in (("wide", False), ("narrow", True)):
-            drawn = charts.svg(picture(made(SITE), narrow, *colors), as_paths=True)
+            drawn = charts.svg(picture(figures(SITE), narrow, *colors), as_paths=True)
             (RESULTS / SITE / f"steps-{width}-{theme}.svg").write_text(drawn)
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] and sys.argv[1] != "--stale":
+def main() -> int:
+    if not sys.argv[1:]:
+        renew()
+        return 0
+    if sys.argv[1] != "--stale":
         sys.exit(__doc__)
-    if sys.argv[1:]:
-        found = stale(*sys.argv[2:])
-        say("\n".join(f"{place}: of other code" for place in found) or "every record is of the present code")
-        sys.exit(bool(found))
-    renew()
+    places = stale(*sys.argv[2:])
+    say("\n".join(f"{place}: of other code" for place in places) or "every record is of the present code")
+    return int(bool(places))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

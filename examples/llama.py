@@ -22,7 +22,8 @@ from common import benchmark, hardware
 from common.arguments import Arguments, parse_args
 from common.record import Row, Run, Workload, write_json
 from common.text import Skip, portable_command, run_command, say
-from report import figures, table
+from report.documents import as_markdown
+from report.figures import derive
 
 transformers = benchmark.import_or_skip("transformers", "transformers")
 os.environ.setdefault(
@@ -180,7 +181,7 @@ def main() -> int:
     command = portable_command("python examples/llama.py", sys.argv[1:])
     made = Run(command, None, hardware.describe(args.device), work, rows)
     write_json(args.output, made)
-    say(f"{table.render_markdown(figures.figures(made))}\nrecord: {args.output}")
+    say(f"{as_markdown(derive(made))}\nrecord: {args.output}")
     return int(any(row.status not in ("ok", "skipped") for row in rows))
 
 

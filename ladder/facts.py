@@ -14,9 +14,10 @@ import torch
 from common import flops, hardware
 from common.arguments import Arguments, parse_args
 from common.text import run_command, say
-from ladder.predict import STEPS, peak_bytes
+from ladder.predict import peak_bytes
 from ladder.process import ROOT
 from ladder.runs import scripts
+from ladder.step_kernels import STEPS
 
 CPU_FLOPS_PER_S = 1.5e10  # model FLOPs of one core in FP32 with attention by hand, as recorded for `tiny`
 LONG_S = 60  # a step
@@ -24,11 +25,6 @@ LONG_S = 60  # a step
 
 def main() -> None:
     args = parse_args(ROOT / "run_all.sh", None)
-    known = [name for name in scripts() if name.removesuffix(".py") in STEPS]
-    needed = {
-        name: peak_bytes(name.removesuffix(".py"), args.config, args.batch_size) * args.processes
-        for name in known
-    }
     facts = {
         # The free memory, and with it auto's choice, may change from row to row.
         "pinned": ["--preset", args.preset, "--batch-size", str(args.batch_size)],
@@ -37,10 +33,20 @@ def main() -> None:
         "gpus": torch.cuda.device_count() if args.device.type == "cuda" else 0,
         "workload": asdict(args.workload()),
         "free_bytes": hardware.free_memory_bytes(args.device),
-        "needed_bytes": needed,  # of the steps that the predictor knows
+        "needed_bytes": needed_bytes(args),
         "said": told(args),
     }
     say(json.dumps(facts))
+
+
+def needed_bytes(args: Arguments) -> dict[str, int]:
+    """The peak memory of all processes of a row, by script, of those steps that the predictor knows."""
+    needed = {}
+    for script in scripts():
+        step = script.removesuffix(".py")
+        if step in STEPS:
+            needed[script] = peak_bytes(step, args.config, args.batch_size) * args.processes
+    return needed
 
 
 def told(args: Arguments) -> list[str]:
@@ -53,12 +59,13 @@ def told(args: Arguments) -> list[str]:
         lines.append(
             "There seems to be an NVIDIA GPU, but this torch cannot use it: is its driver new enough?"
         )
-    seconds = flops.flops_per_step(args.config, args.batch_size) / (CPU_FLOPS_PER_S * torch.get_num_threads())
-    if seconds > LONG_S:
-        whole = seconds * (args.warmup + args.steps) / 60
+    step_flops = flops.flops_per_step(args.config, args.batch_size)
+    step_s = step_flops / (CPU_FLOPS_PER_S * torch.get_num_threads())
+    if step_s > LONG_S:
+        step_minutes, row_minutes = step_s / 60, step_s * (args.warmup + args.steps) / 60
         lines.append(
-            f"A training step of this shape takes about {seconds / 60:.0f} minutes here, "
-            f"and a row {whole:,.0f}"
+            f"A training step of this shape takes about {step_minutes:.0f} minutes here, "
+            f"and a row {row_minutes:,.0f}"
         )
         lines.append("A row ends after 30 minutes (--step-timeout). A smaller shape shows the same")
     return lines

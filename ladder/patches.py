@@ -6,18 +6,16 @@ from pathlib import Path
 
 from common.text import Skip, one_line
 from ladder.process import ROOT
-from ladder.runs import scripts
+from ladder.runs import peers, scripts
 
 
 def variants() -> dict[str, dict[str, str]]:
     """The patches by their file name without its ending; each has the lines Variant, Script and Predicted."""
-    heads = {
-        path.stem: path.read_text().partition("\n--- ")[0] for path in ROOT.glob("anatomy/variants/*.patch")
-    }
-    return {
-        key: dict(line.split(": ", 1) for line in heads[key].splitlines() if ": " in line)
-        for key in sorted(heads)
-    }
+    heads = {}
+    for path in sorted(ROOT.glob("anatomy/variants/*.patch")):
+        head = path.read_text().partition("\n--- ")[0]
+        heads[path.stem] = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
+    return heads
 
 
 def write_script(key: str, script: str, folder: Path) -> Path:
@@ -25,10 +23,13 @@ def write_script(key: str, script: str, folder: Path) -> Path:
     scripts and a link to common/. Raises Skip where the patch does not fit."""
     (folder / "peers").mkdir()
     (folder / "common").symlink_to(ROOT / "common")
-    for name in [*scripts(), *(f"peers/{path.name}" for path in ROOT.glob("peers/[a-z]*.py"))]:
+    for name in [*scripts(), *peers()]:
         shutil.copy(ROOT / name, folder / name)
     command = ["git", "-C", folder, "apply", "--unsafe-paths", ROOT / f"anatomy/variants/{key}.patch"]
-    applied = subprocess.run(command, capture_output=True, text=True)
+    try:
+        applied = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise Skip(f"git cannot apply {key}.patch: {error.strerror}") from None
     if applied.returncode:
         raise Skip(f"{key}.patch does not fit {script}: {one_line(applied.stderr)}")
     return folder / script

@@ -16,6 +16,7 @@ from common.text import one_line, progress
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 10  # between asking a process to end and ending it
 POLL_S = 0.2
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux, see prctl(2)
 GENERATIONS = 10  # of processes that started each other
 
 
@@ -36,13 +37,17 @@ class Stop:
 
 
 def environment(device_type: str, processes: int) -> dict[str, str]:
-    """Variables of a row. OpenMP threads wait without spinning on a CPU, unless the user chose: on a shared
-    host, threads that spin were seen to make a step five times slower. Several processes divide the
-    processor's cores."""
-    chosen = {"OMP_WAIT_POLICY": "passive"} if device_type == "cpu" else {}
+    """Variables of a row, without those that the user chose.
+
+    OpenMP threads wait without spinning on a CPU: on a shared host, threads that spin were seen to make a
+    step five times slower. Several processes divide the processor's cores.
+    """
+    variables = {}
+    if device_type == "cpu":
+        variables["OMP_WAIT_POLICY"] = "passive"
     if processes > 1:
-        chosen["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
-    return {name: value for name, value in chosen.items() if name not in os.environ}
+        variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def script_command(script: Path, words: list[str], processes: int) -> list[str]:
@@ -69,23 +74,8 @@ def run(
     Returns None where it ends well, else status and one-line reason of its row. Raises OSError where the log
     cannot be written.
     """
-    log.unlink(missing_ok=True)
-    if (
-        sys.platform == "linux"
-    ):  # PR_SET_CHILD_SUBREAPER: workers of a torchrun that is killed come to this process
-        ctypes.CDLL(None).prctl(36, 1)
-    where = {
-        "stdin": subprocess.DEVNULL,
-        "stderr": subprocess.STDOUT,
-        "env": os.environ | variables,
-        "cwd": ROOT,
-    }
-    if sys.platform == "linux":  # PR_SET_PDEATHSIG, on which torchrun ends its workers
-        where["preexec_fn"] = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)
     bystanders = _children()  # whatever a shell had started before it became this process
-    with log.open("ab") as file:
-        child = subprocess.Popen(command, stdout=file, start_new_session=True, **where)
-    kill_at, began = math.inf, time.monotonic()
+    child, began, kill_at = _start(command, log, variables), time.monotonic(), math.inf
     try:
         while child.poll() is None:
             time.sleep(POLL_S)
@@ -101,28 +91,45 @@ def run(
         code = child.wait()
         _end_orphans(bystanders)
         progress("")
-    if kill_at < math.inf:
-        stopped = "interrupted", "ended by Ctrl-C, a closed terminal or kill"
-        late = (
-            "timeout",
-            f"took longer than {limit_s:.0f} s: raise --step-timeout, or lower --steps or the shape",
-        )
-        return stopped if stop.requests else late
+    if kill_at == math.inf:
+        return how_it_ended(code, log)
+    if stop.requests:
+        return "interrupted", "ended by Ctrl-C, a closed terminal or kill"
+    return "timeout", f"took longer than {limit_s:.0f} s: raise --step-timeout, or lower --steps or the shape"
+
+
+def _start(command: list[str], log: Path, variables: dict) -> subprocess.Popen:
+    log.unlink(missing_ok=True)
+    where = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "cwd": ROOT, "start_new_session": True}
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # workers of a torchrun that is killed come to this process
+        where["preexec_fn"] = partial(
+            prctl, PR_SET_PDEATHSIG, signal.SIGTERM
+        )  # torchrun then ends its workers
+    with log.open("ab") as file:
+        return subprocess.Popen(command, stdout=file, env=os.environ | variables, **where)
+
+
+def how_it_ended(code: int, log: Path) -> tuple[str, str] | None:
+    """Status and reason of a command that ended by itself with this exit code; None where it ended well."""
     if code == -signal.SIGKILL or last_line(log, "exitcode  : -9"):  # torchrun tells of a worker
         return "oom", "killed by signal 9, as the system does when host memory runs out"
     if code < 0:
         return "failed", f"killed by signal {-code}: see {log.name}"
+    if code == 0:
+        return None
     reason = last_line(log, ": error: ") or last_line(log, ": failed: ")
-    return (
-        ("failed", reason or f"ended with exit code {code} and no record: see {log.name}") if code else None
-    )
+    return "failed", reason or f"ended with exit code {code} and no record: see {log.name}"
 
 
 def _signal_session(child: subprocess.Popen, number: int) -> None:
-    workers, listed = "", Path(f"/proc/{child.pid}/task/{child.pid}/children")
+    """Signal all processes of a child's session; with SIGKILL also those of torchrun's workers, which have
+    sessions of their own and which it then cannot end."""
+    leaders, listed = [child.pid], Path(f"/proc/{child.pid}/task/{child.pid}/children")
     if number == signal.SIGKILL and child.returncode is None and listed.exists():
-        workers = listed.read_text()  # of torchrun, which cannot end them now: each has a session of its own
-    for leader in [*map(int, workers.split()), child.pid]:
+        leaders += map(int, listed.read_text().split())
+    for leader in reversed(leaders):
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of it is left
             os.killpg(leader, number)
 
@@ -148,4 +155,7 @@ def _end_orphans(bystanders: set[int]) -> None:
 def last_line(log: Path, sign: str) -> str:
     """What follows `sign` in the last line of a log that holds it; empty where there is none."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return one_line(next((line.rpartition(sign)[2] for line in reversed(lines) if sign in line), ""))
+    for line in reversed(lines):
+        if sign in line:
+            return one_line(line.rpartition(sign)[2])
+    return ""

@@ -26,7 +26,7 @@ from common import flops, hardware, profile
 from common.arguments import Arguments, parse_args
 from common.record import PRECISIONS, ProductRate, Roofs, write_json
 from common.text import one_line, progress, run_command, say
-from common.timing import seconds, steady_seconds
+from common.timing import mean_seconds, steady_seconds
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 STEADY_S, KERNEL_S, BURST_S, PAUSE_S, BURSTS = 0.05, 0.01, 0.002, 0.02, 3
@@ -44,42 +44,72 @@ LAUNCHED_BLOCKS, LAUNCHED_STEPS, LAUNCHED_WARMUP = 8, 60, 10
 def measure(args: Arguments, grid: bool) -> Roofs:
     """The roofs of a device at a workload's sizes, with `grid` at others too. What cannot be measured is left
     out: `notes` tells why."""
-    config, tokens, device, roofs = args.config, args.batch_size * args.config.seq_len, args.device, Roofs()
+    device, roofs = args.device, Roofs()
     with skipping(roofs, "copy"):
-        source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-        copy = partial(torch.empty_like(source).copy_, source)
-        roofs.copy_bytes_per_s = 2 * len(source) / steady_seconds(copy, device, STEADY_S)
-        del source, copy
-    counted = {(SQUARE[device.type],) * 3: 0} | flops.matrix_products(config, tokens)
-    others = set(itertools.product(GRID[device.type] if grid else (), repeat=3)) - counted.keys()
-    for precision in PRECISIONS:
-        if not multiplies(device, precision):
-            roofs.notes.append(f"{precision} not measured: this device does not multiply it")
-            continue
-        by_hand = batched_products(config, args.batch_size) if precision != "fp8" else {}
-        for products in (counted, dict.fromkeys(by_hand, 0), dict.fromkeys(others, 0)):
-            with skipping(roofs, precision):
-                roofs.products += product_rates(precision, products, device, steady=products is counted)
-    more = (
-        SIZES[device.type] if grid else SIZES[device.type][:1]
-    )  # the smallest always: a bias costs a launch
-    for size in sorted({*sizes(config, args.batch_size).values(), *more} - {0}):
-        with skipping(roofs, f"kernels over {size:,} numbers"):
-            names, works = zip(*kernels(size, device), strict=True)
-            rounds = [
-                [steady_seconds(work, device, KERNEL_S) for work in works] for _ in range(ROUNDS[device.type])
-            ]
-            roofs.kernels += [(name, size, min(of)) for name, *of in zip(names, *rounds, strict=True)]
-    own = (config.seq_len, config.n_embd // config.n_head, args.batch_size * config.n_head)
-    shapes = itertools.product(LENGTHS, HEAD_DIMS) if grid else ()
-    for T, D, heads in [own, *((T, D, ATTENTION_NUMBERS[device.type] // (T * D)) for T, D in shapes)]:
-        with skipping(roofs, f"attention over {T} tokens"):
-            attend_s = steady_seconds(attention(T, D, heads, device), device, KERNEL_S)
-            roofs.attention.append((T, D, 6 * T * D * T * heads / attend_s))
+        roofs.copy_bytes_per_s = copy_rate(device)
+    measure_products(roofs, args, grid)
+    measure_kernels(roofs, args, grid)
+    measure_attention(roofs, args, grid)
     if device.type == "cuda":
         with skipping(roofs, "launches"):
             roofs.launch_s = launch_seconds(device)
     return roofs
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second that a large copy reads and writes."""
+    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    copy = partial(torch.empty_like(source).copy_, source)
+    return 2 * len(source) / steady_seconds(copy, device, STEADY_S)
+
+
+def measure_products(roofs: Roofs, args: Arguments, grid: bool) -> None:
+    """The workload's matrix products and a large one, back to back and in bursts; those of attention by hand,
+    and the grid's, in bursts alone."""
+    device, edge = args.device, SQUARE[args.device.type]
+    counted = {(edge, edge, edge): 0}
+    counted |= flops.matrix_products(args.config, args.batch_size * args.config.seq_len)
+    by_hand = dict.fromkeys(batched_products(args.config, args.batch_size), 0)
+    others = set(itertools.product(GRID[device.type], repeat=3)) - counted.keys() if grid else ()
+    for precision in PRECISIONS:
+        if not multiplies(device, precision):
+            roofs.notes.append(f"{precision} not measured: this device does not multiply it")
+            continue
+        with skipping(roofs, precision):
+            roofs.products += product_rates(precision, counted, device, steady=True)
+        if precision != "fp8":  # attention by hand has no FP8
+            with skipping(roofs, precision):
+                roofs.products += product_rates(precision, by_hand, device, steady=False)
+        with skipping(roofs, precision):
+            roofs.products += product_rates(precision, dict.fromkeys(others, 0), device, steady=False)
+
+
+def measure_kernels(roofs: Roofs, args: Arguments, grid: bool) -> None:
+    """What lies between the products, at the sizes of the workload's tensors; the fastest of some rounds."""
+    device = args.device
+    # The smallest size always: the kernel of a bias costs a launch.
+    more = SIZES[device.type] if grid else SIZES[device.type][:1]
+    for size in sorted({*sizes(args.config, args.batch_size).values(), *more} - {0}):
+        with skipping(roofs, f"kernels over {size:,} numbers"):
+            fastest: dict[str, float] = {}
+            works = list(kernels(size, device))
+            for _ in range(ROUNDS[device.type]):
+                for name, work in works:
+                    seconds = steady_seconds(work, device, KERNEL_S)
+                    fastest[name] = min(seconds, fastest.get(name, seconds))
+            roofs.kernels += [(name, size, seconds) for name, seconds in fastest.items()]
+
+
+def measure_attention(roofs: Roofs, args: Arguments, grid: bool) -> None:
+    """Fused attention at the workload's shape, with `grid` at other lengths and head dimensions."""
+    config, device = args.config, args.device
+    shapes = [(config.seq_len, config.n_embd // config.n_head, args.batch_size * config.n_head)]
+    for T, D in itertools.product(LENGTHS, HEAD_DIMS) if grid else ():
+        shapes.append((T, D, ATTENTION_NUMBERS[device.type] // (T * D)))
+    for T, D, heads in shapes:
+        with skipping(roofs, f"attention over {T} tokens"):
+            seconds = steady_seconds(attention(T, D, heads, device), device, KERNEL_S)
+            roofs.attention.append((T, D, 6 * T * D * T * heads / seconds))
 
 
 @contextlib.contextmanager
@@ -94,10 +124,10 @@ def skipping(roofs: Roofs, what: str) -> Iterator[None]:
 
 def multiplies(device: torch.device, precision: str) -> bool:
     """Whether a device has matrix products in `precision` (one of PRECISIONS) in hardware."""
-    able, bf16 = hardware.compute_capability(device), hardware.has_bf16_matrix_instructions(device)
-    return {"fp32": True, "tf32": able >= (8, 0), "bf16": bf16, "fp8": able >= hardware.FP8_CAPABILITY}[
-        precision
-    ]
+    if precision == "bf16":
+        return hardware.has_bf16_matrix_instructions(device)
+    least = {"fp32": (0, 0), "tf32": (8, 0), "fp8": hardware.FP8_CAPABILITY}
+    return hardware.compute_capability(device) >= least[precision]
 
 
 def sizes(config, batch_size: int) -> dict[str, int]:
@@ -129,31 +159,27 @@ def product_rates(precision: str, counted: dict, device: torch.device, steady: b
 
     Raises RuntimeError for too little memory or a shape that `precision` cannot take.
     """
-    found = []
-    before = torch.get_float32_matmul_precision()
+    before, on_gpu = torch.get_float32_matmul_precision(), device.type == "cuda"
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    rates = []
     try:
-        if steady:
-            steady_seconds(product(precision, *(SQUARE[device.type],) * 3, device), device, HOT_S)
+        if steady:  # the clock falls to what it keeps up
+            edge = SQUARE[device.type]
+            steady_seconds(product(precision, edge, edge, edge, device), device, HOT_S)
         for (m, n, k), count in counted.items():
-            work, flop = product(precision, m, n, k, device), 2 * m * n * k
-            each_s = steady_seconds(work, device, STEADY_S if steady else 0)
-            found.append(
-                ProductRate(precision, m, n, k, count, flop / each_s, flop / each_s if steady else None)
-            )
-        for one, (m, n, k) in zip(found, counted, strict=True):
-            work, flop, pause_s = (
-                product(precision, m, n, k, device),
-                2 * m * n * k,
-                PAUSE_S * (device.type == "cuda"),
-            )
-            times = max(1, round(BURST_S * one.burst_flops_per_s / flop))
+            seconds = steady_seconds(product(precision, m, n, k, device), device, STEADY_S if steady else 0)
+            rate = 2 * m * n * k / seconds
+            rates.append(ProductRate(precision, m, n, k, count, rate, rate if steady else None))
+        for rate in rates:
+            work, flop = product(precision, rate.m, rate.n, rate.k, device), 2 * rate.m * rate.n * rate.k
+            times = max(1, round(BURST_S * rate.burst_flops_per_s / flop))
             for _ in range(BURSTS):
-                time.sleep(pause_s)
-                one.burst_flops_per_s = max(one.burst_flops_per_s, flop / seconds(work, times, device))
+                time.sleep(PAUSE_S if on_gpu else 0)
+                burst = flop / mean_seconds(work, times, device)
+                rate.burst_flops_per_s = max(rate.burst_flops_per_s, burst)
     finally:
         torch.set_float32_matmul_precision(before)
-    return found
+    return rates
 
 
 def product(precision: str, m: int, n: int, k: int, device: torch.device) -> Callable[[], object]:
@@ -162,9 +188,9 @@ def product(precision: str, m: int, n: int, k: int, device: torch.device) -> Cal
     a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype).t()
     if precision != "fp8":
         return partial(torch.matmul, a, b)
-    a, b, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
+    a, b, scale = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
     # Not public, but the only FP8 product that PyTorch 2.10 has.
-    return partial(torch._scaled_mm, a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return partial(torch._scaled_mm, a, b, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def kernels(numbers: int, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -177,7 +203,7 @@ def kernels(numbers: int, device: torch.device) -> Iterator[tuple[str, Callable[
     weight, mean_rstd = torch.ones(width, device=device), torch.ones(2, len(x), 1, device=device)
     low, mask = x.to(torch.bfloat16), torch.ones(edge, edge, dtype=torch.bool, device=device).triu(1)
     scores = low.flatten()[: x.numel() // edge**2 * edge**2].view(-1, edge, edge)
-    norm = (gradient, x, [width], *mean_rstd, weight, weight, [True] * 3)
+    norm = (gradient, x, [width], *mean_rstd, weight, weight, [True, True, True])
     yield "copy fp32", partial(torch.neg, x, out=out)  # of copy_ a GPU's copy engines would be a part
     yield "layer norm backward fp32", partial(torch.ops.aten.native_layer_norm_backward, *norm)
     yield "to fp32", partial(low.to, torch.float32)
@@ -202,8 +228,10 @@ def attention(length: int, head_dim: int, heads: int, device: torch.device) -> C
 def launch_seconds(device: torch.device) -> float:
     """Host seconds of a kernel that Python launches, in the median of tiny training steps in mixed precision.
     Raises RuntimeError where the profiler shows no kernels."""
-    parts = [(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(LAUNCHED_BLOCKS)]
-    model = nn.Sequential(*(module for part in parts for module in part)).to(device)
+    model = nn.Sequential()
+    for _ in range(LAUNCHED_BLOCKS):
+        model.extend((nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()))
+    model.to(device)
     optimizer, x, times = torch.optim.AdamW(model.parameters()), torch.ones(64, 64, device=device), []
 
     def step() -> None:
@@ -232,17 +260,12 @@ def record(args: Arguments, grid: bool, output: Path) -> None:
     progress("")
     roofs.environment = hardware.describe(args.device)
     for precision in PRECISIONS:
-        if steady := roofs.rate(precision):
-            burst = roofs.rate(precision, burst=True)
-            say(
-                f"{precision.upper()} {steady / 1e12:,.3g} TFLOP/s back to back, "
-                f"{burst / 1e12:,.3g} in bursts"
-            )
-    say(
-        "\n".join(
-            [f"copy {(roofs.copy_bytes_per_s or 0) / 1e9:,.0f} GB/s", *roofs.notes, f"written to {output}"]
-        )
-    )
+        steady, burst = roofs.rate(precision), roofs.rate(precision, burst=True)
+        if steady:
+            rates = f"{steady / 1e12:,.3g} TFLOP/s back to back, {burst / 1e12:,.3g} in bursts"
+            say(f"{precision.upper()} {rates}")
+    say(f"copy {(roofs.copy_bytes_per_s or 0) / 1e9:,.0f} GB/s")
+    say("\n".join([*roofs.notes, f"written to {output}"]))
     write_json(output, roofs)
 
 

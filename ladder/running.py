@@ -1,5 +1,6 @@
 """A plan under way: its folder, its rows one after the other, and the report at the end."""
 
+import argparse
 import contextlib
 import datetime
 import fcntl
@@ -11,11 +12,11 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from common import record as schema
 from common.record import code_sha256
-from common.text import Skip, say
+from common.text import Skip, positive_int, say
 from ladder import patches, process, runs
 from ladder.process import ROOT
 
@@ -23,11 +24,19 @@ LIMIT_S = 1800  # of a row, by default
 LOCK = ".lock"
 
 
+class Job(NamedTuple):
+    """What is to run."""
+
+    plan: dict  # what the run folder holds of it from the first row on
+    rows: list[runs.Planned]
+    facts: dict  # what the arguments mean on this machine: see ladder/facts.py
+
+
 class Running:
     """One run under way."""
 
-    def __init__(self, folder: Path, plan: dict, facts: dict, stop: process.Stop):
-        self.folder, self.plan, self.facts, self.stop = folder, plan, facts, stop
+    def __init__(self, folder: Path, job: Job, stop: process.Stop):
+        self.folder, self.plan, self.facts, self.stop = folder, job.plan, job.facts, stop
 
     def run(self, command: list[str], log: Path, name: str, gpus: int = 1) -> tuple[str, str] | None:
         variables = process.environment(self.facts["device_type"], gpus)
@@ -48,23 +57,21 @@ class Running:
 
     def run_row(self, row: runs.Planned, place: str) -> None:
         """Run one script, and print what came of it. One that leaves no record gets one that holds how it
-        ended. `place` tells which of all rows it is."""
-        record, name = self.folder / row.output, row.output.removesuffix(".json")
-        record.parent.mkdir(parents=True, exist_ok=True)
-        record.unlink(missing_ok=True)
-        ended = self.too_large(row) or self.run_script(row, record, f"{place}: {name}")
-        left = self.recorded(row)
-        if not left or (left["status"] == "failed" and ended and ended[0] == "oom"):  # its peers failed
+        ended. `place` tells which of all rows it is: `row 2 of 5`."""
+        path, name = self.folder / row.output, row.output.removesuffix(".json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        ended = self.too_large(row) or self.run_script(row, path, f"{place}: {name}")
+        recorded = self.recorded(row)
+        in_a_process = recorded.get("status") == "failed" and ended and ended[0] == "oom"
+        if not recorded or in_a_process:  # one of several ran out of memory, and the others lost it
             failed = schema.Row(Path(row.script).stem, *(ended or ("failed", "left no record")))
-            schema.write_json(record, schema.Run(self.plan["command"], None, None, None, [failed]))
-            left = vars(failed)
-        status, reason = left["status"], left["reason"]
-        took = (
-            f"{statistics.median(left['step_ms']):,.1f} ms a step"
-            if status == "ok"
-            else f"{status}: {reason}"
-        )
-        say(f"{name}: {took}")
+            schema.write_json(path, schema.Run(self.plan["command"], None, None, None, [failed]))
+            recorded = vars(failed)
+        outcome = f"{recorded['status']}: {recorded['reason']}"
+        if recorded["status"] == "ok":
+            outcome = f"{statistics.median(recorded['step_ms']):,.1f} ms a step"
+        say(f"{name}: {outcome}")
 
     def too_large(self, row: runs.Planned) -> tuple[str, str] | None:
         """Status and reason of a row that a CPU's free memory is not enough for: there the system would end
@@ -112,34 +119,39 @@ def locked(folder: Path) -> TextIO | None:
     return lock
 
 
-def plan_of(
-    kind: str, command: str, rows: list[runs.Planned], facts: dict, limit_s: int | None, **more
-) -> dict:
-    """The plan that a run folder holds from its first row on."""
-    started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    known = {"kind": kind, "command": command, "started_at": started_at, "workload": facts["workload"]}
-    known |= {"rows": [row._asdict() for row in rows], "limit_s": limit_s or LIMIT_S, "roofs": False}
-    return known | more | {"schema_version": schema.SCHEMA_VERSION}
+def plan_of(kind: str, rows: list[runs.Planned], facts: dict, limit_s: int | None, **about) -> dict:
+    """The plan that a run folder holds from its first row on; `about` has its command, and what else its kind
+    needs."""
+    return {
+        "schema_version": schema.SCHEMA_VERSION,
+        "kind": kind,
+        "started_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "workload": facts["workload"],
+        "rows": [row._asdict() for row in rows],
+        "limit_s": limit_s or LIMIT_S,
+        "roofs": False,
+        **about,
+    }
 
 
-def execute(folder: Path, plan: dict, rows: list[runs.Planned], facts: dict, finishes: str) -> int:
-    """Run all rows of a plan that have no ok record in `folder`, and report. Returns the exit code;
-    `finishes` is the command that finishes the run where the user interrupts it. Raises Skip for a folder
-    that another run has."""
+def execute(folder: Path, job: Job, finishes: str) -> int:
+    """Run all rows of a job that have no ok record in `folder`, and report. Returns the exit code; `finishes`
+    is the command that finishes the run where the user interrupts it. Raises Skip for a folder that another
+    run has."""
     lock = locked(folder)
     if lock is None:
         raise Skip(f"{folder} is in use by another run")
-    schema.write_json(folder / schema.PLAN, plan)
-    say("\n".join(facts["said"]))
+    schema.write_json(folder / schema.PLAN, job.plan)
+    say("\n".join(job.facts["said"]))
     stop = process.Stop()
     stop.listen()
-    running = Running(folder, plan, facts, stop)
-    if plan["roofs"] and not (folder / schema.PREDICTED).exists():
+    running = Running(folder, job, stop)
+    if job.plan["roofs"] and not (folder / schema.PREDICTED).exists():
         running.predict()
-    for k, row in enumerate(rows, 1):
+    for k, row in enumerate(job.rows, 1):
         if not (stop.requests or running.recorded(row).get("status") == "ok"):
-            running.run_row(row, f"row {k} of {len(rows)}")
-    return finish(folder, stop, finishes, is_latest="argv" in plan)
+            running.run_row(row, f"row {k} of {len(job.rows)}")
+    return finish(folder, stop, finishes, is_latest="argv" in job.plan)
 
 
 def finish(folder: Path, stop: process.Stop, finishes: str, is_latest: bool) -> int:
@@ -160,65 +172,75 @@ def finish(folder: Path, stop: process.Stop, finishes: str, is_latest: bool) -> 
 
 
 def run_study(
-    kind: str,
-    rows: list[runs.Planned],
-    arguments: list[str],
-    output: Path | None,
-    command: str,
-    limit_s: int | None,
+    kind: str, rows: list[runs.Planned], arguments: list[str], options: argparse.Namespace, command: str
 ) -> int:
-    """Run the rows of a study in a folder, new or continued with more rows. Returns the exit code.
+    """Run the rows of a study in a folder, new or continued with more rows. Returns the exit code. `options`
+    are those of `add_options`.
 
     Raises Skip, one line, for a folder that cannot be used or holds something else, and where its rows are of
     another workload, machine or code.
     """
+    folder, before = study_folder(kind, options.output)
+    facts = runs.check(arguments)
+    same = {"device": facts["device"], "code": code_of_study(), "arguments": arguments}
+    same["workload"] = facts["workload"]
+    if before and before.get("same") != same:
+        raise Skip(f"--output {options.output} holds rows of another workload, machine or code")
+    rows = [row._replace(arguments=[*facts["pinned"], *row.arguments]) for row in rows]
+    rows = [*(checked(row, options.output) for row in before.get("rows", [])), *rows]
+    rows = list({row.output: row for row in rows}.values())
+    earlier = [text for text in str(before.get("command") or "").split(" && ") if text]
+    commands = " && ".join(dict.fromkeys([*earlier, command]))
+    plan = plan_of(kind, rows, facts, options.step_timeout, command=commands, same=same)
+    return execute(folder, Job(plan, rows, facts), f"the same command with --output {folder}")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every study."""
+    text = "of the study, new or continued (default: a new one under results/)"
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help=text)
+    text = "seconds for a row (default: 1800)"
+    parser.add_argument("--step-timeout", type=positive_int, metavar="S", help=text)
+
+
+def study_folder(kind: str, output: Path | None) -> tuple[Path, dict]:
+    """The folder of a study, and its plan where it is continued. Raises Skip for one that holds another
+    thing."""
     try:
         folder = output.resolve() if output else new_folder(kind)
         folder.mkdir(parents=True, exist_ok=True)
-        held = {path.name for path in folder.iterdir()} - {LOCK}
+        files = {path.name for path in folder.iterdir()} - {LOCK}
     except (OSError, RuntimeError) as error:
         raise Skip(f"--output {output} cannot be used: {error}") from None
     before = schema.read_object(folder / schema.PLAN)
-    if held and before.get("kind") != kind:
+    if files and before.get("kind") != kind:
         raise Skip(f"--output {output} holds files that are of no study of {kind}")
-    facts = runs.check(arguments)
-    same = {
-        "device": facts["device"],
-        "code": code_of_study(),
-        "arguments": arguments,
-        "workload": facts["workload"],
-    }
-    if before and before.get("same") != same:
-        raise Skip(f"--output {output} holds rows of another workload, machine or code")
-    known = [checked(row, output) for row in before.get("rows", [])]
-    new = [row._replace(arguments=[*facts["pinned"], *row.arguments]) for row in rows]
-    every = list({row.output: row for row in [*known, *new]}.values())
-    commands = dict.fromkeys([*filter(None, str(before.get("command") or "").split(" && ")), command])
-    plan = plan_of(kind, " && ".join(commands), every, facts, limit_s, same=same)
-    return execute(folder, plan, every, facts, f"the same command with --output {folder}")
+    return folder, before
 
 
 def code_of_study() -> str:
     """What the rows of a study depend on: the scripts, common/, peers and patches."""
-    others = sorted([*ROOT.glob("peers/[a-z]*.py"), *ROOT.glob("anatomy/variants/*.patch")])
-    return code_sha256(ROOT) + hashlib.sha256(b"".join(path.read_bytes() for path in others)).hexdigest()[:16]
+    others = sorted([*(ROOT / peer for peer in runs.peers()), *ROOT.glob("anatomy/variants/*.patch")])
+    content = b"".join(path.read_bytes() for path in others)
+    return code_sha256(ROOT) + hashlib.sha256(content).hexdigest()[:16]
 
 
 def checked(row: object, output: Path | None) -> runs.Planned:
     """A row of an earlier plan. Raises Skip for one that no study of this checkout has made."""
+    refusal = Skip(f"--output {output} holds a {schema.PLAN} that no study has written")
     try:
         planned = runs.Planned(**row)
         place, name = Path(planned.output).parts
-        peers = [f"peers/{path.name}" for path in ROOT.glob("peers/[a-z]*.py")]
-        fits = planned.script in [*runs.scripts(), *peers] and name == f"{Path(planned.script).stem}.json"
-        fits = (
-            fits
-            and place != ".."
-            and planned.gpus == 1
-            and (planned.patch is None or planned.patch in patches.variants())
-        )
-        if fits and all(isinstance(word, str) and word.isprintable() for word in planned.arguments):
-            return planned
     except (TypeError, ValueError):
-        pass
-    raise Skip(f"--output {output} holds a {schema.PLAN} that no study has written")
+        raise refusal from None
+    known = (
+        planned.script in [*runs.scripts(), *runs.peers()]
+        and name == f"{Path(planned.script).stem}.json"
+        and place != ".."
+        and planned.gpus == 1
+        and (planned.patch is None or planned.patch in patches.variants())
+        and isinstance(planned.arguments, list)
+    )
+    if not known or not all(isinstance(word, str) and word.isprintable() for word in planned.arguments):
+        raise refusal
+    return planned

@@ -17,13 +17,13 @@ from ladder.process import ROOT
 PARALLEL = ("ddp", "fsdp")
 LAUNCHED = "1-launched"  # on one GPU without capture: what FSDP2, which cannot be captured, is compared with
 SWEEP = {  # channels, sequence length and tokens a step: several widths, and several lengths at one width
-    "cuda": [(C, 2048, 16384) for C in (320, 768, 2048, 4096, 8192)]
-    + [(1024, T, 32768) for T in (1024, 4096, 16384, 32768)],
-    "cpu": [(C, 512, 1024) for C in (64, 128, 256)] + [(128, T, 2048) for T in (256, 1024)],
+    "cuda": (
+        *((C, 2048, 16384) for C in (320, 768, 2048, 4096, 8192)),
+        *((1024, T, 32768) for T in (1024, 4096, 16384, 32768)),
+    ),
+    "cpu": ((64, 512, 1024), (128, 512, 1024), (256, 512, 1024), (128, 256, 2048), (128, 1024, 2048)),
 }
 HEAD_DIM = {"cuda": 64, "cpu": 32}
-
-
 STEP = re.compile(r"\d+_\w+\.py")
 
 
@@ -40,9 +40,19 @@ class Planned(NamedTuple):
 def scripts(only: str | None = None) -> list[str]:
     """The steps in the order of their numbers, or those whose numbers `only` names: `3,4`."""
     names = [path.name for path in ROOT.glob("*.py") if STEP.fullmatch(path.name) and path.is_file()]
-    numbers = {name: int(name.partition("_")[0]) for name in sorted(names)}
-    wanted = None if only is None else {int(number) for number in only.split(",")}
-    return [name for name in sorted(numbers, key=numbers.get) if wanted is None or numbers[name] in wanted]
+    if only is not None:
+        wanted = {int(number) for number in only.split(",")}
+        names = [name for name in names if number_of(name) in wanted]
+    return sorted(names, key=lambda name: (number_of(name), name))
+
+
+def number_of(script: str) -> int:
+    return int(script.partition("_")[0])
+
+
+def peers() -> list[str]:
+    """Other implementations of the same training."""
+    return sorted(f"peers/{path.name}" for path in ROOT.glob("peers/[a-z]*.py"))
 
 
 def captures(script: str) -> bool:
@@ -51,15 +61,18 @@ def captures(script: str) -> bool:
 
 
 def check(arguments: list[str], gpus: int = 1) -> dict:
-    """What the arguments mean here. Exits with the one line and the code of a step where they are wrong."""
-    last = {"RANK": str(gpus - 1), "LOCAL_RANK": str(gpus - 1), "WORLD_SIZE": str(gpus)} if gpus > 1 else {}
-    where = {"env": os.environ | last, "cwd": ROOT, "start_new_session": True}
-    done = subprocess.run(
-        process.module_command("ladder.facts", *arguments), stdout=subprocess.PIPE, text=True, **where
+    """What the arguments mean here, by a process that imports torch: see ladder/facts.py. Exits with the one
+    line and the code of a step where they are wrong."""
+    variables = dict(os.environ)
+    if gpus > 1:  # as torchrun tells the last of the processes
+        variables |= {"RANK": str(gpus - 1), "LOCAL_RANK": str(gpus - 1), "WORLD_SIZE": str(gpus)}
+    command = process.module_command("ladder.facts", *arguments)
+    ended = subprocess.run(
+        command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    if done.returncode:
-        sys.exit(done.returncode)
-    return json.loads(done.stdout.splitlines()[-1])  # a sitecustomize may print before it
+    if ended.returncode:
+        sys.exit(ended.returncode)
+    return json.loads(ended.stdout.splitlines()[-1])  # a sitecustomize may print before it
 
 
 def ladder(arguments: list[str], names: list[str], gpus: int = 1) -> list[Planned]:
@@ -80,20 +93,21 @@ def at(place: str, rows: list[Planned], more: list[str], gpus: int = 1) -> list[
 def scaling(rows: list[Planned], most: int, parallel: str | None, device_type: str) -> list[Planned]:
     """Every row on 1, 2, 4, ... and `most` GPUs, by DDP and FSDP2 or one of them."""
     counts = sorted({most, *(2**k for k in range(most.bit_length()))})
-    found = at("1", rows, [])
+    planned = at("1", rows, [])
     for gpus in counts[1:]:
         for how in PARALLEL if parallel is None else [parallel]:
-            found += at(f"{gpus}-{how}", rows, ["--parallel", how], gpus)
-    shards = device_type == "cuda" and parallel != "ddp"
-    return found + at(LAUNCHED, [row for row in rows if shards and captures(row.script)], ["--no-capture"])
+            planned += at(f"{gpus}-{how}", rows, ["--parallel", how], gpus)
+    if device_type == "cuda" and parallel != "ddp":
+        planned += at(LAUNCHED, [row for row in rows if captures(row.script)], ["--no-capture"])
+    return planned
 
 
 def sweep(rows: list[Planned], device_type: str) -> list[Planned]:
     """Every row at several widths, and at one width at several lengths, two blocks each."""
-    found = []
+    planned = []
     for channels, length, tokens in SWEEP[device_type]:
         heads = channels // HEAD_DIM[device_type]
         words = f"--n-layer 2 --n-embd {channels} --n-head {heads}"
         words += f" --seq-len {length} --batch-size {tokens // length}"
-        found += at(f"{channels}-channels-{length}-tokens", rows, words.split())
-    return found
+        planned += at(f"{channels}-channels-{length}-tokens", rows, words.split())
+    return planned

@@ -1,9 +1,10 @@
 """Peer of 3_compile.py: nanoGPT's model, compiled whole, as its train.py does, and launched.
 
-BF16 autocast and fused AdamW are step 3's; the residual stream stays FP32, as autocast leaves it. The weights
-begin with nanoGPT's own numbers, from the ladder's seed. Source: model.py and train.py of karpathy/nanoGPT.
+BF16 autocast and fused AdamW are those of 3_compile.py. The residual stream stays FP32, as autocast leaves
+it. The weights begin with nanoGPT's own numbers, from the ladder's seed. Source: model.py and train.py of
+karpathy/nanoGPT.
 
-Run:      PYTHONPATH=nanoGPT python peers/nanogpt.py    Needs: git clone the repository of karpathy/nanoGPT
+Run:      git clone the repository of karpathy/nanoGPT here, then PYTHONPATH=nanoGPT python peers/nanogpt.py
 """
 
 import importlib
@@ -17,29 +18,39 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.benchmark import import_or_skip, launch
 from common.text import Skip
 
-nanogpt = import_or_skip("model")
-step = importlib.import_module("3_compile")
+nanogpt = import_or_skip("model")  # the name of nanoGPT's own file
+compiled_step = importlib.import_module("3_compile")
 
 
-class Whole(torch.nn.Module):
+class NanoGPT(torch.nn.Module):
+    """Stands in for common.model.GPT in 3_compile.py, which compiles its blocks and its head."""
+
     blocks = ()
-    head = property(lambda model: model)  # the one part that step 3 compiles
 
-    def __init__(self, config, block, head, seed, residual_dtype):
+    def __init__(
+        self, config, block, head, seed, residual_dtype
+    ):  # of which block, head and dtype are nanoGPT's
         super().__init__()
         torch.manual_seed(seed)
         shape = asdict(config)
-        self.model = nanogpt.GPT(nanogpt.GPTConfig(shape.pop("seq_len"), **shape, dropout=0.0, bias=True))
+        shape["block_size"] = shape.pop("seq_len")
+        self.model = nanogpt.GPT(nanogpt.GPTConfig(**shape, dropout=0.0, bias=True))
+
+    @property
+    def head(self):
+        return self  # so the whole model is compiled
 
     def forward(self, tokens, targets):
-        return self.model(tokens, targets)[1]
+        _, loss = self.model(tokens, targets)
+        return loss
 
 
 def main(args):
-    if not hasattr(sys.modules.get("model"), "GPTConfig"):
+    if not hasattr(sys.modules.get("model"), "GPTConfig"):  # another file of this name, or none
         raise Skip("nanoGPT's model.py does not import: PYTHONPATH must name a clone of karpathy/nanoGPT")
-    step.GPT = Whole
-    return step.main(args)[:3]  # without `capture`: launched
+    compiled_step.GPT = NanoGPT
+    train_step, model, optimizer, _ = compiled_step.main(args)
+    return train_step, model, optimizer  # without `capture`: each kernel is launched, as train.py does
 
 
 if __name__ == "__main__":

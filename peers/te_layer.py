@@ -1,5 +1,6 @@
-"""Peer of 4_transformer_engine.py: te.TransformerLayer for the blocks, as in its "Getting started", and step
-3's head.
+"""Peer of 4_transformer_engine.py: te.TransformerLayer for the blocks, as in its "Getting started".
+
+The head is that of 3_compile.py, in BF16.
 
 Run:      python peers/te_layer.py                  Needs: Transformer Engine, see docs/not-faster.md
 """
@@ -12,9 +13,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.benchmark import import_or_skip, launch
 
-os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")  # its layer would silently take it where cuDNN does not load
+# Where cuDNN does not load, the layer would silently take attention that is not fused.
+os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
 te = import_or_skip("transformer_engine.pytorch", "transformer-engine[pytorch]")
-step, compiled = (importlib.import_module(name) for name in ("4_transformer_engine", "3_compile"))
+compiled_step = importlib.import_module("3_compile")
+fp8_step = importlib.import_module("4_transformer_engine")
 
 
 def block(config):
@@ -32,13 +35,14 @@ def block(config):
 
 
 def head(config):
-    (part := compiled.Head(config)).compile(fullgraph=True)
-    return part
+    head = compiled_step.Head(config)
+    head.compile(fullgraph=True)
+    return head
 
 
 def main(args):
-    step.Block, step.Head = block, head
-    return step.main(args)
+    fp8_step.Block, fp8_step.Head = block, head
+    return fp8_step.main(args)
 
 
 if __name__ == "__main__":

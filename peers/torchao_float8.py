@@ -1,8 +1,7 @@
-"""Peer of 4_transformer_engine.py: the compiled step 3 with torchao's float8 training.
+"""Peer of 4_transformer_engine.py: 3_compile.py with torchao's float8 training.
 
 A block's four Linear layers are converted with the tensorwise recipe, which torchao calls its fastest. The
-head stays BF16, as in torchao's example. All else is step 3's. Source: torchao's page "Training" and
-Float8LinearRecipeName.
+head stays BF16, as in torchao's example. Source: torchao's page "Training" and Float8LinearRecipeName.
 
 Run:      python peers/torchao_float8.py            Needs: pip install torchao
 """
@@ -15,19 +14,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.benchmark import import_or_skip, launch
 
 float8 = import_or_skip("torchao.float8", "torchao")
-step = importlib.import_module("3_compile")
-Block, Head = step.Block, step.Head
+compiled_step = importlib.import_module("3_compile")
+Block = compiled_step.Block
 
 
-def converted(part):
+def converted(module):
     recipe = float8.Float8LinearConfig.from_recipe_name("tensorwise")
-    return float8.convert_to_float8_training(part, config=recipe)
+    return float8.convert_to_float8_training(module, config=recipe)
+
+
+def float8_block(config):
+    return converted(Block(config))
 
 
 def main(args):
     args.require_fp8()
-    step.Block = lambda config: converted(Block(config))
-    return step.main(args)
+    compiled_step.Block = float8_block
+    return compiled_step.main(args)
 
 
 if __name__ == "__main__":

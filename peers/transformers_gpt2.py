@@ -1,9 +1,8 @@
 """Peer of 3_compile.py: GPT-2 of Hugging Face transformers, tuned as its documentation tells.
 
 SDPA attention, torch.compile over model and loss, no dropout; launched, as a Trainer launches it. Autocast
-and AdamW are step 3's; the residual stream stays FP32. The weights begin with the ladder's numbers. Under its
-own name compiled SDPA attention gets a mask (huggingface/transformers issue 48925); under another it gets
-none and passes is_causal.
+and AdamW are those of 3_compile.py. The residual stream stays FP32. The weights begin with the ladder's
+numbers.
 Source: transformers' pages GPT-2, "GPU" (efficient training) and AttentionInterface.
 
 Run:      python peers/transformers_gpt2.py         Needs: pip install transformers
@@ -11,7 +10,6 @@ Run:      python peers/transformers_gpt2.py         Needs: pip install transform
 
 import importlib
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -22,31 +20,48 @@ from common.benchmark import import_or_skip, launch
 from common.model import GPT
 
 transformers = import_or_skip("transformers", "transformers")
-step = importlib.import_module("3_compile")
+compiled_step = importlib.import_module("3_compile")
 
 
-class Whole(torch.nn.Module):
+class HuggingFaceGPT2(torch.nn.Module):
+    """Stands in for common.model.GPT in 3_compile.py, which compiles its blocks and its head."""
+
     blocks = ()
-    head = property(lambda model: model)  # the one part that step 3 compiles
 
     def __init__(self, config, block, head, seed, residual_dtype):
         super().__init__()
+        # Compiled attention by the name "sdpa" gets a mask as a tensor, which is slow. By another name it
+        # gets none, and is called with is_causal (huggingface/transformers issue 48925).
         attentions = transformers.AttentionInterface()
         attentions.register("sdpa_without_mask", attentions["sdpa"])
-        shape = asdict(config) | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        shape |= {
-            "n_positions": shape.pop("seq_len"),
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "use_cache": False,
-        }
-        theirs = transformers.GPT2Config(**shape, attn_implementation="sdpa_without_mask")
-        self.model, ladder = transformers.GPT2LMHeadModel(theirs), GPT(config, block, head, seed)
-        with (
-            torch.no_grad()
-        ):  # both list the same parameters in the same order; matrices of its Conv1D are transposed
-            for (name, weight), ours in zip(self.model.named_parameters(), ladder.parameters(), strict=True):
-                weight.copy_(ours.T if ".c_" in name and ours.dim() == 2 else ours)
+        gpt2_config = transformers.GPT2Config(
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            n_embd=config.n_embd,
+            n_positions=config.seq_len,
+            vocab_size=config.vocab_size,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+            attn_implementation="sdpa_without_mask",
+        )
+        self.model = transformers.GPT2LMHeadModel(gpt2_config)
+        self.copy_weights(GPT(config, block, head, seed))
+
+    @torch.no_grad()
+    def copy_weights(self, ladder_gpt: GPT):
+        """Both list the same parameters in the same order. Matrices of Conv1D, named c_*, are transposed."""
+        pairs = zip(self.model.named_parameters(), ladder_gpt.parameters(), strict=True)
+        for (name, weight), ladder_weight in pairs:
+            transposed = ".c_" in name and weight.dim() == 2
+            weight.copy_(ladder_weight.T if transposed else ladder_weight)
+
+    @property
+    def head(self):
+        return self  # so the whole model is compiled
 
     def forward(self, tokens, targets):
         logits = self.model(tokens).logits  # (B, T, V)
@@ -54,8 +69,9 @@ class Whole(torch.nn.Module):
 
 
 def main(args):
-    step.GPT = Whole
-    return step.main(args)[:3]  # without `capture`: launched
+    compiled_step.GPT = HuggingFaceGPT2
+    train_step, model, optimizer, _ = compiled_step.main(args)
+    return train_step, model, optimizer  # without `capture`: each kernel is launched
 
 
 if __name__ == "__main__":

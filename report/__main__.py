@@ -6,37 +6,43 @@ python -m report --compare A B     two runs, row by row
 
 from pathlib import Path
 
-from common.record import MERGED, PLAN, Study, write_json
+from common.record import MERGED, PLAN, Run, Study, write_json
 from common.text import OneLineParser, aligned, run_command, say
 
 GOOD = ("ok", "skipped")
 
 
-def render(folder: Path, record) -> tuple[str, dict[str, bytes]]:
-    """What a terminal shows of a run or a study in a folder, and its files by name.
+def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
+    """What a terminal shows of a run or a study in a folder, and its files by name."""
+    return render_study(folder, record) if isinstance(record, Study) else render_run(folder, record)
 
-    The module of a study has `tables`: rows by their title; sweep and parity have a `picture`: a PNG, or
-    None.
-    """
-    from report import charts, page, parity, scaling, sweep, table
-    from report.figures import figures
+
+def render_run(folder: Path, run: Run) -> tuple[str, dict[str, bytes]]:
+    from report import charts, documents, page
+    from report.figures import derive
     from report.picture import picture
 
-    if not isinstance(record, Study):
-        made = figures(record)
-        texts = {"report.md": table.render_markdown(made), "report.html": page.render(made)}
-        files = {name: text.encode() for name, text in texts.items()}
-        files["steps.png"] = charts.png(picture(made, ink="black", paper="white"))
-        return table.render_text(made, str(folder / "report.html")), files
-    kind = {"scaling": scaling, "sweep": sweep, "parity": parity}.get(record.kind)
-    tables = kind.tables(record) if kind else {"": table.variant_rows(record)}
-    files = {"report.md": table.render_study(record, tables).encode()}
-    if drawn := kind.picture(record) if kind in (sweep, parity) else None:
-        files[f"{record.kind}.png"] = drawn
+    figures = derive(run)
+    files = {
+        "report.md": documents.as_markdown(figures).encode(),
+        "report.html": page.render(figures).encode(),
+        "steps.png": charts.png(picture(figures, ink="black", paper="white")),
+    }
+    return documents.for_terminal(figures, str(folder / "report.html")), files
+
+
+def render_study(folder: Path, study: Study) -> tuple[str, dict[str, bytes]]:
+    from report import documents, studies
+
+    kind = studies.KINDS[study.kind]
+    tables, picture = kind.tables(study), kind.picture(study)
+    files = {"report.md": documents.study_as_markdown(study, tables).encode()}
+    if picture:
+        files[f"{study.kind}.png"] = picture
     texts = [f"{title}\n{aligned(rows)}".strip() for title, rows in tables.items() if rows]
-    names = " and ".join(str(folder / name) for name in files)
-    texts += filter(None, ["\n".join(table.study_remarks(record, tables)), f"Report: {names}"])
-    return "\n\n".join(texts), files
+    texts.append("\n".join(documents.study_remarks(study, tables)))
+    texts.append(f"Report: {' and '.join(str(folder / name) for name in files)}")
+    return "\n\n".join(filter(None, texts)), files
 
 
 def main() -> int:
@@ -46,11 +52,12 @@ def main() -> int:
     args = parser.parse_args()
     if (args.folder is None) == (args.compare is None):
         parser.error("give one DIR, or --compare A B")
-    from report import load, page, table  # noqa: F401 so that a missing package is told before anything is read
+    from report import load, page  # noqa: F401 so that a missing package is told before anything is read
+    from report.compare import compare
 
     try:
         if args.compare:
-            say(table.compare(*args.compare))
+            say(compare(*args.compare))
             return 0
         record = load.load(args.folder)
     except load.RecordError as error:

@@ -32,7 +32,8 @@ def code_lines(source: str) -> list[str]:
         if token.type == tokenize.COMMENT:
             lines[row - 1] = lines[row - 1][:column]
         if token.type == tokenize.STRING and column == 0:  # a docstring
-            lines[row - 1 : end] = [""] * (end - row + 1)
+            for k in range(row - 1, end):
+                lines[k] = ""
     stripped = [line.strip() for line in lines]
     return [line for line in stripped if line and not IMPORT.match(line)]
 

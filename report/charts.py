@@ -45,9 +45,8 @@ def styled(**more: object) -> Iterator[None]:
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()  # a user's matplotlibrc may ask for LaTeX, which may be absent
         matplotlib.rcParams.update(STYLE | more)
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # a name from a record may hold a letter that the font lacks
+        # A name from a record may hold a letter that the font lacks.
+        warnings.simplefilter("ignore", UserWarning)
         yield
 
 
@@ -69,13 +68,14 @@ def svg(drawn: Figure, as_paths: bool = False) -> str:
     that it looks the same where their font is missing."""
     written, fonts = io.StringIO(), "path" if as_paths else "none"
     with styled(**{"svg.fonttype": fonts}):
-        drawn.savefig(
-            written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-        )
+        nothing = dict.fromkeys(
+            ("Date", "Creator", "Format", "Type")
+        )  # so that the same figure is the same text
+        drawn.savefig(written, format="svg", metadata=nothing)
     text = written.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor").replace(PAPER, "var(--paper)")
     used = set(re.findall(r"#([\w-]+)", text))  # other ids would stand twice on a page with two drawings
-    return re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
+    return re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", text)
 
 
 def plain_numbers(axis: matplotlib.axis.Axis, marks: tuple[int, ...] = (1,)) -> None:
@@ -85,9 +85,9 @@ def plain_numbers(axis: matplotlib.axis.Axis, marks: tuple[int, ...] = (1,)) -> 
     axis.set_minor_formatter(NullFormatter())
 
 
-def loss_svg(made: Figures) -> str:
+def loss_svg(figures: Figures) -> str:
     """The loss of every training step, and below it the difference to the first row."""
-    rows = [line.row for line in made.timed if line.row.loss]
+    rows = [line.row for line in figures.timed if line.row.loss]
     with figure(4.6) as drawn:
         above, below = drawn.subplots(2, sharex=True, height_ratios=(3, 2))
         for row in rows:

@@ -77,9 +77,13 @@ class Line:
     tokens_per_joule: float | None = None
     error: float | None = None  # of the prediction, as a share of the measured time
     note: str = ""  # what qualifies it
-    doubt: str = ""  # why its time may be wrong
-    mark: str = ""  # MARK where there is a doubt
+    doubts: list[str] = field(default_factory=list)  # why its time may be wrong
     why_untimed: str = ""  # status and reason of a row without a time
+
+    @property
+    def mark(self) -> str:
+        """What stands behind its figures where they may be wrong."""
+        return MARK if self.doubts else ""
 
 
 @dataclass
@@ -90,39 +94,41 @@ class Figures:
     lines: list[Line]  # steps, then peers
     steps: list[Line]
     timed: list[Line]  # steps and peers
-    first: Line | None  # these two: what ratios are over
+    first: Line | None  # the first step that has a time; gains are shown over it and over `plain`
     plain: Line | None
     environment: Environment
     busy: str  # one line with advice where the machine was busy, otherwise empty
     remarks: list[str]  # what is unusual, most important first: a line each, for all rows that share it
 
+    @property
+    def timed_steps(self) -> list[Line]:
+        return [line for line in self.steps if line.ms]
 
-def figures(run: Run, among: Iterable[Run] = ()) -> Figures:
-    """Derive all figures of a run. `among` are runs of the same machine at the same time, for its reference
-    work."""
-    base = _fastest_reference([run, *among])
-    steps = [_line(row, run, base) for row in run.rows]
-    peers = [_line(row, run, base, is_peer=True) for row in run.peers]
+
+def derive(run: Run, among: Iterable[Run] = ()) -> Figures:
+    """All figures of a run. `among` are runs of the same machine at the same time, for its reference work."""
+    fastest = _fastest_reference([run, *among])
+    steps = [_line(row, run, fastest) for row in run.rows]
+    peers = [_line(row, run, fastest, is_peer=True) for row in run.peers]
     lines, timed = [*steps, *peers], [line for line in [*steps, *peers] if line.ms]
-    first = next((line for line in steps if line.ms), None)
-    plain = plain_step(steps)
-    _doubt(run, timed)
-    before = None
-    for line in lines:
-        line.over_before = None if line.is_peer else ratio(line, before)
-        line.over_first, line.over_plain = ratio(line, first), ratio(line, plain)
-        before = line if line.ms else before
+    first, plain = next((line for line in steps if line.ms), None), plain_step(steps)
+    for line in timed:
+        line.doubts = _doubts(line, timed, run)
+    _fill_ratios(steps, peers, first, plain)
     environment = run.environment or Environment(device="unknown machine", device_type="unknown")
     busy = _busy(timed, busy_limit(run))
     remarks = [*filter(None, [busy]), *_remarks(lines, timed), *dict.fromkeys(run.problems)]
-    if run.workload and run.workload.gpus > 1:
-        remarks.append(f"{run.workload.gpus} processes: tokens/s are of all, TFLOP/s and GiB of each")
-    if repeated := [line for line in timed if line.passes > 1]:
-        apart = max(line.high_ms / line.low_ms - 1 for line in repeated)
-        counts = sorted({line.passes for line in repeated})
-        passes = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-        remarks.append(f"median of {passes} passes, {apart:.1%} apart at most")
+    remarks += filter(None, [_of_processes(run.workload), _of_passes(timed)])
     return Figures(run, lines, steps, timed, first, plain, environment, busy, remarks)
+
+
+def _fill_ratios(steps: list[Line], peers: list[Line], first: Line | None, plain: Line | None) -> None:
+    before = None
+    for line in [*steps, *peers]:
+        line.over_first, line.over_plain = ratio(line, first), ratio(line, plain)
+    for line in steps:
+        line.over_before = ratio(line, before)
+        before = line if line.ms else before
 
 
 def plain_step(steps: list[Line]) -> Line | None:
@@ -131,9 +137,12 @@ def plain_step(steps: list[Line]) -> Line | None:
     timed = [line for line in steps if line.ms]
     if any(is_mixed(line) for line in timed):
         timed = [line for line in timed if is_mixed(line)]
-    found = (line.row.settings for line in timed)
-    plain = [s.attention_kernel not in NOT_FUSED and not s.compiled and not s.fp8_recipe for s in found]
-    return next((line for line, fits in zip(timed, plain, strict=True) if fits), None)
+    for line in timed:
+        settings = line.row.settings
+        fused = settings.attention_kernel not in NOT_FUSED
+        if fused and not settings.compiled and not settings.fp8_recipe:
+            return line
+    return None
 
 
 def is_mixed(line: Line) -> bool:
@@ -151,23 +160,13 @@ def ratio(line: Line, other: Line | None) -> Ratio | None:
 # --- one row --------------------------------------------------------------------------------------
 
 
-def _line(row: Row, run: Run, base: dict[str, float], is_peer: bool = False) -> Line:
+def _line(row: Row, run: Run, fastest: dict[str, float], is_peer: bool = False) -> Line:
     line = Line(row, row.step, is_peer)
     if row.status != "ok" or not row.step_ms:
         line.why_untimed = f"{row.status}: {row.reason or 'no reason given'}"
         return line
-    passes = row.passes or [row]
-    timings = [one.step_ms for one in passes]
-    medians = [median(times) for times in timings]
-    line.ms, line.passes = median(medians), len(medians)
-    ends = medians if len(medians) > 1 else timings[0]
-    if len(medians) == 1 < len(ends):
-        ends = quantiles(ends, method="inclusive")
-    line.low_ms, line.high_ms = min(ends), max(ends)
-    line.drift = max(map(_drift, timings), key=abs)
-    line.slowed = max((ms / base[kind] for one in passes for kind, ms in _work(one).items()), default=1.0)
-    if "launch" in base and _waits_for_the_host(row):
-        line.slow_launch = max((launch_us(one) or 0.0) / base["launch"] for one in passes)
+    _fill_times(line)
+    _fill_slowness(line, fastest)
     line.loss = fmean(row.loss[-LOSS_WINDOW:]) if row.loss else None
     line.note = "; ".join(filter(None, [row.note, unlearned(row.loss)]))
     line.gib = row.peak_bytes / GIB if row.peak_bytes else None
@@ -179,9 +178,34 @@ def _line(row: Row, run: Run, base: dict[str, float], is_peer: bool = False) -> 
     return line
 
 
+def _fill_times(line: Line) -> None:
+    """The time of a step, and the range in which its middle times, or those of its passes, lie."""
+    passes = [row.step_ms for row in line.row.passes or [line.row]]
+    medians = [median(times) for times in passes]
+    line.ms, line.passes = median(medians), len(medians)
+    ends = medians
+    if len(passes) == 1 and len(passes[0]) > 1:
+        ends = quantiles(passes[0], method="inclusive")
+    line.low_ms, line.high_ms = min(ends), max(ends)
+    line.drift = max(map(_drift, passes), key=abs)
+
+
+def _fill_slowness(line: Line, fastest: dict[str, float]) -> None:
+    """How much longer the same work, and the same launches, took around a row than at best."""
+    passes = line.row.passes or [line.row]
+    for row in passes:
+        for kind, ms in _reference_ms(row).items():
+            line.slowed = max(line.slowed, ms / fastest[kind])
+    if "launch" in fastest and _waits_for_the_host(line.row):
+        line.slow_launch = max((launch_us(row) or 0.0) / fastest["launch"] for row in passes)
+
+
 def _drift(times: list[float]) -> float:
+    """The second half of the times over the first, less one; 0 of too few."""
+    if len(times) < FEWEST_STEPS_OF_DRIFT:
+        return 0.0
     half = len(times) // 2
-    return median(times[-half:]) / median(times[:half]) - 1 if len(times) >= FEWEST_STEPS_OF_DRIFT else 0.0
+    return median(times[-half:]) / median(times[:half]) - 1
 
 
 def unlearned(losses: list[float]) -> str:
@@ -199,34 +223,36 @@ def _precision(row: Row, roofs: Roofs | None) -> str:
         return "fp8"
     if row.settings.amp_dtype in ("bfloat16", "float16"):
         return "bf16"
-    exact = row.settings.float32_matmul_precision == "highest" or not (
-        roofs and roofs.rate("tf32", burst=True)
-    )
-    return "fp32" if exact else "tf32"
+    allows_tf32 = row.settings.float32_matmul_precision != "highest"
+    return "tf32" if allows_tf32 and roofs and roofs.rate("tf32", burst=True) else "fp32"
 
 
 def _fill_profile(line: Line) -> None:
-    """Where the time of a step goes."""
+    """Where the time of a step goes. A profile whose steps took another time than the timed ones is left
+    out."""
     profile = line.row.profile
     if profile is None:
         return
     ms = {name: profile.categories.get(name, 0.0) for name in CATEGORIES} | {GAPS: profile.idle_ms or 0.0}
     whole = sum(ms.values())
     if abs(whole / line.ms - 1) > PROFILE_OFF:
-        line.note = "; ".join(
-            filter(None, [line.note, f"its profile is left out: its steps took {whole:,.1f} ms"])
-        )
+        left_out = f"its profile is left out: its steps took {whole:,.1f} ms"
+        line.note = f"{line.note}; {left_out}" if line.note else left_out
         return
     line.category_ms = ms
-    if profile.idle_ms is None:
-        return
-    fused = 0.0 if line.row.settings.attention_kernel in NOT_FUSED else ms["attention"]
-    shares = {"compute": ms["matrix products"] + fused, GAPS: ms[GAPS], "communication": ms["communication"]}
-    shares["other kernels"] = whole - sum(
-        shares.values()
-    )  # most of them pass over memory; only counters show it
+    if profile.idle_ms is not None and whole:
+        line.share = _largest_share(ms, line.row.settings.attention_kernel not in NOT_FUSED)
+
+
+def _largest_share(ms: dict[str, float], fused_attention: bool) -> tuple[str, float]:
+    """What takes the largest share of a GPU's step, and the share."""
+    whole = sum(ms.values())
+    compute = ms["matrix products"] + (ms["attention"] if fused_attention else 0.0)
+    shares = {"compute": compute, GAPS: ms[GAPS], "communication": ms["communication"]}
+    # Most of these pass over memory, but only hardware counters would show it.
+    shares["other kernels"] = whole - sum(shares.values())
     largest = max(shares, key=shares.get)
-    line.share = (largest, shares[largest] / whole) if whole else None
+    return largest, shares[largest] / whole
 
 
 def _fill_rates(line: Line, work: Workload, roofs: Roofs | None) -> None:
@@ -243,14 +269,14 @@ def _fill_rates(line: Line, work: Workload, roofs: Roofs | None) -> None:
 # --- whether to trust it --------------------------------------------------------------------------
 
 
-def _work(row: Row) -> dict[str, float]:
-    """What should take the same time around every row, in ms.
+def _reference_ms(row: Row) -> dict[str, float]:
+    """Milliseconds of the work that is the same around every row.
 
     Each is the median of the times before, within and after the timed steps, as the row's own time is a
     median.
     """
-    kinds = {"product": row.product_ms, "copy": row.copy_ms}
-    return {kind: median(times) for kind, times in kinds.items() if times and all(times)}
+    times = {"product": row.product_ms, "copy": row.copy_ms}
+    return {kind: median(ms) for kind, ms in times.items() if ms and all(ms)}
 
 
 def launch_us(row: Row) -> float | None:
@@ -269,35 +295,37 @@ def _waits_for_the_host(row: Row) -> bool:
 
 
 def _fastest_reference(runs: list[Run]) -> dict[str, float]:
-    """The least that each kind of reference work, and launches, took around any row."""
-    rows = (row for run in runs for row in [*run.rows, *run.peers] if row.status == "ok")
-    passes = [one for row in rows for one in row.passes or [row]]
-    work = [_work(one) for one in passes] + [{"launch": us} for us in map(launch_us, passes) if us]
-    return {kind: min(one[kind] for one in work if kind in one) for kind in set().union(*work)}
+    """The least that each kind of reference work, in ms, and a launch, in us, took around any row."""
+    fastest: dict[str, float] = {}
+    rows = [row for run in runs for row in [*run.rows, *run.peers] if row.status == "ok"]
+    passes = [each for row in rows for each in row.passes or [row]]
+    for row in passes:
+        for kind, time in (_reference_ms(row) | {"launch": launch_us(row)}).items():
+            if time:
+                fastest[kind] = min(time, fastest.get(kind, time))
+    return fastest
 
 
 def busy_limit(run: Run) -> float:
     return BUSY.get(run.environment.device_type if run.environment else "", BUSY["cuda"])
 
 
-def _doubt(run: Run, timed: list[Line]) -> None:
-    """Tell of every row why its time may be wrong."""
-    differ = any(problem.startswith(DIFFER) for problem in run.problems)
-    kernels = {line.row.settings.attention_kernel for line in timed if not line.is_peer} - {*NOT_FUSED}
-    for line in timed:
-        half = (
-            f"the second half of the steps took over {DRIFT:.0%} {'more' if line.drift > 0 else 'less'} time"
-        )
-        mixed = len(kernels) > 1 and line.row.settings.attention_kernel in kernels and not line.is_peer
-        why = {
-            "the machine was busy": line.slowed > busy_limit(run),
-            "the host was slow at launching kernels": line.slow_launch > SLOW_LAUNCH,
-            half: abs(line.drift) > DRIFT,
-            "rows differ in more than their scripts": differ,
-            f"attention ran as {' and '.join(sorted(kernels))}": mixed,
-        }
-        line.doubt = "; ".join(text for text, holds in why.items() if holds)
-        line.mark = MARK if line.doubt else ""
+def _doubts(line: Line, timed: list[Line], run: Run) -> list[str]:
+    """Why the time of a row may be wrong."""
+    doubts = []
+    if line.slowed > busy_limit(run):
+        doubts.append("the machine was busy")
+    if line.slow_launch > SLOW_LAUNCH:
+        doubts.append("the host was slow at launching kernels")
+    if abs(line.drift) > DRIFT:
+        more = "more" if line.drift > 0 else "less"
+        doubts.append(f"the second half of the steps took over {DRIFT:.0%} {more} time")
+    if any(problem.startswith(DIFFER) for problem in run.problems):
+        doubts.append("rows differ in more than their scripts")
+    kernels = {step.row.settings.attention_kernel for step in timed if not step.is_peer} - {*NOT_FUSED}
+    if len(kernels) > 1 and line.row.settings.attention_kernel in kernels and not line.is_peer:
+        doubts.append(f"attention ran as {' and '.join(sorted(kernels))}")
+    return doubts
 
 
 def _busy(timed: list[Line], limit: float) -> str:
@@ -317,12 +345,12 @@ def loss_rule(lines: list[Line]) -> str:
     if not rows:
         return ""
     last = max(len(row.loss) for row in rows)
-    steps = dict.fromkeys((max(1, last - LOSS_WINDOW + 1), last))
-    words = f"Loss: mean of training steps {' to '.join(map(str, steps))}, in nats"
-    rehearsed = sorted({row.rehearsed for row in rows})
+    steps = _from_to(max(1, last - LOSS_WINDOW + 1), last)
+    words = f"Loss: mean of training steps {steps}, in nats"
+    rehearsed = [row.rehearsed for row in rows]
     in_fp8 = [row.rehearsed for row in rows if row.settings.fp8_recipe]
     if any(rehearsed):
-        counts = " to ".join(map(str, dict.fromkeys((rehearsed[0], rehearsed[-1]))))
+        counts = _from_to(min(rehearsed), max(rehearsed))
         words += f". {counts} rehearsed steps came before, whose weights were put back"
     if any(in_fp8):
         words += "; FP8 keeps the scales that it learnt there"
@@ -333,15 +361,43 @@ def loss_rule(lines: list[Line]) -> str:
     return words
 
 
+def _from_to(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def _of_processes(work: Workload | None) -> str:
+    """What the figures of several processes are; empty for one."""
+    if work is None or work.gpus == 1:
+        return ""
+    return f"{work.gpus} processes: tokens/s are of all, TFLOP/s and GiB of each"
+
+
+def _of_passes(timed: list[Line]) -> str:
+    """How far apart the passes of --repeat lie; empty for one pass."""
+    repeated = [line for line in timed if line.passes > 1]
+    if not repeated:
+        return ""
+    apart = max(line.high_ms / line.low_ms - 1 for line in repeated)
+    counts = [line.passes for line in repeated]
+    return f"median of {_from_to(min(counts), max(counts))} passes, {apart:.1%} apart at most"
+
+
 def _remarks(lines: list[Line], timed: list[Line]) -> list[str]:
     """Why rows have no time, doubts with MARK in front, and notes: `names: text`, each text once."""
-    said = [("", line.why_untimed, line) for line in lines if not line.ms]
-    said += [(f"{MARK} ", doubt, line) for line in timed if line.doubt for doubt in line.doubt.split("; ")]
-    said += [("", line.note, line) for line in timed if line.note]
-    names: dict[tuple[str, str], list[str]] = {}
-    for mark, text, line in said:
-        names.setdefault((mark, text), []).append(line.name)
-    return [
-        f"{mark}{'all rows' if len(of) == len(lines) > 2 else ', '.join(of)}: {text}"
-        for (mark, text), of in names.items()
-    ]
+    names: dict[str, list[str]] = {}
+    for line in lines:
+        if not line.ms:
+            names.setdefault(line.why_untimed, []).append(line.name)
+    marks = {}
+    for line in timed:
+        for doubt in line.doubts:
+            names.setdefault(doubt, []).append(line.name)
+            marks[doubt] = f"{MARK} "
+    for line in timed:
+        if line.note:
+            names.setdefault(line.note, []).append(line.name)
+    remarks = []
+    for text, rows in names.items():
+        who = "all rows" if len(rows) == len(lines) > 2 else ", ".join(rows)
+        remarks.append(f"{marks.get(text, '')}{who}: {text}")
+    return remarks

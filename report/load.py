@@ -8,7 +8,7 @@ A run folder holds `plan.json` (what was meant to run), a record at the `output`
 from dataclasses import replace
 from pathlib import Path, PurePath
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -36,7 +36,8 @@ class Planned(msgspec.Struct):
 class Plan(msgspec.Struct):
     """What the ladder writes before its first row."""
 
-    kind: str  # ladder, or the kind of a Study: then the folder of an output names the run that it belongs to
+    # Of a study, the folder of an output names the run that it belongs to.
+    kind: Literal[schema.KINDS]  # ladder, or of a study
     command: str
     started_at: str
     workload: Workload | None
@@ -114,11 +115,14 @@ def convert(content: Any, kind: Any, name: str) -> Any:
 
 
 def _check(row: Row) -> None:
-    """Raises RecordError for a row without a status, and for an ok row without its times."""
+    """Raises RecordError for a row without a status, and for an ok row, or a pass of it, without its
+    times."""
     row.step = one_line(row.step, 100) or "unnamed"
-    times = [one.step_ms for one in [row, *row.passes]]
-    if row.status is None or (row.status == "ok" and not all(of and all(of) for of in times)):
-        raise RecordError(f"{row.step}: no status, or an ok row without its times")
+    if row.status is None:
+        raise RecordError(f"{row.step}: no status")
+    for timed in [row, *row.passes]:
+        if row.status == "ok" and not (timed.step_ms and all(timed.step_ms)):
+            raise RecordError(f"{row.step}: an ok row without its times")
 
 
 # --- a run folder ---------------------------------------------------------------------------------
@@ -133,25 +137,33 @@ def load(folder: Path) -> Run | Study:
     plan = convert(read_json(folder / schema.PLAN), Plan, schema.PLAN)
     if plan.schema_version != schema.SCHEMA_VERSION or not plan.rows:
         raise RecordError(f"{schema.PLAN} names no rows, or is not of schema version {schema.SCHEMA_VERSION}")
-    is_study = plan.kind != "ladder"
-    planned: dict[str, dict[str, list[Planned]]] = {}  # by the run's name and the row's, a pass each
-    for one in plan.rows:
-        output = PurePath(one.output)
-        if output.is_absolute() or ".." in output.parts or "\0" in one.output:
-            raise RecordError(f"{schema.PLAN} names a file outside the run folder")
-        rows = planned.setdefault(str(output.parent) if is_study else "", {})
-        rows.setdefault(PurePath(one.script).stem, []).append(one)
-    runs = {name: _merge(folder, plan, rows) for name, rows in planned.items()}
+    runs = {name: _merge(folder, plan, rows) for name, rows in _planned_runs(plan).items()}
     first = next(iter(runs.values()))
-    predicted = _optional(
-        folder / schema.PREDICTED, dict[str, dict[str, float] if is_study else float], first
-    )
-    for name, run in runs.items():
-        times = (predicted or {}).get(name, {}) if is_study else predicted or {}
-        for row in run.rows:
-            row.predicted_ms = times.get(row.step, row.predicted_ms)
     first.roofs = _optional(folder / schema.ROOFS, schema.Roofs, first)
-    return Study(plan.kind, plan.command, plan.started_at, runs) if is_study else first
+    if plan.kind == "ladder":
+        _add_predictions(first, _optional(folder / schema.PREDICTED, dict[str, float], first))
+        return first
+    predicted = _optional(folder / schema.PREDICTED, dict[str, dict[str, float]], first) or {}
+    for name, run in runs.items():
+        _add_predictions(run, predicted.get(name))
+    return Study(plan.kind, plan.command, plan.started_at, runs)
+
+
+def _planned_runs(plan: Plan) -> dict[str, dict[str, list[Planned]]]:
+    """The rows of a plan by the run that they belong to and their name: a list of passes each."""
+    runs: dict[str, dict[str, list[Planned]]] = {}
+    for planned in plan.rows:
+        output = PurePath(planned.output)
+        if output.is_absolute() or ".." in output.parts or "\0" in planned.output:
+            raise RecordError(f"{schema.PLAN} names a file outside the run folder")
+        run = "" if plan.kind == "ladder" else str(output.parent)
+        runs.setdefault(run, {}).setdefault(PurePath(planned.script).stem, []).append(planned)
+    return runs
+
+
+def _add_predictions(run: Run, predicted: dict[str, float] | None) -> None:
+    for row in run.rows:
+        row.predicted_ms = (predicted or {}).get(row.step, row.predicted_ms)
 
 
 def _optional(path: Path, kind: Any, run: Run) -> Any:
@@ -166,28 +178,34 @@ def _optional(path: Path, kind: Any, run: Run) -> Any:
 
 def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
     """The rows of one run, from their records; `problems` names what differs between them."""
-    merged = Run(plan.command, plan.started_at, None, plan.workload if plan.kind == "ladder" else None, [])
-    records, incomplete = [], {}
+    workload = plan.workload if plan.kind == "ladder" else None
+    merged, records = Run(plan.command, plan.started_at, None, workload, []), []
+    too_few: dict[str, list[str]] = {}  # steps by what they lack
     for step, passes in planned.items():
-        ended = [_read_planned(folder, one, step) for one in passes]
-        for record in ended:
+        of_step = [_read_planned(folder, one_pass, step) for one_pass in passes]
+        for record in of_step:
             merged.workload = merged.workload or record.workload
-            if record.workload and record.workload != merged.workload:
-                ours, theirs = vars(merged.workload), vars(record.workload)
-                differing = ", ".join(name for name in ours if ours[name] != theirs[name])
-                record.rows = [
-                    Row(step, "failed", f"ran a different workload than the other rows: {differing} differ")
-                ]
-        row = _merge_passes(ended)
+            _refuse_other_work(record, merged.workload, step)
+        row = _merge_passes(of_step)
         is_peer = plan.kind == "ladder" and passes[0].script.startswith("peers/")
         (merged.peers if is_peer else merged.rows).append(row)
         if row.passes and len(row.passes) < len(passes):
-            incomplete.setdefault(f"ran in {len(row.passes)} of {len(passes)} passes only", []).append(step)
-        records += ended
+            lack = f"ran in {len(row.passes)} of {len(passes)} passes only"
+            too_few.setdefault(lack, []).append(step)
+        records += of_step
     merged.environment = next((record.environment for record in records if record.environment), None)
     merged.problems += [problem for record in records for problem in record.problems] + _differences(records)
-    merged.problems += [f"{', '.join(steps)} {words}" for words, steps in incomplete.items()]
+    merged.problems += [f"{', '.join(steps)} {lack}" for lack, steps in too_few.items()]
     return merged
+
+
+def _refuse_other_work(record: Run, workload: Workload | None, step: str) -> None:
+    """Replace the row of a record that did other work than the others by one that says so."""
+    if record.workload and record.workload != workload:
+        ours, theirs = vars(workload), vars(record.workload)
+        differing = ", ".join(name for name in ours if ours[name] != theirs[name])
+        reason = f"ran a different workload than the other rows: {differing} differ"
+        record.rows = [Row(step, "failed", reason)]
 
 
 def _read_planned(folder: Path, planned: Planned, step: str) -> Run:
@@ -225,15 +243,18 @@ def _merge_passes(passes: list[Run]) -> Row:
 
 def _differences(records: list[Run]) -> list[str]:
     """Rows of one table must come from one machine, with the same software and the same code."""
-    seen: dict[str, dict[str, dict[str, None]]] = {}  # what -> its value -> the rows that have it
-    for record in (record for record in records if record.environment and record.rows[0].status == "ok"):
-        facts = {
-            name: getattr(record.environment, name) for name in SAME_IN_ALL_ROWS
-        } | record.environment.versions
-        for name, value in facts.items():
-            seen.setdefault(name, {}).setdefault(one_line(value, 40), {})[record.rows[0].step] = None
-    said = {
-        name: "; ".join(f"{value} in {', '.join(rows)}" for value, rows in of.items())
-        for name, of in seen.items()
-    }
-    return [f"{DIFFER} {name}: {said[name]}" for name, of in seen.items() if len(of) > 1]
+    steps: dict[str, dict[str, list[str]]] = {}  # by what differs, and by its value
+    for record in records:
+        if not record.environment or record.rows[0].status != "ok":
+            continue
+        facts = {name: getattr(record.environment, name) for name in SAME_IN_ALL_ROWS}
+        for name, value in (facts | record.environment.versions).items():
+            same = steps.setdefault(name, {}).setdefault(one_line(value, 40), [])
+            if record.rows[0].step not in same:
+                same.append(record.rows[0].step)
+    problems = []
+    for name, values in steps.items():
+        if len(values) > 1:
+            each = [f"{value} in {', '.join(same)}" for value, same in values.items()]
+            problems.append(f"{DIFFER} {name}: {'; '.join(each)}")
+    return problems

@@ -14,8 +14,8 @@ from statistics import fmean, median, stdev
 import numpy as np
 
 from common.record import Row, Study
+from report.cells import number
 from report.charts import figure, plain_numbers, png
-from report.table import number
 
 FEWEST_SEEDS = 3  # of an interval
 FIRST_STEPS = 50  # of the training losses: later, rows that round otherwise drift apart
@@ -38,12 +38,12 @@ MEASURES: dict[str, Measure] = {"held-out": heldout_loss, "first losses": first_
 
 def labels(study: Study) -> dict[str, dict[int, Row]]:
     """The rows that ended well by label and seed."""
-    found: dict[str, dict[int, Row]] = {}
+    rows: dict[str, dict[int, Row]] = {}
     for name, run in study.runs.items():
         parts = re.fullmatch(r"(.+), seed (\d+)", name)
         if parts and run.rows[0].status == "ok":
-            found.setdefault(parts[1], {})[int(parts[2])] = run.rows[0]
-    return dict(sorted(found.items()))
+            rows.setdefault(parts[1], {})[int(parts[2])] = run.rows[0]
+    return dict(sorted(rows.items()))
 
 
 def losses(rows: dict[int, Row], measure: Measure) -> dict[int, float]:
@@ -98,36 +98,34 @@ def difference(study: Study, label: str, against: str, measure: Measure) -> tupl
 
 def difference_rows(study: Study, shown: list[str], against: str | None = None) -> list[dict]:
     """A line a label: its losses, and its differences from `against`, or without one from the script that it
-    changes.
-
-    An interval in bold leaves out zero.
-    """
-    every, cells = labels(study), []
-    seeds = sorted({seed for rows in every.values() for seed in rows})
+    changes. An interval in bold leaves out zero."""
+    every, rows = labels(study), []
+    seeds = sorted({seed for of_label in every.values() for seed in of_label})
     for label in shown:
         own, other = losses(every[label], heldout_loss), against or script(every[label])
-        cell = {"row": label} if against else {"row": label, "changes": other}
-        cell |= {f"seed {seed}": number(own.get(seed), ".4f") for seed in seeds}
+        row = {"row": label} if against else {"row": label, "changes": other}
+        row |= {f"seed {seed}": number(own.get(seed), ".4f") for seed in seeds}
         for name, measure in MEASURES.items():
-            mean, reach, smallest = difference(study, label, other, measure)
-            interval = "-" if reach is None else f"{mean - reach:+.4f} to {mean + reach:+.4f}"
-            bold = "**" * (reach is not None and abs(mean) > reach)
-            figures = {
-                f"{name}: difference": number(mean, "+.4f"),
-                f"{name}: 95 % interval": bold + interval + bold,
-            }
-            if measure is heldout_loss:
-                figures["would be seen"] = number(smallest, ".3f")
-            cell |= dict.fromkeys(figures, "") if label == other else figures
-        cells.append(cell)
-    return cells
+            cells = _difference_cells(study, label, other, name, measure)
+            row |= dict.fromkeys(cells, "") if label == other else cells
+        rows.append(row)
+    return rows
+
+
+def _difference_cells(study: Study, label: str, other: str, name: str, measure: Measure) -> dict[str, str]:
+    mean, reach, smallest = difference(study, label, other, measure)
+    between = "-"
+    if reach is not None:
+        between = f"{mean - reach:+.4f} to {mean + reach:+.4f}"
+        between = f"**{between}**" if abs(mean) > reach else between
+    cells = {f"{name}: difference": number(mean, "+.4f"), f"{name}: 95 % interval": between}
+    return cells | ({"would be seen": number(smallest, ".3f")} if measure is heldout_loss else {})
 
 
 def tables(study: Study) -> dict[str, list[dict]]:
     first, every = reference(study), labels(study)
-    plain, variants = (
-        [name for name in every if (name == script(every[name])) == same] for same in (True, False)
-    )
+    plain = [label for label, rows in every.items() if label == script(rows)]
+    variants = [label for label in every if label not in plain]
     return {
         f"Differences from {first}, nats:": difference_rows(study, plain, first),
         "Variants, and their differences from the script that they change:": difference_rows(study, variants),
@@ -140,50 +138,58 @@ def tables(study: Study) -> dict[str, list[dict]]:
 
 def tested(study: Study) -> dict[str, dict[int, Row]]:
     """The rows of every script that was tested on the way, of the seeds that all of these have."""
-    every = {label: rows for label, rows in labels(study).items() if label == script(rows)}
-    found = {label: rows for label, rows in every.items() if all(row.heldout[1:] for row in rows.values())}
-    seeds = set.intersection(*map(set, found.values())) if found else set()
-    return {label: {seed: rows[seed] for seed in seeds} for label, rows in found.items() if seeds}
+    tested = {}
+    for label, rows in labels(study).items():
+        if label == script(rows) and all(len(row.heldout) > 1 for row in rows.values()):
+            tested[label] = rows
+    seeds = set.intersection(*map(set, tested.values())) if tested else set()
+    if not seeds:
+        return {}
+    for label, rows in tested.items():
+        tested[label] = {seed: rows[seed] for seed in sorted(seeds)}
+    return tested
 
 
 def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
     """(seconds of steps, held-out loss) of every script tested on the way, means over the seeds that all
     have."""
-    found = {}
+    curves = {}
     for label, rows in tested(study).items():
-        seconds = fmean(median(row.step_ms) for row in rows.values()) / 1e3
-        points = zip(*(row.heldout for row in rows.values()), strict=False)
-        found[label] = [(at[0][0] * seconds, fmean(loss for _, loss in at)) for at in points]
-    return found
+        step_s = fmean(median(row.step_ms) for row in rows.values()) / 1e3
+        curves[label] = []
+        for tests in zip(*(row.heldout for row in rows.values()), strict=False):  # one of each seed
+            (steps, _), losses = tests[0], [loss for _, loss in tests]
+            curves[label].append((steps * step_s, fmean(losses)))
+    return curves
 
 
 def seconds_rows(study: Study) -> list[dict]:
     """A line a script: its longest warm-up, and the seconds in which its held-out loss falls to a target, on
     straight lines between two tests. All reach the targets, which lie between the second test and the last
     one."""
-    found, every = curves(study), tested(study)
-    first, last = (max((points[k][1] for points in found.values()), default=0.0) for k in (1, -1))
+    every, rows_of = curves(study), tested(study)
+    first = max((points[1][1] for points in every.values()), default=0.0)
+    last = max((points[-1][1] for points in every.values()), default=0.0)
     targets = [math.ceil(100 * (last + part * (first - last))) / 100 for part in (1 / 2, 1 / 4, 0)]
     rows = []
-    for label, points in found.items():
+    for label, points in every.items():
         seconds, losses = np.array(points[::-1]).T
         reached = np.interp(targets, np.maximum.accumulate(losses), seconds)
-        cells = {f"{target:.2f} nats": f"{at:,.1f}" for target, at in zip(targets, reached, strict=True)}
-        rows.append(
-            {"step": label}
-            | cells
-            | {"warm-up s": number(max(row.warmup_s for row in every[label].values()))}
-        )
+        row = {"step": label}
+        row |= {f"{target:.2f} nats": f"{at:,.1f}" for target, at in zip(targets, reached, strict=True)}
+        warmup_s = max(row.warmup_s for row in rows_of[label].values())
+        rows.append(row | {"warm-up s": number(warmup_s)})
     return rows
 
 
 def picture(study: Study) -> bytes | None:
     """Held-out loss against seconds, from the second test on; None of a study that measured it once."""
-    if not (found := curves(study)):
+    every = curves(study)
+    if not every:
         return None
     with figure(3.4) as drawn:
         axes = drawn.subplots()
-        for label, points in found.items():
+        for label, points in every.items():
             axes.plot(*zip(*points[1:], strict=True), label=label, marker=".")
         axes.set(xlabel="seconds of training steps", ylabel="held-out loss, nats", xscale="log")
         plain_numbers(axes.xaxis, (1, 2, 5))

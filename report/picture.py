@@ -42,10 +42,10 @@ LAYOUTS = {
 LINE_PX, BAR_PX, ROW_GAP_PX, LEGEND_ROW_PX, HEADER_PX = 14.0, 16.0, 14.0, 16.0, 20.0
 
 
-def picture(made: Figures, narrow: bool = False, ink: str = INK, paper: str = PAPER) -> Figure:
+def picture(figures: Figures, narrow: bool = False, ink: str = INK, paper: str = PAPER) -> Figure:
     """The picture of a run's steps; `ink` is the color of text, and `paper` that of what lies behind."""
-    layout, lines = LAYOUTS[narrow], made.steps
-    texts = [code_of(made, k) for k in range(len(lines))]
+    layout, lines = LAYOUTS[narrow], figures.steps
+    texts = [code_of(figures, k) for k in range(len(lines))]
     heights = [_row_height(layout, len(text)) for text in texts]
     legend = _legend_rows(layout, _categories(lines))
     total = HEADER_PX + sum(heights) + LEGEND_ROW_PX * len(legend) + 8
@@ -55,7 +55,7 @@ def picture(made: Figures, narrow: bool = False, ink: str = INK, paper: str = PA
         axes.set(xlim=(0, layout.width), ylim=(total, 0))
         axes.axis("off")
         end_ms = axis_end(lines)
-        _draw_header(axes, layout, made)
+        _draw_header(axes, layout, figures)
         top = HEADER_PX
         for line, text, height in zip(lines, texts, heights, strict=True):
             _draw_row(axes, layout, line, text, top, end_ms, (ink, paper))
@@ -67,13 +67,16 @@ def picture(made: Figures, narrow: bool = False, ink: str = INK, paper: str = PA
 # --- what a row says ------------------------------------------------------------------------------
 
 
-def code_of(made: Figures, k: int) -> list[str]:
+def code_of(figures: Figures, k: int) -> list[str]:
     """The lines that step `k` adds: all, or the first ones, how many more, and the last one. Of the first
     step, the lines of attention, which the first step with fused attention replaces."""
     if k == 0:
-        replaced = added_groups(made.plain.row, made.steps[0].row) if made.plain else []
-        return next((group for group in replaced if any(ATTENTION in line for line in group)), [])
-    added = [line for group in added_groups(made.steps[k - 1].row, made.steps[k].row) for line in group]
+        replaced = added_groups(figures.plain.row, figures.steps[0].row) if figures.plain else []
+        for group in replaced:
+            if ATTENTION in " ".join(group):
+                return group
+        return []
+    added = [line for group in added_groups(figures.steps[k - 1].row, figures.steps[k].row) for line in group]
     if len(added) > MOST_LINES:
         added[MOST_LINES - 1 : -1] = [f"... {len(added) - MOST_LINES} more lines, and"]
     return added
@@ -105,8 +108,8 @@ def _row_height(layout: Layout, n_lines: int) -> float:
     return (text + bar if layout.stacked else max(text, bar + LINE_PX)) + ROW_GAP_PX
 
 
-def _draw_header(axes: Axes, layout: Layout, made: Figures) -> None:
-    size, first = layout.code_px / PIXELS_A_POINT, made.first.name if made.first else ""
+def _draw_header(axes: Axes, layout: Layout, figures: Figures) -> None:
+    size, first = layout.code_px / PIXELS_A_POINT, figures.first.name if figures.first else ""
     left, right = "What each step adds", f"Its training step; x: times as fast as {first}"
     if layout.stacked:
         left, right = f"What each step adds; x: times as fast as {first}", ""

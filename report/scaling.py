@@ -8,8 +8,8 @@ itself was.
 from dataclasses import dataclass
 
 from common.record import Study, Workload
-from report.figures import GAPS, Line, figures, ratio
-from report.table import LAUNCH, number, only_filled, percent, status_or_ms, tflops
+from report.cells import LAUNCH, number, only_filled, percent, tflops, time_or_status
+from report.figures import GAPS, Line, derive, ratio
 
 MOST_LEFT = 0.1  # of a step, that its kernels leave unexplained: beyond it, they explain nothing
 UNLIKE = "*"  # behind an efficiency: one of the two rows was captured, and the other was launched
@@ -41,8 +41,8 @@ class Scaled:
         """The efficiency in words; a dash of what is compared with itself."""
         if self.efficiency is None or self.alone is self.line:
             return "-"
-        unlike = UNLIKE * (bool(self.alone.row.settings.captured) != bool(self.captured))
-        return percent(self.efficiency) + ratio(self.line, self.alone).mark + unlike
+        unlike = bool(self.alone.row.settings.captured) != bool(self.captured)
+        return f"{percent(self.efficiency)}{ratio(self.line, self.alone).mark}{UNLIKE if unlike else ''}"
 
 
 def scaled(study: Study) -> list[Scaled]:
@@ -50,12 +50,11 @@ def scaled(study: Study) -> list[Scaled]:
     rows = []
     for place, run in sorted(study.runs.items()):
         gpus, parallel = _of_place(place, run.workload)
-        for line in figures(run, study.runs.values()).steps:
+        for line in derive(run, study.runs.values()).steps:
             rows.append(Scaled(line, run.workload, gpus, parallel, line.row.settings.captured))
     for row in rows:
-        alone = [one for one in rows if one.line.name == row.line.name and one.line.ms and one.gpus == 1]
-        if row.line.ms and row.work:
-            _compare(row, alone)
+        alone = [other for other in rows if other.line.name == row.line.name and other.gpus == 1]
+        _compare(row, [other for other in alone if other.line.tokens_per_s])
     return sorted(rows, key=lambda row: (row.line.name, row.gpus))
 
 
@@ -68,51 +67,70 @@ def _of_place(place: str, work: Workload | None) -> tuple[int, str | None]:
 
 
 def _compare(row: Scaled, alone: list[Scaled]) -> None:
+    """Fill what a row of several GPUs has more than the same row on one, of which `alone` are the ways to
+    run."""
     line = row.line
-    alone = sorted(alone, key=lambda one: bool(one.captured) != bool(row.captured))[
-        :1
-    ]  # one that ran alike, if any
-    for one in alone:
-        row.alone = one.line
-        row.efficiency = line.tokens_per_s / row.gpus / one.line.tokens_per_s
+    if not line.tokens_per_s:
+        return
     if row.gpus > 1 and line.category_ms:
         row.exposed_ms = line.category_ms["communication"]
         row.overlapped_ms = max(0.0, line.row.profile.communication_ms - row.exposed_ms)
-        for one in (one for one in alone if one.line.category_ms):
-            there = one.line.category_ms  # of a batch as large on each GPU: all add up to 1 - efficiency
-            lost = {
-                name: (ms - there[name]) / line.ms for name, ms in line.category_ms.items() if name != GAPS
-            }
-            rest = 1 - row.efficiency - sum(lost.values())
-            row.lost = lost | {REST: rest} if abs(rest) <= MOST_LEFT else None
+    if not alone:
+        return
+    alike = [other for other in alone if bool(other.captured) == bool(row.captured)]
+    row.alone = (alike or alone)[0].line
+    row.efficiency = line.tokens_per_s / row.gpus / row.alone.tokens_per_s
+    if row.gpus > 1 and line.category_ms and row.alone.category_ms:
+        row.lost = _lost(line, row.alone.category_ms, row.efficiency)
+
+
+def _lost(line: Line, alone_ms: dict[str, float], efficiency: float) -> dict[str, float] | None:
+    """By kind of kernel, what a step has more than alone, as shares of it; None where they explain too
+    little.
+
+    Each GPU has a batch as large as the one alone, so all shares add up to 1 - efficiency.
+    """
+    lost = {name: (ms - alone_ms[name]) / line.ms for name, ms in line.category_ms.items() if name != GAPS}
+    rest = 1 - efficiency - sum(lost.values())
+    return lost | {REST: rest} if abs(rest) <= MOST_LEFT else None
 
 
 def main_rows(rows: list[Scaled]) -> list[dict]:
     """A line a row."""
-    cells = [
-        one.names()
-        | {
-            "ms": status_or_ms(one.line),
-            "efficiency": one.share(),
-            "tokens/s per GPU": number(one.line.tokens_per_s and one.line.tokens_per_s / one.gpus, ",.0f"),
-            "TFLOP/s per GPU": tflops(one.line.flops_per_s),
-            "exposed ms": number(one.exposed_ms),
-            "overlapped ms": number(one.overlapped_ms),
-            "GiB per GPU": number(one.line.gib),
-            "MHz": number(one.line.row.clock_mhz, ",.0f"),
-        }
-        for one in rows
-    ]
+    cells = []
+    for row in rows:
+        line = row.line
+        each = line.tokens_per_s / row.gpus if line.tokens_per_s else None
+        cells.append(
+            row.names()
+            | {
+                "ms": time_or_status(line),
+                "efficiency": row.share(),
+                "tokens/s per GPU": number(each, ",.0f"),
+                "TFLOP/s per GPU": tflops(line.flops_per_s),
+                "exposed ms": number(row.exposed_ms),
+                "overlapped ms": number(row.overlapped_ms),
+                "GiB per GPU": number(line.gib),
+                "MHz": number(line.row.clock_mhz, ",.0f"),
+            }
+        )
     return only_filled(cells)
 
 
 def lost_rows(rows: list[Scaled]) -> list[dict]:
     """A line a row on several GPUs: what is missing to 100 %, and where it went, in per cent of the step."""
-    explained = [one for one in rows if one.lost]
-    every = explained[0].lost if explained else {}
-    names = [name for name in every if any(abs(one.lost[name]) >= SHOWN for one in explained)]
-    cells = [(one, {WORDS.get(name, name): percent(one.lost[name]) for name in names}) for one in explained]
-    return [one.names() | {"missing": percent(1 - one.efficiency)} | row for one, row in cells]
+    explained = [row for row in rows if row.lost]
+    names = [name for name in (explained[0].lost if explained else ()) if _is_shown(name, explained)]
+    cells = []
+    for row in explained:
+        missing = {"missing": percent(1 - row.efficiency)}
+        parts = {WORDS.get(name, name): percent(row.lost[name]) for name in names}
+        cells.append(row.names() | missing | parts)
+    return cells
+
+
+def _is_shown(name: str, rows: list[Scaled]) -> bool:
+    return any(abs(row.lost[name]) >= SHOWN for row in rows)
 
 
 def tables(study: Study) -> dict[str, list[dict]]:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common import data, timing  # noqa: E402
-from common.arguments import Arguments, build_parser  # noqa: E402
+from common.arguments import Arguments  # noqa: E402
 from common.model import GPTConfig  # noqa: E402
 
 # A shell starts what runs in the background without these, and what tests start would ignore them too.
@@ -48,21 +48,27 @@ def load_step(name: str) -> ModuleType:
 
 
 def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **overrides) -> Arguments:
-    fields = vars(build_parser(step, None).parse_args([])) | {
+    fields = {
         "script": ROOT / f"{step}.py",
+        "output": Path("/nonexistent/record.json"),
         "preset": "tiny",
         "config": config,
         "batch_size": 2,
-        "steps": 6,
-        "warmup": 2,
-        "lr": 4e-3,
         "text": data.standard_library_text(),
+        "seed": 1337,
+        "lr": 4e-3,
         "device": torch.device(device),
-        "amp_dtype": amp_dtype,
         "amp": amp_dtype is not torch.float32,
-        "output": Path("/nonexistent/record.json"),
+        "amp_dtype": amp_dtype,
         "rank": 0,
         "processes": 1,
+        "parallel": None,
+        "warmup": 2,
+        "steps": 6,
+        "heldout_every": None,
+        "capture": True,
+        "cold": False,
+        "profile": False,
     }
     return Arguments(**(fields | overrides))
 

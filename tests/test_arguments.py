@@ -24,7 +24,7 @@ def parse(*words):
         ("--device mps", "invalid choice"),
         ("--parallel ddp", "--parallel is for several processes"),
         ("--n-layer 100000", "needs 369 GiB in training (20 bytes a parameter), but cpu has"),
-        ("--seq-len 100000000", "GiB in training"),
+        ("--seq-len 100000000", "tokens, but --seq-len 100000000 needs 200000002"),
         ("--vocab-size 100", "--vocab-size must be at least"),
         ("--data /nonexistent", "cannot read /nonexistent: No such file or directory"),
         ("--output /dev/null", "exists and is no record: it stays as it is"),

@@ -9,11 +9,14 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORTS = {"common": "common", "ladder": "common|ladder", "report": r"report|common\.(record|text)$"}
+IMPORTS = {"common": "common", "ladder": "common|ladder", "report": r"report|common\.(kernels|record|text)$"}
 
 
-def files(patterns):
-    return [path for pattern in patterns.split() for path in sorted(ROOT.glob(pattern))]
+ROOMS = ("common", "ladder", "report", "anatomy", "peers", "examples", "docs")
+
+
+def files(pattern):
+    return sorted(ROOT.glob(pattern))
 
 
 def code_lines(source):
@@ -44,8 +47,34 @@ def test_scripts_and_their_diffs_are_short():
     assert max(len(line) for source in sources for line in source.splitlines()) <= 92
 
 
+def imports_of_project() -> dict[str, set[str]]:
+    """What every module of the project imports of it, also inside functions."""
+    modules = {}
+    for room in ROOMS:
+        modules |= {f"{room}.{path.stem}": path for path in files(f"{room}/*.py")}
+    imports = {}
+    for name, path in modules.items():
+        imports[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imports[name] |= {alias.name for alias in node.names}
+            if isinstance(node, ast.ImportFrom):
+                imports[name] |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        imports[name] &= modules.keys()
+    return imports
+
+
 def test_imports_run_one_way():
+    imports = imports_of_project()
     for room, allowed in IMPORTS.items():
-        text = "\n".join(path.read_text() for path in files(f"{room}/*.py"))
-        names = re.findall(r"(?m)^\s*(?:from|import) ((?:common|ladder|report|anatomy|peers)\b[\w.]*)", text)
+        names = set().union(*(found for name, found in imports.items() if name.startswith(f"{room}.")))
         assert names and not [name for name in names if not re.match(allowed, name)]
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    imports = imports_of_project()
+    assert sum(map(len, imports.values())) > 100
+    while leaves := [name for name, needed in imports.items() if not needed & imports.keys()]:
+        for name in leaves:
+            del imports[name]
+    assert not imports, "these import each other in a circle"

@@ -11,10 +11,11 @@ import pytest
 import runs
 
 from common.record import Study, write_json
-from report.figures import figures
+from report.documents import as_markdown, for_terminal
+from report.figures import derive
 from report.load import RecordError, load, read
 from report.page import render
-from report.table import render_markdown, render_text, table_rows
+from report.table import main_rows
 
 ODD = [
     ("1e-300", "step_ms", 0),
@@ -99,11 +100,11 @@ def test_rows_without_a_record_and_rows_of_other_work_or_of_another_name_say_so(
     assert [(row.step, row.status) for row in found.peers] == [("p", "ok")]
     both = ("device: GPU", "gpu_uuid: None", "code_sha256: None", "torch: 2.x")
     assert found.problems == [f"rows differ in {value} in 0_a, p; B in 2_c" for value in both]
-    made = figures(found)
-    cells = " ".join(f"{row['ms']} {row['x above']}" for row in table_rows(made))
+    made = derive(found)
+    cells = " ".join(f"{row['ms']} {row['x above']}" for row in main_rows(made))
     assert cells == "100.0? - failed - 50.0? 2.00? not run - failed - 50.0? -"
     said = (found.problems[0], "0_a, 2_c, p: rows differ in more than their scripts")
-    assert all(text in show(made) for show in (render, render_markdown) for text in said)
+    assert all(text in show(made) for show in (render, as_markdown) for text in said)
     assert "2.00? times faster than 0_a" in render(made)
 
 
@@ -120,10 +121,10 @@ def test_passes_are_merged_and_a_row_has_a_time_only_if_no_pass_ended_without(tm
     a, b, c = found.rows
     assert [one.step_ms[1] for one in a.passes] == [100.0, 130.0, 104.0] and a.step_ms[1] == 104.0
     assert (b.status, b.reason, len(c.passes)) == ("oom", "pass 2 of 3: too large", 2)
-    made = figures(found)
+    made = derive(found)
     said = ["2_c ran in 2 of 3 passes only", "median of 2 to 3 passes, 30.0% apart at most"]
     assert found.problems == said[:1] and made.remarks[-2:] == said
-    texts = [row["ms"] for row in table_rows(made, extent=True)]
+    texts = [row["ms"] for row in main_rows(made, detailed=True)]
     assert texts == ["104.0? (100.0-130.0)", "oom", "115.0 (100.0-130.0)"]
 
 
@@ -169,18 +170,18 @@ def test_no_text_of_a_record_harms_a_terminal_or_a_page(tmp_path):
         odd, runs.row("1_b"), peers=[peer], work=work, problems=[text], device=text, versions={text: text}
     )
     made.command = text
-    found = figures(load(runs.write(tmp_path, made)))
-    for said in (render_text(found, "x"), render_markdown(found)):
+    found = derive(load(runs.write(tmp_path, made)))
+    for said in (for_terminal(found, "x"), as_markdown(found)):
         assert all(c.isprintable() or c == "\n" for c in said)
     html = render(found)
     assert "<script" not in html and 'href="javascript' not in html and "&lt;script&gt;" in html
-    prose = [line for line in render_markdown(found).splitlines() if not line.startswith("    ")]  # no code
+    prose = [line for line in as_markdown(found).splitlines() if not line.startswith("    ")]  # no code
     assert not any("<script" in line or "](" in line.replace("\\](", "") for line in prose)
 
 
 def test_a_row_without_losses_or_workload_has_its_times_alone(tmp_path):
     made = runs.run(runs.row("0_a", loss=[], step_ms=[5.0], peak_bytes=None))
     made.workload = made.environment = None
-    found = figures(load(runs.write(tmp_path, made)))
-    assert "workload unknown" in render_markdown(found) and "5.00" in render_text(found, "x")
+    found = derive(load(runs.write(tmp_path, made)))
+    assert "workload unknown" in as_markdown(found) and "5.00" in for_terminal(found, "x")
     assert "unknown machine" in render(found)

@@ -8,7 +8,8 @@ from common import flops
 from common.model import PRESETS, GPTConfig
 from common.record import ProductRate, Roofs, write_json
 from ladder import predict, roofs
-from report.figures import figures
+from ladder.machine import COPY
+from report.figures import derive
 from report.load import load
 
 
@@ -19,7 +20,7 @@ def made(flops_per_s=1e12, bytes_per_s=1e11, launch_s=0.0, steady=1.0):
     for product in products:
         if product.m == product.n == product.k == 8192:
             product.flops_per_s = steady * flops_per_s
-    kernels = [(predict.COPY, n, 8 * n / bytes_per_s) for n in (2**10, 2**26)]
+    kernels = [(COPY, n, 8 * n / bytes_per_s) for n in (2**10, 2**26)]
     attention = [
         (T, D, flops_per_s * 64 / D * max(1, T / 1024)) for T in (256, 1024, 16384) for D in (64, 512)
     ]
@@ -76,7 +77,7 @@ def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
         "of no tensor, and without a grid"
     )
     write_json(tmp_path / "roofs.json", found)
-    read, _, _ = predict.read_roofs(str(tmp_path / "roofs.json"))
+    read, _ = predict.read_roofs(str(tmp_path / "roofs.json"))
     for step in ("0_baseline", "2_sdpa"):
         assert 0 < predict.predict(step, args.config, args.batch_size, read).ms < 1e4
 
@@ -116,7 +117,7 @@ def test_recorded_roofs_predict_the_recorded_steps(place):
     run = load(ROOT / "docs" / "results" / place)
     shape = GPTConfig(**{name: getattr(run.workload, name) for name in GPTConfig.__dataclass_fields__})
     found = [predict.predict(row.step, shape, run.workload.batch_size, run.roofs).ms for row in run.rows]
-    assert found == pytest.approx([line.ms for line in figures(run).steps], rel=0.12)
+    assert found == pytest.approx([line.ms for line in derive(run).steps], rel=0.12)
 
 
 @pytest.mark.parametrize("place", ["gpt3-6.7b-slice", "gpt3-xl", "wide-8192"])

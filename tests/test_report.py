@@ -12,10 +12,23 @@ import pytest
 import runs
 from conftest import run_python
 
+from common.kernels import in_words
 from common.record import CATEGORIES
-from report import changes, charts, parity, picture, scaling, story, sweep, table
+from report import (
+    changes,
+    charts,
+    compare,
+    documents,
+    parity,
+    picture,
+    scaling,
+    sentences,
+    story,
+    sweep,
+    table,
+)
 from report.__main__ import render
-from report.figures import figures, loss_rule
+from report.figures import derive, loss_rule
 from report.load import RecordError, load
 from report.page import render as page_of
 
@@ -32,11 +45,11 @@ def test_the_figures_of_a_row_are_what_its_record_says():
     fields = {"predicted_ms": 45.0, "power_w": 400.0, "loss": [5.0] * 5 + [3.0, 1.0, 2.0, 1.0, 3.0]}
     third = runs.row("2_sdpa", 50.0, profile=runs.profile(50.0), **fields)
     peer = runs.row("p", 40.0)
-    made = figures(runs.run(*rows, third, peers=[peer], measured=runs.roofs()))
+    made = derive(runs.run(*rows, third, peers=[peer], measured=runs.roofs()))
     line = made.lines[2]
     assert "|".join(table.limit_rows(made)[2].values()) == "2_sdpa|36|compute 90%|16% of BF16|102|45.0|1.5"
     assert line.error == pytest.approx(-0.1) and table.limit_rows(made)[0]["of roof"] == "40% of FP32"
-    assert " ".join(table.table_rows(made)[2].values()) == "2_sdpa 50.0 40,960 160 2.00 4.00 1.00 3.0 2.000"
+    assert " ".join(table.main_rows(made)[2].values()) == "2_sdpa 50.0 40,960 160 2.00 4.00 1.00 3.0 2.000"
     assert " ".join(table.category_rows(made)[1].values()) == "2_sdpa 35.0 10.0 2.5 2.5 50.0"
     assert [*table.roof_rows(made.run.roofs)[0].values()] == ["FP32", "90", "100"]
     assert sum(line.category_ms.values()) == pytest.approx(50.0) and [*line.category_ms] == [
@@ -47,9 +60,9 @@ def test_the_figures_of_a_row_are_what_its_record_says():
         "compute",
         pytest.approx(0.7),
     )
-    assert [*table.table_rows(made)[3].values()][4:7] == ["-", "5.00", "1.25"]
+    assert [*table.main_rows(made)[3].values()][4:7] == ["-", "5.00", "1.25"]
     assert made.remarks == [] and not made.busy and not any(one.mark for one in made.lines)
-    made = figures(runs.run(third, work=runs.workload(gpus=4, parallel="ddp")))
+    made = derive(runs.run(third, work=runs.workload(gpus=4, parallel="ddp")))
     four, said = made.lines[0], "4 processes: tokens/s are of all, TFLOP/s and GiB of each"
     assert (four.tokens_per_s, four.flops_per_s, four.tokens_per_joule) == (
         4 * 40960.0,
@@ -72,15 +85,15 @@ def test_the_figures_of_a_row_are_what_its_record_says():
 def test_slow_reference_work_is_a_busy_machine_and_marks_its_row_and_what_is_divided_by_it(around, busy):
     rows = [runs.row(runs.STEPS[k], 100.0 - k, product_ms=[20.0] * 2, copy_ms=[20.0] * 2) for k in range(3)]
     rows[1].product_ms, rows[1].copy_ms = [*around], [*around]
-    made = figures(runs.run(*rows))
-    assert [row["ms"] for row in table.table_rows(made)] == ["100.0", "99.0" + "?" * busy, "98.0"]
-    assert [*table.table_rows(made)[2].values()][4:6] == ["1.01" + "?" * busy, "1.02"]
+    made = derive(runs.run(*rows))
+    assert [row["ms"] for row in table.main_rows(made)] == ["100.0", "99.0" + "?" * busy, "98.0"]
+    assert [*table.main_rows(made)[2].values()][4:6] == ["1.01" + "?" * busy, "1.02"]
     said = [
         text
         for text in made.remarks
         if re.match("The machine was busy: .* around 1_cublas .* close other", text)
     ]
-    assert bool(said) is busy is bool(made.busy) and "faster than FP32" in table.headline(made), (
+    assert bool(said) is busy is bool(made.busy) and "faster than FP32" in sentences.headline(made), (
         "the result comes first"
     )
 
@@ -90,14 +103,14 @@ def test_a_drift_of_half_the_steps_and_kernels_that_differ_mark_a_row():
     faster = runs.row("2_sdpa", step_ms=[106.0] * 2 + [100.0] * 2)
     rows = [replace(steady, passes=[steady, other]) for other in (steady, drifting, faster)]
     said = ["", *(f"the second half of the steps took over 5% {word} time" for word in ("more", "less"))]
-    assert [figures(runs.run(row)).lines[0].doubt for row in rows] == said
+    assert ["; ".join(derive(runs.run(row)).lines[0].doubts) for row in rows] == said
     flash = replace(runs.SETTINGS["3_compile"], attention_kernel="flash")
-    made = figures(
+    made = derive(
         runs.run(runs.row("1_cublas"), runs.row("2_sdpa"), runs.row("3_compile", 50.0, settings=flash))
     )
     assert [line.mark for line in made.lines] == ["", "?", "?"] and "cudnn and flash" in made.remarks[0]
     assert (
-        table.headline(made)
+        sentences.headline(made)
         == "3_compile: 2.0? times faster than AMP + SDPA, 2.0? times faster than 1_cublas"
     )
 
@@ -117,24 +130,24 @@ def test_a_host_that_is_slow_at_launching_marks_a_row_that_waits_for_it(fields, 
         fields["profile"].idle_ms = 10.0
     waits = {"step_ms": [80.0, 90.0, 100.0]} if "profile" not in fields else {}
     other = runs.row("1_cublas", launch_us=[6.0, 6.0])
-    made = figures(runs.run(other, runs.row("2_sdpa", **waits, **fields)))
-    assert ("launching" in made.lines[1].doubt) is doubted
+    made = derive(runs.run(other, runs.row("2_sdpa", **waits, **fields)))
+    assert ("launching" in "".join(made.lines[1].doubts)) is doubted
 
 
 def test_the_row_that_others_are_compared_with_is_known_by_what_ran():
     mixed, fp32 = runs.SETTINGS["2_sdpa"], replace(runs.SETTINGS["2_sdpa"], amp_dtype="float32")
     rows = [runs.row("0_x"), runs.row("1_x", settings=fp32), runs.row("2_x", settings=mixed)]
     compiled = runs.row("3_x", settings=runs.SETTINGS["3_compile"])
-    assert figures(runs.run(*rows, compiled)).plain.name == "2_x"
-    assert figures(runs.run(*rows[:2], replace(rows[2], status="oom"))).plain.name == "1_x", "no row is mixed"
-    assert figures(runs.run(rows[0], compiled)).plain is None
-    assert [*table.table_rows(figures(runs.run(*rows)))[0]][4:7] == ["x above", "x 0_x", "x 2_x"]
+    assert derive(runs.run(*rows, compiled)).plain.name == "2_x"
+    assert derive(runs.run(*rows[:2], replace(rows[2], status="oom"))).plain.name == "1_x", "no row is mixed"
+    assert derive(runs.run(rows[0], compiled)).plain is None
+    assert [*table.main_rows(derive(runs.run(*rows)))[0]][4:7] == ["x above", "x 0_x", "x 2_x"]
 
 
 def test_what_the_losses_are_is_told_of_every_kind_of_row():
     fp8, some = runs.SETTINGS["4_transformer_engine"], {"loss": [4.0] * 8}
     plain = runs.row("3_x", rehearsed=10, **some)
-    rule = lambda *rows: loss_rule(figures(runs.run(*rows)).lines)  # noqa: E731
+    rule = lambda *rows: loss_rule(derive(runs.run(*rows)).lines)  # noqa: E731
     assert rule(plain).endswith("in nats. 10 rehearsed steps came before, whose weights were put back")
     assert rule(plain, runs.row("4_x", rehearsed=10, settings=fp8, **some)).endswith(
         "FP8 keeps the scales that it learnt there"
@@ -153,7 +166,7 @@ def test_a_row_that_does_not_learn_says_so():
         "c": [4.0, *[3.1] * 9],
         "d": [4.0, 3.9],
     }
-    made = figures(runs.run(*(runs.row(name, loss=loss) for name, loss in losses.items())))
+    made = derive(runs.run(*(runs.row(name, loss=loss) for name, loss in losses.items())))
     notes = [line.note.partition(":")[0] for line in made.lines]
     assert notes == ["", "did not learn as it should", "hardly learned", ""]
 
@@ -182,14 +195,15 @@ def test_a_row_that_does_not_learn_says_so():
     ],
 )
 def test_the_headline_compares_the_fastest_step_with_what_a_reader_has(ms, said):
-    assert table.headline(figures(runs.ladder(*ms))) == said
+    assert sentences.headline(derive(runs.ladder(*ms))) == said
 
 
 def test_a_terminal_shows_a_table_of_100_columns_and_few_lines_below():
     rows = [runs.row(step, 123456.0 / 3**k, note=f"note {k}") for k, step in enumerate(runs.STEPS)]
     rows.append(runs.row("5_late", status="oom", reason="try --batch-size 4"))
     peers = [runs.row("a_peer_with_a_rather_long_name", 0.5)]
-    text = table.render_text(figures(runs.run(*rows, peers=peers, problems=["odd"])), "results/x/report.html")
+    figures = derive(runs.run(*rows, peers=peers, problems=["odd"]))
+    text = documents.for_terminal(figures, "results/x/report.html")
     top, _, head, rule, *lines = text.splitlines()
     body, below = lines[:7], lines[8:]
     assert max(map(len, [head, rule, *body])) <= 100 and len(below) == 7
@@ -203,8 +217,8 @@ def test_a_terminal_shows_a_table_of_100_columns_and_few_lines_below():
 def test_a_peer_stands_in_the_same_table_with_its_head_and_launch():
     fp8 = replace(runs.SETTINGS["3_compile"], fp8_recipe="x", head="FP8")
     peer = runs.row("te_layer", 60.0, product_ms=[20.0], settings=replace(fp8, head="BF16"))
-    made = figures(runs.run(runs.row("4_te", 50.0, settings=fp8), peers=[peer]))
-    first, second = table.table_rows(made, extent=True)
+    made = derive(runs.run(runs.row("4_te", 50.0, settings=fp8), peers=[peer]))
+    first, second = table.main_rows(made, detailed=True)
     assert [*first] == [*second] and second["step"] == "te_layer (peer)" and second["x 4_te"] == "0.83"
     shown = (first["head"], second["head"], second["launch"], made.lines[0].precision)
     assert shown == ("FP8", "BF16", "captured", "fp8")
@@ -216,7 +230,7 @@ def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path
         tmp_path / "b", runs.ladder(150, 100, work=runs.workload(steps=50), problems=["rows differ in x"])
     )
     c = runs.write(tmp_path / "c", runs.ladder(150, 30, work=runs.workload(batch_size=9)))
-    same, other = table.compare(a, b).splitlines(), table.compare(a, c).splitlines()
+    same, other = compare.compare(a, b).splitlines(), compare.compare(a, c).splitlines()
     assert "differs in steps" in same[2] and same[6].split()[1:] == [
         "300.0",
         "150.0?",
@@ -233,14 +247,14 @@ def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path
         "5.00",
     ]
     with pytest.raises(RecordError, match="no row in common"):
-        table.compare(a, runs.write(tmp_path / "d", runs.run(runs.row("9_x"))))
+        compare.compare(a, runs.write(tmp_path / "d", runs.run(runs.row("9_x"))))
 
 
 # --- the page -------------------------------------------------------------------------------------
 
 
 def test_a_card_shows_the_code_beside_what_changed_on_the_gpu():
-    made = figures(runs.ladder(200, 100, 100.01, 125))
+    made = derive(runs.ladder(200, 100, 100.01, 125))
     second, third, fourth = story.cards(made)
     assert (
         second.title == "Step 1: why"
@@ -252,7 +266,7 @@ def test_a_card_shows_the_code_beside_what_changed_on_the_gpu():
     assert [*second.kernels[0].values()] == ["matrix product, BF16, 128x256 tile", "140.0 → 70.0", "12 → 12"]
     assert third.outcome == "As fast as 1_cublas, within the spread of the times"
     assert fourth.outcome == "1.25 times slower than 2_sdpa"
-    (only,) = story.cards(figures(runs.run(runs.row("0_baseline", status="oom"), runs.row("1_cublas"))))
+    (only,) = story.cards(derive(runs.run(runs.row("0_baseline", status="oom"), runs.row("1_cublas"))))
     assert only.outcome == "100.0 ms per step"
 
 
@@ -268,11 +282,11 @@ def test_a_card_shows_the_code_beside_what_changed_on_the_gpu():
     ],
 )
 def test_kernels_are_named_in_plain_words(name, words):
-    assert story.readable(name) == words
+    assert in_words(name) == words
 
 
 def test_the_page_draws_every_bar_to_scale_and_asks_for_nothing():
-    made = figures(runs.ladder(200, 100, measured=runs.roofs()))
+    made = derive(runs.ladder(200, 100, measured=runs.roofs()))
     made.lines[1].row.predicted_ms = 90.0
     html = page_of(made)
     drawn = re.findall(r'<rect x="([\d.]+)%" width="([\d.]+)%" height="100%" fill="#56b4e9"', html)
@@ -300,7 +314,7 @@ SLICE = "gpt3-6.7b-slice"
 
 @pytest.fixture(scope="module")
 def recorded():
-    return figures(load(runs.ROOT / "docs" / "results" / "h200" / SLICE))
+    return derive(load(runs.ROOT / "docs" / "results" / "h200" / SLICE))
 
 
 def drawn(made, narrow):
@@ -391,7 +405,7 @@ def test_long_sources_are_compared_in_no_time():
 def test_a_picture_of_any_rows_is_drawn():
     skipped = runs.row("4_x", status="skipped", reason="no FP8")
     for rows in ([skipped], [runs.row("0_x"), skipped], [runs.row("0_x", 9.0, source="(")]):
-        texts, bars, _ = drawn(figures(runs.run(*rows)), False)
+        texts, bars, _ = drawn(derive(runs.run(*rows)), False)
         assert len(bars) == sum(row.status == "ok" for row in rows)
         assert ("skipped" in [text.get_text() for text in texts]) == (skipped in rows)
 
@@ -415,7 +429,9 @@ def test_the_front_table_and_a_card_are_of_the_record(recorded):
     gains = [float(gain) for gain in card["gains, step by step"].partition(" = ")[0].split(" x ")]
     assert np.prod(gains) == pytest.approx(recorded.steps[-1].over_first.value, rel=0.02) and len(gains) == 4
     assert not re.search("GPU-|[0-9a-f]{8}", " ".join(card.values())), "nothing that identifies a card"
-    assert card["device"] in table.render_text(recorded, "x").splitlines()[-1], "a finished run prints it"
+    assert card["device"] in documents.for_terminal(recorded, "x").splitlines()[-1], (
+        "a finished run prints it"
+    )
 
 
 # --- studies --------------------------------------------------------------------------------------
@@ -444,7 +460,9 @@ def test_what_a_gpu_loses_among_several_adds_up():
     (row,), (*_, main, _, _) = scaling.lost_rows(found), scaling.main_rows(found)
     assert [*main.values()][3:] == ["125.0?", "80.0 %?", "16,384", "64", "2.5", "17.5", "3.0"]
     assert " ".join(row.values()).endswith("2 20.0 % 14.0 % 4.0 % 1.0 % 2.0 % -1.0 %")
-    assert "the machine was busy (2-ddp, 2_sdpa)" in table.study_remarks(study, {}), "next to another place"
+    assert "the machine was busy (2-ddp, 2_sdpa)" in documents.study_remarks(study, {}), (
+        "next to another place"
+    )
 
 
 def test_a_place_whose_rows_never_ran_keeps_its_name():
@@ -458,7 +476,7 @@ def test_a_profile_that_took_another_time_than_the_steps_is_left_out():
     rows = [
         runs.row(runs.STEPS[k], 100.0, profile=runs.profile(ms)) for k, ms in enumerate((100.0, 60.0, 140.0))
     ]
-    good, *bad = figures(runs.run(*rows)).lines
+    good, *bad = derive(runs.run(*rows)).lines
     assert good.category_ms and ["left out" in one.note and not one.category_ms for one in bad] == [
         True,
         True,
@@ -484,7 +502,6 @@ def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
     assert [" ".join(row) for row in cells] == said, "2.00 would be over step 0"
     cells = sweep.error_cells(sweep.shapes(study))
     assert [*cells.values()] == ["6", "10 %", "30 %", "2", "44 %", "57 %", "2 of 3"]
-    assert sweep.picture(study)[:4] == b"\x89PNG"
 
 
 def test_a_study_tells_once_what_is_unusual_in_its_rows():
@@ -502,11 +519,7 @@ def test_a_study_tells_once_what_is_unusual_in_its_rows():
     )
     drift = "the second half of the steps took over 5% more time"
     said = f"oom: large (a, 0_x; b, 0_x)\n{learned} (a, 1_x)\nodd (b, 1_x)\n{drift} (b, 1_x)\nlost"
-    assert (
-        said in text
-        and text.endswith("\n\nReport: f/report.md and f/sweep.png")
-        and "\n\n\n" not in text + page
-    )
+    assert said in text and text.endswith("\n\nReport: f/report.md") and "\n\n\n" not in text + page
     assert said in page.replace("\n- ", "\n") and page.endswith("Run it again:\n\n    x\n    y\n")
     assert page.startswith("# Sweep, 2 runs\n\nThe first run: GPU, ") and "TFLOP/s" not in page
 

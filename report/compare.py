@@ -1,0 +1,63 @@
+"""Two runs, row by row."""
+
+from pathlib import Path
+
+from common.record import Run
+from common.text import aligned
+from report.cells import gain, only_filled, time_or_status
+from report.figures import Figures, Line, derive, ratio
+from report.load import RecordError, load
+from report.sentences import describe_machine
+
+# Fields of workloads that may differ where times are compared: a step takes as long with another text.
+HARMLESS = {"warmup", "steps", "text", "text_sha256"}
+
+
+def compare(a: Path, b: Path) -> str:
+    """Two run folders for a terminal: times of the same work, otherwise speedups. Raises RecordError."""
+    sides = {"A": _figures(a), "B": _figures(b)}
+    lines = {side: {line.name: line for line in figures.timed} for side, figures in sides.items()}
+    pairs = [(line, lines["B"][name]) for name, line in lines["A"].items() if name in lines["B"]]
+    if not pairs:
+        raise RecordError("they have no row in common that has a time in both")
+    differing = _differing_work(*sides.values())
+    comparable = set(differing) <= HARMLESS
+    note = f"The work differs in {', '.join(differing)}." if differing else "The work is the same."
+    if comparable:
+        note += " Where A / B is above 1, B is faster."
+    machines = [f"{side}: {describe_machine(figures.environment)}" for side, figures in sides.items()]
+    remarks = [f"{side}: {text}" for side, figures in sides.items() for text in figures.remarks]
+    table = aligned(only_filled(_rows(pairs, comparable)))
+    return "\n".join([*machines, note, "", table, "", *remarks])
+
+
+def _figures(folder: Path) -> Figures:
+    run = load(folder)
+    if not isinstance(run, Run) or not run.workload:
+        raise RecordError("give two runs of steps: a sweep or another study cannot be compared")
+    return derive(run)
+
+
+def _differing_work(a: Figures, b: Figures) -> list[str]:
+    """Names of the fields in which two workloads differ."""
+    one, other = vars(a.run.workload), vars(b.run.workload)
+    return [name for name in one if one[name] != other[name]]
+
+
+def _rows(pairs: list[tuple[Line, Line]], comparable: bool) -> list[dict[str, str]]:
+    """Times of both runs, B's gain over A where they did comparable work, and gains over the first common
+    row."""
+    first_a, first_b = pairs[0]
+    rows = []
+    for a, b in pairs:
+        rows.append(
+            {
+                "step": a.name,
+                "A, ms": time_or_status(a, with_range=True),
+                "B, ms": time_or_status(b, with_range=True),
+                "A / B": gain(ratio(b, a)) if comparable else "-",
+                f"A x {first_a.name}": gain(ratio(a, first_a)),
+                f"B x {first_a.name}": gain(ratio(b, first_b)),
+            }
+        )
+    return rows

@@ -1,0 +1,76 @@
+"""What a run shows and what it ran on, in sentences."""
+
+from common.record import Environment, Workload
+from report.cells import gain, milliseconds
+from report.figures import NOT_FUSED, Figures, Line, is_mixed, ratio
+from report.table import VERSIONS
+
+CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU: compiling gains nothing here"
+CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
+
+
+def headline(figures: Figures) -> str:
+    """What a run shows: the fastest step against AMP + SDPA and against the first, and whether FP8 pays; or
+    why it shows nothing."""
+    timed = figures.timed_steps
+    if not timed:
+        return "No step has a time"
+    best = min(timed, key=lambda line: line.ms)
+    others = [line for line in (figures.plain, figures.first) if line and line is not best]
+    if not others:
+        return f"One training step of {best.name}: {milliseconds(best.ms)} ms"
+    if len(others) == 2 and others[0] is others[1]:
+        others.pop()
+    gains = ", ".join(f"{_times_faster(best, line)} than {_in_words(line)}" for line in others)
+    return f"{best.name}: {gains}{_whether_fp8_pays(timed)}"
+
+
+def _whether_fp8_pays(timed: list[Line]) -> str:
+    """A clause on the fastest step in FP8, against the fastest one without; empty where one is missing."""
+    in_fp8 = [line for line in timed if line.row.settings.fp8_recipe]
+    others = [line for line in timed if not line.row.settings.fp8_recipe]
+    if not in_fp8 or not others:
+        return ""
+    faster = ratio(min(in_fp8, key=lambda line: line.ms), min(others, key=lambda line: line.ms))
+    if not faster.clear:
+        return ". FP8 gains nothing clear here"
+    return f". FP8 {'pays' if faster.value > 1 else 'does not pay'} here: {gain(faster)} x"
+
+
+def _times_faster(line: Line, other: Line) -> str:
+    faster = ratio(line, other)
+    if not faster.clear:
+        return "not clearly faster"
+    if faster.value >= 10:
+        return f"{faster.value:.0f}{faster.mark} times faster"
+    return f"{faster.value:.{1 if faster.value >= 1.25 else 2}f}{faster.mark} times faster"
+
+
+def _in_words(line: Line) -> str:
+    """What a reader calls a row: AMP + SDPA, FP32; or its name."""
+    settings = line.row.settings
+    if is_mixed(line) and settings.attention_kernel not in NOT_FUSED and not settings.compiled:
+        return "AMP + SDPA"
+    if settings.amp_dtype == "float32" and settings.float32_matmul_precision == "highest":
+        return "FP32"
+    return line.name
+
+
+def describe_machine(environment: Environment) -> str:
+    """The device, the versions of what ran on it, and the commit."""
+    versions = [f"{name} {environment.versions[name]}" for name in VERSIONS if name in environment.versions]
+    commit = environment.commit or "unknown"
+    changed = " with uncommitted changes" if commit.endswith("-dirty") else ""
+    return ", ".join([environment.device, *versions, f"commit {commit[:7]}{changed}"])
+
+
+def describe_workload(work: Workload | None) -> str:
+    if work is None:
+        return "workload unknown"
+    names = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size")
+    parts = [f"{name} {getattr(work, name)}" for name in names]
+    parts += [f"learning rate {work.lr:.2g}", f"{work.parameters / 1e6:,.1f} M parameters"]
+    parts += [f"{work.steps} trained steps", f"text: {work.text}"]
+    if work.gpus > 1:
+        parts.append(f"{work.gpus} processes by {work.parallel}")
+    return f"{work.preset}: {', '.join(parts)}"
