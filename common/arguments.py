@@ -15,12 +15,12 @@ from common.model import PRESETS, GPTConfig
 from common.record import Workload, read_object
 from common.text import OneLineParser, Skip, positive_int
 
-# Launched steps before anything else. DDP divides gradients into buckets anew, and times itself, in its first
-# 10: no CUDA graph can hold that.
+# Steps that are launched kernel by kernel before one may be captured as a CUDA graph. DDP divides gradients
+# into buckets anew, and measures itself, in its first 10 steps: no CUDA graph can hold that.
 WARMUP, DDP_WARMUP = 3, 11
-# (Free GiB, preset, batch size) of what `auto` takes on a GPU: the first that fits. It is what FP32 with
-# attention by hand needs, and a tenth more.
-AUTO = (
+# What `auto` takes on a GPU: the first row whose GiB are free. FP32 with attention by hand needs so much, and
+# a tenth is added.
+AUTO = (  # GiB, preset, batch size
     (83, "gpt3-6.7b-slice", 8),
     (66, "gpt2", 32),
     (34, "gpt2", 16),
@@ -29,18 +29,12 @@ AUTO = (
     (6, "gpt2", 2),
     (0, "gpt2", 1),
 )
-RECORD_MARKS = {
-    "schema_version",
-    "launch_s",
-    "experiment",
-    "experiments",
-}  # of the JSON that this project writes
-CPU_STEPS = 14  # by default
-FEWEST_STEPS, MOST_STEPS, STEPS_FLOPS = (
-    8,
-    30,
-    5e14,
-)  # by default on a GPU: as many as take so many model FLOPs
+# A JSON file with one of these keys was written by this project, and may be written again.
+OWN_KEYS = {"schema_version", "launch_s", "experiment", "experiments"}
+# Training steps by default: 14 on a CPU; on a GPU as many as take 5e14 model FLOPs, but 8 to 30.
+CPU_STEPS = 14
+FEWEST_STEPS, MOST_STEPS = 8, 30
+STEPS_FLOPS = 5e14
 # Bytes a parameter in training: FP32 weight, gradient and two moments. On a CPU the rehearsal's copy of the
 # weights lies in the same memory.
 GPU_BYTES, CPU_BYTES = 16, 20
@@ -61,7 +55,7 @@ class Arguments:
     script: Path
     output: Path  # of the record
     # What is trained.
-    preset: str  # that defaults came from
+    preset: str  # from which defaults came
     config: GPTConfig
     batch_size: int  # sequences a training step, of each process
     text: data.Text
@@ -69,39 +63,46 @@ class Arguments:
     lr: float
     # How it runs.
     device: torch.device
-    amp: bool  # whether autocast has anything to do
-    amp_dtype: torch.dtype
-    rank: int
-    processes: int
+    amp: bool  # whether the device multiplies BF16, so that autocast pays
+    amp_dtype: torch.dtype  # BF16, or without `amp` FP32
+    rank: int  # of this process, 0 to processes - 1
+    processes: int  # one a GPU
     parallel: str | None  # how several processes share the model: ddp, fsdp
-    warmup: int  # launched steps, before a capture
+    warmup: int  # steps that are launched before a capture
     steps: int  # trained and timed, at least
-    heldout_every: int | None
-    capture: bool
-    cold: bool
+    heldout_every: int | None  # steps between two losses on text that is not trained on
+    capture: bool  # the step as a CUDA graph, where its script can be captured
+    cold: bool  # without the rehearsal of common/rehearsal.py
     profile: bool
 
     def require_fp8(self) -> None:
-        """Raises Skip without an NVIDIA GPU that multiplies FP8, and where a matrix has a dimension that FP8
-        does not divide: channels, tokens (the leading one of weight gradients), the vocabulary."""
+        """Raises Skip without an NVIDIA GPU that multiplies FP8, and for a size that is no multiple of what
+        FP8 needs: channels, the vocabulary, and tokens, along which weight gradients are summed."""
         capability = hardware.compute_capability(self.device)
         if capability < hardware.FP8_CAPABILITY:
             raise Skip("FP8 needs an NVIDIA GPU of the generation Ada, Hopper or newer")
         unit = hardware.fp8_unit(capability)
         tokens = self.batch_size * self.config.seq_len
-        sizes = {"--n-embd": self.config.n_embd, "--batch-size x --seq-len": tokens}
-        sizes["--vocab-size"] = self.config.vocab_size
-        for name, size in sizes.items():
+        vocabulary = self.config.vocab_size
+        sizes = (
+            (self.config.n_embd, "--n-embd"),
+            (tokens, "--batch-size x --seq-len"),
+            (vocabulary, "--vocab-size"),
+        )
+        for size, name in sizes:
             if size % unit:
                 raise Skip(f"FP8 needs {name} divisible by {unit}, not {size}")
 
     def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tokens and targets of all steps and of one untimed step after them, on the device: this process's
-        share of what one process would draw that takes the sequences of all."""
-        first, seq_len = self.rank * self.batch_size, self.config.seq_len
-        of_all = self.processes * self.batch_size
-        starts = data.draw_starts(self.text, self.steps + 1, of_all, seq_len, self.seed)
-        return data.stage_batches(self.text, starts[:, first : first + self.batch_size], seq_len, self.device)
+        """Tokens and targets, each (batch_size, seq_len), of all steps and of an untimed one after them.
+
+        All processes together train on the sequences that one process of `processes` times the batch size
+        would draw. Each takes its share of every batch.
+        """
+        begin, seq_len = self.rank * self.batch_size, self.config.seq_len
+        whole_batch = self.processes * self.batch_size
+        starts = data.draw_starts(self.text, self.steps + 1, whole_batch, seq_len, self.seed)
+        return data.stage_batches(self.text, starts[:, begin : begin + self.batch_size], seq_len, self.device)
 
     def workload(self) -> Workload:
         """The record's workload."""
@@ -178,7 +179,8 @@ def parse_args(
 ) -> Arguments:
     """Read and check the command line of a script. Anything wrong prints one line and exits with code 2.
 
-    Without `trains` nothing is trained here: free memory and the output are not checked.
+    `trains` is whether the model will be trained on this machine: then it must fit its free memory, and the
+    record must be writable.
     """
     parser = build_parser(script.name, description)
     options = parser.parse_args(argv)
@@ -227,8 +229,11 @@ def resolve(options: argparse.Namespace, script: Path) -> Arguments:
 
 def place_of_process() -> Place:
     """What torchrun tells this process in its environment."""
-    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
-    return Place(*(int(os.environ.get(name, alone)) for name, alone in names.items()))
+    return Place(
+        rank=int(os.environ.get("RANK", 0)),
+        processes=int(os.environ.get("WORLD_SIZE", 1)),
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+    )
 
 
 def resolve_preset(name: str, device: torch.device) -> tuple[str, int]:
@@ -252,8 +257,8 @@ def resolve_config(options: argparse.Namespace, preset: str) -> GPTConfig:
 
 
 def resolve_parallel(parallel: str | None, processes: int) -> str | None:
-    """How the processes share the model; None of one process. Raises ValueError for one that shall share
-    it."""
+    """How several processes share the model; None for a single one. Raises ValueError where a single one is
+    told how to share."""
     if processes > 1:
         return parallel or "ddp"
     if parallel:
@@ -266,19 +271,19 @@ def resolve_parallel(parallel: str | None, processes: int) -> str | None:
 def resolve_rate(lr: float | None, config: GPTConfig) -> float:
     """The rate, or AdamW's default rate. Raises ValueError for one that trains nothing."""
     if lr is None:
-        return learning_rate(config)
+        return default_rate(config)
     if not 0 < lr <= 1:
         raise ValueError(f"--lr {lr} is not above 0 and at most 1")
     return lr
 
 
-def learning_rate(config: GPTConfig) -> float:
+def default_rate(config: GPTConfig) -> float:
     """AdamW's default rate: one rule, by which a model of any shape learns from the first step on.
 
     Adam's first steps move every weight by the rate, and all layers push the residual stream one way: it
-    grows with n_layer n_embd times the rate, and a logit with n_embd times that. 600 and 4 were found on an
-    H200, at 2 to 24 layers and 320 to 8192 channels. A rate that falls with n_embd alone made the loss of
-    wide models rise there.
+    grows with n_layer * n_embd * rate, and a logit with n_embd times that. The numbers 600 and 4 were found
+    on an H200, at 2 to 24 layers and 320 to 8192 channels. A rate that falls with n_embd alone made the loss
+    of wide models rise there.
     """
     return min(1e-3, 600 / ((config.n_layer + 4) * config.n_embd**2))
 
@@ -303,13 +308,19 @@ def check_memory(args: Arguments) -> None:
 
 
 def check_output(output: Path) -> None:
-    """Know before any work that a record can be written. Raises ValueError where not, and for a file that is
-    none."""
-    ours = output.is_file() and (not output.stat().st_size or RECORD_MARKS & read_object(output).keys())
-    if output.exists() and not ours:
+    """Know before any work that a record can be written. Raises ValueError where it cannot, and for a file
+    that this project has not written."""
+    if output.exists() and not is_own(output):
         raise ValueError(f"--output {output} exists and is no record: it stays as it is")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output.parent).close()
     except OSError as error:
         raise ValueError(f"cannot write --output {output}: {error.strerror or error}") from None
+
+
+def is_own(file: Path) -> bool:
+    """Whether this project may have written a file: a record, or an empty file, as mktemp makes it."""
+    if not file.is_file():
+        return False
+    return not file.stat().st_size or bool(OWN_KEYS & read_object(file).keys())

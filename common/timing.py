@@ -1,7 +1,8 @@
 """How long steps take: one timed region on a GPU after its clock has settled, four parts on a CPU.
 
-Around and between them the same reference work is timed, whatever is trained: where it takes longer than
-around other rows, something else ran on the machine, and the row's time may be wrong.
+Before and after these steps, and between the parts, reference work is timed: the same work whatever is
+trained. Where it takes longer than in other rows, something else ran on the machine, and the row's time may
+be wrong.
 """
 
 import itertools
@@ -19,16 +20,20 @@ from common.parallel import across
 from common.record import Row
 from common.text import progress
 
-SETTLING_S, TIMED_S = 2, 3  # seconds of steps on a GPU, at least
-FEWEST_AFTER_TRAINING = 10  # timed steps of a row that trained for its held-out loss
+SETTLING_S = 2  # seconds of untimed steps on a GPU, at least
+TIMED_S = 3  # seconds of timed steps on a GPU, at least
+TIMED_AFTER_TRAINING = 10  # steps to time of a row that was trained for its held-out losses
 CPU_PARTS = 4
 POLL_S = 0.05  # between questions whether a GPU has finished
 STATE_S = 0.5  # between readings of clock and power while the host launches
-REFERENCE_EDGE = {"cuda": 4096, "cpu": 768}  # of the matmul's square matrices
-REFERENCE_BYTES, REFERENCE_S = 2**26, 0.2  # of the copy; of each kind of reference work
+REFERENCE_EDGE = {"cuda": 4096, "cpu": 768}  # of the square matrices of the reference matmul
+REFERENCE_BYTES = 2**26  # of the reference copy
+REFERENCE_S = 0.2  # for each kind of reference work
 BURSTS = 25  # of launches: about 50 ms in all
-PARTS = 9  # of back-to-back work
+REPEATS = 9  # of `steady_seconds`
 MOST_QUEUED = 400  # kernels; the driver's queue holds about 1000
+
+State = tuple[float, float] | None  # a GPU's MHz and watts, where they can be read
 
 
 class Steps:
@@ -39,7 +44,8 @@ class Steps:
         self.losses: list[torch.Tensor] = []
 
     def run(self, n: int, phase: str) -> Iterator[None]:
-        """Train `n` steps, one at each `next`; none for n below 1. The host never waits here."""
+        """Train `n` steps, one in each round of the caller's loop; none for n below 1. The host never waits
+        here."""
         progress(f"{phase}: {n} steps")
         for _ in range(n):
             self.losses.append(self.train_step(*next(self.batches)).detach())
@@ -52,7 +58,7 @@ class Steps:
             times.append(time.perf_counter())
         return [(end - start) * 1e3 for start, end in itertools.pairwise(times)]
 
-    def timed_on_gpu(self, n: int, phase: str, device: torch.device) -> tuple[list[float], list["State"]]:
+    def timed_on_gpu(self, n: int, phase: str, device: torch.device) -> tuple[list[float], list[State]]:
         """Milliseconds of each of `n` steps between CUDA events, and the GPU's states while it runs them.
 
         Consecutive steps share an event, so a gap in which the GPU waits for the host counts.
@@ -73,9 +79,6 @@ class Steps:
         return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], states
 
 
-State = tuple[float, float] | None  # MHz and watts, where they can be read
-
-
 class Reference(NamedTuple):
     """What the reference work took."""
 
@@ -85,55 +88,57 @@ class Reference(NamedTuple):
 
 
 def time_steps(steps: Steps, row: Row, args: Arguments) -> float:
-    """Put the times of at least `args.steps` steps, reference work, clock and power into `row`.
+    """Time at least `args.steps` steps: times, reference work, peak memory, clock and power go into `row`.
 
-    A time is the longest of all processes. Returns the seconds that steps took here, with those before the
-    timed ones. Where held-out losses have been measured, the steps are trained already, and few are timed.
+    A time is the longest of all processes. Returns the seconds of all steps that were trained here. A row
+    with held-out losses has trained its steps already: of it at least TIMED_AFTER_TRAINING are timed.
     """
-    least = min(args.steps, FEWEST_AFTER_TRAINING) if args.heldout_every else args.steps
+    n = min(args.steps, TIMED_AFTER_TRAINING) if args.heldout_every else args.steps
     time_them = time_on_cpu if args.device.type == "cpu" else time_on_gpu
-    untimed_ms, references = time_them(steps, least, row, args)
+    untimed_ms, references = time_them(steps, n, row, args)
     if all(reference is not None for reference in references):
         row.product_ms = [reference.product_ms for reference in references]
         row.copy_ms = [reference.copy_ms for reference in references]
-        launches = [reference.launch_us for reference in references]
-        row.launch_us = [us for us in launches if us is not None]
+        row.launch_us = [reference.launch_us for reference in references if reference.launch_us is not None]
     return (sum(untimed_ms) + sum(row.step_ms)) / 1e3
 
 
 def time_on_cpu(
     steps: Steps, n: int, row: Row, args: Arguments
 ) -> tuple[list[float], list[Reference | None]]:
-    """Time `n` steps in CPU_PARTS parts, with reference work around and between them: a host is often shared.
+    """Time `n` steps in CPU_PARTS parts, with reference work around each: a CPU's host is often shared, and
+    other work on it may come and go.
 
-    Returns the milliseconds of untimed steps, and the reference work.
+    Returns the milliseconds of steps that do not count, and the reference work.
     """
-    untimed_ms, references = [], [reference_work(args.device)]
+    uncounted_ms, references = [], [reference_work(args.device)]
     ends = [n * part // CPU_PARTS for part in range(CPU_PARTS + 1)]
     for begin, end in itertools.pairwise(ends):
         if end > begin:
-            # One untimed step brings back to the caches what the reference work drove out.
-            untimed_ms += steps.timed_on_cpu(1)
+            # One step brings back to the caches what the reference work drove out.
+            uncounted_ms += steps.timed_on_cpu(1)
             row.step_ms += across(steps.timed_on_cpu(end - begin), "max", args)
             references.append(reference_work(args.device))
-    return untimed_ms, references
+    return uncounted_ms, references
 
 
 def time_on_gpu(
     steps: Steps, n: int, row: Row, args: Arguments
 ) -> tuple[list[float], list[Reference | None]]:
     """Time at least `n` steps and TIMED_S seconds in one region, right after steps for SETTLING_S seconds: in
-    these a GPU's clock falls to what its power limit allows. Returns what `time_on_cpu` returns."""
+    these a GPU's clock falls to what its power limit allows.
+
+    Returns the milliseconds of steps that do not count, and the reference work.
+    """
     device, before = args.device, reference_work(args.device)
     torch.cuda.reset_peak_memory_stats(device)  # the reference work's memory is not the row's
-    settling_ms: list[float] = []
-    settling = 1
-    while settling > 0:
-        settling_ms += across(steps.timed_on_gpu(settling, "settling", device)[0], "max", args)
+    settling_ms = across(steps.timed_on_gpu(1, "settling", device)[0], "max", args)
+    while sum(settling_ms) < SETTLING_S * 1e3:
         left_ms = SETTLING_S * 1e3 - sum(settling_ms)
-        settling = math.ceil(left_ms / statistics.median(settling_ms))
-    n = max(n, math.ceil(TIMED_S * 1e3 / statistics.median(settling_ms)))
-    step_ms, states = steps.timed_on_gpu(n, "timed", device)
+        more = math.ceil(left_ms / statistics.median(settling_ms))
+        settling_ms += across(steps.timed_on_gpu(more, "settling", device)[0], "max", args)
+    enough = math.ceil(TIMED_S * 1e3 / statistics.median(settling_ms))
+    step_ms, states = steps.timed_on_gpu(max(n, enough), "timed", device)
     row.step_ms = across(step_ms, "max", args)
     row.peak_bytes = max(row.peak_bytes or 0, torch.cuda.max_memory_allocated(device))
     states = [state for state in states if state]
@@ -185,8 +190,9 @@ def mean_seconds(work: Callable[[], object], n: int, device: torch.device, launc
             work()
         return (time.perf_counter() - started) / n
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The GPU sleeps for so many cycles, while the host launches: otherwise small work would wait for it.
-    torch.cuda._sleep(500_000 + 20_000 * n * launches)
+    # The GPU sleeps for some 10 us a launch while the host gets ahead: otherwise it would wait between small
+    # works.
+    torch.cuda._sleep(500_000 + 20_000 * n * launches)  # clock cycles
     begin.record()
     for _ in range(n):
         work()
@@ -195,13 +201,13 @@ def mean_seconds(work: Callable[[], object], n: int, device: torch.device, launc
     return begin.elapsed_time(end) / 1e3 / n
 
 
-def steady_seconds(work: Callable[[], object], device: torch.device, for_s: float) -> float:
-    """Time of one call of `work`, back to back for about `for_s` seconds: the median of at most PARTS
-    parts."""
+def steady_seconds(work: Callable[[], object], device: torch.device, total_s: float) -> float:
+    """Time of one call of `work`, back to back for about `total_s` seconds: the median of up to REPEATS parts
+    of these, or a single call where it takes longer than all."""
     work()
     once_s = mean_seconds(work, 1, device)
-    parts = min(PARTS, int(for_s / once_s))
-    if not parts:
+    repeats = min(REPEATS, int(total_s / once_s))
+    if not repeats:
         return once_s
-    n = min(math.ceil(for_s / PARTS / once_s), MOST_QUEUED)
-    return statistics.median(mean_seconds(work, n, device) for _ in range(parts))
+    calls = min(math.ceil(total_s / REPEATS / once_s), MOST_QUEUED)
+    return statistics.median(mean_seconds(work, calls, device) for _ in range(repeats))

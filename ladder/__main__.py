@@ -1,9 +1,10 @@
-"""The command behind run_all.sh: every step in a process of its own, and the report. See ./run_all.sh
---help."""
+"""The command behind run_all.sh: what a user asks for becomes a list of rows, which ladder/running.py runs.
+
+Each row is a script in a process of its own. ./run_all.sh --help lists the options.
+"""
 
 import argparse
 import os
-import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -20,20 +21,22 @@ class Request(NamedTuple):
     """What a user asked for."""
 
     argv: list[str]  # all words, from which --resume makes the same request again
-    options: argparse.Namespace  # of run_all.sh itself
-    arguments: list[str]  # of every step
+    options: argparse.Namespace  # what run_all.sh itself takes of them
+    arguments: list[str]  # the others, which every script gets
 
     @property
     def kind(self) -> str:
-        """One of record.KINDS."""
+        """ladder, scaling or sweep."""
         if self.options.scaling:
             return "scaling"
         return "sweep" if self.options.sweep else "ladder"
 
     @property
-    def gpus(self) -> int:
-        """How many processes share a row of a ladder. A scaling chooses for each row."""
-        return self.options.gpus or 1 if self.kind == "ladder" else 1
+    def processes(self) -> int:
+        """How many processes share a row of a ladder. In a scaling each row has its own number."""
+        if self.kind != "ladder":
+            return 1
+        return self.options.gpus or 1
 
 
 def build_parser() -> OneLineParser:
@@ -64,9 +67,10 @@ def build_parser() -> OneLineParser:
     return parser
 
 
-def parse(argv: list[str], parser: OneLineParser) -> Request:
+def parse(argv: list[str]) -> Request:
     argv = with_absolute_data(argv)
-    return Request(argv, *parser.parse_known_args(argv))
+    options, arguments = build_parser().parse_known_args(argv)
+    return Request(argv, options, arguments)
 
 
 def with_absolute_data(argv: list[str]) -> list[str]:
@@ -84,65 +88,66 @@ def with_absolute_data(argv: list[str]) -> list[str]:
     return words
 
 
-def contradiction(request: Request, resumes: bool) -> str | None:
-    """Why options exclude each other, in one line: no option is ignored. None where they do not."""
+def check(request: Request, resumes: bool) -> None:
+    """Raises Skip where options exclude each other or are not for this kind of run: none is ignored."""
     options, kind = request.options, request.kind
     numbers = [name.partition("_")[0] for name in runs.scripts()]
     chosen = options.only.split(",") if options.only is not None else numbers
-    given = {word.partition("=")[0] for word in request.arguments if word.startswith("--")}
-    shape = {name for name in given if re.match("--(n-|seq-|batch-)", name)}
-    if options.scaling and options.sweep:
-        return "--scaling and --sweep exclude each other"
-    if not set(chosen) <= set(numbers):
-        return f"--only {options.only}: give some of {','.join(numbers)}"
-    if options.peers and (options.gpus or kind != "ladder"):
-        return "--peers excludes --gpus, --scaling and --sweep"
-    if options.repeat > 1 and kind != "ladder":
-        return "--repeat is for a ladder"
-    if kind == "sweep" and (options.gpus or options.parallel):
-        return "a sweep runs on one GPU"
-    if kind == "sweep" and options.only and len(chosen) < 2:
-        return "--sweep compares steps: give --only two or more"
-    if kind == "sweep" and shape and not resumes:  # what is resumed has the preset and batch size of its plan
-        return "--sweep chooses the shape"
-    if options.parallel and not (options.gpus or options.scaling):
-        return "--parallel is for several processes: add --gpus N"
-    if "--output" in given:
-        return "--output is chosen here: a folder under results/"
-    return None
+    names = {word.partition("=")[0] for word in request.arguments}
+    # The words of a resumed sweep hold the batch size that its first start chose.
+    shape = [name for name in names if name.startswith(("--n-", "--seq-", "--batch-")) and not resumes]
+    for is_wrong, why in (
+        (options.scaling and options.sweep, "--scaling and --sweep exclude each other"),
+        (not set(chosen) <= set(numbers), f"--only {options.only}: give some of {','.join(numbers)}"),
+        (
+            options.peers and (options.gpus or kind != "ladder"),
+            "--peers excludes --gpus, --scaling and --sweep",
+        ),
+        (options.repeat > 1 and kind != "ladder", "--repeat is for a ladder"),
+        (kind == "sweep" and (options.gpus or options.parallel), "a sweep runs on one GPU"),
+        (
+            kind == "sweep" and len(chosen) == 1 and options.only,
+            "--sweep compares steps: give --only two or more",
+        ),
+        (kind == "sweep" and shape, "--sweep chooses the shape"),
+        (
+            options.parallel and not (options.gpus or options.scaling),
+            "--parallel is for several processes: add --gpus N",
+        ),
+        ("--output" in names, "--output is chosen here: a folder under results/"),
+    ):
+        if is_wrong:
+            raise Skip(why)
 
 
-def plan(request: Request, parser: OneLineParser, resumes: bool) -> running.Job:
-    """What is to run: the plan that a run folder holds from its first row on, its rows, and the facts of this
-    machine. Exits with one line where the request cannot be met."""
-    if wrong := contradiction(request, resumes):
-        parser.error(wrong)
+def prepare(request: Request, resumes: bool) -> running.Job:
+    """What is to run here. Raises Skip, one line, where the request cannot be met."""
+    check(request, resumes)
     options, kind, arguments = request.options, request.kind, list(request.arguments)
-    shared = ["--parallel", options.parallel] if options.parallel and kind == "ladder" else []
-    facts = runs.check(arguments + shared, request.gpus)
-    check_gpus(request, facts, parser)
-    pinned = [] if resumes else facts["pinned"]  # the words of a resumed run hold them already
-    arguments += pinned + shared
+    parallel = ["--parallel", options.parallel] if options.parallel and kind == "ladder" else []
+    facts = runs.check(arguments + parallel, request.processes)
+    check_gpus(request, facts)
+    # What `auto` chose stands in the words of a resumed run: more memory may be free by now.
+    pinned = [] if resumes else facts["pinned"]
+    arguments += pinned + parallel
     if kind != "sweep":  # of its many rows no page shows a profile
         arguments.append("--profile")
     rows = rows_of(request, arguments, facts)
-    measures = facts["device_type"] == "cuda" and kind != "scaling" and request.gpus == 1
-    about = {
-        "argv": request.argv + pinned,
-        "command": portable_command("./run_all.sh", request.argv),
-        "roofs": measures and not options.no_roofs,
-    }
-    return running.Job(running.plan_of(kind, rows, facts, options.step_timeout, **about), rows, facts)
+    can_measure_roofs = facts["device_type"] == "cuda" and kind != "scaling" and request.processes == 1
+    plan = running.plan_of(kind, rows, facts, options.step_timeout)
+    plan["argv"] = request.argv + pinned
+    plan["command"] = portable_command("./run_all.sh", request.argv)
+    plan["roofs"] = can_measure_roofs and not options.no_roofs
+    return running.Job(plan, rows, facts)
 
 
-def check_gpus(request: Request, facts: dict, parser: OneLineParser) -> None:
-    """Exit with one line where more GPUs are asked for than there are."""
-    gpus = request.options.gpus or 1
-    present = facts["gpus"] or os.cpu_count() or 1
+def check_gpus(request: Request, facts: dict) -> None:
+    """Raises Skip where more GPUs, or on a CPU processes, are asked for than the machine has."""
+    gpus, present = request.options.gpus or 1, facts["gpus"] or os.cpu_count() or 1
     if gpus > present:
-        parser.error(f"--gpus {gpus}: there {'is' if present == 1 else 'are'} {present} here")
+        raise Skip(f"--gpus {gpus}: there {'is' if present == 1 else 'are'} {present} here")
     if request.kind == "scaling" and most_gpus(request, facts) < 2:
-        parser.error("--scaling needs two GPUs or more; with --device cpu it runs two processes on the CPU")
+        raise Skip("--scaling needs two GPUs or more; with --device cpu it runs two processes on the CPU")
 
 
 def most_gpus(request: Request, facts: dict) -> int:
@@ -151,7 +156,7 @@ def most_gpus(request: Request, facts: dict) -> int:
 
 
 def rows_of(request: Request, arguments: list[str], facts: dict) -> list[runs.Planned]:
-    rows = runs.ladder(arguments, runs.scripts(request.options.only), request.gpus)
+    rows = runs.ladder(arguments, runs.scripts(request.options.only), request.processes)
     if request.kind == "scaling":
         most = most_gpus(request, facts)
         return runs.scaling(rows, most, request.options.parallel, facts["device_type"])
@@ -162,44 +167,42 @@ def rows_of(request: Request, arguments: list[str], facts: dict) -> list[runs.Pl
     return runs.repeated(rows, request.options.repeat)
 
 
-def start(request: Request, parser: OneLineParser) -> int:
-    job = plan(request, parser, resumes=False)
-    return execute(running.new_folder(request.kind), job, parser)
+def start(request: Request) -> int:
+    job = prepare(request, resumes=False)
+    folder = running.new_folder(request.kind)
+    return running.execute(folder, job, f"./run_all.sh --resume results/{folder.name}")
 
 
-def resume(request: Request, parser: OneLineParser) -> int:
+def resume(request: Request) -> int:
     """Run what an interrupted run has left, by the words that its plan holds."""
     folder, limit = request.options.resume, request.options.step_timeout
     limits = [f"--step-timeout={limit}"] if limit else []
-    if parse([f"--resume={folder}", *limits], parser)[1:] != request[1:]:
-        parser.error(f"--resume takes its options from {folder}: give no others but --step-timeout")
+    alone = parse([f"--resume={folder}", *limits])
+    if (alone.options, alone.arguments) != (request.options, request.arguments):
+        raise Skip(f"--resume takes its options from {folder}: give no others but --step-timeout")
     before = record.read_object(folder / record.PLAN)
     argv = before.get("argv")
     if not isinstance(argv, list) or not all(isinstance(word, str) and "\0" not in word for word in argv):
-        parser.error(f"--resume {folder} holds no {record.PLAN} of run_all.sh that can be read")
-    job = plan(parse([*argv, *limits], parser), parser, resumes=True)
+        raise Skip(f"--resume {folder} holds no {record.PLAN} of run_all.sh that can be read")
+    job = prepare(parse([*argv, *limits]), resumes=True)
     if any(before.get(name) != job.plan[name] for name in ("workload", "rows", "schema_version")):
-        parser.error(
+        raise Skip(
             f"--resume {folder}: its work has changed: the scripts, the text or this machine's defaults"
         )
-    job.plan["argv"] = argv
+    job.plan["argv"] = argv  # a limit of this time alone does not stay
     for name in ("command", "started_at"):
         job.plan[name] = str(before.get(name) or job.plan[name])
-    return execute(folder.resolve(), job, parser)
-
-
-def execute(folder: Path, job: running.Job, parser: OneLineParser) -> int:
-    shown = f"results/{folder.name}" if folder.parent == ROOT / "results" else str(folder)
-    try:
-        return running.execute(folder, job, f"./run_all.sh --resume {shown}")
-    except Skip as error:
-        parser.error(str(error))
+    folder = folder.resolve()
+    shown = f"results/{folder.name}" if folder.parent == ROOT / "results" else folder
+    return running.execute(folder, job, f"./run_all.sh --resume {shown}")
 
 
 def main(argv: list[str]) -> int:
-    parser = build_parser()
-    request = parse(argv, parser)
-    return resume(request, parser) if request.options.resume else start(request, parser)
+    request = parse(argv)
+    try:
+        return resume(request) if request.options.resume else start(request)
+    except Skip as error:
+        build_parser().error(str(error))
 
 
 if __name__ == "__main__":

@@ -119,9 +119,8 @@ def locked(folder: Path) -> TextIO | None:
     return lock
 
 
-def plan_of(kind: str, rows: list[runs.Planned], facts: dict, limit_s: int | None, **about) -> dict:
-    """The plan that a run folder holds from its first row on; `about` has its command, and what else its kind
-    needs."""
+def plan_of(kind: str, rows: list[runs.Planned], facts: dict, limit_s: int | None) -> dict:
+    """The plan that a run folder holds from its first row on; its command is still missing."""
     return {
         "schema_version": schema.SCHEMA_VERSION,
         "kind": kind,
@@ -130,7 +129,6 @@ def plan_of(kind: str, rows: list[runs.Planned], facts: dict, limit_s: int | Non
         "rows": [row._asdict() for row in rows],
         "limit_s": limit_s or LIMIT_S,
         "roofs": False,
-        **about,
     }
 
 
@@ -191,7 +189,7 @@ def run_study(
     rows = list({row.output: row for row in rows}.values())
     earlier = [text for text in str(before.get("command") or "").split(" && ") if text]
     commands = " && ".join(dict.fromkeys([*earlier, command]))
-    plan = plan_of(kind, rows, facts, options.step_timeout, command=commands, same=same)
+    plan = plan_of(kind, rows, facts, options.step_timeout) | {"command": commands, "same": same}
     return execute(folder, Job(plan, rows, facts), f"the same command with --output {folder}")
 
 

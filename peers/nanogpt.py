@@ -4,7 +4,7 @@ BF16 autocast and fused AdamW are those of 3_compile.py. The residual stream sta
 it. The weights begin with nanoGPT's own numbers, from the ladder's seed. Source: model.py and train.py of
 karpathy/nanoGPT.
 
-Run:      git clone the repository of karpathy/nanoGPT here, then PYTHONPATH=nanoGPT python peers/nanogpt.py
+Run:      PYTHONPATH=nanoGPT python peers/nanogpt.py    Needs: a clone of karpathy/nanoGPT in this folder
 """
 
 import importlib
@@ -23,13 +23,11 @@ compiled_step = importlib.import_module("3_compile")
 
 
 class NanoGPT(torch.nn.Module):
-    """Stands in for common.model.GPT in 3_compile.py, which compiles its blocks and its head."""
+    """Takes the place of common.model.GPT in 3_compile.py, which compiles `blocks` one by one, and `head`."""
 
     blocks = ()
 
-    def __init__(
-        self, config, block, head, seed, residual_dtype
-    ):  # of which block, head and dtype are nanoGPT's
+    def __init__(self, config, block, head, seed, residual_dtype):  # block, head, dtype: unused
         super().__init__()
         torch.manual_seed(seed)
         shape = asdict(config)
@@ -46,7 +44,7 @@ class NanoGPT(torch.nn.Module):
 
 
 def main(args):
-    if not hasattr(sys.modules.get("model"), "GPTConfig"):  # another file of this name, or none
+    if not hasattr(sys.modules.get("model"), "GPTConfig"):  # no module of this name, or not nanoGPT's
         raise Skip("nanoGPT's model.py does not import: PYTHONPATH must name a clone of karpathy/nanoGPT")
     compiled_step.GPT = NanoGPT
     train_step, model, optimizer, _ = compiled_step.main(args)

@@ -35,9 +35,9 @@ def block(config):
 
 
 def head(config):
-    head = compiled_step.Head(config)
-    head.compile(fullgraph=True)
-    return head
+    module = compiled_step.Head(config)
+    module.compile(fullgraph=True)
+    return module
 
 
 def main(args):

@@ -24,7 +24,7 @@ compiled_step = importlib.import_module("3_compile")
 
 
 class HuggingFaceGPT2(torch.nn.Module):
-    """Stands in for common.model.GPT in 3_compile.py, which compiles its blocks and its head."""
+    """Takes the place of common.model.GPT in 3_compile.py, which compiles `blocks` one by one, and `head`."""
 
     blocks = ()
 

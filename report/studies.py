@@ -1,4 +1,4 @@
-"""The kinds of studies. A kind has a module with its tables; this is the one place that lists them."""
+"""How each kind of study is reported: a module with its tables. common/record.py lists the kinds, STUDIES."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The tables of one run, as rows of cells by column."""
+"""The tables of one run. A row of a table is a dict of cells by the names of their columns."""
 
 from common.record import PRECISIONS, Roofs
 from report.cells import LAUNCH, gain, milliseconds, number, only_filled, tflops, three_digits, time_or_status
@@ -35,14 +35,15 @@ def _column_over(line: Line | None) -> str:
     return f"x {line.name}" if line else "-"
 
 
-def front_rows(figures: Figures, adds: list[str]) -> list[dict[str, str]]:
-    """README's table: the ladder in seven columns. `adds` are the words for what each step adds."""
-    rows, before = [], None
-    for line, words in zip(figures.steps, adds, strict=True):
+def front_rows(figures: Figures, additions: list[str]) -> list[dict[str, str]]:
+    """README's table: the ladder in seven columns. `additions` are words for what each step adds; a later
+    step has none."""
+    rows, before, words = [], None, dict(enumerate(additions))
+    for k, line in enumerate(figures.steps):
         rows.append(
             {
                 "script": f"{line.name}.py",
-                "what it adds": words,
+                "what it adds": words.get(k, "-"),
                 "code lines added": number(_lines_added(before, line), "d"),
                 "ms": time_or_status(line),
                 "x the row above": gain(line.over_before),
@@ -79,12 +80,12 @@ def card_row(figures: Figures) -> dict[str, str]:
 
 
 def fits_cards(figures: Figures) -> bool:
-    """Whether a run is a row of docs/cards.md: the whole ladder on one GPU, with at least two times."""
+    """Whether a run may be a row of docs/cards.md: the whole ladder on one GPU, with at least two times."""
     work, machine = figures.run.workload, figures.environment
-    whole = "--only" not in figures.run.command
-    whole = whole and all(line.row.status not in ("not run", "interrupted") for line in figures.steps)
+    chosen = "--only" in figures.run.command.split()
+    ended = all(line.row.status not in ("not run", "interrupted") for line in figures.steps)
     on_one_gpu = machine.device_type == "cuda" and work is not None and work.gpus == 1
-    return whole and on_one_gpu and len(figures.timed_steps) > 1
+    return on_one_gpu and ended and not chosen and len(figures.timed_steps) > 1
 
 
 def category_rows(figures: Figures) -> list[dict[str, str]]:

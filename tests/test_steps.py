@@ -13,7 +13,7 @@ from conftest import CPU_STEPS, ROOT, SMALL, STEPS, arguments, built, load_step
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import flops
-from common.arguments import learning_rate
+from common.arguments import default_rate
 from common.model import GPT, PRESETS, GPTConfig
 from common.text import Skip
 
@@ -95,7 +95,7 @@ def test_the_optimizer_is_the_same_fused_adamw(step):
 @pytest.mark.parametrize("width", [64, 128, 512])
 def test_a_model_of_any_width_learns_at_the_default_rate(width):
     config = GPTConfig(n_layer=2, n_head=4, n_embd=width, seq_len=64, vocab_size=256)
-    found = losses(STEPS[2], config=config, steps=20, lr=learning_rate(config), batch_size=4)
+    found = losses(STEPS[2], config=config, steps=20, lr=default_rate(config), batch_size=4)
     assert max(found) <= 1.1 * found[0] and sum(found[-5:]) / 5 <= 0.75 * found[0], found
 
 
