@@ -11,7 +11,6 @@ workers=2 # a GPU takes one test at a time
 [ -e /dev/nvidiactl ] && workers=0
 if [ "${1:-}" = --fast ]; then
   shift
-  set -- --ignore tests/test_anatomy.py --ignore tests/test_parallel.py --ignore tests/test_guide.py \
-    -k "not hostile_place and not silent and not compiler and not needs_no_package" "$@"
+  set -- -m "not slow" "$@"
 fi
-exec "$python" -m pytest -q -rs -n "$workers" --dist worksteal "$@"
+exec "$python" -m pytest -q -rs -n "$workers" --dist worksteal --durations=10 "$@"

@@ -31,6 +31,7 @@ EXACT = {
 NEAR = {"precision": "error", "techniques": "peak", "learning": "first loss"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ALL if name != "kernel"])  # which needs a GPU
 def test_an_experiment_predicts_and_measures_on_a_cpu(name, monkeypatch):
     compiler, plain = (
@@ -55,6 +56,7 @@ def test_an_experiment_predicts_and_measures_on_a_cpu(name, monkeypatch):
             assert row["measured"] == pytest.approx(row["predicted"], rel=0.2), row
 
 
+@pytest.mark.slow
 def test_the_commands_list_run_and_write_and_bad_input_is_one_line(tmp_path):
     files = {path.stem for path in ROOT.glob("anatomy/*.py")} - {"lab", "__init__", "__main__"}
     listed = run_python("-m", "anatomy").stdout
@@ -91,6 +93,7 @@ def test_a_patch_applies_and_the_script_stays_python(key, tmp_path):
     compile(script.read_text(), str(script), "exec")
 
 
+@pytest.mark.slow
 def test_fp16_with_loss_scaling_trains(tmp_path):
     script = patches.write_script("fp16-with-loss-scaling", "1_cublas.py", tmp_path)
     words = [

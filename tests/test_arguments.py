@@ -2,14 +2,18 @@
 means."""
 
 import time
+from dataclasses import replace
 
+import conftest
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, STEPS
 
-from common import arguments, data, hardware
+from common import arguments, data, flops, hardware
+from common.model import PRESETS
 from common.record import write_json
+from common.text import Skip
 
 
 def parse(*words):
@@ -114,3 +118,50 @@ def test_a_record_is_written_whole_or_not_at_all_and_never_through_a_link(tmp_pa
     with pytest.raises(FileNotFoundError):
         write_json(tmp_path / "absent" / "record.json", {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "record.json"]
+
+
+def test_fp8_sizes_are_multiples_of_what_a_generation_needs():
+    units = {(8, 9): 16, (9, 0): 16, (10, 0): 32, (10, 3): 32, (12, 0): 16}
+    assert {capability: hardware.fp8_unit(capability) for capability in units} == units
+
+
+def test_fp8_is_skipped_where_a_size_does_not_fit(monkeypatch):
+    monkeypatch.setattr(hardware, "compute_capability", lambda _: (9, 0))
+    args = parse("--n-layer", 1, "--seq-len", 32, "--batch-size", 2)
+    args.require_fp8()
+    args.config = replace(args.config, vocab_size=50257)
+    with pytest.raises(Skip, match="--vocab-size divisible by 16, not 50257"):
+        args.require_fp8()
+    monkeypatch.setattr(hardware, "compute_capability", lambda _: (8, 0))
+    with pytest.raises(Skip, match="Ada, Hopper or newer"):
+        args.require_fp8()
+
+
+def test_steps_by_default_take_a_fixed_amount_of_work_between_two_bounds():
+    gpu, shapes = torch.device("cuda", 0), {name: config for name, (config, _) in PRESETS.items()}
+    assert arguments.default_steps(shapes["gpt3-6.7b-slice"], 8, gpu) == 8
+    assert arguments.default_steps(shapes["tiny"], 2, gpu) == 30
+    by_work = int(5e14 / flops.flops_per_step(shapes["gpt2"], 32))
+    assert arguments.default_steps(shapes["gpt2"], 32, gpu) == by_work == 19
+    assert arguments.default_steps(shapes["gpt2"], 8, torch.device("cpu")) == 14
+
+
+@pytest.mark.parametrize(
+    ("parallel", "processes", "cold", "device", "gib"),
+    [
+        (None, 1, False, "cpu", 20),
+        (None, 1, True, "cpu", 16),
+        (None, 1, False, "cuda", 16),
+        ("ddp", 4, False, "cuda", 16),
+        ("fsdp", 4, False, "cuda", 4),
+    ],
+)
+def test_a_model_must_fit_the_free_memory(parallel, processes, cold, device, gib, monkeypatch):
+    monkeypatch.setattr(flops, "parameters", lambda config: 2**30)
+    args = conftest.arguments(STEPS[0], device=device)
+    args.parallel, args.processes, args.cold = parallel, processes, cold
+    monkeypatch.setattr(hardware, "free_memory_bytes", lambda _: gib * 2**30)
+    arguments.check_memory(args)
+    monkeypatch.setattr(hardware, "free_memory_bytes", lambda _: gib * 2**30 - 1)
+    with pytest.raises(ValueError, match=f"needs {gib} GiB in training"):
+        arguments.check_memory(args)

@@ -79,6 +79,7 @@ def test_the_process_that_failed_first_keeps_the_record(failed_before, tmp_path,
     assert json.loads(args.output.read_text())["rows"][0]["reason"] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS[3:])
 def test_a_script_needs_no_package_but_torch_and_numpy(step, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_PACKAGES)
@@ -103,6 +104,7 @@ def test_ctrl_c_writes_nothing_and_one_line(tmp_path):
     assert "Traceback" not in said and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_missing_compiler_is_a_failed_row(tmp_path):
     env = {
         "CXX": "/nonexistent/g++",
@@ -114,6 +116,7 @@ def test_a_missing_compiler_is_a_failed_row(tmp_path):
     assert "Traceback" in err and out.strip().splitlines()[-1] == f"{STEPS[3]}: failed: {row['reason']}"
 
 
+@pytest.mark.slow
 def test_a_reader_who_leaves_and_one_that_reads_all_lose_no_line(tmp_path):
     command = f"{sys.executable} {STEPS[2]}.py {' '.join(FAST)} --output {tmp_path}/r.json"
     done = subprocess.run(f"{command} | cat", shell=True, cwd=ROOT, capture_output=True, text=True)

@@ -72,6 +72,7 @@ def test_what_the_guide_says_is_true_on_a_gpu(part, monkeypatch):
     run(part, gpu=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_what_the_guide_says_is_true(part, on_a_cpu):
     run(part)
@@ -98,6 +99,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part, right, wrong", FAULTS, ids=[f"{part} {right[:30]}" for part, right, _ in FAULTS]
 )
@@ -124,6 +126,7 @@ def test_transformer_engine_has_what_the_guide_calls(version):
         assert {keyword.arg for keyword in call.keywords if keyword.arg} <= accepted, name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CUDA, reason="a GPU trains the large model")
 def test_the_lesson_holds_on_a_llama(tmp_path):
     pytest.importorskip("transformers")

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from conftest import FAST, ROOT, STEPS
 
-from ladder import runs
+from ladder import __main__ as command
+from ladder import process, runs
 
 OK = f"""
 import os, sys
@@ -149,6 +150,7 @@ def wait_until(done, seconds=60):
     return done()
 
 
+@pytest.mark.slow
 def test_rows_that_break_stay_rows_and_leave_no_process(project):
     made = project({"0_x": "ok", "1_x": "grandchild", "2_x": "hang", "3_x": "ok", "4_x": "killed"})
     ran = made.run("--step-timeout", "3", needed_bytes=NEEDED | {"3_x.py": 300 * 2**30})
@@ -176,6 +178,7 @@ def test_repeat_runs_all_rows_again_and_resume_only_what_is_missing(project):
     assert (folder / "pass-2" / "1_x.json").exists()
 
 
+@pytest.mark.slow
 def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(project, tmp_path):
     made = project(FIVE_OK | {"1_x": "crash"})
     assert made.run().returncode == 1
@@ -228,6 +231,7 @@ def test_options_that_contradict_are_one_line(words, said, project):
     assert ran.returncode == 2 and said in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
 
 
+@pytest.mark.slow
 def test_a_finished_sweep_can_be_resumed(project):
     made = project({"0_x": "ok"})
     pinned = ["--preset", "tiny", "--batch-size", "2"]
@@ -240,15 +244,70 @@ def test_runs_are_lists():
     a, b = "0_baseline", "3_compile"
     rows = runs.ladder(["--preset", "gpt2"], [f"{a}.py", f"{b}.py", "4_transformer_engine.py"])
     outputs = {row.output: row for row in runs.scaling(rows, 6, None, "cuda")}
-    assert [*outputs][:2] == [f"1/{a}.json", f"1/{b}.json"] and outputs[f"6-ddp/{a}.json"].gpus == 6
-    assert (
-        f"2-fsdp/{a}.json" in outputs
-        and f"4-ddp/{a}.json" in outputs
-        and f"1-launched/{a}.json" not in outputs
-    )
+    places = ["1", "2-ddp", "2-fsdp", "4-ddp", "4-fsdp", "6-ddp", "6-fsdp", "1-launched"]
+    assert list(dict.fromkeys(output.partition("/")[0] for output in outputs)) == places
+    assert outputs[f"6-ddp/{a}.json"].gpus == 6 and outputs[f"1/{a}.json"].gpus == 1
+    assert outputs[f"4-fsdp/{a}.json"].arguments == ["--preset", "gpt2", "--parallel", "fsdp"]
+    assert f"1-launched/{a}.json" not in outputs
     assert outputs[f"1-launched/{b}.json"].arguments[-1] == "--no-capture"
+    by_ddp = [row.output.partition("/")[0] for row in runs.scaling(rows, 2, "ddp", "cuda")]
+    assert set(by_ddp) == {"1", "2-ddp"}
+    assert [row.output for row in runs.repeated(rows, 2)][3:] == [f"pass-2/{row.output}" for row in rows]
     swept = runs.sweep(rows, "cuda")
-    assert len(swept) == 3 * 9 and swept[0].arguments[-1] == "8" and swept[-1].arguments[-1] == "1"
+    assert len(swept) == 3 * 9 and swept[-1].arguments[-1] == "1"
+    words = "--n-layer 2 --n-embd 320 --n-head 5 --seq-len 2048 --batch-size 8"
+    assert swept[0].arguments == ["--preset", "gpt2", *words.split()]
+
+
+# What becomes of a request: the facts of the machine, whether roofs are measured, and of its first row the
+# processes and the words.
+REQUESTS = {
+    "": ({}, True, 1, "--preset tiny --batch-size 2 --profile"),
+    "--no-roofs": ({}, False, 1, "--preset tiny --batch-size 2 --profile"),
+    "--gpus 2": ({}, False, 2, "--preset tiny --batch-size 2 --profile"),
+    "--gpus 2 --parallel fsdp": ({}, False, 2, "--preset tiny --batch-size 2 --parallel fsdp --profile"),
+    "--scaling": ({}, False, 1, "--preset tiny --batch-size 2 --profile"),
+    "--sweep": (
+        {},
+        True,
+        1,
+        "--preset tiny --batch-size 2 --n-layer 2 --n-embd 320 --n-head 5 --seq-len 2048",
+    ),
+    "--seed 7": ({"device_type": "cpu"}, False, 1, "--seed 7 --preset tiny --batch-size 2 --profile"),
+}
+
+
+@pytest.mark.parametrize("words", REQUESTS)
+def test_a_request_becomes_rows(words, monkeypatch):
+    changed, roofs, gpus, arguments = REQUESTS[words]
+    facts = FACTS | {"device_type": "cuda", "gpus": 2, "pinned": ["--preset", "tiny", "--batch-size", "2"]}
+    monkeypatch.setattr(runs, "check", lambda arguments, processes: facts | changed)
+    plan, rows, _ = command.prepare(command.parse(words.split()), resumes=False)
+    assert (plan["roofs"], rows[0].gpus) == (roofs, gpus)
+    assert " ".join(rows[0].arguments).startswith(arguments)
+    assert plan["argv"] == [*words.split(), *facts["pinned"]] and plan["rows"] == [
+        row._asdict() for row in rows
+    ]
+    again, rows_again, _ = command.prepare(command.parse(plan["argv"]), resumes=True)
+    assert rows_again == rows and again["argv"] == plan["argv"], "a resumed run has the same rows"
+
+
+def test_peers_are_rows_of_every_pass(monkeypatch):
+    monkeypatch.setattr(runs, "check", lambda arguments, processes: FACTS)
+    _, rows, _ = command.prepare(command.parse(["--peers", "--repeat", "2", "--only", "2"]), resumes=False)
+    outputs = [row.output for row in rows]
+    assert outputs[:2] == ["2_sdpa.json", "peers/nanogpt.json"] and "pass-2/peers/nanogpt.json" in outputs
+    assert len(rows) == 2 * (1 + len(runs.peers()))
+
+
+def test_processes_share_the_cores_and_a_cpu_does_not_spin(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert process.environment("cpu", 1) == {"OMP_WAIT_POLICY": "passive"}
+    assert process.environment("cuda", 4) == {"OMP_NUM_THREADS": "2"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert process.environment("cuda", 4) == {}
 
 
 @pytest.mark.parametrize(
@@ -269,6 +328,7 @@ def test_an_interrupted_run_keeps_its_rows_and_a_killed_one_leaves_no_orphan(num
     assert made.statuses() == ["ok", "interrupted", "not run", "not run", "not run"]
 
 
+@pytest.mark.slow
 def test_a_row_that_was_recorded_before_the_user_stopped_it_stands(project):
     made = project(FIVE_OK | {"1_x": "lingers"})
     running = made.start()
@@ -292,6 +352,7 @@ def test_a_full_disk_is_a_line_and_no_traceback(project):
     assert "No space left on device" in ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_on_a_terminal_no_ten_seconds_are_silent(project):
     made = project({"0_x": "silent"})
     ours, theirs = pty.openpty()
@@ -325,6 +386,7 @@ def test_help_needs_no_torch_and_a_venv_that_is_not_ours_stays(project, tmp_path
     assert (made.folder / ".venv" / "mine").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_two_processes_that_hang_are_both_ended(project):
     made = project({"0_x": "stubborn"})
     running, hung = made.start("--gpus", "2", "--only", "0"), [made.folder / f"hung{rank}" for rank in "01"]
@@ -352,6 +414,7 @@ def test_a_folder_that_a_run_has_is_not_resumed_by_another(project):
     assert ran.returncode == 2 and "in use by another run" in ran.stderr and ran.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_torchrun_that_is_killed_alone(project):
     made = project({"0_x": "hang", "1_x": "ok"})
     running, hung = made.start("--gpus", "2", "--only", "0"), [made.folder / f"hung{rank}" for rank in "01"]
@@ -373,6 +436,7 @@ def test_what_a_shell_started_before_is_left_alone(project):
     os.kill(bystander, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_step_is_a_file(project, tmp_path):
     """What docs/steps.md says under "Add a step of your own"."""
     made = project({})
@@ -400,6 +464,7 @@ def test_a_step_is_a_file(project, tmp_path):
     assert wrong.returncode == 2 and "give some of 0,1,2,5" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_on_a_gpu_rows_are_predicted_before_they_run(project):
     made = project({"0_baseline": "ok", "2_sdpa": "ok", "7_new": "ok"})
     ran = made.run(*FAST, roofs=(), device_type="cuda")  # a stand-in: what is measured is this CPU
@@ -411,12 +476,14 @@ def test_on_a_gpu_rows_are_predicted_before_they_run(project):
     }
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named(project):
     made = project({"0_x": "killed"})
     assert made.run("--gpus", "2", "--only", "0").returncode == 1
     assert made.statuses()[0] == "oom" and "signal 9" in made.rows()["0_x"]["reason"]
 
 
+@pytest.mark.slow
 def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
     made = project({}, tmp_path / "a:path with a colon")
     for step in STEPS:

@@ -62,6 +62,7 @@ def train_in_processes(output):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_with_both_batches(tmp_path):
     (tmp_path / "driver.py").write_text(DRIVER)
     words = ["--nproc-per-node", "2", tmp_path / "driver.py", tmp_path / "out.pt"]

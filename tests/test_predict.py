@@ -82,6 +82,7 @@ def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
         assert 0 < predict.predict(step, args.config, args.batch_size, read).ms < 1e4
 
 
+@pytest.mark.slow
 def test_the_command_answers_for_a_card_that_is_not_here_and_refuses_damage_in_one_line(tmp_path):
     write_json(tmp_path / "card.json", made())
     words = [

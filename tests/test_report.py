@@ -578,6 +578,7 @@ def test_the_interval_is_student_s_and_rows_without_a_difference_are_seen_once_i
     assert seen == pytest.approx(0.05, abs=0.02)
 
 
+@pytest.mark.slow
 def test_the_command_writes_into_a_run_folder_and_its_code_tells_how_the_rows_ended(tmp_path):
     folder = runs.plan(tmp_path / "a", "0_baseline", "1_cublas", "2_sdpa")
     runs.put(folder, runs.row("0_baseline"))

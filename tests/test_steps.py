@@ -92,6 +92,7 @@ def test_the_optimizer_is_the_same_fused_adamw(step):
     assert group["capturable"] == (run.capture is not None), "a graph needs it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [64, 128, 512])
 def test_a_model_of_any_width_learns_at_the_default_rate(width):
     config = GPTConfig(n_layer=2, n_head=4, n_embd=width, seq_len=64, vocab_size=256)
