@@ -1,5 +1,6 @@
 """One run of a step: rehearsal, training, timing, what untimed steps show, and the record."""
 
+import contextlib
 import datetime
 import importlib
 import math
@@ -9,14 +10,14 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from common import data, flops, hardware, parallel, profile, rehearsal, timing
+from common import data, flops, hardware, parallel, profile, proof, rehearsal, timing
 from common.arguments import Arguments, parse_args
 from common.record import Row, Run, read_object, write_json
 from common.text import Skip, one_line, portable_command, progress, say
@@ -72,11 +73,12 @@ def run_and_record(main: Callable, args: Arguments) -> int:
     processes the first one writes, or the one that failed."""
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     row, writes = Row(args.script.stem, source=args.script.read_text()), args.rank == 0
+    samples: dict = {}
     before = read_object(args.output)
     if writes:
         say(header(args))
     try:
-        run(main, args, row)
+        samples = run(main, args, row)
     except Exception as error:  # whatever happened, the row must hold it
         row.status, row.reason = explain(error)
         in_all_processes = isinstance(error, (Skip, FloatingPointError))
@@ -92,14 +94,16 @@ def run_and_record(main: Callable, args: Arguments) -> int:
         record = Run(command, started_at, hardware.describe(args.device), args.workload(), [row])
         try:
             write_json(args.output, record)
+            proof.write(samples, args.output)
         except OSError as error:
             row.status, row.reason = "failed", f"cannot write {args.output.parent}: {error.strerror or error}"
         say(result_lines(row, args))
     return int(row.status not in ("ok", "skipped"))
 
 
-def run(main: Callable, args: Arguments, row: Row) -> None:
-    """Rehearse, train and time at least `args.steps` steps, observe untimed ones: all into `row`.
+def run(main: Callable, args: Arguments, row: Row) -> dict:
+    """Rehearse, train and time at least `args.steps` steps, observe untimed ones: all into `row`. Returns
+    samples of gradients for the proof.
 
     Raises what the script raises, and FloatingPointError, one line, for a loss that is not finite.
     """
@@ -110,16 +114,28 @@ def run(main: Callable, args: Arguments, row: Row) -> None:
     train_step, model, optimizer, *capture = main(args)
     model.train()
     *batches, spare = args.batches()
-    steps = rehearsal.rehearse(train_step, optimizer, capture[0] if capture else None, batches, args, row)
+    capture = capture[0] if capture else None
+    steps, initial = rehearsal.rehearse(train_step, optimizer, capture, batches, args, row)
     if args.heldout_every:
         train_with_heldout(steps, model, args, row)
     steps_s = timing.time_steps(steps, row, args)
     keep_losses(steps.losses[: args.steps], args, row)
     peak_bytes = row.peak_bytes if args.device.type == "cuda" else process_peak_bytes()
     row.peak_bytes = int(*parallel.across([peak_bytes], "max", args))
-    observe(steps, train_step, model, spare, args, row)
+    if args.profile:
+        with noting(row, "not profiled"):
+            median_ms = statistics.median(row.step_ms)
+            row.profile = profile.profile_steps(partial(steps.train_step, *spare), median_ms, args.device)
+    steps.train_step = train_step  # the graph is gone with its memory
+    samples = {}
+    if initial and args.processes == 1:
+        with noting(row, "gradients not sampled"):
+            initial.restore()
+            samples = proof.sample(train_step, optimizer, model, batches[0])
+    observe(partial(train_step, *spare), model, args, row)
     row.status = "ok"
     row.overhead_s = time.perf_counter() - began - row.warmup_s - steps_s
+    return samples
 
 
 def process_peak_bytes() -> int:
@@ -141,23 +157,24 @@ def check_finite(loss: float, step: int, args: Arguments) -> None:
         raise FloatingPointError(f"loss is {loss} at training step {step}: lower --lr (now {args.lr:g})")
 
 
-def observe(
-    steps: timing.Steps, train_step: Callable, model: torch.nn.Module, batch: tuple, args: Arguments, row: Row
-) -> None:
-    """Observe untimed steps: kernels of the step that was timed, and operators of a launched one, since a
-    replay has none. A profiler that breaks costs what it would have shown, not the row."""
+@contextlib.contextmanager
+def noting(row: Row, what: str) -> Iterator[None]:
+    """An untimed observation that breaks costs what it would have shown, not the row: its note tells."""
     progress("observing")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
-    notes, captured = [row.note], bool(row.settings.captured)
     try:
-        if args.profile:
-            median_ms = statistics.median(row.step_ms)
-            row.profile = profile.profile_steps(partial(steps.train_step, *batch), median_ms, args.device)
-        steps.train_step = train_step  # the graph is gone with its memory
-        row.settings = profile.observe(partial(train_step, *batch), model, args.device)
+        yield
     except Exception as error:
-        notes.append(f"not observed: {one_line(error)}")
+        row.note = "; ".join(filter(None, [row.note, f"{what}: {one_line(error)}"]))
+
+
+def observe(step: Callable, model: torch.nn.Module, args: Arguments, row: Row) -> None:
+    """What the operators of an untimed step show: a launched one, since a replay has none."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
+    captured = bool(row.settings.captured)
+    with noting(row, "not observed"):
+        row.settings = profile.observe(step, model, args.device)
     row.settings.captured = captured
+    notes = [row.note]
     if row.settings.float32_matmul_precision == "high" and row.settings.amp_dtype == "float32":
         notes.append(f"FP32, because this {args.device.type} does not multiply BF16")
     if args.cold:

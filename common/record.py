@@ -20,6 +20,7 @@ PLAN, MERGED, ROOFS, PREDICTED = (
     "roofs.json",
     "predicted.json",
 )  # in a run folder
+GRADIENTS = ".gradients.npz"  # ending of the file next to a row's record, see common/proof.py
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 STUDIES = ("sweep", "scaling", "ablations", "parity")
 KINDS = ("ladder", *STUDIES)  # of runs
@@ -80,6 +81,15 @@ class Profile:
 
 
 @dataclass
+class Proof:
+    """How the gradients of a row compare with those of the first row, from the same weights and batch."""
+
+    paired: float  # share of the weights that both rows have
+    cosine: float | None = None  # the least, over these weights; null where too few are paired
+    weight: str | None = None  # whose it is
+
+
+@dataclass
 class Row:
     step: str  # file name of the script without .py
     status: Literal["ok", "skipped", "oom", "failed", "timeout", "interrupted", "not run"] | None = None
@@ -103,6 +113,7 @@ class Row:
     overhead_s: float | None = None  # of launch(main), without warm-up and steps
     predicted_ms: float | None = None  # by ladder.predict, from the roofs alone
     profile: Profile | None = None  # null without --profile
+    proof: Proof | None = None  # of a merge: null of the first row, and of several processes
     source: str | None = None  # text of the script
 
 

@@ -58,12 +58,14 @@ def rehearse(
     batches: list[tuple],
     args: Arguments,
     row: Row,
-) -> Steps:
-    """Launch, capture and rehearse, as the module's docstring tells; returns the steps that train from here.
+) -> tuple[Steps, InitialState | None]:
+    """Launch, capture and rehearse, as the module's docstring tells. Returns the steps that train from here,
+    and the weights that they begin with.
 
     `row` gets the number of rehearsed steps, the seconds, the peak of memory at the capture, and a note where
-    a script that can be captured is launched on a GPU. With --cold the launched steps are training steps, and
-    nothing is undone. Raises RuntimeError, one line, where the capture fails.
+    a script that can be captured is launched on a GPU. With --cold the launched steps are training steps,
+    nothing is undone, and None stands for the weights. Raises RuntimeError, one line, where the capture
+    fails.
     """
     began = time.perf_counter()
     initial = None if args.cold else InitialState(optimizer)
@@ -83,7 +85,7 @@ def rehearse(
         initial.restore()
         steps = Steps(steps.train_step, batches)
     row.warmup_s = time.perf_counter() - began
-    return steps
+    return steps, initial
 
 
 def launch_steps(steps: Steps, args: Arguments) -> float:

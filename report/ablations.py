@@ -4,7 +4,7 @@ The runs of a study are named like their variants, and a script that is not chan
 """
 
 from common.record import Study
-from report.cells import number, time_or_status
+from report.cells import number, only_filled, time_or_status
 from report.figures import Line, derive, unlearned
 
 
@@ -23,9 +23,10 @@ def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
                 "script, ms": time_or_status(script),
                 "variant, ms": time_or_status(variant),
                 "difference, ms": number(difference, "+,.1f"),
+                "work": variant.same_work or "-",
             }
         )
-    return rows
+    return only_filled(rows)
 
 
 def tables(study: Study) -> dict[str, list[dict]]:

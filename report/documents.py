@@ -9,7 +9,7 @@ from common.text import aligned, one_line
 from report import studies
 from report.figures import LEGEND, MARK, Figures, derive, loss_rule
 from report.sentences import CONVENTION, CPU_SHOWS, describe_machine, describe_workload, headline
-from report.table import card_row, fits_cards, limit_rows, main_rows
+from report.table import card_row, fits_cards, limit_rows, main_rows, proof_rows
 
 tabulate.MIN_PADDING = 0  # a column is no wider than its header
 MOST_REMARKS = 3  # below the table of a terminal
@@ -38,6 +38,7 @@ def for_terminal(figures: Figures, report: str) -> str:
 def as_markdown(figures: Figures) -> str:
     """report.md of a run: short enough for a comment on a pull request."""
     tables = {"": main_rows(figures, detailed=True), "What limits each step:": limit_rows(figures)}
+    tables["The same work, by the gradients of one step:"] = proof_rows(figures)
     return _page(
         headline(figures), about(figures), tables, _notes(figures, figures.remarks, tables), figures.run
     )

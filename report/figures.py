@@ -7,6 +7,7 @@ from statistics import fmean, median, quantiles
 
 from common.record import CATEGORIES, Environment, Roofs, Row, Run, Workload
 from report.load import DIFFER
+from report.proof import verdict
 
 LOSS_WINDOW = 5  # training steps
 GAPS = "gaps"  # of the GPU's timeline
@@ -76,6 +77,7 @@ class Line:
     of_roof: float | None = None  # model FLOP/s over the burst rate of bare products in that precision
     tokens_per_joule: float | None = None
     error: float | None = None  # of the prediction, as a share of the measured time
+    same_work: str = ""  # agrees, differs or not proven: by its gradients, see report/proof.py
     note: str = ""  # what qualifies it
     doubts: list[str] = field(default_factory=list)  # why its time may be wrong
     why_untimed: str = ""  # status and reason of a row without a time
@@ -168,7 +170,8 @@ def _line(row: Row, run: Run, fastest: dict[str, float], is_peer: bool = False) 
     _fill_times(line)
     _fill_slowness(line, fastest)
     line.loss = fmean(row.loss[-LOSS_WINDOW:]) if row.loss else None
-    line.note = "; ".join(filter(None, [row.note, unlearned(row.loss)]))
+    line.same_work = verdict(row)
+    line.note = "; ".join(filter(None, [row.note, unlearned(row.loss), _other_work(line)]))
     line.gib = row.peak_bytes / GIB if row.peak_bytes else None
     line.error = row.predicted_ms / line.ms - 1 if row.predicted_ms else None
     line.precision = _precision(row, run.roofs)
@@ -214,6 +217,18 @@ def unlearned(losses: list[float]) -> str:
         return f"did not learn as it should: a loss was above {MOST_OF_FIRST_LOSS} times the first"
     if len(losses) >= FEWEST_LOSSES and fmean(losses[-LOSS_WINDOW:]) > LEARNED * losses[0]:
         return f"hardly learned: its last five losses were above {LEARNED} times the first"
+    return ""
+
+
+def _other_work(line: Line) -> str:
+    """How a row's work differs from that of the first row, in a clause; empty where it agrees."""
+    proof = line.row.proof
+    if line.same_work == "differs":
+        return (
+            f"differs in its work: gradient of {proof.weight}, cosine {proof.cosine:.3f} with the first row's"
+        )
+    if line.same_work == "not proven" and not line.is_peer:  # peers may begin with weights of their own
+        return f"its work is not proven: it has {proof.paired:.0%} of the first row's weights"
     return ""
 
 

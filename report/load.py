@@ -15,6 +15,7 @@ import msgspec
 import common.record as schema
 from common.record import Row, Run, Study, Workload
 from common.text import one_line
+from report import proof
 
 LARGEST_NUMBER, LEAST_NUMBER = 1e18, 1e-15  # beyond them a figure means nothing and a chart cannot be drawn
 DIFFER = "rows differ in"  # how a problem begins that is about every row
@@ -98,7 +99,7 @@ def _harmless(value: Any, key: str = "") -> Any:
         return [_harmless(item, key) for item in value]
     if isinstance(value, dict):
         return {one_line(name): _harmless(item, name) for name, item in value.items()}
-    least = -LARGEST_NUMBER if key in ("loss", "heldout") else 0
+    least = -LARGEST_NUMBER if key in ("loss", "heldout", "cosine") else 0
     if isinstance(value, (int, float)) and not (
         least <= value <= LARGEST_NUMBER and not 0 < value < LEAST_NUMBER
     ):
@@ -143,6 +144,8 @@ def load(folder: Path) -> Run | Study:
     if plan.kind == "ladder":
         _add_predictions(first, _optional(folder / schema.PREDICTED, dict[str, float], first))
         return first
+    if plan.kind == "ablations":
+        _prove_variants(folder, plan, runs)
     predicted = _optional(folder / schema.PREDICTED, dict[str, dict[str, float]], first) or {}
     for name, run in runs.items():
         _add_predictions(run, predicted.get(name))
@@ -159,6 +162,17 @@ def _planned_runs(plan: Plan) -> dict[str, dict[str, list[Planned]]]:
         run = "" if plan.kind == "ladder" else str(output.parent)
         runs.setdefault(run, {}).setdefault(PurePath(planned.script).stem, []).append(planned)
     return runs
+
+
+def _prove_variants(folder: Path, plan: Plan, runs: dict[str, Run]) -> None:
+    """Compare every variant with the script that it changes, whose run has the script's name."""
+    samples = {
+        str(PurePath(planned.output).parent): proof.read(folder / planned.output) for planned in plan.rows
+    }
+    for name, run in runs.items():
+        script = run.rows[0].step
+        if name != script and script in runs:
+            proof.prove([(runs[script].rows[0], samples[script]), (run.rows[0], samples[name])])
 
 
 def _add_predictions(run: Run, predicted: dict[str, float] | None) -> None:
@@ -179,7 +193,7 @@ def _optional(path: Path, kind: Any, run: Run) -> Any:
 def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
     """The rows of one run, from their records; `problems` names what differs between them."""
     workload = plan.workload if plan.kind == "ladder" else None
-    merged, records = Run(plan.command, plan.started_at, None, workload, []), []
+    merged, records, samples = Run(plan.command, plan.started_at, None, workload, []), [], []
     too_few: dict[str, list[str]] = {}  # steps by what they lack
     for step, passes in planned.items():
         of_step = [_read_planned(folder, one_pass, step) for one_pass in passes]
@@ -187,12 +201,14 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
             merged.workload = merged.workload or record.workload
             _refuse_other_work(record, merged.workload, step)
         row = _merge_passes(of_step)
+        samples.append((row, proof.read(folder / passes[0].output)))
         is_peer = plan.kind == "ladder" and passes[0].script.startswith("peers/")
         (merged.peers if is_peer else merged.rows).append(row)
         if row.passes and len(row.passes) < len(passes):
             lack = f"ran in {len(row.passes)} of {len(passes)} passes only"
             too_few.setdefault(lack, []).append(step)
         records += of_step
+    proof.prove(samples)
     merged.environment = next((record.environment for record in records if record.environment), None)
     merged.problems += [problem for record in records for problem in record.problems] + _differences(records)
     merged.problems += [f"{', '.join(steps)} {lack}" for lack, steps in too_few.items()]

@@ -57,6 +57,7 @@ def render(figures: Figures) -> str:
         legend=legend({name for line in figures.timed for name, ms in line.category_ms.items() if ms}),
         categories=table.category_rows(figures),
         limits=table.limit_rows(figures),
+        proofs=table.proof_rows(figures),
         cards=[(card, time_bars(card.pair)) for card in story.cards(figures)],
         block_legend=legend({launch.category for line in blocks for launch in _launches(line)}),
         blocks=[block_bar(line) for line in blocks],

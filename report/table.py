@@ -122,6 +122,17 @@ def limit_rows(figures: Figures) -> list[dict[str, str]]:
     return rows if rows and set(rows[0]) > {"step"} else []
 
 
+def proof_rows(figures: Figures) -> list[dict[str, str]]:
+    """How the gradients of one step compare with those of the first row; empty where none was compared."""
+    rows = []
+    for line in figures.timed:
+        if proof := line.row.proof:
+            cosine = number(proof.cosine, ".4f")
+            row = {"step": line.name, "least cosine": cosine, "of the gradient of": proof.weight or "-"}
+            rows.append(row | {"weights compared": f"{proof.paired:.0%}", "work": line.same_work})
+    return rows
+
+
 def roof_rows(roofs: Roofs) -> list[dict[str, str]]:
     """What bare matrix products of the workload reach, by precision."""
     rows = []

@@ -125,7 +125,7 @@ def test_a_rehearsed_step_trains_from_the_initial_weights_and_fp8_learns_as_bf16
         pytest.skip(reason)
     run, row = built(step, **GPU, steps=8, warmup=3, lr=1e-3), Row(step)
     before = [parameter.detach().clone() for parameter in run.model.parameters()]
-    steps = rehearsal.rehearse(run.train_step, run.optimizer, run.capture, run.batches, run.args, row)
+    steps, _ = rehearsal.rehearse(run.train_step, run.optimizer, run.capture, run.batches, run.args, row)
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
     assert row.rehearsed == 10 and row.settings.captured == (True if step in STEPS[3:] else None)
     losses = torch.stack([loss for _, loss in zip(steps.run(8, "test"), steps.losses, strict=False)])
@@ -292,7 +292,9 @@ def train_in_processes(output):
         for capture in (True, False):
             run = built(step, capture=capture, **given)
             row = Row(step)
-            steps = rehearsal.rehearse(run.train_step, run.optimizer, run.capture, run.batches, run.args, row)
+            steps, _ = rehearsal.rehearse(
+                run.train_step, run.optimizer, run.capture, run.batches, run.args, row
+            )
             assert (row.note is None) == capture == bool(row.settings.captured) and row.rehearsed == 11
             losses = [loss.item() for _, loss in zip(steps.run(6, "test"), steps.losses, strict=False)]
             results[step, capture] = parallel.across(losses, "avg", run.args)
@@ -309,7 +311,7 @@ def test_a_captured_step_of_two_processes_trains_as_launched_and_as_one_process(
     assert ran.returncode == 0, ran.stderr[-3000:]
     for (step, _), losses in torch.load(tmp_path / "losses").items():
         run = built(step, capture=False, **OF_TWO | {"batch_size": 4})
-        steps = rehearsal.rehearse(
+        steps, _ = rehearsal.rehearse(
             run.train_step, run.optimizer, run.capture, run.batches, run.args, Row(step)
         )
         expected = [loss.item() for _, loss in zip(steps.run(6, "test"), steps.losses, strict=False)]

@@ -38,7 +38,9 @@ def weights(run):
 def trained_after_a_rehearsal(step, **overrides):
     """The same of a model that was rehearsed and put back."""
     run = built(step, steps=3, **overrides)
-    steps = rehearsal.rehearse(run.train_step, run.optimizer, run.capture, run.batches, run.args, Row(step))
+    steps, _ = rehearsal.rehearse(
+        run.train_step, run.optimizer, run.capture, run.batches, run.args, Row(step)
+    )
     assert not steps.losses and steps.train_step is run.train_step
     return train(run), weights(run)
 

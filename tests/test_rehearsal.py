@@ -53,7 +53,7 @@ def test_losses_after_a_rehearsal_are_bitwise_those_without_one(step, traced_onl
     run, again = built(step), built(step)
     losses = [run.train_step(*batch).item() for batch in run.batches]
     row = Row(step)
-    steps = rehearsal.rehearse(
+    steps, _ = rehearsal.rehearse(
         again.train_step, again.optimizer, again.capture, again.batches, again.args, row
     )
     for _ in steps.run(len(again.batches), "test"):

@@ -1,0 +1,54 @@
+"""What a row leaves for the proof that all rows do the same work: samples of its weights and of one step's
+gradients.
+
+Losses hardly notice a fault: a block without its MLP changes them by less than a per cent. Its gradients do.
+So every row is brought back to its initial weights, and one launched step on the first batch leaves some
+hundred numbers of every matrix and of its gradient. report/proof.py compares them with those of the first
+row. Vectors are left out: the bias of keys, for example, has no gradient but rounding.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.record import GRADIENTS
+
+NUMBERS = 512  # of a matrix
+
+
+def sample(
+    train_step: Callable, optimizer: torch.optim.Optimizer, model: torch.nn.Module, batch: tuple
+) -> dict:
+    """Run one training step, and sample before its update. Returns float32 arrays by the name of a weight:
+    (2, NUMBERS) numbers of the weight and of its gradient, the same places in all rows."""
+    samples: dict[str, np.ndarray] = {}
+
+    def keep(*_) -> None:
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and weight.grad is not None:
+                places = torch.from_numpy(places_of(weight.numel())).to(weight.device)
+                both = [part.detach().flatten()[places].float() for part in (weight, weight.grad)]
+                samples[name] = torch.stack(both).cpu().numpy()
+
+    hook = optimizer.register_step_pre_hook(keep)
+    try:
+        train_step(*batch)
+    finally:
+        hook.remove()
+    return samples
+
+
+def places_of(numbers: int) -> np.ndarray:
+    """Which numbers of a matrix are sampled: always the same of matrices of one size."""
+    return np.random.default_rng(numbers).integers(numbers, size=NUMBERS)
+
+
+def write(samples: dict[str, np.ndarray], record: Path) -> None:
+    """Write samples next to a record, or take away those of an earlier run. Raises OSError."""
+    path = record.with_suffix(GRADIENTS)
+    path.unlink(missing_ok=True)
+    if samples:
+        with path.open("xb") as file:
+            np.savez(file, **samples)
