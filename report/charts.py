@@ -85,15 +85,16 @@ def plain_numbers(axis: matplotlib.axis.Axis, marks: tuple[int, ...] = (1,)) -> 
     axis.set_minor_formatter(NullFormatter())
 
 
-def loss_svg(figures: Figures) -> str:
+def loss_figure(figures: Figures) -> Figure:
     """The loss of every training step, and below it the difference to the first row."""
     rows = [line.row for line in figures.timed if line.row.loss]
     with figure(4.6) as drawn:
         above, below = drawn.subplots(2, sharex=True, height_ratios=(3, 2))
         for row in rows:
             above.plot(row.loss, label=one_line(row.step, 24), linewidth=1.4)
-            below.plot([b - a for a, b in zip(rows[0].loss, row.loss, strict=False)], linewidth=1.4)
+            differences = [loss - first for first, loss in zip(rows[0].loss, row.loss, strict=False)]
+            below.plot(differences, linewidth=1.4)
         above.set_ylabel("loss, nats")
         above.legend(fontsize=8)
         below.set(xlabel="training step", ylabel=f"minus {one_line(rows[0].step, 14)}")
-        return svg(drawn)
+    return drawn

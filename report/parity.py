@@ -12,6 +12,7 @@ from collections.abc import Callable
 from statistics import fmean, median, stdev
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from common.record import Row, Study
 from report.cells import number
@@ -183,15 +184,17 @@ def seconds_rows(study: Study) -> list[dict]:
 
 
 def picture(study: Study) -> bytes | None:
-    """Held-out loss against seconds, from the second test on; None of a study that measured it once."""
-    every = curves(study)
-    if not every:
-        return None
+    """Held-out loss against seconds, as a PNG; None of a study that measured it once."""
+    return png(curves_figure(study)) if curves(study) else None
+
+
+def curves_figure(study: Study) -> Figure:
+    """Held-out loss against seconds, from the second test on."""
     with figure(3.4) as drawn:
         axes = drawn.subplots()
-        for label, points in every.items():
+        for label, points in curves(study).items():
             axes.plot(*zip(*points[1:], strict=True), label=label, marker=".")
         axes.set(xlabel="seconds of training steps", ylabel="held-out loss, nats", xscale="log")
         plain_numbers(axes.xaxis, (1, 2, 5))
         axes.legend(fontsize=8, handlelength=4)  # long enough to show how a line is dashed
-        return png(drawn)
+    return drawn

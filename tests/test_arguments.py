@@ -1,8 +1,10 @@
 """The command line of a step: what it refuses, in one line and before it takes time, and what `auto`
 means."""
 
+import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import conftest
 import numpy as np
@@ -14,6 +16,7 @@ from common import arguments, data, flops, hardware
 from common.model import PRESETS
 from common.record import write_json
 from common.text import Skip
+from ladder import facts
 
 
 def parse(*words):
@@ -165,3 +168,46 @@ def test_a_model_must_fit_the_free_memory(parallel, processes, cold, device, gib
     monkeypatch.setattr(hardware, "free_memory_bytes", lambda _: gib * 2**30 - 1)
     with pytest.raises(ValueError, match=f"needs {gib} GiB in training"):
         arguments.check_memory(args)
+
+
+def test_a_gpu_is_described(monkeypatch):
+    properties = SimpleNamespace(uuid="GPU-1", total_memory=80 * 2**30)
+    answers = {"get_device_name": "H", "get_device_capability": (9, 0), "get_device_properties": properties}
+    answers |= {"clock_rate": 1500, "power_draw": 700_000, "mem_get_info": (5, 80)}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    gpu = torch.device("cuda", 0)
+    found = hardware.describe(gpu)
+    assert (found.device, found.device_type, found.gpu_memory_bytes) == ("H", "cuda", 80 * 2**30)
+    assert found.compute_capability == (9, 0) and re.fullmatch("[0-9a-f]{8}", found.gpu_uuid)
+    assert hardware.clock_and_power(gpu) == (1500.0, 700.0) and hardware.free_memory_bytes(gpu) == 5
+    assert hardware.has_bf16_matrix_instructions(gpu) and set(found.versions) >= {"python", "torch", "cudnn"}
+    here = hardware.describe(torch.device("cpu"))
+    assert here.gpu_uuid is None and "transformers" in here.versions and here.cpu_threads >= 1
+
+
+@pytest.mark.parametrize(("count", "index", "fits"), [(2, 1, True), (2, 2, False), (0, 0, False)])
+def test_a_gpu_is_taken_where_there_is_one(count, index, fits, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    if fits:
+        assert hardware.resolve_device("auto", index) == torch.device("cuda", index)
+    else:
+        with pytest.raises(ValueError, match=f"can use {count} NVIDIA GPUs, not {index + 1}"):
+            hardware.resolve_device("cuda", index)
+
+
+def test_what_a_user_is_told_before_the_first_row(monkeypatch):
+    few = conftest.arguments(STEPS[0])
+    assert [line[:4] for line in facts.told(few)] == ["CPU:"]
+    monkeypatch.setattr(facts.shutil, "which", lambda name: "/bin/nvidia-smi")
+    assert "this torch cannot use it" in facts.told(few)[1]
+    monkeypatch.setattr(facts.shutil, "which", lambda name: None)
+    long = conftest.arguments(STEPS[0], config=PRESETS["gpt2"][0], batch_size=32, steps=14, warmup=3)
+    minutes = flops.flops_per_step(long.config, 32) / (1.5e10 * torch.get_num_threads()) / 60
+    said = facts.told(long)[1]
+    assert f"about {minutes:.0f} minutes here" in said and f"a row {17 * minutes:,.0f}" in said
+    assert (
+        facts.needed_bytes(conftest.arguments(STEPS[0], processes=2))[f"{STEPS[0]}.py"]
+        == 2 * (facts.needed_bytes(few)[f"{STEPS[0]}.py"])
+    )

@@ -18,7 +18,7 @@ import pytest
 from conftest import FAST, ROOT, STEPS
 
 from ladder import __main__ as command
-from ladder import process, runs
+from ladder import process, running, runs
 
 OK = f"""
 import os, sys
@@ -290,6 +290,26 @@ def test_a_request_becomes_rows(words, monkeypatch):
     ]
     again, rows_again, _ = command.prepare(command.parse(plan["argv"]), resumes=True)
     assert rows_again == rows and again["argv"] == plan["argv"], "a resumed run has the same rows"
+
+
+@pytest.mark.parametrize(
+    ("device_type", "kind", "free", "is_left_out"),
+    [
+        ("cpu", "ladder", 2**29, True),
+        ("cpu", "ladder", 2**31, False),
+        ("cpu", "ladder", None, False),
+        ("cuda", "ladder", 2**29, False),
+        ("cpu", "scaling", 2**29, False),
+    ],
+)
+def test_a_row_that_a_cpu_s_memory_cannot_hold_is_not_started(device_type, kind, free, is_left_out, tmp_path):
+    facts = FACTS | {"device_type": device_type, "free_bytes": free}
+    job = running.Job({"kind": kind}, [], facts)
+    row = runs.Planned("0_x.py", [], "0_x.json")
+    refusal = running.Running(tmp_path, job, process.Stop()).too_large(row)
+    assert bool(refusal) is is_left_out
+    if refusal:
+        assert refusal == ("oom", "needs about 1 GiB of 0 free: try a smaller --batch-size")
 
 
 def test_peers_are_rows_of_every_pass(monkeypatch):

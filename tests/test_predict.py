@@ -8,7 +8,7 @@ from common import flops
 from common.model import PRESETS, GPTConfig
 from common.record import ProductRate, Roofs, write_json
 from ladder import predict, roofs
-from ladder.machine import COPY
+from ladder.machine import COPY, Machine
 from report.figures import derive
 from report.load import load
 
@@ -34,6 +34,49 @@ def test_a_machine_of_one_rate_gives_the_flops_over_it_and_the_bytes_over_its_sp
     products = flops.flops_per_step(shape, 8) - attention
     assert (found.products_ms, found.attention_ms) == pytest.approx((products / 1e9, attention / 1e9))
     assert found.host_ms == 0 and found.ms == found.busy_ms
+
+
+# By step: ms of products, of fused attention, of other kernels and of the host, and bytes of memory, at 1
+# TFLOP/s, 0.1 TB/s and 0.1 ms a launch. They were checked when `recorded_roofs_predict_the_recorded_steps`
+# held, and change only where somebody counts kernels again.
+COUNTED = {
+    "0_baseline": (41.8759, 0.0, 11.6213, 22.8, 184151040),
+    "1_cublas": (41.8759, 0.0, 10.6901, 31.6, 151645184),
+    "2_sdpa": (32.2123, 4.8318, 5.2165, 25.0, 119663616),
+    "3_compile": (32.2123, 4.8318, 3.2537, 19.6, 98692096),
+    "4_transformer_engine": (32.2123, 4.8318, 3.5253, 25.5, 96594944),
+}
+
+
+@pytest.mark.parametrize("step", COUNTED)
+def test_kernels_and_bytes_of_a_step_are_those_that_were_counted(step):
+    shape = GPTConfig(n_layer=3, n_head=2, n_embd=256, seq_len=512, vocab_size=1024)
+    found = predict.predict(step, shape, 4, made(1e12, 1e11, launch_s=1e-4), capture=False)
+    times = (found.products_ms, found.attention_ms, found.others_ms, found.host_ms)
+    assert (*times, predict.peak_bytes(step, shape, 4)) == pytest.approx(COUNTED[step], rel=1e-4)
+
+
+def test_between_the_sizes_of_the_grid_a_product_is_linear_in_each():
+    machine = Machine(made(1e12))
+    flops_s = 2 * 1000 * 3000 * 700 / 1e12
+    assert machine.product_s("bf16", 1000, 3000, 700) == pytest.approx(flops_s)
+    assert machine.product_s("bf16", 16384, 8192, 8192) == pytest.approx(2 * 16384 * 8192**2 / 1e12)
+    assert machine.product_s("bf16", 32, 128, 128) == pytest.approx(2 * 64 * 128**2 / 1e12), (
+        "half of the least"
+    )
+
+
+def test_a_prediction_says_whether_a_step_fits_the_gpu():
+    args = arguments("2_sdpa", config=PRESETS["gpt2"][0], batch_size=32)
+    predictions, _ = predict.predict_all(args, made(1e12))
+    peak = predict.peak_bytes("2_sdpa", args.config, 32)
+    fits = {row["step"]: row["fits"] for row in predict.table(predictions, args, int(peak / 0.97) + 2**20)}
+    assert (fits["1_cublas"], fits["2_sdpa"], fits["3_compile"]) == ("no", "yes", "yes")
+    rows = predict.table(predictions, args, None)
+    assert (
+        "GiB" not in rows[0]
+        and rows[1]["x above"] == f"{predictions['0_baseline'].ms / predictions['1_cublas'].ms:.2f}"
+    )
 
 
 def test_products_of_one_shape_are_added():

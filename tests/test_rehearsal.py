@@ -143,3 +143,40 @@ def test_a_failed_capture_is_one_line_with_its_cause(monkeypatch):
 def test_step_4_is_skipped_before_anything_is_built():
     with pytest.raises(Skip, match="needs an NVIDIA GPU"):
         built(STEPS[4])
+
+
+@pytest.mark.parametrize(("step_s", "rehearsed"), [(0.01, 10), (0.6, 3)])
+def test_on_a_gpu_ten_steps_are_rehearsed_unless_they_are_long(step_s, rehearsed, monkeypatch):
+    run = built(STEPS[2], warmup=3)
+    before = [weight.clone() for weight in run.model.parameters()]
+    run.args.device = torch.device("cuda")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(rehearsal, "captured", lambda capture, batch, args, row: capture)
+    monkeypatch.setattr(rehearsal, "launch_steps", launched_in(step_s, rehearsal.launch_steps))
+    row, replays = Row(STEPS[2]), []
+    replay = lambda *batch: replays.append(batch) or run.train_step(*batch)  # noqa: E731
+    steps, _ = rehearsal.rehearse(run.train_step, run.optimizer, replay, run.batches, run.args, row)
+    assert row.settings.captured and row.rehearsed == rehearsed and len(replays) == rehearsed - 3
+    assert not steps.losses and steps.train_step is replay
+    weights = zip(run.model.parameters(), before, strict=True)
+    assert all(torch.equal(weight, first) for weight, first in weights), "the weights came back"
+    run.args.capture = False
+    rehearsal.rehearse(run.train_step, run.optimizer, replay, run.batches, run.args, row)
+    assert row.settings.captured is False and "--no-capture" in row.note
+
+
+def launched_in(step_s, launch):
+    """The real launched steps, said to take so many seconds each."""
+
+    def launch_steps(steps, args):
+        launch(steps, args)
+        return step_s
+
+    return launch_steps
+
+
+def test_the_last_of_the_launched_steps_tells_how_long_one_is(monkeypatch):
+    clock = iter([0.0, 5.0, 5.0, 6.0, 6.0, 6.25, 6.25])
+    monkeypatch.setattr(rehearsal.time, "perf_counter", lambda: next(clock))
+    steps = rehearsal.Steps(lambda batch: torch.tensor(1.0), [(0,)])
+    assert rehearsal.launch_steps(steps, arguments(STEPS[2], warmup=3)) == 0.25 and len(steps.losses) == 3

@@ -307,6 +307,29 @@ def test_the_page_draws_every_bar_to_scale_and_asks_for_nothing():
         assert f"<h2>{part}</h2>" in html
 
 
+def lines_of(axes):
+    return [[*map(float, line.get_ydata())] for line in axes.lines]
+
+
+def test_the_chart_of_losses_shows_each_and_how_far_it_lies_above_the_first():
+    rows = [runs.row("0_x", loss=[4.0, 3.0]), runs.row("1_x", loss=[4.5, 2.0])]
+    above, below = charts.loss_figure(derive(runs.run(*rows))).axes
+    assert lines_of(above) == [[4.0, 3.0], [4.5, 2.0]]
+    assert lines_of(below) == [[0.0, 0.0], [0.5, -1.0]] and below.get_ylabel() == "minus 0_x"
+
+
+def test_bars_of_memory_and_of_a_block_have_one_scale():
+    lines = derive(runs.ladder(200, 100)).lines
+    lines[1].gib = 1.5
+    small = page.memory_bars(lines)[1]
+    assert (small.label, small.boxes[0].width) == ("1.5 GiB", 50.0)
+    block = page.block_bar(lines[0])
+    assert [(box.x, box.width) for box in block.boxes] == pytest.approx(
+        [(0, 100 / 3), (100 / 3, 50 / 3), (50, 100 / 3), (250 / 3, 50 / 3)]
+    )
+    assert block.label == "forward 3.00 ms, backward 3.00 ms" and "matrix product" in block.boxes[0].title
+
+
 # --- the picture ----------------------------------------------------------------------------------
 
 SLICE = "gpt3-6.7b-slice"
@@ -496,6 +519,11 @@ def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
     ]
     shapes["late"] = runs.run(*late, work=runs.workload(n_embd=512))
     shapes["dead"] = replace(runs.run(*late[1:2]), workload=None)
+    long = runs.run(runs.row("0_x", status="oom"), work=runs.workload(n_embd=64, seq_len=4096, batch_size=1))
+    study = runs.study("sweep", {"long": long, **shapes})
+    assert [shape.run.workload.n_embd for shape in sweep.shapes(study)] == [128, 256, 512, 64], (
+        "by tokens first"
+    )
     study = runs.study("sweep", shapes)
     cells = [[*sweep.gain_cells(made).values()][5:] for made in sweep.shapes(study)]
     said = ["90.0 0.90 1.00 100.0", "200.0 2.00 2.00 50.0", "100.0 oom fits skipped 50.0"]
@@ -547,6 +575,8 @@ def test_losses_are_compared_seed_by_seed_and_against_seconds():
     study.runs["1_cublas, seed 0"] = trained(2.5, "1_cublas", warmup_s=4.0)
     study.runs["1_cublas, seed 0"].rows[0].heldout = [(10, 3.5), (20, 3.0), (30, 2.0)]
     vars(study.runs["2_sdpa, seed 0"].rows[0]).update(heldout=[(10, 4.0), (20, 2.5), (30, 2.25)])
+    (axes,) = parity.curves_figure(study).axes
+    assert lines_of(axes) == [[3.0, 2.0], [2.5, 2.25]], "from the second test on"
     (plain, _), _, (cublas, sdpa) = parity.tables(study).values()
     assert sdpa == {
         "step": "2_sdpa",

@@ -54,6 +54,13 @@ def test_a_cpu_is_timed_in_four_parts_each_after_a_step_that_does_not_count(refe
     assert len(row.step_ms) == 10, "its steps were trained before"
 
 
+def test_milliseconds_of_a_step_are_those_of_the_clock(monkeypatch):
+    clock = iter([10.0, 10.25, 11.0])
+    steps = timing.Steps(lambda batch: torch.tensor(1.0), [(0,)])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    assert steps.timed_on_cpu(2) == [250.0, 750.0] and len(steps.losses) == 2
+
+
 def test_a_row_without_room_for_the_reference_work_has_none(monkeypatch):
     monkeypatch.setattr(timing, "reference_work", lambda device: None)
     row = Row("x")
