@@ -14,19 +14,8 @@ from conftest import run_python
 
 from common.kernels import in_words
 from common.record import CATEGORIES
-from report import (
-    changes,
-    charts,
-    compare,
-    documents,
-    parity,
-    picture,
-    scaling,
-    sentences,
-    story,
-    sweep,
-    table,
-)
+from report import changes, charts, compare, documents, page, parity, picture
+from report import scaling, sentences, story, sweep, table
 from report.__main__ import render
 from report.figures import derive, loss_rule
 from report.load import RecordError, load
