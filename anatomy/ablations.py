@@ -40,17 +40,16 @@ def chosen(words: list[str] | None) -> list[str]:
 
 
 def main() -> int:
-    known = variants()
-    description = f"{__doc__}\nVariants: {', '.join(known)}"
-    parser = OneLineParser(prog="python -m anatomy.ablations", description=description)
+    parser = OneLineParser(prog="python -m anatomy.ablations", description=__doc__)
     text = "variants whose name or script contains one of these"
     parser.add_argument("--only", nargs="+", metavar="NAME", help=text)
     running.add_options(parser)
-    options, arguments = parser.parse_known_args()
-    command = portable_command("python -m anatomy.ablations --output ablations", sys.argv[1:])
     try:
-        keys = chosen(options.only)
-        predicted = "predicted for the slice on an H200"
+        known = variants()
+        parser.description += f"\nVariants: {', '.join(known)}"
+        options, arguments = parser.parse_known_args()
+        command = portable_command("python -m anatomy.ablations --output ablations", sys.argv[1:])
+        keys, predicted = chosen(options.only), "predicted for the slice on an H200"
         say(aligned([{"variant": key, predicted: known[key]["Predicted"]} for key in keys], n_left=2) + "\n")
         return running.run_study("ablations", rows_of(keys, arguments), arguments, options, command)
     except Skip as error:

@@ -29,8 +29,12 @@ def known_rows() -> dict[str, runs.Planned]:
 
 
 def rows_of(names: list[str], seeds: list[int], arguments: list[str]) -> list[runs.Planned]:
-    """Every row with every seed, one seed after the other: a study that ends early holds whole seeds."""
+    """Every row with every seed, one seed after the other: a study that ends early holds whole seeds. Raises
+    Skip, one line, for a name of no row."""
     known, rows = known_rows(), []
+    for name in names:
+        if name not in known:
+            raise Skip(f"--rows {one_line(name)}: not one of {', '.join(known)}")
     for seed in seeds:
         for name in names:
             row = known[name]
@@ -48,15 +52,11 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=positive_int, default=[1, 2, 3], metavar="N", help=text)
     running.add_options(parser)
     options, arguments = parser.parse_known_args()
-    known = known_rows()
-    for name in options.rows:
-        if name not in known:
-            parser.error(f"--rows {one_line(name)}: not one of {', '.join(known)}")
     if any(word.split("=")[0] == "--seed" for word in arguments):
         parser.error("--seed is chosen here: give --seeds")
     command = portable_command("python -m anatomy.parity --output parity", sys.argv[1:])
-    rows = rows_of(options.rows, options.seeds, arguments)
     try:
+        rows = rows_of(options.rows, options.seeds, arguments)
         return running.run_study("parity", rows, [*DEFAULTS, *arguments], options, command)
     except Skip as error:
         parser.error(str(error))

@@ -173,15 +173,15 @@ def main() -> int:
         rows.append(row := Row(name))
         say(f"{name}: {change}")
         try:
-            benchmark.run(partial(build, [one.step for one in rows]), args, row)
+            benchmark.run(partial(build, [row.step for row in rows]), args, row)
         except Exception as error:  # whatever happened, the other rows stand
             row.status, row.reason = benchmark.explain(error)
         gc.collect()
         torch.cuda.empty_cache()
     command = portable_command("python examples/llama.py", sys.argv[1:])
-    made = Run(command, None, hardware.describe(args.device), work, rows)
-    write_json(args.output, made)
-    say(f"{as_markdown(derive(made))}\nrecord: {args.output}")
+    record = Run(command, None, hardware.describe(args.device), work, rows)
+    write_json(args.output, record)
+    say(f"{as_markdown(derive(record))}\nrecord: {args.output}")
     return int(any(row.status not in ("ok", "skipped") for row in rows))
 
 

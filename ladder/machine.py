@@ -50,7 +50,8 @@ class Machine:
         except KeyError:
             lack = "the roofs lack products of this size: python -m ladder.roofs --grid measures all sizes"
             raise ValueError(lack) from None
-        return np.reshape(seconds, (len(self.axis),) * 3)
+        n = len(self.axis)
+        return np.reshape(seconds, (n, n, n))
 
     def pass_s(self, kernels: Pass, numbers: float) -> float:
         """Of one kernel of a pass over `numbers` numbers: measured, or the time of a copy of as many

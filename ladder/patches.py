@@ -8,13 +8,18 @@ from common.text import Skip, one_line
 from ladder.process import ROOT
 from ladder.runs import peers, scripts
 
+HEAD = {"Variant", "Script", "Predicted"}
+
 
 def variants() -> dict[str, dict[str, str]]:
-    """The patches by their file name without its ending; each has the lines Variant, Script and Predicted."""
+    """The patches by their file name without its ending; each has the lines Variant, Script and Predicted.
+    Raises Skip, one line, for one that lacks a line."""
     heads = {}
     for path in sorted(ROOT.glob("anatomy/variants/*.patch")):
         head = path.read_text().partition("\n--- ")[0]
         heads[path.stem] = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
+        if missing := HEAD - heads[path.stem].keys():
+            raise Skip(f"{path.name} lacks the line {min(missing)}: at its head")
     return heads
 
 

@@ -58,4 +58,8 @@ def gain(ratio: Ratio | None) -> str:
 def only_filled(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     """Rows without the columns that none of them fills."""
     filled = {name for row in rows for name, cell in row.items() if cell != "-"}
-    return [{name: cell for name, cell in row.items() if name in filled} for row in rows]
+    return [_columns(row, filled) for row in rows]
+
+
+def _columns(row: dict[str, str], names: set[str]) -> dict[str, str]:
+    return {name: cell for name, cell in row.items() if name in names}

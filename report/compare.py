@@ -16,8 +16,8 @@ HARMLESS = {"warmup", "steps", "text", "text_sha256"}
 def compare(a: Path, b: Path) -> str:
     """Two run folders for a terminal: times of the same work, otherwise speedups. Raises RecordError."""
     sides = {"A": _figures(a), "B": _figures(b)}
-    lines = {side: {line.name: line for line in figures.timed} for side, figures in sides.items()}
-    pairs = [(line, lines["B"][name]) for name, line in lines["A"].items() if name in lines["B"]]
+    in_b = {line.name: line for line in sides["B"].timed}
+    pairs = [(line, in_b[line.name]) for line in sides["A"].timed if line.name in in_b]
     if not pairs:
         raise RecordError("they have no row in common that has a time in both")
     differing = _differing_work(*sides.values())
@@ -40,8 +40,8 @@ def _figures(folder: Path) -> Figures:
 
 def _differing_work(a: Figures, b: Figures) -> list[str]:
     """Names of the fields in which two workloads differ."""
-    one, other = vars(a.run.workload), vars(b.run.workload)
-    return [name for name in one if one[name] != other[name]]
+    work_a, work_b = vars(a.run.workload), vars(b.run.workload)
+    return [name for name in work_a if work_a[name] != work_b[name]]
 
 
 def _rows(pairs: list[tuple[Line, Line]], comparable: bool) -> list[dict[str, str]]:
