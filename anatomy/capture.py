@@ -55,10 +55,8 @@ TOOLS = {  # tool: (how it captures, on how many of 2 sides it is right; 0: it r
     "torch.export": (lambda x: torch.export.export(Branching(), (x,)).module(), 0),
     "torch.export of torch.cond": (lambda x: torch.export.export(Conditional(), (x,)).module(), 2),
 }
-FORMS = {
-    "with the branch": (Branching(), 1, 16),
-    "mended": (Mended(), 0, 12),
-}  # (function, breaks, bytes a number)
+# By form: the function, its breaks, and bytes it moves for a number.
+FORMS = {"with the branch": (Branching(), 1, 16), "mended": (Mended(), 0, 12)}
 
 
 def right_sides(capture, x):

@@ -35,9 +35,8 @@ if triton:
             tl.load(w_ptr + offsets, inside),
             tl.load(b_ptr + offsets, inside),
         )
-        y = 1 / (
-            1 + tl.exp(-tl.maximum(x.to(tl.float32) * w + b, 0.0))
-        )  # registers hold it until it is stored
+        # Registers hold it until it is stored.
+        y = 1 / (1 + tl.exp(-tl.maximum(x.to(tl.float32) * w + b, 0.0)))
         tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), inside)
 
 

@@ -32,10 +32,8 @@ except ImportError:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TIMED_S, QUICK_S = 0.2, 0.05  # of calls that one time is the median of
-LARGE_COPY, LARGE_EDGE = (
-    {"cuda": 2**31, "cpu": 2**28},
-    {"cuda": 8192, "cpu": 1024},
-)  # bytes; of square matrices
+# Bytes of a copy, and the edge of square matrices.
+LARGE_COPY, LARGE_EDGE = ({"cuda": 2**31, "cpu": 2**28}, {"cuda": 8192, "cpu": 1024})
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
 
 
@@ -85,9 +83,8 @@ class Lab:
     def copy_seconds(self, n_bytes: float) -> float:
         """Time of a pass that reads and writes so many bytes in all, the same ones again and again."""
         source, target = torch.ones(2, max(1, round(n_bytes / 8)), device=self.device)
-        return self.device_seconds(
-            lambda: torch.neg(source, out=target)
-        )  # copy_ would use a GPU's copy engines
+        # `copy_` would use a GPU's copy engines.
+        return self.device_seconds(lambda: torch.neg(source, out=target))
 
     def expected(self, host_s: float, work_s: float) -> float:
         """The time of a call. A GPU works while the host launches, and a CPU does both in turn."""

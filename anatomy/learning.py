@@ -47,9 +47,8 @@ def train(config, batches, device, dtype=torch.float32, scaled=False, default=Fa
         for module in model.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
-        torch.nn.init.normal_(
-            model.wte.weight
-        )  # the embedding's own default; the head, which shares it, has another
+        # The embedding's own default; the head, which shares it, has another.
+        torch.nn.init.normal_(model.wte.weight)
     hook = model.head.lm_head.register_full_backward_hook(
         lambda _, __, out: zeros.append((out[0] == 0).float().mean())
     )

@@ -21,11 +21,8 @@ import torch
 from anatomy.lab import main, tl, triton
 from common.hardware import clock_and_power
 
-BLOCK, LOOPS, PROGRAMS = (
-    1024,
-    2048,
-    16,
-)  # numbers of a program of 4 warps; loops; programs on a multiprocessor
+# Numbers of a program of 4 warps; its loops; programs on a multiprocessor.
+BLOCK, LOOPS, PROGRAMS = (1024, 2048, 16)
 
 if triton:
 

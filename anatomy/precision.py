@@ -51,10 +51,8 @@ def block_scaling(x, _=None):
 def product_of(name, a, b, native):
     if name != "FP8":
         return partial(torch.matmul, a.to(FORMATS[name][0]), b.to(FORMATS[name][0]))
-    (x, s), (y, t) = (
-        current_scaling(a),
-        current_scaling(b.t().contiguous()),
-    )  # the second by columns, for cuBLAS
+    # The second by columns, for cuBLAS.
+    (x, s), (y, t) = (current_scaling(a), current_scaling(b.t().contiguous()))
     if native:  # not public, but PyTorch 2.10 has no other FP8 product
         return lambda: torch._scaled_mm(x, y.t(), s, t, out_dtype=torch.bfloat16, use_fast_accum=True)
     return lambda: (x.float() * s) @ (y.float() * t).t()
@@ -91,9 +89,8 @@ def quantization(lab, size):
     spiked[0, 0] = OUTLIER
     lab.title = f"A ({size}, {size}) BF16 tensor to FP8 E4M3; its error, and with one outlier of {OUTLIER:g}"
     for recipe, n_bytes in ((delayed_scaling, 3), (current_scaling, 5), (block_scaling, 3)):
-        fast = (
-            torch.compile(recipe, dynamic=False) if lab.gpu else recipe
-        )  # on a CPU several kernels: no prediction
+        # On a CPU several kernels: no prediction.
+        fast = torch.compile(recipe, dynamic=False) if lab.gpu else recipe
         (x, s), (y, t) = fast(plain, history), fast(spiked, history)
         restored = (y.float() * t).view_as(plain)
         errors = {"error": f"{relative((x.float() * s).view_as(plain), plain):.1%}"}

@@ -185,39 +185,41 @@ def parse_args(
     parser = build_parser(script.name, description)
     options = parser.parse_args(argv)
     try:
-        args = resolve(options, script)
-        if trains:
-            check_memory(args)
-            check_output(args.output)
-        return args
+        return resolve(options, script, trains)
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         parser.error(str(error))
 
 
-def resolve(options: argparse.Namespace, script: Path) -> Arguments:
+def resolve(options: argparse.Namespace, script: Path, trains: bool) -> Arguments:
     """What the options of `build_parser` mean on this machine. Raises ValueError, one line, for what cannot
     run."""
     place = place_of_process()
+    parallel = resolve_parallel(options.parallel, place.processes)
     device = hardware.resolve_device(options.device, place.local_rank)
-    preset, batch_size = resolve_preset(options.preset, device)
-    batch_size = options.batch_size or batch_size
-    config = resolve_config(options, preset)
-    amp = hardware.has_bf16_matrix_instructions(device)
+    preset, preset_batch_size = resolve_preset(options.preset, device)
+    batch_size = options.batch_size or preset_batch_size
+    config, amp = resolve_config(options, preset), hardware.has_bf16_matrix_instructions(device)
+    lr = resolve_rate(options.lr, config)
+    output = options.output or hardware.ROOT / "results" / f"{script.stem}.json"
+    if trains:
+        shares = place.processes if parallel == "fsdp" else 1
+        check_memory(config, device, shares, options.cold)
+        check_output(output)
     return Arguments(
         script=script,
-        output=options.output or hardware.ROOT / "results" / f"{script.stem}.json",
+        output=output,
         preset=preset,
         config=config,
         batch_size=batch_size,
         text=data.load_text(options.data, config.seq_len, config.vocab_size),
         seed=options.seed,
-        lr=resolve_rate(options.lr, config),
+        lr=lr,
         device=device,
         amp=amp,
         amp_dtype=torch.bfloat16 if amp else torch.float32,
         rank=place.rank,
         processes=place.processes,
-        parallel=resolve_parallel(options.parallel, place.processes),
+        parallel=parallel,
         warmup=DDP_WARMUP if device.type == "cuda" and place.processes > 1 else WARMUP,
         steps=options.steps or default_steps(config, batch_size, device),
         heldout_every=options.heldout_every,
@@ -295,16 +297,15 @@ def default_steps(config: GPTConfig, batch_size: int, device: torch.device) -> i
     return max(FEWEST_STEPS, min(MOST_STEPS, by_size))
 
 
-def check_memory(args: Arguments) -> None:
-    """Raises ValueError for a model whose weights, gradients and moments do not fit the device's free
-    memory."""
-    per_parameter = GPU_BYTES if args.device.type == "cuda" or args.cold else CPU_BYTES
-    shares = args.processes if args.parallel == "fsdp" else 1
-    needed = per_parameter * flops.parameters(args.config) // shares
-    free = hardware.free_memory_bytes(args.device)
+def check_memory(config: GPTConfig, device: torch.device, shares: int, cold: bool) -> None:
+    """Raises ValueError for a model whose weights, gradients and moments, divided into `shares`, do not fit
+    the device's free memory."""
+    per_parameter = GPU_BYTES if device.type == "cuda" or cold else CPU_BYTES
+    needed = per_parameter * flops.parameters(config) // shares
+    free = hardware.free_memory_bytes(device)
     if free and needed > free:
         asked = f"{needed / 2**30:,.0f} GiB in training ({per_parameter} bytes a parameter)"
-        raise ValueError(f"the model needs {asked}, but {args.device} has {free / 2**30:,.0f} GiB free")
+        raise ValueError(f"the model needs {asked}, but {device} has {free / 2**30:,.0f} GiB free")
 
 
 def check_output(output: Path) -> None:

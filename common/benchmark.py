@@ -93,8 +93,8 @@ def run_and_record(main: Callable, args: Arguments) -> int:
         command = portable_command(f"python {args.script.name}", sys.argv[1:])
         record = Run(command, started_at, hardware.describe(args.device), args.workload(), [row])
         try:
-            write_json(args.output, record)
             proof.write(samples, args.output)
+            write_json(args.output, record)
         except OSError as error:
             row.status, row.reason = "failed", f"cannot write {args.output.parent}: {error.strerror or error}"
         say(result_lines(row, args))
@@ -107,6 +107,7 @@ def run(main: Callable, args: Arguments, row: Row) -> dict:
 
     Raises what the script raises, and FloatingPointError, one line, for a loss that is not finite.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
     importlib.import_module("torch._dynamo")  # AdamW would: it is no part of the overhead
     began = time.perf_counter()
     progress("building the model")
@@ -128,10 +129,11 @@ def run(main: Callable, args: Arguments, row: Row) -> dict:
             row.profile = profile.profile_steps(partial(steps.train_step, *spare), median_ms, args.device)
     steps.train_step = train_step  # the graph is gone with its memory
     samples = {}
-    if initial and args.processes == 1:
+    if initial:
         with noting(row, "gradients not sampled"):
             initial.restore()
             samples = proof.sample(train_step, optimizer, model, batches[0])
+    del initial  # the host's memory
     observe(partial(train_step, *spare), model, args, row)
     row.status = "ok"
     row.overhead_s = time.perf_counter() - began - row.warmup_s - steps_s
@@ -169,7 +171,6 @@ def noting(row: Row, what: str) -> Iterator[None]:
 
 def observe(step: Callable, model: torch.nn.Module, args: Arguments, row: Row) -> None:
     """What the operators of an untimed step show: a launched one, since a replay has none."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
     captured = bool(row.settings.captured)
     with noting(row, "not observed"):
         row.settings = profile.observe(step, model, args.device)

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 
 MOST_BYTES = 2**30  # of a file: what follows is not read
-LLMC_MAGIC, LLMC_HEADER = (
-    20240520,
-    512,
-)  # llm.c writes 256 int32 (512 uint16) first; the magic number begins them
+# What llm.c writes begins with 256 int32, which are 512 uint16; the first is this magic number.
+LLMC_MAGIC, LLMC_HEADER = (20240520, 512)
 HELDOUT_SHARE, HELDOUT_SEQUENCES = 0.05, 16  # of the text, at its end; excerpts of that part
 
 

@@ -92,7 +92,7 @@ def describe(device: torch.device) -> Environment:
         code_sha256=code_sha256(ROOT),
     )
     if device.type == "cuda":
-        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+        versions |= {"cuda": torch.version.cuda or "", "cudnn": str(torch.backends.cudnn.version())}
         properties = torch.cuda.get_device_properties(device)
         environment.gpu_uuid = hashlib.sha256(str(properties.uuid).encode()).hexdigest()[:8]
         environment.gpu_memory_bytes = properties.total_memory

@@ -34,7 +34,7 @@ RULES = (  # the first that matches wins
     ),
     Rule(r"FusedAdam|multi_tensor_adam|_fused_adam|triton_for_fused", "optimizer", "AdamW, fused"),
     Rule(
-        r"multi_tensor_apply(?!.*native::Copy<)|_foreach_|Optimizer\.",
+        r"multi_tensor_apply(?!.*native::Copy<)|[Aa]dam|_foreach_|Optimizer\.",
         "optimizer",
         "AdamW, one of its passes",
     ),

@@ -73,9 +73,8 @@ def _attention_kernel(operators: set[str]) -> str | None:
 
 def _optimizer(operators: set[str]) -> str | None:
     """`AdamW, fused`: the class whose `step` ran, and how."""
-    name = next(
-        (name for name in operators if name.startswith("Optimizer.")), None
-    )  # Optimizer.step#AdamW.step
+    # For example Optimizer.step#AdamW.step.
+    name = next((name for name in operators if name.startswith("Optimizer.")), None)
     if name is None:
         return None
     algorithm = name.partition("#")[2].partition(".")[0]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.record import GRADIENTS
+from common.record import gradients_of
 
 NUMBERS = 512  # of a matrix
 
@@ -47,7 +47,7 @@ def places_of(numbers: int) -> np.ndarray:
 
 def write(samples: dict[str, np.ndarray], record: Path) -> None:
     """Write samples next to a record, or take away those of an earlier run. Raises OSError."""
-    path = record.with_suffix(GRADIENTS)
+    path = gradients_of(record)
     path.unlink(missing_ok=True)
     if samples:
         with path.open("xb") as file:

@@ -14,17 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 SCHEMA_VERSION = 3
-PLAN, MERGED, ROOFS, PREDICTED = (
-    "plan.json",
-    "results.json",
-    "roofs.json",
-    "predicted.json",
-)  # in a run folder
-GRADIENTS = ".gradients.npz"  # ending of the file next to a row's record, see common/proof.py
+# Files of a run folder.
+PLAN, MERGED, ROOFS, PREDICTED = ("plan.json", "results.json", "roofs.json", "predicted.json")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 STUDIES = ("sweep", "scaling", "ablations", "parity")
 KINDS = ("ladder", *STUDIES)  # of runs
-CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py assigns each kernel to one
+CATEGORIES = (  # of kernels, in the order of a stacked bar; common/kernels.py assigns each kernel to one
     "matrix products",
     "attention",
     "normalization and pointwise",
@@ -40,9 +35,8 @@ CATEGORIES = (  # of kernels, in the order of a stacked bar; common/profile.py a
 class Settings:
     """What really ran, observed on an untimed step."""
 
-    amp_dtype: str | None = (
-        None  # the narrowest dtype of PyTorch's matrix products and attention: bfloat16, ...
-    )
+    # The narrowest dtype of PyTorch's matrix products and attention: bfloat16, ...
+    amp_dtype: str | None = None
     float32_matmul_precision: str | None = None  # highest: FP32; high: TF32
     attention_kernel: str | None = None  # by hand, cudnn, flash, flash (CPU), efficient, math
     compiled: bool | None = None  # whether a compiled region ran
@@ -84,6 +78,8 @@ class Profile:
 class Proof:
     """How the gradients of a row compare with those of the first row, from the same weights and batch."""
 
+    against: str  # name of the first row that has samples
+    in_fp8: bool  # whether one of the two rows multiplied FP8
     paired: float  # share of the weights that both rows have
     cosine: float | None = None  # the least, over these weights; null where too few are paired
     weight: str | None = None  # whose it is
@@ -218,6 +214,11 @@ class Study:
     started_at: str | None
     runs: dict[str, Run]  # by name: a shape, a number of GPUs, a variant, a step and its seed
     schema_version: int = SCHEMA_VERSION
+
+
+def gradients_of(record: Path) -> Path:
+    """The file next to a row's record that holds samples of its gradients, see common/proof.py."""
+    return record.with_name(f"{record.name.removesuffix('.json')}.gradients.npz")
 
 
 def code_sha256(root: Path) -> str:

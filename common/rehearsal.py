@@ -64,8 +64,8 @@ def rehearse(
 
     `row` gets the number of rehearsed steps, the seconds, the peak of memory at the capture, and a note where
     a script that can be captured is launched on a GPU. With --cold the launched steps are training steps,
-    nothing is undone, and None stands for the weights. Raises RuntimeError, one line, where the capture
-    fails.
+    nothing is undone. Where there are several processes or --cold, None stands for the weights. Raises
+    RuntimeError, one line, where the capture fails.
     """
     began = time.perf_counter()
     initial = None if args.cold else InitialState(optimizer)
@@ -85,7 +85,7 @@ def rehearse(
         initial.restore()
         steps = Steps(steps.train_step, batches)
     row.warmup_s = time.perf_counter() - began
-    return steps, initial
+    return steps, initial if args.processes == 1 else None
 
 
 def launch_steps(steps: Steps, args: Arguments) -> float:

@@ -26,14 +26,11 @@ from report.documents import as_markdown
 from report.figures import derive
 
 transformers = benchmark.import_or_skip("transformers", "transformers")
-os.environ.setdefault(
-    "NVTE_UNFUSED_ATTN", "0"
-)  # Transformer Engine would silently take it where cuDNN does not load
+# Where cuDNN does not load, Transformer Engine would silently take attention that is not fused.
+os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
 te = benchmark.import_or_skip("transformer_engine.pytorch", "transformer-engine[pytorch]")
-DEFAULTS = {
-    True: "--preset gpt3-xl --seq-len 4096 --batch-size 1",
-    False: "--preset tiny --seq-len 256",
-}  # with a GPU?
+# With a GPU, and without one.
+DEFAULTS = {True: "--preset gpt3-xl --seq-len 4096 --batch-size 1", False: "--preset tiny --seq-len 256"}
 CHANGES = {  # a row each, with all changes before it
     "0_fp32": "attention by hand",
     "1_amp": "BF16 by autocast, TF32",
@@ -152,9 +149,8 @@ def workload(args: Arguments) -> Workload:
     """The record's workload: FLOPs by the ladder's convention, of Llama's own matrices."""
     with torch.device("meta"):
         model = model_of(args, "eager")
-    _, *matrices = [
-        weight.numel() for weight in model.parameters() if weight.dim() == 2
-    ]  # the first is the embedding
+    # The first matrix is the embedding.
+    _, *matrices = [weight.numel() for weight in model.parameters() if weight.dim() == 2]
     work, attention = args.workload(), args.config.n_layer * args.config.seq_len * args.config.n_embd
     flops = 6 * (sum(matrices) + attention) * work.tokens_per_step
     return replace(work, preset="llama", parameters=model.num_parameters(), flops_per_step=flops)

@@ -104,9 +104,8 @@ def _start(command: list[str], log: Path, variables: dict) -> subprocess.Popen:
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # workers of a torchrun that is killed come to this process
-        where["preexec_fn"] = partial(
-            prctl, PR_SET_PDEATHSIG, signal.SIGTERM
-        )  # torchrun then ends its workers
+        # Torchrun then ends its workers.
+        where["preexec_fn"] = partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
     with log.open("ab") as file:
         return subprocess.Popen(command, stdout=file, env=os.environ | variables, **where)
 

@@ -225,20 +225,19 @@ def code_of_study() -> str:
 
 def checked(row: object, output: Path | None) -> runs.Planned:
     """A row of an earlier plan. Raises Skip for one that no study of this checkout has made."""
-    refusal = Skip(f"--output {output} holds a {schema.PLAN} that no study has written")
     try:
         planned = runs.Planned(**row)
         place, name = Path(planned.output).parts
+        known = (
+            planned.script in [*runs.scripts(), *runs.peers()]
+            and name == f"{Path(planned.script).stem}.json"
+            and place != ".."
+            and planned.gpus == 1
+            and (planned.patch is None or planned.patch in patches.variants())
+            and all(isinstance(word, str) and word.isprintable() for word in planned.arguments)
+        )
     except (TypeError, ValueError):
-        raise refusal from None
-    known = (
-        planned.script in [*runs.scripts(), *runs.peers()]
-        and name == f"{Path(planned.script).stem}.json"
-        and place != ".."
-        and planned.gpus == 1
-        and (planned.patch is None or planned.patch in patches.variants())
-        and isinstance(planned.arguments, list)
-    )
-    if not known or not all(isinstance(word, str) and word.isprintable() for word in planned.arguments):
-        raise refusal
+        known = False
+    if not known:
+        raise Skip(f"--output {output} holds a {schema.PLAN} that no study has written")
     return planned

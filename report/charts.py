@@ -68,9 +68,8 @@ def svg(drawn: Figure, as_paths: bool = False) -> str:
     that it looks the same where their font is missing."""
     written, fonts = io.StringIO(), "path" if as_paths else "none"
     with styled(**{"svg.fonttype": fonts}):
-        nothing = dict.fromkeys(
-            ("Date", "Creator", "Format", "Type")
-        )  # so that the same figure is the same text
+        # So that the same figure is the same text.
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         drawn.savefig(written, format="svg", metadata=nothing)
     text = written.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor").replace(PAPER, "var(--paper)")

@@ -7,7 +7,7 @@ from statistics import fmean, median, quantiles
 
 from common.record import CATEGORIES, Environment, Roofs, Row, Run, Workload
 from report.load import DIFFER
-from report.proof import verdict
+from report.proof import limit, verdict
 
 LOSS_WINDOW = 5  # training steps
 GAPS = "gaps"  # of the GPU's timeline
@@ -25,10 +25,9 @@ BUSY = {"cuda": 1.10, "cpu": 1.25}
 # varied by 1.8 times between rows. Only a row whose GPU waits for it, for this share of a step, is marked.
 SLOW_LAUNCH, WAITS = 2.0, 0.05
 DRIFT, FEWEST_STEPS_OF_DRIFT = 0.05, 4
-MOST_OF_FIRST_LOSS, LEARNED = (
-    1.1,
-    0.75,
-)  # times the first loss: none is above, and the mean of the last five is below
+# A row learns where no loss is above the first one times this, and the mean of the last five is below it
+# times that.
+MOST_OF_FIRST_LOSS, LEARNED = (1.1, 0.75)
 ENOUGH_FOR_FP8 = 10  # rehearsed steps
 FEWEST_LOSSES = 8  # from which that mean is judged
 NOT_FUSED = (None, "by hand")  # attention kernels
@@ -62,17 +61,14 @@ class Line:
     over_plain: Ratio | None = None  # over the row where most readers' training stands, see `plain_step`
     gib: float | None = None  # peak of CUDA's allocator; on a CPU of the process
     loss: float | None = None  # mean of the last LOSS_WINDOW training steps, nats
-    drift: float = (
-        0.0  # second half of the timed steps against the first, as a share: of the pass with the largest
-    )
+    # Second half of the timed steps against the first, as a share: of the pass with the largest.
+    drift: float = 0.0
     slowed: float = 1.0  # its reference work over the fastest of the run: of the pass where it took longest
     slow_launch: float = 1.0  # the same of its launches, where the GPU waits for them
-    category_ms: dict[str, float] = field(
-        default_factory=dict
-    )  # of a step, by kind of kernel; on a GPU with GAPS
-    share: tuple[str, float] | None = (
-        None  # what takes the largest share of a GPU's step: its name, and the share
-    )
+    # Of a step, by kind of kernel; on a GPU with GAPS.
+    category_ms: dict[str, float] = field(default_factory=dict)
+    # What takes the largest share of a GPU's step: its name, and the share.
+    share: tuple[str, float] | None = None
     precision: str = ""  # of its matrix products
     of_roof: float | None = None  # model FLOP/s over the burst rate of bare products in that precision
     tokens_per_joule: float | None = None
@@ -170,7 +166,7 @@ def _line(row: Row, run: Run, fastest: dict[str, float], is_peer: bool = False) 
     _fill_times(line)
     _fill_slowness(line, fastest)
     line.loss = fmean(row.loss[-LOSS_WINDOW:]) if row.loss else None
-    line.same_work = verdict(row)
+    line.same_work = verdict(row.proof)
     line.note = "; ".join(filter(None, [row.note, unlearned(row.loss), _other_work(line)]))
     line.gib = row.peak_bytes / GIB if row.peak_bytes else None
     line.error = row.predicted_ms / line.ms - 1 if row.predicted_ms else None
@@ -224,11 +220,10 @@ def _other_work(line: Line) -> str:
     """How a row's work differs from that of the first row, in a clause; empty where it agrees."""
     proof = line.row.proof
     if line.same_work == "differs":
-        return (
-            f"differs in its work: gradient of {proof.weight}, cosine {proof.cosine:.3f} with the first row's"
-        )
+        cosine = f"cosine {proof.cosine:.4f} with that of {proof.against}, and not {limit(proof)} or more"
+        return f"differs in its work: gradient of {proof.weight}, {cosine}"
     if line.same_work == "not proven" and not line.is_peer:  # peers may begin with weights of their own
-        return f"its work is not proven: it has {proof.paired:.0%} of the first row's weights"
+        return f"its work is not proven: it has {proof.paired:.0%} of the weights of {proof.against}"
     return ""
 
 

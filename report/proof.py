@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.record import GRADIENTS, Proof, Row
+from common.record import Proof, Row, gradients_of
 
 LARGEST_FILE = 2**26  # bytes
 PAIRED = 0.9  # of the weights, at least: with fewer nothing is proven
@@ -25,7 +25,7 @@ Samples = dict[str, np.ndarray]  # (2, N) by the name of a weight: numbers of th
 
 def read(record: Path) -> Samples:
     """The samples next to a record; empty where there are none that can be used."""
-    path = record.with_suffix(GRADIENTS)
+    path = gradients_of(record)
     try:
         if not path.is_file() or path.stat().st_size > LARGEST_FILE:
             return {}
@@ -37,34 +37,39 @@ def read(record: Path) -> Samples:
     return samples if all(usable) else {}
 
 
-def verdict(row: Row) -> str:
+def limit(proof: Proof) -> float:
+    """From which cosine on two rows agree."""
+    return AGREES_IN_FP8 if proof.in_fp8 else AGREES
+
+
+def verdict(proof: Proof | None) -> str:
     """agrees, differs, or not proven; empty of a row that was not compared."""
-    if row.proof is None:
+    if proof is None:
         return ""
-    if row.proof.cosine is None:
+    if proof.cosine is None:
         return "not proven"
-    least = AGREES_IN_FP8 if row.settings.fp8_recipe else AGREES
-    return "agrees" if row.proof.cosine >= least else "differs"
+    return "agrees" if proof.cosine >= limit(proof) else "differs"
 
 
 def prove(rows: list[tuple[Row, Samples]]) -> None:
-    """Give every row but the first its proof: rows without samples, and a first one without, get none."""
-    with_samples = [(row, samples) for row, samples in rows if samples and row.status == "ok"]
-    for row, samples in with_samples[1:]:
-        row.proof = compare(with_samples[0][1], samples)
+    """Compare every row that has samples with the first one that has."""
+    sampled = [(row, samples) for row, samples in rows if samples and row.status == "ok"]
+    for row, samples in sampled[1:]:
+        row.proof = compare(*sampled[0], row, samples)
 
 
-def compare(first: Samples, other: Samples) -> Proof:
+def compare(first: Row, ours: Samples, other: Row, theirs: Samples) -> Proof:
     """The least cosine between the gradients of two rows, over the weights that both have."""
     cosines: dict[str, float] = {}
-    for (_, ours), (name, theirs) in zip(first.items(), other.items(), strict=False):
-        if ours.shape == theirs.shape and np.array_equal(ours[0], theirs[0]):
-            cosines[name] = cosine(ours[1], theirs[1])
-    paired = len(cosines) / max(len(first), len(other))
-    if paired < PAIRED:
-        return Proof(paired)
-    least = min(cosines, key=cosines.get)
-    return Proof(paired, round(cosines[least], 6), least)
+    for a, (name, b) in zip(ours.values(), theirs.items(), strict=False):
+        if a.shape == b.shape and np.array_equal(a[0], b[0]):
+            cosines[name] = cosine(a[1], b[1])
+    in_fp8 = bool(first.settings.fp8_recipe or other.settings.fp8_recipe)
+    proof = Proof(first.step, in_fp8, len(cosines) / max(len(ours), len(theirs)))
+    if proof.paired >= PAIRED:
+        proof.weight = min(cosines, key=cosines.get)
+        proof.cosine = round(cosines[proof.weight], 6)
+    return proof
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:

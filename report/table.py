@@ -37,7 +37,9 @@ def _column_over(line: Line | None) -> str:
 
 def front_rows(figures: Figures, additions: list[str]) -> list[dict[str, str]]:
     """README's table: the ladder in seven columns. `additions` are words for what each step adds; a later
-    step has none."""
+    step has none. Raises ValueError for more words than steps."""
+    if len(additions) > len(figures.steps):
+        raise ValueError(f"{len(additions)} words for {len(figures.steps)} steps")
     rows, before, words = [], None, dict(enumerate(additions))
     for k, line in enumerate(figures.steps):
         rows.append(
@@ -82,7 +84,7 @@ def card_row(figures: Figures) -> dict[str, str]:
 def fits_cards(figures: Figures) -> bool:
     """Whether a run may be a row of docs/cards.md: the whole ladder on one GPU, with at least two times."""
     work, machine = figures.run.workload, figures.environment
-    chosen = "--only" in figures.run.command.split()
+    chosen = any(word.partition("=")[0] == "--only" for word in figures.run.command.split())
     ended = all(line.row.status not in ("not run", "interrupted") for line in figures.steps)
     on_one_gpu = machine.device_type == "cuda" and work is not None and work.gpus == 1
     return on_one_gpu and ended and not chosen and len(figures.timed_steps) > 1
@@ -127,9 +129,9 @@ def proof_rows(figures: Figures) -> list[dict[str, str]]:
     rows = []
     for line in figures.timed:
         if proof := line.row.proof:
-            cosine = number(proof.cosine, ".4f")
-            row = {"step": line.name, "least cosine": cosine, "of the gradient of": proof.weight or "-"}
-            rows.append(row | {"weights compared": f"{proof.paired:.0%}", "work": line.same_work})
+            row = {"step": line.name, "compared with": proof.against, "weights": f"{proof.paired:.0%}"}
+            row |= {"least cosine": number(proof.cosine, ".5f"), "of the gradient of": proof.weight or "-"}
+            rows.append(row | {"work": line.same_work})
     return rows
 
 

@@ -34,10 +34,8 @@ NEAR = {"precision": "error", "techniques": "peak", "learning": "first loss"}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ALL if name != "kernel"])  # which needs a GPU
 def test_an_experiment_predicts_and_measures_on_a_cpu(name, monkeypatch):
-    compiler, plain = (
-        torch.compile,
-        {"backend": "aot_eager"},
-    )  # it generates no code, which takes most of the time
+    # It generates no code, which takes most of the time.
+    compiler, plain = (torch.compile, {"backend": "aot_eager"})
     if name in ("fusion", "compiler", "techniques"):
         monkeypatch.setattr(torch, "compile", lambda f, mode=None, **how: compiler(f, **(plain | how)))
     lab = Lab(name, argparse.Namespace(device="cpu", iters=2, quick=True, json=None))

@@ -31,7 +31,7 @@ def parse(*words):
         ("--device mps", "invalid choice"),
         ("--parallel ddp", "--parallel is for several processes"),
         ("--n-layer 100000", "needs 369 GiB in training (20 bytes a parameter), but cpu has"),
-        ("--seq-len 100000000", "tokens, but --seq-len 100000000 needs 200000002"),
+        ("--seq-len 100000000", "GiB in training"),
         ("--vocab-size 100", "--vocab-size must be at least"),
         ("--data /nonexistent", "cannot read /nonexistent: No such file or directory"),
         ("--output /dev/null", "exists and is no record: it stays as it is"),
@@ -150,24 +150,27 @@ def test_steps_by_default_take_a_fixed_amount_of_work_between_two_bounds():
 
 
 @pytest.mark.parametrize(
-    ("parallel", "processes", "cold", "device", "gib"),
-    [
-        (None, 1, False, "cpu", 20),
-        (None, 1, True, "cpu", 16),
-        (None, 1, False, "cuda", 16),
-        ("ddp", 4, False, "cuda", 16),
-        ("fsdp", 4, False, "cuda", 4),
-    ],
+    ("device", "shares", "cold", "gib"),
+    [("cpu", 1, False, 20), ("cpu", 1, True, 16), ("cuda", 1, False, 16), ("cuda", 4, False, 4)],
 )
-def test_a_model_must_fit_the_free_memory(parallel, processes, cold, device, gib, monkeypatch):
+def test_a_model_must_fit_the_free_memory(device, shares, cold, gib, monkeypatch):
     monkeypatch.setattr(flops, "parameters", lambda config: 2**30)
-    args = conftest.arguments(STEPS[0], device=device)
-    args.parallel, args.processes, args.cold = parallel, processes, cold
+    asked = PRESETS["tiny"][0], torch.device(device), shares, cold
     monkeypatch.setattr(hardware, "free_memory_bytes", lambda _: gib * 2**30)
-    arguments.check_memory(args)
+    arguments.check_memory(*asked)
     monkeypatch.setattr(hardware, "free_memory_bytes", lambda _: gib * 2**30 - 1)
     with pytest.raises(ValueError, match=f"needs {gib} GiB in training"):
-        arguments.check_memory(args)
+        arguments.check_memory(*asked)
+
+
+@pytest.mark.parametrize(("how", "shares"), [("ddp", 1), ("fsdp", 4)])
+def test_only_fsdp_shares_the_memory_of_a_model(how, shares, monkeypatch):
+    for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    checked = []
+    monkeypatch.setattr(arguments, "check_memory", lambda *asked: checked.append(asked[2:]))
+    parse("--parallel", how, "--n-layer", 1, "--seq-len", 32)
+    assert checked == [(shares, False)]
 
 
 def test_a_gpu_is_described(monkeypatch):

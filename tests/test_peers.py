@@ -34,7 +34,9 @@ def expected():
 
 
 def test_step_4_does_the_work_of_the_others(pretended, expected):
+    stand_ins.ENTERED.clear()
     parts, found = losses(load_step(STEPS[4]))
+    assert len(stand_ins.ENTERED) == 5, "FP8 is on in every step"
     assert found == pytest.approx(expected, rel=1e-4) and len(parts) == 4
     assert not parts[0](*arguments(STEPS[4]).batches()[0]).requires_grad
 

@@ -10,10 +10,11 @@ import stand_ins
 import torch
 from conftest import FAST, ROOT, STEPS, arguments, built, load_script, load_step, run_python
 
+from common import benchmark
 from common import proof as sampling
-from common.record import Proof
+from common.record import Row
 from ladder import patches
-from report import documents, proof, table
+from report import ablations, documents, proof, table
 from report.figures import derive
 from report.load import load
 from report.page import render
@@ -31,17 +32,22 @@ def first():
     return sampled(load_step(STEPS[0]))
 
 
+def compared(first, other, ours=None, theirs=None):
+    a, b = (runs.row("x", settings=runs.Settings(fp8_recipe=recipe)) for recipe in (ours, theirs))
+    return proof.compare(a, first, b, other)
+
+
 @pytest.mark.parametrize("step", STEPS[1:4])
 def test_every_weight_of_a_step_has_the_gradient_of_step_0(step, first, traced_only):
-    found = proof.compare(first, sampled(load_step(step)))
+    found = compared(first, sampled(load_step(step)))
     assert found.paired == 1.0 and found.cosine > 0.9999 and found.weight in first
 
 
 @pytest.mark.parametrize("fault", ["dead-mlp", "dead-mlp-all", "attention-without-its-mask"])
 def test_a_fault_is_seen_in_the_gradients(fault, first, tmp_path):
     script = patches.write_script(fault, f"{STEPS[2]}.py", tmp_path)
-    row = runs.row(STEPS[2], proof=proof.compare(first, sampled(load_script(script))))
-    assert row.proof.paired == 1.0 and row.proof.cosine < 0.99 and proof.verdict(row) == "differs"
+    found = compared(first, sampled(load_script(script)))
+    assert found.paired == 1.0 and found.cosine < 0.99 and proof.verdict(found) == "differs"
 
 
 def test_weights_are_paired_by_their_values(first, monkeypatch):
@@ -49,16 +55,20 @@ def test_weights_are_paired_by_their_values(first, monkeypatch):
     stand_ins.install(monkeypatch)
     for name in ("3_compile", "4_transformer_engine"):
         monkeypatch.setitem(sys.modules, name, load_step(name))
-    other_names = proof.compare(first, sampled(load_step(STEPS[4])))
+    other_names = compared(first, sampled(load_step(STEPS[4])))
     assert other_names.paired == 1.0 and other_names.cosine > 0.9999
-    own_weights = proof.compare(first, sampled(load_script(ROOT / "peers" / "nanogpt.py")))
+    own_weights = compared(first, sampled(load_script(ROOT / "peers" / "nanogpt.py")))
     assert own_weights.paired < 0.9 and own_weights.cosine is None
+    assert proof.verdict(own_weights) == "not proven"
 
 
 def test_a_sample_leaves_the_step_as_it_is_and_its_places_are_of_the_size_alone():
-    run = built(STEPS[2])
-    sampling.sample(run.train_step, run.optimizer, run.model, run.batches[0])
-    assert not run.optimizer._optimizer_step_pre_hooks
+    plain, other = built(STEPS[2]), built(STEPS[2])
+    plain.train_step(*plain.batches[0])
+    samples = sampling.sample(other.train_step, other.optimizer, other.model, other.batches[0])
+    pairs = zip(plain.model.parameters(), other.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs) and not other.optimizer._optimizer_step_pre_hooks
+    assert (samples["wte.weight"][0] != 0).all(), "of the weight, before its update"
     assert (sampling.places_of(1000) == sampling.places_of(1000)).all() and sampling.places_of(7).max() == 6
 
 
@@ -74,31 +84,74 @@ def test_cosines():
 
 
 @pytest.mark.parametrize(
-    ("cosine", "recipe", "said"),
+    ("cosine", "ours", "theirs", "said"),
     [
-        (0.9995, None, "agrees"),
-        (0.998, None, "differs"),
-        (0.97, "x", "agrees"),
-        (0.9, "x", "differs"),
-        (None, None, "not proven"),
+        (0.9995, None, None, "agrees"),
+        (0.998, None, None, "differs"),
+        (0.97, None, "x", "agrees"),
+        (0.97, "x", None, "agrees"),
+        (0.9, "x", "x", "differs"),
     ],
 )
-def test_a_verdict_knows_what_fp8_rounds(cosine, recipe, said):
-    row = runs.row(
-        "x", settings=runs.Settings(fp8_recipe=recipe), proof=Proof(1.0 if cosine else 0.5, cosine, "w")
-    )
-    assert proof.verdict(row) == said
-    assert proof.verdict(runs.row("x")) == ""
+def test_a_verdict_knows_what_fp8_rounds(cosine, ours, theirs, said):
+    weight, gradient = np.ones(2, np.float32), np.array([1.0, 0.0], np.float32)
+    turned = np.array([cosine, (1 - cosine**2) ** 0.5], np.float32)
+    first, other = {"w": np.stack([weight, gradient])}, {"w": np.stack([weight, turned])}
+    found = compared(first, other, ours, theirs)
+    assert found.cosine == pytest.approx(cosine, abs=1e-4) and proof.verdict(found) == said
+    assert proof.verdict(None) == ""
+
+
+def put_samples(folder, step, gradient, output=None, **fields):
+    """A row of a run folder, and samples of one weight and this gradient of it."""
+    runs.put(folder, runs.row(step, **fields), output)
+    weight = np.ones(512, np.float32)
+    sampling.write({"mlp.weight": np.stack([weight, gradient])}, folder / (output or f"{step}.json"))
+
+
+GRADIENT = np.random.default_rng(0).normal(size=512).astype(np.float32)
+TURNED = np.where(np.arange(512) < 100, -GRADIENT, GRADIENT)
+
+
+def test_variants_are_compared_with_the_script_that_they_change(tmp_path):
+    outputs = [
+        ("2_sdpa", "2_sdpa/2_sdpa.json"),
+        ("2_sdpa", "right/2_sdpa.json"),
+        ("2_sdpa", "wrong/2_sdpa.json"),
+    ]
+    folder = runs.plan(tmp_path, *outputs, kind="ablations")
+    for (step, output), gradient in zip(outputs, (GRADIENT, GRADIENT, TURNED), strict=True):
+        put_samples(folder, step, gradient, output)
+    right, wrong = ablations.variant_rows(load(folder))
+    assert (right["work"], wrong["work"]) == ("agrees", "differs")
+
+
+def test_where_the_first_row_has_no_time_the_next_one_is_compared_with_and_named(tmp_path):
+    folder = runs.plan(tmp_path, *runs.STEPS[:3])
+    runs.put(folder, runs.row(runs.STEPS[0], status="oom"))
+    for step in runs.STEPS[1:3]:
+        put_samples(folder, step, GRADIENT)
+    (cells,) = table.proof_rows(derive(load(folder)))
+    assert (cells["step"], cells["compared with"], cells["work"]) == ("2_sdpa", "1_cublas", "agrees")
+
+
+def test_an_observation_that_breaks_is_a_note_and_the_row_stands(monkeypatch):
+    for name in ("profile.profile_steps", "proof.sample", "profile.observe"):
+        monkeypatch.setattr(f"common.{name}", breaks)
+    row = Row(STEPS[2])
+    samples = benchmark.run(load_step(STEPS[2]).main, arguments(STEPS[2], steps=1, profile=True), row)
+    assert row.status == "ok" and samples == {}
+    assert row.note == "not profiled: odd; gradients not sampled: odd; not observed: odd"
+
+
+def breaks(*_):
+    raise RuntimeError("odd")
 
 
 def test_rows_of_a_run_are_compared_with_the_first_and_one_that_differs_is_named(tmp_path):
-    rng = np.random.default_rng(0)
-    weight, gradient = rng.normal(size=(2, 512)).astype(np.float32)
-    turned = np.where(np.arange(512) < 100, -gradient, gradient)
     folder = runs.plan(tmp_path, *runs.STEPS[:4])
-    for step, its in zip(runs.STEPS, (gradient, gradient, turned), strict=False):
-        runs.put(folder, runs.row(step))
-        sampling.write({"mlp.weight": np.stack([weight, its])}, folder / f"{step}.json")
+    for step, gradient in zip(runs.STEPS, (GRADIENT, GRADIENT, TURNED), strict=False):
+        put_samples(folder, step, gradient)
     runs.put(folder, runs.row(runs.STEPS[3]))
     (folder / f"{runs.STEPS[3]}.gradients.npz").write_bytes(b"PK damaged")
     figures = derive(load(folder))

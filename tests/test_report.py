@@ -433,6 +433,12 @@ def test_a_picture_of_any_rows_is_drawn():
         assert ("skipped" in [text.get_text() for text in texts]) == (skipped in rows)
 
 
+@pytest.mark.parametrize("words", ["", "--only 3,4", "--only=3,4"])
+def test_a_part_of_the_ladder_is_no_row_of_the_cards(words):
+    run = replace(runs.ladder(200, 100), command=f"./run_all.sh {words}")
+    assert table.fits_cards(derive(run)) is not bool(words)
+
+
 def test_the_front_table_and_a_card_are_of_the_record(recorded):
     words = ["a", "b", "c", "d", "e"]
     rows = table.front_rows(recorded, words)
