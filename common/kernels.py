@@ -2,8 +2,8 @@
 
 The names are those of PyTorch, Triton, cuBLAS, cuDNN, FlashAttention, Transformer Engine and NCCL, as
 torch.profiler shows them. Matrix products include those of attention that is written out by hand.
-Normalization and pointwise includes what a compiler fused of these, with the casts that it fused in. Copies
-and casts include quantization to FP8.
+The category "normalization and pointwise" includes kernels into which a compiler fused such operations, and
+casts with them. Copies and casts include quantization to FP8.
 """
 
 import re
@@ -96,7 +96,7 @@ RULES = (  # the first that matches wins
 )
 NOTHING = Rule("", "other")
 FORMATS = {"bf16": "BF16", "fp16|_h": "FP16", "tf32": "TF32", "sgemm|ffma": "FP32"}  # in names of matmuls
-NVJET = {"t": "BF16", "q": "FP8", "r": "FP8"}  # how cuBLAS's names begin, by the precision of recorded rows
+NVJET = {"t": "BF16", "q": "FP8", "r": "FP8"}  # the letter after nvjet_smNN_, as seen in recorded rows
 
 
 def _rule(name: str) -> Rule:

@@ -1,10 +1,10 @@
-"""What a row leaves for the proof that all rows do the same work: samples of its weights and of one step's
-gradients.
+"""What a row leaves for the proof that all rows do the same work: samples of its weights and its gradients.
 
-Losses hardly notice a fault: a block without its MLP changes them by less than a per cent. Its gradients do.
-So every row is brought back to its initial weights, and one launched step on the first batch leaves some
-hundred numbers of every matrix and of its gradient. report/proof.py compares them with those of the first
-row. Vectors are left out: the bias of keys, for example, has no gradient but rounding.
+Losses hardly show a fault: a block without its MLP changes them by less than one per cent. Gradients show it.
+So every row goes back to its initial weights, and one training step on the first batch, launched and not a
+replay, leaves 512 numbers of every matrix and of its gradient. report/proof.py compares them with those of
+the first row. Vectors are left out. The bias of the keys, for example, adds the same to all scores of a
+query, which softmax cancels: its true gradient is zero, and what is computed is rounding.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def sample(
 
 
 def places_of(numbers: int) -> np.ndarray:
-    """Which numbers of a matrix are sampled: always the same of matrices of one size."""
+    """The places in a matrix that are sampled. They depend on its size alone."""
     return np.random.default_rng(numbers).integers(numbers, size=NUMBERS)
 
 

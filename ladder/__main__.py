@@ -33,7 +33,7 @@ class Request(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """How many processes share a row of a ladder. In a scaling each row has its own number."""
+        """How many processes run a row of a ladder. With --scaling each row has a number of its own."""
         if self.kind != "ladder":
             return 1
         return self.options.gpus or 1
@@ -55,13 +55,17 @@ def build_parser() -> OneLineParser:
     add("--repeat", type=positive_int, default=1, metavar="N", help="passes over all rows")
     text = "N processes a row, each with its own GPU (on a CPU: its share of the cores) and its own batch"
     add("--gpus", type=positive_int, metavar="N", help=text)
-    add("--parallel", choices=runs.PARALLEL, help="how to share the model (--scaling: both, else ddp)")
+    add(
+        "--parallel",
+        choices=runs.PARALLEL,
+        help="ddp copies the model, fsdp divides it (default: ddp; --scaling: both)",
+    )
     text = "each row on 1, 2, 4, ... GPUs, up to --gpus or all (on a CPU: 1 and 2 processes)"
     add("--scaling", action="store_true", help=text)
     add("--sweep", action="store_true", help="each row at several widths and lengths")
     add("--peers", action="store_true", help="also run peers/*.py, on the same workload")
     add("--no-roofs", action="store_true", help="do not measure copies and matrix products")
-    text = "finish an interrupted run, with its own options: run its rows that are not ok"
+    text = "finish an interrupted run with the options that it was started with"
     add("--resume", type=Path, metavar="DIR", help=text)
     add("--step-timeout", type=positive_int, metavar="S", help="seconds for a row (default: 1800)")
     return parser
@@ -94,7 +98,7 @@ def check(request: Request, resumes: bool) -> None:
     numbers = [name.partition("_")[0] for name in runs.scripts()]
     chosen = options.only.split(",") if options.only is not None else numbers
     names = {word.partition("=")[0] for word in request.arguments}
-    # The words of a resumed sweep hold the batch size that its first start chose.
+    # The words of a resumed sweep hold the batch size that was chosen when it started.
     shape = [name for name in names if name.startswith(("--n-", "--seq-", "--batch-")) and not resumes]
     for is_wrong, why in (
         (options.scaling and options.sweep, "--scaling and --sweep exclude each other"),
@@ -189,7 +193,7 @@ def resume(request: Request) -> int:
         raise Skip(
             f"--resume {folder}: its work has changed: the scripts, the text or this machine's defaults"
         )
-    job.plan["argv"] = argv  # a limit of this time alone does not stay
+    job.plan["argv"] = argv  # a --step-timeout of this call alone is not kept
     for name in ("command", "started_at"):
         job.plan[name] = str(before.get(name) or job.plan[name])
     folder = folder.resolve()

@@ -64,7 +64,9 @@ class Running:
         ended = self.too_large(row) or self.run_script(row, path, f"{place}: {name}")
         recorded = self.recorded(row)
         in_a_process = recorded.get("status") == "failed" and ended and ended[0] == "oom"
-        if not recorded or in_a_process:  # one of several ran out of memory, and the others lost it
+        if (
+            not recorded or in_a_process
+        ):  # of several processes one ran out of memory, and the others lost contact
             failed = schema.Row(Path(row.script).stem, *(ended or ("failed", "left no record")))
             schema.write_json(path, schema.Run(self.plan["command"], None, None, None, [failed]))
             recorded = vars(failed)

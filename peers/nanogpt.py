@@ -1,7 +1,8 @@
 """Peer of 3_compile.py: nanoGPT's model, compiled whole, as its train.py does, and launched.
 
 BF16 autocast and fused AdamW are those of 3_compile.py. The residual stream stays FP32, as autocast leaves
-it. The weights begin with nanoGPT's own numbers, from the ladder's seed. Source: model.py and train.py of
+it. nanoGPT draws
+weights of its own, from the ladder's seed. Source: model.py and train.py of
 karpathy/nanoGPT.
 
 Run:      PYTHONPATH=nanoGPT python peers/nanogpt.py    Needs: a clone of karpathy/nanoGPT in this folder
@@ -23,7 +24,8 @@ compiled_step = importlib.import_module("3_compile")
 
 
 class NanoGPT(torch.nn.Module):
-    """Takes the place of common.model.GPT in 3_compile.py, which compiles `blocks` one by one, and `head`."""
+    """Takes the place of common.model.GPT in 3_compile.py. That script compiles each of `blocks` and then
+    `head`: here there are no blocks, and the head is the whole model."""
 
     blocks = ()
 

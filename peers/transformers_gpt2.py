@@ -24,7 +24,8 @@ compiled_step = importlib.import_module("3_compile")
 
 
 class HuggingFaceGPT2(torch.nn.Module):
-    """Takes the place of common.model.GPT in 3_compile.py, which compiles `blocks` one by one, and `head`."""
+    """Takes the place of common.model.GPT in 3_compile.py. That script compiles each of `blocks` and then
+    `head`: here there are no blocks, and the head is the whole model."""
 
     blocks = ()
 

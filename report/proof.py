@@ -1,8 +1,8 @@
 """Whether all rows do the same work: the gradients of each are compared with those of the first row.
 
-A record lies next to samples of its row's weights and gradients (common/proof.py). Two weights are the same
-where their samples are equal before the step: those are paired, in the order in which their models list them.
-The cosine of their gradients is 1 where they point the same way.
+A record lies next to samples of its row's weights and gradients (common/proof.py). The k-th matrix of one
+model is compared with the k-th of the other, where the samples of both weights are equal before the step. The
+cosine of their gradients is 1 where they point the same way.
 """
 
 from pathlib import Path
@@ -15,9 +15,9 @@ LARGEST_FILE = 2**26  # bytes
 PAIRED = 0.9  # of the weights, at least: with fewer nothing is proven
 # The least cosine of a row that does the same work. On an H200, at six shapes, TF32 and BF16 had 0.9997 or
 # more, FP8 had 0.972 or more, and Transformer Engine's whole layer 0.960. A dead MLP had 0.00, no mask 0.32
-# to 0.66, no mask in one block 0.966 to 0.993, FP8 with unknown scales 0.44 or less. A wrong scale of
-# attention in one block had 0.934 to 0.9998: at the first step attention is nearly even, so it is not always
-# seen.
+# to 0.66, no mask in one block 0.966 to 0.993, FP8 with all scales at 1, where they begin, had 0.57 or less.
+# A wrong scale of attention in one block had 0.934 to 0.9998: at the first step attention is nearly even, so
+# it is not always seen.
 AGREES, AGREES_IN_FP8 = 0.999, 0.95
 
 Samples = dict[str, np.ndarray]  # (2, N) by the name of a weight: numbers of the weight, and of its gradient
@@ -38,12 +38,12 @@ def read(record: Path) -> Samples:
 
 
 def limit(proof: Proof) -> float:
-    """From which cosine on two rows agree."""
+    """The least cosine of two rows that agree."""
     return AGREES_IN_FP8 if proof.in_fp8 else AGREES
 
 
 def verdict(proof: Proof | None) -> str:
-    """agrees, differs, or not proven; empty of a row that was not compared."""
+    """agrees, differs or not proven; an empty text for a row that was not compared."""
     if proof is None:
         return ""
     if proof.cosine is None:
@@ -73,7 +73,7 @@ def compare(first: Row, ours: Samples, other: Row, theirs: Samples) -> Proof:
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """Of two vectors; 0 where one of them is zero or not finite, and 1 where both are zero."""
+    """The cosine of two vectors: 1 where both are zero, and 0 where one is zero or not finite."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     if not a.any() and not b.any():
         return 1.0

@@ -77,6 +77,7 @@ def test_batches_depend_on_the_seed_and_never_on_the_held_out_part():
     few, many = (data.draw_starts(text, n, 4, 128, 7) for n in (3, 9000))
     assert (few == many[:3]).all() and (data.draw_starts(text, 3, 4, 128, 8) != few).any()
     assert many.max() + 129 == data.trained_tokens(text, 128) == 3800 == data.heldout_starts(text, 128).min()
+    assert data.heldout_starts(text, 128).shape == (16, 1)
     tokens, targets = data.stage_batches(text, few, 128, torch.device("cpu"))[0]
     assert torch.equal(tokens[:, 1:], targets[:, :-1]) and tokens.shape == (4, 128)
 

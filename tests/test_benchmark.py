@@ -156,6 +156,12 @@ def test_what_ran_is_observed(traced_only):
         }
 
 
+def test_the_precision_is_that_of_products_alone():
+    linear, half = torch.nn.Linear(8, 8), torch.ones(8, dtype=torch.bfloat16)
+    found = profile.observe(lambda: linear(torch.ones(2, 8)) + (half * half), linear, torch.device("cpu"))
+    assert (found.amp_dtype, found.attention_kernel, found.optimizer) == ("float32", None, None)
+
+
 def test_held_out_losses_are_of_the_training_and_its_steps_are_not_trained_twice():
     args, row = arguments(STEPS[2], steps=40, heldout_every=15), Row(STEPS[2])
     benchmark.run(load_step(STEPS[2]).main, args, row)

@@ -255,6 +255,12 @@ def test_runs_are_lists():
     assert [row.output for row in runs.repeated(rows, 2)][3:] == [f"pass-2/{row.output}" for row in rows]
     swept = runs.sweep(rows, "cuda")
     assert len(swept) == 3 * 9 and swept[-1].arguments[-1] == "1"
+    shapes = [row.output.partition("/")[0] for row in swept[::3]]
+    assert shapes == [f"{C}-channels-2048-tokens" for C in (320, 768, 2048, 4096, 8192)] + [
+        f"1024-channels-{T}-tokens" for T in (1024, 4096, 16384, 32768)
+    ]
+    assert [row.arguments[-1] for row in swept[::3]] == ["8"] * 5 + ["32", "8", "2", "1"]
+    assert {row.arguments[7] for row in runs.sweep(rows, "cpu")} == {"2", "4", "8"}, "heads of 32 channels"
     words = "--n-layer 2 --n-embd 320 --n-head 5 --seq-len 2048 --batch-size 8"
     assert swept[0].arguments == ["--preset", "gpt2", *words.split()]
 
