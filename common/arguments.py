@@ -15,11 +15,11 @@ from common.model import PRESETS, GPTConfig
 from common.record import Workload, read_object
 from common.text import OneLineParser, Skip, positive_int
 
-# Steps that are launched kernel by kernel before one may be captured as a CUDA graph. In its first 10 steps DDP
-# divides gradients into buckets anew and times itself, which no CUDA graph can hold.
+# Steps that are launched kernel by kernel before one may be captured as a CUDA graph. In its first 10 steps
+# DDP divides gradients into buckets anew and times itself, which no CUDA graph can hold.
 WARMUP, DDP_WARMUP = 3, 11
-# What `auto` takes on a GPU: the first row whose GiB are free. They are what FP32 with attention by hand needs,
-# and a tenth more.
+# What `auto` takes on a GPU: the first row whose GiB are free. They are what FP32 with attention by hand
+# needs, and a tenth more.
 AUTO = (  # GiB, preset, batch size
     (83, "gpt3-6.7b-slice", 8),
     (66, "gpt2", 32),
