@@ -4,6 +4,7 @@ means."""
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import conftest
@@ -186,7 +187,9 @@ def test_a_gpu_is_described(monkeypatch):
     assert found.compute_capability == (9, 0) and re.fullmatch("[0-9a-f]{8}", found.gpu_uuid)
     assert hardware.clock_and_power(gpu) == (1500.0, 700.0) and hardware.free_memory_bytes(gpu) == 5
     assert hardware.has_bf16_matrix_instructions(gpu) and set(found.versions) >= {"python", "torch", "cudnn"}
+    monkeypatch.setattr(hardware, "ROOT", Path("/proc"))
     here = hardware.describe(torch.device("cpu"))
+    assert here.commit is None, "no checkout"
     assert here.gpu_uuid is None and "transformers" in here.versions and here.cpu_threads >= 1
 
 

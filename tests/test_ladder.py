@@ -240,6 +240,14 @@ def test_a_finished_sweep_can_be_resumed(project):
     assert ran.returncode == 0, ran.stderr
 
 
+def test_the_steps_are_the_files_whose_names_begin_with_a_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+    for name in ("10_late.py", "2_b.py", "2_a.py", "notes.py", "3-x.py", "4_y.txt"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "5_folder.py").mkdir()
+    assert runs.scripts() == ["2_a.py", "2_b.py", "10_late.py"] and runs.scripts("10,4") == ["10_late.py"]
+
+
 def test_runs_are_lists():
     a, b = "0_baseline", "3_compile"
     rows = runs.ladder(["--preset", "gpt2"], [f"{a}.py", f"{b}.py", "4_transformer_engine.py"])

@@ -110,7 +110,13 @@ def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
         monkeypatch.setitem(getattr(roofs, name), "cpu", few)
     monkeypatch.setattr(roofs, "LENGTHS", (64,))
     monkeypatch.setattr(roofs, "steady_seconds", lambda work, *_: (work(), 2**-10)[1])
+    monkeypatch.setattr(roofs, "mean_seconds", lambda work, n, device: 2**-11)
     found = roofs.measure(args := arguments("0_baseline"), grid=True)
+    for rate in found.products:
+        work = 2 * rate.m * rate.n * rate.k
+        assert rate.burst_flops_per_s == 2**11 * work and rate.flops_per_s in (None, 2**10 * work)
+    measured = {(rate.m, rate.n, rate.k) for rate in found.products if rate.precision == "fp32"}
+    assert measured >= {*roofs.batched_products(args.config, args.batch_size), (16, 64, 16)}
     assert found.rate("fp32", burst=True) >= found.rate("fp32") == pytest.approx(2**10 * 6 * 32768 * 64 / 27)
     assert "fp8 not" in "".join(found.notes) and (found.copy_bytes_per_s, found.attention[0][2]) == (
         2**33,
@@ -123,6 +129,18 @@ def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
     read, _ = predict.read_roofs(str(tmp_path / "roofs.json"))
     for step in ("0_baseline", "2_sdpa"):
         assert 0 < predict.predict(step, args.config, args.batch_size, read).ms < 1e4
+
+
+def test_roofs_are_printed_and_written(monkeypatch, tmp_path, capsys):
+    rates = [ProductRate("fp32", 10, 10, 10, 1, 3e12, 2e12)]
+    asked = []
+    monkeypatch.setattr(
+        roofs, "measure", lambda *words: asked.append(words) or Roofs(1e12, rates, notes=["odd"])
+    )
+    roofs.record(args := arguments("0_baseline"), True, tmp_path / "r.json")
+    said = capsys.readouterr().out
+    assert "FP32 2 TFLOP/s back to back, 3 in bursts\ncopy 1,000 GB/s\nodd\n" in said
+    assert asked == [(args, True)] and predict.read_roofs(str(tmp_path / "r.json"))[0].notes == ["odd"]
 
 
 @pytest.mark.slow

@@ -271,6 +271,15 @@ def test_a_card_shows_the_code_beside_what_changed_on_the_gpu():
     assert only.outcome == "100.0 ms per step"
 
 
+def test_a_kind_of_kernel_that_is_new_or_gone_is_shown():
+    rows = story._category_changes({"a": 5.0, "gone": 2.0, "none": 0.0}, {"a": 4.0, "new": 3.0})
+    assert [[*row.values()] for row in rows] == [
+        ["new", "0.0", "3.0", "+3.0"],
+        ["gone", "2.0", "0.0", "-2.0"],
+        ["a", "5.0", "4.0", "-1.0"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -342,7 +351,9 @@ def recorded():
 
 def drawn(made, narrow):
     """The texts of a picture, and of each bar its height and its parts: (name, width)."""
-    axes = picture.picture(made, narrow).axes[0]
+    figure = picture.picture(made, narrow)
+    (axes,) = figure.axes
+    assert [*figure.get_size_inches()] == pytest.approx([axes.get_xlim()[1] / 100, axes.get_ylim()[0] / 100])
     parts = [part for part in axes.patches if part.get_gid() in (*CATEGORIES, "gaps", "step")]
     bars = {}
     for part in parts:
