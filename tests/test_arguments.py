@@ -66,6 +66,8 @@ def test_a_file_is_bytes_or_tokens_of_nanogpt_and_llmc(tmp_path, refused):
         assert text.tokens.tolist() == tokens.tolist()
     (tmp_path / "odd.bin").write_bytes(b"abc" * 43)
     assert "odd.bin has 64 tokens" in refused(parse, "--data", tmp_path / "odd.bin", "--seq-len", 32)
+    (tmp_path / "enough.bin").write_bytes(b"ab" * 66)
+    assert len(data.load_text(tmp_path / "enough.bin", 32, 2**16).tokens) == 66, "two sequences with targets"
     (tmp_path / "empty.txt").write_bytes(b"")
     assert "empty.txt has 0 tokens" in refused(parse, "--data", tmp_path / "empty.txt")
     wide = tmp_path / "wide.bin"

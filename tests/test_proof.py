@@ -168,6 +168,7 @@ def test_rows_of_a_run_are_compared_with_the_first_and_one_that_differs_is_named
     assert "The same work" in documents.as_markdown(figures)
 
 
+@pytest.mark.slow
 def test_a_script_leaves_samples_next_to_its_record(tmp_path):
     record = tmp_path / "r.json"
     assert run_python(f"{STEPS[1]}.py", *FAST, "--output", record).returncode == 0
