@@ -46,17 +46,14 @@ def mutations(path: Path) -> list[tuple[Path, str, bytes]]:
 
 if __name__ == "__main__":
     seed, count = [*map(int, sys.argv[1:]), *(1, 80)[len(sys.argv) - 1 :]]
-    rooms = ("[0-4]_*.py", "common/*.py", "ladder/*.py", "report/*.py")
-    files = sorted(file for room in rooms for file in ROOT.glob(room))
-    every = [mutation for file in files for mutation in mutations(file)]
+    rooms = map(ROOT.glob, ("[0-4]_*.py", "common/*.py", "ladder/*.py", "report/*.py"))
+    every = [mutation for room in rooms for file in sorted(room) for mutation in mutations(file)]
     for path, what, content in random.Random(seed).sample(every, count):
         with tempfile.TemporaryDirectory() as folder:
-            leave_out = shutil.ignore_patterns(".git", ".venv", ".te", ".dev")
-            shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=leave_out)
+            shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git", ".venv"))
             (Path(folder) / path.relative_to(ROOT)).write_bytes(content)
-            tests = sorted(
-                Path(folder).glob("tests/test_*.py"), key=lambda test: -test.read_text().count(path.stem)
-            )
+            tests = Path(folder).glob("tests/test_*.py")  # first those that name the module most often
+            tests = sorted(tests, key=lambda test: -test.read_text().count(path.stem))
             command = [sys.executable, "-m", "pytest", "-qx", "-n", "2", "-m", "not slow", *tests]
             fails = subprocess.run(command, cwd=folder, capture_output=True).returncode
         print("killed" if fails else "SURVIVED", path.relative_to(ROOT), what, flush=True)
