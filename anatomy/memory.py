@@ -68,9 +68,10 @@ def inside_the_multiprocessors(lab):
 
 
 def run(lab, smallest=None, largest=None):
-    least, most = (smallest or lab.pick(64, 64, 1024)) * 2**10, (largest or lab.pick(256, 256, 4096)) * 2**20
+    kib, mib = smallest or lab.pick(64, 64, 1024), largest or lab.pick(256, 256, 4096)
+    least, most = kib * 2**10, mib * 2**20
     if least > most:
-        raise ValueError(f"--smallest {least >> 10} (KiB) is above --largest {most >> 20} (MiB)")
+        raise ValueError(f"--smallest {kib} (KiB) is above --largest {mib} (MiB)")
     levels, threads = caches(lab.device), torch.get_num_threads()
     buffers = torch.ones(2, most // 8, device=lab.device)
 

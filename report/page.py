@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from common.kernels import in_words
 from common.record import Kernel
-from report import charts, sentences, story, table
+from report import charts, proof, sentences, story, table
 from report.cells import milliseconds, time_or_status
 from report.figures import Figures, Line, loss_rule
 from report.picture import picture
@@ -58,6 +58,7 @@ def render(figures: Figures) -> str:
         categories=table.category_rows(figures),
         limits=table.limit_rows(figures),
         proofs=table.proof_rows(figures),
+        limits_of_proof=proof,
         cards=[(card, time_bars(card.pair)) for card in story.cards(figures)],
         block_legend=legend({launch.category for line in blocks for launch in _launches(line)}),
         blocks=[block_bar(line) for line in blocks],

@@ -135,6 +135,12 @@ def test_where_the_first_row_has_no_time_the_next_one_is_compared_with_and_named
     assert (cells["step"], cells["compared with"], cells["work"]) == ("2_sdpa", "1_cublas", "agrees")
 
 
+def test_the_page_of_the_method_names_the_limits():
+    method = (ROOT / "docs" / "method.md").read_text()
+    assert f"**agrees** from {proof.AGREES} on" in method and f"the limit is {proof.AGREES_IN_FP8}" in method
+    assert f"less than {100 * proof.PAIRED:.0f} % of the weights" in method
+
+
 def test_an_observation_that_breaks_is_a_note_and_the_row_stands(monkeypatch):
     for name in ("profile.profile_steps", "proof.sample", "profile.observe"):
         monkeypatch.setattr(f"common.{name}", breaks)
@@ -164,7 +170,9 @@ def test_rows_of_a_run_are_compared_with_the_first_and_one_that_differs_is_named
     )
     remark = next(remark for remark in figures.remarks if "differs in its work" in remark)
     assert remark.startswith("2_sdpa: ") and "mlp.weight" in remark
-    assert remark in documents.for_terminal(figures, "x") and "differs" in render(figures)
+    assert remark in documents.for_terminal(figures, "x")
+    page = render(figures)
+    assert "differs" in page and "agrees from 0.999 on, or from 0.95" in page and "less than 90 % of" in page
     assert "The same work" in documents.as_markdown(figures)
 
 
