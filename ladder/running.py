@@ -63,10 +63,10 @@ class Running:
         path.unlink(missing_ok=True)
         ended = self.too_large(row) or self.run_script(row, path, f"{place}: {name}")
         recorded = self.recorded(row)
-        in_a_process = recorded.get("status") == "failed" and ended and ended[0] == "oom"
-        if (
-            not recorded or in_a_process
-        ):  # of several processes one ran out of memory, and the others lost contact
+        # Of several processes one ran out of memory, and the record is of another, which lost contact with
+        # it.
+        lost_contact = recorded.get("status") == "failed" and ended and ended[0] == "oom"
+        if not recorded or lost_contact:
             failed = schema.Row(Path(row.script).stem, *(ended or ("failed", "left no record")))
             schema.write_json(path, schema.Run(self.plan["command"], None, None, None, [failed]))
             recorded = vars(failed)
