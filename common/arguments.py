@@ -3,8 +3,9 @@
 import argparse
 import hashlib
 import os
+import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from common import data, flops, hardware
 from common.model import PRESETS, GPTConfig
 from common.record import Workload, read_object
-from common.text import OneLineParser, Skip, positive_int
+from common.text import OneLineParser, Skip, portable_command, positive_int
 
 # Steps that are launched kernel by kernel before one may be captured as a CUDA graph. In its first 10 steps
 # DDP divides gradients into buckets anew and times itself, which no CUDA graph can hold.
@@ -48,20 +49,16 @@ class Place(NamedTuple):
     local_rank: int  # on its own machine: the index of its GPU
 
 
-@dataclass
-class Arguments:
-    """What one run does: the options of `build_parser`, checked, and what they mean on this machine."""
+@dataclass(kw_only=True)
+class Measurement:
+    """How a row is run, measured and recorded, whatever it trains."""
 
-    script: Path
+    name: str  # of the row
+    source: str | None  # what makes it, as the report shows it
+    changes: list[str] = field(default_factory=list)  # see common.record.Row
     output: Path  # of the record
-    # What is trained.
-    preset: str  # from which defaults came
-    config: GPTConfig
-    batch_size: int  # sequences a training step, of each process
-    text: data.Text
     seed: int  # of weights and batches
-    lr: float
-    # How it runs.
+    lr: float | None
     device: torch.device
     amp: bool  # whether the device multiplies BF16, so that autocast pays
     amp_dtype: torch.dtype  # BF16, or without `amp` FP32
@@ -74,6 +71,40 @@ class Arguments:
     capture: bool  # the step as a CUDA graph, where its script can be captured
     cold: bool  # without the rehearsal of common/rehearsal.py
     profile: bool
+    is_ours: bool = True  # whether the model is the ladder's: of another one more is checked
+
+    def command(self) -> str:
+        """What makes this row again."""
+        return portable_command(f"python {self.name}.py", sys.argv[1:])
+
+    def about(self) -> list[str]:
+        """Lines for a person on what is trained."""
+        raise NotImplementedError
+
+    def batches(self) -> list[tuple]:
+        """What `train_step` takes in each step, and in an untimed one after them."""
+        raise NotImplementedError
+
+    def workload(self) -> Workload:
+        """The record's workload."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class Arguments(Measurement):
+    """What a step does: the options of `build_parser`, checked, and what they mean on this machine."""
+
+    preset: str  # from which defaults came
+    config: GPTConfig
+    batch_size: int  # sequences a training step, of each process
+    text: data.Text
+
+    def about(self) -> list[str]:
+        parameters = f"{flops.parameters(self.config) / 1e6:.1f} M parameters"
+        return [
+            f"{self.preset}: {self.config}, {parameters}",
+            f"batch {self.batch_size}, text: {self.text.name}",
+        ]
 
     def require_fp8(self) -> None:
         """Raises Skip without an NVIDIA GPU that multiplies FP8, and for a size that is no multiple of what
@@ -105,7 +136,6 @@ class Arguments:
         return data.stage_batches(self.text, starts[:, begin : begin + self.batch_size], seq_len, self.device)
 
     def workload(self) -> Workload:
-        """The record's workload."""
         return Workload(
             preset=self.preset if self.config == PRESETS[self.preset][0] else "custom",
             parameters=flops.parameters(self.config),
@@ -147,23 +177,32 @@ def add_workload(group) -> None:
     }
     for option, text in counts.items():
         group.add_argument(option, type=positive_int, metavar="N", help=text)
-    text = "AdamW's rate, constant, at most 1 (default: by layers and channels)"
-    group.add_argument("--lr", type=float, metavar="X", help=text)
-    text = "weights and batches (default: 1337)"
-    group.add_argument("--seed", type=positive_int, metavar="N", default=1337, help=text)
+    add_rate_and_seed(group)
     text = "a text as bytes, or uint16 .bin of nanoGPT, llm.c (default: Python's standard library)"
     group.add_argument("--data", type=Path, metavar="FILE", help=text)
 
 
+def add_rate_and_seed(group) -> None:
+    text = "AdamW's rate, constant, at most 1 (default: by layers and channels)"
+    group.add_argument("--lr", type=float, metavar="X", help=text)
+    text = "weights and batches (default: 1337)"
+    group.add_argument("--seed", type=positive_int, metavar="N", default=1337, help=text)
+
+
 def add_run(group) -> None:
-    text = "default: auto, a GPU if any"
-    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=text)
-    text = "steps trained and timed, at least (default: 8 to 30, by size; CPU: 14)"
-    group.add_argument("--steps", type=positive_int, metavar="N", help=text)
+    add_how(group)
     text = "the loss on held-out text after every N trained steps"
     group.add_argument("--heldout-every", type=positive_int, metavar="N", help=text)
     text = "how processes share the model (default: ddp)"
     group.add_argument("--parallel", choices=["ddp", "fsdp"], help=text)
+
+
+def add_how(group) -> None:
+    """How a row is measured, whatever it trains."""
+    text = "default: auto, a GPU if any"
+    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=text)
+    text = "steps trained and timed, at least (default: 8 to 30, by size; CPU: 14)"
+    group.add_argument("--steps", type=positive_int, metavar="N", help=text)
     text = "the record (default: results/ and the script's name)"
     group.add_argument("--output", type=Path, metavar="FILE", help=text)
     text = "where the time goes: kernels, in the record and on stderr"
@@ -206,7 +245,8 @@ def resolve(options: argparse.Namespace, script: Path, trains: bool) -> Argument
         check_memory(config, device, shares, options.cold)
         check_output(output)
     return Arguments(
-        script=script,
+        name=script.stem,
+        source=script.read_text() if script.is_file() else None,
         output=output,
         preset=preset,
         config=config,
@@ -221,7 +261,7 @@ def resolve(options: argparse.Namespace, script: Path, trains: bool) -> Argument
         processes=place.processes,
         parallel=parallel,
         warmup=DDP_WARMUP if device.type == "cuda" and place.processes > 1 else WARMUP,
-        steps=options.steps or default_steps(config, batch_size, device),
+        steps=options.steps or default_steps(flops.flops_per_step(config, batch_size), device),
         heldout_every=options.heldout_every,
         capture=options.capture,
         cold=options.cold,
@@ -274,9 +314,14 @@ def resolve_rate(lr: float | None, config: GPTConfig) -> float:
     """The rate, or AdamW's default rate. Raises ValueError for one that trains nothing."""
     if lr is None:
         return default_rate(config)
+    check_rate(lr)
+    return lr
+
+
+def check_rate(lr: float) -> None:
+    """Raises ValueError for a rate that trains nothing."""
     if not 0 < lr <= 1:
         raise ValueError(f"--lr {lr} is not above 0 and at most 1")
-    return lr
 
 
 def default_rate(config: GPTConfig) -> float:
@@ -290,10 +335,10 @@ def default_rate(config: GPTConfig) -> float:
     return min(1e-3, 600 / ((config.n_layer + 4) * config.n_embd**2))
 
 
-def default_steps(config: GPTConfig, batch_size: int, device: torch.device) -> int:
+def default_steps(flops_per_step: int, device: torch.device) -> int:
     if device.type == "cpu":
         return CPU_STEPS
-    by_size = int(STEPS_FLOPS / flops.flops_per_step(config, batch_size))
+    by_size = int(STEPS_FLOPS / max(1, flops_per_step))
     return max(FEWEST_STEPS, min(MOST_STEPS, by_size))
 
 

@@ -17,10 +17,10 @@ from types import ModuleType
 
 import torch
 
-from common import data, flops, hardware, parallel, profile, proof, rehearsal, timing
-from common.arguments import Arguments, parse_args
-from common.record import Row, Run, read_object, write_json
-from common.text import Skip, one_line, portable_command, progress, say
+from common import data, hardware, parallel, profile, proof, rehearsal, timing
+from common.arguments import Arguments, Measurement, parse_args
+from common.record import AGAIN, Row, Run, read_object, write_json
+from common.text import Skip, one_line, progress, say
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")  # what libraries say of it
 
@@ -43,20 +43,25 @@ def import_or_skip(module: str, package: str | None = None) -> ModuleType:
 
 
 def launch(main: Callable[[Arguments], tuple]) -> None:
-    """Parse the command line of the script that holds `main`, run it, write its record, and end the process.
+    """Parse the command line of the script that holds `main`, and run and record it: see `run_as_process`.
 
     `main` returns `train_step, model, optimizer`, and where its step can be a CUDA graph also `capture`.
     `train_step(tokens, targets)`, each (B, T) int64 on the device, trains and returns the loss, detached.
     `model` takes the same and returns only the loss. `capture` takes the same and returns a `replay`, which
     does what `train_step` does. On a GPU all of it runs on one stream that is not the default one.
-    Exit codes: 0 for ok and skipped, 2 for bad arguments, 130 for Ctrl-C, 1 otherwise.
     """
     module = sys.modules[main.__module__]
+    script = Path(module.__file__)
+    run_as_process(lambda: run_and_record(main, parse_args(script, module.__doc__)), script.stem)
+
+
+def run_as_process(work: Callable[[], int], name: str) -> None:
+    """Do the work of a process that ends with it. Exit codes: what `work` returns, which is 0 for rows that
+    are ok or skipped and otherwise 1; 2 for bad arguments, 130 for Ctrl-C."""
     try:
-        args = parse_args(Path(module.__file__), module.__doc__)
-        code = run_and_record(main, args)
+        code = work()
     except KeyboardInterrupt:
-        sys.stderr.write(f"{Path(module.__file__).stem}: interrupted, nothing written\n")
+        sys.stderr.write(f"{name}: interrupted, nothing written\n")
         code = 130
     if torch.distributed.is_initialized() and code == 0:
         torch.distributed.destroy_process_group()
@@ -68,11 +73,11 @@ def launch(main: Callable[[Arguments], tuple]) -> None:
     os._exit(code)  # the interpreter's teardown takes seconds once torch has compiled
 
 
-def run_and_record(main: Callable, args: Arguments) -> int:
+def run_and_record(main: Callable, args: Measurement) -> int:
     """Run a script's `main`, write its record, print what came of it; returns the exit code. Of several
     processes the first one writes, or the one that failed."""
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    row, writes = Row(args.script.stem, source=args.script.read_text()), args.rank == 0
+    row, writes = Row(args.name, source=args.source, changes=args.changes), args.rank == 0
     samples: dict = {}
     before = read_object(args.output)
     if writes:
@@ -90,8 +95,7 @@ def run_and_record(main: Callable, args: Arguments) -> int:
             writes = read_object(args.output) == before
     progress("")
     if writes:
-        command = portable_command(f"python {args.script.name}", sys.argv[1:])
-        record = Run(command, started_at, hardware.describe(args.device), args.workload(), [row])
+        record = Run(args.command(), started_at, hardware.describe(args.device), args.workload(), [row])
         try:
             proof.write(samples, args.output)
             write_json(args.output, record)
@@ -101,7 +105,7 @@ def run_and_record(main: Callable, args: Arguments) -> int:
     return int(row.status not in ("ok", "skipped"))
 
 
-def run(main: Callable, args: Arguments, row: Row) -> dict:
+def run(main: Callable, args: Measurement, row: Row) -> dict:
     """Rehearse, train and time at least `args.steps` steps, observe untimed ones: all into `row`. Returns
     samples of gradients for the proof.
 
@@ -133,6 +137,10 @@ def run(main: Callable, args: Arguments, row: Row) -> dict:
         with noting(row, "gradients not sampled"):
             initial.restore()
             samples = proof.sample(train_step, optimizer, model, batches[0])
+            if not args.is_ours:  # it may draw random numbers, and a second pass tells what they change
+                initial.restore()
+                again = proof.sample(train_step, optimizer, model, batches[0])
+                samples |= {f"{AGAIN}{weight}": numbers for weight, numbers in again.items()}
     del initial  # the host's memory
     observe(partial(train_step, *spare), model, args, row)
     row.status = "ok"
@@ -146,7 +154,7 @@ def process_peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def keep_losses(losses: list[torch.Tensor], args: Arguments, row: Row) -> None:
+def keep_losses(losses: list[torch.Tensor], args: Measurement, row: Row) -> None:
     """The mean of each loss over all processes into `row`, up to one that is not finite: that raises
     FloatingPointError."""
     for k, loss in enumerate(parallel.across([loss.item() for loss in losses], "avg", args)):
@@ -154,9 +162,10 @@ def keep_losses(losses: list[torch.Tensor], args: Arguments, row: Row) -> None:
         row.loss.append(loss)
 
 
-def check_finite(loss: float, step: int, args: Arguments) -> None:
+def check_finite(loss: float, step: int, args: Measurement) -> None:
     if not math.isfinite(loss):
-        raise FloatingPointError(f"loss is {loss} at training step {step}: lower --lr (now {args.lr:g})")
+        rate = f"--lr (now {args.lr:g})" if args.lr else "the rate of your optimizer"
+        raise FloatingPointError(f"loss is {loss} at training step {step}: lower {rate}")
 
 
 @contextlib.contextmanager
@@ -169,7 +178,7 @@ def noting(row: Row, what: str) -> Iterator[None]:
         row.note = "; ".join(filter(None, [row.note, f"{what}: {one_line(error)}"]))
 
 
-def observe(step: Callable, model: torch.nn.Module, args: Arguments, row: Row) -> None:
+def observe(step: Callable, model: torch.nn.Module, args: Measurement, row: Row) -> None:
     """What the operators of an untimed step show: a launched one, since a replay has none."""
     captured = bool(row.settings.captured)
     with noting(row, "not observed"):
@@ -215,19 +224,16 @@ def explain(error: Exception) -> tuple[str, str]:
     return "failed", one_line(error)
 
 
-def header(args: Arguments) -> str:
+def header(args: Measurement) -> str:
     """What is about to run, for a person."""
-    lines = [
-        f"{args.script.stem} on {hardware.device_name(args.device)}, torch {torch.__version__}",
-        f"{args.preset}: {args.config}, {flops.parameters(args.config) / 1e6:.1f} M parameters",
-        f"batch {args.batch_size}, text: {args.text.name}",
-    ]
+    device = f"{hardware.device_name(args.device)}, torch {torch.__version__}"
+    lines = [f"{args.name} on {device}", *args.about()]
     if args.parallel:
         lines.append(f"{args.processes} processes, each with a batch of its own ({args.parallel})")
     return "\n".join(lines)
 
 
-def result_lines(row: Row, args: Arguments) -> str:
+def result_lines(row: Row, args: Measurement) -> str:
     """What ran and how fast, for a person; the last line is the result."""
     if row.status != "ok":
         return f"{row.step}: {row.status}: {row.reason}"
@@ -238,7 +244,7 @@ def result_lines(row: Row, args: Arguments) -> str:
     lines.append(f"ran: {', '.join(observed)}")
     ms, work = statistics.median(row.step_ms), args.workload()
     lines.append(
-        f"{row.step}: {ms:.1f} ms/step, {work.gpus * work.tokens_per_step / ms * 1e3:,.0f} tokens/s, "
+        f"{row.step}: {ms:.1f} ms/step, {work.gpus * work.tokens_per_step / ms * 1e3:,.0f} {work.unit}/s, "
         f"{work.gpus * work.flops_per_step / ms / 1e9:.3g} model TFLOP/s, "
         f"peak {row.peak_bytes / 2**30:.1f} GiB, warm-up {row.warmup_s:.1f} s, "
         f"loss {row.loss[0]:.3f} -> {row.loss[-1]:.3f}"

@@ -3,8 +3,10 @@
 Losses hardly show a fault: a block without its MLP changes them by less than one per cent. Gradients show it.
 So every row goes back to its initial weights, and one training step on the first batch, launched and not a
 replay, leaves 512 numbers of every matrix and of its gradient. report/proof.py compares them with those of
-the first row. Vectors are left out. The bias of the keys, for example, adds the same to all scores of a
-query, which softmax cancels: its true gradient is zero, and what is computed is rounding.
+the first row. Halves and thirds of a matrix leave samples too, because a layer may hold several weights of
+another one as one matrix: queries, keys and values, for example. Vectors are left out. The bias of the keys,
+for example, adds the same to all scores of a query, which softmax cancels: its true gradient is zero, and
+what is computed is rounding.
 """
 
 from collections.abc import Callable
@@ -13,30 +15,44 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.record import gradients_of
+from common.record import PART, gradients_of
 
 NUMBERS = 512  # of a matrix
+PARTS = (1, 2, 3)  # in which a matrix is sampled: whole, as halves, as thirds
 
 
 def sample(
     train_step: Callable, optimizer: torch.optim.Optimizer, model: torch.nn.Module, batch: tuple
 ) -> dict:
     """Run one training step, and sample before its update. Returns float32 arrays by the name of a weight:
-    (2, NUMBERS) numbers of the weight and of its gradient, the same places in all rows."""
+    (2, NUMBERS) numbers of the weight and of its gradient, the same places in all rows; those of a part by
+    `NAME part 1/2`."""
     samples: dict[str, np.ndarray] = {}
 
     def keep(*_) -> None:
         for name, weight in model.named_parameters():
             if weight.dim() > 1 and weight.grad is not None:
-                places = torch.from_numpy(places_of(weight.numel())).to(weight.device)
-                both = [part.detach().flatten()[places].float() for part in (weight, weight.grad)]
-                samples[name] = torch.stack(both).cpu().numpy()
+                samples.update(samples_of(name, weight))
 
     hook = optimizer.register_step_pre_hook(keep)
     try:
         train_step(*batch)
     finally:
         hook.remove()
+    return samples
+
+
+def samples_of(name: str, weight: torch.nn.Parameter) -> dict[str, np.ndarray]:
+    """Samples of a matrix and its gradient: of the whole, and of each of its halves and thirds."""
+    values, gradients = (part.detach().flatten() for part in (weight, weight.grad))
+    samples = {}
+    for parts in PARTS:
+        numbers, rest = divmod(weight.numel(), parts)
+        places = torch.from_numpy(places_of(max(1, numbers))).to(weight.device)
+        for k in range(0 if rest else parts):
+            of_part = places + k * numbers
+            both = torch.stack([values[of_part].float(), gradients[of_part].float()])
+            samples[name if parts == 1 else f"{name}{PART}{k + 1}/{parts}"] = both.cpu().numpy()
     return samples
 
 

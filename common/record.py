@@ -17,6 +17,9 @@ SCHEMA_VERSION = 3
 # Files of a run folder.
 PLAN, MERGED, ROOFS, PREDICTED = ("plan.json", "results.json", "roofs.json", "predicted.json")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
+# Names of samples of gradients: `fc1.weight part 1/2`, and of a second pass `again fc1.weight`.
+PART, AGAIN = " part ", "again "
+WORTH = 1.03  # times faster, from which a change to a model of yours is kept
 STUDIES = ("sweep", "scaling", "ablations", "parity")
 KINDS = ("ladder", *STUDIES)  # of runs
 CATEGORIES = (  # of kernels, in the order of a stacked bar; common/kernels.py assigns each kernel to one
@@ -80,9 +83,11 @@ class Proof:
 
     against: str  # name of the first row that has samples
     in_fp8: bool  # whether one of the two rows multiplied FP8
-    paired: float  # share of the weights that both rows have
+    paired: float  # share of the first row's weights that both rows have
     cosine: float | None = None  # the least, over these weights; null where too few are paired
     weight: str | None = None  # whose it is
+    # The same of two passes of the first row: below 1 where its model draws random numbers. --model alone.
+    repeated: float | None = None
 
 
 @dataclass
@@ -92,6 +97,7 @@ class Row:
     reason: str | None = None  # of a row without a time: one line with what to do
     note: str | None = None  # of an ok row: one line that qualifies it
     settings: Settings = field(default_factory=Settings)
+    changes: list[str] = field(default_factory=list)  # in words, of --model: this row's own is the last
     step_ms: list[float] = field(default_factory=list)  # every timed step
     warmup_s: float | None = None  # of the rehearsal: compilation, capture, the weights put back
     rehearsed: int = 0  # steps trained before the weights were put back; 0: they were not
@@ -113,24 +119,26 @@ class Row:
     source: str | None = None  # text of the script
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Workload:
     """Two runs did the same work, in whatever precision, if and only if their workloads are equal."""
 
     preset: str  # or `custom`
-    n_layer: int
-    n_head: int
-    n_embd: int
-    seq_len: int
-    vocab_size: int
-    batch_size: int  # sequences per step, of one process
+    model: str | None = None  # the file of --model: then the six fields below are null
+    n_layer: int | None = None
+    n_head: int | None = None
+    n_embd: int | None = None
+    seq_len: int | None = None
+    vocab_size: int | None = None
+    batch_size: int | None = None  # sequences per step, of one process
     parameters: int
-    tokens_per_step: int  # of one process
-    flops_per_step: int  # of one process, by the convention of common/flops.py
+    unit: Literal["tokens", "samples"] = "tokens"
+    tokens_per_step: int  # of one process, or samples
+    flops_per_step: int  # of one process, by the convention of common/flops.py or of ladder/model_file.py
     text: str
-    text_sha256: str
+    text_sha256: str  # of --model: of the file and of all numbers of its batches
     seed: int
-    lr: float
+    lr: float | None  # null where the file of --model has an optimizer of its own
     warmup: int  # steps launched first, before a capture
     steps: int  # trained steps that leave a loss; at least as many are timed
     gpus: int = 1  # processes, each with a GPU of its own

@@ -13,12 +13,13 @@ from collections.abc import Callable
 import torch
 
 from common import parallel
-from common.arguments import Arguments
+from common.arguments import Measurement
 from common.record import Row
-from common.text import progress
+from common.text import Skip, progress
 from common.timing import Steps
 
 REHEARSED = 10  # steps in all on a GPU: after three of them FP8's scales were seen to be still too small
+SAME_LOSS = 0.002  # of a loss, by which that of a replay may differ from that of a launched step
 LONG_STEP_S = 0.5  # beyond it only the launched steps are rehearsed, since more would take many seconds
 
 
@@ -56,7 +57,7 @@ def rehearse(
     optimizer: torch.optim.Optimizer,
     capture: Callable | None,
     batches: list[tuple],
-    args: Arguments,
+    args: Measurement,
     row: Row,
 ) -> tuple[Steps, InitialState | None]:
     """Launch, capture and rehearse, as the module's docstring tells. Returns the steps that train from here,
@@ -65,7 +66,8 @@ def rehearse(
     `row` gets the number of rehearsed steps, the seconds, the peak of memory at the capture, and a note where
     a script that can be captured is launched on a GPU. With --cold the launched steps are training steps,
     nothing is undone. Where there are several processes or --cold, None stands for the weights. Raises
-    RuntimeError, one line, where the capture fails.
+    RuntimeError, one line, where the capture fails; of a model that is not the ladder's Skip, also where a
+    replay does other work than a launched step.
     """
     began = time.perf_counter()
     initial = None if args.cold else InitialState(optimizer)
@@ -76,6 +78,8 @@ def rehearse(
         row.settings.captured = row.note is None
     if row.settings.captured:
         steps.train_step = captured(capture, batches[0], args, row)
+        if initial and not args.is_ours:
+            check_replay(train_step, steps.train_step, initial, batches, args)
     if initial:
         if args.device.type == "cuda" and launched_s <= LONG_STEP_S:
             for _ in steps.run(REHEARSED - args.warmup, "rehearsal"):
@@ -88,7 +92,7 @@ def rehearse(
     return steps, initial if args.processes == 1 else None
 
 
-def launch_steps(steps: Steps, args: Arguments) -> float:
+def launch_steps(steps: Steps, args: Measurement) -> float:
     """Launch `args.warmup` steps; returns the seconds of the last one, in the slowest process."""
     began = time.perf_counter()
     for _ in steps.run(args.warmup, "first steps, in which a compiler works"):
@@ -97,7 +101,7 @@ def launch_steps(steps: Steps, args: Arguments) -> float:
     return parallel.across([last_s], "max", args)[0]
 
 
-def why_launched(args: Arguments) -> str | None:
+def why_launched(args: Measurement) -> str | None:
     """Why a step that can be captured is launched all the same; None where it is captured."""
     if not args.capture:
         return "launched, not captured: --no-capture"
@@ -108,7 +112,7 @@ def why_launched(args: Arguments) -> str | None:
     return None
 
 
-def captured(capture: Callable, batch: tuple, args: Arguments, row: Row) -> Callable:
+def captured(capture: Callable, batch: tuple, args: Measurement, row: Row) -> Callable:
     """The replay of one step on a batch like this one.
 
     Capturing trains nothing. Its peak of memory is the row's, since a replay allocates nothing.
@@ -120,6 +124,28 @@ def captured(capture: Callable, batch: tuple, args: Arguments, row: Row) -> Call
         replay = capture(*batch)
     except RuntimeError as error:  # ending a broken capture raises an error of its own, which hides the cause
         cause = error.__context__ or error
-        raise RuntimeError(f"the step cannot be captured, --no-capture launches it: {cause}") from error
+        kind = RuntimeError if args.is_ours else Skip
+        raise kind(f"the step cannot be captured, --no-capture launches it: {cause}") from error
     row.peak_bytes = torch.cuda.max_memory_allocated(args.device)
     return replay
+
+
+def check_replay(
+    train_step: Callable, replay: Callable, initial: InitialState, batches: list[tuple], args: Measurement
+) -> None:
+    """Raises Skip where replays from the initial weights have other losses than launched steps: a graph
+    repeats what was captured, so a count in Python stands still, and a buffer that is replaced is lost."""
+    launched = losses_of(train_step, initial, batches, args)
+    replayed = losses_of(replay, initial, batches, args)
+    for k, (ours, theirs) in enumerate(zip(launched, replayed, strict=True)):
+        if not abs(theirs - ours) <= SAME_LOSS * abs(ours):
+            losses = f"its loss {k + 1} is {theirs:.4g}, and launched {ours:.4g}"
+            why = "Does the model count in Python, or replace a buffer?"
+            raise Skip(f"a replay is not the step: {losses}. {why} --no-capture does without")
+
+
+def losses_of(step: Callable, initial: InitialState, batches: list[tuple], args: Measurement) -> list[float]:
+    """Losses of the first steps from the initial weights, with the same random numbers each time."""
+    initial.restore()
+    torch.manual_seed(args.seed)
+    return [step(*batch).item() for batch in batches[: args.warmup]]

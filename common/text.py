@@ -13,15 +13,16 @@ class Skip(Exception):
 
 
 def one_line(text: object, longest: int = 300) -> str:
-    """The first line of a text or of an exception's message, without control characters, cut to `longest`
-    characters.
+    """The first line of a text or of an exception's message, and the next where it ends in a colon, without
+    control characters, cut to `longest` characters.
 
     An exception without a message gives the name of its class.
     """
     lines = str(text).strip().splitlines()
     if not lines and isinstance(text, BaseException):
         lines = [type(text).__name__]
-    line = "".join(c if c.isprintable() else " " for c in "".join(lines[:1]))
+    first = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    line = "".join(c if c.isprintable() else " " for c in first)
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from common import hardware
-from common.arguments import Arguments
+from common.arguments import Measurement
 from common.parallel import across
 from common.record import Row
 from common.text import progress
@@ -87,7 +87,7 @@ class Reference(NamedTuple):
     launch_us: float | None  # the host's time for one tiny kernel; of a GPU alone
 
 
-def time_steps(steps: Steps, row: Row, args: Arguments) -> float:
+def time_steps(steps: Steps, row: Row, args: Measurement) -> float:
     """Time at least `args.steps` steps: times, reference work, peak memory, clock and power go into `row`.
 
     A time is the longest of all processes. Returns the seconds of all steps that were trained here. A row
@@ -104,7 +104,7 @@ def time_steps(steps: Steps, row: Row, args: Arguments) -> float:
 
 
 def time_on_cpu(
-    steps: Steps, n: int, row: Row, args: Arguments
+    steps: Steps, n: int, row: Row, args: Measurement
 ) -> tuple[list[float], list[Reference | None]]:
     """Time `n` steps in CPU_PARTS parts, with reference work around each: a CPU's host is often shared, and
     other work on it may come and go.
@@ -123,7 +123,7 @@ def time_on_cpu(
 
 
 def time_on_gpu(
-    steps: Steps, n: int, row: Row, args: Arguments
+    steps: Steps, n: int, row: Row, args: Measurement
 ) -> tuple[list[float], list[Reference | None]]:
     """Time at least `n` steps and TIMED_S seconds in one region, right after steps for SETTLING_S seconds: in
     these a GPU's clock falls to what its power limit allows.

@@ -16,6 +16,8 @@ from common import record  # noqa: E402
 from common.text import OneLineParser, Skip, portable_command, positive_int, run_command  # noqa: E402
 from ladder import running, runs  # noqa: E402
 
+FILES = ("--data", "--model")
+
 
 class Request(NamedTuple):
     """What a user asked for."""
@@ -26,9 +28,11 @@ class Request(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """ladder, scaling or sweep."""
+        """ladder, scaling, sweep, or model: a ladder of a model that is not ours."""
         if self.options.scaling:
             return "scaling"
+        if self.options.model:
+            return "model"
         return "sweep" if self.options.sweep else "ladder"
 
     @property
@@ -60,6 +64,8 @@ def build_parser() -> OneLineParser:
         choices=runs.PARALLEL,
         help="ddp copies the model, fsdp divides it (default: ddp; --scaling: both)",
     )
+    text = "a model of yours instead of the steps: a file with model() and batches(), as examples/gpt2.py"
+    add("--model", metavar="FILE", help=text)
     text = "each row on 1, 2, 4, ... GPUs, up to --gpus or all (on a CPU: 1 and 2 processes)"
     add("--scaling", action="store_true", help=text)
     add("--sweep", action="store_true", help="each row at several widths and lengths")
@@ -72,20 +78,20 @@ def build_parser() -> OneLineParser:
 
 
 def parse(argv: list[str]) -> Request:
-    argv = with_absolute_data(argv)
+    argv = with_absolute_files(argv)
     options, arguments = build_parser().parse_known_args(argv)
     return Request(argv, options, arguments)
 
 
-def with_absolute_data(argv: list[str]) -> list[str]:
-    """The words with an absolute path behind --data: rows run in the project's folder, and --resume
-    anywhere."""
+def with_absolute_files(argv: list[str]) -> list[str]:
+    """The words with an absolute path behind --data and --model: rows run in the project's folder, and
+    --resume anywhere."""
     words: list[str] = []
     for word in argv:
         option, equals, value = word.partition("=")
-        if option == "--data" and equals:
-            words += ["--data", str(Path(value).absolute())]
-        elif words[-1:] == ["--data"]:
+        if option in FILES and equals:
+            words += [option, str(Path(value).absolute())]
+        elif words[-1:] and words[-1] in FILES:
             words.append(str(Path(word).absolute()))
         else:
             words.append(word)
@@ -95,7 +101,7 @@ def with_absolute_data(argv: list[str]) -> list[str]:
 def check(request: Request, resumes: bool) -> None:
     """Raises Skip where options exclude each other or are not for this kind of run: none is ignored."""
     options, kind = request.options, request.kind
-    numbers = [name.partition("_")[0] for name in runs.scripts()]
+    numbers = [name.partition("_")[0] for name in (runs.MODEL_ROWS if options.model else runs.scripts())]
     chosen = options.only.split(",") if options.only is not None else numbers
     names = {word.partition("=")[0] for word in request.arguments}
     # The words of a resumed sweep hold the batch size that was chosen when it started.
@@ -105,9 +111,13 @@ def check(request: Request, resumes: bool) -> None:
         (not set(chosen) <= set(numbers), f"--only {options.only}: give some of {','.join(numbers)}"),
         (
             options.peers and (options.gpus or kind != "ladder"),
-            "--peers excludes --gpus, --scaling and --sweep",
+            "--peers excludes --gpus, --scaling, --sweep and --model",
         ),
-        (options.repeat > 1 and kind != "ladder", "--repeat is for a ladder"),
+        (options.repeat > 1 and kind in ("scaling", "sweep"), "--repeat is for a ladder"),
+        (
+            options.model and (options.gpus or options.scaling or options.sweep),
+            "--model runs on one GPU, without --gpus, --scaling and --sweep",
+        ),
         (kind == "sweep" and (options.gpus or options.parallel), "a sweep runs on one GPU"),
         (
             kind == "sweep" and len(chosen) == 1 and options.only,
@@ -129,7 +139,7 @@ def prepare(request: Request, resumes: bool) -> running.Job:
     check(request, resumes)
     options, kind, arguments = request.options, request.kind, list(request.arguments)
     parallel = ["--parallel", options.parallel] if options.parallel and kind == "ladder" else []
-    facts = runs.check(arguments + parallel, request.processes)
+    facts = runs.check(arguments + parallel, request.processes, options.model)
     check_gpus(request, facts)
     # What `auto` chose stands in the words of a resumed run: more memory may be free by now.
     pinned = [] if resumes else facts["pinned"]
@@ -137,11 +147,11 @@ def prepare(request: Request, resumes: bool) -> running.Job:
     if kind != "sweep":  # of its many rows no page shows a profile
         arguments.append("--profile")
     rows = rows_of(request, arguments, facts)
-    can_measure_roofs = facts["device_type"] == "cuda" and kind != "scaling" and request.processes == 1
-    plan = running.plan_of(kind, rows, facts, options.step_timeout)
+    can_measure_roofs = kind in ("ladder", "sweep") and request.processes == 1
+    plan = running.plan_of("ladder" if kind == "model" else kind, rows, facts, options.step_timeout)
     plan["argv"] = request.argv + pinned
     plan["command"] = portable_command("./run_all.sh", request.argv)
-    plan["roofs"] = can_measure_roofs and not options.no_roofs
+    plan["roofs"] = facts["device_type"] == "cuda" and can_measure_roofs and not options.no_roofs
     return running.Job(plan, rows, facts)
 
 
@@ -160,6 +170,9 @@ def most_gpus(request: Request, facts: dict) -> int:
 
 
 def rows_of(request: Request, arguments: list[str], facts: dict) -> list[runs.Planned]:
+    if request.kind == "model":
+        rows = runs.of_model(request.options.model, arguments, request.options.only)
+        return runs.repeated(rows, request.options.repeat)
     rows = runs.ladder(arguments, runs.scripts(request.options.only), request.processes)
     if request.kind == "scaling":
         most = most_gpus(request, facts)

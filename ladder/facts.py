@@ -13,6 +13,7 @@ import torch
 
 from common import flops, hardware
 from common.arguments import Arguments, parse_args
+from common.record import Workload
 from common.text import run_command, say
 from ladder.predict import peak_bytes
 from ladder.process import ROOT
@@ -25,16 +26,29 @@ LONG_S = 60  # a step
 
 def main() -> None:
     args = parse_args(ROOT / "run_all.sh", None)
+    # The free memory, and with it auto's choice, may change from row to row.
+    pinned = ["--preset", args.preset, "--batch-size", str(args.batch_size)]
+    said = [*told_of_device(args.device), *told_of_time(args)]
+    say_facts(args.device, args.workload(), pinned, needed_bytes(args), said)
+
+
+def say_facts(
+    device: torch.device, work: Workload, pinned: list[str], needed_bytes: dict[str, int], said: list[str]
+) -> None:
+    """Print the facts of a run for the process of the ladder.
+
+    `pinned` are arguments that every row gets beside the user's, `needed_bytes` the memory of rows by script,
+    and `said` what a user should know before the first row.
+    """
     facts = {
-        # The free memory, and with it auto's choice, may change from row to row.
-        "pinned": ["--preset", args.preset, "--batch-size", str(args.batch_size)],
-        "device_type": args.device.type,
-        "device": hardware.device_name(args.device),
-        "gpus": torch.cuda.device_count() if args.device.type == "cuda" else 0,
-        "workload": asdict(args.workload()),
-        "free_bytes": hardware.free_memory_bytes(args.device),
-        "needed_bytes": needed_bytes(args),
-        "said": told(args),
+        "pinned": pinned,
+        "device_type": device.type,
+        "device": hardware.device_name(device),
+        "gpus": torch.cuda.device_count() if device.type == "cuda" else 0,
+        "workload": asdict(work),
+        "free_bytes": hardware.free_memory_bytes(device),
+        "needed_bytes": needed_bytes,
+        "said": said,
     }
     say(json.dumps(facts))
 
@@ -49,26 +63,33 @@ def needed_bytes(args: Arguments) -> dict[str, int]:
     return needed
 
 
-def told(args: Arguments) -> list[str]:
-    """What a user should know before the first row: the device, and what to expect of it."""
-    device = f"{hardware.device_name(args.device)}, torch {torch.__version__}"
-    if args.device.type == "cuda":
-        return [f"GPU: {device}"]
-    lines = [f"CPU: {device}. This run shows how each step works, and not what it gains on a GPU"]
+def told_of_device(device: torch.device) -> list[str]:
+    """The device, and what to expect of it."""
+    name = f"{hardware.device_name(device)}, torch {torch.__version__}"
+    if device.type == "cuda":
+        return [f"GPU: {name}"]
+    lines = [f"CPU: {name}. This run shows how each step works, and not what it gains on a GPU"]
     if shutil.which("nvidia-smi") or Path("/dev/dxg").exists():
         lines.append(
             "There seems to be an NVIDIA GPU, but this torch cannot use it: is its driver new enough?"
         )
+    return lines
+
+
+def told_of_time(args: Arguments) -> list[str]:
+    """How long a row takes on a CPU, where it is long."""
+    if args.device.type == "cuda":
+        return []
     step_flops = flops.flops_per_step(args.config, args.batch_size)
     step_s = step_flops / (CPU_FLOPS_PER_S * torch.get_num_threads())
-    if step_s > LONG_S:
-        step_minutes, row_minutes = step_s / 60, step_s * (args.warmup + args.steps) / 60
-        lines.append(
-            f"A training step of this shape takes about {step_minutes:.0f} minutes here, "
-            f"and a row {row_minutes:,.0f}"
-        )
-        lines.append("A row ends after 30 minutes (--step-timeout). A smaller shape shows the same")
-    return lines
+    if step_s <= LONG_S:
+        return []
+    step_minutes, row_minutes = step_s / 60, step_s * (args.warmup + args.steps) / 60
+    return [
+        f"A training step of this shape takes about {step_minutes:.0f} minutes here, "
+        f"and a row {row_minutes:,.0f}",
+        "A row ends after 30 minutes (--step-timeout). A smaller shape shows the same",
+    ]
 
 
 if __name__ == "__main__":

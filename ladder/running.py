@@ -67,7 +67,7 @@ class Running:
         # it.
         lost_contact = recorded.get("status") == "failed" and ended and ended[0] == "oom"
         if not recorded or lost_contact:
-            failed = schema.Row(Path(row.script).stem, *(ended or ("failed", "left no record")))
+            failed = schema.Row(path.stem, *(ended or ("failed", "left no record")))
             schema.write_json(path, schema.Run(self.plan["command"], None, None, None, [failed]))
             recorded = vars(failed)
         outcome = f"{recorded['status']}: {recorded['reason']}"

@@ -24,6 +24,15 @@ SWEEP = {  # channels, sequence length and tokens a step: several widths, and se
     "cpu": ((64, 512, 1024), (128, 512, 1024), (256, 512, 1024), (128, 256, 2048), (128, 1024, 2048)),
 }
 HEAD_DIM = {"cuda": 64, "cpu": 32}
+MODEL_SCRIPT = "ladder/model_row.py"
+MODEL_ROWS = {  # of a model that is not ours, and what each adds, in words
+    "0_fp32": "",
+    "1_amp": "AMP",
+    "2_sdpa": "fused attention",
+    "3_compile": "compile",
+    "4_graph": "CUDA graph",
+    "5_fp8": "FP8",
+}
 STEP = re.compile(r"\d+_\w+\.py")
 
 
@@ -60,13 +69,16 @@ def captures(script: str) -> bool:
     return re.search(r"(?m)^    def capture\(", (ROOT / script).read_text()) is not None
 
 
-def check(arguments: list[str], gpus: int = 1) -> dict:
-    """What the arguments mean here, by a process that imports torch: see ladder/facts.py. Exits with the one
-    line and the code of a step where they are wrong."""
+def check(arguments: list[str], gpus: int = 1, model: str | None = None) -> dict:
+    """What the arguments mean here, by a process that imports torch: see ladder/facts.py, and of a `model`
+    that is not ours ladder/model_file.py. Exits with the one line and the code of a step where they are
+    wrong."""
     variables = dict(os.environ)
     if gpus > 1:  # as torchrun tells the last of the processes
         variables |= {"RANK": str(gpus - 1), "LOCAL_RANK": str(gpus - 1), "WORLD_SIZE": str(gpus)}
     command = process.module_command("ladder.facts", *arguments)
+    if model:
+        command = process.module_command("ladder.model_file", model, *arguments)
     ended = subprocess.run(
         command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -78,6 +90,12 @@ def check(arguments: list[str], gpus: int = 1) -> dict:
 def ladder(arguments: list[str], names: list[str], gpus: int = 1) -> list[Planned]:
     """A row for each script."""
     return [Planned(name, arguments, name.replace(".py", ".json"), gpus) for name in names]
+
+
+def of_model(model: str, arguments: list[str], only: str | None) -> list[Planned]:
+    """The rows of a model that is not ours, or those whose numbers `only` names."""
+    names = [name for name in MODEL_ROWS if only is None or str(number_of(name)) in only.split(",")]
+    return [Planned(MODEL_SCRIPT, [name, model, *arguments], f"{name}.json") for name in names]
 
 
 def repeated(rows: list[Planned], times: int) -> list[Planned]:

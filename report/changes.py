@@ -9,6 +9,9 @@ from common.record import Row
 
 IMPORT = re.compile(r"import |from |\w+ = import_or_skip\(")
 
+BEFORE_A_STATEMENT = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+NOTHING = (tokenize.NL, tokenize.COMMENT)
+
 
 def added_groups(before: Row, after: Row) -> list[list[str]]:
     """The lines of code in `after` that are not in `before`, group by group: without docstring, imports,
@@ -27,13 +30,15 @@ def code_lines(source: str) -> list[str]:
         tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     except (tokenize.TokenError, SyntaxError):
         return []
+    begins = True  # whether a statement does, with the next token
     for token in tokens:
         (row, column), (end, _) = token.start, token.end
         if token.type == tokenize.COMMENT:
             lines[row - 1] = lines[row - 1][:column]
-        if token.type == tokenize.STRING and column == 0:  # a docstring
+        if token.type == tokenize.STRING and begins:  # a docstring
             for k in range(row - 1, end):
                 lines[k] = ""
+        begins = token.type in BEFORE_A_STATEMENT or (begins and token.type in NOTHING)
     stripped = [line.strip() for line in lines]
     return [line for line in stripped if line and not IMPORT.match(line)]
 

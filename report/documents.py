@@ -8,7 +8,7 @@ from common.record import Study
 from common.text import aligned, one_line
 from report import studies
 from report.figures import LEGEND, MARK, Figures, derive, loss_rule
-from report.sentences import CONVENTION, CPU_SHOWS, describe_machine, describe_workload, headline
+from report.sentences import CPU_SHOWS, convention, describe_machine, describe_workload, headline
 from report.table import card_row, fits_cards, limit_rows, main_rows, proof_rows
 
 tabulate.MIN_PADDING = 0  # a column is no wider than its header
@@ -28,7 +28,7 @@ def for_terminal(figures: Figures, report: str) -> str:
     below += [loss_rule(figures.timed)]
     if figures.environment.device_type == "cpu":
         below.append(CPU_SHOWS)
-    below.append(f"{CONVENTION}. Report: {report}")
+    below.append(f"{convention(figures)}. Report: {report}")
     if fits_cards(figures):
         row = " | ".join(map(markdown, card_row(figures).values()))
         below.append(f"This GPU as a row of docs/cards.md:\n| {row} |")
@@ -81,7 +81,7 @@ def _notes(figures: Figures, remarks: list[str], tables: Tables) -> list[str]:
     """What stands below the tables of a page: remarks, and what columns mean."""
     notes, columns = list(remarks), {name for rows in tables.values() if rows for name in rows[0]}
     if any("TFLOP/s" in name for name in columns):
-        notes.append(CONVENTION)
+        notes.append(convention(figures))
     if figures.environment.device_type == "cpu":
         notes.append(CPU_SHOWS)
     if "loss" in columns:

@@ -56,7 +56,9 @@ class Line:
     passes: int = 1  # of --repeat
     tokens_per_s: float | None = None  # of all GPUs
     flops_per_s: float | None = None  # model FLOPs of one GPU, by the convention of common/flops.py
-    over_before: Ratio | None = None  # over the nearest row before it that has a time
+    # What it was made from: of a model that is not ours, the row with all its changes but the last.
+    base: "Line | None" = None
+    over_before: Ratio | None = None  # over its base, otherwise the nearest row before it that has a time
     over_first: Ratio | None = None  # over the first row that has a time
     over_plain: Ratio | None = None  # over the row where most readers' training stands, see `plain_step`
     gib: float | None = None  # peak of CUDA's allocator; on a CPU of the process
@@ -124,9 +126,20 @@ def _fill_ratios(steps: list[Line], peers: list[Line], first: Line | None, plain
     before = None
     for line in [*steps, *peers]:
         line.over_first, line.over_plain = ratio(line, first), ratio(line, plain)
-    for line in steps:
-        line.over_before = ratio(line, before)
+    for k, line in enumerate(steps):
+        line.base = _base(line, steps[:k])
+        line.over_before = ratio(line, line.base or before)
+        if line.ms and line.base is not before and line.base:
+            line.note = "; ".join(filter(None, [line.note, f"made from {line.base.name}"]))
         before = line if line.ms else before
+
+
+def _base(line: Line, before: list[Line]) -> Line | None:
+    """The timed row before a row that has all its changes but the last one."""
+    for other in before:
+        if other.ms and line.row.changes and other.row.changes == line.row.changes[:-1]:
+            return other
+    return None
 
 
 def plain_step(steps: list[Line]) -> Line | None:

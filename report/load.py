@@ -31,7 +31,7 @@ class Planned(msgspec.Struct):
     """A row that the ladder meant to run: its script, and where its record is in the run folder."""
 
     script: str
-    output: str  # x.json, peers/x.json, pass-2/x.json, 2-ddp/x.json
+    output: str  # NAME.json, peers/NAME.json, pass-2/NAME.json, 2-ddp/NAME.json; NAME is the row's
 
 
 class Plan(msgspec.Struct):
@@ -160,7 +160,7 @@ def _planned_runs(plan: Plan) -> dict[str, dict[str, list[Planned]]]:
         if output.is_absolute() or ".." in output.parts or "\0" in planned.output:
             raise RecordError(f"{schema.PLAN} names a file outside the run folder")
         run = "" if plan.kind == "ladder" else str(output.parent)
-        runs.setdefault(run, {}).setdefault(PurePath(planned.script).stem, []).append(planned)
+        runs.setdefault(run, {}).setdefault(output.stem, []).append(planned)
     return runs
 
 

@@ -47,7 +47,7 @@ def render(figures: Figures) -> str:
         headline=sentences.headline(figures),
         machine=sentences.describe_machine(machine),
         workload=sentences.describe_workload(figures.run.workload),
-        convention=sentences.CONVENTION,
+        convention=sentences.convention(figures),
         cpu_shows=sentences.CPU_SHOWS if machine.device_type == "cpu" else "",
         loss_rule=loss_rule(figures.timed),
         picture=charts.svg(picture(figures)),

@@ -76,7 +76,8 @@ def code_of(figures: Figures, k: int) -> list[str]:
             if ATTENTION in " ".join(group):
                 return group
         return []
-    added = [line for group in added_groups(figures.steps[k - 1].row, figures.steps[k].row) for line in group]
+    base = figures.steps[k].base or figures.steps[k - 1]
+    added = [line for group in added_groups(base.row, figures.steps[k].row) for line in group]
     if len(added) > MOST_LINES:
         added[MOST_LINES - 1 : -1] = [f"... {len(added) - MOST_LINES} more lines, and"]
     return added

@@ -1,12 +1,16 @@
 """What a run shows and what it ran on, in sentences."""
 
-from common.record import Environment, Workload
+from common.record import WORTH, Environment, Workload
 from report.cells import gain, milliseconds
 from report.figures import NOT_FUSED, Figures, Line, is_mixed, ratio
 from report.table import VERSIONS
 
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU: compiling gains nothing here"
 CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
+CONVENTION_OF_MODEL = (
+    "TFLOP/s count the FLOPs of PyTorch's counter, of attention the whole (T, T) square. Loading of batches "
+    "is not timed"
+)
 
 
 def headline(figures: Figures) -> str:
@@ -15,6 +19,8 @@ def headline(figures: Figures) -> str:
     timed = figures.timed_steps
     if not timed:
         return "No step has a time"
+    if figures.run.workload and figures.run.workload.model:
+        return decision(timed)
     best = min(timed, key=lambda line: line.ms)
     others = [line for line in (figures.plain, figures.first) if line and line is not best]
     if not others:
@@ -23,6 +29,40 @@ def headline(figures: Figures) -> str:
         others.pop()
     gains = ", ".join(f"{_times_faster(best, line)} than {_in_words(line)}" for line in others)
     return f"{best.name}: {gains}{_whether_fp8_pays(timed)}"
+
+
+def decision(timed: list[Line]) -> str:
+    """Which changes a model should take, what they give together, and which it should leave."""
+    first, changed = timed[0], [line for line in timed if line.row.changes]
+    taken = [line for line in changed if line is first or _is_worth(line)]
+    left = [line for line in changed if line not in taken]
+    sentences = ["Take none of the changes"]
+    if taken:
+        names, best = [line.row.changes[-1] for line in taken], taken[-1]
+        over = f" over {first.name}" if first.row.changes else ""
+        sentences = [f"Take {', '.join(names)}: {gain(best.over_first)} x{over}"]
+    if left:
+        gains = [f"{line.row.changes[-1]} {_what_it_gives(line)}" for line in left]
+        sentences.append(f"Leave {', '.join(gains)}")
+    return ". ".join(sentences)
+
+
+def _is_worth(line: Line) -> bool:
+    faster = line.over_before
+    return faster is not None and faster.value >= WORTH and line.same_work != "differs"
+
+
+def _what_it_gives(line: Line) -> str:
+    """`(1.02 x)`, or that it changes the work."""
+    if line.same_work == "differs":
+        return "(its work differs)"
+    return f"({gain(line.over_before)} x)"
+
+
+def convention(figures: Figures) -> str:
+    """What TFLOP/s count."""
+    work = figures.run.workload
+    return CONVENTION_OF_MODEL if work and work.model else CONVENTION
 
 
 def _whether_fp8_pays(timed: list[Line]) -> str:
@@ -68,9 +108,13 @@ def describe_workload(work: Workload | None) -> str:
     if work is None:
         return "workload unknown"
     names = ("n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "batch_size")
-    parts = [f"{name} {getattr(work, name)}" for name in names]
-    parts += [f"learning rate {work.lr:.2g}", f"{work.parameters / 1e6:,.1f} M parameters"]
+    parts = [f"{name} {getattr(work, name)}" for name in names if getattr(work, name)]
+    if work.model:
+        parts.append(f"{work.tokens_per_step:,} {work.unit} a step")
+    if work.lr:
+        parts.append(f"learning rate {work.lr:.2g}")
+    parts.append(f"{work.parameters / 1e6:,.1f} M parameters")
     parts += [f"{work.steps} trained steps", f"text: {work.text}"]
     if work.gpus > 1:
         parts.append(f"{work.gpus} processes by {work.parallel}")
-    return f"{work.preset}: {', '.join(parts)}"
+    return f"{work.model or work.preset}: {', '.join(parts)}"

@@ -33,7 +33,8 @@ def cards(figures: Figures) -> list[Card]:
     cards, before, script = [], None, None
     for line in figures.steps:
         if script and line.row.status != "not run":
-            cards.append(_card(line, before, script))
+            base = line.base
+            cards.append(_card(line, base or before, base.row if base else script))
         before, script = line if line.ms else before, line.row
     return cards
 

@@ -10,12 +10,12 @@ VERSIONS = ("torch", "transformer-engine", "cuda")  # that are told beside a res
 
 def main_rows(figures: Figures, detailed: bool = False) -> list[dict[str, str]]:
     """Every step and peer of a run. `detailed` adds the ranges of the passes, and how peers differ."""
-    rows = []
+    rows, unit = [], figures.run.workload.unit if figures.run.workload else "tokens"
     for line in figures.lines:
         row = {
             "step": f"{line.name} (peer)" if line.is_peer and detailed else line.name,
             "ms": time_or_status(line, with_range=detailed),
-            "tokens/s": number(line.tokens_per_s, ",.0f"),
+            f"{unit}/s": number(line.tokens_per_s, ",.0f"),
             "TFLOP/s": tflops(line.flops_per_s),
             "x above": gain(line.over_before),
             _column_over(figures.first): gain(line.over_first),

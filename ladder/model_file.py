@@ -1,0 +1,275 @@
+"""A model of yours: what a file must hold for `./run_all.sh --model FILE`, and what its model is.
+
+model()                          a torch.nn.Module with FP32 weights
+batches()                        yields what the model takes: a tensor, a tuple or list, or a dict
+loss(model, batch)               optional; otherwise the loss is the model's output, or its `.loss`
+optimizer(parameters, **how)     optional; `how` is for torch.optim.AdamW: fused, and of a graph capturable
+fp8(model)                       optional: turns layers to FP8 in place, and may return the context of a step
+
+python -m ladder.model_file FILE ARGUMENT ...     checks it, and prints the facts of a run as JSON
+"""
+
+import hashlib
+import importlib.util
+import itertools
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from common import arguments, hardware
+from common.benchmark import explain
+from common.record import Workload
+from common.text import OneLineParser, Skip, one_line, portable_command, run_command, say
+from ladder import facts
+
+NEEDED = ("model", "batches")
+LR = 1e-4  # of the AdamW that a file without an optimizer gets
+MASK = "attention_mask"  # of a batch that is a dict
+
+
+@dataclass(kw_only=True)
+class ModelArguments(arguments.Measurement):
+    """How one row trains the model of a file."""
+
+    path: Path
+    file: ModuleType
+    planned: Workload | None = None  # as the plan of the run has it; without one it is counted
+    is_ours: bool = False
+
+    def command(self) -> str:
+        return portable_command("./run_all.sh --model", [str(self.path)])
+
+    def about(self) -> list[str]:
+        return [f"model of {self.path.name}"]
+
+    def batches(self) -> list[tuple]:
+        """Each batch as the only argument of a training step. Fewer than there are steps come again."""
+        return [(copied(batch, self.device),) for batch in self.drawn()]
+
+    def drawn(self) -> list:
+        """The batches as the file yields them, one more than there are steps. Raises Skip without any."""
+        set_seeds(self.seed)
+        count = (self.steps or arguments.MOST_STEPS) + 1
+        batches = called(lambda: list(itertools.islice(self.file.batches(), count)), self.path)
+        if not batches:
+            raise Skip(f"batches() of {self.path.name} yields nothing")
+        return batches
+
+    def model(self) -> torch.nn.Module:
+        """The model as its file makes it, on the device. Raises Skip for weights that are not FP32."""
+        set_seeds(self.seed)
+        with self.device:  # where most models are built fast
+            model = called(self.file.model, self.path)
+        if not isinstance(model, torch.nn.Module):
+            raise Skip(f"model() of {self.path.name} returns no torch.nn.Module")
+        for name, weight in model.named_parameters():
+            if weight.dtype != torch.float32:
+                dtype = str(weight.dtype).removeprefix("torch.")
+                raise Skip(f"{name} is {dtype}: give model() FP32 weights, AMP casts them where it pays")
+        return model.to(self.device).train()
+
+    def loss(self, model: torch.nn.Module, batch) -> torch.Tensor:
+        """The scalar loss of a batch: by the file's `loss`, or the model's output."""
+        if hasattr(self.file, "loss"):
+            return self.file.loss(model, batch)
+        if isinstance(batch, dict):
+            output = model(**batch)
+        else:
+            output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+        if loss is None or loss.dim():
+            raise Skip(f"the model returns no loss: define loss(model, batch) in {self.path.name}")
+        return loss
+
+    def workload(self) -> Workload:
+        return self.planned or self.counted(self.model())
+
+    def counted(self, model: torch.nn.Module) -> Workload:
+        """What one step trains, by one forward pass. Raises Skip for a loss that is not finite.
+
+        FLOPs are those that torch.utils.flop_counter counts in the forward pass, times 3: backward costs
+        twice the forward. Attention counts the whole (T, T) square.
+        """
+        batch = copied(self.drawn()[0], self.device)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            loss = called(lambda: self.loss(model, batch), self.path)
+        if not torch.isfinite(loss):
+            raise Skip(f"the first loss of {self.path.name} is {loss.item()}")
+        unit, units = units_of(batch)
+        step_flops = 3 * counter.get_total_flops()
+        self.steps = self.steps or arguments.default_steps(step_flops, self.device)
+        return Workload(
+            preset="custom",
+            model=self.path.name,
+            parameters=sum(weight.numel() for weight in model.parameters()),
+            unit=unit,
+            tokens_per_step=units,
+            flops_per_step=step_flops,
+            text=f"batches() of {self.path.name}",
+            text_sha256=self.work_sha256(),
+            seed=self.seed,
+            lr=self.lr,
+            warmup=self.warmup,
+            steps=self.steps,
+        )
+
+    def work_sha256(self) -> str:
+        """16 hex digits over the file and all numbers of all batches."""
+        digest = hashlib.sha256(self.path.read_bytes())
+        for tensor in tensors_of(self.drawn()):
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+def parse(name: str, argv: list[str]) -> ModelArguments:
+    """The arguments of a row. Anything wrong prints one line and exits with code 2."""
+    parser = OneLineParser(prog=name)
+    parser.add_argument("path", type=Path, metavar="FILE")
+    arguments.add_rate_and_seed(parser)
+    arguments.add_how(parser)
+    options = parser.parse_args(argv)
+    try:
+        return resolve(options)
+    except (ValueError, Skip) as error:
+        parser.error(str(error))
+
+
+def resolve(options) -> ModelArguments:
+    """What the options mean on this machine, with the file imported."""
+    path = options.path.absolute()
+    file, device = load(path), hardware.resolve_device(options.device, 0)
+    if options.lr is not None:
+        arguments.check_rate(options.lr)
+        if hasattr(file, "optimizer"):
+            raise ValueError(f"--lr {options.lr}: {path.name} has an optimizer of its own, with its rate")
+    arguments.check_output(output := options.output or hardware.ROOT / "results" / f"{path.stem}.json")
+    amp = hardware.has_bf16_matrix_instructions(device)
+    return ModelArguments(
+        name=path.stem,
+        source=None,
+        path=path,
+        file=file,
+        output=output,
+        seed=options.seed,
+        lr=None if hasattr(file, "optimizer") else options.lr or LR,
+        device=device,
+        amp=amp,
+        amp_dtype=torch.bfloat16 if amp else torch.float32,
+        rank=0,
+        processes=1,
+        parallel=None,
+        warmup=arguments.WARMUP,
+        steps=options.steps or 0,  # until the work of one is counted
+        heldout_every=None,
+        capture=options.capture,
+        cold=options.cold,
+        profile=options.profile,
+    )
+
+
+def load(path: Path) -> ModuleType:
+    """The file as a module. Raises Skip, one line, where it cannot be imported or lacks a function."""
+    if path.suffix != ".py" or not path.is_file():
+        raise Skip(f"--model {path.name}: there is no such Python file")
+    sys.path.insert(0, str(path.parent))  # of what the file imports beside it
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    called(lambda: spec.loader.exec_module(module), path)
+    missing = [f"{name}()" for name in NEEDED if not callable(getattr(module, name, None))]
+    if missing:
+        raise Skip(f"{path.name} lacks {' and '.join(missing)}: see examples/gpt2.py")
+    return module
+
+
+def called(function: Callable, path: Path):
+    """What a function of the file returns. Raises Skip, one line with the file's line, where it fails."""
+    try:
+        return function()
+    except Skip:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f", line {frames[-1].lineno}" if frames else ""
+        raise Skip(f"{path.name}{where}: {type(error).__name__}: {one_line(error)}") from error
+
+
+def set_seeds(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def copied(batch, device: torch.device | None):
+    """A batch with all its tensors copied to a device; None: where they are."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device or batch.device, copy=True)
+    if isinstance(batch, Mapping):
+        return {name: copied(part, device) for name, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return [copied(part, device) for part in batch]
+    return batch
+
+
+def tensors_of(batch) -> Iterator[torch.Tensor]:
+    """The tensors of a batch in their order."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, (dict, tuple, list)):
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from tensors_of(part)
+
+
+def units_of(batch) -> tuple[str, int]:
+    """What a batch holds, and how many: tokens where it has integers of two dimensions, otherwise samples."""
+    tensors = list(tensors_of(batch))
+    if not tensors:
+        raise Skip("batches() yields no tensors")
+    for tensor in tensors:
+        if tensor.dim() == 2 and not tensor.is_floating_point():
+            return "tokens", tensor.numel()
+    return "samples", len(tensors[0]) if tensors[0].dim() else 1
+
+
+def check(args: ModelArguments) -> Workload:
+    """What one step trains. Raises Skip where two models, or two series of batches, of the same seed differ:
+    rows are processes of their own, and would not do the same work."""
+    weights, model = checksums(args.model()), args.model()
+    if checksums(model) != weights:
+        raise Skip(f"model() of {args.path.name} makes other weights each time: seed its generator")
+    work = args.counted(model)
+    if work.text_sha256 != args.work_sha256():
+        raise Skip(f"batches() of {args.path.name} yields other numbers each time: seed its generator")
+    return work
+
+
+def checksums(model: torch.nn.Module) -> list[str]:
+    return [str(weight.detach().double().sum().item()) for weight in model.parameters()]
+
+
+def main() -> int:
+    args = parse("run_all.sh", sys.argv[1:])
+    try:
+        work = check(args)
+    except Exception as error:  # whatever a model does, it is one line
+        say(f"run_all.sh: error: {explain(error)[1]}", sys.stderr)
+        return 2
+    said = [*facts.told_of_device(args.device), sentence(work)]
+    facts.say_facts(args.device, work, ["--steps", str(work.steps)], {}, said)
+    return 0
+
+
+def sentence(work: Workload) -> str:
+    size = f"{work.parameters / 1e6:,.1f} M parameters, {work.tokens_per_step:,} {work.unit} a step"
+    return f"{work.model}: {size}"
+
+
+if __name__ == "__main__":
+    run_command(main, "run_all.sh")

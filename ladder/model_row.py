@@ -1,0 +1,257 @@
+"""One row of `./run_all.sh --model FILE`: the file's model, with one change more than the rows before.
+
+python ladder/model_row.py ROW FILE ARGUMENT ...
+
+A row reads the records of the rows before it in its folder, and keeps their changes where these made a step
+at least WORTH times as fast.
+"""
+
+import contextlib
+import copy
+import inspect
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import benchmark, hardware
+from common.record import PLAN, WORTH, Workload, read_object
+from common.text import Skip, one_line, say
+from ladder import model_changes as changes
+from ladder import model_file
+from ladder.model_file import MASK, ModelArguments, tensors_of
+from ladder.runs import MODEL_ROWS as ROWS
+
+ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+BY_HAND, NO_ATTENTION = "by hand", None  # as common/profile.py observes it
+SMALLEST_SHARE = 0.1  # of a model's weights, in a list of blocks that is worth compiling
+
+
+# --- which changes a row has ----------------------------------------------------------------------
+
+
+def rows_before(folder: Path, name: str) -> dict[str, dict]:
+    """The ok rows before one of this name, by their names, from their records in a run folder."""
+    rows = {}
+    for earlier in list(ROWS)[: list(ROWS).index(name)]:
+        for row in read_object(folder / f"{earlier}.json").get("rows", []):
+            if row.get("status") == "ok":
+                rows[earlier] = row
+    return rows
+
+
+def kept(before: dict[str, dict]) -> list[str]:
+    """The rows whose changes are kept: each at least WORTH times as fast as what it was added to."""
+    names, fastest_ms = [], None
+    for name, row in before.items():
+        ms = statistics.median(row["step_ms"])
+        if fastest_ms is None or fastest_ms / ms >= WORTH:
+            fastest_ms = ms
+            names += [name] if ROWS[name] else []
+    return names
+
+
+def functions_of(names: list[str], file, batch) -> list[Callable]:
+    """The functions that make these changes."""
+    attention = changes.fused_attention_without_mask
+    if isinstance(batch, dict) and MASK in batch:
+        attention = changes.fused_attention
+    functions = {
+        "1_amp": changes.mixed_precision,
+        "2_sdpa": attention,
+        "3_compile": changes.compile_parts,
+        "4_graph": changes.capture_step,
+        "5_fp8": getattr(file, "fp8", changes.fp8_linears),
+    }
+    return [functions[name] for name in names if name in functions]
+
+
+# --- building -------------------------------------------------------------------------------------
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The members of the outermost lists of modules that hold a good part of the weights."""
+    lists: list[torch.nn.ModuleList] = []
+    inside: set[torch.nn.Module] = set()
+    whole = count_of(model)
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and module not in inside and len(module) > 1:
+            inside |= set(module.modules())
+            if count_of(module) >= SMALLEST_SHARE * whole:
+                lists.append(module)
+    return [block for blocks in lists for block in blocks]
+
+
+def count_of(module: torch.nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def switch_of(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The outermost module with Hugging Face's switch of attention; None without one."""
+    modules = (module for module in model.modules() if hasattr(module, "set_attn_implementation"))
+    return next(modules, None)
+
+
+def switch_attention(model: torch.nn.Module, switch: Callable) -> None:
+    """Use the switch of a Hugging Face model. Raises Skip for a model that it does not change."""
+    before = model.config._attn_implementation
+    switch(model)
+    if model.config._attn_implementation == before:
+        raise Skip(f"{type(model).__name__} has attention of its own, {before}, which has no switch")
+
+
+def set_attention(model: torch.nn.Module, before: dict[str, dict], fused: Callable | None) -> None:
+    """Attention by hand, or by `fused`. Raises Skip, with what was observed, without a switch."""
+    switch = switch_of(model)
+    if switch and fused:
+        switch_attention(switch, fused)
+    elif switch:
+        switch.set_attn_implementation("eager")
+    elif fused:
+        observed = [row.get("settings", {}).get("attention_kernel") for row in before.values()]
+        raise Skip(advice_on_attention(observed[-1] if observed else NO_ATTENTION))
+
+
+def advice_on_attention(kernel: str | None) -> str:
+    """What to do about attention in a model that has no switch for it."""
+    if kernel == BY_HAND:
+        return "attention is written by hand: call F.scaled_dot_product_attention there, as 2_sdpa.py does"
+    if kernel == "math":
+        return (
+            "PyTorch's attention is not fused here (math): dropout or a mask may be what keeps it from that"
+        )
+    if kernel is NO_ATTENTION:
+        return "no attention was seen, so there is nothing to fuse"
+    return f"attention is fused already ({kernel})"
+
+
+def convert_to_fp8(model: torch.nn.Module, blocks: list[torch.nn.Module], args: ModelArguments) -> object:
+    """Turn layers to FP8; returns what the file's own function does. Raises Skip where FP8 cannot run."""
+    if hardware.compute_capability(args.device) < hardware.FP8_CAPABILITY:
+        raise Skip("FP8 needs an NVIDIA GPU of the generation Ada, Hopper or newer")
+    if hasattr(args.file, "fp8"):
+        return model_file.called(lambda: args.file.fp8(model), args.path)
+    linears = [part for block in blocks for part in block.modules() if type(part) is torch.nn.Linear]
+    if not linears:
+        raise Skip(f"the blocks have no nn.Linear for torchao: define fp8(model) in {args.path.name}")
+    try:
+        changes.fp8_linears(blocks)
+    except ImportError as error:
+        raise Skip(f"torchao does not import ({one_line(error, 100)}): pip install torchao") from None
+    return None
+
+
+def contexts_of(*contexts) -> Callable:
+    """A function that enters all of these contexts, again and again: some are for one use."""
+
+    def enter() -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        for context in contexts:
+            stack.enter_context(renewed(context))
+        return stack
+
+    return enter
+
+
+def renewed(context):
+    if not hasattr(context, "__enter__"):
+        return context()  # te.autocast, without the brackets
+    # What contextlib makes of a generator, and Transformer Engine's autocast, are entered once.
+    return context._recreate_cm() if hasattr(context, "_recreate_cm") else copy.copy(context)
+
+
+def optimizer_of(model: torch.nn.Module, args: ModelArguments, captured: bool) -> torch.optim.Optimizer:
+    """The file's optimizer, or AdamW; fused in every row."""
+    how = {"fused": True} | ({"capturable": True} if captured else {})
+    if not hasattr(args.file, "optimizer"):
+        return torch.optim.AdamW(model.parameters(), lr=args.lr, **ADAMW, **how)
+    optimizer = model_file.called(lambda: args.file.optimizer(model.parameters(), **how), args.path)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise Skip(f"optimizer() of {args.path.name} returns no torch.optim.Optimizer")
+    return optimizer
+
+
+def refuse(names: list[str], args: ModelArguments) -> None:
+    """Raises Skip for the change of a row that this machine cannot make."""
+    change = names[-1] if names else ""
+    if change == "1_amp" and not args.amp:
+        raise Skip(f"this {args.device.type} does not multiply BF16, so AMP gains nothing")
+    if change == "4_graph" and args.device.type != "cuda":
+        raise Skip("CUDA graphs need a GPU")
+    if change == "4_graph" and not args.capture:
+        raise Skip("--no-capture")
+
+
+def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tuple:
+    """What the `main` of a step returns, with these changes; the last is the row's own."""
+    refuse(names, args)
+    if args.planned and args.work_sha256() != args.planned.text_sha256:
+        raise Skip(f"batches() of {args.path.name} yields other numbers each time: seed its generator")
+    torch.set_float32_matmul_precision("highest")
+    model = args.model()
+    attention = functions_of([name for name in names if name == "2_sdpa"], args.file, args.drawn()[0])
+    set_attention(model, before, *(attention or [None]))
+    blocks = blocks_of(model)
+    contexts = [changes.mixed_precision(args.device)] if "1_amp" in names else []
+    if "5_fp8" in names:
+        contexts += filter(None, [convert_to_fp8(model, blocks, args)])
+        blocks = blocks_of(model)
+    loss = compiled(model, blocks, args) if "3_compile" in names else args.loss
+    captures = "4_graph" in names
+    optimizer = optimizer_of(model, args, captures)
+    train_step = changes.training_step(model, loss, optimizer, contexts_of(*contexts))
+    if not captures:
+        return train_step, model, optimizer
+    return train_step, model, optimizer, partial(capture, train_step)
+
+
+def compiled(model: torch.nn.Module, blocks: list[torch.nn.Module], args: ModelArguments) -> Callable:
+    """Compile what can be compiled of a model. Returns the loss of a batch, compiled if it is the file's."""
+    parts = [block for block in blocks if not is_transformer_engine(block)] if blocks else [model]
+    if hasattr(args.file, "loss"):
+        return changes.compile_parts(model, parts, args.file.loss)
+    # Hugging Face's models keep their loss there.
+    loss = changes.compile_parts(model, parts, getattr(model, "loss_function", None))
+    if loss:
+        model.loss_function = loss
+    return args.loss
+
+
+def is_transformer_engine(block: torch.nn.Module) -> bool:
+    """Whether a block holds layers of Transformer Engine, which torch.compile cannot trace."""
+    return any(type(part).__module__.startswith("transformer_engine") for part in block.modules())
+
+
+def capture(train_step: Callable, batch: object) -> Callable:
+    return changes.capture_step(train_step, tensors_of, model_file.copied(batch, None))
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+def run_row() -> int:
+    name, argv = sys.argv[1], sys.argv[2:]
+    args = model_file.parse("run_all.sh", argv)
+    folder = args.output.parent
+    folder = folder.parent if folder.name.startswith("pass-") else folder  # of --repeat: as the first pass
+    if plan := read_object(folder / PLAN).get("workload"):
+        args.planned = Workload(**plan)
+    before = rows_before(folder, name)
+    names = kept(before) + ([name] if ROWS[name] else [])
+    try:
+        functions = functions_of(names, args.file, args.drawn()[0])
+    except Skip as error:
+        say(f"run_all.sh: error: {error}", sys.stderr)
+        return 2
+    args.name, args.changes = name, [ROWS[each] for each in names]
+    args.source = "\n\n".join(map(inspect.getsource, [changes.training_step, *functions]))
+    return benchmark.run_and_record(partial(build, names, before), args)
+
+
+if __name__ == "__main__":
+    benchmark.run_as_process(run_row, "run_all.sh")
