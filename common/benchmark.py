@@ -19,7 +19,7 @@ import torch
 
 from common import data, hardware, parallel, profile, proof, rehearsal, timing
 from common.arguments import Arguments, Measurement, parse_args
-from common.record import AGAIN, Row, Run, read_object, write_json
+from common.record import Row, Run, read_object, write_json
 from common.text import Skip, one_line, progress, say
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")  # what libraries say of it
@@ -140,7 +140,7 @@ def run(main: Callable, args: Measurement, row: Row) -> dict:
             if not args.is_ours:  # it may draw random numbers, and a second pass tells what they change
                 initial.restore()
                 again = proof.sample(train_step, optimizer, model, batches[0])
-                samples |= {f"{AGAIN}{weight}": numbers for weight, numbers in again.items()}
+                samples |= proof.renamed(again)
     del initial  # the host's memory
     observe(partial(train_step, *spare), model, args, row)
     row.status = "ok"

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.record import PART, gradients_of
+from common.record import AGAIN, PART, gradients_of
 
 NUMBERS = 512  # of a matrix
 PARTS = (1, 2, 3)  # in which a matrix is sampled: whole, as halves, as thirds
@@ -54,6 +54,11 @@ def samples_of(name: str, weight: torch.nn.Parameter) -> dict[str, np.ndarray]:
             both = torch.stack([values[of_part].float(), gradients[of_part].float()])
             samples[name if parts == 1 else f"{name}{PART}{k + 1}/{parts}"] = both.cpu().numpy()
     return samples
+
+
+def renamed(samples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The samples of a second pass, by the names that they have beside those of the first."""
+    return {f"{AGAIN}{name}": numbers for name, numbers in samples.items()}
 
 
 def places_of(numbers: int) -> np.ndarray:

@@ -17,7 +17,7 @@ python="${PYTHON:-$(./run_all.sh --setup)}"
 [ "$machine" = --check ] && exec "$python" docs/tables.py --stale "${@:2}"
 shift
 most="roofs gpt3-6.7b-slice gpt2 parity gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
-most+=" anatomy llama"
+most+=" anatomy llama hugging-face-gpt2"
 known=" $most gpt3-6.7b-slice-cold adamw gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("${@:-}")
 [ -n "${names[0]}" ] || read -ra names <<<"$most"
@@ -66,7 +66,10 @@ for name in "${names[@]}"; do
       ;;
     ablations) study ablations --preset gpt3-6.7b-slice ;;
     ablations-gpt2) study ablations --preset gpt2 ;;
-    llama) "$python" examples/llama.py --profile --output "$at/results.json" || (($? == 1)) ;;
+    llama | hugging-face-gpt2)
+      file=examples/${name#hugging-face-}.py # needs transformers
+      ladder --model "$file"
+      ;;
     anatomy) "$python" -m anatomy all --json "$at/anatomy.json" >"$at/report.md" ;;
   esac
   mkdir -p "$to"

@@ -1,5 +1,7 @@
-"""Hugging Face's Llama (1.3 B), for ./run_all.sh --model examples/llama.py; without a GPU a small one. Its FP8
-is Transformer Engine's whole layer."""
+"""Hugging Face's Llama, 1.3 billion weights: ./run_all.sh --model examples/llama.py
+
+Its FP8 is Transformer Engine's whole layer. Without a GPU the model is small.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +27,14 @@ def model():
 
 def batches():
     while True:
-        yield torch.randint(CONFIG.vocab_size, (1, T + 1))
+        tokens = torch.randint(CONFIG.vocab_size, (1, T + 1))
+        yield tokens[:, :-1], tokens[:, 1:]
 
 
-def loss(model, tokens):
-    logits = model(tokens[:, :-1]).logits  # (B, T, V)
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+def loss(model, batch):
+    tokens, targets = batch
+    logits = model(tokens).logits  # (B, T, V)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def fp8(model):

@@ -180,7 +180,8 @@ def _line(row: Row, run: Run, fastest: dict[str, float], is_peer: bool = False) 
     _fill_slowness(line, fastest)
     line.loss = fmean(row.loss[-LOSS_WINDOW:]) if row.loss else None
     line.same_work = verdict(row.proof)
-    line.note = "; ".join(filter(None, [row.note, unlearned(row.loss), _other_work(line)]))
+    is_ours = not (run.workload and run.workload.model)  # the rule of learning is of our text and our rate
+    line.note = "; ".join(filter(None, [row.note, is_ours and unlearned(row.loss), _other_work(line)]))
     line.gib = row.peak_bytes / GIB if row.peak_bytes else None
     line.error = row.predicted_ms / line.ms - 1 if row.predicted_ms else None
     line.precision = _precision(row, run.roofs)

@@ -87,7 +87,7 @@ def fits_cards(figures: Figures) -> bool:
     chosen = any(word.partition("=")[0] == "--only" for word in figures.run.command.split())
     ended = all(line.row.status not in ("not run", "interrupted") for line in figures.steps)
     on_one_gpu = machine.device_type == "cuda" and work is not None and work.gpus == 1
-    return on_one_gpu and ended and not chosen and len(figures.timed_steps) > 1
+    return on_one_gpu and not work.model and ended and not chosen and len(figures.timed_steps) > 1
 
 
 def category_rows(figures: Figures) -> list[dict[str, str]]:
