@@ -19,7 +19,6 @@ PLAN, MERGED, ROOFS, PREDICTED = ("plan.json", "results.json", "roofs.json", "pr
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 # Names of samples of gradients: `fc1.weight part 1/2`, and of a second pass `again fc1.weight`.
 PART, AGAIN = " part ", "again "
-WORTH = 1.03  # times faster, from which a change to a model of yours is kept
 STUDIES = ("sweep", "scaling", "ablations", "parity")
 KINDS = ("ladder", *STUDIES)  # of runs
 CATEGORIES = (  # of kernels, in the order of a stacked bar; common/kernels.py assigns each kernel to one

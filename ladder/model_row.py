@@ -2,8 +2,8 @@
 
 python ladder/model_row.py ROW FILE ARGUMENT ...
 
-A row reads the records of the rows before it in its folder, and keeps their changes where these made a step
-at least WORTH times as fast.
+A row reads the records of the rows before it in its folder, and keeps the changes that did not make a step
+slower.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import benchmark, hardware
-from common.record import PLAN, WORTH, Workload, read_object
+from common.record import PLAN, Workload, read_object
 from common.text import Skip, one_line, say
 from ladder import model_changes as changes
 from ladder import model_file
@@ -46,11 +46,11 @@ def rows_before(folder: Path, name: str) -> dict[str, dict]:
 
 
 def kept(before: dict[str, dict]) -> list[str]:
-    """The rows whose changes are kept: each at least WORTH times as fast as what it was added to."""
+    """The rows whose changes are kept: each at least as fast as what it was added to."""
     names, fastest_ms = [], None
     for name, row in before.items():
         ms = statistics.median(row["step_ms"])
-        if fastest_ms is None or fastest_ms / ms >= WORTH:
+        if fastest_ms is None or ms <= fastest_ms:
             fastest_ms = ms
             names += [name] if ROWS[name] else []
     return names

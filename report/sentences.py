@@ -1,11 +1,12 @@
 """What a run shows and what it ran on, in sentences."""
 
-from common.record import WORTH, Environment, Workload
+from common.record import Environment, Workload
 from report.cells import gain, milliseconds
 from report.figures import NOT_FUSED, Figures, Line, is_mixed, ratio
 from report.table import VERSIONS
 
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU: compiling gains nothing here"
+WORTH = 1.03  # times faster, from which a change to a model of yours is recommended
 CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
 CONVENTION_OF_MODEL = (
     "TFLOP/s count the FLOPs of PyTorch's counter, of attention the whole (T, T) square. Loading of batches "
@@ -35,28 +36,34 @@ def decision(timed: list[Line]) -> str:
     """Which changes a model should take, what they give together, and which it should leave."""
     first, changed = timed[0], [line for line in timed if line.row.changes]
     taken = [line for line in changed if line is first or _is_worth(line)]
-    left = [line for line in changed if line not in taken]
-    sentences = ["Take none of the changes"]
-    if taken:
-        names, best = [line.row.changes[-1] for line in taken], taken[-1]
-        over = f" over {first.name}" if first.row.changes else ""
-        sentences = [f"Take {', '.join(names)}: {gain(best.over_first)} x{over}"]
-    if left:
-        gains = [f"{line.row.changes[-1]} {_what_it_gives(line)}" for line in left]
-        sentences.append(f"Leave {', '.join(gains)}")
-    return ". ".join(sentences)
+    others = [line for line in changed if line not in taken]
+    if not taken:
+        return f"Take none of the changes. Leave {_gains(others)}"
+    held = taken[
+        -1
+    ].row.changes  # a later row keeps what did not slow the model, also where it is hardly worth it
+    included = [line for line in others if line.row.changes[-1] in held]
+    left = [line for line in others if line not in included]
+    sentence = f"Take {', '.join(line.row.changes[-1] for line in taken)}: {gain(taken[-1].over_first)} x"
+    if first.row.changes:
+        sentence += f" over {first.name}"
+    if included:
+        sentence += f", with {_gains(included)}"
+    return f"{sentence}. Leave {_gains(left)}" if left else sentence
+
+
+def _gains(lines: list[Line]) -> str:
+    """`CUDA graph (1.02 x), FP8 (its work differs)`."""
+    gains = []
+    for line in lines:
+        what = "its work differs" if line.same_work == "differs" else f"{gain(line.over_before)} x"
+        gains.append(f"{line.row.changes[-1]} ({what})")
+    return ", ".join(gains)
 
 
 def _is_worth(line: Line) -> bool:
     faster = line.over_before
     return faster is not None and faster.value >= WORTH and line.same_work != "differs"
-
-
-def _what_it_gives(line: Line) -> str:
-    """`(1.02 x)`, or that it changes the work."""
-    if line.same_work == "differs":
-        return "(its work differs)"
-    return f"({gain(line.over_before)} x)"
 
 
 def convention(figures: Figures) -> str:
