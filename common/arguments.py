@@ -72,6 +72,8 @@ class Measurement:
     cold: bool  # without the rehearsal of common/rehearsal.py
     profile: bool
     is_ours: bool = True  # whether the model is the ladder's: of another one more is checked
+    # The share of a loss by which that of a replay may differ from a launched step's; None: not checked.
+    replay_off: float | None = None
 
     def command(self) -> str:
         """What makes this row again."""

@@ -25,13 +25,14 @@ SWEEP = {  # channels, sequence length and tokens a step: several widths, and se
 }
 HEAD_DIM = {"cuda": 64, "cpu": 32}
 MODEL_SCRIPT = "ladder/model_row.py"
+AMP, SDPA, COMPILE, GRAPH, FP8 = "1_amp", "2_sdpa", "3_compile", "4_graph", "5_fp8"
 MODEL_ROWS = {  # of a model that is not ours, and what each adds, in words
     "0_fp32": "",
-    "1_amp": "AMP",
-    "2_sdpa": "fused attention",
-    "3_compile": "compile",
-    "4_graph": "CUDA graph",
-    "5_fp8": "FP8",
+    AMP: "AMP",
+    SDPA: "fused attention",
+    COMPILE: "compile",
+    GRAPH: "CUDA graph",
+    FP8: "FP8",
 }
 STEP = re.compile(r"\d+_\w+\.py")
 
