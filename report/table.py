@@ -4,6 +4,7 @@ from common.record import PRECISIONS, Roofs
 from report.cells import LAUNCH, gain, milliseconds, number, only_filled, tflops, three_digits, time_or_status
 from report.changes import added_groups
 from report.figures import Figures, Line
+from report.proof import limit
 
 VERSIONS = ("torch", "transformer-engine", "cuda")  # that are told beside a result
 
@@ -125,14 +126,16 @@ def limit_rows(figures: Figures) -> list[dict[str, str]]:
 
 
 def proof_rows(figures: Figures) -> list[dict[str, str]]:
-    """How the gradients of one step compare with those of the first row; empty where none was compared."""
+    """How the gradients of one step compare with those of the first row, and with --model those of two passes
+    of the first row; empty where none was compared."""
     rows = []
     for line in figures.timed:
         if proof := line.row.proof:
             row = {"step": line.name, "compared with": proof.against, "weights": f"{proof.paired:.0%}"}
             row |= {"least cosine": number(proof.cosine, ".5f"), "of the gradient of": proof.weight or "-"}
+            row |= {"two passes": number(proof.repeated, ".5f"), "agrees from": f"{limit(proof):.3g}"}
             rows.append(row | {"work": line.same_work})
-    return rows
+    return only_filled(rows)
 
 
 def roof_rows(roofs: Roofs) -> list[dict[str, str]]:

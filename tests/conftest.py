@@ -49,7 +49,8 @@ def load_step(name: str) -> ModuleType:
 
 def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **overrides) -> Arguments:
     fields = {
-        "script": ROOT / f"{step}.py",
+        "name": step,
+        "source": (ROOT / f"{step}.py").read_text(),
         "output": Path("/nonexistent/record.json"),
         "preset": "tiny",
         "config": config,

@@ -106,9 +106,16 @@ class Float8LinearConfig:
         return name
 
 
-def convert_to_float8_training(module, config):
-    assert config == "tensorwise" and any(isinstance(part, nn.Linear) for part in module.modules())
-    module.converted = True
+class Float8Linear(nn.Linear):
+    pass
+
+
+def convert_to_float8_training(module, config="tensorwise", module_filter_fn=lambda part, name: True):
+    """Inside `module` in place, as torchao does."""
+    assert config == "tensorwise"
+    for name, part in module.named_modules():
+        if name and type(part) is nn.Linear and module_filter_fn(part, name):
+            part.__class__ = Float8Linear
     return module
 
 

@@ -102,12 +102,20 @@ def test_of_several_processes_each_has_its_share_of_the_batch(monkeypatch):
 def test_auto_takes_what_fits_a_gpu(monkeypatch):
     resolve, device = arguments.resolve_preset, torch.device("cuda", 0)
     for gib, expected in (
-        (140, ("gpt3-6.7b-slice", 8)),
-        (79, ("gpt2", 32)),
-        (22, ("gpt2", 8)),
-        (1, ("gpt2", 1)),
+        (83, ("gpt3-6.7b-slice", 8)),
+        (82.9, ("gpt2", 32)),
+        (66, ("gpt2", 32)),
+        (65.9, ("gpt2", 16)),
+        (34, ("gpt2", 16)),
+        (33.9, ("gpt2", 8)),
+        (18, ("gpt2", 8)),
+        (17.9, ("gpt2", 4)),
+        (10, ("gpt2", 4)),
+        (9.9, ("gpt2", 2)),
+        (6, ("gpt2", 2)),
+        (5.9, ("gpt2", 1)),
     ):
-        monkeypatch.setattr(hardware, "free_memory_bytes", lambda _, gib=gib: gib * 2**30)
+        monkeypatch.setattr(hardware, "free_memory_bytes", lambda _, gib=gib: int(gib * 2**30))
         assert resolve("auto", device) == expected and resolve("gpt2", device) == ("gpt2", 32), gib
 
 
@@ -146,11 +154,14 @@ def test_fp8_is_skipped_where_a_size_does_not_fit(monkeypatch):
 
 def test_steps_by_default_take_a_fixed_amount_of_work_between_two_bounds():
     gpu, shapes = torch.device("cuda", 0), {name: config for name, (config, _) in PRESETS.items()}
-    assert arguments.default_steps(shapes["gpt3-6.7b-slice"], 8, gpu) == 8
-    assert arguments.default_steps(shapes["tiny"], 2, gpu) == 30
-    by_work = int(5e14 / flops.flops_per_step(shapes["gpt2"], 32))
-    assert arguments.default_steps(shapes["gpt2"], 32, gpu) == by_work == 19
-    assert arguments.default_steps(shapes["gpt2"], 8, torch.device("cpu")) == 14
+    work = {
+        name: flops.flops_per_step(shapes[name], size)
+        for name, size in (("gpt3-6.7b-slice", 8), ("tiny", 2), ("gpt2", 32))
+    }
+    assert arguments.default_steps(work["gpt3-6.7b-slice"], gpu) == 8
+    assert arguments.default_steps(work["tiny"], gpu) == arguments.default_steps(0, gpu) == 30
+    assert arguments.default_steps(work["gpt2"], gpu) == int(5e14 / work["gpt2"]) == 19
+    assert arguments.default_steps(work["gpt2"], torch.device("cpu")) == 14
 
 
 @pytest.mark.parametrize(
@@ -208,13 +219,14 @@ def test_a_gpu_is_taken_where_there_is_one(count, index, fits, monkeypatch):
 
 def test_what_a_user_is_told_before_the_first_row(monkeypatch):
     few = conftest.arguments(STEPS[0])
-    assert [line[:4] for line in facts.told(few)] == ["CPU:"]
+    told, told_of_time = facts.told_of_device(few.device), facts.told_of_time(few)
+    assert [line[:4] for line in told] == ["CPU:"] and told_of_time == []
     monkeypatch.setattr(facts.shutil, "which", lambda name: "/bin/nvidia-smi")
-    assert "this torch cannot use it" in facts.told(few)[1]
+    assert "this torch cannot use it" in facts.told_of_device(few.device)[1]
     monkeypatch.setattr(facts.shutil, "which", lambda name: None)
     long = conftest.arguments(STEPS[0], config=PRESETS["gpt2"][0], batch_size=32, steps=14, warmup=3)
     minutes = flops.flops_per_step(long.config, 32) / (1.5e10 * torch.get_num_threads()) / 60
-    said = facts.told(long)[1]
+    said = facts.told_of_time(long)[0]
     assert f"about {minutes:.0f} minutes here" in said and f"a row {17 * minutes:,.0f}" in said
     assert (
         facts.needed_bytes(conftest.arguments(STEPS[0], processes=2))[f"{STEPS[0]}.py"]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import FAST, ROOT, STEPS
@@ -295,7 +296,7 @@ REQUESTS = {
 def test_a_request_becomes_rows(words, monkeypatch):
     changed, roofs, gpus, arguments = REQUESTS[words]
     facts = FACTS | {"device_type": "cuda", "gpus": 2, "pinned": ["--preset", "tiny", "--batch-size", "2"]}
-    monkeypatch.setattr(runs, "check", lambda arguments, processes: facts | changed)
+    monkeypatch.setattr(runs, "check", lambda *_: facts | changed)
     plan, rows, _ = command.prepare(command.parse(words.split()), resumes=False)
     assert (plan["roofs"], rows[0].gpus) == (roofs, gpus)
     assert " ".join(rows[0].arguments).startswith(arguments)
@@ -326,8 +327,16 @@ def test_a_row_that_a_cpu_s_memory_cannot_hold_is_not_started(device_type, kind,
         assert refusal == ("oom", "needs about 1 GiB of 0 free: try a smaller --batch-size")
 
 
+def test_arguments_that_a_step_refuses_end_the_ladder_with_its_code(monkeypatch):
+    ended = SimpleNamespace(returncode=2, stdout="{}")
+    monkeypatch.setattr(runs.subprocess, "run", lambda *_, **__: ended)
+    with pytest.raises(SystemExit) as refused:
+        runs.check(["--preset", "none"])
+    assert refused.value.code == 2
+
+
 def test_peers_are_rows_of_every_pass(monkeypatch):
-    monkeypatch.setattr(runs, "check", lambda arguments, processes: FACTS)
+    monkeypatch.setattr(runs, "check", lambda *_: FACTS)
     _, rows, _ = command.prepare(command.parse(["--peers", "--repeat", "2", "--only", "2"]), resumes=False)
     outputs = [row.output for row in rows]
     assert outputs[:2] == ["2_sdpa.json", "peers/nanogpt.json"] and "pass-2/peers/nanogpt.json" in outputs

@@ -32,6 +32,7 @@ from report.__main__ import render
 from report.figures import derive, loss_rule
 from report.load import RecordError, load
 from report.page import render as page_of
+from report.page import time_bars
 
 sys.path.insert(0, str(runs.ROOT / "docs"))
 import tables
@@ -666,3 +667,15 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
     variants = {name: runs.run(runs.row(step, ms)) for name, step, ms in named}
     runs.write(tmp_path / "m" / "x", runs.study("ablations", variants))
     assert tables.ablations("m/x").split()[-6::2] == ["5.00", "7.00", "+2.0"]
+
+
+def test_a_bar_without_a_profile_says_so_and_a_remark_of_all_rows_names_none():
+    figures = derive(runs.run(*(runs.row(step, note="odd") for step in runs.STEPS[:3])))
+    assert [bar.label for bar in time_bars(figures.lines)] == ["100.0 ms, without a profile"] * 3
+    assert "all rows: odd" in figures.remarks
+    two = derive(runs.run(*(runs.row(step, note="odd") for step in runs.STEPS[:2])))
+    assert f"{runs.STEPS[0]}, {runs.STEPS[1]}: odd" in two.remarks
+
+
+def test_the_page_of_a_run_tells_what_its_losses_are():
+    assert "Loss: mean of training steps 6 to 10" in documents.as_markdown(derive(runs.ladder(100, 50)))

@@ -119,7 +119,9 @@ def test_the_seconds_of_the_first_steps_are_not_those_of_building(monkeypatch):
     row = Row("x")
     monkeypatch.setattr(timing, "reference_work", lambda device: None)
     benchmark.run(main, arguments(STEPS[0], steps=2, warmup=3), row)
-    assert row.warmup_s == 3.0 and row.overhead_s >= 100
+    # 100 s of building, and the two launched steps that sample gradients and show what ran; the two timed
+    # steps and the steps of warm-up are told apart.
+    assert row.warmup_s == 3.0 and 102 <= row.overhead_s < 110
 
 
 def test_a_result_line_is_of_all_processes_and_memory_has_its_unit():

@@ -1,0 +1,570 @@
+"""./run_all.sh --model: the contract of a file, what each row changes, what is kept, the decision."""
+
+import json
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import runs
+import stand_ins
+import torch
+from conftest import ROOT, run_python
+from torch import nn
+
+from common import benchmark, rehearsal
+from common import proof as sampling
+from common.record import Proof, Row, Settings, write_json
+from common.text import Skip
+from ladder import model_changes, model_file, model_row
+from ladder import runs as planned
+from report import proof, sentences, table
+from report.documents import as_markdown, for_terminal
+from report.figures import derive
+from report.load import load
+from report.story import cards
+
+BATCHES = "def batches():\n    while True:\n        yield torch.randn(4, 16)\n"
+SUM = "def loss(model, batch):\n    return model(batch).square().mean()\n"
+LINEAR = "def model():\n    return torch.nn.Linear(16, 16)\n"
+
+
+def file_of(folder, text):
+    path = folder / "my_model.py"
+    path.write_text(f"import torch\n{text}")
+    return path
+
+
+@pytest.fixture
+def arguments_of(tmp_path, monkeypatch):
+    """The arguments of a row, for the text of a model's file."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def parsed(text, *words):
+        path = file_of(tmp_path, text)
+        words = [str(path), "--device", "cpu", "--steps", "3", "--output", str(tmp_path / "r.json"), *words]
+        return model_file.parse("run_all.sh", words)
+
+    return parsed
+
+
+def built(names, args, before=None):
+    """What `main` of a row returns, in the order of a step's."""
+    return model_row.build([*names], before or {}, args)
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (LINEAR, "my_model.py lacks batches(): see examples/gpt2.py"),
+        ("x = 1\n", "lacks model() and batches()"),
+        ("import not_there\n", "my_model.py, line 2: ModuleNotFoundError: No module named 'not_there'"),
+        ("def f(:\n", "SyntaxError"),
+        ("raise SystemExit(3)\n", "my_model.py, line 2: SystemExit: 3"),
+    ],
+)
+def test_a_file_that_does_not_fit_gets_one_line(text, said, arguments_of, refused):
+    assert said in refused(arguments_of, text)
+
+
+def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, arguments_of, refused):
+    for name in ("none.py", "x.txt", ""):
+        assert "no such Python file" in refused(model_file.parse, "run_all.sh", [str(tmp_path / name)])
+    (tmp_path / "x.txt").write_text(LINEAR + BATCHES)
+    own = "def optimizer(parameters, **how):\n    return torch.optim.SGD(parameters, 0.1)\n"
+    text = LINEAR + BATCHES + own
+    assert "has an optimizer of its own" in refused(arguments_of, text, "--lr", "0.1")
+    assert "--lr 2.0 is not above 0" in refused(arguments_of, LINEAR + BATCHES, "--lr", "2")
+    assert arguments_of(text).lr is None and arguments_of(LINEAR + BATCHES).lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "def model():\n    return torch.nn.Linear(16, 16).bfloat16()\n" + BATCHES + SUM,
+            "weight is bfloat16",
+        ),
+        ("def model():\n    return 3\n" + BATCHES, "returns no torch.nn.Module"),
+        (LINEAR + BATCHES, "returns no loss: define loss(model, batch) in my_model.py"),
+        (LINEAR + "def batches():\n    return []\n" + SUM, "batches() of my_model.py yields nothing"),
+        (
+            LINEAR + "def batches():\n    yield 'x'\n" + "def loss(m, b):\n    return m.bias.sum()\n",
+            "no tensors",
+        ),
+        (LINEAR + BATCHES + "def loss(m, b):\n    return m(b).sum() * float('nan')\n", "first loss of"),
+        (LINEAR + BATCHES + "def loss(m, b):\n    return m(b, 3)\n", "my_model.py, line 8: TypeError"),
+        (
+            "K = iter(range(9))\ndef model():\n    m = torch.nn.Linear(16, 16)\n"
+            "    torch.nn.init.constant_(m.bias, next(K))\n    return m\n" + BATCHES + SUM,
+            "makes other weights each time",
+        ),
+        (
+            LINEAR
+            + "K = iter(range(9))\ndef batches():\n    yield torch.full((2, 16), 1.0 * next(K))\n"
+            + SUM,
+            "yields other numbers each time",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_compared_gets_one_line(text, said, arguments_of, capsys, monkeypatch):
+    args = arguments_of(text)
+    monkeypatch.setattr(model_file, "parse", lambda *_: args)
+    assert model_file.main() == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_the_work_of_a_step_is_counted(arguments_of, capsys, monkeypatch):
+    args = arguments_of(LINEAR + BATCHES + SUM)
+    args.steps = 0
+    monkeypatch.setattr(model_file, "parse", lambda *_: args)
+    assert model_file.main() == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    work = facts["workload"]
+    assert (work["unit"], work["tokens_per_step"], work["parameters"]) == ("samples", 4, 16 * 17)
+    assert work["flops_per_step"] == 3 * 2 * 4 * 16 * 16, (
+        "a multiply-add is two FLOPs, backward twice forward"
+    )
+    assert facts["pinned"] == ["--steps", "14"] and work["steps"] == 14 and work["model"] == "my_model.py"
+    assert facts["said"][1] == "my_model.py: 0.0 M parameters, 4 samples a step"
+
+
+def test_tokens_are_integers_of_two_dimensions():
+    tokens, picture = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(3, 4, 4)
+    assert model_file.units_of({"x": picture, "y": [tokens]}) == ("tokens", 10)
+    assert model_file.units_of((picture, torch.zeros(3, dtype=torch.int64))) == ("samples", 3)
+    assert model_file.units_of(torch.zeros(())) == ("samples", 1)
+
+
+def test_a_batch_is_copied_with_all_that_it_holds():
+    tensor = torch.ones(2)
+    batch = model_file.copied({"a": (tensor, "x"), "b": [tensor]}, None)
+    assert batch["a"][1] == "x" and len([*model_file.tensors_of(batch)]) == 2
+    batch["a"][0].zero_()
+    assert tensor.sum() == 2 and batch["b"][0].sum() == 2
+
+
+def test_fewer_batches_than_steps_and_the_same_numbers_each_time(arguments_of):
+    args = arguments_of(LINEAR + "def batches():\n    yield torch.rand(1)\n    yield torch.rand(1)\n" + SUM)
+    first, second = args.batches(), args.batches()
+    assert len(first) == 2 and first[0][0] == second[0][0] != first[1][0]
+    assert args.command() == "./run_all.sh --model my_model.py" and args.about() == ["model of my_model.py"]
+    before = args.work_sha256()
+    args.path.write_text(args.path.read_text() + "# another file\n")
+    assert args.work_sha256() != before
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def put(folder, name, ms, status="ok", **fields):
+    write_json(folder / f"{name}.json", runs.run(runs.row(name, ms, status, **fields)))
+
+
+def test_a_row_keeps_the_changes_that_did_not_make_a_step_slower(tmp_path):
+    for name, ms in (("0_fp32", 100), ("1_amp", 50), ("3_compile", 55), ("4_graph", 50)):
+        put(tmp_path, name, ms)
+    put(tmp_path, "2_sdpa", 1, status="skipped")
+    before = model_row.rows_before(tmp_path, "5_fp8")
+    assert [*before] == ["0_fp32", "1_amp", "3_compile", "4_graph"]
+    assert model_row.kept(before) == ["1_amp", "4_graph"]
+    assert model_row.kept(model_row.rows_before(tmp_path, "0_fp32")) == []
+    assert [*model_row.rows_before(tmp_path, "3_compile")] == ["0_fp32", "1_amp"]
+
+
+class Layers(nn.Module):
+    def __init__(self, many, inner):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(many))
+        self.experts = nn.ModuleList(nn.ModuleList(nn.Linear(32, 32) for _ in range(2)) for _ in range(inner))
+        self.small = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.alone = nn.ModuleList([nn.Linear(64, 64)])
+
+
+def test_blocks_are_the_members_of_the_outermost_large_lists():
+    model = Layers(3, 2)
+    assert model_row.blocks_of(model) == [*model.layers, *model.experts]
+    assert model_row.blocks_of(nn.Linear(2, 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        ("by hand", "call F.scaled_dot_product_attention there"),
+        (None, "no attention was seen"),
+        ("flash", "fused already (flash)"),
+        ("math", "not fused here (math)"),
+    ],
+)
+def test_a_model_without_a_switch_is_told_what_was_seen(kernel, said, arguments_of):
+    before = {"0_fp32": {}, "1_amp": {"settings": {"attention_kernel": kernel}}}
+    with pytest.raises(Skip) as skipped:
+        built(["2_sdpa"], arguments_of(LINEAR + BATCHES + SUM), before)
+    assert said in str(skipped.value)
+
+
+def test_what_this_machine_cannot_change_is_skipped_with_its_reason(arguments_of, monkeypatch):
+    args = arguments_of(LINEAR + BATCHES + SUM)
+    args.amp = False
+    for names, said in (
+        (["1_amp"], "does not multiply BF16"),
+        (["4_graph"], "CUDA graphs need a GPU"),
+        (["5_fp8"], "FP8 needs an NVIDIA GPU"),
+    ):
+        with pytest.raises(Skip, match=said):
+            built(names, args)
+    monkeypatch.setattr(args, "device", SimpleNamespace(type="cuda"))
+    args.capture = False
+    with pytest.raises(Skip, match="--no-capture"):
+        built(["4_graph"], args)
+
+
+def test_the_optimizer_is_the_files_or_fused_adamw(arguments_of):
+    *_, optimizer = built([], arguments_of(LINEAR + BATCHES + SUM, "--lr", "0.01"))
+    (group,) = optimizer.param_groups
+    assert group["fused"] and group["lr"] == 0.01 and not group["capturable"]
+    own = "def optimizer(parameters, **how):\n    return torch.optim.{}\n"
+    *_, optimizer = built([], arguments_of(LINEAR + BATCHES + SUM + own.format("SGD(parameters, 0.1)")))
+    assert isinstance(optimizer, torch.optim.SGD)
+    with pytest.raises(Skip, match=r"returns no torch.optim.Optimizer"):
+        built([], arguments_of(LINEAR + BATCHES + SUM + own.format("Adam")))
+
+
+def test_a_step_trains_as_a_loop_of_ones_own(arguments_of):
+    args = arguments_of(LINEAR + BATCHES + SUM)
+    train_step, *_ = built([], args)
+    twin, ((batch,), *_) = args.model(), args.batches()
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    loss = twin(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    assert train_step(batch).item() == loss.item() and not train_step(batch).requires_grad
+    built_again, again, _ = built([], args)
+    built_again(batch)
+    assert torch.equal(again.weight, twin.weight) and again.weight.grad is None
+
+
+def test_contexts_are_entered_again_and_again():
+    entered = []
+
+    class Once:
+        used = False
+
+        def __enter__(self):
+            assert not self.used
+            self.used = True
+            entered.append("once")
+
+        def __exit__(self, *_):
+            pass
+
+    enter = model_row.contexts_of(Once(), stand_ins.autocast(), stand_ins.autocast)
+    stand_ins.ENTERED.clear()
+    for _ in range(2):
+        with enter():
+            pass
+    assert entered == ["once"] * 2 and len(stand_ins.ENTERED) == 4
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_the_switch_of_hugging_face_changes_attention_and_not_the_work(model, monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    words = [str(ROOT / "examples" / f"{model}.py"), "--device", "cpu", "--steps", "1"]
+    words += ["--output", str(tmp_path / "r.json")]
+    samples, kernels = [], []
+    for names in ([], ["2_sdpa"]):
+        args = model_file.parse("run_all.sh", words)
+        if model == "gpt2":
+            small = {"n_layer": 2, "n_embd": 64, "n_head": 2}
+            monkeypatch.setattr(args.file, "GPT2Config", partial(args.file.GPT2Config, **small))
+        train_step, network, optimizer = built(names, args)
+        batch = args.batches()[0]
+        samples.append(sampling.sample(train_step, optimizer, network, batch))
+        kernels.append(benchmark.profile.observe(partial(train_step, *batch), network, args.device))
+    assert [settings.attention_kernel for settings in kernels] == ["by hand", "flash (CPU)"]
+    same = proof.compare(runs.row("a"), samples[0], runs.row("b"), samples[1])
+    assert same.paired == 1.0 and same.cosine > 0.999
+
+
+def test_an_attention_of_its_own_is_told():
+    t5 = SimpleNamespace(config=SimpleNamespace(_attn_implementation="eager"))
+    with pytest.raises(Skip, match="SimpleNamespace has attention of its own"):
+        model_row.switch_attention(t5, lambda model: None)
+
+
+def test_a_batch_with_padding_keeps_its_mask():
+    functions = partial(model_row.functions_of, ["2_sdpa", "5_fp8"], SimpleNamespace())
+    masked = {"input_ids": torch.ones(1), "attention_mask": torch.ones(1)}
+    assert functions(masked) == [model_changes.fused_attention, model_changes.fp8_linears]
+    assert functions({})[0] is functions(torch.ones(1))[0] is model_changes.fused_attention_without_mask
+
+
+def test_blocks_and_loss_are_compiled_and_what_lies_between_is_not(arguments_of, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda part: compiled.append(part))
+    monkeypatch.setattr(torch, "compile", lambda loss: compiled.append(loss) or loss)
+    args = arguments_of(LINEAR + BATCHES + SUM)
+    model = Layers(14, 0)
+    with torch._dynamo.config.patch(recompile_limit=8):
+        assert model_row.compiled(model, [*model.layers], args) is args.file.loss
+        assert torch._dynamo.config.recompile_limit == 28, "blocks that read their own number"
+    assert compiled == [*model.layers, args.file.loss] and "forward" in vars(model)
+    compiled.clear()
+    whole = nn.Linear(2, 2)
+    model_row.compiled(whole, [], args)
+    assert compiled == [whole, args.file.loss] and "forward" not in vars(whole)
+    compiled.clear()
+    del args.file.loss
+    whole.loss_function = print
+    assert model_row.compiled(whole, [], args) == args.loss and compiled == [whole, print]
+
+
+@pytest.mark.slow
+def test_numbered_layers_and_an_item_in_a_block_are_compiled(arguments_of):
+    layer = """
+class Layer(torch.nn.Module):
+    def __init__(self, k):
+        super().__init__()
+        self.k, self.a = k, torch.nn.Linear(16, 16)
+    def forward(self, x):
+        return x + self.a(x) * (1.0 + self.k if x.mean().item() > -9 else 0.0)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer(k / 100) for k in range(14))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+def model():
+    return Net()
+"""
+    args = arguments_of(layer + BATCHES + SUM)
+    ((batch,), *_) = args.batches()
+    losses = [built(names, args)[0](batch).item() for names in ([], ["3_compile"])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_fp8_is_the_files_or_torchaos(arguments_of, monkeypatch):
+    monkeypatch.setattr(model_row.hardware, "compute_capability", lambda device: (9, 0))
+    stand_ins.install(monkeypatch)
+    args = arguments_of(LINEAR + BATCHES + SUM)
+    model = Layers(2, 0)
+    model.layers.append(nn.Linear(20, 20))
+    assert model_row.convert_to_fp8(model, model_row.blocks_of(model), args) is None
+    assert [type(layer).__name__ for layer in model.layers] == [
+        "Linear"
+    ] * 3  # a block itself is not replaced
+    nested = nn.Sequential(nn.Linear(32, 32), nn.Linear(20, 32))
+    model_row.convert_to_fp8(nested, [nested], args)
+    assert [type(layer).__name__ for layer in nested] == ["Float8Linear", "Linear"]
+    with pytest.raises(Skip, match=r"no nn.Linear for torchao: define fp8\(model\)"):
+        model_row.convert_to_fp8(model, [nn.Embedding(2, 2)], args)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(Skip, match=r"torchao does not import .*: pip install torchao"):
+        model_row.convert_to_fp8(nested, [nn.Sequential(nn.Linear(2, 2))], args)
+    own = arguments_of(LINEAR + BATCHES + SUM + "def fp8(model):\n    return len(model.layers)\n")
+    assert model_row.convert_to_fp8(model, [], own) == 3
+    assert model_row.functions_of(["5_fp8"], own.file, None) == [own.file.fp8]
+
+
+# --- a captured step ------------------------------------------------------------------------------
+
+
+def test_a_replay_with_other_losses_is_refused(arguments_of):
+    args = arguments_of(LINEAR + BATCHES + SUM)
+    args.replay_off = 0.002
+    train_step, _, optimizer = built([], args)
+    train_step(*args.batches()[0])  # the optimizer has its states
+    initial = rehearsal.InitialState(optimizer)
+    rehearsal.check_replay(train_step, train_step, initial, args.batches(), args)
+    calls = []
+
+    def replay(batch):
+        calls.append(batch)
+        return train_step(batch) * (1.01 if len(calls) == 2 else 1.0)
+
+    with pytest.raises(Skip, match=r"a replay is not the step: its loss 2 is .* --no-capture does without"):
+        rehearsal.check_replay(train_step, replay, initial, args.batches(), args)
+
+
+def test_a_step_that_cannot_be_captured_is_skipped_with_its_cause(arguments_of, monkeypatch):
+    args = arguments_of(LINEAR + BATCHES + SUM)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+
+    def capture(batch):
+        raise RuntimeError("an .item() inside")
+
+    with pytest.raises(Skip, match=r"cannot be captured, --no-capture launches it: an .item"):
+        rehearsal.captured(capture, (1,), args, Row("4_graph"))
+
+
+# --- the proof and the decision -------------------------------------------------------------------
+
+
+def test_a_weight_is_found_in_a_half_or_a_third_of_another_and_by_its_numbers():
+    ours = nn.ModuleList(nn.Linear(8, 6, bias=False) for _ in range(4))
+    theirs = nn.ParameterList()
+    theirs.append(torch.cat([ours[k].weight.detach() for k in (1, 0)]))
+    theirs.append(torch.cat([ours[k].weight.detach() for k in (2, 3, 2)]))
+    for weight in [*ours.parameters(), *theirs]:
+        weight.grad = weight.detach().clone()
+    first = {k: v for name, w in ours.named_parameters() for k, v in sampling.samples_of(name, w).items()}
+    other = {k: v for name, w in theirs.named_parameters() for k, v in sampling.samples_of(name, w).items()}
+    found = proof.compare(runs.row("a"), first, runs.row("b"), other)
+    assert found.paired == 1.0 and found.cosine == 1.0 and found.weight.endswith(("1/2", "2/2", "1/3", "2/3"))
+    del other["1 part 2/3"]
+    assert proof.compare(runs.row("a"), first, runs.row("b"), other).paired == 0.75
+
+
+def test_random_numbers_blunt_the_proof():
+    weight, gradient = np.ones(2, np.float32), np.array([1.0, 0.0], np.float32)
+    turned = np.array([0.8, 0.6], np.float32)
+    samples = {"w": np.stack([weight, gradient])}
+    samples |= sampling.renamed({"w": np.stack([weight, turned])})
+    found = proof.compare(runs.row("a"), samples, runs.row("b"), {"w": np.stack([weight, turned])})
+    assert found.repeated == pytest.approx(0.8) and found.paired == 1.0
+    assert proof.limit(found) == pytest.approx(0.72) and proof.verdict(found) == "agrees"
+    limits = {
+        (False, 1.0): 0.95,
+        (True, 1.0): 0.75,
+        (True, 0.8): 0.75,
+        (False, -1.0): 0.0,
+        (True, None): 0.95,
+    }
+    for (in_fp8, repeated), limit in limits.items():
+        assert proof.limit(Proof("a", in_fp8, 1.0, repeated=repeated)) == limit
+
+
+MODEL = runs.workload(
+    model="my_model.py",
+    n_layer=None,
+    n_head=None,
+    n_embd=None,
+    seq_len=None,
+    vocab_size=None,
+    batch_size=None,
+)
+
+
+def model_run(*ms, work=MODEL, **proofs):
+    """Rows of a model in which each keeps all changes before it, unless it is slower than the fastest."""
+    rows, changes, fastest = [], [], None
+    for name, time in zip(planned.MODEL_ROWS, ms, strict=False):
+        word = planned.MODEL_ROWS[name]
+        own = [*changes, *([word] if word else [])]
+        rows.append(
+            runs.row(name, time, changes=own, settings=Settings(), proof=proofs.get(word), source=f"{own}\n")
+        )
+        if fastest is None or time <= fastest:
+            changes, fastest = own, time
+    return runs.run(*rows, work=work)
+
+
+@pytest.mark.parametrize(
+    ("ms", "said"),
+    [
+        ((100, 50, 40, 20, 19.8), "Take AMP, fused attention, compile: 5.00 x. Leave CUDA graph (1.01 x)"),
+        (
+            (100, 50, 40, 20, 19.8, 10),
+            "Take AMP, fused attention, compile, FP8: 10.0 x, with CUDA graph (1.01 x)",
+        ),
+        (
+            (100, 50, 60, 25, 26),
+            "Take AMP, compile: 4.00 x. Leave fused attention (0.83 x), CUDA graph (0.96 x)",
+        ),
+        ((100, 110), "Take none of the changes. Leave AMP (0.91 x)"),
+    ],
+)
+def test_the_decision(ms, said):
+    assert sentences.headline(derive(model_run(*ms))) == said
+
+
+def test_a_change_of_the_work_is_not_recommended_and_without_a_first_row_gains_are_over_the_next():
+    differs = Proof("0_fp32", False, 1.0, 0.5, "w", 1.0)
+    run = model_run(100, 50, **{"AMP": differs})
+    assert sentences.headline(derive(run)) == "Take none of the changes. Leave AMP (its work differs)"
+    run = model_run(100, 50, 25)
+    run.rows[0].status, run.rows[0].step_ms = "oom", []
+    assert sentences.headline(derive(run)) == "Take AMP, fused attention: 2.00 x over 1_amp"
+
+
+def test_the_report_of_a_model():
+    figures = derive(model_run(100, 50, 60, 25))
+    text, page = for_terminal(figures, "x"), as_markdown(figures)
+    assert (
+        text.startswith("Take AMP, compile: 4.00 x")
+        and "PyTorch's counter" in text
+        and "cards.md" not in text
+    )
+    compiled = figures.steps[3]
+    assert compiled.base.name == "1_amp" and compiled.over_before.value == 2.0
+    assert compiled.note == "made from 1_amp" and figures.steps[2].note == ""
+    assert "my_model.py: 2,048 tokens a step" in page and "hardly learned" not in page
+    assert [card.code[-1] for card in cards(figures)][2] == ("+", "['AMP', 'compile']")
+    run = model_run(100, 50, work=runs.workload(model="x.py", unit="samples"))
+    assert "samples/s" in table.main_rows(derive(run))[0] and "tokens/s" not in as_markdown(derive(run))
+
+
+def test_what_excludes_a_model(refused):
+    from ladder.__main__ import main
+
+    for word in ("--scaling", "--sweep", "--gpus=1", "--peers"):
+        assert "--model" in refused(main, ["--model", "x.py", word])
+    assert "give some of 0,1,2,3,4,5" in refused(main, ["--model", "x.py", "--only", "7"])
+    rows = planned.of_model("m.py", ["--steps", "3"], "1,3")
+    assert [row.arguments for row in rows] == [
+        ["1_amp", "m.py", "--steps", "3"],
+        ["3_compile", "m.py", "--steps", "3"],
+    ]
+    assert [row.output for row in planned.repeated(rows, 2)][2:] == [
+        "pass-2/1_amp.json",
+        "pass-2/3_compile.json",
+    ]
+
+
+@pytest.mark.slow
+def test_two_models_run_from_the_file_to_the_table(tmp_path):
+    pytest.importorskip("transformers")
+    text = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 32)
+        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.2, batch_first=True, norm_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    def forward(self, x, y):
+        logits = self.encoder(self.embed(x)) @ self.embed.weight.T
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+def model():
+    return Net()
+def batches():
+    for _ in range(2):
+        yield torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
+"""
+    (tmp_path / "dropout.py").write_text(text)
+    for path, only in ((ROOT / "examples" / "llama.py", "0,2,3"), (tmp_path / "dropout.py", "0,2,3,4")):
+        words = ["--device", "cpu", "--steps", "2", "--model", path, "--only", only, "--repeat", "1"]
+        ended = run_python(ROOT / "ladder" / "__main__.py", *words)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        folder = ROOT / "results" / ended.stdout.partition("/results/")[2].partition("/")[0]
+        run = load(folder)
+        rows = {row.step: row for row in run.rows}
+        assert run.workload.model == path.name and run.workload.unit == "tokens"
+        assert {"0_fp32", "3_compile"} <= {step for step, row in rows.items() if row.status == "ok"}, (
+            ended.stdout
+        )
+        assert proof.verdict(rows["3_compile"].proof) == "agrees" and rows["3_compile"].proof.paired == 1.0
+        assert (
+            "def compile_parts" in rows["3_compile"].source and "compile_parts" not in rows["0_fp32"].source
+        )
+    assert rows["3_compile"].proof.repeated < 0.99, "dropout draws other numbers each time"
+    assert rows["4_graph"].reason == "CUDA graphs need a GPU" and rows["2_sdpa"].status == "skipped"
