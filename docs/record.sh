@@ -17,7 +17,7 @@ python="${PYTHON:-$(./run_all.sh --setup)}"
 [ "$machine" = --check ] && exec "$python" docs/tables.py --stale "${@:2}"
 shift
 most="roofs gpt3-6.7b-slice gpt2 parity gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
-most+=" anatomy llama hugging-face-gpt2"
+most+=" anatomy llama hugging-face-gpt2 proof"
 known=" $most gpt3-6.7b-slice-cold adamw gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("${@:-}")
 [ -n "${names[0]}" ] || read -ra names <<<"$most"
@@ -41,7 +41,7 @@ for name in "${names[@]}"; do
   # What is made lies under results/ until it is whole: a record names its commit, without changes of files under docs/.
   to="docs/results/$machine/$name" at="results/$machine-$name-$code"
   if "$python" docs/tables.py --stale "$machine/$name" >/dev/null; then
-    [[ $name == parity || $name == ablations* || $name == adamw ]] && [ -e "$at" ] || continue
+    [[ $name == parity || $name == ablations* || $name == adamw || $name == proof ]] && [ -e "$at" ] || continue
   fi
   mkdir -p "$at"
   case "$name" in
@@ -64,6 +64,7 @@ for name in "${names[@]}"; do
       learning --rows 1 --seeds 1
       learning --rows 2 dead-mlp-all dead-mlp attention-without-its-mask
       ;;
+    proof) study ablations --preset gpt2 --batch-size 8 --only dead-mlp attention-without-its-mask ;;
     ablations) study ablations --preset gpt3-6.7b-slice ;;
     ablations-gpt2) study ablations --preset gpt2 ;;
     llama | hugging-face-gpt2)

@@ -7,6 +7,7 @@ python docs/tables.py                     make the reports of all recorded runs 
 python docs/tables.py --stale [PLACE]     which recordings are of other code: docs/record.sh makes them again
 """
 
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from common.record import Run, Study, code_sha256, read_object  # noqa: E402
 from common.text import say  # noqa: E402
 from report import ablations as variants  # noqa: E402
-from report import cells, charts, documents, page, parity, scaling, sweep, table  # noqa: E402
+from report import cells, charts, documents, page, parity, scaling, sentences, sweep, table  # noqa: E402
 from report.__main__ import render_study  # noqa: E402
 from report.figures import LEGEND, MARK, Figures, Line, derive, loss_rule, ratio  # noqa: E402
 from report.load import DIFFER, load  # noqa: E402
@@ -98,6 +99,25 @@ def ladder(place: str) -> str:
 def front(place: str, *adds: str) -> str:
     """The ladder in seven columns, with the words for what each step adds."""
     return shown(table.front_rows(figures(place), [*adds]), place, n_left=2)
+
+
+def file(name: str) -> str:
+    """The code of a file, without its docstring and with one blank line between functions."""
+    code = re.sub(r'(?s)^""".*?"""\s*', "", (ROOT / name).read_text())
+    return re.sub(r"\n{3,}", "\n\n", code)
+
+
+def of_model(place: str) -> str:
+    """The rows of a model that is not ours."""
+    rows = []
+    for row in table.main_rows(figures(place)):
+        rows.append({name: row[name] for name in ("step", "ms", "x above", "x 0_fp32", "GiB")})
+    return shown(rows, place)
+
+
+def decision(place: str) -> str:
+    """Which changes a model that is not ours should take."""
+    return sentences.headline(figures(place))
 
 
 def line(place: str, step: str) -> Line:
