@@ -180,7 +180,7 @@ def add_workload(group) -> None:
     for option, text in counts.items():
         group.add_argument(option, type=positive_int, metavar="N", help=text)
     add_rate_and_seed(group)
-    text = "a text as bytes, or uint16 .bin of nanoGPT, llm.c (default: Python's standard library)"
+    text = "a text as bytes, or tokens: .bin of nanoGPT or llm.c, .npy (default: Python's standard library)"
     group.add_argument("--data", type=Path, metavar="FILE", help=text)
 
 

@@ -8,15 +8,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-MOST_BYTES = 2**30  # of a file: what follows is not read
-# What llm.c writes begins with 256 int32, which are 512 uint16; the first is this magic number.
-LLMC_MAGIC, LLMC_HEADER = (20240520, 512)
+from common import formats
+from common.text import one_line
+
+VOCABULARY_UNIT = 64  # of a vocabulary that is advised
 HELDOUT_SHARE, HELDOUT_SEQUENCES = 0.05, 16  # of the text, at its end; excerpts of that part
 
 
 @dataclass(frozen=True)
 class Text:
-    """A tokenized text: `tokens` is 1-D, uint8 (bytes) or uint16 (token ids)."""
+    """A tokenized text: `tokens` is 1-D, uint8 (bytes), or uint16 or uint32 (token ids)."""
 
     tokens: np.ndarray
     name: str
@@ -32,29 +33,22 @@ def standard_library_text() -> Text:
 
 
 def load_text(path: Path | None, seq_len: int, vocab_size: int) -> Text:
-    """A file as bytes, or a `.bin` of uint16 tokens as nanoGPT's and llm.c's scripts write it; its first GiB.
+    """The tokens of a file, see common/formats.py. None gives the default text.
 
-    None gives the default text. Raises ValueError, one line, for a file that cannot be read, one that does
-    not hold two sequences with their targets, one of them held out, and a token outside the vocabulary.
+    Raises ValueError, one line, for a file that cannot be read or holds neither text nor tokens, one that
+    does not hold two sequences with their targets, one of them held out, and a token outside the vocabulary.
     """
     try:
-        text = Text(_file_tokens(path), path.name) if path else standard_library_text()
+        text = Text(formats.read_tokens(path), one_line(path.name, 100)) if path else standard_library_text()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     if len(text.tokens) < (needed := 2 * (seq_len + 1)):
         raise ValueError(f"{text.name} has {len(text.tokens)} tokens, but --seq-len {seq_len} needs {needed}")
     if (largest := int(text.tokens.max())) >= vocab_size:
-        raise ValueError(
-            f"{text.name} has the token id {largest}: --vocab-size must be at least {largest + 1}"
-        )
+        enough = (largest // VOCABULARY_UNIT + 1) * VOCABULARY_UNIT
+        advice = f"--vocab-size {enough}, a multiple of {VOCABULARY_UNIT}, since the head is slower at others"
+        raise ValueError(f"{text.name} has the token id {largest}: give {advice}")
     return text
-
-
-def _file_tokens(path: Path) -> np.ndarray:
-    if path.suffix != ".bin":
-        return np.fromfile(path, dtype=np.uint8, count=MOST_BYTES)
-    tokens = np.fromfile(path, dtype="<u2", count=MOST_BYTES // 2)
-    return tokens[LLMC_HEADER if tokens[:2].tobytes() == LLMC_MAGIC.to_bytes(4, "little") else 0 :]
 
 
 def trained_tokens(text: Text, seq_len: int) -> int:

@@ -33,7 +33,7 @@ def parse(*words):
         ("--parallel ddp", "--parallel is for several processes"),
         ("--n-layer 100000", "needs 369 GiB in training (20 bytes a parameter), but cpu has"),
         ("--seq-len 100000000", "GiB in training"),
-        ("--vocab-size 100", "--vocab-size must be at least"),
+        ("--vocab-size 100", "a multiple of 64"),
         ("--data /nonexistent", "cannot read /nonexistent: No such file or directory"),
         ("--output /dev/null", "exists and is no record: it stays as it is"),
         (f"--output {__file__}", "exists and is no record: it stays as it is"),
@@ -64,15 +64,15 @@ def test_a_file_is_bytes_or_tokens_of_nanogpt_and_llmc(tmp_path, refused):
     for name in ("nano.bin", "llm.bin"):
         text = data.load_text(tmp_path / name, 64, 256)
         assert text.tokens.tolist() == tokens.tolist()
-    (tmp_path / "odd.bin").write_bytes(b"abc" * 43)
+    (tmp_path / "odd.bin").write_bytes(b"\x01bc" * 43)
     assert "odd.bin has 64 tokens" in refused(parse, "--data", tmp_path / "odd.bin", "--seq-len", 32)
-    (tmp_path / "enough.bin").write_bytes(b"ab" * 66)
+    (tmp_path / "enough.bin").write_bytes(b"a\x01" * 66)
     assert len(data.load_text(tmp_path / "enough.bin", 32, 2**16).tokens) == 66, "two sequences with targets"
     (tmp_path / "empty.txt").write_bytes(b"")
     assert "empty.txt has 0 tokens" in refused(parse, "--data", tmp_path / "empty.txt")
     wide = tmp_path / "wide.bin"
     wide.write_bytes((tokens + 60000).astype("<u2").tobytes())
-    assert "must be at least 60100" in refused(parse, "--data", wide, "--seq-len", 64, "--vocab-size", 60099)
+    assert "--vocab-size 60160, a multiple of 64" in refused(parse, "--data", wide, "--seq-len", 64)
 
 
 def test_batches_depend_on_the_seed_and_never_on_the_held_out_part():
