@@ -11,14 +11,17 @@ trap 'echo "run_all.sh: interrupted" >&2; exit 130' INT
 
 fail() { echo "run_all.sh: error: $2" >&2; exit "$1"; }
 
-# Whether an interpreter has packages: `has PYTHON "torch, numpy"`. Nothing is imported from the user's folder.
-has() { "$1" -c "import sys; sys.path[:] = filter(None, sys.path); import $2" >/dev/null 2>&1; }
+# What keeps an interpreter from importing packages, as its last line: `lacks PYTHON "torch, numpy"`. In another folder
+# than the user's, whose files would be imported instead: a typing.py, for example.
+lacks() { (cd / && "$1" -c "import $2" 2>&1 >/dev/null | tail -1); }
+
+has() { (cd / && "$1" -c "import $2") >/dev/null 2>&1; }
 
 fit() { [[ "$("$1" -c 'import sys; print(sys.version_info >= (3, 10))' 2>/dev/null)" == *True ]]; }
 
 # Install the pinned release of a package, without the container's PIP_CONSTRAINT, which may know another one.
 add() { # interpreter, package, options of pip
-  grep "^$2" "$here/requirements.txt" | PIP_CONSTRAINT='' "$1" -m pip install --quiet "${@:3}" -r /dev/stdin >&2
+  grep "^$2" "$here/requirements.txt" | (cd / && PIP_CONSTRAINT='' "$1" -m pip install --quiet "${@:3}" -r /dev/stdin) >&2
 }
 
 # What the report needs beside torch. Without it the records are kept, and one line says which package is missing.
@@ -54,7 +57,9 @@ setup() {
   if [ -n "${PYTHON:-}" ]; then
     command -v -- "$PYTHON" >/dev/null || fail 2 "PYTHON=$PYTHON does not run"
     fit "$PYTHON" || fail 2 "PYTHON=$PYTHON is older than Python 3.10, or does not run"
-    has "$PYTHON" "torch, numpy" || fail 2 "PYTHON=$PYTHON lacks torch or numpy"
+    [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON="$PWD/$PYTHON"
+    has "$PYTHON" "torch, numpy" ||
+      fail 2 "PYTHON=$PYTHON lacks torch or numpy, or cannot import them: $(lacks "$PYTHON" "torch, numpy")"
     python="$PYTHON"
     return
   fi
@@ -76,5 +81,4 @@ if [ "${1:-}" = --setup ]; then
   echo "$python"
   exit 0
 fi
-unset RANK LOCAL_RANK WORLD_SIZE # of a job launcher: the rows are processes of their own
 exec "$python" "$here/ladder/__main__.py" "$@"

@@ -4,7 +4,6 @@ import argparse
 import hashlib
 import os
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +12,7 @@ import torch
 
 from common import data, flops, hardware
 from common.model import PRESETS, GPTConfig
-from common.record import Workload, read_object
+from common.record import Workload, gradients_of, read_object, write_bytes
 from common.text import OneLineParser, Skip, portable_command, positive_int
 
 # Steps that are launched kernel by kernel before one may be captured as a CUDA graph. In its first 10 steps
@@ -32,6 +31,7 @@ AUTO = (  # GiB, preset, batch size
 )
 # A JSON file with one of these keys was written by this project, and may be written again.
 OWN_KEYS = {"schema_version", "launch_s", "experiment", "experiments"}
+TRIED_BYTES = 2**20  # written and taken away before a run: a record and samples of gradients need as much
 # Training steps by default: 14 on a CPU; on a GPU as many as take 5e14 model FLOPs, but 8 to 30.
 CPU_STEPS = 14
 FEWEST_STEPS, MOST_STEPS = 8, 30
@@ -39,6 +39,10 @@ STEPS_FLOPS = 5e14
 # Bytes a parameter in training: FP32 weight, gradient and two moments. On a CPU the rehearsal's copy of the
 # weights lies in the same memory.
 GPU_BYTES, CPU_BYTES = 16, 20
+
+
+# What torchrun tells each process: the fields of Place, and where the processes meet.
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
 class Place(NamedTuple):
@@ -63,6 +67,7 @@ class Measurement:
     amp: bool  # whether the device multiplies BF16, so that autocast pays
     amp_dtype: torch.dtype  # BF16, or without `amp` FP32
     rank: int  # of this process, 0 to processes - 1
+    local_rank: int = 0  # on its own machine
     processes: int  # one a GPU
     parallel: str | None  # how several processes share the model: ddp, fsdp
     warmup: int  # steps that are launched before a capture
@@ -260,6 +265,7 @@ def resolve(options: argparse.Namespace, script: Path, trains: bool) -> Argument
         amp=amp,
         amp_dtype=torch.bfloat16 if amp else torch.float32,
         rank=place.rank,
+        local_rank=place.local_rank,
         processes=place.processes,
         parallel=parallel,
         warmup=DDP_WARMUP if device.type == "cuda" and place.processes > 1 else WARMUP,
@@ -272,12 +278,17 @@ def resolve(options: argparse.Namespace, script: Path, trains: bool) -> Argument
 
 
 def place_of_process() -> Place:
-    """What torchrun tells this process in its environment."""
-    return Place(
-        rank=int(os.environ.get("RANK", 0)),
-        processes=int(os.environ.get("WORLD_SIZE", 1)),
-        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-    )
+    """What torchrun tells this process in its environment. Raises ValueError for what it did not write, but
+    an earlier run or a job launcher left: the processes would wait for each other for ever."""
+    told = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
+    if not told:
+        return Place(rank=0, processes=1, local_rank=0)
+    numbers = [int(told[name]) for name in LAUNCHED[:3] if told.get(name, "").isdecimal()]
+    complete = len(numbers) == 3 and all(told.get(name) for name in LAUNCHED)
+    if not complete or not numbers[0] < numbers[1]:
+        values = " ".join(f"{name}={value}" for name, value in told.items())
+        raise ValueError(f"{values}: started by torchrun? Otherwise: unset {' '.join(told)}")
+    return Place(*numbers)
 
 
 def resolve_preset(name: str, device: torch.device) -> tuple[str, int]:
@@ -362,7 +373,9 @@ def check_output(output: Path) -> None:
         raise ValueError(f"--output {output} exists and is no record: it stays as it is")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=output.parent).close()
+        for path in (output, gradients_of(output)):
+            write_bytes(path.with_name(f"{path.name}.try"), bytes(TRIED_BYTES))
+            path.with_name(f"{path.name}.try").unlink()
     except OSError as error:
         raise ValueError(f"cannot write --output {output}: {error.strerror or error}") from None
 

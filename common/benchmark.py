@@ -24,6 +24,12 @@ from common.text import Skip, one_line, progress, say
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")  # what libraries say of it
 
+MISSING = {  # what libraries say of what is not installed, and what to do
+    "python.h": "torch.compile lacks the headers of Python: install them (Debian, Ubuntu: python3-dev)",
+    "c++ compiler": "torch.compile lacks a C++ compiler: install one (Debian, Ubuntu: g++)",
+    "c compiler": "torch.compile lacks a C compiler: install one (Debian, Ubuntu: gcc)",
+}
+
 
 def import_or_skip(module: str, package: str | None = None) -> ModuleType:
     """A module, or an empty one of which any use raises Skip with the reason and the line that installs
@@ -61,7 +67,7 @@ def run_as_process(work: Callable[[], int], name: str) -> None:
     try:
         code = work()
     except KeyboardInterrupt:
-        sys.stderr.write(f"{name}: interrupted, nothing written\n")
+        say(f"{name}: interrupted, nothing written", sys.stderr)
         code = 130
     if torch.distributed.is_initialized() and code == 0:
         torch.distributed.destroy_process_group()
@@ -88,12 +94,14 @@ def run_and_record(main: Callable, args: Measurement) -> int:
         row.status, row.reason = explain(error)
         in_all_processes = isinstance(error, (Skip, FloatingPointError))
         if row.status == "failed" and not isinstance(error, FloatingPointError):
-            traceback.print_exc()
+            say(traceback.format_exc(), sys.stderr, end="")
         if args.processes > 1 and not in_all_processes:
             # The cause is in the record of the process that failed first: the others lost it.
             row.reason = f"rank {args.rank}: {row.reason}"
             writes = read_object(args.output) == before
     progress("")
+    if args.rank and not args.local_rank:
+        say(f"{args.name}: the record is on the machine of rank 0")
     if writes:
         record = Run(args.command(), started_at, hardware.describe(args.device), args.workload(), [row])
         try:
@@ -221,13 +229,13 @@ def explain(error: Exception) -> tuple[str, str]:
     of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     if of_memory or any(sign in text for sign in OUT_OF_MEMORY):
         return "oom", "out of memory: try a smaller --batch-size or --seq-len"
-    return "failed", one_line(error)
+    advice = next((advice for sign, advice in MISSING.items() if sign in text), None)
+    return "failed", f"{advice} ({one_line(error, 150)})" if advice else one_line(error)
 
 
 def header(args: Measurement) -> str:
     """What is about to run, for a person."""
-    device = f"{hardware.device_name(args.device)}, torch {torch.__version__}"
-    lines = [f"{args.name} on {device}", *args.about()]
+    lines = [args.name, *hardware.about(args.device), *args.about()]
     if args.parallel:
         lines.append(f"{args.processes} processes, each with a batch of its own ({args.parallel})")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +14,7 @@ from common.record import Environment, code_sha256
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("triton", "transformer-engine", "torchao", "transformers")  # whose versions matter
 FP8_CAPABILITY = (8, 9)  # Ada, Hopper and newer multiply FP8
+OLDEST_OF_TRITON = (7, 0)
 
 
 def resolve_device(name: str, index: int = 0) -> torch.device:
@@ -25,7 +27,36 @@ def resolve_device(name: str, index: int = 0) -> torch.device:
     if index >= torch.cuda.device_count():
         seen = f"torch {torch.__version__} can use {torch.cuda.device_count()} NVIDIA GPUs"
         raise ValueError(f"{seen}, not {index + 1}; --device cpu runs on the CPU")
-    return torch.device("cuda", index)
+    device, least = torch.device("cuda", index), least_capability()
+    if compute_capability(device) < least:
+        has = "{}.{}".format(*compute_capability(device))
+        needs = "this torch needs {}.{} or newer".format(*least)
+        raise ValueError(f"{device_name(device)} has compute capability {has}, and {needs}")
+    return device
+
+
+def least_capability() -> tuple[int, int]:
+    """The oldest compute capability that this torch has kernels for; the compiler, Triton, needs (7, 0)."""
+    numbers = [int(name.removeprefix("sm_")) for name in torch.cuda.get_arch_list() if name[3:].isdecimal()]
+    return max(divmod(min(numbers, default=0), 10), OLDEST_OF_TRITON)
+
+
+def about(device: torch.device) -> list[str]:
+    """What a user should know of the device before anything runs on it."""
+    name = f"{device_name(device)}, torch {torch.__version__}"
+    if device.type == "cuda":
+        lines = [f"GPU: {name}"]
+        if not has_bf16_matrix_instructions(device):
+            lines.append(
+                "This GPU does not multiply BF16: all steps stay FP32, and mixed precision gains nothing"
+            )
+        return lines
+    lines = [f"CPU: {name}. This run shows how each step works, and not what it gains on a GPU"]
+    if shutil.which("nvidia-smi") or Path("/dev/dxg").exists():
+        lines.append(
+            "There seems to be an NVIDIA GPU, but this torch cannot use it: is its driver new enough?"
+        )
+    return lines
 
 
 def has_bf16_matrix_instructions(device: torch.device) -> bool:

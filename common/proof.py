@@ -9,13 +9,14 @@ for example, adds the same to all scores of a query, which softmax cancels: its 
 what is computed is rounding.
 """
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common.record import AGAIN, PART, gradients_of
+from common.record import AGAIN, PART, gradients_of, write_bytes
 
 NUMBERS = 512  # of a matrix
 PARTS = (1, 2, 3)  # in which a matrix is sampled: whole, as halves, as thirds
@@ -71,5 +72,6 @@ def write(samples: dict[str, np.ndarray], record: Path) -> None:
     path = gradients_of(record)
     path.unlink(missing_ok=True)
     if samples:
-        with path.open("xb") as file:
-            np.savez(file, **samples)
+        archive = io.BytesIO()
+        np.savez(archive, **samples)
+        write_bytes(path, archive.getvalue())

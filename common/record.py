@@ -245,12 +245,17 @@ def read_object(path: Path) -> dict:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write dataclasses, objects and lists as JSON, by temporary file and rename: a reader sees the old file
-    or the new, never half of one. Raises OSError."""
+    """Write dataclasses, objects and lists as JSON. Raises OSError."""
+    write_bytes(path, (json.dumps(content, indent=1, allow_nan=False, default=asdict) + "\n").encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file by temporary file and rename: a reader sees the old file or the new, never half of one,
+    and a link or a pipe is replaced. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("x") as file:  # exclusive: never through a link
-            file.write(json.dumps(content, indent=1, allow_nan=False, default=asdict) + "\n")
+        with temporary.open("xb") as file:  # exclusive: never through a link
+            file.write(content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

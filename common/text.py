@@ -58,15 +58,24 @@ def say(text: str, stream=None, end: str = "\n") -> None:
 
 def progress(doing: str) -> None:
     """Renew the line of a terminal that tells what a run is doing; "" clears it."""
-    if sys.stderr.isatty():
+    if sys.stderr and sys.stderr.isatty():  # None where it was closed
         say(f"\r\033[K{doing}", sys.stderr, end="")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """argparse without abbreviations and without the usage block: bad input gets one line and exit code 2."""
+    """argparse without abbreviations and without the usage block: bad input gets one line and exit code 2.
+
+    Words that are not UTF-8, which names of files can be, are refused: no record could hold them.
+    """
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def parse_known_args(self, args=None, namespace=None):
+        for word in sys.argv[1:] if args is None else args:
+            if not str(word).isascii() and str(word) != str(word).encode(errors="replace").decode():
+                self.error(f"{word!a} is not UTF-8: rename the file")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {one_line(message, 1000)}\n")

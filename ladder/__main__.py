@@ -17,6 +17,7 @@ from common.text import OneLineParser, Skip, portable_command, positive_int, run
 from ladder import running, runs  # noqa: E402
 
 FILES = ("--data", "--model")
+MOST_PASSES = 100
 
 
 class Request(NamedTuple):
@@ -113,6 +114,7 @@ def check(request: Request, resumes: bool) -> None:
             options.peers and (options.gpus or kind != "ladder"),
             "--peers excludes --gpus, --scaling, --sweep and --model",
         ),
+        (options.repeat > MOST_PASSES, f"--repeat {options.repeat}: at most {MOST_PASSES} passes"),
         (options.repeat > 1 and kind in ("scaling", "sweep"), "--repeat is for a ladder"),
         (
             options.model and (options.gpus or options.scaling or options.sweep),

@@ -5,9 +5,7 @@ python -m ladder.facts ARGUMENT ...
 """
 
 import json
-import shutil
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -28,7 +26,7 @@ def main() -> None:
     args = parse_args(ROOT / "run_all.sh", None)
     # The free memory, and with it auto's choice, may change from row to row.
     pinned = ["--preset", args.preset, "--batch-size", str(args.batch_size)]
-    said = [*told_of_device(args.device), *told_of_time(args)]
+    said = [*hardware.about(args.device), *told_of_time(args)]
     say_facts(args.device, args.workload(), pinned, needed_bytes(args), said)
 
 
@@ -61,19 +59,6 @@ def needed_bytes(args: Arguments) -> dict[str, int]:
         if step in STEPS:
             needed[script] = peak_bytes(step, args.config, args.batch_size) * args.processes
     return needed
-
-
-def told_of_device(device: torch.device) -> list[str]:
-    """The device, and what to expect of it."""
-    name = f"{hardware.device_name(device)}, torch {torch.__version__}"
-    if device.type == "cuda":
-        return [f"GPU: {name}"]
-    lines = [f"CPU: {name}. This run shows how each step works, and not what it gains on a GPU"]
-    if shutil.which("nvidia-smi") or Path("/dev/dxg").exists():
-        lines.append(
-            "There seems to be an NVIDIA GPU, but this torch cannot use it: is its driver new enough?"
-        )
-    return lines
 
 
 def told_of_time(args: Arguments) -> list[str]:

@@ -261,7 +261,7 @@ def main() -> int:
     except Exception as error:  # whatever a model does, it is one line
         say(f"run_all.sh: error: {explain(error)[1]}", sys.stderr)
         return 2
-    said = [*facts.told_of_device(args.device), sentence(work)]
+    said = [*hardware.about(args.device), sentence(work)]
     facts.say_facts(args.device, work, ["--steps", str(work.steps)], {}, said)
     return 0
 

@@ -4,10 +4,12 @@ import contextlib
 import ctypes
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 10  # between asking a process to end and ending it
 POLL_S = 0.2
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux, see prctl(2)
+LAUNCHER = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK)$|(MASTER|PET|TORCHELASTIC|GROUP|ROLE|LOCAL_WORLD)_")
 GENERATIONS = 10  # of processes that started each other
 
 
@@ -48,6 +51,12 @@ def environment(device_type: str, processes: int) -> dict[str, str]:
     if processes > 1:
         variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
     return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+def without_launcher(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those that torchrun or a job launcher has left: with them a row would wait for
+    processes that are not there."""
+    return {name: value for name, value in variables.items() if not LAUNCHER.match(name)}
 
 
 def script_command(script: Path, words: list[str], processes: int) -> list[str]:
@@ -107,7 +116,8 @@ def _start(command: list[str], log: Path, variables: dict) -> subprocess.Popen:
         # Torchrun then ends its workers.
         where["preexec_fn"] = partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
     with log.open("ab") as file:
-        return subprocess.Popen(command, stdout=file, env=os.environ | variables, **where)
+        environment = without_launcher(os.environ) | variables
+        return subprocess.Popen(command, stdout=file, env=environment, **where)
 
 
 def how_it_ended(code: int, log: Path) -> tuple[str, str] | None:

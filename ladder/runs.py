@@ -74,9 +74,11 @@ def check(arguments: list[str], gpus: int = 1, model: str | None = None) -> dict
     """What the arguments mean here, by a process that imports torch: see ladder/facts.py, and of a `model`
     that is not ours ladder/model_file.py. Exits with the one line and the code of a step where they are
     wrong."""
-    variables = dict(os.environ)
+    variables = process.without_launcher(os.environ)
     if gpus > 1:  # as torchrun tells the last of the processes
-        variables |= {"RANK": str(gpus - 1), "LOCAL_RANK": str(gpus - 1), "WORLD_SIZE": str(gpus)}
+        last = {"RANK": gpus - 1, "WORLD_SIZE": gpus, "LOCAL_RANK": gpus - 1, "MASTER_ADDR": "localhost"}
+        variables |= {name: str(value) for name, value in last.items()}
+        variables |= {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "check"}
     command = process.module_command("ladder.facts", *arguments)
     if model:
         command = process.module_command("ladder.model_file", model, *arguments)

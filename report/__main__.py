@@ -6,7 +6,7 @@ python -m report --compare A B     two runs, row by row
 
 from pathlib import Path
 
-from common.record import MERGED, PLAN, Run, Study, write_json
+from common.record import MERGED, PLAN, Run, Study, write_bytes, write_json
 from common.text import OneLineParser, aligned, run_command, say
 
 GOOD = ("ok", "skipped")
@@ -67,7 +67,7 @@ def main() -> int:
     if (args.folder / PLAN).exists():
         write_json(args.folder / MERGED, record)
     for name, content in files.items():
-        (args.folder / name).write_bytes(content)
+        write_bytes(args.folder / name, content)
     runs = record.runs.values() if isinstance(record, Study) else [record]
     return int(any(row.status not in GOOD for run in runs for row in [*run.rows, *run.peers]))
 

@@ -85,9 +85,35 @@ def test_batches_depend_on_the_seed_and_never_on_the_held_out_part():
     assert torch.equal(tokens[:, 1:], targets[:, :-1]) and tokens.shape == (4, 128)
 
 
-def test_of_several_processes_each_has_its_share_of_the_batch(monkeypatch):
-    for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1}.items():
+def launched_by_torchrun(monkeypatch, rank, processes):
+    values = (rank, processes, rank, "localhost", 29500, "run")
+    for name, value in zip(arguments.LAUNCHED, values, strict=True):
         monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"WORLD_SIZE": ""},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"MASTER_ADDR": "node-1"},
+        {"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+    ],
+)
+def test_what_a_launcher_left_behind_is_one_line_and_never_a_wait(left, monkeypatch, refused):
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    said = refused(parse)
+    assert (
+        "started by torchrun? Otherwise: unset " + " ".join(n for n in arguments.LAUNCHED if n in left)
+        in said
+    )
+    launched_by_torchrun(monkeypatch, 4, 4)
+    assert "RANK=4 WORLD_SIZE=4" in refused(parse), "a rank that there is not"
+
+
+def test_of_several_processes_each_has_its_share_of_the_batch(monkeypatch):
+    launched_by_torchrun(monkeypatch, 1, 4)
     args = parse("--n-layer", 1, "--seq-len", 32, "--batch-size", 2)
     assert args.parallel == "ddp" and args.workload().gpus == 4 and args.workload().batch_size == 2
     starts = data.draw_starts(args.text, 15, 8, 32, args.seed)
@@ -180,8 +206,7 @@ def test_a_model_must_fit_the_free_memory(device, shares, cold, gib, monkeypatch
 
 @pytest.mark.parametrize(("how", "shares"), [("ddp", 1), ("fsdp", 4)])
 def test_only_fsdp_shares_the_memory_of_a_model(how, shares, monkeypatch):
-    for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1}.items():
-        monkeypatch.setenv(name, str(value))
+    launched_by_torchrun(monkeypatch, 1, 4)
     checked = []
     monkeypatch.setattr(arguments, "check_memory", lambda *asked: checked.append(asked[2:]))
     parse("--parallel", how, "--n-layer", 1, "--seq-len", 32)
@@ -210,6 +235,9 @@ def test_a_gpu_is_described(monkeypatch):
 def test_a_gpu_is_taken_where_there_is_one(count, index, fits, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90", "compute_90"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
     if fits:
         assert hardware.resolve_device("auto", index) == torch.device("cuda", index)
     else:
@@ -217,13 +245,39 @@ def test_a_gpu_is_taken_where_there_is_one(count, index, fits, monkeypatch):
             hardware.resolve_device("cuda", index)
 
 
+@pytest.mark.parametrize(
+    ("capability", "kernels", "said"),
+    [
+        ((6, 1), ["sm_50"], "6.1, and this torch needs 7.0"),
+        ((7, 0), ["sm_75", "sm_90"], "7.0, and .* needs 7.5"),
+    ],
+)
+def test_a_gpu_that_is_too_old_for_this_torch_is_one_line(capability, kernels, said, monkeypatch):
+    for name, answer in (("device_count", 1), ("get_arch_list", kernels)):
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "P100")
+    with pytest.raises(ValueError, match=f"P100 has compute capability {said}"):
+        hardware.resolve_device("cuda", 0)
+
+
+def test_a_gpu_without_bf16_is_told_what_stays(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    for capability, lines in (((7, 5), 2), ((8, 0), 1)):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, capability=capability: capability
+        )
+        told = hardware.about(torch.device("cuda", 0))
+        assert len(told) == lines and told[0].startswith("GPU: T4") and (lines == 1 or "stay FP32" in told[1])
+
+
 def test_what_a_user_is_told_before_the_first_row(monkeypatch):
     few = conftest.arguments(STEPS[0])
-    told, told_of_time = facts.told_of_device(few.device), facts.told_of_time(few)
+    told, told_of_time = hardware.about(few.device), facts.told_of_time(few)
     assert [line[:4] for line in told] == ["CPU:"] and told_of_time == []
-    monkeypatch.setattr(facts.shutil, "which", lambda name: "/bin/nvidia-smi")
-    assert "this torch cannot use it" in facts.told_of_device(few.device)[1]
-    monkeypatch.setattr(facts.shutil, "which", lambda name: None)
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: "/bin/nvidia-smi")
+    assert "this torch cannot use it" in hardware.about(few.device)[1]
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: None)
     long = conftest.arguments(STEPS[0], config=PRESETS["gpt2"][0], batch_size=32, steps=14, warmup=3)
     minutes = flops.flops_per_step(long.config, 32) / (1.5e10 * torch.get_num_threads()) / 60
     said = facts.told_of_time(long)[0]
