@@ -77,6 +77,7 @@ class Measurement:
     cold: bool  # without the rehearsal of common/rehearsal.py
     profile: bool
     is_ours: bool = True  # whether the model is the ladder's: of another one more is checked
+    samples_twice: bool = False  # of gradients: random numbers make two passes differ
     # The share of a loss by which that of a replay may differ from a launched step's; None: not checked.
     replay_off: float | None = None
 

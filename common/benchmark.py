@@ -128,7 +128,8 @@ def run(main: Callable, args: Measurement, row: Row) -> dict:
     model.train()
     *batches, spare = args.batches()
     capture = capture[0] if capture else None
-    steps, initial = rehearsal.rehearse(train_step, optimizer, capture, batches, args, row)
+    buffers = [] if args.is_ours else list(model.buffers())  # the ladder's change in no step
+    steps, initial = rehearsal.rehearse(train_step, optimizer, capture, batches, args, row, buffers)
     if args.heldout_every:
         train_with_heldout(steps, model, args, row)
     steps_s = timing.time_steps(steps, row, args)
@@ -143,12 +144,14 @@ def run(main: Callable, args: Measurement, row: Row) -> dict:
     samples = {}
     if initial:
         with noting(row, "gradients not sampled"):
+            model.train(args.is_ours)  # dropout of another model would draw other numbers in each row
             initial.restore()
             samples = proof.sample(train_step, optimizer, model, batches[0])
-            if not args.is_ours:  # it may draw random numbers, and a second pass tells what they change
+            if args.samples_twice:
                 initial.restore()
                 again = proof.sample(train_step, optimizer, model, batches[0])
                 samples |= proof.renamed(again)
+        model.train()
     del initial  # the host's memory
     observe(partial(train_step, *spare), model, args, row)
     row.status = "ok"
@@ -228,7 +231,7 @@ def explain(error: Exception) -> tuple[str, str]:
     text = f"{type(error).__name__} {error}".lower()
     of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     if of_memory or any(sign in text for sign in OUT_OF_MEMORY):
-        return "oom", "out of memory: try a smaller --batch-size or --seq-len"
+        return "oom", "out of memory: try a smaller batch size or sequence length"
     advice = next((advice for sign, advice in MISSING.items() if sign in text), None)
     return "failed", f"{advice} ({one_line(error, 150)})" if advice else one_line(error)
 

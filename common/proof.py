@@ -58,8 +58,9 @@ def samples_of(name: str, weight: torch.nn.Parameter) -> dict[str, np.ndarray]:
 
 
 def renamed(samples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The samples of a second pass, by the names that they have beside those of the first."""
-    return {f"{AGAIN}{name}": numbers for name, numbers in samples.items()}
+    """The samples of whole matrices of a second pass, by the names that they have beside those of the
+    first."""
+    return {f"{AGAIN}{name}": numbers for name, numbers in samples.items() if PART not in name}
 
 
 def places_of(numbers: int) -> np.ndarray:

@@ -3,12 +3,12 @@
 A few steps are launched, which compiles and autotunes. Then the step is captured as a CUDA graph, where the
 script can be. On a GPU more steps follow, in which FP8 learns its scales: these begin at 1, where small
 gradients round to zero, and Adam's moments would remember that. Then the weights are put back in place, and
-the optimizer's states are set to zero. What else a step changes is kept: FP8's scales, buffers, and the state
-of random numbers.
+the optimizer's states are set to zero. What else a step changes is kept: FP8's scales, and the state of
+random numbers. The ladder's own model changes no buffer; those of another model are put back too.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,16 +23,18 @@ LONG_STEP_S = 0.5  # beyond it only the launched steps are rehearsed, since more
 
 
 class InitialState:
-    """The weights of an optimizer's parameters as they are now, copied to the host's memory."""
+    """The weights of an optimizer's parameters, and buffers, as they are now, copied to the host's memory."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
+    def __init__(self, optimizer: torch.optim.Optimizer, buffers: Sequence[torch.Tensor] = ()):
         self.optimizer = optimizer
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.copies = [(weight, own_part(weight).detach().to("cpu", copy=True)) for weight in parameters]
+        tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]] + [
+            *buffers
+        ]
+        self.copies = [(tensor, own_part(tensor).detach().to("cpu", copy=True)) for tensor in tensors]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the weights back, and set every tensor of the optimizer's states to zero: moments, and counts
+        """Put all of it back, and set every tensor of the optimizer's states to zero: moments, and counts
         of updates.
 
         Addresses stay, so a captured graph trains on from here. This is for optimizers whose states begin at
@@ -58,6 +60,7 @@ def rehearse(
     batches: list[tuple],
     args: Measurement,
     row: Row,
+    buffers: Sequence[torch.Tensor] = (),
 ) -> tuple[Steps, InitialState | None]:
     """Launch, capture and rehearse, as the module's docstring tells. Returns the steps that train from here,
     and the weights that they begin with.
@@ -69,21 +72,24 @@ def rehearse(
     replay does other work than a launched step.
     """
     began = time.perf_counter()
-    initial = None if args.cold else InitialState(optimizer)
+    initial = None if args.cold else InitialState(optimizer, buffers)
     steps = Steps(train_step, batches)
     launched_s = launch_steps(steps, args)
     if capture and args.device.type == "cuda":
         row.note = why_launched(args)
         row.settings.captured = row.note is None
+    launched = None
     if row.settings.captured:
+        if initial and args.replay_off:  # before the graph takes as much memory as a step
+            launched = losses_of(train_step, initial, batches, args)
         steps.train_step = captured(capture, batches[0], args, row)
     if initial:
         if args.device.type == "cuda" and launched_s <= LONG_STEP_S:
             for _ in steps.run(REHEARSED - args.warmup, "rehearsal"):
                 pass
         row.rehearsed = len(steps.losses)
-        if row.settings.captured and args.replay_off:
-            check_replay(train_step, steps.train_step, initial, batches, args)
+        if launched:
+            check_replay(launched, losses_of(steps.train_step, initial, batches, args), args.replay_off)
         progress("putting the weights back")
         initial.restore()
         steps = Steps(steps.train_step, batches)
@@ -123,21 +129,18 @@ def captured(capture: Callable, batch: tuple, args: Measurement, row: Row) -> Ca
         replay = capture(*batch)
     except RuntimeError as error:  # ending a broken capture raises an error of its own, which hides the cause
         cause = error.__context__ or error
-        kind = RuntimeError if args.is_ours else Skip
+        of_memory = isinstance(error, torch.OutOfMemoryError)
+        kind = RuntimeError if args.is_ours or of_memory else Skip
         raise kind(f"the step cannot be captured, --no-capture launches it: {cause}") from error
     row.peak_bytes = torch.cuda.max_memory_allocated(args.device)
     return replay
 
 
-def check_replay(
-    train_step: Callable, replay: Callable, initial: InitialState, batches: list[tuple], args: Measurement
-) -> None:
+def check_replay(launched: list[float], replayed: list[float], off: float) -> None:
     """Raises Skip where replays from the initial weights have other losses than launched steps: a graph
     repeats what was captured, so a count in Python stands still, and a buffer that is replaced is lost."""
-    launched = losses_of(train_step, initial, batches, args)
-    replayed = losses_of(replay, initial, batches, args)
     for k, (ours, theirs) in enumerate(zip(launched, replayed, strict=True)):
-        if not abs(theirs - ours) <= args.replay_off * abs(ours):
+        if not abs(theirs - ours) <= off * abs(ours):
             losses = f"its loss {k + 1} is {theirs:.4g}, and launched {ours:.4g}"
             why = "Does the model count in Python, or replace a buffer?"
             raise Skip(f"a replay is not the step: {losses}. {why} --no-capture does without")

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 class Skip(Exception):
     """Raised by a script that cannot run on this machine. The message is one line that tells what to do."""
@@ -39,13 +41,18 @@ def aligned(rows: list[dict], style: str = "simple", n_left: int = 1) -> str:
 
 
 def portable_command(name: str, words: list[str]) -> str:
-    """A command line to repeat anywhere: without --output, absolute paths cut to their last part."""
+    """A command line to repeat anywhere: without --output, absolute paths as from the project's folder, or
+    cut to their last part."""
     portable, words = name.split(), iter(words)
     for word in words:
         if word == "--output":
             next(words, None)
         elif not word.startswith("--output="):
-            portable.append(Path(word).name if Path(word).is_absolute() else word)
+            path = Path(word)
+            inside = path.is_relative_to(ROOT)
+            portable.append(
+                str(path.relative_to(ROOT)) if inside else path.name if path.is_absolute() else word
+            )
     return shlex.join(portable)
 
 

@@ -93,7 +93,7 @@ def seconds(place: str) -> str:
 def ladder(place: str) -> str:
     """Every step and peer, and what the losses are."""
     rows = table.main_rows(figures(place), detailed=True)
-    return f"{shown(rows, place)}\n\n{loss_rule(figures(place).timed)}."
+    return f"{shown(rows, place)}\n\n{loss_rule(figures(place))}."
 
 
 def front(place: str, *adds: str) -> str:

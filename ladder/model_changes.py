@@ -1,7 +1,8 @@
 """What `./run_all.sh --model FILE` changes of a training loop, as functions to copy into your own.
 
-The first one is the loop. Each of the others is one change, and needs none of the rest of this project. The
-report of a run shows those that made a row.
+The first one is the loop. Each of the others is one change, and imports nothing of this project. The report
+of a run shows those that made a row. Of their arguments, `blocks` are the layers of the model, `parts` those
+or the whole model, and `tensors_of` a function that lists the tensors of a batch.
 """
 
 import torch
@@ -27,23 +28,20 @@ def mixed_precision(device):
     return torch.autocast(device.type, torch.bfloat16)
 
 
-def fused_attention(model):
+def fused_attention(model, needs_mask):
     """Hugging Face's switch to F.scaled_dot_product_attention."""
-    model.set_attn_implementation("sdpa")
-
-
-def fused_attention_without_mask(model):
-    """Hugging Face's switch, for batches without padding: by the name "sdpa", a CUDA graph gets a mask as a
-    tensor, which is slow. By another name it gets none."""
+    if needs_mask:  # padding, a sliding window, or attention that is not causal
+        return model.set_attn_implementation("sdpa")
+    # By the name "sdpa", a CUDA graph gets a mask as a tensor, which is slow. By another name it gets none.
     from transformers import AttentionInterface
 
     AttentionInterface.register("sdpa_without_mask", AttentionInterface()["sdpa"])
-    model.set_attn_implementation("sdpa_without_mask")
+    return model.set_attn_implementation("sdpa_without_mask")
 
 
 def compile_parts(model, parts, loss):
     """Compile blocks, since equal ones compile once, or the whole model. Returns the loss compiled: a
-    function of its own, or None where the model computes its loss."""
+    function of your own, Hugging Face's model.loss_function, or None where the model computes its loss."""
     # A block that reads its own number is compiled once more for each number.
     torch._dynamo.config.recompile_limit = max(8, 2 * len(parts))
     for part in parts:

@@ -9,6 +9,7 @@ fp8(model)                       optional: turns layers to FP8 in place, and may
 python -m ladder.model_file FILE ARGUMENT ...     checks it, and prints the facts of a run as JSON
 """
 
+import functools
 import hashlib
 import importlib.util
 import itertools
@@ -41,7 +42,7 @@ class ModelArguments(arguments.Measurement):
 
     path: Path
     file: ModuleType
-    planned: Workload | None = None  # as the plan of the run has it; without one it is counted
+    planned: Workload | None = None  # as the plan of the run has it
     is_ours: bool = False
 
     def command(self) -> str:
@@ -51,16 +52,24 @@ class ModelArguments(arguments.Measurement):
         return [f"model of {self.path.name}"]
 
     def batches(self) -> list[tuple]:
-        """Each batch as the only argument of a training step. Fewer than there are steps come again."""
-        return [(copied(batch, self.device),) for batch in self.drawn()]
+        """Each batch as the only argument of a training step; the last one is untimed. Fewer than there are
+        steps come again."""
+        batches = [(copied(batch, self.device),) for batch in self.drawn]
+        return batches if len(batches) > 1 else 2 * batches
 
+    @functools.cached_property
     def drawn(self) -> list:
-        """The batches as the file yields them, one more than there are steps. Raises Skip without any."""
+        """The batches that the file yields, one more than there are steps. Raises Skip without any, and for
+        tensors of several shapes."""
         set_seeds(self.seed)
         count = (self.steps or arguments.MOST_STEPS) + 1
         batches = called(lambda: list(itertools.islice(self.file.batches(), count)), self.path)
         if not batches:
             raise Skip(f"batches() of {self.path.name} yields nothing")
+        batches = [copied(batch, None) for batch in batches]
+        shapes = {tuple(tensor.shape for tensor in tensors_of(batch)) for batch in batches}
+        if len(shapes) > 1:
+            raise Skip(f"batches() of {self.path.name} yields tensors of several shapes: pad them to one")
         return batches
 
     def model(self) -> torch.nn.Module:
@@ -90,7 +99,7 @@ class ModelArguments(arguments.Measurement):
         return loss
 
     def workload(self) -> Workload:
-        return self.planned or self.counted(self.model())
+        return self.planned
 
     def counted(self, model: torch.nn.Module) -> Workload:
         """What one step trains, by one forward pass. Raises Skip for a loss that is not finite.
@@ -98,14 +107,17 @@ class ModelArguments(arguments.Measurement):
         FLOPs are those that torch.utils.flop_counter counts in the forward pass, times 3: backward costs
         twice the forward. Attention counts the whole (T, T) square.
         """
-        batch = copied(self.drawn()[0], self.device)
+        batch = copied(self.drawn[0], self.device)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             loss = called(lambda: self.loss(model, batch), self.path)
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            raise Skip(f"the loss of {self.path.name} is no tensor of one number")
         if not torch.isfinite(loss):
             raise Skip(f"the first loss of {self.path.name} is {loss.item()}")
         unit, units = units_of(batch)
         step_flops = 3 * counter.get_total_flops()
         self.steps = self.steps or arguments.default_steps(step_flops, self.device)
+        self.draw_again()  # as many batches as there are steps
         return Workload(
             preset="custom",
             model=self.path.name,
@@ -121,11 +133,15 @@ class ModelArguments(arguments.Measurement):
             steps=self.steps,
         )
 
+    def draw_again(self) -> None:
+        vars(self).pop("drawn", None)
+
     def work_sha256(self) -> str:
         """16 hex digits over the file and all numbers of all batches."""
         digest = hashlib.sha256(self.path.read_bytes())
-        for tensor in tensors_of(self.drawn()):
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        for tensor in tensors_of(self.drawn):
+            numbers = tensor.detach().cpu().contiguous().reshape(-1)
+            digest.update(numbers.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
 
 
@@ -181,7 +197,9 @@ def load(path: Path) -> ModuleType:
         raise Skip(f"--model {path.name}: there is no such Python file")
     sys.path.insert(0, str(path.parent))  # of what the file imports beside it
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(
+        spec
+    )  # as an import does: for dataclasses
     called(lambda: spec.loader.exec_module(module), path)
     missing = [f"{name}()" for name in NEEDED if not callable(getattr(module, name, None))]
     if missing:
@@ -193,7 +211,7 @@ def called(function: Callable, path: Path):
     """What a function of the file returns. Raises Skip, one line with the file's line, where it fails."""
     try:
         return function()
-    except Skip:
+    except (Skip, MemoryError, torch.OutOfMemoryError):
         raise
     except (Exception, SystemExit) as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -245,6 +263,7 @@ def check(args: ModelArguments) -> Workload:
     if checksums(model) != weights:
         raise Skip(f"model() of {args.path.name} makes other weights each time: seed its generator")
     work = args.counted(model)
+    args.draw_again()
     if work.text_sha256 != args.work_sha256():
         raise Skip(f"batches() of {args.path.name} yields other numbers each time: seed its generator")
     return work

@@ -1,6 +1,6 @@
 """One row of `./run_all.sh --model FILE`: the file's model, with one change more than the rows before.
 
-python ladder/model_row.py ROW FILE ARGUMENT ...
+python ladder/model_row.py ROW FILE --output FOLDER/ROW.json ARGUMENT ...     FOLDER has the plan of the run
 
 A row reads the records of the rows before it in its folder, and keeps the changes that did not make a step
 slower.
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import benchmark, hardware
 from common.record import PLAN, Workload, read_object
-from common.text import Skip, one_line, say
+from common.text import Skip, one_line
 from ladder import model_changes as changes
 from ladder import model_file
 from ladder.model_file import MASK, ModelArguments, tensors_of
@@ -59,19 +59,16 @@ def kept(before: dict[str, dict]) -> list[str]:
     return names
 
 
-def functions_of(names: list[str], file, batch) -> list[Callable]:
+def functions_of(names: list[str], file) -> list[Callable]:
     """The functions that make these changes."""
-    attention = changes.fused_attention_without_mask
-    if isinstance(batch, dict) and MASK in batch:
-        attention = changes.fused_attention
     functions = {
         AMP: changes.mixed_precision,
-        SDPA: attention,
+        SDPA: changes.fused_attention,
         COMPILE: changes.compile_parts,
         GRAPH: changes.capture_step,
         FP8: getattr(file, "fp8", changes.fp8_linears),
     }
-    return [functions[name] for name in names if name in functions]
+    return [functions[name] for name in names]
 
 
 # --- building -------------------------------------------------------------------------------------
@@ -100,23 +97,33 @@ def switch_of(model: torch.nn.Module) -> torch.nn.Module | None:
     return next(modules, None)
 
 
-def switch_attention(model: torch.nn.Module, switch: Callable) -> None:
+def switch_attention(model: torch.nn.Module, needs_mask: bool) -> None:
     """Use the switch of a Hugging Face model. Raises Skip for a model that it does not change."""
-    switch(model)
+    changes.fused_attention(model, needs_mask)
     if not model.config._attn_implementation.startswith("sdpa"):
         raise Skip(f"{type(model).__name__} has attention of its own, which no switch changes")
 
 
-def set_attention(model: torch.nn.Module, before: dict[str, dict], fused: Callable | None) -> None:
-    """Attention by hand, or by `fused`. Raises Skip, with what was observed, without a switch."""
+def needs_mask(model: torch.nn.Module, batch: object) -> bool:
+    """Whether attention may need more than a causal mask: unless the model is known to be causal, without a
+    window, and the batch without a mask of its own."""
+    is_causal = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
+    has_window = getattr(model.config, "sliding_window", None) is not None
+    return not is_causal or has_window or (isinstance(batch, dict) and MASK in batch)
+
+
+def set_attention(model: torch.nn.Module, before: dict[str, dict], fused: bool, batch: object) -> None:
+    """Attention by hand, or fused. Raises Skip, with what was observed, without a switch."""
     switch = switch_of(model)
     if switch and fused:
-        switch_attention(switch, fused)
+        switch_attention(switch, needs_mask(switch, batch))
     elif switch:
         switch.set_attn_implementation("eager")
     elif fused:
         observed = [row.get("settings", {}).get("attention_kernel") for row in before.values()]
-        raise Skip(advice_on_attention(observed[-1] if observed else NO_ATTENTION))
+        if not observed:
+            raise Skip("which attention runs was not seen: run the rows before this one, too")
+        raise Skip(advice_on_attention(observed[-1]))
 
 
 def advice_on_attention(kernel: str | None) -> str:
@@ -145,6 +152,8 @@ def convert_to_fp8(model: torch.nn.Module, blocks: list[torch.nn.Module], args: 
         changes.fp8_linears(blocks)
     except ImportError as error:
         raise Skip(f"torchao does not import ({one_line(error, 100)}): pip install torchao") from None
+    if not any(type(part).__name__ == "Float8Linear" for part in model.modules()):
+        raise Skip("no size of the blocks' nn.Linear layers divides by 16, as FP8 needs")
     return None
 
 
@@ -192,12 +201,11 @@ def refuse(names: list[str], args: ModelArguments) -> None:
 def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tuple:
     """What the `main` of a step returns, with these changes; the last is the row's own."""
     refuse(names, args)
-    if args.planned and args.work_sha256() != args.planned.text_sha256:
+    if args.work_sha256() != args.planned.text_sha256:
         raise Skip(f"batches() of {args.path.name} yields other numbers each time: seed its generator")
     torch.set_float32_matmul_precision("highest")
     model = args.model()
-    attention = functions_of([name for name in names if name == SDPA], args.file, args.drawn()[0])
-    set_attention(model, before, *(attention or [None]))
+    set_attention(model, before, SDPA in names, args.drawn[0])
     blocks = blocks_of(model)
     contexts = [changes.mixed_precision(args.device)] if AMP in names else []
     if FP8 in names:
@@ -241,15 +249,11 @@ def run_row() -> int:
     args = model_file.parse("run_all.sh", argv)
     folder = args.output.parent
     folder = folder.parent if folder.name.startswith("pass-") else folder  # of --repeat: as the first pass
-    if plan := read_object(folder / PLAN).get("workload"):
-        args.planned = Workload(**plan)
+    args.planned = Workload(**read_object(folder / PLAN)["workload"])
     before = rows_before(folder, name)
     names = kept(before) + ([name] if ROWS[name] else [])
-    try:
-        functions = functions_of(names, args.file, args.drawn()[0])
-    except Skip as error:
-        say(f"run_all.sh: error: {error}", sys.stderr)
-        return 2
+    functions = functions_of(names, args.file)
+    args.samples_twice = not before
     args.name, args.changes = name, [ROWS[each] for each in names]
     args.replay_off = REPLAY_OFF_IN_FP8 if name == FP8 else REPLAY_OFF
     args.source = "\n\n".join(map(inspect.getsource, [changes.training_step, *functions]))

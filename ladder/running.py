@@ -148,9 +148,11 @@ def execute(folder: Path, job: Job, finishes: str) -> int:
     running = Running(folder, job, stop)
     if job.plan["roofs"] and not (folder / schema.PREDICTED).exists():
         running.predict()
+    stale = False  # a row of --model depends on those before it
     for k, row in enumerate(job.rows, 1):
-        if not (stop.requests or running.recorded(row).get("status") == "ok"):
+        if not stop.requests and (stale or running.recorded(row).get("status") != "ok"):
             running.run_row(row, f"row {k} of {len(job.rows)}")
+            stale = row.script == runs.MODEL_SCRIPT
     return finish(folder, stop, finishes, is_latest="argv" in job.plan)
 
 

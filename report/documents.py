@@ -25,7 +25,7 @@ def for_terminal(figures: Figures, report: str) -> str:
     if len(below) > MOST_REMARKS:
         left_out = len(below) - MOST_REMARKS + 1
         below = [*below[: MOST_REMARKS - 1], f"{left_out} more lines in the report"]
-    below += [loss_rule(figures.timed)]
+    below += [loss_rule(figures)]
     if figures.environment.device_type == "cpu":
         below.append(CPU_SHOWS)
     below.append(f"{convention(figures)}. Report: {report}")
@@ -85,7 +85,7 @@ def _notes(figures: Figures, remarks: list[str], tables: Tables) -> list[str]:
     if figures.environment.device_type == "cpu":
         notes.append(CPU_SHOWS)
     if "loss" in columns:
-        notes.append(loss_rule(figures.timed))
+        notes.append(loss_rule(figures))
     return notes
 
 

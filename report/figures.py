@@ -111,7 +111,8 @@ def derive(run: Run, among: Iterable[Run] = ()) -> Figures:
     steps = [_line(row, run, fastest) for row in run.rows]
     peers = [_line(row, run, fastest, is_peer=True) for row in run.peers]
     lines, timed = [*steps, *peers], [line for line in [*steps, *peers] if line.ms]
-    first, plain = next((line for line in steps if line.ms), None), plain_step(steps)
+    is_ours = not (run.workload and run.workload.model)
+    first, plain = next((line for line in steps if line.ms), None), plain_step(steps) if is_ours else None
     for line in timed:
         line.doubts = _doubts(line, timed, run)
     _fill_ratios(steps, peers, first, plain)
@@ -234,10 +235,12 @@ def _other_work(line: Line) -> str:
     """How a row's work differs from that of the first row, in a clause; empty where it agrees."""
     proof = line.row.proof
     if line.same_work == "differs":
-        cosine = f"cosine {proof.cosine:.4f} with that of {proof.against}, and not {limit(proof)} or more"
+        cosine = f"cosine {proof.cosine:.4f} with that of {proof.against}, and not {limit(proof):.3g} or more"
         return f"differs in its work: gradient of {proof.weight}, {cosine}"
     if line.same_work == "not proven" and not line.is_peer:  # peers may begin with weights of their own
-        return f"its work is not proven: it has {proof.paired:.0%} of the weights of {proof.against}"
+        if proof.cosine is None:
+            return f"its work is not proven: it has {proof.paired:.0%} of the weights of {proof.against}"
+        return f"its work is not proven: random numbers alone turn gradients of {proof.against}"
     return ""
 
 
@@ -363,14 +366,15 @@ def _busy(timed: list[Line], limit: float) -> str:
     )
 
 
-def loss_rule(lines: list[Line]) -> str:
-    """What the losses of these rows are, in a sentence; empty where none has any."""
-    rows = [line.row for line in lines if line.row.loss]
+def loss_rule(figures: Figures) -> str:
+    """What the losses of a run are, in a sentence; empty where no row has any."""
+    rows = [line.row for line in figures.timed if line.row.loss]
     if not rows:
         return ""
     last = max(len(row.loss) for row in rows)
     steps = _from_to(max(1, last - LOSS_WINDOW + 1), last)
-    words = f"Loss: mean of training steps {steps}, in nats"
+    is_ours = not (figures.run.workload and figures.run.workload.model)
+    words = f"Loss: mean of training steps {steps}{', in nats' if is_ours else ''}"
     rehearsed = [row.rehearsed for row in rows]
     in_fp8 = [row.rehearsed for row in rows if row.settings.fp8_recipe]
     if any(rehearsed):
@@ -409,6 +413,9 @@ def _of_passes(timed: list[Line]) -> str:
 def _remarks(lines: list[Line], timed: list[Line]) -> list[str]:
     """Why rows have no time, doubts with MARK in front, and notes: `names: text`, each text once."""
     names: dict[str, list[str]] = {}
+    for line in timed:
+        if line.same_work == "differs":
+            names.setdefault(line.note, []).append(line.name)
     for line in lines:
         if not line.ms:
             names.setdefault(line.why_untimed, []).append(line.name)
@@ -418,7 +425,7 @@ def _remarks(lines: list[Line], timed: list[Line]) -> list[str]:
             names.setdefault(doubt, []).append(line.name)
             marks[doubt] = f"{MARK} "
     for line in timed:
-        if line.note:
+        if line.note and line.same_work != "differs":
             names.setdefault(line.note, []).append(line.name)
     remarks = []
     for text, rows in names.items():

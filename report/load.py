@@ -99,7 +99,7 @@ def _harmless(value: Any, key: str = "") -> Any:
         return [_harmless(item, key) for item in value]
     if isinstance(value, dict):
         return {one_line(name): _harmless(item, name) for name, item in value.items()}
-    least = -LARGEST_NUMBER if key in ("loss", "heldout", "cosine") else 0
+    least = -LARGEST_NUMBER if key in ("loss", "heldout", "cosine", "repeated") else 0
     if isinstance(value, (int, float)) and not (
         least <= value <= LARGEST_NUMBER and not 0 < value < LEAST_NUMBER
     ):

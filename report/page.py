@@ -49,7 +49,7 @@ def render(figures: Figures) -> str:
         workload=sentences.describe_workload(figures.run.workload),
         convention=sentences.convention(figures),
         cpu_shows=sentences.CPU_SHOWS if machine.device_type == "cpu" else "",
-        loss_rule=loss_rule(figures.timed),
+        loss_rule=loss_rule(figures),
         picture=charts.svg(picture(figures)),
         narrow_picture=charts.svg(picture(figures, narrow=True)),
         rows=table.main_rows(figures, detailed=True),

@@ -12,18 +12,18 @@ import numpy as np
 
 from common.record import AGAIN, PART, Proof, Row, gradients_of
 
-LARGEST_FILE = 2**26  # bytes
+LARGEST_FILE = 2**28  # bytes
 PAIRED = 0.9  # of the weights, at least: with fewer nothing is proven
-# The least cosine of a row that does the same work. These levels were tried on an H200 at six shapes, and no
-# record holds them yet. TF32 and BF16 had 0.9997 or more, FP8 had 0.972 or more, and Transformer Engine's
-# whole layer 0.960. A dead MLP had 0.00, no mask 0.32 to 0.66, no mask in one block 0.966 to 0.993, FP8 with
-# all scales at 1, where they begin, had 0.44 or less. A wrong scale of attention in one block had 0.934 to
-# 0.9998: at the first step attention is nearly even, so it is not always seen.
+# The least cosine of a row that does the same work. These levels were tried on an H200 at six shapes. TF32
+# and BF16 had 0.9997 or more, FP8 had 0.972 or more, and Transformer Engine's whole layer 0.960. A dead MLP
+# had 0.00, no mask 0.32 to 0.66, no mask in one block 0.966 to 0.993, FP8 with all scales at 1, where they
+# begin, had 0.44 or less. A wrong scale of attention in one block had 0.934 to 0.9998: at the first step
+# attention is nearly even, so it is not always seen.
 AGREES, AGREES_IN_FP8 = 0.999, 0.95
-# The same of a model that is not ours, which may be deeper: on the same card a Llama of 24 layers had 0.9987
+# The same of a model that is not ours, which may be deeper: on the same card a Llama of 24 layers had 0.999
 # in BF16 and 0.83 in FP8, the weights of its keys, while its losses agreed.
 OTHERS_AGREE, OTHERS_AGREE_IN_FP8 = 0.95, 0.75
-RANDOM = 0.9  # times the cosine of two passes of the first row, where random numbers alone make them differ
+BLUNT = 0.5  # cosine of two passes of the first row, below which random numbers leave nothing to prove
 
 Samples = dict[str, np.ndarray]  # (2, N) by the name of a weight: numbers of the weight, and of its gradient
 
@@ -44,18 +44,18 @@ def read(record: Path) -> Samples:
 
 def limit(proof: Proof) -> float:
     """The least cosine of two rows that agree. Of a model that is not ours, random numbers, as those of
-    dropout, lower it to a share of what two passes of the first row have."""
+    dropout, lower it as far as they lower the cosine of two passes of the first row."""
     if proof.repeated is None:
         return AGREES_IN_FP8 if proof.in_fp8 else AGREES
     level = OTHERS_AGREE_IN_FP8 if proof.in_fp8 else OTHERS_AGREE
-    return level if proof.repeated >= level else RANDOM * max(0.0, proof.repeated)
+    return round(level * max(0.0, proof.repeated), 4)
 
 
 def verdict(proof: Proof | None) -> str:
     """agrees, differs or not proven; an empty text for a row that was not compared."""
     if proof is None:
         return ""
-    if proof.cosine is None:
+    if proof.cosine is None or (proof.repeated is not None and proof.repeated < BLUNT):
         return "not proven"
     return "agrees" if proof.cosine >= limit(proof) else "differs"
 
@@ -71,9 +71,9 @@ def compare(first: Row, ours: Samples, other: Row, theirs: Samples) -> Proof:
     """The least cosine between the gradients of two rows, over the weights of the first one that both
     have."""
     partners: dict[bytes, list[str]] = defaultdict(list)  # names by the numbers of the weight
-    for name, (weight, _) in theirs.items():
+    for name in sorted(theirs, key=lambda name: PART in name):  # whole matrices before parts
         if not name.startswith(AGAIN):
-            partners[weight.tobytes()].append(name)
+            partners[theirs[name][0].tobytes()].append(name)
     whole = [name for name in ours if PART not in name and not name.startswith(AGAIN)]
     cosines: dict[str, float] = {}
     for name in whole:

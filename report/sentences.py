@@ -5,7 +5,7 @@ from report.cells import gain, milliseconds
 from report.figures import NOT_FUSED, Figures, Line, is_mixed, ratio
 from report.table import VERSIONS
 
-CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU: compiling gains nothing here"
+CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU"
 WORTH = 1.03  # times faster, from which a change to a model of yours is recommended
 CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
 CONVENTION_OF_MODEL = (
@@ -35,7 +35,11 @@ def headline(figures: Figures) -> str:
 def decision(timed: list[Line]) -> str:
     """Which changes a model should take, what they give together, and which it should leave."""
     first, changed = timed[0], [line for line in timed if line.row.changes]
-    taken = [line for line in changed if line is first or _is_worth(line)]
+    if not changed:
+        return "No change has a time"
+    differing = {line.row.changes[-1] for line in changed if line.same_work == "differs"}
+    sound = [line for line in changed if not differing & {*line.row.changes}]
+    taken = [line for line in sound if line is first or _is_worth(line)]
     others = [line for line in changed if line not in taken]
     if not taken:
         return f"Take none of the changes. Leave {_gains(others)}"
@@ -63,7 +67,7 @@ def _gains(lines: list[Line]) -> str:
 
 def _is_worth(line: Line) -> bool:
     faster = line.over_before
-    return faster is not None and faster.value >= WORTH and line.same_work != "differs"
+    return faster is not None and faster.value >= WORTH
 
 
 def convention(figures: Figures) -> str:
@@ -121,7 +125,7 @@ def describe_workload(work: Workload | None) -> str:
     if work.lr:
         parts.append(f"learning rate {work.lr:.2g}")
     parts.append(f"{work.parameters / 1e6:,.1f} M parameters")
-    parts += [f"{work.steps} trained steps", f"text: {work.text}"]
+    parts += [f"{work.steps} trained steps", work.text if work.model else f"text: {work.text}"]
     if work.gpus > 1:
         parts.append(f"{work.gpus} processes by {work.parallel}")
     return f"{work.model or work.preset}: {', '.join(parts)}"

@@ -43,7 +43,8 @@ def _card(line: Line, before: Line | None, script: Row) -> Card:
     """The card of a step, `before` being the nearest row before it that has a time, and `script` the row
     before."""
     card = Card(line.name, title(line.row), change(line.row), line.why_untimed)
-    card.code = code_diff(script, line.row)
+    if line.ms or not line.row.changes:  # what a model of yours did not take is nothing to copy
+        card.code = code_diff(script, line.row)
     if not line.ms:
         return card
     card.outcome = _outcome(before, line)

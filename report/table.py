@@ -27,6 +27,8 @@ def main_rows(figures: Figures, detailed: bool = False) -> list[dict[str, str]]:
         if detailed and figures.run.peers:
             settings = line.row.settings
             row |= {"head": settings.head or "-", "launch": LAUNCH[settings.captured]}
+        if detailed:
+            row["made from"] = line.base.name if line.base else "-"
         rows.append(row)
     return only_filled(rows)
 

@@ -149,7 +149,7 @@ def test_the_row_that_others_are_compared_with_is_known_by_what_ran():
 def test_what_the_losses_are_is_told_of_every_kind_of_row():
     fp8, some = runs.SETTINGS["4_transformer_engine"], {"loss": [4.0] * 8}
     plain = runs.row("3_x", rehearsed=10, **some)
-    rule = lambda *rows: loss_rule(derive(runs.run(*rows)).lines)  # noqa: E731
+    rule = lambda *rows: loss_rule(derive(runs.run(*rows)))  # noqa: E731
     assert rule(plain).endswith("in nats. 10 rehearsed steps came before, whose weights were put back")
     assert rule(plain, runs.row("4_x", rehearsed=10, settings=fp8, **some)).endswith(
         "FP8 keeps the scales that it learnt there"
