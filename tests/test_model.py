@@ -380,7 +380,7 @@ def test_fp8_is_the_files_or_torchaos(arguments_of, monkeypatch):
     with pytest.raises(Skip, match=r"torchao does not import .*: pip install torchao"):
         model_row.convert_to_fp8(nested, [nn.Sequential(nn.Linear(2, 2))], args)
     own = arguments_of(LINEAR + BATCHES + SUM + "def fp8(model):\n    return len(model.layers)\n")
-    assert model_row.convert_to_fp8(model, [], own) == 3
+    assert model_row.convert_to_fp8(model, [], own) == 2
     assert model_row.functions_of(["5_fp8"], own.file) == [own.file.fp8]
 
 
