@@ -72,7 +72,9 @@ def main() -> int:
         return runpy.run_module(f"anatomy.{sys.argv.pop(1)}", run_name="__main__", alter_sys=True)
     questions = [f"  {name:15} {question(name)}" for name in (*ALL, *APART)]
     questions.insert(len(ALL), "")
-    parser = OneLineParser(prog="python -m anatomy", description="\n".join([__doc__.strip(), "", *questions]))
+    parser = OneLineParser(
+        prog="python -m anatomy", description="\n".join([(__doc__ or "").strip(), "", *questions])
+    )
     parser.add_argument("name", nargs="?", choices=[*ALL, *APART, "all"], metavar="NAME", help="or all")
     parser.parse_args(words)
     say(parser.description)

@@ -46,7 +46,7 @@ def main() -> int:
     running.add_options(parser)
     try:
         known = variants()
-        parser.description += f"\nVariants: {', '.join(known)}"
+        parser.description = f"{__doc__ or ''}\nVariants: {', '.join(known)}"
         options, arguments = parser.parse_known_args()
         command = portable_command("python -m anatomy.ablations --output ablations", sys.argv[1:])
         keys, predicted = chosen(options.only), "predicted for the slice on an H200"

@@ -177,7 +177,7 @@ def main(run: Callable) -> None:
         except (ValueError, RuntimeError, MemoryError) as error:  # no such device, too little memory, a size
             parser.error(one_line(error).replace("--output", "--json"))
         progress("")
-        record = lab.record(module.__doc__.partition("\n")[0], sentence)
+        record = lab.record((module.__doc__ or module.__name__).partition("\n")[0], sentence)
         say(f"{record['question']}\n\n{lab.tables()}\n\n{sentence}")
         if options.json:
             write_json(options.json, record | {"environment": asdict(hardware.describe(lab.device))})

@@ -26,6 +26,7 @@ from ladder.step_kernels import STEPS
 SELF = hardware.ROOT / "ladder" / "predict.py"
 HOPPER = (9, 0)  # of roofs that were recorded without a capability
 ATTENTION_KERNELS = 4  # fused, of a block: forward, and three backward
+ALIGNED = 8  # by which sizes of a fast product divide
 FITS = 0.97  # of a GPU's memory
 
 
@@ -123,11 +124,29 @@ def read_roofs(name: str | None) -> tuple[Roofs, str]:
             measured = msgspec.convert(read_object(path), Roofs)
         except msgspec.ValidationError:
             continue
-        if measured.products and all(product.burst_flops_per_s > 0 for product in measured.products):
+        if measured.products and are_sound(measured):
             return measured, str(path)
     known = " or ".join(sorted({path.parts[-3] for path in hardware.ROOT.glob(f"docs/results/*/*/{ROOFS}")}))
     advice = f"run python -m ladder.roofs --grid, or take --machine {known}"
     raise ValueError(f"{name or 'results/'} holds no roofs that can be read: {advice}")
+
+
+def are_sound(measured: Roofs) -> bool:
+    """Whether every rate and time is a number that something can have taken."""
+    numbers = [product.burst_flops_per_s for product in measured.products]
+    numbers += [product.flops_per_s for product in measured.products if product.flops_per_s is not None]
+    numbers += [rate for rate in (measured.copy_bytes_per_s, measured.launch_s) if rate is not None]
+    numbers += [seconds for _, _, seconds in measured.kernels] + [rate for _, _, rate in measured.attention]
+    return all(0 < number < math.inf for number in numbers)
+
+
+def unaligned(shape, batch_size: int) -> list[str]:
+    """The sizes of a shape that slow its products down: tensor cores read 8 numbers of 16 bits at a time.
+
+    Source: NVIDIA's "Matrix Multiplication Background", section 3.1.
+    """
+    sizes = {"channels": shape.n_embd, "tokens": batch_size * shape.seq_len, "vocabulary": shape.vocab_size}
+    return [f"{name} {size}" for name, size in sizes.items() if size % ALIGNED]
 
 
 def roofs_of(name: str | None) -> list[Path]:
@@ -218,6 +237,8 @@ def main() -> None:
         parser.error(str(error))
     for name, reason in left_out.items():
         say(f"{name} is not predicted: {reason}")
+    if sizes := unaligned(args.config, args.batch_size):
+        say(f"{', '.join(sizes)}: not divisible by {ALIGNED}, so the real step is slower than predicted here")
     gpu_bytes = measured.environment.gpu_memory_bytes if measured.environment else None
     file = file.removeprefix(f"{hardware.ROOT}/")
     say(f"{aligned(table(predictions, args, gpu_bytes))}\n")

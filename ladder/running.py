@@ -53,7 +53,10 @@ class Running:
         """The row that a script left; empty where there is none that can be read."""
         record = schema.read_object(self.folder / row.output)
         rows = record.get("rows") if record.get("schema_version") == schema.SCHEMA_VERSION else None
-        return rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
+        row = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
+        times = row.get("step_ms")
+        are_times = isinstance(times, list) and times and all(isinstance(ms, (int, float)) for ms in times)
+        return row if are_times or row.get("status") in ("skipped", "oom", "failed") else {}
 
     def run_row(self, row: runs.Planned, place: str) -> None:
         """Run one script, and print what came of it. One that leaves no record gets one that holds how it

@@ -65,6 +65,8 @@ def read(path: Path) -> Run | Study:
             raise RecordError(f"{name} holds no rows, or two of one name")
         if run.workload and not (run.workload.tokens_per_step and run.workload.gpus):
             raise RecordError(f"{name} holds a workload of nothing")
+        if isinstance(record, Study) and not (run.rows and (not run.workload or run.workload.n_layer)):
+            raise RecordError(f"{name} holds a run that is no part of a study")
         for row in rows:
             _check(row)
     if not runs:

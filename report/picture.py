@@ -76,6 +76,8 @@ def code_of(figures: Figures, k: int) -> list[str]:
             if ATTENTION in " ".join(group):
                 return group
         return []
+    if figures.steps[k].row.changes and not figures.steps[k].ms:
+        return []  # what a model of yours did not take
     base = figures.steps[k].base or figures.steps[k - 1]
     added = [line for group in added_groups(base.row, figures.steps[k].row) for line in group]
     if len(added) > MOST_LINES:

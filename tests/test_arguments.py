@@ -286,3 +286,8 @@ def test_what_a_user_is_told_before_the_first_row(monkeypatch):
         facts.needed_bytes(conftest.arguments(STEPS[0], processes=2))[f"{STEPS[0]}.py"]
         == 2 * (facts.needed_bytes(few)[f"{STEPS[0]}.py"])
     )
+
+
+def test_a_word_that_is_not_utf_8_is_one_line(refused):
+    assert "is not UTF-8: rename the file" in refused(parse, "--data", "/tmp/\udcff.txt")
+    assert "cannot read" in refused(parse, "--data", "/nonexistent/größe.txt")

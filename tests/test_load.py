@@ -62,6 +62,16 @@ def test_an_odd_field_is_one_failed_row_and_the_others_stand(tmp_path, odd):
         (json.dumps(asdict(runs.run(runs.row("0_a"))) | {"environment": 5}), "environment"),
         (json.dumps(asdict(runs.run(runs.row("0_a"), work=runs.workload(tokens_per_step=0)))), "of nothing"),
         (json.dumps(asdict(runs.run(runs.row("0_a"), work=runs.workload(gpus=0)))), "of nothing"),
+        (
+            json.dumps(asdict(runs.study("scaling", {"1": runs.run(peers=[runs.row("p")])}))),
+            "no part of a study",
+        ),
+        (
+            json.dumps(
+                asdict(runs.study("sweep", {"1": runs.run(runs.row("a"), work=runs.workload(n_layer=None))}))
+            ),
+            "no part of a study",
+        ),
     ],
 )
 def test_a_file_that_is_no_record_is_one_line(tmp_path, content, said):

@@ -1,6 +1,9 @@
 """Roofs and predictions: products add up, a made machine gives the times that its rates imply, damage is one
 line."""
 
+import json
+import math
+
 import pytest
 from conftest import ROOT, arguments, run_python
 
@@ -188,3 +191,31 @@ def test_the_estimate_of_memory_is_near_what_was_recorded(place):
     shape = GPTConfig(**{name: getattr(run.workload, name) for name in GPTConfig.__dataclass_fields__})
     found = [predict.peak_bytes(row.step, shape, run.workload.batch_size) for row in run.rows]
     assert found == pytest.approx([row.peak_bytes for row in run.rows], rel=0.07)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -1.0, 0.0])
+def test_roofs_that_nothing_can_have_taken_are_refused(odd, tmp_path):
+    good = json.loads((ROOT / "docs" / "results" / "h200" / "roofs" / "roofs.json").read_text())
+    for change in (
+        lambda roofs: roofs["products"][0].update(burst_flops_per_s=odd),
+        lambda roofs: roofs.update(copy_bytes_per_s=odd),
+        lambda roofs: roofs.update(launch_s=odd),
+        lambda roofs: roofs["kernels"][0].__setitem__(2, odd),
+        lambda roofs: roofs["attention"][0].__setitem__(2, odd),
+    ):
+        roofs = json.loads(json.dumps(good))
+        change(roofs)
+        (tmp_path / "roofs.json").write_text(json.dumps(roofs))
+        with pytest.raises(ValueError, match="holds no roofs that can be read"):
+            predict.read_roofs(str(tmp_path / "roofs.json"))
+    (tmp_path / "roofs.json").write_text(json.dumps(good))
+    assert predict.read_roofs(str(tmp_path / "roofs.json"))[0].products
+
+
+def test_sizes_that_slow_a_product_down_are_named():
+    assert predict.unaligned(GPTConfig(1, 1, 770, 1023, 50257), 1) == [
+        "channels 770",
+        "tokens 1023",
+        "vocabulary 50257",
+    ]
+    assert predict.unaligned(GPTConfig(1, 1, 768, 1023, 50304), 8) == []
