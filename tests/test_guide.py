@@ -14,6 +14,7 @@ from report import load
 
 GUIDE = ROOT / "docs" / "guide.md"
 CUDA = torch.cuda.is_available()
+RecompileLimit = torch._dynamo.exc.FailOnRecompileLimitHit
 
 
 class Block(NamedTuple):
@@ -49,7 +50,9 @@ def run(part, gpu=False, changed=("", "")):
 @pytest.fixture(autouse=True)
 def compiled_by_tracing_alone(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    limit = torch._dynamo.config.recompile_limit
     yield
+    torch._dynamo.config.recompile_limit = limit
     torch.compiler.reset()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -94,6 +97,7 @@ FAULTS = [
     ),
     ("3.", "model.compile(fullgraph=True)", "model = torch.compile(model)"),
     ("3.", "lr=rate", "lr=1e-2"),
+    ("3.", "torch._dynamo.config.recompile_limit = 2 * len(layers)", "pass"),
     ("3.", "model.load_state_dict(saved)", ""),
     ("Several", "(model(x, y) / 2).backward()", "model(x, y).backward()"),
 ]
@@ -106,8 +110,39 @@ FAULTS = [
 def test_a_fault_in_a_block_is_noticed(part, right, wrong, on_a_cpu):
     (name,) = (name for name in PARTS if name.startswith(part))
     assert any(right in block.source for block in PARTS[name])
-    with pytest.raises((AssertionError, AttributeError)):
+    with pytest.raises((AssertionError, AttributeError, RecompileLimit)):
         run(name, changed=(right, wrong))
+
+
+UNEQUAL = """
+import re, sys, torch, torch.distributed as dist
+from pathlib import Path
+guide, wrong = Path(sys.argv[1]).read_text(), sys.argv[2] == "wrong"
+exec(re.search(r"def mean_over_processes.*?return [^\\n]*", guide, re.DOTALL)[0])
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(6, 4)
+alone = torch.nn.Linear(4, 4)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+model.module.load_state_dict(alone.state_dict())
+targets = torch.tensor([1, 0, 2, -100, -100, 3])
+halves = x.chunk(2)[dist.get_rank()], targets.chunk(2)[dist.get_rank()]
+total = torch.nn.functional.cross_entropy(model(halves[0]), halves[1], reduction="sum")
+(total / (halves[1] != -100).sum() if wrong else mean_over_processes(total, halves[1])).backward()
+torch.nn.functional.cross_entropy(alone(x), targets).backward()
+same = torch.allclose(model.module.weight.grad, alone.weight.grad, atol=1e-6)
+dist.destroy_process_group()
+sys.exit(0 if same != wrong else 1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["as the guide", "wrong"])
+def test_two_processes_with_unequal_targets_have_the_gradient_of_one(how, tmp_path):
+    (tmp_path / "driver.py").write_text(UNEQUAL)
+    run = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "localhost"]
+    ran = run_python(*run, tmp_path / "driver.py", GUIDE, how, timeout=200)
+    assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 @pytest.mark.parametrize("version", ["2.9.0", "2.20.2"])
