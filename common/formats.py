@@ -1,8 +1,9 @@
-"""What a data file is, by its content and not by its name: tokens, text, or plainly something else.
+"""What a data file is, by its content: tokens, text, or plainly something else.
 
-Read are: a text as bytes; raw uint16 tokens (.bin), as nanoGPT writes them; files of llm.c, which begin with
-a header of 256 int32 whose first is a date, 20240520 before uint16 tokens and 20240801 before uint32 tokens;
-a one-dimensional array of whole numbers, as numpy.save writes it. Source: llm.c, dev/data/data_common.py.
+What is read: a text as bytes; raw uint16 tokens, as nanoGPT writes them, whose name ends in .bin; files of
+llm.c, which begin with a header of 256 int32 whose first is a date, 20240520 before uint16 tokens and
+20240801 before uint32 tokens; a one-dimensional array of whole numbers, as numpy.save writes it. Source:
+llm.c, dev/data/data_common.py.
 """
 
 import codecs
@@ -50,7 +51,7 @@ TAR_AT, TAR = 257, b"ustar"
 def read_tokens(path: Path) -> np.ndarray:
     """The tokens of a file: 1-D, uint8 (bytes of a text), uint16 or uint32; of its first GiB.
 
-    Raises OSError for a file that cannot be read, and ValueError, one line, for one that is no text and no
+    Raises OSError for a file that cannot be read, and ValueError, one line, for one that is neither text nor
     tokens.
     """
     if path.exists() and not path.is_file():

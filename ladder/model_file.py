@@ -82,7 +82,7 @@ class ModelArguments(arguments.Measurement):
         for name, weight in model.named_parameters():
             if weight.dtype != torch.float32:
                 dtype = str(weight.dtype).removeprefix("torch.")
-                raise Skip(f"{name} is {dtype}: give model() FP32 weights, AMP casts them where it pays")
+                raise Skip(f"{name} is {dtype}: model() must give FP32 weights; AMP casts them where it pays")
         return model.to(self.device).train()
 
     def loss(self, model: torch.nn.Module, batch) -> torch.Tensor:

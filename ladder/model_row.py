@@ -153,7 +153,7 @@ def convert_to_fp8(model: torch.nn.Module, blocks: list[torch.nn.Module], args: 
     except ImportError as error:
         raise Skip(f"torchao does not import ({one_line(error, 100)}): pip install torchao") from None
     if not any(type(part).__name__ == "Float8Linear" for part in model.modules()):
-        raise Skip("no size of the blocks' nn.Linear layers divides by 16, as FP8 needs")
+        raise Skip("no nn.Linear of the blocks has two sizes that divide by 16, as FP8 needs")
     return None
 
 
@@ -191,11 +191,11 @@ def refuse(names: list[str], args: ModelArguments) -> None:
     """Raises Skip for the change of a row that this machine cannot make."""
     change = names[-1] if names else ""
     if change == AMP and not args.amp:
-        raise Skip(f"this {args.device.type} does not multiply BF16, so AMP gains nothing")
+        raise Skip(f"{hardware.device_name(args.device)} does not multiply BF16: AMP would gain nothing")
     if change == GRAPH and args.device.type != "cuda":
         raise Skip("CUDA graphs need a GPU")
     if change == GRAPH and not args.capture:
-        raise Skip("--no-capture")
+        raise Skip("turned off by --no-capture")
 
 
 def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tuple:

@@ -42,7 +42,7 @@ def decision(timed: list[Line]) -> str:
     taken = [line for line in sound if line is first or _is_worth(line)]
     others = [line for line in changed if line not in taken]
     if not taken:
-        return f"Take none of the changes. Leave {_gains(others)}"
+        return f"Take none of the changes. Leave out {_gains(others)}"
     held = taken[
         -1
     ].row.changes  # a later row keeps what did not slow the model, also where it is hardly worth it
@@ -53,7 +53,7 @@ def decision(timed: list[Line]) -> str:
         sentence += f" over {first.name}"
     if included:
         sentence += f", with {_gains(included)}"
-    return f"{sentence}. Leave {_gains(left)}" if left else sentence
+    return f"{sentence}. Leave out {_gains(left)}" if left else sentence
 
 
 def _gains(lines: list[Line]) -> str:

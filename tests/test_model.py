@@ -371,7 +371,7 @@ def test_fp8_is_the_files_or_torchaos(arguments_of, monkeypatch):
     model = Layers(2, 0)
     nested = nn.Sequential(nn.Linear(32, 32), nn.Linear(20, 32))
     model_row.convert_to_fp8(nested, [nested], args)
-    with pytest.raises(Skip, match="no size of the blocks"):
+    with pytest.raises(Skip, match=r"no nn.Linear of the blocks has two sizes"):
         model_row.convert_to_fp8(odd := nn.Sequential(nn.Linear(20, 20)), [odd], args)
     assert [type(layer).__name__ for layer in nested] == ["Float8Linear", "Linear"]
     with pytest.raises(Skip, match=r"no nn.Linear for torchao: define fp8\(model\)"):
@@ -483,16 +483,19 @@ def model_run(*ms, work=MODEL, **proofs):
 @pytest.mark.parametrize(
     ("ms", "said"),
     [
-        ((100, 50, 40, 20, 19.8), "Take AMP, fused attention, compile: 5.00 x. Leave CUDA graph (1.01 x)"),
+        (
+            (100, 50, 40, 20, 19.8),
+            "Take AMP, fused attention, compile: 5.00 x. Leave out CUDA graph (1.01 x)",
+        ),
         (
             (100, 50, 40, 20, 19.8, 10),
             "Take AMP, fused attention, compile, FP8: 10.0 x, with CUDA graph (1.01 x)",
         ),
         (
             (100, 50, 60, 25, 26),
-            "Take AMP, compile: 4.00 x. Leave fused attention (0.83 x), CUDA graph (0.96 x)",
+            "Take AMP, compile: 4.00 x. Leave out fused attention (0.83 x), CUDA graph (0.96 x)",
         ),
-        ((100, 110), "Take none of the changes. Leave AMP (0.91 x)"),
+        ((100, 110), "Take none of the changes. Leave out AMP (0.91 x)"),
     ],
 )
 def test_the_decision(ms, said):
@@ -502,9 +505,9 @@ def test_the_decision(ms, said):
 def test_a_change_of_the_work_is_not_recommended_and_without_a_first_row_gains_are_over_the_next():
     differs = Proof("0_fp32", False, 1.0, 0.5, "w", 1.0)
     run = model_run(100, 50, **{"AMP": differs})
-    assert sentences.headline(derive(run)) == "Take none of the changes. Leave AMP (its work differs)"
+    assert sentences.headline(derive(run)) == "Take none of the changes. Leave out AMP (its work differs)"
     run = model_run(100, 50, 25, **{"AMP": differs})
-    said = "Take none of the changes. Leave AMP (its work differs), fused attention (2.00 x)"
+    said = "Take none of the changes. Leave out AMP (its work differs), fused attention (2.00 x)"
     assert sentences.headline(derive(run)) == said, "it holds the change of the work"
     assert sentences.headline(derive(model_run(100))) == "No change has a time"
     run = model_run(100, 50, 25)
