@@ -264,3 +264,19 @@ def test_a_profile_adds_up_and_holds_a_block():
     )
     for half in (found.forward, found.backward):
         assert half[0].category == "attention" and half[0].start_ms == 0 < half[-1].start_ms
+
+
+@pytest.mark.parametrize(("device_type", "asked"), [("cpu", ["CPU"]), ("cuda", ["CPU", "CUDA"])])
+def test_the_profiler_is_asked_for_the_kernels_of_a_gpu_alone_where_there_is_one(
+    device_type, asked, monkeypatch
+):
+    class Asked(Exception):
+        pass
+
+    def profiler(activities, **_):
+        raise Asked([activity.name for activity in activities])
+
+    monkeypatch.setattr(torch.profiler, "profile", profiler)
+    with pytest.raises(Asked) as raised:
+        profile.observe(print, torch.nn.Module(), torch.device(device_type))
+    assert raised.value.args[0] == asked

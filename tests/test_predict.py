@@ -219,3 +219,27 @@ def test_sizes_that_slow_a_product_down_are_named():
         "vocabulary 50257",
     ]
     assert predict.unaligned(GPTConfig(1, 1, 768, 1023, 50304), 8) == []
+
+
+def test_a_plan_is_predicted_by_its_own_roofs_and_rows(tmp_path, monkeypatch):
+    roofs_of_h200 = (ROOT / "docs" / "results" / "h200" / "roofs" / "roofs.json").read_text()
+    (tmp_path / "roofs.json").write_text(roofs_of_h200)
+    words = ["--preset", "gpt2", "--batch-size", "8", "--device", "cpu"]
+    rows = [{"script": "2_sdpa.py", "output": "2_sdpa.json", "arguments": words}]
+    write_json(tmp_path / "plan.json", {"kind": "ladder", "rows": rows})
+    ladder = predict.of_plan(tmp_path)
+    args = predict.arguments.parse_args(predict.SELF, None, words, trains=False)
+    measured = predict.read_roofs(str(tmp_path / "roofs.json"))[0]
+    assert ladder["2_sdpa"] == predict.predict("2_sdpa", args.config, 8, measured).ms
+    rows = [dict(row, output=f"{place}/2_sdpa.json") for row in rows for place in ("a", "b")]
+    write_json(tmp_path / "plan.json", {"kind": "sweep", "rows": rows})
+    assert predict.of_plan(tmp_path) == {"a": ladder, "b": ladder}
+    (tmp_path / "roofs.json").unlink()
+    measures = []
+
+    def record(args, grid, output):
+        measures.append(grid)
+        output.write_text(roofs_of_h200)
+
+    monkeypatch.setattr(predict.roofs, "record", record)
+    assert predict.of_plan(tmp_path)["b"] == ladder and measures == [True], "once, with the grid of a sweep"

@@ -679,3 +679,13 @@ def test_a_bar_without_a_profile_says_so_and_a_remark_of_all_rows_names_none():
 
 def test_the_page_of_a_run_tells_what_its_losses_are():
     assert "Loss: mean of training steps 6 to 10" in documents.as_markdown(derive(runs.ladder(100, 50)))
+
+
+def test_a_table_of_markdown_has_one_column_to_the_left():
+    text = documents.pipe([{"step": "a", "ms": "1"}])
+    left, right = text.splitlines()[1].strip("|").split("|")
+    assert left.startswith(":") and right.endswith(":") and not right.startswith(":")
+    assert all(
+        cell.startswith(":")
+        for cell in documents.pipe([{"a": "x", "b": "y"}], 2).splitlines()[1].strip("|").split("|")
+    )
