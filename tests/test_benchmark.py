@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -280,3 +281,28 @@ def test_the_profiler_is_asked_for_the_kernels_of_a_gpu_alone_where_there_is_one
     with pytest.raises(Asked) as raised:
         profile.observe(print, torch.nn.Module(), torch.device(device_type))
     assert raised.value.args[0] == asked
+
+
+def test_the_kernels_of_a_gpu_are_its_events_by_start_in_milliseconds():
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+
+    def event(name, start_us, us, device=cuda, is_user_annotation=False):
+        time_range = SimpleNamespace(start=start_us, elapsed_us=lambda: us)
+        return SimpleNamespace(
+            name=name, device_type=device, is_user_annotation=is_user_annotation, time_range=time_range
+        )
+
+    events = [event("b", 4000, 500), event("a", 2000, 250), event("none", 1000, 0), event("host", 1, 1, cpu)]
+    events.append(event("ProfilerStep#1", 1, 9000, is_user_annotation=True))
+    found = profile.launches_of(SimpleNamespace(events=lambda: events), on_gpu=True)
+    assert [(kernel.name, kernel.ms, kernel.start_ms) for kernel in found] == [
+        ("a", 0.25, 2.0),
+        ("b", 0.5, 4.0),
+    ]
+
+
+def test_the_profiler_waits_for_the_gpu_before_and_after_the_steps_that_count(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda: done.append("wait"))
+    profile._profiled(lambda: done.append("step"), 2, 250.0, torch.device("cpu"))
+    assert done == ["step", "step", "wait", "step", "step", "wait"], "two steps of warming take 500 ms"

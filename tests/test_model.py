@@ -162,6 +162,7 @@ def test_fewer_batches_than_steps_and_the_same_numbers_each_time(arguments_of):
         arguments_of(LINEAR + shapes + SUM).batches()
     assert args.command() == "./run_all.sh --model my_model.py" and args.about() == ["model of my_model.py"]
     before = args.work_sha256()
+    assert len(before) == 16
     args.path.write_text(args.path.read_text() + "# another file\n")
     assert args.work_sha256() != before
 

@@ -1,10 +1,12 @@
 """Roofs and predictions: products add up, a made machine gives the times that its rates imply, damage is one
 line."""
 
+import contextlib
 import json
 import math
 
 import pytest
+import torch
 from conftest import ROOT, arguments, run_python
 
 from common import flops
@@ -243,3 +245,14 @@ def test_a_plan_is_predicted_by_its_own_roofs_and_rows(tmp_path, monkeypatch):
 
     monkeypatch.setattr(predict.roofs, "record", record)
     assert predict.of_plan(tmp_path)["b"] == ladder and measures == [True], "once, with the grid of a sweep"
+
+
+def test_the_host_s_launches_are_timed_in_the_median_of_tiny_steps(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: contextlib.nullcontext())
+    monkeypatch.setattr(roofs.profile, "launches_of", lambda profiler, on_gpu: ["kernel"] * 1000)
+    seconds = roofs.launch_seconds(torch.device("cpu"))
+    assert 1e-7 < seconds < 1e-3
+    monkeypatch.setattr(roofs.profile, "launches_of", lambda profiler, on_gpu: [])
+    with pytest.raises(RuntimeError, match="shows no kernels"):
+        roofs.launch_seconds(torch.device("cpu"))
