@@ -102,9 +102,8 @@ def front(place: str, *adds: str) -> str:
 
 
 def file(name: str) -> str:
-    """The code of a file, without its docstring and with one blank line between functions."""
-    code = re.sub(r'(?s)^""".*?"""\s*', "", (ROOT / name).read_text())
-    return re.sub(r"\n{3,}", "\n\n", code)
+    """The code of a file, without its docstring."""
+    return re.sub(r'(?s)^""".*?"""\s*', "", (ROOT / name).read_text())
 
 
 def of_model(place: str) -> str:
