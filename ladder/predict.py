@@ -135,7 +135,8 @@ def are_sound(measured: Roofs) -> bool:
     """Whether every rate and time is a number that something can have taken."""
     numbers = [product.burst_flops_per_s for product in measured.products]
     numbers += [product.flops_per_s for product in measured.products if product.flops_per_s is not None]
-    numbers += [rate for rate in (measured.copy_bytes_per_s, measured.launch_s) if rate is not None]
+    numbers += [measured.copy_bytes_per_s] if measured.copy_bytes_per_s is not None else []
+    numbers += [measured.launch_s] if measured.launch_s else []  # 0: not measured
     numbers += [seconds for _, _, seconds in measured.kernels] + [rate for _, _, rate in measured.attention]
     return all(0 < number < math.inf for number in numbers)
 

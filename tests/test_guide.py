@@ -10,8 +10,6 @@ import torch
 from conftest import ROOT, run_python
 from te_signatures import te_calls
 
-from report import load
-
 GUIDE = ROOT / "docs" / "guide.md"
 CUDA = torch.cuda.is_available()
 RecompileLimit = torch._dynamo.exc.FailOnRecompileLimitHit
@@ -159,16 +157,3 @@ def test_transformer_engine_has_what_the_guide_calls(version):
     for name, call in found:
         accepted = {*signatures[name]["parameters"], *signatures[name]["keyword_only"]}
         assert {keyword.arg for keyword in call.keywords if keyword.arg} <= accepted, name
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CUDA, reason="a GPU trains the large model")
-def test_the_lesson_holds_on_a_llama(tmp_path):
-    pytest.importorskip("transformers")
-    record = tmp_path / "results.json"
-    ran = run_python(ROOT / "examples" / "llama.py", "--steps", "6", "--seq-len", "64", "--output", record)
-    assert ran.returncode == 0, ran.stderr
-    first, *others = load.read(record).rows
-    assert len(first.step_ms) == 6 and first.loss[-1] < first.loss[0] - 0.3
-    assert [row.reason for row in others[3:]] == ["CUDA graphs and FP8 need a GPU"] * 2
-    assert all(row.loss == pytest.approx(first.loss, rel=0.01) for row in others[:3])

@@ -201,7 +201,7 @@ def test_roofs_that_nothing_can_have_taken_are_refused(odd, tmp_path):
     for change in (
         lambda roofs: roofs["products"][0].update(burst_flops_per_s=odd),
         lambda roofs: roofs.update(copy_bytes_per_s=odd),
-        lambda roofs: roofs.update(launch_s=odd),
+        lambda roofs: roofs.update(launch_s=odd or -1.0),  # 0 is one that was not measured
         lambda roofs: roofs["kernels"][0].__setitem__(2, odd),
         lambda roofs: roofs["attention"][0].__setitem__(2, odd),
     ):
