@@ -310,21 +310,21 @@ def test_a_request_becomes_rows(words, monkeypatch):
 @pytest.mark.parametrize(
     ("device_type", "kind", "free", "is_left_out"),
     [
-        ("cpu", "ladder", 2**29, True),
-        ("cpu", "ladder", 2**31, False),
+        ("cpu", "ladder", 3 * 2**30, True),
+        ("cpu", "ladder", 5 * 2**30, False),
         ("cpu", "ladder", None, False),
-        ("cuda", "ladder", 2**29, False),
-        ("cpu", "scaling", 2**29, False),
+        ("cuda", "ladder", 3 * 2**30, False),
+        ("cpu", "scaling", 3 * 2**30, False),
     ],
 )
 def test_a_row_that_a_cpu_s_memory_cannot_hold_is_not_started(device_type, kind, free, is_left_out, tmp_path):
-    facts = FACTS | {"device_type": device_type, "free_bytes": free}
+    facts = FACTS | {"device_type": device_type, "free_bytes": free, "needed_bytes": {"0_x.py": 4 * 2**30}}
     job = running.Job({"kind": kind}, [], facts)
     row = runs.Planned("0_x.py", [], "0_x.json")
     refusal = running.Running(tmp_path, job, process.Stop()).too_large(row)
     assert bool(refusal) is is_left_out
     if refusal:
-        assert refusal == ("oom", "needs about 1 GiB of 0 free: try a smaller --batch-size")
+        assert refusal == ("oom", "needs about 4 GiB of 3 free: try a smaller --batch-size")
 
 
 def test_arguments_that_a_step_refuses_end_the_ladder_with_its_code(monkeypatch):
