@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import os
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import torch
 
 from common import data, flops, hardware
 from common.model import PRESETS, GPTConfig
-from common.record import Workload, gradients_of, read_object, write_bytes
+from common.record import Workload, gradients_of, read_object, temporary_of
 from common.text import OneLineParser, Skip, portable_command, positive_int
 
 # Steps that are launched kernel by kernel before one may be captured as a CUDA graph. In its first 10 steps
@@ -54,7 +55,7 @@ class Place(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Measurement:
+class Measurement(ABC):
     """How a row is run, measured and recorded, whatever it trains."""
 
     name: str  # of the row
@@ -85,17 +86,17 @@ class Measurement:
         """What makes this row again."""
         return portable_command(f"python {self.name}.py", sys.argv[1:])
 
+    @abstractmethod
     def about(self) -> list[str]:
         """Lines for a person on what is trained."""
-        raise NotImplementedError
 
+    @abstractmethod
     def batches(self) -> list[tuple]:
         """What `train_step` takes in each step, and in an untimed one after them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def workload(self) -> Workload:
         """The record's workload."""
-        raise NotImplementedError
 
 
 @dataclass(kw_only=True)
@@ -375,8 +376,8 @@ def check_output(output: Path) -> None:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         for path in (output, gradients_of(output)):
-            write_bytes(path.with_name(f"{path.name}.try"), bytes(TRIED_BYTES))
-            path.with_name(f"{path.name}.try").unlink()
+            temporary_of(path).write_bytes(bytes(TRIED_BYTES))
+            temporary_of(path).unlink()
     except OSError as error:
         raise ValueError(f"cannot write --output {output}: {error.strerror or error}") from None
 

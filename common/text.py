@@ -48,12 +48,15 @@ def portable_command(name: str, words: list[str]) -> str:
         if word == "--output":
             next(words, None)
         elif not word.startswith("--output="):
-            path = Path(word)
-            inside = path.is_relative_to(ROOT)
-            portable.append(
-                str(path.relative_to(ROOT)) if inside else path.name if path.is_absolute() else word
-            )
+            portable.append(_portable_word(word))
     return shlex.join(portable)
+
+
+def _portable_word(word: str) -> str:
+    path = Path(word)
+    if path.is_relative_to(ROOT):
+        return str(path.relative_to(ROOT))
+    return path.name if path.is_absolute() else word
 
 
 def say(text: str, stream=None, end: str = "\n") -> None:

@@ -29,7 +29,7 @@ from ladder.runs import AMP, COMPILE, FP8, GRAPH, SDPA
 from ladder.runs import MODEL_ROWS as ROWS
 
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}
-BY_HAND, NO_ATTENTION = "by hand", None  # as common/profile.py observes it
+BY_HAND = "by hand"  # as common/profile.py observes it
 # By which losses of a replay may differ from those of launched steps: FP8 has other scales each time.
 REPLAY_OFF, REPLAY_OFF_IN_FP8 = 0.002, 0.02
 SMALLEST_SHARE = 0.1  # of a model's weights, in a list of blocks that is worth compiling
@@ -134,7 +134,7 @@ def advice_on_attention(kernel: str | None) -> str:
         return (
             "PyTorch's attention is not fused here (math): dropout or a mask may be what keeps it from that"
         )
-    if kernel is NO_ATTENTION:
+    if kernel is None:
         return "no attention was seen, so there is nothing to fuse"
     return f"attention is fused already ({kernel})"
 

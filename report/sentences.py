@@ -43,9 +43,8 @@ def decision(timed: list[Line]) -> str:
     others = [line for line in changed if line not in taken]
     if not taken:
         return f"Take none of the changes. Leave out {_gains(others)}"
-    held = taken[
-        -1
-    ].row.changes  # a later row keeps what did not slow the model, also where it is hardly worth it
+    # A later row keeps what did not slow the model, also where it is hardly worth it.
+    held = taken[-1].row.changes
     included = [line for line in others if line.row.changes[-1] in held]
     left = [line for line in others if line not in included]
     sentence = f"Take {', '.join(line.row.changes[-1] for line in taken)}: {gain(taken[-1].over_first)} x"

@@ -577,7 +577,7 @@ def test_losses_are_compared_seed_by_seed_and_against_seconds():
         )
 
     made = {f"2_sdpa, seed {k}": trained(2.0 + k, warmup_s=9.0 + k) for k in range(3)}
-    made |= {f"dead, seed {k}": trained(1.5 + k - 0.1 * (k == 2)) for k in range(3)}
+    made |= {f"dead, seed {k}": trained(1.5 + k - (0.1 if k == 2 else 0.0)) for k in range(3)}
     study = runs.study("parity", made | {"2_sdpa, seed 3": runs.run(runs.row("2_sdpa", status="oom"))})
     mean, reach, _ = parity.difference(study, "dead", "2_sdpa", parity.heldout_loss)
     assert mean == pytest.approx(-1.6 / 3) and reach == pytest.approx(4.303 * 0.1 / 3, rel=1e-3), (
@@ -654,7 +654,7 @@ def test_the_command_writes_into_a_run_folder_and_its_code_tells_how_the_rows_en
 def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for name, code in (("a", "1111111"), ("b", "1111111"), ("c", "2222222"), ("d", "1")):
-        named = {"code_sha256": code, "problems": [tables.DIFFER] * (name == "d")}
+        named = {"code_sha256": code, "problems": [tables.DIFFER] if name == "d" else []}
         runs.write(tmp_path / "m" / name, runs.ladder(200, 100, 25, measured=runs.roofs(), **named))
     for make in (tables.ladder, tables.categories, tables.limits, tables.roofs):
         assert make("m/a").startswith("| ")
