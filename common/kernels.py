@@ -6,6 +6,7 @@ The category "normalization and pointwise" includes kernels into which a compile
 casts with them. Copies and casts include quantization to FP8.
 """
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -99,6 +100,7 @@ FORMATS = {"bf16": "BF16", "fp16|_h": "FP16", "tf32": "TF32", "sgemm|ffma": "FP3
 NVJET = {"t": "BF16", "q": "FP8", "r": "FP8"}  # the letter after nvjet_smNN_, as seen in recorded rows
 
 
+@functools.lru_cache(4096)
 def _rule(name: str) -> Rule:
     return next((rule for rule in RULES if re.search(rule.pattern, name)), NOTHING)
 

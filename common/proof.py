@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.record import AGAIN, PART, gradients_of, write_bytes
+from common.record import AGAIN, NUMBERS, PART, gradients_of, write_bytes
 
-NUMBERS = 512  # of a matrix
 PARTS = (1, 2, 3)  # in which a matrix is sampled: whole, as halves, as thirds
 
 

@@ -9,7 +9,7 @@ first one's GPU.
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,7 @@ PLAN, MERGED, ROOFS, PREDICTED = ("plan.json", "results.json", "roofs.json", "pr
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 # Names of samples of gradients: `fc1.weight part 1/2`, and of a second pass `again fc1.weight`.
 PART, AGAIN = " part ", "again "
+NUMBERS = 512  # of a matrix, in a sample
 STUDIES = ("sweep", "scaling", "ablations", "parity")
 KINDS = ("ladder", *STUDIES)  # of runs
 CATEGORIES = (  # of kernels, in the order of a stacked bar; common/kernels.py assigns each kernel to one
@@ -142,6 +143,17 @@ class Workload:
     steps: int  # trained steps that leave a loss; at least as many are timed
     gpus: int = 1  # processes, each with a GPU of its own
     parallel: str | None = None  # ddp, fsdp; null of one process
+
+    def differing(self, other: "Workload") -> list[str]:
+        """Names of the fields in which another workload differs."""
+        return [
+            field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)
+        ]
+
+    def has_shape(self) -> bool:
+        """Whether it has all that tells how large a step of the ladder's model is."""
+        shape = (self.n_layer, self.n_head, self.n_embd, self.seq_len, self.vocab_size, self.batch_size)
+        return None not in shape
 
 
 @dataclass

@@ -28,6 +28,7 @@ HOPPER = (9, 0)  # of roofs that were recorded without a capability
 ATTENTION_KERNELS = 4  # fused, of a block: forward, and three backward
 ALIGNED = 8  # by which sizes of a fast product divide
 FITS = 0.97  # of a GPU's memory
+LEAST, MOST = 1e-12, 1e18  # seconds and rates that something can have taken
 
 
 @dataclass
@@ -138,7 +139,7 @@ def are_sound(measured: Roofs) -> bool:
     numbers += [measured.copy_bytes_per_s] if measured.copy_bytes_per_s is not None else []
     numbers += [measured.launch_s] if measured.launch_s else []  # 0: not measured
     numbers += [seconds for _, _, seconds in measured.kernels] + [rate for _, _, rate in measured.attention]
-    return all(0 < number < math.inf for number in numbers)
+    return all(LEAST < number < MOST for number in numbers)
 
 
 def unaligned(shape, batch_size: int) -> list[str]:

@@ -192,7 +192,9 @@ def run_study(
     if before and before.get("same") != same:
         raise Skip(f"--output {options.output} holds rows of another workload, machine or code")
     rows = [row._replace(arguments=[*facts["pinned"], *row.arguments]) for row in rows]
-    rows = [*(checked(row, options.output) for row in before.get("rows", [])), *rows]
+    recorded = before.get("rows")
+    recorded = recorded if isinstance(recorded, list) else []
+    rows = [*(checked(row, options.output) for row in recorded), *rows]
     rows = list({row.output: row for row in rows}.values())
     earlier = [text for text in str(before.get("command") or "").split(" && ") if text]
     commands = " && ".join(dict.fromkeys([*earlier, command]))
@@ -239,6 +241,7 @@ def checked(row: object, output: Path | None) -> runs.Planned:
             planned.script in [*runs.scripts(), *runs.peers()]
             and name == f"{Path(planned.script).stem}.json"
             and place != ".."
+            and place.isprintable()
             and planned.gpus == 1
             and (planned.patch is None or planned.patch in patches.variants())
             and all(isinstance(word, str) and word.isprintable() for word in planned.arguments)

@@ -4,6 +4,7 @@ Names come from records: they are shortened, and never read as markup or as form
 """
 
 import io
+import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ CURVES = ("#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2", "#cc79a7", "#8a
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)))
 PLAIN = SOFT = "#6e7b88"  # what has no kind of kernel, and soft text
 INK, PAPER = "#123457", "#fefdfb"  # stand for the page's own colors of text and background, see `svg`
+MOST_POINTS = 2000  # of a curve
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
 STYLE = {
     "svg.fonttype": "none",
@@ -90,10 +92,12 @@ def loss_figure(figures: Figures) -> Figure:
     with figure(4.6) as drawn:
         above, below = drawn.subplots(2, sharex=True, height_ratios=(3, 2))
         for row in rows:
-            above.plot(row.loss, label=one_line(row.step, 24), linewidth=1.4)
-            differences = [loss - first for first, loss in zip(rows[0].loss, row.loss, strict=False)]
-            below.plot(differences, linewidth=1.4)
+            every = math.ceil(len(row.loss) / MOST_POINTS)  # of a long training, whose picture is no finer
+            steps = range(0, len(row.loss), every)
+            above.plot(steps, row.loss[::every], label=one_line(row.step, 24), linewidth=1.4)
+            pairs = [*zip(rows[0].loss, row.loss, strict=False)][::every]
+            below.plot(steps[: len(pairs)], [loss - first for first, loss in pairs], linewidth=1.4)
         above.set_ylabel("loss, nats")
-        above.legend(fontsize=8)
+        above.legend(fontsize=8, loc="upper right")
         below.set(xlabel="training step", ylabel=f"minus {one_line(rows[0].step, 14)}")
     return drawn

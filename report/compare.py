@@ -20,7 +20,7 @@ def compare(a: Path, b: Path) -> str:
     pairs = [(line, in_b[line.name]) for line in sides["A"].timed if line.name in in_b]
     if not pairs:
         raise RecordError("they have no row in common that has a time in both")
-    differing = _differing_work(*sides.values())
+    differing = sides["A"].run.workload.differing(sides["B"].run.workload)
     comparable = set(differing) <= HARMLESS
     note = f"The work differs in {', '.join(differing)}." if differing else "The work is the same."
     if comparable:
@@ -36,12 +36,6 @@ def _figures(folder: Path) -> Figures:
     if not isinstance(run, Run) or not run.workload:
         raise RecordError("give two runs of steps: a sweep or another study cannot be compared")
     return derive(run)
-
-
-def _differing_work(a: Figures, b: Figures) -> list[str]:
-    """Names of the fields in which two workloads differ."""
-    work_a, work_b = vars(a.run.workload), vars(b.run.workload)
-    return [name for name in work_a if work_a[name] != work_b[name]]
 
 
 def _rows(pairs: list[tuple[Line, Line]], comparable: bool) -> list[dict[str, str]]:

@@ -28,7 +28,7 @@ def for_terminal(figures: Figures, report: str) -> str:
     below += [loss_rule(figures)]
     if figures.environment.device_type == "cpu":
         below.append(CPU_SHOWS)
-    below.append(f"{convention(figures)}. Report: {report}")
+    below.append(f"{convention(figures)}. Report: {one_line(report, 1000)}")
     if fits_cards(figures):
         row = " | ".join(map(markdown, card_row(figures).values()))
         below.append(f"This GPU as a row of docs/cards.md:\n| {row} |")

@@ -18,6 +18,7 @@ from common.text import one_line
 from report import proof
 
 LARGEST_NUMBER, LEAST_NUMBER = 1e18, 1e-15  # beyond them a figure means nothing and a chart cannot be drawn
+LONG_LIST = 1000  # of numbers: losses of a long training
 DIFFER = "rows differ in"  # how a problem begins that is about every row
 SAME_IN_ALL_ROWS = ("device", "gpu_uuid", "code_sha256", "commit")  # and all versions
 NO_TIME = ("not run", "interrupted")  # statuses of a row that a resumed run finishes
@@ -65,8 +66,10 @@ def read(path: Path) -> Run | Study:
             raise RecordError(f"{name} holds no rows, or two of one name")
         if run.workload and not (run.workload.tokens_per_step and run.workload.gpus):
             raise RecordError(f"{name} holds a workload of nothing")
-        if isinstance(record, Study) and not (run.rows and (not run.workload or run.workload.n_layer)):
+        if isinstance(record, Study) and not (run.rows and (not run.workload or run.workload.has_shape())):
             raise RecordError(f"{name} holds a run that is no part of a study")
+        if run.workload and not (run.workload.model or run.workload.has_shape()):
+            raise RecordError(f"{name} holds a workload without its shape")
         for row in rows:
             _check(row)
     if not runs:
@@ -98,6 +101,10 @@ def _harmless(value: Any, key: str = "") -> Any:
             return "".join(c if c.isprintable() or c in "\n\t" else " " for c in value)
         return one_line(value, 5000 if key == "command" else 1000)  # a study joins several commands
     if isinstance(value, list):
+        if len(value) > LONG_LIST and {type(item) for item in value} <= {int, float}:
+            for number in (max(value), min(value), min((abs(x) for x in value if x), default=1.0)):
+                _harmless(number, key)
+            return value
         return [_harmless(item, key) for item in value]
     if isinstance(value, dict):
         return {one_line(name): _harmless(item, name) for name, item in value.items()}
@@ -220,8 +227,7 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
 def _refuse_other_work(record: Run, workload: Workload | None, step: str) -> None:
     """Replace the row of a record that did other work than the others by one that says so."""
     if record.workload and record.workload != workload:
-        ours, theirs = vars(workload), vars(record.workload)
-        differing = ", ".join(name for name in ours if ours[name] != theirs[name])
+        differing = ", ".join(record.workload.differing(workload))
         reason = f"ran a different workload than the other rows: {differing} differ"
         record.rows = [Row(step, "failed", reason)]
 

@@ -65,7 +65,7 @@ def render(figures: Figures) -> str:
         memory=memory_bars([line for line in figures.timed if line.gib]),
         roofs=table.roof_rows(figures.run.roofs) if figures.run.roofs else [],
         loss=charts.svg(charts.loss_figure(figures)) if any(line.row.loss for line in figures.timed) else "",
-        settings=[{"step": line.name} | vars(line.row.settings) for line in figures.lines],
+        settings=[{"step": line.name} | asdict(line.row.settings) for line in figures.lines],
         environment={**asdict(machine), "versions": None} | machine.versions,
     )
 

@@ -5,14 +5,16 @@ one of the other model whose numbers are the same before the step, whatever its 
 third of one. The cosine of their gradients is 1 where they point the same way.
 """
 
+import zipfile
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 
-from common.record import AGAIN, PART, Proof, Row, gradients_of
+from common.record import AGAIN, NUMBERS, PART, Proof, Row, gradients_of
+from common.text import one_line
 
-LARGEST_FILE = 2**28  # bytes
+LARGEST_FILE = 2**28  # bytes, also of what is packed in it
 PAIRED = 0.9  # of the weights, at least: with fewer nothing is proven
 # The least cosine of a row that does the same work. These levels were tried on an H200 at six shapes. TF32
 # and BF16 had 0.9997 or more, FP8 had 0.972 or more, and Transformer Engine's whole layer 0.960. A dead MLP
@@ -34,11 +36,14 @@ def read(record: Path) -> Samples:
     try:
         if not path.is_file() or path.stat().st_size > LARGEST_FILE:
             return {}
+        with zipfile.ZipFile(path) as archive:
+            if sum(member.file_size for member in archive.infolist()) > LARGEST_FILE:
+                return {}
         with np.load(path, allow_pickle=False) as file:
-            samples = {name: file[name] for name in file.files}
+            samples = {one_line(name): file[name] for name in file.files}
+        usable = [part.dtype == np.float32 and part.shape == (2, NUMBERS) for part in samples.values()]
     except Exception:  # a damaged archive raises errors of many kinds
         return {}
-    usable = [part.dtype == np.float32 and part.ndim == 2 and len(part) == 2 for part in samples.values()]
     return samples if all(usable) else {}
 
 

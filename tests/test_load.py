@@ -58,6 +58,7 @@ def test_an_odd_field_is_one_failed_row_and_the_others_stand(tmp_path, odd):
         ('{"schema_version": 2, "steps": [3]}', "schema version 3"),
         ('{"schema_version": 3, "rows": []}', "command"),
         (json.dumps(asdict(runs.run())), "no rows"),
+        (json.dumps(asdict(runs.run(runs.row("0_x"), work=runs.workload(batch_size=None)))), "its shape"),
         (json.dumps(asdict(runs.run(runs.row("0_a"), runs.row("0_a")))), "two of one name"),
         (json.dumps(asdict(runs.run(runs.row("0_a"))) | {"environment": 5}), "environment"),
         (json.dumps(asdict(runs.run(runs.row("0_a"), work=runs.workload(tokens_per_step=0)))), "of nothing"),

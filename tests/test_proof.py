@@ -1,7 +1,9 @@
 """The proof that rows do the same work: faults that losses hardly notice are seen in the gradients."""
 
+import io
 import json
 import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -174,6 +176,25 @@ def test_rows_of_a_run_are_compared_with_the_first_and_one_that_differs_is_named
     page = render(figures)
     assert "differs" in page and cells["agrees from"] == "0.999" and "less than 90 % of" in page
     assert "The same work" in documents.as_markdown(figures)
+
+
+def archive_of(path, member, content):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(member, content)
+
+
+def test_samples_that_could_harm_are_not_read_and_names_are_one_line(tmp_path):
+    record, path = tmp_path / "0_x.json", tmp_path / "0_x.gradients.npz"
+    archive_of(path, "a.txt", "hello")
+    assert proof.read(record) == {}, "a member that is no array"
+    zeros = io.BytesIO()
+    np.save(zeros, np.zeros((2, 2**26), np.float32))
+    archive_of(path, "fc.weight.npy", zeros.getvalue())
+    assert path.stat().st_size < 2**20 and proof.read(record) == {}, "half a GiB in a small file"
+    sampling.write({"\x1b[31mRED": np.ones((2, sampling.NUMBERS), np.float32)}, record)
+    assert [*proof.read(record)] == [" [31mRED"]
+    sampling.write({"again fc.weight": np.ones((2, 4), np.float32)}, record)
+    assert proof.read(record) == {}, "samples of another length"
 
 
 @pytest.mark.slow
