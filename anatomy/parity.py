@@ -1,9 +1,9 @@
 """Do the rows learn the same? Each row trains with several seeds, and is compared seed by seed.
 
-    python -m anatomy.parity [--rows 0 3 4 dead-mlp-all ...] [--seeds 1 2 3] [--output FOLDER] [ARGUMENT ...]
+    python -m anatomy.parity [--rows 0 3 4 launched ...] [--seeds 1 2 3] [--output FOLDER] [ARGUMENT ...]
 
 A row is a step by its number, a peer by its name, or a variant by that of its patch. The ARGUMENTs are those
-of a step (default: --steps 1000 --heldout-every 100). A run is a process of its own. A seed gives all rows
+of a step (default: --steps 1500 --heldout-every 100). A run is a process of its own. A seed gives all rows
 the same weights and batches, so they are compared seed by seed: report/parity.py has the statistics. FOLDER
 gets the study, written after each run and continued where it exists, and its report.
 """
@@ -15,7 +15,7 @@ from common.text import OneLineParser, Skip, one_line, portable_command, positiv
 from ladder import running, runs
 from ladder.patches import variants
 
-DEFAULTS = ["--steps", "1000", "--heldout-every", "100"]
+DEFAULTS = ["--steps", "1500", "--heldout-every", "100"]
 
 
 def known_rows() -> dict[str, runs.Planned]:

@@ -153,10 +153,9 @@ def cards(*of: str) -> str:
     return explained(documents.pipe([table.card_row(figures(place)) for place in of]))
 
 
-def losses(place: str, *labels: str, against: str | None = None) -> str:
-    """A parity study: losses of rows, and their differences from `against`, or from the script that they
-    change."""
-    return shown(parity.difference_rows(record(place), [*labels], against), place)
+def learning(place: str) -> str:
+    """A parity study: losses of rows, their differences, and what these say."""
+    return shown(parity.difference_rows(record(place)), place)
 
 
 def ablations(place: str, *names: str) -> str:

@@ -1,8 +1,10 @@
-"""Do all steps learn the same? Losses of several seeds: differences with their intervals, and loss against
-seconds.
+"""Do the steps learn the same? Losses of several seeds: differences with their intervals, a verdict by a
+margin that was set beforehand, and loss against seconds.
 
 The runs of a parity study are named `LABEL, seed N`. A label is a script's name, or the name of a variant of
-it. A seed gives all rows the same weights and batches, so rows are compared seed by seed.
+it. A seed gives all rows the same weights and batches, so rows are compared seed by seed. A row in FP8 is
+compared with the last step before it that is not in FP8, a variant with the script that it changes, and any
+other row with the first one.
 """
 
 import functools
@@ -10,6 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from statistics import fmean, median, stdev
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -19,7 +22,10 @@ from report.cells import number
 from report.charts import figure, plain_numbers, png
 
 FEWEST_SEEDS = 3  # of an interval
-FIRST_STEPS = 50  # of the training losses: later, rows that round otherwise drift apart
+MARGIN = 0.01  # nats: a smaller difference is taken for none. Set before the runs that it judges.
+# Nats, set beforehand too. The first and the last are about what tables of two and of three bytes reach on
+# the default text, see anatomy/context.py.
+TARGETS = (2.5, 2.2, 1.9)
 
 Measure = Callable[[Row], float | None]
 
@@ -29,12 +35,28 @@ def heldout_loss(row: Row) -> float | None:
     return row.heldout[-1][1] if row.heldout else None
 
 
-def first_losses(row: Row) -> float | None:
-    """Mean of the first FIRST_STEPS training losses."""
-    return fmean(row.loss[:FIRST_STEPS]) if len(row.loss) >= FIRST_STEPS else None
+def last_quarter(row: Row) -> float | None:
+    """Mean training loss of the last quarter of the steps: the measure that the verdict goes by."""
+    steps = len(row.loss) // 4
+    return fmean(row.loss[-steps:]) if steps else None
 
 
-MEASURES: dict[str, Measure] = {"held-out": heldout_loss, "first losses": first_losses}
+class Difference(NamedTuple):
+    """Of one label from another: mean over the seeds that both have, and half of its 95 % interval."""
+
+    seeds: int
+    mean: float | None = None  # None without a seed that both have
+    half: float | None = None  # None of fewer than FEWEST_SEEDS
+
+    @property
+    def verdict(self) -> str:
+        """`equivalent` where the interval lies within the margin; `different` where it leaves out zero and
+        its mean lies beyond the margin; otherwise `undecided`."""
+        if self.half is None:
+            return "undecided"
+        if abs(self.mean) + self.half <= MARGIN:
+            return "equivalent"
+        return "different" if abs(self.mean) > max(self.half, MARGIN) else "undecided"
 
 
 def labels(study: Study) -> dict[str, dict[int, Row]]:
@@ -47,21 +69,25 @@ def labels(study: Study) -> dict[str, dict[int, Row]]:
     return dict(sorted(rows.items()))
 
 
-def losses(rows: dict[int, Row], measure: Measure) -> dict[int, float]:
-    """A measure of every row that has it, by seed."""
-    measured = {seed: measure(row) for seed, row in rows.items()}
-    return {seed: loss for seed, loss in measured.items() if loss is not None}
+def first_row(rows: dict[int, Row]) -> Row:
+    """A row of a label, for what all its seeds have in common."""
+    return next(iter(rows.values()))
 
 
-def reference(study: Study) -> str:
-    """What the others are compared with: the first label of those with the most seeds."""
-    seeds = {label: len(losses(rows, heldout_loss)) for label, rows in labels(study).items()}
-    return max(seeds, key=seeds.get, default="")
-
-
-def script(rows: dict[int, Row]) -> str:
-    """The script that the rows of a label train: of a variant, the one that it changes."""
-    return next(iter(rows.values())).step
+def compared_with(study: Study) -> dict[str, str | None]:
+    """The label that each label is compared with, as the module's docstring tells; None of the first one."""
+    every, compared, before = labels(study), {}, None
+    first = next((label for label, rows in every.items() if label == first_row(rows).step), None)
+    for label, rows in every.items():
+        row = first_row(rows)
+        if label != row.step:
+            compared[label] = row.step
+        elif row.settings.fp8_recipe:
+            compared[label] = before
+        else:
+            compared[label], before = first, label
+    compared.pop(first, None)
+    return {label: compared.get(label) for label in every}
 
 
 @functools.cache
@@ -73,87 +99,107 @@ def t_quantile(p: float, v: int) -> float:
     return math.sqrt(v) * math.tan(np.interp(p, mass / mass[-1], x))
 
 
-def interval(differences: list[float]) -> tuple[float, float, float]:
-    """The mean of n paired differences d, half of its 95 % interval, and the smallest difference that such a
-    study sees in 8 of 10 cases. Needs two of them.
+def interval(differences: list[float]) -> tuple[float, float]:
+    """The mean of n paired differences d, and half of its 95 % interval. Needs two of them.
 
     The half is t(0.975, n - 1) s / sqrt(n), with the standard deviation s of d and Student's t (section
-    1.3.5.2 of NIST/SEMATECH's e-Handbook of Statistical Methods). The smallest is (t(0.975, n - 1) + t(0.8, n
-    - 1)) s / sqrt(n): section 7.2.2.2, solved for the difference. Where none is seen, this could have been
-    there.
+    1.3.5.2 of NIST/SEMATECH's e-Handbook of Statistical Methods).
     """
     n = len(differences)
-    error, t = stdev(differences) / math.sqrt(n), t_quantile(0.975, n - 1)
-    return fmean(differences), t * error, (t + t_quantile(0.8, n - 1)) * error
+    return fmean(differences), t_quantile(0.975, n - 1) * stdev(differences) / math.sqrt(n)
 
 
-def difference(study: Study, label: str, against: str, measure: Measure) -> tuple[float | None, ...]:
-    """How far a label lies above another one, as `interval` tells of the seeds that both have: all None for
-    no seeds, and only the mean for fewer than three."""
-    own, other = (losses(labels(study).get(name, {}), measure) for name in (label, against))
-    apart = [loss - other[seed] for seed, loss in own.items() if seed in other]
+def difference(study: Study, label: str, other: str | None, measure: Measure) -> Difference:
+    """How far a label lies above another one."""
+    own, others = labels(study)[label], labels(study).get(other, {})
+    pairs = [(measure(row), measure(others[seed])) for seed, row in own.items() if seed in others]
+    apart = [loss - reference for loss, reference in pairs if None not in (loss, reference)]
     if len(apart) < FEWEST_SEEDS:
-        return (fmean(apart) if apart else None), None, None
-    return interval(apart)
+        return Difference(len(apart), fmean(apart) if apart else None)
+    return Difference(len(apart), *interval(apart))
 
 
-def difference_rows(study: Study, shown: list[str], against: str | None = None) -> list[dict]:
-    """A line a label: its losses, and its differences from `against`, or without one from the script that it
-    changes. An interval in bold leaves out zero."""
-    every, rows = labels(study), []
-    seeds = sorted({seed for of_label in every.values() for seed in of_label})
-    for label in shown:
-        own, other = losses(every[label], heldout_loss), against or script(every[label])
-        row = {"row": label} if against else {"row": label, "changes": other}
-        row |= {f"seed {seed}": number(own.get(seed), ".4f") for seed in seeds}
-        for name, measure in MEASURES.items():
-            cells = _difference_cells(study, label, other, name, measure)
-            row |= dict.fromkeys(cells, "") if label == other else cells
+def difference_rows(study: Study) -> list[dict]:
+    """A line a label: its losses, and how far they lie above those that they are compared with."""
+    rows = []
+    for label, other in compared_with(study).items():
+        of_label = labels(study)[label].values()
+        losses = [loss for row in of_label if (loss := last_quarter(row)) is not None]
+        row = {"row": label, "loss": number(fmean(losses) if losses else None, ".3f")}
+        row["less that of"] = other or "-"
+        learnt = difference(study, label, other, last_quarter)
+        row |= {"seeds": str(learnt.seeds) if other else "-", "difference": number(learnt.mean, "+.4f")}
+        row |= {"95 % interval": interval_text(learnt), "verdict": learnt.verdict if other else "-"}
+        heldout = difference(study, label, other, heldout_loss)
+        row |= {"held-out: difference": number(heldout.mean, "+.4f")}
+        row |= {"held-out: 95 % interval": interval_text(heldout)}
         rows.append(row)
     return rows
 
 
-def _difference_cells(study: Study, label: str, other: str, name: str, measure: Measure) -> dict[str, str]:
-    mean, reach, smallest = difference(study, label, other, measure)
-    between = "-"
-    if reach is not None:
-        between = f"{mean - reach:+.4f} to {mean + reach:+.4f}"
-        between = f"**{between}**" if abs(mean) > reach else between
-    cells = {f"{name}: difference": number(mean, "+.4f"), f"{name}: 95 % interval": between}
-    return cells | ({"would be seen": number(smallest, ".3f")} if measure is heldout_loss else {})
+def interval_text(of: Difference) -> str:
+    return "-" if of.half is None else f"{of.mean - of.half:+.4f} to {of.mean + of.half:+.4f}"
 
 
 def tables(study: Study) -> dict[str, list[dict]]:
-    first, every = reference(study), labels(study)
-    plain = [label for label, rows in every.items() if label == script(rows)]
-    variants = [label for label in every if label not in plain]
-    return {
-        f"Differences from {first}, nats:": difference_rows(study, plain, first),
-        "Variants, and their differences from the script that they change:": difference_rows(study, variants),
-        "Seconds of training steps until the held-out loss is reached:": seconds_rows(study),
-    }
+    title = f"Mean training loss of the last quarter of the steps, nats. Equivalent: within {MARGIN}:"
+    return {title: difference_rows(study), "Seconds of training until a held-out loss:": seconds_rows(study)}
 
 
 # --- held-out loss against time -------------------------------------------------------------------
 
 
 def tested(study: Study) -> dict[str, dict[int, Row]]:
-    """The rows of every script that was tested on the way, of the seeds that all of these have."""
+    """The rows of every script whose held-out loss was measured on the way."""
     tested = {}
     for label, rows in labels(study).items():
-        if label == script(rows) and all(len(row.heldout) > 1 for row in rows.values()):
+        if label == first_row(rows).step and all(len(row.heldout) > 1 for row in rows.values()):
             tested[label] = rows
-    seeds = set.intersection(*map(set, tested.values())) if tested else set()
-    if not seeds:
-        return {}
-    for label, rows in tested.items():
-        tested[label] = {seed: rows[seed] for seed in sorted(seeds)}
     return tested
 
 
+def seconds_until(row: Row, target: float) -> float | None:
+    """Seconds of steps until the held-out loss has fallen to a target, on straight lines between its tests;
+    None where it has not."""
+    steps, losses = np.array(row.heldout).T
+    reached = np.flatnonzero(losses <= target)
+    if not len(reached):
+        return None
+    end = reached[0]
+    begin = max(0, end - 1)
+    at = np.interp(-target, -losses[[begin, end]], steps[[begin, end]])
+    return float(at) * median(row.step_ms) / 1e3
+
+
+def seconds_cell(rows: list[Row], targets: list[float]) -> str:
+    """The mean over seeds, or how many of these do not reach their target."""
+    seconds = [seconds_until(row, target) for row, target in zip(rows, targets, strict=True)]
+    missed = seconds.count(None)
+    if missed:
+        return f"not reached: {missed} of {len(seconds)}"
+    return number(fmean(seconds) if seconds else None)
+
+
+def seconds_rows(study: Study) -> list[dict]:
+    """A line a script: seconds until each of the targets, which were fixed beforehand, and until the last
+    loss of the first script with the same seed; and its longest warm-up."""
+    every = tested(study)
+    last = {seed: heldout_loss(row) for seed, row in next(iter(every.values()), {}).items()}
+    rows = []
+    for label, of_seeds in every.items():
+        row = {"step": label, "seeds": str(len(of_seeds))}
+        for target in TARGETS:
+            row[f"{target} nats"] = seconds_cell([*of_seeds.values()], [target] * len(of_seeds))
+        paired = [seed for seed in of_seeds if seed in last]
+        targets = [last[seed] for seed in paired]
+        row[f"last loss of {next(iter(every))}"] = seconds_cell([of_seeds[seed] for seed in paired], targets)
+        row["warm-up s"] = number(max(row.warmup_s for row in of_seeds.values()))
+        rows.append(row)
+    return rows
+
+
 def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
-    """(seconds of steps, held-out loss) of every script tested on the way, means over the seeds that all
-    have."""
+    """(seconds of steps, held-out loss) of every script tested on the way, means over its seeds."""
     curves = {}
     for label, rows in tested(study).items():
         step_s = fmean(median(row.step_ms) for row in rows.values()) / 1e3
@@ -164,25 +210,6 @@ def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
     return curves
 
 
-def seconds_rows(study: Study) -> list[dict]:
-    """A line a script: its longest warm-up, and the seconds in which its held-out loss falls to a target, on
-    straight lines between two tests. All reach the targets, which lie between the second test and the last
-    one."""
-    every, rows_of = curves(study), tested(study)
-    first = max((points[1][1] for points in every.values()), default=0.0)
-    last = max((points[-1][1] for points in every.values()), default=0.0)
-    targets = [math.ceil(100 * (last + part * (first - last))) / 100 for part in (1 / 2, 1 / 4, 0)]
-    rows = []
-    for label, points in every.items():
-        seconds, losses = np.array(points[::-1]).T
-        reached = np.interp(targets, np.maximum.accumulate(losses), seconds)
-        row = {"step": label}
-        row |= {f"{target:.2f} nats": f"{at:,.1f}" for target, at in zip(targets, reached, strict=True)}
-        warmup_s = max(row.warmup_s for row in rows_of[label].values())
-        rows.append(row | {"warm-up s": number(warmup_s)})
-    return rows
-
-
 def picture(study: Study) -> bytes | None:
     """Held-out loss against seconds, as a PNG; None of a study that measured it once."""
     return png(curves_figure(study)) if curves(study) else None
@@ -190,10 +217,12 @@ def picture(study: Study) -> bytes | None:
 
 def curves_figure(study: Study) -> Figure:
     """Held-out loss against seconds, from the second test on."""
+    seeds = {label: len(rows) for label, rows in tested(study).items()}
     with figure(3.4) as drawn:
         axes = drawn.subplots()
         for label, points in curves(study).items():
-            axes.plot(*zip(*points[1:], strict=True), label=label, marker=".")
+            of = f"{label}, {seeds[label]} seed{'' if seeds[label] == 1 else 's'}"
+            axes.plot(*zip(*points[1:], strict=True), label=of, marker=".")
         axes.set(xlabel="seconds of training steps", ylabel="held-out loss, nats", xscale="log")
         plain_numbers(axes.xaxis, (1, 2, 5))
         axes.legend(fontsize=8, handlelength=4)  # long enough to show how a line is dashed

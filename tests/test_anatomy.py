@@ -184,11 +184,14 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
         study(ablations, "--only", "launched", "--output", str(folder))
     assert "of no study of ablations" in capfd.readouterr().err
     plan = json.loads((folder / "plan.json").read_text())
-    plan["rows"][0] |= {"script": "/tmp/evil.py", "output": "../mine.json"}
-    (folder / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(SystemExit, match="2"):
-        study(parity, *words, "1")
-    assert "that no study has written" in capfd.readouterr().err
+    for odd in ({"script": "/tmp/evil.py", "output": "../mine.json"}, {"output": "\x1b[31m/0_baseline.json"}):
+        rows = [plan["rows"][0] | odd, *plan["rows"][1:]]
+        (folder / "plan.json").write_text(json.dumps(plan | {"rows": rows}))
+        with pytest.raises(SystemExit, match="2"):
+            study(parity, *words, "1")
+        assert "that no study has written" in capfd.readouterr().err
+    (folder / "plan.json").write_text(json.dumps(plan | {"rows": None}))
+    assert study(parity, *words, "1") == 0, "a plan whose rows were lost is made again"
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(SystemExit, match="2"):
         study(ablations, "--only", "launched", "--output", str(tmp_path))

@@ -3,7 +3,7 @@
 import re
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import matplotlib
@@ -13,7 +13,7 @@ import runs
 from conftest import run_python
 
 from common.kernels import in_words
-from common.record import CATEGORIES
+from common.record import CATEGORIES, Settings
 from report import (
     changes,
     charts,
@@ -253,6 +253,31 @@ def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path
 
 
 # --- the page -------------------------------------------------------------------------------------
+
+
+def test_a_record_that_leaves_out_defaults_is_the_same_work(tmp_path):
+    whole, short = runs.ladder(10.0, 5.0), asdict(runs.ladder(10.0, 5.0))
+    for name in ("model", "unit", "gpus", "parallel"):
+        del short["workload"][name]
+    places = [runs.write(tmp_path / "whole", whole), runs.write(tmp_path / "short", short)]
+    for order in (places, places[::-1]):
+        assert "The work is the same" in compare.compare(*order)
+    short["rows"][0]["settings"] = {"compiled": True}
+    page = page_of(derive(load(runs.write(tmp_path / "partial", short))))
+    cells = re.search(r">0_baseline<(.*?)</tr>", page[page.index('id="ran"') :], re.S)[1]
+    assert re.findall(r"<td[^>]*>(.*?)</td>", cells)[3] == "True", cells
+
+
+def test_a_million_losses_are_drawn_in_seconds(tmp_path):
+    rows = [runs.row(step, loss=[3.0 - k / 1e6 for k in range(10**6)]) for step in runs.STEPS[:2]]
+    folder, began = runs.write(tmp_path, runs.run(*rows)), time.monotonic()
+    above, _ = charts.loss_figure(derive(load(folder))).axes
+    assert time.monotonic() - began < 20, "of which most is reading"
+    assert [len(line.get_xdata()) for line in above.lines] == [2000, 2000]
+    assert above.lines[1].get_xdata()[-1] == 999_500 and above.lines[1].get_ydata()[-1] == 3.0 - 0.9995
+    content = asdict(runs.run(runs.row("0_x", loss=[1.0] * 1001 + [1e300])))
+    with pytest.raises(RecordError, match="loss is 1e"):
+        load(runs.write(tmp_path / "large", content))
 
 
 def test_a_card_shows_the_code_beside_what_changed_on_the_gpu():
@@ -570,43 +595,65 @@ def test_a_study_tells_once_what_is_unusual_in_its_rows():
     assert page.startswith("# Sweep, 2 runs\n\nThe first run: GPU, ") and "TFLOP/s" not in page
 
 
-def test_losses_are_compared_seed_by_seed_and_against_seconds():
-    def trained(x, step="2_sdpa", **fields):
-        return runs.run(
-            runs.row(step, 50 * x, loss=[2 * x] * 50 + [9.0], heldout=[(10, x + 1), (20, x)], **fields)
-        )
+def trained(step, last, heldout=(3.0, 2.0), **fields):
+    """A run of 40 steps whose losses end at `last`, tested after 10 and 20 of 50 ms each."""
+    tests = [(10 * (k + 1), loss) for k, loss in enumerate(heldout)]
+    row = runs.row(step, 50.0, loss=[9.0] * 30 + [last] * 10, heldout=tests, **fields)
+    return runs.run(row)
 
-    made = {f"2_sdpa, seed {k}": trained(2.0 + k, warmup_s=9.0 + k) for k in range(3)}
-    made |= {f"dead, seed {k}": trained(1.5 + k - (0.1 if k == 2 else 0.0)) for k in range(3)}
-    study = runs.study("parity", made | {"2_sdpa, seed 3": runs.run(runs.row("2_sdpa", status="oom"))})
-    mean, reach, _ = parity.difference(study, "dead", "2_sdpa", parity.heldout_loss)
-    assert mean == pytest.approx(-1.6 / 3) and reach == pytest.approx(4.303 * 0.1 / 3, rel=1e-3), (
-        "of 0.5, 0.5 and 0.6"
-    )
-    (row,) = parity.tables(study)["Variants, and their differences from the script that they change:"]
-    assert row["changes"] == "2_sdpa" and row["first losses: difference"] == "-1.0667"
-    assert [*row.values()][5:8] == ["-0.5333", "**-0.6768 to -0.3899**", "0.179"]
-    assert (
-        parity.curves(study) == {"2_sdpa": [(1.5, 4.0), (3.0, 3.0)]}
-        and parity.picture(study)[:4] == b"\x89PNG"
-    )
-    study.runs["1_cublas, seed 0"] = trained(2.5, "1_cublas", warmup_s=4.0)
-    study.runs["1_cublas, seed 0"].rows[0].heldout = [(10, 3.5), (20, 3.0), (30, 2.0)]
-    vars(study.runs["2_sdpa, seed 0"].rows[0]).update(heldout=[(10, 4.0), (20, 2.5), (30, 2.25)])
+
+def test_losses_are_compared_seed_by_seed_by_a_margin_that_was_set_beforehand():
+    fp8 = {"settings": Settings(fp8_recipe="delayed")}
+    made = {}
+    for seed in (1, 2, 3):
+        made[f"0_x, seed {seed}"] = trained("0_x", 2.0 + seed)
+        made[f"1_x, seed {seed}"] = trained("1_x", 2.001 + seed + 0.001 * seed)  # 0.002, 0.003, 0.004
+        made[f"2_fp8, seed {seed}"] = trained("2_fp8", 2.1 + seed + 0.001 * seed, **fp8)
+        made[f"dead, seed {seed}"] = trained("1_x", 2.0 + seed + 0.1 * seed)
+    made["3_x, seed 1"] = trained("3_x", 2.0)
+    made["3_x, seed 2"] = runs.run(runs.row("3_x", status="oom"))
+    study = runs.study("parity", made)
+    of = parity.compared_with(study)
+    assert of == {"0_x": None, "1_x": "0_x", "2_fp8": "1_x", "3_x": "0_x", "dead": "1_x"}
+    lines = {row["row"]: row for row in parity.difference_rows(study)}
+    cells = [*lines["1_x"].values()][1:7]
+    assert cells == ["4.003", "0_x", "3", "+0.0030", "+0.0005 to +0.0055", "equivalent"]
+    assert lines["2_fp8"]["difference"] == "+0.0990" and lines["2_fp8"]["verdict"] == "different"
+    assert lines["dead"]["verdict"] == "undecided", "a mean beyond the margin, and an interval around zero"
+    assert lines["3_x"]["difference"] == "-1.0000" and lines["3_x"]["verdict"] == "undecided", "one seed"
+    assert lines["1_x"]["held-out: difference"] == "+0.0000" and lines["0_x"]["verdict"] == "-"
+
+
+@pytest.mark.parametrize(
+    "mean, half, verdict",
+    [
+        (0.004, 0.006, "equivalent"),
+        (-0.004, 0.0061, "undecided"),
+        (0.009, 0.002, "undecided"),  # leaves out zero, within the margin in the mean
+        (-0.011, 0.0109, "different"),
+        (0.011, 0.012, "undecided"),
+        (0.0, None, "undecided"),
+    ],
+)
+def test_a_verdict_goes_by_interval_and_margin(mean, half, verdict):
+    assert parity.Difference(3, mean, half).verdict == verdict and parity.MARGIN == 0.01
+
+
+def test_seconds_until_a_loss_are_of_every_seed():
+    made = {f"0_x, seed {seed}": trained("0_x", 2.0, (4.0, 2.0), warmup_s=7.0 + seed) for seed in (1, 2)}
+    made["1_x, seed 1"] = trained("1_x", 2.0, (4.0, 2.0, 1.8), warmup_s=1.0)
+    made["1_x, seed 2"] = trained("1_x", 2.0, (4.0, 2.1, 2.05), warmup_s=1.0)
+    made["1_x, seed 3"] = trained("1_x", 2.0, (2.4, 2.0, 1.8), warmup_s=1.0)
+    study = runs.study("parity", made)
+    first, second = parity.seconds_rows(study)
+    assert [*first.values()] == ["0_x", "2", "0.9", "0.9", "not reached: 2 of 2", "1.0", "9.0"]
+    assert second["2.5 nats"] == f"{(0.875 + (10 + 15 / 1.9) * 0.05 + 0.5) / 3:.1f}"
+    assert second["1.9 nats"] == "not reached: 1 of 3" and second["last loss of 0_x"] == "not reached: 1 of 2"
+    assert parity.seconds_until(study.runs["1_x, seed 1"].rows[0], 1.9) == pytest.approx(1.25)
+    assert parity.picture(study)[:4] == b"\x89PNG"
     (axes,) = parity.curves_figure(study).axes
-    assert lines_of(axes) == [[3.0, 2.0], [2.5, 2.25]], "from the second test on"
-    (plain, _), _, (cublas, sdpa) = parity.tables(study).values()
-    assert sdpa == {
-        "step": "2_sdpa",
-        "2.63 nats": "1.9",
-        "2.44 nats": "2.2",
-        "2.25 nats": "3.0",
-        "warm-up s": "9.0",
-    }
-    assert (cublas["2.25 nats"], cublas["warm-up s"]) == ("3.4", "4.0"), "only the seed that both have"
-    assert (plain["seed 1"], plain["held-out: difference"]) == ("-", "-0.2500"), (
-        "from the row with the most seeds"
-    )
+    assert lines_of(axes) == [[2.0], pytest.approx([6.1 / 3, 5.65 / 3])], "from the second test on"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["0_x, 2 seeds", "1_x, 3 seeds"]
 
 
 # --- the command and the documents ----------------------------------------------------------------
@@ -619,10 +666,9 @@ def report(*words):
 def test_the_interval_is_student_s_and_rows_without_a_difference_are_seen_once_in_twenty():
     for v, p, expected in ((1, 0.975, 12.706), (2, 0.975, 4.303), (9, 0.975, 2.262), (5, 0.8, 0.920)):
         assert parity.t_quantile(p, v) == pytest.approx(expected, abs=1e-3)
-    expected = [0.2, *(0.1 / 3**0.5 * t for t in (4.303, 4.303 + 1.061))]
-    assert parity.interval([0.1, 0.2, 0.3]) == pytest.approx(expected, rel=1e-3)
+    assert parity.interval([0.1, 0.2, 0.3]) == pytest.approx([0.2, 4.303 * 0.1 / 3**0.5], rel=1e-3)
     drawn = np.random.default_rng(0).normal(size=(1000, 4))
-    seen = np.mean([abs(mean) > reach for mean, reach, _ in map(parity.interval, drawn.tolist())])
+    seen = np.mean([abs(mean) > half for mean, half in map(parity.interval, drawn.tolist())])
     assert seen == pytest.approx(0.05, abs=0.02)
 
 
