@@ -376,8 +376,10 @@ def check_output(output: Path) -> None:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         for path in (output, gradients_of(output)):
-            temporary_of(path).write_bytes(bytes(TRIED_BYTES))
-            temporary_of(path).unlink()
+            try:
+                temporary_of(path).write_bytes(bytes(TRIED_BYTES))
+            finally:  # on a full disk too
+                temporary_of(path).unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"cannot write --output {output}: {error.strerror or error}") from None
 

@@ -69,6 +69,8 @@ def run_as_process(work: Callable[[], int], name: str) -> None:
     except KeyboardInterrupt:
         say(f"{name}: interrupted, nothing written", sys.stderr)
         code = 130
+    except SystemExit as error:  # of a parser, which has told why
+        code = error.code
     if torch.distributed.is_initialized() and code == 0:
         torch.distributed.destroy_process_group()
     watched = sys.gettrace() or sys.getprofile() or "coverage" in sys.modules
@@ -128,8 +130,8 @@ def run(main: Callable, args: Measurement, row: Row) -> dict:
     model.train()
     *batches, spare = args.batches()
     capture = capture[0] if capture else None
-    buffers = [] if args.is_ours else list(model.buffers())  # the ladder's change in no step
-    steps, initial = rehearsal.rehearse(train_step, optimizer, capture, batches, args, row, buffers)
+    changed = None if args.is_ours else model  # the ladder's buffers change in no step
+    steps, initial = rehearsal.rehearse(train_step, optimizer, capture, batches, args, row, changed)
     if args.heldout_every:
         train_with_heldout(steps, model, args, row)
     steps_s = timing.time_steps(steps, row, args)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from common.text import one_line
+
 MOST_BYTES = 2**30  # of a file: what follows is not read
 HEAD_BYTES = 2**16  # by which a file is recognized
 LLMC_HEADER_BYTES = 1024
@@ -63,7 +65,7 @@ def read_tokens(path: Path) -> np.ndarray:
     date = int.from_bytes(head[:4], "little")
     if date in LLMC_TOKENS:
         return _numbers(path, LLMC_TOKENS[date], LLMC_HEADER_BYTES)
-    is_raw = path.suffix == ".bin" and not _is_text(head)
+    is_raw = path.suffix.lower() == ".bin" and not _is_text(head)
     if what := _what_else(head, date, is_raw):
         looks_like, advice = what
         raise ValueError(f"--data {path} looks like {looks_like}: {advice}")
@@ -113,8 +115,10 @@ def _numpy_array(path: Path) -> np.ndarray:
     """Whole numbers of one dimension, as the smallest type that holds them. Raises ValueError for others."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"--data {path} is no array that NumPy can read: {error}") from None
+    except OSError:
+        raise
+    except Exception as error:  # a damaged header raises errors of many kinds
+        raise ValueError(f"--data {path} is no array that NumPy can read: {one_line(error)}") from None
     if array.ndim != 1 or array.dtype.kind not in "ui":
         kind = f"{array.dtype} of {array.ndim} dimensions"
         raise ValueError(f"--data {path} holds {kind}: give whole numbers of one dimension")

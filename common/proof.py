@@ -34,6 +34,7 @@ def sample(
             if weight.dim() > 1 and weight.grad is not None:
                 samples.update(samples_of(name, weight))
 
+    model.zero_grad()  # also weights that the optimizer does not have
     hook = optimizer.register_step_pre_hook(keep)
     try:
         train_step(*batch)

@@ -3,12 +3,13 @@
 A few steps are launched, which compiles and autotunes. Then the step is captured as a CUDA graph, where the
 script can be. On a GPU more steps follow, in which FP8 learns its scales: these begin at 1, where small
 gradients round to zero, and Adam's moments would remember that. Then the weights are put back in place, and
-the optimizer's states are set to zero. What else a step changes is kept: FP8's scales, and the state of
-random numbers. The ladder's own model changes no buffer; those of another model are put back too.
+the optimizer begins anew. What else a step changes is kept: FP8's scales, and the state of random numbers.
+The ladder's own model changes no buffer; those of another model are put back too.
 """
 
+import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -19,33 +20,77 @@ from common.text import Skip, progress
 from common.timing import Steps
 
 REHEARSED = 10  # steps in all on a GPU: after three of them FP8's scales were seen to be still too small
+# Optimizers of PyTorch whose states are zeros before their first step.
+BEGIN_AT_ZERO = ("Adadelta", "Adafactor", "Adam", "AdamW", "Adamax", "Muon", "RMSprop", "SGD")
 LONG_STEP_S = 0.5  # beyond it only the launched steps are rehearsed, since more would take many seconds
 
 
 class InitialState:
-    """The weights of an optimizer's parameters, and buffers, as they are now, copied to the host's memory."""
+    """The weights of an optimizer's parameters, its own state and numbers, and with `model` the buffers of
+    that model, as they are now. Weights and buffers are copied to the host's memory."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, buffers: Sequence[torch.Tensor] = ()):
-        self.optimizer = optimizer
-        tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]] + [
-            *buffers
-        ]
-        self.copies = [(tensor, own_part(tensor).detach().to("cpu", copy=True)) for tensor in tensors]
+    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None = None):
+        self.optimizer, self.model = optimizer, model
+        groups = optimizer.param_groups
+        self.weights = [(weight, on_host(weight)) for group in groups for weight in group["params"]]
+        self.buffers = {name: on_host(buffer) for name, buffer in self._buffers()}
+        self.numbers = [copy.deepcopy(numbers_of(group)) for group in groups]
+        self.states = copied_states(optimizer.state)
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.model.named_buffers() if self.model else iter(())
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put all of it back, and set every tensor of the optimizer's states to zero: moments, and counts
-        of updates.
-
-        Addresses stay, so a captured graph trains on from here. This is for optimizers whose states begin at
-        zero, as those of Adam, SGD and Adafactor do.
-        """
-        for parameter, copy in self.copies:
-            own_part(parameter).copy_(copy)
+        """Put all of it back. Of an optimizer whose states begin at zero addresses stay, so that a captured
+        graph trains on from here; another one makes its states anew."""
+        for weight, initial in self.weights:
+            own_part(weight).copy_(initial)
+        for name, buffer in self._buffers():  # by name: a model may have replaced it
+            buffer.copy_(self.buffers[name])
+        for group, numbers in zip(self.optimizer.param_groups, self.numbers, strict=True):
+            for name, value in numbers.items():
+                if isinstance(value, torch.Tensor):  # a rate that a graph reads
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
+        if not begins_at_zero(self.optimizer):
+            self.optimizer.state.clear()
+            self.optimizer.state.update(copied_states(self.states))
+            return
         for states in self.optimizer.state.values():
             for state in states.values():
                 if isinstance(state, torch.Tensor):
                     own_part(state).zero_()
+
+
+def begins_at_zero(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all tensors of an optimizer's states begin at zero, as those of Adam do."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim") and kind.__name__ in BEGIN_AT_ZERO
+
+
+def check_states(optimizer: torch.optim.Optimizer) -> None:
+    """Raises Skip for an optimizer whose steps no rehearsal can undo while a graph reads its states."""
+    if not begins_at_zero(optimizer):
+        name = type(optimizer).__name__
+        raise Skip(
+            f"the states of {name} may not begin at zero, so a rehearsal cannot be undone: give --cold"
+        )
+
+
+def numbers_of(group: dict) -> dict:
+    """What an optimizer's group holds beside its weights: rates, counts."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def copied_states(states: dict) -> dict:
+    """An optimizer's states by weight, copied; the weights are not."""
+    return {weight: copy.deepcopy(of_weight) for weight, of_weight in states.items()}
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return own_part(tensor).detach().to("cpu", copy=True)
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,10 +105,10 @@ def rehearse(
     batches: list[tuple],
     args: Measurement,
     row: Row,
-    buffers: Sequence[torch.Tensor] = (),
+    model: torch.nn.Module | None = None,
 ) -> tuple[Steps, InitialState | None]:
     """Launch, capture and rehearse, as the module's docstring tells. Returns the steps that train from here,
-    and the weights that they begin with.
+    and the weights that they begin with. `model` is one whose buffers change in a step.
 
     `row` gets the number of rehearsed steps, the seconds, the peak of memory at the capture, and a note where
     a script that can be captured is launched on a GPU. With --cold the launched steps are training steps,
@@ -72,7 +117,7 @@ def rehearse(
     replay does other work than a launched step.
     """
     began = time.perf_counter()
-    initial = None if args.cold else InitialState(optimizer, buffers)
+    initial = None if args.cold else InitialState(optimizer, model)
     steps = Steps(train_step, batches)
     launched_s = launch_steps(steps, args)
     if capture and args.device.type == "cuda":
@@ -80,6 +125,8 @@ def rehearse(
         row.settings.captured = row.note is None
     launched = None
     if row.settings.captured:
+        if initial:
+            check_states(optimizer)
         if initial and args.replay_off:  # before the graph takes as much memory as a step
             launched = losses_of(train_step, initial, batches, args)
         steps.train_step = captured(capture, batches[0], args, row)

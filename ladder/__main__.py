@@ -141,7 +141,8 @@ def prepare(request: Request, resumes: bool) -> running.Job:
     check(request, resumes)
     options, kind, arguments = request.options, request.kind, list(request.arguments)
     parallel = ["--parallel", options.parallel] if options.parallel and kind == "ladder" else []
-    facts = runs.check(arguments + parallel, request.processes, options.model)
+    limit_s = options.step_timeout or runs.LIMIT_S
+    facts = runs.check(arguments + parallel, request.processes, options.model, limit_s)
     check_gpus(request, facts)
     # What `auto` chose stands in the words of a resumed run: more memory may be free by now.
     pinned = [] if resumes else facts["pinned"]

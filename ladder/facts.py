@@ -1,21 +1,22 @@
 """What a step's arguments mean on this machine, as JSON: it imports torch, and the process of the ladder does
-not.
+not. That process names the file of the answer in the environment.
 
-python -m ladder.facts ARGUMENT ...
+LADDER_FACTS=FILE python -m ladder.facts ARGUMENT ...
 """
 
-import json
+import os
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from common import flops, hardware
 from common.arguments import Arguments, parse_args
-from common.record import Workload
-from common.text import run_command, say
+from common.record import Workload, write_json
+from common.text import run_command
 from ladder.predict import peak_bytes
 from ladder.process import ROOT
-from ladder.runs import scripts
+from ladder.runs import FACTS, scripts
 from ladder.step_kernels import STEPS
 
 CPU_FLOPS_PER_S = 1.5e10  # model FLOPs of one core in FP32 with attention by hand, as recorded for `tiny`
@@ -33,7 +34,7 @@ def main() -> None:
 def say_facts(
     device: torch.device, work: Workload, pinned: list[str], needed_bytes: dict[str, int], said: list[str]
 ) -> None:
-    """Print the facts of a run for the process of the ladder.
+    """Write the facts of a run for the process of the ladder: what a model prints cannot get in between.
 
     `pinned` are arguments that every row gets beside the user's, `needed_bytes` the memory of rows by script,
     and `said` what a user should know before the first row.
@@ -48,7 +49,7 @@ def say_facts(
         "needed_bytes": needed_bytes,
         "said": said,
     }
-    say(json.dumps(facts))
+    write_json(Path(os.environ[FACTS]), facts)
 
 
 def needed_bytes(args: Arguments) -> dict[str, int]:

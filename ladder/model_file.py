@@ -26,9 +26,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import arguments, hardware
-from common.benchmark import explain
+from common.benchmark import explain, run_as_process
 from common.record import Workload
-from common.text import OneLineParser, Skip, one_line, portable_command, run_command, say
+from common.text import OneLineParser, Skip, one_line, portable_command, say
 from ladder import facts
 
 NEEDED = ("model", "batches")
@@ -42,6 +42,7 @@ class ModelArguments(arguments.Measurement):
 
     path: Path
     file: ModuleType
+    beside: list[Path]  # modules in its folder that it imports
     planned: Workload | None = None  # as the plan of the run has it
     is_ours: bool = False
 
@@ -108,13 +109,15 @@ class ModelArguments(arguments.Measurement):
         twice the forward. Attention counts the whole (T, T) square.
         """
         batch = copied(self.drawn[0], self.device)
+        (unit, units), numbers = units_of(batch), sha256_of(batch)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             loss = called(lambda: self.loss(model, batch), self.path)
+        if sha256_of(batch) != numbers:
+            raise Skip(f"a step of {self.path.name} changes its batch in place: let it change a clone")
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise Skip(f"the loss of {self.path.name} is no tensor of one number")
         if not torch.isfinite(loss):
             raise Skip(f"the first loss of {self.path.name} is {loss.item()}")
-        unit, units = units_of(batch)
         step_flops = 3 * counter.get_total_flops()
         self.steps = self.steps or arguments.default_steps(step_flops, self.device)
         self.draw_again()  # as many batches as there are steps
@@ -137,12 +140,10 @@ class ModelArguments(arguments.Measurement):
         vars(self).pop("drawn", None)
 
     def work_sha256(self) -> str:
-        """16 hex digits over the file and all numbers of all batches."""
-        digest = hashlib.sha256(self.path.read_bytes())
-        for tensor in tensors_of(self.drawn):
-            numbers = tensor.detach().cpu().contiguous().reshape(-1)
-            digest.update(numbers.view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        """16 hex digits over the file, the modules beside it that it imports, and all numbers of all
+        batches."""
+        content = b"\0".join(path.read_bytes() for path in [self.path, *self.beside])
+        return hashlib.sha256(content + sha256_of(self.drawn).encode()).hexdigest()[:16]
 
 
 def parse(name: str, argv: list[str]) -> ModelArguments:
@@ -161,6 +162,7 @@ def parse(name: str, argv: list[str]) -> ModelArguments:
 def resolve(options) -> ModelArguments:
     """What the options mean on this machine, with the file imported."""
     path = options.path.absolute()
+    before = set(sys.modules)
     file, device = load(path), hardware.resolve_device(options.device, 0)
     if options.lr is not None:
         arguments.check_rate(options.lr)
@@ -173,6 +175,7 @@ def resolve(options) -> ModelArguments:
         source=None,
         path=path,
         file=file,
+        beside=modules_beside(path, set(sys.modules) - before),
         output=output,
         seed=options.seed,
         lr=None if hasattr(file, "optimizer") else options.lr or LR,
@@ -207,13 +210,25 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+def modules_beside(path: Path, names: set[str]) -> list[Path]:
+    """The files of those modules that lie in the folder of the file, or below it, and are not the
+    project's."""
+    files = set()
+    for name in names:
+        file = Path(getattr(sys.modules[name], "__file__", None) or "/")
+        if file.is_relative_to(path.parent) and "site-packages" not in file.parts and file != path:
+            files.add(file)
+    own = {hardware.ROOT / room for room in ("common", "ladder")}
+    return sorted(file for file in files if not own & set(file.parents))
+
+
 def called(function: Callable, path: Path):
     """What a function of the file returns. Raises Skip, one line with the file's line, where it fails."""
     try:
         return function()
-    except (Skip, MemoryError, torch.OutOfMemoryError):
+    except (Skip, MemoryError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit, and what a file derives itself
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f", line {frames[-1].lineno}" if frames else ""
         raise Skip(f"{path.name}{where}: {type(error).__name__}: {one_line(error)}") from error
@@ -245,11 +260,20 @@ def tensors_of(batch) -> Iterator[torch.Tensor]:
             yield from tensors_of(part)
 
 
+def sha256_of(batch) -> str:
+    """Of all numbers of a batch."""
+    digest = hashlib.sha256()
+    for tensor in tensors_of(batch):
+        numbers = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(numbers.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def units_of(batch) -> tuple[str, int]:
     """What a batch holds, and how many: tokens where it has integers of two dimensions, otherwise samples."""
     tensors = list(tensors_of(batch))
-    if not tensors:
-        raise Skip("batches() yields no tensors")
+    if not any(tensor.numel() for tensor in tensors):
+        raise Skip("batches() yields no tensors with numbers in them")
     for tensor in tensors:
         if tensor.dim() == 2 and not tensor.is_floating_point():
             return "tokens", tensor.numel()
@@ -291,4 +315,4 @@ def sentence(work: Workload) -> str:
 
 
 if __name__ == "__main__":
-    run_command(main, "run_all.sh")
+    run_as_process(main, "run_all.sh")  # which ends also where a thread of the file goes on

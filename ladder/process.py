@@ -28,12 +28,16 @@ class Stop:
     for."""
 
     def __init__(self):
-        self.requests = 0
+        self.requests, self.before = 0, {}
 
     def listen(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                signal.signal(number, self._count)
+                self.before[number] = signal.signal(number, self._count)
+
+    def listen_no_more(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def _count(self, *_) -> None:
         self.requests += 1

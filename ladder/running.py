@@ -20,7 +20,6 @@ from common.text import Skip, positive_int, say
 from ladder import patches, process, runs
 from ladder.process import ROOT
 
-LIMIT_S = 1800  # of a row, by default
 LOCK = ".lock"
 
 
@@ -132,7 +131,7 @@ def plan_of(kind: str, rows: list[runs.Planned], facts: dict, limit_s: int | Non
         "started_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "workload": facts["workload"],
         "rows": [row._asdict() for row in rows],
-        "limit_s": limit_s or LIMIT_S,
+        "limit_s": limit_s or runs.LIMIT_S,
         "roofs": False,
     }
 
@@ -186,7 +185,7 @@ def run_study(
     another workload, machine or code.
     """
     folder, before = study_folder(kind, options.output)
-    facts = runs.check(arguments)
+    facts = runs.check(arguments, limit_s=options.step_timeout or runs.LIMIT_S)
     same = {"device": facts["device"], "code": code_of_study(), "arguments": arguments}
     same["workload"] = facts["workload"]
     if before and before.get("same") != same:

@@ -4,16 +4,19 @@ shapes.
 A step is a file: NUMBER_name.py in the folder of the project.
 """
 
-import json
-import os
 import re
-import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
+from common.record import read_object
+from common.text import say
 from ladder import process
 from ladder.process import ROOT
 
+LIMIT_S = 1800  # of a row, by default
+FACTS = "LADDER_FACTS"  # the variable that names the file in which a check answers
 PARALLEL = ("ddp", "fsdp")
 LAUNCHED = "1-launched"  # on one GPU without capture: what FSDP2, which cannot be captured, is compared with
 SWEEP = {  # channels, sequence length and tokens a step: several widths, and several lengths at one width
@@ -70,24 +73,42 @@ def captures(script: str) -> bool:
     return re.search(r"(?m)^    def capture\(", (ROOT / script).read_text()) is not None
 
 
-def check(arguments: list[str], gpus: int = 1, model: str | None = None) -> dict:
+def check(arguments: list[str], gpus: int = 1, model: str | None = None, limit_s: int = LIMIT_S) -> dict:
     """What the arguments mean here, by a process that imports torch: see ladder/facts.py, and of a `model`
-    that is not ours ladder/model_file.py. Exits with the one line and the code of a step where they are
-    wrong."""
-    variables = process.without_launcher(os.environ)
+    that is not ours ladder/model_file.py. Exits with one line where they are wrong, with code 2, and where
+    the user stops it, with code 130."""
+    variables, stop = {}, process.Stop()
+    stop.listen()
     if gpus > 1:  # as torchrun tells the last of the processes
         last = {"RANK": gpus - 1, "WORLD_SIZE": gpus, "LOCAL_RANK": gpus - 1, "MASTER_ADDR": "localhost"}
         variables |= {name: str(value) for name, value in last.items()}
         variables |= {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "check"}
-    command = process.module_command("ladder.facts", *arguments)
-    if model:
-        command = process.module_command("ladder.model_file", model, *arguments)
-    ended = subprocess.run(
-        command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    if ended.returncode:
-        sys.exit(ended.returncode)
-    return json.loads(ended.stdout.splitlines()[-1])  # a sitecustomize may print before it
+    module = ["ladder.model_file", model] if model else ["ladder.facts"]
+    with tempfile.TemporaryDirectory() as folder:
+        log, facts = Path(folder) / "log", Path(folder) / "facts.json"
+        command = process.module_command(*module, *arguments)
+        variables[FACTS] = str(facts)
+        ended = process.run(command, log, limit_s, stop, "checking the arguments", variables)
+        stop.listen_no_more()
+        if stop.requests:
+            sys.exit(interrupted("nothing has run yet"))
+        if ended or not facts.exists():
+            refuse(ended[1] if ended else "the check of the arguments ended without an answer", log)
+        return read_object(facts)
+
+
+def refuse(reason: str, log: Path) -> None:
+    """Exit with one line, after what the check has said where that is no such line."""
+    if not process.last_line(log, ": error: "):
+        say(log.read_text(errors="replace").rstrip(), sys.stderr)
+    say(f"run_all.sh: error: {reason.partition(' and no record')[0]}", sys.stderr)
+    sys.exit(2)
+
+
+def interrupted(what: str) -> int:
+    """Tell of it, and return the exit code."""
+    say(f"run_all.sh: interrupted: {what}", sys.stderr)
+    return 130
 
 
 def ladder(arguments: list[str], names: list[str], gpus: int = 1) -> list[Planned]:

@@ -112,7 +112,8 @@ def _harmless(value: Any, key: str = "") -> Any:
     if isinstance(value, (int, float)) and not (
         least <= value <= LARGEST_NUMBER and not 0 < value < LEAST_NUMBER
     ):
-        raise RecordError(f"{one_line(key, 40)} is {one_line(value, 12)}")
+        shown = f"{value:.3g}" if isinstance(value, float) else one_line(value, 12)
+        raise RecordError(f"{one_line(key, 40)} is {shown}, which no table can show")
     return value
 
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import FAST, ROOT, STEPS
@@ -51,7 +50,7 @@ FIVE_OK = {f"{k}_x": "ok" for k in range(5)}
 STUB = (
     "import json, sys; sys.path.insert(0, sys.argv[1]); from ladder import __main__ as ladder, runs; "
     "from common import text; "
-    "runs.check = lambda *_: json.loads(sys.argv[2]); "
+    "runs.check = lambda *_, **__: json.loads(sys.argv[2]); "
     "text.run_command(lambda: ladder.main(sys.argv[3:]), 'run_all.sh')"
 )
 WORKLOAD = {
@@ -327,12 +326,27 @@ def test_a_row_that_a_cpu_s_memory_cannot_hold_is_not_started(device_type, kind,
         assert refusal == ("oom", "needs about 4 GiB of 3 free: try a smaller --batch-size")
 
 
-def test_arguments_that_a_step_refuses_end_the_ladder_with_its_code(monkeypatch):
-    ended = SimpleNamespace(returncode=2, stdout="{}")
-    monkeypatch.setattr(runs.subprocess, "run", lambda *_, **__: ended)
+@pytest.mark.parametrize(
+    "ended, log, requests, code, said",
+    [
+        (("failed", "no such preset"), "x.py: error: no such preset\n", 0, 2, "error: no such preset\n"),
+        (("failed", "killed by signal 11: see log"), "", 0, 2, "error: killed by signal 11: see log\n"),
+        (None, "it ended its own way\n", 0, 2, "its own way\nrun_all.sh: error: the check of the arguments"),
+        (("interrupted", ""), "", 1, 130, "interrupted: nothing has run yet\n"),
+    ],
+)
+def test_a_check_that_ends_without_an_answer_is_one_line(
+    ended, log, requests, code, said, monkeypatch, capsys
+):
+    def run(command, path, limit_s, stop, *_):
+        path.write_text(log)
+        stop.requests = requests
+        return ended
+
+    monkeypatch.setattr(process, "run", run)
     with pytest.raises(SystemExit) as refused:
         runs.check(["--preset", "none"])
-    assert refused.value.code == 2
+    assert refused.value.code == code and said in capsys.readouterr().err
 
 
 def test_peers_are_rows_of_every_pass(monkeypatch):

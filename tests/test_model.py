@@ -3,6 +3,7 @@
 import json
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -97,6 +98,15 @@ def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, argume
             LINEAR + "def batches():\n    yield 'x'\n" + "def loss(m, b):\n    return m.bias.sum()\n",
             "no tensors",
         ),
+        (LINEAR + "def batches():\n    yield torch.ones(0, 16)\n" + SUM, "no tensors with numbers"),
+        (
+            LINEAR + BATCHES + "def loss(m, b):\n    return m(b.mul_(0.5)).sum()\n",
+            "changes its batch in place",
+        ),
+        (
+            LINEAR + BATCHES + "class E(BaseException): pass\ndef loss(m, b):\n    raise E(3)\n",
+            "line 9: E: 3",
+        ),
         (LINEAR + BATCHES + "def loss(m, b):\n    return m(b).sum() * float('nan')\n", "first loss of"),
         (LINEAR + BATCHES + "def loss(m, b):\n    return m(b, 3)\n", "my_model.py, line 8: TypeError"),
         (
@@ -120,12 +130,13 @@ def test_a_model_that_cannot_be_compared_gets_one_line(text, said, arguments_of,
     assert said in error and error.count("\n") == 1
 
 
-def test_the_work_of_a_step_is_counted(arguments_of, capsys, monkeypatch):
+def test_the_work_of_a_step_is_counted(arguments_of, tmp_path, monkeypatch):
+    monkeypatch.setenv(planned.FACTS, str(tmp_path / "facts.json"))
     args = arguments_of(LINEAR + BATCHES + SUM)
     args.steps = 0
     monkeypatch.setattr(model_file, "parse", lambda *_: args)
     assert model_file.main() == 0
-    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    facts = json.loads((tmp_path / "facts.json").read_text())
     work = facts["workload"]
     assert (work["unit"], work["tokens_per_step"], work["parameters"]) == ("samples", 4, 16 * 17)
     assert work["flops_per_step"] == 3 * 2 * 4 * 16 * 16, (
@@ -165,6 +176,31 @@ def test_fewer_batches_than_steps_and_the_same_numbers_each_time(arguments_of):
     assert len(before) == 16
     args.path.write_text(args.path.read_text() + "# another file\n")
     assert args.work_sha256() != before
+
+
+def test_a_module_beside_the_file_is_part_of_its_work(arguments_of, tmp_path):
+    (tmp_path / "net_beside.py").write_text("import torch\nSIZE = 16\n")
+    args = arguments_of("from net_beside import SIZE\nfrom common import text\n" + LINEAR + BATCHES + SUM)
+    assert args.beside == [tmp_path / "net_beside.py"]
+    before = args.work_sha256()
+    args.beside[0].write_text("import torch\nSIZE = 32\n")
+    assert args.work_sha256() != before
+    args.planned = SimpleNamespace(text_sha256=before)
+    with pytest.raises(RuntimeError, match=r"my_model\.py, or what it imports or reads, has changed"):
+        model_row.build([], {}, args)
+    del sys.modules["net_beside"]
+
+
+@pytest.mark.slow
+def test_a_check_ends_and_answers_whatever_the_file_prints_or_leaves_running(tmp_path):
+    text = "import atexit, subprocess, sys, threading, time\natexit.register(print, 'bye')\n"
+    text += "threading.Thread(target=time.sleep, args=(1000,)).start()\nsys.stdout.write('loading...')\n"
+    text += "left = subprocess.Popen(['sleep', '1000'])\nprint(left.pid, file=open(__file__ + '.pid', 'w'))\n"
+    path = file_of(tmp_path, text + LINEAR + BATCHES + SUM)
+    facts = planned.check(["--device", "cpu", "--steps", "2"], model=str(path))
+    assert facts["workload"]["model"] == "my_model.py" and facts["pinned"] == ["--steps", "2"]
+    pid = int(path.with_name("my_model.py.pid").read_text())
+    assert not Path(f"/proc/{pid}").exists(), "what it started has ended with it"
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -392,11 +428,13 @@ def test_a_replay_with_other_losses_is_refused(arguments_of):
     args = arguments_of(LINEAR + BATCHES + SUM)
     train_step, _, optimizer = built([], args)
     train_step(*args.batches()[0])  # the optimizer has its states
-    buffer = torch.zeros(2)
-    initial = rehearsal.InitialState(optimizer, [buffer])
+    counting = torch.nn.Module()
+    counting.register_buffer("count", torch.zeros(2))
+    initial = rehearsal.InitialState(optimizer, counting)
     launched = rehearsal.losses_of(train_step, initial, args.batches(), args)
-    buffer += 1
-    assert rehearsal.losses_of(train_step, initial, args.batches(), args) == launched and not buffer.any()
+    counting.count = counting.count + 1  # replaced, as a forward may do
+    assert rehearsal.losses_of(train_step, initial, args.batches(), args) == launched
+    assert not counting.count.any()
     rehearsal.check_replay(launched, [launched[0], 1.0019 * launched[1], launched[2]], 0.002)
     with pytest.raises(Skip, match=r"a replay is not the step: its loss 2 is .* --no-capture does without"):
         rehearsal.check_replay(launched, [launched[0], 1.003 * launched[1], launched[2]], 0.002)

@@ -48,6 +48,35 @@ def test_weights_come_back_in_place_and_the_optimizer_forgets(name):
     assert torch.equal(train(optimizer), trained), "it trains again as it did at first"
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weights: torch.optim.Adagrad(weights, initial_accumulator_value=0.1),
+        lambda weights: torch.optim.NAdam(weights, lr=0.1),
+        lambda weights: torch.optim.Rprop(weights),
+        lambda weights: torch.optim.ASGD(weights, lr=0.1),
+    ],
+)
+def test_an_optimizer_whose_states_do_not_begin_at_zero_begins_anew(make):
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(4, 3))
+    optimizer = make([weight])
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    initial, trained = rehearsal.InitialState(optimizer), []
+    for _ in range(2):
+        for _ in range(3):
+            weight.sin().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(weight.detach().clone())
+        scheduler.step()
+        initial.restore()
+    assert torch.equal(*trained), "with the first rate too"
+    with pytest.raises(
+        Skip, match=f"states of {type(optimizer).__name__} may not begin at zero.* give --cold"
+    ):
+        rehearsal.check_states(optimizer)
+
+
 @pytest.mark.parametrize("step", CPU_STEPS)
 def test_losses_after_a_rehearsal_are_bitwise_those_without_one(step, traced_only):
     run, again = built(step), built(step)
