@@ -1,6 +1,6 @@
 """Do the rows learn the same? Each row trains with several seeds, and is compared seed by seed.
 
-    python -m anatomy.parity [--rows 0 3 4 launched ...] [--seeds 1 2 3] [--output FOLDER] [ARGUMENT ...]
+    python -m anatomy.parity [--rows 3 4 cold-scales ...] [--seeds 1 2 3] [--output FOLDER] [ARGUMENT ...]
 
 A row is a step by its number, a peer by its name, or a variant by that of its patch. The ARGUMENTs are those
 of a step (default: --steps 1500 --heldout-every 100). A run is a process of its own. A seed gives all rows

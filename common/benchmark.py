@@ -155,7 +155,7 @@ def run(main: Callable, args: Measurement, row: Row) -> dict:
                 samples |= proof.renamed(again)
         model.train()
     del initial  # the host's memory
-    observe(partial(train_step, *spare), model, args, row)
+    observe(train_step, spare, model, args, row)
     row.status = "ok"
     row.overhead_s = time.perf_counter() - began - row.warmup_s - steps_s
     return samples
@@ -191,12 +191,15 @@ def noting(row: Row, what: str) -> Iterator[None]:
         row.note = "; ".join(filter(None, [row.note, f"{what}: {one_line(error)}"]))
 
 
-def observe(step: Callable, model: torch.nn.Module, args: Measurement, row: Row) -> None:
+def observe(train_step: Callable, batch: tuple, model: torch.nn.Module, args: Measurement, row: Row) -> None:
     """What the operators of an untimed step show: a launched one, since a replay has none."""
     captured = bool(row.settings.captured)
     with noting(row, "not observed"):
-        row.settings = profile.observe(step, model, args.device)
+        row.settings = profile.observe(partial(train_step, *batch), model, args.device)
     row.settings.captured = captured
+    if args.is_ours:
+        with noting(row, "residual stream not observed"):
+            row.settings.residual_dtype = profile.residual_dtype(model, batch, mixed_precision(args))
     notes = [row.note]
     if row.settings.float32_matmul_precision == "high" and row.settings.amp_dtype == "float32":
         notes.append(f"FP32, because this {args.device.type} does not multiply BF16")
@@ -214,7 +217,7 @@ def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Argume
     """
     starts = data.heldout_starts(args.text, args.config.seq_len)
     batches = data.stage_batches(args.text, starts, args.config.seq_len, args.device)
-    amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
+    amp = mixed_precision(args)
     for done in [*range(len(steps.losses), args.steps, args.heldout_every), args.steps]:
         for _ in steps.run(done - len(steps.losses), f"to the held-out loss of step {done}, training"):
             pass
@@ -224,6 +227,11 @@ def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Argume
             keep_losses(steps.losses[: args.steps], args, row)
         check_finite(loss, len(steps.losses), args)
         row.heldout.append((len(steps.losses), loss))
+
+
+def mixed_precision(args: Measurement) -> torch.autocast:
+    """As the scripts have it, where the machine has it."""
+    return torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
 
 
 def explain(error: Exception) -> tuple[str, str]:

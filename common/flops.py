@@ -52,6 +52,11 @@ def parameters(config: GPTConfig) -> int:
 
 def flops_per_step(config: GPTConfig, batch_size: int) -> int:
     """Model FLOPs of one training step, forward and backward, over `batch_size` sequences."""
-    tokens = batch_size * config.seq_len
-    causal_attention = 6 * config.n_layer * config.seq_len * config.n_embd * tokens
-    return 6 * matmul_parameters(config) * tokens + causal_attention
+    heads = config.n_layer * batch_size * config.n_head
+    attention = attention_flops(heads, config.seq_len, config.n_embd // config.n_head)
+    return 6 * matmul_parameters(config) * batch_size * config.seq_len + attention
+
+
+def attention_flops(heads: int, T: int, D: int) -> int:
+    """FLOPs of the causal attention of so many heads, of all layers and sequences, forward and backward."""
+    return 6 * heads * T * T * D

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from common.record import Environment, code_sha256
+from common.fingerprint import code_sha256
+from common.record import Environment
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("triton", "transformer-engine", "torchao", "transformers")  # whose versions matter

@@ -64,6 +64,22 @@ def observe(step: Callable[[], object], model: torch.nn.Module, device: torch.de
     return settings
 
 
+def residual_dtype(model: torch.nn.Module, batch: tuple, amp: torch.autocast) -> str | None:
+    """The dtype of the residual stream: what the LayerNorm before the head reads in a forward pass of one
+    sequence, nothing compiled. None for a model in which neither has its usual name."""
+    parts = [part for name, part in model.named_modules() if name.endswith(("ln_f", "lm_head"))]
+    seen: list[torch.dtype] = []
+    if not parts:
+        return None
+    hook = parts[0].register_forward_pre_hook(lambda part, inputs: seen.append(inputs[0].dtype))
+    try:
+        with torch.no_grad(), amp, torch.compiler.set_stance("force_eager"):
+            model(*(tensor[:1] for tensor in batch))
+    finally:
+        hook.remove()
+    return str(seen[0]).removeprefix("torch.") if seen else None
+
+
 def _attention_kernel(operators: set[str]) -> str | None:
     for operator, family in ATTENTION_OPERATORS.items():
         if operator in operators:
@@ -88,7 +104,9 @@ def _fp8_recipe(module: torch.nn.Module) -> str | None:
     """How a module of Transformer Engine or torchao multiplies FP8; None of any other."""
     if getattr(module, "fp8", False):
         return repr(module.fp8_meta.get("recipe"))
-    return "torchao" if type(module).__name__ == "Float8Linear" else None
+    if type(module).__name__ == "Float8Linear":
+        return f"torchao, {module.config.cast_config_input.scaling_granularity.name.lower()}"
+    return None
 
 
 def profile_steps(step: Callable[[], object], median_ms: float, device: torch.device) -> Profile:

@@ -6,7 +6,6 @@ processes, losses are means, times those of the slowest, memory is of the larges
 first one's GPU.
 """
 
-import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field, fields
@@ -45,6 +44,7 @@ class Settings:
     compiled: bool | None = None  # whether a compiled region ran
     captured: bool | None = None  # whether the timed steps were replays of a CUDA graph
     optimizer: str | None = None  # AdamW, and how: foreach, fused
+    residual_dtype: str | None = None  # of what the head's LayerNorm reads
     fp8_recipe: str | None = None  # repr of the recipe; null where no module multiplied FP8
     head: str | None = None  # where the blocks multiply FP8, the format of the head's product: FP8, BF16
 
@@ -167,7 +167,7 @@ class Environment:
     gpu_memory_bytes: int | None = None
     compute_capability: tuple[int, int] | None = None  # of a GPU: (9, 0) is Hopper
     commit: str | None = None  # ends in -dirty where files differ from it
-    code_sha256: str | None = None  # of the scripts and common/: a record is stale when theirs differs
+    code_sha256: str | None = None  # see common/fingerprint.py: a record is stale when it differs
 
 
 @dataclass
@@ -194,6 +194,9 @@ class Roofs:
     # Fused causal attention, forward and backward: T, D, FLOP/s by the convention of common/flops.py.
     attention: list[tuple[int, int, float]] = field(default_factory=list)
     launch_s: float | None = None  # the host's, for one kernel of a training step; of a GPU alone
+    # A step of the workload in which nothing is lost, by precision: see ladder/predict.py.
+    allows_ms: dict[str, float] = field(default_factory=dict)
+    predictor: str | None = None  # the hash of the code that predicts from these roofs
     notes: list[str] = field(default_factory=list)  # what could not be measured, and why
     environment: Environment | None = None
 
@@ -238,13 +241,6 @@ class Study:
 def gradients_of(record: Path) -> Path:
     """The file next to a row's record that holds samples of its gradients, see common/proof.py."""
     return record.with_name(f"{record.name.removesuffix('.json')}.gradients.npz")
-
-
-def code_sha256(root: Path) -> str:
-    """16 hex digits over the scripts and common/ of a checkout: what a record depends on."""
-    paths = sorted(path for path in [*root.glob("[0-9]_*.py"), *root.glob("common/*.py")] if path.is_file())
-    content = b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in paths)
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def read_object(path: Path) -> dict:

@@ -25,7 +25,7 @@ for name in "${names[@]}"; do
   [[ $name != *" "* && $known == *" $name "* ]] || fail "no piece is named $name"
 done
 
-code="$("$python" -c 'import pathlib, common.record as r; print(r.code_sha256(pathlib.Path()))')"
+code="$("$python" -c 'import pathlib, common.fingerprint as f; print(f.code_sha256(pathlib.Path()))')"
 
 ladder() { # the options of run_all.sh: its run becomes the record
   rm -f results/latest

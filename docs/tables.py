@@ -7,6 +7,7 @@ python docs/tables.py                     make the reports of all recorded runs 
 python docs/tables.py --stale [PLACE]     which recordings are of other code: docs/record.sh makes them again
 """
 
+import itertools
 import re
 import sys
 from functools import cache
@@ -15,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.record import Run, Study, code_sha256, read_object  # noqa: E402
+from common.fingerprint import code_sha256  # noqa: E402
+from common.record import Run, Study, read_object  # noqa: E402
 from common.text import say  # noqa: E402
 from report import ablations as variants  # noqa: E402
 from report import cells, charts, documents, page, parity, scaling, sentences, sweep, table  # noqa: E402
@@ -186,11 +188,14 @@ def gains(*of: str) -> str:
 
 
 def predictions(*of: str) -> str:
-    """How far predictions from the roofs lie from what was measured, by workload or sweep."""
+    """How far predictions from the roofs lie from what was measured, by workload or sweep, and how far the
+    medians of all measured gains do."""
+    by_place = {place: [derive(run) for run in runs(place)] for place in of}
+    guess = sweep.constant_guess([*itertools.chain(*by_place.values())])
     rows = []
-    for place in of:
-        rows.append({"predicted": place} | sweep.error_cells([derive(run) for run in runs(place)]))
-    return shown(rows, *of)
+    for place, shapes in by_place.items():
+        rows.append({"predicted": place} | sweep.error_cells(shapes, guess))
+    return shown(cells.only_filled(rows), *of)
 
 
 def stale(*of: str) -> list[str]:

@@ -5,7 +5,8 @@ import math
 
 import numpy as np
 
-from common.record import Roofs
+from common import flops
+from common.record import ProductRate, Roofs
 from ladder import roofs
 from ladder.step_kernels import Pass
 
@@ -71,25 +72,27 @@ class Machine:
         lengths."""
         nearest = min((dim for _, dim, _ in self.roofs.attention), key=lambda dim: abs(math.log(dim / D)))
         rates = {math.log(length): rate for length, dim, rate in self.roofs.attention if dim == nearest}
-        return heads * 6 * T * D * T / _between(rates, math.log(T))
+        return flops.attention_flops(heads, T, D) / _between(rates, math.log(T))
 
-    def slowed_s(self, products: list[tuple[int, float, int]], rest_s: float, precision: str) -> float:
-        """Seconds of products (count, seconds in bursts, FLOPs) under the power limit, with `rest_s` of other
-        kernels.
+    def large(self, precision: str) -> ProductRate:
+        """The largest product that was also measured back to back."""
+        steady = [p for p in self.roofs.products if p.precision == precision and p.flops_per_s]
+        return max(steady, key=lambda p: p.m * p.n * p.k)
+
+    def slowdown(self, dense_s: float, load_s: float, rest_s: float, precision: str) -> float:
+        """How many times longer `dense_s` of products and fused attention take under the power limit than in
+        bursts, with `rest_s` of other kernels.
 
         Back to back, a large product draws the limit's power, and its rate falls from that of bursts to the
-        lower one. A step lies between: its load is its products' FLOPs over what the large product would do
-        in the whole step, 0 leaves the one rate, 1 the other, and between the two the rate is taken as
-        linear, since power is a mean over time. The load depends on the step's time.
+        lower one. A step lies between: its load is `load_s`, in which the large product would do the same
+        FLOPs, over the whole step. 0 leaves the one rate, 1 the other, and between the two the rate is taken
+        as linear, since power is a mean over time. The load depends on the step's time.
         """
-        steady = [p for p in self.roofs.products if p.precision == precision and p.flops_per_s]
-        square = max(steady, key=lambda p: p.m * p.n * p.k)
-        free_s = sum(count * seconds for count, seconds, _ in products)
-        work_s = sum(count * work for count, _, work in products) / square.burst_flops_per_s
-        lost, slowed_s = 1 - square.flops_per_s / square.burst_flops_per_s, free_s
+        square, factor = self.large(precision), 1.0
+        lost = 1 - square.flops_per_s / square.burst_flops_per_s
         for _ in range(ROUNDS):  # a longer step has less load
-            slowed_s = free_s / (1 - min(1.0, work_s / (rest_s + slowed_s)) * lost)
-        return slowed_s
+            factor = 1 / (1 - min(1.0, load_s / (rest_s + factor * dense_s)) * lost)
+        return factor
 
 
 def _between(values: dict[float, float], at: float) -> float:

@@ -9,19 +9,20 @@ power limit a GPU lowers its clock: see Machine.slowed_s.
 """
 
 import argparse
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import arguments, flops, hardware
+from common import arguments, fingerprint, flops, hardware
 from common.model import PRESETS
 from common.record import PLAN, PREDICTED, ROOFS, Roofs, read_object, write_json
 from common.text import OneLineParser, aligned, run_command, say
 from ladder import roofs
 from ladder.machine import Machine
 from ladder.runs import scripts
-from ladder.step_kernels import STEPS
+from ladder.step_kernels import NOTHING_LOST, STEPS
 
 SELF = hardware.ROOT / "ladder" / "predict.py"
 HOPPER = (9, 0)  # of roofs that were recorded without a capability
@@ -66,13 +67,53 @@ def predict(name: str, shape, batch_size: int, measured: Roofs, capture: bool = 
     for kernels, times in passes:
         launches += times * kernels.kernels
         others_s += times * kernels.kernels * machine.pass_s(kernels, numbers[kernels.tensor])
+    load_s = sum(count * work for count, _, work in products) / machine.large(precision).burst_flops_per_s
     if not step.attention_by_hand:
-        heads, D = batch_size * shape.n_head, shape.n_embd // shape.n_head
-        attention_s = shape.n_layer * machine.attention_s(shape.seq_len, D, heads)
+        attention_s, attention_load_s = fused_attention(shape, batch_size, machine)
+        load_s += attention_load_s
         launches += ATTENTION_KERNELS * shape.n_layer
-    products_s = machine.slowed_s(products, others_s + attention_s, precision)
+    products_s = sum(count * seconds for count, seconds, _ in products)
+    slowdown = machine.slowdown(products_s + attention_s, load_s, others_s, precision)
+    products_s, attention_s = slowdown * products_s, slowdown * attention_s
     host_s = 0.0 if capture and step.captured else launches * (measured.launch_s or 0.0)
     return Prediction(products_s * 1e3, attention_s * 1e3, others_s * 1e3, host_s * 1e3)
+
+
+def allowed_ms(precision: str, shape, batch_size: int, measured: Roofs) -> float:
+    """Milliseconds of a step in which a machine loses nothing: products at the rate of their bursts, as if no
+    power limit slowed them, fused attention at its own, and every tensor moved once. Raises ValueError where
+    the roofs lack a part."""
+    machine, numbers = Machine(measured), roofs.sizes(shape, batch_size)
+    products = flops.matrix_products(shape, batch_size * shape.seq_len).items()
+    seconds = sum(count * machine.product_s(precision, *mnk) for mnk, count in products)
+    seconds += fused_attention(shape, batch_size, machine)[0]
+    in_a_block, once = NOTHING_LOST
+    for kernels, times in [*((each, shape.n_layer) for each in in_a_block), *((each, 1) for each in once)]:
+        seconds += times * kernels.kernels * machine.pass_s(kernels, numbers[kernels.tensor])
+    return seconds * 1e3
+
+
+def add_limits(measured: Roofs, shape, batch_size: int) -> None:
+    """What the machine of the roofs allows at a shape, into the roofs."""
+    known = {product.precision for product in measured.products}
+    for precision in [name for name in ("bf16", "fp8") if name in known]:
+        with contextlib.suppress(ValueError):  # these roofs have no sizes of this shape
+            measured.allows_ms[precision] = allowed_ms(precision, shape, batch_size, measured)
+
+
+def predictor_sha256() -> str:
+    """8 hex digits over the code that predicts: which predictions came from the same one."""
+    names = ("machine", "predict", "roofs", "step_kernels")
+    return fingerprint.sha256_of(hardware.ROOT / "ladder" / f"{name}.py" for name in names)[:8]
+
+
+def fused_attention(shape, batch_size: int, machine: Machine) -> tuple[float, float]:
+    """Seconds of a step's fused attention in bursts, and those in which the large product would do its
+    FLOPs. It is in 16 bits in every step, or on a device without them in FP32."""
+    D, precision = shape.n_embd // shape.n_head, "bf16" if "bf16" in machine.precisions else "fp32"
+    heads = shape.n_layer * batch_size * shape.n_head
+    work = flops.attention_flops(heads, shape.seq_len, D)
+    return machine.attention_s(shape.seq_len, D, heads), work / machine.large(precision).burst_flops_per_s
 
 
 def check_fp8(shape, batch_size: int, measured: Roofs) -> None:
@@ -177,6 +218,14 @@ def predict_all(args, measured: Roofs) -> tuple[dict[str, Prediction], dict[str,
     return predictions, left_out
 
 
+def record_roofs(args, grid: bool, output: Path) -> None:
+    """Measure roofs, with the limits at this shape and the predictor's hash, and write them."""
+    measured = roofs.measure_and_tell(args, grid)
+    add_limits(measured, args.config, args.batch_size)
+    measured.predictor = predictor_sha256()
+    write_json(output, measured)
+
+
 def of_plan(folder: Path) -> dict:
     """Milliseconds by row of a run folder's plan; of a sweep by its runs and rows. Roofs are measured
     first."""
@@ -186,7 +235,7 @@ def of_plan(folder: Path) -> dict:
         if run not in by_run:
             args = arguments.parse_args(SELF, None, planned["arguments"], trains=False)
             if not (folder / ROOFS).exists():
-                roofs.record(args, plan["kind"] == "sweep", folder / ROOFS)
+                record_roofs(args, plan["kind"] == "sweep", folder / ROOFS)
             predictions, _ = predict_all(args, read_roofs(str(folder / ROOFS))[0])
             by_run[run] = {name: prediction.ms for name, prediction in predictions.items()}
     return by_run if plan["kind"] == "sweep" else by_run.get(".", {})

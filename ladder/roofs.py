@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -37,6 +36,7 @@ GRID = {"cuda": (128, 512, 2048, 8192), "cpu": (64, 256, 1024, 2048)}  # of M, o
 SIZES = {"cuda": (2**18, 2**20, 2**22, 2**24, 2**26), "cpu": (2**12, 2**16, 2**20)}  # numbers in a tensor
 LENGTHS, HEAD_DIMS = (256, 1024, 4096, 16384), (64, 128)
 ATTENTION_NUMBERS = {"cuda": 2**25, "cpu": 2**18}  # in each of q, k and v
+VOCABULARY = {"cuda": 2**15, "cpu": 2**8}
 WIDTH, HEADS, EDGE = {"cuda": 1024, "cpu": 256}, 16, {"cuda": 512, "cpu": 64}
 LAUNCHED_BLOCKS, LAUNCHED_STEPS, LAUNCHED_WARMUP = 8, 60, 10
 
@@ -86,18 +86,26 @@ def measure_products(roofs: Roofs, args: Arguments, grid: bool) -> None:
 
 def measure_kernels(roofs: Roofs, args: Arguments, grid: bool) -> None:
     """What lies between the products, at the sizes of the workload's tensors; the fastest of some rounds."""
-    device = args.device
+    device, of_workload = args.device, sizes(args.config, args.batch_size)
     # The smallest size always: the kernel of a bias costs a launch.
     more = SIZES[device.type] if grid else SIZES[device.type][:1]
-    for size in sorted({*sizes(args.config, args.batch_size).values(), *more} - {0}):
+    for size in sorted({*of_workload.values(), *more} - {0}):
         with skipping(roofs, f"kernels over {size:,} numbers"):
-            fastest: dict[str, float] = {}
-            works = list(kernels(size, device))
-            for _ in range(ROUNDS[device.type]):
-                for name, work in works:
-                    seconds = steady_seconds(work, device, KERNEL_S)
-                    fastest[name] = min(seconds, fastest.get(name, seconds))
-            roofs.kernels += [(name, size, seconds) for name, seconds in fastest.items()]
+            measure_works(roofs, list(kernels(size, device)), size, device)
+    for name, make, tensor in (("adamw", adamw, "parameters"), ("loss half", compiled_loss, "logits")):
+        for size in sorted({of_workload[tensor], *more}):
+            with skipping(roofs, f"{name} over {size:,} numbers"):
+                measure_works(roofs, [(name, make(size, device))], size, device)
+
+
+def measure_works(roofs: Roofs, works: list[tuple[str, Callable]], size: int, device: torch.device) -> None:
+    """The fastest round of each of these works over so many numbers, by name."""
+    fastest: dict[str, float] = {}
+    for _ in range(ROUNDS[device.type]):
+        for name, work in works:
+            seconds = steady_seconds(work, device, KERNEL_S)
+            fastest[name] = min(seconds, fastest.get(name, seconds))
+    roofs.kernels += [(name, size, seconds) for name, seconds in fastest.items()]
 
 
 def measure_attention(roofs: Roofs, args: Arguments, grid: bool) -> None:
@@ -109,7 +117,7 @@ def measure_attention(roofs: Roofs, args: Arguments, grid: bool) -> None:
     for T, D, heads in shapes:
         with skipping(roofs, f"attention over {T} tokens"):
             seconds = steady_seconds(attention(T, D, heads, device), device, KERNEL_S)
-            roofs.attention.append((T, D, 6 * T * D * T * heads / seconds))
+            roofs.attention.append((T, D, flops.attention_flops(heads, T, D) / seconds))
 
 
 @contextlib.contextmanager
@@ -213,6 +221,24 @@ def kernels(numbers: int, device: torch.device) -> Iterator[tuple[str, Callable[
     yield "heads half", low.view(1, len(x), HEADS, -1).transpose(1, 2).contiguous  # (B, H, T, D)
 
 
+def adamw(numbers: int, device: torch.device) -> Callable[[], object]:
+    """Fused AdamW over so many weights."""
+    weight = nn.Parameter(torch.randn(numbers, device=device))
+    weight.grad = torch.randn_like(weight)
+    return torch.optim.AdamW([weight], fused=True).step
+
+
+def compiled_loss(numbers: int, device: torch.device) -> Callable[[], object]:
+    """Cross entropy of so many logits, compiled as in step 3, forward and backward. Its exponentials take
+    longer than its bytes."""
+    vocabulary = min(VOCABULARY[device.type], numbers)
+    logits = torch.randn(numbers // vocabulary, vocabulary, device=device, dtype=torch.bfloat16)
+    targets = torch.randint(vocabulary, logits.shape[:1], device=device)
+    torch._dynamo.reset()  # each size is compiled for itself
+    loss, logits = torch.compile(F.cross_entropy, dynamic=False), logits.requires_grad_()
+    return lambda: torch.autograd.grad(loss(logits, targets), logits)
+
+
 def attention(length: int, head_dim: int, heads: int, device: torch.device) -> Callable[[], object]:
     """Fused causal attention of so many heads, forward and backward."""
     shape = (1, max(1, heads), length, head_dim)
@@ -254,8 +280,8 @@ def launch_seconds(device: torch.device) -> float:
     return statistics.median(times[LAUNCHED_WARMUP:]) / len(launches)
 
 
-def record(args: Arguments, grid: bool, output: Path) -> None:
-    """Measure, print and write the roofs. Raises OSError."""
+def measure_and_tell(args: Arguments, grid: bool) -> Roofs:
+    """Measure the roofs, and print the main ones."""
     roofs = measure(args, grid)
     progress("")
     roofs.environment = hardware.describe(args.device)
@@ -265,14 +291,15 @@ def record(args: Arguments, grid: bool, output: Path) -> None:
             rates = f"{steady / 1e12:,.3g} TFLOP/s back to back, {burst / 1e12:,.3g} in bursts"
             say(f"{precision.upper()} {rates}")
     say(f"copy {(roofs.copy_bytes_per_s or 0) / 1e9:,.0f} GB/s")
-    say("\n".join([*roofs.notes, f"written to {output}"]))
-    write_json(output, roofs)
+    say("\n".join(roofs.notes), end="\n" if roofs.notes else "")
+    return roofs
 
 
 def main() -> None:
     words = [word for word in sys.argv[1:] if word != "--grid"]
     args = parse_args(hardware.ROOT / "ladder" / "roofs.py", __doc__, words)
-    record(args, "--grid" in sys.argv, args.output)
+    write_json(args.output, measure_and_tell(args, "--grid" in sys.argv))
+    say(f"written to {args.output}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from common import record as schema
-from common.record import code_sha256
+from common.fingerprint import code_sha256
 from common.text import Skip, positive_int, say
 from ladder import patches, process, runs
 from ladder.process import ROOT

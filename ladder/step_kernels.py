@@ -59,7 +59,8 @@ EAGER = (
 # LayerNorm; the embedding's gradient cleared, 4, and the tied weight's two gradients added, 12; tokens
 # sorted, 30 kernels.
 EMBEDDING = (Pass("stream", 36, 5), Pass("stream", 20, 1, "layer norm backward fp32"), Pass("vector", 0, 30))
-FUSED_ADAMW = Pass("parameters", 28, 1)  # reads weight, gradient and both moments, writes three
+FUSED_ADAMW = Pass("parameters", 28, 1, "adamw")  # reads weight, gradient and both moments, writes three
+COMPILED_LOSS = Pass("logits", 6, 1, "loss half")  # maximum and sum in one pass, and the gradient
 ONCE_EAGER = (
     *EMBEDDING,
     Pass("embedding", 22, 3),  # also the head's weight to BF16
@@ -69,6 +70,12 @@ ONCE_EAGER = (
     Pass("logits", 6, 1, "to fp32"),  # autocast picks log-probabilities in FP32: all are cast
     FUSED_ADAMW,
 )
+
+# A step in which nothing is lost: casts and pointwise work within the kernels that make their operands. In
+# every block the residual stream is read and written by attention's half and by the MLP's, in forward and in
+# backward; the logits are read once, and their gradient is written. Of the products' operands their rates
+# tell.
+NOTHING_LOST = (Pass("stream", 16, 4),), (Pass("logits", 4, 1), Pass("parameters", 28, 1))
 
 STEPS = {
     "0_baseline": Step(
@@ -120,12 +127,12 @@ STEPS = {
             Pass("weight", 48, 8),  # weights to BF16 in forward, their gradients to FP32 in backward
             Pass("vector", 0, 12),
         ),
-        # Maximum and sum in one pass, and the gradient; the head's weight to BF16, its gradient to FP32.
+        # The head's weight to BF16, its gradient to FP32.
         once=(
             Pass("stream", 44, 6),
             Pass("vector", 0, 30),
             Pass("embedding", 28, 4),
-            Pass("logits", 6, 2),
+            COMPILED_LOSS,
             FUSED_ADAMW,
         ),
         memory=Memory(31, 12, 2, 0, 0),
@@ -151,7 +158,8 @@ STEPS = {
             Pass("stream", 37, 5),
             Pass("vector", 0, 30),
             Pass("embedding", 28, 3),
-            Pass("logits", 10, 3),
+            COMPILED_LOSS,
+            Pass("logits", 4, 1),
             FUSED_ADAMW,
         ),
         memory=Memory(27, 12, 4, 0, 0),

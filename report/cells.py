@@ -20,6 +20,21 @@ def milliseconds(ms: float | None) -> str:
     return number(ms, ",.1f" if ms is None or ms >= 10 else ".2f")
 
 
+def dtype(name: str | None) -> str:
+    """`BF16` of bfloat16."""
+    return {None: "-", "bfloat16": "BF16", "float16": "FP16", "float32": "FP32"}.get(name, name)
+
+
+def scaling(recipe: str | None) -> str:
+    """How FP8's scales are found, by the words of a recipe: `delayed`, from earlier steps, or `current`, from
+    the tensor itself. Transformer Engine names it, and torchao's recipes are all current."""
+    if recipe is None:
+        return "-"
+    if "DelayedScaling" in recipe:
+        return "delayed"
+    return "current" if "CurrentScaling" in recipe or recipe.startswith("torchao") else recipe[:20]
+
+
 def three_digits(value: float | None) -> str:
     """`145`, `92`, `7.66`: three significant digits, and whole numbers from 100 on."""
     return number(value, ".3g" if value is None or value < 100 else ",.0f")

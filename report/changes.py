@@ -1,16 +1,12 @@
 """What one script changes of another: lines of code, from the sources that records hold."""
 
 import difflib
-import io
 import re
-import tokenize
 
+from common.fingerprint import code_of
 from common.record import Row
 
 IMPORT = re.compile(r"import |from |\w+ = import_or_skip\(")
-
-BEFORE_A_STATEMENT = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-NOTHING = (tokenize.NL, tokenize.COMMENT)
 
 
 def added_groups(before: Row, after: Row) -> list[list[str]]:
@@ -25,22 +21,8 @@ def added_groups(before: Row, after: Row) -> list[list[str]]:
 
 def code_lines(source: str) -> list[str]:
     """The code of a script, line by line, without docstring, imports, comments and indentation."""
-    lines = source.splitlines()
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
-    except (tokenize.TokenError, SyntaxError):
-        return []
-    begins = True  # whether a statement does, with the next token
-    for token in tokens:
-        (row, column), (end, _) = token.start, token.end
-        if token.type == tokenize.COMMENT:
-            lines[row - 1] = lines[row - 1][:column]
-        if token.type == tokenize.STRING and begins:  # a docstring
-            for k in range(row - 1, end):
-                lines[k] = ""
-        begins = token.type in BEFORE_A_STATEMENT or (begins and token.type in NOTHING)
-    stripped = [line.strip() for line in lines]
-    return [line for line in stripped if line and not IMPORT.match(line)]
+    stripped = [line.strip() for line in code_of(source)]
+    return [line for line in stripped if not IMPORT.match(line)]
 
 
 def code_diff(before: Row, after: Row) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ from statistics import fmean, median, quantiles
 
 from common.record import CATEGORIES, Environment, Roofs, Row, Run, Workload
 from report.load import DIFFER
+from report.peaks import peak_flops_per_s
 from report.proof import limit, verdict
 
 LOSS_WINDOW = 5  # training steps
@@ -73,6 +74,7 @@ class Line:
     share: tuple[str, float] | None = None
     precision: str = ""  # of its matrix products
     of_roof: float | None = None  # model FLOP/s over the burst rate of bare products in that precision
+    mfu: float | None = None  # model FLOP/s over the datasheet's dense peak in that precision
     tokens_per_joule: float | None = None
     error: float | None = None  # of the prediction, as a share of the measured time
     same_work: str = ""  # agrees, differs or not proven: by its gradients, see report/proof.py
@@ -188,7 +190,7 @@ def _line(row: Row, run: Run, fastest: dict[str, float], is_peer: bool = False) 
     line.precision = _precision(row, run.roofs)
     _fill_profile(line)
     if run.workload:
-        _fill_rates(line, run.workload, run.roofs)
+        _fill_rates(line, run.workload, run)
     return line
 
 
@@ -282,15 +284,17 @@ def _largest_share(ms: dict[str, float], fused_attention: bool) -> tuple[str, fl
     return largest, shares[largest] / whole
 
 
-def _fill_rates(line: Line, work: Workload, roofs: Roofs | None) -> None:
+def _fill_rates(line: Line, work: Workload, run: Run) -> None:
     """Tokens and FLOPs a second, and how near they come to the roofs."""
     row, seconds = line.row, line.ms / 1e3
     line.tokens_per_s = work.gpus * work.tokens_per_step / seconds
     line.flops_per_s = work.flops_per_step / seconds
     if row.power_w:
         line.tokens_per_joule = work.tokens_per_step / seconds / row.power_w
-    ceiling = roofs.rate(line.precision, burst=True) if roofs else None
+    ceiling = run.roofs.rate(line.precision, burst=True) if run.roofs else None
     line.of_roof = line.flops_per_s / ceiling if ceiling else None
+    peak = peak_flops_per_s(run.environment.device, line.precision) if run.environment else None
+    line.mfu = line.flops_per_s / peak if peak else None
 
 
 # --- whether to trust it --------------------------------------------------------------------------

@@ -5,10 +5,7 @@ from statistics import median
 
 from common.record import Study, Workload
 from report.cells import gain, percent, time_or_status
-from report.figures import Figures, derive, ratio
-
-FAR = 0.25  # an error of a prediction that is counted as far off
-SURE = 0.02  # difference of two times beyond which a direction is counted
+from report.figures import Figures, Line, derive, ratio
 
 
 def shapes(study: Study) -> list[Figures]:
@@ -39,34 +36,53 @@ def gain_cells(figures: Figures) -> dict[str, str]:
     return cells | {f"{line.name}, ms": time_or_status(line) for line in ran[-1:]}
 
 
-def error_cells(shapes: list[Figures]) -> dict[str, str]:
-    """How far predicted times, and predicted gains over the step before, lie from what was measured; empty
-    without."""
-    errors, gains, foreseen = [], [], []
+def gains_by_step(every: list[Figures]) -> dict[str, list[float]]:
+    """The measured gains over the step before, by step, of those steps that were predicted."""
+    gains: dict[str, list[float]] = {}
+    for figures in every:
+        for before, line in pairwise(predicted_lines(figures)):
+            gains.setdefault(line.name, []).append(before.ms / line.ms)
+    return gains
+
+
+def predicted_lines(figures: Figures) -> list[Line]:
+    return [line for line in figures.steps if line.error is not None]
+
+
+def error_cells(shapes: list[Figures], guess: dict[str, float]) -> dict[str, str]:
+    """How far predicted times, and predicted gains over the step before, lie from what was measured, and how
+    far a constant gain for each step, `guess`, lies from it; empty without predictions."""
+    errors, gains, guessed = [], [], []
     for figures in shapes:
-        lines = [line for line in figures.steps if line.error is not None]
+        lines = predicted_lines(figures)
         errors += [abs(line.error) for line in lines]
         for before, line in pairwise(lines):
-            predicted, measured = before.row.predicted_ms / line.row.predicted_ms, before.ms / line.ms
-            gains.append(abs(predicted / measured - 1))
-            if abs(measured - 1) > SURE:
-                foreseen.append((predicted > 1) == (measured > 1))
+            measured = before.ms / line.ms
+            gains.append(abs(before.row.predicted_ms / line.row.predicted_ms / measured - 1))
+            guessed.append(abs(guess[line.name] / measured - 1))
     if not gains:
         return {}
+    predictors = {figures.run.roofs.predictor or "-" for figures in shapes if figures.run.roofs} or {"-"}
     return {
         "times": str(len(errors)),
         "median error": percent(median(errors), 0),
         "largest error": percent(max(errors), 0),
-        f"over {FAR:.0%}": str(sum(error > FAR for error in errors)),
         "median error of gains": percent(median(gains), 0),
         "largest error of gains": percent(max(gains), 0),
-        "direction foreseen": f"{sum(foreseen)} of {len(foreseen)}",
+        "of a constant guess: median": percent(median(guessed), 0),
+        "largest": percent(max(guessed), 0),
+        "predictor": ", ".join(sorted(predictors)),
     }
+
+
+def constant_guess(every: list[Figures]) -> dict[str, float]:
+    """For each step the median of its measured gains: what one would guess without knowing the shape."""
+    return {name: median(gains) for name, gains in gains_by_step(every).items()}
 
 
 def tables(study: Study) -> dict[str, list[dict]]:
     every = shapes(study)
     tables = {"Times faster than the step before:": [gain_cells(figures) for figures in every]}
-    if predicted := error_cells(every):
+    if predicted := error_cells(every, constant_guess(every)):
         tables["Predicted from the roofs:"] = [predicted]
     return tables

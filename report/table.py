@@ -1,7 +1,18 @@
 """The tables of one run. A row of a table is a dict of cells by the names of their columns."""
 
 from common.record import PRECISIONS, Roofs
-from report.cells import LAUNCH, gain, milliseconds, number, only_filled, tflops, three_digits, time_or_status
+from report.cells import (
+    LAUNCH,
+    dtype,
+    gain,
+    milliseconds,
+    number,
+    only_filled,
+    scaling,
+    tflops,
+    three_digits,
+    time_or_status,
+)
 from report.changes import added_groups
 from report.figures import Figures, Line
 from report.proof import limit
@@ -26,7 +37,8 @@ def main_rows(figures: Figures, detailed: bool = False) -> list[dict[str, str]]:
         }
         if detailed and figures.run.peers:
             settings = line.row.settings
-            row |= {"head": settings.head or "-", "launch": LAUNCH[settings.captured]}
+            row |= {"launch": LAUNCH[settings.captured], "residual": dtype(settings.residual_dtype)}
+            row |= {"head": settings.head or "-", "FP8 scaling": scaling(settings.fp8_recipe)}
         if detailed:
             row["made from"] = line.base.name if line.base else "-"
         rows.append(row)
@@ -117,12 +129,16 @@ def limit_rows(figures: Figures) -> list[dict[str, str]]:
                 "kernels run": number(profile.launches if profile else None, ",.0f"),
                 "most time in": f"{largest} {share:.0%}" if line.share else "-",
                 "of roof": f"{line.of_roof:.0%} of {line.precision.upper()}" if line.of_roof else "-",
+                "MFU": f"{line.mfu:.0%}" if line.mfu else "-",
                 "clock, MHz": number(row.clock_mhz, ",.0f"),
                 "tokens/J": three_digits(line.tokens_per_joule),
                 "predicted ms": milliseconds(row.predicted_ms),
                 "warm-up s": number(row.warmup_s),
             }
         )
+    for precision, ms in (figures.run.roofs.allows_ms if figures.run.roofs and rows else {}).items():
+        name = f"what the card allows, {precision.upper()}"
+        rows.append(dict.fromkeys(rows[0], "-") | {"step": name, "predicted ms": milliseconds(ms)})
     rows = only_filled(rows)
     return rows if rows and set(rows[0]) > {"step"} else []
 

@@ -69,7 +69,7 @@ def test_the_commands_list_run_and_write_and_bad_input_is_one_line(tmp_path):
         and written["environment"]["device_type"] == "cpu"
     )
     bad = "anatomy nonsense; anatomy.graph --device tpu; anatomy.host --edge 0; anatomy all --json README.md"
-    bad += "; anatomy.ablations --only launched nonsense; anatomy.parity --seed 2 --output x"
+    bad += "; anatomy.ablations --only captured nonsense; anatomy.parity --seed 2 --output x"
     bad += "; anatomy.learning --vocab 9"
     for words in f"{bad}; anatomy.memory --smallest 4096 --largest 1; anatomy.graph --dtype float32".split(
         "; "
@@ -181,7 +181,7 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
             study(parity, *words, *more)
         assert "rows of another workload, machine or code" in capfd.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        study(ablations, "--only", "launched", "--output", str(folder))
+        study(ablations, "--only", "captured", "--output", str(folder))
     assert "of no study of ablations" in capfd.readouterr().err
     plan = json.loads((folder / "plan.json").read_text())
     for odd in ({"script": "/tmp/evil.py", "output": "../mine.json"}, {"output": "\x1b[31m/0_baseline.json"}):
@@ -194,7 +194,7 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
     assert study(parity, *words, "1") == 0, "a plan whose rows were lost is made again"
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(SystemExit, match="2"):
-        study(ablations, "--only", "launched", "--output", str(tmp_path))
+        study(ablations, "--only", "captured", "--output", str(tmp_path))
     assert (tmp_path / "mine").read_text() == "mine"
 
 

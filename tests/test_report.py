@@ -50,6 +50,7 @@ def test_the_figures_of_a_row_are_what_its_record_says():
     made = derive(runs.run(*rows, third, peers=[peer], measured=runs.roofs()))
     line = made.lines[2]
     assert "|".join(table.limit_rows(made)[2].values()) == "2_sdpa|36|compute 90%|16% of BF16|102|45.0|1.5"
+    assert line.mfu is None, "of a device that is not known"
     assert line.error == pytest.approx(-0.1) and table.limit_rows(made)[0]["of roof"] == "40% of FP32"
     assert " ".join(table.main_rows(made)[2].values()) == "2_sdpa 50.0 40,960 160 2.00 4.00 1.00 3.0 2.000"
     assert " ".join(table.category_rows(made)[1].values()) == "2_sdpa 35.0 10.0 2.5 2.5 50.0"
@@ -571,8 +572,13 @@ def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
     cells = [[*sweep.gain_cells(made).values()][5:] for made in sweep.shapes(study)]
     said = ["90.0 0.90 1.00 100.0", "200.0 2.00 2.00 50.0", "100.0 oom fits skipped 50.0"]
     assert [" ".join(row) for row in cells] == said, "2.00 would be over step 0"
-    cells = sweep.error_cells(sweep.shapes(study))
-    assert [*cells.values()] == ["6", "10 %", "30 %", "2", "44 %", "57 %", "2 of 3"]
+    shapes = sweep.shapes(study)
+    guess = sweep.constant_guess(shapes)
+    assert guess == pytest.approx({"1_x": 1.45, "2_x": 1.5}), "of 0.9 and 2.0, of 1.0 and 2.0"
+    cells = sweep.error_cells(shapes, guess)
+    assert [*cells.values()] == ["6", "10 %", "30 %", "44 %", "57 %", "39 %", "61 %", "-"], (
+        "the guess is off by 61, 27, 50 and 25 %"
+    )
 
 
 def test_a_study_tells_once_what_is_unusual_in_its_rows():

@@ -1,0 +1,57 @@
+"""What a recorded time depends on, as a hash: the code that a timed step runs through, and nothing else.
+
+A record carries it, and is stale when that of the present code differs. It covers the scripts and MODULES,
+without comments, docstrings, blank lines, and statements that raise an error or tell something: a message may
+be improved without measuring anything again.
+"""
+
+import hashlib
+import io
+import tokenize
+from collections.abc import Iterable
+from pathlib import Path
+
+# Of common/: what draws batches and weights, shares a model among GPUs, rehearses and times.
+MODULES = ("data", "formats", "model", "parallel", "rehearsal", "timing")
+MESSAGES = ("raise", "progress", "say")  # how statements begin that hold one
+BEFORE_A_STATEMENT = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+NOTHING = (tokenize.NL, tokenize.COMMENT)
+
+
+def code_sha256(root: Path) -> str:
+    """16 hex digits over the scripts and MODULES of a checkout."""
+    modules = [root / "common" / f"{name}.py" for name in MODULES]
+    return sha256_of(sorted(path for path in [*root.glob("[0-9]*_*.py"), *modules] if path.is_file()))
+
+
+def sha256_of(paths: Iterable[Path]) -> str:
+    """16 hex digits over the names of Python files and the code in them."""
+    digest = hashlib.sha256()
+    for path in paths:
+        code = "\n".join(code_of(path.read_text(), messages=False))
+        digest.update(f"{path.name}\0{code}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def code_of(source: str, messages: bool = True) -> list[str]:
+    """The lines of code of a Python source, without docstrings, comments and blank lines; without `messages`
+    also without statements that hold one. Empty for what is no Python."""
+    lines = source.splitlines()
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    except (tokenize.TokenError, SyntaxError):
+        return []
+    begins, message_from = True, None  # whether a statement begins with the next token; where a message did
+    for token in tokens:
+        (row, column), (end, _) = token.start, token.end
+        if token.type == tokenize.COMMENT:
+            lines[row - 1] = lines[row - 1][:column]
+        if token.type == tokenize.STRING and begins:  # a docstring
+            lines[row - 1 : end] = [""] * (end - row + 1)
+        if begins and token.string in MESSAGES and not messages:
+            message_from = row
+        if token.type == tokenize.NEWLINE and message_from:
+            lines[message_from - 1 : row] = [""] * (row - message_from + 1)
+            message_from = None
+        begins = token.type in BEFORE_A_STATEMENT or (begins and token.type in NOTHING)
+    return [line.rstrip() for line in lines if line.strip()]
