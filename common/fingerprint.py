@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 # Of common/: what draws batches and weights, shares a model among GPUs, rehearses and times.
-MODULES = ("data", "formats", "model", "parallel", "rehearsal", "timing")
+MODULES = ("data", "model", "parallel", "rehearsal", "timing")
 MESSAGES = ("raise", "progress", "say")  # how statements begin that hold one
 BEFORE_A_STATEMENT = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 NOTHING = (tokenize.NL, tokenize.COMMENT)

@@ -16,7 +16,7 @@ machine="${1:-}"
 python="${PYTHON:-$(./run_all.sh --setup)}"
 [ "$machine" = --check ] && exec "$python" docs/tables.py --stale "${@:2}"
 shift
-most="roofs gpt3-6.7b-slice gpt2 parity gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
+most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
 most+=" anatomy llama hugging-face-gpt2 proof"
 known=" $most gpt3-6.7b-slice-cold adamw gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("${@:-}")
@@ -34,14 +34,14 @@ ladder() { # the options of run_all.sh: its run becomes the record
 }
 
 study() { "$python" -m "anatomy.$1" --output "$at" "${@:2}" || (($? == 1)); }
-learning() { study parity --preset gpt2 --batch-size 8 "$@"; }
+learning() { study parity --preset gpt2 --batch-size 8 --lr 1.5e-4 "$@"; }
 
 mkdir -p results
 for name in "${names[@]}"; do
   # What is made lies under results/ until it is whole: a record names its commit, without changes of files under docs/.
   to="docs/results/$machine/$name" at="results/$machine-$name-$code"
   if "$python" docs/tables.py --stale "$machine/$name" >/dev/null; then
-    [[ $name == parity || $name == ablations* || $name == adamw || $name == proof ]] && [ -e "$at" ] || continue
+    [[ $name == parity* || $name == ablations* || $name == adamw || $name == proof ]] && [ -e "$at" ] || continue
   fi
   mkdir -p "$at"
   case "$name" in
@@ -60,9 +60,13 @@ for name in "${names[@]}"; do
     scaling) ladder --scaling --only 2,3,4 --preset gpt3-6.7b-slice ;;
     scaling-batch-4) ladder --scaling --only 0,1,2,3,4 --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
     parity)
-      learning
-      learning --rows 1 --seeds 1
-      learning --rows 2 dead-mlp-all dead-mlp attention-without-its-mask
+      learning --rows 3 4 --seeds 1 2 3 4 5 6 7 8 9 10
+      learning --rows 2 --seeds 1 2 3
+      learning --rows 0 1 --seeds 1
+      ;;
+    parity-2048)
+      study parity --preset gpt2 --n-layer 4 --n-head 16 --n-embd 2048 --batch-size 8 --lr 5e-5 \
+        --rows 3 4 --seeds 1 2 3 4 5
       ;;
     proof) study ablations --preset gpt2 --batch-size 8 --only dead-mlp attention-without-its-mask ;;
     ablations) study ablations --preset gpt3-6.7b-slice ;;

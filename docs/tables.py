@@ -155,14 +155,20 @@ def cards(*of: str) -> str:
     return explained(documents.pipe([table.card_row(figures(place)) for place in of]))
 
 
-def learning(place: str) -> str:
-    """A parity study: losses of rows, their differences, and what these say."""
-    return shown(parity.difference_rows(record(place)), place)
+def learning(place: str, *labels: str) -> str:
+    """A parity study: losses of these rows, or of all, their differences, and what these say."""
+    rows = parity.difference_rows(record(place))
+    return shown([row for row in rows if not labels or row["row"] in labels], place)
 
 
 def ablations(place: str, *names: str) -> str:
     """Variants of a script, each against the script itself."""
     return shown(variants.variant_rows(record(place), *names), place, n_left=2)
+
+
+def equals(place: str, *names: str) -> str:
+    """Runs of a study of ablations side by side, with what may make them unequal."""
+    return shown(variants.equal_rows(record(place), *names), place, n_left=2)
 
 
 # --- several recordings ---------------------------------------------------------------------------

@@ -68,10 +68,12 @@ class Machine:
         return {numbers: seconds for name, numbers, seconds in self.roofs.kernels if name == kernel}
 
     def attention_s(self, T: int, D: int, heads: int) -> float:
-        """Of fused causal attention, forward and backward: at the nearest head dimension, between measured
-        lengths."""
-        nearest = min((dim for _, dim, _ in self.roofs.attention), key=lambda dim: abs(math.log(dim / D)))
-        rates = {math.log(length): rate for length, dim, rate in self.roofs.attention if dim == nearest}
+        """Of fused causal attention, forward and backward, between measured lengths. A head dimension that
+        was not measured takes as long as the next larger one: kernels are made for few, and fill up."""
+        dims = sorted({dim for _, dim, _ in self.roofs.attention})
+        measured = next((dim for dim in dims if dim >= D), dims[-1])
+        D = max(D, measured)
+        rates = {math.log(length): rate for length, dim, rate in self.roofs.attention if dim == measured}
         return flops.attention_flops(heads, T, D) / _between(rates, math.log(T))
 
     def large(self, precision: str) -> ProductRate:

@@ -1,8 +1,7 @@
 """Peer of 3_compile.py: nanoGPT's model, compiled whole, as its train.py does, and launched.
 
 BF16 autocast and fused AdamW are those of 3_compile.py. The residual stream stays FP32, as autocast leaves
-it. nanoGPT draws
-weights of its own, from the ladder's seed. Source: model.py and train.py of
+it. nanoGPT draws weights of its own, from the ladder's seed. Source: model.py and train.py of
 karpathy/nanoGPT.
 
 Run:      PYTHONPATH=nanoGPT python peers/nanogpt.py    Needs: a clone of karpathy/nanoGPT in this folder

@@ -1,7 +1,7 @@
 """Peer of 4_transformer_engine.py: te.TransformerLayer for the blocks.
 
-They are set up as on the page "Getting started" of its documentation. The head is that of 3_compile.py, in
-BF16.
+They are set up as on the page "Getting started" of its documentation, with the recipe of step 4.
+The head is that of 3_compile.py, in BF16.
 
 Run:      python peers/te_layer.py                  Needs: Transformer Engine, see docs/not-faster.md
 """

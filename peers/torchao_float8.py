@@ -1,7 +1,8 @@
 """Peer of 4_transformer_engine.py: 3_compile.py with torchao's float8 training.
 
-A block's four Linear layers are converted with the tensorwise recipe, which torchao calls its fastest. The
-head stays BF16, as in torchao's example. Source: torchao's page "Training" and Float8LinearRecipeName.
+A block's four Linear layers are converted with the tensorwise recipe, which torchao calls its fastest: one
+scale a tensor, found from the tensor itself. The head stays BF16, as in torchao's example. Source: torchao's
+page "Training" and Float8LinearRecipeName.
 
 Run:      python peers/torchao_float8.py            Needs: pip install torchao
 """

@@ -2,8 +2,7 @@
 
 SDPA attention, torch.compile over model and loss, no dropout; launched, as a Trainer launches it. Autocast
 and AdamW are those of 3_compile.py. The residual stream stays FP32. The weights begin with the ladder's
-numbers.
-Source: transformers' pages GPT-2, "GPU" (efficient training) and AttentionInterface.
+numbers. Source: transformers' pages GPT-2, "GPU" (efficient training) and AttentionInterface.
 
 Run:      python peers/transformers_gpt2.py         Needs: pip install transformers
 """

@@ -4,8 +4,9 @@ The runs of a study are named like their variants, and a script that is not chan
 """
 
 from common.record import Study
-from report.cells import number, only_filled, time_or_status
-from report.figures import Line, derive, unlearned
+from report.cells import LAUNCH, dtype, gain, number, only_filled, scaling, time_or_status
+from report.changes import added_groups
+from report.figures import Line, derive, ratio, unlearned
 
 
 def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
@@ -23,10 +24,24 @@ def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
                 "script, ms": time_or_status(script),
                 "variant, ms": time_or_status(variant),
                 "difference, ms": number(difference, "+,.1f"),
+                "lines": str(sum(map(len, added_groups(script.row, variant.row)))),
                 "least cosine": number(variant.row.proof and variant.row.proof.cosine, ".4f"),
                 "work": variant.same_work or "-",
             }
         )
+    return only_filled(rows)
+
+
+def equal_rows(study: Study, *names: str) -> list[dict[str, str]]:
+    """These runs side by side, with what may make them unequal; gains are over the first of them."""
+    rows, first = [], derive(study.runs[names[0]]).lines[0]
+    for name in names:
+        line = derive(study.runs[name]).lines[0]
+        settings = line.row.settings
+        row = {"row": name, "of": line.name, "launch": LAUNCH[settings.captured]}
+        row |= {"residual": dtype(settings.residual_dtype), "head": settings.head or "-"}
+        row |= {"FP8 scaling": scaling(settings.fp8_recipe), "ms": time_or_status(line)}
+        rows.append(row | {f"x {names[0]}": gain(ratio(line, first))})
     return only_filled(rows)
 
 

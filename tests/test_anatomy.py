@@ -140,7 +140,7 @@ def study(tmp_path, monkeypatch):
         "free_bytes": None,
         "said": ["GPU: one"],
     }
-    monkeypatch.setattr(runs, "check", lambda arguments: facts | {"workload": None})
+    monkeypatch.setattr(runs, "check", lambda arguments, **_: facts | {"workload": None})
 
     def script_command(script, words, processes):
         copy = tmp_path / "stand-in" / script.name

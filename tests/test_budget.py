@@ -9,7 +9,11 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORTS = {"common": "common", "ladder": "common|ladder", "report": r"report|common\.(kernels|record|text)$"}
+IMPORTS = {
+    "common": "common",
+    "ladder": "common|ladder",
+    "report": r"report|common\.(fingerprint|kernels|record|text)$",
+}
 
 
 ROOMS = ("common", "ladder", "report", "anatomy", "peers", "examples", "docs")

@@ -350,7 +350,7 @@ def test_a_check_that_ends_without_an_answer_is_one_line(
 
 
 def test_peers_are_rows_of_every_pass(monkeypatch):
-    monkeypatch.setattr(runs, "check", lambda *_: FACTS)
+    monkeypatch.setattr(runs, "check", lambda *_, **__: FACTS)
     _, rows, _ = command.prepare(command.parse(["--peers", "--repeat", "2", "--only", "2"]), resumes=False)
     outputs = [row.output for row in rows]
     assert outputs[:2] == ["2_sdpa.json", "peers/nanogpt.json"] and "pass-2/peers/nanogpt.json" in outputs

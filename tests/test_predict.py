@@ -27,7 +27,9 @@ def made(flops_per_s=1e12, bytes_per_s=1e11, launch_s=0.0, steady=1.0):
             product.flops_per_s = steady * flops_per_s
     kernels = [(COPY, n, 8 * n / bytes_per_s) for n in (2**10, 2**26)]
     attention = [
-        (T, D, flops_per_s * 64 / D * max(1, T / 1024)) for T in (256, 1024, 16384) for D in (64, 512)
+        (T, D, flops_per_s * 64 / max(D, 128) * max(2, T / 512))
+        for T in (256, 1024, 16384)
+        for D in (64, 128)
     ]
     return Roofs(bytes_per_s, products, kernels, attention, launch_s)
 
@@ -69,6 +71,12 @@ def test_between_the_sizes_of_the_grid_a_product_is_linear_in_each():
     assert machine.product_s("bf16", 32, 128, 128) == pytest.approx(2 * 64 * 128**2 / 1e12), (
         "half of the least"
     )
+
+
+def test_a_head_dimension_between_those_of_kernels_takes_as_long_as_the_next_one():
+    machine = Machine(made(1e12))
+    assert machine.attention_s(1024, 96, 4) == machine.attention_s(1024, 128, 4)
+    assert machine.attention_s(1024, 256, 4) == pytest.approx(2 * machine.attention_s(1024, 128, 4))
 
 
 def test_a_prediction_says_whether_a_step_fits_the_gpu():

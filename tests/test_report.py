@@ -718,7 +718,7 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
     named = (("0", "0", 9.0), ("1", "1", 5.0), ("x", "1", 7.0), ("y", "lost", 3.0))
     variants = {name: runs.run(runs.row(step, ms)) for name, step, ms in named}
     runs.write(tmp_path / "m" / "x", runs.study("ablations", variants))
-    assert tables.ablations("m/x").split()[-6::2] == ["5.00", "7.00", "+2.0"]
+    assert tables.ablations("m/x").split()[-8::2] == ["5.00", "7.00", "+2.0", "0"]
 
 
 def test_a_bar_without_a_profile_says_so_and_a_remark_of_all_rows_names_none():
