@@ -18,7 +18,7 @@ python="${PYTHON:-$(./run_all.sh --setup)}"
 shift
 most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
 most+=" anatomy llama hugging-face-gpt2 proof"
-known=" $most gpt3-6.7b-slice-cold adamw gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
+known=" $most tried gpt3-6.7b-slice-cold adamw gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("${@:-}")
 [ -n "${names[0]}" ] || read -ra names <<<"$most"
 for name in "${names[@]}"; do
@@ -41,7 +41,7 @@ for name in "${names[@]}"; do
   # What is made lies under results/ until it is whole: a record names its commit, without changes of files under docs/.
   to="docs/results/$machine/$name" at="results/$machine-$name-$code"
   if "$python" docs/tables.py --stale "$machine/$name" >/dev/null; then
-    [[ $name == parity* || $name == ablations* || $name == adamw || $name == proof ]] && [ -e "$at" ] || continue
+    [[ $name == parity* || $name == ablations* || $name == adamw || $name == tried || $name == proof ]] && [ -e "$at" ] || continue
   fi
   mkdir -p "$at"
   case "$name" in
@@ -69,6 +69,7 @@ for name in "${names[@]}"; do
         --rows 3 4 --seeds 1 2 3 4 5
       ;;
     proof) study ablations --preset gpt2 --batch-size 8 --only dead-mlp attention-without-its-mask ;;
+    tried) study ablations --preset gpt3-6.7b-slice --only fast fp8-attention te-attention te-cross wgrad cold ;;
     ablations) study ablations --preset gpt3-6.7b-slice ;;
     ablations-gpt2) study ablations --preset gpt2 ;;
     llama | hugging-face-gpt2)

@@ -59,7 +59,8 @@ def error_cells(shapes: list[Figures], guess: dict[str, float]) -> dict[str, str
         for before, line in pairwise(lines):
             measured = before.ms / line.ms
             gains.append(abs(before.row.predicted_ms / line.row.predicted_ms / measured - 1))
-            guessed.append(abs(guess[line.name] / measured - 1))
+            if line.name in guess:
+                guessed.append(abs(guess[line.name] / measured - 1))
     if not gains:
         return {}
     predictors = {figures.run.roofs.predictor or "-" for figures in shapes if figures.run.roofs} or {"-"}
@@ -69,15 +70,16 @@ def error_cells(shapes: list[Figures], guess: dict[str, float]) -> dict[str, str
         "largest error": percent(max(errors), 0),
         "median error of gains": percent(median(gains), 0),
         "largest error of gains": percent(max(gains), 0),
-        "of a constant guess: median": percent(median(guessed), 0),
-        "largest": percent(max(guessed), 0),
+        "of a constant guess: median": percent(median(guessed) if guessed else None, 0),
+        "largest": percent(max(guessed, default=None), 0),
         "predictor": ", ".join(sorted(predictors)),
     }
 
 
 def constant_guess(every: list[Figures]) -> dict[str, float]:
-    """For each step the median of its measured gains: what one would guess without knowing the shape."""
-    return {name: median(gains) for name, gains in gains_by_step(every).items()}
+    """For each step the median of its measured gains: what one would guess without knowing the shape. None
+    of a step with one gain, whose guess would be the answer."""
+    return {name: median(gains) for name, gains in gains_by_step(every).items() if len(gains) > 1}
 
 
 def tables(study: Study) -> dict[str, list[dict]]:
