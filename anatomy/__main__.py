@@ -23,7 +23,7 @@ ALL = (
     *("roofline", "memory", "kernel", "layout", "precision", "learning", "context", "attention", "fusion"),
     *("graph", "compiler", "capture", "techniques", "input_pipeline", "host"),
 )
-APART = ("ablations", "parity")  # they run the scripts
+APART = ("ablations", "parity", "loop")  # they run scripts
 
 
 def question(name: str) -> str:

@@ -8,10 +8,8 @@ from report.table import VERSIONS
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU"
 WORTH = 1.03  # times faster, from which a change to a model of yours is recommended
 CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
-CONVENTION_OF_MODEL = (
-    "TFLOP/s count the FLOPs of PyTorch's counter, of attention the whole (T, T) square. Loading of batches "
-    "is not timed"
-)
+CONVENTION_OF_MODEL = "TFLOP/s count of attention the whole (T, T) square"
+LOADING = "Loading of batches is not timed"  # by --model
 
 
 def headline(figures: Figures) -> str:
@@ -72,7 +70,9 @@ def _is_worth(line: Line) -> bool:
 def convention(figures: Figures) -> str:
     """What TFLOP/s count."""
     work = figures.run.workload
-    return CONVENTION_OF_MODEL if work and work.model else CONVENTION
+    if not (work and work.model):
+        return CONVENTION
+    return f"{CONVENTION_OF_MODEL}. {LOADING}" if "--model" in figures.run.command else CONVENTION_OF_MODEL
 
 
 def _whether_fp8_pays(timed: list[Line]) -> str:

@@ -1,0 +1,149 @@
+"""What does each change of the guide give, in a training loop as people have it?
+
+    python -m anatomy.loop [--output FOLDER]
+
+The loop is examples/loop/loop.py: GPT-2 of 124 M parameters on a GPU, 16 sequences of 1,024 tokens a step, and
+a toy on a CPU. It runs as it is, and then with one patch of its folder after the other, each on top of those
+before. Every state is a process of its own and trains on the same batches. FOLDER gets a record and its
+report.
+
+Prediction, for an H200. In FP32 and with attention by hand nearly all of a step's 380 ms are matmuls and
+scores, so AMP and fused attention take it to about 45 ms, as nanoGPT takes as it comes. Compilation is worth a
+fifth of that, FP8 little at 768 channels, and the graph what the host is late.
+"""
+
+import datetime
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from common.record import MERGED, Row, Run, Workload, read_object, write_json
+from common.text import OneLineParser, Skip, one_line, portable_command, run_command, say
+from ladder import process, running, runs
+
+LOOP = process.ROOT / "examples" / "loop"
+FIRST = "0-as-it-is"
+ANSWER = "row.json"
+TELLS = f"""
+import json
+
+peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+content = {{"step_ms": times, "loss": losses, "peak_bytes": peak, "tokens": B * T * micro_steps}}
+content["shape"], content["rate"] = [L, H, C, T, V], top_rate
+Path("{ANSWER}").write_text(json.dumps(content))
+"""
+
+
+def patches() -> list[Path]:
+    """The changes, in the order in which they are made."""
+    return sorted(LOOP.glob("*.patch"))
+
+
+def make_states(folder: Path) -> dict[str, Path]:
+    """The loop as it is and after each patch, by name, each in a folder of its own. Raises Skip where a patch
+    does not fit."""
+    states = {FIRST: folder / FIRST / "loop.py"}
+    states[FIRST].parent.mkdir(parents=True)
+    shutil.copy(LOOP / "loop.py", states[FIRST])
+    for patch in patches():
+        before, after = [*states.values()][-1].parent, folder / patch.stem
+        shutil.copytree(before, after)
+        command = ["git", "-C", after, "apply", "--unsafe-paths", patch]
+        try:
+            applied = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            raise Skip(f"git cannot apply {patch.name}: {error.strerror}") from None
+        if applied.returncode:
+            raise Skip(f"{patch.name} does not fit: {one_line(applied.stderr)}")
+        states[patch.stem] = after / "loop.py"
+    return states
+
+
+def run_state(name: str, script: Path, limit_s: int, stop: process.Stop) -> tuple[Row, dict]:
+    """The row of a state, and what its process answered; a state that broke stays a row."""
+    source = script.read_text()
+    script.write_text(source + TELLS)
+    changes = [patch.stem.partition("-")[2] for patch in patches() if patch.stem <= name]  # none of the first
+    row = Row(name, "ok", changes=changes, source=source)
+    log = script.with_name("log")
+    words = ["-c", f"import os; os.chdir({str(script.parent)!r}); exec(open('loop.py').read())"]
+    ended = process.run([sys.executable, *words], log, limit_s, stop, name, {})
+    answer = read_object(script.with_name(ANSWER))
+    if ended or not answer:
+        row.status, row.reason = ended or ("failed", "it left no times")
+        row.reason = process.last_line(log, "Error: ") or row.reason
+        return row, {}
+    row.step_ms, row.loss, row.peak_bytes = (answer[key] for key in ("step_ms", "loss", "peak_bytes"))
+    return row, answer
+
+
+def workload_of(answer: dict, steps: int) -> Workload:
+    """What a state of the loop trained, by what the first one answered."""
+    from common import flops
+    from common.model import GPTConfig
+
+    n_layer, n_head, n_embd, seq_len, vocab_size = answer["shape"]
+    config, batch_size = GPTConfig(n_layer, n_head, n_embd, seq_len, vocab_size), answer["tokens"] // seq_len
+    attention = flops.attention_flops(n_layer * batch_size * n_head, seq_len, n_embd // n_head)
+    return Workload(
+        preset="custom",
+        model="loop.py",
+        parameters=flops.parameters(config),
+        tokens_per_step=answer["tokens"],
+        flops_per_step=flops.flops_per_step(config, batch_size) + attention,  # of the whole (T, T) square
+        text="the standard library",
+        text_sha256=hashlib.sha256((LOOP / "loop.py").read_bytes()).hexdigest()[:16],
+        seed=1,
+        lr=answer["rate"],
+        warmup=0,
+        steps=steps,
+    )
+
+
+def empty_folder(output: Path | None) -> Path:
+    """Where the record goes. Raises Skip for a folder that holds something."""
+    folder = output.resolve() if output else running.new_folder("loop")
+    if folder.exists() and any(folder.iterdir()):
+        raise Skip(f"--output {output} is no empty folder")
+    return folder
+
+
+def run_states(folder: Path, limit_s: int) -> Run:
+    """Every state, one after the other. Raises Skip where a patch does not fit."""
+    from common import hardware
+
+    states, stop = make_states(folder / "states"), process.Stop()
+    stop.listen()
+    started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    environment = hardware.describe(hardware.resolve_device("auto"))
+    command = portable_command("python -m anatomy.loop", sys.argv[1:])
+    run = Run(command, started_at, environment, None, [])
+    for name, script in states.items():
+        if stop.requests:
+            break
+        row, answer = run_state(name, script, limit_s, stop)
+        run.rows.append(row)
+        if answer and not run.workload:
+            run.workload = workload_of(answer, len(row.loss))
+        say(f"{name}: {row.reason or 'done'}")
+    shutil.rmtree(folder / "states", ignore_errors=True)
+    return run
+
+
+def main() -> int:
+    parser = OneLineParser(prog="python -m anatomy.loop", description=__doc__)
+    running.add_options(parser)
+    options = parser.parse_args()
+    try:
+        folder = empty_folder(options.output)
+        run = run_states(folder, options.step_timeout or runs.LIMIT_S)
+        write_json(folder / MERGED, run)
+    except (Skip, OSError) as error:
+        parser.error(str(error))
+    return subprocess.run(process.module_command("report", str(folder)), cwd=process.ROOT).returncode
+
+
+if __name__ == "__main__":
+    run_command(main, "python -m anatomy.loop")
