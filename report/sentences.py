@@ -8,8 +8,11 @@ from report.table import VERSIONS
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU"
 WORTH = 1.03  # times faster, from which a change to a model of yours is recommended
 CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
-CONVENTION_OF_MODEL = "TFLOP/s count of attention the whole (T, T) square"
-LOADING = "Loading of batches is not timed"  # by --model
+CONVENTION_OF_LOOP = "TFLOP/s count of attention the whole (T, T) square"
+CONVENTION_OF_MODEL = (
+    "TFLOP/s count the FLOPs of PyTorch's counter, of attention the whole (T, T) square. Loading of batches "
+    "is not timed"
+)
 
 
 def headline(figures: Figures) -> str:
@@ -72,7 +75,7 @@ def convention(figures: Figures) -> str:
     work = figures.run.workload
     if not (work and work.model):
         return CONVENTION
-    return f"{CONVENTION_OF_MODEL}. {LOADING}" if "--model" in figures.run.command else CONVENTION_OF_MODEL
+    return CONVENTION_OF_MODEL if "--model" in figures.run.command else CONVENTION_OF_LOOP
 
 
 def _whether_fp8_pays(timed: list[Line]) -> str:

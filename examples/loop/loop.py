@@ -24,12 +24,12 @@ tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 splits = {"train": tokens[: -len(tokens) // 20], "test": tokens[-len(tokens) // 20 :]}
 
 
-def get_batch(split):
+def get_batch(split):  # (2, B, T): tokens, and the next ones
     starts = torch.randint(len(splits[split]) - T - 1, (B, 1))
     excerpts = splits[split][starts + torch.arange(T + 1)].long()
-    if device == "cuda":  # from pinned memory the host does not wait for the copy
-        excerpts = excerpts.pin_memory().to(device, non_blocking=True)
-    return excerpts[:, :-1], excerpts[:, 1:]
+    batch = torch.stack([excerpts[:, :-1], excerpts[:, 1:]])
+    # From pinned memory the host does not wait for the copy.
+    return batch.pin_memory().to(device, non_blocking=True) if device == "cuda" else batch
 
 
 class Block(nn.Module):
@@ -98,6 +98,19 @@ others = [weight for weight in model.parameters() if weight.dim() < 2]
 groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=top_rate, betas=(0.9, 0.95))
 
+
+def train_step(batches):
+    total = 0
+    for x, y in batches:
+        loss = model(x, y) / micro_steps
+        loss.backward()
+        total += loss.detach()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
 torch.manual_seed(1)  # of the batches
 losses, marks = [], []
 for step in range(steps):
@@ -106,16 +119,8 @@ for step in range(steps):
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "checkpoint.pt")
     for group in optimizer.param_groups:
         group["lr"] = rate_at(step)
-    total = 0
-    for _ in range(micro_steps):
-        x, y = get_batch("train")
-        loss = model(x, y) / micro_steps
-        loss.backward()
-        total += loss.detach()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(total)
+    batches = torch.stack([get_batch("train") for _ in range(micro_steps)])
+    losses.append(train_step(batches))
     marks.append(mark())
 
 losses = torch.stack(losses).tolist()  # waits for the GPU, once
