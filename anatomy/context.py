@@ -5,9 +5,9 @@ of bytes gives each next byte a probability after each byte before it, and needs
 triples knows two bytes before it.
 
 Prediction. Without any knowledge 256 bytes are equally likely: ln 256 = 5.55 nats. A table's loss on the text
-that it was counted on is the entropy of the next byte given those before it. On text that was held out it is
-more, because some triples never occurred. They take the probability that the shorter table gives, with the
-weight of one occurrence.
+that it was counted on is about the entropy of the next byte given those before it. On text that was held out
+it is more, because some triples never occurred. They take the probability that the shorter table gives, with
+the weight of one occurrence.
 
 Change: --vocab 64 maps bytes to fewer kinds. Which table gains most?
 Source: Shannon, Prediction and Entropy of Printed English (1951).
@@ -19,6 +19,7 @@ from anatomy.lab import main
 from common import data
 
 MOST = 256  # values of a byte
+FEWEST = 1000  # bytes, of which a twentieth is held out
 WEIGHT = 1  # of the shorter table, in occurrences
 NAMES = ("single bytes", "pairs", "triples")
 
@@ -51,6 +52,8 @@ def run(lab, length=None, vocab=None):
     vocab = vocab or MOST
     if vocab > MOST:
         raise ValueError(f"--vocab {vocab} is more than the {MOST} values of a byte")
+    if length is not None and length < FEWEST:
+        raise ValueError(f"--length {length} is too short: give {FEWEST} or more")
     text = data.standard_library_text()
     tokens = text.tokens[: length or lab.pick(2**20, None, None)].astype(np.int64) % vocab
     trained = len(tokens) - int(len(tokens) * data.HELDOUT_SHARE)
@@ -58,7 +61,7 @@ def run(lab, length=None, vocab=None):
     for name, table in zip(NAMES, tables(tokens[:trained], vocab), strict=True):
         heldout = loss(table, tokens[trained:])
         lab.row(f"a table of {name}", heldout, loss(table, tokens[:trained]), "")
-    return f"A model that ends above {heldout:.2f} nats has not learnt more than which triples are frequent."
+    return f"A model that ends above {heldout:.2f} nats foretells no better than the table of triples."
 
 
 if __name__ == "__main__":

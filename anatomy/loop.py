@@ -3,9 +3,9 @@
     python -m anatomy.loop [--output FOLDER]
 
 The loop is examples/loop/loop.py: GPT-2 of 124 M parameters on a GPU, 16 sequences of 1,024 tokens a step,
-and a toy on a CPU. It runs as it is, and then with one patch of its folder after the other, each on top of those
-before. Every state is a process of its own and trains on the same batches. FOLDER gets a record and its
-report.
+and a toy on a CPU. It runs as it is, and then with one patch of its folder after the other, each on top of
+those before. Every state is a process of its own and trains on the same batches. FOLDER gets a record and
+its report.
 
 Prediction, for an H200. In FP32 and with attention by hand nearly all of a step's 380 ms are matmuls and
 scores, so AMP and fused attention take it to about 45 ms, as nanoGPT takes as it comes. Compilation is worth

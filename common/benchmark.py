@@ -69,8 +69,13 @@ def run_as_process(work: Callable[[], int], name: str) -> None:
     except KeyboardInterrupt:
         say(f"{name}: interrupted, nothing written", sys.stderr)
         code = 130
-    except SystemExit as error:  # of a parser, which has told why
-        code = error.code
+    except SystemExit as error:  # a number of a parser, which has told why; or a text
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            say(error.code, sys.stderr)
+    except (ImportError, OSError) as error:
+        say(f"{name}: error: {one_line(error)}", sys.stderr)
+        code = 1
     if torch.distributed.is_initialized() and code == 0:
         torch.distributed.destroy_process_group()
     watched = sys.gettrace() or sys.getprofile() or "coverage" in sys.modules

@@ -13,7 +13,7 @@ from pathlib import Path
 
 # Of common/: what draws batches and weights, shares a model among GPUs, rehearses and times.
 MODULES = ("data", "model", "parallel", "rehearsal", "timing")
-MESSAGES = ("raise", "progress", "say")  # how statements begin that hold one
+TELL = ("progress", "say")  # functions that print a message
 BEFORE_A_STATEMENT = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 NOTHING = (tokenize.NL, tokenize.COMMENT)
 
@@ -42,16 +42,21 @@ def code_of(source: str, messages: bool = True) -> list[str]:
     except (tokenize.TokenError, SyntaxError):
         return []
     begins, message_from = True, None  # whether a statement begins with the next token; where a message did
-    for token in tokens:
+    for token, following in zip(tokens, [*tokens[1:], tokens[-1]], strict=True):
         (row, column), (end, _) = token.start, token.end
         if token.type == tokenize.COMMENT:
             lines[row - 1] = lines[row - 1][:column]
-        if token.type == tokenize.STRING and begins:  # a docstring
+        if token.type == tokenize.STRING and begins and following.type == tokenize.NEWLINE:  # a docstring
             lines[row - 1 : end] = [""] * (end - row + 1)
-        if begins and token.string in MESSAGES and not messages:
+        if begins and not messages and is_message(token.string, following.string):
             message_from = row
         if token.type == tokenize.NEWLINE and message_from:
             lines[message_from - 1 : row] = [""] * (row - message_from + 1)
             message_from = None
         begins = token.type in BEFORE_A_STATEMENT or (begins and token.type in NOTHING)
     return [line.rstrip() for line in lines if line.strip()]
+
+
+def is_message(word: str, following: str) -> bool:
+    """Whether a statement that begins with these two words raises an error or tells something."""
+    return word == "raise" or (word in TELL and following == "(")

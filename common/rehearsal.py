@@ -38,7 +38,7 @@ class InitialState:
         self.states = copied_states(optimizer.state)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.model.named_buffers() if self.model else iter(())
+        return self.model.named_buffers() if self.model is not None else iter(())
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -47,27 +47,41 @@ class InitialState:
         for weight, initial in self.weights:
             own_part(weight).copy_(initial)
         for name, buffer in self._buffers():  # by name: a model may have replaced it
-            buffer.copy_(self.buffers[name])
+            initial = self.buffers.get(name)  # None of one that its first forward made, as a cached mask
+            if initial is not None and initial.shape == own_part(buffer).shape:
+                own_part(buffer).copy_(initial)
         for group, numbers in zip(self.optimizer.param_groups, self.numbers, strict=True):
-            for name, value in numbers.items():
-                if isinstance(value, torch.Tensor):  # a rate that a graph reads
-                    group[name].copy_(value)
-                else:
-                    group[name] = value
-        if not begins_at_zero(self.optimizer):
+            restore_numbers(group, numbers)
+        if begins_at_zero(self.optimizer):
+            set_to_zero(self.optimizer.state)
+        else:
             self.optimizer.state.clear()
             self.optimizer.state.update(copied_states(self.states))
-            return
-        for states in self.optimizer.state.values():
-            for state in states.values():
-                if isinstance(state, torch.Tensor):
-                    own_part(state).zero_()
+
+
+def restore_numbers(group: dict, numbers: dict) -> None:
+    """Put rates and counts back; a tensor, which a graph may read, in place."""
+    for name, value in numbers.items():
+        if isinstance(value, torch.Tensor):
+            group[name].copy_(value)
+        else:
+            group[name] = value
+
+
+def set_to_zero(states: dict) -> None:
+    """Set all tensors of an optimizer's states to zero, in place."""
+    for of_weight in states.values():
+        for state in of_weight.values():
+            if isinstance(state, torch.Tensor):
+                own_part(state).zero_()
 
 
 def begins_at_zero(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether all tensors of an optimizer's states begin at zero, as those of Adam do."""
+    """Whether all tensors of an optimizer's states begin at zero, as those of Adam do. The momentum of SGD
+    begins with the first gradient, which dampening would lower had it begun at zero."""
     kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim") and kind.__name__ in BEGIN_AT_ZERO
+    is_known = kind.__module__.startswith("torch.optim") and kind.__name__ in BEGIN_AT_ZERO
+    return is_known and not any(group.get("dampening") for group in optimizer.param_groups)
 
 
 def check_states(optimizer: torch.optim.Optimizer) -> None:

@@ -17,7 +17,7 @@ python="${PYTHON:-$(./run_all.sh --setup)}"
 [ "$machine" = --check ] && exec "$python" docs/tables.py --stale "${@:2}"
 shift
 most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
-most+=" anatomy llama hugging-face-gpt2 proof"
+most+=" anatomy llama hugging-face-gpt2 proof guide"
 known=" $most tried gpt3-6.7b-slice-cold adamw gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("${@:-}")
 [ -n "${names[0]}" ] || read -ra names <<<"$most"
@@ -61,8 +61,7 @@ for name in "${names[@]}"; do
     scaling-batch-4) ladder --scaling --only 0,1,2,3,4 --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
     parity)
       learning --rows 3 4 --seeds 1 2 3 4 5 6 7 8 9 10
-      learning --rows 2 --seeds 1 2 3
-      learning --rows 0 1 --seeds 1
+      learning --rows 0 1 2 --seeds 1 2 3
       ;;
     parity-2048)
       study parity --preset gpt2 --n-layer 4 --n-head 16 --n-embd 2048 --batch-size 8 --lr 5e-5 \
@@ -75,6 +74,10 @@ for name in "${names[@]}"; do
     llama | hugging-face-gpt2)
       file=examples/${name#hugging-face-}.py # needs transformers
       ladder --model "$file"
+      ;;
+    guide)
+      rm -rf "$at"
+      "$python" -m anatomy.loop --output "$at"
       ;;
     anatomy) "$python" -m anatomy all --json "$at/anatomy.json" >"$at/report.md" ;;
   esac

@@ -7,15 +7,18 @@ python docs/tables.py                     make the reports of all recorded runs 
 python docs/tables.py --stale [PLACE]     which recordings are of other code: docs/record.sh makes them again
 """
 
+import difflib
 import itertools
 import re
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from anatomy import loop  # noqa: E402
 from common.fingerprint import code_sha256  # noqa: E402
 from common.record import Run, Study, read_object  # noqa: E402
 from common.text import say  # noqa: E402
@@ -108,11 +111,11 @@ def file(name: str) -> str:
     return re.sub(r'(?s)^""".*?"""\s*', "", (ROOT / name).read_text())
 
 
-def of_model(place: str) -> str:
-    """The rows of a model that is not ours."""
-    rows = []
+def of_model(place: str, *more: str) -> str:
+    """The rows of a model that is not ours, with `more` columns."""
+    rows, over_first = [], f"x {figures(place).first.name}"
     for row in table.main_rows(figures(place)):
-        rows.append({name: row[name] for name in ("step", "ms", "x above", "x 0_fp32", "GiB")})
+        rows.append({name: row[name] for name in ("step", "ms", "x above", over_first, "GiB", *more)})
     return shown(rows, place)
 
 
@@ -171,6 +174,35 @@ def equals(place: str, *names: str) -> str:
     return shown(variants.equal_rows(record(place), *names), place, n_left=2)
 
 
+# --- the guide's loop -----------------------------------------------------------------------------
+
+
+@cache
+def loop_states() -> dict[str, str]:
+    """The text of the loop as it is and after each of its patches."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {name: path.read_text() for name, path in loop.make_states(Path(folder)).items()}
+
+
+def loop_change(last: str) -> str:
+    """What all patches up to this one change of the loop, without what stays."""
+    states = loop_states()
+    before, after = states[loop.FIRST].splitlines(), states[last].splitlines()
+    return as_diff(list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:])
+
+
+def loop_patch(name: str) -> str:
+    """One patch, with the lines around it."""
+    text = (loop.LOOP / f"{name}.patch").read_text()
+    return as_diff(text[text.index("@@") :].splitlines())
+
+
+def as_diff(lines: list[str]) -> str:
+    """A diff in Markdown, with an empty line where lines are left out."""
+    shown = "\n".join("" if line.startswith("@@") else line for line in lines[1:])
+    return f"```diff\n{shown}\n```"
+
+
 # --- several recordings ---------------------------------------------------------------------------
 
 
@@ -195,12 +227,11 @@ def gains(*of: str) -> str:
 
 def predictions(*of: str) -> str:
     """How far predictions from the roofs lie from what was measured, by workload or sweep, and how far the
-    medians of all measured gains do."""
-    by_place = {place: [derive(run) for run in runs(place)] for place in of}
-    guess = sweep.constant_guess([*itertools.chain(*by_place.values())])
-    rows = []
-    for place, shapes in by_place.items():
-        rows.append({"predicted": place} | sweep.error_cells(shapes, guess))
+    medians of the gains in the other ones do."""
+    shapes, rows = {place: list(map(derive, runs(place))) for place in of}, []
+    for place in of:
+        others = itertools.chain(*(shapes[other] for other in of if other != place))
+        rows.append({"predicted": place} | sweep.error_cells(shapes[place], sweep.constant_guess([*others])))
     return shown(cells.only_filled(rows), *of)
 
 

@@ -11,7 +11,7 @@ from ladder import roofs
 from ladder.step_kernels import Pass
 
 COPY = "copy fp32"  # moves 8 bytes a number
-ROUNDS = 20  # in which `slowed_s` converges
+ROUNDS = 20  # in which `slowdown` converges
 
 
 class Machine:

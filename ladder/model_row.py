@@ -202,7 +202,8 @@ def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tu
     """What the `main` of a step returns, with these changes; the last is the row's own."""
     refuse(names, args)
     if args.work_sha256() != args.planned.text_sha256:
-        raise RuntimeError(f"{args.path.name}, or what it imports or reads, has changed since the run began")
+        changed = f"{args.path.name}, or what it imports or reads, has changed since the run began"
+        raise RuntimeError(f"{changed}, or its batches differ in each process: seed its generator")
     torch.set_float32_matmul_precision("highest")
     model = args.model()
     set_attention(model, before, SDPA in names, args.drawn[0])

@@ -5,7 +5,7 @@
 A prediction is a sum. Matrix products take the time that the roofs give for their shapes. Fused attention
 takes its FLOPs over its rate. What lies between are passes over memory, which ladder/step_kernels.py counts.
 Where the host needs longer to launch the kernels than the GPU to run them, the host's time counts. Under its
-power limit a GPU lowers its clock: see Machine.slowed_s.
+power limit a GPU lowers its clock: see Machine.slowdown.
 """
 
 import argparse

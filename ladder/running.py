@@ -185,7 +185,8 @@ def run_study(
     another workload, machine or code.
     """
     folder, before = study_folder(kind, options.output)
-    facts = runs.check(arguments, limit_s=options.step_timeout or runs.LIMIT_S)
+    limit_s = options.step_timeout or runs.LIMIT_S
+    facts = runs.check(arguments, limit_s=limit_s, name=f"python -m anatomy.{kind}")
     same = {"device": facts["device"], "code": code_of_study(), "arguments": arguments}
     same["workload"] = facts["workload"]
     if before and before.get("same") != same:
@@ -225,8 +226,10 @@ def study_folder(kind: str, output: Path | None) -> tuple[Path, dict]:
 
 
 def code_of_study() -> str:
-    """What the rows of a study depend on: the scripts, common/, peers and patches."""
-    others = sorted([*(ROOT / peer for peer in runs.peers()), *ROOT.glob("anatomy/variants/*.patch")])
+    """What the rows of a study depend on: what a timed step runs through, the held-out losses, peers and
+    patches."""
+    others = [ROOT / "common" / "benchmark.py", *(ROOT / peer for peer in runs.peers())]
+    others += sorted(ROOT.glob("anatomy/variants/*.patch"))
     content = b"".join(path.read_bytes() for path in others)
     return code_sha256(ROOT) + hashlib.sha256(content).hexdigest()[:16]
 

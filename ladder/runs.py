@@ -73,10 +73,16 @@ def captures(script: str) -> bool:
     return re.search(r"(?m)^    def capture\(", (ROOT / script).read_text()) is not None
 
 
-def check(arguments: list[str], gpus: int = 1, model: str | None = None, limit_s: int = LIMIT_S) -> dict:
+def check(
+    arguments: list[str],
+    gpus: int = 1,
+    model: str | None = None,
+    limit_s: int = LIMIT_S,
+    name: str = "run_all.sh",
+) -> dict:
     """What the arguments mean here, by a process that imports torch: see ladder/facts.py, and of a `model`
     that is not ours ladder/model_file.py. Exits with one line where they are wrong, with code 2, and where
-    the user stops it, with code 130."""
+    the user stops it, with code 130. `name` is of the command that the user gave."""
     variables, stop = {}, process.Stop()
     stop.listen()
     if gpus > 1:  # as torchrun tells the last of the processes
@@ -88,27 +94,25 @@ def check(arguments: list[str], gpus: int = 1, model: str | None = None, limit_s
         log, facts = Path(folder) / "log", Path(folder) / "facts.json"
         command = process.module_command(*module, *arguments)
         variables[FACTS] = str(facts)
-        ended = process.run(command, log, limit_s, stop, "checking the arguments", variables)
-        stop.listen_no_more()
+        try:
+            ended = process.run(command, log, limit_s, stop, "checking the arguments", variables)
+        finally:
+            stop.listen_no_more()
         if stop.requests:
-            sys.exit(interrupted("nothing has run yet"))
+            say(f"{name}: interrupted: nothing has run yet", sys.stderr)
+            sys.exit(130)
         if ended or not facts.exists():
-            refuse(ended[1] if ended else "the check of the arguments ended without an answer", log)
+            refuse(ended[1] if ended else "it gave no answer", log, name)
         return read_object(facts)
 
 
-def refuse(reason: str, log: Path) -> None:
-    """Exit with one line, after what the check has said where that is no such line."""
-    if not process.last_line(log, ": error: "):
+def refuse(reason: str, log: Path, name: str) -> None:
+    """Exit with one line: that of the check, or where it broke, how it ended after all that it has said."""
+    if reason != process.last_line(log, ": error: "):
         say(log.read_text(errors="replace").rstrip(), sys.stderr)
-    say(f"run_all.sh: error: {reason.partition(' and no record')[0]}", sys.stderr)
+        reason = f"the check of the arguments broke: {reason.partition(': see ')[0]}"
+    say(f"{name}: error: {reason}", sys.stderr)
     sys.exit(2)
-
-
-def interrupted(what: str) -> int:
-    """Tell of it, and return the exit code."""
-    say(f"run_all.sh: interrupted: {what}", sys.stderr)
-    return 130
 
 
 def ladder(arguments: list[str], names: list[str], gpus: int = 1) -> list[Planned]:

@@ -24,7 +24,7 @@ def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
                 "script, ms": time_or_status(script),
                 "variant, ms": time_or_status(variant),
                 "difference, ms": number(difference, "+,.1f"),
-                "lines": str(sum(map(len, added_groups(script.row, variant.row)))),
+                "lines added": str(sum(map(len, added_groups(script.row, variant.row)))),
                 "least cosine": number(variant.row.proof and variant.row.proof.cosine, ".4f"),
                 "work": variant.same_work or "-",
             }

@@ -66,7 +66,18 @@ def labels(study: Study) -> dict[str, dict[int, Row]]:
         parts = re.fullmatch(r"(.+), seed (\d+)", name)
         if parts and run.rows[0].status == "ok":
             rows.setdefault(parts[1], {})[int(parts[2])] = run.rows[0]
-    return dict(sorted(rows.items()))
+    return dict(sorted(rows.items(), key=lambda item: _place(item[0])))
+
+
+def _place(label: str) -> tuple[float, str]:
+    """Steps by their number, then peers and variants."""
+    number = label.partition("_")[0]
+    return (int(number) if number.isdecimal() else math.inf), label
+
+
+def shared_seeds(of_labels: dict[str, dict[int, Row]]) -> list[int]:
+    """The seeds that all of these labels have."""
+    return sorted(set.intersection(*map(set, of_labels.values()))) if of_labels else []
 
 
 def first_row(rows: dict[int, Row]) -> Row:
@@ -85,7 +96,8 @@ def compared_with(study: Study) -> dict[str, str | None]:
         elif row.settings.fp8_recipe:
             compared[label] = before
         else:
-            compared[label], before = first, label
+            compared[label] = first
+            before = label if label[:1].isdecimal() else before  # peers may begin with other weights
     compared.pop(first, None)
     return {label: compared.get(label) for label in every}
 
@@ -120,11 +132,12 @@ def difference(study: Study, label: str, other: str | None, measure: Measure) ->
 
 
 def difference_rows(study: Study) -> list[dict]:
-    """A line a label: its losses, and how far they lie above those that they are compared with."""
-    rows = []
+    """A line a label: its mean loss over the seeds that all labels have, and how far its losses lie above
+    those that they are compared with."""
+    rows, shared = [], shared_seeds(labels(study))
     for label, other in compared_with(study).items():
-        of_label = labels(study)[label].values()
-        losses = [loss for row in of_label if (loss := last_quarter(row)) is not None]
+        of_label = labels(study)[label]
+        losses = [last_quarter(of_label[seed]) for seed in shared if of_label[seed].loss]
         row = {"row": label, "loss": number(fmean(losses) if losses else None, ".3f")}
         row["less that of"] = other or "-"
         learnt = difference(study, label, other, last_quarter)
@@ -199,12 +212,15 @@ def seconds_rows(study: Study) -> list[dict]:
 
 
 def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
-    """(seconds of steps, held-out loss) of every script tested on the way, means over its seeds."""
-    curves = {}
-    for label, rows in tested(study).items():
-        step_s = fmean(median(row.step_ms) for row in rows.values()) / 1e3
+    """(seconds of steps, held-out loss) of every script tested on the way, means over the seeds that all
+    have."""
+    curves, every = {}, tested(study)
+    seeds = shared_seeds(every)
+    for label, of_seeds in every.items() if seeds else ():
+        rows = [of_seeds[seed] for seed in seeds]
+        step_s = fmean(median(row.step_ms) for row in rows) / 1e3
         curves[label] = []
-        for tests in zip(*(row.heldout for row in rows.values()), strict=False):  # one of each seed
+        for tests in zip(*(row.heldout for row in rows), strict=False):  # one of each seed
             (steps, _), losses = tests[0], [loss for _, loss in tests]
             curves[label].append((steps * step_s, fmean(losses)))
     return curves
@@ -217,12 +233,10 @@ def picture(study: Study) -> bytes | None:
 
 def curves_figure(study: Study) -> Figure:
     """Held-out loss against seconds, from the second test on."""
-    seeds = {label: len(rows) for label, rows in tested(study).items()}
     with figure(3.4) as drawn:
         axes = drawn.subplots()
         for label, points in curves(study).items():
-            of = f"{label}, {seeds[label]} seed{'' if seeds[label] == 1 else 's'}"
-            axes.plot(*zip(*points[1:], strict=True), label=of, marker=".")
+            axes.plot(*zip(*points[1:], strict=True), label=label, marker=".")
         axes.set(xlabel="seconds of training steps", ylabel="held-out loss, nats", xscale="log")
         plain_numbers(axes.xaxis, (1, 2, 5))
         axes.legend(fontsize=8, handlelength=4)  # long enough to show how a line is dashed

@@ -16,9 +16,9 @@ PEAKS = {  # by what a device's name holds
 
 
 def peak_flops_per_s(device: str, precision: str) -> float | None:
-    """Of one card; None for a card or a precision that is not known here."""
+    """Of one whole card; None for a card or a precision that is not known here."""
     for name, peaks in PEAKS.items():
-        if re.search(name, device):
+        if re.match(rf"NVIDIA {name}", device) and "MIG" not in device:  # a part of a card
             peak = peaks.get(precision)
             return peak and peak * 1e12
     return None

@@ -75,7 +75,7 @@ def convention(figures: Figures) -> str:
     work = figures.run.workload
     if not (work and work.model):
         return CONVENTION
-    return CONVENTION_OF_MODEL if "--model" in figures.run.command else CONVENTION_OF_LOOP
+    return CONVENTION_OF_LOOP if "anatomy.loop" in figures.run.command else CONVENTION_OF_MODEL
 
 
 def _whether_fp8_pays(timed: list[Line]) -> str:

@@ -71,7 +71,7 @@ def error_cells(shapes: list[Figures], guess: dict[str, float]) -> dict[str, str
         "median error of gains": percent(median(gains), 0),
         "largest error of gains": percent(max(gains), 0),
         "of a constant guess: median": percent(median(guessed) if guessed else None, 0),
-        "largest": percent(max(guessed, default=None), 0),
+        "of a constant guess: largest": percent(max(guessed, default=None), 0),
         "predictor": ", ".join(sorted(predictors)),
     }
 

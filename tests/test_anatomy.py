@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import run_python
 
-from anatomy import ablations, parity
+from anatomy import ablations, loop, parity
 from anatomy.__main__ import ALL, APART
 from anatomy.lab import Lab, shown
 from common.arguments import parse_args
@@ -207,3 +207,19 @@ def test_a_variant_is_compared_with_its_script_and_one_that_breaks_stays_a_row(
     assert study(ablations, *words) == 1
     said = capfd.readouterr().out
     assert re.search(r"dead-mlp-all +2_sdpa +10.0 +15.0 +\+5.0", said) and "absent.patch does not fit" in said
+
+
+@pytest.mark.slow
+def test_every_state_of_the_guide_s_loop_trains_alike(tmp_path):
+    ended = run_python("-m", "anatomy.loop", "--output", tmp_path / "loop", timeout=300)
+    assert ended.returncode == 1 and "Report: " in ended.stdout, "a CPU lacks Transformer Engine"
+    rows = json.loads((tmp_path / "loop" / "results.json").read_text())["rows"]
+    assert [row["step"] for row in rows] == ["0-as-it-is", *(path.stem for path in loop.patches())]
+    *trained, fp8 = rows
+    assert fp8["status"] == "failed" and "transformer_engine" in fp8["reason"]
+    assert fp8["changes"] == ["adamw", "amp", "attention", "compile", "graph", "fp8"]
+    for row in trained:
+        assert row["status"] == "ok" and len(row["step_ms"]) > 10 and row["loss"][-1] < 0.7 * row["loss"][0]
+        assert row["loss"] == pytest.approx(trained[0]["loss"], rel=0.005), row["step"]
+    again = run_python("-m", "anatomy.loop", "--output", tmp_path / "loop")
+    assert again.returncode == 2 and "is no empty folder" in again.stderr and again.stderr.count("\n") == 1

@@ -265,6 +265,8 @@ def test_the_code_of_a_source_has_no_comments_docstrings_and_messages():
     assert code_of(source, messages=False) == shown
     assert code_of(source)[3:6] == ["        raise E(", '            "no"', "        )"]
     assert code_of("def broken(:") == []
+    kept = ["progress = 3", "say: int = 3", '"a".join(x)']
+    assert code_of("\n".join(kept), messages=False) == kept, "no messages, though they begin like one"
 
 
 POINTWISE, COPIES = "normalization and pointwise", "copies and casts"

@@ -330,8 +330,21 @@ def test_a_row_that_a_cpu_s_memory_cannot_hold_is_not_started(device_type, kind,
     "ended, log, requests, code, said",
     [
         (("failed", "no such preset"), "x.py: error: no such preset\n", 0, 2, "error: no such preset\n"),
-        (("failed", "killed by signal 11: see log"), "", 0, 2, "error: killed by signal 11: see log\n"),
-        (None, "it ended its own way\n", 0, 2, "its own way\nrun_all.sh: error: the check of the arguments"),
+        (("failed", "killed by signal 11: see log"), "", 0, 2, "arguments broke: killed by signal 11\n"),
+        (
+            None,
+            "it ended its own way\n",
+            0,
+            2,
+            "its own way\nrun_all.sh: error: the check of the arguments broke: ",
+        ),
+        (
+            ("failed", "killed by signal 6: see log"),
+            "it said: error: no\n",
+            0,
+            2,
+            "said: error: no\nrun_all.sh: ",
+        ),
         (("interrupted", ""), "", 1, 130, "interrupted: nothing has run yet\n"),
     ],
 )

@@ -55,6 +55,7 @@ def test_weights_come_back_in_place_and_the_optimizer_forgets(name):
         lambda weights: torch.optim.NAdam(weights, lr=0.1),
         lambda weights: torch.optim.Rprop(weights),
         lambda weights: torch.optim.ASGD(weights, lr=0.1),
+        lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, dampening=0.5),
     ],
 )
 def test_an_optimizer_whose_states_do_not_begin_at_zero_begins_anew(make):
@@ -75,6 +76,26 @@ def test_an_optimizer_whose_states_do_not_begin_at_zero_begins_anew(make):
         Skip, match=f"states of {type(optimizer).__name__} may not begin at zero.* give --cold"
     ):
         rehearsal.check_states(optimizer)
+
+
+class Empty(torch.nn.Module):
+    """A model without members, whose buffers come and go."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def __len__(self):
+        return 0
+
+
+def test_a_buffer_that_a_forward_makes_is_left_and_others_come_back():
+    weight, model = torch.nn.Parameter(torch.ones(2)), Empty()
+    initial = rehearsal.InitialState(torch.optim.SGD([weight], 0.1), model)
+    model.mean = model.mean + 1
+    model.register_buffer("mask", torch.ones(2))
+    initial.restore()
+    assert not model.mean.any() and model.mask.all()
 
 
 @pytest.mark.parametrize("step", CPU_STEPS)

@@ -15,6 +15,7 @@ from conftest import run_python
 from common.kernels import in_words
 from common.record import CATEGORIES, Settings
 from report import (
+    ablations,
     changes,
     charts,
     compare,
@@ -33,6 +34,7 @@ from report.figures import derive, loss_rule
 from report.load import RecordError, load
 from report.page import render as page_of
 from report.page import time_bars
+from report.peaks import peak_flops_per_s
 
 sys.path.insert(0, str(runs.ROOT / "docs"))
 import tables
@@ -550,6 +552,33 @@ def test_a_profile_that_took_another_time_than_the_steps_is_left_out():
     ]
 
 
+@pytest.mark.parametrize(
+    ("device", "precision", "tflops"),
+    [
+        ("NVIDIA H200", "fp8", 1978.9),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100-SXM4-80GB", "fp8", None),
+        ("NVIDIA H100 PCIe", "bf16", None),
+        ("NVIDIA H200 NVL", "bf16", None),
+        ("NVIDIA GH200 480GB", "bf16", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
+    ],
+)
+def test_mfu_is_over_the_datasheet_s_peak_of_a_whole_known_card(device, precision, tflops):
+    assert peak_flops_per_s(device, precision) == (tflops and tflops * 1e12)
+
+
+def test_runs_on_equal_terms_stand_side_by_side():
+    fp8 = Settings(captured=True, residual_dtype="bfloat16", head="FP8", fp8_recipe="torchao, tensorwise")
+    delayed = replace(fp8, fp8_recipe="recipe_type=DelayedScaling", residual_dtype="float32")
+    rows = {"a": runs.row("x", 50.0, settings=fp8), "b": runs.row("y", 100.0, settings=delayed)}
+    study = runs.study("ablations", {name: runs.run(row) for name, row in rows.items()})
+    first, second = ablations.equal_rows(study, "a", "b")
+    assert [*first.values()] == ["a", "x", "captured", "BF16", "FP8", "current", "50.0", "1.00"]
+    assert [*second.values()][3:] == ["FP32", "FP8", "delayed", "100.0", "0.50"]
+
+
 def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
     shapes = {}
     for width, ms in ((128, (90.0, 100.0, 100.0)), (256, (200.0, 100.0, 50.0))):
@@ -616,17 +645,24 @@ def test_losses_are_compared_seed_by_seed_by_a_margin_that_was_set_beforehand():
         made[f"1_x, seed {seed}"] = trained("1_x", 2.001 + seed + 0.001 * seed)  # 0.002, 0.003, 0.004
         made[f"2_fp8, seed {seed}"] = trained("2_fp8", 2.1 + seed + 0.001 * seed, **fp8)
         made[f"dead, seed {seed}"] = trained("1_x", 2.0 + seed + 0.1 * seed)
-    made["3_x, seed 1"] = trained("3_x", 2.0)
-    made["3_x, seed 2"] = runs.run(runs.row("3_x", status="oom"))
+    made["10_x, seed 1"] = trained("10_x", 2.0)
+    made["10_x, seed 2"] = runs.run(runs.row("10_x", status="oom"))
+    made["peer, seed 1"], made["peer_fp8, seed 1"] = trained("peer", 2.0), trained("peer_fp8", 2.0, **fp8)
     study = runs.study("parity", made)
     of = parity.compared_with(study)
-    assert of == {"0_x": None, "1_x": "0_x", "2_fp8": "1_x", "3_x": "0_x", "dead": "1_x"}
+    assert of == {"0_x": None, "1_x": "0_x", "2_fp8": "1_x", "10_x": "0_x", "dead": "1_x"} | {
+        "peer": "0_x",
+        "peer_fp8": "10_x",
+    }
+    assert [*of] == ["0_x", "1_x", "2_fp8", "10_x", "dead", "peer", "peer_fp8"]
     lines = {row["row"]: row for row in parity.difference_rows(study)}
     cells = [*lines["1_x"].values()][1:7]
-    assert cells == ["4.003", "0_x", "3", "+0.0030", "+0.0005 to +0.0055", "equivalent"]
+    assert cells == ["3.002", "0_x", "3", "+0.0030", "+0.0005 to +0.0055", "equivalent"], (
+        "the loss of seed 1, which all have"
+    )
     assert lines["2_fp8"]["difference"] == "+0.0990" and lines["2_fp8"]["verdict"] == "different"
     assert lines["dead"]["verdict"] == "undecided", "a mean beyond the margin, and an interval around zero"
-    assert lines["3_x"]["difference"] == "-1.0000" and lines["3_x"]["verdict"] == "undecided", "one seed"
+    assert lines["10_x"]["difference"] == "-1.0000" and lines["10_x"]["verdict"] == "undecided", "one seed"
     assert lines["1_x"]["held-out: difference"] == "+0.0000" and lines["0_x"]["verdict"] == "-"
 
 
@@ -658,8 +694,8 @@ def test_seconds_until_a_loss_are_of_every_seed():
     assert parity.seconds_until(study.runs["1_x, seed 1"].rows[0], 1.9) == pytest.approx(1.25)
     assert parity.picture(study)[:4] == b"\x89PNG"
     (axes,) = parity.curves_figure(study).axes
-    assert lines_of(axes) == [[2.0], pytest.approx([6.1 / 3, 5.65 / 3])], "from the second test on"
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["0_x, 2 seeds", "1_x, 3 seeds"]
+    shown = [[2.0], pytest.approx([4.1 / 2, 3.85 / 2])]
+    assert lines_of(axes) == shown, "from the second test on, of the two seeds that both have"
 
 
 # --- the command and the documents ----------------------------------------------------------------
