@@ -6,10 +6,10 @@ triples knows two bytes before it.
 
 Prediction. Without any knowledge 256 bytes are equally likely: ln 256 = 5.55 nats. A table's loss on the text
 that it was counted on is about the entropy of the next byte given those before it. On text that was held out
-it is more, because some triples never occurred. They take the probability that the shorter table gives, with
-the weight of one occurrence.
+it is more, because some triples never occurred. Every table is mixed with the one that looks back one byte
+less, which counts as one more occurrence. So a triple that never occurred still has a probability.
 
-Change: --vocab 64 maps bytes to fewer kinds. Which table gains most?
+Change: --vocab 64 maps bytes to fewer kinds. Which table's loss falls most?
 Source: Shannon, Prediction and Entropy of Printed English (1951).
 """
 

@@ -1,8 +1,8 @@
 """What a recorded time depends on, as a hash: the code that a timed step runs through, and nothing else.
 
-A record carries it, and is stale when that of the present code differs. It covers the scripts and MODULES,
-without comments, docstrings, blank lines, and statements that raise an error or tell something: a message may
-be improved without measuring anything again.
+Each record holds this hash, and is stale when the present code has another. It covers the scripts and
+MODULES, without comments, docstrings, blank lines, and statements that only raise an error or print a
+message: a message may be improved without measuring anything again.
 """
 
 import hashlib

@@ -1,10 +1,10 @@
 """The rehearsal of a row: training steps that are undone, so that every row trains from the same weights.
 
-A few steps are launched, which compiles and autotunes. Then the step is captured as a CUDA graph, where the
-script can be. On a GPU more steps follow, in which FP8 learns its scales: these begin at 1, where small
-gradients round to zero, and Adam's moments would remember that. Then the weights are put back in place, and
-the optimizer begins anew. What else a step changes is kept: FP8's scales, and the state of random numbers.
-The ladder's own model changes no buffer; those of another model are put back too.
+A few steps are launched, which compiles and autotunes. Then the step is captured as a CUDA graph, if the
+script can be captured. On a GPU more steps follow, in which FP8 learns its scales. These begin at 1, where
+small gradients round to zero, and Adam's moments would remember that. Then the weights are put back in place,
+and the optimizer begins anew. What else a step changes is kept: FP8's scales, and the state of random
+numbers. The ladder's own model changes no buffer; those of another model are put back too.
 """
 
 import copy
