@@ -80,21 +80,16 @@ def test_what_the_guide_says_is_true(part, on_a_cpu):
 
 
 FAULTS = [
-    ("1.", "    optimizer.step()\n    optimizer.zero_grad()", "    optimizer.zero_grad()"),
     ("1.", "loss = model(x, y) / parts", "loss = model(x, y)"),
     ("1.", "with amp:\n    fresh = layer(x)", "fresh = stale"),
-    ("1.", "    scaler.unscale_(optimizer)\n", ""),
-    ("1.", "* math.inf", "* 1.0"),
     ("2.", "/ math.sqrt(q.size(-1))", ""),
     ("2.", ", value=-100", ""),
-    ("2.", "0.5 if training else 0.0", "0.5"),
     (
         "2.",
         "generated = F.scaled_dot_product_attention(last, k, v, enable_gqa=True)",
         "generated = attend(last, k, v)",
     ),
     ("3.", "model.compile(fullgraph=True)", "model = torch.compile(model)"),
-    ("3.", "lr=rate", "lr=1e-2"),
     ("3.", "torch._dynamo.config.recompile_limit = 2 * len(layers)", "pass"),
     ("3.", "model.load_state_dict(saved)", ""),
     ("3.", 'name.replace("_orig_mod.", "")', "name"),
