@@ -4,6 +4,9 @@
 #   docs/record.sh MACHINE           every piece that is missing or of other code: ten minutes each, gpt2 and sweep twenty
 #   docs/record.sh MACHINE NAME ...  these pieces, for example: gpt2 parity
 #   docs/record.sh --check           the records of other code than the present one
+#   docs/record.sh --confirm MACHINE one pass of the slice and of gpt2, about five minutes, compared with the records
+#
+# Nothing is recorded from uncommitted files: a record names its commit.
 #
 # A ladder that was interrupted is continued: ./run_all.sh --resume DIR, then cp DIR/results.json to its folder. A study
 # (parity, ablations) goes on where it ended. The Python needs cogapp too (tests/requirements.txt). Where the system has
@@ -12,9 +15,22 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { echo "docs/record.sh: error: $1" >&2 && exit 2; }
 machine="${1:-}"
-[[ $machine == --check || $machine =~ ^[^-/][^/]*$ ]] || fail "give a MACHINE, for example: docs/record.sh h200"
+[[ $machine == --check || $machine == --confirm || $machine =~ ^[^-/][^/]*$ ]] || fail "give a MACHINE, for example: docs/record.sh h200"
 python="${PYTHON:-$(./run_all.sh --setup)}"
 [ "$machine" = --check ] && exec "$python" docs/tables.py --stale "${@:2}"
+changed="$(git status --porcelain -- . ':!docs/results' ':!results')"
+[ -z "$changed" ] || fail "commit first, a record names its commit: $(head -1 <<<"$changed")"
+if [ "$machine" = --confirm ]; then
+  machine="${2:-}" failed=0
+  [ -d "docs/results/$machine/gpt2" ] || fail "--confirm takes a MACHINE that has records, for example: h200"
+  for name in gpt3-6.7b-slice gpt2; do
+    [ -d "docs/results/$machine/$name" ] || continue
+    rm -f results/latest
+    ./run_all.sh --preset "$name" --no-roofs || (($? == 1))
+    "$python" -m report.confirm "docs/results/$machine/$name" results/latest || failed=1
+  done
+  exit "$failed"
+fi
 shift
 most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 gpt2-batch-8 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
 most+=" anatomy llama hugging-face-gpt2 proof guide"

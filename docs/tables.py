@@ -19,9 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from anatomy import loop  # noqa: E402
-from common.fingerprint import code_sha256  # noqa: E402
-from common.record import Run, Study, read_object  # noqa: E402
+from common.fingerprint import code_of, code_sha256  # noqa: E402
+from common.record import Row, Run, Study, read_object  # noqa: E402
 from common.text import say  # noqa: E402
+from ladder import patches  # noqa: E402
 from report import ablations as variants  # noqa: E402
 from report import cells, charts, documents, page, parity, scaling, sentences, sweep, table  # noqa: E402
 from report.__main__ import render_study  # noqa: E402
@@ -148,9 +149,12 @@ def apart(place: str) -> str:
 
 
 def measured(place: str) -> str:
-    """Device, date and commit of a recording."""
-    run = record(place)
-    return f"{run.environment.device}, {run.started_at[:10]}, commit {run.environment.commit[:7]}"
+    """Device, date and commit of a recording, and of the short run that confirmed it."""
+    run, confirmed = record(place), read_object(RESULTS / place / "confirmed.json")
+    text = f"{run.environment.device}, measured {run.started_at[:10]} at {run.environment.commit[:7]}"
+    if confirmed:
+        text += f", confirmed {confirmed['date']} at {confirmed['commit'][:7]}"
+    return text
 
 
 def cards(*of: str) -> str:
@@ -236,14 +240,48 @@ def predictions(*of: str) -> str:
 
 
 def stale(*of: str) -> list[str]:
-    """Of these recordings, or of all, those that are absent or of other scripts and common/ than the present
-    ones."""
+    """Of these recordings, or of all, those that are absent, or of other code than the present one: see
+    common/fingerprint.py, and of peers and patches the rows' own sources."""
     code: dict[str, set[str]] = {}
     for path in RESULTS.glob("*/*/*.json"):
         content, place = read_object(path), str(path.parent.relative_to(RESULTS))
         for run in content.get("runs", {"": content}).values():
             code.setdefault(place, set()).add((run.get("environment") or {}).get("code_sha256"))
-    return [place for place in of or sorted(code) if code.get(place, set()) - {None} != {code_sha256(ROOT)}]
+    places = of or sorted(code)
+    return [
+        place for place in places if code.get(place, set()) - {None} != {code_sha256(ROOT)} or edited(place)
+    ]
+
+
+def edited(place: str) -> bool:
+    """Whether a peer or a patch has other code than when its row was recorded."""
+    if not (RESULTS / place / "results.json").exists():
+        return False
+    recorded = record(place)
+    named = recorded.runs.items() if isinstance(recorded, Study) else [("", recorded)]
+    for name, run in named:
+        variant = name if name in patches.variants() else ""
+        if any(is_edited(variant, row) for row in [*run.rows, *run.peers]):
+            return True
+    return False
+
+
+def is_edited(variant: str, row: Row) -> bool:
+    """Whether the code of a step or a peer, with the patch of a variant, is another one than the row's."""
+    present = present_source(variant, row.step)
+    return bool(row.source and present) and code_of(row.source, False) != code_of(present, False)
+
+
+@cache
+def present_source(variant: str, step: str) -> str:
+    """The text of a step or a peer, with a `variant` with its patch; empty of what is none of them."""
+    script = f"{step}.py" if (ROOT / f"{step}.py").exists() else f"peers/{step}.py"
+    if not (ROOT / script).exists():
+        return ""
+    if not variant:
+        return (ROOT / script).read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        return patches.write_script(variant, script, Path(folder)).read_text()
 
 
 def renew() -> None:

@@ -757,6 +757,22 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
     assert tables.ablations("m/x").split()[-8::2] == ["5.00", "7.00", "+2.0", "0"]
 
 
+def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    tables.record.cache_clear()
+    present = {"peer": ("", "nanogpt"), "patch": ("cold-scales", runs.STEPS[4])}
+    for kind, (variant, step) in present.items():
+        source = tables.present_source(variant, step)
+        assert "cold" in source or not variant
+        for name, text in (("same", f"{source}\n# a comment"), ("other", f"{source}\nx = 1")):
+            run = runs.run(runs.row(step, source=text), code_sha256=tables.code_sha256(tables.ROOT))
+            runs.write(tmp_path / kind / name, runs.study("ablations", {variant or step: run}))
+    old = runs.run(runs.row("x"), code_sha256="0123")
+    runs.write(tmp_path / "of" / "old", old)
+    assert tables.stale() == ["of/old", "patch/other", "peer/other"] and tables.stale("a/b") == ["a/b"]
+    tables.record.cache_clear()
+
+
 def test_a_bar_without_a_profile_says_so_and_a_remark_of_all_rows_names_none():
     figures = derive(runs.run(*(runs.row(step, note="odd") for step in runs.STEPS[:3])))
     assert [bar.label for bar in time_bars(figures.lines)] == ["100.0 ms, without a profile"] * 3
