@@ -20,8 +20,8 @@ from common.text import OneLineParser, one_line, portable_command, progress, run
 # In the order in which they are read. `host` comes last: a profiler that has run may slow what is launched
 # after it.
 ALL = (
-    *("roofline", "memory", "kernel", "layout", "precision", "learning", "context", "attention", "fusion"),
-    *("graph", "compiler", "capture", "techniques", "input_pipeline", "host"),
+    *("roofline", "memory", "kernel", "layout", "precision", "learning", "context", "attention", "masks"),
+    *("fusion", "graph", "compiler", "capture", "techniques", "input_pipeline", "host"),
 )
 APART = ("ablations", "parity", "loop")  # they run scripts
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import run_python
 
-from anatomy import ablations, loop, parity
+from anatomy import ablations, loop, masks, parity
 from anatomy.__main__ import ALL, APART
 from anatomy.lab import Lab, shown
 from common.arguments import parse_args
@@ -52,6 +52,16 @@ def test_an_experiment_predicts_and_measures_on_a_cpu(name, monkeypatch):
     for row in rows:
         if NEAR.get(name, "-") in row["what"] and row["predicted"] and not row["at_most"]:
             assert row["measured"] == pytest.approx(row["predicted"], rel=0.2), row
+
+
+@pytest.mark.parametrize(("T", "documents"), [(1024, 8), (512, 8), (1000, 3), (300, 2), (256, 1)])
+def test_the_blocks_that_a_document_mask_keeps_are_counted(T, documents):
+    mask = masks.dense_mask(masks.document_of(T, documents, torch.device("cpu")))
+    edge = -(-T // masks.BLOCK)
+    whole = torch.zeros(edge * masks.BLOCK, edge * masks.BLOCK, dtype=torch.bool)
+    whole[:T, :T] = mask
+    kept = whole.view(edge, masks.BLOCK, edge, masks.BLOCK).any(3).any(1).sum().item()
+    assert masks.kept_share(T, documents) == pytest.approx(kept / (edge * (edge + 1) / 2))
 
 
 @pytest.mark.slow
