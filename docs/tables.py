@@ -138,6 +138,12 @@ def faster(place: str, step: str, than: str) -> str:
     return cells.gain(ratio(line(place, step), line(place, than)))
 
 
+def warmups(place: str, step: str) -> str:
+    """The warm-up of a row in each of its passes: `19.2 and 9.7 s`."""
+    seconds = [cells.number(each.warmup_s) for each in line(place, step).row.passes]
+    return f"{' and '.join(seconds)} s"
+
+
 def ms(place: str, step: str) -> str:
     return f"{line(place, step).ms:,.0f}{line(place, step).mark}"
 
