@@ -291,3 +291,14 @@ def test_what_a_user_is_told_before_the_first_row(monkeypatch):
 def test_a_word_that_is_not_utf_8_is_one_line(refused):
     assert "is not UTF-8: rename the file" in refused(parse, "--data", "/tmp/\udcff.txt")
     assert "cannot read" in refused(parse, "--data", "/nonexistent/größe.txt")
+
+
+def test_a_full_disk_leaves_no_file_behind(tmp_path, monkeypatch):
+    def full(path, content):
+        path.open("wb").write(content[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ValueError, match="No space left on device"):
+        arguments.check_output(tmp_path / "r.json")
+    assert not [*tmp_path.iterdir()]

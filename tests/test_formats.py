@@ -137,3 +137,26 @@ def test_only_a_regular_file_is_data(tmp_path):
     for path in (tmp_path / "pipe", tmp_path):
         with pytest.raises(ValueError, match="not a regular file"):
             read_tokens(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{'descr': '<u2', 'fortran_order': False, 'shape': (100,), ",
+        b"{'descr': '<u2', 'fortran_order': False, 'shape': (%d,)}" % 2**62,
+        b"{'descr': '<u2', 'fortran_order': False, 'shape': (True,)}",
+    ],
+)
+def test_a_damaged_header_of_numpy_is_one_line(header, tmp_path):
+    path = tmp_path / "x.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(200))
+    with pytest.raises(ValueError, match=r"no array that NumPy can read|holds ") as refused:
+        read_tokens(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_tokens_are_known_whatever_the_case_of_their_ending(tmp_path):
+    tokens = np.arange(5000, dtype=np.uint16) * 7 % 50000
+    for name in ("x.bin", "x.BIN"):
+        tokens.tofile(tmp_path / name)
+        assert np.array_equal(read_tokens(tmp_path / name), tokens)
