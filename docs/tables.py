@@ -60,7 +60,13 @@ def shown(rows: list[dict], *of: str, n_left: int = 1) -> str:
         differing |= {problem.partition(":")[0] for problem in run.problems if problem.startswith(DIFFER)}
     if len(states) > 1 or differing:
         raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(states | differing))}")
-    return explained(documents.pipe(rows, n_left))
+    return explained(documents.pipe(rows, n_left)) + several_cards(*of)
+
+
+def several_cards(*of: str) -> str:
+    """How many cards the recordings of a table are of, where it is more than one; otherwise nothing."""
+    cards = {run.environment.gpu_uuid for place in of for run in runs(place) if run.environment} - {None}
+    return f"\n\nRecorded on {len(cards)} cards." if len(cards) > 1 else ""
 
 
 def explained(text: str) -> str:

@@ -773,6 +773,16 @@ def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path
     tables.record.cache_clear()
 
 
+def test_a_table_of_several_cards_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    tables.record.cache_clear()
+    for name, uuid in (("a", "1"), ("b", "2"), ("c", None)):
+        runs.write(tmp_path / "of" / name, runs.run(runs.row("x"), gpu_uuid=uuid))
+    assert tables.several_cards("of/a", "of/b", "of/c") == "\n\nRecorded on 2 cards."
+    assert tables.several_cards("of/a", "of/c") == tables.several_cards("of/c") == ""
+    tables.record.cache_clear()
+
+
 def test_a_bar_without_a_profile_says_so_and_a_remark_of_all_rows_names_none():
     figures = derive(runs.run(*(runs.row(step, note="odd") for step in runs.STEPS[:3])))
     assert [bar.label for bar in time_bars(figures.lines)] == ["100.0 ms, without a profile"] * 3
