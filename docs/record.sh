@@ -8,8 +8,7 @@
 #
 # Nothing is recorded from uncommitted files: a record names its commit.
 #
-# A ladder that was interrupted is continued: ./run_all.sh --resume DIR, then cp DIR/results.json to its folder. A study
-# (parity, ablations) goes on where it ended. The Python needs cogapp too (tests/requirements.txt). Where the system has
+# A piece that was interrupted goes on with the same command. The Python needs cogapp too (tests/requirements.txt). Where the system has
 # another cuDNN than PyTorch's, name PyTorch's in CUDNN_HOME, and put its lib/ first on LD_LIBRARY_PATH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -44,9 +43,15 @@ done
 code="$("$python" -c 'import pathlib, common.fingerprint as f; print(f.code_sha256(pathlib.Path()))')"
 
 ladder() { # the options of run_all.sh: its run becomes the record
-  rm -f results/latest
+  if [ -s "$at/run" ] && [ -d "$(cat "$at/run")" ]; then # interrupted before
+    set -- --resume "$(cat "$at/run")"
+  else
+    rm -f results/latest
+  fi
+  trap 'readlink -f results/latest >"$at/run"' EXIT
   ./run_all.sh "$@" || (($? == 1)) # a row that does not fit is a result
   cp results/latest/results.json "$at/"
+  trap - EXIT
 }
 
 study() { "$python" -m "anatomy.$1" --output "$at" "${@:2}" || (($? == 1)); }
