@@ -6,10 +6,9 @@
 #   docs/record.sh --check           the records of other code than the present one
 #   docs/record.sh --confirm MACHINE one pass of the slice and of gpt2, about five minutes, compared with the records
 #
-# Nothing is recorded from uncommitted files: a record names its commit.
-#
-# A piece that was interrupted goes on with the same command. The Python needs cogapp too (tests/requirements.txt). Where the system has
-# another cuDNN than PyTorch's, name PyTorch's in CUDNN_HOME, and put its lib/ first on LD_LIBRARY_PATH.
+# Nothing is recorded from uncommitted files, documents aside: a record names its commit. A piece that was interrupted
+# goes on with the same command. The Python needs cogapp too (tests/requirements.txt). Where the system has another cuDNN
+# than PyTorch's, name PyTorch's in CUDNN_HOME, and put its lib/ first on LD_LIBRARY_PATH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { echo "docs/record.sh: error: $1" >&2 && exit 2; }
@@ -17,7 +16,7 @@ machine="${1:-}"
 [[ $machine == --check || $machine == --confirm || $machine =~ ^[^-/][^/]*$ ]] || fail "give a MACHINE, for example: docs/record.sh h200"
 python="${PYTHON:-$(./run_all.sh --setup)}"
 [ "$machine" = --check ] && exec "$python" docs/tables.py --stale "${@:2}"
-changed="$(git status --porcelain -- . ':!docs/results' ':!results')"
+changed="$(git status --porcelain -- . ':!docs/*.md' ':!docs/index.html' ':!docs/results' ':!README.md')" # renewed here
 [ -z "$changed" ] || fail "commit first, a record names its commit: $(head -1 <<<"$changed")"
 if [ "$machine" = --confirm ]; then
   machine="${2:-}" failed=0
