@@ -143,11 +143,19 @@ def _package_versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, with -dirty where files differ from it; None where git cannot tell."""
+    """The commit of this checkout, with -dirty where files differ from it, documents aside; None where git
+    cannot tell."""
     # A container often runs as another user than the one who owns the mounted checkout.
     git = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT)]
-    words = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    commands = (
+        ["rev-parse", "HEAD"],
+        ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs", ":!README.md"],
+    )
     try:
-        return subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
+        commit, changed = (
+            subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
+            for words in commands
+        )
     except (OSError, subprocess.SubprocessError):
         return None
+    return f"{commit}-dirty" if changed else commit
