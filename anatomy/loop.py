@@ -21,8 +21,9 @@ import sys
 from pathlib import Path
 
 from common.record import MERGED, Row, Run, Workload, read_object, write_json
-from common.text import OneLineParser, Skip, one_line, portable_command, run_command, say
+from common.text import OneLineParser, Skip, portable_command, run_command, say
 from ladder import process, running, runs
+from ladder.patches import apply
 
 LOOP = process.ROOT / "examples" / "loop"
 FIRST = "0-as-it-is"
@@ -51,33 +52,25 @@ def make_states(folder: Path) -> dict[str, Path]:
     for patch in patches():
         before, after = [*states.values()][-1].parent, folder / patch.stem
         shutil.copytree(before, after)
-        command = ["git", "-C", after, "apply", "--unsafe-paths", patch]
-        try:
-            applied = subprocess.run(command, capture_output=True, text=True)
-        except OSError as error:
-            raise Skip(f"git cannot apply {patch.name}: {error.strerror}") from None
-        if applied.returncode:
-            raise Skip(f"{patch.name} does not fit: {one_line(applied.stderr)}")
+        apply(patch, after, "loop.py")
         states[patch.stem] = after / "loop.py"
     return states
 
 
-def run_state(name: str, script: Path, limit_s: int, stop: process.Stop) -> tuple[Row, dict]:
-    """The row of a state, and what its process answered; a state that broke stays a row."""
-    source = script.read_text()
-    script.write_text(source + TELLS)
-    changes = [patch.stem.partition("-")[2] for patch in patches() if patch.stem <= name]  # none of the first
-    row = Row(name, "ok", changes=changes, source=source)
+def run_state(row: Row, script: Path, limit_s: int, stop: process.Stop) -> dict:
+    """Run a state into its row, and return what its process answered; a state that broke stays a row."""
+    row.status, row.source = "ok", script.read_text()
+    script.write_text(row.source + TELLS)
     log = script.with_name("log")
     words = ["-c", f"import os; os.chdir({str(script.parent)!r}); exec(open('loop.py').read())"]
-    ended = process.run([sys.executable, *words], log, limit_s, stop, name, {})
+    ended = process.run([sys.executable, *words], log, limit_s, stop, row.step, {})
     answer = read_object(script.with_name(ANSWER))
     if ended or not answer:
         row.status, row.reason = ended or ("failed", "it left no times")
         row.reason = process.last_line(log, "Error: ") or row.reason
-        return row, {}
+        return {}
     row.step_ms, row.loss, row.peak_bytes = (answer[key] for key in ("step_ms", "loss", "peak_bytes"))
-    return row, answer
+    return answer
 
 
 def workload_of(answer: dict, steps: int) -> Workload:
@@ -120,12 +113,14 @@ def run_states(folder: Path, limit_s: int) -> Run:
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     environment = hardware.describe(hardware.resolve_device("auto"))
     command = portable_command("python -m anatomy.loop", sys.argv[1:])
-    run = Run(command, started_at, environment, None, [])
+    run, changes = Run(command, started_at, environment, None, []), []
     for name, script in states.items():
         if stop.requests:
             break
-        row, answer = run_state(name, script, limit_s, stop)
-        run.rows.append(row)
+        if name != FIRST:
+            changes.append(name.partition("-")[2])
+        run.rows.append(row := Row(name, changes=[*changes]))
+        answer = run_state(row, script, limit_s, stop)
         if answer and not run.workload:
             run.workload = workload_of(answer, len(row.loss))
         say(f"{name}: {row.reason or 'done'}")

@@ -14,6 +14,8 @@ Change: --documents 1. What does FlexAttention cost where it has nothing to skip
 Source: Dong et al., Flex Attention (2024); PyTorch's documentation of scaled_dot_product_attention.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -73,10 +75,10 @@ def run(lab, length=None, documents=None, batch=None, heads=None):
     masks = {"dense causal mask": dense_mask(torch.zeros_like(document))}
     masks[f"dense mask of {P} documents"] = dense_mask(document)
     lab.title = f"Forward and backward, B {B}, H {H}, T {T}, D {D}, {dtype}"
-    causal_s = lab.seconds(forward_backward(lambda q, k, v: attend(q, k, v, is_causal=True), qkv))
+    causal_s = lab.seconds(forward_backward(partial(F.scaled_dot_product_attention, is_causal=True), qkv))
     lab.row("is_causal", causal_s)
     for name, mask in masks.items():
-        seconds = lab.seconds(forward_backward(lambda q, k, v, m=mask: attend(q, k, v, attn_mask=m), qkv))
+        seconds = lab.seconds(forward_backward(partial(F.scaled_dot_product_attention, attn_mask=mask), qkv))
         lab.row(name, seconds, 2 * causal_s)
     name, predicted_s = f"FlexAttention, {P} documents", causal_s * kept_share(T, P)
     if not lab.gpu:
@@ -86,13 +88,11 @@ def run(lab, length=None, documents=None, batch=None, heads=None):
     flex_s = lab.seconds(forward_backward(flex, qkv))
     lab.row(name, flex_s, predicted_s)
     lab.title = "The same numbers?"
-    apart = (flex(*qkv) - attend(*qkv, attn_mask=dense_mask(document))).abs().max().item()
+    apart = (
+        (flex(*qkv) - F.scaled_dot_product_attention(*qkv, attn_mask=dense_mask(document))).abs().max().item()
+    )
     lab.row("largest difference between FlexAttention and the dense mask", apart, unit="")
     return f"With {P} documents FlexAttention took {flex_s / seconds:.2f} of the time of a dense mask."
-
-
-def attend(q, k, v, **how):
-    return F.scaled_dot_product_attention(q, k, v, **how)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 #   docs/record.sh MACHINE           every piece that is missing or of other code: ten minutes each, gpt2 and sweep twenty
 #   docs/record.sh MACHINE NAME ...  these pieces, for example: gpt2 parity
 #   docs/record.sh --check           the records of other code than the present one
-#   docs/record.sh --confirm MACHINE one pass of the slice and of gpt2, about five minutes, compared with the records
+#   docs/record.sh --confirm MACHINE one pass of the slice and of gpt2, compared with the records
 #
 # Nothing is recorded from uncommitted files, documents aside: a record names its commit. A piece that was interrupted
 # goes on with the same command. The Python needs cogapp too (tests/requirements.txt). Where the system has another cuDNN

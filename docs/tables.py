@@ -281,7 +281,9 @@ def edited(place: str) -> bool:
 def is_edited(variant: str, row: Row) -> bool:
     """Whether the code of a step or a peer, with the patch of a variant, is another one than the row's."""
     present = present_source(variant, row.step)
-    return bool(row.source and present) and code_of(row.source, False) != code_of(present, False)
+    return bool(row.source and present) and code_of(row.source, messages=False) != code_of(
+        present, messages=False
+    )
 
 
 @cache

@@ -30,11 +30,17 @@ def write_script(key: str, script: str, folder: Path) -> Path:
     (folder / "common").symlink_to(ROOT / "common")
     for name in [*scripts(), *peers()]:
         shutil.copy(ROOT / name, folder / name)
-    command = ["git", "-C", folder, "apply", "--unsafe-paths", ROOT / f"anatomy/variants/{key}.patch"]
+    apply(ROOT / f"anatomy/variants/{key}.patch", folder, script)
+    return folder / script
+
+
+def apply(patch: Path, folder: Path, script: str) -> None:
+    """Patch the files in a folder, of which `script` is the one that a message names. Raises Skip where the
+    patch does not fit."""
+    command = ["git", "-C", folder, "apply", "--unsafe-paths", patch]
     try:
         applied = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise Skip(f"git cannot apply {key}.patch: {error.strerror}") from None
+        raise Skip(f"git cannot apply {patch.name}: {error.strerror}") from None
     if applied.returncode:
-        raise Skip(f"{key}.patch does not fit {script}: {one_line(applied.stderr)}")
-    return folder / script
+        raise Skip(f"{patch.name} does not fit {script}: {one_line(applied.stderr)}")

@@ -22,7 +22,7 @@ from common.text import OneLineParser, aligned, run_command, say
 from ladder import roofs
 from ladder.machine import Machine
 from ladder.runs import scripts
-from ladder.step_kernels import NOTHING_LOST, STEPS
+from ladder.step_kernels import NOTHING_LOST, STEPS, Pass
 
 SELF = hardware.ROOT / "ladder" / "predict.py"
 HOPPER = (9, 0)  # of roofs that were recorded without a capability
@@ -59,14 +59,10 @@ def predict(name: str, shape, batch_size: int, measured: Roofs, capture: bool = 
         raise ValueError(f"the roofs lack {precision.upper()} products, kernels or attention")
     if precision == "fp8":
         check_fp8(shape, batch_size, measured)
-    passes = [(kernels, shape.n_layer) for kernels in step.in_a_block] + [
-        (kernels, 1) for kernels in step.once
-    ]
     products = list(products_of(name, shape, batch_size, machine, precision))
-    launches, others_s, attention_s = sum(count for count, _, _ in products), 0.0, 0.0
-    for kernels, times in passes:
-        launches += times * kernels.kernels
-        others_s += times * kernels.kernels * machine.pass_s(kernels, numbers[kernels.tensor])
+    attention_s, launches = 0.0, sum(count for count, _, _ in products)
+    kernels, others_s = sum_of_passes(step.in_a_block, step.once, shape.n_layer, numbers, machine)
+    launches += kernels
     load_s = sum(count * work for count, _, work in products) / machine.large(precision).burst_flops_per_s
     if not step.attention_by_hand:
         attention_s, attention_load_s = fused_attention(shape, batch_size, machine)
@@ -87,10 +83,24 @@ def allowed_ms(precision: str, shape, batch_size: int, measured: Roofs) -> float
     products = flops.matrix_products(shape, batch_size * shape.seq_len).items()
     seconds = sum(count * machine.product_s(precision, *mnk) for mnk, count in products)
     seconds += fused_attention(shape, batch_size, machine)[0]
-    in_a_block, once = NOTHING_LOST
-    for kernels, times in [*((each, shape.n_layer) for each in in_a_block), *((each, 1) for each in once)]:
-        seconds += times * kernels.kernels * machine.pass_s(kernels, numbers[kernels.tensor])
-    return seconds * 1e3
+    _, others_s = sum_of_passes(*NOTHING_LOST, shape.n_layer, numbers, machine)
+    return (seconds + others_s) * 1e3
+
+
+def sum_of_passes(
+    in_a_block: tuple[Pass, ...],
+    once: tuple[Pass, ...],
+    n_layer: int,
+    numbers: dict[str, int],
+    machine: Machine,
+) -> tuple[int, float]:
+    """How many kernels lie between the products of a step, and their seconds."""
+    kernels, seconds = 0, 0.0
+    for passes, times in ((in_a_block, n_layer), (once, 1)):
+        for each in passes:
+            kernels += times * each.kernels
+            seconds += times * each.kernels * machine.pass_s(each, numbers[each.tensor])
+    return kernels, seconds
 
 
 def add_limits(measured: Roofs, shape, batch_size: int) -> None:

@@ -9,66 +9,58 @@ record's kind. On another card it tells how that card compares.
 """
 
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
-from common.record import Row, Run, write_json
+from common.record import Run, write_json
 from common.text import OneLineParser, aligned, run_command, say
 from report.cells import milliseconds
-from report.figures import LOSS_WINDOW, launch_us
+from report.figures import Line, derive, launch_us, reference_ms
 from report.load import RecordError, load
 
 BOUNDS = (0.97, 1.03)
 SLOW_HOST = 1.25  # launches that take so many times as long as in the record: then launched rows are marked
 
+Pair = tuple[Line, Line]  # a row of the record, and of the run
 
-def pairs_of(record: Run, again: Run) -> list[tuple[Row, Row]]:
+
+def pairs_of(record: Run, again: Run) -> list[Pair]:
     """The rows that both have with a time. Raises RecordError without any, and for other work."""
     if not (record.workload and again.workload):
         raise RecordError("one of the two has no workload")
     harmful = {*record.workload.differing(again.workload)} - {"text", "text_sha256"}
     if harmful:
         raise RecordError(f"the run did other work: {', '.join(sorted(harmful))}")
-    by_name = {row.step: row for row in again.rows if row.status == "ok"}
-    pairs = [(row, by_name[row.step]) for row in record.rows if row.status == "ok" and row.step in by_name]
+    by_name = {line.name: line for line in derive(again).timed_steps}
+    pairs = [(line, by_name[line.name]) for line in derive(record).timed_steps if line.name in by_name]
     if not pairs:
         raise RecordError("the two have no row in common that has a time in both")
     return pairs
 
 
-def passes(row: Row) -> list[Row]:
-    return row.passes or [row]
-
-
-def step_ms(row: Row) -> float:
-    """The median of the medians of its passes."""
-    return median(median(each.step_ms) for each in passes(row))
-
-
-def product_ms(row: Row) -> float | None:
-    times = [ms for each in passes(row) for ms in each.product_ms]
-    return median(times) if times else None
-
-
-def card_ratio(pairs: list[tuple[Row, Row]]) -> float:
+def card_ratio(pairs: list[Pair]) -> float:
     """How much longer the reference work took than in the record; 1 where it was not timed."""
-    ratios = [now / then for row, again in pairs if (then := product_ms(row)) and (now := product_ms(again))]
+    ratios = []
+    for then, now in pairs:
+        products = [reference_ms(line.row).get("product") for line in (then, now)]
+        if all(products):
+            ratios.append(products[1] / products[0])
     return median(ratios) if ratios else 1.0
 
 
-def ratios_of(row: Row, again: Row, card: float) -> dict[str, float]:
+def ratios_of(then: Line, now: Line, card: float) -> dict[str, float]:
     """The run's time over that of the record, by the card's ratio; its peak of memory, its last losses."""
-    ratios = {"ms": step_ms(again) / step_ms(row) / card}
-    if row.peak_bytes and again.peak_bytes:
-        ratios["peak"] = again.peak_bytes / row.peak_bytes
-    if row.loss and again.loss:
-        ratios["loss"] = fmean(again.loss[-LOSS_WINDOW:]) / fmean(row.loss[-LOSS_WINDOW:])
+    ratios = {"ms": now.ms / then.ms / card}
+    if then.gib and now.gib:
+        ratios["peak"] = now.gib / then.gib
+    if then.loss and now.loss:
+        ratios["loss"] = now.loss / then.loss
     return ratios
 
 
-def waits_for_a_slow_host(row: Row, again: Row) -> bool:
+def waits_for_a_slow_host(then: Line, now: Line) -> bool:
     """Whether a row is launched, by a host that launches more slowly than that of the record."""
-    then, now = launch_us(row), launch_us(again)
-    return not again.settings.captured and bool(then and now and now > SLOW_HOST * then)
+    before, after = launch_us(then.row), launch_us(now.row)
+    return not now.row.settings.captured and bool(before and after and after > SLOW_HOST * before)
 
 
 def out_of_bounds(ratios: dict[str, float], slow_host: bool) -> list[str]:
@@ -82,16 +74,16 @@ def confirm(record: Run, again: Run) -> tuple[dict, list[dict], list[str]]:
     """The content of confirmed.json, the rows of a table, and a line for each row that is not confirmed."""
     pairs = pairs_of(record, again)
     card, content, rows, failed = card_ratio(pairs), {}, [], []
-    for row, now in pairs:
-        ratios, slow_host = ratios_of(row, now, card), waits_for_a_slow_host(row, now)
-        content[row.step] = {"step_ms": step_ms(now)} | ratios
+    for then, now in pairs:
+        ratios, slow_host = ratios_of(then, now, card), waits_for_a_slow_host(then, now)
+        content[then.name] = {"step_ms": now.ms} | ratios
         mark = "?" if slow_host else ""
-        cells = {"step": row.step, "record, ms": milliseconds(step_ms(row))}
-        cells |= {"now, ms": f"{milliseconds(step_ms(now))}{mark}"}
+        cells = {"step": then.name, "record, ms": milliseconds(then.ms)}
+        cells |= {"now, ms": f"{milliseconds(now.ms)}{mark}"}
         rows.append(cells | {name: f"{ratio:.3f}" for name, ratio in ratios.items()})
         if names := out_of_bounds(ratios, slow_host):
             failed.append(
-                f"{row.step} is not confirmed: {', '.join(names)} beyond {BOUNDS[0]} to {BOUNDS[1]}"
+                f"{then.name} is not confirmed: {', '.join(names)} beyond {BOUNDS[0]} to {BOUNDS[1]}"
             )
     machine = again.environment
     about = {"date": (again.started_at or "")[:10], "commit": machine.commit, "device": machine.device}

@@ -210,7 +210,7 @@ def _fill_slowness(line: Line, fastest: dict[str, float]) -> None:
     """How much longer the same work, and the same launches, took around a row than at best."""
     passes = line.row.passes or [line.row]
     for row in passes:
-        for kind, ms in _reference_ms(row).items():
+        for kind, ms in reference_ms(row).items():
             line.slowed = max(line.slowed, ms / fastest[kind])
     if "launch" in fastest and _waits_for_the_host(line.row):
         line.slow_launch = max((launch_us(row) or 0.0) / fastest["launch"] for row in passes)
@@ -300,7 +300,7 @@ def _fill_rates(line: Line, work: Workload, run: Run) -> None:
 # --- whether to trust it --------------------------------------------------------------------------
 
 
-def _reference_ms(row: Row) -> dict[str, float]:
+def reference_ms(row: Row) -> dict[str, float]:
     """Milliseconds of the work that is the same around every row.
 
     Each is the median of the times before, within and after the timed steps, as the row's own time is a
@@ -331,7 +331,7 @@ def _fastest_reference(runs: list[Run]) -> dict[str, float]:
     rows = [row for run in runs for row in [*run.rows, *run.peers] if row.status == "ok"]
     passes = [each for row in rows for each in row.passes or [row]]
     for row in passes:
-        for kind, time in (_reference_ms(row) | {"launch": launch_us(row)}).items():
+        for kind, time in (reference_ms(row) | {"launch": launch_us(row)}).items():
             if time:
                 fastest[kind] = min(time, fastest.get(kind, time))
     return fastest

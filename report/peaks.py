@@ -1,6 +1,6 @@
 """Dense peaks of cards by their datasheets: what MFU, model FLOPs utilization, is held against.
 
-MFU is the rate of model FLOPs, by the convention of common/flops.py, over this peak. Sources: NVIDIA's
+MFU is the rate of model FLOPs, by the convention that the record states, over this peak. Sources: NVIDIA's
 datasheets "H200 Tensor Core GPU", "H100 Tensor Core GPU" and "A100 Tensor Core GPU", whose figures with
 sparsity are halved. The name MFU is of Chowdhery et al., PaLM (2022).
 """
