@@ -1,4 +1,5 @@
-"""anatomy/ on a GPU: all experiments within four minutes, each with a prediction."""
+"""anatomy/ on a GPU: all experiments within four minutes, each with a prediction; the guide's loop, captured
+and in FP8."""
 
 import json
 import time
@@ -6,6 +7,39 @@ import time
 import pytest
 import torch
 from conftest import run_python
+
+from anatomy import loop
+from common.record import Row
+from ladder import process
+
+TOY = {  # sizes of the loop on a GPU, and those of a CPU in their place
+    "(12, 12, 768, 1024, 50304, 8)": "(2, 2, 64, 64, 256, 4)",
+    "(90, 2, 30)": "(20, 2, 10)",
+    "(6e-4, 30)": "(1e-2, 3)",
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("state, first, all_of_them", [("5-graph", 0.005, 0.05), ("6-fp8", 0.02, 0.1)])
+def test_the_guide_s_loop_trains_alike_as_a_graph_and_in_fp8(state, first, all_of_them, tmp_path):
+    from test_gpu import fp8_reason
+
+    if state == "6-fp8" and (reason := fp8_reason()):
+        pytest.skip(reason)
+    states, rows = loop.make_states(tmp_path / "states"), {}
+    for name in ("3-attention", state):
+        source = states[name].read_text()
+        for of_a_gpu, of_a_toy in TOY.items():
+            assert of_a_gpu in source
+            source = source.replace(of_a_gpu, of_a_toy)
+        states[name].write_text(source)
+        rows[name] = Row(name)
+        loop.run_state(rows[name], states[name], 300, process.Stop())
+        assert rows[name].status == "ok", rows[name].reason
+    launched, changed = rows["3-attention"].loss, rows[state].loss
+    assert changed[-1] < 0.7 * changed[0]
+    assert changed[:4] == pytest.approx(launched[:4], rel=first)
+    assert changed == pytest.approx(launched, rel=all_of_them)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

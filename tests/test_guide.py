@@ -38,11 +38,12 @@ MODEL = next(iter(PARTS.values()))[0]
 def run(part, gpu=False, changed=("", "")):
     """Run the blocks of a part after the model, which the first block of all defines; with one text
     replaced."""
-    names = {}
+    names: dict = {}
     for block in dict.fromkeys((MODEL, *PARTS[part])):
         if gpu or not block.gpu:
             source = block.source.replace(*changed) if changed[0] else block.source
             exec(compile("\n" * block.line + source, str(GUIDE), "exec"), names)
+    return names
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +108,18 @@ def test_a_fault_in_a_block_is_noticed(part, right, wrong, on_a_cpu):
     assert any(right in block.source for block in PARTS[name])
     with pytest.raises((AssertionError, AttributeError, RecompileLimit, RuntimeError)):
         run(name, changed=(right, wrong))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_plain_optimizer_is_resumed(on_a_cpu):
+    (part,) = (part for part in PARTS if part.startswith("3."))
+    names = run(part)
+    plain = torch.optim.AdamW(names["new"]().parameters(), lr=1e-2)
+    plain.load_state_dict(names["resumed"]["optimizer"])
+    plain.param_groups[0].update(capturable=False, lr=1e-2)
+    checkpoint = {"model": names["resumed"]["model"], "optimizer": plain.state_dict()}
+    continued = names["train_from"](checkpoint, 20, 23)
+    assert isinstance(continued["optimizer"]["param_groups"][0]["lr"], torch.Tensor)
 
 
 UNEQUAL = """
