@@ -190,6 +190,13 @@ def equals(place: str, *names: str) -> str:
     return shown(variants.equal_rows(record(place), *names), place, n_left=2)
 
 
+def experiment(place: str, name: str) -> str:
+    """The first table of an experiment of anatomy."""
+    section = (RESULTS / place / "report.md").read_text().partition(f"\n## {name}: ")[2]
+    from_table = itertools.dropwhile(lambda line: not line.startswith("|"), section.splitlines())
+    return "\n".join(itertools.takewhile(lambda line: line.startswith("|"), from_table))
+
+
 # --- the guide's loop -----------------------------------------------------------------------------
 
 
@@ -239,6 +246,16 @@ def scaled(*of: str) -> list[scaling.Scaled]:
 def gains(*of: str) -> str:
     """Times faster than the step before, by workload."""
     return shown([{"workload": place} | sweep.gain_cells(figures(place)) for place in of], *of)
+
+
+def milliseconds(steps: list[str], *of: str) -> str:
+    """Milliseconds of these steps, by workload."""
+    rows = []
+    for place in of:
+        times = {step: line(place, step) for step in steps}
+        shown_times = {step: cells.milliseconds(each.ms) + each.mark for step, each in times.items()}
+        rows.append({"workload": place} | shown_times)
+    return shown(rows, *of)
 
 
 def predictions(*of: str) -> str:

@@ -94,7 +94,7 @@ FAULTS = [
     ("3.", "torch._dynamo.config.recompile_limit = 2 * len(layers)", "pass"),
     ("3.", "model.load_state_dict(saved)", ""),
     ("3.", 'name.replace("_orig_mod.", "")', "name"),
-    ("3.", 'if not name.endswith(".mask")', ""),
+    ("3.", "if not name.endswith(masks)", ""),
     ("Several", "(model(x, y) / 2).backward()", "model(x, y).backward()"),
 ]
 
@@ -119,7 +119,8 @@ def test_a_checkpoint_of_a_plain_optimizer_is_resumed(on_a_cpu):
     plain.param_groups[0].update(capturable=False, lr=1e-2)
     checkpoint = {"model": names["resumed"]["model"], "optimizer": plain.state_dict()}
     continued = names["train_from"](checkpoint, 20, 23)
-    assert isinstance(continued["optimizer"]["param_groups"][0]["lr"], torch.Tensor)
+    group = continued["optimizer"]["param_groups"][0]
+    assert isinstance(group["lr"], torch.Tensor) and group["fused"]
 
 
 UNEQUAL = """

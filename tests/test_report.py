@@ -751,10 +751,23 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
         tables.gains("m/a", "m/c")
     with pytest.raises(ValueError, match="m/d: code 1; rows differ in"):
         tables.gains("m/d")
+    times = tables.milliseconds(list(runs.STEPS[1:3]), "m/a", "m/b").splitlines()
+    assert times[0].split()[1::2] == ["workload", *runs.STEPS[1:3]]
+    assert [row.split()[1::2] for row in times[2:]] == [["m/a", "100.0", "25.0"], ["m/b", "100.0", "25.0"]]
     named = (("0", "0", 9.0), ("1", "1", 5.0), ("x", "1", 7.0), ("y", "lost", 3.0))
     variants = {name: runs.run(runs.row(step, ms)) for name, step, ms in named}
     runs.write(tmp_path / "m" / "x", runs.study("ablations", variants))
     assert tables.ablations("m/x").split()[-8::2] == ["5.00", "7.00", "+2.0", "0"]
+
+
+def test_the_first_table_of_an_experiment_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    page = (
+        "# Anatomy\n\n## a: Why?\n\nTitle\n\n| x |\n|---|\n| 1 |\n\nMore\n\n| y |\n\n## b: What?\n\n| z |\n"
+    )
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "report.md").write_text(page)
+    assert tables.experiment("m", "a") == "| x |\n|---|\n| 1 |" and tables.experiment("m", "b") == "| z |"
 
 
 def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path, monkeypatch):
