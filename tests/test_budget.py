@@ -1,4 +1,4 @@
-"""How long the scripts, their diffs and README may be, and which folder may import which."""
+"""How long the scripts, their diffs, README and the guide may be, and which folder may import which."""
 
 import ast
 import difflib
@@ -33,11 +33,17 @@ def code_lines(source):
     return [line.rstrip() for line in lines[ends:] if line.strip()]
 
 
+def by_hand(name):
+    """A document without what cog writes into it."""
+    return re.sub(r"(?s)<!-- \[\[\[cog.*?\[\[\[end\]\]\].*?-->", "", (ROOT / name).read_text())
+
+
 def test_readme_is_short():
-    prose = re.sub(
-        r"(?s)<!-- \[\[\[cog.*?\[\[\[end\]\]\].*?-->|```.*?```", "", (ROOT / "README.md").read_text()
-    )
-    assert len(prose.split()) <= 900
+    assert len(re.sub(r"(?s)```.*?```", "", by_hand("README.md")).split()) <= 900
+
+
+def test_the_guide_with_its_examples_is_short():
+    assert len(by_hand("docs/guide.md").split()) <= 3400
 
 
 def test_scripts_and_their_diffs_are_short():
