@@ -42,16 +42,19 @@ done
 code="$("$python" -c 'import pathlib, common.fingerprint as f; print(f.code_sha256(pathlib.Path()))')"
 
 ladder() { # the options of run_all.sh: its run becomes the record
-  if [ -s "$at/run" ] && [ -d "$(cat "$at/run")" ]; then # interrupted before
+  if [ -d "$(cat "$at/run" 2>/dev/null)" ]; then # interrupted before
     set -- --resume "$(cat "$at/run")"
   else
-    rm -f results/latest
+    touch "$at/begun"
+    trap keep_run EXIT # whatever ends this script, the folder is there: run_all.sh begins with it
   fi
-  trap 'readlink -f results/latest >"$at/run"' EXIT
   ./run_all.sh "$@" || (($? == 1)) # a row that does not fit is a result
-  cp results/latest/results.json "$at/"
+  [ -e "$at/run" ] || keep_run
   trap - EXIT
+  cp "$(cat "$at/run")/results.json" "$at/"
 }
+
+keep_run() { find results -mindepth 1 -maxdepth 1 -type d -name "20*" -newer "$at/begun" | sort | head -1 >"$at/run"; }
 
 study() { "$python" -m "anatomy.$1" --output "$at" "${@:2}" || (($? == 1)); }
 learning() { study parity --preset gpt2 --batch-size 8 --lr 1.5e-4 "$@"; }
