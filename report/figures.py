@@ -293,7 +293,9 @@ def _fill_rates(line: Line, work: Workload, run: Run) -> None:
         line.tokens_per_joule = work.tokens_per_step / seconds / row.power_w
     ceiling = run.roofs.rate(line.precision, burst=True) if run.roofs else None
     line.of_roof = line.flops_per_s / ceiling if ceiling else None
-    peak = peak_flops_per_s(run.environment.device, line.precision) if run.environment else None
+    # Without an observed format, as of a loop that is not ours, no peak is the row's.
+    is_known = run.environment and row.settings.amp_dtype
+    peak = peak_flops_per_s(run.environment.device, line.precision) if is_known else None
     line.mfu = line.flops_per_s / peak if peak else None
 
 

@@ -569,6 +569,12 @@ def test_mfu_is_over_the_datasheet_s_peak_of_a_whole_known_card(device, precisio
     assert peak_flops_per_s(device, precision) == (tflops and tflops * 1e12)
 
 
+def test_without_an_observed_format_there_is_no_mfu():
+    rows = [runs.row("a", settings=Settings(amp_dtype=dtype)) for dtype in ("bfloat16", None)]
+    known, unknown = derive(runs.run(*rows, device="NVIDIA H200")).lines
+    assert known.mfu and unknown.mfu is None
+
+
 def test_runs_on_equal_terms_stand_side_by_side():
     fp8 = Settings(captured=True, residual_dtype="bfloat16", head="FP8", fp8_recipe="torchao, tensorwise")
     delayed = replace(fp8, fp8_recipe="recipe_type=DelayedScaling", residual_dtype="float32")
