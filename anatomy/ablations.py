@@ -4,7 +4,8 @@
 
 The ARGUMENTs are those of a step: --preset gpt2 --steps 30. Each file of anatomy/variants/ is a patch of a
 script, with what arithmetic predicts for gpt3-6.7b-slice on an H200. A script runs unchanged and with each of
-its patches. The same command finishes an interrupted study, and another one adds rows to it.
+its patches. The same command finishes an interrupted study, and another one adds rows to it. A patch whose
+head has the line GPUs runs by DDP on so many, as its script does; --only must name it.
 """
 
 import sys
@@ -18,20 +19,24 @@ from ladder.runs import Planned
 
 def rows_of(keys: list[str], arguments: list[str]) -> list[Planned]:
     """Each script of these variants once as it is, and once with each patch. A place is named like its
-    variant."""
+    variant, and that of a script on several GPUs like `2_sdpa, 2 GPUs`."""
     rows = {}
     for key in keys:
-        script = Path(f"{variants()[key]['Script']}.py")
-        rows[script.stem] = Planned(str(script), arguments, f"{script.stem}/{script.stem}.json")
-        rows[key] = Planned(str(script), arguments, f"{key}/{script.stem}.json", patch=key)
+        script, gpus = Path(f"{variants()[key]['Script']}.py"), int(variants()[key].get("GPUs", 1))
+        as_it_is = script.stem if gpus == 1 else f"{script.stem}, {gpus} GPUs"
+        rows[as_it_is] = Planned(str(script), arguments, f"{as_it_is}/{script.stem}.json", gpus)
+        rows[key] = Planned(str(script), arguments, f"{key}/{script.stem}.json", gpus, patch=key)
     return list(rows.values())
 
 
 def chosen(words: list[str] | None) -> list[str]:
-    """The variants whose name or script contains one of the words, or all. Raises Skip for a word of none."""
+    """The variants whose name or script contains one of the words, or all that run on one GPU. Raises Skip
+    for a word of none."""
+    if words is None:
+        return sorted(key for key, variant in variants().items() if "GPUs" not in variant)
     names = {key: f"{key} {variant['Script']}" for key, variant in variants().items()}
     keys = set()
-    for word in [""] if words is None else words:
+    for word in words:
         named = {key for key, name in names.items() if word in name}
         if not named:
             raise Skip(f"no variant is named like {one_line(word)}")

@@ -32,7 +32,7 @@ fi
 shift
 most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 gpt2-batch-8 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
 most+=" anatomy llama hugging-face-gpt2 proof guide"
-known=" $most tried te-linear gpt3-6.7b-slice-cold adamw gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
+known=" $most tried te-linear sharded gpt3-6.7b-slice-cold adamw gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("${@:-}")
 [ -n "${names[0]}" ] || read -ra names <<<"$most"
 for name in "${names[@]}"; do
@@ -64,7 +64,7 @@ for name in "${names[@]}"; do
   # What is made lies under results/ until it is whole: a record names its commit, without changes of files under docs/.
   to="docs/results/$machine/$name" at="results/$machine-$name-$code"
   if "$python" docs/tables.py --stale "$machine/$name" >/dev/null; then
-    [[ $name == parity* || $name == ablations* || $name == adamw || $name == tried || $name == te-linear || $name == proof ]] && [ -e "$at" ] || continue
+    [[ $name == parity* || $name == ablations* || $name == adamw || $name == tried || $name == te-linear || $name == sharded || $name == proof ]] && [ -e "$at" ] || continue
   fi
   mkdir -p "$at"
   case "$name" in
@@ -93,6 +93,7 @@ for name in "${names[@]}"; do
       ;;
     proof) study ablations --preset gpt2 --batch-size 8 --only dead-mlp attention-without-its-mask ;;
     tried) study ablations --preset gpt3-6.7b-slice --only fast fp8-attention te-attention te-cross wgrad cold ;;
+    sharded) study ablations --preset gpt3-6.7b-slice --batch-size 4 --only sharded-optimizer ;; # two GPUs
     te-linear) study ablations --preset gpt2 --only te-linear ;;
     ablations) study ablations --preset gpt3-6.7b-slice ;;
     ablations-gpt2) study ablations --preset gpt2 ;;

@@ -9,6 +9,7 @@ python docs/tables.py --stale [PLACE]     which recordings are of other code: do
 
 import difflib
 import itertools
+import math
 import re
 import sys
 import tempfile
@@ -155,9 +156,9 @@ def ms(place: str, step: str) -> str:
 
 
 def apart(place: str) -> str:
-    """By how much the losses of the steps differ, at most, as a share."""
+    """By how much the losses of the steps differ, at most, as a share that is rounded up."""
     losses = [line.loss for line in figures(place).steps if line.loss]
-    return cells.percent(max(losses) / min(losses) - 1)
+    return cells.percent(math.ceil(1000 * (max(losses) / min(losses) - 1)) / 1000)
 
 
 def measured(place: str) -> str:

@@ -244,7 +244,8 @@ def checked(row: object, output: Path | None) -> runs.Planned:
             and name == f"{Path(planned.script).stem}.json"
             and place != ".."
             and place.isprintable()
-            and planned.gpus == 1
+            and isinstance(planned.gpus, int)
+            and planned.gpus > 0
             and (planned.patch is None or planned.patch in patches.variants())
             and all(isinstance(word, str) and word.isprintable() for word in planned.arguments)
         )

@@ -12,7 +12,8 @@ from report.figures import Line, derive, ratio, unlearned
 def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
     """These variants, or all, each against the script that it changes."""
     lines = {name: derive(run).lines[0] for name, run in study.runs.items()}
-    scripts = {name: lines.get(line.name) for name, line in lines.items() if line.name != name}
+    unchanged = {name: script_of(study, name) for name in lines}
+    scripts = {name: lines.get(script) for name, script in unchanged.items() if script != name}
     rows = []
     for name in names or [name for name in scripts if scripts[name]]:
         variant, script = lines[name], scripts[name]
@@ -20,7 +21,7 @@ def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
         rows.append(
             {
                 "variant": name,
-                "of": script.name,
+                "of": unchanged[name],
                 "script, ms": time_or_status(script),
                 "variant, ms": time_or_status(variant),
                 "difference, ms": number(difference, "+,.1f"),
@@ -30,6 +31,13 @@ def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
             }
         )
     return only_filled(rows)
+
+
+def script_of(study: Study, name: str) -> str:
+    """The name of the run of the script that a variant changes, on as many GPUs."""
+    run = study.runs[name]
+    gpus = run.workload.gpus if run.workload else 1
+    return run.rows[0].step if gpus == 1 else f"{run.rows[0].step}, {gpus} GPUs"
 
 
 def equal_rows(study: Study, *names: str) -> list[dict[str, str]]:

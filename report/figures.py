@@ -19,7 +19,7 @@ LEGEND = (
     "by over 5 %, or rows differ"
 )
 # Times what the reference work takes at best, beyond which something else ran on the machine. Around the rows
-# of an idle H200 it varied by 2 %, and on two idle cores of a shared host by 17 % in four of five runs (in
+# of an idle H200 it varied by 4 %, and on two idle cores of a shared host by 17 % in four of five runs (in
 # the fifth by 53 %).
 BUSY = {"cuda": 1.10, "cpu": 1.25}
 # A host is slow at launching where its launches took so many times as long as at best: on good hosts they

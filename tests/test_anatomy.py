@@ -220,6 +220,19 @@ def test_a_variant_is_compared_with_its_script_and_one_that_breaks_stays_a_row(
 
 
 @pytest.mark.slow
+def test_a_variant_of_two_processes_is_compared_with_its_script_in_as_many(tmp_path):
+    sizes = ["--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "8"]
+    words = ["--device", "cpu", *sizes, "--only", "sharded-optimizer", "--output", tmp_path / "study"]
+    ended = run_python("-m", "anatomy.ablations", *words, timeout=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"sharded-optimizer +2_sdpa, 2 GPUs +[\d.]+\?? +[\d.]+\?? +[-+]", ended.stdout)
+    content = json.loads((tmp_path / "study" / "results.json").read_text())["runs"]
+    assert [run["workload"]["gpus"] for run in content.values()] == [2, 2]
+    whole, sharded = (run["rows"][0]["loss"] for run in content.values())
+    assert sharded == pytest.approx(whole, rel=1e-4), "the rehearsal is undone in both"
+
+
+@pytest.mark.slow
 def test_every_state_of_the_guide_s_loop_trains_alike(tmp_path):
     ended = run_python("-m", "anatomy.loop", "--output", tmp_path / "loop", timeout=300)
     assert ended.returncode == 1 and "Report: " in ended.stdout, "a CPU lacks Transformer Engine"
