@@ -22,7 +22,7 @@ def rows_of(keys: list[str], arguments: list[str]) -> list[Planned]:
     variant, and that of a script on several GPUs like `2_sdpa, 2 GPUs`."""
     rows = {}
     for key in keys:
-        script, gpus = Path(f"{variants()[key]['Script']}.py"), int(variants()[key].get("GPUs", 1))
+        script, gpus = Path(f"{variants()[key]['Script']}.py"), int(variants()[key]["GPUs"])
         as_it_is = script.stem if gpus == 1 else f"{script.stem}, {gpus} GPUs"
         rows[as_it_is] = Planned(str(script), arguments, f"{as_it_is}/{script.stem}.json", gpus)
         rows[key] = Planned(str(script), arguments, f"{key}/{script.stem}.json", gpus, patch=key)
@@ -30,14 +30,12 @@ def rows_of(keys: list[str], arguments: list[str]) -> list[Planned]:
 
 
 def chosen(words: list[str] | None) -> list[str]:
-    """The variants whose name or script contains one of the words, or all that run on one GPU. Raises Skip
-    for a word of none."""
-    if words is None:
-        return sorted(key for key, variant in variants().items() if "GPUs" not in variant)
-    names = {key: f"{key} {variant['Script']}" for key, variant in variants().items()}
+    """The variants whose name or script contains one of the words, or all that run on one GPU. One of several
+    GPUs is meant by its whole name alone. Raises Skip for a word of none."""
+    names = {key: f"{key} {head['Script']}" for key, head in variants().items() if head["GPUs"] == "1"}
     keys = set()
-    for word in words:
-        named = {key for key, name in names.items() if word in name}
+    for word in [""] if words is None else words:
+        named = {key for key, name in names.items() if word in name} | ({word} & variants().keys())
         if not named:
             raise Skip(f"no variant is named like {one_line(word)}")
         keys |= named
@@ -51,7 +49,10 @@ def main() -> int:
     running.add_options(parser)
     try:
         known = variants()
-        parser.description = f"{__doc__ or ''}\nVariants: {', '.join(known)}"
+        several = ", ".join(
+            f"{key} ({head['GPUs']} GPUs)" for key, head in known.items() if head["GPUs"] != "1"
+        )
+        parser.description = f"{__doc__ or ''}\nVariants: {', '.join(known)}. On several GPUs: {several}"
         options, arguments = parser.parse_known_args()
         command = portable_command("python -m anatomy.ablations --output ablations", sys.argv[1:])
         keys, predicted = chosen(options.only), "predicted for the slice on an H200"

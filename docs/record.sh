@@ -32,7 +32,8 @@ fi
 shift
 most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 gpt2-batch-8 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
 most+=" anatomy llama hugging-face-gpt2 proof guide"
-known=" $most tried te-linear sharded gpt3-6.7b-slice-cold adamw gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
+studies=" parity parity-2048 ablations ablations-gpt2 adamw tried te-linear sharded proof " # which may get more rows
+known=" $most $studies gpt3-6.7b-slice-cold gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("${@:-}")
 [ -n "${names[0]}" ] || read -ra names <<<"$most"
 for name in "${names[@]}"; do
@@ -45,11 +46,11 @@ ladder() { # the options of run_all.sh: its run becomes the record
   if [ -d "$(cat "$at/run" 2>/dev/null)" ]; then # interrupted before
     set -- --resume "$(cat "$at/run")"
   else
-    touch "$at/begun"
-    trap keep_run EXIT # whatever ends this script, the folder is there: run_all.sh begins with it
+    rm -f "$at/run" && touch "$at/begun"
+    trap keep_run EXIT # also where a signal ends this script
   fi
   ./run_all.sh "$@" || (($? == 1)) # a row that does not fit is a result
-  [ -e "$at/run" ] || keep_run
+  [ -s "$at/run" ] || keep_run
   trap - EXIT
   cp "$(cat "$at/run")/results.json" "$at/"
 }
@@ -64,7 +65,7 @@ for name in "${names[@]}"; do
   # What is made lies under results/ until it is whole: a record names its commit, without changes of files under docs/.
   to="docs/results/$machine/$name" at="results/$machine-$name-$code"
   if "$python" docs/tables.py --stale "$machine/$name" >/dev/null; then
-    [[ $name == parity* || $name == ablations* || $name == adamw || $name == tried || $name == te-linear || $name == sharded || $name == proof ]] && [ -e "$at" ] || continue
+    [[ $studies == *" $name "* && -e $at ]] || continue
   fi
   mkdir -p "$at"
   case "$name" in

@@ -192,8 +192,10 @@ def equals(place: str, *names: str) -> str:
 
 
 def experiment(place: str, name: str) -> str:
-    """The first table of an experiment of anatomy."""
+    """The first table of an experiment of anatomy. Raises ValueError where none has this name."""
     section = (RESULTS / place / "report.md").read_text().partition(f"\n## {name}: ")[2]
+    if not section:
+        raise ValueError(f"{place} has no experiment {name}")
     from_table = itertools.dropwhile(lambda line: not line.startswith("|"), section.splitlines())
     return "\n".join(itertools.takewhile(lambda line: line.startswith("|"), from_table))
 
@@ -257,6 +259,22 @@ def milliseconds(steps: list[str], *of: str) -> str:
         shown_times = {step: cells.milliseconds(each.ms) + each.mark for step, each in times.items()}
         rows.append({"workload": place} | shown_times)
     return shown(rows, *of)
+
+
+def kernels(step: str, word: str, *of: str) -> str:
+    """The kernels of a step whose names hold a word, by workload."""
+    rows = []
+    for place in of:
+        for kernel in line(place, step).row.profile.kernels:
+            if whole := re.search(rf"\w*{word}\w*", kernel.name):
+                rows.append({"workload": place, "kernel": whole[0], "ms": cells.milliseconds(kernel.ms)})
+    return shown(rows, *of, n_left=2)
+
+
+def present() -> str:
+    """The recordings that are of the present code."""
+    places = {str(path.parent.relative_to(RESULTS)) for path in RESULTS.glob("*/*/*.json")}
+    return ", ".join(f"`{place}`" for place in sorted(places - {*stale()}))
 
 
 def predictions(*of: str) -> str:

@@ -186,7 +186,8 @@ def run_study(
     """
     folder, before = study_folder(kind, options.output)
     limit_s = options.step_timeout or runs.LIMIT_S
-    facts = runs.check(arguments, limit_s=limit_s, name=f"python -m anatomy.{kind}")
+    most = max(row.gpus for row in rows)
+    facts = runs.check(arguments, most, limit_s=limit_s, name=f"python -m anatomy.{kind}")
     same = {"device": facts["device"], "code": code_of_study(), "arguments": arguments}
     same["workload"] = facts["workload"]
     if before and before.get("same") != same:
@@ -244,8 +245,7 @@ def checked(row: object, output: Path | None) -> runs.Planned:
             and name == f"{Path(planned.script).stem}.json"
             and place != ".."
             and place.isprintable()
-            and isinstance(planned.gpus, int)
-            and planned.gpus > 0
+            and planned.gpus in {int(head["GPUs"]) for head in patches.variants().values()}
             and (planned.patch is None or planned.patch in patches.variants())
             and all(isinstance(word, str) and word.isprintable() for word in planned.arguments)
         )

@@ -1,9 +1,10 @@
 """Variants of a script: how much slower or faster each one is than the script that it changes.
 
-The runs of a study are named like their variants, and a script that is not changed like itself.
+The runs of a study are named like their variants, and a script that is not changed like itself, on several
+GPUs with their number: `2_sdpa, 2 GPUs`.
 """
 
-from common.record import Study
+from common.record import Run, Study
 from report.cells import LAUNCH, dtype, gain, number, only_filled, scaling, time_or_status
 from report.changes import added_groups
 from report.figures import Line, derive, ratio, unlearned
@@ -34,10 +35,18 @@ def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
 
 
 def script_of(study: Study, name: str) -> str:
-    """The name of the run of the script that a variant changes, on as many GPUs."""
-    run = study.runs[name]
-    gpus = run.workload.gpus if run.workload else 1
-    return run.rows[0].step if gpus == 1 else f"{run.rows[0].step}, {gpus} GPUs"
+    """The name of the run of the script that a variant changes, on as many GPUs; of such a run its own."""
+    step, gpus = study.runs[name].rows[0].step, gpus_of(study.runs[name])
+    unchanged = [run for run in study.runs if run == step or run.startswith(f"{step}, ")]
+    if name in unchanged:
+        return name
+    on_as_many = [run for run in unchanged if gpus_of(study.runs[run]) == gpus]
+    return next(iter(on_as_many or unchanged), step)
+
+
+def gpus_of(run: Run) -> int | None:
+    """How many GPUs trained; None of a run that left no record."""
+    return run.workload.gpus if run.workload else None
 
 
 def equal_rows(study: Study, *names: str) -> list[dict[str, str]]:

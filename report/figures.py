@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import fmean, median, quantiles
 
-from common.record import CATEGORIES, Environment, Roofs, Row, Run, Workload
+from common.record import CATEGORIES, Environment, Roofs, Row, Run, Settings, Workload
 from report.load import DIFFER
 from report.peaks import peak_flops_per_s
 from report.proof import limit, verdict
@@ -247,9 +247,12 @@ def _other_work(line: Line) -> str:
 
 
 def _precision(row: Row, roofs: Roofs | None) -> str:
-    """The precision whose roof a row is held against."""
+    """The precision whose roof a row is held against; empty where none was observed, as of a loop that is
+    not ours."""
     if row.settings.fp8_recipe:
         return "fp8"
+    if row.settings == Settings():
+        return ""
     if row.settings.amp_dtype in ("bfloat16", "float16"):
         return "bf16"
     allows_tf32 = row.settings.float32_matmul_precision != "highest"
@@ -293,9 +296,7 @@ def _fill_rates(line: Line, work: Workload, run: Run) -> None:
         line.tokens_per_joule = work.tokens_per_step / seconds / row.power_w
     ceiling = run.roofs.rate(line.precision, burst=True) if run.roofs else None
     line.of_roof = line.flops_per_s / ceiling if ceiling else None
-    # Without an observed format, as of a loop that is not ours, no peak is the row's.
-    is_known = run.environment and row.settings.amp_dtype
-    peak = peak_flops_per_s(run.environment.device, line.precision) if is_known else None
+    peak = peak_flops_per_s(run.environment.device, line.precision) if run.environment else None
     line.mfu = line.flops_per_s / peak if peak else None
 
 

@@ -19,6 +19,7 @@ from anatomy import ablations, loop, masks, parity
 from anatomy.__main__ import ALL, APART
 from anatomy.lab import Lab, shown
 from common.arguments import parse_args
+from common.text import Skip
 from ladder import patches, process, runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -150,7 +151,7 @@ def study(tmp_path, monkeypatch):
         "free_bytes": None,
         "said": ["GPU: one"],
     }
-    monkeypatch.setattr(runs, "check", lambda arguments, **_: facts | {"workload": None})
+    monkeypatch.setattr(runs, "check", lambda arguments, *_, **__: facts | {"workload": None})
 
     def script_command(script, words, processes):
         copy = tmp_path / "stand-in" / script.name
@@ -194,7 +195,8 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
         study(ablations, "--only", "captured", "--output", str(folder))
     assert "of no study of ablations" in capfd.readouterr().err
     plan = json.loads((folder / "plan.json").read_text())
-    for odd in ({"script": "/tmp/evil.py", "output": "../mine.json"}, {"output": "\x1b[31m/0_baseline.json"}):
+    odd_rows = [{"script": "/tmp/evil.py", "output": "../mine.json"}, {"output": "\x1b[31m/0_baseline.json"}]
+    for odd in [*odd_rows, {"gpus": 9999}]:
         rows = [plan["rows"][0] | odd, *plan["rows"][1:]]
         (folder / "plan.json").write_text(json.dumps(plan | {"rows": rows}))
         with pytest.raises(SystemExit, match="2"):
@@ -211,12 +213,29 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
 def test_a_variant_is_compared_with_its_script_and_one_that_breaks_stays_a_row(
     tmp_path, study, capfd, monkeypatch
 ):
-    broken = patches.variants() | {"absent": {"Variant": "none", "Script": "2_sdpa", "Predicted": "nothing"}}
+    absent = {"Variant": "none", "Script": "2_sdpa", "Predicted": "nothing", "GPUs": "1"}
+    broken = patches.variants() | {"absent": absent}
     monkeypatch.setattr(ablations, "variants", lambda: broken)
     words = ["--only", "dead-mlp-all", "absent", "--output", str(tmp_path / "study")]
     assert study(ablations, *words) == 1
     said = capfd.readouterr().out
     assert re.search(r"dead-mlp-all +2_sdpa +10.0 +15.0 +\+5.0", said) and "absent.patch does not fit" in said
+
+
+def test_a_variant_of_several_gpus_is_meant_by_its_name_alone():
+    assert "sharded-optimizer" not in [*ablations.chosen(None), *ablations.chosen(["2_sdpa"])]
+    assert ablations.chosen(["sharded-optimizer"]) == ["sharded-optimizer"]
+    names = [(row.output, row.gpus) for row in ablations.rows_of(["sharded-optimizer"], [])]
+    assert names == [("2_sdpa, 2 GPUs/2_sdpa.json", 2), ("sharded-optimizer/2_sdpa.json", 2)]
+
+
+def test_a_patch_whose_gpus_are_no_number_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "anatomy" / "variants").mkdir(parents=True)
+    head = "Variant: x\nScript: 2_sdpa\nPredicted: nothing\nGPUs: two\n\n--- a/2_sdpa.py\n"
+    (tmp_path / "anatomy" / "variants" / "x.patch").write_text(head)
+    monkeypatch.setattr(patches, "ROOT", tmp_path)
+    with pytest.raises(Skip, match=r"x\.patch has the line GPUs: without a number"):
+        patches.variants()
 
 
 @pytest.mark.slow

@@ -760,10 +760,17 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
     times = tables.milliseconds(list(runs.STEPS[1:3]), "m/a", "m/b").splitlines()
     assert times[0].split()[1::2] == ["workload", *runs.STEPS[1:3]]
     assert [row.split()[1::2] for row in times[2:]] == [["m/a", "100.0", "25.0"], ["m/b", "100.0", "25.0"]]
+    kernels = tables.figures("m/a").lines[0].row.profile.kernels
+    (row,) = tables.kernels(runs.STEPS[0], kernels[0].name, "m/a").splitlines()[2:]
+    assert row.split()[1::2] == ["m/a", kernels[0].name, f"{kernels[0].ms:.1f}"]
     named = (("0", "0", 9.0), ("1", "1", 5.0), ("x", "1", 7.0), ("y", "lost", 3.0))
     variants = {name: runs.run(runs.row(step, ms)) for name, step, ms in named}
     runs.write(tmp_path / "m" / "x", runs.study("ablations", variants))
     assert tables.ablations("m/x").split()[-8::2] == ["5.00", "7.00", "+2.0", "0"]
+    variants |= {"1, 2 GPUs": runs.run(runs.row("1", 4.0), work=runs.workload(gpus=2))}
+    variants |= {"z": runs.run(runs.row("1", 6.0), work=runs.workload(gpus=2))}
+    shown = ablations.variant_rows(runs.study("ablations", variants), "x", "z")
+    assert [[*row.values()][1:4] for row in shown] == [["1", "5.00", "7.00"], ["1, 2 GPUs", "4.00", "6.00"]]
 
 
 def test_the_first_table_of_an_experiment_is_shown(tmp_path, monkeypatch):
@@ -773,6 +780,8 @@ def test_the_first_table_of_an_experiment_is_shown(tmp_path, monkeypatch):
     )
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "report.md").write_text(page)
+    with pytest.raises(ValueError, match="m has no experiment c"):
+        tables.experiment("m", "c")
     assert tables.experiment("m", "a") == "| x |\n|---|\n| 1 |" and tables.experiment("m", "b") == "| z |"
 
 
@@ -789,6 +798,7 @@ def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path
     old = runs.run(runs.row("x"), code_sha256="0123")
     runs.write(tmp_path / "of" / "old", old)
     assert tables.stale() == ["of/old", "patch/other", "peer/other"] and tables.stale("a/b") == ["a/b"]
+    assert tables.present() == "`patch/same`, `peer/same`"
     tables.record.cache_clear()
 
 
