@@ -34,10 +34,12 @@ def chosen(words: list[str] | None) -> list[str]:
     GPUs is meant by its whole name alone. Raises Skip for a word of none."""
     names = {key: f"{key} {head['Script']}" for key, head in variants().items() if head["GPUs"] == "1"}
     keys = set()
-    for word in [""] if words is None else words:
+    if words is None:
+        return sorted(names)
+    for word in words:
         named = {key for key, name in names.items() if word in name} | ({word} & variants().keys())
-        if not named:
-            raise Skip(f"no variant is named like {one_line(word)}")
+        if not named or not word:
+            raise Skip(f"no variant is named like {one_line(word)!r}")
         keys |= named
     return sorted(keys)
 

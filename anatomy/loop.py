@@ -68,6 +68,8 @@ def run_state(row: Row, script: Path, limit_s: int, stop: process.Stop) -> dict:
     if ended or not answer:
         row.status, row.reason = ended or ("failed", "it left no times")
         row.reason = process.last_line(log, "Error: ") or row.reason
+        if row.reason.startswith("No module named"):
+            row.status, row.reason = "skipped", f"not installed: {row.reason}"
         return {}
     row.step_ms, row.loss, row.peak_bytes = (answer[key] for key in ("step_ms", "loss", "peak_bytes"))
     return answer
@@ -97,18 +99,18 @@ def workload_of(answer: dict, steps: int) -> Workload:
 
 
 def empty_folder(output: Path | None) -> Path:
-    """Where the record goes. Raises Skip for a folder that holds something."""
+    """Where the record goes. Raises Skip for what is no folder, and for one that holds something."""
     folder = output.resolve() if output else running.new_folder("loop")
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise Skip(f"--output {output} is no empty folder")
     return folder
 
 
-def run_states(folder: Path, limit_s: int) -> Run:
+def run_states(folder: Path, limit_s: int, stop: process.Stop) -> Run:
     """Every state, one after the other. Raises Skip where a patch does not fit."""
     from common import hardware
 
-    states, stop = make_states(folder / "states"), process.Stop()
+    states = make_states(folder / "states")
     stop.listen()
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     environment = hardware.describe(hardware.resolve_device("auto"))
@@ -130,15 +132,19 @@ def run_states(folder: Path, limit_s: int) -> Run:
 
 def main() -> int:
     parser = OneLineParser(prog="python -m anatomy.loop", description=__doc__)
-    running.add_options(parser)
+    running.add_options(
+        parser, output="of the record: an empty or a new one (default: a new one under results/)"
+    )
     options = parser.parse_args()
     try:
         folder = empty_folder(options.output)
-        run = run_states(folder, options.step_timeout or runs.LIMIT_S)
+        stop = process.Stop()
+        run = run_states(folder, options.step_timeout or runs.LIMIT_S, stop)
         write_json(folder / MERGED, run)
     except (Skip, OSError) as error:
         parser.error(str(error))
-    return subprocess.run(process.module_command("report", str(folder)), cwd=process.ROOT).returncode
+    reported = subprocess.run(process.module_command("report", str(folder)), cwd=process.ROOT).returncode
+    return 130 if stop.requests else reported
 
 
 if __name__ == "__main__":

@@ -66,6 +66,10 @@ def read_tokens(path: Path) -> np.ndarray:
     if date in LLMC_TOKENS:
         return _numbers(path, LLMC_TOKENS[date], LLMC_HEADER_BYTES)
     is_raw = path.suffix.lower() == ".bin" and not _is_text(head)
+    if path.suffix.lower() == ".npy" and not _is_text(head):
+        raise ValueError(
+            f"--data {path} looks like no array of NumPy, as its name says: {SAVE_TEXT}, or numpy.save it"
+        )
     if what := _what_else(head, date, is_raw):
         looks_like, advice = what
         raise ValueError(f"--data {path} looks like {looks_like}: {advice}")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Record a machine under docs/results/MACHINE:
 #
-#   docs/record.sh MACHINE           every piece that is missing or of other code: ten minutes each, gpt2 and sweep twenty
+#   docs/record.sh MACHINE           every piece that is missing or of other code: a quarter of an hour each, parity forty minutes
 #   docs/record.sh MACHINE NAME ...  these pieces, for example: gpt2 parity
 #   docs/record.sh --check           the records of other code than the present one
 #   docs/record.sh --confirm MACHINE one pass of the slice and of gpt2, compared with the records
@@ -13,14 +13,17 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { echo "docs/record.sh: error: $1" >&2 && exit 2; }
 machine="${1:-}"
-[[ $machine == --check || $machine == --confirm || $machine =~ ^[^-/][^/]*$ ]] || fail "give a MACHINE, for example: docs/record.sh h200"
+[[ $machine == -h || $machine == --help ]] && sed -n '2,/^$/s/^# \?//p; /^set/q' "$0" && exit
+[[ $machine == --check || $machine == --confirm || $machine =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] ||
+  fail "give a MACHINE, for example: docs/record.sh h200"
 python="${PYTHON:-$(./run_all.sh --setup)}"
 [ "$machine" = --check ] && exec "$python" docs/tables.py --stale "${@:2}"
 changed="$(git status --porcelain -- . ':!docs/*.md' ':!docs/index.html' ':!docs/results' ':!README.md')" # renewed here
 [ -z "$changed" ] || fail "commit first, a record names its commit: $(head -1 <<<"$changed")"
 if [ "$machine" = --confirm ]; then
   machine="${2:-}" failed=0
-  [ -d "docs/results/$machine/gpt2" ] || fail "--confirm takes a MACHINE that has records, for example: h200"
+  [[ $# == 2 && -d docs/results/$machine/gpt2 ]] || fail "--confirm takes one MACHINE that has records, for example: h200"
+  "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || fail "--confirm needs a GPU"
   for name in gpt3-6.7b-slice gpt2; do
     [ -d "docs/results/$machine/$name" ] || continue
     rm -f results/latest
@@ -34,10 +37,10 @@ most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 gpt2-batch-8 gpt2-50257 gpt3
 most+=" anatomy llama hugging-face-gpt2 proof guide"
 studies=" parity parity-2048 ablations ablations-gpt2 adamw tried te-linear sharded proof " # which may get more rows
 known=" $most $studies gpt3-6.7b-slice-cold gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
-names=("${@:-}")
-[ -n "${names[0]}" ] || read -ra names <<<"$most"
+names=("$@")
+(($#)) || read -ra names <<<"$most"
 for name in "${names[@]}"; do
-  [[ $name != *" "* && $known == *" $name "* ]] || fail "no piece is named $name"
+  [[ $name == [a-z]* && $name != *" "* && $known == *" $name "* ]] || fail "no piece is named '$name'"
 done
 
 code="$("$python" -c 'import pathlib, common.fingerprint as f; print(f.code_sha256(pathlib.Path()))')"

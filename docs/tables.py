@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from anatomy import loop  # noqa: E402
 from common.fingerprint import code_of, code_sha256  # noqa: E402
 from common.record import Row, Run, Study, read_object  # noqa: E402
-from common.text import say  # noqa: E402
+from common.text import run_command, say  # noqa: E402
 from ladder import patches  # noqa: E402
 from report import ablations as variants  # noqa: E402
 from report import cells, charts, documents, page, parity, scaling, sentences, sweep, table  # noqa: E402
@@ -360,9 +360,14 @@ def main() -> int:
     if sys.argv[1] != "--stale":
         sys.exit(__doc__)
     places = stale(*sys.argv[2:])
-    say("\n".join(f"{place}: of other code" for place in places) or "every record is of the present code")
+    lines = [f"{place}: {'of other code' if is_recorded(place) else 'not recorded'}" for place in places]
+    say("\n".join(lines) or "every record is of the present code")
     return int(bool(places))
 
 
+def is_recorded(place: str) -> bool:
+    return any((RESULTS / place).glob("*.json"))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main, "docs/tables.py")

@@ -203,10 +203,12 @@ def run_study(
     return execute(folder, Job(plan, rows, facts), f"the same command with --output {folder}")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of every study."""
-    text = "of the study, new or continued (default: a new one under results/)"
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help=text)
+OF_A_STUDY = "of the study, new or continued (default: a new one under results/)"
+
+
+def add_options(parser: argparse.ArgumentParser, output: str = OF_A_STUDY) -> None:
+    """The options of every study, with the help of `--output`."""
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help=output)
     text = "seconds for a row (default: 1800)"
     parser.add_argument("--step-timeout", type=positive_int, metavar="S", help=text)
 

@@ -239,7 +239,11 @@ def _read_planned(folder: Path, planned: Planned, step: str) -> Run:
     if not path.exists():
         began = path.with_suffix(".log").exists()
         status, when = ("interrupted", "during") if began else ("not run", "before")
-        row = Row(step, status, f"the run ended {when} this row: --resume with its folder finishes it")
+        row = Row(
+            step,
+            status,
+            f"the run ended {when} this row: the same command finishes it, or --resume with its folder",
+        )
     else:
         try:
             record = read(path)

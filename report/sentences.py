@@ -44,6 +44,8 @@ def decision(timed: list[Line]) -> str:
     others = [line for line in changed if line not in taken]
     if not taken:
         return f"Take none of the changes. Leave out {_gains(others)}"
+    if taken[-1].over_first and taken[-1].over_first.value <= 1:
+        return f"Take none of the changes: together they are not faster, {gain(taken[-1].over_first)} x"
     # A later row keeps what did not slow the model, also where it is hardly worth it.
     held = taken[-1].row.changes
     included = [line for line in others if line.row.changes[-1] in held]

@@ -81,7 +81,7 @@ def test_the_commands_list_run_and_write_and_bad_input_is_one_line(tmp_path):
     )
     bad = "anatomy nonsense; anatomy.graph --device tpu; anatomy.host --edge 0; anatomy all --json README.md"
     bad += "; anatomy.ablations --only captured nonsense; anatomy.parity --seed 2 --output x"
-    bad += "; anatomy.learning --vocab 9"
+    bad += "; anatomy.learning --vocab 9; anatomy.loop --output README.md; anatomy.ablations --only"
     for words in f"{bad}; anatomy.memory --smallest 4096 --largest 1; anatomy.graph --dtype float32".split(
         "; "
     ):
@@ -254,11 +254,11 @@ def test_a_variant_of_two_processes_is_compared_with_its_script_in_as_many(tmp_p
 @pytest.mark.slow
 def test_every_state_of_the_guide_s_loop_trains_alike(tmp_path):
     ended = run_python("-m", "anatomy.loop", "--output", tmp_path / "loop", timeout=300)
-    assert ended.returncode == 1 and "Report: " in ended.stdout, "a CPU lacks Transformer Engine"
+    assert ended.returncode == 0 and "Report: " in ended.stdout, ended.stderr
     rows = json.loads((tmp_path / "loop" / "results.json").read_text())["rows"]
     assert [row["step"] for row in rows] == ["0-as-it-is", *(path.stem for path in loop.patches())]
     *trained, fp8 = rows
-    assert fp8["status"] == "failed" and "transformer_engine" in fp8["reason"]
+    assert fp8["status"] == "skipped" and "transformer_engine" in fp8["reason"], "a CPU lacks it"
     assert fp8["changes"] == ["adamw", "amp", "attention", "compile", "graph", "fp8"]
     for row in trained:
         assert row["status"] == "ok" and len(row["step_ms"]) > 10 and row["loss"][-1] < 0.7 * row["loss"][0]

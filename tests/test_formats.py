@@ -89,6 +89,7 @@ def archives():
     yield "a.zip", packed.getvalue(), "a zip archive"
     yield "a.tar", tarred.getvalue(), "a tar archive"
     yield "a.parquet", b"PAR1\x15\x04" + RANDOM.randbytes(500), "a Parquet file: write its text to a file"
+    yield "a.npy", RANDOM.randbytes(500), "no array of NumPy, as its name says"
     yield "a.bin", b"PAR1\x15\x04" + RANDOM.randbytes(500), "a Parquet file"
     for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"):
         yield "a.txt", text.decode().encode(encoding), "UTF-"

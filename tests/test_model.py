@@ -554,6 +554,14 @@ def test_a_change_of_the_work_is_not_recommended_and_without_a_first_row_gains_a
     assert sentences.headline(derive(run)) == "Take AMP, fused attention: 2.00 x over 1_amp"
 
 
+def test_changes_that_together_are_slower_are_not_taken():
+    run = model_run(100, 50, 25)
+    for row, ms in zip(run.rows, (100.0, 160.0, 125.0), strict=True):
+        row.step_ms = [ms] * 3
+    said = "Take none of the changes: together they are not faster, 0.80 x"
+    assert sentences.headline(derive(run)) == said, "each state of a loop keeps those before it"
+
+
 def test_the_report_of_a_model():
     figures = derive(model_run(100, 50, 60, 25))
     assert figures.plain is None and table.main_rows(figures, detailed=True)[3]["made from"] == "1_amp"
