@@ -33,9 +33,9 @@ if [ "$machine" = --confirm ]; then
   exit "$failed"
 fi
 shift
-most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 gpt2-batch-8 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
+most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
 most+=" anatomy llama hugging-face-gpt2 proof guide"
-studies=" parity parity-2048 ablations ablations-gpt2 adamw tried te-linear sharded proof " # which may get more rows
+studies=" parity parity-2048 ablations ablations-gpt2 adamw tried te-linear sharded proof gpt2-batch-4 " # which may get more rows
 known=" $most $studies gpt3-6.7b-slice-cold gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("$@")
 (($#)) || read -ra names <<<"$most"
@@ -80,6 +80,7 @@ for name in "${names[@]}"; do
     gpt2) ladder --preset gpt2 --repeat 3 --peers ;;
     gpt2-batch-8) ladder --preset gpt2 --batch-size 8 ;;
     gpt3-xl) ladder --preset gpt3-xl ;;
+    gpt2-batch-4) study ablations --preset gpt2 --batch-size 4 --only not-captured ;; # what a CUDA graph gives
     gpt2-50257) ladder --preset gpt2 --vocab-size 50257 --only 2,3 --no-roofs ;; # and not 50304
     wide-8192) ladder --preset gpt3-6.7b-slice --n-layer 3 --n-embd 8192 --n-head 64 ;;
     narrow-320) ladder --preset gpt2 --n-layer 3 --n-head 5 --n-embd 320 --seq-len 1536 --batch-size 4 ;;
