@@ -33,9 +33,9 @@ def chosen(words: list[str] | None) -> list[str]:
     """The variants whose name or script contains one of the words, or all that run on one GPU. One of several
     GPUs is meant by its whole name alone. Raises Skip for a word of none."""
     names = {key: f"{key} {head['Script']}" for key, head in variants().items() if head["GPUs"] == "1"}
-    keys = set()
     if words is None:
         return sorted(names)
+    keys = set()
     for word in words:
         named = {key for key, name in names.items() if word in name} | ({word} & variants().keys())
         if not named or not word:
@@ -51,10 +51,10 @@ def main() -> int:
     running.add_options(parser)
     try:
         known = variants()
-        several = ", ".join(
-            f"{key} ({head['GPUs']} GPUs)" for key, head in known.items() if head["GPUs"] != "1"
-        )
-        parser.description = f"{__doc__ or ''}\nVariants: {', '.join(known)}. On several GPUs: {several}"
+        listed = [
+            key if head["GPUs"] == "1" else f"{key} ({head['GPUs']} GPUs)" for key, head in known.items()
+        ]
+        parser.description = f"{__doc__ or ''}\nVariants: {', '.join(listed)}"
         options, arguments = parser.parse_known_args()
         command = portable_command("python -m anatomy.ablations --output ablations", sys.argv[1:])
         keys, predicted = chosen(options.only), "predicted for the slice on an H200"

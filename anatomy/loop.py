@@ -77,7 +77,7 @@ def run_state(row: Row, script: Path, limit_s: int, stop: process.Stop) -> dict:
 
 def workload_of(answer: dict, steps: int) -> Workload:
     """What a state of the loop trained, by what the first one answered."""
-    from common import flops
+    from common import flops  # here, since these import torch, without which docs/tables.py reads the patches
     from common.model import GPTConfig
 
     n_layer, n_head, n_embd, seq_len, vocab_size = answer["shape"]

@@ -366,6 +366,7 @@ def main() -> int:
 
 
 def is_recorded(place: str) -> bool:
+    """Whether a recording lies at a place, of whatever code."""
     return any((RESULTS / place).glob("*.json"))
 
 
