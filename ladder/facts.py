@@ -6,6 +6,7 @@ LADDER_FACTS=FILE python -m ladder.facts ARGUMENT ...
 
 import json
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from ladder.process import ROOT
 from ladder.runs import FACTS, scripts
 from ladder.step_kernels import STEPS
 
-CPU_FLOPS_PER_S = 1.5e10  # model FLOPs of one core in FP32 with attention by hand, as recorded for `tiny`
 LONG_S = 60  # a step
 
 
@@ -67,19 +67,29 @@ def needed_bytes(args: Arguments) -> dict[str, int]:
 
 
 def told_of_time(args: Arguments) -> list[str]:
-    """How long a row takes on a CPU, where it is long."""
+    """How long a row of FP32 takes on a CPU at least, where it is long."""
     if args.device.type == "cuda":
         return []
-    step_flops = flops.flops_per_step(args.config, args.batch_size)
-    step_s = step_flops / (CPU_FLOPS_PER_S * torch.get_num_threads())
+    step_s = flops.flops_per_step(args.config, args.batch_size) / product_flops_per_s()
     if step_s <= LONG_S:
         return []
     step_minutes, row_minutes = step_s / 60, step_s * (args.warmup + args.steps) / 60
     return [
-        f"A training step of this shape takes about {step_minutes:.0f} minutes here, "
+        f"In FP32 a training step of this shape takes at least {step_minutes:.0f} minutes here, "
         f"and a row {row_minutes:,.0f}",
         "A row ends after 30 minutes (--step-timeout). A smaller shape shows the same",
     ]
+
+
+def product_flops_per_s(size: int = 1024) -> float:
+    """Of this CPU in one product of FP32, `size` by `size`, on all cores: no training step keeps it up."""
+    matrix = torch.randn(size, size)
+    seconds = []
+    for _ in range(4):  # the first also starts the threads
+        began = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / min(seconds)
 
 
 if __name__ == "__main__":
