@@ -43,6 +43,7 @@ for name in "${names[@]}"; do
   [[ $name == [a-z]* && $name != *" "* && $known == *" $name "* ]] || fail "no piece is named '$name'"
 done
 
+told="$("$python" docs/tables.py --device "$machine")" || fail "$told"
 code="$("$python" -c 'import pathlib, common.fingerprint as f; print(f.code_sha256(pathlib.Path()))')"
 
 ladder() { # the options of run_all.sh: its run becomes the record

@@ -5,6 +5,7 @@ A table that would mix states of the code raises ValueError.
 
 python docs/tables.py                     make the reports of all recorded runs again
 python docs/tables.py --stale [PLACE]     which recordings are of other code: docs/record.sh makes them again
+python docs/tables.py --device MACHINE    fails where MACHINE has records, and none of this card or CPU
 """
 
 import difflib
@@ -357,12 +358,29 @@ def main() -> int:
     if not sys.argv[1:]:
         renew()
         return 0
+    if sys.argv[1] == "--device" and sys.argv[2:]:
+        from common import hardware  # here, since it imports torch: the other commands need none
+
+        return of_another_device(sys.argv[2], hardware.device_name(hardware.resolve_device("auto")))
     if sys.argv[1] != "--stale":
         sys.exit(__doc__)
     places = stale(*sys.argv[2:])
     lines = [f"{place}: {'of other code' if is_recorded(place) else 'not recorded'}" for place in places]
     say("\n".join(lines) or "every record is of the present code")
     return int(bool(places))
+
+
+def of_another_device(machine: str, here: str) -> int:
+    """1 and one line where a machine has records, and none is of the device `here`; otherwise 0."""
+    places = [path.parent for path in sorted((RESULTS / machine).glob("*/results.json"))]
+    environments = [run.environment for place in places for run in runs(str(place.relative_to(RESULTS)))]
+    recorded = {environment.device for environment in environments if environment}
+    if not recorded or here in recorded:
+        return 0
+    say(
+        f"{machine} has records of {' and '.join(sorted(recorded))}, and this is {here}: give another MACHINE"
+    )
+    return 1
 
 
 def is_recorded(place: str) -> bool:

@@ -785,6 +785,16 @@ def test_the_first_table_of_an_experiment_is_shown(tmp_path, monkeypatch):
     assert tables.experiment("m", "a") == "| x |\n|---|\n| 1 |" and tables.experiment("m", "b") == "| z |"
 
 
+def test_a_machine_s_records_are_of_one_kind_of_card(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    tables.record.cache_clear()
+    runs.write(tmp_path / "h200" / "gpt2", runs.run(runs.row("x"), device="NVIDIA H200"))
+    assert tables.of_another_device("h200", "NVIDIA H200") == tables.of_another_device("new", "T4") == 0
+    assert tables.of_another_device("h200", "NVIDIA H100") == 1
+    assert "h200 has records of NVIDIA H200, and this is NVIDIA H100" in capsys.readouterr().out
+    tables.record.cache_clear()
+
+
 def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     tables.record.cache_clear()
