@@ -165,9 +165,9 @@ def apart(place: str) -> str:
 def measured(place: str) -> str:
     """Device, date and commit of a recording, and of the short run that confirmed it."""
     run, confirmed = record(place), read_object(RESULTS / place / "confirmed.json")
-    text = f"{run.environment.device}, measured {run.started_at[:10]} at {run.environment.commit[:7]}"
+    text = f"{run.environment.device}, measured {run.started_at[:10]} at commit {run.environment.commit[:7]}"
     if confirmed:
-        text += f", confirmed {confirmed['date']} at {confirmed['commit'][:7]}"
+        text += f", confirmed by a second run {confirmed['date']} at commit {confirmed['commit'][:7]}"
     return text
 
 
