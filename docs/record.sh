@@ -33,9 +33,9 @@ if [ "$machine" = --confirm ]; then
   exit "$failed"
 fi
 shift
-most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
+most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 parity-short gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
 most+=" anatomy llama hugging-face-gpt2 proof guide"
-studies=" parity parity-2048 ablations ablations-gpt2 adamw tried te-linear sharded proof gpt2-batch-4 " # which may get more rows
+studies=" parity parity-2048 parity-short parity-fast ablations ablations-gpt2 adamw tried te-linear sharded proof gpt2-batch-4 " # which may get more rows
 known=" $most $studies gpt3-6.7b-slice-cold gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("$@")
 (($#)) || read -ra names <<<"$most"
@@ -62,7 +62,8 @@ ladder() { # the options of run_all.sh: its run becomes the record
 keep_run() { find results -mindepth 1 -maxdepth 1 -type d -name "20*" -newer "$at/begun" | sort | head -1 >"$at/run"; }
 
 study() { "$python" -m "anatomy.$1" --output "$at" "${@:2}" || (($? == 1)); }
-learning() { study parity --preset gpt2 --batch-size 8 --lr 1.5e-4 "$@"; }
+learning() { study parity --preset gpt2 --batch-size 8 "$@"; }
+long=(--steps 3000 --heldout-every 200)
 
 mkdir -p results
 for name in "${names[@]}"; do
@@ -89,14 +90,10 @@ for name in "${names[@]}"; do
     sweep) ladder --sweep ;;
     scaling) ladder --scaling --only 2,3,4 --preset gpt3-6.7b-slice ;;
     scaling-batch-4) ladder --scaling --only 0,1,2,3,4 --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
-    parity)
-      learning --rows 3 4 --seeds 1 2 3 4 5 6 7 8 9 10
-      learning --rows 0 1 2 --seeds 1 2 3
-      ;;
-    parity-2048)
-      study parity --preset gpt2 --n-layer 4 --n-head 16 --n-embd 2048 --batch-size 8 --lr 5e-5 \
-        --rows 3 4 --seeds 1 2 3 4 5
-      ;;
+    parity) learning "${long[@]}" --rows 3 4 --seeds 1 2 3 4 5 6 7 8 9 10 ;;
+    parity-2048) learning "${long[@]}" --n-layer 4 --n-head 16 --n-embd 2048 --rows 3 4 --seeds 1 2 3 4 5 ;;
+    parity-short) learning --rows 0 1 2 3 --seeds 1 2 3 ;;
+    parity-fast) learning --lr 1.5e-4 --rows 3 4 --seeds 1 2 3 4 5 6 7 8 9 10 ;;
     proof) study ablations --preset gpt2 --batch-size 8 --only dead-mlp attention-without-its-mask ;;
     tried) study ablations --preset gpt3-6.7b-slice --only fast fp8-attention te-attention te-cross wgrad cold ;;
     sharded) study ablations --preset gpt3-6.7b-slice --batch-size 4 --only sharded-optimizer ;; # two GPUs
