@@ -90,7 +90,10 @@ for name in "${names[@]}"; do
     sweep) ladder --sweep ;;
     scaling) ladder --scaling --only 2,3,4 --preset gpt3-6.7b-slice ;;
     scaling-batch-4) ladder --scaling --only 0,1,2,3,4 --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
-    parity) learning "${long[@]}" --rows 3 4 --seeds 1 2 3 4 5 6 7 8 9 10 ;;
+    parity)
+      learning "${long[@]}" --rows 3 4 --seeds 1 2 3 4 5 6 7 8 9 10
+      learning "${long[@]}" --rows bf16-head current-scaling --seeds 1 2 3 4 5
+      ;;
     parity-2048) learning "${long[@]}" --n-layer 4 --n-head 16 --n-embd 2048 --rows 3 4 --seeds 1 2 3 4 5 ;;
     parity-short) learning --rows 0 1 2 3 --seeds 1 2 3 ;;
     parity-fast) learning --lr 1.5e-4 --rows 3 4 --seeds 1 2 3 4 5 6 7 8 9 10 ;;
