@@ -694,6 +694,7 @@ def test_seconds_until_a_loss_are_of_every_seed():
     made["1_x, seed 3"] = trained("1_x", 2.0, (2.4, 2.0, 1.8), warmup_s=1.0)
     study = runs.study("parity", made)
     first, second = parity.seconds_rows(study)
+    assert "1.5 nats" not in first, "which no row reaches"
     assert [*first.values()] == ["0_x", "2", "0.9", "0.9", "not reached: 2 of 2", "1.0", "9.0"]
     assert second["2.5 nats"] == f"{(0.875 + (10 + 15 / 1.9) * 0.05 + 0.5) / 3:.1f}"
     assert second["1.9 nats"] == "not reached: 1 of 3" and second["last loss of 0_x"] == "not reached: 1 of 2"
