@@ -104,6 +104,11 @@ def seconds(place: str) -> str:
     return shown(parity.seconds_rows(record(place)), place)
 
 
+def progress(place: str, label: str, other: str) -> str:
+    """A parity study: how far a row's held-out loss lies above another's, after as many steps and seconds."""
+    return shown(parity.progress_rows(record(place), label, other), place)
+
+
 def ladder(place: str) -> str:
     """Every step and peer, and what the losses are."""
     rows = table.main_rows(figures(place), detailed=True)

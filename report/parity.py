@@ -217,6 +217,36 @@ def seconds_rows(study: Study) -> list[dict]:
     return rows
 
 
+def progress_rows(study: Study, label: str, other: str, parts: int = 5) -> list[dict]:
+    """A line for each of `parts` equal parts of the training: how far the held-out loss of a label lies above
+    another's after as many training steps, and after as many seconds of them; means and 95 % intervals over
+    the seeds that both have."""
+    every, rows = tested(study), []
+    pairs = [(row, every[other][seed]) for seed, row in every[label].items() if seed in every[other]]
+    last = pairs[0][0].heldout[-1][0]
+    for step in np.linspace(last / parts, last, parts):
+        by_step, by_time, seconds = [], [], []
+        for row, reference in pairs:
+            loss, passed_ms = loss_at(row, step), step * median(row.step_ms)
+            by_step.append(loss - loss_at(reference, step))
+            by_time.append(loss - loss_at(reference, passed_ms / median(reference.step_ms)))
+            seconds.append(passed_ms / 1e3)
+        line = {"training steps": f"{step:,.0f}", "difference": mean_and_interval(by_step)}
+        line |= {"seconds": number(fmean(seconds)), "after as many seconds": mean_and_interval(by_time)}
+        rows.append(line)
+    return rows
+
+
+def loss_at(row: Row, step: float) -> float:
+    """The held-out loss at a step, on straight lines between the tests."""
+    return float(np.interp(step, *np.array(row.heldout).T))
+
+
+def mean_and_interval(differences: list[float]) -> str:
+    mean, half = interval(differences)
+    return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
+
+
 def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
     """(seconds of steps, held-out loss) of every script tested on the way, means over the seeds that all
     have."""

@@ -705,6 +705,18 @@ def test_seconds_until_a_loss_are_of_every_seed():
     assert lines_of(axes) == shown, "from the second test on, of the two seeds that both have"
 
 
+def test_held_out_losses_are_compared_after_as_many_steps_and_after_as_many_seconds():
+    made = {}
+    for seed in (1, 2):
+        made[f"0_x, seed {seed}"] = trained("0_x", 2.0, (4.0, 2.0))
+        faster = runs.row("1_x", 25.0, loss=[2.0] * 40, heldout=[(10, 4.1 + seed), (20, 2.1 + seed / 10)])
+        made[f"1_x, seed {seed}"] = runs.run(faster)
+    half, end = parity.progress_rows(runs.study("parity", made), "1_x", "0_x", parts=2)
+    assert [half["training steps"], half["seconds"], end["seconds"]] == ["10", "0.2", "0.5"]
+    assert half["difference"] == f"+1.600 ({1.6 - 12.706 * 0.5:+.3f} to {1.6 + 12.706 * 0.5:+.3f})"
+    assert end["difference"].startswith("+0.250 ") and end["after as many seconds"].startswith("-1.750 ")
+
+
 # --- the command and the documents ----------------------------------------------------------------
 
 
