@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Record a machine under docs/results/MACHINE:
 #
-#   docs/record.sh MACHINE           every piece that is missing or of other code: a quarter of an hour each, parity forty minutes
+#   docs/record.sh MACHINE           every piece that is missing or of other code: a quarter of an hour each, parity thirty-five minutes
 #   docs/record.sh MACHINE NAME ...  these pieces, for example: gpt2 parity
 #   docs/record.sh --check           the records of other code than the present one
 #   docs/record.sh --confirm MACHINE one pass of the slice and of gpt2, compared with the records
@@ -92,9 +92,12 @@ for name in "${names[@]}"; do
     scaling-batch-4) ladder --scaling --only 0,1,2,3,4 --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
     parity)
       learning "${long[@]}" --rows 3 4 --seeds 1 2 3 4 5 6 7 8 9 10
-      learning "${long[@]}" --rows bf16-head current-scaling --seeds 1 2 3 4 5
+      learning "${long[@]}" --rows bf16-instead-of-fp8 bf16-head current-scaling --seeds 1 2 3 4 5
       ;;
-    parity-2048) learning "${long[@]}" --n-layer 4 --n-head 16 --n-embd 2048 --rows 3 4 --seeds 1 2 3 4 5 ;;
+    parity-2048)
+      study parity --preset gpt2 --n-layer 4 --n-head 16 --n-embd 2048 --batch-size 8 "${long[@]}" \
+        --rows 3 4 --seeds 1 2 3 4 5
+      ;;
     parity-short) learning --rows 0 1 2 3 --seeds 1 2 3 ;;
     parity-fast) learning --lr 1.5e-4 --rows 3 4 --seeds 1 2 3 4 5 6 7 8 9 10 ;;
     proof) study ablations --preset gpt2 --batch-size 8 --only dead-mlp attention-without-its-mask ;;
