@@ -104,6 +104,11 @@ def seconds(place: str) -> str:
     return shown(parity.seconds_rows(record(place)), place)
 
 
+def training_steps(place: str) -> str:
+    """A parity study: training steps until a held-out loss is reached."""
+    return shown(parity.until_rows(record(place), parity.steps_until), place)
+
+
 def progress(place: str, label: str, other: str) -> str:
     """A parity study: how far a row's held-out loss lies above another's, after as many steps and seconds."""
     return shown(parity.progress_rows(record(place), label, other), place)

@@ -28,6 +28,7 @@ MARGIN = 0.01  # nats: a smaller difference is taken for none. Set before the ru
 TARGETS = (2.5, 2.2, 1.9, 1.5, 1.2)
 
 Measure = Callable[[Row], float | None]
+Until = Callable[[Row, float], float | None]  # steps or seconds until a held-out loss
 
 
 def heldout_loss(row: Row) -> float | None:
@@ -171,8 +172,8 @@ def tested(study: Study) -> dict[str, dict[int, Row]]:
     return tested
 
 
-def seconds_until(row: Row, target: float) -> float | None:
-    """Seconds of steps until the held-out loss has fallen to a target, on straight lines between its tests;
+def steps_until(row: Row, target: float) -> float | None:
+    """Training steps until the held-out loss has fallen to a target, on straight lines between its tests;
     None where it has not."""
     steps, losses = np.array(row.heldout).T
     reached = np.flatnonzero(losses <= target)
@@ -180,17 +181,22 @@ def seconds_until(row: Row, target: float) -> float | None:
         return None
     end = reached[0]
     begin = max(0, end - 1)
-    at = np.interp(-target, -losses[[begin, end]], steps[[begin, end]])
-    return float(at) * median(row.step_ms) / 1e3
+    return float(np.interp(-target, -losses[[begin, end]], steps[[begin, end]]))
 
 
-def seconds_cell(rows: list[Row], targets: list[float]) -> str:
+def seconds_until(row: Row, target: float) -> float | None:
+    """The seconds of these steps; None where the target is not reached."""
+    steps = steps_until(row, target)
+    return None if steps is None else steps * median(row.step_ms) / 1e3
+
+
+def until_cell(rows: list[Row], targets: list[float], until: Until) -> str:
     """The mean over seeds, or how many of these do not reach their target."""
-    seconds = [seconds_until(row, target) for row, target in zip(rows, targets, strict=True)]
-    missed = seconds.count(None)
+    reached = [until(row, target) for row, target in zip(rows, targets, strict=True)]
+    missed = reached.count(None)
     if missed:
-        return f"not reached: {missed} of {len(seconds)}"
-    return number(fmean(seconds) if seconds else None)
+        return f"not reached: {missed} of {len(reached)}"
+    return number(fmean(reached) if reached else None, ",.0f" if until is steps_until else ",.1f")
 
 
 def reached_targets(every: dict[str, dict[int, Row]]) -> list[float]:
@@ -199,22 +205,30 @@ def reached_targets(every: dict[str, dict[int, Row]]) -> list[float]:
     return [target for target in TARGETS if any(seconds_until(row, target) is not None for row in rows)]
 
 
-def seconds_rows(study: Study) -> list[dict]:
-    """A line a script: seconds until each of the targets that a row reaches, and until the last loss of the
-    first script with the same seed; and its longest warm-up."""
+def until_rows(study: Study, until: Until) -> list[dict]:
+    """A line a script: seconds or training steps until each of the targets that a row reaches, and until the
+    last loss of the first script with the same seed."""
     every = tested(study)
     last = {seed: heldout_loss(row) for seed, row in next(iter(every.values()), {}).items()}
     rows = []
     for label, of_seeds in every.items():
         row = {"step": label, "seeds": str(len(of_seeds))}
         for target in reached_targets(every):
-            row[f"{target} nats"] = seconds_cell([*of_seeds.values()], [target] * len(of_seeds))
+            row[f"{target} nats"] = until_cell([*of_seeds.values()], [target] * len(of_seeds), until)
         paired = [seed for seed in of_seeds if seed in last]
         targets = [last[seed] for seed in paired]
-        row[f"last loss of {next(iter(every))}"] = seconds_cell([of_seeds[seed] for seed in paired], targets)
-        row["warm-up s"] = number(max(row.warmup_s for row in of_seeds.values()))
+        paired_rows = [of_seeds[seed] for seed in paired]
+        row[f"last loss of {next(iter(every))}"] = until_cell(paired_rows, targets, until)
         rows.append(row)
     return rows
+
+
+def seconds_rows(study: Study) -> list[dict]:
+    """A line a script: seconds until each target, and its longest warm-up."""
+    lines = until_rows(study, seconds_until)
+    for line, of_seeds in zip(lines, tested(study).values(), strict=True):
+        line["warm-up s"] = number(max(row.warmup_s for row in of_seeds.values()))
+    return lines
 
 
 def progress_rows(study: Study, label: str, other: str, parts: int = 5) -> list[dict]:

@@ -65,13 +65,13 @@ def error_cells(shapes: list[Figures], guess: dict[str, float]) -> dict[str, str
         return {}
     predictors = {figures.run.roofs.predictor or "-" for figures in shapes if figures.run.roofs} or {"-"}
     return {
-        "times": str(len(errors)),
+        "predicted times": str(len(errors)),
         "median error": percent(median(errors), 0),
         "largest error": percent(max(errors), 0),
         "median error of gains": percent(median(gains), 0),
         "largest error of gains": percent(max(gains), 0),
-        "of a constant guess: median": percent(median(guessed) if guessed else None, 0),
-        "of a constant guess: largest": percent(max(guessed, default=None), 0),
+        "median error of guessed gains": percent(median(guessed) if guessed else None, 0),
+        "largest error of guessed gains": percent(max(guessed, default=None), 0),
         "predictor": ", ".join(sorted(predictors)),
     }
 

@@ -699,6 +699,8 @@ def test_seconds_until_a_loss_are_of_every_seed():
     assert second["2.5 nats"] == f"{(0.875 + (10 + 15 / 1.9) * 0.05 + 0.5) / 3:.1f}"
     assert second["1.9 nats"] == "not reached: 1 of 3" and second["last loss of 0_x"] == "not reached: 1 of 2"
     assert parity.seconds_until(study.runs["1_x, seed 1"].rows[0], 1.9) == pytest.approx(1.25)
+    in_steps = parity.until_rows(study, parity.steps_until)[0]
+    assert [*in_steps.values()] == ["0_x", "2", "18", "19", "not reached: 2 of 2", "20"]
     assert parity.picture(study)[:4] == b"\x89PNG"
     (axes,) = parity.curves_figure(study).axes
     shown = [[2.0], pytest.approx([4.1 / 2, 3.85 / 2])]
