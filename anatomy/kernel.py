@@ -59,6 +59,7 @@ def run(lab, edge=None):
     library_s = lab.device_seconds(lambda: torch.matmul(a, b, out=c))
     expected, times = c.clone(), []
     clock_mhz, _ = clock_and_power(lab.device) or (0, 0)  # no prediction without NVML
+    l2_rate = processors * L2_BYTES_A_CLOCK * clock_mhz * 1e6
     lab.row("the library's", library_s, 2 * edge**3 / rate("bf16", lab.device))
     for tile in (16, 32, 64, 128, 256):
         grid, warps = (edge // tile, edge // tile), max(1, min(8, tile // 16))
@@ -67,8 +68,8 @@ def run(lab, edge=None):
         )
         times.append(lab.device_seconds(product, 10))
         torch.testing.assert_close(c, expected, rtol=0.02, atol=0.5)
-        loaded_s = 4 * edge**3 / tile / (processors * L2_BYTES_A_CLOCK * (clock_mhz or 1) * 1e6)
-        lab.row(f"tiles of ({tile}, {tile})", times[-1], max(library_s, loaded_s) if clock_mhz else None)
+        predicted_s = max(library_s, 4 * edge**3 / tile / l2_rate) if l2_rate else None
+        lab.row(f"tiles of ({tile}, {tile})", times[-1], predicted_s)
     return f"The best tile takes {min(times) / library_s:.2f} times as long as the library's product."
 
 

@@ -106,7 +106,7 @@ def seconds(place: str) -> str:
 
 def training_steps(place: str) -> str:
     """A parity study: training steps until a held-out loss is reached."""
-    return shown(parity.until_rows(record(place), parity.steps_until), place)
+    return shown(parity.until_rows(record(place), parity.steps_until, ",.0f"), place)
 
 
 def progress(place: str, label: str, other: str) -> str:

@@ -151,8 +151,8 @@ def difference_rows(study: Study) -> list[dict]:
     return rows
 
 
-def interval_text(of: Difference) -> str:
-    return "-" if of.half is None else f"{of.mean - of.half:+.4f} to {of.mean + of.half:+.4f}"
+def interval_text(of: Difference, digits: str = ".4f") -> str:
+    return "-" if of.half is None else f"{of.mean - of.half:+{digits}} to {of.mean + of.half:+{digits}}"
 
 
 def tables(study: Study) -> dict[str, list[dict]]:
@@ -190,13 +190,13 @@ def seconds_until(row: Row, target: float) -> float | None:
     return None if steps is None else steps * median(row.step_ms) / 1e3
 
 
-def until_cell(rows: list[Row], targets: list[float], until: Until) -> str:
+def until_cell(rows: list[Row], targets: list[float], until: Until, digits: str) -> str:
     """The mean over seeds, or how many of these do not reach their target."""
     reached = [until(row, target) for row, target in zip(rows, targets, strict=True)]
     missed = reached.count(None)
     if missed:
         return f"not reached: {missed} of {len(reached)}"
-    return number(fmean(reached) if reached else None, ",.0f" if until is steps_until else ",.1f")
+    return number(fmean(reached) if reached else None, digits)
 
 
 def reached_targets(every: dict[str, dict[int, Row]]) -> list[float]:
@@ -205,27 +205,27 @@ def reached_targets(every: dict[str, dict[int, Row]]) -> list[float]:
     return [target for target in TARGETS if any(seconds_until(row, target) is not None for row in rows)]
 
 
-def until_rows(study: Study, until: Until) -> list[dict]:
+def until_rows(study: Study, until: Until, digits: str) -> list[dict]:
     """A line a script: seconds or training steps until each of the targets that a row reaches, and until the
-    last loss of the first script with the same seed."""
+    last loss of the first script with the same seed; numbers as the format `digits` writes them."""
     every = tested(study)
+    targets = reached_targets(every)
     last = {seed: heldout_loss(row) for seed, row in next(iter(every.values()), {}).items()}
     rows = []
     for label, of_seeds in every.items():
         row = {"step": label, "seeds": str(len(of_seeds))}
-        for target in reached_targets(every):
-            row[f"{target} nats"] = until_cell([*of_seeds.values()], [target] * len(of_seeds), until)
+        for target in targets:
+            row[f"{target} nats"] = until_cell([*of_seeds.values()], [target] * len(of_seeds), until, digits)
         paired = [seed for seed in of_seeds if seed in last]
-        targets = [last[seed] for seed in paired]
-        paired_rows = [of_seeds[seed] for seed in paired]
-        row[f"last loss of {next(iter(every))}"] = until_cell(paired_rows, targets, until)
+        of_paired, last_losses = [of_seeds[seed] for seed in paired], [last[seed] for seed in paired]
+        row[f"last loss of {next(iter(every))}"] = until_cell(of_paired, last_losses, until, digits)
         rows.append(row)
     return rows
 
 
 def seconds_rows(study: Study) -> list[dict]:
     """A line a script: seconds until each target, and its longest warm-up."""
-    lines = until_rows(study, seconds_until)
+    lines = until_rows(study, seconds_until, ",.1f")
     for line, of_seeds in zip(lines, tested(study).values(), strict=True):
         line["warm-up s"] = number(max(row.warmup_s for row in of_seeds.values()))
     return lines
@@ -233,32 +233,32 @@ def seconds_rows(study: Study) -> list[dict]:
 
 def progress_rows(study: Study, label: str, other: str, parts: int = 5) -> list[dict]:
     """A line for each of `parts` equal parts of the training: how far the held-out loss of a label lies above
-    another's after as many training steps, and after as many seconds of them; means and 95 % intervals over
-    the seeds that both have."""
-    every, rows = tested(study), []
-    pairs = [(row, every[other][seed]) for seed, row in every[label].items() if seed in every[other]]
-    last = pairs[0][0].heldout[-1][0]
+    another's after as many training steps, and after as many seconds of them, at the pace of the label's
+    fastest seed."""
+    of_label = tested(study)[label].values()
+    last = max(step for row in of_label for step, _ in row.heldout)
+    step_s = min(median(row.step_ms) for row in of_label) / 1e3
+    rows = []
     for step in np.linspace(last / parts, last, parts):
-        by_step, by_time, seconds = [], [], []
-        for row, reference in pairs:
-            loss, passed_ms = loss_at(row, step), step * median(row.step_ms)
-            by_step.append(loss - loss_at(reference, step))
-            by_time.append(loss - loss_at(reference, passed_ms / median(reference.step_ms)))
-            seconds.append(passed_ms / 1e3)
-        line = {"training steps": f"{step:,.0f}", "difference": mean_and_interval(by_step)}
-        line |= {"seconds": number(fmean(seconds)), "after as many seconds": mean_and_interval(by_time)}
-        rows.append(line)
+        by_steps = difference(study, label, other, functools.partial(loss_after_steps, steps=step))
+        by_time = difference(
+            study, label, other, functools.partial(loss_after_seconds, seconds=step * step_s)
+        )
+        row = {"training steps": f"{step:,.0f}", "difference": number(by_steps.mean, "+.3f")}
+        row |= {"95 % interval": interval_text(by_steps, ".3f"), "seconds": number(step * step_s)}
+        row |= {"after as many seconds": number(by_time.mean, "+.3f")}
+        rows.append(row | {"its 95 % interval": interval_text(by_time, ".3f")})
     return rows
 
 
-def loss_at(row: Row, step: float) -> float:
-    """The held-out loss at a step, on straight lines between the tests."""
-    return float(np.interp(step, *np.array(row.heldout).T))
+def loss_after_steps(row: Row, steps: float) -> float | None:
+    """The held-out loss, on straight lines between the tests; None after the last one."""
+    tests, losses = np.array(row.heldout).T
+    return None if steps > tests[-1] else float(np.interp(steps, tests, losses))
 
 
-def mean_and_interval(differences: list[float]) -> str:
-    mean, half = interval(differences)
-    return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
+def loss_after_seconds(row: Row, seconds: float) -> float | None:
+    return loss_after_steps(row, seconds * 1e3 / median(row.step_ms))
 
 
 def curves(study: Study) -> dict[str, list[tuple[float, float]]]:

@@ -179,7 +179,8 @@ def bar_parts(line: Line) -> dict[str, float]:
 
 
 def _categories(lines: list[Line]) -> list[str]:
-    shown = {name for line in lines for name, ms in line.category_ms.items() if ms >= 0.005 * (line.ms or 1)}
+    timed = [line for line in lines if line.ms]
+    shown = {name for line in timed for name, ms in line.category_ms.items() if ms >= 0.005 * line.ms}
     return [name for name in CATEGORY_COLORS if name in shown]
 
 

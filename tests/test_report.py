@@ -699,7 +699,7 @@ def test_seconds_until_a_loss_are_of_every_seed():
     assert second["2.5 nats"] == f"{(0.875 + (10 + 15 / 1.9) * 0.05 + 0.5) / 3:.1f}"
     assert second["1.9 nats"] == "not reached: 1 of 3" and second["last loss of 0_x"] == "not reached: 1 of 2"
     assert parity.seconds_until(study.runs["1_x, seed 1"].rows[0], 1.9) == pytest.approx(1.25)
-    in_steps = parity.until_rows(study, parity.steps_until)[0]
+    in_steps = parity.until_rows(study, parity.steps_until, ",.0f")[0]
     assert [*in_steps.values()] == ["0_x", "2", "18", "19", "not reached: 2 of 2", "20"]
     assert parity.picture(study)[:4] == b"\x89PNG"
     (axes,) = parity.curves_figure(study).axes
@@ -709,14 +709,21 @@ def test_seconds_until_a_loss_are_of_every_seed():
 
 def test_held_out_losses_are_compared_after_as_many_steps_and_after_as_many_seconds():
     made = {}
-    for seed in (1, 2):
+    for seed in (1, 2, 3):
         made[f"0_x, seed {seed}"] = trained("0_x", 2.0, (4.0, 2.0))
         faster = runs.row("1_x", 25.0, loss=[2.0] * 40, heldout=[(10, 4.1 + seed), (20, 2.1 + seed / 10)])
         made[f"1_x, seed {seed}"] = runs.run(faster)
-    half, end = parity.progress_rows(runs.study("parity", made), "1_x", "0_x", parts=2)
+    study = runs.study("parity", made)
+    half, end = parity.progress_rows(study, "1_x", "0_x", parts=2)
     assert [half["training steps"], half["seconds"], end["seconds"]] == ["10", "0.2", "0.5"]
-    assert half["difference"] == f"+1.600 ({1.6 - 12.706 * 0.5:+.3f} to {1.6 + 12.706 * 0.5:+.3f})"
-    assert end["difference"].startswith("+0.250 ") and end["after as many seconds"].startswith("-1.750 ")
+    spread = 4.303 / 3**0.5
+    assert [half["difference"], half["95 % interval"]] == [
+        "+2.100",
+        f"{2.1 - spread:+.3f} to {2.1 + spread:+.3f}",
+    ]
+    assert [end["difference"], end["after as many seconds"]] == ["+0.300", "-1.700"]
+    _, slower = parity.progress_rows(study, "0_x", "1_x", parts=2)
+    assert slower["difference"] == "-0.300" and slower["after as many seconds"] == "-", "the other has ended"
 
 
 # --- the command and the documents ----------------------------------------------------------------
