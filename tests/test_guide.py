@@ -102,7 +102,8 @@ FAULTS = [
     ("3.", "torch._dynamo.config.recompile_limit = 2 * len(layers)", "pass"),
     ("3.", "model.load_state_dict(saved)", ""),
     ("3.", 'name.replace("_orig_mod.", "")', "name"),
-    ("3.", "if not name.endswith(masks)", ""),
+    ("3.", " if not (name.endswith(masks) and plain[name].dim() > 1)", ""),
+    ("3.", " and plain[name].dim() > 1", ""),
     ("3.", '(".mask", ".attn.bias")', '".mask"'),
     ("Several", "(model(x, y) / 2).backward()", "model(x, y).backward()"),
 ]
