@@ -226,6 +226,11 @@ class Run:
     problems: list[str] = field(default_factory=list)  # what a merge had to leave out, and rows that differ
     schema_version: int = SCHEMA_VERSION
 
+    @property
+    def is_of_ladder(self) -> bool:
+        """Whether it trained the ladder's own model, and not one that somebody brought."""
+        return not (self.workload and self.workload.model)
+
 
 @dataclass
 class Study:

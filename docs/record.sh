@@ -117,6 +117,7 @@ for name in "${names[@]}"; do
     anatomy) "$python" -m anatomy all --json "$at/anatomy.json" >"$at/report.md" ;;
   esac
   mkdir -p "$to"
+  rm -f "$to/confirmed.json" # it confirmed the record that is replaced
   for file in "$at"/*.*; do # a plan belongs to the folder in which its rows lie
     [ "${file##*/}" = plan.json ] || cp "$file" "$to/"
   done

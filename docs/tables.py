@@ -23,13 +23,13 @@ sys.path.insert(0, str(ROOT))
 from anatomy import loop  # noqa: E402
 from common.fingerprint import code_of, code_sha256  # noqa: E402
 from common.record import Row, Run, Study, read_object  # noqa: E402
-from common.text import run_command, say  # noqa: E402
+from common.text import Skip, run_command, say  # noqa: E402
 from ladder import patches  # noqa: E402
 from report import ablations as variants  # noqa: E402
 from report import cells, charts, documents, page, parity, scaling, sentences, sweep, table  # noqa: E402
 from report.__main__ import render_study  # noqa: E402
-from report.figures import LEGEND, MARK, Figures, Line, derive, loss_rule, ratio  # noqa: E402
-from report.load import DIFFER, load  # noqa: E402
+from report.figures import LEGEND, MARK, Figures, Line, derive, derive_study, loss_rule, ratio  # noqa: E402
+from report.load import DIFFER, load, runs_of  # noqa: E402
 from report.picture import picture  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
@@ -48,8 +48,7 @@ def figures(place: str) -> Figures:
 
 
 def runs(place: str) -> list[Run]:
-    recorded = record(place)
-    return [*recorded.runs.values()] if isinstance(recorded, Study) else [recorded]
+    return [*runs_of(record(place)).values()]
 
 
 def shown(rows: list[dict], *of: str, n_left: int = 1) -> str:
@@ -134,7 +133,8 @@ def of_model(place: str, *more: str) -> str:
     """The rows of a model that is not ours, with `more` columns."""
     rows, over_first = [], f"x {figures(place).first.name}"
     for row in table.main_rows(figures(place)):
-        rows.append({name: row[name] for name in ("step", "ms", "x above", over_first, "GiB", *more)})
+        columns = ("step", "ms", "x above", over_first, "GiB", *more)
+        rows.append({name: row[name] for name in columns if name in row})
     return shown(rows, place)
 
 
@@ -147,7 +147,7 @@ def line(place: str, step: str) -> Line:
     """The figures of a row, or of a study's run of that name, for a sentence."""
     recorded = record(place)
     if isinstance(recorded, Study):
-        return derive(recorded.runs[step]).lines[0]
+        return derive_study(recorded)[step].lines[0]
     return next(line for line in figures(place).lines if line.name == step)
 
 
@@ -158,7 +158,8 @@ def faster(place: str, step: str, than: str) -> str:
 
 def warmups(place: str, step: str) -> str:
     """The warm-up of a row in each of its passes: `19.2 and 9.7 s`."""
-    seconds = [cells.number(each.warmup_s) for each in line(place, step).row.passes]
+    row = line(place, step).row
+    seconds = [cells.number(each.warmup_s) for each in row.passes or [row]]
     return f"{' and '.join(seconds)} s"
 
 
@@ -173,10 +174,10 @@ def apart(place: str) -> str:
 
 
 def measured(place: str) -> str:
-    """Device, date and commit of a recording, and of the short run that confirmed it."""
+    """Device, date and commit of a recording, and of the short run of the same code that confirmed it."""
     run, confirmed = record(place), read_object(RESULTS / place / "confirmed.json")
     text = f"{run.environment.device}, measured {run.started_at[:10]} at commit {run.environment.commit[:7]}"
-    if confirmed:
+    if confirmed and confirmed["code_sha256"] == run.environment.code_sha256:
         text += f", confirmed by a second run {confirmed['date']} at commit {confirmed['commit'][:7]}"
     return text
 
@@ -236,8 +237,8 @@ def loop_patch(name: str) -> str:
 
 def as_diff(lines: list[str]) -> str:
     """A diff in Markdown, with an empty line where lines are left out."""
-    shown = "\n".join("" if line.startswith("@@") else line for line in lines[1:])
-    return f"```diff\n{shown}\n```"
+    text = "\n".join("" if line.startswith("@@") else line for line in lines[1:])
+    return f"```diff\n{text}\n```"
 
 
 # --- several recordings ---------------------------------------------------------------------------
@@ -313,13 +314,13 @@ def stale(*of: str) -> list[str]:
 
 
 def edited(place: str) -> bool:
-    """Whether a peer or a patch has other code than when its row was recorded."""
+    """Whether a peer or a patch has other code than when its row was recorded. A run of a parity study is
+    named `VARIANT, seed 3`."""
     if not (RESULTS / place / "results.json").exists():
         return False
-    recorded = record(place)
-    named = recorded.runs.items() if isinstance(recorded, Study) else [("", recorded)]
-    for name, run in named:
-        variant = name if name in patches.variants() else ""
+    for name, run in runs_of(record(place)).items():
+        label = name.partition(", seed ")[0]
+        variant = label if label in patches.variants() else ""
         if any(is_edited(variant, row) for row in [*run.rows, *run.peers]):
             return True
     return False
@@ -327,7 +328,10 @@ def edited(place: str) -> bool:
 
 def is_edited(variant: str, row: Row) -> bool:
     """Whether the code of a step or a peer, with the patch of a variant, is another one than the row's."""
-    present = present_source(variant, row.step)
+    try:
+        present = present_source(variant, row.step)
+    except Skip:  # the patch does not fit any more
+        return True
     return bool(row.source and present) and code_of(row.source, messages=False) != code_of(
         present, messages=False
     )

@@ -68,7 +68,7 @@ def main() -> int:
         write_json(args.folder / MERGED, record)
     for name, content in files.items():
         write_bytes(args.folder / name, content)
-    runs = record.runs.values() if isinstance(record, Study) else [record]
+    runs = load.runs_of(record).values()
     return int(any(row.status not in GOOD for run in runs for row in [*run.rows, *run.peers]))
 
 

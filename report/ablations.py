@@ -7,31 +7,42 @@ GPUs with their number: `2_sdpa, 2 GPUs`.
 from common.record import Run, Study
 from report.cells import LAUNCH, dtype, gain, number, only_filled, scaling, time_or_status
 from report.changes import added_groups
-from report.figures import Line, derive, ratio, unlearned
+from report.figures import Line, derive_study, ratio, unlearned
 
 
 def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
     """These variants, or all, each against the script that it changes."""
-    lines = {name: derive(run).lines[0] for name, run in study.runs.items()}
+    lines = lines_of(study)
     unchanged = {name: script_of(study, name) for name in lines}
     scripts = {name: lines.get(script) for name, script in unchanged.items() if script != name}
     rows = []
     for name in names or [name for name in scripts if scripts[name]]:
         variant, script = lines[name], scripts[name]
-        difference = variant.ms - script.ms if variant.ms and script.ms else None
         rows.append(
             {
                 "variant": name,
                 "of": unchanged[name],
                 "script, ms": time_or_status(script),
                 "variant, ms": time_or_status(variant),
-                "difference, ms": number(difference, "+,.1f"),
+                "difference, ms": difference(variant, script),
                 "lines added": str(sum(map(len, added_groups(script.row, variant.row)))),
                 "least cosine": number(variant.row.proof and variant.row.proof.cosine, ".4f"),
                 "work": variant.same_work or "-",
             }
         )
     return only_filled(rows)
+
+
+def lines_of(study: Study) -> dict[str, Line]:
+    """The one row of every run."""
+    return {name: figures.lines[0] for name, figures in derive_study(study).items()}
+
+
+def difference(variant: Line, script: Line) -> str:
+    """How many milliseconds longer a variant takes than its script."""
+    if not (variant.ms and script.ms):
+        return "-"
+    return number(variant.ms - script.ms, "+,.1f") + max(variant.mark, script.mark)
 
 
 def script_of(study: Study, name: str) -> str:
@@ -51,14 +62,14 @@ def gpus_of(run: Run) -> int | None:
 
 def equal_rows(study: Study, *names: str) -> list[dict[str, str]]:
     """These runs side by side, with what may make them unequal; gains are over the first of them."""
-    rows, first = [], derive(study.runs[names[0]]).lines[0]
+    rows, lines = [], lines_of(study)
     for name in names:
-        line = derive(study.runs[name]).lines[0]
+        line = lines[name]
         settings = line.row.settings
         row = {"row": name, "of": line.name, "launch": LAUNCH[settings.captured]}
         row |= {"residual": dtype(settings.residual_dtype), "head": settings.head or "-"}
         row |= {"FP8 scaling": scaling(settings.fp8_recipe), "ms": time_or_status(line)}
-        rows.append(row | {f"x {names[0]}": gain(ratio(line, first))})
+        rows.append(row | {f"x {names[0]}": gain(ratio(line, lines[names[0]]))})
     return only_filled(rows)
 
 

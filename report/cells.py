@@ -1,7 +1,7 @@
 """A figure as the cell of a table: numbers with their digits, times with their range, gains with their
 mark."""
 
-from report.figures import Line, Ratio
+from report.figures import Line, Ratio, ratio
 
 LAUNCH = {True: "captured", False: "launched", None: "-"}
 
@@ -62,12 +62,20 @@ def time_or_status(line: Line, with_range: bool = False) -> str:
     return time
 
 
-def gain(ratio: Ratio | None) -> str:
+def gain(faster: Ratio | None) -> str:
     """`1.57`, `20.0?`."""
-    if ratio is None:
+    if faster is None:
         return "-"
-    digits = 1 if ratio.value >= 10 else 2
-    return f"{ratio.value:.{digits}f}{ratio.mark}"
+    digits = 1 if faster.value >= 10 else 2
+    return f"{faster.value:.{digits}f}{faster.mark}"
+
+
+def gain_over(before: Line, line: Line) -> str:
+    """How many times faster a step is than the very step before it; `fits` where that one ran out of memory,
+    and the status of a step without a time."""
+    if not line.ms:
+        return line.row.status
+    return "fits" if before.row.status == "oom" else gain(ratio(line, before))
 
 
 def only_filled(rows: list[dict[str, str]]) -> list[dict[str, str]]:

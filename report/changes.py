@@ -7,6 +7,8 @@ from common.fingerprint import code_of
 from common.record import Row
 
 IMPORT = re.compile(r"import |from |\w+ = import_or_skip\(")
+IMPORTED_NAMES = re.compile(r"(?m)^(\s*from [\w.]+ import) \([^)]*\)")  # one a line, between parentheses
+LONG_SOURCE = 2000  # lines, from which frequent lines are not compared, since that takes too long
 
 
 def added_groups(before: Row, after: Row) -> list[list[str]]:
@@ -15,13 +17,15 @@ def added_groups(before: Row, after: Row) -> list[list[str]]:
     old, new = code_lines(before.source or ""), code_lines(after.source or "")
     if not old or not new:
         return []
-    changes = difflib.SequenceMatcher(None, old, new).get_opcodes()
+    is_long = max(len(old), len(new)) > LONG_SOURCE
+    changes = difflib.SequenceMatcher(None, old, new, autojunk=is_long).get_opcodes()
     return [new[start:end] for kind, _, _, start, end in changes if kind in ("insert", "replace")]
 
 
 def code_lines(source: str) -> list[str]:
     """The code of a script, line by line, without docstring, imports, comments and indentation."""
-    stripped = [line.strip() for line in code_of(source)]
+    text = IMPORTED_NAMES.sub(r"\1", "\n".join(code_of(source)))
+    stripped = [line.strip() for line in text.splitlines()]
     return [line for line in stripped if not IMPORT.match(line)]
 
 

@@ -93,11 +93,11 @@ def loss_figure(figures: Figures) -> Figure:
         above, below = drawn.subplots(2, sharex=True, height_ratios=(3, 2))
         for row in rows:
             every = math.ceil(len(row.loss) / MOST_POINTS)  # of a long training, whose picture is no finer
-            steps = range(0, len(row.loss), every)
+            steps = range(1, len(row.loss) + 1, every)
             above.plot(steps, row.loss[::every], label=one_line(row.step, 24), linewidth=1.4)
             pairs = [*zip(rows[0].loss, row.loss, strict=False)][::every]
             below.plot(steps[: len(pairs)], [loss - first for first, loss in pairs], linewidth=1.4)
-        above.set_ylabel("loss, nats")
+        above.set_ylabel("loss, nats" if figures.run.is_of_ladder else "loss")
         above.legend(fontsize=8, loc="upper right")
         below.set(xlabel="training step", ylabel=f"minus {one_line(rows[0].step, 14)}")
     return drawn

@@ -14,11 +14,13 @@ from statistics import median
 from common.record import Run, write_json
 from common.text import OneLineParser, aligned, run_command, say
 from report.cells import milliseconds
-from report.figures import Line, derive, launch_us, reference_ms
+from report.figures import MARK, Line, derive, launch_us, reference_ms, waits_for_the_host
 from report.load import RecordError, load
 
 BOUNDS = (0.97, 1.03)
-SLOW_HOST = 1.25  # launches that take so many times as long as in the record: then launched rows are marked
+SLOW_HOST = (
+    1.25  # launches that take so many times as long as in the record: rows that wait for them are marked
+)
 
 Pair = tuple[Line, Line]  # a row of the record, and of the run
 
@@ -58,26 +60,38 @@ def ratios_of(then: Line, now: Line, card: float) -> dict[str, float]:
 
 
 def waits_for_a_slow_host(then: Line, now: Line) -> bool:
-    """Whether a row is launched, by a host that launches more slowly than that of the record."""
+    """Whether the GPU waits for the launches of a row, on a host that launches more slowly than that of the
+    record."""
     before, after = launch_us(then.row), launch_us(now.row)
-    return not now.row.settings.captured and bool(before and after and after > SLOW_HOST * before)
+    return waits_for_the_host(now.row) and bool(before and after and after > SLOW_HOST * before)
 
 
 def out_of_bounds(ratios: dict[str, float], slow_host: bool) -> list[str]:
-    """The names of ratios beyond BOUNDS; a slow host excuses the time."""
+    """The names of ratios beyond BOUNDS; a slow host excuses a longer time."""
     least, most = BOUNDS
     names = [name for name, ratio in ratios.items() if not least <= ratio <= most]
-    return [name for name in names if not (slow_host and name == "ms")]
+    return [name for name in names if not (slow_host and name == "ms" and ratios["ms"] > most)]
+
+
+def missing_rows(record: Run, again: Run) -> list[str]:
+    """A line for each step that has a time in the record, and none in the run."""
+    lines = {line.name: line for line in derive(again).steps}
+    timed = [name for name, line in lines.items() if line.ms]
+    missing = [line.name for line in derive(record).timed_steps if line.name not in timed]
+    return [
+        f"{name} is not confirmed: {lines[name].why_untimed if name in lines else 'it did not run'}"
+        for name in missing
+    ]
 
 
 def confirm(record: Run, again: Run) -> tuple[dict, list[dict], list[str]]:
     """The content of confirmed.json, the rows of a table, and a line for each row that is not confirmed."""
     pairs = pairs_of(record, again)
-    card, content, rows, failed = card_ratio(pairs), {}, [], []
+    card, content, rows, failed = card_ratio(pairs), {}, [], missing_rows(record, again)
     for then, now in pairs:
         ratios, slow_host = ratios_of(then, now, card), waits_for_a_slow_host(then, now)
-        content[then.name] = {"step_ms": now.ms} | ratios
-        mark = "?" if slow_host else ""
+        content[then.name] = {"step_ms": now.ms, "slow_host": slow_host} | ratios
+        mark = MARK if slow_host else ""
         cells = {"step": then.name, "record, ms": milliseconds(then.ms)}
         cells |= {"now, ms": f"{milliseconds(now.ms)}{mark}"}
         rows.append(cells | {name: f"{ratio:.3f}" for name, ratio in ratios.items()})

@@ -7,7 +7,7 @@ import tabulate
 from common.record import Study
 from common.text import aligned, one_line
 from report import studies
-from report.figures import LEGEND, MARK, Figures, derive, loss_rule
+from report.figures import LEGEND, MARK, Figures, derive, derive_study, loss_rule
 from report.sentences import CPU_SHOWS, convention, describe_machine, describe_workload, headline
 from report.table import card_row, fits_cards, limit_rows, main_rows, proof_rows
 
@@ -60,10 +60,9 @@ def study_remarks(study: Study, tables: Tables) -> list[str]:
     """What is unusual in a study: a line for all rows that share it."""
     kind = studies.KINDS[study.kind]
     names: dict[str, list[str]] = {}
-    for name, run in study.runs.items():
-        lines = derive(run, study.runs.values() if kind.on_one_machine else ()).lines
-        for line in lines:
-            where = f"{name}, {line.name}" if len(lines) > 1 else name
+    for name, figures in derive_study(study).items():
+        for line in figures.lines:
+            where = f"{name}, {line.name}" if len(figures.lines) > 1 else name
             for text in [line.why_untimed, kind.note_of(line), *line.doubts]:
                 names.setdefault(text, []).append(where)
     names.pop("", None)
@@ -109,6 +108,6 @@ def pipe(rows: list[dict], n_left: int = 1) -> str:
 def markdown(text: object) -> str:
     """A line of Markdown in which nothing that a record says is markup, a link, or the end of a cell."""
     line = one_line(text, 1000).replace("&", "&amp;").replace("<", "&lt;").replace("`", "'")
-    line = re.sub(r"([\\\[\]!|~])", r"\\\1", line)
+    line = re.sub(r"([\\\[\]!|~*])|(?<!\w)(_)|(_)(?!\w)", r"\\\g<0>", line)
     line = line.replace("://", ":\\//").replace("www.", "www\\.")  # GitHub makes links of bare addresses
     return re.sub(r"^(\d*)(>|#|[+.)-](?=[\s-]))", r"\1\\\2", line)  # nor a heading, a quotation, a list

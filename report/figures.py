@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import fmean, median, quantiles
 
-from common.record import CATEGORIES, Environment, Roofs, Row, Run, Settings, Workload
+from common.record import CATEGORIES, Environment, Roofs, Row, Run, Settings, Study, Workload
 from report.load import DIFFER
 from report.peaks import peak_flops_per_s
 from report.proof import limit, verdict
@@ -32,6 +32,7 @@ MOST_OF_FIRST_LOSS, LEARNED = (1.1, 0.75)
 ENOUGH_FOR_FP8 = 10  # rehearsed steps
 FEWEST_LOSSES = 8  # from which that mean is judged
 NOT_FUSED = (None, "by hand")  # attention kernels
+HALF_FORMATS = ("bfloat16", "float16")  # of mixed precision
 PROFILE_OFF = 1 / 3  # of the timed step, by which a profiled one may differ
 
 
@@ -113,8 +114,8 @@ def derive(run: Run, among: Iterable[Run] = ()) -> Figures:
     steps = [_line(row, run, fastest) for row in run.rows]
     peers = [_line(row, run, fastest, is_peer=True) for row in run.peers]
     lines, timed = [*steps, *peers], [line for line in [*steps, *peers] if line.ms]
-    is_ours = not (run.workload and run.workload.model)
-    first, plain = next((line for line in steps if line.ms), None), plain_step(steps) if is_ours else None
+    first = next((line for line in steps if line.ms), None)
+    plain = plain_step(steps) if run.is_of_ladder else None
     for line in timed:
         line.doubts = _doubts(line, timed, run)
     _fill_ratios(steps, peers, first, plain)
@@ -123,6 +124,19 @@ def derive(run: Run, among: Iterable[Run] = ()) -> Figures:
     remarks = [*filter(None, [busy]), *_remarks(lines, timed), *dict.fromkeys(run.problems)]
     remarks += filter(None, [_of_processes(run.workload), _of_passes(timed)])
     return Figures(run, lines, steps, timed, first, plain, environment, busy, remarks)
+
+
+def derive_study(study: Study) -> dict[str, Figures]:
+    """The figures of every run of a study. Reference work is compared between all runs of one card."""
+    of_card: dict[tuple, list[Run]] = {}
+    for run in study.runs.values():
+        of_card.setdefault(_card(run), []).append(run)
+    return {name: derive(run, of_card[_card(run)]) for name, run in study.runs.items()}
+
+
+def _card(run: Run) -> tuple:
+    """What tells the card of a run from others; on a CPU the processor."""
+    return (run.environment.device, run.environment.gpu_uuid) if run.environment else ()
 
 
 def _fill_ratios(steps: list[Line], peers: list[Line], first: Line | None, plain: Line | None) -> None:
@@ -160,7 +174,7 @@ def plain_step(steps: list[Line]) -> Line | None:
 
 
 def is_mixed(line: Line) -> bool:
-    return line.row.settings.amp_dtype in ("bfloat16", "float16")
+    return line.row.settings.amp_dtype in HALF_FORMATS
 
 
 def ratio(line: Line, other: Line | None) -> Ratio | None:
@@ -183,8 +197,8 @@ def _line(row: Row, run: Run, fastest: dict[str, float], is_peer: bool = False) 
     _fill_slowness(line, fastest)
     line.loss = fmean(row.loss[-LOSS_WINDOW:]) if row.loss else None
     line.same_work = verdict(row.proof)
-    is_ours = not (run.workload and run.workload.model)  # the rule of learning is of our text and our rate
-    line.note = "; ".join(filter(None, [row.note, is_ours and unlearned(row.loss), _other_work(line)]))
+    not_learnt = unlearned(row.loss) if run.is_of_ladder else ""  # the rule is of our text and our rate
+    line.note = "; ".join(filter(None, [row.note, not_learnt, _other_work(line)]))
     line.gib = row.peak_bytes / GIB if row.peak_bytes else None
     line.error = row.predicted_ms / line.ms - 1 if row.predicted_ms else None
     line.precision = _precision(row, run.roofs)
@@ -212,7 +226,7 @@ def _fill_slowness(line: Line, fastest: dict[str, float]) -> None:
     for row in passes:
         for kind, ms in reference_ms(row).items():
             line.slowed = max(line.slowed, ms / fastest[kind])
-    if "launch" in fastest and _waits_for_the_host(line.row):
+    if "launch" in fastest and waits_for_the_host(line.row):
         line.slow_launch = max((launch_us(row) or 0.0) / fastest["launch"] for row in passes)
 
 
@@ -253,7 +267,7 @@ def _precision(row: Row, roofs: Roofs | None) -> str:
         return "fp8"
     if row.settings == Settings():
         return ""
-    if row.settings.amp_dtype in ("bfloat16", "float16"):
+    if row.settings.amp_dtype in HALF_FORMATS:
         return "bf16"
     allows_tf32 = row.settings.float32_matmul_precision != "highest"
     return "tf32" if allows_tf32 and roofs and roofs.rate("tf32", burst=True) else "fp32"
@@ -318,7 +332,7 @@ def launch_us(row: Row) -> float | None:
     return median(row.launch_us) if row.launch_us and all(us > 0 for us in row.launch_us) else None
 
 
-def _waits_for_the_host(row: Row) -> bool:
+def waits_for_the_host(row: Row) -> bool:
     """Whether the GPU waits for the launches of a row: by its profile, or without one by steps that are far
     slower than its fastest."""
     if row.settings.captured:
@@ -380,8 +394,8 @@ def loss_rule(figures: Figures) -> str:
         return ""
     last = max(len(row.loss) for row in rows)
     steps = _from_to(max(1, last - LOSS_WINDOW + 1), last)
-    is_ours = not (figures.run.workload and figures.run.workload.model)
-    words = f"Loss: mean of training steps {steps}{', in nats' if is_ours else ''}"
+    unit = ", in nats" if figures.run.is_of_ladder else ""
+    words = f"Loss: mean of training steps {steps}{unit}"
     rehearsed = [row.rehearsed for row in rows]
     in_fp8 = [row.rehearsed for row in rows if row.settings.fp8_recipe]
     if any(rehearsed):

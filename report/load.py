@@ -59,8 +59,8 @@ def read(path: Path) -> Run | Study:
             f"{name} is not a record of schema version {schema.SCHEMA_VERSION}, the one that is read"
         )
     record = convert(content, Study if "runs" in content else Run, name)
-    runs = [*record.runs.values()] if isinstance(record, Study) else [record]
-    for run in runs:
+    runs = runs_of(record)
+    for run in runs.values():
         rows = [*run.rows, *run.peers]
         if len({row.step for row in rows}) != max(1, len(rows)):
             raise RecordError(f"{name} holds no rows, or two of one name")
@@ -75,6 +75,11 @@ def read(path: Path) -> Run | Study:
     if not runs:
         raise RecordError(f"{name} holds no runs")
     return record
+
+
+def runs_of(record: Run | Study) -> dict[str, Run]:
+    """The runs of a study by name, or a run by itself, without a name."""
+    return record.runs if isinstance(record, Study) else {"": record}
 
 
 def read_json(path: Path) -> Any:
@@ -175,7 +180,8 @@ def _planned_runs(plan: Plan) -> dict[str, dict[str, list[Planned]]]:
 
 
 def _prove_variants(folder: Path, plan: Plan, runs: dict[str, Run]) -> None:
-    """Compare every variant with the script that it changes, whose run has the script's name."""
+    """Compare every variant with the script that it changes, whose run has the script's name; a problem names
+    what else than the patch differs."""
     samples = {
         str(PurePath(planned.output).parent): proof.read(folder / planned.output) for planned in plan.rows
     }
@@ -183,6 +189,7 @@ def _prove_variants(folder: Path, plan: Plan, runs: dict[str, Run]) -> None:
         script = run.rows[0].step
         if name != script and script in runs:
             proof.prove([(runs[script].rows[0], samples[script]), (run.rows[0], samples[name])])
+            run.problems += _differences([(script, runs[script]), (name, run)])
 
 
 def _add_predictions(run: Run, predicted: dict[str, float] | None) -> None:
@@ -220,7 +227,8 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
         records += of_step
     proof.prove(samples)
     merged.environment = next((record.environment for record in records if record.environment), None)
-    merged.problems += [problem for record in records for problem in record.problems] + _differences(records)
+    merged.problems += [problem for record in records for problem in record.problems]
+    merged.problems += _differences([(record.rows[0].step, record) for record in records])
     merged.problems += [f"{', '.join(steps)} {lack}" for lack, steps in too_few.items()]
     return merged
 
@@ -270,19 +278,20 @@ def _merge_passes(passes: list[Run]) -> Row:
     return replace(ended[nearest].rows[0], passes=kept)
 
 
-def _differences(records: list[Run]) -> list[str]:
-    """Rows of one table must come from one machine, with the same software and the same code."""
-    steps: dict[str, dict[str, list[str]]] = {}  # by what differs, and by its value
-    for record in records:
+def _differences(records: list[tuple[str, Run]]) -> list[str]:
+    """Rows of one table, each with its name, must come from one machine, with the same software and the same
+    code."""
+    names: dict[str, dict[str, list[str]]] = {}  # by what differs, and by its value
+    for row_name, record in records:
         if not record.environment or record.rows[0].status != "ok":
             continue
         facts = {name: getattr(record.environment, name) for name in SAME_IN_ALL_ROWS}
         for name, value in (facts | record.environment.versions).items():
-            same = steps.setdefault(name, {}).setdefault(one_line(value, 40), [])
-            if record.rows[0].step not in same:
-                same.append(record.rows[0].step)
+            same = names.setdefault(name, {}).setdefault(one_line(value, 40), [])
+            if row_name not in same:
+                same.append(row_name)
     problems = []
-    for name, values in steps.items():
+    for name, values in names.items():
         if len(values) > 1:
             each = [f"{value} in {', '.join(same)}" for value, same in values.items()]
             problems.append(f"{DIFFER} {name}: {'; '.join(each)}")

@@ -138,8 +138,8 @@ def difference_rows(study: Study) -> list[dict]:
     rows, shared = [], shared_seeds(labels(study))
     for label, other in compared_with(study).items():
         of_label = labels(study)[label]
-        losses = [last_quarter(of_label[seed]) for seed in shared if of_label[seed].loss]
-        row = {"row": label, "loss": number(fmean(losses) if losses else None, ".3f")}
+        losses = [last_quarter(of_label[seed]) for seed in shared]
+        row = {"row": label, "loss": number(fmean(losses) if losses and None not in losses else None, ".3f")}
         row["less that of"] = other or "-"
         learnt = difference(study, label, other, last_quarter)
         row |= {"seeds": str(learnt.seeds) if other else "-", "difference": number(learnt.mean, "+.4f")}
@@ -227,14 +227,15 @@ def seconds_rows(study: Study) -> list[dict]:
     """A line a script: seconds until each target, and its longest warm-up."""
     lines = until_rows(study, seconds_until, ",.1f")
     for line, of_seeds in zip(lines, tested(study).values(), strict=True):
-        line["warm-up s"] = number(max(row.warmup_s for row in of_seeds.values()))
+        warmups = [row.warmup_s for row in of_seeds.values() if row.warmup_s is not None]
+        line["warm-up s"] = number(max(warmups, default=None))
     return lines
 
 
 def progress_rows(study: Study, label: str, other: str, parts: int = 5) -> list[dict]:
     """A line for each of `parts` equal parts of the training: how far the held-out loss of a label lies above
     another's after as many training steps, and after as many seconds of them, at the pace of the label's
-    fastest seed."""
+    fastest seed. A dash stands where seeds were not tested so early, or have ended."""
     of_label = tested(study)[label].values()
     last = max(step for row in of_label for step, _ in row.heldout)
     step_s = min(median(row.step_ms) for row in of_label) / 1e3
@@ -246,15 +247,17 @@ def progress_rows(study: Study, label: str, other: str, parts: int = 5) -> list[
         )
         row = {"training steps": f"{step:,.0f}", "difference": number(by_steps.mean, "+.3f")}
         row |= {"95 % interval": interval_text(by_steps, ".3f"), "seconds": number(step * step_s)}
+        if by_time.seeds < by_steps.seeds:
+            by_time = Difference(by_time.seeds)
         row |= {"after as many seconds": number(by_time.mean, "+.3f")}
         rows.append(row | {"its 95 % interval": interval_text(by_time, ".3f")})
     return rows
 
 
 def loss_after_steps(row: Row, steps: float) -> float | None:
-    """The held-out loss, on straight lines between the tests; None after the last one."""
+    """The held-out loss, on straight lines between the tests; None before the first and after the last."""
     tests, losses = np.array(row.heldout).T
-    return None if steps > tests[-1] else float(np.interp(steps, tests, losses))
+    return float(np.interp(steps, tests, losses)) if tests[0] <= steps <= tests[-1] else None
 
 
 def loss_after_seconds(row: Row, seconds: float) -> float | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from common.record import Study, Workload
 from report.cells import LAUNCH, number, only_filled, percent, tflops, time_or_status
-from report.figures import GAPS, Line, derive, ratio
+from report.figures import GAPS, Line, derive_study, ratio
 
 MOST_LEFT = 0.1  # of a step, that its kernels leave unexplained: beyond it, they explain nothing
 UNLIKE = "*"  # behind an efficiency: one of the two rows was captured, and the other was launched
@@ -48,10 +48,11 @@ class Scaled:
 def scaled(study: Study) -> list[Scaled]:
     """Every row of every place, those of one script side by side."""
     rows = []
-    for place, run in sorted(study.runs.items()):
-        gpus, parallel = _of_place(place, run.workload)
-        for line in derive(run, study.runs.values()).steps:
-            rows.append(Scaled(line, run.workload, gpus, parallel, line.row.settings.captured))
+    for place, figures in sorted(derive_study(study).items()):
+        work = figures.run.workload
+        gpus, parallel = _of_place(place, work)
+        for line in figures.steps:
+            rows.append(Scaled(line, work, gpus, parallel, line.row.settings.captured))
     for row in rows:
         alone = [other for other in rows if other.line.name == row.line.name and other.gpus == 1]
         _compare(row, [other for other in alone if other.line.tokens_per_s])

@@ -21,12 +21,12 @@ def headline(figures: Figures) -> str:
     timed = figures.timed_steps
     if not timed:
         return "No step has a time"
-    if figures.run.workload and figures.run.workload.model:
+    if not figures.run.is_of_ladder:
         return decision(timed)
     best = min(timed, key=lambda line: line.ms)
     others = [line for line in (figures.plain, figures.first) if line and line is not best]
     if not others:
-        return f"One training step of {best.name}: {milliseconds(best.ms)} ms"
+        return f"One training step of {best.name}: {milliseconds(best.ms)} ms{_whether_fp8_pays(timed)}"
     if len(others) == 2 and others[0] is others[1]:
         others.pop()
     gains = ", ".join(f"{_times_faster(best, line)} than {_in_words(line)}" for line in others)
@@ -44,15 +44,18 @@ def decision(timed: list[Line]) -> str:
     others = [line for line in changed if line not in taken]
     if not taken:
         return f"Take none of the changes. Leave out {_gains(others)}"
-    if taken[-1].over_first and taken[-1].over_first.value <= 1:
+    if taken[-1] is not first and taken[-1].over_first.value <= 1:
         return f"Take none of the changes: together they are not faster, {gain(taken[-1].over_first)} x"
     # A later row keeps what did not slow the model, also where it is hardly worth it.
     held = taken[-1].row.changes
     included = [line for line in others if line.row.changes[-1] in held]
     left = [line for line in others if line not in included]
-    sentence = f"Take {', '.join(line.row.changes[-1] for line in taken)}: {gain(taken[-1].over_first)} x"
-    if first.row.changes:
-        sentence += f" over {first.name}"
+    sentence = f"Take {', '.join(line.row.changes[-1] for line in taken)}"
+    if taken[-1] is first:
+        sentence += ": no row before it has a time"
+    else:
+        sentence += f": {gain(taken[-1].over_first)} x"
+        sentence += f" over {first.name}" if first.row.changes else ""
     if included:
         sentence += f", with {_gains(included)}"
     return f"{sentence}. Leave out {_gains(left)}" if left else sentence
@@ -74,8 +77,7 @@ def _is_worth(line: Line) -> bool:
 
 def convention(figures: Figures) -> str:
     """What TFLOP/s count."""
-    work = figures.run.workload
-    if not (work and work.model):
+    if figures.run.is_of_ladder:
         return CONVENTION
     return CONVENTION_OF_LOOP if "anatomy.loop" in figures.run.command else CONVENTION_OF_MODEL
 

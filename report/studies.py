@@ -13,12 +13,11 @@ class Kind(NamedTuple):
 
     tables: Callable[[Study], dict[str, list[dict]]]  # rows by the title of their table
     picture: Callable[[Study], bytes | None] = lambda study: None  # a PNG
-    on_one_machine: bool = False  # at one time, so that reference work is compared between its runs
     note_of: Callable[[Line], str] = lambda line: line.note
 
 
 KINDS = {
-    "scaling": Kind(scaling.tables, on_one_machine=True),
+    "scaling": Kind(scaling.tables),
     "sweep": Kind(sweep.tables),
     "ablations": Kind(ablations.tables, note_of=ablations.note_of),
     "parity": Kind(parity.tables, parity.picture),

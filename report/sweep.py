@@ -4,14 +4,14 @@ from itertools import pairwise
 from statistics import median
 
 from common.record import Study, Workload
-from report.cells import gain, percent, time_or_status
-from report.figures import Figures, Line, derive, ratio
+from report.cells import gain_over, percent, time_or_status
+from report.figures import Figures, Line, derive_study
 
 
 def shapes(study: Study) -> list[Figures]:
     """The figures of every shape, by tokens a step, length and width."""
-    runs = [run for run in study.runs.values() if run.workload]
-    return [derive(run) for run in sorted(runs, key=lambda run: _size(run.workload))]
+    every = [figures for figures in derive_study(study).values() if figures.run.workload]
+    return sorted(every, key=lambda figures: _size(figures.run.workload))
 
 
 def _size(work: Workload) -> tuple[int, int, int]:
@@ -27,12 +27,7 @@ def gain_cells(figures: Figures) -> dict[str, str]:
     ran = [line for line in figures.steps if line.row.status != "skipped"]
     cells |= {f"{line.name}, ms": time_or_status(line) for line in figures.steps[:1]}
     for before, line in pairwise(figures.steps):
-        if not line.ms:
-            cells[line.name] = line.row.status
-        elif before.row.status == "oom":
-            cells[line.name] = "fits"
-        else:
-            cells[line.name] = gain(ratio(line, before))
+        cells[line.name] = gain_over(before, line)
     return cells | {f"{line.name}, ms": time_or_status(line) for line in ran[-1:]}
 
 
@@ -40,13 +35,15 @@ def gains_by_step(every: list[Figures]) -> dict[str, list[float]]:
     """The measured gains over the step before, by step, of those steps that were predicted."""
     gains: dict[str, list[float]] = {}
     for figures in every:
-        for before, line in pairwise(predicted_lines(figures)):
+        for before, line in predicted_pairs(figures):
             gains.setdefault(line.name, []).append(before.ms / line.ms)
     return gains
 
 
-def predicted_lines(figures: Figures) -> list[Line]:
-    return [line for line in figures.steps if line.error is not None]
+def predicted_pairs(figures: Figures) -> list[tuple[Line, Line]]:
+    """Every step with the step before it, where both were predicted."""
+    pairs = pairwise(figures.steps)
+    return [(before, line) for before, line in pairs if None not in (before.error, line.error)]
 
 
 def error_cells(shapes: list[Figures], guess: dict[str, float]) -> dict[str, str]:
@@ -54,9 +51,8 @@ def error_cells(shapes: list[Figures], guess: dict[str, float]) -> dict[str, str
     far a constant gain for each step, `guess`, lies from it; empty without predictions."""
     errors, gains, guessed = [], [], []
     for figures in shapes:
-        lines = predicted_lines(figures)
-        errors += [abs(line.error) for line in lines]
-        for before, line in pairwise(lines):
+        errors += [abs(line.error) for line in figures.steps if line.error is not None]
+        for before, line in predicted_pairs(figures):
             measured = before.ms / line.ms
             gains.append(abs(before.row.predicted_ms / line.row.predicted_ms / measured - 1))
             if line.name in guess:

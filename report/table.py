@@ -1,10 +1,13 @@
 """The tables of one run. A row of a table is a dict of cells by the names of their columns."""
 
+from itertools import pairwise
+
 from common.record import PRECISIONS, Roofs
 from report.cells import (
     LAUNCH,
     dtype,
     gain,
+    gain_over,
     milliseconds,
     number,
     only_filled,
@@ -14,7 +17,7 @@ from report.cells import (
     time_or_status,
 )
 from report.changes import added_groups
-from report.figures import Figures, Line
+from report.figures import Figures, Line, ratio
 from report.proof import limit
 
 VERSIONS = ("torch", "transformer-engine", "cuda")  # that are told beside a result
@@ -79,18 +82,19 @@ def _lines_added(before: Line | None, line: Line) -> int | None:
 def card_row(figures: Figures) -> dict[str, str]:
     """A run as a row of docs/cards.md, one a GPU: the first and the last step in ms, and the gains
     between."""
-    timed, work, machine = figures.timed_steps, figures.run.workload, figures.environment
+    ran = [line for line in figures.steps if line.row.status != "skipped"]
+    work, machine = figures.run.workload, figures.environment
     known = [name for name in VERSIONS if name in machine.versions]
     row = {"device": machine.device, "workload": "-", "first step, ms": "-", "last step, ms": "-"}
     if work:
         shape = f"{work.n_layer} x {work.n_embd}, {work.batch_size} x {work.seq_len} tokens"
         row["workload"] = f"{work.preset}: {shape}"
-    if timed:
-        row |= {"first step, ms": time_or_status(timed[0]), "last step, ms": time_or_status(timed[-1])}
+    if ran:
+        row |= {"first step, ms": time_or_status(ran[0]), "last step, ms": time_or_status(ran[-1])}
     row["gains, step by step"] = "-"
-    if len(timed) > 1:
-        steps = " x ".join(gain(line.over_before) for line in timed[1:])
-        row["gains, step by step"] = f"{steps} = {gain(timed[-1].over_first)}"
+    if len(ran) > 1:
+        steps = " x ".join(gain_over(before, line) for before, line in pairwise(ran))
+        row["gains, step by step"] = f"{steps} = {gain(ratio(ran[-1], ran[0]))}"
     row["versions"] = ", ".join(f"{name} {machine.versions[name]}" for name in known)
     row["date"] = (figures.run.started_at or "-")[:10]
     return row | {"commit": (machine.commit or "-")[:7]}

@@ -18,6 +18,7 @@ def row(step, ms, product=1.0, **fields):
     return runs.row(step, ms, **(known | fields))
 
 
+WAITING, BUSY = (replace(runs.profile(100.0), idle_ms=idle_ms) for idle_ms in (20.0, 0.0))
 RECORD = runs.run(row("0_x", 100.0), row("1_x", 50.0), row("2_x", 20.0))
 
 
@@ -35,7 +36,9 @@ def test_a_slower_card_is_told_from_slower_code():
         ({"loss": [0.9 * loss for loss in runs.LEARNED]}, ["loss"]),
         ({"peak_bytes": 4 * 2**30}, ["peak"]),
         ({"step_ms": [96.0] * 3}, ["ms"]),
-        ({"step_ms": [104.0] * 3, "launch_us": [9.0] * 2}, []),  # a launched row on a slow host
+        ({"step_ms": [104.0] * 3, "launch_us": [9.0] * 2, "profile": WAITING}, []),  # on a slow host
+        ({"step_ms": [104.0] * 3, "launch_us": [9.0] * 2, "profile": BUSY}, ["ms"]),  # which did not matter
+        ({"step_ms": [96.0] * 3, "launch_us": [9.0] * 2, "profile": WAITING}, ["ms"]),  # nor makes it faster
         ({"step_ms": [104.0] * 3, "launch_us": [9.0] * 2, "settings": runs.SETTINGS["3_compile"]}, ["ms"]),
         ({"step_ms": [102.9] * 3}, []),
     ],
@@ -44,7 +47,13 @@ def test_what_leaves_the_bounds_is_named(fields, said):
     again = runs.run(row("0_x", 100.0, **fields), row("1_x", 50.0), row("2_x", 20.0))
     _, rows, failed = confirm.confirm(RECORD, again)
     assert failed == [f"0_x is not confirmed: {', '.join(said)} beyond 0.97 to 1.03"] * len(said)
-    assert rows[0]["now, ms"].endswith("?") == (not said and "launch_us" in fields)
+    assert rows[0]["now, ms"].endswith("?") == (fields.get("profile") is WAITING)
+
+
+def test_a_step_without_a_time_or_without_a_row_is_not_confirmed():
+    again = runs.run(row("0_x", 100.0), runs.row("1_x", status="oom", reason="out of memory"))
+    _, _, failed = confirm.confirm(RECORD, again)
+    assert failed == ["1_x is not confirmed: oom: out of memory", "2_x is not confirmed: it did not run"]
 
 
 def test_other_work_and_rows_that_nobody_shares_are_one_line():

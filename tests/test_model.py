@@ -552,6 +552,9 @@ def test_a_change_of_the_work_is_not_recommended_and_without_a_first_row_gains_a
     run = model_run(100, 50, 25)
     run.rows[0].status, run.rows[0].step_ms = "oom", []
     assert sentences.headline(derive(run)) == "Take AMP, fused attention: 2.00 x over 1_amp"
+    run.rows[2].step_ms = [51.0] * 3
+    said = "Take AMP: no row before it has a time. Leave out fused attention (0.98 x)"
+    assert sentences.headline(derive(run)) == said
 
 
 def test_changes_that_together_are_slower_are_not_taken():

@@ -126,6 +126,10 @@ def test_variants_are_compared_with_the_script_that_they_change(tmp_path):
         put_samples(folder, step, gradient, output)
     right, wrong = ablations.variant_rows(load(folder))
     assert (right["work"], wrong["work"]) == ("agrees", "differs")
+    assert [run.problems for run in load(folder).runs.values()] == [[], [], []]
+    runs.put(folder, runs.row("2_sdpa"), "wrong/2_sdpa.json", gpu_uuid="2")
+    said = "rows differ in gpu_uuid: None in 2_sdpa; 2 in wrong"
+    assert [run.problems for run in load(folder).runs.values()] == [[], [], [said]], "another card"
 
 
 def test_where_the_first_row_has_no_time_the_next_one_is_compared_with_and_named(tmp_path):

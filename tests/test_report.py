@@ -1,5 +1,6 @@
 """Figures against numbers from the head; what tables, page, studies and the command make of them."""
 
+import json
 import re
 import sys
 import time
@@ -13,7 +14,7 @@ import runs
 from conftest import run_python
 
 from common.kernels import in_words
-from common.record import CATEGORIES, Settings
+from common.record import CATEGORIES, Settings, Study
 from report import (
     ablations,
     changes,
@@ -26,6 +27,7 @@ from report import (
     scaling,
     sentences,
     story,
+    studies,
     sweep,
     table,
 )
@@ -203,6 +205,12 @@ def test_the_headline_compares_the_fastest_step_with_what_a_reader_has(ms, said)
     assert sentences.headline(derive(runs.ladder(*ms))) == said
 
 
+def test_the_headline_tells_whether_fp8_pays_also_where_the_first_row_is_the_fastest():
+    run = runs.run(runs.row("3_compile", 20.0), runs.row("4_transformer_engine", 25.0))
+    said = "One training step of 3_compile: 20.0 ms. FP8 does not pay here: 0.80 x"
+    assert sentences.headline(derive(run)) == said
+
+
 def test_a_terminal_shows_a_table_of_100_columns_and_few_lines_below():
     rows = [runs.row(step, 123456.0 / 3**k, note=f"note {k}") for k, step in enumerate(runs.STEPS)]
     rows.append(runs.row("5_late", status="oom", reason="try --batch-size 4"))
@@ -277,7 +285,7 @@ def test_a_million_losses_are_drawn_in_seconds(tmp_path):
     above, _ = charts.loss_figure(derive(load(folder))).axes
     assert time.monotonic() - began < 20, "of which most is reading"
     assert [len(line.get_xdata()) for line in above.lines] == [2000, 2000]
-    assert above.lines[1].get_xdata()[-1] == 999_500 and above.lines[1].get_ydata()[-1] == 3.0 - 0.9995
+    assert above.lines[1].get_xdata()[-1] == 999_501 and above.lines[1].get_ydata()[-1] == 3.0 - 0.9995
     content = asdict(runs.run(runs.row("0_x", loss=[1.0] * 1001 + [1e300])))
     with pytest.raises(RecordError, match="loss is 1e"):
         load(runs.write(tmp_path / "large", content))
@@ -436,6 +444,9 @@ def test_the_picture_leaves_out_what_is_no_change_of_code():
         changes.added_groups(before, after) == [["with amp:"]] and changes.added_groups(after, before) == []
     )
     assert changes.added_groups(runs.row("0_x", source=None), after) == []
+    many = "from m import (\n    one,\n    two,\n)\n" + "".join(f"x = {k % 3}\n" for k in range(300))
+    longer = [runs.row("0_x", source=text) for text in (many[many.index("x") :], f"y = 2\n{many}")]
+    assert changes.added_groups(*longer) == [["y = 2"]], "whatever is frequent in a long source"
 
 
 def test_ids_of_a_page_are_its_own_and_every_link_leads_to_a_section(recorded):
@@ -453,6 +464,19 @@ def test_the_site_and_the_pictures_of_readme_are_of_the_record(recorded):
     drawn = {path.name: path.read_text() for path in (tables.RESULTS / tables.SITE).glob("steps-*.svg")}
     expected = picture.picture(recorded, True, *tables.THEMES["dark"])
     assert drawn["steps-narrow-dark.svg"] == charts.svg(expected, as_paths=True) and len(drawn) == 4
+
+
+def test_the_reports_beside_records_are_of_the_records():
+    folders = sorted(path.parent for path in tables.RESULTS.glob("*/*/results.json"))
+    assert len(folders) > 20
+    for folder in folders:
+        place = str(folder.relative_to(tables.RESULTS))
+        record = tables.record(place)
+        if isinstance(record, Study):
+            text = documents.study_as_markdown(record, studies.KINDS[record.kind].tables(record))
+        else:
+            text = documents.as_markdown(tables.figures(place))
+        assert (folder / "report.md").read_text() == text, f"{place}: docs/renew.sh writes it"
 
 
 def test_long_sources_are_compared_in_no_time():
@@ -498,6 +522,10 @@ def test_the_front_table_and_a_card_are_of_the_record(recorded):
     gains = [float(gain) for gain in card["gains, step by step"].partition(" = ")[0].split(" x ")]
     assert np.prod(gains) == pytest.approx(recorded.steps[-1].over_first.value, rel=0.02) and len(gains) == 4
     assert not re.search("GPU-|[0-9a-f]{8}", " ".join(card.values())), "nothing that identifies a card"
+    rows = [("oom", 0), ("ok", 100.0), ("ok", 50.0), ("oom", 0), ("ok", 25.0), ("skipped", 0)]
+    run = runs.run(*(runs.row(f"{k}_x", ms, status) for k, (status, ms) in enumerate(rows)))
+    cells = [*table.card_row(derive(run)).values()]
+    assert cells[2:5] == ["oom", "25.0", "fits x 2.00 x oom x fits = -"]
     assert card["device"] in documents.for_terminal(recorded, "x").splitlines()[-1], (
         "a finished run prints it"
     )
@@ -614,6 +642,10 @@ def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
     assert [*cells.values()] == ["6", "10 %", "30 %", "44 %", "57 %", "39 %", "61 %", "-"], (
         "the guess is off by 61, 27, 50 and 25 %"
     )
+    rows = [runs.row(f"{k}_x", ms, predicted_ms=ms) for k, ms in enumerate((100.0, 40.0, 20.0))]
+    rows[1] = runs.row("1_x", status="oom")
+    (shape,) = sweep.shapes(runs.study("sweep", {"w": runs.run(*rows)}))
+    assert sweep.gains_by_step([shape]) == {}, "5.00 would be over step 0"
 
 
 def test_a_study_tells_once_what_is_unusual_in_its_rows():
@@ -724,6 +756,17 @@ def test_held_out_losses_are_compared_after_as_many_steps_and_after_as_many_seco
     assert [end["difference"], end["after as many seconds"]] == ["+0.300", "-1.700"]
     _, slower = parity.progress_rows(study, "0_x", "1_x", parts=2)
     assert slower["difference"] == "-0.300" and slower["after as many seconds"] == "-", "the other has ended"
+    early = parity.progress_rows(study, "1_x", "0_x", parts=4)[0]
+    assert early["training steps"] == "5" and early["difference"] == "-", "the first test is at 10"
+    made["0_x, seed 1"].rows[0].step_ms = [10.0] * 3
+    _, end = parity.progress_rows(study, "1_x", "0_x", parts=2)
+    assert end["difference"] == "+0.300" and end["after as many seconds"] == "-", "one seed has ended"
+
+
+def test_a_study_too_short_for_its_measure_has_a_report():
+    rows = [runs.row("0_x", loss=[3.0] * 3, heldout=[(1, 3.0), (3, 2.0)], warmup_s=None)]
+    study = runs.study("parity", {"0_x, seed 1": runs.run(*rows)})
+    assert "| 0_x" in documents.study_as_markdown(study, parity.tables(study))
 
 
 # --- the command and the documents ----------------------------------------------------------------
@@ -795,6 +838,29 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
     assert [[*row.values()][1:4] for row in shown] == [["1", "5.00", "7.00"], ["1, 2 GPUs", "4.00", "6.00"]]
 
 
+def test_a_machine_that_is_busy_around_one_variant_marks_its_difference():
+    quiet, busy = (runs.row("1_x", ms, product_ms=[work] * 2) for ms, work in ((50.0, 20.0), (60.0, 40.0)))
+    for card, mark in (("a", "?"), ("b", "")):
+        named = {"1_x": runs.run(quiet, gpu_uuid="a"), "x": runs.run(busy, gpu_uuid=card)}
+        study = runs.study("ablations", named)
+        (row,) = ablations.variant_rows(study)
+        assert row["difference, ms"] == f"+10.0{mark}", "the work of another card is another time"
+        assert ("the machine was busy (x)" in documents.study_remarks(study, {})) is bool(mark)
+
+
+def test_a_confirmation_is_told_of_the_code_that_it_confirmed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    runs.write(tmp_path / "m" / "told", runs.run(runs.row("1_x"), code_sha256="1"))
+    told = "GPU, measured 2026-01-01 at commit abcdef0"
+    for code, confirmed in (("1", ", confirmed by a second run 2026-02-02 at commit 1234567"), ("2", "")):
+        content = {"date": "2026-02-02", "commit": "123456789", "code_sha256": code}
+        (tmp_path / "m" / "told" / "confirmed.json").write_text(json.dumps(content))
+        tables.record.cache_clear()
+        assert tables.measured("m/told") == told + confirmed
+    assert tables.warmups("m/told", "1_x") == "1.5 s", "of a single pass"
+    tables.record.cache_clear()
+
+
 def test_the_first_table_of_an_experiment_is_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     page = (
@@ -827,10 +893,14 @@ def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path
         for name, text in (("same", f"{source}\n# a comment"), ("other", f"{source}\nx = 1")):
             run = runs.run(runs.row(step, source=text), code_sha256=tables.code_sha256(tables.ROOT))
             runs.write(tmp_path / kind / name, runs.study("ablations", {variant or step: run}))
+            runs.write(
+                tmp_path / kind / f"{name}-seed", runs.study("parity", {f"{variant or step}, seed 1": run})
+            )
     old = runs.run(runs.row("x"), code_sha256="0123")
     runs.write(tmp_path / "of" / "old", old)
-    assert tables.stale() == ["of/old", "patch/other", "peer/other"] and tables.stale("a/b") == ["a/b"]
-    assert tables.present() == "`patch/same`, `peer/same`"
+    others = ["patch/other", "patch/other-seed", "peer/other", "peer/other-seed"]
+    assert tables.stale() == ["of/old", *others] and tables.stale("a/b") == ["a/b"]
+    assert tables.present() == "`patch/same`, `patch/same-seed`, `peer/same`, `peer/same-seed`"
     tables.record.cache_clear()
 
 
