@@ -45,7 +45,7 @@ LINE_PX, BAR_PX, ROW_GAP_PX, LEGEND_ROW_PX, HEADER_PX = 14.0, 16.0, 14.0, 16.0, 
 def picture(figures: Figures, narrow: bool = False, ink: str = INK, paper: str = PAPER) -> Figure:
     """The picture of a run's steps; `ink` is the color of text, and `paper` that of what lies behind."""
     layout, lines = LAYOUTS[narrow], figures.steps
-    texts = [code_of(figures, k) for k in range(len(lines))]
+    texts = [added_code(figures, k) for k in range(len(lines))]
     heights = [_row_height(layout, len(text)) for text in texts]
     legend = _legend_rows(layout, _categories(lines))
     total = HEADER_PX + sum(heights) + LEGEND_ROW_PX * len(legend) + 8
@@ -67,7 +67,7 @@ def picture(figures: Figures, narrow: bool = False, ink: str = INK, paper: str =
 # --- what a row says ------------------------------------------------------------------------------
 
 
-def code_of(figures: Figures, k: int) -> list[str]:
+def added_code(figures: Figures, k: int) -> list[str]:
     """The lines that step `k` adds: all, or the first ones, how many more, and the last one. Of the first
     step, the lines of attention, which the first step with fused attention replaces."""
     if k == 0:

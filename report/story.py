@@ -104,18 +104,18 @@ def _kernel_changes(before: list[Kernel], after: list[Kernel]) -> list[dict[str,
     """Kernels in plain words, the largest change first."""
     changes: dict[str, Change] = defaultdict(Change)
     for kernel in before:
-        change = changes[in_words(kernel.name)]
-        change.before_ms += kernel.ms
-        change.before_launches += kernel.launches
+        of_kernel = changes[in_words(kernel.name)]
+        of_kernel.before_ms += kernel.ms
+        of_kernel.before_launches += kernel.launches
     for kernel in after:
-        change = changes[in_words(kernel.name)]
-        change.after_ms += kernel.ms
-        change.after_launches += kernel.launches
+        of_kernel = changes[in_words(kernel.name)]
+        of_kernel.after_ms += kernel.ms
+        of_kernel.after_launches += kernel.launches
     largest = sorted(changes, key=lambda words: -abs(changes[words].after_ms - changes[words].before_ms))
     rows = []
     for words in largest[:MOST_KERNELS]:
-        change = changes[words]
-        ms = f"{milliseconds(change.before_ms)} → {milliseconds(change.after_ms)}"
-        launches = f"{change.before_launches:,.0f} → {change.after_launches:,.0f}"
+        of_kernel = changes[words]
+        ms = f"{milliseconds(of_kernel.before_ms)} → {milliseconds(of_kernel.after_ms)}"
+        launches = f"{of_kernel.before_launches:,.0f} → {of_kernel.after_launches:,.0f}"
         rows.append({"kernel": words, "ms": ms, "launches": launches})
     return rows

@@ -159,7 +159,9 @@ def test_what_the_losses_are_is_told_of_every_kind_of_row():
     assert rule(plain, runs.row("4_x", rehearsed=10, settings=fp8, **some)).endswith(
         "FP8 keeps the scales that it learnt there"
     )
-    assert "may be too few" in rule(plain, runs.row("4_x", rehearsed=3, settings=fp8, **some))
+    for steps, said in ((3, True), (9, True), (10, False)):
+        told = rule(plain, runs.row("4_x", rehearsed=steps, settings=fp8, **some))
+        assert ("may be too few" in told) is said
     assert (
         "its loss lags" in rule(plain, runs.row("4_x", settings=fp8, **some))
         and rule(runs.row("x", loss=[])) == ""
@@ -560,6 +562,10 @@ def test_what_a_gpu_loses_among_several_adds_up():
     assert "the machine was busy (2-ddp, 2_sdpa)" in documents.study_remarks(study, {}), (
         "next to another place"
     )
+    beside.profile.categories["matrix products"] += 11.0  # of 125 ms
+    assert scaling.lost_rows(scaling.scaled(study)), "the rest is -9.8 %"
+    beside.profile.categories["matrix products"] += 1.0
+    assert scaling.lost_rows(scaling.scaled(study)) == [], "kernels explain too little"
 
 
 def test_a_place_whose_rows_never_ran_keeps_its_name():
