@@ -75,7 +75,11 @@ setup() {
   has "$python" "torch, numpy, tabulate, msgspec, pynvml, jinja2, matplotlib" || make_venv
 }
 
-case " $* " in *" --help "* | *" -h "*) exec python3 "$here/ladder/__main__.py" --help ;; esac # needs no torch
+case " $* " in *" --help "* | *" -h "*) # needs no torch
+  fit "${PYTHON:-python3}" || fail 1 "${PYTHON:-python3} does not start or is older than Python 3.10"
+  exec "${PYTHON:-python3}" "$here/ladder/__main__.py" --help
+  ;;
+esac
 setup
 if [ "${1:-}" = --setup ]; then
   echo "$python"

@@ -57,17 +57,17 @@ def make_states(folder: Path) -> dict[str, Path]:
     return states
 
 
-def run_state(row: Row, script: Path, limit_s: int, stop: process.Stop) -> dict:
+def run_state(row: Row, script: Path, log: Path, limit_s: int, stop: process.Stop) -> dict:
     """Run a state into its row, and return what its process answered; a state that broke stays a row."""
     row.status, row.source = "ok", script.read_text()
     script.write_text(row.source + TELLS)
-    log = script.with_name("log")
     words = ["-c", f"import os; os.chdir({str(script.parent)!r}); exec(open('loop.py').read())"]
     ended = process.run([sys.executable, *words], log, limit_s, stop, row.step, {})
     answer = read_object(script.with_name(ANSWER))
     if ended or not answer:
         row.status, row.reason = ended or ("failed", "it left no times")
-        row.reason = process.last_line(log, "Error: ") or row.reason
+        if row.status == "failed":
+            row.reason = process.last_line(log, "Error: ") or row.reason
         if row.reason.startswith("No module named"):
             row.status, row.reason = "skipped", f"not installed: {row.reason}"
         return {}
@@ -122,7 +122,10 @@ def run_states(folder: Path, limit_s: int, stop: process.Stop) -> Run:
         if name != FIRST:
             changes.append(name.partition("-")[2])
         run.rows.append(row := Row(name, changes=[*changes]))
-        answer = run_state(row, script, limit_s, stop)
+        log = folder / f"{name}.log"
+        answer = run_state(row, script, log, limit_s, stop)
+        if row.status == "ok":
+            log.unlink()
         if answer and not run.workload:
             run.workload = workload_of(answer, len(row.loss))
         say(f"{name}: {row.reason or 'done'}")

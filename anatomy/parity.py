@@ -19,12 +19,13 @@ DEFAULTS = ["--steps", "1500", "--heldout-every", "100"]
 
 
 def known_rows() -> dict[str, runs.Planned]:
-    """What can be trained, by the name that --rows takes: a step's number, a peer, a patch. Outputs are still
-    empty."""
+    """What can be trained on one GPU, by the name that --rows takes: a step's number, a peer, a patch.
+    Outputs are still empty."""
     rows = {str(runs.number_of(name)): runs.Planned(name, [], "") for name in runs.scripts()}
     rows |= {Path(name).stem: runs.Planned(name, [], "") for name in runs.peers()}
     for key, head in variants().items():
-        rows[key] = runs.Planned(f"{head['Script']}.py", [], "", patch=key)
+        if head["GPUs"] == "1":
+            rows[key] = runs.Planned(f"{head['Script']}.py", [], "", patch=key)
     return rows
 
 

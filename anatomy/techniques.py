@@ -55,9 +55,10 @@ def run(lab, batch=None, layers=None):
     plain, recomputing, compiled = models
 
     def step(model, parts=1, amp=False):
-        for part in tokens.chunk(parts):
+        chunks = tokens.chunk(parts)
+        for part in chunks:
             with torch.autocast(lab.device.type, torch.bfloat16, enabled=amp):
-                loss = model(part, part) / parts
+                loss = model(part, part) / len(chunks)
             loss.backward()  # adds to the gradients that are there
 
     for block in recomputing.blocks:
@@ -66,10 +67,11 @@ def run(lab, batch=None, layers=None):
         part.compile()
     plain_s, work, numbers = lab.seconds(partial(step, plain)), flops.flops_per_step(config, B), 4 * B * T
     in_blocks, peak = 1 - V * C / flops.matmul_parameters(config), numbers * (16 * L * C + 3 * V)
+    parts = len(tokens.chunk(4))  # of a small batch fewer
     less = numbers * (L * C + max(21 * C, 3 * V))
     forms = {  # what: (step, seconds predicted, peak predicted)
         "plain": (partial(step, plain), None, peak),
-        "accumulation in 4 parts": (partial(step, plain, parts=4), plain_s, peak / 4),
+        f"accumulation in {parts} parts": (partial(step, plain, parts=parts), plain_s, peak / parts),
         "recomputation": (partial(step, recomputing), plain_s * (1 + in_blocks / 3), less),
         "compiled": (partial(step, compiled), plain_s, None),
     }

@@ -28,17 +28,24 @@ def main() -> None:
     args = parse_args(ROOT / "run_all.sh", None)
     # The free memory, and with it auto's choice, may change from row to row.
     pinned = ["--preset", args.preset, "--batch-size", str(args.batch_size)]
-    said = [*hardware.about(args.device), *told_of_time(args)]
-    say_facts(args.device, args.workload(), pinned, needed_bytes(args), said)
+    row_s = least_row_s(args)
+    said = [*hardware.about(args.device), *told_of_time(args, row_s)]
+    say_facts(args.device, args.workload(), pinned, needed_bytes(args), said, row_s)
 
 
 def say_facts(
-    device: torch.device, work: Workload, pinned: list[str], needed_bytes: dict[str, int], said: list[str]
+    device: torch.device,
+    work: Workload,
+    pinned: list[str],
+    needed_bytes: dict[str, int],
+    said: list[str],
+    row_s: float = 0.0,
 ) -> None:
     """Write the facts of a run for the process of the ladder: what a model prints cannot get in between.
 
     `pinned` are arguments that every row gets beside the user's, `needed_bytes` the memory of rows by script,
-    and `said` what a user should know before the first row.
+    `said` what a user should know before the first row, and `row_s` the seconds that a row of FP32 takes at
+    least, where they are known.
     """
     facts = {
         "pinned": pinned,
@@ -49,6 +56,7 @@ def say_facts(
         "free_bytes": hardware.free_memory_bytes(device),
         "needed_bytes": needed_bytes,
         "said": said,
+        "row_s": row_s,
     }
     if file := os.environ.get(FACTS):
         write_json(Path(file), facts)
@@ -66,18 +74,22 @@ def needed_bytes(args: Arguments) -> dict[str, int]:
     return needed
 
 
-def told_of_time(args: Arguments) -> list[str]:
-    """How long a row of FP32 takes on a CPU at least, where it is long."""
+def least_row_s(args: Arguments) -> float:
+    """Seconds that a row of FP32 takes on a CPU at least; 0 on a GPU."""
     if args.device.type == "cuda":
-        return []
-    step_s = flops.flops_per_step(args.config, args.batch_size) / product_flops_per_s()
+        return 0.0
+    step_flops = flops.flops_per_step(args.config, args.batch_size)
+    return (args.warmup + args.steps) * step_flops / product_flops_per_s()
+
+
+def told_of_time(args: Arguments, row_s: float) -> list[str]:
+    """How long a row takes at least, where its training steps are long."""
+    step_s = row_s / (args.warmup + args.steps)
     if step_s <= LONG_S:
         return []
-    step_minutes, row_minutes = step_s / 60, step_s * (args.warmup + args.steps) / 60
     return [
-        f"In FP32 a training step of this shape takes at least {step_minutes:.0f} minutes here, "
-        f"and a row {row_minutes:,.0f}",
-        "A row ends after 30 minutes (--step-timeout). A smaller shape shows the same",
+        f"In FP32 a training step of this shape takes at least {step_s / 60:.0f} minutes here, and a row "
+        f"{row_s / 60:,.0f}"
     ]
 
 

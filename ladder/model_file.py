@@ -1,7 +1,8 @@
 """A model of yours: what a file must hold for `./run_all.sh --model FILE`, and what its model is.
 
 model()                          a torch.nn.Module with FP32 weights
-batches()                        yields what the model takes: a tensor, a tuple or list, or a dict
+batches()                        yields what the model takes: a tensor, a tuple or list, or a mapping, which
+                                 arrives as a dict
 loss(model, batch)               optional; otherwise the loss is the model's output, or its `.loss`
 optimizer(parameters, **how)     optional; `how` is for torch.optim.AdamW: fused, and of a graph capturable
 fp8(model)                       optional: turns layers to FP8 in place, and may return the context of a step
@@ -17,7 +18,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -33,7 +34,7 @@ from ladder import facts
 
 NEEDED = ("model", "batches")
 LR = 1e-4  # of the AdamW that a file without an optimizer gets
-MASK = "attention_mask"  # of a batch that is a dict
+ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 @dataclass(kw_only=True)
@@ -42,7 +43,8 @@ class ModelArguments(arguments.Measurement):
 
     path: Path
     file: ModuleType
-    beside: list[Path]  # modules in its folder that it imports
+    known_modules: set[str]  # names of those that were imported before it
+    beside: list[Path] = field(default_factory=list)  # modules in its folder that it and its model import
     planned: Workload | None = None  # as the plan of the run has it
     is_ours: bool = False
 
@@ -64,20 +66,24 @@ class ModelArguments(arguments.Measurement):
         tensors of several shapes."""
         set_seeds(self.seed)
         count = (self.steps or arguments.MOST_STEPS) + 1
-        batches = called(lambda: list(itertools.islice(self.file.batches(), count)), self.path)
+        batches = called(lambda: self.copies(count), self.path)
         if not batches:
             raise Skip(f"batches() of {self.path.name} yields nothing")
-        batches = [copied(batch, None) for batch in batches]
         shapes = {tuple(tensor.shape for tensor in tensors_of(batch)) for batch in batches}
         if len(shapes) > 1:
             raise Skip(f"batches() of {self.path.name} yields tensors of several shapes: pad them to one")
         return batches
+
+    def copies(self, count: int) -> list:
+        """The first batches. Each is copied before the next one is drawn, which may fill the same tensors."""
+        return [copied(batch, None) for batch in itertools.islice(self.file.batches(), count)]
 
     def model(self) -> torch.nn.Module:
         """The model as its file makes it, on the device. Raises Skip for weights that are not FP32."""
         set_seeds(self.seed)
         with self.device:  # where most models are built fast
             model = called(self.file.model, self.path)
+        self.beside = modules_beside(self.path, set(sys.modules) - self.known_modules)
         if not isinstance(model, torch.nn.Module):
             raise Skip(f"model() of {self.path.name} returns no torch.nn.Module")
         for name, weight in model.named_parameters():
@@ -99,26 +105,51 @@ class ModelArguments(arguments.Measurement):
             raise Skip(f"the model returns no loss: define loss(model, batch) in {self.path.name}")
         return loss
 
+    def optimizer(self, model: torch.nn.Module, captured: bool) -> torch.optim.Optimizer:
+        """The file's optimizer, or AdamW; fused in every row. Raises Skip for what is none."""
+        how = {"fused": True} | ({"capturable": True} if captured else {})
+        weights = list(model.parameters())  # and no generator, which groups of a file would share
+        if not hasattr(self.file, "optimizer"):
+            return torch.optim.AdamW(weights, lr=self.lr, **ADAMW, **how)
+        optimizer = called(lambda: self.file.optimizer(weights, **how), self.path)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise Skip(f"optimizer() of {self.path.name} returns no torch.optim.Optimizer")
+        return optimizer
+
     def workload(self) -> Workload:
         return self.planned
 
-    def counted(self, model: torch.nn.Module) -> Workload:
-        """What one step trains, by one forward pass. Raises Skip for a loss that is not finite.
+    def loss_and_flops(self, model: torch.nn.Module, batch) -> tuple[torch.Tensor, int]:
+        """The loss, and the FLOPs of its forward pass as torch.utils.flop_counter counts them: attention
+        counts the whole (T, T) square. 0 FLOPs of a loss that differentiates, which no counter follows."""
+        try:
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                loss = called(lambda: self.loss(model, batch), self.path)
+            return loss, counter.get_total_flops()
+        except Skip:
+            return called(lambda: self.loss(model, batch), self.path), 0
 
-        FLOPs are those that torch.utils.flop_counter counts in the forward pass, times 3: backward costs
-        twice the forward. Attention counts the whole (T, T) square.
-        """
+    def forward_flops(self, model: torch.nn.Module) -> int:
+        """Of one forward pass. Raises Skip for a loss that is no finite scalar, and for a pass that changes
+        its batch."""
         batch = copied(self.drawn[0], self.device)
-        (unit, units), numbers = units_of(batch), sha256_of(batch)
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            loss = called(lambda: self.loss(model, batch), self.path)
+        numbers = sha256_of(batch)
+        loss, flops = self.loss_and_flops(model, batch)
         if sha256_of(batch) != numbers:
             raise Skip(f"a step of {self.path.name} changes its batch in place: let it change a clone")
-        if not isinstance(loss, torch.Tensor) or loss.dim():
-            raise Skip(f"the loss of {self.path.name} is no tensor of one number")
+        if not isinstance(loss, torch.Tensor):
+            raise Skip(f"the loss of {self.path.name} is no tensor")
+        if loss.dim():
+            raise Skip(f"the loss of {self.path.name} is no scalar: its shape is {tuple(loss.shape)}")
         if not torch.isfinite(loss):
             raise Skip(f"the first loss of {self.path.name} is {loss.item()}")
-        step_flops = 3 * counter.get_total_flops()
+        return flops
+
+    def settle_steps(self, model: torch.nn.Module) -> Workload:
+        """What one step trains; sets how many steps there are, where the user did not. The FLOPs of a step
+        are three times those of the forward pass: backward costs twice as many."""
+        unit, units = units_of(self.drawn[0])
+        step_flops = 3 * self.forward_flops(model)
         self.steps = self.steps or arguments.default_steps(step_flops, self.device)
         self.draw_again()  # as many batches as there are steps
         return Workload(
@@ -161,8 +192,7 @@ def parse(name: str, argv: list[str]) -> ModelArguments:
 
 def resolve(options) -> ModelArguments:
     """What the options mean on this machine, with the file imported."""
-    path = options.path.absolute()
-    before = set(sys.modules)
+    path, known_modules = options.path.absolute(), set(sys.modules)
     file, device = load(path), hardware.resolve_device(options.device, 0)
     if options.lr is not None:
         arguments.check_rate(options.lr)
@@ -175,7 +205,7 @@ def resolve(options) -> ModelArguments:
         source=None,
         path=path,
         file=file,
-        beside=modules_beside(path, set(sys.modules) - before),
+        known_modules=known_modules,
         output=output,
         seed=options.seed,
         lr=None if hasattr(file, "optimizer") else options.lr or LR,
@@ -247,25 +277,35 @@ def copied(batch, device: torch.device | None):
     if isinstance(batch, Mapping):
         return {name: copied(part, device) for name, part in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return [copied(part, device) for part in batch]
+        parts = [copied(part, device) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else parts  # a namedtuple keeps its names
     return batch
+
+
+def parts_of(batch) -> Iterator:
+    """What a batch holds, in order: tensors, arrays, numbers, texts."""
+    if isinstance(batch, (dict, tuple, list)):
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from parts_of(part)
+    else:
+        yield batch
 
 
 def tensors_of(batch) -> Iterator[torch.Tensor]:
     """The tensors of a batch in their order."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, (dict, tuple, list)):
-        for part in batch.values() if isinstance(batch, dict) else batch:
-            yield from tensors_of(part)
+    return (part for part in parts_of(batch) if isinstance(part, torch.Tensor))
 
 
 def sha256_of(batch) -> str:
-    """Of all numbers of a batch."""
+    """Of all numbers and texts of a batch."""
     digest = hashlib.sha256()
-    for tensor in tensors_of(batch):
-        numbers = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(numbers.view(torch.uint8).numpy().tobytes())
+    for part in parts_of(batch):
+        if isinstance(part, torch.Tensor):
+            part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if isinstance(part, np.ndarray) and part.dtype != object:
+            digest.update(part.tobytes())
+        elif isinstance(part, (bool, int, float, str)):
+            digest.update(repr(part).encode())
     return digest.hexdigest()
 
 
@@ -275,18 +315,22 @@ def units_of(batch) -> tuple[str, int]:
     if not any(tensor.numel() for tensor in tensors):
         raise Skip("batches() yields no tensors with numbers in them")
     for tensor in tensors:
-        if tensor.dim() == 2 and not tensor.is_floating_point():
+        if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
             return "tokens", tensor.numel()
     return "samples", len(tensors[0]) if tensors[0].dim() else 1
 
 
 def check(args: ModelArguments) -> Workload:
     """What one step trains. Raises Skip where two models, or two series of batches, of the same seed differ:
-    rows are processes of their own, and would not do the same work."""
-    weights, model = checksums(args.model()), args.model()
-    if checksums(model) != weights:
+    rows are processes of their own, and would not do the same work. Raises Skip too without an optimizer, and
+    without a weight to train."""
+    numbers, model = checksums(args.model()), args.model()
+    if checksums(model) != numbers:
         raise Skip(f"model() of {args.path.name} makes other weights each time: seed its generator")
-    work = args.counted(model)
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise Skip(f"model() of {args.path.name} has no weight to train")
+    args.optimizer(model, captured=False)
+    work = args.settle_steps(model)
     args.draw_again()
     if work.text_sha256 != args.work_sha256():
         raise Skip(f"batches() of {args.path.name} yields other numbers each time: seed its generator")
@@ -294,7 +338,9 @@ def check(args: ModelArguments) -> Workload:
 
 
 def checksums(model: torch.nn.Module) -> list[str]:
-    return [str(weight.detach().double().sum().item()) for weight in model.parameters()]
+    """Of every weight and buffer."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [str(tensor.detach().double().sum().item()) for tensor in tensors]
 
 
 def main() -> int:

@@ -24,11 +24,10 @@ from common.record import PLAN, Workload, read_object
 from common.text import Skip, one_line
 from ladder import model_changes as changes
 from ladder import model_file
-from ladder.model_file import MASK, ModelArguments, tensors_of
+from ladder.model_file import ModelArguments, tensors_of
 from ladder.runs import AMP, COMPILE, FP8, GRAPH, SDPA
 from ladder.runs import MODEL_ROWS as ROWS
 
-ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 BY_HAND = "by hand"  # as common/profile.py observes it
 # By which losses of a replay may differ from those of launched steps: FP8 has other scales each time.
 REPLAY_OFF, REPLAY_OFF_IN_FP8 = 0.002, 0.02
@@ -75,7 +74,8 @@ def functions_of(names: list[str], file) -> list[Callable]:
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of the outermost lists of modules that hold a good part of the weights."""
+    """The members of the outermost lists of modules that hold a good part of the weights. A member that
+    cannot be called, as a list of layers, stands for its own members."""
     lists: list[torch.nn.ModuleList] = []
     inside: set[torch.nn.Module] = set()
     whole = count_of(model)
@@ -84,7 +84,14 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
             inside |= set(module.modules())
             if count_of(module) >= SMALLEST_SHARE * whole:
                 lists.append(module)
-    return [block for blocks in lists for block in blocks]
+    return [part for blocks in lists for block in blocks for part in callable_parts(block)]
+
+
+def callable_parts(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """A module that has a forward, or the nearest ones inside it that have."""
+    if type(module).forward is not torch.nn.Module.forward:
+        return [module]
+    return [part for child in module.children() for part in callable_parts(child)]
 
 
 def count_of(module: torch.nn.Module) -> int:
@@ -104,19 +111,40 @@ def switch_attention(model: torch.nn.Module, needs_mask: bool) -> None:
         raise Skip(f"{type(model).__name__} has attention of its own, which no switch changes")
 
 
-def needs_mask(model: torch.nn.Module, batch: object) -> bool:
+def needs_mask(switch: torch.nn.Module, gets_mask: bool) -> bool:
     """Whether attention may need more than a causal mask: unless the model is known to be causal, without a
-    window, and the batch without a mask of its own."""
-    is_causal = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
-    has_window = getattr(model.config, "sliding_window", None) is not None
-    return not is_causal or has_window or (isinstance(batch, dict) and MASK in batch)
+    window, and gets no mask of its own."""
+    is_causal = "CausalLM" in type(switch).__name__ or "LMHead" in type(switch).__name__
+    has_window = getattr(switch.config, "sliding_window", None) is not None
+    return not is_causal or has_window or gets_mask
 
 
-def set_attention(model: torch.nn.Module, before: dict[str, dict], fused: bool, batch: object) -> None:
+def gets_mask(switch: torch.nn.Module, model: torch.nn.Module, args: ModelArguments) -> bool:
+    """Whether the training step gives this part of a model a mask, or positions, which tell documents apart.
+    Seen in one pass that trains nothing."""
+    seen = []
+
+    def look(module, positional, keywords):
+        words = inspect.signature(module.forward).bind_partial(*positional, **keywords).arguments
+        words |= words.get("kwargs", {})
+        seen.extend(name for name in ("attention_mask", "position_ids") if words.get(name) is not None)
+
+    handle = switch.register_forward_pre_hook(look, with_kwargs=True)
+    batch = model_file.copied(args.drawn[0], args.device)
+    try:
+        with torch.no_grad():
+            model_file.called(lambda: args.loss(model.eval(), batch), args.path)
+    finally:
+        handle.remove()
+        model.train()
+    return bool(seen)
+
+
+def set_attention(model: torch.nn.Module, before: dict[str, dict], fused: bool, args: ModelArguments) -> None:
     """Attention by hand, or fused. Raises Skip, with what was observed, without a switch."""
     switch = switch_of(model)
     if switch and fused:
-        switch_attention(switch, needs_mask(switch, batch))
+        switch_attention(switch, needs_mask(switch, gets_mask(switch, model, args)))
     elif switch:
         switch.set_attn_implementation("eager")
     elif fused:
@@ -176,17 +204,6 @@ def renewed(context):
     return context._recreate_cm() if hasattr(context, "_recreate_cm") else copy.copy(context)
 
 
-def optimizer_of(model: torch.nn.Module, args: ModelArguments, captured: bool) -> torch.optim.Optimizer:
-    """The file's optimizer, or AdamW; fused in every row."""
-    how = {"fused": True} | ({"capturable": True} if captured else {})
-    if not hasattr(args.file, "optimizer"):
-        return torch.optim.AdamW(model.parameters(), lr=args.lr, **ADAMW, **how)
-    optimizer = model_file.called(lambda: args.file.optimizer(model.parameters(), **how), args.path)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise Skip(f"optimizer() of {args.path.name} returns no torch.optim.Optimizer")
-    return optimizer
-
-
 def refuse(names: list[str], args: ModelArguments) -> None:
     """Raises Skip for the change of a row that this machine cannot make."""
     change = names[-1] if names else ""
@@ -201,12 +218,12 @@ def refuse(names: list[str], args: ModelArguments) -> None:
 def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tuple:
     """What the `main` of a step returns, with these changes; the last is the row's own."""
     refuse(names, args)
+    torch.set_float32_matmul_precision("highest")
+    model = args.model()
     if args.work_sha256() != args.planned.text_sha256:
         changed = f"{args.path.name}, or what it imports or reads, has changed since the run began"
         raise RuntimeError(f"{changed}, or its batches differ in each process: seed its generator")
-    torch.set_float32_matmul_precision("highest")
-    model = args.model()
-    set_attention(model, before, SDPA in names, args.drawn[0])
+    set_attention(model, before, SDPA in names, args)
     blocks = blocks_of(model)
     contexts = [changes.mixed_precision(args.device)] if AMP in names else []
     if FP8 in names:
@@ -214,7 +231,7 @@ def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tu
         blocks = blocks_of(model)
     loss = compiled(model, blocks, args) if COMPILE in names else args.loss
     captures = GRAPH in names
-    optimizer = optimizer_of(model, args, captures)
+    optimizer = args.optimizer(model, captures)
     train_step = changes.training_step(model, loss, optimizer, contexts_of(*contexts))
     if not captures:
         return train_step, model, optimizer

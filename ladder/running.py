@@ -103,10 +103,11 @@ class Running:
 def new_folder(kind: str) -> Path:
     """A folder under results/ that no other run has, also where two start in the same second."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{kind}"
+    (ROOT / "results").mkdir(exist_ok=True)
     for k in itertools.count(1):
         folder = ROOT / "results" / (name if k == 1 else f"{name}-{k}")
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
 
 
@@ -144,7 +145,7 @@ def execute(folder: Path, job: Job, finishes: str) -> int:
     if lock is None:
         raise Skip(f"{folder} is in use by another run")
     schema.write_json(folder / schema.PLAN, job.plan)
-    say("\n".join(job.facts["said"]))
+    say("\n".join([*job.facts["said"], *told_of_limit(job)]))
     stop = process.Stop()
     stop.listen()
     running = Running(folder, job, stop)
@@ -154,8 +155,16 @@ def execute(folder: Path, job: Job, finishes: str) -> int:
     for k, row in enumerate(job.rows, 1):
         if not stop.requests and (stale or running.recorded(row).get("status") != "ok"):
             running.run_row(row, f"row {k} of {len(job.rows)}")
-            stale = row.script == runs.MODEL_SCRIPT
+            is_new = running.recorded(row).get("status") == "ok"
+            stale = stale or (is_new and row.script == runs.MODEL_SCRIPT)
     return finish(folder, stop, finishes, is_latest="argv" in job.plan)
+
+
+def told_of_limit(job: Job) -> list[str]:
+    """That a row takes longer than it may, where that is known beforehand."""
+    if job.facts.get("row_s", 0) <= job.plan["limit_s"]:
+        return []
+    return [f"A row ends after {job.plan['limit_s']:,} s (--step-timeout). A smaller shape shows the same"]
 
 
 def finish(folder: Path, stop: process.Stop, finishes: str, is_latest: bool) -> int:
@@ -184,13 +193,13 @@ def run_study(
     Raises Skip, one line, for a folder that cannot be used or holds something else, and where its rows are of
     another workload, machine or code.
     """
-    folder, before = study_folder(kind, options.output)
     limit_s = options.step_timeout or runs.LIMIT_S
     most = max(row.gpus for row in rows)
     facts = runs.check(arguments, most, limit_s=limit_s, name=f"python -m anatomy.{kind}")
+    folder, before = study_folder(kind, options.output)
     same = {"device": facts["device"], "code": code_of_study(), "arguments": arguments}
     same["workload"] = facts["workload"]
-    if before and before.get("same") != same:
+    if before and comparable(before.get("same")) != comparable(same):
         raise Skip(f"--output {options.output} holds rows of another workload, machine or code")
     rows = [row._replace(arguments=[*facts["pinned"], *row.arguments]) for row in rows]
     recorded = before.get("rows")
@@ -201,6 +210,16 @@ def run_study(
     commands = " && ".join(dict.fromkeys([*earlier, command]))
     plan = plan_of(kind, rows, facts, options.step_timeout) | {"command": commands, "same": same}
     return execute(folder, Job(plan, rows, facts), f"the same command with --output {folder}")
+
+
+def comparable(same: object) -> object:
+    """What all rows of a study have in common: not how many GPUs they run on."""
+    if not isinstance(same, dict) or not isinstance(same.get("workload"), dict):
+        return same
+    left_out = ("gpus", "parallel", "warmup")
+    return same | {
+        "workload": {name: value for name, value in same["workload"].items() if name not in left_out}
+    }
 
 
 OF_A_STUDY = "of the study, new or continued (default: a new one under results/)"

@@ -20,7 +20,7 @@ from anatomy.__main__ import ALL, APART
 from anatomy.lab import Lab, shown
 from common.arguments import parse_args
 from common.text import Skip
-from ladder import patches, process, runs
+from ladder import patches, process, running, runs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXACT = {
@@ -195,6 +195,15 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
         study(ablations, "--only", "captured", "--output", str(folder))
     assert "of no study of ablations" in capfd.readouterr().err
     plan = json.loads((folder / "plan.json").read_text())
+    for other in ({"device": "x"}, {"code": "x"}):
+        (folder / "plan.json").write_text(json.dumps(plan | {"same": plan["same"] | other}))
+        with pytest.raises(SystemExit, match="2"):
+            study(parity, *words, "1")
+        assert "rows of another workload, machine or code" in capfd.readouterr().err
+    one = {"workload": {"batch_size": 8, "gpus": 1, "parallel": None, "warmup": 3}}
+    two = {"workload": {"batch_size": 8, "gpus": 2, "parallel": "ddp", "warmup": 11}}
+    more = {"workload": one["workload"] | {"batch_size": 9}}
+    assert running.comparable(one) == running.comparable(two) != running.comparable(more), "of any GPUs"
     odd_rows = [{"script": "/tmp/evil.py", "output": "../mine.json"}, {"output": "\x1b[31m/0_baseline.json"}]
     for odd in [*odd_rows, {"gpus": 9999}]:
         rows = [plan["rows"][0] | odd, *plan["rows"][1:]]
@@ -222,7 +231,17 @@ def test_a_variant_is_compared_with_its_script_and_one_that_breaks_stays_a_row(
     assert re.search(r"dead-mlp-all +2_sdpa +10.0 +15.0 +\+5.0", said) and "absent.patch does not fit" in said
 
 
+def test_a_folder_of_results_that_cannot_be_made_is_one_line(tmp_path, study, capfd, monkeypatch):
+    monkeypatch.setattr(running, "ROOT", tmp_path)
+    (tmp_path / "results").symlink_to("/nowhere/at/all")
+    with pytest.raises(SystemExit, match="2"):
+        study(parity, "--rows", "0", "--seeds", "1")
+    error = capfd.readouterr().err
+    assert "cannot be used" in error and error.count("\n") == 1
+
+
 def test_a_variant_of_several_gpus_is_meant_by_its_name_alone():
+    assert "sharded-optimizer" not in parity.known_rows() and "cold-scales" in parity.known_rows()
     assert "sharded-optimizer" not in [*ablations.chosen(None), *ablations.chosen(["2_sdpa"])]
     assert ablations.chosen(["sharded-optimizer"]) == ["sharded-optimizer"]
     names = [(row.output, row.gpus) for row in ablations.rows_of(["sharded-optimizer"], [])]

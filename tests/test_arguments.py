@@ -17,7 +17,7 @@ from common import arguments, data, flops, hardware
 from common.model import PRESETS
 from common.record import write_json
 from common.text import Skip
-from ladder import facts
+from ladder import facts, running
 
 
 def parse(*words):
@@ -273,7 +273,7 @@ def test_a_gpu_without_bf16_is_told_what_stays(monkeypatch):
 
 def test_what_a_user_is_told_before_the_first_row(monkeypatch):
     few = conftest.arguments(STEPS[0])
-    told, told_of_time = hardware.about(few.device), facts.told_of_time(few)
+    told, told_of_time = hardware.about(few.device), facts.told_of_time(few, facts.least_row_s(few))
     assert [line[:4] for line in told] == ["CPU:"] and told_of_time == []
     monkeypatch.setattr(hardware.shutil, "which", lambda name: "/bin/nvidia-smi")
     assert "this torch cannot use it" in hardware.about(few.device)[1]
@@ -282,8 +282,11 @@ def test_what_a_user_is_told_before_the_first_row(monkeypatch):
     assert 1e9 < facts.product_flops_per_s() < 1e14
     monkeypatch.setattr(facts, "product_flops_per_s", lambda: 3e10)
     minutes = flops.flops_per_step(long.config, 32) / 3e10 / 60
-    said = facts.told_of_time(long)[0]
+    (said,) = facts.told_of_time(long, row_s := facts.least_row_s(long))
     assert f"at least {minutes:.0f} minutes here" in said and f"a row {17 * minutes:,.0f}" in said
+    for limit_s, told in ((row_s - 1, 1), (row_s + 1, 0)):
+        job = running.Job({"limit_s": limit_s}, [], {"row_s": row_s})
+        assert len(running.told_of_limit(job)) == told, "of the user's own limit"
     assert (
         facts.needed_bytes(conftest.arguments(STEPS[0], processes=2))[f"{STEPS[0]}.py"]
         == 2 * (facts.needed_bytes(few)[f"{STEPS[0]}.py"])

@@ -34,7 +34,7 @@ def test_the_guide_s_loop_trains_alike_as_a_graph_and_in_fp8(state, first, all_o
             source = source.replace(of_a_gpu, of_a_toy)
         states[name].write_text(source)
         rows[name] = Row(name)
-        loop.run_state(rows[name], states[name], 300, process.Stop())
+        loop.run_state(rows[name], states[name], tmp_path / f"{name}.log", 300, process.Stop())
         assert rows[name].status == "ok", rows[name].reason
     launched, changed = rows["3-attention"].loss, rows[state].loss
     assert changed[-1] < 0.7 * changed[0]

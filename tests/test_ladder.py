@@ -178,6 +178,31 @@ def test_repeat_runs_all_rows_again_and_resume_only_what_is_missing(project):
     assert (folder / "pass-2" / "1_x.json").exists()
 
 
+@pytest.mark.parametrize(("becomes", "again"), [("skipped", []), ("ok", ["3_compile"])])
+def test_rows_of_a_model_run_again_only_after_a_new_one(becomes, again, tmp_path, monkeypatch):
+    statuses, ran = {"0_fp32": "ok", "2_sdpa": "skipped", "3_compile": "ok"}, []
+
+    def run_row(self, row, place):
+        ran.append(Path(row.output).stem)
+        statuses[ran[-1]] = becomes if ran[-1] == "2_sdpa" else "ok"
+
+    monkeypatch.setattr(running.Running, "run_row", run_row)
+    monkeypatch.setattr(running.Running, "recorded", lambda _, row: {"status": statuses[row.output[:-5]]})
+    monkeypatch.setattr(running, "finish", lambda *_, **__: 0)
+    rows = [runs.Planned(runs.MODEL_SCRIPT, [], f"{name}.json") for name in statuses]
+    job = running.Job({"limit_s": 9, "roofs": False}, rows, {"said": []})
+    assert running.execute(tmp_path, job, "again") == 0
+    assert ran == ["2_sdpa", *again], "a skipped row gives nothing to those behind it"
+
+
+def test_help_needs_a_python_that_starts(project):
+    made = project({"0_x": "ok"})
+    command = ["bash", str(made.folder / "run_all.sh"), "--help"]
+    ended = made.run(command=command, env={"PYTHON": "/bin/false"})
+    assert ended.returncode == 1 and "/bin/false does not start or is older" in ended.stderr
+    assert made.run(command=command).stdout.startswith("usage")
+
+
 @pytest.mark.slow
 def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(project, tmp_path):
     made = project(FIVE_OK | {"1_x": "crash"})

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import namedtuple
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +111,23 @@ def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, argume
         (LINEAR + BATCHES + "def loss(m, b):\n    return m(b).sum() * float('nan')\n", "first loss of"),
         (LINEAR + BATCHES + "def loss(m, b):\n    return m(b, 3)\n", "my_model.py, line 8: TypeError"),
         (
+            LINEAR + BATCHES + "def loss(m, b):\n    return m(b).sum()[None]\n",
+            "is no scalar: its shape is (1,)",
+        ),
+        (
+            "def model():\n    return torch.nn.Linear(16, 16).requires_grad_(False)\n" + BATCHES + SUM,
+            "has no weight to train",
+        ),
+        (
+            LINEAR + BATCHES + SUM + "def optimizer(parameters):\n    return 3\n",
+            "optimizer() got an unexpected keyword argument 'fused'",
+        ),
+        (
+            "K = iter(range(9))\ndef model():\n    m = torch.nn.Linear(16, 16)\n"
+            "    m.register_buffer('b', torch.full((2,), 1.0 * next(K)))\n    return m\n" + BATCHES + SUM,
+            "makes other weights each time",
+        ),
+        (
             "K = iter(range(9))\ndef model():\n    m = torch.nn.Linear(16, 16)\n"
             "    torch.nn.init.constant_(m.bias, next(K))\n    return m\n" + BATCHES + SUM,
             "makes other weights each time",
@@ -151,6 +169,17 @@ def test_tokens_are_integers_of_two_dimensions():
     assert model_file.units_of({"x": picture, "y": [tokens]}) == ("tokens", 10)
     assert model_file.units_of((picture, torch.zeros(3, dtype=torch.int64))) == ("samples", 3)
     assert model_file.units_of(torch.zeros(())) == ("samples", 1)
+    assert model_file.units_of((picture, torch.zeros(3, 9, dtype=torch.bool))) == ("samples", 3)
+
+
+def test_a_loss_that_differentiates_is_trained_and_its_flops_are_not_counted(arguments_of):
+    inside = "def loss(model, batch):\n    x = batch.requires_grad_()\n    y = model(x).square().sum()\n"
+    inside += "    return torch.autograd.grad(y, x, create_graph=True)[0].square().mean()\n"
+    args = arguments_of(LINEAR + BATCHES + inside)
+    work = model_file.check(args)
+    assert work.flops_per_step == 0 and work.tokens_per_step == 4
+    train_step, *_ = built([], args)
+    assert train_step(args.batches()[0][0]) > 0
 
 
 def test_a_batch_is_copied_with_all_that_it_holds():
@@ -159,6 +188,19 @@ def test_a_batch_is_copied_with_all_that_it_holds():
     assert batch["a"][1] == "x" and len([*model_file.tensors_of(batch)]) == 2
     batch["a"][0].zero_()
     assert tensor.sum() == 2 and batch["b"][0].sum() == 2
+    pair = namedtuple("Pair", "x y")(tensor, 3)
+    assert model_file.copied(pair, None).y == 3
+
+
+def test_batches_that_fill_one_tensor_are_copied_as_they_are_drawn(arguments_of):
+    again = "def batches():\n    x = torch.empty(3)\n    while True:\n        yield x.normal_()\n"
+    batches = arguments_of(LINEAR + again + SUM).batches()
+    assert len({batch.sum().item() for (batch,) in batches}) == len(batches) == 4
+
+
+def test_numbers_of_every_kind_are_part_of_the_work():
+    batches = [[torch.ones(2), more] for more in (1.0, 2.0, "a", np.ones(2), np.zeros(2), True)]
+    assert len({model_file.sha256_of(batch) for batch in batches}) == len(batches)
 
 
 def test_fewer_batches_than_steps_and_the_same_numbers_each_time(arguments_of):
@@ -180,8 +222,12 @@ def test_fewer_batches_than_steps_and_the_same_numbers_each_time(arguments_of):
 
 def test_a_module_beside_the_file_is_part_of_its_work(arguments_of, tmp_path):
     (tmp_path / "net_beside.py").write_text("import torch\nSIZE = 16\n")
-    args = arguments_of("from net_beside import SIZE\nfrom common import text\n" + LINEAR + BATCHES + SUM)
-    assert args.beside == [tmp_path / "net_beside.py"]
+    late = "def model():\n    import net_beside\n    return torch.nn.Linear(16, 16)\n"
+    args = arguments_of(late + BATCHES + SUM)
+    args.model()
+    assert args.beside == [tmp_path / "net_beside.py"], "imported by its model alone"
+    own = {"common.text", "ladder.runs", "net_beside"}
+    assert model_file.modules_beside(ROOT / "x.py", own) == [], "the project's are not the user's"
     before = args.work_sha256()
     args.beside[0].write_text("import torch\nSIZE = 32\n")
     assert args.work_sha256() != before
@@ -232,7 +278,8 @@ class Layers(nn.Module):
 
 def test_blocks_are_the_members_of_the_outermost_large_lists():
     model = Layers(3, 2)
-    assert model_row.blocks_of(model) == [*model.layers, *model.experts]
+    in_experts = [layer for pair in model.experts for layer in pair]
+    assert model_row.blocks_of(model) == [*model.layers, *in_experts], "a list of layers is never called"
     assert model_row.blocks_of(nn.Linear(2, 2)) == []
 
 
@@ -277,6 +324,16 @@ def test_the_optimizer_is_the_files_or_fused_adamw(arguments_of):
     assert isinstance(optimizer, torch.optim.SGD)
     with pytest.raises(Skip, match=r"returns no torch.optim.Optimizer"):
         built([], arguments_of(LINEAR + BATCHES + SUM + own.format("Adam")))
+
+
+def test_groups_of_an_optimizer_hold_every_weight(arguments_of):
+    own = """
+def optimizer(parameters, **how):
+    groups = [[p for p in parameters if (p.dim() < 2) is small] for small in (True, False)]
+    return torch.optim.AdamW([{"params": group} for group in groups], **how)
+"""
+    *_, optimizer = built([], arguments_of(LINEAR + BATCHES + SUM + own))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1], "it looks at them twice"
 
 
 def test_a_step_trains_as_a_loop_of_ones_own(arguments_of):
@@ -347,12 +404,40 @@ def test_a_mask_is_left_out_only_where_the_model_is_known_to_need_none():
     def model_of(name, **config):
         return type(name, (), {"config": SimpleNamespace(**config)})()
 
-    tokens, padded = torch.ones(1), {"input_ids": torch.ones(1), "attention_mask": torch.ones(1)}
     causal = model_of("LlamaForCausalLM", sliding_window=None)
-    assert not model_row.needs_mask(causal, tokens) and model_row.needs_mask(causal, padded)
-    assert not model_row.needs_mask(model_of("GPT2LMHeadModel"), {"input_ids": tokens})
-    assert model_row.needs_mask(model_of("MistralForCausalLM", sliding_window=4), tokens)
-    assert model_row.needs_mask(model_of("BertForMaskedLM"), tokens)
+    assert not model_row.needs_mask(causal, False) and model_row.needs_mask(causal, True)
+    assert not model_row.needs_mask(model_of("GPT2LMHeadModel"), False)
+    assert model_row.needs_mask(model_of("MistralForCausalLM", sliding_window=4), False)
+    assert model_row.needs_mask(model_of("BertForMaskedLM"), False)
+
+
+MASKED = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16)
+    def forward(self, x, attention_mask=None, position_ids=None):
+        return self.layer(x)
+def model():
+    return Net()
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "seen"),
+    [
+        ("batch", False),
+        ("batch, None", False),
+        ("batch, torch.ones(4)", True),
+        ("batch, attention_mask=torch.ones(4)", True),
+        ("batch, position_ids=torch.arange(4)", True),
+    ],
+)
+def test_a_mask_is_seen_however_a_file_gives_it(call, seen, arguments_of):
+    args = arguments_of(f"{MASKED}{BATCHES}def loss(model, batch):\n    return model({call}).sum()\n")
+    model = args.model()
+    assert model_row.gets_mask(model, model, args) is seen
+    assert model.training and not model._forward_pre_hooks and model.layer.weight.grad is None
 
 
 def test_blocks_and_loss_are_compiled_and_what_lies_between_is_not(arguments_of, monkeypatch):
