@@ -326,7 +326,9 @@ def check(args: ModelArguments) -> Workload:
     without a weight to train."""
     numbers, model = checksums(args.model()), args.model()
     if checksums(model) != numbers:
-        raise Skip(f"model() of {args.path.name} makes other weights each time: seed its generator")
+        raise Skip(
+            f"model() of {args.path.name} makes other weights or buffers each time: seed its generator"
+        )
     if not any(weight.requires_grad for weight in model.parameters()):
         raise Skip(f"model() of {args.path.name} has no weight to train")
     args.optimizer(model, captured=False)

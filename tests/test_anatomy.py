@@ -242,6 +242,8 @@ def test_a_folder_of_results_that_cannot_be_made_is_one_line(tmp_path, study, ca
 
 def test_a_variant_of_several_gpus_is_meant_by_its_name_alone():
     assert "sharded-optimizer" not in parity.known_rows() and "cold-scales" in parity.known_rows()
+    (row,) = parity.rows_of(["0"], [7], ["--lr", "1"])
+    assert row.arguments == [*parity.DEFAULTS, "--lr", "1", "--seed", "7"]
     assert "sharded-optimizer" not in [*ablations.chosen(None), *ablations.chosen(["2_sdpa"])]
     assert ablations.chosen(["sharded-optimizer"]) == ["sharded-optimizer"]
     names = [(row.output, row.gpus) for row in ablations.rows_of(["sharded-optimizer"], [])]

@@ -173,9 +173,14 @@ def test_repeat_runs_all_rows_again_and_resume_only_what_is_missing(project):
     assert made.statuses() == ["ok", "ok"] and len(made.rows()["0_x"]["passes"]) == 2
     damaged = json.loads((folder / "pass-2" / "1_x.json").read_text()) | {"schema_version": 2}
     (folder / "pass-2" / "1_x.json").write_text(json.dumps(damaged))
-    again = made.run("--resume", folder, roofs=())
+    before = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps(before | {"started_at": "2020-01-01"}))
+    again = made.run("--resume", folder, "--step-timeout", "77", roofs=())
     assert again.returncode == 0 and again.stdout.count("2.0 ms a step") == 1
     assert (folder / "pass-2" / "1_x.json").exists()
+    after = json.loads((folder / "plan.json").read_text())
+    assert [after[name] for name in ("argv", "command")] == [before[name] for name in ("argv", "command")]
+    assert after["started_at"] == "2020-01-01" and after["limit_s"] == 77
 
 
 @pytest.mark.parametrize(("becomes", "again"), [("skipped", []), ("ok", ["3_compile"])])
@@ -193,6 +198,13 @@ def test_rows_of_a_model_run_again_only_after_a_new_one(becomes, again, tmp_path
     job = running.Job({"limit_s": 9, "roofs": False}, rows, {"said": []})
     assert running.execute(tmp_path, job, "again") == 0
     assert ran == ["2_sdpa", *again], "a skipped row gives nothing to those behind it"
+
+
+def test_what_a_launcher_has_left_reaches_no_row(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    words, log = ["sh", "-c", "echo rank:${RANK-none}"], tmp_path / "log"
+    assert process.run(words, log, 60, process.Stop(), "a row", {}) is None
+    assert "rank:none" in log.read_text()
 
 
 def test_help_needs_a_python_that_starts(project):

@@ -125,12 +125,12 @@ def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, argume
         (
             "K = iter(range(9))\ndef model():\n    m = torch.nn.Linear(16, 16)\n"
             "    m.register_buffer('b', torch.full((2,), 1.0 * next(K)))\n    return m\n" + BATCHES + SUM,
-            "makes other weights each time",
+            "makes other weights or buffers each time",
         ),
         (
             "K = iter(range(9))\ndef model():\n    m = torch.nn.Linear(16, 16)\n"
             "    torch.nn.init.constant_(m.bias, next(K))\n    return m\n" + BATCHES + SUM,
-            "makes other weights each time",
+            "makes other weights or buffers each time",
         ),
         (
             LINEAR
@@ -162,6 +162,16 @@ def test_the_work_of_a_step_is_counted(arguments_of, tmp_path, monkeypatch):
     )
     assert facts["pinned"] == ["--steps", "14"] and work["steps"] == 14 and work["model"] == "my_model.py"
     assert facts["said"][1] == "my_model.py: 0.0 M parameters, 4 samples a step"
+
+
+def test_a_model_is_made_from_one_seed_of_every_kind_and_trains(arguments_of):
+    drawn = "import random, numpy\ndef model():\n    m = torch.nn.Linear(16, 16).eval()\n"
+    drawn += "    torch.nn.init.constant_(m.bias, random.random() + numpy.random.rand())\n    return m\n"
+    args = arguments_of(drawn + BATCHES + SUM)
+    torch.set_float32_matmul_precision("high")
+    _, model, _ = built([], args)
+    assert torch.equal(model.bias, args.model().bias) and model.training
+    assert torch.get_float32_matmul_precision() == "highest", "TF32 comes with AMP"
 
 
 def test_tokens_are_integers_of_two_dimensions():
