@@ -88,11 +88,13 @@ def evaluate():
     return torch.stack([model(*get_batch("test")) for _ in range(4)]).mean().item()
 
 
-torch.manual_seed(0)
 model = GPT().to(device)
-for weight in model.parameters():
+torch.manual_seed(0)
+for name, weight in model.named_parameters():
     if weight.dim() == 2:
         nn.init.normal_(weight, std=0.02)
+    elif name.endswith("bias"):
+        nn.init.zeros_(weight)
 decayed = [weight for weight in model.parameters() if weight.dim() == 2]
 others = [weight for weight in model.parameters() if weight.dim() < 2]
 groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
