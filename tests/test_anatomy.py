@@ -283,7 +283,6 @@ def test_every_state_of_the_guide_s_loop_trains_alike(tmp_path):
     assert fp8["changes"] == ["adamw", "amp", "attention", "compile", "graph", "fp8"]
     for row in trained:
         assert row["status"] == "ok" and len(row["step_ms"]) > 10 and row["loss"][-1] < 0.7 * row["loss"][0]
-        assert row["loss"][:4] == pytest.approx(trained[0]["loss"][:4], rel=0.005), row["step"]
-        assert row["loss"] == pytest.approx(trained[0]["loss"], rel=0.05), "rounding grows at this rate"
+        assert row["loss"] == pytest.approx(trained[0]["loss"], rel=0.005), row["step"]
     again = run_python("-m", "anatomy.loop", "--output", tmp_path / "loop")
     assert again.returncode == 2 and "is no empty folder" in again.stderr and again.stderr.count("\n") == 1

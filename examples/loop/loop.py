@@ -17,7 +17,7 @@ import torch.nn.functional as F
 device = "cuda" if torch.cuda.is_available() else "cpu"
 L, H, C, T, V, B = (12, 12, 768, 1024, 50304, 8) if device == "cuda" else (2, 2, 64, 64, 256, 4)
 steps, micro_steps, eval_every = (90, 2, 30) if device == "cuda" else (20, 2, 10)
-top_rate, warmup = (6e-4, 30) if device == "cuda" else (1e-2, 3)
+top_rate, warmup = (6e-4, 30) if device == "cuda" else (5e-3, 3)
 
 text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
 tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
