@@ -9,6 +9,7 @@ slower.
 import contextlib
 import copy
 import inspect
+import itertools
 import statistics
 import sys
 from collections.abc import Callable
@@ -84,7 +85,7 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
             inside |= set(module.modules())
             if count_of(module) >= SMALLEST_SHARE * whole:
                 lists.append(module)
-    return [part for blocks in lists for block in blocks for part in callable_parts(block)]
+    return [part for block in itertools.chain(*lists) for part in callable_parts(block)]
 
 
 def callable_parts(module: torch.nn.Module) -> list[torch.nn.Module]:
@@ -111,12 +112,12 @@ def switch_attention(model: torch.nn.Module, needs_mask: bool) -> None:
         raise Skip(f"{type(model).__name__} has attention of its own, which no switch changes")
 
 
-def needs_mask(switch: torch.nn.Module, gets_mask: bool) -> bool:
+def needs_mask(switch: torch.nn.Module, is_masked: bool) -> bool:
     """Whether attention may need more than a causal mask: unless the model is known to be causal, without a
     window, and gets no mask of its own."""
     is_causal = "CausalLM" in type(switch).__name__ or "LMHead" in type(switch).__name__
     has_window = getattr(switch.config, "sliding_window", None) is not None
-    return not is_causal or has_window or gets_mask
+    return not is_causal or has_window or is_masked
 
 
 def gets_mask(switch: torch.nn.Module, model: torch.nn.Module, args: ModelArguments) -> bool:
@@ -232,6 +233,7 @@ def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tu
     loss = compiled(model, blocks, args) if COMPILE in names else args.loss
     captures = GRAPH in names
     optimizer = args.optimizer(model, captures)
+    model_file.set_seeds(args.seed)  # whatever a row drew until here: its losses may draw, too
     train_step = changes.training_step(model, loss, optimizer, contexts_of(*contexts))
     if not captures:
         return train_step, model, optimizer

@@ -18,9 +18,7 @@ from report.figures import MARK, Line, derive, launch_us, reference_ms, waits_fo
 from report.load import RecordError, load
 
 BOUNDS = (0.97, 1.03)
-SLOW_HOST = (
-    1.25  # launches that take so many times as long as in the record: rows that wait for them are marked
-)
+SLOW_HOST = 1.25  # times as long as in the record, from which rows that wait for launches are marked
 
 Pair = tuple[Line, Line]  # a row of the record, and of the run
 

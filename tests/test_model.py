@@ -346,6 +346,14 @@ def optimizer(parameters, **how):
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1], "it looks at them twice"
 
 
+def test_rows_draw_the_same_random_numbers_in_a_loss(arguments_of):
+    noisy = "def loss(model, batch):\n    return model(batch + torch.randn_like(batch)).square().mean()\n"
+    noisy += "K = iter(range(9))\ndef optimizer(parameters, **how):\n    torch.rand(next(K))\n"
+    args = arguments_of(LINEAR + BATCHES + noisy + "    return torch.optim.AdamW(parameters, **how)\n")
+    losses = [built([], args)[0](args.batches()[0][0]).item() for _ in range(2)]
+    assert losses[0] == losses[1], "whatever building a row drew"
+
+
 def test_a_step_trains_as_a_loop_of_ones_own(arguments_of):
     args = arguments_of(LINEAR + BATCHES + SUM)
     train_step, *_ = built([], args)
