@@ -40,12 +40,13 @@ def say_facts(
     needed_bytes: dict[str, int],
     said: list[str],
     row_s: float = 0.0,
+    seen: dict | None = None,
 ) -> None:
     """Write the facts of a run for the process of the ladder: what a model prints cannot get in between.
 
     `pinned` are arguments that every row gets beside the user's, `needed_bytes` the memory of rows by script,
-    `said` what a user should know before the first row, and `row_s` the seconds that a row of FP32 takes at
-    least, where they are known.
+    `said` what a user should know before the first row, `row_s` the seconds that a row of FP32 takes at
+    least, where they are known, and `seen` what a pass of a model that is not ours showed.
     """
     facts = {
         "pinned": pinned,
@@ -57,6 +58,7 @@ def say_facts(
         "needed_bytes": needed_bytes,
         "said": said,
         "row_s": row_s,
+        "seen": seen or {},
     }
     if file := os.environ.get(FACTS):
         write_json(Path(file), facts)

@@ -10,12 +10,15 @@ fp8(model)                       optional: turns layers to FP8 in place, and may
 python -m ladder.model_file FILE ARGUMENT ...     checks it, and prints the facts of a run as JSON
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
+import inspect
 import itertools
 import random
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,7 +47,10 @@ class ModelArguments(arguments.Measurement):
     path: Path
     file: ModuleType
     known_modules: set[str]  # names of those that were imported before it
-    beside: list[Path] = field(default_factory=list)  # modules in its folder that it and its model import
+    # What one pass showed before the first row: modules in its folder that it imports, whenever it does, and
+    # whether attention got a mask of its own.
+    beside: list[Path] = field(default_factory=list)
+    is_masked: bool = True
     planned: Workload | None = None  # as the plan of the run has it
     is_ours: bool = False
 
@@ -83,7 +89,6 @@ class ModelArguments(arguments.Measurement):
         set_seeds(self.seed)
         with self.device:  # where most models are built fast
             model = called(self.file.model, self.path)
-        self.beside = modules_beside(self.path, set(sys.modules) - self.known_modules)
         if not isinstance(model, torch.nn.Module):
             raise Skip(f"model() of {self.path.name} returns no torch.nn.Module")
         for name, weight in model.named_parameters():
@@ -119,24 +124,34 @@ class ModelArguments(arguments.Measurement):
     def workload(self) -> Workload:
         return self.planned
 
-    def loss_and_flops(self, model: torch.nn.Module, batch) -> tuple[torch.Tensor, int]:
-        """The loss, and the FLOPs of its forward pass as torch.utils.flop_counter counts them: attention
-        counts the whole (T, T) square. 0 FLOPs of a loss that differentiates, which no counter follows."""
-        try:
-            with FlopCounterMode(display=False) as counter, torch.no_grad():
-                loss = called(lambda: self.loss(model, batch), self.path)
-            return loss, counter.get_total_flops()
-        except Skip:
-            return called(lambda: self.loss(model, batch), self.path), 0
-
-    def forward_flops(self, model: torch.nn.Module) -> int:
-        """Of one forward pass. Raises Skip for a loss that is no finite scalar, and for a pass that changes
-        its batch."""
+    def first_loss(self, model: torch.nn.Module) -> torch.Tensor:
+        """The loss of the first batch. Raises Skip for a pass that changes it."""
         batch = copied(self.drawn[0], self.device)
         numbers = sha256_of(batch)
-        loss, flops = self.loss_and_flops(model, batch)
+        loss = called(lambda: self.loss(model, batch), self.path)
         if sha256_of(batch) != numbers:
             raise Skip(f"a step of {self.path.name} changes its batch in place: let it change a clone")
+        return loss
+
+    def loss_and_flops(self, model: torch.nn.Module) -> tuple[torch.Tensor, int]:
+        """The first loss, and the FLOPs of its forward pass as torch.utils.flop_counter counts them:
+        attention counts the whole (T, T) square. 0 of a loss that differentiates, which none follows."""
+        try:
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                loss = self.first_loss(model)
+            return loss, counter.get_total_flops()
+        except Skip as error:
+            with contextlib.suppress(Skip):
+                return self.first_loss(model), 0
+            raise error
+
+    def forward_flops(self, model: torch.nn.Module) -> int:
+        """Of one forward pass, which also shows masks and imports. Raises Skip for a loss that is no finite
+        scalar."""
+        with masks_seen(model) as seen:
+            loss, flops = self.loss_and_flops(model)
+        self.is_masked = bool(seen)
+        self.beside = modules_beside(self.path, set(sys.modules) - self.known_modules)
         if not isinstance(loss, torch.Tensor):
             raise Skip(f"the loss of {self.path.name} is no tensor")
         if loss.dim():
@@ -241,15 +256,33 @@ def load(path: Path) -> ModuleType:
 
 
 def modules_beside(path: Path, names: set[str]) -> list[Path]:
-    """The files of those modules that lie in the folder of the file, or below it, and are not the
-    project's."""
-    files = set()
-    for name in names:
-        file = Path(getattr(sys.modules[name], "__file__", None) or "/")
-        if file.is_relative_to(path.parent) and "site-packages" not in file.parts and file != path:
-            files.add(file)
-    own = {hardware.ROOT / room for room in ("common", "ladder")}
-    return sorted(file for file in files if not own & set(file.parents))
+    """The files of those modules that lie in the folder of the file, or below it, and are neither the
+    project's nor Python's."""
+    files = {Path(getattr(sys.modules[name], "__file__", None) or "/") for name in names} - {path}
+    known = {hardware.ROOT / room for room in ("common", "ladder")}
+    known |= {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return sorted(file for file in files if path.parent in file.parents and not known & {*file.parents})
+
+
+@contextlib.contextmanager
+def masks_seen(model: torch.nn.Module) -> Iterator[list[str]]:
+    """The names of masks, and of positions, which tell documents apart, that Hugging Face's modules get
+    inside the context."""
+    seen: list[str] = []
+
+    def look(module, positional, keywords):
+        words = dict(keywords)
+        with contextlib.suppress(TypeError):
+            words |= inspect.signature(module.forward).bind_partial(*positional, **keywords).arguments
+        seen.extend(name for name in ("attention_mask", "position_ids") if words.get(name) is not None)
+
+    switched = [module for module in model.modules() if hasattr(module, "set_attn_implementation")]
+    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in switched]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def called(function: Callable, path: Path):
@@ -271,9 +304,11 @@ def set_seeds(seed: int) -> None:
 
 
 def copied(batch, device: torch.device | None):
-    """A batch with all its tensors copied to a device; None: where they are."""
+    """A batch with all its tensors copied to a device, None: where they are; and with its arrays copied."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device or batch.device, copy=True)
+    if isinstance(batch, np.ndarray):
+        return batch.copy()
     if isinstance(batch, Mapping):
         return {name: copied(part, device) for name, part in batch.items()}
     if isinstance(batch, (tuple, list)):
@@ -283,7 +318,7 @@ def copied(batch, device: torch.device | None):
 
 
 def parts_of(batch) -> Iterator:
-    """What a batch holds, in order: tensors, arrays, numbers, texts."""
+    """What a batch holds, in order: tensors, arrays, and whatever else."""
     if isinstance(batch, (dict, tuple, list)):
         for part in batch.values() if isinstance(batch, dict) else batch:
             yield from parts_of(part)
@@ -297,15 +332,13 @@ def tensors_of(batch) -> Iterator[torch.Tensor]:
 
 
 def sha256_of(batch) -> str:
-    """Of all numbers and texts of a batch."""
+    """Of all tensors and arrays of a batch. Other parts may be notes, such as a time."""
     digest = hashlib.sha256()
     for part in parts_of(batch):
         if isinstance(part, torch.Tensor):
             part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         if isinstance(part, np.ndarray) and part.dtype != object:
             digest.update(part.tobytes())
-        elif isinstance(part, (bool, int, float, str)):
-            digest.update(repr(part).encode())
     return digest.hexdigest()
 
 
@@ -340,9 +373,10 @@ def check(args: ModelArguments) -> Workload:
 
 
 def checksums(model: torch.nn.Module) -> list[str]:
-    """Of every weight and buffer."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return [str(tensor.detach().double().sum().item()) for tensor in tensors]
+    """Of every weight and buffer that a checkpoint would hold."""
+    tensors = [value for value in model.state_dict().values() if isinstance(value, torch.Tensor)]
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    return [str(tensor.double().sum().item()) for tensor in real]
 
 
 def main() -> int:
@@ -353,7 +387,8 @@ def main() -> int:
         say(f"run_all.sh: error: {explain(error)[1]}", sys.stderr)
         return 2
     said = [*hardware.about(args.device), sentence(work)]
-    facts.say_facts(args.device, work, ["--steps", str(work.steps)], {}, said)
+    seen = {"beside": [str(path) for path in args.beside], "is_masked": args.is_masked}
+    facts.say_facts(args.device, work, ["--steps", str(work.steps)], {}, said, seen=seen)
     return 0
 
 

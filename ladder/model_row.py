@@ -75,8 +75,7 @@ def functions_of(names: list[str], file) -> list[Callable]:
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of the outermost lists of modules that hold a good part of the weights. A member that
-    cannot be called, as a list of layers, stands for its own members."""
+    """The members of the outermost lists of modules that hold a good part of the weights."""
     lists: list[torch.nn.ModuleList] = []
     inside: set[torch.nn.Module] = set()
     whole = count_of(model)
@@ -85,12 +84,12 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
             inside |= set(module.modules())
             if count_of(module) >= SMALLEST_SHARE * whole:
                 lists.append(module)
-    return [part for block in itertools.chain(*lists) for part in callable_parts(block)]
+    return [*itertools.chain(*lists)]
 
 
 def callable_parts(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """A module that has a forward, or the nearest ones inside it that have."""
-    if type(module).forward is not torch.nn.Module.forward:
+    """A module that has a forward, or the nearest ones inside it that have: a list of layers has none."""
+    if getattr(module.forward, "__func__", None) is not torch.nn.Module.forward:
         return [module]
     return [part for child in module.children() for part in callable_parts(child)]
 
@@ -120,34 +119,22 @@ def needs_mask(switch: torch.nn.Module, is_masked: bool) -> bool:
     return not is_causal or has_window or is_masked
 
 
-def gets_mask(switch: torch.nn.Module, model: torch.nn.Module, args: ModelArguments) -> bool:
-    """Whether the training step gives this part of a model a mask, or positions, which tell documents apart.
-    Seen in one pass that trains nothing."""
-    seen = []
-
-    def look(module, positional, keywords):
-        words = inspect.signature(module.forward).bind_partial(*positional, **keywords).arguments
-        words |= words.get("kwargs", {})
-        seen.extend(name for name in ("attention_mask", "position_ids") if words.get(name) is not None)
-
-    handle = switch.register_forward_pre_hook(look, with_kwargs=True)
-    batch = model_file.copied(args.drawn[0], args.device)
-    try:
-        with torch.no_grad():
-            model_file.called(lambda: args.loss(model.eval(), batch), args.path)
-    finally:
-        handle.remove()
-        model.train()
-    return bool(seen)
+def switch_inside(switch: torch.nn.Module, name: str) -> None:
+    """Choose this attention also in those parts of a model whose configurations are copies."""
+    for part in switch.modules():
+        if hasattr(part, "set_attn_implementation") and part.config._attn_implementation != name:
+            part.set_attn_implementation(name)
 
 
 def set_attention(model: torch.nn.Module, before: dict[str, dict], fused: bool, args: ModelArguments) -> None:
     """Attention by hand, or fused. Raises Skip, with what was observed, without a switch."""
     switch = switch_of(model)
-    if switch and fused:
-        switch_attention(switch, needs_mask(switch, gets_mask(switch, model, args)))
-    elif switch:
+    if switch is not None and fused:
+        switch_attention(switch, needs_mask(switch, args.is_masked))
+        switch_inside(switch, switch.config._attn_implementation)
+    elif switch is not None:
         switch.set_attn_implementation("eager")
+        switch_inside(switch, "eager")
     elif fused:
         observed = [row.get("settings", {}).get("attention_kernel") for row in before.values()]
         if not observed:
@@ -242,7 +229,8 @@ def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tu
 
 def compiled(model: torch.nn.Module, blocks: list[torch.nn.Module], args: ModelArguments) -> Callable:
     """Compile what can be compiled of a model. Returns the loss of a batch, compiled if it is the file's."""
-    parts = [block for block in blocks if not is_transformer_engine(block)] if blocks else [model]
+    traced = [block for block in blocks if not is_transformer_engine(block)]
+    parts = [part for block in traced for part in callable_parts(block)] if blocks else [model]
     if hasattr(args.file, "loss"):
         return changes.compile_parts(model, parts, args.file.loss)
     # Hugging Face's models keep their loss there.
@@ -269,7 +257,9 @@ def run_row() -> int:
     args = model_file.parse("run_all.sh", argv)
     folder = args.output.parent
     folder = folder.parent if folder.name.startswith("pass-") else folder  # of --repeat: as the first pass
-    args.planned = Workload(**read_object(folder / PLAN)["workload"])
+    plan = read_object(folder / PLAN)
+    args.planned, seen = Workload(**plan["workload"]), plan["seen"]
+    args.beside, args.is_masked = [Path(path) for path in seen["beside"]], seen["is_masked"]
     before = rows_before(folder, name)
     names = kept(before) + ([name] if ROWS[name] else [])
     functions = functions_of(names, args.file)

@@ -57,6 +57,15 @@ class Running:
         are_times = isinstance(times, list) and times and all(isinstance(ms, (int, float)) for ms in times)
         return row if are_times or row.get("status") in ("skipped", "oom", "failed") else {}
 
+    def decides(self, row: runs.Planned) -> bool:
+        """Whether the rows behind a row are made from it: those of a model, by their first pass."""
+        return row.script == runs.MODEL_SCRIPT and not row.output.startswith("pass-")
+
+    def forget(self, rows: list[runs.Planned]) -> None:
+        """Remove the records of rows that were made from other rows than there are now."""
+        for row in rows:
+            (self.folder / row.output).unlink(missing_ok=True)
+
     def run_row(self, row: runs.Planned, place: str) -> None:
         """Run one script, and print what came of it. One that leaves no record gets one that holds how it
         ended. `place` tells which of all rows it is: `row 2 of 5`."""
@@ -131,6 +140,7 @@ def plan_of(kind: str, rows: list[runs.Planned], facts: dict, limit_s: int | Non
         "kind": kind,
         "started_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "workload": facts["workload"],
+        "seen": facts.get("seen", {}),
         "rows": [row._asdict() for row in rows],
         "limit_s": limit_s or runs.LIMIT_S,
         "roofs": False,
@@ -151,12 +161,11 @@ def execute(folder: Path, job: Job, finishes: str) -> int:
     running = Running(folder, job, stop)
     if job.plan["roofs"] and not (folder / schema.PREDICTED).exists():
         running.predict()
-    stale = False  # a row of --model depends on those before it
     for k, row in enumerate(job.rows, 1):
-        if not stop.requests and (stale or running.recorded(row).get("status") != "ok"):
+        if not stop.requests and running.recorded(row).get("status") != "ok":
             running.run_row(row, f"row {k} of {len(job.rows)}")
-            is_new = running.recorded(row).get("status") == "ok"
-            stale = stale or (is_new and row.script == runs.MODEL_SCRIPT)
+            if running.decides(row) and running.recorded(row).get("status") == "ok":
+                running.forget(job.rows[k:])
     return finish(folder, stop, finishes, is_latest="argv" in job.plan)
 
 

@@ -135,8 +135,11 @@ def derive_study(study: Study) -> dict[str, Figures]:
 
 
 def _card(run: Run) -> tuple:
-    """What tells the card of a run from others; on a CPU the processor."""
-    return (run.environment.device, run.environment.gpu_uuid) if run.environment else ()
+    """What tells the card of a run from others; on a CPU the processor, which several processes share."""
+    if run.environment is None:
+        return ()
+    shared_by = run.workload.gpus if run.workload and run.environment.device_type == "cpu" else 1
+    return run.environment.device, run.environment.gpu_uuid, shared_by
 
 
 def _fill_ratios(steps: list[Line], peers: list[Line], first: Line | None, plain: Line | None) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import FAST, ROOT, STEPS
 
+from common import record as schema
 from ladder import __main__ as command
 from ladder import process, running, runs
 
@@ -183,17 +184,24 @@ def test_repeat_runs_all_rows_again_and_resume_only_what_is_missing(project):
     assert after["started_at"] == "2020-01-01" and after["limit_s"] == 77
 
 
-@pytest.mark.parametrize(("becomes", "again"), [("skipped", []), ("ok", ["3_compile"])])
+@pytest.mark.parametrize(("becomes", "again"), [("skipped", []), ("ok", ["3_compile", "pass-2/0_fp32"])])
 def test_rows_of_a_model_run_again_only_after_a_new_one(becomes, again, tmp_path, monkeypatch):
-    statuses, ran = {"0_fp32": "ok", "2_sdpa": "skipped", "3_compile": "ok"}, []
+    statuses = {"0_fp32": "ok", "2_sdpa": "skipped", "3_compile": "ok", "pass-2/0_fp32": "ok"}
+    ran = []
+
+    def put(name, status):
+        record = {"schema_version": schema.SCHEMA_VERSION, "rows": [{"status": status, "step_ms": [1.0]}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
 
     def run_row(self, row, place):
-        ran.append(Path(row.output).stem)
-        statuses[ran[-1]] = becomes if ran[-1] == "2_sdpa" else "ok"
+        ran.append(row.output.removesuffix(".json"))
+        put(ran[-1], becomes if ran[-1] == "2_sdpa" else "ok")
 
     monkeypatch.setattr(running.Running, "run_row", run_row)
-    monkeypatch.setattr(running.Running, "recorded", lambda _, row: {"status": statuses[row.output[:-5]]})
     monkeypatch.setattr(running, "finish", lambda *_, **__: 0)
+    (tmp_path / "pass-2").mkdir()
+    for name, status in statuses.items():
+        put(name, status)
     rows = [runs.Planned(runs.MODEL_SCRIPT, [], f"{name}.json") for name in statuses]
     job = running.Job({"limit_s": 9, "roofs": False}, rows, {"said": []})
     assert running.execute(tmp_path, job, "again") == 0

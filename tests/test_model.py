@@ -2,6 +2,7 @@
 
 import json
 import sys
+import sysconfig
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
@@ -208,9 +209,13 @@ def test_batches_that_fill_one_tensor_are_copied_as_they_are_drawn(arguments_of)
     assert len({batch.sum().item() for (batch,) in batches}) == len(batches) == 4
 
 
-def test_numbers_of_every_kind_are_part_of_the_work():
-    batches = [[torch.ones(2), more] for more in (1.0, 2.0, "a", np.ones(2), np.zeros(2), True)]
-    assert len({model_file.sha256_of(batch) for batch in batches}) == len(batches)
+def test_arrays_are_part_of_the_work_and_notes_are_not():
+    hashes = [model_file.sha256_of([torch.ones(2), more]) for more in (np.ones(2), np.zeros(2), 1.5, "late")]
+    assert len({*hashes}) == 3 and hashes[2] == hashes[3]
+    array = np.ones(2)
+    (copy,) = model_file.copied([array], None)
+    array[:] = 0
+    assert copy.sum() == 2
 
 
 def test_fewer_batches_than_steps_and_the_same_numbers_each_time(arguments_of):
@@ -232,12 +237,14 @@ def test_fewer_batches_than_steps_and_the_same_numbers_each_time(arguments_of):
 
 def test_a_module_beside_the_file_is_part_of_its_work(arguments_of, tmp_path):
     (tmp_path / "net_beside.py").write_text("import torch\nSIZE = 16\n")
-    late = "def model():\n    import net_beside\n    return torch.nn.Linear(16, 16)\n"
-    args = arguments_of(late + BATCHES + SUM)
-    args.model()
-    assert args.beside == [tmp_path / "net_beside.py"], "imported by its model alone"
+    late = "def loss(model, batch):\n    import net_beside\n    return model(batch).sum()\n"
+    args = arguments_of(LINEAR + BATCHES + late)
+    model_file.check(args)
+    assert args.beside == [tmp_path / "net_beside.py"], "imported late"
     own = {"common.text", "ladder.runs", "net_beside"}
     assert model_file.modules_beside(ROOT / "x.py", own) == [], "the project's are not the user's"
+    python = Path(sysconfig.get_path("stdlib")).parent.parent / "x.py"
+    assert model_file.modules_beside(python, {"json", "numpy", "torch"}) == [], "nor Python's"
     before = args.work_sha256()
     args.beside[0].write_text("import torch\nSIZE = 32\n")
     assert args.work_sha256() != before
@@ -288,8 +295,7 @@ class Layers(nn.Module):
 
 def test_blocks_are_the_members_of_the_outermost_large_lists():
     model = Layers(3, 2)
-    in_experts = [layer for pair in model.experts for layer in pair]
-    assert model_row.blocks_of(model) == [*model.layers, *in_experts], "a list of layers is never called"
+    assert model_row.blocks_of(model) == [*model.layers, *model.experts]
     assert model_row.blocks_of(nn.Linear(2, 2)) == []
 
 
@@ -430,12 +436,20 @@ def test_a_mask_is_left_out_only_where_the_model_is_known_to_need_none():
 
 
 MASKED = """
-class Net(torch.nn.Module):
+class Base(torch.nn.Module):
+    set_attn_implementation = print
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(16, 16)
     def forward(self, x, attention_mask=None, position_ids=None):
         return self.layer(x)
+class Net(torch.nn.Module):
+    set_attn_implementation = print
+    def __init__(self):
+        super().__init__()
+        self.base = Base()
+    def forward(self, x, *more, **keywords):
+        return self.base(x, *more, **keywords)
 def model():
     return Net()
 """
@@ -444,18 +458,37 @@ def model():
 @pytest.mark.parametrize(
     ("call", "seen"),
     [
-        ("batch", False),
-        ("batch, None", False),
-        ("batch, torch.ones(4)", True),
-        ("batch, attention_mask=torch.ones(4)", True),
-        ("batch, position_ids=torch.arange(4)", True),
+        ("model(batch)", False),
+        ("model(batch, None)", False),
+        ("model(batch, torch.ones(4))", True),
+        ("model(batch, attention_mask=torch.ones(4))", True),
+        ("model(batch, position_ids=torch.arange(4))", True),
+        ("model.base(batch, attention_mask=torch.ones(4))", True),
     ],
 )
 def test_a_mask_is_seen_however_a_file_gives_it(call, seen, arguments_of):
-    args = arguments_of(f"{MASKED}{BATCHES}def loss(model, batch):\n    return model({call}).sum()\n")
+    args = arguments_of(f"{MASKED}{BATCHES}def loss(model, batch):\n    return {call}.sum()\n")
+    model_file.check(args)
+    assert args.is_masked is seen
     model = args.model()
-    assert model_row.gets_mask(model, model, args) is seen
-    assert model.training and not model._forward_pre_hooks and model.layer.weight.grad is None
+    with model_file.masks_seen(model):
+        assert model._forward_pre_hooks
+    assert not model._forward_pre_hooks and not model.base._forward_pre_hooks
+
+
+def test_a_switch_reaches_parts_with_a_configuration_of_their_own():
+    class Part(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.config = SimpleNamespace(_attn_implementation=name)
+
+        def set_attn_implementation(self, name):
+            self.config._attn_implementation = name
+
+    whole = Part("eager")
+    whole.encoder, whole.decoder = Part("sdpa"), Part("eager")
+    model_row.switch_inside(whole, "eager")
+    assert whole.encoder.config._attn_implementation == "eager"
 
 
 def test_blocks_and_loss_are_compiled_and_what_lies_between_is_not(arguments_of, monkeypatch):
@@ -476,6 +509,9 @@ def test_blocks_and_loss_are_compiled_and_what_lies_between_is_not(arguments_of,
     del args.file.loss
     whole.loss_function = print
     assert model_row.compiled(whole, [], args) == args.loss and compiled == [whole, print]
+    compiled.clear()
+    model_row.compiled(whole, [nn.ModuleList([whole, nn.ModuleDict({"a": model.small[0]})])], args)
+    assert compiled == [whole, model.small[0], print], "a list of layers is never called"
 
 
 @pytest.mark.slow
