@@ -49,9 +49,8 @@ def run(part, gpu=False, changed=("", "")):
 @pytest.fixture(autouse=True)
 def compiled_by_tracing_alone(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    limit = torch._dynamo.config.recompile_limit
-    yield
-    torch._dynamo.config.recompile_limit = limit
+    with torch._dynamo.config.patch(recompile_limit=8):  # a new process has it; other tests raise it
+        yield
     torch.compiler.reset()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
