@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Record a machine under docs/results/MACHINE:
 #
-#   docs/record.sh MACHINE           every piece that is missing or of other code: a quarter of an hour each, parity thirty-five minutes
+#   docs/record.sh MACHINE           every piece that is missing or of other code: a quarter of an hour each, parity forty minutes
 #   docs/record.sh MACHINE NAME ...  these pieces, for example: gpt2 parity
 #   docs/record.sh --check           the records of other code than the present one
 #   docs/record.sh --confirm MACHINE one pass of the slice and of gpt2, compared with the records
@@ -121,8 +121,8 @@ for name in "${names[@]}"; do
   esac
   mkdir -p "$to"
   rm -f "$to/confirmed.json" # it confirmed the record that is replaced
-  for file in "$at"/*.*; do # a plan belongs to the folder in which its rows lie
-    [ "${file##*/}" = plan.json ] || cp "$file" "$to/"
+  for file in "$at"/*.*; do # a plan and logs belong to the folder in which the rows lie
+    [[ $file == */plan.json || $file == *.log ]] || cp "$file" "$to/"
   done
 done
 PYTHON="$python" docs/renew.sh

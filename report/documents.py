@@ -108,6 +108,6 @@ def pipe(rows: list[dict], n_left: int = 1) -> str:
 def markdown(text: object) -> str:
     """A line of Markdown in which nothing that a record says is markup, a link, or the end of a cell."""
     line = one_line(text, 1000).replace("&", "&amp;").replace("<", "&lt;").replace("`", "'")
-    line = re.sub(r"([\\\[\]!|~*])|(?<![^\W_])(_)|(_)(?![^\W_])", r"\\\g<0>", line)
+    line = re.sub(r"[\\\[\]!|~*]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", line)
     line = line.replace("://", ":\\//").replace("www.", "www\\.")  # GitHub makes links of bare addresses
     return re.sub(r"^(\d*)(>|#|[+.)-](?=[\s-]))", r"\1\\\2", line)  # nor a heading, a quotation, a list

@@ -932,6 +932,11 @@ def test_the_page_of_a_run_tells_what_its_losses_are():
     assert "Loss: mean of training steps 6 to 10" in documents.as_markdown(derive(runs.ladder(100, 50)))
 
 
+def test_words_of_a_record_are_no_emphasis():
+    assert documents.markdown("M.__init__() of *a*") == r"M.\_\_init\_\_() of \*a\*"
+    assert documents.markdown("n_embd") == "n_embd", "within a word it is none"
+
+
 def test_a_table_of_markdown_has_one_column_to_the_left():
     text = documents.pipe([{"step": "a", "ms": "1"}])
     left, right = text.splitlines()[1].strip("|").split("|")
