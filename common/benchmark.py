@@ -22,6 +22,8 @@ from common.arguments import Arguments, Measurement, parse_args
 from common.record import Row, Run, read_object, write_json
 from common.text import Skip, one_line, progress, say
 
+STEPS_TO_FIT_SCALES = 2  # of FP8, before gradients are sampled
+
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")  # what libraries say of it
 
 MISSING = {  # what libraries say of what is not installed, and what to do
@@ -151,18 +153,35 @@ def run(main: Callable, args: Measurement, row: Row) -> dict:
     samples = {}
     if initial:
         with noting(row, "gradients not sampled"):
-            model.train(args.is_ours)  # dropout of another model would draw other numbers in each row
-            initial.restore()
-            samples = proof.sample(train_step, optimizer, model, batches[0])
-            if args.samples_twice:
-                initial.restore()
-                again = proof.sample(train_step, optimizer, model, batches[0])
-                samples |= proof.renamed(again)
+            samples = sample_gradients(train_step, optimizer, model, batches[0], initial, args)
         model.train()
     del initial  # the host's memory
     observe(train_step, spare, model, args, row)
     row.status = "ok"
     row.overhead_s = time.perf_counter() - began - row.warmup_s - steps_s
+    return samples
+
+
+def sample_gradients(
+    train_step: Callable,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    batch: tuple,
+    initial: rehearsal.InitialState,
+    args: Measurement,
+) -> dict:
+    """Samples for the proof, see common/proof.py, of a step from the initial weights."""
+    model.train(args.is_ours)  # dropout of another model would draw other numbers in each row
+    # FP8's scales fit the end of the training by now. At its start gradients may be several times larger, and
+    # such scales would cut them off.
+    for _ in range(STEPS_TO_FIT_SCALES):
+        initial.restore()
+        train_step(*batch)
+    initial.restore()
+    samples = proof.sample(train_step, optimizer, model, batch)
+    if args.samples_twice:
+        initial.restore()
+        samples |= proof.renamed(proof.sample(train_step, optimizer, model, batch))
     return samples
 
 

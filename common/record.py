@@ -18,7 +18,7 @@ PLAN, MERGED, ROOFS, PREDICTED = ("plan.json", "results.json", "roofs.json", "pr
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 # Names of samples of gradients: `fc1.weight part 1/2`, and of a second pass `again fc1.weight`.
 PART, AGAIN = " part ", "again "
-NUMBERS = 512  # of a matrix, in a sample
+NUMBERS = 512  # of a matrix in a sample, and of its gradient in a sketch
 STUDIES = ("sweep", "scaling", "ablations", "parity")
 KINDS = ("ladder", *STUDIES)  # of runs
 CATEGORIES = (  # of kernels, in the order of a stacked bar; common/kernels.py assigns each kernel to one
@@ -244,8 +244,8 @@ class Study:
 
 
 def gradients_of(record: Path) -> Path:
-    """The file next to a row's record that holds samples of its gradients, see common/proof.py."""
-    return record.with_name(f"{record.name.removesuffix('.json')}.gradients.npz")
+    """The file next to a row's record that holds sketches of its gradients, see common/proof.py."""
+    return record.with_name(f"{record.name.removesuffix('.json')}.sketches.npz")
 
 
 def read_object(path: Path) -> dict:

@@ -47,6 +47,7 @@ told="$("$python" docs/tables.py --device "$machine")" || fail "$told"
 code="$("$python" -c 'import pathlib, common.fingerprint as f; print(f.code_sha256(pathlib.Path()))')"
 
 ladder() { # the options of run_all.sh: its run becomes the record
+  [ ! -e "$at/begun" ] || [ -e "$at/run" ] || keep_run # a kill -9 came before
   if [ -d "$(cat "$at/run" 2>/dev/null)" ]; then # interrupted before
     set -- --resume "$(cat "$at/run")"
   else

@@ -245,9 +245,8 @@ def load(path: Path) -> ModuleType:
         raise Skip(f"--model {path.name}: there is no such Python file")
     sys.path.insert(0, str(path.parent))  # of what the file imports beside it
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(
-        spec
-    )  # as an import does: for dataclasses
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # as an import does: dataclasses look there
     called(lambda: spec.loader.exec_module(module), path)
     missing = [f"{name}()" for name in NEEDED if not callable(getattr(module, name, None))]
     if missing:

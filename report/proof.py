@@ -1,8 +1,8 @@
 """Whether all rows do the same work: the gradients of each are compared with those of the first row.
 
-A record lies next to samples of its row's weights and gradients (common/proof.py). A matrix is compared with
-one of the other model whose numbers are the same before the step, whatever its name, or with a half or a
-third of one. The cosine of their gradients is 1 where they point the same way.
+A record lies next to samples of its row's weights and sketches of their gradients (common/proof.py). A matrix
+is compared with one of the other model whose numbers are the same before the step, whatever its name, or with
+a half or a third of one. The cosine of their gradients is 1 where they point the same way.
 """
 
 import zipfile
@@ -16,18 +16,19 @@ from common.text import one_line
 
 LARGEST_FILE = 2**28  # bytes, also of what is packed in it
 PAIRED = 0.9  # of the weights, at least: with fewer nothing is proven
-# The least cosine of a row that does the same work. These levels were tried on an H200 at six shapes. TF32
-# and BF16 had 0.9997 or more, FP8 had 0.972 or more, and Transformer Engine's whole layer 0.960. A dead MLP
-# had 0.00, no mask 0.32 to 0.66, no mask in one block 0.966 to 0.993, FP8 with all scales at 1, where they
-# begin, had 0.44 or less. A wrong scale of attention in one block had 0.934 to 0.9998: at the first step
-# attention is nearly even, so it is not always seen.
+# The least cosine of a row that does the same work. These levels were tried on an H200 at six shapes, by 512
+# numbers of each gradient in place of a sketch. TF32 and BF16 had 0.9997 or more, FP8 had 0.972 or more, and
+# Transformer Engine's whole layer 0.960. A dead MLP had 0.00, no mask 0.32 to 0.66, no mask in one block
+# 0.966 to 0.993, FP8 with all scales at 1, where they begin, had 0.44 or less. A wrong scale of attention in
+# one block had 0.934 to 0.9998: at the first step attention is nearly even, so it is not always seen.
 AGREES, AGREES_IN_FP8 = 0.999, 0.95
 # The same of a model that is not ours, which may be deeper: on the same card a Llama of 24 layers had 0.999
 # in BF16 and 0.83 in FP8, the weights of its keys, while its losses agreed.
 OTHERS_AGREE, OTHERS_AGREE_IN_FP8 = 0.95, 0.75
 BLUNT = 0.5  # cosine of two passes of the first row, below which random numbers leave nothing to prove
 
-Samples = dict[str, np.ndarray]  # (2, N) by the name of a weight: numbers of the weight, and of its gradient
+# (2, NUMBERS) by the name of a weight: numbers of the weight, and the sketch of its gradient
+Samples = dict[str, np.ndarray]
 
 
 def read(record: Path) -> Samples:

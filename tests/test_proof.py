@@ -12,7 +12,7 @@ import stand_ins
 import torch
 from conftest import FAST, ROOT, STEPS, arguments, built, load_script, load_step, run_python
 
-from common import benchmark
+from common import benchmark, rehearsal
 from common import proof as sampling
 from common.record import Row
 from ladder import patches
@@ -72,6 +72,50 @@ def test_a_sample_leaves_the_step_as_it_is_and_its_places_are_of_the_size_alone(
     assert all(torch.equal(a, b) for a, b in pairs) and not other.optimizer._optimizer_step_pre_hooks
     assert (samples["wte.weight"][0] != 0).all(), "of the weight, before its update"
     assert (sampling.places_of(1000) == sampling.places_of(1000)).all() and sampling.places_of(7).max() == 6
+
+
+def test_fp8s_scales_fit_the_initial_weights_again_before_gradients_are_sampled():
+    plain, weights = built(STEPS[2]), []
+    initial = rehearsal.InitialState(plain.optimizer)
+    plain.train_step(*plain.batches[1])
+
+    def train_step(*batch):
+        weights.append(plain.model.wte.weight.detach().clone())
+        return plain.train_step(*batch)
+
+    args = arguments(STEPS[2])
+    samples = benchmark.sample_gradients(
+        train_step, plain.optimizer, plain.model, plain.batches[0], initial, args
+    )
+    anew = built(STEPS[2])
+    assert len(weights) == 3 and all(torch.equal(weight, anew.model.wte.weight) for weight in weights)
+    of_anew = sampling.sample(anew.train_step, anew.optimizer, anew.model, anew.batches[0])
+    assert all((samples[name] == of_anew[name]).all() for name in of_anew)
+
+
+@pytest.mark.parametrize("cosine", [1.0, 0.9995, 0.95, 0.5, -0.5])
+def test_the_cosine_of_sketches_is_close_to_that_of_the_gradients(cosine, monkeypatch):
+    monkeypatch.setattr(sampling, "CHUNK", 4 * sampling.NUMBERS)
+    a, other = torch.randn(2, 100_003, generator=torch.Generator().manual_seed(0)).double()
+    other -= (other @ a) / (a @ a) * a
+    b = cosine * a / a.norm() + (1 - cosine**2) ** 0.5 * other / other.norm()
+    of_sketches = proof.cosine(sampling.sketch(a).numpy(), sampling.sketch(b).numpy())
+    assert 1 - of_sketches == pytest.approx(1 - cosine, rel=0.2, abs=1e-6)
+
+
+def test_a_sketch_sees_every_number_and_weighs_the_rows_of_an_embedding_by_what_they_hold():
+    numbers = 3 * sampling.NUMBERS + 7
+    for place in (0, sampling.NUMBERS, numbers - 1):
+        gradient = torch.zeros(numbers)
+        gradient[place] = 2.0
+        assert sampling.sketch(gradient).abs().sum() == 2.0
+    gradient = torch.full((4096, 64), 1e-6)
+    gradient[::1024] = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    rounded = gradient.to(torch.float8_e5m2).float()
+    rounded[gradient == 1e-6] = -1e-6
+    whole = proof.cosine(gradient.flatten().numpy(), rounded.flatten().numpy())
+    pair = [sampling.sketch(each.flatten()).numpy() for each in (gradient, rounded)]
+    assert whole > 0.99 and proof.cosine(*pair) == pytest.approx(whole, abs=0.002)
 
 
 def test_cosines():
@@ -165,7 +209,7 @@ def test_rows_of_a_run_are_compared_with_the_first_and_one_that_differs_is_named
     for step, gradient in zip(runs.STEPS, (GRADIENT, GRADIENT, TURNED), strict=False):
         put_samples(folder, step, gradient)
     runs.put(folder, runs.row(runs.STEPS[3]))
-    (folder / f"{runs.STEPS[3]}.gradients.npz").write_bytes(b"PK damaged")
+    (folder / f"{runs.STEPS[3]}.sketches.npz").write_bytes(b"PK damaged")
     figures = derive(load(folder))
     assert [line.same_work for line in figures.lines] == ["", "agrees", "differs", ""]
     cells = table.proof_rows(figures)[1]
@@ -188,7 +232,7 @@ def archive_of(path, member, content):
 
 
 def test_samples_that_could_harm_are_not_read_and_names_are_one_line(tmp_path):
-    record, path = tmp_path / "0_x.json", tmp_path / "0_x.gradients.npz"
+    record, path = tmp_path / "0_x.json", tmp_path / "0_x.sketches.npz"
     archive_of(path, "a.txt", "hello")
     assert proof.read(record) == {}, "a member that is no array"
     zeros = io.BytesIO()
