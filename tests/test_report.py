@@ -499,6 +499,11 @@ def test_a_picture_of_any_rows_is_drawn():
         assert ("skipped" in [text.get_text() for text in texts]) == (skipped in rows)
 
 
+def test_a_bar_that_is_much_longer_than_all_others_is_broken():
+    broken, whole = (derive(runs.ladder(first, 100.0, 50.0)).lines for first in (161.0, 159.0))
+    assert picture.axis_end(broken) == pytest.approx(115.0) and picture.axis_end(whole) == 159.0
+
+
 @pytest.mark.parametrize("words", ["", "--only 3,4", "--only=3,4"])
 def test_a_part_of_the_ladder_is_no_row_of_the_cards(words):
     run = replace(runs.ladder(200, 100), command=f"./run_all.sh {words}")
@@ -907,6 +912,24 @@ def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path
     others = ["patch/other", "patch/other-seed", "peer/other", "peer/other-seed"]
     assert tables.stale() == ["of/old", *others] and tables.stale("a/b") == ["a/b"]
     assert tables.present() == "`patch/same`, `patch/same-seed`, `peer/same`, `peer/same-seed`"
+    tables.record.cache_clear()
+
+
+def test_the_command_names_the_records_that_are_stale_and_what_it_takes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    tables.record.cache_clear()
+    runs.write(tmp_path / "of" / "old", runs.run(runs.row("x"), code_sha256="0123"))
+    runs.write(tmp_path / "of" / "new", runs.run(runs.row("x"), code_sha256=tables.code_sha256(tables.ROOT)))
+
+    def said(*words):
+        monkeypatch.setattr(sys, "argv", ["tables.py", *words])
+        return tables.main(), capsys.readouterr().out
+
+    assert said("--stale") == (1, "of/old: of other code\n")
+    assert said("--stale", "of/new") == (0, "every record is of the present code\n")
+    assert said("--stale", "of/no") == (1, "of/no: not recorded\n")
+    with pytest.raises(SystemExit, match="--stale"):
+        said("--fresh")
     tables.record.cache_clear()
 
 
