@@ -13,7 +13,7 @@ import torch
 
 from common import data, flops, hardware
 from common.model import PRESETS, GPTConfig
-from common.record import Workload, gradients_of, read_object, temporary_of
+from common.record import Workload, read_object, sketches_of, temporary_of
 from common.text import OneLineParser, Skip, portable_command, positive_int
 
 # Steps that are launched kernel by kernel before one may be captured as a CUDA graph. In its first 10 steps
@@ -32,7 +32,7 @@ AUTO = (  # GiB, preset, batch size
 )
 # A JSON file with one of these keys was written by this project, and may be written again.
 OWN_KEYS = {"schema_version", "launch_s", "experiment", "experiments"}
-TRIED_BYTES = 2**20  # written and taken away before a run: a record and samples of gradients need as much
+TRIED_BYTES = 2**20  # written and taken away before a run: a record and the sketches beside it need as much
 # Training steps by default: 14 on a CPU; on a GPU as many as take 5e14 model FLOPs, but 8 to 30.
 CPU_STEPS = 14
 FEWEST_STEPS, MOST_STEPS = 8, 30
@@ -78,7 +78,6 @@ class Measurement(ABC):
     cold: bool  # without the rehearsal of common/rehearsal.py
     profile: bool
     is_ours: bool = True  # whether the model is the ladder's: of another one more is checked
-    samples_twice: bool = False  # of gradients: random numbers make two passes differ
     # The share of a loss by which that of a replay may differ from a launched step's; None: not checked.
     replay_off: float | None = None
 
@@ -375,7 +374,7 @@ def check_output(output: Path) -> None:
         raise ValueError(f"--output {output} exists and is no record: it stays as it is")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        for path in (output, gradients_of(output)):
+        for path in (output, sketches_of(output)):
             try:
                 temporary_of(path).write_bytes(bytes(TRIED_BYTES))
             finally:  # on a full disk too

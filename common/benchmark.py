@@ -22,7 +22,7 @@ from common.arguments import Arguments, Measurement, parse_args
 from common.record import Row, Run, read_object, write_json
 from common.text import Skip, one_line, progress, say
 
-STEPS_TO_FIT_SCALES = 2  # of FP8, before gradients are sampled
+STEPS_TO_FIT_SCALES = 4  # of FP8, before gradients are sketched: each cuts off less than the one before
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")  # what libraries say of it
 
@@ -124,7 +124,7 @@ def run_and_record(main: Callable, args: Measurement) -> int:
 
 def run(main: Callable, args: Measurement, row: Row) -> dict:
     """Rehearse, train and time at least `args.steps` steps, observe untimed ones: all into `row`. Returns
-    samples of gradients for the proof.
+    samples for the proof.
 
     Raises what the script raises, and FloatingPointError, one line, for a loss that is not finite.
     """
@@ -150,36 +150,37 @@ def run(main: Callable, args: Measurement, row: Row) -> dict:
             median_ms = statistics.median(row.step_ms)
             row.profile = profile.profile_steps(partial(steps.train_step, *spare), median_ms, args.device)
     steps.train_step = train_step  # the graph is gone with its memory
+    observe(train_step, spare, model, args, row)
     samples = {}
     if initial:
+        in_fp8 = bool(row.settings.fp8_recipe)
         with noting(row, "gradients not sampled"):
-            samples = sample_gradients(train_step, optimizer, model, batches[0], initial, args)
-        model.train()
-    del initial  # the host's memory
-    observe(train_step, spare, model, args, row)
+            samples = samples_for_proof(train_step, optimizer, model, batches[0], initial, args, in_fp8)
     row.status = "ok"
     row.overhead_s = time.perf_counter() - began - row.warmup_s - steps_s
     return samples
 
 
-def sample_gradients(
+def samples_for_proof(
     train_step: Callable,
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
     batch: tuple,
     initial: rehearsal.InitialState,
     args: Measurement,
+    in_fp8: bool,
 ) -> dict:
-    """Samples for the proof, see common/proof.py, of a step from the initial weights."""
+    """Samples of a step from the initial weights, see common/proof.py. Of a model that is not ours they are
+    of two passes, which its random numbers make differ."""
     model.train(args.is_ours)  # dropout of another model would draw other numbers in each row
     # FP8's scales fit the end of the training by now. At its start gradients may be several times larger, and
     # such scales would cut them off.
-    for _ in range(STEPS_TO_FIT_SCALES):
+    for _ in range(STEPS_TO_FIT_SCALES if in_fp8 else 0):
         initial.restore()
         train_step(*batch)
     initial.restore()
     samples = proof.sample(train_step, optimizer, model, batch)
-    if args.samples_twice:
+    if not args.is_ours:
         initial.restore()
         samples |= proof.renamed(proof.sample(train_step, optimizer, model, batch))
     return samples

@@ -3,14 +3,14 @@ gradients.
 
 Losses hardly show a fault: a block without its MLP changes them by less than one per cent. Gradients show it.
 So every row goes back to its initial weights, and one training step on the first batch, launched and not a
-replay, leaves 512 numbers of every matrix, and 512 sums of its gradient. report/proof.py compares them with
+replay, leaves 509 numbers of every matrix, and 509 sums of its gradient. report/proof.py compares them with
 those of the first row. Halves and thirds of a matrix leave theirs too, because a layer may hold several
 weights of another one as one matrix: queries, keys and values, for example. Vectors are left out. The bias of
 the keys, for example, adds the same to all scores of a query, which softmax cancels: its true gradient is
 zero, and what is computed is rounding.
 
-Why sums, and not 512 numbers of a gradient: the tokens of a batch are a few rows of the embedding, and hold
-nearly all of its gradient. Two or three of 512 places lie in these rows, and their rounding would decide.
+Why sums, and not numbers of a gradient: the tokens of a batch are a few rows of the embedding, and hold
+nearly all of its gradient. Two or three of 500 places lie in these rows, and their rounding would decide.
 """
 
 import io
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.record import AGAIN, NUMBERS, PART, gradients_of, write_bytes
+from common.record import AGAIN, NUMBERS, PART, sketches_of, write_bytes
 
 PARTS = (1, 2, 3)  # in which a matrix is sampled: whole, as halves, as thirds
 CHUNK = NUMBERS * 2**15  # of a gradient: what a sketch sums up at a time, so that it needs little memory
@@ -64,9 +64,10 @@ def samples_of(name: str, weight: torch.nn.Parameter) -> dict[str, np.ndarray]:
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:
-    """NUMBERS sums, float32, of a flat gradient: each of its numbers gets a random sign, which depends on its
-    place and the length alone, and is added to one of them. The cosine of two sketches is close to that of
-    the gradients; what is missing to 1 is off by about a tenth. Source: the count sketch of Charikar, Chen
+    """NUMBERS sums, float32, of a flat gradient: each of its numbers gets a random sign, and is added to one
+    of them. On one device with one PyTorch, signs depend on the place and the length alone. The cosine of two
+    sketches is close to that of the gradients: what is missing to 1 is off by a tenth (one standard
+    deviation), and for the worst of many matrices by a quarter. Source: the count sketch of Charikar, Chen
     and Farach-Colton, 2002."""
     generator = torch.Generator(gradient.device).manual_seed(len(gradient))
     sums = torch.zeros(NUMBERS, device=gradient.device)
@@ -90,7 +91,7 @@ def places_of(numbers: int) -> np.ndarray:
 
 def write(samples: dict[str, np.ndarray], record: Path) -> None:
     """Write samples next to a record, or take away those of an earlier run. Raises OSError."""
-    path = gradients_of(record)
+    path = sketches_of(record)
     path.unlink(missing_ok=True)
     if samples:
         archive = io.BytesIO()

@@ -16,9 +16,9 @@ SCHEMA_VERSION = 3
 # Files of a run folder.
 PLAN, MERGED, ROOFS, PREDICTED = ("plan.json", "results.json", "roofs.json", "predicted.json")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
-# Names of samples of gradients: `fc1.weight part 1/2`, and of a second pass `again fc1.weight`.
+# Names in the file of the proof: `fc1.weight part 1/2`, and of a second pass `again fc1.weight`.
 PART, AGAIN = " part ", "again "
-NUMBERS = 512  # of a matrix in a sample, and of its gradient in a sketch
+NUMBERS = 509  # of a matrix, and sums of its gradient: a prime, so that a column spreads over all sums
 STUDIES = ("sweep", "scaling", "ablations", "parity")
 KINDS = ("ladder", *STUDIES)  # of runs
 CATEGORIES = (  # of kernels, in the order of a stacked bar; common/kernels.py assigns each kernel to one
@@ -243,7 +243,7 @@ class Study:
     schema_version: int = SCHEMA_VERSION
 
 
-def gradients_of(record: Path) -> Path:
+def sketches_of(record: Path) -> Path:
     """The file next to a row's record that holds sketches of its gradients, see common/proof.py."""
     return record.with_name(f"{record.name.removesuffix('.json')}.sketches.npz")
 

@@ -47,6 +47,7 @@ told="$("$python" docs/tables.py --device "$machine")" || fail "$told"
 code="$("$python" -c 'import pathlib, common.fingerprint as f; print(f.code_sha256(pathlib.Path()))')"
 
 ladder() { # the options of run_all.sh: its run becomes the record
+  words="$*"
   [ ! -e "$at/begun" ] || [ -e "$at/run" ] || keep_run # a kill -9 came before
   if [ -d "$(cat "$at/run" 2>/dev/null)" ]; then # interrupted before
     set -- --resume "$(cat "$at/run")"
@@ -60,7 +61,10 @@ ladder() { # the options of run_all.sh: its run becomes the record
   cp "$(cat "$at/run")/results.json" "$at/"
 }
 
-keep_run() { find results -mindepth 1 -maxdepth 1 -type d -name "20*" -newer "$at/begun" | sort | head -1 >"$at/run"; }
+keep_run() { # notes the folder in which this piece runs: the first one with its options, since it began
+  find results -path "results/20*/plan.json" -newer "$at/begun" \
+    -exec grep -qF "\"command\": \"./run_all.sh $words\"" {} \; -printf '%h\n' | sort | head -1 >"$at/run"
+}
 
 study() { "$python" -m "anatomy.$1" --output "$at" "${@:2}" || (($? == 1)); }
 learning() { study parity --preset gpt2 --batch-size 8 "$@"; }

@@ -263,7 +263,6 @@ def run_row() -> int:
     before = rows_before(folder, name)
     names = kept(before) + ([name] if ROWS[name] else [])
     functions = functions_of(names, args.file)
-    args.samples_twice = not before
     args.name, args.changes = name, [ROWS[each] for each in names]
     args.replay_off = REPLAY_OFF_IN_FP8 if name == FP8 else REPLAY_OFF
     args.source = "\n\n".join(map(inspect.getsource, [changes.training_step, *functions]))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.record import AGAIN, NUMBERS, PART, Proof, Row, gradients_of
+from common.record import AGAIN, NUMBERS, PART, Proof, Row, sketches_of
 from common.text import one_line
 
 LARGEST_FILE = 2**28  # bytes, also of what is packed in it
@@ -33,7 +33,7 @@ Samples = dict[str, np.ndarray]
 
 def read(record: Path) -> Samples:
     """The samples next to a record; empty where there are none that can be used."""
-    path = gradients_of(record)
+    path = sketches_of(record)
     try:
         if not path.is_file() or path.stat().st_size > LARGEST_FILE:
             return {}

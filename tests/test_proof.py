@@ -83,14 +83,16 @@ def test_fp8s_scales_fit_the_initial_weights_again_before_gradients_are_sampled(
         weights.append(plain.model.wte.weight.detach().clone())
         return plain.train_step(*batch)
 
-    args = arguments(STEPS[2])
-    samples = benchmark.sample_gradients(
-        train_step, plain.optimizer, plain.model, plain.batches[0], initial, args
-    )
+    parts = (train_step, plain.optimizer, plain.model, plain.batches[0], initial, arguments(STEPS[2]))
+    samples = benchmark.samples_for_proof(*parts, in_fp8=True)
     anew = built(STEPS[2])
-    assert len(weights) == 3 and all(torch.equal(weight, anew.model.wte.weight) for weight in weights)
+    assert len(weights) == 1 + benchmark.STEPS_TO_FIT_SCALES
+    assert all(torch.equal(weight, anew.model.wte.weight) for weight in weights)
     of_anew = sampling.sample(anew.train_step, anew.optimizer, anew.model, anew.batches[0])
     assert all((samples[name] == of_anew[name]).all() for name in of_anew)
+    weights.clear()
+    benchmark.samples_for_proof(*parts, in_fp8=False)
+    assert len(weights) == 1, "without FP8 there are no scales"
 
 
 @pytest.mark.parametrize("cosine", [1.0, 0.9995, 0.95, 0.5, -0.5])
@@ -99,8 +101,29 @@ def test_the_cosine_of_sketches_is_close_to_that_of_the_gradients(cosine, monkey
     a, other = torch.randn(2, 100_003, generator=torch.Generator().manual_seed(0)).double()
     other -= (other @ a) / (a @ a) * a
     b = cosine * a / a.norm() + (1 - cosine**2) ** 0.5 * other / other.norm()
-    of_sketches = proof.cosine(sampling.sketch(a).numpy(), sampling.sketch(b).numpy())
-    assert 1 - of_sketches == pytest.approx(1 - cosine, rel=0.2, abs=1e-6)
+    assert 1 - of_sketches(a, b) == pytest.approx(1 - cosine, rel=0.2, abs=1e-6)
+
+
+def of_sketches(a, b):
+    return proof.cosine(sampling.sketch(a.flatten()).numpy(), sampling.sketch(b.flatten()).numpy())
+
+
+def test_numbers_of_one_sign_and_of_every_chunk_count_in_a_sketch(monkeypatch):
+    monkeypatch.setattr(sampling, "CHUNK", 4 * sampling.NUMBERS)
+    a, b = torch.rand(2, 100_003, generator=torch.Generator().manual_seed(0))
+    assert of_sketches(a, b) == pytest.approx(float(a @ b / a.norm() / b.norm()), abs=0.1)
+    half_turned = torch.where(torch.arange(100_003) < 50_000, -a, a)
+    assert of_sketches(a, half_turned) == pytest.approx(0, abs=0.15)
+
+
+@pytest.mark.parametrize("width", [256, 768, 1024])
+def test_a_heavy_column_does_not_decide_for_the_others(width):
+    a, other = torch.randn(2, 600, width, generator=torch.Generator().manual_seed(0))
+    a[:, 3] *= 100
+    turned = a.clone()
+    turned[:300, 3] = 100 * other[:300, 3]
+    exact = proof.cosine(a.flatten().numpy(), turned.flatten().numpy())
+    assert exact < 0.6 and of_sketches(a, turned) == pytest.approx(exact, abs=0.15)
 
 
 def test_a_sketch_sees_every_number_and_weighs_the_rows_of_an_embedding_by_what_they_hold():
@@ -114,8 +137,7 @@ def test_a_sketch_sees_every_number_and_weighs_the_rows_of_an_embedding_by_what_
     rounded = gradient.to(torch.float8_e5m2).float()
     rounded[gradient == 1e-6] = -1e-6
     whole = proof.cosine(gradient.flatten().numpy(), rounded.flatten().numpy())
-    pair = [sampling.sketch(each.flatten()).numpy() for each in (gradient, rounded)]
-    assert whole > 0.99 and proof.cosine(*pair) == pytest.approx(whole, abs=0.002)
+    assert whole > 0.99 and of_sketches(gradient, rounded) == pytest.approx(whole, abs=0.002)
 
 
 def test_cosines():
@@ -151,12 +173,12 @@ def test_a_verdict_knows_what_fp8_rounds(cosine, ours, theirs, said):
 def put_samples(folder, step, gradient, output=None, **fields):
     """A row of a run folder, and samples of one weight and this gradient of it."""
     runs.put(folder, runs.row(step, **fields), output)
-    weight = np.ones(512, np.float32)
+    weight = np.ones(sampling.NUMBERS, np.float32)
     sampling.write({"mlp.weight": np.stack([weight, gradient])}, folder / (output or f"{step}.json"))
 
 
-GRADIENT = np.random.default_rng(0).normal(size=512).astype(np.float32)
-TURNED = np.where(np.arange(512) < 100, -GRADIENT, GRADIENT)
+GRADIENT = np.random.default_rng(0).normal(size=sampling.NUMBERS).astype(np.float32)
+TURNED = np.where(np.arange(sampling.NUMBERS) < 100, -GRADIENT, GRADIENT)
 
 
 def test_variants_are_compared_with_the_script_that_they_change(tmp_path):
@@ -197,7 +219,7 @@ def test_an_observation_that_breaks_is_a_note_and_the_row_stands(monkeypatch):
     row = Row(STEPS[2])
     samples = benchmark.run(load_step(STEPS[2]).main, arguments(STEPS[2], steps=1, profile=True), row)
     assert row.status == "ok" and samples == {}
-    assert row.note == "not profiled: odd; gradients not sampled: odd; not observed: odd"
+    assert row.note == "not profiled: odd; not observed: odd; gradients not sampled: odd"
 
 
 def breaks(*_):
@@ -251,7 +273,7 @@ def test_a_script_leaves_samples_next_to_its_record(tmp_path):
     assert run_python(f"{STEPS[1]}.py", *FAST, "--output", record).returncode == 0
     samples = proof.read(record)
     assert len([name for name in samples if " part " not in name]) == 10 and all(
-        part.shape == (2, 512) for part in samples.values()
+        part.shape == (2, sampling.NUMBERS) for part in samples.values()
     )
     assert json.loads(record.read_text())["rows"][0]["note"] is None
     assert run_python(f"{STEPS[1]}.py", *FAST, "--cold", "--output", record).returncode == 0
