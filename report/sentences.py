@@ -72,7 +72,7 @@ def _gains(lines: list[Line]) -> str:
 
 def _is_worth(line: Line) -> bool:
     faster = line.over_before
-    return faster is not None and faster.value >= WORTH
+    return faster is not None and faster.value >= WORTH and faster.clear
 
 
 def convention(figures: Figures) -> str:

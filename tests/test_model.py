@@ -696,6 +696,13 @@ def test_a_change_of_the_work_is_not_recommended_and_without_a_first_row_gains_a
     assert sentences.headline(derive(run)) == said
 
 
+def test_a_change_whose_times_overlap_with_those_before_is_not_recommended():
+    run = model_run(100, 95)
+    assert sentences.headline(derive(run)) == "Take AMP: 1.05 x"
+    run.rows[1].step_ms = [85.0, 95.0, 105.0]
+    assert sentences.headline(derive(run)) == "Take none of the changes. Leave out AMP (1.05 x)"
+
+
 def test_changes_that_together_are_slower_are_not_taken():
     run = model_run(100, 50, 25)
     for row, ms in zip(run.rows, (100.0, 160.0, 125.0), strict=True):
