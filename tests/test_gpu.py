@@ -13,10 +13,12 @@ from conftest import FAST, ROOT, STEPS, arguments, built, load_step, run_python
 from test_parallel import TORCHRUN
 
 from common import benchmark, hardware, parallel, profile, rehearsal
+from common import proof as sampling
 from common.model import GPT, GPTConfig
-from common.record import Row
+from common.record import Row, Settings
 from common.text import Skip
 from ladder import roofs
+from report import proof
 
 CUDA = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
@@ -144,6 +146,32 @@ def test_losses_fall_and_follow_the_baseline(step):
     assert these[-1] < these[0] - 0.5
     assert these.mean().item() == pytest.approx(baseline.mean().item(), rel=0.03)
     assert ((these - baseline).abs() / baseline).median() < 0.03  # a single loss jumps
+
+
+def test_a_sketch_of_a_large_gradient_is_the_same_each_time_and_close_to_it():
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, noise = torch.randn(2, 2 * sampling.CHUNK + 5, device="cuda", generator=generator)
+    b = a + 0.3 * noise
+    sketches = [sampling.sketch(each).cpu().numpy() for each in (a, b, a)]
+    assert (sketches[0] == sketches[2]).all()
+    exact = torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0).item()
+    assert 1 - proof.cosine(*sketches[:2]) == pytest.approx(1 - exact, rel=0.3)
+
+
+def test_scales_of_a_long_training_do_not_decide_whether_fp8_does_the_same_work():
+    samples = []
+    for step, launched in ((STEPS[0], 0), (STEPS[4], 1200)):
+        if step == STEPS[4] and (reason := fp8_reason()):
+            pytest.skip(reason)
+        run = built(step, **GPU, lr=1e-3)
+        initial = rehearsal.InitialState(run.optimizer)
+        for k in range(launched):  # more than the scales remember
+            run.train_step(*run.batches[k % 4])
+        parts = (run.train_step, run.optimizer, run.model, run.batches[0], initial, run.args)
+        samples.append(benchmark.samples_for_proof(*parts, in_fp8=step == STEPS[4]))
+    in_fp8 = Row(STEPS[4], settings=Settings(fp8_recipe="delayed"))
+    compared = proof.compare(Row(STEPS[0]), samples[0], in_fp8, samples[1])
+    assert proof.verdict(compared) == "agrees", f"{compared.weight} {compared.cosine}"
 
 
 def test_te_weights_start_equal_and_its_first_gradients_are_counted():
