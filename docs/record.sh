@@ -33,9 +33,9 @@ if [ "$machine" = --confirm ]; then
   exit "$failed"
 fi
 shift
-most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 parity-short gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep ablations ablations-gpt2"
-most+=" anatomy llama hugging-face-gpt2 guide"
-studies=" parity parity-2048 parity-short parity-fast ablations ablations-gpt2 adamw tried te-linear sharded gpt2-batch-4 " # which may get more rows
+most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 parity-short gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep"
+most+=" ablations ablations-fp8 ablations-gpt2 anatomy llama hugging-face-gpt2 guide"
+studies=" parity parity-2048 parity-short parity-fast ablations ablations-fp8 ablations-gpt2 adamw tried te-linear sharded gpt2-batch-4 " # which may get more rows
 known=" $most $studies gpt3-6.7b-slice-cold gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("$@")
 (($#)) || read -ra names <<<"$most"
@@ -109,7 +109,9 @@ for name in "${names[@]}"; do
     tried) study ablations --preset gpt3-6.7b-slice --only fast fp8-attention te-attention te-cross wgrad cold ;;
     sharded) study ablations --preset gpt3-6.7b-slice --batch-size 4 --only sharded-optimizer ;; # two GPUs
     te-linear) study ablations --preset gpt2 --only te-linear ;;
-    ablations) study ablations --preset gpt3-6.7b-slice ;;
+    # Only rows of one card can be compared, so steps 0 to 3 and FP8 are two pieces.
+    ablations) study ablations --preset gpt3-6.7b-slice --only 0_baseline 1_cublas 2_sdpa 3_compile ;;
+    ablations-fp8) study ablations --preset gpt3-6.7b-slice --only 4_transformer_engine te_layer torchao_float8 ;;
     ablations-gpt2) # and faults that the proof of the same work has to see
       study ablations --preset gpt2 --only tf32-alone fp16-with-loss-scaling flash-attention-kernel captured-not-compiled \
         compiled-not-captured bf16-instead-of-fp8 bf16-head current-scaling attention-without-its-mask dead-mlp
