@@ -41,6 +41,7 @@ if triton:
 
 
 def gate_in_triton(x, w, b):
+    """sigmoid(relu(x * w + b)) of three tensors of one size, by one kernel."""
     y = torch.empty_like(x)
     gate_kernel[(triton.cdiv(x.numel(), 1024),)](x, w, b, y, x.numel(), BLOCK=1024)
     return y
@@ -73,6 +74,7 @@ class Case(NamedTuple):
 
 
 def cases(lab, N, E, rand):
+    """Every expression in each of its forms: vectors of N numbers, matrices of (E, E)."""
     (x, w, b), number, small = rand(3, N) + 1, rand(1), rand(64, 1024).unbind()
     (a, m), c = rand(2, E, E) / E, rand(E)
     launch_s, each_s = lab.seconds(lambda: number * 2), lab.seconds(lambda: small[0] * 2)

@@ -59,6 +59,7 @@ def guarded(tensors):
 
 
 def calls(lab, x, plain_s):
+    """Rows of calls on one number or few, against `plain_s`, the seconds of a plain one."""
     matrix, tracked, vector = x.new_ones(4, 4), x.clone().requires_grad_(), x.new_ones(ELEMENTS)
     lab.title = "A call on one number"
     lab.row("x * 2", plain_s)

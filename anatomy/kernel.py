@@ -20,6 +20,7 @@ import torch
 from anatomy.lab import LARGE_COPY, main, rate, tl, triton
 from common.hardware import clock_and_power
 
+LARGEST_TILE = 256
 L2_BYTES_A_CLOCK = 64  # to each multiprocessor, of Ampere and Hopper
 
 if triton:
@@ -54,6 +55,8 @@ def run(lab, edge=None):
         predicted = min(rate("copy", lab.device), programs * alone) if alone else None
         lab.row(f"{programs} programs", reached, predicted, "B/s")
         alone = alone or reached
+    if edge % LARGEST_TILE:
+        raise ValueError(f"--edge {edge} is no multiple of the largest tile, {LARGEST_TILE}")
     lab.title = f"A product of ({edge}, {edge}) matrices in BF16"
     a, b, c = torch.randn(3, edge, edge, device=lab.device, dtype=torch.bfloat16)
     library_s = lab.device_seconds(lambda: torch.matmul(a, b, out=c))
@@ -61,7 +64,7 @@ def run(lab, edge=None):
     clock_mhz, _ = clock_and_power(lab.device) or (0, 0)  # no prediction without NVML
     l2_rate = processors * L2_BYTES_A_CLOCK * clock_mhz * 1e6
     lab.row("the library's", library_s, 2 * edge**3 / rate("bf16", lab.device))
-    for tile in (16, 32, 64, 128, 256):
+    for tile in (16, 32, 64, 128, LARGEST_TILE):
         grid, warps = (edge // tile, edge // tile), max(1, min(8, tile // 16))
         product = partial(
             product_kernel[grid], a, b, c, edge, TILE=tile, DEPTH=max(16, min(64, tile)), num_warps=warps

@@ -107,13 +107,14 @@ def empty_folder(output: Path | None) -> Path:
 
 
 def run_states(folder: Path, limit_s: int, stop: process.Stop) -> Run:
-    """Every state, one after the other. Raises Skip where a patch does not fit."""
+    """Every state, one after the other. Raises Skip where a patch does not fit, and ValueError for a GPU that
+    PyTorch cannot use."""
     from common import hardware
 
+    environment = hardware.describe(hardware.resolve_device("auto"))
     states = make_states(folder / "states")
     stop.listen()
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    environment = hardware.describe(hardware.resolve_device("auto"))
     command = portable_command("python -m anatomy.loop", sys.argv[1:])
     run, changes = Run(command, started_at, environment, None, []), []
     for name, script in states.items():
@@ -144,7 +145,7 @@ def main() -> int:
         stop = process.Stop()
         run = run_states(folder, options.step_timeout or runs.LIMIT_S, stop)
         write_json(folder / MERGED, run)
-    except (Skip, OSError) as error:
+    except (Skip, OSError, ValueError) as error:
         parser.error(str(error))
     reported = subprocess.run(process.module_command("report", str(folder)), cwd=process.ROOT).returncode
     return 130 if stop.requests else reported

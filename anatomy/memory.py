@@ -54,6 +54,7 @@ def caches(device):
 
 
 def inside_the_multiprocessors(lab):
+    """Rows of the bytes a second that registers and shared memory give all multiprocessors together."""
     processors = torch.cuda.get_device_properties(lab.device).multi_processor_count
     x, out = torch.ones(2, processors * PROGRAMS * BLOCK, device=lab.device)
     lab.title = f"Inside {processors} multiprocessors, all together"

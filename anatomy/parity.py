@@ -9,6 +9,7 @@ gets the study, written after each run and continued where it exists, and its re
 """
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 from common.text import OneLineParser, Skip, one_line, portable_command, positive_int, run_command
@@ -19,9 +20,13 @@ DEFAULTS = ["--steps", "1500", "--heldout-every", "100"]
 
 
 def known_rows() -> dict[str, runs.Planned]:
-    """What can be trained on one GPU, by the name that --rows takes: a step's number, a peer, a patch.
-    Outputs are still empty."""
-    rows = {str(runs.number_of(name)): runs.Planned(name, [], "") for name in runs.scripts()}
+    """What can be trained on one GPU, by the name that --rows takes: a step's number, or its file's name
+    where two have the number, a peer, a patch. Outputs are still empty."""
+    scripts, rows = runs.scripts(), {}
+    steps_with = Counter(map(runs.number_of, scripts))
+    for name in scripts:
+        number = runs.number_of(name)
+        rows[str(number) if steps_with[number] == 1 else Path(name).stem] = runs.Planned(name, [], "")
     rows |= {Path(name).stem: runs.Planned(name, [], "") for name in runs.peers()}
     for key, head in variants().items():
         if head["GPUs"] == "1":

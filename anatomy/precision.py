@@ -40,15 +40,19 @@ def delayed_scaling(x, amax):
 
 
 def current_scaling(x, _=None):
+    """FP8 numbers by one scale, which the largest number of this tensor gives, and the scale."""
     return delayed_scaling(x, x.abs().amax().float())
 
 
 def block_scaling(x, _=None):
+    """FP8 numbers by a scale for every BLOCK numbers of a row, and these scales. `x` is (N, K), K a
+    multiple of BLOCK; raises RuntimeError for another."""
     blocks = x.view(x.size(0), -1, BLOCK)
     return delayed_scaling(blocks, blocks.abs().amax(-1, keepdim=True).float())
 
 
 def product_of(name, a, b, native):
+    """A call that multiplies two matrices in the format `name`; FP8 in hardware if `native`, else in FP32."""
     if name != "FP8":
         return partial(torch.matmul, a.to(FORMATS[name][0]), b.to(FORMATS[name][0]))
     # The second by columns, for cuBLAS.
@@ -59,6 +63,7 @@ def product_of(name, a, b, native):
 
 
 def relative(x, reference):
+    """The norm of the error over the norm of the reference, both in FP64."""
     return ((x.double() - reference.double()).norm() / reference.double().norm()).item()
 
 

@@ -32,7 +32,7 @@ AUTO = (  # GiB, preset, batch size
 )
 # A JSON file with one of these keys was written by this project, and may be written again.
 OWN_KEYS = {"schema_version", "launch_s", "experiment", "experiments"}
-TRIED_BYTES = 2**20  # written and taken away before a run: a record and the sketches beside it need as much
+TRIED_BYTES = 2**22  # written and taken away before a run: a record and the sketches beside it need less
 # Training steps by default: 14 on a CPU; on a GPU as many as take 5e14 model FLOPs, but 8 to 30.
 CPU_STEPS = 14
 FEWEST_STEPS, MOST_STEPS = 8, 30
@@ -117,10 +117,7 @@ class Arguments(Measurement):
     def require_fp8(self) -> None:
         """Raises Skip without an NVIDIA GPU that multiplies FP8, and for a size that is no multiple of what
         FP8 needs: channels, the vocabulary, and tokens, along which weight gradients are summed."""
-        capability = hardware.compute_capability(self.device)
-        if capability < hardware.FP8_CAPABILITY:
-            raise Skip("FP8 needs an NVIDIA GPU of the generation Ada, Hopper or newer")
-        unit = hardware.fp8_unit(capability)
+        unit = hardware.fp8_unit(hardware.require_fp8(self.device))
         tokens = self.batch_size * self.config.seq_len
         vocabulary = self.config.vocab_size
         sizes = (
@@ -350,6 +347,7 @@ def default_rate(config: GPTConfig) -> float:
 
 
 def default_steps(flops_per_step: int, device: torch.device) -> int:
+    """How many training steps a script trains by default, by the model FLOPs of one: see CPU_STEPS above."""
     if device.type == "cpu":
         return CPU_STEPS
     by_size = int(STEPS_FLOPS / max(1, flops_per_step))

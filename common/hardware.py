@@ -11,6 +11,7 @@ import torch
 
 from common.fingerprint import code_sha256
 from common.record import Environment
+from common.text import Skip
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("triton", "transformer-engine", "torchao", "transformers")  # whose versions matter
@@ -73,6 +74,14 @@ def has_bf16_matrix_instructions(device: torch.device) -> bool:
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """(major, minor) of a CUDA device, for example (9, 0) for Hopper; (0, 0) for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def require_fp8(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU that multiplies FP8. Raises Skip for any other device."""
+    capability = compute_capability(device)
+    if capability < FP8_CAPABILITY:
+        raise Skip("FP8 needs an NVIDIA GPU of the generation Ada, Hopper or newer")
+    return capability
 
 
 def fp8_unit(capability: tuple[int, int]) -> int:

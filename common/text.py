@@ -53,6 +53,9 @@ def portable_command(name: str, words: list[str]) -> str:
 
 
 def _portable_word(word: str) -> str:
+    option, equals, value = word.partition("=")
+    if equals and option.startswith("--"):
+        return f"{option}={_portable_word(value)}"
     path = Path(word)
     if path.is_relative_to(ROOT):
         return str(path.relative_to(ROOT))

@@ -13,7 +13,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { echo "docs/record.sh: error: $1" >&2 && exit 2; }
 machine="${1:-}"
-[[ $machine == -h || $machine == --help ]] && sed -n '2,/^$/s/^# \?//p; /^set/q' "$0" && exit
+[[ $machine == -h || $machine == --help ]] && sed -n '2,/^$/s/^# \?//p; /^set/q' docs/record.sh && exit
 [[ $machine == --check || $machine == --confirm || $machine =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] ||
   fail "give a MACHINE, for example: docs/record.sh h200"
 python="${PYTHON:-$(./run_all.sh --setup)}"

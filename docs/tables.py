@@ -375,6 +375,9 @@ def renew() -> None:
 
 
 def main() -> int:
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        say(__doc__)
+        return 0
     if not sys.argv[1:]:
         renew()
         return 0
@@ -383,7 +386,8 @@ def main() -> int:
 
         return of_another_device(sys.argv[2], hardware.device_name(hardware.resolve_device("auto")))
     if sys.argv[1] != "--stale":
-        sys.exit(__doc__)
+        say("docs/tables.py: error: give --stale, or --device MACHINE", sys.stderr)
+        return 2
     places = stale(*sys.argv[2:])
     lines = [f"{place}: {'of other code' if is_recorded(place) else 'not recorded'}" for place in places]
     say("\n".join(lines) or "every record is of the present code")

@@ -122,7 +122,7 @@ def check(request: Request, resumes: bool) -> None:
         ),
         (kind == "sweep" and (options.gpus or options.parallel), "a sweep runs on one GPU"),
         (
-            kind == "sweep" and len(chosen) == 1 and options.only,
+            kind == "sweep" and len(set(chosen)) == 1 and options.only,
             "--sweep compares steps: give --only two or more",
         ),
         (kind == "sweep" and shape, "--sweep chooses the shape"),

@@ -75,8 +75,7 @@ class ModelArguments(arguments.Measurement):
         batches = called(lambda: self.copies(count), self.path)
         if not batches:
             raise Skip(f"batches() of {self.path.name} yields nothing")
-        shapes = {tuple(tensor.shape for tensor in tensors_of(batch)) for batch in batches}
-        if len(shapes) > 1:
+        if len(set(map(shapes_of, batches))) > 1:
             raise Skip(f"batches() of {self.path.name} yields tensors of several shapes: pad them to one")
         return batches
 
@@ -203,6 +202,8 @@ def parse(name: str, argv: list[str]) -> ModelArguments:
         return resolve(options)
     except (ValueError, Skip) as error:
         parser.error(str(error))
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        parser.error(f"{options.path.name}: {explain(error)[1]}")
 
 
 def resolve(options) -> ModelArguments:
@@ -282,6 +283,10 @@ def masks_seen(model: torch.nn.Module) -> Iterator[list[str]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def shapes_of(batch: object) -> tuple[torch.Size, ...]:
+    return tuple(tensor.shape for tensor in tensors_of(batch))
 
 
 def called(function: Callable, path: Path):

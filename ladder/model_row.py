@@ -157,8 +157,7 @@ def advice_on_attention(kernel: str | None) -> str:
 
 def convert_to_fp8(model: torch.nn.Module, blocks: list[torch.nn.Module], args: ModelArguments) -> object:
     """Turn layers to FP8; returns what the file's own function does. Raises Skip where FP8 cannot run."""
-    if hardware.compute_capability(args.device) < hardware.FP8_CAPABILITY:
-        raise Skip("FP8 needs an NVIDIA GPU of the generation Ada, Hopper or newer")
+    hardware.require_fp8(args.device)
     if hasattr(args.file, "fp8"):
         return model_file.called(lambda: args.file.fp8(model), args.path)
     linears = [part for block in blocks for part in block.modules() if type(part) is torch.nn.Linear]
@@ -252,6 +251,14 @@ def capture(train_step: Callable, batch: object) -> Callable:
 # --- the process ----------------------------------------------------------------------------------
 
 
+def source_of(function: Callable) -> str:
+    """The text of a function; empty of what has none, such as a functools.partial of the file."""
+    try:
+        return inspect.getsource(function)
+    except (TypeError, OSError):
+        return ""
+
+
 def run_row() -> int:
     name, argv = sys.argv[1], sys.argv[2:]
     args = model_file.parse("run_all.sh", argv)
@@ -265,7 +272,7 @@ def run_row() -> int:
     functions = functions_of(names, args.file)
     args.name, args.changes = name, [ROWS[each] for each in names]
     args.replay_off = REPLAY_OFF_IN_FP8 if name == FP8 else REPLAY_OFF
-    args.source = "\n\n".join(map(inspect.getsource, [changes.training_step, *functions]))
+    args.source = "\n\n".join(filter(None, map(source_of, [changes.training_step, *functions])))
     return benchmark.run_and_record(partial(build, names, before), args)
 
 

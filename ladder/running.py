@@ -52,10 +52,10 @@ class Running:
         """The row that a script left; empty where there is none that can be read."""
         record = schema.read_object(self.folder / row.output)
         rows = record.get("rows") if record.get("schema_version") == schema.SCHEMA_VERSION else None
-        row = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
-        times = row.get("step_ms")
+        content = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
+        times = content.get("step_ms")
         are_times = isinstance(times, list) and times and all(isinstance(ms, (int, float)) for ms in times)
-        return row if are_times or row.get("status") in ("skipped", "oom", "failed") else {}
+        return content if are_times or content.get("status") in ("skipped", "oom", "failed") else {}
 
     def decides(self, row: runs.Planned) -> bool:
         """Whether the rows behind a row are made from it: those of a model, by their first pass."""
@@ -218,6 +218,7 @@ def run_study(
     earlier = [text for text in str(before.get("command") or "").split(" && ") if text]
     commands = " && ".join(dict.fromkeys([*earlier, command]))
     plan = plan_of(kind, rows, facts, options.step_timeout) | {"command": commands, "same": same}
+    plan["started_at"] = str(before.get("started_at") or plan["started_at"])
     return execute(folder, Job(plan, rows, facts), f"the same command with --output {folder}")
 
 
@@ -273,7 +274,7 @@ def checked(row: object, output: Path | None) -> runs.Planned:
         known = (
             planned.script in [*runs.scripts(), *runs.peers()]
             and name == f"{Path(planned.script).stem}.json"
-            and place != ".."
+            and place not in ("..", "/")
             and place.isprintable()
             and planned.gpus in {int(head["GPUs"]) for head in patches.variants().values()}
             and (planned.patch is None or planned.patch in patches.variants())

@@ -6,7 +6,7 @@ GPUs with their number: `2_sdpa, 2 GPUs`.
 
 from common.record import Run, Study
 from report.cells import LAUNCH, dtype, gain, number, only_filled, scaling, time_or_status
-from report.changes import added_groups
+from report.changes import lines_added
 from report.figures import Line, derive_study, ratio, unlearned
 
 
@@ -25,7 +25,7 @@ def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
                 "script, ms": time_or_status(script),
                 "variant, ms": time_or_status(variant),
                 "difference, ms": difference(variant, script),
-                "lines added": str(sum(map(len, added_groups(script.row, variant.row)))),
+                "lines added": str(lines_added(script.row, variant.row)),
                 "least cosine": number(variant.row.proof and variant.row.proof.cosine, ".4f"),
                 "work": variant.same_work or "-",
             }

@@ -22,6 +22,11 @@ def added_groups(before: Row, after: Row) -> list[list[str]]:
     return [new[start:end] for kind, _, _, start, end in changes if kind in ("insert", "replace")]
 
 
+def lines_added(before: Row, after: Row) -> int:
+    """How many lines of code `after` has that `before` has not."""
+    return sum(map(len, added_groups(before, after)))
+
+
 def code_lines(source: str) -> list[str]:
     """The code of a script, line by line, without docstring, imports, comments and indentation."""
     text = IMPORTED_NAMES.sub(r"\1", "\n".join(code_of(source)))

@@ -3,9 +3,9 @@
     python -m report.confirm RECORD RUN     folders: of a record in docs/results, and of a run of its workload
 
 Every time is divided by the card's own ratio: how much longer the reference work took than in the record, in
-the median over all rows. So a slower card is told from slower code. The result is written to
-RECORD/confirmed.json. The command fails, with the row's name, where a ratio leaves BOUNDS on a card of the
-record's kind. On another card it tells how that card compares.
+the median over all rows. So a slower card is told from slower code. What bears out the record is written to
+RECORD/confirmed.json. Where a ratio leaves BOUNDS on a card of the record's kind, the command fails, with the
+row's name, and an earlier confirmation is taken away. On another card it tells how that card compares.
 """
 
 from pathlib import Path
@@ -122,6 +122,7 @@ def main() -> int:
         say(f"{again.environment.device} is compared with {record.environment.device}: nothing is confirmed")
         return 0
     if failed:
+        (options.record / "confirmed.json").unlink(missing_ok=True)
         say("\n".join(failed))
         return 1
     write_json(options.record / "confirmed.json", content)

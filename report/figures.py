@@ -289,7 +289,7 @@ def _fill_profile(line: Line) -> None:
         line.note = f"{line.note}; {left_out}" if line.note else left_out
         return
     line.category_ms = ms
-    if profile.idle_ms is not None and whole:
+    if profile.idle_ms is not None:
         line.share = _largest_share(ms, line.row.settings.attention_kernel not in NOT_FUSED)
 
 

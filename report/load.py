@@ -17,6 +17,7 @@ from common.record import Row, Run, Study, Workload
 from common.text import one_line
 from report import proof
 
+SIGNED = ("loss", "heldout", "cosine", "repeated")
 LARGEST_NUMBER, LEAST_NUMBER = 1e18, 1e-15  # beyond them a figure means nothing and a chart cannot be drawn
 LONG_LIST = 1000  # of numbers: losses of a long training
 DIFFER = "rows differ in"  # how a problem begins that is about every row
@@ -99,7 +100,8 @@ def read_json(path: Path) -> Any:
 def _harmless(value: Any, key: str = "") -> Any:
     """A JSON value in which every text is one line without control characters, a script's source apart.
 
-    Raises RecordError for a number that is too large, or negative and no loss.
+    Raises RecordError for a number that is too large or too small, or negative. Losses and cosines may be
+    negative, and these and rates as small as they are.
     """
     if isinstance(value, str):
         if key == "source":
@@ -113,10 +115,9 @@ def _harmless(value: Any, key: str = "") -> Any:
         return [_harmless(item, key) for item in value]
     if isinstance(value, dict):
         return {one_line(name): _harmless(item, name) for name, item in value.items()}
-    least = -LARGEST_NUMBER if key in ("loss", "heldout", "cosine", "repeated") else 0
-    if isinstance(value, (int, float)) and not (
-        least <= value <= LARGEST_NUMBER and not 0 < value < LEAST_NUMBER
-    ):
+    least = -LARGEST_NUMBER if key in SIGNED else 0
+    is_tiny = isinstance(value, float) and 0 < value < LEAST_NUMBER and key not in (*SIGNED, "lr")
+    if isinstance(value, (int, float)) and (is_tiny or not least <= value <= LARGEST_NUMBER):
         shown = f"{value:.3g}" if isinstance(value, float) else one_line(value, 12)
         raise RecordError(f"{one_line(key, 40)} is {shown}, which no table can show")
     return value

@@ -116,7 +116,7 @@ def share_bar(line: Line) -> Bar | None:
     if not line.category_ms:
         return None
     largest = f"{line.share[0]} {line.share[1]:.0%}" if line.share else ""
-    return Bar(line.name, largest, boxes_of(line.category_ms, sum(line.category_ms.values()) or 1.0))
+    return Bar(line.name, largest, boxes_of(line.category_ms, sum(line.category_ms.values())))
 
 
 def block_bar(line: Line) -> Bar:

@@ -202,7 +202,11 @@ def until_cell(rows: list[Row], targets: list[float], until: Until, digits: str)
 def reached_targets(every: dict[str, dict[int, Row]]) -> list[float]:
     """The targets that at least one row reaches."""
     rows = [row for of_seeds in every.values() for row in of_seeds.values()]
-    return [target for target in TARGETS if any(seconds_until(row, target) is not None for row in rows)]
+    return [target for target in TARGETS if is_reached(rows, target)]
+
+
+def is_reached(rows: list[Row], target: float) -> bool:
+    return any(seconds_until(row, target) is not None for row in rows)
 
 
 def until_rows(study: Study, until: Until, digits: str) -> list[dict]:

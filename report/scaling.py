@@ -23,7 +23,6 @@ class Scaled:
     """A row of one place."""
 
     line: Line
-    work: Workload | None
     gpus: int
     parallel: str | None  # ddp, fsdp; None of one GPU
     captured: bool | None
@@ -52,7 +51,7 @@ def scaled(study: Study) -> list[Scaled]:
         work = figures.run.workload
         gpus, parallel = _of_place(place, work)
         for line in figures.steps:
-            rows.append(Scaled(line, work, gpus, parallel, line.row.settings.captured))
+            rows.append(Scaled(line, gpus, parallel, line.row.settings.captured))
     for row in rows:
         alone = [other for other in rows if other.line.name == row.line.name and other.gpus == 1]
         _compare(row, [other for other in alone if other.line.tokens_per_s])

@@ -24,6 +24,7 @@ class Card:
     outcome: str  # how fast it is, or why it has no time
     pair: list[Line] = field(default_factory=list)  # the nearest row before that has a time, and this one
     code: list[tuple[str, str]] = field(default_factory=list)  # (sign, line)
+    without_code: str = ""  # why a row that has a time shows no code
     categories: list[dict[str, str]] = field(default_factory=list)
     kernels: list[dict[str, str]] = field(default_factory=list)
 
@@ -47,6 +48,11 @@ def _card(line: Line, before: Line | None, script: Row) -> Card:
         card.code = code_diff(script, line.row)
     if not line.ms:
         return card
+    if not card.code:
+        has_sources = script.source and line.row.source
+        card.without_code = (
+            "The code is the same." if has_sources else "The records hold no source to compare."
+        )
     card.outcome = _outcome(before, line)
     if before:
         card.pair = [before, line]

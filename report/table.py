@@ -16,7 +16,7 @@ from report.cells import (
     three_digits,
     time_or_status,
 )
-from report.changes import added_groups
+from report.changes import lines_added
 from report.figures import Figures, Line, ratio
 from report.proof import limit
 
@@ -64,7 +64,7 @@ def front_rows(figures: Figures, additions: list[str]) -> list[dict[str, str]]:
             {
                 "script": f"{line.name}.py",
                 "what it adds": words.get(k, "-"),
-                "code lines added": number(_lines_added(before, line), "d"),
+                "code lines added": number(lines_added(before.row, line.row) if before else None, "d"),
                 "ms": time_or_status(line),
                 "x the row above": gain(line.over_before),
                 "x FP32": gain(line.over_first),
@@ -73,10 +73,6 @@ def front_rows(figures: Figures, additions: list[str]) -> list[dict[str, str]]:
         )
         before = line
     return rows
-
-
-def _lines_added(before: Line | None, line: Line) -> int | None:
-    return sum(map(len, added_groups(before.row, line.row))) if before else None
 
 
 def card_row(figures: Figures) -> dict[str, str]:

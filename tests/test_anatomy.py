@@ -173,6 +173,8 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
     words = ["--rows", "0", "dead-mlp-all", "--output", str(folder), "--seeds"]
     assert study(parity, *words, "1") == 0 and "row" not in capfd.readouterr().err
     first = (folder / "0_baseline, seed 1" / "0_baseline.json").stat().st_mtime_ns
+    begun = json.loads((folder / "plan.json").read_text()) | {"started_at": "2020-01-01"}
+    (folder / "plan.json").write_text(json.dumps(begun))
     assert study(parity, *words, "1", "2", "3") == 0
     said = capfd.readouterr().out
     assert said.count("10.0 ms a step") == 2 and said.count("15.0 ms a step") == 2, (
@@ -182,6 +184,7 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
     content = json.loads((folder / "results.json").read_text())
     once = "python -m anatomy.parity --output parity --rows 0 dead-mlp-all --seeds 1"
     assert content["command"] == f"{once} && {once} 2 3" and content["kind"] == "parity"
+    assert content["started_at"] == "2020-01-01", "when its first row began"
     assert (
         list(content["runs"])[:2] == ["0_baseline, seed 1", "dead-mlp-all, seed 1"]
         and len(content["runs"]) == 6
@@ -205,6 +208,7 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
     more = {"workload": one["workload"] | {"batch_size": 9}}
     assert running.comparable(one) == running.comparable(two) != running.comparable(more), "of any GPUs"
     odd_rows = [{"script": "/tmp/evil.py", "output": "../mine.json"}, {"output": "\x1b[31m/0_baseline.json"}]
+    odd_rows.append({"script": "0_baseline.py", "output": "/0_baseline.json"})
     for odd in [*odd_rows, {"gpus": 9999}]:
         rows = [plan["rows"][0] | odd, *plan["rows"][1:]]
         (folder / "plan.json").write_text(json.dumps(plan | {"rows": rows}))
@@ -238,6 +242,12 @@ def test_a_folder_of_results_that_cannot_be_made_is_one_line(tmp_path, study, ca
         study(parity, "--rows", "0", "--seeds", "1")
     error = capfd.readouterr().err
     assert "cannot be used" in error and error.count("\n") == 1
+
+
+def test_two_steps_of_one_number_are_meant_by_their_files(monkeypatch):
+    monkeypatch.setattr(parity.runs, "scripts", lambda: ["2_sdpa.py", "3_compile.py", "3_other.py"])
+    known = parity.known_rows()
+    assert {"2", "3_compile", "3_other"} <= known.keys() and "3" not in known
 
 
 def test_a_variant_of_several_gpus_is_meant_by_its_name_alone():

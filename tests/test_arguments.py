@@ -16,7 +16,7 @@ from conftest import ROOT, STEPS
 from common import arguments, data, flops, hardware
 from common.model import PRESETS
 from common.record import write_json
-from common.text import Skip
+from common.text import Skip, portable_command
 from ladder import facts, running
 
 
@@ -307,3 +307,9 @@ def test_a_full_disk_leaves_no_file_behind(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="No space left on device"):
         arguments.check_output(tmp_path / "r.json")
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_command_to_repeat_names_no_folder_of_this_machine():
+    words = ["--data=/home/me/book.txt", "--data", "/home/me/book.txt", "--output=/tmp/x", "--lr=1e-3"]
+    command = portable_command("python 2_sdpa.py", words)
+    assert command == "python 2_sdpa.py --data=book.txt --data book.txt --lr=1e-3"

@@ -80,5 +80,8 @@ def test_the_command_writes_what_it_confirms_and_nothing_for_another_card(tmp_pa
     assert run_python(*words, same).returncode == 0
     content = json.loads((record / "confirmed.json").read_text())
     assert (content["date"], content["device"]) == ("2026-01-01", "GPU") and len(content["rows"]) == 3
+    assert run_python(*words, other).returncode == 0 and (record / "confirmed.json").exists()
+    assert run_python(*words, slow).returncode == 1
+    assert not (record / "confirmed.json").exists(), "the present code is slower than what was confirmed"
     ended = run_python(*words, tmp_path / "absent")
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1

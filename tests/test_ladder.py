@@ -262,6 +262,7 @@ def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(proje
         ("--only=", "give some of 0,1,2,3,4"),
         ("--sweep --repeat 2", "--repeat is for a ladder"),
         ("--sweep --only 3", "--sweep compares steps"),
+        ("--sweep --only 3,3", "--sweep compares steps"),
         ("--sweep --n-embd 64", "--sweep chooses the shape"),
         ("--parallel ddp", "--parallel is for several processes"),
         ("--peers --gpus 2", "--peers excludes --gpus"),

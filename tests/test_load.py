@@ -13,7 +13,7 @@ import runs
 from common.record import Study, write_json
 from report.documents import as_markdown, for_terminal
 from report.figures import derive
-from report.load import RecordError, load, read
+from report.load import RecordError, _harmless, load, read
 from report.page import render
 from report.table import main_rows
 
@@ -48,6 +48,11 @@ def test_an_odd_field_is_one_failed_row_and_the_others_stand(tmp_path, odd):
     )
     with pytest.raises(RecordError):
         read(folder / "1_b.json")
+
+
+@pytest.mark.parametrize(("key", "value"), [("loss", [1e-17, -1e-17]), ("cosine", 1e-20), ("lr", 1e-16)])
+def test_a_loss_a_cosine_and_a_rate_may_be_small(key, value):
+    assert _harmless({key: value}) == {key: value}
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,13 @@ def built(names, args, before=None):
 # --- the file -------------------------------------------------------------------------------------
 
 
+def test_too_little_memory_while_a_file_is_imported_is_one_line(arguments_of, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        arguments_of("raise MemoryError\n")
+    error = capsys.readouterr().err
+    assert error.startswith("run_all.sh: error: ") and "memory" in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -558,6 +565,7 @@ def test_fp8_is_the_files_or_torchaos(arguments_of, monkeypatch):
     own = arguments_of(LINEAR + BATCHES + SUM + "def fp8(model):\n    return len(model.layers)\n")
     assert model_row.convert_to_fp8(model, [], own) == 2
     assert model_row.functions_of(["5_fp8"], own.file) == [own.file.fp8]
+    assert model_row.source_of(own.file.fp8).startswith("def fp8") and model_row.source_of(partial(len)) == ""
 
 
 # --- a captured step ------------------------------------------------------------------------------

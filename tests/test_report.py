@@ -310,6 +310,13 @@ def test_a_card_shows_the_code_beside_what_changed_on_the_gpu():
     assert only.outcome == "100.0 ms per step"
 
 
+def test_a_card_without_code_says_why():
+    same, other = (runs.row(name, source="x = 1\n") for name in ("0_a", "1_b"))
+    without, skipped = runs.row("2_c", source=None), runs.row("3_d", status="skipped")
+    shown = [card.without_code for card in story.cards(derive(runs.run(same, other, without, skipped)))]
+    assert shown == ["The code is the same.", "The records hold no source to compare.", ""]
+
+
 def test_a_kind_of_kernel_that_is_new_or_gone_is_shown():
     rows = story._category_changes({"a": 5.0, "gone": 2.0, "none": 0.0}, {"a": 4.0, "new": 3.0})
     assert [[*row.values()] for row in rows] == [
@@ -928,8 +935,9 @@ def test_the_command_names_the_records_that_are_stale_and_what_it_takes(tmp_path
     assert said("--stale") == (1, "of/old: of other code\n")
     assert said("--stale", "of/new") == (0, "every record is of the present code\n")
     assert said("--stale", "of/no") == (1, "of/no: not recorded\n")
-    with pytest.raises(SystemExit, match="--stale"):
-        said("--fresh")
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--fresh"])
+    assert tables.main() == 2 and capsys.readouterr().err.count("\n") == 1
+    assert said("--help")[0] == 0
     tables.record.cache_clear()
 
 
