@@ -200,6 +200,8 @@ def resume(request: Request) -> int:
     alone = parse([f"--resume={folder}", *limits])
     if (alone.options, alone.arguments) != (request.options, request.arguments):
         raise Skip(f"--resume takes its options from {folder}: give no others but --step-timeout")
+    if not Path(folder).is_dir():
+        raise Skip(f"--resume {folder}: there is no such folder")
     before = record.read_object(folder / record.PLAN)
     argv = before.get("argv")
     if not isinstance(argv, list) or not all(isinstance(word, str) and "\0" not in word for word in argv):

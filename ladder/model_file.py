@@ -76,7 +76,8 @@ class ModelArguments(arguments.Measurement):
         if not batches:
             raise Skip(f"batches() of {self.path.name} yields nothing")
         if len(set(map(shapes_of, batches))) > 1:
-            raise Skip(f"batches() of {self.path.name} yields tensors of several shapes: pad them to one")
+            what_to_do = "pad them to one, or drop a last batch that is smaller"
+            raise Skip(f"batches() of {self.path.name} yields tensors of several shapes: {what_to_do}")
         return batches
 
     def copies(self, count: int) -> list:
@@ -153,6 +154,8 @@ class ModelArguments(arguments.Measurement):
         self.beside = modules_beside(self.path, set(sys.modules) - self.known_modules)
         if not isinstance(loss, torch.Tensor):
             raise Skip(f"the loss of {self.path.name} is no tensor")
+        if not loss.is_floating_point():
+            raise Skip(f"the loss of {self.path.name} is of {loss.dtype}, which has no gradient")
         if loss.dim():
             raise Skip(f"the loss of {self.path.name} is no scalar: its shape is {tuple(loss.shape)}")
         if not torch.isfinite(loss):
@@ -350,7 +353,7 @@ def units_of(batch) -> tuple[str, int]:
     """What a batch holds, and how many: tokens where it has integers of two dimensions, otherwise samples."""
     tensors = list(tensors_of(batch))
     if not any(tensor.numel() for tensor in tensors):
-        raise Skip("batches() yields no tensors with numbers in them")
+        raise Skip("batches() yields no tensors with numbers in them. torch.from_numpy makes one of an array")
     for tensor in tensors:
         if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
             return "tokens", tensor.numel()

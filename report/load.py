@@ -214,7 +214,7 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
     merged, records, samples = Run(plan.command, plan.started_at, None, workload, []), [], []
     too_few: dict[str, list[str]] = {}  # steps by what they lack
     for step, passes in planned.items():
-        of_step = [_read_planned(folder, one_pass, step) for one_pass in passes]
+        of_step = [_read_planned(folder, one_pass, step, plan.kind) for one_pass in passes]
         for record in of_step:
             merged.workload = merged.workload or record.workload
             _refuse_other_work(record, merged.workload, step)
@@ -242,17 +242,15 @@ def _refuse_other_work(record: Run, workload: Workload | None, step: str) -> Non
         record.rows = [Row(step, "failed", reason)]
 
 
-def _read_planned(folder: Path, planned: Planned, step: str) -> Run:
+def _read_planned(folder: Path, planned: Planned, step: str, kind: str) -> Run:
     """A planned row's record, or one whose row tells why there is none."""
     path = folder / planned.output
     if not path.exists():
         began = path.with_suffix(".log").exists()
         status, when = ("interrupted", "during") if began else ("not run", "before")
-        row = Row(
-            step,
-            status,
-            f"the run ended {when} this row: the same command finishes it, or --resume with its folder",
-        )
+        is_study = kind in ("ablations", "parity")
+        finishes = "the same command with --output" if is_study else "./run_all.sh --resume with"
+        row = Row(step, status, f"the run ended {when} this row: {finishes} its folder finishes it")
     else:
         try:
             record = read(path)

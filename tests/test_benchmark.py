@@ -146,10 +146,12 @@ def test_what_ran_is_observed(traced_only):
     ):
         torch.set_float32_matmul_precision("highest")
         run = built(step, amp_dtype=torch.bfloat16)
-        run.model.blocks[1].register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+        run.model.blocks[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
         run.train_step(*run.batches[0])
-        found = profile.observe(lambda run=run: run.train_step(*run.batches[0]), run.model, run.args.device)
-        assert [*(getattr(found, name) for name in names), str(seen[-1])] == [
+        observed = profile.observe(
+            lambda run=run: run.train_step(*run.batches[0]), run.model, run.args.device
+        )
+        assert [*(getattr(observed, name) for name in names), str(seen[-1])] == [
             *expected,
             f"torch.{expected[0]}",
         ]
@@ -160,8 +162,8 @@ def test_what_ran_is_observed(traced_only):
 
 def test_the_precision_is_that_of_products_alone():
     linear, half = torch.nn.Linear(8, 8), torch.ones(8, dtype=torch.bfloat16)
-    found = profile.observe(lambda: linear(torch.ones(2, 8)) + (half * half), linear, torch.device("cpu"))
-    assert (found.amp_dtype, found.attention_kernel, found.optimizer) == ("float32", None, None)
+    observed = profile.observe(lambda: linear(torch.ones(2, 8)) + (half * half), linear, torch.device("cpu"))
+    assert (observed.amp_dtype, observed.attention_kernel, observed.optimizer) == ("float32", None, None)
 
 
 def test_held_out_losses_are_of_the_training_and_its_steps_are_not_trained_twice():
@@ -293,12 +295,14 @@ def test_a_kernel_has_the_category_of_its_name():
 
 def test_a_profile_adds_up_and_holds_a_block():
     run = built(STEPS[0], config=GPTConfig(2, 2, 64, 256, 256))
-    found = profile.profile_steps(lambda: run.train_step(*run.batches[0]), 200.0, run.args.device)
-    kept, total = sum(kernel.ms for kernel in found.kernels), sum(found.categories.values())
+    observed = profile.profile_steps(lambda: run.train_step(*run.batches[0]), 200.0, run.args.device)
+    kept, total = sum(kernel.ms for kernel in observed.kernels), sum(observed.categories.values())
     assert (
-        found.categories["optimizer"] > 0 and len(found.kernels) <= 40 and 0.8 * total < kept < 1.001 * total
+        observed.categories["optimizer"] > 0
+        and len(observed.kernels) <= 40
+        and 0.8 * total < kept < 1.001 * total
     )
-    for half in (found.forward, found.backward):
+    for half in (observed.forward, observed.backward):
         assert half[0].category == "attention" and half[0].start_ms == 0 < half[-1].start_ms
 
 
@@ -329,8 +333,8 @@ def test_the_kernels_of_a_gpu_are_its_events_by_start_in_milliseconds():
 
     events = [event("b", 4000, 500), event("a", 2000, 250), event("none", 1000, 0), event("host", 1, 1, cpu)]
     events.append(event("ProfilerStep#1", 1, 9000, is_user_annotation=True))
-    found = profile.launches_of(SimpleNamespace(events=lambda: events), on_gpu=True)
-    assert [(kernel.name, kernel.ms, kernel.start_ms) for kernel in found] == [
+    observed = profile.launches_of(SimpleNamespace(events=lambda: events), on_gpu=True)
+    assert [(kernel.name, kernel.ms, kernel.start_ms) for kernel in observed] == [
         ("a", 0.25, 2.0),
         ("b", 0.5, 4.0),
     ]

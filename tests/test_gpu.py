@@ -71,20 +71,20 @@ def kernels(run):
 def test_products_attention_and_fused_kernels_are_those_of_the_step(step):
     run = on_gpu(step)
     names = kernels(run)
-    found = profile.observe(lambda: run.train_step(*run.batches[3]), run.model, run.args.device)
+    observed = profile.observe(lambda: run.train_step(*run.batches[3]), run.model, run.args.device)
     gemms = {name for name in names if GEMM.search(name)}
     assert gemms and {n for n in gemms if TENSOR_CORE.search(n)} == (set() if step == STEPS[0] else gemms)
     forward = [name for name in names if FUSED_FORWARD.search(name)]
     assert len(forward) == (0 if step in STEPS[:2] else CONFIG.n_layer)
-    assert (found.attention_kernel == "by hand") == (step in STEPS[:2])
-    assert found.optimizer == "AdamW, fused"
+    assert (observed.attention_kernel == "by hand") == (step in STEPS[:2])
+    assert observed.optimizer == "AdamW, fused"
     if step == STEPS[3]:
         compiled = " ".join(name for name in names if name.startswith("triton_"))
         assert "native_layer_norm" in compiled and "gelu" in compiled
     if step == STEPS[4]:
         # Forward, input gradient and weight gradient of four matrices a block and of the head.
         assert len([name for name in names if FP8_GEMM.search(name)]) >= 3 * (4 * CONFIG.n_layer + 1)
-        assert found.fp8_recipe and found.head == "FP8"
+        assert observed.fp8_recipe and observed.head == "FP8"
 
 
 def host_syncs(work):
@@ -215,9 +215,9 @@ def test_fp8_block_is_close_to_the_plain_block(seed):
         quantized = output_and_gradients(fused, fp8=True)
     exact = output_and_gradients(fused, fp8=False)
 
-    def largest_error(found):
+    def largest_error(computed):
         errors = [
-            (a.float() - b.float()).norm() / a.float().norm() for a, b in zip(expected, found, strict=True)
+            (a.float() - b.float()).norm() / a.float().norm() for a, b in zip(expected, computed, strict=True)
         ]
         return max(errors).item()
 
@@ -239,15 +239,15 @@ def test_a_row_holds_what_the_gpu_did(step, tmp_path):
     ran = run_python(ROOT / f"{step}.py", *words, *shape, "--profile", "--output", tmp_path / "r.json")
     assert ran.returncode == 0, ran.stderr[-2000:]
     (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
-    found = row["profile"]
-    categories = found["categories"]
-    assert sum(categories.values()) + found["idle_ms"] == pytest.approx(
+    profiled = row["profile"]
+    categories = profiled["categories"]
+    assert sum(categories.values()) + profiled["idle_ms"] == pytest.approx(
         max(sum(categories.values()), statistics.median(row["step_ms"])), rel=1e-3
     )
     assert categories["matrix products"] > 0 and categories["optimizer"] > 0 and categories["loss"] > 0
     assert categories["other"] < 0.03 * sum(categories.values())
     for half in ("forward", "backward"):
-        assert found[half][0]["category"] == "attention"
+        assert profiled[half][0]["category"] == "attention"
     assert sum(row["step_ms"]) >= 2500
     assert row["overhead_s"] < 8 and row["settings"]["captured"] == (step in STEPS[3:])
     assert row["peak_bytes"] > 0 and len(row["product_ms"]) == 2
@@ -314,11 +314,11 @@ def train_in_processes(output):
     rank, results = int(os.environ["RANK"]), {}
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    given = {**OF_TWO, "device": device, "rank": rank, "processes": 2, "parallel": "ddp"}
-    parallel.start(arguments(STEPS[3], **given))
+    place = {**OF_TWO, "device": device, "rank": rank, "processes": 2, "parallel": "ddp"}
+    parallel.start(arguments(STEPS[3], **place))
     for step in STEPS[3:] if fp8_reason() is None else STEPS[3:4]:
         for capture in (True, False):
-            run = built(step, capture=capture, **given)
+            run = built(step, capture=capture, **place)
             row = Row(step)
             steps, _ = rehearsal.rehearse(
                 run.train_step, run.optimizer, run.capture, run.batches, run.args, row

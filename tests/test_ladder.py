@@ -153,30 +153,33 @@ def wait_until(done, seconds=60):
 
 @pytest.mark.slow
 def test_rows_that_break_stay_rows_and_leave_no_process(project):
-    made = project({"0_x": "ok", "1_x": "grandchild", "2_x": "hang", "3_x": "ok", "4_x": "killed"})
-    ran = made.run("--step-timeout", "3", needed_bytes=NEEDED | {"3_x.py": 300 * 2**30})
-    rows = made.rows()
-    assert ran.returncode == 1 and made.statuses() == ["ok", "failed", "timeout", "oom", "oom"], ran.stderr
+    checkout = project({"0_x": "ok", "1_x": "grandchild", "2_x": "hang", "3_x": "ok", "4_x": "killed"})
+    ran = checkout.run("--step-timeout", "3", needed_bytes=NEEDED | {"3_x.py": 300 * 2**30})
+    rows = checkout.rows()
+    assert ran.returncode == 1 and checkout.statuses() == ["ok", "failed", "timeout", "oom", "oom"], (
+        ran.stderr
+    )
     assert "exit code 3" in rows["1_x"]["reason"] and "1_x.log" in rows["1_x"]["reason"]
     assert "longer than 3 s: raise --step-timeout" in rows["2_x"]["reason"]
     assert (
-        "needs about 300 GiB of 100 free" in rows["3_x"]["reason"] and not (made.only() / "3_x.log").exists()
+        "needs about 300 GiB of 100 free" in rows["3_x"]["reason"]
+        and not (checkout.only() / "3_x.log").exists()
     )
     assert "signal 9" in rows["4_x"]["reason"] and rows["0_x"]["note"] == "passive"
-    assert wait_until(lambda: not is_alive(int((made.folder / "pid").read_text())), 10)
+    assert wait_until(lambda: not is_alive(int((checkout.folder / "pid").read_text())), 10)
 
 
 def test_repeat_runs_all_rows_again_and_resume_only_what_is_missing(project):
-    made = project(FIVE_OK)
-    ran = made.run("--repeat", "2", "--only", "0,1")
-    folder = made.only()
+    checkout = project(FIVE_OK)
+    ran = checkout.run("--repeat", "2", "--only", "0,1")
+    folder = checkout.only()
     assert ran.returncode == 0 and ran.stdout.count("2.0 ms a step") == 4, ran.stderr
-    assert made.statuses() == ["ok", "ok"] and len(made.rows()["0_x"]["passes"]) == 2
+    assert checkout.statuses() == ["ok", "ok"] and len(checkout.rows()["0_x"]["passes"]) == 2
     damaged = json.loads((folder / "pass-2" / "1_x.json").read_text()) | {"schema_version": 2}
     (folder / "pass-2" / "1_x.json").write_text(json.dumps(damaged))
     before = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps(before | {"started_at": "2020-01-01"}))
-    again = made.run("--resume", folder, "--step-timeout", "77", roofs=())
+    again = checkout.run("--resume", folder, "--step-timeout", "77", roofs=())
     assert again.returncode == 0 and again.stdout.count("2.0 ms a step") == 1
     assert (folder / "pass-2" / "1_x.json").exists()
     after = json.loads((folder / "plan.json").read_text())
@@ -216,20 +219,20 @@ def test_what_a_launcher_has_left_reaches_no_row(tmp_path, monkeypatch):
 
 
 def test_help_needs_a_python_that_starts(project):
-    made = project({"0_x": "ok"})
-    command = ["bash", str(made.folder / "run_all.sh"), "--help"]
-    ended = made.run(command=command, env={"PYTHON": "/bin/false"})
+    checkout = project({"0_x": "ok"})
+    command = ["bash", str(checkout.folder / "run_all.sh"), "--help"]
+    ended = checkout.run(command=command, env={"PYTHON": "/bin/false"})
     assert ended.returncode == 1 and "/bin/false does not start or is older" in ended.stderr
-    assert made.run(command=command).stdout.startswith("usage")
+    assert checkout.run(command=command).stdout.startswith("usage")
 
 
 @pytest.mark.slow
 def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(project, tmp_path):
-    made = project(FIVE_OK | {"1_x": "crash"})
-    assert made.run().returncode == 1
-    (made.folder / "1_x.py").write_text(OK)
-    folder = made.only()
-    assert made.run("--resume", folder, roofs=()).returncode == 0 and made.statuses() == ["ok"] * 5
+    checkout = project(FIVE_OK | {"1_x": "crash"})
+    assert checkout.run().returncode == 1
+    (checkout.folder / "1_x.py").write_text(OK)
+    folder = checkout.only()
+    assert checkout.run("--resume", folder, roofs=()).returncode == 0 and checkout.statuses() == ["ok"] * 5
     victim, script = tmp_path / "victim.json", tmp_path / "foreign.py"
     victim.write_text("mine")
     script.write_text(OK)
@@ -237,7 +240,7 @@ def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(proje
     for change in ({"script": str(script)}, {"output": "../../../victim.json"}, {"gpus": 0}):
         rows = [plan["rows"][0] | change, *plan["rows"][1:]]
         (folder / "plan.json").write_text(json.dumps(plan | {"rows": rows}))
-        ran = made.run("--resume", folder, roofs=())
+        ran = checkout.run("--resume", folder, roofs=())
         assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "error: --resume" in ran.stderr, change
     assert victim.read_text() == "mine"
     (folder / "plan.json").write_text(json.dumps(plan))
@@ -249,9 +252,9 @@ def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(proje
         ([deep], {}, "no plan.json"),
         ([folder], {"workload": WORKLOAD | {"seed": 2}}, "its work has changed"),
     ):
-        ran = made.run("--resume", *words, roofs=(), **facts)
+        ran = checkout.run("--resume", *words, roofs=(), **facts)
         assert ran.returncode == 2 and said in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
-    assert made.run("--resume", folder, "--step-timeout", "9", roofs=()).returncode == 0
+    assert checkout.run("--resume", folder, "--step-timeout", "9", roofs=()).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -267,6 +270,7 @@ def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(proje
         ("--parallel ddp", "--parallel is for several processes"),
         ("--peers --gpus 2", "--peers excludes --gpus"),
         ("--output x", "--output is chosen here"),
+        ("--resume nowhere", "--resume nowhere: there is no such folder"),
         ("--gpus 9999", "--gpus 9999: there "),
         ("--scaling --gpus 9999", "--gpus 9999: there "),
         ("--repeat 0", "is not a whole number"),
@@ -279,10 +283,10 @@ def test_options_that_contradict_are_one_line(words, said, project):
 
 @pytest.mark.slow
 def test_a_finished_sweep_can_be_resumed(project):
-    made = project({"0_x": "ok"})
+    checkout = project({"0_x": "ok"})
     pinned = ["--preset", "tiny", "--batch-size", "2"]
-    assert made.run("--sweep", pinned=pinned).returncode == 0
-    ran = made.run("--resume", str(made.only()), roofs=(), pinned=pinned)
+    assert checkout.run("--sweep", pinned=pinned).returncode == 0
+    ran = checkout.run("--resume", str(checkout.only()), roofs=(), pinned=pinned)
     assert ran.returncode == 0, ran.stderr
 
 
@@ -430,50 +434,52 @@ def test_processes_share_the_cores_and_a_cpu_does_not_spin(monkeypatch):
     "number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name
 )
 def test_an_interrupted_run_keeps_its_rows_and_a_killed_one_leaves_no_orphan(number, project):
-    made = project(FIVE_OK | {"1_x": "hang"})
-    running, hung = made.start(), made.folder / "hung"
+    checkout = project(FIVE_OK | {"1_x": "hang"})
+    running, hung = checkout.start(), checkout.folder / "hung"
     assert wait_until(lambda: hung.exists() and hung.read_text())
     running.send_signal(number)
     out, err = running.communicate(timeout=60)
     assert wait_until(lambda: not is_alive(int(hung.read_text())), 10)
     if number == signal.SIGKILL:
-        assert made.run(command=[sys.executable, "-m", "report", str(made.only())]).returncode == 1
+        assert checkout.run(command=[sys.executable, "-m", "report", str(checkout.only())]).returncode == 1
     else:
         assert running.returncode == 130 and "Traceback" not in err and "--resume" in out
-        assert (made.results / "latest").resolve() == made.only()
-    assert made.statuses() == ["ok", "interrupted", "not run", "not run", "not run"]
+        assert (checkout.results / "latest").resolve() == checkout.only()
+    assert checkout.statuses() == ["ok", "interrupted", "not run", "not run", "not run"]
 
 
 @pytest.mark.slow
 def test_a_row_that_was_recorded_before_the_user_stopped_it_stands(project):
-    made = project(FIVE_OK | {"1_x": "lingers"})
-    running = made.start()
-    assert wait_until((made.folder / "lingers").exists)
+    checkout = project(FIVE_OK | {"1_x": "lingers"})
+    running = checkout.start()
+    assert wait_until((checkout.folder / "lingers").exists)
     running.send_signal(signal.SIGINT)
     running.communicate(timeout=60)
-    assert running.returncode == 130 and made.statuses() == ["ok", "ok", "not run", "not run", "not run"]
+    assert running.returncode == 130 and checkout.statuses() == ["ok", "ok", "not run", "not run", "not run"]
 
 
 def test_a_full_disk_is_a_line_and_no_traceback(project):
-    made = project(FIVE_OK)
-    made.results.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(made.results)]
+    checkout = project(FIVE_OK)
+    checkout.results.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(checkout.results)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("needs the right to mount a small disk")
     try:
-        ran = made.run()
+        ran = checkout.run()
     finally:
-        subprocess.run(["umount", "-l", str(made.results)], check=True)
+        subprocess.run(["umount", "-l", str(checkout.results)], check=True)
     assert ran.returncode == 1 and "Traceback" not in ran.stderr
     assert "No space left on device" in ran.stdout + ran.stderr
 
 
 @pytest.mark.slow
 def test_on_a_terminal_no_ten_seconds_are_silent(project):
-    made = project({"0_x": "silent"})
+    checkout = project({"0_x": "silent"})
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", STUB, str(made.folder), json.dumps(FACTS), "--no-roofs"]
-    running = subprocess.Popen(command, cwd=made.folder, stdout=theirs, stderr=theirs, start_new_session=True)
+    command = [sys.executable, "-c", STUB, str(checkout.folder), json.dumps(FACTS), "--no-roofs"]
+    running = subprocess.Popen(
+        command, cwd=checkout.folder, stdout=theirs, stderr=theirs, start_new_session=True
+    )
     os.close(theirs)
     last, longest, said = time.monotonic(), 0.0, b""
     while running.poll() is None:
@@ -486,45 +492,48 @@ def test_on_a_terminal_no_ten_seconds_are_silent(project):
 
 
 def test_help_needs_no_torch_and_a_venv_that_is_not_ours_stays(project, tmp_path):
-    made = project({})
+    checkout = project({})
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
     (tmp_path / "argparse.py").write_text("raise SystemExit('executed')")
     env = {"PYTHON": "", "PATH": f"{bare / 'bin'}:{os.environ['PATH']}"}
-    ran = made.run(command=[str(made.folder / "run_all.sh"), "--help"], env=env, cwd=tmp_path)
+    ran = checkout.run(command=[str(checkout.folder / "run_all.sh"), "--help"], env=env, cwd=tmp_path)
     assert ran.returncode == 0 and "--resume DIR" in ran.stdout, ran.stderr
-    (made.folder / ".venv").mkdir()
-    (made.folder / ".venv" / "mine").write_text("mine")
-    ran = made.run(command=["./run_all.sh", "--setup"], env=env)
+    (checkout.folder / ".venv").mkdir()
+    (checkout.folder / ".venv" / "mine").write_text("mine")
+    ran = checkout.run(command=["./run_all.sh", "--setup"], env=env)
     assert (
         ran.returncode == 1 and ".venv is not run_all.sh's" in ran.stderr and ran.stderr.count("\n") == 1
     ), ran.stderr
-    assert (made.folder / ".venv" / "mine").read_text() == "mine"
+    assert (checkout.folder / ".venv" / "mine").read_text() == "mine"
 
 
 @pytest.mark.slow
 def test_two_processes_that_hang_are_both_ended(project):
-    made = project({"0_x": "stubborn"})
-    running, hung = made.start("--gpus", "2", "--only", "0"), [made.folder / f"hung{rank}" for rank in "01"]
+    checkout = project({"0_x": "stubborn"})
+    running, hung = (
+        checkout.start("--gpus", "2", "--only", "0"),
+        [checkout.folder / f"hung{rank}" for rank in "01"],
+    )
     assert wait_until(lambda: all(path.exists() and path.read_text() for path in hung))
     running.send_signal(signal.SIGTERM)
     time.sleep(1)
     running.send_signal(signal.SIGTERM)  # leaves torchrun no time to end them
     running.communicate(timeout=60)
-    assert running.returncode == 130 and made.statuses()[0] == "interrupted"
+    assert running.returncode == 130 and checkout.statuses()[0] == "interrupted"
     assert wait_until(lambda: not any(is_alive(int(path.read_text())) for path in hung), 10)
 
 
 def test_a_row_without_its_log_does_not_end_the_run(project):
-    made = project({"0_x": "vanishes", "1_x": "ok"})
-    assert made.run().returncode == 1 and made.statuses() == ["failed", "ok"]
+    checkout = project({"0_x": "vanishes", "1_x": "ok"})
+    assert checkout.run().returncode == 1 and checkout.statuses() == ["failed", "ok"]
 
 
 def test_a_folder_that_a_run_has_is_not_resumed_by_another(project):
-    made = project({"0_x": "hang"})
-    running, hung = made.start(), made.folder / "hung"
+    checkout = project({"0_x": "hang"})
+    running, hung = checkout.start(), checkout.folder / "hung"
     assert wait_until(lambda: hung.exists() and hung.read_text())
-    ran = made.run("--resume", str(made.only()), roofs=())
+    ran = checkout.run("--resume", str(checkout.only()), roofs=())
     running.send_signal(signal.SIGTERM)
     running.communicate(timeout=60)
     assert ran.returncode == 2 and "in use by another run" in ran.stderr and ran.stderr.count("\n") == 1
@@ -532,91 +541,101 @@ def test_a_folder_that_a_run_has_is_not_resumed_by_another(project):
 
 @pytest.mark.slow
 def test_workers_end_with_a_torchrun_that_is_killed_alone(project):
-    made = project({"0_x": "hang", "1_x": "ok"})
-    running, hung = made.start("--gpus", "2", "--only", "0"), [made.folder / f"hung{rank}" for rank in "01"]
+    checkout = project({"0_x": "hang", "1_x": "ok"})
+    running, hung = (
+        checkout.start("--gpus", "2", "--only", "0"),
+        [checkout.folder / f"hung{rank}" for rank in "01"],
+    )
     assert wait_until(lambda: all(path.exists() and path.read_text() for path in hung))
     workers = [int(path.read_text()) for path in hung]
     status = Path(f"/proc/{workers[0]}/status").read_text()
     os.kill(int(re.search(r"PPid:\s+(\d+)", status)[1]), signal.SIGKILL)
     running.communicate(timeout=60)
-    assert made.statuses() == ["oom"] and not any(is_alive(pid) for pid in workers)
+    assert checkout.statuses() == ["oom"] and not any(is_alive(pid) for pid in workers)
 
 
 def test_what_a_shell_started_before_is_left_alone(project):
-    made = project({"0_x": "ok", "1_x": "grandchild"})
-    stub = [sys.executable, "-c", STUB, str(made.folder), json.dumps(FACTS), "--no-roofs"]
+    checkout = project({"0_x": "ok", "1_x": "grandchild"})
+    stub = [sys.executable, "-c", STUB, str(checkout.folder), json.dumps(FACTS), "--no-roofs"]
     line = f"sleep 600 >/dev/null 2>&1 & echo $! > bystander; exec {shlex.join(stub)}"
-    ran = made.run(command=["sh", "-c", line])
-    bystander = int((made.folder / "bystander").read_text())
-    assert ran.returncode == 1 and is_alive(bystander) and made.statuses() == ["ok", "failed"]
+    ran = checkout.run(command=["sh", "-c", line])
+    bystander = int((checkout.folder / "bystander").read_text())
+    assert ran.returncode == 1 and is_alive(bystander) and checkout.statuses() == ["ok", "failed"]
     os.kill(bystander, signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_a_step_is_a_file(project, tmp_path):
     """What docs/steps.md says under "Add a step of your own"."""
-    made = project({})
+    checkout = project({})
     for step in STEPS[:3]:
-        shutil.copy(ROOT / f"{step}.py", made.folder)
+        shutil.copy(ROOT / f"{step}.py", checkout.folder)
     mine = (
-        (made.folder / f"{STEPS[2]}.py").read_text().replace("Step 2:", "Step 5:", 1).replace("1e-5", "1e-8")
+        (checkout.folder / f"{STEPS[2]}.py")
+        .read_text()
+        .replace("Step 2:", "Step 5:", 1)
+        .replace("1e-5", "1e-8")
     )
-    (made.folder / "5_mine.py").write_text(mine)
-    ran = made.run("--only", "2,5", *FAST, command=[str(made.folder / "run_all.sh"), "--only", "2,5", *FAST])
+    (checkout.folder / "5_mine.py").write_text(mine)
+    ran = checkout.run(
+        "--only", "2,5", *FAST, command=[str(checkout.folder / "run_all.sh"), "--only", "2,5", *FAST]
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert [*made.rows()] == [STEPS[2], "5_mine"] and made.statuses() == ["ok", "ok"]
-    page = (made.only() / "report.html").read_text()
+    assert [*checkout.rows()] == [STEPS[2], "5_mine"] and checkout.statuses() == ["ok", "ok"]
+    page = (checkout.only() / "report.html").read_text()
     assert (
         "<h3>Step 5: " in page and "&#34;eps&#34;: 1e-8" in page and re.search(r"(?m)^5_mine +\d", ran.stdout)
     )
-    listed = f"import sys; sys.path.insert(0, {str(made.folder)!r}); from ladder import runs; "
+    listed = f"import sys; sys.path.insert(0, {str(checkout.folder)!r}); from ladder import runs; "
     listed += (
         "names = runs.scripts(); rows = runs.ladder([], names); print(names, len(runs.sweep(rows, 'cpu')), "
     )
     listed += "[row.output for row in runs.scaling(rows, 2, None, 'cpu')][-1], runs.scripts('5'))"
     ran = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True)
     assert "'5_mine.py'] 20 2-fsdp/5_mine.json ['5_mine.py']" in ran.stdout, ran.stdout + ran.stderr
-    wrong = made.run("--only", "7")
+    wrong = checkout.run("--only", "7")
     assert wrong.returncode == 2 and "give some of 0,1,2,5" in wrong.stderr
 
 
 @pytest.mark.slow
 def test_on_a_gpu_rows_are_predicted_before_they_run(project):
-    made = project({"0_baseline": "ok", "2_sdpa": "ok", "7_new": "ok"})
-    ran = made.run(*FAST, roofs=(), device_type="cuda")  # a stand-in: what is measured is this CPU
+    checkout = project({"0_baseline": "ok", "2_sdpa": "ok", "7_new": "ok"})
+    ran = checkout.run(*FAST, roofs=(), device_type="cuda")  # a stand-in: what is measured is this CPU
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    predicted = json.loads((made.only() / "predicted.json").read_text())
-    assert predicted["2_sdpa"] > 0 and "7_new" not in predicted and (made.only() / "roofs.json").exists()
-    assert {name: row["predicted_ms"] for name, row in made.rows().items()} == {"7_new": None} | {
+    predicted = json.loads((checkout.only() / "predicted.json").read_text())
+    assert predicted["2_sdpa"] > 0 and "7_new" not in predicted and (checkout.only() / "roofs.json").exists()
+    assert {name: row["predicted_ms"] for name, row in checkout.rows().items()} == {"7_new": None} | {
         name: predicted[name] for name in ("0_baseline", "2_sdpa")
     }
 
 
 @pytest.mark.slow
 def test_a_killed_worker_is_named(project):
-    made = project({"0_x": "killed"})
-    assert made.run("--gpus", "2", "--only", "0").returncode == 1
-    assert made.statuses()[0] == "oom" and "signal 9" in made.rows()["0_x"]["reason"]
+    checkout = project({"0_x": "killed"})
+    assert checkout.run("--gpus", "2", "--only", "0").returncode == 1
+    assert checkout.statuses()[0] == "oom" and "signal 9" in checkout.rows()["0_x"]["reason"]
 
 
 @pytest.mark.slow
 def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
-    made = project({}, tmp_path / "a:path with a colon")
+    checkout = project({}, tmp_path / "a:path with a colon")
     for step in STEPS:
-        shutil.copy(ROOT / f"{step}.py", made.folder)
+        shutil.copy(ROOT / f"{step}.py", checkout.folder)
     (elsewhere := tmp_path / "else" / "where").mkdir(parents=True)
     for name in ("statistics", "report", "argparse"):
         (elsewhere / f"{name}.py").write_text("raise SystemExit('the user has files of this name')")
-    ran = made.run(command=[str(made.folder / "run_all.sh"), "--data=../../text.txt", *FAST], cwd=elsewhere)
+    ran = checkout.run(
+        command=[str(checkout.folder / "run_all.sh"), "--data=../../text.txt", *FAST], cwd=elsewhere
+    )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
-    rows, run = made.rows(), json.loads((made.results / "latest" / "results.json").read_text())
-    assert made.statuses() == ["ok"] * 4 + ["skipped"]
+    rows, run = checkout.rows(), json.loads((checkout.results / "latest" / "results.json").read_text())
+    assert checkout.statuses() == ["ok"] * 4 + ["skipped"]
     assert len({round(row["loss"][0], 2) for row in rows.values() if row["loss"]}) == 1
     assert (
         run["roofs"] is None and ran.stdout.startswith("CPU: ") and "not what it gains on a GPU" in ran.stdout
     )
     assert rows[STEPS[0]]["profile"]["categories"]["matrix products"] > 0
-    assert {path.name for path in made.only().iterdir()} >= {
+    assert {path.name for path in checkout.only().iterdir()} >= {
         "report.html",
         "report.md",
         "plan.json",

@@ -39,12 +39,12 @@ def test_an_odd_field_is_one_failed_row_and_the_others_stand(tmp_path, odd):
     content = asdict(runs.run(runs.row("1_b", profile=runs.profile(100.0))))
     reduce(getitem, keys[:-1], content["rows"][0])[keys[-1]] = "@@"
     (folder / "1_b.json").write_text(json.dumps(content).replace('"@@"', raw))
-    found = load(folder)
-    assert [row.status for row in found.rows] == ["ok", "failed", "ok"]
+    loaded = load(folder)
+    assert [row.status for row in loaded.rows] == ["ok", "failed", "ok"]
     assert (
-        found.rows[1].step == "1_b"
-        and "cannot be used" in found.rows[1].reason
-        and "\n" not in found.rows[1].reason
+        loaded.rows[1].step == "1_b"
+        and "cannot be used" in loaded.rows[1].reason
+        and "\n" not in loaded.rows[1].reason
     )
     with pytest.raises(RecordError):
         read(folder / "1_b.json")
@@ -112,18 +112,18 @@ def test_rows_without_a_record_and_rows_of_other_work_or_of_another_name_say_so(
     )
     runs.put(folder, runs.row("x"), "4_e.json")
     runs.put(folder, runs.row("p", 50.0), "peers/p.json")
-    found = load(folder)
-    assert [row.status for row in found.rows] == ["ok", "failed", "ok", "not run", "failed"]
-    assert "batch_size, seed differ" in found.rows[1].reason and "--resume" in found.rows[3].reason
-    assert [(row.step, row.status) for row in found.peers] == [("p", "ok")]
+    loaded = load(folder)
+    assert [row.status for row in loaded.rows] == ["ok", "failed", "ok", "not run", "failed"]
+    assert "batch_size, seed differ" in loaded.rows[1].reason and "--resume" in loaded.rows[3].reason
+    assert [(row.step, row.status) for row in loaded.peers] == [("p", "ok")]
     both = ("device: GPU", "gpu_uuid: None", "code_sha256: None", "torch: 2.x")
-    assert found.problems == [f"rows differ in {value} in 0_a, p; B in 2_c" for value in both]
-    made = derive(found)
-    cells = " ".join(f"{row['ms']} {row['x above']}" for row in main_rows(made))
+    assert loaded.problems == [f"rows differ in {value} in 0_a, p; B in 2_c" for value in both]
+    figures = derive(loaded)
+    cells = " ".join(f"{row['ms']} {row['x above']}" for row in main_rows(figures))
     assert cells == "100.0? - failed - 50.0? 2.00? not run - failed - 50.0? -"
-    said = (found.problems[0], "0_a, 2_c, p: rows differ in more than their scripts")
-    assert all(text in show(made) for show in (render, as_markdown) for text in said)
-    assert "2.00? times faster than 0_a" in render(made)
+    said = (loaded.problems[0], "0_a, 2_c, p: rows differ in more than their scripts")
+    assert all(text in show(figures) for show in (render, as_markdown) for text in said)
+    assert "2.00? times faster than 0_a" in render(figures)
 
 
 def test_passes_are_merged_and_a_row_has_a_time_only_if_no_pass_ended_without(tmp_path):
@@ -135,14 +135,14 @@ def test_passes_are_merged_and_a_row_has_a_time_only_if_no_pass_ended_without(tm
         if k < 3:
             runs.put(place, runs.row("1_b", status="oom" if k == 2 else "ok", reason="too large"))
             runs.put(place, runs.row("2_c", ms))
-    found = load(folder)
-    a, b, c = found.rows
+    loaded = load(folder)
+    a, b, c = loaded.rows
     assert [one.step_ms[1] for one in a.passes] == [100.0, 130.0, 104.0] and a.step_ms[1] == 104.0
     assert (b.status, b.reason, len(c.passes)) == ("oom", "pass 2 of 3: too large", 2)
-    made = derive(found)
+    figures = derive(loaded)
     said = ["2_c ran in 2 of 3 passes only", "median of 2 to 3 passes, 30.0% apart at most"]
-    assert found.problems == said[:1] and made.remarks[-2:] == said
-    texts = [row["ms"] for row in main_rows(made, detailed=True)]
+    assert loaded.problems == said[:1] and figures.remarks[-2:] == said
+    texts = [row["ms"] for row in main_rows(figures, detailed=True)]
     assert texts == ["104.0? (100.0-130.0)", "oom", "115.0 (100.0-130.0)"]
 
 
@@ -151,13 +151,13 @@ def test_the_folder_of_an_output_names_the_run_of_a_study(tmp_path):
     runs.put(folder / "1", runs.row("2_c"))
     runs.put(folder / "2-ddp", runs.row("2_c"), work=runs.workload(gpus=2, parallel="ddp"))
     write_json(folder / "predicted.json", {"1": {"2_c": 90.0}})
-    found = load(folder)
+    loaded = load(folder)
     assert (
-        isinstance(found, Study)
-        and [*found.runs] == ["1", "2-ddp"]
-        and found.runs["2-ddp"].workload.gpus == 2
+        isinstance(loaded, Study)
+        and [*loaded.runs] == ["1", "2-ddp"]
+        and loaded.runs["2-ddp"].workload.gpus == 2
     )
-    assert [run.rows[0].predicted_ms for run in found.runs.values()] == [90.0, None]
+    assert [run.rows[0].predicted_ms for run in loaded.runs.values()] == [90.0, None]
 
 
 def test_roofs_and_predictions_are_taken_and_damaged_ones_are_named(tmp_path):
@@ -165,15 +165,17 @@ def test_roofs_and_predictions_are_taken_and_damaged_ones_are_named(tmp_path):
     runs.put(folder, runs.row("0_a"))
     write_json(folder / "predicted.json", {"0_a": 95.0})
     write_json(folder / "roofs.json", asdict(runs.roofs()))
-    found = load(folder)
-    assert found.rows[0].predicted_ms == 95.0 and found.roofs.rate("fp32", burst=True) == pytest.approx(1e14)
+    loaded = load(folder)
+    assert loaded.rows[0].predicted_ms == 95.0 and loaded.roofs.rate("fp32", burst=True) == pytest.approx(
+        1e14
+    )
     for name in ("roofs.json", "predicted.json"):
         (folder / name).write_text('{"products": 5, "0_a": "x"}')
-    found = load(folder)
+    loaded = load(folder)
     assert (
-        found.roofs is None
-        and len(found.problems) == 2
-        and all("left out" in text for text in found.problems)
+        loaded.roofs is None
+        and len(loaded.problems) == 2
+        and all("left out" in text for text in loaded.problems)
     )
 
 
@@ -184,22 +186,22 @@ def test_no_text_of_a_record_harms_a_terminal_or_a_page(tmp_path):
     )
     peer = runs.row("p", status="failed", reason=text)
     work = replace(runs.workload(preset=text), text=text)
-    made = runs.run(
+    run = runs.run(
         odd, runs.row("1_b"), peers=[peer], work=work, problems=[text], device=text, versions={text: text}
     )
-    made.command = text
-    found = derive(load(runs.write(tmp_path, made)))
-    for said in (for_terminal(found, "x"), as_markdown(found)):
+    run.command = text
+    figures = derive(load(runs.write(tmp_path, run)))
+    for said in (for_terminal(figures, "x"), as_markdown(figures)):
         assert all(c.isprintable() or c == "\n" for c in said)
-    html = render(found)
+    html = render(figures)
     assert "<script" not in html and 'href="javascript' not in html and "&lt;script&gt;" in html
-    prose = [line for line in as_markdown(found).splitlines() if not line.startswith("    ")]  # no code
+    prose = [line for line in as_markdown(figures).splitlines() if not line.startswith("    ")]  # no code
     assert not any("<script" in line or "](" in line.replace("\\](", "") for line in prose)
 
 
 def test_a_row_without_losses_or_workload_has_its_times_alone(tmp_path):
-    made = runs.run(runs.row("0_a", loss=[], step_ms=[5.0], peak_bytes=None))
-    made.workload = made.environment = None
-    found = derive(load(runs.write(tmp_path, made)))
-    assert "workload unknown" in as_markdown(found) and "5.00" in for_terminal(found, "x")
-    assert "unknown machine" in render(found)
+    run = runs.run(runs.row("0_a", loss=[], step_ms=[5.0], peak_bytes=None))
+    run.workload = run.environment = None
+    figures = derive(load(runs.write(tmp_path, run)))
+    assert "workload unknown" in as_markdown(figures) and "5.00" in for_terminal(figures, "x")
+    assert "unknown machine" in render(figures)

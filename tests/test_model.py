@@ -123,6 +123,10 @@ def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, argume
             "is no scalar: its shape is (1,)",
         ),
         (
+            LINEAR + BATCHES + "def loss(m, b):\n    return m(b).argmax(-1).sum()\n",
+            "is of torch.int64, which has no gradient",
+        ),
+        (
             "def model():\n    return torch.nn.Linear(16, 16).requires_grad_(False)\n" + BATCHES + SUM,
             "has no weight to train",
         ),

@@ -18,7 +18,7 @@ from report.figures import derive
 from report.load import load
 
 
-def made(flops_per_s=1e12, bytes_per_s=1e11, launch_s=0.0, steady=1.0):
+def roofs_with(flops_per_s=1e12, bytes_per_s=1e11, launch_s=0.0, steady=1.0):
     """Roofs of a machine with one rate for all products and kernels that move bytes at one speed."""
     grid = [(m, n, k) for m in roofs.GRID["cuda"] for n in roofs.GRID["cuda"] for k in roofs.GRID["cuda"]]
     products = [ProductRate(p, m, n, k, 0, flops_per_s) for p in ("fp32", "bf16", "fp8") for m, n, k in grid]
@@ -36,11 +36,11 @@ def made(flops_per_s=1e12, bytes_per_s=1e11, launch_s=0.0, steady=1.0):
 
 def test_a_machine_of_one_rate_gives_the_flops_over_it_and_the_bytes_over_its_speed():
     shape = PRESETS["gpt2"][0]
-    found = predict.predict("3_compile", shape, 8, made())
+    predicted = predict.predict("3_compile", shape, 8, roofs_with())
     attention = 6 * shape.n_layer * shape.seq_len * shape.n_embd * 8 * shape.seq_len
     products = flops.flops_per_step(shape, 8) - attention
-    assert (found.products_ms, found.attention_ms) == pytest.approx((products / 1e9, attention / 1e9))
-    assert found.host_ms == 0 and found.ms == found.busy_ms
+    assert (predicted.products_ms, predicted.attention_ms) == pytest.approx((products / 1e9, attention / 1e9))
+    assert predicted.host_ms == 0 and predicted.ms == predicted.busy_ms
 
 
 # By step: ms of products, of fused attention, of other kernels and of the host, and bytes of memory, at 1
@@ -58,13 +58,13 @@ COUNTED = {
 @pytest.mark.parametrize("step", COUNTED)
 def test_kernels_and_bytes_of_a_step_are_those_that_were_counted(step):
     shape = GPTConfig(n_layer=3, n_head=2, n_embd=256, seq_len=512, vocab_size=1024)
-    found = predict.predict(step, shape, 4, made(1e12, 1e11, launch_s=1e-4), capture=False)
-    times = (found.products_ms, found.attention_ms, found.others_ms, found.host_ms)
+    predicted = predict.predict(step, shape, 4, roofs_with(1e12, 1e11, launch_s=1e-4), capture=False)
+    times = (predicted.products_ms, predicted.attention_ms, predicted.others_ms, predicted.host_ms)
     assert (*times, predict.peak_bytes(step, shape, 4)) == pytest.approx(COUNTED[step], rel=1e-4)
 
 
 def test_between_the_sizes_of_the_grid_a_product_is_linear_in_each():
-    machine = Machine(made(1e12))
+    machine = Machine(roofs_with(1e12))
     flops_s = 2 * 1000 * 3000 * 700 / 1e12
     assert machine.product_s("bf16", 1000, 3000, 700) == pytest.approx(flops_s)
     assert machine.product_s("bf16", 16384, 8192, 8192) == pytest.approx(2 * 16384 * 8192**2 / 1e12)
@@ -74,14 +74,14 @@ def test_between_the_sizes_of_the_grid_a_product_is_linear_in_each():
 
 
 def test_a_head_dimension_between_those_of_kernels_takes_as_long_as_the_next_one():
-    machine = Machine(made(1e12))
+    machine = Machine(roofs_with(1e12))
     assert machine.attention_s(1024, 96, 4) == machine.attention_s(1024, 128, 4)
     assert machine.attention_s(1024, 256, 4) == pytest.approx(2 * machine.attention_s(1024, 128, 4))
 
 
 def test_a_prediction_says_whether_a_step_fits_the_gpu():
     args = arguments("2_sdpa", config=PRESETS["gpt2"][0], batch_size=32)
-    predictions, _ = predict.predict_all(args, made(1e12))
+    predictions, _ = predict.predict_all(args, roofs_with(1e12))
     peak = predict.peak_bytes("2_sdpa", args.config, 32)
     fits = {row["step"]: row["fits"] for row in predict.table(predictions, args, int(peak / 0.97) + 2**20)}
     assert (fits["1_cublas"], fits["2_sdpa"], fits["3_compile"]) == ("no", "yes", "yes")
@@ -93,7 +93,7 @@ def test_a_prediction_says_whether_a_step_fits_the_gpu():
 
 
 def test_what_a_card_allows_is_products_attention_and_every_tensor_once():
-    shape, measured = GPTConfig(n_layer=3, n_head=2, n_embd=256, seq_len=512, vocab_size=1024), made()
+    shape, measured = GPTConfig(n_layer=3, n_head=2, n_embd=256, seq_len=512, vocab_size=1024), roofs_with()
     predict.add_limits(measured, shape, 4)
     assert measured.allows_ms.keys() == {"bf16", "fp8"}
     tokens, C = 4 * 512, 256
@@ -113,7 +113,9 @@ def test_what_a_card_allows_is_products_attention_and_every_tensor_once():
 
 def test_the_power_limit_slows_attention_as_it_slows_products():
     shape = PRESETS["gpt3-6.7b-slice"][0]
-    cold, hot = (predict.predict("4_transformer_engine", shape, 8, made(steady=rate)) for rate in (1.0, 0.7))
+    cold, hot = (
+        predict.predict("4_transformer_engine", shape, 8, roofs_with(steady=rate)) for rate in (1.0, 0.7)
+    )
     slowdown = hot.products_ms / cold.products_ms
     assert slowdown > 1.2 and hot.attention_ms / cold.attention_ms == pytest.approx(slowdown)
     assert hot.others_ms == cold.others_ms
@@ -127,19 +129,23 @@ def test_products_of_one_shape_are_added():
 
 def test_the_host_bounds_a_launched_step_and_power_a_large_product():
     shape = PRESETS["gpt2"][0]
-    found, slower = (predict.predict("2_sdpa", shape, 1, made(1e18, 1e18, launch_s=s)) for s in (1e-5, 3e-5))
-    assert found.ms == found.host_ms == pytest.approx(853e-5 * 1e3) and slower.ms == pytest.approx(
-        3 * found.ms
+    predicted, slower = (
+        predict.predict("2_sdpa", shape, 1, roofs_with(1e18, 1e18, launch_s=s)) for s in (1e-5, 3e-5)
     )
-    cold, hot = (predict.predict("3_compile", shape, 8, made(1e12, 1e16, steady=rate)) for rate in (1.0, 0.5))
+    assert predicted.ms == predicted.host_ms == pytest.approx(853e-5 * 1e3) and slower.ms == pytest.approx(
+        3 * predicted.ms
+    )
+    cold, hot = (
+        predict.predict("3_compile", shape, 8, roofs_with(1e12, 1e16, steady=rate)) for rate in (1.0, 0.5)
+    )
     assert hot.products_ms > 1.4 * cold.products_ms and cold.host_ms == 0
     assert predict.predict(
-        "3_compile", shape, 1, made(launch_s=1e-5), capture=False
+        "3_compile", shape, 1, roofs_with(launch_s=1e-5), capture=False
     ).host_ms == pytest.approx(6.45)
 
 
 def test_roofs_that_lack_a_part_predict_no_step_that_needs_it():
-    short = made()
+    short = roofs_with()
     short.products = [p for p in short.products if p.precision == "bf16"]
     with pytest.raises(ValueError, match="FP32 products"):
         predict.predict("0_baseline", PRESETS["gpt2"][0], 8, short)
@@ -151,21 +157,25 @@ def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
     monkeypatch.setattr(roofs, "LENGTHS", (64,))
     monkeypatch.setattr(roofs, "steady_seconds", lambda work, *_: (work(), 2**-10)[1])
     monkeypatch.setattr(roofs, "mean_seconds", lambda work, n, device: 2**-11)
-    found = roofs.measure(args := arguments("0_baseline"), grid=True)
-    for rate in found.products:
+    measured = roofs.measure(args := arguments("0_baseline"), grid=True)
+    for rate in measured.products:
         work = 2 * rate.m * rate.n * rate.k
         assert rate.burst_flops_per_s == 2**11 * work and rate.flops_per_s in (None, 2**10 * work)
-    measured = {(rate.m, rate.n, rate.k) for rate in found.products if rate.precision == "fp32"}
-    assert measured >= {*roofs.batched_products(args.config, args.batch_size), (16, 64, 16)}
-    assert found.rate("fp32", burst=True) >= found.rate("fp32") == pytest.approx(2**10 * 6 * 32768 * 64 / 27)
-    assert "fp8 not" in "".join(found.notes) and (found.copy_bytes_per_s, found.attention[0][2]) == (
+    sizes = {(rate.m, rate.n, rate.k) for rate in measured.products if rate.precision == "fp32"}
+    assert sizes >= {*roofs.batched_products(args.config, args.batch_size), (16, 64, 16)}
+    assert (
+        measured.rate("fp32", burst=True)
+        >= measured.rate("fp32")
+        == pytest.approx(2**10 * 6 * 32768 * 64 / 27)
+    )
+    assert "fp8 not" in "".join(measured.notes) and (measured.copy_bytes_per_s, measured.attention[0][2]) == (
         2**33,
         3 * 2**27,
     )
     assert 2**9 in {size for _, size, _ in roofs.measure(args, grid=False).kernels}, (
         "of no tensor, and without a grid"
     )
-    write_json(tmp_path / "roofs.json", found)
+    write_json(tmp_path / "roofs.json", measured)
     read, _ = predict.read_roofs(str(tmp_path / "roofs.json"))
     for step in ("0_baseline", "2_sdpa"):
         assert 0 < predict.predict(step, args.config, args.batch_size, read).ms < 1e4
@@ -187,7 +197,7 @@ def test_roofs_are_printed_and_written(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_command_answers_for_a_card_that_is_not_here_and_refuses_damage_in_one_line(tmp_path):
-    write_json(tmp_path / "card.json", made())
+    write_json(tmp_path / "card.json", roofs_with())
     words = [
         "-m",
         "ladder.predict",
@@ -220,16 +230,16 @@ def test_the_command_answers_for_a_card_that_is_not_here_and_refuses_damage_in_o
 def test_recorded_roofs_predict_the_recorded_steps(place):
     run = load(ROOT / "docs" / "results" / place)
     shape = GPTConfig(**{name: getattr(run.workload, name) for name in GPTConfig.__dataclass_fields__})
-    found = [predict.predict(row.step, shape, run.workload.batch_size, run.roofs).ms for row in run.rows]
-    assert found == pytest.approx([line.ms for line in derive(run).steps], rel=0.12)
+    predicted = [predict.predict(row.step, shape, run.workload.batch_size, run.roofs).ms for row in run.rows]
+    assert predicted == pytest.approx([line.ms for line in derive(run).steps], rel=0.12)
 
 
 @pytest.mark.parametrize("place", ["gpt3-6.7b-slice", "gpt3-xl", "wide-8192"])
 def test_the_estimate_of_memory_is_near_what_was_recorded(place):
     run = load(ROOT / "docs" / "results" / "h200" / place)
     shape = GPTConfig(**{name: getattr(run.workload, name) for name in GPTConfig.__dataclass_fields__})
-    found = [predict.peak_bytes(row.step, shape, run.workload.batch_size) for row in run.rows]
-    assert found == pytest.approx([row.peak_bytes for row in run.rows], rel=0.07)
+    predicted = [predict.peak_bytes(row.step, shape, run.workload.batch_size) for row in run.rows]
+    assert predicted == pytest.approx([row.peak_bytes for row in run.rows], rel=0.07)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -1.0, 0.0])

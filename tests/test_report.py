@@ -51,32 +51,32 @@ def test_the_figures_of_a_row_are_what_its_record_says():
     fields = {"predicted_ms": 45.0, "power_w": 400.0, "loss": [5.0] * 5 + [3.0, 1.0, 2.0, 1.0, 3.0]}
     third = runs.row("2_sdpa", 50.0, profile=runs.profile(50.0), **fields)
     peer = runs.row("p", 40.0)
-    made = derive(runs.run(*rows, third, peers=[peer], measured=runs.roofs()))
-    line = made.lines[2]
-    assert "|".join(table.limit_rows(made)[2].values()) == "2_sdpa|36|compute 90%|16% of BF16|102|45.0|1.5"
+    figures = derive(runs.run(*rows, third, peers=[peer], measured=runs.roofs()))
+    line = figures.lines[2]
+    assert "|".join(table.limit_rows(figures)[2].values()) == "2_sdpa|36|compute 90%|16% of BF16|102|45.0|1.5"
     assert line.mfu is None, "of a device that is not known"
-    assert line.error == pytest.approx(-0.1) and table.limit_rows(made)[0]["of roof"] == "40% of FP32"
-    assert " ".join(table.main_rows(made)[2].values()) == "2_sdpa 50.0 40,960 160 2.00 4.00 1.00 3.0 2.000"
-    assert " ".join(table.category_rows(made)[1].values()) == "2_sdpa 35.0 10.0 2.5 2.5 50.0"
-    assert [*table.roof_rows(made.run.roofs)[0].values()] == ["FP32", "90", "100"]
+    assert line.error == pytest.approx(-0.1) and table.limit_rows(figures)[0]["of roof"] == "40% of FP32"
+    assert " ".join(table.main_rows(figures)[2].values()) == "2_sdpa 50.0 40,960 160 2.00 4.00 1.00 3.0 2.000"
+    assert " ".join(table.category_rows(figures)[1].values()) == "2_sdpa 35.0 10.0 2.5 2.5 50.0"
+    assert [*table.roof_rows(figures.run.roofs)[0].values()] == ["FP32", "90", "100"]
     assert sum(line.category_ms.values()) == pytest.approx(50.0) and [*line.category_ms] == [
         *CATEGORIES,
         "gaps",
     ]
-    assert line.share == ("compute", pytest.approx(0.9)) and made.lines[0].share == (
+    assert line.share == ("compute", pytest.approx(0.9)) and figures.lines[0].share == (
         "compute",
         pytest.approx(0.7),
     )
-    assert [*table.main_rows(made)[3].values()][4:7] == ["-", "5.00", "1.25"]
-    assert made.remarks == [] and not made.busy and not any(one.mark for one in made.lines)
-    made = derive(runs.run(third, work=runs.workload(gpus=4, parallel="ddp")))
-    four, said = made.lines[0], "4 processes: tokens/s are of all, TFLOP/s and GiB of each"
+    assert [*table.main_rows(figures)[3].values()][4:7] == ["-", "5.00", "1.25"]
+    assert figures.remarks == [] and not figures.busy and not any(one.mark for one in figures.lines)
+    figures = derive(runs.run(third, work=runs.workload(gpus=4, parallel="ddp")))
+    four, said = figures.lines[0], "4 processes: tokens/s are of all, TFLOP/s and GiB of each"
     assert (four.tokens_per_s, four.flops_per_s, four.tokens_per_joule) == (
         4 * 40960.0,
         1.6e14,
         line.tokens_per_joule,
     )
-    assert made.remarks == [said]
+    assert figures.remarks == [said]
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_the_figures_of_a_row_are_what_its_record_says():
 def test_slow_reference_work_is_a_busy_machine_and_marks_its_row_and_what_is_divided_by_it(around, busy):
     rows = [runs.row(runs.STEPS[k], 100.0 - k, product_ms=[20.0] * 2, copy_ms=[20.0] * 2) for k in range(3)]
     rows[1].product_ms, rows[1].copy_ms = [*around], [*around]
-    made = derive(runs.run(*rows))
-    assert [row["ms"] for row in table.main_rows(made)] == ["100.0", "99.0" + "?" * busy, "98.0"]
-    assert [*table.main_rows(made)[2].values()][4:6] == ["1.01" + "?" * busy, "1.02"]
+    figures = derive(runs.run(*rows))
+    assert [row["ms"] for row in table.main_rows(figures)] == ["100.0", "99.0" + "?" * busy, "98.0"]
+    assert [*table.main_rows(figures)[2].values()][4:6] == ["1.01" + "?" * busy, "1.02"]
     said = [
         text
-        for text in made.remarks
+        for text in figures.remarks
         if re.match("The machine was busy: .* around 1_cublas .* close other", text)
     ]
-    assert bool(said) is busy is bool(made.busy) and "faster than FP32" in sentences.headline(made), (
+    assert bool(said) is busy is bool(figures.busy) and "faster than FP32" in sentences.headline(figures), (
         "the result comes first"
     )
 
@@ -112,12 +112,12 @@ def test_a_drift_of_half_the_steps_and_kernels_that_differ_mark_a_row():
     said = ["", *(f"the second half of the steps took over 5% {word} time" for word in ("more", "less"))]
     assert ["; ".join(derive(runs.run(row)).lines[0].doubts) for row in rows] == said
     flash = replace(runs.SETTINGS["3_compile"], attention_kernel="flash")
-    made = derive(
+    figures = derive(
         runs.run(runs.row("1_cublas"), runs.row("2_sdpa"), runs.row("3_compile", 50.0, settings=flash))
     )
-    assert [line.mark for line in made.lines] == ["", "?", "?"] and "cudnn and flash" in made.remarks[0]
+    assert [line.mark for line in figures.lines] == ["", "?", "?"] and "cudnn and flash" in figures.remarks[0]
     assert (
-        sentences.headline(made)
+        sentences.headline(figures)
         == "3_compile: 2.0? times faster than AMP + SDPA, 2.0? times faster than 1_cublas"
     )
 
@@ -137,8 +137,8 @@ def test_a_host_that_is_slow_at_launching_marks_a_row_that_waits_for_it(fields, 
         fields["profile"].idle_ms = 10.0
     waits = {"step_ms": [80.0, 90.0, 100.0]} if "profile" not in fields else {}
     other = runs.row("1_cublas", launch_us=[6.0, 6.0])
-    made = derive(runs.run(other, runs.row("2_sdpa", **waits, **fields)))
-    assert ("launching" in "".join(made.lines[1].doubts)) is doubted
+    figures = derive(runs.run(other, runs.row("2_sdpa", **waits, **fields)))
+    assert ("launching" in "".join(figures.lines[1].doubts)) is doubted
 
 
 def test_the_row_that_others_are_compared_with_is_known_by_what_ran():
@@ -175,8 +175,8 @@ def test_a_row_that_does_not_learn_says_so():
         "c": [4.0, *[3.1] * 9],
         "d": [4.0, 3.9],
     }
-    made = derive(runs.run(*(runs.row(name, loss=loss) for name, loss in losses.items())))
-    notes = [line.note.partition(":")[0] for line in made.lines]
+    figures = derive(runs.run(*(runs.row(name, loss=loss) for name, loss in losses.items())))
+    notes = [line.note.partition(":")[0] for line in figures.lines]
     assert notes == ["", "did not learn as it should", "hardly learned", ""]
 
 
@@ -232,10 +232,10 @@ def test_a_terminal_shows_a_table_of_100_columns_and_few_lines_below():
 def test_a_peer_stands_in_the_same_table_with_its_head_and_launch():
     fp8 = replace(runs.SETTINGS["3_compile"], fp8_recipe="x", head="FP8")
     peer = runs.row("te_layer", 60.0, product_ms=[20.0], settings=replace(fp8, head="BF16"))
-    made = derive(runs.run(runs.row("4_te", 50.0, settings=fp8), peers=[peer]))
-    first, second = table.main_rows(made, detailed=True)
+    figures = derive(runs.run(runs.row("4_te", 50.0, settings=fp8), peers=[peer]))
+    first, second = table.main_rows(figures, detailed=True)
     assert [*first] == [*second] and second["step"] == "te_layer (peer)" and second["x 4_te"] == "0.83"
-    shown = (first["head"], second["head"], second["launch"], made.lines[0].precision)
+    shown = (first["head"], second["head"], second["launch"], figures.lines[0].precision)
     assert shown == ("FP8", "BF16", "captured", "fp8")
 
 
@@ -294,8 +294,8 @@ def test_a_million_losses_are_drawn_in_seconds(tmp_path):
 
 
 def test_a_card_shows_the_code_beside_what_changed_on_the_gpu():
-    made = derive(runs.ladder(200, 100, 100.01, 125))
-    second, third, fourth = story.cards(made)
+    figures = derive(runs.ladder(200, 100, 100.01, 125))
+    second, third, fourth = story.cards(figures)
     assert (
         second.title == "Step 1: why"
         and second.change == ""
@@ -342,9 +342,9 @@ def test_kernels_are_named_in_plain_words(name, words):
 
 
 def test_the_page_draws_every_bar_to_scale_and_asks_for_nothing():
-    made = derive(runs.ladder(200, 100, measured=runs.roofs()))
-    made.lines[1].row.predicted_ms = 90.0
-    html = page_of(made)
+    figures = derive(runs.ladder(200, 100, measured=runs.roofs()))
+    figures.lines[1].row.predicted_ms = 90.0
+    html = page_of(figures)
     drawn = re.findall(r'<rect x="([\d.]+)%" width="([\d.]+)%" height="100%" fill="#56b4e9"', html)
     assert drawn[:3] == [("70.000", "20.000")] * 2 + [("35.000", "10.000")], (
         "a time and its shares, then the next row"
@@ -395,9 +395,9 @@ def recorded():
     return derive(load(runs.ROOT / "docs" / "results" / "h200" / SLICE))
 
 
-def drawn(made, narrow):
+def drawn(figures, narrow):
     """The texts of a picture, and of each bar its height and its parts: (name, width)."""
-    figure = picture.picture(made, narrow)
+    figure = picture.picture(figures, narrow)
     (axes,) = figure.axes
     assert [*figure.get_size_inches()] == pytest.approx([axes.get_xlim()[1] / 100, axes.get_ylim()[0] / 100])
     parts = [part for part in axes.patches if part.get_gid() in (*CATEGORIES, "gaps", "step")]
@@ -566,9 +566,9 @@ def test_what_a_gpu_loses_among_several_adds_up():
         "1-launched": runs.run(alone, runs.row("3_compile")),
         "2-ddp": runs.run(*rows, work=two),
     }
-    found = scaling.scaled(study := runs.study("scaling", places))
-    assert [row.share() for row in found] == ["-", "100.0 %*", "-", "-", "80.0 %?", "-", "-"]
-    (row,), (*_, main, _, _) = scaling.lost_rows(found), scaling.main_rows(found)
+    rows = scaling.scaled(study := runs.study("scaling", places))
+    assert [row.share() for row in rows] == ["-", "100.0 %*", "-", "-", "80.0 %?", "-", "-"]
+    (row,), (*_, main, _, _) = scaling.lost_rows(rows), scaling.main_rows(rows)
     assert [*main.values()][3:] == ["125.0?", "80.0 %?", "16,384", "64", "2.5", "17.5", "3.0"]
     assert " ".join(row.values()).endswith("2 20.0 % 14.0 % 4.0 % 1.0 % 2.0 % -1.0 %")
     assert "the machine was busy (2-ddp, 2_sdpa)" in documents.study_remarks(study, {}), (
@@ -650,7 +650,7 @@ def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
         "by tokens first"
     )
     study = runs.study("sweep", shapes)
-    cells = [[*sweep.gain_cells(made).values()][5:] for made in sweep.shapes(study)]
+    cells = [[*sweep.gain_cells(figures).values()][5:] for figures in sweep.shapes(study)]
     said = ["90.0 0.90 1.00 100.0", "200.0 2.00 2.00 50.0", "100.0 oom fits skipped 50.0"]
     assert [" ".join(row) for row in cells] == said, "2.00 would be over step 0"
     shapes = sweep.shapes(study)
@@ -695,16 +695,19 @@ def trained(step, last, heldout=(3.0, 2.0), **fields):
 
 def test_losses_are_compared_seed_by_seed_by_a_margin_that_was_set_beforehand():
     fp8 = {"settings": Settings(fp8_recipe="delayed")}
-    made = {}
+    runs_by_name = {}
     for seed in (1, 2, 3):
-        made[f"0_x, seed {seed}"] = trained("0_x", 2.0 + seed)
-        made[f"1_x, seed {seed}"] = trained("1_x", 2.001 + seed + 0.001 * seed)  # 0.002, 0.003, 0.004
-        made[f"2_fp8, seed {seed}"] = trained("2_fp8", 2.1 + seed + 0.001 * seed, **fp8)
-        made[f"dead, seed {seed}"] = trained("1_x", 2.0 + seed + 0.1 * seed)
-    made["10_x, seed 1"] = trained("10_x", 2.0)
-    made["10_x, seed 2"] = runs.run(runs.row("10_x", status="oom"))
-    made["peer, seed 1"], made["peer_fp8, seed 1"] = trained("peer", 2.0), trained("peer_fp8", 2.0, **fp8)
-    study = runs.study("parity", made)
+        runs_by_name[f"0_x, seed {seed}"] = trained("0_x", 2.0 + seed)
+        runs_by_name[f"1_x, seed {seed}"] = trained("1_x", 2.001 + seed + 0.001 * seed)  # 0.002, 0.003, 0.004
+        runs_by_name[f"2_fp8, seed {seed}"] = trained("2_fp8", 2.1 + seed + 0.001 * seed, **fp8)
+        runs_by_name[f"dead, seed {seed}"] = trained("1_x", 2.0 + seed + 0.1 * seed)
+    runs_by_name["10_x, seed 1"] = trained("10_x", 2.0)
+    runs_by_name["10_x, seed 2"] = runs.run(runs.row("10_x", status="oom"))
+    runs_by_name["peer, seed 1"], runs_by_name["peer_fp8, seed 1"] = (
+        trained("peer", 2.0),
+        trained("peer_fp8", 2.0, **fp8),
+    )
+    study = runs.study("parity", runs_by_name)
     of = parity.compared_with(study)
     assert of == {"0_x": None, "1_x": "0_x", "2_fp8": "1_x", "10_x": "0_x", "dead": "1_x"} | {
         "peer": "0_x",
@@ -738,11 +741,13 @@ def test_a_verdict_goes_by_interval_and_margin(mean, half, verdict):
 
 
 def test_seconds_until_a_loss_are_of_every_seed():
-    made = {f"0_x, seed {seed}": trained("0_x", 2.0, (4.0, 2.0), warmup_s=7.0 + seed) for seed in (1, 2)}
-    made["1_x, seed 1"] = trained("1_x", 2.0, (4.0, 2.0, 1.8), warmup_s=1.0)
-    made["1_x, seed 2"] = trained("1_x", 2.0, (4.0, 2.1, 2.05), warmup_s=1.0)
-    made["1_x, seed 3"] = trained("1_x", 2.0, (2.4, 2.0, 1.8), warmup_s=1.0)
-    study = runs.study("parity", made)
+    runs_by_name = {
+        f"0_x, seed {seed}": trained("0_x", 2.0, (4.0, 2.0), warmup_s=7.0 + seed) for seed in (1, 2)
+    }
+    runs_by_name["1_x, seed 1"] = trained("1_x", 2.0, (4.0, 2.0, 1.8), warmup_s=1.0)
+    runs_by_name["1_x, seed 2"] = trained("1_x", 2.0, (4.0, 2.1, 2.05), warmup_s=1.0)
+    runs_by_name["1_x, seed 3"] = trained("1_x", 2.0, (2.4, 2.0, 1.8), warmup_s=1.0)
+    study = runs.study("parity", runs_by_name)
     first, second = parity.seconds_rows(study)
     assert "1.5 nats" not in first, "which no row reaches"
     assert [*first.values()] == ["0_x", "2", "0.9", "0.9", "not reached: 2 of 2", "1.0", "9.0"]
@@ -758,12 +763,12 @@ def test_seconds_until_a_loss_are_of_every_seed():
 
 
 def test_held_out_losses_are_compared_after_as_many_steps_and_after_as_many_seconds():
-    made = {}
+    runs_by_name = {}
     for seed in (1, 2, 3):
-        made[f"0_x, seed {seed}"] = trained("0_x", 2.0, (4.0, 2.0))
+        runs_by_name[f"0_x, seed {seed}"] = trained("0_x", 2.0, (4.0, 2.0))
         faster = runs.row("1_x", 25.0, loss=[2.0] * 40, heldout=[(10, 4.1 + seed), (20, 2.1 + seed / 10)])
-        made[f"1_x, seed {seed}"] = runs.run(faster)
-    study = runs.study("parity", made)
+        runs_by_name[f"1_x, seed {seed}"] = runs.run(faster)
+    study = runs.study("parity", runs_by_name)
     half, end = parity.progress_rows(study, "1_x", "0_x", parts=2)
     assert [half["training steps"], half["seconds"], end["seconds"]] == ["10", "0.2", "0.5"]
     spread = 4.303 / 3**0.5
@@ -776,7 +781,7 @@ def test_held_out_losses_are_compared_after_as_many_steps_and_after_as_many_seco
     assert slower["difference"] == "-0.300" and slower["after as many seconds"] == "-", "the other has ended"
     early = parity.progress_rows(study, "1_x", "0_x", parts=4)[0]
     assert early["training steps"] == "5" and early["difference"] == "-", "the first test is at 10"
-    made["0_x, seed 1"].rows[0].step_ms = [10.0] * 3
+    runs_by_name["0_x, seed 1"].rows[0].step_ms = [10.0] * 3
     _, end = parity.progress_rows(study, "1_x", "0_x", parts=2)
     assert end["difference"] == "+0.300" and end["after as many seconds"] == "-", "one seed has ended"
 

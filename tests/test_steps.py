@@ -34,8 +34,8 @@ def test_a_script_has_the_common_order_and_no_private_name_of_torch(step):
 
 def test_common_names_no_step():
     names = [re.escape(step) for step in STEPS] + [r"\bstep [0-4]\b", "sdpa_kernel", r"torch\.compile\("]
-    found = [(path, re.search("|".join(names), path.read_text())) for path in ROOT.glob("common/*.py")]
-    assert not [pair for pair in found if pair[1]]
+    words_in = [(path, re.search("|".join(names), path.read_text())) for path in ROOT.glob("common/*.py")]
+    assert not [pair for pair in words_in if pair[1]]
 
 
 def reference_attention(attention, x):
@@ -76,19 +76,19 @@ def test_all_steps_follow_the_same_losses_and_mixed_precision_stays_near():
     for step in CPU_STEPS[1:]:
         assert losses(step) == pytest.approx(baseline, rel=1e-4), step
     for step in STEPS[1:3]:
-        found = losses(step, amp_dtype=torch.bfloat16)
-        assert baseline != found == pytest.approx(baseline, rel=0.02), "BF16 is in use, and near"
+        these = losses(step, amp_dtype=torch.bfloat16)
+        assert baseline != these == pytest.approx(baseline, rel=0.02), "BF16 is in use, and near"
 
 
 @pytest.mark.parametrize("step", CPU_STEPS)
 def test_the_optimizer_is_the_same_fused_adamw(step):
     run = built(step, lr=0.005)
     (group,) = run.optimizer.param_groups
-    given = {
+    arguments_of_adamw = {
         name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "fused", "amsgrad", "maximize")
     }
     expected = {"lr": 0.005, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1, "fused": True}
-    assert given == expected | {"amsgrad": False, "maximize": False}
+    assert arguments_of_adamw == expected | {"amsgrad": False, "maximize": False}
     assert group["capturable"] == (run.capture is not None), "a graph needs it"
 
 
@@ -96,8 +96,8 @@ def test_the_optimizer_is_the_same_fused_adamw(step):
 @pytest.mark.parametrize("width", [64, 128, 512])
 def test_a_model_of_any_width_learns_at_the_default_rate(width):
     config = GPTConfig(n_layer=2, n_head=4, n_embd=width, seq_len=64, vocab_size=256)
-    found = losses(STEPS[2], config=config, steps=20, lr=default_rate(config), batch_size=4)
-    assert max(found) <= 1.1 * found[0] and sum(found[-5:]) / 5 <= 0.75 * found[0], found
+    these = losses(STEPS[2], config=config, steps=20, lr=default_rate(config), batch_size=4)
+    assert max(these) <= 1.1 * these[0] and sum(these[-5:]) / 5 <= 0.75 * these[0], these
 
 
 def logits_of(model, tokens):
