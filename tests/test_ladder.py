@@ -249,6 +249,7 @@ def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(proje
     for words, facts, said in (
         ([folder, "--steps", "9"], {}, "give no others"),
         ([tmp_path], {}, "no plan.json"),
+        ([tmp_path / "nowhere"], {}, "there is no such folder"),
         ([deep], {}, "no plan.json"),
         ([folder], {"workload": WORKLOAD | {"seed": 2}}, "its work has changed"),
     ):
@@ -270,7 +271,6 @@ def test_resume_refuses_what_has_changed_and_a_plan_that_names_other_files(proje
         ("--parallel ddp", "--parallel is for several processes"),
         ("--peers --gpus 2", "--peers excludes --gpus"),
         ("--output x", "--output is chosen here"),
-        ("--resume nowhere", "--resume nowhere: there is no such folder"),
         ("--gpus 9999", "--gpus 9999: there "),
         ("--scaling --gpus 9999", "--gpus 9999: there "),
         ("--repeat 0", "is not a whole number"),
