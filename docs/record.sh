@@ -34,8 +34,8 @@ if [ "$machine" = --confirm ]; then
 fi
 shift
 most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 parity-short gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep"
-most+=" ablations ablations-fp8 ablations-gpt2 anatomy llama hugging-face-gpt2 guide"
-studies=" parity parity-2048 parity-short parity-fast ablations ablations-fp8 ablations-gpt2 adamw tried te-linear sharded gpt2-batch-4 " # which may get more rows
+most+=" ablations ablations-fp32 ablations-fp8 ablations-gpt2 anatomy llama hugging-face-gpt2 guide"
+studies=" parity parity-2048 parity-short parity-fast ablations ablations-fp32 ablations-fp8 ablations-gpt2 tried te-linear sharded gpt2-batch-4 " # which may get more rows
 known=" $most $studies gpt3-6.7b-slice-cold gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("$@")
 (($#)) || read -ra names <<<"$most"
@@ -82,7 +82,6 @@ for name in "${names[@]}"; do
     roofs) "$python" -m ladder.roofs --grid --preset gpt3-6.7b-slice --output "$at/roofs.json" ;;
     gpt3-6.7b-slice) ladder --preset gpt3-6.7b-slice --repeat 2 --peers ;;
     gpt3-6.7b-slice-cold) ladder --preset gpt3-6.7b-slice --only 3,4 --cold --no-roofs ;;
-    adamw) study ablations --preset gpt3-6.7b-slice --only foreach-adamw ;;
     gpt3-6.7b-slice-batch-4) ladder --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
     gpt2) ladder --preset gpt2 --repeat 3 --peers ;;
     gpt2-batch-8) ladder --preset gpt2 --batch-size 8 ;;
@@ -109,8 +108,12 @@ for name in "${names[@]}"; do
     tried) study ablations --preset gpt3-6.7b-slice --only fast fp8-attention te-attention te-cross wgrad cold ;;
     sharded) study ablations --preset gpt3-6.7b-slice --batch-size 4 --only sharded-optimizer ;; # two GPUs
     te-linear) study ablations --preset gpt2 --only te-linear ;;
-    # Only rows of one card can be compared, so steps 0 to 3 and FP8 are two pieces.
-    ablations) study ablations --preset gpt3-6.7b-slice --only 0_baseline 1_cublas 2_sdpa 3_compile ;;
+    # Only rows of one card can be compared, so these are three pieces.
+    ablations-fp32) study ablations --preset gpt3-6.7b-slice --only 0_baseline ;;
+    ablations)
+      study ablations --preset gpt3-6.7b-slice \
+        --only 1_cublas 2_sdpa captured-not-compiled compiled-adamw compiled-not-captured
+      ;;
     ablations-fp8) study ablations --preset gpt3-6.7b-slice --only 4_transformer_engine te_layer torchao_float8 ;;
     ablations-gpt2) # and faults that the proof of the same work has to see
       study ablations --preset gpt2 --only tf32-alone fp16-with-loss-scaling flash-attention-kernel captured-not-compiled \
