@@ -226,7 +226,7 @@ def observe(train_step: Callable, batch: tuple, model: torch.nn.Module, args: Me
         with noting(row, "residual stream not observed"):
             row.settings.residual_dtype = profile.residual_dtype(model, batch, mixed_precision(args))
     notes = [row.note]
-    if row.settings.float32_matmul_precision == "high" and row.settings.amp_dtype == "float32":
+    if row.settings.float32_matmul_precision == "high" and not args.amp:
         notes.append(f"FP32, because this {args.device.type} does not multiply BF16")
     if args.cold:
         notes.append("trained without a rehearsal: --cold")

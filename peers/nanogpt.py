@@ -45,6 +45,7 @@ class NanoGPT(torch.nn.Module):
 
 
 def main(args):
+    """Step 3 with another model. Returns train_step, model and optimizer."""
     if not hasattr(sys.modules.get("model"), "GPTConfig"):  # no module of this name, or not nanoGPT's
         raise Skip("nanoGPT's model.py does not import: PYTHONPATH must name a clone of karpathy/nanoGPT")
     compiled_step.GPT = NanoGPT

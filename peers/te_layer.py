@@ -22,6 +22,7 @@ fp8_step = importlib.import_module("4_transformer_engine")
 
 
 def block(config):
+    """Takes the place of a step's Block: attention, MLP and norms in one layer, (B, T, C) to (B, T, C)."""
     return te.TransformerLayer(
         config.n_embd,
         4 * config.n_embd,
@@ -36,12 +37,14 @@ def block(config):
 
 
 def head(config):
+    """Takes the place of step 4's Head: that of step 3, in BF16 and compiled."""
     module = compiled_step.Head(config)
     module.compile(fullgraph=True)
     return module
 
 
 def main(args):
+    """Step 4 with other parts. Returns train_step, model, optimizer and capture, as a step does."""
     fp8_step.Block, fp8_step.Head = block, head
     return fp8_step.main(args)
 

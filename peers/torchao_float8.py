@@ -20,15 +20,18 @@ Block = compiled_step.Block  # kept, since main puts another one in its place
 
 
 def converted(module):
+    """A module whose nn.Linear layers, all of them, multiply FP8 from now on."""
     recipe = float8.Float8LinearConfig.from_recipe_name("tensorwise")
     return float8.convert_to_float8_training(module, config=recipe)
 
 
 def float8_block(config):
+    """Takes the place of step 3's Block."""
     return converted(Block(config))
 
 
 def main(args):
+    """Step 3 with other blocks. Returns what a step does. Raises Skip where the device has no FP8."""
     args.require_fp8()
     compiled_step.Block = float8_block
     return compiled_step.main(args)

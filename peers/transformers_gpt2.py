@@ -69,6 +69,7 @@ class HuggingFaceGPT2(torch.nn.Module):
 
 
 def main(args):
+    """Step 3 with another model. Returns train_step, model and optimizer."""
     compiled_step.GPT = HuggingFaceGPT2
     train_step, model, optimizer, _ = compiled_step.main(args)
     return train_step, model, optimizer  # without `capture`: each kernel is launched

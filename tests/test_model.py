@@ -712,7 +712,8 @@ def test_a_change_whose_times_overlap_with_those_before_is_not_recommended():
     run = model_run(100, 95)
     assert sentences.headline(derive(run)) == "Take AMP: 1.05 x"
     run.rows[1].step_ms = [85.0, 95.0, 105.0]
-    assert sentences.headline(derive(run)) == "Take none of the changes. Leave out AMP (1.05 x)"
+    said = "Take none of the changes. Leave out AMP (1.05 x, but times overlap)"
+    assert sentences.headline(derive(run)) == said
 
 
 def test_changes_that_together_are_slower_are_not_taken():
