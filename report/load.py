@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 import common.record as schema
-from common.record import Row, Run, Study, Workload
+from common.record import Environment, Row, Run, Study, Workload
 from common.text import one_line
 from report import proof
 
@@ -227,11 +227,17 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
             too_few.setdefault(lack, []).append(step)
         records += of_step
     proof.prove(samples)
-    merged.environment = next((record.environment for record in records if record.environment), None)
+    merged.environment = _environment(records)
     merged.problems += [problem for record in records for problem in record.problems]
     merged.problems += _differences([(record.rows[0].step, record) for record in records])
     merged.problems += [f"{', '.join(steps)} {lack}" for lack, steps in too_few.items()]
     return merged
+
+
+def _environment(records: list[Run]) -> Environment | None:
+    """Where the rows ran: those with times, if any has one. A row without may have run again elsewhere."""
+    timed = [record for record in records if record.rows[0].status == "ok"]
+    return next((record.environment for record in [*timed, *records] if record.environment), None)
 
 
 def _refuse_other_work(record: Run, workload: Workload | None, step: str) -> None:

@@ -103,6 +103,16 @@ def test_only_files_that_the_plan_names_are_read_and_none_outside_the_folder(tmp
             load(folder)
 
 
+def test_a_run_names_the_machine_of_its_times_where_a_row_without_ran_again_on_another(tmp_path):
+    folder = runs.plan(tmp_path, "0_a", "1_b")
+    runs.put(folder, runs.row("0_a", status="oom", reason="out of memory"), gpu_uuid="B")
+    runs.put(folder, runs.row("1_b"), gpu_uuid="A")
+    loaded = load(folder)
+    assert loaded.environment.gpu_uuid == "A" and loaded.problems == []
+    runs.put(folder, runs.row("1_b", status="oom", reason="out of memory"), gpu_uuid="A")
+    assert load(folder).environment.gpu_uuid == "B"
+
+
 def test_rows_without_a_record_and_rows_of_other_work_or_of_another_name_say_so(tmp_path):
     folder = runs.plan(tmp_path, "0_a", "1_b", "2_c", "3_d", "4_e", "peers/p")
     runs.put(folder, runs.row("0_a"))
