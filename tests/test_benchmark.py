@@ -16,7 +16,7 @@ from common import benchmark, profile
 from common.fingerprint import code_of, code_sha256
 from common.kernels import categorize
 from common.model import GPTConfig
-from common.record import Row
+from common.record import Row, Settings
 
 WITHOUT_PACKAGES = """
 import sys
@@ -215,6 +215,18 @@ def test_a_record_that_cannot_be_written_and_too_little_memory_have_their_codes(
         benchmark.explain(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))[0] == "oom"
     )
     assert benchmark.timing.mean_seconds(lambda: benchmark.time.sleep(0.01), 9, torch.device("cpu")) < 0.05
+
+
+@pytest.mark.parametrize(
+    "amp, note", [(True, None), (False, "FP32, because this cpu does not multiply BF16")]
+)
+def test_a_row_in_tf32_says_that_bf16_is_missing_only_where_it_is(monkeypatch, amp, note):
+    settings = Settings(float32_matmul_precision="high", amp_dtype="float32")
+    monkeypatch.setattr(profile, "observe", lambda *_: settings)
+    args = SimpleNamespace(device=torch.device("cpu"), is_ours=False, amp=amp, cold=False)
+    row = Row("1_cublas", "ok")
+    benchmark.observe(print, (), torch.nn.Module(), args, row)
+    assert row.note == note
 
 
 def test_a_profiler_that_fails_costs_what_it_would_have_shown_and_not_the_row(monkeypatch):
