@@ -320,11 +320,13 @@ def stale(*of: str) -> list[str]:
 
 
 def edited(place: str) -> bool:
-    """Whether a peer or a patch has other code than when its row was recorded. A run of a parity study is
-    named `VARIANT, seed 3`."""
+    """Whether a step, a peer or a patch has other code than when its row was recorded. A run of a parity study
+    is named `VARIANT, seed 3`. The rows of a model that somebody brought are none of these."""
     if not (RESULTS / place / "results.json").exists():
         return False
     for name, run in runs_of(record(place)).items():
+        if not run.is_of_ladder:  # its 2_sdpa is not our script
+            continue
         label = name.partition(", seed ")[0]
         variant = label if label in patches.variants() else ""
         if any(is_edited(variant, row) for row in [*run.rows, *run.peers]):

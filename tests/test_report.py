@@ -921,9 +921,15 @@ def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path
             )
     old = runs.run(runs.row("x"), code_sha256="0123")
     runs.write(tmp_path / "of" / "old", old)
+    brought = runs.run(  # a model that somebody brought, whose rows may have the names of our scripts
+        runs.row(runs.STEPS[2], source="x = 1"),
+        work=runs.workload(model="x.py"),
+        code_sha256=tables.code_sha256(tables.ROOT),
+    )
+    runs.write(tmp_path / "model" / "x", brought)
     others = ["patch/other", "patch/other-seed", "peer/other", "peer/other-seed"]
     assert tables.stale() == ["of/old", *others] and tables.stale("a/b") == ["a/b"]
-    assert tables.present() == "`patch/same`, `patch/same-seed`, `peer/same`, `peer/same-seed`"
+    assert tables.present() == "`model/x`, `patch/same`, `patch/same-seed`, `peer/same`, `peer/same-seed`"
     tables.record.cache_clear()
 
 
