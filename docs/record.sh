@@ -35,8 +35,8 @@ fi
 shift
 most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 parity-short gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep"
 most+=" ablations ablations-fp32 ablations-fp8 ablations-gpt2 anatomy llama hugging-face-gpt2 guide"
-studies=" parity parity-2048 parity-short parity-fast ablations ablations-fp32 ablations-fp8 ablations-gpt2 tried te-linear sharded gpt2-batch-4 " # which may get more rows
-known=" $most $studies gpt3-6.7b-slice-cold gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
+studies=" parity parity-2048 parity-short parity-fast ablations ablations-fp32 ablations-fp8 ablations-gpt2 te-linear sharded gpt2-batch-4 " # which may get more rows
+known=" $most $studies gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("$@")
 (($#)) || read -ra names <<<"$most"
 for name in "${names[@]}"; do
@@ -81,7 +81,6 @@ for name in "${names[@]}"; do
   case "$name" in
     roofs) "$python" -m ladder.roofs --grid --preset gpt3-6.7b-slice --output "$at/roofs.json" ;;
     gpt3-6.7b-slice) ladder --preset gpt3-6.7b-slice --repeat 2 --peers ;;
-    gpt3-6.7b-slice-cold) ladder --preset gpt3-6.7b-slice --only 3,4 --cold --no-roofs ;;
     gpt3-6.7b-slice-batch-4) ladder --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
     gpt2) ladder --preset gpt2 --repeat 3 --peers ;;
     gpt2-batch-8) ladder --preset gpt2 --batch-size 8 ;;
@@ -105,7 +104,6 @@ for name in "${names[@]}"; do
       ;;
     parity-short) learning --steps 1000 --rows 0 1 2 3 --seeds 1 2 3 ;;
     parity-fast) learning --lr 1.5e-4 --rows 3 4 --seeds 1 2 3 4 5 6 7 8 9 10 ;;
-    tried) study ablations --preset gpt3-6.7b-slice --only fast fp8-attention te-attention te-cross wgrad cold ;;
     sharded) study ablations --preset gpt3-6.7b-slice --batch-size 4 --only sharded-optimizer ;; # two GPUs
     te-linear) study ablations --preset gpt2 --only te-linear ;;
     # Only rows of one card can be compared, so these are three pieces.

@@ -204,6 +204,11 @@ def ablations(place: str, *names: str) -> str:
     return shown(variants.variant_rows(record(place), *names), place, n_left=2)
 
 
+def losses(place: str, *names: str) -> str:
+    """Runs of a study of ablations, with the loss of every training step."""
+    return shown(variants.loss_rows(record(place), *names), place)
+
+
 def equals(place: str, *names: str) -> str:
     """Runs of a study of ablations side by side, with what may make them unequal."""
     return shown(variants.equal_rows(record(place), *names), place, n_left=2)
@@ -320,8 +325,8 @@ def stale(*of: str) -> list[str]:
 
 
 def edited(place: str) -> bool:
-    """Whether a step, a peer or a patch has other code than when its row was recorded. A run of a parity study
-    is named `VARIANT, seed 3`. The rows of a model that somebody brought are none of these."""
+    """Whether a step, a peer or a patch has other code than when its row was recorded. A run of a parity
+    study is named `VARIANT, seed 3`. The rows of a model that somebody brought are none of these."""
     if not (RESULTS / place / "results.json").exists():
         return False
     for name, run in runs_of(record(place)).items():

@@ -33,6 +33,19 @@ def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
     return only_filled(rows)
 
 
+def loss_rows(study: Study, *names: str) -> list[dict[str, str]]:
+    """The loss of every training step, in nats, of these runs. Raises ValueError where they trained unequally
+    long."""
+    lines, rows = lines_of(study), []
+    for name in names:
+        losses = lines[name].row.loss
+        rows.append({"loss in training step": name})
+        rows[-1] |= {str(step): number(loss, ".2f") for step, loss in enumerate(losses, start=1)}
+    if len({*map(len, rows)}) > 1:
+        raise ValueError(f"{', '.join(names)} trained different numbers of steps")
+    return rows
+
+
 def lines_of(study: Study) -> dict[str, Line]:
     """The one row of every run."""
     return {name: figures.lines[0] for name, figures in derive_study(study).items()}

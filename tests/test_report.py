@@ -861,6 +861,15 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
     assert [[*row.values()][1:4] for row in shown] == [["1", "5.00", "7.00"], ["1, 2 GPUs", "4.00", "6.00"]]
 
 
+def test_losses_of_variants_stand_by_training_step_and_need_as_many():
+    of = {"a": [9.0, 7.004], "cold": [9.0, 8.5], "short": [9.0]}
+    study = runs.study("ablations", {name: runs.run(runs.row(name, loss=loss)) for name, loss in of.items()})
+    warm, cold = ablations.loss_rows(study, "a", "cold")
+    assert warm == {"loss in training step": "a", "1": "9.00", "2": "7.00"} and cold["2"] == "8.50"
+    with pytest.raises(ValueError, match="a, short trained different numbers of steps"):
+        ablations.loss_rows(study, "a", "short")
+
+
 def test_a_machine_that_is_busy_around_one_variant_marks_its_difference():
     quiet, busy = (runs.row("1_x", ms, product_ms=[work] * 2) for ms, work in ((50.0, 20.0), (60.0, 40.0)))
     for card, mark in (("a", "?"), ("b", "")):
