@@ -224,7 +224,8 @@ def observe(train_step: Callable, batch: tuple, model: torch.nn.Module, args: Me
     row.settings.captured = captured
     if args.is_ours:
         with noting(row, "residual stream not observed"):
-            row.settings.residual_dtype = profile.residual_dtype(model, batch, mixed_precision(args))
+            one_sequence = [tensor[:1] for tensor in batch]  # eager code may need more memory
+            row.settings.residual_dtype = profile.residual_dtype(partial(train_step, *one_sequence), model)
     notes = [row.note]
     if row.settings.float32_matmul_precision == "high" and not args.amp:
         notes.append(f"FP32, because this {args.device.type} does not multiply BF16")

@@ -64,17 +64,17 @@ def observe(step: Callable[[], object], model: torch.nn.Module, device: torch.de
     return settings
 
 
-def residual_dtype(model: torch.nn.Module, batch: tuple, amp: torch.autocast) -> str | None:
-    """The dtype of the residual stream: what the LayerNorm before the head reads in a forward pass of one
-    sequence, nothing compiled. None for a model in which neither has its usual name."""
+def residual_dtype(step: Callable[[], object], model: torch.nn.Module) -> str | None:
+    """The dtype of the residual stream: what the LayerNorm before the head reads while `step` runs once,
+    nothing compiled. None for a model in which neither has its usual name."""
     parts = [part for name, part in model.named_modules() if name.endswith(("ln_f", "lm_head"))]
     seen: list[torch.dtype] = []
     if not parts:
         return None
     hook = parts[0].register_forward_pre_hook(lambda part, inputs: seen.append(inputs[0].dtype))
     try:
-        with torch.no_grad(), amp, torch.compiler.set_stance("force_eager"):
-            model(*(tensor[:1] for tensor in batch))
+        with torch.compiler.set_stance("force_eager"):
+            step()
     finally:
         hook.remove()
     return str(seen[0]).removeprefix("torch.") if seen else None

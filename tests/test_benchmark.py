@@ -160,6 +160,19 @@ def test_what_ran_is_observed(traced_only):
         }
 
 
+@pytest.mark.parametrize("step", [STEPS[0], STEPS[3]])
+def test_the_residual_stream_is_seen_in_the_step_itself_whatever_its_autocast(step):
+    run = built(step)
+    run.model.residual_dtype = torch.float16
+
+    def train_step():
+        with torch.autocast("cpu", torch.float16):
+            run.model(*run.batches[0])
+
+    assert profile.residual_dtype(train_step, run.model) == "float16"
+    assert profile.residual_dtype(train_step, torch.nn.Linear(2, 2)) is None
+
+
 def test_the_precision_is_that_of_products_alone():
     linear, half = torch.nn.Linear(8, 8), torch.ones(8, dtype=torch.bfloat16)
     observed = profile.observe(lambda: linear(torch.ones(2, 8)) + (half * half), linear, torch.device("cpu"))
