@@ -2,7 +2,7 @@
 
 Tensor cores multiply FP8 twice as fast as BF16. Its range is small, so TE scales all that a
 matmul reads, on Hopper by the largest values of earlier steps. Scales begin at 1, where
-gradients round to 0: rehearse, or the first steps are lost (launch trains ten, and undoes
+gradients round to 0: rehearse, or the first steps teach little (launch trains ten, and undoes
 them). The price: rounding, blocks not compiled, and casts: narrow models lose by these.
 """
 
