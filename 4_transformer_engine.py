@@ -2,8 +2,8 @@
 
 Tensor cores multiply FP8 twice as fast as BF16. Its range is small, so TE scales all that a
 matmul reads, on Hopper by the largest values of earlier steps. Scales begin at 1, where
-gradients round to 0: rehearse, or the first steps teach little (launch trains ten, and undoes
-them). The price: rounding, blocks not compiled, and casts: narrow models lose by these.
+gradients round to 0, and teach little: so launch rehearses ten steps and undoes them.
+The price: rounding, blocks not compiled, and casts: narrow models lose by these.
 """
 
 import torch
