@@ -294,6 +294,6 @@ def result_lines(row: Row, args: Measurement) -> str:
         f"{row.step}: {ms:.1f} ms/step, {work.gpus * work.tokens_per_step / ms * 1e3:,.0f} {work.unit}/s, "
         f"{work.gpus * work.flops_per_step / ms / 1e9:.3g} model TFLOP/s, "
         f"peak {row.peak_bytes / 2**30:.1f} GiB, warm-up {row.warmup_s:.1f} s, "
-        f"loss {row.loss[0]:.3f} -> {row.loss[-1]:.3f}"
+        f"loss {row.loss[0]:.3f} in the first training step, {row.loss[-1]:.3f} in the last"
     )
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import difflib
 import shlex
 import sys
 from collections.abc import Callable
@@ -91,7 +92,16 @@ class OneLineParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {one_line(message, 1000)}\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message + self._meant(message), 1000)}\n")
+
+    def _meant(self, message: str) -> str:
+        """The option that a misspelt one is nearest to, as a question; empty where none is near."""
+        unknown = [word for word in message.split() if word.startswith("--")]
+        if not message.startswith("unrecognized arguments") or not unknown:
+            return ""
+        name = unknown[0].partition("=")[0]
+        nearest = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.8)
+        return f": did you mean {nearest[0]}?" if nearest else ""
 
 
 def positive_int(text: str) -> int:

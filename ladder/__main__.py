@@ -107,6 +107,7 @@ def check(request: Request, resumes: bool) -> None:
     names = {word.partition("=")[0] for word in request.arguments}
     # The words of a resumed sweep hold the batch size that was chosen when it started.
     shape = [name for name in names if name.startswith(("--n-", "--seq-", "--batch-")) and not resumes]
+    in_file = sorted({*shape, *names & {"--preset", "--vocab-size", "--data"}})
     for is_wrong, why in (
         (options.scaling and options.sweep, "--scaling and --sweep exclude each other"),
         (not set(chosen) <= set(numbers), f"--only {options.only}: give some of {','.join(numbers)}"),
@@ -119,6 +120,10 @@ def check(request: Request, resumes: bool) -> None:
         (
             options.model and (options.gpus or options.scaling or options.sweep),
             "--model runs on one GPU, without --gpus, --scaling and --sweep",
+        ),
+        (
+            options.model and in_file,
+            f"{' '.join(in_file)}: not with --model, whose file makes the model and its batches",
         ),
         (kind == "sweep" and (options.gpus or options.parallel), "a sweep runs on one GPU"),
         (

@@ -90,8 +90,8 @@ def told_of_time(args: Arguments, row_s: float) -> list[str]:
     if step_s <= LONG_S:
         return []
     return [
-        f"In FP32 a training step of this shape takes at least {step_s / 60:.0f} minutes here, and a row "
-        f"{row_s / 60:,.0f}"
+        f"In FP32 a training step of this shape takes at least {step_s / 60:.1f} minutes here, and a row "
+        f"{row_s / 60:,.0f} minutes"
     ]
 
 

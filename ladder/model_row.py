@@ -2,8 +2,8 @@
 
 python ladder/model_row.py ROW FILE --output FOLDER/ROW.json ARGUMENT ...     FOLDER has the plan of the run
 
-A row reads the records of the rows before it in its folder, and keeps the changes that did not make a step
-slower.
+A row reads the records of the rows before it in its folder, and keeps the changes that did not clearly make
+a step slower.
 """
 
 import contextlib
@@ -49,14 +49,27 @@ def rows_before(folder: Path, name: str) -> dict[str, dict]:
 
 
 def kept(before: dict[str, dict]) -> list[str]:
-    """The rows whose changes are kept: each at least as fast as what it was added to."""
-    names, fastest_ms = [], None
+    """The rows whose changes are kept: none clearly slower than what it was added to."""
+    names, base = [], None
     for name, row in before.items():
-        ms = statistics.median(row["step_ms"])
-        if fastest_ms is None or ms <= fastest_ms:
-            fastest_ms = ms
+        if base is None or not is_slower(row["step_ms"], base):
+            base = row["step_ms"]
             names += [name] if ROWS[name] else []
     return names
+
+
+def is_slower(times: list[float], others: list[float]) -> bool:
+    """Whether training steps took longer than others: the middle halves of their times do not overlap, as in
+    the report."""
+    return middle_half(times)[0] > middle_half(others)[1]
+
+
+def middle_half(times: list[float]) -> tuple[float, float]:
+    """The first and the third quartile."""
+    if len(times) == 1:
+        return times[0], times[0]
+    quartiles = statistics.quantiles(times, method="inclusive")
+    return quartiles[0], quartiles[-1]
 
 
 def functions_of(names: list[str], file) -> list[Callable]:

@@ -161,6 +161,9 @@ def execute(folder: Path, job: Job, finishes: str) -> int:
     running = Running(folder, job, stop)
     if job.plan["roofs"] and not (folder / schema.PREDICTED).exists():
         running.predict()
+    recorded = [row for row in job.rows if running.recorded(row).get("status") == "ok"]
+    if recorded:
+        say(f"{len(recorded)} of {len(job.rows)} rows are recorded already")
     for k, row in enumerate(job.rows, 1):
         if not stop.requests and running.recorded(row).get("status") != "ok":
             running.run_row(row, f"row {k} of {len(job.rows)}")

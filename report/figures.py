@@ -149,8 +149,6 @@ def _fill_ratios(steps: list[Line], peers: list[Line], first: Line | None, plain
     for k, line in enumerate(steps):
         line.base = _base(line, steps[:k])
         line.over_before = ratio(line, line.base or before)
-        if line.ms and line.base is not before and line.base:
-            line.note = "; ".join(filter(None, [line.note, f"made from {line.base.name}"]))
         before = line if line.ms else before
 
 
@@ -285,7 +283,9 @@ def _fill_profile(line: Line) -> None:
     ms = {name: profile.categories.get(name, 0.0) for name in CATEGORIES} | {GAPS: profile.idle_ms or 0.0}
     whole = sum(ms.values())
     if abs(whole / line.ms - 1) > PROFILE_OFF:
-        left_out = f"its profile is left out: its steps took {whole:,.1f} ms"
+        left_out = (
+            f"its profile is left out: profiled steps took {whole:,.1f} ms, the timed ones {line.ms:,.1f}"
+        )
         line.note = f"{line.note}; {left_out}" if line.note else left_out
         return
     line.category_ms = ms

@@ -59,6 +59,8 @@ def render(figures: Figures) -> str:
         limits=table.limit_rows(figures),
         proofs=table.proof_rows(figures),
         limits_of_proof=proof,
+        in_fp8=any(line.row.settings.fp8_recipe for line in figures.lines),
+        predicted=any(line.row.predicted_ms for line in figures.lines),
         cards=[(card, time_bars(card.pair)) for card in story.cards(figures)],
         block_legend=legend({launch.category for line in blocks for launch in _launches(line)}),
         blocks=[block_bar(line) for line in blocks],

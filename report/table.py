@@ -42,10 +42,16 @@ def main_rows(figures: Figures, detailed: bool = False) -> list[dict[str, str]]:
             settings = line.row.settings
             row |= {"launch": LAUNCH[settings.captured], "residual": dtype(settings.residual_dtype)}
             row |= {"head": settings.head or "-", "FP8 scaling": scaling(settings.fp8_recipe)}
-        if detailed:
-            row["made from"] = line.base.name if line.base else "-"
+        row["made from"] = _made_from(line, rows[-1]["step"] if rows else "", detailed)
         rows.append(row)
     return only_filled(rows)
+
+
+def _made_from(line: Line, row_above: str, always: bool) -> str:
+    """The row of which a row is a copy with one change more, where it is not the row above."""
+    if line.base is None or (line.base.name == row_above and not always):
+        return "-"
+    return line.base.name
 
 
 def _column_over(line: Line | None) -> str:

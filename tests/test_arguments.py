@@ -41,7 +41,8 @@ def parse(*words):
         ("--output /proc/x.json", "cannot write --output /proc/x.json: No such file or directory"),
         ("--lr 1e25", "is not above 0 and at most 1"),
         ("--lr nan", "is not above 0 and at most 1"),
-        ("--unknown 1", "unrecognized arguments"),
+        ("--unknown 1", "unrecognized arguments: --unknown 1"),
+        ("--batchsize=2", "unrecognized arguments: --batchsize=2: did you mean --batch-size?"),
     ],
 )
 def test_bad_input_is_one_line_and_takes_no_time(words, said, refused):
@@ -283,7 +284,7 @@ def test_what_a_user_is_told_before_the_first_row(monkeypatch):
     monkeypatch.setattr(facts, "product_flops_per_s", lambda: 3e10)
     minutes = flops.flops_per_step(long.config, 32) / 3e10 / 60
     (said,) = facts.told_of_time(long, row_s := facts.least_row_s(long))
-    assert f"at least {minutes:.0f} minutes here" in said and f"a row {17 * minutes:,.0f}" in said
+    assert f"at least {minutes:.1f} minutes here" in said and f"a row {17 * minutes:,.0f} minutes" in said
     for limit_s, told in ((row_s - 1, 1), (row_s + 1, 0)):
         job = running.Job({"limit_s": limit_s}, [], {"row_s": row_s})
         assert len(running.told_of_limit(job)) == told, "of the user's own limit"
