@@ -224,14 +224,22 @@ def observe(train_step: Callable, batch: tuple, model: torch.nn.Module, args: Me
     row.settings.captured = captured
     if args.is_ours:
         with noting(row, "residual stream not observed"):
-            one_sequence = [tensor[:1] for tensor in batch]  # eager code may need more memory
-            row.settings.residual_dtype = profile.residual_dtype(partial(train_step, *one_sequence), model)
+            small = few_sequences(batch)  # nothing is compiled, so a whole batch may need more memory
+            row.settings.residual_dtype = profile.residual_dtype(partial(train_step, *small), model)
     notes = [row.note]
     if row.settings.float32_matmul_precision == "high" and not args.amp:
         notes.append(f"FP32, because this {args.device.type} does not multiply BF16")
     if args.cold:
         notes.append("trained without a rehearsal: --cold")
     row.note = "; ".join(filter(None, notes)) or None
+
+
+def few_sequences(batch: tuple) -> tuple:
+    """The first sequences of a batch of tensors (B, T), as few as have a number of tokens that FP8
+    multiplies, see common/hardware.py."""
+    most_fp8_unit = 32
+    count = most_fp8_unit // math.gcd(most_fp8_unit, batch[0].shape[1])
+    return tuple(tensor[:count] for tensor in batch)
 
 
 def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Arguments, row: Row) -> None:

@@ -8,6 +8,7 @@ first one's GPU.
 
 import json
 import os
+import statistics
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -241,6 +242,14 @@ class Study:
     started_at: str | None
     runs: dict[str, Run]  # by name: a shape, a number of GPUs, a variant, a step and its seed
     schema_version: int = SCHEMA_VERSION
+
+
+def middle_half(times: list[float]) -> tuple[float, float]:
+    """The first and the third quartile: rows whose middle halves overlap are not called different."""
+    if len(times) == 1:
+        return times[0], times[0]
+    first, _, third = statistics.quantiles(times, method="inclusive")
+    return first, third
 
 
 def sketches_of(record: Path) -> Path:

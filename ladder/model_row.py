@@ -10,7 +10,6 @@ import contextlib
 import copy
 import inspect
 import itertools
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import benchmark, hardware
-from common.record import PLAN, Workload, read_object
+from common.record import PLAN, Workload, middle_half, read_object
 from common.text import Skip, one_line
 from ladder import model_changes as changes
 from ladder import model_file
@@ -59,17 +58,8 @@ def kept(before: dict[str, dict]) -> list[str]:
 
 
 def is_slower(times: list[float], others: list[float]) -> bool:
-    """Whether training steps took longer than others: the middle halves of their times do not overlap, as in
-    the report."""
+    """Whether training steps clearly took longer than others, as the report calls it."""
     return middle_half(times)[0] > middle_half(others)[1]
-
-
-def middle_half(times: list[float]) -> tuple[float, float]:
-    """The first and the third quartile."""
-    if len(times) == 1:
-        return times[0], times[0]
-    quartiles = statistics.quantiles(times, method="inclusive")
-    return quartiles[0], quartiles[-1]
 
 
 def functions_of(names: list[str], file) -> list[Callable]:

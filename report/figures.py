@@ -3,9 +3,9 @@ here."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 
-from common.record import CATEGORIES, Environment, Roofs, Row, Run, Settings, Study, Workload
+from common.record import CATEGORIES, Environment, Roofs, Row, Run, Settings, Study, Workload, middle_half
 from report.load import DIFFER
 from report.peaks import peak_flops_per_s
 from report.proof import limit, verdict
@@ -214,9 +214,7 @@ def _fill_times(line: Line) -> None:
     passes = [row.step_ms for row in line.row.passes or [line.row]]
     medians = [median(times) for times in passes]
     line.ms, line.passes = median(medians), len(medians)
-    ends = medians
-    if len(passes) == 1 and len(passes[0]) > 1:
-        ends = quantiles(passes[0], method="inclusive")
+    ends = medians if len(passes) > 1 else middle_half(passes[0])
     line.low_ms, line.high_ms = min(ends), max(ends)
     line.drift = max(map(_drift, passes), key=abs)
 

@@ -173,6 +173,13 @@ def test_the_residual_stream_is_seen_in_the_step_itself_whatever_its_autocast(st
     assert profile.residual_dtype(train_step, torch.nn.Linear(2, 2)) is None
 
 
+@pytest.mark.parametrize("sequences, tokens, few", [(8, 2048, 1), (8, 12, 8), (6, 24, 4), (2, 24, 2)])
+def test_few_sequences_have_a_number_of_tokens_that_fp8_multiplies(sequences, tokens, few):
+    batch = (torch.zeros(sequences, tokens), torch.zeros(sequences, tokens))
+    small = benchmark.few_sequences(batch)
+    assert [len(tensor) for tensor in small] == [few, few] and few * tokens % 16 == 0
+
+
 def test_the_precision_is_that_of_products_alone():
     linear, half = torch.nn.Linear(8, 8), torch.ones(8, dtype=torch.bfloat16)
     observed = profile.observe(lambda: linear(torch.ones(2, 8)) + (half * half), linear, torch.device("cpu"))
