@@ -80,6 +80,7 @@ case " $* " in *" --help "* | *" -h "*) # needs no torch
   exec "${PYTHON:-python3}" "$here/ladder/__main__.py" --help
   ;;
 esac
+[[ ${1:-} != --setup || $# == 1 ]] || fail 2 "--setup takes no other argument: $2"
 setup
 if [ "${1:-}" = --setup ]; then
   echo "$python"

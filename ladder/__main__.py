@@ -56,7 +56,11 @@ def build_parser() -> OneLineParser:
         "Exit code: 0 when every row is ok or skipped, 2 for bad arguments, 130 after Ctrl-C, 1 otherwise.",
     )
     add = parser.add_argument
-    add("--only", metavar="N,N", help="these steps alone, for example 3,4")
+    add(
+        "--only",
+        metavar="N,N",
+        help="these steps alone, for example 3,4; rows of --model build on those before them",
+    )
     add("--repeat", type=positive_int, default=1, metavar="N", help="passes over all rows")
     text = "N processes a row, each with its own GPU (on a CPU: its share of the cores) and its own batch"
     add("--gpus", type=positive_int, metavar="N", help=text)

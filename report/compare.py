@@ -22,13 +22,24 @@ def compare(a: Path, b: Path) -> str:
         raise RecordError("they have no row in common that has a time in both")
     differing = sides["A"].run.workload.differing(sides["B"].run.workload)
     comparable = set(differing) <= HARMLESS
-    note = f"The work differs in {', '.join(differing)}." if differing else "The work is the same."
+    note = f"The workload differs in {', '.join(differing)}." if differing else "The workload is the same."
     if comparable:
         note += " Where A / B is above 1, B is faster."
     machines = [f"{side}: {describe_machine(figures.environment)}" for side, figures in sides.items()]
     remarks = [f"{side}: {text}" for side, figures in sides.items() for text in figures.remarks]
     table = aligned(only_filled(_rows(pairs, comparable)))
-    return "\n".join([*machines, note, "", table, "", *remarks])
+    return "\n".join(
+        [*machines, note, *_unshared(sides, {line.name for line, _ in pairs}), "", table, "", *remarks]
+    )
+
+
+def _unshared(sides: dict[str, Figures], shared: set[str]) -> list[str]:
+    """For each side the rows that have a time there alone, in a sentence."""
+    sentences = []
+    for side, figures in sides.items():
+        if names := [line.name for line in figures.timed if line.name not in shared]:
+            sentences.append(f"Only {side} has a time of {', '.join(names)}.")
+    return sentences
 
 
 def _figures(folder: Path) -> Figures:

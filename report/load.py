@@ -150,6 +150,8 @@ def load(folder: Path) -> Run | Study:
     if not folder.is_dir():
         raise RecordError(f"{one_line(folder)} is not a folder")
     if not (folder / schema.PLAN).exists():
+        if not (folder / schema.MERGED).exists():
+            raise RecordError(f"there is no file {schema.MERGED} in {one_line(folder)}")
         return read(folder / schema.MERGED)
     plan = convert(read_json(folder / schema.PLAN), Plan, schema.PLAN)
     if plan.schema_version != schema.SCHEMA_VERSION or not plan.rows:

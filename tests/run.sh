@@ -5,6 +5,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 python="$(./run_all.sh --setup)"
 if ! "$python" -c "import pytest, xdist" 2>/dev/null; then
+  echo "tests/run.sh: installing tests/requirements.txt (once)"
   "$python" -m pip install --quiet -r tests/requirements.txt
 fi
 workers=2 # a GPU takes one test at a time
@@ -13,4 +14,4 @@ if [ "${1:-}" = --fast ]; then
   shift
   set -- -m "not slow" "$@"
 fi
-exec "$python" -m pytest -q -rs -n "$workers" --dist worksteal --durations=10 "$@"
+exec "$python" -m pytest -q -rfEs -n "$workers" --dist worksteal --durations=10 "$@"

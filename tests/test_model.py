@@ -1,5 +1,6 @@
 """./run_all.sh --model: the contract of a file, what each row changes, what is kept, the decision."""
 
+import inspect
 import json
 import sys
 import sysconfig
@@ -20,7 +21,7 @@ from common import benchmark, rehearsal
 from common import proof as sampling
 from common.record import Proof, Row, Settings, write_json
 from common.text import Skip
-from ladder import model_file, model_row
+from ladder import model_changes, model_file, model_row
 from ladder import runs as planned
 from report import proof, sentences, table
 from report.documents import as_markdown, for_terminal
@@ -508,8 +509,13 @@ def test_a_switch_reaches_parts_with_a_configuration_of_their_own():
 
 def test_blocks_and_loss_are_compiled_and_what_lies_between_is_not(arguments_of, monkeypatch):
     compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda part: compiled.append(part))
-    monkeypatch.setattr(torch, "compile", lambda loss: compiled.append(loss) or loss)
+
+    def compile(function):
+        """Notes a loss, or the module whose `forward` is to be compiled."""
+        compiled.append(function.__self__ if inspect.ismethod(function) else function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
     args = arguments_of(LINEAR + BATCHES + SUM)
     model = Layers(14, 0)
     with torch._dynamo.config.patch(recompile_limit=8):
@@ -519,7 +525,7 @@ def test_blocks_and_loss_are_compiled_and_what_lies_between_is_not(arguments_of,
     compiled.clear()
     whole = nn.Linear(2, 2)
     model_row.compiled(whole, [], args)
-    assert compiled == [whole, args.file.loss] and "forward" not in vars(whole)
+    assert compiled == [whole, args.file.loss] and not hasattr(whole.forward, "_torchdynamo_disable")
     compiled.clear()
     del args.file.loss
     whole.loss_function = print
@@ -527,6 +533,23 @@ def test_blocks_and_loss_are_compiled_and_what_lies_between_is_not(arguments_of,
     compiled.clear()
     model_row.compiled(whole, [nn.ModuleList([whole, nn.ModuleDict({"a": model.small[0]})])], args)
     assert compiled == [whole, model.small[0], print], "a list of layers is never called"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    ],
+)
+def test_blocks_of_pytorch_itself_are_compiled(block):
+    model, x = nn.Sequential(*(block() for _ in range(3))), torch.randn(2, 4, 8, requires_grad=True)
+    expected, graphs = model(x), torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    model_changes.compile_parts(model, [*model], None)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+    assert graphs["unique_graphs"] == before + 1, "one for all equal blocks"
 
 
 @pytest.mark.slow

@@ -261,8 +261,14 @@ def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path
         "3.00",
         "5.00",
     ]
+    d = runs.write(tmp_path / "d", runs.run(runs.row("9_x")))
     with pytest.raises(RecordError, match="no row in common"):
-        compare.compare(a, runs.write(tmp_path / "d", runs.run(runs.row("9_x"))))
+        compare.compare(a, d)
+    e = runs.write(tmp_path / "e", runs.run(runs.row("0_baseline", 300.0), runs.row("5_mine", 9.0)))
+    assert compare.compare(a, e).splitlines()[3:5] == [
+        "Only A has a time of 1_cublas.",
+        "Only B has a time of 5_mine.",
+    ]
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -274,7 +280,7 @@ def test_a_record_that_leaves_out_defaults_is_the_same_work(tmp_path):
         del short["workload"][name]
     places = [runs.write(tmp_path / "whole", whole), runs.write(tmp_path / "short", short)]
     for order in (places, places[::-1]):
-        assert "The work is the same" in compare.compare(*order)
+        assert "The workload is the same" in compare.compare(*order)
     short["rows"][0]["settings"] = {"compiled": True}
     page = page_of(derive(load(runs.write(tmp_path / "partial", short))))
     cells = re.search(r">0_baseline<(.*?)</tr>", page[page.index('id="ran"') :], re.S)[1]
