@@ -378,7 +378,7 @@ def check_output(output: Path) -> None:
             finally:  # on a full disk too
                 temporary_of(path).unlink(missing_ok=True)
     except OSError as error:
-        raise ValueError(f"cannot write --output {output}: {error.strerror or error}") from None
+        raise ValueError(f"cannot write {output}: {error.strerror or error}") from None
 
 
 def is_own(file: Path) -> bool:

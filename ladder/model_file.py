@@ -246,7 +246,7 @@ def resolve(options) -> ModelArguments:
 def load(path: Path) -> ModuleType:
     """The file as a module. Raises Skip, one line, where it cannot be imported or lacks a function."""
     if path.suffix != ".py" or not path.is_file():
-        raise Skip(f"--model {path.name}: there is no such Python file")
+        raise Skip(f"--model {path}: there is no such Python file")
     sys.path.insert(0, str(path.parent))  # of what the file imports beside it
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)

@@ -38,7 +38,7 @@ def parse(*words):
         ("--output /dev/null", "exists and is no record: it stays as it is"),
         (f"--output {__file__}", "exists and is no record: it stays as it is"),
         (f"--output {ROOT}/tests/data/te-2.9.0.json", "exists and is no record: it stays as it is"),
-        ("--output /proc/x.json", "cannot write --output /proc/x.json: No such file or directory"),
+        ("--output /proc/x.json", "cannot write /proc/x.json: No such file or directory"),
         ("--lr 1e25", "is not above 0 and at most 1"),
         ("--lr nan", "is not above 0 and at most 1"),
         ("--unknown 1", "unrecognized arguments: --unknown 1"),
