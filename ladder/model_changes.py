@@ -44,8 +44,11 @@ def compile_parts(model, parts, loss):
     function of your own, Hugging Face's model.loss_function, or None where the model computes its loss."""
     # A block that reads its own number is compiled once more for each number.
     torch._dynamo.config.recompile_limit = max(8, 2 * len(parts))
-    for part in parts:  # part.compile() leaves PyTorch's own modules, such as nn.Sequential, as they are
-        part.forward = torch.compile(part.forward)
+    for part in parts:
+        if type(part).forward.__module__.startswith("torch.nn."):  # compile() would leave these as they are
+            part.forward = torch.compile(part.forward)
+        else:
+            part.compile()
     if model not in parts:  # or the loss would compile the whole model with it
         model.forward = torch.compiler.disable(model.forward)
     return loss and torch.compile(loss)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from common.record import Run
-from common.text import aligned
+from common.text import aligned, one_line
 from report.cells import gain, only_filled, time_or_status
 from report.figures import Figures, Line, derive, ratio
 from report.load import RecordError, load
@@ -45,7 +45,9 @@ def _unshared(sides: dict[str, Figures], shared: set[str]) -> list[str]:
 def _figures(folder: Path) -> Figures:
     run = load(folder)
     if not isinstance(run, Run) or not run.workload:
-        raise RecordError("give two runs of steps: a sweep or another study cannot be compared")
+        raise RecordError(
+            f"{one_line(folder)}: a sweep or another study cannot be compared, give two runs of steps"
+        )
     return derive(run)
 
 

@@ -516,6 +516,7 @@ def test_blocks_and_loss_are_compiled_and_what_lies_between_is_not(arguments_of,
         return function
 
     monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(nn.Module, "compile", lambda part: compiled.append(part))
     args = arguments_of(LINEAR + BATCHES + SUM)
     model = Layers(14, 0)
     with torch._dynamo.config.patch(recompile_limit=8):
