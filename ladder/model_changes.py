@@ -45,7 +45,7 @@ def compile_parts(model, parts, loss):
     # A block that reads its own number is compiled once more for each number.
     torch._dynamo.config.recompile_limit = max(8, 2 * len(parts))
     for part in parts:
-        if type(part).forward.__module__.startswith("torch.nn."):  # compile() would leave these as they are
+        if part.forward.__module__.startswith("torch.nn."):  # compile() would leave these as they are
             part.forward = torch.compile(part.forward)
         else:
             part.compile()
