@@ -30,14 +30,15 @@ def rows_of(keys: list[str], arguments: list[str]) -> list[Planned]:
 
 
 def chosen(words: list[str] | None) -> list[str]:
-    """The variants whose name or script contains one of the words, or all that run on one GPU. One of several
-    GPUs is meant by its whole name alone. Raises Skip for a word of none."""
+    """The variants whose name or script contains one of the words, or all that run on one GPU. A whole name
+    means this variant alone, and only so is one of several GPUs meant. Raises Skip for a word of none."""
     names = {key: f"{key} {head['Script']}" for key, head in variants().items() if head["GPUs"] == "1"}
     if words is None:
         return sorted(names)
     keys = set()
     for word in words:
-        named = {key for key, name in names.items() if word in name} | ({word} & variants().keys())
+        whole = {word} & variants().keys()
+        named = whole or {key for key, name in names.items() if word in name}
         if not named or not word:
             raise Skip(f"no variant is named like {one_line(word)!r}")
         keys |= named

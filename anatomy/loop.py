@@ -59,6 +59,10 @@ def make_states(folder: Path) -> dict[str, Path]:
 
 def run_state(row: Row, script: Path, log: Path, limit_s: int, stop: process.Stop) -> dict:
     """Run a state into its row, and return what its process answered; a state that broke stays a row."""
+    from common.benchmark import (
+        explain,
+    )  # here, since it imports torch, without which docs/tables.py reads this
+
     row.status, row.source = "ok", script.read_text()
     script.write_text(row.source + TELLS)
     words = ["-c", f"import os; os.chdir({str(script.parent)!r}); exec(open('loop.py').read())"]
@@ -67,7 +71,7 @@ def run_state(row: Row, script: Path, log: Path, limit_s: int, stop: process.Sto
     if ended or not answer:
         row.status, row.reason = ended or ("failed", "it left no times")
         if row.status == "failed":
-            row.reason = process.last_line(log, "Error: ") or row.reason
+            row.status, row.reason = explain(RuntimeError(process.last_line(log, "Error: ") or row.reason))
         if row.reason.startswith("No module named"):
             row.status, row.reason = "skipped", f"not installed: {row.reason}"
         return {}
@@ -77,7 +81,7 @@ def run_state(row: Row, script: Path, log: Path, limit_s: int, stop: process.Sto
 
 def workload_of(answer: dict, steps: int) -> Workload:
     """What a state of the loop trained, by what the first one answered."""
-    from common import flops  # here, since these import torch, without which docs/tables.py reads the patches
+    from common import flops  # here, since these import torch
     from common.model import GPTConfig
 
     n_layer, n_head, n_embd, seq_len, vocab_size = answer["shape"]
@@ -98,6 +102,16 @@ def workload_of(answer: dict, steps: int) -> Workload:
     )
 
 
+def refuse_other_work(row: Row, answer: dict, first: dict) -> None:
+    """Make a state that trained other work than the first one a failed row."""
+    differing = [name for name in ("tokens", "shape", "rate") if answer[name] != first[name]]
+    if len(answer["loss"]) != len(first["loss"]):
+        differing.append("number of training steps")
+    if differing:
+        row.status, row.step_ms = "failed", []
+        row.reason = f"its patch changes the work: {', '.join(differing)}"
+
+
 def empty_folder(output: Path | None) -> Path:
     """Where the record goes. Raises Skip for what is no folder, and for one that holds something."""
     folder = output.resolve() if output else running.new_folder("loop")
@@ -116,7 +130,7 @@ def run_states(folder: Path, limit_s: int, stop: process.Stop) -> Run:
     stop.listen()
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     command = portable_command("python -m anatomy.loop", sys.argv[1:])
-    run, changes = Run(command, started_at, environment, None, []), []
+    run, changes, first = Run(command, started_at, environment, None, []), [], {}
     for name, script in states.items():
         if stop.requests:
             break
@@ -124,11 +138,12 @@ def run_states(folder: Path, limit_s: int, stop: process.Stop) -> Run:
             changes.append(name.partition("-")[2])
         run.rows.append(row := Row(name, changes=[*changes]))
         log = folder / f"{name}.log"
-        answer = run_state(row, script, log, limit_s, stop)
+        if answer := run_state(row, script, log, limit_s, stop):
+            first = first or answer
+            run.workload = run.workload or workload_of(answer, len(row.loss))
+            refuse_other_work(row, answer, first)
         if row.status == "ok":
             log.unlink()
-        if answer and not run.workload:
-            run.workload = workload_of(answer, len(row.loss))
         say(f"{name}: {row.reason or 'done'}")
     shutil.rmtree(folder / "states", ignore_errors=True)
     return run

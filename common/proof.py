@@ -31,12 +31,12 @@ def sample(
 ) -> dict:
     """Run one training step, and sample before its update. Returns float32 arrays by the name of a weight:
     (2, NUMBERS) numbers of the weight, the same places in all rows, and the sketch of its gradient; those of
-    a part by `NAME part 1/2`."""
+    a part by `NAME part 1/2`. Of several updates in one training step, the last is sampled."""
     samples: dict[str, np.ndarray] = {}
 
     def keep(*_) -> None:
         for name, weight in model.named_parameters():
-            if weight.dim() > 1 and weight.grad is not None:
+            if weight.dim() > 1 and weight.numel() and weight.grad is not None:
                 samples.update(samples_of(name, weight))
 
     model.zero_grad()  # also weights that the optimizer does not have

@@ -6,6 +6,7 @@ A table that would mix states of the code raises ValueError.
 python docs/tables.py                     make the reports of all recorded runs again
 python docs/tables.py --stale [PLACE]     which recordings are of other code: docs/record.sh makes them again
 python docs/tables.py --device MACHINE    fails where MACHINE has records, and none of this card or CPU
+python docs/tables.py --lost BEFORE AFTER  fails where a row has a time in BEFORE, a folder, and none in AFTER
 """
 
 import difflib
@@ -325,11 +326,15 @@ def stale(*of: str) -> list[str]:
 
 
 def edited(place: str) -> bool:
-    """Whether a step, a peer or a patch has other code than when its row was recorded. A run of a parity
-    study is named `VARIANT, seed 3`. The rows of a model that somebody brought are none of these."""
+    """Whether a step, a peer, a patch or a state of the guide's loop has other code than when its row was
+    recorded. A run of a parity study is named `VARIANT, seed 3`. Rows of --model are none of these."""
     if not (RESULTS / place / "results.json").exists():
         return False
     for name, run in runs_of(record(place)).items():
+        if run.rows and run.rows[0].step == loop.FIRST:
+            sources = loop_states()
+            if any(not is_same_code(row.source, sources.get(row.step, "")) for row in run.rows):
+                return True
         if not run.is_of_ladder:  # its 2_sdpa is not our script
             continue
         label = name.partition(", seed ")[0]
@@ -345,9 +350,12 @@ def is_edited(variant: str, row: Row) -> bool:
         present = present_source(variant, row.step)
     except Skip:  # the patch does not fit any more
         return True
-    return bool(row.source and present) and code_of(row.source, messages=False) != code_of(
-        present, messages=False
-    )
+    return bool(row.source and present) and not is_same_code(row.source, present)
+
+
+def is_same_code(source: str, other: str) -> bool:
+    """Whether two Python sources differ in comments, docstrings and messages alone."""
+    return code_of(source, messages=False) == code_of(other, messages=False)
 
 
 @cache
@@ -381,6 +389,19 @@ def renew() -> None:
             (RESULTS / SITE / f"steps-{width}-{theme}.svg").write_text(drawn)
 
 
+def without_time(before: Path, after: Path) -> list[str]:
+    """The rows that have a time in a recording, and none in a later one of the same piece."""
+    if not (before / "results.json").exists() or not (after / "results.json").exists():
+        return []
+    return sorted(timed(load(before)) - timed(load(after)))
+
+
+def timed(recording: Run | Study) -> set[str]:
+    """The names of the rows that have a time, behind those of their runs."""
+    lines = {name: derive(run).lines for name, run in runs_of(recording).items()}
+    return {f"{name} {line.name}".strip() for name, of_run in lines.items() for line in of_run if line.ms}
+
+
 def main() -> int:
     if sys.argv[1:2] in (["-h"], ["--help"]):
         say(__doc__)
@@ -392,8 +413,13 @@ def main() -> int:
         from common import hardware  # here, since it imports torch: the other commands need none
 
         return of_another_device(sys.argv[2], hardware.device_name(hardware.resolve_device("auto")))
+    if sys.argv[1] == "--lost" and len(sys.argv) == 4:
+        names = without_time(*map(Path, sys.argv[2:]))
+        if names:
+            say(f"rows of {sys.argv[2]} have no time now: {', '.join(names)}")
+        return int(bool(names))
     if sys.argv[1] != "--stale":
-        say("docs/tables.py: error: give --stale, or --device MACHINE", sys.stderr)
+        say("docs/tables.py: error: give --stale, --lost BEFORE AFTER, or --device MACHINE", sys.stderr)
         return 2
     places = stale(*sys.argv[2:])
     lines = [f"{place}: {'of other code' if is_recorded(place) else 'not recorded'}" for place in places]

@@ -293,6 +293,8 @@ def _differences(records: list[tuple[str, Run]]) -> list[str]:
         if not record.environment or record.rows[0].status != "ok":
             continue
         facts = {name: getattr(record.environment, name) for name in SAME_IN_ALL_ROWS}
+        if facts["code_sha256"]:
+            del facts["commit"]  # of the same code, a later commit measures the same
         for name, value in (facts | record.environment.versions).items():
             same = names.setdefault(name, {}).setdefault(one_line(value, 40), [])
             if row_name not in same:

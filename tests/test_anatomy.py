@@ -19,6 +19,7 @@ from anatomy import ablations, loop, masks, parity
 from anatomy.__main__ import ALL, APART
 from anatomy.lab import Lab, shown
 from common.arguments import parse_args
+from common.record import Row
 from common.text import Skip
 from ladder import patches, process, running, runs
 
@@ -256,6 +257,7 @@ def test_a_variant_of_several_gpus_is_meant_by_its_name_alone():
     assert row.arguments == [*parity.DEFAULTS, "--lr", "1", "--seed", "7"]
     assert "sharded-optimizer" not in [*ablations.chosen(None), *ablations.chosen(["2_sdpa"])]
     assert ablations.chosen(["sharded-optimizer"]) == ["sharded-optimizer"]
+    assert ablations.chosen(["dead-mlp"]) == ["dead-mlp"] and len(ablations.chosen(["dead"])) == 2
     names = [(row.output, row.gpus) for row in ablations.rows_of(["sharded-optimizer"], [])]
     assert names == [("2_sdpa, 2 GPUs/2_sdpa.json", 2), ("sharded-optimizer/2_sdpa.json", 2)]
 
@@ -280,6 +282,16 @@ def test_a_variant_of_two_processes_is_compared_with_its_script_in_as_many(tmp_p
     assert [run["workload"]["gpus"] for run in content.values()] == [2, 2]
     whole, sharded = (run["rows"][0]["loss"] for run in content.values())
     assert sharded == pytest.approx(whole, rel=1e-4), "the rehearsal is undone in both"
+
+
+def test_a_state_of_the_loop_that_trains_less_has_no_time():
+    first = {"tokens": 64, "shape": [2, 2, 64, 64, 256], "rate": 0.1, "loss": [4.0, 3.0]}
+    row = Row("4-compile", "ok", step_ms=[1.0])
+    loop.refuse_other_work(row, first | {"loss": [5.0, 2.0]}, first)
+    assert row.status == "ok" and row.step_ms
+    loop.refuse_other_work(row, first | {"tokens": 32, "shape": [1, 2, 64, 64, 256], "loss": [4.0]}, first)
+    assert (row.status, row.step_ms) == ("failed", [])
+    assert row.reason == "its patch changes the work: tokens, shape, number of training steps"
 
 
 @pytest.mark.slow

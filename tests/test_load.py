@@ -136,6 +136,14 @@ def test_rows_without_a_record_and_rows_of_other_work_or_of_another_name_say_so(
     assert "2.00? times faster than 0_a" in render(figures)
 
 
+def test_a_later_commit_of_the_same_code_may_add_rows(tmp_path):
+    folder = runs.plan(tmp_path, "0_a", "1_b")
+    for code, differs in (("1234", False), (None, True)):
+        for step, commit in (("0_a", "a"), ("1_b", "b")):
+            runs.put(folder, runs.row(step), commit=commit, code_sha256=code)
+        assert bool(load(folder).problems) == differs
+
+
 def test_passes_are_merged_and_a_row_has_a_time_only_if_no_pass_ended_without(tmp_path):
     places, names = ("", "pass-2/", "pass-3/"), ("0_a", "1_b", "2_c")
     folder = runs.plan(tmp_path, *((name, f"{place}{name}.json") for name in names for place in places))

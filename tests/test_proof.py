@@ -74,6 +74,17 @@ def test_a_sample_leaves_the_step_as_it_is_and_its_places_are_of_the_size_alone(
     assert (sampling.places_of(1000) == sampling.places_of(1000)).all() and sampling.places_of(7).max() == 6
 
 
+def test_a_matrix_without_numbers_does_not_cost_the_others_their_sample():
+    model = torch.nn.ParameterDict({"full": torch.ones(2, 3), "empty": torch.ones(0, 3)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step():
+        sum(weight.square().sum() for weight in model.values()).backward()
+        optimizer.step()
+
+    assert set(sampling.sample(train_step, optimizer, model, ())) == {"full"}
+
+
 def test_fp8s_scales_fit_the_initial_weights_again_before_gradients_are_sampled():
     plain, weights = built(STEPS[2]), []
     initial = rehearsal.InitialState(plain.optimizer)

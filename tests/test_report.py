@@ -942,9 +942,15 @@ def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path
         code_sha256=tables.code_sha256(tables.ROOT),
     )
     runs.write(tmp_path / "model" / "x", brought)
-    others = ["patch/other", "patch/other-seed", "peer/other", "peer/other-seed"]
-    assert tables.stale() == ["of/old", *others] and tables.stale("a/b") == ["a/b"]
-    assert tables.present() == "`model/x`, `patch/same`, `patch/same-seed`, `peer/same`, `peer/same-seed`"
+    for name, added in (("same", "# a comment"), ("other", "x = 1")):
+        rows = [runs.row(step, source=f"{text}\n{added}") for step, text in tables.loop_states().items()]
+        guide = runs.run(*rows, work=runs.workload(model="loop.py"))
+        guide.environment.code_sha256 = tables.code_sha256(tables.ROOT)
+        runs.write(tmp_path / "loop" / name, guide)
+    others = ["loop/other", "patch/other", "patch/other-seed", "peer/other", "peer/other-seed"]
+    assert tables.stale() == sorted(["of/old", *others]) and tables.stale("a/b") == ["a/b"]
+    same = ["loop/same", "model/x", "patch/same", "patch/same-seed", "peer/same", "peer/same-seed"]
+    assert tables.present() == ", ".join(f"`{place}`" for place in same)
     tables.record.cache_clear()
 
 
