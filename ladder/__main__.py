@@ -218,7 +218,8 @@ def resume(request: Request) -> int:
     job = prepare(parse([*argv, *limits]), resumes=True)
     if any(before.get(name) != job.plan[name] for name in ("workload", "rows", "schema_version")):
         raise Skip(
-            f"--resume {folder}: its work has changed: the scripts, the text or this machine's defaults"
+            f"--resume {folder}: its work has changed: "
+            "a script, the text, the file of --model or this machine's defaults"
         )
     job.plan["argv"] = argv  # a --step-timeout of this call alone is not kept
     for name in ("command", "started_at"):

@@ -87,6 +87,8 @@ class ModelArguments(arguments.Measurement):
     def model(self) -> torch.nn.Module:
         """The model as its file makes it, on the device. Raises Skip for weights that are not FP32."""
         set_seeds(self.seed)
+        if isinstance(self.file.model, torch.nn.Module):
+            raise Skip(f"model of {self.path.name} is a module: let it be a function that returns one")
         with self.device:  # where most models are built fast
             model = called(self.file.model, self.path)
         if not isinstance(model, torch.nn.Module):
@@ -101,10 +103,16 @@ class ModelArguments(arguments.Measurement):
         """The scalar loss of a batch: by the file's `loss`, or the model's output."""
         if hasattr(self.file, "loss"):
             return self.file.loss(model, batch)
-        if isinstance(batch, dict):
-            output = model(**batch)
-        else:
-            output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        try:
+            if isinstance(batch, dict):
+                output = model(**batch)
+            else:
+                output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        except TypeError as error:
+            if "argument" not in str(error):
+                raise
+            how = f"a batch is the model's arguments, unless {self.path.name} defines loss(model, batch)"
+            raise Skip(f"{one_line(error)}: {how}") from error
         loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
         if loss is None or loss.dim():
             raise Skip(f"the model returns no loss: define loss(model, batch) in {self.path.name}")
@@ -135,11 +143,13 @@ class ModelArguments(arguments.Measurement):
 
     def loss_and_flops(self, model: torch.nn.Module) -> tuple[torch.Tensor, int]:
         """The first loss, and the FLOPs of its forward pass as torch.utils.flop_counter counts them:
-        attention counts the whole (T, T) square. 0 of a loss that differentiates, which none follows."""
+        attention counts the whole (T, T) square. 0 of what it cannot follow: a loss that differentiates, and
+        a recurrent layer."""
+        is_recurrent = any(isinstance(module, torch.nn.RNNBase) for module in model.modules())
         try:
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 loss = self.first_loss(model)
-            return loss, counter.get_total_flops()
+            return loss, 0 if is_recurrent else counter.get_total_flops()
         except Skip as error:
             with contextlib.suppress(Skip):
                 return self.first_loss(model), 0

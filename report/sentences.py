@@ -13,6 +13,7 @@ CONVENTION_OF_MODEL = (
     "TFLOP/s count the FLOPs of PyTorch's counter, of attention the whole (T, T) square. Loading of batches "
     "is not timed"
 )
+UNCOUNTED = "PyTorch's counter does not know all FLOPs of this model. Loading of batches is not timed"
 
 
 def headline(figures: Figures) -> str:
@@ -50,11 +51,10 @@ def decision(timed: list[Line]) -> str:
     held = taken[-1].row.changes
     included = [line for line in others if line.row.changes[-1] in held]
     left = [line for line in others if line not in included]
-    sentence = f"Take {', '.join(line.row.changes[-1] for line in taken)}"
     if taken[-1] is first:
-        sentence += ": no row before it has a time"
+        sentence = f"Nothing tells what {first.row.changes[-1]} gives: no row before it has a time"
     else:
-        sentence += f": {gain(taken[-1].over_first)} x"
+        sentence = f"Take {', '.join(line.row.changes[-1] for line in taken)}: {gain(taken[-1].over_first)} x"
         sentence += f" over {first.name}" if first.row.changes else ""
     if included:
         sentence += f", with {_gains(included)}"
@@ -97,6 +97,8 @@ def convention(figures: Figures) -> str:
     """What TFLOP/s count."""
     if figures.run.is_of_ladder:
         return CONVENTION
+    if figures.timed_steps and not any(line.flops_per_s for line in figures.timed_steps):
+        return UNCOUNTED
     return CONVENTION_OF_LOOP if "anatomy.loop" in figures.run.command else CONVENTION_OF_MODEL
 
 

@@ -26,6 +26,7 @@ VERSIONS = ("torch", "transformer-engine", "cuda")  # that are told beside a res
 def main_rows(figures: Figures, detailed: bool = False) -> list[dict[str, str]]:
     """Every step and peer of a run. `detailed` adds the ranges of the passes, and how peers differ."""
     rows, unit = [], figures.run.workload.unit if figures.run.workload else "tokens"
+    tells_base = detailed or _has_another_base(figures)
     for line in figures.lines:
         row = {
             "step": f"{line.name} (peer)" if line.is_peer and detailed else line.name,
@@ -42,16 +43,14 @@ def main_rows(figures: Figures, detailed: bool = False) -> list[dict[str, str]]:
             settings = line.row.settings
             row |= {"launch": LAUNCH[settings.captured], "residual": dtype(settings.residual_dtype)}
             row |= {"head": settings.head or "-", "FP8 scaling": scaling(settings.fp8_recipe)}
-        row["made from"] = _made_from(line, rows[-1]["step"] if rows else "", detailed)
+        row["made from"] = line.base.name if line.base and tells_base else "-"
         rows.append(row)
     return only_filled(rows)
 
 
-def _made_from(line: Line, row_above: str, always: bool) -> str:
-    """The row of which a row is a copy with one change more, where it is not the row above."""
-    if line.base is None or (line.base.name == row_above and not always):
-        return "-"
-    return line.base.name
+def _has_another_base(figures: Figures) -> bool:
+    """Whether a row is a copy, with one change more, of another row than the one above."""
+    return any(line.base and line.base is not above for above, line in pairwise(figures.lines))
 
 
 def _column_over(line: Line | None) -> str:

@@ -5,6 +5,7 @@ import json
 import sys
 import sysconfig
 from collections import namedtuple
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,11 @@ def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, argume
         ),
         ("def model():\n    return 3\n" + BATCHES, "returns no torch.nn.Module"),
         (LINEAR + BATCHES, "returns no loss: define loss(model, batch) in my_model.py"),
+        (
+            LINEAR + "def batches():\n    yield torch.ones(2, 16), torch.ones(2)\n",
+            "2 positional arguments but 3 were given: a batch is the model's arguments, unless my_model.py",
+        ),
+        ("model = torch.nn.Linear(16, 16)\n" + BATCHES + SUM, "let it be a function that returns one"),
         (LINEAR + "def batches():\n    return []\n" + SUM, "batches() of my_model.py yields nothing"),
         (
             LINEAR + "def batches():\n    yield 'x'\n" + "def loss(m, b):\n    return m.bias.sum()\n",
@@ -203,6 +209,12 @@ def test_a_loss_that_differentiates_is_trained_and_its_flops_are_not_counted(arg
     assert work.flops_per_step == 0 and work.tokens_per_step == 4
     train_step, *_ = built([], args)
     assert train_step(args.batches()[0][0]) > 0
+
+
+def test_flops_of_a_recurrent_layer_are_not_counted(arguments_of):
+    recurrent = "def model():\n    return torch.nn.GRU(16, 16)\n"
+    loss = "def loss(model, batch):\n    return model(batch)[0].square().sum()\n"
+    assert model_file.check(arguments_of(recurrent + BATCHES + loss)).flops_per_step == 0
 
 
 def test_a_batch_is_copied_with_all_that_it_holds():
@@ -732,7 +744,7 @@ def test_a_change_of_the_work_is_not_recommended_and_without_a_first_row_gains_a
     run.rows[0].status, run.rows[0].step_ms = "oom", []
     assert sentences.headline(derive(run)) == "Take AMP, fused attention: 2.00 x over 1_amp"
     run.rows[2].step_ms = [51.0] * 3
-    said = "Take AMP: no row before it has a time. Leave out fused attention (0.98 x)"
+    said = "Nothing tells what AMP gives: no row before it has a time. Leave out fused attention (0.98 x)"
     assert sentences.headline(derive(run)) == said
 
 
@@ -767,7 +779,10 @@ def test_the_report_of_a_model():
     )
     compiled = figures.steps[3]
     assert compiled.base.name == "1_amp" and compiled.over_before.value == 2.0
-    assert [row.get("made from") for row in table.main_rows(figures)] == ["-", "-", "-", "1_amp"]
+    uncounted = derive(model_run(100, 50, work=replace(MODEL, flops_per_step=0)))
+    assert "counter does not know all FLOPs" in for_terminal(uncounted, "x")
+    named = [row.get("made from") for row in table.main_rows(figures)]
+    assert named == ["-", "0_fp32", "1_amp", "1_amp"], "all, where one is not made from the row above"
     assert "made from" not in table.main_rows(derive(model_run(100, 50, 25)))[0], (
         "each is made from the one above"
     )

@@ -82,7 +82,8 @@ def test_a_matrix_without_numbers_does_not_cost_the_others_their_sample():
         sum(weight.square().sum() for weight in model.values()).backward()
         optimizer.step()
 
-    assert set(sampling.sample(train_step, optimizer, model, ())) == {"full"}
+    samples = sampling.sample(train_step, optimizer, model, ())
+    assert {name.partition(" part ")[0] for name in samples} == {"full"}
 
 
 def test_fp8s_scales_fit_the_initial_weights_again_before_gradients_are_sampled():
