@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from common import record as schema
-from common.fingerprint import code_sha256
+from common.fingerprint import code_sha256, sha256_of
 from common.text import Skip, positive_int, say
 from ladder import patches, process, runs
 from ladder.process import ROOT
@@ -264,9 +264,8 @@ def code_of_study() -> str:
     """What the rows of a study depend on: what a timed step runs through, the held-out losses, peers and
     patches."""
     others = [ROOT / "common" / "benchmark.py", *(ROOT / peer for peer in runs.peers())]
-    others += sorted(ROOT.glob("anatomy/variants/*.patch"))
-    content = b"".join(path.read_bytes() for path in others)
-    return code_sha256(ROOT) + hashlib.sha256(content).hexdigest()[:16]
+    content = b"".join(path.read_bytes() for path in sorted(ROOT.glob("anatomy/variants/*.patch")))
+    return code_sha256(ROOT) + sha256_of(others) + hashlib.sha256(content).hexdigest()[:16]
 
 
 def checked(row: object, output: Path | None) -> runs.Planned:
