@@ -59,9 +59,7 @@ def make_states(folder: Path) -> dict[str, Path]:
 
 def run_state(row: Row, script: Path, log: Path, limit_s: int, stop: process.Stop) -> dict:
     """Run a state into its row, and return what its process answered; a state that broke stays a row."""
-    from common.benchmark import (
-        explain,
-    )  # here, since it imports torch, without which docs/tables.py reads this
+    from common import benchmark  # here, since it imports torch: docs/tables.py reads the patches without
 
     row.status, row.source = "ok", script.read_text()
     script.write_text(row.source + TELLS)
@@ -71,7 +69,8 @@ def run_state(row: Row, script: Path, log: Path, limit_s: int, stop: process.Sto
     if ended or not answer:
         row.status, row.reason = ended or ("failed", "it left no times")
         if row.status == "failed":
-            row.status, row.reason = explain(RuntimeError(process.last_line(log, "Error: ") or row.reason))
+            error = RuntimeError(process.last_line(log, "Error: ") or row.reason)
+            row.status, row.reason = benchmark.explain(error)
         if row.reason.startswith("No module named"):
             row.status, row.reason = "skipped", f"not installed: {row.reason}"
         return {}

@@ -6,7 +6,7 @@ A table that would mix states of the code raises ValueError.
 python docs/tables.py                     make the reports of all recorded runs again
 python docs/tables.py --stale [PLACE]     which recordings are of other code: docs/record.sh makes them again
 python docs/tables.py --device MACHINE    fails where MACHINE has records, and none of this card or CPU
-python docs/tables.py --lost BEFORE AFTER  fails where a row has a time in BEFORE, a folder, and none in AFTER
+python docs/tables.py --lost OLD NEW      fails where a row has a time in folder OLD, and none in NEW
 """
 
 import difflib
@@ -30,7 +30,7 @@ from report import ablations as variants  # noqa: E402
 from report import cells, charts, documents, page, parity, scaling, sentences, sweep, table  # noqa: E402
 from report.__main__ import render_study  # noqa: E402
 from report.figures import LEGEND, MARK, Figures, Line, derive, derive_study, loss_rule, ratio  # noqa: E402
-from report.load import DIFFER, load, runs_of  # noqa: E402
+from report.load import DIFFER, RecordError, load, runs_of  # noqa: E402
 from report.picture import picture  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
@@ -270,6 +270,11 @@ def scaled(*of: str) -> list[scaling.Scaled]:
     return [row for place in of for row in scaling.scaled(record(place))]
 
 
+def drift(*of: str) -> str:
+    """The most by which the second half of a row's training steps took more or less time than its first."""
+    return cells.percent(max(abs(row.line.drift) for row in scaled(*of)))
+
+
 def gains(*of: str) -> str:
     """Times faster than the step before, by workload."""
     return shown([{"workload": place} | sweep.gain_cells(figures(place)) for place in of], *of)
@@ -389,14 +394,14 @@ def renew() -> None:
             (RESULTS / SITE / f"steps-{width}-{theme}.svg").write_text(drawn)
 
 
-def without_time(before: Path, after: Path) -> list[str]:
+def lost_rows(before: Path, after: Path) -> list[str]:
     """The rows that have a time in a recording, and none in a later one of the same piece."""
     if not (before / "results.json").exists() or not (after / "results.json").exists():
         return []
-    return sorted(timed(load(before)) - timed(load(after)))
+    return sorted(timed_rows(load(before)) - timed_rows(load(after)))
 
 
-def timed(recording: Run | Study) -> set[str]:
+def timed_rows(recording: Run | Study) -> set[str]:
     """The names of the rows that have a time, behind those of their runs."""
     lines = {name: derive(run).lines for name, run in runs_of(recording).items()}
     return {f"{name} {line.name}".strip() for name, of_run in lines.items() for line in of_run if line.ms}
@@ -414,12 +419,16 @@ def main() -> int:
 
         return of_another_device(sys.argv[2], hardware.device_name(hardware.resolve_device("auto")))
     if sys.argv[1] == "--lost" and len(sys.argv) == 4:
-        names = without_time(*map(Path, sys.argv[2:]))
+        try:
+            names = lost_rows(*map(Path, sys.argv[2:]))
+        except RecordError as error:
+            say(str(error))
+            return 1
         if names:
             say(f"rows of {sys.argv[2]} have no time now: {', '.join(names)}")
         return int(bool(names))
     if sys.argv[1] != "--stale":
-        say("docs/tables.py: error: give --stale, --lost BEFORE AFTER, or --device MACHINE", sys.stderr)
+        say("docs/tables.py: error: give --stale, --lost OLD NEW, or --device MACHINE", sys.stderr)
         return 2
     places = stale(*sys.argv[2:])
     lines = [f"{place}: {'of other code' if is_recorded(place) else 'not recorded'}" for place in places]

@@ -104,10 +104,7 @@ class ModelArguments(arguments.Measurement):
         if hasattr(self.file, "loss"):
             return self.file.loss(model, batch)
         try:
-            if isinstance(batch, dict):
-                output = model(**batch)
-            else:
-                output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+            output = output_of(model, batch)
         except TypeError as error:
             if "argument" not in str(error):
                 raise
@@ -312,6 +309,14 @@ def called(function: Callable, path: Path):
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f", line {frames[-1].lineno}" if frames else ""
         raise Skip(f"{path.name}{where}: {type(error).__name__}: {one_line(error)}") from error
+
+
+def output_of(model: torch.nn.Module, batch):
+    """What a model returns for a batch, which holds its arguments: by name in a dict, in order in a tuple or
+    a list; anything else is the only one."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def set_seeds(seed: int) -> None:

@@ -264,8 +264,8 @@ def code_of_study() -> str:
     """What the rows of a study depend on: what a timed step runs through, the held-out losses, peers and
     patches."""
     others = [ROOT / "common" / "benchmark.py", *(ROOT / peer for peer in runs.peers())]
-    content = b"".join(path.read_bytes() for path in sorted(ROOT.glob("anatomy/variants/*.patch")))
-    return code_sha256(ROOT) + sha256_of(others) + hashlib.sha256(content).hexdigest()[:16]
+    variants = b"".join(path.read_bytes() for path in sorted(ROOT.glob("anatomy/variants/*.patch")))
+    return code_sha256(ROOT) + sha256_of(others) + hashlib.sha256(variants).hexdigest()[:16]
 
 
 def checked(row: object, output: Path | None) -> runs.Planned:

@@ -28,9 +28,8 @@ def compare(a: Path, b: Path) -> str:
     machines = [f"{side}: {describe_machine(figures.environment)}" for side, figures in sides.items()]
     remarks = [f"{side}: {text}" for side, figures in sides.items() for text in figures.remarks]
     table = aligned(only_filled(_rows(pairs, comparable)))
-    return "\n".join(
-        [*machines, note, *_unshared(sides, {line.name for line, _ in pairs}), "", table, "", *remarks]
-    )
+    unshared = _unshared(sides, {line.name for line, _ in pairs})
+    return "\n".join([*machines, note, *unshared, "", table, "", *remarks])
 
 
 def _unshared(sides: dict[str, Figures], shared: set[str]) -> list[str]:

@@ -73,16 +73,24 @@ def what_differs(then: Line, now: Line, ratios: dict[str, float], slow_host: flo
     least, most = BOUNDS
     longest = {"ms": most * slow_host}
     names = [name for name, ratio in ratios.items() if not least <= ratio <= longest.get(name, most)]
-    reasons = [f"{', '.join(names)} beyond {least} to {most}"] if names else []
+    reasons = []
+    if names:
+        reasons.append(f"{', '.join(names)} beyond {least} to {most}")
     if then.gib and not now.gib:
         reasons.append("it has no peak of memory")
     if then.loss and not now.loss:
         reasons.append("it has no loss")
     if now.same_work == "differs":
         reasons.append("it did other work than the run's first row")
+    if other := other_settings(then, now):
+        reasons.append(f"other settings: {', '.join(other)}")
+    return reasons
+
+
+def other_settings(then: Line, now: Line) -> list[str]:
+    """The names of what was observed in the record, and of the run differently."""
     observed = vars(now.row.settings)
-    other = [name for name, value in vars(then.row.settings).items() if value not in (None, observed[name])]
-    return [*reasons, f"other settings: {', '.join(other)}"] if other else reasons
+    return [name for name, value in vars(then.row.settings).items() if value not in (None, observed[name])]
 
 
 def missing_rows(record: Run, again: Run) -> list[str]:
