@@ -26,8 +26,6 @@ def for_terminal(figures: Figures, report: str) -> str:
         left_out = len(below) - MOST_REMARKS + 1
         below = [*below[: MOST_REMARKS - 1], f"{left_out} more lines in the report"]
     below += [loss_rule(figures)]
-    if figures.environment.device_type == "cpu":
-        below.append(CPU_SHOWS)
     below.append(f"{convention(figures)}. Report: {one_line(report, 1000)}")
     if fits_cards(figures):
         row = " | ".join(map(markdown, card_row(figures).values()))
@@ -49,6 +47,8 @@ def study_as_markdown(study: Study, tables: Tables) -> str:
     first = derive(next(iter(study.runs.values())))
     runs = "1 run" if len(study.runs) == 1 else f"{len(study.runs)} runs"
     notes = _notes(first, study_remarks(study, tables), tables)
+    if first.environment.device_type == "cpu":
+        notes.append(CPU_SHOWS)
     return _page(f"{study.kind.capitalize()}, {runs}", f"The first run: {about(first)}", tables, notes, study)
 
 
@@ -81,8 +81,6 @@ def _notes(figures: Figures, remarks: list[str], tables: Tables) -> list[str]:
     notes, columns = list(remarks), {name for rows in tables.values() if rows for name in rows[0]}
     if any("TFLOP/s" in name for name in columns):
         notes.append(convention(figures))
-    if figures.environment.device_type == "cpu":
-        notes.append(CPU_SHOWS)
     if "loss" in columns:
         notes.append(loss_rule(figures))
     return notes

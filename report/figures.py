@@ -8,15 +8,17 @@ from statistics import fmean, median
 from common.record import CATEGORIES, Environment, Roofs, Row, Run, Settings, Study, Workload, middle_half
 from report.load import DIFFER
 from report.peaks import peak_flops_per_s
+from report.promises import HALF_FORMATS, NOT_FUSED, contradiction
 from report.proof import limit, verdict
 
 LOSS_WINDOW = 5  # training steps
 GAPS = "gaps"  # of the GPU's timeline
+PATCHED = ("ablations", "parity")  # kinds of studies whose scripts may be patched
 GIB = 2**30
 MARK = "?"  # behind a figure that may be wrong
 LEGEND = (
     "?: may be wrong: the machine was busy, its host slow at launching, the second half of the steps drifted "
-    "by over 5 %, or rows differ"
+    "by over 5 %, rows differ, or a row did not run what its name says"
 )
 # Times what the reference work takes at best, beyond which something else ran on the machine. Around the rows
 # of an idle H200 it varied by 4 %, and on two idle cores of a shared host by 17 % in four of five runs (in
@@ -31,8 +33,6 @@ DRIFT, FEWEST_STEPS_OF_DRIFT = 0.05, 4
 MOST_OF_FIRST_LOSS, LEARNED = (1.1, 0.75)
 ENOUGH_FOR_FP8 = 10  # rehearsed steps
 FEWEST_LOSSES = 8  # from which that mean is judged
-NOT_FUSED = (None, "by hand")  # attention kernels
-HALF_FORMATS = ("bfloat16", "float16")  # of mixed precision
 PROFILE_OFF = 1 / 3  # of the timed step, by which a profiled one may differ
 
 
@@ -108,8 +108,9 @@ class Figures:
         return [line for line in self.steps if line.ms]
 
 
-def derive(run: Run, among: Iterable[Run] = ()) -> Figures:
-    """All figures of a run. `among` are runs of the same machine at the same time, for its reference work."""
+def derive(run: Run, among: Iterable[Run] = (), is_patched: bool = False) -> Figures:
+    """All figures of a run. `among` are runs of the same machine at the same time, for its reference work.
+    Where a script `is_patched`, its name promises nothing."""
     fastest = _fastest_reference([run, *among])
     steps = [_line(row, run, fastest) for row in run.rows]
     peers = [_line(row, run, fastest, is_peer=True) for row in run.peers]
@@ -118,6 +119,8 @@ def derive(run: Run, among: Iterable[Run] = ()) -> Figures:
     plain = plain_step(steps) if run.is_of_ladder else None
     for line in timed:
         line.doubts = _doubts(line, timed, run)
+        if not is_patched and (denied := contradiction(line.row, run.is_of_ladder)):
+            line.doubts.insert(0, denied)
     _fill_ratios(steps, peers, first, plain)
     environment = run.environment or Environment(device="unknown machine", device_type="unknown")
     busy = _busy(timed, busy_limit(run))
@@ -131,7 +134,8 @@ def derive_study(study: Study) -> dict[str, Figures]:
     of_card: dict[tuple, list[Run]] = {}
     for run in study.runs.values():
         of_card.setdefault(_card(run), []).append(run)
-    return {name: derive(run, of_card[_card(run)]) for name, run in study.runs.items()}
+    are_patched = study.kind in PATCHED
+    return {name: derive(run, of_card[_card(run)], are_patched) for name, run in study.runs.items()}
 
 
 def _card(run: Run) -> tuple:

@@ -48,7 +48,7 @@ def render(figures: Figures) -> str:
         machine=sentences.describe_machine(machine),
         workload=sentences.describe_workload(figures.run.workload),
         convention=sentences.convention(figures),
-        cpu_shows=sentences.CPU_SHOWS if machine.device_type == "cpu" else "",
+        on_cpu=machine.device_type == "cpu",
         loss_rule=loss_rule(figures),
         picture=charts.svg(picture(figures)),
         narrow_picture=charts.svg(picture(figures, narrow=True)),

@@ -2,7 +2,8 @@
 
 from common.record import Environment, Workload
 from report.cells import gain, milliseconds
-from report.figures import NOT_FUSED, Figures, Line, is_mixed, ratio
+from report.figures import MARK, Figures, Line, is_mixed, ratio
+from report.promises import NOT_FUSED
 from report.table import VERSIONS
 
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU"
@@ -18,19 +19,24 @@ UNCOUNTED = "PyTorch's counter does not know all FLOPs of this model. Loading of
 
 def headline(figures: Figures) -> str:
     """What a run shows: the fastest step against AMP + SDPA and against the first, and whether FP8 pays; or
-    why it shows nothing."""
+    why it shows nothing. No gain is told of a figure that may be wrong, and none of a CPU."""
     timed = figures.timed_steps
     if not timed:
         return "No step has a time"
+    if figures.environment.device_type == "cpu":
+        return CPU_SHOWS
     if not figures.run.is_of_ladder:
         return decision(timed)
     best = min(timed, key=lambda line: line.ms)
+    if best.doubts:
+        return f"No verdict: {best.name} has the shortest time, and {MARK}: {best.doubts[0]}"
     others = [line for line in (figures.plain, figures.first) if line and line is not best]
-    if not others:
-        return f"One training step of {best.name}: {milliseconds(best.ms)} ms{_whether_fp8_pays(timed)}"
     if len(others) == 2 and others[0] is others[1]:
         others.pop()
-    gains = ", ".join(f"{_times_faster(best, line)} than {_in_words(line)}" for line in others)
+    sure = [line for line in others if not line.doubts]
+    if not sure:
+        return f"One training step of {best.name}: {milliseconds(best.ms)} ms{_whether_fp8_pays(timed)}"
+    gains = ", ".join(f"{_times_faster(best, line)} than {_in_words(line)}" for line in sure)
     return f"{best.name}: {gains}{_whether_fp8_pays(timed)}"
 
 
@@ -44,9 +50,12 @@ def decision(timed: list[Line]) -> str:
     taken = [line for line in sound if line is first or _is_worth(line)]
     others = [line for line in changed if line not in taken]
     if not taken:
+        if all(map(_is_doubtful, others)):
+            return _not_taken(others)
         return f"Take none of the changes. {_not_taken(others)}"
-    if taken[-1] is not first and taken[-1].over_first.value <= 1:
-        return f"Take none of the changes: together they are not faster, {gain(taken[-1].over_first)} x"
+    whole = taken[-1].over_first
+    if taken[-1] is not first and not whole.mark and whole.value <= 1:
+        return f"Take none of the changes: together they are not faster, {gain(whole)} x"
     # A later row keeps what did not slow the model, also where it is hardly worth it.
     held = taken[-1].row.changes
     included = [line for line in others if line.row.changes[-1] in held]
@@ -54,20 +63,26 @@ def decision(timed: list[Line]) -> str:
     if taken[-1] is first:
         sentence = f"Nothing tells what {first.row.changes[-1]} gives: no row before it has a time"
     else:
-        sentence = f"Take {', '.join(line.row.changes[-1] for line in taken)}: {gain(taken[-1].over_first)} x"
-        sentence += f" over {first.name}" if first.row.changes else ""
+        sentence = f"Take {', '.join(line.row.changes[-1] for line in taken)}"
+        if not whole.mark:
+            sentence += f": {gain(whole)} x{f' over {first.name}' if first.row.changes else ''}"
     if included:
         sentence += f", with {_gains(included)}"
+        if undecided := [line.row.changes[-1] for line in included if _is_doubtful(line)]:
+            sentence += f"; {' and '.join(undecided)} not decided, because figures with {MARK} may be wrong"
     return f"{sentence}. {_not_taken(left)}" if left else sentence
 
 
 def _not_taken(lines: list[Line]) -> str:
     """`Leave out CUDA graph (1.02 x). Not decided, because times overlap: AMP (1.18 x)`."""
-    undecided = [line for line in lines if _is_undecided(line)]
-    left = [line for line in lines if line not in undecided]
+    doubtful = [line for line in lines if _is_doubtful(line)]
+    undecided = [line for line in lines if _is_undecided(line) and line not in doubtful]
+    left = [line for line in lines if line not in [*undecided, *doubtful]]
     sentences = [f"Leave out {_gains(left)}"] if left else []
     if undecided:
         sentences.append(f"Not decided, because times overlap: {_gains(undecided)}")
+    if doubtful:
+        sentences.append(f"Not decided, because figures with {MARK} may be wrong: {_gains(doubtful)}")
     return ". ".join(sentences)
 
 
@@ -81,6 +96,11 @@ def _what_of(line: Line) -> str:
     return "its work differs" if line.same_work == "differs" else f"{gain(line.over_before)} x"
 
 
+def _is_doubtful(line: Line) -> bool:
+    """Whether what a change gives rests on a figure that may be wrong."""
+    return line.same_work != "differs" and line.over_before is not None and bool(line.over_before.mark)
+
+
 def _is_undecided(line: Line) -> bool:
     """Whether a change may be worth it, but its times overlap with those before it."""
     faster = line.over_before
@@ -90,7 +110,7 @@ def _is_undecided(line: Line) -> bool:
 
 def _is_worth(line: Line) -> bool:
     faster = line.over_before
-    return faster is not None and faster.value >= WORTH and faster.clear
+    return faster is not None and faster.value >= WORTH and faster.clear and not faster.mark
 
 
 def convention(figures: Figures) -> str:
@@ -109,6 +129,8 @@ def _whether_fp8_pays(timed: list[Line]) -> str:
     if not in_fp8 or not others:
         return ""
     faster = ratio(min(in_fp8, key=lambda line: line.ms), min(others, key=lambda line: line.ms))
+    if faster.mark:
+        return ""
     if not faster.clear:
         return ". FP8 gains nothing clear here"
     return f". FP8 {'pays' if faster.value > 1 else 'does not pay'} here: {gain(faster)} x"
@@ -119,8 +141,8 @@ def _times_faster(line: Line, other: Line) -> str:
     if not faster.clear:
         return "not clearly faster"
     if faster.value >= 10:
-        return f"{faster.value:.0f}{faster.mark} times faster"
-    return f"{faster.value:.{1 if faster.value >= 1.25 else 2}f}{faster.mark} times faster"
+        return f"{faster.value:.0f} times faster"
+    return f"{faster.value:.{1 if faster.value >= 1.25 else 2}f} times faster"
 
 
 def _in_words(line: Line) -> str:

@@ -760,6 +760,29 @@ def test_a_change_whose_times_overlap_with_those_before_is_not_recommended():
     assert sentences.headline(derive(run)).startswith(said)
 
 
+def test_nothing_is_recommended_from_a_row_that_did_not_run_what_its_name_says():
+    """TORCHDYNAMO_DISABLE=1, a compiled model, autocast inside."""
+    half = {"amp_dtype": "bfloat16", "float32_matmul_precision": "high", "compiled": False}
+    fp32 = Settings("float32", "highest", compiled=False)
+    run = model_run(100, 50, 40, 20)
+    for row, settings in zip(
+        run.rows, (fp32, Settings(**half), Settings(**half), Settings(**half)), strict=True
+    ):
+        row.settings = settings
+    said = "Take AMP, fused attention: 2.50 x. Not decided, because figures with ? may be wrong: compile (2.00? x)"
+    assert sentences.headline(derive(run)) == said
+    run = model_run(100, 50)
+    run.rows[0].settings = Settings("float32", "highest", compiled=True)
+    figures = derive(run)
+    assert sentences.headline(figures) == "Not decided, because figures with ? may be wrong: AMP (2.00? x)"
+    assert figures.lines[0].doubts == ["its name is not what ran: compile ran too"]
+    run.rows[0].settings = Settings("bfloat16", "high", compiled=False)
+    assert derive(run).lines[0].doubts == ["its name is not what ran: AMP and TF32 ran too"]
+    run = model_run(100, 50)
+    run.environment.device_type = "cpu"
+    assert sentences.headline(derive(run)) == sentences.CPU_SHOWS
+
+
 def test_changes_that_together_are_slower_are_not_taken():
     run = model_run(100, 50, 25)
     for row, ms in zip(run.rows, (100.0, 160.0, 125.0), strict=True):

@@ -1,0 +1,40 @@
+"""Whether a row ran what its name says, by the settings that were observed."""
+
+from common.record import Row, Settings
+
+HALF_FORMATS = ("bfloat16", "float16")  # of mixed precision
+NOT_FUSED = (None, "by hand")  # attention kernels
+AMP, SDPA, COMPILE, GRAPH, FP8 = "AMP", "fused attention", "compile", "CUDA graph", "FP8"
+# The words of a script's name, and what each promises.
+SCRIPT_WORDS = {"cublas": AMP, "sdpa": SDPA, "compile": COMPILE, "transformer_engine": FP8}
+
+
+def has_run(change: str, settings: Settings) -> bool | None:
+    """Whether a change was seen at work; None where the observation does not tell."""
+    half = None if settings.amp_dtype is None else settings.amp_dtype in HALF_FORMATS
+    fused = None if settings.attention_kernel is None else settings.attention_kernel not in NOT_FUSED
+    compiled, captured = settings.compiled, settings.captured
+    in_fp8 = None if settings == Settings(captured=captured) else settings.fp8_recipe is not None
+    return {AMP: half, SDPA: fused, COMPILE: compiled, GRAPH: captured, FP8: in_fp8}.get(change)
+
+
+def contradiction(row: Row, is_of_ladder: bool) -> str:
+    """How a row's settings deny its name, in a clause; empty where they do not.
+
+    A step of the ladder promises what its own name says. A row of another model promises all of its changes,
+    and no other.
+    """
+    if is_of_ladder:
+        promised = [SCRIPT_WORDS[word] for word in [row.step.partition("_")[2]] if word in SCRIPT_WORDS]
+        denied = ()
+    else:
+        promised = row.changes
+        denied = [change for change in (AMP, COMPILE, GRAPH, FP8) if change not in promised]
+    missing = [change for change in promised if has_run(change, row.settings) is False]
+    if missing:
+        return f"its name is not what ran: {' and '.join(missing)} did not run"
+    added = [change for change in denied if has_run(change, row.settings)]
+    is_fp32 = row.step == "0_baseline" or (not is_of_ladder and AMP not in promised)
+    if is_fp32 and row.settings.float32_matmul_precision not in (None, "highest"):
+        added.append("TF32")
+    return f"its name is not what ran: {' and '.join(added)} ran too" if added else ""
