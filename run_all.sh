@@ -3,13 +3,17 @@
 set -u
 unset CDPATH
 
+if [ -z "${BASH_VERSION:-}" ]; then echo "run_all.sh: error: start it with bash: ./run_all.sh" >&2; exit 2; fi
 here="$(cd -P -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" >/dev/null && pwd)"
 te_version=2.20.2
+report_packages="numpy tabulate msgspec jinja2 matplotlib" # what `python -m report` imports
 
 # A Python that Ctrl-C ends looks like one that lacks a package.
 trap 'echo "run_all.sh: interrupted" >&2; exit 130' INT
 
 fail() { echo "run_all.sh: error: $2" >&2; exit "$1"; }
+
+tell() { echo "run_all.sh: $1" >&2; }
 
 # What keeps an interpreter from importing packages, as its last line: `lacks PYTHON "torch, numpy"`. In another folder
 # than the user's, whose files would be imported instead: a typing.py, for example.
@@ -19,17 +23,31 @@ has() { (cd / && "$1" -c "import $2") >/dev/null 2>&1; }
 
 fit() { [[ "$("$1" -c 'import sys; print(sys.version_info >= (3, 10))' 2>/dev/null)" == *True ]]; }
 
-# Install the pinned release of a package, without the container's PIP_CONSTRAINT, which may know another one.
-add() { # interpreter, package, options of pip
-  grep "^$2" "$here/requirements.txt" | (cd / && PIP_CONSTRAINT='' "$1" -m pip install --quiet "${@:3}" -r /dev/stdin) >&2
+# Install pinned releases into a folder, without the container's PIP_CONSTRAINT, which may know other ones.
+install_into() { # folder, interpreter, packages
+  grep -E "^(${3// /|})==" "$here/requirements.txt" |
+    (cd / && PIP_CONSTRAINT='' "$2" -m pip install --quiet --target "$1" -r /dev/stdin) >&2
 }
 
-# What the report needs beside torch. Without it the records are kept, and one line says which package is missing.
-add_report_packages() { # interpreter
-  for package in tabulate msgspec nvidia-ml-py jinja2 matplotlib; do
-    module=${package/nvidia-ml-py/pynvml}
-    has "$1" "$module" || add "$1" "$package" || echo "run_all.sh: $package did not install" >&2
-  done
+# What the report needs goes into a folder of the project's own, and nothing into the user's Python. Rows get pynvml
+# alone, which reads a GPU's clock. Without a package the records are kept.
+add_packages() { # interpreter
+  local python="$1" folder missing=""
+  folder="$here/.packages/$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))')"
+  has "$python" "${report_packages// /, }" || [ -e "$folder/report/msgspec" ] || missing="$report_packages"
+  has "$python" pynvml || [ -e "$folder/row/pynvml.py" ] || missing="$missing nvidia-ml-py"
+  [ -n "$missing" ] || return 0
+  if ! has "$python" pip; then
+    tell "$python has no pip, so these are not installed:$missing. All rows are measured and kept, without a table"
+    return
+  fi
+  tell "installing${missing:+ $missing} into $folder, for the report (once, about 100 MB). $python stays as it is"
+  if [[ $missing == *msgspec* ]]; then
+    install_into "$folder/report" "$python" "$report_packages" || tell "the report's packages did not install (see above)"
+  fi
+  if [[ $missing == *nvidia-ml-py* ]]; then
+    install_into "$folder/row" "$python" nvidia-ml-py || tell "nvidia-ml-py did not install: no clock, no power"
+  fi
 }
 
 # A folder that this script did not make is never changed. -I: nothing of the current folder is imported.
@@ -39,16 +57,18 @@ make_venv() {
     fail 1 ".venv is not run_all.sh's and lacks a package of requirements.txt: install them there, or move it away"
   { mkdir -p "$here/.venv" && touch "$mark"; } 2>/dev/null ||
     fail 1 "cannot write to $here: name a Python that has torch and numpy, PYTHON=... ./run_all.sh"
-  echo "run_all.sh: installing requirements.txt into .venv (once)" >&2
+  tell "python3 has no PyTorch. Installing requirements.txt into $here/.venv (once; minutes and, with CUDA, gigabytes)"
   python3 -I -m venv "$here/.venv" >&2 || fail 1 "python3 -m venv failed (Debian, Ubuntu: apt-get install python3-venv)"
   "$here/.venv/bin/python" -m pip install --quiet -r "$here/requirements.txt" >&2 ||
     fail 1 "requirements.txt did not install (see above)"
   if [ -e /dev/nvidia0 ] || command -v nvidia-smi >/dev/null; then
     # Optional: without it the FP8 step is a skipped row with its reason.
+    tell "installing Transformer Engine $te_version into .venv, for step 4"
+    # shellcheck disable=SC2015
     "$here/.venv/bin/python" -m pip install --quiet wheel==0.48.0 setuptools==80.9.0 ninja==1.13.2 >&2 &&
       "$here/.venv/bin/python" -m pip install --quiet --no-build-isolation \
         "transformer-engine[pytorch]==$te_version" >&2 ||
-      echo "run_all.sh: Transformer Engine did not install; the step that needs it will be skipped" >&2
+      tell "Transformer Engine did not install; the step that needs it will be skipped"
   fi
 }
 
@@ -66,13 +86,13 @@ setup() {
   command -v python3 >/dev/null || fail 1 "there is no python3: install Python 3.10 or newer"
   fit python3 || fail 1 "python3 ($(python3 --version 2>&1 | head -1)) does not start or is older than Python 3.10"
   if has python3 torch; then
-    has python3 numpy || add python3 numpy --no-deps || fail 1 "numpy did not install (see above)"
-    add_report_packages python3
+    has python3 numpy || fail 1 "python3 has torch and cannot import numpy ($(lacks python3 numpy)): install it there"
+    add_packages python3
     python=python3
     return
   fi
   python="$here/.venv/bin/python"
-  has "$python" "torch, numpy, tabulate, msgspec, pynvml, jinja2, matplotlib" || make_venv
+  has "$python" "torch, pynvml, ${report_packages// /, }" || make_venv
 }
 
 case " $* " in *" --help "* | *" -h "*) # needs no torch

@@ -11,7 +11,6 @@ import importlib
 import runpy
 import sys
 import time
-from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
@@ -23,7 +22,6 @@ ALL = (
     *("roofline", "memory", "kernel", "layout", "precision", "learning", "context", "attention", "masks"),
     *("fusion", "graph", "compiler", "capture", "techniques", "input_pipeline", "host"),
 )
-APART = ("ablations", "parity", "loop")  # they run scripts
 
 
 def question(name: str) -> str:
@@ -60,7 +58,7 @@ def run_all(words: list[str]) -> int:
         say(f"{name}: {time.monotonic() - began:.0f} s", sys.stderr)
         records.append(lab.record(question(name), sentence))
     if options.json:
-        write_json(options.json, {"environment": asdict(environment), "experiments": records})
+        write_json(options.json, shared.file_of(environment) | {"experiments": records})
     return int(failed)
 
 
@@ -68,14 +66,13 @@ def main() -> int:
     words = sys.argv[1:]
     if words[:1] == ["all"]:
         return run_all(words[1:])
-    if words and words[0] in (*ALL, *APART):
+    if words and words[0] in ALL:
         return runpy.run_module(f"anatomy.{sys.argv.pop(1)}", run_name="__main__", alter_sys=True)
-    questions = [f"  {name:15} {question(name)}" for name in (*ALL, *APART)]
-    questions.insert(len(ALL), "")
+    questions = [f"  {name:15} {question(name)}" for name in ALL]
     parser = OneLineParser(
         prog="python -m anatomy", description="\n".join([(__doc__ or "").strip(), "", *questions])
     )
-    parser.add_argument("name", nargs="?", choices=[*ALL, *APART, "all"], metavar="NAME", help="or all")
+    parser.add_argument("name", nargs="?", choices=[*ALL, "all"], metavar="NAME", help="or all")
     parser.parse_args(words)
     say(parser.description)
     return 0

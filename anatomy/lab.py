@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch.utils.benchmark import Timer
 
-from common import hardware, timing
+from common import fingerprint, hardware, timing
 from common.arguments import check_output
-from common.record import write_json
+from common.record import Environment, write_json
 from common.text import OneLineParser, aligned, one_line, positive_int, progress, run_command, say
 
 try:
@@ -148,6 +148,12 @@ def rate(of: str, device: torch.device) -> float:
     return 2 * edge**3 / seconds
 
 
+def file_of(environment: Environment) -> dict:
+    """What a file of records says of all of them: the machine, and the code that times them."""
+    clock = fingerprint.row_sha256("", hardware.ROOT, fingerprint.CLOCKS)
+    return {"environment": asdict(environment), "code_sha256": clock}
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     text = "default: auto, a GPU if any"
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help=text)
@@ -180,6 +186,6 @@ def main(run: Callable) -> None:
         record = lab.record((module.__doc__ or module.__name__).partition("\n")[0], sentence)
         say(f"{record['question']}\n\n{lab.tables()}\n\n{sentence}")
         if options.json:
-            write_json(options.json, record | {"environment": asdict(hardware.describe(lab.device))})
+            write_json(options.json, record | file_of(hardware.describe(lab.device)))
 
     run_command(work, parser.prog)

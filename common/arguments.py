@@ -13,7 +13,7 @@ import torch
 
 from common import data, flops, hardware
 from common.model import PRESETS, GPTConfig
-from common.record import Workload, read_object, sketches_of, temporary_of
+from common.record import Workload, read_object, write_bytes
 from common.text import OneLineParser, Skip, portable_command, positive_int
 
 # Steps that are launched kernel by kernel before one may be captured as a CUDA graph. In its first 10 steps
@@ -32,7 +32,6 @@ AUTO = (  # GiB, preset, batch size
 )
 # A JSON file with one of these keys was written by this project, and may be written again.
 OWN_KEYS = {"schema_version", "launch_s", "experiment", "experiments"}
-TRIED_BYTES = 2**22  # written and taken away before a run: a record and the sketches beside it need less
 # Training steps by default: 14 on a CPU; on a GPU as many as take 5e14 model FLOPs, but 8 to 30.
 CPU_STEPS = 14
 FEWEST_STEPS, MOST_STEPS = 8, 30
@@ -40,10 +39,6 @@ STEPS_FLOPS = 5e14
 # Bytes a parameter in training: FP32 weight, gradient and two moments. On a CPU the rehearsal's copy of the
 # weights lies in the same memory.
 GPU_BYTES, CPU_BYTES = 16, 20
-
-
-# What torchrun tells each process: the fields of Place, and where the processes meet.
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
 class Place(NamedTuple):
@@ -276,17 +271,14 @@ def resolve(options: argparse.Namespace, script: Path, trains: bool) -> Argument
 
 
 def place_of_process() -> Place:
-    """What torchrun tells this process in its environment. Raises ValueError for what it did not write, but
-    an earlier run or a job launcher left: the processes would wait for each other for ever."""
-    told = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
-    if not told:
-        return Place(rank=0, processes=1, local_rank=0)
-    numbers = [int(told[name]) for name in LAUNCHED[:3] if told.get(name, "").isdecimal()]
-    complete = len(numbers) == 3 and all(told.get(name) for name in LAUNCHED)
-    if not complete or not numbers[0] < numbers[1]:
-        values = " ".join(f"{name}={value}" for name, value in told.items())
-        raise ValueError(f"{values}: started by torchrun? Otherwise: unset {' '.join(told)}")
-    return Place(*numbers)
+    """What torchrun tells this process in its environment. Raises ValueError for what another launcher has
+    left there: the processes would wait for each other for ever."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if "TORCHELASTIC_RUN_ID" in os.environ and all(os.environ.get(name, "").isdecimal() for name in names):
+        return Place(*(int(os.environ[name]) for name in names))
+    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ValueError(f"WORLD_SIZE={processes}, but torchrun did not start this: unset {' '.join(names)}")
+    return Place(rank=0, processes=1, local_rank=0)
 
 
 def resolve_preset(name: str, device: torch.device) -> tuple[str, int]:
@@ -372,11 +364,8 @@ def check_output(output: Path) -> None:
         raise ValueError(f"--output {output} exists and is no record: it stays as it is")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        for path in (output, sketches_of(output)):
-            try:
-                temporary_of(path).write_bytes(bytes(TRIED_BYTES))
-            finally:  # on a full disk too
-                temporary_of(path).unlink(missing_ok=True)
+        write_bytes(output.with_name(f"{output.name}.trial"), b"")
+        output.with_name(f"{output.name}.trial").unlink()
     except OSError as error:
         raise ValueError(f"cannot write {output}: {error.strerror or error}") from None
 

@@ -17,7 +17,7 @@ from types import ModuleType
 
 import torch
 
-from common import data, hardware, parallel, profile, proof, rehearsal, timing
+from common import data, fingerprint, hardware, parallel, profile, proof, rehearsal, timing
 from common.arguments import Arguments, Measurement, parse_args
 from common.record import Row, Run, read_object, write_json
 from common.text import Skip, one_line, progress, say
@@ -93,6 +93,8 @@ def run_and_record(main: Callable, args: Measurement) -> int:
     processes the first one writes, or the one that failed."""
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     row, writes = Row(args.name, source=args.source, changes=args.changes), args.rank == 0
+    if args.source is not None:
+        row.code_sha256 = fingerprint.row_sha256(args.source, hardware.ROOT)
     samples: dict = {}
     before = read_object(args.output)
     if writes:

@@ -1,62 +1,168 @@
-"""What a recorded time depends on, as a hash: the code that a timed step runs through, and nothing else.
+"""What a recorded time depends on, as a hash: the code that a row's timed step runs through.
 
-Each record holds this hash, and is stale when the present code has another. It covers the scripts and
-MODULES, without comments, docstrings, blank lines, and statements that only raise an error or print a
-message: a message may be improved without measuring anything again.
+That is, in order, the statements of the row's own script, and every definition in common/ that the script,
+the rehearsal, the timed region and the batches reach by name. A definition counts the same in whatever module
+it stands and however it is imported. What a name of another package stands for counts too: F.gelu is
+torch.nn.functional.gelu. Docstrings, comments, annotations, and statements that only raise an error or print
+a message do not count.
+
+The code is written by a serializer of our own, since ast.dump and ast.unparse differ between Pythons.
 """
 
+import ast
+import functools
 import hashlib
-import io
-import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-# Of common/: what draws batches and weights, shares a model among GPUs, rehearses and times.
-MODULES = ("data", "model", "parallel", "rehearsal", "timing")
-TELL = ("progress", "say")  # functions that print a message
-BEFORE_A_STATEMENT = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-NOTHING = (tokenize.NL, tokenize.COMMENT)
-
-
-def code_sha256(root: Path) -> str:
-    """16 hex digits over the scripts and MODULES of a checkout."""
-    modules = [root / "common" / f"{name}.py" for name in MODULES]
-    return sha256_of(sorted(path for path in [*root.glob("[0-9]*_*.py"), *modules] if path.is_file()))
+# What `run` in common/benchmark.py calls for a time and its losses. What it calls to observe is not here.
+ROOTS = ("start", "rehearse", "train_with_heldout", "time_steps", "draw_starts", "stage_batches")
+CLOCKS = ("mean_seconds", "steady_seconds")  # for what is no row: bare products, an experiment
+IMPORTERS = ("import_module", "import_or_skip")  # functions whose first argument is a module's name
+MESSAGES = ("progress", "say")
+LEFT_OUT = ("annotation", "returns", "ctx", "kind", "type_comment", "type_params")  # fields of syntax nodes
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
-def sha256_of(paths: Iterable[Path]) -> str:
-    """16 hex digits over the names of Python files and the code in them."""
-    digest = hashlib.sha256()
-    for path in paths:
-        code = "\n".join(code_of(path.read_text(), messages=False))
-        digest.update(f"{path.name}\0{code}\0".encode())
-    return digest.hexdigest()[:16]
+class Module(NamedTuple):
+    """A parsed source, and what each of its names stands for."""
+
+    name: str  # dotted; empty of a row's own script
+    statements: list[ast.stmt]  # that do something, in order
+    definitions: dict[str, list[ast.stmt]]  # by name
+    imports: dict[str, str]  # by local name: F is torch.nn.functional
 
 
-def code_of(source: str, messages: bool = True) -> list[str]:
-    """The lines of code of a Python source, without docstrings, comments and blank lines; without `messages`
-    also without statements that hold one. Empty for what is no Python."""
-    lines = source.splitlines()
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
-    except (tokenize.TokenError, SyntaxError):
-        return []
-    begins, message_from = True, None  # whether a statement begins with the next token; where a message did
-    for token, following in zip(tokens, [*tokens[1:], tokens[-1]], strict=True):
-        (row, column), (end, _) = token.start, token.end
-        if token.type == tokenize.COMMENT:
-            lines[row - 1] = lines[row - 1][:column]
-        if token.type == tokenize.STRING and begins and following.type == tokenize.NEWLINE:  # a docstring
-            lines[row - 1 : end] = [""] * (end - row + 1)
-        if begins and not messages and is_message(token.string, following.string):
-            message_from = row
-        if token.type == tokenize.NEWLINE and message_from:
-            lines[message_from - 1 : row] = [""] * (row - message_from + 1)
-            message_from = None
-        begins = token.type in BEFORE_A_STATEMENT or (begins and token.type in NOTHING)
-    return [line.rstrip() for line in lines if line.strip()]
+def row_sha256(source: str, root: Path, measured_by: tuple[str, ...] = ROOTS) -> str:
+    """16 hex digits over the script `source` and the definitions of the checkout `root` that it reaches, with
+    those that measure it. Raises ValueError where `root` lacks one of these, and SyntaxError for what is no
+    Python."""
+    modules, script = read_modules(root), parse("", source)
+    queue = [find(name, modules) for name in measured_by]
+    code = [write(statement, script, modules, queue) for statement in script.statements]
+    reached: dict[tuple[str, str], str] = {}
+    while queue:
+        home, name = place = queue.pop()
+        if place not in reached:
+            module = modules[home]
+            reached[place] = name + "".join(
+                write(part, module, modules, queue) for part in module.definitions[name]
+            )
+    code += sorted(reached.values())
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
 
 
-def is_message(word: str, following: str) -> bool:
-    """Whether a statement that begins with these two words raises an error or tells something."""
-    return word == "raise" or (word in TELL and following == "(")
+@functools.cache
+def read_modules(root: Path) -> dict[str, Module]:
+    """The modules whose definitions a row may run through, by their names: common/, and the steps, which
+    peers import."""
+    paths = {f"common.{path.stem}": path for path in root.glob("common/*.py")}
+    paths |= {path.stem: path for path in root.glob("[0-9]*_*.py")}
+    return {name: parse(name, path.read_text()) for name, path in sorted(paths.items())}
+
+
+def find(name: str, modules: dict[str, Module]) -> tuple[str, str]:
+    """The module in common/ that defines a name, and the name."""
+    homes = [home for home in modules if home.startswith("common.") and name in modules[home].definitions]
+    if len(homes) != 1:
+        raise ValueError(f"common/ has {len(homes)} definitions of {name}, and not one")
+    return homes[0], name
+
+
+def parse(name: str, source: str) -> Module:
+    tree = ast.parse(source)
+    imports = dict(binding for node in ast.walk(tree) for binding in bindings_of(node))
+    statements = [node for node in tree.body if not (is_silent(node) or is_guard(node))]
+    definitions: dict[str, list[ast.stmt]] = {}
+    for statement in statements:
+        for defined in names_of(statement):
+            definitions.setdefault(defined, []).append(statement)
+    return Module(name, statements, definitions, imports)
+
+
+def bindings_of(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """The local names that a node binds to what it imports, and what they stand for."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            package = alias.name.partition(".")[0]
+            yield (alias.asname, alias.name) if alias.asname else (package, package)
+    if isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args:
+        target, module = node.targets[0], node.value.args[0]
+        is_import = dotted(node.value.func)[-1:] in [[name] for name in IMPORTERS]
+        if is_import and isinstance(target, ast.Name) and isinstance(module, ast.Constant):
+            yield target.id, module.value
+
+
+def is_silent(node: ast.stmt) -> bool:
+    """Whether a statement does nothing that is timed: an import, a docstring, an error, a message."""
+    if isinstance(node, (ast.Import, ast.ImportFrom, ast.Raise)) or {*bindings_of(node)}:
+        return True
+    if not isinstance(node, ast.Expr):
+        return False
+    if isinstance(node.value, ast.Call):
+        name = ".".join(dotted(node.value.func))
+        return name in MESSAGES or name == "sys.path.insert"
+    return isinstance(node.value, ast.Constant)
+
+
+def is_guard(node: ast.stmt) -> bool:
+    """Whether a statement is `if __name__ == "__main__":`."""
+    return isinstance(node, ast.If) and any(dotted(part) == ["__name__"] for part in ast.walk(node.test))
+
+
+def names_of(statement: ast.stmt) -> list[str]:
+    """The names that a statement of a module defines."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return [statement.name]
+    return [node.id for node in ast.walk(statement) if is_stored(node)]
+
+
+def is_stored(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def dotted(node: ast.AST) -> list[str]:
+    """The parts of a name like torch.nn.functional; empty of any other expression."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    before = dotted(node.value) if isinstance(node, ast.Attribute) else []
+    return [*before, node.attr] if before else []
+
+
+def write(node: object, module: Module, modules: dict[str, Module], queue: list, local=frozenset()) -> str:
+    """A syntax node of a module as text. The definitions that it uses go to the queue; `local` are names of
+    the functions around it."""
+    if isinstance(node, list):
+        kept = [part for part in node if not (isinstance(part, ast.stmt) and is_silent(part))]
+        return f"[{' '.join(write(part, module, modules, queue, local) for part in kept)}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    path = dotted(node)
+    if path and path[0] not in local and not is_stored(node):
+        return write_name(path, module, modules, queue)
+    if isinstance(node, FUNCTIONS):
+        inside = [part for part in ast.walk(node) if is_stored(part) or isinstance(part, ast.arg)]
+        local = local | {part.id if isinstance(part, ast.Name) else part.arg for part in inside}
+    fields = [f"{type(node).__name__}"]
+    for name, value in ast.iter_fields(node):
+        if name not in LEFT_OUT and value is not None and value != []:
+            fields.append(f"{name}={write(value, module, modules, queue, local)}")
+    return f"({' '.join(fields)})"
+
+
+def write_name(path: list[str], module: Module, modules: dict[str, Module], queue: list) -> str:
+    """A name as what it stands for: one of the project's by its definition alone, wherever that stands."""
+    if path[0] in module.definitions:
+        if module.name:
+            queue.append((module.name, path[0]))
+        return ".".join(path)
+    whole = [*module.imports.get(path[0], path[0]).split("."), *path[1:]]
+    for end in range(len(whole) - 1, 0, -1):
+        home = modules.get(".".join(whole[:end]))
+        if home and whole[end] in {**home.definitions, **home.imports}:
+            return write_name(whole[end:], home, modules, queue)
+    return ".".join(whole)

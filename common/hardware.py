@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from common.fingerprint import code_sha256
 from common.record import Environment
 from common.text import Skip
 
@@ -130,7 +129,6 @@ def describe(device: torch.device) -> Environment:
         cpu_threads=torch.get_num_threads(),
         versions=versions,
         commit=_commit(),
-        code_sha256=code_sha256(ROOT),
     )
     if device.type == "cuda":
         versions |= {"cuda": torch.version.cuda or "", "cudnn": str(torch.backends.cudnn.version())}

@@ -15,7 +15,7 @@ from typing import Literal
 
 SCHEMA_VERSION = 3
 # Files of a run folder.
-PLAN, MERGED, ROOFS, PREDICTED = ("plan.json", "results.json", "roofs.json", "predicted.json")
+PLAN, MERGED, ROOFS = "plan.json", "results.json", "roofs.json"
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 # Names in the file of the proof: `fc1.weight part 1/2`, and of a second pass `again fc1.weight`.
 PART, AGAIN = " part ", "again "
@@ -114,10 +114,11 @@ class Row:
     clock_mhz: float | None = None  # mean over the timed steps; null on a CPU and without NVML
     power_w: float | None = None  # likewise
     overhead_s: float | None = None  # of launch(main), without warm-up and steps
-    predicted_ms: float | None = None  # by ladder.predict, from the roofs alone
+    predicted_ms: float | None = None  # from the roofs alone; of older records
     profile: Profile | None = None  # null without --profile
     proof: Proof | None = None  # of a merge: null of the first row, and of several processes
     source: str | None = None  # text of the script
+    code_sha256: str | None = None  # of what its timed step runs through, see common/fingerprint.py
 
 
 @dataclass(kw_only=True)
@@ -168,7 +169,6 @@ class Environment:
     gpu_memory_bytes: int | None = None
     compute_capability: tuple[int, int] | None = None  # of a GPU: (9, 0) is Hopper
     commit: str | None = None  # ends in -dirty where files differ from it
-    code_sha256: str | None = None  # see common/fingerprint.py: a record is stale when it differs
 
 
 @dataclass
@@ -190,14 +190,15 @@ class Roofs:
 
     copy_bytes_per_s: float | None = None  # bytes read and written
     products: list[ProductRate] = field(default_factory=list)
-    # Between the products: a kernel of ladder/roofs.py, numbers in its tensor, seconds.
+    # Between the products: a kernel of predict/roofs.py, numbers in its tensor, seconds.
     kernels: list[tuple[str, int, float]] = field(default_factory=list)
     # Fused causal attention, forward and backward: T, D, FLOP/s by the convention of common/flops.py.
     attention: list[tuple[int, int, float]] = field(default_factory=list)
     launch_s: float | None = None  # the host's, for one kernel of a training step; of a GPU alone
-    # A step of the workload in which nothing is lost, by precision: see ladder/predict.py.
+    # A step of the workload in which nothing is lost, by precision: see ladder/roofs.py.
     allows_ms: dict[str, float] = field(default_factory=dict)
     predictor: str | None = None  # the hash of the code that predicts from these roofs
+    code_sha256: str | None = None  # of what times them
     notes: list[str] = field(default_factory=list)  # what could not be measured, and why
     environment: Environment | None = None
 

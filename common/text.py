@@ -5,10 +5,12 @@ import contextlib
 import difflib
 import shlex
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ROOT / ".packages" / str(sysconfig.get_config_var("SOABI"))  # what run_all.sh installed
 
 
 class Skip(Exception):
@@ -35,7 +37,8 @@ def aligned(rows: list[dict], style: str = "simple", n_left: int = 1) -> str:
 
     `style` is a format of tabulate: simple, github, pipe. Raises ImportError where tabulate is not installed.
     """
-    from tabulate import tabulate  # NVIDIA's container may lack it, and a script runs without it
+    sys.path.append(str(PACKAGES / "report"))  # last: a process with torch keeps its own packages
+    from tabulate import tabulate  # which a script runs without
 
     align = ["left" if k < n_left else "right" for k in range(len(rows[0]))] if rows else None
     return tabulate(rows, headers="keys", tablefmt=style, disable_numparse=True, colalign=align)
@@ -77,19 +80,10 @@ def progress(doing: str) -> None:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """argparse without abbreviations and without the usage block: bad input gets one line and exit code 2.
-
-    Words that are not UTF-8, which names of files can be, are refused: no record could hold them.
-    """
+    """argparse without abbreviations and without the usage block: bad input gets one line and exit code 2."""
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-
-    def parse_known_args(self, args=None, namespace=None):
-        for word in sys.argv[1:] if args is None else args:
-            if not str(word).isascii() and str(word) != str(word).encode(errors="replace").decode():
-                self.error(f"{word!a} is not UTF-8: rename the file")
-        return super().parse_known_args(args, namespace)
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {one_line(message + self._meant(message), 1000)}\n")
@@ -120,6 +114,6 @@ def run_command(main: Callable[[], int | None], name: str) -> None:
         sys.stderr.write(f"{name}: interrupted\n")
         sys.exit(130)
     except ImportError as error:
-        sys.exit(f"{name}: error: {error}: pip install -r requirements.txt")
+        sys.exit(f"{name}: error: {error}: ./run_all.sh --setup installs what is needed")
     except OSError as error:
         sys.exit(f"{name}: error: {error}")

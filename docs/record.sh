@@ -20,67 +20,50 @@ python="${PYTHON:-$(./run_all.sh --setup)}"
 [ "$machine" = --check ] && exec "$python" docs/tables.py --stale "${@:2}"
 changed="$(git status --porcelain -- . ':!docs/*.md' ':!docs/index.html' ':!docs/results' ':!README.md')" # renewed here
 [ -z "$changed" ] || fail "commit first, a record names its commit: $(head -1 <<<"$changed")"
+
+# What is made lies under results/ until it is whole: a record names its commit, without changes of files under docs/.
+keep() { # where it lies, and its folder under docs/results: docs/renew.sh makes the rest from the merged record
+  mkdir -p "$2"
+  if [ -e "$1/results.json" ]; then cp "$1/results.json" "$2/"; else cp "$1"/*.* "$2/"; fi
+  rm -rf "$1"
+}
+ladder() { ./run_all.sh "$@" --output "$at" || (($? == 1)); } # a row that does not fit is a result
+study() { "$python" -m "ladder.$1" "${@:2}" --output "$at" || (($? == 1)); }
+
 if [ "$machine" = --confirm ]; then
   machine="${2:-}" failed=0
   [[ $# == 2 && -d docs/results/$machine/gpt2 ]] || fail "--confirm takes one MACHINE that has records, for example: h200"
-  "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || fail "--confirm needs a GPU"
+  told="$("$python" docs/tables.py --device "$machine")" || fail "$told"
   for name in gpt3-6.7b-slice gpt2; do
+    to="docs/results/$machine/$name-confirmation" at="results/$machine-$name-confirmation"
     [ -d "docs/results/$machine/$name" ] || continue
-    rm -f results/latest
-    ./run_all.sh --preset "$name" --no-roofs || (($? == 1))
-    "$python" -m report.confirm "docs/results/$machine/$name" results/latest || failed=1
+    ladder --preset "$name" --no-roofs
+    rm -rf "$to" # it told of another run
+    if "$python" -m report --compare "docs/results/$machine/$name" "$at" --bound 0.03; then keep "$at" "$to"; else failed=1; fi
   done
-  [ -z "$(git status --porcelain docs/results)" ] || PYTHON="$python" docs/renew.sh # README tells what is confirmed
+  PYTHON="$python" docs/renew.sh # documents tell what is confirmed
   exit "$failed"
 fi
 shift
-most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 parity-short gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep"
+most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep"
 most+=" ablations ablations-fp32 ablations-fp8 ablations-gpt2 anatomy llama hugging-face-gpt2 guide"
-studies=" parity parity-2048 parity-short parity-fast ablations ablations-fp32 ablations-fp8 ablations-gpt2 te-linear sharded gpt2-batch-4 " # which may get more rows
-known=" $most $studies gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
+known=" $most parity-fast te-linear sharded gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("$@")
 (($#)) || read -ra names <<<"$most"
 for name in "${names[@]}"; do
   [[ $name == [a-z]* && $name != *" "* && $known == *" $name "* ]] || fail "no piece is named '$name'"
 done
-
 told="$("$python" docs/tables.py --device "$machine")" || fail "$told"
-code="$("$python" -c 'import pathlib, common.fingerprint as f; print(f.code_sha256(pathlib.Path()))')"
-
-ladder() { # the options of run_all.sh: its run becomes the record
-  words="$*"
-  [ ! -e "$at/begun" ] || [ -e "$at/run" ] || keep_run # a kill -9 came before
-  if [ -d "$(cat "$at/run" 2>/dev/null)" ]; then # interrupted before
-    set -- --resume "$(cat "$at/run")"
-  else
-    rm -f "$at/run" && touch "$at/begun"
-    trap keep_run EXIT # also where a signal ends this script
-  fi
-  ./run_all.sh "$@" || (($? == 1)) # a row that does not fit is a result
-  [ -s "$at/run" ] || keep_run
-  trap - EXIT
-  cp "$(cat "$at/run")/results.json" "$at/"
-}
-
-keep_run() { # notes the folder in which this piece runs: the first one with its options, since it began
-  find results -path "results/20*/plan.json" -newer "$at/begun" \
-    -exec grep -qF "\"command\": \"./run_all.sh $words\"" {} \; -printf '%h\n' | sort | head -1 >"$at/run"
-}
-
-study() { "$python" -m "anatomy.$1" --output "$at" "${@:2}" || (($? == 1)); }
 learning() { study parity --preset gpt2 --batch-size 8 "$@"; }
 long=(--steps 3000 --heldout-every 200)
 
 mkdir -p results
 for name in "${names[@]}"; do
-  # What is made lies under results/ until it is whole: a record names its commit, without changes of files under docs/.
-  to="docs/results/$machine/$name" at="results/$machine-$name-$code"
-  if "$python" docs/tables.py --stale "$machine/$name" >/dev/null; then
-    [[ $studies == *" $name "* && -e $at ]] || continue
-  fi
+  "$python" docs/tables.py --stale "$machine/$name" >/dev/null && continue
+  to="docs/results/$machine/$name" at="results/$machine-$name"
   mkdir -p "$at"
   case "$name" in
-    roofs) "$python" -m ladder.roofs --grid --preset gpt3-6.7b-slice --output "$at/roofs.json" ;;
+    roofs) "$python" -m predict.roofs --grid --preset gpt3-6.7b-slice --output "$at/roofs.json" ;;
     gpt3-6.7b-slice) ladder --preset gpt3-6.7b-slice --repeat 2 --peers ;;
     gpt3-6.7b-slice-batch-4) ladder --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
     gpt2) ladder --preset gpt2 --repeat 3 --peers ;;
@@ -99,7 +82,6 @@ for name in "${names[@]}"; do
       study parity --preset gpt2 --n-layer 4 --n-head 16 --n-embd 2048 --batch-size 8 "${long[@]}" \
         --rows 3 4 --seeds 1 2 3 4 5
       ;;
-    parity-short) learning --steps 1000 --rows 0 1 2 3 --seeds 1 2 3 ;;
     parity-fast) learning --lr 1.5e-4 --rows 3 4 --seeds 1 2 3 4 5 6 7 8 9 10 ;;
     sharded) study ablations --preset gpt3-6.7b-slice --batch-size 4 --only sharded-optimizer ;; # two GPUs
     te-linear) study ablations --preset gpt2 --only te-linear ;;
@@ -114,23 +96,16 @@ for name in "${names[@]}"; do
       study ablations --preset gpt2 --only tf32-alone fp16-with-loss-scaling flash-attention-kernel captured-not-compiled \
         compiled-not-captured bf16-instead-of-fp8 bf16-head current-scaling attention-without-its-mask dead-mlp dead-mlp-all
       ;;
-    llama | hugging-face-gpt2)
-      file=examples/${name#hugging-face-}.py # needs transformers
+    llama | hugging-face-gpt2) # need transformers
+      file=examples/${name#hugging-face-}.py
       ladder --model "$file"
       ;;
-    guide)
-      rm -rf "$at"
-      "$python" -m anatomy.loop --output "$at"
-      ;;
+    guide) study loop ;;
     anatomy) "$python" -m anatomy all --json "$at/anatomy.json" >"$at/report.md" ;;
   esac
   # A Python that lacks a package would skip rows that the record has.
   lost="$("$python" docs/tables.py --lost "$to" "$at")" || fail "$lost. Delete $to first if nothing is missing"
-  mkdir -p "$to"
-  rm -f "$to/confirmed.json" # it confirmed the record that is replaced
-  for file in "$at"/*.*; do # a plan and logs belong to the folder in which the rows lie
-    [[ $file == */plan.json || $file == *.log ]] || cp "$file" "$to/"
-  done
-  rm -f "$at/run" "$at/begun" # this run is whole: what makes the record stale again needs another one
+  rm -rf "$to-confirmation" # it confirmed the record that is replaced
+  keep "$at" "$to"
 done
 PYTHON="$python" docs/renew.sh

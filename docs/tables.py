@@ -9,6 +9,7 @@ python docs/tables.py --device MACHINE    fails where MACHINE has records, and n
 python docs/tables.py --lost OLD NEW      fails where a row has a time in folder OLD, and none in NEW
 """
 
+import ast
 import difflib
 import itertools
 import math
@@ -21,11 +22,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from anatomy import loop  # noqa: E402
-from common.fingerprint import code_of, code_sha256  # noqa: E402
+from common.fingerprint import CLOCKS, ROOTS, row_sha256  # noqa: E402
 from common.record import Row, Run, Study, read_object  # noqa: E402
 from common.text import Skip, run_command, say  # noqa: E402
-from ladder import patches  # noqa: E402
+from ladder import loop, patches  # noqa: E402
+from predict import errors  # noqa: E402
 from report import ablations as variants  # noqa: E402
 from report import cells, charts, documents, page, parity, scaling, sentences, sweep, table  # noqa: E402
 from report.__main__ import render_study  # noqa: E402
@@ -34,6 +35,7 @@ from report.load import DIFFER, RecordError, load, runs_of  # noqa: E402
 from report.picture import picture  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
+CONFIRMATION = "-confirmation"  # ends the name of the record of a second run
 SITE = "h200/gpt3-6.7b-slice"  # whose report is docs/index.html, and whose picture stands in README
 THEMES = {"light": ("#1f2328", "#ffffff"), "dark": ("#e6edf3", "#0d1117")}  # a code host's text and page
 
@@ -53,15 +55,18 @@ def runs(place: str) -> list[Run]:
 
 
 def shown(rows: list[dict], *of: str, n_left: int = 1) -> str:
-    """A table of Markdown. Raises ValueError where its recordings are of several states of the code, or rows
-    differ."""
-    states, differing = set(), set()
-    for run in (run for place in of for run in runs(place)):
-        if run.environment:
-            states.add(f"code {run.environment.code_sha256 or run.environment.commit or 'unknown'}")
+    """A table of Markdown. Raises ValueError where its recordings hold one row of two states of the code, or
+    rows differ."""
+    states: dict[str, set[str | None]] = {}
+    differing = set()
+    for name, run in ((name, run) for place in of for name, run in runs_of(record(place)).items()):
+        for row in [*run.rows, *run.peers]:
+            if row.status == "ok":
+                states.setdefault(f"{variant_of(name)} {row.step}".strip(), set()).add(row.code_sha256)
         differing |= {problem.partition(":")[0] for problem in run.problems if problem.startswith(DIFFER)}
-    if len(states) > 1 or differing:
-        raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(states | differing))}")
+    differing |= {f"{name} is of several states of the code" for name in states if len(states[name]) > 1}
+    if differing:
+        raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(differing))}")
     return explained(documents.pipe(rows, n_left)) + several_cards(*of)
 
 
@@ -182,10 +187,13 @@ def apart(place: str) -> str:
 
 def measured(place: str) -> str:
     """Device, date and commit of a recording, and of the short run of the same code that confirmed it."""
-    run, confirmed = record(place), read_object(RESULTS / place / "confirmed.json")
+    run = record(place)
     text = f"{run.environment.device}, measured {run.started_at[:10]} at commit {run.environment.commit[:7]}"
-    if confirmed and confirmed["code_sha256"] == run.environment.code_sha256:
-        text += f", confirmed by a second run {confirmed['date']} at commit {confirmed['commit'][:7]}"
+    if (RESULTS / f"{place}{CONFIRMATION}").exists():
+        again = record(f"{place}{CONFIRMATION}")
+        hashes = {row.step: row.code_sha256 for row in run.rows}
+        if all(row.code_sha256 == hashes.get(row.step) for row in again.rows if row.status == "ok"):
+            text += f", confirmed {again.started_at[:10]} at commit {again.environment.commit[:7]}"
     return text
 
 
@@ -309,70 +317,79 @@ def present() -> str:
 def predictions(*of: str) -> str:
     """How far predictions from the roofs lie from what was measured, by workload or sweep, and how far the
     medians of the gains in the other ones do."""
-    shapes, rows = {place: list(map(derive, runs(place))) for place in of}, []
+    rows = []
     for place in of:
-        others = itertools.chain(*(shapes[other] for other in of if other != place))
-        rows.append({"predicted": place} | sweep.error_cells(shapes[place], sweep.constant_guess([*others])))
+        others = [run for other in of if other != place for run in runs(other)]
+        rows.append({"predicted": place} | errors.error_cells(runs(place), errors.constant_guess(others)))
     return shown(cells.only_filled(rows), *of)
 
 
 def stale(*of: str) -> list[str]:
-    """Of these recordings, or of all, those that are absent, or of other code than the present one: see
-    common/fingerprint.py, and of peers and patches the rows' own sources."""
-    code: dict[str, set[str]] = {}
-    for path in RESULTS.glob("*/*/*.json"):
-        content, place = read_object(path), str(path.parent.relative_to(RESULTS))
-        for run in content.get("runs", {"": content}).values():
-            code.setdefault(place, set()).add((run.get("environment") or {}).get("code_sha256"))
-    places = of or sorted(code)
-    return [
-        place for place in places if code.get(place, set()) - {None} != {code_sha256(ROOT)} or edited(place)
-    ]
+    """Of these recordings, or of all, those that are absent, or hold a row or a figure of other code than the
+    present one."""
+    places = of or sorted({str(path.parent.relative_to(RESULTS)) for path in RESULTS.glob("*/*/*.json")})
+    return [place for place in places if not is_recorded(place) or is_stale(place)]
 
 
-def edited(place: str) -> bool:
-    """Whether a step, a peer, a patch or a state of the guide's loop has other code than when its row was
-    recorded. A run of a parity study is named `VARIANT, seed 3`. Rows of --model are none of these."""
+def is_stale(place: str) -> bool:
+    """Whether a recording holds a row, bare rates or experiments of other code than the present one."""
     if not (RESULTS / place / "results.json").exists():
-        return False
+        clock = row_sha256("", ROOT, CLOCKS)
+        return any(read_object(path).get("code_sha256") != clock for path in (RESULTS / place).glob("*.json"))
     for name, run in runs_of(record(place)).items():
-        if run.rows and run.rows[0].step == loop.FIRST:
-            sources = loop_states()
-            if any(not is_same_code(row.source, sources.get(row.step, "")) for row in run.rows):
+        for row in [*run.rows, *run.peers]:
+            if row.status == "ok" and row.code_sha256 != present_sha256(variant_of(name), row, run):
                 return True
-        if not run.is_of_ladder:  # its 2_sdpa is not our script
-            continue
-        label = name.partition(", seed ")[0]
-        variant = label if label in patches.variants() else ""
-        if any(is_edited(variant, row) for row in [*run.rows, *run.peers]):
-            return True
     return False
 
 
-def is_edited(variant: str, row: Row) -> bool:
-    """Whether the code of a step or a peer, with the patch of a variant, is another one than the row's."""
-    try:
-        present = present_source(variant, row.step)
-    except Skip:  # the patch does not fit any more
-        return True
-    return bool(row.source and present) and not is_same_code(row.source, present)
+def variant_of(name: str) -> str:
+    """The variant that a run of a study trains, by its name: `VARIANT`, `VARIANT, seed 3`; empty of none."""
+    label = name.partition(", seed ")[0]
+    return label if label in patches.variants() else ""
 
 
-def is_same_code(source: str, other: str) -> bool:
-    """Whether two Python sources differ in comments, docstrings and messages alone."""
-    return code_of(source, messages=False) == code_of(other, messages=False)
+def present_sha256(variant: str, row: Row, run: Run) -> str:
+    """What a row's hash would be today; empty where its script is gone, or its patch does not fit any
+    more."""
+    if run.workload and run.workload.model == loop.NAME:
+        state = loop_states().get(row.step)
+        return row_sha256(state, ROOT, ()) if state else ""
+    measured_by, source = ROOTS, present_source(variant, row.step)
+    if not run.is_of_ladder:
+        source = of_present_functions(row.source or "")
+    return row_sha256(source, ROOT, measured_by) if source else ""
+
+
+def of_present_functions(source: str) -> str:
+    """The functions of a row of --model as ladder/model_changes.py has them now; those of its own file
+    stay."""
+    present = (ROOT / "ladder" / "model_changes.py").read_text()
+    texts = {
+        node.name: ast.get_source_segment(present, node)
+        for node in ast.parse(present).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    parts = [
+        (getattr(node, "name", ""), ast.get_source_segment(source, node)) for node in ast.parse(source).body
+    ]
+    return "\n\n".join(texts.get(name, text) for name, text in parts)
 
 
 @cache
 def present_source(variant: str, step: str) -> str:
-    """The text of a step or a peer, with a `variant` with its patch; empty of what is none of them."""
+    """The text of a step or a peer, with a `variant` with its patch; empty of what is none of them, and where
+    the patch does not fit."""
     script = f"{step}.py" if (ROOT / f"{step}.py").exists() else f"peers/{step}.py"
     if not (ROOT / script).exists():
         return ""
     if not variant:
         return (ROOT / script).read_text()
     with tempfile.TemporaryDirectory() as folder:
-        return patches.write_script(variant, script, Path(folder)).read_text()
+        try:
+            return patches.write_script(variant, script, Path(folder)).read_text()
+        except Skip:
+            return ""
 
 
 def renew() -> None:

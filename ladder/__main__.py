@@ -1,4 +1,4 @@
-"""The command behind run_all.sh: what a user asks for becomes a list of rows, which ladder/running.py runs.
+"""The command behind run_all.sh: what a user asks for becomes a list of rows, which ladder/running.py rows.
 
 Each row is a script in a process of its own. ./run_all.sh --help lists the options.
 """
@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))  # run_all.sh starts this file by its path, from a
 
 from common import record  # noqa: E402
 from common.text import OneLineParser, Skip, portable_command, positive_int, run_command  # noqa: E402
-from ladder import running, runs  # noqa: E402
+from ladder import rows, running  # noqa: E402
 
 FILES = ("--data", "--model")
 MOST_PASSES = 100
@@ -23,9 +23,9 @@ MOST_PASSES = 100
 class Request(NamedTuple):
     """What a user asked for."""
 
-    argv: list[str]  # all words, from which --resume makes the same request again
-    options: argparse.Namespace  # what run_all.sh itself takes of them
+    options: argparse.Namespace  # what run_all.sh itself takes
     arguments: list[str]  # the others, which every script gets
+    words: list[str]  # all of them
 
     @property
     def kind(self) -> str:
@@ -66,7 +66,7 @@ def build_parser() -> OneLineParser:
     add("--gpus", type=positive_int, metavar="N", help=text)
     add(
         "--parallel",
-        choices=runs.PARALLEL,
+        choices=rows.PARALLEL,
         help="ddp copies the model, fsdp divides it (default: ddp; --scaling: both)",
     )
     text = "a model of yours instead of the steps: a file with model() and batches(), as examples/gpt2.py"
@@ -76,21 +76,18 @@ def build_parser() -> OneLineParser:
     add("--sweep", action="store_true", help="each row at several widths and lengths")
     add("--peers", action="store_true", help="also run peers/*.py, on the same workload")
     add("--no-roofs", action="store_true", help="do not measure copies and matrix products")
-    text = "finish an interrupted run with the options that it was started with"
-    add("--resume", type=Path, metavar="DIR", help=text)
-    add("--step-timeout", type=positive_int, metavar="S", help="seconds for a row (default: 1800)")
+    running.add_options(parser)
     return parser
 
 
 def parse(argv: list[str]) -> Request:
-    argv = with_absolute_files(argv)
-    options, arguments = build_parser().parse_known_args(argv)
-    return Request(argv, options, arguments)
+    words = with_absolute_files(argv)
+    options, arguments = build_parser().parse_known_args(words)
+    return Request(options, arguments, words)
 
 
 def with_absolute_files(argv: list[str]) -> list[str]:
-    """The words with an absolute path behind --data and --model: rows run in the project's folder, and
-    --resume anywhere."""
+    """The words with an absolute path behind --data and --model: rows run in the project's folder."""
     words: list[str] = []
     for word in argv:
         option, equals, value = word.partition("=")
@@ -103,14 +100,13 @@ def with_absolute_files(argv: list[str]) -> list[str]:
     return words
 
 
-def check(request: Request, resumes: bool) -> None:
+def check(request: Request) -> None:
     """Raises Skip where options exclude each other or are not for this kind of run: none is ignored."""
     options, kind = request.options, request.kind
-    numbers = [name.partition("_")[0] for name in (runs.MODEL_ROWS if options.model else runs.scripts())]
+    numbers = [name.partition("_")[0] for name in (rows.MODEL_ROWS if options.model else rows.scripts())]
     chosen = options.only.split(",") if options.only is not None else numbers
     names = {word.partition("=")[0] for word in request.arguments}
-    # The words of a resumed sweep hold the batch size that was chosen when it started.
-    shape = [name for name in names if name.startswith(("--n-", "--seq-", "--batch-")) and not resumes]
+    shape = [name for name in names if name.startswith(("--n-", "--seq-", "--batch-"))]
     in_file = sorted({*shape, *names & {"--preset", "--vocab-size", "--data"}})
     for is_wrong, why in (
         (options.scaling and options.sweep, "--scaling and --sweep exclude each other"),
@@ -139,32 +135,30 @@ def check(request: Request, resumes: bool) -> None:
             options.parallel and not (options.gpus or options.scaling),
             "--parallel is for several processes: add --gpus N",
         ),
-        ("--output" in names, "--output is chosen here: a folder under results/"),
     ):
         if is_wrong:
             raise Skip(why)
 
 
-def prepare(request: Request, resumes: bool) -> running.Job:
+def prepare(request: Request) -> running.Job:
     """What is to run here. Raises Skip, one line, where the request cannot be met."""
-    check(request, resumes)
+    check(request)
     options, kind, arguments = request.options, request.kind, list(request.arguments)
-    parallel = ["--parallel", options.parallel] if options.parallel and kind == "ladder" else []
-    limit_s = options.step_timeout or runs.LIMIT_S
-    facts = runs.check(arguments + parallel, request.processes, options.model, limit_s)
+    if options.parallel and kind == "ladder":
+        arguments += ["--parallel", options.parallel]
+    limit_s = options.step_timeout or rows.LIMIT_S
+    is_measured = options.output and (options.output / record.ROOFS).exists()
+    roofs = kind in ("ladder", "sweep") and request.processes == 1 and not (options.no_roofs or is_measured)
+    facts = rows.check(arguments, request.processes, options.model, limit_s, roofs=roofs)
     check_gpus(request, facts)
-    # What `auto` chose stands in the words of a resumed run: more memory may be free by now.
-    pinned = [] if resumes else facts["pinned"]
-    arguments += pinned + parallel
+    arguments = rows.with_pinned(arguments, facts["pinned"])
     if kind != "sweep":  # of its many rows no page shows a profile
         arguments.append("--profile")
-    rows = rows_of(request, arguments, facts)
-    can_measure_roofs = kind in ("ladder", "sweep") and request.processes == 1
-    plan = running.plan_of("ladder" if kind == "model" else kind, rows, facts, options.step_timeout)
-    plan["argv"] = request.argv + pinned
-    plan["command"] = portable_command("./run_all.sh", request.argv)
-    plan["roofs"] = facts["device_type"] == "cuda" and can_measure_roofs and not options.no_roofs
-    return running.Job(plan, rows, facts)
+    planned, kind = rows_of(request, arguments, facts), "ladder" if kind == "model" else kind
+    command = portable_command("./run_all.sh", request.words)
+    plan = running.plan_of(kind, planned, facts, options.step_timeout, command)
+    again = portable_command("./run_all.sh", rows.with_pinned(request.words, facts["pinned"]))
+    return running.Job(plan, planned, facts, again)
 
 
 def check_gpus(request: Request, facts: dict) -> None:
@@ -181,58 +175,25 @@ def most_gpus(request: Request, facts: dict) -> int:
     return request.options.gpus or facts["gpus"] or 2
 
 
-def rows_of(request: Request, arguments: list[str], facts: dict) -> list[runs.Planned]:
+def rows_of(request: Request, arguments: list[str], facts: dict) -> list[rows.Planned]:
     if request.kind == "model":
-        rows = runs.of_model(request.options.model, arguments, request.options.only)
-        return runs.repeated(rows, request.options.repeat)
-    rows = runs.ladder(arguments, runs.scripts(request.options.only), request.processes)
+        planned = rows.of_model(request.options.model, arguments, request.options.only)
+        return rows.repeated(planned, request.options.repeat)
+    planned = rows.ladder(arguments, rows.scripts(request.options.only), request.processes)
     if request.kind == "scaling":
         most = most_gpus(request, facts)
-        return runs.scaling(rows, most, request.options.parallel, facts["device_type"])
+        return rows.scaling(planned, most, request.options.parallel, facts["device_type"])
     if request.kind == "sweep":
-        return runs.sweep(rows, facts["device_type"])
+        return rows.sweep(planned, facts["device_type"])
     if request.options.peers:
-        rows += runs.ladder(arguments, runs.peers())
-    return runs.repeated(rows, request.options.repeat)
-
-
-def start(request: Request) -> int:
-    job = prepare(request, resumes=False)
-    folder = running.new_folder(request.kind)
-    return running.execute(folder, job, f"./run_all.sh --resume results/{folder.name}")
-
-
-def resume(request: Request) -> int:
-    """Run what an interrupted run has left, by the words that its plan holds."""
-    folder, limit = request.options.resume, request.options.step_timeout
-    limits = [f"--step-timeout={limit}"] if limit else []
-    alone = parse([f"--resume={folder}", *limits])
-    if (alone.options, alone.arguments) != (request.options, request.arguments):
-        raise Skip(f"--resume takes its options from {folder}: give no others but --step-timeout")
-    if not Path(folder).is_dir():
-        raise Skip(f"--resume {folder}: there is no such folder")
-    before = record.read_object(folder / record.PLAN)
-    argv = before.get("argv")
-    if not isinstance(argv, list) or not all(isinstance(word, str) and "\0" not in word for word in argv):
-        raise Skip(f"--resume {folder} holds no {record.PLAN} of run_all.sh that can be read")
-    job = prepare(parse([*argv, *limits]), resumes=True)
-    if any(before.get(name) != job.plan[name] for name in ("workload", "rows", "schema_version")):
-        raise Skip(
-            f"--resume {folder}: its work has changed: "
-            "a script, the text, the file of --model or this machine's defaults"
-        )
-    job.plan["argv"] = argv  # a --step-timeout of this call alone is not kept
-    for name in ("command", "started_at"):
-        job.plan[name] = str(before.get(name) or job.plan[name])
-    folder = folder.resolve()
-    shown = f"results/{folder.name}" if folder.parent == ROOT / "results" else folder
-    return running.execute(folder, job, f"./run_all.sh --resume {shown}")
+        planned += rows.ladder(arguments, rows.peers())
+    return rows.repeated(planned, request.options.repeat)
 
 
 def main(argv: list[str]) -> int:
     request = parse(argv)
     try:
-        return resume(request) if request.options.resume else start(request)
+        return running.execute(prepare(request), request.options.output)
     except Skip as error:
         build_parser().error(str(error))
 

@@ -1,11 +1,12 @@
 """What a step's arguments mean on this machine, as JSON: it imports torch, and the process of the ladder does
 not. That process names the file of the answer in the environment.
 
-LADDER_FACTS=FILE python -m ladder.facts ARGUMENT ...
+LADDER_FACTS=FILE python -m ladder.facts [--roofs] ARGUMENT ...
 """
 
 import json
 import os
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,40 +14,38 @@ from pathlib import Path
 import torch
 
 from common import flops, hardware
-from common.arguments import Arguments, parse_args
+from common.arguments import CPU_BYTES, Arguments, parse_args
+from common.model import GPTConfig
 from common.record import Workload, write_json
-from common.text import run_command, say
-from ladder.predict import peak_bytes
+from common.text import progress, run_command, say
+from ladder import roofs
 from ladder.process import ROOT
-from ladder.runs import FACTS, scripts
-from ladder.step_kernels import STEPS
+from ladder.rows import FACTS, scripts
 
 LONG_S = 60  # a step
 
 
 def main() -> None:
-    args = parse_args(ROOT / "run_all.sh", None)
+    words = [word for word in sys.argv[1:] if word != "--roofs"]
+    args = parse_args(ROOT / "run_all.sh", None, words)
     # The free memory, and with it auto's choice, may change from row to row.
-    pinned = ["--preset", args.preset, "--batch-size", str(args.batch_size)]
+    pinned = {"--preset": args.preset, "--batch-size": str(args.batch_size)}
     row_s = least_row_s(args)
-    said = [*hardware.about(args.device), *told_of_time(args, row_s)]
-    say_facts(args.device, args.workload(), pinned, needed_bytes(args), said, row_s)
+    more = {"needed_bytes": needed_bytes(args), "row_s": row_s}
+    if len(words) < len(sys.argv) - 1 and args.device.type == "cuda":
+        measured = roofs.measure(args)
+        progress("")
+        roofs.tell(measured)
+        more["roofs"] = asdict(measured)
+    say_facts(args.device, args.workload(), pinned, long_steps(args, row_s), more)
 
 
 def say_facts(
-    device: torch.device,
-    work: Workload,
-    pinned: list[str],
-    needed_bytes: dict[str, int],
-    said: list[str],
-    row_s: float = 0.0,
-    seen: dict | None = None,
+    device: torch.device, work: Workload, pinned: dict[str, str], messages: list[str], more: dict
 ) -> None:
     """Write the facts of a run for the process of the ladder: what a model prints cannot get in between.
 
-    `pinned` are arguments that every row gets beside the user's, `needed_bytes` the memory of rows by script,
-    `said` what a user should know before the first row, `row_s` the seconds that a row of FP32 takes at
-    least, where they are known, and `seen` what a pass of a model that is not ours showed.
+    `pinned` are options that every row gets, `messages` what a user should know before the first row.
     """
     facts = {
         "pinned": pinned,
@@ -55,25 +54,33 @@ def say_facts(
         "gpus": torch.cuda.device_count() if device.type == "cuda" else 0,
         "workload": asdict(work),
         "free_bytes": hardware.free_memory_bytes(device),
-        "needed_bytes": needed_bytes,
-        "said": said,
-        "row_s": row_s,
-        "seen": seen or {},
+        "messages": [*hardware.about(device), *messages],
     }
     if file := os.environ.get(FACTS):
-        write_json(Path(file), facts)
+        write_json(Path(file), facts | more)
     else:  # somebody looks
-        say(json.dumps(facts, indent=1))
+        say(json.dumps(facts | more, indent=1))
 
 
 def needed_bytes(args: Arguments) -> dict[str, int]:
-    """The peak memory of all processes of a row, by script, of those steps that the predictor knows."""
+    """An estimate of the peak memory of all processes of a row in FP32, by script."""
     needed = {}
     for script in scripts():
-        step = script.removesuffix(".py")
-        if step in STEPS:
-            needed[script] = peak_bytes(step, args.config, args.batch_size) * args.processes
+        by_hand = "scaled_dot_product_attention" not in (ROOT / script).read_text()
+        needed[script] = peak_bytes(args.config, args.batch_size, by_hand) * args.processes
     return needed
+
+
+def peak_bytes(config: GPTConfig, batch_size: int, attention_by_hand: bool) -> int:
+    """An estimate of the peak memory of a training step in FP32, launched kernel by kernel: bytes a
+    parameter, and what backward finds. In each block that is 16 tensors as large as the residual stream and,
+    where attention is written out, its scores; in the last one three times more of these, or else the
+    logits."""
+    tokens = batch_size * config.seq_len
+    scores = config.n_head * config.seq_len if attention_by_hand else 0  # of a token
+    saved = tokens * config.n_layer * (64 * config.n_embd + 4 * scores)
+    largest = tokens * max(12 * config.vocab_size, 12 * scores)
+    return CPU_BYTES * flops.parameters(config) + saved + largest
 
 
 def least_row_s(args: Arguments) -> float:
@@ -84,7 +91,7 @@ def least_row_s(args: Arguments) -> float:
     return (args.warmup + args.steps) * step_flops / product_flops_per_s()
 
 
-def told_of_time(args: Arguments, row_s: float) -> list[str]:
+def long_steps(args: Arguments, row_s: float) -> list[str]:
     """How long a row takes at least, where its training steps are long."""
     step_s = row_s / (args.warmup + args.steps)
     if step_s <= LONG_S:

@@ -408,9 +408,8 @@ def main() -> int:
     except Exception as error:  # whatever a model does, it is one line
         say(f"run_all.sh: error: {explain(error)[1]}", sys.stderr)
         return 2
-    said = [*hardware.about(args.device), sentence(work)]
     seen = {"beside": [str(path) for path in args.beside], "is_masked": args.is_masked}
-    facts.say_facts(args.device, work, ["--steps", str(work.steps)], {}, said, seen=seen)
+    facts.say_facts(args.device, work, {"--steps": str(work.steps)}, [sentence(work)], {"seen": seen})
     return 0
 
 

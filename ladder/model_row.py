@@ -25,8 +25,8 @@ from common.text import Skip, one_line
 from ladder import model_changes as changes
 from ladder import model_file
 from ladder.model_file import ModelArguments, tensors_of
-from ladder.runs import AMP, COMPILE, FP8, GRAPH, SDPA
-from ladder.runs import MODEL_ROWS as ROWS
+from ladder.rows import AMP, COMPILE, FP8, GRAPH, SDPA
+from ladder.rows import MODEL_ROWS as ROWS
 
 BY_HAND = "by hand"  # as common/profile.py observes it
 # By which losses of a replay may differ from those of launched steps: FP8 has other scales each time.

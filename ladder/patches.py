@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.text import Skip, one_line
 from ladder.process import ROOT
-from ladder.runs import peers, scripts
+from ladder.rows import peers, scripts
 
 HEAD = {"Variant", "Script", "Predicted"}
 

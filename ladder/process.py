@@ -1,26 +1,22 @@
 """One command in one process: a time limit, a log, progress, and how it ended."""
 
 import contextlib
-import ctypes
+import importlib.util
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from functools import partial
+import uuid
 from pathlib import Path
 
-from common.text import one_line, progress
+from common.text import PACKAGES, one_line, progress
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 10  # between asking a process to end and ending it
 POLL_S = 0.2
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux, see prctl(2)
-LAUNCHER = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK)$|(MASTER|PET|TORCHELASTIC|GROUP|ROLE|LOCAL_WORLD)_")
-GENERATIONS = 10  # of processes that started each other
+MARK = "LADDER_ROW"  # the variable by which all processes of a row are known
 
 
 class Stop:
@@ -54,13 +50,11 @@ def environment(device_type: str, processes: int) -> dict[str, str]:
         variables["OMP_WAIT_POLICY"] = "passive"
     if processes > 1:
         variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
-    return {name: value for name, value in variables.items() if name not in os.environ}
-
-
-def without_launcher(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables without those that torchrun or a job launcher has left: with them a row would wait for
-    processes that are not there."""
-    return {name: value for name, value in variables.items() if not LAUNCHER.match(name)}
+    variables = {name: value for name, value in variables.items() if name not in os.environ}
+    of_rows = PACKAGES / "row"
+    if of_rows.exists() and importlib.util.find_spec("pynvml") is None:  # so it shadows nothing of the user's
+        variables["PYTHONPATH"] = ":".join(filter(None, [os.environ.get("PYTHONPATH"), str(of_rows)]))
+    return variables
 
 
 def script_command(script: Path, words: list[str], processes: int) -> list[str]:
@@ -81,14 +75,25 @@ def module_command(name: str, *words: str) -> list[str]:
 def run(
     command: list[str], log: Path, limit_s: float, stop: Stop, name: str, variables: dict
 ) -> tuple[str, str] | None:
-    """Run a command in a session of its own; what it starts ends with it, and it ends with this process.
+    """Run a command in a session of its own; all that it starts ends with it.
 
     At the limit, or where the user asks, it has GRACE_S seconds to end by itself. Its output goes to `log`.
     Returns None where it ends well, else status and one-line reason of its row. Raises OSError where the log
     cannot be written.
     """
-    bystanders = _children()  # whatever a shell had started before it became this process
-    child, began, kill_at = _start(command, log, variables), time.monotonic(), math.inf
+    mark = uuid.uuid4().hex
+    log.unlink(missing_ok=True)
+    with log.open("ab") as file:
+        began, kill_at = time.monotonic(), math.inf
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=os.environ | variables | {MARK: mark},
+            start_new_session=True,
+        )
     try:
         while child.poll() is None:
             time.sleep(POLL_S)
@@ -96,13 +101,12 @@ def run(
             progress(f"{name}: running, {now - began:.0f} s")
             if kill_at == math.inf and (stop.requests or now - began > limit_s):
                 kill_at = now + GRACE_S
-                _signal_session(child, signal.SIGTERM)
+                os.killpg(child.pid, signal.SIGTERM)
             if stop.requests > 1 or now > kill_at:
-                _signal_session(child, signal.SIGKILL)
+                end_all(child.pid, mark)
     finally:
-        _signal_session(child, signal.SIGKILL)  # compiler workers
+        end_all(child.pid, mark)
         code = child.wait()
-        _end_orphans(bystanders)
         progress("")
     if kill_at == math.inf:
         return how_it_ended(code, log)
@@ -111,17 +115,15 @@ def run(
     return "timeout", f"took longer than {limit_s:.0f} s: raise --step-timeout, or lower --steps or the shape"
 
 
-def _start(command: list[str], log: Path, variables: dict) -> subprocess.Popen:
-    log.unlink(missing_ok=True)
-    where = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "cwd": ROOT, "start_new_session": True}
-    if sys.platform == "linux":
-        prctl = ctypes.CDLL(None).prctl
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # workers of a torchrun that is killed come to this process
-        # Torchrun then ends its workers.
-        where["preexec_fn"] = partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
-    with log.open("ab") as file:
-        environment = without_launcher(os.environ) | variables
-        return subprocess.Popen(command, stdout=file, env=environment, **where)
+def end_all(leader: int, mark: str) -> None:
+    """Kill a process group, and whatever else inherited the mark: the workers of torchrun and those of a
+    compiler have sessions of their own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    for variables in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in variables.read_bytes():
+                os.kill(int(variables.parent.name), signal.SIGKILL)
 
 
 def how_it_ended(code: int, log: Path) -> tuple[str, str] | None:
@@ -134,35 +136,6 @@ def how_it_ended(code: int, log: Path) -> tuple[str, str] | None:
         return None
     reason = last_line(log, ": error: ") or last_line(log, ": failed: ")
     return "failed", reason or f"ended with exit code {code} and no record: see {log.name}"
-
-
-def _signal_session(child: subprocess.Popen, number: int) -> None:
-    """Signal all processes of a child's session; with SIGKILL also those of torchrun's workers, which have
-    sessions of their own and which it then cannot end."""
-    leaders, listed = [child.pid], Path(f"/proc/{child.pid}/task/{child.pid}/children")
-    if number == signal.SIGKILL and child.returncode is None and listed.exists():
-        leaders += map(int, listed.read_text().split())
-    for leader in reversed(leaders):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of it is left
-            os.killpg(leader, number)
-
-
-def _children() -> set[int]:
-    """The children of this process; empty where the system does not list them."""
-    with contextlib.suppress(OSError):
-        lists = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
-        return {int(pid) for pids in lists for pid in pids}
-    return set()
-
-
-def _end_orphans(bystanders: set[int]) -> None:
-    """End what a killed row left behind: children of this process that were none before the row. What an
-    orphan has started becomes a child in its turn."""
-    for _ in range(GENERATIONS):  # not for ever: one that this user may not end stays
-        for orphan in _children() - bystanders:
-            with contextlib.suppress(ProcessLookupError, PermissionError, ChildProcessError):
-                os.kill(orphan, signal.SIGKILL)
-                os.waitpid(orphan, 0)
 
 
 def last_line(log: Path, sign: str) -> str:

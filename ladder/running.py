@@ -1,4 +1,7 @@
-"""A plan under way: its folder, its rows one after the other, and the report at the end."""
+"""A plan under way: its folder, its rows one after the other, and the report at the end.
+
+A folder continues if its plan equals mine: the same kind of run, device and workload, and rows of one name
+that are the same, of the same code. It may hold other rows too."""
 
 import argparse
 import contextlib
@@ -9,26 +12,30 @@ import itertools
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from common import record as schema
-from common.fingerprint import code_sha256, sha256_of
-from common.text import Skip, positive_int, say
-from ladder import patches, process, runs
+from common.fingerprint import row_sha256
+from common.text import Skip, portable_command, positive_int, say
+from ladder import patches, process, rows
 from ladder.process import ROOT
 
 LOCK = ".lock"
+SAME = ("schema_version", "kind", "device", "workload")  # of a plan that continues a folder's
+PER_ROW = ("gpus", "parallel", "warmup")  # fields of the workload in which rows of one run may differ
 
 
 class Job(NamedTuple):
     """What is to run."""
 
     plan: dict  # what the run folder holds of it from the first row on
-    rows: list[runs.Planned]
+    rows: list[rows.Planned]
     facts: dict  # what the arguments mean on this machine: see ladder/facts.py
+    again: str  # the command that finishes it, without its folder
 
 
 class Running:
@@ -37,36 +44,20 @@ class Running:
     def __init__(self, folder: Path, job: Job, stop: process.Stop):
         self.folder, self.plan, self.facts, self.stop = folder, job.plan, job.facts, stop
 
-    def run(self, command: list[str], log: Path, name: str, gpus: int = 1) -> tuple[str, str] | None:
-        variables = process.environment(self.facts["device_type"], gpus)
-        return process.run(command, log, self.plan["limit_s"], self.stop, name, variables)
-
-    def predict(self) -> None:
-        """Measure roofs, and predict all rows from them."""
-        command = process.module_command("ladder.predict", "--plan", str(self.folder))
-        ended = self.run(command, self.folder / "roofs.log", "roofs and predictions")
-        if ended and not self.stop.requests:
-            say(f"no predictions: {ended[1]}")
-
-    def recorded(self, row: runs.Planned) -> dict:
+    def recorded(self, row: rows.Planned) -> dict:
         """The row that a script left; empty where there is none that can be read."""
         record = schema.read_object(self.folder / row.output)
-        rows = record.get("rows") if record.get("schema_version") == schema.SCHEMA_VERSION else None
-        content = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
+        content = record.get("rows") if record.get("schema_version") == schema.SCHEMA_VERSION else None
+        content = content[0] if isinstance(content, list) and content and isinstance(content[0], dict) else {}
         times = content.get("step_ms")
         are_times = isinstance(times, list) and times and all(isinstance(ms, (int, float)) for ms in times)
         return content if are_times or content.get("status") in ("skipped", "oom", "failed") else {}
 
-    def decides(self, row: runs.Planned) -> bool:
+    def decides(self, row: rows.Planned) -> bool:
         """Whether the rows behind a row are made from it: those of a model, by their first pass."""
-        return row.script == runs.MODEL_SCRIPT and not row.output.startswith("pass-")
+        return row.script == rows.MODEL_SCRIPT and not row.output.startswith("pass-")
 
-    def forget(self, rows: list[runs.Planned]) -> None:
-        """Remove the records of rows that were made from other rows than there are now."""
-        for row in rows:
-            (self.folder / row.output).unlink(missing_ok=True)
-
-    def run_row(self, row: runs.Planned, place: str) -> None:
+    def run_row(self, row: rows.Planned, place: str) -> None:
         """Run one script, and print what came of it. One that leaves no record gets one that holds how it
         ended. `place` tells which of all rows it is: `row 2 of 5`."""
         path, name = self.folder / row.output, row.output.removesuffix(".json")
@@ -86,27 +77,44 @@ class Running:
             outcome = f"{statistics.median(recorded['step_ms']):,.1f} ms a step"
         say(f"{name}: {outcome}")
 
-    def too_large(self, row: runs.Planned) -> tuple[str, str] | None:
+    def too_large(self, row: rows.Planned) -> tuple[str, str] | None:
         """Status and reason of a row that a CPU's free memory is not enough for: there the system would end
         it."""
-        needed, free = self.facts["needed_bytes"].get(row.script, 0), self.facts["free_bytes"]
+        needed, free = self.facts.get("needed_bytes", {}).get(row.script, 0), self.facts["free_bytes"]
         if self.facts["device_type"] == "cpu" and self.plan["kind"] == "ladder" and free and needed > free:
             needs = f"needs about {needed / 2**30:.0f} GiB of {free / 2**30:.0f} free"
             return "oom", f"{needs}: try a smaller --batch-size"
         return None
 
-    def run_script(self, row: runs.Planned, record: Path, name: str) -> tuple[str, str] | None:
+    def run_script(self, row: rows.Planned, record: Path, name: str) -> tuple[str, str] | None:
         """Run a row's script, or a patched copy of it. Returns how it ended, where it did not end well."""
-        words = [*row.arguments, "--output", str(record)]
-        log = record.with_suffix(".log")
-        if row.patch is None:
-            return self.run(process.script_command(ROOT / row.script, words, row.gpus), log, name, row.gpus)
-        with tempfile.TemporaryDirectory() as folder:
+        words, log = [*row.arguments, "--output", str(record)], record.with_suffix(".log")
+        variables = process.environment(self.facts["device_type"], row.gpus)
+        with tempfile.TemporaryDirectory() as copy:
             try:
-                script = patches.write_script(row.patch, row.script, Path(folder))
+                script = (
+                    patches.write_script(row.patch, row.script, Path(copy))
+                    if row.patch
+                    else ROOT / row.script
+                )
             except Skip as error:
                 return "failed", str(error)
-            return self.run(process.script_command(script, words, row.gpus), log, name, row.gpus)
+            command = process.script_command(script, words, row.gpus)
+            return process.run(command, log, self.plan["limit_s"], self.stop, name, variables)
+
+
+# --- the folder -----------------------------------------------------------------------------------
+
+
+def folder_of(kind: str, output: Path | None) -> Path:
+    """The folder of a run: the one that the user names, or a new one. Raises Skip for one that cannot be."""
+    try:
+        if output is None:
+            return new_folder(kind)
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Skip(f"{output or ROOT / 'results'} cannot be used: {error.strerror or error}") from None
+    return output.resolve()
 
 
 def new_folder(kind: str) -> Path:
@@ -133,34 +141,108 @@ def locked(folder: Path) -> TextIO | None:
     return lock
 
 
-def plan_of(kind: str, rows: list[runs.Planned], facts: dict, limit_s: int | None) -> dict:
-    """The plan that a run folder holds from its first row on; its command is still missing."""
+# --- the plan -------------------------------------------------------------------------------------
+
+
+def plan_of(kind: str, planned: list[rows.Planned], facts: dict, limit_s: int | None, command: str) -> dict:
+    """The plan that a run folder holds from its first row on."""
     return {
         "schema_version": schema.SCHEMA_VERSION,
         "kind": kind,
+        "command": command,
         "started_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": facts["device"],
         "workload": facts["workload"],
         "seen": facts.get("seen", {}),
-        "rows": [row._asdict() for row in rows],
-        "limit_s": limit_s or runs.LIMIT_S,
-        "roofs": False,
+        "rows": [row._asdict() for row in planned],
+        "code": {label(row): code_of(row) for row in planned},
+        "limit_s": limit_s or rows.LIMIT_S,
     }
 
 
-def execute(folder: Path, job: Job, finishes: str) -> int:
-    """Run all rows of a job that have no ok record in `folder`, and report. Returns the exit code; `finishes`
-    is the command that finishes the run where the user interrupts it. Raises Skip for a folder that another
-    run has."""
+def label(row: rows.Planned) -> str:
+    return f"{row.script} with {row.patch}" if row.patch else row.script
+
+
+def code_of(row: rows.Planned) -> str | None:
+    """What a row's script and its patch run through, as its record will hold it; None of a patch that does
+    not fit."""
+    if row.script == rows.MODEL_SCRIPT:
+        return row_sha256((ROOT / "ladder" / "model_changes.py").read_text(), ROOT)
+    if row.script == rows.LOOP_SCRIPT:
+        files = [path.read_bytes() for path in sorted((ROOT / "examples" / "loop").glob("[0-9l]*"))]
+        return hashlib.sha256(b"".join(files)).hexdigest()[:16]
+    with tempfile.TemporaryDirectory() as copy:
+        try:
+            script = (
+                patches.write_script(row.patch, row.script, Path(copy)) if row.patch else ROOT / row.script
+            )
+        except Skip:
+            return None
+        return row_sha256(script.read_text(), ROOT)
+
+
+def continued(folder: Path, plan: dict) -> dict:
+    """The plan of a folder that goes on with mine: its start and all of its rows are kept. Raises Skip for a
+    folder that holds something else."""
+    before = schema.read_object(folder / schema.PLAN)
+    if not before:
+        if {path.name for path in folder.iterdir()} - {LOCK}:
+            raise Skip(f"--output {folder} holds files that are of no run")
+        return plan
+    theirs, mine = rows_by_output(before), rows_by_output(plan)
+    code = before["code"] if isinstance(before.get("code"), dict) else {}
+    differing = [name for name in SAME if comparable(before, name) != comparable(plan, name)]
+    differing += [output for output in mine if theirs.get(output, mine[output]) != mine[output]]
+    differing += [
+        f"the code of {name}"
+        for name in plan["code"]
+        if code.get(name, plan["code"][name]) != plan["code"][name]
+    ]
+    if differing:
+        raise Skip(f"--output {folder} holds another run: {', '.join(differing[:3])} differ")
+    together = theirs | mine if mine.keys() <= theirs.keys() else mine | theirs
+    commands = (
+        [before.get("command"), plan["command"]] if mine.keys() - theirs.keys() else [before.get("command")]
+    )
+    return plan | {
+        "started_at": before.get("started_at"),
+        "command": " && ".join(dict.fromkeys(map(str, commands))),
+        "rows": list(together.values()),
+        "code": code | plan["code"],
+    }
+
+
+def rows_by_output(plan: dict) -> dict[str, dict]:
+    """The rows of a plan by the file of their record; empty of what is no plan."""
+    planned = plan.get("rows")
+    planned = planned if isinstance(planned, list) else []
+    return {str(row.get("output")): row for row in planned if isinstance(row, dict)}
+
+
+def comparable(plan: dict, name: str) -> object:
+    """A part of a plan, of the workload without what may differ from row to row."""
+    part = plan.get(name)
+    return {key: part[key] for key in part if key not in PER_ROW} if isinstance(part, dict) else part
+
+
+# --- running it -----------------------------------------------------------------------------------
+
+
+def execute(job: Job, output: Path | None) -> int:
+    """Run all rows of a job that have no ok record in their folder, and report. Returns the exit code. Raises
+    Skip for a folder that another run has, or that holds something else."""
+    folder = folder_of(job.plan["kind"] if not job.facts.get("seen") else "model", output)
     lock = locked(folder)
     if lock is None:
         raise Skip(f"{folder} is in use by another run")
-    schema.write_json(folder / schema.PLAN, job.plan)
-    say("\n".join([*job.facts["said"], *told_of_limit(job)]))
+    schema.write_json(folder / schema.PLAN, continued(folder, job.plan))
+    if "roofs" in job.facts:
+        schema.write_json(folder / schema.ROOFS, job.facts["roofs"])
+    say("\n".join([*job.facts["messages"], *long_rows(job)]))
     stop = process.Stop()
     stop.listen()
     running = Running(folder, job, stop)
-    if job.plan["roofs"] and not (folder / schema.PREDICTED).exists():
-        running.predict()
     recorded = [row for row in job.rows if running.recorded(row).get("status") == "ok"]
     if recorded:
         say(f"{len(recorded)} of {len(job.rows)} rows are recorded already")
@@ -168,122 +250,64 @@ def execute(folder: Path, job: Job, finishes: str) -> int:
         if not stop.requests and running.recorded(row).get("status") != "ok":
             running.run_row(row, f"row {k} of {len(job.rows)}")
             if running.decides(row) and running.recorded(row).get("status") == "ok":
-                running.forget(job.rows[k:])
-    return finish(folder, stop, finishes, is_latest="argv" in job.plan)
+                for later in job.rows[k:]:  # they were made from other rows than there are now
+                    (folder / later.output).unlink(missing_ok=True)
+    return finish(folder, stop, job)
 
 
-def told_of_limit(job: Job) -> list[str]:
+def long_rows(job: Job) -> list[str]:
     """That a row takes longer than it may, where that is known beforehand."""
     if job.facts.get("row_s", 0) <= job.plan["limit_s"]:
         return []
     return [f"A row ends after {job.plan['limit_s']:,} s (--step-timeout). A smaller shape shows the same"]
 
 
-def finish(folder: Path, stop: process.Stop, finishes: str, is_latest: bool) -> int:
-    """Print and write the report; returns the exit code. With `is_latest`, results/latest leads to this
+def finish(folder: Path, stop: process.Stop, job: Job) -> int:
+    """Print and write the report; returns the exit code. Of a run of run_all.sh, results/latest leads to this
     folder."""
     say("")
     ended = subprocess.run(process.module_command("report", str(folder)), cwd=ROOT, start_new_session=True)
+    if not (folder / schema.MERGED).exists():
+        say(f"no table: the records are kept. This makes it: {sys.executable} -m report {folder}")
     latest = ROOT / "results" / "latest"
     free = folder.parent == latest.parent and (latest.is_symlink() or not latest.exists())
-    if is_latest and ended.returncode != 2 and free:
+    if job.plan["command"].startswith("./run_all.sh") and ended.returncode != 2 and free:
         with contextlib.suppress(OSError):
             latest.unlink(missing_ok=True)
             latest.symlink_to(folder.name)
     if stop.requests:
-        say(f"interrupted: {finishes} finishes it")
+        shown = f"results/{folder.name}" if folder.parent == latest.parent else folder
+        say(f"interrupted: {job.again} --output {shown} finishes it")
         return 130
     return ended.returncode
 
 
+# --- studies --------------------------------------------------------------------------------------
+
+
 def run_study(
-    kind: str, rows: list[runs.Planned], arguments: list[str], options: argparse.Namespace, command: str
+    kind: str,
+    planned: list[rows.Planned],
+    arguments: list[str],
+    options: argparse.Namespace,
+    words: list[str],
 ) -> int:
-    """Run the rows of a study in a folder, new or continued with more rows. Returns the exit code. `options`
-    are those of `add_options`.
-
-    Raises Skip, one line, for a folder that cannot be used or holds something else, and where its rows are of
-    another workload, machine or code.
-    """
-    limit_s = options.step_timeout or runs.LIMIT_S
-    most = max(row.gpus for row in rows)
-    facts = runs.check(arguments, most, limit_s=limit_s, name=f"python -m anatomy.{kind}")
-    folder, before = study_folder(kind, options.output)
-    same = {"device": facts["device"], "code": code_of_study(), "arguments": arguments}
-    same["workload"] = facts["workload"]
-    if before and comparable(before.get("same")) != comparable(same):
-        raise Skip(f"--output {options.output} holds rows of another workload, machine or code")
-    rows = [row._replace(arguments=[*facts["pinned"], *row.arguments]) for row in rows]
-    recorded = before.get("rows")
-    recorded = recorded if isinstance(recorded, list) else []
-    rows = [*(checked(row, options.output) for row in recorded), *rows]
-    rows = list({row.output: row for row in rows}.values())
-    earlier = [text for text in str(before.get("command") or "").split(" && ") if text]
-    commands = " && ".join(dict.fromkeys([*earlier, command]))
-    plan = plan_of(kind, rows, facts, options.step_timeout) | {"command": commands, "same": same}
-    plan["started_at"] = str(before.get("started_at") or plan["started_at"])
-    return execute(folder, Job(plan, rows, facts), f"the same command with --output {folder}")
+    """Run the rows of a study in a folder, new or continued with more rows; `words` are those of its command.
+    Returns the exit code. `options` are those of `add_options`. Raises Skip, one line, for a folder that
+    cannot be used."""
+    name = f"python -m ladder.{kind}"
+    facts = rows.check(
+        arguments, max(row.gpus for row in planned), limit_s=options.step_timeout or rows.LIMIT_S, name=name
+    )
+    planned = [row._replace(arguments=rows.with_pinned(row.arguments, facts["pinned"])) for row in planned]
+    command = portable_command(name, words)
+    plan = plan_of(kind, planned, facts, options.step_timeout, command)
+    return execute(Job(plan, planned, facts, command), options.output)
 
 
-def comparable(same: object) -> object:
-    """What all rows of a study have in common: not how many GPUs they run on."""
-    if not isinstance(same, dict) or not isinstance(same.get("workload"), dict):
-        return same
-    left_out = ("gpus", "parallel", "warmup")
-    return same | {
-        "workload": {name: value for name, value in same["workload"].items() if name not in left_out}
-    }
-
-
-OF_A_STUDY = "of the study, new or continued (default: a new one under results/)"
-
-
-def add_options(parser: argparse.ArgumentParser, output: str = OF_A_STUDY) -> None:
-    """The options of every study, with the help of `--output`."""
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help=output)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every run."""
+    text = "of the run: a new one, or one to continue (default: a new one under results/)"
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help=text)
     text = "seconds for a row (default: 1800)"
     parser.add_argument("--step-timeout", type=positive_int, metavar="S", help=text)
-
-
-def study_folder(kind: str, output: Path | None) -> tuple[Path, dict]:
-    """The folder of a study, and its plan where it is continued. Raises Skip for one that holds another
-    thing."""
-    try:
-        folder = output.resolve() if output else new_folder(kind)
-        folder.mkdir(parents=True, exist_ok=True)
-        files = {path.name for path in folder.iterdir()} - {LOCK}
-    except (OSError, RuntimeError) as error:
-        raise Skip(f"--output {output} cannot be used: {error}") from None
-    before = schema.read_object(folder / schema.PLAN)
-    if files and before.get("kind") != kind:
-        raise Skip(f"--output {output} holds files that are of no study of {kind}")
-    return folder, before
-
-
-def code_of_study() -> str:
-    """What the rows of a study depend on: what a timed step runs through, the held-out losses, peers and
-    patches."""
-    others = [ROOT / "common" / "benchmark.py", *(ROOT / peer for peer in runs.peers())]
-    variants = b"".join(path.read_bytes() for path in sorted(ROOT.glob("anatomy/variants/*.patch")))
-    return code_sha256(ROOT) + sha256_of(others) + hashlib.sha256(variants).hexdigest()[:16]
-
-
-def checked(row: object, output: Path | None) -> runs.Planned:
-    """A row of an earlier plan. Raises Skip for one that no study of this checkout has made."""
-    try:
-        planned = runs.Planned(**row)
-        place, name = Path(planned.output).parts
-        known = (
-            planned.script in [*runs.scripts(), *runs.peers()]
-            and name == f"{Path(planned.script).stem}.json"
-            and place not in ("..", "/")
-            and place.isprintable()
-            and planned.gpus in {int(head["GPUs"]) for head in patches.variants().values()}
-            and (planned.patch is None or planned.patch in patches.variants())
-            and all(isinstance(word, str) and word.isprintable() for word in planned.arguments)
-        )
-    except (TypeError, ValueError):
-        known = False
-    if not known:
-        raise Skip(f"--output {output} holds a {schema.PLAN} that no study has written")
-    return planned

@@ -1,7 +1,7 @@
 """Reports from records, without torch.
 
 python -m report DIR               print the table of a run folder, and write its reports into it
-python -m report --compare A B     two runs, row by row
+python -m report --compare A B     two runs, row by row; with --bound 0.03 whether B bears out A
 """
 
 from pathlib import Path
@@ -49,6 +49,8 @@ def main() -> int:
     parser = OneLineParser(prog="python -m report", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder that run_all.sh wrote")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="folders of two runs")
+    text = "with --compare: fail where a row of B differs by a larger share from that of A"
+    parser.add_argument("--bound", type=float, metavar="SHARE", help=text)
     args = parser.parse_args()
     if (args.folder is None) == (args.compare is None):
         parser.error("give one DIR, or --compare A B")
@@ -57,8 +59,9 @@ def main() -> int:
 
     try:
         if args.compare:
-            say(compare(*args.compare))
-            return 0
+            text, is_borne_out = compare(*args.compare, args.bound)
+            say(text)
+            return int(not is_borne_out)
         record = load.load(args.folder)
     except load.RecordError as error:
         parser.error(str(error))

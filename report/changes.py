@@ -1,13 +1,16 @@
 """What one script changes of another: lines of code, from the sources that records hold."""
 
 import difflib
+import io
 import re
+import tokenize
 
-from common.fingerprint import code_of
 from common.record import Row
 
 IMPORT = re.compile(r"import |from |\w+ = import_or_skip\(")
 IMPORTED_NAMES = re.compile(r"(?m)^(\s*from [\w.]+ import) \([^)]*\)")  # one a line, between parentheses
+BEFORE_A_STATEMENT = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+NOTHING = (tokenize.NL, tokenize.COMMENT)
 LONG_SOURCE = 2000  # lines, from which frequent lines are not compared, since that takes too long
 
 
@@ -32,6 +35,25 @@ def code_lines(source: str) -> list[str]:
     text = IMPORTED_NAMES.sub(r"\1", "\n".join(code_of(source)))
     stripped = [line.strip() for line in text.splitlines()]
     return [line for line in stripped if not IMPORT.match(line)]
+
+
+def code_of(source: str) -> list[str]:
+    """The lines of code of a Python source, without docstrings, comments and blank lines. Empty for what is
+    no Python."""
+    lines = source.splitlines()
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    except (tokenize.TokenError, SyntaxError):
+        return []
+    begins = True  # whether a statement begins with the next token
+    for token, following in zip(tokens, [*tokens[1:], tokens[-1]], strict=True):
+        (row, column), (end, _) = token.start, token.end
+        if token.type == tokenize.COMMENT:
+            lines[row - 1] = lines[row - 1][:column]
+        if token.type == tokenize.STRING and begins and following.type == tokenize.NEWLINE:  # a docstring
+            lines[row - 1 : end] = [""] * (end - row + 1)
+        begins = token.type in BEFORE_A_STATEMENT or (begins and token.type in NOTHING)
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 def code_diff(before: Row, after: Row) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Records from disk, checked: one file, or the records of a run folder merged by its plan.
 
-A run folder holds `plan.json` (what was meant to run), a record at the `output` of every planned row,
-`roofs.json` and `predicted.json`. Nothing but what the plan names is read. A folder without a plan holds
+A run folder holds `plan.json` (what was meant to run), a record at the `output` of every planned row, and
+`roofs.json`. Nothing but what the plan names is read. A folder without a plan holds
 `results.json`: a recorded run.
 """
 
@@ -21,7 +21,7 @@ SIGNED = ("loss", "heldout", "cosine", "repeated")
 LARGEST_NUMBER, LEAST_NUMBER = 1e18, 1e-15  # beyond them a figure means nothing and a chart cannot be drawn
 LONG_LIST = 1000  # of numbers: losses of a long training
 DIFFER = "rows differ in"  # how a problem begins that is about every row
-SAME_IN_ALL_ROWS = ("device", "gpu_uuid", "code_sha256", "commit")  # and all versions
+SAME_IN_ALL_ROWS = ("device", "gpu_uuid", "commit")  # and all versions
 NO_TIME = ("not run", "interrupted")  # statuses of a row that a resumed run finishes
 
 
@@ -46,6 +46,7 @@ class Plan(msgspec.Struct):
     workload: Workload | None
     rows: list[Planned]
     schema_version: int
+    code: dict[str, str | None] = {}  # hashes by script and patch: see common/fingerprint.py
 
 
 # --- one file -------------------------------------------------------------------------------------
@@ -160,13 +161,9 @@ def load(folder: Path) -> Run | Study:
     first = next(iter(runs.values()))
     first.roofs = _optional(folder / schema.ROOFS, schema.Roofs, first)
     if plan.kind == "ladder":
-        _add_predictions(first, _optional(folder / schema.PREDICTED, dict[str, float], first))
         return first
     if plan.kind == "ablations":
         _prove_variants(folder, plan, runs)
-    predicted = _optional(folder / schema.PREDICTED, dict[str, dict[str, float]], first) or {}
-    for name, run in runs.items():
-        _add_predictions(run, predicted.get(name))
     return Study(plan.kind, plan.command, plan.started_at, runs)
 
 
@@ -195,11 +192,6 @@ def _prove_variants(folder: Path, plan: Plan, runs: dict[str, Run]) -> None:
             run.problems += _differences([(script, runs[script]), (name, run)])
 
 
-def _add_predictions(run: Run, predicted: dict[str, float] | None) -> None:
-    for row in run.rows:
-        row.predicted_ms = (predicted or {}).get(row.step, row.predicted_ms)
-
-
 def _optional(path: Path, kind: Any, run: Run) -> Any:
     """The content of a file that may be absent; None also where it cannot be read, which is then a problem of
     `run`."""
@@ -216,7 +208,7 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
     merged, records, samples = Run(plan.command, plan.started_at, None, workload, []), [], []
     too_few: dict[str, list[str]] = {}  # steps by what they lack
     for step, passes in planned.items():
-        of_step = [_read_planned(folder, one_pass, step, plan.kind) for one_pass in passes]
+        of_step = [_read_planned(folder, one_pass, step) for one_pass in passes]
         for record in of_step:
             merged.workload = merged.workload or record.workload
             _refuse_other_work(record, merged.workload, step)
@@ -232,8 +224,17 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
     merged.environment = _environment(records)
     merged.problems += [problem for record in records for problem in record.problems]
     merged.problems += _differences([(record.rows[0].step, record) for record in records])
+    if not (merged.workload and merged.workload.model):  # of a model each row decides what it runs
+        merged.problems += _other_code([record.rows[0] for record in records], plan)
     merged.problems += [f"{', '.join(steps)} {lack}" for lack, steps in too_few.items()]
     return merged
+
+
+def _other_code(rows: list[Row], plan: Plan) -> list[str]:
+    """A problem for rows whose script was another one than when the run began."""
+    planned = {*plan.code.values()}
+    names = [row.step for row in rows if row.code_sha256 and plan.code and row.code_sha256 not in planned]
+    return [f"{DIFFER} code: {', '.join(names)} changed after the run began"] if names else []
 
 
 def _environment(records: list[Run]) -> Environment | None:
@@ -250,15 +251,14 @@ def _refuse_other_work(record: Run, workload: Workload | None, step: str) -> Non
         record.rows = [Row(step, "failed", reason)]
 
 
-def _read_planned(folder: Path, planned: Planned, step: str, kind: str) -> Run:
+def _read_planned(folder: Path, planned: Planned, step: str) -> Run:
     """A planned row's record, or one whose row tells why there is none."""
     path = folder / planned.output
     if not path.exists():
         began = path.with_suffix(".log").exists()
         status, when = ("interrupted", "during") if began else ("not run", "before")
-        is_study = kind in ("ablations", "parity")
-        finishes = "the same command with --output" if is_study else "./run_all.sh --resume with"
-        row = Row(step, status, f"the run ended {when} this row: {finishes} its folder finishes it")
+        finishes = "the same command with --output and its folder finishes it"
+        row = Row(step, status, f"the run ended {when} this row: {finishes}")
     else:
         try:
             record = read(path)
@@ -293,7 +293,7 @@ def _differences(records: list[tuple[str, Run]]) -> list[str]:
         if not record.environment or record.rows[0].status != "ok":
             continue
         facts = {name: getattr(record.environment, name) for name in SAME_IN_ALL_ROWS}
-        if facts["code_sha256"]:
+        if record.rows[0].code_sha256:
             del facts["commit"]  # of the same code, a later commit measures the same
         for name, value in (facts | record.environment.versions).items():
             same = names.setdefault(name, {}).setdefault(one_line(value, 40), [])

@@ -119,7 +119,7 @@ def convention(figures: Figures) -> str:
         return CONVENTION
     if figures.timed_steps and not any(line.flops_per_s for line in figures.timed_steps):
         return UNCOUNTED
-    return CONVENTION_OF_LOOP if "anatomy.loop" in figures.run.command else CONVENTION_OF_MODEL
+    return CONVENTION_OF_LOOP if figures.run.workload.model == "loop.py" else CONVENTION_OF_MODEL
 
 
 def _whether_fp8_pays(timed: list[Line]) -> str:

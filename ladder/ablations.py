@@ -1,6 +1,6 @@
 """What does each choice inside a step give? One script with a small patch, everything else as it is.
 
-    python -m anatomy.ablations [--only NAME ...] [--output FOLDER] [ARGUMENT ...]
+    python -m ladder.ablations [--only NAME ...] [--output FOLDER] [ARGUMENT ...]
 
 The ARGUMENTs are those of a step: --preset gpt2 --steps 30. Each file of anatomy/variants/ is a patch of a
 script, with what arithmetic predicts for gpt3-6.7b-slice on an H200. A script runs unchanged and with each of
@@ -11,22 +11,22 @@ head has the line GPUs runs by DDP on so many, as its script does; --only must n
 import sys
 from pathlib import Path
 
-from common.text import OneLineParser, Skip, aligned, one_line, portable_command, run_command, say
+from common.text import OneLineParser, Skip, aligned, one_line, run_command, say
 from ladder import running
 from ladder.patches import variants
-from ladder.runs import Planned
+from ladder.rows import Planned
 
 
 def rows_of(keys: list[str], arguments: list[str]) -> list[Planned]:
     """Each script of these variants once as it is, and once with each patch. A place is named like its
     variant, and that of a script on several GPUs like `2_sdpa, 2 GPUs`."""
-    rows = {}
+    planned = {}
     for key in keys:
         script, gpus = Path(f"{variants()[key]['Script']}.py"), int(variants()[key]["GPUs"])
         as_it_is = script.stem if gpus == 1 else f"{script.stem}, {gpus} GPUs"
-        rows[as_it_is] = Planned(str(script), arguments, f"{as_it_is}/{script.stem}.json", gpus)
-        rows[key] = Planned(str(script), arguments, f"{key}/{script.stem}.json", gpus, patch=key)
-    return list(rows.values())
+        planned[as_it_is] = Planned(str(script), arguments, f"{as_it_is}/{script.stem}.json", gpus)
+        planned[key] = Planned(str(script), arguments, f"{key}/{script.stem}.json", gpus, patch=key)
+    return list(planned.values())
 
 
 def chosen(words: list[str] | None) -> list[str]:
@@ -46,7 +46,7 @@ def chosen(words: list[str] | None) -> list[str]:
 
 
 def main() -> int:
-    parser = OneLineParser(prog="python -m anatomy.ablations", description=__doc__)
+    parser = OneLineParser(prog="python -m ladder.ablations", description=__doc__)
     text = "variants whose name or script contains one of these"
     parser.add_argument("--only", nargs="+", metavar="NAME", help=text)
     running.add_options(parser)
@@ -57,13 +57,12 @@ def main() -> int:
         ]
         parser.description = f"{__doc__ or ''}\nVariants: {', '.join(listed)}"
         options, arguments = parser.parse_known_args()
-        command = portable_command("python -m anatomy.ablations --output ablations", sys.argv[1:])
         keys, predicted = chosen(options.only), "predicted for the slice on an H200"
         say(aligned([{"variant": key, predicted: known[key]["Predicted"]} for key in keys], n_left=2) + "\n")
-        return running.run_study("ablations", rows_of(keys, arguments), arguments, options, command)
+        return running.run_study("ablations", rows_of(keys, arguments), arguments, options, sys.argv[1:])
     except Skip as error:
         parser.error(str(error))
 
 
 if __name__ == "__main__":
-    run_command(main, "python -m anatomy.ablations")
+    run_command(main, "python -m ladder.ablations")

@@ -1,4 +1,4 @@
-"""What ladder/predict.py knows of each step: the kernels between its matrix products, and its memory.
+"""What `python -m predict` knows of each step: the kernels between its matrix products, and its memory.
 
 They are counted by hand from the scripts: how many bytes kernels read and write for each number of a tensor
 (FP32 has 4, BF16 2, FP8 1). A step that is not here is not predicted.
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 
 class Pass(NamedTuple):
-    """Kernels that together move `bytes` for every number of a tensor, see ladder.roofs.sizes."""
+    """Kernels that together move `bytes` for every number of a tensor, see predict.roofs.sizes."""
 
     tensor: str
     bytes: int
     kernels: int
-    # A kernel of ladder/roofs.py, whose measured time counts; without one, that of copies of the bytes.
+    # A kernel of predict/roofs.py, whose measured time counts; without one, that of copies of the bytes.
     kernel: str | None = None
 
 
@@ -70,12 +70,6 @@ ONCE_EAGER = (
     Pass("logits", 6, 1, "to fp32"),  # autocast picks log-probabilities in FP32: all are cast
     FUSED_ADAMW,
 )
-
-# A step in which nothing is lost: casts and pointwise work within the kernels that make their operands. In
-# every block the residual stream is read and written by attention's half and by the MLP's, in forward and in
-# backward; the logits are read once, and their gradient is written. Of the products' operands their rates
-# tell.
-NOTHING_LOST = (Pass("stream", 16, 4),), (Pass("logits", 4, 1), Pass("parameters", 28, 1))
 
 STEPS = {
     "0_baseline": Step(

@@ -27,7 +27,7 @@ SWEEP = {  # channels, sequence length and tokens a step: several widths, and se
     "cpu": ((64, 512, 1024), (128, 512, 1024), (256, 512, 1024), (128, 256, 2048), (128, 1024, 2048)),
 }
 HEAD_DIM = {"cuda": 64, "cpu": 32}
-MODEL_SCRIPT = "ladder/model_row.py"
+MODEL_SCRIPT, LOOP_SCRIPT = "ladder/model_row.py", "ladder/loop.py"
 AMP, SDPA, COMPILE, GRAPH, FP8 = "1_amp", "2_sdpa", "3_compile", "4_graph", "5_fp8"
 MODEL_ROWS = {  # of a model that is not ours, and what each adds, in words
     "0_fp32": "",
@@ -79,17 +79,18 @@ def check(
     model: str | None = None,
     limit_s: int = LIMIT_S,
     name: str = "run_all.sh",
+    roofs: bool = False,
 ) -> dict:
     """What the arguments mean here, by a process that imports torch: see ladder/facts.py, and of a `model`
-    that is not ours ladder/model_file.py. Exits with one line where they are wrong, with code 2, and where
-    the user stops it, with code 130. `name` is of the command that the user gave."""
+    that is not ours ladder/model_file.py. With `roofs` it measures what the machine reaches, too. Exits with
+    one line where they are wrong, with code 2, and where the user stops it, with code 130. `name` is of the
+    command that the user gave."""
     variables, stop = {}, process.Stop()
     stop.listen()
     if gpus > 1:  # as torchrun tells the last of the processes
-        last = {"RANK": gpus - 1, "WORLD_SIZE": gpus, "LOCAL_RANK": gpus - 1, "MASTER_ADDR": "localhost"}
-        variables |= {name: str(value) for name, value in last.items()}
-        variables |= {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "check"}
-    module = ["ladder.model_file", model] if model else ["ladder.facts"]
+        last = {"RANK": gpus - 1, "WORLD_SIZE": gpus, "LOCAL_RANK": gpus - 1}
+        variables |= {name: str(value) for name, value in last.items()} | {"TORCHELASTIC_RUN_ID": "check"}
+    module = ["ladder.model_file", model] if model else ["ladder.facts", *["--roofs"][:roofs]]
     with tempfile.TemporaryDirectory() as folder:
         log, facts = Path(folder) / "log", Path(folder) / "facts.json"
         command = process.module_command(*module, *arguments)
@@ -113,6 +114,17 @@ def refuse(reason: str, log: Path, name: str) -> None:
         reason = f"the check of the arguments broke: {reason.partition(': see ')[0]}"
     say(f"{name}: error: {reason}", sys.stderr)
     sys.exit(2)
+
+
+def with_pinned(arguments: list[str], pinned: dict[str, str]) -> list[str]:
+    """The arguments with these options in place of the user's, which may have left them to this machine."""
+    words, skips = [], False
+    for word in arguments:
+        option, equals, _ = word.partition("=")
+        if option not in pinned and not skips:
+            words.append(word)
+        skips = option in pinned and not equals
+    return [*words, *(word for option in pinned.items() for word in option)]
 
 
 def ladder(arguments: list[str], names: list[str], gpus: int = 1) -> list[Planned]:

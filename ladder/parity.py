@@ -1,43 +1,42 @@
 """Do the rows learn the same? Each row trains with several seeds, and is compared seed by seed.
 
-    python -m anatomy.parity [--rows 3 4 cold-scales ...] [--seeds 1 2 3] [--output FOLDER] [ARGUMENT ...]
+    python -m ladder.parity [--rows 3 4 cold-scales ...] [--seeds 1 2 3] [--output FOLDER] [ARGUMENT ...]
 
 A row is a step by its number, a peer by its name, or a variant by that of its patch. The ARGUMENTs are those
 of a step (default: --steps 1500 --heldout-every 100). A run is a process of its own. A seed gives all rows
-the same weights and batches, so they are compared seed by seed: report/parity.py has the statistics. FOLDER
-gets the study, written after each run and continued where it exists, and its report.
-"""
+the same weights and batches, so they are compared seed by seed: report/parity.py has the statistics. The same
+command with its FOLDER finishes an interrupted study, and another one adds rows or seeds to it."""
 
 import sys
 from collections import Counter
 from pathlib import Path
 
-from common.text import OneLineParser, Skip, one_line, portable_command, positive_int, run_command
-from ladder import running, runs
+from common.text import OneLineParser, Skip, one_line, positive_int, run_command
+from ladder import rows, running
 from ladder.patches import variants
 
 DEFAULTS = ["--steps", "1500", "--heldout-every", "100"]
 
 
-def known_rows() -> dict[str, runs.Planned]:
+def known_rows() -> dict[str, rows.Planned]:
     """What can be trained on one GPU, by the name that --rows takes: a step's number, or its file's name
     where two have the number, a peer, a patch. Outputs are still empty."""
-    scripts, rows = runs.scripts(), {}
-    steps_with = Counter(map(runs.number_of, scripts))
+    scripts, known = rows.scripts(), {}
+    steps_with = Counter(map(rows.number_of, scripts))
     for name in scripts:
-        number = runs.number_of(name)
-        rows[str(number) if steps_with[number] == 1 else Path(name).stem] = runs.Planned(name, [], "")
-    rows |= {Path(name).stem: runs.Planned(name, [], "") for name in runs.peers()}
+        number = rows.number_of(name)
+        known[str(number) if steps_with[number] == 1 else Path(name).stem] = rows.Planned(name, [], "")
+    known |= {Path(name).stem: rows.Planned(name, [], "") for name in rows.peers()}
     for key, head in variants().items():
         if head["GPUs"] == "1":
-            rows[key] = runs.Planned(f"{head['Script']}.py", [], "", patch=key)
-    return rows
+            known[key] = rows.Planned(f"{head['Script']}.py", [], "", patch=key)
+    return known
 
 
-def rows_of(names: list[str], seeds: list[int], arguments: list[str]) -> list[runs.Planned]:
+def rows_of(names: list[str], seeds: list[int], arguments: list[str]) -> list[rows.Planned]:
     """Every row with every seed, one seed after the other: a study that ends early holds whole seeds. Raises
     Skip, one line, for a name of no row."""
-    known, rows = known_rows(), []
+    known, planned = known_rows(), []
     for name in names:
         if name not in known:
             raise Skip(f"--rows {one_line(name)}: not one of {', '.join(known)}")
@@ -47,12 +46,12 @@ def rows_of(names: list[str], seeds: list[int], arguments: list[str]) -> list[ru
             label = row.patch or Path(row.script).stem
             words = [*DEFAULTS, *arguments, "--seed", str(seed)]
             output = f"{label}, seed {seed}/{Path(row.script).stem}.json"
-            rows.append(row._replace(arguments=words, output=output))
-    return rows
+            planned.append(row._replace(arguments=words, output=output))
+    return planned
 
 
 def main() -> int:
-    parser = OneLineParser(prog="python -m anatomy.parity", description=__doc__)
+    parser = OneLineParser(prog="python -m ladder.parity", description=__doc__)
     parser.add_argument("--rows", nargs="+", default=["0", "3", "4"], metavar="NAME", help="default: 0 3 4")
     text = "default: 1 2 3"
     parser.add_argument("--seeds", nargs="+", type=positive_int, default=[1, 2, 3], metavar="N", help=text)
@@ -60,13 +59,12 @@ def main() -> int:
     options, arguments = parser.parse_known_args()
     if any(word.split("=")[0] == "--seed" for word in arguments):
         parser.error("--seed is chosen here: give --seeds")
-    command = portable_command("python -m anatomy.parity --output parity", sys.argv[1:])
     try:
-        rows = rows_of(options.rows, options.seeds, arguments)
-        return running.run_study("parity", rows, [*DEFAULTS, *arguments], options, command)
+        planned = rows_of(options.rows, options.seeds, arguments)
+        return running.run_study("parity", planned, [*DEFAULTS, *arguments], options, sys.argv[1:])
     except Skip as error:
         parser.error(str(error))
 
 
 if __name__ == "__main__":
-    run_command(main, "python -m anatomy.parity")
+    run_command(main, "python -m ladder.parity")

@@ -1,30 +1,28 @@
 """Each step's time from what a machine can do: nothing is trained, nothing is fitted to a step's time.
 
-    python -m ladder.predict [--machine h200|FILE] ARGUMENT ...     the ARGUMENTs are those of a step
+    python -m predict [--machine h200|FILE] ARGUMENT ...     the ARGUMENTs are those of a step
 
 A prediction is a sum. Matrix products take the time that the roofs give for their shapes. Fused attention
-takes its FLOPs over its rate. What lies between are passes over memory, which ladder/step_kernels.py counts.
+takes its FLOPs over its rate. What lies between are passes over memory, which predict/step_kernels.py counts.
 Where the host needs longer to launch the kernels than the GPU to run them, the host's time counts. Under its
 power limit a GPU lowers its clock: see Machine.slowdown.
 """
 
-import argparse
-import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import arguments, fingerprint, flops, hardware
+from common import arguments, flops, hardware
 from common.model import PRESETS
-from common.record import PLAN, PREDICTED, ROOFS, Roofs, read_object, write_json
+from common.record import ROOFS, Roofs, read_object
 from common.text import OneLineParser, aligned, run_command, say
-from ladder import roofs
-from ladder.machine import Machine
-from ladder.runs import scripts
-from ladder.step_kernels import NOTHING_LOST, STEPS, Pass
+from ladder.rows import scripts
+from predict import roofs
+from predict.machine import Machine
+from predict.step_kernels import STEPS, Pass
 
-SELF = hardware.ROOT / "ladder" / "predict.py"
+SELF = hardware.ROOT / "predict" / "__main__.py"
 HOPPER = (9, 0)  # of roofs that were recorded without a capability
 ATTENTION_KERNELS = 4  # fused, of a block: forward, and three backward
 ALIGNED = 8  # by which sizes of a fast product divide
@@ -75,18 +73,6 @@ def predict(name: str, shape, batch_size: int, measured: Roofs, capture: bool = 
     return Prediction(products_s * 1e3, attention_s * 1e3, others_s * 1e3, host_s * 1e3)
 
 
-def allowed_ms(precision: str, shape, batch_size: int, measured: Roofs) -> float:
-    """Milliseconds of a step in which a machine loses nothing: products at the rate of their bursts, as if no
-    power limit slowed them, fused attention at its own, and every tensor moved once. Raises ValueError where
-    the roofs lack a part."""
-    machine, numbers = Machine(measured), roofs.sizes(shape, batch_size)
-    products = flops.matrix_products(shape, batch_size * shape.seq_len).items()
-    seconds = sum(count * machine.product_s(precision, *mnk) for mnk, count in products)
-    seconds += fused_attention(shape, batch_size, machine)[0]
-    _, others_s = sum_of_passes(*NOTHING_LOST, shape.n_layer, numbers, machine)
-    return (seconds + others_s) * 1e3
-
-
 def sum_of_passes(
     in_a_block: tuple[Pass, ...],
     once: tuple[Pass, ...],
@@ -101,20 +87,6 @@ def sum_of_passes(
             kernels += times * each.kernels
             seconds += times * each.kernels * machine.pass_s(each, numbers[each.tensor])
     return kernels, seconds
-
-
-def add_limits(measured: Roofs, shape, batch_size: int) -> None:
-    """What the machine of the roofs allows at a shape, into the roofs."""
-    known = {product.precision for product in measured.products}
-    for precision in [name for name in ("bf16", "fp8") if name in known]:
-        with contextlib.suppress(ValueError):  # these roofs have no sizes of this shape
-            measured.allows_ms[precision] = allowed_ms(precision, shape, batch_size, measured)
-
-
-def predictor_sha256() -> str:
-    """8 hex digits over the code that predicts: which predictions came from the same one."""
-    names = ("machine", "predict", "roofs", "step_kernels")
-    return fingerprint.sha256_of(hardware.ROOT / "ladder" / f"{name}.py" for name in names)[:8]
 
 
 def fused_attention(shape, batch_size: int, machine: Machine) -> tuple[float, float]:
@@ -179,7 +151,7 @@ def read_roofs(name: str | None) -> tuple[Roofs, str]:
         if measured.products and are_sound(measured):
             return measured, str(path)
     known = " or ".join(sorted({path.parts[-3] for path in hardware.ROOT.glob(f"docs/results/*/*/{ROOFS}")}))
-    advice = f"run python -m ladder.roofs --grid, or take --machine {known}"
+    advice = f"run python -m predict.roofs --grid, or take --machine {known}"
     raise ValueError(f"{name or 'results/'} holds no roofs that can be read: {advice}")
 
 
@@ -206,8 +178,7 @@ def roofs_of(name: str | None) -> list[Path]:
     """Files in which `read_roofs` looks, the best one first."""
     results = hardware.ROOT / "results"
     if name is None:
-        measured = [*results.glob(f"*{ROOFS}"), *results.glob(f"*/{ROOFS}")]
-        return sorted(measured, key=lambda path: -path.stat().st_mtime)
+        return sorted(results.glob(f"*{ROOFS}"), key=lambda path: -path.stat().st_mtime)
     return [*(hardware.ROOT / "docs" / "results" / name).glob(f"*/{ROOFS}")] or [Path(name)]
 
 
@@ -226,29 +197,6 @@ def predict_all(args, measured: Roofs) -> tuple[dict[str, Prediction], dict[str,
     if not predictions:
         raise ValueError(next(iter(left_out.values())))
     return predictions, left_out
-
-
-def record_roofs(args, grid: bool, output: Path) -> None:
-    """Measure roofs, with the limits at this shape and the predictor's hash, and write them."""
-    measured = roofs.measure_and_tell(args, grid)
-    add_limits(measured, args.config, args.batch_size)
-    measured.predictor = predictor_sha256()
-    write_json(output, measured)
-
-
-def of_plan(folder: Path) -> dict:
-    """Milliseconds by row of a run folder's plan; of a sweep by its runs and rows. Roofs are measured
-    first."""
-    plan, by_run = read_object(folder / PLAN), {}
-    for planned in plan["rows"]:
-        run = str(Path(planned["output"]).parent)
-        if run not in by_run:
-            args = arguments.parse_args(SELF, None, planned["arguments"], trains=False)
-            if not (folder / ROOFS).exists():
-                record_roofs(args, plan["kind"] == "sweep", folder / ROOFS)
-            predictions, _ = predict_all(args, read_roofs(str(folder / ROOFS))[0])
-            by_run[run] = {name: prediction.ms for name, prediction in predictions.items()}
-    return by_run if plan["kind"] == "sweep" else by_run.get(".", {})
 
 
 def table(predictions: dict[str, Prediction], args, gpu_bytes: int | None) -> list[dict[str, str]]:
@@ -281,16 +229,13 @@ def with_nearest_preset(words: list[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = OneLineParser(prog="python -m ladder.predict", description=__doc__)
-    text = "whose roofs: a folder of docs/results, or a file (default: the newest roofs below results/)"
+    parser = OneLineParser(prog="python -m predict", description=__doc__)
+    text = "whose roofs: a folder of docs/results, or a file (default: the newest results/*roofs.json)"
     parser.add_argument("--machine", metavar="NAME", help=text)
-    parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)  # the ladder's run folder
     options, words = parser.parse_known_args()
     if options.machine:
         words = with_nearest_preset(words)
     try:
-        if options.plan:
-            return write_json(options.plan / PREDICTED, of_plan(options.plan))
         measured, file = read_roofs(options.machine)
         args = arguments.parse_args(SELF, __doc__, words, trains=False)
         predictions, left_out = predict_all(args, measured)
@@ -307,4 +252,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "python -m ladder.predict")
+    run_command(main, "python -m predict")

@@ -7,8 +7,9 @@ import numpy as np
 
 from common import flops
 from common.record import ProductRate, Roofs
-from ladder import roofs
-from ladder.step_kernels import Pass
+from ladder.roofs import SQUARE
+from predict import roofs
+from predict.step_kernels import Pass
 
 COPY = "copy fp32"  # moves 8 bytes a number
 ROUNDS = 20  # in which `slowdown` converges
@@ -22,7 +23,7 @@ class Machine:
         for p in measured.products:
             self.products[p.precision, p.m, p.n, p.k] = 2 * p.m * p.n * p.k / p.burst_flops_per_s
         self.precisions = {p.precision for p in measured.products}
-        on_gpu = any(p.m == p.n == p.k == roofs.SQUARE["cuda"] for p in measured.products)
+        on_gpu = any(p.m == p.n == p.k == SQUARE["cuda"] for p in measured.products)
         self.axis = roofs.GRID["cuda" if on_gpu else "cpu"]
 
     def product_s(self, precision: str, m: int, n: int, k: int) -> float:
@@ -49,7 +50,7 @@ class Machine:
             sizes = itertools.product(self.axis, repeat=3)
             seconds = [self.products[precision, m, n, k] for m, n, k in sizes]
         except KeyError:
-            lack = "the roofs lack products of this size: python -m ladder.roofs --grid measures all sizes"
+            lack = "the roofs lack products of this size: python -m predict.roofs --grid measures all sizes"
             raise ValueError(lack) from None
         n = len(self.axis)
         return np.reshape(seconds, (n, n, n))
@@ -64,7 +65,7 @@ class Machine:
         return beyond * _between(timed, size / beyond)
 
     def _timed(self, kernel: str | None) -> dict[int, float]:
-        """Seconds of a kernel of ladder/roofs.py, by numbers in its tensor."""
+        """Seconds of a kernel of predict/roofs.py, by numbers in its tensor."""
         return {numbers: seconds for name, numbers, seconds in self.roofs.kernels if name == kernel}
 
     def attention_s(self, T: int, D: int, heads: int) -> float:
