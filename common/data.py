@@ -46,6 +46,8 @@ def read_tokens(path: Path) -> np.ndarray:
     Raises OSError for a file that cannot be read, and ValueError, one line, for one that is neither text nor
     tokens. Source of the header: llm.c, dev/data/data_common.py.
     """
+    if not str(path).isprintable():
+        raise ValueError(f"--data {str(path)!a}: no record can hold this name, rename the file")
     if path.exists() and not path.is_file():
         raise ValueError(f"--data {path}: not a regular file")
     with path.open("rb") as file:
@@ -82,7 +84,10 @@ def are_tokens(head: bytes) -> bool:
     counts = [np.bincount(part, minlength=256) / max(1, len(part)) for part in (halves & 255, halves >> 8)]
     unlike = np.abs(counts[0] - counts[1]).sum() / 2
     in_32_bits = np.mean(halves > 3) > 0.1 and any(np.mean(halves[k::2] <= 3) > 0.9 for k in (0, 1))
-    return unlike > 0.15 + 8 / np.sqrt(len(halves) + 1) and not in_32_bits and not head[:6].isalnum()
+    # Of few numbers also those of one distribution lie apart.
+    return (
+        unlike > min(0.15 + 8 / np.sqrt(len(halves) + 1), 0.8) and not in_32_bits and not head[:6].isalnum()
+    )
 
 
 def numpy_array(path: Path) -> np.ndarray:

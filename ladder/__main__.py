@@ -151,13 +151,16 @@ def prepare(request: Request) -> running.Job:
     roofs = kind in ("ladder", "sweep") and request.processes == 1 and not (options.no_roofs or is_measured)
     facts = rows.check(arguments, request.processes, options.model, limit_s, roofs=roofs)
     check_gpus(request, facts)
-    arguments = rows.with_pinned(arguments, facts["pinned"])
+    pinned = dict(facts["pinned"])
+    if kind == "sweep":
+        pinned.pop("--batch-size", None)  # each shape has its own
+    arguments = rows.with_pinned(arguments, pinned)
     if kind != "sweep":  # of its many rows no page shows a profile
         arguments.append("--profile")
     planned, kind = rows_of(request, arguments, facts), "ladder" if kind == "model" else kind
     command = portable_command("./run_all.sh", request.words)
     plan = running.plan_of(kind, planned, facts, options.step_timeout, command)
-    again = portable_command("./run_all.sh", rows.with_pinned(request.words, facts["pinned"]))
+    again = portable_command("./run_all.sh", rows.with_pinned(request.words, pinned))
     return running.Job(plan, planned, facts, again)
 
 

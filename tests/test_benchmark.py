@@ -13,7 +13,6 @@ import torch
 from conftest import FAST, ROOT, STEPS, arguments, built, load_step, run_python
 
 from common import benchmark, profile
-from common.fingerprint import code_of, code_sha256
 from common.kernels import categorize
 from common.model import GPTConfig
 from common.record import Row, Settings
@@ -257,50 +256,6 @@ def test_a_profiler_that_fails_costs_what_it_would_have_shown_and_not_the_row(mo
     row = Row(STEPS[0])
     benchmark.run(main_of(itertools.repeat(1.0)), arguments(STEPS[0]), row)
     assert row.status == "ok" and "not observed: no profiler here" in row.note
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    """A copy of what a record's hash may cover."""
-    (tmp_path / "common").mkdir()
-    for path in [*ROOT.glob("[0-9]_*.py"), *ROOT.glob("common/*.py")]:
-        (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
-    assert code_sha256(tmp_path) == code_sha256(ROOT)
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("file", "old", "new", "changes"),
-    [
-        ("common/text.py", "def one_line", "def another", False),  # no timed step runs through it
-        ("common/timing.py", "# between questions", "# now and then, between questions", False),
-        ("common/timing.py", '"""How long steps take', '"""How many milliseconds steps take', False),
-        ("common/rehearsal.py", "may not begin at zero", "perhaps begin elsewhere", False),  # of a raise
-        ("common/rehearsal.py", "putting the weights back", "weights", False),  # of progress
-        ("3_compile.py", "Step 3: blocks", "Step 3: all blocks", False),
-        ("3_compile.py", "# once, after some", "# after some", False),
-        ("3_compile.py", "fullgraph=True", "fullgraph=False", True),
-        ("common/timing.py", "SETTLING_S = 2", "SETTLING_S = 3", True),
-        ("common/data.py", "HELDOUT_SHARE, HELDOUT_SEQUENCES = 0.05", "HELDOUT_SHARE, X = 0.04", True),
-        ("common/rehearsal.py", "REHEARSED = 10", "REHEARSED = 11", True),
-    ],
-)
-def test_the_hash_of_a_record_changes_with_what_a_timed_step_runs_through(file, old, new, changes, checkout):
-    text = (checkout / file).read_text()
-    assert text.count(old) == 1
-    (checkout / file).write_text(text.replace(old, new))
-    assert (code_sha256(checkout) != code_sha256(ROOT)) == changes
-
-
-def test_the_code_of_a_source_has_no_comments_docstrings_and_messages():
-    source = '"""Doc."""\n\nx = 1  # one\n\n\ndef f():\n    """More."""\n    if x:\n        raise E(\n'
-    source += '            "no"\n        )\n    return "text"\n'
-    shown = ["x = 1", "def f():", "    if x:", '    return "text"']
-    assert code_of(source, messages=False) == shown
-    assert code_of(source)[3:6] == ["        raise E(", '            "no"', "        )"]
-    assert code_of("def broken(:") == []
-    kept = ["progress = 3", "say: int = 3", '"a".join(x)']
-    assert code_of("\n".join(kept), messages=False) == kept, "no messages, though they begin like one"
 
 
 POINTWISE, COPIES = "normalization and pointwise", "copies and casts"

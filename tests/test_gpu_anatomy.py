@@ -2,15 +2,14 @@
 and in FP8."""
 
 import json
+import shutil
 import time
 
 import pytest
 import torch
 from conftest import run_python
 
-from anatomy import loop
-from common.record import Row
-from ladder import process
+from ladder import loop
 
 TOY = {  # sizes of the loop on a GPU, and those of a CPU in their place
     "(12, 12, 768, 1024, 50304, 8)": "(2, 2, 64, 64, 256, 4)",
@@ -26,17 +25,19 @@ def test_the_guide_s_loop_trains_alike_as_a_graph_and_in_fp8(state, first, all_o
 
     if state == "6-fp8" and (reason := fp8_reason()):
         pytest.skip(reason)
-    states, rows = loop.make_states(tmp_path / "states"), {}
+    copy, losses = shutil.copytree(loop.LOOP, tmp_path / "loop"), {}
+    source = (copy / loop.NAME).read_text()
+    for of_a_gpu, of_a_toy in TOY.items():
+        assert of_a_gpu in source
+        source = source.replace(of_a_gpu, of_a_toy)
+    (copy / loop.NAME).write_text(source)
     for name in ("3-attention", state):
-        source = states[name].read_text()
-        for of_a_gpu, of_a_toy in TOY.items():
-            assert of_a_gpu in source
-            source = source.replace(of_a_gpu, of_a_toy)
-        states[name].write_text(source)
-        rows[name] = Row(name)
-        loop.run_state(rows[name], states[name], tmp_path / f"{name}.log", 300, process.Stop())
-        assert rows[name].status == "ok", rows[name].reason
-    launched, changed = rows["3-attention"].loss, rows[state].loss
+        run = f"loop.LOOP = Path({str(copy)!r}); loop.run_state({name!r}, Path({str(tmp_path / name)!r}))"
+        ended = run_python("-c", f"from pathlib import Path; from ladder import loop; {run}")
+        (row,) = json.loads((tmp_path / name).read_text())["rows"]
+        assert row["status"] == "ok", ended.stderr
+        losses[name] = row["loss"]
+    launched, changed = losses["3-attention"], losses[state]
     assert changed[-1] < 0.7 * changed[0]
     assert changed[:4] == pytest.approx(launched[:4], rel=first)
     assert changed == pytest.approx(launched, rel=all_of_them)

@@ -117,16 +117,14 @@ def test_rows_without_a_record_and_rows_of_other_work_or_of_another_name_say_so(
     folder = runs.plan(tmp_path, "0_a", "1_b", "2_c", "3_d", "4_e", "peers/p")
     runs.put(folder, runs.row("0_a"))
     runs.put(folder, runs.row("1_b"), work=runs.workload(batch_size=9, seed=2))
-    runs.put(
-        folder, runs.row("2_c", 50.0), device="B", gpu_uuid="B", code_sha256="B", versions={"torch": "B"}
-    )
+    runs.put(folder, runs.row("2_c", 50.0), device="B", gpu_uuid="B", versions={"torch": "B"})
     runs.put(folder, runs.row("x"), "4_e.json")
     runs.put(folder, runs.row("p", 50.0), "peers/p.json")
     loaded = load(folder)
     assert [row.status for row in loaded.rows] == ["ok", "failed", "ok", "not run", "failed"]
-    assert "batch_size, seed differ" in loaded.rows[1].reason and "--resume" in loaded.rows[3].reason
+    assert "batch_size, seed differ" in loaded.rows[1].reason and "--output" in loaded.rows[3].reason
     assert [(row.step, row.status) for row in loaded.peers] == [("p", "ok")]
-    both = ("device: GPU", "gpu_uuid: None", "code_sha256: None", "torch: 2.x")
+    both = ("device: GPU", "gpu_uuid: None", "torch: 2.x")
     assert loaded.problems == [f"rows differ in {value} in 0_a, p; B in 2_c" for value in both]
     figures = derive(loaded)
     cells = " ".join(f"{row['ms']} {row['x above']}" for row in main_rows(figures))
@@ -136,11 +134,20 @@ def test_rows_without_a_record_and_rows_of_other_work_or_of_another_name_say_so(
     assert "2.00? times faster than 0_a" in render(figures)
 
 
+def test_a_row_whose_script_changed_after_the_run_began_says_so(tmp_path):
+    folder = runs.plan(tmp_path, "0_a", "1_b")
+    plan = json.loads((folder / "plan.json").read_text()) | {"code": {"0_a.py": "1", "1_b.py": "2"}}
+    write_json(folder / "plan.json", plan)
+    for step, code in (("0_a", "1"), ("1_b", "3")):
+        runs.put(folder, runs.row(step, code_sha256=code))
+    assert load(folder).problems == ["rows differ in code: 1_b changed after the run began"]
+
+
 def test_a_later_commit_of_the_same_code_may_add_rows(tmp_path):
     folder = runs.plan(tmp_path, "0_a", "1_b")
     for code, differs in (("1234", False), (None, True)):
         for step, commit in (("0_a", "a"), ("1_b", "b")):
-            runs.put(folder, runs.row(step), commit=commit, code_sha256=code)
+            runs.put(folder, runs.row(step, code_sha256=code), commit=commit)
         assert bool(load(folder).problems) == differs
 
 
@@ -168,33 +175,23 @@ def test_the_folder_of_an_output_names_the_run_of_a_study(tmp_path):
     folder = runs.plan(tmp_path, *[("2_c", f"{at}/2_c.json") for at in ("1", "2-ddp")], kind="scaling")
     runs.put(folder / "1", runs.row("2_c"))
     runs.put(folder / "2-ddp", runs.row("2_c"), work=runs.workload(gpus=2, parallel="ddp"))
-    write_json(folder / "predicted.json", {"1": {"2_c": 90.0}})
     loaded = load(folder)
     assert (
         isinstance(loaded, Study)
         and [*loaded.runs] == ["1", "2-ddp"]
         and loaded.runs["2-ddp"].workload.gpus == 2
     )
-    assert [run.rows[0].predicted_ms for run in loaded.runs.values()] == [90.0, None]
 
 
-def test_roofs_and_predictions_are_taken_and_damaged_ones_are_named(tmp_path):
+def test_roofs_are_taken_and_damaged_ones_are_named(tmp_path):
     folder = runs.plan(tmp_path, "0_a")
     runs.put(folder, runs.row("0_a"))
-    write_json(folder / "predicted.json", {"0_a": 95.0})
     write_json(folder / "roofs.json", asdict(runs.roofs()))
     loaded = load(folder)
-    assert loaded.rows[0].predicted_ms == 95.0 and loaded.roofs.rate("fp32", burst=True) == pytest.approx(
-        1e14
-    )
-    for name in ("roofs.json", "predicted.json"):
-        (folder / name).write_text('{"products": 5, "0_a": "x"}')
+    assert loaded.roofs.rate("fp32", burst=True) == pytest.approx(1e14)
+    (folder / "roofs.json").write_text('{"products": 5}')
     loaded = load(folder)
-    assert (
-        loaded.roofs is None
-        and len(loaded.problems) == 2
-        and all("left out" in text for text in loaded.problems)
-    )
+    assert loaded.roofs is None and len(loaded.problems) == 1 and "left out" in loaded.problems[0]
 
 
 def test_no_text_of_a_record_harms_a_terminal_or_a_page(tmp_path):

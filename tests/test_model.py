@@ -23,7 +23,7 @@ from common import proof as sampling
 from common.record import Proof, Row, Settings, write_json
 from common.text import Skip
 from ladder import model_changes, model_file, model_row
-from ladder import runs as planned
+from ladder import rows as planned
 from report import proof, sentences, table
 from report.documents import as_markdown, for_terminal
 from report.figures import derive
@@ -179,7 +179,7 @@ def test_the_work_of_a_step_is_counted(arguments_of, tmp_path, monkeypatch):
     assert work["flops_per_step"] == 3 * 2 * 4 * 16 * 16, (
         "a multiply-add is two FLOPs, backward twice forward"
     )
-    assert facts["pinned"] == ["--steps", "14"] and work["steps"] == 14 and work["model"] == "my_model.py"
+    assert facts["pinned"] == {"--steps": "14"} and work["steps"] == 14 and work["model"] == "my_model.py"
     assert facts["said"][1] == "my_model.py: 0.0 M parameters, 4 samples a step"
 
 
@@ -265,7 +265,7 @@ def test_a_module_beside_the_file_is_part_of_its_work(arguments_of, tmp_path):
     args = arguments_of(LINEAR + BATCHES + late)
     model_file.check(args)
     assert args.beside == [tmp_path / "net_beside.py"], "imported late"
-    own = {"common.text", "ladder.runs", "net_beside"}
+    own = {"common.text", "ladder.rows", "net_beside"}
     assert model_file.modules_beside(ROOT / "x.py", own) == [], "the project's are not the user's"
     python = Path(sysconfig.get_path("stdlib")).parent.parent / "x.py"
     assert model_file.modules_beside(python, {"json", "numpy", "torch"}) == [], "nor Python's"

@@ -12,8 +12,10 @@ from conftest import ROOT, arguments, run_python
 from common import flops
 from common.model import PRESETS, GPTConfig
 from common.record import ProductRate, Roofs, write_json
-from ladder import predict, roofs
-from ladder.machine import COPY, Machine
+from ladder import roofs as bare
+from predict import __main__ as predict
+from predict import roofs
+from predict.machine import COPY, Machine
 from report.figures import derive
 from report.load import load
 
@@ -93,22 +95,28 @@ def test_a_prediction_says_whether_a_step_fits_the_gpu():
 
 
 def test_what_a_card_allows_is_products_attention_and_every_tensor_once():
-    shape, measured = GPTConfig(n_layer=3, n_head=2, n_embd=256, seq_len=512, vocab_size=1024), roofs_with()
-    predict.add_limits(measured, shape, 4)
-    assert measured.allows_ms.keys() == {"bf16", "fp8"}
+    shape = GPTConfig(n_layer=3, n_head=2, n_embd=256, seq_len=512, vocab_size=1024)
+    args, products = arguments("0_baseline", config=shape, batch_size=4), []
+    for precision, rate in (("bf16", 1e12), ("fp8", 2e12)):
+        products += [
+            ProductRate(precision, *mnk, count, rate)
+            for mnk, count in flops.matrix_products(shape, 2048).items()
+        ]
+    measured = Roofs(1e11, products)
+    bare.add_limits(measured, args)
     tokens, C = 4 * 512, 256
     moved = 3 * 16 * tokens * C + 4 * tokens * 1024 + 28 * flops.parameters(shape)
     attention = flops.attention_flops(3 * 4 * 2, 512, 128)
-    products = flops.flops_per_step(shape, 4) - attention
-    attention_s = 3 * Machine(measured).attention_s(512, 128, 4 * 2)
-    expected = 1e3 * (products / 1e12 + attention_s + moved / 1e11)
-    assert measured.allows_ms["fp8"] == pytest.approx(expected, rel=1e-6)
-    slower = predict.predict("4_transformer_engine", shape, 4, measured).ms
-    assert slower > measured.allows_ms["fp8"], "no step loses nothing"
-    measured.products = [product for product in measured.products if product.precision == "bf16"][:3]
-    measured.allows_ms = {}
-    predict.add_limits(measured, shape, 4)
-    assert measured.allows_ms == {}, "without the sizes there is no limit"
+    others_s = attention / 1e12 + moved / 1e11
+    products_s = (flops.flops_per_step(shape, 4) - attention) / 1e12
+    expected = {"bf16": 1e3 * (products_s + others_s), "fp8": 1e3 * (products_s / 2 + others_s)}
+    assert measured.allows_ms == pytest.approx(expected, rel=1e-6)
+    measured.products, measured.allows_ms = products[:3], {}
+    bare.add_limits(measured, args)
+    assert measured.allows_ms.keys() == {"bf16"}, "FP8 was not measured"
+    measured.copy_bytes_per_s, measured.allows_ms = None, {}
+    bare.add_limits(measured, args)
+    assert measured.allows_ms == {}
 
 
 def test_the_power_limit_slows_attention_as_it_slows_products():
@@ -152,11 +160,17 @@ def test_roofs_that_lack_a_part_predict_no_step_that_needs_it():
 
 
 def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
-    for name, few in (("GRID", (16, 64)), ("SIZES", (2**9,)), ("COPY_BYTES", 2**22), ("SQUARE", 64)):
-        monkeypatch.setitem(getattr(roofs, name), "cpu", few)
+    for module, name, few in (
+        (roofs, "GRID", (16, 64)),
+        (roofs, "SIZES", (2**9,)),
+        (bare, "COPY_BYTES", 2**22),
+        (bare, "SQUARE", 64),
+    ):
+        monkeypatch.setitem(getattr(module, name), "cpu", few)
     monkeypatch.setattr(roofs, "LENGTHS", (64,))
-    monkeypatch.setattr(roofs, "steady_seconds", lambda work, *_: (work(), 2**-10)[1])
-    monkeypatch.setattr(roofs, "mean_seconds", lambda work, n, device: 2**-11)
+    for module in (roofs, bare):
+        monkeypatch.setattr(module, "steady_seconds", lambda work, *_: (work(), 2**-10)[1])
+    monkeypatch.setattr(bare, "mean_seconds", lambda work, n, device: 2**-11)
     measured = roofs.measure(args := arguments("0_baseline"), grid=True)
     for rate in measured.products:
         work = 2 * rate.m * rate.n * rate.k
@@ -181,40 +195,23 @@ def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
         assert 0 < predict.predict(step, args.config, args.batch_size, read).ms < 1e4
 
 
-def test_roofs_are_printed_and_written(monkeypatch, tmp_path, capsys):
-    rates = [ProductRate("fp32", 10, 10, 10, 1, 3e12, 2e12)]
-    asked = []
-    monkeypatch.setattr(
-        roofs, "measure", lambda *words: asked.append(words) or Roofs(1e12, rates, notes=["odd"])
-    )
-    predict.record_roofs(args := arguments("0_baseline"), True, tmp_path / "r.json")
-    said = capsys.readouterr().out
-    assert "FP32 2 TFLOP/s back to back, 3 in bursts\ncopy 1,000 GB/s\nodd\n" in said
-    written = predict.read_roofs(str(tmp_path / "r.json"))[0]
-    assert asked == [(args, True)] and written.notes == ["odd"]
-    assert written.predictor == predict.predictor_sha256() and len(written.predictor) == 8
+def test_roofs_are_printed(capsys):
+    bare.tell(Roofs(1e12, [ProductRate("fp32", 10, 10, 10, 1, 3e12, 2e12)], notes=["odd"]))
+    said = "FP32 2 TFLOP/s back to back, 3 in bursts\ncopy 1,000 GB/s\nodd\n"
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.slow
 def test_the_command_answers_for_a_card_that_is_not_here_and_refuses_damage_in_one_line(tmp_path):
     write_json(tmp_path / "card.json", roofs_with())
-    words = [
-        "-m",
-        "ladder.predict",
-        "--machine",
-        tmp_path / "card.json",
-        "--preset",
-        "gpt2",
-        "--device",
-        "cpu",
-    ]
+    words = ["-m", "predict", "--machine", tmp_path / "card.json", "--preset", "gpt2", "--device", "cpu"]
     ran = run_python(*words)
     assert ran.returncode == 0 and "4_transformer_engine" in ran.stdout, ran.stderr
-    ran = run_python("-m", "ladder.predict", "--machine", "h200", "--preset", "gpt3-xl", "--device", "cpu")
+    ran = run_python("-m", "predict", "--machine", "h200", "--preset", "gpt3-xl", "--device", "cpu")
     assert ran.returncode == 0 and float(ran.stdout.splitlines()[3].split()[2]) > 2, (
         "it need not fit this machine"
     )
-    ran = run_python("-m", "ladder.predict", "--machine", "h200", "--vocab-size", "50257", "--device", "cpu")
+    ran = run_python("-m", "predict", "--machine", "h200", "--vocab-size", "50257", "--device", "cpu")
     assert "4_transformer_engine is not predicted: FP8 needs" in ran.stdout and "3_compile  " in ran.stdout
     for damage in ("[]", "{", '{"products": 1}', '{"products": [{}]}'):
         (tmp_path / "card.json").write_text(damage)
@@ -268,30 +265,6 @@ def test_sizes_that_slow_a_product_down_are_named():
         "vocabulary 50257",
     ]
     assert predict.unaligned(GPTConfig(1, 1, 768, 1023, 50304), 8) == []
-
-
-def test_a_plan_is_predicted_by_its_own_roofs_and_rows(tmp_path, monkeypatch):
-    roofs_of_h200 = (ROOT / "docs" / "results" / "h200" / "roofs" / "roofs.json").read_text()
-    (tmp_path / "roofs.json").write_text(roofs_of_h200)
-    words = ["--preset", "gpt2", "--batch-size", "8", "--device", "cpu"]
-    rows = [{"script": "2_sdpa.py", "output": "2_sdpa.json", "arguments": words}]
-    write_json(tmp_path / "plan.json", {"kind": "ladder", "rows": rows})
-    ladder = predict.of_plan(tmp_path)
-    args = predict.arguments.parse_args(predict.SELF, None, words, trains=False)
-    measured = predict.read_roofs(str(tmp_path / "roofs.json"))[0]
-    assert ladder["2_sdpa"] == predict.predict("2_sdpa", args.config, 8, measured).ms
-    rows = [dict(row, output=f"{place}/2_sdpa.json") for row in rows for place in ("a", "b")]
-    write_json(tmp_path / "plan.json", {"kind": "sweep", "rows": rows})
-    assert predict.of_plan(tmp_path) == {"a": ladder, "b": ladder}
-    (tmp_path / "roofs.json").unlink()
-    measures = []
-
-    def record(args, grid, output):
-        measures.append(grid)
-        output.write_text(roofs_of_h200)
-
-    monkeypatch.setattr(predict, "record_roofs", record)
-    assert predict.of_plan(tmp_path)["b"] == ladder and measures == [True], "once, with the grid of a sweep"
 
 
 def test_the_host_s_launches_are_timed_in_the_median_of_tiny_steps(monkeypatch):

@@ -1,5 +1,6 @@
 """Figures against numbers from the head; what tables, page, studies and the command make of them."""
 
+import ast
 import json
 import os
 import re
@@ -14,8 +15,10 @@ import pytest
 import runs
 from conftest import run_python
 
+from common import fingerprint
 from common.kernels import in_words
 from common.record import CATEGORIES, Settings, Study
+from predict import errors
 from report import (
     ablations,
     changes,
@@ -275,11 +278,12 @@ def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path
         tmp_path / "b", runs.ladder(150, 100, work=runs.workload(steps=50), problems=["rows differ in x"])
     )
     c = runs.write(tmp_path / "c", runs.ladder(150, 30, work=runs.workload(batch_size=9)))
-    same, other = compare.compare(a, b).splitlines(), compare.compare(a, c).splitlines()
+    same, other = (compare.compare(a, of)[0].splitlines() for of in (b, c))
     assert "differs in steps" in same[2] and same[6].split()[1:] == [
         "300.0",
         "150.0?",
         "2.00?",
+        *("0.500", "1.000", "1.000"),
         "1.00",
         "1.00?",
     ]
@@ -295,7 +299,7 @@ def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path
     with pytest.raises(RecordError, match="no row in common"):
         compare.compare(a, d)
     e = runs.write(tmp_path / "e", runs.run(runs.row("0_baseline", 300.0), runs.row("5_mine", 9.0)))
-    assert compare.compare(a, e).splitlines()[3:5] == [
+    assert compare.compare(a, e)[0].splitlines()[3:5] == [
         "Only A has a time of 1_cublas.",
         "Only B has a time of 5_mine.",
     ]
@@ -310,7 +314,7 @@ def test_a_record_that_leaves_out_defaults_is_the_same_work(tmp_path):
         del short["workload"][name]
     places = [runs.write(tmp_path / "whole", whole), runs.write(tmp_path / "short", short)]
     for order in (places, places[::-1]):
-        assert "The workload is the same" in compare.compare(*order)
+        assert "The workload is the same" in compare.compare(*order)[0]
     short["rows"][0]["settings"] = {"compiled": True}
     page = page_of(derive(load(runs.write(tmp_path / "partial", short))))
     cells = re.search(r">0_baseline<(.*?)</tr>", page[page.index('id="ran"') :], re.S)[1]
@@ -667,7 +671,7 @@ def test_runs_on_equal_terms_stand_side_by_side():
     assert [*second.values()][3:] == ["FP32", "FP8", "delayed", "100.0", "0.50"]
 
 
-def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
+def test_a_sweep_shows_gains_by_width_and_how_near_old_predictions_came():
     shapes = {}
     for width, ms in ((128, (90.0, 100.0, 100.0)), (256, (200.0, 100.0, 50.0))):
         rows = [runs.row(f"{k}_x", t, predicted_ms=t * (1.1, 0.7, 1.0)[k]) for k, t in enumerate(ms)]
@@ -689,17 +693,16 @@ def test_a_sweep_shows_gains_by_width_and_how_near_predictions_came():
     cells = [[*sweep.gain_cells(figures).values()][5:] for figures in sweep.shapes(study)]
     said = ["90.0 0.90 1.00 100.0", "200.0 2.00 2.00 50.0", "100.0 oom fits skipped 50.0"]
     assert [" ".join(row) for row in cells] == said, "2.00 would be over step 0"
-    shapes = sweep.shapes(study)
-    guess = sweep.constant_guess(shapes)
+    recorded = [figures.run for figures in sweep.shapes(study)]
+    guess = errors.constant_guess(recorded)
     assert guess == pytest.approx({"1_x": 1.45, "2_x": 1.5}), "of 0.9 and 2.0, of 1.0 and 2.0"
-    cells = sweep.error_cells(shapes, guess)
+    cells = errors.error_cells(recorded, guess)
     assert [*cells.values()] == ["6", "10 %", "30 %", "44 %", "57 %", "39 %", "61 %", "-"], (
         "the guess is off by 61, 27, 50 and 25 %"
     )
     rows = [runs.row(f"{k}_x", ms, predicted_ms=ms) for k, ms in enumerate((100.0, 40.0, 20.0))]
     rows[1] = runs.row("1_x", status="oom")
-    (shape,) = sweep.shapes(runs.study("sweep", {"w": runs.run(*rows)}))
-    assert sweep.gains_by_step([shape]) == {}, "5.00 would be over step 0"
+    assert not [*errors.gains(runs.run(*rows))], "5.00 would be over step 0"
 
 
 def test_a_study_tells_once_what_is_unusual_in_its_rows():
@@ -872,14 +875,16 @@ def test_the_command_writes_into_a_run_folder_and_its_code_tells_how_the_rows_en
 def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for name, code in (("a", "1111111"), ("b", "1111111"), ("c", "2222222"), ("d", "1")):
-        named = {"code_sha256": code, "problems": [tables.DIFFER] if name == "d" else []}
-        runs.write(tmp_path / "m" / name, runs.ladder(200, 100, 25, measured=runs.roofs(), **named))
+        problems = [tables.DIFFER] if name == "d" else []
+        run = runs.ladder(200, 100, 25, measured=runs.roofs(), problems=problems)
+        run.rows[0].code_sha256 = code
+        runs.write(tmp_path / "m" / name, run)
     for make in (tables.ladder, tables.categories, tables.limits, tables.roofs):
         assert make("m/a").startswith("| ")
     assert tables.gains("m/a", "m/b").splitlines()[-1].split(" | ")[-2].strip() == "4.00"
-    with pytest.raises(ValueError, match=r"m/a, m/c: code 1111111; code 2222222"):
+    with pytest.raises(ValueError, match=r"m/a, m/c: 0_baseline is of several states of the code"):
         tables.gains("m/a", "m/c")
-    with pytest.raises(ValueError, match="m/d: code 1; rows differ in"):
+    with pytest.raises(ValueError, match="m/d: rows differ in"):
         tables.gains("m/d")
     times = tables.milliseconds(list(runs.STEPS[1:3]), "m/a", "m/b").splitlines()
     assert times[0].split()[1::2] == ["workload", *runs.STEPS[1:3]]
@@ -918,11 +923,11 @@ def test_a_machine_that_is_busy_around_one_variant_marks_its_difference():
 
 def test_a_confirmation_is_told_of_the_code_that_it_confirmed(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    runs.write(tmp_path / "m" / "told", runs.run(runs.row("1_x"), code_sha256="1"))
+    runs.write(tmp_path / "m" / "told", runs.run(runs.row("1_x", code_sha256="1")))
     told = "GPU, measured 2026-01-01 at commit abcdef0"
-    for code, confirmed in (("1", ", confirmed by a second run 2026-02-02 at commit 1234567"), ("2", "")):
-        content = {"date": "2026-02-02", "commit": "123456789", "code_sha256": code}
-        (tmp_path / "m" / "told" / "confirmed.json").write_text(json.dumps(content))
+    for code, confirmed in (("1", ", confirmed 2026-01-01 at commit 1234567"), ("2", "")):
+        again = runs.run(runs.row("1_x", code_sha256=code), commit="123456789")
+        runs.write(tmp_path / "m" / "told-confirmation", again)
         tables.record.cache_clear()
         assert tables.measured("m/told") == told + confirmed
     assert tables.warmups("m/told", "1_x") == "1.5 s", "of a single pass"
@@ -951,6 +956,12 @@ def test_a_machine_s_records_are_of_one_kind_of_card(tmp_path, monkeypatch, caps
     tables.record.cache_clear()
 
 
+def row_of(step, source, measured_by=fingerprint.ROOTS, **fields):
+    """A row as the present code leaves it, of this source."""
+    code = fingerprint.row_sha256(source, runs.ROOT, measured_by)
+    return runs.row(step, source=source, code_sha256=code, **fields)
+
+
 def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     tables.record.cache_clear()
@@ -959,36 +970,36 @@ def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path
         source = tables.present_source(variant, step)
         assert "cold" in source or not variant
         for name, text in (("same", f"{source}\n# a comment"), ("other", f"{source}\nx = 1")):
-            run = runs.run(runs.row(step, source=text), code_sha256=tables.code_sha256(tables.ROOT))
-            runs.write(tmp_path / kind / name, runs.study("ablations", {variant or step: run}))
-            runs.write(
-                tmp_path / kind / f"{name}-seed", runs.study("parity", {f"{variant or step}, seed 1": run})
-            )
-    old = runs.run(runs.row("x"), code_sha256="0123")
-    runs.write(tmp_path / "of" / "old", old)
-    brought = runs.run(  # a model that somebody brought, whose rows may have the names of our scripts
-        runs.row(runs.STEPS[2], source="x = 1"),
-        work=runs.workload(model="x.py"),
-        code_sha256=tables.code_sha256(tables.ROOT),
-    )
-    runs.write(tmp_path / "model" / "x", brought)
+            for ending, seed in (("", ""), ("-seed", ", seed 1")):
+                studied = runs.study("ablations", {f"{variant or step}{seed}": runs.run(row_of(step, text))})
+                runs.write(tmp_path / kind / f"{name}{ending}", studied)
+    changes = (runs.ROOT / "ladder" / "model_changes.py").read_text()
+    for name, text in (("same", changes), ("other", changes.replace("optimizer.step()", "pass"))):
+        function = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+        source = f"{ast.get_source_segment(text, function)}\n\n\ndef fp8(model):\n    of_its_own(model)\n"
+        brought = runs.run(row_of(runs.STEPS[2], source), work=runs.workload(model="x.py"))
+        runs.write(tmp_path / "model" / name, brought)
     for name, added in (("same", "# a comment"), ("other", "x = 1")):
-        rows = [runs.row(step, source=f"{text}\n{added}") for step, text in tables.loop_states().items()]
-        guide = runs.run(*rows, work=runs.workload(model="loop.py"))
-        guide.environment.code_sha256 = tables.code_sha256(tables.ROOT)
-        runs.write(tmp_path / "loop" / name, guide)
-    others = ["loop/other", "patch/other", "patch/other-seed", "peer/other", "peer/other-seed"]
-    assert tables.stale() == sorted(["of/old", *others]) and tables.stale("a/b") == ["a/b"]
-    same = ["loop/same", "model/x", "patch/same", "patch/same-seed", "peer/same", "peer/same-seed"]
-    assert tables.present() == ", ".join(f"`{place}`" for place in same)
+        states = [row_of(step, f"{text}\n{added}", ()) for step, text in tables.loop_states().items()]
+        runs.write(tmp_path / "loop" / name, runs.run(*states, work=runs.workload(model="loop.py")))
+    clock = fingerprint.row_sha256("", runs.ROOT, fingerprint.CLOCKS)
+    for name, code in (("same", clock), ("other", "0123")):
+        (tmp_path / "anatomy" / name).mkdir(parents=True)
+        (tmp_path / "anatomy" / name / "anatomy.json").write_text(json.dumps({"code_sha256": code}))
+    assert tables.stale() == ["anatomy/other", "loop/other", "model/other"] + [
+        f"{kind}/other{ending}" for kind in ("patch", "peer") for ending in ("", "-seed")
+    ]
+    assert tables.stale("a/b") == ["a/b"] and not tables.stale("model/same", "anatomy/same")
+    assert tables.present().count("/same") == 7
     tables.record.cache_clear()
 
 
 def test_the_command_names_the_records_that_are_stale_and_what_it_takes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     tables.record.cache_clear()
-    runs.write(tmp_path / "of" / "old", runs.run(runs.row("x"), code_sha256="0123"))
-    runs.write(tmp_path / "of" / "new", runs.run(runs.row("x"), code_sha256=tables.code_sha256(tables.ROOT)))
+    runs.write(tmp_path / "of" / "old", runs.run(runs.row("x", code_sha256="0123")))
+    source = (runs.ROOT / "2_sdpa.py").read_text()
+    runs.write(tmp_path / "of" / "new", runs.run(row_of("2_sdpa", source)))
 
     def said(*words):
         monkeypatch.setattr(sys, "argv", ["tables.py", *words])

@@ -1,0 +1,179 @@
+"""What a recorded time depends on: code may move, be imported otherwise and be annotated; what runs
+counts."""
+
+import re
+
+import pytest
+from conftest import ROOT
+
+from common import fingerprint
+from report.changes import code_of
+
+SAMPLE = '''"""Doc."""
+from __future__ import annotations
+
+import math, torch.nn.functional as F
+from dataclasses import dataclass
+from common import parallel
+from common.benchmark import import_or_skip, launch
+
+te = import_or_skip("transformer_engine.pytorch", "transformer-engine[pytorch]")
+A, *B = 1, 2.5, -3e-5, None, b"x", "text", ...
+
+
+@dataclass
+class Shape:
+    """Doc."""
+
+    width: int
+    depth: int = 3
+
+
+def f(x: int, /, *args: str, key=A, **more) -> float:
+    """Doc."""
+    say(f"{x!r:>{A}} is told")
+    if not 0 < x <= 1:
+        raise ValueError(f"{x} is wrong")
+    with torch.no_grad() as y, open("x"):
+        z = [i for i in range(3) if i] + [*args, {**more}, {1: 2}]
+    try:
+        x @= te.Linear(F.gelu(y), bias=True)[..., 1:2]
+    except* (OSError,) if False else ValueError:
+        return lambda a, b=2: a if b else math.inf
+    match z:
+        case [1, *rest] if rest:
+            progress("a message")
+        case _:
+            del z
+    return f"{x + 1:.2f}" "joined"
+
+
+if __name__ == "__main__":
+    launch(f)
+'''.replace("except* (OSError,) if False else ValueError:", "except (OSError, ValueError) as error:")
+SAMPLE_SHA256 = "173ea9f6da647ab7"  # of any Python from 3.10 on
+
+
+def sha256(source, root=ROOT, by=fingerprint.ROOTS):
+    fingerprint.read_modules.cache_clear()
+    return fingerprint.row_sha256(source, root, by)
+
+
+def test_the_serializer_writes_the_same_text_on_every_python():
+    assert sha256(SAMPLE, by=()) == SAMPLE_SHA256
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changes"),
+    [
+        ('"""Doc."""\nfrom', '"""Other."""\nfrom', False),
+        ("is told", "is said", False),
+        ("is wrong", "is odd", False),
+        ("x: int, /", "x: float, /", False),
+        (") -> float", ") -> int", False),
+        ("    width: int\n", "    width: float\n", False),
+        ("    width: int\n", "    breadth: int\n", True),
+        ("depth: int = 3", "depth: int = 4", True),
+        ("torch.nn.functional as F\n", "torch.nn.functional as G\n", True),  # F is nothing now
+        ("math, torch.nn.functional as F\n", "math\nfrom torch.nn import functional as F\n", False),
+        ("F.gelu(y)", "F.relu(y)", True),
+        ('"transformer_engine.pytorch"', '"another.pytorch"', True),
+        ("2.5", "2.6", True),
+        ("launch(f)", "launch(f, 1)", False),
+        ("def f(x", "def g(x", True),
+    ],
+)
+def test_what_counts_of_a_script(old, new, changes):
+    assert SAMPLE.count(old) == 1
+    assert (sha256(SAMPLE.replace(old, new), by=()) != sha256(SAMPLE, by=())) is changes
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of what a row's hash may cover."""
+    (tmp_path / "common").mkdir()
+    for path in [*ROOT.glob("[0-9]_*.py"), *ROOT.glob("common/*.py")]:
+        (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
+    return tmp_path
+
+
+def rows_that_change(checkout):
+    """The scripts and peers whose hash another checkout changes."""
+    names = [path.relative_to(ROOT) for path in (*ROOT.glob("[0-9]_*.py"), *ROOT.glob("peers/*.py"))]
+    here = {name: sha256((ROOT / name).read_text()) for name in names}
+    there = {}
+    for name in names:
+        text = (checkout / name if (checkout / name).exists() else ROOT / name).read_text()
+        there[name] = sha256(text, checkout)
+    return sorted(name.stem for name in names if here[name] != there[name])
+
+
+ALL = sorted(path.stem for path in (*ROOT.glob("[0-9]_*.py"), *ROOT.glob("peers/*.py")))
+OF_STEP_3 = ["3_compile", "nanogpt", "torchao_float8", "transformers_gpt2"]  # and te_layer has its own `main`
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "rows"),
+    [
+        ("common/text.py", "def one_line", "def another", []),  # no timed step runs through it
+        ("common/profile.py", "PROFILED_STEPS, LONG_STEP_MS", "PROFILED, LONG_STEP_MS", []),  # it observes
+        ("common/timing.py", "# between questions", "# now and then, between questions", []),
+        ("common/timing.py", "def launch_us(device: torch.device)", "def launch_us(device)", []),
+        ("common/rehearsal.py", "may not begin at zero", "perhaps begin elsewhere", []),  # of a raise
+        ("common/rehearsal.py", "putting the weights back", "weights", []),  # of progress
+        ("common/timing.py", "SETTLING_S = 2", "SETTLING_S = 3", ALL),
+        ("common/rehearsal.py", "REHEARSED = 10", "REHEARSED = 11", ALL),
+        (
+            "common/hardware.py",
+            "torch.cuda.power_draw(device) / 1e3",
+            "1.0",
+            ALL,
+        ),  # read while steps are timed
+        ("common/data.py", "HELDOUT_SHARE, HELDOUT_SEQUENCES = 0.05", "HELDOUT_SHARE, X = 0.04", ALL),
+        ("common/model.py", "residual_std = 0.02", "residual_std = 0.03", ALL),
+        ("2_sdpa.py", "betas", "beta", ["2_sdpa"]),
+        ("3_compile.py", "Step 3: blocks", "Step 3: all blocks", []),
+        ("3_compile.py", "fullgraph=True", "fullgraph=False", OF_STEP_3),
+    ],
+)
+def test_the_rows_that_an_edit_makes_stale(file, old, new, rows, checkout):
+    text = (checkout / file).read_text()
+    assert text.count(old) == 1
+    (checkout / file).write_text(text.replace(old, new))
+    assert rows_that_change(checkout) == rows
+
+
+def test_a_definition_may_move_between_modules_and_be_imported_otherwise(checkout):
+    timing, rehearsal = (checkout / "common" / f"{name}.py" for name in ("timing", "rehearsal"))
+    text = timing.read_text()
+    moved = re.search(r"(?ms)^class Steps:.*?(?=^class Reference)", text)[0]
+    timing.write_text(text.replace(moved, "from common.steps import Steps\n\n"))
+    (checkout / "common" / "steps.py").write_text(f"import itertools\nimport math\n\nimport torch\n\n{moved}")
+    text = rehearsal.read_text()
+    rehearsal.write_text(text.replace("from common.timing import Steps", "from common import steps as s"))
+    rehearsal.write_text(re.sub(r"\bSteps\(", "s.Steps(", rehearsal.read_text()))
+    script = checkout / "2_sdpa.py"
+    text = script.read_text().replace(
+        "from common import parallel\n", "from common.parallel import distribute\n"
+    )
+    script.write_text(text.replace("parallel.distribute(", "distribute("))
+    steps = (checkout / "common" / "steps.py").read_text()
+    for module in ("hardware", "record", "text", "parallel"):
+        steps = f"from common import {module}\n{steps}"
+    steps = steps.replace(
+        "import torch\n", "import time\nfrom common.text import progress\nimport torch\n", 1
+    )
+    constants = "from common.timing import POLL_S, STATE_S\n"
+    (checkout / "common" / "steps.py").write_text(constants + steps)
+    assert rows_that_change(checkout) == []
+
+
+def test_two_definitions_of_one_root_are_refused(checkout):
+    (checkout / "common" / "more.py").write_text("def rehearse():\n    pass\n")
+    with pytest.raises(ValueError, match="common/ has 2 definitions of rehearse, and not one"):
+        sha256("x = 1", checkout)
+
+
+def test_the_code_of_a_source_has_no_comments_and_docstrings():
+    source = '"""Doc."""\n\nx = 1  # one\n\n\ndef f():\n    """More."""\n    return "text"\n'
+    assert code_of(source) == ["x = 1", "def f():", '    return "text"'] and code_of("def broken(:") == []
