@@ -20,7 +20,7 @@ from common.text import one_line, progress, say
 from common.timing import mean_seconds, steady_seconds
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
-STEADY_S, BURST_S, PAUSE_S, BURSTS = 0.05, 0.002, 0.02, 3
+STEADY_S, BURST_S, PAUSE_S, BURSTS = 0.02, 0.002, 0.01, 2
 LONG_S = 0.02  # of a product: no burst is shorter, and the clock falls within it
 HOT_S = 0.3  # of products, after which a GPU's clock has fallen to what its power limit allows
 SQUARE = {"cuda": 8192, "cpu": 1024}

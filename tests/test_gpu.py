@@ -17,7 +17,7 @@ from common import proof as sampling
 from common.model import GPT, GPTConfig
 from common.record import Row, Settings
 from common.text import Skip
-from ladder import roofs
+from predict import roofs
 from report import proof
 
 CUDA = torch.cuda.is_available()
