@@ -15,18 +15,18 @@ fail() { echo "run_all.sh: error: $2" >&2; exit "$1"; }
 
 tell() { echo "run_all.sh: $1" >&2; }
 
-# What keeps an interpreter from importing packages, as its last line: `lacks PYTHON "torch, numpy"`. In another folder
-# than the user's, whose files would be imported instead: a typing.py, for example.
-lacks() { (cd / && "$1" -c "import $2" 2>&1 >/dev/null | tail -1); }
-
-has() { (cd / && "$1" -c "import $2") >/dev/null 2>&1; }
+# Whether an interpreter has packages; nothing is imported, which takes seconds. In another folder than the user's, whose
+# files would be found instead: a typing.py, for example.
+has() { # interpreter, packages ...
+  (cd / && "$1" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "${@:2}") >/dev/null 2>&1
+}
 
 fit() { [[ "$("$1" -c 'import sys; print(sys.version_info >= (3, 10))' 2>/dev/null)" == *True ]]; }
 
 # Install pinned releases into a folder, without the container's PIP_CONSTRAINT, which may know other ones.
 install_into() { # folder, interpreter, packages
   grep -E "^(${3// /|})==" "$here/requirements.txt" |
-    (cd / && PIP_CONSTRAINT='' "$2" -m pip install --quiet --target "$1" -r /dev/stdin) >&2
+    (cd / && PIP_CONSTRAINT='' "$2" -m pip install --quiet --no-warn-conflicts --root-user-action=ignore --target "$1" -r /dev/stdin) >&2
 }
 
 # What the report needs goes into a folder of the project's own, and nothing into the user's Python. Rows get pynvml
@@ -34,7 +34,8 @@ install_into() { # folder, interpreter, packages
 add_packages() { # interpreter
   local python="$1" folder missing=""
   folder="$here/.packages/$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))')"
-  has "$python" "${report_packages// /, }" || [ -e "$folder/report/msgspec" ] || missing="$report_packages"
+  # shellcheck disable=SC2086
+  has "$python" $report_packages || [ -e "$folder/report/msgspec" ] || missing="$report_packages"
   has "$python" pynvml || [ -e "$folder/row/pynvml.py" ] || missing="$missing nvidia-ml-py"
   [ -n "$missing" ] || return 0
   if ! has "$python" pip; then
@@ -78,21 +79,21 @@ setup() {
     command -v -- "$PYTHON" >/dev/null || fail 2 "PYTHON=$PYTHON does not run"
     fit "$PYTHON" || fail 2 "PYTHON=$PYTHON is older than Python 3.10, or does not run"
     [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON="$PWD/$PYTHON"
-    has "$PYTHON" "torch, numpy" ||
-      fail 2 "PYTHON=$PYTHON lacks torch or numpy, or cannot import them: $(lacks "$PYTHON" "torch, numpy")"
+    has "$PYTHON" torch numpy || fail 2 "PYTHON=$PYTHON lacks torch or numpy"
     python="$PYTHON"
     return
   fi
   command -v python3 >/dev/null || fail 1 "there is no python3: install Python 3.10 or newer"
   fit python3 || fail 1 "python3 ($(python3 --version 2>&1 | head -1)) does not start or is older than Python 3.10"
   if has python3 torch; then
-    has python3 numpy || fail 1 "python3 has torch and cannot import numpy ($(lacks python3 numpy)): install it there"
+    has python3 numpy || fail 1 "python3 has torch, and no numpy: install it there"
     add_packages python3
     python=python3
     return
   fi
   python="$here/.venv/bin/python"
-  has "$python" "torch, pynvml, ${report_packages// /, }" || make_venv
+  # shellcheck disable=SC2086
+  has "$python" torch pynvml $report_packages || make_venv
 }
 
 case " $* " in *" --help "* | *" -h "*) # needs no torch

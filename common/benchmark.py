@@ -19,7 +19,7 @@ import torch
 
 from common import data, fingerprint, hardware, parallel, profile, proof, rehearsal, timing
 from common.arguments import Arguments, Measurement, parse_args
-from common.record import Row, Run, read_object, write_json
+from common.record import Row, Run, in_means, read_object, write_json
 from common.text import Skip, one_line, progress, say
 
 STEPS_TO_FIT_SCALES = 4  # of FP8, before gradients are sketched: each cuts off less than the one before
@@ -114,7 +114,8 @@ def run_and_record(main: Callable, args: Measurement) -> int:
     if args.rank and not args.local_rank:
         say(f"{args.name}: the record is on the machine of rank 0")
     if writes:
-        record = Run(args.command(), started_at, hardware.describe(args.device), args.workload(), [row])
+        kept = in_means(row) if args.heldout_every else row
+        record = Run(args.command(), started_at, hardware.describe(args.device), args.workload(), [kept])
         try:
             proof.write(samples, args.output)
             write_json(args.output, record)

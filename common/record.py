@@ -9,7 +9,7 @@ first one's GPU.
 import json
 import os
 import statistics
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,7 @@ PLAN, MERGED, ROOFS = "plan.json", "results.json", "roofs.json"
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 # Names in the file of the proof: `fc1.weight part 1/2`, and of a second pass `again fc1.weight`.
 PART, AGAIN = " part ", "again "
+LOSSES_IN_ONE = 5  # of a long training: the quarter of 1,500 steps that a verdict goes by has whole ones
 NUMBERS = 509  # of a matrix, and sums of its gradient: a prime, so that a column spreads over all sums
 STUDIES = ("sweep", "scaling", "ablations", "parity")
 KINDS = ("ladder", *STUDIES)  # of runs
@@ -108,6 +109,7 @@ class Row:
     launch_us: list[float] = field(default_factory=list)  # the host launches a tiny kernel; of a GPU alone
     passes: list["Row"] = field(default_factory=list)  # of --repeat, without profile and source
     loss: list[float] = field(default_factory=list)  # nats, of the first `steps` steps after the rehearsal
+    loss_every: int = 1  # training steps that each loss is the mean of: LOSSES_IN_ONE with --heldout-every
     heldout: list[tuple[int, float]] = field(default_factory=list)  # (steps trained, nats): --heldout-every
     # Of CUDA's allocator; on a CPU of the process, with torch, compiler and a copy of the weights.
     peak_bytes: int | None = None
@@ -243,6 +245,12 @@ class Study:
     started_at: str | None
     runs: dict[str, Run]  # by name: a shape, a number of GPUs, a variant, a step and its seed
     schema_version: int = SCHEMA_VERSION
+
+
+def in_means(row: Row, every: int = LOSSES_IN_ONE) -> Row:
+    """The row with means of so many losses in place of each; a last one is of fewer."""
+    means = [statistics.fmean(row.loss[k : k + every]) for k in range(0, len(row.loss), every)]
+    return replace(row, loss=means, loss_every=every)
 
 
 def middle_half(times: list[float]) -> tuple[float, float]:

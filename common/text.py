@@ -37,8 +37,11 @@ def aligned(rows: list[dict], style: str = "simple", n_left: int = 1) -> str:
 
     `style` is a format of tabulate: simple, github, pipe. Raises ImportError where tabulate is not installed.
     """
-    sys.path.append(str(PACKAGES / "report"))  # last: a process with torch keeps its own packages
-    from tabulate import tabulate  # which a script runs without
+    try:
+        from tabulate import tabulate
+    except ImportError:
+        sys.path.append(str(PACKAGES / "report"))  # last: a process with torch keeps its own packages
+        from tabulate import tabulate
 
     align = ["left" if k < n_left else "right" for k in range(len(rows[0]))] if rows else None
     return tabulate(rows, headers="keys", tablefmt=style, disable_numparse=True, colalign=align)

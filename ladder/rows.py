@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.record import read_object
-from common.text import say
+from common.text import one_line, say
 from ladder import process
 from ladder.process import ROOT
 
@@ -108,7 +108,12 @@ def check(
 
 
 def refuse(reason: str, log: Path, name: str) -> None:
-    """Exit with one line: that of the check, or where it broke, how it ended after all that it has said."""
+    """Exit with one line: that of the check, of a package that cannot be imported, or where it broke, how it
+    ended after all that it has said."""
+    said = log.read_text(errors="replace").strip().splitlines()
+    if said and said[-1].startswith(("ImportError", "ModuleNotFoundError", "OSError")):
+        say(f"{name}: error: {sys.executable}: {one_line(said[-1])}", sys.stderr)
+        sys.exit(2)
     if reason != process.last_line(log, ": error: "):
         say(log.read_text(errors="replace").rstrip(), sys.stderr)
         reason = f"the check of the arguments broke: {reason.partition(': see ')[0]}"

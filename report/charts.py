@@ -93,7 +93,7 @@ def loss_figure(figures: Figures) -> Figure:
         above, below = drawn.subplots(2, sharex=True, height_ratios=(3, 2))
         for row in rows:
             every = math.ceil(len(row.loss) / MOST_POINTS)  # of a long training, whose picture is no finer
-            steps = range(1, len(row.loss) + 1, every)
+            steps = range(row.loss_every, row.loss_every * len(row.loss) + 1, row.loss_every * every)
             above.plot(steps, row.loss[::every], label=one_line(row.step, 24), linewidth=1.4)
             pairs = [*zip(rows[0].loss, row.loss, strict=False)][::every]
             below.plot(steps[: len(pairs)], [loss - first for first, loss in pairs], linewidth=1.4)

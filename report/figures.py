@@ -397,8 +397,8 @@ def loss_rule(figures: Figures) -> str:
     rows = [line.row for line in figures.timed if line.row.loss]
     if not rows:
         return ""
-    last = max(len(row.loss) for row in rows)
-    steps = _from_to(max(1, last - LOSS_WINDOW + 1), last)
+    every, last = max((row.loss_every, len(row.loss)) for row in rows)
+    steps = _from_to(max(0, last - LOSS_WINDOW) * every + 1, last * every)
     unit = ", in nats" if figures.run.is_of_ladder else ""
     words = f"Loss: mean of training steps {steps}{unit}"
     rehearsed = [row.rehearsed for row in rows]

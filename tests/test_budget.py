@@ -12,11 +12,12 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORTS = {
     "common": "common",
     "ladder": "common|ladder",
-    "report": r"report|common\.(fingerprint|kernels|record|text)$",
+    "predict": "common|ladder|predict",
+    "report": r"report|common\.(kernels|record|text)$",
 }
 
 
-ROOMS = ("common", "ladder", "report", "anatomy", "peers", "examples", "docs")
+ROOMS = ("common", "ladder", "predict", "report", "anatomy", "peers", "examples", "docs")
 
 
 def files(pattern):
@@ -79,6 +80,14 @@ def test_imports_run_one_way():
     for room, allowed in IMPORTS.items():
         names = set().union(*(found for name, found in imports.items() if name.startswith(f"{room}.")))
         assert names and not [name for name in names if not re.match(allowed, name)]
+
+
+def test_nothing_but_the_documents_imports_predictions():
+    others = {
+        name: {it for it in needed if it.startswith("predict.")}
+        for name, needed in imports_of_project().items()
+    }
+    assert {name for name in others if others[name] and not name.startswith("predict.")} == {"docs.tables"}
 
 
 def test_no_module_imports_itself_by_way_of_others():
