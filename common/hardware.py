@@ -1,5 +1,6 @@
 """What this machine is: devices, precision, versions, commit, and a GPU's clock and power."""
 
+import contextlib
 import hashlib
 import platform
 import shutil
@@ -142,11 +143,10 @@ def describe(device: torch.device) -> Environment:
 def _package_versions() -> dict[str, str]:
     """Versions of those of PACKAGES that are installed."""
     versions = {}
-    for package in metadata.distributions():
-        name = (package.name or "").lower().replace("_", "-")
-        if name in PACKAGES and package.version:
-            versions[name] = package.version
-    return {name: versions[name] for name in PACKAGES if name in versions}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _commit() -> str | None:

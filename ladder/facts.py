@@ -30,14 +30,19 @@ def main() -> None:
     args = parse_args(ROOT / "run_all.sh", None, words)
     # The free memory, and with it auto's choice, may change from row to row.
     pinned = {"--preset": args.preset, "--batch-size": str(args.batch_size)}
-    row_s = least_row_s(args)
-    more = {"needed_bytes": needed_bytes(args), "row_s": row_s}
+    more, messages, step_s = {"needed_bytes": needed_bytes(args)}, [], least_step_s(args)
+    if step_s > LONG_S:
+        row_s = (args.warmup + args.steps) * step_s
+        messages.append(
+            f"In FP32 a training step of this shape takes at least {step_s / 60:.1f} minutes here, and a row "
+            f"{row_s / 60:,.0f} minutes. A row ends after --step-timeout. A smaller shape shows the same"
+        )
     if len(words) < len(sys.argv) - 1 and args.device.type == "cuda":
         measured = roofs.measure(args)
         progress("")
         roofs.tell(measured)
         more["roofs"] = asdict(measured)
-    say_facts(args.device, args.workload(), pinned, long_steps(args, row_s), more)
+    say_facts(args.device, args.workload(), pinned, messages, more)
 
 
 def say_facts(
@@ -83,34 +88,17 @@ def peak_bytes(config: GPTConfig, batch_size: int, attention_by_hand: bool) -> i
     return CPU_BYTES * flops.parameters(config) + saved + largest
 
 
-def least_row_s(args: Arguments) -> float:
-    """Seconds that a row of FP32 takes on a CPU at least; 0 on a GPU."""
+def least_step_s(args: Arguments, edge: int = 1024) -> float:
+    """Seconds that a training step takes on a CPU at least: its FLOPs at the rate of one product in FP32,
+    `edge` by `edge`, on all cores. 0 on a GPU."""
     if args.device.type == "cuda":
         return 0.0
-    step_flops = flops.flops_per_step(args.config, args.batch_size)
-    return (args.warmup + args.steps) * step_flops / product_flops_per_s()
-
-
-def long_steps(args: Arguments, row_s: float) -> list[str]:
-    """How long a row takes at least, where its training steps are long."""
-    step_s = row_s / (args.warmup + args.steps)
-    if step_s <= LONG_S:
-        return []
-    return [
-        f"In FP32 a training step of this shape takes at least {step_s / 60:.1f} minutes here, and a row "
-        f"{row_s / 60:,.0f} minutes"
-    ]
-
-
-def product_flops_per_s(size: int = 1024) -> float:
-    """Of this CPU in one product of FP32, `size` by `size`, on all cores: no training step keeps it up."""
-    matrix = torch.randn(size, size)
-    seconds = []
+    matrix, seconds = torch.randn(edge, edge), []
     for _ in range(4):  # the first also starts the threads
         began = time.perf_counter()
         matrix @ matrix
         seconds.append(time.perf_counter() - began)
-    return 2 * size**3 / min(seconds)
+    return flops.flops_per_step(args.config, args.batch_size) * min(seconds) / (2 * edge**3)
 
 
 if __name__ == "__main__":

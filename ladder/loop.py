@@ -101,7 +101,7 @@ def main() -> int:
     parser = OneLineParser(prog=COMMAND, description=__doc__)
     running.add_options(parser)
     options = parser.parse_args()
-    facts = rows.check([], name=COMMAND) | {"workload": None, "needed_bytes": {}, "row_s": 0.0}
+    facts = rows.check([], name=COMMAND) | {"workload": None, "needed_bytes": {}}
     planned = [rows.Planned(rows.LOOP_SCRIPT, [name], f"{name}.json") for name in state_names()]
     command = portable_command(COMMAND, sys.argv[1:])
     plan = running.plan_of("ladder", planned, facts, options.step_timeout, command)

@@ -45,13 +45,10 @@ class Running:
         self.folder, self.plan, self.facts, self.stop = folder, job.plan, job.facts, stop
 
     def recorded(self, row: rows.Planned) -> dict:
-        """The row that a script left; empty where there is none that can be read."""
+        """The row that a script left; empty where there is none, or one of another version."""
         record = schema.read_object(self.folder / row.output)
-        content = record.get("rows") if record.get("schema_version") == schema.SCHEMA_VERSION else None
-        content = content[0] if isinstance(content, list) and content and isinstance(content[0], dict) else {}
-        times = content.get("step_ms")
-        are_times = isinstance(times, list) and times and all(isinstance(ms, (int, float)) for ms in times)
-        return content if are_times or content.get("status") in ("skipped", "oom", "failed") else {}
+        is_read = record.get("schema_version") == schema.SCHEMA_VERSION and record.get("rows")
+        return record["rows"][0] if is_read else {}
 
     def decides(self, row: rows.Planned) -> bool:
         """Whether the rows behind a row are made from it: those of a model, by their first pass."""
@@ -239,7 +236,7 @@ def execute(job: Job, output: Path | None) -> int:
     schema.write_json(folder / schema.PLAN, continued(folder, job.plan))
     if "roofs" in job.facts:
         schema.write_json(folder / schema.ROOFS, job.facts["roofs"])
-    say("\n".join([*job.facts["messages"], *long_rows(job)]))
+    say("\n".join(job.facts["messages"]))
     stop = process.Stop()
     stop.listen()
     running = Running(folder, job, stop)
@@ -253,13 +250,6 @@ def execute(job: Job, output: Path | None) -> int:
                 for later in job.rows[k:]:  # they were made from other rows than there are now
                     (folder / later.output).unlink(missing_ok=True)
     return finish(folder, stop, job)
-
-
-def long_rows(job: Job) -> list[str]:
-    """That a row takes longer than it may, where that is known beforehand."""
-    if job.facts.get("row_s", 0) <= job.plan["limit_s"]:
-        return []
-    return [f"A row ends after {job.plan['limit_s']:,} s (--step-timeout). A smaller shape shows the same"]
 
 
 def finish(folder: Path, stop: process.Stop, job: Job) -> int:

@@ -5,7 +5,6 @@ is compared with one of the other model whose numbers are the same before the st
 a half or a third of one. The cosine of their gradients is 1 where they point the same way.
 """
 
-import zipfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import numpy as np
 from common.record import AGAIN, NUMBERS, PART, Proof, Row, sketches_of
 from common.text import one_line
 
-LARGEST_FILE = 2**28  # bytes, also of what is packed in it
 PAIRED = 0.9  # of the weights, at least: with fewer nothing is proven
 # The least cosine of a row that does the same work. These levels were tried on an H200 at six shapes, by 512
 # numbers of each gradient in place of a sketch. TF32 and BF16 had 0.9997 or more, FP8 had 0.972 or more, and
@@ -36,11 +34,6 @@ def read(record: Path) -> Samples:
     """The samples next to a record; empty where there are none that can be used."""
     path = sketches_of(record)
     try:
-        if not path.is_file() or path.stat().st_size > LARGEST_FILE:
-            return {}
-        with zipfile.ZipFile(path) as archive:
-            if sum(member.file_size for member in archive.infolist()) > LARGEST_FILE:
-                return {}
         with np.load(path, allow_pickle=False) as file:
             samples = {one_line(name): file[name] for name in file.files}
         usable = [part.dtype == np.float32 and part.shape == (2, NUMBERS) for part in samples.values()]

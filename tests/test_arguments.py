@@ -1,7 +1,9 @@
 """The command line of a step: what it refuses, in one line and before it takes time, and what `auto`
 means."""
 
+import json
 import re
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from common import arguments, data, flops, hardware
 from common.model import PRESETS
 from common.record import write_json
 from common.text import Skip, portable_command
-from ladder import facts, running
+from ladder import facts
 
 
 def parse(*words):
@@ -254,24 +256,23 @@ def test_a_gpu_without_bf16_is_told_what_stays(monkeypatch):
 
 def test_what_a_user_is_told_before_the_first_row(monkeypatch):
     few = conftest.arguments(STEPS[0])
-    told, told_of_time = hardware.about(few.device), facts.long_steps(few, facts.least_row_s(few))
-    assert [line[:4] for line in told] == ["CPU:"] and told_of_time == []
+    assert [line[:4] for line in hardware.about(few.device)] == ["CPU:"]
     monkeypatch.setattr(hardware.shutil, "which", lambda name: "/bin/nvidia-smi")
     assert "this torch cannot use it" in hardware.about(few.device)[1]
-    monkeypatch.setattr(hardware.shutil, "which", lambda name: None)
-    long = conftest.arguments(STEPS[0], config=PRESETS["gpt2"][0], batch_size=32, steps=14, warmup=3)
-    assert 1e9 < facts.product_flops_per_s() < 1e14
-    monkeypatch.setattr(facts, "product_flops_per_s", lambda: 3e10)
-    minutes = flops.flops_per_step(long.config, 32) / 3e10 / 60
-    (said,) = facts.long_steps(long, row_s := facts.least_row_s(long))
-    assert f"at least {minutes:.1f} minutes here" in said and f"a row {17 * minutes:,.0f} minutes" in said
-    for limit_s, told in ((row_s - 1, 1), (row_s + 1, 0)):
-        job = running.Job({"limit_s": limit_s}, [], {"row_s": row_s}, "")
-        assert len(running.long_rows(job)) == told, "of the user's own limit"
-    assert (
-        facts.needed_bytes(conftest.arguments(STEPS[0], processes=2))[f"{STEPS[0]}.py"]
-        == 2 * (facts.needed_bytes(few)[f"{STEPS[0]}.py"])
-    )
+    long = conftest.arguments(STEPS[0], config=PRESETS["gpt2"][0], batch_size=32)
+    assert 0 < facts.least_step_s(few, edge=64) < 1 < facts.least_step_s(long)
+    needed = [facts.needed_bytes(args) for args in (few, conftest.arguments(STEPS[0], processes=2))]
+    assert needed[1][f"{STEPS[0]}.py"] == 2 * needed[0][f"{STEPS[0]}.py"]
+    assert needed[0][f"{STEPS[2]}.py"] < needed[0][f"{STEPS[1]}.py"], "it keeps no scores"
+
+
+@pytest.mark.slow
+def test_a_long_training_step_is_told(capfd, monkeypatch):
+    monkeypatch.setattr(facts, "LONG_S", 0.0)
+    monkeypatch.setattr(sys, "argv", ["facts", "--device", "cpu", "--n-layer", "1", "--seq-len", "32"])
+    facts.main()
+    said = json.loads(capfd.readouterr().out)["messages"][-1]
+    assert "takes at least 0.0 minutes here" in said and "--step-timeout" in said
 
 
 def test_a_command_to_repeat_names_no_folder_of_this_machine():

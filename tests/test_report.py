@@ -328,9 +328,6 @@ def test_a_million_losses_are_drawn_in_seconds(tmp_path):
     assert time.monotonic() - began < 20, "of which most is reading"
     assert [len(line.get_xdata()) for line in above.lines] == [2000, 2000]
     assert above.lines[1].get_xdata()[-1] == 999_501 and above.lines[1].get_ydata()[-1] == 3.0 - 0.9995
-    content = asdict(runs.run(runs.row("0_x", loss=[1.0] * 1001 + [1e300])))
-    with pytest.raises(RecordError, match="loss is 1e"):
-        load(runs.write(tmp_path / "large", content))
 
 
 def test_a_card_shows_the_code_beside_what_changed_on_the_gpu():
