@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -87,17 +88,20 @@ class Running:
         """Run a row's script, or a patched copy of it. Returns how it ended, where it did not end well."""
         words, log = [*row.arguments, "--output", str(record)], record.with_suffix(".log")
         variables = process.environment(self.facts["device_type"], row.gpus)
-        with tempfile.TemporaryDirectory() as copy:
-            try:
-                script = (
-                    patches.write_script(row.patch, row.script, Path(copy))
-                    if row.patch
-                    else ROOT / row.script
-                )
-            except Skip as error:
-                return "failed", str(error)
-            command = process.script_command(script, words, row.gpus)
-            return process.run(command, log, self.plan["limit_s"], self.stop, name, variables)
+        try:
+            with script_of(row) as script:
+                command = process.script_command(script, words, row.gpus)
+                return process.run(command, log, self.plan["limit_s"], self.stop, name, variables)
+        except Skip as error:
+            return "failed", str(error)
+
+
+@contextlib.contextmanager
+def script_of(row: rows.Planned) -> Iterator[Path]:
+    """A row's script, or while the context lasts a patched copy of it. Raises Skip for a patch that does not
+    fit."""
+    with tempfile.TemporaryDirectory() as copy:
+        yield patches.write_script(row.patch, row.script, Path(copy)) if row.patch else ROOT / row.script
 
 
 # --- the folder -----------------------------------------------------------------------------------
@@ -169,14 +173,9 @@ def code_of(row: rows.Planned) -> str | None:
     if row.script == rows.LOOP_SCRIPT:
         files = [path.read_bytes() for path in sorted((ROOT / "examples" / "loop").glob("[0-9l]*"))]
         return hashlib.sha256(b"".join(files)).hexdigest()[:16]
-    with tempfile.TemporaryDirectory() as copy:
-        try:
-            script = (
-                patches.write_script(row.patch, row.script, Path(copy)) if row.patch else ROOT / row.script
-            )
-        except Skip:
-            return None
+    with contextlib.suppress(Skip), script_of(row) as script:
         return row_sha256(script.read_text(), ROOT)
+    return None
 
 
 def continued(folder: Path, plan: dict) -> dict:

@@ -77,7 +77,6 @@ class Line:
     of_roof: float | None = None  # model FLOP/s over the burst rate of bare products in that precision
     mfu: float | None = None  # model FLOP/s over the datasheet's dense peak in that precision
     tokens_per_joule: float | None = None
-    error: float | None = None  # of the prediction, as a share of the measured time
     same_work: str = ""  # agrees, differs or not proven: by its gradients, see report/proof.py
     note: str = ""  # what qualifies it
     doubts: list[str] = field(default_factory=list)  # why its time may be wrong
@@ -205,7 +204,6 @@ def _line(row: Row, run: Run, fastest: dict[str, float], is_peer: bool = False) 
     not_learnt = unlearned(row.loss) if run.is_of_ladder else ""  # the rule is of our text and our rate
     line.note = "; ".join(filter(None, [row.note, not_learnt, _other_work(line)]))
     line.gib = row.peak_bytes / GIB if row.peak_bytes else None
-    line.error = row.predicted_ms / line.ms - 1 if row.predicted_ms else None
     line.precision = _precision(row, run.roofs)
     _fill_profile(line)
     if run.workload:

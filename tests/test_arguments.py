@@ -48,9 +48,9 @@ def parse(*words):
     ],
 )
 def test_bad_input_is_one_line_and_takes_no_time(words, said, refused):
-    began = time.monotonic()
+    began = time.process_time()
     assert said in refused(parse, *words.split())
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

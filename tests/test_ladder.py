@@ -115,7 +115,7 @@ class Project:
 
     def run(self, *words, **options):
         process = self.start(*words, **options)
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=600)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def only(self):
@@ -427,7 +427,7 @@ def test_an_interrupted_run_keeps_its_rows_and_leaves_no_process(number, project
     running, hung = checkout.start(), checkout.folder / "hung"
     assert wait_until(lambda: hung.exists() and hung.read_text())
     running.send_signal(number)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=300)
     assert wait_until(lambda: not is_alive(int(hung.read_text())), 10)
     finishes = f"./run_all.sh --no-roofs --output results/{checkout.only().name} finishes it"
     assert running.returncode == 130 and "Traceback" not in err and finishes in out
@@ -441,7 +441,7 @@ def test_a_row_that_was_recorded_before_the_user_stopped_it_stands(project):
     running = checkout.start()
     assert wait_until((checkout.folder / "lingers").exists)
     running.send_signal(signal.SIGINT)
-    running.communicate(timeout=60)
+    running.communicate(timeout=300)
     assert running.returncode == 130 and checkout.statuses() == ["ok", "ok", "not run", "not run", "not run"]
 
 
@@ -506,7 +506,7 @@ def test_two_processes_that_hang_are_both_ended(project):
     running.send_signal(signal.SIGTERM)
     time.sleep(1)
     running.send_signal(signal.SIGTERM)  # leaves torchrun no time to end them
-    running.communicate(timeout=60)
+    running.communicate(timeout=300)
     assert running.returncode == 130 and checkout.statuses()[0] == "interrupted"
     assert wait_until(lambda: not any(is_alive(int(path.read_text())) for path in hung), 10)
 
@@ -522,7 +522,7 @@ def test_a_folder_that_a_run_has_is_not_continued_by_another(project):
     assert wait_until(lambda: hung.exists() and hung.read_text())
     ran = checkout.run("--output", checkout.only())
     running.send_signal(signal.SIGTERM)
-    running.communicate(timeout=60)
+    running.communicate(timeout=300)
     assert ran.returncode == 2 and "in use by another run" in ran.stderr and ran.stderr.count("\n") == 1
 
 

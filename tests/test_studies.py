@@ -204,7 +204,7 @@ def test_a_patch_whose_gpus_are_no_number_is_refused(tmp_path, monkeypatch):
 def test_a_variant_of_two_processes_is_compared_with_its_script_in_as_many(tmp_path):
     sizes = ["--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--seq-len", "32", "--steps", "8"]
     words = ["--device", "cpu", *sizes, "--only", "sharded-optimizer", "--output", tmp_path / "study"]
-    ended = run_python("-m", "ladder.ablations", *words, timeout=200)
+    ended = run_python("-m", "ladder.ablations", *words, timeout=600)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"sharded-optimizer +2_sdpa, 2 GPUs +[\d.]+\?? +[\d.]+\?? +[-+]", ended.stdout)
     content = json.loads((tmp_path / "study" / "results.json").read_text())["runs"]
@@ -215,7 +215,7 @@ def test_a_variant_of_two_processes_is_compared_with_its_script_in_as_many(tmp_p
 
 @pytest.mark.slow
 def test_every_state_of_the_guide_s_loop_trains_alike(tmp_path):
-    ended = run_python("-m", "ladder.loop", "--output", tmp_path / "loop", timeout=300)
+    ended = run_python("-m", "ladder.loop", "--output", tmp_path / "loop", timeout=600)
     assert ended.returncode == 0 and "Report: " in ended.stdout, ended.stdout + ended.stderr
     recorded = json.loads((tmp_path / "loop" / "results.json").read_text())["rows"]
     assert [row["step"] for row in recorded] == loop.state_names()
