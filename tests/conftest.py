@@ -1,6 +1,7 @@
 """What the tests share: the step scripts as modules, their arguments, and a training step ready to run."""
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **
     fields = {
         "name": step,
         "source": (ROOT / f"{step}.py").read_text(),
-        "output": Path("/nonexistent/record.json"),
+        "output": ROOT / "tests" / "no such folder" / "record.json",
         "preset": "tiny",
         "config": config,
         "batch_size": 2,
@@ -130,3 +131,13 @@ def run_python(*words, **options) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, **options
     )
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs: one that has ended, and whose parent has not looked, does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"

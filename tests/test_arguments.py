@@ -36,7 +36,7 @@ def parse(*words):
         ("--n-layer 100000", "needs 369 GiB in training (20 bytes a parameter), but cpu has"),
         ("--seq-len 100000000", "GiB in training"),
         ("--vocab-size 100", "a multiple of 64"),
-        ("--data /nonexistent", "cannot read /nonexistent: No such file or directory"),
+        ("--data tests/no-such-file", "cannot read tests/no-such-file: No such file or directory"),
         ("--output /dev/null", "exists and is no record: it stays as it is"),
         (f"--output {__file__}", "exists and is no record: it stays as it is"),
         (f"--output {ROOT}/tests/data/te-2.9.0.json", "exists and is no record: it stays as it is"),

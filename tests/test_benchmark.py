@@ -108,7 +108,7 @@ def test_ctrl_c_writes_nothing_and_one_line(tmp_path):
 @pytest.mark.slow
 def test_a_missing_compiler_is_a_failed_row(tmp_path):
     env = {
-        "CXX": "/nonexistent/g++",
+        "CXX": str(ROOT / "tests" / "no such folder" / "g++"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
     }

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import FAST, ROOT, STEPS
+from conftest import FAST, ROOT, STEPS, is_alive
 
 from common import record as schema
 from ladder import __main__ as command
@@ -134,15 +134,6 @@ class Project:
 @pytest.fixture
 def project(tmp_path):
     return lambda steps, folder=tmp_path / "project": Project(folder, steps)
-
-
-def is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] != "Z"
 
 
 def wait_until(done, seconds=60):

@@ -15,7 +15,7 @@ import pytest
 import runs
 import stand_ins
 import torch
-from conftest import ROOT, run_python
+from conftest import ROOT, is_alive, run_python
 from torch import nn
 
 from common import benchmark, rehearsal
@@ -180,7 +180,7 @@ def test_the_work_of_a_step_is_counted(arguments_of, tmp_path, monkeypatch):
         "a multiply-add is two FLOPs, backward twice forward"
     )
     assert facts["pinned"] == {"--steps": "14"} and work["steps"] == 14 and work["model"] == "my_model.py"
-    assert facts["said"][1] == "my_model.py: 0.0 M parameters, 4 samples a step"
+    assert facts["messages"][1] == "my_model.py: 0.0 M parameters, 4 samples a step"
 
 
 def test_a_model_is_made_from_one_seed_of_every_kind_and_trains(arguments_of):
@@ -285,9 +285,9 @@ def test_a_check_ends_and_answers_whatever_the_file_prints_or_leaves_running(tmp
     text += "left = subprocess.Popen(['sleep', '1000'])\nprint(left.pid, file=open(__file__ + '.pid', 'w'))\n"
     path = file_of(tmp_path, text + LINEAR + BATCHES + SUM)
     facts = planned.check(["--device", "cpu", "--steps", "2"], model=str(path))
-    assert facts["workload"]["model"] == "my_model.py" and facts["pinned"] == ["--steps", "2"]
+    assert facts["workload"]["model"] == "my_model.py" and facts["pinned"] == {"--steps": "2"}
     pid = int(path.with_name("my_model.py.pid").read_text())
-    assert not Path(f"/proc/{pid}").exists(), "what it started has ended with it"
+    assert not is_alive(pid), "what it started has ended with it"
 
 
 # --- rows -----------------------------------------------------------------------------------------
