@@ -15,6 +15,9 @@ fail() { echo "run_all.sh: error: $2" >&2; exit "$1"; }
 
 tell() { echo "run_all.sh: $1" >&2; }
 
+# An interpreter's own path: a shim chooses one by the folder.
+path_of() { "$1" -I -c 'import sys; print(sys.executable)'; }
+
 # Whether an interpreter has packages; nothing is imported, which takes seconds. In another folder than the user's, whose
 # files would be found instead: a typing.py, for example.
 has() { # interpreter, packages ...
@@ -35,14 +38,14 @@ add_packages() { # interpreter
   local python="$1" folder missing=""
   folder="$here/.packages/$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))')"
   # shellcheck disable=SC2086
-  has "$python" $report_packages || [ -e "$folder/report/msgspec" ] || missing="$report_packages"
+  has "$python" $report_packages || [ -e "$folder/report/msgspec" ] || missing=" $report_packages"
   has "$python" pynvml || [ -e "$folder/row/pynvml.py" ] || missing="$missing nvidia-ml-py"
   [ -n "$missing" ] || return 0
   if ! has "$python" pip; then
     tell "$python has no pip, so these are not installed:$missing. All rows are measured and kept, without a table"
     return
   fi
-  tell "installing${missing:+ $missing} into $folder, for the report (once, about 100 MB). $python stays as it is"
+  tell "installing$missing into $folder, once (of the report about 100 MB). $python stays as it is"
   if [[ $missing == *msgspec* ]]; then
     install_into "$folder/report" "$python" "$report_packages" || tell "the report's packages did not install (see above)"
   fi
@@ -78,17 +81,17 @@ setup() {
   if [ -n "${PYTHON:-}" ]; then
     command -v -- "$PYTHON" >/dev/null || fail 2 "PYTHON=$PYTHON does not run"
     fit "$PYTHON" || fail 2 "PYTHON=$PYTHON is older than Python 3.10, or does not run"
-    [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON="$PWD/$PYTHON"
+    PYTHON="$(path_of "$PYTHON")"
     has "$PYTHON" torch numpy || fail 2 "PYTHON=$PYTHON lacks torch or numpy"
     python="$PYTHON"
     return
   fi
   command -v python3 >/dev/null || fail 1 "there is no python3: install Python 3.10 or newer"
   fit python3 || fail 1 "python3 ($(python3 --version 2>&1 | head -1)) does not start or is older than Python 3.10"
-  if has python3 torch; then
-    has python3 numpy || fail 1 "python3 has torch, and no numpy: install it there"
-    add_packages python3
-    python=python3
+  python="$(path_of python3)"
+  if has "$python" torch; then
+    has "$python" numpy || fail 1 "$python has torch, and no numpy: install it there"
+    add_packages "$python"
     return
   fi
   python="$here/.venv/bin/python"

@@ -1,7 +1,8 @@
 """What a recorded time depends on, as a hash: the code that a row's timed step runs through.
 
 That is, in order, the statements of the row's own script, and every definition in common/ that the script,
-the rehearsal, the timed region and the batches reach by name. A definition counts the same in whatever module
+the rehearsal, the timed region and the batches reach by name; statements of common/ that define nothing count
+for every row. A definition counts the same in whatever module
 it stands and however it is imported. What a name of another package stands for counts too: F.gelu is
 torch.nn.functional.gelu. Docstrings, comments, annotations, and statements that only raise an error or print
 a message do not count.
@@ -17,12 +18,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 # What `run` in common/benchmark.py calls for a time and its losses. What it calls to observe is not here.
-ROOTS = ("start", "rehearse", "train_with_heldout", "time_steps", "draw_starts", "stage_batches")
+ROOTS = ("start", "WARMUP", "rehearse", "train_with_heldout", "time_steps", "Arguments.batches")
 CLOCKS = ("mean_seconds", "steady_seconds")  # for what is no row: bare products, an experiment
 IMPORTERS = ("import_module", "import_or_skip")  # functions whose first argument is a module's name
 MESSAGES = ("progress", "say")
 LEFT_OUT = ("annotation", "returns", "ctx", "kind", "type_comment", "type_params")  # fields of syntax nodes
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, *COMPREHENSIONS)  # with names of their own
+OUTSIDE = ("args", "decorator_list")  # fields of a function whose expressions belong to the scope around it
 
 
 class Module(NamedTuple):
@@ -49,6 +53,9 @@ def row_sha256(source: str, root: Path, measured_by: tuple[str, ...] = ROOTS) ->
             reached[place] = name + "".join(
                 write(part, module, modules, queue) for part in module.definitions[name]
             )
+    for module in modules.values():
+        effects = [part for part in module.statements if module.name[:7] == "common." and not names_of(part)]
+        reached |= {(module.name, str(k)): write(part, module, modules, []) for k, part in enumerate(effects)}
     code += sorted(reached.values())
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
 
@@ -63,7 +70,7 @@ def read_modules(root: Path) -> dict[str, Module]:
 
 
 def find(name: str, modules: dict[str, Module]) -> tuple[str, str]:
-    """The module in common/ that defines a name, and the name."""
+    """The module in common/ that defines a name, or the class of a method, and the name."""
     homes = [home for home in modules if home.startswith("common.") and name in modules[home].definitions]
     if len(homes) != 1:
         raise ValueError(f"common/ has {len(homes)} definitions of {name}, and not one")
@@ -78,6 +85,9 @@ def parse(name: str, source: str) -> Module:
     for statement in statements:
         for defined in names_of(statement):
             definitions.setdefault(defined, []).append(statement)
+        for method in statement.body if isinstance(statement, ast.ClassDef) else ():
+            if isinstance(method, DEFINITIONS):
+                definitions[f"{statement.name}.{method.name}"] = [method]
     return Module(name, statements, definitions, imports)
 
 
@@ -89,6 +99,8 @@ def bindings_of(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield (alias.asname, alias.name) if alias.asname else (package, package)
     if isinstance(node, ast.ImportFrom):
         for alias in node.names:
+            if alias.name == "*":
+                raise ValueError(f"from {node.module} import *: what it binds is not known")
             yield alias.asname or alias.name, f"{node.module}.{alias.name}"
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args:
         target, module = node.targets[0], node.value.args[0]
@@ -116,9 +128,11 @@ def is_guard(node: ast.stmt) -> bool:
 
 def names_of(statement: ast.stmt) -> list[str]:
     """The names that a statement of a module defines."""
-    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+    if isinstance(statement, DEFINITIONS):
         return [statement.name]
-    return [node.id for node in ast.walk(statement) if is_stored(node)]
+    nodes = list(ast.walk(statement))
+    inside = [node.name for node in nodes if isinstance(node, DEFINITIONS)]  # of `if` or `try`
+    return inside + [node.id for node in nodes if is_stored(node)]
 
 
 def is_stored(node: ast.AST) -> bool:
@@ -144,14 +158,33 @@ def write(node: object, module: Module, modules: dict[str, Module], queue: list,
     path = dotted(node)
     if path and path[0] not in local and not is_stored(node):
         return write_name(path, module, modules, queue)
-    if isinstance(node, FUNCTIONS):
-        inside = [part for part in ast.walk(node) if is_stored(part) or isinstance(part, ast.arg)]
-        local = local | {part.id if isinstance(part, ast.Name) else part.arg for part in inside}
+    inside = local | own_names(node) if isinstance(node, SCOPES) else local
     fields = [f"{type(node).__name__}"]
     for name, value in ast.iter_fields(node):
+        if isinstance(node, ast.JoinedStr):  # some Pythons end a format with an empty text
+            value = [part for part in value if not (isinstance(part, ast.Constant) and part.value == "")]
         if name not in LEFT_OUT and value is not None and value != []:
-            fields.append(f"{name}={write(value, module, modules, queue, local)}")
+            scope = local if name in OUTSIDE else inside
+            fields.append(f"{name}={write(value, module, modules, queue, scope)}")
     return f"({' '.join(fields)})"
+
+
+def own_names(scope: ast.AST) -> frozenset[str]:
+    """The names that are local to a function or a comprehension, and not to one inside it."""
+    names, nodes = set(), [part.target for part in getattr(scope, "generators", ())]
+    if not isinstance(scope, COMPREHENSIONS):
+        nodes = [scope.args, *(scope.body if isinstance(scope.body, list) else [scope.body])]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif is_stored(node):
+            names.add(node.id)
+        elif isinstance(node, DEFINITIONS):
+            names.add(node.name)
+        elif not isinstance(node, SCOPES):
+            nodes += ast.iter_child_nodes(node)
+    return frozenset(names)
 
 
 def write_name(path: list[str], module: Module, modules: dict[str, Module], queue: list) -> str:

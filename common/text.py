@@ -117,6 +117,6 @@ def run_command(main: Callable[[], int | None], name: str) -> None:
         sys.stderr.write(f"{name}: interrupted\n")
         sys.exit(130)
     except ImportError as error:
-        sys.exit(f"{name}: error: {error}: ./run_all.sh --setup installs what is needed")
+        sys.exit(f"{name}: error: {error}: ./run_all.sh --setup installs it, where PYTHON is not set")
     except OSError as error:
         sys.exit(f"{name}: error: {error}")

@@ -24,7 +24,13 @@ changed="$(git status --porcelain -- . ':!docs/*.md' ':!docs/index.html' ':!docs
 # What is made lies under results/ until it is whole: a record names its commit, without changes of files under docs/.
 keep() { # where it lies, and its folder under docs/results: docs/renew.sh makes the rest from the merged record
   mkdir -p "$2"
-  if [ -e "$1/results.json" ]; then cp "$1/results.json" "$2/"; else cp "$1"/*.* "$2/"; fi
+  if [ -e "$1/results.json" ]; then
+    cp "$1/results.json" "$2/"
+  elif [ ! -e "$1/plan.json" ]; then # roofs, anatomy
+    cp "$1"/*.* "$2/"
+  else
+    fail "$1 has no results.json: python -m report $1 makes it"
+  fi
   rm -rf "$1"
 }
 ladder() { ./run_all.sh "$@" --output "$at" || (($? == 1)); } # a row that does not fit is a result
@@ -39,7 +45,7 @@ if [ "$machine" = --confirm ]; then
     [ -d "docs/results/$machine/$name" ] || continue
     ladder --preset "$name" --no-roofs
     rm -rf "$to" # it told of another run
-    if "$python" -m report --compare "docs/results/$machine/$name" "$at" --bound 0.03; then keep "$at" "$to"; else failed=1; fi
+    if "$python" -m report --compare "docs/results/$machine/$name" "$at" --bound 0.03; then keep "$at" "$to"; else failed=1 && rm -rf "$at"; fi
   done
   PYTHON="$python" docs/renew.sh # documents tell what is confirmed
   exit "$failed"

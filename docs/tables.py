@@ -320,7 +320,10 @@ def predictions(*of: str) -> str:
     rows = []
     for place in of:
         others = [run for other in of if other != place for run in runs(other)]
-        rows.append({"predicted": place} | errors.error_cells(runs(place), errors.constant_guess(others)))
+        cells_of = errors.error_cells(runs(place), errors.constant_guess(others))
+        if not cells_of:
+            raise ValueError(f"{place} holds no predictions")
+        rows.append({"predicted": place} | cells_of)
     return shown(cells.only_filled(rows), *of)
 
 
@@ -332,7 +335,8 @@ def stale(*of: str) -> list[str]:
 
 
 def is_stale(place: str) -> bool:
-    """Whether a recording holds a row, bare rates or experiments of other code than the present one."""
+    """Whether a recording holds a row of other code than the present one. Of bare rates and experiments only
+    the code that times them counts."""
     if not (RESULTS / place / "results.json").exists():
         clock = row_sha256("", ROOT, CLOCKS)
         return any(read_object(path).get("code_sha256") != clock for path in (RESULTS / place).glob("*.json"))

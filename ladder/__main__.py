@@ -1,4 +1,4 @@
-"""The command behind run_all.sh: what a user asks for becomes a list of rows, which ladder/running.py rows.
+"""The command behind run_all.sh: what a user asks for becomes a list of rows, which ladder/running.py runs.
 
 Each row is a script in a process of its own. ./run_all.sh --help lists the options.
 """
@@ -50,7 +50,7 @@ def build_parser() -> OneLineParser:
         usage="./run_all.sh [OPTION ...] [ARGUMENT ...]",
         description="Runs the steps with the ARGUMENTs (python 0_baseline.py --help lists them). On a GPU\n"
         "it also measures roofs: how fast bare copies and matrix products are. It prints a table, and\n"
-        "writes it with all records and logs to a new folder under results/.",
+        "writes it with all records and logs to a folder under results/.",
         epilog="PYTHON=INTERPRETER       use this Python, and install nothing\n"
         "./run_all.sh --setup     only prepare Python, and print the interpreter that will be used\n\n"
         "Exit code: 0 when every row is ok or skipped, 2 for bad arguments, 130 after Ctrl-C, 1 otherwise.",
@@ -148,7 +148,7 @@ def prepare(request: Request) -> running.Job:
         arguments += ["--parallel", options.parallel]
     limit_s = options.step_timeout or rows.LIMIT_S
     is_measured = options.output and (options.output / record.ROOFS).exists()
-    roofs = kind in ("ladder", "sweep") and request.processes == 1 and not (options.no_roofs or is_measured)
+    roofs = kind == "ladder" and request.processes == 1 and not (options.no_roofs or is_measured)
     facts = rows.check(arguments, request.processes, options.model, limit_s, roofs=roofs)
     check_gpus(request, facts)
     pinned = dict(facts["pinned"])
@@ -160,7 +160,7 @@ def prepare(request: Request) -> running.Job:
     planned, kind = rows_of(request, arguments, facts), "ladder" if kind == "model" else kind
     command = portable_command("./run_all.sh", request.words)
     plan = running.plan_of(kind, planned, facts, options.step_timeout, command)
-    again = portable_command("./run_all.sh", rows.with_pinned(request.words, pinned))
+    again = running.again("./run_all.sh", rows.with_pinned(request.words, pinned))
     return running.Job(plan, planned, facts, again)
 
 

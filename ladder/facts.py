@@ -38,10 +38,8 @@ def main() -> None:
             f"{row_s / 60:,.0f} minutes. A row ends after --step-timeout. A smaller shape shows the same"
         )
     if len(words) < len(sys.argv) - 1 and args.device.type == "cuda":
-        measured = roofs.measure(args)
+        more["roofs"] = asdict(roofs.measure(args))
         progress("")
-        roofs.tell(measured)
-        more["roofs"] = asdict(measured)
     say_facts(args.device, args.workload(), pinned, messages, more)
 
 

@@ -106,7 +106,7 @@ def main() -> int:
     command = portable_command(COMMAND, sys.argv[1:])
     plan = running.plan_of("ladder", planned, facts, options.step_timeout, command)
     try:
-        return running.execute(running.Job(plan, planned, facts, command), options.output)
+        return running.execute(running.Job(plan, planned, facts, COMMAND), options.output)
     except Skip as error:
         parser.error(str(error))
 

@@ -16,6 +16,7 @@ from common.text import PACKAGES, one_line, progress
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 10  # between asking a process to end and ending it
 POLL_S = 0.2
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")  # of another launcher
 MARK = "LADDER_ROW"  # the variable by which all processes of a row are known
 
 
@@ -82,6 +83,7 @@ def run(
     cannot be written.
     """
     mark = uuid.uuid4().hex
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     log.unlink(missing_ok=True)
     with log.open("ab") as file:
         began, kill_at = time.monotonic(), math.inf
@@ -91,8 +93,9 @@ def run(
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=os.environ | variables | {MARK: mark},
+            env=inherited | variables | {MARK: mark},
             start_new_session=True,
+            close_fds=False,  # the folder's lock
         )
     try:
         while child.poll() is None:

@@ -10,6 +10,8 @@ import fcntl
 import hashlib
 import itertools
 import os
+import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -46,10 +48,16 @@ class Running:
         self.folder, self.plan, self.facts, self.stop = folder, job.plan, job.facts, stop
 
     def recorded(self, row: rows.Planned) -> dict:
-        """The row that a script left; empty where there is none, or one of another version."""
+        """The row that a script left; empty where there is none, or one of another version or other code."""
         record = schema.read_object(self.folder / row.output)
-        is_read = record.get("schema_version") == schema.SCHEMA_VERSION and record.get("rows")
-        return record["rows"][0] if is_read else {}
+        content = (record.get("rows") or [{}])[0] if isinstance(record.get("rows"), list) else {}
+        if record.get("schema_version") != schema.SCHEMA_VERSION or not isinstance(content, dict):
+            return {}
+        if content.get("status") == "ok" and not content.get("step_ms"):
+            return {}
+        code = self.plan.get("code", {}).get(label(row))
+        is_changed = not row.script.startswith("ladder/") and content.get("code_sha256") not in (None, code)
+        return {} if is_changed else content
 
     def decides(self, row: rows.Planned) -> bool:
         """Whether the rows behind a row are made from it: those of a model, by their first pass."""
@@ -130,8 +138,8 @@ def new_folder(kind: str) -> Path:
 
 
 def locked(folder: Path) -> TextIO | None:
-    """A file that holds the lock of a run folder until this process ends; None where another process has
-    it."""
+    """A file that holds the lock of a run folder until this process and the row that it runs have ended; None
+    where another process has it."""
     lock = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,6 +147,7 @@ def locked(folder: Path) -> TextIO | None:
         return None
     except OSError:  # a file system without locks
         pass
+    os.set_inheritable(lock.fileno(), True)  # a row that outlives a kill -9 keeps it
     return lock
 
 
@@ -178,35 +187,41 @@ def code_of(row: rows.Planned) -> str | None:
     return None
 
 
-def continued(folder: Path, plan: dict) -> dict:
-    """The plan of a folder that goes on with mine: its start and all of its rows are kept. Raises Skip for a
-    folder that holds something else."""
-    before = schema.read_object(folder / schema.PLAN)
-    if not before:
-        if {path.name for path in folder.iterdir()} - {LOCK}:
-            raise Skip(f"--output {folder} holds files that are of no run")
-        return plan
-    theirs, mine = rows_by_output(before), rows_by_output(plan)
-    code = before["code"] if isinstance(before.get("code"), dict) else {}
+def refuse_another(before: dict, plan: dict, folder: Path) -> None:
+    """Raises Skip where the plan of a folder is of another run than mine."""
+    theirs, code = rows_by_output(before), before.get("code")
     differing = [name for name in SAME if comparable(before, name) != comparable(plan, name)]
-    differing += [output for output in mine if theirs.get(output, mine[output]) != mine[output]]
-    differing += [
-        f"the code of {name}"
-        for name in plan["code"]
-        if code.get(name, plan["code"][name]) != plan["code"][name]
-    ]
+    for output, row in rows_by_output(plan).items():
+        fields = [field for field in row if theirs.get(output, row).get(field) != row[field]]
+        differing += [f"{field} of {output}" for field in fields]
+    for name, own in plan["code"].items():
+        if isinstance(code, dict) and code.get(name, own) != own:
+            differing.append(f"the code of {name}")
     if differing:
         raise Skip(f"--output {folder} holds another run: {', '.join(differing[:3])} differ")
-    together = theirs | mine if mine.keys() <= theirs.keys() else mine | theirs
-    commands = (
-        [before.get("command"), plan["command"]] if mine.keys() - theirs.keys() else [before.get("command")]
-    )
+
+
+def merge(before: dict, plan: dict) -> dict:
+    """My plan with the start, the commands and all rows of the plan that a folder holds."""
+    theirs, mine = rows_by_output(before), rows_by_output(plan)
+    commands, together = [str(before.get("command"))], theirs | mine
+    if mine.keys() - theirs.keys():
+        commands.append(plan["command"])
+    order = sorted(together, key=place_of) if plan["kind"] == "ladder" else together
     return plan | {
         "started_at": before.get("started_at"),
-        "command": " && ".join(dict.fromkeys(map(str, commands))),
-        "rows": list(together.values()),
-        "code": code | plan["code"],
+        "command": " && ".join(dict.fromkeys(commands)),
+        "rows": [together[output] for output in order],
+        "code": before["code"] | plan["code"],
     }
+
+
+def place_of(output: str) -> tuple:
+    """Where a row of a ladder stands: pass by pass, steps by their numbers, and peers behind them."""
+    *folders, name = Path(output).parts
+    times = [int(part[5:]) for part in folders if part.startswith("pass-") and part[5:].isdecimal()]
+    number = re.match(r"\d*", name)[0]
+    return times, "peers" in folders, int(number or 0), name
 
 
 def rows_by_output(plan: dict) -> dict[str, dict]:
@@ -232,7 +247,13 @@ def execute(job: Job, output: Path | None) -> int:
     lock = locked(folder)
     if lock is None:
         raise Skip(f"{folder} is in use by another run")
-    schema.write_json(folder / schema.PLAN, continued(folder, job.plan))
+    plan, before = job.plan, schema.read_object(folder / schema.PLAN)
+    if before:
+        refuse_another(before, plan, folder)
+        plan = merge(before, plan)
+    elif {path.name for path in folder.iterdir()} - {LOCK}:
+        raise Skip(f"--output {folder} holds files that are of no run")
+    schema.write_json(folder / schema.PLAN, plan)
     if "roofs" in job.facts:
         schema.write_json(folder / schema.ROOFS, job.facts["roofs"])
     say("\n".join(job.facts["messages"]))
@@ -246,9 +267,16 @@ def execute(job: Job, output: Path | None) -> int:
         if not stop.requests and running.recorded(row).get("status") != "ok":
             running.run_row(row, f"row {k} of {len(job.rows)}")
             if running.decides(row) and running.recorded(row).get("status") == "ok":
-                for later in job.rows[k:]:  # they were made from other rows than there are now
-                    (folder / later.output).unlink(missing_ok=True)
+                forget_rows_behind(row, plan, folder)
     return finish(folder, stop, job)
+
+
+def forget_rows_behind(row: rows.Planned, plan: dict, folder: Path) -> None:
+    """Remove the records of a model's rows behind one: they were made from other rows than there are now."""
+    outputs = [planned["output"] for planned in plan["rows"]]
+    for output in outputs[outputs.index(row.output) + 1 :]:
+        if Path(output).stem in rows.MODEL_ROWS:
+            (folder / output).unlink(missing_ok=True)
 
 
 def finish(folder: Path, stop: process.Stop, job: Job) -> int:
@@ -257,7 +285,8 @@ def finish(folder: Path, stop: process.Stop, job: Job) -> int:
     say("")
     ended = subprocess.run(process.module_command("report", str(folder)), cwd=ROOT, start_new_session=True)
     if not (folder / schema.MERGED).exists():
-        say(f"no table: the records are kept. This makes it: {sys.executable} -m report {folder}")
+        command = shlex.join([sys.executable, "-m", "report", str(folder)])
+        say(f"no table: the records are kept. This makes it: {command}")
     latest = ROOT / "results" / "latest"
     free = folder.parent == latest.parent and (latest.is_symlink() or not latest.exists())
     if job.plan["command"].startswith("./run_all.sh") and ended.returncode != 2 and free:
@@ -266,7 +295,7 @@ def finish(folder: Path, stop: process.Stop, job: Job) -> int:
             latest.symlink_to(folder.name)
     if stop.requests:
         shown = f"results/{folder.name}" if folder.parent == latest.parent else folder
-        say(f"interrupted: {job.again} --output {shown} finishes it")
+        say(f"interrupted: {job.again} --output {shlex.quote(str(shown))} finishes it")
         return 130
     return ended.returncode
 
@@ -289,9 +318,18 @@ def run_study(
         arguments, max(row.gpus for row in planned), limit_s=options.step_timeout or rows.LIMIT_S, name=name
     )
     planned = [row._replace(arguments=rows.with_pinned(row.arguments, facts["pinned"])) for row in planned]
-    command = portable_command(name, words)
-    plan = plan_of(kind, planned, facts, options.step_timeout, command)
-    return execute(Job(plan, planned, facts, command), options.output)
+    plan = plan_of(kind, planned, facts, options.step_timeout, portable_command(name, words))
+    return execute(Job(plan, planned, facts, again(name, words)), options.output)
+
+
+def again(name: str, words: list[str]) -> str:
+    """The command that finishes a run, without its folder."""
+    kept, skips = [], False
+    for word in words:
+        if not (skips or word == "--output" or word.startswith("--output=")):
+            kept.append(word)
+        skips = word == "--output"
+    return shlex.join([*name.split(), *kept])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

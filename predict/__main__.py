@@ -9,6 +9,7 @@ power limit a GPU lowers its clock: see Machine.slowdown.
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from common import arguments, flops, hardware
 from common.model import PRESETS
 from common.record import ROOFS, Roofs, read_object
-from common.text import OneLineParser, aligned, run_command, say
+from common.text import PACKAGES, OneLineParser, aligned, run_command, say
 from ladder.rows import scripts
 from predict import roofs
 from predict.machine import Machine
@@ -140,6 +141,7 @@ def peak_bytes(name: str, shape, batch_size: int) -> int:
 def read_roofs(name: str | None) -> tuple[Roofs, str]:
     """Roofs of a machine in docs/results, of a file, or the newest below results/, and their file. Raises
     ValueError, one line."""
+    sys.path.append(str(PACKAGES / "report"))
     import msgspec
 
     for path in roofs_of(name):

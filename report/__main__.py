@@ -4,6 +4,7 @@ python -m report DIR               print the table of a run folder, and write it
 python -m report --compare A B     two runs, row by row; with --bound 0.03 whether B bears out A
 """
 
+import sys
 from pathlib import Path
 
 from common.record import MERGED, PLAN, Run, Study, write_bytes, write_json
@@ -54,6 +55,8 @@ def main() -> int:
     args = parser.parse_args()
     if (args.folder is None) == (args.compare is None):
         parser.error("give one DIR, or --compare A B")
+    if args.bound is not None and not (args.compare and 0 < args.bound < 1):
+        parser.error("--bound is a share between 0 and 1, with --compare")
     from report import load, page  # noqa: F401 so that a missing package is told before anything is read
     from report.compare import compare
 
@@ -68,7 +71,10 @@ def main() -> int:
     text, files = render(args.folder, record)
     say(text)  # first: the folder may be read-only
     if (args.folder / PLAN).exists():
-        write_json(args.folder / MERGED, record)
+        if lost := load.rows_lost(args.folder / MERGED, record):
+            say(f"{MERGED} stays as it is: it has {', '.join(lost)}, whose records are gone", sys.stderr)
+        else:
+            write_json(args.folder / MERGED, record)
     for name, content in files.items():
         write_bytes(args.folder / name, content)
     runs = load.runs_of(record).values()

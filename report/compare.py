@@ -112,7 +112,9 @@ def ratios_of(a: Line, b: Line, card: float) -> dict[str, float]:
 def objections(a: Figures, b: Figures, pairs: list[Pair], bound: float) -> list[str]:
     """Why B does not bear out A, a line each."""
     card, paired = card_ratio(pairs), {line.name for line, _ in pairs}
-    lines = [f"{line.name} has no time in it" for line in a.timed if line.name not in paired]
+    if "cpu" in (a.environment.device_type, b.environment.device_type):
+        return ["a CPU bears out nothing"]
+    lines = [f"{line.name} has no time in it" for line in a.timed_steps if line.name not in paired]
     for then, now in pairs:
         if reasons := what_differs(then, now, ratios_of(then, now, card), bound):
             lines.append(f"{then.name}: {'; '.join(reasons)}")
@@ -128,6 +130,7 @@ def what_differs(then: Line, now: Line, ratios: dict[str, float], bound: float) 
         for name, value in ratios.items()
         if not 1 - bound <= value <= most.get(name, 1 + bound)
     ]
+    reasons += [f"{side}: {doubt}" for side, line in (("A", then), ("B", now)) for doubt in line.doubts]
     if then.gib and not now.gib:
         reasons.append("it has no peak of memory")
     if then.loss and not now.loss:

@@ -133,8 +133,11 @@ def derive_study(study: Study) -> dict[str, Figures]:
     of_card: dict[tuple, list[Run]] = {}
     for run in study.runs.values():
         of_card.setdefault(_card(run), []).append(run)
-    are_patched = study.kind in PATCHED
-    return {name: derive(run, of_card[_card(run)], are_patched) for name, run in study.runs.items()}
+    figures = {}
+    for name, run in study.runs.items():
+        is_patched = study.kind in PATCHED and name.partition(",")[0] != run.rows[0].step
+        figures[name] = derive(run, of_card[_card(run)], is_patched)
+    return figures
 
 
 def _card(run: Run) -> tuple:

@@ -19,7 +19,7 @@ from report import proof
 
 DIFFER = "rows differ in"  # how a problem begins that is about every row
 SAME_IN_ALL_ROWS = ("device", "gpu_uuid", "commit")  # and all versions
-NO_TIME = ("not run", "interrupted")  # statuses of a row that a resumed run finishes
+NO_TIME = ("not run", "interrupted")  # statuses of a row that the same command finishes
 
 
 class RecordError(ValueError):
@@ -150,6 +150,25 @@ def load(folder: Path) -> Run | Study:
     return Study(plan.kind, plan.command, plan.started_at, runs)
 
 
+def rows_lost(merged: Path, record: Run | Study) -> list[str]:
+    """The rows with a time in an earlier merge that have no record now."""
+    try:
+        before = runs_of(read(merged)) if merged.exists() else {}
+    except RecordError:
+        return []
+    now = {
+        name: {row.step: row.status for row in [*run.rows, *run.peers]}
+        for name, run in runs_of(record).items()
+    }
+    timed = [
+        (name, row.step)
+        for name, run in before.items()
+        for row in [*run.rows, *run.peers]
+        if row.status == "ok"
+    ]
+    return [f"{name} {step}".strip() for name, step in timed if now.get(name, {}).get(step) in NO_TIME]
+
+
 def _planned_runs(plan: Plan) -> dict[str, dict[str, list[Planned]]]:
     """The rows of a plan by the run that they belong to and their name: a list of passes each."""
     runs: dict[str, dict[str, list[Planned]]] = {}
@@ -207,8 +226,12 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
     merged.environment = _environment(records)
     merged.problems += [problem for record in records for problem in record.problems]
     merged.problems += _differences([(record.rows[0].step, record) for record in records])
-    if not (merged.workload and merged.workload.model):  # of a model each row decides what it runs
-        merged.problems += _other_code([record.rows[0] for record in records], plan)
+    own = {
+        row.stem
+        for row in (PurePath(passes[0].script) for passes in planned.values())
+        if row.parts[0] != "ladder"
+    }
+    merged.problems += _other_code([record.rows[0] for record in records if record.rows[0].step in own], plan)
     merged.problems += [f"{', '.join(steps)} {lack}" for lack, steps in too_few.items()]
     return merged
 

@@ -4,6 +4,7 @@ from common.record import Row, Settings
 
 HALF_FORMATS = ("bfloat16", "float16")  # of mixed precision
 NOT_FUSED = (None, "by hand")  # attention kernels
+UNFUSED = ("by hand", "math")  # what a row with fused attention must not run
 AMP, SDPA, COMPILE, GRAPH, FP8 = "AMP", "fused attention", "compile", "CUDA graph", "FP8"
 # The words of a script's name, and what each promises.
 SCRIPT_WORDS = {"cublas": AMP, "sdpa": SDPA, "compile": COMPILE, "transformer_engine": FP8}
@@ -12,7 +13,7 @@ SCRIPT_WORDS = {"cublas": AMP, "sdpa": SDPA, "compile": COMPILE, "transformer_en
 def has_run(change: str, settings: Settings) -> bool | None:
     """Whether a change was seen at work; None where the observation does not tell."""
     half = None if settings.amp_dtype is None else settings.amp_dtype in HALF_FORMATS
-    fused = None if settings.attention_kernel is None else settings.attention_kernel not in NOT_FUSED
+    fused = None if settings.attention_kernel is None else settings.attention_kernel not in UNFUSED
     compiled, captured = settings.compiled, settings.captured
     in_fp8 = None if settings == Settings(captured=captured) else settings.fp8_recipe is not None
     return {AMP: half, SDPA: fused, COMPILE: compiled, GRAPH: captured, FP8: in_fp8}.get(change)
@@ -25,8 +26,8 @@ def contradiction(row: Row, is_of_ladder: bool) -> str:
     and no other.
     """
     if is_of_ladder:
-        promised = [SCRIPT_WORDS[word] for word in [row.step.partition("_")[2]] if word in SCRIPT_WORDS]
-        denied = ()
+        own = SCRIPT_WORDS.get(row.step.partition("_")[2])
+        promised, denied = [own] if own else [], ()
     else:
         promised = row.changes
         denied = [change for change in (AMP, COMPILE, GRAPH, FP8) if change not in promised]
