@@ -42,10 +42,10 @@ add_packages() { # interpreter
   has "$python" pynvml || [ -e "$folder/row/pynvml.py" ] || missing="$missing nvidia-ml-py"
   [ -n "$missing" ] || return 0
   if ! has "$python" pip; then
-    tell "$python has no pip, so these are not installed:$missing. All rows are measured and kept, without a table"
+    tell "$python has no pip, so these are not installed:$missing. Rows are measured and kept, without a table"
     return
   fi
-  tell "installing$missing into $folder, once (of the report about 100 MB). $python stays as it is"
+  tell "installing$missing into $folder, once (of the report about 180 MB). $python stays as it is"
   if [[ $missing == *msgspec* ]]; then
     install_into "$folder/report" "$python" "$report_packages" || tell "the report's packages did not install (see above)"
   fi

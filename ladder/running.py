@@ -286,7 +286,8 @@ def finish(folder: Path, stop: process.Stop, job: Job) -> int:
     ended = subprocess.run(process.module_command("report", str(folder)), cwd=ROOT, start_new_session=True)
     if not (folder / schema.MERGED).exists():
         command = shlex.join([sys.executable, "-m", "report", str(folder)])
-        say(f"no table: the records are kept. This makes it: {command}")
+        say(f"no table: the records are kept. With pip, this makes it:\n  cd {shlex.quote(str(ROOT))} &&")
+        say(f"  ./run_all.sh --setup && {command}")
     latest = ROOT / "results" / "latest"
     free = folder.parent == latest.parent and (latest.is_symlink() or not latest.exists())
     if job.plan["command"].startswith("./run_all.sh") and ended.returncode != 2 and free:

@@ -23,7 +23,7 @@ from predict import roofs
 from predict.machine import Machine
 from predict.step_kernels import STEPS, Pass
 
-SELF = hardware.ROOT / "predict" / "__main__.py"
+SELF = Path("python -m predict")  # whose name messages begin with
 HOPPER = (9, 0)  # of roofs that were recorded without a capability
 ATTENTION_KERNELS = 4  # fused, of a block: forward, and three backward
 ALIGNED = 8  # by which sizes of a fast product divide

@@ -10,7 +10,7 @@ from statistics import median
 from common.record import Run
 from common.text import aligned, one_line
 from report.cells import gain, number, only_filled, time_or_status
-from report.figures import Figures, Line, derive, launch_us, ratio, reference_ms, waits_for_the_host
+from report.figures import MARK, Figures, Line, derive, launch_us, ratio, reference_ms, waits_for_the_host
 from report.load import DIFFER, RecordError, load
 from report.sentences import describe_machine
 
@@ -35,7 +35,8 @@ def compare(a: Path, b: Path, bound: float | None = None) -> tuple[str, bool]:
     note = f"The workload differs in {', '.join(differing)}." if differing else "The workload is the same."
     if comparable:
         note += (
-            f" Where A / B is above 1, B is faster. The reference work took {card:.3f} times as long in B."
+            f" Where A / B is above 1, B is faster. The reference work took {card:.3f} times as long in B; "
+            "times of equal cards are divided by that."
         )
     machines = [f"{side}: {describe_machine(figures.environment)}" for side, figures in sides.items()]
     remarks = [f"{side}: {text}" for side, figures in sides.items() for text in figures.remarks]
@@ -78,6 +79,8 @@ def _rows(pairs: list[Pair], card: float, comparable: bool) -> list[dict[str, st
         row |= {"B, ms": time_or_status(b, with_range=True)}
         row |= {"A / B": gain(ratio(b, a)) if comparable else "-"}
         row |= {f"B / A, {name}": number(ratios.get(name), ".3f") for name in ("equal cards", "peak", "loss")}
+        if ratios and max(a.mark, b.mark):
+            row["B / A, equal cards"] += MARK
         row |= {
             f"A x {first_a.name}": gain(ratio(a, first_a)),
             f"B x {first_a.name}": gain(ratio(b, first_b)),
@@ -126,7 +129,7 @@ def what_differs(then: Line, now: Line, ratios: dict[str, float], bound: float) 
     is as much longer."""
     most = {"equal cards": (1 + bound) * slow_host_ratio(then, now)}
     reasons = [
-        f"{name} {value:.3f}"
+        f"{name} {value:.3f}, not within {1 - bound:.2f} and {most.get(name, 1 + bound):.2f}"
         for name, value in ratios.items()
         if not 1 - bound <= value <= most.get(name, 1 + bound)
     ]

@@ -283,7 +283,7 @@ def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path
         "300.0",
         "150.0?",
         "2.00?",
-        *("0.500", "1.000", "1.000"),
+        *("0.500?", "1.000", "1.000"),
         "1.00",
         "1.00?",
     ]
