@@ -35,7 +35,7 @@ def record(tmp_path):
     with (copy / "common" / "hardware.py").open("a") as module:
         module.write(f"\n\ndef device_name(device):\n    return {device!r}\n")
     of_git = ["git", "-c", "user.name=x", "-c", "user.email=x"]
-    (copy / ".gitignore").write_text("results/\n")
+    (copy / ".gitignore").write_text("results/\nmade.json\n")
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
         subprocess.run([*of_git, *words], cwd=copy, check=True)
 
