@@ -23,14 +23,9 @@ changed="$(git status --porcelain -- . ':!docs/*.md' ':!docs/index.html' ':!docs
 
 # What is made lies under results/ until it is whole: a record names its commit, without changes of files under docs/.
 keep() { # where it lies, and its folder under docs/results: docs/renew.sh makes the rest from the merged record
+  [[ -e $1/results.json || ! -e $1/plan.json ]] || fail "$1 has no results.json: python -m report $1 makes it"
   mkdir -p "$2"
-  if [ -e "$1/results.json" ]; then
-    cp "$1/results.json" "$2/"
-  elif [ ! -e "$1/plan.json" ]; then # roofs, anatomy
-    cp "$1"/*.* "$2/"
-  else
-    fail "$1 has no results.json: python -m report $1 makes it"
-  fi
+  if [ -e "$1/results.json" ]; then cp "$1/results.json" "$2/"; else cp "$1"/*.* "$2/"; fi # roofs, anatomy
   rm -rf "$1"
 }
 ladder() { ./run_all.sh "$@" --output "$at" || (($? == 1)); } # a row that does not fit is a result

@@ -37,7 +37,7 @@ def main() -> None:
             f"In FP32 a training step of this shape takes at least {step_s / 60:.1f} minutes here, and a row "
             f"{row_s / 60:,.0f} minutes. A row ends after --step-timeout. A smaller shape shows the same"
         )
-    if len(words) < len(sys.argv) - 1 and args.device.type == "cuda":
+    if "--roofs" in sys.argv and args.device.type == "cuda":
         more["roofs"] = asdict(roofs.measure(args))
         progress("")
     say_facts(args.device, args.workload(), pinned, messages, more)

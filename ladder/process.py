@@ -16,7 +16,7 @@ from common.text import PACKAGES, one_line, progress
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 10  # between asking a process to end and ending it
 POLL_S = 0.2
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")  # of another launcher
+LEFTOVERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")  # of another launcher
 MARK = "LADDER_ROW"  # the variable by which all processes of a row are known
 
 
@@ -83,7 +83,7 @@ def run(
     cannot be written.
     """
     mark = uuid.uuid4().hex
-    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    inherited = {name: value for name, value in os.environ.items() if name not in LEFTOVERS}
     log.unlink(missing_ok=True)
     with log.open("ab") as file:
         began, kill_at = time.monotonic(), math.inf

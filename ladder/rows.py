@@ -90,7 +90,9 @@ def check(
     if gpus > 1:  # as torchrun tells the last of the processes
         last = {"RANK": gpus - 1, "WORLD_SIZE": gpus, "LOCAL_RANK": gpus - 1}
         variables |= {name: str(value) for name, value in last.items()} | {"TORCHELASTIC_RUN_ID": "check"}
-    module = ["ladder.model_file", model] if model else ["ladder.facts", *["--roofs"][:roofs]]
+    module = ["ladder.model_file", model] if model else ["ladder.facts"]
+    if roofs:
+        module.append("--roofs")
     with tempfile.TemporaryDirectory() as folder:
         log, facts = Path(folder) / "log", Path(folder) / "facts.json"
         command = process.module_command(*module, *arguments)
