@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from common import parallel
-from common.benchmark import launch
+from common.benchmark import measure
 from common.model import GPT
 
 
@@ -89,4 +89,4 @@ def main(args):  # args: the options, checked, and what this machine supports
 
 
 if __name__ == "__main__":
-    launch(main)  # reads the options, trains, times, and writes the record
+    measure(main)  # reads the options, trains, times, and writes the record

@@ -2,8 +2,8 @@
 
 cuBLAS ran step 0's matmuls too. Given shorter numbers it uses tensor cores, many times
 faster: BF16, or TF32 (FP32 that is cut to fewer digits on the way in). Weights, AdamW,
-LayerNorm and softmax stay FP32. The price: BF16's two to three digits, also in what runs
-between the blocks, and a kernel for each cast. Its range is FP32's: no GradScaler.
+LayerNorm and softmax stay FP32. The price: BF16's two to three digits, and a kernel for
+each cast, so small matmuls gain little. BF16 has FP32's range: no loss scaling.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from common import parallel
-from common.benchmark import launch
+from common.benchmark import measure
 from common.model import GPT
 
 
@@ -71,9 +71,10 @@ class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
 
 
 def main(args):  # args: the options, checked, and what this machine supports
-    torch.set_float32_matmul_precision("high")  # TF32, were a matmul left in FP32: none is
+    torch.set_float32_matmul_precision("high")  # TF32 for what autocast does not reach
     with args.device:
-        # The x of x + attn(x), the residual stream, is BF16 too: half the bytes.
+        # Optional, beyond autocast: the x of x + attn(x), the residual stream, in BF16.
+        # Half the bytes, for a rounding at each add: GPT casts the embeddings to it.
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
     model = parallel.distribute(model, args)  # DDP or FSDP2 under torchrun, else unchanged
     # Llama 2's numbers. fused: one kernel updates all weights, in one pass over memory.
@@ -83,7 +84,7 @@ def main(args):  # args: the options, checked, and what this machine supports
     amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
 
     def train_step(tokens, targets):
-        with amp:
+        with amp:  # around forward and loss: backward takes the dtypes of forward
             loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
@@ -94,4 +95,4 @@ def main(args):  # args: the options, checked, and what this machine supports
 
 
 if __name__ == "__main__":
-    launch(main)  # reads the options, trains, times, and writes the record
+    measure(main)  # reads the options, trains, times, and writes the record

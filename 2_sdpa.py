@@ -1,9 +1,9 @@
-"""Step 2: fused attention, one kernel in place of scores, scaling, mask, softmax and sum.
+"""Step 2: fused attention (FlashAttention): one kernel for scores, mask, softmax and sum.
 
-It works in tiles that fit on the chip. The (T, T) scores, which each of those kernels read
-from memory and wrote back, never leave it; backward computes them again, which is cheaper
-than reading them. The half that the causal mask hides is skipped. The price: no attention
-weights to look at, and a mask of your own in place of is_causal takes a slower kernel.
+It works in tiles that fit on the chip, so the (T, T) scores never go to memory; backward
+computes them again, which is cheaper than reading them. It skips what the causal mask
+hides, and divides by sqrt(D) itself. The longer T, the more it gains. The price: no weights
+of attention to look at, and a slower kernel for FP32, or for a mask of your own.
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from common import parallel
-from common.benchmark import launch
+from common.benchmark import measure
 from common.model import GPT
 
 
@@ -65,9 +65,10 @@ class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
 
 
 def main(args):  # args: the options, checked, and what this machine supports
-    torch.set_float32_matmul_precision("high")  # TF32, were a matmul left in FP32: none is
+    torch.set_float32_matmul_precision("high")  # TF32 for what autocast does not reach
     with args.device:
-        # The x of x + attn(x), the residual stream, is BF16 too: half the bytes.
+        # Optional, beyond autocast: the x of x + attn(x), the residual stream, in BF16.
+        # Half the bytes, for a rounding at each add: GPT casts the embeddings to it.
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
     model = parallel.distribute(model, args)  # DDP or FSDP2 under torchrun, else unchanged
     # Llama 2's numbers. fused: one kernel updates all weights, in one pass over memory.
@@ -77,7 +78,7 @@ def main(args):  # args: the options, checked, and what this machine supports
     amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
 
     def train_step(tokens, targets):
-        with amp:
+        with amp:  # around forward and loss: backward takes the dtypes of forward
             loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
@@ -88,4 +89,4 @@ def main(args):  # args: the options, checked, and what this machine supports
 
 
 if __name__ == "__main__":
-    launch(main)  # reads the options, trains, times, and writes the record
+    measure(main)  # reads the options, trains, times, and writes the record

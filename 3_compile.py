@@ -1,9 +1,9 @@
 """Step 3: blocks and head compiled, and the whole training step replayed as a CUDA graph.
 
 The compiler fuses what lies between matmuls (LayerNorm, residual add, GELU, casts, loss):
-fewer trips to memory, but a slow first step. Python starts kernels one by one, and the GPU
-may wait; a graph starts a whole step's, AdamW's too, by one launch. The price: train_step's
-Python runs no more. Shapes, a float lr and every `if` stay as captured; no .item() inside.
+fewer trips to memory, but a slow first step. Python starts kernels one by one, and a GPU
+waits if they are short (gaps in a profile); a graph starts a whole step's, AdamW's too, by
+one launch, but Python inside, its `if`s too, runs no more. Either can be copied alone.
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from common import parallel
-from common.benchmark import launch
+from common.benchmark import measure
 from common.model import GPT
 
 
@@ -65,13 +65,14 @@ class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
 
 
 def main(args):  # args: the options, checked, and what this machine supports
-    torch.set_float32_matmul_precision("high")  # TF32, were a matmul left in FP32: none is
+    torch.set_float32_matmul_precision("high")  # TF32 for what autocast does not reach
     with args.device:
-        # The x of x + attn(x), the residual stream, is BF16 too: half the bytes.
+        # Optional, beyond autocast: the x of x + attn(x), the residual stream, in BF16.
+        # Half the bytes, for a rounding at each add: GPT casts the embeddings to it.
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
     # Equal blocks compile once, however many. DDP and FSDP2 wrap what is compiled already.
     for part in (*model.blocks, model.head):
-        part.compile(fullgraph=True)  # code that it cannot trace is an error
+        part.compile(fullgraph=True)  # what it cannot trace is an error, not a slow detour
     model = parallel.distribute(model, args)  # DDP or FSDP2 under torchrun, else unchanged
     # Llama 2's numbers. fused: one kernel updates all weights, in one pass over memory.
     adamw = {"lr": args.lr, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
@@ -81,18 +82,26 @@ def main(args):  # args: the options, checked, and what this machine supports
     amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
 
     def train_step(tokens, targets):
-        with amp:
+        with amp:  # around forward and loss: backward takes the dtypes of forward
             loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
-    def capture(tokens, targets):  # once, after some ordinary steps, which compile
+    def capture(tokens, targets):
+        """For a loop of your own, which `measure` does too (with a constant rate):
+            lr = torch.tensor(3e-4, device="cuda")  # AdamW(lr=lr): a float would be frozen
+            for i, (tokens, targets) in enumerate(loader):  # on the GPU; of one shape
+                if i == 3:  # ordinary steps have compiled all and made AdamW's states
+                    train_step = capture(tokens, targets)
+                lr.fill_(rate_at(i))
+                loss = train_step(tokens, targets)
+        Dropout, clipping and accumulation may be inside, .item() not. Between replays the
+        model may run as ever, to validate. DDP needs i == 11; FSDP2 cannot be captured."""
         batch = [tokens.clone(), targets.clone()]  # what every replay reads
-        # `launch` chose this stream: the default one cannot be captured.
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        with torch.cuda.graph(graph):
             loss = train_step(*batch)  # recorded, not run: it trains nothing
 
         def replay(tokens, targets):
@@ -107,4 +116,4 @@ def main(args):  # args: the options, checked, and what this machine supports
 
 
 if __name__ == "__main__":
-    launch(main)  # reads the options, trains, times, and writes the record
+    measure(main)  # reads the options, trains, times, and writes the record

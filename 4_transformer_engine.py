@@ -1,9 +1,9 @@
 """Step 4: linear layers in FP8, numbers of eight bits, by NVIDIA's Transformer Engine (TE).
 
-Tensor cores multiply FP8 twice as fast as BF16. Its range is small, so TE scales all that a
-matmul reads, on Hopper by the largest values of earlier steps. Scales begin at 1, where
-gradients round to 0, and teach little: so launch rehearses ten steps and undoes them.
-The price: rounding, blocks not compiled, and casts: narrow models lose by these.
+Tensor cores multiply FP8 twice as fast as BF16. Its range is small, so TE scales each
+tensor before it rounds, by factors learned in earlier steps. Weights stay FP32. The price:
+rounding, blocks that are not compiled, and casts, which take more time than FP8 saves
+where a model is narrow (docs/which-step.md has widths).
 """
 
 import torch
@@ -11,8 +11,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from common import parallel
-from common.benchmark import import_or_skip, launch
+from common.benchmark import measure
 from common.model import GPT
+from common.text import import_or_skip
 
 te = import_or_skip("transformer_engine.pytorch", "transformer-engine[pytorch]")
 
@@ -57,12 +58,13 @@ class Head(nn.Module):  # GPT ties the weight of lm_head to the token embedding
 
 
 def main(args):  # args: the options, checked, and what this machine supports
-    # Skips this script where there is no FP8, or channels, tokens or vocabulary do not
-    # divide by 16.
+    # Skips this script without FP8 (Ada, Hopper and newer have it), or where channels,
+    # tokens or vocabulary do not divide by 16.
     args.require_fp8()
-    torch.set_float32_matmul_precision("high")  # TF32, were a matmul left in FP32: none is
+    torch.set_float32_matmul_precision("high")  # TF32 for what autocast does not reach
     with args.device:
-        # The x of x + attn(x), the residual stream, is BF16 too: half the bytes.
+        # Optional, beyond autocast: the x of x + attn(x), the residual stream, in BF16.
+        # Half the bytes, for a rounding at each add: GPT casts the embeddings to it.
         model = GPT(args.config, Block, Head, args.seed, residual_dtype=args.amp_dtype)
     model = parallel.distribute(model, args)  # DDP or FSDP2 under torchrun, else unchanged
     # Llama 2's numbers. fused: one kernel updates all weights, in one pass over memory.
@@ -73,18 +75,18 @@ def main(args):  # args: the options, checked, and what this machine supports
     amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
 
     def train_step(tokens, targets):
-        with amp, te.autocast():  # FP8 on, for this forward and its backward
+        with amp, te.autocast():  # FP8 in TE's layers, in backward too; amp elsewhere
             loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
-    def capture(tokens, targets):  # once, after some ordinary steps, which compile
+    def capture(tokens, targets):
+        """As in step 3."""
         batch = [tokens.clone(), targets.clone()]  # what every replay reads
-        # `launch` chose this stream: the default one cannot be captured.
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        with torch.cuda.graph(graph):
             loss = train_step(*batch)  # recorded, not run: it trains nothing
 
         def replay(tokens, targets):
@@ -95,8 +97,19 @@ def main(args):  # args: the options, checked, and what this machine supports
 
         return replay
 
+    # TE's scales begin at 1, where small gradients round to 0, and AdamW remembers that:
+    # the loss lags. So `measure` trains ten steps and undoes all but the scales, as here:
+    #     initial = [weight.detach().clone() for weight in model.parameters()]
+    #     ...  # ten rounds of the loop in step 3, its capture among them
+    #     with torch.no_grad():  # in place: the graph reads these tensors
+    #         for weight, saved in zip(model.parameters(), initial):
+    #             weight.copy_(saved)
+    #         for state in optimizer.state.values():
+    #             for tensor in state.values():  # the moments and the count
+    #                 tensor.zero_()
+    #     ...  # now train, by the captured step
     return train_step, model, optimizer, capture
 
 
 if __name__ == "__main__":
-    launch(main)  # reads the options, trains, times, and writes the record
+    measure(main)  # reads the options, trains, times, and writes the record

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch.utils.benchmark import Timer
 
-from common import fingerprint, hardware, timing
-from common.arguments import check_output
+from common import clock, fingerprint, hardware
+from common.options import check_output
 from common.record import Environment, write_json
 from common.text import OneLineParser, aligned, one_line, positive_int, progress, run_command, say
 
@@ -78,7 +78,7 @@ class Lab:
         """A GPU's own time of a call that launches about so many kernels: it sleeps until the host has
         launched all `calls`, whose kernels are at most about 1000. A CPU launches nothing."""
         call()  # the first one compiles
-        return timing.mean_seconds(call, calls, self.device, launches) if self.gpu else self.seconds(call)
+        return clock.mean_seconds(call, calls, self.device, launches) if self.gpu else self.seconds(call)
 
     def copy_seconds(self, n_bytes: float) -> float:
         """Time of a pass that reads and writes so many bytes in all, the same ones again and again."""
@@ -138,20 +138,20 @@ def rate(of: str, device: torch.device) -> float:
     product in `fp32`, `tf32` or `bf16`."""
     if of == "copy":
         source, target = torch.ones(2, LARGE_COPY[device.type] // 8, device=device)
-        seconds = timing.steady_seconds(lambda: torch.neg(source, out=target), device, TIMED_S)
+        seconds = clock.steady_seconds(lambda: torch.neg(source, out=target), device, TIMED_S)
         return 2 * source.nbytes / seconds
     edge = LARGE_EDGE[device.type]
     a, b = torch.randn(2, edge, edge, device=device, dtype=torch.bfloat16 if of == "bf16" else torch.float32)
     torch.set_float32_matmul_precision("high" if of == "tf32" else "highest")
-    seconds = timing.steady_seconds(lambda: a @ b, device, TIMED_S)
+    seconds = clock.steady_seconds(lambda: a @ b, device, TIMED_S)
     torch.set_float32_matmul_precision("highest")
     return 2 * edge**3 / seconds
 
 
 def file_of(environment: Environment) -> dict:
     """What a file of records says of all of them: the machine, and the code that times them."""
-    clock = fingerprint.row_sha256("", hardware.ROOT, fingerprint.CLOCKS)
-    return {"environment": asdict(environment), "code_sha256": clock}
+    code = fingerprint.row_sha256("", hardware.ROOT, fingerprint.CLOCKS)
+    return {"environment": asdict(environment), "code_sha256": code}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,13 @@
-"""One run of a step: rehearsal, training, timing, what untimed steps show, and the record."""
+"""How a row is measured. `measure_row` is the order in which things happen; what it calls follows below it.
+
+A row is one script in one process. Every row trains from the same weights on the same batches, and its time
+is that of training steps which run one after the other, while the host never waits.
+"""
 
 import contextlib
 import datetime
 import importlib
+import itertools
 import math
 import os
 import resource
@@ -13,200 +18,306 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
-from common import data, fingerprint, hardware, parallel, profile, proof, rehearsal, timing
-from common.arguments import Arguments, Measurement, parse_args
-from common.record import Row, Run, in_means, read_object, write_json
-from common.text import Skip, one_line, progress, say
+from common import clock, data, fingerprint, hardware, parallel, profile, proof
+from common.options import Arguments, Measurement, parse_args
+from common.record import Row, Run, in_means, write_json
+from common.text import Skip, explain, one_line, progress, run_command, say
 
+REHEARSED = 10  # steps in all on a GPU: after three of them FP8's scales were seen to be still too small
+LONG_STEP_S = 0.5  # beyond it only the launched steps are rehearsed, since more would take many seconds
+SETTLING_S = 6  # of untimed steps on a GPU: its clock falls to what the power limit allows, and stays there
+TIMED_AFTER_TRAINING = 10  # steps to time of a row that was trained for its held-out losses
+STATE_S = 0.5  # between readings of clock and power
+POLL_S = 0.001  # between questions whether the GPU has finished
 STEPS_TO_FIT_SCALES = 4  # of FP8, before gradients are sketched: each cuts off less than the one before
 
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")  # what libraries say of it
 
-MISSING = {  # what libraries say of what is not installed, and what to do
-    "python.h": "torch.compile lacks the headers of Python: install them (Debian, Ubuntu: python3-dev)",
-    "c++ compiler": "torch.compile lacks a C++ compiler: install one (Debian, Ubuntu: g++)",
-    "c compiler": "torch.compile lacks a C compiler: install one (Debian, Ubuntu: gcc)",
-}
-
-
-def import_or_skip(module: str, package: str | None = None) -> ModuleType:
-    """A module, or an empty one of which any use raises Skip with the reason and the line that installs
-    `package`: one that does not fit this torch or CUDA can fail in any way on import."""
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        advice = f': pip install --no-build-isolation "{package}"' if package else ""
-        reason = f"{module.partition('.')[0]} does not import ({one_line(error, 150)}){advice}"
-
-    def skip(name: str):
-        raise Skip(reason)
-
-    missing = ModuleType(module)
-    missing.__getattr__ = skip
-    return missing
-
-
-def launch(main: Callable[[Arguments], tuple]) -> None:
-    """Parse the command line of the script that holds `main`, and run and record it: see `run_as_process`.
+def measure(main: Callable[[Arguments], tuple]) -> None:
+    """Run the script that holds `main` as a command: read its options, measure, write the record.
 
     `main` returns `train_step, model, optimizer`, and where its step can be a CUDA graph also `capture`.
     `train_step(tokens, targets)`, each (B, T) int64 on the device, trains and returns the loss, detached.
     `model` takes the same and returns only the loss. `capture` takes the same and returns a `replay`, which
-    does what `train_step` does. On a GPU all of it runs on one stream that is not the default one.
+    does what `train_step` does. The optimizer's states begin at zero, as Adam's do. On a GPU all of it runs
+    on one stream that is not the default one. Ends the process: 0 for a row that is ok or skipped, otherwise
+    1.
     """
     module = sys.modules[main.__module__]
     script = Path(module.__file__)
-    run_as_process(lambda: run_and_record(main, parse_args(script, module.__doc__)), script.stem)
+    run_command(lambda: run_and_record(main, parse_args(script, module.__doc__)), script.stem)
 
 
-def run_as_process(work: Callable[[], int], name: str) -> None:
-    """Do the work of a process that ends with it. Exit codes: what `work` returns, which is 0 for rows that
-    are ok or skipped and otherwise 1; 2 for bad arguments, 130 for Ctrl-C."""
-    try:
-        code = work()
-    except KeyboardInterrupt:
-        say(f"{name}: interrupted, nothing written", sys.stderr)
-        code = 130
-    except SystemExit as error:  # a number of a parser, which has told why; or a text
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            say(error.code, sys.stderr)
-    except (ImportError, OSError) as error:
-        say(f"{name}: error: {one_line(error)}", sys.stderr)
-        code = 1
-    if torch.distributed.is_initialized() and code == 0:
-        torch.distributed.destroy_process_group()
-    watched = sys.gettrace() or sys.getprofile() or "coverage" in sys.modules
-    if watched or "CUDA_INJECTION64_PATH" in os.environ:  # a profiler writes its results at the end
-        sys.exit(code)
-    for stream in (sys.stdout, sys.stderr):
-        say("", stream, end="")  # flushes it
-    os._exit(code)  # the interpreter's teardown takes seconds once torch has compiled
+class InitialState:
+    """The weights with which a row begins, copied to the host's memory."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        self.model, self.optimizer = model, optimizer
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self.weights = [(weight, on_host(weight)) for weight in weights]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the weights back, and the optimizer's states to zero: all in place, where a graph finds them.
+        FP8's scales stay."""
+        for weight, initial in self.weights:
+            own_part(weight).copy_(initial)
+        for states in self.optimizer.state.values():
+            for state in states.values():
+                if isinstance(state, torch.Tensor):
+                    own_part(state).zero_()
+
+    def sample(self, train_step: Callable, batch: tuple) -> dict:
+        """Samples of the weights and of one step's gradients for the proof, see common/proof.py."""
+        self.restore()
+        return proof.sample(train_step, self.optimizer, self.model, batch)
 
 
-def run_and_record(main: Callable, args: Measurement) -> int:
-    """Run a script's `main`, write its record, print what came of it; returns the exit code. Of several
-    processes the first one writes, or the one that failed."""
-    started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    row, writes = Row(args.name, source=args.source, changes=args.changes), args.rank == 0
-    if args.source is not None:
-        row.code_sha256 = fingerprint.row_sha256(args.source, hardware.ROOT)
-    samples: dict = {}
-    before = read_object(args.output)
-    if writes:
-        say(header(args))
-    try:
-        samples = run(main, args, row)
-    except Exception as error:  # whatever happened, the row must hold it
-        row.status, row.reason = explain(error)
-        in_all_processes = isinstance(error, (Skip, FloatingPointError))
-        if row.status == "failed" and not isinstance(error, FloatingPointError):
-            say(traceback.format_exc(), sys.stderr, end="")
-        if args.processes > 1 and not in_all_processes:
-            # The cause is in the record of the process that failed first: the others lost it.
-            row.reason = f"rank {args.rank}: {row.reason}"
-            writes = read_object(args.output) == before
-    progress("")
-    if args.rank and not args.local_rank:
-        say(f"{args.name}: the record is on the machine of rank 0")
-    if writes:
-        kept = in_means(row) if args.heldout_every else row
-        record = Run(args.command(), started_at, hardware.describe(args.device), args.workload(), [kept])
-        try:
-            proof.write(samples, args.output)
-            write_json(args.output, record)
-        except OSError as error:
-            row.status, row.reason = "failed", f"cannot write {args.output.parent}: {error.strerror or error}"
-        say(result_lines(row, args))
-    return int(row.status not in ("ok", "skipped"))
+class Training:
+    """A training step, its batches, and the losses of all steps so far."""
+
+    def __init__(self, train_step: Callable, batches: list[tuple]):
+        self.train_step, self.batches = train_step, batches
+        self.losses: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        """Train one step, on the next batch. The host does not wait for it."""
+        batch = self.batches[len(self.losses) % len(self.batches)]
+        self.losses.append(self.train_step(*batch))
 
 
-def run(main: Callable, args: Measurement, row: Row) -> dict:
-    """Rehearse, train and time at least `args.steps` steps, observe untimed ones: all into `row`. Returns
-    samples for the proof.
+def measure_row(
+    main: Callable, args: Measurement, row: Row, initial_state: type[InitialState] = InitialState
+) -> dict:
+    """Measure one row, from its weights to what untimed steps show: all into `row`. Returns samples for the
+    proof. `initial_state` knows what else a step of another model changes.
 
     Raises what the script raises, and FloatingPointError, one line, for a loss that is not finite.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
-    importlib.import_module("torch._dynamo")  # AdamW would: it is no part of the overhead
     began = time.perf_counter()
+    if args.rank == 0:
+        say("\n".join([args.name, *args.about()]))
     progress("building the model")
     parallel.start(args)
     train_step, model, optimizer, *capture = main(args)
     model.train()
     *batches, spare = args.batches()
-    capture = capture[0] if capture else None
-    changed = None if args.is_ours else model  # the ladder's buffers change in no step
-    steps, initial = rehearsal.rehearse(train_step, optimizer, capture, batches, args, row, changed)
+    training = Training(train_step, batches)
+
+    # 1. Rehearse, and undo it: launched steps, which compile; a capture; steps in which FP8 finds its scales.
+    rehearsal_began = time.perf_counter()
+    initial = None if args.cold else initial_state(model, optimizer)
+    rehearse(training, capture, args, row)
+    if initial:
+        row.rehearsed = len(training.losses)
+        initial.restore()
+        training.losses.clear()
+    row.warmup_s = time.perf_counter() - rehearsal_began
+
+    # 2. Train and time. The timed steps are training steps: the first of them leave the losses of the row.
+    n = args.steps
     if args.heldout_every:
-        train_with_heldout(steps, model, args, row)
-    steps_s = timing.time_steps(steps, row, args)
-    keep_losses(steps.losses[: args.steps], args, row)
-    peak_bytes = row.peak_bytes if args.device.type == "cuda" else process_peak_bytes()
-    row.peak_bytes = int(*parallel.across([peak_bytes], "max", args))
+        train_with_heldout(training, model, args, row)
+        n = min(n, TIMED_AFTER_TRAINING)
+    time_steps = time_on_gpu if args.device.type == "cuda" else time_on_cpu
+    time_steps(training, n, args, row)
+    timed_s = (sum(row.settling_ms) + sum(row.step_ms)) / 1e3
+    losses = [loss.item() for loss in training.losses[: args.steps]]
+    record_losses(parallel.across(losses, "avg"), args, row)
+
+    # 3. Observe untimed steps: where the time goes, what ran, gradients from the initial weights.
     if args.profile:
         with noting(row, "not profiled"):
-            median_ms = statistics.median(row.step_ms)
-            row.profile = profile.profile_steps(partial(steps.train_step, *spare), median_ms, args.device)
-    steps.train_step = train_step  # the graph is gone with its memory
-    observe(train_step, spare, model, args, row)
+            step, median_ms = partial(training.train_step, *spare), statistics.median(row.step_ms)
+            row.profile = profile.profile_steps(step, median_ms, args.device)
+            del step
+    training.train_step = train_step  # the graph is gone, with its memory; a replay has no operators
+    captured = bool(row.settings.captured)
+    with noting(row, "not observed"):
+        row.settings = profile.observe(partial(train_step, *spare), model, args.device)
+        row.settings.residual_dtype = profile.residual_dtype(train_step, spare, model)
+    row.settings.captured = captured
     samples = {}
-    if initial:
-        in_fp8 = bool(row.settings.fp8_recipe)
+    if initial and args.processes == 1:
         with noting(row, "gradients not sampled"):
-            samples = samples_for_proof(train_step, optimizer, model, batches[0], initial, args, in_fp8)
+            samples = sample_gradients(train_step, batches[0], initial, bool(row.settings.fp8_recipe))
+    if row.settings.float32_matmul_precision == "high" and not args.amp:
+        add_note(row, f"FP32, because this {args.device.type} does not multiply BF16")
+    if args.cold:
+        add_note(row, "trained without a rehearsal: --cold")
     row.status = "ok"
-    row.overhead_s = time.perf_counter() - began - row.warmup_s - steps_s
+    row.overhead_s = time.perf_counter() - began - row.warmup_s - timed_s
     return samples
 
 
-def samples_for_proof(
-    train_step: Callable,
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    batch: tuple,
-    initial: rehearsal.InitialState,
-    args: Measurement,
-    in_fp8: bool,
-) -> dict:
-    """Samples of a step from the initial weights, see common/proof.py. Of a model that is not ours they are
-    of two passes, which its random numbers make differ."""
-    model.train(args.is_ours)  # dropout of another model would draw other numbers in each row
-    # FP8's scales fit the end of the training by now. At its start gradients may be several times larger, and
-    # such scales would cut them off.
-    for _ in range(STEPS_TO_FIT_SCALES if in_fp8 else 0):
-        initial.restore()
-        train_step(*batch)
-    initial.restore()
-    samples = proof.sample(train_step, optimizer, model, batch)
-    if not args.is_ours:
-        initial.restore()
-        samples |= proof.renamed(proof.sample(train_step, optimizer, model, batch))
-    return samples
+# --- 1. the rehearsal -----------------------------------------------------------------------------
 
 
-def process_peak_bytes() -> int:
-    """The most memory that this process has had."""
+def rehearse(training: Training, capture: list[Callable], args: Measurement, row: Row) -> None:
+    """Launch `args.warmup` steps, which compiles and autotunes. Capture a step as a CUDA graph, if the script
+    can be captured: from then on `training` replays it. On a GPU train on to REHEARSED steps, because FP8's
+    scales begin at 1, where small gradients round to zero, and Adam's moments would remember that.
+
+    With --cold the launched steps are training steps. Raises RuntimeError, one line, where the capture fails.
+    """
+    progress("first steps, in which a compiler works")
+    for _ in range(args.warmup):
+        began = time.perf_counter()
+        training.step()
+        torch.get_device_module(args.device).synchronize()
+        last_s = time.perf_counter() - began
+    if args.device.type == "cpu":
+        return
+    (last_s,) = parallel.across([last_s], "max")
+    if capture:
+        reason = why_launched(args)
+        add_note(row, reason)
+        row.settings.captured = reason is None
+    if row.settings.captured:
+        training.train_step = capture_step(*capture, training.batches[0], args, row)
+    if not args.cold and last_s <= LONG_STEP_S:
+        for _ in range(REHEARSED - args.warmup):
+            training.step()
+
+
+def why_launched(args: Measurement) -> str | None:
+    """Why a step that can be captured is launched all the same; None where it is captured."""
+    if not args.capture:
+        return "launched, not captured: --no-capture"
+    if args.parallel == "fsdp":
+        return (
+            "launched, not captured: FSDP2 allocates pinned memory of the host, which no CUDA graph can hold"
+        )
+    return None
+
+
+def capture_step(capture: Callable, batch: tuple, args: Measurement, row: Row) -> Callable:
+    """The replay of one step on a batch like this one. Capturing trains nothing. Its peak of memory is the
+    row's, since a replay allocates nothing."""
+    progress("capturing a step as a CUDA graph")
+    torch.cuda.synchronize(args.device)
+    torch.cuda.reset_peak_memory_stats(args.device)
+    try:
+        replay = capture(*batch)
+    except RuntimeError as error:  # ending a broken capture raises an error of its own, which hides the cause
+        cause = error.__context__ or error
+        raise RuntimeError(f"the step cannot be captured, --no-capture launches it: {cause}") from error
+    row.peak_bytes = torch.cuda.max_memory_allocated(args.device)
+    return replay
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return own_part(tensor).detach().to("cpu", copy=True)
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: of FSDP2's DTensor its shard, of any other all."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+# --- 2. training and timing -----------------------------------------------------------------------
+
+
+def time_on_gpu(training: Training, n: int, args: Measurement, row: Row) -> None:
+    """Train for SETTLING_S seconds, and right after it time at least `n` steps and `args.seconds` seconds in
+    one region. Reference work before and after shows whether something else ran on the machine."""
+    before = clock.reference_work(args.device)
+    torch.cuda.reset_peak_memory_stats(args.device)  # the reference work's memory is not the row's
+    progress("settling")
+    more = 1
+    while more > 0:
+        times, _ = run_between_events(training, more, args.device)
+        row.settling_ms += parallel.across(times, "max")
+        median_ms = statistics.median(row.settling_ms)
+        more = math.ceil((SETTLING_S * 1e3 - sum(row.settling_ms)) / median_ms)
+    n = max(n, math.ceil(args.seconds * 1e3 / median_ms))
+    progress(f"timing {n} steps")
+    times, states = run_between_events(training, n, args.device)
+    row.step_ms = parallel.across(times, "max")
+    peak_bytes = max(row.peak_bytes or 0, torch.cuda.max_memory_allocated(args.device))
+    row.peak_bytes = int(*parallel.across([peak_bytes], "max"))
+    if states and None not in states:
+        row.clock_mhz, row.power_w = map(statistics.fmean, zip(*states, strict=True))
+    after = clock.reference_work(args.device)
+    if before and after:
+        row.product_ms, row.copy_ms, row.launch_us = map(list, zip(before, after, strict=True))
+
+
+def run_between_events(training: Training, n: int, device: torch.device) -> tuple[list[float], list]:
+    """Milliseconds of each of `n` steps, and the GPU's (MHz, watts) while it runs them, where they can be
+    read.
+
+    Consecutive steps share a CUDA event, so a gap in which the GPU waits for the host counts.
+    """
+    states, read_at = [], time.monotonic()
+
+    def read_state() -> None:
+        nonlocal read_at
+        if time.monotonic() - read_at > STATE_S:
+            states.append(hardware.clock_and_power(device))
+            read_at = time.monotonic()
+
+    events = [torch.cuda.Event(enable_timing=True)]
+    events[0].record()
+    for _ in range(n):
+        training.step()
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+        read_state()
+    while not events[-1].query():
+        read_state()
+        time.sleep(POLL_S)
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)], states
+
+
+def time_on_cpu(training: Training, n: int, args: Measurement, row: Row) -> None:
+    """Time `n` steps by the host's clock. A CPU shows how a step works, and not what it gains on a GPU."""
+    progress(f"timing {n} steps")
+    times = [time.perf_counter()]
+    for _ in range(n):
+        training.step()
+        times.append(time.perf_counter())
+    step_ms = [(end - start) * 1e3 for start, end in itertools.pairwise(times)]
+    row.step_ms = parallel.across(step_ms, "max")
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    row.peak_bytes = int(*parallel.across([peak_bytes], "max"))
 
 
-def keep_losses(losses: list[torch.Tensor], args: Measurement, row: Row) -> None:
-    """The mean of each loss over all processes into `row`, up to one that is not finite: that raises
-    FloatingPointError."""
-    for k, loss in enumerate(parallel.across([loss.item() for loss in losses], "avg", args)):
-        check_finite(loss, k, args)
-        row.loss.append(loss)
+def train_with_heldout(training: Training, model: torch.nn.Module, args: Arguments, row: Row) -> None:
+    """Train on until `args.steps` steps, and leave the held-out loss before, between and after them in `row`.
+    With --cold, launched steps have been trained already.
+
+    It shows how good the weights are: the row's own forward alone, one sequence at a time, under mixed
+    precision where the machine has it, without FP8, nothing compiled.
+    """
+    losses, starts = training.losses, data.heldout_starts(args.text, args.config.seq_len)
+    batches = data.stage_batches(args.text, starts, args.config.seq_len, args.device)
+    amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
+    for done in [*range(len(losses), args.steps, args.heldout_every), args.steps]:
+        progress(f"training to the held-out loss of step {done}")
+        while len(losses) < done:
+            training.step()
+        with torch.no_grad(), amp, torch.compiler.set_stance("force_eager"):
+            loss = torch.stack([model(*batch) for batch in batches]).double().mean().item()
+        row.heldout.append((len(losses), loss))
+        if not math.isfinite(loss):
+            return  # it is told with the losses
 
 
-def check_finite(loss: float, step: int, args: Measurement) -> None:
-    if not math.isfinite(loss):
-        rate = f"--lr (now {args.lr:g})" if args.lr else "the rate of your optimizer"
-        raise FloatingPointError(f"loss is {loss} at training step {step}: lower {rate}")
+def record_losses(losses: list[float], args: Measurement, row: Row) -> None:
+    """Leave losses in the row, up to one that is not finite: that raises FloatingPointError."""
+    for step, loss in [*enumerate(losses), *row.heldout]:
+        if not math.isfinite(loss):
+            rate = f"--lr (now {args.lr:g})" if args.lr else "the rate of your optimizer"
+            raise FloatingPointError(f"loss is {loss} at training step {step}: lower {rate}")
+        if len(row.loss) < len(losses):
+            row.loss.append(loss)
+
+
+# --- 3. what untimed steps show -------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -216,79 +327,62 @@ def noting(row: Row, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        row.note = "; ".join(filter(None, [row.note, f"{what}: {one_line(error)}"]))
+        add_note(row, f"{what}: {one_line(error)}")
 
 
-def observe(train_step: Callable, batch: tuple, model: torch.nn.Module, args: Measurement, row: Row) -> None:
-    """What the operators of an untimed step show: a launched one, since a replay has none."""
-    captured = bool(row.settings.captured)
-    with noting(row, "not observed"):
-        row.settings = profile.observe(partial(train_step, *batch), model, args.device)
-    row.settings.captured = captured
-    if args.is_ours:
-        with noting(row, "residual stream not observed"):
-            small = few_sequences(batch)  # nothing is compiled, so a whole batch may need more memory
-            row.settings.residual_dtype = profile.residual_dtype(partial(train_step, *small), model)
-    notes = [row.note]
-    if row.settings.float32_matmul_precision == "high" and not args.amp:
-        notes.append(f"FP32, because this {args.device.type} does not multiply BF16")
-    if args.cold:
-        notes.append("trained without a rehearsal: --cold")
-    row.note = "; ".join(filter(None, notes)) or None
+def add_note(row: Row, text: str | None) -> None:
+    row.note = "; ".join(filter(None, [row.note, text])) or None
 
 
-def few_sequences(batch: tuple) -> tuple:
-    """The first sequences of a batch of tensors (B, T), as few as have a number of tokens that FP8
-    multiplies, see common/hardware.py."""
-    most_fp8_unit = 32
-    count = most_fp8_unit // math.gcd(most_fp8_unit, batch[0].shape[1])
-    return tuple(tensor[:count] for tensor in batch)
+def sample_gradients(train_step: Callable, batch: tuple, initial: InitialState, in_fp8: bool) -> dict:
+    """Samples of a step from the initial weights. FP8's scales fit the end of the training by now. At its
+    start gradients may be several times larger, and such scales would cut them off."""
+    for _ in range(STEPS_TO_FIT_SCALES if in_fp8 else 0):
+        initial.restore()
+        train_step(*batch)
+    return initial.sample(train_step, batch)
 
 
-def train_with_heldout(steps: timing.Steps, model: torch.nn.Module, args: Arguments, row: Row) -> None:
-    """Train on until `args.steps` steps, and leave the held-out loss before, between and after them in `row`.
-    With --cold, launched steps have been trained already.
-
-    It shows how good the weights are: the row's own forward alone, one sequence at a time, under mixed
-    precision where the machine has it, without FP8, nothing compiled.
-    """
-    starts = data.heldout_starts(args.text, args.config.seq_len)
-    batches = data.stage_batches(args.text, starts, args.config.seq_len, args.device)
-    amp = mixed_precision(args)
-    for done in [*range(len(steps.losses), args.steps, args.heldout_every), args.steps]:
-        for _ in steps.run(done - len(steps.losses), f"to the held-out loss of step {done}, training"):
-            pass
-        with torch.no_grad(), amp, torch.compiler.set_stance("force_eager"):
-            loss = torch.stack([model(*batch) for batch in batches]).double().mean().item()
-        if not math.isfinite(loss):
-            keep_losses(steps.losses[: args.steps], args, row)
-        check_finite(loss, len(steps.losses), args)
-        row.heldout.append((len(steps.losses), loss))
+# --- the record -----------------------------------------------------------------------------------
 
 
-def mixed_precision(args: Measurement) -> torch.autocast:
-    """As the scripts have it, where the machine has it."""
-    return torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
-
-
-def explain(error: Exception) -> tuple[str, str]:
-    """The status of a row that ended with `error`, and a one-line reason that tells what to do."""
-    if isinstance(error, Skip):
-        return "skipped", one_line(error)
-    text = f"{type(error).__name__} {error}".lower()
-    of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    if of_memory or any(sign in text for sign in OUT_OF_MEMORY):
-        return "oom", "out of memory: try a smaller batch size or sequence length"
-    advice = next((advice for sign, advice in MISSING.items() if sign in text), None)
-    return "failed", f"{advice} ({one_line(error, 150)})" if advice else one_line(error)
-
-
-def header(args: Measurement) -> str:
-    """What is about to run, for a person."""
-    lines = [args.name, *hardware.about(args.device), *args.about()]
-    if args.parallel:
-        lines.append(f"{args.processes} processes, each with a batch of its own ({args.parallel})")
-    return "\n".join(lines)
+def run_and_record(
+    main: Callable, args: Measurement, initial_state: type[InitialState] = InitialState
+) -> int:
+    """Measure a script's `main`, write its record, print what came of it; returns the exit code. Of several
+    processes the first one writes, or the one that failed."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's stages on stderr tell a reader nothing
+    importlib.import_module("torch._dynamo")  # AdamW would: it is no part of the overhead
+    started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    row, writes, samples = Row(args.name, source=args.source, changes=args.changes), args.rank == 0, {}
+    before = args.output.stat().st_mtime_ns if args.output.exists() else None
+    try:
+        samples = measure_row(main, args, row, initial_state)
+    except Exception as error:  # whatever happened, the row must hold it
+        row.status, row.reason = explain(error)
+        in_all_processes = isinstance(error, (Skip, FloatingPointError))
+        if row.status == "failed" and not isinstance(error, FloatingPointError):
+            say(traceback.format_exc(), sys.stderr, end="")
+        if args.processes > 1 and not in_all_processes:
+            # The cause is in the record of the process that failed first: the others lost it.
+            row.reason = f"rank {args.rank}: {row.reason}"
+            writes = before == (args.output.stat().st_mtime_ns if args.output.exists() else None)
+    progress("")
+    if args.rank and not args.local_rank:
+        say(f"{args.name}: the record is on the machine of rank 0")
+    if writes:
+        lines = result_lines(row, args)
+        if args.source is not None:
+            row.code_sha256 = fingerprint.row_sha256(args.source, hardware.ROOT)
+        saved = in_means(row) if args.heldout_every else row
+        run = Run(args.command, started_at, hardware.describe(args.device), args.workload(), [saved])
+        proof.write(samples, args.output)
+        write_json(args.output, run)
+        say(lines)
+    is_good = row.status in ("ok", "skipped")
+    if is_good and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return int(not is_good)
 
 
 def result_lines(row: Row, args: Measurement) -> str:
@@ -305,6 +399,7 @@ def result_lines(row: Row, args: Measurement) -> str:
         f"{row.step}: {ms:.1f} ms/step, {work.gpus * work.tokens_per_step / ms * 1e3:,.0f} {work.unit}/s, "
         f"{work.gpus * work.flops_per_step / ms / 1e9:.3g} model TFLOP/s, "
         f"peak {row.peak_bytes / 2**30:.1f} GiB, warm-up {row.warmup_s:.1f} s, "
+        f"{f'drift {row.drift:+.1%}, ' if row.settling_ms else ''}"
         f"loss {row.loss[0]:.3f} in the first training step, {row.loss[-1]:.3f} in the last"
     )
     return "\n".join(lines)

@@ -63,14 +63,18 @@ class GPT(nn.Module):
         """GPT-2's initialization, drawn in parameter order from one generator.
 
         The order matters: any block with the same matrices in the same order gets the same numbers, whatever
-        modules it is made of. Source of the residual scaling: GPT-2 paper, section 2.3 (Radford et al.,
-        2019).
+        modules it is made of. Raises ValueError for a block that has not four matrices: qkv and projection
+        of attention, up and down of the MLP. Source of the residual scaling: GPT-2 paper, section 2.3
+        (Radford et al., 2019).
         """
         generator = torch.Generator(self.wte.weight.device).manual_seed(seed)
         residual_std = 0.02 / math.sqrt(2 * len(self.blocks))
         residual_projections = set()
         for block in self.blocks:
             matrices = [p for p in block.parameters() if p.dim() == 2]
+            if len(matrices) != 4:
+                count = f"a block has {len(matrices)} weight matrices, and not four"
+                raise ValueError(f"{count}: tell init_weights which of them end in the residual stream")
             residual_projections |= {matrices[1], matrices[3]}  # of attention and of the MLP
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:

@@ -13,12 +13,13 @@ def start(args) -> None:
     raises.
 
     It is a stream of its own, because the default stream cannot be captured, and DDP works on the stream on
-    which it was built.
+    which it was built. `with torch.cuda.graph(graph):` captures on this stream too.
     """
     on_gpu = args.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(args.device)  # libraries that ask for "cuda" get this one
         torch.cuda.set_stream(torch.cuda.Stream(args.device))
+        torch.cuda.graph.default_capture_stream = torch.cuda.current_stream()
     if args.processes > 1:
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=args.device if on_gpu else None)
 
@@ -46,10 +47,11 @@ def distribute(model: torch.nn.Module, args) -> torch.nn.Module:
     return model
 
 
-def across(values: list[float], how: str, args) -> list[float]:
+def across(values: list[float], how: str) -> list[float]:
     """The elementwise `max` or `avg` over all processes of as many numbers in each."""
-    if args.processes == 1:
+    if not dist.is_initialized():
         return values
-    numbers = torch.tensor(values, dtype=torch.float64, device=args.device)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    numbers = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(numbers, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
-    return (numbers / (1 if how == "max" else args.processes)).tolist()
+    return (numbers / (1 if how == "max" else dist.get_world_size())).tolist()

@@ -32,6 +32,7 @@ ATTENTION_OPERATORS = {
 OPTIMIZERS = {"_fused_adam": "fused", "_foreach_": "foreach"}  # by how their operators' names begin
 PROFILED_STEPS, LONG_STEP_MS, KERNELS_KEPT = 3, 1000, 40
 WARM_MS, MOST_WARM = 500, 50  # of steps before those that are profiled
+MOST_FP8_UNIT = 32  # by which a number of tokens divides, see common/hardware.py
 SHORTEST_MS = 0.01  # of a CPU's operator in the timeline of a block
 
 
@@ -64,17 +65,20 @@ def observe(step: Callable[[], object], model: torch.nn.Module, device: torch.de
     return settings
 
 
-def residual_dtype(step: Callable[[], object], model: torch.nn.Module) -> str | None:
-    """The dtype of the residual stream: what the LayerNorm before the head reads while `step` runs once,
-    nothing compiled. None for a model in which neither has its usual name."""
+def residual_dtype(train_step: Callable, batch: tuple, model: torch.nn.Module) -> str | None:
+    """The dtype of the residual stream: what the LayerNorm before the head reads while a step runs, nothing
+    compiled. None for a model in which neither has its usual name, and for a batch that is not tokens and
+    targets, (B, T) each."""
     parts = [part for name, part in model.named_modules() if name.endswith(("ln_f", "lm_head"))]
-    seen: list[torch.dtype] = []
-    if not parts:
+    if not parts or len(batch) != 2:
         return None
+    # Nothing is compiled, so a whole batch may need more memory: as few sequences as FP8 multiplies.
+    count = MOST_FP8_UNIT // math.gcd(MOST_FP8_UNIT, batch[0].shape[1])
+    seen: list[torch.dtype] = []
     hook = parts[0].register_forward_pre_hook(lambda part, inputs: seen.append(inputs[0].dtype))
     try:
         with torch.compiler.set_stance("force_eager"):
-            step()
+            train_step(*(tensor[:count] for tensor in batch))
     finally:
         hook.remove()
     return str(seen[0]).removeprefix("torch.") if seen else None

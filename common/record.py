@@ -100,13 +100,14 @@ class Row:
     note: str | None = None  # of an ok row: one line that qualifies it
     settings: Settings = field(default_factory=Settings)
     changes: list[str] = field(default_factory=list)  # in words, of --model: this row's own is the last
+    settling_ms: list[float] = field(default_factory=list)  # every step between the rehearsal and these
     step_ms: list[float] = field(default_factory=list)  # every timed step
     warmup_s: float | None = None  # of the rehearsal: compilation, capture, the weights put back
     rehearsed: int = 0  # steps trained before the weights were put back; 0: they were not
-    # Fixed work before and after the timed steps, on a CPU also between their parts.
+    # Fixed work before and after the timed steps; of a GPU alone, and of a CPU in older records.
     product_ms: list[float] = field(default_factory=list)  # a matmul
     copy_ms: list[float] = field(default_factory=list)
-    launch_us: list[float] = field(default_factory=list)  # the host launches a tiny kernel; of a GPU alone
+    launch_us: list[float] = field(default_factory=list)  # the host launches a tiny kernel
     passes: list["Row"] = field(default_factory=list)  # of --repeat, without profile and source
     loss: list[float] = field(default_factory=list)  # nats, of the first `steps` steps after the rehearsal
     loss_every: int = 1  # training steps that each loss is the mean of: LOSSES_IN_ONE with --heldout-every
@@ -115,12 +116,21 @@ class Row:
     peak_bytes: int | None = None
     clock_mhz: float | None = None  # mean over the timed steps; null on a CPU and without NVML
     power_w: float | None = None  # likewise
-    overhead_s: float | None = None  # of launch(main), without warm-up and steps
+    overhead_s: float | None = None  # of the measurement, without warm-up and steps
     predicted_ms: float | None = None  # from the roofs alone; of older records
     profile: Profile | None = None  # null without --profile
     proof: Proof | None = None  # of a merge: null of the first row, and of several processes
     source: str | None = None  # text of the script
     code_sha256: str | None = None  # of what its timed step runs through, see common/fingerprint.py
+
+    @property
+    def drift(self) -> float:
+        """By which share the median of the second half of the timed steps is above that of the first; 0 of
+        fewer than four steps."""
+        half = len(self.step_ms) // 2
+        if half < 2:
+            return 0.0
+        return statistics.median(self.step_ms[-half:]) / statistics.median(self.step_ms[:half]) - 1
 
 
 @dataclass(kw_only=True)

@@ -3,18 +3,57 @@
 import argparse
 import contextlib
 import difflib
+import importlib
+import os
 import shlex
 import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ROOT / ".packages" / str(sysconfig.get_config_var("SOABI"))  # what run_all.sh installed
 
+# What libraries say of too little memory, and the names of their errors.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "memoryerror")
+MISSING = {  # what libraries say of what is not installed, and what to do
+    "python.h": "torch.compile lacks the headers of Python: install them (Debian, Ubuntu: python3-dev)",
+    "c++ compiler": "torch.compile lacks a C++ compiler: install one (Debian, Ubuntu: g++)",
+    "c compiler": "torch.compile lacks a C compiler: install one (Debian, Ubuntu: gcc)",
+}
+
 
 class Skip(Exception):
     """Raised by a script that cannot run on this machine. The message is one line that tells what to do."""
+
+
+def explain(error: Exception) -> tuple[str, str]:
+    """The status of a row that ended with `error`, and a one-line reason that tells what to do."""
+    if isinstance(error, Skip):
+        return "skipped", one_line(error)
+    text = f"{type(error).__name__} {error}".lower()
+    if any(sign in text for sign in OUT_OF_MEMORY):
+        return "oom", "out of memory: try a smaller batch size or sequence length"
+    advice = next((advice for sign, advice in MISSING.items() if sign in text), None)
+    return "failed", f"{advice} ({one_line(error, 150)})" if advice else one_line(error)
+
+
+def import_or_skip(module: str, package: str | None = None) -> ModuleType:
+    """A module, or an empty one of which any use raises Skip with the reason and the line that installs
+    `package`: one that does not fit this torch or CUDA can fail in any way on import."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        advice = f': pip install --no-build-isolation "{package}"' if package else ""
+        reason = f"{module.partition('.')[0]} does not import ({one_line(error, 150)}){advice}"
+
+    def skip(name: str):
+        raise Skip(reason)
+
+    missing = ModuleType(module)
+    missing.__getattr__ = skip
+    return missing
 
 
 def one_line(text: object, longest: int = 300) -> str:
@@ -109,14 +148,26 @@ def positive_int(text: str) -> int:
 
 
 def run_command(main: Callable[[], int | None], name: str) -> None:
-    """Exit with what `main` returns. Ctrl-C and a file that cannot be read or written are one line in its
-    place."""
+    """End this process with what `main` returns. Ctrl-C, and a file or a package that cannot be read, are one
+    line. Exit codes: 2 for bad arguments, 130 for Ctrl-C."""
     try:
-        sys.exit(main())
+        code = main() or 0
     except KeyboardInterrupt:
-        sys.stderr.write(f"{name}: interrupted\n")
-        sys.exit(130)
+        say(f"{name}: interrupted", sys.stderr)
+        code = 130
+    except SystemExit as error:  # a number of a parser, which has told why; or a text
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            say(error.code, sys.stderr)
     except ImportError as error:
-        sys.exit(f"{name}: error: {error}: ./run_all.sh --setup installs it, where PYTHON is not set")
+        say(f"{name}: error: {error}: ./run_all.sh --setup installs it, where PYTHON is not set", sys.stderr)
+        code = 1
     except OSError as error:
-        sys.exit(f"{name}: error: {error}")
+        say(f"{name}: error: {one_line(error)}", sys.stderr)
+        code = 1
+    is_watched = sys.gettrace() or sys.getprofile() or "coverage" in sys.modules
+    if is_watched or "CUDA_INJECTION64_PATH" in os.environ:  # a profiler writes its results at the end
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        say("", stream, end="")  # flushes it
+    os._exit(code)  # the interpreter's teardown takes seconds once torch has compiled

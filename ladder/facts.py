@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from common import flops, hardware
-from common.arguments import CPU_BYTES, Arguments, parse_args
 from common.model import GPTConfig
+from common.options import CPU_BYTES, Arguments, parse_args
 from common.record import Workload, write_json
 from common.text import progress, run_command, say
 from ladder import roofs

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # a row is started by the path of this file
 
 from common.fingerprint import row_sha256  # noqa: E402
 from common.record import Row, Run, Workload, write_json  # noqa: E402
-from common.text import OneLineParser, Skip, portable_command, run_command  # noqa: E402
+from common.text import OneLineParser, Skip, explain, portable_command, run_command  # noqa: E402
 from ladder import patches, rows, running  # noqa: E402
 
 LOOP = ROOT / "examples" / "loop"
@@ -49,7 +49,7 @@ def make_states(folder: Path) -> dict[str, Path]:
 
 def run_state(name: str, output: Path) -> int:
     """Run a state in this process, and write its record. Returns the exit code."""
-    from common import benchmark, hardware
+    from common import hardware
 
     started_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     changes = [state.partition("-")[2] for state in state_names()[1 : state_names().index(name) + 1]]
@@ -64,7 +64,7 @@ def run_state(name: str, output: Path) -> int:
         except ModuleNotFoundError as error:
             row.status, row.reason = "skipped", f"not installed: {error}"
         except Exception as error:  # whatever a state does, it stays a row
-            row.status, row.reason = benchmark.explain(error)
+            row.status, row.reason = explain(error)
     environment = hardware.describe(hardware.resolve_device("auto"))
     write_json(output, Run(COMMAND, started_at, environment, work, [row]))
     return int(row.status not in ("ok", "skipped"))

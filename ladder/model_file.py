@@ -29,10 +29,9 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import arguments, hardware
-from common.benchmark import explain, run_as_process
+from common import hardware, options
 from common.record import Workload
-from common.text import OneLineParser, Skip, one_line, portable_command, say
+from common.text import OneLineParser, Skip, explain, one_line, portable_command, run_command, say
 from ladder import facts
 
 NEEDED = ("model", "batches")
@@ -41,24 +40,33 @@ ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 @dataclass(kw_only=True)
-class ModelArguments(arguments.Measurement):
+class ModelArguments(options.Measurement):
     """How one row trains the model of a file."""
 
     path: Path
-    file: ModuleType
-    known_modules: set[str]  # names of those that were imported before it
+    file: ModuleType | None = None  # imported
+    known_modules: set[str] = field(default_factory=set)  # names of those that were imported before it
     # What one pass showed before the first row: modules in its folder that it imports, whenever it does, and
     # whether attention got a mask of its own.
     beside: list[Path] = field(default_factory=list)
     is_masked: bool = True
     planned: Workload | None = None  # as the plan of the run has it
-    is_ours: bool = False
 
-    def command(self) -> str:
-        return portable_command("./run_all.sh --model", [str(self.path)])
+    def resolve(self) -> None:
+        """As the base class does, and import the file. Raises ValueError or Skip, one line."""
+        self.path, self.known_modules = self.path.absolute(), set(sys.modules)
+        self.file = load(self.path)
+        if self.lr is not None and hasattr(self.file, "optimizer"):
+            name = self.path.name
+            raise ValueError(f"--lr {self.lr}: {name} has an optimizer of its own, with its rate")
+        super().resolve()
+        self.command = portable_command("./run_all.sh --model", [str(self.path)])
+        options.check_output(self.output)
+        if not hasattr(self.file, "optimizer"):
+            self.lr = self.lr or LR
 
     def about(self) -> list[str]:
-        return [f"model of {self.path.name}"]
+        return [*hardware.about(self.device), f"model of {self.path.name}"]
 
     def batches(self) -> list[tuple]:
         """Each batch as the only argument of a training step; the last one is untimed. Fewer than there are
@@ -71,7 +79,7 @@ class ModelArguments(arguments.Measurement):
         """The batches that the file yields, one more than there are steps. Raises Skip without any, and for
         tensors of several shapes."""
         set_seeds(self.seed)
-        count = (self.steps or arguments.MOST_STEPS) + 1
+        count = (self.steps or options.MOST_STEPS) + 1
         batches = called(lambda: self.copies(count), self.path)
         if not batches:
             raise Skip(f"batches() of {self.path.name} yields nothing")
@@ -174,7 +182,7 @@ class ModelArguments(arguments.Measurement):
         are three times those of the forward pass: backward costs twice as many."""
         unit, units = units_of(self.drawn[0])
         step_flops = 3 * self.forward_flops(model)
-        self.steps = self.steps or arguments.default_steps(step_flops, self.device)
+        self.steps = self.steps or options.default_steps(step_flops, self.device)
         self.draw_again()  # as many batches as there are steps
         return Workload(
             preset="custom",
@@ -205,49 +213,16 @@ def parse(name: str, argv: list[str]) -> ModelArguments:
     """The arguments of a row. Anything wrong prints one line and exits with code 2."""
     parser = OneLineParser(prog=name)
     parser.add_argument("path", type=Path, metavar="FILE")
-    arguments.add_rate_and_seed(parser)
-    arguments.add_how(parser)
-    options = parser.parse_args(argv)
+    options.add_options(parser, ModelArguments)
+    given = parser.parse_args(argv)
+    args = ModelArguments(name=given.path.stem, **vars(given))
     try:
-        return resolve(options)
+        args.resolve()
     except (ValueError, Skip) as error:
         parser.error(str(error))
     except (MemoryError, torch.OutOfMemoryError) as error:
-        parser.error(f"{options.path.name}: {explain(error)[1]}")
-
-
-def resolve(options) -> ModelArguments:
-    """What the options mean on this machine, with the file imported."""
-    path, known_modules = options.path.absolute(), set(sys.modules)
-    file, device = load(path), hardware.resolve_device(options.device, 0)
-    if options.lr is not None:
-        arguments.check_rate(options.lr)
-        if hasattr(file, "optimizer"):
-            raise ValueError(f"--lr {options.lr}: {path.name} has an optimizer of its own, with its rate")
-    arguments.check_output(output := options.output or hardware.ROOT / "results" / f"{path.stem}.json")
-    amp = hardware.has_bf16_matrix_instructions(device)
-    return ModelArguments(
-        name=path.stem,
-        source=None,
-        path=path,
-        file=file,
-        known_modules=known_modules,
-        output=output,
-        seed=options.seed,
-        lr=None if hasattr(file, "optimizer") else options.lr or LR,
-        device=device,
-        amp=amp,
-        amp_dtype=torch.bfloat16 if amp else torch.float32,
-        rank=0,
-        processes=1,
-        parallel=None,
-        warmup=arguments.WARMUP,
-        steps=options.steps or 0,  # until the work of one is counted
-        heldout_every=None,
-        capture=options.capture,
-        cold=options.cold,
-        profile=options.profile,
-    )
+        parser.error(f"{args.path.name}: {explain(error)[1]}")
+    return args
 
 
 def load(path: Path) -> ModuleType:
@@ -419,4 +394,4 @@ def sentence(work: Workload) -> str:
 
 
 if __name__ == "__main__":
-    run_as_process(main, "run_all.sh")  # which ends also where a thread of the file goes on
+    run_command(main, "run_all.sh")  # which ends also where a thread of the file goes on

@@ -21,16 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import benchmark, hardware
 from common.record import PLAN, Workload, middle_half, read_object
-from common.text import Skip, one_line
+from common.text import Skip, one_line, run_command
 from ladder import model_changes as changes
 from ladder import model_file
-from ladder.model_file import ModelArguments, tensors_of
+from ladder.model_file import ModelArguments
+from ladder.model_state import ModelState, capture, check_states
 from ladder.rows import AMP, COMPILE, FP8, GRAPH, SDPA
 from ladder.rows import MODEL_ROWS as ROWS
 
 BY_HAND = "by hand"  # as common/profile.py observes it
-# By which losses of a replay may differ from those of launched steps: FP8 has other scales each time.
-REPLAY_OFF, REPLAY_OFF_IN_FP8 = 0.002, 0.02
 SMALLEST_SHARE = 0.1  # of a model's weights, in a list of blocks that is worth compiling
 
 
@@ -222,11 +221,13 @@ def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tu
     loss = compiled(model, blocks, args) if COMPILE in names else args.loss
     captures = GRAPH in names
     optimizer = args.optimizer(model, captures)
+    if captures and not args.cold:
+        check_states(optimizer)
     model_file.set_seeds(args.seed)  # whatever a row drew until here: its losses may draw, too
     train_step = changes.training_step(model, loss, optimizer, contexts_of(*contexts))
     if not captures:
         return train_step, model, optimizer
-    return train_step, model, optimizer, partial(capture, train_step)
+    return train_step, model, optimizer, partial(capture, train_step, model, optimizer, FP8 in names, args)
 
 
 def compiled(model: torch.nn.Module, blocks: list[torch.nn.Module], args: ModelArguments) -> Callable:
@@ -245,10 +246,6 @@ def compiled(model: torch.nn.Module, blocks: list[torch.nn.Module], args: ModelA
 def is_transformer_engine(block: torch.nn.Module) -> bool:
     """Whether a block holds layers of Transformer Engine, which torch.compile cannot trace."""
     return any(type(part).__module__.startswith("transformer_engine") for part in block.modules())
-
-
-def capture(train_step: Callable, batch: object) -> Callable:
-    return changes.capture_step(train_step, tensors_of, model_file.copied(batch, None))
 
 
 # --- the process ----------------------------------------------------------------------------------
@@ -274,10 +271,9 @@ def run_row() -> int:
     names = kept(before) + ([name] if ROWS[name] else [])
     functions = functions_of(names, args.file)
     args.name, args.changes = name, [ROWS[each] for each in names]
-    args.replay_off = REPLAY_OFF_IN_FP8 if name == FP8 else REPLAY_OFF
     args.source = "\n\n".join(filter(None, map(source_of, [changes.training_step, *functions])))
-    return benchmark.run_and_record(partial(build, names, before), args)
+    return benchmark.run_and_record(partial(build, names, before), args, ModelState)
 
 
 if __name__ == "__main__":
-    benchmark.run_as_process(run_row, "run_all.sh")
+    run_command(run_row, "run_all.sh")

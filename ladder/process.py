@@ -58,6 +58,16 @@ def environment(device_type: str, processes: int) -> dict[str, str]:
     return variables
 
 
+def bytecode_variables() -> dict[str, str]:
+    """Where a Python may not write bytecode beside torch and has none there, each row would compile torch's
+    sources anew, some six seconds: the rows then share a folder of the project's own."""
+    torch = importlib.util.find_spec("torch")
+    has_bytecode = torch and torch.origin and Path(torch.origin).with_name("__pycache__").exists()
+    if has_bytecode or not sys.dont_write_bytecode or sys.pycache_prefix:
+        return {}
+    return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(PACKAGES / "bytecode")}
+
+
 def script_command(script: Path, words: list[str], processes: int) -> list[str]:
     """The command that runs a script, under torchrun in several processes."""
     path = str(script)
@@ -93,7 +103,7 @@ def run(
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=inherited | variables | {MARK: mark},
+            env=inherited | bytecode_variables() | variables | {MARK: mark},
             start_new_session=True,
             close_fds=False,  # the folder's lock
         )

@@ -14,10 +14,10 @@ from functools import partial
 import torch
 
 from common import fingerprint, flops, hardware
-from common.arguments import Arguments
+from common.clock import mean_seconds, steady_seconds
+from common.options import Arguments
 from common.record import PRECISIONS, ProductRate, Roofs
 from common.text import one_line, progress, say
-from common.timing import mean_seconds, steady_seconds
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 STEADY_S, BURST_S, PAUSE_S, BURSTS = 0.02, 0.002, 0.01, 2

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common.benchmark import import_or_skip, launch
-from common.text import Skip
+from common.benchmark import measure
+from common.text import Skip, import_or_skip
 
 nanogpt = import_or_skip("model")  # the name of nanoGPT's own file
 compiled_step = importlib.import_module("3_compile")
@@ -54,4 +54,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    launch(main)
+    measure(main)

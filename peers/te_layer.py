@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common.benchmark import import_or_skip, launch
+from common.benchmark import measure
+from common.text import import_or_skip
 
 # Where cuDNN does not load, the layer would silently take attention that is not fused.
 os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
@@ -50,4 +51,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    launch(main)
+    measure(main)

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common.benchmark import import_or_skip, launch
+from common.benchmark import measure
+from common.text import import_or_skip
 
 float8 = import_or_skip("torchao.float8", "torchao")
 compiled_step = importlib.import_module("3_compile")
@@ -38,4 +39,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    launch(main)
+    measure(main)

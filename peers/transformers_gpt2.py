@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common.benchmark import import_or_skip, launch
+from common.benchmark import measure
 from common.model import GPT
+from common.text import import_or_skip
 
 transformers = import_or_skip("transformers", "transformers")
 compiled_step = importlib.import_module("3_compile")
@@ -76,4 +77,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    launch(main)
+    measure(main)

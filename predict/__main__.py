@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import arguments, flops, hardware
+from common import flops, hardware
 from common.model import PRESETS
+from common.options import build_parser, parse_args
 from common.record import ROOFS, Roofs, read_object
 from common.text import PACKAGES, OneLineParser, aligned, run_command, say
 from ladder.rows import scripts
@@ -211,7 +212,7 @@ def with_nearest_preset(words: list[str]) -> list[str]:
     """Arguments for another machine than this one: fields left out are the nearest preset's."""
     if any(word.partition("=")[0] == "--preset" for word in words):
         return words
-    n_embd = arguments.build_parser("", None).parse_known_args(words)[0].n_embd or 768
+    n_embd = build_parser("", None).parse_known_args(words)[0].n_embd or 768
     return [
         *words,
         "--preset",
@@ -228,7 +229,7 @@ def main() -> None:
         words = with_nearest_preset(words)
     try:
         measured, file = read_roofs(options.machine)
-        args = arguments.parse_args(SELF, __doc__, words, trains=False)
+        args = parse_args(SELF, __doc__, words, trains=False)
         predictions, left_out = predict_all(args, measured)
     except ValueError as error:
         parser.error(str(error))

@@ -19,10 +19,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from common import flops, hardware, profile
-from common.arguments import Arguments, parse_args
+from common.clock import steady_seconds
+from common.options import Arguments, parse_args
 from common.record import PRECISIONS, Roofs, write_json
 from common.text import progress, run_command, say
-from common.timing import steady_seconds
 from ladder import roofs as bare
 from ladder.roofs import multiplies, product_rates, skipping
 

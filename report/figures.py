@@ -21,13 +21,12 @@ LEGEND = (
     "by over 5 %, rows differ, or a row did not run what its name says"
 )
 # Times what the reference work takes at best, beyond which something else ran on the machine. Around the rows
-# of an idle H200 it varied by 4 %, and on two idle cores of a shared host by 17 % in four of five runs (in
-# the fifth by 53 %).
-BUSY = {"cuda": 1.10, "cpu": 1.25}
+# of an idle H200 it varied by 4 %.
+BUSY = 1.10
 # A host is slow at launching where its launches took so many times as long as at best: on good hosts they
 # varied by 1.8 times between rows. Only a row whose GPU waits for it, for this share of a step, is marked.
 SLOW_LAUNCH, WAITS = 2.0, 0.05
-DRIFT, FEWEST_STEPS_OF_DRIFT = 0.05, 4
+DRIFT = 0.05
 # A row learns where no loss is above the first one times this, and the mean of the last five is below it
 # times that.
 MOST_OF_FIRST_LOSS, LEARNED = (1.1, 0.75)
@@ -122,7 +121,7 @@ def derive(run: Run, among: Iterable[Run] = (), is_patched: bool = False) -> Fig
             line.doubts.insert(0, denied)
     _fill_ratios(steps, peers, first, plain)
     environment = run.environment or Environment(device="unknown machine", device_type="unknown")
-    busy = _busy(timed, busy_limit(run))
+    busy = _busy(timed) if environment.device_type == "cuda" else ""
     remarks = [*filter(None, [busy]), *_remarks(lines, timed), *dict.fromkeys(run.problems)]
     remarks += filter(None, [_of_processes(run.workload), _of_passes(timed)])
     return Figures(run, lines, steps, timed, first, plain, environment, busy, remarks)
@@ -221,7 +220,7 @@ def _fill_times(line: Line) -> None:
     line.ms, line.passes = median(medians), len(medians)
     ends = medians if len(passes) > 1 else middle_half(passes[0])
     line.low_ms, line.high_ms = min(ends), max(ends)
-    line.drift = max(map(_drift, passes), key=abs)
+    line.drift = max((row.drift for row in line.row.passes or [line.row]), key=abs)
 
 
 def _fill_slowness(line: Line, fastest: dict[str, float]) -> None:
@@ -232,14 +231,6 @@ def _fill_slowness(line: Line, fastest: dict[str, float]) -> None:
             line.slowed = max(line.slowed, ms / fastest[kind])
     if "launch" in fastest and waits_for_the_host(line.row):
         line.slow_launch = max((launch_us(row) or 0.0) / fastest["launch"] for row in passes)
-
-
-def _drift(times: list[float]) -> float:
-    """The second half of the times over the first, less one; 0 of too few."""
-    if len(times) < FEWEST_STEPS_OF_DRIFT:
-        return 0.0
-    half = len(times) // 2
-    return median(times[-half:]) / median(times[:half]) - 1
 
 
 def unlearned(losses: list[float]) -> str:
@@ -360,20 +351,17 @@ def _fastest_reference(runs: list[Run]) -> dict[str, float]:
     return fastest
 
 
-def busy_limit(run: Run) -> float:
-    return BUSY.get(run.environment.device_type if run.environment else "", BUSY["cuda"])
-
-
 def _doubts(line: Line, timed: list[Line], run: Run) -> list[str]:
-    """Why the time of a row may be wrong."""
+    """Why the time of a row may be wrong. Nothing is concluded from times of a CPU, so they bear no doubt."""
     doubts = []
-    if line.slowed > busy_limit(run):
-        doubts.append("the machine was busy")
-    if line.slow_launch > SLOW_LAUNCH:
-        doubts.append("the host was slow at launching kernels")
-    if abs(line.drift) > DRIFT:
-        more = "more" if line.drift > 0 else "less"
-        doubts.append(f"the second half of the steps took over {DRIFT:.0%} {more} time")
+    if run.environment is None or run.environment.device_type == "cuda":
+        if line.slowed > BUSY:
+            doubts.append("the machine was busy")
+        if line.slow_launch > SLOW_LAUNCH:
+            doubts.append("the host was slow at launching kernels")
+        if abs(line.drift) > DRIFT:
+            more = "more" if line.drift > 0 else "less"
+            doubts.append(f"the second half of the steps took over {DRIFT:.0%} {more} time")
     if any(problem.startswith(DIFFER) for problem in run.problems):
         doubts.append("rows differ in more than their scripts")
     kernels = {step.row.settings.attention_kernel for step in timed if not step.is_peer} - {*NOT_FUSED}
@@ -382,10 +370,10 @@ def _doubts(line: Line, timed: list[Line], run: Run) -> list[str]:
     return doubts
 
 
-def _busy(timed: list[Line], limit: float) -> str:
+def _busy(timed: list[Line]) -> str:
     """What was seen of a busy machine, and advice; empty where it was not busy."""
     worst = max(timed, key=lambda line: line.slowed, default=None)
-    if worst is None or worst.slowed <= limit:
+    if worst is None or worst.slowed <= BUSY:
         return ""
     took = f"the same work took {worst.slowed:.2f} times as long around {worst.name} as at best"
     return (

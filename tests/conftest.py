@@ -16,9 +16,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import data, timing  # noqa: E402
-from common.arguments import Arguments  # noqa: E402
+from common import clock, data  # noqa: E402
 from common.model import GPTConfig  # noqa: E402
+from common.options import Arguments  # noqa: E402
 
 # A shell starts what runs in the background without these, and what tests start would ignore them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -60,17 +60,9 @@ def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **
         "seed": 1337,
         "lr": 4e-3,
         "device": torch.device(device),
-        "amp": amp_dtype is not torch.float32,
         "amp_dtype": amp_dtype,
-        "rank": 0,
-        "processes": 1,
-        "parallel": None,
         "warmup": 2,
         "steps": 6,
-        "heldout_every": None,
-        "capture": True,
-        "cold": False,
-        "profile": False,
     }
     return Arguments(**(fields | overrides))
 
@@ -97,7 +89,7 @@ def traced_only(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def leave_nothing(monkeypatch):
-    monkeypatch.setattr(timing, "REFERENCE_S", 0.005)
+    monkeypatch.setattr(clock, "REFERENCE_S", 0.005)
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math, torch.nn.functional as F
 from dataclasses import dataclass
 from common import parallel
-from common.benchmark import import_or_skip, launch
+from common.benchmark import measure
+from common.text import import_or_skip
 
 te = import_or_skip("transformer_engine.pytorch", "transformer-engine[pytorch]")
 A, *B = 1, 2.5, -3e-5, None, b"x", "text", ...
@@ -116,12 +117,12 @@ OF_STEP_3 = ["3_compile", "nanogpt", "torchao_float8", "transformers_gpt2"]  # a
     [
         ("common/text.py", "def one_line", "def another", []),  # no timed step runs through it
         ("common/profile.py", "PROFILED_STEPS, LONG_STEP_MS", "PROFILED, LONG_STEP_MS", []),  # it observes
-        ("common/timing.py", "# between questions", "# now and then, between questions", []),
-        ("common/timing.py", "def launch_us(device: torch.device)", "def launch_us(device)", []),
-        ("common/rehearsal.py", "may not begin at zero", "perhaps begin elsewhere", []),  # of a raise
-        ("common/rehearsal.py", "putting the weights back", "weights", []),  # of progress
-        ("common/timing.py", "SETTLING_S = 2", "SETTLING_S = 3", ALL),
-        ("common/rehearsal.py", "REHEARSED = 10", "REHEARSED = 11", ALL),
+        ("common/benchmark.py", "# between questions", "# now and then, between questions", []),
+        ("common/clock.py", "def launch_us(device: torch.device)", "def launch_us(device)", []),
+        ("common/benchmark.py", "the step cannot be captured", "no capture", []),  # of a raise
+        ("common/benchmark.py", "capturing a step as", "making it", []),  # of progress
+        ("common/benchmark.py", "SETTLING_S = 6", "SETTLING_S = 7", ALL),
+        ("common/benchmark.py", "REHEARSED = 10", "REHEARSED = 11", ALL),
         (
             "common/hardware.py",
             "torch.cuda.power_draw(device) / 1e3",
@@ -130,14 +131,9 @@ OF_STEP_3 = ["3_compile", "nanogpt", "torchao_float8", "transformers_gpt2"]  # a
         ),  # read while steps are timed
         ("common/data.py", "HELDOUT_SHARE, HELDOUT_SEQUENCES = 0.05", "HELDOUT_SHARE, X = 0.04", ALL),
         ("common/model.py", "residual_std = 0.02", "residual_std = 0.03", ALL),
-        ("common/arguments.py", "WARMUP, DDP_WARMUP = 3, 11", "WARMUP, DDP_WARMUP = 1, 11", ALL),
-        ("common/arguments.py", "self.steps + 1, whole_batch", "1, whole_batch", ALL),
-        (
-            "common/timing.py",
-            "import torch\n",
-            "import torch\n\ntorch.backends.cudnn.benchmark = True\n",
-            ALL,
-        ),
+        ("common/options.py", "WARMUP, DDP_WARMUP = 3, 11", "WARMUP, DDP_WARMUP = 1, 11", ALL),
+        ("common/options.py", "self.steps + 1, whole_batch", "1, whole_batch", ALL),
+        ("common/clock.py", "import torch\n", "import torch\n\ntorch.backends.cudnn.benchmark = True\n", ALL),
         ("2_sdpa.py", "betas", "beta", ["2_sdpa"]),
         ("3_compile.py", "Step 3: blocks", "Step 3: all blocks", []),
         ("3_compile.py", "fullgraph=True", "fullgraph=False", OF_STEP_3),
@@ -151,27 +147,19 @@ def test_the_rows_that_an_edit_makes_stale(file, old, new, rows, checkout):
 
 
 def test_a_definition_may_move_between_modules_and_be_imported_otherwise(checkout):
-    timing, rehearsal = (checkout / "common" / f"{name}.py" for name in ("timing", "rehearsal"))
-    text = timing.read_text()
-    moved = re.search(r"(?ms)^class Steps:.*?(?=^class Reference)", text)[0]
-    timing.write_text(text.replace(moved, "from common.steps import Steps\n\n"))
-    (checkout / "common" / "steps.py").write_text(f"import itertools\nimport math\n\nimport torch\n\n{moved}")
-    text = rehearsal.read_text()
-    rehearsal.write_text(text.replace("from common.timing import Steps", "from common import steps as s"))
-    rehearsal.write_text(re.sub(r"\bSteps\(", "s.Steps(", rehearsal.read_text()))
+    benchmark, steps = (checkout / "common" / f"{name}.py" for name in ("benchmark", "steps"))
+    text = benchmark.read_text()
+    moved = re.search(r"(?ms)^class Training:.*?(?=^def measure_row)", text)[0]
+    text = text.replace(moved, "").replace(
+        "import torch\n\n", "import torch\n\nfrom common import steps as s\n"
+    )
+    benchmark.write_text(text.replace("Training(train_step", "s.Training(train_step"))
+    steps.write_text(f"from collections.abc import Callable\nimport torch\n\n{moved}")
     script = checkout / "2_sdpa.py"
     text = script.read_text().replace(
         "from common import parallel\n", "from common.parallel import distribute\n"
     )
     script.write_text(text.replace("parallel.distribute(", "distribute("))
-    steps = (checkout / "common" / "steps.py").read_text()
-    for module in ("hardware", "record", "text", "parallel"):
-        steps = f"from common import {module}\n{steps}"
-    steps = steps.replace(
-        "import torch\n", "import time\nfrom common.text import progress\nimport torch\n", 1
-    )
-    constants = "from common.timing import POLL_S, STATE_S\n"
-    (checkout / "common" / "steps.py").write_text(constants + steps)
     assert rows_that_change(checkout) == []
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from conftest import FAST, ROOT, STEPS, arguments, built, load_step, run_python
 from test_parallel import TORCHRUN
+from test_row import rehearsed
 
-from common import benchmark, hardware, parallel, profile, rehearsal
+from common import benchmark, hardware, parallel, profile
 from common import proof as sampling
 from common.model import GPT, GPTConfig
 from common.record import Row, Settings
-from common.text import Skip
+from common.text import Skip, explain
 from predict import roofs
 from report import proof
 
@@ -57,6 +58,13 @@ def on_gpu(step, **overrides):
     run = built(step, **GPU | overrides)
     run.kept = [run.train_step(*batch) for batch in run.batches[:3]]  # compiled and autotuned
     return run
+
+
+def trained(training, n):
+    """The losses of so many steps."""
+    for _ in range(n):
+        training.step()
+    return training.losses
 
 
 def kernels(run):
@@ -127,10 +135,10 @@ def test_a_rehearsed_step_trains_from_the_initial_weights_and_fp8_learns_as_bf16
         pytest.skip(reason)
     run, row = built(step, **GPU, steps=8, warmup=3, lr=1e-3), Row(step)
     before = [parameter.detach().clone() for parameter in run.model.parameters()]
-    steps, _ = rehearsal.rehearse(run.train_step, run.optimizer, run.capture, run.batches, run.args, row)
+    training = rehearsed(run, row)
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
     assert row.rehearsed == 10 and row.settings.captured == (True if step in STEPS[3:] else None)
-    losses = torch.stack([loss for _, loss in zip(steps.run(8, "test"), steps.losses, strict=False)])
+    losses = torch.stack(trained(training, 8))
     assert losses.mean().item() == pytest.approx(expected.mean().item(), rel=0.005)
 
 
@@ -164,11 +172,11 @@ def test_scales_of_a_long_training_do_not_decide_whether_fp8_does_the_same_work(
         if step == STEPS[4] and (reason := fp8_reason()):
             pytest.skip(reason)
         run = built(step, **GPU, lr=1e-3)
-        initial = rehearsal.InitialState(run.optimizer)
+        initial = benchmark.InitialState(run.model, run.optimizer)
         for k in range(launched):  # more than the scales remember
             run.train_step(*run.batches[k % 4])
-        parts = (run.train_step, run.optimizer, run.model, run.batches[0], initial, run.args)
-        samples.append(benchmark.samples_for_proof(*parts, in_fp8=step == STEPS[4]))
+        parts = (run.train_step, run.batches[0], initial)
+        samples.append(benchmark.sample_gradients(*parts, in_fp8=step == STEPS[4]))
     in_fp8 = Row(STEPS[4], settings=Settings(fp8_recipe="delayed"))
     compared = proof.compare(Row(STEPS[0]), samples[0], in_fp8, samples[1])
     assert proof.verdict(compared) == "agrees", f"{compared.weight} {compared.cosine}"
@@ -248,7 +256,7 @@ def test_a_row_holds_what_the_gpu_did(step, tmp_path):
     assert categories["other"] < 0.03 * sum(categories.values())
     for half in ("forward", "backward"):
         assert profiled[half][0]["category"] == "attention"
-    assert sum(row["step_ms"]) >= 2500
+    assert sum(row["step_ms"]) >= 2500 and sum(row["settling_ms"]) >= 6000
     assert row["overhead_s"] < 8 and row["settings"]["captured"] == (step in STEPS[3:])
     assert row["peak_bytes"] > 0 and len(row["product_ms"]) == 2
     if hardware.clock_and_power(torch.device("cuda", 0)):
@@ -274,7 +282,7 @@ def break_a_capture():
     batch = [torch.ones(2, 2, dtype=torch.int64, device="cuda")] * 2
 
     def capture(tokens, targets):
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.current_stream()):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
             train_step(tokens, targets)
 
     args = arguments(STEPS[3], **GPU)
@@ -282,7 +290,7 @@ def break_a_capture():
         torch.cuda.stream(torch.cuda.Stream()),
         pytest.raises(RuntimeError, match="cannot be captured, --no-capture"),
     ):
-        rehearsal.captured(capture, batch, args, Row("x"))
+        benchmark.capture_step(capture, batch, args, Row("x"))
 
 
 def test_a_host_sync_is_noticed_and_cannot_be_captured():
@@ -301,8 +309,8 @@ def test_too_large_a_batch_is_a_row_that_ran_out_of_memory(step):
     args.batches = lambda: [[torch.zeros(2**16, 512, dtype=torch.int64, device="cuda")] * 2] * 3
     module = load_step(step)
     with pytest.raises(Exception) as caught:
-        benchmark.run(module.main, args, row)
-    assert benchmark.explain(caught.value)[0] == "oom"
+        benchmark.measure_row(module.main, args, row)
+    assert explain(caught.value)[0] == "oom"
 
 
 OF_TWO = {**GPU, "batch_size": 2, "warmup": 11, "steps": 6}
@@ -320,12 +328,10 @@ def train_in_processes(output):
         for capture in (True, False):
             run = built(step, capture=capture, **place)
             row = Row(step)
-            steps, _ = rehearsal.rehearse(
-                run.train_step, run.optimizer, run.capture, run.batches, run.args, row
-            )
+            training = rehearsed(run, row)
             assert (row.note is None) == capture == bool(row.settings.captured) and row.rehearsed == 11
-            losses = [loss.item() for _, loss in zip(steps.run(6, "test"), steps.losses, strict=False)]
-            results[step, capture] = parallel.across(losses, "avg", run.args)
+            losses = [loss.item() for loss in trained(training, 6)]
+            results[step, capture] = parallel.across(losses, "avg")
     if rank == 0:
         torch.save(results, output)
     os._exit(0)
@@ -339,8 +345,5 @@ def test_a_captured_step_of_two_processes_trains_as_launched_and_as_one_process(
     assert ran.returncode == 0, ran.stderr[-3000:]
     for (step, _), losses in torch.load(tmp_path / "losses").items():
         run = built(step, capture=False, **OF_TWO | {"batch_size": 4})
-        steps, _ = rehearsal.rehearse(
-            run.train_step, run.optimizer, run.capture, run.batches, run.args, Row(step)
-        )
-        expected = [loss.item() for _, loss in zip(steps.run(6, "test"), steps.losses, strict=False)]
+        expected = [loss.item() for loss in trained(rehearsed(run, Row(step)), 6)]
         assert losses == pytest.approx(expected, rel=0.01), (step, losses, expected)

@@ -18,11 +18,11 @@ import torch
 from conftest import ROOT, is_alive, run_python
 from torch import nn
 
-from common import benchmark, rehearsal
+from common import benchmark
 from common import proof as sampling
-from common.record import Proof, Row, Settings, write_json
-from common.text import Skip
-from ladder import model_changes, model_file, model_row
+from common.record import Proof, Settings, write_json
+from common.text import Skip, explain
+from ladder import model_changes, model_file, model_row, model_state
 from ladder import rows as planned
 from report import proof, sentences, table
 from report.documents import as_markdown, for_terminal
@@ -252,7 +252,7 @@ def test_fewer_batches_than_steps_and_the_same_numbers_each_time(arguments_of):
     shapes = "def batches():\n    yield torch.rand(3)\n    yield torch.rand(4)\n"
     with pytest.raises(Skip, match="tensors of several shapes: pad them to one"):
         arguments_of(LINEAR + shapes + SUM).batches()
-    assert args.command() == "./run_all.sh --model my_model.py" and args.about() == ["model of my_model.py"]
+    assert args.command == "./run_all.sh --model my_model.py" and args.about()[1:] == ["model of my_model.py"]
     before = args.work_sha256()
     assert len(before) == 16
     args.path.write_text(args.path.read_text() + "# another file\n")
@@ -345,7 +345,7 @@ def test_a_model_without_a_switch_is_told_what_was_seen(kernel, said, arguments_
 
 def test_what_this_machine_cannot_change_is_skipped_with_its_reason(arguments_of, monkeypatch):
     args = arguments_of(LINEAR + BATCHES + SUM)
-    args.amp = False
+    args.amp_dtype = torch.float32
     for names, said in (
         (["1_amp"], "does not multiply BF16"),
         (["4_graph"], "CUDA graphs need a GPU"),
@@ -615,41 +615,97 @@ def test_fp8_is_the_files_or_torchaos(arguments_of, monkeypatch):
 # --- a captured step ------------------------------------------------------------------------------
 
 
-def test_a_replay_with_other_losses_is_refused(arguments_of):
+def train(weight, optimizer, n=3):
+    for _ in range(n):
+        weight.sin().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weight.detach().clone()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "is_zero"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, True),
+        ("Adafactor", {"lr": 0.1}, True),
+        ("Adagrad", {"initial_accumulator_value": 0.1}, False),
+        ("NAdam", {"lr": 0.1}, False),
+        ("Rprop", {}, False),
+        ("ASGD", {"lr": 0.1}, False),
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}, False),
+    ],
+)
+def test_any_optimizer_begins_anew_with_its_first_rate(kind, options, is_zero):
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(4, 3))
+    optimizer = getattr(torch.optim, kind)([weight], **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    initial, trained = model_state.ModelState(nn.Module(), optimizer), []
+    for _ in range(2):
+        trained.append(train(weight, optimizer))
+        scheduler.step()
+        initial.restore()
+    assert torch.equal(*trained)
+    if is_zero:
+        model_state.check_states(optimizer)
+    else:
+        with pytest.raises(Skip, match=f"states of {kind} may not begin at zero.* give --cold"):
+            model_state.check_states(optimizer)
+
+
+class Empty(nn.Module):
+    """A model without members, whose buffers come and go."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def __len__(self):
+        return 0
+
+
+def test_a_buffer_that_a_forward_makes_is_left_and_others_come_back():
+    model = Empty()
+    initial = model_state.ModelState(model, torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1))
+    model.mean = model.mean + 1  # replaced, as a forward may do
+    model.register_buffer("mask", torch.ones(2))
+    initial.restore()
+    assert not model.mean.any() and model.mask.all()
+
+
+def test_a_replay_with_other_losses_is_refused(arguments_of, monkeypatch):
     args = arguments_of(LINEAR + BATCHES + SUM)
-    train_step, _, optimizer = built([], args)
-    train_step(*args.batches()[0])  # the optimizer has its states
-    counting = torch.nn.Module()
-    counting.register_buffer("count", torch.zeros(2))
-    initial = rehearsal.InitialState(optimizer, counting)
-    launched = rehearsal.losses_of(train_step, initial, args.batches(), args)
-    counting.count = counting.count + 1  # replaced, as a forward may do
-    assert rehearsal.losses_of(train_step, initial, args.batches(), args) == launched
-    assert not counting.count.any()
-    rehearsal.check_replay(launched, [launched[0], 1.0019 * launched[1], launched[2]], 0.002)
+    train_step, model, optimizer = built([], args)
+    (batch,) = args.batches()[0]
+    off = iter([1.0, 1.0019, 1.0, 1.0, 1.003, 1.0])
+
+    def capture_step(train_step, tensors_of, batch):
+        return lambda batch: train_step(batch) * next(off)
+
+    monkeypatch.setattr(model_state.model_changes, "capture_step", capture_step)
+    model_state.capture(train_step, model, optimizer, False, args, batch)
     with pytest.raises(Skip, match=r"a replay is not the step: its loss 2 is .* --no-capture does without"):
-        rehearsal.check_replay(launched, [launched[0], 1.003 * launched[1], launched[2]], 0.002)
+        model_state.capture(train_step, model, optimizer, False, args, batch)
     with pytest.raises(Skip):
-        rehearsal.check_replay(launched, [float("nan")] * len(launched), 0.002)
+        model_state.check_replay([1.0], [float("nan")], 0.002)
+    args.cold = True
+    model_state.capture(train_step, model, optimizer, False, args, batch)
 
 
 def test_a_step_that_cannot_be_captured_is_skipped_with_its_cause(arguments_of, monkeypatch):
     args = arguments_of(LINEAR + BATCHES + SUM)
-    for name in ("synchronize", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    train_step, model, optimizer = built([], args)
+    errors = iter([RuntimeError("an .item() inside"), torch.OutOfMemoryError("CUDA out of memory")])
 
-    def capture(batch):
-        raise RuntimeError("an .item() inside")
+    def capture_step(*_):
+        raise next(errors)
 
+    monkeypatch.setattr(model_state.model_changes, "capture_step", capture_step)
+    parts = (train_step, model, optimizer, False, args, args.batches()[0][0])
     with pytest.raises(Skip, match=r"cannot be captured, --no-capture launches it: an .item"):
-        rehearsal.captured(capture, (1,), args, Row("4_graph"))
-
-    def too_large(batch):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with pytest.raises(RuntimeError) as raised:
-        rehearsal.captured(too_large, (1,), args, Row("4_graph"))
-    assert benchmark.explain(raised.value)[0] == "oom"
+        model_state.capture(*parts)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        model_state.capture(*parts)
+    assert explain(raised.value)[0] == "oom"
 
 
 # --- the proof and the decision -------------------------------------------------------------------

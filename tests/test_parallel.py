@@ -6,8 +6,9 @@ import os
 import pytest
 import torch
 from conftest import CPU_STEPS, ROOT, built, run_python
+from test_row import rehearsed
 
-from common import parallel, rehearsal
+from common import parallel
 from common.record import Row
 
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
@@ -38,10 +39,7 @@ def weights(run):
 def trained_after_a_rehearsal(step, **overrides):
     """The same of a model that was rehearsed and put back."""
     run = built(step, steps=3, **overrides)
-    steps, _ = rehearsal.rehearse(
-        run.train_step, run.optimizer, run.capture, run.batches, run.args, Row(step)
-    )
-    assert not steps.losses and steps.train_step is run.train_step
+    assert rehearsed(run, Row(step)).train_step is run.train_step
     return train(run), weights(run)
 
 
@@ -55,10 +53,9 @@ def train_in_processes(output):
     for step, how in CASES:
         losses, whole = trained(step, parallel=how, **place)
         again, whole_again = trained_after_a_rehearsal(step, parallel=how, **place)
-        given = conftest.arguments(step, parallel=how, **place)
-        largest = parallel.across([rank, -rank], "max", given)
+        largest = parallel.across([rank, -rank], "max")
         same = again == losses and torch.equal(whole, whole_again)
-        results[step, how] = parallel.across(losses, "avg", given), whole, largest, same
+        results[step, how] = parallel.across(losses, "avg"), whole, largest, same
     if rank == 0:
         torch.save(results, output)
     torch.distributed.destroy_process_group()

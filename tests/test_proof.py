@@ -12,7 +12,7 @@ import stand_ins
 import torch
 from conftest import FAST, ROOT, STEPS, arguments, built, load_script, load_step, run_python
 
-from common import benchmark, rehearsal
+from common import benchmark
 from common import proof as sampling
 from common.record import Row
 from ladder import patches
@@ -88,22 +88,22 @@ def test_a_matrix_without_numbers_does_not_cost_the_others_their_sample():
 
 def test_fp8s_scales_fit_the_initial_weights_again_before_gradients_are_sampled():
     plain, weights = built(STEPS[2]), []
-    initial = rehearsal.InitialState(plain.optimizer)
+    initial = benchmark.InitialState(plain.model, plain.optimizer)
     plain.train_step(*plain.batches[1])
 
     def train_step(*batch):
         weights.append(plain.model.wte.weight.detach().clone())
         return plain.train_step(*batch)
 
-    parts = (train_step, plain.optimizer, plain.model, plain.batches[0], initial, arguments(STEPS[2]))
-    samples = benchmark.samples_for_proof(*parts, in_fp8=True)
+    parts = (train_step, plain.batches[0], initial)
+    samples = benchmark.sample_gradients(*parts, in_fp8=True)
     anew = built(STEPS[2])
     assert len(weights) == 1 + benchmark.STEPS_TO_FIT_SCALES
     assert all(torch.equal(weight, anew.model.wte.weight) for weight in weights)
     of_anew = sampling.sample(anew.train_step, anew.optimizer, anew.model, anew.batches[0])
     assert all((samples[name] == of_anew[name]).all() for name in of_anew)
     weights.clear()
-    benchmark.samples_for_proof(*parts, in_fp8=False)
+    benchmark.sample_gradients(*parts, in_fp8=False)
     assert len(weights) == 1, "without FP8 there are no scales"
 
 
@@ -229,7 +229,7 @@ def test_an_observation_that_breaks_is_a_note_and_the_row_stands(monkeypatch):
     for name in ("profile.profile_steps", "proof.sample", "profile.observe"):
         monkeypatch.setattr(f"common.{name}", breaks)
     row = Row(STEPS[2])
-    samples = benchmark.run(load_step(STEPS[2]).main, arguments(STEPS[2], steps=1, profile=True), row)
+    samples = benchmark.measure_row(load_step(STEPS[2]).main, arguments(STEPS[2], steps=1, profile=True), row)
     assert row.status == "ok" and samples == {}
     assert row.note == "not profiled: odd; not observed: odd; gradients not sampled: odd"
 

@@ -13,8 +13,8 @@ from conftest import CPU_STEPS, ROOT, SMALL, STEPS, arguments, built, load_step
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import flops
-from common.arguments import default_rate
 from common.model import GPT, PRESETS, GPTConfig
+from common.options import default_rate
 from common.text import Skip
 
 SOURCES = {step: (ROOT / f"{step}.py").read_text() for step in STEPS}

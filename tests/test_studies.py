@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import ROOT, run_python
 
-from common.arguments import parse_args
+from common.options import parse_args
 from common.text import Skip
 from ladder import ablations, loop, parity, patches, process, rows, running
 

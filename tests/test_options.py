@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, STEPS
 
-from common import arguments, data, flops, hardware
+from common import data, flops, hardware, options
 from common.model import PRESETS
 from common.record import write_json
 from common.text import Skip, portable_command
@@ -23,7 +23,7 @@ from ladder import facts
 
 
 def parse(*words):
-    return arguments.parse_args(ROOT / f"{STEPS[0]}.py", None, ["--device", "cpu", *map(str, words)])
+    return options.parse_args(ROOT / f"{STEPS[0]}.py", None, ["--device", "cpu", *map(str, words)])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_of_several_processes_each_has_its_share_of_the_batch(monkeypatch):
 
 
 def test_auto_takes_what_fits_a_gpu(monkeypatch):
-    resolve, device = arguments.resolve_preset, torch.device("cuda", 0)
+    resolve, device = options.resolve_preset, torch.device("cuda", 0)
     for gib, expected in (
         (83, ("gpt3-6.7b-slice", 8)),
         (82.9, ("gpt2", 32)),
@@ -167,10 +167,10 @@ def test_steps_by_default_take_a_fixed_amount_of_work_between_two_bounds():
         name: flops.flops_per_step(shapes[name], size)
         for name, size in (("gpt3-6.7b-slice", 8), ("tiny", 2), ("gpt2", 32))
     }
-    assert arguments.default_steps(work["gpt3-6.7b-slice"], gpu) == 8
-    assert arguments.default_steps(work["tiny"], gpu) == arguments.default_steps(0, gpu) == 30
-    assert arguments.default_steps(work["gpt2"], gpu) == int(5e14 / work["gpt2"]) == 19
-    assert arguments.default_steps(work["gpt2"], torch.device("cpu")) == 14
+    assert options.default_steps(work["gpt3-6.7b-slice"], gpu) == 8
+    assert options.default_steps(work["tiny"], gpu) == options.default_steps(0, gpu) == 30
+    assert options.default_steps(work["gpt2"] // 2, gpu) == int(4e14 / work["gpt2"]) == 15
+    assert options.default_steps(work["gpt2"], torch.device("cpu")) == 14
 
 
 @pytest.mark.parametrize(
@@ -181,17 +181,17 @@ def test_a_model_must_fit_the_free_memory(device, shares, cold, gib, monkeypatch
     monkeypatch.setattr(flops, "parameters", lambda config: 2**30)
     asked = PRESETS["tiny"][0], torch.device(device), shares, cold
     monkeypatch.setattr(hardware, "free_memory_bytes", lambda _: gib * 2**30)
-    arguments.check_memory(*asked)
+    options.check_memory(*asked)
     monkeypatch.setattr(hardware, "free_memory_bytes", lambda _: gib * 2**30 - 1)
     with pytest.raises(ValueError, match=f"needs {gib} GiB in training"):
-        arguments.check_memory(*asked)
+        options.check_memory(*asked)
 
 
 @pytest.mark.parametrize(("how", "shares"), [("ddp", 1), ("fsdp", 4)])
 def test_only_fsdp_shares_the_memory_of_a_model(how, shares, monkeypatch):
     launched_by_torchrun(monkeypatch, 1, 4)
     checked = []
-    monkeypatch.setattr(arguments, "check_memory", lambda *asked: checked.append(asked[2:]))
+    monkeypatch.setattr(options, "check_memory", lambda *asked: checked.append(asked[2:]))
     parse("--parallel", how, "--n-layer", 1, "--seq-len", 32)
     assert checked == [(shares, False)]
 

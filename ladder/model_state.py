@@ -1,0 +1,132 @@
+"""What a rehearsal undoes of a model that is not ours, and whether a replay of its step is the step.
+
+A step of the ladder changes weights and Adam's moments alone. One of another model may also change buffers,
+rates, and states of an optimizer that do not begin at zero.
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+
+from common import proof
+from common.benchmark import InitialState, on_host, own_part
+from common.text import Skip
+from ladder import model_changes
+from ladder.model_file import ModelArguments, copied, tensors_of
+
+# Optimizers of PyTorch whose states are zeros before their first step.
+BEGIN_AT_ZERO = ("Adadelta", "Adafactor", "Adam", "AdamW", "Adamax", "Muon", "RMSprop", "SGD")
+# By which losses of a replay may differ from those of launched steps: FP8 has other scales each time.
+REPLAY_OFF, REPLAY_OFF_IN_FP8 = 0.002, 0.02
+
+
+class ModelState(InitialState):
+    """Also the buffers of the model, and the numbers and states of any optimizer, as they are now."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        super().__init__(model, optimizer)
+        self.buffers = {name: on_host(buffer) for name, buffer in model.named_buffers()}
+        self.numbers = [copy.deepcopy(numbers_of(group)) for group in optimizer.param_groups]
+        self.states = copied_states(optimizer.state)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put all of it back. Of an optimizer whose states begin at zero addresses stay, so that a captured
+        graph trains on from here; another one makes its states anew."""
+        super().restore()
+        for name, buffer in self.model.named_buffers():  # by name: a model may have replaced it
+            initial = self.buffers.get(name)  # None of one that its first forward made, as a cached mask
+            if initial is not None and initial.shape == own_part(buffer).shape:
+                own_part(buffer).copy_(initial)
+        for group, numbers in zip(self.optimizer.param_groups, self.numbers, strict=True):
+            restore_numbers(group, numbers)
+        if not begins_at_zero(self.optimizer):
+            self.optimizer.state.clear()
+            self.optimizer.state.update(copied_states(self.states))
+
+    def sample(self, train_step: Callable, batch: tuple) -> dict:
+        """Of two passes, which the model's random numbers make differ; without dropout, which would draw
+        other numbers in each row."""
+        self.model.eval()
+        return super().sample(train_step, batch) | proof.renamed(super().sample(train_step, batch))
+
+
+def numbers_of(group: dict) -> dict:
+    """What an optimizer's group holds beside its weights: rates, counts."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def restore_numbers(group: dict, numbers: dict) -> None:
+    """Put rates and counts back; a tensor, which a graph may read, in place."""
+    for name, value in numbers.items():
+        if isinstance(value, torch.Tensor):
+            group[name].copy_(value)
+        else:
+            group[name] = value
+
+
+def copied_states(states: dict) -> dict:
+    """An optimizer's states by weight, copied; the weights are not."""
+    return {weight: copy.deepcopy(of_weight) for weight, of_weight in states.items()}
+
+
+def begins_at_zero(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all tensors of an optimizer's states begin at zero, as those of Adam do. The momentum of SGD
+    begins with the first gradient, which dampening would lower had it begun at zero."""
+    kind = type(optimizer)
+    is_known = kind.__module__.startswith("torch.optim") and kind.__name__ in BEGIN_AT_ZERO
+    return is_known and not any(group.get("dampening") for group in optimizer.param_groups)
+
+
+def check_states(optimizer: torch.optim.Optimizer) -> None:
+    """Raises Skip for an optimizer whose steps no rehearsal can undo while a graph reads its states."""
+    if not begins_at_zero(optimizer):
+        name = type(optimizer).__name__
+        raise Skip(
+            f"the states of {name} may not begin at zero, so a rehearsal cannot be undone: give --cold"
+        )
+
+
+def capture(
+    train_step: Callable,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    in_fp8: bool,
+    args: ModelArguments,
+    batch: object,
+) -> Callable:
+    """The replay of a step. Raises Skip where it cannot be captured and, unless --cold, where replays have
+    other losses than launched steps."""
+    batches, here = args.batches()[: args.warmup], None if args.cold else ModelState(model, optimizer)
+    launched = losses_of(train_step, here, batches, args.seed) if here else []
+    if args.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(args.device)  # those steps are not the graph's
+    try:
+        replay = model_changes.capture_step(train_step, tensors_of, copied(batch, None))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # ending a broken capture raises an error of its own, which hides the cause
+        cause = error.__context__ or error
+        raise Skip(f"the step cannot be captured, --no-capture launches it: {cause}") from error
+    if here:
+        replayed = losses_of(replay, here, batches, args.seed)
+        check_replay(launched, replayed, REPLAY_OFF_IN_FP8 if in_fp8 else REPLAY_OFF)
+    return replay
+
+
+def losses_of(step: Callable, initial: ModelState, batches: list[tuple], seed: int) -> list[float]:
+    """Losses of steps from a state, with the same random numbers each time."""
+    initial.restore()
+    torch.manual_seed(seed)
+    return [step(*batch).item() for batch in batches]
+
+
+def check_replay(launched: list[float], replayed: list[float], off: float) -> None:
+    """Raises Skip where replays have other losses than launched steps: a graph repeats what was captured, so
+    a count in Python stands still, and a buffer that is replaced is lost."""
+    for k, (ours, theirs) in enumerate(zip(launched, replayed, strict=True)):
+        if not abs(theirs - ours) <= off * abs(ours):
+            losses = f"its loss {k + 1} is {theirs:.4g}, and launched {ours:.4g}"
+            why = "Does the model count in Python, or replace a buffer?"
+            raise Skip(f"a replay is not the step: {losses}. {why} --no-capture does without")
