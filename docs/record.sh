@@ -48,7 +48,7 @@ fi
 shift
 most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep"
 most+=" ablations ablations-fp32 ablations-fp8 ablations-gpt2 anatomy llama hugging-face-gpt2 guide"
-known=" $most parity-fast te-linear sharded gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
+known=" $most gpt3-6.7b-slice-minute parity-fast te-linear sharded gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("$@")
 (($#)) || read -ra names <<<"$most"
 for name in "${names[@]}"; do
@@ -67,6 +67,7 @@ for name in "${names[@]}"; do
     roofs) "$python" -m predict.roofs --grid --preset gpt3-6.7b-slice --output "$at/roofs.json" ;;
     gpt3-6.7b-slice) ladder --preset gpt3-6.7b-slice --repeat 2 --peers ;;
     gpt3-6.7b-slice-batch-4) ladder --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
+    gpt3-6.7b-slice-minute) ladder --preset gpt3-6.7b-slice --batch-size 4 --seconds 60 --peers --no-roofs ;; # what lasts
     gpt2) ladder --preset gpt2 --repeat 3 --peers ;;
     gpt2-batch-8) ladder --preset gpt2 --batch-size 8 ;;
     gpt3-xl) ladder --preset gpt3-xl ;;
