@@ -14,6 +14,7 @@ import difflib
 import itertools
 import math
 import re
+import statistics
 import sys
 import tempfile
 from functools import cache
@@ -87,6 +88,24 @@ def explained(text: str) -> str:
 def categories(place: str) -> str:
     """Milliseconds of each step by kind of kernel."""
     return shown(table.category_rows(figures(place)), place)
+
+
+def lasting(place: str) -> str:
+    """What of a time lasts: the median of the first second after the rehearsal, of the three seconds that a
+    row is timed for by default, and of the last three of a longer run."""
+    rows = []
+    for line in figures(place).timed:
+        times = [*line.row.settling_ms, *line.row.step_ms]
+        ends = [*itertools.accumulate(times)]
+        settled, last = sum(line.row.settling_ms), ends[-1]
+        medians = [
+            statistics.median(ms for ms, end in zip(times, ends, strict=True) if begin <= end - ms < until)
+            for begin, until in ((0, 1e3), (settled, settled + 3e3), (last - 3e3, last))
+        ]
+        named = zip(("first second", "timed", "after a minute"), medians, strict=True)
+        change = {"later": f"{medians[2] / medians[1] - 1:+.1%}"}
+        rows.append({"ms a step": line.name} | {name: f"{ms:,.1f}" for name, ms in named} | change)
+    return shown(rows, place)
 
 
 def limits(place: str) -> str:
