@@ -1,7 +1,8 @@
 """How a row is measured. `measure_row` is the order in which things happen; what it calls follows below it.
 
-A row is one script in one process. Every row trains from the same weights on the same batches, and its time
-is that of training steps which run one after the other, while the host never waits.
+A row is one script in one process. Every row trains from the same weights on the same batches, which lie on
+the device. Its time is the median of training steps that run one after the other, while the host reads no
+result.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from common.text import Skip, explain, one_line, progress, run_command, say
 
 REHEARSED = 10  # steps in all on a GPU: after three of them FP8's scales were seen to be still too small
 LONG_STEP_S = 0.5  # beyond it only the launched steps are rehearsed, since more would take many seconds
-SETTLING_S = 6  # of untimed steps on a GPU: its clock falls to what the power limit allows, and stays there
+SETTLING_S = 6  # of steps that do not count: a GPU's clock falls to what its power limit allows
 TIMED_AFTER_TRAINING = 10  # steps to time of a row that was trained for its held-out losses
 STATE_S = 0.5  # between readings of clock and power
 POLL_S = 0.001  # between questions whether the GPU has finished
@@ -106,7 +107,8 @@ def measure_row(
     *batches, spare = args.batches()
     training = Training(train_step, batches)
 
-    # 1. Rehearse, and undo it: launched steps, which compile; a capture; steps in which FP8 finds its scales.
+    # 1. Rehearse, and undo it: three launched steps, which compile; a capture; on a GPU up to ten steps in
+    # all.
     rehearsal_began = time.perf_counter()
     initial = None if args.cold else initial_state(model, optimizer)
     rehearse(training, capture, args, row)
@@ -116,7 +118,8 @@ def measure_row(
         training.losses.clear()
     row.warmup_s = time.perf_counter() - rehearsal_began
 
-    # 2. Train and time. The timed steps are training steps: the first of them leave the losses of the row.
+    # 2. Train and time. On a GPU steps that settle come first, see `time_on_gpu`. All train: the losses of
+    # the row are those of the first `args.steps`, timed or not.
     n = args.steps
     if args.heldout_every:
         train_with_heldout(training, model, args, row)
@@ -124,8 +127,8 @@ def measure_row(
     time_steps = time_on_gpu if args.device.type == "cuda" else time_on_cpu
     time_steps(training, n, args, row)
     timed_s = (sum(row.settling_ms) + sum(row.step_ms)) / 1e3
-    losses = [loss.item() for loss in training.losses[: args.steps]]
-    record_losses(parallel.across(losses, "avg"), args, row)
+    losses = [loss.item() for loss in [*training.losses[: args.steps], training.losses[-1]]]
+    record_losses(parallel.across(losses, "avg"), len(training.losses), args, row)
 
     # 3. Observe untimed steps: where the time goes, what ran, gradients from the initial weights.
     if args.profile:
@@ -307,9 +310,11 @@ def train_with_heldout(training: Training, model: torch.nn.Module, args: Argumen
             return  # it is told with the losses
 
 
-def record_losses(losses: list[float], args: Measurement, row: Row) -> None:
-    """Leave losses in the row, up to one that is not finite: that raises FloatingPointError."""
-    for step, loss in [*enumerate(losses), *row.heldout]:
+def record_losses(losses: list[float], trained: int, args: Measurement, row: Row) -> None:
+    """Leave the first losses in the row, up to one that is not finite: that raises FloatingPointError. So
+    does the last loss, of step `trained`: numbers that are none draw less power, and the clock would rise."""
+    *losses, last = losses
+    for step, loss in [*enumerate(losses), *row.heldout, (trained - 1, last)]:
         if not math.isfinite(loss):
             rate = f"--lr (now {args.lr:g})" if args.lr else "the rate of your optimizer"
             raise FloatingPointError(f"loss is {loss} at training step {step}: lower {rate}")
