@@ -385,9 +385,9 @@ def present_sha256(variant: str, row: Row, run: Run) -> str:
 
 
 def of_present_functions(source: str) -> str:
-    """The functions of a row of --model as ladder/model_changes.py has them now; those of its own file
+    """The functions of a row of --model as mine/changes.py has them now; those of its own file
     stay."""
-    present = (ROOT / "ladder" / "model_changes.py").read_text()
+    present = (ROOT / "mine" / "changes.py").read_text()
     texts = {
         node.name: ast.get_source_segment(present, node)
         for node in ast.parse(present).body

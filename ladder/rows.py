@@ -27,7 +27,7 @@ SWEEP = {  # channels, sequence length and tokens a step: several widths, and se
     "cpu": ((64, 512, 1024), (128, 512, 1024), (256, 512, 1024), (128, 256, 2048), (128, 1024, 2048)),
 }
 HEAD_DIM = {"cuda": 64, "cpu": 32}
-MODEL_SCRIPT, LOOP_SCRIPT = "ladder/model_row.py", "ladder/loop.py"
+MODEL_SCRIPT, LOOP_SCRIPT = "mine/row.py", "ladder/loop.py"
 AMP, SDPA, COMPILE, GRAPH, FP8 = "1_amp", "2_sdpa", "3_compile", "4_graph", "5_fp8"
 MODEL_ROWS = {  # of a model that is not ours, and what each adds, in words
     "0_fp32": "",
@@ -82,7 +82,7 @@ def check(
     roofs: bool = False,
 ) -> dict:
     """What the arguments mean here, by a process that imports torch: see ladder/facts.py, and of a `model`
-    that is not ours ladder/model_file.py. With `roofs` it measures what the machine reaches, too. Exits with
+    that is not ours mine/file.py. With `roofs` it measures what the machine reaches, too. Exits with
     one line where they are wrong, with code 2, and where the user stops it, with code 130. `name` is of the
     command that the user gave."""
     variables, stop = {}, process.Stop()
@@ -90,7 +90,7 @@ def check(
     if gpus > 1:  # as torchrun tells the last of the processes
         last = {"RANK": gpus - 1, "WORLD_SIZE": gpus, "LOCAL_RANK": gpus - 1}
         variables |= {name: str(value) for name, value in last.items()} | {"TORCHELASTIC_RUN_ID": "check"}
-    module = ["ladder.model_file", model] if model else ["ladder.facts"]
+    module = ["mine.file", model] if model else ["ladder.facts"]
     if roofs:
         module.append("--roofs")
     with tempfile.TemporaryDirectory() as folder:

@@ -178,7 +178,7 @@ def code_of(row: rows.Planned) -> str | None:
     """What a row's script and its patch run through, as its record will hold it; None of a patch that does
     not fit."""
     if row.script == rows.MODEL_SCRIPT:
-        return row_sha256((ROOT / "ladder" / "model_changes.py").read_text(), ROOT)
+        return row_sha256((ROOT / "mine" / "changes.py").read_text(), ROOT)
     if row.script == rows.LOOP_SCRIPT:
         files = [path.read_bytes() for path in sorted((ROOT / "examples" / "loop").glob("[0-9l]*"))]
         return hashlib.sha256(b"".join(files)).hexdigest()[:16]

@@ -12,12 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORTS = {
     "common": "common",
     "ladder": "common|ladder",
+    "mine": "common|ladder|mine",
     "predict": "common|ladder|predict",
     "report": r"report|common\.(kernels|record|text)$",
 }
 
 
-ROOMS = ("common", "ladder", "predict", "report", "anatomy", "peers", "examples", "docs")
+ROOMS = ("common", "ladder", "mine", "predict", "report", "anatomy", "peers", "examples", "docs")
 
 
 def files(pattern):

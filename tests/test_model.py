@@ -22,8 +22,11 @@ from common import benchmark
 from common import proof as sampling
 from common.record import Proof, Settings, write_json
 from common.text import Skip, explain
-from ladder import model_changes, model_file, model_row, model_state
 from ladder import rows as planned
+from mine import changes as model_changes
+from mine import file as model_file
+from mine import row as model_row
+from mine import state as model_state
 from report import proof, sentences, table
 from report.documents import as_markdown, for_terminal
 from report.figures import derive
@@ -681,7 +684,7 @@ def test_a_replay_with_other_losses_is_refused(arguments_of, monkeypatch):
     def capture_step(train_step, tensors_of, batch):
         return lambda batch: train_step(batch) * next(off)
 
-    monkeypatch.setattr(model_state.model_changes, "capture_step", capture_step)
+    monkeypatch.setattr(model_state.changes, "capture_step", capture_step)
     model_state.capture(train_step, model, optimizer, False, args, batch)
     with pytest.raises(Skip, match=r"a replay is not the step: its loss 2 is .* --no-capture does without"):
         model_state.capture(train_step, model, optimizer, False, args, batch)
@@ -699,7 +702,7 @@ def test_a_step_that_cannot_be_captured_is_skipped_with_its_cause(arguments_of, 
     def capture_step(*_):
         raise next(errors)
 
-    monkeypatch.setattr(model_state.model_changes, "capture_step", capture_step)
+    monkeypatch.setattr(model_state.changes, "capture_step", capture_step)
     parts = (train_step, model, optimizer, False, args, args.batches()[0][0])
     with pytest.raises(Skip, match=r"cannot be captured, --no-capture launches it: an .item"):
         model_state.capture(*parts)

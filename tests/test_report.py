@@ -970,7 +970,7 @@ def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path
             for ending, seed in (("", ""), ("-seed", ", seed 1")):
                 studied = runs.study("ablations", {f"{variant or step}{seed}": runs.run(row_of(step, text))})
                 runs.write(tmp_path / kind / f"{name}{ending}", studied)
-    changes = (runs.ROOT / "ladder" / "model_changes.py").read_text()
+    changes = (runs.ROOT / "mine" / "changes.py").read_text()
     for name, text in (("same", changes), ("other", changes.replace("optimizer.step()", "pass"))):
         function = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
         source = f"{ast.get_source_segment(text, function)}\n\n\ndef fp8(model):\n    of_its_own(model)\n"

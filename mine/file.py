@@ -7,7 +7,7 @@ loss(model, batch)               optional; otherwise the loss is the model's out
 optimizer(parameters, **how)     optional; `how` is for torch.optim.AdamW: fused, and of a graph capturable
 fp8(model)                       optional: turns layers to FP8 in place, and may return the context of a step
 
-python -m ladder.model_file FILE ARGUMENT ...     checks it, and prints the facts of a run as JSON
+python -m mine.file FILE ARGUMENT ...     checks it, and prints the facts of a run as JSON
 """
 
 import contextlib

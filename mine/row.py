@@ -1,6 +1,6 @@
 """One row of `./run_all.sh --model FILE`: the file's model, with one change more than the rows before.
 
-python ladder/model_row.py ROW FILE --output FOLDER/ROW.json ARGUMENT ...     FOLDER has the plan of the run
+python mine/row.py ROW FILE --output FOLDER/ROW.json ARGUMENT ...     FOLDER has the plan of the run
 
 A row reads the records of the rows before it in its folder, and keeps the changes that did not clearly make
 a step slower.
@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import benchmark, hardware
 from common.record import PLAN, Workload, middle_half, read_object
 from common.text import Skip, one_line, run_command
-from ladder import model_changes as changes
-from ladder import model_file
-from ladder.model_file import ModelArguments
-from ladder.model_state import ModelState, capture, check_states
 from ladder.rows import AMP, COMPILE, FP8, GRAPH, SDPA
 from ladder.rows import MODEL_ROWS as ROWS
+from mine import changes
+from mine import file as model_file
+from mine.file import ModelArguments
+from mine.state import ModelState, capture, check_states
 
 BY_HAND = "by hand"  # as common/profile.py observes it
 SMALLEST_SHARE = 0.1  # of a model's weights, in a list of blocks that is worth compiling

@@ -12,8 +12,8 @@ import torch
 from common import proof
 from common.benchmark import InitialState, on_host, own_part
 from common.text import Skip
-from ladder import model_changes
-from ladder.model_file import ModelArguments, copied, tensors_of
+from mine import changes
+from mine.file import ModelArguments, copied, tensors_of
 
 # Optimizers of PyTorch whose states are zeros before their first step.
 BEGIN_AT_ZERO = ("Adadelta", "Adafactor", "Adam", "AdamW", "Adamax", "Muon", "RMSprop", "SGD")
@@ -103,7 +103,7 @@ def capture(
     if args.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(args.device)  # those steps are not the graph's
     try:
-        replay = model_changes.capture_step(train_step, tensors_of, copied(batch, None))
+        replay = changes.capture_step(train_step, tensors_of, copied(batch, None))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # ending a broken capture raises an error of its own, which hides the cause
