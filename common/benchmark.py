@@ -30,6 +30,7 @@ from common.text import Skip, explain, one_line, progress, run_command, say
 REHEARSED = 10  # steps in all on a GPU: after three of them FP8's scales were seen to be still too small
 LONG_STEP_S = 0.5  # beyond it only the launched steps are rehearsed, since more would take many seconds
 SETTLING_S = 6  # of steps that do not count: a GPU's clock falls to what its power limit allows
+MOST_RETIMED = 2  # fresh regions after one in which the compiler worked
 TIMED_AFTER_TRAINING = 10  # steps to time of a row that was trained for its held-out losses
 STATE_S = 0.5  # between readings of clock and power
 POLL_S = 0.001  # between questions whether the GPU has finished
@@ -55,7 +56,7 @@ class InitialState:
     """The weights with which a row begins, copied to the host's memory."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.notes = model, optimizer, []
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         self.weights = [(weight, on_host(weight)) for weight in weights]
 
@@ -125,7 +126,13 @@ def measure_row(
         train_with_heldout(training, model, args, row)
         n = min(n, TIMED_AFTER_TRAINING)
     time_steps = time_on_gpu if args.device.type == "cuda" else time_on_cpu
-    time_steps(training, n, args, row)
+    for _ in range(1 + MOST_RETIMED):  # where the compiler worked, its time is in a step's
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        time_steps(training, n, args, row)
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+        (row.recompiled,) = map(int, parallel.across([compiled], "max"))
+        if not row.recompiled:
+            break
     timed_s = (sum(row.settling_ms) + sum(row.step_ms)) / 1e3
     losses = [loss.item() for loss in [*training.losses[: args.steps], training.losses[-1]]]
     record_losses(parallel.across(losses, "avg"), len(training.losses), args, row)
@@ -146,6 +153,7 @@ def measure_row(
     if initial and args.processes == 1:
         with noting(row, "gradients not sampled"):
             samples = sample_gradients(train_step, batches[0], initial, bool(row.settings.fp8_recipe))
+        add_note(row, "; ".join(initial.notes))
     if row.settings.float32_matmul_precision == "high" and not args.amp:
         add_note(row, f"FP32, because this {args.device.type} does not multiply BF16")
     if args.cold:

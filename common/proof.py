@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.record import AGAIN, NUMBERS, PART, sketches_of, write_bytes
+from common.record import NUMBERS, PART, PASS, sketches_of, write_bytes
 
 PARTS = (1, 2, 3)  # in which a matrix is sampled: whole, as halves, as thirds
 CHUNK = NUMBERS * 2**15  # of a gradient: what a sketch sums up at a time, so that it needs little memory
@@ -31,12 +31,14 @@ def sample(
 ) -> dict:
     """Run one training step, and sample before its update. Returns float32 arrays by the name of a weight:
     (2, NUMBERS) numbers of the weight, the same places in all rows, and the sketch of its gradient; those of
-    a part by `NAME part 1/2`. Of several updates in one training step, the last is sampled."""
+    a part by `NAME part 1/2`. Of several updates in one training step, the last is sampled. A weight that got
+    no gradient has one of zeros; a sparse gradient is left out."""
     samples: dict[str, np.ndarray] = {}
 
     def keep(*_) -> None:
         for name, weight in model.named_parameters():
-            if weight.dim() > 1 and weight.numel() and weight.grad is not None:
+            is_sampled = weight.dim() > 1 and weight.numel() and weight.requires_grad
+            if is_sampled and (weight.grad is None or weight.grad.layout == torch.strided):
                 samples.update(samples_of(name, weight))
 
     model.zero_grad()  # also weights that the optimizer does not have
@@ -51,7 +53,8 @@ def sample(
 def samples_of(name: str, weight: torch.nn.Parameter) -> dict[str, np.ndarray]:
     """The sample of a matrix and the sketch of its gradient: of the whole, and of each of its halves and
     thirds."""
-    values, gradients = (part.detach().flatten() for part in (weight, weight.grad))
+    gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    values, gradients = (part.detach().flatten() for part in (weight, gradient))
     samples = {}
     for parts in PARTS:
         numbers, rest = divmod(weight.numel(), parts)
@@ -78,10 +81,18 @@ def sketch(gradient: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def renamed(samples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The samples of whole matrices of a second pass, by the names that they have beside those of the
+def renamed(samples: dict[str, np.ndarray], k: int) -> dict[str, np.ndarray]:
+    """The samples of whole matrices of a further pass, by the names that they have beside those of the
     first."""
-    return {f"{AGAIN}{name}": numbers for name, numbers in samples.items() if PART not in name}
+    return {f"{PASS}{k} {name}": numbers for name, numbers in samples.items() if PART not in name}
+
+
+def are_equal(samples: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> bool:
+    """Whether two passes have the same gradients, rounding aside."""
+    return all(
+        np.allclose(part[1], others[name][1], rtol=1e-3, atol=1e-3 * np.abs(part[1]).max())
+        for name, part in samples.items()
+    )
 
 
 def places_of(numbers: int) -> np.ndarray:

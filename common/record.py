@@ -17,8 +17,8 @@ SCHEMA_VERSION = 3
 # Files of a run folder.
 PLAN, MERGED, ROOFS = "plan.json", "results.json", "roofs.json"
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
-# Names in the file of the proof: `fc1.weight part 1/2`, and of a second pass `again fc1.weight`.
-PART, AGAIN = " part ", "again "
+# Names in the file of the proof: `fc1.weight part 1/2`, and of a further pass `pass 1 fc1.weight`.
+PART, PASS = " part ", "pass "
 LOSSES_IN_ONE = 5  # of a long training: the quarter of 1,500 steps that a verdict goes by has whole ones
 NUMBERS = 509  # of a matrix, and sums of its gradient: a prime, so that a column spreads over all sums
 STUDIES = ("sweep", "scaling", "ablations", "parity")
@@ -90,6 +90,7 @@ class Proof:
     weight: str | None = None  # whose it is
     # The same of two passes of the first row: below 1 where its model draws random numbers. --model alone.
     repeated: float | None = None
+    limit: float | None = None  # the least cosine of that weight at which rows agree; null in older records
 
 
 @dataclass
@@ -102,6 +103,7 @@ class Row:
     changes: list[str] = field(default_factory=list)  # in words, of --model: this row's own is the last
     settling_ms: list[float] = field(default_factory=list)  # every step between the rehearsal and these
     step_ms: list[float] = field(default_factory=list)  # every timed step
+    recompiled: int = 0  # graphs that were compiled between these steps, each time that they were timed
     warmup_s: float | None = None  # of the rehearsal: compilation, capture, the weights put back
     rehearsed: int = 0  # steps trained before the weights were put back; 0: they were not
     # Fixed work before and after the timed steps; of a GPU alone, and of a CPU in older records.

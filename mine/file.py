@@ -1,11 +1,11 @@
 """A model of yours: what a file must hold for `./run_all.sh --model FILE`, and what its model is.
 
-model()                          a torch.nn.Module with FP32 weights
-batches()                        yields what the model takes: a tensor, a tuple or list, or a mapping, which
-                                 arrives as a dict
+model()                          a torch.nn.Module with FP32 weights batches()                        yields
+what the model takes: a tensor, a tuple or list, a dataclass, or a mapping, which arrives as a dict
 loss(model, batch)               optional; otherwise the loss is the model's output, or its `.loss`
-optimizer(parameters, **how)     optional; `how` is for torch.optim.AdamW: fused, and of a graph capturable
-fp8(model)                       optional: turns layers to FP8 in place, and may return the context of a step
+optimizer(parameters, **how)     optional, one or a list; `how` is for torch.optim.AdamW: fused, and of a
+graph capturable fp8(model)                       optional: turns layers to FP8 in place, and may return the
+context of a step
 
 python -m mine.file FILE ARGUMENT ...     checks it, and prints the facts of a run as JSON
 """
@@ -20,19 +20,24 @@ import random
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import hardware, options
 from common.record import Workload
 from common.text import OneLineParser, Skip, explain, one_line, portable_command, run_command, say
 from ladder import facts
+from mine.batch import copied, described, loss_for, output_of, sha256_of, shapes_of, units_of
+from mine.blocks import list_blocks, say_blocks
+from mine.optimizers import Optimizers
 
 NEEDED = ("model", "batches")
 LR = 1e-4  # of the AdamW that a file without an optimizer gets
@@ -50,11 +55,14 @@ class ModelArguments(options.Measurement):
     # whether attention got a mask of its own.
     beside: list[Path] = field(default_factory=list)
     is_masked: bool = True
+    blocks: list[str] = field(default_factory=list)  # names of the lists of blocks, see mine/blocks.py
+    said: list[str] = field(default_factory=list)  # what a user should know before the first row
     planned: Workload | None = None  # as the plan of the run has it
 
     def resolve(self) -> None:
         """As the base class does, and import the file. Raises ValueError or Skip, one line."""
         self.path, self.known_modules = self.path.absolute(), set(sys.modules)
+        set_seeds(self.seed)  # a file may draw numbers when it is imported
         self.file = load(self.path)
         if self.lr is not None and hasattr(self.file, "optimizer"):
             name = self.path.name
@@ -102,6 +110,11 @@ class ModelArguments(options.Measurement):
         if not isinstance(model, torch.nn.Module):
             raise Skip(f"model() of {self.path.name} returns no torch.nn.Module")
         for name, weight in model.named_parameters():
+            if isinstance(weight, UninitializedParameter):
+                raise Skip(f"{name} has no size yet: let model() call the model once on a batch")
+            if weight.is_complex():
+                halves = "keep two FP32 weights, and join them by torch.complex in forward"
+                raise Skip(f"{name} is complex, which neither BF16 nor FP8 multiplies: {halves}")
             if weight.dtype != torch.float32:
                 dtype = str(weight.dtype).removeprefix("torch.")
                 raise Skip(f"{name} is {dtype}: model() must give FP32 weights; AMP casts them where it pays")
@@ -120,7 +133,9 @@ class ModelArguments(options.Measurement):
             raise Skip(f"{one_line(error)}: {how}") from error
         loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
         if loss is None or loss.dim():
-            raise Skip(f"the model returns no loss: define loss(model, batch) in {self.path.name}")
+            raise Skip(
+                f"the model returns {described(output)}: write in {self.path.name} {loss_for(output, batch)}"
+            )
         return loss
 
     def optimizer(self, model: torch.nn.Module, captured: bool) -> torch.optim.Optimizer:
@@ -129,59 +144,68 @@ class ModelArguments(options.Measurement):
         weights = list(model.parameters())  # and no generator, which groups of a file would share
         if not hasattr(self.file, "optimizer"):
             return torch.optim.AdamW(weights, lr=self.lr, **ADAMW, **how)
-        optimizer = called(lambda: self.file.optimizer(weights, **how), self.path)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise Skip(f"optimizer() of {self.path.name} returns no torch.optim.Optimizer")
-        return optimizer
+        made = called(lambda: self.file.optimizer(weights, **how), self.path)
+        optimizers = [*made] if isinstance(made, (list, tuple)) else [made]
+        if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
+            raise Skip(
+                f"optimizer() of {self.path.name} returns no torch.optim.Optimizer, and no list of these"
+            )
+        return optimizers[0] if len(optimizers) == 1 else Optimizers(optimizers)
 
     def workload(self) -> Workload:
         return self.planned
 
     def first_loss(self, model: torch.nn.Module) -> torch.Tensor:
-        """The loss of the first batch. Raises Skip for a pass that changes it."""
-        batch = copied(self.drawn[0], self.device)
+        """The loss of the first batch. Raises Skip for a pass that changes it, and for one that has no finite
+        scalar loss, or has done the backward pass already."""
+        batch, name = copied(self.drawn[0], self.device), self.path.name
         numbers = sha256_of(batch)
         loss = called(lambda: self.loss(model, batch), self.path)
         if sha256_of(batch) != numbers:
-            raise Skip(f"a step of {self.path.name} changes its batch in place: let it change a clone")
+            raise Skip(f"a step of {name} changes its batch in place: let it change a clone")
+        if any(weight.grad is not None for weight in model.parameters()):
+            raise Skip(f"loss() of {name} calls backward(): let it return the loss alone")
+        if not isinstance(loss, torch.Tensor):
+            raise Skip(f"the loss of {name} is no tensor")
+        if not loss.is_floating_point():
+            raise Skip(f"the loss of {name} is of {loss.dtype}, which has no gradient")
+        if loss.dim():
+            raise Skip(f"the loss of {name} is no scalar: its shape is {tuple(loss.shape)}")
+        if not torch.isfinite(loss):
+            raise Skip(f"the first loss of {name} is {loss.item()}")
         return loss
 
-    def loss_and_flops(self, model: torch.nn.Module) -> tuple[torch.Tensor, int]:
-        """The first loss, and the FLOPs of its forward pass as torch.utils.flop_counter counts them:
-        attention counts the whole (T, T) square. 0 of what it cannot follow: a loss that differentiates, and
-        a recurrent layer."""
-        is_recurrent = any(isinstance(module, torch.nn.RNNBase) for module in model.modules())
-        try:
-            with FlopCounterMode(display=False) as counter, torch.no_grad():
-                loss = self.first_loss(model)
-            return loss, 0 if is_recurrent else counter.get_total_flops()
-        except Skip as error:
-            with contextlib.suppress(Skip):
-                return self.first_loss(model), 0
-            raise error
-
-    def forward_flops(self, model: torch.nn.Module) -> int:
-        """Of one forward pass, which also shows masks and imports. Raises Skip for a loss that is no finite
-        scalar."""
+    def step_flops(self, model: torch.nn.Module) -> int:
+        """FLOPs of a forward and a backward pass, as torch.utils.flop_counter counts them, which also shows
+        masks, imports and blocks. 0 of what the counter cannot follow: its errors, and a recurrent layer. On
+        a CPU attention is counted as two products; in both cases it is the whole (T, T) square."""
+        on_cpu = self.device.type == "cpu"  # whose attention the counter does not know
+        math = sdpa_kernel(SDPBackend.MATH) if on_cpu else contextlib.nullcontext()
+        counter = FlopCounterMode(display=False)
         with masks_seen(model) as seen:
-            loss, flops = self.loss_and_flops(model)
+            self.first_loss(model)  # its errors are the model's
+            try:
+                with counter, math:
+                    self.first_loss(model).backward()
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception:
+                counter = None
+        model.zero_grad()
         self.is_masked = bool(seen)
         self.beside = modules_beside(self.path, set(sys.modules) - self.known_modules)
-        if not isinstance(loss, torch.Tensor):
-            raise Skip(f"the loss of {self.path.name} is no tensor")
-        if not loss.is_floating_point():
-            raise Skip(f"the loss of {self.path.name} is of {loss.dtype}, which has no gradient")
-        if loss.dim():
-            raise Skip(f"the loss of {self.path.name} is no scalar: its shape is {tuple(loss.shape)}")
-        if not torch.isfinite(loss):
-            raise Skip(f"the first loss of {self.path.name} is {loss.item()}")
-        return flops
+        if counter is None or any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
+            self.blocks = list_blocks(model, {})
+            self.said.append("FLOPs are not counted: PyTorch's counter cannot follow this model")
+            return 0
+        counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
+        self.blocks = list_blocks(model, counts)
+        return counter.get_total_flops()
 
     def settle_steps(self, model: torch.nn.Module) -> Workload:
-        """What one step trains; sets how many steps there are, where the user did not. The FLOPs of a step
-        are three times those of the forward pass: backward costs twice as many."""
+        """What one step trains; sets how many steps there are, where the user did not."""
         unit, units = units_of(self.drawn[0])
-        step_flops = 3 * self.forward_flops(model)
+        step_flops = self.step_flops(model)
         self.steps = self.steps or options.default_steps(step_flops, self.device)
         self.draw_again()  # as many batches as there are steps
         return Workload(
@@ -225,10 +249,23 @@ def parse(name: str, argv: list[str]) -> ModelArguments:
     return args
 
 
+def in_a_process_of_its_own() -> list[str]:
+    """Make this process the file's: its imports find its own modules, also those that are called as rooms of
+    this project (ours are imported already), and `sys.argv` holds its name alone. Returns what it held."""
+    words, rooms = sys.argv[1:], {path.parent.name for path in hardware.ROOT.glob("*/__init__.py")}
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in rooms:
+            del sys.modules[name]
+    own = {hardware.ROOT, hardware.ROOT / "mine"}
+    sys.path[:] = [entry for entry in sys.path if Path(entry).absolute() not in own]
+    return words
+
+
 def load(path: Path) -> ModuleType:
     """The file as a module. Raises Skip, one line, where it cannot be imported or lacks a function."""
     if path.suffix != ".py" or not path.is_file():
         raise Skip(f"--model {path}: there is no such Python file")
+    sys.argv[:] = [str(path)]
     sys.path.insert(0, str(path.parent))  # of what the file imports beside it
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -270,10 +307,6 @@ def masks_seen(model: torch.nn.Module) -> Iterator[list[str]]:
             handle.remove()
 
 
-def shapes_of(batch: object) -> tuple[torch.Size, ...]:
-    return tuple(tensor.shape for tensor in tensors_of(batch))
-
-
 def called(function: Callable, path: Path):
     """What a function of the file returns. Raises Skip, one line with the file's line, where it fails."""
     try:
@@ -286,68 +319,10 @@ def called(function: Callable, path: Path):
         raise Skip(f"{path.name}{where}: {type(error).__name__}: {one_line(error)}") from error
 
 
-def output_of(model: torch.nn.Module, batch):
-    """What a model returns for a batch, which holds its arguments: by name in a dict, in order in a tuple or
-    a list; anything else is the only one."""
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
 def set_seeds(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def copied(batch, device: torch.device | None):
-    """A batch with all its tensors copied to a device, None: where they are; and with its arrays copied."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device or batch.device, copy=True)
-    if isinstance(batch, np.ndarray):
-        return batch.copy()
-    if isinstance(batch, Mapping):
-        return {name: copied(part, device) for name, part in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        parts = [copied(part, device) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else parts  # a namedtuple keeps its names
-    return batch
-
-
-def parts_of(batch) -> Iterator:
-    """What a batch holds, in order: tensors, arrays, and whatever else."""
-    if isinstance(batch, (dict, tuple, list)):
-        for part in batch.values() if isinstance(batch, dict) else batch:
-            yield from parts_of(part)
-    else:
-        yield batch
-
-
-def tensors_of(batch) -> Iterator[torch.Tensor]:
-    """The tensors of a batch in their order."""
-    return (part for part in parts_of(batch) if isinstance(part, torch.Tensor))
-
-
-def sha256_of(batch) -> str:
-    """Of all tensors and arrays of a batch. Other parts may be notes, such as a time."""
-    digest = hashlib.sha256()
-    for part in parts_of(batch):
-        if isinstance(part, torch.Tensor):
-            part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        if isinstance(part, np.ndarray) and part.dtype != object:
-            digest.update(part.tobytes())
-    return digest.hexdigest()
-
-
-def units_of(batch) -> tuple[str, int]:
-    """What a batch holds, and how many: tokens where it has integers of two dimensions, otherwise samples."""
-    tensors = list(tensors_of(batch))
-    if not any(tensor.numel() for tensor in tensors):
-        raise Skip("batches() yields no tensors with numbers in them. torch.from_numpy makes one of an array")
-    for tensor in tensors:
-        if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
-            return "tokens", tensor.numel()
-    return "samples", len(tensors[0]) if tensors[0].dim() else 1
 
 
 def check(args: ModelArguments) -> Workload:
@@ -363,6 +338,8 @@ def check(args: ModelArguments) -> Workload:
         raise Skip(f"model() of {args.path.name} has no weight to train")
     args.optimizer(model, captured=False)
     work = args.settle_steps(model)
+    size = f"{work.parameters / 1e6:,.1f} M parameters, {work.tokens_per_step:,} {work.unit} a step"
+    args.said = [f"{work.model}: {size}", *args.said, f"Row 3_compile: {say_blocks(model, args.blocks)}"]
     args.draw_again()
     if work.text_sha256 != args.work_sha256():
         raise Skip(f"batches() of {args.path.name} yields other numbers each time: seed its generator")
@@ -376,22 +353,19 @@ def checksums(model: torch.nn.Module) -> list[str]:
     return [str(tensor.double().sum().item()) for tensor in real]
 
 
-def main() -> int:
-    args = parse("run_all.sh", sys.argv[1:])
+def main(words: list[str]) -> int:
+    args = parse("run_all.sh", words)
     try:
         work = check(args)
     except Exception as error:  # whatever a model does, it is one line
         say(f"run_all.sh: error: {explain(error)[1]}", sys.stderr)
         return 2
-    seen = {"beside": [str(path) for path in args.beside], "is_masked": args.is_masked}
-    facts.say_facts(args.device, work, {"--steps": str(work.steps)}, [sentence(work)], {"seen": seen})
+    seen = {"beside": [str(path) for path in args.beside], "is_masked": args.is_masked, "blocks": args.blocks}
+    facts.say_facts(args.device, work, {"--steps": str(work.steps)}, args.said, {"seen": seen})
     return 0
 
 
-def sentence(work: Workload) -> str:
-    size = f"{work.parameters / 1e6:,.1f} M parameters, {work.tokens_per_step:,} {work.unit} a step"
-    return f"{work.model}: {size}"
-
-
 if __name__ == "__main__":
-    run_command(main, "run_all.sh")  # which ends also where a thread of the file goes on
+    run_command(
+        lambda: main(in_a_process_of_its_own()), "run_all.sh"
+    )  # which ends also where a thread of the file goes on

@@ -9,7 +9,6 @@ a step slower.
 import contextlib
 import copy
 import inspect
-import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,12 +25,11 @@ from ladder.rows import AMP, COMPILE, FP8, GRAPH, SDPA
 from ladder.rows import MODEL_ROWS as ROWS
 from mine import changes
 from mine import file as model_file
+from mine.attention import set_attention
+from mine.blocks import blocks_of, callable_parts, is_transformer_engine
 from mine.file import ModelArguments
+from mine.optimizers import each_of
 from mine.state import ModelState, capture, check_states
-
-BY_HAND = "by hand"  # as common/profile.py observes it
-SMALLEST_SHARE = 0.1  # of a model's weights, in a list of blocks that is worth compiling
-
 
 # --- which changes a row has ----------------------------------------------------------------------
 
@@ -74,87 +72,6 @@ def functions_of(names: list[str], file) -> list[Callable]:
 
 
 # --- building -------------------------------------------------------------------------------------
-
-
-def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of the outermost lists of modules that hold a good part of the weights."""
-    lists: list[torch.nn.ModuleList] = []
-    inside: set[torch.nn.Module] = set()
-    whole = count_of(model)
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and module not in inside and len(module) > 1:
-            inside |= set(module.modules())
-            if count_of(module) >= SMALLEST_SHARE * whole:
-                lists.append(module)
-    return [*itertools.chain(*lists)]
-
-
-def callable_parts(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """A module that has a forward, or the nearest ones inside it that have: a list of layers has none."""
-    if getattr(module.forward, "__func__", None) is not torch.nn.Module.forward:
-        return [module]
-    return [part for child in module.children() for part in callable_parts(child)]
-
-
-def count_of(module: torch.nn.Module) -> int:
-    return sum(weight.numel() for weight in module.parameters())
-
-
-def switch_of(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The outermost module with Hugging Face's switch of attention; None without one."""
-    modules = (module for module in model.modules() if hasattr(module, "set_attn_implementation"))
-    return next(modules, None)
-
-
-def switch_attention(model: torch.nn.Module, needs_mask: bool) -> None:
-    """Use the switch of a Hugging Face model. Raises Skip for a model that it does not change."""
-    changes.fused_attention(model, needs_mask)
-    if not model.config._attn_implementation.startswith("sdpa"):
-        raise Skip(f"{type(model).__name__} has attention of its own, which no switch changes")
-
-
-def needs_mask(switch: torch.nn.Module, is_masked: bool) -> bool:
-    """Whether attention may need more than a causal mask: unless the model is known to be causal, without a
-    window, and gets no mask of its own."""
-    is_causal = "CausalLM" in type(switch).__name__ or "LMHead" in type(switch).__name__
-    has_window = getattr(switch.config, "sliding_window", None) is not None
-    return not is_causal or has_window or is_masked
-
-
-def switch_inside(switch: torch.nn.Module, name: str) -> None:
-    """Choose this attention also in those parts of a model whose configurations are copies."""
-    for part in switch.modules():
-        if hasattr(part, "set_attn_implementation") and part.config._attn_implementation != name:
-            part.set_attn_implementation(name)
-
-
-def set_attention(model: torch.nn.Module, before: dict[str, dict], fused: bool, args: ModelArguments) -> None:
-    """Attention by hand, or fused. Raises Skip, with what was observed, without a switch."""
-    switch = switch_of(model)
-    if switch is not None and fused:
-        switch_attention(switch, needs_mask(switch, args.is_masked))
-        switch_inside(switch, switch.config._attn_implementation)
-    elif switch is not None:
-        switch.set_attn_implementation("eager")
-        switch_inside(switch, "eager")
-    elif fused:
-        observed = [row.get("settings", {}).get("attention_kernel") for row in before.values()]
-        if not observed:
-            raise Skip("which attention runs was not seen: run the rows before this one, too")
-        raise Skip(advice_on_attention(observed[-1]))
-
-
-def advice_on_attention(kernel: str | None) -> str:
-    """What to do about attention in a model that has no switch for it."""
-    if kernel == BY_HAND:
-        return "attention is written by hand: call F.scaled_dot_product_attention there, as 2_sdpa.py does"
-    if kernel == "math":
-        return (
-            "PyTorch's attention is not fused here (math): dropout or a mask may be what keeps it from that"
-        )
-    if kernel is None:
-        return "no attention was seen, so there is nothing to fuse"
-    return f"attention is fused already ({kernel})"
 
 
 def convert_to_fp8(model: torch.nn.Module, blocks: list[torch.nn.Module], args: ModelArguments) -> object:
@@ -213,25 +130,31 @@ def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tu
         changed = f"{args.path.name}, or what it imports or reads, has changed since the run began"
         raise RuntimeError(f"{changed}, or its batches differ in each process: seed its generator")
     set_attention(model, before, SDPA in names, args)
-    blocks = blocks_of(model)
+    blocks = blocks_of(model, args.blocks)
     contexts = [changes.mixed_precision(args.device)] if AMP in names else []
     if FP8 in names:
-        contexts += filter(None, [convert_to_fp8(model, blocks, args)])
-        blocks = blocks_of(model)
+        contexts += filter(None, [convert_to_fp8(model, blocks or [model], args)])
+        blocks = blocks_of(model, args.blocks)
     loss = compiled(model, blocks, args) if COMPILE in names else args.loss
     captures = GRAPH in names
     optimizer = args.optimizer(model, captures)
     if captures and not args.cold:
-        check_states(optimizer)
+        for each in each_of(optimizer):
+            check_states(each)
     model_file.set_seeds(args.seed)  # whatever a row drew until here: its losses may draw, too
     train_step = changes.training_step(model, loss, optimizer, contexts_of(*contexts))
+    if COMPILE in names:
+        train_step = skip_at_recompile_limit(train_step)
     if not captures:
         return train_step, model, optimizer
     return train_step, model, optimizer, partial(capture, train_step, model, optimizer, FP8 in names, args)
 
 
 def compiled(model: torch.nn.Module, blocks: list[torch.nn.Module], args: ModelArguments) -> Callable:
-    """Compile what can be compiled of a model. Returns the loss of a batch, compiled if it is the file's."""
+    """Compile what can be compiled of a model. Returns the loss of a batch, compiled if it is the file's. A
+    block that is compiled anew in each step is an error: past its limit the compiler would run it as it
+    is."""
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     traced = [block for block in blocks if not is_transformer_engine(block)]
     parts = [part for block in traced for part in callable_parts(block)] if blocks else [model]
     if hasattr(args.file, "loss"):
@@ -243,9 +166,19 @@ def compiled(model: torch.nn.Module, blocks: list[torch.nn.Module], args: ModelA
     return args.loss
 
 
-def is_transformer_engine(block: torch.nn.Module) -> bool:
-    """Whether a block holds layers of Transformer Engine, which torch.compile cannot trace."""
-    return any(type(part).__module__.startswith("transformer_engine") for part in block.modules())
+def skip_at_recompile_limit(train_step: Callable) -> Callable:
+    """A step whose compiler gives up is skipped: past its limit it would run the blocks as they are."""
+
+    def step(batch):
+        try:
+            return train_step(batch)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            why = "something in them, such as a counter, is another number in each step"
+            raise Skip(
+                f"the blocks are compiled anew again and again: {why} (TORCH_LOGS=recompiles)"
+            ) from error
+
+    return step
 
 
 # --- the process ----------------------------------------------------------------------------------
@@ -259,21 +192,22 @@ def source_of(function: Callable) -> str:
         return ""
 
 
-def run_row() -> int:
-    name, argv = sys.argv[1], sys.argv[2:]
+def run_row(words: list[str]) -> int:
+    name, *argv = words
     args = model_file.parse("run_all.sh", argv)
     folder = args.output.parent
     folder = folder.parent if folder.name.startswith("pass-") else folder  # of --repeat: as the first pass
     plan = read_object(folder / PLAN)
     args.planned, seen = Workload(**plan["workload"]), plan["seen"]
     args.beside, args.is_masked = [Path(path) for path in seen["beside"]], seen["is_masked"]
+    args.blocks = seen["blocks"]
     before = rows_before(folder, name)
     names = kept(before) + ([name] if ROWS[name] else [])
     functions = functions_of(names, args.file)
     args.name, args.changes = name, [ROWS[each] for each in names]
     args.source = "\n\n".join(filter(None, map(source_of, [changes.training_step, *functions])))
-    return benchmark.run_and_record(partial(build, names, before), args, ModelState)
+    return benchmark.run_and_record(partial(build, names, before), args, partial(ModelState, seed=args.seed))
 
 
 if __name__ == "__main__":
-    run_command(run_row, "run_all.sh")
+    run_command(lambda: run_row(model_file.in_a_process_of_its_own()), "run_all.sh")

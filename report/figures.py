@@ -354,6 +354,8 @@ def _fastest_reference(runs: list[Run]) -> dict[str, float]:
 def _doubts(line: Line, timed: list[Line], run: Run) -> list[str]:
     """Why the time of a row may be wrong. Nothing is concluded from times of a CPU, so they bear no doubt."""
     doubts = []
+    if any(row.recompiled for row in line.row.passes or [line.row]):
+        doubts.append("the compiler worked while it was timed")
     if run.environment is None or run.environment.device_type == "cuda":
         if line.slowed > BUSY:
             doubts.append("the machine was busy")

@@ -5,12 +5,14 @@ is compared with one of the other model whose numbers are the same before the st
 a half or a third of one. The cosine of their gradients is 1 where they point the same way.
 """
 
+import itertools
 from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
-from common.record import AGAIN, NUMBERS, PART, Proof, Row, sketches_of
+from common.record import NUMBERS, PART, PASS, Proof, Row, sketches_of
 from common.text import one_line
 
 PAIRED = 0.9  # of the weights, at least: with fewer nothing is proven
@@ -24,7 +26,9 @@ AGREES, AGREES_IN_FP8 = 0.999, 0.95
 # The same of a model that is not ours, which may be deeper: on the same card a Llama of 24 layers had 0.999
 # in BF16 and 0.83 in FP8, the weights of its keys, while its losses agreed.
 OTHERS_AGREE, OTHERS_AGREE_IN_FP8 = 0.95, 0.75
-BLUNT = 0.5  # cosine of two passes of the first row, below which random numbers leave nothing to prove
+# Where random numbers alone turn the gradients: times their spread, below which rows differ, and the least
+# limit from which a weight proves something.
+SPREADS, BLUNT = 2.0, 0.5
 
 # (2, NUMBERS) by the name of a weight: numbers of the weight, and the sketch of its gradient
 Samples = dict[str, np.ndarray]
@@ -42,20 +46,28 @@ def read(record: Path) -> Samples:
     return samples if all(usable) else {}
 
 
+def level(in_fp8: bool, is_of_ladder: bool) -> float:
+    """The least cosine of two rows that agree, random numbers aside."""
+    if is_of_ladder:
+        return AGREES_IN_FP8 if in_fp8 else AGREES
+    return OTHERS_AGREE_IN_FP8 if in_fp8 else OTHERS_AGREE
+
+
 def limit(proof: Proof) -> float:
-    """The least cosine of two rows that agree. Of a model that is not ours, random numbers, as those of
-    dropout, lower it as far as they lower the cosine of two passes of the first row."""
-    if proof.repeated is None:
-        return AGREES_IN_FP8 if proof.in_fp8 else AGREES
-    level = OTHERS_AGREE_IN_FP8 if proof.in_fp8 else OTHERS_AGREE
-    return round(level * max(0.0, proof.repeated), 4)
+    """The least cosine at which the rows of a proof agree; an older record does not hold it."""
+    if proof.limit is not None:
+        return proof.limit
+    return round(level(proof.in_fp8, proof.repeated is None) * max(0.0, proof.repeated or 1.0), 4)
 
 
 def verdict(proof: Proof | None) -> str:
     """agrees, differs or not proven; an empty text for a row that was not compared."""
     if proof is None:
         return ""
-    if proof.cosine is None or (proof.repeated is not None and proof.repeated < BLUNT):
+    is_blunt = (
+        proof.limit is None and proof.repeated is not None and proof.repeated < BLUNT
+    )  # an older record
+    if proof.cosine is None or is_blunt:
         return "not proven"
     return "agrees" if proof.cosine >= limit(proof) else "differs"
 
@@ -68,32 +80,64 @@ def prove(rows: list[tuple[Row, Samples]]) -> None:
 
 
 def compare(first: Row, ours: Samples, other: Row, theirs: Samples) -> Proof:
-    """The least cosine between the gradients of two rows, over the weights of the first one that both
-    have."""
+    """The cosine between the gradients of two rows, of that weight of the first one that lies nearest to its
+    limit or furthest below it. A weight whose gradient random numbers turn too far is not paired."""
     partners: dict[bytes, list[str]] = defaultdict(list)  # names by the numbers of the weight
     for name in sorted(theirs, key=lambda name: PART in name):  # whole matrices before parts
-        if not name.startswith(AGAIN):
+        if not name.startswith(PASS):
             partners[theirs[name][0].tobytes()].append(name)
-    whole = [name for name in ours if PART not in name and not name.startswith(AGAIN)]
-    cosines: dict[str, float] = {}
+    whole = [name for name in ours if PART not in name and not name.startswith(PASS)]
+    in_fp8, is_of_ladder = (
+        bool(first.settings.fp8_recipe or other.settings.fp8_recipe),
+        repeated(ours) is None,
+    )
+    least = level(in_fp8, is_of_ladder)
+    cosines: dict[str, tuple[float, float]] = {}  # and its limit
     for name in whole:
         if names := partners[ours[name][0].tobytes()]:
             partner = names.pop(0)  # weights that begin with equal numbers are paired in their order
-            cosines[partner] = cosine(ours[name][1], theirs[partner][1])
-    in_fp8 = bool(first.settings.fp8_recipe or other.settings.fp8_recipe)
-    proof = Proof(first.step, in_fp8, len(cosines) / max(1, len(whole)), repeated=repeated(ours))
+            cosines[partner] = agreement(passes_of(ours, name), passes_of(theirs, partner), least)
+    sharp = {name: pair for name, pair in cosines.items() if pair[1] >= BLUNT}
+    proof = Proof(first.step, in_fp8, len(sharp) / max(1, len(whole)), repeated=repeated(ours))
     if proof.paired >= PAIRED:
-        proof.weight = min(cosines, key=cosines.get)
-        proof.cosine = round(cosines[proof.weight], 6)
+        proof.weight = min(sharp, key=lambda name: sharp[name][0] - sharp[name][1])
+        proof.cosine, proof.limit = (round(number, 6) for number in sharp[proof.weight])
     return proof
+
+
+def passes_of(samples: Samples, name: str) -> list[np.ndarray]:
+    """The sketches of a weight's gradient, of each pass."""
+    names = [name, *(f"{PASS}{k} {name}" for k in range(1, len(samples)))]
+    return [samples[each][1].astype(np.float64) for each in names if each in samples]
+
+
+def agreement(ours: list[np.ndarray], theirs: list[np.ndarray], least: float) -> tuple[float, float]:
+    """The cosine of two rows' gradients of a weight, and its limit.
+
+    Passes of the same number draw the same random numbers in rows that draw alike: then these are compared,
+    pass by pass. Otherwise their means are, and the limit is lower by SPREADS times what random numbers alone
+    are expected to turn such means: by the cosines between the means of one half of the first row's passes
+    and those of the other half.
+    """
+    paired = min(cosine(a, b) for a, b in zip(ours, theirs, strict=False))
+    half = len(ours) // 2
+    if paired >= least or half < 2:
+        return paired, least
+    halves = [list(chosen) for chosen in itertools.combinations(range(len(ours)), half)]
+    rest = [[k for k in range(len(ours)) if k not in chosen] for chosen in halves]
+    apart = fmean(1 - cosine(mean(ours, a), mean(ours, b)) for a, b in zip(halves, rest, strict=True))
+    expected = apart * half * (1 / len(ours) + 1 / len(theirs)) / 2
+    return cosine(np.mean(ours, axis=0), np.mean(theirs, axis=0)), least - SPREADS * expected
+
+
+def mean(sketches: list[np.ndarray], chosen: list[int]) -> np.ndarray:
+    return np.mean([sketches[k] for k in chosen], axis=0)
 
 
 def repeated(samples: Samples) -> float | None:
     """The least cosine between the gradients of two passes of one row; None where there was one pass."""
-    cosines = []
-    for name, (_, gradient) in samples.items():
-        if f"{AGAIN}{name}" in samples:
-            cosines.append(cosine(gradient, samples[f"{AGAIN}{name}"][1]))
+    others = {name: f"{PASS}1 {name}" for name in samples if f"{PASS}1 {name}" in samples}
+    cosines = [cosine(samples[name][1], samples[other][1]) for name, other in others.items()]
     return round(min(cosines), 6) if cosines else None
 
 

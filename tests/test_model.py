@@ -17,12 +17,16 @@ import stand_ins
 import torch
 from conftest import ROOT, is_alive, run_python
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from common import benchmark
 from common import proof as sampling
 from common.record import Proof, Settings, write_json
 from common.text import Skip, explain
 from ladder import rows as planned
+from mine import attention as model_attention
+from mine import batch as model_batch
+from mine import blocks as model_blocks
 from mine import changes as model_changes
 from mine import file as model_file
 from mine import row as model_row
@@ -106,7 +110,10 @@ def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, argume
             "weight is bfloat16",
         ),
         ("def model():\n    return 3\n" + BATCHES, "returns no torch.nn.Module"),
-        (LINEAR + BATCHES, "returns no loss: define loss(model, batch) in my_model.py"),
+        (
+            LINEAR + BATCHES,
+            "returns a tensor of shape (4, 16): write in my_model.py `def loss(model, batch): return",
+        ),
         (
             LINEAR + "def batches():\n    yield torch.ones(2, 16), torch.ones(2)\n",
             "2 positional arguments but 3 were given: a batch is the model's arguments, unless my_model.py",
@@ -115,9 +122,12 @@ def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, argume
         (LINEAR + "def batches():\n    return []\n" + SUM, "batches() of my_model.py yields nothing"),
         (
             LINEAR + "def batches():\n    yield 'x'\n" + "def loss(m, b):\n    return m.bias.sum()\n",
-            "no tensors",
+            "yields a str without tensors",
         ),
-        (LINEAR + "def batches():\n    yield torch.ones(0, 16)\n" + SUM, "no tensors with numbers"),
+        (
+            LINEAR + "def batches():\n    yield torch.ones(0, 16)\n" + SUM,
+            "a Tensor without tensors that hold numbers",
+        ),
         (
             LINEAR + BATCHES + "def loss(m, b):\n    return m(b.mul_(0.5)).sum()\n",
             "changes its batch in place",
@@ -165,7 +175,7 @@ def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, argume
 def test_a_model_that_cannot_be_compared_gets_one_line(text, said, arguments_of, capsys, monkeypatch):
     args = arguments_of(text)
     monkeypatch.setattr(model_file, "parse", lambda *_: args)
-    assert model_file.main() == 2
+    assert model_file.main([]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
@@ -175,12 +185,12 @@ def test_the_work_of_a_step_is_counted(arguments_of, tmp_path, monkeypatch):
     args = arguments_of(LINEAR + BATCHES + SUM)
     args.steps = 0
     monkeypatch.setattr(model_file, "parse", lambda *_: args)
-    assert model_file.main() == 0
+    assert model_file.main([]) == 0
     facts = json.loads((tmp_path / "facts.json").read_text())
     work = facts["workload"]
     assert (work["unit"], work["tokens_per_step"], work["parameters"]) == ("samples", 4, 16 * 17)
-    assert work["flops_per_step"] == 3 * 2 * 4 * 16 * 16, (
-        "a multiply-add is two FLOPs, backward twice forward"
+    assert work["flops_per_step"] == 2 * 2 * 4 * 16 * 16, (
+        "a multiply-add is two FLOPs; the batch needs no gradient"
     )
     assert facts["pinned"] == {"--steps": "14"} and work["steps"] == 14 and work["model"] == "my_model.py"
     assert facts["messages"][1] == "my_model.py: 0.0 M parameters, 4 samples a step"
@@ -198,10 +208,10 @@ def test_a_model_is_made_from_one_seed_of_every_kind_and_trains(arguments_of):
 
 def test_tokens_are_integers_of_two_dimensions():
     tokens, picture = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(3, 4, 4)
-    assert model_file.units_of({"x": picture, "y": [tokens]}) == ("tokens", 10)
-    assert model_file.units_of((picture, torch.zeros(3, dtype=torch.int64))) == ("samples", 3)
-    assert model_file.units_of(torch.zeros(())) == ("samples", 1)
-    assert model_file.units_of((picture, torch.zeros(3, 9, dtype=torch.bool))) == ("samples", 3)
+    assert model_batch.units_of({"x": picture, "y": [tokens]}) == ("tokens", 10)
+    assert model_batch.units_of((picture, torch.zeros(3, dtype=torch.int64))) == ("samples", 3)
+    assert model_batch.units_of(torch.zeros(())) == ("samples", 1)
+    assert model_batch.units_of((picture, torch.zeros(3, 9, dtype=torch.bool))) == ("samples", 3)
 
 
 def test_a_loss_that_differentiates_is_trained_and_its_flops_are_not_counted(arguments_of):
@@ -222,12 +232,12 @@ def test_flops_of_a_recurrent_layer_are_not_counted(arguments_of):
 
 def test_a_batch_is_copied_with_all_that_it_holds():
     tensor = torch.ones(2)
-    batch = model_file.copied({"a": (tensor, "x"), "b": [tensor]}, None)
-    assert batch["a"][1] == "x" and len([*model_file.tensors_of(batch)]) == 2
+    batch = model_batch.copied({"a": (tensor, "x"), "b": [tensor]}, None)
+    assert batch["a"][1] == "x" and len([*model_batch.tensors_of(batch)]) == 2
     batch["a"][0].zero_()
     assert tensor.sum() == 2 and batch["b"][0].sum() == 2
     pair = namedtuple("Pair", "x y")(tensor, 3)
-    assert model_file.copied(pair, None).y == 3
+    assert model_batch.copied(pair, None).y == 3
 
 
 def test_batches_that_fill_one_tensor_are_copied_as_they_are_drawn(arguments_of):
@@ -237,10 +247,10 @@ def test_batches_that_fill_one_tensor_are_copied_as_they_are_drawn(arguments_of)
 
 
 def test_arrays_are_part_of_the_work_and_notes_are_not():
-    hashes = [model_file.sha256_of([torch.ones(2), more]) for more in (np.ones(2), np.zeros(2), 1.5, "late")]
+    hashes = [model_batch.sha256_of([torch.ones(2), more]) for more in (np.ones(2), np.zeros(2), 1.5, "late")]
     assert len({*hashes}) == 3 and hashes[2] == hashes[3]
     array = np.ones(2)
-    (copy,) = model_file.copied([array], None)
+    (copy,) = model_batch.copied([array], None)
     array[:] = 0
     assert copy.sum() == 2
 
@@ -315,19 +325,43 @@ def test_a_row_keeps_the_changes_that_did_not_make_a_step_slower(tmp_path):
     assert [*model_row.rows_before(tmp_path, "3_compile")] == ["0_fp32", "1_amp"]
 
 
+def block(size=32):
+    return nn.Sequential(nn.Linear(size, size), nn.GELU(), nn.Linear(size, size))
+
+
 class Layers(nn.Module):
-    def __init__(self, many, inner):
+    """Lists of several kinds."""
+
+    def __init__(self, embeddings=0, kind=nn.ModuleList):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(many))
-        self.experts = nn.ModuleList(nn.ModuleList(nn.Linear(32, 32) for _ in range(2)) for _ in range(inner))
-        self.small = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
-        self.alone = nn.ModuleList([nn.Linear(64, 64)])
+        blocks = [block() for _ in range(3)]
+        self.blocks = (
+            nn.ModuleDict({str(k): each for k, each in enumerate(blocks)})
+            if kind is nn.ModuleDict
+            else (nn.Sequential(*blocks) if kind is nn.Sequential else nn.ModuleList(blocks))
+        )
+        self.heads = nn.ModuleList(nn.Linear(32, 16) for _ in range(4))
+        self.tables = nn.ModuleList(
+            nn.Sequential(nn.Embedding(embeddings, 32)) for _ in range(2 if embeddings else 0)
+        )
+
+    def forward(self, x):
+        for each in self.blocks.children():
+            x = each(x)
+        return sum(head(x) for head in self.heads).sum()
 
 
-def test_blocks_are_the_members_of_the_outermost_large_lists():
-    model = Layers(3, 2)
-    assert model_row.blocks_of(model) == [*model.layers, *model.experts]
-    assert model_row.blocks_of(nn.Linear(2, 2)) == []
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential, nn.ModuleDict])
+def test_blocks_are_equal_modules_that_hold_most_of_the_weights_and_of_the_work(kind):
+    model = Layers(kind=kind)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.ones(2, 32)).backward()
+    counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
+    assert model_blocks.list_blocks(model, counts) == ["blocks"], "layers alone are no blocks"
+    assert model_blocks.blocks_of(model, ["blocks"]) == [*model.blocks.children()]
+    assert "the 3 modules of blocks, 75% of the weights" in model_blocks.say_blocks(model, ["blocks"])
+    assert model_blocks.list_blocks(Layers(embeddings=999), counts) == [], "most weights do no work"
+    assert model_blocks.list_blocks(nn.Linear(2, 2), {}) == []
 
 
 @pytest.mark.parametrize(
@@ -452,7 +486,7 @@ def test_an_attention_of_its_own_is_told():
     t5 = SimpleNamespace(config=SimpleNamespace(_attn_implementation="eager"))
     t5.set_attn_implementation = print
     with pytest.raises(Skip, match="SimpleNamespace has attention of its own"):
-        model_row.switch_attention(t5, True)
+        model_attention.switch_attention(t5, True)
 
 
 def test_a_mask_is_left_out_only_where_the_model_is_known_to_need_none():
@@ -460,10 +494,10 @@ def test_a_mask_is_left_out_only_where_the_model_is_known_to_need_none():
         return type(name, (), {"config": SimpleNamespace(**config)})()
 
     causal = model_of("LlamaForCausalLM", sliding_window=None)
-    assert not model_row.needs_mask(causal, False) and model_row.needs_mask(causal, True)
-    assert not model_row.needs_mask(model_of("GPT2LMHeadModel"), False)
-    assert model_row.needs_mask(model_of("MistralForCausalLM", sliding_window=4), False)
-    assert model_row.needs_mask(model_of("BertForMaskedLM"), False)
+    assert not model_attention.needs_mask(causal, False) and model_attention.needs_mask(causal, True)
+    assert not model_attention.needs_mask(model_of("GPT2LMHeadModel"), False)
+    assert model_attention.needs_mask(model_of("MistralForCausalLM", sliding_window=4), False)
+    assert model_attention.needs_mask(model_of("BertForMaskedLM"), False)
 
 
 MASKED = """
@@ -518,7 +552,7 @@ def test_a_switch_reaches_parts_with_a_configuration_of_their_own():
 
     whole = Part("eager")
     whole.encoder, whole.decoder = Part("sdpa"), Part("eager")
-    model_row.switch_inside(whole, "eager")
+    model_attention.switch_inside(whole, "eager")
     assert whole.encoder.config._attn_implementation == "eager"
 
 
@@ -533,11 +567,12 @@ def test_blocks_and_loss_are_compiled_and_what_lies_between_is_not(arguments_of,
     monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.setattr(nn.Module, "compile", lambda part: compiled.append(part))
     args = arguments_of(LINEAR + BATCHES + SUM)
-    model = Layers(14, 0)
+    blocks, small = [nn.Linear(32, 32) for _ in range(14)], nn.Linear(2, 2)
+    model = nn.Sequential(*blocks)
     with torch._dynamo.config.patch(recompile_limit=8):
-        assert model_row.compiled(model, [*model.layers], args) is args.file.loss
+        assert model_row.compiled(model, blocks, args) is args.file.loss
         assert torch._dynamo.config.recompile_limit == 28, "blocks that read their own number"
-    assert compiled == [*model.layers, args.file.loss] and "forward" in vars(model)
+    assert compiled == [*blocks, args.file.loss] and "forward" in vars(model)
     compiled.clear()
     whole = nn.Linear(2, 2)
     model_row.compiled(whole, [], args)
@@ -547,8 +582,8 @@ def test_blocks_and_loss_are_compiled_and_what_lies_between_is_not(arguments_of,
     whole.loss_function = print
     assert model_row.compiled(whole, [], args) == args.loss and compiled == [whole, print]
     compiled.clear()
-    model_row.compiled(whole, [nn.ModuleList([whole, nn.ModuleDict({"a": model.small[0]})])], args)
-    assert compiled == [whole, model.small[0], print], "a list of layers is never called"
+    model_row.compiled(whole, [nn.ModuleList([whole, nn.ModuleDict({"a": small})])], args)
+    assert compiled == [whole, small, print], "a list of layers is never called"
 
 
 @pytest.mark.slow
@@ -598,7 +633,7 @@ def test_fp8_is_the_files_or_torchaos(arguments_of, monkeypatch):
     monkeypatch.setattr(model_row.hardware, "compute_capability", lambda device: (9, 0))
     stand_ins.install(monkeypatch)
     args = arguments_of(LINEAR + BATCHES + SUM)
-    model = Layers(2, 0)
+    model = nn.Linear(2, 2)
     nested = nn.Sequential(nn.Linear(32, 32), nn.Linear(20, 32))
     model_row.convert_to_fp8(nested, [nested], args)
     with pytest.raises(Skip, match=r"no nn.Linear of the blocks has two sizes"):
@@ -609,7 +644,7 @@ def test_fp8_is_the_files_or_torchaos(arguments_of, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(Skip, match=r"torchao does not import .*: pip install torchao"):
         model_row.convert_to_fp8(nested, [nn.Sequential(nn.Linear(2, 2))], args)
-    own = arguments_of(LINEAR + BATCHES + SUM + "def fp8(model):\n    return len(model.layers)\n")
+    own = arguments_of(LINEAR + BATCHES + SUM + "def fp8(model):\n    return model.in_features\n")
     assert model_row.convert_to_fp8(model, [], own) == 2
     assert model_row.functions_of(["5_fp8"], own.file) == [own.file.fp8]
     assert model_row.source_of(own.file.fp8).startswith("def fp8") and model_row.source_of(partial(len)) == ""
@@ -729,19 +764,42 @@ def test_a_weight_is_found_in_a_half_or_a_third_of_another_and_by_its_numbers():
     assert proof.compare(runs.row("a"), first, runs.row("b"), other).paired == 0.75
 
 
-def test_random_numbers_blunt_the_proof():
-    weight, gradient = np.ones(2, np.float32), np.array([1.0, 0.0], np.float32)
-    turned = np.array([0.8, 0.6], np.float32)
-    samples = {"w": np.stack([weight, gradient])}
-    samples |= sampling.renamed({"w": np.stack([weight, turned])})
-    found = proof.compare(runs.row("a"), samples, runs.row("b"), {"w": np.stack([weight, turned])})
-    assert found.repeated == pytest.approx(0.8) and found.paired == 1.0
-    assert proof.limit(found) == pytest.approx(0.95 * 0.8) and proof.verdict(found) == "agrees"
-    found.repeated = 0.4
-    assert proof.verdict(found) == "not proven"
-    limits = {(False, 1.0): 0.95, (True, 1.0): 0.75, (True, 0.8): 0.6, (False, -1.0): 0.0, (True, None): 0.95}
+def passes(*gradients):
+    """Samples of a row whose only weight has these gradients."""
+    weight = np.ones(len(gradients[0]), np.float32)
+    sketches = [np.stack([weight, np.array(each, np.float32)]) for each in gradients]
+    samples = {"w": sketches[0]}
+    for k, each in enumerate(sketches[1:], start=1):
+        samples |= sampling.renamed({"w": each}, k)
+    return samples
+
+
+def noisy(seed, turned=0.0, n=8):
+    """Gradients of passes that random numbers turn, about a direction that a fault turns."""
+    draw = np.random.default_rng(seed)
+    return [[1.0, turned, *draw.normal(0, 0.1, 30)] for _ in range(n)]
+
+
+def test_random_numbers_lower_the_limit_by_their_spread():
+    ours = noisy(0)
+    first = passes(*ours)
+    equal, drawn_alike, faulty = (
+        proof.compare(runs.row("a"), first, runs.row("b"), passes(*each))
+        for each in (noisy(1), ours, noisy(2, turned=1.0))
+    )
+    assert [proof.verdict(each) for each in (equal, drawn_alike, faulty)] == ["agrees", "agrees", "differs"]
+    assert drawn_alike.cosine == 1.0 and drawn_alike.limit == 0.95 > equal.limit > 0.8 > faulty.cosine
+    blunt = passes(*np.random.default_rng(0).normal(0, 1, (8, 32)))
+    other = passes(*np.random.default_rng(1).normal(0, 1, (8, 32)))
+    assert proof.verdict(proof.compare(runs.row("a"), blunt, runs.row("b"), other)) == "not proven"
+    exact = proof.compare(
+        runs.row("a"), passes([1, 0], [1, 0]), runs.row("b"), passes([0.9, 0.4], [0.9, 0.4])
+    )
+    assert (exact.limit, exact.repeated, proof.verdict(exact)) == (0.95, 1.0, "differs")
+    limits = {(False, 1.0): 0.95, (True, 1.0): 0.75, (True, 0.8): 0.6, (True, None): 0.95}
     for (in_fp8, repeated), limit in limits.items():
-        assert proof.limit(Proof("a", in_fp8, 1.0, repeated=repeated)) == limit
+        assert proof.limit(Proof("a", in_fp8, 1.0, repeated=repeated)) == limit, "an older record"
+    assert proof.verdict(Proof("a", False, 1.0, 0.9, repeated=0.4)) == "not proven"
 
 
 MODEL = runs.workload(

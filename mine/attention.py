@@ -1,0 +1,69 @@
+"""The attention of a model: Hugging Face's switch, or what to do about what was observed."""
+
+from torch import nn
+
+from common.text import Skip
+from mine import changes
+from mine.file import ModelArguments
+
+BY_HAND = "by hand"  # as common/profile.py observes it
+
+
+def switch_of(model: nn.Module) -> nn.Module | None:
+    """The outermost module with Hugging Face's switch of attention; None without one."""
+    modules = (module for module in model.modules() if hasattr(module, "set_attn_implementation"))
+    return next(modules, None)
+
+
+def switch_attention(model: nn.Module, needs_mask: bool) -> None:
+    """Use the switch of a Hugging Face model. Raises Skip for a model that it does not change."""
+    changes.fused_attention(model, needs_mask)
+    if not model.config._attn_implementation.startswith("sdpa"):
+        raise Skip(f"{type(model).__name__} has attention of its own, which no switch changes")
+
+
+def needs_mask(switch: nn.Module, is_masked: bool) -> bool:
+    """Whether attention may need more than a causal mask: unless the model is known to be causal, without a
+    window, and gets no mask of its own."""
+    is_causal = "CausalLM" in type(switch).__name__ or "LMHead" in type(switch).__name__
+    windows = ("sliding_window", "attention_chunk_size")
+    has_window = any(getattr(switch.config, name, None) is not None for name in windows)
+    return not is_causal or has_window or is_masked
+
+
+def switch_inside(switch: nn.Module, name: str) -> None:
+    """Choose this attention also in those parts of a model whose configurations are copies."""
+    for part in switch.modules():
+        if hasattr(part, "set_attn_implementation") and part.config._attn_implementation != name:
+            part.set_attn_implementation(name)
+
+
+def set_attention(model: nn.Module, before: dict[str, dict], fused: bool, args: ModelArguments) -> None:
+    """Attention by hand, or fused. Raises Skip, with what was observed, without a switch."""
+    switch = switch_of(model)
+    if switch is not None and fused:
+        switch_attention(switch, needs_mask(switch, args.is_masked))
+        switch_inside(switch, switch.config._attn_implementation)
+    elif switch is not None:
+        switch.set_attn_implementation("eager")
+        switch_inside(switch, "eager")
+    elif fused:
+        observed = [row.get("settings", {}).get("attention_kernel") for row in before.values()]
+        if not observed:
+            raise Skip("which attention runs was not seen: run the rows before this one, too")
+        raise Skip(advice_on_attention(model, observed[-1]))
+
+
+def advice_on_attention(model: nn.Module, kernel: str | None) -> str:
+    """What to do about attention in a model that has no switch for it."""
+    if kernel == BY_HAND and any(isinstance(part, nn.MultiheadAttention) for part in model.modules()):
+        return "nn.MultiheadAttention computes its weights to return them: call it with need_weights=False"
+    if kernel == BY_HAND:
+        return "attention is written by hand: call F.scaled_dot_product_attention there, as 2_sdpa.py does"
+    if kernel == "math":
+        return (
+            "PyTorch's attention is not fused here (math): dropout or a mask may be what keeps it from that"
+        )
+    if kernel is None:
+        return "no attention was seen, so there is nothing to fuse"
+    return f"attention is fused already ({kernel})"

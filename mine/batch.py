@@ -1,0 +1,109 @@
+"""What a file yields as a batch: a tensor, or a tuple, list, mapping or dataclass of such parts."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+
+from common.text import Skip
+
+
+def copied(batch, device: torch.device | None):
+    """A batch with all its tensors copied to a device, None: where they are; and with its arrays copied."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device or batch.device, copy=True)
+    if isinstance(batch, np.ndarray):
+        return batch.copy()
+    if isinstance(batch, Mapping):
+        return {name: copied(part, device) for name, part in batch.items()}
+    if is_dataclass(batch):
+        return dataclasses.replace(batch, **copied(fields_of(batch), device))
+    if isinstance(batch, (tuple, list)):
+        parts = [copied(part, device) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else parts  # a namedtuple keeps its names
+    return batch
+
+
+def is_dataclass(batch) -> bool:
+    return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
+
+
+def fields_of(batch) -> dict:
+    return {each.name: getattr(batch, each.name) for each in dataclasses.fields(batch)}
+
+
+def parts_of(batch) -> Iterator:
+    """What a batch holds, in order: tensors, arrays, and whatever else."""
+    if is_dataclass(batch):
+        batch = fields_of(batch)
+    if isinstance(batch, (dict, tuple, list)):
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from parts_of(part)
+    else:
+        yield batch
+
+
+def tensors_of(batch) -> Iterator[torch.Tensor]:
+    """The tensors of a batch in their order."""
+    return (part for part in parts_of(batch) if isinstance(part, torch.Tensor))
+
+
+def sha256_of(batch) -> str:
+    """Of all tensors and arrays of a batch. Other parts may be notes, such as a time."""
+    digest = hashlib.sha256()
+    for part in parts_of(batch):
+        if isinstance(part, torch.Tensor):
+            part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if isinstance(part, np.ndarray) and part.dtype != object:
+            digest.update(part.tobytes())
+    return digest.hexdigest()
+
+
+def units_of(batch) -> tuple[str, int]:
+    """What a batch holds, and how many: tokens where it has integers of two dimensions, otherwise samples."""
+    tensors = list(tensors_of(batch))
+    if not any(tensor.numel() for tensor in tensors):
+        kind = type(batch).__name__
+        what = "tensors (torch.from_numpy makes one), or a tuple, list, dict or dataclass of these"
+        raise Skip(f"batches() yields a {kind} without tensors that hold numbers: let it yield {what}")
+    for tensor in tensors:
+        if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            return "tokens", tensor.numel()
+    return "samples", len(tensors[0]) if tensors[0].dim() else 1
+
+
+def shapes_of(batch: object) -> tuple[torch.Size, ...]:
+    return tuple(tensor.shape for tensor in tensors_of(batch))
+
+
+def output_of(model: torch.nn.Module, batch):
+    """What a model returns for a batch, which holds its arguments: by name in a dict, in order in a tuple or
+    a list; anything else is the only one."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def described(output) -> str:
+    """What a model returned, for a person."""
+    if isinstance(output, torch.Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
+    if isinstance(output, Mapping):
+        return f"a dict of {', '.join(map(str, output)) or 'nothing'}"
+    if isinstance(output, (tuple, list)):
+        return f"({', '.join(map(described, output))})"
+    return f"a {type(output).__name__}"
+
+
+def loss_for(output, batch) -> str:
+    """The function that makes a loss of what a model returned."""
+    call = "model(batch)"
+    if isinstance(batch, (tuple, list, Mapping)):
+        call = "model(**batch)" if isinstance(batch, Mapping) else "model(*batch)"
+    parts = [*output.items()] if isinstance(output, Mapping) else []
+    parts = [*enumerate(output)] if isinstance(output, (tuple, list)) else parts
+    scalars = [key for key, part in parts if isinstance(part, torch.Tensor) and part.dim() == 0]
+    value = f"{call}[{scalars[0]!r}]" if scalars else f"a scalar made of {call}"
+    return f"`def loss(model, batch): return {value}`"

@@ -1,0 +1,71 @@
+"""The blocks of a model, which are compiled one by one, since equal ones compile once: lists of equal modules
+that hold most of its weights and do most of its work."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+LEAST_OF_A_LIST, LEAST_OF_ALL = 0.1, 0.5  # of the weights, and of the work where it was counted
+
+
+def list_blocks(model: nn.Module, flops: dict[str, int]) -> list[str]:
+    """The names of the lists of blocks of a model; none where these are less than half of it, which is then
+    compiled whole. `flops` are those of a step by the counter's names of modules; empty where it failed."""
+    root = type(model).__name__
+    weights, work, shares = count_weights(model), flops.get("Global", 0), {}
+    for name, blocks in outermost_lists(model):
+        members = [f"{root}.{name}.{key}" for key, _ in blocks.named_children()]
+        done = flops.get(f"{root}.{name}") or sum(flops.get(member, 0) for member in members)
+        shares[name] = (count_weights(blocks) / weights, done / work if work else 1.0)
+    large = {name: share for name, share in shares.items() if min(share) >= LEAST_OF_A_LIST}
+    sums = [sum(share[k] for share in large.values()) for k in range(2)]
+    return [*large] if min(sums, default=0) >= LEAST_OF_ALL else []
+
+
+def outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The lists of equal modules by their names, and none that lies in another one."""
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if name and module not in inside and isinstance(module, LISTS) and are_equal([*module.children()]):
+            inside |= set(module.modules())
+            yield name, module
+
+
+def are_equal(modules: list[nn.Module]) -> bool:
+    """Whether most of at least two modules are of one class that has parts: layers alone are no blocks."""
+    if len(modules) < 2:
+        return False
+    kind, count = Counter(map(type, modules)).most_common(1)[0]
+    return count > len(modules) / 2 and any(type(each) is kind and [*each.children()] for each in modules)
+
+
+def blocks_of(model: nn.Module, lists: list[str]) -> list[nn.Module]:
+    """The members of these lists."""
+    return [block for name in lists for block in model.get_submodule(name).children()]
+
+
+def callable_parts(module: nn.Module) -> list[nn.Module]:
+    """A module that has a forward, or the nearest ones inside it that have: a list of layers has none."""
+    if getattr(module.forward, "__func__", None) is not nn.Module.forward:
+        return [module]
+    return [part for child in module.children() for part in callable_parts(child)]
+
+
+def is_transformer_engine(block: nn.Module) -> bool:
+    """Whether a block holds layers of Transformer Engine, which torch.compile cannot trace."""
+    return any(type(part).__module__.startswith("transformer_engine") for part in block.modules())
+
+
+def count_weights(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def say_blocks(model: nn.Module, lists: list[str]) -> str:
+    """What is compiled, and its share of the weights, in a clause."""
+    if not lists:
+        return "the whole model is compiled: no list of equal modules holds most of its weights and work"
+    share = sum(count_weights(model.get_submodule(name)) for name in lists) / count_weights(model)
+    names = f"{len(blocks_of(model, lists))} modules of {' and '.join(lists)}"
+    return f"compiled are the {names}, {share:.0%} of the weights, and the loss"
