@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -15,6 +16,14 @@ from common.text import Skip
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("triton", "transformer-engine", "torchao", "transformers")  # whose versions matter
+# Variables of the environment that change what runs: the value that does not, and what others do.
+VARIABLES = {
+    "TORCHDYNAMO_DISABLE": ("0", "the compiler is off"),
+    "TORCH_COMPILE_DISABLE": ("0", "the compiler is off"),
+    "CUDA_LAUNCH_BLOCKING": ("0", "the host waits for every kernel"),
+    "NVIDIA_TF32_OVERRIDE": ("1", "TF32 is off"),
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": ("0", "matmuls in FP32 run in TF32"),
+}
 FP8_CAPABILITY = (8, 9)  # Ada, Hopper and newer multiply FP8
 OLDEST_OF_TRITON = (7, 0)
 
@@ -46,19 +55,26 @@ def least_capability() -> tuple[int, int]:
 def about(device: torch.device) -> list[str]:
     """What a user should know of the device before anything runs on it."""
     name = f"{device_name(device)}, torch {torch.__version__}"
+    lines = [f"{variable}={value}: {VARIABLES[variable][1]}" for variable, value in set_variables().items()]
     if device.type == "cuda":
-        lines = [f"GPU: {name}"]
+        lines.append(f"GPU: {name}")
         if not has_bf16_matrix_instructions(device):
             lines.append(
                 "This GPU does not multiply BF16: all steps stay FP32, and mixed precision gains nothing"
             )
         return lines
-    lines = [f"CPU: {name}. This run shows how each step works, and not what it gains on a GPU"]
+    lines.append(f"CPU: {name}. This run shows how each step works, and not what it gains on a GPU")
     if shutil.which("nvidia-smi") or Path("/dev/dxg").exists():
         lines.append(
             "There seems to be an NVIDIA GPU, but this torch cannot use it: is its driver new enough?"
         )
     return lines
+
+
+def set_variables() -> dict[str, str]:
+    """The variables of the environment that change what runs, and their values."""
+    given = {name: os.environ.get(name, "") for name in VARIABLES}
+    return {name: value for name, value in given.items() if value not in ("", VARIABLES[name][0])}
 
 
 def has_bf16_matrix_instructions(device: torch.device) -> bool:
@@ -129,6 +145,7 @@ def describe(device: torch.device) -> Environment:
         cpu=device_name(torch.device("cpu")),
         cpu_threads=torch.get_num_threads(),
         versions=versions,
+        variables=set_variables(),
         commit=_commit(),
     )
     if device.type == "cuda":

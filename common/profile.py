@@ -45,17 +45,25 @@ def observe(step: Callable[[], object], model: torch.nn.Module, device: torch.de
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         step()
         torch.get_device_module(device).synchronize()
-    operators, multiplied = set(), set()  # the dtypes that were multiplied
-    for event in profiler.profiler.kineto_results.events():
+    operators, multiplied, parts = set(), set(), []  # the dtypes that were multiplied, parts of attention
+    update_ends = 0  # products in an optimizer's step, as those of Muon, are none of the model
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         name = event.name().rpartition("::")[2]
         operators.add(name)
+        if name.startswith("Optimizer."):
+            update_ends = event.start_ns() + event.duration_ns()
+        if event.start_ns() < update_ends:
+            continue
+        if name in ("bmm", "baddbmm", "_softmax"):
+            begin = 1 if name == "baddbmm" else 0  # its mask comes first
+            parts.append((name, event.shapes()[begin : begin + 2]))
         if name in MATRIX_OPERATORS or name in ATTENTION_OPERATORS:
             multiplied |= {DTYPES.get(dtype) for dtype in event.dtypes()}
     recipes = {name: recipe for name, module in model.named_modules() if (recipe := _fp8_recipe(module))}
     settings = Settings(
         amp_dtype=next((name for name in DTYPES.values() if name in multiplied), None),
         float32_matmul_precision=torch.get_float32_matmul_precision(),
-        attention_kernel=_attention_kernel(operators),
+        attention_kernel=_attention_kernel(operators, parts),
         compiled=any(name.startswith(("Torch-Compiled Region", COMPILED_GRAPH)) for name in operators),
         optimizer=_optimizer(operators),
     )
@@ -84,11 +92,17 @@ def residual_dtype(train_step: Callable, batch: tuple, model: torch.nn.Module) -
     return str(seen[0]).removeprefix("torch.") if seen else None
 
 
-def _attention_kernel(operators: set[str]) -> str | None:
+def _attention_kernel(operators: set[str], parts: list[tuple[str, list]]) -> str | None:
+    """The family of a kernel of attention; "by hand" where a softmax lies between two products of its heads:
+    scores (..., T, S) are what the first one gives, and what the second one multiplies."""
     for operator, family in ATTENTION_OPERATORS.items():
         if operator in operators:
             return family
-    return "by hand" if operators & {"softmax", "_softmax"} else None
+    for (first, a), (softmax, scores), (second, b) in zip(parts, parts[1:], parts[2:], strict=False):
+        is_between = softmax == "_softmax" and "_softmax" not in (first, second)
+        if is_between and [a[0][-2], a[1][-1]] == scores[0][-2:] == b[0][-2:]:
+            return "by hand"
+    return None
 
 
 def _optimizer(operators: set[str]) -> str | None:

@@ -179,6 +179,7 @@ class Environment:
     cpu: str | None = None
     cpu_threads: int | None = None
     versions: dict[str, str] = field(default_factory=dict)  # python, torch, cuda, cudnn, packages
+    variables: dict[str, str] = field(default_factory=dict)  # of the environment, that change what runs
     gpu_uuid: str | None = None  # a hash of it, which tells equal cards apart
     gpu_memory_bytes: int | None = None
     compute_capability: tuple[int, int] | None = None  # of a GPU: (9, 0) is Hopper

@@ -56,7 +56,7 @@ class Running:
         if content.get("status") == "ok" and not content.get("step_ms"):
             return {}
         code = self.plan.get("code", {}).get(label(row))
-        is_changed = not row.script.startswith("ladder/") and content.get("code_sha256") not in (None, code)
+        is_changed = label(row) not in rows.MADE_ROWS and content.get("code_sha256") not in (None, code)
         return {} if is_changed else content
 
     def decides(self, row: rows.Planned) -> bool:

@@ -115,9 +115,10 @@ def derive(run: Run, among: Iterable[Run] = (), is_patched: bool = False) -> Fig
     lines, timed = [*steps, *peers], [line for line in [*steps, *peers] if line.ms]
     first = next((line for line in steps if line.ms), None)
     plain = plain_step(steps) if run.is_of_ladder else None
+    variables = run.environment.variables if run.environment else {}
     for line in timed:
         line.doubts = _doubts(line, timed, run)
-        if not is_patched and (denied := contradiction(line.row, run.is_of_ladder)):
+        if not is_patched and (denied := contradiction(line.row, run.is_of_ladder, variables)):
             line.doubts.insert(0, denied)
     _fill_ratios(steps, peers, first, plain)
     environment = run.environment or Environment(device="unknown machine", device_type="unknown")

@@ -68,7 +68,9 @@ def render(figures: Figures) -> str:
         roofs=table.roof_rows(figures.run.roofs) if figures.run.roofs else [],
         loss=charts.svg(charts.loss_figure(figures)) if any(line.row.loss for line in figures.timed) else "",
         settings=[{"step": line.name} | asdict(line.row.settings) for line in figures.lines],
-        environment={**asdict(machine), "versions": None} | machine.versions,
+        environment={**asdict(machine), "versions": None, "variables": None}
+        | machine.versions
+        | machine.variables,
     )
 
 

@@ -6,6 +6,12 @@ HALF_FORMATS = ("bfloat16", "float16")  # of mixed precision
 NOT_FUSED = (None, "by hand")  # attention kernels
 UNFUSED = ("by hand", "math")  # what a row with fused attention must not run
 AMP, SDPA, COMPILE, GRAPH, FP8 = "AMP", "fused attention", "compile", "CUDA graph", "FP8"
+TF32 = "TF32"
+OWN_DOING = {  # what a model does that no row asked for
+    AMP: "the model or its loss uses autocast itself",
+    COMPILE: "model() returns a compiled model",
+    TF32: "the file switches it on",
+}
 # The words of a script's name, and what each promises.
 SCRIPT_WORDS = {"cublas": AMP, "sdpa": SDPA, "compile": COMPILE, "transformer_engine": FP8}
 
@@ -19,8 +25,9 @@ def has_run(change: str, settings: Settings) -> bool | None:
     return {AMP: half, SDPA: fused, COMPILE: compiled, GRAPH: captured, FP8: in_fp8}.get(change)
 
 
-def contradiction(row: Row, is_of_ladder: bool) -> str:
-    """How a row's settings deny its name, in a clause; empty where they do not.
+def contradiction(row: Row, is_of_ladder: bool, variables: dict[str, str]) -> str:
+    """How a row's settings deny its name, in a clause with the cause where it is known; empty where they do
+    not. `variables` of the environment change what runs.
 
     A step of the ladder promises what its own name says. A row of another model promises all of its changes,
     and no other.
@@ -33,9 +40,23 @@ def contradiction(row: Row, is_of_ladder: bool) -> str:
         denied = [change for change in (AMP, COMPILE, GRAPH, FP8) if change not in promised]
     missing = [change for change in promised if has_run(change, row.settings) is False]
     if missing:
-        return f"its name is not what ran: {' and '.join(missing)} did not run"
+        causes = [cause_of_missing(change, row.settings, variables) for change in missing]
+        return f"its name is not what ran: {' and '.join(missing)} did not run{''.join(causes)}"
     added = [change for change in denied if has_run(change, row.settings)]
     is_fp32 = row.step == "0_baseline" or (not is_of_ladder and AMP not in promised)
     if is_fp32 and row.settings.float32_matmul_precision not in (None, "highest"):
-        added.append("TF32")
-    return f"its name is not what ran: {' and '.join(added)} ran too" if added else ""
+        added.append(TF32)
+    causes = "".join(
+        f" ({OWN_DOING[change]})" for change in added if not is_of_ladder and change in OWN_DOING
+    )
+    return f"its name is not what ran: {' and '.join(added)} ran too{causes}" if added else ""
+
+
+def cause_of_missing(change: str, settings: Settings, variables: dict[str, str]) -> str:
+    """Why a change did not run, in brackets; empty where that is not known."""
+    switches = [name for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE") if name in variables]
+    if change == COMPILE and switches:
+        return f" ({switches[0]}={variables[switches[0]]} switches the compiler off)"
+    if change == SDPA and settings.attention_kernel:
+        return f" (attention ran as {settings.attention_kernel}, whatever was asked)"
+    return ""

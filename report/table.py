@@ -27,13 +27,14 @@ def main_rows(figures: Figures, detailed: bool = False) -> list[dict[str, str]]:
     """Every step and peer of a run. `detailed` adds the ranges of the passes, and how peers differ."""
     rows, unit = [], figures.run.workload.unit if figures.run.workload else "tokens"
     tells_base = detailed or _has_another_base(figures)
+    over = "x made from" if _has_another_base(figures) else "x above"
     for line in figures.lines:
         row = {
             "step": f"{line.name} (peer)" if line.is_peer and detailed else line.name,
             "ms": time_or_status(line, with_range=detailed),
             f"{unit}/s": number(line.tokens_per_s, ",.0f"),
             "TFLOP/s": tflops(line.flops_per_s),
-            "x above": gain(line.over_before),
+            over: gain(line.over_before),
             _column_over(figures.first): gain(line.over_first),
             _column_over(figures.plain): gain(line.over_plain),
             "GiB": number(line.gib),
