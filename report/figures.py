@@ -429,19 +429,19 @@ def _of_passes(timed: list[Line]) -> str:
 
 
 def _remarks(lines: list[Line], timed: list[Line]) -> list[str]:
-    """Why rows have no time, doubts with MARK in front, and notes: `names: text`, each text once."""
+    """Doubts with MARK in front, why rows have no time, and notes: `names: text`, each text once."""
     names: dict[str, list[str]] = {}
     for line in timed:
         if line.same_work == "differs":
             names.setdefault(line.note, []).append(line.name)
-    for line in lines:
-        if not line.ms:
-            names.setdefault(line.why_untimed, []).append(line.name)
     marks = {}
     for line in timed:
         for doubt in line.doubts:
             names.setdefault(doubt, []).append(line.name)
             marks[doubt] = f"{MARK} "
+    for line in lines:
+        if not line.ms:
+            names.setdefault(line.why_untimed, []).append(line.name)
     for line in timed:
         if line.note and line.same_work != "differs":
             names.setdefault(line.note, []).append(line.name)

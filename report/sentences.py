@@ -7,6 +7,7 @@ from report.promises import NOT_FUSED
 from report.table import VERSIONS
 
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU"
+GPU_TRIES = "On a GPU it tries AMP, fused attention, compile, a CUDA graph and FP8, and says which to take"
 WORTH = 1.03  # times faster, from which a change to a model of yours is recommended
 CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
 CONVENTION_OF_LOOP = "TFLOP/s count of attention the whole (T, T) square"
@@ -24,7 +25,7 @@ def headline(figures: Figures) -> str:
     if not timed:
         return "No step has a time"
     if figures.environment.device_type == "cpu":
-        return CPU_SHOWS
+        return CPU_SHOWS if figures.run.is_of_ladder else f"{CPU_SHOWS}. {GPU_TRIES}"
     if not figures.run.is_of_ladder:
         return decision(timed)
     best = min(timed, key=lambda line: line.ms)

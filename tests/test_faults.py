@@ -1,5 +1,4 @@
-"""How many of thirty faulty steps the proof of a model of one's own sees: of a GPT, and of one that draws random
-numbers. docs/method.md names the shares."""
+"""How many of thirty faulty steps the proof sees, of a GPT and of one that draws random numbers."""
 
 import re
 

@@ -151,6 +151,31 @@ def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, argume
             "has no weight to train",
         ),
         (
+            LINEAR + BATCHES + "def loss(m, b):\n    y = m(b).sum()\n    y.backward()\n    return y\n",
+            "loss() of my_model.py calls backward(): let it return the loss alone",
+        ),
+        (
+            "class M(torch.nn.Linear):\n    def forward(self, x):\n        y = super().forward(x)\n"
+            "        return y, y.sum()\ndef model():\n    return M(16, 16)\n" + BATCHES,
+            "returns (a tensor of shape (4, 16), a tensor of shape ()): write in my_model.py "
+            "`def loss(model, batch): return model(batch)[1]`",
+        ),
+        (
+            "class M(torch.nn.Linear):\n    def forward(self, x):\n        return {'y': x, 'loss': x.sum()}\n"
+            "def model():\n    return M(16, 16)\ndef batches():\n    yield (torch.ones(4, 16),)\n",
+            "returns a dict of y, loss: write in my_model.py "
+            "`def loss(model, batch): return model(*batch)['loss']`",
+        ),
+        (
+            "def model():\n    return torch.nn.Linear(16, 16).to(torch.complex64)\n" + BATCHES + SUM,
+            "weight is complex, which neither BF16 nor FP8 multiplies: keep two FP32 weights",
+        ),
+        (
+            "def model():\n    return torch.nn.LazyLinear(16)\n" + BATCHES + SUM,
+            "weight has no size yet: let model() call the model once on a batch",
+        ),
+        (LINEAR + BATCHES + SUM + "def optimizer(p, **how):\n    return []\n", "and no list of these"),
+        (
             LINEAR + BATCHES + SUM + "def optimizer(parameters):\n    return 3\n",
             "optimizer() got an unexpected keyword argument 'fused'",
         ),
@@ -292,6 +317,63 @@ def test_a_module_beside_the_file_is_part_of_its_work(arguments_of, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_file_finds_its_own_modules_and_words_and_its_seed_is_set(tmp_path):
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "layers.py").write_text("SIZE = 16\n")
+    text = "import argparse\nfrom common.layers import SIZE\nargparse.ArgumentParser().parse_args()\n"
+    text += "DRAWN = torch.randn(16)\nopen(__file__ + '.drawn', 'a').write(f'{DRAWN.sum()}\\n')\n"
+    path = file_of(tmp_path, text + LINEAR + BATCHES + SUM)
+    for _ in range(2):
+        planned.check(["--device", "cpu", "--steps", "2"], model=str(path))
+    first, second = path.with_name("my_model.py.drawn").read_text().splitlines()
+    assert first == second
+
+
+def test_a_batch_may_be_a_dataclass_and_optimizers_several(arguments_of):
+    text = "import dataclasses\n@dataclasses.dataclass\nclass Batch:\n    x: torch.Tensor\n    name: str\n"
+    text += LINEAR + "def batches():\n    while True:\n        yield Batch(torch.randn(4, 16), 'x')\n"
+    text += "def loss(model, batch):\n    return model(batch.x).square().mean()\n"
+    text += "def optimizer(parameters, **how):\n    a, b = parameters\n"
+    text += "    return [torch.optim.SGD([a], 0.1, momentum=0.9), torch.optim.AdamW([b], 0.1, **how)]\n"
+    args = arguments_of(text)
+    assert model_file.check(args).tokens_per_step == 4
+    train_step, model, optimizer = built([], args)
+    state, before = model_state.ModelState(model, optimizer), model.weight.detach().clone()
+    losses = [
+        [train_step(*batch).item() for batch in args.batches()] for _ in range(2) if not state.restore()
+    ]
+    assert losses[0] == losses[1] and losses[0][-1] != losses[0][0] and not torch.equal(model.weight, before)
+    samples = state.sample(train_step, args.batches()[0])
+    assert (
+        {"weight", "pass 1 weight"} <= samples.keys() and "pass 2 weight" not in samples and not state.notes
+    )
+
+
+def test_what_the_proof_cannot_sample_is_named(arguments_of):
+    class Odd(nn.Module):
+        """Fails in evaluation, and has a sparse gradient."""
+
+        def __init__(self):
+            super().__init__()
+            self.table, self.out = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.out(self.table(x)).square().mean() if self.training else None
+
+    model = Odd()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = model_changes.training_step(model, lambda model, batch: model(batch), optimizer, torch.enable_grad)
+    state = model_state.ModelState(model, optimizer)
+    assert {name for name in state.sample(step, (torch.arange(3),)) if "part" not in name} == {
+        "out.weight",
+        "pass 1 out.weight",
+    }
+    assert "evaluation fails" in state.notes[0] and state.notes[1].startswith(
+        "not in the proof: table, whose"
+    )
+
+
+@pytest.mark.slow
 def test_a_check_ends_and_answers_whatever_the_file_prints_or_leaves_running(tmp_path):
     text = "import atexit, subprocess, sys, threading, time\natexit.register(print, 'bye')\n"
     text += "threading.Thread(target=time.sleep, args=(1000,)).start()\nsys.stdout.write('loading...')\n"
@@ -378,6 +460,11 @@ def test_a_model_without_a_switch_is_told_what_was_seen(kernel, said, arguments_
     with pytest.raises(Skip) as skipped:
         built(["2_sdpa"], arguments_of(LINEAR + BATCHES + SUM), before)
     assert said in str(skipped.value)
+
+
+def test_attention_of_pytorch_is_told_to_leave_its_weights():
+    told = model_attention.advice_on_attention(nn.MultiheadAttention(4, 2), "by hand")
+    assert told.endswith("call it with need_weights=False")
 
 
 def test_what_this_machine_cannot_change_is_skipped_with_its_reason(arguments_of, monkeypatch):
@@ -891,12 +978,17 @@ def test_nothing_is_recommended_from_a_row_that_did_not_run_what_its_name_says()
     run.rows[0].settings = Settings("float32", "highest", compiled=True)
     figures = derive(run)
     assert sentences.headline(figures) == "Not decided, because figures with ? may be wrong: AMP (2.00? x)"
-    assert figures.lines[0].doubts == ["its name is not what ran: compile ran too"]
+    assert figures.lines[0].doubts == [
+        "its name is not what ran: compile ran too (model() returns a compiled model)"
+    ]
     run.rows[0].settings = Settings("bfloat16", "high", compiled=False)
-    assert derive(run).lines[0].doubts == ["its name is not what ran: AMP and TF32 ran too"]
+    (doubt,) = derive(run).lines[0].doubts
+    assert doubt.startswith(
+        "its name is not what ran: AMP and TF32 ran too (the model or its loss uses autocast"
+    )
     run = model_run(100, 50)
     run.environment.device_type = "cpu"
-    assert sentences.headline(derive(run)) == sentences.CPU_SHOWS
+    assert sentences.headline(derive(run)) == f"{sentences.CPU_SHOWS}. {sentences.GPU_TRIES}"
 
 
 def test_changes_that_together_are_slower_are_not_taken():

@@ -266,6 +266,17 @@ def test_what_a_user_is_told_before_the_first_row(monkeypatch):
     assert needed[0][f"{STEPS[2]}.py"] < needed[0][f"{STEPS[1]}.py"], "it keeps no scores"
 
 
+@pytest.mark.parametrize("name", hardware.VARIABLES)
+def test_a_variable_that_changes_what_runs_is_told_at_the_first_line(name, monkeypatch):
+    harmless, effect = hardware.VARIABLES[name]
+    for value, lines in ((harmless, 0), ("", 0), ("1" if harmless == "0" else "0", 1)):
+        monkeypatch.setenv(name, value)
+        told = hardware.about(torch.device("cpu"))[
+            : -1 if len(hardware.about(torch.device("cpu"))) > 1 else 0
+        ]
+        assert told == [f"{name}={value}: {effect}"] * lines and len(hardware.set_variables()) == lines
+
+
 @pytest.mark.slow
 def test_a_long_training_step_is_told(capfd, monkeypatch):
     monkeypatch.setattr(facts, "LONG_S", 0.0)

@@ -17,7 +17,7 @@ from conftest import run_python
 
 from common import fingerprint
 from common.kernels import in_words
-from common.record import CATEGORIES, Settings, Study
+from common.record import CATEGORIES, Row, Settings, Study
 from predict import errors
 from report import (
     ablations,
@@ -41,6 +41,7 @@ from report.load import RecordError, load
 from report.page import render as page_of
 from report.page import time_bars
 from report.peaks import peak_flops_per_s
+from report.promises import contradiction
 
 sys.path.insert(0, str(runs.ROOT / "docs"))
 import tables
@@ -214,6 +215,18 @@ def test_no_gain_is_told_of_a_cpu_or_over_a_row_that_may_be_wrong():
     assert sentences.headline(derive(run)) == "One training step of 2_sdpa: 30.0 ms"
     run.environment.device_type = "cpu"
     assert sentences.headline(derive(run)) == sentences.CPU_SHOWS
+
+
+def test_a_contradiction_names_its_cause():
+    run = runs.ladder(300, 100, 30, 20)
+    run.rows[3].settings = replace(run.rows[3].settings, compiled=False)
+    run.environment = replace(run.environment, variables={"TORCHDYNAMO_DISABLE": "1"})
+    (doubt,) = derive(run).lines[3].doubts
+    assert doubt.endswith("compile did not run (TORCHDYNAMO_DISABLE=1 switches the compiler off)")
+    compiled = Settings(amp_dtype="float32", float32_matmul_precision="highest", compiled=True)
+    assert contradiction(Row("0_fp32", settings=compiled), False, {}).endswith(
+        "(model() returns a compiled model)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,23 @@ def test_times_of_a_cpu_are_those_of_its_clock(monkeypatch):
     assert 0.9 * resident < row.peak_bytes < 64 * 2**30
 
 
+@pytest.mark.parametrize(("compiled", "regions", "left"), [([0], 1, 0), ([2, 0], 2, 0), ([1, 1, 1], 3, 1)])
+def test_a_region_in_which_the_compiler_worked_is_timed_again_at_most_twice(
+    compiled, regions, left, monkeypatch
+):
+    counts, row, timed = torch._dynamo.utils.counters["stats"], Row("x"), []
+
+    def time_on_cpu(training, n, args, row):
+        counts["unique_graphs"] += compiled[len(timed)]
+        timed.append(n)
+        training.step()
+        row.step_ms = [float(len(timed))]
+
+    monkeypatch.setattr(benchmark, "time_on_cpu", time_on_cpu)
+    benchmark.measure_row(load_step(STEPS[2]).main, arguments(STEPS[2], steps=1), row)
+    assert len(timed) == regions and row.recompiled == left and row.step_ms == [float(regions)]
+
+
 def test_steps_go_through_the_batches_in_turn():
     seen = []
     training = Training(lambda batch: seen.append(batch) or torch.tensor(1.0), [("a",), ("b",)])
