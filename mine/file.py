@@ -177,30 +177,40 @@ class ModelArguments(options.Measurement):
 
     def step_flops(self, model: torch.nn.Module) -> int:
         """FLOPs of a forward and a backward pass, as torch.utils.flop_counter counts them, which also shows
-        masks, imports and blocks. 0 of what the counter cannot follow: its errors, and a recurrent layer. On
-        a CPU attention is counted as two products; in both cases it is the whole (T, T) square."""
-        on_cpu = self.device.type == "cpu"  # whose attention the counter does not know
-        math = sdpa_kernel(SDPBackend.MATH) if on_cpu else contextlib.nullcontext()
-        counter = FlopCounterMode(display=False)
+        masks, imports and blocks; 0 where they are not counted. A step in FP32 that does not fit the memory
+        counts three times its forward pass."""
         with masks_seen(model) as seen:
-            self.first_loss(model)  # its errors are the model's
             try:
-                with counter, math:
-                    self.first_loss(model).backward()
+                called(self.first_loss(model).backward, self.path)  # its errors are the model's
+                fits = True
             except (MemoryError, torch.OutOfMemoryError):
-                raise
-            except Exception:
-                counter = None
-        model.zero_grad()
+                fits = False
         self.is_masked = bool(seen)
         self.beside = modules_beside(self.path, set(sys.modules) - self.known_modules)
-        if counter is None or any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
-            self.blocks = list_blocks(model, {})
-            self.said.append("FLOPs are not counted: PyTorch's counter cannot follow this model")
-            return 0
-        counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
+        model.zero_grad()
+        counts = self.count_flops(model, fits)
+        model.zero_grad()
         self.blocks = list_blocks(model, counts)
-        return counter.get_total_flops()
+        if not counts:
+            self.said.append("FLOPs are not counted: PyTorch's counter cannot follow this model")
+        return counts.get("Global", 0) * (1 if fits else 3)
+
+    def count_flops(self, model: torch.nn.Module, backward: bool) -> dict[str, int]:
+        """By the names of modules, and of all as Global; empty of what the counter cannot follow: where it
+        fails, and a recurrent layer. Attention is the whole (T, T) square; on a CPU, whose kernel the counter
+        does not know, two products."""
+        if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
+            return {}
+        on_cpu = self.device.type == "cpu"
+        math = sdpa_kernel(SDPBackend.MATH) if on_cpu else contextlib.nullcontext()
+        try:
+            with FlopCounterMode(display=False) as counter, math, torch.set_grad_enabled(backward):
+                loss = self.first_loss(model)
+                if backward:
+                    loss.backward()
+        except Exception:  # the counter's: the model has passed without it
+            return {}
+        return {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
 
     def settle_steps(self, model: torch.nn.Module) -> Workload:
         """What one step trains; sets how many steps there are, where the user did not."""
