@@ -85,9 +85,28 @@ def explained(text: str) -> str:
 # --- one recording: each is called with its place -------------------------------------------------
 
 
-def categories(place: str) -> str:
-    """Milliseconds of each step by kind of kernel."""
-    return shown(table.category_rows(figures(place)), place)
+# Tables of one kind of rows: how they are made from a place and what else is given, and columns on the left.
+TABLES = {
+    "categories": (lambda place: table.category_rows(figures(place)), 1),
+    "limits": (lambda place: table.limit_rows(figures(place)), 1),
+    "roofs": (lambda place: table.roof_rows(figures(place).run.roofs), 1),
+    "front": (lambda place, *adds: table.front_rows(figures(place), [*adds]), 2),
+    "by_shape": (lambda place: [sweep.gain_cells(shape) for shape in sweep.shapes(record(place))], 1),
+    "seconds": (lambda place: parity.seconds_rows(record(place)), 1),
+    "training_steps": (lambda place: parity.until_rows(record(place), parity.steps_until, ",.0f"), 1),
+    "progress": (lambda place, row, other: parity.progress_rows(record(place), row, other), 1),
+    "ablations": (lambda place, *names: variants.variant_rows(record(place), *names), 2),
+    "losses": (lambda place, *names: variants.loss_rows(record(place), *names), 1),
+    "equals": (lambda place, *names: variants.equal_rows(record(place), *names), 2),
+}
+
+
+def __getattr__(name: str):
+    """A table of TABLES as a function of its place."""
+    if name not in TABLES:
+        raise AttributeError(f"docs/tables.py has no table {name}")
+    rows, n_left = TABLES[name]
+    return lambda place, *words: shown(rows(place, *words), place, n_left=n_left)
 
 
 def lasting(place: str) -> str:
@@ -108,45 +127,10 @@ def lasting(place: str) -> str:
     return shown(rows, place)
 
 
-def limits(place: str) -> str:
-    """What limits each step."""
-    return shown(table.limit_rows(figures(place)), place)
-
-
-def roofs(place: str) -> str:
-    """What bare matrix products reach."""
-    return shown(table.roof_rows(figures(place).run.roofs), place)
-
-
-def by_shape(place: str) -> str:
-    """A sweep: gains by shape."""
-    return shown([sweep.gain_cells(shape) for shape in sweep.shapes(record(place))], place)
-
-
-def seconds(place: str) -> str:
-    """A parity study: seconds until a held-out loss is reached."""
-    return shown(parity.seconds_rows(record(place)), place)
-
-
-def training_steps(place: str) -> str:
-    """A parity study: training steps until a held-out loss is reached."""
-    return shown(parity.until_rows(record(place), parity.steps_until, ",.0f"), place)
-
-
-def progress(place: str, label: str, other: str) -> str:
-    """A parity study: how far a row's held-out loss lies above another's, after as many steps and seconds."""
-    return shown(parity.progress_rows(record(place), label, other), place)
-
-
 def ladder(place: str) -> str:
     """Every step and peer, and what the losses are."""
     rows = table.main_rows(figures(place), detailed=True)
     return f"{shown(rows, place)}\n\n{loss_rule(figures(place))}."
-
-
-def front(place: str, *adds: str) -> str:
-    """The ladder in seven columns, with the words for what each step adds."""
-    return shown(table.front_rows(figures(place), [*adds]), place, n_left=2)
 
 
 def file(name: str) -> str:
@@ -158,7 +142,7 @@ def of_model(place: str, *more: str) -> str:
     """The rows of a model that is not ours, with `more` columns."""
     rows, over_first = [], f"x {figures(place).first.name}"
     for row in table.main_rows(figures(place)):
-        columns = ("step", "ms", "x above", over_first, "GiB", *more)
+        columns = ("step", "ms", "x above", "x made from", over_first, "GiB", *more)
         rows.append({name: row[name] for name in columns if name in row})
     return shown(rows, place)
 
@@ -225,21 +209,6 @@ def learning(place: str, *labels: str) -> str:
     """A parity study: losses of these rows, or of all, their differences, and what these say."""
     rows = parity.difference_rows(record(place))
     return shown([row for row in rows if not labels or row["row"] in labels], place)
-
-
-def ablations(place: str, *names: str) -> str:
-    """Variants of a script, each against the script itself."""
-    return shown(variants.variant_rows(record(place), *names), place, n_left=2)
-
-
-def losses(place: str, *names: str) -> str:
-    """Runs of a study of ablations, with the loss of every training step."""
-    return shown(variants.loss_rows(record(place), *names), place)
-
-
-def equals(place: str, *names: str) -> str:
-    """Runs of a study of ablations side by side, with what may make them unequal."""
-    return shown(variants.equal_rows(record(place), *names), place, n_left=2)
 
 
 def experiment(place: str, name: str) -> str:

@@ -154,6 +154,10 @@ def compiled(model: torch.nn.Module, blocks: list[torch.nn.Module], args: ModelA
     """Compile what can be compiled of a model. Returns the loss of a batch, compiled if it is the file's. A
     block that is compiled anew in each step is an error: past its limit the compiler would run it as it
     is."""
+    if any(getattr(part, "sparse", False) for part in model.modules()):
+        raise Skip(
+            "its gradients are sparse, which the compiler cannot follow: sparse=False makes them dense"
+        )
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     traced = [block for block in blocks if not is_transformer_engine(block)]
     parts = [part for block in traced for part in callable_parts(block)] if blocks else [model]

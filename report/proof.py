@@ -26,6 +26,8 @@ AGREES, AGREES_IN_FP8 = 0.999, 0.95
 # The same of a model that is not ours, which may be deeper: on the same card a Llama of 24 layers had 0.999
 # in BF16 and 0.83 in FP8, the weights of its keys, while its losses agreed.
 OTHERS_AGREE, OTHERS_AGREE_IN_FP8 = 0.95, 0.75
+# Of the largest gradient: what counts as none, and what another row's rounding may make of it.
+ZERO, ROUNDING = 1e-6, 1e-2
 # Where random numbers alone turn the gradients: times their spread, below which rows differ, and the least
 # limit from which a weight proves something.
 SPREADS, BLUNT = 2.0, 0.5
@@ -93,9 +95,13 @@ def compare(first: Row, ours: Samples, other: Row, theirs: Samples) -> Proof:
     )
     least = level(in_fp8, is_of_ladder)
     cosines: dict[str, tuple[float, float]] = {}  # and its limit
-    for name in whole:
+    largest = [max(map(length, samples.values()), default=0.0) for samples in (ours, theirs)]
+    for name in [*whole]:
         if names := partners[ours[name][0].tobytes()]:
             partner = names.pop(0)  # weights that begin with equal numbers are paired in their order
+            if length(ours[name]) <= ZERO * largest[0] and length(theirs[partner]) <= ROUNDING * largest[1]:
+                whole.remove(name)  # a gradient of zero, of which another row has rounding errors
+                continue
             cosines[partner] = agreement(passes_of(ours, name), passes_of(theirs, partner), least)
     sharp = {name: pair for name, pair in cosines.items() if pair[1] >= BLUNT}
     proof = Proof(first.step, in_fp8, len(sharp) / max(1, len(whole)), repeated=repeated(ours))
@@ -103,6 +109,11 @@ def compare(first: Row, ours: Samples, other: Row, theirs: Samples) -> Proof:
         proof.weight = min(sharp, key=lambda name: sharp[name][0] - sharp[name][1])
         proof.cosine, proof.limit = (round(number, 6) for number in sharp[proof.weight])
     return proof
+
+
+def length(sample: np.ndarray) -> float:
+    """Of a sketch: that of its gradient, roughly."""
+    return float(np.linalg.norm(sample[1].astype(np.float64)))
 
 
 def passes_of(samples: Samples, name: str) -> list[np.ndarray]:

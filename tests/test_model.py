@@ -1061,7 +1061,7 @@ def batches():
         yield torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
 """
     (tmp_path / "dropout.py").write_text(text)
-    for path, only in ((ROOT / "examples" / "llama.py", "0,2,3"), (tmp_path / "dropout.py", "0,2,3,4")):
+    for path, only in ((ROOT / "examples" / "llama.py", "0,2"), (tmp_path / "dropout.py", "0,3")):
         words = ["--device", "cpu", "--steps", "2", "--model", path, "--only", only, "--repeat", "1"]
         ended = run_python(ROOT / "ladder" / "__main__.py", *words)
         assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -1069,12 +1069,7 @@ def batches():
         run = load(folder)
         rows = {row.step: row for row in run.rows}
         assert run.workload.model == path.name and run.workload.unit == "tokens"
-        assert {"0_fp32", "3_compile"} <= {step for step, row in rows.items() if row.status == "ok"}, (
-            ended.stdout
-        )
-        assert proof.verdict(rows["3_compile"].proof) == "agrees" and rows["3_compile"].proof.paired == 1.0
-        assert (
-            "def compile_parts" in rows["3_compile"].source and "compile_parts" not in rows["0_fp32"].source
-        )
+        assert {row.status for row in run.rows} == {"ok"}, ended.stdout
+        assert proof.verdict(run.rows[1].proof) == "agrees" and run.rows[1].proof.paired == 1.0
+    assert "def compile_parts" in rows["3_compile"].source and "compile_parts" not in rows["0_fp32"].source
     assert rows["3_compile"].proof.repeated > 0.999, "without dropout, for this one step"
-    assert rows["4_graph"].reason == "CUDA graphs need a GPU" and rows["2_sdpa"].status == "skipped"
