@@ -101,6 +101,8 @@ def measure_row(
     began = time.perf_counter()
     if args.rank == 0:
         say("\n".join([args.name, *args.about()]))
+    if args.source is not None:
+        row.code_sha256 = fingerprint.row_sha256(args.source, hardware.ROOT)
     progress("building the model")
     parallel.start(args)
     train_step, model, optimizer, *capture = main(args)
@@ -108,8 +110,7 @@ def measure_row(
     *batches, spare = args.batches()
     training = Training(train_step, batches)
 
-    # 1. Rehearse, and undo it: three launched steps, which compile; a capture; on a GPU up to ten steps in
-    # all.
+    # 1. Rehearse, and undo it: launched steps, which compile; a capture; on a GPU ten steps in all.
     rehearsal_began = time.perf_counter()
     initial = None if args.cold else initial_state(model, optimizer)
     rehearse(training, capture, args, row)
@@ -119,30 +120,16 @@ def measure_row(
         training.losses.clear()
     row.warmup_s = time.perf_counter() - rehearsal_began
 
-    # 2. Train and time. On a GPU steps that settle come first, see `time_on_gpu`. All train: the losses of
-    # the row are those of the first `args.steps`, timed or not.
-    n = args.steps
-    if args.heldout_every:
-        train_with_heldout(training, model, args, row)
-        n = min(n, TIMED_AFTER_TRAINING)
-    time_steps = time_on_gpu if args.device.type == "cuda" else time_on_cpu
-    for _ in range(1 + MOST_RETIMED):  # where the compiler worked, its time is in a step's
-        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        time_steps(training, n, args, row)
-        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
-        (row.recompiled,) = map(int, parallel.across([compiled], "max"))
-        if not row.recompiled:
-            break
-    timed_s = (sum(row.settling_ms) + sum(row.step_ms)) / 1e3
+    # 2. Train and time. All steps train: the losses of the row are those of the first, timed or not.
+    timed_s = train_and_time(training, model, args, row)
     losses = [loss.item() for loss in [*training.losses[: args.steps], training.losses[-1]]]
     record_losses(parallel.across(losses, "avg"), len(training.losses), args, row)
 
     # 3. Observe untimed steps: where the time goes, what ran, gradients from the initial weights.
     if args.profile:
         with noting(row, "not profiled"):
-            step, median_ms = partial(training.train_step, *spare), statistics.median(row.step_ms)
-            row.profile = profile.profile_steps(step, median_ms, args.device)
-            del step
+            median_ms = statistics.median(row.step_ms)
+            row.profile = profile.profile_steps(partial(training.train_step, *spare), median_ms, args.device)
     training.train_step = train_step  # the graph is gone, with its memory; a replay has no operators
     captured = bool(row.settings.captured)
     with noting(row, "not observed"):
@@ -231,13 +218,33 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 # --- 2. training and timing -----------------------------------------------------------------------
 
 
+def train_and_time(training: Training, model: torch.nn.Module, args: Measurement, row: Row) -> float:
+    """Train for held-out losses, if any; then time at least `args.steps` steps. Returns the seconds of the
+    steps that were timed or settled. A region in which the compiler worked, whose time is in its steps, is
+    timed again."""
+    n, seconds = args.steps, 0.0
+    if args.heldout_every:
+        train_with_heldout(training, model, args, row)
+        n = min(n, TIMED_AFTER_TRAINING)
+    time_steps = time_on_gpu if args.device.type == "cuda" else time_on_cpu
+    for _ in range(1 + MOST_RETIMED):
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        time_steps(training, n, args, row)
+        seconds += (sum(row.settling_ms) + sum(row.step_ms)) / 1e3
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+        (row.recompiled,) = map(int, parallel.across([compiled], "max"))
+        if not row.recompiled:
+            break
+    return seconds
+
+
 def time_on_gpu(training: Training, n: int, args: Measurement, row: Row) -> None:
     """Train for SETTLING_S seconds, and right after it time at least `n` steps and `args.seconds` seconds in
     one region. Reference work before and after shows whether something else ran on the machine."""
     before = clock.reference_work(args.device)
     torch.cuda.reset_peak_memory_stats(args.device)  # the reference work's memory is not the row's
     progress("settling")
-    more = 1
+    row.settling_ms, more = [], 1
     while more > 0:
         times, _ = run_between_events(training, more, args.device)
         row.settling_ms += parallel.across(times, "max")
@@ -385,8 +392,6 @@ def run_and_record(
         say(f"{args.name}: the record is on the machine of rank 0")
     if writes:
         lines = result_lines(row, args)
-        if args.source is not None:
-            row.code_sha256 = fingerprint.row_sha256(args.source, hardware.ROOT)
         saved = in_means(row) if args.heldout_every else row
         run = Run(args.command, started_at, hardware.describe(args.device), args.workload(), [saved])
         proof.write(samples, args.output)

@@ -19,8 +19,16 @@ from typing import NamedTuple
 
 # What `measure_row` in common/benchmark.py uses for a time and its losses. What it calls to observe is not
 # here.
-ROOTS = ("start", "WARMUP", "Training", "InitialState", "rehearse", "train_with_heldout", "time_on_gpu")
-ROOTS += ("time_on_cpu", "Arguments.batches")
+ROOTS = (
+    "start",
+    "WARMUP",
+    "TIMED_S",
+    "Training",
+    "InitialState.__init__",
+    "InitialState.restore",
+    "rehearse",
+)
+ROOTS += ("train_and_time", "Arguments.batches")
 CLOCKS = ("mean_seconds", "steady_seconds")  # for what is no row: bare products, an experiment
 IMPORTERS = ("import_module", "import_or_skip")  # functions whose first argument is a module's name
 MESSAGES = ("progress", "say")

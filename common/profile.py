@@ -108,14 +108,12 @@ def _attention_kernel(operators: set[str], parts: list[tuple[str, list]]) -> str
 def _optimizer(operators: set[str]) -> str | None:
     """`AdamW, fused`: the class whose `step` ran, and how."""
     # For example Optimizer.step#AdamW.step.
-    name = next((name for name in operators if name.startswith("Optimizer.")), None)
-    if name is None:
-        return None
-    algorithm = name.partition("#")[2].partition(".")[0]
+    steps = [name.partition("#")[2] for name in operators if name.startswith("Optimizer.step#")]
+    algorithms = " and ".join(sorted({name.partition(".")[0] for name in steps}))
     for begin, how in OPTIMIZERS.items():
-        if any(operator.startswith(begin) for operator in operators):
-            return f"{algorithm}, {how}"
-    return algorithm
+        if algorithms and any(operator.startswith(begin) for operator in operators):
+            return f"{algorithms}, {how}"
+    return algorithms or None
 
 
 def _fp8_recipe(module: torch.nn.Module) -> str | None:

@@ -87,12 +87,14 @@ def renamed(samples: dict[str, np.ndarray], k: int) -> dict[str, np.ndarray]:
     return {f"{PASS}{k} {name}": numbers for name, numbers in samples.items() if PART not in name}
 
 
-def are_equal(samples: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> bool:
-    """Whether two passes have the same gradients, rounding aside."""
-    return all(
-        np.allclose(part[1], others[name][1], rtol=1e-3, atol=1e-3 * np.abs(part[1]).max())
-        for name, part in samples.items()
-    )
+def distance(samples: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> float:
+    """How far the gradients of two passes lie apart, by the weight that differs most: one less the cosine."""
+    apart = [0.0]
+    for name, (_, gradient) in samples.items():
+        a, b = (sketch.astype(np.float64) for sketch in (gradient, others[name][1]))
+        if length := np.linalg.norm(a) * np.linalg.norm(b):
+            apart.append(1 - a @ b / length)
+    return float(max(apart))
 
 
 def places_of(numbers: int) -> np.ndarray:

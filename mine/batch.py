@@ -1,5 +1,6 @@
 """What a file yields as a batch: a tensor, or a tuple, list, mapping or dataclass of such parts."""
 
+import copy
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,10 @@ def copied(batch, device: torch.device | None):
     if isinstance(batch, Mapping):
         return {name: copied(part, device) for name, part in batch.items()}
     if is_dataclass(batch):
-        return dataclasses.replace(batch, **copied(fields_of(batch), device))
+        new = copy.copy(batch)  # __init__ may do more
+        for name, part in fields_of(batch).items():
+            object.__setattr__(new, name, copied(part, device))
+        return new
     if isinstance(batch, (tuple, list)):
         parts = [copied(part, device) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else parts  # a namedtuple keeps its names

@@ -12,13 +12,18 @@ LEAST_OF_A_LIST, LEAST_OF_ALL = 0.1, 0.5  # of the weights, and of the work wher
 
 def list_blocks(model: nn.Module, flops: dict[str, int]) -> list[str]:
     """The names of the lists of blocks of a model; none where these are less than half of it, which is then
-    compiled whole. `flops` are those of a step by the counter's names of modules; empty where it failed."""
-    root = type(model).__name__
+    compiled whole. `flops` are those of a step by the counter's names of modules."""
     weights, work, shares = count_weights(model), flops.get("Global", 0), {}
-    for name, blocks in outermost_lists(model):
-        members = [f"{root}.{name}.{key}" for key, _ in blocks.named_children()]
-        done = flops.get(f"{root}.{name}") or sum(flops.get(member, 0) for member in members)
-        shares[name] = (count_weights(blocks) / weights, done / work if work else 1.0)
+    # The counter names modules from the first one that is called, which may lie inside of the model.
+    counted = {name.partition(".")[2]: count for name, count in flops.items()}
+    lists = dict(outermost_lists(model))
+    done = {}
+    for name, blocks in lists.items():
+        places = (name, name.rpartition(".")[2])
+        members = [f"{place}.{key}" for key, _ in blocks.named_children() for place in dict.fromkeys(places)]
+        done[name] = sum(counted.get(member, 0) for member in members)
+    for name, blocks in lists.items():  # by weights alone, where the counter names none of them
+        shares[name] = (count_weights(blocks) / weights, done[name] / work if any(done.values()) else 1.0)
     large = {name: share for name, share in shares.items() if min(share) >= LEAST_OF_A_LIST}
     sums = [sum(share[k] for share in large.values()) for k in range(2)]
     return [*large] if min(sums, default=0) >= LEAST_OF_ALL else []

@@ -1,11 +1,10 @@
 """A model of yours: what a file must hold for `./run_all.sh --model FILE`, and what its model is.
 
-model()                          a torch.nn.Module with FP32 weights batches()                        yields
-what the model takes: a tensor, a tuple or list, a dataclass, or a mapping, which arrives as a dict
-loss(model, batch)               optional; otherwise the loss is the model's output, or its `.loss`
-optimizer(parameters, **how)     optional, one or a list; `how` is for torch.optim.AdamW: fused, and of a
-graph capturable fp8(model)                       optional: turns layers to FP8 in place, and may return the
-context of a step
+model()                         a torch.nn.Module with FP32 weights
+batches()                       yields what the model takes: a tensor, tuple, list, dataclass or mapping
+loss(model, batch)              optional; otherwise the loss is the model's output, or its `.loss`
+optimizer(parameters, **how)    optional, one or a list; `how` is for AdamW: fused, and of a graph capturable
+fp8(model)                      optional: turns layers to FP8 in place, may return the context of a step
 
 python -m mine.file FILE ARGUMENT ...     checks it, and prints the facts of a run as JSON
 """
@@ -98,7 +97,8 @@ class ModelArguments(options.Measurement):
 
     def copies(self, count: int) -> list:
         """The first batches. Each is copied before the next one is drawn, which may fill the same tensors."""
-        return [copied(batch, None) for batch in itertools.islice(self.file.batches(), count)]
+        host = torch.device("cpu")  # where they take no memory of a row
+        return [copied(batch, host) for batch in itertools.islice(self.file.batches(), count)]
 
     def model(self) -> torch.nn.Module:
         """The model as its file makes it, on the device. Raises Skip for weights that are not FP32."""
@@ -177,8 +177,7 @@ class ModelArguments(options.Measurement):
 
     def step_flops(self, model: torch.nn.Module) -> int:
         """FLOPs of a forward and a backward pass, as torch.utils.flop_counter counts them, which also shows
-        masks, imports and blocks; 0 where they are not counted. A step in FP32 that does not fit the memory
-        counts three times its forward pass."""
+        masks, imports and blocks; 0 where they are not counted."""
         with masks_seen(model) as seen:
             try:
                 called(self.first_loss(model).backward, self.path)  # its errors are the model's
@@ -193,12 +192,13 @@ class ModelArguments(options.Measurement):
         self.blocks = list_blocks(model, counts)
         if not counts:
             self.said.append("FLOPs are not counted: PyTorch's counter cannot follow this model")
-        return counts.get("Global", 0) * (1 if fits else 3)
+        return counts.get("Global", 0)
 
     def count_flops(self, model: torch.nn.Module, backward: bool) -> dict[str, int]:
         """By the names of modules, and of all as Global; empty of what the counter cannot follow: where it
-        fails, and a recurrent layer. Attention is the whole (T, T) square; on a CPU, whose kernel the counter
-        does not know, two products."""
+        fails, and a recurrent layer. Without `backward`, which may not fit the memory, three times those of
+        the forward pass. Attention is the whole (T, T) square; on a CPU, whose kernel the counter does not
+        know, two products."""
         if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
             return {}
         on_cpu = self.device.type == "cpu"
@@ -208,9 +208,12 @@ class ModelArguments(options.Measurement):
                 loss = self.first_loss(model)
                 if backward:
                     loss.backward()
+        except (MemoryError, torch.OutOfMemoryError):
+            return self.count_flops(model, backward=False) if backward else {}
         except Exception:  # the counter's: the model has passed without it
             return {}
-        return {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
+        times = 1 if backward else 3
+        return {name: times * sum(each.values()) for name, each in counter.get_flop_counts().items()}
 
     def settle_steps(self, model: torch.nn.Module) -> Workload:
         """What one step trains; sets how many steps there are, where the user did not."""
@@ -291,7 +294,7 @@ def modules_beside(path: Path, names: set[str]) -> list[Path]:
     """The files of those modules that lie in the folder of the file, or below it, and are neither the
     project's nor Python's."""
     files = {Path(getattr(sys.modules[name], "__file__", None) or "/") for name in names} - {path}
-    known = {hardware.ROOT / room for room in ("common", "ladder")}
+    known = {path.parent for path in hardware.ROOT.glob("*/__init__.py")}
     known |= {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     return sorted(file for file in files if path.parent in file.parents and not known & {*file.parents})
 

@@ -41,7 +41,9 @@ def read(record: Path) -> Samples:
     path = sketches_of(record)
     try:
         with np.load(path, allow_pickle=False) as file:
-            samples = {one_line(name): file[name] for name in file.files}
+            # `again` was the second pass, before there were several
+            names = {name: one_line(name).replace("again ", f"{PASS}1 ") for name in file.files}
+            samples = {short: file[name] for name, short in names.items()}
         usable = [part.dtype == np.float32 and part.shape == (2, NUMBERS) for part in samples.values()]
     except Exception:  # a damaged archive raises errors of many kinds
         return {}

@@ -443,6 +443,9 @@ def test_blocks_are_equal_modules_that_hold_most_of_the_weights_and_of_the_work(
     assert model_blocks.blocks_of(model, ["blocks"]) == [*model.blocks.children()]
     assert "the 3 modules of blocks, 75% of the weights" in model_blocks.say_blocks(model, ["blocks"])
     assert model_blocks.list_blocks(Layers(embeddings=999), counts) == [], "most weights do no work"
+    inside = {name.replace("Layers.", "Sequential."): count for name, count in counts.items()}
+    assert model_blocks.list_blocks(nn.ModuleDict({"net": model}), inside) == ["net.blocks"], "called inside"
+    assert model_blocks.list_blocks(model, {"Global": 9, "Sequential": 9}) == ["blocks"], "of unknown names"
     assert model_blocks.list_blocks(nn.Linear(2, 2), {}) == []
 
 
