@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from common.text import Skip
+from common.text import Skip, one_line
 from mine import changes
 from mine.file import ModelArguments
 
@@ -17,7 +17,10 @@ def switch_of(model: nn.Module) -> nn.Module | None:
 
 def switch_attention(model: nn.Module, needs_mask: bool) -> None:
     """Use the switch of a Hugging Face model. Raises Skip for a model that it does not change."""
-    changes.fused_attention(model, needs_mask)
+    try:
+        changes.fused_attention(model, needs_mask)
+    except (ValueError, NotImplementedError) as error:  # of a library's class without it
+        raise Skip(f"{type(model).__name__} has no such switch: {one_line(error, 150)}") from error
     if not model.config._attn_implementation.startswith("sdpa"):
         raise Skip(f"{type(model).__name__} has attention of its own, which no switch changes")
 

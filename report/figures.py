@@ -18,7 +18,7 @@ GIB = 2**30
 MARK = "?"  # behind a figure that may be wrong
 LEGEND = (
     "?: may be wrong: the machine was busy, its host slow at launching, the second half of the steps drifted "
-    "by over 5 %, rows differ, or a row did not run what its name says"
+    "by over 5 %, the compiler still worked, rows differ, or a row did not run what its name says"
 )
 # Times what the reference work takes at best, beyond which something else ran on the machine. Around the rows
 # of an idle H200 it varied by 4 %.

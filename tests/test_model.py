@@ -579,6 +579,15 @@ def test_an_attention_of_its_own_is_told():
         model_attention.switch_attention(t5, True)
 
 
+def test_a_library_that_refuses_the_switch_is_quoted(monkeypatch):
+    def refuse(model, needs_mask):
+        raise ValueError("Odd does not support an attention implementation yet")
+
+    monkeypatch.setattr(model_attention.changes, "fused_attention", refuse)
+    with pytest.raises(Skip, match="Linear has no such switch: Odd does not support"):
+        model_attention.switch_attention(nn.Linear(2, 2), False)
+
+
 def test_a_mask_is_left_out_only_where_the_model_is_known_to_need_none():
     def model_of(name, **config):
         return type(name, (), {"config": SimpleNamespace(**config)})()
