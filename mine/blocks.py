@@ -39,11 +39,12 @@ def outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def are_equal(modules: list[nn.Module]) -> bool:
-    """Whether most of at least two modules are of one class that has parts: layers alone are no blocks."""
+    """Whether most of at least two modules are of one class and one size, and have parts: layers alone are no
+    blocks."""
     if len(modules) < 2:
         return False
-    kind, count = Counter(map(type, modules)).most_common(1)[0]
-    return count > len(modules) / 2 and any(type(each) is kind and [*each.children()] for each in modules)
+    kinds = Counter((type(each), *(weight.shape for weight in each.parameters())) for each in modules)
+    return max(kinds.values()) > len(modules) / 2 and any([*each.children()] for each in modules)
 
 
 def blocks_of(model: nn.Module, lists: list[str]) -> list[nn.Module]:

@@ -35,6 +35,15 @@ FAST = ["--device", "cpu", "--n-layer", "2", "--n-head", "2", "--n-embd", "32"]
 FAST += ["--seq-len", "32", "--steps", "4"]
 
 
+def pytest_collection_modifyitems(items):
+    """Slow tests first: each of two workers begins with a half, and short ones even out the end."""
+    is_slow = [item.get_closest_marker("slow") is not None for item in items]
+    slow, fast = (
+        [item for item, own in zip(items, is_slow, strict=True) if own is kind] for kind in (True, False)
+    )
+    items[:] = [*slow[::2], *fast[::2], *slow[1::2], *fast[1::2]]
+
+
 def load_script(path: Path) -> ModuleType:
     """A script as a module: its file name is not an identifier."""
     spec = importlib.util.spec_from_file_location(f"step_{path.stem}", path)
