@@ -4,6 +4,7 @@ import inspect
 import json
 import sys
 import sysconfig
+import time
 from collections import namedtuple
 from dataclasses import replace
 from functools import partial
@@ -382,6 +383,9 @@ def test_a_check_ends_and_answers_whatever_the_file_prints_or_leaves_running(tmp
     facts = planned.check(["--device", "cpu", "--steps", "2"], model=str(path))
     assert facts["workload"]["model"] == "my_model.py" and facts["pinned"] == {"--steps": "2"}
     pid = int(path.with_name("my_model.py.pid").read_text())
+    deadline = time.monotonic() + 10  # it was killed, and may take a moment to go
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert not is_alive(pid), "what it started has ended with it"
 
 
