@@ -919,14 +919,16 @@ MODEL = runs.workload(
 def model_run(*ms, work=MODEL, **proofs):
     """Rows of a model in which each keeps all changes before it, unless it is slower than the fastest."""
     rows, changes, fastest = [], [], None
-    for name, time in zip(planned.MODEL_ROWS, ms, strict=False):
+    for name, each_ms in zip(planned.MODEL_ROWS, ms, strict=False):
         word = planned.MODEL_ROWS[name]
         own = [*changes, *([word] if word else [])]
         rows.append(
-            runs.row(name, time, changes=own, settings=Settings(), proof=proofs.get(word), source=f"{own}\n")
+            runs.row(
+                name, each_ms, changes=own, settings=Settings(), proof=proofs.get(word), source=f"{own}\n"
+            )
         )
-        if fastest is None or time <= fastest:
-            changes, fastest = own, time
+        if fastest is None or each_ms <= fastest:
+            changes, fastest = own, each_ms
     return runs.run(*rows, work=work)
 
 
