@@ -72,7 +72,8 @@ def units_of(batch) -> tuple[str, int]:
         kind = type(batch).__name__
         what = "tensors (torch.from_numpy makes one), or a tuple, list, dict or dataclass of these"
         raise Skip(f"batches() yields a {kind} without tensors that hold numbers: let it yield {what}")
-    for tensor in tensors:
+    has_pictures = any(tensor.is_floating_point() and tensor.dim() > 1 for tensor in tensors)
+    for tensor in tensors if not has_pictures else ():
         if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
             return "tokens", tensor.numel()
     return "samples", len(tensors[0]) if tensors[0].dim() else 1

@@ -234,7 +234,8 @@ def test_a_model_is_made_from_one_seed_of_every_kind_and_trains(arguments_of):
 
 def test_tokens_are_integers_of_two_dimensions():
     tokens, picture = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(3, 4, 4)
-    assert model_batch.units_of({"x": picture, "y": [tokens]}) == ("tokens", 10)
+    assert model_batch.units_of({"x": torch.zeros(2), "y": [tokens]}) == ("tokens", 10)
+    assert model_batch.units_of({"x": picture, "y": [tokens]}) == ("samples", 3), "labels of pictures"
     assert model_batch.units_of((picture, torch.zeros(3, dtype=torch.int64))) == ("samples", 3)
     assert model_batch.units_of(torch.zeros(())) == ("samples", 1)
     assert model_batch.units_of((picture, torch.zeros(3, 9, dtype=torch.bool))) == ("samples", 3)
