@@ -62,7 +62,10 @@ def one_line(text: object, longest: int = 300) -> str:
 
     An exception without a message gives the name of its class.
     """
-    lines = str(text).strip().splitlines()
+    try:
+        lines = str(text).strip().splitlines()
+    except Exception:  # of an error that cannot tell itself
+        lines = []
     if not lines and isinstance(text, BaseException):
         lines = [type(text).__name__]
     first = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
@@ -111,7 +114,7 @@ def _portable_word(word: str) -> str:
 def say(text: str, stream=None, end: str = "\n") -> None:
     """Print to a reader who may have left (`| head`), or whose terminal lacks a letter: nothing here ends the
     run."""
-    with contextlib.suppress(OSError, UnicodeError):
+    with contextlib.suppress(OSError, ValueError):  # closed, or without the letter
         print(text, file=stream or sys.stdout, end=end, flush=True)
 
 

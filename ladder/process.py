@@ -94,6 +94,9 @@ def run(
     """
     mark = uuid.uuid4().hex
     inherited = {name: value for name, value in os.environ.items() if name not in LEFTOVERS}
+    folders = [folder for folder in inherited.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    if folders:  # those of the user's folder: the command runs in another
+        inherited["PYTHONPATH"] = os.pathsep.join(str(Path(folder).absolute()) for folder in folders)
     log.unlink(missing_ok=True)
     with log.open("ab") as file:
         began, kill_at = time.monotonic(), math.inf
@@ -156,5 +159,5 @@ def last_line(log: Path, sign: str) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     for line in reversed(lines):
         if sign in line:
-            return one_line(line.rpartition(sign)[2])
+            return one_line(line.partition(sign)[2])
     return ""

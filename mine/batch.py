@@ -59,10 +59,20 @@ def sha256_of(batch) -> str:
     digest = hashlib.sha256()
     for part in parts_of(batch):
         if isinstance(part, torch.Tensor):
+            part = part.to_dense() if part.layout != torch.strided else part
             part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         if isinstance(part, np.ndarray) and part.dtype != object:
             digest.update(part.tobytes())
     return digest.hexdigest()
+
+
+def check_parts(batch) -> None:
+    """Raises Skip for an object of another class that holds tensors: they would not be copied, or seen."""
+    for part in parts_of(batch):
+        held = getattr(part, "__dict__", {}).values()
+        if not isinstance(part, torch.Tensor) and any(isinstance(value, torch.Tensor) for value in held):
+            what = "tensors, or a tuple, list, dict or dataclass of these"
+            raise Skip(f"batches() yields a {type(part).__name__} that holds tensors: let it yield {what}")
 
 
 def units_of(batch) -> tuple[str, int]:

@@ -34,7 +34,7 @@ from common import hardware, options
 from common.record import Workload
 from common.text import OneLineParser, Skip, explain, one_line, portable_command, run_command, say
 from ladder import facts
-from mine.batch import copied, described, loss_for, output_of, sha256_of, shapes_of, units_of
+from mine.batch import check_parts, copied, described, loss_for, output_of, sha256_of, shapes_of, units_of
 from mine.blocks import list_blocks, say_blocks
 from mine.optimizers import Optimizers
 
@@ -90,6 +90,7 @@ class ModelArguments(options.Measurement):
         batches = called(lambda: self.copies(count), self.path)
         if not batches:
             raise Skip(f"batches() of {self.path.name} yields nothing")
+        check_parts(batches[0])
         if len(set(map(shapes_of, batches))) > 1:
             what_to_do = "pad them to one, or drop a last batch that is smaller"
             raise Skip(f"batches() of {self.path.name} yields tensors of several shapes: {what_to_do}")
@@ -150,6 +151,15 @@ class ModelArguments(options.Measurement):
             raise Skip(
                 f"optimizer() of {self.path.name} returns no torch.optim.Optimizer, and no list of these"
             )
+        trained = {
+            id(weight) for each in optimizers for group in each.param_groups for weight in group["params"]
+        }
+        if trained - set(map(id, weights)):
+            raise Skip(
+                f"optimizer() of {self.path.name} has weights that are not model()'s: give it `parameters`"
+            )
+        if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+            raise Skip(f"optimizer() of {self.path.name} returns LBFGS, which makes several passes in a step")
         return optimizers[0] if len(optimizers) == 1 else Optimizers(optimizers)
 
     def workload(self) -> Workload:
@@ -180,7 +190,12 @@ class ModelArguments(options.Measurement):
         masks, imports and blocks; 0 where they are not counted."""
         with masks_seen(model) as seen:
             try:
-                called(self.first_loss(model).backward, self.path)  # its errors are the model's
+                loss = self.first_loss(model)
+                if not loss.requires_grad:
+                    raise Skip(f"the loss of {self.path.name} has no gradient: was it detached, or grad off?")
+                called(loss.backward, self.path)  # its errors are the model's
+                if all(weight.grad is None for weight in model.parameters()):
+                    raise Skip(f"the loss of {self.path.name} gives no weight of model() a gradient")
                 fits = True
             except (MemoryError, torch.OutOfMemoryError):
                 fits = False
@@ -280,7 +295,8 @@ def load(path: Path) -> ModuleType:
         raise Skip(f"--model {path}: there is no such Python file")
     sys.argv[:] = [str(path)]
     sys.path.insert(0, str(path.parent))  # of what the file imports beside it
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"{path.stem}_file" if path.stem in sys.modules else path.stem  # torch.py hides no torch
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # as an import does: dataclasses look there
     called(lambda: spec.loader.exec_module(module), path)
@@ -329,7 +345,12 @@ def called(function: Callable, path: Path):
     except BaseException as error:  # SystemExit, and what a file derives itself
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f", line {frames[-1].lineno}" if frames else ""
-        raise Skip(f"{path.name}{where}: {type(error).__name__}: {one_line(error)}") from error
+        advice = ""
+        if isinstance(error, SystemExit):
+            advice = ": let what reads options or exits stand under `if __name__ == '__main__':`"
+        if isinstance(error, FileNotFoundError):
+            advice = f": it runs in {hardware.ROOT}, so name a file by Path(__file__).parent"
+        raise Skip(f"{path.name}{where}: {type(error).__name__}: {one_line(error)}{advice}") from error
 
 
 def set_seeds(seed: int) -> None:

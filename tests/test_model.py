@@ -85,7 +85,11 @@ def test_too_little_memory_while_a_file_is_imported_is_one_line(arguments_of, ca
         ("x = 1\n", "lacks model() and batches()"),
         ("import not_there\n", "my_model.py, line 2: ModuleNotFoundError: No module named 'not_there'"),
         ("def f(:\n", "SyntaxError"),
-        ("raise SystemExit(3)\n", "my_model.py, line 2: SystemExit: 3"),
+        (
+            "raise SystemExit(3)\n",
+            "my_model.py, line 2: SystemExit: 3: let what reads options or exits stand",
+        ),
+        ("open('none.txt')\n", "so name a file by Path(__file__).parent"),
     ],
 )
 def test_a_file_that_does_not_fit_gets_one_line(text, said, arguments_of, refused):
@@ -176,6 +180,27 @@ def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, argume
             "weight has no size yet: let model() call the model once on a batch",
         ),
         (LINEAR + BATCHES + SUM + "def optimizer(p, **how):\n    return []\n", "and no list of these"),
+        (
+            LINEAR + BATCHES + SUM + "W = [torch.nn.Parameter(torch.ones(2, 2))]\n"
+            "def optimizer(p, **how):\n    return torch.optim.SGD(W, 0.1)\n",
+            "optimizer() of my_model.py has weights that are not model()'s",
+        ),
+        (
+            LINEAR + BATCHES + SUM + "def optimizer(p, **how):\n    return torch.optim.LBFGS(p)\n",
+            "returns LBFGS",
+        ),
+        (
+            LINEAR + BATCHES + "def loss(m, b):\n    return torch.zeros((), requires_grad=True) + 1\n",
+            "gives no weight of model() a gradient",
+        ),
+        (LINEAR + BATCHES + "def loss(m, b):\n    return m(b).sum().detach()\n", "has no gradient: was it"),
+        (
+            "class G:\n    def __init__(self):\n        self.x = torch.ones(4, 16)\n"
+            + LINEAR
+            + "def batches():\n    yield G(), torch.ones(2)\n"
+            + SUM,
+            "batches() yields a G that holds tensors",
+        ),
         (
             LINEAR + BATCHES + SUM + "def optimizer(parameters):\n    return 3\n",
             "optimizer() got an unexpected keyword argument 'fused'",
