@@ -89,16 +89,17 @@ def main(args):  # args: the options, checked, and what this machine supports
         optimizer.zero_grad()
         return loss.detach()
 
+    # In a loop of your own, as in `measure` (whose rate is constant):
+    #     lr = torch.tensor(3e-4, device="cuda")  # AdamW(lr=lr): a float would be frozen
+    #     for i, (tokens, targets) in enumerate(loader):  # on the GPU; of one shape
+    #         if i == 3:  # ordinary steps have compiled all and made AdamW's states
+    #             train_step = capture(tokens, targets)
+    #         lr.fill_(rate_at(i))
+    #         loss = train_step(tokens, targets)
+    # Dropout, clipping and accumulation may be inside, .item() not. Between replays the
+    # model may run as ever, to validate. DDP needs i == 11; FSDP2 cannot be captured.
     def capture(tokens, targets):
-        """For a loop of your own, which `measure` does too (with a constant rate):
-            lr = torch.tensor(3e-4, device="cuda")  # AdamW(lr=lr): a float would be frozen
-            for i, (tokens, targets) in enumerate(loader):  # on the GPU; of one shape
-                if i == 3:  # ordinary steps have compiled all and made AdamW's states
-                    train_step = capture(tokens, targets)
-                lr.fill_(rate_at(i))
-                loss = train_step(tokens, targets)
-        Dropout, clipping and accumulation may be inside, .item() not. Between replays the
-        model may run as ever, to validate. DDP needs i == 11; FSDP2 cannot be captured."""
+        """Called once, after ordinary steps. Its result takes the place of `train_step`."""
         batch = [tokens.clone(), targets.clone()]  # what every replay reads
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -82,8 +82,8 @@ def main(args):  # args: the options, checked, and what this machine supports
         optimizer.zero_grad()
         return loss.detach()
 
-    def capture(tokens, targets):
-        """As in step 3."""
+    def capture(tokens, targets):  # step 3 shows the loop around it
+        """Called once, after ordinary steps. Its result takes the place of `train_step`."""
         batch = [tokens.clone(), targets.clone()]  # what every replay reads
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

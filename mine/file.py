@@ -34,6 +34,7 @@ from common import hardware, options
 from common.record import Workload
 from common.text import OneLineParser, Skip, explain, one_line, portable_command, run_command, say
 from ladder import facts
+from ladder.rows import COMPILE
 from mine.batch import check_parts, copied, described, loss_for, output_of, sha256_of, shapes_of, units_of
 from mine.blocks import list_blocks, say_blocks
 from mine.optimizers import Optimizers
@@ -373,7 +374,7 @@ def check(args: ModelArguments) -> Workload:
     args.optimizer(model, captured=False)
     work = args.settle_steps(model)
     size = f"{work.parameters / 1e6:,.1f} M parameters, {work.tokens_per_step:,} {work.unit} a step"
-    args.said = [f"{work.model}: {size}", *args.said, f"Row 3_compile: {say_blocks(model, args.blocks)}"]
+    args.said = [f"{work.model}: {size}", *args.said, f"Row {COMPILE}: {say_blocks(model, args.blocks)}"]
     args.draw_again()
     if work.text_sha256 != args.work_sha256():
         raise Skip(f"batches() of {args.path.name} yields other numbers each time: seed its generator")

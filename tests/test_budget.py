@@ -26,19 +26,13 @@ def files(pattern):
 
 
 def code_lines(source):
-    """The lines of a script that hold code, without docstrings and comments."""
-    lines = source.splitlines()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node):
-            docstring = node.body[0]
-            lines[docstring.lineno - 1 : docstring.end_lineno] = [""] * (
-                docstring.end_lineno - docstring.lineno + 1
-            )
+    """The lines of a script that hold code, without its docstring and comments."""
+    lines, ends = source.splitlines(), ast.parse(source).body[0].end_lineno
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
-    return [line.rstrip() for line in lines if line.strip()]
+    return [line.rstrip() for line in lines[ends:] if line.strip()]
 
 
 def by_hand(name):

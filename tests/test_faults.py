@@ -41,7 +41,7 @@ class Block(nn.Module):
         v = v.roll(1, 2) if fault == "values shifted" else v
         scale = 1.0 if fault == "scale" else None
         y = F.scaled_dot_product_attention(q, k, v, is_causal=fault != "no mask", scale=scale)
-        y = self.o(y.transpose(1, 2).flatten(2)) * (fault != "dead attention")
+        y = self.o(y.transpose(1, 2).flatten(2)) * {"dead attention": 0.0}.get(fault, 1.0)
         x = y if fault == "no residual" else x + y
         y = (F.relu if fault == "ReLU" else F.gelu)(self.up(self.n2(x)))
         y = self.down(y) * {"dead MLP": 0.0, "MLP times 1.2": 1.2}.get(fault, 1.0)

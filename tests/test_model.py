@@ -446,12 +446,9 @@ class Layers(nn.Module):
 
     def __init__(self, embeddings=0, kind=nn.ModuleList):
         super().__init__()
-        blocks = [block() for _ in range(3)]
-        self.blocks = (
-            nn.ModuleDict({str(k): each for k, each in enumerate(blocks)})
-            if kind is nn.ModuleDict
-            else (nn.Sequential(*blocks) if kind is nn.Sequential else nn.ModuleList(blocks))
-        )
+        made = {nn.Sequential: lambda blocks: nn.Sequential(*blocks), nn.ModuleList: nn.ModuleList}
+        made[nn.ModuleDict] = lambda blocks: nn.ModuleDict({str(k): each for k, each in enumerate(blocks)})
+        self.blocks = made[kind]([block() for _ in range(3)])
         self.heads = nn.ModuleList(nn.Linear(32, 16) for _ in range(4))
         self.tables = nn.ModuleList(
             nn.Sequential(nn.Embedding(embeddings, 32)) for _ in range(2 if embeddings else 0)
