@@ -81,7 +81,7 @@ def sketch(gradient: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def renamed(samples: dict[str, np.ndarray], k: int) -> dict[str, np.ndarray]:
+def renamed(samples: dict[str, np.ndarray], k: int | str) -> dict[str, np.ndarray]:
     """The samples of whole matrices of a further pass, by the names that they have beside those of the
     first."""
     return {f"{PASS}{k} {name}": numbers for name, numbers in samples.items() if PART not in name}

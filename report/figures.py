@@ -367,7 +367,9 @@ def _doubts(line: Line, timed: list[Line], run: Run) -> list[str]:
             doubts.append(f"the second half of the steps took over {DRIFT:.0%} {more} time")
     if any(problem.startswith(DIFFER) for problem in run.problems):
         doubts.append("rows differ in more than their scripts")
-    kernels = {step.row.settings.attention_kernel for step in timed if not step.is_peer} - {*NOT_FUSED}
+    alike = [step.row.settings for step in timed if not step.is_peer]
+    alike = [settings for settings in alike if settings.amp_dtype == line.row.settings.amp_dtype]
+    kernels = {settings.attention_kernel for settings in alike} - {*NOT_FUSED}
     if len(kernels) > 1 and line.row.settings.attention_kernel in kernels and not line.is_peer:
         doubts.append(f"attention ran as {' and '.join(sorted(kernels))}")
     return doubts

@@ -394,6 +394,7 @@ def test_what_the_proof_cannot_sample_is_named(arguments_of):
     assert {name for name in state.sample(step, (torch.arange(3),)) if "part" not in name} == {
         "out.weight",
         "pass 1 out.weight",
+        "pass rounded out.weight",
     }
     assert "evaluation fails" in state.notes[0] and state.notes[1].startswith(
         "not in the proof: table, whose"

@@ -14,7 +14,7 @@ from conftest import FAST, ROOT, STEPS, arguments, built, load_script, load_step
 
 from common import benchmark
 from common import proof as sampling
-from common.record import Row
+from common.record import Row, Settings
 from ladder import patches
 from report import ablations, documents, proof, table
 from report.figures import derive
@@ -191,6 +191,26 @@ def put_samples(folder, step, gradient, output=None, **fields):
 
 GRADIENT = np.random.default_rng(0).normal(size=sampling.NUMBERS).astype(np.float32)
 TURNED = np.where(np.arange(sampling.NUMBERS) < 100, -GRADIENT, GRADIENT)
+
+
+def turned_by(share):
+    """A sketch whose cosine with GRADIENT is 1 - 2 share, or nearly."""
+    return np.where(np.arange(sampling.NUMBERS) < share * sampling.NUMBERS, -GRADIENT, GRADIENT)
+
+
+@pytest.mark.parametrize(
+    ("rounded", "in_fp8", "said"),
+    [(0.0, False, "differs"), (0.02, False, "agrees"), (0.02, True, "not proven")],
+    ids=["smooth", "router", "router in FP8"],
+)
+def test_where_rounding_alone_turns_a_gradient_the_limit_is_lower(rounded, in_fp8, said):
+    weight = np.ones(sampling.NUMBERS, np.float32)
+    sketches = {"gate": GRADIENT, "pass 1 gate": GRADIENT, "pass rounded gate": turned_by(rounded)}
+    ours = {name: np.stack([weight, gradient]) for name, gradient in sketches.items()}
+    other = Row("2_sdpa", settings=Settings(fp8_recipe="current" if in_fp8 else None))
+    apart = turned_by(0.2 if in_fp8 else 0.05)
+    theirs = {"gate": np.stack([weight, apart]), "pass 1 gate": np.stack([weight, apart])}
+    assert proof.verdict(proof.compare(Row("0_fp32"), ours, other, theirs)) == said
 
 
 def test_variants_are_compared_with_the_script_that_they_change(tmp_path):

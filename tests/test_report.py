@@ -121,6 +121,10 @@ def test_a_drift_of_half_the_steps_and_kernels_that_differ_mark_a_row():
     assert [line.mark for line in figures.lines] == ["", "?", "?"] and "cudnn and flash" in figures.remarks[0]
     said = "No verdict: 3_compile has the shortest time, and ?: attention ran as cudnn and flash"
     assert sentences.headline(figures) == said
+    theirs = replace(runs.workload(), model="user.py")
+    in_fp32 = replace(runs.SETTINGS["2_sdpa"], amp_dtype="float32", attention_kernel="efficient")
+    figures = derive(runs.run(runs.row("0_fp32", settings=in_fp32), runs.row("2_sdpa"), work=theirs))
+    assert [line.mark for line in figures.lines] == ["", ""], "FP32 and BF16 have kernels of their own"
 
 
 @pytest.mark.parametrize(
