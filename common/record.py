@@ -17,8 +17,8 @@ SCHEMA_VERSION = 3
 # Files of a run folder.
 PLAN, MERGED, ROOFS = "plan.json", "results.json", "roofs.json"
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
-# Names in the file of the proof: `fc1.weight part 1/2`, of a further pass `pass 1 fc1.weight`, and of one with
-# weights rounded to BF16 `pass rounded fc1.weight`.
+# Names in the file of the proof: `fc1.weight part 1/2`, of a further pass `pass 1 fc1.weight`, and of one
+# with weights rounded to BF16 `pass rounded fc1.weight`.
 PART, PASS, ROUNDED = " part ", "pass ", "rounded"
 LOSSES_IN_ONE = 5  # of a long training: the quarter of 1,500 steps that a verdict goes by has whole ones
 NUMBERS = 509  # of a matrix, and sums of its gradient: a prime, so that a column spreads over all sums

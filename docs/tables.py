@@ -29,11 +29,11 @@ from common.text import Skip, run_command, say  # noqa: E402
 from ladder import loop, patches  # noqa: E402
 from predict import errors  # noqa: E402
 from report import ablations as variants  # noqa: E402
-from report import cells, charts, documents, page, parity, scaling, sentences, sweep, table  # noqa: E402
-from report.__main__ import render_study  # noqa: E402
-from report.figures import LEGEND, MARK, Figures, Line, derive, derive_study, loss_rule, ratio  # noqa: E402
+from report import bars, cells, parity, printers, scaling, sections, sentences, sweep, table  # noqa: E402
+from report.__main__ import render  # noqa: E402
+from report.doubts import LEGEND, MARK  # noqa: E402
+from report.figures import Figures, Line, derive, derive_study, ratio  # noqa: E402
 from report.load import DIFFER, RecordError, load, runs_of  # noqa: E402
-from report.picture import picture  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 CONFIRMATION = "-confirmation"  # ends the name of the record of a second run
@@ -68,7 +68,7 @@ def shown(rows: list[dict], *of: str, n_left: int = 1) -> str:
     differing |= {f"{name} is of several states of the code" for name in states if len(states[name]) > 1}
     if differing:
         raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(differing))}")
-    return explained(documents.pipe(rows, n_left)) + several_cards(*of)
+    return explained(printers.pipe(rows, n_left)) + several_cards(*of)
 
 
 def several_cards(*of: str) -> str:
@@ -130,7 +130,7 @@ def lasting(place: str) -> str:
 def ladder(place: str) -> str:
     """Every step and peer, and what the losses are."""
     rows = table.main_rows(figures(place), detailed=True)
-    return f"{shown(rows, place)}\n\n{loss_rule(figures(place))}."
+    return f"{shown(rows, place)}\n\n{sentences.loss_rule(figures(place))}."
 
 
 def file(name: str) -> str:
@@ -202,7 +202,7 @@ def measured(place: str) -> str:
 
 def cards(*of: str) -> str:
     """One row a card. Its date and commit stand in the row, so states of the code may differ."""
-    return explained(documents.pipe([table.card_row(figures(place)) for place in of]))
+    return explained(printers.pipe([table.card_row(figures(place)) for place in of]))
 
 
 def learning(place: str, *labels: str) -> str:
@@ -389,18 +389,15 @@ def renew() -> None:
     and README's picture for two widths in two themes."""
     for folder in sorted(path.parent for path in RESULTS.glob("*/*/results.json")):
         place = str(folder.relative_to(RESULTS))
-        files = {}
-        if isinstance(record(place), Study):
-            files = render_study(folder, record(place))[1]
-        else:
-            files["report.md"] = documents.as_markdown(figures(place)).encode()
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-    (ROOT / "docs" / "index.html").write_text(page.render(figures(SITE)))
+        files = render(folder, record(place))[1]
+        for name in files.keys() - {"report.html", "steps.svg"}:
+            (folder / name).write_bytes(files[name])
+    (ROOT / "docs" / "index.html").write_text(printers.html(sections.of_run(figures(SITE))))
     for theme, colors in THEMES.items():
-        for width, narrow in (("wide", False), ("narrow", True)):
-            drawn = charts.svg(picture(figures(SITE), narrow, *colors), as_paths=True)
-            (RESULTS / SITE / f"steps-{width}-{theme}.svg").write_text(drawn)
+        for name, width in (("wide", bars.WIDE), ("narrow", bars.NARROW)):
+            (RESULTS / SITE / f"steps-{name}-{theme}.svg").write_text(
+                bars.picture(figures(SITE), width, *colors)
+            )
 
 
 def lost_rows(before: Path, after: Path) -> list[str]:

@@ -8,42 +8,31 @@ import sys
 from pathlib import Path
 
 from common.record import MERGED, PLAN, Run, Study, write_bytes, write_json
-from common.text import OneLineParser, aligned, run_command, say
+from common.text import OneLineParser, run_command, say
 
 GOOD = ("ok", "skipped")
 
 
 def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
     """What a terminal shows of a run or a study in a folder, and its files by name."""
-    return render_study(folder, record) if isinstance(record, Study) else render_run(folder, record)
-
-
-def render_run(folder: Path, run: Run) -> tuple[str, dict[str, bytes]]:
-    from report import charts, documents, page
+    from report import bars, printers, sections, studies, table
     from report.figures import derive
-    from report.picture import picture
 
-    figures = derive(run)
-    files = {
-        "report.md": documents.as_markdown(figures).encode(),
-        "report.html": page.render(figures).encode(),
-        "steps.png": charts.png(picture(figures, ink="black", paper="white")),
-    }
-    return documents.for_terminal(figures, str(folder / "report.html")), files
-
-
-def render_study(folder: Path, study: Study) -> tuple[str, dict[str, bytes]]:
-    from report import documents, studies
-
-    kind = studies.KINDS[study.kind]
-    tables, picture = kind.tables(study), kind.picture(study)
-    files = {"report.md": documents.study_as_markdown(study, tables).encode()}
-    if picture:
-        files[f"{study.kind}.png"] = picture
-    texts = [f"{title}\n{aligned(rows)}".strip() for title, rows in tables.items() if rows]
-    texts.append("\n".join(documents.study_remarks(study, tables)))
-    texts.append(f"Report: {' and '.join(str(folder / name) for name in files)}")
-    return "\n\n".join(filter(None, texts)), files
+    report, end = sections.of(record), []
+    files = {"report.md": printers.markdown(report).encode()}
+    if isinstance(record, Study):
+        if picture := studies.KINDS[record.kind].picture(record):
+            files[f"{record.kind}.png"] = picture
+    else:
+        figures = derive(record)
+        files["report.html"] = printers.html(report).encode()
+        files["steps.svg"] = bars.picture(figures).encode()
+        if table.fits_cards(figures):
+            row = " | ".join(map(printers.escaped, table.card_row(figures).values()))
+            end = ["This GPU as a row of docs/cards.md:", f"| {row} |"]
+    shown = [name for name in files if name == "report.html" or isinstance(record, Study)]
+    end.insert(0, f"Report: {' and '.join(str(folder / name) for name in shown)}")
+    return printers.terminal(report, end), files
 
 
 def main() -> int:
@@ -57,7 +46,7 @@ def main() -> int:
         parser.error("give one DIR, or --compare A B")
     if args.bound is not None and not (args.compare and 0 < args.bound < 1):
         parser.error("--bound is a share between 0 and 1, with --compare")
-    from report import load, page  # noqa: F401 so that a missing package is told before anything is read
+    from report import load, printers  # noqa: F401 so that a missing package is told before anything is read
     from report.compare import compare
 
     try:

@@ -5,9 +5,10 @@ GPUs with their number: `2_sdpa, 2 GPUs`.
 """
 
 from common.record import Run, Study
-from report.cells import LAUNCH, dtype, gain, number, only_filled, scaling, time_or_status
+from report.cells import gain, number, time_or_status
 from report.changes import lines_added
-from report.figures import Line, derive_study, ratio, unlearned
+from report.figures import Line, derive_study, learning_failure, ratio
+from report.table import EQUALS, Column, itself, only_filled, rows_of
 
 
 def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
@@ -75,15 +76,11 @@ def gpus_of(run: Run) -> int | None:
 
 def equal_rows(study: Study, *names: str) -> list[dict[str, str]]:
     """These runs side by side, with what may make them unequal; gains are over the first of them."""
-    rows, lines = [], lines_of(study)
-    for name in names:
-        line = lines[name]
-        settings = line.row.settings
-        row = {"row": name, "of": line.name, "launch": LAUNCH[settings.captured]}
-        row |= {"residual": dtype(settings.residual_dtype), "head": settings.head or "-"}
-        row |= {"FP8 scaling": scaling(settings.fp8_recipe), "ms": time_or_status(line)}
-        rows.append(row | {f"x {names[0]}": gain(ratio(line, lines[names[0]]))})
-    return only_filled(rows)
+    lines = lines_of(study)
+    shown = {lines[name]: name for name in names}
+    over = Column(f"x {names[0]}", lambda line: ratio(line, lines[names[0]]), gain)
+    columns = [Column("row", shown.get), Column("of", "name"), *EQUALS, Column("ms", itself, time_or_status)]
+    return rows_of(shown, [*columns, over])
 
 
 def tables(study: Study) -> dict[str, list[dict]]:
@@ -93,4 +90,4 @@ def tables(study: Study) -> dict[str, list[dict]]:
 def note_of(line: Line) -> str:
     """Whether a variant learns. A row's own note tells of what its script does, which the variant may
     change."""
-    return unlearned(line.row.loss)
+    return learning_failure(line.row.loss)

@@ -1,6 +1,7 @@
 """What one script changes of another: lines of code, from the sources that records hold."""
 
 import difflib
+import functools
 import io
 import re
 import tokenize
@@ -14,20 +15,26 @@ NOTHING = (tokenize.NL, tokenize.COMMENT)
 LONG_SOURCE = 2000  # lines, from which frequent lines are not compared, since that takes too long
 
 
-def added_groups(before: Row, after: Row) -> list[list[str]]:
-    """The lines of code in `after` that are not in `before`, group by group: without docstring, imports,
-    comments and indentation, and without lines that only moved to another depth."""
-    old, new = code_lines(before.source or ""), code_lines(after.source or "")
+def lines_of_code_added(before: Row, after: Row) -> list[str]:
+    """The lines of code in `after` that are not in `before`: without docstring, imports, comments and
+    indentation, and without lines that only moved to another depth."""
+    return [*_lines_added(before.source or "", after.source or "")]
+
+
+@functools.cache
+def _lines_added(before: str, after: str) -> tuple[str, ...]:
+    old, new = code_lines(before), code_lines(after)
     if not old or not new:
-        return []
+        return ()
     is_long = max(len(old), len(new)) > LONG_SOURCE
     changes = difflib.SequenceMatcher(None, old, new, autojunk=is_long).get_opcodes()
-    return [new[start:end] for kind, _, _, start, end in changes if kind in ("insert", "replace")]
+    added = [new[start:end] for kind, _, _, start, end in changes if kind in ("insert", "replace")]
+    return tuple(line for group in added for line in group)
 
 
 def lines_added(before: Row, after: Row) -> int:
-    """How many lines of code `after` has that `before` has not."""
-    return sum(map(len, added_groups(before, after)))
+    """How many these are."""
+    return len(lines_of_code_added(before, after))
 
 
 def code_lines(source: str) -> list[str]:

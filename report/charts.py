@@ -1,4 +1,5 @@
-"""Pictures with axes, drawn by matplotlib: SVG for the page, whose color they take, and PNG on white.
+"""Curves, drawn by matplotlib: SVG for the page, whose color they take, and PNG on white. Bars are not drawn
+here.
 
 Names come from records: they are shortened, and never read as markup or as formulas.
 """
@@ -15,17 +16,12 @@ from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from common.record import CATEGORIES
 from common.text import one_line
-from report.figures import GAPS, Figures
+from report.figures import Figures
 
-# Okabe and Ito's colors, which stay apart for color-blind readers, and grays.
-PALETTE = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0e442", "#8a6d3b", "#b8bec6")
-CATEGORY_COLORS = dict(zip((*CATEGORIES, GAPS), PALETTE, strict=True))
 CURVES = ("#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2", "#cc79a7", "#8a6d3b", "#9aa5b1")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)))
-PLAIN = SOFT = "#6e7b88"  # what has no kind of kernel, and soft text
-INK, PAPER = "#123457", "#fefdfb"  # stand for the page's own colors of text and background, see `svg`
+INK = "#123457"  # stands for the page's own color of text, see `svg`
 MOST_POINTS = 2000  # of a curve
 WIDTH_IN = 5.0  # small, so that text stays legible on a phone
 STYLE = {
@@ -42,20 +38,20 @@ STYLE = {
 
 
 @contextmanager
-def styled(**more: object) -> Iterator[None]:
+def styled() -> Iterator[None]:
     """The style of all pictures, while they are drawn and while they are written."""
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()  # a user's matplotlibrc may ask for LaTeX, which may be absent
-        matplotlib.rcParams.update(STYLE | more)
+        matplotlib.rcParams.update(STYLE)
         # A name from a record may hold a letter that the font lacks.
         warnings.simplefilter("ignore", UserWarning)
         yield
 
 
 @contextmanager
-def figure(height_in: float, width_in: float = WIDTH_IN) -> Iterator[Figure]:
+def figure(height_in: float) -> Iterator[Figure]:
     with styled():
-        yield Figure(figsize=(width_in, height_in), layout="constrained")
+        yield Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
 
 
 def png(drawn: Figure) -> bytes:
@@ -65,17 +61,15 @@ def png(drawn: Figure) -> bytes:
     return written.getvalue()
 
 
-def svg(drawn: Figure, as_paths: bool = False) -> str:
-    """The figure as an <svg> element, which style.css fits to its container; `as_paths` draws letters, so
-    that it looks the same where their font is missing."""
-    written, fonts = io.StringIO(), "path" if as_paths else "none"
-    with styled(**{"svg.fonttype": fonts}):
+def svg(drawn: Figure) -> str:
+    """The figure as an <svg> element, which style.css fits to its container."""
+    written = io.StringIO()
+    with styled():
         # So that the same figure is the same text.
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        drawn.savefig(written, format="svg", metadata=nothing)
+        drawn.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = written.getvalue()
-    text = text[text.index("<svg") :].replace(INK, "currentColor").replace(PAPER, "var(--paper)")
-    used = set(re.findall(r"#([\w-]+)", text))  # other ids would stand twice on a page with two drawings
+    text = text[text.index("<svg") :].replace(INK, "currentColor")
+    used = set(re.findall(r"#([\w-]+)", text))
     return re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", text)
 
 

@@ -9,10 +9,12 @@ from statistics import median
 
 from common.record import Run
 from common.text import aligned, one_line
-from report.cells import gain, number, only_filled, time_or_status
-from report.figures import MARK, Figures, Line, derive, launch_us, ratio, reference_ms, waits_for_the_host
+from report.cells import gain, number, time_with_range
+from report.doubts import MARK, remarks
+from report.figures import Figures, Line, derive, launch_us, ratio, reference_ms, waits_for_the_host
 from report.load import DIFFER, RecordError, load
 from report.sentences import describe_machine
+from report.table import only_filled
 
 # Fields of workloads that may differ where times are compared: a step takes as long with another text.
 HARMLESS = {"warmup", "steps", "text", "text_sha256"}
@@ -39,10 +41,10 @@ def compare(a: Path, b: Path, bound: float | None = None) -> tuple[str, bool]:
             "times of equal cards are divided by that."
         )
     machines = [f"{side}: {describe_machine(figures.environment)}" for side, figures in sides.items()]
-    remarks = [f"{side}: {text}" for side, figures in sides.items() for text in figures.remarks]
+    unusual = [f"{side}: {text}" for side, figures in sides.items() for text in remarks(figures)]
     table = aligned(only_filled(_rows(pairs, card, comparable)))
     unshared = _unshared(sides, {line.name for line, _ in pairs})
-    lines = [*machines, note, *unshared, "", table, "", *remarks]
+    lines = [*machines, note, *unshared, "", table, "", *unusual]
     if bound is None:
         return "\n".join(lines), True
     failed = objections(sides["A"], sides["B"], pairs, bound) if comparable else ["it did other work"]
@@ -75,8 +77,8 @@ def _rows(pairs: list[Pair], card: float, comparable: bool) -> list[dict[str, st
     rows = []
     for a, b in pairs:
         ratios = ratios_of(a, b, card) if comparable else {}
-        row = {"step": a.name, "A, ms": time_or_status(a, with_range=True)}
-        row |= {"B, ms": time_or_status(b, with_range=True)}
+        row = {"step": a.name, "A, ms": time_with_range(a)}
+        row |= {"B, ms": time_with_range(b)}
         row |= {"A / B": gain(ratio(b, a)) if comparable else "-"}
         row |= {f"B / A, {name}": number(ratios.get(name), ".3f") for name in ("equal cards", "peak", "loss")}
         if ratios and max(a.mark, b.mark):

@@ -1,38 +1,28 @@
-"""Every figure of a run, derived once: one Line a row. Tables, pages and documents only show what stands
-here."""
+"""Every figure of a run: a figure is a property of Line, and a column of a table in report/table.py."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean, median
 
-from common.record import CATEGORIES, Environment, Roofs, Row, Run, Settings, Study, Workload, middle_half
-from report.load import DIFFER
+from common.record import CATEGORIES, Environment, Profile, Row, Run, Settings, Study, middle_half
+from report import doubts
+from report.changes import lines_added
+from report.doubts import MARK
 from report.peaks import peak_flops_per_s
-from report.promises import HALF_FORMATS, NOT_FUSED, contradiction
+from report.promises import HALF_FORMATS, NOT_FUSED
 from report.proof import limit, verdict
 
 LOSS_WINDOW = 5  # training steps
 GAPS = "gaps"  # of the GPU's timeline
 PATCHED = ("ablations", "parity")  # kinds of studies whose scripts may be patched
 GIB = 2**30
-MARK = "?"  # behind a figure that may be wrong
-LEGEND = (
-    "?: may be wrong: the machine was busy, its host slow at launching, the second half of the steps drifted "
-    "by over 5 %, the compiler still worked, rows differ, or a row did not run what its name says"
-)
-# Times what the reference work takes at best, beyond which something else ran on the machine. Around the rows
-# of an idle H200 it varied by 4 %.
-BUSY = 1.10
-# A host is slow at launching where its launches took so many times as long as at best: on good hosts they
-# varied by 1.8 times between rows. Only a row whose GPU waits for it, for this share of a step, is marked.
-SLOW_LAUNCH, WAITS = 2.0, 0.05
-DRIFT = 0.05
 # A row learns where no loss is above the first one times this, and the mean of the last five is below it
 # times that.
 MOST_OF_FIRST_LOSS, LEARNED = (1.1, 0.75)
-ENOUGH_FOR_FP8 = 10  # rehearsed steps
 FEWEST_LOSSES = 8  # from which that mean is judged
 PROFILE_OFF = 1 / 3  # of the timed step, by which a profiled one may differ
+WAITS = 0.05  # of a step, from which a GPU is said to wait for its host
 
 
 @dataclass
@@ -44,47 +34,218 @@ class Ratio:
     mark: str  # MARK where one of the two may be wrong
 
 
-@dataclass
+@dataclass(eq=False)
 class Line:
-    """The figures of one row. What its record does not hold is None or empty."""
+    """One row of a run, with its figures. What its record does not hold is None or empty."""
 
     row: Row
-    name: str
+    run: Run
     is_peer: bool = False
-    ms: float | None = None  # median of the timed steps; of several passes, the median of their medians
-    low_ms: float | None = None  # smallest and largest median of the passes; of one pass, the quartiles
-    high_ms: float | None = None
-    passes: int = 1  # of --repeat
-    tokens_per_s: float | None = None  # of all GPUs
-    flops_per_s: float | None = None  # model FLOPs of one GPU, by the convention of common/flops.py
-    # What it was made from: of a model that is not ours, the row with all its changes but the last.
+    # The least that the reference work, in ms, and a launch, in us, took around any row.
+    fastest: dict[str, float] = field(default_factory=dict)
+    # Of a step, the one that it is made from: of a model, the row with all its changes but the last; of a
+    # script, the earlier one to which it adds the fewest lines.
     base: "Line | None" = None
-    over_before: Ratio | None = None  # over its base, otherwise the nearest row before it that has a time
-    over_first: Ratio | None = None  # over the first row that has a time
-    over_plain: Ratio | None = None  # over the row where most readers' training stands, see `plain_step`
-    gib: float | None = None  # peak of CUDA's allocator; on a CPU of the process
-    loss: float | None = None  # mean of the last LOSS_WINDOW training steps, nats
-    # Second half of the timed steps against the first, as a share: of the pass with the largest.
-    drift: float = 0.0
-    slowed: float = 1.0  # its reference work over the fastest of the run: of the pass where it took longest
-    slow_launch: float = 1.0  # the same of its launches, where the GPU waits for them
-    # Of a step, by kind of kernel; on a GPU with GAPS.
-    category_ms: dict[str, float] = field(default_factory=dict)
-    # What takes the largest share of a GPU's step: its name, and the share.
-    share: tuple[str, float] | None = None
-    precision: str = ""  # of its matrix products
-    of_roof: float | None = None  # model FLOP/s over the burst rate of bare products in that precision
-    mfu: float | None = None  # model FLOP/s over the datasheet's dense peak in that precision
-    tokens_per_joule: float | None = None
-    same_work: str = ""  # agrees, differs or not proven: by its gradients, see report/proof.py
-    note: str = ""  # what qualifies it
-    doubts: list[str] = field(default_factory=list)  # why its time may be wrong
-    why_untimed: str = ""  # status and reason of a row without a time
+    before: "Line | None" = None  # the base if it has a time, otherwise the nearest step before that has one
+    first: "Line | None" = None  # the first step of the run that has a time
+    plain: "Line | None" = None  # where most readers' training stands, see `plain_step`
+    doubts: list[str] = field(default_factory=list)  # why its time may be wrong, see report/doubts.py
+
+    @property
+    def name(self) -> str:
+        return self.row.step
 
     @property
     def mark(self) -> str:
         """What stands behind its figures where they may be wrong."""
         return MARK if self.doubts else ""
+
+    @property
+    def failure(self) -> str:
+        """Status and reason of a row without a time."""
+        return "" if self.ms else f"{self.row.status}: {self.row.reason or 'no reason given'}"
+
+    # --- time -------------------------------------------------------------------------------------
+
+    @property
+    def all_passes(self) -> list[Row]:
+        """The passes of --repeat, or the row itself."""
+        return self.row.passes or [self.row]
+
+    @cached_property
+    def medians(self) -> list[float]:
+        """The median time of a step in each pass, ms; empty for a row without a time."""
+        is_timed = self.row.status == "ok" and self.row.step_ms
+        return [median(each.step_ms) for each in self.all_passes] if is_timed else []
+
+    @cached_property
+    def ms(self) -> float | None:
+        """Median of the timed steps; of several passes, the median of their medians."""
+        return median(self.medians) if self.medians else None
+
+    @property
+    def passes(self) -> int:
+        return len(self.medians) or 1
+
+    @cached_property
+    def range_ms(self) -> tuple[float, float]:
+        """The smallest and the largest median of the passes; of one pass, the quartiles."""
+        ends = self.medians if self.passes > 1 else middle_half(self.all_passes[0].step_ms)
+        return min(ends), max(ends)
+
+    @property
+    def drift(self) -> float:
+        """Second half of the timed steps against the first, as a share: of the pass with the largest."""
+        return max((each.drift for each in self.all_passes), key=abs) if self.ms else 0.0
+
+    @property
+    def over_before(self) -> Ratio | None:
+        return ratio(self, self.before)
+
+    @property
+    def over_first(self) -> Ratio | None:
+        return ratio(self, self.first)
+
+    @property
+    def over_plain(self) -> Ratio | None:
+        return ratio(self, self.plain)
+
+    # --- rates ------------------------------------------------------------------------------------
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all GPUs."""
+        work = self.run.workload
+        return work.gpus * work.tokens_per_step / self.ms * 1e3 if self.ms and work else None
+
+    @property
+    def flops_per_s(self) -> float | None:
+        """Model FLOPs of one GPU, by the convention of common/flops.py."""
+        return self.run.workload.flops_per_step / self.ms * 1e3 if self.ms and self.run.workload else None
+
+    @property
+    def tokens_per_joule(self) -> float | None:
+        if not (self.tokens_per_s and self.row.power_w):
+            return None
+        return self.tokens_per_s / self.run.workload.gpus / self.row.power_w
+
+    @property
+    def precision(self) -> str:
+        """Of its matrix products; empty where none was observed, as of a loop that is not ours."""
+        settings, roofs = self.row.settings, self.run.roofs
+        if settings.fp8_recipe:
+            return "fp8"
+        if settings == Settings():
+            return ""
+        if settings.amp_dtype in HALF_FORMATS:
+            return "bf16"
+        allows_tf32 = settings.float32_matmul_precision != "highest"
+        return "tf32" if allows_tf32 and roofs and roofs.rate("tf32", burst=True) else "fp32"
+
+    @property
+    def roofline_share(self) -> float | None:
+        """Model FLOP/s over the burst rate of bare products in that precision."""
+        ceiling = self.run.roofs.rate(self.precision, burst=True) if self.run.roofs else None
+        return self.flops_per_s / ceiling if self.flops_per_s and ceiling else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP/s over the datasheet's dense peak in that precision."""
+        machine = self.run.environment
+        peak = peak_flops_per_s(machine.device, self.precision) if machine else None
+        return self.flops_per_s / peak if self.flops_per_s and peak else None
+
+    # --- memory, loss, work -----------------------------------------------------------------------
+
+    @property
+    def gib(self) -> float | None:
+        """Peak of CUDA's allocator; on a CPU of the process."""
+        return self.row.peak_bytes / GIB if self.ms and self.row.peak_bytes else None
+
+    @property
+    def loss(self) -> float | None:
+        """Mean of the last LOSS_WINDOW training steps, nats."""
+        return fmean(self.row.loss[-LOSS_WINDOW:]) if self.ms and self.row.loss else None
+
+    @property
+    def same_work(self) -> str:
+        """agrees, differs or not proven: by its gradients, see report/proof.py."""
+        return verdict(self.row.proof) if self.ms else ""
+
+    @property
+    def note(self) -> str:
+        """What qualifies a row that has a time."""
+        if not self.ms:
+            return ""
+        # The rule of learning is of our text and our rate.
+        unlearned = learning_failure(self.row.loss) if self.run.is_of_ladder else ""
+        return "; ".join(
+            filter(None, [self.row.note, unlearned, self._other_work(), self._profile_left_out()])
+        )
+
+    def _other_work(self) -> str:
+        """How its work differs from that of the first row, in a clause; empty where it agrees."""
+        proof = self.row.proof
+        if self.same_work == "differs":
+            cosine = (
+                f"cosine {proof.cosine:.4f} with that of {proof.against}, and not {limit(proof):.3g} or more"
+            )
+            return f"differs in its work: gradient of {proof.weight}, {cosine}"
+        if self.same_work == "not proven" and not self.is_peer:  # peers may begin with weights of their own
+            if proof.cosine is None:
+                return f"its work is not proven: it has {proof.paired:.0%} of the weights of {proof.against}"
+            return f"its work is not proven: random numbers alone turn gradients of {proof.against}"
+        return ""
+
+    # --- where the time of a step goes ------------------------------------------------------------
+
+    @property
+    def profile(self) -> Profile | None:
+        """Its profile, if that is of steps that took about as long as the timed ones."""
+        return None if self._profile_left_out() else self.row.profile if self.ms else None
+
+    def _profile_left_out(self) -> str:
+        """Why a profile is not shown, in a clause."""
+        if not (self.ms and self.row.profile):
+            return ""
+        whole = sum(parts_of(self.row.profile).values())
+        if abs(whole / self.ms - 1) <= PROFILE_OFF:
+            return ""
+        return f"its profile is left out: profiled steps took {whole:,.1f} ms, the timed ones {self.ms:,.1f}"
+
+    @cached_property
+    def category_ms(self) -> dict[str, float]:
+        """Of a step, by kind of kernel; on a GPU with GAPS."""
+        return parts_of(self.profile) if self.profile else {}
+
+    @property
+    def share(self) -> tuple[str, float] | None:
+        """What takes the largest share of a GPU's step: its name, and the share."""
+        ms = self.category_ms
+        if not ms or self.profile.idle_ms is None:
+            return None
+        whole, is_fused = sum(ms.values()), self.row.settings.attention_kernel not in NOT_FUSED
+        compute = ms["matrix products"] + (ms["attention"] if is_fused else 0.0)
+        shares = {"compute": compute, GAPS: ms[GAPS], "communication": ms["communication"]}
+        # Most of these pass over memory, but only hardware counters would show it.
+        shares["other kernels"] = whole - sum(shares.values())
+        largest = max(shares, key=shares.get)
+        return largest, shares[largest] / whole
+
+    # --- the machine around it --------------------------------------------------------------------
+
+    @property
+    def slowed(self) -> float:
+        """Its reference work over the fastest of the run: of the pass where it took longest."""
+        times = [ms / self.fastest[kind] for row in self.all_passes for kind, ms in reference_ms(row).items()]
+        return max([1.0, *times]) if self.ms else 1.0
+
+    @property
+    def slow_launch(self) -> float:
+        """The same of its launches, where the GPU waits for them."""
+        if not self.ms or "launch" not in self.fastest or not waits_for_the_host(self.row):
+            return 1.0
+        return max((launch_us(row) or 0.0) / self.fastest["launch"] for row in self.all_passes)
 
 
 @dataclass
@@ -93,39 +254,49 @@ class Figures:
 
     run: Run
     lines: list[Line]  # steps, then peers
-    steps: list[Line]
-    timed: list[Line]  # steps and peers
-    first: Line | None  # the first step that has a time; gains are shown over it and over `plain`
-    plain: Line | None
     environment: Environment
-    busy: str  # one line with advice where the machine was busy, otherwise empty
-    remarks: list[str]  # what is unusual, most important first: a line each, for all rows that share it
+
+    @property
+    def steps(self) -> list[Line]:
+        return [line for line in self.lines if not line.is_peer]
+
+    @property
+    def timed(self) -> list[Line]:
+        """Steps and peers that have a time."""
+        return [line for line in self.lines if line.ms]
 
     @property
     def timed_steps(self) -> list[Line]:
         return [line for line in self.steps if line.ms]
 
+    @property
+    def first(self) -> Line | None:
+        """The first step that has a time; gains are shown over it and over `plain`."""
+        return next(iter(self.timed_steps), None)
+
+    @property
+    def plain(self) -> Line | None:
+        return plain_step(self.timed_steps) if self.run.is_of_ladder else None
+
 
 def derive(run: Run, among: Iterable[Run] = (), is_patched: bool = False) -> Figures:
     """All figures of a run. `among` are runs of the same machine at the same time, for its reference work.
     Where a script `is_patched`, its name promises nothing."""
-    fastest = _fastest_reference([run, *among])
-    steps = [_line(row, run, fastest) for row in run.rows]
-    peers = [_line(row, run, fastest, is_peer=True) for row in run.peers]
-    lines, timed = [*steps, *peers], [line for line in [*steps, *peers] if line.ms]
-    first = next((line for line in steps if line.ms), None)
-    plain = plain_step(steps) if run.is_of_ladder else None
-    variables = run.environment.variables if run.environment else {}
-    for line in timed:
-        line.doubts = _doubts(line, timed, run)
-        if not is_patched and (denied := contradiction(line.row, run.is_of_ladder, variables)):
-            line.doubts.insert(0, denied)
-    _fill_ratios(steps, peers, first, plain)
-    environment = run.environment or Environment(device="unknown machine", device_type="unknown")
-    busy = _busy(timed) if environment.device_type == "cuda" else ""
-    remarks = [*filter(None, [busy]), *_remarks(lines, timed), *dict.fromkeys(run.problems)]
-    remarks += filter(None, [_of_processes(run.workload), _of_passes(timed)])
-    return Figures(run, lines, steps, timed, first, plain, environment, busy, remarks)
+    fastest = fastest_reference([run, *among])
+    lines = [Line(row, run, fastest=fastest) for row in run.rows]
+    lines += [Line(row, run, is_peer=True, fastest=fastest) for row in run.peers]
+    machine = run.environment or Environment(device="unknown machine", device_type="unknown")
+    figures = Figures(run, lines, machine)
+    for k, line in enumerate(figures.steps):
+        earlier = figures.steps[:k]
+        line.base = base_of(line, earlier)
+        timed = [other for other in [*earlier, line.base] if other and other.ms]
+        line.before = timed[-1] if timed else None
+    for line in lines:
+        line.first, line.plain = figures.first, figures.plain
+    for line in figures.timed:
+        line.doubts = doubts.of(line, figures, is_patched)
+    return figures
 
 
 def derive_study(study: Study) -> dict[str, Figures]:
@@ -148,28 +319,21 @@ def _card(run: Run) -> tuple:
     return run.environment.device, run.environment.gpu_uuid, shared_by
 
 
-def _fill_ratios(steps: list[Line], peers: list[Line], first: Line | None, plain: Line | None) -> None:
-    before = None
-    for line in [*steps, *peers]:
-        line.over_first, line.over_plain = ratio(line, first), ratio(line, plain)
-    for k, line in enumerate(steps):
-        line.base = _base(line, steps[:k])
-        line.over_before = ratio(line, line.base or before)
-        before = line if line.ms else before
+def base_of(line: Line, earlier: list[Line]) -> Line | None:
+    """Of these steps before it, the one that a step is made from. Of a model, whose row has no such step, and
+    of scripts whose records hold no source, the one before."""
+    if line.row.changes:
+        alike = [other for other in earlier if other.ms and other.row.changes == line.row.changes[:-1]]
+        return next(iter([*alike, *earlier[-1:]]), None)
+    with_source = [other for other in earlier[::-1] if other.row.source and other.row.status != "not run"]
+    if not (line.row.source and with_source):
+        return earlier[-1] if earlier else None
+    return min(with_source, key=lambda other: lines_added(other.row, line.row))
 
 
-def _base(line: Line, before: list[Line]) -> Line | None:
-    """The timed row before a row that has all its changes but the last one."""
-    for other in before:
-        if other.ms and line.row.changes and other.row.changes == line.row.changes[:-1]:
-            return other
-    return None
-
-
-def plain_step(steps: list[Line]) -> Line | None:
+def plain_step(timed: list[Line]) -> Line | None:
     """Where most readers' training stands: the first step with fused attention that is neither compiled nor
     FP8, in mixed precision unless no step has it. None where there is none."""
-    timed = [line for line in steps if line.ms]
     if any(is_mixed(line) for line in timed):
         timed = [line for line in timed if is_mixed(line)]
     for line in timed:
@@ -188,53 +352,11 @@ def ratio(line: Line, other: Line | None) -> Ratio | None:
     """How many times faster a row is than another; None where one has no time."""
     if other is None or not (line.ms and other.ms):
         return None
-    clear = line.high_ms < other.low_ms or line.low_ms > other.high_ms
-    return Ratio(other.ms / line.ms, clear, max(line.mark, other.mark))
+    (low, high), (others_low, others_high) = line.range_ms, other.range_ms
+    return Ratio(other.ms / line.ms, high < others_low or low > others_high, max(line.mark, other.mark))
 
 
-# --- one row --------------------------------------------------------------------------------------
-
-
-def _line(row: Row, run: Run, fastest: dict[str, float], is_peer: bool = False) -> Line:
-    line = Line(row, row.step, is_peer)
-    if row.status != "ok" or not row.step_ms:
-        line.why_untimed = f"{row.status}: {row.reason or 'no reason given'}"
-        return line
-    _fill_times(line)
-    _fill_slowness(line, fastest)
-    line.loss = fmean(row.loss[-LOSS_WINDOW:]) if row.loss else None
-    line.same_work = verdict(row.proof)
-    not_learnt = unlearned(row.loss) if run.is_of_ladder else ""  # the rule is of our text and our rate
-    line.note = "; ".join(filter(None, [row.note, not_learnt, _other_work(line)]))
-    line.gib = row.peak_bytes / GIB if row.peak_bytes else None
-    line.precision = _precision(row, run.roofs)
-    _fill_profile(line)
-    if run.workload:
-        _fill_rates(line, run.workload, run)
-    return line
-
-
-def _fill_times(line: Line) -> None:
-    """The time of a step, and the range in which its middle times, or those of its passes, lie."""
-    passes = [row.step_ms for row in line.row.passes or [line.row]]
-    medians = [median(times) for times in passes]
-    line.ms, line.passes = median(medians), len(medians)
-    ends = medians if len(passes) > 1 else middle_half(passes[0])
-    line.low_ms, line.high_ms = min(ends), max(ends)
-    line.drift = max((row.drift for row in line.row.passes or [line.row]), key=abs)
-
-
-def _fill_slowness(line: Line, fastest: dict[str, float]) -> None:
-    """How much longer the same work, and the same launches, took around a row than at best."""
-    passes = line.row.passes or [line.row]
-    for row in passes:
-        for kind, ms in reference_ms(row).items():
-            line.slowed = max(line.slowed, ms / fastest[kind])
-    if "launch" in fastest and waits_for_the_host(line.row):
-        line.slow_launch = max((launch_us(row) or 0.0) / fastest["launch"] for row in passes)
-
-
-def unlearned(losses: list[float]) -> str:
+def learning_failure(losses: list[float]) -> str:
     """How a row fails the rule of learning, in a clause; empty where it does not."""
     if losses and max(losses) > MOST_OF_FIRST_LOSS * losses[0]:
         return f"did not learn as it should: a loss was above {MOST_OF_FIRST_LOSS} times the first"
@@ -243,76 +365,12 @@ def unlearned(losses: list[float]) -> str:
     return ""
 
 
-def _other_work(line: Line) -> str:
-    """How a row's work differs from that of the first row, in a clause; empty where it agrees."""
-    proof = line.row.proof
-    if line.same_work == "differs":
-        cosine = f"cosine {proof.cosine:.4f} with that of {proof.against}, and not {limit(proof):.3g} or more"
-        return f"differs in its work: gradient of {proof.weight}, {cosine}"
-    if line.same_work == "not proven" and not line.is_peer:  # peers may begin with weights of their own
-        if proof.cosine is None:
-            return f"its work is not proven: it has {proof.paired:.0%} of the weights of {proof.against}"
-        return f"its work is not proven: random numbers alone turn gradients of {proof.against}"
-    return ""
+def parts_of(profile: Profile) -> dict[str, float]:
+    """Milliseconds of a profiled step by kind of kernel, and its gaps."""
+    return {name: profile.categories.get(name, 0.0) for name in CATEGORIES} | {GAPS: profile.idle_ms or 0.0}
 
 
-def _precision(row: Row, roofs: Roofs | None) -> str:
-    """The precision whose roof a row is held against; empty where none was observed, as of a loop that is
-    not ours."""
-    if row.settings.fp8_recipe:
-        return "fp8"
-    if row.settings == Settings():
-        return ""
-    if row.settings.amp_dtype in HALF_FORMATS:
-        return "bf16"
-    allows_tf32 = row.settings.float32_matmul_precision != "highest"
-    return "tf32" if allows_tf32 and roofs and roofs.rate("tf32", burst=True) else "fp32"
-
-
-def _fill_profile(line: Line) -> None:
-    """Where the time of a step goes. A profile whose steps took another time than the timed ones is left
-    out."""
-    profile = line.row.profile
-    if profile is None:
-        return
-    ms = {name: profile.categories.get(name, 0.0) for name in CATEGORIES} | {GAPS: profile.idle_ms or 0.0}
-    whole = sum(ms.values())
-    if abs(whole / line.ms - 1) > PROFILE_OFF:
-        left_out = (
-            f"its profile is left out: profiled steps took {whole:,.1f} ms, the timed ones {line.ms:,.1f}"
-        )
-        line.note = f"{line.note}; {left_out}" if line.note else left_out
-        return
-    line.category_ms = ms
-    if profile.idle_ms is not None:
-        line.share = _largest_share(ms, line.row.settings.attention_kernel not in NOT_FUSED)
-
-
-def _largest_share(ms: dict[str, float], fused_attention: bool) -> tuple[str, float]:
-    """What takes the largest share of a GPU's step, and the share."""
-    whole = sum(ms.values())
-    compute = ms["matrix products"] + (ms["attention"] if fused_attention else 0.0)
-    shares = {"compute": compute, GAPS: ms[GAPS], "communication": ms["communication"]}
-    # Most of these pass over memory, but only hardware counters would show it.
-    shares["other kernels"] = whole - sum(shares.values())
-    largest = max(shares, key=shares.get)
-    return largest, shares[largest] / whole
-
-
-def _fill_rates(line: Line, work: Workload, run: Run) -> None:
-    """Tokens and FLOPs a second, and how near they come to the roofs."""
-    row, seconds = line.row, line.ms / 1e3
-    line.tokens_per_s = work.gpus * work.tokens_per_step / seconds
-    line.flops_per_s = work.flops_per_step / seconds
-    if row.power_w:
-        line.tokens_per_joule = work.tokens_per_step / seconds / row.power_w
-    ceiling = run.roofs.rate(line.precision, burst=True) if run.roofs else None
-    line.of_roof = line.flops_per_s / ceiling if ceiling else None
-    peak = peak_flops_per_s(run.environment.device, line.precision) if run.environment else None
-    line.mfu = line.flops_per_s / peak if peak else None
-
-
-# --- whether to trust it --------------------------------------------------------------------------
+# --- the reference work ---------------------------------------------------------------------------
 
 
 def reference_ms(row: Row) -> dict[str, float]:
@@ -340,115 +398,12 @@ def waits_for_the_host(row: Row) -> bool:
     return median(row.step_ms) > (1 + WAITS) * min(row.step_ms)
 
 
-def _fastest_reference(runs: list[Run]) -> dict[str, float]:
+def fastest_reference(runs: list[Run]) -> dict[str, float]:
     """The least that each kind of reference work, in ms, and a launch, in us, took around any row."""
     fastest: dict[str, float] = {}
     rows = [row for run in runs for row in [*run.rows, *run.peers] if row.status == "ok"]
-    passes = [each for row in rows for each in row.passes or [row]]
-    for row in passes:
-        for kind, time in (reference_ms(row) | {"launch": launch_us(row)}).items():
+    for one_pass in [each for row in rows for each in row.passes or [row]]:
+        for kind, time in (reference_ms(one_pass) | {"launch": launch_us(one_pass)}).items():
             if time:
                 fastest[kind] = min(time, fastest.get(kind, time))
     return fastest
-
-
-def _doubts(line: Line, timed: list[Line], run: Run) -> list[str]:
-    """Why the time of a row may be wrong. Nothing is concluded from times of a CPU, so they bear no doubt."""
-    doubts = []
-    if any(row.recompiled for row in line.row.passes or [line.row]):
-        doubts.append("the compiler worked while it was timed")
-    if run.environment is None or run.environment.device_type == "cuda":
-        if line.slowed > BUSY:
-            doubts.append("the machine was busy")
-        if line.slow_launch > SLOW_LAUNCH:
-            doubts.append("the host was slow at launching kernels")
-        if abs(line.drift) > DRIFT:
-            more = "more" if line.drift > 0 else "less"
-            doubts.append(f"the second half of the steps took over {DRIFT:.0%} {more} time")
-    if any(problem.startswith(DIFFER) for problem in run.problems):
-        doubts.append("rows differ in more than their scripts")
-    alike = [step.row.settings for step in timed if not step.is_peer]
-    alike = [settings for settings in alike if settings.amp_dtype == line.row.settings.amp_dtype]
-    kernels = {settings.attention_kernel for settings in alike} - {*NOT_FUSED}
-    if len(kernels) > 1 and line.row.settings.attention_kernel in kernels and not line.is_peer:
-        doubts.append(f"attention ran as {' and '.join(sorted(kernels))}")
-    return doubts
-
-
-def _busy(timed: list[Line]) -> str:
-    """What was seen of a busy machine, and advice; empty where it was not busy."""
-    worst = max(timed, key=lambda line: line.slowed, default=None)
-    if worst is None or worst.slowed <= BUSY:
-        return ""
-    took = f"the same work took {worst.slowed:.2f} times as long around {worst.name} as at best"
-    return (
-        f"The machine was busy: {took}. Figures with {MARK} may be wrong: close other programs and run again"
-    )
-
-
-def loss_rule(figures: Figures) -> str:
-    """What the losses of a run are, in a sentence; empty where no row has any."""
-    rows = [line.row for line in figures.timed if line.row.loss]
-    if not rows:
-        return ""
-    every, last = max((row.loss_every, len(row.loss)) for row in rows)
-    steps = _from_to(max(0, last - LOSS_WINDOW) * every + 1, last * every)
-    unit = ", in nats" if figures.run.is_of_ladder else ""
-    words = f"Loss: mean of training steps {steps}{unit}"
-    rehearsed = [row.rehearsed for row in rows]
-    in_fp8 = [row.rehearsed for row in rows if row.settings.fp8_recipe]
-    if any(rehearsed):
-        counts = _from_to(min(rehearsed), max(rehearsed))
-        words += f". {counts} rehearsed steps came before, whose weights were put back"
-    if any(in_fp8):
-        words += "; FP8 keeps the scales that it learnt there"
-    if any(0 < steps < ENOUGH_FOR_FP8 for steps in in_fp8):
-        words += f", though fewer than {ENOUGH_FOR_FP8} may be too few for it"
-    if 0 in in_fp8:
-        words += ". A row in FP8 without a rehearsal begins with unknown scales, and its loss lags"
-    return words
-
-
-def _from_to(least: int, most: int) -> str:
-    return str(least) if least == most else f"{least} to {most}"
-
-
-def _of_processes(work: Workload | None) -> str:
-    """What the figures of several processes are; empty for one."""
-    if work is None or work.gpus == 1:
-        return ""
-    return f"{work.gpus} processes: tokens/s are of all, TFLOP/s and GiB of each"
-
-
-def _of_passes(timed: list[Line]) -> str:
-    """How far apart the passes of --repeat lie; empty for one pass."""
-    repeated = [line for line in timed if line.passes > 1]
-    if not repeated:
-        return ""
-    apart = max(line.high_ms / line.low_ms - 1 for line in repeated)
-    counts = [line.passes for line in repeated]
-    return f"median of {_from_to(min(counts), max(counts))} passes, {apart:.1%} apart at most"
-
-
-def _remarks(lines: list[Line], timed: list[Line]) -> list[str]:
-    """Doubts with MARK in front, why rows have no time, and notes: `names: text`, each text once."""
-    names: dict[str, list[str]] = {}
-    for line in timed:
-        if line.same_work == "differs":
-            names.setdefault(line.note, []).append(line.name)
-    marks = {}
-    for line in timed:
-        for doubt in line.doubts:
-            names.setdefault(doubt, []).append(line.name)
-            marks[doubt] = f"{MARK} "
-    for line in lines:
-        if not line.ms:
-            names.setdefault(line.why_untimed, []).append(line.name)
-    for line in timed:
-        if line.note and line.same_work != "differs":
-            names.setdefault(line.note, []).append(line.name)
-    remarks = []
-    for text, rows in names.items():
-        who = "all rows" if len(rows) == len(lines) > 2 else ", ".join(rows)
-        remarks.append(f"{marks.get(text, '')}{who}: {text}")
-    return remarks

@@ -8,8 +8,9 @@ itself was.
 from dataclasses import dataclass
 
 from common.record import Study, Workload
-from report.cells import LAUNCH, number, only_filled, percent, tflops, time_or_status
+from report.cells import LAUNCH, number, percent, tflops, time_or_status
 from report.figures import GAPS, Line, derive_study, ratio
+from report.table import only_filled
 
 MOST_LEFT = 0.1  # of a step, that its kernels leave unexplained: beyond it, they explain nothing
 UNLIKE = "*"  # behind an efficiency: one of the two rows was captured, and the other was launched

@@ -2,12 +2,14 @@
 
 from common.record import Environment, Workload
 from report.cells import gain, milliseconds
-from report.figures import MARK, Figures, Line, is_mixed, ratio
+from report.doubts import MARK, from_to
+from report.figures import LOSS_WINDOW, Figures, Line, is_mixed, ratio
 from report.promises import NOT_FUSED
 from report.table import VERSIONS
 
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU"
 GPU_TRIES = "On a GPU it tries AMP, fused attention, compile, a CUDA graph and FP8, and says which to take"
+ENOUGH_FOR_FP8 = 10  # rehearsed steps
 WORTH = 1.03  # times faster, from which a change to a model of yours is recommended
 CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
 CONVENTION_OF_LOOP = "TFLOP/s count of attention the whole (T, T) square"
@@ -112,6 +114,29 @@ def _is_undecided(line: Line) -> bool:
 def _is_worth(line: Line) -> bool:
     faster = line.over_before
     return faster is not None and faster.value >= WORTH and faster.clear and not faster.mark
+
+
+def loss_rule(figures: Figures) -> str:
+    """What the losses of a run are, in a sentence; empty where no row has any."""
+    rows = [line.row for line in figures.timed if line.row.loss]
+    if not rows:
+        return ""
+    every, last = max((row.loss_every, len(row.loss)) for row in rows)
+    steps = from_to(max(0, last - LOSS_WINDOW) * every + 1, last * every)
+    unit = ", in nats" if figures.run.is_of_ladder else ""
+    words = f"Loss: mean of training steps {steps}{unit}"
+    rehearsed = [row.rehearsed for row in rows]
+    in_fp8 = [row.rehearsed for row in rows if row.settings.fp8_recipe]
+    if any(rehearsed):
+        counts = from_to(min(rehearsed), max(rehearsed))
+        words += f". {counts} rehearsed steps came before, whose weights were put back"
+    if any(in_fp8):
+        words += "; FP8 keeps the scales that it learnt there"
+    if any(0 < steps < ENOUGH_FOR_FP8 for steps in in_fp8):
+        words += f", though fewer than {ENOUGH_FOR_FP8} may be too few for it"
+    if 0 in in_fp8:
+        words += ". A row in FP8 without a rehearsal begins with unknown scales, and its loss lags"
+    return words
 
 
 def convention(figures: Figures) -> str:

@@ -1,6 +1,8 @@
-"""The tables of one run. A row of a table is a dict of cells by the names of their columns."""
+"""The tables of a run: lists of columns. A row of a table is a dict of cells by the names of columns."""
 
+from collections.abc import Callable, Iterable
 from itertools import pairwise
+from typing import NamedTuple
 
 from common.record import PRECISIONS, Roofs
 from report.cells import (
@@ -10,11 +12,13 @@ from report.cells import (
     gain_over,
     milliseconds,
     number,
-    only_filled,
     scaling,
+    share,
     tflops,
     three_digits,
     time_or_status,
+    time_with_range,
+    whole,
 )
 from report.changes import lines_added
 from report.figures import Figures, Line, ratio
@@ -23,40 +27,107 @@ from report.proof import limit
 VERSIONS = ("torch", "transformer-engine", "cuda")  # that are told beside a result
 
 
+class Column(NamedTuple):
+    """A column: its name, the figure of a line by its property, by a path of them (`row.clock_mhz`) or by a
+    function, and how that figure is written."""
+
+    name: str
+    figure: str | Callable[[Line], object]
+    write: Callable[..., str] = str
+
+    def cell(self, line: Line) -> str:
+        if callable(self.figure):
+            return self.write(self.figure(line))
+        value = line
+        for name in self.figure.split("."):
+            value = getattr(value, name, None)
+        return self.write(value)
+
+
+def rows_of(lines: Iterable[Line], columns: list[Column]) -> list[dict[str, str]]:
+    """A row of a table for each line, without columns that no line fills."""
+    return only_filled([{column.name: column.cell(line) for column in columns} for line in lines])
+
+
+def only_filled(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows without the columns that none of them fills."""
+    filled = {name for row in rows for name, cell in row.items() if cell != "-"}
+    return [{name: cell for name, cell in row.items() if name in filled} for row in rows]
+
+
+def itself(line: Line) -> Line:
+    return line
+
+
+STEP, LAST_TIME = Column("step", "name"), Column("timed", itself, time_with_range)
+# What may make peers unequal.
+EQUALS = [
+    Column("launch", "row.settings.captured", LAUNCH.get),
+    Column("residual", "row.settings.residual_dtype", dtype),
+    Column("head", "row.settings.head", lambda head: head or "-"),
+    Column("FP8 scaling", "row.settings.fp8_recipe", scaling),
+]
+LIMITS = [
+    STEP,
+    Column("kernels run", "profile.launches", whole),
+    Column("most time in", "share", lambda largest: f"{largest[0]} {largest[1]:.0%}" if largest else "-"),
+    Column(
+        "of roof",
+        lambda line: f"{line.roofline_share:.0%} of {line.precision.upper()}" if line.roofline_share else "-",
+    ),
+    Column("MFU", "mfu", share),
+    Column("clock, MHz", "row.clock_mhz", whole),
+    Column("tokens/J", "tokens_per_joule", three_digits),
+    Column("predicted ms", "row.predicted_ms", milliseconds),
+    Column("ms at least", lambda line: None, number),  # of what the card allows alone
+    Column("warm-up s", "row.warmup_s", number),
+]
+PROOF = [
+    STEP,
+    Column("compared with", "row.proof.against"),
+    Column("weights", "row.proof.paired", "{:.0%}".format),
+    Column("least cosine", "row.proof.cosine", lambda cosine: number(cosine, ".5f")),
+    Column("of the gradient of", "row.proof.weight", lambda weight: weight or "-"),
+    Column("two passes", "row.proof.repeated", lambda cosine: number(cosine, ".5f")),
+    Column("agrees from", lambda line: f"{limit(line.row.proof):.3g}"),
+    Column("work", "same_work"),
+]
+
+
+def main_columns(figures: Figures, detailed: bool) -> list[Column]:
+    """`detailed` adds the ranges of the passes, and how peers differ."""
+    unit = figures.run.workload.unit if figures.run.workload else "tokens"
+    name = (lambda line: f"{line.name} (peer)" if line.is_peer else line.name) if detailed else "name"
+    columns = [
+        Column("step", name),
+        Column("ms", itself, time_with_range if detailed else time_or_status),
+        Column(f"{unit}/s", "tokens_per_s", whole),
+        Column("TFLOP/s", "flops_per_s", tflops),
+        Column("x made from" if has_another_base(figures) else "x above", "over_before", gain),
+    ]
+    columns += [Column(f"x {line.name}", f"over_{which}", gain) for which, line in compared_with(figures)]
+    columns += [Column("GiB", "gib", number), Column("loss", "loss", lambda loss: number(loss, ".3f"))]
+    if detailed and figures.run.peers:
+        columns += EQUALS
+    if has_another_base(figures):
+        columns.append(Column("made from", lambda line: line.base.name if line.base else "-"))
+    return columns
+
+
+def compared_with(figures: Figures) -> list[tuple[str, Line]]:
+    """The rows over which gains are shown."""
+    pairs = (("first", figures.first), ("plain", figures.plain))
+    return [(which, line) for which, line in pairs if line]
+
+
 def main_rows(figures: Figures, detailed: bool = False) -> list[dict[str, str]]:
-    """Every step and peer of a run. `detailed` adds the ranges of the passes, and how peers differ."""
-    rows, unit = [], figures.run.workload.unit if figures.run.workload else "tokens"
-    tells_base = detailed or _has_another_base(figures)
-    over = "x made from" if _has_another_base(figures) else "x above"
-    for line in figures.lines:
-        row = {
-            "step": f"{line.name} (peer)" if line.is_peer and detailed else line.name,
-            "ms": time_or_status(line, with_range=detailed),
-            f"{unit}/s": number(line.tokens_per_s, ",.0f"),
-            "TFLOP/s": tflops(line.flops_per_s),
-            over: gain(line.over_before),
-            _column_over(figures.first): gain(line.over_first),
-            _column_over(figures.plain): gain(line.over_plain),
-            "GiB": number(line.gib),
-            "loss": number(line.loss, ".3f"),
-        }
-        if detailed and figures.run.peers:
-            settings = line.row.settings
-            row |= {"launch": LAUNCH[settings.captured], "residual": dtype(settings.residual_dtype)}
-            row |= {"head": settings.head or "-", "FP8 scaling": scaling(settings.fp8_recipe)}
-        row["made from"] = line.base.name if line.base and tells_base else "-"
-        rows.append(row)
-    return only_filled(rows)
+    """Every step and peer of a run."""
+    return rows_of(figures.lines, main_columns(figures, detailed))
 
 
-def _has_another_base(figures: Figures) -> bool:
-    """Whether a row is a copy, with one change more, of another row than the one above."""
-    return any(line.base and line.base is not above for above, line in pairwise(figures.lines))
-
-
-def _column_over(line: Line | None) -> str:
-    """The header of a column of gains over a row; without such a row, one that is never filled."""
-    return f"x {line.name}" if line else "-"
+def has_another_base(figures: Figures) -> bool:
+    """Whether a timed step is made from another step than the nearest timed one above."""
+    return any(line.before is not above for above, line in pairwise(figures.timed_steps))
 
 
 def front_rows(figures: Figures, additions: list[str]) -> list[dict[str, str]]:
@@ -64,21 +135,19 @@ def front_rows(figures: Figures, additions: list[str]) -> list[dict[str, str]]:
     step has none. Raises ValueError for more words than steps."""
     if len(additions) > len(figures.steps):
         raise ValueError(f"{len(additions)} words for {len(figures.steps)} steps")
-    rows, before, words = [], None, dict(enumerate(additions))
-    for k, line in enumerate(figures.steps):
-        rows.append(
-            {
-                "script": f"{line.name}.py",
-                "what it adds": words.get(k, "-"),
-                "code lines added": number(lines_added(before.row, line.row) if before else None, "d"),
-                "ms": time_or_status(line),
-                "x the row above": gain(line.over_before),
-                "x FP32": gain(line.over_first),
-                "GiB": number(line.gib),
-            }
-        )
-        before = line
-    return rows
+    words = dict(zip(figures.steps, additions, strict=False))
+    columns = [
+        Column("script", lambda line: f"{line.name}.py"),
+        Column("what it adds", lambda line: words.get(line, "-")),
+        Column(
+            "code lines added", lambda line: str(lines_added(line.base.row, line.row)) if line.base else "-"
+        ),
+        Column("ms", itself, time_or_status),
+        Column("x the row above", "over_before", gain),
+        Column("x FP32", "over_first", gain),
+        Column("GiB", "gib", number),
+    ]
+    return rows_of(figures.steps, columns)
 
 
 def card_row(figures: Figures) -> dict[str, str]:
@@ -86,7 +155,6 @@ def card_row(figures: Figures) -> dict[str, str]:
     between."""
     ran = [line for line in figures.steps if line.row.status != "skipped"]
     work, machine = figures.run.workload, figures.environment
-    known = [name for name in VERSIONS if name in machine.versions]
     row = {"device": machine.device, "workload": "-", "first step, ms": "-", "last step, ms": "-"}
     if work:
         shape = f"{work.n_layer} x {work.n_embd}, {work.batch_size} x {work.seq_len} tokens"
@@ -97,6 +165,7 @@ def card_row(figures: Figures) -> dict[str, str]:
     if len(ran) > 1:
         steps = " x ".join(gain_over(before, line) for before, line in pairwise(ran))
         row["gains, step by step"] = f"{steps} = {gain(ratio(ran[-1], ran[0]))}"
+    known = [name for name in VERSIONS if name in machine.versions]
     row["versions"] = ", ".join(f"{name} {machine.versions[name]}" for name in known)
     row["date"] = (figures.run.started_at or "-")[:10]
     return row | {"commit": (machine.commit or "-")[:7]}
@@ -115,37 +184,16 @@ def category_rows(figures: Figures) -> list[dict[str, str]]:
     """Milliseconds of a step by kind of kernel, and the timed step."""
     profiled = [line for line in figures.timed if line.category_ms]
     names = dict.fromkeys(name for line in profiled for name, ms in line.category_ms.items() if ms)
-    rows = []
-    for line in profiled:
-        row = {"ms per step": line.name}
-        row |= {name: number(line.category_ms.get(name)) for name in names}
-        rows.append(row | {"timed": time_or_status(line, with_range=True)})
-    return rows
+    kinds = [Column(name, lambda line, name=name: line.category_ms.get(name), number) for name in names]
+    return rows_of(profiled, [Column("ms per step", "name"), *kinds, LAST_TIME])
 
 
 def limit_rows(figures: Figures) -> list[dict[str, str]]:
     """What limits each step; empty where nothing is known but the names."""
-    rows = []
-    for line in figures.timed:
-        row, profile = line.row, line.row.profile
-        largest, share = line.share or ("", 0.0)
-        rows.append(
-            {
-                "step": line.name,
-                "kernels run": number(profile.launches if profile else None, ",.0f"),
-                "most time in": f"{largest} {share:.0%}" if line.share else "-",
-                "of roof": f"{line.of_roof:.0%} of {line.precision.upper()}" if line.of_roof else "-",
-                "MFU": f"{line.mfu:.0%}" if line.mfu else "-",
-                "clock, MHz": number(row.clock_mhz, ",.0f"),
-                "tokens/J": three_digits(line.tokens_per_joule),
-                "predicted ms": milliseconds(row.predicted_ms),
-                "ms at least": "-",
-                "warm-up s": number(row.warmup_s),
-            }
-        )
+    rows = [{column.name: column.cell(line) for column in LIMITS} for line in figures.timed]
+    column = "predicted ms" if any(line.row.predicted_ms for line in figures.timed) else "ms at least"
     for precision, ms in (figures.run.roofs.allows_ms if figures.run.roofs and rows else {}).items():
         name = f"what the card allows, {precision.upper()}"
-        column = "predicted ms" if any(line.row.predicted_ms for line in figures.timed) else "ms at least"
         rows.append(dict.fromkeys(rows[0], "-") | {"step": name, column: milliseconds(ms)})
     rows = only_filled(rows)
     return rows if rows and set(rows[0]) > {"step"} else []
@@ -154,14 +202,7 @@ def limit_rows(figures: Figures) -> list[dict[str, str]]:
 def proof_rows(figures: Figures) -> list[dict[str, str]]:
     """How the gradients of one step compare with those of the first row, and with --model those of two passes
     of the first row; empty where none was compared."""
-    rows = []
-    for line in figures.timed:
-        if proof := line.row.proof:
-            row = {"step": line.name, "compared with": proof.against, "weights": f"{proof.paired:.0%}"}
-            row |= {"least cosine": number(proof.cosine, ".5f"), "of the gradient of": proof.weight or "-"}
-            row |= {"two passes": number(proof.repeated, ".5f"), "agrees from": f"{limit(proof):.3g}"}
-            rows.append(row | {"work": line.same_work})
-    return only_filled(rows)
+    return rows_of([line for line in figures.timed if line.row.proof], PROOF)
 
 
 def roof_rows(roofs: Roofs) -> list[dict[str, str]]:

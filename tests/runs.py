@@ -83,6 +83,14 @@ def ladder(*ms, **fields):
     return run(*(row(step, t, profile=profile(t)) for step, t in zip(STEPS, ms, strict=False)), **fields)
 
 
+def printed(record):
+    """What a terminal shows of a record, its report.md and its page."""
+    from report import printers, sections
+
+    report = sections.of(record)
+    return printers.terminal(report, []), printers.markdown(report), printers.html(report)
+
+
 def study(kind, runs):
     return r.Study(kind, "./run_all.sh", "2026-01-01", runs)
 

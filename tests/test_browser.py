@@ -7,9 +7,7 @@ import shutil
 import pytest
 import runs
 
-from report.figures import derive
 from report.load import load
-from report.page import render
 
 webdriver = pytest.importorskip("selenium.webdriver")
 if not (shutil.which("chromium") and shutil.which("chromedriver")):
@@ -36,7 +34,7 @@ def browser():
 @pytest.mark.parametrize("width", [390, 1440])
 def test_nothing_is_clipped_and_no_network_is_asked(browser, tmp_path, width):
     path = tmp_path / "report.html"
-    path.write_text(render(derive(load(runs.ROOT / "docs" / "results" / "h200" / "gpt3-6.7b-slice"))))
+    path.write_text(runs.printed(load(runs.ROOT / "docs" / "results" / "h200" / "gpt3-6.7b-slice"))[2])
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.get_log("performance")

@@ -346,7 +346,5 @@ def test_a_captured_step_of_two_processes_trains_as_launched_and_as_one_process(
     for (step, _), losses in torch.load(tmp_path / "losses").items():
         run = built(step, capture=False, **OF_TWO | {"batch_size": 4})
         expected = [loss.item() for loss in trained(rehearsed(run, Row(step)), 6)]
-        off = (
-            0.02 if step == STEPS[4] else 0.01
-        )  # in FP8 each process has scales of its own half of the batch
+        off = 0.02 if step == STEPS[4] else 0.01  # in FP8 each process has scales of its own half
         assert losses == pytest.approx(expected, rel=off), (step, losses, expected)

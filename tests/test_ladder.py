@@ -591,7 +591,7 @@ def test_the_real_ladder_in_a_hostile_place(project, tmp_path, text_file):
         "report.html",
         "report.md",
         "plan.json",
-        "steps.png",
+        "steps.svg",
     }
     (row,) = (line for line in ran.stdout.splitlines() if re.match(rf"{STEPS[2]} +\d", line))
     assert len(row) <= 100

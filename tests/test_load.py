@@ -11,10 +11,9 @@ import pytest
 import runs
 
 from common.record import Study, write_json
-from report.documents import as_markdown, for_terminal
+from report import doubts
 from report.figures import derive
 from report.load import RecordError, _harmless, load, read
-from report.page import render
 from report.table import main_rows
 
 ODD = [
@@ -128,8 +127,8 @@ def test_rows_without_a_record_and_rows_of_other_work_or_of_another_name_say_so(
     cells = " ".join(f"{row['ms']} {row['x above']}" for row in main_rows(figures))
     assert cells == "100.0? - failed - 50.0? 2.00? not run - failed - 50.0? -"
     said = (loaded.problems[0], "0_a, 2_c, p: rows differ in more than their scripts")
-    assert all(text in show(figures) for show in (render, as_markdown) for text in said)
-    assert "2.00? times faster than 0_a" in render(figures)
+    assert all(text in shown for shown in runs.printed(loaded) for text in said)
+    assert "2.00? times faster than 0_a" in runs.printed(loaded)[2]
 
 
 def test_a_row_whose_script_changed_after_the_run_began_says_so(tmp_path):
@@ -164,7 +163,7 @@ def test_passes_are_merged_and_a_row_has_a_time_only_if_no_pass_ended_without(tm
     assert (b.status, b.reason, len(c.passes)) == ("oom", "pass 2 of 3: too large", 2)
     figures = derive(loaded)
     said = ["2_c ran in 2 of 3 passes only", "median of 2 to 3 passes, 30.0% apart at most"]
-    assert loaded.problems == said[:1] and figures.remarks[-2:] == said
+    assert loaded.problems == said[:1] and doubts.remarks(figures)[-2:] == said
     texts = [row["ms"] for row in main_rows(figures, detailed=True)]
     assert texts == ["104.0? (100.0-130.0)", "oom", "115.0 (100.0-130.0)"]
 
@@ -203,18 +202,15 @@ def test_no_text_of_a_record_harms_a_terminal_or_a_page(tmp_path):
         odd, runs.row("1_b"), peers=[peer], work=work, problems=[text], device=text, versions={text: text}
     )
     run.command = text
-    figures = derive(load(runs.write(tmp_path, run)))
-    for said in (for_terminal(figures, "x"), as_markdown(figures)):
-        assert all(c.isprintable() or c == "\n" for c in said)
-    html = render(figures)
+    text, markdown, html = runs.printed(load(runs.write(tmp_path, run)))
+    assert all(c.isprintable() or c == "\n" for c in text + markdown)
     assert "<script" not in html and 'href="javascript' not in html and "&lt;script&gt;" in html
-    prose = [line for line in as_markdown(figures).splitlines() if not line.startswith("    ")]  # no code
+    prose = [line for line in markdown.splitlines() if not line.startswith("    ")]  # no code
     assert not any("<script" in line or "](" in line.replace("\\](", "") for line in prose)
 
 
 def test_a_row_without_losses_or_workload_has_its_times_alone(tmp_path):
     run = runs.run(runs.row("0_a", loss=[], step_ms=[5.0], peak_bytes=None))
     run.workload = run.environment = None
-    figures = derive(load(runs.write(tmp_path, run)))
-    assert "workload unknown" in as_markdown(figures) and "5.00" in for_terminal(figures, "x")
-    assert "unknown machine" in render(figures)
+    text, markdown, html = runs.printed(load(runs.write(tmp_path, run)))
+    assert "workload unknown" in markdown and "5.00" in text and "unknown machine" in html

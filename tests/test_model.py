@@ -32,11 +32,9 @@ from mine import changes as model_changes
 from mine import file as model_file
 from mine import row as model_row
 from mine import state as model_state
-from report import proof, sentences, table
-from report.documents import as_markdown, for_terminal
+from report import proof, sections, sentences, table
 from report.figures import derive
 from report.load import load
-from report.story import cards
 
 BATCHES = "def batches():\n    while True:\n        yield torch.randn(4, 16)\n"
 SUM = "def loss(model, batch):\n    return model(batch).square().mean()\n"
@@ -1044,7 +1042,7 @@ def test_changes_that_together_are_slower_are_not_taken():
 def test_the_report_of_a_model():
     figures = derive(model_run(100, 50, 60, 25))
     assert figures.plain is None and table.main_rows(figures, detailed=True)[3]["made from"] == "1_amp"
-    text, page = for_terminal(figures, "x"), as_markdown(figures)
+    text, page, _ = runs.printed(figures.run)
     assert (
         text.startswith("Take AMP, compile: 4.00 x")
         and "PyTorch's counter" in text
@@ -1053,16 +1051,16 @@ def test_the_report_of_a_model():
     compiled = figures.steps[3]
     assert compiled.base.name == "1_amp" and compiled.over_before.value == 2.0
     uncounted = derive(model_run(100, 50, work=replace(MODEL, flops_per_step=0)))
-    assert "counter does not know all FLOPs" in for_terminal(uncounted, "x")
+    assert "counter does not know all FLOPs" in runs.printed(uncounted.run)[0]
     named = [row.get("made from") for row in table.main_rows(figures)]
     assert named == ["-", "0_fp32", "1_amp", "1_amp"], "all, where one is not made from the row above"
     assert "made from" not in table.main_rows(derive(model_run(100, 50, 25)))[0], (
         "each is made from the one above"
     )
     assert "my_model.py: 2,048 tokens a step" in page and "hardly learned" not in page
-    assert [card.code[-1] for card in cards(figures)][2] == ("+", "['AMP', 'compile']")
+    assert sections.card(compiled).parts[0].code[-1] == ("+", "['AMP', 'compile']")
     run = model_run(100, 50, work=runs.workload(model="x.py", unit="samples"))
-    assert "samples/s" in table.main_rows(derive(run))[0] and "tokens/s" not in as_markdown(derive(run))
+    assert "samples/s" in table.main_rows(derive(run))[0] and "tokens/s" not in runs.printed(run)[1]
 
 
 def test_what_excludes_a_model(refused):

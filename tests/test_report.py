@@ -1,87 +1,120 @@
-"""Figures against numbers from the head; what tables, page, studies and the command make of them."""
+"""Reports of one run of every kind against reviewed texts; figures, verdicts and statistics against numbers
+from the head."""
 
-import ast
-import json
 import os
 import re
-import sys
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
+import goldens
 import matplotlib
 import numpy as np
 import pytest
 import runs
 from conftest import run_python
 
-from common import fingerprint
 from common.kernels import in_words
-from common.record import CATEGORIES, Row, Settings, Study
+from common.record import Row, Settings
 from predict import errors
 from report import (
     ablations,
+    bars,
     changes,
     charts,
     compare,
-    documents,
-    page,
+    doubts,
     parity,
-    picture,
+    printers,
     scaling,
+    sections,
     sentences,
-    story,
-    studies,
     sweep,
     table,
 )
-from report.__main__ import render
-from report.figures import derive, derive_study, loss_rule
+from report.figures import derive, derive_study
 from report.load import RecordError, load
-from report.page import render as page_of
-from report.page import time_bars
 from report.peaks import peak_flops_per_s
 from report.promises import contradiction
 
-sys.path.insert(0, str(runs.ROOT / "docs"))
-import tables
+SLICE = runs.ROOT / "docs" / "results" / "h200" / "gpt3-6.7b-slice"
 
-PINS = (runs.ROOT / "requirements.txt").read_text()
+
+@pytest.fixture(scope="module")
+def recorded():
+    return derive(load(SLICE))
+
+
+# --- one run of every kind ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", goldens.KINDS, ids=lambda kind: kind.__name__)
+def test_a_report_says_what_was_reviewed(kind):
+    """tests/goldens.py writes these texts anew."""
+    assert goldens.text_of(kind) == (goldens.DATA / f"{kind.__name__}.txt").read_text()
+
+
+def test_a_figure_that_is_not_recorded_is_a_dash_and_no_error():
+    line = derive(runs.run(runs.row("x", status="oom"))).lines[0]
+    properties = [
+        name for name, kind in vars(type(line)).items() if hasattr(kind, "__get__") and name[0] != "_"
+    ]
+    values = {
+        name: getattr(line, name)
+        for name in properties
+        if name not in ("range_ms", "all_passes", "slowed", "slow_launch")
+    }
+    assert not any(value for name, value in values.items() if name not in ("name", "failure", "passes")), (
+        values
+    )
+
+
+@pytest.mark.parametrize("kind", [goldens.ok, goldens.model, goldens.ended], ids=lambda kind: kind.__name__)
+def test_a_page_asks_for_nothing_and_its_links_lead_to_sections(kind):
+    html = printers.html(sections.of(kind()))
+    assert "http" not in re.sub(r"xmlns\S+|https://[^\s\"]*matplotlib[^\s\"]*", "", html)
+    ids = re.findall(r'<section id="([^"]+)"', html)
+    assert set(re.findall(r'<a href="#([^"]+)"', html)) == set(ids) and len(ids) > 3
+
+
+def test_bars_are_to_scale_the_longest_as_wide_as_the_drawing(recorded):
+    drawn, _ = bars.draw(bars.ladder_bars(recorded), 100)
+    ends = {}
+    for x, y, width in re.findall(r'<rect x="([\d.]+)%" y="(\d+)" width="([\d.]+)%"', drawn):
+        ends[y] = float(x) + float(width)
+    times = [line.ms for line in recorded.steps]
+    assert [*ends.values()] == pytest.approx([100 * ms / times[0] for ms in times], abs=0.01)
+
+
+def test_a_picture_has_the_lines_of_the_scripts_and_nothing_of_a_record_is_markup(recorded):
+    text = bars.picture(recorded, bars.NARROW)
+    code = re.findall(r">\+ (.*?)</text>", text)
+    sources = "\n".join(line.row.source for line in recorded.steps)
+    assert len(code) > 15 and all(line.rstrip("…") in sources or line.startswith("... ") for line in code)
+    odd = runs.row(runs.HOSTILE, source=f"x = 1\n{runs.HOSTILE}\n", profile=runs.profile(100.0))
+    drawn = bars.picture(derive(runs.run(runs.row("0_x"), odd)))
+    assert "<script" not in drawn and "\x1b" not in drawn
+
+
+@pytest.mark.skipif(
+    f"matplotlib=={matplotlib.__version__}" not in (runs.ROOT / "requirements.txt").read_text(),
+    reason="another matplotlib draws other bytes",
+)
+def test_the_site_is_of_the_record(recorded):
+    assert (runs.ROOT / "docs" / "index.html").read_text() == printers.html(sections.of_run(recorded))
+
+
+def test_the_pictures_of_readme_and_the_reports_beside_records_are_of_the_records(recorded):
+    assert (SLICE / "steps-narrow-dark.svg").read_text() == bars.picture(
+        recorded, bars.NARROW, "#e6edf3", "#0d1117"
+    )
+    folders = sorted(path.parent for path in SLICE.parent.parent.glob("*/*/results.json"))
+    assert len(folders) > 20
+    for folder in folders:
+        text = printers.markdown(sections.of(load(folder)))
+        assert (folder / "report.md").read_text() == text, f"{folder}: docs/renew.sh writes it"
+
 
 # --- figures --------------------------------------------------------------------------------------
-
-
-def test_the_figures_of_a_row_are_what_its_record_says():
-    rows = [runs.row("0_baseline", 200.0, profile=runs.profile(200.0)), runs.row("1_cublas", 100.0)]
-    fields = {"predicted_ms": 45.0, "power_w": 400.0, "loss": [5.0] * 5 + [3.0, 1.0, 2.0, 1.0, 3.0]}
-    third = runs.row("2_sdpa", 50.0, profile=runs.profile(50.0), **fields)
-    peer = runs.row("p", 40.0)
-    figures = derive(runs.run(*rows, third, peers=[peer], measured=runs.roofs()))
-    line = figures.lines[2]
-    assert "|".join(table.limit_rows(figures)[2].values()) == "2_sdpa|36|compute 90%|16% of BF16|102|45.0|1.5"
-    assert line.mfu is None, "of a device that is not known"
-    assert table.limit_rows(figures)[0]["of roof"] == "40% of FP32"
-    assert " ".join(table.main_rows(figures)[2].values()) == "2_sdpa 50.0 40,960 160 2.00 4.00 1.00 3.0 2.000"
-    assert " ".join(table.category_rows(figures)[1].values()) == "2_sdpa 35.0 10.0 2.5 2.5 50.0"
-    assert [*table.roof_rows(figures.run.roofs)[0].values()] == ["FP32", "90", "100"]
-    assert sum(line.category_ms.values()) == pytest.approx(50.0) and [*line.category_ms] == [
-        *CATEGORIES,
-        "gaps",
-    ]
-    assert line.share == ("compute", pytest.approx(0.9)) and figures.lines[0].share == (
-        "compute",
-        pytest.approx(0.7),
-    )
-    assert [*table.main_rows(figures)[3].values()][4:7] == ["-", "5.00", "1.25"]
-    assert figures.remarks == [] and not figures.busy and not any(one.mark for one in figures.lines)
-    figures = derive(runs.run(third, work=runs.workload(gpus=4, parallel="ddp")))
-    four, said = figures.lines[0], "4 processes: tokens/s are of all, TFLOP/s and GiB of each"
-    assert (four.tokens_per_s, four.flops_per_s, four.tokens_per_joule) == (
-        4 * 40960.0,
-        1.6e14,
-        line.tokens_per_joule,
-    )
-    assert figures.remarks == [said]
 
 
 @pytest.mark.parametrize(
@@ -102,10 +135,10 @@ def test_slow_reference_work_is_a_busy_machine_and_marks_its_row_and_what_is_div
     assert [*table.main_rows(figures)[2].values()][4:6] == ["1.01" + "?" * busy, "1.02"]
     said = [
         text
-        for text in figures.remarks
+        for text in doubts.remarks(figures)
         if re.match("The machine was busy: .* around 1_cublas .* close other", text)
     ]
-    assert bool(said) is busy is bool(figures.busy)
+    assert bool(said) is busy is bool(doubts.busy(figures))
 
 
 def test_a_drift_of_half_the_steps_and_kernels_that_differ_mark_a_row():
@@ -118,12 +151,15 @@ def test_a_drift_of_half_the_steps_and_kernels_that_differ_mark_a_row():
     figures = derive(
         runs.run(runs.row("1_cublas"), runs.row("2_sdpa"), runs.row("3_compile", 50.0, settings=flash))
     )
-    assert [line.mark for line in figures.lines] == ["", "?", "?"] and "cudnn and flash" in figures.remarks[0]
+    assert [line.mark for line in figures.lines] == ["", "?", "?"] and "cudnn and flash" in doubts.remarks(
+        figures
+    )[0]
     said = "No verdict: 3_compile has the shortest time, and ?: attention ran as cudnn and flash"
     assert sentences.headline(figures) == said
     theirs = replace(runs.workload(), model="user.py")
-    in_fp32 = replace(runs.SETTINGS["2_sdpa"], amp_dtype="float32", attention_kernel="efficient")
-    figures = derive(runs.run(runs.row("0_fp32", settings=in_fp32), runs.row("2_sdpa"), work=theirs))
+    in_fp32 = replace(runs.SETTINGS["0_baseline"], attention_kernel="efficient")
+    rows = [runs.row("0_fp32", settings=in_fp32), runs.row("2_sdpa", changes=["AMP"])]
+    figures = derive(runs.run(*rows, work=theirs))
     assert [line.mark for line in figures.lines] == ["", ""], "FP32 and BF16 have kernels of their own"
 
 
@@ -159,7 +195,7 @@ def test_the_row_that_others_are_compared_with_is_known_by_what_ran():
 def test_what_the_losses_are_is_told_of_every_kind_of_row():
     fp8, some = runs.SETTINGS["4_transformer_engine"], {"loss": [4.0] * 8}
     plain = runs.row("3_x", rehearsed=10, **some)
-    rule = lambda *rows: loss_rule(derive(runs.run(*rows)))  # noqa: E731
+    rule = lambda *rows: sentences.loss_rule(derive(runs.run(*rows)))  # noqa: E731
     assert rule(plain).endswith("in nats. 10 rehearsed steps came before, whose weights were put back")
     assert rule(plain, runs.row("4_x", rehearsed=10, settings=fp8, **some)).endswith(
         "FP8 keeps the scales that it learnt there"
@@ -267,32 +303,6 @@ def test_the_headline_tells_whether_fp8_pays_also_where_the_first_row_is_the_fas
     assert sentences.headline(derive(run)) == said
 
 
-def test_a_terminal_shows_a_table_of_100_columns_and_few_lines_below():
-    rows = [runs.row(step, 123456.0 / 3**k, note=f"note {k}") for k, step in enumerate(runs.STEPS)]
-    rows.append(runs.row("5_late", status="oom", reason="try --batch-size 4"))
-    peers = [runs.row("a_peer_with_a_rather_long_name", 0.5)]
-    figures = derive(runs.run(*rows, peers=peers, problems=["odd"]))
-    text = documents.for_terminal(figures, "results/x/report.html")
-    top, _, head, rule, *lines = text.splitlines()
-    body, below = lines[:7], lines[8:]
-    assert max(map(len, [head, rule, *body])) <= 100 and len(below) == 7
-    names = ["step", "ms", "tokens/s", "TFLOP/s", "x above", "x 0_baseline", "x 2_sdpa", "GiB", "loss"]
-    assert re.split(r" {2,}", head) == names and "times faster" in top
-    assert below[0] == "5_late: oom: try --batch-size 4" and below[2] == "5 more lines in the report"
-    assert below[3].startswith("Loss: mean of training steps 6 to 10, in nats. A row in FP8 without")
-    assert "half of the (T, T) square" in below[4] and below[4].endswith("results/x/report.html")
-
-
-def test_a_peer_stands_in_the_same_table_with_its_head_and_launch():
-    fp8 = replace(runs.SETTINGS["3_compile"], fp8_recipe="x", head="FP8")
-    peer = runs.row("te_layer", 60.0, product_ms=[20.0], settings=replace(fp8, head="BF16"))
-    figures = derive(runs.run(runs.row("4_te", 50.0, settings=fp8), peers=[peer]))
-    first, second = table.main_rows(figures, detailed=True)
-    assert [*first] == [*second] and second["step"] == "te_layer (peer)" and second["x 4_te"] == "0.83"
-    shown = (first["head"], second["head"], second["launch"], figures.lines[0].precision)
-    assert shown == ("FP8", "BF16", "captured", "fp8")
-
-
 def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path):
     a = runs.write(tmp_path / "a", runs.ladder(300, 100, commit="abcdef0-dirty"))
     b = runs.write(
@@ -326,7 +336,7 @@ def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path
     ]
 
 
-# --- the page -------------------------------------------------------------------------------------
+# --- drawings and code ----------------------------------------------------------------------------------
 
 
 def test_a_record_that_leaves_out_defaults_is_the_same_work(tmp_path):
@@ -337,9 +347,8 @@ def test_a_record_that_leaves_out_defaults_is_the_same_work(tmp_path):
     for order in (places, places[::-1]):
         assert "The workload is the same" in compare.compare(*order)[0]
     short["rows"][0]["settings"] = {"compiled": True}
-    page = page_of(derive(load(runs.write(tmp_path / "partial", short))))
-    cells = re.search(r">0_baseline<(.*?)</tr>", page[page.index('id="ran"') :], re.S)[1]
-    assert re.findall(r"<td[^>]*>(.*?)</td>", cells)[3] == "True", cells
+    of_settings = sections.of(load(runs.write(tmp_path / "partial", short))).sections[-1]
+    assert of_settings.rows[0]["compiled"] == "True" and of_settings.rows[0]["captured"] == "-"
 
 
 def test_a_million_losses_are_drawn_in_seconds(tmp_path):
@@ -349,39 +358,6 @@ def test_a_million_losses_are_drawn_in_seconds(tmp_path):
     assert time.process_time() - began < 40, "of which most is reading"
     assert [len(line.get_xdata()) for line in above.lines] == [2000, 2000]
     assert above.lines[1].get_xdata()[-1] == 999_501 and above.lines[1].get_ydata()[-1] == 3.0 - 0.9995
-
-
-def test_a_card_shows_the_code_beside_what_changed_on_the_gpu():
-    figures = derive(runs.ladder(200, 100, 100.01, 125))
-    second, third, fourth = story.cards(figures)
-    assert (
-        second.title == "Step 1: why"
-        and second.change == ""
-        and second.outcome == "2.00 times faster than 0_baseline"
-    )
-    assert second.code == [("@", ""), ("-", 'x = "0_baseline"'), ("+", 'x = "1_cublas"')]
-    assert [*second.categories[0].values()] == ["matrix products", "140.0", "70.0", "-70.0"]
-    assert [*second.kernels[0].values()] == ["matrix product, BF16, 128x256 tile", "140.0 → 70.0", "12 → 12"]
-    assert third.outcome == "As fast as 1_cublas, within the spread of the times"
-    assert fourth.outcome == "1.25 times slower than 2_sdpa"
-    (only,) = story.cards(derive(runs.run(runs.row("0_baseline", status="oom"), runs.row("1_cublas"))))
-    assert only.outcome == "100.0 ms per step"
-
-
-def test_a_card_without_code_says_why():
-    same, other = (runs.row(name, source="x = 1\n") for name in ("0_a", "1_b"))
-    without, skipped = runs.row("2_c", source=None), runs.row("3_d", status="skipped")
-    shown = [card.without_code for card in story.cards(derive(runs.run(same, other, without, skipped)))]
-    assert shown == ["The code is the same.", "The records hold no source to compare.", ""]
-
-
-def test_a_kind_of_kernel_that_is_new_or_gone_is_shown():
-    rows = story._category_changes({"a": 5.0, "gone": 2.0, "none": 0.0}, {"a": 4.0, "new": 3.0})
-    assert [[*row.values()] for row in rows] == [
-        ["new", "0.0", "3.0", "+3.0"],
-        ["gone", "2.0", "0.0", "-2.0"],
-        ["a", "5.0", "4.0", "-1.0"],
-    ]
 
 
 @pytest.mark.parametrize(
@@ -399,28 +375,6 @@ def test_kernels_are_named_in_plain_words(name, words):
     assert in_words(name) == words
 
 
-def test_the_page_draws_every_bar_to_scale_and_asks_for_nothing():
-    figures = derive(runs.ladder(200, 100, measured=runs.roofs()))
-    figures.lines[1].row.predicted_ms = 90.0
-    html = page_of(figures)
-    drawn = re.findall(r'<rect x="([\d.]+)%" width="([\d.]+)%" height="100%" fill="#56b4e9"', html)
-    assert drawn[:3] == [("70.000", "20.000")] * 2 + [("35.000", "10.000")], (
-        "a time and its shares, then the next row"
-    )
-    assert drawn[-2:] == [("33.333", "16.667"), ("83.333", "16.667")], "of a block: forward, then backward"
-    assert 'x1="45.000%"' in html and "100.0 ms, predicted 90.0" in html
-    assert "http" not in re.sub(r"xmlns\S+", "", html)
-    for part in (
-        "Where the time went",
-        "Step by step",
-        "One transformer block",
-        "Roofs",
-        "Loss",
-        "Peak memory",
-    ):
-        assert f"<h2>{part}</h2>" in html
-
-
 def lines_of(axes):
     return [[*map(float, line.get_ydata())] for line in axes.lines]
 
@@ -432,118 +386,19 @@ def test_the_chart_of_losses_shows_each_and_how_far_it_lies_above_the_first():
     assert lines_of(below) == [[0.0, 0.0], [0.5, -1.0]] and below.get_ylabel() == "minus 0_x"
 
 
-def test_bars_of_memory_and_of_a_block_have_one_scale():
-    lines = derive(runs.ladder(200, 100)).lines
-    lines[1].gib = 1.5
-    small = page.memory_bars(lines)[1]
-    assert (small.label, small.boxes[0].width) == ("1.5 GiB", 50.0)
-    block = page.block_bar(lines[0])
-    assert [box.x for box in block.boxes] == pytest.approx([0, 100 / 3, 50, 250 / 3])
-    assert [box.width for box in block.boxes] == pytest.approx([100 / 3, 50 / 3] * 2)
-    assert block.label == "forward 3.00 ms, backward 3.00 ms" and "matrix product" in block.boxes[0].title
-
-
-# --- the picture ----------------------------------------------------------------------------------
-
-SLICE = "gpt3-6.7b-slice"
-
-
-@pytest.fixture(scope="module")
-def recorded():
-    return derive(load(runs.ROOT / "docs" / "results" / "h200" / SLICE))
-
-
-def drawn(figures, narrow):
-    """The texts of a picture, and of each bar its height and its parts: (name, width)."""
-    figure = picture.picture(figures, narrow)
-    (axes,) = figure.axes
-    assert [*figure.get_size_inches()] == pytest.approx([axes.get_xlim()[1] / 100, axes.get_ylim()[0] / 100])
-    parts = [part for part in axes.patches if part.get_gid() in (*CATEGORIES, "gaps", "step")]
-    bars = {}
-    for part in parts:
-        bars.setdefault(part.get_y(), []).append((part.get_gid(), part.get_width(), part.get_height()))
-    return axes.texts, [*bars.values()], [part for part in axes.patches if part.get_gid() == "break"]
-
-
-@pytest.mark.parametrize("narrow", [False, True])
-def test_the_picture_has_the_lines_of_the_scripts_and_bars_as_long_as_the_times(narrow, recorded):
-    drawn_texts, bars, breaks = drawn(recorded, narrow)
-    texts, (first, *others) = [text.get_text() for text in drawn_texts], recorded.steps
-    assert (
-        len(bars) == len(recorded.steps)
-        and len(breaks) == 1
-        and {part[2] for bar in bars for part in bar} == {16.0}
-    )
-    longest = sum(width for _, width, _ in bars[0])
-    layout = picture.LAYOUTS[narrow]
-    assert longest == pytest.approx(layout.bars_right - layout.bars_left), (
-        "step 0 reaches the end, and is broken"
-    )
-    scales = [sum(width for _, width, _ in bar) / line.ms for bar, line in zip(bars[1:], others, strict=True)]
-    assert scales == pytest.approx([scales[0]] * len(scales)), "one scale for all others"
-    for bar, line in zip(bars[1:], others, strict=True):
-        share = line.category_ms["matrix products"] / sum(line.category_ms.values())
-        assert {name: width for name, width, _ in bar}["matrix products"] == pytest.approx(
-            share * scales[0] * line.ms
-        )
-    assert f"{first.ms:,.0f} ms (bar cut short)" in texts and [
-        text for text in texts if text.endswith(f"{others[-1].over_first.value:.1f} x")
-    ]
-    for line in recorded.steps:
-        assert line.name in texts
-    grey = [text.get_text() for text in drawn_texts if text.get_color() == charts.SOFT][-3:]
-    assert [line.partition(" = ")[0] for line in grey] == ["scores", "weights", "y"], "of step 0, attention"
-    shown = grey + [text[2:] for text in texts if text[:2] == "+ "]
-    sources = "\n".join(line.row.source for line in recorded.steps)
-    assert len(shown) > 15
-    assert all(
-        text.removesuffix("…") in sources or re.fullmatch(r"\.\.\. \d+ more lines, and", text)
-        for text in shown
-    )
-
-
 def test_the_picture_leaves_out_what_is_no_change_of_code():
     before = runs.row("0_x", source='"""Doc."""\nimport a\n\nx = 1\nloss = f(x)\n')
     after = runs.row(
         "1_x", source='"""Other."""\nimport b\n\n# why\nx = 1  # one\nwith amp:\n    loss = f(x)\n'
     )
     assert (
-        changes.added_groups(before, after) == [["with amp:"]] and changes.added_groups(after, before) == []
+        changes.lines_of_code_added(before, after) == ["with amp:"]
+        and changes.lines_of_code_added(after, before) == []
     )
-    assert changes.added_groups(runs.row("0_x", source=None), after) == []
+    assert changes.lines_of_code_added(runs.row("0_x", source=None), after) == []
     many = "from m import (\n    one,\n    two,\n)\n" + "".join(f"x = {k % 3}\n" for k in range(300))
     longer = [runs.row("0_x", source=text) for text in (many[many.index("x") :], f"y = 2\n{many}")]
-    assert changes.added_groups(*longer) == [["y = 2"]], "whatever is frequent in a long source"
-
-
-def test_ids_of_a_page_are_its_own_and_every_link_leads_to_a_section(recorded):
-    html = page_of(recorded)
-    ids = re.findall(r'<section id="([^"]+)"', html)
-    assert all(html.count(f'id="{name}"') == 1 for name in ids)
-    assert set(re.findall(r'<a href="#([^"]+)"', html)) <= set(ids) and len(ids) > 5
-
-
-@pytest.mark.skipif(
-    f"matplotlib=={matplotlib.__version__}" not in PINS, reason="another matplotlib draws other bytes"
-)
-def test_the_site_and_the_pictures_of_readme_are_of_the_record(recorded):
-    assert (runs.ROOT / "docs" / "index.html").read_text() == page_of(recorded)
-    drawn = {path.name: path.read_text() for path in (tables.RESULTS / tables.SITE).glob("steps-*.svg")}
-    expected = picture.picture(recorded, True, *tables.THEMES["dark"])
-    assert drawn["steps-narrow-dark.svg"] == charts.svg(expected, as_paths=True) and len(drawn) == 4
-
-
-def test_the_reports_beside_records_are_of_the_records():
-    folders = sorted(path.parent for path in tables.RESULTS.glob("*/*/results.json"))
-    assert len(folders) > 20
-    for folder in folders:
-        place = str(folder.relative_to(tables.RESULTS))
-        record = tables.record(place)
-        if isinstance(record, Study):
-            text = documents.study_as_markdown(record, studies.KINDS[record.kind].tables(record))
-        else:
-            text = documents.as_markdown(tables.figures(place))
-        assert (folder / "report.md").read_text() == text, f"{place}: docs/renew.sh writes it"
+    assert changes.lines_of_code_added(*longer) == ["y = 2"], "whatever is frequent in a long source"
 
 
 def test_long_sources_are_compared_in_no_time():
@@ -552,21 +407,8 @@ def test_long_sources_are_compared_in_no_time():
         runs.row(name, source="".join(f"x = {i * k % 3}\n" for i in range(3000)))
         for name, k in (("a", 1), ("b", 2))
     )
-    changes.added_groups(old, new)
+    changes.lines_of_code_added(old, new)
     assert time.process_time() - began < 15
-
-
-def test_a_picture_of_any_rows_is_drawn():
-    skipped = runs.row("4_x", status="skipped", reason="no FP8")
-    for rows in ([skipped], [runs.row("0_x"), skipped], [runs.row("0_x", 9.0, source="(")]):
-        texts, bars, _ = drawn(derive(runs.run(*rows)), False)
-        assert len(bars) == sum(row.status == "ok" for row in rows)
-        assert ("skipped" in [text.get_text() for text in texts]) == (skipped in rows)
-
-
-def test_a_bar_that_is_much_longer_than_all_others_is_broken():
-    broken, whole = (derive(runs.ladder(first, 100.0, 50.0)).lines for first in (161.0, 159.0))
-    assert picture.axis_end(broken) == pytest.approx(115.0) and picture.axis_end(whole) == 159.0
 
 
 @pytest.mark.parametrize("words", ["", "--only 3,4", "--only=3,4"])
@@ -598,9 +440,6 @@ def test_the_front_table_and_a_card_are_of_the_record(recorded):
     run = runs.run(*(runs.row(f"{k}_x", ms, status) for k, (status, ms) in enumerate(rows)))
     cells = [*table.card_row(derive(run)).values()]
     assert cells[2:5] == ["oom", "25.0", "fits x 2.00 x oom x fits = -"]
-    assert card["device"] in documents.for_terminal(recorded, "x").splitlines()[-1], (
-        "a finished run prints it"
-    )
 
 
 # --- studies --------------------------------------------------------------------------------------
@@ -629,20 +468,11 @@ def test_what_a_gpu_loses_among_several_adds_up():
     (row,), (*_, main, _, _) = scaling.lost_rows(rows), scaling.main_rows(rows)
     assert [*main.values()][3:] == ["125.0?", "80.0 %?", "16,384", "64", "2.5", "17.5", "3.0"]
     assert " ".join(row.values()).endswith("2 20.0 % 14.0 % 4.0 % 1.0 % 2.0 % -1.0 %")
-    assert "the machine was busy (2-ddp, 2_sdpa)" in documents.study_remarks(study, {}), (
-        "next to another place"
-    )
+    assert "the machine was busy (2-ddp, 2_sdpa)" in sections.of(study).remarks, "next to another place"
     beside.profile.categories["matrix products"] += 11.0  # of 125 ms
     assert scaling.lost_rows(scaling.scaled(study)), "the rest is -9.8 %"
     beside.profile.categories["matrix products"] += 1.0
     assert scaling.lost_rows(scaling.scaled(study)) == [], "kernels explain too little"
-
-
-def test_a_place_whose_rows_never_ran_keeps_its_name():
-    lost = replace(runs.run(runs.row("2_sdpa", status="not run")), workload=None)
-    study = runs.study("scaling", {"1": runs.run(runs.row("2_sdpa")), "2-ddp": lost, "2-fsdp": lost})
-    assert [row.names()["how"].split(",")[0] for row in scaling.scaled(study)] == ["alone", "DDP", "FSDP2"]
-    assert [row.gpus for row in scaling.scaled(study)] == [1, 2, 2]
 
 
 def test_a_profile_that_took_another_time_than_the_steps_is_left_out():
@@ -721,26 +551,6 @@ def test_a_sweep_shows_gains_by_width_and_how_near_old_predictions_came():
     rows = [runs.row(f"{k}_x", ms, predicted_ms=ms) for k, ms in enumerate((100.0, 40.0, 20.0))]
     rows[1] = runs.row("1_x", status="oom")
     assert not [*errors.gains(runs.run(*rows))], "5.00 would be over step 0"
-
-
-def test_a_study_tells_once_what_is_unusual_in_its_rows():
-    large = runs.row("0_x", status="oom", reason="large")
-    odd = runs.row("1_x", step_ms=[1.0] * 5 + [2.0] * 5, note="odd")
-    a, b = (
-        runs.run(large, runs.row("1_x", loss=[4.0] * 10)),
-        runs.run(large, odd, runs.row("2_x"), problems=["lost"]),
-    )
-    study = replace(runs.study("sweep", {"a": a, "b": b}), command="x && y")
-    text, files = render(Path("f"), study)
-    page, learned = (
-        files["report.md"].decode(),
-        "hardly learned: its last five losses were above 0.75 times the first",
-    )
-    drift = "the second half of the steps took over 5% more time"
-    said = f"oom: large (a, 0_x; b, 0_x)\n{learned} (a, 1_x)\nodd (b, 1_x)\n{drift} (b, 1_x)\nlost"
-    assert said in text and text.endswith("\n\nReport: f/report.md") and "\n\n\n" not in text + page
-    assert said in page.replace("\n- ", "\n") and page.endswith("Run it again:\n\n    x\n    y\n")
-    assert page.startswith("# Sweep, 2 runs\n\nThe first run: GPU, ") and "TFLOP/s" not in page
 
 
 def trained(step, last, heldout=(3.0, 2.0), **fields):
@@ -843,12 +653,6 @@ def test_held_out_losses_are_compared_after_as_many_steps_and_after_as_many_seco
     assert end["difference"] == "+0.300" and end["after as many seconds"] == "-", "one seed has ended"
 
 
-def test_a_study_too_short_for_its_measure_has_a_report():
-    rows = [runs.row("0_x", loss=[3.0] * 3, heldout=[(1, 3.0), (3, 2.0)], warmup_s=None)]
-    study = runs.study("parity", {"0_x, seed 1": runs.run(*rows)})
-    assert "| 0_x" in documents.study_as_markdown(study, parity.tables(study))
-
-
 # --- the command and the documents ----------------------------------------------------------------
 
 
@@ -875,7 +679,7 @@ def test_the_command_writes_into_a_run_folder_and_its_code_tells_how_the_rows_en
         "2_sdpa is still to run"
     )
     written = {path.name for path in folder.iterdir()} - {"plan.json", "0_baseline.json", "1_cublas.json"}
-    assert written == {"results.json", "report.md", "report.html", "steps.png"}
+    assert written == {"results.json", "report.md", "report.html", "steps.svg"}
     runs.put(folder, runs.row("2_sdpa"))
     assert report(folder).returncode == 0
     runs.put(folder, runs.row("2_sdpa", status="oom", reason="too large"))
@@ -888,36 +692,6 @@ def test_the_command_writes_into_a_run_folder_and_its_code_tells_how_the_rows_en
     for words in ((), (tmp_path,), (folder, "--compare", folder, folder), ("--compare", folder, recorded)):
         ended = report(*words)
         assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (2, "", 1)
-
-
-def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    for name, code in (("a", "1111111"), ("b", "1111111"), ("c", "2222222"), ("d", "1")):
-        problems = [tables.DIFFER] if name == "d" else []
-        run = runs.ladder(200, 100, 25, measured=runs.roofs(), problems=problems)
-        run.rows[0].code_sha256 = code
-        runs.write(tmp_path / "m" / name, run)
-    for make in (tables.ladder, tables.categories, tables.limits, tables.roofs):
-        assert make("m/a").startswith("| ")
-    assert tables.gains("m/a", "m/b").splitlines()[-1].split(" | ")[-2].strip() == "4.00"
-    with pytest.raises(ValueError, match=r"m/a, m/c: 0_baseline is of several states of the code"):
-        tables.gains("m/a", "m/c")
-    with pytest.raises(ValueError, match="m/d: rows differ in"):
-        tables.gains("m/d")
-    times = tables.milliseconds(list(runs.STEPS[1:3]), "m/a", "m/b").splitlines()
-    assert times[0].split()[1::2] == ["workload", *runs.STEPS[1:3]]
-    assert [row.split()[1::2] for row in times[2:]] == [["m/a", "100.0", "25.0"], ["m/b", "100.0", "25.0"]]
-    kernels = tables.figures("m/a").lines[0].row.profile.kernels
-    (row,) = tables.kernels(runs.STEPS[0], kernels[0].name, "m/a").splitlines()[2:]
-    assert row.split()[1::2] == ["m/a", kernels[0].name, f"{kernels[0].ms:.1f}"]
-    named = (("0", "0", 9.0), ("1", "1", 5.0), ("x", "1", 7.0), ("y", "lost", 3.0))
-    variants = {name: runs.run(runs.row(step, ms)) for name, step, ms in named}
-    runs.write(tmp_path / "m" / "x", runs.study("ablations", variants))
-    assert tables.ablations("m/x").split()[-8::2] == ["5.00", "7.00", "+2.0", "0"]
-    variants |= {"1, 2 GPUs": runs.run(runs.row("1", 4.0), work=runs.workload(gpus=2))}
-    variants |= {"z": runs.run(runs.row("1", 6.0), work=runs.workload(gpus=2))}
-    shown = ablations.variant_rows(runs.study("ablations", variants), "x", "z")
-    assert [[*row.values()][1:4] for row in shown] == [["1", "5.00", "7.00"], ["1, 2 GPUs", "4.00", "6.00"]]
 
 
 def test_losses_of_variants_stand_by_training_step_and_need_as_many():
@@ -936,136 +710,21 @@ def test_a_machine_that_is_busy_around_one_variant_marks_its_difference():
         study = runs.study("ablations", named)
         (row,) = ablations.variant_rows(study)
         assert row["difference, ms"] == f"+10.0{mark}", "the work of another card is another time"
-        assert ("the machine was busy (x)" in documents.study_remarks(study, {})) is bool(mark)
-
-
-def test_a_confirmation_is_told_of_the_code_that_it_confirmed(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    runs.write(tmp_path / "m" / "told", runs.run(runs.row("1_x", code_sha256="1")))
-    told = "GPU, measured 2026-01-01 at commit abcdef0"
-    for code, confirmed in (("1", ", confirmed 2026-01-01 at commit 1234567"), ("2", "")):
-        again = runs.run(runs.row("1_x", code_sha256=code), commit="123456789")
-        runs.write(tmp_path / "m" / "told-confirmation", again)
-        tables.record.cache_clear()
-        assert tables.measured("m/told") == told + confirmed
-    assert tables.warmups("m/told", "1_x") == "1.5 s", "of a single pass"
-    tables.record.cache_clear()
-
-
-def test_the_first_table_of_an_experiment_is_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    page = (
-        "# Anatomy\n\n## a: Why?\n\nTitle\n\n| x |\n|---|\n| 1 |\n\nMore\n\n| y |\n\n## b: What?\n\n| z |\n"
-    )
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "report.md").write_text(page)
-    with pytest.raises(ValueError, match="m has no experiment c"):
-        tables.experiment("m", "c")
-    assert tables.experiment("m", "a") == "| x |\n|---|\n| 1 |" and tables.experiment("m", "b") == "| z |"
-
-
-def test_a_machine_s_records_are_of_one_kind_of_card(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    tables.record.cache_clear()
-    runs.write(tmp_path / "h200" / "gpt2", runs.run(runs.row("x"), device="NVIDIA H200"))
-    assert tables.of_another_device("h200", "NVIDIA H200") == tables.of_another_device("new", "T4") == 0
-    assert tables.of_another_device("h200", "NVIDIA H100") == 1
-    assert "h200 has records of NVIDIA H200, and this is NVIDIA H100" in capsys.readouterr().out
-    tables.record.cache_clear()
-
-
-def row_of(step, source, measured_by=fingerprint.ROOTS, **fields):
-    """A row as the present code leaves it, of this source."""
-    code = fingerprint.row_sha256(source, runs.ROOT, measured_by)
-    return runs.row(step, source=source, code_sha256=code, **fields)
-
-
-def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    tables.record.cache_clear()
-    present = {"peer": ("", "nanogpt"), "patch": ("cold-scales", runs.STEPS[4])}
-    for kind, (variant, step) in present.items():
-        source = tables.present_source(variant, step)
-        assert "cold" in source or not variant
-        for name, text in (("same", f"{source}\n# a comment"), ("other", f"{source}\nx = 1")):
-            for ending, seed in (("", ""), ("-seed", ", seed 1")):
-                studied = runs.study("ablations", {f"{variant or step}{seed}": runs.run(row_of(step, text))})
-                runs.write(tmp_path / kind / f"{name}{ending}", studied)
-    changes = (runs.ROOT / "mine" / "changes.py").read_text()
-    for name, text in (("same", changes), ("other", changes.replace("optimizer.step()", "pass"))):
-        function = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
-        source = f"{ast.get_source_segment(text, function)}\n\n\ndef fp8(model):\n    of_its_own(model)\n"
-        brought = runs.run(row_of(runs.STEPS[2], source), work=runs.workload(model="x.py"))
-        runs.write(tmp_path / "model" / name, brought)
-    for name, added in (("same", "# a comment"), ("other", "x = 1")):
-        states = [row_of(step, f"{text}\n{added}", ()) for step, text in tables.loop_states().items()]
-        runs.write(tmp_path / "loop" / name, runs.run(*states, work=runs.workload(model="loop.py")))
-    clock = fingerprint.row_sha256("", runs.ROOT, fingerprint.CLOCKS)
-    for name, code in (("same", clock), ("other", "0123")):
-        (tmp_path / "anatomy" / name).mkdir(parents=True)
-        (tmp_path / "anatomy" / name / "anatomy.json").write_text(json.dumps({"code_sha256": code}))
-    assert tables.stale() == ["anatomy/other", "loop/other", "model/other"] + [
-        f"{kind}/other{ending}" for kind in ("patch", "peer") for ending in ("", "-seed")
-    ]
-    assert tables.stale("a/b") == ["a/b"] and not tables.stale("model/same", "anatomy/same")
-    assert tables.present().count("/same") == 7
-    tables.record.cache_clear()
-
-
-def test_the_command_names_the_records_that_are_stale_and_what_it_takes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    tables.record.cache_clear()
-    runs.write(tmp_path / "of" / "old", runs.run(runs.row("x", code_sha256="0123")))
-    source = (runs.ROOT / "2_sdpa.py").read_text()
-    runs.write(tmp_path / "of" / "new", runs.run(row_of("2_sdpa", source)))
-
-    def said(*words):
-        monkeypatch.setattr(sys, "argv", ["tables.py", *words])
-        return tables.main(), capsys.readouterr().out
-
-    assert said("--stale") == (1, "of/old: of other code\n")
-    assert said("--stale", "of/new") == (0, "every record is of the present code\n")
-    assert said("--stale", "of/no") == (1, "of/no: not recorded\n")
-    monkeypatch.setattr(sys, "argv", ["tables.py", "--fresh"])
-    assert tables.main() == 2 and capsys.readouterr().err.count("\n") == 1
-    assert said("--help")[0] == 0
-    tables.record.cache_clear()
-
-
-def test_a_table_of_several_cards_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    tables.record.cache_clear()
-    for name, uuid in (("a", "1"), ("b", "2"), ("c", None)):
-        runs.write(tmp_path / "of" / name, runs.run(runs.row("x"), gpu_uuid=uuid))
-    assert tables.several_cards("of/a", "of/b", "of/c") == "\n\nRecorded on 2 cards."
-    assert tables.several_cards("of/a", "of/c") == tables.several_cards("of/c") == ""
-    tables.record.cache_clear()
-
-
-def test_a_bar_without_a_profile_says_so_and_a_remark_of_all_rows_names_none():
-    figures = derive(runs.run(*(runs.row(step, note="odd") for step in runs.STEPS[:3])))
-    assert [bar.label for bar in time_bars(figures.lines)] == ["100.0 ms, without a profile"] * 3
-    assert "all rows: odd" in figures.remarks
-    two = derive(runs.run(*(runs.row(step, note="odd") for step in runs.STEPS[:2])))
-    assert f"{runs.STEPS[0]}, {runs.STEPS[1]}: odd" in two.remarks
-
-
-def test_the_page_of_a_run_tells_what_its_losses_are():
-    assert "Loss: mean of training steps 6 to 10" in documents.as_markdown(derive(runs.ladder(100, 50)))
+        assert ("the machine was busy (x)" in sections.of(study).remarks) is bool(mark)
 
 
 def test_words_of_a_record_are_no_emphasis():
-    assert documents.markdown("M.__init__() of *a*") == r"M.\_\_init\_\_() of \*a\*"
-    assert documents.markdown("n_embd") == "n_embd", "within a word it is none"
+    assert printers.escaped("M.__init__() of *a*") == r"M.\_\_init\_\_() of \*a\*"
+    assert printers.escaped("n_embd") == "n_embd", "within a word it is none"
 
 
 def test_a_table_of_markdown_has_one_column_to_the_left():
-    text = documents.pipe([{"step": "a", "ms": "1"}])
+    text = printers.pipe([{"step": "a", "ms": "1"}])
     left, right = text.splitlines()[1].strip("|").split("|")
     assert left.startswith(":") and right.endswith(":") and not right.startswith(":")
     assert all(
         cell.startswith(":")
-        for cell in documents.pipe([{"a": "x", "b": "y"}], 2).splitlines()[1].strip("|").split("|")
+        for cell in printers.pipe([{"a": "x", "b": "y"}], 2).splitlines()[1].strip("|").split("|")
     )
 
 
@@ -1078,4 +737,4 @@ def test_a_notebook_s_backend_and_a_broken_matplotlibrc_cost_no_report(tmp_path)
     }
     folder = runs.write(tmp_path / "run", runs.ladder(300, 100))
     ran = run_python("-m", "report", folder, env=env)
-    assert ran.returncode == 0 and (folder / "steps.png").exists(), ran.stderr
+    assert ran.returncode == 0 and (folder / "steps.svg").exists(), ran.stderr

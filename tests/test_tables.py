@@ -1,0 +1,146 @@
+"""docs/tables.py: what documents show of records, and which records are of other code."""
+
+import ast
+import json
+import sys
+
+import pytest
+import runs
+
+from common import fingerprint
+from report import ablations
+
+sys.path.insert(0, str(runs.ROOT / "docs"))
+import tables
+
+
+@pytest.fixture(autouse=True)
+def results(tmp_path, monkeypatch):
+    """An empty folder of records."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    tables.record.cache_clear()
+    tables.figures.cache_clear()
+    yield
+    tables.record.cache_clear()
+    tables.figures.cache_clear()
+
+
+def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
+    for name, code in (("a", "1111111"), ("b", "1111111"), ("c", "2222222"), ("d", "1")):
+        problems = [tables.DIFFER] if name == "d" else []
+        run = runs.ladder(200, 100, 25, measured=runs.roofs(), problems=problems)
+        run.rows[0].code_sha256 = code
+        runs.write(tmp_path / "m" / name, run)
+    for make in (tables.ladder, tables.categories, tables.limits, tables.roofs):
+        assert make("m/a").startswith("| ")
+    assert tables.gains("m/a", "m/b").splitlines()[-1].split(" | ")[-2].strip() == "4.00"
+    with pytest.raises(ValueError, match=r"m/a, m/c: 0_baseline is of several states of the code"):
+        tables.gains("m/a", "m/c")
+    with pytest.raises(ValueError, match="m/d: rows differ in"):
+        tables.gains("m/d")
+    times = tables.milliseconds(list(runs.STEPS[1:3]), "m/a", "m/b").splitlines()
+    assert times[0].split()[1::2] == ["workload", *runs.STEPS[1:3]]
+    assert [row.split()[1::2] for row in times[2:]] == [["m/a", "100.0", "25.0"], ["m/b", "100.0", "25.0"]]
+    kernels = tables.figures("m/a").lines[0].row.profile.kernels
+    (row,) = tables.kernels(runs.STEPS[0], kernels[0].name, "m/a").splitlines()[2:]
+    assert row.split()[1::2] == ["m/a", kernels[0].name, f"{kernels[0].ms:.1f}"]
+    named = (("0", "0", 9.0), ("1", "1", 5.0), ("x", "1", 7.0), ("y", "lost", 3.0))
+    variants = {name: runs.run(runs.row(step, ms)) for name, step, ms in named}
+    runs.write(tmp_path / "m" / "x", runs.study("ablations", variants))
+    assert tables.ablations("m/x").split()[-8::2] == ["5.00", "7.00", "+2.0", "0"]
+    variants |= {"1, 2 GPUs": runs.run(runs.row("1", 4.0), work=runs.workload(gpus=2))}
+    variants |= {"z": runs.run(runs.row("1", 6.0), work=runs.workload(gpus=2))}
+    shown = ablations.variant_rows(runs.study("ablations", variants), "x", "z")
+    assert [[*row.values()][1:4] for row in shown] == [["1", "5.00", "7.00"], ["1, 2 GPUs", "4.00", "6.00"]]
+
+
+def test_a_confirmation_is_told_of_the_code_that_it_confirmed(tmp_path, monkeypatch):
+    runs.write(tmp_path / "m" / "told", runs.run(runs.row("1_x", code_sha256="1")))
+    told = "GPU, measured 2026-01-01 at commit abcdef0"
+    for code, confirmed in (("1", ", confirmed 2026-01-01 at commit 1234567"), ("2", "")):
+        again = runs.run(runs.row("1_x", code_sha256=code), commit="123456789")
+        runs.write(tmp_path / "m" / "told-confirmation", again)
+        tables.record.cache_clear()
+        assert tables.measured("m/told") == told + confirmed
+    assert tables.warmups("m/told", "1_x") == "1.5 s", "of a single pass"
+
+
+def test_the_first_table_of_an_experiment_is_shown(tmp_path, monkeypatch):
+    page = (
+        "# Anatomy\n\n## a: Why?\n\nTitle\n\n| x |\n|---|\n| 1 |\n\nMore\n\n| y |\n\n## b: What?\n\n| z |\n"
+    )
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "report.md").write_text(page)
+    with pytest.raises(ValueError, match="m has no experiment c"):
+        tables.experiment("m", "c")
+    assert tables.experiment("m", "a") == "| x |\n|---|\n| 1 |" and tables.experiment("m", "b") == "| z |"
+
+
+def test_a_machine_s_records_are_of_one_kind_of_card(tmp_path, monkeypatch, capsys):
+    tables.record.cache_clear()
+    runs.write(tmp_path / "h200" / "gpt2", runs.run(runs.row("x"), device="NVIDIA H200"))
+    assert tables.of_another_device("h200", "NVIDIA H200") == tables.of_another_device("new", "T4") == 0
+    assert tables.of_another_device("h200", "NVIDIA H100") == 1
+    assert "h200 has records of NVIDIA H200, and this is NVIDIA H100" in capsys.readouterr().out
+
+
+def row_of(step, source, measured_by=fingerprint.ROOTS, **fields):
+    """A row as the present code leaves it, of this source."""
+    code = fingerprint.row_sha256(source, runs.ROOT, measured_by)
+    return runs.row(step, source=source, code_sha256=code, **fields)
+
+
+def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path, monkeypatch):
+    tables.record.cache_clear()
+    present = {"peer": ("", "nanogpt"), "patch": ("cold-scales", runs.STEPS[4])}
+    for kind, (variant, step) in present.items():
+        source = tables.present_source(variant, step)
+        assert "cold" in source or not variant
+        for name, text in (("same", f"{source}\n# a comment"), ("other", f"{source}\nx = 1")):
+            for ending, seed in (("", ""), ("-seed", ", seed 1")):
+                studied = runs.study("ablations", {f"{variant or step}{seed}": runs.run(row_of(step, text))})
+                runs.write(tmp_path / kind / f"{name}{ending}", studied)
+    changes = (runs.ROOT / "mine" / "changes.py").read_text()
+    for name, text in (("same", changes), ("other", changes.replace("optimizer.step()", "pass"))):
+        function = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+        source = f"{ast.get_source_segment(text, function)}\n\n\ndef fp8(model):\n    of_its_own(model)\n"
+        brought = runs.run(row_of(runs.STEPS[2], source), work=runs.workload(model="x.py"))
+        runs.write(tmp_path / "model" / name, brought)
+    for name, added in (("same", "# a comment"), ("other", "x = 1")):
+        states = [row_of(step, f"{text}\n{added}", ()) for step, text in tables.loop_states().items()]
+        runs.write(tmp_path / "loop" / name, runs.run(*states, work=runs.workload(model="loop.py")))
+    clock = fingerprint.row_sha256("", runs.ROOT, fingerprint.CLOCKS)
+    for name, code in (("same", clock), ("other", "0123")):
+        (tmp_path / "anatomy" / name).mkdir(parents=True)
+        (tmp_path / "anatomy" / name / "anatomy.json").write_text(json.dumps({"code_sha256": code}))
+    assert tables.stale() == ["anatomy/other", "loop/other", "model/other"] + [
+        f"{kind}/other{ending}" for kind in ("patch", "peer") for ending in ("", "-seed")
+    ]
+    assert tables.stale("a/b") == ["a/b"] and not tables.stale("model/same", "anatomy/same")
+    assert tables.present().count("/same") == 7
+
+
+def test_the_command_names_the_records_that_are_stale_and_what_it_takes(tmp_path, monkeypatch, capsys):
+    tables.record.cache_clear()
+    runs.write(tmp_path / "of" / "old", runs.run(runs.row("x", code_sha256="0123")))
+    source = (runs.ROOT / "2_sdpa.py").read_text()
+    runs.write(tmp_path / "of" / "new", runs.run(row_of("2_sdpa", source)))
+
+    def said(*words):
+        monkeypatch.setattr(sys, "argv", ["tables.py", *words])
+        return tables.main(), capsys.readouterr().out
+
+    assert said("--stale") == (1, "of/old: of other code\n")
+    assert said("--stale", "of/new") == (0, "every record is of the present code\n")
+    assert said("--stale", "of/no") == (1, "of/no: not recorded\n")
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--fresh"])
+    assert tables.main() == 2 and capsys.readouterr().err.count("\n") == 1
+    assert said("--help")[0] == 0
+
+
+def test_a_table_of_several_cards_says_so(tmp_path, monkeypatch):
+    tables.record.cache_clear()
+    for name, uuid in (("a", "1"), ("b", "2"), ("c", None)):
+        runs.write(tmp_path / "of" / name, runs.run(runs.row("x"), gpu_uuid=uuid))
+    assert tables.several_cards("of/a", "of/b", "of/c") == "\n\nRecorded on 2 cards."
+    assert tables.several_cards("of/a", "of/c") == tables.several_cards("of/c") == ""
