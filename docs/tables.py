@@ -312,7 +312,7 @@ def predictions(*of: str) -> str:
         if not cells_of:
             raise ValueError(f"{place} holds no predictions")
         rows.append({"predicted": place} | cells_of)
-    return shown(cells.only_filled(rows), *of)
+    return shown(table.only_filled(rows), *of)
 
 
 def stale(*of: str) -> list[str]:
