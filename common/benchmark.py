@@ -24,7 +24,7 @@ import torch
 
 from common import clock, data, fingerprint, hardware, parallel, profile, proof
 from common.options import Arguments, Measurement, parse_args
-from common.record import Row, Run, in_means, write_json
+from common.record import DRIFT, Row, Run, in_means, write_json
 from common.text import Skip, explain, one_line, progress, run_command, say
 
 REHEARSED = 10  # steps in all on a GPU: after three of them FP8's scales were seen to be still too small
@@ -49,7 +49,13 @@ def measure(main: Callable[[Arguments], tuple]) -> None:
     """
     module = sys.modules[main.__module__]
     script = Path(module.__file__)
-    run_command(lambda: run_and_record(main, parse_args(script, module.__doc__)), script.stem)
+
+    def run() -> int:
+        args = parse_args(script, module.__doc__)
+        parallel.wait_passively(args.device)
+        return run_and_record(main, args)
+
+    run_command(run, script.stem)
 
 
 class InitialState:
@@ -411,6 +417,10 @@ def result_lines(row: Row, args: Measurement) -> str:
     lines = [f"record: {args.output}"]
     if row.note:
         lines.append(f"note: {row.note}")
+    if row.recompiled:
+        lines.append("? the compiler worked while it was timed")
+    if args.device.type == "cuda" and abs(row.drift) > DRIFT:
+        lines.append(f"? the second half of the steps took {row.drift:+.1%} time")
     lines.append(f"ran: {', '.join(observed)}")
     ms, work = statistics.median(row.step_ms), args.workload()
     lines.append(

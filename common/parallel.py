@@ -4,8 +4,20 @@ Every process trains sequences of its own, and gradients are averaged: N process
 N x B.
 """
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
+
+
+def wait_passively(device: torch.device) -> None:
+    """Start the script again with threads that sleep while they wait, as run_all.sh starts it on a CPU:
+    OpenMP reads this once, when torch is imported. On a shared host, threads that spin were seen to make a
+    step several times slower."""
+    if device.type == "cpu" and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def start(args) -> None:

@@ -21,6 +21,7 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 # with weights rounded to BF16 `pass rounded fc1.weight`.
 PART, PASS, ROUNDED = " part ", "pass ", "rounded"
 LOSSES_IN_ONE = 5  # of a long training: the quarter of 1,500 steps that a verdict goes by has whole ones
+DRIFT = 0.05  # of a step, from which times that drift are doubted
 NUMBERS = 509  # of a matrix, and sums of its gradient: a prime, so that a column spreads over all sums
 STUDIES = ("sweep", "scaling", "ablations", "parity")
 KINDS = ("ladder", *STUDIES)  # of runs

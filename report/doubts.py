@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from common.record import Workload
+from common.record import DRIFT, Workload
 from report.load import DIFFER
 from report.promises import NOT_FUSED, contradiction
 
@@ -20,7 +20,6 @@ BUSY = 1.10
 # A host is slow at launching where its launches took so many times as long as at best: on good hosts they
 # varied by 1.8 times between rows. Only a row whose GPU waits for it is marked.
 SLOW_LAUNCH = 2.0
-DRIFT = 0.05
 
 
 def of(line: "Line", figures: "Figures", is_patched: bool) -> list[str]:

@@ -2,6 +2,7 @@
 gloo."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -74,3 +75,15 @@ def test_two_processes_train_as_one_with_both_batches(tmp_path):
         torch.testing.assert_close(whole, alone[step][1], rtol=1e-3, atol=1e-4, msg=f"{step} {how}")
         assert largest == [1.0, 0.0]
         assert same, f"{step} {how}: a rehearsal changed the losses or the weights"
+
+
+def test_a_script_on_a_cpu_starts_again_with_threads_that_sleep(monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda *words: started.append(words))
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for device in ("cuda", "cpu", "cpu"):
+        parallel.wait_passively(torch.device(device))
+    ((program, words),) = started
+    assert words[0] == program and words[1:] == sys.orig_argv[1:]
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
