@@ -147,7 +147,8 @@ def measure_row(
         with noting(row, "gradients not sampled"):
             samples = sample_gradients(train_step, batches[0], initial, bool(row.settings.fp8_recipe))
         add_note(row, "; ".join(initial.notes))
-    if row.settings.float32_matmul_precision == "high" and not args.amp:
+    is_fp32 = row.settings.amp_dtype == "float32"
+    if is_fp32 and row.settings.float32_matmul_precision == "high" and not args.amp:
         add_note(row, f"FP32, because this {args.device.type} does not multiply BF16")
     if args.cold:
         add_note(row, "trained without a rehearsal: --cold")

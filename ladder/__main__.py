@@ -71,6 +71,8 @@ def build_parser() -> OneLineParser:
     )
     text = "a model of yours instead of the steps: a file with model() and batches(), as examples/gpt2.py"
     add("--model", metavar="FILE", help=text)
+    text = "of --model: what the file does already (default: what one of its steps shows)"
+    add("--from", dest="start", choices=[*rows.FROM], help=text)
     text = "each row on 1, 2, 4, ... GPUs, up to --gpus or all (on a CPU: 1 and 2 processes)"
     add("--scaling", action="store_true", help=text)
     add("--sweep", action="store_true", help="each row at several widths and lengths")
@@ -103,7 +105,8 @@ def with_absolute_files(argv: list[str]) -> list[str]:
 def check(request: Request) -> None:
     """Raises Skip where options exclude each other or are not for this kind of run: none is ignored."""
     options, kind = request.options, request.kind
-    numbers = [name.partition("_")[0] for name in (rows.MODEL_ROWS if options.model else rows.scripts())]
+    every = rows.MODEL_ROWS if options.model else rows.scripts()
+    numbers = [*dict.fromkeys(name.partition("_")[0] for name in every)]
     chosen = options.only.split(",") if options.only is not None else numbers
     names = {word.partition("=")[0] for word in request.arguments}
     shape = [name for name in names if name.startswith(("--n-", "--seq-", "--batch-"))]
@@ -125,6 +128,7 @@ def check(request: Request) -> None:
             options.model and in_file,
             f"{' '.join(in_file)}: not with --model, whose file makes the model and its batches",
         ),
+        (options.start and not options.model, "--from is for --model"),
         (kind == "sweep" and (options.gpus or options.parallel), "a sweep runs on one GPU"),
         (
             kind == "sweep" and len(set(chosen)) == 1 and options.only,
@@ -146,6 +150,8 @@ def prepare(request: Request) -> running.Job:
     options, kind, arguments = request.options, request.kind, list(request.arguments)
     if options.parallel and kind == "ladder":
         arguments += ["--parallel", options.parallel]
+    if options.start:
+        arguments += ["--from", options.start]
     limit_s = options.step_timeout or rows.LIMIT_S
     is_measured = options.output and (options.output / record.ROOFS).exists()
     roofs = kind == "ladder" and request.processes == 1 and not (options.no_roofs or is_measured)
@@ -180,7 +186,7 @@ def most_gpus(request: Request, facts: dict) -> int:
 
 def rows_of(request: Request, arguments: list[str], facts: dict) -> list[rows.Planned]:
     if request.kind == "model":
-        planned = rows.of_model(request.options.model, arguments, request.options.only)
+        planned = rows.of_model(request.options.model, arguments, request.options.only, facts["seen"])
         return rows.repeated(planned, request.options.repeat)
     planned = rows.ladder(arguments, rows.scripts(request.options.only), request.processes)
     if request.kind == "scaling":

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from common.promises import AS_IT_IS
 from common.record import read_object
 from common.text import one_line, say
 from ladder import process
@@ -29,14 +30,17 @@ SWEEP = {  # channels, sequence length and tokens a step: several widths, and se
 HEAD_DIM = {"cuda": 64, "cpu": 32}
 MODEL_SCRIPT, LOOP_SCRIPT = MADE_ROWS = "mine/row.py", "ladder/loop.py"  # whose rows are of other code
 AMP, SDPA, COMPILE, GRAPH, FP8 = "1_amp", "2_sdpa", "3_compile", "4_graph", "5_fp8"
+FP32 = "0_fp32"  # the file unchanged, or AS_IT_IS
 MODEL_ROWS = {  # of a model that is not ours, and what each adds, in words
-    "0_fp32": "",
+    FP32: "",
+    AS_IT_IS: "",
     AMP: "AMP",
     SDPA: "fused attention",
     COMPILE: "compile",
     GRAPH: "CUDA graph",
     FP8: "FP8",
 }
+FROM = {"fp32": [], "amp": [AMP], "sdpa": [AMP, SDPA], "compile": [AMP, SDPA, COMPILE]}  # of --from
 STEP = re.compile(r"\d+_\w+\.py")
 
 
@@ -139,9 +143,11 @@ def ladder(arguments: list[str], names: list[str], gpus: int = 1) -> list[Planne
     return [Planned(name, arguments, name.replace(".py", ".json"), gpus) for name in names]
 
 
-def of_model(model: str, arguments: list[str], only: str | None) -> list[Planned]:
-    """The rows of a model that is not ours, or those whose numbers `only` names."""
-    names = [name for name in MODEL_ROWS if only is None or str(number_of(name)) in only.split(",")]
+def of_model(model: str, arguments: list[str], only: str | None, seen: dict) -> list[Planned]:
+    """The rows of a model that is not ours, or those whose numbers `only` names: the file unchanged, and each
+    change that it does not make itself, as the check has `seen`."""
+    names = [seen["first"], *(name for name in list(MODEL_ROWS)[2:] if name not in seen["given"])]
+    names = [name for name in names if only is None or str(number_of(name)) in only.split(",")]
     return [Planned(MODEL_SCRIPT, [name, model, *arguments], f"{name}.json") for name in names]
 
 

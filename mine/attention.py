@@ -42,14 +42,11 @@ def switch_inside(switch: nn.Module, name: str) -> None:
 
 
 def set_attention(model: nn.Module, before: dict[str, dict], fused: bool, args: ModelArguments) -> None:
-    """Attention by hand, or fused. Raises Skip, with what was observed, without a switch."""
+    """Fused attention where a row asks for it. Raises Skip, with what was observed, without a switch."""
     switch = switch_of(model)
     if switch is not None and fused:
         switch_attention(switch, needs_mask(switch, args.is_masked))
         switch_inside(switch, switch.config._attn_implementation)
-    elif switch is not None:
-        switch.set_attn_implementation("eager")
-        switch_inside(switch, "eager")
     elif fused:
         observed = [row.get("settings", {}).get("attention_kernel") for row in before.values()]
         if not observed:

@@ -30,11 +30,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import hardware, options
+from common import hardware, options, profile
+from common.promises import has_run
 from common.record import Workload
 from common.text import OneLineParser, Skip, explain, one_line, portable_command, run_command, say
 from ladder import facts
-from ladder.rows import COMPILE
+from ladder.rows import AMP, AS_IT_IS, COMPILE, FP32, FROM, MODEL_ROWS, SDPA
+from mine import changes
 from mine.batch import check_parts, copied, described, loss_for, output_of, sha256_of, shapes_of, units_of
 from mine.blocks import list_blocks, say_blocks
 from mine.optimizers import Optimizers
@@ -48,6 +50,12 @@ ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 class ModelArguments(options.Measurement):
     """How one row trains the model of a file."""
 
+    start: str | None = options.option(
+        options.RUN,
+        "of --model: what the file does already (default: what one of its steps shows)",
+        flag="--from",
+        choices=[*FROM],
+    )
     path: Path
     file: ModuleType | None = None  # imported
     known_modules: set[str] = field(default_factory=set)  # names of those that were imported before it
@@ -56,6 +64,8 @@ class ModelArguments(options.Measurement):
     beside: list[Path] = field(default_factory=list)
     is_masked: bool = True
     blocks: list[str] = field(default_factory=list)  # names of the lists of blocks, see mine/blocks.py
+    first: str = FP32  # the name of the first row, the file unchanged
+    given: list[str] = field(default_factory=list)  # the rows whose changes the file makes itself
     said: list[str] = field(default_factory=list)  # what a user should know before the first row
     planned: Workload | None = None  # as the plan of the run has it
 
@@ -252,6 +262,32 @@ class ModelArguments(options.Measurement):
             steps=self.steps,
         )
 
+    def see_start(self, model: torch.nn.Module) -> None:
+        """What one training step of the unchanged file shows: `given`, the changes that it makes itself, and
+        the name of the first row. Raises Skip where --from claims more or less."""
+        step = changes.training_step(
+            model, self.loss, self.optimizer(model, captured=False), contextlib.nullcontext
+        )
+        batch = copied(self.drawn[0], self.device)
+        try:
+            torch._dynamo.reset()  # under the counter of FLOPs it compiles nothing
+            called(lambda: step(batch), self.path)  # the first one may compile
+            ran = profile.observe(lambda: step(batch), model, self.device)
+        except (MemoryError, torch.OutOfMemoryError):
+            self.given = FROM[self.start or "fp32"]
+            self.said.append("A training step does not fit the memory, so what the file does was not seen")
+            return
+        seen = [row for row in (AMP, SDPA, COMPILE) if has_run(MODEL_ROWS[row], ran)]
+        check_start(self.start, seen, self.path.name)
+        # Hugging Face's switch can do more than its default: without a mask, a graph has a faster kernel.
+        if self.start is None and SDPA in seen and has_switch(model):
+            seen.remove(SDPA)
+        self.given = [row for row in seen if self.start != "fp32"]
+        if self.given or ran.float32_matmul_precision != "highest":
+            self.first = AS_IT_IS
+            words = [MODEL_ROWS[row] for row in self.given] or ["TF32"]
+            self.said.append(f"Row {AS_IT_IS}: the file unchanged, which has {', '.join(words)}")
+
     def draw_again(self) -> None:
         vars(self).pop("drawn", None)
 
@@ -260,6 +296,22 @@ class ModelArguments(options.Measurement):
         batches."""
         content = b"\0".join(path.read_bytes() for path in [self.path, *self.beside])
         return hashlib.sha256(content + sha256_of(self.drawn).encode()).hexdigest()[:16]
+
+
+def has_switch(model: torch.nn.Module) -> bool:
+    """Whether a module has Hugging Face's switch of attention."""
+    return any(hasattr(module, "set_attn_implementation") for module in model.modules())
+
+
+def check_start(start: str | None, seen: list[str], name: str) -> None:
+    """Raises Skip where --from says that a file does what its step did not show, or less."""
+    missing = [MODEL_ROWS[row] for row in FROM[start or "fp32"] if row not in seen]
+    if missing:
+        raise Skip(f"--from {start}: a step of {name} showed no {' and no '.join(missing)}")
+    more = [row for row in seen if row in (AMP, COMPILE) and row not in FROM.get(start, seen)]
+    if more:
+        words = " and ".join(MODEL_ROWS[row] for row in more)
+        raise Skip(f"--from {start}: a step of {name} showed {words}, too. Leave --from out")
 
 
 def parse(name: str, argv: list[str]) -> ModelArguments:
@@ -371,10 +423,12 @@ def check(args: ModelArguments) -> Workload:
         )
     if not any(weight.requires_grad for weight in model.parameters()):
         raise Skip(f"model() of {args.path.name} has no weight to train")
-    args.optimizer(model, captured=False)
     work = args.settle_steps(model)
     size = f"{work.parameters / 1e6:,.1f} M parameters, {work.tokens_per_step:,} {work.unit} a step"
-    args.said = [f"{work.model}: {size}", *args.said, f"Row {COMPILE}: {say_blocks(model, args.blocks)}"]
+    args.see_start(model)
+    args.said = [f"{work.model}: {size}", *args.said]
+    if COMPILE not in args.given:
+        args.said.append(f"Row {COMPILE}: {say_blocks(model, args.blocks)}")
     args.draw_again()
     if work.text_sha256 != args.work_sha256():
         raise Skip(f"batches() of {args.path.name} yields other numbers each time: seed its generator")
@@ -395,7 +449,8 @@ def main(words: list[str]) -> int:
     except Exception as error:  # whatever a model does, it is one line
         say(f"run_all.sh: error: {explain(error)[1]}", sys.stderr)
         return 2
-    seen = {"beside": [str(path) for path in args.beside], "is_masked": args.is_masked, "blocks": args.blocks}
+    seen = {name: getattr(args, name) for name in ("is_masked", "blocks", "first", "given")}
+    seen["beside"] = [str(path) for path in args.beside]
     facts.say_facts(args.device, work, {"--steps": str(work.steps)}, args.said, {"seen": seen})
     return 0
 

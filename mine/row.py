@@ -19,9 +19,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import benchmark, hardware
+from common.promises import AS_IT_IS
 from common.record import PLAN, Workload, middle_half, read_object
 from common.text import Skip, one_line, run_command
-from ladder.rows import AMP, COMPILE, FP8, GRAPH, SDPA
+from ladder.rows import AMP, COMPILE, FP8, FP32, GRAPH, SDPA
 from ladder.rows import MODEL_ROWS as ROWS
 from mine import changes
 from mine import file as model_file
@@ -124,7 +125,8 @@ def refuse(names: list[str], args: ModelArguments) -> None:
 def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tuple:
     """What the `main` of a step returns, with these changes; the last is the row's own."""
     refuse(names, args)
-    torch.set_float32_matmul_precision("highest")
+    if args.first == FP32:
+        torch.set_float32_matmul_precision("highest")
     model = args.model()
     if args.work_sha256() != args.planned.text_sha256:
         changed = f"{args.path.name}, or what it imports or reads, has changed since the run began"
@@ -204,13 +206,14 @@ def run_row(words: list[str]) -> int:
     plan = read_object(folder / PLAN)
     args.planned, seen = Workload(**plan["workload"]), plan["seen"]
     args.beside, args.is_masked = [Path(path) for path in seen["beside"]], seen["is_masked"]
-    args.blocks = seen["blocks"]
+    args.blocks, args.first, args.given = seen["blocks"], seen["first"], seen["given"]
     before = rows_before(folder, name)
     names = kept(before) + ([name] if ROWS[name] else [])
     functions = functions_of(names, args.file)
-    args.name, args.changes = name, [ROWS[each] for each in names]
+    args.name, args.changes = name, [ROWS[each] for each in [*args.given, *names]]
     args.source = "\n\n".join(filter(None, map(source_of, [changes.training_step, *functions])))
-    return benchmark.run_and_record(partial(build, names, before), args, partial(ModelState, seed=args.seed))
+    initial = partial(ModelState, seed=args.seed, in_fp32=name == AS_IT_IS)
+    return benchmark.run_and_record(partial(build, names, before), args, initial)
 
 
 if __name__ == "__main__":

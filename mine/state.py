@@ -4,8 +4,9 @@ A step of the ladder changes weights and Adam's moments alone. One of another mo
 rates, and states of an optimizer that do not begin at zero.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -29,9 +30,16 @@ PASSES = 8  # whose spread shows how far random numbers alone turn the gradients
 class ModelState(InitialState):
     """Also the buffers of the model, and the numbers and states of any optimizer, as they are now."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | Optimizers, seed: int = 0):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | Optimizers,
+        seed: int = 0,
+        in_fp32: bool = False,
+    ):
         super().__init__(model, optimizer)
         self.seed = seed  # of the first pass of `sample`
+        self.in_fp32 = in_fp32  # whether `sample` leaves out what the file does beyond eager FP32
         self.buffers = {name: on_host(buffer) for name, buffer in model.named_buffers()}
         self.numbers = [copy.deepcopy(numbers_of(group)) for group in optimizer.param_groups]
         # Of one whose states begin at zero they are not needed, and would be the row's memory.
@@ -54,6 +62,11 @@ class ModelState(InitialState):
             each.state.update(copied_states(states))
 
     def sample(self, train_step: Callable, batch: tuple) -> dict:
+        """As `sample_passes`, in eager FP32 where this row is the reference of others, and does more."""
+        with eager_fp32() if self.in_fp32 else contextlib.nullcontext():
+            return self.sample_passes(train_step, batch)
+
+    def sample_passes(self, train_step: Callable, batch: tuple) -> dict:
         """Of several passes, each with random numbers of its own, the same in every row that draws as the
         first one does: PASSES where two of them differ. Dropout is off, where the model can be evaluated."""
         try:
@@ -94,6 +107,25 @@ class ModelState(InitialState):
             for weight in filter(torch.is_floating_point, self.model.parameters()):
                 own_part(weight).copy_(own_part(weight).bfloat16())
         return proof.sample(train_step, self.optimizer, self.model, batch)
+
+
+@contextlib.contextmanager
+def eager_fp32() -> Iterator[None]:
+    """Nothing compiled runs, autocast does nothing, and matmuls are FP32, whatever a file does itself."""
+    enter, precision = torch.autocast.__enter__, torch.get_float32_matmul_precision()
+
+    def enter_disabled(autocast):
+        autocast._enabled = False
+        return enter(autocast)
+
+    torch.autocast.__enter__ = enter_disabled
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch.autocast.__enter__ = enter
+        torch.set_float32_matmul_precision(precision)
 
 
 def numbers_of(group: dict) -> dict:

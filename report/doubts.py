@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from common.promises import NOT_FUSED, contradiction
 from common.record import DRIFT, Workload
 from report.load import DIFFER
-from report.promises import NOT_FUSED, contradiction
 
 if TYPE_CHECKING:
     from report.figures import Figures, Line

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, median
 
+from common.promises import HALF_FORMATS, NOT_FUSED
 from common.record import CATEGORIES, Environment, Profile, Row, Run, Settings, Study, middle_half
 from report import doubts
 from report.changes import lines_added
 from report.doubts import MARK
 from report.peaks import peak_flops_per_s
-from report.promises import HALF_FORMATS, NOT_FUSED
 from report.proof import limit, verdict
 
 LOSS_WINDOW = 5  # training steps

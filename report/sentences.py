@@ -1,10 +1,10 @@
 """What a run shows and what it ran on, in sentences."""
 
+from common.promises import AS_IT_IS, NOT_FUSED
 from common.record import Environment, Workload
 from report.cells import gain, milliseconds
 from report.doubts import MARK, from_to
 from report.figures import LOSS_WINDOW, Figures, Line, is_mixed, ratio
-from report.promises import NOT_FUSED
 from report.table import VERSIONS
 
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU"
@@ -45,7 +45,8 @@ def headline(figures: Figures) -> str:
 
 def decision(timed: list[Line]) -> str:
     """Which changes a model should take, what they give together, and which it should leave."""
-    first, changed = timed[0], [line for line in timed if line.row.changes]
+    first = timed[0]
+    changed = [line for line in timed if line.row.changes and line.name != AS_IT_IS]
     if not changed:
         return "No change has a time"
     differing = {line.row.changes[-1] for line in changed if line.same_work == "differs"}

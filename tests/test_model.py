@@ -593,7 +593,7 @@ def test_the_switch_of_hugging_face_changes_attention_and_not_the_work(model, mo
         batch = args.batches()[0]
         samples.append(sampling.sample(train_step, optimizer, network, batch))
         kernels.append(benchmark.profile.observe(partial(train_step, *batch), network, args.device))
-    assert [settings.attention_kernel for settings in kernels] == ["by hand", "flash (CPU)"]
+    assert [settings.attention_kernel for settings in kernels] == ["flash (CPU)"] * 2
     same = proof.compare(runs.row("a"), samples[0], runs.row("b"), samples[1])
     assert same.paired == 1.0 and same.cosine > 0.999
 
@@ -941,7 +941,8 @@ MODEL = runs.workload(
 def model_run(*ms, work=MODEL, **proofs):
     """Rows of a model in which each keeps all changes before it, unless it is slower than the fastest."""
     rows, changes, fastest = [], [], None
-    for name, each_ms in zip(planned.MODEL_ROWS, ms, strict=False):
+    names = [name for name in planned.MODEL_ROWS if name != planned.AS_IT_IS]
+    for name, each_ms in zip(names, ms, strict=False):
         word = planned.MODEL_ROWS[name]
         own = [*changes, *([word] if word else [])]
         rows.append(
@@ -1069,7 +1070,9 @@ def test_what_excludes_a_model(refused):
     for word in ("--scaling", "--sweep", "--gpus=1", "--peers", "--batch-size=2", "--data=x.txt"):
         assert "--model" in refused(main, ["--model", "x.py", word])
     assert "give some of 0,1,2,3,4,5" in refused(main, ["--model", "x.py", "--only", "7"])
-    rows = planned.of_model("m.py", ["--steps", "3"], "1,3")
+    assert "--from is for --model" in refused(main, ["--from", "amp"])
+    seen = {"first": planned.FP32, "given": []}
+    rows = planned.of_model("m.py", ["--steps", "3"], "1,3", seen)
     assert [row.arguments for row in rows] == [
         ["1_amp", "m.py", "--steps", "3"],
         ["3_compile", "m.py", "--steps", "3"],
@@ -1078,6 +1081,45 @@ def test_what_excludes_a_model(refused):
         "pass-2/1_amp.json",
         "pass-2/3_compile.json",
     ]
+
+
+@pytest.mark.parametrize(
+    ("own", "start", "first", "given"),
+    [
+        ("", None, "0_fp32", []),
+        ("with torch.autocast('cpu', torch.bfloat16):", None, "0_as_it_is", ["1_amp"]),
+        ("with torch.autocast('cpu', torch.bfloat16):", "amp", "0_as_it_is", ["1_amp"]),
+        ("with torch.autocast('cpu', torch.bfloat16):", "fp32", None, "showed AMP, too. Leave --from out"),
+        ("", "sdpa", None, "a step of my_model.py showed no AMP and no fused attention"),
+        ("torch.set_float32_matmul_precision('high')\n    if True:", None, "0_as_it_is", []),
+    ],
+)
+def test_a_run_begins_with_what_the_file_does_itself(own, start, first, given, arguments_of):
+    loss = f"def loss(model, x):\n    {own or 'if True:'}\n        return model(x).square().mean()\n"
+    text = f"{LINEAR}{BATCHES}\n\n{loss}"
+    args = arguments_of(text, *(["--from", start] if start else []))
+    if first is None:
+        with pytest.raises(Skip, match=given):
+            model_file.check(args)
+        return
+    model_file.check(args)
+    assert (args.first, args.given) == (first, given)
+    names = [row.arguments[0] for row in planned.of_model("m", [], None, {"first": first, "given": given})]
+    assert names == [first, *(name for name in list(planned.MODEL_ROWS)[2:] if name not in given)]
+
+
+def test_the_reference_of_a_file_that_casts_itself_is_eager_fp32(arguments_of):
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    context = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+    step = model_changes.training_step(model, lambda model, x: model(x).square().mean(), optimizer, context)
+    batch = (torch.randn(8, 16),)
+    model(*batch).square().mean().backward()
+    exact = sampling.samples_of("weight", model.weight)["weight"][1]
+    states = [model_state.ModelState(model, optimizer, in_fp32=in_fp32) for in_fp32 in (True, False)]
+    samples = [state.sample(step, batch) for state in states]
+    assert (samples[0]["weight"][1] == exact).all() and (samples[1]["weight"][1] != exact).any()
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.slow

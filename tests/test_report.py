@@ -14,6 +14,7 @@ import runs
 from conftest import run_python
 
 from common.kernels import in_words
+from common.promises import contradiction
 from common.record import Row, Settings
 from predict import errors
 from report import (
@@ -34,7 +35,6 @@ from report import (
 from report.figures import derive, derive_study
 from report.load import RecordError, load
 from report.peaks import peak_flops_per_s
-from report.promises import contradiction
 
 SLICE = runs.ROOT / "docs" / "results" / "h200" / "gpt3-6.7b-slice"
 

@@ -7,6 +7,7 @@ NOT_FUSED = (None, "by hand")  # attention kernels
 UNFUSED = ("by hand", "math")  # what a row with fused attention must not run
 AMP, SDPA, COMPILE, GRAPH, FP8 = "AMP", "fused attention", "compile", "CUDA graph", "FP8"
 TF32 = "TF32"
+AS_IT_IS = "0_as_it_is"  # a user's file unchanged, where it does more than FP32
 OWN_DOING = {  # what a model does that no row asked for
     AMP: "the model or its loss uses autocast itself",
     COMPILE: "model() returns a compiled model",
@@ -44,6 +45,7 @@ def contradiction(row: Row, is_of_ladder: bool, variables: dict[str, str]) -> st
         return f"its name is not what ran: {' and '.join(missing)} did not run{''.join(causes)}"
     added = [change for change in denied if has_run(change, row.settings)]
     is_fp32 = row.step == "0_baseline" or (not is_of_ladder and AMP not in promised)
+    is_fp32 &= row.step != AS_IT_IS
     if is_fp32 and row.settings.float32_matmul_precision not in (None, "highest"):
         added.append(TF32)
     causes = "".join(
