@@ -395,6 +395,7 @@ def run_and_record(
             row.reason = f"rank {args.rank}: {row.reason}"
             writes = before == (args.output.stat().st_mtime_ns if args.output.exists() else None)
     progress("")
+    row.code = args.code
     if args.rank and not args.local_rank:
         say(f"{args.name}: the record is on the machine of rank 0")
     if writes:

@@ -97,6 +97,7 @@ class Measurement(ABC):
     command: str = ""  # what makes this row again
     source: str | None = None  # what makes it, as the report shows it
     changes: list[str] = field(default_factory=list)  # see common.record.Row
+    code: str | None = None  # see common.record.Row
     amp_dtype: torch.dtype = torch.float32  # BF16 where the device multiplies it
     rank: int = 0  # of this process, 0 to processes - 1
     processes: int = 1  # one a GPU

@@ -125,6 +125,7 @@ class Row:
     profile: Profile | None = None  # null without --profile
     proof: Proof | None = None  # of a merge: null of the first row, and of several processes
     source: str | None = None  # text of the script
+    code: str | None = None  # of a model that is not ours: what a reader copies, in place of `source`
     code_sha256: str | None = None  # of what its timed step runs through, see common/fingerprint.py
 
     @property

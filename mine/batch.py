@@ -101,6 +101,13 @@ def output_of(model: torch.nn.Module, batch):
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
+def call_text(batch) -> str:
+    """How a model is called with a batch."""
+    if isinstance(batch, Mapping):
+        return "model(**batch)"
+    return "model(*batch)" if isinstance(batch, (tuple, list)) else "model(batch)"
+
+
 def described(output) -> str:
     """What a model returned, for a person."""
     if isinstance(output, torch.Tensor):
@@ -114,9 +121,7 @@ def described(output) -> str:
 
 def loss_for(output, batch) -> str:
     """The function that makes a loss of what a model returned."""
-    call = "model(batch)"
-    if isinstance(batch, (tuple, list, Mapping)):
-        call = "model(**batch)" if isinstance(batch, Mapping) else "model(*batch)"
+    call = call_text(batch)
     parts = [*output.items()] if isinstance(output, Mapping) else []
     parts = [*enumerate(output)] if isinstance(output, (tuple, list)) else parts
     scalars = [key for key, part in parts if isinstance(part, torch.Tensor) and part.dim() == 0]

@@ -37,7 +37,17 @@ from common.text import OneLineParser, Skip, explain, one_line, portable_command
 from ladder import facts
 from ladder.rows import AMP, AS_IT_IS, COMPILE, FP32, FROM, MODEL_ROWS, SDPA
 from mine import changes
-from mine.batch import check_parts, copied, described, loss_for, output_of, sha256_of, shapes_of, units_of
+from mine.batch import (
+    call_text,
+    check_parts,
+    copied,
+    described,
+    loss_for,
+    output_of,
+    sha256_of,
+    shapes_of,
+    units_of,
+)
 from mine.blocks import list_blocks, say_blocks
 from mine.optimizers import Optimizers
 
@@ -64,6 +74,7 @@ class ModelArguments(options.Measurement):
     beside: list[Path] = field(default_factory=list)
     is_masked: bool = True
     blocks: list[str] = field(default_factory=list)  # names of the lists of blocks, see mine/blocks.py
+    loss_text: str = "model(batch)"  # an expression of the loss
     first: str = FP32  # the name of the first row, the file unchanged
     given: list[str] = field(default_factory=list)  # the rows whose changes the file makes itself
     said: list[str] = field(default_factory=list)  # what a user should know before the first row
@@ -262,6 +273,16 @@ class ModelArguments(options.Measurement):
             steps=self.steps,
         )
 
+    def see_loss(self, model: torch.nn.Module) -> None:
+        """Sets the expression of the loss of `batch`, as a reader writes it."""
+        if hasattr(self.file, "loss"):
+            self.loss_text = f"{self.path.stem}.loss(model, batch)"
+            return
+        with torch.no_grad():
+            output = output_of(model, copied(self.drawn[0], self.device))
+        of_output = "" if isinstance(output, torch.Tensor) else ".loss"
+        self.loss_text = f"{call_text(self.drawn[0])}{of_output}"
+
     def see_start(self, model: torch.nn.Module) -> None:
         """What one training step of the unchanged file shows: `given`, the changes that it makes itself, and
         the name of the first row. Raises Skip where --from claims more or less."""
@@ -426,6 +447,7 @@ def check(args: ModelArguments) -> Workload:
     work = args.settle_steps(model)
     size = f"{work.parameters / 1e6:,.1f} M parameters, {work.tokens_per_step:,} {work.unit} a step"
     args.see_start(model)
+    args.see_loss(model)
     args.said = [f"{work.model}: {size}", *args.said]
     if COMPILE not in args.given:
         args.said.append(f"Row {COMPILE}: {say_blocks(model, args.blocks)}")
@@ -449,7 +471,7 @@ def main(words: list[str]) -> int:
     except Exception as error:  # whatever a model does, it is one line
         say(f"run_all.sh: error: {explain(error)[1]}", sys.stderr)
         return 2
-    seen = {name: getattr(args, name) for name in ("is_masked", "blocks", "first", "given")}
+    seen = {name: getattr(args, name) for name in ("is_masked", "blocks", "loss_text", "first", "given")}
     seen["beside"] = [str(path) for path in args.beside]
     facts.say_facts(args.device, work, {"--steps": str(work.steps)}, args.said, {"seen": seen})
     return 0

@@ -24,7 +24,7 @@ from common.record import PLAN, Workload, middle_half, read_object
 from common.text import Skip, one_line, run_command
 from ladder.rows import AMP, COMPILE, FP8, FP32, GRAPH, SDPA
 from ladder.rows import MODEL_ROWS as ROWS
-from mine import changes
+from mine import changes, lines
 from mine import file as model_file
 from mine.attention import set_attention
 from mine.blocks import blocks_of, callable_parts, is_transformer_engine
@@ -131,6 +131,7 @@ def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tu
     if args.work_sha256() != args.planned.text_sha256:
         changed = f"{args.path.name}, or what it imports or reads, has changed since the run began"
         raise RuntimeError(f"{changed}, or its batches differ in each process: seed its generator")
+    args.code = lines.program(names, model, args.blocks, args)
     set_attention(model, before, SDPA in names, args)
     blocks = blocks_of(model, args.blocks)
     contexts = [changes.mixed_precision(args.device)] if AMP in names else []
@@ -207,6 +208,7 @@ def run_row(words: list[str]) -> int:
     args.planned, seen = Workload(**plan["workload"]), plan["seen"]
     args.beside, args.is_masked = [Path(path) for path in seen["beside"]], seen["is_masked"]
     args.blocks, args.first, args.given = seen["blocks"], seen["first"], seen["given"]
+    args.loss_text = seen["loss_text"]
     before = rows_before(folder, name)
     names = kept(before) + ([name] if ROWS[name] else [])
     functions = functions_of(names, args.file)

@@ -18,7 +18,7 @@ LONG_SOURCE = 2000  # lines, from which frequent lines are not compared, since t
 def lines_of_code_added(before: Row, after: Row) -> list[str]:
     """The lines of code in `after` that are not in `before`: without docstring, imports, comments and
     indentation, and without lines that only moved to another depth."""
-    return [*_lines_added(before.source or "", after.source or "")]
+    return [*_lines_added(before.code or before.source or "", after.code or after.source or "")]
 
 
 @functools.cache
@@ -63,13 +63,14 @@ def code_of(source: str) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def code_diff(before: Row, after: Row) -> list[tuple[str, str]]:
-    """The code of two scripts as (sign, line), one unchanged line around each change, without docstring.
+def code_diff(before: Row, after: Row, around: int = 1) -> list[tuple[str, str]]:
+    """The code of two scripts as (sign, line), with unchanged lines `around` each change, without docstring.
 
     A sign is `+`, `-`, a space, or `@` for lines left out. Empty without sources.
     """
-    old, new = (re.sub(r'(?s)^"""(.*?)"""\s*', "", row.source or "").splitlines() for row in (before, after))
+    texts = [row.code or row.source or "" for row in (before, after)]
+    old, new = (re.sub(r'(?s)^"""(.*?)"""\s*', "", text).splitlines() for text in texts)
     if not old or not new:
         return []
-    lines = [*difflib.unified_diff(old, new, n=1, lineterm="")][2:]
+    lines = [*difflib.unified_diff(old, new, n=around, lineterm="")][2:]
     return [(line[0], "" if line[0] == "@" else line[1:]) for line in lines if line[1:].strip()]

@@ -96,7 +96,7 @@ def read_json(path: Path) -> Any:
 
 def _harmless(value: Any, key: str = "") -> Any:
     """A JSON value in which every text is one line without control characters, a script's source apart."""
-    if isinstance(value, str) and key == "source":
+    if isinstance(value, str) and key in ("source", "code"):
         return "".join(c if c.isprintable() or c in "\n\t" else " " for c in value)
     if isinstance(value, str):
         return one_line(value, 5000 if key == "command" else 1000)  # a study joins several commands

@@ -20,7 +20,9 @@ def terminal(report: Report, end: list[str]) -> str:
     for section in report.sections:
         if section.shown == TERMINAL:
             rows = [_shortened(row) for row in section.short_rows or section.rows]
-            parts.append(f"{section.text}\n{aligned(rows)}".strip())
+            heading = f"{section.heading}:" if section.heading else section.text
+            code = "\n".join(f"{sign} {line}" for sign, line in section.code)
+            parts.append("\n".join(filter(None, [heading, code, aligned(rows) if rows else ""])))
     notes = [section.note for section in report.sections if section.shown == TERMINAL and section.note]
     parts.append("\n".join([*report.remarks, *notes, *end]))
     return "\n\n".join(filter(None, parts))
@@ -48,9 +50,12 @@ def _markdown_of(section: Section) -> list[str]:
     if section.shown == PAGE:
         return []
     parts = []
+    heading = escaped(f"{section.heading}:" if section.heading else section.text)
+    if section.code:
+        code = "\n".join(f"{sign} {line}".replace("`", "'") for sign, line in section.code)
+        parts = [heading, f"```diff\n{code}\n```"]
     if section.rows:
-        heading = f"{section.heading}:" if section.heading else section.text
-        parts = [escaped(heading), pipe(section.rows), escaped(section.note)]
+        parts = [heading, pipe(section.rows), escaped(section.note)]
     return parts + [text for part in section.parts for text in _markdown_of(part)]
 
 

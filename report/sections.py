@@ -59,10 +59,11 @@ class Report:
 
 def of_run(figures: Figures) -> Report:
     """The report of one run."""
+    sections = [_lines(figures)]
     rows, short_rows = (table.main_rows(figures, detailed) for detailed in (True, False))
     drawn = bars.ladder_bars(figures) if figures.timed_steps else []
     main = Section(bars=drawn, rows=rows, short_rows=short_rows, note=_conventions(figures), shown=TERMINAL)
-    sections = [main, _time(figures), _steps(figures), _block(figures), _roofs(figures), _loss(figures)]
+    sections += [main, _time(figures), _steps(figures), _block(figures), _roofs(figures), _loss(figures)]
     sections += [_work(figures), _memory(figures), _settings(figures)]
     about = f"{sentences.describe_machine(figures.environment)}; "
     about += sentences.describe_workload(figures.run.workload)
@@ -73,6 +74,16 @@ def of_run(figures: Figures) -> Report:
         [section for section in sections if section],
         figures.run.command,
     )
+
+
+def _lines(figures: Figures) -> Section:
+    """The change to a user's own code: what the recommended row has that the first one has not."""
+    line = sentences.recommended(figures)
+    if line is None or not line.row.code:
+        return Section()
+    code = [pair for pair in code_diff(figures.first.row, line.row, around=99) if pair[0] != "@"]
+    heading = f"What to change, with the names of {figures.run.workload.model}"
+    return Section(heading, code=code, shown=TERMINAL)
 
 
 def _conventions(figures: Figures) -> str:

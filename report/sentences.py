@@ -77,6 +77,18 @@ def decision(timed: list[Line]) -> str:
     return f"{sentence}. {_not_taken(left)}" if left else sentence
 
 
+def recommended(figures: Figures) -> Line | None:
+    """The row with all changes that a model should take; None where nothing is recommended."""
+    timed = figures.timed_steps
+    if figures.run.is_of_ladder or figures.environment.device_type == "cpu" or not timed:
+        return None
+    if not decision(timed).startswith("Take ") or decision(timed).startswith("Take none"):
+        return None
+    differing = {line.row.changes[-1] for line in timed if line.same_work == "differs"}
+    sound = [line for line in timed[1:] if _is_worth(line) and not differing & {*line.row.changes}]
+    return sound[-1] if sound else None
+
+
 def _not_taken(lines: list[Line]) -> str:
     """`Leave out CUDA graph (1.02 x). Not decided, because times overlap: AMP (1.18 x)`."""
     doubtful = [line for line in lines if _is_doubtful(line)]
