@@ -21,6 +21,13 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 # with weights rounded to BF16 `pass rounded fc1.weight`.
 PART, PASS, ROUNDED = " part ", "pass ", "rounded"
 LOSSES_IN_ONE = 5  # of a long training: the quarter of 1,500 steps that a verdict goes by has whole ones
+HALF_FORMATS = ("bfloat16", "float16")  # of mixed precision
+NOT_FUSED = (None, "by hand")  # attention kernels
+UNFUSED = ("by hand", "math")  # what a row with fused attention must not run
+# The changes of --model in words, and rows of it: the file unchanged, where it does more than FP32, and with
+# the recommended changes in it.
+AMP, SDPA, COMPILE, GRAPH, FP8 = "AMP", "fused attention", "compile", "CUDA graph", "FP8"
+AS_IT_IS, PATCHED = "0_as_it_is", "6_patched"
 DRIFT = 0.05  # of a step, from which times that drift are doubted
 NUMBERS = 509  # of a matrix, and sums of its gradient: a prime, so that a column spreads over all sums
 STUDIES = ("sweep", "scaling", "ablations", "parity")
@@ -51,6 +58,14 @@ class Settings:
     residual_dtype: str | None = None  # of what the head's LayerNorm reads
     fp8_recipe: str | None = None  # repr of the recipe; null where no module multiplied FP8
     head: str | None = None  # where the blocks multiply FP8, the format of the head's product: FP8, BF16
+
+    def has_run(self, change: str) -> bool | None:
+        """Whether a change was seen at work, by its word; None where the observation does not tell."""
+        half = None if self.amp_dtype is None else self.amp_dtype in HALF_FORMATS
+        fused = None if self.attention_kernel is None else self.attention_kernel not in UNFUSED
+        in_fp8 = None if self == Settings(captured=self.captured) else self.fp8_recipe is not None
+        seen = {AMP: half, SDPA: fused, COMPILE: self.compiled, GRAPH: self.captured, FP8: in_fp8}
+        return seen.get(change)
 
 
 @dataclass

@@ -31,8 +31,9 @@ from predict import errors  # noqa: E402
 from report import ablations as variants  # noqa: E402
 from report import bars, cells, parity, printers, scaling, sections, sentences, sweep, table  # noqa: E402
 from report.__main__ import render  # noqa: E402
-from report.doubts import LEGEND, MARK  # noqa: E402
-from report.figures import Figures, Line, derive, derive_study, ratio  # noqa: E402
+from report.derive import derive, derive_study  # noqa: E402
+from report.doubts import LEGEND  # noqa: E402
+from report.figures import MARK, Figures, Line, ratio  # noqa: E402
 from report.load import DIFFER, RecordError, load, runs_of  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"

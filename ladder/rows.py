@@ -10,8 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from common.promises import AS_IT_IS
-from common.record import read_object
+from common.record import AS_IT_IS, read_object
 from common.text import one_line, say
 from ladder import process
 from ladder.process import ROOT

@@ -23,6 +23,7 @@ from typing import NamedTuple, TextIO
 
 from common import record as schema
 from common.fingerprint import row_sha256
+from common.record import PATCHED
 from common.text import Skip, portable_command, positive_int, say
 from ladder import patches, process, rows
 from ladder.process import ROOT
@@ -268,14 +269,29 @@ def execute(job: Job, output: Path | None) -> int:
             running.run_row(row, f"row {k} of {len(job.rows)}")
             if running.decides(row) and running.recorded(row).get("status") == "ok":
                 forget_rows_behind(row, plan, folder)
+    if job.facts.get("seen") and not stop.requests:
+        run_patched(running, job, plan)
     return finish(folder, stop, job)
+
+
+def run_patched(running: Running, job: Job, plan: dict) -> None:
+    """Where a run of a model recommends changes, run its file with a patch that makes them."""
+    command = process.module_command("report", str(running.folder), "--recommended")
+    recommended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    row = rows.Planned(
+        rows.MODEL_SCRIPT, [PATCHED, recommended, *job.rows[0].arguments[1:]], f"{PATCHED}.json"
+    )
+    if recommended and running.recorded(row).get("status") != "ok":
+        others = [other for other in plan["rows"] if other["output"] != row.output]
+        schema.write_json(running.folder / schema.PLAN, plan | {"rows": [*others, row._asdict()]})
+        running.run_row(row, "the patched file")
 
 
 def forget_rows_behind(row: rows.Planned, plan: dict, folder: Path) -> None:
     """Remove the records of a model's rows behind one: they were made from other rows than there are now."""
     outputs = [planned["output"] for planned in plan["rows"]]
     for output in outputs[outputs.index(row.output) + 1 :]:
-        if Path(output).stem in rows.MODEL_ROWS:
+        if Path(output).stem in {*rows.MODEL_ROWS, PATCHED}:
             (folder / output).unlink(missing_ok=True)
 
 

@@ -31,7 +31,6 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import hardware, options, profile
-from common.promises import has_run
 from common.record import Workload
 from common.text import OneLineParser, Skip, explain, one_line, portable_command, run_command, say
 from ladder import facts
@@ -298,7 +297,7 @@ class ModelArguments(options.Measurement):
             self.given = FROM[self.start or "fp32"]
             self.said.append("A training step does not fit the memory, so what the file does was not seen")
             return
-        seen = [row for row in (AMP, SDPA, COMPILE) if has_run(MODEL_ROWS[row], ran)]
+        seen = [row for row in (AMP, SDPA, COMPILE) if ran.has_run(MODEL_ROWS[row])]
         check_start(self.start, seen, self.path.name)
         # Hugging Face's switch can do more than its default: without a mask, a graph has a faster kernel.
         if self.start is None and SDPA in seen and has_switch(model):

@@ -42,13 +42,13 @@ def program(names: list[str], model: nn.Module, lists: list[str], args) -> str:
     setup = []
     if AMP in names:
         setup.append('torch.set_float32_matmul_precision("high")')
-    if SDPA in names and (switch := switch_of(model)):
-        masked = needs_mask(switch, args.is_masked)
-        setup += ['model.set_attn_implementation("sdpa")'] if masked else WITHOUT_MASK
+    if SDPA in names and switch_of(model):
+        setup += attention_lines(model, args)
     if FP8 in names:
         setup += fp8_lines(lists, args)
     if COMPILE in names:
-        setup += compile_lines(model, lists, args)
+        setup += compile_lines(model, lists)
+        setup += compiled_loss_lines(model, args.path.stem if hasattr(args.file, "loss") else None)
     setup.append(optimizer_line(args, GRAPH in names))
     step = loss_lines(names, args, "static" if GRAPH in names else "batch")
     lines = [f"# once, after model() of {args.path.name}", *setup]
@@ -78,8 +78,14 @@ def optimizer_line(args, captured: bool) -> str:
     return f"optimizer = torch.optim.AdamW(model.parameters(), {rate}, {how})"
 
 
-def compile_lines(model: nn.Module, lists: list[str], args) -> list[str]:
-    """As mine/changes.py's compile_parts does it."""
+def attention_lines(model: nn.Module, args) -> list[str]:
+    """Hugging Face's switch, as mine/changes.py's fused_attention sets it."""
+    masked = needs_mask(switch_of(model), args.is_masked)
+    return ['model.set_attn_implementation("sdpa")'] if masked else WITHOUT_MASK
+
+
+def compile_lines(model: nn.Module, lists: list[str]) -> list[str]:
+    """The blocks, or the whole model, as mine/changes.py's compile_parts does it."""
     parts = [part for block in blocks_of(model, lists) for part in callable_parts(block)]
     lines = [] if parts else ["model.compile()"]
     if 2 * len(parts) > COMPILER_LIMIT:
@@ -89,15 +95,19 @@ def compile_lines(model: nn.Module, lists: list[str], args) -> list[str]:
     each = "block.forward = torch.compile(block.forward)" if is_of_pytorch else "block.compile()"
     for name in lists if parts else []:
         lines += for_each_block(model, name, each)
-    if hasattr(args.file, "loss"):
-        loss = f"{args.path.stem}.loss"
-        if parts:
-            lines.append("# Without this, the loss compiles the whole model.")
-            lines.append("model.forward = torch.compiler.disable(model.forward)")
-        lines.append(f"{loss} = torch.compile({loss})")
-    elif getattr(model, "loss_function", None):
-        lines.append("model.loss_function = torch.compile(model.loss_function)")
+    if parts:
+        lines.append("# Without this, a compiled loss compiles the whole model.")
+        lines.append("model.forward = torch.compiler.disable(model.forward)")
     return lines
+
+
+def compiled_loss_lines(model: nn.Module, module: str | None = None) -> list[str]:
+    """The loss of a `module` of the user's, or that of a Hugging Face model."""
+    if module:
+        return [f"{module}.loss = torch.compile({module}.loss)"]
+    if getattr(model, "loss_function", None):
+        return ["model.loss_function = torch.compile(model.loss_function)"]
+    return []
 
 
 def for_each_block(model: nn.Module | None, name: str, line: str) -> list[str]:

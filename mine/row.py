@@ -19,12 +19,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import benchmark, hardware
-from common.promises import AS_IT_IS
-from common.record import PLAN, Workload, middle_half, read_object
+from common.record import AS_IT_IS, PATCHED, PLAN, Workload, middle_half, read_object
 from common.text import Skip, one_line, run_command
 from ladder.rows import AMP, COMPILE, FP8, FP32, GRAPH, SDPA
 from ladder.rows import MODEL_ROWS as ROWS
-from mine import changes, lines
+from mine import changes, lines, patch
 from mine import file as model_file
 from mine.attention import set_attention
 from mine.blocks import blocks_of, callable_parts, is_transformer_engine
@@ -131,7 +130,7 @@ def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tu
     if args.work_sha256() != args.planned.text_sha256:
         changed = f"{args.path.name}, or what it imports or reads, has changed since the run began"
         raise RuntimeError(f"{changed}, or its batches differ in each process: seed its generator")
-    args.code = lines.program(names, model, args.blocks, args)
+    args.code = args.code or lines.program(names, model, args.blocks, args)
     set_attention(model, before, SDPA in names, args)
     blocks = blocks_of(model, args.blocks)
     contexts = [changes.mixed_precision(args.device)] if AMP in names else []
@@ -199,8 +198,20 @@ def source_of(function: Callable) -> str:
         return ""
 
 
-def run_row(words: list[str]) -> int:
-    name, *argv = words
+def patch_file(row: dict, args: ModelArguments) -> list[str]:
+    """Put those changes of a recommended row into the file that can be placed there, and the patch into
+    `args.code`. Returns the rows whose changes are left to make. Raises Skip where none can be placed."""
+    names = [name for name in ROWS if ROWS[name] in row.get("changes", []) and name not in args.given]
+    text, placed = patch.patched(args.path.read_text(), names, args.model(), args.blocks, args)
+    if not placed:
+        raise Skip(f"none of the changes can be placed in {args.path.name}")
+    args.code = patch.difference(args.path, text)
+    args.file = patch.load(args.path, text)
+    return [name for name in names if name not in placed]
+
+
+def planned_arguments(argv: list[str]) -> tuple[ModelArguments, Path]:
+    """The arguments of a row with what the check has seen, and the folder of the run."""
     args = model_file.parse("run_all.sh", argv)
     folder = args.output.parent
     folder = folder.parent if folder.name.startswith("pass-") else folder  # of --repeat: as the first pass
@@ -209,6 +220,12 @@ def run_row(words: list[str]) -> int:
     args.beside, args.is_masked = [Path(path) for path in seen["beside"]], seen["is_masked"]
     args.blocks, args.first, args.given = seen["blocks"], seen["first"], seen["given"]
     args.loss_text = seen["loss_text"]
+    return args, folder
+
+
+def run_row(words: list[str]) -> int:
+    name, *argv = words
+    args, folder = planned_arguments(argv)
     before = rows_before(folder, name)
     names = kept(before) + ([name] if ROWS[name] else [])
     functions = functions_of(names, args.file)
@@ -218,5 +235,22 @@ def run_row(words: list[str]) -> int:
     return benchmark.run_and_record(partial(build, names, before), args, initial)
 
 
+def run_patched(words: list[str]) -> int:
+    """The row of a patched file: `words` are the name of the recommended row, and the arguments of all."""
+    recommended, *argv = words
+    args, folder = planned_arguments(argv)
+    row = read_object(folder / f"{recommended}.json")["rows"][0]
+    args.name, args.changes, args.source = PATCHED, row["changes"], row["source"]
+
+    def main(args: ModelArguments) -> tuple:
+        return build(patch_file(row, args), rows_before(folder, recommended), args)
+
+    return benchmark.run_and_record(main, args, partial(ModelState, seed=args.seed))
+
+
+def main(words: list[str]) -> int:
+    return run_patched(words[1:]) if words[0] == PATCHED else run_row(words)
+
+
 if __name__ == "__main__":
-    run_command(lambda: run_row(model_file.in_a_process_of_its_own()), "run_all.sh")
+    run_command(lambda: main(model_file.in_a_process_of_its_own()), "run_all.sh")

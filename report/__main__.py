@@ -15,8 +15,8 @@ GOOD = ("ok", "skipped")
 
 def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
     """What a terminal shows of a run or a study in a folder, and its files by name."""
-    from report import bars, printers, sections, studies, table
-    from report.figures import derive
+    from report import bars, printers, sections, sentences, studies, table
+    from report.derive import derive
 
     report, end = sections.of(record), []
     files = {"report.md": printers.markdown(report).encode()}
@@ -27,6 +27,8 @@ def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
         figures = derive(record)
         files["report.html"] = printers.html(report).encode()
         files["steps.svg"] = bars.picture(figures).encode()
+        if patch := sentences.patch_note(figures)[1]:
+            files[Path(record.workload.model).with_suffix(".patch").name] = patch.encode()
         if table.fits_cards(figures):
             row = " | ".join(map(printers.escaped, table.card_row(figures).values()))
             end = ["This GPU as a row of docs/cards.md:", f"| {row} |"]
@@ -41,6 +43,8 @@ def main() -> int:
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="folders of two runs")
     text = "with --compare: fail where a row of B differs by a larger share from that of A"
     parser.add_argument("--bound", type=float, metavar="SHARE", help=text)
+    text = "print the row with the changes that a run of a model recommends, and nothing else"
+    parser.add_argument("--recommended", action="store_true", help=text)
     args = parser.parse_args()
     if (args.folder is None) == (args.compare is None):
         parser.error("give one DIR, or --compare A B")
@@ -55,6 +59,13 @@ def main() -> int:
             say(text)
             return int(not is_borne_out)
         record = load.load(args.folder)
+        if args.recommended:
+            from report import sentences
+            from report.derive import derive
+
+            line = sentences.recommended(derive(record))
+            say(line.name if line else "")
+            return 0
     except load.RecordError as error:
         parser.error(str(error))
     text, files = render(args.folder, record)

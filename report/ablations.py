@@ -7,7 +7,8 @@ GPUs with their number: `2_sdpa, 2 GPUs`.
 from common.record import Run, Study
 from report.cells import gain, number, time_or_status
 from report.changes import lines_added
-from report.figures import Line, derive_study, learning_failure, ratio
+from report.derive import derive_study
+from report.figures import Line, learning_failure, ratio
 from report.table import EQUALS, Column, itself, only_filled, rows_of
 
 

@@ -10,8 +10,9 @@ from statistics import median
 from common.record import Run
 from common.text import aligned, one_line
 from report.cells import gain, number, time_with_range
-from report.doubts import MARK, remarks
-from report.figures import Figures, Line, derive, launch_us, ratio, reference_ms, waits_for_the_host
+from report.derive import derive
+from report.doubts import remarks
+from report.figures import MARK, Figures, Line, launch_us, ratio, reference_ms, waits_for_the_host
 from report.load import DIFFER, RecordError, load
 from report.sentences import describe_machine
 from report.table import only_filled

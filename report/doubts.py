@@ -1,15 +1,10 @@
 """Why a time may be wrong, and what is unusual in a run: the lines below its table."""
 
-from typing import TYPE_CHECKING
-
-from common.promises import NOT_FUSED, contradiction
-from common.record import DRIFT, Workload
+from common.record import DRIFT, NOT_FUSED, Workload
+from report.figures import MARK, Figures, Line
 from report.load import DIFFER
+from report.promises import contradiction
 
-if TYPE_CHECKING:
-    from report.figures import Figures, Line
-
-MARK = "?"  # behind a figure that may be wrong
 LEGEND = (
     f"{MARK} = treat with caution: busy machine, host slow at launching, over 5 % drift, the compiler still "
     "at work, rows that differ, or a row that did not run what its name says"
@@ -22,7 +17,7 @@ BUSY = 1.10
 SLOW_LAUNCH = 2.0
 
 
-def of(line: "Line", figures: "Figures", is_patched: bool) -> list[str]:
+def of(line: Line, figures: Figures, is_patched: bool) -> list[str]:
     """Why the time of a row may be wrong. Nothing is concluded from times of a CPU, so they bear no doubt."""
     run, doubts = figures.run, []
     variables = run.environment.variables if run.environment else {}
@@ -50,7 +45,7 @@ def of(line: "Line", figures: "Figures", is_patched: bool) -> list[str]:
     return doubts
 
 
-def busy(figures: "Figures") -> str:
+def busy(figures: Figures) -> str:
     """What was seen of a busy GPU machine, and advice; empty where it was not busy."""
     worst = max(figures.timed, key=lambda line: line.slowed, default=None)
     if figures.environment.device_type != "cuda" or worst is None or worst.slowed <= BUSY:
@@ -61,13 +56,13 @@ def busy(figures: "Figures") -> str:
     )
 
 
-def remarks(figures: "Figures") -> list[str]:
+def remarks(figures: Figures) -> list[str]:
     """What is unusual in a run, most important first: a line each, for all rows that share it."""
     texts = [busy(figures), *_of_rows(figures), *dict.fromkeys(figures.run.problems)]
     return [*filter(None, [*texts, _of_processes(figures.run.workload), _of_passes(figures.timed)])]
 
 
-def _of_rows(figures: "Figures") -> list[str]:
+def _of_rows(figures: Figures) -> list[str]:
     """Other work, doubts with MARK in front, why rows have no time, and notes: `names: text`."""
     names: dict[str, list[str]] = {}
     differing = [line for line in figures.timed if line.same_work == "differs"]
@@ -93,7 +88,7 @@ def _of_processes(work: Workload | None) -> str:
     return f"{work.gpus} processes: tokens/s are of all, TFLOP/s and GiB of each"
 
 
-def _of_passes(timed: "list[Line]") -> str:
+def _of_passes(timed: list[Line]) -> str:
     """How far apart the passes of --repeat lie; empty for one pass."""
     repeated = [line for line in timed if line.passes > 1]
     if not repeated:

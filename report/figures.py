@@ -1,21 +1,28 @@
 """Every figure of a run: a figure is a property of Line, and a column of a table in report/table.py."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, median
 
-from common.promises import HALF_FORMATS, NOT_FUSED
-from common.record import CATEGORIES, Environment, Profile, Row, Run, Settings, Study, middle_half
-from report import doubts
+from common.record import (
+    CATEGORIES,
+    HALF_FORMATS,
+    NOT_FUSED,
+    PATCHED,
+    Environment,
+    Profile,
+    Row,
+    Run,
+    Settings,
+    middle_half,
+)
 from report.changes import lines_added
-from report.doubts import MARK
 from report.peaks import peak_flops_per_s
 from report.proof import limit, verdict
 
 LOSS_WINDOW = 5  # training steps
+MARK = "?"  # behind a figure that may be wrong
 GAPS = "gaps"  # of the GPU's timeline
-PATCHED = ("ablations", "parity")  # kinds of studies whose scripts may be patched
 GIB = 2**30
 # A row learns where no loss is above the first one times this, and the mean of the last five is below it
 # times that.
@@ -279,51 +286,12 @@ class Figures:
         return plain_step(self.timed_steps) if self.run.is_of_ladder else None
 
 
-def derive(run: Run, among: Iterable[Run] = (), is_patched: bool = False) -> Figures:
-    """All figures of a run. `among` are runs of the same machine at the same time, for its reference work.
-    Where a script `is_patched`, its name promises nothing."""
-    fastest = fastest_reference([run, *among])
-    lines = [Line(row, run, fastest=fastest) for row in run.rows]
-    lines += [Line(row, run, is_peer=True, fastest=fastest) for row in run.peers]
-    machine = run.environment or Environment(device="unknown machine", device_type="unknown")
-    figures = Figures(run, lines, machine)
-    for k, line in enumerate(figures.steps):
-        earlier = figures.steps[:k]
-        line.base = base_of(line, earlier)
-        timed = [other for other in [*earlier, line.base] if other and other.ms]
-        line.before = timed[-1] if timed else None
-    for line in lines:
-        line.first, line.plain = figures.first, figures.plain
-    for line in figures.timed:
-        line.doubts = doubts.of(line, figures, is_patched)
-    return figures
-
-
-def derive_study(study: Study) -> dict[str, Figures]:
-    """The figures of every run of a study. Reference work is compared between all runs of one card."""
-    of_card: dict[tuple, list[Run]] = {}
-    for run in study.runs.values():
-        of_card.setdefault(_card(run), []).append(run)
-    figures = {}
-    for name, run in study.runs.items():
-        is_patched = study.kind in PATCHED and name.partition(",")[0] != run.rows[0].step
-        figures[name] = derive(run, of_card[_card(run)], is_patched)
-    return figures
-
-
-def _card(run: Run) -> tuple:
-    """What tells the card of a run from others; on a CPU the processor, which several processes share."""
-    if run.environment is None:
-        return ()
-    shared_by = run.workload.gpus if run.workload and run.environment.device_type == "cpu" else 1
-    return run.environment.device, run.environment.gpu_uuid, shared_by
-
-
 def base_of(line: Line, earlier: list[Line]) -> Line | None:
     """Of these steps before it, the one that a step is made from. Of a model, whose row has no such step, and
     of scripts whose records hold no source, the one before."""
     if line.row.changes:
-        alike = [other for other in earlier if other.ms and other.row.changes == line.row.changes[:-1]]
+        wanted = line.row.changes if line.name == PATCHED else line.row.changes[:-1]
+        alike = [other for other in earlier if other.ms and other.row.changes == wanted]
         return next(iter([*alike, *earlier[-1:]]), None)
     with_source = [other for other in earlier[::-1] if other.row.source and other.row.status != "not run"]
     if not (line.row.source and with_source):

@@ -22,8 +22,10 @@ def terminal(report: Report, end: list[str]) -> str:
             rows = [_shortened(row) for row in section.short_rows or section.rows]
             heading = f"{section.heading}:" if section.heading else section.text
             code = "\n".join(f"{sign} {line}" for sign, line in section.code)
-            parts.append("\n".join(filter(None, [heading, code, aligned(rows) if rows else ""])))
-    notes = [section.note for section in report.sections if section.shown == TERMINAL and section.note]
+            note = section.note if code else ""  # that of a table stands behind the remarks
+            parts.append("\n".join(filter(None, [heading, code, note, aligned(rows) if rows else ""])))
+    notes = [section.note for section in report.sections if section.shown == TERMINAL and section.rows]
+    notes = [*filter(None, notes)]
     parts.append("\n".join([*report.remarks, *notes, *end]))
     return "\n\n".join(filter(None, parts))
 
@@ -53,7 +55,7 @@ def _markdown_of(section: Section) -> list[str]:
     heading = escaped(f"{section.heading}:" if section.heading else section.text)
     if section.code:
         code = "\n".join(f"{sign} {line}".replace("`", "'") for sign, line in section.code)
-        parts = [heading, f"```diff\n{code}\n```"]
+        parts = [heading, f"```diff\n{code}\n```", escaped(section.note)]
     if section.rows:
         parts = [heading, pipe(section.rows), escaped(section.note)]
     return parts + [text for part in section.parts for text in _markdown_of(part)]

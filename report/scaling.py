@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from common.record import Study, Workload
 from report.cells import LAUNCH, number, percent, tflops, time_or_status
-from report.figures import GAPS, Line, derive_study, ratio
+from report.derive import derive_study
+from report.figures import GAPS, Line, ratio
 from report.table import only_filled
 
 MOST_LEFT = 0.1  # of a step, that its kernels leave unexplained: beyond it, they explain nothing

@@ -5,13 +5,14 @@ import re
 from dataclasses import asdict, dataclass, field
 
 from common.kernels import in_words
-from common.record import Kernel, Row, Run, Study
+from common.record import PATCHED, Kernel, Row, Run, Study
 from common.text import one_line
 from report import bars, charts, doubts, proof, sentences, studies, table
 from report.bars import Bar
 from report.cells import milliseconds, number, time_or_status
 from report.changes import code_diff
-from report.figures import Figures, Line, derive, derive_study
+from report.derive import derive, derive_study
+from report.figures import MARK, Figures, Line
 
 TERMINAL, TEXT, PAGE = range(
     3
@@ -83,7 +84,7 @@ def _lines(figures: Figures) -> Section:
         return Section()
     code = [pair for pair in code_diff(figures.first.row, line.row, around=99) if pair[0] != "@"]
     heading = f"What to change, with the names of {figures.run.workload.model}"
-    return Section(heading, code=code, shown=TERMINAL)
+    return Section(heading, code=code, note=sentences.patch_note(figures)[0], shown=TERMINAL)
 
 
 def _conventions(figures: Figures) -> str:
@@ -194,7 +195,9 @@ def _word(value: object) -> str:
 
 def _steps(figures: Figures) -> Section:
     """A card for every step but the first, and none for one that was left out."""
-    made = [line for line in figures.steps if line.base and line.row.status != "not run"]
+    made = [
+        line for line in figures.steps if line.base and line.row.status != "not run" and line.name != PATCHED
+    ]
     return Section("Step by step", parts=[card(line) for line in made])
 
 
@@ -315,7 +318,7 @@ def _study_remarks(study: Study, tables: dict[str, Rows]) -> list[str]:
     remarks = [f"{text} ({'; '.join(rows)})" for text, rows in names.items()]
     remarks += dict.fromkeys(problem for run in study.runs.values() for problem in run.problems)
     cells = (cell for rows in tables.values() for row in rows for cell in row.values())
-    return [doubts.LEGEND, *remarks] if any(doubts.MARK in cell for cell in cells) else remarks
+    return [doubts.LEGEND, *remarks] if any(MARK in cell for cell in cells) else remarks
 
 
 def of(record: Run | Study) -> Report:

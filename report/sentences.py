@@ -1,15 +1,15 @@
 """What a run shows and what it ran on, in sentences."""
 
-from common.promises import AS_IT_IS, NOT_FUSED
-from common.record import Environment, Workload
-from report.cells import gain, milliseconds
-from report.doubts import MARK, from_to
-from report.figures import LOSS_WINDOW, Figures, Line, is_mixed, ratio
+from common.record import AS_IT_IS, NOT_FUSED, PATCHED, Environment, Workload
+from report.cells import gain, milliseconds, time_or_status
+from report.doubts import from_to
+from report.figures import LOSS_WINDOW, MARK, Figures, Line, is_mixed, ratio
 from report.table import VERSIONS
 
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU"
 GPU_TRIES = "On a GPU it tries AMP, fused attention, compile, a CUDA graph and FP8, and says which to take"
 ENOUGH_FOR_FP8 = 10  # rehearsed steps
+AS_FAST = 0.97  # times as fast as the row that it follows: a patched file
 WORTH = 1.03  # times faster, from which a change to a model of yours is recommended
 CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
 CONVENTION_OF_LOOP = "TFLOP/s count of attention the whole (T, T) square"
@@ -23,7 +23,7 @@ UNCOUNTED = "PyTorch's counter does not know all FLOPs of this model. Loading of
 def headline(figures: Figures) -> str:
     """What a run shows: the fastest step against AMP + SDPA and against the first, and whether FP8 pays; or
     why it shows nothing. No gain is told of a figure that may be wrong, and none of a CPU."""
-    timed = figures.timed_steps
+    timed = [line for line in figures.timed_steps if line.name != PATCHED]
     if not timed:
         return "No step has a time"
     if figures.environment.device_type == "cpu":
@@ -79,7 +79,7 @@ def decision(timed: list[Line]) -> str:
 
 def recommended(figures: Figures) -> Line | None:
     """The row with all changes that a model should take; None where nothing is recommended."""
-    timed = figures.timed_steps
+    timed = [line for line in figures.timed_steps if line.name != PATCHED]
     if figures.run.is_of_ladder or figures.environment.device_type == "cpu" or not timed:
         return None
     if not decision(timed).startswith("Take ") or decision(timed).startswith("Take none"):
@@ -87,6 +87,34 @@ def recommended(figures: Figures) -> Line | None:
     differing = {line.row.changes[-1] for line in timed if line.same_work == "differs"}
     sound = [line for line in timed[1:] if _is_worth(line) and not differing & {*line.row.changes}]
     return sound[-1] if sound else None
+
+
+def patch_note(figures: Figures) -> tuple[str, str]:
+    """What came of the patch of a user's file, in a sentence, and the patch, if it is offered."""
+    row = next((row for row in figures.run.rows if row.step == PATCHED), None)
+    if row is None:
+        return "", ""
+    line, name = (
+        next((line for line in figures.timed_steps if line.row is row), None),
+        figures.run.workload.model,
+    )
+    if line is None:
+        return f"No patch is offered: {row.reason}.", ""
+    faster = line.over_before
+    if (
+        faster is None
+        or (faster.clear and faster.value < AS_FAST)
+        or line.doubts
+        or line.same_work == "differs"
+    ):
+        reason = (line.doubts or ["its work differs" if line.same_work == "differs" else "it is slower"])[0]
+        return f"A patch was made, and is not offered: {reason} ({time_or_status(line)} ms).", ""
+    patch = f"{name.removesuffix('.py')}.patch"
+    sentence = (
+        f"{patch}, beside this report, makes those of these changes that have a place in {name}: run so, "
+    )
+    sentence += f"with the others, a step took {time_or_status(line)} ms, and its gradients agree. "
+    return f"{sentence}In the folder of {name}: patch -p1 < {patch}.", row.code or ""
 
 
 def _not_taken(lines: list[Line]) -> str:

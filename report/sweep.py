@@ -4,7 +4,8 @@ from itertools import pairwise
 
 from common.record import Study, Workload
 from report.cells import gain_over, time_or_status
-from report.figures import Figures, derive_study
+from report.derive import derive_study
+from report.figures import Figures
 
 
 def shapes(study: Study) -> list[Figures]:

@@ -88,6 +88,15 @@ def model() -> Run:
     return runs.run(*rows, work=runs.workload(model="my_model.py", text="batches() of my_model.py"))
 
 
+def patched() -> Run:
+    """A model whose recommended changes were put into its file."""
+    run = model()
+    row = runs.row("6_patched", 100.5, changes=run.rows[3].changes, settings=run.rows[3].settings)
+    row.code, row.proof = "--- a/my_model.py\n+++ b/my_model.py\n", run.rows[3].proof
+    run.rows.append(row)
+    return run
+
+
 def cpu() -> Run:
     run = runs.ladder(300, 200, 100, device_type="cpu")
     for row in run.rows:
@@ -138,7 +147,7 @@ def parity() -> Study:
     return runs.study("parity", named)
 
 
-KINDS = (ok, ended, passes, busy, model, cpu, scaling, sweep, ablations, parity)
+KINDS = (ok, ended, passes, busy, model, patched, cpu, scaling, sweep, ablations, parity)
 
 
 def outline(section: sections.Section, depth: int) -> list[str]:

@@ -1,20 +1,21 @@
 """The lines that a run recommends are a program: what they train is what the row trained."""
 
 import json
-import types
+import subprocess
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_python
 from torch import nn
 
-from common import promises
-from common.record import Row
+from common.record import AS_IT_IS, Row
+from common.text import Skip
 from ladder.rows import AMP, COMPILE, FP8, GRAPH
 from mine import batch as model_batch
 from mine import file as model_file
-from mine import lines
+from mine import lines, patch
 from mine import row as model_row
+from report.load import load
 
 MODEL = """
 import torch
@@ -41,6 +42,12 @@ def model():
     return Net()
 """
 LOSS = "def loss(model, batch):\n    x, y = batch\n    return F.mse_loss(model(x), y)\n"
+RECOMMENDS = """
+import sys
+if "--recommended" in sys.orig_argv:
+    print("3_compile")
+    raise SystemExit(0)
+"""
 BATCHES = "def batches():\n    while True:\n        yield "
 KINDS = {
     "a loss of its own": f"{LOSS}{BATCHES}torch.randn(4, 16), torch.ones(4, 16)\n",
@@ -121,17 +128,78 @@ def test_what_the_file_does_itself_is_no_line(checked):
         "return F", "with torch.autocast('cpu', torch.bfloat16):\n        return F"
     )
     args = checked(text)
-    assert args.given == [AMP] and args.first == promises.AS_IT_IS
+    assert args.given == [AMP] and args.first == AS_IT_IS
     assert "autocast" not in lines.program([COMPILE], args.model(), args.blocks, args)
 
 
 def test_parts_of_pytorch_s_own_classes_compile_by_their_forward():
     model = nn.Module()
     model.layers = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2)), "b": nn.Sequential(nn.Linear(2, 2))})
-    texts = lines.compile_lines(model, ["layers"], types.SimpleNamespace(file=None))
-    assert texts[-2:] == [
+    texts = lines.compile_lines(model, ["layers"])
+    assert texts[:2] == [
         "for block in model.layers.values():",
         "    block.forward = torch.compile(block.forward)",
     ]
     assert model_batch.call_text({"a": 1}) == "model(**batch)" and json.dumps(Row("x").code) == "null"
     assert (ROOT / "mine" / "lines.py").read_text().count("import torch\n") == 0
+
+
+PATCHES = {
+    "a loss of its own": (
+        [
+            '+    torch.set_float32_matmul_precision("high")',
+            '+@torch.autocast("cpu", torch.bfloat16)',
+            "+@torch.compile",
+        ],
+        [AMP, COMPILE],
+    ),
+    "a tuple": (["-    return Net()", "+    net = Net()", "+    return net"], [COMPILE]),
+}
+
+
+@pytest.mark.parametrize("kind", PATCHES)
+def test_a_patch_applies_and_the_patched_file_trains_as_the_row(kind, checked, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda work, **_: work)
+    monkeypatch.setattr(nn.Module, "compile", lambda self: None)
+    args = checked(MODEL + KINDS[kind])
+    train_step, *_ = model_row.build([AMP, COMPILE], {}, args)
+    expected = [train_step(*batch).item() for batch in args.batches()[:3]]
+    args.code, row = None, {"changes": ["AMP", "compile"]}
+    rest = model_row.patch_file(row, args)
+    added, placed = PATCHES[kind]
+    assert rest == [name for name in (AMP, COMPILE) if name not in placed]
+    assert set(added) <= set(args.code.splitlines()) and "+    for block in" in args.code
+    train_step, *_ = model_row.build(rest, {}, args)
+    assert [train_step(*batch).item() for batch in args.batches()[:3]] == expected
+    (tmp_path / "net.patch").write_text(args.code)
+    for command in (["git", "apply", "--check", "net.patch"], ["git", "apply", "net.patch"]):
+        subprocess.run(command, cwd=tmp_path, check=True)
+    patched, _ = patch.patched(MODEL + KINDS[kind], [AMP, COMPILE], args.model(), args.blocks, args)
+    assert (tmp_path / "net.py").read_text() == patched
+
+
+def test_what_has_no_place_in_a_file_is_no_patch(checked):
+    args = checked(MODEL + KINDS["a dict"])
+    text = args.path.read_text()
+    for other in (
+        text.replace("import torch\n", "import torch as t\n", 1),
+        text.replace("def model", "def make"),
+    ):
+        assert patch.patched(other, [AMP, COMPILE], args.model(), args.blocks, args) == (other, [])
+    with pytest.raises(Skip, match="none of the changes can be placed"):
+        model_row.patch_file({"changes": ["AMP"]}, args)
+
+
+@pytest.mark.slow
+def test_a_run_that_recommends_changes_runs_its_patched_file(tmp_path, monkeypatch):
+    """On a CPU nothing is recommended, so the report is told to."""
+    (tmp_path / "net.py").write_text(MODEL + KINDS["a loss of its own"])
+    (tmp_path / "sitecustomize.py").write_text(RECOMMENDS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = ["--model", tmp_path / "net.py", "--only", "0,3", "--steps", "2", "--output", tmp_path / "run"]
+    ran = run_python("-m", "ladder", *words, timeout=300)
+    assert (
+        "6_patched: " in ran.stdout and "ms a step" in ran.stdout.partition("6_patched: ")[2].splitlines()[0]
+    )
+    row = load(tmp_path / "run").rows[-1]
+    assert row.step == "6_patched" and row.code.startswith("--- a/net.py") and row.proof.cosine > 0.999

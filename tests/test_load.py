@@ -12,7 +12,7 @@ import runs
 
 from common.record import Study, write_json
 from report import doubts
-from report.figures import derive
+from report.derive import derive
 from report.load import RecordError, _harmless, load, read
 from report.table import main_rows
 

@@ -33,7 +33,7 @@ from mine import file as model_file
 from mine import row as model_row
 from mine import state as model_state
 from report import proof, sections, sentences, table
-from report.figures import derive
+from report.derive import derive
 from report.load import load
 
 BATCHES = "def batches():\n    while True:\n        yield torch.randn(4, 16)\n"

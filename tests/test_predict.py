@@ -14,7 +14,7 @@ from ladder import roofs as bare
 from predict import __main__ as predict
 from predict import roofs
 from predict.machine import COPY, Machine
-from report.figures import derive
+from report.derive import derive
 from report.load import load
 
 

@@ -17,7 +17,7 @@ from common import proof as sampling
 from common.record import Row, Settings
 from ladder import patches
 from report import ablations, doubts, proof, table
-from report.figures import derive
+from report.derive import derive
 from report.load import load
 
 

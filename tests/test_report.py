@@ -14,7 +14,6 @@ import runs
 from conftest import run_python
 
 from common.kernels import in_words
-from common.promises import contradiction
 from common.record import Row, Settings
 from predict import errors
 from report import (
@@ -32,9 +31,10 @@ from report import (
     sweep,
     table,
 )
-from report.figures import derive, derive_study
+from report.derive import derive, derive_study
 from report.load import RecordError, load
 from report.peaks import peak_flops_per_s
+from report.promises import contradiction
 
 SLICE = runs.ROOT / "docs" / "results" / "h200" / "gpt3-6.7b-slice"
 

@@ -1,13 +1,8 @@
 """Whether a row ran what its name says, by the settings that were observed."""
 
-from common.record import Row, Settings
+from common.record import AMP, AS_IT_IS, COMPILE, FP8, GRAPH, SDPA, Row, Settings
 
-HALF_FORMATS = ("bfloat16", "float16")  # of mixed precision
-NOT_FUSED = (None, "by hand")  # attention kernels
-UNFUSED = ("by hand", "math")  # what a row with fused attention must not run
-AMP, SDPA, COMPILE, GRAPH, FP8 = "AMP", "fused attention", "compile", "CUDA graph", "FP8"
 TF32 = "TF32"
-AS_IT_IS = "0_as_it_is"  # a user's file unchanged, where it does more than FP32
 OWN_DOING = {  # what a model does that no row asked for
     AMP: "the model or its loss uses autocast itself",
     COMPILE: "model() returns a compiled model",
@@ -15,15 +10,6 @@ OWN_DOING = {  # what a model does that no row asked for
 }
 # The words of a script's name, and what each promises.
 SCRIPT_WORDS = {"cublas": AMP, "sdpa": SDPA, "compile": COMPILE, "transformer_engine": FP8}
-
-
-def has_run(change: str, settings: Settings) -> bool | None:
-    """Whether a change was seen at work; None where the observation does not tell."""
-    half = None if settings.amp_dtype is None else settings.amp_dtype in HALF_FORMATS
-    fused = None if settings.attention_kernel is None else settings.attention_kernel not in UNFUSED
-    compiled, captured = settings.compiled, settings.captured
-    in_fp8 = None if settings == Settings(captured=captured) else settings.fp8_recipe is not None
-    return {AMP: half, SDPA: fused, COMPILE: compiled, GRAPH: captured, FP8: in_fp8}.get(change)
 
 
 def contradiction(row: Row, is_of_ladder: bool, variables: dict[str, str]) -> str:
@@ -39,11 +25,11 @@ def contradiction(row: Row, is_of_ladder: bool, variables: dict[str, str]) -> st
     else:
         promised = row.changes
         denied = [change for change in (AMP, COMPILE, GRAPH, FP8) if change not in promised]
-    missing = [change for change in promised if has_run(change, row.settings) is False]
+    missing = [change for change in promised if row.settings.has_run(change) is False]
     if missing:
         causes = [cause_of_missing(change, row.settings, variables) for change in missing]
         return f"its name is not what ran: {' and '.join(missing)} did not run{''.join(causes)}"
-    added = [change for change in denied if has_run(change, row.settings)]
+    added = [change for change in denied if row.settings.has_run(change)]
     is_fp32 = row.step == "0_baseline" or (not is_of_ladder and AMP not in promised)
     is_fp32 &= row.step != AS_IT_IS
     if is_fp32 and row.settings.float32_matmul_precision not in (None, "highest"):
