@@ -25,6 +25,7 @@ from report import (
     doubts,
     parity,
     printers,
+    proof,
     scaling,
     sections,
     sentences,
@@ -738,3 +739,58 @@ def test_a_notebook_s_backend_and_a_broken_matplotlibrc_cost_no_report(tmp_path)
     folder = runs.write(tmp_path / "run", runs.ladder(300, 100))
     ran = run_python("-m", "report", folder, env=env)
     assert ran.returncode == 0 and (folder / "steps.svg").exists(), ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "objection"),
+    [
+        ({"ms": 102.0}, ""),
+        ({"ms": 104.0}, "equal cards 1.040, not within 0.97 and 1.03"),
+        ({"ms": 96.0}, "equal cards 0.960"),
+        ({"peak_bytes": 4 * 2**30}, "peak 1.333, not within 0.97 and 1.03"),
+        ({"loss": [4.0] + [2.1] * 9}, "loss 1.050"),
+        ({"code_sha256": "2"}, "it is of other code"),
+        ({"settings": replace(runs.SETTINGS["2_sdpa"], attention_kernel="flash")}, "other settings"),
+        # A host that launches 1.3 times as slowly excuses as much more time; one 1.2 times as slow does not.
+        ({"ms": 130.0, "launch_us": [13.0], "waits": True}, ""),
+        ({"ms": 110.0, "launch_us": [12.0], "waits": True}, "equal cards 1.100, not within 0.97 and 1.03"),
+    ],
+)
+def test_a_second_run_bears_out_the_first_or_says_why_not(fields, objection, tmp_path):
+    fields = {"ms": 100.0, "launch_us": [10.0], "code_sha256": "1"} | fields
+    waits = fields.pop("waits", False)
+    row = runs.row("2_sdpa", **fields)
+    if waits:
+        row.profile = runs.profile(fields["ms"])
+        row.profile.idle_ms = 0.1 * fields["ms"]
+    first = runs.row("2_sdpa", 100.0, launch_us=[10.0], code_sha256="1")
+    a, b = (runs.write(tmp_path / name, runs.run(each)) for name, each in (("a", first), ("b", row)))
+    text, bears_out = compare.compare(a, b, 0.03)
+    assert bears_out == (not objection) and objection in text
+
+
+def test_a_profile_may_differ_from_the_timed_steps_by_a_third():
+    for ms, shown in ((70.0, True), (65.0, False), (130.0, True)):
+        (line,) = derive(runs.run(runs.row("0_x", 100.0, profile=runs.profile(ms)))).lines
+        assert bool(line.category_ms) is shown
+
+
+def test_the_limit_of_means_is_lower_by_twice_what_random_numbers_turn_them():
+    generator = np.random.default_rng(3)
+    true = generator.normal(size=500)
+    ours, theirs = ([true + generator.normal(size=500) for _ in range(8)] for _ in range(2))
+    cosine, limit = proof.agreement(ours, theirs, 0.95)
+    apart = 1 - proof.cosine(np.mean(ours, axis=0), np.mean(theirs, axis=0))
+    assert cosine == pytest.approx(1 - apart) and 0.95 - limit == pytest.approx(2 * apart, rel=0.2)
+
+
+def test_peaks_are_those_of_the_datasheets():
+    for device, peaks in {
+        "NVIDIA A100-SXM4-80GB": {"fp32": 19.5, "tf32": 156, "bf16": 312},
+        "NVIDIA H200": {"fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp8": 1978.9},
+    }.items():
+        assert {name: peak_flops_per_s(device, name) / 1e12 for name in peaks} == pytest.approx(peaks)
+
+
+def test_two_steps_have_a_gain_in_the_row_of_a_card():
+    assert table.card_row(derive(runs.ladder(200, 100)))["gains, step by step"] == "2.00 = 2.00"
