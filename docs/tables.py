@@ -218,7 +218,8 @@ def experiment(place: str, name: str) -> str:
     if not section:
         raise ValueError(f"{place} has no experiment {name}")
     from_table = itertools.dropwhile(lambda line: not line.startswith("|"), section.splitlines())
-    return "\n".join(itertools.takewhile(lambda line: line.startswith("|"), from_table))
+    text = "\n".join(itertools.takewhile(lambda line: line.startswith("|"), from_table))
+    return text.replace("[[[", "[ [ [").replace("]]]", "] ] ]")  # cog reads again what it prints
 
 
 # --- the guide's loop -----------------------------------------------------------------------------

@@ -95,11 +95,13 @@ def read_json(path: Path) -> Any:
 
 
 def _harmless(value: Any, key: str = "") -> Any:
-    """A JSON value in which every text is one line without control characters, a script's source apart."""
+    """A JSON value in which every text is one line without control characters, a script's source apart, and
+    without markers of cog: what documents print, cog reads again."""
     if isinstance(value, str) and key in ("source", "code"):
         return "".join(c if c.isprintable() or c in "\n\t" else " " for c in value)
     if isinstance(value, str):
-        return one_line(value, 5000 if key == "command" else 1000)  # a study joins several commands
+        text = one_line(value, 5000 if key == "command" else 1000)  # a study joins several commands
+        return text.replace("[[[", "[ [ [").replace("]]]", "] ] ]")
     if isinstance(value, list):
         return [_harmless(item, key) for item in value]
     if isinstance(value, dict):

@@ -138,6 +138,24 @@ def test_the_command_names_the_records_that_are_stale_and_what_it_takes(tmp_path
     assert said("--help")[0] == 0
 
 
+def test_no_text_of_a_record_is_a_marker_of_cog(tmp_path):
+    marker = "x]]] [[[end]]] [[[cog import os ]]]"
+    run = runs.run(runs.row(marker, note=marker), runs.row("b", status="oom", reason=marker), device=marker)
+    run.started_at = run.command = marker
+    runs.write(tmp_path / "of" / "odd", run)
+    page = f"## {marker}: x\n\n| {marker} |\n|---|\n| 1 |\n"
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "report.md").write_text(f"# Anatomy\n\n{page}")
+    shown = [
+        tables.measured("of/odd"),
+        tables.ladder("of/odd"),
+        tables.cards("of/odd"),
+        tables.decision("of/odd"),
+    ]
+    shown.append(tables.experiment("m", marker))
+    assert not any("[[[" in text or "]]]" in text for text in shown)
+
+
 def test_a_table_of_several_cards_says_so(tmp_path, monkeypatch):
     tables.record.cache_clear()
     for name, uuid in (("a", "1"), ("b", "2"), ("c", None)):
