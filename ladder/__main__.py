@@ -164,6 +164,8 @@ def prepare(request: Request) -> running.Job:
     if kind != "sweep":  # of its many rows no page shows a profile
         arguments.append("--profile")
     planned, kind = rows_of(request, arguments, facts), "ladder" if kind == "model" else kind
+    if not planned:
+        raise Skip(f"--only {options.only}: {Path(options.model).name} does that itself")
     command = portable_command("./run_all.sh", request.words)
     plan = running.plan_of(kind, planned, facts, options.step_timeout, command)
     again = running.again("./run_all.sh", rows.with_pinned(request.words, pinned))

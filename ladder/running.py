@@ -275,15 +275,19 @@ def execute(job: Job, output: Path | None) -> int:
 
 
 def run_patched(running: Running, job: Job, plan: dict) -> None:
-    """Where a run of a model recommends changes, run its file with a patch that makes them."""
+    """Where a run of a model recommends changes, run its file with a patch that makes them. One of another
+    recommendation is forgotten."""
     command = process.module_command("report", str(running.folder), "--recommended")
     recommended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    row = rows.Planned(
-        rows.MODEL_SCRIPT, [PATCHED, recommended, *job.rows[0].arguments[1:]], f"{PATCHED}.json"
-    )
+    words = [PATCHED, recommended, *job.rows[0].arguments[1:]]
+    row = rows.Planned(rows.MODEL_SCRIPT, words, f"{PATCHED}.json")
+    before = rows_by_output(plan).get(row.output, {})
+    if before.get("arguments") != row.arguments:
+        (running.folder / row.output).unlink(missing_ok=True)
+    others = [other for other in plan["rows"] if other["output"] != row.output]
+    planned = [*others, *([row._asdict()] if recommended else [])]
+    schema.write_json(running.folder / schema.PLAN, plan | {"rows": planned})
     if recommended and running.recorded(row).get("status") != "ok":
-        others = [other for other in plan["rows"] if other["output"] != row.output]
-        schema.write_json(running.folder / schema.PLAN, plan | {"rows": [*others, row._asdict()]})
         running.run_row(row, "the patched file")
 
 

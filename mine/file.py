@@ -73,7 +73,7 @@ class ModelArguments(options.Measurement):
     beside: list[Path] = field(default_factory=list)
     is_masked: bool = True
     blocks: list[str] = field(default_factory=list)  # names of the lists of blocks, see mine/blocks.py
-    loss_text: str = "model(batch)"  # an expression of the loss
+    loss_text: str = "model({batch})"  # an expression of the loss
     first: str = FP32  # the name of the first row, the file unchanged
     given: list[str] = field(default_factory=list)  # the rows whose changes the file makes itself
     said: list[str] = field(default_factory=list)  # what a user should know before the first row
@@ -92,6 +92,11 @@ class ModelArguments(options.Measurement):
         options.check_output(self.output)
         if not hasattr(self.file, "optimizer"):
             self.lr = self.lr or LR
+
+    @property
+    def module_name(self) -> str:
+        """By which a program of the user's imports the file."""
+        return self.path.stem if self.path.stem.isidentifier() else "my_file"
 
     def about(self) -> list[str]:
         return [*hardware.about(self.device), f"model of {self.path.name}"]
@@ -275,12 +280,12 @@ class ModelArguments(options.Measurement):
     def see_loss(self, model: torch.nn.Module) -> None:
         """Sets the expression of the loss of `batch`, as a reader writes it."""
         if hasattr(self.file, "loss"):
-            self.loss_text = f"{self.path.stem}.loss(model, batch)"
+            self.loss_text = f"{self.module_name}.loss(model, {{batch}})"
             return
         with torch.no_grad():
             output = output_of(model, copied(self.drawn[0], self.device))
         of_output = "" if isinstance(output, torch.Tensor) else ".loss"
-        self.loss_text = f"{call_text(self.drawn[0])}{of_output}"
+        self.loss_text = f"{call_text(self.drawn[0])}{of_output}".replace("batch", "{batch}")
 
     def see_start(self, model: torch.nn.Module) -> None:
         """What one training step of the unchanged file shows: `given`, the changes that it makes itself, and

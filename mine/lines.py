@@ -3,54 +3,50 @@
 Two rows differ by the lines of a change, and none of them needs a function of this project.
 """
 
-from collections.abc import Mapping
-
+import torch
 from torch import nn
 
 from ladder.rows import AMP, COMPILE, FP8, GRAPH, SDPA
 from mine.attention import needs_mask, switch_of
-from mine.blocks import blocks_of, callable_parts
+from mine.blocks import blocks_of, callable_parts, is_transformer_engine
+from mine.optimizers import Optimizers
 
 COMPILER_LIMIT = 8  # of compilations of one function
 UPDATE = ["loss.backward()", "optimizer.step()", "optimizer.zero_grad()"]
+UPDATES = ["loss.backward()", "for each in optimizer:", "    each.step()", "    each.zero_grad()"]  # a list
 WITHOUT_MASK = [  # by the name "sdpa", a CUDA graph gets a mask as a tensor, which is slow
     "from transformers import AttentionInterface",
     'AttentionInterface.register("sdpa_without_mask", AttentionInterface()["sdpa"])',
-    'model.set_attn_implementation("sdpa_without_mask")',
 ]
 FP8_BY_TORCHAO = [
     "from torchao.float8 import convert_to_float8_training",
     "def divides(module, name):",
     "    return isinstance(module, torch.nn.Linear) and not any(size % 16 for size in module.weight.shape)",
 ]
-COPIES = {  # of a batch for a graph, which reads it in place: once, and in each step
-    dict: (
-        "static = {name: tensor.clone() for name, tensor in batch.items()}",
-        ["for name in static:", "    static[name].copy_(batch[name])"],
-    ),
-    list: (
-        "static = [tensor.clone() for tensor in batch]",
-        ["for place, numbers in zip(static, batch):", "    place.copy_(numbers)"],
-    ),
-    None: ("static = batch.clone()", ["static.copy_(batch)"]),
-}
 
 
-def program(names: list[str], model: nn.Module, lists: list[str], args) -> str:
-    """The program with the changes of these rows. `model` is as its file makes it, `lists` are the names of
-    its lists of blocks, and `args` are mine.file's ModelArguments."""
+def program(
+    names: list[str], model: nn.Module, lists: list[str], args, optimizer: object, fp8_context: object = None
+) -> str:
+    """The program with the changes of these rows. `model` is as it is before it is compiled, `lists` are the
+    names of its lists of blocks, `args` are mine.file's ModelArguments, and `fp8_context` is what the file's
+    fp8() returned."""
     setup = []
     if AMP in names:
         setup.append('torch.set_float32_matmul_precision("high")')
     if SDPA in names and switch_of(model):
         setup += attention_lines(model, args)
     if FP8 in names:
-        setup += fp8_lines(lists, args)
+        setup += fp8_lines(model, lists, args, fp8_context)
     if COMPILE in names:
         setup += compile_lines(model, lists)
-        setup += compiled_loss_lines(model, args.path.stem if hasattr(args.file, "loss") else None)
+        setup += compiled_loss_lines(model, args.module_name if hasattr(args.file, "loss") else None)
     setup.append(optimizer_line(args, GRAPH in names))
-    step = loss_lines(names, args, "static" if GRAPH in names else "batch")
+    contexts = [f'torch.autocast("{args.device.type}", torch.bfloat16)'] if AMP in names else []
+    contexts += ["fp8_context"] if fp8_context is not None else []
+    loss = f"loss = {args.loss_text.format(batch='static' if GRAPH in names else 'batch')}"
+    step = [f"with {', '.join(contexts)}:", f"    {loss}"] if contexts else [loss]
+    step += UPDATES if isinstance(optimizer, Optimizers) else UPDATE
     lines = [f"# once, after model() of {args.path.name}", *setup]
     if GRAPH in names:
         lines += graph_lines(step, args.drawn[0])
@@ -59,46 +55,63 @@ def program(names: list[str], model: nn.Module, lists: list[str], args) -> str:
     return "\n".join(lines) + "\n"
 
 
-def loss_lines(names: list[str], args, batch: str) -> list[str]:
-    """Forward, loss, backward and update."""
-    contexts = []
-    if AMP in names:
-        contexts.append(f'torch.autocast("{args.device.type}", torch.bfloat16)')
-    if FP8 in names and hasattr(args.file, "fp8"):
-        contexts.append("fp8_context")
-    loss = f"loss = {args.loss_text.replace('batch', batch)}"
-    return [*([f"with {', '.join(contexts)}:", f"    {loss}"] if contexts else [loss]), *UPDATE]
-
-
 def optimizer_line(args, captured: bool) -> str:
     how = "fused=True, capturable=True" if captured else "fused=True"
     if hasattr(args.file, "optimizer"):
-        return f"optimizer = {args.path.stem}.optimizer(model.parameters(), {how})"
+        return f"optimizer = {args.module_name}.optimizer(list(model.parameters()), {how})"
     rate = f"lr={args.lr:g}, betas=(0.9, 0.95), weight_decay=0.1"
     return f"optimizer = torch.optim.AdamW(model.parameters(), {rate}, {how})"
 
 
+def place_of(model: nn.Module, name: str) -> str:
+    """A module by its name, as Python writes it: `model.stages[1].blocks`."""
+    text, parent = "model", model
+    for part in filter(None, name.split(".")):
+        if isinstance(parent, nn.ModuleDict):
+            text += f"[{part!r}]"
+        else:
+            text += f"[{part}]" if part.isdecimal() else f".{part}"
+        parent = parent.get_submodule(part)
+    return text
+
+
 def attention_lines(model: nn.Module, args) -> list[str]:
     """Hugging Face's switch, as mine/changes.py's fused_attention sets it."""
-    masked = needs_mask(switch_of(model), args.is_masked)
-    return ['model.set_attn_implementation("sdpa")'] if masked else WITHOUT_MASK
+    switch = switch_of(model)
+    place = next(place_of(model, name) for name, module in model.named_modules() if module is switch)
+    if needs_mask(switch, args.is_masked):
+        return [f'{place}.set_attn_implementation("sdpa")']
+    return [*WITHOUT_MASK, f'{place}.set_attn_implementation("sdpa_without_mask")']
 
 
 def compile_lines(model: nn.Module, lists: list[str]) -> list[str]:
-    """The blocks, or the whole model, as mine/changes.py's compile_parts does it."""
-    parts = [part for block in blocks_of(model, lists) for part in callable_parts(block)]
-    lines = [] if parts else ["model.compile()"]
+    """The blocks, or the whole model, as mine/row.py's `compiled` does it."""
+    of_lists = {
+        name: [block for block in blocks_of(model, [name]) if not is_transformer_engine(block)]
+        for name in lists
+    }
+    parts = [part for blocks in of_lists.values() for block in blocks for part in callable_parts(block)]
+    if not lists:
+        return compile_part("model", model)
+    lines = []
     if 2 * len(parts) > COMPILER_LIMIT:
         lines.append("# A block that reads its own number compiles once for each.")
         lines.append(f"torch._dynamo.config.recompile_limit = {2 * len(parts)}")
-    is_of_pytorch = parts and parts[0].forward.__module__.startswith("torch.nn.")  # compile() leaves these
-    each = "block.forward = torch.compile(block.forward)" if is_of_pytorch else "block.compile()"
-    for name in lists if parts else []:
-        lines += for_each_block(model, name, each)
-    if parts:
-        lines.append("# Without this, a compiled loss compiles the whole model.")
-        lines.append("model.forward = torch.compiler.disable(model.forward)")
-    return lines
+    for name, blocks in of_lists.items():
+        if blocks and callable_parts(blocks[0]) == [blocks[0]]:
+            lines += for_each_block(model, name, *compile_part("block", blocks[0]))
+        elif blocks:  # a list of layers, which has no forward
+            (inner,) = compile_part("part", callable_parts(blocks[0])[0])
+            lines += for_each_block(model, name, "for part in block.children():", f"    {inner}")
+    lines.append("# Without this, a compiled loss compiles the whole model.")
+    return [*lines, "model.forward = torch.compiler.disable(model.forward)"]
+
+
+def compile_part(name: str, part: nn.Module) -> list[str]:
+    """compile() leaves PyTorch's own modules as they are."""
+    if part.forward.__module__.startswith("torch.nn."):
+        return [f"{name}.forward = torch.compile({name}.forward)"]
+    return [f"{name}.compile()"]
 
 
 def compiled_loss_lines(model: nn.Module, module: str | None = None) -> list[str]:
@@ -110,23 +123,38 @@ def compiled_loss_lines(model: nn.Module, module: str | None = None) -> list[str
     return []
 
 
-def for_each_block(model: nn.Module | None, name: str, line: str) -> list[str]:
-    values = ".values()" if model is not None and isinstance(model.get_submodule(name), nn.ModuleDict) else ""
-    return [f"for block in model.{name}{values}:", f"    {line}"]
+def for_each_block(model: nn.Module, name: str, *lines: str) -> list[str]:
+    values = ".values()" if isinstance(model.get_submodule(name), nn.ModuleDict) else ""
+    return [f"for block in {place_of(model, name)}{values}:", *(f"    {line}" for line in lines)]
 
 
-def fp8_lines(lists: list[str], args) -> list[str]:
+def fp8_lines(model: nn.Module, lists: list[str], args, fp8_context: object = None) -> list[str]:
     if hasattr(args.file, "fp8"):
-        return [f"fp8_context = {args.path.stem}.fp8(model)"]
+        returned = "fp8_context = " if fp8_context is not None else ""
+        return [f"{returned}{args.module_name}.fp8(model)"]
     convert = "convert_to_float8_training({}, module_filter_fn=divides)"
-    lines = [line for name in lists for line in for_each_block(None, name, convert.format("block"))]
+    lines = [line for name in lists for line in for_each_block(model, name, convert.format("block"))]
     return FP8_BY_TORCHAO + (lines or [convert.format("model")])
+
+
+def copy_lines(batch) -> tuple[str, list[str]]:
+    """How a graph gets its batch, which it reads in place: once, and in each step."""
+    if isinstance(batch, torch.Tensor):
+        return "static = batch.clone()", ["static.copy_(batch)"]
+    if type(batch) in (list, tuple) and all(isinstance(part, torch.Tensor) for part in batch):
+        copies = ["for place, numbers in zip(static, batch):", "    place.copy_(numbers)"]
+        return "static = [tensor.clone() for tensor in batch]", copies
+    if type(batch) is dict and all(isinstance(part, torch.Tensor) for part in batch.values()):
+        copies = ["for name in static:", "    static[name].copy_(batch[name])"]
+        return "static = {name: tensor.clone() for name, tensor in batch.items()}", copies
+    return "static = batch  # with each tensor cloned", [
+        "# copy each tensor of `batch` into that of `static`"
+    ]
 
 
 def graph_lines(step: list[str], batch) -> list[str]:
     """The whole step as a CUDA graph, as mine/changes.py's capture_step does it."""
-    kind = dict if isinstance(batch, Mapping) else list if isinstance(batch, (list, tuple)) else None
-    clone, copy = COPIES[kind]
+    clone, copies = copy_lines(batch)
     return [
         "",
         "# once, after three such steps, all in `with torch.cuda.stream(torch.cuda.Stream()):`",
@@ -136,6 +164,6 @@ def graph_lines(step: list[str], batch) -> list[str]:
         *(f"    {line}" for line in step),
         "",
         "# in each training step",
-        *copy,
+        *copies,
         "graph.replay()",
     ]

@@ -11,76 +11,97 @@ from types import ModuleType
 
 from torch import nn
 
+from common.text import Skip, one_line
 from ladder.rows import AMP, COMPILE, FP8, SDPA
 from mine import lines
 from mine.attention import switch_of
 from mine.file import called
 
 
+def read(path: Path) -> str:
+    """The text of a file. Raises Skip for one that a patch could not carry as it is."""
+    try:
+        text = path.read_bytes().decode()
+        ast.parse(text)
+    except (UnicodeError, SyntaxError) as error:
+        raise Skip(f"{path.name} cannot be patched ({one_line(error, 100)})") from error
+    if not all(letter.isprintable() or letter in "\n\t" for letter in text):
+        raise Skip(f"{path.name} cannot be patched: it holds line ends or letters that are no plain text")
+    return text
+
+
 def patched(text: str, names: list[str], model: nn.Module, lists: list[str], args) -> tuple[str, list[str]]:
     """The text of a file with the changes of these rows that can be placed, and which rows these are."""
-    tree = ast.parse(text)
+    tree, rows = ast.parse(text), text.split("\n")
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    if "model" not in functions or not imports_torch(tree):
+    returns = functions["model"].body[-1] if "model" in functions else None
+    if not (imports_torch(tree) and isinstance(returns, ast.Return) and returns.value):
         return text, []
-    returns = functions["model"].body[-1]
+    indent = rows[returns.lineno - 1].encode()[: returns.col_offset].decode()
+    if indent.strip():  # a function in one line
+        return text, []
     placed, setup, decorators = [], [], []
     if AMP in names and "loss" in functions:
         placed.append(AMP)
         setup.append('torch.set_float32_matmul_precision("high")')
         decorators.append(f'@torch.autocast("{args.device.type}", torch.bfloat16)')
-    if isinstance(returns, ast.Return) and returns.value:
-        if SDPA in names and switch_of(model):
-            placed.append(SDPA)
-            setup += lines.attention_lines(model, args)
-        if FP8 in names and not hasattr(args.file, "fp8"):
-            placed.append(FP8)
-            setup += lines.fp8_lines(lists, args)
-        if COMPILE in names and ("loss" in functions or not hasattr(args.file, "loss")):
-            placed.append(COMPILE)
-            setup += lines.compile_lines(model, lists)
-            decorators += ["@torch.compile"] if "loss" in functions else lines.compiled_loss_lines(model)
-    if decorators and "loss" not in functions:
-        setup, decorators = setup + decorators, []
-    rows = text.splitlines()
-    changes = {functions["loss"].lineno - 1: decorators} if decorators else {}
-    changes[returns.lineno - 1] = setup
-    for at in sorted(changes, reverse=True):
-        if changes[at] is setup:
-            rows[at : returns.end_lineno] = before_return(returns, rows, setup)
+    if SDPA in names and switch_of(model):
+        placed.append(SDPA)
+        setup += lines.attention_lines(model, args)
+    if FP8 in names and not hasattr(args.file, "fp8"):
+        placed.append(FP8)
+        setup += lines.fp8_lines(model, lists, args)
+    if COMPILE in names and ("loss" in functions or not hasattr(args.file, "loss")):
+        placed.append(COMPILE)
+        setup += lines.compile_lines(model, lists)
+        if "loss" in functions:
+            decorators.append("@torch.compile")
         else:
-            rows[at:at] = decorators
-    return "\n".join(rows) + "\n", placed
+            setup += lines.compiled_loss_lines(model)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    edits = [(returns.lineno - 1, returns.end_lineno, before_return(returns, rows, indent, setup, used))]
+    if decorators:
+        at = functions["loss"].lineno - 1
+        edits.append((at, at, decorators))
+    for begin, end, new in sorted(edits, reverse=True):  # the lower one first
+        rows[begin:end] = new
+    return "\n".join(rows), placed
 
 
 def imports_torch(tree: ast.Module) -> bool:
     """Whether the name `torch` is torch."""
     imported = [alias for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
-    return any((alias.asname or alias.name.partition(".")[0]) == "torch" for alias in imported)
+    as_itself = any(alias.asname is None and alias.name.partition(".")[0] == "torch" for alias in imported)
+    return as_itself and not any(alias.asname == "torch" for alias in imported)
 
 
-def before_return(returns: ast.Return, rows: list[str], setup: list[str]) -> list[str]:
-    """The lines of a `return`, with these before it; they say `model` of what it returns."""
-    indent, value = " " * returns.col_offset, returns.value
-    name = value.id if isinstance(value, ast.Name) else "net"
-    own = [indent + (line if line[0] == "#" else re.sub(r"(?<![\w.])model\b", name, line)) for line in setup]
+def before_return(
+    returns: ast.Return, rows: list[str], indent: str, setup: list[str], used: set[str]
+) -> list[str]:
+    """The lines of a `return`, with those of `setup`, which say `model` of what it returns, before it."""
+    has_name = isinstance(returns.value, ast.Name)
+    free = (name for name in ("net", "network", "the_model") if name not in used)
+    name = returns.value.id if has_name else next(free, "_model")
+    own = [line if line[0] == "#" else re.sub(r"(?<![\w.])model\b", name, line) for line in setup]
+    own = [indent + line for line in own]
     whole = rows[returns.lineno - 1 : returns.end_lineno]
-    if isinstance(value, ast.Name):
+    if has_name:
         return own + whole
     whole[0] = whole[0].replace("return", f"{name} =", 1)
     return [*whole, *own, f"{indent}return {name}"]
 
 
-def difference(path: Path, text: str) -> str:
+def difference(name: str, before: str, after: str) -> str:
     """The patch, for `patch -p1` or `git apply` in the folder of the file."""
-    before = path.read_text().splitlines(keepends=True)
-    names = f"a/{path.name}", f"b/{path.name}"
-    return "".join(difflib.unified_diff(before, text.splitlines(keepends=True), *names))
+    texts = (text.splitlines(keepends=True) for text in (before, after))
+    changed = difflib.unified_diff(*texts, f"a/{name}", f"b/{name}")
+    endless = "\n\\ No newline at end of file\n"
+    return "".join(line if line[-1] == "\n" else line + endless for line in changed)
 
 
-def load(path: Path, text: str) -> ModuleType:
+def load(path: Path, name: str, text: str) -> ModuleType:
     """A patched text as the module of its file, whose folder and data it finds as before."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     called(lambda: exec(compile(text, str(path), "exec"), vars(module)), path)

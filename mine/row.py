@@ -130,16 +130,17 @@ def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tu
     if args.work_sha256() != args.planned.text_sha256:
         changed = f"{args.path.name}, or what it imports or reads, has changed since the run began"
         raise RuntimeError(f"{changed}, or its batches differ in each process: seed its generator")
-    args.code = args.code or lines.program(names, model, args.blocks, args)
     set_attention(model, before, SDPA in names, args)
-    blocks = blocks_of(model, args.blocks)
+    blocks, fp8_context = blocks_of(model, args.blocks), None
     contexts = [changes.mixed_precision(args.device)] if AMP in names else []
     if FP8 in names:
-        contexts += filter(None, [convert_to_fp8(model, blocks or [model], args)])
+        fp8_context = convert_to_fp8(model, blocks or [model], args)
+        contexts += filter(None, [fp8_context])
         blocks = blocks_of(model, args.blocks)
-    loss = compiled(model, blocks, args) if COMPILE in names else args.loss
     captures = GRAPH in names
     optimizer = args.optimizer(model, captures)
+    args.code = args.code or lines.program(names, model, args.blocks, args, optimizer, fp8_context)
+    loss = compiled(model, blocks, args) if COMPILE in names else args.loss
     if captures and not args.cold:
         for each in each_of(optimizer):
             check_states(each)
@@ -202,11 +203,13 @@ def patch_file(row: dict, args: ModelArguments) -> list[str]:
     """Put those changes of a recommended row into the file that can be placed there, and the patch into
     `args.code`. Returns the rows whose changes are left to make. Raises Skip where none can be placed."""
     names = [name for name in ROWS if ROWS[name] in row.get("changes", []) and name not in args.given]
-    text, placed = patch.patched(args.path.read_text(), names, args.model(), args.blocks, args)
+    text = patch.read(args.path)
+    patched, placed = patch.patched(text, names, args.model(), args.blocks, args)
     if not placed:
         raise Skip(f"none of the changes can be placed in {args.path.name}")
-    args.code = patch.difference(args.path, text)
-    args.file = patch.load(args.path, text)
+    args.code = patch.difference(args.path.name, text, patched)
+    model_file.set_seeds(args.seed)  # as before the file was imported
+    args.file = patch.load(args.path, args.file.__name__, patched)
     return [name for name in names if name not in placed]
 
 

@@ -7,7 +7,7 @@ python -m report --compare A B     two runs, row by row; with --bound 0.03 wheth
 import sys
 from pathlib import Path
 
-from common.record import MERGED, PLAN, Run, Study, write_bytes, write_json
+from common.record import MERGED, PATCHED, PLAN, Run, Study, write_bytes, write_json
 from common.text import OneLineParser, run_command, say
 
 GOOD = ("ok", "skipped")
@@ -27,8 +27,10 @@ def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
         figures = derive(record)
         files["report.html"] = printers.html(report).encode()
         files["steps.svg"] = bars.picture(figures).encode()
-        if patch := sentences.patch_note(figures)[1]:
-            files[Path(record.workload.model).with_suffix(".patch").name] = patch.encode()
+        if patch := sentences.offered_patch(figures):
+            files[sentences.patch_name(figures)] = patch.encode()
+        elif record.workload and record.workload.model:
+            (folder / sentences.patch_name(figures)).unlink(missing_ok=True)  # of rows that ran before
         if table.fits_cards(figures):
             row = " | ".join(map(printers.escaped, table.card_row(figures).values()))
             end = ["This GPU as a row of docs/cards.md:", f"| {row} |"]
@@ -78,7 +80,8 @@ def main() -> int:
     for name, content in files.items():
         write_bytes(args.folder / name, content)
     runs = load.runs_of(record).values()
-    return int(any(row.status not in GOOD for run in runs for row in [*run.rows, *run.peers]))
+    rows = [row for run in runs for row in [*run.rows, *run.peers] if row.step != PATCHED]
+    return int(any(row.status not in GOOD for row in rows))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import re
 from dataclasses import asdict, dataclass, field
 
 from common.kernels import in_words
-from common.record import PATCHED, Kernel, Row, Run, Study
+from common.record import AS_IT_IS, PATCHED, Kernel, Row, Run, Study
 from common.text import one_line
 from report import bars, charts, doubts, proof, sentences, studies, table
 from report.bars import Bar
@@ -83,8 +83,10 @@ def _lines(figures: Figures) -> Section:
     if line is None or not line.row.code:
         return Section()
     code = [pair for pair in code_diff(figures.first.row, line.row, around=99) if pair[0] != "@"]
-    heading = f"What to change, with the names of {figures.run.workload.model}"
-    return Section(heading, code=code, note=sentences.patch_note(figures)[0], shown=TERMINAL)
+    heading, first = f"What to change, with the names of {figures.run.workload.model}", figures.first
+    if first.row.changes and first.name != AS_IT_IS:
+        heading += f", beyond {first.name}"
+    return Section(heading, code=code, note=sentences.patch_note(figures), shown=TERMINAL)
 
 
 def _conventions(figures: Figures) -> str:

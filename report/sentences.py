@@ -1,6 +1,8 @@
 """What a run shows and what it ran on, in sentences."""
 
-from common.record import AS_IT_IS, NOT_FUSED, PATCHED, Environment, Workload
+import shlex
+
+from common.record import AS_IT_IS, NOT_FUSED, PATCHED, Environment, Row, Workload
 from report.cells import gain, milliseconds, time_or_status
 from report.doubts import from_to
 from report.figures import LOSS_WINDOW, MARK, Figures, Line, is_mixed, ratio
@@ -49,9 +51,7 @@ def decision(timed: list[Line]) -> str:
     changed = [line for line in timed if line.row.changes and line.name != AS_IT_IS]
     if not changed:
         return "No change has a time"
-    differing = {line.row.changes[-1] for line in changed if line.same_work == "differs"}
-    sound = [line for line in changed if not differing & {*line.row.changes}]
-    taken = [line for line in sound if line is first or _is_worth(line)]
+    taken = taken_of(timed)
     others = [line for line in changed if line not in taken]
     if not taken:
         if all(map(_is_doubtful, others)):
@@ -82,39 +82,62 @@ def recommended(figures: Figures) -> Line | None:
     timed = [line for line in figures.timed_steps if line.name != PATCHED]
     if figures.run.is_of_ladder or figures.environment.device_type == "cpu" or not timed:
         return None
-    if not decision(timed).startswith("Take ") or decision(timed).startswith("Take none"):
-        return None
-    differing = {line.row.changes[-1] for line in timed if line.same_work == "differs"}
-    sound = [line for line in timed[1:] if _is_worth(line) and not differing & {*line.row.changes}]
-    return sound[-1] if sound else None
+    taken = [line for line in taken_of(timed) if line is not timed[0]]
+    return taken[-1] if taken and taken[-1].over_first.value > 1 else None
 
 
-def patch_note(figures: Figures) -> tuple[str, str]:
-    """What came of the patch of a user's file, in a sentence, and the patch, if it is offered."""
-    row = next((row for row in figures.run.rows if row.step == PATCHED), None)
-    if row is None:
-        return "", ""
-    line, name = (
-        next((line for line in figures.timed_steps if line.row is row), None),
-        figures.run.workload.model,
-    )
+def taken_of(timed: list[Line]) -> list[Line]:
+    """The rows whose changes are worth it, and the first one, whose change nothing judges."""
+    changed = [line for line in timed if line.row.changes and line.name != AS_IT_IS]
+    differing = {line.row.changes[-1] for line in changed if line.same_work == "differs"}
+    sound = [line for line in changed if not differing & {*line.row.changes}]
+    return [line for line in sound if line is timed[0] or _is_worth(line)]
+
+
+def patch_note(figures: Figures) -> str:
+    """What came of the patch of a user's file, in a sentence; empty where none was made."""
+    row, wanted = patched_row(figures), recommended(figures)
+    if row is None or wanted is None:
+        return ""
+    line = next((line for line in figures.timed_steps if line.row is row), None)
     if line is None:
-        return f"No patch is offered: {row.reason}.", ""
-    faster = line.over_before
-    if (
-        faster is None
-        or (faster.clear and faster.value < AS_FAST)
-        or line.doubts
-        or line.same_work == "differs"
-    ):
-        reason = (line.doubts or ["its work differs" if line.same_work == "differs" else "it is slower"])[0]
-        return f"A patch was made, and is not offered: {reason} ({time_or_status(line)} ms).", ""
-    patch = f"{name.removesuffix('.py')}.patch"
-    sentence = (
-        f"{patch}, beside this report, makes those of these changes that have a place in {name}: run so, "
+        return f"No patch is offered: {row.reason}."
+    if objection := objection_to_patch(line, wanted):
+        return f"A patch was made, and is not offered: {objection} ({time_or_status(line)} ms)."
+    file = figures.run.workload.model
+    patch = shlex.quote(patch_name(figures))
+    return (
+        f"{patch}, beside this report, makes those of these changes that have a place in {file}. Run so, "
+        f"with the others, a step took {time_or_status(line)} ms, and its gradients agree. In the folder of "
+        f"{file}: patch -p1 < PATH/{patch}."
     )
-    sentence += f"with the others, a step took {time_or_status(line)} ms, and its gradients agree. "
-    return f"{sentence}In the folder of {name}: patch -p1 < {patch}.", row.code or ""
+
+
+def patched_row(figures: Figures) -> Row | None:
+    return next((row for row in figures.run.rows if row.step == PATCHED), None)
+
+
+def patch_name(figures: Figures) -> str:
+    return f"{figures.run.workload.model.removesuffix('.py')}.patch"
+
+
+def offered_patch(figures: Figures) -> str:
+    """The patch of a user's file, if it has the time and the work of the row that it follows."""
+    row, wanted = patched_row(figures), recommended(figures)
+    line = next((line for line in figures.timed_steps if line.row is row), None)
+    return (row.code or "") if line and wanted and not objection_to_patch(line, wanted) else ""
+
+
+def objection_to_patch(line: Line, wanted: Line) -> str:
+    """Why a patch is not offered, in a clause; empty where it is."""
+    if line.row.changes != wanted.row.changes:
+        return "it makes other changes"
+    faster = ratio(line, wanted)
+    if faster.clear and faster.value < AS_FAST:
+        return "it is slower"
+    if line.same_work != "agrees":
+        return "its work differs" if line.same_work == "differs" else "its work is not proven"
+    return line.doubts[0] if line.doubts else ""
 
 
 def _not_taken(lines: list[Line]) -> str:

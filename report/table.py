@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from common.record import PRECISIONS, Roofs
+from common.record import PATCHED, PRECISIONS, Roofs
 from report.cells import (
     LAUNCH,
     dtype,
@@ -103,7 +103,11 @@ def main_columns(figures: Figures, detailed: bool) -> list[Column]:
         Column("ms", itself, time_with_range if detailed else time_or_status),
         Column(f"{unit}/s", "tokens_per_s", whole),
         Column("TFLOP/s", "flops_per_s", tflops),
-        Column("x made from" if has_another_base(figures) else "x above", "over_before", gain),
+        Column(
+            "x made from" if has_another_base(figures) else "x above",
+            lambda line: None if line.name == PATCHED else line.over_before,
+            gain,
+        ),
     ]
     columns += [Column(f"x {line.name}", f"over_{which}", gain) for which, line in compared_with(figures)]
     columns += [Column("GiB", "gib", number), Column("loss", "loss", lambda loss: number(loss, ".3f"))]
@@ -127,7 +131,8 @@ def main_rows(figures: Figures, detailed: bool = False) -> list[dict[str, str]]:
 
 def has_another_base(figures: Figures) -> bool:
     """Whether a timed step is made from another step than the nearest timed one above."""
-    return any(line.before is not above for above, line in pairwise(figures.timed_steps))
+    steps = [line for line in figures.timed_steps if line.name != PATCHED]
+    return any(line.before is not above for above, line in pairwise(steps))
 
 
 def front_rows(figures: Figures, additions: list[str]) -> list[dict[str, str]]:

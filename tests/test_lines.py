@@ -1,20 +1,23 @@
 """The lines that a run recommends are a program: what they train is what the row trained."""
 
-import json
 import subprocess
+from dataclasses import replace
+from types import SimpleNamespace
 
+import goldens
 import pytest
 import torch
-from conftest import ROOT, run_python
+from conftest import run_python
 from torch import nn
 
-from common.record import AS_IT_IS, Row
+from common.record import AS_IT_IS, Proof
 from common.text import Skip
 from ladder.rows import AMP, COMPILE, FP8, GRAPH
-from mine import batch as model_batch
 from mine import file as model_file
 from mine import lines, patch
 from mine import row as model_row
+from report import sentences
+from report.derive import derive
 from report.load import load
 
 MODEL = """
@@ -113,13 +116,13 @@ def test_the_lines_train_as_the_row_that_they_describe(kind, names, checked, mon
 def test_blocks_are_named_and_nothing_of_this_project_is(checked):
     args = checked(MODEL + KINDS["a loss of its own"])
     model = args.model()
-    program = lines.program([AMP, COMPILE, GRAPH, FP8], model, args.blocks, args)
+    program = lines.program([AMP, COMPILE, GRAPH, FP8], model, args.blocks, args, None)
     assert "for block in model.blocks:\n    block.compile()\n" in program
     assert "net.loss = torch.compile(net.loss)" in program and "capturable=True" in program
     assert 'with torch.autocast("cpu", torch.bfloat16):' in program
     assert not any(name in program for name in ("mine", "ladder", "common.", "changes."))
     compile(program, "program", "exec")
-    whole = lines.program([COMPILE], model, [], args)
+    whole = lines.program([COMPILE], model, [], args, None)
     assert "model.compile()" in whole and "torch.compiler.disable" not in whole
 
 
@@ -129,19 +132,31 @@ def test_what_the_file_does_itself_is_no_line(checked):
     )
     args = checked(text)
     assert args.given == [AMP] and args.first == AS_IT_IS
-    assert "autocast" not in lines.program([COMPILE], args.model(), args.blocks, args)
+    assert "autocast" not in lines.program([COMPILE], args.model(), args.blocks, args, None)
 
 
-def test_parts_of_pytorch_s_own_classes_compile_by_their_forward():
+def test_parts_are_named_as_python_writes_them():
     model = nn.Module()
     model.layers = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2)), "b": nn.Sequential(nn.Linear(2, 2))})
-    texts = lines.compile_lines(model, ["layers"])
-    assert texts[:2] == [
+    model.stages = nn.Sequential(nn.Module(), nn.Module())
+    model.stages[1].blocks = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2)]) for _ in range(2))
+    assert lines.compile_lines(model, ["layers", "stages.1.blocks"])[:5] == [
         "for block in model.layers.values():",
         "    block.forward = torch.compile(block.forward)",
+        "for block in model.stages[1].blocks:",
+        "    for part in block.children():",
+        "        part.forward = torch.compile(part.forward)",
     ]
-    assert model_batch.call_text({"a": 1}) == "model(**batch)" and json.dumps(Row("x").code) == "null"
-    assert (ROOT / "mine" / "lines.py").read_text().count("import torch\n") == 0
+    assert lines.place_of(model, "layers.a") == "model.layers['a']"
+    assert lines.compile_lines(nn.Sequential(), []) == ["model.forward = torch.compile(model.forward)"]
+
+
+def test_a_batch_that_is_copied_in_another_way_is_a_comment():
+    tensor = torch.ones(2)
+    for batch, kind in ((tensor, "batch.clone()"), ((tensor, tensor), "[tensor"), ({"x": tensor}, "{name")):
+        assert lines.copy_lines(batch)[0].startswith(f"static = {kind}")
+    for batch in ((tensor, {"m": tensor}), {"x": tensor, "use_cache": False}, SimpleNamespace(x=tensor)):
+        assert "#" in lines.copy_lines(batch)[0] and lines.copy_lines(batch)[1][0].startswith("#")
 
 
 PATCHES = {
@@ -176,6 +191,64 @@ def test_a_patch_applies_and_the_patched_file_trains_as_the_row(kind, checked, t
         subprocess.run(command, cwd=tmp_path, check=True)
     patched, _ = patch.patched(MODEL + KINDS[kind], [AMP, COMPILE], args.model(), args.blocks, args)
     assert (tmp_path / "net.py").read_text() == patched
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("    return Net()\n", "\treturn Net()\n", "\tnet = Net()\n\tfor block in"),
+        ("    return Net()\n", "    return (\n        Net()\n    )\n", "    net = (\n        Net()\n    )\n"),
+        (
+            "def model():\n    return Net()\n",
+            "net = Net\n\ndef model():\n    return net()\n",
+            "network = net()\n",
+        ),
+        ("    return Net()\n", "    made = Net()\n    return made\n", "    for block in made.blocks:"),
+        ("torch.ones(4, 16)\n", "torch.ones(4, 16)", "+    net = Net()"),  # no end of the last line
+        ("def model():\n    return Net()\n", "def model(): return Net()\n", None),
+        ("    return Net()\n", "    if True:\n        return Net()\n", None),
+        ("import torch\n", "import torch as t, torch.nn as torch\n", None),
+    ],
+)
+def test_a_patch_fits_the_file_as_it_is_written_or_is_none(old, new, said, checked, tmp_path):
+    text = MODEL + KINDS["a tuple"]
+    args, text = checked(text), text.replace(old, new, 1)
+    assert new in text
+    patched, placed = patch.patched(text, [COMPILE], args.model(), args.blocks, args)
+    assert bool(placed) is (said is not None)
+    compile(patched, "net.py", "exec")
+    (tmp_path / "net.py").write_text(text)
+    (tmp_path / "net.patch").write_text(changed := patch.difference("net.py", text, patched))
+    assert (said or "") in patched + changed
+    if placed:
+        subprocess.run(["git", "apply", "net.patch"], cwd=tmp_path, check=True)
+    assert (tmp_path / "net.py").read_text() == patched
+
+
+@pytest.mark.parametrize(
+    "content", [b"a = 1\r\n", b"a = 1\x0c\n", b"\xef\xbb\xbfa = 1\n", b"a = '\xe9'\n", b"("]
+)
+def test_a_file_that_a_patch_cannot_carry_is_left_alone(content, tmp_path):
+    (tmp_path / "net.py").write_bytes(content)
+    with pytest.raises(Skip, match="cannot be patched"):
+        patch.read(tmp_path / "net.py")
+
+
+def test_a_patch_is_offered_only_with_the_time_and_the_work_of_its_row():
+    run = goldens.patched()
+    row = run.rows[-1]
+    assert sentences.offered_patch(derive(run)) == row.code
+    for change, said in (
+        ({"step_ms": [120.0] * 3}, "it is slower (120.0 ms)"),
+        ({"proof": None}, "its work is not proven"),
+        ({"proof": Proof("0_fp32", False, 0.1)}, "its work is not proven"),
+        ({"proof": Proof("0_fp32", False, 1.0, 0.1, "w", limit=0.9)}, "its work differs"),
+        ({"changes": ["AMP"]}, "it makes other changes"),
+        ({"recompiled": 1}, "the compiler worked while it was timed"),
+        ({"status": "skipped", "reason": "no place"}, "No patch is offered: no place."),
+    ):
+        run.rows[-1] = replace(row, **change)
+        assert not sentences.offered_patch(derive(run)) and said in sentences.patch_note(derive(run)), said
 
 
 def test_what_has_no_place_in_a_file_is_no_patch(checked):
