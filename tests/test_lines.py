@@ -16,7 +16,7 @@ from ladder.rows import AMP, COMPILE, FP8, GRAPH
 from mine import file as model_file
 from mine import lines, patch
 from mine import row as model_row
-from report import sentences
+from report import proof, sentences
 from report.derive import derive
 from report.load import load
 
@@ -263,16 +263,39 @@ def test_what_has_no_place_in_a_file_is_no_patch(checked):
         model_row.patch_file({"changes": ["AMP"]}, args)
 
 
+DROPOUT = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 32)
+        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.2, batch_first=True, norm_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    def forward(self, x, y):
+        logits = self.encoder(self.embed(x)) @ self.embed.weight.T
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+def model():
+    return Net()
+def batches():
+    for _ in range(2):
+        yield torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
+"""
+
+
 @pytest.mark.slow
-def test_a_run_that_recommends_changes_runs_its_patched_file(tmp_path, monkeypatch):
+def test_a_model_with_dropout_runs_from_the_file_to_the_patch(tmp_path, monkeypatch):
     """On a CPU nothing is recommended, so the report is told to."""
-    (tmp_path / "net.py").write_text(MODEL + KINDS["a loss of its own"])
+    (tmp_path / "net.py").write_text(DROPOUT)
     (tmp_path / "sitecustomize.py").write_text(RECOMMENDS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = ["--model", tmp_path / "net.py", "--only", "0,3", "--steps", "2", "--output", tmp_path / "run"]
     ran = run_python("-m", "ladder", *words, timeout=300)
-    assert (
-        "6_patched: " in ran.stdout and "ms a step" in ran.stdout.partition("6_patched: ")[2].splitlines()[0]
-    )
-    row = load(tmp_path / "run").rows[-1]
-    assert row.step == "6_patched" and row.code.startswith("--- a/net.py") and row.proof.cosine > 0.999
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    first, compiled, patched = load(tmp_path / "run").rows
+    assert (first.step, compiled.step, patched.step) == ("0_fp32", "3_compile", "6_patched"), ran.stdout
+    assert "def compile_parts" in compiled.source and "compile_parts" not in first.source
+    assert compiled.proof.repeated > 0.999, "without dropout, for this one step"
+    assert {proof.verdict(row.proof) for row in (compiled, patched)} == {"agrees"}
+    assert compiled.settings.compiled and patched.settings.compiled
+    assert "block.forward = torch.compile(block.forward)" in compiled.code
+    assert patched.code.startswith("--- a/net.py\n+++ b/net.py\n")

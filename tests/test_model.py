@@ -1123,35 +1123,12 @@ def test_the_reference_of_a_file_that_casts_itself_is_eager_fp32(arguments_of):
 
 
 @pytest.mark.slow
-def test_two_models_run_from_the_file_to_the_table(tmp_path):
+def test_a_model_of_hugging_face_runs_from_the_file_to_the_table():
     pytest.importorskip("transformers")
-    text = """
-import torch
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Embedding(64, 32)
-        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.2, batch_first=True, norm_first=True)
-        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    def forward(self, x, y):
-        logits = self.encoder(self.embed(x)) @ self.embed.weight.T
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-def model():
-    return Net()
-def batches():
-    for _ in range(2):
-        yield torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
-"""
-    (tmp_path / "dropout.py").write_text(text)
-    for path, only in ((ROOT / "examples" / "llama.py", "0,2"), (tmp_path / "dropout.py", "0,3")):
-        words = ["--device", "cpu", "--steps", "2", "--model", path, "--only", only, "--repeat", "1"]
-        ended = run_python(ROOT / "ladder" / "__main__.py", *words)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        folder = ROOT / "results" / ended.stdout.partition("/results/")[2].partition("/")[0]
-        run = load(folder)
-        rows = {row.step: row for row in run.rows}
-        assert run.workload.model == path.name and run.workload.unit == "tokens"
-        assert {row.status for row in run.rows} == {"ok"}, ended.stdout
-        assert proof.verdict(run.rows[1].proof) == "agrees" and run.rows[1].proof.paired == 1.0
-    assert "def compile_parts" in rows["3_compile"].source and "compile_parts" not in rows["0_fp32"].source
-    assert rows["3_compile"].proof.repeated > 0.999, "without dropout, for this one step"
+    words = ["--device", "cpu", "--steps", "2", "--model", ROOT / "examples" / "llama.py", "--only", "0,2"]
+    ended = run_python(ROOT / "ladder" / "__main__.py", *words)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run = load(ROOT / "results" / ended.stdout.partition("/results/")[2].partition("/")[0])
+    assert run.workload.model == "llama.py" and run.workload.unit == "tokens"
+    assert {row.status for row in run.rows} == {"ok"}, ended.stdout
+    assert proof.verdict(run.rows[1].proof) == "agrees" and run.rows[1].proof.paired == 1.0
