@@ -31,7 +31,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import hardware, options, profile
-from common.record import Workload
+from common.record import Settings, Workload
 from common.text import OneLineParser, Skip, explain, one_line, portable_command, run_command, say
 from ladder import facts
 from ladder.rows import AMP, AS_IT_IS, COMPILE, FP32, FROM, MODEL_ROWS, SDPA
@@ -288,19 +288,13 @@ class ModelArguments(options.Measurement):
         self.loss_text = f"{call_text(self.drawn[0])}{of_output}".replace("batch", "{batch}")
 
     def see_start(self, model: torch.nn.Module) -> None:
-        """What one training step of the unchanged file shows: `given`, the changes that it makes itself, and
-        the name of the first row. Raises Skip where --from claims more or less."""
-        step = changes.training_step(
-            model, self.loss, self.optimizer(model, captured=False), contextlib.nullcontext
-        )
-        batch = copied(self.drawn[0], self.device)
-        try:
-            torch._dynamo.reset()  # under the counter of FLOPs it compiles nothing
-            called(lambda: step(batch), self.path)  # the first one may compile
-            ran = profile.observe(lambda: step(batch), model, self.device)
-        except (MemoryError, torch.OutOfMemoryError):
+        """`given`, the changes that the unchanged file makes itself, and the name of the first row. Raises
+        Skip where --from claims more or less than a training step shows."""
+        ran = self.observe_step(model)
+        if ran is None:
+            self.said.append("A training step could not be observed, so what the file does was not seen")
             self.given = FROM[self.start or "fp32"]
-            self.said.append("A training step does not fit the memory, so what the file does was not seen")
+            self.first = AS_IT_IS if self.given else FP32
             return
         seen = [row for row in (AMP, SDPA, COMPILE) if ran.has_run(MODEL_ROWS[row])]
         check_start(self.start, seen, self.path.name)
@@ -312,6 +306,21 @@ class ModelArguments(options.Measurement):
             self.first = AS_IT_IS
             words = [MODEL_ROWS[row] for row in self.given] or ["TF32"]
             self.said.append(f"Row {AS_IT_IS}: the file unchanged, which has {', '.join(words)}")
+
+    def observe_step(self, model: torch.nn.Module) -> Settings | None:
+        """What ran in the second training step of the unchanged file, since the first may compile; None where
+        it does not fit the memory, or the profiler fails. Raises Skip for an error of the file."""
+        optimizer = self.optimizer(model, captured=False)
+        step = changes.training_step(model, self.loss, optimizer, contextlib.nullcontext)
+        batch = copied(self.drawn[0], self.device)
+        torch._dynamo.reset()  # under the counter of FLOPs it compiled nothing
+        try:
+            called(lambda: step(batch), self.path)
+            return profile.observe(lambda: step(batch), model, self.device)
+        except (Skip, KeyboardInterrupt):
+            raise
+        except Exception:
+            return None
 
     def draw_again(self) -> None:
         vars(self).pop("drawn", None)

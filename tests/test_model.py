@@ -1132,3 +1132,14 @@ def test_a_model_of_hugging_face_runs_from_the_file_to_the_table():
     assert run.workload.model == "llama.py" and run.workload.unit == "tokens"
     assert {row.status for row in run.rows} == {"ok"}, ended.stdout
     assert proof.verdict(run.rows[1].proof) == "agrees" and run.rows[1].proof.paired == 1.0
+
+
+def test_a_step_that_cannot_be_observed_is_said(arguments_of, monkeypatch):
+    def breaks(*_):
+        raise RuntimeError("no profiler")
+
+    monkeypatch.setattr(model_file.profile, "observe", breaks)
+    for words, first, given in (((), "0_fp32", []), (("--from", "amp"), "0_as_it_is", ["1_amp"])):
+        args = arguments_of(f"{LINEAR}{BATCHES}{SUM}", *words)
+        model_file.check(args)
+        assert (args.first, args.given) == (first, given) and "not seen" in " ".join(args.said)
