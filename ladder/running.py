@@ -198,6 +198,9 @@ def refuse_another(before: dict, plan: dict, folder: Path) -> None:
     for name, own in plan["code"].items():
         if isinstance(code, dict) and code.get(name, own) != own:
             differing.append(f"the code of {name}")
+    began, begins = (each.get("seen") or {} for each in (before, plan))
+    if any(began.get(name) != begins.get(name) for name in ("first", "given")):
+        differing.append("--from, or what the file does itself,")
     if differing:
         raise Skip(f"--output {folder} holds another run: {', '.join(differing[:3])} differ")
 

@@ -19,6 +19,7 @@ import random
 import sys
 import sysconfig
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,8 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from common import hardware, options, profile
 from common.record import Settings, Workload
@@ -47,7 +49,7 @@ from mine.batch import (
     shapes_of,
     units_of,
 )
-from mine.blocks import list_blocks, say_blocks
+from mine.blocks import count_weights, list_blocks, say_blocks
 from mine.optimizers import Optimizers
 
 NEEDED = ("model", "batches")
@@ -96,7 +98,8 @@ class ModelArguments(options.Measurement):
     @property
     def module_name(self) -> str:
         """By which a program of the user's imports the file."""
-        return self.path.stem if self.path.stem.isidentifier() else "my_file"
+        stem = self.path.stem
+        return stem if stem.isidentifier() and stem not in sys.stdlib_module_names else "my_file"
 
     def about(self) -> list[str]:
         return [*hardware.about(self.device), f"model of {self.path.name}"]
@@ -231,7 +234,7 @@ class ModelArguments(options.Measurement):
         counts = self.count_flops(model, fits)
         model.zero_grad()
         self.blocks = list_blocks(model, counts)
-        if not counts:
+        if not counts and not self.said:
             self.said.append("FLOPs are not counted: PyTorch's counter cannot follow this model")
         return counts.get("Global", 0)
 
@@ -251,7 +254,8 @@ class ModelArguments(options.Measurement):
                     loss.backward()
         except (MemoryError, torch.OutOfMemoryError):
             return self.count_flops(model, backward=False) if backward else {}
-        except Exception:  # the counter's: the model has passed without it
+        except Exception as error:  # the counter's, or of a loss that fails when it is called again
+            self.said.append(f"FLOPs are not counted: under PyTorch's counter, {one_line(error, 100)}")
             return {}
         times = 1 if backward else 3
         return {name: times * sum(each.values()) for name, each in counter.get_flop_counts().items()}
@@ -288,39 +292,57 @@ class ModelArguments(options.Measurement):
         self.loss_text = f"{call_text(self.drawn[0])}{of_output}".replace("batch", "{batch}")
 
     def see_start(self, model: torch.nn.Module) -> None:
-        """`given`, the changes that the unchanged file makes itself, and the name of the first row. Raises
-        Skip where --from claims more or less than a training step shows."""
-        ran = self.observe_step(model)
+        """`given`, the changes that the unchanged file makes itself in most of its work, and the name of the
+        first row. Raises Skip where --from claims more or less than a training step shows."""
+        ran, half = self.observe_step(model)
         if ran is None:
             self.said.append("A training step could not be observed, so what the file does was not seen")
-            self.given = FROM[self.start or "fp32"]
-            self.first = AS_IT_IS if self.given else FP32
+            self.first, self.given = AS_IT_IS, FROM[self.start or "fp32"]
             return
-        seen = [row for row in (AMP, SDPA, COMPILE) if ran.has_run(MODEL_ROWS[row])]
+        ran_in_part = {row: ran.has_run(MODEL_ROWS[row]) for row in (AMP, SDPA, COMPILE)}
+        in_most = {AMP: half, COMPILE: compiles_most(model, getattr(self.file, "loss", None))}
+        seen = [row for row in ran_in_part if ran_in_part[row] and in_most.get(row, True)]
         check_start(self.start, seen, self.path.name)
         # Hugging Face's switch can do more than its default: without a mask, a graph has a faster kernel.
         if self.start is None and SDPA in seen and has_switch(model):
             seen.remove(SDPA)
         self.given = [row for row in seen if self.start != "fp32"]
-        if self.given or ran.float32_matmul_precision != "highest":
+        parts = [MODEL_ROWS[row] for row in in_most if ran_in_part[row] and row not in seen]
+        if self.given or parts or ran.float32_matmul_precision != "highest":
             self.first = AS_IT_IS
-            words = [MODEL_ROWS[row] for row in self.given] or ["TF32"]
-            self.said.append(f"Row {AS_IT_IS}: the file unchanged, which has {', '.join(words)}")
+            has = [f"matmuls in {half}" if row == AMP else MODEL_ROWS[row] for row in self.given]
+            has += [f"{part} in a part" for part in parts]
+            line = f"Row {AS_IT_IS}: the file unchanged, which has {', '.join(has) or 'TF32'}"
+            self.said.append(f"{line}: no row {', '.join(self.given)}" if self.given else line)
 
-    def observe_step(self, model: torch.nn.Module) -> Settings | None:
-        """What ran in the second training step of the unchanged file, since the first may compile; None where
-        it does not fit the memory, or the profiler fails. Raises Skip for an error of the file."""
+    def observe_step(self, model: torch.nn.Module) -> tuple[Settings | None, str]:
+        """What ran in a training step of the unchanged file after one that may compile, and the half format
+        of most of its products, empty of none. None where it does not fit the memory, or the profiler fails.
+        Raises Skip for an error of the file, and for a step that casts its own weights."""
         optimizer = self.optimizer(model, captured=False)
-        step = changes.training_step(model, self.loss, optimizer, contextlib.nullcontext)
+        train_step = changes.training_step(model, self.loss, optimizer, contextlib.nullcontext)
         batch = copied(self.drawn[0], self.device)
+
+        def step() -> torch.Tensor:
+            return called(lambda: train_step(batch), self.path)
+
         torch._dynamo.reset()  # under the counter of FLOPs it compiled nothing
         try:
-            called(lambda: step(batch), self.path)
-            return profile.observe(lambda: step(batch), model, self.device)
+            with torch.compiler.set_stance("force_eager"), ProductDtypes() as products:
+                step()
+            torch._dynamo.reset()
+            step()
+            ran = profile.observe(step, model, self.device)
         except (Skip, KeyboardInterrupt):
             raise
         except Exception:
-            return None
+            return None, ""
+        for name, weight in model.named_parameters():
+            if weight.dtype != torch.float32:
+                dtype = str(weight.dtype).removeprefix("torch.")
+                what_to_do = "cast what it computes, not the weight"
+                raise Skip(f"a step of {self.path.name} casts {name} to {dtype}: {what_to_do}")
+        return ran, products.half()
 
     def draw_again(self) -> None:
         vars(self).pop("drawn", None)
@@ -330,6 +352,40 @@ class ModelArguments(options.Measurement):
         batches."""
         content = b"\0".join(path.read_bytes() for path in [self.path, *self.beside])
         return hashlib.sha256(content + sha256_of(self.drawn).encode()).hexdigest()[:16]
+
+
+class ProductDtypes(TorchDispatchMode):
+    """FLOPs of products, by PyTorch's counter, by the dtype that they multiply."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        count = flop_registry.get(function._overloadpacket)
+        if count and (tensors := [each for each in args if isinstance(each, torch.Tensor)]):
+            self.flops[tensors[-1].dtype] += count(*args, **(kwargs or {}), out_val=result)
+        return result
+
+    def half(self) -> str:
+        """The half format of at least half of these FLOPs; empty of none."""
+        for dtype in (torch.bfloat16, torch.float16):
+            if self.flops[dtype] >= 0.5 * sum(self.flops.values()) > 0:
+                return str(dtype).removeprefix("torch.")
+        return ""
+
+
+def compiles_most(model: torch.nn.Module, loss: Callable | None) -> bool:
+    """Whether modules with at least half of the weights are compiled, or the loss is, which calls them."""
+    if hasattr(loss, "_torchdynamo_orig_callable"):
+        return True
+    weights: dict[int, int] = {}
+    for module in model.modules():
+        is_wrapped = isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+        if is_wrapped or module._compiled_call_impl or hasattr(module.forward, "_torchdynamo_orig_callable"):
+            weights |= {id(weight): weight.numel() for weight in module.parameters()}
+    return sum(weights.values()) >= 0.5 * count_weights(model)
 
 
 def has_switch(model: torch.nn.Module) -> bool:

@@ -182,7 +182,7 @@ def skip_at_recompile_limit(train_step: Callable) -> Callable:
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             why = "something in them, such as a counter, is another number in each step"
             raise Skip(
-                f"the blocks are compiled anew again and again: {why} (TORCH_LOGS=recompiles)"
+                f"the blocks or the loss are compiled anew again and again: {why} (TORCH_LOGS=recompiles)"
             ) from error
 
     return step

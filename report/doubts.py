@@ -1,6 +1,6 @@
 """Why a time may be wrong, and what is unusual in a run: the lines below its table."""
 
-from common.record import DRIFT, NOT_FUSED, Workload
+from common.record import AS_IT_IS, DRIFT, NOT_FUSED, Workload
 from report.figures import MARK, Figures, Line
 from report.load import DIFFER
 from report.promises import contradiction
@@ -21,7 +21,9 @@ def of(line: Line, figures: Figures, is_patched: bool) -> list[str]:
     """Why the time of a row may be wrong. Nothing is concluded from times of a CPU, so they bear no doubt."""
     run, doubts = figures.run, []
     variables = run.environment.variables if run.environment else {}
-    if not is_patched and (denied := contradiction(line.row, run.is_of_ladder, variables)):
+    first = figures.first.row if figures.first else line.row
+    own = first.settings if first.step == AS_IT_IS else None
+    if not is_patched and (denied := contradiction(line.row, run.is_of_ladder, variables, own)):
         doubts.append(denied)
     if any(row.recompiled for row in line.all_passes):
         doubts.append("the compiler worked while it was timed")

@@ -12,9 +12,12 @@ OWN_DOING = {  # what a model does that no row asked for
 SCRIPT_WORDS = {"cublas": AMP, "sdpa": SDPA, "compile": COMPILE, "transformer_engine": FP8}
 
 
-def contradiction(row: Row, is_of_ladder: bool, variables: dict[str, str]) -> str:
+def contradiction(
+    row: Row, is_of_ladder: bool, variables: dict[str, str], own: Settings | None = None
+) -> str:
     """How a row's settings deny its name, in a clause with the cause where it is known; empty where they do
-    not. `variables` of the environment change what runs.
+    not. `variables` of the environment change what runs. What a user's file does itself, `own`, may run in
+    all rows.
 
     A step of the ladder promises what its own name says. A row of another model promises all of its changes,
     and no other.
@@ -25,6 +28,7 @@ def contradiction(row: Row, is_of_ladder: bool, variables: dict[str, str]) -> st
     else:
         promised = row.changes
         denied = [change for change in (AMP, COMPILE, GRAPH, FP8) if change not in promised]
+        denied = [change for change in denied if own is None or not own.has_run(change)]
     missing = [change for change in promised if row.settings.has_run(change) is False]
     if missing:
         causes = [cause_of_missing(change, row.settings, variables) for change in missing]

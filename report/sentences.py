@@ -9,7 +9,6 @@ from report.figures import LOSS_WINDOW, MARK, Figures, Line, is_mixed, ratio
 from report.table import VERSIONS
 
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU"
-GPU_TRIES = "On a GPU it tries AMP, fused attention, compile, a CUDA graph and FP8, and says which to take"
 ENOUGH_FOR_FP8 = 10  # rehearsed steps
 AS_FAST = 0.97  # times as fast as the row that it follows: a patched file
 WORTH = 1.03  # times faster, from which a change to a model of yours is recommended
@@ -29,7 +28,7 @@ def headline(figures: Figures) -> str:
     if not timed:
         return "No step has a time"
     if figures.environment.device_type == "cpu":
-        return CPU_SHOWS if figures.run.is_of_ladder else f"{CPU_SHOWS}. {GPU_TRIES}"
+        return CPU_SHOWS if figures.run.is_of_ladder else f"{CPU_SHOWS}{what_a_gpu_tries(figures)}"
     if not figures.run.is_of_ladder:
         return decision(timed)
     best = min(timed, key=lambda line: line.ms)
@@ -43,6 +42,14 @@ def headline(figures: Figures) -> str:
         return f"One training step of {best.name}: {milliseconds(best.ms)} ms{_whether_fp8_pays(timed)}"
     gains = ", ".join(f"{_times_faster(best, line)} than {_in_words(line)}" for line in sure)
     return f"{best.name}: {gains}{_whether_fp8_pays(timed)}"
+
+
+def what_a_gpu_tries(figures: Figures) -> str:
+    """The changes of a run's rows, in a sentence behind another; empty without any."""
+    rows = [row for row in figures.run.rows if row.changes and row.step not in (AS_IT_IS, PATCHED)]
+    *words, last = [row.changes[-1] for row in rows] or [""]
+    changes = f"{', '.join(words)} and {last}" if words else last
+    return f". On a GPU it tries {changes}, and says which to take" if last else ""
 
 
 def decision(timed: list[Line]) -> str:

@@ -25,6 +25,7 @@ from common import proof as sampling
 from common.record import Proof, Settings, write_json
 from common.text import Skip, explain
 from ladder import rows as planned
+from ladder import running
 from mine import attention as model_attention
 from mine import batch as model_batch
 from mine import blocks as model_blocks
@@ -1029,7 +1030,10 @@ def test_nothing_is_recommended_from_a_row_that_did_not_run_what_its_name_says()
     )
     run = model_run(100, 50)
     run.environment.device_type = "cpu"
-    assert sentences.headline(derive(run)) == f"{sentences.CPU_SHOWS}. {sentences.GPU_TRIES}"
+    assert (
+        sentences.headline(derive(run))
+        == f"{sentences.CPU_SHOWS}. On a GPU it tries AMP, and says which to take"
+    )
 
 
 def test_changes_that_together_are_slower_are_not_taken():
@@ -1139,7 +1143,57 @@ def test_a_step_that_cannot_be_observed_is_said(arguments_of, monkeypatch):
         raise RuntimeError("no profiler")
 
     monkeypatch.setattr(model_file.profile, "observe", breaks)
-    for words, first, given in (((), "0_fp32", []), (("--from", "amp"), "0_as_it_is", ["1_amp"])):
+    for words, first, given in (((), "0_as_it_is", []), (("--from", "amp"), "0_as_it_is", ["1_amp"])):
         args = arguments_of(f"{LINEAR}{BATCHES}{SUM}", *words)
         model_file.check(args)
         assert (args.first, args.given) == (first, given) and "not seen" in " ".join(args.said)
+
+
+@pytest.mark.parametrize(
+    ("own", "said", "given"),
+    [
+        ("    with torch.autocast('cpu', torch.float16):\n", "matmuls in float16: no row 1_amp", ["1_amp"]),
+        ("    torch.compile(lambda x: x + 1)(batch)\n    if True:\n", "has compile in a part", []),
+        (
+            "    with torch.autocast('cpu', torch.bfloat16):\n        batch[:1] @ batch[:1].T\n    if 1:\n",
+            "AMP in a part",
+            [],
+        ),
+    ],
+)
+def test_what_a_file_does_in_a_part_leaves_the_row(own, said, given, arguments_of):
+    loss = f"def loss(model, batch):\n{own}        return model(batch).square().mean()\n"
+    args = arguments_of(f"{LINEAR}{BATCHES}{loss}")
+    model_file.check(args)
+    assert said in " ".join(args.said) and (args.first, args.given) == ("0_as_it_is", given)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("    model.to(torch.bfloat16)\n    batch = batch.bfloat16()\n", "casts weight to bfloat16: cast"),
+        ("    calls.append(1)\n    if len(calls) > 3: raise ValueError('fourth')\n", "ValueError: fourth"),
+    ],
+)
+def test_an_error_of_the_observed_steps_is_the_file_s(line, said, arguments_of):
+    loss = f"calls = []\ndef loss(model, batch):\n{line}    return model(batch).float().square().mean()\n"
+    with pytest.raises(Skip, match=said):
+        model_file.check(arguments_of(f"{LINEAR}{BATCHES}{loss}"))
+
+
+def test_a_compiled_loss_or_most_of_the_weights_compiled_is_compiled():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert not model_file.compiles_most(model, None) and model_file.compiles_most(model, torch.compile(print))
+    model[0] = torch.compile(model[0])
+    assert not model_file.compiles_most(model, None), "a third"
+    model[1].compile()
+    assert model_file.compiles_most(model, None)
+
+
+def test_a_folder_is_not_continued_from_another_start():
+    plans = [
+        {"seen": {"first": "0_fp32", "given": given}, "code": {}, "rows": []} for given in ([], ["2_sdpa"])
+    ]
+    running.refuse_another(plans[0], plans[0], "f")
+    with pytest.raises(Skip, match="--from, or what the file does itself"):
+        running.refuse_another(*plans, "f")
