@@ -4,7 +4,6 @@ from torch import nn
 
 from common.text import Skip, one_line
 from mine import changes
-from mine.file import ModelArguments
 
 BY_HAND = "by hand"  # as common/profile.py observes it
 
@@ -41,7 +40,7 @@ def switch_inside(switch: nn.Module, name: str) -> None:
             part.set_attn_implementation(name)
 
 
-def set_attention(model: nn.Module, before: dict[str, dict], fused: bool, args: ModelArguments) -> None:
+def set_attention(model: nn.Module, before: dict[str, dict], fused: bool, args) -> None:
     """Fused attention where a row asks for it. Raises Skip, with what was observed, without a switch."""
     switch = switch_of(model)
     if switch is not None and fused:

@@ -38,6 +38,7 @@ from common.text import OneLineParser, Skip, explain, one_line, portable_command
 from ladder import facts
 from ladder.rows import AMP, AS_IT_IS, COMPILE, FP32, FROM, MODEL_ROWS, SDPA
 from mine import changes
+from mine.attention import switch_of
 from mine.batch import (
     call_text,
     check_parts,
@@ -304,7 +305,7 @@ class ModelArguments(options.Measurement):
         seen = [row for row in ran_in_part if ran_in_part[row] and in_most.get(row, True)]
         check_start(self.start, seen, self.path.name)
         # Hugging Face's switch can do more than its default: without a mask, a graph has a faster kernel.
-        if self.start is None and SDPA in seen and has_switch(model):
+        if self.start is None and SDPA in seen and switch_of(model):
             seen.remove(SDPA)
         self.given = [row for row in seen if self.start != "fp32"]
         parts = [MODEL_ROWS[row] for row in in_most if ran_in_part[row] and row not in seen]
@@ -386,11 +387,6 @@ def compiles_most(model: torch.nn.Module, loss: Callable | None) -> bool:
         if is_wrapped or module._compiled_call_impl or hasattr(module.forward, "_torchdynamo_orig_callable"):
             weights |= {id(weight): weight.numel() for weight in module.parameters()}
     return sum(weights.values()) >= 0.5 * count_weights(model)
-
-
-def has_switch(model: torch.nn.Module) -> bool:
-    """Whether a module has Hugging Face's switch of attention."""
-    return any(hasattr(module, "set_attn_implementation") for module in model.modules())
 
 
 def check_start(start: str | None, seen: list[str], name: str) -> None:

@@ -28,9 +28,7 @@ def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
         files["report.html"] = printers.html(report).encode()
         files["steps.svg"] = bars.picture(figures).encode()
         if patch := sentences.offered_patch(figures):
-            files[sentences.patch_name(figures)] = patch.encode()
-        elif record.workload and record.workload.model:
-            (folder / sentences.patch_name(figures)).unlink(missing_ok=True)  # of rows that ran before
+            files[sentences.patch_name(record)] = patch.encode()
         if table.fits_cards(figures):
             row = " | ".join(map(printers.escaped, table.card_row(figures).values()))
             end = ["This GPU as a row of docs/cards.md:", f"| {row} |"]
@@ -77,6 +75,10 @@ def main() -> int:
             say(f"{MERGED} stays as it is: it has {', '.join(lost)}, whose records are gone", sys.stderr)
         else:
             write_json(args.folder / MERGED, record)
+        if isinstance(record, Run) and not record.is_of_ladder:
+            from report.sentences import patch_name
+
+            (args.folder / patch_name(record)).unlink(missing_ok=True)  # of rows that ran before
     for name, content in files.items():
         write_bytes(args.folder / name, content)
     runs = load.runs_of(record).values()

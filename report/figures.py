@@ -209,7 +209,7 @@ class Line:
     @property
     def profile(self) -> Profile | None:
         """Its profile, if that is of steps that took about as long as the timed ones."""
-        return None if self._profile_left_out() else self.row.profile if self.ms else None
+        return self.row.profile if self.ms and not self._profile_left_out() else None
 
     def _profile_left_out(self) -> str:
         """Why a profile is not shown, in a clause."""

@@ -1,8 +1,9 @@
 """What a run shows and what it ran on, in sentences."""
 
 import shlex
+from pathlib import PurePath
 
-from common.record import AS_IT_IS, NOT_FUSED, PATCHED, Environment, Row, Workload
+from common.record import AS_IT_IS, NOT_FUSED, PATCHED, Environment, Row, Run, Workload
 from report.cells import gain, milliseconds, time_or_status
 from report.doubts import from_to
 from report.figures import LOSS_WINDOW, MARK, Figures, Line, is_mixed, ratio
@@ -112,7 +113,7 @@ def patch_note(figures: Figures) -> str:
     if objection := objection_to_patch(line, wanted):
         return f"A patch was made, and is not offered: {objection} ({time_or_status(line)} ms)."
     file = figures.run.workload.model
-    patch = shlex.quote(patch_name(figures))
+    patch = shlex.quote(patch_name(figures.run))
     return (
         f"{patch}, beside this report, makes those of these changes that have a place in {file}. Run so, "
         f"with the others, a step took {time_or_status(line)} ms, and its gradients agree. In the folder of "
@@ -124,8 +125,9 @@ def patched_row(figures: Figures) -> Row | None:
     return next((row for row in figures.run.rows if row.step == PATCHED), None)
 
 
-def patch_name(figures: Figures) -> str:
-    return f"{figures.run.workload.model.removesuffix('.py')}.patch"
+def patch_name(run: Run) -> str:
+    """Of its file, without the folders that a record may name."""
+    return f"{PurePath(run.workload.model).stem}.patch"
 
 
 def offered_patch(figures: Figures) -> str:

@@ -81,6 +81,8 @@ def sampled(is_random, fault=None, block=0, seed=0):
 @pytest.mark.parametrize("is_random", [False, True])
 def test_the_share_of_faults_that_is_seen(is_random):
     first, verdicts = sampled(is_random), []
+    names = [name for name in first if f"pass rounded {name}" in first]
+    assert names and max(proof.rounding_distance(first, name) for name in names) < 1e-4
     for k in range(4):  # a row that draws other numbers, as a compiler makes them
         equal = proof.compare(Row("0_fp32"), first, Row("3_compile"), sampled(is_random, seed=100 * k + 100))
         assert proof.verdict(equal) == "agrees"

@@ -2,6 +2,7 @@
 
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import goldens
@@ -17,6 +18,7 @@ from mine import file as model_file
 from mine import lines, patch
 from mine import row as model_row
 from report import proof, sentences
+from report.__main__ import render
 from report.derive import derive
 from report.load import load
 
@@ -232,6 +234,13 @@ def test_a_file_that_a_patch_cannot_carry_is_left_alone(content, tmp_path):
     (tmp_path / "net.py").write_bytes(content)
     with pytest.raises(Skip, match="cannot be patched"):
         patch.read(tmp_path / "net.py")
+
+
+def test_the_name_of_a_patch_leads_to_no_other_folder():
+    run = goldens.patched()
+    run.workload.model = "../../etc/net.py"
+    assert sentences.patch_name(run) == "net.patch"
+    assert {name for name in render(Path("f"), run)[1] if "/" in name} == set()
 
 
 def test_a_patch_is_offered_only_with_the_time_and_the_work_of_its_row():
