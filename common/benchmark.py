@@ -139,7 +139,7 @@ def measure_row(
     training.train_step = train_step  # the graph is gone, with its memory; a replay has no operators
     captured = bool(row.settings.captured)
     with noting(row, "not observed"):
-        row.settings = profile.observe(partial(train_step, *spare), model, args.device)
+        row.settings, row.symptoms = profile.observe(partial(train_step, *spare), model, args.device)
         row.settings.residual_dtype = profile.residual_dtype(train_step, spare, model)
     row.settings.captured = captured
     samples = {}

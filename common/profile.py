@@ -14,8 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from common.kernels import BACKWARD, COMPILED_GRAPH, categorize
-from common.record import CATEGORIES, Kernel, Profile, Settings
-from common.text import say
+from common.record import CATEGORIES, HALF_FORMATS, Kernel, Profile, Settings, Symptoms
+from common.text import one_line, say
 
 MATRIX_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_linear_pointwise", "_mkl_linear")
 DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32"}  # by the profiler's names
@@ -30,13 +30,19 @@ ATTENTION_OPERATORS = {
     "FusedAttnFunc": "cudnn",  # Transformer Engine's
 }
 OPTIMIZERS = {"_fused_adam": "fused", "_foreach_": "foreach"}  # by how their operators' names begin
+# By which sizes of half-precision matmuls divide, or slow kernels run them: 16 bytes, as NVIDIA's guide
+# "Matrix Multiplication Background" has it.
+ALIGNED = 8
+SYNCHRONIZING = ("_local_scalar_dense", "nonzero")  # .item(), float(), `if tensor`; x[mask]
 PROFILED_STEPS, LONG_STEP_MS, KERNELS_KEPT = 3, 1000, 40
 WARM_MS, MOST_WARM = 500, 50  # of steps before those that are profiled
 MOST_FP8_UNIT = 32  # by which a number of tokens divides, see common/hardware.py
 SHORTEST_MS = 0.01  # of a CPU's operator in the timeline of a block
 
 
-def observe(step: Callable[[], object], model: torch.nn.Module, device: torch.device) -> Settings:
+def observe(
+    step: Callable[[], object], model: torch.nn.Module, device: torch.device
+) -> tuple[Settings, Symptoms]:
     """Run `step` once, launched, under torch.profiler: what its operators show. Raises what the profiler
     raises."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -45,15 +51,23 @@ def observe(step: Callable[[], object], model: torch.nn.Module, device: torch.de
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         step()
         torch.get_device_module(device).synchronize()
-    operators, multiplied, parts = set(), set(), []  # the dtypes that were multiplied, parts of attention
-    update_ends = 0  # products in an optimizer's step, as those of Muon, are none of the model
+    operators, of_model, update_ends = set(), [], 0
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         name = event.name().rpartition("::")[2]
         operators.add(name)
         if name.startswith("Optimizer."):
             update_ends = event.start_ns() + event.duration_ns()
-        if event.start_ns() < update_ends:
-            continue
+        if (
+            event.start_ns() >= update_ends
+        ):  # products of an optimizer, as those of Muon, are none of the model
+            of_model.append((name, event))
+    return _settings(operators, of_model, model), _symptoms(of_model, model)
+
+
+def _settings(operators: set[str], of_model: list[tuple], model: torch.nn.Module) -> Settings:
+    """What ran, by the names of all operators of a step, and the events of the model's own."""
+    multiplied, parts = set(), []  # the dtypes that were multiplied, parts of attention
+    for name, event in of_model:
         if name in ("bmm", "baddbmm", "_softmax"):
             begin = 1 if name == "baddbmm" else 0  # its mask comes first
             parts.append((name, event.shapes()[begin : begin + 2]))
@@ -71,6 +85,46 @@ def observe(step: Callable[[], object], model: torch.nn.Module, device: torch.de
         settings.fp8_recipe = next(iter(recipes.values()))
         settings.head = "FP8" if any(name.endswith("lm_head") for name in recipes) else "BF16"
     return settings
+
+
+def _symptoms(of_model: list[tuple], model: torch.nn.Module) -> Symptoms:
+    """What costs time without an error, by the events of a model's operators."""
+    odd = {size for weight in model.parameters() for size in weight.shape if size % ALIGNED and size > 1}
+    whole = in_fp32 = unaligned = 0
+    multiplied: set[int] = set()
+    for flops, sizes, dtype in _products(of_model):
+        whole += flops
+        in_fp32 += flops if dtype == "float32" else 0
+        if dtype in HALF_FORMATS and sizes & odd:
+            unaligned += flops
+            multiplied |= sizes & odd
+    return Symptoms(
+        fp32_share=in_fp32 / whole if whole else None,
+        unaligned_share=unaligned / whole if whole else None,
+        unaligned_sizes=sorted(multiplied),
+        synchronizations=sum(name in SYNCHRONIZING for name, _ in of_model),
+        graph_breaks=_graph_breaks(),
+    )
+
+
+def _products(of_model: list[tuple]) -> Iterator[tuple[int, set[int], str | None]]:
+    """FLOPs, sizes and dtype of every product: (..., M, K) x (..., K, N)."""
+    for name, event in of_model:
+        if name in ("mm", "bmm", "addmm", "baddbmm"):
+            first = 1 if name in ("addmm", "baddbmm") else 0  # what is added comes before
+            (*batch, m, k), (*_, n) = event.shapes()[first : first + 2]
+            yield 2 * math.prod([*batch, m, k, n]), {m, k, n}, DTYPES.get(event.dtypes()[first])
+
+
+def _graph_breaks() -> list[str]:
+    """Why the compiler broke its graphs until now, a line each; around a model whose blocks are compiled one
+    by one it is meant to."""
+    reasons = [reason.split("\n") for reason in torch._dynamo.utils.counters["graph_break"]]
+    told = [
+        f"{lines[0]}: {lines[1].removeprefix('  Explanation: ')}" if lines[1:] else lines[0]
+        for lines in reasons
+    ]
+    return [one_line(text, 160) for text in told if "torch.compiler.disable" not in text]
 
 
 def residual_dtype(train_step: Callable, batch: tuple, model: torch.nn.Module) -> str | None:

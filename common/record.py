@@ -69,6 +69,19 @@ class Settings:
 
 
 @dataclass
+class Symptoms:
+    """What a step does that costs time without an error, observed as the settings are."""
+
+    fp32_share: float | None = None  # of the FLOPs of matmuls, in FP32 or TF32; null where none was seen
+    unaligned_share: float | None = None  # of these, in half precision with a size that does not divide by 8
+    unaligned_sizes: list[int] = field(default_factory=list)  # of weights, of these matmuls
+    synchronizations: int = 0  # times that the host waited for a number of the GPU: .item(), x[mask]
+    graph_breaks: list[str] = field(
+        default_factory=list
+    )  # why the compiler broke its graphs, each reason once
+
+
+@dataclass
 class Kernel:
     """A kernel's total in a step, or one launch of it. A CPU's are operators, each without those inside
     it."""
@@ -117,6 +130,7 @@ class Row:
     reason: str | None = None  # of a row without a time: one line with what to do
     note: str | None = None  # of an ok row: one line that qualifies it
     settings: Settings = field(default_factory=Settings)
+    symptoms: Symptoms | None = None  # null in older records
     changes: list[str] = field(default_factory=list)  # in words, of --model: this row's own is the last
     settling_ms: list[float] = field(default_factory=list)  # every step between the rehearsal and these
     step_ms: list[float] = field(default_factory=list)  # every timed step

@@ -333,7 +333,7 @@ class ModelArguments(options.Measurement):
                 step()
             torch._dynamo.reset()
             step()
-            ran = profile.observe(step, model, self.device)
+            ran, _ = profile.observe(step, model, self.device)
         except (Skip, KeyboardInterrupt):
             raise
         except Exception:

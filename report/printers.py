@@ -11,7 +11,8 @@ from report import bars
 from report.sections import PAGE, TERMINAL, Report, Section
 
 tabulate.MIN_PADDING = 0  # a column is no wider than its header
-LONGEST_NAME = 24  # of a row in a terminal
+WIDTH, LONGEST_NAME = 100, 24  # of a table in a terminal, and of a row's name
+LESS_NEEDED = ("TFLOP/s", "tokens/s", "samples/s")  # left out first: report.md has them
 
 
 def terminal(report: Report, end: list[str]) -> str:
@@ -19,15 +20,24 @@ def terminal(report: Report, end: list[str]) -> str:
     parts = [report.title] if report.title else []
     for section in report.sections:
         if section.shown == TERMINAL:
-            rows = [_shortened(row) for row in section.short_rows or section.rows]
+            rows = _fitted([_shortened(row) for row in section.short_rows or section.rows])
             heading = f"{section.heading}:" if section.heading else section.text
             code = "\n".join(f"{sign} {line}" for sign, line in section.code)
             note = section.note if code else ""  # that of a table stands behind the remarks
-            parts.append("\n".join(filter(None, [heading, code, note, aligned(rows) if rows else ""])))
+            table = aligned(rows) if rows else ""
+            parts.append("\n".join(filter(None, [heading, code, note, *section.lines, table])))
     notes = [section.note for section in report.sections if section.shown == TERMINAL and section.rows]
     notes = [*filter(None, notes)]
     parts.append("\n".join([*report.remarks, *notes, *end]))
     return "\n\n".join(filter(None, parts))
+
+
+def _fitted(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows without the columns that a terminal has no room for."""
+    for name in LESS_NEEDED:
+        if rows and max(map(len, aligned(rows).splitlines())) > WIDTH:
+            rows = [{column: cell for column, cell in row.items() if column != name} for row in rows]
+    return rows
 
 
 def _shortened(row: dict[str, str]) -> dict[str, str]:
@@ -56,6 +66,8 @@ def _markdown_of(section: Section) -> list[str]:
     if section.code:
         code = "\n".join(f"{sign} {line}".replace("`", "'") for sign, line in section.code)
         parts = [heading, f"```diff\n{code}\n```", escaped(section.note)]
+    if section.lines:
+        parts = [heading, "\n".join(f"- {escaped(line)}" for line in section.lines)]
     if section.rows:
         parts = [heading, pipe(section.rows), escaped(section.note)]
     return parts + [text for part in section.parts for text in _markdown_of(part)]

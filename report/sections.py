@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from common.kernels import in_words
 from common.record import AS_IT_IS, PATCHED, Kernel, Row, Run, Study
 from common.text import one_line
-from report import bars, charts, doubts, proof, sentences, studies, table
+from report import bars, charts, doubts, findings, proof, sentences, studies, table
 from report.bars import Bar
 from report.cells import milliseconds, number, time_or_status
 from report.changes import code_diff
@@ -28,6 +28,7 @@ class Section:
 
     heading: str = ""
     text: str = ""
+    lines: list[str] = field(default_factory=list)
     code: list[tuple[str, str]] = field(default_factory=list)  # a diff: (sign, line)
     bars: list[Bar] = field(default_factory=list)
     curves: str = ""  # an SVG
@@ -46,7 +47,8 @@ class Section:
         return re.sub(r"\W+", "-", self.heading.lower())
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.code or self.bars or self.curves or self.rows or any(self.parts))
+        own = (self.text, self.lines, self.code, self.bars, self.curves, self.rows)
+        return any(own) or any(self.parts)
 
 
 @dataclass
@@ -64,7 +66,15 @@ def of_run(figures: Figures) -> Report:
     rows, short_rows = (table.main_rows(figures, detailed) for detailed in (True, False))
     drawn = bars.ladder_bars(figures) if figures.timed_steps else []
     main = Section(bars=drawn, rows=rows, short_rows=short_rows, note=_conventions(figures), shown=TERMINAL)
-    sections += [main, _time(figures), _steps(figures), _block(figures), _roofs(figures), _loss(figures)]
+    sections += [
+        main,
+        _findings(figures),
+        _time(figures),
+        _steps(figures),
+        _block(figures),
+        _roofs(figures),
+        _loss(figures),
+    ]
     sections += [_work(figures), _memory(figures), _settings(figures)]
     about = f"{sentences.describe_machine(figures.environment)}; "
     about += sentences.describe_workload(figures.run.workload)
@@ -87,6 +97,11 @@ def _lines(figures: Figures) -> Section:
     if first.row.changes and first.name != AS_IT_IS:
         heading += f", beyond {first.name}"
     return Section(heading, code=code, note=sentences.patch_note(figures), shown=TERMINAL)
+
+
+def _findings(figures: Figures) -> Section:
+    name, lines = findings.of(figures)
+    return Section(f"What holds {name} back", lines=lines, shown=TERMINAL)
 
 
 def _conventions(figures: Figures) -> str:

@@ -5,13 +5,19 @@ import os
 import signal
 import subprocess
 import sys
-from functools import partialmethod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
+
+# The compiler traces, but generates no kernels, which takes most of its time: here and in what tests start.
+# The fixture `inductor` is for what needs them.
+HAS_GPU = Path("/dev/nvidiactl").exists()
+if not HAS_GPU:
+    os.environ["TORCH_COMPILE_OVERRIDE_BACKENDS"] = ">=0:eager"
+
+import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -76,9 +82,10 @@ def arguments(step: str, config=SMALL, device="cpu", amp_dtype=torch.float32, **
     return Arguments(**(fields | overrides))
 
 
-def built(step: str, **overrides) -> SimpleNamespace:
-    """What a script's `main` returns, by name, with its arguments and staged batches."""
-    module, args = load_step(step), arguments(step, **overrides)
+def built(step: str, module: ModuleType | None = None, **overrides) -> SimpleNamespace:
+    """What a script's `main` returns, or that of a variant of it, by name, with its arguments and staged
+    batches."""
+    module, args = module or load_step(step), arguments(step, **overrides)
     train_step, model, optimizer, *capture = module.main(args)
     parts = {
         "train_step": train_step,
@@ -90,10 +97,12 @@ def built(step: str, **overrides) -> SimpleNamespace:
 
 
 @pytest.fixture
-def traced_only(monkeypatch):
-    """torch.compile traces and differentiates, but generates no kernels: they take most of its time."""
-    traced = partialmethod(torch.nn.Module.compile, backend="aot_eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", traced)
+def inductor(monkeypatch):
+    """torch.compile generates kernels, here and in what a test starts."""
+    monkeypatch.delenv("TORCH_COMPILE_OVERRIDE_BACKENDS", raising=False)
+    own = {} if HAS_GPU else {"debug_backend_override": ""}
+    with torch._dynamo.config.patch(**own):
+        yield
 
 
 @pytest.fixture(autouse=True)

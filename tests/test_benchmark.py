@@ -82,7 +82,7 @@ def test_the_process_that_failed_first_keeps_the_record(failed_before, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS[3:])
-def test_a_script_needs_no_package_but_torch_and_numpy(step, tmp_path):
+def test_a_script_needs_no_package_but_torch_and_numpy(step, tmp_path, inductor):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_PACKAGES)
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     code, _, err, row = run_script(step, tmp_path / "record.json", "--profile", env=env)
@@ -106,7 +106,7 @@ def test_ctrl_c_writes_nothing_and_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_missing_compiler_is_a_failed_row(tmp_path):
+def test_a_missing_compiler_is_a_failed_row(tmp_path, inductor):
     env = {
         "CXX": str(ROOT / "tests" / "no such folder" / "g++"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
@@ -118,16 +118,13 @@ def test_a_missing_compiler_is_a_failed_row(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reader_who_leaves_and_one_that_reads_all_lose_no_line(tmp_path):
+def test_a_reader_who_leaves_costs_no_record(tmp_path):
     command = f"{sys.executable} {STEPS[2]}.py {' '.join(FAST)} --output {tmp_path}/r.json"
-    done = subprocess.run(f"{command} | cat", shell=True, cwd=ROOT, capture_output=True, text=True)
-    assert "ms/step" in done.stdout.splitlines()[-1]
-    (tmp_path / "r.json").unlink()
     subprocess.run(f"{command} | head -0", shell=True, cwd=ROOT, capture_output=True, text=True)
     assert (tmp_path / "r.json").exists()
 
 
-def test_what_ran_is_observed(traced_only):
+def test_what_ran_is_observed():
     seen = []
     names = (
         "amp_dtype",
@@ -147,7 +144,7 @@ def test_what_ran_is_observed(traced_only):
         run = built(step, amp_dtype=torch.bfloat16)
         run.model.blocks[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
         run.train_step(*run.batches[0])
-        observed = profile.observe(
+        observed, _ = profile.observe(
             lambda run=run: run.train_step(*run.batches[0]), run.model, run.args.device
         )
         assert [*(getattr(observed, name) for name in names), str(seen[-1])] == [
@@ -176,7 +173,9 @@ def test_the_residual_stream_is_seen_in_the_step_itself_whatever_its_autocast(st
 
 def test_the_precision_is_that_of_products_alone():
     linear, half = torch.nn.Linear(8, 8), torch.ones(8, dtype=torch.bfloat16)
-    observed = profile.observe(lambda: linear(torch.ones(2, 8)) + (half * half), linear, torch.device("cpu"))
+    observed, _ = profile.observe(
+        lambda: linear(torch.ones(2, 8)) + (half * half), linear, torch.device("cpu")
+    )
     assert (observed.amp_dtype, observed.attention_kernel, observed.optimizer) == ("float32", None, None)
 
 
@@ -238,7 +237,7 @@ def test_a_record_that_cannot_be_written_and_too_little_memory_have_their_codes(
 )
 def test_a_row_in_tf32_says_that_bf16_is_missing_only_where_it_is(monkeypatch, amp, note):
     settings = Settings(float32_matmul_precision="high", amp_dtype="float32")
-    monkeypatch.setattr(profile, "observe", lambda *_: settings)
+    monkeypatch.setattr(profile, "observe", lambda *_: (settings, None))
     args = arguments(STEPS[0], amp_dtype=torch.bfloat16 if amp else torch.float32)
     row = Row("1_cublas")
     benchmark.measure_row(main_of(itertools.repeat(1.0)), args, row)

@@ -79,7 +79,7 @@ def kernels(run):
 def test_products_attention_and_fused_kernels_are_those_of_the_step(step):
     run = on_gpu(step)
     names = kernels(run)
-    observed = profile.observe(lambda: run.train_step(*run.batches[3]), run.model, run.args.device)
+    observed, _ = profile.observe(lambda: run.train_step(*run.batches[3]), run.model, run.args.device)
     gemms = {name for name in names if GEMM.search(name)}
     assert gemms and {n for n in gemms if TENSOR_CORE.search(n)} == (set() if step == STEPS[0] else gemms)
     forward = [name for name in names if FUSED_FORWARD.search(name)]

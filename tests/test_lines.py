@@ -274,26 +274,21 @@ def test_what_has_no_place_in_a_file_is_no_patch(checked):
 
 DROPOUT = """
 import torch
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Embedding(64, 32)
-        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.2, batch_first=True, norm_first=True)
-        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    def forward(self, x, y):
-        logits = self.encoder(self.embed(x)) @ self.embed.weight.T
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+from transformers import GPT2Config, GPT2LMHeadModel
 def model():
-    return Net()
+    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, use_cache=False)
+    return GPT2LMHeadModel(config)
 def batches():
     for _ in range(2):
-        yield torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
+        tokens = torch.randint(64, (2, 16))
+        yield {"input_ids": tokens, "labels": tokens}
 """
 
 
 @pytest.mark.slow
-def test_a_model_with_dropout_runs_from_the_file_to_the_patch(tmp_path, monkeypatch):
-    """On a CPU nothing is recommended, so the report is told to."""
+def test_a_model_of_hugging_face_runs_from_the_file_to_the_patch(tmp_path, monkeypatch):
+    """It has dropout. On a CPU nothing is recommended, so the report is told to."""
+    pytest.importorskip("transformers")
     (tmp_path / "net.py").write_text(DROPOUT)
     (tmp_path / "sitecustomize.py").write_text(RECOMMENDS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -306,5 +301,5 @@ def test_a_model_with_dropout_runs_from_the_file_to_the_patch(tmp_path, monkeypa
     assert compiled.proof.repeated > 0.999, "without dropout, for this one step"
     assert {proof.verdict(row.proof) for row in (compiled, patched)} == {"agrees"}
     assert compiled.settings.compiled and patched.settings.compiled
-    assert "block.forward = torch.compile(block.forward)" in compiled.code
+    assert "for block in model.transformer.h:\n    block.compile()" in compiled.code
     assert patched.code.startswith("--- a/net.py\n+++ b/net.py\n")

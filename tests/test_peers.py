@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import stand_ins
-import torch
 from conftest import ROOT, STEPS, arguments, built, load_script, load_step
 
 
@@ -12,10 +11,6 @@ from conftest import ROOT, STEPS, arguments, built, load_script, load_step
 def pretended(monkeypatch):
     """The stand-ins, and the scripts as they were before a peer changed them."""
     stand_ins.install(monkeypatch)
-    compiled = torch.compile  # which generates no kernels here: they take most of its time
-    monkeypatch.setattr(
-        torch, "compile", lambda work, **how: compiled(work, **(how | {"backend": "aot_eager"}))
-    )
     for name in ("3_compile", "4_transformer_engine"):
         monkeypatch.setitem(sys.modules, name, load_step(name))
 

@@ -10,7 +10,7 @@ import pytest
 import runs
 import stand_ins
 import torch
-from conftest import FAST, ROOT, STEPS, arguments, built, load_script, load_step, run_python
+from conftest import ROOT, STEPS, arguments, built, load_script, load_step
 
 from common import benchmark
 from common import proof as sampling
@@ -39,7 +39,7 @@ def compared(first, other, ours=None, theirs=None):
 
 
 @pytest.mark.parametrize("step", STEPS[1:4])
-def test_every_weight_of_a_step_has_the_gradient_of_step_0(step, first, traced_only):
+def test_every_weight_of_a_step_has_the_gradient_of_step_0(step, first):
     found = compared(first, sampled(load_step(step)))
     assert found.paired == 1.0 and found.cosine > 0.9999 and found.weight in first
 
@@ -297,12 +297,12 @@ def test_samples_that_could_harm_are_not_read_and_names_are_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_a_script_leaves_samples_next_to_its_record(tmp_path):
-    record = tmp_path / "r.json"
-    assert run_python(f"{STEPS[1]}.py", *FAST, "--output", record).returncode == 0
+    record, main = tmp_path / "r.json", load_step(STEPS[1]).main
+    assert benchmark.run_and_record(main, arguments(STEPS[1], output=record)) == 0
     samples = proof.read(record)
     assert len([name for name in samples if " part " not in name]) == 10 and all(
         part.shape == (2, sampling.NUMBERS) for part in samples.values()
     )
     assert "not sampled" not in (json.loads(record.read_text())["rows"][0]["note"] or "")
-    assert run_python(f"{STEPS[1]}.py", *FAST, "--cold", "--output", record).returncode == 0
+    assert benchmark.run_and_record(main, arguments(STEPS[1], output=record, cold=True)) == 0
     assert proof.read(record) == {}, "a cold row has no initial weights any more"

@@ -59,7 +59,7 @@ def rehearsed(run, row):
 
 
 @pytest.mark.parametrize("step", CPU_STEPS)
-def test_losses_after_a_rehearsal_are_bitwise_those_without_one(step, traced_only):
+def test_losses_after_a_rehearsal_are_bitwise_those_without_one(step):
     run, again, row = built(step), built(step), Row(step)
     losses = [run.train_step(*batch).item() for batch in run.batches]
     training = rehearsed(again, row)
@@ -102,7 +102,7 @@ def graph(monkeypatch):
 
 
 @pytest.mark.parametrize("step", STEPS[3:4])
-def test_a_replay_reads_the_batch_that_it_is_given_and_returns_a_loss_of_its_own(step, graph, traced_only):
+def test_a_replay_reads_the_batch_that_it_is_given_and_returns_a_loss_of_its_own(step, graph):
     run, read = built(step), []
     first, second = run.batches[:2]
     forward = run.model.forward
@@ -122,7 +122,7 @@ def test_a_replay_reads_the_batch_that_it_is_given_and_returns_a_loss_of_its_own
 
 
 @pytest.mark.parametrize("step", CPU_STEPS)
-def test_a_loss_that_is_kept_holds_no_graph_of_autograd(step, traced_only):
+def test_a_loss_that_is_kept_holds_no_graph_of_autograd(step):
     run = built(step)
     assert not run.train_step(*run.batches[0]).requires_grad
 

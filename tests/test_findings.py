@@ -1,0 +1,130 @@
+"""What holds a run back: every rule finds what is planted into a recorded row, and is silent on the rows as
+they are."""
+
+from dataclasses import replace
+
+import pytest
+from conftest import ROOT
+
+from common.record import Kernel, Symptoms
+from report import findings
+from report.derive import derive
+from report.load import load, runs_of
+
+RESULTS = ROOT / "docs" / "results"
+FOUND = {  # in recorded runs, by folder: what each says
+    "h200/hugging-face-gpt2": "Unaligned matmuls take 30.5 of 58.5 ms",
+    "h200/narrow-320": "Casts to FP8 take 0.64 ms more than 3_compile has, and its matmuls save 0.38 ms",
+}
+ON_GPUS = [path.parent for path in sorted(RESULTS.glob("h[12]00*/*/results.json"))]
+
+
+@pytest.mark.parametrize("folder", ON_GPUS, ids=lambda folder: f"{folder.parent.name}/{folder.name}")
+def test_recorded_runs_have_what_is_known_of_them_and_no_more(folder):
+    known = FOUND.get(f"{folder.parent.name}/{folder.name}")
+    for run in runs_of(load(folder)).values():
+        _, lines = findings.of(derive(run))
+        if known:
+            assert len(lines) == 1 and lines[0].startswith(known)
+        assert known or not [line for line in lines if not line.startswith("Nothing: ")]
+
+
+def named(name, ms, category):
+    """Plants a kernel."""
+
+    def plant(row):
+        row.profile.kernels.append(Kernel(name, category, ms))
+        row.profile.categories[category] += ms
+
+    return plant
+
+
+def seen(**symptoms):
+    def plant(row):
+        row.symptoms = Symptoms(**symptoms)
+
+    return plant
+
+
+def ran(**settings):
+    def plant(row):
+        row.settings = replace(row.settings, captured=False, **settings)
+
+    return plant
+
+
+def waits(row):
+    row.settings.captured, row.profile.idle_ms = False, 12.0
+
+
+def recompiles(row):
+    row.recompiled = 3
+
+
+ALIGN1 = "cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_64x64_32x6_tn_align1"
+COPY = "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>"
+PLANTED = {
+    "FP32": ([seen(fp32_share=0.12)], "12% of the matmuls' FLOPs are in FP32"),
+    "all FP32": ([ran(amp_dtype="float32"), seen(fp32_share=1.0)], "Matmuls run in FP32"),
+    "unaligned": (
+        [named(ALIGN1, 9.0, "matrix products")],
+        "Unaligned matmuls take 9.00 of 61.7 ms: pad sizes",
+    ),
+    "unaligned sizes": (
+        [seen(unaligned_share=0.3, unaligned_sizes=[770, 50257])],
+        "of 61.7 ms: pad 770 to 832 and 50257 to 50304",
+    ),
+    "by hand": ([ran(attention_kernel="by hand")], "Attention by hand takes 8.96 of 61.7 ms"),
+    "math": ([ran(attention_kernel="math")], "Attention runs PyTorch's math kernel"),
+    "masked": ([ran(attention_kernel="efficient")], "a mask keeps it from faster ones"),
+    "gaps": ([waits], "The GPU waits for its host 12.0 of 61.7 ms: a CUDA graph"),
+    "numbers": ([ran(), seen(synchronizations=2)], "The host waits 2 times a step for a number"),
+    "compiler": ([recompiles], "The compiler worked in timed steps, on 3 graphs"),
+    "graphs": ([seen(graph_breaks=["a call of print"])], "at one place (a call of print)"),
+    "optimizer": (
+        [ran(optimizer="AdamW, foreach"), named("multi_tensor_apply", 4.0, "optimizer")],
+        "The optimizer (AdamW, foreach) takes 5.03 of 61.7 ms",
+    ),
+    "layout": ([named(COPY, 5.0, "copies and casts")], "nothing but the layout take 5.00 of 61.7 ms"),
+    "loss": ([ran(compiled=False), named("nll_loss", 5.0, "loss")], "in passes over FP32 logits"),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_what_is_planted_is_named(kind):
+    run = load(RESULTS / "h200" / "gpt2")
+    plants, said = PLANTED[kind]
+    row = next(row for row in run.rows if row.step == "3_compile")
+    for plant in plants:
+        plant(row)
+    name, lines = findings.of(derive(replace(run, rows=[row], peers=[])))
+    assert name == "3_compile" and any(said in line for line in lines), lines
+    assert len(lines) <= findings.MOST
+
+
+def test_what_takes_most_comes_first_and_a_step_at_its_roof_is_told_what_the_card_allows():
+    run = load(RESULTS / "h200" / "gpt2")
+    row = next(row for row in run.rows if row.step == "3_compile")
+    waits(row)
+    seen(unaligned_share=0.2, unaligned_sizes=[50257])(row)
+    _, lines = findings.of(derive(replace(run, rows=[row], peers=[])))
+    assert lines[0].startswith("The GPU waits") and lines[1].startswith("Unaligned")
+    wide = load(RESULTS / "h200" / "wide-8192")
+    rows = [row for row in wide.rows if row.step == "3_compile"]
+    assert findings.of(derive(replace(wide, rows=rows)))[1] == [
+        "Nothing: matmuls run at 73% of what they reach alone, in BF16; the card allows 378.0 ms"
+    ]
+
+
+@pytest.mark.parametrize("change", ["on a CPU", "without a profile", "of other work"])
+def test_nothing_is_said_of_a_row_that_cannot_be_judged(change):
+    run = load(RESULTS / "h200" / "gpt2")
+    row = next(row for row in run.rows if row.step == "3_compile")
+    waits(row)
+    if change == "on a CPU":
+        row.profile.idle_ms = None
+    elif change == "without a profile":
+        row.profile = None
+    else:
+        row.proof = replace(row.proof, cosine=0.1)
+    assert findings.of(derive(replace(run, rows=[row], peers=[]))) == ("", [])
