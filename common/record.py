@@ -182,7 +182,7 @@ class Workload:
     parameters: int
     unit: Literal["tokens", "samples"] = "tokens"
     tokens_per_step: int  # of one process, or samples
-    flops_per_step: int  # of one process, by the convention of common/flops.py or of mine/file.py
+    flops_per_step: int  # of one process, by the convention of common/flops.py or of mine/check.py
     text: str
     text_sha256: str  # of --model: of the file and of all numbers of its batches
     seed: int

@@ -85,7 +85,7 @@ def check(
     roofs: bool = False,
 ) -> dict:
     """What the arguments mean here, by a process that imports torch: see ladder/facts.py, and of a `model`
-    that is not ours mine/file.py. With `roofs` it measures what the machine reaches, too. Exits with
+    that is not ours mine/check.py. With `roofs` it measures what the machine reaches, too. Exits with
     one line where they are wrong, with code 2, and where the user stops it, with code 130. `name` is of the
     command that the user gave."""
     variables, stop = {}, process.Stop()
@@ -93,7 +93,7 @@ def check(
     if gpus > 1:  # as torchrun tells the last of the processes
         last = {"RANK": gpus - 1, "WORLD_SIZE": gpus, "LOCAL_RANK": gpus - 1}
         variables |= {name: str(value) for name, value in last.items()} | {"TORCHELASTIC_RUN_ID": "check"}
-    module = ["mine.file", model] if model else ["ladder.facts"]
+    module = ["mine.check", model] if model else ["ladder.facts"]
     if roofs:
         module.append("--roofs")
     with tempfile.TemporaryDirectory() as folder:

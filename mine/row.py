@@ -130,6 +130,9 @@ def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tu
     if args.work_sha256() != args.planned.text_sha256:
         changed = f"{args.path.name}, or what it imports or reads, has changed since the run began"
         raise RuntimeError(f"{changed}, or its batches differ in each process: seed its generator")
+    if args.weights_sha256 and model_file.weights_sha256(model) != args.weights_sha256:
+        drawn = f"model() of {args.path.name} makes other weights in each process"
+        raise RuntimeError(f"{drawn}: seed its generator by a number, and draw them in model()")
     set_attention(model, before, SDPA in names, args)
     blocks, fp8_context = blocks_of(model, args.blocks), None
     contexts = [changes.mixed_precision(args.device)] if AMP in names else []
@@ -222,7 +225,7 @@ def planned_arguments(argv: list[str]) -> tuple[ModelArguments, Path]:
     args.planned, seen = Workload(**plan["workload"]), plan["seen"]
     args.beside, args.is_masked = [Path(path) for path in seen["beside"]], seen["is_masked"]
     args.blocks, args.first, args.given = seen["blocks"], seen["first"], seen["given"]
-    args.loss_text = seen["loss_text"]
+    args.loss_text, args.weights_sha256 = seen["loss_text"], seen["weights_sha256"]
     return args, folder
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from common.record import AS_IT_IS, Proof
 from common.text import Skip
 from ladder.rows import AMP, COMPILE, FP8, GRAPH
+from mine import check as model_check
 from mine import file as model_file
 from mine import lines, patch
 from mine import row as model_row
@@ -78,7 +79,7 @@ def checked(tmp_path, monkeypatch):
             str(tmp_path / "r.json"),
         ]
         args = model_file.parse("run_all.sh", words)
-        args.planned = model_file.check(args)
+        args.planned = model_check.check(args)
         args.amp_dtype = torch.bfloat16
         return args
 

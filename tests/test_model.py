@@ -30,6 +30,7 @@ from mine import attention as model_attention
 from mine import batch as model_batch
 from mine import blocks as model_blocks
 from mine import changes as model_changes
+from mine import check as model_check
 from mine import file as model_file
 from mine import row as model_row
 from mine import state as model_state
@@ -223,8 +224,8 @@ def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, argume
 )
 def test_a_model_that_cannot_be_compared_gets_one_line(text, said, arguments_of, capsys, monkeypatch):
     args = arguments_of(text)
-    monkeypatch.setattr(model_file, "parse", lambda *_: args)
-    assert model_file.main([]) == 2
+    monkeypatch.setattr(model_check, "parse", lambda *_: args)
+    assert model_check.main([]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
@@ -233,8 +234,8 @@ def test_the_work_of_a_step_is_counted(arguments_of, tmp_path, monkeypatch):
     monkeypatch.setenv(planned.FACTS, str(tmp_path / "facts.json"))
     args = arguments_of(LINEAR + BATCHES + SUM)
     args.steps = 0
-    monkeypatch.setattr(model_file, "parse", lambda *_: args)
-    assert model_file.main([]) == 0
+    monkeypatch.setattr(model_check, "parse", lambda *_: args)
+    assert model_check.main([]) == 0
     facts = json.loads((tmp_path / "facts.json").read_text())
     work = facts["workload"]
     assert (work["unit"], work["tokens_per_step"], work["parameters"]) == ("samples", 4, 16 * 17)
@@ -253,6 +254,9 @@ def test_a_model_is_made_from_one_seed_of_every_kind_and_trains(arguments_of):
     _, model, _ = built([], args)
     assert torch.equal(model.bias, args.model().bias) and model.training
     assert torch.get_float32_matmul_precision() == "highest", "TF32 comes with AMP"
+    args.weights_sha256 = "of another process"
+    with pytest.raises(RuntimeError, match="makes other weights in each process"):
+        built([], args)
 
 
 def test_tokens_are_integers_of_two_dimensions():
@@ -264,11 +268,19 @@ def test_tokens_are_integers_of_two_dimensions():
     assert model_batch.units_of((picture, torch.zeros(3, 9, dtype=torch.bool))) == ("samples", 3)
 
 
+def test_attention_with_fewer_heads_of_keys_is_counted_by_its_queries():
+    q, k = torch.empty(2, 8, 64, 16, device="meta"), torch.empty(2, 2, 64, 16, device="meta")
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    assert model_check.FORMULAS[flash](q, k, k) == 2 * 2 * (2 * 8 * 64 * 64 * 16)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    assert model_check.FORMULAS[backward](q, q, k, k) == 5 * 2 * (2 * 8 * 64 * 64 * 16)
+
+
 def test_a_loss_that_differentiates_is_trained_and_its_flops_are_not_counted(arguments_of):
     inside = "def loss(model, batch):\n    x = batch.requires_grad_()\n    y = model(x).square().sum()\n"
     inside += "    return torch.autograd.grad(y, x, create_graph=True)[0].square().mean()\n"
     args = arguments_of(LINEAR + BATCHES + inside)
-    work = model_file.check(args)
+    work = model_check.check(args)
     assert work.flops_per_step == 0 and work.tokens_per_step == 4
     train_step, *_ = built([], args)
     assert train_step(args.batches()[0][0]) > 0
@@ -277,7 +289,7 @@ def test_a_loss_that_differentiates_is_trained_and_its_flops_are_not_counted(arg
 def test_flops_of_a_recurrent_layer_are_not_counted(arguments_of):
     recurrent = "def model():\n    return torch.nn.GRU(16, 16)\n"
     loss = "def loss(model, batch):\n    return model(batch)[0].square().sum()\n"
-    assert model_file.check(arguments_of(recurrent + BATCHES + loss)).flops_per_step == 0
+    assert model_check.check(arguments_of(recurrent + BATCHES + loss)).flops_per_step == 0
 
 
 def test_a_batch_is_copied_with_all_that_it_holds():
@@ -326,12 +338,12 @@ def test_a_module_beside_the_file_is_part_of_its_work(arguments_of, tmp_path):
     (tmp_path / "net_beside.py").write_text("import torch\nSIZE = 16\n")
     late = "def loss(model, batch):\n    import net_beside\n    return model(batch).sum()\n"
     args = arguments_of(LINEAR + BATCHES + late)
-    model_file.check(args)
+    model_check.check(args)
     assert args.beside == [tmp_path / "net_beside.py"], "imported late"
     own = {"common.text", "ladder.rows", "net_beside"}
-    assert model_file.modules_beside(ROOT / "x.py", own) == [], "the project's are not the user's"
+    assert model_check.modules_beside(ROOT / "x.py", own) == [], "the project's are not the user's"
     python = Path(sysconfig.get_path("stdlib")).parent.parent / "x.py"
-    assert model_file.modules_beside(python, {"json", "numpy", "torch"}) == [], "nor Python's"
+    assert model_check.modules_beside(python, {"json", "numpy", "torch"}) == [], "nor Python's"
     before = args.work_sha256()
     args.beside[0].write_text("import torch\nSIZE = 32\n")
     assert args.work_sha256() != before
@@ -361,7 +373,7 @@ def test_a_batch_may_be_a_dataclass_and_optimizers_several(arguments_of):
     text += "def optimizer(parameters, **how):\n    a, b = parameters\n"
     text += "    return [torch.optim.SGD([a], 0.1, momentum=0.9), torch.optim.AdamW([b], 0.1, **how)]\n"
     args = arguments_of(text)
-    assert model_file.check(args).tokens_per_step == 4
+    assert model_check.check(args).tokens_per_step == 4
     train_step, model, optimizer = built([], args)
     state, before = model_state.ModelState(model, optimizer), model.weight.detach().clone()
     losses = [
@@ -658,10 +670,10 @@ def model():
 )
 def test_a_mask_is_seen_however_a_file_gives_it(call, seen, arguments_of):
     args = arguments_of(f"{MASKED}{BATCHES}def loss(model, batch):\n    return {call}.sum()\n")
-    model_file.check(args)
+    model_check.check(args)
     assert args.is_masked is seen
     model = args.model()
-    with model_file.masks_seen(model):
+    with model_check.masks_seen(model):
         assert model._forward_pre_hooks
     assert not model._forward_pre_hooks and not model.base._forward_pre_hooks
 
@@ -1103,9 +1115,9 @@ def test_a_run_begins_with_what_the_file_does_itself(own, start, first, given, a
     args = arguments_of(text, *(["--from", start] if start else []))
     if first is None:
         with pytest.raises(Skip, match=given):
-            model_file.check(args)
+            model_check.check(args)
         return
-    model_file.check(args)
+    model_check.check(args)
     assert (args.first, args.given) == (first, given)
     names = [row.arguments[0] for row in planned.of_model("m", [], None, {"first": first, "given": given})]
     assert names == [first, *(name for name in list(planned.MODEL_ROWS)[2:] if name not in given)]
@@ -1129,10 +1141,10 @@ def test_a_step_that_cannot_be_observed_is_said(arguments_of, monkeypatch):
     def breaks(*_):
         raise RuntimeError("no profiler")
 
-    monkeypatch.setattr(model_file.profile, "observe", breaks)
+    monkeypatch.setattr(model_check.profile, "observe", breaks)
     for words, first, given in (((), "0_as_it_is", []), (("--from", "amp"), "0_as_it_is", ["1_amp"])):
         args = arguments_of(f"{LINEAR}{BATCHES}{SUM}", *words)
-        model_file.check(args)
+        model_check.check(args)
         assert (args.first, args.given) == (first, given) and "not seen" in " ".join(args.said)
 
 
@@ -1151,7 +1163,7 @@ def test_a_step_that_cannot_be_observed_is_said(arguments_of, monkeypatch):
 def test_what_a_file_does_in_a_part_leaves_the_row(own, said, given, arguments_of):
     loss = f"def loss(model, batch):\n{own}        return model(batch).square().mean()\n"
     args = arguments_of(f"{LINEAR}{BATCHES}{loss}")
-    model_file.check(args)
+    model_check.check(args)
     assert said in " ".join(args.said) and (args.first, args.given) == ("0_as_it_is", given)
 
 
@@ -1165,16 +1177,18 @@ def test_what_a_file_does_in_a_part_leaves_the_row(own, said, given, arguments_o
 def test_an_error_of_the_observed_steps_is_the_file_s(line, said, arguments_of):
     loss = f"calls = []\ndef loss(model, batch):\n{line}    return model(batch).float().square().mean()\n"
     with pytest.raises(Skip, match=said):
-        model_file.check(arguments_of(f"{LINEAR}{BATCHES}{loss}"))
+        model_check.check(arguments_of(f"{LINEAR}{BATCHES}{loss}"))
 
 
 def test_a_compiled_loss_or_most_of_the_weights_compiled_is_compiled():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    assert not model_file.compiles_most(model, None) and model_file.compiles_most(model, torch.compile(print))
+    assert not model_check.compiles_most(model, None) and model_check.compiles_most(
+        model, torch.compile(print)
+    )
     model[0] = torch.compile(model[0])
-    assert not model_file.compiles_most(model, None), "a third"
+    assert not model_check.compiles_most(model, None), "a third"
     model[1].compile()
-    assert model_file.compiles_most(model, None)
+    assert model_check.compiles_most(model, None)
 
 
 def test_a_folder_is_not_continued_from_another_start():

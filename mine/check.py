@@ -1,0 +1,335 @@
+"""What the file of --model is, before its first row: whether its model, batches and loss can be trained, how
+much work a step is, and what a step of the unchanged file does already.
+
+python -m mine.check FILE ARGUMENT ...     prints the facts of a run as JSON
+"""
+
+import contextlib
+import inspect
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from common import hardware, options, profile
+from common.record import Settings, Workload
+from common.text import Skip, explain, one_line, run_command, say
+from ladder import facts
+from ladder.rows import AMP, AS_IT_IS, COMPILE, FROM, MODEL_ROWS, SDPA
+from mine import changes
+from mine.attention import switch_of
+from mine.batch import call_text, copied, output_of, sha256_of, units_of
+from mine.blocks import count_weights, list_blocks, say_blocks
+from mine.file import ModelArguments, called, in_a_process_of_its_own, parse, weights_sha256
+
+
+def check(args: ModelArguments) -> Workload:
+    """What one step trains. Raises Skip where two models, or two series of batches, of the same seed differ:
+    rows are processes of their own, and would not do the same work. Raises Skip too without an optimizer, and
+    without a weight to train."""
+    args.weights_sha256, model = weights_sha256(args.model()), args.model()
+    if weights_sha256(model) != args.weights_sha256:
+        raise Skip(
+            f"model() of {args.path.name} makes other weights or buffers each time: seed its generator"
+        )
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise Skip(f"model() of {args.path.name} has no weight to train")
+    work = settle_steps(args, model)
+    size = f"{work.parameters / 1e6:,.1f} M parameters, {work.tokens_per_step:,} {work.unit} a step"
+    see_start(args, model)
+    see_loss(args, model)
+    args.said = [f"{work.model}: {size}", *args.said]
+    if COMPILE not in args.given:
+        args.said.append(f"Row {COMPILE}: {say_blocks(model, args.blocks)}")
+    args.draw_again()
+    if work.text_sha256 != args.work_sha256():
+        raise Skip(f"batches() of {args.path.name} yields other numbers each time: seed its generator")
+    return work
+
+
+def first_loss(args: ModelArguments, model: torch.nn.Module) -> torch.Tensor:
+    """The loss of the first batch. Raises Skip for a pass that changes it, and for one that has no finite
+    scalar loss, or has done the backward pass already."""
+    batch, name = copied(args.drawn[0], args.device), args.path.name
+    numbers = sha256_of(batch)
+    loss = called(lambda: args.loss(model, batch), args.path)
+    if sha256_of(batch) != numbers:
+        raise Skip(f"a step of {name} changes its batch in place: let it change a clone")
+    if any(weight.grad is not None for weight in model.parameters()):
+        raise Skip(f"loss() of {name} calls backward(): let it return the loss alone")
+    if not isinstance(loss, torch.Tensor):
+        raise Skip(f"the loss of {name} is no tensor")
+    if not loss.is_floating_point():
+        raise Skip(f"the loss of {name} is of {loss.dtype}, which has no gradient")
+    if loss.dim():
+        raise Skip(f"the loss of {name} is no scalar: its shape is {tuple(loss.shape)}")
+    if not torch.isfinite(loss):
+        raise Skip(f"the first loss of {name} is {loss.item()}")
+    return loss
+
+
+def settle_steps(args: ModelArguments, model: torch.nn.Module) -> Workload:
+    """What one step trains; sets how many steps there are, where the user did not."""
+    unit, units = units_of(args.drawn[0])
+    flops = step_flops(args, model)
+    args.steps = args.steps or options.default_steps(flops, args.device)
+    args.draw_again()  # as many batches as there are steps
+    return Workload(
+        preset="custom",
+        model=args.path.name,
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        unit=unit,
+        tokens_per_step=units,
+        flops_per_step=flops,
+        text=f"batches() of {args.path.name}",
+        text_sha256=args.work_sha256(),
+        seed=args.seed,
+        lr=args.lr,
+        warmup=args.warmup,
+        steps=args.steps,
+    )
+
+
+# --- FLOPs ----------------------------------------------------------------------------------------
+
+
+def of_grouped_heads(formula: Callable, first: int) -> Callable:
+    """PyTorch's formula of attention, whose queries are the argument `first`, for keys and values of fewer
+    heads too: each of these counts as often as queries share it."""
+
+    def count(*args, **_) -> int:
+        shapes = [getattr(each, "shape", each) for each in args]
+        for k in (first + 1, first + 2):
+            shapes[k] = torch.Size([shapes[k][0], shapes[first][1], *shapes[k][2:]])
+        return formula(*shapes)
+
+    return count
+
+
+ATTENTION = {
+    packet: of_grouped_heads(formula, 1 if "backward" in str(packet) else 0)
+    for packet, formula in flop_registry.items()
+    if "_scaled_dot_product" in str(packet)
+}
+FORMULAS = flop_registry | ATTENTION
+
+
+def step_flops(args: ModelArguments, model: torch.nn.Module) -> int:
+    """FLOPs of a forward and a backward pass, as torch.utils.flop_counter counts them, which also shows
+    masks, imports and blocks; 0 where they are not counted."""
+    with masks_seen(model) as seen:
+        try:
+            loss = first_loss(args, model)
+            if not loss.requires_grad:
+                raise Skip(f"the loss of {args.path.name} has no gradient: was it detached, or grad off?")
+            called(loss.backward, args.path)  # its errors are the model's
+            if all(weight.grad is None for weight in model.parameters()):
+                raise Skip(f"the loss of {args.path.name} gives no weight of model() a gradient")
+            fits = True
+        except (MemoryError, torch.OutOfMemoryError):
+            fits = False
+    args.is_masked = bool(seen)
+    args.beside = modules_beside(args.path, set(sys.modules) - args.known_modules)
+    model.zero_grad()
+    counts = count_flops(args, model, fits)
+    model.zero_grad()
+    args.blocks = list_blocks(model, counts)
+    if not counts and not args.said:
+        args.said.append("FLOPs are not counted: PyTorch's counter cannot follow this model")
+    return counts.get("Global", 0)
+
+
+def count_flops(args: ModelArguments, model: torch.nn.Module, backward: bool) -> dict[str, int]:
+    """By the names of modules, and of all as Global; empty of what the counter cannot follow: where it
+    fails, and a recurrent layer. Without `backward`, which may not fit the memory, three times those of
+    the forward pass. Attention is the whole (T, T) square; on a CPU, whose kernel the counter does not
+    know, two products."""
+    if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
+        return {}
+    on_cpu = args.device.type == "cpu"
+    math = sdpa_kernel(SDPBackend.MATH) if on_cpu else contextlib.nullcontext()
+    try:
+        with (
+            FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter,
+            math,
+            torch.set_grad_enabled(backward),
+        ):
+            loss = first_loss(args, model)
+            if backward:
+                loss.backward()
+    except (MemoryError, torch.OutOfMemoryError):
+        return count_flops(args, model, backward=False) if backward else {}
+    except Exception as error:  # the counter's, or of a loss that fails when it is called again
+        args.said.append(f"FLOPs are not counted: under PyTorch's counter, {one_line(error, 100)}")
+        return {}
+    times = 1 if backward else 3
+    return {name: times * sum(each.values()) for name, each in counter.get_flop_counts().items()}
+
+
+class ProductDtypes(TorchDispatchMode):
+    """FLOPs of products, by PyTorch's counter, by the dtype that they multiply."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        count = FORMULAS.get(function._overloadpacket)
+        if count and (tensors := [each for each in args if isinstance(each, torch.Tensor)]):
+            self.flops[tensors[-1].dtype] += count(*args, **(kwargs or {}), out_val=result)
+        return result
+
+    def half(self) -> str:
+        """The half format of at least half of these FLOPs; empty of none."""
+        for dtype in (torch.bfloat16, torch.float16):
+            if self.flops[dtype] >= 0.5 * sum(self.flops.values()) > 0:
+                return str(dtype).removeprefix("torch.")
+        return ""
+
+
+# --- what a step does already ---------------------------------------------------------------------
+
+
+def see_loss(args: ModelArguments, model: torch.nn.Module) -> None:
+    """Sets the expression of the loss of `batch`, as a reader writes it."""
+    if hasattr(args.file, "loss"):
+        args.loss_text = f"{args.module_name}.loss(model, {{batch}})"
+        return
+    with torch.no_grad():
+        output = output_of(model, copied(args.drawn[0], args.device))
+    of_output = "" if isinstance(output, torch.Tensor) else ".loss"
+    args.loss_text = f"{call_text(args.drawn[0])}{of_output}".replace("batch", "{batch}")
+
+
+def see_start(args: ModelArguments, model: torch.nn.Module) -> None:
+    """`given`, the changes that the unchanged file makes itself in most of its work, and the name of the
+    first row. Raises Skip where --from claims more or less than a training step shows."""
+    ran, half = observe_step(args, model)
+    if ran is None:
+        args.said.append("A training step could not be observed, so what the file does was not seen")
+        args.first, args.given = AS_IT_IS, FROM[args.start or "fp32"]
+        return
+    ran_in_part = {row: ran.has_run(MODEL_ROWS[row]) for row in (AMP, SDPA, COMPILE)}
+    in_most = {AMP: half, COMPILE: compiles_most(model, getattr(args.file, "loss", None))}
+    seen = [row for row in ran_in_part if ran_in_part[row] and in_most.get(row, True)]
+    check_start(args.start, seen, args.path.name)
+    # Hugging Face's switch can do more than its default: without a mask, a graph has a faster kernel.
+    if args.start is None and SDPA in seen and switch_of(model):
+        seen.remove(SDPA)
+    args.given = [row for row in seen if args.start != "fp32"]
+    parts = [MODEL_ROWS[row] for row in in_most if ran_in_part[row] and row not in seen]
+    if args.given or parts or ran.float32_matmul_precision != "highest":
+        args.first = AS_IT_IS
+        has = [f"matmuls in {half}" if row == AMP else MODEL_ROWS[row] for row in args.given]
+        has += [f"{part} in a part" for part in parts]
+        line = f"Row {AS_IT_IS}: the file unchanged, which has {', '.join(has) or 'TF32'}"
+        args.said.append(f"{line}: no row {', '.join(args.given)}" if args.given else line)
+
+
+def observe_step(args: ModelArguments, model: torch.nn.Module) -> tuple[Settings | None, str]:
+    """What ran in a training step of the unchanged file after one that may compile, and the half format
+    of most of its products, empty of none. None where it does not fit the memory, or the profiler fails.
+    Raises Skip for an error of the file, and for a step that casts its own weights."""
+    optimizer = args.optimizer(model, captured=False)
+    train_step = changes.training_step(model, args.loss, optimizer, contextlib.nullcontext)
+    batch = copied(args.drawn[0], args.device)
+
+    def step() -> torch.Tensor:
+        return called(lambda: train_step(batch), args.path)
+
+    torch._dynamo.reset()  # under the counter of FLOPs it compiled nothing
+    try:
+        with torch.compiler.set_stance("force_eager"), ProductDtypes() as products:
+            step()
+        torch._dynamo.reset()
+        step()
+        ran, _ = profile.observe(step, model, args.device)
+    except (Skip, KeyboardInterrupt):
+        raise
+    except Exception:
+        return None, ""
+    for name, weight in model.named_parameters():
+        if weight.dtype != torch.float32:
+            dtype = str(weight.dtype).removeprefix("torch.")
+            what_to_do = "cast what it computes, not the weight"
+            raise Skip(f"a step of {args.path.name} casts {name} to {dtype}: {what_to_do}")
+    return ran, products.half()
+
+
+def compiles_most(model: torch.nn.Module, loss: Callable | None) -> bool:
+    """Whether modules with at least half of the weights are compiled, or the loss is, which calls them."""
+    if hasattr(loss, "_torchdynamo_orig_callable"):
+        return True
+    weights: dict[int, int] = {}
+    for module in model.modules():
+        is_wrapped = isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+        if is_wrapped or module._compiled_call_impl or hasattr(module.forward, "_torchdynamo_orig_callable"):
+            weights |= {id(weight): weight.numel() for weight in module.parameters()}
+    return sum(weights.values()) >= 0.5 * count_weights(model)
+
+
+def check_start(start: str | None, seen: list[str], name: str) -> None:
+    """Raises Skip where --from says that a file does what its step did not show, or less."""
+    missing = [MODEL_ROWS[row] for row in FROM[start or "fp32"] if row not in seen]
+    if missing:
+        raise Skip(f"--from {start}: a step of {name} showed no {' and no '.join(missing)}")
+    more = [row for row in seen if row in (AMP, COMPILE) and row not in FROM.get(start, seen)]
+    if more:
+        words = " and ".join(MODEL_ROWS[row] for row in more)
+        raise Skip(f"--from {start}: a step of {name} showed {words}, too. Leave --from out")
+
+
+def modules_beside(path: Path, names: set[str]) -> list[Path]:
+    """The files of those modules that lie in the folder of the file, or below it, and are neither the
+    project's nor Python's."""
+    files = {Path(getattr(sys.modules[name], "__file__", None) or "/") for name in names} - {path}
+    known = {path.parent for path in hardware.ROOT.glob("*/__init__.py")}
+    known |= {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return sorted(file for file in files if path.parent in file.parents and not known & {*file.parents})
+
+
+@contextlib.contextmanager
+def masks_seen(model: torch.nn.Module) -> Iterator[list[str]]:
+    """The names of masks, and of positions, which tell documents apart, that Hugging Face's modules get
+    inside the context."""
+    seen: list[str] = []
+
+    def look(module, positional, keywords):
+        words = dict(keywords)
+        with contextlib.suppress(TypeError):
+            words |= inspect.signature(module.forward).bind_partial(*positional, **keywords).arguments
+        seen.extend(name for name in ("attention_mask", "position_ids") if words.get(name) is not None)
+
+    switched = [module for module in model.modules() if hasattr(module, "set_attn_implementation")]
+    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in switched]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def main(words: list[str]) -> int:
+    args = parse("run_all.sh", words)
+    try:
+        work = check(args)
+    except Exception as error:  # whatever a model does, it is one line
+        say(f"run_all.sh: error: {explain(error)[1]}", sys.stderr)
+        return 2
+    names = ("is_masked", "blocks", "loss_text", "first", "given", "weights_sha256")
+    seen = {name: getattr(args, name) for name in names}
+    seen["beside"] = [str(path) for path in args.beside]
+    facts.say_facts(args.device, work, {"--steps": str(work.steps)}, args.said, {"seen": seen})
+    return 0
+
+
+if __name__ == "__main__":
+    # It ends also where a thread of the file goes on.
+    run_command(lambda: main(in_a_process_of_its_own()), "run_all.sh")
