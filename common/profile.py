@@ -3,6 +3,7 @@
 Steps run under torch.profiler after the timed ones. common/kernels.py tells what a kernel is by its name.
 """
 
+import contextlib
 import math
 import re
 import sys
@@ -45,6 +46,17 @@ def observe(
 ) -> tuple[Settings, Symptoms]:
     """Run `step` once, launched, under torch.profiler: what its operators show. Raises what the profiler
     raises."""
+    operators, of_model = _operators_of(step, device)
+    settings = _settings(operators, of_model, model)
+    if settings.compiled and settings.attention_kernel is None:  # a compiler makes a softmax by hand its own
+        with contextlib.suppress(torch.OutOfMemoryError), torch.compiler.set_stance("force_eager"):
+            eager = _settings(*_operators_of(step, device), model)
+            settings.attention_kernel = eager.attention_kernel
+    return settings, _symptoms(of_model, model)
+
+
+def _operators_of(step: Callable[[], object], device: torch.device) -> tuple[set[str], list[tuple]]:
+    """The names of all operators of a step, and names and events of those that are not the optimizer's."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     if device.type == "cpu":
         activities.pop()
@@ -61,7 +73,7 @@ def observe(
             event.start_ns() >= update_ends
         ):  # products of an optimizer, as those of Muon, are none of the model
             of_model.append((name, event))
-    return _settings(operators, of_model, model), _symptoms(of_model, model)
+    return operators, of_model
 
 
 def _settings(operators: set[str], of_model: list[tuple], model: torch.nn.Module) -> Settings:
