@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prepare Python, then run every step in a process of its own and tabulate them: ./run_all.sh --help.
 set -u
-unset CDPATH
+unset CDPATH PYTHONSAFEPATH # with which Python finds no module of this folder
 
 if [ -z "${BASH_VERSION:-}" ]; then echo "run_all.sh: error: start it with bash: ./run_all.sh" >&2; exit 2; fi
 here="$(cd -P -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" >/dev/null && pwd)"

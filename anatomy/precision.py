@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from anatomy.lab import main, rate
-from common.hardware import compute_capability
+from common.hardware import compute_capability, multiply_fp8
 
 FP8, FP8_MAX, BLOCK, OUTLIER = torch.float8_e4m3fn, 448.0, 128, 1e5
 FORMATS = {  # name: dtype, u, error over u, time over BF16's on tensor cores, the first GPUs that multiply it
@@ -57,8 +57,8 @@ def product_of(name, a, b, native):
         return partial(torch.matmul, a.to(FORMATS[name][0]), b.to(FORMATS[name][0]))
     # The second by columns, for cuBLAS.
     (x, s), (y, t) = (current_scaling(a), current_scaling(b.t().contiguous()))
-    if native:  # not public, but PyTorch 2.10 has no other FP8 product
-        return lambda: torch._scaled_mm(x, y.t(), s, t, out_dtype=torch.bfloat16, use_fast_accum=True)
+    if native:
+        return partial(multiply_fp8, x, y.t(), s, t)
     return lambda: (x.float() * s) @ (y.float() * t).t()
 
 

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 from importlib import metadata
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 
 from common.record import Environment
-from common.text import Skip
+from common.text import Skip, one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("triton", "transformer-engine", "torchao", "transformers")  # whose versions matter
@@ -35,21 +36,58 @@ def resolve_device(name: str, index: int = 0) -> torch.device:
         name = "cuda" if torch.cuda.is_available() or Path("/dev/nvidia0").exists() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    if index >= torch.cuda.device_count():
-        seen = f"torch {torch.__version__} can use {torch.cuda.device_count()} NVIDIA GPUs"
-        raise ValueError(f"{seen}, not {index + 1}; --device cpu runs on the CPU")
-    device, least = torch.device("cuda", index), least_capability()
-    if compute_capability(device) < least:
-        has = "{}.{}".format(*compute_capability(device))
-        needs = "this torch needs {}.{} or newer".format(*least)
-        raise ValueError(f"{device_name(device)} has compute capability {has}, and {needs}")
+    if torch.version.hip or index >= torch.cuda.device_count():
+        raise ValueError(f"{why_no_gpu(index)}. --device cpu runs on the CPU")
+    device = torch.device("cuda", index)
+    check_generation(device)
     return device
 
 
-def least_capability() -> tuple[int, int]:
-    """The oldest compute capability that this torch has kernels for; the compiler, Triton, needs (7, 0)."""
-    numbers = [int(name.removeprefix("sm_")) for name in torch.cuda.get_arch_list() if name[3:].isdecimal()]
-    return max(divmod(min(numbers, default=0), 10), OLDEST_OF_TRITON)
+def why_no_gpu(index: int = 0) -> str:
+    """Why this torch cannot use a GPU of this index, in a clause."""
+    own, hidden = f"torch {torch.__version__}", os.environ.get("CUDA_VISIBLE_DEVICES")
+    if torch.version.hip:
+        return f"{own} is for AMD's GPUs, and the steps are for NVIDIA's"
+    if torch.version.cuda is None:
+        return f"{own} is built for CPUs alone: install one with CUDA (pytorch.org)"
+    if count := torch.cuda.device_count():
+        return f"{own} can use {count} NVIDIA GPUs, not {index + 1}"
+    if hidden is not None:
+        return f"CUDA_VISIBLE_DEVICES={hidden} hides the GPUs"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # no driver, or one that is too old
+        return one_line(error, 150).rstrip(".")
+    return f"{own} can use no NVIDIA GPU"
+
+
+def check_generation(device: torch.device) -> None:
+    """Raises ValueError for a GPU that this torch has no kernels for, or the compiler, Triton, cannot
+    serve."""
+    capability, archs = compute_capability(device), torch.cuda.get_arch_list()
+    # sm_90 runs on 9.x, sm_90a on 9.0 alone, and compute_90 is compiled for whatever is newer.
+    matches = [re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch) for arch in archs]
+    built = [(match[1], (int(match[2]), int(match[3])), match[4]) for match in matches if match]
+    oldest = max(min((version for _, version, _ in built), default=(0, 0)), OLDEST_OF_TRITON)
+    newest = max((version for _, version, _ in built), default=capability)
+    is_served = any(
+        version <= capability and (kind == "compute" or version[0] == capability[0])
+        for kind, version, only in built
+        if not only or version == capability
+    )
+    has = f"{device_name(device)} has compute capability {{}}.{{}}".format(*capability)
+    if capability < oldest:
+        raise ValueError("{}, and this torch needs {}.{} or newer".format(has, *oldest))
+    if built and not is_served:
+        raise ValueError(
+            "{}, and this torch has kernels up to {}.{}: install a newer one".format(has, *newest)
+        )
+
+
+def shares_memory(device: torch.device) -> bool:
+    """Whether a GPU's memory is the host's, as of a GB10 or a Jetson."""
+    is_gpu = device.type == "cuda"
+    return is_gpu and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
 
 
 def about(device: torch.device) -> list[str]:
@@ -65,9 +103,7 @@ def about(device: torch.device) -> list[str]:
         return lines
     lines.append(f"CPU: {name}. This run shows how each step works, and not what it gains on a GPU")
     if shutil.which("nvidia-smi") or Path("/dev/dxg").exists():
-        lines.append(
-            "There seems to be an NVIDIA GPU, but this torch cannot use it: is its driver new enough?"
-        )
+        lines.append(f"There seems to be an NVIDIA GPU, but it cannot be used: {why_no_gpu()}")
     return lines
 
 
@@ -104,6 +140,16 @@ def fp8_unit(capability: tuple[int, int]) -> int:
     """What the sizes of an FP8 matmul must be divisible by: 16, or 32 where Transformer Engine's default
     recipe has one scale for 32 numbers (MXFP8). Source: `get_default_fp8_recipe` in its quantization.py."""
     return 32 if (10, 0) <= capability < (12, 0) else 16
+
+
+def multiply_fp8(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
+) -> torch.Tensor:
+    """(M, K) x (K, N) in FP8, the second by columns, each with one scale in FP32; the product in BF16."""
+    if not hasattr(torch.nn.functional, "scaled_mm"):  # before PyTorch 2.10, where no product is public
+        return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
+    one = torch.nn.functional.ScalingType.TensorWise
+    return torch.nn.functional.scaled_mm(a, b, scale_a, one, scale_b, one, use_fast_accum=True)
 
 
 def device_name(device: torch.device) -> str:

@@ -339,7 +339,8 @@ def default_steps(flops_per_step: int, device: torch.device) -> int:
 def check_memory(config: GPTConfig, device: torch.device, shares: int, cold: bool) -> None:
     """Raises ValueError for a model whose weights, gradients and moments, divided into `shares`, do not fit
     the device's free memory."""
-    per_parameter = GPU_BYTES if device.type == "cuda" or cold else CPU_BYTES
+    has_own_memory = device.type == "cuda" and not hardware.shares_memory(device)
+    per_parameter = GPU_BYTES if has_own_memory or cold else CPU_BYTES
     needed = per_parameter * flops.parameters(config) // shares
     free = hardware.free_memory_bytes(device)
     if free and needed > free:

@@ -17,7 +17,9 @@ PACKAGES = ROOT / ".packages" / str(sysconfig.get_config_var("SOABI"))  # what r
 
 # What libraries say of too little memory, and the names of their errors.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "memoryerror")
-MISSING = {  # what libraries say of what is not installed, and what to do
+MISSING = {  # what libraries say of what is not installed or too old, and what to do
+    "ptxas": "Triton's ptxas does not know this GPU: set TRITON_PTXAS_PATH to that of a newer CUDA toolkit, "
+    "such as /usr/local/cuda/bin/ptxas",
     "python.h": "torch.compile lacks the headers of Python: install them (Debian, Ubuntu: python3-dev)",
     "c++ compiler": "torch.compile lacks a C++ compiler: install one (Debian, Ubuntu: g++)",
     "c compiler": "torch.compile lacks a C compiler: install one (Debian, Ubuntu: gcc)",
@@ -36,7 +38,8 @@ def explain(error: Exception) -> tuple[str, str]:
     if any(sign in text for sign in OUT_OF_MEMORY):
         return "oom", "out of memory: try a smaller batch size or sequence length"
     advice = next((advice for sign, advice in MISSING.items() if sign in text), None)
-    return "failed", f"{advice} ({one_line(error, 150)})" if advice else one_line(error)
+    fatal = next((line for line in str(error).splitlines() if "fatal" in line), error)  # ptxas says it later
+    return "failed", f"{advice} ({one_line(fatal, 150)})" if advice else one_line(error)
 
 
 def import_or_skip(module: str, package: str | None = None) -> ModuleType:

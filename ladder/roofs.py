@@ -128,8 +128,7 @@ def product(precision: str, m: int, n: int, k: int, device: torch.device) -> Cal
     if precision != "fp8":
         return partial(torch.matmul, a, b)
     a, b, scale = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
-    # Not public, but the only FP8 product that PyTorch 2.10 has.
-    return partial(torch._scaled_mm, a, b, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return partial(hardware.multiply_fp8, a, b, scale, scale)
 
 
 def tell(roofs: Roofs) -> None:

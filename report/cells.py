@@ -3,6 +3,14 @@ A dash stands for None."""
 
 from report.figures import Line, Ratio, ratio
 
+SCALING = {
+    "DelayedScaling": "delayed",
+    "CurrentScaling": "current",
+    "torchao": "current",
+    "MXFP8": "MXFP8",
+    "NVFP4": "NVFP4",
+    "Float8BlockScaling": "by blocks",
+}
 LAUNCH = {True: "captured", False: "launched", None: "-"}
 DTYPES = {None: "-", "bfloat16": "BF16", "float16": "FP16", "float32": "FP32"}
 
@@ -52,13 +60,12 @@ def dtype(name: str | None) -> str:
 
 
 def scaling(recipe: str | None) -> str:
-    """How FP8's scales are found, by the words of a recipe: `delayed`, from earlier steps, or `current`, from
-    the tensor itself. Transformer Engine names it, and torchao's recipes are all current."""
+    """How FP8's scales are found, by the words of a recipe: `delayed`, from earlier steps, `current`, from
+    the tensor itself, or one of each block of it, of 32 numbers in `MXFP8`. Transformer Engine names it,
+    and torchao's recipes are all current."""
     if recipe is None:
         return "-"
-    if "DelayedScaling" in recipe:
-        return "delayed"
-    return "current" if "CurrentScaling" in recipe or recipe.startswith("torchao") else recipe[:20]
+    return next((words for name, words in SCALING.items() if name in recipe), recipe[:20])
 
 
 def time_or_status(line: Line) -> str:

@@ -487,23 +487,6 @@ def test_a_profile_that_took_another_time_than_the_steps_is_left_out():
     ]
 
 
-@pytest.mark.parametrize(
-    ("device", "precision", "tflops"),
-    [
-        ("NVIDIA H200", "fp8", 1978.9),
-        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
-        ("NVIDIA A100-SXM4-80GB", "fp8", None),
-        ("NVIDIA H100 PCIe", "bf16", None),
-        ("NVIDIA H200 NVL", "bf16", None),
-        ("NVIDIA GH200 480GB", "bf16", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
-    ],
-)
-def test_mfu_is_over_the_datasheet_s_peak_of_a_whole_known_card(device, precision, tflops):
-    assert peak_flops_per_s(device, precision) == (tflops and tflops * 1e12)
-
-
 def test_without_an_observed_format_there_is_no_mfu():
     rows = [runs.row("a", settings=Settings(amp_dtype=dtype)) for dtype in ("bfloat16", None)]
     known, unknown = derive(runs.run(*rows, device="NVIDIA H200")).lines
