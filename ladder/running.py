@@ -255,6 +255,7 @@ def execute(job: Job, output: Path | None) -> int:
     if before:
         refuse_another(before, plan, folder)
         plan = merge(before, plan)
+        forget_unusable(folder)
     elif {path.name for path in folder.iterdir()} - {LOCK}:
         raise Skip(f"--output {folder} holds files that are of no run")
     schema.write_json(folder / schema.PLAN, plan)
@@ -275,6 +276,16 @@ def execute(job: Job, output: Path | None) -> int:
     if job.facts.get("seen") and not stop.requests:
         run_patched(running, job, plan)
     return finish(folder, stop, job)
+
+
+def forget_unusable(folder: Path) -> None:
+    """Remove the records that the report, which judges what a record is, could not use: their rows run
+    again."""
+    command = process.module_command("report", str(folder), "--unusable")
+    outputs = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    for output in filter(None, outputs):
+        say(f"{output} cannot be used: its row runs again")
+        (folder / output).unlink(missing_ok=True)
 
 
 def run_patched(running: Running, job: Job, plan: dict) -> None:

@@ -37,6 +37,15 @@ def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
     return printers.terminal(report, end), files
 
 
+def recommended(folder: Path) -> list[str]:
+    """The name of the row with all changes that a run of a model recommends, if any."""
+    from report import load, sentences
+    from report.derive import derive
+
+    line = sentences.recommended(derive(load.load(folder)))
+    return [line.name] if line else []
+
+
 def main() -> int:
     parser = OneLineParser(prog="python -m report", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder that run_all.sh wrote")
@@ -45,6 +54,8 @@ def main() -> int:
     parser.add_argument("--bound", type=float, metavar="SHARE", help=text)
     text = "print the row with the changes that a run of a model recommends, and nothing else"
     parser.add_argument("--recommended", action="store_true", help=text)
+    text = "print the records of a run folder that cannot be used, and nothing else"
+    parser.add_argument("--unusable", action="store_true", help=text)
     args = parser.parse_args()
     if (args.folder is None) == (args.compare is None):
         parser.error("give one DIR, or --compare A B")
@@ -58,14 +69,10 @@ def main() -> int:
             text, is_borne_out = compare(*args.compare, args.bound)
             say(text)
             return int(not is_borne_out)
-        record = load.load(args.folder)
-        if args.recommended:
-            from report import sentences
-            from report.derive import derive
-
-            line = sentences.recommended(derive(record))
-            say(line.name if line else "")
+        if args.unusable or args.recommended:
+            say("\n".join(load.unusable(args.folder) if args.unusable else recommended(args.folder)))
             return 0
+        record = load.load(args.folder)
     except load.RecordError as error:
         parser.error(str(error))
     text, files = render(args.folder, record)

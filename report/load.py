@@ -19,6 +19,7 @@ from report import proof
 
 DIFFER = "rows differ in"  # how a problem begins that is about every row
 SAME_IN_ALL_ROWS = ("device", "gpu_uuid", "commit")  # and all versions
+CANNOT = "its record cannot be used"
 NO_TIME = ("not run", "interrupted")  # statuses of a row that the same command finishes
 
 
@@ -152,6 +153,14 @@ def load(folder: Path) -> Run | Study:
     return Study(plan.kind, plan.command, plan.started_at, runs)
 
 
+def unusable(folder: Path) -> list[str]:
+    """The planned records of a run folder that are there and cannot be used."""
+    plan = convert(read_json(folder / schema.PLAN), Plan, schema.PLAN)
+    rows = [row for of_run in _planned_runs(plan).values() for passes in of_run.values() for row in passes]
+    read_rows = [(row, _read_planned(folder, row, PurePath(row.output).stem).rows[0]) for row in rows]
+    return [planned.output for planned, row in read_rows if (row.reason or "").startswith(CANNOT)]
+
+
 def rows_lost(merged: Path, record: Run | Study) -> list[str]:
     """The rows with a time in an earlier merge that have no record now."""
     try:
@@ -272,9 +281,9 @@ def _read_planned(folder: Path, planned: Planned, step: str) -> Run:
             record = read(path)
             if isinstance(record, Run) and [row.step for row in record.rows] == [step]:
                 return record
-            row = Row(step, "failed", f"its record cannot be used: it is not one of {one_line(step)}")
+            row = Row(step, "failed", f"{CANNOT}: it is not one of {one_line(step)}")
         except RecordError as error:
-            row = Row(step, "failed", f"its record cannot be used: {error}")
+            row = Row(step, "failed", f"{CANNOT}: {error}")
     return Run("", None, None, None, [row])
 
 

@@ -167,12 +167,14 @@ def test_repeat_runs_all_rows_again_and_the_same_command_only_what_is_missing(pr
     folder = checkout.only()
     assert ran.returncode == 0 and ran.stdout.count("2.0 ms a step") == 4, ran.stderr
     assert checkout.statuses() == ["ok", "ok"] and len(checkout.rows()["0_x"]["passes"]) == 2
-    damaged = json.loads((folder / "pass-2" / "1_x.json").read_text()) | {"schema_version": 2}
+    damaged = json.loads((folder / "pass-2" / "1_x.json").read_text())
+    damaged["rows"][0]["settings"] = 5  # the report, which checks every type, is the judge
     (folder / "pass-2" / "1_x.json").write_text(json.dumps(damaged))
     before = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps(before | {"started_at": "2020-01-01"}))
     again = checkout.run(*words, "--output", folder, "--step-timeout", "77")
     assert again.returncode == 0 and again.stdout.count("2.0 ms a step") == 1
+    assert "pass-2/1_x.json cannot be used: its row runs again" in again.stdout
     after = json.loads((folder / "plan.json").read_text())
     assert after == before | {"started_at": "2020-01-01", "limit_s": 77}
     more = checkout.run("--repeat", "2", "--only", "0,1,2", "--output", folder)
@@ -548,7 +550,9 @@ def test_the_real_ladder_and_a_step_more_in_a_hostile_place(project, tmp_path, t
     for name in ("statistics", "report", "argparse"):
         (elsewhere / f"{name}.py").write_text("raise SystemExit('the user has files of this name')")
     ran = checkout.run(
-        command=[str(checkout.folder / "run_all.sh"), "--data=../../text.txt", *FAST], cwd=elsewhere
+        command=[str(checkout.folder / "run_all.sh"), "--data=../../text.txt", *FAST],
+        cwd=elsewhere,
+        env={"PYTHONSAFEPATH": "1"},
     )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
     rows, run = checkout.rows(), json.loads((checkout.results / "latest" / "results.json").read_text())
