@@ -20,7 +20,7 @@ from common.text import OneLineParser, one_line, portable_command, progress, run
 # after it.
 ALL = (
     *("roofline", "memory", "kernel", "layout", "precision", "learning", "context", "attention", "masks"),
-    *("fusion", "graph", "compiler", "capture", "techniques", "input_pipeline", "host"),
+    *("gradients", "fusion", "graph", "compiler", "capture", "techniques", "input_pipeline", "host"),
 )
 
 

@@ -30,6 +30,8 @@ ATTENTION_OPERATORS = {
     "_scaled_dot_product_attention_math": "math",
     "FusedAttnFunc": "cudnn",  # Transformer Engine's
 }
+# Whose fourth argument is a mask.
+MASKED_OPERATORS = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention")
 OPTIMIZERS = {"_fused_adam": "fused", "_foreach_": "foreach"}  # by how their operators' names begin
 # By which sizes of half-precision matmuls divide, or slow kernels run them: 16 bytes, as NVIDIA's guide
 # "Matrix Multiplication Background" has it.
@@ -114,7 +116,10 @@ def _symptoms(of_model: list[tuple], model: torch.nn.Module) -> Symptoms:
         fp32_share=in_fp32 / whole if whole else None,
         unaligned_share=unaligned / whole if whole else None,
         unaligned_sizes=sorted(multiplied),
+        is_masked=any(name in MASKED_OPERATORS and event.shapes()[3] for name, event in of_model),
         synchronizations=sum(name in SYNCHRONIZING for name, _ in of_model),
+        compiled_modules=_compiled_modules(model),
+        compiled_calls=sum(name.startswith("Torch-Compiled Region") for name, _ in of_model),
         graph_breaks=_graph_breaks(),
     )
 
@@ -126,6 +131,16 @@ def _products(of_model: list[tuple]) -> Iterator[tuple[int, set[int], str | None
             first = 1 if name in ("addmm", "baddbmm") else 0  # what is added comes before
             (*batch, m, k), (*_, n) = event.shapes()[first : first + 2]
             yield 2 * math.prod([*batch, m, k, n]), {m, k, n}, DTYPES.get(event.dtypes()[first])
+
+
+def _compiled_modules(model: torch.nn.Module) -> int:
+    """How many modules are compiled, without those that lie in another one."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        is_compiled = module._compiled_call_impl or hasattr(module.forward, "_torchdynamo_orig_callable")
+        if is_compiled and not any(name.startswith(f"{outer}.") or not outer for outer in names):
+            names.append(name)
+    return len(names)
 
 
 def _graph_breaks() -> list[str]:

@@ -75,7 +75,10 @@ class Symptoms:
     fp32_share: float | None = None  # of the FLOPs of matmuls, in FP32 or TF32; null where none was seen
     unaligned_share: float | None = None  # of these, in half precision with a size that does not divide by 8
     unaligned_sizes: list[int] = field(default_factory=list)  # of weights, of these matmuls
+    is_masked: bool = False  # whether fused attention read a mask
     synchronizations: int = 0  # times that the host waited for a number of the GPU: .item(), x[mask]
+    compiled_modules: int = 0  # that do not lie in another one
+    compiled_calls: int = 0  # of compiled regions in a step: fewer, where the compiler gave up on a module
     graph_breaks: list[str] = field(
         default_factory=list
     )  # why the compiler broke its graphs, each reason once

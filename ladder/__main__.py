@@ -53,7 +53,8 @@ def build_parser() -> OneLineParser:
         "writes it with all records and logs to a folder under results/.",
         epilog="PYTHON=INTERPRETER       use this Python, and install nothing\n"
         "./run_all.sh --setup     only prepare Python, and print the interpreter that will be used\n\n"
-        "Exit code: 0 when every row is ok or skipped, 2 for bad arguments, 130 after Ctrl-C, 1 otherwise.",
+        "Exit code: 0 when every row is ok or skipped, 2 for bad arguments, 130 after Ctrl-C, 143 after\n"
+        "kill, 1 otherwise.",
     )
     add = parser.add_argument
     add(

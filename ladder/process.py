@@ -25,7 +25,12 @@ class Stop:
     for."""
 
     def __init__(self):
-        self.requests, self.before = 0, {}
+        self.requests, self.number, self.before = 0, signal.SIGINT, {}
+
+    @property
+    def code(self) -> int:
+        """The exit code of what a signal has ended: 130 of Ctrl-C."""
+        return 128 + self.number
 
     def listen(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -36,8 +41,8 @@ class Stop:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def _count(self, *_) -> None:
-        self.requests += 1
+    def _count(self, number: int, *_) -> None:
+        self.requests, self.number = self.requests + 1, number
 
 
 def environment(device_type: str, processes: int) -> dict[str, str]:

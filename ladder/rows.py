@@ -86,8 +86,8 @@ def check(
 ) -> dict:
     """What the arguments mean here, by a process that imports torch: see ladder/facts.py, and of a `model`
     that is not ours mine/check.py. With `roofs` it measures what the machine reaches, too. Exits with
-    one line where they are wrong, with code 2, and where the user stops it, with code 130. `name` is of the
-    command that the user gave."""
+    one line where they are wrong, with code 2, and where the user stops it, with that of the signal. `name`
+    is of the command that the user gave."""
     variables, stop = {}, process.Stop()
     stop.listen()
     if gpus > 1:  # as torchrun tells the last of the processes
@@ -106,7 +106,7 @@ def check(
             stop.listen_no_more()
         if stop.requests:
             say(f"{name}: interrupted: nothing has run yet", sys.stderr)
-            sys.exit(130)
+            sys.exit(stop.code)
         if ended or not facts.exists():
             refuse(ended[1] if ended else "it gave no answer", log, name)
         return read_object(facts)

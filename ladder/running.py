@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -314,25 +315,31 @@ def forget_rows_behind(row: rows.Planned, plan: dict, folder: Path) -> None:
 
 
 def finish(folder: Path, stop: process.Stop, job: Job) -> int:
-    """Print and write the report; returns the exit code. Of a run of run_all.sh, results/latest leads to this
-    folder."""
+    """Print and write the report, which a signal ends at once; returns the exit code. Of a run of run_all.sh,
+    results/latest leads to this folder."""
     say("")
-    ended = subprocess.run(process.module_command("report", str(folder)), cwd=ROOT, start_new_session=True)
-    if not (folder / schema.MERGED).exists():
+    requests, command = stop.requests, process.module_command("report", str(folder))
+    report = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    while report.poll() is None and stop.requests == requests:
+        time.sleep(process.POLL_S)
+    if report.poll() is None:
+        os.killpg(report.pid, signal.SIGKILL)
+    code = report.wait()
+    if stop.requests == requests and not (folder / schema.MERGED).exists():
         command = shlex.join([sys.executable, "-m", "report", str(folder)])
         say(f"no table: the records are kept. With pip, this makes it:\n  cd {shlex.quote(str(ROOT))} &&")
         say(f"  ./run_all.sh --setup && {command}")
     latest = ROOT / "results" / "latest"
     free = folder.parent == latest.parent and (latest.is_symlink() or not latest.exists())
-    if job.plan["command"].startswith("./run_all.sh") and ended.returncode != 2 and free:
+    if job.plan["command"].startswith("./run_all.sh") and code in (0, 1) and free:
         with contextlib.suppress(OSError):
             latest.unlink(missing_ok=True)
             latest.symlink_to(folder.name)
     if stop.requests:
         shown = f"results/{folder.name}" if folder.parent == latest.parent else folder
         say(f"interrupted: {job.again} --output {shlex.quote(str(shown))} finishes it")
-        return 130
-    return ended.returncode
+        return stop.code
+    return code
 
 
 # --- studies --------------------------------------------------------------------------------------

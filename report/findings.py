@@ -16,6 +16,7 @@ FUSES_WELL = (8, 0)  # the compute capability from which only a mask takes atten
 # Shares of a step, from which a cost is named. The last rows of this project's runs on H100 and H200 have
 # less: tests/test_findings.py.
 LEAST_UNALIGNED, LEAST_GAPS, LEAST_OPTIMIZER, LEAST_COPIES, LEAST_LOSS = 0.05, 0.08, 0.03, 0.05, 0.05
+LEAST_MASKED = 0.05
 LEAST_FP32 = 0.02  # of the FLOPs of matmuls
 AT_ROOF = 0.7  # of what bare products reach: a step that has so much, and no finding, is near its end
 
@@ -103,6 +104,9 @@ def slow_attention(line: Line) -> Finding | None:
         why = "give it BF16, a head size that divides by 8, and is_causal=True in place of a mask"
         return Finding(ms, f"Attention runs PyTorch's math kernel, {taking}: {why}")
     machine = line.run.environment
+    if symptoms_of(line).is_masked and ms >= LEAST_MASKED * line.ms:
+        why = "where it only hides what is to come, is_causal=True halves the work"
+        return Finding(ms, f"Attention reads a mask, and takes {of_step(ms, line)}: {why}")
     if kernel == "efficient" and (machine.compute_capability or (0, 0)) >= FUSES_WELL:
         why = "a mask keeps it from faster ones; is_causal=True needs none"
         return Finding(ms, f"Attention runs the efficient kernel, {of_step(ms, line)}: {why}")
@@ -116,22 +120,22 @@ def waiting_gpu(line: Line) -> Finding | None:
     if line.row.settings.captured:
         remedy = "a larger batch makes its kernels longer"
     elif symptoms_of(line).synchronizations:
-        remedy = "see the synchronizations"
+        return None  # which is told below
     else:
         remedy = "a CUDA graph launches all kernels at once, and a larger batch makes them longer"
     return Finding(ms, f"The GPU waits for its host {of_step(ms, line)}: {remedy}")
 
 
 def synchronizations(line: Line) -> Finding | None:
-    count = symptoms_of(line).synchronizations
+    count, ms = symptoms_of(line).synchronizations, line.category_ms[GAPS]
     if not count or line.row.settings.captured:
         return None
     times = "once" if count == 1 else f"{count} times"
+    begin = "The host waits"
+    if ms >= LEAST_GAPS * line.ms:
+        begin = f"The GPU waits for its host {of_step(ms, line)}, which waits"
     remedy = "keep such numbers on the GPU; no CUDA graph can hold them"
-    return Finding(
-        line.category_ms[GAPS],
-        f"The host waits {times} a step for a number (.item(), `if tensor`, x[mask]): {remedy}",
-    )
+    return Finding(ms, f"{begin} {times} a step for a number (.item(), `if tensor`, x[mask]): {remedy}")
 
 
 def compiler_at_work(line: Line) -> Finding | None:
@@ -140,6 +144,17 @@ def compiler_at_work(line: Line) -> Finding | None:
         return None
     text = f"The compiler worked in timed steps, on {graphs} graphs: a size or a number changes"
     return Finding(line.ms, f"{text}; TORCH_LOGS=recompiles names it")
+
+
+def eager_modules(line: Line) -> Finding | None:
+    compiled, calls = symptoms_of(line).compiled_modules, symptoms_of(line).compiled_calls
+    if calls >= compiled:
+        return None
+    text = f"{compiled - calls} of {compiled} compiled modules ran uncompiled, because a size or a"
+    return Finding(
+        line.category_ms["normalization and pointwise"],
+        f"{text} number changes; TORCH_LOGS=recompiles names it",
+    )
 
 
 def broken_graphs(line: Line) -> Finding | None:
@@ -198,6 +213,7 @@ RULES = (
     waiting_gpu,
     synchronizations,
     compiler_at_work,
+    eager_modules,
     broken_graphs,
     unfused_optimizer,
     copies_by_layout,

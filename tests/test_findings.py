@@ -76,6 +76,12 @@ PLANTED = {
     ),
     "by hand": ([ran(attention_kernel="by hand")], "Attention by hand takes 8.96 of 61.7 ms"),
     "math": ([ran(attention_kernel="math")], "Attention runs PyTorch's math kernel"),
+    "a mask": ([seen(is_masked=True)], "Attention reads a mask, and takes 8.96 of 61.7 ms"),
+    "given up": ([seen(compiled_modules=13, compiled_calls=1)], "12 of 13 compiled modules ran uncompiled"),
+    "waits for numbers": (
+        [waits, seen(synchronizations=1)],
+        "The GPU waits for its host 12.0 of 61.7 ms, which waits once a step",
+    ),
     "masked": ([ran(attention_kernel="efficient")], "a mask keeps it from faster ones"),
     "gaps": ([waits], "The GPU waits for its host 12.0 of 61.7 ms: a CUDA graph"),
     "numbers": ([ran(), seen(synchronizations=2)], "The host waits 2 times a step for a number"),

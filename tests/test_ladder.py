@@ -424,9 +424,21 @@ def test_an_interrupted_run_keeps_its_rows_and_leaves_no_process(number, project
     out, err = running.communicate(timeout=300)
     assert wait_until(lambda: not is_alive(int(hung.read_text())), 10)
     finishes = f"./run_all.sh --no-roofs --output results/{checkout.only().name} finishes it"
-    assert running.returncode == 130 and "Traceback" not in err and finishes in out
+    assert running.returncode == 128 + number and "Traceback" not in err and finishes in out
     assert (checkout.results / "latest").resolve() == checkout.only()
     assert checkout.statuses() == ["ok", "interrupted", "not run", "not run", "not run"]
+
+
+def test_a_signal_ends_a_report_that_is_written(project):
+    checkout = project({"0_x": "ok"})
+    (checkout.folder / "report" / "__main__.py").write_text(
+        "import time\nopen('writing', 'w')\ntime.sleep(99)"
+    )
+    running = checkout.start()
+    assert wait_until((checkout.folder / "writing").exists)
+    running.send_signal(signal.SIGTERM)
+    out, err = running.communicate(timeout=20)
+    assert running.returncode == 143 and out.endswith(" finishes it\n") and err == ""
 
 
 @pytest.mark.slow
