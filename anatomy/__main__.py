@@ -3,7 +3,7 @@ table.
 
 python -m anatomy                                  lists them
 python -m anatomy NAME [--quick] [--json FILE]     runs one; --help has its prediction and its sizes
-python -m anatomy all [--device NAME] [--quick]    runs those of the first list, and prints one Markdown page
+python -m anatomy all [--device NAME] [--quick]    runs all but gradients, and prints one Markdown page
 """
 
 import ast
@@ -22,6 +22,8 @@ ALL = (
     *("roofline", "memory", "kernel", "layout", "precision", "learning", "context", "attention", "masks"),
     *("gradients", "fusion", "graph", "compiler", "capture", "techniques", "input_pipeline", "host"),
 )
+
+LONG = ("gradients",)  # trains a model first: two minutes of a GPU
 
 
 def question(name: str) -> str:
@@ -47,7 +49,7 @@ def run_all(words: list[str]) -> int:
     about = ", ".join(f"{name} {value}" for name, value in facts.items())
     command = portable_command("python -m anatomy", sys.argv[1:])
     say(f"# Anatomy on {environment.device}\n\n`{command}`, {about}")
-    for name in ALL:
+    for name in (name for name in ALL if name not in LONG):
         lab, began = shared.Lab(name, options), time.monotonic()
         try:
             sentence = importlib.import_module(f"anatomy.{name}").run(lab)

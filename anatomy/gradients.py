@@ -137,13 +137,18 @@ def run(lab, steps=None):
         return error
 
     lab.title = f"Error of the gradient after {steps} training steps, {config.n_embd} channels"
-    errors = {"BF16": measure("BF16", "BF16", build(step_2.Block, step_2.Head), amp)}
+    in_bf16 = build(step_2.Block, step_2.Head)
+    for part in (*in_bf16.blocks, in_bf16.head) if lab.gpu else ():  # as step 3 does
+        part.compile()
+    errors = {"BF16": measure("BF16", "BF16", in_bf16, amp)}
     if compute_capability(lab.device) < FP8_CAPABILITY:
         lab.row("FP8", "needs a GPU of the generation Ada, Hopper or newer")
         return f"BF16 turns the gradient by {errors['BF16']:.2%}."
     te, step_4 = import_or_skip("transformer_engine.pytorch"), importlib.import_module("4_transformer_engine")
     for name, (formats, how) in recipes().items():
         model = build(step_4.Block, step_2.Head if "BF16 head" in name else step_4.Head)
+        if "BF16 head" in name:
+            model.head.compile()
         for block in (model.blocks[0], model.blocks[-1]) if "first and last" in name else ():
             keep_in_bf16(te, block)
 

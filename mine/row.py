@@ -255,6 +255,8 @@ def run_patched(words: list[str]) -> int:
 
 
 def main(words: list[str]) -> int:
+    if len(words) < 2:
+        raise SystemExit("mine/row.py: error: give a ROW and a FILE; ./run_all.sh --model FILE runs all rows")
     return run_patched(words[1:]) if words[0] == PATCHED else run_row(words)
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from common.kernels import in_words
 from common.record import AS_IT_IS, PATCHED, Kernel, Row, Run, Study
 from common.text import one_line
-from report import bars, charts, doubts, findings, proof, sentences, studies, table
+from report import bars, charts, doubts, findings, proof, sentences, studies, table, trainers
 from report.bars import Bar
 from report.cells import milliseconds, number, time_or_status
 from report.changes import code_diff
@@ -96,7 +96,9 @@ def _lines(figures: Figures) -> Section:
     heading, first = f"What to change, with the names of {figures.run.workload.model}", figures.first
     if first.row.changes and first.name != AS_IT_IS:
         heading += f", beyond {first.name}"
-    return Section(heading, code=code, note=sentences.patch_note(figures), shown=TERMINAL)
+    settings = trainers.settings_of(line.row.changes)
+    parts = [Section("The same as settings of a trainer", lines=settings, shown=TEXT, folded=True)]
+    return Section(heading, code=code, note=sentences.patch_note(figures), parts=parts, shown=TERMINAL)
 
 
 def _findings(figures: Figures) -> Section:

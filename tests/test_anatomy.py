@@ -60,6 +60,7 @@ def test_the_blocks_that_a_document_mask_keeps_are_counted(T, documents):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # modules run as commands in this process
 def test_the_commands_list_run_and_write_and_bad_input_is_one_line(tmp_path, monkeypatch, refused):
     files = {path.stem for path in ROOT.glob("anatomy/*.py")} - {"lab", "__init__", "__main__"}
     listed = run_python("-m", "anatomy").stdout

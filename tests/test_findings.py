@@ -10,6 +10,7 @@ from common.record import Kernel, Symptoms
 from report import findings
 from report.derive import derive
 from report.load import load, runs_of
+from report.trainers import settings_of
 
 RESULTS = ROOT / "docs" / "results"
 FOUND = {  # in recorded runs, by folder: what each says
@@ -134,3 +135,12 @@ def test_nothing_is_said_of_a_row_that_cannot_be_judged(change):
     else:
         row.proof = replace(row.proof, cosine=0.1)
     assert findings.of(derive(replace(run, rows=[row], peers=[]))) == ("", [])
+
+
+def test_changes_are_settings_of_trainers_and_fp8_takes_the_place_of_bf16():
+    lines = settings_of(["AMP", "compile", "CUDA graph", "FP8"])
+    trainer, accelerate, lightning, *others = lines
+    assert 'optim="adamw_torch_fused", bf16=True' in trainer and "torch_compile=True" in trainer
+    assert 'mixed_precision="fp8"' in accelerate and "bf16" not in accelerate + lightning
+    assert [line for line in others if "no trainer captures" in line] and len(lines) == 6
+    assert not any("Lightning" in line for line in settings_of(["fused attention"]))
