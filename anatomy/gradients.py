@@ -30,7 +30,7 @@ from common.text import import_or_skip, one_line, progress
 BATCHES, WARM = 8, 20  # of the gradient; passes before it, in which delayed scaling finds its scales
 ROUNDING = 0.38  # of the largest error, over numbers that are spread evenly within a power of two
 LARGEST = {"BF16": (2**-8, 2**-8), "hybrid": (2**-4, 2**-3), "E4M3": (2**-4, 2**-4)}  # input, gradient
-REPLAYS = 20
+REPLAYS, SEED = 20, 1337
 
 
 def recipes() -> dict[str, tuple[str, dict]]:
@@ -106,66 +106,83 @@ def keep_in_bf16(te, block: torch.nn.Module) -> None:
     block.forward = in_bf16
 
 
-def run(lab, steps=None):
-    steps, B = steps or lab.pick(4, 20, 1800), lab.pick(2, 4, 8)
-    config = GPTConfig(*lab.pick((1, 2, 32, 32, 256), (2, 2, 64, 64, 256), (12, 12, 768, 1024, 50304)))
-    step_2, T = importlib.import_module("2_sdpa"), config.seq_len
-    text = data.load_text(None, T, config.vocab_size)
-    batches = data.stage_batches(text, data.draw_starts(text, steps + BATCHES, B, T, 1337), T, lab.device)
+class Trained:
+    """A model after `steps` of training in BF16, the batches of a gradient, and that gradient in FP32."""
 
-    def build(block, head, residual_dtype=torch.bfloat16) -> GPT:
-        with lab.device:
-            return GPT(config, block, head, 1337, residual_dtype)
+    def __init__(self, lab, steps: int):
+        self.lab, self.device = lab, lab.device
+        shape = lab.pick((1, 2, 32, 32, 256), (2, 2, 64, 64, 256), (12, 12, 768, 1024, 50304))
+        self.config, self.blocks = GPTConfig(*shape), importlib.import_module("2_sdpa")
+        B, T = lab.pick(2, 4, 8), self.config.seq_len
+        text = data.load_text(None, T, self.config.vocab_size)
+        starts = data.draw_starts(text, steps + BATCHES, B, T, SEED)
+        batches = data.stage_batches(text, starts, T, self.device)
+        self.model = self.build(self.blocks.Block, self.blocks.Head, torch.float32)
+        train(self.model, batches[:-BATCHES], self.amp)
+        self.batches = batches[-BATCHES:]
+        self.exact = mean_gradient(self.model, self.batches, contextlib.nullcontext)
+        lab.title = f"Error of the gradient after {steps} training steps, {self.config.n_embd} channels"
 
-    def amp():
-        return torch.autocast(lab.device.type, torch.bfloat16)
+    def build(self, block, head, residual_dtype=torch.bfloat16) -> GPT:
+        with self.device:
+            return GPT(self.config, block, head, SEED, residual_dtype)
 
-    trained = build(step_2.Block, step_2.Head, torch.float32)
-    train(trained, batches[:-BATCHES], amp)
-    batches = batches[-BATCHES:]
-    exact = mean_gradient(trained, batches, contextlib.nullcontext)
+    def amp(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16)
 
-    def measure(name, formats, model, context, warm=0) -> float:
-        """Adds the row of a format; its error."""
+    def measure(self, name: str, formats: str, model: GPT, context: Callable, warm: int = 0) -> float:
+        """Adds the row of a format; returns its error."""
         progress(f"gradients: {name}")
-        copy_weights(trained, model)
-        gradient = mean_gradient(model, batches, context, warm)
-        error = ((gradient - exact).norm() / exact.norm()).item()
-        ms = 1e3 * replay_seconds(model, batches[0], context, lab.device) if lab.gpu else None
+        copy_weights(self.model, model)
+        gradient = mean_gradient(model, self.batches, context, warm)
+        error = ((gradient - self.exact).norm() / self.exact.norm()).item()
+        time = "-"
+        if self.lab.gpu:
+            time = f"{1e3 * replay_seconds(model, self.batches[0], context, self.device):.1f} ms"
         predicted = ROUNDING * math.hypot(*LARGEST[formats])
-        lab.row(name, error, predicted, "", **{"forward and backward": f"{ms:.1f} ms" if ms else "-"})
+        self.lab.row(name, error, predicted, "", **{"forward and backward": time})
         return error
 
-    lab.title = f"Error of the gradient after {steps} training steps, {config.n_embd} channels"
-    in_bf16 = build(step_2.Block, step_2.Head)
-    for part in (*in_bf16.blocks, in_bf16.head) if lab.gpu else ():  # as step 3 does
-        part.compile()
-    errors = {"BF16": measure("BF16", "BF16", in_bf16, amp)}
-    if compute_capability(lab.device) < FP8_CAPABILITY:
-        lab.row("FP8", "needs a GPU of the generation Ada, Hopper or newer")
-        return f"BF16 turns the gradient by {errors['BF16']:.2%}."
-    te, step_4 = import_or_skip("transformer_engine.pytorch"), importlib.import_module("4_transformer_engine")
-    for name, (formats, how) in recipes().items():
-        model = build(step_4.Block, step_2.Head if "BF16 head" in name else step_4.Head)
-        if "BF16 head" in name:
+    def in_bf16(self) -> GPT:
+        """The model of step 3."""
+        model = self.build(self.blocks.Block, self.blocks.Head)
+        for part in (*model.blocks, model.head) if self.lab.gpu else ():
+            part.compile()
+        return model
+
+    def in_fp8(self, te, name: str) -> GPT:
+        """The model of step 4, with what the name of a recipe leaves in BF16."""
+        step_4 = importlib.import_module("4_transformer_engine")
+        has_bf16_head = "BF16 head" in name
+        model = self.build(step_4.Block, self.blocks.Head if has_bf16_head else step_4.Head)
+        if has_bf16_head:
             model.head.compile()
         for block in (model.blocks[0], model.blocks[-1]) if "first and last" in name else ():
             keep_in_bf16(te, block)
+        return model
+
+
+def run(lab, steps=None):
+    trained = Trained(lab, steps or lab.pick(4, 20, 1800))
+    in_bf16 = trained.measure("BF16", "BF16", trained.in_bf16(), trained.amp)
+    if compute_capability(lab.device) < FP8_CAPABILITY:
+        lab.row("FP8", "needs a GPU of the generation Ada, Hopper or newer")
+        return f"BF16 turns the gradient by {in_bf16:.2%}."
+    te, errors = import_or_skip("transformer_engine.pytorch"), {}
+    for name, (formats, how) in recipes().items():
 
         @contextlib.contextmanager
         def fp8(how=how):
-            with amp(), te.autocast(**how):
+            with trained.amp(), te.autocast(**how):
                 yield
 
         try:
-            errors[name] = measure(name, formats, model, fp8, WARM)
+            errors[name] = trained.measure(name, formats, trained.in_fp8(te, name), fp8, WARM)
         except (RuntimeError, AssertionError) as error:  # a recipe that this GPU lacks
             lab.row(name, one_line(error, 80))
-    least = min(errors.keys() - {"BF16"}, key=errors.get)
-    default = errors["delayed scaling"]
-    return (
-        f"Step 4's FP8 turns the gradient by {default:.1%}, and {least}, the least, by {errors[least]:.1%}."
-    )
+    least, default = min(errors, key=errors.get), errors["delayed scaling"]
+    best = f"{least}, the least, by {errors[least]:.1%}"
+    return f"Step 4's FP8 turns the gradient by {default:.1%}, and {best}; BF16 by {in_bf16:.1%}."
 
 
 if __name__ == "__main__":

@@ -249,16 +249,16 @@ def execute(job: Job, output: Path | None) -> int:
     """Run all rows of a job that have no ok record in their folder, and report. Returns the exit code. Raises
     Skip for a folder that another run has, or that holds something else."""
     folder = folder_of(job.plan["kind"] if not job.facts.get("seen") else "model", output)
+    plan, before = job.plan, schema.read_object(folder / schema.PLAN)
+    if not before and {path.name for path in folder.iterdir()} - {LOCK}:
+        raise Skip(f"--output {folder} holds files that are of no run")
     lock = locked(folder)
     if lock is None:
         raise Skip(f"{folder} is in use by another run")
-    plan, before = job.plan, schema.read_object(folder / schema.PLAN)
     if before:
         refuse_another(before, plan, folder)
         plan = merge(before, plan)
         forget_unusable(folder)
-    elif {path.name for path in folder.iterdir()} - {LOCK}:
-        raise Skip(f"--output {folder} holds files that are of no run")
     schema.write_json(folder / schema.PLAN, plan)
     if "roofs" in job.facts:
         schema.write_json(folder / schema.ROOFS, job.facts["roofs"])
