@@ -20,7 +20,7 @@ ACCEPTED = (
     "whole numbers of one dimension. Unpack an archive first, and save tokens of 8 or 32 bits with numpy.save"
 )
 VOCABULARY_UNIT = 64  # of a vocabulary that is advised
-HELDOUT_SHARE, HELDOUT_SEQUENCES = 0.05, 16  # of the text, at its end; excerpts of that part
+HELDOUT_SHARE, HELDOUT_SEQUENCES = 0.05, 128  # of the text, and sequences, at most
 
 
 @dataclass(frozen=True)
@@ -126,26 +126,30 @@ def load_text(path: Path | None, seq_len: int, vocab_size: int) -> Text:
     return text
 
 
-def trained_tokens(text: Text, seq_len: int) -> int:
-    """How many tokens training may draw from: all but the last 5 %, and at least one sequence, which are held
-    out."""
-    return len(text.tokens) - max(int(len(text.tokens) * HELDOUT_SHARE), seq_len + 1)
+def stretches(text: Text, seq_len: int) -> tuple[int, int]:
+    """Into how many equal stretches a text is divided, and how many tokens each has. The last sequence of
+    each, with its target, is held out: 5 % of the text at most, from all over it."""
+    held_out = int(len(text.tokens) * HELDOUT_SHARE) // (seq_len + 1)
+    count = max(1, min(HELDOUT_SEQUENCES, held_out))
+    return count, len(text.tokens) // count
 
 
 def draw_starts(text: Text, n_batches: int, batch_size: int, seq_len: int, seed: int) -> np.ndarray:
-    """Where the random excerpts of each batch begin: int64 (n_batches, batch_size).
+    """Where the random excerpts of each batch begin: int64 (n_batches, batch_size). None touches a sequence
+    that is held out.
 
     Batch k depends on `seed` and k alone, not on how many are drawn.
     """
-    n_starts = trained_tokens(text, seq_len) - seq_len
-    return np.random.default_rng(seed).integers(n_starts, size=(n_batches, batch_size))
+    count, length = stretches(text, seq_len)
+    n_starts = length - 2 * (seq_len + 1) + 1  # in a stretch
+    drawn = np.random.default_rng(seed).integers(count * n_starts, size=(n_batches, batch_size))
+    return drawn // n_starts * length + drawn % n_starts
 
 
 def heldout_starts(text: Text, seq_len: int) -> np.ndarray:
-    """Where excerpts of the held-out part begin, evenly spaced, whatever the seed: int64 (HELDOUT_SEQUENCES,
-    1)."""
-    first, last = trained_tokens(text, seq_len), len(text.tokens) - seq_len - 1
-    return np.linspace(first, last, HELDOUT_SEQUENCES).astype(np.int64)[:, None]
+    """Where the held-out sequences begin, whatever the seed: int64 (n, 1)."""
+    count, length = stretches(text, seq_len)
+    return (np.arange(1, count + 1, dtype=np.int64) * length - (seq_len + 1))[:, None]
 
 
 def stage_batches(text: Text, starts: np.ndarray, seq_len: int, device: torch.device) -> list[tuple]:

@@ -93,9 +93,6 @@ TABLES = {
     "roofs": (lambda place: table.roof_rows(figures(place).run.roofs), 1),
     "front": (lambda place, *adds: table.front_rows(figures(place), [*adds]), 2),
     "by_shape": (lambda place: [sweep.gain_cells(shape) for shape in sweep.shapes(record(place))], 1),
-    "seconds": (lambda place: parity.seconds_rows(record(place)), 1),
-    "training_steps": (lambda place: parity.until_rows(record(place), parity.steps_until, ",.0f"), 1),
-    "progress": (lambda place, row, other: parity.progress_rows(record(place), row, other), 1),
     "ablations": (lambda place, *names: variants.variant_rows(record(place), *names), 2),
     "losses": (lambda place, *names: variants.loss_rows(record(place), *names), 1),
     "equals": (lambda place, *names: variants.equal_rows(record(place), *names), 2),
@@ -210,6 +207,22 @@ def learning(place: str, *labels: str) -> str:
     """A parity study: losses of these rows, or of all, their differences, and what these say."""
     rows = parity.difference_rows(record(place))
     return shown([row for row in rows if not labels or row["row"] in labels], place)
+
+
+def same_loss(*places: str) -> str:
+    """What the last row of each parity study needs to the same loss as the row that it is compared with."""
+    lines = []
+    for place in places:
+        study = record(place)
+        label, other = [*parity.compared_with(study).items()][-1]
+        work, seeds = next(iter(study.runs.values())).workload, len(parity.labels(study)[label])
+        steps, seconds = (
+            parity.written(parity.paired(study, label, other, apart), "+.1%")
+            for apart in (parity.more_steps, parity.more_seconds)
+        )
+        words = f"{work.n_layer} layers of {work.n_embd:,} channels, {seeds} seeds"
+        lines.append(f"- {words}: **{steps} training steps, and {seconds} seconds**")
+    return "\n".join(lines)
 
 
 def experiment(place: str, name: str) -> str:

@@ -23,12 +23,7 @@ from report.charts import figure, plain_numbers, png
 
 FEWEST_SEEDS = 3  # of an interval
 MARGIN = 0.01  # nats: a smaller difference is taken for none. Set before the runs that it judges.
-# Nats. 2.5 and 1.9 are about what tables of two and of three bytes reach on the default text, see
-# anatomy/context.py.
-TARGETS = (2.5, 2.2, 1.9, 1.5, 1.2)
-
 Measure = Callable[[Row], float | None]
-Until = Callable[[Row, float], float | None]  # steps or seconds until a held-out loss
 
 
 def heldout_loss(row: Row) -> float | None:
@@ -124,12 +119,42 @@ def interval(differences: list[float]) -> tuple[float, float]:
 
 def difference(study: Study, label: str, other: str | None, measure: Measure) -> Difference:
     """How far a label lies above another one."""
+
+    def apart(row: Row, reference: Row) -> float | None:
+        losses = measure(row), measure(reference)
+        return None if None in losses else losses[0] - losses[1]
+
+    return paired(study, label, other, apart)
+
+
+def paired(
+    study: Study, label: str, other: str | None, apart: Callable[[Row, Row], float | None]
+) -> Difference:
+    """What `apart` says of a label and another one, seed by seed."""
     own, others = labels(study)[label], labels(study).get(other, {})
-    pairs = [(measure(row), measure(others[seed])) for seed, row in own.items() if seed in others]
-    apart = [loss - reference for loss, reference in pairs if None not in (loss, reference)]
-    if len(apart) < FEWEST_SEEDS:
-        return Difference(len(apart), fmean(apart) if apart else None)
-    return Difference(len(apart), *interval(apart))
+    pairs = [apart(row, others[seed]) for seed, row in own.items() if seed in others]
+    values = [value for value in pairs if value is not None]
+    if len(values) < FEWEST_SEEDS:
+        return Difference(len(values), fmean(values) if values else None)
+    return Difference(len(values), *interval(values))
+
+
+def more_steps(row: Row, reference: Row) -> float | None:
+    """How many more training steps a row takes to a held-out loss than another, as a share: to the loss at
+    which the worse of the two ends. It says what nats are worth, however steep the curve is."""
+    if not (len(row.heldout) > 1 and len(reference.heldout) > 1):
+        return None
+    target = max(heldout_loss(row), heldout_loss(reference))
+    steps, others = steps_until(row, target), steps_until(reference, target)
+    return steps / others - 1 if steps and others else None
+
+
+def more_seconds(row: Row, reference: Row) -> float | None:
+    """The same of the seconds of these steps."""
+    steps = more_steps(row, reference)
+    if steps is None:
+        return None
+    return (1 + steps) * median(row.step_ms) / median(reference.step_ms) - 1
 
 
 def difference_rows(study: Study) -> list[dict]:
@@ -142,22 +167,27 @@ def difference_rows(study: Study) -> list[dict]:
         row = {"row": label, "loss": number(fmean(losses) if losses and None not in losses else None, ".3f")}
         row["less that of"] = other or "-"
         learnt = difference(study, label, other, last_quarter)
-        row |= {"seeds": str(learnt.seeds) if other else "-", "difference": number(learnt.mean, "+.4f")}
-        row |= {"95 % interval": interval_text(learnt), "verdict": learnt.verdict if other else "-"}
-        heldout = difference(study, label, other, heldout_loss)
-        row |= {"held-out: difference": number(heldout.mean, "+.4f")}
-        row |= {"held-out: 95 % interval": interval_text(heldout)}
+        row |= {"seeds": str(learnt.seeds) if other else "-", "difference": written(learnt, "+.4f")}
+        row["verdict"] = learnt.verdict if other else "-"
+        for name, apart in (("more steps", more_steps), ("more seconds", more_seconds)):
+            row[name] = written(paired(study, label, other, apart), "+.1%")
         rows.append(row)
     return rows
 
 
-def interval_text(of: Difference, digits: str = ".4f") -> str:
-    return "-" if of.half is None else f"{of.mean - of.half:+{digits}} to {of.mean + of.half:+{digits}}"
+def written(of: Difference, digits: str) -> str:
+    """`+1.8% ± 1.0%`: a mean, and half of its interval."""
+    if of.half is None:
+        return number(of.mean, digits)
+    return f"{number(of.mean, digits)} ± {of.half:{digits.lstrip('+')}}"
 
 
 def tables(study: Study) -> dict[str, list[dict]]:
-    title = f"Mean training loss of the last quarter of the steps, nats. Equivalent: within {MARGIN}:"
-    return {title: difference_rows(study), "Seconds of training until a held-out loss:": seconds_rows(study)}
+    title = (
+        "Mean training loss of the last quarter of the steps, nats, and the difference with half of its 95 % "
+        f"interval; equivalent: within {MARGIN}. More steps and seconds: to the same held-out loss:"
+    )
+    return {title: difference_rows(study)}
 
 
 # --- held-out loss against time -------------------------------------------------------------------
@@ -182,90 +212,6 @@ def steps_until(row: Row, target: float) -> float | None:
     end = reached[0]
     begin = max(0, end - 1)
     return float(np.interp(-target, -losses[[begin, end]], steps[[begin, end]]))
-
-
-def seconds_until(row: Row, target: float) -> float | None:
-    """The seconds of these steps; None where the target is not reached."""
-    steps = steps_until(row, target)
-    return None if steps is None else steps * median(row.step_ms) / 1e3
-
-
-def until_cell(rows: list[Row], targets: list[float], until: Until, digits: str) -> str:
-    """The mean over seeds, or how many of these do not reach their target."""
-    reached = [until(row, target) for row, target in zip(rows, targets, strict=True)]
-    missed = reached.count(None)
-    if missed:
-        return f"not reached: {missed} of {len(reached)}"
-    return number(fmean(reached) if reached else None, digits)
-
-
-def reached_targets(every: dict[str, dict[int, Row]]) -> list[float]:
-    """The targets that at least one row reaches."""
-    rows = [row for of_seeds in every.values() for row in of_seeds.values()]
-    return [target for target in TARGETS if is_reached(rows, target)]
-
-
-def is_reached(rows: list[Row], target: float) -> bool:
-    return any(seconds_until(row, target) is not None for row in rows)
-
-
-def until_rows(study: Study, until: Until, digits: str) -> list[dict]:
-    """A line a script: seconds or training steps until each of the targets that a row reaches, and until the
-    last loss of the first script with the same seed; numbers as the format `digits` writes them."""
-    every = tested(study)
-    targets = reached_targets(every)
-    last = {seed: heldout_loss(row) for seed, row in next(iter(every.values()), {}).items()}
-    rows = []
-    for label, of_seeds in every.items():
-        row = {"step": label, "seeds": str(len(of_seeds))}
-        for target in targets:
-            row[f"{target} nats"] = until_cell([*of_seeds.values()], [target] * len(of_seeds), until, digits)
-        paired = [seed for seed in of_seeds if seed in last]
-        of_paired, last_losses = [of_seeds[seed] for seed in paired], [last[seed] for seed in paired]
-        row[f"last loss of {next(iter(every))}"] = until_cell(of_paired, last_losses, until, digits)
-        rows.append(row)
-    return rows
-
-
-def seconds_rows(study: Study) -> list[dict]:
-    """A line a script: seconds until each target, and its longest warm-up."""
-    lines = until_rows(study, seconds_until, ",.1f")
-    for line, of_seeds in zip(lines, tested(study).values(), strict=True):
-        warmups = [row.warmup_s for row in of_seeds.values() if row.warmup_s is not None]
-        line["warm-up s"] = number(max(warmups, default=None))
-    return lines
-
-
-def progress_rows(study: Study, label: str, other: str, parts: int = 5) -> list[dict]:
-    """A line for each of `parts` equal parts of the training: how far the held-out loss of a label lies above
-    another's after as many training steps, and after as many seconds of them, at the pace of the label's
-    fastest seed. A dash stands where seeds were not tested so early, or have ended."""
-    of_label = tested(study)[label].values()
-    last = max(step for row in of_label for step, _ in row.heldout)
-    step_s = min(median(row.step_ms) for row in of_label) / 1e3
-    rows = []
-    for step in np.linspace(last / parts, last, parts):
-        by_steps = difference(study, label, other, functools.partial(loss_after_steps, steps=step))
-        by_time = difference(
-            study, label, other, functools.partial(loss_after_seconds, seconds=step * step_s)
-        )
-        row = {"training steps": f"{step:,.0f}", "difference": number(by_steps.mean, "+.3f")}
-        row |= {"95 % interval": interval_text(by_steps, ".3f"), "seconds": number(step * step_s)}
-        if by_time.seeds < by_steps.seeds:
-            by_time = Difference(by_time.seeds)
-        row |= {"after as many seconds": number(by_time.mean, "+.3f")}
-        rows.append(row | {"its 95 % interval": interval_text(by_time, ".3f")})
-    return rows
-
-
-def loss_after_steps(row: Row, steps: float) -> float | None:
-    """The held-out loss, on straight lines between the tests; None before the first and after the last."""
-    tests, losses = np.array(row.heldout).T
-    return float(np.interp(steps, tests, losses)) if tests[0] <= steps <= tests[-1] else None
-
-
-def loss_after_seconds(row: Row, seconds: float) -> float | None:
-    return loss_after_steps(row, seconds * 1e3 / median(row.step_ms))
 
 
 def curves(study: Study) -> dict[str, list[tuple[float, float]]]:

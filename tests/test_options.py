@@ -70,13 +70,30 @@ def test_a_file_with_too_few_tokens_or_too_large_ones_is_one_line(tmp_path, refu
     assert "rename the file" in refused(parse, "--data", "/tmp/\udcff.txt")
 
 
-def test_batches_depend_on_the_seed_and_never_on_the_held_out_part():
-    text = data.Text(data.standard_library_text().tokens[:4000], "so short that all starts are drawn")
-    few, many = (data.draw_starts(text, n, 4, 128, 7) for n in (3, 9000))
-    assert (few == many[:3]).all() and (data.draw_starts(text, 3, 4, 128, 8) != few).any()
-    assert many.max() + 129 == data.trained_tokens(text, 128) == 3800 == data.heldout_starts(text, 128).min()
-    assert data.heldout_starts(text, 128).shape == (16, 1)
-    tokens, targets = data.stage_batches(text, few, 128, torch.device("cpu"))[0]
+@pytest.mark.parametrize(("tokens", "seq_len", "count"), [(66, 32, 1), (4000, 128, 1), (40_000, 16, 117)])
+def test_batches_depend_on_the_seed_and_never_on_what_is_held_out(tokens, seq_len, count):
+    text = data.Text(data.standard_library_text().tokens[:tokens], "so short that all starts are drawn")
+    few, many = (data.draw_starts(text, n, 4, seq_len, 7) for n in (3, 30_000))
+    assert (few == many[:3]).all()
+    held_out = data.heldout_starts(text, seq_len)
+    assert held_out.shape == (count, 1) and held_out.max() <= tokens - seq_len - 1
+    use = np.zeros(tokens, int)
+    for start in held_out.flatten():
+        use[start : start + seq_len + 1] += 1
+    assert use.max() == 1 and use.sum() <= max(0.05 * tokens, seq_len + 1)
+    trained = np.zeros(tokens, bool)
+    for start in np.unique(many):
+        trained[start : start + seq_len + 1] = True
+    assert not (trained & (use > 0)).any() and trained.sum() > 0.99 * (tokens - use.sum()) - count
+    if count > 1:
+        assert (data.draw_starts(text, 3, 4, seq_len, 8) != few).any()
+
+
+def test_a_batch_is_pairs_of_tokens_and_the_next_ones():
+    text = data.standard_library_text()
+    assert data.stretches(text, 1024)[0] == 128 and data.heldout_starts(text, 1024).size * 1025 > 100_000
+    starts = data.draw_starts(text, 1, 4, 128, 7)
+    tokens, targets = data.stage_batches(text, starts, 128, torch.device("cpu"))[0]
     assert torch.equal(tokens[:, 1:], targets[:, :-1]) and tokens.shape == (4, 128)
 
 

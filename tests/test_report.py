@@ -537,10 +537,10 @@ def test_a_sweep_shows_gains_by_width_and_how_near_old_predictions_came():
     assert not [*errors.gains(runs.run(*rows))], "5.00 would be over step 0"
 
 
-def trained(step, last, heldout=(3.0, 2.0), **fields):
-    """A run of 40 steps whose losses end at `last`, tested after 10 and 20 of 50 ms each."""
+def trained(step, last, heldout=(3.0, 2.0), ms=50.0, **fields):
+    """A run of 40 steps whose losses end at `last`, tested after every 10."""
     tests = [(10 * (k + 1), loss) for k, loss in enumerate(heldout)]
-    row = runs.row(step, 50.0, loss=[9.0] * 30 + [last] * 10, heldout=tests, **fields)
+    row = runs.row(step, ms, loss=[9.0] * 30 + [last] * 10, heldout=tests, **fields)
     return runs.run(row)
 
 
@@ -566,14 +566,14 @@ def test_losses_are_compared_seed_by_seed_by_a_margin_that_was_set_beforehand():
     }
     assert [*of] == ["0_x", "1_x", "2_fp8", "10_x", "dead", "peer", "peer_fp8"]
     lines = {row["row"]: row for row in parity.difference_rows(study)}
-    cells = [*lines["1_x"].values()][1:7]
-    assert cells == ["3.002", "0_x", "3", "+0.0030", "+0.0005 to +0.0055", "equivalent"], (
+    cells = [*lines["1_x"].values()][1:6]
+    assert cells == ["3.002", "0_x", "3", "+0.0030 ± 0.0025", "equivalent"], (
         "the loss of seed 1, which all have"
     )
-    assert lines["2_fp8"]["difference"] == "+0.0990" and lines["2_fp8"]["verdict"] == "different"
+    assert lines["2_fp8"]["difference"] == "+0.0990 ± 0.0000" and lines["2_fp8"]["verdict"] == "different"
     assert lines["dead"]["verdict"] == "undecided", "a mean beyond the margin, and an interval around zero"
     assert lines["10_x"]["difference"] == "-1.0000" and lines["10_x"]["verdict"] == "undecided", "one seed"
-    assert lines["1_x"]["held-out: difference"] == "+0.0000" and lines["0_x"]["verdict"] == "-"
+    assert lines["1_x"]["more steps"] == "+0.0% ± 0.0%" and lines["0_x"]["verdict"] == "-"
 
 
 @pytest.mark.parametrize(
@@ -591,50 +591,23 @@ def test_a_verdict_goes_by_interval_and_margin(mean, half, verdict):
     assert parity.Difference(3, mean, half).verdict == verdict and parity.MARGIN == 0.01
 
 
-def test_seconds_until_a_loss_are_of_every_seed():
-    runs_by_name = {
-        f"0_x, seed {seed}": trained("0_x", 2.0, (4.0, 2.0), warmup_s=7.0 + seed) for seed in (1, 2)
-    }
-    runs_by_name["1_x, seed 1"] = trained("1_x", 2.0, (4.0, 2.0, 1.8), warmup_s=1.0)
-    runs_by_name["1_x, seed 2"] = trained("1_x", 2.0, (4.0, 2.1, 2.05), warmup_s=1.0)
-    runs_by_name["1_x, seed 3"] = trained("1_x", 2.0, (2.4, 2.0, 1.8), warmup_s=1.0)
-    study = runs.study("parity", runs_by_name)
-    first, second = parity.seconds_rows(study)
-    assert "1.5 nats" not in first, "which no row reaches"
-    assert [*first.values()] == ["0_x", "2", "0.9", "0.9", "not reached: 2 of 2", "1.0", "9.0"]
-    assert second["2.5 nats"] == f"{(0.875 + (10 + 15 / 1.9) * 0.05 + 0.5) / 3:.1f}"
-    assert second["1.9 nats"] == "not reached: 1 of 3" and second["last loss of 0_x"] == "not reached: 1 of 2"
-    assert parity.seconds_until(study.runs["1_x, seed 1"].rows[0], 1.9) == pytest.approx(1.25)
-    in_steps = parity.until_rows(study, parity.steps_until, ",.0f")[0]
-    assert [*in_steps.values()] == ["0_x", "2", "18", "19", "not reached: 2 of 2", "20"]
+def test_training_steps_and_seconds_to_the_same_loss_are_counted_seed_by_seed():
+    first = trained("0_x", 2.0, (4.0, 3.0, 2.0))  # at 10, 20 and 30, of 50 ms
+    later = trained("1_x", 2.0, (4.0, 3.5, 2.5), ms=25.0)
+    pair = [run.rows[0] for run in (later, first)]
+    assert parity.more_steps(*pair) == pytest.approx(30 / 25 - 1), "the first one was at 2.5 after 25"
+    assert parity.more_steps(*pair[::-1]) == pytest.approx(25 / 30 - 1)
+    assert parity.more_seconds(*pair) == pytest.approx(30 / 25 / 2 - 1)
+    assert parity.more_steps(pair[0], trained("0_x", 2.0, (4.0,)).rows[0]) is None, "tested once"
+    by_name = {f"0_x, seed {seed}": first for seed in (1, 2, 3)}
+    by_name |= {f"1_x, seed {seed}": later for seed in (1, 2, 3)}
+    study = runs.study("parity", by_name)
+    line = parity.difference_rows(study)[1]
+    assert [line["more steps"], line["more seconds"]] == ["+20.0% ± 0.0%", "-40.0% ± 0.0%"]
     assert parity.picture(study)[:4] == b"\x89PNG"
     (axes,) = parity.curves_figure(study).axes
-    shown = [[2.0], pytest.approx([4.1 / 2, 3.85 / 2])]
-    assert lines_of(axes) == shown, "from the second test on, of the two seeds that both have"
-
-
-def test_held_out_losses_are_compared_after_as_many_steps_and_after_as_many_seconds():
-    runs_by_name = {}
-    for seed in (1, 2, 3):
-        runs_by_name[f"0_x, seed {seed}"] = trained("0_x", 2.0, (4.0, 2.0))
-        faster = runs.row("1_x", 25.0, loss=[2.0] * 40, heldout=[(10, 4.1 + seed), (20, 2.1 + seed / 10)])
-        runs_by_name[f"1_x, seed {seed}"] = runs.run(faster)
-    study = runs.study("parity", runs_by_name)
-    half, end = parity.progress_rows(study, "1_x", "0_x", parts=2)
-    assert [half["training steps"], half["seconds"], end["seconds"]] == ["10", "0.2", "0.5"]
-    spread = 4.303 / 3**0.5
-    assert [half["difference"], half["95 % interval"]] == [
-        "+2.100",
-        f"{2.1 - spread:+.3f} to {2.1 + spread:+.3f}",
-    ]
-    assert [end["difference"], end["after as many seconds"]] == ["+0.300", "-1.700"]
-    _, slower = parity.progress_rows(study, "0_x", "1_x", parts=2)
-    assert slower["difference"] == "-0.300" and slower["after as many seconds"] == "-", "the other has ended"
-    early = parity.progress_rows(study, "1_x", "0_x", parts=4)[0]
-    assert early["training steps"] == "5" and early["difference"] == "-", "the first test is at 10"
-    runs_by_name["0_x, seed 1"].rows[0].step_ms = [10.0] * 3
-    _, end = parity.progress_rows(study, "1_x", "0_x", parts=2)
-    assert end["difference"] == "+0.300" and end["after as many seconds"] == "-", "one seed has ended"
+    shown = [[3.0, 2.0], [3.5, 2.5]]
+    assert [[*map(float, line)] for line in lines_of(axes)] == shown, "from the second test on"
 
 
 # --- the command and the documents ----------------------------------------------------------------
