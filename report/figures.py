@@ -27,6 +27,8 @@ GIB = 2**30
 # A row learns where no loss is above the first one times this, and the mean of the last five is below it
 # times that.
 MOST_OF_FIRST_LOSS, LEARNED = (1.1, 0.75)
+SAME_LOSS = 0.05  # of the first loss; in all recorded rows, also of FP8, it was 0.4 % at most
+DRAWS = 0.999  # the cosine of two passes of a model, below which it draws random numbers
 FEWEST_LOSSES = 8  # from which that mean is judged
 PROFILE_OFF = 1 / 3  # of the timed step, by which a profiled one may differ
 WAITS = 0.05  # of a step, from which a GPU is said to wait for its host
@@ -176,8 +178,22 @@ class Line:
 
     @property
     def same_work(self) -> str:
-        """agrees, differs or not proven: by its gradients, see report/proof.py."""
-        return verdict(self.row.proof) if self.ms else ""
+        """agrees, differs or not proven: by its gradients, see report/proof.py, and by its first loss: one
+        that is scaled leaves their direction."""
+        if not self.ms:
+            return ""
+        by_gradients = verdict(self.row.proof)
+        return "differs" if by_gradients == "agrees" and self._loss_differs else by_gradients
+
+    @property
+    def _loss_differs(self) -> bool:
+        """Whether its loss of the first training step, from the same weights, is not that of the first row;
+        of a model that draws random numbers it may not be."""
+        if not (self.first and self.first.row.loss and self.row.loss) or self.is_peer:
+            return False
+        draws = (self.row.proof.repeated or 1.0) < DRAWS if self.row.proof else False
+        apart = abs(self.row.loss[0] - self.first.row.loss[0])
+        return not draws and apart > SAME_LOSS * abs(self.first.row.loss[0])
 
     @property
     def note(self) -> str:
@@ -193,6 +209,9 @@ class Line:
     def _other_work(self) -> str:
         """How its work differs from that of the first row, in a clause; empty where it agrees."""
         proof = self.row.proof
+        if self.same_work == "differs" and verdict(proof) == "agrees":
+            losses = f"{self.row.loss[0]:.4g}, and that of {self.first.name} {self.first.row.loss[0]:.4g}"
+            return f"differs in its work: its first loss is {losses}"
         if self.same_work == "differs":
             cosine = (
                 f"cosine {proof.cosine:.4f} with that of {proof.against}, and not {limit(proof):.3g} or more"

@@ -14,7 +14,7 @@ import runs
 from conftest import run_python
 
 from common.kernels import in_words
-from common.record import Row, Settings
+from common.record import Proof, Row, Settings
 from predict import errors
 from report import (
     ablations,
@@ -589,6 +589,17 @@ def test_losses_are_compared_seed_by_seed_by_a_margin_that_was_set_beforehand():
 )
 def test_a_verdict_goes_by_interval_and_margin(mean, half, verdict):
     assert parity.Difference(3, mean, half).verdict == verdict and parity.MARGIN == 0.01
+
+
+@pytest.mark.parametrize(
+    ("scale", "repeated", "work"), [(4, None, "differs"), (1.03, None, "agrees"), (4, 0.9, "agrees")]
+)
+def test_a_loss_that_is_scaled_is_other_work_though_its_gradients_point_the_same_way(scale, repeated, work):
+    alike = Proof("0_x", False, 1.0, cosine=1.0, weight="w", repeated=repeated, limit=0.99)
+    rows = [runs.row("0_x", loss=[2.0] * 9), runs.row("1_x", loss=[2.0 * scale] * 9, proof=alike)]
+    line = derive(runs.run(*rows)).lines[1]
+    assert line.same_work == work
+    assert ("its first loss is 8, and that of 0_x 2" in line.note) == (work == "differs")
 
 
 def test_training_steps_and_seconds_to_the_same_loss_are_counted_seed_by_seed():
