@@ -40,9 +40,9 @@ def recipes() -> dict[str, tuple[str, dict]]:
     fast = te.MMParams(use_split_accumulator=False)
     fast = current(fp8_gemm_dgrad=fast, fp8_gemm_wgrad=fast)
     return {
-        "delayed scaling": ("hybrid", {}),
-        "delayed, BF16 head": ("hybrid", {}),
-        "delayed, first and last block BF16": ("hybrid", {}),
+        "delayed scaling": ("hybrid", {"recipe": te.DelayedScaling()}),
+        "delayed, BF16 head": ("hybrid", {"recipe": te.DelayedScaling()}),
+        "delayed, first and last block BF16": ("hybrid", {"recipe": te.DelayedScaling()}),
         "delayed, E4M3 alone": ("E4M3", {"recipe": te.DelayedScaling(fp8_format=te.Format.E4M3)}),
         "current scaling": ("hybrid", {"recipe": current()}),
         "current, BF16 head": ("hybrid", {"recipe": current()}),
@@ -180,9 +180,12 @@ def run(lab, steps=None):
             errors[name] = trained.measure(name, formats, trained.in_fp8(te, name), fp8, WARM)
         except (RuntimeError, AssertionError) as error:  # a recipe that this GPU lacks
             lab.row(name, one_line(error, 80))
-    least, default = min(errors, key=errors.get), errors["delayed scaling"]
+    if not errors:
+        return f"BF16 turns the gradient by {in_bf16:.2%}, and FP8 did not run."
+    name, error = next(iter(errors.items()))
+    least = min(errors, key=errors.get)
     best = f"{least}, the least, by {errors[least]:.1%}"
-    return f"Step 4's FP8 turns the gradient by {default:.1%}, and {best}; BF16 by {in_bf16:.1%}."
+    return f"FP8 by {name} turns the gradient by {error:.1%}, and {best}; BF16 by {in_bf16:.1%}."
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def load_text(path: Path | None, seq_len: int, vocab_size: int) -> Text:
 
 def stretches(text: Text, seq_len: int) -> tuple[int, int]:
     """Into how many equal stretches a text is divided, and how many tokens each has. The last sequence of
-    each, with its target, is held out: 5 % of the text at most, from all over it."""
+    each, with its target, is held out: 5 % of the text at most, or one sequence."""
     held_out = int(len(text.tokens) * HELDOUT_SHARE) // (seq_len + 1)
     count = max(1, min(HELDOUT_SEQUENCES, held_out))
     return count, len(text.tokens) // count

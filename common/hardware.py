@@ -36,7 +36,7 @@ def resolve_device(name: str, index: int = 0) -> torch.device:
         name = "cuda" if torch.cuda.is_available() or Path("/dev/nvidia0").exists() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    if torch.version.hip or index >= torch.cuda.device_count():
+    if torch.version.hip or not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise ValueError(f"{why_no_gpu(index)}. --device cpu runs on the CPU")
     device = torch.device("cuda", index)
     check_generation(device)
@@ -50,9 +50,9 @@ def why_no_gpu(index: int = 0) -> str:
         return f"{own} is for AMD's GPUs, and the steps are for NVIDIA's"
     if torch.version.cuda is None:
         return f"{own} is built for CPUs alone: install one with CUDA (pytorch.org)"
-    if count := torch.cuda.device_count():
-        return f"{own} can use {count} NVIDIA GPUs, not {index + 1}"
-    if hidden is not None:
+    if torch.cuda.is_available():
+        return f"{own} can use {torch.cuda.device_count()} NVIDIA GPUs, not {index + 1}"
+    if hidden is not None and hidden.strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={hidden} hides the GPUs"
     try:
         torch.cuda.init()
@@ -65,23 +65,20 @@ def check_generation(device: torch.device) -> None:
     """Raises ValueError for a GPU that this torch has no kernels for, or the compiler, Triton, cannot
     serve."""
     capability, archs = compute_capability(device), torch.cuda.get_arch_list()
-    # sm_90 runs on 9.x, sm_90a on 9.0 alone, and compute_90 is compiled for whatever is newer.
+    # sm_90 and sm_90f run on 9.x, sm_90a on 9.0 alone, and compute_90 is compiled for whatever is newer.
     matches = [re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch) for arch in archs]
     built = [(match[1], (int(match[2]), int(match[3])), match[4]) for match in matches if match]
     oldest = max(min((version for _, version, _ in built), default=(0, 0)), OLDEST_OF_TRITON)
-    newest = max((version for _, version, _ in built), default=capability)
     is_served = any(
         version <= capability and (kind == "compute" or version[0] == capability[0])
         for kind, version, only in built
-        if not only or version == capability
+        if only != "a" or version == capability
     )
     has = f"{device_name(device)} has compute capability {{}}.{{}}".format(*capability)
     if capability < oldest:
         raise ValueError("{}, and this torch needs {}.{} or newer".format(has, *oldest))
     if built and not is_served:
-        raise ValueError(
-            "{}, and this torch has kernels up to {}.{}: install a newer one".format(has, *newest)
-        )
+        raise ValueError(f"{has}, and this torch has no kernels for it: install a newer one")
 
 
 def shares_memory(device: torch.device) -> bool:
@@ -102,7 +99,8 @@ def about(device: torch.device) -> list[str]:
             )
         return lines
     lines.append(f"CPU: {name}. This run shows how each step works, and not what it gains on a GPU")
-    if shutil.which("nvidia-smi") or Path("/dev/dxg").exists():
+    has_gpu = shutil.which("nvidia-smi") or Path("/dev/dxg").exists()
+    if has_gpu and not torch.cuda.is_available():
         lines.append(f"There seems to be an NVIDIA GPU, but it cannot be used: {why_no_gpu()}")
     return lines
 

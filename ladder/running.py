@@ -255,6 +255,7 @@ def execute(job: Job, output: Path | None) -> int:
     lock = locked(folder)
     if lock is None:
         raise Skip(f"{folder} is in use by another run")
+    before = schema.read_object(folder / schema.PLAN)  # nobody else writes it now
     if before:
         refuse_another(before, plan, folder)
         plan = merge(before, plan)

@@ -28,6 +28,7 @@ GIB = 2**30
 # times that.
 MOST_OF_FIRST_LOSS, LEARNED = (1.1, 0.75)
 SAME_LOSS = 0.05  # of the first loss; in all recorded rows, also of FP8, it was 0.4 % at most
+LEAST_LOSS = 0.1  # nearer to zero, losses may cancel
 DRAWS = 0.999  # the cosine of two passes of a model, below which it draws random numbers
 FEWEST_LOSSES = 8  # from which that mean is judged
 PROFILE_OFF = 1 / 3  # of the timed step, by which a profiled one may differ
@@ -193,7 +194,7 @@ class Line:
             return False
         draws = (self.row.proof.repeated or 1.0) < DRAWS if self.row.proof else False
         apart = abs(self.row.loss[0] - self.first.row.loss[0])
-        return not draws and apart > SAME_LOSS * abs(self.first.row.loss[0])
+        return not draws and apart > SAME_LOSS * max(LEAST_LOSS, abs(self.first.row.loss[0]))
 
     @property
     def note(self) -> str:

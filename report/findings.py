@@ -12,7 +12,7 @@ from report.figures import GAPS, Figures, Line
 MOST = 3  # that are shown
 UNALIGNED = r"align[124]\b"  # in the names of CUTLASS's kernels: how many numbers they load at once
 GOOD_SIZE = 64  # to multiples of it a size is padded, as nanoGPT does
-FUSES_WELL = (8, 0)  # the compute capability from which only a mask takes attention to the "efficient" kernel
+MULTIPLIES_BF16 = (8, 0)  # the compute capability from which GPUs do, and fused attention has all its kernels
 # Shares of a step, from which a cost is named. The last rows of this project's runs on H100 and H200 have
 # less: tests/test_findings.py.
 LEAST_UNALIGNED, LEAST_GAPS, LEAST_OPTIMIZER, LEAST_COPIES, LEAST_LOSS = 0.05, 0.08, 0.03, 0.05, 0.05
@@ -58,6 +58,12 @@ def symptoms_of(line: Line) -> Symptoms:
     return line.row.symptoms or Symptoms()
 
 
+def capability(line: Line) -> tuple[int, int]:
+    """Of its GPU; of an older record, which does not tell, that of Hopper."""
+    machine = line.run.environment
+    return tuple((machine and machine.compute_capability) or (9, 0))
+
+
 def is_half(line: Line) -> bool:
     return line.row.settings.amp_dtype in HALF_FORMATS
 
@@ -67,11 +73,12 @@ def is_half(line: Line) -> bool:
 
 def products_in_fp32(line: Line) -> Finding | None:
     share = symptoms_of(line).fp32_share or 0.0
-    if share < LEAST_FP32:
+    if share < LEAST_FP32 or line.row.settings.fp8_recipe or capability(line) < MULTIPLIES_BF16:
         return None
     ms = share * line.category_ms[PRODUCTS]
     if not is_half(line):
-        return Finding(ms, "Matmuls run in FP32: autocast to BF16 runs them on faster tensor cores")
+        name = "FP32" if line.row.settings.float32_matmul_precision == "highest" else "TF32"
+        return Finding(ms, f"Matmuls run in {name}: autocast to BF16 runs them on faster tensor cores")
     where = "autocast leaves them out: look for .float(), autocast(enabled=False) and FP32 buffers"
     return Finding(ms, f"{share:.0%} of the matmuls' FLOPs are in FP32; {where}")
 
@@ -81,7 +88,7 @@ def unaligned_products(line: Line) -> Finding | None:
     Source: NVIDIA, Matrix Multiplication Background User's Guide."""
     kernels = [kernel for kernel in line.profile.kernels if kernel.category == PRODUCTS]
     slow = [each.ms for each in kernels if re.search(UNALIGNED, each.name) and "sgemm" not in each.name]
-    share = symptoms_of(line).unaligned_share or 0.0
+    share = 0.0 if line.row.settings.fp8_recipe else symptoms_of(line).unaligned_share or 0.0
     ms = sum(slow) or share * line.category_ms[PRODUCTS]
     if not is_half(line) or ms < LEAST_UNALIGNED * line.ms:
         return None
@@ -103,11 +110,10 @@ def slow_attention(line: Line) -> Finding | None:
     if kernel in UNFUSED:
         why = "give it BF16, a head size that divides by 8, and is_causal=True in place of a mask"
         return Finding(ms, f"Attention runs PyTorch's math kernel, {taking}: {why}")
-    machine = line.run.environment
     if symptoms_of(line).is_masked and ms >= LEAST_MASKED * line.ms:
         why = "where it only hides what is to come, is_causal=True halves the work"
         return Finding(ms, f"Attention reads a mask, and takes {of_step(ms, line)}: {why}")
-    if kernel == "efficient" and (machine.compute_capability or (0, 0)) >= FUSES_WELL:
+    if kernel == "efficient" and capability(line) >= MULTIPLIES_BF16:
         why = "a mask keeps it from faster ones; is_causal=True needs none"
         return Finding(ms, f"Attention runs the efficient kernel, {of_step(ms, line)}: {why}")
     return None
@@ -179,7 +185,8 @@ def unfused_optimizer(line: Line) -> Finding | None:
 def copies_by_layout(line: Line) -> Finding | None:
     kernels = [kernel for kernel in line.profile.kernels if kernel.category == COPIES]
     ms = sum(each.ms for each in kernels if in_words(each.name) in ("copy", "concatenation"))
-    if ms < LEAST_COPIES * line.ms or line.run.workload.gpus > 1:  # DDP copies gradients into its buckets
+    work = line.run.workload
+    if ms < LEAST_COPIES * line.ms or (work and work.gpus > 1):  # DDP copies gradients into its buckets
         return None
     remedy = "views in place of .contiguous(), reshape after permute, cat and repeat_interleave"
     return Finding(ms, f"Copies that change nothing but the layout take {of_step(ms, line)}: {remedy}")

@@ -11,9 +11,9 @@ import re
 HOPPER = {"fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp8": 1978.9}  # TFLOP/s of the SXM form
 HOPPER_NVL = {"fp32": 60, "tf32": 417.5, "bf16": 835.5, "fp8": 1670.5}
 PEAKS = {  # by how a device's name goes on behind NVIDIA; the first that matches
-    r"G?B300": {"fp32": 75, "tf32": 1125, "bf16": 2250, "fp8": 4500},
+    r"B300": {"fp32": 75, "tf32": 1125, "bf16": 2250, "fp8": 4500},
     r"B200": {"fp32": 75, "tf32": 1125, "bf16": 2250, "fp8": 4500},
-    r"GB200": {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp8": 5000},
+    r"GB[23]00": {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp8": 5000},
     r"H[12]00 NVL": HOPPER_NVL,
     r"H100 PCIe": {"fp32": 51, "tf32": 378, "bf16": 756, "fp8": 1513},
     r"G?H[12]00": HOPPER,
@@ -29,7 +29,7 @@ PEAKS = {  # by how a device's name goes on behind NVIDIA; the first that matche
 def peak_flops_per_s(device: str, precision: str) -> float | None:
     """Of one whole card; None for a card or a precision that is not known here."""
     for name, peaks in PEAKS.items():
-        if re.match(rf"NVIDIA {name}(?! Laptop)", device) and "MIG" not in device:  # a part of a card
+        if re.match(rf"NVIDIA {name}(?! (?:Laptop|D\b))", device) and "MIG" not in device:  # a part of a card
             peak = peaks.get(precision)
             return peak and peak * 1e12
     return None

@@ -66,7 +66,10 @@ ALIGN1 = "cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_64x64_32x6_tn_align1"
 COPY = "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>"
 PLANTED = {
     "FP32": ([seen(fp32_share=0.12)], "12% of the matmuls' FLOPs are in FP32"),
-    "all FP32": ([ran(amp_dtype="float32"), seen(fp32_share=1.0)], "Matmuls run in FP32"),
+    "all FP32": (
+        [ran(amp_dtype="float32", float32_matmul_precision="highest"), seen(fp32_share=1.0)],
+        "Matmuls run in FP32",
+    ),
     "unaligned": (
         [named(ALIGN1, 9.0, "matrix products")],
         "Unaligned matmuls take 9.00 of 61.7 ms: pad sizes",

@@ -51,6 +51,7 @@ CARDS = [
     ("NVIDIA L40S", (8, 9), True, 16, 362.05),
     ("NVIDIA GeForce RTX 4090", (8, 9), True, 16, 165.2),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9), True, 16, None),
+    ("NVIDIA GeForce RTX 4090 D", (8, 9), True, 16, None),
     ("NVIDIA H100 80GB HBM3", (9, 0), True, 16, 989.4),
     ("NVIDIA H100 PCIe", (9, 0), True, 16, 756),
     ("NVIDIA H100 NVL", (9, 0), True, 16, 835.5),
@@ -95,11 +96,13 @@ def test_a_peak_of_fp8_is_at_least_that_of_bf16_and_so_on():
     [
         ((6, 1), ["sm_50"], "6.1, and this torch needs 7.0 or newer"),
         ((7, 0), ["sm_75", "sm_90"], "7.0, and this torch needs 7.5 or newer"),
-        ((10, 0), ["sm_80", "sm_90"], "10.0, and this torch has kernels up to 9.0: install a newer one"),
-        ((12, 1), ["sm_80", "sm_90", "sm_100", "sm_120a"], "12.1, and this torch has kernels up to 12.0"),
+        ((10, 0), ["sm_80", "sm_90"], "10.0, and this torch has no kernels for it: install a newer one"),
+        ((12, 1), ["sm_80", "sm_90", "sm_100", "sm_120a"], "12.1, and this torch has no kernels for it"),
         ((12, 1), ["sm_80", "sm_120"], None),
         ((10, 0), ["sm_80", "compute_90"], None),
         ((9, 0), ["sm_90a"], None),
+        ((10, 3), ["sm_90", "sm_100f"], None),
+        ((8, 7), ["sm_75", "sm_90"], "8.7, and this torch has no kernels for it"),
     ],
 )
 def test_a_gpu_that_this_torch_has_no_kernels_for_is_one_line(capability, built, said, machine):
