@@ -19,8 +19,8 @@ PACKAGES = ROOT / ".packages" / str(sysconfig.get_config_var("SOABI"))  # what r
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "memoryerror")
 MISSING = {  # what libraries say of what is not installed or too old, and what to do
     "is not defined for option 'gpu-name'": (
-        "Triton's ptxas does not know this GPU: set TRITON_PTXAS_PATH to that of a newer CUDA toolkit, such as "
-        "/usr/local/cuda/bin/ptxas"
+        "Triton's ptxas does not know this GPU: set TRITON_PTXAS_PATH to that of a newer CUDA toolkit, "
+        "such as /usr/local/cuda/bin/ptxas"
     ),
     "python.h": "torch.compile lacks the headers of Python: install them (Debian, Ubuntu: python3-dev)",
     "c++ compiler": "torch.compile lacks a C++ compiler: install one (Debian, Ubuntu: g++)",
