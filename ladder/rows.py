@@ -98,7 +98,8 @@ def check(
         module.append("--roofs")
     with tempfile.TemporaryDirectory() as folder:
         log, facts = Path(folder) / "log", Path(folder) / "facts.json"
-        command = process.module_command(*module, *arguments)
+        # Nothing is written there; the checkout may be read-only, where --output names another folder.
+        command = process.module_command(*module, *arguments, "--output", f"{folder}/record.json")
         variables[FACTS] = str(facts)
         try:
             ended = process.run(command, log, limit_s, stop, "checking the arguments", variables)
