@@ -602,6 +602,18 @@ def test_a_loss_that_is_scaled_is_other_work_though_its_gradients_point_the_same
     assert ("its first loss is 8, and that of 0_x 2" in line.note) == (work == "differs")
 
 
+def test_the_lines_of_a_file_that_does_more_than_fp32_are_those_beyond_its_first_row():
+    rows = [
+        runs.row(name, ms, changes=changes, code=f"{name}\n", settings=Settings(compiled=ms < 50.0))
+        for name, ms, changes in (
+            ("2_sdpa", 100.0, ["fused attention"]),
+            ("3_compile", 40.0, ["fused attention", "compile"]),
+        )
+    ]
+    heading = sections.of(runs.run(*rows, work=runs.workload(model="m.py"))).sections[0].heading
+    assert heading == "What to change, with the names of m.py, beyond 2_sdpa"
+
+
 def test_training_steps_and_seconds_to_the_same_loss_are_counted_seed_by_seed():
     first = trained("0_x", 2.0, (4.0, 3.0, 2.0))  # at 10, 20 and 30, of 50 ms
     later = trained("1_x", 2.0, (4.0, 3.5, 2.5), ms=25.0)
