@@ -18,6 +18,7 @@ import contextlib
 import importlib
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -33,22 +34,27 @@ LARGEST = {"BF16": (2**-8, 2**-8), "hybrid": (2**-4, 2**-3), "E4M3": (2**-4, 2**
 REPLAYS, SEED = 20, 1337
 
 
-def recipes() -> dict[str, tuple[str, dict]]:
-    """Transformer Engine's, by name: the formats of products, and the arguments of te.autocast."""
+class Recipe(NamedTuple):
+    formats: str  # of products: a key of LARGEST
+    recipe: object  # of Transformer Engine
+    bf16_head: bool = False
+    bf16_ends: bool = False  # the first and the last block
+
+
+def recipes() -> dict[str, Recipe]:
     te = importlib.import_module("transformer_engine.common.recipe")
-    current, blocks = te.Float8CurrentScaling, te.Float8BlockScaling
+    delayed, current, blocks = te.DelayedScaling, te.Float8CurrentScaling, te.Float8BlockScaling
     fast = te.MMParams(use_split_accumulator=False)
-    fast = current(fp8_gemm_dgrad=fast, fp8_gemm_wgrad=fast)
     return {
-        "delayed scaling": ("hybrid", {"recipe": te.DelayedScaling()}),
-        "delayed, BF16 head": ("hybrid", {"recipe": te.DelayedScaling()}),
-        "delayed, first and last block BF16": ("hybrid", {"recipe": te.DelayedScaling()}),
-        "delayed, E4M3 alone": ("E4M3", {"recipe": te.DelayedScaling(fp8_format=te.Format.E4M3)}),
-        "current scaling": ("hybrid", {"recipe": current()}),
-        "current, BF16 head": ("hybrid", {"recipe": current()}),
-        "current, fast accumulation": ("hybrid", {"recipe": fast}),
-        "block scaling": ("E4M3", {"recipe": blocks()}),
-        "block scaling, BF16 head": ("E4M3", {"recipe": blocks()}),
+        "delayed scaling": Recipe("hybrid", delayed()),
+        "delayed, BF16 head": Recipe("hybrid", delayed(), bf16_head=True),
+        "delayed, first and last block BF16": Recipe("hybrid", delayed(), bf16_ends=True),
+        "delayed, E4M3 alone": Recipe("E4M3", delayed(fp8_format=te.Format.E4M3)),
+        "current scaling": Recipe("hybrid", current()),
+        "current, BF16 head": Recipe("hybrid", current(), bf16_head=True),
+        "current, fast accumulation": Recipe("hybrid", current(fp8_gemm_dgrad=fast, fp8_gemm_wgrad=fast)),
+        "block scaling": Recipe("E4M3", blocks()),
+        "block scaling, BF16 head": Recipe("E4M3", blocks(), bf16_head=True),
     }
 
 
@@ -112,12 +118,12 @@ class Trained:
     def __init__(self, lab, steps: int):
         self.lab, self.device = lab, lab.device
         shape = lab.pick((1, 2, 32, 32, 256), (2, 2, 64, 64, 256), (12, 12, 768, 1024, 50304))
-        self.config, self.blocks = GPTConfig(*shape), importlib.import_module("2_sdpa")
+        self.config, self.step_2 = GPTConfig(*shape), importlib.import_module("2_sdpa")
         B, T = lab.pick(2, 4, 8), self.config.seq_len
         text = data.load_text(None, T, self.config.vocab_size)
         starts = data.draw_starts(text, steps + BATCHES, B, T, SEED)
         batches = data.stage_batches(text, starts, T, self.device)
-        self.model = self.build(self.blocks.Block, self.blocks.Head, torch.float32)
+        self.model = self.build(self.step_2.Block, self.step_2.Head, torch.float32)
         train(self.model, batches[:-BATCHES], self.amp)
         self.batches = batches[-BATCHES:]
         self.exact = mean_gradient(self.model, self.batches, contextlib.nullcontext)
@@ -145,19 +151,18 @@ class Trained:
 
     def in_bf16(self) -> GPT:
         """The model of step 3."""
-        model = self.build(self.blocks.Block, self.blocks.Head)
+        model = self.build(self.step_2.Block, self.step_2.Head)
         for part in (*model.blocks, model.head) if self.lab.gpu else ():
             part.compile()
         return model
 
-    def in_fp8(self, te, name: str) -> GPT:
-        """The model of step 4, with what the name of a recipe leaves in BF16."""
+    def in_fp8(self, te, recipe: Recipe) -> GPT:
+        """The model of step 4, with what a recipe leaves in BF16."""
         step_4 = importlib.import_module("4_transformer_engine")
-        has_bf16_head = "BF16 head" in name
-        model = self.build(step_4.Block, self.blocks.Head if has_bf16_head else step_4.Head)
-        if has_bf16_head:
+        model = self.build(step_4.Block, self.step_2.Head if recipe.bf16_head else step_4.Head)
+        if recipe.bf16_head:
             model.head.compile()
-        for block in (model.blocks[0], model.blocks[-1]) if "first and last" in name else ():
+        for block in (model.blocks[0], model.blocks[-1]) if recipe.bf16_ends else ():
             keep_in_bf16(te, block)
         return model
 
@@ -169,15 +174,15 @@ def run(lab, steps=None):
         lab.row("FP8", "needs a GPU of the generation Ada, Hopper or newer")
         return f"BF16 turns the gradient by {in_bf16:.2%}."
     te, errors = import_or_skip("transformer_engine.pytorch"), {}
-    for name, (formats, how) in recipes().items():
+    for name, recipe in recipes().items():
 
         @contextlib.contextmanager
-        def fp8(how=how):
-            with trained.amp(), te.autocast(**how):
+        def fp8(recipe=recipe):
+            with trained.amp(), te.autocast(recipe=recipe.recipe):
                 yield
 
         try:
-            errors[name] = trained.measure(name, formats, trained.in_fp8(te, name), fp8, WARM)
+            errors[name] = trained.measure(name, recipe.formats, trained.in_fp8(te, recipe), fp8, WARM)
         except (RuntimeError, AssertionError) as error:  # a recipe that this GPU lacks
             lab.row(name, one_line(error, 80))
     if not errors:

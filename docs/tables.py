@@ -25,11 +25,11 @@ sys.path.insert(0, str(ROOT))
 
 from common.fingerprint import CLOCKS, ROOTS, row_sha256  # noqa: E402
 from common.record import Row, Run, Study, read_object  # noqa: E402
-from common.text import Skip, run_command, say  # noqa: E402
+from common.text import Skip, aligned, run_command, say  # noqa: E402
 from ladder import loop, patches  # noqa: E402
 from predict import errors  # noqa: E402
 from report import ablations as variants  # noqa: E402
-from report import bars, cells, parity, printers, scaling, sections, sentences, sweep, table  # noqa: E402
+from report import bars, cells, parity, printers, scaling, sections, sentences, sweep, table, trainers  # noqa: E402
 from report.__main__ import render  # noqa: E402
 from report.derive import derive, derive_study  # noqa: E402
 from report.doubts import LEGEND  # noqa: E402
@@ -223,6 +223,17 @@ def same_loss(*places: str) -> str:
         words = f"{work.n_layer} layers of {work.n_embd:,} channels, {seeds} seeds"
         lines.append(f"- {words}: **{steps} training steps, and {seconds} seconds**")
     return "\n".join(lines)
+
+
+def trainer_settings() -> str:
+    """Each change as a setting of each trainer, as reports name them."""
+    changes = dict.fromkeys(change for settings in trainers.SETTINGS.values() for change in settings)
+    rows = [
+        {"change": change}
+        | {name: f"`{own[change]}`" if change in own else "-" for name, own in trainers.SETTINGS.items()}
+        for change in changes
+    ]
+    return aligned(rows, "pipe")
 
 
 def experiment(place: str, name: str) -> str:
