@@ -24,7 +24,7 @@ from typing import NamedTuple, TextIO
 
 from common import record as schema
 from common.fingerprint import row_sha256
-from common.record import PATCHED
+from common.record import LARGER, PATCHED
 from common.text import Skip, portable_command, positive_int, say
 from ladder import patches, process, rows
 from ladder.process import ROOT
@@ -276,7 +276,7 @@ def execute(job: Job, output: Path | None) -> int:
             if running.decides(row) and running.recorded(row).get("status") == "ok":
                 forget_rows_behind(row, plan, folder)
     if job.facts.get("seen") and not stop.requests:
-        run_patched(running, job, plan)
+        apply_recommended(running, job, plan)
     return finish(folder, stop, job)
 
 
@@ -290,21 +290,26 @@ def forget_unusable(folder: Path) -> None:
         (folder / output).unlink(missing_ok=True)
 
 
-def run_patched(running: Running, job: Job, plan: dict) -> None:
-    """Where a run of a model recommends changes, run its file with a patch that makes them. One of another
-    recommendation is forgotten."""
+def apply_recommended(running: Running, job: Job, plan: dict) -> None:
+    """Where a run of a model recommends changes, run its file with a patch that makes them, and the changes
+    with the largest batch that fits. What was run for another recommendation is forgotten."""
     command = process.module_command("report", str(running.folder), "--recommended")
-    recommended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    words = [PATCHED, recommended, *job.rows[0].arguments[1:]]
-    row = rows.Planned(rows.MODEL_SCRIPT, words, f"{PATCHED}.json")
-    before = rows_by_output(plan).get(row.output, {})
-    if before.get("arguments") != row.arguments:
-        (running.folder / row.output).unlink(missing_ok=True)
-    others = [other for other in plan["rows"] if other["output"] != row.output]
-    planned = [*others, *([row._asdict()] if recommended else [])]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    recommended, batches = answer or ("", "1")
+    words = job.rows[0].arguments[1:]
+    patched = rows.Planned(rows.MODEL_SCRIPT, [PATCHED, recommended, *words], f"{PATCHED}.json")
+    larger = rows.Planned(rows.MODEL_SCRIPT, [LARGER, recommended, batches, *words], f"{LARGER}.json")
+    before = rows_by_output(plan).get(patched.output, {})
+    if before.get("arguments") != patched.arguments:
+        for row in (patched, larger):
+            (running.folder / row.output).unlink(missing_ok=True)
+    others = [other for other in plan["rows"] if other["output"] != patched.output]
+    planned = [*others, *([patched._asdict()] if recommended else [])]
     schema.write_json(running.folder / schema.PLAN, plan | {"rows": planned})
-    if recommended and running.recorded(row).get("status") != "ok":
-        running.run_row(row, "the patched file")
+    if recommended and running.recorded(patched).get("status") != "ok":
+        running.run_row(patched, "the patched file")
+    if int(batches) > 1 and not running.recorded(larger) and not running.stop.requests:
+        running.run_row(larger, f"{batches} batches in one")
 
 
 def forget_rows_behind(row: rows.Planned, plan: dict, folder: Path) -> None:
@@ -313,6 +318,7 @@ def forget_rows_behind(row: rows.Planned, plan: dict, folder: Path) -> None:
     for output in outputs[outputs.index(row.output) + 1 :]:
         if Path(output).stem in {*rows.MODEL_ROWS, PATCHED}:
             (folder / output).unlink(missing_ok=True)
+    (folder / f"{LARGER}.json").unlink(missing_ok=True)
 
 
 def finish(folder: Path, stop: process.Stop, job: Job) -> int:

@@ -1,8 +1,14 @@
 """The attention of a model: Hugging Face's switch, or what to do about what was observed."""
 
+import sys
+from pathlib import Path
+
+import torch
 from torch import nn
 
+from common.hardware import ROOT
 from common.text import Skip, one_line
+from ladder.rows import SDPA
 from mine import changes
 
 BY_HAND = "by hand"  # as common/profile.py observes it
@@ -46,19 +52,36 @@ def set_attention(model: nn.Module, before: dict[str, dict], fused: bool, args) 
     if switch is not None and fused:
         switch_attention(switch, needs_mask(switch, args.is_masked))
         switch_inside(switch, switch.config._attn_implementation)
-    elif fused:
-        observed = [row.get("settings", {}).get("attention_kernel") for row in before.values()]
+    elif fused and args.attention is None:
+        observed = kernels_before(before)
         if not observed:
             raise Skip("which attention runs was not seen: run the rows before this one, too")
-        raise Skip(advice_on_attention(model, observed[-1]))
+        raise Skip(advice_on_attention(model, observed[-1], args.softmax_at))
 
 
-def advice_on_attention(model: nn.Module, kernel: str | None) -> str:
-    """What to do about attention in a model that has no switch for it."""
+def kernels_before(before: dict[str, dict]) -> list[str | None]:
+    """Which attention the rows ran that stand before the one that fuses it: names begin with numbers."""
+    return [row.get("settings", {}).get("attention_kernel") for name, row in before.items() if name < SDPA]
+
+
+def calling_line() -> str:
+    """Where the code that calls an operator is, beneath PyTorch: `Attention.forward, net.py line 31`."""
+    ours, frame = (str(Path(torch.__file__).parent), str(ROOT / "mine")), sys._getframe(1)
+    while frame and frame.f_code.co_filename.startswith(ours):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # since Python 3.11
+    return f"{function}, {Path(frame.f_code.co_filename).name} line {frame.f_lineno}"
+
+
+def advice_on_attention(model: nn.Module, kernel: str | None, place: str = "") -> str:
+    """What to do about attention in a model that has no switch for it. `place` has its softmax."""
     if kernel == BY_HAND and any(isinstance(part, nn.MultiheadAttention) for part in model.modules()):
         return "nn.MultiheadAttention computes its weights to return them: call it with need_weights=False"
     if kernel == BY_HAND:
-        return "attention is written by hand: call F.scaled_dot_product_attention there, as 2_sdpa.py does"
+        where = f" ({place})" if place else ""
+        return f"attention is written by hand{where}: call F.scaled_dot_product_attention, as 2_sdpa.py does"
     if kernel == "math":
         return (
             "PyTorch's attention is not fused here (math): dropout or a mask may be what keeps it from that"

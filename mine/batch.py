@@ -54,6 +54,26 @@ def tensors_of(batch) -> Iterator[torch.Tensor]:
     return (part for part in parts_of(batch) if isinstance(part, torch.Tensor))
 
 
+def joined(batches: list):
+    """Several batches as one: their tensors and arrays one after the other along the first dimension."""
+    first = batches[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(batches)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(batches)
+    if isinstance(first, Mapping):
+        return {name: joined([batch[name] for batch in batches]) for name in first}
+    if is_dataclass(first):
+        new = copy.copy(first)
+        for name in fields_of(first):
+            object.__setattr__(new, name, joined([getattr(batch, name) for batch in batches]))
+        return new
+    if isinstance(first, (tuple, list)):
+        parts = [joined([*of_part]) for of_part in zip(*batches, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else parts
+    return first
+
+
 def sha256_of(batch) -> str:
     """Of all tensors and arrays of a batch. Other parts may be notes, such as a time."""
     digest = hashlib.sha256()

@@ -23,10 +23,10 @@ from common.text import Skip, explain, one_line, run_command, say
 from ladder import facts
 from ladder.rows import AMP, AS_IT_IS, COMPILE, FROM, MODEL_ROWS, SDPA
 from mine import changes
-from mine.attention import switch_of
+from mine.attention import calling_line, switch_of
 from mine.batch import call_text, copied, output_of, sha256_of, units_of
 from mine.blocks import count_weights, list_blocks, say_blocks
-from mine.file import ModelArguments, called, in_a_process_of_its_own, parse, weights_sha256
+from mine.file import SEEN, ModelArguments, called, in_a_process_of_its_own, parse, weights_sha256
 
 
 def check(args: ModelArguments) -> Workload:
@@ -172,15 +172,19 @@ def count_flops(args: ModelArguments, model: torch.nn.Module, backward: bool) ->
     return {name: times * sum(each.values()) for name, each in counter.get_flop_counts().items()}
 
 
-class ProductDtypes(TorchDispatchMode):
-    """FLOPs of products, by PyTorch's counter, by the dtype that they multiply."""
+class Operators(TorchDispatchMode):
+    """FLOPs of products, by PyTorch's counter, by the dtype that they multiply; and where the largest softmax
+    is."""
 
     def __init__(self):
         super().__init__()
         self.flops: Counter[torch.dtype] = Counter()
+        self.softmax_at, self.largest = "", 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
+        if function._overloadpacket is torch.ops.aten._softmax and args[0].numel() > self.largest:
+            self.softmax_at, self.largest = calling_line(), args[0].numel()
         count = FORMULAS.get(function._overloadpacket)
         if count and (tensors := [each for each in args if isinstance(each, torch.Tensor)]):
             self.flops[tensors[-1].dtype] += count(*args, **(kwargs or {}), out_val=result)
@@ -246,8 +250,9 @@ def observe_step(args: ModelArguments, model: torch.nn.Module) -> tuple[Settings
 
     torch._dynamo.reset()  # under the counter of FLOPs it compiled nothing
     try:
-        with torch.compiler.set_stance("force_eager"), ProductDtypes() as products:
+        with torch.compiler.set_stance("force_eager"), Operators() as operators:
             step()
+        args.softmax_at = operators.softmax_at
         torch._dynamo.reset()
         step()
         ran, _ = profile.observe(step, model, args.device)
@@ -260,7 +265,7 @@ def observe_step(args: ModelArguments, model: torch.nn.Module) -> tuple[Settings
             dtype = str(weight.dtype).removeprefix("torch.")
             what_to_do = "cast what it computes, not the weight"
             raise Skip(f"a step of {args.path.name} casts {name} to {dtype}: {what_to_do}")
-    return ran, products.half()
+    return ran, operators.half()
 
 
 def compiles_most(model: torch.nn.Module, loss: Callable | None) -> bool:
@@ -286,13 +291,13 @@ def check_start(start: str | None, seen: list[str], name: str) -> None:
         raise Skip(f"--from {start}: a step of {name} showed {words}, too. Leave --from out")
 
 
-def modules_beside(path: Path, names: set[str]) -> list[Path]:
+def modules_beside(path: Path, names: set[str]) -> list[str]:
     """The files of those modules that lie in the folder of the file, or below it, and are neither the
     project's nor Python's."""
     files = {Path(getattr(sys.modules[name], "__file__", None) or "/") for name in names} - {path}
     known = {path.parent for path in hardware.ROOT.glob("*/__init__.py")}
     known |= {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return sorted(file for file in files if path.parent in file.parents and not known & {*file.parents})
+    return sorted(str(file) for file in files if path.parent in file.parents and not known & {*file.parents})
 
 
 @contextlib.contextmanager
@@ -323,9 +328,7 @@ def main(words: list[str]) -> int:
     except Exception as error:  # whatever a model does, it is one line
         say(f"run_all.sh: error: {explain(error)[1]}", sys.stderr)
         return 2
-    names = ("is_masked", "blocks", "loss_text", "first", "given", "weights_sha256")
-    seen = {name: getattr(args, name) for name in names}
-    seen["beside"] = [str(path) for path in args.beside]
+    seen = {name: getattr(args, name) for name in SEEN}
     facts.say_facts(args.device, work, {"--steps": str(work.steps)}, args.said, {"seen": seen})
     return 0
 

@@ -15,7 +15,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -27,10 +27,23 @@ from common import hardware, options
 from common.record import Workload
 from common.text import OneLineParser, Skip, explain, one_line, portable_command
 from ladder.rows import FP32, FROM
-from mine.batch import check_parts, copied, described, loss_for, output_of, sha256_of, shapes_of
+from mine.batch import (
+    check_parts,
+    copied,
+    described,
+    joined,
+    loss_for,
+    output_of,
+    sha256_of,
+    shapes_of,
+    tensors_of,
+)
+from mine.by_hand import Fused
 from mine.optimizers import Optimizers
 
 NEEDED = ("model", "batches")
+# What the check saw, for the rows.
+SEEN = ("beside", "is_masked", "softmax_at", "blocks", "loss_text", "first", "given", "weights_sha256")
 LR = 1e-4  # of the AdamW that a file without an optimizer gets
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -50,13 +63,15 @@ class ModelArguments(options.Measurement):
     known_modules: set[str] = field(default_factory=set)  # names of those that were imported before it
     # What one pass showed before the first row: modules in its folder that it imports, whenever it does, and
     # whether attention got a mask of its own.
-    beside: list[Path] = field(default_factory=list)
+    beside: list[str] = field(default_factory=list)
     is_masked: bool = True
+    softmax_at: str = ""  # where the largest softmax is: `attend, net.py line 31`
     blocks: list[str] = field(default_factory=list)  # names of the lists of blocks, see mine/blocks.py
     loss_text: str = "model({batch})"  # an expression of the loss
     first: str = FP32  # the name of the first row, the file unchanged
     given: list[str] = field(default_factory=list)  # the rows whose changes the file makes itself
     said: list[str] = field(default_factory=list)  # what a user should know before the first row
+    attention: Fused | None = None  # attention by hand, where a row has it as one call
     planned: Workload | None = None  # as the plan of the run has it
     weights_sha256: str = ""  # of the model that was checked; empty of none
 
@@ -176,10 +191,23 @@ class ModelArguments(options.Measurement):
     def draw_again(self) -> None:
         vars(self).pop("drawn", None)
 
+    def join_batches(self, count: int) -> None:
+        """Let each step train on so many of the file's batches at once. Raises Skip for tensors of several
+        lengths, whose first dimension does not count examples."""
+        lengths = {tensor.shape[:1] for tensor in tensors_of(self.drawn[0])}
+        if len(lengths) != 1 or lengths == {torch.Size([])}:
+            raise Skip(f"batches() of {self.path.name} yields tensors that cannot be joined")
+        cycle = itertools.cycle(self.drawn)
+        self.drawn = [joined([*itertools.islice(cycle, count)]) for _ in range(3)]  # one is untimed
+        work = self.planned
+        tokens, flops = count * work.tokens_per_step, count * work.flops_per_step
+        sha256 = self.work_sha256()
+        self.planned = replace(work, tokens_per_step=tokens, flops_per_step=flops, text_sha256=sha256)
+
     def work_sha256(self) -> str:
         """16 hex digits over the file, the modules beside it that it imports, and all numbers of all
         batches."""
-        content = b"\0".join(path.read_bytes() for path in [self.path, *self.beside])
+        content = b"\0".join(Path(path).read_bytes() for path in [self.path, *self.beside])
         return hashlib.sha256(content + sha256_of(self.drawn).encode()).hexdigest()[:16]
 
 

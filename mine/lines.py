@@ -12,6 +12,8 @@ from mine.blocks import blocks_of, callable_parts, is_transformer_engine
 from mine.optimizers import Optimizers
 
 COMPILER_LIMIT = 8  # of compilations of one function
+ALIGNED, PADDED = 8, 64  # sizes of a product: numbers that 16 bytes hold in BF16, and what to pad to
+LEAST_VOCABULARY = 1024  # outputs of a layer: a smaller one costs little
 UPDATE = ["loss.backward()", "optimizer.step()", "optimizer.zero_grad()"]
 UPDATES = ["loss.backward()", "for each in optimizer:", "    each.step()", "    each.zero_grad()"]  # a list
 WITHOUT_MASK = [  # by the name "sdpa", a CUDA graph gets a mask as a tensor, which is slow
@@ -31,7 +33,7 @@ def program(
     """The program with the changes of these rows. `model` is as it is before it is compiled, `lists` are the
     names of its lists of blocks, `args` are mine.file's ModelArguments, and `fp8_context` is what the file's
     fp8() returned."""
-    setup = []
+    setup = padding_lines(model) if names and args.device.type == "cuda" else []
     if AMP in names:
         setup.append('torch.set_float32_matmul_precision("high")')
     if SDPA in names and switch_of(model):
@@ -48,11 +50,31 @@ def program(
     step = [f"with {', '.join(contexts)}:", f"    {loss}"] if contexts else [loss]
     step += UPDATES if isinstance(optimizer, Optimizers) else UPDATE
     lines = [f"# once, after model() of {args.path.name}", *setup]
+    if edit := args.attention:
+        begin, end = edit.lines
+        place = f"# in {edit.place} of {args.path.name}, in place of lines {begin} to {end}"
+        lines = [place, edit.call, "", *lines]
     if GRAPH in names:
         lines += graph_lines(step, args.drawn[0])
     else:
         lines += ["", "# in each training step", *step]
     return "\n".join(lines) + "\n"
+
+
+def padding_lines(model: nn.Module) -> list[str]:
+    """What to do about a vocabulary that tensor cores multiply slowly. It changes the weights, so no row has
+    it."""
+    heads = [part for part in model.modules() if isinstance(part, nn.Linear) and part.out_features % ALIGNED]
+    head = max(heads, key=lambda part: part.out_features, default=None)
+    if head is None or head.out_features < LEAST_VOCABULARY:
+        return []
+    size = head.out_features
+    padded = -(-size // PADDED) * PADDED
+    why = f"# {size} outputs do not divide by {ALIGNED}: {padded} are multiplied faster (not measured here)"
+    if hasattr(model, "resize_token_embeddings"):
+        return [why, f"model.resize_token_embeddings(pad_to_multiple_of={PADDED})"]
+    name = next(place_of(model, name) for name, part in model.named_modules() if part is head)
+    return [why, f"# (the outputs of {name}, and the embedding with them)"]
 
 
 def optimizer_line(args, captured: bool) -> str:

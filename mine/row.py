@@ -19,17 +19,21 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import benchmark, hardware
-from common.record import AS_IT_IS, PATCHED, PLAN, Workload, middle_half, read_object
+from common.record import AS_IT_IS, LARGER, PATCHED, PLAN, Workload, middle_half, read_object
 from common.text import Skip, one_line, run_command
 from ladder.rows import AMP, COMPILE, FP8, FP32, GRAPH, SDPA
 from ladder.rows import MODEL_ROWS as ROWS
-from mine import changes, lines, patch
+from mine import by_hand, changes, lines, patch
 from mine import file as model_file
-from mine.attention import set_attention
+from mine.attention import BY_HAND, kernels_before, set_attention, switch_of
+from mine.batch import copied
 from mine.blocks import blocks_of, callable_parts, is_transformer_engine
 from mine.file import ModelArguments
 from mine.optimizers import each_of
 from mine.state import ModelState, capture, check_states
+
+# Shares of a loss by which rounding may change it: in FP32, and where a file multiplies in TF32 or BF16.
+SAME_LOSS, SAME_ROUNDED = 1e-5, 2e-3
 
 # --- which changes a row has ----------------------------------------------------------------------
 
@@ -126,6 +130,8 @@ def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tu
     refuse(names, args)
     if args.first == FP32:
         torch.set_float32_matmul_precision("highest")
+    if SDPA in names and args.attention is None and kernels_before(before)[-1:] == [BY_HAND]:
+        replace_attention(args)
     model = args.model()
     if args.work_sha256() != args.planned.text_sha256:
         changed = f"{args.path.name}, or what it imports or reads, has changed since the run began"
@@ -191,6 +197,25 @@ def skip_at_recompile_limit(train_step: Callable) -> Callable:
     return step
 
 
+def replace_attention(args: ModelArguments) -> None:
+    """Train the file that calls PyTorch's attention, where its own is plain. Raises Skip where the loss of
+    the first batch tells that it is another one."""
+    if not (edit := by_hand.fused(patch.read(args.path))) or switch_of(args.model()):
+        return
+    expected = first_loss(args)
+    model_file.set_seeds(args.seed)  # as before the file was imported
+    args.attention, args.file = edit, patch.load(args.path, args.file.__name__, edit.text)
+    if abs(first_loss(args) - expected) > (SAME_LOSS if args.first == FP32 else SAME_ROUNDED) * abs(expected):
+        place = f"{edit.place}, {args.path.name} lines {edit.lines[0]} to {edit.lines[1]}"
+        raise Skip(f"attention by hand ({place}) is not causal, or does more: it was left as it is")
+
+
+@torch.no_grad()
+def first_loss(args: ModelArguments) -> float:
+    """Without dropout."""
+    return args.loss(args.model().eval(), copied(args.drawn[0], args.device)).item()
+
+
 # --- the process ----------------------------------------------------------------------------------
 
 
@@ -206,8 +231,11 @@ def patch_file(row: dict, args: ModelArguments) -> list[str]:
     """Put those changes of a recommended row into the file that can be placed there, and the patch into
     `args.code`. Returns the rows whose changes are left to make. Raises Skip where none can be placed."""
     names = [name for name in ROWS if ROWS[name] in row.get("changes", []) and name not in args.given]
-    text = patch.read(args.path)
-    patched, placed = patch.patched(text, names, args.model(), args.blocks, args)
+    text, model = patch.read(args.path), args.model()
+    attention = by_hand.fused(text) if SDPA in names and not switch_of(model) else None
+    begun = attention.text if attention else text
+    patched, placed = patch.patched(begun, names, model, args.blocks, args)
+    placed += [SDPA] if attention else []
     if not placed:
         raise Skip(f"none of the changes can be placed in {args.path.name}")
     args.code = patch.difference(args.path.name, text, patched)
@@ -222,10 +250,9 @@ def planned_arguments(argv: list[str]) -> tuple[ModelArguments, Path]:
     folder = args.output.parent
     folder = folder.parent if folder.name.startswith("pass-") else folder  # of --repeat: as the first pass
     plan = read_object(folder / PLAN)
-    args.planned, seen = Workload(**plan["workload"]), plan["seen"]
-    args.beside, args.is_masked = [Path(path) for path in seen["beside"]], seen["is_masked"]
-    args.blocks, args.first, args.given = seen["blocks"], seen["first"], seen["given"]
-    args.loss_text, args.weights_sha256 = seen["loss_text"], seen["weights_sha256"]
+    args.planned = Workload(**plan["workload"])
+    for name in model_file.SEEN:
+        setattr(args, name, plan["seen"][name])
     return args, folder
 
 
@@ -254,10 +281,27 @@ def run_patched(words: list[str]) -> int:
     return benchmark.run_and_record(main, args, partial(ModelState, seed=args.seed))
 
 
+def run_larger(words: list[str]) -> int:
+    """The recommended row with several batches in one: `words` are its name, how many batches, and the
+    arguments of all."""
+    recommended, count, *argv = words
+    args, folder = planned_arguments(argv)
+    row = read_object(folder / f"{recommended}.json")["rows"][0]
+    args.name, args.changes, args.source = LARGER, row["changes"], row["source"]
+    names = [name for name in ROWS if ROWS[name] in row["changes"] and name not in args.given]
+
+    def main(args: ModelArguments) -> tuple:
+        args.join_batches(int(count))
+        return build(names, rows_before(folder, recommended), args)
+
+    return benchmark.run_and_record(main, args, partial(ModelState, seed=args.seed))
+
+
 def main(words: list[str]) -> int:
     if len(words) < 2:
         raise SystemExit("mine/row.py: error: give a ROW and a FILE; ./run_all.sh --model FILE runs all rows")
-    return run_patched(words[1:]) if words[0] == PATCHED else run_row(words)
+    run = {PATCHED: run_patched, LARGER: run_larger}.get(words[0])
+    return run(words[1:]) if run else run_row(words)
 
 
 if __name__ == "__main__":

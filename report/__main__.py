@@ -15,7 +15,7 @@ GOOD = ("ok", "skipped")
 
 def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
     """What a terminal shows of a run or a study in a folder, and its files by name."""
-    from report import bars, printers, sections, sentences, studies, table
+    from report import applied, bars, printers, sections, studies, table
     from report.derive import derive
 
     report, end = sections.of(record), []
@@ -27,8 +27,8 @@ def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
         figures = derive(record)
         files["report.html"] = printers.html(report).encode()
         files["steps.svg"] = bars.picture(figures).encode()
-        if patch := sentences.offered_patch(figures):
-            files[sentences.patch_name(record)] = patch.encode()
+        if patch := applied.offered_patch(figures):
+            files[applied.patch_name(record)] = patch.encode()
         if table.fits_cards(figures):
             row = " | ".join(map(printers.escaped, table.card_row(figures).values()))
             end = ["This GPU as a row of docs/cards.md:", f"| {row} |"]
@@ -38,12 +38,14 @@ def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
 
 
 def recommended(folder: Path) -> list[str]:
-    """The name of the row with all changes that a run of a model recommends, if any."""
-    from report import load, sentences
+    """The name of the row with all changes that a run of a model recommends, if any, and how many of its
+    batches fit in one."""
+    from report import applied, load
     from report.derive import derive
 
-    line = sentences.recommended(derive(load.load(folder)))
-    return [line.name] if line else []
+    figures = derive(load.load(folder))
+    line = applied.recommended(figures)
+    return [f"{line.name} {applied.batches_that_fit(figures)}"] if line else []
 
 
 def main() -> int:
@@ -52,7 +54,8 @@ def main() -> int:
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="folders of two runs")
     text = "with --compare: fail where a row of B differs by a larger share from that of A"
     parser.add_argument("--bound", type=float, metavar="SHARE", help=text)
-    text = "print the row with the changes that a run of a model recommends, and nothing else"
+    text = "print the row with the changes that a run of a model recommends, how many batches fit in one, "
+    text += "and nothing else"
     parser.add_argument("--recommended", action="store_true", help=text)
     text = "print the records of a run folder that cannot be used, and nothing else"
     parser.add_argument("--unusable", action="store_true", help=text)
@@ -83,7 +86,7 @@ def main() -> int:
         else:
             write_json(args.folder / MERGED, record)
         if isinstance(record, Run) and not record.is_of_ladder:
-            from report.sentences import patch_name
+            from report.applied import patch_name
 
             (args.folder / patch_name(record)).unlink(missing_ok=True)  # of rows that ran before
     for name, content in files.items():

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from common.kernels import in_words
 from common.record import AS_IT_IS, PATCHED, Kernel, Row, Run, Study
 from common.text import one_line
-from report import bars, charts, doubts, findings, proof, sentences, studies, table, trainers
+from report import applied, bars, charts, doubts, findings, proof, sentences, studies, table, trainers
 from report.bars import Bar
 from report.cells import milliseconds, number, time_or_status
 from report.changes import code_diff
@@ -89,7 +89,7 @@ def of_run(figures: Figures) -> Report:
 
 def _lines(figures: Figures) -> Section:
     """The change to a user's own code: what the recommended row has that the first one has not."""
-    line = sentences.recommended(figures)
+    line = applied.recommended(figures)
     if line is None or not line.row.code:
         return Section()
     code = [pair for pair in code_diff(figures.first.row, line.row, around=99) if pair[0] != "@"]
@@ -98,7 +98,8 @@ def _lines(figures: Figures) -> Section:
         heading += f", beyond {first.name}"
     settings = trainers.settings_of(line.row.changes)
     parts = [Section("The same as settings of a trainer", lines=settings, shown=TEXT, folded=True)]
-    return Section(heading, code=code, note=sentences.patch_note(figures), parts=parts, shown=TERMINAL)
+    note = " ".join(filter(None, [applied.patch_note(figures), applied.larger_batch(figures)]))
+    return Section(heading, code=code, note=note, parts=parts, shown=TERMINAL)
 
 
 def _findings(figures: Figures) -> Section:

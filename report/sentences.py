@@ -1,17 +1,13 @@
 """What a run shows and what it ran on, in sentences."""
 
-import shlex
-from pathlib import PurePath
-
-from common.record import AS_IT_IS, NOT_FUSED, PATCHED, Environment, Row, Run, Workload
-from report.cells import gain, milliseconds, time_or_status
+from common.record import AS_IT_IS, NOT_FUSED, PATCHED, Environment, Workload
+from report.cells import gain, milliseconds
 from report.doubts import from_to
 from report.figures import LOSS_WINDOW, MARK, Figures, Line, is_mixed, ratio
 from report.table import VERSIONS
 
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU"
 ENOUGH_FOR_FP8 = 10  # rehearsed steps
-AS_FAST = 0.97  # times as fast as the row that it follows: a patched file
 WORTH = 1.03  # times faster, from which a change to a model of yours is recommended
 CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
 CONVENTION_OF_LOOP = "TFLOP/s count of attention the whole (T, T) square"
@@ -85,68 +81,12 @@ def decision(timed: list[Line]) -> str:
     return f"{sentence}. {_not_taken(left)}" if left else sentence
 
 
-def recommended(figures: Figures) -> Line | None:
-    """The row with all changes that a model should take; None where nothing is recommended."""
-    timed = [line for line in figures.timed_steps if line.name != PATCHED]
-    if figures.run.is_of_ladder or figures.environment.device_type == "cpu" or not timed:
-        return None
-    taken = [line for line in taken_of(timed) if line is not timed[0]]
-    return taken[-1] if taken and taken[-1].over_first.value > 1 else None
-
-
 def taken_of(timed: list[Line]) -> list[Line]:
     """The rows whose changes are worth it, and the first one, whose change nothing judges."""
     changed = [line for line in timed if line.row.changes and line.name != AS_IT_IS]
     differing = {line.row.changes[-1] for line in changed if line.same_work == "differs"}
     sound = [line for line in changed if not differing & {*line.row.changes}]
     return [line for line in sound if line is timed[0] or _is_worth(line)]
-
-
-def patch_note(figures: Figures) -> str:
-    """What came of the patch of a user's file, in a sentence; empty where none was made."""
-    row, wanted = patched_row(figures), recommended(figures)
-    if row is None or wanted is None:
-        return ""
-    line = next((line for line in figures.timed_steps if line.row is row), None)
-    if line is None:
-        return f"No patch is offered: {row.reason}."
-    if objection := objection_to_patch(line, wanted):
-        return f"A patch was made, and is not offered: {objection} ({time_or_status(line)} ms)."
-    file = figures.run.workload.model
-    patch = shlex.quote(patch_name(figures.run))
-    return (
-        f"{patch}, beside this report, makes those of these changes that have a place in {file}. Run so, "
-        f"with the others, a step took {time_or_status(line)} ms, and its gradients agree. In the folder of "
-        f"{file}: patch -p1 < PATH/{patch}."
-    )
-
-
-def patched_row(figures: Figures) -> Row | None:
-    return next((row for row in figures.run.rows if row.step == PATCHED), None)
-
-
-def patch_name(run: Run) -> str:
-    """Of its file, without the folders that a record may name."""
-    return f"{PurePath(run.workload.model).stem}.patch"
-
-
-def offered_patch(figures: Figures) -> str:
-    """The patch of a user's file, if it has the time and the work of the row that it follows."""
-    row, wanted = patched_row(figures), recommended(figures)
-    line = next((line for line in figures.timed_steps if line.row is row), None)
-    return (row.code or "") if line and wanted and not objection_to_patch(line, wanted) else ""
-
-
-def objection_to_patch(line: Line, wanted: Line) -> str:
-    """Why a patch is not offered, in a clause; empty where it is."""
-    if line.row.changes != wanted.row.changes:
-        return "it makes other changes"
-    faster = ratio(line, wanted)
-    if faster.clear and faster.value < AS_FAST:
-        return "it is slower"
-    if line.same_work != "agrees":
-        return "its work differs" if line.same_work == "differs" else "its work is not proven"
-    return line.doubts[0] if line.doubts else ""
 
 
 def _not_taken(lines: list[Line]) -> str:

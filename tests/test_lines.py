@@ -1,12 +1,14 @@
 """The lines that a run recommends are a program: what they train is what the row trained."""
 
 import subprocess
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import goldens
 import pytest
+import runs
 import torch
 from conftest import run_python
 from torch import nn
@@ -14,11 +16,12 @@ from torch import nn
 from common.record import AS_IT_IS, Proof
 from common.text import Skip
 from ladder.rows import AMP, COMPILE, FP8, GRAPH
+from mine import batch as model_batch
 from mine import check as model_check
 from mine import file as model_file
 from mine import lines, patch
 from mine import row as model_row
-from report import proof, sentences
+from report import applied, proof
 from report.__main__ import render
 from report.derive import derive
 from report.load import load
@@ -51,7 +54,7 @@ LOSS = "def loss(model, batch):\n    x, y = batch\n    return F.mse_loss(model(x
 RECOMMENDS = """
 import sys
 if "--recommended" in sys.orig_argv:
-    print("3_compile")
+    print("3_compile 2")
     raise SystemExit(0)
 """
 BATCHES = "def batches():\n    while True:\n        yield "
@@ -240,14 +243,14 @@ def test_a_file_that_a_patch_cannot_carry_is_left_alone(content, tmp_path):
 def test_the_name_of_a_patch_leads_to_no_other_folder():
     run = goldens.patched()
     run.workload.model = "../../etc/net.py"
-    assert sentences.patch_name(run) == "net.patch"
+    assert applied.patch_name(run) == "net.patch"
     assert {name for name in render(Path("f"), run)[1] if "/" in name} == set()
 
 
 def test_a_patch_is_offered_only_with_the_time_and_the_work_of_its_row():
     run = goldens.patched()
     row = run.rows[-1]
-    assert sentences.offered_patch(derive(run)) == row.code
+    assert applied.offered_patch(derive(run)) == row.code
     for change, said in (
         ({"step_ms": [120.0] * 3}, "it is slower (120.0 ms)"),
         ({"proof": None}, "its work is not proven"),
@@ -258,7 +261,75 @@ def test_a_patch_is_offered_only_with_the_time_and_the_work_of_its_row():
         ({"status": "skipped", "reason": "no place"}, "No patch is offered: no place."),
     ):
         run.rows[-1] = replace(row, **change)
-        assert not sentences.offered_patch(derive(run)) and said in sentences.patch_note(derive(run)), said
+        assert not applied.offered_patch(derive(run)) and said in applied.patch_note(derive(run)), said
+
+
+def larger(run, times=4, **fields):
+    """The trial of a larger batch, in a run whose recommended row needs less memory than the first."""
+    run.rows[0].peak_bytes, run.rows[3].peak_bytes = 40 << 30, 21 << 30
+    run.environment.gpu_memory_bytes = 80 << 30
+    row = replace(run.rows[3], **{"step": "larger-batch", "step_ms": [390.0] * 8, "proof": None} | fields)
+    work = replace(run.workload, tokens_per_step=times * run.workload.tokens_per_step)
+    run.larger = runs.run(row, work=work)
+    return run
+
+
+def test_the_largest_batch_follows_from_peaks_and_is_told_with_its_speed():
+    run = larger(goldens.model())
+    run.workload.parameters = 2**30 // 12  # 1 GiB, 20 more for each batch
+    assert applied.batches_that_fit(derive(run)) == 3
+    told = applied.larger_batch(derive(run))
+    assert (
+        "needs 21.0 of 80 GiB, 0_fp32 40.0. So 4 of its batches fit in one" in told
+        and ", 1.03 x those" in told
+    )
+    run.larger.rows[0].recompiled = 1
+    assert "1.03? x" in applied.larger_batch(derive(run))
+    run.rows[0].peak_bytes = 20 << 30
+    assert applied.batches_that_fit(derive(run)) == 1, "nothing was freed"
+    run.rows[0].peak_bytes, run.environment.gpu_memory_bytes = 40 << 30, 10**15
+    assert applied.batches_that_fit(derive(run)) == applied.MOST_BATCHES
+    run.workload.parameters = 10**12
+    assert applied.batches_that_fit(derive(run)) == 1, "weights alone would take more than the peak"
+
+
+def test_a_larger_batch_that_does_not_fit_or_is_of_other_changes_is_told_or_not():
+    failed = larger(goldens.model(), status="oom", reason="out of memory", step_ms=[])
+    assert applied.larger_batch(derive(failed)).endswith("but it ran out of memory.")
+    for fields in ({"status": "skipped", "step_ms": []}, {"changes": ["AMP"]}):
+        assert applied.larger_batch(derive(larger(goldens.model(), **fields))) == ""
+    assert applied.larger_batch(derive(goldens.model())) == ""
+
+
+def test_batches_are_joined_in_their_own_form(checked):
+    tensor = torch.arange(4).reshape(2, 2)
+    batch = {"x": tensor, "pair": (tensor, 7), "array": tensor.numpy()}
+    joined = model_batch.joined([batch, batch])
+    assert joined["x"].shape == (4, 2) and joined["array"].shape == (4, 2) and joined["pair"][1] == 7
+    point = namedtuple("Point", "x y")
+    assert model_batch.joined([point(tensor, tensor)] * 3).y.shape == (6, 2)
+    args = checked(MODEL + KINDS["a tuple"])
+    before = args.planned
+    args.join_batches(2)
+    assert args.planned.tokens_per_step == 2 * before.tokens_per_step and len(args.drawn) == 3
+    train_step, *_ = model_row.build([], {}, args)
+    assert train_step(*args.batches()[0]).isfinite()
+    args.drawn = [(torch.ones(4, 2), torch.ones(3))]
+    with pytest.raises(Skip, match="cannot be joined"):
+        args.join_batches(2)
+
+
+def test_a_vocabulary_that_does_not_divide_is_a_line_on_a_gpu(checked, monkeypatch):
+    args = checked(MODEL + KINDS["a tuple"])
+    model = nn.ModuleDict({"head": nn.Linear(4, 50257), "other": nn.Linear(4, 7)})
+    assert lines.padding_lines(model) == [
+        "# 50257 outputs do not divide by 8: 50304 are multiplied faster (not measured here)",
+        "# (the outputs of model['head'], and the embedding with them)",
+    ]
+    model.resize_token_embeddings = None
+    assert lines.padding_lines(model)[1] == "model.resize_token_embeddings(pad_to_multiple_of=64)"
+    assert lines.padding_lines(nn.Linear(4, 50304)) == lines.padding_lines(nn.Linear(4, 7)) == []
+    assert "50257" not in lines.program([AMP], model, [], args, None), "a CPU has no tensor cores"
 
 
 def test_what_has_no_place_in_a_file_is_no_patch(checked):
@@ -304,3 +375,9 @@ def test_a_model_of_hugging_face_runs_from_the_file_to_the_patch(tmp_path, monke
     assert compiled.settings.compiled and patched.settings.compiled
     assert "for block in model.transformer.h:\n    block.compile()" in compiled.code
     assert patched.code.startswith("--- a/net.py\n+++ b/net.py\n")
+    larger = load(tmp_path / "run").larger
+    assert larger.rows[0].status == "ok" and larger.rows[0].settings.compiled, larger.rows[0].reason
+    assert (larger.workload.tokens_per_step, larger.workload.steps) == (2 * 2 * 16, 2)
+    before = (tmp_path / "run" / "larger-batch.json").stat().st_mtime_ns
+    assert run_python("-m", "ladder", *words, timeout=300).returncode == 0
+    assert (tmp_path / "run" / "larger-batch.json").stat().st_mtime_ns == before, "it is tried once"

@@ -339,13 +339,13 @@ def test_a_module_beside_the_file_is_part_of_its_work(arguments_of, tmp_path):
     late = "def loss(model, batch):\n    import net_beside\n    return model(batch).sum()\n"
     args = arguments_of(LINEAR + BATCHES + late)
     model_check.check(args)
-    assert args.beside == [tmp_path / "net_beside.py"], "imported late"
+    assert args.beside == [str(tmp_path / "net_beside.py")], "imported late"
     own = {"common.text", "ladder.rows", "net_beside"}
     assert model_check.modules_beside(ROOT / "x.py", own) == [], "the project's are not the user's"
     python = Path(sysconfig.get_path("stdlib")).parent.parent / "x.py"
     assert model_check.modules_beside(python, {"json", "numpy", "torch"}) == [], "nor Python's"
     before = args.work_sha256()
-    args.beside[0].write_text("import torch\nSIZE = 32\n")
+    (tmp_path / "net_beside.py").write_text("import torch\nSIZE = 32\n")
     assert args.work_sha256() != before
     args.planned = SimpleNamespace(text_sha256=before)
     with pytest.raises(RuntimeError, match=r"my_model\.py, or what it imports or reads, has changed"):
@@ -490,7 +490,7 @@ def test_blocks_are_equal_modules_that_hold_most_of_the_weights_and_of_the_work(
 @pytest.mark.parametrize(
     ("kernel", "said"),
     [
-        ("by hand", "call F.scaled_dot_product_attention there"),
+        ("by hand", "written by hand (attend, net.py line 3): call F.scaled_dot_product_attention"),
         (None, "no attention was seen"),
         ("flash", "fused already (flash)"),
         ("math", "not fused here (math)"),
@@ -498,8 +498,10 @@ def test_blocks_are_equal_modules_that_hold_most_of_the_weights_and_of_the_work(
 )
 def test_a_model_without_a_switch_is_told_what_was_seen(kernel, said, arguments_of):
     before = {"0_fp32": {}, "1_amp": {"settings": {"attention_kernel": kernel}}}
+    args = arguments_of(LINEAR + BATCHES + SUM)
+    args.softmax_at = "attend, net.py line 3"
     with pytest.raises(Skip) as skipped:
-        built(["2_sdpa"], arguments_of(LINEAR + BATCHES + SUM), before)
+        built(["2_sdpa"], args, before)
     assert said in str(skipped.value)
 
 

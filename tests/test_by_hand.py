@@ -1,0 +1,166 @@
+"""Attention that a file writes by hand: where it is plain, the file with one call trains the same."""
+
+import re
+
+import pytest
+import torch
+
+from common.text import Skip
+from mine import by_hand
+from mine import check as model_check
+from mine import file as model_file
+from mine import row as model_row
+
+FILE = """
+import math
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.drop, self.scale = nn.Linear(16, 48), nn.Dropout(0.0), 0.5
+        self.register_buffer("mask", torch.tril(torch.ones(8, 8)) == 0, persistent=False)
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, 2, 8).permute(2, 0, 3, 1, 4)
+BODY
+
+def model():
+    return Attention()
+def loss(model, batch):
+    return model(batch).square().mean()
+def batches():
+    while True:
+        yield torch.randn(2, 8, 16)
+"""
+NANOGPT = """
+        # causal
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.mask[:T, :T], float("-inf"))
+        att = F.softmax(att, dim=-1)
+        att = self.drop(att)
+        y = att @ v  # (B, H, T, D)
+        return y.transpose(1, 2).reshape(B, T, C)
+"""
+PLAIN = {
+    "nanoGPT": (NANOGPT, "F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.drop.p if "),
+    "in few lines": (
+        """
+        a = ((q @ k.mT) / math.sqrt(8) / 1).masked_fill(self.mask, -1e9).softmax(-1)
+        return (a @ v).transpose(1, 2).reshape(B, T, C)
+""",
+        None,  # two scales
+    ),
+    "without a mask": (
+        """
+        q = q * self.scale
+        scores = torch.matmul(q, k.transpose(2, 3))
+        scores = torch.softmax(scores.float(), dim=-1).type_as(q)
+        return torch.matmul(scores, v).transpose(1, 2).reshape(B, T, C)
+""",
+        "F.scaled_dot_product_attention(q, k, v, scale=1.0)",
+    ),
+    "a division, and a dropout by function": (
+        """
+        scores = q @ k.transpose(-1, -2)
+        hidden = self.mask[:T, :T]
+        scores = scores / (2 * self.scale)
+        scores = scores.masked_fill(hidden, -1e9)
+        p = nn.functional.softmax(scores, dim=-1)
+        p = F.dropout(p, p=0.0, training=self.training)
+        return (p @ v).transpose(1, 2).reshape(B, T, C)
+""",
+        "is_causal=True, dropout_p=0.0 if self.training else 0.0, scale=1 / (2 * self.scale))",
+    ),
+    "weights that are used again": (NANOGPT.replace("return y", "self.seen = att\n        return y"), None),
+    "an addition of a bias": (NANOGPT.replace("att.masked_fill", "(att + 1).masked_fill"), None),
+    "two statements in a line": (NANOGPT.replace('-inf"))\n        att =', '-inf")); att ='), None),
+    "a condition": (
+        NANOGPT.replace("        att = att.masked", "        if T > 1:\n            att = att.masked"),
+        None,
+    ),
+    "another dimension": (NANOGPT.replace("dim=-1", "dim=-2"), None),
+    "no softmax": ("        return self.qkv(x)[..., :16]\n", None),
+}
+
+
+@pytest.fixture
+def arguments_of(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+
+    def checked(body):
+        (tmp_path / "net.py").write_text(FILE.replace("BODY", body.strip("\n")))
+        words = [tmp_path / "net.py", "--device", "cpu", "--steps", "3", "--output", tmp_path / "r.json"]
+        args = model_file.parse("run_all.sh", [*map(str, words)])
+        args.planned = model_check.check(args)
+        return args
+
+    return checked
+
+
+def before(kernel="by hand"):
+    return {"0_fp32": {"settings": {"attention_kernel": kernel}}}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_plain_attention_becomes_one_call_that_trains_the_same(kind, arguments_of):
+    body, call = PLAIN[kind]
+    args = arguments_of(body)
+    edit = by_hand.fused(args.path.read_text())
+    assert (edit is None) is (call is None)
+    if edit is None:
+        return
+    assert call in edit.call and edit.place == "Attention.forward" and "softmax" not in edit.text
+    train_step, *_ = model_row.build([], {}, args)
+    expected = [train_step(*batch).item() for batch in args.batches()[:3]]
+    args.code = None
+    train_step, *_ = model_row.build(["2_sdpa"], before(), args)
+    assert [train_step(*batch).item() for batch in args.batches()[:3]] == pytest.approx(expected, rel=1e-5)
+    first, last = edit.lines
+    lines = args.path.read_text().splitlines()
+    assert re.search("q @ k|matmul", lines[first - 1]) and "v)" in lines[last - 1].replace("v  #", "v)")
+    assert f"# in Attention.forward of net.py, in place of lines {first} to {last}\n{edit.call}" in args.code
+
+
+def test_the_patch_of_a_file_has_the_call_and_its_comments_stay(arguments_of):
+    args = arguments_of(NANOGPT)
+    rest = model_row.patch_file({"changes": ["fused attention"]}, args)
+    assert rest == [] and "+        y = F.scaled_dot_product_attention(" in args.code
+    assert "-        att = F.softmax(att, dim=-1)" in args.code and "-        # causal" not in args.code
+    assert "# (B, H, T, D)" in args.code
+
+
+def test_a_mask_that_is_not_causal_is_left_as_it_is(arguments_of):
+    args = arguments_of(NANOGPT.replace("self.mask[:T, :T]", "self.mask[:T, :T].flip(0)[:, :] & False"))
+    with pytest.raises(Skip, match=r"Attention\.forward, net\.py lines 16 to 20\) is not causal"):
+        model_row.build(["2_sdpa"], before(), args)
+
+
+def test_attention_that_was_not_observed_is_not_replaced(arguments_of):
+    args = arguments_of(NANOGPT)
+    with pytest.raises(Skip, match="fused already"):
+        model_row.build(["2_sdpa"], before("flash"), args)
+    assert args.attention is None
+
+
+def test_the_place_of_a_softmax_is_named_beneath_pytorch(arguments_of):
+    assert re.fullmatch(r"(Attention\.)?forward, net\.py line 18", arguments_of(NANOGPT).softmax_at)
+
+
+def test_how_a_file_calls_its_functions():
+    for text, name in (
+        ("import torch.nn.functional as F", "F"),
+        ("from torch.nn import functional", "functional"),
+        ("import torch", "torch.nn.functional"),
+    ):
+        assert by_hand.functional_of(by_hand.ast.parse(text)) == name
+
+
+def test_the_change_is_shared_by_later_rows(arguments_of, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda work, **_: work)
+    args = arguments_of(NANOGPT)
+    rows = before() | {"2_sdpa": {"settings": {"attention_kernel": "flash"}}}
+    model_row.build(["2_sdpa", "3_compile"], rows, args)
+    assert args.attention and "scaled_dot_product_attention" in args.code
