@@ -229,11 +229,12 @@ def train_and_time(training: Training, model: torch.nn.Module, args: Measurement
     """Train for held-out losses, if any; then time at least `args.steps` steps. Returns the seconds of the
     steps that were timed or settled. A region in which the compiler worked, whose time is in its steps, is
     timed again."""
-    n, seconds = args.steps, 0.0
+    n, seconds, settling_s = args.steps, 0.0, SETTLING_S
     if args.heldout_every:
         train_with_heldout(training, model, args, row)
-        n = min(n, TIMED_AFTER_TRAINING)
-    time_steps = time_on_gpu if args.device.type == "cuda" else time_on_cpu
+        n, settling_s = min(n, TIMED_AFTER_TRAINING), 0  # it has settled
+    on_gpu = partial(time_on_gpu, settling_s=settling_s)
+    time_steps = on_gpu if args.device.type == "cuda" else time_on_cpu
     for _ in range(1 + MOST_RETIMED):
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         time_steps(training, n, args, row)
@@ -245,9 +246,11 @@ def train_and_time(training: Training, model: torch.nn.Module, args: Measurement
     return seconds
 
 
-def time_on_gpu(training: Training, n: int, args: Measurement, row: Row) -> None:
-    """Train for SETTLING_S seconds, and right after it time at least `n` steps and `args.seconds` seconds in
-    one region. Reference work before and after shows whether something else ran on the machine."""
+def time_on_gpu(
+    training: Training, n: int, args: Measurement, row: Row, settling_s: float = SETTLING_S
+) -> None:
+    """Train for `settling_s` seconds, and right after it time at least `n` steps and `args.seconds` seconds
+    in one region. Reference work before and after shows whether something else ran on the machine."""
     before = clock.reference_work(args.device)
     torch.cuda.reset_peak_memory_stats(args.device)  # the reference work's memory is not the row's
     progress("settling")
@@ -256,7 +259,7 @@ def time_on_gpu(training: Training, n: int, args: Measurement, row: Row) -> None
         times, _ = run_between_events(training, more, args.device)
         row.settling_ms += parallel.across(times, "max")
         median_ms = statistics.median(row.settling_ms)
-        more = math.ceil((SETTLING_S * 1e3 - sum(row.settling_ms)) / median_ms)
+        more = math.ceil((settling_s * 1e3 - sum(row.settling_ms)) / median_ms)
     n = max(n, math.ceil(args.seconds * 1e3 / median_ms))
     progress(f"timing {n} steps")
     times, states = run_between_events(training, n, args.device)
@@ -315,10 +318,11 @@ def train_with_heldout(training: Training, model: torch.nn.Module, args: Argumen
     """Train on until `args.steps` steps, and leave the held-out loss before, between and after them in `row`.
     With --cold, launched steps have been trained already.
 
-    It shows how good the weights are: the row's own forward alone, one sequence at a time, under mixed
+    It shows how good the weights are: the row's own forward alone, in batches of the row's size, under mixed
     precision where the machine has it, without FP8, nothing compiled.
     """
     losses, starts = training.losses, data.heldout_starts(args.text, args.config.seq_len)
+    starts = starts.reshape(-1, math.gcd(len(starts), args.batch_size))
     batches = data.stage_batches(args.text, starts, args.config.seq_len, args.device)
     amp = torch.autocast(args.device.type, args.amp_dtype, enabled=args.amp)
     for done in [*range(len(losses), args.steps, args.heldout_every), args.steps]:

@@ -46,9 +46,9 @@ if [ "$machine" = --confirm ]; then
   exit "$failed"
 fi
 shift
-most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep"
+most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 parity-decaying gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep"
 most+=" ablations ablations-fp32 ablations-fp8 ablations-gpt2 anatomy llama hugging-face-gpt2 guide"
-known=" $most gpt3-6.7b-slice-minute parity-fast te-linear sharded gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
+known=" $most gpt3-6.7b-slice-minute te-linear sharded gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("$@")
 (($#)) || read -ra names <<<"$most"
 for name in "${names[@]}"; do
@@ -56,7 +56,7 @@ for name in "${names[@]}"; do
 done
 told="$("$python" docs/tables.py --device "$machine")" || fail "$told"
 learning() { study parity --preset gpt2 --batch-size 8 "$@"; }
-long=(--steps 3000 --heldout-every 200)
+recipes=(3 4 bf16-head current-scaling-bf16-head) # docs/parity.md has the rule of these studies
 
 mkdir -p results
 for name in "${names[@]}"; do
@@ -79,12 +79,12 @@ for name in "${names[@]}"; do
     sweep) ladder --sweep ;;
     scaling) ladder --scaling --only 2,3,4 --preset gpt3-6.7b-slice ;;
     scaling-batch-4) ladder --scaling --only 0,1,2,3,4 --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
-    parity) learning "${long[@]}" --rows 3 4 --seeds 1 2 3 4 5 6 7 8 9 10 ;;
-    parity-2048)
-      study parity --preset gpt2 --n-layer 4 --n-head 16 --n-embd 2048 --batch-size 8 "${long[@]}" \
-        --rows 3 4 --seeds 1 2 3 4 5
+    parity)
+      learning --rows skipped-updates bf16-instead-of-fp8 "${recipes[@]}" --seeds 1 2 3 4 5 6
+      learning --rows dead-mlp --seeds 1 2 3
       ;;
-    parity-fast) learning --lr 1.5e-4 --rows 3 4 --seeds 1 2 3 4 5 6 7 8 9 10 ;;
+    parity-2048) learning --n-layer 4 --n-head 16 --n-embd 2048 --rows "${recipes[@]}" --seeds 1 2 3 ;;
+    parity-decaying) learning --rows decaying-rate decaying-rate-fp8 --seeds 1 2 3 ;;
     sharded) study ablations --preset gpt3-6.7b-slice --batch-size 4 --only sharded-optimizer ;; # two GPUs
     te-linear) study ablations --preset gpt2 --only te-linear ;;
     # Only rows of one card can be compared, so these are three pieces.

@@ -3,7 +3,7 @@
     python -m ladder.parity [--rows 3 4 cold-scales ...] [--seeds 1 2 3] [--output FOLDER] [ARGUMENT ...]
 
 A row is a step by its number, a peer by its name, or a variant by that of its patch. The ARGUMENTs are those
-of a step (default: --steps 1500 --heldout-every 100). A run is a process of its own. A seed gives all rows
+of a step (default: --steps 2000 --heldout-every 100 --seconds 1). A run is a process of its own. A seed gives all rows
 the same weights and batches, so they are compared seed by seed: report/parity.py has the statistics. The same
 command with its FOLDER finishes an interrupted study, and another one adds rows or seeds to it."""
 
@@ -15,7 +15,7 @@ from common.text import OneLineParser, Skip, one_line, positive_int, run_command
 from ladder import rows, running
 from ladder.patches import variants
 
-DEFAULTS = ["--steps", "1500", "--heldout-every", "100"]
+DEFAULTS = ["--steps", "2000", "--heldout-every", "100", "--seconds", "1"]
 
 
 def known_rows() -> dict[str, rows.Planned]:

@@ -1,10 +1,10 @@
-"""Do the steps learn the same? Losses of several seeds: differences with their intervals, a verdict by a
-margin that was set beforehand, and loss against seconds.
+"""Do the steps learn the same? Losses of several seeds: how many more training steps a row needs to the same
+loss, with the interval, a verdict by a margin that was set beforehand, and loss against seconds.
 
 The runs of a parity study are named `LABEL, seed N`. A label is a script's name, or the name of a variant of
-it. A seed gives all rows the same weights and batches, so rows are compared seed by seed. A row in FP8 is
-compared with the last step before it that is not in FP8, a variant with the script that it changes, and any
-other row with the first one.
+it. A seed gives all rows the same weights and batches, so rows are compared seed by seed. A step in FP8 and
+its variants are compared with the last step before it that is not in FP8, a variant NAME-fp8 with the variant
+NAME, any other variant with the script that it changes, and any other row with the first one.
 """
 
 import functools
@@ -18,23 +18,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from common.record import Row, Study
-from report.cells import number
+from report.cells import milliseconds, number
 from report.charts import figure, plain_numbers, png
 
 FEWEST_SEEDS = 3  # of an interval
-MARGIN = 0.01  # nats: a smaller difference is taken for none. Set before the runs that it judges.
-Measure = Callable[[Row], float | None]
-
-
-def heldout_loss(row: Row) -> float | None:
-    """After the last step, on text that is never trained on."""
-    return row.heldout[-1][1] if row.heldout else None
-
-
-def last_quarter(row: Row) -> float | None:
-    """Mean training loss of the last quarter of the steps: the measure that the verdict goes by."""
-    steps = len(row.loss) // 4
-    return fmean(row.loss[-steps:]) if steps else None
+FEWEST_TESTS = 3  # of a straight line
+MARGIN = 0.01  # of the training steps: a smaller difference is taken for none. Set before the runs it judges.
 
 
 class Difference(NamedTuple):
@@ -46,13 +35,15 @@ class Difference(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """`equivalent` where the interval lies within the margin; `different` where it leaves out zero and
-        its mean lies beyond the margin; otherwise `undecided`."""
+        """Of training steps: `equivalent` where the interval lies within the margin; `more` or `fewer` where
+        it leaves out zero and its mean lies beyond the margin; otherwise `undecided`."""
         if self.half is None:
             return "undecided"
         if abs(self.mean) + self.half <= MARGIN:
             return "equivalent"
-        return "different" if abs(self.mean) > max(self.half, MARGIN) else "undecided"
+        if abs(self.mean) <= max(self.half, MARGIN):
+            return "undecided"
+        return "more" if self.mean > 0 else "fewer"
 
 
 def labels(study: Study) -> dict[str, dict[int, Row]]:
@@ -85,12 +76,16 @@ def compared_with(study: Study) -> dict[str, str | None]:
     """The label that each label is compared with, as the module's docstring tells; None of the first one."""
     every, compared, before = labels(study), {}, None
     first = next((label for label, rows in every.items() if label == first_row(rows).step), None)
+    in_fp8 = {row.step for rows in every.values() if (row := first_row(rows)).settings.fp8_recipe}
     for label, rows in every.items():
         row = first_row(rows)
-        if label != row.step:
-            compared[label] = row.step
-        elif row.settings.fp8_recipe:
+        twin = label.removesuffix("-fp8")
+        if twin != label and twin in every:
+            compared[label] = twin
+        elif row.step in in_fp8:
             compared[label] = before
+        elif label != row.step:
+            compared[label] = row.step if row.step in every else first
         else:
             compared[label] = first
             before = label if label[:1].isdecimal() else before  # peers may begin with other weights
@@ -117,16 +112,6 @@ def interval(differences: list[float]) -> tuple[float, float]:
     return fmean(differences), t_quantile(0.975, n - 1) * stdev(differences) / math.sqrt(n)
 
 
-def difference(study: Study, label: str, other: str | None, measure: Measure) -> Difference:
-    """How far a label lies above another one."""
-
-    def apart(row: Row, reference: Row) -> float | None:
-        losses = measure(row), measure(reference)
-        return None if None in losses else losses[0] - losses[1]
-
-    return paired(study, label, other, apart)
-
-
 def paired(
     study: Study, label: str, other: str | None, apart: Callable[[Row, Row], float | None]
 ) -> Difference:
@@ -140,17 +125,31 @@ def paired(
 
 
 def more_steps(row: Row, reference: Row) -> float | None:
-    """How many more training steps a row takes to a held-out loss than another, as a share: to the loss at
-    which the worse of the two ends. It says what nats are worth, however steep the curve is."""
-    if not (len(row.heldout) > 1 and len(reference.heldout) > 1):
+    """How many more training steps a row takes to the same held-out loss than another, as a share, over the
+    second half of the training.
+
+    There the loss falls with the logarithm of the training step, by b nats per unit (least squares over the
+    tests of the reference). So a row that lies d nats above it, in the mean over these tests, is exp(d / b)
+    times as many steps behind. None of rows that were tested at other steps, or fewer than three times there.
+    """
+    last = row.heldout[-1][0] if row.heldout else 0
+    tests, others = ([test for test in each.heldout if 2 * test[0] >= last] for each in (row, reference))
+    steps = [step for step, _ in tests]
+    if len(tests) < FEWEST_TESTS or steps != [step for step, _ in others]:
         return None
-    target = max(heldout_loss(row), heldout_loss(reference))
-    steps, others = steps_until(row, target), steps_until(reference, target)
-    return steps / others - 1 if steps and others else None
+    losses, expected = ([loss for _, loss in each] for each in (tests, others))
+    falls = -np.polyfit(np.log(steps), expected, 1)[0]
+    return math.exp((fmean(losses) - fmean(expected)) / falls) - 1 if falls > 0 else None
+
+
+def more_nats(row: Row, reference: Row) -> float | None:
+    """By which the mean training loss of the last quarter of the steps is higher."""
+    ends = [each.loss[-(len(each.loss) // 4) :] for each in (row, reference) if len(each.loss) >= 4]
+    return fmean(ends[0]) - fmean(ends[1]) if len(ends) == 2 else None
 
 
 def more_seconds(row: Row, reference: Row) -> float | None:
-    """The same of the seconds of these steps."""
+    """The same of the seconds of these training steps."""
     steps = more_steps(row, reference)
     if steps is None:
         return None
@@ -158,19 +157,17 @@ def more_seconds(row: Row, reference: Row) -> float | None:
 
 
 def difference_rows(study: Study) -> list[dict]:
-    """A line a label: its mean loss over the seeds that all labels have, and how far its losses lie above
-    those that they are compared with."""
-    rows, shared = [], shared_seeds(labels(study))
+    """A line a label: the time of a step, how many more training steps and seconds it needs to the same loss
+    as the label that it is compared with, and how far its training loss lies above that one's."""
+    rows = []
     for label, other in compared_with(study).items():
-        of_label = labels(study)[label]
-        losses = [last_quarter(of_label[seed]) for seed in shared]
-        row = {"row": label, "loss": number(fmean(losses) if losses and None not in losses else None, ".3f")}
-        row["less that of"] = other or "-"
-        learnt = difference(study, label, other, last_quarter)
-        row |= {"seeds": str(learnt.seeds) if other else "-", "difference": written(learnt, "+.4f")}
-        row["verdict"] = learnt.verdict if other else "-"
-        for name, apart in (("more steps", more_steps), ("more seconds", more_seconds)):
-            row[name] = written(paired(study, label, other, apart), "+.1%")
+        of_label = labels(study)[label].values()
+        row = {"row": label, "ms": milliseconds(fmean(median(each.step_ms) for each in of_label))}
+        steps = paired(study, label, other, more_steps)
+        row |= {"compared with": other or "-", "seeds": str(steps.seeds) if other else "-"}
+        row |= {"more steps": written(steps, "+.1%"), "steps": steps.verdict if other else "-"}
+        row["more seconds"] = written(paired(study, label, other, more_seconds), "+.1%")
+        row["nats"] = written(paired(study, label, other, more_nats), "+.4f")
         rows.append(row)
     return rows
 
@@ -184,8 +181,9 @@ def written(of: Difference, digits: str) -> str:
 
 def tables(study: Study) -> dict[str, list[dict]]:
     title = (
-        "Mean training loss of the last quarter of the steps, nats, and the difference with half of its 95 % "
-        f"interval; equivalent: within {MARGIN}. More steps and seconds: to the same held-out loss:"
+        "Training steps and seconds to the same held-out loss, more than the row that each is compared with, "
+        f"with half of the 95 % interval; equivalent: within {MARGIN:.0%} of the steps. Nats: difference of "
+        "the mean training loss of the last quarter:"
     )
     return {title: difference_rows(study)}
 
@@ -200,18 +198,6 @@ def tested(study: Study) -> dict[str, dict[int, Row]]:
         if label == first_row(rows).step and all(len(row.heldout) > 1 for row in rows.values()):
             tested[label] = rows
     return tested
-
-
-def steps_until(row: Row, target: float) -> float | None:
-    """Training steps until the held-out loss has fallen to a target, on straight lines between its tests;
-    None where it has not."""
-    steps, losses = np.array(row.heldout).T
-    reached = np.flatnonzero(losses <= target)
-    if not len(reached):
-        return None
-    end = reached[0]
-    begin = max(0, end - 1)
-    return float(np.interp(-target, -losses[[begin, end]], steps[[begin, end]]))
 
 
 def curves(study: Study) -> dict[str, list[tuple[float, float]]]:

@@ -1,6 +1,7 @@
 """Reports of one run of every kind against reviewed texts; figures, verdicts and statistics against numbers
 from the head."""
 
+import math
 import os
 import re
 import time
@@ -537,43 +538,47 @@ def test_a_sweep_shows_gains_by_width_and_how_near_old_predictions_came():
     assert not [*errors.gains(runs.run(*rows))], "5.00 would be over step 0"
 
 
-def trained(step, last, heldout=(3.0, 2.0), ms=50.0, **fields):
+def trained(step, last, heldout=(4.0, 3.0, 2.5, 2.0), ms=50.0, **fields):
     """A run of 40 steps whose losses end at `last`, tested after every 10."""
     tests = [(10 * (k + 1), loss) for k, loss in enumerate(heldout)]
     row = runs.row(step, ms, loss=[9.0] * 30 + [last] * 10, heldout=tests, **fields)
     return runs.run(row)
 
 
-def test_losses_are_compared_seed_by_seed_by_a_margin_that_was_set_beforehand():
+def test_rows_are_compared_seed_by_seed_with_the_step_or_the_variant_that_they_change():
     fp8 = {"settings": Settings(fp8_recipe="delayed")}
     runs_by_name = {}
     for seed in (1, 2, 3):
-        runs_by_name[f"0_x, seed {seed}"] = trained("0_x", 2.0 + seed)
-        runs_by_name[f"1_x, seed {seed}"] = trained("1_x", 2.001 + seed + 0.001 * seed)  # 0.002, 0.003, 0.004
-        runs_by_name[f"2_fp8, seed {seed}"] = trained("2_fp8", 2.1 + seed + 0.001 * seed, **fp8)
-        runs_by_name[f"dead, seed {seed}"] = trained("1_x", 2.0 + seed + 0.1 * seed)
+        for label, step, loss, more in (
+            ("0_x", "0_x", 2.0, {}),
+            ("1_x", "1_x", 2.002 + 0.001 * seed, {}),
+            ("2_fp8", "2_fp8", 2.1, fp8),
+            ("bf16-head", "2_fp8", 2.1, fp8),
+            ("no-fp8", "2_fp8", 2.0, {}),
+            ("dead", "1_x", 2.0, {}),
+            ("decays", "1_x", 2.0, {}),
+            ("decays-fp8", "2_fp8", 2.0, fp8),
+            ("lost", "9_x", 2.0, {}),
+        ):
+            runs_by_name[f"{label}, seed {seed}"] = trained(step, loss + seed, **more)
     runs_by_name["10_x, seed 1"] = trained("10_x", 2.0)
     runs_by_name["10_x, seed 2"] = runs.run(runs.row("10_x", status="oom"))
-    runs_by_name["peer, seed 1"], runs_by_name["peer_fp8, seed 1"] = (
-        trained("peer", 2.0),
-        trained("peer_fp8", 2.0, **fp8),
-    )
     study = runs.study("parity", runs_by_name)
     of = parity.compared_with(study)
-    assert of == {"0_x": None, "1_x": "0_x", "2_fp8": "1_x", "10_x": "0_x", "dead": "1_x"} | {
-        "peer": "0_x",
-        "peer_fp8": "10_x",
+    assert of == {"0_x": None, "1_x": "0_x", "2_fp8": "1_x", "10_x": "0_x"} | {
+        "bf16-head": "10_x",
+        "no-fp8": "10_x",
+        "dead": "1_x",
+        "decays": "1_x",
+        "decays-fp8": "decays",
+        "lost": "0_x",
     }
-    assert [*of] == ["0_x", "1_x", "2_fp8", "10_x", "dead", "peer", "peer_fp8"]
+    assert [*of][:4] == ["0_x", "1_x", "2_fp8", "10_x"]
     lines = {row["row"]: row for row in parity.difference_rows(study)}
-    cells = [*lines["1_x"].values()][1:6]
-    assert cells == ["3.002", "0_x", "3", "+0.0030 ± 0.0025", "equivalent"], (
-        "the loss of seed 1, which all have"
-    )
-    assert lines["2_fp8"]["difference"] == "+0.0990 ± 0.0000" and lines["2_fp8"]["verdict"] == "different"
-    assert lines["dead"]["verdict"] == "undecided", "a mean beyond the margin, and an interval around zero"
-    assert lines["10_x"]["difference"] == "-1.0000" and lines["10_x"]["verdict"] == "undecided", "one seed"
-    assert lines["1_x"]["more steps"] == "+0.0% ± 0.0%" and lines["0_x"]["verdict"] == "-"
+    assert [*lines["1_x"].values()][2:5] == ["0_x", "3", "+0.0% ± 0.0%"]
+    assert lines["1_x"]["nats"] == "+0.0040 ± 0.0025" and lines["2_fp8"]["nats"] == "+0.0960 ± 0.0025"
+    assert lines["10_x"]["nats"] == "-1.0000" and lines["10_x"]["steps"] == "undecided", "one seed"
+    assert (lines["0_x"]["steps"], lines["0_x"]["nats"]) == ("-", "-")
 
 
 @pytest.mark.parametrize(
@@ -582,7 +587,8 @@ def test_losses_are_compared_seed_by_seed_by_a_margin_that_was_set_beforehand():
         (0.004, 0.006, "equivalent"),
         (-0.004, 0.0061, "undecided"),
         (0.009, 0.002, "undecided"),  # leaves out zero, within the margin in the mean
-        (-0.011, 0.0109, "different"),
+        (-0.011, 0.0109, "fewer"),
+        (0.011, 0.0109, "more"),
         (0.011, 0.012, "undecided"),
         (0.0, None, "undecided"),
     ],
@@ -615,13 +621,18 @@ def test_the_lines_of_a_file_that_does_more_than_fp32_are_those_beyond_its_first
 
 
 def test_training_steps_and_seconds_to_the_same_loss_are_counted_seed_by_seed():
-    first = trained("0_x", 2.0, (4.0, 3.0, 2.0))  # at 10, 20 and 30, of 50 ms
-    later = trained("1_x", 2.0, (4.0, 3.5, 2.5), ms=25.0)
+    falling = [5.0 - math.log(step) for step in (10, 20, 30, 40)]  # a nat less for e times the steps
+    first = trained("0_x", 2.0, falling)
+    later = trained("1_x", 2.0, [loss + math.log(1.2) for loss in falling], ms=25.0)  # 50 ms
     pair = [run.rows[0] for run in (later, first)]
-    assert parity.more_steps(*pair) == pytest.approx(30 / 25 - 1), "the first one was at 2.5 after 25"
-    assert parity.more_steps(*pair[::-1]) == pytest.approx(25 / 30 - 1)
-    assert parity.more_seconds(*pair) == pytest.approx(30 / 25 / 2 - 1)
-    assert parity.more_steps(pair[0], trained("0_x", 2.0, (4.0,)).rows[0]) is None, "tested once"
+    assert parity.more_steps(*pair) == pytest.approx(0.2), "each loss a fifth later"
+    assert parity.more_steps(*pair[::-1]) == pytest.approx(1 / 1.2 - 1)
+    assert parity.more_seconds(*pair) == pytest.approx(1.2 / 2 - 1)
+    untested = trained("0_x", 2.0, falling[:3]).rows[0]
+    assert parity.more_steps(pair[0], untested) is None, "tested at other steps"
+    assert parity.more_steps(untested, untested) is None, "two tests in the second half"
+    rising = trained("0_x", 2.0, falling[::-1]).rows[0]
+    assert parity.more_steps(pair[0], rising) is None, "it learns nothing"
     by_name = {f"0_x, seed {seed}": first for seed in (1, 2, 3)}
     by_name |= {f"1_x, seed {seed}": later for seed in (1, 2, 3)}
     study = runs.study("parity", by_name)
@@ -629,8 +640,8 @@ def test_training_steps_and_seconds_to_the_same_loss_are_counted_seed_by_seed():
     assert [line["more steps"], line["more seconds"]] == ["+20.0% ± 0.0%", "-40.0% ± 0.0%"]
     assert parity.picture(study)[:4] == b"\x89PNG"
     (axes,) = parity.curves_figure(study).axes
-    shown = [[3.0, 2.0], [3.5, 2.5]]
-    assert [[*map(float, line)] for line in lines_of(axes)] == shown, "from the second test on"
+    shown = [falling[1:], [loss + math.log(1.2) for loss in falling[1:]]]
+    assert np.allclose(lines_of(axes), shown), "from the second test on"
 
 
 # --- the command and the documents ----------------------------------------------------------------
