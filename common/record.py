@@ -154,7 +154,6 @@ class Row:
     clock_mhz: float | None = None  # mean over the timed steps; null on a CPU and without NVML
     power_w: float | None = None  # likewise
     overhead_s: float | None = None  # of the measurement, without warm-up and steps
-    predicted_ms: float | None = None  # from the roofs alone; of older records
     profile: Profile | None = None  # null without --profile
     proof: Proof | None = None  # of a merge: null of the first row, and of several processes
     source: str | None = None  # text of the script

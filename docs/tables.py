@@ -27,7 +27,6 @@ from common.fingerprint import CLOCKS, ROOTS, row_sha256  # noqa: E402
 from common.record import Row, Run, Study, read_object  # noqa: E402
 from common.text import Skip, aligned, run_command, say  # noqa: E402
 from ladder import loop, patches  # noqa: E402
-from predict import errors  # noqa: E402
 from report import ablations as variants  # noqa: E402
 from report import bars, cells, parity, printers, scaling, sections, sentences, sweep, table, trainers  # noqa: E402
 from report.__main__ import render  # noqa: E402
@@ -329,15 +328,17 @@ def present() -> str:
 
 
 def predictions(*of: str) -> str:
-    """How far predictions from the roofs lie from what was measured, by workload or sweep, and how far the
-    medians of the gains in the other ones do."""
+    """How far predictions from the roofs of a machine lie from what was measured there, by workload or sweep,
+    and how far the gains of the nearest shape among the other ones do."""
+    from predict import __main__ as predictor  # imports torch
+    from predict import errors
+
     rows = []
     for place in of:
-        others = [run for other in of if other != place for run in runs(other)]
-        cells_of = errors.error_cells(runs(place), errors.constant_guess(others))
-        if not cells_of:
-            raise ValueError(f"{place} holds no predictions")
-        rows.append({"predicted": place} | cells_of)
+        machine = place.partition("/")[0]
+        roofs, _ = predictor.read_roofs(machine)
+        others = [run for other in of if other != place and other.startswith(machine) for run in runs(other)]
+        rows.append({"predicted": place} | errors.error_cells(runs(place), roofs, others))
     return shown(table.only_filled(rows), *of)
 
 

@@ -3,9 +3,9 @@
     python -m ladder.parity [--rows 3 4 cold-scales ...] [--seeds 1 2 3] [--output FOLDER] [ARGUMENT ...]
 
 A row is a step by its number, a peer by its name, or a variant by that of its patch. The ARGUMENTs are those
-of a step (default: --steps 2000 --heldout-every 100 --seconds 1). A run is a process of its own. A seed gives all rows
-the same weights and batches, so they are compared seed by seed: report/parity.py has the statistics. The same
-command with its FOLDER finishes an interrupted study, and another one adds rows or seeds to it."""
+of a step (default: --steps 2000 --heldout-every 100 --seconds 1). A run is a process of its own. A seed gives
+all rows the same weights and batches, so they are compared seed by seed: report/parity.py has the statistics.
+The same command with its FOLDER finishes an interrupted study, and another one adds rows or seeds to it."""
 
 import sys
 from collections import Counter

@@ -1,12 +1,16 @@
-"""How far predictions lie from recorded times. docs/predict.md shows the table; nothing here imports
-torch."""
+"""How far predictions, and the gains of the nearest recorded shape, lie from recorded times. docs/predict.md
+shows the table."""
 
+import math
 from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from common.record import Run
+from common.model import GPTConfig
+from common.record import Roofs, Run, Workload
+from predict.__main__ import predict
+from predict.step_kernels import STEPS
 
 
 class Predicted(NamedTuple):
@@ -17,46 +21,51 @@ class Predicted(NamedTuple):
     predicted: float
 
 
-def predicted_steps(run: Run) -> list[Predicted | None]:
+def predicted_steps(run: Run, roofs: Roofs) -> list[Predicted | None]:
     """The steps of a run in order; None stands for one without a time or a prediction."""
-    steps = []
+    work, steps = run.workload, []
     for row in run.rows:
-        is_known = row.status == "ok" and row.step_ms and row.predicted_ms
-        medians = [median(each.step_ms) for each in row.passes or [row] if is_known]
-        steps.append(Predicted(row.step, median(medians), row.predicted_ms) if is_known else None)
+        steps.append(None)
+        if row.status == "ok" and row.step_ms and row.step in STEPS:
+            shape = GPTConfig(**{name: getattr(work, name) for name in GPTConfig.__dataclass_fields__})
+            predicted = predict(row.step, shape, work.batch_size, roofs).ms
+            medians = [median(each.step_ms) for each in row.passes or [row]]
+            steps[-1] = Predicted(row.step, median(medians), predicted)
     return steps
 
 
-def gains(run: Run) -> Iterable[tuple[str, float, float]]:
-    """The gain of every predicted step over the predicted step before it, as measured and as predicted."""
-    for before, step in pairwise(predicted_steps(run)):
+def gains(run: Run, roofs: Roofs) -> Iterable[tuple[str, float, float]]:
+    """The gain of every step over the step before it, as measured and as predicted."""
+    for before, step in pairwise(predicted_steps(run, roofs)):
         if before and step:
             yield step.step, before.measured / step.measured, before.predicted / step.predicted
 
 
-def constant_guess(runs: Iterable[Run]) -> dict[str, float]:
-    """For each step the median of its measured gains: what one would guess without knowing the shape. None
-    of a step with one gain, whose guess would be the answer."""
-    by_step: dict[str, list[float]] = {}
+def nearest(work: Workload, others: list[Run]) -> Run:
+    """The run whose width, depth, length and tokens differ by the least factors in all."""
+
+    def distance(run: Run) -> float:
+        names = ("n_embd", "n_layer", "seq_len", "tokens_per_step")
+        return sum(abs(math.log(getattr(run.workload, name) / getattr(work, name))) for name in names)
+
+    return min(others, key=distance)
+
+
+def error_cells(runs: list[Run], roofs: Roofs, others: list[Run]) -> dict[str, str]:
+    """How far predicted times, and predicted gains over the step before, lie from what was measured; and how
+    far the gains of the nearest shape of `others` do."""
+    steps = [step for run in runs for step in predicted_steps(run, roofs) if step]
+    times = [step.predicted / step.measured - 1 for step in steps]
+    of_gains, of_nearest = [], []
     for run in runs:
-        for name, measured, _ in gains(run):
-            by_step.setdefault(name, []).append(measured)
-    return {name: median(every) for name, every in by_step.items() if len(every) > 1}
-
-
-def error_cells(runs: list[Run], guess: dict[str, float]) -> dict[str, str]:
-    """How far predicted times, and predicted gains over the step before, lie from what was measured, and how
-    far a constant gain for each step, `guess`, lies from it; empty without predictions."""
-    times = [step.predicted / step.measured - 1 for run in runs for step in predicted_steps(run) if step]
-    every = [gain for run in runs for gain in gains(run)]
-    if not every:
-        return {}
-    of_gains = [predicted / measured - 1 for _, measured, predicted in every]
-    guessed = [guess[name] / measured - 1 for name, measured, _ in every if name in guess]
-    predictors = {run.roofs.predictor or "-" for run in runs if run.roofs} or {"-"}
+        known = {name: measured for name, measured, _ in gains(nearest(run.workload, others), roofs)}
+        for name, measured, predicted in gains(run, roofs):
+            of_gains.append(predicted / measured - 1)
+            of_nearest += [known[name] / measured - 1] if name in known else []
     cells = {"predicted times": str(len(times))}
-    for name, errors in (("error", times), ("error of gains", of_gains), ("error of guessed gains", guessed)):
+    kinds = {"error": times, "error of gains": of_gains, "error of the nearest shape's gains": of_nearest}
+    for name, errors in kinds.items():
         sizes = list(map(abs, errors))
         cells[f"median {name}"] = f"{median(sizes):.0%}".replace("%", " %") if sizes else "-"
         cells[f"largest {name}"] = f"{max(sizes):.0%}".replace("%", " %") if sizes else "-"
-    return cells | {"predictor": ", ".join(sorted(predictors))}
+    return cells

@@ -78,7 +78,6 @@ LIMITS = [
     Column("MFU", "mfu", share),
     Column("clock, MHz", "row.clock_mhz", whole),
     Column("tokens/J", "tokens_per_joule", three_digits),
-    Column("predicted ms", "row.predicted_ms", milliseconds),
     Column("ms at least", lambda line: None, number),  # of what the card allows alone
     Column("warm-up s", "row.warmup_s", number),
 ]
@@ -196,10 +195,9 @@ def category_rows(figures: Figures) -> list[dict[str, str]]:
 def limit_rows(figures: Figures) -> list[dict[str, str]]:
     """What limits each step; empty where nothing is known but the names."""
     rows = [{column.name: column.cell(line) for column in LIMITS} for line in figures.timed]
-    column = "predicted ms" if any(line.row.predicted_ms for line in figures.timed) else "ms at least"
     for precision, ms in (figures.run.roofs.allows_ms if figures.run.roofs and rows else {}).items():
         name = f"what the card allows, {precision.upper()}"
-        rows.append(dict.fromkeys(rows[0], "-") | {"step": name, column: milliseconds(ms)})
+        rows.append(dict.fromkeys(rows[0], "-") | {"step": name, "ms at least": milliseconds(ms)})
     rows = only_filled(rows)
     return rows if rows and set(rows[0]) > {"step"} else []
 

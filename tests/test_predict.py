@@ -5,6 +5,7 @@ import contextlib
 import sys
 
 import pytest
+import runs as runs_by_hand
 import torch
 from conftest import ROOT, arguments, run_python
 
@@ -13,7 +14,7 @@ from common.model import PRESETS, GPTConfig
 from common.record import ProductRate, Roofs, write_json
 from ladder import roofs as bare
 from predict import __main__ as predict
-from predict import roofs
+from predict import errors, roofs
 from predict.machine import COPY, Machine
 from report.derive import derive
 from report.load import load
@@ -226,8 +227,24 @@ def test_the_command_answers_for_a_card_that_is_not_here_and_refuses_damage_in_o
 def test_recorded_roofs_predict_the_recorded_steps(place):
     run = load(ROOT / "docs" / "results" / place)
     shape = GPTConfig(**{name: getattr(run.workload, name) for name in GPTConfig.__dataclass_fields__})
-    predicted = [predict.predict(row.step, shape, run.workload.batch_size, run.roofs).ms for row in run.rows]
+    roofs, _ = predict.read_roofs("h200")
+    predicted = [predict.predict(row.step, shape, run.workload.batch_size, roofs).ms for row in run.rows]
     assert predicted == pytest.approx([line.ms for line in derive(run).steps], rel=0.12)
+    cells = errors.error_cells([run], roofs, [run])
+    assert cells["predicted times"] == "5" and cells["largest error of the nearest shape's gains"] == "0 %"
+    assert [step.measured for step in errors.predicted_steps(run, roofs)] == [
+        row.ms for row in derive(run).steps
+    ]
+
+
+def test_the_nearest_shape_differs_by_the_least_factors():
+    runs = [run_of(channels, tokens) for channels, tokens in ((768, 8192), (768, 32768), (4096, 8192))]
+    assert errors.nearest(run_of(1024, 16384).workload, runs) is runs[0], "the first of two that are as near"
+    assert errors.nearest(run_of(2048, 8192).workload, runs) is runs[2]
+
+
+def run_of(n_embd, tokens):
+    return runs_by_hand.run(work=runs_by_hand.workload(n_embd=n_embd, tokens_per_step=tokens))
 
 
 @pytest.mark.parametrize("place", ["gpt3-6.7b-slice", "gpt3-xl", "wide-8192"])
