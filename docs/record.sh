@@ -47,7 +47,7 @@ if [ "$machine" = --confirm ]; then
 fi
 shift
 most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 parity-decaying gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep"
-most+=" ablations ablations-fp32 ablations-fp8 ablations-gpt2 anatomy llama hugging-face-gpt2 guide"
+most+=" ablations ablations-fp32 ablations-fp8 ablations-gpt2 anatomy gradients llama hugging-face-gpt2 guide"
 known=" $most gpt3-6.7b-slice-minute te-linear sharded gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("$@")
 (($#)) || read -ra names <<<"$most"
@@ -103,6 +103,7 @@ for name in "${names[@]}"; do
       ladder --model "$file"
       ;;
     guide) study loop ;;
+    gradients) "$python" -m anatomy gradients --json "$at/gradients.json" >"$at/report.md" ;;
     anatomy) "$python" -m anatomy all --json "$at/anatomy.json" >"$at/report.md" ;;
   esac
   # A Python that lacks a package would skip rows that the record has.

@@ -36,6 +36,12 @@ from report.figures import MARK, Figures, Line, ratio  # noqa: E402
 from report.load import DIFFER, RecordError, load, runs_of  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
+TRAINED = {  # recipes of the experiment `gradients`, and the rows that train with them
+    "BF16": "bf16-instead-of-fp8",
+    "delayed scaling": "4_transformer_engine",
+    "delayed, BF16 head": "bf16-head",
+    "current, BF16 head": "current-scaling-bf16-head",
+}
 CONFIRMATION = "-confirmation"  # ends the name of the record of a second run
 SITE = "h200/gpt3-6.7b-slice"  # whose report is docs/index.html, and whose picture stands in README
 THEMES = {"light": ("#1f2328", "#ffffff"), "dark": ("#e6edf3", "#0d1117")}  # a code host's text and page
@@ -206,6 +212,26 @@ def learning(place: str, *labels: str) -> str:
     """A parity study: losses of these rows, or of all, their differences, and what these say."""
     rows = parity.difference_rows(record(place))
     return shown([row for row in rows if not labels or row["row"] in labels], place)
+
+
+def recipes(place: str, *studies: str) -> str:
+    """How far each recipe of FP8 turns the gradient, by the experiment `gradients`, and what those that were
+    trained need to the same loss, by studies of parity."""
+    rows = []
+    for each in read_object(RESULTS / place / "gradients.json")["rows"]:
+        row = {"recipe": each["what"], "gradient off by": f"{each['measured']:.1%}"}
+        row["forward and backward"] = each["columns"]["forward and backward"]
+        label = TRAINED.get(each["what"])
+        for study in map(record, studies):
+            width = next(iter(study.runs.values())).workload.n_embd
+            other = parity.compared_with(study).get(label)
+            steps, seconds = (
+                parity.written(parity.paired(study, label, other, apart), "+.1%") if other else "-"
+                for apart in (parity.more_steps, parity.more_seconds)
+            )
+            row |= {f"more steps, {width} channels": steps, f"more seconds, {width}": seconds}
+        rows.append(row)
+    return shown(rows, *studies)
 
 
 def same_loss(*places: str) -> str:

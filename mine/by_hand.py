@@ -6,6 +6,7 @@ the loss, and the gradients of the row that makes the call, tell whether it was.
 """
 
 import ast
+import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ class Fused(NamedTuple):
     text: str  # of the file, with the call
     place: str  # `CausalSelfAttention.forward`
     lines: tuple[int, int]  # the first and the last that it replaces
-    call: str
+    call: str  # the statement that makes it
 
 
 class NotPlainError(Exception):
@@ -118,12 +119,13 @@ class Attention:
         words.append(f"scale={self.scale or 1.0}")
         call = f"{functional}.scaled_dot_product_attention({', '.join(words)})"
         lines = min(each.lineno for each in self.removed), self.last.end_lineno
-        return Fused(replaced(text, self.removed, self.last, call), name, lines, call)
+        text, statement = replaced(text, self.removed, self.last, call)
+        return Fused(text, name, lines, statement)
 
 
-def replaced(text: str, removed: list[ast.stmt], node: ast.expr, call: str) -> str:
-    """The text without these statements, and with the call in place of an expression. Raises NotPlainError
-    where a line holds more than its statement."""
+def replaced(text: str, removed: list[ast.stmt], node: ast.expr, call: str) -> tuple[str, str]:
+    """The text without these statements and with the call in place of an expression, and the lines of that
+    call. Raises NotPlainError where a line holds more than its statement."""
     rows = text.split("\n")
     for statement in removed:
         behind = rows[statement.end_lineno - 1].encode()[statement.end_col_offset :].decode().strip()
@@ -138,10 +140,11 @@ def replaced(text: str, removed: list[ast.stmt], node: ast.expr, call: str) -> s
         indent = before[: len(before) - len(before.lstrip())]
         head, words = call.removesuffix(")").split("(", 1)
         call = f"{head}(\n{indent}    {words}\n{indent})"
-    rows[node.lineno - 1 : node.end_lineno] = [before + call + behind]
-    for statement in sorted(removed, key=lambda each: -each.lineno):
-        del rows[statement.lineno - 1 : statement.end_lineno]
-    return "\n".join(rows)
+    statement = before + call + behind
+    rows[node.lineno - 1 : node.end_lineno] = [statement]
+    for each in sorted(removed, key=lambda each: -each.lineno):
+        del rows[each.lineno - 1 : each.end_lineno]
+    return "\n".join(rows), textwrap.dedent(statement)
 
 
 # --- parts of the pattern -------------------------------------------------------------------------
