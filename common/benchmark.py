@@ -99,8 +99,9 @@ class Training:
 def measure_row(
     main: Callable, args: Measurement, row: Row, initial_state: type[InitialState] = InitialState
 ) -> dict:
-    """Measure one row, from its weights to what untimed steps show: all into `row`. Returns samples for the
-    proof. `initial_state` knows what else a step of another model changes.
+    """Measure one row into `row`: build the model, train, time, then observe untimed steps. Returns samples
+    for the proof. `initial_state` saves and restores the initial state; with --model also what else a step
+    changes.
 
     Raises what the script raises, and FloatingPointError, one line, for a loss that is not finite.
     """
@@ -227,8 +228,7 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def train_and_time(training: Training, model: torch.nn.Module, args: Measurement, row: Row) -> float:
     """Train for held-out losses, if any; then time at least `args.steps` steps. Returns the seconds of the
-    steps that were timed or settled. A region in which the compiler worked, whose time is in its steps, is
-    timed again."""
+    steps that were timed or settled. If the compiler worked in the timed region, time again."""
     n, seconds, settling_s = args.steps, 0.0, SETTLING_S
     if args.heldout_every:
         train_with_heldout(training, model, args, row)
@@ -338,7 +338,8 @@ def train_with_heldout(training: Training, model: torch.nn.Module, args: Argumen
 
 def record_losses(losses: list[float], trained: int, args: Measurement, row: Row) -> None:
     """Leave the first losses in the row, up to one that is not finite: that raises FloatingPointError. So
-    does the last loss, of step `trained`: numbers that are none draw less power, and the clock would rise."""
+    does a last loss, of step `trained`, that is not finite: NaNs draw less power, so the clock would rise and
+    the times be wrong."""
     *losses, last = losses
     for step, loss in [*enumerate(losses), *row.heldout, (trained - 1, last)]:
         if not math.isfinite(loss):
@@ -353,7 +354,7 @@ def record_losses(losses: list[float], trained: int, args: Measurement, row: Row
 
 @contextlib.contextmanager
 def noting(row: Row, what: str) -> Iterator[None]:
-    """An untimed observation that breaks costs what it would have shown, not the row: its note tells."""
+    """If an untimed observation fails, keep the row, and add the error to its note."""
     progress("observing")
     try:
         yield

@@ -42,7 +42,7 @@ OUTSIDE = ("args", "decorator_list")  # fields of a function whose expressions b
 class Module(NamedTuple):
     """A parsed source, and what each of its names stands for."""
 
-    name: str  # dotted; empty of a row's own script
+    name: str  # dotted; empty for a row's own script
     statements: list[ast.stmt]  # that do something, in order
     definitions: dict[str, list[ast.stmt]]  # by name
     imports: dict[str, str]  # by local name: F is torch.nn.functional
@@ -150,7 +150,7 @@ def is_stored(node: ast.AST) -> bool:
 
 
 def dotted(node: ast.AST) -> list[str]:
-    """The parts of a name like torch.nn.functional; empty of any other expression."""
+    """The parts of a name like torch.nn.functional; empty for any other expression."""
     if isinstance(node, ast.Name):
         return [node.id]
     before = dotted(node.value) if isinstance(node, ast.Attribute) else []

@@ -207,7 +207,7 @@ def _optimizer(operators: set[str]) -> str | None:
 
 
 def _fp8_recipe(module: torch.nn.Module) -> str | None:
-    """How a module of Transformer Engine or torchao multiplies FP8; None of any other."""
+    """How a module of Transformer Engine or torchao multiplies FP8; None for any other."""
     if getattr(module, "fp8", False):
         return repr(module.fp8_meta.get("recipe"))
     if type(module).__name__ == "Float8Linear":

@@ -107,7 +107,7 @@ class Profile:
     kernels: list[Kernel]  # the 40 longest, longest first
     launches: float  # of all kernels
     communication_ms: float = 0.0  # of its kernels; its category has what of it overlaps no other kernel
-    # What one transformer block ran, from one attention's longest kernel to the next; empty of fewer than two
+    # What one transformer block ran, from one attention's longest kernel to the next; empty for fewer than two
     # blocks.
     forward: list[Kernel] = field(default_factory=list)
     backward: list[Kernel] = field(default_factory=list)
@@ -229,7 +229,7 @@ class ProductRate:
     m: int
     n: int
     k: int
-    count: int  # how often a step runs it; 0 of a product that is no part of the workload
+    count: int  # how often a step runs it; 0 for a product that is no part of the workload
     burst_flops_per_s: float  # the fastest of short bursts, between which a GPU's clock recovers
     flops_per_s: float | None = None  # back to back; null where that was not measured
 

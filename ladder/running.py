@@ -62,7 +62,7 @@ class Running:
         return {} if is_changed else content
 
     def decides(self, row: rows.Planned) -> bool:
-        """Whether the rows behind a row are made from it: those of a model, by their first pass."""
+        """Whether later rows depend on the record of this one: with --model, on its first pass."""
         return row.script == rows.MODEL_SCRIPT and not row.output.startswith("pass-")
 
     def run_row(self, row: rows.Planned, place: str) -> None:
@@ -177,7 +177,7 @@ def label(row: rows.Planned) -> str:
 
 
 def code_of(row: rows.Planned) -> str | None:
-    """What a row's script and its patch run through, as its record will hold it; None of a patch that does
+    """The hash of the code that a row's script and patch run, as its record holds it; None if the patch does
     not fit."""
     if row.script == rows.MODEL_SCRIPT:
         return row_sha256((ROOT / "mine" / "changes.py").read_text(), ROOT)
@@ -230,7 +230,7 @@ def place_of(output: str) -> tuple:
 
 
 def rows_by_output(plan: dict) -> dict[str, dict]:
-    """The rows of a plan by the file of their record; empty of what is no plan."""
+    """The rows of a plan by the file of their record; empty for what is no plan."""
     planned = plan.get("rows")
     planned = planned if isinstance(planned, list) else []
     return {str(row.get("output")): row for row in planned if isinstance(row, dict)}

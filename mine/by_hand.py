@@ -1,9 +1,8 @@
 """Attention that a file writes by hand, as one call of PyTorch's: only where its lines are plain.
 
-Plain is, in the statements of one function: `a = q @ k.transpose(-2, -1)`, scaled, perhaps masked,
-`a = softmax(a, dim=-1)`, perhaps with dropout, and `a @ v` at the end. A mask is taken for the causal one:
-the loss, and the gradients of the row that makes the call, tell whether it was.
-"""
+Plain is, in the statements of one function: `a = q @ k.transpose(-2, -1)`, scaled, perhaps masked, `a =
+softmax(a, dim=-1)`, perhaps with dropout, and `a @ v` at the end. Any mask is taken to be causal: the loss,
+and the gradients of the row with the call, show whether that was right."""
 
 import ast
 import textwrap

@@ -54,8 +54,8 @@ def check(args: ModelArguments) -> Workload:
 
 
 def first_loss(args: ModelArguments, model: torch.nn.Module) -> torch.Tensor:
-    """The loss of the first batch. Raises Skip for a pass that changes it, and for one that has no finite
-    scalar loss, or has done the backward pass already."""
+    """The loss of the first batch. Raises Skip if the forward pass changes the batch, calls backward(), or
+    returns no finite scalar loss."""
     batch, name = copied(args.drawn[0], args.device), args.path.name
     numbers = sha256_of(batch)
     loss = called(lambda: args.loss(model, batch), args.path)
@@ -100,8 +100,8 @@ def settle_steps(args: ModelArguments, model: torch.nn.Module) -> Workload:
 
 
 def of_grouped_heads(formula: Callable, first: int) -> Callable:
-    """PyTorch's formula of attention, whose queries are the argument `first`, for keys and values of fewer
-    heads too: each of these counts as often as queries share it."""
+    """Extend PyTorch's formula of attention to grouped keys and values: each of their heads counts once for
+    every head of queries that shares it. `first` is the position of the queries."""
 
     def count(*args, **_) -> int:
         shapes = [getattr(each, "shape", each) for each in args]
@@ -146,10 +146,10 @@ def step_flops(args: ModelArguments, model: torch.nn.Module) -> int:
 
 
 def count_flops(args: ModelArguments, model: torch.nn.Module, backward: bool) -> dict[str, int]:
-    """By the names of modules, and of all as Global; empty of what the counter cannot follow: where it
-    fails, and a recurrent layer. Without `backward`, which may not fit the memory, three times those of
-    the forward pass. Attention is the whole (T, T) square; on a CPU, whose kernel the counter does not
-    know, two products."""
+    """FLOPs by module name, with the total under `Global`; empty where the counter fails, and for a model
+    with a recurrent layer. Without `backward`, which may not fit the memory, three times those of the forward
+    pass. Attention counts the full (T, T) square. On a CPU it counts as two products, because the counter
+    does not know the fused kernel."""
     if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
         return {}
     on_cpu = args.device.type == "cpu"
@@ -191,7 +191,7 @@ class Operators(TorchDispatchMode):
         return result
 
     def half(self) -> str:
-        """The half format of at least half of these FLOPs; empty of none."""
+        """The half format of at least half of these FLOPs; empty if there is none."""
         for dtype in (torch.bfloat16, torch.float16):
             if self.flops[dtype] >= 0.5 * sum(self.flops.values()) > 0:
                 return str(dtype).removeprefix("torch.")
@@ -238,9 +238,9 @@ def see_start(args: ModelArguments, model: torch.nn.Module) -> None:
 
 
 def observe_step(args: ModelArguments, model: torch.nn.Module) -> tuple[Settings | None, str]:
-    """What ran in a training step of the unchanged file after one that may compile, and the half format
-    of most of its products, empty of none. None where it does not fit the memory, or the profiler fails.
-    Raises Skip for an error of the file, and for a step that casts its own weights."""
+    """Run a training step of the unchanged file, which may compile, and observe the next one: what ran, and
+    the half format of most of its products, empty if none. None where it does not fit the memory, or the
+    profiler fails. Raises Skip for an error of the file, and for a step that casts its own weights."""
     optimizer = args.optimizer(model, captured=False)
     train_step = changes.training_step(model, args.loss, optimizer, contextlib.nullcontext)
     batch = copied(args.drawn[0], args.device)

@@ -73,7 +73,7 @@ class ModelArguments(options.Measurement):
     said: list[str] = field(default_factory=list)  # what a user should know before the first row
     attention: Fused | None = None  # attention by hand, where a row has it as one call
     planned: Workload | None = None  # as the plan of the run has it
-    weights_sha256: str = ""  # of the model that was checked; empty of none
+    weights_sha256: str = ""  # of the model that was checked; empty if there is none
 
     def resolve(self) -> None:
         """As the base class does, and import the file. Raises ValueError or Skip, one line."""

@@ -198,8 +198,8 @@ def skip_at_recompile_limit(train_step: Callable) -> Callable:
 
 
 def replace_attention(args: ModelArguments) -> None:
-    """Train the file that calls PyTorch's attention, where its own is plain. Raises Skip where the loss of
-    the first batch tells that it is another one."""
+    """If the file's attention is plain, train a copy that calls PyTorch's. Raises Skip if the loss of the
+    first batch differs."""
     if not (edit := by_hand.fused(patch.read(args.path))) or switch_of(args.model()):
         return
     expected = first_loss(args)
@@ -220,7 +220,7 @@ def first_loss(args: ModelArguments) -> float:
 
 
 def source_of(function: Callable) -> str:
-    """The text of a function; empty of what has none, such as a functools.partial of the file."""
+    """The text of a function; empty for what has none, such as a functools.partial of the file."""
     try:
         return inspect.getsource(function)
     except (TypeError, OSError):

@@ -52,7 +52,7 @@ class ModelState(InitialState):
         graph trains on from here; another one makes its states anew."""
         super().restore()
         for name, buffer in self.model.named_buffers():  # by name: a model may have replaced it
-            initial = self.buffers.get(name)  # None of one that its first forward made, as a cached mask
+            initial = self.buffers.get(name)  # None if its first forward made it, as a cached mask
             if initial is not None and initial.shape == own_part(buffer).shape:
                 own_part(buffer).copy_(initial)
         for group, numbers in zip(self.optimizer.param_groups, self.numbers, strict=True):

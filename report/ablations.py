@@ -71,7 +71,7 @@ def script_of(study: Study, name: str) -> str:
 
 
 def gpus_of(run: Run) -> int | None:
-    """How many GPUs trained; None of a run that left no record."""
+    """How many GPUs trained; None for a run that left no record."""
     return run.workload.gpus if run.workload else None
 
 

@@ -62,7 +62,7 @@ def offered_patch(figures: Figures) -> str:
 
 
 def objection_to_patch(line: Line, wanted: Line) -> str:
-    """Why a patch is not offered, in a clause; empty where it is."""
+    """The reason not to offer a patch, as a clause; empty if it is offered."""
     if line.row.changes != wanted.row.changes:
         return "it makes other changes"
     faster = ratio(line, wanted)
@@ -77,8 +77,8 @@ def objection_to_patch(line: Line, wanted: Line) -> str:
 
 
 def batches_that_fit(figures: Figures) -> int:
-    """How many of the file's batches the recommended row could train in one step, by its peak of memory. 1
-    where it needs no less than the first row, and of what was not measured."""
+    """How many of the file's batches the recommended row could train in one step, by its peak of memory. 1 if
+    it needs as much memory as the first row, or if memory was not measured."""
     wanted, memory = recommended(figures), figures.environment.gpu_memory_bytes
     if wanted is None or not (wanted.row.peak_bytes and memory and figures.first.row.peak_bytes):
         return 1

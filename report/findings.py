@@ -59,7 +59,7 @@ def symptoms_of(line: Line) -> Symptoms:
 
 
 def capability(line: Line) -> tuple[int, int]:
-    """Of its GPU; of an older record, which does not tell, that of Hopper."""
+    """The GPU's compute capability; Hopper's for older records, which lack it."""
     machine = line.run.environment
     return tuple((machine and machine.compute_capability) or (9, 0))
 

@@ -31,7 +31,7 @@ class Difference(NamedTuple):
 
     seeds: int
     mean: float | None = None  # None without a seed that both have
-    half: float | None = None  # None of fewer than FEWEST_SEEDS
+    half: float | None = None  # None for fewer than FEWEST_SEEDS
 
     @property
     def verdict(self) -> str:
@@ -73,7 +73,7 @@ def first_row(rows: dict[int, Row]) -> Row:
 
 
 def compared_with(study: Study) -> dict[str, str | None]:
-    """The label that each label is compared with, as the module's docstring tells; None of the first one."""
+    """The label that each label is compared with, as the module's docstring tells; None for the first one."""
     every, compared, before = labels(study), {}, None
     first = next((label for label, rows in every.items() if label == first_row(rows).step), None)
     in_fp8 = {row.step for rows in every.values() if (row := first_row(rows)).settings.fp8_recipe}
@@ -129,9 +129,8 @@ def more_steps(row: Row, reference: Row) -> float | None:
     second half of the training.
 
     There the loss falls with the logarithm of the training step, by b nats per unit (least squares over the
-    tests of the reference). So a row that lies d nats above it, in the mean over these tests, is exp(d / b)
-    times as many steps behind. None of rows that were tested at other steps, or fewer than three times there.
-    """
+    tests of the reference). So a row whose mean loss over these tests is d nats higher needs exp(d / b) times
+    as many steps. None where the two were tested at other steps, or fewer than three times in that half."""
     last = row.heldout[-1][0] if row.heldout else 0
     tests, others = ([test for test in each.heldout if 2 * test[0] >= last] for each in (row, reference))
     steps = [step for step, _ in tests]
@@ -216,7 +215,7 @@ def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
 
 
 def picture(study: Study) -> bytes | None:
-    """Held-out loss against seconds, as a PNG; None of a study that measured it once."""
+    """Held-out loss against seconds, as a PNG; None for a study that measured it once."""
     return png(curves_figure(study)) if curves(study) else None
 
 

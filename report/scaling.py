@@ -26,7 +26,7 @@ class Scaled:
 
     line: Line
     gpus: int
-    parallel: str | None  # ddp, fsdp; None of one GPU
+    parallel: str | None  # ddp, fsdp; None for one GPU
     captured: bool | None
     alone: Line | None = None  # the row on one GPU that it is compared with
     efficiency: float | None = None  # tokens/s of each GPU over those of one GPU alone
