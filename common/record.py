@@ -107,8 +107,8 @@ class Profile:
     kernels: list[Kernel]  # the 40 longest, longest first
     launches: float  # of all kernels
     communication_ms: float = 0.0  # of its kernels; its category has what of it overlaps no other kernel
-    # What one transformer block ran, from one attention's longest kernel to the next; empty for fewer than two
-    # blocks.
+    # What one transformer block ran, from one attention's longest kernel to the next; empty for fewer than
+    # two blocks.
     forward: list[Kernel] = field(default_factory=list)
     backward: list[Kernel] = field(default_factory=list)
 

@@ -389,7 +389,7 @@ def is_stale(place: str) -> bool:
 
 
 def variant_of(name: str) -> str:
-    """The variant that a run of a study trains, by its name: `VARIANT`, `VARIANT, seed 3`; empty if there is none."""
+    """The variant that a run of a study trains, by its name: `VARIANT`, `VARIANT, seed 3`; empty if none."""
     label = name.partition(", seed ")[0]
     return label if label in patches.variants() else ""
 
@@ -423,8 +423,8 @@ def of_present_functions(source: str) -> str:
 
 @cache
 def present_source(variant: str, step: str) -> str:
-    """The text of a step or a peer, with a `variant` with its patch; empty for what is none of them, and where
-    the patch does not fit."""
+    """The text of a step or a peer, with a `variant` with its patch; empty for what is none of them, and
+    where the patch does not fit."""
     script = f"{step}.py" if (ROOT / f"{step}.py").exists() else f"peers/{step}.py"
     if not (ROOT / script).exists():
         return ""
