@@ -3,7 +3,7 @@
 from common.record import AS_IT_IS, NOT_FUSED, PATCHED, Environment, Workload
 from report.cells import gain, milliseconds
 from report.doubts import from_to
-from report.figures import LOSS_WINDOW, MARK, Figures, Line, is_mixed, ratio
+from report.figures import LOSS_WINDOW, MARK, Figures, Line, Ratio, is_mixed, ratio
 from report.table import VERSIONS
 
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU"
@@ -58,7 +58,7 @@ def decision(timed: list[Line]) -> str:
     taken = taken_of(timed)
     others = [line for line in changed if line not in taken]
     if not taken:
-        if all(map(_is_doubtful, others)):
+        if any(map(_is_doubtful, others)):
             return _not_taken(others)
         return f"Take none of the changes. {_not_taken(others)}"
     whole = taken[-1].over_first
@@ -82,11 +82,24 @@ def decision(timed: list[Line]) -> str:
 
 
 def taken_of(timed: list[Line]) -> list[Line]:
-    """The rows whose changes are worth it, and the first one, whose change nothing judges."""
+    """The rows whose changes are worth it, and the first one, whose change nothing judges. Where a row's time
+    may be wrong, its change is judged with that of the next sure row, against the last sure one before."""
     changed = [line for line in timed if line.row.changes and line.name != AS_IT_IS]
     differing = {line.row.changes[-1] for line in changed if line.same_work == "differs"}
-    sound = [line for line in changed if not differing & {*line.row.changes}]
-    return [line for line in sound if line is timed[0] or _is_worth(line)]
+    taken, sure, waiting = [], timed[0], []
+    for line in changed:
+        if differing & {*line.row.changes}:
+            continue
+        if line is timed[0]:
+            taken.append(line)
+        elif line.doubts:
+            waiting.append(line)
+        else:
+            held = [other for other in waiting if other.row.changes[-1] in line.row.changes]
+            if _is_worth(ratio(line, sure) if held else line.over_before):
+                taken += [*held, line]
+            sure, waiting = line, []
+    return taken
 
 
 def _not_taken(lines: list[Line]) -> str:
@@ -124,8 +137,7 @@ def _is_undecided(line: Line) -> bool:
     return may_be_worth and line.same_work != "differs"
 
 
-def _is_worth(line: Line) -> bool:
-    faster = line.over_before
+def _is_worth(faster: Ratio | None) -> bool:
     return faster is not None and faster.value >= WORTH and faster.clear and not faster.mark
 
 

@@ -1019,6 +1019,16 @@ def test_a_change_whose_times_overlap_with_those_before_is_not_recommended():
     assert sentences.headline(derive(run)).startswith(said)
 
 
+def test_a_change_whose_time_may_be_wrong_is_judged_with_the_next_sure_one():
+    run = model_run(100, 50, 25, 25)
+    run.rows[1].step_ms = [40.0] * 4 + [50.0] * 4  # it drifts
+    said = "Take AMP, fused attention: 4.00 x. Leave out compile (1.00 x)"
+    assert sentences.headline(derive(run)) == said, "together they are sure"
+    run = model_run(100, 50)
+    run.rows[1].step_ms = [40.0] * 4 + [50.0] * 4
+    assert sentences.headline(derive(run)).startswith("Not decided"), "no sure row follows"
+
+
 def test_nothing_is_recommended_from_a_row_that_did_not_run_what_its_name_says():
     """TORCHDYNAMO_DISABLE=1, a compiled model, autocast inside."""
     half = {"amp_dtype": "bfloat16", "float32_matmul_precision": "high", "compiled": False}
