@@ -318,9 +318,8 @@ def train_with_heldout(training: Training, model: torch.nn.Module, args: Argumen
     """Train on until `args.steps` steps, and leave the held-out loss before, between and after them in `row`.
     With --cold, launched steps have been trained already.
 
-    It shows how good the weights are: the row's own forward alone, in batches of the row's size, under mixed
-    precision where the machine has it, without FP8, nothing compiled.
-    """
+    It shows how good the weights are: the row's own forward alone, in batches of at most the row's size,
+    under mixed precision where the machine has it, without FP8, nothing compiled."""
     losses, starts = training.losses, data.heldout_starts(args.text, args.config.seq_len)
     starts = starts.reshape(-1, math.gcd(len(starts), args.batch_size))
     batches = data.stage_batches(args.text, starts, args.config.seq_len, args.device)

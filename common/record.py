@@ -247,7 +247,6 @@ class Roofs:
     launch_s: float | None = None  # the host's, for one kernel of a training step; of a GPU alone
     # A step of the workload in which nothing is lost, by precision: see ladder/roofs.py.
     allows_ms: dict[str, float] = field(default_factory=dict)
-    predictor: str | None = None  # the hash of the code that predicts from these roofs
     code_sha256: str | None = None  # of what times them
     notes: list[str] = field(default_factory=list)  # what could not be measured, and why
     environment: Environment | None = None

@@ -363,7 +363,9 @@ def predictions(*of: str) -> str:
     for place in of:
         machine = place.partition("/")[0]
         roofs, _ = predictor.read_roofs(machine)
-        others = [run for other in of if other != place and other.startswith(machine) for run in runs(other)]
+        others = [
+            run for other in of if other != place and other.startswith(f"{machine}/") for run in runs(other)
+        ]
         rows.append({"predicted": place} | errors.error_cells(runs(place), roofs, others))
     return shown(table.only_filled(rows), *of)
 

@@ -294,11 +294,12 @@ def apply_recommended(running: Running, job: Job, plan: dict) -> None:
     """Where a run of a model recommends changes, run its file with a patch that makes them, and the changes
     with the largest batch that fits. What was run for another recommendation is forgotten."""
     command = process.module_command("report", str(running.folder), "--recommended")
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
-    recommended, batches = answer or ("", "1")
-    words = job.rows[0].arguments[1:]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, start_new_session=True)
+    if answer.returncode or running.stop.requests:
+        return
+    recommended, words = answer.stdout.strip(), job.rows[0].arguments[1:]
     patched = rows.Planned(rows.MODEL_SCRIPT, [PATCHED, recommended, *words], f"{PATCHED}.json")
-    larger = rows.Planned(rows.MODEL_SCRIPT, [LARGER, recommended, batches, *words], f"{LARGER}.json")
+    larger = rows.Planned(rows.MODEL_SCRIPT, [LARGER, recommended, *words], f"{LARGER}.json")
     before = rows_by_output(plan).get(patched.output, {})
     if before.get("arguments") != patched.arguments:
         for row in (patched, larger):
@@ -308,8 +309,9 @@ def apply_recommended(running: Running, job: Job, plan: dict) -> None:
     schema.write_json(running.folder / schema.PLAN, plan | {"rows": planned})
     if recommended and running.recorded(patched).get("status") != "ok":
         running.run_row(patched, "the patched file")
-    if int(batches) > 1 and not running.recorded(larger) and not running.stop.requests:
-        running.run_row(larger, f"{batches} batches in one")
+    tried = running.recorded(larger).get("status") in ("ok", "oom", "skipped")
+    if recommended and not tried and not running.stop.requests:
+        running.run_row(larger, "a larger batch")
 
 
 def forget_rows_behind(row: rows.Planned, plan: dict, folder: Path) -> None:

@@ -66,7 +66,7 @@ def kernels_before(before: dict[str, dict]) -> list[str | None]:
 
 def calling_line() -> str:
     """Where the code that calls an operator is, beneath PyTorch: `Attention.forward, net.py line 31`."""
-    ours, frame = (str(Path(torch.__file__).parent), str(ROOT / "mine")), sys._getframe(1)
+    ours, frame = (f"{Path(torch.__file__).parent}/", f"{ROOT / 'mine'}/"), sys._getframe(1)
     while frame and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
     if frame is None:

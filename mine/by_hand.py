@@ -1,8 +1,10 @@
 """Attention that a file writes by hand, as one call of PyTorch's: only where its lines are plain.
 
-Plain is, in the statements of one function: `a = q @ k.transpose(-2, -1)`, scaled, perhaps masked, `a =
-softmax(a, dim=-1)`, perhaps with dropout, and `a @ v` at the end. Any mask is taken to be causal: the loss,
-and the gradients of the row with the call, show whether that was right."""
+Plain is, in the statements of one function: `a = q @ k.transpose(-2, -1)`, scaled, perhaps masked with minus
+infinity, `a = softmax(a, dim=-1)`, perhaps with dropout, and `a @ v` at the end. A mask is taken to be causal
+if no input of the function decides it. The loss, and the gradients of the row with the call, show whether
+that was right.
+"""
 
 import ast
 import textwrap
@@ -11,16 +13,21 @@ from typing import NamedTuple
 
 CASTS = ("float", "to", "type_as")  # methods, which fused attention does inside
 MASKS = ("masked_fill", "masked_fill_")
+ABOUT = ("shape", "size", "device", "dtype")  # of a tensor, which say nothing of its numbers
 TRANSPOSED = ("transpose(-2, -1)", "transpose(-1, -2)", "transpose(2, 3)", "transpose(3, 2)", "mT")
-FUNCTIONS = ("F", "torch", "nn.functional", "torch.nn.functional")
+FUNCTIONS = ("F", "functional", "torch", "nn.functional", "torch.nn.functional")
+INFINITE = ("float('inf')", "float('infinity')", "math.inf", "torch.inf", "np.inf")
+LARGE = 1e4  # to subtract as much hides a score, too
+ATOMS = (ast.Name, ast.Constant, ast.Attribute, ast.Call)  # need no brackets
 WIDTH = 100  # of a line
 
 
 class Fused(NamedTuple):
     text: str  # of the file, with the call
     place: str  # `CausalSelfAttention.forward`
-    lines: tuple[int, int]  # the first and the last that it replaces
+    lines: str  # of the file, that it replaces: `31 to 35`, `31 to 33, 35`
     call: str  # the statement that makes it
+    dropout: str  # the name of its module; empty without one
 
 
 class NotPlainError(Exception):
@@ -29,28 +36,29 @@ class NotPlainError(Exception):
 
 def fused(text: str) -> Fused | None:
     """The file with its attention as one call; None where it has none that is plain, or more than one."""
-    tree, found = ast.parse(text), []
-    for name, body in functions_of(tree):
-        at = next((k for k, statement in enumerate(body) if softmax_of(statement)), None)
-        if at is not None:
-            try:
-                found.append(Attention(body, at).fused(text, name, functional_of(tree)))
-            except NotPlainError:
-                return None
-    return found[0] if len(found) == 1 else None
+    tree = ast.parse(text)
+    functional, edits = functional_of(tree), []
+    for name, function in functions_of(tree) if functional else ():
+        for at, statement in enumerate(function.body):
+            if softmax_of(statement):
+                try:
+                    edits.append(Attention(function, at).fused(text, name, functional))
+                except NotPlainError:
+                    continue
+    return edits[0] if len(edits) == 1 else None
 
 
-def functions_of(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
-    """The statements of all functions and methods, with their names."""
+def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """All functions and methods, with their names."""
     for node in tree.body:
         for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
             if isinstance(inner, ast.FunctionDef):
-                yield inner.name if inner is node else f"{node.name}.{inner.name}", inner.body
+                yield inner.name if inner is node else f"{node.name}.{inner.name}", inner
 
 
 def functional_of(tree: ast.Module) -> str:
-    """How a file calls torch.nn.functional."""
-    for node in ast.walk(tree):
+    """How a file calls torch.nn.functional; empty where it imports no torch."""
+    for node in tree.body:
         if isinstance(node, ast.Import):
             names = [alias.asname for alias in node.names if alias.name == "torch.nn.functional"]
         elif isinstance(node, ast.ImportFrom) and node.module == "torch.nn":
@@ -59,22 +67,29 @@ def functional_of(tree: ast.Module) -> str:
             continue
         if names and names[0]:
             return names[0]
-    return "torch.nn.functional"
+    imported = [alias for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    has_torch = any(alias.name.partition(".")[0] == "torch" and not alias.asname for alias in imported)
+    return "torch.nn.functional" if has_torch else ""
 
 
 class Attention:
     """The pattern in the statements of a function, whose softmax is the one `at`. Raises NotPlainError."""
 
-    def __init__(self, body: list[ast.stmt], at: int):
+    def __init__(self, function: ast.FunctionDef, at: int):
+        body = function.body
+        self.given, self.body = inputs_of(function), body
         self.removed, self.dropout, self.scale, self.is_masked = [body[at]], "", "", False
         self.weights = body[at].targets[0].id
-        name = self.peel(softmax_of(body[at]))
-        for statement in reversed(body[:at]):
-            if name and mentions(statement, name):
-                if not is_assignment(statement, name):
+        name, first = self.peel(softmax_of(body[at])), at
+        for first in range(at - 1, -1, -1):
+            if not name:
+                first += 1
+                break
+            if name in names_of(body[first]):
+                if not is_assignment(body[first], name):
                     raise NotPlainError
-                self.removed.append(statement)
-                name = self.peel(statement.value)
+                self.removed.append(body[first])
+                name = self.peel(body[first].value)
         if name:
             raise NotPlainError
         after = body[at + 1 :]
@@ -82,6 +97,7 @@ class Attention:
             self.dropout = dropout_of(after[0].value, self.weights)
             self.removed.append(after.pop(0))
         self.last = self.weighing(after)
+        self.check_between(body[first : body.index(self.last_statement)])
 
     def peel(self, node: ast.expr) -> str:
         """Take scale and mask off the scores, down to their product, or to the name returned, which an
@@ -93,23 +109,36 @@ class Attention:
             self.query, self.key = ast.unparse(product[0]), transposed(ast.unparse(product[1]))
             return ""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MASKS:
+            check_mask(node, self.given)
             self.is_masked = True
             return self.peel(node.func.value)
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)) and not self.scale:
             factor = ast.unparse(node.right)
-            divisor = f"({factor})" if isinstance(node.right, ast.BinOp) else factor
+            divisor = factor if isinstance(node.right, ATOMS) else f"({factor})"
             self.scale = factor if isinstance(node.op, ast.Mult) else f"1 / {divisor}"
             return self.peel(node.left)
         raise NotPlainError
 
     def weighing(self, statements: list[ast.stmt]) -> ast.expr:
-        """The product `a @ v`, the only use of the weights `a`."""
-        nodes = [node for statement in statements for node in ast.walk(statement)]
-        uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == self.weights]
-        products = [node for node in nodes if (pair := operands_of(node)) and pair[0] in uses]
-        if len(uses) != 1 or not products:
-            raise NotPlainError
-        return products[0]
+        """The product `a @ v` in a simple statement, the only use of what is removed."""
+        gone = {statement.targets[0].id for statement in self.removed}
+        uses = [node for each in statements for node in names_in(each) if node.id in gone]
+        for statement in statements:
+            for node in ast.walk(statement) if isinstance(statement, (ast.Assign, ast.Return)) else ():
+                if (pair := operands_of(node)) and [pair[0]] == uses and is_name(pair[0], self.weights):
+                    self.last_statement = statement
+                    return node
+        raise NotPlainError
+
+    def check_between(self, statements: list[ast.stmt]) -> None:
+        """What the call reads must not be assigned where it was read before: between these statements."""
+        texts = (self.query, self.key, self.scale, self.dropout)
+        read = {node.id for text in texts if text for node in names_in(ast.parse(text, mode="eval"))}
+        for statement in statements:
+            if statement not in self.removed and read & {
+                node.id for node in names_in(statement) if not isinstance(node.ctx, ast.Load)
+            }:
+                raise NotPlainError
 
     def fused(self, text: str, name: str, functional: str) -> Fused:
         words = [self.query, self.key, ast.unparse(operands_of(self.last)[1])]
@@ -117,9 +146,9 @@ class Attention:
         words += [f"dropout_p={self.dropout}"] if self.dropout else []
         words.append(f"scale={self.scale or 1.0}")
         call = f"{functional}.scaled_dot_product_attention({', '.join(words)})"
-        lines = min(each.lineno for each in self.removed), self.last.end_lineno
-        text, statement = replaced(text, self.removed, self.last, call)
-        return Fused(text, name, lines, statement)
+        module = self.dropout.removeprefix("self.").partition(".p if ")[0] if ".p if " in self.dropout else ""
+        edited, statement = replaced(text, self.removed, self.last, call)
+        return Fused(edited, name, numbered([*self.removed, self.last_statement]), statement, module)
 
 
 def replaced(text: str, removed: list[ast.stmt], node: ast.expr, call: str) -> tuple[str, str]:
@@ -133,7 +162,7 @@ def replaced(text: str, removed: list[ast.stmt], node: ast.expr, call: str) -> t
             raise NotPlainError
     before = rows[node.lineno - 1].encode()[: node.col_offset].decode()
     behind = rows[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
-    if before.endswith("(") and behind.startswith(")"):  # (a @ v).transpose(1, 2)
+    if before.endswith(("= (", "return (")) and behind.startswith(")"):  # (a @ v).transpose(1, 2)
         before, behind = before[:-1], behind[1:]
     if len(before + call + behind) > WIDTH:
         indent = before[: len(before) - len(before.lstrip())]
@@ -146,16 +175,74 @@ def replaced(text: str, removed: list[ast.stmt], node: ast.expr, call: str) -> t
     return "\n".join(rows), textwrap.dedent(statement)
 
 
+def numbered(statements: list[ast.stmt]) -> str:
+    """The lines of statements: `31 to 33, 35`."""
+    spans = []
+    for each in sorted(statements, key=lambda each: each.lineno):
+        if spans and each.lineno == spans[-1][1] + 1:
+            spans[-1][1] = each.end_lineno
+        else:
+            spans.append([each.lineno, each.end_lineno])
+    return ", ".join(f"{first} to {last}" if first < last else f"{first}" for first, last in spans)
+
+
 # --- parts of the pattern -------------------------------------------------------------------------
 
 
-def mentions(statement: ast.stmt, name: str) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement))
+def names_in(node: ast.AST) -> list[ast.Name]:
+    return [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+
+
+def names_of(node: ast.AST) -> set[str]:
+    return {name.id for name in names_in(node)}
+
+
+def is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def is_assignment(statement: ast.stmt, name: str) -> bool:
     """Whether it assigns to this name alone."""
     return isinstance(statement, ast.Assign) and [*map(ast.unparse, statement.targets)] == [name]
+
+
+def inputs_of(function: ast.FunctionDef) -> set[str]:
+    """The names whose numbers come from what a function is given, self aside: not those of shapes."""
+    arguments = function.args
+    given = {each.arg for each in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]} - {"self"}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and numbers_of(node.value) & given:
+            given |= {name for target in node.targets for name in names_of(target)}
+    return given
+
+
+def numbers_of(node: ast.AST) -> set[str]:
+    """The names in an expression, but for those of which it takes the shape or the device."""
+    if isinstance(node, ast.Attribute) and node.attr in ABOUT:
+        return set()
+    names = {node.id} if isinstance(node, ast.Name) else set()
+    return names.union(*map(numbers_of, ast.iter_child_nodes(node)))
+
+
+def check_mask(call: ast.Call, given: set[str]) -> None:
+    """Raises NotPlainError for a mask that an input decides, for one of later rows alone, as with a cache of
+    keys, and for another number than minus infinity."""
+    if len(call.args) != 2 or call.keywords or numbers_of(call.args[0]) & given:
+        raise NotPlainError
+    for node in ast.walk(call.args[0]):
+        if isinstance(node, ast.Slice) and node.lower and ast.unparse(node.lower) != "0":
+            raise NotPlainError
+    filled = ast.unparse(call.args[1]).lower()
+    if filled in ("float('-inf')", "float('-infinity')") or (filled[0] == "-" and filled[1:] in INFINITE):
+        return
+    if filled.endswith(".min") and "finfo" in filled:
+        return
+    try:
+        is_large = ast.literal_eval(call.args[1]) <= -LARGE
+    except (ValueError, TypeError):
+        is_large = False
+    if not is_large:
+        raise NotPlainError
 
 
 def uncast(node: ast.expr) -> ast.expr:
@@ -166,7 +253,7 @@ def uncast(node: ast.expr) -> ast.expr:
 
 def softmax_of(statement: ast.stmt) -> ast.expr | None:
     """The scores of `a = softmax(scores, dim=-1)`, a function or a method, cast or not."""
-    if not (isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)):
+    if not (isinstance(statement, ast.Assign) and [*map(type, statement.targets)] == [ast.Name]):
         return None
     call = uncast(statement.value)
     if not (
@@ -174,9 +261,9 @@ def softmax_of(statement: ast.stmt) -> ast.expr | None:
     ):
         return None
     is_function = ast.unparse(call.func.value) in FUNCTIONS
-    scores, *rest = call.args if is_function else [call.func.value, *call.args]
-    rest += [each.value for each in call.keywords if each.arg == "dim"]
-    return scores if [*map(ast.unparse, rest)] == ["-1"] else None
+    scores, *rest = [*call.args, None] if is_function else [call.func.value, *call.args, None]
+    dims = [*rest[:-1], *(each.value for each in call.keywords if each.arg == "dim")]
+    return scores if scores and [*map(ast.unparse, dims)] == ["-1"] else None
 
 
 def transposed(key: str) -> str:
@@ -202,7 +289,7 @@ def dropout_of(call: ast.expr, weights: str) -> str:
         raise NotPlainError
     function = ast.unparse(call.func)
     if function.startswith("self.") and not call.keywords:
-        return f"{function}.p if self.training else 0.0"
+        return f"{function}.p if {function}.training else 0.0"
     if function.removesuffix(".dropout") in FUNCTIONS:
         words = {each.arg: ast.unparse(each.value) for each in call.keywords}
         return f"{words.get('p', 0.5)} if {words.get('training', True)} else 0.0"

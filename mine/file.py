@@ -34,14 +34,15 @@ from mine.batch import (
     joined,
     loss_for,
     output_of,
+    parts_of,
     sha256_of,
     shapes_of,
-    tensors_of,
 )
 from mine.by_hand import Fused
 from mine.optimizers import Optimizers
 
 NEEDED = ("model", "batches")
+SAME_MEAN = 1e-3  # of a loss, by which rounding may change it
 # What the check saw, for the rows.
 SEEN = ("beside", "is_masked", "softmax_at", "blocks", "loss_text", "first", "given", "weights_sha256")
 LR = 1e-4  # of the AdamW that a file without an optimizer gets
@@ -191,12 +192,22 @@ class ModelArguments(options.Measurement):
     def draw_again(self) -> None:
         vars(self).pop("drawn", None)
 
+    @torch.no_grad()
+    def losses_joined(self) -> tuple[float, float]:
+        """The mean loss of two batches, and the loss of both as one."""
+        model, pair = self.model().eval(), [self.drawn[0], self.drawn[1 % len(self.drawn)]]
+        losses = [self.loss(model, copied(batch, self.device)).item() for batch in [*pair, joined(pair)]]
+        return sum(losses[:2]) / 2, losses[2]
+
     def join_batches(self, count: int) -> None:
-        """Let each step train on so many of the file's batches at once. Raises Skip for tensors of several
-        lengths, whose first dimension does not count examples."""
-        lengths = {tensor.shape[:1] for tensor in tensors_of(self.drawn[0])}
-        if len(lengths) != 1 or lengths == {torch.Size([])}:
-            raise Skip(f"batches() of {self.path.name} yields tensors that cannot be joined")
+        """Let each step train on so many of the file's batches at once. Raises Skip for tensors whose first
+        dimension does not count examples: they have several lengths, or the loss of two batches is not the
+        mean of theirs."""
+        first = self.drawn[0]
+        lengths = {np.shape(part)[:1] for part in parts_of(first) if np.ndim(part)}
+        mean, of_both = self.losses_joined() if len(lengths) == 1 else (0.0, 1.0)
+        if not abs(of_both - mean) <= SAME_MEAN * abs(mean):
+            raise Skip(f"batches of {self.path.name} cannot be joined: their first dimension is not examples")
         cycle = itertools.cycle(self.drawn)
         self.drawn = [joined([*itertools.islice(cycle, count)]) for _ in range(3)]  # one is untimed
         work = self.planned

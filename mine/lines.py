@@ -13,7 +13,6 @@ from mine.optimizers import Optimizers
 
 COMPILER_LIMIT = 8  # of compilations of one function
 ALIGNED, PADDED = 8, 64  # sizes of a product: numbers that 16 bytes hold in BF16, and what to pad to
-LEAST_VOCABULARY = 1024  # outputs of a layer: a smaller one costs little
 UPDATE = ["loss.backward()", "optimizer.step()", "optimizer.zero_grad()"]
 UPDATES = ["loss.backward()", "for each in optimizer:", "    each.step()", "    each.zero_grad()"]  # a list
 WITHOUT_MASK = [  # by the name "sdpa", a CUDA graph gets a mask as a tensor, which is slow
@@ -51,9 +50,8 @@ def program(
     step += UPDATES if isinstance(optimizer, Optimizers) else UPDATE
     lines = [f"# once, after model() of {args.path.name}", *setup]
     if edit := args.attention:
-        begin, end = edit.lines
-        place = f"# in {edit.place} of {args.path.name}, in place of lines {begin} to {end}"
-        lines = [place, edit.call, "", *lines]
+        place = f"# in {edit.place} of {args.path.name}, in place of lines {edit.lines}"
+        lines = [place, *(f"# {line}" for line in edit.call.split("\n")), "", *lines]
     if GRAPH in names:
         lines += graph_lines(step, args.drawn[0])
     else:
@@ -62,19 +60,18 @@ def program(
 
 
 def padding_lines(model: nn.Module) -> list[str]:
-    """What to do about a vocabulary that tensor cores multiply slowly. It changes the weights, so no row has
-    it."""
-    heads = [part for part in model.modules() if isinstance(part, nn.Linear) and part.out_features % ALIGNED]
-    head = max(heads, key=lambda part: part.out_features, default=None)
-    if head is None or head.out_features < LEAST_VOCABULARY:
-        return []
-    size = head.out_features
-    padded = -(-size // PADDED) * PADDED
-    why = f"# {size} outputs do not divide by {ALIGNED}: {padded} are multiplied faster (not measured here)"
-    if hasattr(model, "resize_token_embeddings"):
-        return [why, f"model.resize_token_embeddings(pad_to_multiple_of={PADDED})"]
-    name = next(place_of(model, name) for name, part in model.named_modules() if part is head)
-    return [why, f"# (the outputs of {name}, and the embedding with them)"]
+    """What to do about a vocabulary that tensor cores multiply slowly, as a comment: it changes the weights,
+    so no row has it."""
+    sizes = {part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding)}
+    for name, part in model.named_modules():
+        size = part.out_features if isinstance(part, nn.Linear) else 0
+        if size % ALIGNED and size in sizes:
+            padded = -(-size // PADDED) * PADDED
+            how = f"pad {place_of(model, name)} and the embedding to {padded}"
+            if hasattr(model, "resize_token_embeddings"):
+                how = f"model.resize_token_embeddings(pad_to_multiple_of={PADDED})"
+            return [f"# not measured: a vocabulary of {size} is multiplied slowly: {how}"]
+    return []
 
 
 def optimizer_line(args, captured: bool) -> str:

@@ -4,6 +4,7 @@ before it returns, and as decorators of loss(). Nothing but a copy in memory is 
 import ast
 import difflib
 import importlib.util
+import linecache
 import re
 import sys
 from pathlib import Path
@@ -104,5 +105,6 @@ def load(path: Path, name: str, text: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))  # for inspect
     called(lambda: exec(compile(text, str(path), "exec"), vars(module)), path)
     return module

@@ -32,8 +32,11 @@ from mine.file import ModelArguments
 from mine.optimizers import each_of
 from mine.state import ModelState, capture, check_states
 
-# Shares of a loss by which rounding may change it: in FP32, and where a file multiplies in TF32 or BF16.
-SAME_LOSS, SAME_ROUNDED = 1e-5, 2e-3
+# Shares of a loss by which rounding may change it: in FP32, and where a file multiplies in TF32 or BF16. Of
+# weights of NOISE a missing mask changes it by some per cent.
+SAME_LOSS, SAME_ROUNDED, NOISE = 1e-4, 5e-3, 0.05
+USABLE = 0.92  # of a GPU's memory, by a step
+MOST_BATCHES = 32  # in one
 
 # --- which changes a row has ----------------------------------------------------------------------
 
@@ -125,6 +128,12 @@ def refuse(names: list[str], args: ModelArguments) -> None:
         raise Skip("turned off by --no-capture")
 
 
+def check_unchanged(args: ModelArguments) -> None:
+    if args.work_sha256() != args.planned.text_sha256:
+        changed = f"{args.path.name}, or what it imports or reads, has changed since the run began"
+        raise RuntimeError(f"{changed}, or its batches differ in each process: seed its generator")
+
+
 def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tuple:
     """What the `main` of a step returns, with these changes; the last is the row's own."""
     refuse(names, args)
@@ -133,9 +142,7 @@ def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tu
     if SDPA in names and args.attention is None and kernels_before(before)[-1:] == [BY_HAND]:
         replace_attention(args)
     model = args.model()
-    if args.work_sha256() != args.planned.text_sha256:
-        changed = f"{args.path.name}, or what it imports or reads, has changed since the run began"
-        raise RuntimeError(f"{changed}, or its batches differ in each process: seed its generator")
+    check_unchanged(args)
     if args.weights_sha256 and model_file.weights_sha256(model) != args.weights_sha256:
         drawn = f"model() of {args.path.name} makes other weights in each process"
         raise RuntimeError(f"{drawn}: seed its generator by a number, and draw them in model()")
@@ -199,21 +206,38 @@ def skip_at_recompile_limit(train_step: Callable) -> Callable:
 
 def replace_attention(args: ModelArguments) -> None:
     """If the file's attention is plain, train a copy that calls PyTorch's. Raises Skip if the loss of the
-    first batch differs."""
-    if not (edit := by_hand.fused(patch.read(args.path))) or switch_of(args.model()):
+    first batch differs, or the copy fails."""
+    edit, model = by_hand.fused(patch.read(args.path)), args.model()
+    if edit is None or switch_of(model):
         return
-    expected = first_loss(args)
-    model_file.set_seeds(args.seed)  # as before the file was imported
-    args.attention, args.file = edit, patch.load(args.path, args.file.__name__, edit.text)
-    if abs(first_loss(args) - expected) > (SAME_LOSS if args.first == FP32 else SAME_ROUNDED) * abs(expected):
-        place = f"{edit.place}, {args.path.name} lines {edit.lines[0]} to {edit.lines[1]}"
-        raise Skip(f"attention by hand ({place}) is not causal, or does more: it was left as it is")
+    place = f"attention by hand ({edit.place}, {args.path.name} lines {edit.lines})"
+    modules = [getattr(module, edit.dropout, None) for module in model.modules()] if edit.dropout else []
+    if any(type(module) is not torch.nn.Dropout for module in modules if module is not None):
+        raise Skip(f"{place} has a self.{edit.dropout} that is no nn.Dropout: it was left as it is")
+    expected, before = noisy_loss(args), args.file
+    try:
+        model_file.set_seeds(args.seed)  # as before the file was imported
+        args.file = patch.load(args.path, args.file.__name__, edit.text)
+        change = abs(noisy_loss(args) - expected)
+    except Exception as error:
+        args.file = before
+        raise Skip(f"{place} cannot be one call of PyTorch's: {one_line(error, 100)}") from error
+    if not change <= (SAME_LOSS if args.first == FP32 else SAME_ROUNDED) * abs(expected):
+        args.file = before
+        raise Skip(f"{place} is not causal, or does more: it was left as it is")
+    args.attention = edit
 
 
 @torch.no_grad()
-def first_loss(args: ModelArguments) -> float:
-    """Without dropout."""
-    return args.loss(args.model().eval(), copied(args.drawn[0], args.device)).item()
+def noisy_loss(args: ModelArguments) -> float:
+    """The loss of the first batch, without dropout, of weights that make attention uneven: with initial ones
+    a mask hardly changes it."""
+    model = args.model().eval()
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+    for weight in model.parameters():
+        noise = torch.empty(weight.shape, device=weight.device, dtype=torch.float32)
+        weight.add_(noise.normal_(0, NOISE, generator=generator))
+    return args.loss(model, copied(args.drawn[0], args.device)).item()
 
 
 # --- the process ----------------------------------------------------------------------------------
@@ -281,18 +305,35 @@ def run_patched(words: list[str]) -> int:
     return benchmark.run_and_record(main, args, partial(ModelState, seed=args.seed))
 
 
+def batches_that_fit(peak: int, memory: int, args: ModelArguments) -> int:
+    """How many batches at once a step has memory for that needs `peak` bytes for one, by what no batch
+    changes: weights, and the two moments of the default AdamW. Gradients count as the batch's, which errs on
+    the safe side."""
+    weights = list(args.model().parameters())
+    fixed = sum(4 * weight.numel() for weight in weights)
+    if not hasattr(args.file, "optimizer"):
+        fixed += sum(8 * weight.numel() for weight in weights if weight.requires_grad)
+    return min(MOST_BATCHES, int((USABLE * memory - fixed) / max(1, peak - fixed)))
+
+
 def run_larger(words: list[str]) -> int:
-    """The recommended row with several batches in one: `words` are its name, how many batches, and the
-    arguments of all."""
-    recommended, count, *argv = words
+    """The recommended row with as many batches in one as should fit: `words` are its name, and the arguments
+    of all."""
+    recommended, *argv = words
     args, folder = planned_arguments(argv)
-    row = read_object(folder / f"{recommended}.json")["rows"][0]
+    before = rows_before(folder, recommended)
+    first, row = next(iter(before.values())), read_object(folder / f"{recommended}.json")["rows"][0]
     args.name, args.changes, args.source = LARGER, row["changes"], row["source"]
     names = [name for name in ROWS if ROWS[name] in row["changes"] and name not in args.given]
 
     def main(args: ModelArguments) -> tuple:
-        args.join_batches(int(count))
-        return build(names, rows_before(folder, recommended), args)
+        check_unchanged(args)
+        count = batches_that_fit(row["peak_bytes"], hardware.free_memory_bytes(args.device), args)
+        is_freed = args.device.type == "cpu" or row["peak_bytes"] < first["peak_bytes"]
+        if count < 2 or not is_freed:
+            raise Skip("the changes free no memory for a second batch")
+        args.join_batches(count)
+        return build(names, before, args)
 
     return benchmark.run_and_record(main, args, partial(ModelState, seed=args.seed))
 

@@ -38,14 +38,12 @@ def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
 
 
 def recommended(folder: Path) -> list[str]:
-    """The name of the row with all changes that a run of a model recommends, if any, and how many of its
-    batches fit in one."""
+    """The name of the row with all changes that a run of a model recommends, if any."""
     from report import applied, load
     from report.derive import derive
 
-    figures = derive(load.load(folder))
-    line = applied.recommended(figures)
-    return [f"{line.name} {applied.batches_that_fit(figures)}"] if line else []
+    line = applied.recommended(derive(load.load(folder)))
+    return [line.name] if line else []
 
 
 def main() -> int:
@@ -54,8 +52,7 @@ def main() -> int:
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="folders of two runs")
     text = "with --compare: fail where a row of B differs by a larger share from that of A"
     parser.add_argument("--bound", type=float, metavar="SHARE", help=text)
-    text = "print the row with the changes that a run of a model recommends, how many batches fit in one, "
-    text += "and nothing else"
+    text = "print the row with the changes that a run of a model recommends, and nothing else"
     parser.add_argument("--recommended", action="store_true", help=text)
     text = "print the records of a run folder that cannot be used, and nothing else"
     parser.add_argument("--unusable", action="store_true", help=text)

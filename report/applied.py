@@ -11,10 +11,6 @@ from report.figures import GIB, Figures, Line, ratio
 from report.sentences import taken_of
 
 AS_FAST = 0.97  # times as fast as the row that it follows: a patched file
-# A larger batch is sized by peaks: bytes of a weight that no batch changes (itself and AdamW's two states, in
-# FP32), and the share of the GPU's memory that a step may take.
-BYTES_A_WEIGHT, USABLE = 12, 0.92
-MOST_BATCHES = 32  # in one
 
 
 def recommended(figures: Figures) -> Line | None:
@@ -41,7 +37,7 @@ def patch_note(figures: Figures) -> str:
     return (
         f"{patch}, beside this report, makes those of these changes that have a place in {file}. Run so, "
         f"with the others, a step took {time_or_status(line)} ms, and its gradients agree. In the folder of "
-        f"{file}: patch -p1 < PATH/{patch}."
+        f"{file}: patch -p1 -i PATH/{patch}."
     )
 
 
@@ -76,35 +72,27 @@ def objection_to_patch(line: Line, wanted: Line) -> str:
 # --- the batch that fits --------------------------------------------------------------------------
 
 
-def batches_that_fit(figures: Figures) -> int:
-    """How many of the file's batches the recommended row could train in one step, by its peak of memory. 1 if
-    it needs as much memory as the first row, or if memory was not measured."""
-    wanted, memory = recommended(figures), figures.environment.gpu_memory_bytes
-    if wanted is None or not (wanted.row.peak_bytes and memory and figures.first.row.peak_bytes):
-        return 1
-    fixed = BYTES_A_WEIGHT * figures.run.workload.parameters
-    of_batch = wanted.row.peak_bytes - fixed
-    if wanted.row.peak_bytes >= figures.first.row.peak_bytes or of_batch <= 0:
-        return 1
-    return max(1, min(MOST_BATCHES, int((USABLE * memory - fixed) / of_batch)))
-
-
 def larger_batch(figures: Figures) -> str:
-    """What the batch that fits gives, in a sentence; empty where none was tried."""
-    trial, wanted = figures.run.larger, recommended(figures)
-    if trial is None or wanted is None or trial.rows[0].changes != wanted.row.changes:
+    """What a batch gives that needs the memory which the changes free, in a sentence; empty where none was
+    tried."""
+    trial, wanted, first = figures.run.larger, recommended(figures), figures.first
+    row = next(iter(trial.rows), None) if trial else None
+    if row is None or wanted is None or row.changes != wanted.row.changes:
         return ""
-    work, row = trial.workload, trial.rows[0]
-    first, memory = figures.first, figures.environment.gpu_memory_bytes
-    frees = f"{wanted.name} needs {wanted.gib:.1f} of {memory / GIB:.0f} GiB, {first.name} {first.gib:.1f}"
-    if row.status == "oom":
-        return f"{frees}. By these peaks a larger batch fits, but it ran out of memory."
-    (line,) = derive(trial).timed_steps or [None]
+    work, machine = trial.workload, figures.environment
+    if row.status == "skipped" or not (work and wanted.gib and first.gib and machine.gpu_memory_bytes):
+        return ""
+    memory = f"{machine.gpu_memory_bytes / GIB:.0f}"
+    frees = f"{wanted.name} needs {wanted.gib:.1f} of {memory} GiB, {first.name} {first.gib:.1f}"
+    line = next(iter(derive(trial).timed_steps), None)
     if line is None:
+        return f"{frees}. A larger batch was tried: {row.status} ({row.reason})."
+    if trial.environment.gpu_uuid != machine.gpu_uuid:
         return ""
     count = work.tokens_per_step // figures.run.workload.tokens_per_step
     more = f"{line.tokens_per_s / wanted.tokens_per_s:.2f}{max(line.mark, wanted.mark)}"
+    speed = f"{whole(line.tokens_per_s)} {work.unit}/s, {more} x those of one"
     return (
-        f"{frees}. So {count} of its batches fit in one: {line.gib:.1f} GiB, {whole(line.tokens_per_s)} "
-        f"{work.unit}/s, {more} x those of one. A larger batch learns otherwise: the rate may need a change."
+        f"{frees}. {count} of its batches in one need {line.gib:.1f} GiB: {speed}. A larger batch learns "
+        "otherwise: the rate may need a change."
     )

@@ -5,7 +5,6 @@ A run folder holds `plan.json` (what was meant to run), a record at the `output`
 `results.json`: a recorded run.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePath
 from statistics import median
@@ -62,7 +61,7 @@ def read(path: Path) -> Run | Study:
     record = convert(content, Study if "runs" in content else Run, name)
     runs = runs_of(record)
     for run in runs.values():
-        rows = [*run.rows, *run.peers, *(run.larger.rows if run.larger else [])]
+        rows = [*run.rows, *run.peers]
         if len({row.step for row in rows}) != max(1, len(rows)):
             raise RecordError(f"{name} holds no rows, or two of one name")
         if run.workload and not (run.workload.tokens_per_step and run.workload.gpus):
@@ -71,7 +70,7 @@ def read(path: Path) -> Run | Study:
             raise RecordError(f"{name} holds a run that is no part of a study")
         if run.workload and not (run.workload.model or run.workload.has_shape()):
             raise RecordError(f"{name} holds a workload without its shape")
-        for row in rows:
+        for row in [*rows, *(run.larger.rows if run.larger else [])]:
             _check(row)
     if not runs:
         raise RecordError(f"{name} holds no runs")
@@ -146,8 +145,9 @@ def load(folder: Path) -> Run | Study:
         raise RecordError(f"{schema.PLAN} names no rows, or is not of schema version {schema.SCHEMA_VERSION}")
     runs = {name: _merge(folder, plan, rows) for name, rows in _planned_runs(plan).items()}
     first = next(iter(runs.values()))
-    first.roofs = _optional(folder / schema.ROOFS, read_roofs, first)
-    first.larger = _optional(folder / f"{schema.LARGER}.json", read, first)
+    first.roofs = _optional(folder / schema.ROOFS, schema.Roofs, first)
+    if (folder / f"{schema.LARGER}.json").exists() and plan.kind == "ladder":
+        first.larger = _read_planned(folder, Planned("", f"{schema.LARGER}.json"), schema.LARGER)
     if plan.kind == "ladder":
         return first
     if plan.kind == "ablations":
@@ -207,15 +207,11 @@ def _prove_variants(folder: Path, plan: Plan, runs: dict[str, Run]) -> None:
             run.problems += _differences([(script, runs[script]), (name, run)])
 
 
-def read_roofs(path: Path) -> schema.Roofs:
-    return convert(read_json(path), schema.Roofs, path.name)
-
-
-def _optional(path: Path, reader: Callable[[Path], Any], run: Run) -> Any:
+def _optional(path: Path, kind: Any, run: Run) -> Any:
     """The content of a file that may be absent; None also where it cannot be read, which is then a problem of
     `run`."""
     try:
-        return reader(path) if path.exists() else None
+        return convert(read_json(path), kind, path.name) if path.exists() else None
     except RecordError as error:
         run.problems.append(f"left out: {error}")
         return None

@@ -138,7 +138,8 @@ def more_steps(row: Row, reference: Row) -> float | None:
         return None
     losses, expected = ([loss for _, loss in each] for each in (tests, others))
     falls = -np.polyfit(np.log(steps), expected, 1)[0]
-    return math.exp((fmean(losses) - fmean(expected)) / falls) - 1 if falls > 0 else None
+    distance = (fmean(losses) - fmean(expected)) / falls if falls > 0 else math.inf
+    return math.exp(distance) - 1 if abs(distance) <= 1 else None  # a line so far reaches beyond its tests
 
 
 def more_nats(row: Row, reference: Row) -> float | None:
@@ -163,7 +164,8 @@ def difference_rows(study: Study) -> list[dict]:
         of_label = labels(study)[label].values()
         row = {"row": label, "ms": milliseconds(fmean(median(each.step_ms) for each in of_label))}
         steps = paired(study, label, other, more_steps)
-        row |= {"compared with": other or "-", "seeds": str(steps.seeds) if other else "-"}
+        shared = len(labels(study)[label].keys() & labels(study).get(other, {}).keys())
+        row |= {"compared with": other or "-", "seeds": str(shared) if other else "-"}
         row |= {"more steps": written(steps, "+.1%"), "steps": steps.verdict if other else "-"}
         row["more seconds"] = written(paired(study, label, other, more_seconds), "+.1%")
         row["nats"] = written(paired(study, label, other, more_nats), "+.4f")

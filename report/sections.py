@@ -131,9 +131,12 @@ def _time(figures: Figures) -> Section:
     if on_gpu and limits.rows and "most time in" in limits.rows[0]:
         limits.note = (
             "Compute: matrix products, and attention where it is fused. Other kernels: most of them pass "
-            "over memory. Of roof: model FLOP/s over what bare matrix products of these shapes reach in "
-            "short bursts. The clock falls where a step draws the power limit."
+            "over memory. The clock falls where a step draws the power limit."
         )
+        if "of roof" in limits.rows[0]:
+            limits.note += (
+                " Of roof: model FLOP/s over what bare products of these shapes reach in short bursts."
+            )
     if not on_gpu:
         limits.heading = "Operators and warm-up"
     parts = [Section("In figures", rows=table.category_rows(figures), folded=True), limits]

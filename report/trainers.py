@@ -18,7 +18,7 @@ SETTINGS = {  # of each trainer, by change
     "lightning.Trainer": {AMP: 'precision="bf16-mixed"', FP8: 'precision="transformer-engine"'},
 }
 ELSEWHERE = {  # what is no setting of a trainer
-    SDPA: 'fused attention is an argument of from_pretrained: attn_implementation="sdpa"',
+    SDPA: 'fused attention is in the model; with Hugging Face, from_pretrained(attn_implementation="sdpa")',
     COMPILE: "TrainingArguments compiles the whole model, and Lightning what configure_model compiles",
     GRAPH: "no trainer captures the whole step as a CUDA graph",
     FP8: "TrainingArguments has no FP8",
