@@ -265,6 +265,11 @@ def test_a_contradiction_names_its_cause():
     (doubt,) = derive(run).lines[3].doubts
     assert doubt.endswith("compile did not run (TORCHDYNAMO_DISABLE=1 switches the compiler off)")
     compiled = Settings(amp_dtype="float32", float32_matmul_precision="highest", compiled=True)
+    fp32 = Settings("float32", "high")
+    noted = Row("1_cublas", settings=fp32, note="FP32, because this cpu does not multiply BF16")
+    assert not contradiction(noted, True, {}) and "AMP did not run" in contradiction(
+        replace(noted, note=None), True, {}
+    )
     assert contradiction(Row("0_fp32", settings=compiled), False, {}).endswith(
         "(model() returns a compiled model)"
     )
