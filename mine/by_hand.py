@@ -27,7 +27,7 @@ class Fused(NamedTuple):
     place: str  # `CausalSelfAttention.forward`
     lines: str  # of the file, that it replaces: `31 to 35`, `31 to 33, 35`
     call: str  # the statement that makes it
-    dropout: str  # the name of its module; empty without one
+    dropout: str  # the attribute of its class that is the dropout; empty without one
 
 
 class NotPlainError(Exception):
@@ -78,7 +78,8 @@ class Attention:
     def __init__(self, function: ast.FunctionDef, at: int):
         body = function.body
         self.given, self.body = inputs_of(function), body
-        self.removed, self.dropout, self.scale, self.is_masked = [body[at]], "", "", False
+        self.removed, self.dropout, self.module = [body[at]], "", ""
+        self.scale, self.is_masked = "", False
         self.weights = body[at].targets[0].id
         name, first = self.peel(softmax_of(body[at])), at
         for first in range(at - 1, -1, -1):
@@ -94,8 +95,9 @@ class Attention:
             raise NotPlainError
         after = body[at + 1 :]
         if after and is_assignment(after[0], self.weights):
-            self.dropout = dropout_of(after[0].value, self.weights)
+            self.dropout, self.module = dropout_of(after[0].value, self.weights)
             self.removed.append(after.pop(0))
+        self.gone = {statement.targets[0].id for statement in self.removed}
         self.last = self.weighing(after)
         self.check_between(body[first : body.index(self.last_statement)])
 
@@ -113,16 +115,14 @@ class Attention:
             self.is_masked = True
             return self.peel(node.func.value)
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)) and not self.scale:
-            factor = ast.unparse(node.right)
-            divisor = factor if isinstance(node.right, ATOMS) else f"({factor})"
-            self.scale = factor if isinstance(node.op, ast.Mult) else f"1 / {divisor}"
+            is_product = isinstance(node.op, ast.Mult)
+            self.scale = ast.unparse(node.right) if is_product else f"1 / {bracketed(node.right)}"
             return self.peel(node.left)
         raise NotPlainError
 
     def weighing(self, statements: list[ast.stmt]) -> ast.expr:
         """The product `a @ v` in a simple statement, the only use of what is removed."""
-        gone = {statement.targets[0].id for statement in self.removed}
-        uses = [node for each in statements for node in names_in(each) if node.id in gone]
+        uses = [node for each in statements for node in names_in(each) if node.id in self.gone]
         for statement in statements:
             for node in ast.walk(statement) if isinstance(statement, (ast.Assign, ast.Return)) else ():
                 if (pair := operands_of(node)) and [pair[0]] == uses and is_name(pair[0], self.weights):
@@ -131,13 +131,15 @@ class Attention:
         raise NotPlainError
 
     def check_between(self, statements: list[ast.stmt]) -> None:
-        """What the call reads must not be assigned where it was read before: between these statements."""
+        """Between these, what the call reads must not be assigned, and what is removed must not be read."""
         texts = (self.query, self.key, self.scale, self.dropout)
-        read = {node.id for text in texts if text for node in names_in(ast.parse(text, mode="eval"))}
+        read = {name for text in texts if text for name in names_of(ast.parse(text, mode="eval"))}
         for statement in statements:
-            if statement not in self.removed and read & {
-                node.id for node in names_in(statement) if not isinstance(node.ctx, ast.Load)
-            }:
+            is_removed = statement in self.removed
+            assigned = {node.id for node in names_in(statement) if not isinstance(node.ctx, ast.Load)}
+            if not is_removed and (read & assigned or self.gone & names_of(statement)):
+                raise NotPlainError
+            if is_removed and any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement)):
                 raise NotPlainError
 
     def fused(self, text: str, name: str, functional: str) -> Fused:
@@ -146,9 +148,8 @@ class Attention:
         words += [f"dropout_p={self.dropout}"] if self.dropout else []
         words.append(f"scale={self.scale or 1.0}")
         call = f"{functional}.scaled_dot_product_attention({', '.join(words)})"
-        module = self.dropout.removeprefix("self.").partition(".p if ")[0] if ".p if " in self.dropout else ""
         edited, statement = replaced(text, self.removed, self.last, call)
-        return Fused(edited, name, numbered([*self.removed, self.last_statement]), statement, module)
+        return Fused(edited, name, numbered([*self.removed, self.last_statement]), statement, self.module)
 
 
 def replaced(text: str, removed: list[ast.stmt], node: ast.expr, call: str) -> tuple[str, str]:
@@ -208,11 +209,17 @@ def is_assignment(statement: ast.stmt, name: str) -> bool:
 
 def inputs_of(function: ast.FunctionDef) -> set[str]:
     """The names whose numbers come from what a function is given, self aside: not those of shapes."""
-    arguments = function.args
-    given = {each.arg for each in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]} - {"self"}
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and numbers_of(node.value) & given:
-            given |= {name for target in node.targets for name in names_of(target)}
+    given, before = (
+        {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)} - {"self"},
+        set(),
+    )
+    while given != before:
+        before = set(given)
+        for node in ast.walk(function):
+            value = getattr(node, "iter", None) or getattr(node, "value", None)
+            targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+            if value is not None and targets != [None] and numbers_of(value) & given:
+                given |= {name for target in targets for name in names_of(target)}
     return given
 
 
@@ -283,14 +290,19 @@ def operands_of(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
     return None
 
 
-def dropout_of(call: ast.expr, weights: str) -> str:
-    """The probability of `self.dropout(a)`, or of F.dropout."""
+def bracketed(node: ast.expr) -> str:
+    return ast.unparse(node) if isinstance(node, ATOMS) else f"({ast.unparse(node)})"
+
+
+def dropout_of(call: ast.expr, weights: str) -> tuple[str, str]:
+    """The probability of `self.dropout(a)`, and its attribute; or of F.dropout, which has none."""
     if not (isinstance(call, ast.Call) and [*map(ast.unparse, call.args)] == [weights]):
         raise NotPlainError
-    function = ast.unparse(call.func)
-    if function.startswith("self.") and not call.keywords:
-        return f"{function}.p if {function}.training else 0.0"
-    if function.removesuffix(".dropout") in FUNCTIONS:
-        words = {each.arg: ast.unparse(each.value) for each in call.keywords}
-        return f"{words.get('p', 0.5)} if {words.get('training', True)} else 0.0"
+    function, words = ast.unparse(call.func), {each.arg: each.value for each in call.keywords}
+    attribute = function.removeprefix("self.")
+    if not words and attribute.isidentifier() and attribute != function:
+        return f"{function}.p if {function}.training else 0.0", attribute
+    is_function = function.removesuffix(".dropout") in set(FUNCTIONS) - {"torch"}
+    if is_function and "p" in words and "training" in words and len(words) == 2:
+        return f"{bracketed(words['p'])} if {bracketed(words['training'])} else 0.0", ""
     raise NotPlainError

@@ -29,7 +29,7 @@ def patch_note(figures: Figures) -> str:
         return ""
     line = next((line for line in figures.timed_steps if line.row is row), None)
     if line is None:
-        return f"No patch is offered: {row.reason}."
+        return f"No patch is offered: {row.reason or 'no reason given'}."
     if objection := objection_to_patch(line, wanted):
         return f"A patch was made, and is not offered: {objection} ({time_or_status(line)} ms)."
     file = figures.run.workload.model
@@ -85,11 +85,11 @@ def larger_batch(figures: Figures) -> str:
     memory = f"{machine.gpu_memory_bytes / GIB:.0f}"
     frees = f"{wanted.name} needs {wanted.gib:.1f} of {memory} GiB, {first.name} {first.gib:.1f}"
     line = next(iter(derive(trial).timed_steps), None)
-    if line is None:
+    if line is None or not line.gib:
         return f"{frees}. A larger batch was tried: {row.status} ({row.reason})."
-    if trial.environment.gpu_uuid != machine.gpu_uuid:
-        return ""
     count = work.tokens_per_step // figures.run.workload.tokens_per_step
+    if count < 2 or not trial.environment or trial.environment.gpu_uuid != machine.gpu_uuid:
+        return ""
     more = f"{line.tokens_per_s / wanted.tokens_per_s:.2f}{max(line.mark, wanted.mark)}"
     speed = f"{whole(line.tokens_per_s)} {work.unit}/s, {more} x those of one"
     return (

@@ -148,8 +148,12 @@ def load(folder: Path) -> Run | Study:
     first.roofs = _optional(folder / schema.ROOFS, schema.Roofs, first)
     if (folder / f"{schema.LARGER}.json").exists() and plan.kind == "ladder":
         first.larger = _read_planned(folder, Planned("", f"{schema.LARGER}.json"), schema.LARGER)
+        if (reason := first.larger.rows[0].reason or "").startswith(CANNOT):
+            first.problems.append(f"left out: the larger batch: {reason}")
     if plan.kind == "ladder":
         return first
+    if any(run.workload and not run.workload.has_shape() for run in runs.values()):
+        raise RecordError(f"{schema.PLAN} names a run that is no part of a study")
     if plan.kind == "ablations":
         _prove_variants(folder, plan, runs)
     return Study(plan.kind, plan.command, plan.started_at, runs)
@@ -242,7 +246,7 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
     own = {
         row.stem
         for row in (PurePath(passes[0].script) for passes in planned.values())
-        if row.parts[0] != "ladder"
+        if row.parts[:1] not in ((), ("ladder",))
     }
     merged.problems += _other_code([record.rows[0] for record in records if record.rows[0].step in own], plan)
     merged.problems += [f"{', '.join(steps)} {lack}" for lack, steps in too_few.items()]

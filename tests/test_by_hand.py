@@ -89,6 +89,22 @@ PLAIN = {
     "a mask that is given": (NANOGPT.replace("self.mask[:T, :T]", "x[:, None, :1, :1] > 9"), None),
     "a mask of the last rows": (NANOGPT.replace("[:T, :T]", "[T - 1:T, :T]"), None),
     "another number than infinity": (NANOGPT.replace('float("-inf")', "0.0"), None),
+    "a dropout inside another module": (NANOGPT.replace("self.drop(att)", "self.drops.attn(att)"), None),
+    "a dropout that is conditional": (
+        NANOGPT.replace("self.drop(att)", "F.dropout(att, p=0.1 if C else 0.0, training=self.training)"),
+        "dropout_p=(0.1 if C else 0.0) if self.training else 0.0",
+    ),
+    "a dropout with other words": (NANOGPT.replace("self.drop(att)", "F.dropout(att, **self.how)"), None),
+    "scores that are looked at": (
+        NANOGPT.replace("        att = F.", "        z = att.mean()\n        att = F."),
+        None,
+    ),
+    "a mask made in a branch": (
+        NANOGPT.replace(
+            "        # causal", "        m = self.mask\n        if C:\n            m = m | (x[0, 0, 0] > 9)"
+        ).replace("self.mask[:T, :T]", "m"),
+        None,
+    ),
     "a module that is called": (
         NANOGPT.replace("y = att @ v  # (B, H, T, D)", "y = F.gelu(att @ v)"),
         "y = F.gelu(F.scaled_dot_product_attention(q, k, v",
@@ -106,8 +122,8 @@ PLAIN = {
 def arguments_of(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
 
-    def checked(body):
-        (tmp_path / "net.py").write_text(FILE.replace("BODY", body.strip("\n")))
+    def checked(body, change=("", "")):
+        (tmp_path / "net.py").write_text(FILE.replace("BODY", body.strip("\n")).replace(*change))
         words = [tmp_path / "net.py", "--device", "cpu", "--steps", "3", "--output", tmp_path / "r.json"]
         args = model_file.parse("run_all.sh", [*map(str, words)])
         args.planned = model_check.check(args)
@@ -123,22 +139,19 @@ def before(kernel="by hand"):
 @pytest.mark.parametrize("kind", PLAIN)
 def test_plain_attention_becomes_one_call_that_trains_the_same(kind, arguments_of):
     body, call = PLAIN[kind]
-    args = arguments_of(body)
-    edit = by_hand.fused(args.path.read_text())
+    edit = by_hand.fused(FILE.replace("BODY", body.strip("\n")))
     assert (edit is None) is (call is None)
     if edit is None:
         return
-    assert (
-        call in re.sub(r"\(\s+", "(", re.sub(r"\s+\)", ")", edit.call))
-        and edit.place == "Attention.forward"
-        and "softmax" not in edit.text
-    )
+    assert call in re.sub(r"\(\s+", "(", re.sub(r"\s+\)", ")", edit.call))
+    assert edit.place == "Attention.forward" and "softmax" not in edit.text
+    args = arguments_of(body)
     train_step, *_ = model_row.build([], {}, args)
     expected = [train_step(*batch).item() for batch in args.batches()[:3]]
     args.code = None
     train_step, *_ = model_row.build(["2_sdpa"], before(), args)
     assert [train_step(*batch).item() for batch in args.batches()[:3]] == pytest.approx(expected, rel=1e-5)
-    first, last = re.findall(r"\d+", edit.lines)[:: len(re.findall(r"\d+", edit.lines)) - 1]
+    first, *_, last = re.findall(r"\d+", edit.lines)
     lines = args.path.read_text().splitlines()
     assert re.search("q @ k|matmul", lines[int(first) - 1]) and " v" in lines[int(last) - 1]
     assert f"# in Attention.forward of net.py, in place of lines {edit.lines}\n# " in args.code
@@ -163,6 +176,7 @@ def test_a_mask_that_is_not_causal_is_left_as_it_is(arguments_of):
     [
         ("nn.Dropout(0.0)", "nn.AlphaDropout(0.0)", "no nn.Dropout"),
         ("1.0 / math.sqrt(k.size(-1))", "torch.ones(2, 1, 1)", "cannot be one call of PyTorch's"),
+        ("1.0 / math.sqrt(k.size(-1))", "self.qkv.bias[0].exp()", "cannot be one call of PyTorch's"),
         ("self.mask[:T, :T]", "(self.mask[:T, :T].cumsum(0) > 0)", "is not causal, or does more"),
         ("1.0 / math.sqrt(k.size(-1))", "(2.0 if self.training else 3.0)", None),
     ],
@@ -181,6 +195,30 @@ def test_what_looks_plain_and_is_not_is_left_as_it_is(old, new, said, arguments_
     with pytest.raises(Skip, match=said):
         model_row.build(["2_sdpa"], before(), args)
     assert args.file is before_it and args.attention is None
+
+
+def test_a_mask_that_a_later_batch_sets_elsewhere_is_seen(arguments_of):
+    later = NANOGPT.replace("self.mask[:T, :T]", "self.mask[:T, :T] | self.seen")
+    seen = "    model.seen = batch[0, 0, 0] > 1e6\n    return model(batch)"
+    args = arguments_of(later, ("    return model(batch)", seen))
+    assert by_hand.fused(args.path.read_text())
+    args.drawn[3][..., 0] = 1e7
+    args.planned.text_sha256 = args.work_sha256()
+    with pytest.raises(Skip, match="is not causal"):
+        model_row.build(["2_sdpa"], before(), args)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("\n", "\r\n"), ("return model(batch)", "assert model.training\n    return model(batch)")],
+)
+def test_a_file_that_cannot_be_replaced_gets_the_advice(old, new, arguments_of):
+    args = arguments_of(NANOGPT)
+    args.path.write_bytes(args.path.read_text().replace(old, new).encode())
+    args.file = model_file.load(args.path)
+    args.planned.text_sha256 = args.work_sha256()
+    with pytest.raises(Skip, match="written by hand"):
+        model_row.build(["2_sdpa"], before(), args)
 
 
 def test_attention_that_was_not_observed_is_not_replaced(arguments_of):

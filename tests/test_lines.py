@@ -286,6 +286,13 @@ def test_a_larger_batch_is_told_with_its_memory_and_speed():
 
 
 def test_a_larger_batch_that_does_not_fit_or_is_of_other_changes_is_told_or_not():
+    for fields in ({"environment": None}, {"workload": None}, {"rows": []}):
+        odd = larger(goldens.model())
+        odd.larger = replace(odd.larger, **fields)
+        assert applied.larger_batch(derive(odd)) == "", fields
+    less = larger(goldens.model(), times=1)
+    assert applied.larger_batch(derive(less)) == "", "one batch is no larger one"
+    assert "tried: ok" in applied.larger_batch(derive(larger(goldens.model(), peak_bytes=None)))
     failed = larger(goldens.model(), status="oom", reason="too little memory", step_ms=[])
     assert applied.larger_batch(derive(failed)).endswith("was tried: oom (too little memory).")
     for fields in ({"status": "skipped", "step_ms": []}, {"changes": ["AMP"]}):
