@@ -175,12 +175,6 @@ def warmups(place: str, step: str) -> str:
     return f"{' and '.join(seconds)} s"
 
 
-def ms_range(place: str, step: str) -> str:
-    """The shortest and the longest training step of a row: `20 to 35`."""
-    times = line(place, step).row.step_ms
-    return f"{min(times):,.0f} to {max(times):,.0f}"
-
-
 def ms(place: str, step: str) -> str:
     return f"{line(place, step).ms:,.0f}{line(place, step).mark}"
 
