@@ -13,8 +13,9 @@ import torch
 from conftest import run_python
 from torch import nn
 
-from common.record import AS_IT_IS, Proof
+from common.record import AS_IT_IS, Proof, write_json
 from common.text import Skip
+from ladder import rows, running
 from ladder.rows import AMP, COMPILE, FP8, GRAPH
 from mine import batch as model_batch
 from mine import check as model_check
@@ -300,6 +301,35 @@ def test_a_larger_batch_that_does_not_fit_or_is_of_other_changes_is_told_or_not(
     assert applied.larger_batch(derive(goldens.model())) == ""
 
 
+@pytest.mark.parametrize(
+    ("answer", "code", "left", "ran"),
+    [
+        ("3_compile\n", 0, {}, ["6_patched.json", "larger-batch.json"]),
+        ("3_compile\n", 0, {"larger-batch": "oom", "6_patched": "ok"}, []),
+        ("3_compile\n", 0, {"larger-batch": "interrupted", "6_patched": "ok"}, ["larger-batch.json"]),
+        ("", 0, {"larger-batch": "ok", "6_patched": "ok"}, []),
+        ("", 1, {"larger-batch": "ok", "6_patched": "ok"}, []),
+    ],
+)
+def test_what_is_recommended_is_applied_once(answer, code, left, ran, tmp_path, monkeypatch):
+    row = rows.Planned(rows.MODEL_SCRIPT, ["0_fp32", "net.py"], "0_fp32.json")
+    patched = rows.Planned(rows.MODEL_SCRIPT, ["6_patched", "3_compile", "net.py"], "6_patched.json")
+    plan = {"rows": [row._asdict(), patched._asdict()]}
+    for name, status in left.items():
+        write_json(tmp_path / f"{name}.json", runs.run(runs.row(name, status=status)))
+    job = SimpleNamespace(rows=[row], plan={"kind": "ladder"}, facts={})
+    stop = SimpleNamespace(requests=0)
+    under_way = running.Running(tmp_path, job, stop)
+    started = []
+    monkeypatch.setattr(under_way, "run_row", lambda row, place: started.append(row.output))
+    ended = SimpleNamespace(returncode=code, stdout=answer)
+    monkeypatch.setattr(running.subprocess, "run", lambda *_, **__: ended)
+    running.apply_recommended(under_way, job, plan)
+    assert started == ran
+    kept = {path.stem for path in tmp_path.glob("*.json")} - {"plan"}
+    assert kept == (set() if answer == "" and code == 0 else {*left}), "an answer that failed removes nothing"
+
+
 def test_batches_fit_by_the_peak_of_one_less_what_no_batch_changes(checked):
     args, gib = checked(MODEL + KINDS["a tuple"]), 2**30
     weights = sum(weight.numel() for weight in args.model().parameters())
@@ -399,6 +429,3 @@ def test_a_model_of_hugging_face_runs_from_the_file_to_the_patch(tmp_path, monke
     assert larger.rows[0].status == "ok" and larger.rows[0].settings.compiled, larger.rows[0].reason
     count, rest = divmod(larger.workload.tokens_per_step, 2 * 16)
     assert 2 <= count <= model_row.MOST_BATCHES and rest == 0 and larger.workload.steps == 2
-    before = (tmp_path / "run" / "larger-batch.json").stat().st_mtime_ns
-    assert run_python("-m", "ladder", *words, timeout=300).returncode == 0
-    assert (tmp_path / "run" / "larger-batch.json").stat().st_mtime_ns == before, "it is tried once"
