@@ -289,6 +289,14 @@ def planned_arguments(argv: list[str]) -> tuple[ModelArguments, Path]:
     return args, folder
 
 
+def initial_state(args: ModelArguments, model, optimizer, in_fp32: bool = False) -> ModelState:
+    """What a row puts back. It notes where the row trains other lines than the file's."""
+    state = ModelState(model, optimizer, seed=args.seed, in_fp32=in_fp32)
+    if edit := args.attention:
+        state.notes.append(f"attention of {edit.place}, lines {edit.lines}, is one call of PyTorch's here")
+    return state
+
+
 def run_row(words: list[str]) -> int:
     name, *argv = words
     args, folder = planned_arguments(argv)
@@ -297,7 +305,7 @@ def run_row(words: list[str]) -> int:
     functions = functions_of(names, args.file)
     args.name, args.changes = name, [ROWS[each] for each in [*args.given, *names]]
     args.source = "\n\n".join(filter(None, map(source_of, [changes.training_step, *functions])))
-    initial = partial(ModelState, seed=args.seed, in_fp32=name == AS_IT_IS)
+    initial = partial(initial_state, args, in_fp32=name == AS_IT_IS)
     return benchmark.run_and_record(partial(build, names, before), args, initial)
 
 
@@ -311,7 +319,7 @@ def run_patched(words: list[str]) -> int:
     def main(args: ModelArguments) -> tuple:
         return build(patch_file(row, args), rows_before(folder, recommended), args)
 
-    return benchmark.run_and_record(main, args, partial(ModelState, seed=args.seed))
+    return benchmark.run_and_record(main, args, partial(initial_state, args))
 
 
 def batches_that_fit(peak: int, memory: int, args: ModelArguments) -> int:
@@ -344,7 +352,7 @@ def run_larger(words: list[str]) -> int:
         args.join_batches(count)
         return build(names, before, args)
 
-    return benchmark.run_and_record(main, args, partial(ModelState, seed=args.seed))
+    return benchmark.run_and_record(main, args, partial(initial_state, args))
 
 
 def main(words: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Each step's time from what a machine can do: nothing is trained, nothing is fitted to a step's time.
+"""Each step's time from what a machine can do: nothing is trained, and no measured time of a step is used.
 
     python -m predict [--machine h200|FILE] ARGUMENT ...     the ARGUMENTs are those of a step
 

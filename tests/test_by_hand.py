@@ -245,5 +245,7 @@ def test_the_change_is_shared_by_later_rows(arguments_of, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda work, **_: work)
     args = arguments_of(NANOGPT)
     rows = before() | {"2_sdpa": {"settings": {"attention_kernel": "flash"}}}
-    model_row.build(["2_sdpa", "3_compile"], rows, args)
+    _, model, optimizer, *_ = model_row.build(["2_sdpa", "3_compile"], rows, args)
+    (note,) = model_row.initial_state(args, model, optimizer).notes
+    assert note == "attention of Attention.forward, lines 16 to 20, is one call of PyTorch's here"
     assert args.attention and "scaled_dot_product_attention" in args.code
