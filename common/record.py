@@ -16,7 +16,7 @@ from typing import Literal
 SCHEMA_VERSION = 3
 # Files of a run folder.
 PLAN, MERGED, ROOFS = "plan.json", "results.json", "roofs.json"
-LARGER = "larger-batch"  # the row of a model whose batch fills the memory, and its file
+LARGER = "larger-batch"  # the row of a model with several of its batches in one, and its file
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 # Names in the file of the proof: `fc1.weight part 1/2`, of a further pass `pass 1 fc1.weight`, and of one
 # with weights rounded to BF16 `pass rounded fc1.weight`.
@@ -276,7 +276,7 @@ class Run:
     roofs: Roofs | None = None
     problems: list[str] = field(default_factory=list)  # what a merge had to leave out, and rows that differ
     schema_version: int = SCHEMA_VERSION
-    larger: "Run | None" = None  # of --model: the recommended changes with the largest batch that fits
+    larger: "Run | None" = None  # of --model: the recommended changes, with several batches in one
 
     @property
     def is_of_ladder(self) -> bool:

@@ -28,7 +28,7 @@ from common.record import Row, Run, Study, read_object  # noqa: E402
 from common.text import Skip, aligned, run_command, say  # noqa: E402
 from ladder import loop, patches  # noqa: E402
 from report import ablations as variants  # noqa: E402
-from report import bars, cells, parity, printers, scaling, sections, sentences, sweep, table, trainers  # noqa: E402
+from report import bars, cells, parity, printers, scaling, sections, sentences, sweep, table, trainers  # noqa: E402  # noqa: E402
 from report.__main__ import render  # noqa: E402
 from report.derive import derive, derive_study  # noqa: E402
 from report.doubts import LEGEND  # noqa: E402
@@ -219,11 +219,10 @@ def recipes(place: str, *studies: str) -> str:
         for study in map(record, studies):
             width = next(iter(study.runs.values())).workload.n_embd
             other = parity.compared_with(study).get(label)
-            steps, seconds = (
-                parity.written(parity.paired(study, label, other, apart), "+.1%") if other else "-"
-                for apart in (parity.more_steps, parity.more_seconds)
-            )
-            row |= {f"more steps, {width} channels": steps, f"more seconds, {width}": seconds}
+            for name, apart in (("steps", parity.more_steps), ("seconds", parity.more_seconds)):
+                row[f"more {name}, {width} channels"] = (
+                    parity.more(study, label, other, apart) if other else "-"
+                )
         rows.append(row)
     return shown(rows, *studies)
 
@@ -235,10 +234,8 @@ def same_loss(*places: str) -> str:
         study = record(place)
         label, other = [*parity.compared_with(study).items()][-1]
         work, seeds = next(iter(study.runs.values())).workload, len(parity.labels(study)[label])
-        steps, seconds = (
-            parity.written(parity.paired(study, label, other, apart), "+.1%")
-            for apart in (parity.more_steps, parity.more_seconds)
-        )
+        steps = parity.more(study, label, other, parity.more_steps)
+        seconds = parity.more(study, label, other, parity.more_seconds)
         words = f"{work.n_layer} layers of {work.n_embd:,} channels, {seeds} seeds"
         lines.append(f"- {words}: **{steps} training steps, and {seconds} seconds**")
     return "\n".join(lines)

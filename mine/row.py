@@ -26,15 +26,12 @@ from ladder.rows import MODEL_ROWS as ROWS
 from mine import by_hand, changes, lines, patch
 from mine import file as model_file
 from mine.attention import BY_HAND, kernels_before, set_attention, switch_of
-from mine.batch import copied
 from mine.blocks import blocks_of, callable_parts, is_transformer_engine
 from mine.file import ModelArguments
 from mine.optimizers import each_of
+from mine.replace import replace_attention
 from mine.state import ModelState, capture, check_states
 
-# Shares of a loss by which rounding may change it: in FP32, and where a file multiplies in TF32 or BF16. With
-# noise of 0.05 on the weights of a GPT, BF16 changed it by 5e-5, a missing mask by 5e-3, a scale by 5 % 9e-4.
-SAME_LOSS, SAME_ROUNDED, NOISE, NOISY_BATCHES = 5e-5, 5e-4, 0.05, 8
 USABLE = 0.92  # of a GPU's memory, by a step
 MOST_BATCHES = 32  # in one
 
@@ -129,6 +126,7 @@ def refuse(names: list[str], args: ModelArguments) -> None:
 
 
 def check_unchanged(args: ModelArguments) -> None:
+    """Raises RuntimeError where the file, or the numbers of its batches, are not those of the plan."""
     if args.work_sha256() != args.planned.text_sha256:
         changed = f"{args.path.name}, or what it imports or reads, has changed since the run began"
         raise RuntimeError(f"{changed}, or its batches differ in each process: seed its generator")
@@ -202,51 +200,6 @@ def skip_at_recompile_limit(train_step: Callable) -> Callable:
             ) from error
 
     return step
-
-
-def replace_attention(args: ModelArguments) -> None:
-    """If the file's attention is plain, train a copy that calls PyTorch's. Raises Skip if the losses of its
-    batches differ, or the copy fails."""
-    model, before = args.model(), args.file
-    if switch_of(model):
-        return
-    try:
-        edit = by_hand.fused(patch.read(args.path))
-        expected = noisy_losses(args) if edit else []
-    except Exception:  # it cannot be patched, or is otherwise in evaluation: there is advice for it
-        return
-    if edit is None:
-        return
-    place = f"attention by hand ({edit.place}, {args.path.name} lines {edit.lines})"
-    owners = [module for module in model.modules() if type(module).__name__ == edit.place.partition(".")[0]]
-    if edit.dropout and any(
-        type(getattr(each, edit.dropout, None)) is not torch.nn.Dropout for each in owners
-    ):
-        raise Skip(f"{place} has a self.{edit.dropout} that is no nn.Dropout: it was left as it is")
-    try:
-        model_file.set_seeds(args.seed)  # as before the file was imported
-        args.file = patch.load(args.path, args.file.__name__, edit.text)
-        losses = noisy_losses(args)
-    except Exception as error:
-        args.file = before
-        raise Skip(f"{place} cannot be one call of PyTorch's: {one_line(error, 100)}") from error
-    limit = SAME_LOSS if args.first == FP32 else SAME_ROUNDED
-    if not all(abs(a - b) <= limit * abs(b) for a, b in zip(losses, expected, strict=True)):
-        args.file = before
-        raise Skip(f"{place} is not causal, or does more: it was left as it is")
-    args.attention = edit
-
-
-def noisy_losses(args: ModelArguments) -> list[float]:
-    """The losses of the first batches, without dropout, of weights that make attention uneven: with initial
-    ones a mask hardly changes it."""
-    model = args.model().eval()
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.empty(weight.shape, device=weight.device, dtype=torch.float32)
-            weight.add_(noise.normal_(0, NOISE, generator=generator))
-    return [args.loss(model, copied(batch, args.device)).item() for batch in args.drawn[:NOISY_BATCHES]]
 
 
 # --- the process ----------------------------------------------------------------------------------

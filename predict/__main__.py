@@ -70,8 +70,8 @@ def predict(name: str, shape, batch_size: int, measured: Roofs, capture: bool = 
     products_s = sum(count * seconds for count, seconds, _ in products)
     slowdown = machine.slowdown(products_s + attention_s, load_s, others_s, precision)
     products_s, attention_s = slowdown * products_s, slowdown * attention_s
-    host_s = 0.0 if capture and step.captured else launches * (measured.launch_s or 0.0)
-    return Prediction(products_s * 1e3, attention_s * 1e3, others_s * 1e3, host_s * 1e3)
+    launch_s = 0.0 if capture and step.captured else measured.launch_s or 0.0
+    return Prediction(products_s * 1e3, attention_s * 1e3, others_s * 1e3, launches * launch_s * 1e3)
 
 
 def sum_of_passes(

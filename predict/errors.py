@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from common.model import GPTConfig
-from common.record import Roofs, Run, Workload
+from common.record import Roofs, Row, Run, Workload
 from predict.__main__ import predict
 from predict.step_kernels import STEPS
 
@@ -21,6 +21,10 @@ class Predicted(NamedTuple):
     predicted: float
 
 
+def measured_ms(row: Row) -> float:
+    return median(median(each.step_ms) for each in row.passes or [row])
+
+
 def predicted_steps(run: Run, roofs: Roofs) -> list[Predicted | None]:
     """The steps of a run in order; None stands for one without a time or a prediction."""
     work, steps = run.workload, []
@@ -29,8 +33,7 @@ def predicted_steps(run: Run, roofs: Roofs) -> list[Predicted | None]:
         if row.status == "ok" and row.step_ms and row.step in STEPS:
             shape = GPTConfig(**{name: getattr(work, name) for name in GPTConfig.__dataclass_fields__})
             predicted = predict(row.step, shape, work.batch_size, roofs).ms
-            medians = [median(each.step_ms) for each in row.passes or [row]]
-            steps[-1] = Predicted(row.step, median(medians), predicted)
+            steps[-1] = Predicted(row.step, measured_ms(row), predicted)
     return steps
 
 
@@ -46,8 +49,7 @@ def measured_gains(run: Run) -> dict[str, float]:
     of = {}
     for before, row in pairwise(run.rows):
         if before.status == row.status == "ok":
-            times = [median(median(each.step_ms) for each in one.passes or [one]) for one in (before, row)]
-            of[row.step] = times[0] / times[1]
+            of[row.step] = measured_ms(before) / measured_ms(row)
     return of
 
 

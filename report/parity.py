@@ -167,10 +167,15 @@ def difference_rows(study: Study) -> list[dict]:
         shared = len(labels(study)[label].keys() & labels(study).get(other, {}).keys())
         row |= {"compared with": other or "-", "seeds": str(shared) if other else "-"}
         row |= {"more steps": written(steps, "+.1%"), "steps": steps.verdict if other else "-"}
-        row["more seconds"] = written(paired(study, label, other, more_seconds), "+.1%")
+        row["more seconds"] = more(study, label, other, more_seconds)
         row["nats"] = written(paired(study, label, other, more_nats), "+.4f")
         rows.append(row)
     return rows
+
+
+def more(study: Study, label: str, other: str | None, apart: Callable[[Row, Row], float | None]) -> str:
+    """What a label needs more than another one, as a share with its interval."""
+    return written(paired(study, label, other, apart), "+.1%")
 
 
 def written(of: Difference, digits: str) -> str:
