@@ -132,13 +132,18 @@ def check_unchanged(args: ModelArguments) -> None:
         raise RuntimeError(f"{changed}, or its batches differ in each process: seed its generator")
 
 
+def fuse_by_hand(names: list[str], before: dict[str, dict], args: ModelArguments) -> None:
+    """Train the file with one call of PyTorch's, where its attention is fused and was seen to be by hand."""
+    if SDPA in names and args.attention is None and kernels_before(before)[-1:] == [BY_HAND]:
+        replace_attention(args)
+
+
 def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tuple:
     """What the `main` of a step returns, with these changes; the last is the row's own."""
     refuse(names, args)
     if args.first == FP32:
         torch.set_float32_matmul_precision("highest")
-    if SDPA in names and args.attention is None and kernels_before(before)[-1:] == [BY_HAND]:
-        replace_attention(args)
+    fuse_by_hand(names, before, args)
     model = args.model()
     check_unchanged(args)
     if args.weights_sha256 and model_file.weights_sha256(model) != args.weights_sha256:
@@ -302,6 +307,7 @@ def run_larger(words: list[str]) -> int:
         is_freed = args.device.type == "cpu" or row["peak_bytes"] < first["peak_bytes"]
         if count < 2 or not is_freed:
             raise Skip("the changes free no memory for a second batch")
+        fuse_by_hand(names, before, args)  # compares losses by hand, too, for which one batch at a time fits
         args.join_batches(count)
         return build(names, before, args)
 

@@ -1,12 +1,13 @@
 """Attention that a file writes by hand: where it is plain, the file with one call trains the same."""
 
+import json
 import re
 
 import pytest
 import torch
 
 from common.text import Skip
-from mine import by_hand
+from mine import by_hand, replace
 from mine import check as model_check
 from mine import file as model_file
 from mine import row as model_row
@@ -222,6 +223,24 @@ def test_attention_that_was_not_observed_is_not_replaced(arguments_of):
     with pytest.raises(Skip, match="fused already"):
         model_row.build(["2_sdpa"], before("flash"), args)
     assert args.attention is None
+
+
+def test_a_larger_batch_has_the_call_too_and_its_losses_are_compared_batch_by_batch(
+    arguments_of, tmp_path, monkeypatch
+):
+    args, lengths, compare = arguments_of(NANOGPT), [], replace.noisy_losses
+    ran = {"changes": ["fused attention"], "settings": before()["0_fp32"]["settings"], "peak_bytes": 1}
+    for name in ("0_fp32", "2_sdpa"):
+        row = {"status": "ok", "step_ms": [1.0] * 4, "source": ""} | ran
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": [row]}))
+    monkeypatch.setattr(model_row, "planned_arguments", lambda words: (args, tmp_path))
+    monkeypatch.setattr(model_row, "batches_that_fit", lambda *_: 3)
+    monkeypatch.setattr(model_row.benchmark, "run_and_record", lambda main, args, _: main(args))
+    monkeypatch.setattr(replace, "noisy_losses", lambda a: lengths.append(len(a.drawn[0])) or compare(a))
+    one = len(args.drawn[0])
+    train_step, *_ = model_row.run_larger(["2_sdpa", "net.py"])
+    assert args.attention and lengths == [one, one] and len(args.drawn[0]) == 3 * one
+    assert train_step(*args.batches()[0]).isfinite()
 
 
 def test_the_place_of_a_softmax_is_named_beneath_pytorch(arguments_of):

@@ -362,6 +362,40 @@ def test_a_row_that_a_cpu_s_memory_cannot_hold_is_not_started(device_type, kind,
         assert refusal == ("oom", "needs about 4 GiB of 3 free: try a smaller --batch-size")
 
 
+STEADY, DRIFTING, WORSE = [10.0] * 4, [10.0] * 2 + [11.0] * 2, [10.0] * 2 + [8.0] * 2
+
+
+@pytest.mark.parametrize(
+    ("facts", "runs", "left"),
+    [
+        ({"device_type": "cuda"}, [DRIFTING, STEADY], STEADY),
+        ({"device_type": "cuda"}, [DRIFTING, WORSE], DRIFTING),
+        ({"device_type": "cuda"}, [DRIFTING, []], DRIFTING),
+        ({"device_type": "cuda"}, [STEADY], STEADY),
+        ({"device_type": "cpu"}, [DRIFTING], DRIFTING),
+        ({"device_type": "cuda", "kind": "parity"}, [DRIFTING], DRIFTING),
+    ],
+)
+def test_a_row_that_drifts_on_a_gpu_runs_once_more(facts, runs, left, tmp_path, monkeypatch, capsys):
+    job = running.Job({"kind": "ladder", "command": ""} | facts, [], FACTS | facts, "")
+    row, times = rows.Planned("0_x.py", [], "0_x.json"), iter(runs)
+    under_way = running.Running(tmp_path, job, process.Stop())
+
+    def run_script(row, path, name):
+        if not (step_ms := next(times)):
+            return "timeout", "took too long"
+        ok = schema.Row("0_x", "ok", step_ms=step_ms)
+        schema.write_json(path, schema.Run("", None, None, None, [ok]))
+
+    monkeypatch.setattr(under_way, "run_script", run_script)
+    under_way.run_row(row, "row 1 of 1")
+    assert under_way.recorded(row)["step_ms"] == left
+    assert next(times, None) is None, "each run was made"
+    assert ("0_x: the second half of the steps took +10.0% time" in capsys.readouterr().out) == (
+        len(runs) > 1
+    )
+
+
 @pytest.mark.parametrize(
     "ended, log, requests, code, said",
     [
