@@ -46,7 +46,9 @@ def mutations(path: Path) -> list[tuple[Path, str, bytes]]:
 
 if __name__ == "__main__":
     seed, count = [*map(int, sys.argv[1:]), *(1, 80)[len(sys.argv) - 1 :]]
-    rooms = map(ROOT.glob, ("[0-4]_*.py", "common/*.py", "ladder/*.py", "report/*.py", "docs/*.py"))
+    rooms = map(
+        ROOT.glob, ("[0-4]_*.py", "common/*.py", "ladder/*.py", "mine/*.py", "report/*.py", "docs/*.py")
+    )
     every = [mutation for room in rooms for file in sorted(room) for mutation in mutations(file)]
     for path, what, content in random.Random(seed).sample(every, count):
         with tempfile.TemporaryDirectory() as folder:
