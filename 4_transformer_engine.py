@@ -3,7 +3,8 @@
 Tensor cores multiply FP8 twice as fast as BF16. Its range is small, so TE scales each
 tensor before it rounds, by factors learned in earlier steps. Weights stay FP32. The price:
 rounding, blocks that are not compiled, and casts, which take more time than FP8 saves
-where a model is narrow (docs/which-step.md has widths).
+where a model is narrow (docs/which-step.md has widths). Of three recipes that were trained,
+this one reached the same loss in the fewest seconds (docs/parity.md).
 """
 
 import torch

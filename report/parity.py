@@ -166,7 +166,7 @@ def difference_rows(study: Study) -> list[dict]:
         steps = paired(study, label, other, more_steps)
         shared = len(labels(study)[label].keys() & labels(study).get(other, {}).keys())
         row |= {"compared with": other or "-", "seeds": str(shared) if other else "-"}
-        row |= {"more steps": written(steps, "+.1%"), "steps": steps.verdict if other else "-"}
+        row |= {"more steps": written(steps, "+.1%"), "verdict": steps.verdict if other else "-"}
         row["more seconds"] = more(study, label, other, more_seconds)
         row["nats"] = written(paired(study, label, other, more_nats), "+.4f")
         rows.append(row)

@@ -571,8 +571,8 @@ def test_rows_are_compared_seed_by_seed_with_the_step_or_the_variant_that_they_c
     lines = {row["row"]: row for row in parity.difference_rows(study)}
     assert [*lines["1_x"].values()][2:5] == ["0_x", "3", "+0.0% ± 0.0%"]
     assert lines["1_x"]["nats"] == "+0.0040 ± 0.0025" and lines["2_fp8"]["nats"] == "+0.0960 ± 0.0025"
-    assert lines["10_x"]["nats"] == "-1.0000" and lines["10_x"]["steps"] == "undecided", "one seed"
-    assert (lines["0_x"]["steps"], lines["0_x"]["nats"]) == ("-", "-")
+    assert lines["10_x"]["nats"] == "-1.0000" and lines["10_x"]["verdict"] == "undecided", "one seed"
+    assert (lines["0_x"]["verdict"], lines["0_x"]["nats"]) == ("-", "-")
 
 
 @pytest.mark.parametrize(
