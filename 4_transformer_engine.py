@@ -1,10 +1,9 @@
 """Step 4: linear layers in FP8, numbers of eight bits, by NVIDIA's Transformer Engine (TE).
 
-Tensor cores multiply FP8 twice as fast as BF16. Its range is small, so TE scales each
-tensor before it rounds, by factors learned in earlier steps. Weights stay FP32. The price:
-rounding, blocks that are not compiled, and casts, which take more time than FP8 saves
-where a model is narrow (docs/which-step.md has widths). Of three recipes that were trained,
-this one reached the same loss in the fewest seconds (docs/parity.md).
+Tensor cores multiply FP8 twice as fast as BF16. Its range is small, so TE scales a tensor
+before it rounds, by factors learned in earlier steps: of three recipes trained, this one
+reached the same loss soonest (docs/parity.md). Weights stay FP32. The price: rounding, no
+compiled block, and casts that cost a narrow model more than FP8 saves (docs/which-step.md).
 """
 
 import torch
