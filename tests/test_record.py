@@ -25,7 +25,7 @@ def record(tmp_path):
     """Records pieces in a copy of the project whose run_all.sh trains nothing; returns how it ended, its last
     line, and the copy."""
     copy = tmp_path / "copy"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", ".te", ".whl", "results"))
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "results", "__pycache__"))
     (copy / "run_all.sh").write_text(RUN_ALL)
     (copy / "docs" / "renew.sh").write_text("")
     tiny = ROOT / "docs" / "results" / "epyc-2-cores" / "tiny" / "results.json"
