@@ -82,7 +82,7 @@ setup() {
     command -v -- "$PYTHON" >/dev/null || fail 2 "PYTHON=$PYTHON does not run"
     fit "$PYTHON" || fail 2 "PYTHON=$PYTHON is older than Python 3.10, or does not run"
     PYTHON="$(path_of "$PYTHON")"
-    has "$PYTHON" torch numpy || fail 2 "PYTHON=$PYTHON lacks torch or numpy"
+    has "$PYTHON" torch numpy || fail 2 "PYTHON=$PYTHON lacks torch or numpy: install them there, or leave PYTHON out"
     python="$PYTHON"
     return
   fi

@@ -1,3 +1,5 @@
+"""What the steps share: model, data, measurement, record."""
+
 import sys
 
 if sys.platform == "win32":

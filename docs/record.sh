@@ -7,8 +7,9 @@
 #   docs/record.sh --confirm MACHINE one pass of the slice and of gpt2, compared with the records
 #
 # Nothing is recorded from uncommitted files, documents aside: a record names its commit. A piece that was interrupted
-# goes on with the same command. The Python needs cogapp too (tests/requirements.txt). Where the system has another cuDNN
-# than PyTorch's, name PyTorch's in CUDNN_HOME, and put its lib/ first on LD_LIBRARY_PATH.
+# goes on with the same command, until its record lies under docs/results. The Python needs cogapp too
+# (tests/requirements.txt). Where the system has another cuDNN than PyTorch's, name PyTorch's in CUDNN_HOME, and put its
+# lib/ first on LD_LIBRARY_PATH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { echo "docs/record.sh: error: $1" >&2 && exit 2; }

@@ -28,7 +28,7 @@ from common.record import Row, Run, Study, read_object  # noqa: E402
 from common.text import Skip, aligned, run_command, say  # noqa: E402
 from ladder import loop, patches  # noqa: E402
 from report import ablations as variants  # noqa: E402
-from report import bars, cells, parity, printers, scaling, sections, sentences, sweep, table, trainers  # noqa: E402  # noqa: E402
+from report import bars, cells, parity, printers, scaling, sections, sentences, sweep, table, trainers  # noqa: E402
 from report.__main__ import render  # noqa: E402
 from report.derive import derive, derive_study  # noqa: E402
 from report.doubts import LEGEND  # noqa: E402
@@ -61,9 +61,9 @@ def runs(place: str) -> list[Run]:
     return [*runs_of(record(place)).values()]
 
 
-def shown(rows: list[dict], *of: str, n_left: int = 1) -> str:
-    """A table of Markdown. Raises ValueError where its recordings hold one row of two states of the code, or
-    rows differ."""
+def shown(rows: list[dict], *of: str, n_left: int = 1, other_card: str | None = None) -> str:
+    """A table of Markdown; `other_card` is the one of figures that are of no run. Raises ValueError where its
+    recordings hold one row of two states of the code, or rows differ."""
     states: dict[str, set[str | None]] = {}
     differing = set()
     for name, run in ((name, run) for place in of for name, run in runs_of(record(place)).items()):
@@ -74,12 +74,13 @@ def shown(rows: list[dict], *of: str, n_left: int = 1) -> str:
     differing |= {f"{name} is of several states of the code" for name in states if len(states[name]) > 1}
     if differing:
         raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(differing))}")
-    return explained(printers.pipe(rows, n_left)) + several_cards(*of)
+    return explained(printers.pipe(rows, n_left)) + several_cards(*of, other_card=other_card)
 
 
-def several_cards(*of: str) -> str:
+def several_cards(*of: str, other_card: str | None = None) -> str:
     """How many cards the recordings of a table are of, where it is more than one; otherwise nothing."""
-    cards = {run.environment.gpu_uuid for place in of for run in runs(place) if run.environment} - {None}
+    cards = {run.environment.gpu_uuid for place in of for run in runs(place) if run.environment}
+    cards = (cards | {other_card}) - {None}
     return f"\n\nRecorded on {len(cards)} cards." if len(cards) > 1 else ""
 
 
@@ -202,17 +203,16 @@ def cards(*of: str) -> str:
     return explained(printers.pipe([table.card_row(figures(place)) for place in of]))
 
 
-def learning(place: str, *labels: str) -> str:
-    """A parity study: losses of these rows, or of all, their differences, and what these say."""
-    rows = parity.difference_rows(record(place))
-    return shown([row for row in rows if not labels or row["row"] in labels], place)
+def learning(place: str) -> str:
+    """What each row of a parity study needs to the same loss, with the verdicts."""
+    return shown(parity.difference_rows(record(place)), place)
 
 
 def recipes(place: str, *studies: str) -> str:
     """How far each recipe of FP8 turns the gradient, by the experiment `gradients`, and what those that were
     trained need to the same loss, by studies of parity."""
-    rows = []
-    for each in read_object(RESULTS / place / "gradients.json")["rows"]:
+    rows, gradients = [], read_object(RESULTS / place / "gradients.json")
+    for each in gradients["rows"]:
         row = {"recipe": each["what"], "gradient off by": f"{each['measured']:.1%}"}
         row["forward and backward"] = each["columns"]["forward and backward"]
         label = TRAINED.get(each["what"])
@@ -224,16 +224,16 @@ def recipes(place: str, *studies: str) -> str:
                     parity.more(study, label, other, apart) if other else "-"
                 )
         rows.append(row)
-    return shown(rows, *studies)
+    return shown(rows, *studies, other_card=gradients["environment"]["gpu_uuid"])
 
 
-def same_loss(place: str) -> str:
-    """What step 4 needs to the loss of step 3, in a parity study."""
-    step, other = "4_transformer_engine", "3_compile"
-    steps = parity.more(record(place), step, other, parity.more_steps)
-    return (
-        f"{steps} training steps, and {parity.more(record(place), step, other, parity.more_seconds)} seconds"
-    )
+def same_loss(place: str, label: str = "4_transformer_engine", other: str = "3_compile") -> str:
+    """What a row of a parity study needs to the loss of another: `1.2% ± 0.4% more training steps and ...`"""
+    words = []
+    for unit, apart in (("training steps", parity.more_steps), ("seconds", parity.more_seconds)):
+        more = parity.more(record(place), label, other, apart)
+        words.append(f"{more[1:]} {'more' if more[0] == '+' else 'fewer'} {unit}")
+    return " and ".join(words)
 
 
 def trainer_settings() -> str:
@@ -441,7 +441,7 @@ def renew() -> None:
             )
 
 
-def lost_rows(before: Path, after: Path) -> list[str]:
+def rows_without_time_now(before: Path, after: Path) -> list[str]:
     """The rows that have a time in a recording, and none in a later one of the same piece."""
     if not (before / "results.json").exists() or not (after / "results.json").exists():
         return []
@@ -467,7 +467,7 @@ def main() -> int:
         return of_another_device(sys.argv[2], hardware.device_name(hardware.resolve_device("auto")))
     if sys.argv[1] == "--lost" and len(sys.argv) == 4:
         try:
-            names = lost_rows(*map(Path, sys.argv[2:]))
+            names = rows_without_time_now(*map(Path, sys.argv[2:]))
         except RecordError as error:
             say(str(error))
             return 1

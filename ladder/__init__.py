@@ -1,0 +1,1 @@
+"""Rows of runs: what is to run, and running it."""

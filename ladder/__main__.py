@@ -120,7 +120,10 @@ def check(request: Request) -> None:
             "--peers excludes --gpus, --scaling, --sweep and --model",
         ),
         (options.repeat > MOST_PASSES, f"--repeat {options.repeat}: at most {MOST_PASSES} passes"),
-        (options.repeat > 1 and kind in ("scaling", "sweep"), "--repeat is for a ladder"),
+        (
+            options.repeat > 1 and kind in ("scaling", "sweep"),
+            "--repeat is for a ladder: leave out --scaling and --sweep",
+        ),
         (
             options.model and (options.gpus or options.scaling or options.sweep),
             "--model runs on one GPU, without --gpus, --scaling and --sweep",
@@ -129,13 +132,16 @@ def check(request: Request) -> None:
             options.model and in_file,
             f"{' '.join(in_file)}: not with --model, whose file makes the model and its batches",
         ),
-        (options.start and not options.model, "--from is for --model"),
-        (kind == "sweep" and (options.gpus or options.parallel), "a sweep runs on one GPU"),
+        (options.start and not options.model, "--from is for --model: add --model FILE"),
+        (
+            kind == "sweep" and (options.gpus or options.parallel),
+            "a sweep runs on one GPU: leave out --gpus and --parallel",
+        ),
         (
             kind == "sweep" and len(set(chosen)) == 1 and options.only,
             "--sweep compares steps: give --only two or more",
         ),
-        (kind == "sweep" and shape, "--sweep chooses the shape"),
+        (kind == "sweep" and shape, f"--sweep chooses the shape: leave out {' '.join(sorted(shape))}"),
         (
             options.parallel and not (options.gpus or options.scaling),
             "--parallel is for several processes: add --gpus N",

@@ -44,6 +44,6 @@ def apply(patch: Path, folder: Path, script: str) -> None:
     try:
         applied = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise Skip(f"git cannot apply {patch.name}: {error.strerror}") from None
+        raise Skip(f"git cannot apply {patch.name} ({error.strerror}): install git") from None
     if applied.returncode:
         raise Skip(f"{patch.name} does not fit {script}: {one_line(applied.stderr)}")

@@ -7,9 +7,11 @@ A step is a file: NUMBER_name.py in the folder of the project.
 import re
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from common import record
 from common.record import AS_IT_IS, read_object
 from common.text import one_line, say
 from ladder import process
@@ -33,11 +35,11 @@ FP32 = "0_fp32"  # the file unchanged, or AS_IT_IS
 MODEL_ROWS = {  # of a model that is not ours, and what each adds, in words
     FP32: "",
     AS_IT_IS: "",
-    AMP: "AMP",
-    SDPA: "fused attention",
-    COMPILE: "compile",
-    GRAPH: "CUDA graph",
-    FP8: "FP8",
+    AMP: record.AMP,
+    SDPA: record.SDPA,
+    COMPILE: record.COMPILE,
+    GRAPH: record.GRAPH,
+    FP8: record.FP8,
 }
 FROM = {"fp32": [], "amp": [AMP], "sdpa": [AMP, SDPA], "compile": [AMP, SDPA, COMPILE]}  # of --from
 STEP = re.compile(r"\d+_\w+\.py")
@@ -129,13 +131,18 @@ def refuse(reason: str, log: Path, name: str) -> None:
 
 def with_pinned(arguments: list[str], pinned: dict[str, str]) -> list[str]:
     """The arguments with these options in place of the user's, which may have left them to this machine."""
-    words, skips = [], False
-    for word in arguments:
+    return [*without(arguments, pinned), *(word for option in pinned.items() for word in option)]
+
+
+def without(words: list[str], options: Collection[str]) -> list[str]:
+    """The words of a command without these options and their values."""
+    rest, skips = [], False
+    for word in words:
         option, equals, _ = word.partition("=")
-        if option not in pinned and not skips:
-            words.append(word)
-        skips = option in pinned and not equals
-    return [*words, *(word for option in pinned.items() for word in option)]
+        if option not in options and not skips:
+            rest.append(word)
+        skips = option in options and not equals
+    return rest
 
 
 def ladder(arguments: list[str], names: list[str], gpus: int = 1) -> list[Planned]:
@@ -146,7 +153,7 @@ def ladder(arguments: list[str], names: list[str], gpus: int = 1) -> list[Planne
 def of_model(model: str, arguments: list[str], only: str | None, seen: dict) -> list[Planned]:
     """The rows of a model that is not ours, or those whose numbers `only` names: the file unchanged, and each
     change that it does not make itself, as the check has `seen`."""
-    names = [seen["first"], *(name for name in list(MODEL_ROWS)[2:] if name not in seen["given"])]
+    names = [seen["first"], *(name for name in list(MODEL_ROWS)[2:] if name not in seen["rows_in_file"])]
     names = [name for name in names if only is None or str(number_of(name)) in only.split(",")]
     return [Planned(MODEL_SCRIPT, [name, model, *arguments], f"{name}.json") for name in names]
 

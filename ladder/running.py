@@ -1,7 +1,7 @@
 """A plan under way: its folder, its rows one after the other, and the report at the end.
 
-A folder continues if its plan equals mine: the same kind of run, device and workload, and rows of one name
-that are the same, of the same code. It may hold other rows too."""
+A folder continues if its plan equals the new one: the same kind of run, device and workload, and rows of one
+name that are the same, of the same code. It may hold other rows too."""
 
 import argparse
 import contextlib
@@ -61,27 +61,32 @@ class Running:
         is_changed = label(row) not in rows.MADE_ROWS and content.get("code_sha256") not in (None, code)
         return {} if is_changed else content
 
-    def decides(self, row: rows.Planned) -> bool:
+    def is_first_pass_of_model(self, row: rows.Planned) -> bool:
         """Whether later rows depend on the record of this one: with --model, on its first pass."""
         return row.script == rows.MODEL_SCRIPT and not row.output.startswith("pass-")
 
     def run_row(self, row: rows.Planned, place: str) -> None:
-        """Run one row, and once more if its time drifted, as a busy host makes it on a GPU: the steadier
-        record stays. `place` tells which of all rows it is: `row 2 of 5`."""
+        """Run one row. If its time drifted on a GPU, as beside a busy host, run it once more, and keep the
+        steadier record. `place` tells which of all rows it is: `row 2 of 5`."""
         self.run_once(row, place)
         path, drift = self.folder / row.output, self.drift(row)
         may_repeat = self.plan["kind"] == "ladder" and self.facts["device_type"] == "cuda"
         if abs(drift) <= schema.DRIFT or not may_repeat or self.stop.requests:
             return
-        say(f"{path.stem}: the second half of the steps took {drift:+.1%} time, so it runs once more")
-        first = path.read_bytes()
+        name, more = row.output.removesuffix(".json"), "more" if drift > 0 else "less"
+        say(f"{name}: the second half of its steps took {abs(drift):.1%} {more} time, so it runs once more")
+        files = [path, schema.sketches_of(path), path.with_suffix(".log")]
+        first = {file: file.read_bytes() for file in files if file.exists()}
         self.run_once(row, place)
         if self.recorded(row).get("status") != "ok" or abs(self.drift(row)) > abs(drift):
-            path.write_bytes(first)
+            for file, content in first.items():
+                schema.write_bytes(file, content)
 
     def drift(self, row: rows.Planned) -> float:
-        """By which share the second half of a row's steps took longer; 0 of a row without a time."""
-        return schema.Row(row.output, step_ms=self.recorded(row).get("step_ms", [])).drift
+        """By which share the second half of an ok row's steps took more time; 0 of any other."""
+        recorded = self.recorded(row)
+        is_timed = recorded.get("status") == "ok"
+        return schema.Row(row.output, step_ms=recorded["step_ms"] if is_timed else []).drift
 
     def run_once(self, row: rows.Planned, place: str) -> None:
         """Run one script, and print what came of it. One that leaves no record gets one that holds how it
@@ -218,17 +223,17 @@ def refuse_another(before: dict, plan: dict, folder: Path) -> None:
         if isinstance(code, dict) and code.get(name, own) != own:
             differing.append(f"the code of {name}")
     began, begins = (each.get("seen") or {} for each in (before, plan))
-    if any(began.get(name) != begins.get(name) for name in ("first", "given")):
+    if any(began.get(name) != begins.get(name) for name in ("first", "rows_in_file")):
         differing.append("--from, or what the file does itself,")
     if differing:
-        raise Skip(f"--output {folder} holds another run: {', '.join(differing[:3])} differ")
+        raise Skip(f"--output {folder} holds another run: {', '.join(differing[:3])} differ. Give another")
 
 
 def merge(before: dict, plan: dict) -> dict:
-    """My plan with the start, the commands and all rows of the plan that a folder holds."""
-    theirs, mine = rows_by_output(before), rows_by_output(plan)
-    commands, together = [str(before.get("command"))], theirs | mine
-    if mine.keys() - theirs.keys():
+    """The new plan with the start, the commands and all rows of the plan that a folder holds."""
+    theirs, ours = rows_by_output(before), rows_by_output(plan)
+    commands, together = [str(before.get("command"))], theirs | ours
+    if ours.keys() - theirs.keys():
         commands.append(plan["command"])
     order = sorted(together, key=place_of) if plan["kind"] == "ladder" else together
     return plan | {
@@ -269,10 +274,10 @@ def execute(job: Job, output: Path | None) -> int:
     folder = folder_of(job.plan["kind"] if not job.facts.get("seen") else "model", output)
     plan, before = job.plan, schema.read_object(folder / schema.PLAN)
     if not before and {path.name for path in folder.iterdir()} - {LOCK}:
-        raise Skip(f"--output {folder} holds files that are of no run")
+        raise Skip(f"--output {folder} holds files that are of no run: give a new or an empty folder")
     lock = locked(folder)
     if lock is None:
-        raise Skip(f"{folder} is in use by another run")
+        raise Skip(f"{folder} is in use by another run: wait for it, or give another --output")
     before = schema.read_object(folder / schema.PLAN)  # nobody else writes it now
     if before:
         refuse_another(before, plan, folder)
@@ -291,7 +296,7 @@ def execute(job: Job, output: Path | None) -> int:
     for k, row in enumerate(job.rows, 1):
         if not stop.requests and running.recorded(row).get("status") != "ok":
             running.run_row(row, f"row {k} of {len(job.rows)}")
-            if running.decides(row) and running.recorded(row).get("status") == "ok":
+            if running.is_first_pass_of_model(row) and running.recorded(row).get("status") == "ok":
                 forget_rows_behind(row, plan, folder)
     if job.facts.get("seen") and not stop.requests:
         apply_recommended(running, job, plan)
@@ -393,12 +398,7 @@ def run_study(
 
 def again(name: str, words: list[str]) -> str:
     """The command that finishes a run, without its folder."""
-    kept, skips = [], False
-    for word in words:
-        if not (skips or word == "--output" or word.startswith("--output=")):
-            kept.append(word)
-        skips = word == "--output"
-    return shlex.join([*name.split(), *kept])
+    return shlex.join([*name.split(), *rows.without(words, ["--output"])])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,1 @@
+"""A model that is not ours, as a user's file has it: ./run_all.sh --model FILE."""

@@ -26,7 +26,7 @@ def copied(batch, device: torch.device | None):
         return new
     if isinstance(batch, (tuple, list)):
         parts = [copied(part, device) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else parts  # a namedtuple keeps its names
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
 
 
@@ -70,7 +70,7 @@ def joined(batches: list):
         return new
     if isinstance(first, (tuple, list)):
         parts = [joined([*of_part]) for of_part in zip(*batches, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else parts
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     return first
 
 

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-CASTS = ("float", "to", "type_as")  # methods, which fused attention does inside
+CASTS = ("float", "to", "type_as")  # methods that only cast, which the fused kernel does itself
 MASKS = ("masked_fill", "masked_fill_")
 ABOUT = ("shape", "size", "device", "dtype")  # of a tensor, which say nothing of its numbers
 TRANSPOSED = ("transpose(-2, -1)", "transpose(-1, -2)", "transpose(2, 3)", "transpose(3, 2)", "mT")
@@ -77,7 +77,7 @@ class Attention:
 
     def __init__(self, function: ast.FunctionDef, at: int):
         body = function.body
-        self.given, self.body = inputs_of(function), body
+        self.inputs, self.body = inputs_of(function), body
         self.removed, self.dropout, self.module = [body[at]], "", ""
         self.scale, self.is_masked = "", False
         self.weights = body[at].targets[0].id
@@ -111,7 +111,7 @@ class Attention:
             self.query, self.key = ast.unparse(product[0]), transposed(ast.unparse(product[1]))
             return ""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MASKS:
-            check_mask(node, self.given)
+            check_mask(node, self.inputs)
             self.is_masked = True
             return self.peel(node.func.value)
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)) and not self.scale:
@@ -125,7 +125,7 @@ class Attention:
         uses = [node for each in statements for node in names_in(each) if node.id in self.gone]
         for statement in statements:
             for node in ast.walk(statement) if isinstance(statement, (ast.Assign, ast.Return)) else ():
-                if (pair := operands_of(node)) and [pair[0]] == uses and is_name(pair[0], self.weights):
+                if (pair := operands_of(node)) and [pair[0]] == uses and uses[0].id == self.weights:
                     self.last_statement = statement
                     return node
         raise NotPlainError
@@ -198,10 +198,6 @@ def names_of(node: ast.AST) -> set[str]:
     return {name.id for name in names_in(node)}
 
 
-def is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
 def is_assignment(statement: ast.stmt, name: str) -> bool:
     """Whether it assigns to this name alone."""
     return isinstance(statement, ast.Assign) and [*map(ast.unparse, statement.targets)] == [name]
@@ -209,18 +205,16 @@ def is_assignment(statement: ast.stmt, name: str) -> bool:
 
 def inputs_of(function: ast.FunctionDef) -> set[str]:
     """The names whose numbers come from what a function is given, self aside: not those of shapes."""
-    given, before = (
-        {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)} - {"self"},
-        set(),
-    )
-    while given != before:
-        before = set(given)
+    inputs = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)} - {"self"}
+    before = set()
+    while inputs != before:
+        before = set(inputs)
         for node in ast.walk(function):
             value = getattr(node, "iter", None) or getattr(node, "value", None)
             targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-            if value is not None and targets != [None] and numbers_of(value) & given:
-                given |= {name for target in targets for name in names_of(target)}
-    return given
+            if value is not None and targets != [None] and numbers_of(value) & inputs:
+                inputs |= {name for target in targets for name in names_of(target)}
+    return inputs
 
 
 def numbers_of(node: ast.AST) -> set[str]:

@@ -39,14 +39,14 @@ def check(args: ModelArguments) -> Workload:
             f"model() of {args.path.name} makes other weights or buffers each time: seed its generator"
         )
     if not any(weight.requires_grad for weight in model.parameters()):
-        raise Skip(f"model() of {args.path.name} has no weight to train")
+        raise Skip(f"model() of {args.path.name} has no weight to train: let one have requires_grad=True")
     work = settle_steps(args, model)
     size = f"{work.parameters / 1e6:,.1f} M parameters, {work.tokens_per_step:,} {work.unit} a step"
     see_start(args, model)
     see_loss(args, model)
-    args.said = [f"{work.model}: {size}", *args.said]
-    if COMPILE not in args.given:
-        args.said.append(f"Row {COMPILE}: {say_blocks(model, args.blocks)}")
+    args.remarks = [f"{work.model}: {size}", *args.remarks]
+    if COMPILE not in args.rows_in_file:
+        args.remarks.append(f"Row {COMPILE}: {say_blocks(model, args.blocks)}")
     args.draw_again()
     if work.text_sha256 != args.work_sha256():
         raise Skip(f"batches() of {args.path.name} yields other numbers each time: seed its generator")
@@ -64,13 +64,17 @@ def first_loss(args: ModelArguments, model: torch.nn.Module) -> torch.Tensor:
     if any(weight.grad is not None for weight in model.parameters()):
         raise Skip(f"loss() of {name} calls backward(): let it return the loss alone")
     if not isinstance(loss, torch.Tensor):
-        raise Skip(f"the loss of {name} is no tensor")
+        raise Skip(f"the loss of {name} is no tensor: let loss() return one number as a tensor")
     if not loss.is_floating_point():
-        raise Skip(f"the loss of {name} is of {loss.dtype}, which has no gradient")
+        raise Skip(f"the loss of {name} is of {loss.dtype}, which has no gradient: let loss() return a float")
     if loss.dim():
-        raise Skip(f"the loss of {name} is no scalar: its shape is {tuple(loss.shape)}")
+        raise Skip(
+            f"the loss of {name} is no scalar: its shape is {tuple(loss.shape)}: let loss() return its mean"
+        )
     if not torch.isfinite(loss):
-        raise Skip(f"the first loss of {name} is {loss.item()}")
+        raise Skip(
+            f"the first loss of {name} is {loss.item()}: look at the first weights and the first batch"
+        )
     return loss
 
 
@@ -140,8 +144,8 @@ def step_flops(args: ModelArguments, model: torch.nn.Module) -> int:
     counts = count_flops(args, model, fits)
     model.zero_grad()
     args.blocks = list_blocks(model, counts)
-    if not counts and not args.said:
-        args.said.append("FLOPs are not counted: PyTorch's counter cannot follow this model")
+    if not counts and not args.remarks:
+        args.remarks.append("FLOPs are not counted: PyTorch's counter cannot follow this model")
     return counts.get("Global", 0)
 
 
@@ -166,7 +170,7 @@ def count_flops(args: ModelArguments, model: torch.nn.Module, backward: bool) ->
     except (MemoryError, torch.OutOfMemoryError):
         return count_flops(args, model, backward=False) if backward else {}
     except Exception as error:  # the counter's, or of a loss that fails when it is called again
-        args.said.append(f"FLOPs are not counted: under PyTorch's counter, {one_line(error, 100)}")
+        args.remarks.append(f"FLOPs are not counted: under PyTorch's counter, {one_line(error, 100)}")
         return {}
     times = 1 if backward else 3
     return {name: times * sum(each.values()) for name, each in counter.get_flop_counts().items()}
@@ -213,12 +217,12 @@ def see_loss(args: ModelArguments, model: torch.nn.Module) -> None:
 
 
 def see_start(args: ModelArguments, model: torch.nn.Module) -> None:
-    """`given`, the changes that the unchanged file makes itself in most of its work, and the name of the
-    first row. Raises Skip where --from claims more or less than a training step shows."""
+    """`rows_in_file`, the changes that the unchanged file makes itself in most of its work, and the name of
+    the first row. Raises Skip where --from claims more or less than a training step shows."""
     ran, half = observe_step(args, model)
     if ran is None:
-        args.said.append("A training step could not be observed, so what the file does was not seen")
-        args.first, args.given = AS_IT_IS, FROM[args.start or "fp32"]
+        args.remarks.append("A training step could not be observed, so what the file does was not seen")
+        args.first, args.rows_in_file = AS_IT_IS, FROM[args.start or "fp32"]
         return
     ran_in_part = {row: ran.has_run(MODEL_ROWS[row]) for row in (AMP, SDPA, COMPILE)}
     in_most = {AMP: half, COMPILE: compiles_most(model, getattr(args.file, "loss", None))}
@@ -227,14 +231,14 @@ def see_start(args: ModelArguments, model: torch.nn.Module) -> None:
     # Hugging Face's switch can do more than its default: without a mask, a graph has a faster kernel.
     if args.start is None and SDPA in seen and switch_of(model):
         seen.remove(SDPA)
-    args.given = [row for row in seen if args.start != "fp32"]
+    args.rows_in_file = [row for row in seen if args.start != "fp32"]
     parts = [MODEL_ROWS[row] for row in in_most if ran_in_part[row] and row not in seen]
-    if args.given or parts or ran.float32_matmul_precision != "highest":
+    if args.rows_in_file or parts or ran.float32_matmul_precision != "highest":
         args.first = AS_IT_IS
-        has = [f"matmuls in {half}" if row == AMP else MODEL_ROWS[row] for row in args.given]
+        has = [f"matmuls in {half}" if row == AMP else MODEL_ROWS[row] for row in args.rows_in_file]
         has += [f"{part} in a part" for part in parts]
         line = f"Row {AS_IT_IS}: the file unchanged, which has {', '.join(has) or 'TF32'}"
-        args.said.append(f"{line}: no row {', '.join(args.given)}" if args.given else line)
+        args.remarks.append(f"{line}: no row {', '.join(args.rows_in_file)}" if args.rows_in_file else line)
 
 
 def observe_step(args: ModelArguments, model: torch.nn.Module) -> tuple[Settings | None, str]:
@@ -329,7 +333,7 @@ def main(words: list[str]) -> int:
         say(f"run_all.sh: error: {explain(error)[1]}", sys.stderr)
         return 2
     seen = {name: getattr(args, name) for name in SEEN}
-    facts.say_facts(args.device, work, {"--steps": str(work.steps)}, args.said, {"seen": seen})
+    facts.say_facts(args.device, work, {"--steps": str(work.steps)}, args.remarks, {"seen": seen})
     return 0
 
 

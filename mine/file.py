@@ -44,7 +44,7 @@ from mine.optimizers import Optimizers
 NEEDED = ("model", "batches")
 SAME_MEAN = 1e-3  # of a loss, by which rounding may change it
 # What the check saw, for the rows.
-SEEN = ("beside", "is_masked", "softmax_at", "blocks", "loss_text", "first", "given", "weights_sha256")
+SEEN = ("beside", "is_masked", "softmax_at", "blocks", "loss_text", "first", "rows_in_file", "weights_sha256")
 LR = 1e-4  # of the AdamW that a file without an optimizer gets
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -70,8 +70,8 @@ class ModelArguments(options.Measurement):
     blocks: list[str] = field(default_factory=list)  # names of the lists of blocks, see mine/blocks.py
     loss_text: str = "model({batch})"  # an expression of the loss
     first: str = FP32  # the name of the first row, the file unchanged
-    given: list[str] = field(default_factory=list)  # the rows whose changes the file makes itself
-    said: list[str] = field(default_factory=list)  # what a user should know before the first row
+    rows_in_file: list[str] = field(default_factory=list)  # the rows whose changes the file makes itself
+    remarks: list[str] = field(default_factory=list)  # what a user should know before the first row
     attention: Fused | None = None  # attention by hand, where a row has it as one call
     planned: Workload | None = None  # as the plan of the run has it
     weights_sha256: str = ""  # of the model that was checked; empty if there is none

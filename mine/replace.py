@@ -11,7 +11,8 @@ from mine.batch import copied
 from mine.file import ModelArguments
 
 # Shares of a loss by which rounding may change it: in FP32, and where a file multiplies in TF32 or BF16. With
-# noise of 0.05 on the weights of a GPT, BF16 changed it by 5e-5, a missing mask by 5e-3, a scale by 5 % 9e-4.
+# noise of 0.05 on the weights of a GPT, BF16 changed the loss by a share of 5e-5, a missing mask by 5e-3, a
+# scale that is 5 % off by 9e-4.
 SAME_LOSS, SAME_ROUNDED, NOISE, NOISY_BATCHES = 5e-5, 5e-4, 0.05, 8
 
 
@@ -24,7 +25,7 @@ def replace_attention(args: ModelArguments) -> None:
     try:
         edit = by_hand.fused(patch.read(args.path))
         expected = noisy_losses(args) if edit else []
-    except Exception:  # it cannot be patched, or is otherwise in evaluation: there is advice for it
+    except Exception:  # it cannot be patched, or its loss fails in evaluation: set_attention says what to do
         return
     if edit is None:
         return

@@ -48,7 +48,7 @@ def rows_before(folder: Path, name: str) -> dict[str, dict]:
     return rows
 
 
-def kept(before: dict[str, dict]) -> list[str]:
+def rows_kept(before: dict[str, dict]) -> list[str]:
     """The rows whose changes are kept: none clearly slower than what it was added to."""
     names, base = [], None
     for name, row in before.items():
@@ -133,7 +133,8 @@ def check_unchanged(args: ModelArguments) -> None:
 
 
 def fuse_by_hand(names: list[str], before: dict[str, dict], args: ModelArguments) -> None:
-    """Train the file with one call of PyTorch's, where its attention is fused and was seen to be by hand."""
+    """Where these rows fuse attention, and a row before ran it by hand, train a copy of the file that calls
+    PyTorch's."""
     if SDPA in names and args.attention is None and kernels_before(before)[-1:] == [BY_HAND]:
         replace_attention(args)
 
@@ -221,7 +222,7 @@ def source_of(function: Callable) -> str:
 def patch_file(row: dict, args: ModelArguments) -> list[str]:
     """Put those changes of a recommended row into the file that can be placed there, and the patch into
     `args.code`. Returns the rows whose changes are left to make. Raises Skip where none can be placed."""
-    names = [name for name in ROWS if ROWS[name] in row.get("changes", []) and name not in args.given]
+    names = [name for name in ROWS if ROWS[name] in row.get("changes", []) and name not in args.rows_in_file]
     text, model = patch.read(args.path), args.model()
     attention = by_hand.fused(text) if SDPA in names and not switch_of(model) else None
     begun = attention.text if attention else text
@@ -259,9 +260,9 @@ def run_row(words: list[str]) -> int:
     name, *argv = words
     args, folder = planned_arguments(argv)
     before = rows_before(folder, name)
-    names = kept(before) + ([name] if ROWS[name] else [])
+    names = rows_kept(before) + ([name] if ROWS[name] else [])
     functions = functions_of(names, args.file)
-    args.name, args.changes = name, [ROWS[each] for each in [*args.given, *names]]
+    args.name, args.changes = name, [ROWS[each] for each in [*args.rows_in_file, *names]]
     args.source = "\n\n".join(filter(None, map(source_of, [changes.training_step, *functions])))
     initial = partial(initial_state, args, in_fp32=name == AS_IT_IS)
     return benchmark.run_and_record(partial(build, names, before), args, initial)
@@ -299,7 +300,7 @@ def run_larger(words: list[str]) -> int:
     before = rows_before(folder, recommended)
     first, row = next(iter(before.values())), read_object(folder / f"{recommended}.json")["rows"][0]
     args.name, args.changes, args.source = LARGER, row["changes"], row["source"]
-    names = [name for name in ROWS if ROWS[name] in row["changes"] and name not in args.given]
+    names = [name for name in ROWS if ROWS[name] in row["changes"] and name not in args.rows_in_file]
 
     def main(args: ModelArguments) -> tuple:
         check_unchanged(args)
@@ -307,7 +308,8 @@ def run_larger(words: list[str]) -> int:
         is_freed = args.device.type == "cpu" or row["peak_bytes"] < first["peak_bytes"]
         if count < 2 or not is_freed:
             raise Skip("the changes free no memory for a second batch")
-        fuse_by_hand(names, before, args)  # compares losses by hand, too, for which one batch at a time fits
+        # Before batches are joined: it runs attention by hand, too, whose scores may not fit a larger one.
+        fuse_by_hand(names, before, args)
         args.join_batches(count)
         return build(names, before, args)
 

@@ -55,7 +55,8 @@ def predict(name: str, shape, batch_size: int, measured: Roofs, capture: bool = 
     step, machine, numbers = STEPS[name], Machine(measured), roofs.sizes(shape, batch_size)
     precision = step.precision or ("bf16" if "bf16" in machine.precisions else "fp32")
     if precision not in machine.precisions or not (measured.kernels and measured.attention):
-        raise ValueError(f"the roofs lack {precision.upper()} products, kernels or attention")
+        lacking = f"{precision.upper()} products, kernels or attention"
+        raise ValueError(f"the roofs lack {lacking}: python -m predict.roofs --grid measures them")
     if precision == "fp8":
         check_fp8(shape, batch_size, measured)
     products = list(products_of(name, shape, batch_size, machine, precision))

@@ -32,7 +32,9 @@ def compare(a: Path, b: Path, bound: float | None = None) -> tuple[str, bool]:
     in_b = {line.name: line for line in sides["B"].timed}
     pairs = [(line, in_b[line.name]) for line in sides["A"].timed if line.name in in_b]
     if not pairs:
-        raise RecordError("they have no row in common that has a time in both")
+        raise RecordError(
+            "they have no row in common that has a time in both: give two runs of the same steps"
+        )
     differing = sides["A"].run.workload.differing(sides["B"].run.workload)
     comparable, card = set(differing) <= HARMLESS, card_ratio(pairs)
     note = f"The workload differs in {', '.join(differing)}." if differing else "The workload is the same."

@@ -5,9 +5,9 @@ import re
 from typing import NamedTuple
 
 from common.kernels import COPIES, PRODUCTS, in_words
-from common.record import HALF_FORMATS, PATCHED, UNFUSED, Symptoms
+from common.record import PATCHED, UNFUSED, Symptoms
 from report.cells import milliseconds
-from report.figures import GAPS, Figures, Line
+from report.figures import GAPS, Figures, Line, is_mixed
 
 MOST = 3  # that are shown
 UNALIGNED = r"align[124]\b"  # in the names of CUTLASS's kernels: how many numbers they load at once
@@ -64,10 +64,6 @@ def capability(line: Line) -> tuple[int, int]:
     return tuple((machine and machine.compute_capability) or (9, 0))
 
 
-def is_half(line: Line) -> bool:
-    return line.row.settings.amp_dtype in HALF_FORMATS
-
-
 # --- rules ----------------------------------------------------------------------------------------
 
 
@@ -76,7 +72,7 @@ def products_in_fp32(line: Line) -> Finding | None:
     if share < LEAST_FP32 or line.row.settings.fp8_recipe or capability(line) < MULTIPLIES_BF16:
         return None
     ms = share * line.category_ms[PRODUCTS]
-    if not is_half(line):
+    if not is_mixed(line):
         name = "FP32" if line.row.settings.float32_matmul_precision == "highest" else "TF32"
         return Finding(ms, f"Matmuls run in {name}: autocast to BF16 runs them on faster tensor cores")
     where = "autocast leaves them out: look for .float(), autocast(enabled=False) and FP32 buffers"
@@ -90,7 +86,7 @@ def unaligned_products(line: Line) -> Finding | None:
     slow = [each.ms for each in kernels if re.search(UNALIGNED, each.name) and "sgemm" not in each.name]
     share = 0.0 if line.row.settings.fp8_recipe else symptoms_of(line).unaligned_share or 0.0
     ms = sum(slow) or share * line.category_ms[PRODUCTS]
-    if not is_half(line) or ms < LEAST_UNALIGNED * line.ms:
+    if not is_mixed(line) or ms < LEAST_UNALIGNED * line.ms:
         return None
     vocabulary = (line.run.workload.vocab_size if line.run.workload else None) or 0
     sizes = symptoms_of(line).unaligned_sizes or ([vocabulary] if vocabulary % 8 else [])
@@ -103,7 +99,7 @@ def slow_attention(line: Line) -> Finding | None:
     kernel, ms = line.row.settings.attention_kernel, line.category_ms["attention"]
     taking = f"{of_step(ms, line)}, its matmuls not counted"
     fused = "F.scaled_dot_product_attention writes no (T, T) scores"
-    if not is_half(line):
+    if not is_mixed(line):
         return None
     if kernel == "by hand":
         return Finding(ms, f"Attention by hand takes {taking}: {fused}")

@@ -166,19 +166,19 @@ def difference_rows(study: Study) -> list[dict]:
         steps = paired(study, label, other, more_steps)
         shared = len(labels(study)[label].keys() & labels(study).get(other, {}).keys())
         row |= {"compared with": other or "-", "seeds": str(shared) if other else "-"}
-        row |= {"more steps": written(steps, "+.1%"), "verdict": steps.verdict if other else "-"}
+        row |= {"more steps": with_interval(steps, "+.1%"), "verdict": steps.verdict if other else "-"}
         row["more seconds"] = more(study, label, other, more_seconds)
-        row["nats"] = written(paired(study, label, other, more_nats), "+.4f")
+        row["nats"] = with_interval(paired(study, label, other, more_nats), "+.4f")
         rows.append(row)
     return rows
 
 
 def more(study: Study, label: str, other: str | None, apart: Callable[[Row, Row], float | None]) -> str:
     """What a label needs more than another one, as a share with its interval."""
-    return written(paired(study, label, other, apart), "+.1%")
+    return with_interval(paired(study, label, other, apart), "+.1%")
 
 
-def written(of: Difference, digits: str) -> str:
+def with_interval(of: Difference, digits: str) -> str:
     """`+1.8% ± 1.0%`: a mean, and half of its interval."""
     if of.half is None:
         return number(of.mean, digits)
@@ -197,7 +197,7 @@ def tables(study: Study) -> dict[str, list[dict]]:
 # --- held-out loss against time -------------------------------------------------------------------
 
 
-def tested(study: Study) -> dict[str, dict[int, Row]]:
+def rows_tested(study: Study) -> dict[str, dict[int, Row]]:
     """The rows of every script whose held-out loss was measured on the way."""
     tested = {}
     for label, rows in labels(study).items():
@@ -209,7 +209,7 @@ def tested(study: Study) -> dict[str, dict[int, Row]]:
 def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
     """(seconds of steps, held-out loss) of every script tested on the way, means over the seeds that all
     have."""
-    curves, every = {}, tested(study)
+    curves, every = {}, rows_tested(study)
     seeds = shared_seeds(every)
     for label, of_seeds in every.items() if seeds else ():
         rows = [of_seeds[seed] for seed in seeds]

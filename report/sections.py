@@ -14,9 +14,8 @@ from report.changes import code_diff
 from report.derive import derive, derive_study
 from report.figures import MARK, Figures, Line
 
-TERMINAL, TEXT, PAGE = range(
-    3
-)  # where a section is shown: everywhere, in Markdown and on the page, there alone
+# Where a section is shown: everywhere, in Markdown and on the page, there alone.
+TERMINAL, TEXT, PAGE = range(3)
 MOST_KERNELS = 12
 
 Rows = list[dict[str, str]]
@@ -199,7 +198,8 @@ def _memory(figures: Figures) -> Section:
 
 def _settings(figures: Figures) -> Section:
     rows = [
-        {"step": line.name} | {name: _word(value) for name, value in asdict(line.row.settings).items()}
+        {"step": line.name}
+        | {name: "-" if value is None else str(value) for name, value in asdict(line.row.settings).items()}
         for line in figures.lines
     ]
     machine = figures.environment
@@ -207,10 +207,6 @@ def _settings(figures: Figures) -> Section:
     words = [{"name": name, "value": str(value)} for name, value in facts.items() if value is not None]
     versions = Section("Machine and versions", rows=words, folded=True, in_words=True)
     return Section("What ran", rows=rows, parts=[versions], in_words=True)
-
-
-def _word(value: object) -> str:
-    return "-" if value is None else str(value)
 
 
 # --- step by step ---------------------------------------------------------------------------------

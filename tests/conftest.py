@@ -16,9 +16,8 @@ import pytest
 HAS_GPU = Path("/dev/nvidiactl").exists()
 if not HAS_GPU:
     os.environ["TORCH_COMPILE_OVERRIDE_BACKENDS"] = ">=0:eager"
-    os.environ["OMP_WAIT_POLICY"] = (
-        "passive"  # as run_all.sh sets it: a script starts itself again without it
-    )
+    # As run_all.sh sets it: without it a script starts itself again.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import torch  # noqa: E402
 

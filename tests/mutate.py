@@ -11,7 +11,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OTHER = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "==": "!=", "!=": "==", "in": "not in", "is": "is not"}
 OTHER |= {"+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "and": "or", "or": "and"}
-TOLD = {"say", "progress", "add", "add_argument", "max", "min"}  # calls that only tell, or take any order
+IGNORED_CALLS = {
+    "say",
+    "progress",
+    "add",
+    "add_argument",
+    "max",
+    "min",
+}  # calls that only tell, or take any order
 
 
 def changed(node: ast.AST, text: str) -> str | None:
@@ -33,7 +40,7 @@ def mutations(path: Path) -> list[tuple[Path, str, bytes]]:
     """Every change of a file: what it is, and the file with it."""
     found, told, lines = [], set(), path.read_bytes().splitlines(keepends=True)
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in TOLD:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in IGNORED_CALLS:
             told |= set(ast.walk(node))
         if isinstance(node, (ast.expr, ast.stmt)) and not {node, getattr(node, "value", None)} & told:
             before = b"".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]

@@ -362,38 +362,44 @@ def test_a_row_that_a_cpu_s_memory_cannot_hold_is_not_started(device_type, kind,
         assert refusal == ("oom", "needs about 4 GiB of 3 free: try a smaller --batch-size")
 
 
-STEADY, DRIFTING, WORSE = [10.0] * 4, [10.0] * 2 + [11.0] * 2, [10.0] * 2 + [8.0] * 2
+STEADY, DRIFTING, WORSE = (("ok", [10.0] * 2 + [ms] * 2) for ms in (10.0, 11.0, 8.0))
+FAILED = ("failed", DRIFTING[1])
+ON_GPU = {"device_type": "cuda"}
 
 
 @pytest.mark.parametrize(
-    ("facts", "runs", "left"),
+    ("facts", "runs", "stays"),
     [
-        ({"device_type": "cuda"}, [DRIFTING, STEADY], STEADY),
-        ({"device_type": "cuda"}, [DRIFTING, WORSE], DRIFTING),
-        ({"device_type": "cuda"}, [DRIFTING, []], DRIFTING),
-        ({"device_type": "cuda"}, [STEADY], STEADY),
-        ({"device_type": "cpu"}, [DRIFTING], DRIFTING),
-        ({"device_type": "cuda", "kind": "parity"}, [DRIFTING], DRIFTING),
+        (ON_GPU, [DRIFTING, STEADY], 1),
+        (ON_GPU, [DRIFTING, WORSE], 0),
+        (ON_GPU, [DRIFTING, FAILED], 0),
+        (ON_GPU, [STEADY], 0),
+        (ON_GPU, [FAILED], 0),
+        ({"device_type": "cpu"}, [DRIFTING], 0),
+        (ON_GPU | {"kind": "parity"}, [DRIFTING], 0),
     ],
 )
-def test_a_row_that_drifts_on_a_gpu_runs_once_more(facts, runs, left, tmp_path, monkeypatch, capsys):
+def test_a_row_that_drifts_on_a_gpu_runs_once_more(facts, runs, stays, tmp_path, monkeypatch, capsys):
     job = running.Job({"kind": "ladder", "command": ""} | facts, [], FACTS | facts, "")
-    row, times = rows.Planned("0_x.py", [], "0_x.json"), iter(runs)
-    under_way = running.Running(tmp_path, job, process.Stop())
+    row, ended = rows.Planned("0_x.py", [], "0_x.json"), iter(runs)
+    under_way, sketches = running.Running(tmp_path, job, process.Stop()), tmp_path / "0_x.sketches.npz"
 
     def run_script(row, path, name):
-        if not (step_ms := next(times)):
-            return "timeout", "took too long"
-        ok = schema.Row("0_x", "ok", step_ms=step_ms)
-        schema.write_json(path, schema.Run("", None, None, None, [ok]))
+        status, step_ms = next(ended)
+        sketches.unlink(missing_ok=True)
+        if status == "ok":
+            sketches.write_text(str(step_ms))
+        content = schema.Row("0_x", status, "why", step_ms=step_ms)
+        schema.write_json(path, schema.Run("", None, None, None, [content]))
 
     monkeypatch.setattr(under_way, "run_script", run_script)
     under_way.run_row(row, "row 1 of 1")
-    assert under_way.recorded(row)["step_ms"] == left
-    assert next(times, None) is None, "each run was made"
-    assert ("0_x: the second half of the steps took +10.0% time" in capsys.readouterr().out) == (
-        len(runs) > 1
-    )
+    status, step_ms = runs[stays]
+    assert (under_way.recorded(row)["status"], under_way.recorded(row)["step_ms"]) == (status, step_ms)
+    assert not sketches.exists() if status == "failed" else sketches.read_text() == str(step_ms)
+    assert next(ended, None) is None, "each run was made"
+    once_more = "0_x: the second half of its steps took 10.0% more time, so it runs once more"
+    assert (once_more in capsys.readouterr().out) == (len(runs) > 1)
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_what_the_file_does_itself_is_no_line(checked):
         "return F", "with torch.autocast('cpu', torch.bfloat16):\n        return F"
     )
     args = checked(text)
-    assert args.given == [AMP] and args.first == AS_IT_IS
+    assert args.rows_in_file == [AMP] and args.first == AS_IT_IS
     assert "autocast" not in lines.program([COMPILE], args.model(), args.blocks, args, None)
 
 
@@ -347,7 +347,12 @@ def test_batches_are_joined_in_their_own_form(checked):
     tensor = torch.arange(4).reshape(2, 2)
     batch = {"x": tensor, "pair": (tensor, 7), "array": tensor.numpy()}
     joined = model_batch.joined([batch, batch])
-    assert joined["x"].shape == (4, 2) and joined["array"].shape == (4, 2) and joined["pair"][1] == 7
+    assert (
+        type(joined["pair"]) is tuple
+        and joined["x"].shape == (4, 2)
+        and joined["array"].shape == (4, 2)
+        and joined["pair"][1] == 7
+    )
     point = namedtuple("Point", "x y")
     assert model_batch.joined([point(tensor, tensor)] * 3).y.shape == (6, 2)
     args = checked(MODEL + KINDS["a tuple"])

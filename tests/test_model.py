@@ -295,6 +295,7 @@ def test_flops_of_a_recurrent_layer_are_not_counted(arguments_of):
 def test_a_batch_is_copied_with_all_that_it_holds():
     tensor = torch.ones(2)
     batch = model_batch.copied({"a": (tensor, "x"), "b": [tensor]}, None)
+    assert type(batch["a"]) is tuple and type(batch["b"]) is list, "as the file made them"
     assert batch["a"][1] == "x" and len([*model_batch.tensors_of(batch)]) == 2
     batch["a"][0].zero_()
     assert tensor.sum() == 2 and batch["b"][0].sum() == 2
@@ -439,12 +440,12 @@ def test_a_row_keeps_the_changes_that_did_not_make_a_step_slower(tmp_path):
     put(tmp_path, "2_sdpa", 1, status="skipped")
     before = model_row.rows_before(tmp_path, "5_fp8")
     assert [*before] == ["0_fp32", "1_amp", "3_compile", "4_graph"]
-    assert model_row.kept(before) == ["1_amp", "4_graph"]
-    assert model_row.kept(model_row.rows_before(tmp_path, "0_fp32")) == []
+    assert model_row.rows_kept(before) == ["1_amp", "4_graph"]
+    assert model_row.rows_kept(model_row.rows_before(tmp_path, "0_fp32")) == []
     for ms, names in ((56.0, ["1_amp", "3_compile"]), (52.0, ["1_amp"])):
         times = {"0_fp32": [100.0], "1_amp": [44.0, 50.0, ms, 60.0], "3_compile": [54.5, 55.0, 55.5]}
         rows = {name: {"step_ms": step_ms} for name, step_ms in times.items()}
-        assert model_row.kept(rows) == names, "where times overlap, no change is slower"
+        assert model_row.rows_kept(rows) == names, "where times overlap, no change is slower"
     assert [*model_row.rows_before(tmp_path, "3_compile")] == ["0_fp32", "1_amp"]
 
 
@@ -1098,7 +1099,7 @@ def test_what_excludes_a_model(refused):
         assert "--model" in refused(main, ["--model", "x.py", word])
     assert "give some of 0,1,2,3,4,5" in refused(main, ["--model", "x.py", "--only", "7"])
     assert "--from is for --model" in refused(main, ["--from", "amp"])
-    seen = {"first": planned.FP32, "given": []}
+    seen = {"first": planned.FP32, "rows_in_file": []}
     rows = planned.of_model("m.py", ["--steps", "3"], "1,3", seen)
     assert [row.arguments for row in rows] == [
         ["1_amp", "m.py", "--steps", "3"],
@@ -1130,8 +1131,10 @@ def test_a_run_begins_with_what_the_file_does_itself(own, start, first, given, a
             model_check.check(args)
         return
     model_check.check(args)
-    assert (args.first, args.given) == (first, given)
-    names = [row.arguments[0] for row in planned.of_model("m", [], None, {"first": first, "given": given})]
+    assert (args.first, args.rows_in_file) == (first, given)
+    names = [
+        row.arguments[0] for row in planned.of_model("m", [], None, {"first": first, "rows_in_file": given})
+    ]
     assert names == [first, *(name for name in list(planned.MODEL_ROWS)[2:] if name not in given)]
 
 
@@ -1157,7 +1160,7 @@ def test_a_step_that_cannot_be_observed_is_said(arguments_of, monkeypatch):
     for words, first, given in (((), "0_as_it_is", []), (("--from", "amp"), "0_as_it_is", ["1_amp"])):
         args = arguments_of(f"{LINEAR}{BATCHES}{SUM}", *words)
         model_check.check(args)
-        assert (args.first, args.given) == (first, given) and "not seen" in " ".join(args.said)
+        assert (args.first, args.rows_in_file) == (first, given) and "not seen" in " ".join(args.remarks)
 
 
 @pytest.mark.parametrize(
@@ -1176,7 +1179,7 @@ def test_what_a_file_does_in_a_part_leaves_the_row(own, said, given, arguments_o
     loss = f"def loss(model, batch):\n{own}        return model(batch).square().mean()\n"
     args = arguments_of(f"{LINEAR}{BATCHES}{loss}")
     model_check.check(args)
-    assert said in " ".join(args.said) and (args.first, args.given) == ("0_as_it_is", given)
+    assert said in " ".join(args.remarks) and (args.first, args.rows_in_file) == ("0_as_it_is", given)
 
 
 @pytest.mark.parametrize(
@@ -1205,7 +1208,8 @@ def test_a_compiled_loss_or_most_of_the_weights_compiled_is_compiled():
 
 def test_a_folder_is_not_continued_from_another_start():
     plans = [
-        {"seen": {"first": "0_fp32", "given": given}, "code": {}, "rows": []} for given in ([], ["2_sdpa"])
+        {"seen": {"first": "0_fp32", "rows_in_file": given}, "code": {}, "rows": []}
+        for given in ([], ["2_sdpa"])
     ]
     running.refuse_another(plans[0], plans[0], "f")
     with pytest.raises(Skip, match="--from, or what the file does itself"):

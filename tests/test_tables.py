@@ -162,3 +162,5 @@ def test_a_table_of_several_cards_says_so(tmp_path, monkeypatch):
         runs.write(tmp_path / "of" / name, runs.run(runs.row("x"), gpu_uuid=uuid))
     assert tables.several_cards("of/a", "of/b", "of/c") == "\n\nRecorded on 2 cards."
     assert tables.several_cards("of/a", "of/c") == tables.several_cards("of/c") == ""
+    assert tables.several_cards("of/a", other_card="3") == "\n\nRecorded on 2 cards."
+    assert tables.several_cards("of/a", other_card="1") == ""
