@@ -17,7 +17,7 @@ import re
 import statistics
 import sys
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +28,19 @@ from common.record import Row, Run, Study, read_object  # noqa: E402
 from common.text import Skip, aligned, run_command, say  # noqa: E402
 from ladder import loop, patches  # noqa: E402
 from report import ablations as variants  # noqa: E402
-from report import bars, cells, parity, printers, scaling, sections, sentences, sweep, table, trainers  # noqa: E402
+from report import (  # noqa: E402
+    bars,
+    cells,
+    findings,
+    parity,
+    printers,
+    scaling,
+    sections,
+    sentences,
+    sweep,
+    table,
+    trainers,
+)
 from report.__main__ import render  # noqa: E402
 from report.derive import derive, derive_study  # noqa: E402
 from report.doubts import LEGEND  # noqa: E402
@@ -114,6 +126,10 @@ def __getattr__(name: str):
 
 
 def lasting(place: str) -> str:
+    return shown(lasting_rows(place), place)
+
+
+def lasting_rows(place: str) -> list[dict]:
     """What of a time lasts: the median of the first second after the rehearsal, of the three seconds that a
     row is timed for by default, and of the last three of a longer run."""
     rows = []
@@ -128,7 +144,17 @@ def lasting(place: str) -> str:
         named = zip(("first second", "timed", "after a minute"), medians, strict=True)
         change = {"later": f"{medians[2] / medians[1] - 1:+.1%}"}
         rows.append({"ms a step": line.name} | {name: f"{ms:,.1f}" for name, ms in named} | change)
-    return shown(rows, place)
+    return rows
+
+
+def still(place: str, step: str, other: str) -> str:
+    """How many times as fast as another a step is, when timed and after a minute: `16.7 and 16.6`."""
+    lines = {row["ms a step"]: row for row in lasting_rows(place)}
+    ms = [
+        [float(lines[name][when].replace(",", "")) for name in (other, step)]
+        for when in ("timed", "after a minute")
+    ]
+    return " and ".join(f"{a / b:.3g}" for a, b in ms)
 
 
 def ladder(place: str) -> str:
@@ -149,6 +175,12 @@ def of_model(place: str, *more: str) -> str:
         columns = ("step", "ms", "x above", "x made from", over_first, "GiB", *more)
         rows.append({name: row[name] for name in columns if name in row})
     return shown(rows, place)
+
+
+def held_back(place: str) -> str:
+    """What takes most of the fastest row of a run, in words that begin small."""
+    text = findings.of(figures(place))[1][0]
+    return text[0].lower() + text[1:]
 
 
 def decision(place: str) -> str:
@@ -234,6 +266,11 @@ def same_loss(place: str, label: str = "4_transformer_engine", other: str = "3_c
         more = parity.more(record(place), label, other, apart)
         words.append(f"{more[1:]} {'more' if more[0] == '+' else 'fewer'} {unit}")
     return " and ".join(words)
+
+
+def lag(place: str, first: int, last: int, label: str = "4_transformer_engine") -> str:
+    """How many more training steps a row of a parity study needs than step 3 between two training steps."""
+    return parity.more(record(place), label, "3_compile", partial(parity.lag, first=first, last=last))
 
 
 def trainer_settings() -> str:

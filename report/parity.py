@@ -128,9 +128,10 @@ def more_steps(row: Row, reference: Row) -> float | None:
     """How many more training steps a row takes to the same held-out loss than another, as a share, over the
     second half of the training.
 
-    There the loss falls with the logarithm of the training step, by b nats per unit (least squares over the
-    tests of the reference). So a row whose mean loss over these tests is d nats higher needs exp(d / b) times
-    as many steps. None where the two were tested at other steps, or fewer than three times in that half."""
+    A line stands for the curve there: over the logarithm of the training step, the reference's loss falls by
+    b nats per unit (least squares over its tests). So a row whose mean loss over these tests is d nats higher
+    needs exp(d / b) times as many steps. None where the two were tested at other steps, or fewer than three
+    times in that half."""
     last = row.heldout[-1][0] if row.heldout else 0
     tests, others = ([test for test in each.heldout if 2 * test[0] >= last] for each in (row, reference))
     steps = [step for step, _ in tests]
@@ -140,6 +141,19 @@ def more_steps(row: Row, reference: Row) -> float | None:
     falls = -np.polyfit(np.log(steps), expected, 1)[0]
     distance = (fmean(losses) - fmean(expected)) / falls if falls > 0 else math.inf
     return math.exp(distance) - 1 if abs(distance) <= 1 else None  # a line so far reaches beyond its tests
+
+
+def lag(row: Row, reference: Row, first: int, last: int) -> float | None:
+    """The same, read off the reference's curve itself, as a mean over the tests from training step `first` to
+    `last`: without a line, so also where the curve bends. None where the reference has not reached such a
+    loss."""
+    steps, losses = (np.array(column, float) for column in zip(*reference.heldout, strict=True))
+    losses = np.minimum.accumulate(losses)
+    tests = [(step, loss) for step, loss in row.heldout if first <= step <= last]
+    if not tests or any(not losses[-1] <= loss <= losses[0] for _, loss in tests):
+        return None
+    reached = (math.exp(np.interp(-loss, -losses, np.log(steps))) for _, loss in tests)
+    return fmean(step / other - 1 for (step, _), other in zip(tests, reached, strict=True))
 
 
 def more_nats(row: Row, reference: Row) -> float | None:

@@ -622,6 +622,9 @@ def test_training_steps_and_seconds_to_the_same_loss_are_counted_seed_by_seed():
     assert parity.more_steps(*pair) == pytest.approx(0.2), "each loss a fifth later"
     assert parity.more_steps(*pair[::-1]) == pytest.approx(1 / 1.2 - 1)
     assert parity.more_seconds(*pair) == pytest.approx(1.2 / 2 - 1)
+    assert parity.lag(*pair, 30, 40) == pytest.approx(0.2), "read off the curve"
+    assert parity.lag(*pair[::-1], 30, 40) is None, "a loss that the other has not reached"
+    assert parity.lag(*pair[::-1], 20, 30) == pytest.approx(1 / 1.2 - 1)
     untested = trained("0_x", 2.0, falling[:3]).rows[0]
     assert parity.more_steps(pair[0], untested) is None, "tested at other steps"
     assert parity.more_steps(untested, untested) is None, "two tests in the second half"
