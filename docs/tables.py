@@ -125,36 +125,37 @@ def __getattr__(name: str):
     return lambda place, *words: shown(rows(place, *words), place, n_left=n_left)
 
 
+SPANS = ("first second", "timed", "after a minute")
+
+
+def ms_by_span(line: Line) -> dict[str, float]:
+    """The median training step of SPANS: the first second after the rehearsal, the three seconds that a row
+    is timed for by default, and the last three of a longer run."""
+    times = [*line.row.settling_ms, *line.row.step_ms]
+    ends = [*itertools.accumulate(times)]
+    settled, last = sum(line.row.settling_ms), ends[-1]
+    return {
+        span: statistics.median(ms for ms, end in zip(times, ends, strict=True) if begin <= end - ms < until)
+        for span, begin, until in zip(
+            SPANS, (0, settled, last - 3e3), (1e3, settled + 3e3, last), strict=True
+        )
+    }
+
+
 def lasting(place: str) -> str:
-    return shown(lasting_rows(place), place)
-
-
-def lasting_rows(place: str) -> list[dict]:
-    """What of a time lasts: the median of the first second after the rehearsal, of the three seconds that a
-    row is timed for by default, and of the last three of a longer run."""
+    """What of the time of each row of a longer run lasts."""
     rows = []
-    for line in figures(place).timed:
-        times = [*line.row.settling_ms, *line.row.step_ms]
-        ends = [*itertools.accumulate(times)]
-        settled, last = sum(line.row.settling_ms), ends[-1]
-        medians = [
-            statistics.median(ms for ms, end in zip(times, ends, strict=True) if begin <= end - ms < until)
-            for begin, until in ((0, 1e3), (settled, settled + 3e3), (last - 3e3, last))
-        ]
-        named = zip(("first second", "timed", "after a minute"), medians, strict=True)
-        change = {"later": f"{medians[2] / medians[1] - 1:+.1%}"}
-        rows.append({"ms a step": line.name} | {name: f"{ms:,.1f}" for name, ms in named} | change)
-    return rows
+    for each in figures(place).timed:
+        ms = ms_by_span(each)
+        cells_of = {span: f"{ms[span]:,.1f}" for span in SPANS}
+        rows.append({"ms a step": each.name, **cells_of, "later": f"{ms[SPANS[2]] / ms[SPANS[1]] - 1:+.1%}"})
+    return shown(rows, place)
 
 
 def still(place: str, step: str, other: str) -> str:
     """How many times as fast as another a step is, when timed and after a minute: `16.7 and 16.6`."""
-    lines = {row["ms a step"]: row for row in lasting_rows(place)}
-    ms = [
-        [float(lines[name][when].replace(",", "")) for name in (other, step)]
-        for when in ("timed", "after a minute")
-    ]
-    return " and ".join(f"{a / b:.3g}" for a, b in ms)
+    ms, others_ms = (ms_by_span(line(place, name)) for name in (step, other))
+    return " and ".join(f"{others_ms[span] / ms[span]:.3g}" for span in SPANS[1:])
 
 
 def ladder(place: str) -> str:

@@ -226,7 +226,8 @@ def refuse_another(before: dict, plan: dict, folder: Path) -> None:
     if any(began.get(name) != begins.get(name) for name in ("first", "rows_in_file")):
         differing.append("--from, or what the file does itself,")
     if differing:
-        raise Skip(f"--output {folder} holds another run: {', '.join(differing[:3])} differ. Give another")
+        differ = f"{', '.join(differing[:3])} differ"
+        raise Skip(f"--output {folder} holds another run: {differ}: give another folder")
 
 
 def merge(before: dict, plan: dict) -> dict:

@@ -24,7 +24,7 @@ def switch_attention(model: nn.Module, needs_mask: bool) -> None:
     """Use the switch of a Hugging Face model. Raises Skip for a model that it does not change."""
     try:
         changes.fused_attention(model, needs_mask)
-    except (ValueError, NotImplementedError) as error:  # of a library's class without it
+    except (ValueError, NotImplementedError) as error:  # its class has no such switch
         raise Skip(f"{type(model).__name__} has no such switch: {one_line(error, 150)}") from error
     if not model.config._attn_implementation.startswith("sdpa"):
         raise Skip(f"{type(model).__name__} has attention of its own, which no switch changes")

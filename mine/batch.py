@@ -25,9 +25,15 @@ def copied(batch, device: torch.device | None):
             object.__setattr__(new, name, copied(part, device))
         return new
     if isinstance(batch, (tuple, list)):
-        parts = [copied(part, device) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return sequence_like(batch, [copied(part, device) for part in batch])
     return batch
+
+
+def sequence_like(batch: tuple | list, parts: list) -> tuple | list:
+    """Parts as a sequence of this kind: a namedtuple keeps its names."""
+    if hasattr(batch, "_fields"):
+        return type(batch)(*parts)
+    return tuple(parts) if isinstance(batch, tuple) else parts
 
 
 def is_dataclass(batch) -> bool:
@@ -69,8 +75,7 @@ def joined(batches: list):
             object.__setattr__(new, name, joined([getattr(batch, name) for batch in batches]))
         return new
     if isinstance(first, (tuple, list)):
-        parts = [joined([*of_part]) for of_part in zip(*batches, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+        return sequence_like(first, [joined([*of_part]) for of_part in zip(*batches, strict=True)])
     return first
 
 

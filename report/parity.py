@@ -147,7 +147,8 @@ def lag(row: Row, reference: Row, first: int, last: int) -> float | None:
     """The same, read off the reference's curve itself, as a mean over the tests from training step `first` to
     `last`: without a line, so also where the curve bends. None where the reference has not reached such a
     loss."""
-    steps, losses = (np.array(column, float) for column in zip(*reference.heldout, strict=True))
+    trained = [(step, loss) for step, loss in reference.heldout if step > 0]
+    steps, losses = (np.array(column, float) for column in zip(*trained, strict=True))
     losses = np.minimum.accumulate(losses)
     tests = [(step, loss) for step, loss in row.heldout if first <= step <= last]
     if not tests or any(not losses[-1] <= loss <= losses[0] for _, loss in tests):
