@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from common.record import Environment
+from common.record import ALLOCATION, Environment
 from common.text import Skip, one_line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +24,7 @@ VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": ("0", "the host waits for every kernel"),
     "NVIDIA_TF32_OVERRIDE": ("1", "TF32 is off"),
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": ("0", "matmuls in FP32 run in TF32"),
+    ALLOCATION: ("", "memory of the GPU is not allocated as by default"),
 }
 FP8_CAPABILITY = (8, 9)  # Ada, Hopper and newer multiply FP8
 OLDEST_OF_TRITON = (7, 0)

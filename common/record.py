@@ -17,6 +17,7 @@ SCHEMA_VERSION = 3
 # Files of a run folder.
 PLAN, MERGED, ROOFS = "plan.json", "results.json", "roofs.json"
 LARGER = "larger-batch"  # the row of a model with several of its batches in one, and its file
+ALLOCATION = "PYTORCH_CUDA_ALLOC_CONF"  # how PyTorch gives out the memory of a GPU
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 # Names in the file of the proof: `fc1.weight part 1/2`, of a further pass `pass 1 fc1.weight`, and of one
 # with weights rounded to BF16 `pass rounded fc1.weight`.

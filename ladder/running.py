@@ -24,7 +24,7 @@ from typing import NamedTuple, TextIO
 
 from common import record as schema
 from common.fingerprint import row_sha256
-from common.record import LARGER, PATCHED
+from common.record import ALLOCATION, LARGER, PATCHED
 from common.text import Skip, portable_command, positive_int, say
 from ladder import patches, process, rows
 from ladder.process import ROOT
@@ -121,6 +121,9 @@ class Running:
         """Run a row's script, or a patched copy of it. Returns how it ended, where it did not end well."""
         words, log = [*row.arguments, "--output", str(record)], record.with_suffix(".log")
         variables = process.environment(self.facts["device_type"], row.gpus)
+        if row.output == f"{LARGER}.json":
+            # Between large tensors lay 23 of 140 GiB in pieces too small for the next one.
+            variables[ALLOCATION] = os.environ.get(ALLOCATION, "expandable_segments:True")
         try:
             with script_of(row) as script:
                 command = process.script_command(script, words, row.gpus)

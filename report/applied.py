@@ -4,7 +4,7 @@ file, and the batch that the memory which they free allows."""
 import shlex
 from pathlib import PurePath
 
-from common.record import PATCHED, Row, Run
+from common.record import ALLOCATION, PATCHED, Row, Run
 from report.cells import time_or_status, whole
 from report.derive import derive
 from report.figures import GIB, Figures, Line, ratio
@@ -92,7 +92,9 @@ def larger_batch(figures: Figures) -> str:
         return ""
     more = f"{line.tokens_per_s / wanted.tokens_per_s:.2f}{max(line.mark, wanted.mark)}"
     speed = f"{whole(line.tokens_per_s)} {work.unit}/s, {more} x those of one"
+    allocation = trial.environment.variables.get(ALLOCATION)
+    setting = f" with {ALLOCATION}={allocation}" if allocation else ""
     return (
-        f"{frees}. {count} of its batches in one need {line.gib:.1f} GiB: {speed}. A larger batch learns "
-        "otherwise: the rate may need a change."
+        f"{frees}. {count} of its batches in one need {line.gib:.1f} GiB{setting}: {speed}. A larger batch "
+        "learns otherwise: the rate may need a change."
     )

@@ -15,7 +15,7 @@ from torch import nn
 
 from common.record import AS_IT_IS, Proof, write_json
 from common.text import Skip
-from ladder import rows, running
+from ladder import process, rows, running
 from ladder.rows import AMP, COMPILE, FP8, GRAPH
 from mine import batch as model_batch
 from mine import check as model_check
@@ -279,7 +279,9 @@ def test_a_larger_batch_is_told_with_its_memory_and_speed():
     run = larger(goldens.model())
     told = applied.larger_batch(derive(run))
     assert "3_compile needs 21.0 of 80 GiB, 0_fp32 40.0. 4 of its batches in one need" in told
-    assert ", 1.03 x those of one." in told
+    assert "need 21.0 GiB: " in told and ", 1.03 x those of one." in told
+    run.larger.environment.variables = {"PYTORCH_CUDA_ALLOC_CONF": "x:True"}
+    assert "GiB with PYTORCH_CUDA_ALLOC_CONF=x:True: " in applied.larger_batch(derive(run))
     run.larger.rows[0].recompiled = 1
     assert "1.03? x" in applied.larger_batch(derive(run))
     run.larger.environment.gpu_uuid = "another"
@@ -328,6 +330,27 @@ def test_what_is_recommended_is_applied_once(answer, code, left, ran, tmp_path, 
     assert started == ran
     kept = {path.stem for path in tmp_path.glob("*.json")} - {"plan"}
     assert kept == (set() if answer == "" and code == 0 else {*left}), "an answer that failed removes nothing"
+
+
+@pytest.mark.parametrize(
+    ("own", "output", "expected"),
+    [
+        (None, "larger-batch.json", "expandable_segments:True"),
+        ("backend:native", "larger-batch.json", "backend:native"),
+        (None, "3_compile.json", None),
+    ],
+)
+def test_the_memory_of_a_larger_batch_is_not_in_pieces_unless_a_user_says_how(
+    own, output, expected, tmp_path, monkeypatch
+):
+    if own:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", own)
+    job = SimpleNamespace(plan={"limit_s": 9}, facts={"device_type": "cuda"})
+    under_way = running.Running(tmp_path, job, None)
+    row, seen = rows.Planned(rows.MODEL_SCRIPT, ["x"], output), []
+    monkeypatch.setattr(process, "run", lambda *words: seen.append(words[-1]))
+    under_way.run_script(row, tmp_path / output, "x")
+    assert seen[0].get("PYTORCH_CUDA_ALLOC_CONF") == expected
 
 
 def test_batches_fit_by_the_peak_of_one_less_what_no_batch_changes(checked):
