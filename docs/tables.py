@@ -253,7 +253,7 @@ def recipes(place: str, *studies: str) -> str:
             width = next(iter(study.runs.values())).workload.n_embd
             other = parity.compared_with(study).get(label)
             for name, apart in (("steps", parity.more_steps), ("seconds", parity.more_seconds)):
-                row[f"more {name}, {width} channels"] = (
+                row[f"more {name}, {width:,} channels"] = (
                     parity.more(study, label, other, apart) if other else "-"
                 )
         rows.append(row)
