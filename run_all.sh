@@ -63,7 +63,7 @@ make_venv() {
     fail 1 "cannot write to $here: name a Python that has torch and numpy, PYTHON=... ./run_all.sh"
   tell "python3 has no PyTorch. Installing requirements.txt into $here/.venv (once; minutes and, with CUDA, gigabytes)"
   python3 -I -m venv "$here/.venv" >&2 || fail 1 "python3 -m venv failed (Debian, Ubuntu: apt-get install python3-venv)"
-  "$here/.venv/bin/python" -m pip install --quiet --no-compile -r "$here/requirements.txt" >&2 ||
+  "$here/.venv/bin/python" -m pip install --quiet -r "$here/requirements.txt" >&2 ||
     fail 1 "requirements.txt did not install (see above)"
   if [ -e /dev/nvidia0 ] || command -v nvidia-smi >/dev/null; then
     # Optional: without it the FP8 step is a skipped row with its reason.

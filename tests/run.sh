@@ -6,7 +6,7 @@ cd "$root"
 python="$(./run_all.sh --setup)"
 if ! "$python" -c "import pytest, xdist" 2>/dev/null; then
   echo "tests/run.sh: installing tests/requirements.txt (once)"
-  "$python" -m pip install --quiet --no-compile -r tests/requirements.txt
+  "$python" -m pip install --quiet -r tests/requirements.txt
 fi
 workers=2 # a GPU takes one test at a time
 [ -e /dev/nvidiactl ] && workers=0

@@ -38,7 +38,7 @@ def record(tmp_path):
         row["code_sha256"] = row_sha256((copy / f"{row['step']}.py").read_text(), copy)
     (copy / "made.json").write_text(json.dumps(made))
     of_git = ["git", "-c", "user.name=x", "-c", "user.email=x"]
-    (copy / ".gitignore").write_text("results/\nmade.json\nasked\n")
+    (copy / ".gitignore").write_text("results/\nmade.json\nasked\n__pycache__/\n")
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
         subprocess.run([*of_git, *words], cwd=copy, check=True)
 
