@@ -150,7 +150,8 @@ def measure_row(
         add_note(row, "; ".join(initial.notes))
     is_fp32 = row.settings.amp_dtype == "float32"
     if is_fp32 and row.settings.float32_matmul_precision == "high" and not args.amp:
-        add_note(row, f"FP32, because this {args.device.type} does not multiply BF16")
+        machine = "CPU" if args.device.type == "cpu" else "GPU"
+        add_note(row, f"FP32, because this {machine} does not multiply BF16")
     if args.cold:
         add_note(row, "trained without a rehearsal: --cold")
     row.status = "ok"

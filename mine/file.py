@@ -281,6 +281,8 @@ def called(function: Callable, path: Path):
             advice = ": let what reads options or exits stand under `if __name__ == '__main__':`"
         if isinstance(error, ImportError) and f"'{path.stem}" in str(error):
             advice = f": rename {path.name}, a library has a module of that name"
+        elif isinstance(error, ModuleNotFoundError):
+            advice = f": install it for {sys.executable}, which runs the file"
         if isinstance(error, FileNotFoundError):
             advice = f": it runs in {hardware.ROOT}, so name a file by Path(__file__).parent"
         raise Skip(f"{path.name}{where}: {type(error).__name__}: {one_line(error)}{advice}") from error

@@ -233,7 +233,7 @@ def test_a_record_that_cannot_be_written_and_too_little_memory_have_their_codes(
 
 
 @pytest.mark.parametrize(
-    "amp, note", [(True, None), (False, "FP32, because this cpu does not multiply BF16")]
+    "amp, note", [(True, None), (False, "FP32, because this CPU does not multiply BF16")]
 )
 def test_a_row_in_tf32_says_that_bf16_is_missing_only_where_it_is(monkeypatch, amp, note):
     settings = Settings(float32_matmul_precision="high", amp_dtype="float32")

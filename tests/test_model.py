@@ -82,7 +82,10 @@ def test_too_little_memory_while_a_file_is_imported_is_one_line(arguments_of, ca
     [
         (LINEAR, "my_model.py lacks batches(): see examples/gpt2.py"),
         ("x = 1\n", "lacks model() and batches()"),
-        ("import not_there\n", "my_model.py, line 2: ModuleNotFoundError: No module named 'not_there'"),
+        (
+            "import not_there\n",
+            "my_model.py, line 2: ModuleNotFoundError: No module named 'not_there': install it for ",
+        ),
         ("def f(:\n", "SyntaxError"),
         (
             "raise SystemExit(3)\n",

@@ -266,7 +266,7 @@ def test_a_contradiction_names_its_cause():
     assert doubt.endswith("compile did not run (TORCHDYNAMO_DISABLE=1 switches the compiler off)")
     compiled = Settings(amp_dtype="float32", float32_matmul_precision="highest", compiled=True)
     fp32 = Settings("float32", "high")
-    noted = Row("1_cublas", settings=fp32, note="FP32, because this cpu does not multiply BF16")
+    noted = Row("1_cublas", settings=fp32, note="FP32, because this CPU does not multiply BF16")
     assert not contradiction(noted, True, {}) and "AMP did not run" in contradiction(
         replace(noted, note=None), True, {}
     )
