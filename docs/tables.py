@@ -274,6 +274,38 @@ def lag(place: str, first: int, last: int, label: str = "4_transformer_engine") 
     return parity.more(record(place), label, "3_compile", partial(parity.lag, first=first, last=last))
 
 
+def lags(studies: dict[str, str]) -> str:
+    """The lag of step 4 in parity studies by their names, read off the curves."""
+    spans = {"steps 1,000 to 2,000": (1000, 2000), "at 2,000": (2000, 2000), "at 3,000": (3000, 3000)}
+    rows = []
+    for name, place in studies.items():
+        seeds = len(parity.labels(record(place))["4_transformer_engine"])
+        row = {"study": name, "seeds": str(seeds)}
+        rows.append(row | {span: lag(place, *spans[span]) for span in spans})
+    return aligned(rows, "pipe")
+
+
+def growth(
+    place: str, early: tuple[int, int], late: tuple[int, int], label: str = "4_transformer_engine"
+) -> str:
+    """By how much that lag is larger late than early, seed by seed."""
+
+    def apart(row: Row, other: Row) -> float | None:
+        lags = [parity.lag(row, other, *span) for span in (early, late)]
+        return None if None in lags else lags[1] - lags[0]
+
+    return parity.more(record(place), label, "3_compile", apart)
+
+
+def heldout(place: str, step: int, label: str) -> str:
+    """By which the held-out loss of a row of a parity study lies above that of step 3 at a training step."""
+
+    def apart(row: Row, other: Row) -> float:
+        return dict(row.heldout)[step] - dict(other.heldout)[step]
+
+    return parity.with_interval(parity.paired(record(place), label, "3_compile", apart), "+.2f")
+
+
 def trainer_settings() -> str:
     """Each change as a setting of each trainer, as reports name them."""
     changes = dict.fromkeys(change for settings in trainers.SETTINGS.values() for change in settings)
