@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import sys
 
 import pytest
@@ -164,3 +165,25 @@ def test_a_table_of_several_cards_says_so(tmp_path, monkeypatch):
     assert tables.several_cards("of/a", "of/c") == tables.several_cards("of/c") == ""
     assert tables.several_cards("of/a", other_card="3") == "\n\nRecorded on 2 cards."
     assert tables.several_cards("of/a", other_card="1") == ""
+
+
+def test_a_lag_is_of_all_seeds_and_grows_seed_by_seed(tmp_path):
+    tested = [(10, 4.0), (20, 3.0), (40, 2.0)]  # a nat less for twice the training steps
+
+    def trained(step, lags):
+        heldout = [(at, loss + math.log2(1 + lag)) for (at, loss), lag in zip(tested, lags, strict=True)]
+        return runs.run(runs.row(step, heldout=heldout))
+
+    by_name = {f"3_compile, seed {seed}": trained("3_compile", (0, 0, 0)) for seed in (1, 2, 3)}
+    f8 = "4_transformer_engine"
+    later = {f"{f8}, seed {seed}": trained(f8, (0, 0.1, 0.1 * (seed + 1))) for seed in (1, 2, 3)}
+    runs.write(tmp_path / "of" / "a", runs.study("parity", by_name | later))
+    assert tables.lag("of/a", 20, 40) == "+20.0% ± 12.4%" and tables.lag("of/a", 80, 80) == "-"
+    assert tables.growth("of/a", (20, 20), (40, 40)) == "+20.0% ± 24.8%"
+    assert tables.heldout("of/a", 20, f8) == f"+{math.log2(1.1):.2f} ± 0.00"
+    table = tables.lags({"mine": "of/a"})
+    assert "| mine" in table and "|     3 |" in table
+    later[f"{f8}, seed 1"] = trained(f8, (0, 0.1, -0.1))
+    runs.write(tmp_path / "of" / "b", runs.study("parity", by_name | later))
+    with pytest.raises(ValueError, match="of/b: 4_transformer_engine has a lag at 40 for 2 seeds alone"):
+        tables.lag("of/b", 40, 40)
