@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
 from common.kernels import in_words
-from common.record import CATEGORIES, PATCHED, Kernel
+from common.record import CATEGORIES, PATCHED
 from common.text import one_line
 from report.cells import gain, time_or_status
 from report.changes import lines_of_code_added
@@ -160,22 +160,19 @@ def parts_by_kind(category_ms: dict[str, float], scale: float) -> list[tuple[str
 
 def block_bar(line: Line) -> Bar:
     """The kernels of one transformer block, forward and then backward, as shares of their time."""
-    profile, parts = line.profile, []
-    forward_ms, backward_ms = (
-        half[-1].start_ms + half[-1].ms for half in (profile.forward, profile.backward)
-    )
-    whole, at = (forward_ms + backward_ms) or 1.0, 0.0
-    for half, begin in ((profile.forward, 0.0), (profile.backward, forward_ms)):
+    profile, parts, halves_ms = line.profile, [], []
+    for half in (profile.forward, profile.backward):
+        at = 0.0
         for launch in half:
-            if (gap := begin + launch.start_ms - at) > 0:
-                parts.append((f"{GAPS}: {gap:.3f} ms", gap / whole, "none"))
-            parts.append(_part_of_block(launch, whole))
-            at = begin + launch.start_ms + launch.ms
-    return Bar(line.name, f"forward {forward_ms:.2f} ms, backward {backward_ms:.2f} ms", parts)
-
-
-def _part_of_block(launch: Kernel, whole: float) -> tuple[str, float, str]:
-    return f"{in_words(launch.name)}: {launch.ms:.3f} ms", launch.ms / whole, COLORS[launch.category]
+            # Operators of a CPU lie inside of each other: each has its own time alone, and none waits.
+            if profile.idle_ms is not None and (gap := launch.start_ms - at) > 0:
+                parts.append((f"{GAPS}: {gap:.3f} ms", gap, "none"))
+            parts.append((f"{in_words(launch.name)}: {launch.ms:.3f} ms", launch.ms, COLORS[launch.category]))
+            at = max(at, launch.start_ms + launch.ms)
+        halves_ms.append(sum(launch.ms for launch in half) if profile.idle_ms is None else at)
+    whole = sum(halves_ms) or 1.0
+    label = "forward {:.2f} ms, backward {:.2f} ms".format(*halves_ms)
+    return Bar(line.name, label, [(what, ms / whole, color) for what, ms, color in parts])
 
 
 def memory_bar(line: Line) -> Bar:

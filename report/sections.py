@@ -109,6 +109,8 @@ def _findings(figures: Figures) -> Section:
 def _conventions(figures: Figures) -> str:
     """What the columns of a run's table mean."""
     texts = [sentences.loss_rule(figures), sentences.convention(figures)]
+    if table.has_another_base(figures):
+        texts.append("Made from: the row that a row adds its change to")
     if figures.run.peers:
         texts += [
             "A peer is another implementation that trains the same workload",
@@ -136,9 +138,14 @@ def _time(figures: Figures) -> Section:
             limits.note += (
                 " Of roof: model FLOP/s over what bare products of these shapes reach in short bursts."
             )
+    in_figures = Section("In figures", rows=table.category_rows(figures), folded=True)
     if not on_gpu:
         limits.heading = "Operators and warm-up"
-    parts = [Section("In figures", rows=table.category_rows(figures), folded=True), limits]
+        in_figures.note = (
+            "The profiler slows a CPU, so the parts add up to more or less than the timed step. What the "
+            "compiler fused, the loss too, is in the compiled graph."
+        )
+    parts = [in_figures, limits]
     return Section("Where the time goes", text if shares else "", bars=shares, parts=parts, shown=TEXT)
 
 
@@ -250,7 +257,9 @@ def _code(line: Line) -> Section:
 
 
 def _outcome(line: Line) -> str:
-    faster = line.over_before
+    faster, machine = line.over_before, line.run.environment
+    if line.ms and machine and machine.device_type == "cpu":
+        return f"{time_or_status(line)} ms per step, on a CPU, whose times decide nothing"
     if faster is None:
         return f"{time_or_status(line)} ms per step" if line.ms else line.failure
     if not faster.clear:

@@ -614,6 +614,27 @@ def test_the_lines_of_a_file_that_does_more_than_fp32_are_those_beyond_its_first
     assert heading == "What to change, with the names of m.py, beyond 2_sdpa"
 
 
+def test_the_bar_of_a_block_has_gaps_on_a_gpu_and_none_between_operators_that_hold_others():
+    def launch(name, ms, start_ms):
+        return runs.Kernel(name, "other", ms, 1, start_ms)
+
+    half = [launch("outer", 4.0, 0.0), launch("inner", 1.0, 0.5), launch("next", 2.0, 6.0)]
+    recorded = runs.ladder(100.0)
+    profile = recorded.rows[0].profile
+    profile.forward = profile.backward = half
+    for idle_ms, label, drawn in (
+        (1.0, "forward 8.00 ms, backward 8.00 ms", [4.0, 1.0, 2.0, 2.0] * 2),
+        (None, "forward 7.00 ms, backward 7.00 ms", [4.0, 1.0, 2.0] * 2),
+    ):
+        profile.idle_ms = idle_ms
+        bar = bars.block_bar(derive(recorded).lines[0])
+        assert bar.label == label
+        assert [length for _, length, _ in bar.parts] == pytest.approx(
+            [ms / (16 if idle_ms else 14) for ms in drawn]
+        )
+    assert bar.length == pytest.approx(1.0)
+
+
 def test_training_steps_and_seconds_to_the_same_loss_are_counted_seed_by_seed():
     falling = [5.0 - math.log(step) for step in (10, 20, 30, 40)]  # a nat less for e times the steps
     first = trained("0_x", 2.0, falling)
