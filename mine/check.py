@@ -47,6 +47,8 @@ def check(args: ModelArguments) -> Workload:
     args.remarks = [f"{work.model}: {size}", *args.remarks]
     if COMPILE not in args.rows_in_file:
         args.remarks.append(f"Row {COMPILE}: {say_blocks(model, args.blocks)}")
+    if (count := len(args.drawn)) <= work.steps:
+        args.remarks.append(f"batches() ends after {count}: in {work.steps} training steps they come again")
     args.draw_again()
     if work.text_sha256 != args.work_sha256():
         raise Skip(f"batches() of {args.path.name} yields other numbers each time: seed its generator")

@@ -1167,6 +1167,16 @@ def test_a_step_that_cannot_be_observed_is_said(arguments_of, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("count", "said"), [(2, ["batches() ends after 2: in 3 training steps they"]), (4, [])]
+)
+def test_batches_that_come_again_are_told(count, said, arguments_of):
+    batches = f"def batches():\n    return (torch.randn(4, 16) for _ in range({count}))\n"
+    args = arguments_of(f"{LINEAR}{batches}{SUM}", "--steps", "3")
+    model_check.check(args)
+    assert [text[: len(said[0])] for text in args.remarks if "come again" in text] == said
+
+
+@pytest.mark.parametrize(
     ("own", "said", "given"),
     [
         ("    with torch.autocast('cpu', torch.float16):\n", "matmuls in float16: no row 1_amp", ["1_amp"]),
