@@ -343,6 +343,7 @@ def test_what_is_recommended_is_applied_once(answer, code, left, ran, tmp_path, 
 def test_the_memory_of_a_larger_batch_is_not_in_pieces_unless_a_user_says_how(
     own, output, expected, tmp_path, monkeypatch
 ):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     if own:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", own)
     job = SimpleNamespace(plan={"limit_s": 9}, facts={"device_type": "cuda"})
