@@ -293,7 +293,9 @@ def lags(studies: dict[str, str]) -> str:
 def growth(
     place: str, early: tuple[int, int], late: tuple[int, int], label: str = "4_transformer_engine"
 ) -> str:
-    """By how much that lag is larger late than early, seed by seed."""
+    """By how much that lag is larger late than early, seed by seed. Raises ValueError as `lag` does."""
+    for span in (early, late):
+        lag(place, *span, label)
 
     def apart(row: Row, other: Row) -> float | None:
         lags = [parity.lag(row, other, *span) for span in (early, late)]
