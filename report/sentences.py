@@ -1,14 +1,13 @@
 """What a run shows and what it ran on, in sentences."""
 
-from common.record import AS_IT_IS, NOT_FUSED, PATCHED, Environment, Workload
+from common.record import AS_IT_IS, NOT_FUSED, PATCHED, WORTH, Environment, Workload
 from report.cells import gain, milliseconds
 from report.doubts import from_to
-from report.figures import LOSS_WINDOW, MARK, Figures, Line, Ratio, is_mixed, ratio
+from report.figures import LOSS_WINDOW, MARK, Figures, Line, Ratio, is_mixed, ratio, waits_for_the_host
 from report.table import VERSIONS
 
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU"
 ENOUGH_FOR_FP8 = 10  # rehearsed steps
-WORTH = 1.03  # times faster, from which a change to a model of yours is recommended
 CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
 CONVENTION_OF_LOOP = "TFLOP/s count of attention the whole (T, T) square"
 CONVENTION_OF_MODEL = (
@@ -83,7 +82,8 @@ def decision(timed: list[Line]) -> str:
 
 def taken_of(timed: list[Line]) -> list[Line]:
     """The rows whose changes are worth it, and the first one, whose change nothing judges. Where a row's time
-    may be wrong, its change is judged with that of the next sure row, against the last sure one before."""
+    may be wrong, or later rows keep its change though it is slower, the change is judged with that of the
+    next sure row, against the last sure one before."""
     changed = [line for line in timed if line.row.changes and line.name != AS_IT_IS]
     differing = {line.row.changes[-1] for line in changed if line.same_work == "differs"}
     taken, sure, waiting = [], timed[0], []
@@ -92,7 +92,7 @@ def taken_of(timed: list[Line]) -> list[Line]:
             continue
         if line is timed[0]:
             taken.append(line)
-        elif line.doubts:
+        elif line.doubts or (_is_slower(line) and _is_kept(line, changed)):
             waiting.append(line)
         else:
             held = [other for other in waiting if other.row.changes[-1] in line.row.changes]
@@ -122,7 +122,13 @@ def _gains(lines: list[Line]) -> str:
 
 def _what_of(line: Line) -> str:
     """What a change that is not recommended gives, or why it is not."""
-    return "its work differs" if line.same_work == "differs" else f"{gain(line.over_before)} x"
+    before = line.before
+    if line.same_work == "differs":
+        return "its work differs"
+    if before and _is_slower(before) and before.row.changes[-1] in line.row.changes:
+        return f"with {before.row.changes[-1]} {gain(ratio(line, before.before))} x"
+    waits = _is_slower(line) and waits_for_the_host(line.row)
+    return f"{gain(line.over_before)} x{', where the GPU waits for its host' if waits else ''}"
 
 
 def _is_doubtful(line: Line) -> bool:
@@ -135,6 +141,15 @@ def _is_undecided(line: Line) -> bool:
     faster = line.over_before
     may_be_worth = faster is not None and faster.value >= WORTH and not faster.clear
     return may_be_worth and line.same_work != "differs"
+
+
+def _is_slower(line: Line) -> bool:
+    return line.over_before is not None and line.over_before.clear and line.over_before.value < 1
+
+
+def _is_kept(line: Line, changed: list[Line]) -> bool:
+    """Whether a later row has its change, too."""
+    return any(line.row.changes[-1] in later.row.changes for later in changed[changed.index(line) + 1 :])
 
 
 def _is_worth(faster: Ratio | None) -> bool:

@@ -362,7 +362,9 @@ def test_a_row_that_a_cpu_s_memory_cannot_hold_is_not_started(device_type, kind,
         assert refusal == ("oom", "needs about 4 GiB of 3 free: try a smaller --batch-size")
 
 
-STEADY, DRIFTING, WORSE = (("ok", [10.0] * 2 + [ms] * 2) for ms in (10.0, 11.0, 8.0))
+STEADY, DRIFTING, WORSE, SLOW = (
+    ("ok", [a] * 2 + [b] * 2) for a, b in ((10.0, 10.0), (10.0, 11.0), (10.0, 8.0), (20.0, 20.0))
+)
 FAILED = ("failed", DRIFTING[1])
 ON_GPU = {"device_type": "cuda"}
 
@@ -371,7 +373,10 @@ ON_GPU = {"device_type": "cuda"}
     ("facts", "runs", "stays"),
     [
         (ON_GPU, [DRIFTING, STEADY], 1),
-        (ON_GPU, [DRIFTING, WORSE], 0),
+        (ON_GPU, [DRIFTING, DRIFTING, STEADY], 2),
+        (ON_GPU, [DRIFTING, DRIFTING, WORSE], 2),
+        (ON_GPU, [DRIFTING, SLOW, SLOW], 0),
+        (ON_GPU, [DRIFTING, SLOW, FAILED], 0),
         (ON_GPU, [DRIFTING, FAILED], 0),
         (ON_GPU, [STEADY], 0),
         (ON_GPU, [FAILED], 0),
@@ -379,7 +384,7 @@ ON_GPU = {"device_type": "cuda"}
         (ON_GPU | {"kind": "parity"}, [DRIFTING], 0),
     ],
 )
-def test_a_row_that_drifts_on_a_gpu_runs_once_more(facts, runs, stays, tmp_path, monkeypatch, capsys):
+def test_a_row_that_drifts_on_a_gpu_runs_again(facts, runs, stays, tmp_path, monkeypatch, capsys):
     job = running.Job({"kind": "ladder", "command": ""} | facts, [], FACTS | facts, "")
     row, ended = rows.Planned("0_x.py", [], "0_x.json"), iter(runs)
     under_way, sketches = running.Running(tmp_path, job, process.Stop()), tmp_path / "0_x.sketches.npz"
@@ -398,8 +403,8 @@ def test_a_row_that_drifts_on_a_gpu_runs_once_more(facts, runs, stays, tmp_path,
     assert (under_way.recorded(row)["status"], under_way.recorded(row)["step_ms"]) == (status, step_ms)
     assert not sketches.exists() if status == "failed" else sketches.read_text() == str(step_ms)
     assert next(ended, None) is None, "each run was made"
-    once_more = "0_x: the second half of its steps took 10.0% more time, so it runs once more"
-    assert (once_more in capsys.readouterr().out) == (len(runs) > 1)
+    again = "0_x: the second half of its steps took 10.0% more time, so it runs again"
+    assert (again in capsys.readouterr().out) == (len(runs) > 1)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common import benchmark
 from common import proof as sampling
-from common.record import Proof, Settings, write_json
+from common.record import Profile, Proof, Settings, write_json
 from common.text import Skip, explain
 from ladder import rows as planned
 from ladder import running
@@ -450,6 +450,27 @@ def test_a_row_keeps_the_changes_that_did_not_make_a_step_slower(tmp_path):
         rows = {name: {"step_ms": step_ms} for name, step_ms in times.items()}
         assert model_row.rows_kept(rows) == names, "where times overlap, no change is slower"
     assert [*model_row.rows_before(tmp_path, "3_compile")] == ["0_fp32", "1_amp"]
+
+
+def test_a_slower_row_whose_kernels_take_less_time_is_kept_until_a_later_one_decides(tmp_path):
+    """On a slow host a compiled row waits for its launches, which a CUDA graph makes at once."""
+
+    def kept(name="5_fp8"):
+        return model_row.rows_kept(model_row.rows_before(tmp_path, name))
+
+    put(tmp_path, "0_fp32", 100, profile=profile_of(90))
+    put(tmp_path, "1_amp", 27.4, profile=profile_of(26.4))
+    for kernels, names in ((26.0, ["1_amp"]), (21.0, ["1_amp", "3_compile"])):
+        put(tmp_path, "3_compile", 32.7, profile=profile_of(kernels))
+        assert kept() == kept("4_graph") == names
+    put(tmp_path, "4_graph", 21.5, profile=profile_of(21.0))
+    assert kept() == ["1_amp", "3_compile", "4_graph"]
+    put(tmp_path, "3_compile", 32.7, profile=profile_of(21.0, idle_ms=None))
+    assert kept("4_graph") == ["1_amp"], "a CPU's profile tells nothing of a host"
+
+
+def profile_of(kernels_ms, idle_ms=1.0):
+    return Profile(idle_ms, {"matrix products": kernels_ms / 2, "other": kernels_ms / 2}, [], 9)
 
 
 def block(size=32):
@@ -995,6 +1016,23 @@ def test_the_decision(ms, said):
     assert sentences.headline(derive(model_run(*ms))) == said
 
 
+def test_a_slower_row_that_later_ones_keep_is_judged_with_the_next():
+    changes = [["AMP"], ["AMP", "compile"], ["AMP", "compile", "CUDA graph"]]
+    names = ["1_amp", "3_compile", "4_graph"]
+    left = "Take AMP: 4.00 x. Leave out compile (0.83 x, where the GPU waits for its host)"
+    for graph_ms, said in (
+        (20, "Take AMP, compile, CUDA graph: 5.00 x"),
+        (25, f"{left}, CUDA graph (with compile 1.00 x)"),
+    ):
+        run = model_run(100)
+        for name, ms, own in zip(names, (25, 30, graph_ms), changes, strict=True):
+            waits = profile_of(20, idle_ms=10.0) if name == "3_compile" else None
+            run.rows.append(runs.row(name, ms, changes=own, settings=Settings(), source=name, profile=waits))
+        assert sentences.headline(derive(run)) == said
+    del run.rows[-1]
+    assert sentences.headline(derive(run)) == left
+
+
 def test_a_change_of_the_work_is_not_recommended_and_without_a_first_row_gains_are_over_the_next():
     differs = Proof("0_fp32", False, 1.0, 0.5, "w", 1.0)
     run = model_run(100, 50, **{"AMP": differs})
@@ -1067,7 +1105,7 @@ def test_changes_that_together_are_slower_are_not_taken():
     run = model_run(100, 50, 25)
     for row, ms in zip(run.rows, (100.0, 160.0, 125.0), strict=True):
         row.step_ms = [ms] * 3
-    said = "Take none of the changes: together they are not faster, 0.80 x"
+    said = "Take none of the changes. Leave out AMP (0.62 x), fused attention (with AMP 0.80 x)"
     assert sentences.headline(derive(run)) == said, "each state of a loop keeps those before it"
 
 
