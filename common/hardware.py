@@ -17,6 +17,7 @@ from common.text import Skip, one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("triton", "transformer-engine", "torchao", "transformers")  # whose versions matter
+CLONES: dict[str, Path] = {}  # of peers that are no packages: their folders, whose commits are their versions
 # Variables of the environment that change what runs: the value that does not, and what others do.
 VARIABLES = {
     "TORCHDYNAMO_DISABLE": ("0", "the compiler is off"),
@@ -191,7 +192,7 @@ def describe(device: torch.device) -> Environment:
         cpu_threads=torch.get_num_threads(),
         versions=versions,
         variables=set_variables(),
-        commit=_commit(),
+        commit=_commit(ROOT),
     )
     if device.type == "cuda":
         versions |= {"cuda": torch.version.cuda or "", "cudnn": str(torch.backends.cudnn.version())}
@@ -203,28 +204,31 @@ def describe(device: torch.device) -> Environment:
 
 
 def _package_versions() -> dict[str, str]:
-    """Versions of those of PACKAGES that are installed."""
+    """Versions of those of PACKAGES that are installed, and commits of CLONES."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    return versions
+    return versions | {name: _commit(folder) or "unknown" for name, folder in CLONES.items()}
 
 
-def _commit() -> str | None:
-    """The commit of this checkout, with -dirty where files differ from it, documents aside; None where git
-    cannot tell."""
+def _commit(clone: Path) -> str | None:
+    """The commit of a checkout, with -dirty where files differ from it, documents aside; None where git
+    cannot tell, as in a folder that another checkout has."""
     # A container often runs as another user than the one who owns the mounted checkout.
-    git = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT)]
+    git = ["git", "-c", f"safe.directory={clone}", "-C", str(clone)]
     commands = (
+        ["rev-parse", "--show-prefix"],
         ["rev-parse", "HEAD"],
         ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs", ":!README.md"],
     )
     try:
-        commit, changed = (
+        prefix, commit, changed = (
             subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
             for words in commands
         )
     except (OSError, subprocess.SubprocessError):
+        return None
+    if prefix:
         return None
     return f"{commit}-dirty" if changed else commit

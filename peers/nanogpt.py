@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import hardware
 from common.benchmark import measure
 from common.text import Skip, import_or_skip
 
@@ -48,6 +49,7 @@ def main(args):
     """Step 3 with another model. Returns train_step, model and optimizer."""
     if not hasattr(sys.modules.get("model"), "GPTConfig"):  # no module of this name, or not nanoGPT's
         raise Skip("nanoGPT's model.py does not import: PYTHONPATH must name a clone of karpathy/nanoGPT")
+    hardware.CLONES["nanogpt"] = Path(nanogpt.__file__).parent
     compiled_step.GPT = NanoGPT
     train_step, model, optimizer, _ = compiled_step.main(args)
     return train_step, model, optimizer  # without `capture`: each kernel is launched, as train.py does

@@ -263,7 +263,11 @@ def _other_code(rows: list[Row], plan: Plan) -> list[str]:
 def _environment(records: list[Run]) -> Environment | None:
     """Where the rows ran: those with times, if any has one. A row without may have run again elsewhere."""
     timed = [record for record in records if record.rows[0].status == "ok"]
-    return next((record.environment for record in [*timed, *records] if record.environment), None)
+    known = [record.environment for record in timed or records if record.environment]
+    versions: dict[str, str] = {}
+    for environment in known:  # a peer may know the version of what no other row loads
+        versions = environment.versions | versions
+    return replace(known[0], versions=versions) if known else None
 
 
 def _refuse_other_work(record: Run, workload: Workload | None, step: str) -> None:

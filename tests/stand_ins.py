@@ -131,7 +131,7 @@ def install(monkeypatch) -> None:
             "TransformerLayer": TransformerLayer,
             "autocast": autocast,
         },
-        "model": {"GPT": NanoGPT, "GPTConfig": NanoGPTConfig},
+        "model": {"GPT": NanoGPT, "GPTConfig": NanoGPTConfig, "__file__": __file__},
         "torchao": {},
         "torchao.float8": {
             "Float8LinearConfig": Float8LinearConfig,

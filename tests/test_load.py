@@ -110,6 +110,15 @@ def test_a_run_names_the_machine_of_its_times_where_a_row_without_ran_again_on_a
     assert load(folder).environment.gpu_uuid == "B"
 
 
+def test_a_run_names_the_versions_that_any_of_its_rows_knows(tmp_path):
+    folder = runs.plan(tmp_path, "0_a", "1_b")
+    runs.put(folder, runs.row("0_a"), versions={"torch": "1"})
+    runs.put(folder, runs.row("1_b"), versions={"torch": "1", "nanogpt": "abc"})
+    assert load(folder).environment.versions == {"torch": "1", "nanogpt": "abc"}
+    runs.put(folder, runs.row("1_b"), versions={"torch": "2"})
+    assert load(folder).environment.versions == {"torch": "1"} and "torch" in load(folder).problems[0]
+
+
 def test_rows_without_a_record_and_rows_of_other_work_or_of_another_name_say_so(tmp_path):
     folder = runs.plan(tmp_path, "0_a", "1_b", "2_c", "3_d", "4_e", "peers/p")
     runs.put(folder, runs.row("0_a"))

@@ -1,10 +1,14 @@
 """Step 4 and the peers on a CPU: with stand-ins for what needs a GPU, they do the work of the other steps."""
 
+import subprocess
 import sys
 
 import pytest
 import stand_ins
+import torch
 from conftest import ROOT, STEPS, arguments, built, load_script, load_step
+
+from common import hardware
 
 
 @pytest.fixture
@@ -51,6 +55,35 @@ def test_nanogpt_begins_from_the_seed_and_is_launched(pretended):
     parts, found = losses(peer)
     assert len(parts) == 3, "without capture"
     assert found[-1] < found[0] and found == losses(peer)[1] != losses(peer, seed=7)[1]
+
+
+def test_the_record_of_nanogpt_names_its_commit(pretended, tmp_path, monkeypatch):
+    """A folder in another checkout, as a download without git would be, is of no commit."""
+    peer = load_script(ROOT / "peers" / "nanogpt.py")
+    monkeypatch.setattr(hardware, "CLONES", {})
+    monkeypatch.setattr(peer.nanogpt, "__file__", str(tmp_path / "model.py"), raising=False)
+    losses(peer)
+
+    def git(*words):
+        identity = ["-c", "user.name=a", "-c", "user.email=b"]
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True, text=True
+        ).stdout
+
+    def version():
+        return hardware.describe(torch.device("cpu")).versions["nanogpt"]
+
+    assert version() == "unknown"
+    git("init", "-q")
+    (tmp_path / "model.py").write_text("a = 1")
+    git("add", "model.py")
+    git("commit", "-qm", "first")
+    assert version() == git("rev-parse", "HEAD").strip()
+    (tmp_path / "model.py").write_text("a = 2")
+    assert version().endswith("-dirty")
+    (tmp_path / "part").mkdir()
+    monkeypatch.setitem(hardware.CLONES, "nanogpt", tmp_path / "part")
+    assert version() == "unknown"
 
 
 def test_a_missing_nanogpt_is_a_skipped_row(pretended, monkeypatch):
