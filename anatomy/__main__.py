@@ -8,7 +8,6 @@ python -m anatomy all [--device NAME] [--quick]    runs all but gradients, and p
 
 import ast
 import importlib
-import runpy
 import sys
 import time
 from datetime import date
@@ -69,7 +68,10 @@ def main() -> int:
     if words[:1] == ["all"]:
         return run_all(words[1:])
     if words and words[0] in ALL:
-        return runpy.run_module(f"anatomy.{sys.argv.pop(1)}", run_name="__main__", alter_sys=True)
+        from anatomy.lab import run_experiment
+
+        run_experiment(words[0], words[1:])
+        return 0
     questions = [f"  {name:15} {question(name)}" for name in ALL]
     parser = OneLineParser(
         prog="python -m anatomy", description="\n".join([(__doc__ or "").strip(), "", *questions])

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anatomy.lab import main, rate, shown
+from anatomy.lab import rate, shown
 
 
 def by_hand(q, k, v):
@@ -102,7 +102,3 @@ def run(lab, batch=None, heads=None, dim=None, dtype=None):
             lab.row(f"T {T}, {form.__name__}: saved", kept_bytes, n_bytes, "B")
     ratio = times[by_hand] / times[fused]
     return f"At the longest T attention by hand takes {ratio:.1f} times as long as fused."
-
-
-if __name__ == "__main__":
-    main(run)

@@ -24,8 +24,6 @@ from functools import partial
 
 import torch
 
-from anatomy.lab import main
-
 
 class Branching(torch.nn.Module):
     def forward(self, x):
@@ -93,7 +91,3 @@ def run(lab, numbers=None):
         ratio = measure(lab, numbers or lab.pick(2**20, 2**23, 2**26))
     logging.disable(logging.NOTSET)
     return f"With the break the function takes {ratio:.1f} times as long."
-
-
-if __name__ == "__main__":
-    main(run)

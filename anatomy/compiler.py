@@ -21,8 +21,6 @@ import torch.nn as nn
 from torch._dynamo.testing import CompileCounter
 from torch._inductor.utils import fresh_cache
 
-from anatomy.lab import main
-
 FIVE_LENGTHS = [
     (f"five lengths, dynamic={d}", d, 16, graphs) for d, graphs in ((False, 5), (None, 2), (True, 1))
 ]
@@ -73,7 +71,3 @@ def run(lab, layers=None, rows=None, width=None):
             function(torch.ones(32 + k * step))
         lab.row(what, counter.frame_count, graphs, "")
     return f"In mode {modes[-1]} a step takes {measured / eager_s:.2f} of the time in eager."
-
-
-if __name__ == "__main__":
-    main(run)

@@ -15,7 +15,6 @@ Source: Shannon, Prediction and Entropy of Printed English (1951).
 
 import numpy as np
 
-from anatomy.lab import main
 from common import data
 
 MOST = 256  # values of a byte
@@ -62,7 +61,3 @@ def run(lab, length=None, vocab=None):
         heldout = loss(table, tokens[trained:])
         lab.row(f"a table of {name}", heldout, loss(table, tokens[:trained]), "")
     return f"A model that ends above {heldout:.2f} nats foretells no better than the table of triples."
-
-
-if __name__ == "__main__":
-    main(run)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from anatomy.lab import main, tl, triton
+from anatomy.lab import tl, triton
 
 if triton:
 
@@ -110,7 +110,3 @@ def run(lab, numbers=None, edge=None, dtype=None):
         lab.row(what, measured, predicted, moved=f"{n_bytes / 1e6:.0f} MB")
     faster = lab.rows[0]["measured"] / lab.rows[1]["measured"]
     return f"Compiled, sigmoid(relu(x*w+b)) runs {faster:.2f} times as fast."
-
-
-if __name__ == "__main__":
-    main(run)

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 
-from anatomy.lab import main
 from common import clock, data
 from common.hardware import FP8_CAPABILITY, compute_capability
 from common.model import GPT, GPTConfig
@@ -191,7 +190,3 @@ def run(lab, steps=None):
     least = min(errors, key=errors.get)
     best = f"{least}, the least, by {errors[least]:.1%}"
     return f"FP8 by {name} turns the gradient by {error:.1%}, and {best}; BF16 by {in_bf16:.1%}."
-
-
-if __name__ == "__main__":
-    main(run)

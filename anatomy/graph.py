@@ -13,8 +13,6 @@ Source: PyTorch's notes on CUDA semantics, "CUDA Graphs"; Nguyen et al., Acceler
 import torch
 import torch.nn as nn
 
-from anatomy.lab import main
-
 LAYERS = 16
 
 
@@ -62,7 +60,3 @@ def run(lab, chain=None, width=None):
     if lab.gpu:
         return f"Captured, {LAYERS} linear layers run {step_s / measured:.1f} times as fast as launched."
     return f"An operator on one number takes this CPU {launch_s * 1e6:.1f} us."
-
-
-if __name__ == "__main__":
-    main(run)

@@ -25,8 +25,6 @@ from functools import partial
 
 import torch
 
-from anatomy.lab import main
-
 INPUTS, ELEMENTS, LOOP = 33, 256, 1000
 
 
@@ -113,7 +111,3 @@ def run(lab, edge=None, dtype=None):
     calls(lab, x, lab.seconds(lambda: x * 2))
     item_s = waits(lab, x, edge or lab.pick(512, 1024, 4096))
     return f"With an empty queue .item() takes {item_s * 1e6:.1f} us."
-
-
-if __name__ == "__main__":
-    main(run)

@@ -22,8 +22,6 @@ from functools import partial
 import torch
 from torch.utils.data import DataLoader
 
-from anatomy.lab import main
-
 CHANNELS, SLOW_EVERY, SLOW_TIMES = 1024, 8, 6
 
 
@@ -87,7 +85,3 @@ def run(lab, load=None, step=None):
         row(f"{workers} workers, prefetch {prefetch}", predicted, workers, prefetch, irregular=True)
     faster = alone_s / fed_s
     return f"{enough} workers make a step {faster:.1f} times as fast as loading in the training process."
-
-
-if __name__ == "__main__":
-    main(run)

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from anatomy.lab import LARGE_COPY, main, rate, tl, triton
+from anatomy.lab import LARGE_COPY, rate, tl, triton
 from common.hardware import clock_and_power
 
 LARGEST_TILE = 256
@@ -74,7 +74,3 @@ def run(lab, edge=None):
         predicted_s = max(library_s, 4 * edge**3 / tile / l2_rate) if l2_rate else None
         lab.row(f"tiles of ({tile}, {tile})", times[-1], predicted_s)
     return f"The best tile takes {min(times) / library_s:.2f} times as long as the library's product."
-
-
-if __name__ == "__main__":
-    main(run)

@@ -9,9 +9,9 @@ command: sizes, dtype.
 import argparse
 import ctypes
 import functools
+import importlib
 import inspect
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.utils.benchmark import Timer
 from common import clock, fingerprint, hardware
 from common.options import check_output
 from common.record import Environment, write_json
-from common.text import OneLineParser, aligned, one_line, positive_int, progress, run_command, say
+from common.text import OneLineParser, aligned, one_line, positive_int, progress, say
 
 try:
     import triton
@@ -163,29 +163,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows")
 
 
-def main(run: Callable) -> None:
-    """The command of an experiment: `python -m anatomy.NAME`."""
-    module, names = sys.modules[run.__module__], list(inspect.signature(run).parameters)[1:]
-    parser = OneLineParser(prog=f"python -m {module.__spec__.name}", description=module.__doc__)
-    for name in names:
-        kind = {"choices": DTYPES} if name == "dtype" else {"type": positive_int, "metavar": "N"}
-        parser.add_argument(f"--{name}", **kind, help="default: the experiment's own")
+def run_experiment(name: str, words: list[str]) -> None:
+    """The command of an experiment: `python -m anatomy NAME`."""
+    module = importlib.import_module(f"anatomy.{name}")
+    names = list(inspect.signature(module.run).parameters)[1:]
+    parser = OneLineParser(prog=f"python -m anatomy {name}", description=module.__doc__)
+    for size in names:
+        kind = {"choices": DTYPES} if size == "dtype" else {"type": positive_int, "metavar": "N"}
+        parser.add_argument(f"--{size}", **kind, help="default: the experiment's own")
     add_options(parser)
-
-    def work() -> None:
-        options = parser.parse_args()
-        chosen = {name: getattr(options, name) for name in names}
-        if "dtype" in names:
-            chosen["dtype"] = DTYPES.get(options.dtype)
-        try:
-            lab = Lab(module.__spec__.name.rpartition(".")[2], options)
-            sentence = run(lab, **chosen)
-        except (ValueError, RuntimeError, MemoryError) as error:  # no such device, too little memory, a size
-            parser.error(one_line(error).replace("--output", "--json"))
-        progress("")
-        record = lab.record((module.__doc__ or module.__name__).partition("\n")[0], sentence)
-        say(f"{record['question']}\n\n{lab.tables()}\n\n{sentence}")
-        if options.json:
-            write_json(options.json, record | file_of(hardware.describe(lab.device)))
-
-    run_command(work, parser.prog)
+    options = parser.parse_args(words)
+    chosen = {size: getattr(options, size) for size in names}
+    if "dtype" in names:
+        chosen["dtype"] = DTYPES.get(options.dtype)
+    try:
+        lab = Lab(name, options)
+        sentence = module.run(lab, **chosen)
+    except (ValueError, RuntimeError, MemoryError) as error:  # no such device, too little memory, a size
+        parser.error(one_line(error).replace("--output", "--json"))
+    progress("")
+    record = lab.record((module.__doc__ or name).partition("\n")[0], sentence)
+    say(f"{record['question']}\n\n{lab.tables()}\n\n{sentence}")
+    if options.json:
+        write_json(options.json, record | file_of(hardware.describe(lab.device)))

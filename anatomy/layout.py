@@ -23,8 +23,6 @@ import torch
 from torch._inductor import metrics
 from torch._inductor.utils import run_and_get_code
 
-from anatomy.lab import main
-
 REWRITES = {  # what: (function of two square matrices, kernels when compiled)
     "dead code": (lambda x, w: (torch.sin(x) * 3, x + w)[1], 1),
     "constants: 2 * 3 * x + 4 * 0.5 + w": (lambda x, w: 2 * 3 * x + torch.full_like(x, 4) * 0.5 + w, 1),
@@ -103,7 +101,3 @@ def run(lab, m=None, n=None, k=None, dtype=None):
         "error of x * w + b + x in BF16, over eager's", (errors[1] / errors[0]).item(), (3 / 6) ** 0.5, ""
     )
     return f"x + y takes {ratio:.2f} times as long where x is a transposed view."
-
-
-if __name__ == "__main__":
-    main(run)

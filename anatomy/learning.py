@@ -21,7 +21,6 @@ import statistics
 
 import torch
 
-from anatomy.lab import main
 from common import data
 from common.model import GPT, GPTConfig
 from common.text import progress
@@ -97,7 +96,3 @@ def run(lab, steps=None, vocab=None):
         lab.row(f"last loss, {name}: from FP32's", apart[name], bound, "", at_most=bool(bound))
     lab.row("last loss, FP32; predicted: the default initialization's", plain, default, "", at_most=True)
     return f"With PyTorch's default initialization the last loss is {default - plain:.2f} nats higher."
-
-
-if __name__ == "__main__":
-    main(run)

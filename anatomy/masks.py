@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from anatomy.lab import main
-
 BLOCK = 128  # scores in each direction, of FlexAttention's default
 
 
@@ -93,7 +91,3 @@ def run(lab, length=None, documents=None, batch=None, heads=None):
     )
     lab.row("largest difference between FlexAttention and the dense mask", apart, unit="")
     return f"With {P} documents FlexAttention took {flex_s / seconds:.2f} of the time of a dense mask."
-
-
-if __name__ == "__main__":
-    main(run)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from anatomy.lab import main, tl, triton
+from anatomy.lab import tl, triton
 from common.hardware import clock_and_power
 
 # Numbers of a program of 4 warps; its loops; programs on a multiprocessor.
@@ -100,7 +100,3 @@ def run(lab, smallest=None, largest=None):
     else:
         lab.row("registers, shared memory", "needs a GPU and Triton", curve="")
     return f"The fastest copy has {fastest / rates['DRAM']:.1f} times the bandwidth of DRAM."
-
-
-if __name__ == "__main__":
-    main(run)

@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from anatomy.lab import main, rate
+from anatomy.lab import rate
 from common.hardware import compute_capability, multiply_fp8
 
 FP8, FP8_MAX, BLOCK, OUTLIER = torch.float8_e4m3fn, 448.0, 128, 1e5
@@ -109,7 +109,3 @@ def run(lab, size=None):
     faster = products(lab, size or lab.pick(256, 512, 4096))
     quantization(lab, lab.pick(256, 512, 16384))
     return f"The fastest format multiplies {faster:.1f} times as fast as FP32."
-
-
-if __name__ == "__main__":
-    main(run)

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from anatomy.lab import main, rate, shown
+from anatomy.lab import rate, shown
 
 CHANNELS, H, D = 1024, 16, 64
 # FP16 runs at BF16's rate.
@@ -57,7 +57,3 @@ def run(lab, numbers=None, length=None, dtype=None):
         cells = {"FLOP/byte": f"{flops / n_bytes:.3g}", "bound by": max(bounds, key=bounds.get)}
         lab.row(name, measured_s, lab.expected(launch_s, roof_s), **cells)
     return f"The ridge of this machine is at {peak / bandwidth:.0f} FLOP per byte."
-
-
-if __name__ == "__main__":
-    main(run)

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from anatomy.lab import main, rate
+from anatomy.lab import rate
 from common import flops
 from common.model import GPT, GPTConfig
 
@@ -88,7 +88,3 @@ def run(lab, batch=None, layers=None):
         lab.row(f"{what}: peak", peak_bytes(lab, call), predicted_bytes, "B")
     peaks = {row["what"]: row["measured"] for row in lab.rows}
     return f"Recomputation needs {peaks['recomputation: peak'] / peaks['plain: peak']:.2f} of the memory."
-
-
-if __name__ == "__main__":
-    main(run)

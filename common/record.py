@@ -163,6 +163,11 @@ class Row:
     code_sha256: str | None = None  # of what its timed step runs through, see common/fingerprint.py
 
     @property
+    def text(self) -> str:
+        """What a reader copies."""
+        return self.code or self.source or ""
+
+    @property
     def drift(self) -> float:
         """By which share the median of the second half of the timed steps is above that of the first; 0 of
         fewer than four steps."""

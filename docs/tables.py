@@ -9,7 +9,6 @@ python docs/tables.py --device MACHINE    fails where MACHINE has records, and n
 python docs/tables.py --lost OLD NEW      fails where a row has a time in folder OLD, and none in NEW
 """
 
-import ast
 import difflib
 import itertools
 import math
@@ -23,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.fingerprint import CLOCKS, ROOTS, row_sha256  # noqa: E402
+from common.fingerprint import CLOCKS, row_sha256  # noqa: E402
 from common.record import Row, Run, Study, read_object  # noqa: E402
 from common.text import Skip, aligned, run_command, say  # noqa: E402
 from ladder import loop, patches  # noqa: E402
@@ -45,7 +44,7 @@ from report.__main__ import render  # noqa: E402
 from report.derive import derive, derive_study  # noqa: E402
 from report.doubts import LEGEND  # noqa: E402
 from report.figures import MARK, Figures, Line, ratio  # noqa: E402
-from report.load import DIFFER, RecordError, load, runs_of  # noqa: E402
+from report.load import DIFFER, RecordError, load, runs_of, statuses  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 TRAINED = {  # recipes of the experiment `gradients`, and the rows that train with them
@@ -465,25 +464,11 @@ def present_sha256(variant: str, row: Row, run: Run) -> str:
     if run.workload and run.workload.model == loop.NAME:
         state = loop_states().get(row.step)
         return row_sha256(state, ROOT, ()) if state else ""
-    measured_by, source = ROOTS, present_source(variant, row.step)
-    if not run.is_of_ladder:
-        source = of_present_functions(row.source or "")
-    return row_sha256(source, ROOT, measured_by) if source else ""
-
-
-def of_present_functions(source: str) -> str:
-    """The functions of a row of --model as mine/changes.py has them now; those of its own file
-    stay."""
-    present = (ROOT / "mine" / "changes.py").read_text()
-    texts = {
-        node.name: ast.get_source_segment(present, node)
-        for node in ast.parse(present).body
-        if isinstance(node, ast.FunctionDef)
-    }
-    parts = [
-        (getattr(node, "name", ""), ast.get_source_segment(source, node)) for node in ast.parse(source).body
-    ]
-    return "\n\n".join(texts.get(name, text) for name, text in parts)
+    if run.is_of_ladder:
+        source = present_source(variant, row.step)
+    else:
+        source = (ROOT / "mine" / "changes.py").read_text()
+    return row_sha256(source, ROOT) if source else ""
 
 
 @cache
@@ -522,13 +507,10 @@ def rows_without_time_now(before: Path, after: Path) -> list[str]:
     """The rows that have a time in a recording, and none in a later one of the same piece."""
     if not (before / "results.json").exists() or not (after / "results.json").exists():
         return []
-    return sorted(timed_rows(load(before)) - timed_rows(load(after)))
-
-
-def timed_rows(recording: Run | Study) -> set[str]:
-    """The names of the rows that have a time, behind those of their runs."""
-    lines = {name: derive(run).lines for name, run in runs_of(recording).items()}
-    return {f"{name} {line.name}".strip() for name, of_run in lines.items() for line in of_run if line.ms}
+    timed, now = (
+        [name for name, status in statuses(load(each)).items() if status == "ok"] for each in (before, after)
+    )
+    return [name for name in timed if name not in now]
 
 
 def main() -> int:

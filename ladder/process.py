@@ -99,9 +99,10 @@ def run(
     """
     mark = uuid.uuid4().hex
     inherited = {name: value for name, value in os.environ.items() if name not in LEFTOVERS}
-    folders = [folder for folder in inherited.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    variables = inherited | bytecode_variables() | variables | {MARK: mark}
+    folders = [folder for folder in variables.get("PYTHONPATH", "").split(os.pathsep) if folder]
     if folders:  # those of the user's folder: the command runs in another
-        inherited["PYTHONPATH"] = os.pathsep.join(str(Path(folder).absolute()) for folder in folders)
+        variables["PYTHONPATH"] = os.pathsep.join(str(Path(folder).absolute()) for folder in folders)
     log.unlink(missing_ok=True)
     with log.open("ab") as file:
         began, kill_at = time.monotonic(), math.inf
@@ -111,7 +112,7 @@ def run(
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=inherited | bytecode_variables() | variables | {MARK: mark},
+            env=variables,
             start_new_session=True,
             close_fds=False,  # the folder's lock
         )

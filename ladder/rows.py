@@ -29,7 +29,7 @@ SWEEP = {  # channels, sequence length and tokens a step: several widths, and se
     "cpu": ((64, 512, 1024), (128, 512, 1024), (256, 512, 1024), (128, 256, 2048), (128, 1024, 2048)),
 }
 HEAD_DIM = {"cuda": 64, "cpu": 32}
-MODEL_SCRIPT, LOOP_SCRIPT = MADE_ROWS = "mine/row.py", "ladder/loop.py"  # whose rows are of other code
+MODEL_SCRIPT, LOOP_SCRIPT = "mine/row.py", "ladder/loop.py"
 AMP, SDPA, COMPILE, GRAPH, FP8 = "1_amp", "2_sdpa", "3_compile", "4_graph", "5_fp8"
 FP32 = "0_fp32"  # the file unchanged, or AS_IT_IS
 MODEL_ROWS = {  # of a model that is not ours, and what each adds, in words

@@ -74,7 +74,7 @@ class Running:
         if content.get("status") == "ok" and not content.get("step_ms"):
             return {}
         code = self.plan.get("code", {}).get(label(row))
-        is_changed = label(row) not in rows.MADE_ROWS and content.get("code_sha256") not in (None, code)
+        is_changed = row.script != rows.LOOP_SCRIPT and content.get("code_sha256") not in (None, code)
         return {} if is_changed else content
 
     def is_first_pass_of_model(self, row: rows.Planned) -> bool:
@@ -303,7 +303,6 @@ def execute(job: Job, output: Path | None) -> int:
     if before:
         refuse_another(before, plan, folder)
         plan = merge(before, plan)
-        forget_unusable(folder)
     schema.write_json(folder / schema.PLAN, plan)
     if "roofs" in job.facts:
         schema.write_json(folder / schema.ROOFS, job.facts["roofs"])
@@ -322,16 +321,6 @@ def execute(job: Job, output: Path | None) -> int:
     if job.facts.get("seen") and not stop.requests:
         apply_recommended(running, job, plan)
     return finish(folder, stop, job)
-
-
-def forget_unusable(folder: Path) -> None:
-    """Remove the records that the report, which judges what a record is, could not use: their rows run
-    again."""
-    command = process.module_command("report", str(folder), "--unusable")
-    outputs = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-    for output in filter(None, outputs):
-        say(f"{output} cannot be used: its row runs again")
-        (folder / output).unlink(missing_ok=True)
 
 
 def apply_recommended(running: Running, job: Job, plan: dict) -> None:

@@ -1,8 +1,8 @@
-"""What `./run_all.sh --model FILE` changes of a training loop, as functions to copy into your own.
+"""What `./run_all.sh --model FILE` changes of a training loop.
 
-The first one is the loop. Each of the others is one change, and imports nothing of this project. The report
-of a run shows those that made a row. Of their arguments, `blocks` are the layers of the model, `parts` those
-or the whole model, and `tensors_of` a function that lists the tensors of a batch.
+The first function is the loop. Each of the others is one change, and imports nothing of this project; a
+report shows it as the plain lines of mine/lines.py. Of their arguments, `blocks` are the layers of the model,
+`parts` those or the whole model, and `tensors_of` a function that lists the tensors of a batch.
 """
 
 import torch

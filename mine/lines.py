@@ -95,12 +95,17 @@ def place_of(model: nn.Module, name: str) -> str:
 
 
 def attention_lines(model: nn.Module, args) -> list[str]:
-    """Hugging Face's switch, as mine/changes.py's fused_attention sets it."""
+    """Hugging Face's switch, as mine/attention.py's set_attention sets it."""
     switch = switch_of(model)
     place = next(place_of(model, name) for name, module in model.named_modules() if module is switch)
-    if needs_mask(switch, args.is_masked):
-        return [f'{place}.set_attn_implementation("sdpa")']
-    return [*WITHOUT_MASK, f'{place}.set_attn_implementation("sdpa_without_mask")']
+    is_plain = needs_mask(switch, args.is_masked)
+    call = f'set_attn_implementation("{"sdpa" if is_plain else "sdpa_without_mask"}")'
+    inside = [part.config for part in switch.modules() if hasattr(part, "set_attn_implementation")]
+    lines = [f"{place}.{call}"]
+    if any(config is not switch.config for config in inside):
+        has_switch = 'hasattr(part, "set_attn_implementation")'
+        lines = [f"for part in {place}.modules():", f"    if {has_switch}:", f"        part.{call}"]
+    return lines if is_plain else WITHOUT_MASK + lines
 
 
 def compile_lines(model: nn.Module, lists: list[str]) -> list[str]:

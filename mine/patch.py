@@ -60,7 +60,8 @@ def patched(text: str, names: list[str], model: nn.Module, lists: list[str], arg
         else:
             setup += lines.compiled_loss_lines(model)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    edits = [(returns.lineno - 1, returns.end_lineno, before_return(returns, rows, indent, setup, used))]
+    own = before_return(returns, rows, indent, setup, used)
+    edits = [(returns.lineno - 1, returns.end_lineno, own)] if setup else []
     if decorators:
         at = functions["loss"].lineno - 1
         edits.append((at, at, decorators))

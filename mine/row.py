@@ -8,7 +8,6 @@ a step slower.
 
 import contextlib
 import copy
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -74,18 +73,6 @@ def has_shorter_kernels(row: dict, other: dict) -> bool:
         return False
     own, others = (sum(profile["categories"].values()) for profile in profiles)
     return WORTH * own < others
-
-
-def functions_of(names: list[str], file) -> list[Callable]:
-    """The functions that make these changes."""
-    functions = {
-        AMP: changes.mixed_precision,
-        SDPA: changes.fused_attention,
-        COMPILE: changes.compile_parts,
-        GRAPH: changes.capture_step,
-        FP8: getattr(file, "fp8", changes.fp8_linears),
-    }
-    return [functions[name] for name in names]
 
 
 # --- building -------------------------------------------------------------------------------------
@@ -221,21 +208,17 @@ def skip_at_recompile_limit(train_step: Callable) -> Callable:
     return step
 
 
-# --- the process ----------------------------------------------------------------------------------
+# --- the patched file and the larger batch --------------------------------------------------------
 
 
-def source_of(function: Callable) -> str:
-    """The text of a function; empty for what has none, such as a functools.partial of the file."""
-    try:
-        return inspect.getsource(function)
-    except (TypeError, OSError):
-        return ""
+def build_patched(names: list[str], before: dict[str, dict], args: ModelArguments) -> tuple:
+    """`build` of the patched file, with the changes that are left."""
+    return build(patch_file(names, args), before, args)
 
 
-def patch_file(row: dict, args: ModelArguments) -> list[str]:
-    """Put those changes of a recommended row into the file that can be placed there, and the patch into
-    `args.code`. Returns the rows whose changes are left to make. Raises Skip where none can be placed."""
-    names = [name for name in ROWS if ROWS[name] in row.get("changes", []) and name not in args.rows_in_file]
+def patch_file(names: list[str], args: ModelArguments) -> list[str]:
+    """Put those changes of these rows into the file that can be placed there, and the patch into `args.code`.
+    Returns the rows whose changes are left to make. Raises Skip where none can be placed."""
     text, model = patch.read(args.path), args.model()
     attention = by_hand.fused(text) if SDPA in names and not switch_of(model) else None
     begun = attention.text if attention else text
@@ -247,6 +230,35 @@ def patch_file(row: dict, args: ModelArguments) -> list[str]:
     model_file.set_seeds(args.seed)  # as before the file was imported
     args.file = patch.load(args.path, args.file.__name__, patched)
     return [name for name in names if name not in placed]
+
+
+def build_larger(names: list[str], before: dict[str, dict], args: ModelArguments, row: dict) -> tuple:
+    """`build` with as many batches in one as should fit by the `row` that has these changes. Raises Skip
+    where it freed no memory."""
+    check_unchanged(args)
+    first = next(iter(before.values()))
+    count = batches_that_fit(row["peak_bytes"], hardware.free_memory_bytes(args.device), args)
+    is_freed = args.device.type == "cpu" or row["peak_bytes"] < first["peak_bytes"]
+    if count < 2 or not is_freed:
+        raise Skip("the changes free no memory for a second batch")
+    # Before batches are joined: it runs attention by hand, too, whose scores may not fit a larger one.
+    fuse_by_hand(names, before, args)
+    args.join_batches(count)
+    return build(names, before, args)
+
+
+def batches_that_fit(peak: int, memory: int, args: ModelArguments) -> int:
+    """How many batches at once a step has memory for that needs `peak` bytes for one, by what no batch
+    changes: weights, and the two moments of the default AdamW. Gradients count as the batch's, which errs on
+    the safe side."""
+    weights = list(args.model().parameters())
+    fixed = sum(4 * weight.numel() for weight in weights)
+    if not hasattr(args.file, "optimizer"):
+        fixed += sum(8 * weight.numel() for weight in weights if weight.requires_grad)
+    return min(MOST_BATCHES, int((USABLE * memory - fixed) / max(1, peak - fixed)))
+
+
+# --- the process ----------------------------------------------------------------------------------
 
 
 def planned_arguments(argv: list[str]) -> tuple[ModelArguments, Path]:
@@ -269,71 +281,25 @@ def initial_state(args: ModelArguments, model, optimizer, in_fp32: bool = False)
     return state
 
 
-def run_row(words: list[str]) -> int:
-    name, *argv = words
-    args, folder = planned_arguments(argv)
-    before = rows_before(folder, name)
-    names = rows_kept(before) + ([name] if ROWS[name] else [])
-    functions = functions_of(names, args.file)
-    args.name, args.changes = name, [ROWS[each] for each in [*args.rows_in_file, *names]]
-    args.source = "\n\n".join(filter(None, map(source_of, [changes.training_step, *functions])))
-    initial = partial(initial_state, args, in_fp32=name == AS_IT_IS)
-    return benchmark.run_and_record(partial(build, names, before), args, initial)
-
-
-def run_patched(words: list[str]) -> int:
-    """The row of a patched file: `words` are the name of the recommended row, and the arguments of all."""
-    recommended, *argv = words
-    args, folder = planned_arguments(argv)
-    row = read_object(folder / f"{recommended}.json")["rows"][0]
-    args.name, args.changes, args.source = PATCHED, row["changes"], row["source"]
-
-    def main(args: ModelArguments) -> tuple:
-        return build(patch_file(row, args), rows_before(folder, recommended), args)
-
-    return benchmark.run_and_record(main, args, partial(initial_state, args))
-
-
-def batches_that_fit(peak: int, memory: int, args: ModelArguments) -> int:
-    """How many batches at once a step has memory for that needs `peak` bytes for one, by what no batch
-    changes: weights, and the two moments of the default AdamW. Gradients count as the batch's, which errs on
-    the safe side."""
-    weights = list(args.model().parameters())
-    fixed = sum(4 * weight.numel() for weight in weights)
-    if not hasattr(args.file, "optimizer"):
-        fixed += sum(8 * weight.numel() for weight in weights if weight.requires_grad)
-    return min(MOST_BATCHES, int((USABLE * memory - fixed) / max(1, peak - fixed)))
-
-
-def run_larger(words: list[str]) -> int:
-    """The recommended row with as many batches in one as should fit: `words` are its name, and the arguments
-    of all."""
-    recommended, *argv = words
-    args, folder = planned_arguments(argv)
-    before = rows_before(folder, recommended)
-    first, row = next(iter(before.values())), read_object(folder / f"{recommended}.json")["rows"][0]
-    args.name, args.changes, args.source = LARGER, row["changes"], row["source"]
-    names = [name for name in ROWS if ROWS[name] in row["changes"] and name not in args.rows_in_file]
-
-    def main(args: ModelArguments) -> tuple:
-        check_unchanged(args)
-        count = batches_that_fit(row["peak_bytes"], hardware.free_memory_bytes(args.device), args)
-        is_freed = args.device.type == "cpu" or row["peak_bytes"] < first["peak_bytes"]
-        if count < 2 or not is_freed:
-            raise Skip("the changes free no memory for a second batch")
-        # Before batches are joined: it runs attention by hand, too, whose scores may not fit a larger one.
-        fuse_by_hand(names, before, args)
-        args.join_batches(count)
-        return build(names, before, args)
-
-    return benchmark.run_and_record(main, args, partial(initial_state, args))
-
-
 def main(words: list[str]) -> int:
+    """Run a row: its name, of PATCHED and LARGER the name of the recommended row too, and the arguments."""
     if len(words) < 2:
         raise SystemExit("mine/row.py: error: give a ROW and a FILE; ./run_all.sh --model FILE runs all rows")
-    run = {PATCHED: run_patched, LARGER: run_larger}.get(words[0])
-    return run(words[1:]) if run else run_row(words)
+    name, *argv = words
+    recommended = argv.pop(0) if name in (PATCHED, LARGER) else name
+    args, folder = planned_arguments(argv)
+    before = rows_before(folder, recommended)
+    args.name, args.source = name, Path(changes.__file__).read_text()
+    if name == recommended:
+        names = rows_kept(before) + ([name] if ROWS[name] else [])
+        args.changes, build_row = [ROWS[each] for each in [*args.rows_in_file, *names]], build
+    else:
+        row = read_object(folder / f"{recommended}.json")["rows"][0]
+        args.changes = row["changes"]
+        names = [each for each in ROWS if ROWS[each] in args.changes and each not in args.rows_in_file]
+        build_row = build_patched if name == PATCHED else partial(build_larger, row=row)
+    initial = partial(initial_state, args, in_fp32=name == AS_IT_IS)
+    return benchmark.run_and_record(partial(build_row, names, before), args, initial)
 
 
 if __name__ == "__main__":

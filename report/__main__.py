@@ -37,13 +37,13 @@ def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
     return printers.terminal(report, end), files
 
 
-def recommended(folder: Path) -> list[str]:
-    """The name of the row with all changes that a run of a model recommends, if any."""
+def recommended(folder: Path) -> str:
+    """The name of the row with all changes that a run of a model recommends; empty if there is none."""
     from report import applied, load
     from report.derive import derive
 
     line = applied.recommended(derive(load.load(folder)))
-    return [line.name] if line else []
+    return line.name if line else ""
 
 
 def main() -> int:
@@ -54,8 +54,6 @@ def main() -> int:
     parser.add_argument("--bound", type=float, metavar="SHARE", help=text)
     text = "print the row with the changes that a run of a model recommends, and nothing else"
     parser.add_argument("--recommended", action="store_true", help=text)
-    text = "print the records of a run folder that cannot be used, and nothing else"
-    parser.add_argument("--unusable", action="store_true", help=text)
     args = parser.parse_args()
     if (args.folder is None) == (args.compare is None):
         parser.error("give one DIR, or --compare A B")
@@ -69,8 +67,8 @@ def main() -> int:
             text, is_borne_out = compare(*args.compare, args.bound)
             say(text)
             return int(not is_borne_out)
-        if args.unusable or args.recommended:
-            say("\n".join(load.unusable(args.folder) if args.unusable else recommended(args.folder)))
+        if args.recommended:
+            say(recommended(args.folder))
             return 0
         record = load.load(args.folder)
     except load.RecordError as error:

@@ -18,7 +18,7 @@ LONG_SOURCE = 2000  # lines, from which frequent lines are not compared, since t
 def lines_of_code_added(before: Row, after: Row) -> list[str]:
     """The lines of code in `after` that are not in `before`: without docstring, imports, comments and
     indentation, and without lines that only moved to another depth."""
-    return [*_lines_added(before.code or before.source or "", after.code or after.source or "")]
+    return [*_lines_added(before.text, after.text)]
 
 
 @functools.cache
@@ -68,8 +68,7 @@ def code_diff(before: Row, after: Row, around: int = 1) -> list[tuple[str, str]]
 
     A sign is `+`, `-`, a space, or `@` for lines left out. Empty without sources.
     """
-    texts = [row.code or row.source or "" for row in (before, after)]
-    old, new = (re.sub(r'(?s)^"""(.*?)"""\s*', "", text).splitlines() for text in texts)
+    old, new = (re.sub(r'(?s)^"""(.*?)"""\s*', "", row.text).splitlines() for row in (before, after))
     if not old or not new:
         return []
     lines = [*difflib.unified_diff(old, new, n=around, lineterm="")][2:]

@@ -159,31 +159,19 @@ def load(folder: Path) -> Run | Study:
     return Study(plan.kind, plan.command, plan.started_at, runs)
 
 
-def unusable(folder: Path) -> list[str]:
-    """The planned records of a run folder that are there and cannot be used."""
-    plan = convert(read_json(folder / schema.PLAN), Plan, schema.PLAN)
-    rows = [row for of_run in _planned_runs(plan).values() for passes in of_run.values() for row in passes]
-    read_rows = [(row, _read_planned(folder, row, PurePath(row.output).stem).rows[0]) for row in rows]
-    return [planned.output for planned, row in read_rows if (row.reason or "").startswith(CANNOT)]
+def statuses(recording: Run | Study) -> dict[str, str | None]:
+    """Of all rows, by their names behind those of their runs."""
+    runs = runs_of(recording).items()
+    return {f"{name} {row.step}".strip(): row.status for name, run in runs for row in [*run.rows, *run.peers]}
 
 
 def rows_lost(merged: Path, record: Run | Study) -> list[str]:
     """The rows with a time in an earlier merge that have no record now."""
     try:
-        before = runs_of(read(merged)) if merged.exists() else {}
+        before, now = statuses(read(merged)) if merged.exists() else {}, statuses(record)
     except RecordError:
         return []
-    now = {
-        name: {row.step: row.status for row in [*run.rows, *run.peers]}
-        for name, run in runs_of(record).items()
-    }
-    timed = [
-        (name, row.step)
-        for name, run in before.items()
-        for row in [*run.rows, *run.peers]
-        if row.status == "ok"
-    ]
-    return [f"{name} {step}".strip() for name, step in timed if now.get(name, {}).get(step) in NO_TIME]
+    return [name for name, status in before.items() if status == "ok" and now.get(name) in NO_TIME]
 
 
 def _planned_runs(plan: Plan) -> dict[str, dict[str, list[Planned]]]:

@@ -252,7 +252,7 @@ def _code(line: Line) -> Section:
     code = code_diff(line.base.row, line.row)
     if code or not line.ms:
         return Section("The code", code=code)
-    has_sources = line.base.row.source and line.row.source
+    has_sources = line.base.row.text and line.row.text
     return Section("The code", "Is the same." if has_sources else "The records hold no source to compare.")
 
 
@@ -271,13 +271,13 @@ def _outcome(line: Line) -> str:
 
 def change(row: Row) -> str:
     """What a script's docstring says after its first line."""
-    after_title = re.match(r'(?s)""".*?\n\n(.*?)"""', (row.source or "")[:3000])
+    after_title = re.match(r'(?s)""".*?\n\n(.*?)"""', row.text[:3000])
     return " ".join(after_title[1].split()) if after_title else ""
 
 
 def title(row: Row) -> str:
     """The first line of a script where it names its step, otherwise the script's name."""
-    first = re.match(r'"""(Step .+)', row.source or "")
+    first = re.match(r'"""(Step .+)', row.text)
     return one_line(first[1].rstrip('."'), 120) if first else row.step
 
 

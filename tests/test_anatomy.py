@@ -77,10 +77,10 @@ def test_the_commands_list_run_and_write_and_bad_input_is_one_line(tmp_path, mon
         and written["rows"]
         and written["environment"]["device_type"] == "cpu"
     )
-    bad = "anatomy nonsense; anatomy.graph --device tpu; anatomy.host --edge 0; anatomy all --json README.md"
+    bad = "anatomy nonsense; anatomy graph --device tpu; anatomy host --edge 0; anatomy all --json README.md"
     bad += "; ladder.ablations --only captured nonsense; ladder.parity --seed 2 --output x"
-    bad += "; anatomy.learning --vocab 9; ladder.loop --output README.md; ladder.ablations --only"
-    bad += "; anatomy.memory --smallest 4096 --largest 1; anatomy.graph --dtype float32"
+    bad += "; anatomy learning --vocab 9; ladder.loop --output README.md; ladder.ablations --only"
+    bad += "; anatomy memory --smallest 4096 --largest 1; anatomy graph --dtype float32"
     monkeypatch.setattr("os._exit", sys.exit)
     for name, *words in map(str.split, bad.split("; ")):
         monkeypatch.setattr(sys, "argv", [name, *words])

@@ -160,7 +160,7 @@ def test_plain_attention_becomes_one_call_that_trains_the_same(kind, arguments_o
 
 def test_the_patch_of_a_file_has_the_call_and_its_comments_stay(arguments_of):
     args = arguments_of(NANOGPT)
-    rest = model_row.patch_file({"changes": ["fused attention"]}, args)
+    rest = model_row.patch_file(["2_sdpa"], args)
     assert rest == [] and "+        y = F.scaled_dot_product_attention(" in args.code
     assert "-        att = F.softmax(att, dim=-1)" in args.code and "-        # causal" not in args.code
     assert "# (B, H, T, D)" in args.code
@@ -238,7 +238,7 @@ def test_a_larger_batch_has_the_call_too_and_its_losses_are_compared_batch_by_ba
     monkeypatch.setattr(model_row.benchmark, "run_and_record", lambda main, args, _: main(args))
     monkeypatch.setattr(replace, "noisy_losses", lambda a: lengths.append(len(a.drawn[0])) or compare(a))
     one = len(args.drawn[0])
-    train_step, *_ = model_row.run_larger(["2_sdpa", "net.py"])
+    train_step, *_ = model_row.main(["larger-batch", "2_sdpa", "net.py"])
     assert args.attention and lengths == [one, one] and len(args.drawn[0]) == 3 * one
     assert train_step(*args.batches()[0]).isfinite()
 

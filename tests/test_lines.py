@@ -16,7 +16,7 @@ from torch import nn
 from common.record import AS_IT_IS, Proof, write_json
 from common.text import Skip
 from ladder import process, rows, running
-from ladder.rows import AMP, COMPILE, FP8, GRAPH
+from ladder.rows import AMP, COMPILE, FP8, GRAPH, SDPA
 from mine import batch as model_batch
 from mine import check as model_check
 from mine import file as model_file
@@ -186,8 +186,8 @@ def test_a_patch_applies_and_the_patched_file_trains_as_the_row(kind, checked, t
     args = checked(MODEL + KINDS[kind])
     train_step, *_ = model_row.build([AMP, COMPILE], {}, args)
     expected = [train_step(*batch).item() for batch in args.batches()[:3]]
-    args.code, row = None, {"changes": ["AMP", "compile"]}
-    rest = model_row.patch_file(row, args)
+    args.code = None
+    rest = model_row.patch_file([AMP, COMPILE], args)
     added, placed = PATCHES[kind]
     assert rest == [name for name in (AMP, COMPILE) if name not in placed]
     assert set(added) <= set(args.code.splitlines()) and "+    for block in" in args.code
@@ -420,7 +420,36 @@ def test_what_has_no_place_in_a_file_is_no_patch(checked):
     ):
         assert patch.patched(other, [AMP, COMPILE], args.model(), args.blocks, args) == (other, [])
     with pytest.raises(Skip, match="none of the changes can be placed"):
-        model_row.patch_file({"changes": ["AMP"]}, args)
+        model_row.patch_file([AMP], args)
+
+
+def test_a_patch_of_attention_alone_leaves_what_model_returns(checked):
+    args = checked(MODEL + KINDS["a dict"])
+    text = args.path.read_text()
+    assert patch.patched(text, [AMP, SDPA], args.model(), args.blocks, args) == (text, [])
+
+
+def test_the_lines_switch_parts_with_a_configuration_of_their_own_too():
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = SimpleNamespace(_attn_implementation="eager")
+
+        def set_attn_implementation(self, name):
+            self.config._attn_implementation = name
+
+    def attention_after_the_lines():
+        exec("\n".join(lines.attention_lines(model, SimpleNamespace(is_masked=True))), {"model": model})
+        return [part.config._attn_implementation for part in (model.whole, model.whole.part)]
+
+    model = nn.Module()
+    model.whole = Part()
+    model.whole.part = Part()
+    assert attention_after_the_lines() == ["sdpa", "sdpa"]
+    model.whole.part.config = model.whole.config
+    assert attention_after_the_lines() == ["sdpa", "sdpa"]
+    (call,) = lines.attention_lines(model, SimpleNamespace(is_masked=True))
+    assert call == 'model.whole.set_attn_implementation("sdpa")'
 
 
 DROPOUT = """
@@ -448,7 +477,6 @@ def test_a_model_of_hugging_face_runs_from_the_file_to_the_patch(tmp_path, monke
     assert ran.returncode == 0, ran.stdout + ran.stderr
     first, compiled, patched = load(tmp_path / "run").rows
     assert (first.step, compiled.step, patched.step) == ("0_fp32", "3_compile", "6_patched"), ran.stdout
-    assert "def compile_parts" in compiled.source and "compile_parts" not in first.source
     assert compiled.proof.repeated > 0.999, "without dropout, for this one step"
     assert {proof.verdict(row.proof) for row in (compiled, patched)} == {"agrees"}
     assert compiled.settings.compiled and patched.settings.compiled

@@ -342,6 +342,62 @@ def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path
     ]
 
 
+def no_peak(row):
+    row.peak_bytes = None
+
+
+def no_loss(row):
+    row.loss = []
+
+
+def other_loss(row):
+    row.loss = [1.1 * loss for loss in row.loss]
+
+
+def other_work(row):
+    row.proof = Proof("0_baseline", False, 1.0, 0.5, "w", 1.0)
+
+
+def other_code(row):
+    row.code_sha256 = "other"
+
+
+def other_settings(row):
+    row.settings = replace(row.settings, attention_kernel="math")
+
+
+def no_time(row):
+    row.status, row.step_ms, row.reason = "oom", [], "out of memory"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda row: None, None),
+        (lambda row: setattr(row, "step_ms", [102.0] * 3), None),
+        (
+            lambda row: setattr(row, "step_ms", [104.0] * 3),
+            "1_cublas: equal cards 1.040, not within 0.97 and 1.03",
+        ),
+        (other_loss, "1_cublas: loss 1.100, not within 0.97 and 1.03"),
+        (no_peak, "1_cublas: it has no peak of memory"),
+        (no_loss, "1_cublas: it has no loss"),
+        (other_work, "1_cublas: it did other work than the run's first row"),
+        (other_code, "1_cublas: it is of other code"),
+        (other_settings, "1_cublas: other settings: attention_kernel"),
+        (no_time, "1_cublas has no time in it"),
+    ],
+)
+def test_a_second_run_bears_out_the_first_or_each_reason_is_a_line(change, said, tmp_path):
+    a, b = runs.ladder(300, 100), runs.ladder(300, 100)
+    change(b.rows[1])
+    a, b = runs.write(tmp_path / "a", a), runs.write(tmp_path / "b", b)
+    text, is_borne_out = compare.compare(a, b, 0.03)
+    expected = f"B does not bear out A: {said}" if said else "B bears out A"
+    assert text.splitlines()[-1] == expected and is_borne_out == (said is None)
+    assert compare.compare(a, b)[1], "without a bound nothing is asked"
+
+
 # --- drawings and code ----------------------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
 """docs/tables.py: what documents show of records, and which records are of other code."""
 
-import ast
 import json
 import math
 import sys
@@ -103,9 +102,7 @@ def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path
                 runs.write(tmp_path / kind / f"{name}{ending}", studied)
     changes = (runs.ROOT / "mine" / "changes.py").read_text()
     for name, text in (("same", changes), ("other", changes.replace("optimizer.step()", "pass"))):
-        function = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
-        source = f"{ast.get_source_segment(text, function)}\n\n\ndef fp8(model):\n    of_its_own(model)\n"
-        brought = runs.run(row_of(runs.STEPS[2], source), work=runs.workload(model="x.py"))
+        brought = runs.run(row_of(runs.STEPS[2], text), work=runs.workload(model="x.py"))
         runs.write(tmp_path / "model" / name, brought)
     for name, added in (("same", "# a comment"), ("other", "x = 1")):
         states = [row_of(step, f"{text}\n{added}", ()) for step, text in tables.loop_states().items()]
