@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -11,29 +11,44 @@ import torch
 from common.text import Skip
 
 
+def mapped(function: Callable, *batches):
+    """Batches of one structure as one: `function` makes one tensor or array of those at the same place."""
+    first = batches[0]
+    if isinstance(first, (torch.Tensor, np.ndarray)):
+        return function(*batches)
+    if isinstance(first, Mapping):
+        return {name: mapped(function, *(batch[name] for batch in batches)) for name in first}
+    if is_dataclass(first):
+        new = copy.copy(first)  # __init__ may do more
+        for name in fields_of(first):
+            object.__setattr__(new, name, mapped(function, *(getattr(batch, name) for batch in batches)))
+        return new
+    if isinstance(first, (tuple, list)):
+        parts = [mapped(function, *at_place) for at_place in zip(*batches, strict=True)]
+        if hasattr(first, "_fields"):
+            return type(first)(*parts)  # a namedtuple keeps its names
+        return tuple(parts) if isinstance(first, tuple) else parts
+    return first
+
+
 def copied(batch, device: torch.device | None):
     """A batch with all its tensors copied to a device, None: where they are; and with its arrays copied."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device or batch.device, copy=True)
-    if isinstance(batch, np.ndarray):
-        return batch.copy()
-    if isinstance(batch, Mapping):
-        return {name: copied(part, device) for name, part in batch.items()}
-    if is_dataclass(batch):
-        new = copy.copy(batch)  # __init__ may do more
-        for name, part in fields_of(batch).items():
-            object.__setattr__(new, name, copied(part, device))
-        return new
-    if isinstance(batch, (tuple, list)):
-        return sequence_like(batch, [copied(part, device) for part in batch])
-    return batch
+
+    def copy_of(part):
+        if isinstance(part, np.ndarray):
+            return part.copy()
+        return part.to(device or part.device, copy=True)
+
+    return mapped(copy_of, batch)
 
 
-def sequence_like(batch: tuple | list, parts: list) -> tuple | list:
-    """Parts as a sequence of this kind: a namedtuple keeps its names."""
-    if hasattr(batch, "_fields"):
-        return type(batch)(*parts)
-    return tuple(parts) if isinstance(batch, tuple) else parts
+def joined(batches: list):
+    """Several batches as one: their tensors and arrays one after the other along the first dimension."""
+
+    def join(*parts):
+        return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else np.concatenate(parts)
+
+    return mapped(join, *batches)
 
 
 def is_dataclass(batch) -> bool:
@@ -58,25 +73,6 @@ def parts_of(batch) -> Iterator:
 def tensors_of(batch) -> Iterator[torch.Tensor]:
     """The tensors of a batch in their order."""
     return (part for part in parts_of(batch) if isinstance(part, torch.Tensor))
-
-
-def joined(batches: list):
-    """Several batches as one: their tensors and arrays one after the other along the first dimension."""
-    first = batches[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(batches)
-    if isinstance(first, np.ndarray):
-        return np.concatenate(batches)
-    if isinstance(first, Mapping):
-        return {name: joined([batch[name] for batch in batches]) for name in first}
-    if is_dataclass(first):
-        new = copy.copy(first)
-        for name in fields_of(first):
-            object.__setattr__(new, name, joined([getattr(batch, name) for batch in batches]))
-        return new
-    if isinstance(first, (tuple, list)):
-        return sequence_like(first, [joined([*of_part]) for of_part in zip(*batches, strict=True)])
-    return first
 
 
 def sha256_of(batch) -> str:
