@@ -11,6 +11,7 @@ The code is written by a serializer of our own, since ast.dump and ast.unparse d
 """
 
 import ast
+import contextlib
 import functools
 import hashlib
 from collections.abc import Iterator
@@ -76,7 +77,11 @@ def read_modules(root: Path) -> dict[str, Module]:
     peers import."""
     paths = {f"common.{path.stem}": path for path in root.glob("common/*.py")}
     paths |= {path.stem: path for path in root.glob("[0-9]*_*.py")}
-    return {name: parse(name, path.read_text()) for name, path in sorted(paths.items())}
+    modules = {}
+    for name, path in sorted(paths.items()):
+        with contextlib.suppress(SyntaxError, ValueError):  # of a step that is being written: its row says so
+            modules[name] = parse(name, path.read_text())
+    return modules
 
 
 def find(name: str, modules: dict[str, Module]) -> tuple[str, str]:

@@ -65,6 +65,7 @@ RULES = (  # the first that matches wins
     Rule(r"SoftMaxForward|softmax_warp_forward|^aten::_?softmax", "attention", "softmax, forward"),
     Rule(r"sdpa|flash|fmha|attention|SoftMax|softmax", "attention"),
     Rule(r"gemm|nvjet|cutlass_\d+_(simt|tensorop|wmma)|xmma", PRODUCTS, "matrix product"),
+    Rule(r"^triton_(tem_fused_\w*?)?(mm|addmm|bmm|baddbmm)(_|$)", PRODUCTS, "matrix product"),
     Rule(r"^aten::(mm|addmm|bmm|baddbmm|linear)$", PRODUCTS, "matrix product"),
     Rule(r"splitKreduce|gemv|dot_kernel|cublas", PRODUCTS, "sum"),
     Rule(r"mkldnn|_linear_pointwise|onednn|mkl_linear", PRODUCTS, "matrix product"),

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ROOT / ".packages" / str(sysconfig.get_config_var("SOABI"))  # what run_all.sh installed
 
 # What libraries say of too little memory, and the names of their errors.
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "memoryerror")
+OUT_OF_MEMORY = ("out of memory", "allocate memory", "alloc_failed", "memoryerror", "out_of_memory")
 MISSING = {  # what libraries say of what is not installed or too old, and what to do
     "is not defined for option 'gpu-name'": (
         "Triton's ptxas does not know this GPU: set TRITON_PTXAS_PATH to that of a newer CUDA toolkit, "

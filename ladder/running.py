@@ -31,6 +31,7 @@ from ladder.process import ROOT
 
 LOCK = ".lock"
 SAME = ("schema_version", "kind", "device", "workload")  # of a plan that continues a folder's
+OF_SWEEP = ("text", "text_sha256", "seed")  # what all its rows share: each has a shape of its own
 MOST_TRIES = 3  # of a row whose time drifts
 PER_ROW = ("gpus", "parallel", "warmup")  # fields of the workload in which rows of one run may differ
 
@@ -221,13 +222,13 @@ def label(row: rows.Planned) -> str:
 
 def code_of(row: rows.Planned) -> str | None:
     """The hash of the code that a row's script and patch run, as its record holds it; None if the patch does
-    not fit."""
+    not fit, or the script cannot be read."""
     if row.script == rows.MODEL_SCRIPT:
         return row_sha256((ROOT / "mine" / "changes.py").read_text(), ROOT)
     if row.script == rows.LOOP_SCRIPT:
         files = [path.read_bytes() for path in sorted((ROOT / "examples" / "loop").glob("[0-9l]*"))]
         return hashlib.sha256(b"".join(files)).hexdigest()[:16]
-    with contextlib.suppress(Skip), script_of(row) as script:
+    with contextlib.suppress(Skip, SyntaxError, ValueError), script_of(row) as script:
         return row_sha256(script.read_text(), ROOT)
     return None
 
@@ -256,7 +257,11 @@ def merge(before: dict, plan: dict) -> dict:
     commands, together = [str(before.get("command"))], theirs | ours
     if ours.keys() - theirs.keys():
         commands.append(plan["command"])
-    order = sorted(together, key=place_of) if plan["kind"] == "ladder" else together
+    if plan["kind"] == "ladder":
+        order = sorted(together, key=place_of)
+    else:  # each run has a folder
+        folders = list(dict.fromkeys(Path(output).parent for output in together))
+        order = sorted(together, key=lambda it: (folders.index(Path(it).parent), place_of(Path(it).name)))
     return plan | {
         "started_at": before.get("started_at"),
         "command": " && ".join(dict.fromkeys(commands)),
@@ -283,7 +288,10 @@ def rows_by_output(plan: dict) -> dict[str, dict]:
 def comparable(plan: dict, name: str) -> object:
     """A part of a plan, of the workload without what may differ from row to row."""
     part = plan.get(name)
-    return {key: part[key] for key in part if key not in PER_ROW} if isinstance(part, dict) else part
+    if not isinstance(part, dict):
+        return part
+    names = OF_SWEEP if plan.get("kind") == "sweep" else part.keys() - {*PER_ROW}
+    return {key: part.get(key) for key in names}
 
 
 # --- running it -----------------------------------------------------------------------------------

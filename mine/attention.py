@@ -21,7 +21,11 @@ def switch_of(model: nn.Module) -> nn.Module | None:
 
 
 def switch_attention(model: nn.Module, needs_mask: bool) -> None:
-    """Use the switch of a Hugging Face model. Raises Skip for a model that it does not change."""
+    """Use the switch of a Hugging Face model. Raises Skip for a model that it does not change, or whose
+    attention does more than SDPA can."""
+    configs = [getattr(part, "config", None) for part in model.modules()]
+    if any(getattr(config, "attn_logit_softcapping", None) for config in configs):
+        raise Skip(f"{type(model).__name__} caps its attention scores, which SDPA leaves out")
     try:
         changes.fused_attention(model, needs_mask)
     except (ValueError, NotImplementedError) as error:  # its class has no such switch

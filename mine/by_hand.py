@@ -148,13 +148,15 @@ class Attention:
         words += [f"dropout_p={self.dropout}"] if self.dropout else []
         words.append(f"scale={self.scale or 1.0}")
         call = f"{functional}.scaled_dot_product_attention({', '.join(words)})"
-        edited, statement = replaced(text, self.removed, self.last, call)
+        edited, statement = replaced(text, self.removed, self.last_statement, self.last, call)
         return Fused(edited, name, numbered([*self.removed, self.last_statement]), statement, self.module)
 
 
-def replaced(text: str, removed: list[ast.stmt], node: ast.expr, call: str) -> tuple[str, str]:
-    """The text without these statements and with the call in place of an expression, and the lines of that
-    call. Raises NotPlainError where a line holds more than its statement."""
+def replaced(
+    text: str, removed: list[ast.stmt], last: ast.stmt, node: ast.expr, call: str
+) -> tuple[str, str]:
+    """The text without the statements `removed` and with the call in place of an expression of the `last`
+    one, and that one's new lines. Raises NotPlainError where a line holds more than its statement."""
     rows = text.split("\n")
     for statement in removed:
         behind = rows[statement.end_lineno - 1].encode()[statement.end_col_offset :].decode().strip()
@@ -169,8 +171,9 @@ def replaced(text: str, removed: list[ast.stmt], node: ast.expr, call: str) -> t
         indent = before[: len(before) - len(before.lstrip())]
         head, words = call.removesuffix(")").split("(", 1)
         call = f"{head}(\n{indent}    {words}\n{indent})"
-    statement = before + call + behind
-    rows[node.lineno - 1 : node.end_lineno] = [statement]
+    around = rows[last.lineno - 1 : node.lineno - 1], rows[node.end_lineno : last.end_lineno]
+    statement = "\n".join([*around[0], before + call + behind, *around[1]])
+    rows[last.lineno - 1 : last.end_lineno] = [statement]
     for each in sorted(removed, key=lambda each: -each.lineno):
         del rows[each.lineno - 1 : each.end_lineno]
     return "\n".join(rows), textwrap.dedent(statement)

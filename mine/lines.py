@@ -15,7 +15,9 @@ COMPILER_LIMIT = 8  # of compilations of one function
 ALIGNED, PADDED = 8, 64  # sizes of a product: numbers that 16 bytes hold in BF16, and what to pad to
 UPDATE = ["loss.backward()", "optimizer.step()", "optimizer.zero_grad()"]
 UPDATES = ["loss.backward()", "for each in optimizer:", "    each.step()", "    each.zero_grad()"]  # a list
+COPY_BEFORE = "# Copy the model, as for an EMA, before this line: a later deepcopy would call this model."
 WITHOUT_MASK = [  # by the name "sdpa", a CUDA graph gets a mask as a tensor, which is slow
+    '# Without any mask but the causal one: padded batches, and generate() of several prompts, need "sdpa".',
     "from transformers import AttentionInterface",
     'AttentionInterface.register("sdpa_without_mask", AttentionInterface()["sdpa"])',
 ]
@@ -116,24 +118,39 @@ def compile_lines(model: nn.Module, lists: list[str]) -> list[str]:
     }
     parts = [part for blocks in of_lists.values() for block in blocks for part in callable_parts(block)]
     if not lists:
-        return compile_part("model", model)
+        return [COPY_BEFORE] * is_of_torch(model) + compile_part("model", model)
     lines = []
     if 2 * len(parts) > COMPILER_LIMIT:
         lines.append("# A block that reads its own number compiles once for each.")
         lines.append(f"torch._dynamo.config.recompile_limit = {2 * len(parts)}")
     for name, blocks in of_lists.items():
-        if blocks and callable_parts(blocks[0]) == [blocks[0]]:
-            lines += for_each_block(model, name, *compile_part("block", blocks[0]))
-        elif blocks:  # a list of layers, which has no forward
-            (inner,) = compile_part("part", callable_parts(blocks[0])[0])
-            lines += for_each_block(model, name, "for part in block.children():", f"    {inner}")
-    lines.append("# Without this, a compiled loss compiles the whole model.")
+        lines += compile_list(model, name, blocks)
+    lines += ["# Without this, a compiled loss compiles the whole model.", COPY_BEFORE]
     return [*lines, "model.forward = torch.compiler.disable(model.forward)"]
+
+
+def compile_list(model: nn.Module, name: str, blocks: list[nn.Module]) -> list[str]:
+    """These blocks of a list: in a loop if one line fits all, otherwise each part by its name."""
+    parts_of_blocks = [callable_parts(block) for block in blocks]
+    parts = [part for of_block in parts_of_blocks for part in of_block]
+    whole = len(blocks) == len([*model.get_submodule(name).children()])
+    if parts and whole and len({is_of_torch(part) for part in parts}) == 1:
+        if parts == blocks:
+            return for_each_block(model, name, *compile_part("block", parts[0]))
+        if parts_of_blocks == [[*block.children()] for block in blocks]:  # lists of layers, without a forward
+            (inner,) = compile_part("part", parts[0])
+            return for_each_block(model, name, "for part in block.children():", f"    {inner}")
+    names = {module: name for name, module in model.named_modules()}
+    return [line for part in parts for line in compile_part(place_of(model, names[part]), part)]
+
+
+def is_of_torch(part: nn.Module) -> bool:
+    return part.forward.__module__.startswith("torch.nn.")
 
 
 def compile_part(name: str, part: nn.Module) -> list[str]:
     """compile() leaves PyTorch's own modules as they are."""
-    if part.forward.__module__.startswith("torch.nn."):
+    if is_of_torch(part):
         return [f"{name}.forward = torch.compile({name}.forward)"]
     return [f"{name}.compile()"]
 
@@ -182,6 +199,8 @@ def graph_lines(step: list[str], batch) -> list[str]:
     return [
         "",
         "# once, after three such steps, all in `with torch.cuda.stream(torch.cuda.Stream()):`",
+        "# The graph keeps the learning rate. A schedule needs it as a tensor on the GPU, and fill_ it:",
+        '# for group in optimizer.param_groups: group["lr"] = torch.tensor(group["lr"], device="cuda")',
         clone,
         "graph = torch.cuda.CUDAGraph()",
         "with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):",

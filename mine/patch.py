@@ -84,7 +84,7 @@ def before_return(
     has_name = isinstance(returns.value, ast.Name)
     free = (name for name in ("net", "network", "the_model") if name not in used)
     name = returns.value.id if has_name else next(free, "_model")
-    own = [line if line[0] == "#" else re.sub(r"(?<![\w.])model\b", name, line) for line in setup]
+    own = [line if line[0] == "#" else re.sub(r"(?<![\w.'\"])model\b", name, line) for line in setup]
     own = [indent + line for line in own]
     whole = rows[returns.lineno - 1 : returns.end_lineno]
     if has_name:

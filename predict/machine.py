@@ -70,10 +70,14 @@ class Machine:
 
     def attention_s(self, T: int, D: int, heads: int) -> float:
         """Of fused causal attention, forward and backward, between measured lengths. A head dimension that
-        was not measured takes as long as the next larger one: kernels are made for few, and fill up."""
+        was not measured takes as long as the next larger one: kernels are made for few, and fill up. Raises
+        ValueError for one that is larger than all."""
         dims = sorted({dim for _, dim, _ in self.roofs.attention})
-        measured = next((dim for dim in dims if dim >= D), dims[-1])
-        D = max(D, measured)
+        if dims[-1] < D:
+            raise ValueError(
+                f"a head of {D} channels is not predicted: attention was measured up to {dims[-1]}"
+            )
+        D = measured = next(dim for dim in dims if dim >= D)
         rates = {math.log(length): rate for length, dim, rate in self.roofs.attention if dim == measured}
         return flops.attention_flops(heads, T, D) / _between(rates, math.log(T))
 

@@ -84,7 +84,7 @@ def larger_batch(figures: Figures) -> str:
         return ""
     memory = f"{machine.gpu_memory_bytes / GIB:.0f}"
     frees = f"{wanted.name} needs {wanted.gib:.1f} of {memory} GiB, {first.name} {first.gib:.1f}"
-    line = next(iter(derive(trial).timed_steps), None)
+    line = next(iter(derive(trial, [figures.run]).timed_steps), None)
     if line is None or not line.gib:
         return f"{frees}. A larger batch was tried: {row.status} ({row.reason})."
     count = work.tokens_per_step // figures.run.workload.tokens_per_step

@@ -19,6 +19,7 @@ from report.table import only_filled
 
 # Fields of workloads that may differ where times are compared: a step takes as long with another text.
 HARMLESS = {"warmup", "steps", "text", "text_sha256"}
+OF_FILE = {"text", "text_sha256"}  # with --model they are of the file itself
 SLOW_HOST = 1.25  # times as long as in A, from which launches excuse a row whose GPU waits for them
 BORNE_OUT = "B bears out A"
 
@@ -36,7 +37,8 @@ def compare(a: Path, b: Path, bound: float | None = None) -> tuple[str, bool]:
             "they have no row in common that has a time in both: give two runs of the same steps"
         )
     differing = sides["A"].run.workload.differing(sides["B"].run.workload)
-    comparable, card = set(differing) <= HARMLESS, card_ratio(pairs)
+    harmless = HARMLESS - (OF_FILE if sides["A"].run.workload.model else set())
+    comparable, card = set(differing) <= harmless, card_ratio(pairs)
     note = f"The workload differs in {', '.join(differing)}." if differing else "The workload is the same."
     if comparable:
         note += (

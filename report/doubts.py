@@ -15,6 +15,7 @@ BUSY = 1.10
 # A host is slow at launching where its launches took so many times as long as at best: on good hosts they
 # varied by 1.8 times between rows. Only a row whose GPU waits for it is marked.
 SLOW_LAUNCH = 2.0
+BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
 
 def of(line: Line, figures: Figures, is_patched: bool) -> list[str]:
@@ -32,6 +33,8 @@ def of(line: Line, figures: Figures, is_patched: bool) -> list[str]:
             doubts.append("the machine was busy")
         if line.slow_launch > SLOW_LAUNCH:
             doubts.append("the host was slow at launching kernels")
+        if variables.get(BLOCKING, "0") != "0" and not line.row.settings.captured:
+            doubts.append(f"{BLOCKING} made the host wait for every kernel")
         if abs(line.drift) > DRIFT:
             more = "more" if line.drift > 0 else "less"
             doubts.append(f"the second half of the steps took over {DRIFT:.0%} {more} time")

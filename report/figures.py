@@ -32,6 +32,7 @@ LEAST_LOSS = 0.1  # nearer to zero, losses may cancel
 DRAWS = 0.999  # the cosine of two passes of a model, below which it draws random numbers
 FEWEST_LOSSES = 8  # from which that mean is judged
 PROFILE_OFF = 1 / 3  # of the timed step, by which a profiled one may differ
+TENSOR_CORES = (8, 0)  # the compute capability from which they multiply BF16 and TF32
 WAITS = 0.05  # of a step, from which a GPU is said to wait for its host
 
 
@@ -142,15 +143,23 @@ class Line:
     @property
     def precision(self) -> str:
         """Of its matrix products; empty where none was observed, as of a loop that is not ours."""
-        settings, roofs = self.row.settings, self.run.roofs
+        settings = self.row.settings
         if settings.fp8_recipe:
             return "fp8"
-        if settings == Settings():
+        if settings == Settings(captured=settings.captured):
             return ""
         if settings.amp_dtype in HALF_FORMATS:
             return "bf16"
-        allows_tf32 = settings.float32_matmul_precision != "highest"
-        return "tf32" if allows_tf32 and roofs and roofs.rate("tf32", burst=True) else "fp32"
+        in_tf32 = settings.float32_matmul_precision != "highest" and self.capability >= TENSOR_CORES
+        return "tf32" if in_tf32 else "fp32"
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The GPU's compute capability, Hopper's for older records, which lack it; (0, 0) of a CPU."""
+        machine = self.run.environment
+        if machine and machine.device_type == "cpu":
+            return 0, 0
+        return tuple((machine and machine.compute_capability) or (9, 0))
 
     @property
     def roofline_share(self) -> float | None:

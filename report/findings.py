@@ -7,16 +7,17 @@ from typing import NamedTuple
 from common.kernels import COPIES, PRODUCTS, in_words
 from common.record import PATCHED, UNFUSED, Symptoms
 from report.cells import milliseconds
-from report.figures import GAPS, Figures, Line, is_mixed
+from report.figures import GAPS, TENSOR_CORES, Figures, Line, is_mixed
 
 MOST = 3  # that are shown
 UNALIGNED = r"align[124]\b"  # in the names of CUTLASS's kernels: how many numbers they load at once
+IN_FP32 = re.compile(r"sgemm|s1688gemm_\d|tf32")  # there align4 is 16 bytes
 GOOD_SIZE = 64  # to multiples of it a size is padded, as nanoGPT does
-MULTIPLIES_BF16 = (8, 0)  # the compute capability from which GPUs do, and fused attention has all its kernels
 # Shares of a step, from which a cost is named. The last rows of this project's runs on H100 and H200 have
 # less: tests/test_findings.py.
 LEAST_UNALIGNED, LEAST_GAPS, LEAST_OPTIMIZER, LEAST_COPIES, LEAST_LOSS = 0.05, 0.08, 0.03, 0.05, 0.05
 LEAST_MASKED = 0.05
+CAN_FUSE = ("Adam", "AdamW", "SGD", "Adagrad")  # the optimizers of PyTorch that have fused=True
 LEAST_FP32 = 0.02  # of the FLOPs of matmuls
 AT_ROOF = 0.7  # of what bare products reach: a step that has so much, and no finding, is near its end
 
@@ -58,18 +59,12 @@ def symptoms_of(line: Line) -> Symptoms:
     return line.row.symptoms or Symptoms()
 
 
-def capability(line: Line) -> tuple[int, int]:
-    """The GPU's compute capability; Hopper's for older records, which lack it."""
-    machine = line.run.environment
-    return tuple((machine and machine.compute_capability) or (9, 0))
-
-
 # --- rules ----------------------------------------------------------------------------------------
 
 
 def products_in_fp32(line: Line) -> Finding | None:
     share = symptoms_of(line).fp32_share or 0.0
-    if share < LEAST_FP32 or line.row.settings.fp8_recipe or capability(line) < MULTIPLIES_BF16:
+    if share < LEAST_FP32 or line.row.settings.fp8_recipe or line.capability < TENSOR_CORES:
         return None
     ms = share * line.category_ms[PRODUCTS]
     if not is_mixed(line):
@@ -83,7 +78,7 @@ def unaligned_products(line: Line) -> Finding | None:
     """Rows of numbers that do not begin at multiples of 16 bytes are loaded one number or two at a time.
     Source: NVIDIA, Matrix Multiplication Background User's Guide."""
     kernels = [kernel for kernel in line.profile.kernels if kernel.category == PRODUCTS]
-    slow = [each.ms for each in kernels if re.search(UNALIGNED, each.name) and "sgemm" not in each.name]
+    slow = [each.ms for each in kernels if re.search(UNALIGNED, each.name) and not IN_FP32.search(each.name)]
     share = 0.0 if line.row.settings.fp8_recipe else symptoms_of(line).unaligned_share or 0.0
     ms = sum(slow) or share * line.category_ms[PRODUCTS]
     if not is_mixed(line) or ms < LEAST_UNALIGNED * line.ms:
@@ -109,8 +104,8 @@ def slow_attention(line: Line) -> Finding | None:
     if symptoms_of(line).is_masked and ms >= LEAST_MASKED * line.ms:
         why = "where it only hides what is to come, is_causal=True halves the work"
         return Finding(ms, f"Attention reads a mask, and takes {of_step(ms, line)}: {why}")
-    if kernel == "efficient" and capability(line) >= MULTIPLIES_BF16:
-        why = "a mask keeps it from faster ones; is_causal=True needs none"
+    if kernel == "efficient" and line.capability >= TENSOR_CORES:
+        why = "faster ones need a head size of at most 256 that divides by 8, and no mask"
         return Finding(ms, f"Attention runs the efficient kernel, {of_step(ms, line)}: {why}")
     return None
 
@@ -171,7 +166,8 @@ def broken_graphs(line: Line) -> Finding | None:
 
 def unfused_optimizer(line: Line) -> Finding | None:
     ms, optimizer = line.category_ms["optimizer"], line.row.settings.optimizer
-    if not optimizer or optimizer.endswith("fused") or ms < LEAST_OPTIMIZER * line.ms:
+    kind, _, how = (optimizer or "").partition(", ")
+    if kind not in CAN_FUSE or how == "fused" or ms < LEAST_OPTIMIZER * line.ms:
         return None
     return Finding(
         ms, f"The optimizer ({optimizer}) takes {of_step(ms, line)}: fused=True is one pass over the weights"

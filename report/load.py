@@ -156,6 +156,8 @@ def load(folder: Path) -> Run | Study:
         raise RecordError(f"{schema.PLAN} names a run that is no part of a study")
     if plan.kind == "ablations":
         _prove_variants(folder, plan, runs)
+    # Runs of other studies may be of several cards.
+    first.problems += [] if plan.kind == "ablations" else _differences(list(runs.items()), ("device",))
     return Study(plan.kind, plan.command, plan.started_at, runs)
 
 
@@ -300,16 +302,21 @@ def _merge_passes(passes: list[Run]) -> Row:
     return replace(ended[nearest].rows[0], passes=kept)
 
 
-def _differences(records: list[tuple[str, Run]]) -> list[str]:
-    """Rows of one table, each with its name, must come from one machine, with the same software and the same
-    code."""
+def _differences(
+    records: list[tuple[str, Run]], same_in_all: tuple[str, ...] = SAME_IN_ALL_ROWS
+) -> list[str]:
+    """Rows of one table, each with its name, must come from one machine, with the same software, variables
+    and code."""
+    known = [record.environment for _, record in records if record.environment]
+    variables = dict.fromkeys(name for environment in known for name in environment.variables)
     names: dict[str, dict[str, list[str]]] = {}  # by what differs, and by its value
     for row_name, record in records:
         if not record.environment or record.rows[0].status != "ok":
             continue
-        facts = {name: getattr(record.environment, name) for name in SAME_IN_ALL_ROWS}
+        facts = {name: getattr(record.environment, name) for name in same_in_all}
         if record.rows[0].code_sha256:
-            del facts["commit"]  # of the same code, a later commit measures the same
+            facts.pop("commit", None)  # of the same code, a later commit measures the same
+        facts |= {name: record.environment.variables.get(name, "not set") for name in variables}
         for name, value in (facts | record.environment.versions).items():
             same = names.setdefault(name, {}).setdefault(one_line(value, 40), [])
             if row_name not in same:

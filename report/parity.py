@@ -23,6 +23,7 @@ from report.charts import figure, plain_numbers, png
 
 FEWEST_SEEDS = 3  # of an interval
 FEWEST_TESTS = 3  # of a straight line
+BROKEN = ("failed", "oom", "timeout")  # statuses of a row that was trained, and did not end well
 MARGIN = 0.01  # of the training steps: a smaller difference is taken for none. Set before the runs it judges.
 
 
@@ -31,7 +32,7 @@ class Difference(NamedTuple):
 
     seeds: int
     mean: float | None = None  # None without a seed that both have
-    half: float | None = None  # None for fewer than FEWEST_SEEDS
+    half: float | None = None  # None for fewer than FEWEST_SEEDS, and where a seed is missing
 
     @property
     def verdict(self) -> str:
@@ -76,7 +77,7 @@ def compared_with(study: Study) -> dict[str, str | None]:
     """The label that each label is compared with, as the module's docstring tells; None for the first one."""
     every, compared, before = labels(study), {}, None
     first = next((label for label, rows in every.items() if label == first_row(rows).step), None)
-    in_fp8 = {row.step for rows in every.values() if (row := first_row(rows)).settings.fp8_recipe}
+    in_fp8 = {row.step for rows in every.values() for row in rows.values() if row.settings.fp8_recipe}
     for label, rows in every.items():
         row = first_row(rows)
         twin = label.removesuffix("-fp8")
@@ -115,13 +116,22 @@ def interval(differences: list[float]) -> tuple[float, float]:
 def paired(
     study: Study, label: str, other: str | None, apart: Callable[[Row, Row], float | None]
 ) -> Difference:
-    """What `apart` says of a label and another one, seed by seed."""
+    """What `apart` says of a label and another one, seed by seed. It has no interval, and so no verdict,
+    where a seed failed, or cannot be compared: what is left would not be a fair sample."""
     own, others = labels(study)[label], labels(study).get(other, {})
     pairs = [apart(row, others[seed]) for seed, row in own.items() if seed in others]
     values = [value for value in pairs if value is not None]
-    if len(values) < FEWEST_SEEDS:
+    if len(values) < max(FEWEST_SEEDS, len(pairs) + seeds_failed(study, label, other)):
         return Difference(len(values), fmean(values) if values else None)
     return Difference(len(values), *interval(values))
+
+
+def seeds_failed(study: Study, *of_labels: str | None) -> int:
+    """How many runs of these labels broke, as where a loss is not finite."""
+    broken = (
+        name.partition(", seed ")[0] for name, run in study.runs.items() if run.rows[0].status in BROKEN
+    )
+    return sum(label in of_labels for label in broken)
 
 
 def more_steps(row: Row, reference: Row) -> float | None:
@@ -179,8 +189,7 @@ def difference_rows(study: Study) -> list[dict]:
         of_label = labels(study)[label].values()
         row = {"row": label, "ms": milliseconds(fmean(median(each.step_ms) for each in of_label))}
         steps = paired(study, label, other, more_steps)
-        shared = len(labels(study)[label].keys() & labels(study).get(other, {}).keys())
-        row |= {"compared with": other or "-", "seeds": str(shared) if other else "-"}
+        row |= {"compared with": other or "-", "seeds": str(steps.seeds) if other else "-"}
         row |= {"more steps": with_interval(steps, "+.1%"), "verdict": steps.verdict if other else "-"}
         row["more seconds"] = more(study, label, other, more_seconds)
         row["nats"] = with_interval(paired(study, label, other, more_nats), "+.4f")
@@ -230,9 +239,9 @@ def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
         rows = [of_seeds[seed] for seed in seeds]
         step_s = fmean(median(row.step_ms) for row in rows) / 1e3
         curves[label] = []
-        for tests in zip(*(row.heldout for row in rows), strict=False):  # one of each seed
-            (steps, _), losses = tests[0], [loss for _, loss in tests]
-            curves[label].append((steps * step_s, fmean(losses)))
+        tests = [dict(row.heldout) for row in rows]
+        for steps in (steps for steps in tests[0] if all(steps in of_seed for of_seed in tests)):
+            curves[label].append((steps * step_s, fmean(of_seed[steps] for of_seed in tests)))
     return curves
 
 

@@ -95,7 +95,7 @@ def _lines(figures: Figures) -> Section:
     heading, first = f"What to change, with the names of {figures.run.workload.model}", figures.first
     if first.row.changes and first.name != AS_IT_IS:
         heading += f", beyond {first.name}"
-    settings = trainers.settings_of(line.row.changes)
+    settings = trainers.settings_of(line.row.changes, line.row.settings.optimizer)
     parts = [Section("The same as settings of a trainer", lines=settings, shown=TEXT, folded=True)]
     note = " ".join(filter(None, [applied.patch_note(figures), applied.larger_batch(figures)]))
     return Section(heading, code=code, note=note, parts=parts, shown=TERMINAL)

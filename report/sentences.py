@@ -3,7 +3,17 @@
 from common.record import AS_IT_IS, NOT_FUSED, PATCHED, WORTH, Environment, Workload
 from report.cells import gain, milliseconds
 from report.doubts import from_to
-from report.figures import LOSS_WINDOW, MARK, Figures, Line, Ratio, is_mixed, ratio, waits_for_the_host
+from report.figures import (
+    LOSS_WINDOW,
+    MARK,
+    Figures,
+    Line,
+    Ratio,
+    is_mixed,
+    learning_failure,
+    ratio,
+    waits_for_the_host,
+)
 from report.table import VERSIONS
 
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU"
@@ -30,14 +40,25 @@ def headline(figures: Figures) -> str:
     best = min(timed, key=lambda line: line.ms)
     if best.doubts:
         return f"No verdict: {best.name} has the shortest time, and {MARK}: {best.doubts[0]}"
+    if objection := _objection_to_work(best):
+        return f"No verdict: {best.name} has the shortest time, and {objection}"
     others = [line for line in (figures.plain, figures.first) if line and line is not best]
     if len(others) == 2 and others[0] is others[1]:
         others.pop()
-    sure = [line for line in others if not line.doubts]
+    timed = [line for line in timed if not _objection_to_work(line)]
+    sure = [line for line in others if line in timed and not line.doubts]
     if not sure:
         return f"One training step of {best.name}: {milliseconds(best.ms)} ms{_whether_fp8_pays(timed)}"
     gains = ", ".join(f"{_times_faster(best, line)} than {_in_words(line)}" for line in sure)
     return f"{best.name}: {gains}{_whether_fp8_pays(timed)}"
+
+
+def _objection_to_work(line: Line) -> str:
+    """Why the time of a step of the ladder decides nothing, as a clause; empty if it may."""
+    if line.same_work == "differs":
+        return "differs in its work"
+    learns_less = learning_failure(line.row.loss) and not learning_failure(line.first.row.loss)
+    return "did not learn as the first row did" if learns_less else ""
 
 
 def what_a_gpu_tries(figures: Figures) -> str:

@@ -176,12 +176,14 @@ def card_row(figures: Figures) -> dict[str, str]:
 
 
 def fits_cards(figures: Figures) -> bool:
-    """Whether a run may be a row of docs/cards.md: the whole ladder on one GPU, with at least two times."""
+    """Whether a run may be a row of docs/cards.md: the whole ladder on one GPU, with at least two times, of
+    the same work."""
     work, machine = figures.run.workload, figures.environment
     chosen = any(word.partition("=")[0] == "--only" for word in figures.run.command.split())
     ended = all(line.row.status not in ("not run", "interrupted") for line in figures.steps)
     on_one_gpu = machine.device_type == "cuda" and work is not None and work.gpus == 1
-    return on_one_gpu and not work.model and ended and not chosen and len(figures.timed_steps) > 1
+    same = all(line.same_work != "differs" for line in figures.timed_steps)
+    return on_one_gpu and not work.model and ended and same and not chosen and len(figures.timed_steps) > 1
 
 
 def category_rows(figures: Figures) -> list[dict[str, str]]:

@@ -25,9 +25,9 @@ ELSEWHERE = {  # what is no setting of a trainer
 }
 
 
-def settings_of(changes: list[str]) -> list[str]:
-    """A line for each trainer, and what is left."""
-    made = [FUSED, *changes]
+def settings_of(changes: list[str], optimizer: str | None) -> list[str]:
+    """A line for each trainer, and what is left. `optimizer` is the one that ran: `AdamW, fused`."""
+    made = [FUSED, *changes] if (optimizer or "AdamW").startswith("AdamW") else changes
     lines = []
     for trainer, settings in SETTINGS.items():
         own = {change: settings[change] for change in made if change in settings}

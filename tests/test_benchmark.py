@@ -256,6 +256,7 @@ def test_a_profiler_that_fails_costs_what_it_would_have_shown_and_not_the_row(mo
 
 POINTWISE, COPIES = "normalization and pointwise", "copies and casts"
 CATEGORIES = {
+    "triton_tem_fused_addmm_gelu_3": "matrix products",
     "nvjet_sm90_qqtsq_192x128_128x5_1x2_h_bz_coopA_geluauxbias_auxt_TNN": "matrix products",
     "void transformer_engine::unary_kernel<&(float transformer_engine::gelu<float>)>": POINTWISE,
     "triton_per_fused_add_native_layer_norm_backward_nll_loss_forward_3": POINTWISE,

@@ -1,5 +1,6 @@
 """Attention that a file writes by hand: where it is plain, the file with one call trains the same."""
 
+import ast
 import json
 import re
 
@@ -156,6 +157,32 @@ def test_plain_attention_becomes_one_call_that_trains_the_same(kind, arguments_o
     lines = args.path.read_text().splitlines()
     assert re.search("q @ k|matmul", lines[int(first) - 1]) and " v" in lines[int(last) - 1]
     assert f"# in Attention.forward of net.py, in place of lines {edit.lines}\n# " in args.code
+
+
+LONG = """
+        out = (
+            torch.matmul(att, v)
+            .transpose(1, 2)
+            .reshape(B, T, C)
+        )
+        return out
+"""
+
+
+def test_the_lines_shown_are_the_whole_statement():
+    begin = NANOGPT.partition("        y = att @ v")[0]
+    edit = by_hand.fused(FILE.replace("BODY", (begin + LONG.lstrip("\n")).strip("\n")))
+    shown = ast.parse(edit.call).body
+    assert len(shown) == 1 and ast.unparse(shown[0]).endswith(".transpose(1, 2).reshape(B, T, C)")
+
+
+def test_a_model_that_is_made_on_import_keeps_its_weights(arguments_of):
+    args = arguments_of(NANOGPT)
+    model = args.model()
+    args.file.model = lambda: model
+    weights = [weight.clone() for weight in args.model().parameters()]
+    replace.noisy_losses(args)
+    assert all(map(torch.equal, weights, args.model().parameters()))
 
 
 def test_the_patch_of_a_file_has_the_call_and_its_comments_stay(arguments_of):

@@ -86,7 +86,7 @@ PLANTED = {
         [waits, seen(synchronizations=1)],
         "The GPU waits for its host 12.0 of 61.7 ms, which waits once a step",
     ),
-    "masked": ([ran(attention_kernel="efficient")], "a mask keeps it from faster ones"),
+    "masked": ([ran(attention_kernel="efficient")], "faster ones need a head size of at most 256"),
     "gaps": ([waits], "The GPU waits for its host 12.0 of 61.7 ms: a CUDA graph"),
     "numbers": ([ran(), seen(synchronizations=2)], "The host waits 2 times a step for a number"),
     "compiler": ([recompiles], "The compiler worked in timed steps, on 3 graphs"),
@@ -126,6 +126,20 @@ def test_what_takes_most_comes_first_and_a_step_at_its_roof_is_told_what_the_car
     ]
 
 
+def test_what_does_not_apply_is_not_advised():
+    """fused=True of an optimizer that has none; padding of a matmul in TF32, where align4 is all it needs."""
+    for plants in (
+        (ran(optimizer="Muon, foreach"), named("multi_tensor_apply", 4.0, "optimizer")),
+        (named("cutlass_80_tensorop_s1688gemm_128x64_32x6_nn_align4", 20.0, "matrix products"),),
+    ):
+        run = load(RESULTS / "h200" / "gpt2")
+        row = next(row for row in run.rows if row.step == "3_compile")
+        for plant in plants:
+            plant(row)
+        _, lines = findings.of(derive(replace(run, rows=[row], peers=[])))
+        assert not any("fused=True" in line or "Unaligned" in line for line in lines), lines
+
+
 @pytest.mark.parametrize("change", ["on a CPU", "without a profile", "of other work"])
 def test_nothing_is_said_of_a_row_that_cannot_be_judged(change):
     run = load(RESULTS / "h200" / "gpt2")
@@ -141,9 +155,10 @@ def test_nothing_is_said_of_a_row_that_cannot_be_judged(change):
 
 
 def test_changes_are_settings_of_trainers_and_fp8_takes_the_place_of_bf16():
-    lines = settings_of(["AMP", "compile", "CUDA graph", "FP8"])
+    lines = settings_of(["AMP", "compile", "CUDA graph", "FP8"], "AdamW, fused")
     trainer, accelerate, lightning, *others = lines
     assert 'optim="adamw_torch_fused", bf16=True' in trainer and "torch_compile=True" in trainer
     assert 'mixed_precision="fp8"' in accelerate and "bf16" not in accelerate + lightning
     assert [line for line in others if "no trainer captures" in line] and len(lines) == 6
-    assert not any("Lightning" in line for line in settings_of(["fused attention"]))
+    assert not any("Lightning" in line for line in settings_of(["fused attention"], "AdamW, fused"))
+    assert not any("fused" in line for line in settings_of(["AMP"], "Muon, foreach"))

@@ -2,6 +2,7 @@
 counts."""
 
 import re
+import shutil
 
 import pytest
 from conftest import ROOT
@@ -191,6 +192,17 @@ def test_two_definitions_of_one_root_are_refused(checkout):
     (checkout / "common" / "more.py").write_text("def rehearse():\n    pass\n")
     with pytest.raises(ValueError, match="common/ has 2 definitions of rehearse, and not one"):
         sha256("x = 1", checkout)
+
+
+@pytest.mark.parametrize("text", ["x = (", "from math import *\n"])
+def test_a_step_that_is_being_written_ends_no_other_row(text, tmp_path):
+    shutil.copytree(ROOT / "common", tmp_path / "common")
+    (tmp_path / "5_mine.py").write_text(text)
+    fingerprint.read_modules.cache_clear()
+    source = (ROOT / "2_sdpa.py").read_text()
+    assert fingerprint.row_sha256(source, tmp_path) == fingerprint.row_sha256(source, ROOT)
+    with pytest.raises((SyntaxError, ValueError)):
+        fingerprint.row_sha256(text, tmp_path)
 
 
 def test_the_code_of_a_source_has_no_comments_and_docstrings():

@@ -275,6 +275,27 @@ def test_a_finished_sweep_can_be_continued(project, tmp_path):
     assert ran.returncode == 0 and "5 of 5 rows are recorded already" in ran.stdout, ran.stderr
 
 
+def test_rows_that_a_study_gets_later_stand_at_their_place_in_each_run():
+    def plan(*steps):
+        places = [f"{width}/{step}.json" for width in ("768", "320") for step in steps]
+        planned = [{"output": place} for place in places]
+        return {"kind": "sweep", "command": "", "started_at": "", "rows": planned, "code": {}}
+
+    merged = running.merge(plan("3_compile", "4_te"), plan("0_baseline", "3_compile"))
+    assert [row["output"] for row in merged["rows"]] == [
+        f"{width}/{step}.json" for width in ("768", "320") for step in ("0_baseline", "3_compile", "4_te")
+    ]
+
+
+def test_a_sweep_goes_on_where_auto_would_choose_another_shape():
+    free, less = (
+        {"kind": "sweep", "workload": {"batch_size": size, "text": "x", "seed": 1}} for size in (32, 16)
+    )
+    assert running.comparable(free, "workload") == running.comparable(less, "workload")
+    other = less | {"workload": less["workload"] | {"text": "y"}}
+    assert running.comparable(other, "workload") != running.comparable(less, "workload")
+
+
 def test_the_steps_are_the_files_whose_names_begin_with_a_number(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "ROOT", tmp_path)
     for name in ("10_late.py", "2_b.py", "2_a.py", "notes.py", "3-x.py", "4_y.txt"):

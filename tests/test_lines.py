@@ -1,5 +1,6 @@
 """The lines that a run recommends are a program: what they train is what the row trained."""
 
+import ast
 import subprocess
 from collections import namedtuple
 from dataclasses import replace
@@ -22,6 +23,7 @@ from mine import check as model_check
 from mine import file as model_file
 from mine import lines, patch
 from mine import row as model_row
+from mine.blocks import callable_parts
 from report import applied, proof
 from report.__main__ import render
 from report.derive import derive
@@ -142,6 +144,57 @@ def test_what_the_file_does_itself_is_no_line(checked):
     assert "autocast" not in lines.program([COMPILE], args.model(), args.blocks, args, None)
 
 
+class Own(nn.Module):
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [nn.ModuleList([Own(), nn.Sequential(nn.Linear(2, 2))]) for _ in range(2)],
+        [Own(), nn.Sequential(nn.Linear(2, 2))],
+        [nn.ModuleList([nn.ModuleList([Own()])]) for _ in range(2)],
+        [nn.ModuleList(), nn.ModuleList([Own()])],
+    ],
+    ids=["attention and layers", "a stem of its own", "three levels", "an empty one"],
+)
+def test_the_lines_compile_every_part_that_the_row_compiles(blocks, monkeypatch):
+    model = nn.Module()
+    model.blocks = nn.ModuleList(blocks)
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    monkeypatch.setattr(torch, "compile", lambda forward: compiled.append(forward.__self__) or forward)
+    exec("\n".join(lines.compile_lines(model, ["blocks"])), {"model": model, "torch": torch})
+    assert compiled == [part for block in blocks for part in callable_parts(block)]
+    assert all(not lines.is_of_torch(part) or "forward" in vars(part) for part in compiled)
+
+
+def test_what_a_program_cannot_say_is_a_comment(checked):
+    args = checked(MODEL + KINDS["a tuple"])
+    program = lines.program([COMPILE, GRAPH], args.model(), args.blocks, args, None)
+    assert "The graph keeps the learning rate" in program and lines.COPY_BEFORE in program
+
+
+@pytest.mark.parametrize("name", ["model", "loss", "torch", "batch"])
+def test_a_file_called_as_a_name_of_the_program_gets_another(name):
+    assert model_file.ModelArguments.module_name.fget(SimpleNamespace(path=Path(f"{name}.py"))) == "my_file"
+
+
+def test_one_optimizer_in_a_list_is_stepped_as_a_list(checked):
+    own = "def optimizer(parameters, **how):\n    return [torch.optim.AdamW(parameters, **how)]\n"
+    args = checked(MODEL + KINDS["a loss of its own"] + own)
+    optimizer = args.optimizer(model := args.model(), captured=False)
+    assert "each.step()" in lines.program([], model, args.blocks, args, optimizer)
+
+
+def test_a_name_in_quotes_is_not_that_of_the_model(checked):
+    returns = "Net()  # of model"
+    tree = ast.parse(f"return {returns}").body[0]
+    made = patch.before_return(tree, [f"return {returns}"], "", ["model.parts['model'].compile()"], set())
+    assert "net.parts['model'].compile()" in made
+
+
 def test_parts_are_named_as_python_writes_them():
     model = nn.Module()
     model.layers = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2)), "b": nn.Sequential(nn.Linear(2, 2))})
@@ -155,7 +208,8 @@ def test_parts_are_named_as_python_writes_them():
         "        part.forward = torch.compile(part.forward)",
     ]
     assert lines.place_of(model, "layers.a") == "model.layers['a']"
-    assert lines.compile_lines(nn.Sequential(), []) == ["model.forward = torch.compile(model.forward)"]
+    compiled = ["model.forward = torch.compile(model.forward)"]
+    assert lines.compile_lines(nn.Sequential(), []) == [lines.COPY_BEFORE, *compiled]
 
 
 def test_a_batch_that_is_copied_in_another_way_is_a_comment():
@@ -393,7 +447,35 @@ def test_batches_whose_first_dimension_is_not_examples_are_not_joined(loss, chec
     args = checked(MODEL + own + BATCHES + "torch.randn(4, 16), torch.ones(4, 16)\n")
     with pytest.raises(Skip, match="cannot be joined"):
         args.join_batches(2)
-    args.drawn = [(torch.ones(4, 2), torch.ones(3))]
+    for odd in ((torch.ones(4, 2), torch.ones(3)), (torch.ones(4, 2), torch.tensor(4))):
+        args.drawn = [odd]
+        with pytest.raises(Skip, match="cannot be joined"):
+            args.join_batches(2)
+
+
+TIME_FIRST = """
+def model():
+    return Net()
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.attn = nn.Embedding(64, 16), nn.MultiheadAttention(16, 2)
+        self.head = nn.Linear(16, 64)
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.02)
+    def forward(self, tokens):
+        x = self.table(tokens)
+        logits = self.head(x + self.attn(x, x, x)[0])
+        return F.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 0).flatten())
+def batches():
+    while True:
+        yield torch.randint(64, (8, 4))
+"""
+
+
+def test_batches_that_begin_with_time_are_not_joined(checked):
+    """Initial weights give nearly the same loss whatever a model sees."""
+    args = checked(MODEL.partition("def model")[0] + TIME_FIRST)
     with pytest.raises(Skip, match="cannot be joined"):
         args.join_batches(2)
 

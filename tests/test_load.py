@@ -10,7 +10,7 @@ from operator import getitem
 import pytest
 import runs
 
-from common.record import Study, write_json
+from common.record import Settings, Study, write_json
 from report import doubts
 from report.derive import derive
 from report.load import RecordError, _harmless, load, read
@@ -108,6 +108,30 @@ def test_a_run_names_the_machine_of_its_times_where_a_row_without_ran_again_on_a
     assert loaded.environment.gpu_uuid == "A" and loaded.problems == []
     runs.put(folder, runs.row("1_b", status="oom", reason="out of memory"), gpu_uuid="A")
     assert load(folder).environment.gpu_uuid == "B"
+
+
+def test_rows_of_other_variables_are_not_compared_without_a_word(tmp_path):
+    folder = runs.plan(tmp_path, "0_a", "1_b")
+    runs.put(folder, runs.row("0_a"), variables={"CUDA_LAUNCH_BLOCKING": "1"})
+    runs.put(folder, runs.row("1_b"))
+    (problem,) = load(folder).problems
+    assert problem == "rows differ in CUDA_LAUNCH_BLOCKING: 1 in 0_a; not set in 1_b"
+    runs.put(
+        folder, runs.row("1_b", settings=Settings(captured=True)), variables={"CUDA_LAUNCH_BLOCKING": "1"}
+    )
+    launched, replayed = derive(load(folder)).lines
+    assert launched.doubts == ["CUDA_LAUNCH_BLOCKING made the host wait for every kernel"]
+    assert replayed.doubts == [], "the host launches it at once"
+
+
+def test_runs_of_a_study_may_be_of_two_cards_and_not_of_two_versions(tmp_path):
+    places = [("2_sdpa", "2_sdpa, seed 1/2_sdpa.json"), ("3_compile", "3_compile, seed 1/3_compile.json")]
+    folder = runs.plan(tmp_path, *places, kind="parity")
+    for torch, problems in (("1", 0), ("2", 1)):
+        runs.put(folder, runs.row("2_sdpa"), places[0][1], gpu_uuid="A", versions={"torch": "1"})
+        runs.put(folder, runs.row("3_compile"), places[1][1], gpu_uuid="B", versions={"torch": torch})
+        first = next(iter(load(folder).runs.values()))
+        assert len(first.problems) == problems, first.problems
 
 
 def test_a_run_names_the_versions_that_any_of_its_rows_knows(tmp_path):

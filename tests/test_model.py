@@ -639,7 +639,7 @@ def test_the_switch_of_hugging_face_changes_attention_and_not_the_work(model, mo
 
 def test_an_attention_of_its_own_is_told():
     t5 = SimpleNamespace(config=SimpleNamespace(_attn_implementation="eager"))
-    t5.set_attn_implementation = print
+    t5.set_attn_implementation, t5.modules = print, lambda: [t5]
     with pytest.raises(Skip, match="SimpleNamespace has attention of its own"):
         model_attention.switch_attention(t5, True)
 
@@ -703,6 +703,13 @@ def test_a_mask_is_seen_however_a_file_gives_it(call, seen, arguments_of):
     with model_check.masks_seen(model):
         assert model._forward_pre_hooks
     assert not model._forward_pre_hooks and not model.base._forward_pre_hooks
+
+
+def test_a_model_that_caps_its_scores_keeps_its_attention():
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(_attn_implementation="eager", attn_logit_softcapping=50.0)
+    with pytest.raises(Skip, match="Linear caps its attention scores, which SDPA leaves out"):
+        model_attention.switch_attention(model, True)
 
 
 def test_a_switch_reaches_parts_with_a_configuration_of_their_own():

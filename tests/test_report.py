@@ -62,7 +62,7 @@ def test_a_figure_that_is_not_recorded_is_a_dash_and_no_error():
     values = {
         name: getattr(line, name)
         for name in properties
-        if name not in ("range_ms", "all_passes", "slowed", "slow_launch")
+        if name not in ("range_ms", "all_passes", "slowed", "slow_launch", "capability")
     }
     assert not any(value for name, value in values.items() if name not in ("name", "failure", "passes")), (
         values
@@ -716,6 +716,65 @@ def test_training_steps_and_seconds_to_the_same_loss_are_counted_seed_by_seed():
     (axes,) = parity.curves_figure(study).axes
     shown = [falling[1:], [loss + math.log(1.2) for loss in falling[1:]]]
     assert np.allclose(lines_of(axes), shown), "from the second test on"
+
+
+def test_a_seed_that_broke_or_cannot_be_compared_leaves_no_verdict():
+    falling = [5.0 - math.log(step) for step in (10, 20, 30, 40)]
+    by_name = {f"0_x, seed {seed}": trained("0_x", 2.0, falling) for seed in (1, 2, 3, 4)}
+    by_name |= {f"1_x, seed {seed}": trained("1_x", 2.0, falling) for seed in (1, 2, 3, 4)}
+
+    def line():
+        return parity.difference_rows(runs.study("parity", by_name))[1]
+
+    assert line()["verdict"] == "equivalent"
+    by_name["1_x, seed 4"] = trained("1_x", 2.0, [loss + 2 for loss in falling])
+    assert [line()[name] for name in ("seeds", "more steps", "verdict")] == ["3", "+0.0%", "undecided"]
+    by_name["1_x, seed 4"] = runs.run(runs.row("1_x", status="failed", reason="a loss is nan"))
+    assert line()["verdict"] == "undecided"
+    by_name["1_x, seed 4"] = runs.run(runs.row("1_x", status="not run"))
+    assert line()["verdict"] == "equivalent", "a seed that has not run yet is no broken one"
+
+
+def test_curves_have_the_tests_that_all_seeds_have():
+    by_name = {"0_x, seed 1": trained("0_x", 2.0, [5.0, 4.0, 3.0, 2.0])}
+    by_name["0_x, seed 2"] = run = trained("0_x", 2.0, [5.0, 3.0])
+    steps = [step for step, _ in by_name["0_x, seed 1"].rows[0].heldout]
+    run.rows[0].heldout = [(steps[0], 5.0), (steps[2], 2.0)]
+    (points,) = parity.curves(runs.study("parity", by_name)).values()
+    assert [loss for _, loss in points] == [5.0, 2.5]
+
+
+def test_no_verdict_comes_from_a_step_of_other_work_or_that_did_not_learn():
+    def said(**fields):
+        run = runs.ladder(300, 100, 50)
+        for name, value in fields.items():
+            setattr(run.rows[2], name, value)
+        return sentences.headline(derive(run)), table.fits_cards(derive(run))
+
+    assert said()[0].startswith("2_sdpa: ") and said()[1]
+    differs = Proof("0_baseline", False, 1.0, 0.1, "w", 1.0)
+    assert said(proof=differs) == ("No verdict: 2_sdpa has the shortest time, and differs in its work", False)
+    rising = [4.0, 9.0, 9.0, 9.0, 9.0, 9.0]
+    assert "did not learn as the first row did" in said(loss=rising)[0]
+
+
+def test_a_file_that_sets_tf32_is_held_against_tf32():
+    tf32 = Settings("float32", "high", "cudnn", captured=True)
+    machine = {"work": runs.workload(model="x.py"), "device": "NVIDIA H200"}
+    for capability, expected in (([9, 0], "tf32"), ([7, 5], "fp32")):
+        run = runs.run(runs.row("0_as_it_is", settings=tf32), compute_capability=capability, **machine)
+        assert derive(run).lines[0].precision == expected
+    unobserved = runs.run(runs.row("3_x", settings=Settings(captured=True)), **machine)
+    assert derive(unobserved).lines[0].precision == ""
+
+
+def test_runs_of_two_files_are_not_the_same_work(tmp_path):
+    folders = [
+        runs.write(tmp_path / text, runs.ladder(300, 100, work=runs.workload(model="m.py", text_sha256=text)))
+        for text in ("a", "b")
+    ]
+    assert "differs in text_sha256" in (told := compare.compare(*folders, 0.03)[0])
+    assert told.endswith("B does not bear out A: it did other work")
 
 
 # --- the command and the documents ----------------------------------------------------------------
