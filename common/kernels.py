@@ -39,6 +39,8 @@ RULES = (  # the first that matches wins
         "optimizer",
         "AdamW, one of its passes",
     ),
+    # Inductor's templates, whatever is fused behind them.
+    Rule(r"^triton_(tem_fused_\w*?)?(mm|addmm|bmm|baddbmm)(_|$)", PRODUCTS, "matrix product"),
     Rule(
         r"layer_norm_grad|GammaBeta|layer_norm_backward|ln_bwd|rmsnorm_bwd", POINTWISE, "LayerNorm, backward"
     ),
@@ -65,7 +67,6 @@ RULES = (  # the first that matches wins
     Rule(r"SoftMaxForward|softmax_warp_forward|^aten::_?softmax", "attention", "softmax, forward"),
     Rule(r"sdpa|flash|fmha|attention|SoftMax|softmax", "attention"),
     Rule(r"gemm|nvjet|cutlass_\d+_(simt|tensorop|wmma)|xmma", PRODUCTS, "matrix product"),
-    Rule(r"^triton_(tem_fused_\w*?)?(mm|addmm|bmm|baddbmm)(_|$)", PRODUCTS, "matrix product"),
     Rule(r"^aten::(mm|addmm|bmm|baddbmm|linear)$", PRODUCTS, "matrix product"),
     Rule(r"splitKreduce|gemv|dot_kernel|cublas", PRODUCTS, "sum"),
     Rule(r"mkldnn|_linear_pointwise|onednn|mkl_linear", PRODUCTS, "matrix product"),
