@@ -82,7 +82,10 @@ def _operators_of(step: Callable[[], object], device: torch.device) -> tuple[set
 def _settings(operators: set[str], of_model: list[tuple], model: torch.nn.Module) -> Settings:
     """What ran, by the names of all operators of a step, and the events of the model's own."""
     multiplied, parts = set(), []  # the dtypes that were multiplied, parts of attention
+    scores: Counter[str] = Counter()  # of fused attention, by the family of its kernel
     for name, event in of_model:
+        if name in ATTENTION_OPERATORS:
+            scores[ATTENTION_OPERATORS[name]] += _count_scores(event.shapes())
         if name in ("bmm", "baddbmm", "_softmax"):
             begin = 1 if name == "baddbmm" else 0  # its mask comes first
             parts.append((name, event.shapes()[begin : begin + 2]))
@@ -92,7 +95,7 @@ def _settings(operators: set[str], of_model: list[tuple], model: torch.nn.Module
     settings = Settings(
         amp_dtype=next((name for name in DTYPES.values() if name in multiplied), None),
         float32_matmul_precision=torch.get_float32_matmul_precision(),
-        attention_kernel=_attention_kernel(operators, parts),
+        attention_kernel=_attention_kernel(scores, parts),
         compiled=any(name.startswith(("Torch-Compiled Region", COMPILED_GRAPH)) for name in operators),
         optimizer=_optimizer(operators),
     )
@@ -182,17 +185,26 @@ def residual_dtype(train_step: Callable, batch: tuple, model: torch.nn.Module) -
     return str(seen[0]).removeprefix("torch.") if seen else None
 
 
-def _attention_kernel(operators: set[str], parts: list[tuple[str, list]]) -> str | None:
-    """The family of a kernel of attention; "by hand" where a softmax lies between two products of its heads:
-    scores (..., T, S) are what the first one gives, and what the second one multiplies."""
-    for operator, family in ATTENTION_OPERATORS.items():
-        if operator in operators:
-            return family
+def _count_scores(shapes: list) -> int:
+    """The scores of fused attention, by the shapes of its queries (..., T, D) and keys (..., S, D); at least
+    one."""
+    if len(shapes) < 2 or min(map(len, shapes[:2])) < 2:
+        return 1
+    return math.prod(shapes[0][:-1]) * shapes[1][-2]
+
+
+def _attention_kernel(fused: Counter[str], parts: list[tuple[str, list]]) -> str | None:
+    """The family of kernel that most scores of attention go through. Attention is "by hand" where a softmax
+    lies between two products of its heads: scores (..., T, S) are what the first one gives, and what the
+    second one multiplies. PyTorch's math kernel does so too."""
+    by_hand = 0
     for (first, a), (softmax, scores), (second, b) in zip(parts, parts[1:], parts[2:], strict=False):
         is_between = softmax == "_softmax" and "_softmax" not in (first, second)
         if is_between and [a[0][-2], a[1][-1]] == scores[0][-2:] == b[0][-2:]:
-            return "by hand"
-    return None
+            by_hand += math.prod(scores[0])
+    if by_hand > fused.total():
+        return "by hand"
+    return max(fused, key=fused.get, default=None)
 
 
 def _optimizer(operators: set[str]) -> str | None:

@@ -20,6 +20,12 @@ def switch_of(model: nn.Module) -> nn.Module | None:
     return next(modules, None)
 
 
+def has_switch(model: nn.Module, file: str, softmax_at: str) -> bool:
+    """Whether a switch decides how the model's largest attention runs: its softmax is not in the user's
+    file."""
+    return switch_of(model) is not None and f" {file} line " not in softmax_at
+
+
 def switch_attention(model: nn.Module, needs_mask: bool) -> None:
     """Use the switch of a Hugging Face model. Raises Skip for a model that it does not change, or whose
     attention does more than SDPA can."""

@@ -5,7 +5,7 @@ import torch
 from common.text import Skip, one_line
 from mine import by_hand, patch
 from mine import file as model_file
-from mine.attention import switch_of
+from mine.attention import has_switch
 from mine.batch import copied
 from mine.file import ModelArguments
 
@@ -16,7 +16,7 @@ def replace_attention(args: ModelArguments) -> None:
     """If the file's attention is plain, train a copy that calls PyTorch's. Raises Skip if the losses of its
     batches differ, or the copy fails."""
     model, before = args.model(), args.file
-    if switch_of(model):
+    if has_switch(model, args.path.name, args.softmax_at):
         return
     try:
         edit = by_hand.fused(patch.read(args.path))

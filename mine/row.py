@@ -24,7 +24,7 @@ from ladder.rows import AMP, COMPILE, FP8, FP32, GRAPH, SDPA
 from ladder.rows import MODEL_ROWS as ROWS
 from mine import by_hand, changes, lines, patch
 from mine import file as model_file
-from mine.attention import BY_HAND, kernels_before, set_attention, switch_of
+from mine.attention import BY_HAND, has_switch, kernels_before, set_attention
 from mine.blocks import blocks_of, callable_parts, is_transformer_engine
 from mine.file import ModelArguments
 from mine.optimizers import each_of
@@ -220,7 +220,8 @@ def patch_file(names: list[str], args: ModelArguments) -> list[str]:
     """Put those changes of these rows into the file that can be placed there, and the patch into `args.code`.
     Returns the rows whose changes are left to make. Raises Skip where none can be placed."""
     text, model = patch.read(args.path), args.model()
-    attention = by_hand.fused(text) if SDPA in names and not switch_of(model) else None
+    is_own = not has_switch(model, args.path.name, args.softmax_at)
+    attention = by_hand.fused(text) if SDPA in names and is_own else None
     begun = attention.text if attention else text
     patched, placed = patch.patched(begun, names, model, args.blocks, args)
     placed += [SDPA] if attention else []

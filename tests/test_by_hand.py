@@ -185,6 +185,35 @@ def test_a_model_that_is_made_on_import_keeps_its_weights(arguments_of):
     assert all(map(torch.equal, weights, args.model().parameters()))
 
 
+POOLED = """
+class Switch(nn.Module):
+    config = type("Config", (), {"_attn_implementation": "sdpa"})()
+    def set_attn_implementation(self, name):
+        pass
+class Pooled(Attention):
+    def __init__(self):
+        super().__init__()
+        self.frozen = Switch()
+    def forward(self, x):
+        x = super().forward(x)
+        first = x[:, None, :1]
+        return x + F.scaled_dot_product_attention(first, first, first)[:, 0]
+"""
+
+
+@pytest.mark.parametrize("frozen", ["", "Switch"])
+def test_one_small_call_of_sdpa_does_not_hide_attention_by_hand(frozen, arguments_of):
+    """Nor does a part of Hugging Face's, whose switch leaves it as it is."""
+    switch = POOLED if frozen else POOLED.replace("set_attn_implementation", "unused")
+    args = arguments_of(
+        NANOGPT, ("def model():\n    return Attention()", f"{switch}def model():\n    return Pooled()")
+    )
+    assert type(args.model()).__name__ == "Pooled"
+    assert args.rows_in_file == [] and "net.py line" in args.softmax_at
+    train_step, *_ = model_row.build(["2_sdpa"], before(), args)
+    assert args.attention and train_step(*args.batches()[0]).isfinite()
+
+
 def test_the_patch_of_a_file_has_the_call_and_its_comments_stay(arguments_of):
     args = arguments_of(NANOGPT)
     rest = model_row.patch_file(["2_sdpa"], args)
