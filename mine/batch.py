@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import hashlib
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -17,7 +18,12 @@ def mapped(function: Callable, *batches):
     if isinstance(first, (torch.Tensor, np.ndarray)):
         return function(*batches)
     if isinstance(first, Mapping):
-        return {name: mapped(function, *(batch[name] for batch in batches)) for name in first}
+        new = {name: mapped(function, *(batch[name] for batch in batches)) for name in first}
+        if not isinstance(first, UserDict):
+            return new
+        like_first = copy.copy(first)  # Hugging Face's BatchEncoding has its parts as attributes, too
+        like_first.update(new)
+        return like_first
     if is_dataclass(first):
         new = copy.copy(first)  # __init__ may do more
         for name in fields_of(first):
@@ -63,8 +69,8 @@ def parts_of(batch) -> Iterator:
     """What a batch holds, in order: tensors, arrays, and whatever else."""
     if is_dataclass(batch):
         batch = fields_of(batch)
-    if isinstance(batch, (dict, tuple, list)):
-        for part in batch.values() if isinstance(batch, dict) else batch:
+    if isinstance(batch, (Mapping, tuple, list)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
             yield from parts_of(part)
     else:
         yield batch
@@ -117,7 +123,7 @@ def shapes_of(batch: object) -> tuple[torch.Size, ...]:
 def output_of(model: torch.nn.Module, batch):
     """What a model returns for a batch, which holds its arguments: by name in a dict, in order in a tuple or
     a list; anything else is the only one."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 

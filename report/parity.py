@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from common.record import Row, Study
 from report.cells import milliseconds, number
 from report.charts import figure, plain_numbers, png
+from report.derive import derive_study
 
 FEWEST_SEEDS = 3  # of an interval
 FEWEST_TESTS = 3  # of a straight line
@@ -184,14 +185,18 @@ def more_seconds(row: Row, reference: Row) -> float | None:
 def difference_rows(study: Study) -> list[dict]:
     """A line a label: the time of a step, how many more training steps and seconds it needs to the same loss
     as the label that it is compared with, and how far its training loss lies above that one's."""
-    rows = []
+    rows, marks = [], {}
+    for name, figures in derive_study(study).items():
+        marks.setdefault(name.partition(", seed ")[0], set()).update(line.mark for line in figures.lines)
     for label, other in compared_with(study).items():
         of_label = labels(study)[label].values()
-        row = {"row": label, "ms": milliseconds(fmean(median(each.step_ms) for each in of_label))}
+        ms = milliseconds(fmean(median(each.step_ms) for each in of_label))
+        row = {"row": label, "ms": ms + max(marks[label])}
         steps = paired(study, label, other, more_steps)
         row |= {"compared with": other or "-", "seeds": str(steps.seeds) if other else "-"}
         row |= {"more steps": with_interval(steps, "+.1%"), "verdict": steps.verdict if other else "-"}
         row["more seconds"] = more(study, label, other, more_seconds)
+        row["more seconds"] += max(marks[label] | marks[other]) if other else ""
         row["nats"] = with_interval(paired(study, label, other, more_nats), "+.4f")
         rows.append(row)
     return rows

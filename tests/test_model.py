@@ -370,6 +370,20 @@ def test_a_file_finds_its_own_modules_and_words_and_its_seed_is_set(tmp_path):
     assert first == second
 
 
+def test_a_batch_may_have_its_parts_as_attributes(arguments_of):
+    """As Hugging Face's BatchEncoding has them."""
+    text = "import collections\nclass Encoding(collections.UserDict):\n"
+    text += "    def __getattr__(self, name):\n        return self.__dict__['data'][name]\n"
+    text += LINEAR + "def batches():\n    while True:\n        yield Encoding(x=torch.randn(4, 16))\n"
+    text += "def loss(model, batch):\n    return model(batch.x).square().mean()\n"
+    args = arguments_of(text)
+    args.planned = model_check.check(args)
+    assert args.planned.tokens_per_step == 4
+    assert type(args.batches()[0][0]).__name__ == "Encoding"
+    args.join_batches(2)
+    assert args.drawn[0].x.shape == (8, 16)
+
+
 def test_a_batch_may_be_a_dataclass_and_optimizers_several(arguments_of):
     text = "import dataclasses\n@dataclasses.dataclass\nclass Batch:\n    x: torch.Tensor\n    name: str\n"
     text += LINEAR + "def batches():\n    while True:\n        yield Batch(torch.randn(4, 16), 'x')\n"

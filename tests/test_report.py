@@ -712,6 +712,9 @@ def test_training_steps_and_seconds_to_the_same_loss_are_counted_seed_by_seed():
     study = runs.study("parity", by_name)
     line = parity.difference_rows(study)[1]
     assert [line["more steps"], line["more seconds"]] == ["+20.0% ± 0.0%", "-40.0% ± 0.0%"]
+    later.rows[0].product_ms, first.rows[0].product_ms = [2.0, 2.0], [1.0, 1.0]
+    line = parity.difference_rows(study)[1]
+    assert [line["ms"], line["more seconds"]] == ["25.0?", "-40.0% ± 0.0%?"], "the machine was busy"
     assert parity.picture(study)[:4] == b"\x89PNG"
     (axes,) = parity.curves_figure(study).axes
     shown = [falling[1:], [loss + math.log(1.2) for loss in falling[1:]]]
