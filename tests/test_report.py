@@ -19,6 +19,7 @@ from common.record import Proof, Row, Settings
 from report import (
     ablations,
     bars,
+    cells,
     changes,
     charts,
     compare,
@@ -307,6 +308,13 @@ def test_the_headline_tells_whether_fp8_pays_also_where_the_first_row_is_the_fas
     run = runs.run(runs.row("3_compile", 20.0), runs.row("4_transformer_engine", 25.0))
     said = "One training step of 3_compile: 20.0 ms. FP8 does not pay here: 0.80 x"
     assert sentences.headline(derive(run)) == said
+
+
+def test_numbers_keep_their_sign_unless_they_are_zero():
+    written = [cells.number(value, "+.1%") for value in (-0.012, 0.012, -0.0001, None)]
+    assert written == ["-1.2%", "+1.2%", "0.0%", "-"] and cells.number(-0.01) == "0.0"
+    assert [cells.milliseconds(ms) for ms in (9.876, 10.0, 1234.5)] == ["9.88", "10.0", "1,234.5"]
+    assert [cells.three_digits(value) for value in (7.6612, 92.4, 145.2)] == ["7.66", "92.4", "145"]
 
 
 def test_two_runs_are_compared_by_times_only_where_the_work_is_the_same(tmp_path):
