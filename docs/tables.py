@@ -467,7 +467,7 @@ def present_sha256(variant: str, row: Row, run: Run) -> str:
     if run.is_of_ladder:
         source = present_source(variant, row.step)
     else:
-        source = (ROOT / "mine" / "changes.py").read_text()
+        source = (ROOT / "mine" / "program.py").read_text()
     return row_sha256(source, ROOT) if source else ""
 
 

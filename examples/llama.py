@@ -80,4 +80,4 @@ def fp8(model):
     rotary = te.attention.RotaryPositionEmbedding(CONFIG.hidden_size // CONFIG.num_attention_heads)
     angles = rotary(T)
     model.model.layers = torch.nn.ModuleList(FP8Layer(layer, angles) for layer in model.model.layers)
-    return te.autocast()
+    return te.autocast  # which makes the context of each step

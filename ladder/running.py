@@ -224,7 +224,7 @@ def code_of(row: rows.Planned) -> str | None:
     """The hash of the code that a row's script and patch run, as its record holds it; None if the patch does
     not fit, or the script cannot be read."""
     if row.script == rows.MODEL_SCRIPT:
-        return row_sha256((ROOT / "mine" / "changes.py").read_text(), ROOT)
+        return row_sha256((ROOT / "mine" / "program.py").read_text(), ROOT)
     if row.script == rows.LOOP_SCRIPT:
         files = [path.read_bytes() for path in sorted((ROOT / "examples" / "loop").glob("[0-9l]*"))]
         return hashlib.sha256(b"".join(files)).hexdigest()[:16]

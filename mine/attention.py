@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from common.hardware import ROOT
-from common.text import Skip, one_line
 from ladder.rows import SDPA
-from mine import changes
 
 BY_HAND = "by hand"  # as common/profile.py observes it
 
@@ -26,20 +24,6 @@ def has_switch(model: nn.Module, file: str, softmax_at: str) -> bool:
     return switch_of(model) is not None and f" {file} line " not in softmax_at
 
 
-def switch_attention(model: nn.Module, needs_mask: bool) -> None:
-    """Use the switch of a Hugging Face model. Raises Skip for a model that it does not change, or whose
-    attention does more than SDPA can."""
-    configs = [getattr(part, "config", None) for part in model.modules()]
-    if any(getattr(config, "attn_logit_softcapping", None) for config in configs):
-        raise Skip(f"{type(model).__name__} caps its attention scores, which SDPA leaves out")
-    try:
-        changes.fused_attention(model, needs_mask)
-    except (ValueError, NotImplementedError) as error:  # its class has no such switch
-        raise Skip(f"{type(model).__name__} has no such switch: {one_line(error, 150)}") from error
-    if not model.config._attn_implementation.startswith("sdpa"):
-        raise Skip(f"{type(model).__name__} has attention of its own, which no switch changes")
-
-
 def needs_mask(switch: nn.Module, is_masked: bool) -> bool:
     """Whether attention may need more than a causal mask: unless the model is known to be causal, without a
     window, and gets no mask of its own."""
@@ -47,26 +31,6 @@ def needs_mask(switch: nn.Module, is_masked: bool) -> bool:
     windows = ("sliding_window", "attention_chunk_size")
     has_window = any(getattr(switch.config, name, None) is not None for name in windows)
     return not is_causal or has_window or is_masked
-
-
-def switch_inside(switch: nn.Module, name: str) -> None:
-    """Choose this attention also in those parts of a model whose configurations are copies."""
-    for part in switch.modules():
-        if hasattr(part, "set_attn_implementation") and part.config._attn_implementation != name:
-            part.set_attn_implementation(name)
-
-
-def set_attention(model: nn.Module, before: dict[str, dict], fused: bool, args) -> None:
-    """Fused attention where a row asks for it. Raises Skip, with what was observed, without a switch."""
-    switch = switch_of(model)
-    if switch is not None and fused:
-        switch_attention(switch, needs_mask(switch, args.is_masked))
-        switch_inside(switch, switch.config._attn_implementation)
-    elif fused and args.attention is None:
-        observed = kernels_before(before)
-        if not observed:
-            raise Skip("which attention runs was not seen: run the rows before this one, too")
-        raise Skip(advice_on_attention(model, observed[-1], args.softmax_at))
 
 
 def kernels_before(before: dict[str, dict]) -> list[str | None]:

@@ -1,81 +1,94 @@
-"""What `./run_all.sh --model FILE` changes of a training loop.
-
-The first function is the loop. Each of the others is one change, and imports nothing of this project; a
-report shows it as the plain lines of mine/lines.py. Of their arguments, `blocks` are the layers of the model,
-`parts` those or the whole model, and `tensors_of` a function that lists the tensors of a batch.
-"""
+"""The changes of the rows of `./run_all.sh --model FILE`: each adds its lines to a program, or says why it
+cannot."""
 
 import torch
 
-
-def training_step(model, loss_of, optimizer, contexts):
-    """The loop's body. It returns the loss detached, so that nothing of a step outlives it."""
-
-    def train_step(batch):
-        with contexts():  # autocast, FP8: nothing at first
-            loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return train_step
-
-
-def mixed_precision(device):
-    """Matmuls in BF16 on tensor cores, in `with` around forward and loss; what stays in FP32 is TF32."""
-    torch.set_float32_matmul_precision("high")
-    return torch.autocast(device.type, torch.bfloat16)
+from common import hardware
+from common.text import Skip, one_line
+from ladder.rows import AMP, COMPILE, FP8, SDPA
+from mine.attention import advice_on_attention, kernels_before, switch_of
+from mine.blocks import blocks_of
+from mine.file import called
+from mine.program import (
+    PRECISION,
+    Program,
+    attention_lines,
+    compile_lines,
+    compiled_loss_lines,
+    fp8_lines,
+    padding_lines,
+)
 
 
-def fused_attention(model, needs_mask):
-    """Hugging Face's switch to F.scaled_dot_product_attention."""
-    if needs_mask:  # padding, a sliding window, or attention that is not causal
-        return model.set_attn_implementation("sdpa")
-    # By the name "sdpa", a CUDA graph gets a mask as a tensor, which is slow. By another name it gets none.
-    from transformers import AttentionInterface
-
-    AttentionInterface.register("sdpa_without_mask", AttentionInterface()["sdpa"])
-    return model.set_attn_implementation("sdpa_without_mask")
-
-
-def compile_parts(model, parts, loss):
-    """Compile blocks, since equal ones compile once, or the whole model. Returns the loss compiled: a
-    function of your own, Hugging Face's model.loss_function, or None where the model computes its loss."""
-    # A block that reads its own number is compiled once more for each number.
-    torch._dynamo.config.recompile_limit = max(8, 2 * len(parts))
-    for part in parts:
-        if part.forward.__module__.startswith("torch.nn."):  # compile() would leave these as they are
-            part.forward = torch.compile(part.forward)
-        else:
-            part.compile()
-    if model not in parts:  # or the loss would compile the whole model with it
-        model.forward = torch.compiler.disable(model.forward)
-    return loss and torch.compile(loss)
+def make(program: Program, names: list[str], before: dict[str, dict]) -> None:
+    """Make the changes of these rows, apart from the graph, in the order that they need. `before` are the
+    records of the rows before, by their names."""
+    if names and program.args.device.type == "cuda":
+        program.run(padding_lines(program.model))
+    if AMP in names:
+        program.run([PRECISION])
+        program.contexts.append(f'torch.autocast("{program.args.device.type}", torch.bfloat16)')
+    if SDPA in names:
+        fuse_attention(program, before)
+    if FP8 in names:
+        convert_to_fp8(program)
+    if COMPILE in names:
+        compile_blocks(program)
 
 
-def capture_step(train_step, tensors_of, batch):
-    """The whole step as a CUDA graph. The optimizer needs capturable=True. Launch three steps before, all on
-    one stream that is not the default one."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        loss = train_step(batch)  # recorded, not run: it trains nothing
+def fuse_attention(program: Program, before: dict[str, dict]) -> None:
+    """Use the switch of a Hugging Face model. Raises Skip, with what was observed, without one, for a model
+    that it does not change, and where attention does more than SDPA can."""
+    model, args = program.model, program.args
+    switch = switch_of(model)
+    if switch is None and args.attention is not None:  # it was by hand, and a copy of the file is trained
+        return
+    if switch is None and not (observed := kernels_before(before)):
+        raise Skip("which attention runs was not seen: run the rows before this one, too")
+    if switch is None:
+        raise Skip(advice_on_attention(model, observed[-1], args.softmax_at))
+    name, configs = type(switch).__name__, [getattr(part, "config", None) for part in switch.modules()]
+    if any(getattr(config, "attn_logit_softcapping", None) for config in configs):
+        raise Skip(f"{name} caps its attention scores, which SDPA leaves out")
+    try:
+        program.run(attention_lines(model, args))
+    except (ValueError, NotImplementedError) as error:  # its class has no such switch
+        raise Skip(f"{name} has no such switch: {one_line(error, 150)}") from error
+    if not switch.config._attn_implementation.startswith("sdpa"):
+        raise Skip(f"{name} has attention of its own, which no switch changes")
 
-    def replay(new_batch):
-        for place, numbers in zip(tensors_of(batch), tensors_of(new_batch), strict=True):
-            place.copy_(numbers)
-        graph.replay()
-        return loss.clone()  # the next replay overwrites `loss`
 
-    return replay
+def convert_to_fp8(program: Program) -> None:
+    """Turn layers to FP8, by the file's own function or torchao. Raises Skip where FP8 cannot run."""
+    model, args = program.model, program.args
+    hardware.require_fp8(args.device)
+    if hasattr(args.file, "fp8"):
+        called(lambda: program.run([f"fp8_context = {args.module_name}.fp8(model)"]), args.path)
+        context = program.scope["fp8_context"]
+        if hasattr(context, "__enter__") and not isinstance(context, type):
+            what = "what makes one, as te.autocast without brackets"
+            raise Skip(f"fp8() of {args.path.name} returns a context, which one step enters: return {what}")
+        program.contexts += ["fp8_context()"] * (context is not None)
+        return
+    blocks = blocks_of(model, args.blocks) or [model]
+    if not any(type(part) is torch.nn.Linear for block in blocks for part in block.modules()):
+        raise Skip(f"the blocks have no nn.Linear for torchao: define fp8(model) in {args.path.name}")
+    try:
+        program.run(fp8_lines(model, args.blocks))
+    except ImportError as error:
+        raise Skip(f"torchao does not import ({one_line(error, 100)}): pip install torchao") from None
+    if not any(type(part).__name__ == "Float8Linear" for part in model.modules()):
+        raise Skip("no nn.Linear of the blocks has two sizes that divide by 16, as FP8 needs")
 
 
-def fp8_linears(blocks):
-    """The nn.Linear layers of the blocks in FP8 by torchao, one scale a tensor. Then compile the blocks."""
-    from torchao.float8 import convert_to_float8_training
-
-    def divides(module, name):
-        return isinstance(module, torch.nn.Linear) and not any(size % 16 for size in module.weight.shape)
-
-    for block in blocks:
-        convert_to_float8_training(block, module_filter_fn=divides)
+def compile_blocks(program: Program) -> None:
+    """Compile what can be compiled of a model, and its loss. A block that is compiled anew in each step is an
+    error: past its limit the compiler would run it as it is. Raises Skip for sparse gradients."""
+    model, args = program.model, program.args
+    if any(getattr(part, "sparse", False) for part in model.modules()):
+        raise Skip(
+            "its gradients are sparse, which the compiler cannot follow: sparse=False makes them dense"
+        )
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    program.run(compile_lines(model, args.blocks))
+    program.run(compiled_loss_lines(model, args.module_name if hasattr(args.file, "loss") else None))

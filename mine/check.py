@@ -22,11 +22,11 @@ from common.record import Settings, Workload
 from common.text import Skip, explain, one_line, run_command, say
 from ladder import facts
 from ladder.rows import AMP, AS_IT_IS, COMPILE, FROM, MODEL_ROWS, SDPA
-from mine import changes
 from mine.attention import calling_line, switch_of
 from mine.batch import call_text, copied, output_of, sha256_of, units_of
 from mine.blocks import count_weights, list_blocks, say_blocks
 from mine.file import SEEN, ModelArguments, called, in_a_process_of_its_own, parse, weights_sha256
+from mine.program import Program
 
 
 def check(args: ModelArguments) -> Workload:
@@ -42,8 +42,8 @@ def check(args: ModelArguments) -> Workload:
         raise Skip(f"model() of {args.path.name} has no weight to train: let one have requires_grad=True")
     work = settle_steps(args, model)
     size = f"{work.parameters / 1e6:,.1f} M parameters, {work.tokens_per_step:,} {work.unit} a step"
-    see_start(args, model)
     see_loss(args, model)
+    see_start(args, model)
     args.remarks = [f"{work.model}: {size}", *args.remarks]
     if COMPILE not in args.rows_in_file:
         args.remarks.append(f"Row {COMPILE}: {say_blocks(model, args.blocks)}")
@@ -208,9 +208,8 @@ class Operators(TorchDispatchMode):
 
 
 def see_loss(args: ModelArguments, model: torch.nn.Module) -> None:
-    """Sets the expression of the loss of `batch`, as a reader writes it."""
+    """Sets the expression of the loss of `batch`, as a reader writes it, of a model that returns it."""
     if hasattr(args.file, "loss"):
-        args.loss_text = f"{args.module_name}.loss(model, {{batch}})"
         return
     with torch.no_grad():
         output = output_of(model, copied(args.drawn[0], args.device))
@@ -247,8 +246,9 @@ def observe_step(args: ModelArguments, model: torch.nn.Module) -> tuple[Settings
     """Run a training step of the unchanged file, which may compile, and observe the next one: what ran, and
     the half format of most of its products, empty if none. None where it does not fit the memory, or the
     profiler fails. Raises Skip for an error of the file, and for a step that casts its own weights."""
-    optimizer = args.optimizer(model, captured=False)
-    train_step = changes.training_step(model, args.loss, optimizer, contextlib.nullcontext)
+    program = Program(model, args)
+    program.make_optimizer()
+    train_step = program.train_step()
     batch = copied(args.drawn[0], args.device)
 
     def step() -> torch.Tensor:

@@ -4,7 +4,8 @@ model()                         a torch.nn.Module with FP32 weights
 batches()                       yields what the model takes: a tensor, tuple, list, dataclass or mapping
 loss(model, batch)              optional; otherwise the loss is the model's output, or its `.loss`
 optimizer(parameters, **how)    optional, one or a list; `how` is for AdamW: fused, and of a graph capturable
-fp8(model)                      optional: turns layers to FP8 in place, may return the context of a step
+fp8(model)                      optional: turns layers to FP8 in place, may return what makes the context of
+                                a step, as te.autocast without brackets
 """
 
 import copy
@@ -48,7 +49,7 @@ NEEDED = ("model", "batches")
 # NOISE on the weights of a GPT, BF16 changed the loss by a share of 5e-5, a missing mask by 5e-3, a scale
 # that is 5 % off by 9e-4.
 SAME_LOSS, SAME_ROUNDED, NOISE = 5e-5, 5e-4, 0.05
-# What a program of mine/lines.py calls its own.
+# What a program of mine/program.py calls its own.
 NAMES_OF_PROGRAMS = (
     "model",
     "optimizer",
@@ -60,11 +61,18 @@ NAMES_OF_PROGRAMS = (
     "part",
     "each",
     "torch",
+    "place",
+    "numbers",
+    "name",
+    "tensor",
+    "cloned",
+    "copy_into",
+    "divides",
+    "fp8_context",
 )
 # What the check saw, for the rows.
 SEEN = ("beside", "is_masked", "softmax_at", "blocks", "loss_text", "first", "rows_in_file", "weights_sha256")
 LR = 1e-4  # of the AdamW that a file without an optimizer gets
-ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 @dataclass(kw_only=True)
@@ -102,6 +110,8 @@ class ModelArguments(options.Measurement):
         if self.lr is not None and hasattr(self.file, "optimizer"):
             name = self.path.name
             raise ValueError(f"--lr {self.lr}: {name} has an optimizer of its own, with its rate")
+        if hasattr(self.file, "loss"):
+            self.loss_text = f"{self.module_name}.loss(model, {{batch}})"
         super().resolve()
         self.command = portable_command("./run_all.sh --model", [str(self.path)])
         options.check_output(self.output)
@@ -182,13 +192,8 @@ class ModelArguments(options.Measurement):
             )
         return loss
 
-    def optimizer(self, model: torch.nn.Module, captured: bool) -> torch.optim.Optimizer:
-        """The file's optimizer, or AdamW; fused in every row. Raises Skip for what is none."""
-        how = {"fused": True} | ({"capturable": True} if captured else {})
-        weights = list(model.parameters())  # and no generator, which groups of a file would share
-        if not hasattr(self.file, "optimizer"):
-            return torch.optim.AdamW(weights, lr=self.lr, **ADAMW, **how)
-        made = called(lambda: self.file.optimizer(weights, **how), self.path)
+    def checked_optimizer(self, made: object, model: torch.nn.Module) -> torch.optim.Optimizer | Optimizers:
+        """What the file's optimizer() made, several as one. Raises Skip for what is none."""
         optimizers = [*made] if isinstance(made, (list, tuple)) else [made]
         if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
             raise Skip(
@@ -197,7 +202,7 @@ class ModelArguments(options.Measurement):
         trained = {
             id(weight) for each in optimizers for group in each.param_groups for weight in group["params"]
         }
-        if trained - set(map(id, weights)):
+        if trained - set(map(id, model.parameters())):
             raise Skip(
                 f"optimizer() of {self.path.name} has weights that are not model()'s: give it `parameters`"
             )

@@ -18,14 +18,6 @@ class Optimizers:
         """The states of all weights; each is the optimizer's own."""
         return {weight: state for each in self.optimizers for weight, state in each.state.items()}
 
-    def step(self) -> None:
-        for each in self.optimizers:
-            each.step()
-
-    def zero_grad(self) -> None:
-        for each in self.optimizers:
-            each.zero_grad()
-
     def register_step_pre_hook(self, hook):
         """Before the first of them steps, when every weight has its gradient."""
         return self.optimizers[0].register_step_pre_hook(hook)

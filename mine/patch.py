@@ -14,7 +14,7 @@ from torch import nn
 
 from common.text import Skip, one_line
 from ladder.rows import AMP, COMPILE, FP8, SDPA
-from mine import lines
+from mine import program
 from mine.attention import switch_of
 from mine.file import called
 
@@ -44,21 +44,21 @@ def patched(text: str, names: list[str], model: nn.Module, lists: list[str], arg
     placed, setup, decorators = [], [], []
     if AMP in names and "loss" in functions:
         placed.append(AMP)
-        setup.append('torch.set_float32_matmul_precision("high")')
+        setup.append(program.PRECISION)
         decorators.append(f'@torch.autocast("{args.device.type}", torch.bfloat16)')
     if SDPA in names and switch_of(model):
         placed.append(SDPA)
-        setup += lines.attention_lines(model, args)
+        setup += program.attention_lines(model, args)
     if FP8 in names and not hasattr(args.file, "fp8"):
         placed.append(FP8)
-        setup += lines.fp8_lines(model, lists, args)
+        setup += program.fp8_lines(model, lists)
     if COMPILE in names and ("loss" in functions or not hasattr(args.file, "loss")):
         placed.append(COMPILE)
-        setup += lines.compile_lines(model, lists)
+        setup += program.compile_lines(model, lists)
         if "loss" in functions:
             decorators.append("@torch.compile")
         else:
-            setup += lines.compiled_loss_lines(model)
+            setup += program.compiled_loss_lines(model)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     own = before_return(returns, rows, indent, setup, used)
     edits = [(returns.lineno - 1, returns.end_lineno, own)] if setup else []

@@ -6,8 +6,6 @@ A row reads the records of the rows before it in its folder, and keeps the chang
 a step slower.
 """
 
-import contextlib
-import copy
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,15 +17,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import benchmark, hardware
 from common.record import AS_IT_IS, LARGER, PATCHED, PLAN, WORTH, Workload, middle_half, read_object
-from common.text import Skip, one_line, run_command
+from common.text import Skip, run_command
 from ladder.rows import AMP, COMPILE, FP8, FP32, GRAPH, SDPA
 from ladder.rows import MODEL_ROWS as ROWS
-from mine import by_hand, changes, lines, patch
+from mine import by_hand, changes, patch
 from mine import file as model_file
-from mine.attention import BY_HAND, has_switch, kernels_before, set_attention
-from mine.blocks import blocks_of, callable_parts, is_transformer_engine
+from mine.attention import BY_HAND, has_switch, kernels_before
 from mine.file import ModelArguments
 from mine.optimizers import each_of
+from mine.program import Program
 from mine.replace import replace_attention
 from mine.state import ModelState, capture, check_states
 
@@ -78,42 +76,6 @@ def has_shorter_kernels(row: dict, other: dict) -> bool:
 # --- building -------------------------------------------------------------------------------------
 
 
-def convert_to_fp8(model: torch.nn.Module, blocks: list[torch.nn.Module], args: ModelArguments) -> object:
-    """Turn layers to FP8; returns what the file's own function does. Raises Skip where FP8 cannot run."""
-    hardware.require_fp8(args.device)
-    if hasattr(args.file, "fp8"):
-        return model_file.called(lambda: args.file.fp8(model), args.path)
-    linears = [part for block in blocks for part in block.modules() if type(part) is torch.nn.Linear]
-    if not linears:
-        raise Skip(f"the blocks have no nn.Linear for torchao: define fp8(model) in {args.path.name}")
-    try:
-        changes.fp8_linears(blocks)
-    except ImportError as error:
-        raise Skip(f"torchao does not import ({one_line(error, 100)}): pip install torchao") from None
-    if not any(type(part).__name__ == "Float8Linear" for part in model.modules()):
-        raise Skip("no nn.Linear of the blocks has two sizes that divide by 16, as FP8 needs")
-    return None
-
-
-def contexts_of(*contexts) -> Callable:
-    """A function that enters all of these contexts, again and again: some are for one use."""
-
-    def enter() -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        for context in contexts:
-            stack.enter_context(renewed(context))
-        return stack
-
-    return enter
-
-
-def renewed(context):
-    if not hasattr(context, "__enter__"):
-        return context()  # te.autocast, without the brackets
-    # What contextlib makes of a generator, and Transformer Engine's autocast, are entered once.
-    return context._recreate_cm() if hasattr(context, "_recreate_cm") else copy.copy(context)
-
-
 def refuse(names: list[str], args: ModelArguments) -> None:
     """Raises Skip for the change of a row that this machine cannot make."""
     change = names[-1] if names else ""
@@ -150,47 +112,20 @@ def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tu
     if args.weights_sha256 and model_file.weights_sha256(model) != args.weights_sha256:
         drawn = f"model() of {args.path.name} makes other weights in each process"
         raise RuntimeError(f"{drawn}: seed its generator by a number, and draw them in model()")
-    set_attention(model, before, SDPA in names, args)
-    blocks, fp8_context = blocks_of(model, args.blocks), None
-    contexts = [changes.mixed_precision(args.device)] if AMP in names else []
-    if FP8 in names:
-        fp8_context = convert_to_fp8(model, blocks or [model], args)
-        contexts += filter(None, [fp8_context])
-        blocks = blocks_of(model, args.blocks)
-    captures = GRAPH in names
-    optimizer = args.optimizer(model, captures)
-    args.code = args.code or lines.program(names, model, args.blocks, args, optimizer, fp8_context)
-    loss = compiled(model, blocks, args) if COMPILE in names else args.loss
-    if captures and not args.cold:
+    program = Program(model, args)
+    changes.make(program, names, before)
+    optimizer = program.make_optimizer(captured=GRAPH in names)
+    args.code = args.code or program.text()
+    if GRAPH in names and not args.cold:
         for each in each_of(optimizer):
             check_states(each)
     model_file.set_seeds(args.seed)  # whatever a row drew until here: its losses may draw, too
-    train_step = changes.training_step(model, loss, optimizer, contexts_of(*contexts))
+    train_step = program.train_step()
     if COMPILE in names:
         train_step = skip_at_recompile_limit(train_step)
-    if not captures:
+    if GRAPH not in names:
         return train_step, model, optimizer
-    return train_step, model, optimizer, partial(capture, train_step, model, optimizer, FP8 in names, args)
-
-
-def compiled(model: torch.nn.Module, blocks: list[torch.nn.Module], args: ModelArguments) -> Callable:
-    """Compile what can be compiled of a model. Returns the loss of a batch, compiled if it is the file's. A
-    block that is compiled anew in each step is an error: past its limit the compiler would run it as it
-    is."""
-    if any(getattr(part, "sparse", False) for part in model.modules()):
-        raise Skip(
-            "its gradients are sparse, which the compiler cannot follow: sparse=False makes them dense"
-        )
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    traced = [block for block in blocks if not is_transformer_engine(block)]
-    parts = [part for block in traced for part in callable_parts(block)] if blocks else [model]
-    if hasattr(args.file, "loss"):
-        return changes.compile_parts(model, parts, args.file.loss)
-    # Hugging Face's models keep their loss there.
-    loss = changes.compile_parts(model, parts, getattr(model, "loss_function", None))
-    if loss:
-        model.loss_function = loss
-    return args.loss
+    return train_step, model, optimizer, partial(capture, program, train_step, optimizer, FP8 in names, args)
 
 
 def skip_at_recompile_limit(train_step: Callable) -> Callable:
@@ -290,7 +225,7 @@ def main(words: list[str]) -> int:
     recommended = argv.pop(0) if name in (PATCHED, LARGER) else name
     args, folder = planned_arguments(argv)
     before = rows_before(folder, recommended)
-    args.name, args.source = name, Path(changes.__file__).read_text()
+    args.name, args.source = name, (hardware.ROOT / "mine" / "program.py").read_text()
     if name == recommended:
         names = rows_kept(before) + ([name] if ROWS[name] else [])
         args.changes, build_row = [ROWS[each] for each in [*args.rows_in_file, *names]], build

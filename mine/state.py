@@ -14,10 +14,10 @@ from common import proof
 from common.benchmark import InitialState, on_host, own_part
 from common.record import ROUNDED
 from common.text import Skip, one_line
-from mine import changes
-from mine.batch import copied, tensors_of
+from mine.batch import copied
 from mine.file import ModelArguments, set_seeds
 from mine.optimizers import Optimizers, each_of
+from mine.program import Program
 
 # Optimizers of PyTorch whose states are zeros before their first step.
 BEGIN_AT_ZERO = ("Adadelta", "Adafactor", "Adam", "AdamW", "Adamax", "Muon", "RMSprop", "SGD")
@@ -165,9 +165,9 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def capture(
+    program: Program,
     train_step: Callable,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Optimizers,
     in_fp8: bool,
     args: ModelArguments,
     batch: object,
@@ -175,12 +175,12 @@ def capture(
     """The replay of a step. Raises Skip where it cannot be captured and, unless --cold, where replays have
     other losses than launched steps."""
     batches = [(copied(drawn, args.device),) for drawn in args.drawn[: args.warmup]]
-    here = None if args.cold else ModelState(model, optimizer)
+    here = None if args.cold else ModelState(program.model, optimizer)
     launched = losses_of(train_step, here, batches, args.seed) if here else []
     if args.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(args.device)  # those steps are not the graph's
     try:
-        replay = changes.capture_step(train_step, tensors_of, copied(batch, None))
+        replay = program.capture(batch)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # ending a broken capture raises an error of its own, which hides the cause

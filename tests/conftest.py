@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 from common import clock, data  # noqa: E402
 from common.model import GPTConfig  # noqa: E402
 from common.options import Arguments  # noqa: E402
+from mine.program import Program  # noqa: E402
 
 # A shell starts what runs in the background without these, and what tests start would ignore them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,6 +51,14 @@ def pytest_collection_modifyitems(items):
         [item for item, own in zip(items, is_slow, strict=True) if own is kind] for kind in (True, False)
     )
     items[:] = [*slow[::2], *fast[::2], *slow[1::2], *fast[1::2]]
+
+
+def program_of(model, optimizer=None, loss="model({batch})") -> Program:
+    """The program of a model without a file."""
+    args = SimpleNamespace(path=Path("net.py"), module_name="net", file=None, loss_text=loss, is_masked=True)
+    program = Program(model, args)
+    program.scope["optimizer"] = optimizer
+    return program
 
 
 def load_script(path: Path) -> ModuleType:

@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, program_of
 
 from common.record import Row
-from mine import changes
 from mine.state import ModelState
 from report import proof
 
@@ -74,7 +73,7 @@ def sampled(is_random, fault=None, block=0, seed=0):
     model, ids = GPT(is_random), torch.randint(64, (8, 33))
     model.blocks[block].fault = fault
     optimizer = torch.optim.AdamW(model.parameters())
-    step = changes.training_step(model, lambda model, batch: model(batch), optimizer, torch.enable_grad)
+    step = program_of(model, optimizer).train_step()
     return ModelState(model, optimizer, seed).sample(step, (ids,))
 
 

@@ -16,7 +16,7 @@ import pytest
 import runs
 import stand_ins
 import torch
-from conftest import ROOT, is_alive
+from conftest import ROOT, is_alive, program_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,11 +29,13 @@ from ladder import running
 from mine import attention as model_attention
 from mine import batch as model_batch
 from mine import blocks as model_blocks
-from mine import changes as model_changes
+from mine import changes
 from mine import check as model_check
 from mine import file as model_file
+from mine import program as model_program
 from mine import row as model_row
 from mine import state as model_state
+from mine.program import Program
 from report import proof, sections, sentences, table
 from report.derive import derive
 
@@ -417,7 +419,7 @@ def test_what_the_proof_cannot_sample_is_named(arguments_of):
 
     model = Odd()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = model_changes.training_step(model, lambda model, batch: model(batch), optimizer, torch.enable_grad)
+    step = program_of(model, optimizer).train_step()
     state = model_state.ModelState(model, optimizer)
     assert {name for name in state.sample(step, (torch.arange(3),)) if "part" not in name} == {
         "out.weight",
@@ -608,26 +610,16 @@ def test_a_step_trains_as_a_loop_of_ones_own(arguments_of):
     assert torch.equal(again.weight, twin.weight) and again.weight.grad is None
 
 
-def test_contexts_are_entered_again_and_again():
-    entered = []
-
-    class Once:
-        used = False
-
-        def __enter__(self):
-            assert not self.used
-            self.used = True
-            entered.append("once")
-
-        def __exit__(self, *_):
-            pass
-
-    enter = model_row.contexts_of(Once(), stand_ins.autocast(), stand_ins.autocast)
+def test_contexts_are_entered_again_and_again(arguments_of, monkeypatch):
+    args = arguments_of(
+        f"import stand_ins\n{LINEAR}{BATCHES}{SUM}def fp8(model):\n    return stand_ins.autocast\n"
+    )
+    monkeypatch.setattr(changes.hardware, "require_fp8", print)
+    train_step, *_ = built(["5_fp8"], args)
     stand_ins.ENTERED.clear()
-    for _ in range(2):
-        with enter():
-            pass
-    assert entered == ["once"] * 2 and len(stand_ins.ENTERED) == 4
+    for batch in args.batches()[:2]:
+        train_step(*batch)
+    assert len(stand_ins.ENTERED) == 2 and "with fp8_context():" in args.code
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
@@ -642,6 +634,7 @@ def test_the_switch_of_hugging_face_changes_attention_and_not_the_work(model, mo
         if model == "gpt2":
             small = {"n_layer": 2, "n_embd": 64, "n_head": 2}
             monkeypatch.setattr(args.file, "GPT2Config", partial(args.file.GPT2Config, **small))
+            args.loss_text = "model(**{batch}).loss"
         train_step, network, optimizer = built(names, args)
         batch = args.batches()[0]
         samples.append(sampling.sample(train_step, optimizer, network, batch))
@@ -651,20 +644,57 @@ def test_the_switch_of_hugging_face_changes_attention_and_not_the_work(model, mo
     assert same.paired == 1.0 and same.cosine > 0.999
 
 
-def test_an_attention_of_its_own_is_told():
-    t5 = SimpleNamespace(config=SimpleNamespace(_attn_implementation="eager"))
-    t5.set_attn_implementation, t5.modules = print, lambda: [t5]
-    with pytest.raises(Skip, match="SimpleNamespace has attention of its own"):
-        model_attention.switch_attention(t5, True)
+class Own(nn.Module):
+    def forward(self, x):
+        return x
 
 
-def test_a_library_that_refuses_the_switch_is_quoted(monkeypatch):
-    def refuse(model, needs_mask):
-        raise ValueError("Odd does not support an attention implementation yet")
+class Switched(nn.Module):
+    """A model with Hugging Face's switch, and parts with one of their own."""
 
-    monkeypatch.setattr(model_attention.changes, "fused_attention", refuse)
-    with pytest.raises(Skip, match="Linear has no such switch: Odd does not support"):
-        model_attention.switch_attention(nn.Linear(2, 2), False)
+    def __init__(self, switch, parts=(), **config):
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="eager", **config)
+        self.switch, self.parts = switch, nn.ModuleList(parts)
+
+    def set_attn_implementation(self, name):
+        self.switch(self, name)
+
+
+def refuse(part, name):
+    raise ValueError("Odd does not support an attention implementation yet")
+
+
+def choose(part, name):
+    part.config._attn_implementation = name
+
+
+@pytest.mark.parametrize(
+    ("switch", "config", "said"),
+    [
+        (lambda part, name: None, {}, "Switched has attention of its own"),
+        (refuse, {}, "Switched has no such switch: Odd does not support"),
+        (
+            choose,
+            {"attn_logit_softcapping": 50.0},
+            "Switched caps its attention scores, which SDPA leaves out",
+        ),
+    ],
+)
+def test_a_model_whose_attention_no_switch_changes_is_told(switch, config, said):
+    with pytest.raises(Skip, match=said):
+        changes.fuse_attention(program_of(Switched(switch, **config)), {})
+
+
+def test_a_switch_reaches_parts_with_a_configuration_of_their_own():
+    whole = Switched(choose, [Switched(choose), Switched(choose)])
+    whole.parts[0].config = whole.config
+    changes.fuse_attention(program := program_of(nn.Sequential(whole)), {})
+    assert {part.config._attn_implementation for part in (whole, *whole.parts)} == {"sdpa"}
+    assert program.setup[0] == "for part in model[0].modules():"
+    whole.parts[1].config = whole.config
+    changes.fuse_attention(program := program_of(nn.Sequential(whole)), {})
+    assert program.setup == ['model[0].set_attn_implementation("sdpa")']
 
 
 def test_a_mask_is_left_out_only_where_the_model_is_known_to_need_none():
@@ -719,28 +749,6 @@ def test_a_mask_is_seen_however_a_file_gives_it(call, seen, arguments_of):
     assert not model._forward_pre_hooks and not model.base._forward_pre_hooks
 
 
-def test_a_model_that_caps_its_scores_keeps_its_attention():
-    model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(_attn_implementation="eager", attn_logit_softcapping=50.0)
-    with pytest.raises(Skip, match="Linear caps its attention scores, which SDPA leaves out"):
-        model_attention.switch_attention(model, True)
-
-
-def test_a_switch_reaches_parts_with_a_configuration_of_their_own():
-    class Part(nn.Module):
-        def __init__(self, name):
-            super().__init__()
-            self.config = SimpleNamespace(_attn_implementation=name)
-
-        def set_attn_implementation(self, name):
-            self.config._attn_implementation = name
-
-    whole = Part("eager")
-    whole.encoder, whole.decoder = Part("sdpa"), Part("eager")
-    model_attention.switch_inside(whole, "eager")
-    assert whole.encoder.config._attn_implementation == "eager"
-
-
 def test_blocks_and_loss_are_compiled_and_what_lies_between_is_not(arguments_of, monkeypatch):
     compiled = []
 
@@ -752,23 +760,22 @@ def test_blocks_and_loss_are_compiled_and_what_lies_between_is_not(arguments_of,
     monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.setattr(nn.Module, "compile", lambda part: compiled.append(part))
     args = arguments_of(LINEAR + BATCHES + SUM)
-    blocks, small = [nn.Linear(32, 32) for _ in range(14)], nn.Linear(2, 2)
-    model = nn.Sequential(*blocks)
+    loss, blocks = args.file.loss, [Own() for _ in range(14)]
+    model = Own()
+    model.blocks, args.blocks = nn.ModuleList(blocks), ["blocks"]
     with torch._dynamo.config.patch(recompile_limit=8):
-        assert model_row.compiled(model, blocks, args) is args.file.loss
+        changes.compile_blocks(Program(model, args))
         assert torch._dynamo.config.recompile_limit == 28, "blocks that read their own number"
-    assert compiled == [*blocks, args.file.loss] and "forward" in vars(model)
+    assert compiled == [*blocks, loss] and "forward" in vars(model)
     compiled.clear()
-    whole = nn.Linear(2, 2)
-    model_row.compiled(whole, [], args)
-    assert compiled == [whole, args.file.loss] and not hasattr(whole.forward, "_torchdynamo_disable")
+    whole, args.blocks = Own(), []
+    changes.compile_blocks(Program(whole, args))
+    assert compiled == [whole, loss] and not hasattr(whole.forward, "_torchdynamo_disable")
     compiled.clear()
     del args.file.loss
     whole.loss_function = print
-    assert model_row.compiled(whole, [], args) == args.loss and compiled == [whole, print]
-    compiled.clear()
-    model_row.compiled(whole, [nn.ModuleList([whole, nn.ModuleDict({"a": small})])], args)
-    assert compiled == [whole, small, print], "a list of layers is never called"
+    changes.compile_blocks(Program(whole, args))
+    assert compiled == [whole, print]
 
 
 @pytest.mark.slow
@@ -783,7 +790,8 @@ def test_blocks_of_pytorch_itself_are_compiled(block):
     model, x = nn.Sequential(*(block() for _ in range(3))), torch.randn(2, 4, 8, requires_grad=True)
     expected, graphs = model(x), torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
-    model_changes.compile_parts(model, [*model], None)
+    whole = nn.Sequential(model)
+    exec("\n".join(model_program.compile_lines(whole, ["0"])), {"model": whole, "torch": torch})
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
     assert graphs["unique_graphs"] == before + 1, "one for all equal blocks"
 
@@ -817,20 +825,27 @@ def model():
 def test_fp8_is_the_files_or_torchaos(arguments_of, monkeypatch):
     monkeypatch.setattr(model_row.hardware, "compute_capability", lambda device: (9, 0))
     stand_ins.install(monkeypatch)
-    args = arguments_of(LINEAR + BATCHES + SUM)
-    model = nn.Linear(2, 2)
-    nested = nn.Sequential(nn.Linear(32, 32), nn.Linear(20, 32))
-    model_row.convert_to_fp8(nested, [nested], args)
+
+    def converted(blocks, text=""):
+        args = arguments_of(LINEAR + BATCHES + SUM + text)
+        model, args.blocks = nn.Sequential(nn.ModuleList([nn.Sequential(*blocks)])), ["0"]
+        changes.convert_to_fp8(program := Program(model, args))
+        return model[0][0], program
+
+    (first, second), _ = converted([nn.Linear(32, 32), nn.Linear(20, 32)])
     with pytest.raises(Skip, match=r"no nn.Linear of the blocks has two sizes"):
-        model_row.convert_to_fp8(odd := nn.Sequential(nn.Linear(20, 20)), [odd], args)
-    assert [type(layer).__name__ for layer in nested] == ["Float8Linear", "Linear"]
+        converted([nn.Sequential(nn.Linear(20, 20))])
+    assert (type(first).__name__, type(second).__name__) == ("Float8Linear", "Linear")
     with pytest.raises(Skip, match=r"no nn.Linear for torchao: define fp8\(model\)"):
-        model_row.convert_to_fp8(model, [nn.Embedding(2, 2)], args)
+        converted([nn.Embedding(2, 2)])
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(Skip, match=r"torchao does not import .*: pip install torchao"):
-        model_row.convert_to_fp8(nested, [nn.Sequential(nn.Linear(2, 2))], args)
-    own = arguments_of(LINEAR + BATCHES + SUM + "def fp8(model):\n    return model.in_features\n")
-    assert model_row.convert_to_fp8(model, [], own) == 2
+        converted([nn.Linear(2, 2)])
+    for returned, contexts in (("None", []), ("torch.no_grad", ["fp8_context()"])):
+        _, program = converted([], f"def fp8(model):\n    return {returned}\n")
+        assert program.contexts == contexts
+    with pytest.raises(Skip, match="returns a context, which one step enters: return what makes one"):
+        converted([], "import contextlib\ndef fp8(model):\n    return contextlib.nullcontext()\n")
 
 
 # --- a captured step ------------------------------------------------------------------------------
@@ -899,17 +914,17 @@ def test_a_replay_with_other_losses_is_refused(arguments_of, monkeypatch):
     (batch,) = args.batches()[0]
     off = iter([1.0, 1.0019, 1.0, 1.0, 1.003, 1.0])
 
-    def capture_step(train_step, tensors_of, batch):
+    def capture(batch):
         return lambda batch: train_step(batch) * next(off)
 
-    monkeypatch.setattr(model_state.changes, "capture_step", capture_step)
-    model_state.capture(train_step, model, optimizer, False, args, batch)
+    parts = (SimpleNamespace(model=model, capture=capture), train_step, optimizer, False, args, batch)
+    model_state.capture(*parts)
     with pytest.raises(Skip, match=r"a replay is not the step: its loss 2 is .* --no-capture does without"):
-        model_state.capture(train_step, model, optimizer, False, args, batch)
+        model_state.capture(*parts)
     with pytest.raises(Skip):
         model_state.check_replay([1.0], [float("nan")], 0.002)
     args.cold = True
-    model_state.capture(train_step, model, optimizer, False, args, batch)
+    model_state.capture(*parts)
 
 
 def test_a_step_that_cannot_be_captured_is_skipped_with_its_cause(arguments_of, monkeypatch):
@@ -917,11 +932,11 @@ def test_a_step_that_cannot_be_captured_is_skipped_with_its_cause(arguments_of, 
     train_step, model, optimizer = built([], args)
     errors = iter([RuntimeError("an .item() inside"), torch.OutOfMemoryError("CUDA out of memory")])
 
-    def capture_step(*_):
+    def capture(_):
         raise next(errors)
 
-    monkeypatch.setattr(model_state.changes, "capture_step", capture_step)
-    parts = (train_step, model, optimizer, False, args, args.batches()[0][0])
+    program = SimpleNamespace(model=model, capture=capture)
+    parts = (program, train_step, optimizer, False, args, args.batches()[0][0])
     with pytest.raises(Skip, match=r"cannot be captured, --no-capture launches it: an .item"):
         model_state.capture(*parts)
     with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -1201,8 +1216,9 @@ def test_a_run_begins_with_what_the_file_does_itself(own, start, first, given, a
 def test_the_reference_of_a_file_that_casts_itself_is_eager_fp32(arguments_of):
     model = nn.Linear(16, 16)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    context = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
-    step = model_changes.training_step(model, lambda model, x: model(x).square().mean(), optimizer, context)
+    program = program_of(model, optimizer, "model({batch}).square().mean()")
+    program.contexts.append('torch.autocast("cpu", torch.bfloat16)')
+    step = program.train_step()
     batch = (torch.randn(8, 16),)
     model(*batch).square().mean().backward()
     exact = sampling.samples_of("weight", model.weight)["weight"][1]

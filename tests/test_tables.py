@@ -100,8 +100,8 @@ def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path
             for ending, seed in (("", ""), ("-seed", ", seed 1")):
                 studied = runs.study("ablations", {f"{variant or step}{seed}": runs.run(row_of(step, text))})
                 runs.write(tmp_path / kind / f"{name}{ending}", studied)
-    changes = (runs.ROOT / "mine" / "changes.py").read_text()
-    for name, text in (("same", changes), ("other", changes.replace("optimizer.step()", "pass"))):
+    program = (runs.ROOT / "mine" / "program.py").read_text()
+    for name, text in (("same", program), ("other", program.replace("optimizer.step()", "pass"))):
         brought = runs.run(row_of(runs.STEPS[2], text), work=runs.workload(model="x.py"))
         runs.write(tmp_path / "model" / name, brought)
     for name, added in (("same", "# a comment"), ("other", "x = 1")):

@@ -1,6 +1,7 @@
 """The lines that a run recommends are a program: what they train is what the row trained."""
 
 import ast
+import contextlib
 import subprocess
 from collections import namedtuple
 from dataclasses import replace
@@ -11,17 +12,18 @@ import goldens
 import pytest
 import runs
 import torch
-from conftest import run_python
+from conftest import program_of, run_python
 from torch import nn
 
 from common.record import AS_IT_IS, Proof, write_json
 from common.text import Skip
 from ladder import process, rows, running
-from ladder.rows import AMP, COMPILE, FP8, GRAPH, SDPA
+from ladder.rows import AMP, COMPILE, GRAPH, SDPA
 from mine import batch as model_batch
+from mine import changes, patch
 from mine import check as model_check
 from mine import file as model_file
-from mine import lines, patch
+from mine import program as lines
 from mine import row as model_row
 from mine.blocks import callable_parts
 from report import applied, proof
@@ -98,6 +100,14 @@ def split(program):
     return once, each
 
 
+def changed(names, args, model=None):
+    """The program of a row with these changes."""
+    program = lines.Program(model or args.model(), args)
+    changes.make(program, names, {})
+    program.make_optimizer(captured=GRAPH in names)
+    return program
+
+
 def train_by_lines(program, args, count=3):
     """The losses of a program's steps."""
     torch.manual_seed(args.seed)
@@ -124,14 +134,14 @@ def test_the_lines_train_as_the_row_that_they_describe(kind, names, checked, mon
 
 def test_blocks_are_named_and_nothing_of_this_project_is(checked):
     args = checked(MODEL + KINDS["a loss of its own"])
-    model = args.model()
-    program = lines.program([AMP, COMPILE, GRAPH, FP8], model, args.blocks, args, None)
+    program = changed([AMP, COMPILE, GRAPH], args).text()
     assert "for block in model.blocks:\n    block.compile()\n" in program
     assert "net.loss = torch.compile(net.loss)" in program and "capturable=True" in program
     assert 'with torch.autocast("cpu", torch.bfloat16):' in program
     assert not any(name in program for name in ("mine", "ladder", "common.", "changes."))
     compile(program, "program", "exec")
-    whole = lines.program([COMPILE], model, [], args, None)
+    args.blocks = []
+    whole = changed([COMPILE], args).text()
     assert "model.compile()" in whole and "torch.compiler.disable" not in whole
 
 
@@ -141,7 +151,7 @@ def test_what_the_file_does_itself_is_no_line(checked):
     )
     args = checked(text)
     assert args.rows_in_file == [AMP] and args.first == AS_IT_IS
-    assert "autocast" not in lines.program([COMPILE], args.model(), args.blocks, args, None)
+    assert "autocast" not in changed([COMPILE], args).text()
 
 
 class Own(nn.Module):
@@ -172,7 +182,7 @@ def test_the_lines_compile_every_part_that_the_row_compiles(blocks, monkeypatch)
 
 def test_what_a_program_cannot_say_is_a_comment(checked):
     args = checked(MODEL + KINDS["a tuple"])
-    program = lines.program([COMPILE, GRAPH], args.model(), args.blocks, args, None)
+    program = changed([COMPILE, GRAPH], args).text()
     assert "The graph keeps the learning rate" in program and lines.COPY_BEFORE in program
 
 
@@ -184,8 +194,7 @@ def test_a_file_called_as_a_name_of_the_program_gets_another(name):
 def test_one_optimizer_in_a_list_is_stepped_as_a_list(checked):
     own = "def optimizer(parameters, **how):\n    return [torch.optim.AdamW(parameters, **how)]\n"
     args = checked(MODEL + KINDS["a loss of its own"] + own)
-    optimizer = args.optimizer(model := args.model(), captured=False)
-    assert "each.step()" in lines.program([], model, args.blocks, args, optimizer)
+    assert "each.step()" in changed([], args).text()
 
 
 def test_a_name_in_quotes_is_not_that_of_the_model(checked):
@@ -212,12 +221,58 @@ def test_parts_are_named_as_python_writes_them():
     assert lines.compile_lines(nn.Sequential(), []) == [lines.COPY_BEFORE, *compiled]
 
 
-def test_a_batch_that_is_copied_in_another_way_is_a_comment():
+def test_a_batch_of_another_kind_is_copied_by_functions_to_write():
     tensor = torch.ones(2)
-    for batch, kind in ((tensor, "batch.clone()"), ((tensor, tensor), "[tensor"), ({"x": tensor}, "{name")):
+    for batch, kind in (
+        (tensor, "batch.clone()"),
+        ((tensor, tensor), "tuple(tensor"),
+        ({"x": tensor}, "{name"),
+    ):
         assert lines.copy_lines(batch)[0].startswith(f"static = {kind}")
     for batch in ((tensor, {"m": tensor}), {"x": tensor, "use_cache": False}, SimpleNamespace(x=tensor)):
-        assert "#" in lines.copy_lines(batch)[0] and lines.copy_lines(batch)[1][0].startswith("#")
+        assert lines.copy_lines(batch)[0].startswith("static = cloned(batch)  #")
+
+
+class Loss(nn.Module):
+    """Its loss is the sum of what the batch holds, times a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.read = nn.Parameter(torch.ones(())), []
+
+    def forward(self, batch):
+        self.read.append(list(model_batch.tensors_of(batch)))
+        return self.weight * sum(tensor.sum() for tensor in self.read[-1])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x: x,
+        lambda x: (x, x + 1),
+        lambda x: [x],
+        lambda x: {"x": x},
+        lambda x: (x, {"more": x}),
+        lambda x: {"x": x, "use_cache": False},
+    ],
+)
+def test_a_graph_reads_a_batch_of_its_own_and_gives_a_loss_of_its_own(form, monkeypatch):
+    """In place of a torch.cuda.CUDAGraph: the step is captured by running it once."""
+    graph = SimpleNamespace(replay=None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    model = Loss()
+    batches = [form(torch.full((2,), float(k))) for k in (1, 2)]
+    replay = program_of(model, torch.optim.SGD(model.parameters(), 0.0)).capture(batches[0])
+    (static,) = model.read
+    given = [part for batch in batches for part in model_batch.tensors_of(batch)]
+    assert not {part.data_ptr() for part in static} & {part.data_ptr() for part in given}
+    expected, at_replay = [*model_batch.tensors_of(batches[1])], []
+    graph.replay = lambda: at_replay.extend(torch.equal(*pair) for pair in zip(static, expected, strict=True))
+    losses = [replay(batches[1]) for _ in range(2)]
+    assert len(at_replay) == 2 * len(static) and all(at_replay), "copied before the replay"
+    assert losses[0].data_ptr() != losses[1].data_ptr() and not losses[0].requires_grad
 
 
 PATCHES = {
@@ -490,7 +545,7 @@ def test_a_vocabulary_that_does_not_divide_is_a_comment_on_a_gpu(checked):
     model.resize_token_embeddings = None
     assert lines.padding_lines(model)[0].endswith("model.resize_token_embeddings(pad_to_multiple_of=64)")
     assert lines.padding_lines(nn.Linear(4, 999)) == [], "no vocabulary"
-    assert "50257" not in lines.program([AMP], model, [], args, None), "a CPU has no tensor cores"
+    assert "50257" not in changed([AMP], args, model).text(), "a CPU has no tensor cores"
 
 
 def test_what_has_no_place_in_a_file_is_no_patch(checked):
@@ -509,29 +564,6 @@ def test_a_patch_of_attention_alone_leaves_what_model_returns(checked):
     args = checked(MODEL + KINDS["a dict"])
     text = args.path.read_text()
     assert patch.patched(text, [AMP, SDPA], args.model(), args.blocks, args) == (text, [])
-
-
-def test_the_lines_switch_parts_with_a_configuration_of_their_own_too():
-    class Part(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.config = SimpleNamespace(_attn_implementation="eager")
-
-        def set_attn_implementation(self, name):
-            self.config._attn_implementation = name
-
-    def attention_after_the_lines():
-        exec("\n".join(lines.attention_lines(model, SimpleNamespace(is_masked=True))), {"model": model})
-        return [part.config._attn_implementation for part in (model.whole, model.whole.part)]
-
-    model = nn.Module()
-    model.whole = Part()
-    model.whole.part = Part()
-    assert attention_after_the_lines() == ["sdpa", "sdpa"]
-    model.whole.part.config = model.whole.config
-    assert attention_after_the_lines() == ["sdpa", "sdpa"]
-    (call,) = lines.attention_lines(model, SimpleNamespace(is_masked=True))
-    assert call == 'model.whole.set_attn_implementation("sdpa")'
 
 
 DROPOUT = """

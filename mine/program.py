@@ -1,18 +1,27 @@
-"""A row as a training program in plain PyTorch, with the names of the user's own file: what a reader copies.
+"""A row's training program in plain PyTorch, with the names of the user's own file: the row runs the lines
+that a reader copies.
 
 Two rows differ by the lines of a change, and none of them needs a function of this project.
 """
 
+import linecache
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
 import torch
 from torch import nn
 
-from ladder.rows import AMP, COMPILE, FP8, GRAPH, SDPA
 from mine.attention import needs_mask, switch_of
+from mine.batch import copied, tensors_of
 from mine.blocks import blocks_of, callable_parts, is_transformer_engine
+from mine.file import ModelArguments, called
 from mine.optimizers import Optimizers
 
 COMPILER_LIMIT = 8  # of compilations of one function
 ALIGNED, PADDED = 8, 64  # sizes of a product: numbers that 16 bytes hold in BF16, and what to pad to
+PRECISION = 'torch.set_float32_matmul_precision("high")'  # what autocast leaves in FP32 is TF32
 UPDATE = ["loss.backward()", "optimizer.step()", "optimizer.zero_grad()"]
 UPDATES = ["loss.backward()", "for each in optimizer:", "    each.step()", "    each.zero_grad()"]  # a list
 COPY_BEFORE = "# Copy the model, as for an EMA, before this line: a later deepcopy would call this model."
@@ -26,39 +35,133 @@ FP8_BY_TORCHAO = [
     "def divides(module, name):",
     "    return isinstance(module, torch.nn.Linear) and not any(size % 16 for size in module.weight.shape)",
 ]
+TRAIN_STEP = """
+def train_step(batch):
+{step}
+    return loss.detach()  # so that nothing of a step outlives it
+"""
+CAPTURE = """
+def capture(batch):
+{clone}
+{graph}
+    loss = loss.detach()
+
+    def replay(batch):
+{copies}
+        graph.replay()
+        return loss.clone()  # the next replay overwrites `loss`
+
+    return replay
+"""
+GRAPH = [
+    "graph = torch.cuda.CUDAGraph()",
+    "with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):",
+]
+BEFORE_GRAPH = [
+    "# once, after three such steps, all in `with torch.cuda.stream(torch.cuda.Stream()):`",
+    "# The graph keeps the learning rate. A schedule needs it as a tensor on the GPU, and fill_ it:",
+    '# for group in optimizer.param_groups: group["lr"] = torch.tensor(group["lr"], device="cuda")',
+]
 
 
-def program(
-    names: list[str], model: nn.Module, lists: list[str], args, optimizer: object, fp8_context: object = None
-) -> str:
-    """The program with the changes of these rows. `model` is as it is before it is compiled, `lists` are the
-    names of its lists of blocks, `args` are mine.file's ModelArguments, and `fp8_context` is what the file's
-    fp8() returned."""
-    setup = padding_lines(model) if names and args.device.type == "cuda" else []
-    if AMP in names:
-        setup.append('torch.set_float32_matmul_precision("high")')
-    if SDPA in names and switch_of(model):
-        setup += attention_lines(model, args)
-    if FP8 in names:
-        setup += fp8_lines(model, lists, args, fp8_context)
-    if COMPILE in names:
-        setup += compile_lines(model, lists)
-        setup += compiled_loss_lines(model, args.module_name if hasattr(args.file, "loss") else None)
-    setup.append(optimizer_line(args, GRAPH in names))
-    contexts = [f'torch.autocast("{args.device.type}", torch.bfloat16)'] if AMP in names else []
-    contexts += ["fp8_context"] if fp8_context is not None else []
-    loss = f"loss = {args.loss_text.format(batch='static' if GRAPH in names else 'batch')}"
-    step = [f"with {', '.join(contexts)}:", f"    {loss}"] if contexts else [loss]
-    step += UPDATES if isinstance(optimizer, Optimizers) else UPDATE
-    lines = [f"# once, after model() of {args.path.name}", *setup]
-    if edit := args.attention:
-        place = f"# in {edit.place} of {args.path.name}, in place of lines {edit.lines}"
-        lines = [place, *(f"# {line}" for line in edit.call.split("\n")), "", *lines]
-    if GRAPH in names:
-        lines += graph_lines(step, args.drawn[0])
-    else:
-        lines += ["", "# in each training step", *step]
-    return "\n".join(lines) + "\n"
+class Program:
+    """The program of a `model` with the changes that were made: lines that ran once, and those of each
+    step."""
+
+    def __init__(self, model: nn.Module, args: ModelArguments):
+        self.model, self.args = model, args
+        self.setup: list[str] = []
+        self.contexts: list[str] = []  # of forward and loss
+        self.is_captured = False
+        self.scope = {"torch": torch, "model": model, args.module_name: args.file}
+        self.scope |= {"cloned": partial(copied, device=None), "copy_into": copy_into}
+
+    def run(self, lines: list[str]) -> None:
+        """Add lines to what runs once, and run them."""
+        self.execute("\n".join(lines), self.scope)
+        self.setup += lines
+
+    def execute(self, text: str, names: dict) -> None:
+        """Run a text whose functions look up their names in the scope; `names` gets what it defines."""
+        # As a file of this folder: mine/attention.py looks for the user's line that calls an operator.
+        path = f"{Path(__file__).with_suffix('')} of {self.args.path.name}"
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # for a traceback
+        exec(compile(text, path, "exec"), self.scope, names)
+
+    def make_optimizer(self, captured: bool = False) -> torch.optim.Optimizer | Optimizers:
+        """The file's optimizer, or AdamW; fused in every row. Raises Skip for what is none."""
+        self.is_captured = captured
+        lines = [optimizer_line(self.args, captured)]
+        called(lambda: self.run(lines), self.args.path)
+        return self.args.checked_optimizer(self.scope["optimizer"], self.model)
+
+    def step(self, batch: str = "batch") -> list[str]:
+        """The lines of a training step of the `batch` of this name."""
+        loss = f"loss = {self.args.loss_text.format(batch=batch)}"
+        forward = [f"with {', '.join(self.contexts)}:", f"    {loss}"] if self.contexts else [loss]
+        return forward + (UPDATES if isinstance(self.scope["optimizer"], (list, tuple)) else UPDATE)
+
+    def graph(self) -> list[str]:
+        """The lines that capture a step of the batch `static` as a CUDA graph."""
+        return GRAPH + indented(self.step("static"))
+
+    def train_step(self) -> Callable:
+        """A training step as a function of a batch, which returns the loss."""
+        return self.define("train_step", TRAIN_STEP, step=self.step())
+
+    def capture(self, batch: object) -> Callable:
+        """The replay of the step's graph, as a function of a batch, which returns the loss."""
+        clone, copies = copy_lines(batch)
+        lines = {"clone": [clone], "graph": self.graph(), "copies": indented(copies)}
+        return self.define("capture", CAPTURE, **lines)(batch)
+
+    def define(self, name: str, text: str, **lines: list[str]) -> Callable:
+        names: dict[str, Callable] = {}
+        bodies = {place: "\n".join(indented(of_place)) for place, of_place in lines.items()}
+        self.execute(text.format(**bodies), names)
+        return names[name]
+
+    def text(self) -> str:
+        """What a reader copies."""
+        name, lines = self.args.path.name, []
+        if edit := self.args.attention:
+            place = f"# in {edit.place} of {name}, in place of lines {edit.lines}"
+            lines = [place, *(f"# {line}" for line in edit.call.split("\n")), ""]
+        lines += [f"# once, after model() of {name}", *self.setup, ""]
+        each = self.step()
+        if self.is_captured:
+            clone, copies = copy_lines(self.args.drawn[0])
+            lines += [*BEFORE_GRAPH, clone, *self.graph(), ""]
+            each = [*copies, "graph.replay()"]
+        return "\n".join([*lines, "# in each training step", *each]) + "\n"
+
+
+def indented(lines: list[str]) -> list[str]:
+    return [textwrap.indent(line, "    ") for line in lines]
+
+
+def copy_into(static: object, batch: object) -> None:
+    """Copy each tensor of a batch into that of another one of the same structure."""
+    for place, numbers in zip(tensors_of(static), tensors_of(batch), strict=True):
+        place.copy_(numbers)
+
+
+def copy_lines(batch) -> tuple[str, list[str]]:
+    """How a graph gets its batch, which it reads in place: once, and in each step."""
+    if isinstance(batch, torch.Tensor):
+        return "static = batch.clone()", ["static.copy_(batch)"]
+    if type(batch) in (list, tuple) and all(isinstance(part, torch.Tensor) for part in batch):
+        copies = ["for place, numbers in zip(static, batch):", "    place.copy_(numbers)"]
+        return f"static = {type(batch).__name__}(tensor.clone() for tensor in batch)", copies
+    if type(batch) is dict and all(isinstance(part, torch.Tensor) for part in batch.values()):
+        copies = ["for name in static:", "    static[name].copy_(batch[name])"]
+        return "static = {name: tensor.clone() for name, tensor in batch.items()}", copies
+    return "static = cloned(batch)  # write cloned(), which clones each tensor", [
+        "copy_into(static, batch)  # and copy_into(), which copies each tensor"
+    ]
+
+
+# --- the lines of each change ---------------------------------------------------------------------
 
 
 def padding_lines(model: nn.Module) -> list[str]:
@@ -80,7 +183,7 @@ def optimizer_line(args, captured: bool) -> str:
     how = "fused=True, capturable=True" if captured else "fused=True"
     if hasattr(args.file, "optimizer"):
         return f"optimizer = {args.module_name}.optimizer(list(model.parameters()), {how})"
-    rate = f"lr={args.lr:g}, betas=(0.9, 0.95), weight_decay=0.1"
+    rate = f"lr={args.lr!r}, betas=(0.9, 0.95), weight_decay=0.1"
     return f"optimizer = torch.optim.AdamW(model.parameters(), {rate}, {how})"
 
 
@@ -97,7 +200,7 @@ def place_of(model: nn.Module, name: str) -> str:
 
 
 def attention_lines(model: nn.Module, args) -> list[str]:
-    """Hugging Face's switch, as mine/attention.py's set_attention sets it."""
+    """Hugging Face's switch to F.scaled_dot_product_attention."""
     switch = switch_of(model)
     place = next(place_of(model, name) for name, module in model.named_modules() if module is switch)
     is_plain = needs_mask(switch, args.is_masked)
@@ -111,7 +214,7 @@ def attention_lines(model: nn.Module, args) -> list[str]:
 
 
 def compile_lines(model: nn.Module, lists: list[str]) -> list[str]:
-    """The blocks, or the whole model, as mine/row.py's `compiled` does it."""
+    """Compile the blocks, since equal ones compile once, or the whole model."""
     of_lists = {
         name: [block for block in blocks_of(model, [name]) if not is_transformer_engine(block)]
         for name in lists
@@ -169,44 +272,8 @@ def for_each_block(model: nn.Module, name: str, *lines: str) -> list[str]:
     return [f"for block in {place_of(model, name)}{values}:", *(f"    {line}" for line in lines)]
 
 
-def fp8_lines(model: nn.Module, lists: list[str], args, fp8_context: object = None) -> list[str]:
-    if hasattr(args.file, "fp8"):
-        returned = "fp8_context = " if fp8_context is not None else ""
-        return [f"{returned}{args.module_name}.fp8(model)"]
+def fp8_lines(model: nn.Module, lists: list[str]) -> list[str]:
+    """The nn.Linear layers of the blocks, or of the whole model, in FP8 by torchao, one scale a tensor."""
     convert = "convert_to_float8_training({}, module_filter_fn=divides)"
     lines = [line for name in lists for line in for_each_block(model, name, convert.format("block"))]
     return FP8_BY_TORCHAO + (lines or [convert.format("model")])
-
-
-def copy_lines(batch) -> tuple[str, list[str]]:
-    """How a graph gets its batch, which it reads in place: once, and in each step."""
-    if isinstance(batch, torch.Tensor):
-        return "static = batch.clone()", ["static.copy_(batch)"]
-    if type(batch) in (list, tuple) and all(isinstance(part, torch.Tensor) for part in batch):
-        copies = ["for place, numbers in zip(static, batch):", "    place.copy_(numbers)"]
-        return "static = [tensor.clone() for tensor in batch]", copies
-    if type(batch) is dict and all(isinstance(part, torch.Tensor) for part in batch.values()):
-        copies = ["for name in static:", "    static[name].copy_(batch[name])"]
-        return "static = {name: tensor.clone() for name, tensor in batch.items()}", copies
-    return "static = batch  # with each tensor cloned", [
-        "# copy each tensor of `batch` into that of `static`"
-    ]
-
-
-def graph_lines(step: list[str], batch) -> list[str]:
-    """The whole step as a CUDA graph, as mine/changes.py's capture_step does it."""
-    clone, copies = copy_lines(batch)
-    return [
-        "",
-        "# once, after three such steps, all in `with torch.cuda.stream(torch.cuda.Stream()):`",
-        "# The graph keeps the learning rate. A schedule needs it as a tensor on the GPU, and fill_ it:",
-        '# for group in optimizer.param_groups: group["lr"] = torch.tensor(group["lr"], device="cuda")',
-        clone,
-        "graph = torch.cuda.CUDAGraph()",
-        "with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):",
-        *(f"    {line}" for line in step),
-        "",
-        "# in each training step",
-        *copies,
-        "graph.replay()",
-    ]
