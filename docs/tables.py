@@ -72,9 +72,12 @@ def runs(place: str) -> list[Run]:
     return [*runs_of(record(place)).values()]
 
 
-def shown(rows: list[dict], *of: str, n_left: int = 1, other_card: str | None = None) -> str:
-    """A table of Markdown; `other_card` is the one of figures that are of no run. Raises ValueError where its
-    recordings hold one row of two states of the code, or rows differ."""
+def shown(
+    rows: list[dict], *of: str, n_left: int = 1, other_card: str | None = None, by_recording: bool = False
+) -> str:
+    """A table of Markdown; `other_card` is the one of figures that are of no run. Where its recordings hold
+    one row of two states of the code, it says so if each of its lines is of one recording, and otherwise
+    raises ValueError, as it does where rows differ."""
     states: dict[str, set[str | None]] = {}
     differing = set()
     for name, run in ((name, run) for place in of for name, run in runs_of(record(place)).items()):
@@ -82,10 +85,11 @@ def shown(rows: list[dict], *of: str, n_left: int = 1, other_card: str | None = 
             if row.status == "ok":
                 states.setdefault(f"{variant_of(name)} {row.step}".strip(), set()).add(row.code_sha256)
         differing |= {problem.partition(":")[0] for problem in run.problems if problem.startswith(DIFFER)}
-    differing |= {f"{name} is of several states of the code" for name in states if len(states[name]) > 1}
-    if differing:
-        raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(differing))}")
-    return explained(printers.pipe(rows, n_left)) + several_cards(*of, other_card=other_card)
+    mixed = {f"{name} is of several states of the code" for name in states if len(states[name]) > 1}
+    if differing or (mixed and not by_recording):
+        raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(differing | mixed))}")
+    text = explained(printers.pipe(rows, n_left)) + several_cards(*of, other_card=other_card)
+    return f"{text} Its lines are of several states of the code." if mixed else text
 
 
 def several_cards(*of: str, other_card: str | None = None) -> str:
@@ -235,9 +239,11 @@ def cards(*of: str) -> str:
     return explained(printers.pipe([table.card_row(figures(place)) for place in of]))
 
 
-def learning(place: str) -> str:
-    """What each row of a parity study needs to the same loss, with the verdicts."""
-    return shown(parity.difference_rows(record(place)), place)
+def learning(place: str, verdict: bool = True) -> str:
+    """What each row of a parity study needs to the same loss; a study whose controls failed has no
+    verdicts."""
+    rows = parity.difference_rows(record(place))
+    return shown([{name: row[name] for name in row if verdict or name != "verdict"} for row in rows], place)
 
 
 def recipes(place: str, *studies: str) -> str:
@@ -266,6 +272,14 @@ def same_loss(place: str, label: str = "4_transformer_engine", other: str = "3_c
         more = parity.more(record(place), label, other, apart)
         words.append(f"{more[1:]} {'more' if more[0] == '+' else 'fewer'} {unit}")
     return " and ".join(words)
+
+
+def span(place: str, label: str, other: str = "3_compile") -> str:
+    """The least and the most that a seed of a row of a parity study needs more: `0.8% and 3.2%`."""
+    study = record(place)
+    own, others = (parity.labels(study)[name] for name in (label, other))
+    more = [parity.more_steps(row, others[seed]) for seed, row in own.items()]
+    return f"{min(more):.1%} and {max(more):.1%}"
 
 
 def lag(place: str, first: int, last: int, label: str = "4_transformer_engine") -> str:
@@ -386,7 +400,8 @@ def drift(*of: str) -> str:
 
 def gains(*of: str) -> str:
     """Times faster than the step before, by workload."""
-    return shown([{"workload": place} | sweep.gain_cells(figures(place)) for place in of], *of)
+    rows = [{"workload": place} | sweep.gain_cells(figures(place)) for place in of]
+    return shown(rows, *of, by_recording=True)
 
 
 def milliseconds(steps: list[str], *of: str) -> str:
@@ -429,7 +444,7 @@ def predictions(*of: str) -> str:
             run for other in of if other != place and other.startswith(f"{machine}/") for run in runs(other)
         ]
         rows.append({"predicted": place} | errors.error_cells(runs(place), roofs, others))
-    return shown(table.only_filled(rows), *of)
+    return shown(table.only_filled(rows), *of, by_recording=True)
 
 
 def stale(*of: str) -> list[str]:

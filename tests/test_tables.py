@@ -34,8 +34,10 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
     for make in (tables.ladder, tables.categories, tables.limits, tables.roofs):
         assert make("m/a").startswith("| ")
     assert tables.gains("m/a", "m/b").splitlines()[-1].split(" | ")[-2].strip() == "4.00"
+    mixed = "Its lines are of several states of the code."
+    assert tables.gains("m/a", "m/c").endswith(mixed) and mixed not in tables.gains("m/a", "m/b")
     with pytest.raises(ValueError, match=r"m/a, m/c: 0_baseline is of several states of the code"):
-        tables.gains("m/a", "m/c")
+        tables.milliseconds([runs.STEPS[0]], "m/a", "m/c")
     with pytest.raises(ValueError, match="m/d: rows differ in"):
         tables.gains("m/d")
     times = tables.milliseconds(list(runs.STEPS[1:3]), "m/a", "m/b").splitlines()
