@@ -47,9 +47,9 @@ if [ "$machine" = --confirm ]; then
   exit "$failed"
 fi
 shift
-most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 parity-decaying gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep"
+most="roofs gpt3-6.7b-slice gpt2 parity parity-2048 parity-decaying parity-byte-pairs gpt2-batch-8 gpt2-batch-4 gpt2-50257 gpt3-xl wide-8192 narrow-320 sweep"
 most+=" ablations ablations-fp32 ablations-fp8 ablations-gpt2 anatomy gradients llama hugging-face-gpt2 guide"
-known=" $most gpt3-6.7b-slice-minute te-linear sharded gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
+known=" $most gpt3-6.7b-slice-minute gpt3-6.7b-slice-batch-4 scaling scaling-batch-4 tiny "
 names=("$@")
 (($#)) || read -ra names <<<"$most"
 for name in "${names[@]}"; do
@@ -87,9 +87,11 @@ for name in "${names[@]}"; do
     parity-2048)
       learning --n-layer 4 --n-head 16 --n-embd 2048 --rows skipped-updates bf16-instead-of-fp8 "${recipes[@]}" --seeds 1 2 3
       ;;
+    parity-byte-pairs)
+      [ -e "$at.npy" ] || "$python" docs/byte_pairs.py "$at.npy"
+      learning --rows 3 4 --seeds 1 2 3 --data "$at.npy"
+      ;;
     parity-decaying) learning --rows decaying-rate decaying-rate-fp8 --seeds 1 2 3 ;;
-    sharded) study ablations --preset gpt3-6.7b-slice --batch-size 4 --only sharded-optimizer ;; # two GPUs
-    te-linear) study ablations --preset gpt2 --only te-linear ;;
     # Only rows of one card can be compared, so these are three pieces.
     ablations-fp32) study ablations --preset gpt3-6.7b-slice --only 0_baseline ;;
     ablations)
@@ -99,7 +101,7 @@ for name in "${names[@]}"; do
     ablations-fp8) study ablations --preset gpt3-6.7b-slice --only 4_transformer_engine te_layer torchao_float8 ;;
     ablations-gpt2) # and faults that the proof of the same work has to see
       study ablations --preset gpt2 --only tf32-alone fp16-with-loss-scaling flash-attention-kernel captured-not-compiled \
-        compiled-not-captured bf16-instead-of-fp8 bf16-head current-scaling attention-without-its-mask dead-mlp dead-mlp-all
+        compiled-not-captured te-linear-alone bf16-instead-of-fp8 bf16-head current-scaling attention-without-its-mask dead-mlp dead-mlp-all
       ;;
     llama | hugging-face-gpt2) # need transformers
       file=examples/${name#hugging-face-}.py

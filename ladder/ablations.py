@@ -4,8 +4,7 @@
 
 The ARGUMENTs are those of a step: --preset gpt2 --steps 30. Each file of anatomy/variants/ is a patch of a
 script, with what arithmetic predicts for gpt3-6.7b-slice on an H200. A script runs unchanged and with each of
-its patches. The same command finishes an interrupted study, and another one adds rows to it. A patch whose
-head has the line GPUs runs by DDP on so many, as its script does; --only must name it.
+its patches. The same command finishes an interrupted study, and another one adds rows to it.
 """
 
 import sys
@@ -18,21 +17,19 @@ from ladder.rows import Planned
 
 
 def rows_of(keys: list[str], arguments: list[str]) -> list[Planned]:
-    """Each script of these variants once as it is, and once with each patch. A place is named like its
-    variant, and that of a script on several GPUs like `2_sdpa, 2 GPUs`."""
+    """Each script of these variants once as it is, and once with each patch."""
     planned = {}
     for key in keys:
-        script, gpus = Path(f"{variants()[key]['Script']}.py"), int(variants()[key]["GPUs"])
-        as_it_is = script.stem if gpus == 1 else f"{script.stem}, {gpus} GPUs"
-        planned[as_it_is] = Planned(str(script), arguments, f"{as_it_is}/{script.stem}.json", gpus)
-        planned[key] = Planned(str(script), arguments, f"{key}/{script.stem}.json", gpus, patch=key)
+        script = Path(f"{variants()[key]['Script']}.py")
+        for name, patch in ((script.stem, None), (key, key)):
+            planned[name] = Planned(str(script), arguments, f"{name}/{script.stem}.json", patch=patch)
     return list(planned.values())
 
 
 def chosen(words: list[str] | None) -> list[str]:
-    """The variants whose name or script contains one of the words, or all that run on one GPU. A whole name
-    means this variant alone, and only so is one of several GPUs meant. Raises Skip for a word of none."""
-    names = {key: f"{key} {head['Script']}" for key, head in variants().items() if head["GPUs"] == "1"}
+    """The variants whose name or script contains one of the words, or all. A whole name means this variant
+    alone. Raises Skip for a word of none."""
+    names = {key: f"{key} {head['Script']}" for key, head in variants().items()}
     if words is None:
         return sorted(names)
     keys = set()
@@ -52,10 +49,7 @@ def main() -> int:
     running.add_options(parser)
     try:
         known = variants()
-        listed = [
-            key if head["GPUs"] == "1" else f"{key} ({head['GPUs']} GPUs)" for key, head in known.items()
-        ]
-        parser.description = f"{__doc__ or ''}\nVariants: {', '.join(listed)}"
+        parser.description = f"{__doc__ or ''}\nVariants: {', '.join(known)}"
         options, arguments = parser.parse_known_args()
         keys, predicted = chosen(options.only), "predicted for the slice on an H200"
         say(aligned([{"variant": key, predicted: known[key]["Predicted"]} for key in keys], n_left=2) + "\n")

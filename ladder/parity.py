@@ -28,8 +28,7 @@ def known_rows() -> dict[str, rows.Planned]:
         known[str(number) if steps_with[number] == 1 else Path(name).stem] = rows.Planned(name, [], "")
     known |= {Path(name).stem: rows.Planned(name, [], "") for name in rows.peers()}
     for key, head in variants().items():
-        if head["GPUs"] == "1":
-            known[key] = rows.Planned(f"{head['Script']}.py", [], "", patch=key)
+        known[key] = rows.Planned(f"{head['Script']}.py", [], "", patch=key)
     return known
 
 

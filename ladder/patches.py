@@ -1,6 +1,5 @@
 """Variants of a script: patches of anatomy/variants/, each applied to a copy."""
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,16 +12,14 @@ HEAD = {"Variant", "Script", "Predicted"}
 
 
 def variants() -> dict[str, dict[str, str]]:
-    """The patches by their file name without its ending; each has the lines Variant, Script and Predicted,
-    and GPUs where it runs by DDP on several. Raises Skip, one line, for one that lacks a line."""
+    """The patches by their file name without its ending; each has the lines Variant, Script and Predicted.
+    Raises Skip, one line, for one that lacks a line."""
     heads = {}
     for path in sorted(ROOT.glob("anatomy/variants/*.patch")):
         head = path.read_text().partition("\n--- ")[0]
         heads[path.stem] = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
         if missing := HEAD - heads[path.stem].keys():
             raise Skip(f"{path.name} lacks the line {min(missing)}: at its head")
-        if not re.fullmatch("[1-9][0-9]?", heads[path.stem].setdefault("GPUs", "1")):
-            raise Skip(f"{path.name} has the line GPUs: without a number")
     return heads
 
 

@@ -1,10 +1,9 @@
 """Variants of a script: how much slower or faster each one is than the script that it changes.
 
-The runs of a study are named like their variants, and a script that is not changed like itself, on several
-GPUs with their number: `2_sdpa, 2 GPUs`.
+The runs of a study are named like their variants, and a script that is not changed like itself.
 """
 
-from common.record import Run, Study
+from common.record import Study
 from report.cells import gain, number, time_or_status
 from report.changes import lines_added
 from report.derive import derive_study
@@ -15,7 +14,7 @@ from report.table import EQUALS, Column, itself, only_filled, rows_of
 def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
     """These variants, or all, each against the script that it changes."""
     lines = lines_of(study)
-    unchanged = {name: script_of(study, name) for name in lines}
+    unchanged = {name: study.runs[name].rows[0].step for name in lines}
     scripts = {name: lines.get(script) for name, script in unchanged.items() if script != name}
     rows = []
     for name in names or [name for name in scripts if scripts[name]]:
@@ -58,21 +57,6 @@ def difference(variant: Line, script: Line) -> str:
     if not (variant.ms and script.ms):
         return "-"
     return number(variant.ms - script.ms, "+,.1f") + max(variant.mark, script.mark)
-
-
-def script_of(study: Study, name: str) -> str:
-    """The name of the run of the script that a variant changes, on as many GPUs; of such a run its own."""
-    step, gpus = study.runs[name].rows[0].step, gpus_of(study.runs[name])
-    unchanged = [run for run in study.runs if run == step or run.startswith(f"{step}, ")]
-    if name in unchanged:
-        return name
-    on_as_many = [run for run in unchanged if gpus_of(study.runs[run]) == gpus]
-    return next(iter(on_as_many or unchanged), step)
-
-
-def gpus_of(run: Run) -> int | None:
-    """How many GPUs trained; None for a run that left no record."""
-    return run.workload.gpus if run.workload else None
 
 
 def equal_rows(study: Study, *names: str) -> list[dict[str, str]]:

@@ -3,24 +3,19 @@ gloo."""
 
 import os
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import CPU_STEPS, ROOT, STEPS, built, load_script, run_python
+from conftest import CPU_STEPS, ROOT, built, run_python
 from test_row import rehearsed
 
 from common import parallel
 from common.record import Row
-from ladder import patches
 
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 HOW = ("ddp", "fsdp")
 # The compiled step both ways, and what comes before it, which shares its parallel code, one way each.
 CASES = [(step, HOW[k % 2]) for k, step in enumerate(CPU_STEPS[:-1])] + [(CPU_STEPS[-1], how) for how in HOW]
-SHARDED = "sharded-optimizer"  # a variant of step 2
-CASES.append((SHARDED, "ddp"))
 DRIVER = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
@@ -29,17 +24,9 @@ test_parallel.train_in_processes(sys.argv[1])
 """
 
 
-def built_here(step, **overrides):
-    if step != SHARDED:
-        return built(step, steps=3, **overrides)
-    with tempfile.TemporaryDirectory() as folder:
-        variant = load_script(patches.write_script(step, f"{STEPS[2]}.py", Path(folder)))
-    return built(STEPS[2], variant, steps=3, **overrides)
-
-
 def trained(step, **overrides):
     """Losses of three steps, and the weights after them."""
-    run = built_here(step, **overrides)
+    run = built(step, steps=3, **overrides)
     return train(run), weights(run)
 
 
@@ -54,7 +41,7 @@ def weights(run):
 
 def trained_after_a_rehearsal(step, **overrides):
     """The same of a model that was rehearsed and put back."""
-    run = built_here(step, **overrides)
+    run = built(step, steps=3, **overrides)
     assert rehearsed(run, Row(step)).train_step is run.train_step
     return train(run), weights(run)
 
@@ -85,7 +72,6 @@ def test_two_processes_train_as_one_with_both_batches(tmp_path):
     assert ran.returncode == 0, ran.stderr[-3000:]
     results = torch.load(tmp_path / "out.pt")
     alone = {step: trained(step, batch_size=4) for step in CPU_STEPS}
-    alone[SHARDED] = alone[STEPS[2]]
     for (step, how), (losses, whole, largest, same) in results.items():
         assert losses == pytest.approx(alone[step][0], rel=1e-5), (step, how)
         torch.testing.assert_close(whole, alone[step][1], rtol=1e-3, atol=1e-4, msg=f"{step} {how}")

@@ -156,7 +156,7 @@ def test_rows_may_differ_in_their_gpus_and_not_in_their_work():
 def test_a_variant_is_compared_with_its_script_and_one_that_breaks_stays_a_row(
     tmp_path, study, capfd, monkeypatch
 ):
-    absent = {"Variant": "none", "Script": "2_sdpa", "Predicted": "nothing", "GPUs": "1"}
+    absent = {"Variant": "none", "Script": "2_sdpa", "Predicted": "nothing"}
     broken = patches.variants() | {"absent": absent}
     monkeypatch.setattr(ablations, "variants", lambda: broken)
     words = ["--only", "dead-mlp-all", "absent", "--output", str(tmp_path / "study")]
@@ -181,24 +181,13 @@ def test_two_steps_of_one_number_are_meant_by_their_files(monkeypatch):
     assert {"2", "3_compile", "3_other"} <= known.keys() and "3" not in known
 
 
-def test_a_variant_of_several_gpus_is_meant_by_its_name_alone():
-    assert "sharded-optimizer" not in parity.known_rows() and "cold-scales" in parity.known_rows()
+def test_a_whole_name_means_one_variant():
+    assert "cold-scales" in parity.known_rows()
     (row,) = parity.rows_of(["0"], [7], ["--lr", "1"])
     assert row.arguments == [*parity.DEFAULTS, "--lr", "1", "--seed", "7"]
-    assert "sharded-optimizer" not in [*ablations.chosen(None), *ablations.chosen(["2_sdpa"])]
-    assert ablations.chosen(["sharded-optimizer"]) == ["sharded-optimizer"]
     assert ablations.chosen(["dead-mlp"]) == ["dead-mlp"] and len(ablations.chosen(["dead"])) == 2
-    names = [(row.output, row.gpus) for row in ablations.rows_of(["sharded-optimizer"], [])]
-    assert names == [("2_sdpa, 2 GPUs/2_sdpa.json", 2), ("sharded-optimizer/2_sdpa.json", 2)]
-
-
-def test_a_patch_whose_gpus_are_no_number_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "anatomy" / "variants").mkdir(parents=True)
-    head = "Variant: x\nScript: 2_sdpa\nPredicted: nothing\nGPUs: two\n\n--- a/2_sdpa.py\n"
-    (tmp_path / "anatomy" / "variants" / "x.patch").write_text(head)
-    monkeypatch.setattr(patches, "ROOT", tmp_path)
-    with pytest.raises(Skip, match=r"x\.patch has the line GPUs: without a number"):
-        patches.variants()
+    names = [(row.output, row.patch) for row in ablations.rows_of(["dead-mlp"], [])]
+    assert names == [("2_sdpa/2_sdpa.json", None), ("dead-mlp/2_sdpa.json", "dead-mlp")]
 
 
 @pytest.mark.slow

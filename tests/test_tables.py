@@ -8,7 +8,6 @@ import pytest
 import runs
 
 from common import fingerprint
-from report import ablations
 
 sys.path.insert(0, str(runs.ROOT / "docs"))
 import tables
@@ -50,10 +49,6 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
     variants = {name: runs.run(runs.row(step, ms)) for name, step, ms in named}
     runs.write(tmp_path / "m" / "x", runs.study("ablations", variants))
     assert tables.ablations("m/x").split()[-8::2] == ["5.00", "7.00", "+2.0", "0"]
-    variants |= {"1, 2 GPUs": runs.run(runs.row("1", 4.0), work=runs.workload(gpus=2))}
-    variants |= {"z": runs.run(runs.row("1", 6.0), work=runs.workload(gpus=2))}
-    shown = ablations.variant_rows(runs.study("ablations", variants), "x", "z")
-    assert [[*row.values()][1:4] for row in shown] == [["1", "5.00", "7.00"], ["1, 2 GPUs", "4.00", "6.00"]]
 
 
 def test_a_confirmation_is_told_of_the_code_that_it_confirmed(tmp_path, monkeypatch):
