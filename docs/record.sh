@@ -69,7 +69,7 @@ for name in "${names[@]}"; do
     gpt3-6.7b-slice) ladder --preset gpt3-6.7b-slice --repeat 2 --peers ;;
     gpt3-6.7b-slice-batch-4) ladder --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
     gpt3-6.7b-slice-minute) ladder --preset gpt3-6.7b-slice --batch-size 4 --seconds 60 --peers --no-roofs ;; # what lasts
-    gpt2) ladder --preset gpt2 --repeat 3 --peers ;;
+    gpt2) ladder --preset gpt2 --repeat 2 --peers ;;
     gpt2-batch-8) ladder --preset gpt2 --batch-size 8 ;;
     gpt3-xl) ladder --preset gpt3-xl ;;
     gpt2-batch-4) study ablations --preset gpt2 --batch-size 4 --only not-captured ;; # what a CUDA graph gives
