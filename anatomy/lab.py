@@ -46,7 +46,7 @@ class Lab:
         if options.json:
             check_output(options.json)
         self.name, self.device = name, hardware.resolve_device(options.device)
-        self.gpu, self.iters, self.quick = self.device.type == "cuda", options.iters, options.quick
+        self.gpu, self.quick = self.device.type == "cuda", options.quick
         # Without BF16 matrix products, experiments take FP32.
         self.amp = self.gpu and hardware.has_bf16_matrix_instructions(self.device)
         self.title, self.rows = "", []  # the title of the next row's table
@@ -69,10 +69,7 @@ class Lab:
         """Time of one call with the GPU's work: a median. Calls follow each other without a wait."""
         call()  # the first one compiles and allocates
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-        least_s = QUICK_S if self.quick else TIMED_S
-        if self.iters:
-            return timer.timeit(self.iters).median
-        return timer.blocked_autorange(min_run_time=least_s).median
+        return timer.blocked_autorange(min_run_time=QUICK_S if self.quick else TIMED_S).median
 
     def device_seconds(self, call: Callable[[], object], calls: int = 50, launches: int = 1) -> float:
         """A GPU's own time of a call that launches about so many kernels: it sleeps until the host has
@@ -157,8 +154,6 @@ def file_of(environment: Environment) -> dict:
 def add_options(parser: argparse.ArgumentParser) -> None:
     text = "default: auto, a GPU if any"
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help=text)
-    text = "timed calls (default: as many as take 0.2 s)"
-    parser.add_argument("--iters", type=positive_int, metavar="N", help=text)
     parser.add_argument("--quick", action="store_true", help="smaller sizes on a CPU, and fewer timed calls")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows")
 

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import sys
-from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -57,9 +56,14 @@ def count(group: str, text: str, default: int | None = None):
 
 
 @dataclass(kw_only=True)
-class Measurement(ABC):
+class Measurement:
     """How a row is run, measured and recorded, whatever it trains. What the user left out has a value after
-    `resolve`."""
+    `resolve`.
+
+    A class that extends it has the methods about(): lines for a person on the device and on what is trained;
+    batches(): what `train_step` takes in each step, and in an untimed one after them; and workload(): the
+    record's.
+    """
 
     lr: float | None = option(
         WORKLOAD,
@@ -118,18 +122,6 @@ class Measurement(ABC):
         if self.lr is not None and not 0 < self.lr <= 1:
             raise ValueError(f"--lr {self.lr} is not above 0 and at most 1")
         self.output = self.output or hardware.ROOT / "results" / f"{self.name}.json"
-
-    @abstractmethod
-    def about(self) -> list[str]:
-        """Lines for a person on the device and on what is trained."""
-
-    @abstractmethod
-    def batches(self) -> list[tuple]:
-        """What `train_step` takes in each step, and in an untimed one after them."""
-
-    @abstractmethod
-    def workload(self) -> Workload:
-        """The record's workload."""
 
 
 @dataclass(kw_only=True)

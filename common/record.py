@@ -335,18 +335,9 @@ def write_json(path: Path, content: object) -> None:
     write_bytes(path, (json.dumps(content, indent=1, allow_nan=False, default=asdict) + "\n").encode())
 
 
-def temporary_of(path: Path) -> Path:
-    """The file of this process alone that becomes another one when it is whole."""
-    return path.with_name(f".{path.name}.{os.getpid()}")
-
-
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file by temporary file and rename: a reader sees the old file or the new, never half of one,
     and a link or a pipe is replaced. Raises OSError."""
-    temporary = temporary_of(path)
-    try:
-        with temporary.open("xb") as file:  # exclusive: never through a link
-            file.write(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
 
@@ -97,13 +97,18 @@ def aligned(rows: list[dict], style: str = "simple", n_left: int = 1) -> str:
 def portable_command(name: str, words: list[str]) -> str:
     """A command line to repeat anywhere: without --output, absolute paths as from the project's folder, or
     cut to their last part."""
-    portable, words = name.split(), iter(words)
+    return shlex.join([*name.split(), *map(_portable_word, without(words, ["--output"]))])
+
+
+def without(words: list[str], options: Collection[str]) -> list[str]:
+    """The words of a command without these options and their values."""
+    rest, skips = [], False
     for word in words:
-        if word == "--output":
-            next(words, None)
-        elif not word.startswith("--output="):
-            portable.append(_portable_word(word))
-    return shlex.join(portable)
+        option, equals, _ = word.partition("=")
+        if option not in options and not skips:
+            rest.append(word)
+        skips = option in options and not equals
+    return rest
 
 
 def _portable_word(word: str) -> str:

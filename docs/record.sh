@@ -65,7 +65,7 @@ for name in "${names[@]}"; do
   to="docs/results/$machine/$name" at="results/$machine-$name"
   mkdir -p "$at"
   case "$name" in
-    roofs) "$python" -m predict.roofs --grid --preset gpt3-6.7b-slice --output "$at/roofs.json" ;;
+    roofs) "$python" -m predict.roofs --preset gpt3-6.7b-slice --output "$at/roofs.json" ;;
     gpt3-6.7b-slice) ladder --preset gpt3-6.7b-slice --repeat 2 --peers ;;
     gpt3-6.7b-slice-batch-4) ladder --preset gpt3-6.7b-slice --batch-size 4 ;; # fits 80 GB
     gpt3-6.7b-slice-minute) ladder --preset gpt3-6.7b-slice --batch-size 4 --seconds 60 --peers --no-roofs ;; # what lasts

@@ -24,8 +24,9 @@ sys.path.insert(0, str(ROOT))
 
 from common.fingerprint import CLOCKS, row_sha256  # noqa: E402
 from common.record import Row, Run, Study, read_object  # noqa: E402
-from common.text import Skip, aligned, run_command, say  # noqa: E402
-from ladder import loop, patches  # noqa: E402
+from common.text import OneLineParser, aligned, run_command, say  # noqa: E402
+from ladder import loop, patches, running  # noqa: E402
+from ladder.rows import MODEL_SCRIPT, Planned  # noqa: E402
 from report import ablations as variants  # noqa: E402
 from report import (  # noqa: E402
     bars,
@@ -128,20 +129,20 @@ def __getattr__(name: str):
     return lambda place, *words: shown(rows(place, *words), place, n_left=n_left)
 
 
-SPANS = ("first second", "timed", "after a minute")
-
-
 def ms_by_span(line: Line) -> dict[str, float]:
-    """The median training step of SPANS: the first second after the rehearsal, the three seconds that a row
-    is timed for by default, and the last three of a longer run."""
+    """The median training step of the first second after the rehearsal, of the three seconds that a row is
+    timed for by default, and of the last three of a longer run."""
     times = [*line.row.settling_ms, *line.row.step_ms]
     ends = [*itertools.accumulate(times)]
     settled, last = sum(line.row.settling_ms), ends[-1]
+    spans = {
+        "first second": (0, 1e3),
+        "timed": (settled, settled + 3e3),
+        "after a minute": (last - 3e3, last),
+    }
     return {
         span: statistics.median(ms for ms, end in zip(times, ends, strict=True) if begin <= end - ms < until)
-        for span, begin, until in zip(
-            SPANS, (0, settled, last - 3e3), (1e3, settled + 3e3, last), strict=True
-        )
+        for span, (begin, until) in spans.items()
     }
 
 
@@ -150,15 +151,16 @@ def lasting(place: str) -> str:
     rows = []
     for each in figures(place).timed:
         ms = ms_by_span(each)
-        cells_of = {span: f"{ms[span]:,.1f}" for span in SPANS}
-        rows.append({"ms a step": each.name, **cells_of, "later": f"{ms[SPANS[2]] / ms[SPANS[1]] - 1:+.1%}"})
+        cells_of = {span: f"{ms[span]:,.1f}" for span in ms}
+        later = ms["after a minute"] / ms["timed"] - 1
+        rows.append({"ms a step": each.name, **cells_of, "later": f"{later:+.1%}"})
     return shown(rows, place)
 
 
 def still(place: str, step: str, other: str) -> str:
     """How many times as fast as another a step is, when timed and after a minute: `16.7 and 16.6`."""
     ms, others_ms = (ms_by_span(line(place, name)) for name in (step, other))
-    return " and ".join(f"{others_ms[span] / ms[span]:.3g}" for span in SPANS[1:])
+    return " and ".join(f"{others_ms[span] / ms[span]:.3g}" for span in ("timed", "after a minute"))
 
 
 def ladder(place: str) -> str:
@@ -479,27 +481,16 @@ def present_sha256(variant: str, row: Row, run: Run) -> str:
     if run.workload and run.workload.model == loop.NAME:
         state = loop_states().get(row.step)
         return row_sha256(state, ROOT, ()) if state else ""
-    if run.is_of_ladder:
-        source = present_source(variant, row.step)
-    else:
-        source = (ROOT / "mine" / "program.py").read_text()
-    return row_sha256(source, ROOT) if source else ""
+    if not run.is_of_ladder:
+        return present_code(MODEL_SCRIPT)
+    script = f"{row.step}.py" if (ROOT / f"{row.step}.py").exists() else f"peers/{row.step}.py"
+    return present_code(script, variant)
 
 
 @cache
-def present_source(variant: str, step: str) -> str:
-    """The text of a step or a peer, with a `variant` with its patch; empty for what is none of them, and
-    where the patch does not fit."""
-    script = f"{step}.py" if (ROOT / f"{step}.py").exists() else f"peers/{step}.py"
-    if not (ROOT / script).exists():
-        return ""
-    if not variant:
-        return (ROOT / script).read_text()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            return patches.write_script(variant, script, Path(folder)).read_text()
-        except Skip:
-            return ""
+def present_code(script: str, variant: str = "") -> str:
+    planned = Planned(script, [], "", patch=variant or None)
+    return ((ROOT / script).exists() and running.code_of(planned)) or ""
 
 
 def renew() -> None:
@@ -529,29 +520,28 @@ def rows_without_time_now(before: Path, after: Path) -> list[str]:
 
 
 def main() -> int:
-    if sys.argv[1:2] in (["-h"], ["--help"]):
-        say(__doc__)
-        return 0
-    if not sys.argv[1:]:
-        renew()
-        return 0
-    if sys.argv[1] == "--device" and sys.argv[2:]:
+    parser = OneLineParser(prog="docs/tables.py", description=__doc__)
+    parser.add_argument("--stale", nargs="*", metavar="PLACE")
+    parser.add_argument("--device", metavar="MACHINE")
+    parser.add_argument("--lost", nargs=2, type=Path, metavar=("OLD", "NEW"))
+    args = parser.parse_args()
+    if args.device:
         from common import hardware  # here, since it imports torch: the other commands need none
 
-        return of_another_device(sys.argv[2], hardware.device_name(hardware.resolve_device("auto")))
-    if sys.argv[1] == "--lost" and len(sys.argv) == 4:
+        return of_another_device(args.device, hardware.device_name(hardware.resolve_device("auto")))
+    if args.lost:
         try:
-            names = rows_without_time_now(*map(Path, sys.argv[2:]))
+            names = rows_without_time_now(*args.lost)
         except RecordError as error:
             say(str(error))
             return 1
         if names:
-            say(f"rows of {sys.argv[2]} have no time now: {', '.join(names)}")
+            say(f"rows of {args.lost[0]} have no time now: {', '.join(names)}")
         return int(bool(names))
-    if sys.argv[1] != "--stale":
-        say("docs/tables.py: error: give --stale, --lost OLD NEW, or --device MACHINE", sys.stderr)
-        return 2
-    places = stale(*sys.argv[2:])
+    if args.stale is None:
+        renew()
+        return 0
+    places = stale(*args.stale)
     lines = [f"{place}: {'of other code' if is_recorded(place) else 'not recorded'}" for place in places]
     say("\n".join(lines) or "every record is of the present code")
     return int(bool(places))

@@ -17,7 +17,6 @@ from common.text import OneLineParser, Skip, portable_command, positive_int, run
 from ladder import rows, running  # noqa: E402
 
 FILES = ("--data", "--model")
-MOST_PASSES = 100
 
 
 class Request(NamedTuple):
@@ -119,7 +118,6 @@ def check(request: Request) -> None:
             options.peers and (options.gpus or kind != "ladder"),
             "--peers excludes --gpus, --scaling, --sweep and --model",
         ),
-        (options.repeat > MOST_PASSES, f"--repeat {options.repeat}: at most {MOST_PASSES} passes"),
         (
             options.repeat > 1 and kind in ("scaling", "sweep"),
             "--repeat is for a ladder: leave out --scaling and --sweep",

@@ -7,7 +7,6 @@ script, with what arithmetic predicts for gpt3-6.7b-slice on an H200. A script r
 its patches. The same command finishes an interrupted study, and another one adds rows to it.
 """
 
-import sys
 from pathlib import Path
 
 from common.text import OneLineParser, Skip, aligned, one_line, run_command, say
@@ -53,7 +52,7 @@ def main() -> int:
         options, arguments = parser.parse_known_args()
         keys, predicted = chosen(options.only), "predicted for the slice on an H200"
         say(aligned([{"variant": key, predicted: known[key]["Predicted"]} for key in keys], n_left=2) + "\n")
-        return running.run_study("ablations", rows_of(keys, arguments), arguments, options, sys.argv[1:])
+        return running.run_study("ablations", rows_of(keys, arguments), arguments, options)
     except Skip as error:
         parser.error(str(error))
 

@@ -1,26 +1,23 @@
 """What a step's arguments mean on this machine, as JSON: it imports torch, and the process of the ladder does
-not. That process names the file of the answer in the environment.
+not.
 
-LADDER_FACTS=FILE python -m ladder.facts [--roofs] ARGUMENT ...
+python -m ladder.facts --output FILE.json [--roofs] ARGUMENT ...
 """
 
-import json
-import os
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from common import flops, hardware
 from common.model import GPTConfig
-from common.options import CPU_BYTES, Arguments, parse_args
+from common.options import CPU_BYTES, Arguments, Measurement, parse_args
 from common.record import Workload, write_json
-from common.text import progress, run_command, say
+from common.text import progress, run_command
 from ladder import roofs
 from ladder.process import ROOT
-from ladder.rows import FACTS, scripts
+from ladder.rows import scripts
 
 LONG_S = 60  # a step
 
@@ -40,16 +37,17 @@ def main() -> None:
     if "--roofs" in sys.argv and args.device.type == "cuda":
         more["roofs"] = asdict(roofs.measure(args))
         progress("")
-    say_facts(args.device, args.workload(), pinned, messages, more)
+    write_facts(args, args.workload(), pinned, messages, more)
 
 
-def say_facts(
-    device: torch.device, work: Workload, pinned: dict[str, str], messages: list[str], more: dict
+def write_facts(
+    args: Measurement, work: Workload, pinned: dict[str, str], messages: list[str], more: dict
 ) -> None:
-    """Write the facts of a run for the process of the ladder: what a model prints cannot get in between.
+    """Write the facts of a run as a file: what a model prints cannot get in between.
 
     `pinned` are options that every row gets, `messages` what a user should know before the first row.
     """
+    device = args.device
     facts = {
         "pinned": pinned,
         "device_type": device.type,
@@ -59,10 +57,7 @@ def say_facts(
         "free_bytes": hardware.free_memory_bytes(device),
         "messages": [*hardware.about(device), *messages],
     }
-    if file := os.environ.get(FACTS):
-        write_json(Path(file), facts | more)
-    else:  # somebody looks
-        say(json.dumps(facts | more, indent=1))
+    write_json(args.output, facts | more)
 
 
 def needed_bytes(args: Arguments) -> dict[str, int]:

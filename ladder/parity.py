@@ -7,7 +7,6 @@ of a step (default: --steps 2000 --heldout-every 100 --seconds 1). A run is a pr
 all rows the same weights and batches, so they are compared seed by seed: report/parity.py has the statistics.
 The same command with its FOLDER finishes an interrupted study, and another one adds rows or seeds to it."""
 
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def main() -> int:
         parser.error("--seed is chosen here: give --seeds")
     try:
         planned = rows_of(options.rows, options.seeds, arguments)
-        return running.run_study("parity", planned, [*DEFAULTS, *arguments], options, sys.argv[1:])
+        return running.run_study("parity", planned, [*DEFAULTS, *arguments], options)
     except Skip as error:
         parser.error(str(error))
 

@@ -7,18 +7,16 @@ A step is a file: NUMBER_name.py in the folder of the project.
 import re
 import sys
 import tempfile
-from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from common import record
 from common.record import AS_IT_IS, read_object
-from common.text import one_line, say
+from common.text import one_line, say, without
 from ladder import process
 from ladder.process import ROOT
 
 LIMIT_S = 1800  # of a row, by default
-FACTS = "LADDER_FACTS"  # the variable that names the file in which a check answers
 PARALLEL = ("ddp", "fsdp")
 LAUNCHED = "1-launched"  # on one GPU without capture: what FSDP2, which cannot be captured, is compared with
 SWEEP = {  # channels, sequence length and tokens a step: several widths, and several lengths at one width
@@ -100,9 +98,7 @@ def check(
         module.append("--roofs")
     with tempfile.TemporaryDirectory() as folder:
         log, facts = Path(folder) / "log", Path(folder) / "facts.json"
-        # Nothing is written there; the checkout may be read-only, where --output names another folder.
-        command = process.module_command(*module, *arguments, "--output", f"{folder}/record.json")
-        variables[FACTS] = str(facts)
+        command = process.module_command(*module, *arguments, "--output", str(facts))
         try:
             ended = process.run(command, log, limit_s, stop, "checking the arguments", variables)
         finally:
@@ -132,17 +128,6 @@ def refuse(reason: str, log: Path, name: str) -> None:
 def with_pinned(arguments: list[str], pinned: dict[str, str]) -> list[str]:
     """The arguments with these options in place of the user's, which may have left them to this machine."""
     return [*without(arguments, pinned), *(word for option in pinned.items() for word in option)]
-
-
-def without(words: list[str], options: Collection[str]) -> list[str]:
-    """The words of a command without these options and their values."""
-    rest, skips = [], False
-    for word in words:
-        option, equals, _ = word.partition("=")
-        if option not in options and not skips:
-            rest.append(word)
-        skips = option in options and not equals
-    return rest
 
 
 def ladder(arguments: list[str], names: list[str], gpus: int = 1) -> list[Planned]:

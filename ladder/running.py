@@ -8,7 +8,6 @@ import contextlib
 import datetime
 import fcntl
 import hashlib
-import itertools
 import os
 import re
 import shlex
@@ -25,7 +24,7 @@ from typing import NamedTuple, TextIO
 from common import record as schema
 from common.fingerprint import row_sha256
 from common.record import ALLOCATION, LARGER, PATCHED
-from common.text import Skip, portable_command, positive_int, say
+from common.text import Skip, portable_command, positive_int, say, without
 from ladder import patches, process, rows
 from ladder.process import ROOT
 
@@ -72,15 +71,9 @@ class Running:
         content = (record.get("rows") or [{}])[0] if isinstance(record.get("rows"), list) else {}
         if record.get("schema_version") != schema.SCHEMA_VERSION or not isinstance(content, dict):
             return {}
-        if content.get("status") == "ok" and not content.get("step_ms"):
-            return {}
         code = self.plan.get("code", {}).get(label(row))
         is_changed = row.script != rows.LOOP_SCRIPT and content.get("code_sha256") not in (None, code)
         return {} if is_changed else content
-
-    def is_first_pass_of_model(self, row: rows.Planned) -> bool:
-        """Whether later rows depend on the record of this one: with --model, on its first pass."""
-        return row.script == rows.MODEL_SCRIPT and not row.output.startswith("pass-")
 
     def run_row(self, row: rows.Planned, place: str) -> None:
         """Run one row. On a GPU, run it again while its time drifts, as beside a busy host, and keep the best
@@ -163,24 +156,12 @@ def script_of(row: rows.Planned) -> Iterator[Path]:
 
 def folder_of(kind: str, output: Path | None) -> Path:
     """The folder of a run: the one that the user names, or a new one. Raises Skip for one that cannot be."""
+    folder = output or ROOT / "results" / f"{time.strftime('%Y%m%d-%H%M%S')}-{kind}"
     try:
-        if output is None:
-            return new_folder(kind)
-        output.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Skip(f"{output or ROOT / 'results'} cannot be used: {error.strerror or error}") from None
-    return output.resolve()
-
-
-def new_folder(kind: str) -> Path:
-    """A folder under results/ that no other run has, also where two start in the same second."""
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{kind}"
-    (ROOT / "results").mkdir(exist_ok=True)
-    for k in itertools.count(1):
-        folder = ROOT / "results" / (name if k == 1 else f"{name}-{k}")
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir()
-            return folder
+        raise Skip(f"{folder} cannot be used: {error.strerror or error}") from None
+    return folder.resolve()
 
 
 def locked(folder: Path) -> TextIO | None:
@@ -280,9 +261,7 @@ def place_of(output: str) -> tuple:
 
 def rows_by_output(plan: dict) -> dict[str, dict]:
     """The rows of a plan by the file of their record; empty for what is no plan."""
-    planned = plan.get("rows")
-    planned = planned if isinstance(planned, list) else []
-    return {str(row.get("output")): row for row in planned if isinstance(row, dict)}
+    return {row["output"]: row for row in plan.get("rows") or []}
 
 
 def comparable(plan: dict, name: str) -> object:
@@ -324,7 +303,9 @@ def execute(job: Job, output: Path | None) -> int:
     for k, row in enumerate(job.rows, 1):
         if not stop.requests and running.recorded(row).get("status") != "ok":
             running.run_row(row, f"row {k} of {len(job.rows)}")
-            if running.is_first_pass_of_model(row) and running.recorded(row).get("status") == "ok":
+            # With --model, later rows depend on the record of this one's first pass.
+            is_first_pass = row.script == rows.MODEL_SCRIPT and not row.output.startswith("pass-")
+            if is_first_pass and running.recorded(row).get("status") == "ok":
                 forget_rows_behind(row, plan, folder)
     if job.facts.get("seen") and not stop.requests:
         apply_recommended(running, job, plan)
@@ -396,16 +377,11 @@ def finish(folder: Path, stop: process.Stop, job: Job) -> int:
 
 
 def run_study(
-    kind: str,
-    planned: list[rows.Planned],
-    arguments: list[str],
-    options: argparse.Namespace,
-    words: list[str],
+    kind: str, planned: list[rows.Planned], arguments: list[str], options: argparse.Namespace
 ) -> int:
-    """Run the rows of a study in a folder, new or continued with more rows; `words` are those of its command.
-    Returns the exit code. `options` are those of `add_options`. Raises Skip, one line, for a folder that
-    cannot be used."""
-    name = f"python -m ladder.{kind}"
+    """Run the rows of a study in a folder, new or continued with more rows. Returns the exit code. `options`
+    are those of `add_options`. Raises Skip, one line, for a folder that cannot be used."""
+    name, words = f"python -m ladder.{kind}", sys.argv[1:]
     facts = rows.check(
         arguments, max(row.gpus for row in planned), limit_s=options.step_timeout or rows.LIMIT_S, name=name
     )
@@ -416,7 +392,7 @@ def run_study(
 
 def again(name: str, words: list[str]) -> str:
     """The command that finishes a run, without its folder."""
-    return shlex.join([*name.split(), *rows.without(words, ["--output"])])
+    return shlex.join([*name.split(), *without(words, ["--output"])])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

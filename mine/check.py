@@ -1,7 +1,7 @@
 """What the file of --model is, before its first row: whether its model, batches and loss can be trained, how
 much work a step is, and what a step of the unchanged file does already.
 
-python -m mine.check FILE ARGUMENT ...     prints the facts of a run as JSON
+python -m mine.check FILE --output FACTS.json ARGUMENT ...
 """
 
 import contextlib
@@ -247,7 +247,7 @@ def observe_step(args: ModelArguments, model: torch.nn.Module) -> tuple[Settings
     the half format of most of its products, empty if none. None where it does not fit the memory, or the
     profiler fails. Raises Skip for an error of the file, and for a step that casts its own weights."""
     program = Program(model, args)
-    program.make_optimizer()
+    program.make_optimizer(captured=False)
     train_step = program.train_step()
     batch = copied(args.drawn[0], args.device)
 
@@ -335,7 +335,7 @@ def main(words: list[str]) -> int:
         say(f"run_all.sh: error: {explain(error)[1]}", sys.stderr)
         return 2
     seen = {name: getattr(args, name) for name in SEEN}
-    facts.say_facts(args.device, work, {"--steps": str(work.steps)}, args.remarks, {"seen": seen})
+    facts.write_facts(args, work, {"--steps": str(work.steps)}, args.remarks, {"seen": seen})
     return 0
 
 

@@ -88,7 +88,7 @@ class Program:
         linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # for a traceback
         exec(compile(text, path, "exec"), self.scope, names)
 
-    def make_optimizer(self, captured: bool = False) -> torch.optim.Optimizer | Optimizers:
+    def make_optimizer(self, captured: bool) -> torch.optim.Optimizer | Optimizers:
         """The file's optimizer, or AdamW; fused in every row. Raises Skip for what is none."""
         self.is_captured = captured
         lines = [optimizer_line(self.args, captured)]

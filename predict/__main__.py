@@ -22,10 +22,9 @@ from common.text import PACKAGES, OneLineParser, aligned, run_command, say
 from ladder.rows import scripts
 from predict import roofs
 from predict.machine import Machine
-from predict.step_kernels import STEPS, Pass
+from predict.step_kernels import STEPS, Step
 
 SELF = Path("python -m predict")  # whose name messages begin with
-HOPPER = (9, 0)  # of roofs that were recorded without a capability
 ATTENTION_KERNELS = 4  # fused, of a block: forward, and three backward
 ALIGNED = 8  # by which sizes of a fast product divide
 FITS = 0.97  # of a GPU's memory
@@ -56,12 +55,12 @@ def predict(name: str, shape, batch_size: int, measured: Roofs, capture: bool = 
     precision = step.precision or ("bf16" if "bf16" in machine.precisions else "fp32")
     if precision not in machine.precisions or not (measured.kernels and measured.attention):
         lacking = f"{precision.upper()} products, kernels or attention"
-        raise ValueError(f"the roofs lack {lacking}: python -m predict.roofs --grid measures them")
+        raise ValueError(f"the roofs lack {lacking}: python -m predict.roofs measures them")
     if precision == "fp8":
         check_fp8(shape, batch_size, measured)
     products = list(products_of(name, shape, batch_size, machine, precision))
     attention_s, launches = 0.0, sum(count for count, _, _ in products)
-    kernels, others_s = sum_of_passes(step.in_a_block, step.once, shape.n_layer, numbers, machine)
+    kernels, others_s = sum_of_passes(step, shape.n_layer, numbers, machine)
     launches += kernels
     load_s = sum(count * work for count, _, work in products) / machine.large(precision).burst_flops_per_s
     if not step.attention_by_hand:
@@ -75,16 +74,10 @@ def predict(name: str, shape, batch_size: int, measured: Roofs, capture: bool = 
     return Prediction(products_s * 1e3, attention_s * 1e3, others_s * 1e3, launches * launch_s * 1e3)
 
 
-def sum_of_passes(
-    in_a_block: tuple[Pass, ...],
-    once: tuple[Pass, ...],
-    n_layer: int,
-    numbers: dict[str, int],
-    machine: Machine,
-) -> tuple[int, float]:
+def sum_of_passes(step: Step, n_layer: int, numbers: dict[str, int], machine: Machine) -> tuple[int, float]:
     """How many kernels lie between the products of a step, and their seconds."""
     kernels, seconds = 0, 0.0
-    for passes, times in ((in_a_block, n_layer), (once, 1)):
+    for passes, times in ((step.in_a_block, n_layer), (step.once, 1)):
         for each in passes:
             kernels += times * each.kernels
             seconds += times * each.kernels * machine.pass_s(each, numbers[each.tensor])
@@ -102,8 +95,7 @@ def fused_attention(shape, batch_size: int, machine: Machine) -> tuple[float, fl
 
 def check_fp8(shape, batch_size: int, measured: Roofs) -> None:
     """Raises ValueError for sizes that the machine of the roofs cannot multiply in FP8."""
-    capability = measured.environment.compute_capability if measured.environment else None
-    unit = hardware.fp8_unit(capability or HOPPER)
+    unit = hardware.fp8_unit(measured.environment.compute_capability)
     for size in (shape.n_embd, batch_size * shape.seq_len, shape.vocab_size):
         if size % unit:
             raise ValueError(f"FP8 needs channels, tokens and vocabulary divisible by {unit}, not {size}")
@@ -154,7 +146,7 @@ def read_roofs(name: str | None) -> tuple[Roofs, str]:
         if measured.products:
             return measured, str(path)
     known = " or ".join(sorted({path.parts[-3] for path in hardware.ROOT.glob(f"docs/results/*/*/{ROOFS}")}))
-    advice = f"run python -m predict.roofs --grid, or take --machine {known}"
+    advice = f"run python -m predict.roofs, or take --machine {known}"
     raise ValueError(f"{name or 'results/'} holds no roofs that can be read: {advice}")
 
 

@@ -1,9 +1,9 @@
 """What a machine does with work of all kinds and sizes, from which `python -m predict` foresees a step.
 
-    python -m predict.roofs [--grid] [--output FILE] ARGUMENT ...     the ARGUMENTs are those of a step
+    python -m predict.roofs [--output FILE] ARGUMENT ...     the ARGUMENTs are those of a step
 
 Copies and matrix products are those of ladder/roofs.py. Here are the products of attention by hand, the
-kernels between the products, fused attention and launches; with --grid also at sizes of all kinds.
+kernels between the products, fused attention and launches, at sizes of all kinds.
 """
 
 import itertools
@@ -37,24 +37,24 @@ WIDTH, HEADS, EDGE = {"cuda": 1024, "cpu": 256}, 16, {"cuda": 512, "cpu": 64}
 LAUNCHED_BLOCKS, LAUNCHED_STEPS, LAUNCHED_WARMUP = 8, 60, 10
 
 
-def measure(args: Arguments, grid: bool) -> Roofs:
-    """The roofs of a device at a workload's sizes, with `grid` at others too. What cannot be measured is left
-    out: `notes` tells why."""
+def measure(args: Arguments) -> Roofs:
+    """The roofs of a device at a workload's sizes, and at others. What cannot be measured is left out:
+    `notes` tells why."""
     roofs = bare.measure(args)
-    measure_products(roofs, args, grid)
-    measure_kernels(roofs, args, grid)
-    measure_attention(roofs, args, grid)
+    measure_products(roofs, args)
+    measure_kernels(roofs, args)
+    measure_attention(roofs, args)
     if args.device.type == "cuda":
         with skipping(roofs, "launches"):
             roofs.launch_s = launch_seconds(args.device)
     return roofs
 
 
-def measure_products(roofs: Roofs, args: Arguments, grid: bool) -> None:
-    """The products of attention by hand and, with `grid`, those of all sizes, in bursts."""
+def measure_products(roofs: Roofs, args: Arguments) -> None:
+    """The products of attention by hand, and those of all sizes, in bursts."""
     by_hand = dict.fromkeys(batched_products(args.config, args.batch_size), 0)
     measured = {(rate.m, rate.n, rate.k) for rate in roofs.products}
-    others = set(itertools.product(GRID[args.device.type], repeat=3)) - measured if grid else ()
+    others = set(itertools.product(GRID[args.device.type], repeat=3)) - measured
     for precision in [name for name in PRECISIONS if multiplies(args.device, name)]:
         if precision != "fp8":  # attention by hand has no FP8
             with skipping(roofs, precision):
@@ -63,16 +63,15 @@ def measure_products(roofs: Roofs, args: Arguments, grid: bool) -> None:
             roofs.products += product_rates(precision, dict.fromkeys(others, 0), args.device, steady=False)
 
 
-def measure_kernels(roofs: Roofs, args: Arguments, grid: bool) -> None:
-    """What lies between the products, at the sizes of the workload's tensors; the fastest of some rounds."""
+def measure_kernels(roofs: Roofs, args: Arguments) -> None:
+    """What lies between the products, at the sizes of the workload's tensors and others; the fastest of some
+    rounds."""
     device, of_workload = args.device, sizes(args.config, args.batch_size)
-    # The smallest size always: the kernel of a bias costs a launch.
-    more = SIZES[device.type] if grid else SIZES[device.type][:1]
-    for size in sorted({*of_workload.values(), *more} - {0}):
+    for size in sorted({*of_workload.values(), *SIZES[device.type]} - {0}):
         with skipping(roofs, f"kernels over {size:,} numbers"):
             measure_works(roofs, list(kernels(size, device)), size, device)
     for name, make, tensor in (("adamw", adamw, "parameters"), ("loss half", compiled_loss, "logits")):
-        for size in sorted({of_workload[tensor], *more}):
+        for size in sorted({of_workload[tensor], *SIZES[device.type]}):
             with skipping(roofs, f"{name} over {size:,} numbers"):
                 measure_works(roofs, [(name, make(size, device))], size, device)
 
@@ -87,11 +86,11 @@ def measure_works(roofs: Roofs, works: list[tuple[str, Callable]], size: int, de
     roofs.kernels += [(name, size, seconds) for name, seconds in fastest.items()]
 
 
-def measure_attention(roofs: Roofs, args: Arguments, grid: bool) -> None:
-    """Fused attention at the workload's shape, with `grid` at other lengths and head dimensions."""
+def measure_attention(roofs: Roofs, args: Arguments) -> None:
+    """Fused attention at the workload's shape, and at other lengths and head dimensions."""
     config, device = args.config, args.device
     shapes = [(config.seq_len, config.n_embd // config.n_head, args.batch_size * config.n_head)]
-    for T, D in itertools.product(LENGTHS, HEAD_DIMS) if grid else ():
+    for T, D in itertools.product(LENGTHS, HEAD_DIMS):
         shapes.append((T, D, ATTENTION_NUMBERS[device.type] // (T * D)))
     for T, D, heads in shapes:
         with skipping(roofs, f"attention over {T} tokens"):
@@ -203,9 +202,8 @@ def launch_seconds(device: torch.device) -> float:
 
 
 def main() -> None:
-    words = [word for word in sys.argv[1:] if word != "--grid"]
-    args = parse_args(hardware.ROOT / "predict" / "roofs.py", __doc__, words)
-    roofs = measure(args, "--grid" in sys.argv)
+    args = parse_args(hardware.ROOT / "predict" / "roofs.py", __doc__, sys.argv[1:])
+    roofs = measure(args)
     progress("")
     bare.tell(roofs)
     write_json(args.output, roofs)

@@ -15,14 +15,14 @@ GOOD = ("ok", "skipped")
 
 def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
     """What a terminal shows of a run or a study in a folder, and its files by name."""
-    from report import applied, bars, printers, sections, studies, table
+    from report import applied, bars, parity, printers, sections, table
     from report.derive import derive
 
     report, end = sections.of(record), []
     files = {"report.md": printers.markdown(report).encode()}
     if isinstance(record, Study):
-        if picture := studies.KINDS[record.kind].picture(record):
-            files[f"{record.kind}.png"] = picture
+        if record.kind == "parity" and (picture := parity.picture(record)):
+            files["parity.png"] = picture
     else:
         figures = derive(record)
         files["report.html"] = printers.html(report).encode()

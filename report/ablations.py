@@ -7,7 +7,7 @@ from common.record import Study
 from report.cells import gain, number, time_or_status
 from report.changes import lines_added
 from report.derive import derive_study
-from report.figures import Line, learning_failure, ratio
+from report.figures import Line, ratio
 from report.table import EQUALS, Column, itself, only_filled, rows_of
 
 
@@ -26,7 +26,7 @@ def variant_rows(study: Study, *names: str) -> list[dict[str, str]]:
                 "script, ms": time_or_status(script),
                 "variant, ms": time_or_status(variant),
                 "difference, ms": difference(variant, script),
-                "lines added": str(lines_added(script.row, variant.row)),
+                "lines added": str(len(lines_added(script.row.text, variant.row.text))),
                 "least cosine": number(variant.row.proof and variant.row.proof.cosine, ".4f"),
                 "work": variant.same_work or "-",
             }
@@ -70,9 +70,3 @@ def equal_rows(study: Study, *names: str) -> list[dict[str, str]]:
 
 def tables(study: Study) -> dict[str, list[dict]]:
     return {"": variant_rows(study)}
-
-
-def note_of(line: Line) -> str:
-    """Whether a variant learns. A row's own note tells of what its script does, which the variant may
-    change."""
-    return learning_failure(line.row.loss)

@@ -11,7 +11,7 @@ from common.kernels import in_words
 from common.record import CATEGORIES, PATCHED
 from common.text import one_line
 from report.cells import gain, time_or_status
-from report.changes import lines_of_code_added
+from report.changes import lines_added
 from report.figures import GAPS, Figures, Line
 
 WIDE, NARROW = 830, 390  # pixels of a picture
@@ -23,6 +23,7 @@ PLAIN = "#6e7b88"  # what has no kind of kernel, and soft text
 # Pixels: of letters, their lines and a bar; the most that a letter of code and one of a name take.
 TEXT, LINE, BAR, GAP = 13, 15, 14, 10
 CODE_LETTER, LETTER = 6.7, 7.2
+NO_BREAK = chr(160)  # a space that an SVG keeps at the beginning of a line
 LONGEST_LABEL = 34  # letters
 PAGE_LETTERS = 110  # of a line of code; a narrow page shows its beginning
 
@@ -65,7 +66,7 @@ def draw(bars: list[Bar], code_letters: int) -> tuple[str, int]:
             top += LINE
             elements.append(
                 f'<text x="6" y="{top}" font-size="11" font-family="ui-monospace, monospace">'
-                f"{escape(one_line(line, code_letters))}</text>"
+                f"{escape(one_line(line, code_letters)).replace(' ', NO_BREAK)}</text>"
             )
         top += GAP
     return "\n".join(elements), top
@@ -129,7 +130,7 @@ def ladder_bars(figures: Figures) -> list[Bar]:
 
 def added_code(line: Line) -> list[str]:
     """The lines that a step adds: all, or the first ones, how many more, and the last one."""
-    added = lines_of_code_added(line.base.row, line.row)
+    added = [*lines_added(line.base.row.text, line.row.text)]
     if len(added) > MOST_LINES:
         added[MOST_LINES - 1 : -1] = [f"... {len(added) - MOST_LINES} more lines, and"]
     return added

@@ -42,8 +42,8 @@ def share(value: float | None) -> str:
     return "-" if not value else f"{value:.0%}"
 
 
-def percent(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{round(100 * value, digits) or 0.0:.{digits}f} %"  # never -0.0
+def percent(value: float) -> str:
+    return f"{number(100 * value)} %"
 
 
 def tflops(flops_per_s: float | None) -> str:

@@ -4,6 +4,7 @@ import difflib
 import functools
 import io
 import re
+import textwrap
 import tokenize
 
 from common.record import Row
@@ -15,33 +16,24 @@ NOTHING = (tokenize.NL, tokenize.COMMENT)
 LONG_SOURCE = 2000  # lines, from which frequent lines are not compared, since that takes too long
 
 
-def lines_of_code_added(before: Row, after: Row) -> list[str]:
-    """The lines of code in `after` that are not in `before`: without docstring, imports, comments and
-    indentation, and without lines that only moved to another depth."""
-    return [*_lines_added(before.text, after.text)]
-
-
 @functools.cache
-def _lines_added(before: str, after: str) -> tuple[str, ...]:
+def lines_added(before: str, after: str) -> tuple[str, ...]:
+    """The lines of code in a source that are not in the one before, each group of them with its depth inside
+    the group: without docstring, imports and comments, and without lines that only moved to another depth."""
     old, new = code_lines(before), code_lines(after)
     if not old or not new:
         return ()
     is_long = max(len(old), len(new)) > LONG_SOURCE
-    changes = difflib.SequenceMatcher(None, old, new, autojunk=is_long).get_opcodes()
-    added = [new[start:end] for kind, _, _, start, end in changes if kind in ("insert", "replace")]
-    return tuple(line for group in added for line in group)
-
-
-def lines_added(before: Row, after: Row) -> int:
-    """How many these are."""
-    return len(lines_of_code_added(before, after))
+    stripped = ([line.strip() for line in lines] for lines in (old, new))
+    changes = difflib.SequenceMatcher(None, *stripped, autojunk=is_long).get_opcodes()
+    groups = [new[start:end] for kind, _, _, start, end in changes if kind in ("insert", "replace")]
+    return tuple(line for group in groups for line in textwrap.dedent("\n".join(group)).split("\n"))
 
 
 def code_lines(source: str) -> list[str]:
-    """The code of a script, line by line, without docstring, imports, comments and indentation."""
+    """The code of a script, line by line, without docstring, imports and comments."""
     text = IMPORTED_NAMES.sub(r"\1", "\n".join(code_of(source)))
-    stripped = [line.strip() for line in text.splitlines()]
-    return [line for line in stripped if not IMPORT.match(line)]
+    return [line for line in text.splitlines() if not IMPORT.match(line.strip())]
 
 
 def code_of(source: str) -> list[str]:

@@ -25,7 +25,7 @@ def derive(run: Run, among: Iterable[Run] = (), is_patched: bool = False) -> Fig
         timed = [other for other in [*earlier, line.base] if other and other.ms]
         line.before = timed[-1] if timed else None
     for line in lines:
-        line.first, line.plain = figures.first, figures.plain
+        line.first = figures.first
     for line in figures.timed:
         line.doubts = doubts.of(line, figures, is_patched)
     return figures

@@ -59,7 +59,6 @@ class Line:
     base: "Line | None" = None
     before: "Line | None" = None  # the base if it has a time, otherwise the nearest step before that has one
     first: "Line | None" = None  # the first step of the run that has a time
-    plain: "Line | None" = None  # where most readers' training stands, see `plain_step`
     doubts: list[str] = field(default_factory=list)  # why its time may be wrong, see report/doubts.py
 
     @property
@@ -116,10 +115,6 @@ class Line:
     @property
     def over_first(self) -> Ratio | None:
         return ratio(self, self.first)
-
-    @property
-    def over_plain(self) -> Ratio | None:
-        return ratio(self, self.plain)
 
     # --- rates ------------------------------------------------------------------------------------
 
@@ -325,7 +320,7 @@ def base_of(line: Line, earlier: list[Line]) -> Line | None:
     with_source = [other for other in earlier[::-1] if other.row.source and other.row.status != "not run"]
     if not (line.row.source and with_source):
         return earlier[-1] if earlier else None
-    return min(with_source, key=lambda other: lines_added(other.row, line.row))
+    return min(with_source, key=lambda other: len(lines_added(other.row.text, line.row.text)))
 
 
 def plain_step(timed: list[Line]) -> Line | None:

@@ -111,28 +111,21 @@ def slow_attention(line: Line) -> Finding | None:
 
 
 def waiting_gpu(line: Line) -> Finding | None:
-    ms = line.category_ms[GAPS]
-    if ms < LEAST_GAPS * line.ms:
+    """Gaps between kernels, and a host that waits for the GPU, which is one of their causes."""
+    ms, count = line.category_ms[GAPS], symptoms_of(line).synchronizations
+    waits, is_captured = ms >= LEAST_GAPS * line.ms, line.row.settings.captured
+    begin = f"The GPU waits for its host {of_step(ms, line)}"
+    if count and not is_captured:
+        begin = f"{begin}, which waits" if waits else "The host waits"
+        times = "once" if count == 1 else f"{count} times"
+        remedy = "keep such numbers on the GPU; no CUDA graph can hold them"
+        return Finding(ms, f"{begin} {times} a step for a number (.item(), `if tensor`, x[mask]): {remedy}")
+    if not waits:
         return None
-    if line.row.settings.captured:
-        remedy = "a larger batch makes its kernels longer"
-    elif symptoms_of(line).synchronizations:
-        return None  # which is told below
-    else:
-        remedy = "a CUDA graph launches all kernels at once, and a larger batch makes them longer"
-    return Finding(ms, f"The GPU waits for its host {of_step(ms, line)}: {remedy}")
-
-
-def synchronizations(line: Line) -> Finding | None:
-    count, ms = symptoms_of(line).synchronizations, line.category_ms[GAPS]
-    if not count or line.row.settings.captured:
-        return None
-    times = "once" if count == 1 else f"{count} times"
-    begin = "The host waits"
-    if ms >= LEAST_GAPS * line.ms:
-        begin = f"The GPU waits for its host {of_step(ms, line)}, which waits"
-    remedy = "keep such numbers on the GPU; no CUDA graph can hold them"
-    return Finding(ms, f"{begin} {times} a step for a number (.item(), `if tensor`, x[mask]): {remedy}")
+    if is_captured:
+        return Finding(ms, f"{begin}: a larger batch makes its kernels longer")
+    remedy = "a CUDA graph launches all kernels at once, and a larger batch makes them longer"
+    return Finding(ms, f"{begin}: {remedy}")
 
 
 def compiler_at_work(line: Line) -> Finding | None:
@@ -210,7 +203,6 @@ RULES = (
     unaligned_products,
     slow_attention,
     waiting_gpu,
-    synchronizations,
     compiler_at_work,
     eager_modules,
     broken_graphs,

@@ -233,12 +233,9 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
     merged.environment = _environment(records)
     merged.problems += [problem for record in records for problem in record.problems]
     merged.problems += _differences([(record.rows[0].step, record) for record in records])
-    own = {
-        row.stem
-        for row in (PurePath(passes[0].script) for passes in planned.values())
-        if row.parts[:1] not in ((), ("ladder",))
-    }
-    merged.problems += _other_code([record.rows[0] for record in records if record.rows[0].step in own], plan)
+    hashed = {step for step, passes in planned.items() if not passes[0].script.startswith("ladder/")}
+    rows = [record.rows[0] for record in records]
+    merged.problems += _other_code([row for row in rows if row.step in hashed], plan)
     merged.problems += [f"{', '.join(steps)} {lack}" for lack, steps in too_few.items()]
     return merged
 

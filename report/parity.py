@@ -64,11 +64,6 @@ def _place(label: str) -> tuple[float, str]:
     return (int(number) if number.isdecimal() else math.inf), label
 
 
-def shared_seeds(of_labels: dict[str, dict[int, Row]]) -> list[int]:
-    """The seeds that all of these labels have."""
-    return sorted(set.intersection(*map(set, of_labels.values()))) if of_labels else []
-
-
 def first_row(rows: dict[int, Row]) -> Row:
     """A row of a label, for what all its seeds have in common."""
     return next(iter(rows.values()))
@@ -226,21 +221,16 @@ def tables(study: Study) -> dict[str, list[dict]]:
 # --- held-out loss against time -------------------------------------------------------------------
 
 
-def rows_tested(study: Study) -> dict[str, dict[int, Row]]:
-    """The rows of every script whose held-out loss was measured on the way."""
-    tested = {}
-    for label, rows in labels(study).items():
-        if label == first_row(rows).step and all(len(row.heldout) > 1 for row in rows.values()):
-            tested[label] = rows
-    return tested
-
-
 def curves(study: Study) -> dict[str, list[tuple[float, float]]]:
     """(seconds of steps, held-out loss) of every script tested on the way, means over the seeds that all
     have."""
-    curves, every = {}, rows_tested(study)
-    seeds = shared_seeds(every)
-    for label, of_seeds in every.items() if seeds else ():
+    tested = {
+        label: rows
+        for label, rows in labels(study).items()
+        if label == first_row(rows).step and all(len(row.heldout) > 1 for row in rows.values())
+    }
+    seeds, curves = sorted(set.intersection(*map(set, tested.values()))) if tested else [], {}
+    for label, of_seeds in tested.items() if seeds else ():
         rows = [of_seeds[seed] for seed in seeds]
         step_s = fmean(median(row.step_ms) for row in rows) / 1e3
         curves[label] = []

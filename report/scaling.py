@@ -7,7 +7,7 @@ itself was.
 
 from dataclasses import dataclass
 
-from common.record import Study, Workload
+from common.record import Study
 from report.cells import LAUNCH, number, percent, tflops, time_or_status
 from report.derive import derive_study
 from report.figures import GAPS, Line, ratio
@@ -27,15 +27,18 @@ class Scaled:
     line: Line
     gpus: int
     parallel: str | None  # ddp, fsdp; None for one GPU
-    captured: bool | None
     alone: Line | None = None  # the row on one GPU that it is compared with
     efficiency: float | None = None  # tokens/s of each GPU over those of one GPU alone
     exposed_ms: float | None = None  # communication in which nothing else ran
     overlapped_ms: float | None = None
     lost: dict[str, float] | None = None  # by category, what the step has more than alone, as shares of it
 
+    @property
+    def captured(self) -> bool | None:
+        return self.line.row.settings.captured
+
     def names(self) -> dict[str, str]:
-        how = f"{WORDS.get(self.parallel, self.parallel)}, {LAUNCH[self.captured]}"
+        how = f"{WORDS[self.parallel]}, {LAUNCH[self.captured]}"
         return {"step": self.line.name, "how": how, "GPUs": str(self.gpus)}
 
     def share(self) -> str:
@@ -50,22 +53,12 @@ def scaled(study: Study) -> list[Scaled]:
     """Every row of every place, those of one script side by side."""
     rows = []
     for place, figures in sorted(derive_study(study).items()):
-        work = figures.run.workload
-        gpus, parallel = _of_place(place, work)
-        for line in figures.steps:
-            rows.append(Scaled(line, gpus, parallel, line.row.settings.captured))
+        number, _, how = place.partition("-")
+        rows += [Scaled(line, int(number), how if how in WORDS else None) for line in figures.steps]
     for row in rows:
         alone = [other for other in rows if other.line.name == row.line.name and other.gpus == 1]
         _compare(row, [other for other in alone if other.line.tokens_per_s])
     return sorted(rows, key=lambda row: (row.line.name, row.gpus))
-
-
-def _of_place(place: str, work: Workload | None) -> tuple[int, str | None]:
-    """GPUs of a place, and how they share the model: of one without a finished row, by its name."""
-    if work:
-        return work.gpus, work.parallel
-    number, _, how = place.partition("-")
-    return int(number) if number.isdecimal() else 1, how if how in WORDS else None
 
 
 def _compare(row: Scaled, alone: list[Scaled]) -> None:
@@ -122,17 +115,17 @@ def main_rows(rows: list[Scaled]) -> list[dict]:
 def lost_rows(rows: list[Scaled]) -> list[dict]:
     """A line a row on several GPUs: what is missing to 100 %, and where it went, in per cent of the step."""
     explained = [row for row in rows if row.lost]
-    names = [name for name in (explained[0].lost if explained else ()) if _is_shown(name, explained)]
+    names = [
+        name
+        for name in (explained[0].lost if explained else ())
+        if any(abs(row.lost[name]) >= SHOWN for row in explained)
+    ]
     cells = []
     for row in explained:
         missing = {"missing": percent(1 - row.efficiency)}
         parts = {WORDS.get(name, name): percent(row.lost[name]) for name in names}
         cells.append(row.names() | missing | parts)
     return cells
-
-
-def _is_shown(name: str, rows: list[Scaled]) -> bool:
-    return any(abs(row.lost[name]) >= SHOWN for row in rows)
 
 
 def tables(study: Study) -> dict[str, list[dict]]:

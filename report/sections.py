@@ -7,16 +7,36 @@ from dataclasses import asdict, dataclass, field
 from common.kernels import in_words
 from common.record import AS_IT_IS, PATCHED, Kernel, Row, Run, Study
 from common.text import one_line
-from report import applied, bars, charts, doubts, findings, proof, sentences, studies, table, trainers
+from report import (
+    ablations,
+    applied,
+    bars,
+    charts,
+    doubts,
+    findings,
+    parity,
+    proof,
+    scaling,
+    sentences,
+    sweep,
+    table,
+    trainers,
+)
 from report.bars import Bar
 from report.cells import milliseconds, number, time_or_status
 from report.changes import code_diff
 from report.derive import derive, derive_study
-from report.figures import MARK, Figures, Line
+from report.figures import MARK, Figures, Line, learning_failure
 
 # Where a section is shown: everywhere, in Markdown and on the page, there alone.
 TERMINAL, TEXT, PAGE = range(3)
 MOST_KERNELS = 12
+TABLES = {  # of a study: rows by the title of their table. common/record.py lists the kinds, STUDIES.
+    "scaling": scaling.tables,
+    "sweep": sweep.tables,
+    "ablations": ablations.tables,
+    "parity": parity.tables,
+}
 
 Rows = list[dict[str, str]]
 
@@ -318,7 +338,7 @@ def _kernel_changes(before: list[Kernel], after: list[Kernel]) -> Rows:
 
 def of_study(study: Study) -> Report:
     """The report of a study, with the machine and the workload of its first run."""
-    tables = studies.KINDS[study.kind].tables(study)
+    tables = TABLES[study.kind](study)
     sections = [Section(text=title, rows=rows, shown=TERMINAL) for title, rows in tables.items() if rows]
     first = derive(next(iter(study.runs.values())))
     columns = {name for rows in tables.values() if rows for name in rows[0]}
@@ -336,11 +356,13 @@ def of_study(study: Study) -> Report:
 
 def _study_remarks(study: Study, tables: dict[str, Rows]) -> list[str]:
     """What is unusual in a study: a line for all rows that share it."""
-    note_of, names = studies.KINDS[study.kind].note_of, {}
+    names: dict[str, list[str]] = {}
     for name, figures in derive_study(study).items():
         for line in figures.lines:
             where = f"{name}, {line.name}" if len(figures.lines) > 1 else name
-            for text in [line.failure, note_of(line), *line.doubts]:
+            # A row's own note tells of what its script does, which a variant may change.
+            note = learning_failure(line.row.loss) if study.kind == "ablations" else line.note
+            for text in [line.failure, note, *line.doubts]:
                 names.setdefault(text, []).append(where)
     names.pop("", None)
     remarks = [f"{text} ({'; '.join(rows)})" for text, rows in names.items()]

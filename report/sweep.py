@@ -1,8 +1,9 @@
 """Many shapes, each a run: how much each step gains where."""
 
 from itertools import pairwise
+from operator import attrgetter
 
-from common.record import Study, Workload
+from common.record import Study
 from report.cells import gain_over, time_or_status
 from report.derive import derive_study
 from report.figures import Figures
@@ -11,11 +12,8 @@ from report.figures import Figures
 def shapes(study: Study) -> list[Figures]:
     """The figures of every shape, by tokens a step, length and width."""
     every = [figures for figures in derive_study(study).values() if figures.run.workload]
-    return sorted(every, key=lambda figures: _size(figures.run.workload))
-
-
-def _size(work: Workload) -> tuple[int, int, int]:
-    return work.batch_size * work.seq_len, work.seq_len, work.n_embd
+    size = attrgetter("tokens_per_step", "seq_len", "n_embd")
+    return sorted(every, key=lambda figures: size(figures.run.workload))
 
 
 def gain_cells(figures: Figures) -> dict[str, str]:

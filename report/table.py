@@ -1,6 +1,7 @@
 """The tables of a run: lists of columns. A row of a table is a dict of cells by the names of columns."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -108,19 +109,14 @@ def main_columns(figures: Figures, detailed: bool) -> list[Column]:
             gain,
         ),
     ]
-    columns += [Column(f"x {line.name}", f"over_{which}", gain) for which, line in compared_with(figures)]
+    for other in filter(None, (figures.first, figures.plain)):
+        columns.append(Column(f"x {other.name}", partial(ratio, other=other), gain))
     columns += [Column("GiB", "gib", number), Column("loss", "loss", lambda loss: number(loss, ".3f"))]
     if detailed and figures.run.peers:
         columns += EQUALS
     if has_another_base(figures):
         columns.append(Column("made from", lambda line: line.base.name if line.base else "-"))
     return columns
-
-
-def compared_with(figures: Figures) -> list[tuple[str, Line]]:
-    """The rows over which gains are shown."""
-    pairs = (("first", figures.first), ("plain", figures.plain))
-    return [(which, line) for which, line in pairs if line]
 
 
 def main_rows(figures: Figures, detailed: bool = False) -> list[dict[str, str]]:
@@ -144,7 +140,8 @@ def front_rows(figures: Figures, additions: list[str]) -> list[dict[str, str]]:
         Column("script", lambda line: f"{line.name}.py"),
         Column("what it adds", lambda line: words.get(line, "-")),
         Column(
-            "code lines added", lambda line: str(lines_added(line.base.row, line.row)) if line.base else "-"
+            "code lines added",
+            lambda line: str(len(lines_added(line.base.row.text, line.row.text))) if line.base else "-",
         ),
         Column("ms", itself, time_or_status),
         Column("x the row above", "over_before", gain),

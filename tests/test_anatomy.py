@@ -36,7 +36,7 @@ def test_an_experiment_predicts_and_measures_on_a_cpu(name, request, monkeypatch
     if name == "compiler":
         compiler, plain = torch.compile, {"backend": "aot_eager"}
         monkeypatch.setattr(torch, "compile", lambda f, **how: compiler(f, **(plain | how)))
-    lab = Lab(name, argparse.Namespace(device="cpu", iters=2, quick=True, json=None))
+    lab = Lab(name, argparse.Namespace(device="cpu", quick=True, json=None))
     sizes = {"vocab": 2000} if name == "learning" else {}
     sentence = importlib.import_module(f"anatomy.{name}").run(lab, **sizes)
     assert sentence.endswith(".") and any(letter.isdigit() for letter in sentence)
@@ -68,7 +68,7 @@ def test_the_commands_list_run_and_write_and_bad_input_is_one_line(tmp_path, mon
     files = {path.stem for path in ROOT.glob("anatomy/*.py")} - {"lab", "__init__", "__main__"}
     listed = run_python("-m", "anatomy").stdout
     assert files == {*ALL} and all(f"  {name} " in listed for name in files)
-    words = ("graph", "--device", "cpu", "--quick", "--iters", "2", "--json", tmp_path / "x.json")
+    words = ("graph", "--device", "cpu", "--quick", "--json", tmp_path / "x.json")
     ended = run_python("-m", "anatomy", *words)
     assert ended.returncode == 0 and "needs a GPU" in ended.stdout, ended.stderr
     written = json.loads((tmp_path / "x.json").read_text())

@@ -265,7 +265,7 @@ def test_a_row_holds_what_the_gpu_did(step, tmp_path):
 
 def test_roofs_are_measured_in_every_precision():
     args = arguments(STEPS[0], **GPU)
-    measured = roofs.measure(args, grid=False)
+    measured = roofs.measure(args)
     for precision in ("fp32", "tf32", "bf16", *(["fp8"] if fp8_reason() is None else [])):
         assert 0 < measured.rate(precision) <= measured.rate(precision, burst=True), measured.notes
     assert measured.copy_bytes_per_s > 1e11 and 2e-6 < measured.launch_s < 2e-4

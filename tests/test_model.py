@@ -236,12 +236,11 @@ def test_a_model_that_cannot_be_compared_gets_one_line(text, said, arguments_of,
 
 
 def test_the_work_of_a_step_is_counted(arguments_of, tmp_path, monkeypatch):
-    monkeypatch.setenv(planned.FACTS, str(tmp_path / "facts.json"))
     args = arguments_of(LINEAR + BATCHES + SUM)
     args.steps = 0
     monkeypatch.setattr(model_check, "parse", lambda *_: args)
     assert model_check.main([]) == 0
-    facts = json.loads((tmp_path / "facts.json").read_text())
+    facts = json.loads(args.output.read_text())
     work = facts["workload"]
     assert (work["unit"], work["tokens_per_step"], work["parameters"]) == ("samples", 4, 16 * 17)
     assert work["flops_per_step"] == 2 * 2 * 4 * 16 * 16, (

@@ -243,11 +243,13 @@ def test_a_variable_that_changes_what_runs_is_told_at_the_first_line(name, monke
 
 
 @pytest.mark.slow
-def test_a_long_training_step_is_told(capfd, monkeypatch):
+def test_a_long_training_step_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "LONG_S", 0.0)
-    monkeypatch.setattr(sys, "argv", ["facts", "--device", "cpu", "--n-layer", "1", "--seq-len", "32"])
+    answer = tmp_path / "facts.json"
+    words = ["--device", "cpu", "--n-layer", "1", "--seq-len", "32", "--output", str(answer)]
+    monkeypatch.setattr(sys, "argv", ["facts", *words])
     facts.main()
-    said = json.loads(capfd.readouterr().out)["messages"][-1]
+    said = json.loads(answer.read_text())["messages"][-1]
     assert "takes at least 0.0 minutes here" in said and "--step-timeout" in said
 
 

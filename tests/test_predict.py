@@ -11,7 +11,7 @@ from conftest import ROOT, arguments, run_python
 
 from common import flops
 from common.model import PRESETS, GPTConfig
-from common.record import ProductRate, Roofs, write_json
+from common.record import Environment, ProductRate, Roofs, write_json
 from ladder import roofs as bare
 from predict import __main__ as predict
 from predict import errors, roofs
@@ -33,7 +33,8 @@ def roofs_with(flops_per_s=1e12, bytes_per_s=1e11, launch_s=0.0, steady=1.0):
         for T in (256, 1024, 16384)
         for D in (64, 128)
     ]
-    return Roofs(bytes_per_s, products, kernels, attention, launch_s)
+    hopper = Environment("GPU", "cuda", compute_capability=(9, 0))
+    return Roofs(bytes_per_s, products, kernels, attention, launch_s, environment=hopper)
 
 
 def test_a_machine_of_one_rate_gives_the_flops_over_it_and_the_bytes_over_its_speed():
@@ -172,7 +173,7 @@ def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
     for module in (roofs, bare):
         monkeypatch.setattr(module, "steady_seconds", lambda work, *_: (work(), 2**-10)[1])
     monkeypatch.setattr(bare, "mean_seconds", lambda work, n, device: 2**-11)
-    measured = roofs.measure(args := arguments("0_baseline"), grid=True)
+    measured = roofs.measure(args := arguments("0_baseline"))
     for rate in measured.products:
         work = 2 * rate.m * rate.n * rate.k
         assert rate.burst_flops_per_s == 2**11 * work and rate.flops_per_s in (None, 2**10 * work)
@@ -187,9 +188,7 @@ def test_the_roofs_of_this_machine_predict_its_steps(monkeypatch, tmp_path):
         2**33,
         3 * 2**27,
     )
-    assert 2**9 in {size for _, size, _ in roofs.measure(args, grid=False).kernels}, (
-        "of no tensor, and without a grid"
-    )
+    assert 2**9 in {size for _, size, _ in measured.kernels}, "of no tensor"
     write_json(tmp_path / "roofs.json", measured)
     read, _ = predict.read_roofs(str(tmp_path / "roofs.json"))
     for step in ("0_baseline", "2_sdpa"):

@@ -89,7 +89,7 @@ def test_bars_are_to_scale_the_longest_as_wide_as_the_drawing(recorded):
 
 def test_a_picture_has_the_lines_of_the_scripts_and_nothing_of_a_record_is_markup(recorded):
     text = bars.picture(recorded, bars.NARROW)
-    code = re.findall(r">\+ (.*?)</text>", text)
+    code = [line.strip() for line in re.findall(r">\+ (.*?)</text>", text.replace(bars.NO_BREAK, " "))]
     sources = "\n".join(line.row.source for line in recorded.steps)
     assert len(code) > 15 and all(line.rstrip("…") in sources or line.startswith("... ") for line in code)
     odd = runs.row(runs.HOSTILE, source=f"x = 1\n{runs.HOSTILE}\n", profile=runs.profile(100.0))
@@ -457,27 +457,25 @@ def test_the_chart_of_losses_shows_each_and_how_far_it_lies_above_the_first():
 
 
 def test_the_picture_leaves_out_what_is_no_change_of_code():
-    before = runs.row("0_x", source='"""Doc."""\nimport a\n\nx = 1\nloss = f(x)\n')
-    after = runs.row(
-        "1_x", source='"""Other."""\nimport b\n\n# why\nx = 1  # one\nwith amp:\n    loss = f(x)\n'
+    before = '"""Doc."""\nimport a\n\nx = 1\nloss = f(x)\n'
+    after = '"""Other."""\nimport b\n\n# why\nx = 1  # one\nwith amp:\n    loss = f(x)\n'
+    assert changes.lines_added(before, after) == ("with amp:",) and changes.lines_added(after, before) == ()
+    assert changes.lines_added("", after) == ()
+    loop = f"{before}def f(a):\n    for b in a:\n        b.run()\n"
+    assert changes.lines_added(before, loop.replace("def f", "def g")) == (
+        "def g(a):",
+        "    for b in a:",
+        "        b.run()",
     )
-    assert (
-        changes.lines_of_code_added(before, after) == ["with amp:"]
-        and changes.lines_of_code_added(after, before) == []
-    )
-    assert changes.lines_of_code_added(runs.row("0_x", source=None), after) == []
+    assert changes.lines_added(f"{before}def f(a):\n    pass\n", loop) == ("for b in a:", "    b.run()")
     many = "from m import (\n    one,\n    two,\n)\n" + "".join(f"x = {k % 3}\n" for k in range(300))
-    longer = [runs.row("0_x", source=text) for text in (many[many.index("x") :], f"y = 2\n{many}")]
-    assert changes.lines_of_code_added(*longer) == ["y = 2"], "whatever is frequent in a long source"
+    longer = (many[many.index("x") :], f"y = 2\n{many}")
+    assert changes.lines_added(*longer) == ("y = 2",), "whatever is frequent in a long source"
 
 
 def test_long_sources_are_compared_in_no_time():
     began = time.process_time()
-    old, new = (
-        runs.row(name, source="".join(f"x = {i * k % 3}\n" for i in range(3000)))
-        for name, k in (("a", 1), ("b", 2))
-    )
-    changes.lines_of_code_added(old, new)
+    changes.lines_added(*("".join(f"x = {i * k % 3}\n" for i in range(3000)) for k in (1, 2)))
     assert time.process_time() - began < 15
 
 

@@ -168,7 +168,7 @@ def test_a_variant_is_compared_with_its_script_and_one_that_breaks_stays_a_row(
 def test_a_folder_of_results_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "ROOT", tmp_path)
     (tmp_path / "results").symlink_to(tmp_path / "not there" / "at all")
-    with pytest.raises(Skip, match="results cannot be used: "):
+    with pytest.raises(Skip, match="-parity cannot be used: "):
         running.folder_of("parity", None)
     (tmp_path / "file").write_text("")
     with pytest.raises(Skip, match="file cannot be used: "):
