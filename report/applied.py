@@ -4,7 +4,7 @@ file, and the batch that the memory which they free allows."""
 import shlex
 from pathlib import PurePath
 
-from common.record import ALLOCATION, PATCHED, Row, Run
+from common.record import ALLOCATION, PATCHED, Run
 from report.cells import time_or_status, whole
 from report.derive import derive
 from report.figures import GIB, Figures, Line, ratio
@@ -15,7 +15,7 @@ AS_FAST = 0.97  # times as fast as the row that it follows: a patched file
 
 def recommended(figures: Figures) -> Line | None:
     """The row with all changes that a model should take; None where nothing is recommended."""
-    timed = [line for line in figures.timed_steps if line.name != PATCHED]
+    timed = figures.timed_steps
     if figures.run.is_of_ladder or figures.environment.device_type == "cpu" or not timed:
         return None
     taken = [line for line in taken_of(timed) if line is not timed[0]]
@@ -24,10 +24,11 @@ def recommended(figures: Figures) -> Line | None:
 
 def patch_note(figures: Figures) -> str:
     """What came of the patch of a user's file, in a sentence; empty where none was made."""
-    row, wanted = patched_row(figures), recommended(figures)
+    row = next((row for row in figures.run.rows if row.step == PATCHED), None)
+    wanted = recommended(figures)
     if row is None or wanted is None:
         return ""
-    line = next((line for line in figures.timed_steps if line.row is row), None)
+    line = figures.patched
     if line is None:
         return f"No patch is offered: {row.reason or 'no reason given'}."
     if objection := objection_to_patch(line, wanted):
@@ -41,10 +42,6 @@ def patch_note(figures: Figures) -> str:
     )
 
 
-def patched_row(figures: Figures) -> Row | None:
-    return next((row for row in figures.run.rows if row.step == PATCHED), None)
-
-
 def patch_name(run: Run) -> str:
     """Of its file, without the folders that a record may name."""
     return f"{PurePath(run.workload.model).stem}.patch"
@@ -52,9 +49,8 @@ def patch_name(run: Run) -> str:
 
 def offered_patch(figures: Figures) -> str:
     """The patch of a user's file, if it has the time and the work of the row that it follows."""
-    row, wanted = patched_row(figures), recommended(figures)
-    line = next((line for line in figures.timed_steps if line.row is row), None)
-    return (row.code or "") if line and wanted and not objection_to_patch(line, wanted) else ""
+    line, wanted = figures.patched, recommended(figures)
+    return (line.row.code or "") if line and wanted and not objection_to_patch(line, wanted) else ""
 
 
 def objection_to_patch(line: Line, wanted: Line) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
 from common.kernels import in_words
-from common.record import CATEGORIES, PATCHED
+from common.record import CATEGORIES
 from common.text import one_line
 from report.cells import gain, time_or_status
 from report.changes import lines_added
@@ -123,7 +123,7 @@ def ladder_bars(figures: Figures) -> list[Bar]:
     bars = [time_bar(line) for line in figures.steps]
     for bar, line in zip(bars, figures.steps, strict=True):
         is_tried = line.row.changes and not line.ms  # what a model did not take is nothing to copy
-        if line.base and not is_tried and line.name != PATCHED:
+        if line.base and not is_tried:
             bar.code = [f"+ {code}" for code in added_code(line)]
     return bars
 

@@ -284,12 +284,16 @@ class Figures:
     """A run with the figures of its rows."""
 
     run: Run
-    lines: list[Line]  # steps, then peers
+    lines: list[Line]  # steps, the patched file of a model, and peers
     environment: Environment
 
     @property
     def steps(self) -> list[Line]:
-        return [line for line in self.lines if not line.is_peer]
+        return [line for line in self.lines if not line.is_peer and line.name != PATCHED]
+
+    @property
+    def patched(self) -> Line | None:
+        return next((line for line in self.lines if line.name == PATCHED), None)
 
     @property
     def timed(self) -> list[Line]:
@@ -314,8 +318,7 @@ def base_of(line: Line, earlier: list[Line]) -> Line | None:
     """Of these steps before it, the one that a step is made from. Of a model, whose row has no such step, and
     of scripts whose records hold no source, the one before."""
     if line.row.changes:
-        wanted = line.row.changes if line.name == PATCHED else line.row.changes[:-1]
-        alike = [other for other in earlier if other.ms and other.row.changes == wanted]
+        alike = [other for other in earlier if other.ms and other.row.changes == line.row.changes[:-1]]
         return next(iter([*alike, *earlier[-1:]]), None)
     with_source = [other for other in earlier[::-1] if other.row.source and other.row.status != "not run"]
     if not (line.row.source and with_source):

@@ -5,7 +5,7 @@ import re
 from typing import NamedTuple
 
 from common.kernels import COPIES, PRODUCTS, in_words
-from common.record import PATCHED, UNFUSED, Symptoms
+from common.record import UNFUSED, Symptoms
 from report.cells import milliseconds
 from report.figures import GAPS, TENSOR_CORES, Figures, Line, is_mixed
 
@@ -41,13 +41,13 @@ def of(figures: Figures) -> tuple[str, list[str]]:
 
 def fastest(figures: Figures) -> Line | None:
     """Of a GPU's steps that do the same work, the fastest; None where that one has no profile."""
-    sound = [line for line in figures.timed_steps if line.same_work != "differs" and line.name != PATCHED]
+    sound = [line for line in figures.timed_steps if line.same_work != "differs"]
     line = min(sound, key=lambda line: line.ms, default=None)
     return line if line and line.profile and line.profile.idle_ms is not None else None
 
 
 def last_in_fp8(figures: Figures) -> Line | None:
-    in_fp8 = [line for line in figures.timed_steps if line.row.settings.fp8_recipe and line.name != PATCHED]
+    in_fp8 = [line for line in figures.timed_steps if line.row.settings.fp8_recipe]
     return in_fp8[-1] if in_fp8 else None
 
 

@@ -5,7 +5,7 @@ import re
 from dataclasses import asdict, dataclass, field
 
 from common.kernels import in_words
-from common.record import AS_IT_IS, PATCHED, Kernel, Row, Run, Study
+from common.record import AS_IT_IS, Kernel, Row, Run, Study
 from common.text import one_line
 from report import (
     ablations,
@@ -241,9 +241,7 @@ def _settings(figures: Figures) -> Section:
 
 def _steps(figures: Figures) -> Section:
     """A card for every step but the first, and none for one that was left out."""
-    made = [
-        line for line in figures.steps if line.base and line.row.status != "not run" and line.name != PATCHED
-    ]
+    made = [line for line in figures.steps if line.base and line.row.status != "not run"]
     return Section("Step by step", parts=[card(line) for line in made])
 
 

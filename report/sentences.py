@@ -30,7 +30,7 @@ UNCOUNTED = "PyTorch's counter does not know all FLOPs of this model. Loading of
 def headline(figures: Figures) -> str:
     """What a run shows: the fastest step against AMP + SDPA and against the first, and whether FP8 pays; or
     why it shows nothing. No gain is told of a figure that may be wrong, and none of a CPU."""
-    timed = [line for line in figures.timed_steps if line.name != PATCHED]
+    timed = figures.timed_steps
     if not timed:
         return "No step has a time"
     if figures.environment.device_type == "cpu":

@@ -5,7 +5,7 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from common.record import PATCHED, PRECISIONS, Roofs
+from common.record import PRECISIONS, Roofs
 from report.cells import (
     LAUNCH,
     dtype,
@@ -103,11 +103,7 @@ def main_columns(figures: Figures, detailed: bool) -> list[Column]:
         Column("ms", itself, time_with_range if detailed else time_or_status),
         Column(f"{unit}/s", "tokens_per_s", whole),
         Column("TFLOP/s", "flops_per_s", tflops),
-        Column(
-            "x made from" if has_another_base(figures) else "x above",
-            lambda line: None if line.name == PATCHED else line.over_before,
-            gain,
-        ),
+        Column("x made from" if has_another_base(figures) else "x above", "over_before", gain),
     ]
     for other in filter(None, (figures.first, figures.plain)):
         columns.append(Column(f"x {other.name}", partial(ratio, other=other), gain))
@@ -126,7 +122,7 @@ def main_rows(figures: Figures, detailed: bool = False) -> list[dict[str, str]]:
 
 def has_another_base(figures: Figures) -> bool:
     """Whether a timed step is made from another step than the nearest timed one above."""
-    steps = [line for line in figures.timed_steps if line.name != PATCHED]
+    steps = figures.timed_steps
     return any(line.before is not above for above, line in pairwise(steps))
 
 
