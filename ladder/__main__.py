@@ -162,6 +162,9 @@ def prepare(request: Request) -> running.Job:
     roofs = kind == "ladder" and request.processes == 1 and not (options.no_roofs or is_measured)
     facts = rows.check(arguments, request.processes, options.model, limit_s, roofs=roofs)
     check_gpus(request, facts)
+    rule = "a step is called NUMBER_name.py, with letters, digits and _ in its name"
+    told = [f"{name} is left out: {rule}" for name in rows.misnamed()]
+    facts |= {"messages": [*facts["messages"], *told]}
     pinned = dict(facts["pinned"])
     if kind == "sweep":
         pinned.pop("--batch-size", None)  # each shape has its own

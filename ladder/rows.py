@@ -62,6 +62,11 @@ def scripts(only: str | None = None) -> list[str]:
     return sorted(names, key=lambda name: (number_of(name), name))
 
 
+def misnamed() -> list[str]:
+    """Files that begin as a step does, and are none."""
+    return sorted(path.name for path in ROOT.glob("[0-9]*.py") if not STEP.fullmatch(path.name))
+
+
 def number_of(script: str) -> int:
     return int(script.partition("_")[0])
 

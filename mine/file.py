@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.util
 import itertools
+import linecache
 import random
 import re
 import sys
@@ -298,13 +299,25 @@ def load(path: Path) -> ModuleType:
     sys.argv[:] = [str(path)]
     sys.path.insert(0, str(path.parent))  # of what the file imports beside it
     name = f"{path.stem}_file" if path.stem in sys.modules else path.stem  # torch.py hides no torch
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # as an import does: dataclasses look there
-    called(lambda: spec.loader.exec_module(module), path)
+    module = imported(path, name)
     missing = [f"{name}()" for name in NEEDED if not callable(getattr(module, name, None))]
     if missing:
         raise Skip(f"{path.name} lacks {' and '.join(missing)}: see examples/gpt2.py")
+    return module
+
+
+def imported(path: Path, name: str, text: str | None = None) -> ModuleType:
+    """The file as a module of this name, or another `text` in its place, which finds its folder and its data
+    as before."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # as an import does: dataclasses look there
+    if text is None:
+        called(lambda: spec.loader.exec_module(module), path)
+    else:
+        lines = text.splitlines(keepends=True)
+        linecache.cache[str(path)] = (len(text), None, lines, str(path))  # for inspect
+        called(lambda: exec(compile(text, str(path), "exec"), vars(module)), path)
     return module
 
 

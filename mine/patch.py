@@ -3,12 +3,8 @@ before it returns, and as decorators of loss(). Nothing but a copy in memory is 
 
 import ast
 import difflib
-import importlib.util
-import linecache
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 from torch import nn
 
@@ -16,7 +12,6 @@ from common.text import Skip, one_line
 from ladder.rows import AMP, COMPILE, FP8, SDPA
 from mine import program
 from mine.attention import switch_of
-from mine.file import called
 
 
 def read(path: Path) -> str:
@@ -99,13 +94,3 @@ def difference(name: str, before: str, after: str) -> str:
     changed = difflib.unified_diff(*texts, f"a/{name}", f"b/{name}")
     endless = "\n\\ No newline at end of file\n"
     return "".join(line if line[-1] == "\n" else line + endless for line in changed)
-
-
-def load(path: Path, name: str, text: str) -> ModuleType:
-    """A patched text as the module of its file, whose folder and data it finds as before."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))  # for inspect
-    called(lambda: exec(compile(text, str(path), "exec"), vars(module)), path)
-    return module

@@ -34,7 +34,7 @@ def replace_attention(args: ModelArguments) -> None:
         raise Skip(f"{place} has a self.{edit.dropout} that is no nn.Dropout: it was left as it is")
     try:
         model_file.set_seeds(args.seed)  # as before the file was imported
-        args.file = patch.load(args.path, args.file.__name__, edit.text)
+        args.file = model_file.imported(args.path, args.file.__name__, edit.text)
         losses = noisy_losses(args)
     except Exception as error:
         args.file = before

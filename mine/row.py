@@ -164,7 +164,7 @@ def patch_file(names: list[str], args: ModelArguments) -> list[str]:
         raise Skip(f"none of the changes can be placed in {args.path.name}")
     args.code = patch.difference(args.path.name, text, patched)
     model_file.set_seeds(args.seed)  # as before the file was imported
-    args.file = patch.load(args.path, args.file.__name__, patched)
+    args.file = model_file.imported(args.path, args.file.__name__, patched)
     return [name for name in names if name not in placed]
 
 

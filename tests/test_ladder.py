@@ -461,6 +461,17 @@ def test_a_check_that_ends_without_an_answer_is_one_line(
     assert refused.value.code == code and said in capsys.readouterr().err
 
 
+def test_a_file_that_is_named_nearly_as_a_step_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "check", lambda *_, **__: FACTS)
+    monkeypatch.setattr(rows, "ROOT", tmp_path)
+    monkeypatch.setattr(running, "code_of", lambda _: None)
+    for name in ("0_x.py", "5_my-step.py", "notes.py"):
+        (tmp_path / name).write_text("")
+    job = command.prepare(command.parse([]))
+    assert [row.script for row in job.rows] == ["0_x.py"]
+    assert job.facts["messages"][-1].startswith("5_my-step.py is left out: a step is called NUMBER_name.py")
+
+
 def test_peers_are_rows_of_every_pass(monkeypatch):
     monkeypatch.setattr(rows, "check", lambda *_, **__: FACTS)
     _, planned, *_ = command.prepare(command.parse(["--peers", "--repeat", "2", "--only", "2"]))
