@@ -73,10 +73,10 @@ def row_sha256(source: str, root: Path, measured_by: tuple[str, ...] = ROOTS) ->
 
 @functools.cache
 def read_modules(root: Path) -> dict[str, Module]:
-    """The modules whose definitions a row may run through, by their names: common/, and the steps, which
-    peers import."""
+    """The modules whose definitions a row may run through, by their names: common/, the steps, which peers
+    import, and what lies beside them."""
     paths = {f"common.{path.stem}": path for path in root.glob("common/*.py")}
-    paths |= {path.stem: path for path in root.glob("[0-9]*_*.py")}
+    paths |= {path.stem: path for path in root.glob("*.py")}
     modules = {}
     for name, path in sorted(paths.items()):
         with contextlib.suppress(SyntaxError, ValueError):  # of a step that is being written: its row says so

@@ -183,6 +183,18 @@ def test_what_a_root_reaches_counts(module, changed, tmp_path):
     assert hashed("0") != hashed(changed)
 
 
+def test_a_module_beside_the_steps_counts_where_one_imports_it(checkout):
+    step = "from helper import twice\n\n\ndef main():\n    return twice(1)\n"
+    hashes = []
+    for factor, other in ((2, 1), (2, 2), (3, 2)):
+        text = f"def twice(x):\n    return {factor} * x\n\n\ndef other():\n    return {other}\n"
+        (checkout / "helper.py").write_text(text)
+        fingerprint.read_modules.cache_clear()
+        hashes.append(sha256(step, checkout))
+    assert hashes[0] == hashes[1] != hashes[2] and rows_that_change(checkout) == []
+    fingerprint.read_modules.cache_clear()
+
+
 def test_a_star_import_is_refused():
     with pytest.raises(ValueError, match=r"from x import \*"):
         sha256("from x import *")
