@@ -28,6 +28,7 @@ VARIABLES = {
     ALLOCATION: ("", "memory of the GPU is not allocated as by default"),
 }
 FP8_CAPABILITY = (8, 9)  # Ada, Hopper and newer multiply FP8
+NO_FP8 = "FP8 needs an NVIDIA GPU of the generation Ada, Hopper or newer"
 OLDEST_OF_TRITON = (7, 0)
 
 
@@ -132,7 +133,7 @@ def require_fp8(device: torch.device) -> tuple[int, int]:
     """The compute capability of a GPU that multiplies FP8. Raises Skip for any other device."""
     capability = compute_capability(device)
     if capability < FP8_CAPABILITY:
-        raise Skip("FP8 needs an NVIDIA GPU of the generation Ada, Hopper or newer")
+        raise Skip(NO_FP8)
     return capability
 
 

@@ -53,11 +53,14 @@ def predict(name: str, shape, batch_size: int, measured: Roofs, capture: bool = 
     """
     step, machine, numbers = STEPS[name], Machine(measured), roofs.sizes(shape, batch_size)
     precision = step.precision or ("bf16" if "bf16" in machine.precisions else "fp32")
+    capability = measured.environment.compute_capability or (0, 0)  # of a CPU
+    if precision == "fp8" and capability < hardware.FP8_CAPABILITY:
+        raise ValueError(hardware.NO_FP8)
     if precision not in machine.precisions or not (measured.kernels and measured.attention):
         lacking = f"{precision.upper()} products, kernels or attention"
         raise ValueError(f"the roofs lack {lacking}: python -m predict.roofs measures them")
     if precision == "fp8":
-        check_fp8(shape, batch_size, measured)
+        check_fp8(shape, batch_size, hardware.fp8_unit(capability))
     products = list(products_of(name, shape, batch_size, machine, precision))
     attention_s, launches = 0.0, sum(count for count, _, _ in products)
     kernels, others_s = sum_of_passes(step, shape.n_layer, numbers, machine)
@@ -93,9 +96,8 @@ def fused_attention(shape, batch_size: int, machine: Machine) -> tuple[float, fl
     return machine.attention_s(shape.seq_len, D, heads), work / machine.large(precision).burst_flops_per_s
 
 
-def check_fp8(shape, batch_size: int, measured: Roofs) -> None:
-    """Raises ValueError for sizes that the machine of the roofs cannot multiply in FP8."""
-    unit = hardware.fp8_unit(measured.environment.compute_capability)
+def check_fp8(shape, batch_size: int, unit: int) -> None:
+    """Raises ValueError for sizes that cannot be multiplied in FP8, which must divide by `unit`."""
     for size in (shape.n_embd, batch_size * shape.seq_len, shape.vocab_size):
         if size % unit:
             raise ValueError(f"FP8 needs channels, tokens and vocabulary divisible by {unit}, not {size}")
