@@ -7,6 +7,7 @@ from common import hardware
 from common.text import Skip, one_line
 from ladder.rows import AMP, COMPILE, FP8, SDPA
 from mine.attention import advice_on_attention, kernels_before, switch_of
+from mine.batch import described
 from mine.blocks import blocks_of
 from mine.file import called
 from mine.program import (
@@ -65,9 +66,10 @@ def convert_to_fp8(program: Program) -> None:
     if hasattr(args.file, "fp8"):
         called(lambda: program.run([f"fp8_context = {args.module_name}.fp8(model)"]), args.path)
         context = program.scope["fp8_context"]
-        if hasattr(context, "__enter__") and not isinstance(context, type):
-            what = "what makes one, as te.autocast without brackets"
-            raise Skip(f"fp8() of {args.path.name} returns a context, which one step enters: return {what}")
+        is_made = hasattr(context, "__enter__") and not isinstance(context, type)
+        if context is not None and (is_made or not callable(context) or isinstance(context, torch.nn.Module)):
+            what = "what makes the context of a step, as te.autocast without brackets, or nothing"
+            raise Skip(f"fp8() of {args.path.name} returns {described(context)}: let it return {what}")
         program.contexts += ["fp8_context()"] * (context is not None)
         return
     blocks = blocks_of(model, args.blocks) or [model]

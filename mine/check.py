@@ -23,7 +23,7 @@ from common.text import Skip, explain, one_line, run_command, say
 from ladder import facts
 from ladder.rows import AMP, AS_IT_IS, COMPILE, FROM, MODEL_ROWS, SDPA
 from mine.attention import calling_line, switch_of
-from mine.batch import call_text, copied, output_of, sha256_of, units_of
+from mine.batch import copied, sha256_of, units_of
 from mine.blocks import count_weights, list_blocks, say_blocks
 from mine.file import SEEN, ModelArguments, called, in_a_process_of_its_own, parse, weights_sha256
 from mine.program import Program
@@ -42,7 +42,6 @@ def check(args: ModelArguments) -> Workload:
         raise Skip(f"model() of {args.path.name} has no weight to train: let one have requires_grad=True")
     work = settle_steps(args, model)
     size = f"{work.parameters / 1e6:,.1f} M parameters, {work.tokens_per_step:,} {work.unit} a step"
-    see_loss(args, model)
     see_start(args, model)
     args.remarks = [f"{work.model}: {size}", *args.remarks]
     if COMPILE not in args.rows_in_file:
@@ -205,16 +204,6 @@ class Operators(TorchDispatchMode):
 
 
 # --- what a step does already ---------------------------------------------------------------------
-
-
-def see_loss(args: ModelArguments, model: torch.nn.Module) -> None:
-    """Sets the expression of the loss of `batch`, as a reader writes it, of a model that returns it."""
-    if hasattr(args.file, "loss"):
-        return
-    with torch.no_grad():
-        output = output_of(model, copied(args.drawn[0], args.device))
-    of_output = "" if isinstance(output, torch.Tensor) else ".loss"
-    args.loss_text = f"{call_text(args.drawn[0])}{of_output}".replace("batch", "{batch}")
 
 
 def see_start(args: ModelArguments, model: torch.nn.Module) -> None:

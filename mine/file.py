@@ -8,16 +8,19 @@ fp8(model)                      optional: turns layers to FP8 in place, may retu
                                 a step, as te.autocast without brackets
 """
 
+import builtins
 import copy
 import functools
 import hashlib
 import importlib.util
 import itertools
+import keyword
 import linecache
 import random
 import re
 import sys
 import traceback
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +35,7 @@ from common.record import Workload
 from common.text import OneLineParser, Skip, explain, one_line, portable_command
 from ladder.rows import FP32, FROM
 from mine.batch import (
+    call_text,
     check_parts,
     copied,
     described,
@@ -69,6 +73,9 @@ NAMES_OF_PROGRAMS = (
     "cloned",
     "copy_into",
     "divides",
+    "replay",
+    "group",
+    "__main__",
     "fp8_context",
 )
 # What the check saw, for the rows.
@@ -123,8 +130,9 @@ class ModelArguments(options.Measurement):
     def module_name(self) -> str:
         """By which a program of the user's imports the file."""
         stem = self.path.stem
-        is_free = stem.isidentifier() and stem not in {*sys.stdlib_module_names, *NAMES_OF_PROGRAMS}
-        return stem if is_free else "my_file"
+        taken = {*sys.stdlib_module_names, *dir(builtins), *keyword.kwlist, *NAMES_OF_PROGRAMS}
+        is_name = stem.isidentifier() and unicodedata.normalize("NFKC", stem) == stem  # as Python reads it
+        return stem if is_name and stem not in taken else "my_file"
 
     def about(self) -> list[str]:
         return [*hardware.about(self.device), f"model of {self.path.name}"]
@@ -176,7 +184,7 @@ class ModelArguments(options.Measurement):
         return model.to(self.device).train()
 
     def loss(self, model: torch.nn.Module, batch) -> torch.Tensor:
-        """The scalar loss of a batch: by the file's `loss`, or the model's output."""
+        """The scalar loss of a batch: by the file's `loss`, or the model's output, which sets `loss_text`."""
         if hasattr(self.file, "loss"):
             return self.file.loss(model, batch)
         try:
@@ -186,7 +194,9 @@ class ModelArguments(options.Measurement):
                 raise
             how = f"a batch is the model's arguments, unless {self.path.name} defines loss(model, batch)"
             raise Skip(f"{one_line(error)}: {how}") from error
-        loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+        is_loss = isinstance(output, torch.Tensor)
+        loss = output if is_loss else getattr(output, "loss", None)
+        self.loss_text = call_text(batch).replace("batch", "{batch}") + ("" if is_loss else ".loss")
         if loss is None or loss.dim():
             raise Skip(
                 f"the model returns {described(output)}: write in {self.path.name} {loss_for(output, batch)}"
@@ -337,6 +347,8 @@ def called(function: Callable, path: Path):
             advice = f": rename {path.name}, a library has a module of that name"
         elif isinstance(error, ModuleNotFoundError):
             advice = f": install it for {sys.executable}, which runs the file"
+        if isinstance(error, TypeError) and "argument 'fused'" in str(error):
+            advice = ": let optimizer() take **how, and pass on what your class takes of it"
         if isinstance(error, FileNotFoundError):
             advice = f": it runs in {hardware.ROOT}, so name a file by Path(__file__).parent"
         raise Skip(f"{path.name}{where}: {type(error).__name__}: {one_line(error)}{advice}") from error

@@ -4,6 +4,7 @@ that a reader copies.
 Two rows differ by the lines of a change, and none of them needs a function of this project.
 """
 
+import keyword
 import linecache
 import textwrap
 from collections.abc import Callable
@@ -23,7 +24,8 @@ COMPILER_LIMIT = 8  # of compilations of one function
 ALIGNED, PADDED = 8, 64  # sizes of a product: numbers that 16 bytes hold in BF16, and what to pad to
 PRECISION = 'torch.set_float32_matmul_precision("high")'  # what autocast leaves in FP32 is TF32
 UPDATE = ["loss.backward()", "optimizer.step()", "optimizer.zero_grad()"]
-UPDATES = ["loss.backward()", "for each in optimizer:", "    each.step()", "    each.zero_grad()"]  # a list
+EACH = "for each in optimizer:"  # of a list: all step before gradients go, since two may share weights
+UPDATES = ["loss.backward()", EACH, "    each.step()", EACH, "    each.zero_grad()"]
 COPY_BEFORE = "# Copy the model, as for an EMA, before this line: a later deepcopy would call this model."
 WITHOUT_MASK = [  # by the name "sdpa", a CUDA graph gets a mask as a tensor, which is slow
     '# Without any mask but the causal one: padded batches, and generate() of several prompts, need "sdpa".',
@@ -60,7 +62,7 @@ GRAPH = [
 BEFORE_GRAPH = [
     "# once, after three such steps, all in `with torch.cuda.stream(torch.cuda.Stream()):`",
     "# The graph keeps the learning rate. A schedule needs it as a tensor on the GPU, and fill_ it:",
-    '# for group in optimizer.param_groups: group["lr"] = torch.tensor(group["lr"], device="cuda")',
+    '# for group in {groups}: group["lr"] = torch.tensor(group["lr"], device="cuda")',
 ]
 
 
@@ -131,7 +133,11 @@ class Program:
         each = self.step()
         if self.is_captured:
             clone, copies = copy_lines(self.args.drawn[0])
-            lines += [*BEFORE_GRAPH, clone, *self.graph(), ""]
+            groups = "optimizer.param_groups"
+            if isinstance(self.scope["optimizer"], (list, tuple)):
+                groups = "[group for each in optimizer for group in each.param_groups]"
+            lines += [line.replace("{groups}", groups) for line in BEFORE_GRAPH]
+            lines += [clone, *self.graph(), ""]
             each = [*copies, "graph.replay()"]
         return "\n".join([*lines, "# in each training step", *each]) + "\n"
 
@@ -191,11 +197,16 @@ def place_of(model: nn.Module, name: str) -> str:
     """A module by its name, as Python writes it: `model.stages[1].blocks`."""
     text, parent = "model", model
     for part in filter(None, name.split(".")):
+        child, is_list = parent.get_submodule(part), isinstance(parent, (nn.Sequential, nn.ModuleList))
         if isinstance(parent, nn.ModuleDict):
             text += f"[{part!r}]"
+        elif is_list and part.isdecimal() and int(part) < len(parent) and parent[int(part)] is child:
+            text += f"[{part}]"  # a slice of nn.Sequential keeps the keys of the whole
+        elif part.isidentifier() and not keyword.iskeyword(part):
+            text += f".{part}"
         else:
-            text += f"[{part}]" if part.isdecimal() else f".{part}"
-        parent = parent.get_submodule(part)
+            text += f".get_submodule({part!r})"
+        parent = child
     return text
 
 
@@ -262,13 +273,17 @@ def compiled_loss_lines(model: nn.Module, module: str | None = None) -> list[str
     """The loss of a `module` of the user's, or that of a Hugging Face model."""
     if module:
         return [f"{module}.loss = torch.compile({module}.loss)"]
-    if getattr(model, "loss_function", None):
+    settable = getattr(getattr(type(model), "loss_function", None), "fset", True)
+    if callable(getattr(model, "loss_function", None)) and settable:
         return ["model.loss_function = torch.compile(model.loss_function)"]
     return []
 
 
 def for_each_block(model: nn.Module, name: str, *lines: str) -> list[str]:
-    values = ".values()" if isinstance(model.get_submodule(name), nn.ModuleDict) else ""
+    module = model.get_submodule(name)
+    members, values = (module.values(), ".values()") if isinstance(module, nn.ModuleDict) else (module, "")
+    if [*members] != [*module.children()]:  # without what is None, and whatever its own iterator gives
+        values = ".children()"
     return [f"for block in {place_of(model, name)}{values}:", *(f"    {line}" for line in lines)]
 
 

@@ -12,6 +12,7 @@ import goldens
 import pytest
 import runs
 import torch
+import torch.nn.functional as F
 from conftest import program_of, run_python
 from torch import nn
 
@@ -186,7 +187,9 @@ def test_what_a_program_cannot_say_is_a_comment(checked):
     assert "The graph keeps the learning rate" in program and lines.COPY_BEFORE in program
 
 
-@pytest.mark.parametrize("name", ["model", "loss", "torch", "batch"])
+@pytest.mark.parametrize(
+    "name", ["model", "loss", "torch", "batch", "class", "list", "replay", "my-model", "mode\u0300le"]
+)
 def test_a_file_called_as_a_name_of_the_program_gets_another(name):
     assert model_file.ModelArguments.module_name.fget(SimpleNamespace(path=Path(f"{name}.py"))) == "my_file"
 
@@ -195,6 +198,56 @@ def test_one_optimizer_in_a_list_is_stepped_as_a_list(checked):
     own = "def optimizer(parameters, **how):\n    return [torch.optim.AdamW(parameters, **how)]\n"
     args = checked(MODEL + KINDS["a loss of its own"] + own)
     assert "each.step()" in changed([], args).text()
+    assert "for each in optimizer for group in each.param_groups]" in changed([GRAPH], args).text()
+
+
+def test_optimizers_that_share_weights_all_step_before_gradients_go(checked):
+    both = "def optimizer(parameters, **how):\n    return [torch.optim.AdamW(parameters, **how), "
+    losses = []
+    for own in (both + "torch.optim.SGD(parameters, 0.5)]\n", both + "torch.optim.SGD(parameters, 0.0)]\n"):
+        args = checked(MODEL + KINDS["a loss of its own"] + own)
+        train_step, *_ = model_row.build([], {}, args)
+        losses.append([train_step(*batch).item() for batch in args.batches()[:2]])
+    assert losses[0][0] == losses[1][0] and losses[0][1] != losses[1][1]
+
+
+def test_only_a_loss_function_that_can_be_set_is_compiled():
+    class Fixed(nn.Module):
+        loss_function = property(lambda self: F.mse_loss)
+
+    assert lines.compiled_loss_lines(Fixed()) == []
+    for value, expected in (("mse", 0), (F.mse_loss, 1)):
+        model = nn.Linear(2, 2)
+        model.loss_function = value
+        assert len(lines.compiled_loss_lines(model)) == expected
+
+
+FORCES = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(16, 16)
+    def forward(self, x):
+        x = x.clone().requires_grad_(True)
+        (force,) = torch.autograd.grad(self.net(x).sin().sum(), x, create_graph=True)
+        return force.square().mean()
+def model():
+    return Net()
+"""
+
+
+def test_a_model_whose_forward_needs_gradients_trains_by_its_lines(checked):
+    args = checked(FORCES + BATCHES + "torch.randn(4, 16)\n")
+    assert args.loss_text == "model({batch})"
+    train_step, *_ = model_row.build([], {}, args)
+    assert train_step(*args.batches()[0]).isfinite()
+
+
+def test_an_optimizer_that_takes_no_words_is_told_to(checked):
+    own = "def optimizer(parameters):\n    return torch.optim.SGD(parameters, 0.1)\n"
+    with pytest.raises(Skip, match=r"let optimizer\(\) take \*\*how"):
+        checked(MODEL + KINDS["a loss of its own"] + own)
 
 
 def test_a_name_in_quotes_is_not_that_of_the_model(checked):
@@ -219,6 +272,15 @@ def test_parts_are_named_as_python_writes_them():
     assert lines.place_of(model, "layers.a") == "model.layers['a']"
     compiled = ["model.forward = torch.compile(model.forward)"]
     assert lines.compile_lines(nn.Sequential(), []) == [lines.COPY_BEFORE, *compiled]
+    model.features = nn.Sequential(nn.GELU(), *(nn.ModuleList([Own(), Own()]) for _ in range(3)))[1:]
+    model.add_module("my-blocks", nn.ModuleList([Own(), nn.Sequential(), None]))
+    model.add_module("0", nn.Module())
+    model.get_submodule("0").add_module("class", Own())
+    for name, module in model.named_modules():
+        assert eval(lines.place_of(model, name), {"model": model}) is module, name
+    assert lines.for_each_block(model, "features.3", "pass")[0].endswith("features.get_submodule('3'):")
+    (loop, _) = lines.for_each_block(model, "my-blocks", "pass")
+    assert loop == "for block in model.get_submodule('my-blocks').children():", "one of them is None"
 
 
 def test_a_batch_of_another_kind_is_copied_by_functions_to_write():
