@@ -204,7 +204,8 @@ def test_one_optimizer_in_a_list_is_stepped_as_a_list(checked):
 def test_optimizers_that_share_weights_all_step_before_gradients_go(checked):
     both = "def optimizer(parameters, **how):\n    return [torch.optim.AdamW(parameters, **how), "
     losses = []
-    for own in (both + "torch.optim.SGD(parameters, 0.5)]\n", both + "torch.optim.SGD(parameters, 0.0)]\n"):
+    for rate in ("0.5", "0"):  # of two lengths: bytecode of a file of one length and second is taken again
+        own = f"{both}torch.optim.SGD(parameters, {rate})]\n"
         args = checked(MODEL + KINDS["a loss of its own"] + own)
         train_step, *_ = model_row.build([], {}, args)
         losses.append([train_step(*batch).item() for batch in args.batches()[:2]])
