@@ -90,7 +90,7 @@ def shown(
     if differing or (mixed and not by_recording):
         raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(differing | mixed))}")
     text = explained(printers.pipe(rows, n_left)) + several_cards(*of, other_card=other_card)
-    return f"{text} Its lines are of several states of the code." if mixed else text
+    return f"{text}\n\nIts lines are of several states of the code." if mixed else text
 
 
 def several_cards(*of: str, other_card: str | None = None) -> str:

@@ -66,11 +66,13 @@ def convert_to_fp8(program: Program) -> None:
     if hasattr(args.file, "fp8"):
         called(lambda: program.run([f"fp8_context = {args.module_name}.fp8(model)"]), args.path)
         context = program.scope["fp8_context"]
+        if context is None:
+            return
         is_made = hasattr(context, "__enter__") and not isinstance(context, type)
-        if context is not None and (is_made or not callable(context) or isinstance(context, torch.nn.Module)):
+        if is_made or not callable(context) or isinstance(context, torch.nn.Module):
             what = "what makes the context of a step, as te.autocast without brackets, or nothing"
             raise Skip(f"fp8() of {args.path.name} returns {described(context)}: let it return {what}")
-        program.contexts += ["fp8_context()"] * (context is not None)
+        program.contexts.append("fp8_context()")
         return
     blocks = blocks_of(model, args.blocks) or [model]
     if not any(type(part) is torch.nn.Linear for block in blocks for part in block.modules()):

@@ -102,7 +102,7 @@ class ModelArguments(options.Measurement):
     is_masked: bool = True
     softmax_at: str = ""  # where the largest softmax is: `attend, net.py line 31`
     blocks: list[str] = field(default_factory=list)  # names of the lists of blocks, see mine/blocks.py
-    loss_text: str = "model({batch})"  # an expression of the loss
+    loss_text: str = ""  # an expression of the loss of `{batch}`, by the first pass, which trains
     first: str = FP32  # the name of the first row, the file unchanged
     rows_in_file: list[str] = field(default_factory=list)  # the rows whose changes the file makes itself
     remarks: list[str] = field(default_factory=list)  # what a user should know before the first row
@@ -184,7 +184,7 @@ class ModelArguments(options.Measurement):
         return model.to(self.device).train()
 
     def loss(self, model: torch.nn.Module, batch) -> torch.Tensor:
-        """The scalar loss of a batch: by the file's `loss`, or the model's output, which sets `loss_text`."""
+        """The scalar loss of a batch: by the file's `loss`, or the model's output."""
         if hasattr(self.file, "loss"):
             return self.file.loss(model, batch)
         try:
@@ -196,7 +196,8 @@ class ModelArguments(options.Measurement):
             raise Skip(f"{one_line(error)}: {how}") from error
         is_loss = isinstance(output, torch.Tensor)
         loss = output if is_loss else getattr(output, "loss", None)
-        self.loss_text = call_text(batch).replace("batch", "{batch}") + ("" if is_loss else ".loss")
+        if not self.loss_text:  # in evaluation, a model may return something else
+            self.loss_text = call_text(batch).replace("batch", "{batch}") + ("" if is_loss else ".loss")
         if loss is None or loss.dim():
             raise Skip(
                 f"the model returns {described(output)}: write in {self.path.name} {loss_for(output, batch)}"

@@ -245,6 +245,16 @@ def test_a_model_whose_forward_needs_gradients_trains_by_its_lines(checked):
     assert train_step(*args.batches()[0]).isfinite()
 
 
+def test_what_a_model_returns_in_evaluation_is_no_line_of_its_training(checked):
+    returns = "        return x if y is None else F.mse_loss(x, y)\n"
+    another = "        return F.mse_loss(x, y) if self.training else Out(F.mse_loss(x, y))\n"
+    assert returns in MODEL
+    out = "class Out:\n    def __init__(self, loss):\n        self.loss = loss\n"
+    args = checked(MODEL.replace(returns, another) + out + KINDS["a tuple"])
+    args.join_batches(2)  # which evaluates
+    assert args.loss_text == "model(*{batch})"
+
+
 def test_an_optimizer_that_takes_no_words_is_told_to(checked):
     own = "def optimizer(parameters):\n    return torch.optim.SGD(parameters, 0.1)\n"
     with pytest.raises(Skip, match=r"let optimizer\(\) take \*\*how"):
