@@ -212,6 +212,14 @@ def test_where_rounding_alone_turns_a_gradient_the_limit_is_lower(rounded, in_fp
     assert proof.verdict(proof.compare(Row("0_fp32"), ours, other, theirs)) == said
 
 
+def test_a_matrix_is_paired_with_a_whole_one_before_a_part_of_another():
+    weight = np.ones(sampling.NUMBERS, np.float32)
+    fused = {"qkv": np.stack([2 * weight, TURNED]), "qkv part 1/2": np.stack([weight, TURNED])}
+    theirs = fused | {"proj": np.stack([weight, GRADIENT])}
+    found = compared({"proj": np.stack([weight, GRADIENT])}, theirs)
+    assert found.weight == "proj" and proof.verdict(found) == "agrees"
+
+
 def test_variants_are_compared_with_the_script_that_they_change(tmp_path):
     outputs = [
         ("2_sdpa", "2_sdpa/2_sdpa.json"),
