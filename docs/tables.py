@@ -9,6 +9,7 @@ python docs/tables.py --device MACHINE    fails where MACHINE has records, and n
 python docs/tables.py --lost OLD NEW      fails where a row has a time in folder OLD, and none in NEW
 """
 
+import bisect
 import difflib
 import itertools
 import math
@@ -130,20 +131,22 @@ def __getattr__(name: str):
 
 
 def ms_by_span(line: Line) -> dict[str, float]:
-    """The median training step of the first second after the rehearsal, of the three seconds that a row is
-    timed for by default, and of the last three of a longer run."""
-    times = [*line.row.settling_ms, *line.row.step_ms]
-    ends = [*itertools.accumulate(times)]
-    settled, last = sum(line.row.settling_ms), ends[-1]
+    """The median training step of the first second after the rehearsal, of what a row is timed for by default
+    (at least three seconds and `--steps` training steps), and of the last three seconds of a longer run."""
+    settling, timed = line.row.settling_ms, line.row.step_ms
+    by_default = max(line.run.workload.steps, first_seconds(timed, 3))
+    every = [*settling, *timed]
     spans = {
-        "first second": (0, 1e3),
-        "timed": (settled, settled + 3e3),
-        "after a minute": (last - 3e3, last),
+        "first second": every[: first_seconds(every, 1)],
+        "timed": timed[:by_default],
+        "after a minute": every[-first_seconds(every[::-1], 3) :],
     }
-    return {
-        span: statistics.median(ms for ms, end in zip(times, ends, strict=True) if begin <= end - ms < until)
-        for span, (begin, until) in spans.items()
-    }
+    return {span: statistics.median(spans[span]) for span in spans}
+
+
+def first_seconds(step_ms: list[float], seconds: float) -> int:
+    """How many steps begin within these seconds."""
+    return bisect.bisect_left([*itertools.accumulate(step_ms[:-1])], 1e3 * seconds) + 1
 
 
 def lasting(place: str) -> str:
@@ -258,11 +261,9 @@ def recipes(place: str, *studies: str) -> str:
         label = TRAINED.get(each["what"])
         for study in map(record, studies):
             width = next(iter(study.runs.values())).workload.n_embd
-            other = parity.compared_with(study).get(label)
-            for name, apart in (("steps", parity.more_steps), ("seconds", parity.more_seconds)):
-                row[f"more {name}, {width:,} channels"] = (
-                    parity.more(study, label, other, apart) if other else "-"
-                )
+            trained = next((row for row in parity.difference_rows(study) if row["row"] == label), {})
+            for column in ("more steps", "more seconds"):
+                row[f"{column}, {width:,} channels"] = trained.get(column, "-")
         rows.append(row)
     return shown(rows, *studies, other_card=gradients["environment"]["gpu_uuid"])
 

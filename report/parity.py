@@ -21,6 +21,7 @@ from common.record import Row, Study
 from report.cells import milliseconds, number
 from report.charts import figure, plain_numbers, png
 from report.derive import derive_study
+from report.figures import MARK
 
 FEWEST_SEEDS = 3  # of an interval
 FEWEST_TESTS = 3  # of a straight line
@@ -180,26 +181,45 @@ def more_seconds(row: Row, reference: Row) -> float | None:
 def difference_rows(study: Study) -> list[dict]:
     """A line a label: the time of a step, how many more training steps and seconds it needs to the same loss
     as the label that it is compared with, and how far its training loss lies above that one's."""
-    rows, marks = [], {}
-    for name, figures in derive_study(study).items():
-        marks.setdefault(name.partition(", seed ")[0], set()).update(line.mark for line in figures.lines)
+    rows, marks = [], marks_of(study)
     for label, other in compared_with(study).items():
         of_label = labels(study)[label].values()
         ms = milliseconds(fmean(median(each.step_ms) for each in of_label))
-        row = {"row": label, "ms": ms + max(marks[label])}
+        row = {"row": label, "ms": ms + marks[label]}
         steps = paired(study, label, other, more_steps)
         row |= {"compared with": other or "-", "seeds": str(steps.seeds) if other else "-"}
         row |= {"more steps": with_interval(steps, "+.1%"), "verdict": steps.verdict if other else "-"}
         row["more seconds"] = more(study, label, other, more_seconds)
-        row["more seconds"] += max(marks[label] | marks[other]) if other else ""
         row["nats"] = with_interval(paired(study, label, other, more_nats), "+.4f")
         rows.append(row)
     return rows
 
 
+def marks_of(study: Study) -> dict[str, str]:
+    """MARK for each label of which a row's time may be wrong."""
+    marks: dict[str, str] = {}
+    for name, figures in derive_study(study).items():
+        label = name.partition(", seed ")[0]
+        marks[label] = max(marks.get(label, ""), *(line.mark for line in figures.lines))
+    return marks
+
+
+def on_two_cards(study: Study, label: str, other: str) -> bool:
+    """Whether the rows of a seed ran on different cards, which differ in speed."""
+    environments = {name: run.environment for name, run in study.runs.items()}
+    cards = {name: each.gpu_uuid for name, each in environments.items() if each}
+    seeds = set(labels(study)[label]) & set(labels(study)[other])
+    return any(cards.get(f"{label}, seed {seed}") != cards.get(f"{other}, seed {seed}") for seed in seeds)
+
+
 def more(study: Study, label: str, other: str | None, apart: Callable[[Row, Row], float | None]) -> str:
-    """What a label needs more than another one, as a share with its interval."""
-    return with_interval(paired(study, label, other, apart), "+.1%")
+    """What a label needs more than another one, as a share with its interval; seconds with MARK where they
+    may be wrong."""
+    text = with_interval(paired(study, label, other, apart), "+.1%")
+    if apart is not more_seconds or other is None:
+        return text
+    marks = marks_of(study)
+    return text + max(marks[label], marks[other], MARK if on_two_cards(study, label, other) else "")
 
 
 def with_interval(of: Difference, digits: str) -> str:
