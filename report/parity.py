@@ -200,7 +200,7 @@ def marks_of(study: Study) -> dict[str, str]:
     marks: dict[str, str] = {}
     for name, figures in derive_study(study).items():
         label = name.partition(", seed ")[0]
-        marks[label] = max(marks.get(label, ""), *(line.mark for line in figures.lines))
+        marks[label] = max([marks.get(label, ""), *(line.mark for line in figures.lines)])
     return marks
 
 

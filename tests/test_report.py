@@ -637,6 +637,18 @@ def test_rows_are_compared_seed_by_seed_with_the_step_or_the_variant_that_they_c
     assert (lines["0_x"]["verdict"], lines["0_x"]["nats"]) == ("-", "-")
 
 
+def test_seconds_of_two_cards_are_marked():
+    study = runs.study("parity", {f"{step}, seed {k}": trained(step, 2.0) for step in "01" for k in (1, 2)})
+    for run in study.runs.values():
+        run.environment = replace(run.environment, gpu_uuid="one")
+    assert "?" not in parity.difference_rows(study)[1]["more seconds"]
+    study.runs["1, seed 2"].environment.gpu_uuid = "two"
+    first, second = parity.difference_rows(study)
+    assert (first["more seconds"], second["more seconds"][-1]) == ("-", "?") and "?" not in second[
+        "more steps"
+    ]
+
+
 @pytest.mark.parametrize(
     "mean, half, verdict",
     [
