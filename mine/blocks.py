@@ -68,10 +68,11 @@ def count_weights(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
 
-def say_blocks(model: nn.Module, lists: list[str]) -> str:
-    """What is compiled, and its share of the weights, in a clause."""
+def say_blocks(model: nn.Module, lists: list[str], with_loss: bool) -> str:
+    """What is compiled, and its share of the weights, in a clause; `with_loss`: the loss too, by itself."""
     if not lists:
         return "the whole model is compiled: no list of equal modules holds most of its weights and work"
     share = sum(count_weights(model.get_submodule(name)) for name in lists) / count_weights(model)
     names = f"{len(blocks_of(model, lists))} modules of {' and '.join(lists)}"
-    return f"compiled are the {names}, {share:.0%} of the weights, and the loss"
+    loss = "and the loss" if with_loss else "and not the loss, which forward() computes"
+    return f"compiled are the {names}, {share:.0%} of the weights, {loss}"

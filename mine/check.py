@@ -26,7 +26,7 @@ from mine.attention import calling_line, switch_of
 from mine.batch import copied, sha256_of, units_of
 from mine.blocks import count_weights, list_blocks, say_blocks
 from mine.file import SEEN, ModelArguments, called, in_a_process_of_its_own, parse, weights_sha256
-from mine.program import Program
+from mine.program import Program, compiled_loss_lines
 
 
 def check(args: ModelArguments) -> Workload:
@@ -45,7 +45,8 @@ def check(args: ModelArguments) -> Workload:
     see_start(args, model)
     args.remarks = [f"{work.model}: {size}", *args.remarks]
     if COMPILE not in args.rows_in_file:
-        args.remarks.append(f"Row {COMPILE}: {say_blocks(model, args.blocks)}")
+        with_loss = bool(compiled_loss_lines(model, args.module_name if hasattr(args.file, "loss") else None))
+        args.remarks.append(f"Row {COMPILE}: {say_blocks(model, args.blocks, with_loss)}")
     if (count := len(args.drawn)) <= work.steps:
         args.remarks.append(f"batches() ends after {count}: in {work.steps} training steps they come again")
     args.draw_again()

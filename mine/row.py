@@ -3,7 +3,7 @@
 python mine/row.py ROW FILE --output FOLDER/ROW.json ARGUMENT ...     FOLDER has the plan of the run
 
 A row reads the records of the rows before it in its folder, and keeps the changes that did not clearly make
-a step slower.
+a step slower; on a CPU, all of them.
 """
 
 import sys
@@ -45,13 +45,13 @@ def rows_before(folder: Path, name: str) -> dict[str, dict]:
     return rows
 
 
-def rows_kept(before: dict[str, dict]) -> list[str]:
+def rows_kept(before: dict[str, dict], device_type: str) -> list[str]:
     """The rows whose changes are kept: none clearly slower than what it was added to. A slower one whose
     kernels take less time waits for its host, and is kept until a later row shows what it is worth: a CUDA
-    graph launches all kernels at once."""
+    graph launches all kernels at once. The times of a CPU decide nothing."""
     names, waiting, base = [], [], None
     for name, row in before.items():
-        if base is None or not is_slower(row["step_ms"], base["step_ms"]):
+        if base is None or device_type == "cpu" or not is_slower(row["step_ms"], base["step_ms"]):
             names, waiting, base = [*names, *waiting, name], [], row
         elif has_shorter_kernels(row, base):
             waiting.append(name)
@@ -227,7 +227,7 @@ def main(words: list[str]) -> int:
     before = rows_before(folder, recommended)
     args.name, args.source = name, (hardware.ROOT / "mine" / "program.py").read_text()
     if name == recommended:
-        names = rows_kept(before) + ([name] if ROWS[name] else [])
+        names = rows_kept(before, args.device.type) + ([name] if ROWS[name] else [])
         args.changes, build_row = [ROWS[each] for each in [*args.rows_in_file, *names]], build
     else:
         row = read_object(folder / f"{recommended}.json")["rows"][0]

@@ -458,12 +458,13 @@ def test_a_row_keeps_the_changes_that_did_not_make_a_step_slower(tmp_path):
     put(tmp_path, "2_sdpa", 1, status="skipped")
     before = model_row.rows_before(tmp_path, "5_fp8")
     assert [*before] == ["0_fp32", "1_amp", "3_compile", "4_graph"]
-    assert model_row.rows_kept(before) == ["1_amp", "4_graph"]
-    assert model_row.rows_kept(model_row.rows_before(tmp_path, "0_fp32")) == []
+    assert model_row.rows_kept(before, "cuda") == ["1_amp", "4_graph"]
+    assert model_row.rows_kept(before, "cpu") == ["1_amp", "3_compile", "4_graph"]
+    assert model_row.rows_kept(model_row.rows_before(tmp_path, "0_fp32"), "cuda") == []
     for ms, names in ((56.0, ["1_amp", "3_compile"]), (52.0, ["1_amp"])):
         times = {"0_fp32": [100.0], "1_amp": [44.0, 50.0, ms, 60.0], "3_compile": [54.5, 55.0, 55.5]}
         rows = {name: {"step_ms": step_ms} for name, step_ms in times.items()}
-        assert model_row.rows_kept(rows) == names, "where times overlap, no change is slower"
+        assert model_row.rows_kept(rows, "cuda") == names, "where times overlap, no change is slower"
     assert [*model_row.rows_before(tmp_path, "3_compile")] == ["0_fp32", "1_amp"]
 
 
@@ -471,7 +472,7 @@ def test_a_slower_row_whose_kernels_take_less_time_is_kept_until_a_later_one_dec
     """On a slow host a compiled row waits for its launches, which a CUDA graph makes at once."""
 
     def kept(name="5_fp8"):
-        return model_row.rows_kept(model_row.rows_before(tmp_path, name))
+        return model_row.rows_kept(model_row.rows_before(tmp_path, name), "cuda")
 
     put(tmp_path, "0_fp32", 100, profile=profile_of(90))
     put(tmp_path, "1_amp", 27.4, profile=profile_of(26.4))
@@ -519,7 +520,9 @@ def test_blocks_are_equal_modules_that_hold_most_of_the_weights_and_of_the_work(
     counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
     assert model_blocks.list_blocks(model, counts) == ["blocks"], "layers alone are no blocks"
     assert model_blocks.blocks_of(model, ["blocks"]) == [*model.blocks.children()]
-    assert "the 3 modules of blocks, 75% of the weights" in model_blocks.say_blocks(model, ["blocks"])
+    said = "compiled are the 3 modules of blocks, 75% of the weights, and the loss"
+    assert model_blocks.say_blocks(model, ["blocks"], with_loss=True) == said
+    assert "and not the loss" in model_blocks.say_blocks(model, ["blocks"], with_loss=False)
     assert model_blocks.list_blocks(Layers(embeddings=999), counts) == [], "most weights do no work"
     inside = {name.replace("Layers.", "Sequential."): count for name, count in counts.items()}
     assert model_blocks.list_blocks(nn.ModuleDict({"net": model}), inside) == ["net.blocks"], "called inside"
