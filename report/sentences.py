@@ -1,6 +1,6 @@
 """What a run shows and what it ran on, in sentences."""
 
-from common.record import AS_IT_IS, NOT_FUSED, PATCHED, WORTH, Environment, Workload
+from common.record import AS_IT_IS, FP8, GRAPH, NOT_FUSED, PATCHED, WORTH, Environment, Workload
 from report.cells import gain, milliseconds
 from report.doubts import from_to
 from report.figures import (
@@ -64,6 +64,8 @@ def _objection_to_work(line: Line) -> str:
 def what_a_gpu_tries(figures: Figures) -> str:
     """The changes of a run's rows, in a sentence behind another; empty without any."""
     rows = [row for row in figures.run.rows if row.changes and row.step not in (AS_IT_IS, PATCHED)]
+    # These are skipped on a CPU for the CPU's sake, others for the model's.
+    rows = [row for row in rows if row.status != "skipped" or row.changes[-1] in (GRAPH, FP8)]
     *words, last = [row.changes[-1] for row in rows] or [""]
     changes = f"{', '.join(words)} and {last}" if words else last
     return f". On a GPU it tries {changes}, and says which to take" if last else ""
