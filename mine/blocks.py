@@ -74,5 +74,7 @@ def say_blocks(model: nn.Module, lists: list[str], with_loss: bool) -> str:
         return "the whole model is compiled: no list of equal modules holds most of its weights and work"
     share = sum(count_weights(model.get_submodule(name)) for name in lists) / count_weights(model)
     names = f"{len(blocks_of(model, lists))} modules of {' and '.join(lists)}"
-    loss = "and the loss" if with_loss else "and not the loss, which forward() computes"
+    loss = "and the loss"
+    if not with_loss:
+        loss = "and not the loss, which forward() computes: as loss(model, batch) of the file it would be"
     return f"compiled are the {names}, {share:.0%} of the weights, {loss}"
