@@ -24,7 +24,6 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 PART, PASS, ROUNDED = " part ", "pass ", "rounded"
 LOSSES_IN_ONE = 5  # of a long training: the quarter of 1,500 steps that a verdict goes by has whole ones
 HALF_FORMATS = ("bfloat16", "float16")  # of mixed precision
-NOT_FUSED = (None, "by hand")  # attention kernels
 UNFUSED = ("by hand", "math")  # what a row with fused attention must not run
 # The changes of --model in words, and rows of it: the file unchanged, where it does more than FP32, and with
 # the recommended changes in it.
@@ -34,7 +33,6 @@ DRIFT = 0.05  # of a step, from which times that drift are doubted
 WORTH = 1.03  # times faster, from which a change to a model of yours is recommended
 NUMBERS = 509  # of a matrix, and sums of its gradient: a prime, so that a column spreads over all sums
 STUDIES = ("sweep", "scaling", "ablations", "parity")
-KINDS = ("ladder", *STUDIES)  # of runs
 CATEGORIES = (  # of kernels, in the order of a stacked bar; common/kernels.py assigns each kernel to one
     "matrix products",
     "attention",

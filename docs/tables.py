@@ -510,16 +510,6 @@ def renew() -> None:
             )
 
 
-def rows_without_time_now(before: Path, after: Path) -> list[str]:
-    """The rows that have a time in a recording, and none in a later one of the same piece."""
-    if not (before / "results.json").exists() or not (after / "results.json").exists():
-        return []
-    timed, now = (
-        [name for name, status in statuses(load(each)).items() if status == "ok"] for each in (before, after)
-    )
-    return [name for name in timed if name not in now]
-
-
 def main() -> int:
     parser = OneLineParser(prog="docs/tables.py", description=__doc__)
     parser.add_argument("--stale", nargs="*", metavar="PLACE")
@@ -532,10 +522,12 @@ def main() -> int:
         return of_another_device(args.device, hardware.device_name(hardware.resolve_device("auto")))
     if args.lost:
         try:
-            names = rows_without_time_now(*args.lost)
+            records = [load(each) for each in args.lost if (each / "results.json").exists()]
         except RecordError as error:
             say(str(error))
             return 1
+        before, now = map(statuses, records) if len(records) == 2 else ({}, {})
+        names = [name for name, status in before.items() if status == "ok" and now.get(name) != "ok"]
         if names:
             say(f"rows of {args.lost[0]} have no time now: {', '.join(names)}")
         return int(bool(names))

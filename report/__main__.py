@@ -37,15 +37,6 @@ def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
     return printers.terminal(report, end), files
 
 
-def recommended(folder: Path) -> str:
-    """The name of the row with all changes that a run of a model recommends; empty if there is none."""
-    from report import applied, load
-    from report.derive import derive
-
-    line = applied.recommended(derive(load.load(folder)))
-    return line.name if line else ""
-
-
 def main() -> int:
     parser = OneLineParser(prog="python -m report", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder that run_all.sh wrote")
@@ -59,20 +50,22 @@ def main() -> int:
         parser.error("give one DIR, or --compare A B")
     if args.bound is not None and not (args.compare and 0 < args.bound < 1):
         parser.error("--bound is a share between 0 and 1, with --compare")
-    from report import load, printers  # noqa: F401 so that a missing package is told before anything is read
+    from report import applied, load
     from report.compare import compare
+    from report.derive import derive
 
     try:
         if args.compare:
             text, is_borne_out = compare(*args.compare, args.bound)
             say(text)
             return int(not is_borne_out)
-        if args.recommended:
-            say(recommended(args.folder))
-            return 0
         record = load.load(args.folder)
     except load.RecordError as error:
         parser.error(str(error))
+    if args.recommended:
+        line = applied.recommended(derive(record))
+        say(line.name if line else "")
+        return 0
     text, files = render(args.folder, record)
     say(text)  # first: the folder may be read-only
     if (args.folder / PLAN).exists():
@@ -81,9 +74,7 @@ def main() -> int:
         else:
             write_json(args.folder / MERGED, record)
         if isinstance(record, Run) and not record.is_of_ladder:
-            from report.applied import patch_name
-
-            (args.folder / patch_name(record)).unlink(missing_ok=True)  # of rows that ran before
+            (args.folder / applied.patch_name(record)).unlink(missing_ok=True)  # of rows that ran before
     for name, content in files.items():
         write_bytes(args.folder / name, content)
     runs = load.runs_of(record).values()

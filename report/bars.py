@@ -124,16 +124,11 @@ def ladder_bars(figures: Figures) -> list[Bar]:
     for bar, line in zip(bars, figures.steps, strict=True):
         is_tried = line.row.changes and not line.ms  # what a model did not take is nothing to copy
         if line.base and not is_tried:
-            bar.code = [f"+ {code}" for code in added_code(line)]
+            added = [*lines_added(line.base.row.text, line.row.text)]
+            if len(added) > MOST_LINES:  # the first ones, how many more, and the last one
+                added[MOST_LINES - 1 : -1] = [f"... {len(added) - MOST_LINES} more lines, and"]
+            bar.code = [f"+ {code}" for code in added]
     return bars
-
-
-def added_code(line: Line) -> list[str]:
-    """The lines that a step adds: all, or the first ones, how many more, and the last one."""
-    added = [*lines_added(line.base.row.text, line.row.text)]
-    if len(added) > MOST_LINES:
-        added[MOST_LINES - 1 : -1] = [f"... {len(added) - MOST_LINES} more lines, and"]
-    return added
 
 
 def time_bar(line: Line) -> Bar:

@@ -48,22 +48,16 @@ def compare(a: Path, b: Path, bound: float | None = None) -> tuple[str, bool]:
     machines = [f"{side}: {describe_machine(figures.environment)}" for side, figures in sides.items()]
     unusual = [f"{side}: {text}" for side, figures in sides.items() for text in remarks(figures)]
     table = aligned(only_filled(_rows(pairs, card, comparable)))
-    unshared = _unshared(sides, {line.name for line, _ in pairs})
+    shared, unshared = {line.name for line, _ in pairs}, []
+    for side, figures in sides.items():
+        if names := [line.name for line in figures.timed if line.name not in shared]:
+            unshared.append(f"Only {side} has a time of {', '.join(names)}.")
     lines = [*machines, note, *unshared, "", table, "", *unusual]
     if bound is None:
         return "\n".join(lines), True
     failed = objections(sides["A"], sides["B"], pairs, bound) if comparable else ["it did other work"]
     lines += [f"B does not bear out A: {line}" for line in failed] or [BORNE_OUT]
     return "\n".join(lines), not failed
-
-
-def _unshared(sides: dict[str, Figures], shared: set[str]) -> list[str]:
-    """For each side the rows that have a time there alone, in a sentence."""
-    sentences = []
-    for side, figures in sides.items():
-        if names := [line.name for line in figures.timed if line.name not in shared]:
-            sentences.append(f"Only {side} has a time of {', '.join(names)}.")
-    return sentences
 
 
 def _figures(folder: Path) -> Figures:

@@ -1,6 +1,6 @@
 """Why a time may be wrong, and what is unusual in a run: the lines below its table."""
 
-from common.record import AS_IT_IS, DRIFT, NOT_FUSED, Workload
+from common.record import AS_IT_IS, DRIFT
 from report.figures import MARK, Figures, Line
 from report.load import DIFFER
 from report.promises import contradiction
@@ -21,14 +21,14 @@ BLOCKING = "CUDA_LAUNCH_BLOCKING"
 def of(line: Line, figures: Figures, is_patched: bool) -> list[str]:
     """Why the time of a row may be wrong. Nothing is concluded from times of a CPU, so they bear no doubt."""
     run, doubts = figures.run, []
-    variables = run.environment.variables if run.environment else {}
+    variables = figures.environment.variables
     first = figures.first.row if figures.first else line.row
     own = first.settings if first.step == AS_IT_IS else None
     if not is_patched and (denied := contradiction(line.row, run.is_of_ladder, variables, own)):
         doubts.append(denied)
     if any(row.recompiled for row in line.all_passes):
         doubts.append("the compiler worked while it was timed")
-    if run.environment is None or run.environment.device_type == "cuda":
+    if figures.environment.device_type != "cpu":
         if line.slowed > BUSY:
             doubts.append("the machine was busy")
         if line.slow_launch > SLOW_LAUNCH:
@@ -44,7 +44,7 @@ def of(line: Line, figures: Figures, is_patched: bool) -> list[str]:
     alike = [
         step.row.settings for step in figures.timed_steps if step.row.settings.amp_dtype == own.amp_dtype
     ]
-    kernels = {settings.attention_kernel for settings in alike} - {*NOT_FUSED}
+    kernels = {settings.attention_kernel for settings in alike} - {None, "by hand"}
     if len(kernels) > 1 and own.attention_kernel in kernels and not line.is_peer:
         doubts.append(f"attention ran as {' and '.join(sorted(kernels))}")
     return doubts
@@ -63,8 +63,11 @@ def busy(figures: Figures) -> str:
 
 def remarks(figures: Figures) -> list[str]:
     """What is unusual in a run, most important first: a line each, for all rows that share it."""
+    work = figures.run.workload
     texts = [busy(figures), *_of_rows(figures), *dict.fromkeys(figures.run.problems)]
-    return [*filter(None, [*texts, _of_processes(figures.run.workload), _of_passes(figures.timed)])]
+    if work and work.gpus > 1:
+        texts.append(f"{work.gpus} processes: tokens/s are of all, TFLOP/s and GiB of each")
+    return [*filter(None, [*texts, _of_passes(figures.timed)])]
 
 
 def _of_rows(figures: Figures) -> list[str]:
@@ -84,13 +87,6 @@ def _of_rows(figures: Figures) -> list[str]:
         mark, text = (f"{MARK} ", text[2:]) if text.startswith(MARK) else ("", text)
         texts.append(f"{mark}{who}: {text}")
     return texts
-
-
-def _of_processes(work: Workload | None) -> str:
-    """What the figures of several processes are; empty for one."""
-    if work is None or work.gpus == 1:
-        return ""
-    return f"{work.gpus} processes: tokens/s are of all, TFLOP/s and GiB of each"
 
 
 def _of_passes(timed: list[Line]) -> str:

@@ -7,8 +7,8 @@ from statistics import fmean, median
 from common.record import (
     CATEGORIES,
     HALF_FORMATS,
-    NOT_FUSED,
     PATCHED,
+    SDPA,
     Environment,
     Profile,
     Row,
@@ -150,11 +150,9 @@ class Line:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The GPU's compute capability, Hopper's for older records, which lack it; (0, 0) of a CPU."""
+        """The GPU's compute capability; (0, 0) of a CPU."""
         machine = self.run.environment
-        if machine and machine.device_type == "cpu":
-            return 0, 0
-        return tuple((machine and machine.compute_capability) or (9, 0))
+        return tuple((machine and machine.compute_capability) or (0, 0))
 
     @property
     def roofline_share(self) -> float | None:
@@ -255,7 +253,7 @@ class Line:
         ms = self.category_ms
         if not ms or self.profile.idle_ms is None:
             return None
-        whole, is_fused = sum(ms.values()), self.row.settings.attention_kernel not in NOT_FUSED
+        whole, is_fused = sum(ms.values()), self.row.settings.has_run(SDPA)
         compute = ms["matrix products"] + (ms["attention"] if is_fused else 0.0)
         shares = {"compute": compute, GAPS: ms[GAPS], "communication": ms["communication"]}
         # Most of these pass over memory, but only hardware counters would show it.
@@ -311,7 +309,14 @@ class Figures:
 
     @property
     def plain(self) -> Line | None:
-        return plain_step(self.timed_steps) if self.run.is_of_ladder else None
+        """Where most readers' training stands: the first step with fused attention that is neither compiled
+        nor FP8, in mixed precision unless no step has it. None where there is none, and of another model."""
+        timed = self.timed_steps if self.run.is_of_ladder else []
+        for line in [line for line in timed if is_mixed(line)] or timed:
+            settings = line.row.settings
+            if settings.has_run(SDPA) and not settings.compiled and not settings.fp8_recipe:
+                return line
+        return None
 
 
 def base_of(line: Line, earlier: list[Line]) -> Line | None:
@@ -324,19 +329,6 @@ def base_of(line: Line, earlier: list[Line]) -> Line | None:
     if not (line.row.source and with_source):
         return earlier[-1] if earlier else None
     return min(with_source, key=lambda other: len(lines_added(other.row.text, line.row.text)))
-
-
-def plain_step(timed: list[Line]) -> Line | None:
-    """Where most readers' training stands: the first step with fused attention that is neither compiled nor
-    FP8, in mixed precision unless no step has it. None where there is none."""
-    if any(is_mixed(line) for line in timed):
-        timed = [line for line in timed if is_mixed(line)]
-    for line in timed:
-        settings = line.row.settings
-        fused = settings.attention_kernel not in NOT_FUSED
-        if fused and not settings.compiled and not settings.fp8_recipe:
-            return line
-    return None
 
 
 def is_mixed(line: Line) -> bool:

@@ -34,7 +34,8 @@ def of(figures: Figures) -> tuple[str, list[str]]:
     if line is None:
         return "", []
     found = [finding for rule in RULES if (finding := rule(line))]
-    found += filter(None, [casts_of_fp8(last_in_fp8(figures))])
+    in_fp8 = [line for line in figures.timed_steps if line.row.settings.fp8_recipe]
+    found += filter(None, map(casts_of_fp8, in_fp8[-1:]))
     texts = [finding.text for finding in sorted(found, key=lambda finding: -finding.ms)]
     return line.name, texts[:MOST] or at_its_roof(line)
 
@@ -44,11 +45,6 @@ def fastest(figures: Figures) -> Line | None:
     sound = [line for line in figures.timed_steps if line.same_work != "differs"]
     line = min(sound, key=lambda line: line.ms, default=None)
     return line if line and line.profile and line.profile.idle_ms is not None else None
-
-
-def last_in_fp8(figures: Figures) -> Line | None:
-    in_fp8 = [line for line in figures.timed_steps if line.row.settings.fp8_recipe]
-    return in_fp8[-1] if in_fp8 else None
 
 
 def of_step(ms: float, line: Line) -> str:
@@ -185,9 +181,9 @@ def loss_in_passes(line: Line) -> Finding | None:
     return Finding(ms, f"The loss takes {of_step(ms, line)}, in passes over FP32 logits: compile it")
 
 
-def casts_of_fp8(line: Line | None) -> Finding | None:
+def casts_of_fp8(line: Line) -> Finding | None:
     """Of a row in FP8, whose casts take more than its products save."""
-    before = line.before if line else None
+    before = line.before
     if not (before and before.category_ms and line.category_ms) or before.row.settings.fp8_recipe:
         return None
     casts = line.category_ms[COPIES] - before.category_ms[COPIES]

@@ -38,7 +38,7 @@ class Plan(msgspec.Struct):
     """What the ladder writes before its first row."""
 
     # Of a study, the folder of an output names the run that it belongs to.
-    kind: Literal[schema.KINDS]  # ladder, or of a study
+    kind: Literal[("ladder", *schema.STUDIES)]
     command: str
     started_at: str
     workload: Workload | None
@@ -234,17 +234,12 @@ def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
     merged.problems += [problem for record in records for problem in record.problems]
     merged.problems += _differences([(record.rows[0].step, record) for record in records])
     hashed = {step for step, passes in planned.items() if not passes[0].script.startswith("ladder/")}
-    rows = [record.rows[0] for record in records]
-    merged.problems += _other_code([row for row in rows if row.step in hashed], plan)
+    rows = [record.rows[0] for record in records if record.rows[0].step in hashed]
+    known = {None, *plan.code.values()}
+    if changed := [row.step for row in rows if plan.code and row.code_sha256 not in known]:
+        merged.problems.append(f"{DIFFER} code: {', '.join(changed)} changed after the run began")
     merged.problems += [f"{', '.join(steps)} {lack}" for lack, steps in too_few.items()]
     return merged
-
-
-def _other_code(rows: list[Row], plan: Plan) -> list[str]:
-    """A problem for rows whose script was another one than when the run began."""
-    planned = {*plan.code.values()}
-    names = [row.step for row in rows if row.code_sha256 and plan.code and row.code_sha256 not in planned]
-    return [f"{DIFFER} code: {', '.join(names)} changed after the run began"] if names else []
 
 
 def _environment(records: list[Run]) -> Environment | None:

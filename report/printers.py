@@ -20,7 +20,7 @@ def terminal(report: Report, end: list[str]) -> str:
     parts = [report.title] if report.title else []
     for section in report.sections:
         if section.shown == TERMINAL:
-            rows = _fitted([_shortened(row) for row in section.short_rows or section.rows])
+            rows = _fitted(section.short_rows or section.rows)
             heading = f"{section.heading}:" if section.heading else section.text
             code = "\n".join(f"{sign} {line}" for sign, line in section.code)
             note = section.note if code else ""  # that of a table stands behind the remarks
@@ -33,16 +33,13 @@ def terminal(report: Report, end: list[str]) -> str:
 
 
 def _fitted(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Rows without the columns that a terminal has no room for."""
+    """Rows with short names, and without the columns that a terminal has no room for."""
+    first = next(iter(rows[0])) if rows else ""
+    rows = [row | {first: one_line(row[first], LONGEST_NAME)} for row in rows]
     for name in LESS_NEEDED:
         if rows and max(map(len, aligned(rows).splitlines())) > WIDTH:
             rows = [{column: cell for column, cell in row.items() if column != name} for row in rows]
     return rows
-
-
-def _shortened(row: dict[str, str]) -> dict[str, str]:
-    first, *others = row
-    return {first: one_line(row[first], LONGEST_NAME)} | {name: row[name] for name in others}
 
 
 # --- Markdown -------------------------------------------------------------------------------------

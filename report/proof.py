@@ -45,9 +45,7 @@ def read(record: Path) -> Samples:
     path = sketches_of(record)
     try:
         with np.load(path, allow_pickle=False) as file:
-            # `again` was the second pass, before there were several
-            names = {name: one_line(name).replace("again ", f"{PASS}1 ") for name in file.files}
-            samples = {short: file[name] for name, short in names.items()}
+            samples = {one_line(name): file[name] for name in file.files}
         usable = [part.dtype == np.float32 and part.shape == (2, NUMBERS) for part in samples.values()]
     except Exception:  # a damaged archive raises errors of many kinds
         return {}
@@ -63,19 +61,14 @@ def level(in_fp8: bool, is_of_ladder: bool) -> float:
 
 def limit(proof: Proof) -> float:
     """The least cosine at which the rows of a proof agree; an older record does not hold it."""
-    if proof.limit is not None:
-        return proof.limit
-    return round(level(proof.in_fp8, proof.repeated is None) * max(0.0, proof.repeated or 1.0), 4)
+    return level(proof.in_fp8, proof.repeated is None) if proof.limit is None else proof.limit
 
 
 def verdict(proof: Proof | None) -> str:
     """agrees, differs or not proven; an empty text for a row that was not compared."""
     if proof is None:
         return ""
-    is_blunt = (
-        proof.limit is None and proof.repeated is not None and proof.repeated < BLUNT
-    )  # an older record
-    if proof.cosine is None or is_blunt:
+    if proof.cosine is None:
         return "not proven"
     return "agrees" if proof.cosine >= limit(proof) else "differs"
 
@@ -96,11 +89,8 @@ def compare(first: Row, ours: Samples, other: Row, theirs: Samples) -> Proof:
         if not name.startswith(PASS):
             partners[theirs[name][0].tobytes()].append(name)
     whole = [name for name in ours if PART not in name and not name.startswith(PASS)]
-    in_fp8, is_of_ladder = (
-        bool(first.settings.fp8_recipe or other.settings.fp8_recipe),
-        repeated(ours) is None,
-    )
-    least = level(in_fp8, is_of_ladder)
+    in_fp8 = bool(first.settings.fp8_recipe or other.settings.fp8_recipe)
+    least = level(in_fp8, is_of_ladder=repeated(ours) is None)
     cosines: dict[str, tuple[float, float]] = {}  # and its limit
     largest = [max(map(length, samples.values()), default=0.0) for samples in (ours, theirs)]
     for name in [*whole]:
@@ -151,13 +141,10 @@ def agreement(ours: list[np.ndarray], theirs: list[np.ndarray], least: float) ->
         return paired, least
     halves = [list(chosen) for chosen in itertools.combinations(range(len(ours)), half)]
     rest = [[k for k in range(len(ours)) if k not in chosen] for chosen in halves]
-    apart = fmean(1 - cosine(mean(ours, a), mean(ours, b)) for a, b in zip(halves, rest, strict=True))
+    sums = ([np.sum([ours[k] for k in chosen], axis=0) for chosen in each] for each in (halves, rest))
+    apart = fmean(1 - cosine(a, b) for a, b in zip(*sums, strict=True))
     expected = apart * half * (1 / len(ours) + 1 / len(theirs)) / 2
     return cosine(np.mean(ours, axis=0), np.mean(theirs, axis=0)), least - SPREADS * expected
-
-
-def mean(sketches: list[np.ndarray], chosen: list[int]) -> np.ndarray:
-    return np.mean([sketches[k] for k in chosen], axis=0)
 
 
 def repeated(samples: Samples) -> float | None:

@@ -81,20 +81,27 @@ class Report:
 
 def of_run(figures: Figures) -> Report:
     """The report of one run."""
-    sections = [_lines(figures)]
     rows, short_rows = (table.main_rows(figures, detailed) for detailed in (True, False))
     drawn = bars.ladder_bars(figures) if figures.timed_steps else []
     main = Section(bars=drawn, rows=rows, short_rows=short_rows, note=_conventions(figures), shown=TERMINAL)
-    sections += [
+    name, lines = findings.of(figures)
+    # A card for every step but the first, and none for one that was left out.
+    made = [line for line in figures.steps if line.base and line.row.status != "not run"]
+    roofs = table.roof_rows(figures.run.roofs) if figures.run.roofs else []
+    text = "Bare matrix products of this workload, back to back and in short bursts." if roofs else ""
+    sections = [
+        _lines(figures),
         main,
-        _findings(figures),
+        Section(f"What holds {name} back", lines=lines, shown=TERMINAL),
         _time(figures),
-        _steps(figures),
+        Section("Step by step", parts=[card(line) for line in made]),
         _block(figures),
-        _roofs(figures),
+        Section("Roofs", text, rows=roofs),
         _loss(figures),
+        _work(figures),
+        Section("Peak memory", bars=[bars.memory_bar(line) for line in figures.timed if line.gib]),
+        _settings(figures),
     ]
-    sections += [_work(figures), _memory(figures), _settings(figures)]
     about = f"{sentences.describe_machine(figures.environment)}; "
     about += sentences.describe_workload(figures.run.workload)
     return Report(
@@ -119,11 +126,6 @@ def _lines(figures: Figures) -> Section:
     parts = [Section("The same as settings of a trainer", lines=settings, shown=TEXT, folded=True)]
     note = " ".join(filter(None, [applied.patch_note(figures), applied.larger_batch(figures)]))
     return Section(heading, code=code, note=note, parts=parts, shown=TERMINAL)
-
-
-def _findings(figures: Figures) -> Section:
-    name, lines = findings.of(figures)
-    return Section(f"What holds {name} back", lines=lines, shown=TERMINAL)
 
 
 def _conventions(figures: Figures) -> str:
@@ -184,12 +186,6 @@ def _block(figures: Figures) -> Section:
     )
 
 
-def _roofs(figures: Figures) -> Section:
-    rows = table.roof_rows(figures.run.roofs) if figures.run.roofs else []
-    text = "Bare matrix products of this workload, back to back and in short bursts." if rows else ""
-    return Section("Roofs", text, rows=rows)
-
-
 def _loss(figures: Figures) -> Section:
     if not any(line.row.loss for line in figures.timed):
         return Section()
@@ -219,10 +215,6 @@ def _work(figures: Figures) -> Section:
     return Section("The same work, by the gradients of one step", rows=rows, note=note, shown=TEXT)
 
 
-def _memory(figures: Figures) -> Section:
-    return Section("Peak memory", bars=[bars.memory_bar(line) for line in figures.timed if line.gib])
-
-
 def _settings(figures: Figures) -> Section:
     rows = [
         {"step": line.name}
@@ -237,12 +229,6 @@ def _settings(figures: Figures) -> Section:
 
 
 # --- step by step ---------------------------------------------------------------------------------
-
-
-def _steps(figures: Figures) -> Section:
-    """A card for every step but the first, and none for one that was left out."""
-    made = [line for line in figures.steps if line.base and line.row.status != "not run"]
-    return Section("Step by step", parts=[card(line) for line in made])
 
 
 def card(line: Line) -> Section:
@@ -301,13 +287,11 @@ def title(row: Row) -> str:
 
 def _category_changes(old: dict[str, float], new: dict[str, float]) -> Rows:
     """Milliseconds by kind of kernel, the largest change first."""
-    apart = {name: new.get(name, 0.0) - old.get(name, 0.0) for name in {**old, **new}}
     rows = []
-    for name in sorted(apart, key=lambda name: -abs(apart[name])):
-        if old.get(name) or new.get(name):
-            before, after = (number(ms.get(name, 0.0)) for ms in (old, new))
-            row = {"ms per step": name, "before": before, "after": after}
-            rows.append(row | {"change": number(apart[name], "+,.1f")})
+    for name in sorted(old, key=lambda name: -abs(new[name] - old[name])):
+        if old[name] or new[name]:
+            row = {"ms per step": name, "before": number(old[name]), "after": number(new[name])}
+            rows.append(row | {"change": number(new[name] - old[name], "+,.1f")})
     return rows
 
 

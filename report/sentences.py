@@ -1,6 +1,6 @@
 """What a run shows and what it ran on, in sentences."""
 
-from common.record import AS_IT_IS, FP8, GRAPH, NOT_FUSED, PATCHED, WORTH, Environment, Workload
+from common.record import AS_IT_IS, FP8, GRAPH, PATCHED, SDPA, WORTH, Environment, Workload
 from report.cells import gain, milliseconds
 from report.doubts import from_to
 from report.figures import (
@@ -237,7 +237,7 @@ def _times_faster(line: Line, other: Line) -> str:
 def _in_words(line: Line) -> str:
     """What a reader calls a row: AMP + SDPA, FP32; or its name."""
     settings = line.row.settings
-    if is_mixed(line) and settings.attention_kernel not in NOT_FUSED and not settings.compiled:
+    if is_mixed(line) and settings.has_run(SDPA) and not settings.compiled:
         return "AMP + SDPA"
     if settings.amp_dtype == "float32" and settings.float32_matmul_precision == "highest":
         return "FP32"

@@ -94,8 +94,8 @@ PROOF = [
 ]
 
 
-def main_columns(figures: Figures, detailed: bool) -> list[Column]:
-    """`detailed` adds the ranges of the passes, and how peers differ."""
+def main_rows(figures: Figures, detailed: bool = False) -> list[dict[str, str]]:
+    """Every step and peer of a run; `detailed` adds the ranges of the passes, and how peers differ."""
     unit = figures.run.workload.unit if figures.run.workload else "tokens"
     name = (lambda line: f"{line.name} (peer)" if line.is_peer else line.name) if detailed else "name"
     columns = [
@@ -112,12 +112,7 @@ def main_columns(figures: Figures, detailed: bool) -> list[Column]:
         columns += EQUALS
     if has_another_base(figures):
         columns.append(Column("made from", lambda line: line.base.name if line.base else "-"))
-    return columns
-
-
-def main_rows(figures: Figures, detailed: bool = False) -> list[dict[str, str]]:
-    """Every step and peer of a run."""
-    return rows_of(figures.lines, main_columns(figures, detailed))
+    return rows_of(figures.lines, columns)
 
 
 def has_another_base(figures: Figures) -> bool:
@@ -152,20 +147,19 @@ def card_row(figures: Figures) -> dict[str, str]:
     between."""
     ran = [line for line in figures.steps if line.row.status != "skipped"]
     work, machine = figures.run.workload, figures.environment
-    row = {"device": machine.device, "workload": "-", "first step, ms": "-", "last step, ms": "-"}
-    if work:
-        shape = f"{work.n_layer} x {work.n_embd}, {work.batch_size} x {work.seq_len} tokens"
-        row["workload"] = f"{work.preset}: {shape}"
-    if ran:
-        row |= {"first step, ms": time_or_status(ran[0]), "last step, ms": time_or_status(ran[-1])}
-    row["gains, step by step"] = "-"
-    if len(ran) > 1:
-        steps = " x ".join(gain_over(before, line) for before, line in pairwise(ran))
-        row["gains, step by step"] = f"{steps} = {gain(ratio(ran[-1], ran[0]))}"
+    shape = f"{work.n_layer} x {work.n_embd}, {work.batch_size} x {work.seq_len} tokens"
+    steps = " x ".join(gain_over(before, line) for before, line in pairwise(ran))
     known = [name for name in VERSIONS if name in machine.versions]
-    row["versions"] = ", ".join(f"{name} {machine.versions[name]}" for name in known)
-    row["date"] = (figures.run.started_at or "-")[:10]
-    return row | {"commit": (machine.commit or "-")[:7]}
+    return {
+        "device": machine.device,
+        "workload": f"{work.preset}: {shape}",
+        "first step, ms": time_or_status(ran[0]),
+        "last step, ms": time_or_status(ran[-1]),
+        "gains, step by step": f"{steps} = {gain(ratio(ran[-1], ran[0]))}",
+        "versions": ", ".join(f"{name} {machine.versions[name]}" for name in known),
+        "date": (figures.run.started_at or "-")[:10],
+        "commit": (machine.commit or "-")[:7],
+    }
 
 
 def fits_cards(figures: Figures) -> bool:

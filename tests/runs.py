@@ -72,6 +72,7 @@ def roofs():
 
 def run(*rows, peers=(), work=None, measured=None, problems=(), **environment):
     known = {"device": "GPU", "device_type": "cuda", "versions": {"torch": "2.x"}, "commit": "abcdef012"}
+    known |= {"compute_capability": (9, 0)} if environment.get("device_type") != "cpu" else {}
     machine = r.Environment(**(known | environment))
     return r.Run(
         "./run_all.sh", "2026-01-01", machine, work or workload(), [*rows], [*peers], measured, [*problems]
