@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from common.record import ALLOCATION, Environment
-from common.text import Skip, one_line
+from common.text import ROOT, Skip, one_line
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("triton", "transformer-engine", "torchao", "transformers")  # whose versions matter
 CLONES: dict[str, Path] = {}  # of peers that are no packages: their folders, whose commits are their versions
 # Variables of the environment that change what runs: the value that does not, and what others do.
@@ -185,7 +184,11 @@ def clock_and_power(device: torch.device) -> tuple[float, float] | None:
 
 def describe(device: torch.device) -> Environment:
     """Machine, versions, commit."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__} | _package_versions()
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    versions |= {name: _commit(folder) or "unknown" for name, folder in CLONES.items()}
     environment = Environment(
         device=device_name(device),
         device_type=device.type,
@@ -202,15 +205,6 @@ def describe(device: torch.device) -> Environment:
         environment.gpu_memory_bytes = properties.total_memory
         environment.compute_capability = compute_capability(device)
     return environment
-
-
-def _package_versions() -> dict[str, str]:
-    """Versions of those of PACKAGES that are installed, and commits of CLONES."""
-    versions = {}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions | {name: _commit(folder) or "unknown" for name, folder in CLONES.items()}
 
 
 def _commit(clone: Path) -> str | None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from common.text import one_line
 
+NOISE = r"void |at::native::|\(anonymous namespace\)::|transformer_engine::|^aten::|[<(].*"  # in names
 LONGEST_NAME = 70  # of a kernel that no rule has words for
 COMPILED_GRAPH = "## Call CompiledFxGraph"  # what a CPU's trace calls a compiled graph
 # What the names of attention's backward kernels contain: of cuDNN, FlashAttention, CUTLASS, softmax by hand,
@@ -120,7 +121,7 @@ def in_words(name: str) -> str:
     words = _rule(name).words
     if words == "matrix product":
         return f"matrix product{_details(name)}"
-    return words or _shortened(name)
+    return words or one_line(re.sub(NOISE, "", name), LONGEST_NAME)
 
 
 def _details(name: str) -> str:
@@ -133,8 +134,3 @@ def _details(name: str) -> str:
         precision = next((text for mark, text in FORMATS.items() if re.search(mark, name)), None)
     tile = re.search(r"(?:sgemm_|tilesize)(\d+x\d+)", name) or re.search(r"_(\d+x\d+)", name)
     return "".join(f", {part}" for part in (precision, tile and f"{tile[1]} tile") if part)
-
-
-def _shortened(name: str) -> str:
-    noise = r"void |at::native::|\(anonymous namespace\)::|transformer_engine::|^aten::|[<(].*"
-    return one_line(re.sub(noise, "", name), LONGEST_NAME)

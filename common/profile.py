@@ -149,10 +149,17 @@ def _compiled_modules(model: torch.nn.Module) -> int:
     """How many modules are compiled, without those that lie in another one."""
     names: list[str] = []
     for name, module in model.named_modules():
-        is_compiled = module._compiled_call_impl or hasattr(module.forward, "_torchdynamo_orig_callable")
-        if is_compiled and not any(name.startswith(f"{outer}.") or not outer for outer in names):
+        inside = any(name.startswith(f"{outer}.") or not outer for outer in names)
+        if not inside and (module._compiled_call_impl or is_compiled(module.forward)):
             names.append(name)
     return len(names)
+
+
+def is_compiled(function: Callable) -> bool:
+    """Whether a function is what torch.compile returned; torch.compiler.disable() marks its own alike."""
+    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(
+        function, "_torchdynamo_disable", False
+    )
 
 
 def _graph_breaks() -> list[str]:

@@ -11,9 +11,8 @@ import time
 import uuid
 from pathlib import Path
 
-from common.text import PACKAGES, one_line, progress
+from common.text import PACKAGES, ROOT, one_line, progress
 
-ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 10  # between asking a process to end and ending it
 POLL_S = 0.2
 LEFTOVERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")  # of another launcher
@@ -78,14 +77,9 @@ def script_command(script: Path, words: list[str], processes: int) -> list[str]:
     path = str(script)
     if processes == 1:
         return [sys.executable, path, *words]
-    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
-    return module_command("torch.distributed.run", "--nproc-per-node", str(processes), *meet, path, *words)
-
-
-def module_command(name: str, *words: str) -> list[str]:
-    """The command that runs a module of this project, in its folder: `python -m` imports what lies where it
-    starts."""
-    return [sys.executable, "-m", name, *words]
+    meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
+    run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    return [*run, *meet, path, *words]
 
 
 def run(

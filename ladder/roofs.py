@@ -53,9 +53,8 @@ def add_limits(roofs: Roofs, args: Arguments) -> None:
     rates = {name: roofs.rate(name, burst=True) for name in ("bf16", "fp8")}
     if not (rates["bf16"] and roofs.copy_bytes_per_s):
         return
-    heads = config.n_layer * args.batch_size * config.n_head
-    attention = flops.attention_flops(heads, config.seq_len, config.n_embd // config.n_head)
-    products = flops.flops_per_step(config, args.batch_size) - attention
+    products = 6 * flops.matmul_parameters(config) * tokens
+    attention = flops.flops_per_step(config, args.batch_size) - products
     # Bytes: in each block the residual stream, read and written by both halves, forward and backward; the
     # logits read once, and their gradient written; weights, gradients and moments read, all but the gradients
     # written.

@@ -103,7 +103,7 @@ def check(
         module.append("--roofs")
     with tempfile.TemporaryDirectory() as folder:
         log, facts = Path(folder) / "log", Path(folder) / "facts.json"
-        command = process.module_command(*module, *arguments, "--output", str(facts))
+        command = [sys.executable, "-m", *module, *arguments, "--output", str(facts)]
         try:
             ended = process.run(command, log, limit_s, stop, "checking the arguments", variables)
         finally:

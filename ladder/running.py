@@ -216,13 +216,13 @@ def code_of(row: rows.Planned) -> str | None:
 
 def refuse_another(before: dict, plan: dict, folder: Path) -> None:
     """Raises Skip where the plan of a folder is of another run than mine."""
-    theirs, code = rows_by_output(before), before.get("code")
+    theirs, code = rows_by_output(before), before.get("code", {})
     differing = [name for name in SAME if comparable(before, name) != comparable(plan, name)]
     for output, row in rows_by_output(plan).items():
         fields = [field for field in row if theirs.get(output, row).get(field) != row[field]]
         differing += [f"{field} of {output}" for field in fields]
     for name, own in plan["code"].items():
-        if isinstance(code, dict) and code.get(name, own) != own:
+        if code.get(name, own) != own:
             differing.append(f"the code of {name}")
     began, begins = (each.get("seen") or {} for each in (before, plan))
     if any(began.get(name) != begins.get(name) for name in ("first", "rows_in_file")):
@@ -247,7 +247,7 @@ def merge(before: dict, plan: dict) -> dict:
         "started_at": before.get("started_at"),
         "command": " && ".join(dict.fromkeys(commands)),
         "rows": [together[output] for output in order],
-        "code": before["code"] | plan["code"],
+        "code": before.get("code", {}) | plan["code"],
     }
 
 
@@ -315,7 +315,7 @@ def execute(job: Job, output: Path | None) -> int:
 def apply_recommended(running: Running, job: Job, plan: dict) -> None:
     """Where a run of a model recommends changes, run its file with a patch that makes them, and the changes
     with the largest batch that fits. What was run for another recommendation is forgotten."""
-    command = process.module_command("report", str(running.folder), "--recommended")
+    command = [sys.executable, "-m", "report", str(running.folder), "--recommended"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, start_new_session=True)
     if answer.returncode or running.stop.requests:
         return
@@ -349,7 +349,7 @@ def finish(folder: Path, stop: process.Stop, job: Job) -> int:
     """Print and write the report, which a signal ends at once; returns the exit code. Of a run of run_all.sh,
     results/latest leads to this folder."""
     say("")
-    requests, command = stop.requests, process.module_command("report", str(folder))
+    requests, command = stop.requests, [sys.executable, "-m", "report", str(folder)]
     report = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     while report.poll() is None and stop.requests == requests:
         time.sleep(process.POLL_S)
@@ -357,9 +357,8 @@ def finish(folder: Path, stop: process.Stop, job: Job) -> int:
         os.killpg(report.pid, signal.SIGKILL)
     code = report.wait()
     if stop.requests == requests and not (folder / schema.MERGED).exists():
-        command = shlex.join([sys.executable, "-m", "report", str(folder)])
         say(f"no table: the records are kept. With pip, this makes it:\n  cd {shlex.quote(str(ROOT))} &&")
-        say(f"  ./run_all.sh --setup && {command}")
+        say(f"  ./run_all.sh --setup && {shlex.join(command)}")
     latest = ROOT / "results" / "latest"
     free = folder.parent == latest.parent and (latest.is_symlink() or not latest.exists())
     if job.plan["command"].startswith("./run_all.sh") and code in (0, 1) and free:

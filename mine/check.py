@@ -266,12 +266,12 @@ def observe_step(args: ModelArguments, model: torch.nn.Module) -> tuple[Settings
 
 def compiles_most(model: torch.nn.Module, loss: Callable | None) -> bool:
     """Whether modules with at least half of the weights are compiled, or the loss is, which calls them."""
-    if hasattr(loss, "_torchdynamo_orig_callable"):
+    if loss and profile.is_compiled(loss):
         return True
     weights: dict[int, int] = {}
     for module in model.modules():
         is_wrapped = isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
-        if is_wrapped or module._compiled_call_impl or hasattr(module.forward, "_torchdynamo_orig_callable"):
+        if is_wrapped or module._compiled_call_impl or profile.is_compiled(module.forward):
             weights |= {id(weight): weight.numel() for weight in module.parameters()}
     return sum(weights.values()) >= 0.5 * count_weights(model)
 

@@ -3,19 +3,22 @@
 import torch
 
 from common.text import Skip, one_line
+from ladder.rows import SDPA
 from mine import by_hand, patch
 from mine import file as model_file
-from mine.attention import has_switch
+from mine.attention import BY_HAND, has_switch, kernels_before
 from mine.batch import copied
 from mine.file import ModelArguments
 
 NOISY_BATCHES = 8
 
 
-def replace_attention(args: ModelArguments) -> None:
-    """If the file's attention is plain, train a copy that calls PyTorch's. Raises Skip if the losses of its
-    batches differ, or the copy fails."""
-    model, before = args.model(), args.file
+def replace_attention(names: list[str], before: dict[str, dict], args: ModelArguments) -> None:
+    """Where these rows fuse attention, and a row before ran it by hand: if it is plain in the file, train a
+    copy that calls PyTorch's. Raises Skip if the losses of its batches differ, or the copy fails."""
+    if SDPA not in names or args.attention or kernels_before(before)[-1:] != [BY_HAND]:
+        return
+    model, unchanged = args.model(), args.file
     if has_switch(model, args.path.name, args.softmax_at):
         return
     try:
@@ -37,10 +40,10 @@ def replace_attention(args: ModelArguments) -> None:
         args.file = model_file.imported(args.path, args.file.__name__, edit.text)
         losses = noisy_losses(args)
     except Exception as error:
-        args.file = before
+        args.file = unchanged
         raise Skip(f"{place} cannot be one call of PyTorch's: {one_line(error, 100)}") from error
     if not all(map(args.is_same_loss, losses, expected)):
-        args.file = before
+        args.file = unchanged
         raise Skip(f"{place} is not causal, or does more: it was left as it is")
     args.attention = edit
 

@@ -22,7 +22,7 @@ from ladder.rows import AMP, COMPILE, FP8, FP32, GRAPH, SDPA
 from ladder.rows import MODEL_ROWS as ROWS
 from mine import by_hand, changes, patch
 from mine import file as model_file
-from mine.attention import BY_HAND, has_switch, kernels_before
+from mine.attention import has_switch
 from mine.file import ModelArguments
 from mine.optimizers import each_of
 from mine.program import Program
@@ -51,16 +51,12 @@ def rows_kept(before: dict[str, dict], device_type: str) -> list[str]:
     graph launches all kernels at once. The times of a CPU decide nothing."""
     names, waiting, base = [], [], None
     for name, row in before.items():
-        if base is None or device_type == "cpu" or not is_slower(row["step_ms"], base["step_ms"]):
+        slower = base and middle_half(row["step_ms"])[0] > middle_half(base["step_ms"])[1]
+        if device_type == "cpu" or not slower:
             names, waiting, base = [*names, *waiting, name], [], row
         elif has_shorter_kernels(row, base):
             waiting.append(name)
     return [name for name in [*names, *waiting] if ROWS[name]]
-
-
-def is_slower(times: list[float], others: list[float]) -> bool:
-    """Whether training steps clearly took longer than others, as the report calls it."""
-    return middle_half(times)[0] > middle_half(others)[1]
 
 
 def has_shorter_kernels(row: dict, other: dict) -> bool:
@@ -94,19 +90,12 @@ def check_unchanged(args: ModelArguments) -> None:
         raise RuntimeError(f"{changed}, or its batches differ in each process: seed its generator")
 
 
-def fuse_by_hand(names: list[str], before: dict[str, dict], args: ModelArguments) -> None:
-    """Where these rows fuse attention, and a row before ran it by hand, train a copy of the file that calls
-    PyTorch's."""
-    if SDPA in names and args.attention is None and kernels_before(before)[-1:] == [BY_HAND]:
-        replace_attention(args)
-
-
 def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tuple:
     """What the `main` of a step returns, with these changes; the last is the row's own."""
     refuse(names, args)
     if args.first == FP32:
         torch.set_float32_matmul_precision("highest")
-    fuse_by_hand(names, before, args)
+    replace_attention(names, before, args)
     model = args.model()
     check_unchanged(args)
     if args.weights_sha256 and model_file.weights_sha256(model) != args.weights_sha256:
@@ -178,7 +167,7 @@ def build_larger(names: list[str], before: dict[str, dict], args: ModelArguments
     if count < 2 or not is_freed:
         raise Skip("the changes free no memory for a second batch")
     # Before batches are joined: it runs attention by hand, too, whose scores may not fit a larger one.
-    fuse_by_hand(names, before, args)
+    replace_attention(names, before, args)
     args.join_batches(count)
     return build(names, before, args)
 

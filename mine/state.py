@@ -41,7 +41,10 @@ class ModelState(InitialState):
         self.seed = seed  # of the first pass of `sample`
         self.in_fp32 = in_fp32  # whether `sample` leaves out what the file does beyond eager FP32
         self.buffers = {name: on_host(buffer) for name, buffer in model.named_buffers()}
-        self.numbers = [copy.deepcopy(numbers_of(group)) for group in optimizer.param_groups]
+        self.numbers = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
         # Of one whose states begin at zero they are not needed, and would be the row's memory.
         others = [each for each in each_of(optimizer) if not begins_at_zero(each)]
         self.states = [(each, copied_states(each.state)) for each in others]
@@ -56,7 +59,11 @@ class ModelState(InitialState):
             if initial is not None and initial.shape == own_part(buffer).shape:
                 own_part(buffer).copy_(initial)
         for group, numbers in zip(self.optimizer.param_groups, self.numbers, strict=True):
-            restore_numbers(group, numbers)
+            for name, value in numbers.items():
+                if isinstance(value, torch.Tensor):  # in place, where a graph may read it
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
         for each, states in self.states:
             each.state.clear()
             each.state.update(copied_states(states))
@@ -126,20 +133,6 @@ def eager_fp32() -> Iterator[None]:
     finally:
         torch.autocast.__enter__ = enter
         torch.set_float32_matmul_precision(precision)
-
-
-def numbers_of(group: dict) -> dict:
-    """What an optimizer's group holds beside its weights: rates, counts."""
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-def restore_numbers(group: dict, numbers: dict) -> None:
-    """Put rates and counts back; a tensor, which a graph may read, in place."""
-    for name, value in numbers.items():
-        if isinstance(value, torch.Tensor):
-            group[name].copy_(value)
-        else:
-            group[name] = value
 
 
 def copied_states(states: dict) -> dict:

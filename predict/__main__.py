@@ -19,7 +19,6 @@ from common.model import PRESETS
 from common.options import build_parser, parse_args
 from common.record import ROOFS, Roofs, read_object
 from common.text import PACKAGES, OneLineParser, aligned, run_command, say
-from ladder.rows import scripts
 from predict import roofs
 from predict.machine import Machine
 from predict.step_kernels import STEPS, Step
@@ -140,12 +139,17 @@ def read_roofs(name: str | None) -> tuple[Roofs, str]:
     sys.path.append(str(PACKAGES / "report"))
     import msgspec
 
-    for path in roofs_of(name):
+    if name is None:
+        paths = (hardware.ROOT / "results").glob(f"*{ROOFS}")
+        paths = sorted(paths, key=lambda path: -path.stat().st_mtime)
+    else:
+        paths = [*(hardware.ROOT / "docs" / "results" / name).glob(f"*/{ROOFS}")] or [Path(name)]
+    for path in paths:
         try:
             measured = msgspec.convert(read_object(path), Roofs)
         except msgspec.ValidationError:
             continue
-        if measured.products:
+        if measured.products and measured.environment:
             return measured, str(path)
     known = " or ".join(sorted({path.parts[-3] for path in hardware.ROOT.glob(f"docs/results/*/*/{ROOFS}")}))
     advice = f"run python -m predict.roofs, or take --machine {known}"
@@ -161,20 +165,11 @@ def unaligned(shape, batch_size: int) -> list[str]:
     return [f"{name} {size}" for name, size in sizes.items() if size % ALIGNED]
 
 
-def roofs_of(name: str | None) -> list[Path]:
-    """Files in which `read_roofs` looks, the best one first."""
-    results = hardware.ROOT / "results"
-    if name is None:
-        return sorted(results.glob(f"*{ROOFS}"), key=lambda path: -path.stat().st_mtime)
-    return [*(hardware.ROOT / "docs" / "results" / name).glob(f"*/{ROOFS}")] or [Path(name)]
-
-
 def predict_all(args, measured: Roofs) -> tuple[dict[str, Prediction], dict[str, str]]:
     """Every step that the roofs suffice for, and why others are left out. Raises ValueError where none is
     left."""
     predictions, left_out = {}, {}
-    here = [script.removesuffix(".py") for script in scripts()]
-    for name in [name for name in STEPS if name in here]:
+    for name in STEPS:
         try:
             predictions[name] = predict(name, args.config, args.batch_size, measured, args.capture)
         except ValueError as error:
@@ -232,7 +227,7 @@ def main() -> None:
         say(f"{name} is not predicted: {reason}")
     if sizes := unaligned(args.config, args.batch_size):
         say(f"{', '.join(sizes)}: not divisible by {ALIGNED}, so the real step is slower than predicted here")
-    gpu_bytes = measured.environment.gpu_memory_bytes if measured.environment else None
+    gpu_bytes = measured.environment.gpu_memory_bytes
     file = file.removeprefix(f"{hardware.ROOT}/")
     say(f"{aligned(table(predictions, args, gpu_bytes))}\n")
     say(f"milliseconds a step of {args.config}, batch {args.batch_size}, from the roofs in {file}")

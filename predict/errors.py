@@ -44,15 +44,6 @@ def gains(run: Run, roofs: Roofs) -> Iterable[tuple[str, float, float]]:
             yield step.step, before.measured / step.measured, before.predicted / step.predicted
 
 
-def measured_gains(run: Run) -> dict[str, float]:
-    """The gains of the steps of a run that stand behind one with a time."""
-    of = {}
-    for before, row in pairwise(run.rows):
-        if before.status == row.status == "ok":
-            of[row.step] = measured_ms(before) / measured_ms(row)
-    return of
-
-
 def nearest(work: Workload, others: list[Run]) -> Run:
     """The run whose width, depth, length and tokens differ by the least factors in all."""
 
@@ -70,7 +61,8 @@ def error_cells(runs: list[Run], roofs: Roofs, others: list[Run]) -> dict[str, s
     times = [step.predicted / step.measured - 1 for step in steps]
     of_gains, of_nearest = [], []
     for run in runs:
-        known = measured_gains(nearest(run.workload, others)) if others else {}
+        near = gains(nearest(run.workload, others), roofs) if others else ()
+        known = {name: measured for name, measured, _ in near}
         for name, measured, predicted in gains(run, roofs):
             of_gains.append(predicted / measured - 1)
             of_nearest += [known[name] / measured - 1] if name in known else []

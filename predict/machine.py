@@ -50,7 +50,7 @@ class Machine:
             sizes = itertools.product(self.axis, repeat=3)
             seconds = [self.products[precision, m, n, k] for m, n, k in sizes]
         except KeyError:
-            lack = "the roofs lack products of this size: python -m predict.roofs measures all sizes"
+            lack = "the roofs lack products of a size that could not be measured: their notes say why"
             raise ValueError(lack) from None
         n = len(self.axis)
         return np.reshape(seconds, (n, n, n))

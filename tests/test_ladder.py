@@ -285,6 +285,8 @@ def test_rows_that_a_study_gets_later_stand_at_their_place_in_each_run():
     assert [row["output"] for row in merged["rows"]] == [
         f"{width}/{step}.json" for width in ("768", "320") for step in ("0_baseline", "3_compile", "4_te")
     ]
+    without_hashes = {name: value for name, value in plan("3_compile").items() if name != "code"}
+    assert running.merge(without_hashes, plan("3_compile") | {"code": {"a": "1"}})["code"] == {"a": "1"}
 
 
 def test_a_sweep_goes_on_where_auto_would_choose_another_shape():

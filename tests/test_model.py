@@ -20,7 +20,7 @@ from conftest import ROOT, is_alive, program_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import benchmark
+from common import benchmark, profile
 from common import proof as sampling
 from common.record import Profile, Proof, Settings, write_json
 from common.text import Skip, explain
@@ -1292,6 +1292,9 @@ def test_a_compiled_loss_or_most_of_the_weights_compiled_is_compiled():
     assert not model_check.compiles_most(model, None), "a third"
     model[1].compile()
     assert model_check.compiles_most(model, None)
+    model.forward = torch.compiler.disable(model.forward)
+    assert profile._compiled_modules(model) == 2, "what is kept from the compiler is not compiled"
+    assert not model_check.compiles_most(nn.Linear(4, 4), torch.compiler.disable(print))
 
 
 def test_a_folder_is_not_continued_from_another_start():

@@ -2,6 +2,7 @@
 line."""
 
 import contextlib
+import json
 import sys
 
 import pytest
@@ -218,7 +219,8 @@ def test_the_command_answers_for_a_card_that_is_not_here_and_refuses_damage_in_o
     assert float(said.splitlines()[3].split()[2]) > 2, "it need not fit this machine"
     said = answer("--machine", "h200", "--vocab-size", "50257")
     assert "4_transformer_engine is not predicted: FP8 needs" in said and "3_compile  " in said
-    for damage in ("[]", "{", '{"products": 1}', '{"products": [{}]}'):
+    nowhere = json.dumps(json.loads((tmp_path / "card.json").read_text()) | {"environment": None})
+    for damage in ("[]", "{", '{"products": 1}', '{"products": [{}]}', nowhere):
         (tmp_path / "card.json").write_text(damage)
         assert "holds no roofs that can be read" in refused(answer, *card)
 
