@@ -134,18 +134,18 @@ def measure_row(
 
     # 3. Observe untimed steps: where the time goes, what ran, gradients from the initial weights.
     if args.profile:
-        with noting(row, "not profiled"):
+        with note_failure(row, "not profiled"):
             median_ms = statistics.median(row.step_ms)
             row.profile = profile.profile_steps(partial(training.train_step, *spare), median_ms, args.device)
     training.train_step = train_step  # the graph is gone, with its memory; a replay has no operators
     captured = bool(row.settings.captured)
-    with noting(row, "not observed"):
+    with note_failure(row, "not observed"):
         row.settings, row.symptoms = profile.observe(partial(train_step, *spare), model, args.device)
         row.settings.residual_dtype = profile.residual_dtype(train_step, spare, model)
     row.settings.captured = captured
     samples = {}
     if initial and args.processes == 1:
-        with noting(row, "gradients not sampled"):
+        with note_failure(row, "gradients not sampled"):
             samples = sample_gradients(train_step, batches[0], initial, bool(row.settings.fp8_recipe))
         add_note(row, "; ".join(initial.notes))
     is_fp32 = row.settings.amp_dtype == "float32"
@@ -353,7 +353,7 @@ def record_losses(losses: list[float], trained: int, args: Measurement, row: Row
 
 
 @contextlib.contextmanager
-def noting(row: Row, what: str) -> Iterator[None]:
+def note_failure(row: Row, what: str) -> Iterator[None]:
     """If an untimed observation fails, keep the row, and add the error to its note."""
     progress("observing")
     try:

@@ -176,7 +176,7 @@ def prepare(request: Request) -> running.Job:
         raise Skip(f"--only {options.only}: {Path(options.model).name} does that itself")
     command = portable_command("./run_all.sh", request.words)
     plan = running.plan_of(kind, planned, facts, options.step_timeout, command)
-    again = running.again("./run_all.sh", rows.with_pinned(request.words, pinned))
+    again = running.resume_command("./run_all.sh", rows.with_pinned(request.words, pinned))
     return running.Job(plan, planned, facts, again)
 
 

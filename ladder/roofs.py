@@ -30,7 +30,7 @@ def measure(args: Arguments) -> Roofs:
     """The roofs of a device at a workload's sizes. What cannot be measured is left out: `notes` tells why."""
     roofs = Roofs(environment=hardware.describe(args.device))
     roofs.code_sha256 = fingerprint.row_sha256("", hardware.ROOT, fingerprint.CLOCKS)
-    with skipping(roofs, "copy"):
+    with note_failure(roofs, "copy"):
         roofs.copy_bytes_per_s = copy_rate(args.device)
     edge = SQUARE[args.device.type]
     counted = {(edge, edge, edge): 0}
@@ -39,7 +39,7 @@ def measure(args: Arguments) -> Roofs:
         if not multiplies(args.device, precision):
             roofs.notes.append(f"{precision} not measured: this device does not multiply it")
             continue
-        with skipping(roofs, precision):
+        with note_failure(roofs, precision):
             roofs.products += product_rates(precision, counted, args.device, steady=True)
     add_limits(roofs, args)
     return roofs
@@ -72,7 +72,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def skipping(roofs: Roofs, what: str) -> Iterator[None]:
+def note_failure(roofs: Roofs, what: str) -> Iterator[None]:
     """Errors of too little memory, or of a shape that a format cannot take, become a note."""
     progress(f"measuring {what}")
     try:

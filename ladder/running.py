@@ -164,7 +164,7 @@ def folder_of(kind: str, output: Path | None) -> Path:
     return folder.resolve()
 
 
-def locked(folder: Path) -> TextIO | None:
+def acquire_lock(folder: Path) -> TextIO | None:
     """A file that holds the lock of a run folder until this process and the row that it runs have ended; None
     where another process has it."""
     lock = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
@@ -283,7 +283,7 @@ def execute(job: Job, output: Path | None) -> int:
     plan, before = job.plan, schema.read_object(folder / schema.PLAN)
     if not before and {path.name for path in folder.iterdir()} - {LOCK}:
         raise Skip(f"--output {folder} holds files that are of no run: give a new or an empty folder")
-    lock = locked(folder)
+    lock = acquire_lock(folder)
     if lock is None:
         raise Skip(f"{folder} is in use by another run: wait for it, or give another --output")
     before = schema.read_object(folder / schema.PLAN)  # nobody else writes it now
@@ -386,10 +386,10 @@ def run_study(
     )
     planned = [row._replace(arguments=rows.with_pinned(row.arguments, facts["pinned"])) for row in planned]
     plan = plan_of(kind, planned, facts, options.step_timeout, portable_command(name, words))
-    return execute(Job(plan, planned, facts, again(name, words)), options.output)
+    return execute(Job(plan, planned, facts, resume_command(name, words)), options.output)
 
 
-def again(name: str, words: list[str]) -> str:
+def resume_command(name: str, words: list[str]) -> str:
     """The command that finishes a run, without its folder."""
     return shlex.join([*name.split(), *without(words, ["--output"])])
 

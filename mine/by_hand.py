@@ -34,7 +34,7 @@ class NotPlainError(Exception):
     """Something else than the pattern."""
 
 
-def fused(text: str) -> Fused | None:
+def fuse(text: str) -> Fused | None:
     """The file with its attention as one call; None where it has none that is plain, or more than one."""
     tree = ast.parse(text)
     functional, edits = functional_of(tree), []

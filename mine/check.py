@@ -129,7 +129,7 @@ FORMULAS = flop_registry | ATTENTION
 def step_flops(args: ModelArguments, model: torch.nn.Module) -> int:
     """FLOPs of a forward and a backward pass, as torch.utils.flop_counter counts them, which also shows
     masks, imports and blocks; 0 where they are not counted."""
-    with masks_seen(model) as seen:
+    with watch_masks(model) as seen:
         try:
             loss = first_loss(args, model)
             if not loss.requires_grad:
@@ -297,7 +297,7 @@ def modules_beside(path: Path, names: set[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def masks_seen(model: torch.nn.Module) -> Iterator[list[str]]:
+def watch_masks(model: torch.nn.Module) -> Iterator[list[str]]:
     """The names of masks, and of positions, which tell documents apart, that Hugging Face's modules get
     inside the context."""
     seen: list[str] = []

@@ -22,7 +22,7 @@ def replace_attention(names: list[str], before: dict[str, dict], args: ModelArgu
     if has_switch(model, args.path.name, args.softmax_at):
         return
     try:
-        edit = by_hand.fused(patch.read(args.path))
+        edit = by_hand.fuse(patch.read(args.path))
         expected = noisy_losses(args) if edit else []
     except Exception:  # it cannot be patched, or its loss fails in evaluation: set_attention says what to do
         return

@@ -45,7 +45,7 @@ def rows_before(folder: Path, name: str) -> dict[str, dict]:
     return rows
 
 
-def rows_kept(before: dict[str, dict], device_type: str) -> list[str]:
+def rows_to_keep(before: dict[str, dict], device_type: str) -> list[str]:
     """The rows whose changes are kept: none clearly slower than what it was added to. A slower one whose
     kernels take less time waits for its host, and is kept until a later row shows what it is worth: a CUDA
     graph launches all kernels at once. The times of a CPU decide nothing."""
@@ -145,7 +145,7 @@ def patch_file(names: list[str], args: ModelArguments) -> list[str]:
     Returns the rows whose changes are left to make. Raises Skip where none can be placed."""
     text, model = patch.read(args.path), args.model()
     is_own = not has_switch(model, args.path.name, args.softmax_at)
-    attention = by_hand.fused(text) if SDPA in names and is_own else None
+    attention = by_hand.fuse(text) if SDPA in names and is_own else None
     begun = attention.text if attention else text
     patched, placed = patch.patched(begun, names, model, args.blocks, args)
     placed += [SDPA] if attention else []
@@ -216,7 +216,7 @@ def main(words: list[str]) -> int:
     before = rows_before(folder, recommended)
     args.name, args.source = name, (hardware.ROOT / "mine" / "program.py").read_text()
     if name == recommended:
-        names = rows_kept(before, args.device.type) + ([name] if ROWS[name] else [])
+        names = rows_to_keep(before, args.device.type) + ([name] if ROWS[name] else [])
         args.changes, build_row = [ROWS[each] for each in [*args.rows_in_file, *names]], build
     else:
         row = read_object(folder / f"{recommended}.json")["rows"][0]

@@ -24,7 +24,7 @@ from common.options import Arguments, parse_args
 from common.record import PRECISIONS, Roofs, write_json
 from common.text import progress, run_command, say
 from ladder import roofs as bare
-from ladder.roofs import multiplies, product_rates, skipping
+from ladder.roofs import multiplies, note_failure, product_rates
 
 KERNEL_S = 0.01
 ROUNDS = {"cuda": 3, "cpu": 1}  # the fastest counts: other work on a host was seen to slow some
@@ -45,7 +45,7 @@ def measure(args: Arguments) -> Roofs:
     measure_kernels(roofs, args)
     measure_attention(roofs, args)
     if args.device.type == "cuda":
-        with skipping(roofs, "launches"):
+        with note_failure(roofs, "launches"):
             roofs.launch_s = launch_seconds(args.device)
     return roofs
 
@@ -57,9 +57,9 @@ def measure_products(roofs: Roofs, args: Arguments) -> None:
     others = set(itertools.product(GRID[args.device.type], repeat=3)) - measured
     for precision in [name for name in PRECISIONS if multiplies(args.device, name)]:
         if precision != "fp8":  # attention by hand has no FP8
-            with skipping(roofs, precision):
+            with note_failure(roofs, precision):
                 roofs.products += product_rates(precision, by_hand, args.device, steady=False)
-        with skipping(roofs, precision):
+        with note_failure(roofs, precision):
             roofs.products += product_rates(precision, dict.fromkeys(others, 0), args.device, steady=False)
 
 
@@ -68,11 +68,11 @@ def measure_kernels(roofs: Roofs, args: Arguments) -> None:
     rounds."""
     device, of_workload = args.device, sizes(args.config, args.batch_size)
     for size in sorted({*of_workload.values(), *SIZES[device.type]} - {0}):
-        with skipping(roofs, f"kernels over {size:,} numbers"):
+        with note_failure(roofs, f"kernels over {size:,} numbers"):
             measure_works(roofs, list(kernels(size, device)), size, device)
     for name, make, tensor in (("adamw", adamw, "parameters"), ("loss half", compiled_loss, "logits")):
         for size in sorted({of_workload[tensor], *SIZES[device.type]}):
-            with skipping(roofs, f"{name} over {size:,} numbers"):
+            with note_failure(roofs, f"{name} over {size:,} numbers"):
                 measure_works(roofs, [(name, make(size, device))], size, device)
 
 
@@ -93,7 +93,7 @@ def measure_attention(roofs: Roofs, args: Arguments) -> None:
     for T, D in itertools.product(LENGTHS, HEAD_DIMS):
         shapes.append((T, D, ATTENTION_NUMBERS[device.type] // (T * D)))
     for T, D, heads in shapes:
-        with skipping(roofs, f"attention over {T} tokens"):
+        with note_failure(roofs, f"attention over {T} tokens"):
             seconds = steady_seconds(attention(T, D, heads, device), device, KERNEL_S)
             roofs.attention.append((T, D, flops.attention_flops(heads, T, D) / seconds))
 

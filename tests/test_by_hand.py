@@ -141,7 +141,7 @@ def before(kernel="by hand"):
 @pytest.mark.parametrize("kind", PLAIN)
 def test_plain_attention_becomes_one_call_that_trains_the_same(kind, arguments_of):
     body, call = PLAIN[kind]
-    edit = by_hand.fused(FILE.replace("BODY", body.strip("\n")))
+    edit = by_hand.fuse(FILE.replace("BODY", body.strip("\n")))
     assert (edit is None) is (call is None)
     if edit is None:
         return
@@ -171,7 +171,7 @@ LONG = """
 
 def test_the_lines_shown_are_the_whole_statement():
     begin = NANOGPT.partition("        y = att @ v")[0]
-    edit = by_hand.fused(FILE.replace("BODY", (begin + LONG.lstrip("\n")).strip("\n")))
+    edit = by_hand.fuse(FILE.replace("BODY", (begin + LONG.lstrip("\n")).strip("\n")))
     shown = ast.parse(edit.call).body
     assert len(shown) == 1 and ast.unparse(shown[0]).endswith(".transpose(1, 2).reshape(B, T, C)")
 
@@ -254,7 +254,7 @@ def test_a_mask_that_a_later_batch_sets_elsewhere_is_seen(arguments_of):
     later = NANOGPT.replace("self.mask[:T, :T]", "self.mask[:T, :T] | self.seen")
     seen = "    model.seen = batch[0, 0, 0] > 1e6\n    return model(batch)"
     args = arguments_of(later, ("    return model(batch)", seen))
-    assert by_hand.fused(args.path.read_text())
+    assert by_hand.fuse(args.path.read_text())
     args.drawn[3][..., 0] = 1e7
     args.planned.text_sha256 = args.work_sha256()
     with pytest.raises(Skip, match="is not causal"):

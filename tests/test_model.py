@@ -458,13 +458,13 @@ def test_a_row_keeps_the_changes_that_did_not_make_a_step_slower(tmp_path):
     put(tmp_path, "2_sdpa", 1, status="skipped")
     before = model_row.rows_before(tmp_path, "5_fp8")
     assert [*before] == ["0_fp32", "1_amp", "3_compile", "4_graph"]
-    assert model_row.rows_kept(before, "cuda") == ["1_amp", "4_graph"]
-    assert model_row.rows_kept(before, "cpu") == ["1_amp", "3_compile", "4_graph"]
-    assert model_row.rows_kept(model_row.rows_before(tmp_path, "0_fp32"), "cuda") == []
+    assert model_row.rows_to_keep(before, "cuda") == ["1_amp", "4_graph"]
+    assert model_row.rows_to_keep(before, "cpu") == ["1_amp", "3_compile", "4_graph"]
+    assert model_row.rows_to_keep(model_row.rows_before(tmp_path, "0_fp32"), "cuda") == []
     for ms, names in ((56.0, ["1_amp", "3_compile"]), (52.0, ["1_amp"])):
         times = {"0_fp32": [100.0], "1_amp": [44.0, 50.0, ms, 60.0], "3_compile": [54.5, 55.0, 55.5]}
         rows = {name: {"step_ms": step_ms} for name, step_ms in times.items()}
-        assert model_row.rows_kept(rows, "cuda") == names, "where times overlap, no change is slower"
+        assert model_row.rows_to_keep(rows, "cuda") == names, "where times overlap, no change is slower"
     assert [*model_row.rows_before(tmp_path, "3_compile")] == ["0_fp32", "1_amp"]
 
 
@@ -472,7 +472,7 @@ def test_a_slower_row_whose_kernels_take_less_time_is_kept_until_a_later_one_dec
     """On a slow host a compiled row waits for its launches, which a CUDA graph makes at once."""
 
     def kept(name="5_fp8"):
-        return model_row.rows_kept(model_row.rows_before(tmp_path, name), "cuda")
+        return model_row.rows_to_keep(model_row.rows_before(tmp_path, name), "cuda")
 
     put(tmp_path, "0_fp32", 100, profile=profile_of(90))
     put(tmp_path, "1_amp", 27.4, profile=profile_of(26.4))
@@ -746,7 +746,7 @@ def test_a_mask_is_seen_however_a_file_gives_it(call, seen, arguments_of):
     model_check.check(args)
     assert args.is_masked is seen
     model = args.model()
-    with model_check.masks_seen(model):
+    with model_check.watch_masks(model):
         assert model._forward_pre_hooks
     assert not model._forward_pre_hooks and not model.base._forward_pre_hooks
 
