@@ -157,9 +157,8 @@ def _compiled_modules(model: torch.nn.Module) -> int:
 
 def is_compiled(function: Callable) -> bool:
     """Whether a function is what torch.compile returned; torch.compiler.disable() marks its own alike."""
-    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(
-        function, "_torchdynamo_disable", False
-    )
+    is_disabled = getattr(function, "_torchdynamo_disable", False)
+    return hasattr(function, "_torchdynamo_orig_callable") and not is_disabled
 
 
 def _graph_breaks() -> list[str]:

@@ -95,4 +95,4 @@ def compile_blocks(program: Program) -> None:
         )
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     program.run(compile_lines(model, args.blocks))
-    program.run(compiled_loss_lines(model, args.module_name if hasattr(args.file, "loss") else None))
+    program.run(compiled_loss_lines(model, args.loss_module))

@@ -45,7 +45,7 @@ def check(args: ModelArguments) -> Workload:
     see_start(args, model)
     args.remarks = [f"{work.model}: {size}", *args.remarks]
     if COMPILE not in args.rows_in_file:
-        with_loss = bool(compiled_loss_lines(model, args.module_name if hasattr(args.file, "loss") else None))
+        with_loss = bool(compiled_loss_lines(model, args.loss_module))
         args.remarks.append(f"Row {COMPILE}: {say_blocks(model, args.blocks, with_loss)}")
     if (count := len(args.drawn)) <= work.steps:
         args.remarks.append(f"batches() ends after {count}: in {work.steps} training steps they come again")

@@ -134,6 +134,11 @@ class ModelArguments(options.Measurement):
         is_name = stem.isidentifier() and unicodedata.normalize("NFKC", stem) == stem  # as Python reads it
         return stem if is_name and stem not in taken else "my_file"
 
+    @property
+    def loss_module(self) -> str | None:
+        """That name where the file has a loss(), which can be compiled by itself; otherwise None."""
+        return self.module_name if hasattr(self.file, "loss") else None
+
     def about(self) -> list[str]:
         return [*hardware.about(self.device), f"model of {self.path.name}"]
 
