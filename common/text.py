@@ -8,11 +8,14 @@ import os
 import shlex
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("common", "ladder", "mine")  # whose lines say nothing of an error to a user
+PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 PACKAGES = ROOT / ".packages" / str(sysconfig.get_config_var("SOABI"))  # what run_all.sh installed
 
 # What libraries say of too little memory, and the names of their errors.
@@ -41,7 +44,21 @@ def explain(error: Exception) -> tuple[str, str]:
         return "oom", "out of memory: try a smaller batch size or sequence length"
     advice = next((advice for sign, advice in MISSING.items() if sign in text), None)
     fatal = next((line for line in str(error).splitlines() if "fatal" in line), error)  # ptxas says it later
-    return "failed", f"{advice} ({one_line(fatal, 150)})" if advice else one_line(error)
+    place = place_of(error)
+    reason = f"{place}: {one_line(error)}" if place else one_line(error)
+    return "failed", f"{advice} ({one_line(fatal, 150)})" if advice else reason
+
+
+def place_of(error: BaseException) -> str:
+    """The line that an error came through last of a script or of a user's files, as `net.py, line 31`; empty
+    for one that came through packages and the rooms of this project alone."""
+    foreign = (str(Path(os.__file__).parent), str(PACKAGES), *(f"{ROOT / room}/" for room in ROOMS))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        is_foreign = frame.filename.startswith((*foreign, "<")) or not PACKAGE_FOLDERS.isdisjoint(path.parts)
+        if not is_foreign:
+            return f"{path.name}, line {frame.lineno}"
+    return ""
 
 
 def import_or_skip(module: str, package: str | None = None) -> ModuleType:

@@ -19,7 +19,6 @@ import linecache
 import random
 import re
 import sys
-import traceback
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from common import hardware, options
 from common.record import Workload
-from common.text import OneLineParser, Skip, explain, one_line, portable_command
+from common.text import OneLineParser, Skip, explain, one_line, place_of, portable_command
 from ladder.rows import FP32, FROM
 from mine.batch import (
     call_text,
@@ -344,9 +343,7 @@ def called(function: Callable, path: Path):
     except (Skip, MemoryError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit, and what a file derives itself
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        where = f", line {frames[-1].lineno}" if frames else ""
-        advice = ""
+        place, advice = place_of(error) or path.name, ""
         if isinstance(error, SystemExit):
             advice = ": let what reads options or exits stand under `if __name__ == '__main__':`"
         if isinstance(error, ImportError) and f"'{path.stem}" in str(error):
@@ -357,7 +354,7 @@ def called(function: Callable, path: Path):
             advice = ": let optimizer() take **how, and pass on what your class takes of it"
         if isinstance(error, FileNotFoundError):
             advice = f": it runs in {hardware.ROOT}, so name a file by Path(__file__).parent"
-        raise Skip(f"{path.name}{where}: {type(error).__name__}: {one_line(error)}{advice}") from error
+        raise Skip(f"{place}: {type(error).__name__}: {one_line(error)}{advice}") from error
 
 
 def set_seeds(seed: int) -> None:

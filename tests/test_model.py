@@ -100,6 +100,13 @@ def test_a_file_that_does_not_fit_gets_one_line(text, said, arguments_of, refuse
     assert said in refused(arguments_of, text)
 
 
+def test_an_error_in_a_step_names_the_line_of_the_file(arguments_of):
+    args = arguments_of(LINEAR + BATCHES + "def loss(m, b):\n    return m(b, 3)\n")
+    with pytest.raises(TypeError) as raised:
+        args.loss(args.model(), args.drawn[0])
+    assert explain(raised.value) == ("failed", f"my_model.py, line 8: {raised.value}")
+
+
 def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, arguments_of, refused):
     for name in ("none.py", "x.txt", ""):
         assert "no such Python file" in refused(model_file.parse, "run_all.sh", [str(tmp_path / name)])
