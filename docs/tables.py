@@ -235,7 +235,8 @@ def measured(place: str) -> str:
         again = record(f"{place}{CONFIRMATION}")
         hashes = {row.step: row.code_sha256 for row in run.rows}
         if all(row.code_sha256 == hashes.get(row.step) for row in again.rows if row.status == "ok"):
-            text += f", confirmed {again.started_at[:10]} at commit {again.environment.commit[:7]}"
+            card = " on another card" if again.environment.gpu_uuid != run.environment.gpu_uuid else ""
+            text += f", confirmed{card} {again.started_at[:10]} at commit {again.environment.commit[:7]}"
     return text
 
 

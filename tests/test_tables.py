@@ -56,8 +56,10 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
 def test_a_confirmation_is_told_of_the_code_that_it_confirmed(tmp_path, monkeypatch):
     runs.write(tmp_path / "m" / "told", runs.run(runs.row("1_x", code_sha256="1")))
     told = "GPU, measured 2026-01-01 at commit abcdef0"
-    for code, confirmed in (("1", ", confirmed 2026-01-01 at commit 1234567"), ("2", "")):
-        again = runs.run(runs.row("1_x", code_sha256=code), commit="123456789")
+    on_date = "2026-01-01 at commit 1234567"
+    cases = (("1", None, f", confirmed {on_date}"), ("1", "b", f", confirmed on another card {on_date}"))
+    for code, card, confirmed in (*cases, ("2", "b", "")):
+        again = runs.run(runs.row("1_x", code_sha256=code), commit="123456789", gpu_uuid=card)
         runs.write(tmp_path / "m" / "told-confirmation", again)
         tables.record.cache_clear()
         assert tables.measured("m/told") == told + confirmed
