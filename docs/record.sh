@@ -4,7 +4,7 @@
 #   docs/record.sh MACHINE           every piece that is missing or of other code: a quarter of an hour each, parity forty minutes
 #   docs/record.sh MACHINE NAME ...  these pieces, for example: gpt2 parity
 #   docs/record.sh --check           the records of other code than the present one
-#   docs/record.sh --confirm MACHINE one pass of the slice and of gpt2, compared with the records
+#   docs/record.sh --confirm MACHINE one pass of the slice and of gpt2 with their peers, compared with the records
 #
 # Nothing is recorded from uncommitted files, documents aside: a record names its commit. A piece that was interrupted
 # goes on with the same command, until its record lies under docs/results. The Python needs cogapp too
@@ -39,7 +39,7 @@ if [ "$machine" = --confirm ]; then
   for name in gpt3-6.7b-slice gpt2; do
     to="docs/results/$machine/$name-confirmation" at="results/$machine-$name-confirmation"
     [ -d "docs/results/$machine/$name" ] || continue
-    ladder --preset "$name" --no-roofs
+    ladder --preset "$name" --no-roofs --peers
     rm -rf "$to" # it told of another run
     if "$python" -m report --compare "docs/results/$machine/$name" "$at" --bound 0.03; then keep "$at" "$to"; else failed=1 && rm -rf "$at"; fi
   done
