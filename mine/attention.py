@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from common.hardware import ROOT
 from ladder.rows import SDPA
 
 BY_HAND = "by hand"  # as common/profile.py observes it
+MULTI_HEAD = "multi_head_attention_forward"  # PyTorch's, of nn.MultiheadAttention too
 
 
 def switch_of(model: nn.Module) -> nn.Module | None:
@@ -38,24 +40,35 @@ def kernels_before(before: dict[str, dict]) -> list[str | None]:
     return [row.get("settings", {}).get("attention_kernel") for name, row in before.items() if name < SDPA]
 
 
-def calling_line() -> str:
-    """Where the code that calls an operator is, beneath PyTorch: `Attention.forward, net.py line 31`."""
+def calling_frame() -> FrameType | None:
+    """The code that calls an operator, beneath PyTorch."""
     ours, frame = (f"{Path(torch.__file__).parent}/", f"{ROOT / 'mine'}/"), sys._getframe(1)
     while frame and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
+    return frame
+
+
+def calling_line() -> str:
+    """Where that is: `Attention.forward, net.py line 31`; of what PyTorch's multi-head attention calls, with
+    its name."""
+    frame, inside = calling_frame(), sys._getframe(1)
     if frame is None:
         return ""
+    while inside is not frame and inside.f_code.co_name != MULTI_HEAD:
+        inside = inside.f_back
     function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # since Python 3.11
-    return f"{function}, {Path(frame.f_code.co_filename).name} line {frame.f_lineno}"
+    place = f"{function}, {Path(frame.f_code.co_filename).name} line {frame.f_lineno}"
+    return place if inside is frame else f"{place}, in {MULTI_HEAD}"
 
 
-def advice_on_attention(model: nn.Module, kernel: str | None, place: str = "") -> str:
+def advice_on_attention(kernel: str | None, place: str = "") -> str:
     """What to do about attention in a model that has no switch for it. `place` has its softmax."""
-    if kernel == BY_HAND and any(isinstance(part, nn.MultiheadAttention) for part in model.modules()):
-        return "nn.MultiheadAttention computes its weights to return them: call it with need_weights=False"
+    where = f" ({place})" if place else ""
+    if kernel == BY_HAND and MULTI_HEAD in place:
+        return f"multi-head attention computes its weights to return them{where}: pass need_weights=False"
     if kernel == BY_HAND:
-        where = f" ({place})" if place else ""
-        return f"attention is written by hand{where}: call F.scaled_dot_product_attention, as 2_sdpa.py does"
+        more = "with a mask that is not causal, or a bias, as attn_mask; capped scores need flex_attention"
+        return f"attention is written by hand{where}: call F.scaled_dot_product_attention, {more}"
     if kernel == "math":
         return (
             "PyTorch's attention is not fused here (math): dropout or a mask may be what keeps it from that"

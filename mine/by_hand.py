@@ -1,9 +1,7 @@
 """Attention that a file writes by hand, as one call of PyTorch's: only where its lines are plain.
 
 Plain is, in the statements of one function: `a = q @ k.transpose(-2, -1)`, scaled, perhaps masked with minus
-infinity, `a = softmax(a, dim=-1)`, perhaps with dropout, and `a @ v` at the end. A mask is taken to be causal
-if no input of the function decides it. The loss, and the gradients of the row with the call, show whether
-that was right.
+infinity above the diagonal, `a = softmax(a, dim=-1)`, perhaps with dropout, and `a @ v` at the end.
 """
 
 import ast
@@ -11,13 +9,11 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from mine.masks import FILLS, NotPlainError, check_mask, inputs_of, values_of
+
 CASTS = ("float", "to", "type_as")  # methods that only cast, which the fused kernel does itself
-MASKS = ("masked_fill", "masked_fill_")
-ABOUT = ("shape", "size", "device", "dtype")  # of a tensor, which say nothing of its numbers
 TRANSPOSED = ("transpose(-2, -1)", "transpose(-1, -2)", "transpose(2, 3)", "transpose(3, 2)", "mT")
 FUNCTIONS = ("F", "functional", "torch", "nn.functional", "torch.nn.functional")
-INFINITE = ("float('inf')", "float('infinity')", "math.inf", "torch.inf", "np.inf")
-LARGE = 1e4  # to subtract as much hides a score, too
 ATOMS = (ast.Name, ast.Constant, ast.Attribute, ast.Call)  # need no brackets
 WIDTH = 100  # of a line
 
@@ -25,35 +21,35 @@ WIDTH = 100  # of a line
 class Fused(NamedTuple):
     text: str  # of the file, with the call
     place: str  # `CausalSelfAttention.forward`
-    lines: str  # of the file, that it replaces: `31 to 35`, `31 to 33, 35`
+    rows: frozenset[int]  # the numbers of the lines that it replaces
+    lines: str  # the same for a person: `31 to 35`, `31 to 33, 35`
     call: str  # the statement that makes it
     dropout: str  # the attribute of its class that is the dropout; empty without one
+    is_scaled: bool  # its scores, by more than the product
 
 
-class NotPlainError(Exception):
-    """Something else than the pattern."""
-
-
-def fuse(text: str) -> Fused | None:
-    """The file with its attention as one call; None where it has none that is plain, or more than one."""
+def fuse(text: str, scales_query: bool = False) -> Fused | None:
+    """The file with its attention as one call; None where it has none that is plain, or more than one. A
+    scale that is a tensor has to scale the query: PyTorch's call takes a number."""
     tree = ast.parse(text)
     functional, edits = functional_of(tree), []
-    for name, function in functions_of(tree) if functional else ():
+    for name, function, scope in functions_of(tree) if functional else ():
         for at, statement in enumerate(function.body):
             if softmax_of(statement):
                 try:
-                    edits.append(Attention(function, at).fused(text, name, functional))
+                    attention = Attention(function, at, values_of(scope))
+                    edits.append(attention.fused(text, name, functional, scales_query))
                 except NotPlainError:
                     continue
     return edits[0] if len(edits) == 1 else None
 
 
-def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """All functions and methods, with their names."""
+def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef, ast.stmt]]:
+    """All functions and methods, with their names, and what they stand in: a class or themselves."""
     for node in tree.body:
         for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
             if isinstance(inner, ast.FunctionDef):
-                yield inner.name if inner is node else f"{node.name}.{inner.name}", inner
+                yield inner.name if inner is node else f"{node.name}.{inner.name}", inner, node
 
 
 def functional_of(tree: ast.Module) -> str:
@@ -75,9 +71,9 @@ def functional_of(tree: ast.Module) -> str:
 class Attention:
     """The pattern in the statements of a function, whose softmax is the one `at`. Raises NotPlainError."""
 
-    def __init__(self, function: ast.FunctionDef, at: int):
+    def __init__(self, function: ast.FunctionDef, at: int, values: dict[str, list[ast.AST]]):
         body = function.body
-        self.inputs, self.body = inputs_of(function), body
+        self.inputs, self.values = inputs_of(function), values
         self.removed, self.dropout, self.module = [body[at]], "", ""
         self.scale, self.is_masked = "", False
         self.weights = body[at].targets[0].id
@@ -87,17 +83,15 @@ class Attention:
                 first += 1
                 break
             if name in names_of(body[first]):
-                if not is_assignment(body[first], name):
-                    raise NotPlainError
                 self.removed.append(body[first])
-                name = self.peel(body[first].value)
+                name = self.peel(value_of(body[first], name))
         if name:
             raise NotPlainError
         after = body[at + 1 :]
         if after and is_assignment(after[0], self.weights):
             self.dropout, self.module = dropout_of(after[0].value, self.weights)
             self.removed.append(after.pop(0))
-        self.gone = {statement.targets[0].id for statement in self.removed}
+        self.gone = {each.targets[0].id for each in self.removed if isinstance(each, ast.Assign)}
         self.last = self.weighing(after)
         self.check_between(body[first : body.index(self.last_statement)])
 
@@ -110,8 +104,8 @@ class Attention:
         if product := operands_of(node):
             self.query, self.key = ast.unparse(product[0]), transposed(ast.unparse(product[1]))
             return ""
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MASKS:
-            check_mask(node, self.inputs)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FILLS:
+            check_mask(node, self.inputs, self.values)
             self.is_masked = True
             return self.peel(node.func.value)
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)) and not self.scale:
@@ -137,19 +131,25 @@ class Attention:
         for statement in statements:
             is_removed = statement in self.removed
             assigned = {node.id for node in names_in(statement) if not isinstance(node.ctx, ast.Load)}
+            if isinstance(statement, ast.Expr):  # it may change what it names in place
+                assigned = names_of(statement)
             if not is_removed and (read & assigned or self.gone & names_of(statement)):
                 raise NotPlainError
             if is_removed and any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement)):
                 raise NotPlainError
 
-    def fused(self, text: str, name: str, functional: str) -> Fused:
-        words = [self.query, self.key, ast.unparse(operands_of(self.last)[1])]
+    def fused(self, text: str, name: str, functional: str, scales_query: bool) -> Fused:
+        query, scale = self.query, self.scale or "1.0"
+        if scales_query:
+            query, scale = f"{bracketed(query)} * {bracketed(scale)}", "1.0"
+        words = [query, self.key, ast.unparse(operands_of(self.last)[1])]
         words += ["is_causal=True"] if self.is_masked else []
         words += [f"dropout_p={self.dropout}"] if self.dropout else []
-        words.append(f"scale={self.scale or 1.0}")
+        words.append(f"scale={scale}")
         call = f"{functional}.scaled_dot_product_attention({', '.join(words)})"
         edited, statement = replaced(text, self.removed, self.last_statement, self.last, call)
-        return Fused(edited, name, numbered([*self.removed, self.last_statement]), statement, self.module)
+        lines, rows = numbered([*self.removed, self.last_statement])
+        return Fused(edited, name, rows, lines, statement, self.module, bool(self.scale))
 
 
 def replaced(
@@ -179,15 +179,16 @@ def replaced(
     return "\n".join(rows), textwrap.dedent(statement)
 
 
-def numbered(statements: list[ast.stmt]) -> str:
-    """The lines of statements: `31 to 33, 35`."""
+def numbered(statements: list[ast.stmt]) -> tuple[str, frozenset[int]]:
+    """The lines of statements: `31 to 33, 35`, and their numbers."""
     spans = []
     for each in sorted(statements, key=lambda each: each.lineno):
         if spans and each.lineno == spans[-1][1] + 1:
             spans[-1][1] = each.end_lineno
         else:
             spans.append([each.lineno, each.end_lineno])
-    return ", ".join(f"{first} to {last}" if first < last else f"{first}" for first, last in spans)
+    rows = frozenset(row for first, last in spans for row in range(first, last + 1))
+    return ", ".join(f"{first} to {last}" if first < last else f"{first}" for first, last in spans), rows
 
 
 # --- parts of the pattern -------------------------------------------------------------------------
@@ -201,52 +202,19 @@ def names_of(node: ast.AST) -> set[str]:
     return {name.id for name in names_in(node)}
 
 
+def value_of(statement: ast.stmt, name: str) -> ast.expr:
+    """What a statement makes of a name: it assigns to it, or is `name.masked_fill_(...)`."""
+    if is_assignment(statement, name):
+        return statement.value
+    fills = isinstance(statement, ast.Expr) and ast.unparse(statement).startswith(f"{name}.masked_fill_(")
+    if not fills:
+        raise NotPlainError
+    return statement.value
+
+
 def is_assignment(statement: ast.stmt, name: str) -> bool:
     """Whether it assigns to this name alone."""
     return isinstance(statement, ast.Assign) and [*map(ast.unparse, statement.targets)] == [name]
-
-
-def inputs_of(function: ast.FunctionDef) -> set[str]:
-    """The names whose numbers come from what a function is given, self aside: not those of shapes."""
-    inputs = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)} - {"self"}
-    before = set()
-    while inputs != before:
-        before = set(inputs)
-        for node in ast.walk(function):
-            value = getattr(node, "iter", None) or getattr(node, "value", None)
-            targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-            if value is not None and targets != [None] and numbers_of(value) & inputs:
-                inputs |= {name for target in targets for name in names_of(target)}
-    return inputs
-
-
-def numbers_of(node: ast.AST) -> set[str]:
-    """The names in an expression, but for those of which it takes the shape or the device."""
-    if isinstance(node, ast.Attribute) and node.attr in ABOUT:
-        return set()
-    names = {node.id} if isinstance(node, ast.Name) else set()
-    return names.union(*map(numbers_of, ast.iter_child_nodes(node)))
-
-
-def check_mask(call: ast.Call, given: set[str]) -> None:
-    """Raises NotPlainError for a mask that an input decides, for one of later rows alone, as with a cache of
-    keys, and for another number than minus infinity."""
-    if len(call.args) != 2 or call.keywords or numbers_of(call.args[0]) & given:
-        raise NotPlainError
-    for node in ast.walk(call.args[0]):
-        if isinstance(node, ast.Slice) and node.lower and ast.unparse(node.lower) != "0":
-            raise NotPlainError
-    filled = ast.unparse(call.args[1]).lower()
-    if filled in ("float('-inf')", "float('-infinity')") or (filled[0] == "-" and filled[1:] in INFINITE):
-        return
-    if filled.endswith(".min") and "finfo" in filled:
-        return
-    try:
-        is_large = ast.literal_eval(call.args[1]) <= -LARGE
-    except (ValueError, TypeError):
-        is_large = False
-    if not is_large:
-        raise NotPlainError
 
 
 def uncast(node: ast.expr) -> ast.expr:
@@ -287,7 +255,8 @@ def operands_of(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
     return None
 
 
-def bracketed(node: ast.expr) -> str:
+def bracketed(node: ast.expr | str) -> str:
+    node = ast.parse(node, mode="eval").body if isinstance(node, str) else node
     return ast.unparse(node) if isinstance(node, ATOMS) else f"({ast.unparse(node)})"
 
 

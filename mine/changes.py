@@ -47,7 +47,7 @@ def fuse_attention(program: Program, before: dict[str, dict]) -> None:
     if switch is None and not (observed := kernels_before(before)):
         raise Skip("which attention runs was not seen: run the rows before this one, too")
     if switch is None:
-        raise Skip(advice_on_attention(model, observed[-1], args.softmax_at))
+        raise Skip(advice_on_attention(observed[-1], args.softmax_at))
     name, configs = type(switch).__name__, [getattr(part, "config", None) for part in switch.modules()]
     if any(getattr(config, "attn_logit_softcapping", None) for config in configs):
         raise Skip(f"{name} caps its attention scores, which SDPA leaves out")

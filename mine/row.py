@@ -20,13 +20,13 @@ from common.record import AS_IT_IS, LARGER, PATCHED, PLAN, WORTH, Workload, midd
 from common.text import Skip, run_command
 from ladder.rows import AMP, COMPILE, FP8, FP32, GRAPH, SDPA
 from ladder.rows import MODEL_ROWS as ROWS
-from mine import by_hand, changes, patch
+from mine import changes, patch
 from mine import file as model_file
 from mine.attention import has_switch
 from mine.file import ModelArguments
 from mine.optimizers import each_of
 from mine.program import Program
-from mine.replace import replace_attention
+from mine.replace import plain_attention, replace_attention
 from mine.state import ModelState, capture, check_states
 
 USABLE = 0.92  # of a GPU's memory, by a step
@@ -145,7 +145,7 @@ def patch_file(names: list[str], args: ModelArguments) -> list[str]:
     Returns the rows whose changes are left to make. Raises Skip where none can be placed."""
     text, model = patch.read(args.path), args.model()
     is_own = not has_switch(model, args.path.name, args.softmax_at)
-    attention = by_hand.fuse(text) if SDPA in names and is_own else None
+    attention = plain_attention(args) if SDPA in names and is_own else None
     begun = attention.text if attention else text
     patched, placed = patch.patched(begun, names, model, args.blocks, args)
     placed += [SDPA] if attention else []

@@ -24,6 +24,8 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv, self.drop, self.scale = nn.Linear(16, 48), nn.Dropout(0.0), 0.5
         self.register_buffer("mask", torch.tril(torch.ones(8, 8)) == 0, persistent=False)
+        window = torch.ones(8, 8).triu(1) + torch.ones(8, 8).tril(-8) > 0
+        self.register_buffer("window", window, persistent=False)
     def forward(self, x):
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, 2, 8).permute(2, 0, 3, 1, 4)
@@ -46,6 +48,14 @@ NANOGPT = """
         y = att @ v  # (B, H, T, D)
         return y.transpose(1, 2).reshape(B, T, C)
 """
+
+
+def made(mask):
+    """The same with a mask that a statement of its own makes."""
+    with_name = NANOGPT.replace("self.mask[:T, :T]", "hidden")
+    return with_name.replace("        # causal", f"        hidden = {mask}")
+
+
 PLAIN = {
     "nanoGPT": (
         NANOGPT,
@@ -66,6 +76,21 @@ PLAIN = {
         return torch.matmul(scores, v).transpose(1, 2).reshape(B, T, C)
 """,
         "F.scaled_dot_product_attention(q, k, v, scale=1.0)",
+    ),
+    "a mask in place": (
+        """
+        scores = q @ k.transpose(2, 3)
+        hidden = self.mask.bool()[:T, :T]
+        scores.masked_fill_(hidden, -torch.inf)
+        weights = torch.softmax(scores / k.shape[-1] ** 0.5, dim=-1)
+        weights = self.drop(weights)
+        return (weights @ v).transpose(1, 2).reshape(B, T, C)
+""",
+        "dropout_p=self.drop.p if self.drop.training else 0.0, scale=1 / (k.shape[-1] ** 0.5))",
+    ),
+    "a query that is masked in place": (
+        NANOGPT.replace("        att = F.", "        q.masked_fill_(q > 9, -1e9)\n        att = F."),
+        None,
     ),
     "a division, and a dropout by function": (
         """
@@ -90,6 +115,31 @@ PLAIN = {
     "a query that changes": (NANOGPT.replace("att = self.drop(att)", "q = q + 1"), None),
     "a mask that is given": (NANOGPT.replace("self.mask[:T, :T]", "x[:, None, :1, :1] > 9"), None),
     "a mask of the last rows": (NANOGPT.replace("[:T, :T]", "[T - 1:T, :T]"), None),
+    "a mask of the last rows, by a name": (made("self.mask[T - 1:T, :T]"), None),
+    "a diagonal that depends on the keys": (
+        made("torch.ones(T, k.size(2)).triu(k.size(2) - T + 1).bool()"),
+        None,
+    ),
+    "a window": (made("self.mask[:T, :T] | torch.ones(T, T).tril(-C).bool()"), None),
+    "a window in a buffer": (made("self.window[:T, :T]"), None),
+    "keys that are dropped in training": (
+        made("self.mask[:T, :T]\n        if self.training:\n            hidden[1:, 0] = True"),
+        None,
+    ),
+    "a mask by positions": (
+        made("torch.arange(T)[None] > torch.arange(T)[:, None]"),
+        "(q, k, v, is_causal=True",
+    ),
+    "positions of the last rows": (
+        made("torch.arange(T)[None] > torch.arange(k.size(2) - T, T)[:, None]"),
+        None,
+    ),
+    "a triangle of ones": (
+        made("~torch.tril(torch.ones(T, T, dtype=torch.bool), diagonal=0).view(1, 1, T, T)"),
+        "(q, k, v, is_causal=True",
+    ),
+    "one minus a triangle": (made("(1 - torch.ones(T, T).tril()).bool()"), "(q, k, v, is_causal=True"),
+    "a mask that a method makes": (made("self.masks(T)"), None),
     "another number than infinity": (NANOGPT.replace('float("-inf")', "0.0"), None),
     "a dropout inside another module": (NANOGPT.replace("self.drop(att)", "self.drops.attn(att)"), None),
     "a dropout that is conditional": (
@@ -222,38 +272,77 @@ def test_the_patch_of_a_file_has_the_call_and_its_comments_stay(arguments_of):
     assert "# (B, H, T, D)" in args.code
 
 
-def test_a_mask_that_is_not_causal_is_left_as_it_is(arguments_of):
-    args = arguments_of(NANOGPT.replace("self.mask[:T, :T]", "self.mask[:T, :T].flip(0)[:, :] & False"))
-    with pytest.raises(Skip, match=r"Attention\.forward, net\.py lines 16 to 20\) is not causal"):
-        model_row.build(["2_sdpa"], before(), args)
+OUTSIDE = ("    return Attention()", "    net = Attention()\n    net.mask = CHANGED\n    return net")
+WIDE = ("view(B, T, 3, 2, 8).permute(2, 0, 3, 1, 4)", "view(B, T, 3, 1, 2, 8).permute(2, 0, 3, 4, 1, 5)")
+TRAINED = """net.register_forward_pre_hook(
+        lambda net, _: setattr(net, "mask", net.mask | (net.training * torch.eye(8).flip(0) > 0))
+    )"""
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("body", "change", "said"),
     [
-        ("nn.Dropout(0.0)", "nn.AlphaDropout(0.0)", "no nn.Dropout"),
-        ("1.0 / math.sqrt(k.size(-1))", "torch.ones(2, 1, 1)", "cannot be one call of PyTorch's"),
-        ("1.0 / math.sqrt(k.size(-1))", "self.qkv.bias[0].exp()", "cannot be one call of PyTorch's"),
-        ("self.mask[:T, :T]", "(self.mask[:T, :T].cumsum(0) > 0)", "is not causal, or does more"),
-        ("1.0 / math.sqrt(k.size(-1))", "(2.0 if self.training else 3.0)", None),
+        (NANOGPT, ("nn.Dropout(0.0)", "nn.AlphaDropout(0.0)"), "no nn.Dropout"),
+        (NANOGPT, (OUTSIDE[0], OUTSIDE[1].replace("CHANGED", "net.mask.flip(0)")), "18 to 22. is not causal"),
+        (NANOGPT, (OUTSIDE[0], OUTSIDE[1].replace("net.mask = CHANGED", TRAINED)), "is not causal"),
+        (NANOGPT.replace("(1.0 / math.sqrt(k.size(-1)))", "torch.ones(8, 8)"), ("", ""), "one by one"),
+        (NANOGPT.replace("transpose(1, 2)", "movedim(3, 1)"), WIDE, "scores of 5 dimensions"),
+        (NANOGPT.replace("k.transpose(-2, -1)", "k.transpose(3, 2)"), ("* (1.0", "/ (1.0"), None),
     ],
 )
-def test_what_looks_plain_and_is_not_is_left_as_it_is(old, new, said, arguments_of):
-    args = arguments_of(NANOGPT, (old, new))
-    before_it = args.file
+def test_what_looks_plain_and_is_not_is_left_as_it_is(body, change, said, arguments_of):
+    args = arguments_of(body, change)
+    unchanged = args.file
     if said is None:
         model_row.build(["2_sdpa"], before(), args)
-        assert "scale=2.0 if self.training else 3.0" in args.attention.text
+        assert args.attention
         return
     with pytest.raises(Skip, match=said):
         model_row.build(["2_sdpa"], before(), args)
-    assert args.file is before_it and args.attention is None
+    assert args.file is unchanged and args.attention is None
+
+
+def test_a_window_longer_than_some_rows_is_seen_where_the_mask_is_made_elsewhere(arguments_of):
+    """The losses hardly show it: one key of one row is hidden."""
+    hidden = "net.mask.clone().index_put((torch.tensor(7), torch.tensor(0)), torch.tensor(True))"
+    args = arguments_of(NANOGPT, (OUTSIDE[0], OUTSIDE[1].replace("CHANGED", hidden)))
+    with pytest.raises(Skip, match="is not causal"):
+        model_row.build(["2_sdpa"], before(), args)
+
+
+@pytest.mark.parametrize("scale", ["self.qkv.bias[0].exp()", "torch.tensor([[[0.3]], [[0.4]]])"])
+def test_a_scale_that_is_a_tensor_scales_the_query(scale, arguments_of):
+    """PyTorch's call takes a number, and would wait for the GPU to make one."""
+    args = arguments_of(NANOGPT.replace("1.0 / math.sqrt(k.size(-1))", scale))
+    train_step, *_ = model_row.build([], {}, args)
+    expected = [train_step(*batch).item() for batch in args.batches()[:3]]
+    args.code = None
+    train_step, *_ = model_row.build(["2_sdpa"], before(), args)
+    assert f"q * {scale}" in args.attention.text and "scale=1.0" in args.attention.text
+    assert [train_step(*batch).item() for batch in args.batches()[:3]] == pytest.approx(expected, rel=1e-5)
+
+
+UNUSED = """
+class Capped(Attention):
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        a = torch.tanh(q @ k.mT).masked_fill(self.mask, float("-inf"))
+        a = a.softmax(-1)
+        return (a @ v).transpose(1, 2).reshape(x.shape)
+"""
+
+
+def test_plain_attention_that_is_not_the_largest_is_not_replaced(arguments_of):
+    capped = ("def model():\n    return Attention()", f"{UNUSED}def model():\n    return Capped()")
+    args = arguments_of(NANOGPT, capped)
+    with pytest.raises(Skip, match=r"written by hand \((Capped\.)?forward, net.py line"):
+        model_row.build(["2_sdpa"], before(), args)
+    assert args.attention is None
 
 
 def test_a_mask_that_a_later_batch_sets_elsewhere_is_seen(arguments_of):
-    later = NANOGPT.replace("self.mask[:T, :T]", "self.mask[:T, :T] | self.seen")
-    seen = "    model.seen = batch[0, 0, 0] > 1e6\n    return model(batch)"
-    args = arguments_of(later, ("    return model(batch)", seen))
+    later = "    model.mask = model.mask | (batch[0, 0, 0] > 1e6)\n    return model(batch)"
+    args = arguments_of(NANOGPT, ("    return model(batch)", later))
     assert by_hand.fuse(args.path.read_text())
     args.drawn[3][..., 0] = 1e7
     args.planned.text_sha256 = args.work_sha256()
@@ -300,7 +389,7 @@ def test_a_larger_batch_has_the_call_too_and_its_losses_are_compared_batch_by_ba
 
 
 def test_the_place_of_a_softmax_is_named_beneath_pytorch(arguments_of):
-    assert re.fullmatch(r"(Attention\.)?forward, net\.py line 18", arguments_of(NANOGPT).softmax_at)
+    assert re.fullmatch(r"(Attention\.)?forward, net\.py line 20", arguments_of(NANOGPT).softmax_at)
 
 
 def test_how_a_file_calls_its_functions():
@@ -318,5 +407,5 @@ def test_the_change_is_shared_by_later_rows(arguments_of, monkeypatch):
     rows = before() | {"2_sdpa": {"settings": {"attention_kernel": "flash"}}}
     _, model, optimizer, *_ = model_row.build(["2_sdpa", "3_compile"], rows, args)
     (note,) = model_row.initial_state(args, model, optimizer).notes
-    assert note == "attention of Attention.forward, lines 16 to 20, is one call of PyTorch's here"
+    assert note == "attention of Attention.forward, lines 18 to 22, is one call of PyTorch's here"
     assert args.attention and "scaled_dot_product_attention" in args.code
