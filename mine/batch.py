@@ -19,9 +19,11 @@ def mapped(function: Callable, *batches):
         return function(*batches)
     if isinstance(first, Mapping):
         new = {name: mapped(function, *(batch[name] for batch in batches)) for name in first}
-        if not isinstance(first, UserDict):
+        if not isinstance(first, (UserDict, dict)) or type(first) is dict:
             return new
         like_first = copy.copy(first)  # Hugging Face's BatchEncoding has its parts as attributes, too
+        if getattr(first, "__dict__", None) is first:  # an AttrDict
+            like_first.__dict__ = like_first
         like_first.update(new)
         return like_first
     if is_dataclass(first):
@@ -31,9 +33,7 @@ def mapped(function: Callable, *batches):
         return new
     if isinstance(first, (tuple, list)):
         parts = [mapped(function, *at_place) for at_place in zip(*batches, strict=True)]
-        if hasattr(first, "_fields"):
-            return type(first)(*parts)  # a namedtuple keeps its names
-        return tuple(parts) if isinstance(first, tuple) else parts
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)  # a namedtuple
     return first
 
 

@@ -12,18 +12,16 @@ LEAST_OF_A_LIST, LEAST_OF_ALL = 0.1, 0.5  # of the weights, and of the work wher
 
 def list_blocks(model: nn.Module, flops: dict[str, int]) -> list[str]:
     """The names of the lists of blocks of a model; none where these are less than half of it, which is then
-    compiled whole. `flops` are those of a step by the counter's names of modules."""
+    compiled whole. `flops` are those of a forward pass by the counter's names of modules: it sees those that
+    are called, and not a block whose forward() or other method is, which compile() would leave as it is."""
     weights, work, shares = count_weights(model), flops.get("Global", 0), {}
     # The counter names modules from the first one that is called, which may lie inside of the model.
     counted = {name.partition(".")[2]: count for name, count in flops.items()}
-    lists = dict(outermost_lists(model))
-    done = {}
-    for name, blocks in lists.items():
-        places = (name, name.rpartition(".")[2])
-        members = [f"{place}.{key}" for key, _ in blocks.named_children() for place in dict.fromkeys(places)]
-        done[name] = sum(counted.get(member, 0) for member in members)
-    for name, blocks in lists.items():  # by weights alone, where the counter names none of them
-        shares[name] = (count_weights(blocks) / weights, done[name] / work if any(done.values()) else 1.0)
+    for name, blocks in outermost_lists(model):
+        parts, keys = name.split("."), [key for key, _ in blocks.named_children()]
+        places = [".".join(parts[k:]) for k in range(len(parts))]
+        done = max(sum(counted.get(f"{place}.{key}", 0) for key in keys) for place in places)
+        shares[name] = (count_weights(blocks) / weights, done / work if work else 1.0)
     large = {name: share for name, share in shares.items() if min(share) >= LEAST_OF_A_LIST}
     sums = [sum(share[k] for share in large.values()) for k in range(2)]
     return [*large] if min(sums, default=0) >= LEAST_OF_ALL else []
@@ -71,7 +69,8 @@ def count_weights(module: nn.Module) -> int:
 def say_blocks(model: nn.Module, lists: list[str], with_loss: bool) -> str:
     """What is compiled, and its share of the weights, in a clause; `with_loss`: the loss too, by itself."""
     if not lists:
-        return "the whole model is compiled: no list of equal modules holds most of its weights and work"
+        why = "no list of equal modules, called as block(x), holds most of its weights and work"
+        return f"the whole model is compiled: {why}"
     share = sum(count_weights(model.get_submodule(name)) for name in lists) / count_weights(model)
     names = f"{len(blocks_of(model, lists))} modules of {' and '.join(lists)}"
     loss = "and the loss"

@@ -8,7 +8,7 @@ from common.text import Skip, one_line
 from ladder.rows import AMP, COMPILE, FP8, SDPA
 from mine.attention import advice_on_attention, kernels_before, switch_of
 from mine.batch import described
-from mine.blocks import blocks_of
+from mine.blocks import blocks_of, callable_parts
 from mine.file import called
 from mine.program import (
     PRECISION,
@@ -93,6 +93,10 @@ def compile_blocks(program: Program) -> None:
         raise Skip(
             "its gradients are sparse, which the compiler cannot follow: sparse=False makes them dense"
         )
+    parts = [part for block in blocks_of(model, args.blocks) or [model] for part in callable_parts(block)]
+    own = [type(part).__name__ for part in parts if type(part).compile is not torch.nn.Module.compile]
+    if own:
+        raise Skip(f"{own[0]} has a compile() of its own in place of PyTorch's: give it another name")
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     program.run(compile_lines(model, args.blocks))
     program.run(compiled_loss_lines(model, args.loss_module))

@@ -25,7 +25,7 @@ from ladder.rows import AMP, AS_IT_IS, COMPILE, FROM, MODEL_ROWS, SDPA
 from mine.attention import calling_line, switch_of
 from mine.batch import copied, sha256_of, units_of
 from mine.blocks import count_weights, list_blocks, say_blocks
-from mine.file import SEEN, ModelArguments, called, in_a_process_of_its_own, parse, weights_sha256
+from mine.file import OPTIONAL, SEEN, ModelArguments, called, in_a_process_of_its_own, parse, weights_sha256
 from mine.program import Program, compiled_loss_lines
 
 
@@ -47,6 +47,8 @@ def check(args: ModelArguments) -> Workload:
     if COMPILE not in args.rows_in_file:
         with_loss = bool(compiled_loss_lines(model, args.loss_module))
         args.remarks.append(f"Row {COMPILE}: {say_blocks(model, args.blocks, with_loss)}")
+    if args.module_name != args.path.stem and any(hasattr(args.file, name) for name in OPTIONAL):
+        args.remarks.append(f"In the lines to change, {args.module_name} is {args.path.name}, imported")
     if (count := len(args.drawn)) <= work.steps:
         args.remarks.append(f"batches() ends after {count}: in {work.steps} training steps they come again")
     args.draw_again()
@@ -145,7 +147,7 @@ def step_flops(args: ModelArguments, model: torch.nn.Module) -> int:
     model.zero_grad()
     counts = count_flops(args, model, fits)
     model.zero_grad()
-    args.blocks = list_blocks(model, counts)
+    args.blocks = list_blocks(model, count_flops(args, model, backward=False) if counts else {})
     if not counts and not args.remarks:
         args.remarks.append("FLOPs are not counted: PyTorch's counter cannot follow this model")
     return counts.get("Global", 0)

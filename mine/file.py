@@ -49,6 +49,7 @@ from mine.by_hand import Fused
 from mine.optimizers import Optimizers
 
 NEEDED = ("model", "batches")
+OPTIONAL = {"loss": "model, batch", "optimizer": "parameters, **how", "fp8": "model"}  # and their arguments
 # Shares of a loss by which rounding may change it: in FP32, and where a file multiplies in TF32 or BF16. With
 # NOISE on the weights of a GPT, BF16 changed the loss by a share of 5e-5, a missing mask by 5e-3, a scale
 # that is 5 % off by 9e-4.
@@ -170,8 +171,6 @@ class ModelArguments(options.Measurement):
     def model(self) -> torch.nn.Module:
         """The model as its file makes it, on the device. Raises Skip for weights that are not FP32."""
         set_seeds(self.seed)
-        if isinstance(self.file.model, torch.nn.Module):
-            raise Skip(f"model of {self.path.name} is a module: let it be a function that returns one")
         with self.device:  # where most models are built fast
             model = called(self.file.model, self.path)
         if not isinstance(model, torch.nn.Module):
@@ -318,6 +317,11 @@ def load(path: Path) -> ModuleType:
     missing = [f"{name}()" for name in NEEDED if not callable(getattr(module, name, None))]
     if missing:
         raise Skip(f"{path.name} lacks {' and '.join(missing)}: see examples/gpt2.py")
+    for name, arguments in {"model": "", **OPTIONAL}.items():
+        value = getattr(module, name, None)
+        if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, list, tuple)):
+            what = f"is a {type(value).__name__}: let it be a function, {name}({arguments})"
+            raise Skip(f"{name} of {path.name} {what}")
     return module
 
 
@@ -352,6 +356,10 @@ def called(function: Callable, path: Path):
             advice = f": install it for {sys.executable}, which runs the file"
         if isinstance(error, TypeError) and "argument 'fused'" in str(error):
             advice = ": let optimizer() take **how, and pass on what your class takes of it"
+        if isinstance(error, AttributeError) and "'list' object has no attribute 'named" in str(error):
+            advice = ": optimizer() gets a list of weights, not the model"
+        elif isinstance(error, ImportError) and "relative import" in str(error):
+            advice = ": import it by the name of its package, whose folder sys.path has to hold"
         if isinstance(error, FileNotFoundError):
             advice = f": it runs in {hardware.ROOT}, so name a file by Path(__file__).parent"
         raise Skip(f"{place}: {type(error).__name__}: {one_line(error)}{advice}") from error

@@ -77,6 +77,8 @@ def before_return(
 ) -> list[str]:
     """The lines of a `return`, with those of `setup`, which say `model` of what it returns, before it."""
     has_name = isinstance(returns.value, ast.Name)
+    if has_name and re.search(rf"\b(for|def|import) {returns.value.id}\b", "\n".join(setup)):
+        has_name = False  # a loop of the lines takes a name such as `block` for its own
     free = (name for name in ("net", "network", "the_model") if name not in used)
     name = returns.value.id if has_name else next(free, "_model")
     own = [line if line[0] == "#" else re.sub(r"(?<![\w.'\"])model\b", name, line) for line in setup]
@@ -89,7 +91,8 @@ def before_return(
 
 
 def difference(name: str, before: str, after: str) -> str:
-    """The patch, for `patch -p1` or `git apply` in the folder of the file."""
+    """The patch, for `patch -p1` or `git apply` in the folder of the file. A tab ends a name with spaces."""
+    name += "\t" if " " in name else ""
     texts = (text.splitlines(keepends=True) for text in (before, after))
     changed = difflib.unified_diff(*texts, f"a/{name}", f"b/{name}")
     endless = "\n\\ No newline at end of file\n"

@@ -2,10 +2,11 @@
 
 import inspect
 import json
+import re
 import sys
 import sysconfig
 import time
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -85,6 +86,11 @@ def test_too_little_memory_while_a_file_is_imported_is_one_line(arguments_of, ca
         (LINEAR, "my_model.py lacks batches(): see examples/gpt2.py"),
         ("x = 1\n", "lacks model() and batches()"),
         (
+            "from . import layers\n",
+            "line 2: ImportError: attempted relative import with no known parent package: ",
+        ),
+        ("model = torch.nn.Linear(16, 16)\n" + BATCHES, "is a Linear: let it be a function, model()"),
+        (
             "import not_there\n",
             "my_model.py, line 2: ModuleNotFoundError: No module named 'not_there': install it for ",
         ),
@@ -105,6 +111,14 @@ def test_an_error_in_a_step_names_the_line_of_the_file(arguments_of):
     with pytest.raises(TypeError) as raised:
         args.loss(args.model(), args.drawn[0])
     assert explain(raised.value) == ("failed", f"my_model.py, line 8: {raised.value}")
+
+
+def test_the_lines_say_what_a_file_is_called_whose_name_python_cannot_write(arguments_of):
+    args = arguments_of(LINEAR + BATCHES + SUM)
+    args.path = args.path.with_name("my model-2.py")
+    args.path.write_text(LINEAR + BATCHES + SUM)
+    model_check.check(args)
+    assert "In the lines to change, my_file is my model-2.py, imported" in args.remarks
 
 
 def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, arguments_of, refused):
@@ -134,7 +148,6 @@ def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, argume
             LINEAR + "def batches():\n    yield torch.ones(2, 16), torch.ones(2)\n",
             "2 positional arguments but 3 were given: a batch is the model's arguments, unless my_model.py",
         ),
-        ("model = torch.nn.Linear(16, 16)\n" + BATCHES + SUM, "let it be a function that returns one"),
         (LINEAR + "def batches():\n    return []\n" + SUM, "batches() of my_model.py yields nothing"),
         (
             LINEAR + "def batches():\n    yield 'x'\n" + "def loss(m, b):\n    return m.bias.sum()\n",
@@ -312,6 +325,30 @@ def test_a_batch_is_copied_with_all_that_it_holds():
     assert tensor.sum() == 2 and batch["b"][0].sum() == 2
     pair = namedtuple("Pair", "x y")(tensor, 3)
     assert model_batch.copied(pair, None).y == 3
+
+
+class AttrDict(dict):
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.__dict__ = self
+
+
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Parts(list):
+    pass
+
+
+@pytest.mark.parametrize("kind", [AttrDict, Attributes, Parts, OrderedDict])
+def test_a_batch_keeps_its_class(kind):
+    tensor = torch.ones(2)
+    batch = kind([tensor] if kind is Parts else {"x": tensor})
+    copy = model_batch.copied(batch, None)
+    assert type(copy) is kind
+    part = {Parts: lambda: copy[0], OrderedDict: lambda: copy["x"]}.get(kind, lambda: copy.x)()
+    assert part is not tensor and torch.equal(part, tensor)
 
 
 def test_batches_that_fill_one_tensor_are_copied_as_they_are_drawn(arguments_of):
@@ -533,7 +570,12 @@ def test_blocks_are_equal_modules_that_hold_most_of_the_weights_and_of_the_work(
     assert model_blocks.list_blocks(Layers(embeddings=999), counts) == [], "most weights do no work"
     inside = {name.replace("Layers.", "Sequential."): count for name, count in counts.items()}
     assert model_blocks.list_blocks(nn.ModuleDict({"net": model}), inside) == ["net.blocks"], "called inside"
-    assert model_blocks.list_blocks(model, {"Global": 9, "Sequential": 9}) == ["blocks"], "of unknown names"
+    inside = {name.replace("Layers.", "Trunk.net."): count for name, count in counts.items()}
+    outer = nn.ModuleDict({"trunk": nn.ModuleDict({"net": model})})
+    assert model_blocks.list_blocks(outer, inside) == ["trunk.net.blocks"], "called deeper inside"
+    assert model_blocks.list_blocks(model, {}) == ["blocks"], "not counted"
+    methods = {name: count for name, count in counts.items() if not name.startswith("Layers.blocks")}
+    assert model_blocks.list_blocks(model, methods) == [], "no block is called, but its forward() may be"
     assert model_blocks.list_blocks(nn.Linear(2, 2), {}) == []
 
 
@@ -555,9 +597,43 @@ def test_a_model_without_a_switch_is_told_what_was_seen(kernel, said, arguments_
     assert said in str(skipped.value)
 
 
-def test_attention_of_pytorch_is_told_to_leave_its_weights():
-    told = model_attention.advice_on_attention(nn.MultiheadAttention(4, 2), "by hand")
-    assert told.endswith("call it with need_weights=False")
+MULTI_HEAD = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.small, self.qkv = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.nn.Linear(16, 48)
+    def forward(self, x):
+        y, _ = self.small(x[:, :SMALL], x, x)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        a = torch.softmax(torch.tanh(q @ k.mT), -1)
+        return (a @ v).sum() + y.sum()
+def model():
+    return Net()
+def batches():
+    while True:
+        yield torch.ones(2, 32, 16)
+"""
+
+
+@pytest.mark.parametrize(
+    ("small", "said"),
+    [
+        (32, r"return them \((Net\.)?forward, my_model.py line 8, in multi_.*: pass need_weights=False"),
+        (2, r"written by hand \((Net\.)?forward, my_model.py line 10\)"),
+    ],
+)
+def test_attention_of_pytorch_is_told_to_leave_its_weights_where_it_is_the_largest(small, said, arguments_of):
+    args = arguments_of(MULTI_HEAD.replace("SMALL", str(small)))
+    model_check.check(args)
+    told = model_attention.advice_on_attention("by hand", args.softmax_at)
+    assert re.search(said, told), told
+
+
+def test_a_compile_of_the_users_own_gets_one_line(arguments_of):
+    own = "class Net(torch.nn.Linear):\n    def compile(self, how=None):\n        self.how = how\n"
+    args = arguments_of(own + LINEAR.replace("torch.nn.Linear", "Net") + BATCHES + SUM)
+    with pytest.raises(Skip, match=r"Net has a compile\(\) of its own in place of PyTorch's"):
+        built(["3_compile"], args)
 
 
 def test_what_this_machine_cannot_change_is_skipped_with_its_reason(arguments_of, monkeypatch):

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import shutil
 import subprocess
 from collections import namedtuple
 from dataclasses import replace
@@ -393,6 +394,7 @@ def test_a_patch_applies_and_the_patched_file_trains_as_the_row(kind, checked, t
             "network = net()\n",
         ),
         ("    return Net()\n", "    made = Net()\n    return made\n", "    for block in made.blocks:"),
+        ("    return Net()\n", "    block = Net()\n    return block\n", "    for block in net.blocks:"),
         ("torch.ones(4, 16)\n", "torch.ones(4, 16)", "+    net = Net()"),  # no end of the last line
         ("def model():\n    return Net()\n", "def model(): return Net()\n", None),
         ("    return Net()\n", "    if True:\n        return Net()\n", None),
@@ -412,6 +414,18 @@ def test_a_patch_fits_the_file_as_it_is_written_or_is_none(old, new, said, check
     if placed:
         subprocess.run(["git", "apply", "net.patch"], cwd=tmp_path, check=True)
     assert (tmp_path / "net.py").read_text() == patched
+
+
+COMMANDS = [each for each in (["git", "apply"], ["patch", "-p1", "-i"]) if shutil.which(each[0])]
+
+
+def test_a_patch_of_a_file_with_spaces_in_its_name_applies(tmp_path):
+    name, before, after = "my net-2.py", "a = 1\nb = 2\n", "a = 1\nb = 3\n"
+    (tmp_path / "the.patch").write_text(patch.difference(name, before, after))
+    for command in COMMANDS:
+        (tmp_path / name).write_text(before)
+        subprocess.run([*command, "the.patch"], cwd=tmp_path, check=True)
+        assert (tmp_path / name).read_text() == after
 
 
 @pytest.mark.parametrize(
