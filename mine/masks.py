@@ -18,7 +18,8 @@ ABOUT = ("shape", "size", "device", "dtype")  # of a tensor, which say nothing o
 INFINITE = ("float('inf')", "float('infinity')", "math.inf", "torch.inf", "np.inf")
 LARGE = 1e4  # to subtract as much hides a score, too
 TRIANGLES = ("tril", "triu")
-MADE_BY = ("ones", "ones_like", "full", "arange", "logical_not", *TRIANGLES)  # functions of torch
+MADE_BY = ("ones", "ones_like", "full", "arange")  # functions of torch
+TAKEN_BY = (*TRIANGLES, "logical_not", "Parameter", "Buffer")  # the same, of one that is made
 KEPT_BY = ("bool", "to", "type", "view", "reshape", "unsqueeze", "expand", "contiguous")  # methods
 KEPT_BY += ("clone", "detach", "logical_not", "eq", "ne", *TRIANGLES)
 MOST_DIMENSIONS = 4  # that a fused kernel takes
@@ -76,15 +77,15 @@ def check_triangle(node: ast.AST, values: dict[str, list[ast.AST]]) -> None:
 
 def check_call(call: ast.Call, values: dict[str, list[ast.AST]]) -> None:
     """The same of a call: of torch's functions or a tensor's methods, those that make or keep a triangle."""
-    name, is_function = call.func.attr, ast.unparse(call.func.value) == "torch"
-    if name not in (MADE_BY if is_function else KEPT_BY):
+    name, is_function = call.func.attr, ast.unparse(call.func.value) in ("torch", "nn", "torch.nn")
+    if name not in ((*MADE_BY, *TAKEN_BY) if is_function else KEPT_BY):
         raise NotPlainError
     rest = call.args[1:] if is_function else call.args
     if name in TRIANGLES and not all(map(is_number, [*rest, *(each.value for each in call.keywords)])):
         raise NotPlainError  # a diagonal that depends on the length, as with a cache
     if name == "arange" and rest:
         raise NotPlainError
-    if is_function and name in (*TRIANGLES, "logical_not"):
+    if is_function and name in TAKEN_BY:
         check_triangle(call.args[0], values)
     elif not is_function:
         check_triangle(call.func.value, values)

@@ -138,6 +138,10 @@ PLAIN = {
         made("~torch.tril(torch.ones(T, T, dtype=torch.bool), diagonal=0).view(1, 1, T, T)"),
         "(q, k, v, is_causal=True",
     ),
+    "a triangle that is a parameter": (
+        made("nn.Parameter(torch.ones(8, 8).triu(1), requires_grad=False)[:T, :T] == 1"),
+        "(q, k, v, is_causal=True",
+    ),
     "one minus a triangle": (made("(1 - torch.ones(T, T).tril()).bool()"), "(q, k, v, is_causal=True"),
     "a mask that a method makes": (made("self.masks(T)"), None),
     "another number than infinity": (NANOGPT.replace('float("-inf")', "0.0"), None),

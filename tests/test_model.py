@@ -113,11 +113,11 @@ def test_an_error_in_a_step_names_the_line_of_the_file(arguments_of):
     assert explain(raised.value) == ("failed", f"my_model.py, line 8: {raised.value}")
 
 
-def test_the_lines_say_what_a_file_is_called_whose_name_python_cannot_write(arguments_of):
-    args = arguments_of(LINEAR + BATCHES + SUM)
-    args.path = args.path.with_name("my model-2.py")
-    args.path.write_text(LINEAR + BATCHES + SUM)
-    model_check.check(args)
+def test_the_lines_say_what_a_file_is_called_whose_name_python_cannot_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = file_of(tmp_path, LINEAR + BATCHES + SUM).rename(tmp_path / "my model-2.py")
+    words = [str(path), "--device", "cpu", "--steps", "3", "--output", str(tmp_path / "r.json")]
+    model_check.check(args := model_file.parse("run_all.sh", words))
     assert "In the lines to change, my_file is my model-2.py, imported" in args.remarks
 
 
