@@ -29,6 +29,7 @@ UNFUSED = ("by hand", "math")  # what a row with fused attention must not run
 # the recommended changes in it.
 AMP, SDPA, COMPILE, GRAPH, FP8 = "AMP", "fused attention", "compile", "CUDA graph", "FP8"
 AS_IT_IS, PATCHED = "0_as_it_is", "6_patched"
+MY_FILE = "my_file"  # in lines to change, a file whose name Python cannot write
 DRIFT = 0.05  # of a step, from which times that drift are doubted
 WORTH = 1.03  # times faster, from which a change to a model of yours is recommended
 NUMBERS = 509  # of a matrix, and sums of its gradient: a prime, so that a column spreads over all sums

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("common", "ladder", "mine")  # whose lines say nothing of an error to a user
-PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
+ROOMS = ("common", "ladder", "mine")  # which run a script: their lines say nothing of its error
+PACKAGE_FOLDERS = ("site-packages", "dist-packages", "torchinductor_")  # the last is the compiler's
 PACKAGES = ROOT / ".packages" / str(sysconfig.get_config_var("SOABI"))  # what run_all.sh installed
 
 # What libraries say of too little memory, and the names of their errors.
@@ -44,19 +44,20 @@ def explain(error: Exception) -> tuple[str, str]:
         return "oom", "out of memory: try a smaller batch size or sequence length"
     advice = next((advice for sign, advice in MISSING.items() if sign in text), None)
     fatal = next((line for line in str(error).splitlines() if "fatal" in line), error)  # ptxas says it later
-    place = place_of(error)
-    reason = f"{place}: {one_line(error)}" if place else one_line(error)
+    line = line_of(error)
+    reason = f"{line}: {one_line(error)}" if line else one_line(error)
     return "failed", f"{advice} ({one_line(fatal, 150)})" if advice else reason
 
 
-def place_of(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     """The line that an error came through last of a script or of a user's files, as `net.py, line 31`; empty
-    for one that came through packages and the rooms of this project alone."""
-    foreign = (str(Path(os.__file__).parent), str(PACKAGES), *(f"{ROOT / room}/" for room in ROOMS))
+    for one that came through packages, compiled code and the rooms of this project alone."""
+    foreign = [str(Path(os.__file__).parent), *(f"{ROOT / room}/" for room in ROOMS), str(PACKAGES), "<"]
+    foreign.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "<"))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        is_foreign = frame.filename.startswith((*foreign, "<")) or not PACKAGE_FOLDERS.isdisjoint(path.parts)
-        if not is_foreign:
+        is_package = any(part.startswith(PACKAGE_FOLDERS) for part in path.parts)
+        if not (is_package or frame.filename.startswith(tuple(foreign))):
             return f"{path.name}, line {frame.lineno}"
     return ""
 

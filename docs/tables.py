@@ -235,7 +235,8 @@ def measured(place: str) -> str:
         again = record(f"{place}{CONFIRMATION}")
         hashes = {row.step: row.code_sha256 for row in run.rows}
         if all(row.code_sha256 == hashes.get(row.step) for row in again.rows if row.status == "ok"):
-            card = " on another card" if again.environment.gpu_uuid != run.environment.gpu_uuid else ""
+            cards = {run.environment.gpu_uuid, again.environment.gpu_uuid}
+            card = " on another card" if len(cards) == 2 and None not in cards else ""
             text += f", confirmed{card} {again.started_at[:10]} at commit {again.environment.commit[:7]}"
     return text
 

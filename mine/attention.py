@@ -67,8 +67,11 @@ def advice_on_attention(kernel: str | None, place: str = "") -> str:
     if kernel == BY_HAND and MULTI_HEAD in place:
         return f"multi-head attention computes its weights to return them{where}: pass need_weights=False"
     if kernel == BY_HAND:
-        more = "with a mask that is not causal, or a bias, as attn_mask; capped scores need flex_attention"
-        return f"attention is written by hand{where}: call F.scaled_dot_product_attention, {more}"
+        how = "is_causal=True, or attn_mask for another mask or a bias"
+        return (
+            f"attention is written by hand{where}: call F.scaled_dot_product_attention ({how}); "
+            "capped scores need flex_attention"
+        )
     if kernel == "math":
         return (
             "PyTorch's attention is not fused here (math): dropout or a mask may be what keeps it from that"

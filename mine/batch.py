@@ -24,7 +24,8 @@ def mapped(function: Callable, *batches):
         like_first = copy.copy(first)  # Hugging Face's BatchEncoding has its parts as attributes, too
         if getattr(first, "__dict__", None) is first:  # an AttrDict
             like_first.__dict__ = like_first
-        like_first.update(new)
+        for name, part in new.items():
+            like_first[name] = part
         return like_first
     if is_dataclass(first):
         new = copy.copy(first)  # __init__ may do more
@@ -33,7 +34,11 @@ def mapped(function: Callable, *batches):
         return new
     if isinstance(first, (tuple, list)):
         parts = [mapped(function, *at_place) for at_place in zip(*batches, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)  # a namedtuple
+        if isinstance(first, tuple):
+            return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)  # a namedtuple
+        like_first = copy.copy(first)
+        like_first[:] = parts
+        return like_first
     return first
 
 

@@ -12,8 +12,9 @@ LEAST_OF_A_LIST, LEAST_OF_ALL = 0.1, 0.5  # of the weights, and of the work wher
 
 def list_blocks(model: nn.Module, flops: dict[str, int]) -> list[str]:
     """The names of the lists of blocks of a model; none where these are less than half of it, which is then
-    compiled whole. `flops` are those of a forward pass by the counter's names of modules: it sees those that
-    are called, and not a block whose forward() or other method is, which compile() would leave as it is."""
+    compiled whole. `flops` are those of a forward pass by the counter's names of modules. It names modules
+    that are called as block(x). Where a model calls block.forward(x), it names none, and compile() would
+    change nothing."""
     weights, work, shares = count_weights(model), flops.get("Global", 0), {}
     # The counter names modules from the first one that is called, which may lie inside of the model.
     counted = {name.partition(".")[2]: count for name, count in flops.items()}

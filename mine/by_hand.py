@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mine.masks import FILLS, NotPlainError, check_mask, inputs_of, values_of
+from mine.masks import FILLS, NotPlainError, check_mask, inputs_of, names_in, names_of, values_of
 
 CASTS = ("float", "to", "type_as")  # methods that only cast, which the fused kernel does itself
 TRANSPOSED = ("transpose(-2, -1)", "transpose(-1, -2)", "transpose(2, 3)", "transpose(3, 2)", "mT")
@@ -192,14 +192,6 @@ def numbered(statements: list[ast.stmt]) -> tuple[str, frozenset[int]]:
 
 
 # --- parts of the pattern -------------------------------------------------------------------------
-
-
-def names_in(node: ast.AST) -> list[ast.Name]:
-    return [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
-
-
-def names_of(node: ast.AST) -> set[str]:
-    return {name.id for name in names_in(node)}
 
 
 def value_of(statement: ast.stmt, name: str) -> ast.expr:

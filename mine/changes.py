@@ -94,9 +94,9 @@ def compile_blocks(program: Program) -> None:
             "its gradients are sparse, which the compiler cannot follow: sparse=False makes them dense"
         )
     parts = [part for block in blocks_of(model, args.blocks) or [model] for part in callable_parts(block)]
-    own = [type(part).__name__ for part in parts if type(part).compile is not torch.nn.Module.compile]
-    if own:
-        raise Skip(f"{own[0]} has a compile() of its own in place of PyTorch's: give it another name")
+    for part in parts:
+        if getattr(part.compile, "__func__", None) is not torch.nn.Module.compile:
+            raise Skip(f"{type(part).__name__}.compile is not PyTorch's: give yours another name")
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     program.run(compile_lines(model, args.blocks))
     program.run(compiled_loss_lines(model, args.loss_module))

@@ -25,7 +25,7 @@ from ladder.rows import AMP, AS_IT_IS, COMPILE, FROM, MODEL_ROWS, SDPA
 from mine.attention import calling_line, switch_of
 from mine.batch import copied, sha256_of, units_of
 from mine.blocks import count_weights, list_blocks, say_blocks
-from mine.file import OPTIONAL, SEEN, ModelArguments, called, in_a_process_of_its_own, parse, weights_sha256
+from mine.file import SEEN, ModelArguments, called, in_a_process_of_its_own, parse, weights_sha256
 from mine.program import Program, compiled_loss_lines
 
 
@@ -47,8 +47,6 @@ def check(args: ModelArguments) -> Workload:
     if COMPILE not in args.rows_in_file:
         with_loss = bool(compiled_loss_lines(model, args.loss_module))
         args.remarks.append(f"Row {COMPILE}: {say_blocks(model, args.blocks, with_loss)}")
-    if args.module_name != args.path.stem and any(hasattr(args.file, name) for name in OPTIONAL):
-        args.remarks.append(f"In the lines to change, {args.module_name} is {args.path.name}, imported")
     if (count := len(args.drawn)) <= work.steps:
         args.remarks.append(f"batches() ends after {count}: in {work.steps} training steps they come again")
     args.draw_again()
@@ -145,21 +143,21 @@ def step_flops(args: ModelArguments, model: torch.nn.Module) -> int:
     args.is_masked = bool(seen)
     args.beside = modules_beside(args.path, set(sys.modules) - args.known_modules)
     model.zero_grad()
-    counts = count_flops(args, model, fits)
+    flops, forward = count_flops(args, model, fits)
     model.zero_grad()
-    args.blocks = list_blocks(model, count_flops(args, model, backward=False) if counts else {})
-    if not counts and not args.remarks:
+    args.blocks = list_blocks(model, forward)
+    if not flops and not args.remarks:
         args.remarks.append("FLOPs are not counted: PyTorch's counter cannot follow this model")
-    return counts.get("Global", 0)
+    return flops
 
 
-def count_flops(args: ModelArguments, model: torch.nn.Module, backward: bool) -> dict[str, int]:
-    """FLOPs by module name, with the total under `Global`; empty where the counter fails, and for a model
-    with a recurrent layer. Without `backward`, which may not fit the memory, three times those of the forward
-    pass. Attention counts the full (T, T) square. On a CPU it counts as two products, because the counter
-    does not know the fused kernel."""
+def count_flops(args: ModelArguments, model: torch.nn.Module, backward: bool) -> tuple[int, dict[str, int]]:
+    """FLOPs of a step, and those of its forward pass by module name, with their sum under `Global`; 0 and
+    none where the counter fails, and for a model with a recurrent layer. Without `backward`, which may not
+    fit the memory, a step counts as three forward passes. Attention counts the full (T, T) square. On a CPU
+    it counts as two products, because the counter does not know the fused kernel."""
     if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
-        return {}
+        return 0, {}
     on_cpu = args.device.type == "cpu"
     math = sdpa_kernel(SDPBackend.MATH) if on_cpu else contextlib.nullcontext()
     try:
@@ -169,15 +167,15 @@ def count_flops(args: ModelArguments, model: torch.nn.Module, backward: bool) ->
             torch.set_grad_enabled(backward),
         ):
             loss = first_loss(args, model)
+            forward = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
             if backward:
                 loss.backward()
     except (MemoryError, torch.OutOfMemoryError):
-        return count_flops(args, model, backward=False) if backward else {}
+        return count_flops(args, model, backward=False) if backward else (0, {})
     except Exception as error:  # the counter's, or of a loss that fails when it is called again
         args.remarks.append(f"FLOPs are not counted: under PyTorch's counter, {one_line(error, 100)}")
-        return {}
-    times = 1 if backward else 3
-    return {name: times * sum(each.values()) for name, each in counter.get_flop_counts().items()}
+        return 0, {}
+    return counter.get_total_flops() * (1 if backward else 3), forward
 
 
 class Operators(TorchDispatchMode):

@@ -30,8 +30,8 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from common import hardware, options
-from common.record import Workload
-from common.text import OneLineParser, Skip, explain, one_line, place_of, portable_command
+from common.record import MY_FILE, Workload
+from common.text import OneLineParser, Skip, explain, line_of, one_line, portable_command
 from ladder.rows import FP32, FROM
 from mine.batch import (
     call_text,
@@ -132,7 +132,7 @@ class ModelArguments(options.Measurement):
         stem = self.path.stem
         taken = {*sys.stdlib_module_names, *dir(builtins), *keyword.kwlist, *NAMES_OF_PROGRAMS}
         is_name = stem.isidentifier() and unicodedata.normalize("NFKC", stem) == stem  # as Python reads it
-        return stem if is_name and stem not in taken else "my_file"
+        return stem if is_name and stem not in taken else MY_FILE
 
     @property
     def loss_module(self) -> str | None:
@@ -317,11 +317,12 @@ def load(path: Path) -> ModuleType:
     missing = [f"{name}()" for name in NEEDED if not callable(getattr(module, name, None))]
     if missing:
         raise Skip(f"{path.name} lacks {' and '.join(missing)}: see examples/gpt2.py")
-    for name, arguments in {"model": "", **OPTIONAL}.items():
-        value = getattr(module, name, None)
-        if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, list, tuple)):
-            what = f"is a {type(value).__name__}: let it be a function, {name}({arguments})"
-            raise Skip(f"{name} of {path.name} {what}")
+    for function, arguments in {"model": "", **OPTIONAL}.items():
+        value = getattr(module, function, load)
+        is_layer = isinstance(value, torch.nn.Module) and function != "loss"
+        if is_layer or not callable(value) or type(value).__module__.startswith("torch.nn."):
+            what = f"is a {type(value).__name__}: let it be a function, {function}({arguments})"
+            raise Skip(f"{function} of {path.name} {what}")
     return module
 
 
@@ -347,19 +348,21 @@ def called(function: Callable, path: Path):
     except (Skip, MemoryError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit, and what a file derives itself
-        place, advice = place_of(error) or path.name, ""
+        place, advice = line_of(error) or path.name, ""
         if isinstance(error, SystemExit):
             advice = ": let what reads options or exits stand under `if __name__ == '__main__':`"
+        if re.match("'list' object has no attribute '(parameters|named_)", str(error)):
+            advice = ": optimizer() gets a list of weights, not the model"
         if isinstance(error, ImportError) and f"'{path.stem}" in str(error):
             advice = f": rename {path.name}, a library has a module of that name"
         elif isinstance(error, ModuleNotFoundError):
             advice = f": install it for {sys.executable}, which runs the file"
         if isinstance(error, TypeError) and "argument 'fused'" in str(error):
             advice = ": let optimizer() take **how, and pass on what your class takes of it"
-        if isinstance(error, AttributeError) and "'list' object has no attribute 'named" in str(error):
-            advice = ": optimizer() gets a list of weights, not the model"
         elif isinstance(error, ImportError) and "relative import" in str(error):
-            advice = ": import it by the name of its package, whose folder sys.path has to hold"
+            advice = (
+                ": write `import name` for a file beside it, or put the folder above a package on sys.path"
+            )
         if isinstance(error, FileNotFoundError):
             advice = f": it runs in {hardware.ROOT}, so name a file by Path(__file__).parent"
         raise Skip(f"{place}: {type(error).__name__}: {one_line(error)}{advice}") from error

@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mine.attention import calling_frame
 
 FILLS = ("masked_fill", "masked_fill_")  # methods
-ABOUT = ("shape", "size", "device", "dtype")  # of a tensor, which say nothing of its numbers
+DESCRIPTIONS = ("shape", "size", "device", "dtype")  # of a tensor, which say nothing of its numbers
 INFINITE = ("float('inf')", "float('infinity')", "math.inf", "torch.inf", "np.inf")
 LARGE = 1e4  # to subtract as much hides a score, too
 TRIANGLES = ("tril", "triu")
-MADE_BY = ("ones", "ones_like", "full", "arange")  # functions of torch
-TAKEN_BY = (*TRIANGLES, "logical_not", "Parameter", "Buffer")  # the same, of one that is made
-KEPT_BY = ("bool", "to", "type", "view", "reshape", "unsqueeze", "expand", "contiguous")  # methods
-KEPT_BY += ("clone", "detach", "logical_not", "eq", "ne", *TRIANGLES)
-MOST_DIMENSIONS = 4  # that a fused kernel takes
+MAKERS = ("ones", "ones_like", "full", "arange")  # functions of torch
+WRAPPERS = (*TRIANGLES, "logical_not", "Parameter", "Buffer")  # functions of torch and classes of torch.nn
+RESHAPERS = ("bool", "to", "type", "view", "reshape", "unsqueeze", "expand", "contiguous")  # methods
+RESHAPERS += ("clone", "detach", "logical_not", "eq", "ne", *TRIANGLES)
+DIMENSIONS = 4  # that a fused kernel takes
 
 
 class NotPlainError(Exception):
@@ -33,21 +33,17 @@ class NotPlainError(Exception):
 
 
 def check_mask(call: ast.Call, given: set[str], values: dict[str, list[ast.AST]]) -> None:
-    """Raises NotPlainError for a masked_fill by what an input decides, by more than a triangle, and with
-    another number than minus infinity. `values` as `values_of` gives them."""
+    """Raises NotPlainError unless a masked_fill hides a triangle that no input decides. `given` are the names
+    that inputs decide, `values` as `values_of` gives them."""
     if len(call.args) != 2 or call.keywords or numbers_of(call.args[0]) & given:
         raise NotPlainError
     check_triangle(call.args[0], dict(values))
     filled = ast.unparse(call.args[1]).lower()
-    if filled in ("float('-inf')", "float('-infinity')") or (filled[0] == "-" and filled[1:] in INFINITE):
-        return
-    if filled.endswith(".min") and "finfo" in filled:
-        return
-    try:
-        is_large = ast.literal_eval(call.args[1]) <= -LARGE
-    except (ValueError, TypeError):
-        is_large = False
-    if not is_large:
+    is_infinite = filled[0] == "-" and filled[1:] in INFINITE
+    is_infinite |= filled in ("float('-inf')", "float('-infinity')")
+    is_least = filled.endswith(".min") and "finfo" in filled
+    is_large = is_number(call.args[1]) and ast.literal_eval(call.args[1]) <= -LARGE
+    if not (is_infinite or is_least or is_large):
         raise NotPlainError
 
 
@@ -58,8 +54,8 @@ def check_triangle(node: ast.AST, values: dict[str, list[ast.AST]]) -> None:
         for value in values.pop(ast.unparse(node), []):
             check_triangle(value, values)
     elif isinstance(node, ast.Subscript):
-        slices = [each for each in ast.walk(node.slice) if isinstance(each, ast.Slice)]
-        if any(each.step or (each.lower and ast.unparse(each.lower) != "0") for each in slices):
+        places = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if not all(map(is_from_the_start, places)):
             raise NotPlainError
         check_triangle(node.value, values)
     elif isinstance(node, ast.Compare) and len(node.ops) == 1:
@@ -78,17 +74,25 @@ def check_triangle(node: ast.AST, values: dict[str, list[ast.AST]]) -> None:
 def check_call(call: ast.Call, values: dict[str, list[ast.AST]]) -> None:
     """The same of a call: of torch's functions or a tensor's methods, those that make or keep a triangle."""
     name, is_function = call.func.attr, ast.unparse(call.func.value) in ("torch", "nn", "torch.nn")
-    if name not in ((*MADE_BY, *TAKEN_BY) if is_function else KEPT_BY):
+    wraps = is_function and name in WRAPPERS
+    if name not in ((*MAKERS, *WRAPPERS) if is_function else RESHAPERS) or (wraps and not call.args):
         raise NotPlainError
     rest = call.args[1:] if is_function else call.args
     if name in TRIANGLES and not all(map(is_number, [*rest, *(each.value for each in call.keywords)])):
         raise NotPlainError  # a diagonal that depends on the length, as with a cache
     if name == "arange" and rest:
         raise NotPlainError
-    if is_function and name in TAKEN_BY:
+    if wraps:
         check_triangle(call.args[0], values)
     elif not is_function:
         check_triangle(call.func.value, values)
+
+
+def is_from_the_start(place: ast.expr) -> bool:
+    """Whether an index takes the first rows or keys, or adds a dimension."""
+    if isinstance(place, ast.Slice):
+        return place.step is None and (place.lower is None or ast.unparse(place.lower) == "0")
+    return isinstance(place, ast.Constant)
 
 
 def is_number(node: ast.AST) -> bool:
@@ -99,20 +103,23 @@ def is_number(node: ast.AST) -> bool:
 
 
 def values_of(scope: ast.AST) -> dict[str, list[ast.AST]]:
-    """What each name, and each attribute of self, is assigned anywhere in a class or a function; a statement
-    where it is changed in part."""
+    """What each name, and each attribute of self, is anywhere in a class or a function: an expression, or the
+    statement that changes it in another way than by a plain assignment."""
     values = defaultdict(list)
     for node in ast.walk(scope):
-        if isinstance(node, ast.AugAssign):
-            values[ast.unparse(node.target)].append(node)
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                in_part = isinstance(target, ast.Subscript)
-                values[ast.unparse(target.value if in_part else target)].append(
-                    node if in_part else node.value
-                )
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.register_buffer" and node.args[1:]:
-            values[f"self.{getattr(node.args[0], 'value', '')}"].append(node.args[1])
+        for target in getattr(node, "targets", None) or [getattr(node, "target", None)]:
+            is_plain = isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr))
+            if isinstance(target, (ast.Name, ast.Attribute)) and is_plain:
+                values[ast.unparse(target)] += [node.value] if node.value else []
+            elif target is not None:
+                for part in getattr(target, "elts", [getattr(target, "value", target)]):
+                    values[ast.unparse(part)].append(ast.Pass())
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr == "register_buffer":
+                name, value = [*node.args, *(each.value for each in node.keywords)][:2]
+                values[f"self.{getattr(name, 'value', '')}"].append(value)
+            elif node.func.attr.endswith("_"):  # in place
+                values[ast.unparse(node.func.value)].append(ast.Pass())
     return values
 
 
@@ -126,57 +133,65 @@ def inputs_of(function: ast.FunctionDef) -> set[str]:
             value = getattr(node, "iter", None) or getattr(node, "value", None)
             targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
             if value is not None and targets != [None] and numbers_of(value) & inputs:
-                inputs |= {
-                    name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)
-                }
+                inputs |= {name for target in targets for name in names_of(target)}
     return inputs
 
 
 def numbers_of(node: ast.AST) -> set[str]:
     """The names in an expression, but for those of which it takes the shape or the device."""
-    if isinstance(node, ast.Attribute) and node.attr in ABOUT:
+    if isinstance(node, ast.Attribute) and node.attr in DESCRIPTIONS:
         return set()
     names = {node.id} if isinstance(node, ast.Name) else set()
     return names.union(*map(numbers_of, ast.iter_child_nodes(node)))
+
+
+def names_in(node: ast.AST) -> list[ast.Name]:
+    return [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+
+
+def names_of(node: ast.AST) -> set[str]:
+    return {name.id for name in names_in(node)}
 
 
 # --- what the lines do when the model trains ------------------------------------------------------
 
 
 class Scores(TorchDispatchMode):
-    """What these lines of a file do to attention's scores inside the context: whether they hold the largest
-    softmax, and what keeps PyTorch's call from doing the same."""
+    """What these lines of a file do to attention's scores inside the context: `faults`, which PyTorch's call
+    does not have, and whether a tensor scales them."""
 
     def __init__(self, path: Path, lines: frozenset[int]):
         super().__init__()
         self.path, self.lines = str(path), lines
-        self.largest, self.is_largest, self.faults, self.softmax_line = 0, False, [], 0
-        self.scales: dict[int, torch.Tensor] = {}  # tensors by which a line multiplies or divides
-
-    @property
-    def scale(self) -> torch.Tensor | None:
-        """The tensor that scales the scores: dropout, behind the softmax, multiplies too."""
-        return next((scale for line, scale in self.scales.items() if line <= self.softmax_line), None)
+        self.faults: list[str] = []
+        self.has_tensor_scale = False
+        self.are_scores = self.are_weights = False  # what was computed last: before the softmax, behind it
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._overloadpacket.__name__
-        if name in ("_softmax", "mul", "div", *FILLS) and (frame := calling_frame()):
-            is_here = frame.f_code.co_filename == self.path and frame.f_lineno in self.lines
-            if name == "_softmax" and args[0].numel() > self.largest:
-                self.largest, self.is_largest = args[0].numel(), is_here
-            if is_here:
-                self.look(name, *args[:2], frame.f_lineno)
+        frame = calling_frame() if name in ("bmm", "_softmax", "mul", "div", *FILLS) else None
+        if frame and frame.f_code.co_filename == self.path and frame.f_lineno in self.lines:
+            self.look(name, *args[:2])
         return function(*args, **(kwargs or {}))
 
-    def look(self, name: str, scores: torch.Tensor, other: object, line: int) -> None:
-        if name == "_softmax":
-            self.softmax_line = line
-            if scores.dim() > MOST_DIMENSIONS:
-                self.faults.append(f"has scores of {scores.dim()} dimensions, which no fused kernel takes")
+    def look(self, name: str, scores: torch.Tensor, other: object) -> None:
+        if name == "bmm":  # of queries and keys, then of weights and values
+            self.are_scores, self.are_weights = not self.are_weights, False
+        elif not self.are_scores:  # such as dropout of the weights, or a norm of the queries
+            return
+        elif name == "_softmax":
+            self.are_scores, self.are_weights = False, True
+            if scores.dim() != DIMENSIONS:
+                kernels = "fused kernels take (batch, heads, length, width)"
+                self.faults.append(f"has scores of {scores.dim()} dimensions: {kernels}")
         elif name in FILLS:
             rows, keys = scores.shape[-2:]
             causal = torch.ones(rows, keys, dtype=torch.bool, device=other.device).triu(1)
             if rows != keys or not (other == causal).all():
-                self.faults.append("is not causal")
+                self.faults.append("is not causal: pass its mask to F.scaled_dot_product_attention")
         elif isinstance(other, torch.Tensor):
-            self.scales[line] = other
+            self.has_tensor_scale = True
+            if other.shape[-2:].numel() > 1:
+                self.faults.append(
+                    "scales its scores one by one, which F.scaled_dot_product_attention cannot"
+                )

@@ -21,12 +21,10 @@ def replace_attention(names: list[str], before: dict[str, dict], args: ModelArgu
     if SDPA not in names or args.attention or kernels_before(before)[-1:] != [BY_HAND]:
         return
     unchanged = args.file
+    if has_switch(args.model(), args.path.name, args.softmax_at) or not (edit := plain_attention(args)):
+        return
     try:
-        if has_switch(args.model(), args.path.name, args.softmax_at) or not (edit := plain_attention(args)):
-            return
         expected = noisy_losses(args)
-    except Skip:
-        raise
     except Exception:  # its loss fails in evaluation: the row says what to do
         return
     try:
@@ -35,46 +33,44 @@ def replace_attention(names: list[str], before: dict[str, dict], args: ModelArgu
         losses = noisy_losses(args)
     except Exception as error:
         args.file = unchanged
-        raise Skip(
-            f"{name_of(edit, args)} cannot be one call of PyTorch's: {one_line(error, 100)}"
-        ) from error
+        reason = f"cannot be one call of PyTorch's: {one_line(error, 100)}"
+        raise Skip(f"{name_of(edit, args)} {reason}") from error
     if not all(map(args.is_same_loss, losses, expected)):
         args.file = unchanged
-        raise Skip(f"{name_of(edit, args)} does more than PyTorch's call: it was left as it is")
+        apart = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, expected, strict=True))
+        raise Skip(f"{name_of(edit, args)} has another loss with PyTorch's call, by up to {apart:.2%}")
     args.attention = edit
 
 
 def plain_attention(args: ModelArguments) -> by_hand.Fused | None:
-    """The file with its largest attention as one call; None where that is not plain. Raises Skip where plain
-    lines do what no call does."""
+    """The file with its largest attention as one call, by what it does in a few batches of training; None
+    where that is not plain. Raises Skip where plain lines do what no call does."""
     try:
         text = patch.read(args.path)
     except Skip:
         return None
     edit = by_hand.fuse(text)
-    if edit is None:
+    *_, line = args.softmax_at.rpartition(f" {args.path.name} line ")
+    if edit is None or not line.isdecimal() or int(line) not in edit.rows:
         return None
     model, scores = args.model(), Scores(args.path, edit.rows)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), scores:
+    check_dropout(model, edit, args)
+    with torch.compiler.set_stance("force_eager"), scores:
         for batch in args.drawn[:FEW_BATCHES]:
             args.loss(model, copied(batch, args.device))
-    if not scores.is_largest:
-        return None
+    if scores.faults:
+        raise Skip(f"{name_of(edit, args)} {scores.faults[0]}")
+    return by_hand.fuse(text, scales_query=True) if edit.is_scaled and scores.has_tensor_scale else edit
+
+
+def check_dropout(model: torch.nn.Module, edit: by_hand.Fused, args: ModelArguments) -> None:
+    """Raises Skip for a dropout of the weights that is another module than nn.Dropout."""
     name = edit.place.partition(".")[0]
     owners = [each for each in model.modules() if name in [base.__name__ for base in type(each).__mro__]]
-    if edit.dropout and any(
-        type(getattr(each, edit.dropout, None)) is not torch.nn.Dropout for each in owners
-    ):
-        raise Skip(
-            f"{name_of(edit, args)} has a self.{edit.dropout} that is no nn.Dropout: it was left as it is"
-        )
-    if scores.scale is not None and scores.scale.shape[-2:].numel() > 1:
-        scores.faults.append("scales its scores one by one")
-    if edit.is_scaled and scores.scale is not None:
-        edit = by_hand.fuse(text, scales_query=True)
-    if scores.faults:
-        raise Skip(f"{name_of(edit, args)} {scores.faults[0]}: it was left as it is")
-    return edit
+    kinds = {type(getattr(each, edit.dropout, None)) for each in owners if edit.dropout}
+    if kinds - {torch.nn.Dropout}:
+        which = f"a self.{edit.dropout} that is no nn.Dropout"
+        raise Skip(f"{name_of(edit, args)} has {which}, which F.scaled_dot_product_attention cannot apply")
 
 
 def name_of(edit: by_hand.Fused, args: ModelArguments) -> str:

@@ -142,7 +142,8 @@ def build_patched(names: list[str], before: dict[str, dict], args: ModelArgument
 
 def patch_file(names: list[str], args: ModelArguments) -> list[str]:
     """Put those changes of these rows into the file that can be placed there, and the patch into `args.code`.
-    Returns the rows whose changes are left to make. Raises Skip where none can be placed."""
+    Returns the rows whose changes are left to make. Raises Skip where none can be placed. Attention by hand
+    is looked at in training again, as in its row."""
     text, model = patch.read(args.path), args.model()
     is_own = not has_switch(model, args.path.name, args.softmax_at)
     attention = plain_attention(args) if SDPA in names and is_own else None

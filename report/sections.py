@@ -5,7 +5,7 @@ import re
 from dataclasses import asdict, dataclass, field
 
 from common.kernels import in_words
-from common.record import AS_IT_IS, Kernel, Row, Run, Study
+from common.record import AS_IT_IS, MY_FILE, Kernel, Row, Run, Study
 from common.text import one_line
 from report import (
     ablations,
@@ -122,6 +122,8 @@ def _lines(figures: Figures) -> Section:
     heading, first = f"What to change, with the names of {figures.run.workload.model}", figures.first
     if first.row.changes and first.name != AS_IT_IS:
         heading += f", beyond {first.name}"
+    if f"{MY_FILE}." in line.row.code:
+        heading += f", imported as {MY_FILE}"
     settings = trainers.settings_of(line.row.changes, line.row.settings.optimizer)
     parts = [Section("The same as settings of a trainer", lines=settings, shown=TEXT, folded=True)]
     note = " ".join(filter(None, [applied.patch_note(figures), applied.larger_batch(figures)]))

@@ -25,7 +25,8 @@ class Attention(nn.Module):
         self.qkv, self.drop, self.scale = nn.Linear(16, 48), nn.Dropout(0.0), 0.5
         self.register_buffer("mask", torch.tril(torch.ones(8, 8)) == 0, persistent=False)
         window = torch.ones(8, 8).triu(1) + torch.ones(8, 8).tril(-8) > 0
-        self.register_buffer("window", window, persistent=False)
+        self.register_buffer(name="window", tensor=window, persistent=False)
+        self.norm = nn.LayerNorm(8)
     def forward(self, x):
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, 2, 8).permute(2, 0, 3, 1, 4)
@@ -126,6 +127,28 @@ PLAIN = {
         made("self.mask[:T, :T]\n        if self.training:\n            hidden[1:, 0] = True"),
         None,
     ),
+    "a window in a tuple": (made("0\n        _, hidden = 1, self.mask[:T, :T] | self.window"), None),
+    "a window in place": (made("self.mask[:T, :T].clone()\n        hidden.logical_or_(self.window)"), None),
+    "a window with its type": (
+        made("0").replace("hidden = 0", "hidden: torch.Tensor = self.mask | self.window"),
+        None,
+    ),
+    "rows by their positions": (made("self.mask[torch.arange(T), :T]"), None),
+    "a triangle by keyword": (made("nn.Parameter(data=torch.ones(8, 8).triu(1)).bool()"), None),
+    "a triangle with its type": (
+        made("0").replace("hidden = 0", "hidden: torch.Tensor = self.mask[:T, :T]"),
+        "(q, k, v, is_causal=True",
+    ),
+    "a query and values that are multiplied and filled": (
+        NANOGPT.replace("(q @", "(q * self.norm(q) @").replace(
+            "att @ v ", "att @ v.masked_fill(v > 9, 0.0) "
+        ),
+        "(q * self.norm(q), k, v.masked_fill(v > 9, 0.0), is_causal=True",
+    ),
+    "another kind of division": (
+        NANOGPT.replace("k.transpose(-2, -1)", "k.transpose(3, 2)").replace("* (1.0", "/ (1.0"),
+        "scale=1 / (1.0 / math.sqrt(k.size(-1))))",
+    ),
     "a mask by positions": (
         made("torch.arange(T)[None] > torch.arange(T)[:, None]"),
         "(q, k, v, is_causal=True",
@@ -209,7 +232,7 @@ def test_plain_attention_becomes_one_call_that_trains_the_same(kind, arguments_o
     assert [train_step(*batch).item() for batch in args.batches()[:3]] == pytest.approx(expected, rel=1e-5)
     first, *_, last = re.findall(r"\d+", edit.lines)
     lines = args.path.read_text().splitlines()
-    assert re.search("q @ k|matmul", lines[int(first) - 1]) and " v" in lines[int(last) - 1]
+    assert re.search("@ k|matmul", lines[int(first) - 1]) and " v" in lines[int(last) - 1]
     assert f"# in Attention.forward of net.py, in place of lines {edit.lines}\n# " in args.code
 
 
@@ -278,6 +301,7 @@ def test_the_patch_of_a_file_has_the_call_and_its_comments_stay(arguments_of):
 
 OUTSIDE = ("    return Attention()", "    net = Attention()\n    net.mask = CHANGED\n    return net")
 WIDE = ("view(B, T, 3, 2, 8).permute(2, 0, 3, 1, 4)", "view(B, T, 3, 1, 2, 8).permute(2, 0, 3, 4, 1, 5)")
+NARROW = ("view(B, T, 3, 2, 8).permute(2, 0, 3, 1, 4)", "view(B, T, 3, 16).permute(2, 0, 1, 3)")
 TRAINED = """net.register_forward_pre_hook(
         lambda net, _: setattr(net, "mask", net.mask | (net.training * torch.eye(8).flip(0) > 0))
     )"""
@@ -287,20 +311,16 @@ TRAINED = """net.register_forward_pre_hook(
     ("body", "change", "said"),
     [
         (NANOGPT, ("nn.Dropout(0.0)", "nn.AlphaDropout(0.0)"), "no nn.Dropout"),
-        (NANOGPT, (OUTSIDE[0], OUTSIDE[1].replace("CHANGED", "net.mask.flip(0)")), "18 to 22. is not causal"),
+        (NANOGPT, (OUTSIDE[0], OUTSIDE[1].replace("CHANGED", "net.mask.flip(0)")), "19 to 23. is not causal"),
         (NANOGPT, (OUTSIDE[0], OUTSIDE[1].replace("net.mask = CHANGED", TRAINED)), "is not causal"),
         (NANOGPT.replace("(1.0 / math.sqrt(k.size(-1)))", "torch.ones(8, 8)"), ("", ""), "one by one"),
         (NANOGPT.replace("transpose(1, 2)", "movedim(3, 1)"), WIDE, "scores of 5 dimensions"),
-        (NANOGPT.replace("k.transpose(-2, -1)", "k.transpose(3, 2)"), ("* (1.0", "/ (1.0"), None),
+        (NANOGPT.replace("transpose(1, 2)", "contiguous()"), NARROW, "scores of 3 dimensions"),
     ],
 )
 def test_what_looks_plain_and_is_not_is_left_as_it_is(body, change, said, arguments_of):
     args = arguments_of(body, change)
     unchanged = args.file
-    if said is None:
-        model_row.build(["2_sdpa"], before(), args)
-        assert args.attention
-        return
     with pytest.raises(Skip, match=said):
         model_row.build(["2_sdpa"], before(), args)
     assert args.file is unchanged and args.attention is None
@@ -314,19 +334,31 @@ def test_a_window_longer_than_some_rows_is_seen_where_the_mask_is_made_elsewhere
         model_row.build(["2_sdpa"], before(), args)
 
 
-@pytest.mark.parametrize("scale", ["self.qkv.bias[0].exp()", "torch.tensor([[[0.3]], [[0.4]]])"])
-def test_a_scale_that_is_a_tensor_scales_the_query(scale, arguments_of):
-    """PyTorch's call takes a number, and would wait for the GPU to make one."""
-    args = arguments_of(NANOGPT.replace("1.0 / math.sqrt(k.size(-1))", scale))
-    train_step, *_ = model_row.build([], {}, args)
-    expected = [train_step(*batch).item() for batch in args.batches()[:3]]
-    args.code = None
-    train_step, *_ = model_row.build(["2_sdpa"], before(), args)
+IN_LINES = """
+        att = F.softmax(
+            (q @ k.transpose(-2, -1) * SCALE).masked_fill(self.mask[:T, :T], float("-inf")),
+            dim=-1,
+        )
+        return (att @ v).transpose(1, 2).reshape(B, T, C)
+"""
+
+
+@pytest.mark.parametrize("scale", ["self.heat", "self.heat.expand(2, 1, 1)"])
+@pytest.mark.parametrize("body", [NANOGPT.replace("(1.0 / math.sqrt(k.size(-1)))", "SCALE"), IN_LINES])
+def test_a_scale_that_is_a_tensor_scales_the_query(body, scale, arguments_of):
+    """PyTorch's call takes a number: it would wait for the GPU, and give the scale no gradient."""
+    learned = ("        window =", "        self.heat = nn.Parameter(torch.tensor(0.3))\n        window =")
+    args, gradients = arguments_of(body.replace("SCALE", scale), learned), []
+    for names in ([], ["2_sdpa"]):
+        args.code = None
+        model_row.build(names, before(), args)
+        args.loss((model := args.model()), args.drawn[0]).backward()
+        gradients.append(model.heat.grad)
     assert f"q * {scale}" in args.attention.text and "scale=1.0" in args.attention.text
-    assert [train_step(*batch).item() for batch in args.batches()[:3]] == pytest.approx(expected, rel=1e-5)
+    assert gradients[0] != 0 and gradients[1] == pytest.approx(gradients[0].item(), rel=1e-4)
 
 
-UNUSED = """
+CAPPED = """
 class Capped(Attention):
     def forward(self, x):
         q, k, v = self.qkv(x).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
@@ -337,7 +369,7 @@ class Capped(Attention):
 
 
 def test_plain_attention_that_is_not_the_largest_is_not_replaced(arguments_of):
-    capped = ("def model():\n    return Attention()", f"{UNUSED}def model():\n    return Capped()")
+    capped = ("def model():\n    return Attention()", f"{CAPPED}def model():\n    return Capped()")
     args = arguments_of(NANOGPT, capped)
     with pytest.raises(Skip, match=r"written by hand \((Capped\.)?forward, net.py line"):
         model_row.build(["2_sdpa"], before(), args)
@@ -393,7 +425,7 @@ def test_a_larger_batch_has_the_call_too_and_its_losses_are_compared_batch_by_ba
 
 
 def test_the_place_of_a_softmax_is_named_beneath_pytorch(arguments_of):
-    assert re.fullmatch(r"(Attention\.)?forward, net\.py line 20", arguments_of(NANOGPT).softmax_at)
+    assert re.fullmatch(r"(Attention\.)?forward, net\.py line 21", arguments_of(NANOGPT).softmax_at)
 
 
 def test_how_a_file_calls_its_functions():
@@ -411,5 +443,5 @@ def test_the_change_is_shared_by_later_rows(arguments_of, monkeypatch):
     rows = before() | {"2_sdpa": {"settings": {"attention_kernel": "flash"}}}
     _, model, optimizer, *_ = model_row.build(["2_sdpa", "3_compile"], rows, args)
     (note,) = model_row.initial_state(args, model, optimizer).notes
-    assert note == "attention of Attention.forward, lines 18 to 22, is one call of PyTorch's here"
+    assert note == "attention of Attention.forward, lines 19 to 23, is one call of PyTorch's here"
     assert args.attention and "scaled_dot_product_attention" in args.code

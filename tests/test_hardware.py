@@ -184,6 +184,17 @@ def test_a_ptxas_that_is_too_old_is_told_with_what_to_do():
     assert reason.endswith("(ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name')")
 
 
+@pytest.mark.parametrize("folder", ["lib/site-packages/torch", "torchinductor_me/ab"])
+def test_an_error_has_the_line_that_is_no_packages(folder, tmp_path):
+    scope = {}
+    exec(compile("def f():\n    raise ValueError('too wide')", tmp_path / folder / "inner.py", "exec"), scope)
+    with pytest.raises(ValueError) as raised:
+        exec(compile("\n\ninner()", tmp_path / "net.py", "exec"), {"inner": scope["f"]})
+    assert explain(raised.value) == ("failed", "net.py, line 3: too wide")
+    raised.value.__traceback__ = raised.value.__traceback__.tb_next.tb_next
+    assert explain(raised.value) == ("failed", "too wide"), "of packages alone"
+
+
 @pytest.mark.parametrize(
     ("recipe", "label"),
     [

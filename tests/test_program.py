@@ -421,7 +421,8 @@ COMMANDS = [each for each in (["git", "apply"], ["patch", "-p1", "-i"]) if shuti
 
 def test_a_patch_of_a_file_with_spaces_in_its_name_applies(tmp_path):
     name, before, after = "my net-2.py", "a = 1\nb = 2\n", "a = 1\nb = 3\n"
-    (tmp_path / "the.patch").write_text(patch.difference(name, before, after))
+    (tmp_path / "the.patch").write_text(made := patch.difference(name, before, after))
+    assert made.startswith("--- a/my net-2.py\t\n+++ b/my net-2.py\t\n")
     for command in COMMANDS:
         (tmp_path / name).write_text(before)
         subprocess.run([*command, "the.patch"], cwd=tmp_path, check=True)

@@ -54,11 +54,12 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
 
 
 def test_a_confirmation_is_told_of_the_code_that_it_confirmed(tmp_path, monkeypatch):
-    runs.write(tmp_path / "m" / "told", runs.run(runs.row("1_x", code_sha256="1")))
+    runs.write(tmp_path / "m" / "told", runs.run(runs.row("1_x", code_sha256="1"), gpu_uuid="a"))
     told = "GPU, measured 2026-01-01 at commit abcdef0"
     on_date = "2026-01-01 at commit 1234567"
-    cases = (("1", None, f", confirmed {on_date}"), ("1", "b", f", confirmed on another card {on_date}"))
-    for code, card, confirmed in (*cases, ("2", "b", "")):
+    cases = [("1", card, f", confirmed {on_date}") for card in ("a", None)]
+    cases += [("1", "b", f", confirmed on another card {on_date}"), ("2", "b", "")]
+    for code, card, confirmed in cases:
         again = runs.run(runs.row("1_x", code_sha256=code), commit="123456789", gpu_uuid=card)
         runs.write(tmp_path / "m" / "told-confirmation", again)
         tables.record.cache_clear()
