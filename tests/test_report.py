@@ -685,8 +685,11 @@ def test_the_lines_of_a_file_that_does_more_than_fp32_are_those_beyond_its_first
             ("3_compile", 40.0, ["fused attention", "compile"]),
         )
     ]
-    heading = sections.of(runs.run(*rows, work=runs.workload(model="m.py"))).sections[0].heading
-    assert heading == "What to change, with the names of m.py, beyond 2_sdpa"
+    recorded = runs.run(*rows, work=runs.workload(model="m.py"))
+    heading = "What to change, with the names of m.py, beyond 2_sdpa"
+    assert sections.of(recorded).sections[0].heading == heading
+    rows[1].code = "loss = my_file.loss(model, batch)\n"
+    assert sections.of(recorded).sections[0].heading == f"{heading}, imported as my_file"
 
 
 def test_the_bar_of_a_block_has_gaps_on_a_gpu_and_none_between_operators_that_hold_others():
