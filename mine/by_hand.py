@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mine.masks import FILLS, NotPlainError, check_mask, inputs_of, names_in, names_of, values_of
+from mine.masks import FILLS, NotPlainError, check_mask, inputs_of, names_in, names_of, sources_of, values_of
 
 CASTS = ("float", "to", "type_as")  # methods that only cast, which the fused kernel does itself
 TRANSPOSED = ("transpose(-2, -1)", "transpose(-1, -2)", "transpose(2, 3)", "transpose(3, 2)", "mT")
@@ -26,6 +26,7 @@ class Fused(NamedTuple):
     call: str  # the statement that makes it
     dropout: str  # the attribute of its class that is the dropout; empty without one
     is_scaled: bool  # its scores, by more than the product
+    sources: frozenset[str]  # the names and attributes of self that its mask is made of
 
 
 def fuse(text: str, scales_query: bool = False) -> Fused | None:
@@ -75,7 +76,7 @@ class Attention:
         body = function.body
         self.inputs, self.values = inputs_of(function), values
         self.removed, self.dropout, self.module = [body[at]], "", ""
-        self.scale, self.is_masked = "", False
+        self.scale, self.is_masked, self.sources = "", False, set()
         self.weights = body[at].targets[0].id
         name, first = self.peel(softmax_of(body[at])), at
         for first in range(at - 1, -1, -1):
@@ -107,6 +108,7 @@ class Attention:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FILLS:
             check_mask(node, self.inputs, self.values)
             self.is_masked = True
+            self.sources |= sources_of(node.args[0], self.values)
             return self.peel(node.func.value)
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)) and not self.scale:
             is_product = isinstance(node.op, ast.Mult)
@@ -127,10 +129,12 @@ class Attention:
     def check_between(self, statements: list[ast.stmt]) -> None:
         """Between these, what the call reads must not be assigned, and what is removed must not be read."""
         texts = (self.query, self.key, self.scale, self.dropout)
-        read = {name for text in texts if text for name in names_of(ast.parse(text, mode="eval"))}
+        read = {part for text in texts if text for part in parts_of(ast.parse(text, mode="eval"), ast.Load)}
+        if read & self.gone:
+            raise NotPlainError
         for statement in statements:
             is_removed = statement in self.removed
-            assigned = {node.id for node in names_in(statement) if not isinstance(node.ctx, ast.Load)}
+            assigned = parts_of(statement, (ast.Store, ast.Del))
             if isinstance(statement, ast.Expr):  # it may change what it names in place
                 assigned = names_of(statement)
             if not is_removed and (read & assigned or self.gone & names_of(statement)):
@@ -149,7 +153,8 @@ class Attention:
         call = f"{functional}.scaled_dot_product_attention({', '.join(words)})"
         edited, statement = replaced(text, self.removed, self.last_statement, self.last, call)
         lines, rows = numbered([*self.removed, self.last_statement])
-        return Fused(edited, name, rows, lines, statement, self.module, bool(self.scale))
+        is_scaled, sources = bool(self.scale), frozenset(self.sources)
+        return Fused(edited, name, rows, lines, statement, self.module, is_scaled, sources)
 
 
 def replaced(
@@ -192,6 +197,12 @@ def numbered(statements: list[ast.stmt]) -> tuple[str, frozenset[int]]:
 
 
 # --- parts of the pattern -------------------------------------------------------------------------
+
+
+def parts_of(node: ast.AST, context: type | tuple[type, ...]) -> set[str]:
+    """The names and attributes that a statement reads or assigns, as they are written."""
+    parts = (part for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute)))
+    return {ast.unparse(part) for part in parts if isinstance(part.ctx, context)}
 
 
 def value_of(statement: ast.stmt, name: str) -> ast.expr:

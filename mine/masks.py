@@ -53,22 +53,28 @@ def check_triangle(node: ast.AST, values: dict[str, list[ast.AST]]) -> None:
     if isinstance(node, (ast.Name, ast.Attribute)):
         for value in values.pop(ast.unparse(node), []):
             check_triangle(value, values)
-    elif isinstance(node, ast.Subscript):
-        places = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        if not all(map(is_from_the_start, places)):
-            raise NotPlainError
-        check_triangle(node.value, values)
-    elif isinstance(node, ast.Compare) and len(node.ops) == 1:
-        check_triangle(node.left, values)
-        check_triangle(node.comparators[0], values)
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Invert, ast.Not)):
-        check_triangle(node.operand, values)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and is_number(node.left):  # 1 - mask
-        check_triangle(node.right, values)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         check_call(node, values)
     elif not isinstance(node, ast.Constant):
-        raise NotPlainError
+        for operand in operands_of(node):
+            check_triangle(operand, values)
+
+
+def operands_of(node: ast.AST) -> list[ast.expr]:
+    """What an index, a comparison or `1 - mask` makes a mask of. Raises NotPlainError for anything else."""
+    if isinstance(node, ast.Subscript):
+        places = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if all(map(is_from_the_start, places)):
+            return [node.value]
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        (other,) = node.comparators
+        if is_number(other) or not has_triangle(node):  # two triangles leave a window
+            return [node.left, other]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Invert, ast.Not)):
+        return [node.operand]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and is_number(node.left):
+        return [node.right]
+    raise NotPlainError
 
 
 def check_call(call: ast.Call, values: dict[str, list[ast.AST]]) -> None:
@@ -77,15 +83,20 @@ def check_call(call: ast.Call, values: dict[str, list[ast.AST]]) -> None:
     wraps = is_function and name in WRAPPERS
     if name not in ((*MAKERS, *WRAPPERS) if is_function else RESHAPERS) or (wraps and not call.args):
         raise NotPlainError
-    rest = call.args[1:] if is_function else call.args
-    if name in TRIANGLES and not all(map(is_number, [*rest, *(each.value for each in call.keywords)])):
-        raise NotPlainError  # a diagonal that depends on the length, as with a cache
-    if name == "arange" and rest:
+    inner, rest = (call.args[0], call.args[1:]) if wraps else (call.func.value, call.args)
+    words = [each.value for each in call.keywords if each.arg not in ("device", "dtype", "requires_grad")]
+    if name in TRIANGLES and (has_triangle(inner) or not all(map(is_number, [*rest, *words]))):
+        raise NotPlainError  # a window, or a diagonal that depends on the length, as with a cache
+    if name in ("eq", "ne") and not all(map(is_number, rest)):
         raise NotPlainError
-    if wraps:
-        check_triangle(call.args[0], values)
-    elif not is_function:
-        check_triangle(call.func.value, values)
+    if name == "arange" and (rest[1:] or words):
+        raise NotPlainError
+    if wraps or not is_function:
+        check_triangle(inner, values)
+
+
+def has_triangle(node: ast.AST) -> bool:
+    return any(isinstance(each, ast.Attribute) and each.attr in TRIANGLES for each in ast.walk(node))
 
 
 def is_from_the_start(place: ast.expr) -> bool:
@@ -100,6 +111,27 @@ def is_number(node: ast.AST) -> bool:
         return isinstance(ast.literal_eval(node), (int, float))
     except ValueError:
         return False
+
+
+def sources_of(node: ast.AST, values: dict[str, list[ast.AST]]) -> set[str]:
+    """The names and attributes of self that a mask is made of, as they are written."""
+    sources, values = set(), dict(values)
+    queue = [node]
+    while queue:
+        for each in ast.walk(queue.pop()):
+            if isinstance(each, (ast.Name, ast.Attribute)):
+                name = ast.unparse(each)
+                sources.add(name)
+                queue += values.pop(name, [])
+    return sources
+
+
+def is_triangle(tensor: torch.Tensor) -> bool:
+    """Whether a tensor marks the keys behind each row, or those up to it, and nothing else, in all its rows: a
+    batch may take the first ones."""
+    rows, keys = tensor.shape[-2:]
+    above = torch.ones(rows, keys, dtype=torch.bool, device=tensor.device).triu(1)
+    return rows == keys and any(bool((tensor.bool() == each).all()) for each in (above, ~above))
 
 
 def values_of(scope: ast.AST) -> dict[str, list[ast.AST]]:

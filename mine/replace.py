@@ -9,7 +9,7 @@ from mine import file as model_file
 from mine.attention import BY_HAND, has_switch, kernels_before
 from mine.batch import copied
 from mine.file import ModelArguments
-from mine.masks import Scores
+from mine.masks import Scores, is_triangle
 
 FEW_BATCHES = 8
 
@@ -58,19 +58,35 @@ def plain_attention(args: ModelArguments) -> by_hand.Fused | None:
     with torch.compiler.set_stance("force_eager"), scores:
         for batch in args.drawn[:FEW_BATCHES]:
             args.loss(model, copied(batch, args.device))
+    if not all(map(is_triangle, stored_masks(model, edit, args))):
+        scores.faults.append("is not causal in longer batches, by its whole mask")
     if scores.faults:
         raise Skip(f"{name_of(edit, args)} {scores.faults[0]}")
     return by_hand.fuse(text, scales_query=True) if edit.is_scaled and scores.has_tensor_scale else edit
 
 
+def owners_of(model: torch.nn.Module, edit: by_hand.Fused) -> list[torch.nn.Module]:
+    """The modules of the class that holds the attention, or of one that inherits it."""
+    name = edit.place.partition(".")[0]
+    return [each for each in model.modules() if name in [base.__name__ for base in type(each).__mro__]]
+
+
 def check_dropout(model: torch.nn.Module, edit: by_hand.Fused, args: ModelArguments) -> None:
     """Raises Skip for a dropout of the weights that is another module than nn.Dropout."""
-    name = edit.place.partition(".")[0]
-    owners = [each for each in model.modules() if name in [base.__name__ for base in type(each).__mro__]]
-    kinds = {type(getattr(each, edit.dropout, None)) for each in owners if edit.dropout}
+    kinds = {type(getattr(each, edit.dropout, None)) for each in owners_of(model, edit) if edit.dropout}
     if kinds - {torch.nn.Dropout}:
         which = f"a self.{edit.dropout} that is no nn.Dropout"
         raise Skip(f"{name_of(edit, args)} has {which}, which F.scaled_dot_product_attention cannot apply")
+
+
+def stored_masks(model: torch.nn.Module, edit: by_hand.Fused, args: ModelArguments) -> list[torch.Tensor]:
+    """The tensors of two dimensions and more that the mask is taken from: attributes of its module, such as
+    buffers, and what the file defines."""
+    places = [args.file, *owners_of(model, edit)]
+    names = {source.removeprefix("self.") for source in edit.sources}
+    values = [getattr(place, name, None) for place in places for name in names]
+    tensors = [each for each in values if isinstance(each, torch.Tensor) and each.dim() > 1]
+    return [each for each in tensors if min(each.shape[-2:]) > 1]  # and no positions, (1, T)
 
 
 def name_of(edit: by_hand.Fused, args: ModelArguments) -> str:

@@ -149,6 +149,22 @@ PLAIN = {
         NANOGPT.replace("k.transpose(-2, -1)", "k.transpose(3, 2)").replace("* (1.0", "/ (1.0"),
         "scale=1 / (1.0 / math.sqrt(k.size(-1))))",
     ),
+    "a band of two triangles": (made("torch.ones(T, T).tril().triu(-7) == 0"), None),
+    "two triangles that are compared": (made("self.mask[:T, :T] != torch.ones(T, T).tril(-8)"), None),
+    "positions from a first one": (
+        made("torch.arange(T)[None] > torch.arange(start=C - 16, end=T)[:, None]"),
+        None,
+    ),
+    "a scale that reads the scores": (
+        NANOGPT.replace("* (1.0 / math.sqrt(k.size(-1)))", "\n        att = att / math.sqrt(att.size(-1))"),
+        None,
+    ),
+    "a scale that is set anew": (
+        NANOGPT.replace("(1.0 / math.sqrt(k.size(-1)))", "self.scale").replace(
+            "        att = F.", "        self.scale = 1.0\n        att = F."
+        ),
+        None,
+    ),
     "a mask by positions": (
         made("torch.arange(T)[None] > torch.arange(T)[:, None]"),
         "(q, k, v, is_causal=True",
@@ -301,6 +317,7 @@ def test_the_patch_of_a_file_has_the_call_and_its_comments_stay(arguments_of):
 
 OUTSIDE = ("    return Attention()", "    net = Attention()\n    net.mask = CHANGED\n    return net")
 WIDE = ("view(B, T, 3, 2, 8).permute(2, 0, 3, 1, 4)", "view(B, T, 3, 1, 2, 8).permute(2, 0, 3, 4, 1, 5)")
+LONGER = "(torch.ones(16, 16).triu(1) + torch.ones(16, 16).tril(-8)).bool()"  # a window as long as a batch
 NARROW = ("view(B, T, 3, 2, 8).permute(2, 0, 3, 1, 4)", "view(B, T, 3, 16).permute(2, 0, 1, 3)")
 TRAINED = """net.register_forward_pre_hook(
         lambda net, _: setattr(net, "mask", net.mask | (net.training * torch.eye(8).flip(0) > 0))
@@ -316,6 +333,7 @@ TRAINED = """net.register_forward_pre_hook(
         (NANOGPT.replace("(1.0 / math.sqrt(k.size(-1)))", "torch.ones(8, 8)"), ("", ""), "one by one"),
         (NANOGPT.replace("transpose(1, 2)", "movedim(3, 1)"), WIDE, "scores of 5 dimensions"),
         (NANOGPT.replace("transpose(1, 2)", "contiguous()"), NARROW, "scores of 3 dimensions"),
+        (NANOGPT, (OUTSIDE[0], OUTSIDE[1].replace("CHANGED", LONGER)), "not causal in longer batches"),
     ],
 )
 def test_what_looks_plain_and_is_not_is_left_as_it_is(body, change, said, arguments_of):
