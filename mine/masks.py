@@ -127,8 +127,8 @@ def sources_of(node: ast.AST, values: dict[str, list[ast.AST]]) -> set[str]:
 
 
 def is_triangle(tensor: torch.Tensor) -> bool:
-    """Whether a tensor marks the keys behind each row, or those up to it, and nothing else, in all its rows: a
-    batch may take the first ones."""
+    """Whether a tensor marks the keys behind each row, or those up to it, and nothing else, in all its rows:
+    a batch may take the first ones."""
     rows, keys = tensor.shape[-2:]
     above = torch.ones(rows, keys, dtype=torch.bool, device=tensor.device).triu(1)
     return rows == keys and any(bool((tensor.bool() == each).all()) for each in (above, ~above))
