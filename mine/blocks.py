@@ -1,8 +1,9 @@
 """The blocks of a model, which are compiled one by one, since equal ones compile once: lists of equal modules
 that hold most of its weights and do most of its work."""
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
@@ -10,22 +11,38 @@ LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 LEAST_OF_A_LIST, LEAST_OF_ALL = 0.1, 0.5  # of the weights, and of the work where it was counted
 
 
-def list_blocks(model: nn.Module, flops: dict[str, int]) -> list[str]:
+def list_blocks(model: nn.Module, flops: dict[str, int], work: int) -> list[str]:
     """The names of the lists of blocks of a model; none where these are less than half of it, which is then
-    compiled whole. `flops` are those of a forward pass by the counter's names of modules. It names modules
-    that are called as block(x). Where a model calls block.forward(x), it names none, and compile() would
-    change nothing."""
-    weights, work, shares = count_weights(model), flops.get("Global", 0), {}
-    # The counter names modules from the first one that is called, which may lie inside of the model.
-    counted = {name.partition(".")[2]: count for name, count in flops.items()}
+    compiled whole. `flops` are those of each list's members in a forward pass, called as block(x), of which
+    `work` is the whole: compile() would change nothing where a model calls block.forward(x)."""
+    weights, shares = count_weights(model), {}
     for name, blocks in outermost_lists(model):
-        parts, keys = name.split("."), [key for key, _ in blocks.named_children()]
-        places = [".".join(parts[k:]) for k in range(len(parts))]
-        done = max(sum(counted.get(f"{place}.{key}", 0) for key in keys) for place in places)
-        shares[name] = (count_weights(blocks) / weights, done / work if work else 1.0)
+        shares[name] = (count_weights(blocks) / weights, flops.get(name, 0) / work if work else 1.0)
     large = {name: share for name, share in shares.items() if min(share) >= LEAST_OF_A_LIST}
     sums = [sum(share[k] for share in large.values()) for k in range(2)]
     return [*large] if min(sums, default=0) >= LEAST_OF_ALL else []
+
+
+@contextlib.contextmanager
+def count_blocks(model: nn.Module, count: Callable[[], int]) -> Iterator[dict[str, int]]:
+    """By how much `count()` grew inside of the context while members of each list of blocks were called."""
+    grown, began, handles = {}, {}, []
+    for name, blocks in outermost_lists(model):
+        grown[name] = 0
+
+        def begin(part, _):
+            began[part] = count()
+
+        def end(part, *_, name=name):
+            grown[name] += count() - began[part]
+
+        for part in [part for block in blocks.children() for part in callable_parts(block)]:
+            handles += [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
+    try:
+        yield grown
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -103,7 +103,9 @@ class Attention:
         if isinstance(node, ast.Name):
             return node.id
         if product := operands_of(node):
-            self.query, self.key = ast.unparse(product[0]), transposed(ast.unparse(product[1]))
+            query, key = map(uncast, product)
+            key = uncast(ast.parse(transposed(ast.unparse(key)), mode="eval").body)
+            self.query, self.key = ast.unparse(query), ast.unparse(key)
             return ""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FILLS:
             check_mask(node, self.inputs, self.values)

@@ -24,7 +24,7 @@ from ladder import facts
 from ladder.rows import AMP, AS_IT_IS, COMPILE, FROM, MODEL_ROWS, SDPA
 from mine.attention import calling_line, switch_of
 from mine.batch import copied, sha256_of, units_of
-from mine.blocks import count_weights, list_blocks, say_blocks
+from mine.blocks import count_blocks, count_weights, list_blocks, say_blocks
 from mine.file import SEEN, ModelArguments, called, in_a_process_of_its_own, parse, weights_sha256
 from mine.program import Program, compiled_loss_lines
 
@@ -143,21 +143,23 @@ def step_flops(args: ModelArguments, model: torch.nn.Module) -> int:
     args.is_masked = bool(seen)
     args.beside = modules_beside(args.path, set(sys.modules) - args.known_modules)
     model.zero_grad()
-    flops, forward = count_flops(args, model, fits)
+    flops, of_blocks, forward = count_flops(args, model, fits)
     model.zero_grad()
-    args.blocks = list_blocks(model, forward)
+    args.blocks = list_blocks(model, of_blocks, forward)
     if not flops and not args.remarks:
         args.remarks.append("FLOPs are not counted: PyTorch's counter cannot follow this model")
     return flops
 
 
-def count_flops(args: ModelArguments, model: torch.nn.Module, backward: bool) -> tuple[int, dict[str, int]]:
-    """FLOPs of a step, and those of its forward pass by module name, with their sum under `Global`; 0 and
-    none where the counter fails, and for a model with a recurrent layer. Without `backward`, which may not
-    fit the memory, a step counts as three forward passes. Attention counts the full (T, T) square. On a CPU
-    it counts as two products, because the counter does not know the fused kernel."""
+def count_flops(
+    args: ModelArguments, model: torch.nn.Module, backward: bool
+) -> tuple[int, dict[str, int], int]:
+    """FLOPs of a step; those of the blocks in its forward pass, by their lists; and of that whole pass. All
+    are 0 where the counter fails, and for a model with a recurrent layer. Without `backward`, which may
+    not fit the memory, a step counts as three forward passes. Attention counts the full (T, T) square. On a
+    CPU it counts as two products, because the counter does not know the fused kernel."""
     if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
-        return 0, {}
+        return 0, {}, 0
     on_cpu = args.device.type == "cpu"
     math = sdpa_kernel(SDPBackend.MATH) if on_cpu else contextlib.nullcontext()
     try:
@@ -166,16 +168,17 @@ def count_flops(args: ModelArguments, model: torch.nn.Module, backward: bool) ->
             math,
             torch.set_grad_enabled(backward),
         ):
-            loss = first_loss(args, model)
-            forward = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
+            with count_blocks(model, counter.get_total_flops) as of_blocks:
+                loss = first_loss(args, model)
+            forward = counter.get_total_flops()
             if backward:
                 loss.backward()
     except (MemoryError, torch.OutOfMemoryError):
-        return count_flops(args, model, backward=False) if backward else (0, {})
+        return count_flops(args, model, backward=False) if backward else (0, {}, 0)
     except Exception as error:  # the counter's, or of a loss that fails when it is called again
         args.remarks.append(f"FLOPs are not counted: under PyTorch's counter, {one_line(error, 100)}")
-        return 0, {}
-    return counter.get_total_flops() * (1 if backward else 3), forward
+        return 0, {}, 0
+    return counter.get_total_flops() * (1 if backward else 3), of_blocks, forward
 
 
 class Operators(TorchDispatchMode):

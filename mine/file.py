@@ -237,7 +237,7 @@ class ModelArguments(options.Measurement):
         initial ones hide most of what a mask or an order of words changes."""
         model = copy.deepcopy(self.model()).eval()
         generator = torch.Generator(self.device).manual_seed(self.seed)
-        for weight in model.parameters():
+        for weight in filter(lambda weight: weight.requires_grad, model.parameters()):  # not a mask
             noise = torch.empty(weight.shape, device=weight.device, dtype=torch.float32)
             weight.add_(noise.normal_(0, NOISE, generator=generator))
         return model

@@ -27,6 +27,7 @@ def replace_attention(names: list[str], before: dict[str, dict], args: ModelArgu
         expected = noisy_losses(args)
     except Exception:  # its loss fails in evaluation: the row says what to do
         return
+    ran_in_half = runs_in_half(args)
     try:
         model_file.set_seeds(args.seed)  # as before the file was imported
         args.file = model_file.imported(args.path, args.file.__name__, edit.text)
@@ -39,7 +40,20 @@ def replace_attention(names: list[str], before: dict[str, dict], args: ModelArgu
         args.file = unchanged
         apart = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, expected, strict=True))
         raise Skip(f"{name_of(edit, args)} has another loss with PyTorch's call, by up to {apart:.2%}")
+    if ran_in_half and not runs_in_half(args):
+        args.file = unchanged
+        how = "give query, key and value one dtype, as q.to(v.dtype)"
+        raise Skip(f"{name_of(edit, args)} runs with a model in BF16, and PyTorch's call would not: {how}")
     args.attention = edit
+
+
+def runs_in_half(args: ModelArguments) -> bool:
+    """Whether a model whose weights are BF16, as for inference, takes a batch."""
+    try:
+        args.loss(args.noisy_model().bfloat16(), copied(args.drawn[0], args.device))
+    except Exception:  # such as a batch of FP32
+        return False
+    return True
 
 
 def plain_attention(args: ModelArguments) -> by_hand.Fused | None:

@@ -93,6 +93,10 @@ PLAIN = {
         NANOGPT.replace("        att = F.", "        q.masked_fill_(q > 9, -1e9)\n        att = F."),
         None,
     ),
+    "queries and keys that are cast": (
+        NANOGPT.replace("q @ k.transpose(-2, -1)", "q.float() @ k.float().transpose(-2, -1).float()"),
+        "F.scaled_dot_product_attention(q, k, v, is_causal=True",
+    ),
     "a division, and a dropout by function": (
         """
         scores = q @ k.transpose(-1, -2)
@@ -217,8 +221,11 @@ PLAIN = {
 def arguments_of(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
 
-    def checked(body, change=("", "")):
-        (tmp_path / "net.py").write_text(FILE.replace("BODY", body.strip("\n")).replace(*change))
+    def checked(body, *changes):
+        text = FILE.replace("BODY", body.strip("\n"))
+        for change in changes:
+            text = text.replace(*change)
+        (tmp_path / "net.py").write_text(text)
         words = [tmp_path / "net.py", "--device", "cpu", "--steps", "3", "--output", tmp_path / "r.json"]
         args = model_file.parse("run_all.sh", [*map(str, words)])
         args.planned = model_check.check(args)
@@ -317,6 +324,23 @@ def test_the_patch_of_a_file_has_the_call_and_its_comments_stay(arguments_of):
 
 OUTSIDE = ("    return Attention()", "    net = Attention()\n    net.mask = CHANGED\n    return net")
 WIDE = ("view(B, T, 3, 2, 8).permute(2, 0, 3, 1, 4)", "view(B, T, 3, 1, 2, 8).permute(2, 0, 3, 4, 1, 5)")
+TOKENS = [
+    ("torch.randn(2, 8, 16)", "torch.randint(9, (2, 8))"),
+    ("B, T, C = x.shape", "x = self.tok(x)\n        B, T, C = x.shape"),
+]
+TOKENS += [("self.norm = nn", "self.tok, self.norm = nn.Embedding(9, 16), nn")]
+
+
+def test_a_call_that_would_refuse_a_model_in_bf16_is_not_made(arguments_of, tmp_path):
+    """Rotary embeddings in FP32, for example: training in FP32 or with autocast shows nothing."""
+    body = NANOGPT.replace("        # causal", "        q, k = q * torch.ones(8), k * torch.ones(8)")
+    body = body.replace("dim=-1)\n", "dim=-1).to(v.dtype)\n")
+    args = arguments_of(body, *TOKENS)
+    with pytest.raises(Skip, match=r"one dtype, as q\.to"):
+        model_row.build(["2_sdpa"], before(), args)
+    assert args.attention is None
+
+
 LONGER = "(torch.ones(16, 16).triu(1) + torch.ones(16, 16).tril(-8)).bool()"  # a window as long as a batch
 NARROW = ("view(B, T, 3, 2, 8).permute(2, 0, 3, 1, 4)", "view(B, T, 3, 16).permute(2, 0, 1, 3)")
 TRAINED = """net.register_forward_pre_hook(

@@ -562,27 +562,52 @@ class Layers(nn.Module):
         return sum(head(x) for head in self.heads).sum()
 
 
+BLOCKS = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(3))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+def model():
+    return Net()
+"""
+
+
 @pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential, nn.ModuleDict])
 def test_blocks_are_equal_modules_that_hold_most_of_the_weights_and_of_the_work(kind):
     model = Layers(kind=kind)
-    with FlopCounterMode(display=False) as counter:
-        model(torch.ones(2, 32)).backward()
-    counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
-    assert model_blocks.list_blocks(model, counts) == ["blocks"], "layers alone are no blocks"
+    with (
+        FlopCounterMode(display=False) as counter,
+        model_blocks.count_blocks(model, counter.get_total_flops) as flops,
+    ):
+        model(torch.ones(2, 32))
+    work = counter.get_total_flops()
+    assert flops == {"blocks": 3 * 2 * 2 * 2 * 32 * 32} and work > flops["blocks"], (
+        "not those of layers alone"
+    )
+    assert model_blocks.list_blocks(model, flops, work) == ["blocks"]
     assert model_blocks.blocks_of(model, ["blocks"]) == [*model.blocks.children()]
     said = "compiled are the 3 modules of blocks, 75% of the weights, and the loss"
     assert model_blocks.say_blocks(model, ["blocks"], with_loss=True) == said
     assert "and not the loss" in model_blocks.say_blocks(model, ["blocks"], with_loss=False)
-    assert model_blocks.list_blocks(Layers(embeddings=999), counts) == [], "most weights do no work"
-    inside = {name.replace("Layers.", "Sequential."): count for name, count in counts.items()}
-    assert model_blocks.list_blocks(nn.ModuleDict({"net": model}), inside) == ["net.blocks"], "called inside"
-    inside = {name.replace("Layers.", "Trunk.net."): count for name, count in counts.items()}
-    outer = nn.ModuleDict({"trunk": nn.ModuleDict({"net": model})})
-    assert model_blocks.list_blocks(outer, inside) == ["trunk.net.blocks"], "called deeper inside"
-    assert model_blocks.list_blocks(model, {}) == ["blocks"], "not counted"
-    methods = {name: count for name, count in counts.items() if not name.startswith("Layers.blocks")}
-    assert model_blocks.list_blocks(model, methods) == [], "no block is called, but its forward() may be"
-    assert model_blocks.list_blocks(nn.Linear(2, 2), {}) == []
+    assert model_blocks.list_blocks(Layers(embeddings=999), flops, work) == [], "most weights do no work"
+    assert model_blocks.list_blocks(model, {}, 0) == ["blocks"], "not counted"
+    assert model_blocks.list_blocks(nn.Linear(2, 2), {}, 0) == []
+
+
+def test_blocks_whose_forward_is_called_are_no_blocks(arguments_of):
+    called = BLOCKS.replace("block(x)", "block.forward(x)")
+    lists = BLOCKS.replace("Sequential", "ModuleList").replace(
+        "(torch.nn.Linear(16, 16))", "([torch.nn.Linear(16, 16)])"
+    )
+    lists = lists.replace("block(x)", "block[0](x)")
+    for text, blocks in ((BLOCKS, ["blocks"]), (called, []), (lists, ["blocks"])):
+        args = arguments_of(text + BATCHES + SUM)
+        model_check.check(args)
+        assert args.blocks == blocks
 
 
 @pytest.mark.parametrize(
