@@ -119,6 +119,12 @@ PLAIN = {
     "scores that are used again": (NANOGPT.replace("= att @ v", "= att @ v + att.sum()"), None),
     "a query that changes": (NANOGPT.replace("att = self.drop(att)", "q = q + 1"), None),
     "a mask that is given": (NANOGPT.replace("self.mask[:T, :T]", "x[:, None, :1, :1] > 9"), None),
+    "a mask that is given, by a name": (made("x[:, None, :1, :1] > 9"), None),
+    "the least number": (
+        NANOGPT.replace('float("-inf")', "torch.finfo(att.dtype).min"),
+        "(q, k, v, is_causal=True",
+    ),
+    "another least number": (NANOGPT.replace('float("-inf")', "self.scale.min"), None),
     "a mask of the last rows": (NANOGPT.replace("[:T, :T]", "[T - 1:T, :T]"), None),
     "a mask of the last rows, by a name": (made("self.mask[T - 1:T, :T]"), None),
     "a diagonal that depends on the keys": (
@@ -329,6 +335,15 @@ TOKENS = [
     ("B, T, C = x.shape", "x = self.tok(x)\n        B, T, C = x.shape"),
 ]
 TOKENS += [("self.norm = nn", "self.tok, self.norm = nn.Embedding(9, 16), nn")]
+
+
+def test_a_copy_that_fails_leaves_the_file(arguments_of):
+    body = NANOGPT.replace("F.softmax(att, dim=-1)", "att.softmax(dim=-1)")
+    args = arguments_of(body, ("B, T, C = x.shape", "B, T, F = x.shape\n        C = F"))
+    unchanged = args.file
+    with pytest.raises(Skip, match=r"net\.py lines .* cannot be one call of PyTorch's: 'int'"):
+        model_row.build(["2_sdpa"], before(), args)
+    assert args.file is unchanged
 
 
 def test_a_call_that_would_refuse_a_model_in_bf16_is_not_made(arguments_of, tmp_path):

@@ -584,6 +584,7 @@ def test_blocks_are_equal_modules_that_hold_most_of_the_weights_and_of_the_work(
         model_blocks.count_blocks(model, counter.get_total_flops) as flops,
     ):
         model(torch.ones(2, 32))
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
     work = counter.get_total_flops()
     assert flops == {"blocks": 3 * 2 * 2 * 2 * 32 * 32} and work > flops["blocks"], (
         "not those of layers alone"
