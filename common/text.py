@@ -53,7 +53,7 @@ def line_of(error: BaseException) -> str:
     """The line that an error came through last of a script or of a user's files, as `net.py, line 31`; empty
     for one that came through packages, compiled code and the rooms of this project alone."""
     foreign = [str(Path(os.__file__).parent), *(f"{ROOT / room}/" for room in ROOMS), str(PACKAGES), "<"]
-    foreign.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "<"))
+    foreign.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "<")  # an empty one is every file
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         is_package = any(part.startswith(PACKAGE_FOLDERS) for part in path.parts)
