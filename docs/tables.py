@@ -44,7 +44,6 @@ from report import (  # noqa: E402
 )
 from report.__main__ import render  # noqa: E402
 from report.derive import derive, derive_study  # noqa: E402
-from report.doubts import LEGEND  # noqa: E402
 from report.figures import MARK, Figures, Line, ratio  # noqa: E402
 from report.load import DIFFER, RecordError, load, runs_of, statuses  # noqa: E402
 
@@ -90,7 +89,8 @@ def shown(
     mixed = {f"{name} is of several states of the code" for name in states if len(states[name]) > 1}
     if differing or (mixed and not by_recording):
         raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(differing | mixed))}")
-    text = explained(printers.pipe(rows, n_left)) + several_cards(*of, other_card=other_card)
+    names = [next(iter(row.values())) for row in rows]
+    text = explained(printers.pipe(rows, n_left), names, *of) + several_cards(*of, other_card=other_card)
     return f"{text}\n\nIts lines are of several states of the code." if mixed else text
 
 
@@ -101,9 +101,17 @@ def several_cards(*of: str, other_card: str | None = None) -> str:
     return f"\n\nRecorded on {len(cards)} cards." if len(cards) > 1 else ""
 
 
-def explained(text: str) -> str:
-    """A table, and below it what its marks mean."""
-    return f"{text}\n\n{LEGEND}." if MARK in text else text
+def explained(text: str, names: list[str], *of: str) -> str:
+    """A table, and below it why figures of the rows with these names bear a mark."""
+    if MARK not in text:
+        return text
+    remarks = [(place, remark) for place in of for remark in sections.of(record(place)).remarks]
+    reasons = [
+        f"{MARK} {f'{place}, ' if len(of) > 1 else ''}{remark.removeprefix(f'{MARK} ')}."
+        for place, remark in remarks
+        if remark.startswith(f"{MARK} ")
+    ]
+    return "\n\n".join([text, *(reason for reason in reasons if any(name in reason for name in names))])
 
 
 # --- one recording: each is called with its place -------------------------------------------------
@@ -243,7 +251,7 @@ def measured(place: str) -> str:
 
 def cards(*of: str) -> str:
     """One row a card. Its date and commit stand in the row, so states of the code may differ."""
-    return explained(printers.pipe([table.card_row(figures(place)) for place in of]))
+    return explained(printers.pipe([table.card_row(figures(place)) for place in of]), [*of], *of)
 
 
 def learning(place: str, verdict: bool = True) -> str:

@@ -5,10 +5,6 @@ from report.figures import MARK, Figures, Line
 from report.load import DIFFER
 from report.promises import contradiction
 
-LEGEND = (
-    f"{MARK} = treat with caution: busy machine, host slow at launching, over 5 % drift, the compiler still "
-    "at work, rows that differ, or a row that did not run what its name says"
-)
 # Times what the reference work takes at best, beyond which something else ran on the machine. Around the rows
 # of an idle H200 it varied by 4 %.
 BUSY = 1.10

@@ -233,9 +233,12 @@ def tables(study: Study) -> dict[str, list[dict]]:
     title = (
         "Training steps and seconds to the same held-out loss, more than the row that each is compared with, "
         f"with half of the 95 % interval; equivalent: within {MARGIN:.0%} of the steps. Nats: difference of "
-        "the mean training loss of the last quarter:"
+        "the mean training loss of the last quarter"
     )
-    return {title: difference_rows(study)}
+    pairs = [(label, other) for label, other in compared_with(study).items() if other]
+    if any(on_two_cards(study, *pair) for pair in pairs):
+        title += f". A {MARK} behind the seconds alone: for some seed the two rows ran on different cards"
+    return {f"{title}:": difference_rows(study)}
 
 
 # --- held-out loss against time -------------------------------------------------------------------

@@ -335,10 +335,10 @@ def of_study(study: Study) -> Report:
     machine = sentences.describe_machine(first.environment)
     about = f"The first run: {machine}; {sentences.describe_workload(first.run.workload)}"
     title = f"{study.kind.capitalize()}, {runs}"
-    return Report(title, about, _study_remarks(study, tables), sections, study.command)
+    return Report(title, about, _study_remarks(study), sections, study.command)
 
 
-def _study_remarks(study: Study, tables: dict[str, Rows]) -> list[str]:
+def _study_remarks(study: Study) -> list[str]:
     """What is unusual in a study: a line for all rows that share it."""
     names: dict[str, list[str]] = {}
     for name, figures in derive_study(study).items():
@@ -346,13 +346,11 @@ def _study_remarks(study: Study, tables: dict[str, Rows]) -> list[str]:
             where = f"{name}, {line.name}" if len(figures.lines) > 1 else name
             # A row's own note tells of what its script does, which a variant may change.
             note = learning_failure(line.row.loss) if study.kind == "ablations" else line.note
-            for text in [line.failure, note, *line.doubts]:
+            for text in [line.failure, note, *(f"{MARK} {doubt}" for doubt in line.doubts)]:
                 names.setdefault(text, []).append(where)
     names.pop("", None)
     remarks = [f"{text} ({'; '.join(rows)})" for text, rows in names.items()]
-    remarks += dict.fromkeys(problem for run in study.runs.values() for problem in run.problems)
-    cells = (cell for rows in tables.values() for row in rows for cell in row.values())
-    return [doubts.LEGEND, *remarks] if any(MARK in cell for cell in cells) else remarks
+    return [*remarks, *dict.fromkeys(problem for run in study.runs.values() for problem in run.problems)]
 
 
 def of(record: Run | Study) -> Report:

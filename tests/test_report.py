@@ -536,7 +536,7 @@ def test_what_a_gpu_loses_among_several_adds_up():
     (row,), (*_, main, _, _) = scaling.lost_rows(rows), scaling.main_rows(rows)
     assert [*main.values()][3:] == ["125.0?", "80.0 %?", "16,384", "64", "2.5", "17.5", "3.0"]
     assert " ".join(row.values()).endswith("2 20.0 % 14.0 % 4.0 % 1.0 % 2.0 % -1.0 %")
-    assert "the machine was busy (2-ddp, 2_sdpa)" in sections.of(study).remarks, "next to another place"
+    assert "? the machine was busy (2-ddp, 2_sdpa)" in sections.of(study).remarks, "next to another place"
     beside.profile.categories["matrix products"] += 11.0  # of 125 ms
     assert scaling.lost_rows(scaling.scaled(study)), "the rest is -9.8 %"
     beside.profile.categories["matrix products"] += 1.0
@@ -641,9 +641,14 @@ def test_seconds_of_two_cards_are_marked():
     study = runs.study("parity", {f"{step}, seed {k}": trained(step, 2.0) for step in "01" for k in (1, 2)})
     for run in study.runs.values():
         run.environment = replace(run.environment, gpu_uuid="one")
-    assert "?" not in parity.difference_rows(study)[1]["more seconds"]
+    (title,) = parity.tables(study)
+    assert "?" not in parity.difference_rows(study)[1]["more seconds"] + title
     study.runs["1, seed 2"].environment.gpu_uuid = "two"
     first, second = parity.difference_rows(study)
+    (title,) = parity.tables(study)
+    assert title.endswith(
+        ". A ? behind the seconds alone: for some seed the two rows ran on different cards:"
+    )
     assert (first["more seconds"], second["more seconds"][-1]) == ("-", "?") and "?" not in second[
         "more steps"
     ]
@@ -859,7 +864,7 @@ def test_a_machine_that_is_busy_around_one_variant_marks_its_difference():
         study = runs.study("ablations", named)
         (row,) = ablations.variant_rows(study)
         assert row["difference, ms"] == f"+10.0{mark}", "the work of another card is another time"
-        assert ("the machine was busy (x)" in sections.of(study).remarks) is bool(mark)
+        assert ("? the machine was busy (x)" in sections.of(study).remarks) is bool(mark)
 
 
 def test_words_of_a_record_are_no_emphasis():
