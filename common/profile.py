@@ -124,7 +124,7 @@ def _symptoms(of_model: list[tuple], model: torch.nn.Module) -> Symptoms:
         synchronizations=_synchronizations([name for name, _ in of_model]),
         compiled_modules=_compiled_modules(model),
         compiled_calls=sum(name.startswith("Torch-Compiled Region") for name, _ in of_model),
-        graph_breaks=_graph_breaks(),
+        graph_breaks=_graph_breaks(model),
     )
 
 
@@ -161,15 +161,17 @@ def is_compiled(function: Callable) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable") and not is_disabled
 
 
-def _graph_breaks() -> list[str]:
+def _graph_breaks(model: torch.nn.Module) -> list[str]:
     """Why the compiler broke its graphs until now, a line each; around a model whose blocks are compiled one
     by one it is meant to."""
+    whole = f"<function {type(model).forward.__qualname__} at"
     reasons = [reason.split("\n") for reason in torch._dynamo.utils.counters["graph_break"]]
     told = [
         f"{lines[0]}: {lines[1].removeprefix('  Explanation: ')}" if lines[1:] else lines[0]
         for lines in reasons
     ]
-    return [one_line(text, 160) for text in told if "torch.compiler.disable" not in text]
+    told = [text for text in told if not ("torch.compiler.disable" in text and whole in text)]
+    return [one_line(re.sub(r"<function (\S+) at \w+>", r"\1", text), 160) for text in told]
 
 
 def residual_dtype(train_step: Callable, batch: tuple, model: torch.nn.Module) -> str | None:

@@ -115,10 +115,14 @@ def units_of(batch) -> tuple[str, int]:
         what = "tensors (torch.from_numpy makes one), or a tuple, list, dict or dataclass of these"
         raise Skip(f"batches() yields a {kind} without tensors that hold numbers: let it yield {what}")
     has_pictures = any(tensor.is_floating_point() and tensor.dim() > 1 for tensor in tensors)
-    for tensor in tensors if not has_pictures else ():
-        if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
-            return "tokens", tensor.numel()
+    sizes = [tensor.numel() for tensor in tensors if tensor.dim() == 2 and is_integer(tensor)]
+    if sizes and not has_pictures:
+        return "tokens", max(sizes)  # labels may be fewer
     return "samples", len(tensors[0]) if tensors[0].dim() else 1
+
+
+def is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def shapes_of(batch: object) -> tuple[torch.Size, ...]:

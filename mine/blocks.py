@@ -5,7 +5,10 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import nn
+
+from common.text import Skip
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 LEAST_OF_A_LIST, LEAST_OF_ALL = 0.1, 0.5  # of the weights, and of the work where it was counted
@@ -75,6 +78,25 @@ def callable_parts(module: nn.Module) -> list[nn.Module]:
     return [part for child in module.children() for part in callable_parts(child)]
 
 
+def check_compilable(model: nn.Module, lists: list[str]) -> None:
+    """Raises Skip, with what to do, where compile() would leave the blocks of these lists, or the whole model
+    without any, as they are, or would fail."""
+    if any(getattr(part, "sparse", False) for part in model.modules()):
+        raise Skip(
+            "its gradients are sparse, which the compiler cannot follow: sparse=False makes them dense"
+        )
+    if torch._dynamo.config.suppress_errors:
+        raise Skip("torch._dynamo.config.suppress_errors hides what is not compiled: do not set it")
+    for part in [part for block in blocks_of(model, lists) or [model] for part in callable_parts(block)]:
+        name = type(part).__name__
+        if isinstance(part, torch.jit.ScriptModule):
+            raise Skip(f"{part.original_name} is TorchScript, which it does not compile: leave torch.jit out")
+        if getattr(part.compile, "__func__", None) is not nn.Module.compile:
+            raise Skip(f"{name}.compile is not PyTorch's: give yours another name")
+        if getattr(part.forward, "_torchdynamo_disable", False):
+            raise Skip(f"torch.compiler.disable keeps {name}.forward from being compiled: leave it out")
+
+
 def is_transformer_engine(block: nn.Module) -> bool:
     """Whether a block holds layers of Transformer Engine, which torch.compile cannot trace."""
     return any(type(part).__module__.startswith("transformer_engine") for part in block.modules())
@@ -87,7 +109,7 @@ def count_weights(module: nn.Module) -> int:
 def say_blocks(model: nn.Module, lists: list[str], with_loss: bool) -> str:
     """What is compiled, and its share of the weights, in a clause; `with_loss`: the loss too, by itself."""
     if not lists:
-        why = "no list of equal modules, called as block(x), holds most of its weights and work"
+        why = "no list of equal modules has most of its weights and, called as block(x), most of the work"
         return f"the whole model is compiled: {why}"
     share = sum(count_weights(model.get_submodule(name)) for name in lists) / count_weights(model)
     names = f"{len(blocks_of(model, lists))} modules of {' and '.join(lists)}"

@@ -9,12 +9,26 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mine.masks import FILLS, NotPlainError, check_mask, inputs_of, names_in, names_of, sources_of, values_of
+from mine.masks import (
+    FILLS,
+    NotPlainError,
+    assignments_of,
+    check_mask,
+    given_to,
+    inputs_of,
+    names_in,
+    names_of,
+    sources_of,
+    values_of,
+)
 
 CASTS = ("float", "to", "type_as")  # methods that only cast, which the fused kernel does itself
 TRANSPOSED = ("transpose(-2, -1)", "transpose(-1, -2)", "transpose(2, 3)", "transpose(3, 2)", "mT")
 FUNCTIONS = ("F", "functional", "torch", "nn.functional", "torch.nn.functional")
 ATOMS = (ast.Name, ast.Constant, ast.Attribute, ast.Call)  # need no brackets
+JOINS = ("cat", "concat", "concatenate", "hstack")  # functions that can add keys
+OF_WIDTH = ("-1", "3")  # the dimension that they may join: no keys lie along it
+CACHES = ("cache", "past")  # parts of names
 WIDTH = 100  # of a line
 
 
@@ -27,6 +41,8 @@ class Fused(NamedTuple):
     dropout: str  # the attribute of its class that is the dropout; empty without one
     is_scaled: bool  # its scores, by more than the product
     sources: frozenset[str]  # the names and attributes of self that its mask is made of
+    elsewhere: frozenset[str]  # those of them that have no value in its class
+    of_keys: frozenset[str]  # what makes keys or values, and no queries: perhaps more of them, as a cache
 
 
 def fuse(text: str, scales_query: bool = False) -> Fused | None:
@@ -35,8 +51,9 @@ def fuse(text: str, scales_query: bool = False) -> Fused | None:
     tree = ast.parse(text)
     functional, edits = functional_of(tree), []
     for name, function, scope in functions_of(tree) if functional else ():
+        own = given_to(function) | parts_of(function, ast.Store)
         for at, statement in enumerate(function.body):
-            if softmax_of(statement):
+            if softmax_of(statement) and functional.partition(".")[0] not in own:
                 try:
                     attention = Attention(function, at, values_of(scope))
                     edits.append(attention.fused(text, name, functional, scales_query))
@@ -76,7 +93,7 @@ class Attention:
         body = function.body
         self.inputs, self.values = inputs_of(function), values
         self.removed, self.dropout, self.module = [body[at]], "", ""
-        self.scale, self.is_masked, self.sources = "", False, set()
+        self.scale, self.is_masked, self.sources, self.elsewhere = "", False, set(), set()
         self.weights = body[at].targets[0].id
         name, first = self.peel(softmax_of(body[at])), at
         for first in range(at - 1, -1, -1):
@@ -95,6 +112,7 @@ class Attention:
         self.gone = {each.targets[0].id for each in self.removed if isinstance(each, ast.Assign)}
         self.last = self.weighing(after)
         self.check_between(body[first : body.index(self.last_statement)])
+        self.of_keys = self.origins_of_keys(function) if self.is_masked else set()
 
     def peel(self, node: ast.expr) -> str:
         """Take scale and mask off the scores, down to their product, or to the name returned, which an
@@ -108,7 +126,7 @@ class Attention:
             self.query, self.key = ast.unparse(query), ast.unparse(key)
             return ""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FILLS:
-            check_mask(node, self.inputs, self.values)
+            self.elsewhere |= check_mask(node, self.inputs, self.values)
             self.is_masked = True
             self.sources |= sources_of(node.args[0], self.values)
             return self.peel(node.func.value)
@@ -144,6 +162,17 @@ class Attention:
             if is_removed and any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement)):
                 raise NotPlainError
 
+    def origins_of_keys(self, function: ast.FunctionDef) -> set[str]:
+        """Inputs and attributes of self that make keys or values, and no queries; and what else may make more
+        of them."""
+        assigned, values = assignments_of(function), ast.unparse(operands_of(self.last)[1])
+        of_queries = {ast.unparse(part) for part in origins(self.query, assigned)}
+        parts = origins(self.key, assigned) + origins(values, assigned)
+        names = {ast.unparse(part) for part in parts if not isinstance(part, ast.Call)} - of_queries
+        given = given_to(function)
+        names = {name for name in names if name in given or name.startswith("self.")}
+        return names | {ast.unparse(getattr(part, "func", part)) for part in parts if adds_keys(part)}
+
     def fused(self, text: str, name: str, functional: str, scales_query: bool) -> Fused:
         query, scale = self.query, self.scale or "1.0"
         if scales_query:
@@ -155,8 +184,8 @@ class Attention:
         call = f"{functional}.scaled_dot_product_attention({', '.join(words)})"
         edited, statement = replaced(text, self.removed, self.last_statement, self.last, call)
         lines, rows = numbered([*self.removed, self.last_statement])
-        is_scaled, sources = bool(self.scale), frozenset(self.sources)
-        return Fused(edited, name, rows, lines, statement, self.module, is_scaled, sources)
+        made_of = map(frozenset, (self.sources, self.elsewhere, self.of_keys))
+        return Fused(edited, name, rows, lines, statement, self.module, bool(self.scale), *made_of)
 
 
 def replaced(
@@ -205,6 +234,29 @@ def parts_of(node: ast.AST, context: type | tuple[type, ...]) -> set[str]:
     """The names and attributes that a statement reads or assigns, as they are written."""
     parts = (part for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute)))
     return {ast.unparse(part) for part in parts if isinstance(part.ctx, context)}
+
+
+def origins(text: str, assigned: dict[str, list[ast.AST]]) -> list[ast.AST]:
+    """The names, attributes and calls that an expression is made of, by the assignments of its function."""
+    parts, queue, names = [], [ast.parse(text)], set()
+    while queue:
+        for part in ast.walk(queue.pop()):
+            if isinstance(part, (ast.Name, ast.Attribute, ast.Call)):
+                parts.append(part)
+            if isinstance(part, ast.Name) and part.id not in names:
+                names.add(part.id)
+                queue += assigned.get(part.id, [])
+    return parts
+
+
+def adds_keys(part: ast.AST) -> bool:
+    """Whether it is called as a cache is, or joins tensors along another dimension than their last."""
+    if isinstance(part, ast.Call):
+        words = [*part.args[1:2], *(each.value for each in part.keywords if each.arg in ("dim", "axis"))]
+        is_join = ast.unparse(part.func).rpartition(".")[2] in JOINS
+        return is_join and ast.unparse(words[0] if words else ast.Constant(0)) not in OF_WIDTH
+    name = part.id if isinstance(part, ast.Name) else part.attr
+    return any(word in name.lower() for word in CACHES)
 
 
 def value_of(statement: ast.stmt, name: str) -> ast.expr:

@@ -1,15 +1,17 @@
 """The changes of the rows of `./run_all.sh --model FILE`: each adds its lines to a program, or says why it
 cannot."""
 
+import random
+
 import torch
 
 from common import hardware
 from common.text import Skip, one_line
 from ladder.rows import AMP, COMPILE, FP8, SDPA
 from mine.attention import advice_on_attention, kernels_before, switch_of
-from mine.batch import described
-from mine.blocks import blocks_of, callable_parts
-from mine.file import called
+from mine.batch import copied, described
+from mine.blocks import blocks_of, check_compilable
+from mine.file import ModelArguments, called
 from mine.program import (
     PRECISION,
     Program,
@@ -87,16 +89,40 @@ def convert_to_fp8(program: Program) -> None:
 
 def compile_blocks(program: Program) -> None:
     """Compile what can be compiled of a model, and its loss. A block that is compiled anew in each step is an
-    error: past its limit the compiler would run it as it is. Raises Skip for sparse gradients."""
+    error: past its limit the compiler would run it as it is. Raises Skip for what would not be compiled, or
+    not train the same."""
     model, args = program.model, program.args
-    if any(getattr(part, "sparse", False) for part in model.modules()):
-        raise Skip(
-            "its gradients are sparse, which the compiler cannot follow: sparse=False makes them dense"
-        )
-    parts = [part for block in blocks_of(model, args.blocks) or [model] for part in callable_parts(block)]
-    for part in parts:
-        if getattr(part.compile, "__func__", None) is not torch.nn.Module.compile:
-            raise Skip(f"{type(part).__name__}.compile is not PyTorch's: give yours another name")
+    check_compilable(model, args.blocks)
+    if names := drawn_generators(program):
+        why = f"draws from {' and '.join(names)} once, and repeats the number"
+        raise Skip(f"the compiler {why}: draw by the functions of `random`, not from a random.Random")
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     program.run(compile_lines(model, args.blocks))
     program.run(compiled_loss_lines(model, args.loss_module))
+
+
+def drawn_generators(program: Program) -> list[str]:
+    """The generators of Python's `random` that a step draws from: attributes of modules, and names of the
+    file."""
+    args = program.args
+    if not generators_of(program.model, args):
+        return []
+    model = args.model()  # its buffers may change
+    states = [(name, each, each.getstate()) for name, each in generators_of(model, args)]
+    with torch.compiler.set_stance("force_eager"):
+        args.loss(model, copied(args.drawn[0], args.device))
+    drawn = [name for name, each, state in states if each.getstate() != state]
+    for _, each, state in states:
+        each.setstate(state)
+    return [*dict.fromkeys(drawn)]
+
+
+def generators_of(model: torch.nn.Module, args: ModelArguments) -> list[tuple[str, random.Random]]:
+    places = [("", f" of {args.path.name}", args.file)]
+    places += [("self.", f" of {type(part).__name__}", part) for part in model.modules()]
+    return [
+        (f"{before}{name}{behind}", value)
+        for before, behind, place in places
+        for name, value in vars(place).items()
+        if type(value) is random.Random
+    ]

@@ -24,7 +24,7 @@ from ladder import facts
 from ladder.rows import AMP, AS_IT_IS, COMPILE, FROM, MODEL_ROWS, SDPA
 from mine.attention import calling_line, switch_of
 from mine.batch import copied, sha256_of, units_of
-from mine.blocks import count_blocks, count_weights, list_blocks, say_blocks
+from mine.blocks import check_compilable, count_blocks, count_weights, list_blocks, say_blocks
 from mine.file import SEEN, ModelArguments, called, in_a_process_of_its_own, parse, weights_sha256
 from mine.program import Program, compiled_loss_lines
 
@@ -45,8 +45,10 @@ def check(args: ModelArguments) -> Workload:
     see_start(args, model)
     args.remarks = [f"{work.model}: {size}", *args.remarks]
     if COMPILE not in args.rows_in_file:
-        with_loss = bool(compiled_loss_lines(model, args.loss_module))
-        args.remarks.append(f"Row {COMPILE}: {say_blocks(model, args.blocks, with_loss)}")
+        with contextlib.suppress(Skip):  # its row says why
+            check_compilable(model, args.blocks)
+            with_loss = bool(compiled_loss_lines(model, args.loss_module))
+            args.remarks.append(f"Row {COMPILE}: {say_blocks(model, args.blocks, with_loss)}")
     if (count := len(args.drawn)) <= work.steps:
         args.remarks.append(f"batches() ends after {count}: in {work.steps} training steps they come again")
     args.draw_again()

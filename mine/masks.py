@@ -32,12 +32,13 @@ class NotPlainError(Exception):
 # --- how a mask is made ---------------------------------------------------------------------------
 
 
-def check_mask(call: ast.Call, given: set[str], values: dict[str, list[ast.AST]]) -> None:
-    """Raises NotPlainError unless a masked_fill hides a triangle that no input decides. `given` are the names
-    that inputs decide, `values` as `values_of` gives them."""
+def check_mask(call: ast.Call, given: set[str], values: dict[str, list[ast.AST]]) -> set[str]:
+    """The names of masks that are made elsewhere, of which a masked_fill takes its own. Raises NotPlainError
+    unless it hides a triangle that no input decides. `given` are the names that inputs decide, `values` as
+    `values_of` gives them."""
     if len(call.args) != 2 or call.keywords or numbers_of(call.args[0]) & given:
         raise NotPlainError
-    check_triangle(call.args[0], dict(values))
+    elsewhere = names_elsewhere(call.args[0], dict(values))
     filled = ast.unparse(call.args[1]).lower()
     is_infinite = filled[0] == "-" and filled[1:] in INFINITE
     is_infinite |= filled in ("float('-inf')", "float('-infinity')")
@@ -45,19 +46,25 @@ def check_mask(call: ast.Call, given: set[str], values: dict[str, list[ast.AST]]
     is_large = is_number(call.args[1]) and ast.literal_eval(call.args[1]) <= -LARGE
     if not (is_infinite or is_least or is_large):
         raise NotPlainError
+    return elsewhere
 
 
-def check_triangle(node: ast.AST, values: dict[str, list[ast.AST]]) -> None:
-    """Raises NotPlainError unless a mask is a triangle, of ones or by comparing positions, from the first row
-    and key on. What is made outside of the class is not looked at."""
+def names_elsewhere(node: ast.AST, values: dict[str, list[ast.AST] | None]) -> set[str]:
+    """The names in a mask that have no value here. Raises NotPlainError unless it is a triangle, of ones or
+    by comparing positions, from the first row and key on."""
     if isinstance(node, (ast.Name, ast.Attribute)):
-        for value in values.pop(ast.unparse(node), []):
-            check_triangle(value, values)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        check_call(node, values)
-    elif not isinstance(node, ast.Constant):
-        for operand in operands_of(node):
-            check_triangle(operand, values)
+        name = ast.unparse(node)
+        if name in values and values[name] is None:  # it was looked at
+            return set()
+        made, values[name] = values.get(name), None
+        return of_all(made, values) if made else {name}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return of_all(masks_in_call(node), values)
+    return set() if isinstance(node, ast.Constant) else of_all(operands_of(node), values)
+
+
+def of_all(nodes: list[ast.AST], values: dict[str, list[ast.AST] | None]) -> set[str]:
+    return set().union(*(names_elsewhere(node, values) for node in nodes))
 
 
 def operands_of(node: ast.AST) -> list[ast.expr]:
@@ -77,8 +84,9 @@ def operands_of(node: ast.AST) -> list[ast.expr]:
     raise NotPlainError
 
 
-def check_call(call: ast.Call, values: dict[str, list[ast.AST]]) -> None:
-    """The same of a call: of torch's functions or a tensor's methods, those that make or keep a triangle."""
+def masks_in_call(call: ast.Call) -> list[ast.AST]:
+    """What a call makes a mask of: of torch's functions or a tensor's methods, one that makes or keeps a
+    triangle. Raises NotPlainError for any other."""
     name, is_function = call.func.attr, ast.unparse(call.func.value) in ("torch", "nn", "torch.nn")
     wraps = is_function and name in WRAPPERS
     if name not in ((*MAKERS, *WRAPPERS) if is_function else RESHAPERS) or (wraps and not call.args):
@@ -91,8 +99,7 @@ def check_call(call: ast.Call, values: dict[str, list[ast.AST]]) -> None:
         raise NotPlainError
     if name == "arange" and (rest[1:] or words):
         raise NotPlainError
-    if wraps or not is_function:
-        check_triangle(inner, values)
+    return [inner] if wraps or not is_function else []
 
 
 def has_triangle(node: ast.AST) -> bool:
@@ -157,16 +164,29 @@ def values_of(scope: ast.AST) -> dict[str, list[ast.AST]]:
 
 def inputs_of(function: ast.FunctionDef) -> set[str]:
     """The names whose numbers come from what a function is given, self aside: not those of shapes."""
-    inputs = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)} - {"self"}
-    before = set()
+    inputs, before = given_to(function), set()
     while inputs != before:
         before = set(inputs)
-        for node in ast.walk(function):
-            value = getattr(node, "iter", None) or getattr(node, "value", None)
-            targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-            if value is not None and targets != [None] and numbers_of(value) & inputs:
-                inputs |= {name for target in targets for name in names_of(target)}
+        for name, values in assignments_of(function).items():
+            if any(numbers_of(value) & inputs for value in values):
+                inputs.add(name)
     return inputs
+
+
+def given_to(function: ast.FunctionDef) -> set[str]:
+    return {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)} - {"self"}
+
+
+def assignments_of(function: ast.FunctionDef) -> dict[str, list[ast.AST]]:
+    """What the names in a function are made of: the right sides of assignments, and what loops run over."""
+    assigned = defaultdict(list)
+    for node in ast.walk(function):
+        value = getattr(node, "iter", None) or getattr(node, "value", None)
+        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        if value is not None and targets != [None]:
+            for name in {name for target in targets for name in names_of(target)}:
+                assigned[name].append(value)
+    return assigned
 
 
 def numbers_of(node: ast.AST) -> set[str]:

@@ -30,8 +30,8 @@ def patched(text: str, names: list[str], model: nn.Module, lists: list[str], arg
     """The text of a file with the changes of these rows that can be placed, and which rows these are."""
     tree, rows = ast.parse(text), text.split("\n")
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    returns = functions["model"].body[-1] if "model" in functions else None
-    if not (imports_torch(tree) and isinstance(returns, ast.Return) and returns.value):
+    returns = only_return(functions["model"]) if "model" in functions else None
+    if not (imports_torch(tree) and returns and returns.value):
         return text, []
     indent = rows[returns.lineno - 1].encode()[: returns.col_offset].decode()
     if indent.strip():  # a function in one line
@@ -63,6 +63,17 @@ def patched(text: str, names: list[str], model: nn.Module, lists: list[str], arg
     for begin, end, new in sorted(edits, reverse=True):  # the lower one first
         rows[begin:end] = new
     return "\n".join(rows), placed
+
+
+def only_return(function: ast.FunctionDef) -> ast.Return | None:
+    """The last statement of a function, if it is a `return` and no other one may end it before."""
+    nodes, own = [*function.body], []
+    while nodes:
+        node = nodes.pop()
+        own += [node] if isinstance(node, ast.Return) else []
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            nodes += ast.iter_child_nodes(node)
+    return own[0] if own == [function.body[-1]] else None
 
 
 def imports_torch(tree: ast.Module) -> bool:

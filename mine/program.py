@@ -28,7 +28,8 @@ EACH = "for each in optimizer:"  # of a list: all step before gradients go, sinc
 UPDATES = ["loss.backward()", EACH, "    each.step()", EACH, "    each.zero_grad()"]
 COPY_BEFORE = "# Copy the model, as for an EMA, before this line: a later deepcopy would call this model."
 WITHOUT_MASK = [  # by the name "sdpa", a CUDA graph gets a mask as a tensor, which is slow
-    '# Without any mask but the causal one: padded batches, and generate() of several prompts, need "sdpa".',
+    "# Without any mask but the causal one, which begins at the first key: padded batches, generate() of",
+    '# several prompts, and a prompt that continues a cache need "sdpa".',
     "from transformers import AttentionInterface",
     'AttentionInterface.register("sdpa_without_mask", AttentionInterface()["sdpa"])',
 ]
@@ -239,8 +240,16 @@ def compile_lines(model: nn.Module, lists: list[str]) -> list[str]:
         lines.append(f"torch._dynamo.config.recompile_limit = {2 * len(parts)}")
     for name, blocks in of_lists.items():
         lines += compile_list(model, name, blocks)
-    lines += ["# Without this, a compiled loss compiles the whole model.", COPY_BEFORE]
-    return [*lines, "model.forward = torch.compiler.disable(model.forward)"]
+    return [*lines, "# Without this, a compiled loss compiles the whole model.", *disable_lines(model)]
+
+
+def disable_lines(model: nn.Module) -> list[str]:
+    """Keep a model from being compiled with its loss: its class, so that copies and torch.save still work;
+    the model alone where its class also stands in a block, or is PyTorch's, or its forward() is its own."""
+    is_inside = any(isinstance(part, type(model)) for part in model.modules() if part is not model)
+    if is_inside or is_of_torch(model) or "forward" in vars(model):
+        return [COPY_BEFORE, "model.forward = torch.compiler.disable(model.forward)"]
+    return ["type(model).forward = torch.compiler.disable(type(model).forward)"]
 
 
 def compile_list(model: nn.Module, name: str, blocks: list[nn.Module]) -> list[str]:

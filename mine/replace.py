@@ -1,5 +1,8 @@
 """Training a file with its attention by hand as one call of PyTorch's, where both give the same losses."""
 
+from collections.abc import Iterator
+from operator import attrgetter
+
 import torch
 
 from common.text import Skip, one_line
@@ -72,8 +75,7 @@ def plain_attention(args: ModelArguments) -> by_hand.Fused | None:
     with torch.compiler.set_stance("force_eager"), scores:
         for batch in args.drawn[:FEW_BATCHES]:
             args.loss(model, copied(batch, args.device))
-    if not all(map(is_triangle, stored_masks(model, edit, args))):
-        scores.faults.append("is not causal in longer batches, by its whole mask")
+    scores.faults += [*faults_of_keys(model, edit), *faults_of_masks(model, edit, args)]
     if scores.faults:
         raise Skip(f"{name_of(edit, args)} {scores.faults[0]}")
     return by_hand.fuse(text, scales_query=True) if edit.is_scaled and scores.has_tensor_scale else edit
@@ -86,21 +88,62 @@ def owners_of(model: torch.nn.Module, edit: by_hand.Fused) -> list[torch.nn.Modu
 
 
 def check_dropout(model: torch.nn.Module, edit: by_hand.Fused, args: ModelArguments) -> None:
-    """Raises Skip for a dropout of the weights that is another module than nn.Dropout."""
-    kinds = {type(getattr(each, edit.dropout, None)) for each in owners_of(model, edit) if edit.dropout}
-    if kinds - {torch.nn.Dropout}:
-        which = f"a self.{edit.dropout} that is no nn.Dropout"
-        raise Skip(f"{name_of(edit, args)} has {which}, which F.scaled_dot_product_attention cannot apply")
+    """Raises Skip for a dropout of the weights that is another module than nn.Dropout, or has hooks, which
+    would not be called."""
+    for dropout in [getattr(each, edit.dropout, None) for each in owners_of(model, edit) if edit.dropout]:
+        which = "" if type(dropout) is torch.nn.Dropout else "that is no nn.Dropout"
+        if not which and (dropout._forward_hooks or dropout._forward_pre_hooks):
+            which = "with hooks"
+        if which:
+            cannot = "which F.scaled_dot_product_attention cannot apply"
+            raise Skip(f"{name_of(edit, args)} has a self.{edit.dropout} {which}, {cannot}")
 
 
-def stored_masks(model: torch.nn.Module, edit: by_hand.Fused, args: ModelArguments) -> list[torch.Tensor]:
-    """The tensors of two dimensions and more that the mask is taken from: attributes of its module, such as
-    buffers, and what the file defines."""
-    places = [args.file, *owners_of(model, edit)]
-    names = {source.removeprefix("self.") for source in edit.sources}
-    values = [getattr(place, name, None) for place in places for name in names]
-    tensors = [each for each in values if isinstance(each, torch.Tensor) and each.dim() > 1]
-    return [each for each in tensors if min(each.shape[-2:]) > 1]  # and no positions, (1, T)
+def faults_of_keys(model: torch.nn.Module, edit: by_hand.Fused) -> Iterator[str]:
+    """That there may be more keys than queries, as with a cache, where is_causal=True shows the first keys
+    alone."""
+    known = (bool, int, float, str, torch.nn.Module, torch.nn.Parameter)
+    for name in sorted(edit.of_keys):
+        of_self = name.startswith("self.") and not any(map(by_hand.adds_keys, by_hand.origins(name, {})))
+        values = [resolve(each, name) for each in owners_of(model, edit)] if of_self else [None]
+        if not all(isinstance(value, known) for value in values):
+            rule = "pass is_causal=q.size(-2) == k.size(-2) to F.scaled_dot_product_attention"
+            yield f"may have more keys than queries, by {name}: {rule}"
+
+
+def faults_of_masks(model: torch.nn.Module, edit: by_hand.Fused, args: ModelArguments) -> Iterator[str]:
+    """That one of the tensors is no triangle that the mask is taken from, or was not found: attributes of its
+    module, such as buffers, and what the file defines."""
+    for name in sorted(edit.sources):
+        places = owners_of(model, edit) if name.startswith("self.") else [args.file]
+        tensors = [tensor for place in places for tensor in tensors_in(resolve(place, name))]
+        if name in edit.elsewhere and not tensors:
+            yield f"has a mask that is made elsewhere ({name}): make it beside its attention"
+        for tensor in tensors:
+            is_square = tensor.dim() > 1 and min(tensor.shape[-2:]) > 1  # and no positions, (1, T)
+            if is_square and not is_triangle(tensor):
+                yield "is not causal in longer batches, by its whole mask"
+
+
+def resolve(place: object, name: str) -> object:
+    """What a dotted name is, of self or of the file; None if there is none."""
+    try:
+        return attrgetter(name.removeprefix("self."))(place)
+    except AttributeError:
+        return None
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """A tensor, or those of a list, a dict or a module."""
+    if isinstance(value, torch.nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return [
+        each
+        for each in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(each, torch.Tensor)
+    ]
 
 
 def name_of(edit: by_hand.Fused, args: ModelArguments) -> str:

@@ -89,6 +89,10 @@ PLAIN = {
 """,
         "dropout_p=self.drop.p if self.drop.training else 0.0, scale=1 / (k.shape[-1] ** 0.5))",
     ),
+    "a name F of its own": (
+        NANOGPT.replace("# causal", "F = C").replace("F.softmax(att, ", "att.softmax("),
+        None,
+    ),
     "a query that is masked in place": (
         NANOGPT.replace("        att = F.", "        q.masked_fill_(q > 9, -1e9)\n        att = F."),
         None,
@@ -337,11 +341,11 @@ TOKENS = [
 TOKENS += [("self.norm = nn", "self.tok, self.norm = nn.Embedding(9, 16), nn")]
 
 
-def test_a_copy_that_fails_leaves_the_file(arguments_of):
-    body = NANOGPT.replace("F.softmax(att, dim=-1)", "att.softmax(dim=-1)")
-    args = arguments_of(body, ("B, T, C = x.shape", "B, T, F = x.shape\n        C = F"))
+def test_a_copy_that_fails_leaves_the_file(arguments_of, monkeypatch):
+    args = arguments_of(NANOGPT)
     unchanged = args.file
-    with pytest.raises(Skip, match=r"net\.py lines .* cannot be one call of PyTorch's: 'int'"):
+    monkeypatch.delattr(torch.nn.functional, "scaled_dot_product_attention")
+    with pytest.raises(Skip, match=r"net\.py lines .* cannot be one call of PyTorch's: .* no attribute"):
         model_row.build(["2_sdpa"], before(), args)
     assert args.file is unchanged
 
@@ -363,10 +367,83 @@ TRAINED = """net.register_forward_pre_hook(
     )"""
 
 
+IN_PLACE = NANOGPT.replace("self.mask[:T, :T]", "MASK")
+HELD = "net.masks = {'causal': CHANGED}\n    net.cfg = types.SimpleNamespace(mask=net.masks['causal'])"
+
+
+def held(mask):
+    """A model whose mask, made so, lies in an object and in a dict."""
+    return OUTSIDE[0], OUTSIDE[1].replace("net.mask = CHANGED", "import types\n    " + HELD).replace(
+        "CHANGED", mask
+    )
+
+
+@pytest.mark.parametrize("mask", ["self.cfg.mask[:T, :T]", "self.masks['causal'][:T, :T]"])
+def test_a_mask_in_an_object_or_a_dict_is_looked_at_in_all_its_rows(mask, arguments_of):
+    body = IN_PLACE.replace("MASK", mask)
+    args = arguments_of(body, held("torch.ones(16, 16).triu(1).bool()"))
+    model_row.build(["2_sdpa"], before(), args)
+    assert "is_causal=True" in args.attention.text
+    args = arguments_of(body, held(LONGER))
+    with pytest.raises(Skip, match="not causal in longer batches"):
+        model_row.build(["2_sdpa"], before(), args)
+
+
+ADDED = """
+        # causal
+        if past is not None:
+            k, v = torch.cat([past, k], 2), torch.cat([past, v], 2)
+"""
+PAST = ("def forward(self, x):", "def forward(self, x, past=None):")
+CACHED = """
+        # causal
+        if self.kept is not None:
+            k, v = self.kept.update(k, v)
+"""
+KEPT = ("self.norm = nn", "self.kept = None\n        self.norm = nn")
+HALVES = """
+        # causal
+        k = torch.cat((k[..., 4:], k[..., :4]), dim=-1) * self.scale
+        v = self.norm(v)
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "change", "by"),
+    [
+        (ADDED, PAST, "past"),
+        (ADDED.replace("past", "more"), (PAST[0], PAST[1].replace("past", "more")), "more"),
+        (CACHED, KEPT, "self.kept"),
+        ("        k = torch.cat((k,), 2)\n", ("", ""), "torch.cat"),
+        ("        k = torch.cat((k,))\n", ("", ""), "torch.cat"),
+        ("        k = self.window[:8, :1] * 0 + k\n", ("", ""), "self.window"),
+        (HALVES, ("", ""), ""),
+    ],
+)
+def test_a_call_is_causal_only_where_no_cache_adds_keys(lines, change, by, arguments_of):
+    """A single query with the keys before it would see the first one alone; training does not show it."""
+    args = arguments_of(NANOGPT.replace("        # causal\n", lines.lstrip("\n")), change)
+    if not by:
+        model_row.build(["2_sdpa"], before(), args)
+        assert args.attention
+        return
+    with pytest.raises(Skip, match=f"may have more keys than queries, by {by}: pass is_causal=q.size"):
+        model_row.build(["2_sdpa"], before(), args)
+
+
+HOOKED = ("net.mask = CHANGED", "net.drop.register_forward_hook(lambda *_: None)")
+
+
 @pytest.mark.parametrize(
     ("body", "change", "said"),
     [
         (NANOGPT, ("nn.Dropout(0.0)", "nn.AlphaDropout(0.0)"), "no nn.Dropout"),
+        (NANOGPT, (OUTSIDE[0], OUTSIDE[1].replace(*HOOKED)), "a self.drop with hooks"),
+        (
+            IN_PLACE.replace("MASK", "[self][0].mask[:T, :T]"),
+            ("", ""),
+            r"made elsewhere \(\[self\]\[0\]\.mask\)",
+        ),
         (NANOGPT, (OUTSIDE[0], OUTSIDE[1].replace("CHANGED", "net.mask.flip(0)")), "19 to 23. is not causal"),
         (NANOGPT, (OUTSIDE[0], OUTSIDE[1].replace("net.mask = CHANGED", TRAINED)), "is not causal"),
         (NANOGPT.replace("(1.0 / math.sqrt(k.size(-1)))", "torch.ones(8, 8)"), ("", ""), "one by one"),

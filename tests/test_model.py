@@ -283,6 +283,7 @@ def test_tokens_are_integers_of_two_dimensions():
     tokens, picture = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(3, 4, 4)
     assert model_batch.units_of({"x": torch.zeros(2), "y": [tokens]}) == ("tokens", 10)
     assert model_batch.units_of({"x": picture, "y": [tokens]}) == ("samples", 3), "labels of pictures"
+    assert model_batch.units_of({"labels": tokens[:, :1], "input_ids": tokens}) == ("tokens", 10)
     assert model_batch.units_of((picture, torch.zeros(3, dtype=torch.int64))) == ("samples", 3)
     assert model_batch.units_of(torch.zeros(())) == ("samples", 1)
     assert model_batch.units_of((picture, torch.zeros(3, 9, dtype=torch.bool))) == ("samples", 3)
@@ -666,6 +667,91 @@ def test_a_compile_of_the_users_own_gets_one_line(arguments_of):
     args = arguments_of(own + LINEAR.replace("torch.nn.Linear", "Net") + BATCHES + SUM)
     with pytest.raises(Skip, match=r"Net\.compile is not PyTorch's: give yours another name"):
         built(["3_compile"], args)
+
+
+EQUAL_BLOCKS = """
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(16, 16), torch.nn.LayerNorm(16)
+    def forward(self, x):
+        return x + self.b(self.a(x))
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+def model():
+    return Net()
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "    def forward(self, x):\n        return x +",
+            "    @torch.compiler.disable\n    def forward(self, x):\n        return x +",
+            r"torch.compiler.disable keeps Block.forward from",
+        ),
+        ("(Block()", "(torch.jit.script(Block())", "Block is TorchScript"),
+        ("\ndef model", "\ntorch._dynamo.config.suppress_errors = True\ndef model", "suppress_errors hides"),
+    ],
+)
+def test_what_keeps_blocks_from_being_compiled_is_said_and_not_that_they_are(old, new, said, arguments_of):
+    with torch._dynamo.config.patch(suppress_errors=False):
+        args = arguments_of(EQUAL_BLOCKS + BATCHES + SUM)
+        model_check.check(args)
+        assert args.blocks == ["blocks"] and any("3 modules of blocks" in line for line in args.remarks)
+        args = arguments_of(EQUAL_BLOCKS.replace(old, new) + BATCHES + SUM)
+        model_check.check(args)
+        assert not any("compiled are" in line for line in args.remarks)
+        with pytest.raises(Skip, match=said):
+            built(["3_compile"], args)
+
+
+@pytest.mark.parametrize(
+    ("generator", "drawn_from", "name"),
+    [
+        ("random.Random(0)", "self.own", "self.own of Block"),
+        ("0", "RANDOM", "RANDOM of my_model.py"),
+        ("0", "random", ""),
+        ("random.Random(0)", "", None),
+    ],
+)
+def test_what_the_compiler_would_draw_once_is_not_compiled(generator, drawn_from, name, arguments_of):
+    """A random.Random, which it reads while it traces, and never again."""
+    text = "import random\nRANDOM = random.Random(0)\n" + EQUAL_BLOCKS
+    text = text.replace("        self.a,", f"        self.own = {generator}\n        self.a,")
+    if name is not None:
+        text = text.replace("return x +", f"return x if {drawn_from}.random() < 0 else x +")
+    args = arguments_of(text + BATCHES + SUM)
+    model_check.check(args)
+    program, state = Program(args.model(), args), args.file.RANDOM.getstate()
+    assert changes.drawn_generators(program) == ([name] if name else [])
+    assert args.file.RANDOM.getstate() == state
+    if name:
+        with pytest.raises(Skip, match=f"draws from {name} once, and repeats"):
+            built(["3_compile"], args)
+
+
+@pytest.mark.slow
+def test_what_a_file_keeps_from_the_compiler_inside_a_block_breaks_its_graph(arguments_of):
+    text = EQUAL_BLOCKS.replace("self.a(x)", "self.part(x)").replace(
+        "class Net",
+        "    @torch.compiler.disable\n    def part(self, x):\n        return self.a(x)\nclass Net",
+    )
+    args = arguments_of(text + BATCHES + SUM)
+    model_check.check(args)
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.reset()
+    train_step, model, *_ = built(["3_compile"], args)
+    train_step(args.drawn[0])
+    (reason,) = profile._graph_breaks(model)
+    assert "Block.part" in reason and " at 0x" not in reason
 
 
 def test_what_this_machine_cannot_change_is_skipped_with_its_reason(arguments_of, monkeypatch):

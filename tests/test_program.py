@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import copy
 import shutil
 import subprocess
 from collections import namedtuple
@@ -136,15 +137,17 @@ def test_the_lines_train_as_the_row_that_they_describe(kind, names, checked, mon
 
 def test_blocks_are_named_and_nothing_of_this_project_is(checked):
     args = checked(MODEL + KINDS["a loss of its own"])
+    blocks, args.blocks = args.blocks, []
+    whole = changed([COMPILE], args).text()
+    assert "model.compile()" in whole and "torch.compiler.disable" not in whole
+    args.blocks = blocks
     program = changed([AMP, COMPILE, GRAPH], args).text()
-    assert "for block in model.blocks:\n    block.compile()\n" in program
+    assert "for block in model.blocks:\n    block.compile()\n# Without" in program
+    assert "type(model).forward = torch.compiler.disable(type(model).forward)\n" in program
     assert "net.loss = torch.compile(net.loss)" in program and "capturable=True" in program
     assert 'with torch.autocast("cpu", torch.bfloat16):' in program
     assert not any(name in program for name in ("mine", "ladder", "common.", "changes."))
     compile(program, "program", "exec")
-    args.blocks = []
-    whole = changed([COMPILE], args).text()
-    assert "model.compile()" in whole and "torch.compiler.disable" not in whole
 
 
 def test_what_the_file_does_itself_is_no_line(checked):
@@ -185,7 +188,36 @@ def test_the_lines_compile_every_part_that_the_row_compiles(blocks, monkeypatch)
 def test_what_a_program_cannot_say_is_a_comment(checked):
     args = checked(MODEL + KINDS["a tuple"])
     program = changed([COMPILE, GRAPH], args).text()
-    assert "The graph keeps the learning rate" in program and lines.COPY_BEFORE in program
+    assert "The graph keeps the learning rate" in program
+
+
+def test_copies_of_a_model_that_is_not_compiled_with_its_loss_are_their_own():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Own() for _ in range(2))
+
+        def forward(self, x):
+            return x * self.blocks[0].scale
+
+    def disabled(model):
+        exec("\n".join(lines.disable_lines(model)), {"model": model, "torch": torch})
+        assert model.forward._torchdynamo_disable
+
+    model = Net()
+    model.blocks[0].scale = torch.ones(1)
+    disabled(model)
+    disabled(model)  # model() may be called again
+    twin = copy.deepcopy(model)
+    twin.blocks[0].scale = torch.zeros(1)
+    assert model(torch.ones(1)) == 1 and twin(torch.ones(1)) == 0 and vars(model).keys() == vars(Own()).keys()
+    kept = Net.forward
+    for other in (nn.Sequential(Own()), nn.ModuleList([Own()]), Own()):
+        other.inner = type(other)()
+        disabled(other)
+        assert lines.disable_lines(other)[0] == lines.COPY_BEFORE
+    assert Net.forward is kept and not hasattr(Own.forward, "_torchdynamo_disable")
+    assert not hasattr(nn.Sequential.forward, "_torchdynamo_disable")
 
 
 @pytest.mark.parametrize(
@@ -398,6 +430,12 @@ def test_a_patch_applies_and_the_patched_file_trains_as_the_row(kind, checked, t
         ("torch.ones(4, 16)\n", "torch.ones(4, 16)", "+    net = Net()"),  # no end of the last line
         ("def model():\n    return Net()\n", "def model(): return Net()\n", None),
         ("    return Net()\n", "    if True:\n        return Net()\n", None),
+        ("    return Net()\n", "    if not torch:\n        return None\n    return Net()\n", None),
+        (
+            "    return Net()\n",
+            "    def make():\n        return Net()\n    return make()\n",
+            "    net = make()\n    for block",
+        ),
         ("import torch\n", "import torch as t, torch.nn as torch\n", None),
     ],
 )
