@@ -162,8 +162,8 @@ def is_compiled(function: Callable) -> bool:
 
 
 def _graph_breaks(model: torch.nn.Module) -> list[str]:
-    """Why the compiler broke its graphs until now, a line each; around a model whose blocks are compiled one
-    by one it is meant to."""
+    """Why the compiler broke its graphs until now, a line each; without the break at a model whose blocks are
+    compiled one by one, which is meant."""
     whole = f"<function {type(model).forward.__qualname__} at"
     reasons = [reason.split("\n") for reason in torch._dynamo.utils.counters["graph_break"]]
     told = [

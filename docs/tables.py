@@ -89,7 +89,7 @@ def shown(
     mixed = {f"{name} is of several states of the code" for name in states if len(states[name]) > 1}
     if differing or (mixed and not by_recording):
         raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(differing | mixed))}")
-    names = [next(iter(row.values())) for row in rows]
+    names = {name for row in rows for pair in row.items() for name in pair}
     text = explained(printers.pipe(rows, n_left), names, *of) + several_cards(*of, other_card=other_card)
     return f"{text}\n\nIts lines are of several states of the code." if mixed else text
 
@@ -101,17 +101,24 @@ def several_cards(*of: str, other_card: str | None = None) -> str:
     return f"\n\nRecorded on {len(cards)} cards." if len(cards) > 1 else ""
 
 
-def explained(text: str, names: list[str], *of: str) -> str:
-    """A table, and below it why figures of the rows with these names bear a mark."""
-    if MARK not in text:
-        return text
-    remarks = [(place, remark) for place in of for remark in sections.of(record(place)).remarks]
-    reasons = [
-        f"{MARK} {f'{place}, ' if len(of) > 1 else ''}{remark.removeprefix(f'{MARK} ')}."
-        for place, remark in remarks
-        if remark.startswith(f"{MARK} ")
-    ]
-    return "\n\n".join([text, *(reason for reason in reasons if any(name in reason for name in names))])
+def explained(text: str, names: set[str], *of: str) -> str:
+    """A table, and below it why figures bear a mark of the places, variants and rows with these names."""
+    reasons: dict[str, list[str]] = {}
+    for place in of if MARK in text else ():
+        for name, line in lines_of(place):
+            if {place, variant_of(name) or line.name} & names:
+                where = [place if len(of) > 1 else "", name or line.name]
+                for doubt in line.doubts:
+                    reasons.setdefault(doubt, []).append(", ".join(filter(None, where)))
+    lines = [f"{MARK} {doubt} ({'; '.join(where)})." for doubt, where in reasons.items()]
+    return "\n\n".join([text, *lines])
+
+
+def lines_of(place: str) -> list[tuple[str, Line]]:
+    """Its timed rows; of a study, each with the name of its run."""
+    recorded = record(place)
+    runs = derive_study(recorded) if isinstance(recorded, Study) else {"": figures(place)}
+    return [(name, line) for name, run in runs.items() for line in run.timed]
 
 
 # --- one recording: each is called with its place -------------------------------------------------
@@ -251,7 +258,7 @@ def measured(place: str) -> str:
 
 def cards(*of: str) -> str:
     """One row a card. Its date and commit stand in the row, so states of the code may differ."""
-    return explained(printers.pipe([table.card_row(figures(place)) for place in of]), [*of], *of)
+    return explained(printers.pipe([table.card_row(figures(place)) for place in of]), {*of}, *of)
 
 
 def learning(place: str, verdict: bool = True) -> str:

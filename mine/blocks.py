@@ -3,7 +3,7 @@ that hold most of its weights and do most of its work."""
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ def count_blocks(model: nn.Module, count: Callable[[], int]) -> Iterator[dict[st
         def end(part, *_, name=name):
             grown[name] += count() - began[part]
 
-        for part in [part for block in blocks.children() for part in callable_parts(block)]:
+        for part in parts_of(blocks.children()):
             handles += [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
     try:
         yield grown
@@ -71,6 +71,10 @@ def blocks_of(model: nn.Module, lists: list[str]) -> list[nn.Module]:
     return [block for name in lists for block in model.get_submodule(name).children()]
 
 
+def parts_of(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    return [part for block in blocks for part in callable_parts(block)]
+
+
 def callable_parts(module: nn.Module) -> list[nn.Module]:
     """A module that has a forward, or the nearest ones inside it that have: a list of layers has none."""
     if getattr(module.forward, "__func__", None) is not nn.Module.forward:
@@ -87,7 +91,7 @@ def check_compilable(model: nn.Module, lists: list[str]) -> None:
         )
     if torch._dynamo.config.suppress_errors:
         raise Skip("torch._dynamo.config.suppress_errors hides what is not compiled: do not set it")
-    for part in [part for block in blocks_of(model, lists) or [model] for part in callable_parts(block)]:
+    for part in parts_of(blocks_of(model, lists) or [model]):
         name = type(part).__name__
         if isinstance(part, torch.jit.ScriptModule):
             raise Skip(f"{part.original_name} is TorchScript, which it does not compile: leave torch.jit out")

@@ -13,12 +13,11 @@ from mine.masks import (
     FILLS,
     NotPlainError,
     assignments_of,
-    check_mask,
     given_to,
     inputs_of,
+    masks_of_fill,
     names_in,
     names_of,
-    sources_of,
     values_of,
 )
 
@@ -26,9 +25,9 @@ CASTS = ("float", "to", "type_as")  # methods that only cast, which the fused ke
 TRANSPOSED = ("transpose(-2, -1)", "transpose(-1, -2)", "transpose(2, 3)", "transpose(3, 2)", "mT")
 FUNCTIONS = ("F", "functional", "torch", "nn.functional", "torch.nn.functional")
 ATOMS = (ast.Name, ast.Constant, ast.Attribute, ast.Call)  # need no brackets
-JOINS = ("cat", "concat", "concatenate", "hstack")  # functions that can add keys
-OF_WIDTH = ("-1", "3")  # the dimension that they may join: no keys lie along it
-CACHES = ("cache", "past")  # parts of names
+JOINS = ("cat", "concat", "concatenate")  # functions that can add keys
+OF_WIDTH = ("-1", "3")  # the dimension along which they add none
+CACHES = ("cache", "past")  # parts of names of inputs
 WIDTH = 100  # of a line
 
 
@@ -40,9 +39,11 @@ class Fused(NamedTuple):
     call: str  # the statement that makes it
     dropout: str  # the attribute of its class that is the dropout; empty without one
     is_scaled: bool  # its scores, by more than the product
-    sources: frozenset[str]  # the names and attributes of self that its mask is made of
-    elsewhere: frozenset[str]  # those of them that have no value in its class
-    of_keys: frozenset[str]  # what makes keys or values, and no queries: perhaps more of them, as a cache
+    query: str
+    key: str
+    masks: dict[str, bool]  # the names that its mask is made of, and whether each has a value in its class
+    adds_keys: str  # an input or a function by which there may be more keys than queries; empty without one
+    of_keys: frozenset[str]  # attributes of self, and names of the file, that make keys and no queries
 
 
 def fuse(text: str, scales_query: bool = False) -> Fused | None:
@@ -55,7 +56,7 @@ def fuse(text: str, scales_query: bool = False) -> Fused | None:
         for at, statement in enumerate(function.body):
             if softmax_of(statement) and functional.partition(".")[0] not in own:
                 try:
-                    attention = Attention(function, at, values_of(scope))
+                    attention = Attention(function, at, scope)
                     edits.append(attention.fused(text, name, functional, scales_query))
                 except NotPlainError:
                     continue
@@ -89,11 +90,11 @@ def functional_of(tree: ast.Module) -> str:
 class Attention:
     """The pattern in the statements of a function, whose softmax is the one `at`. Raises NotPlainError."""
 
-    def __init__(self, function: ast.FunctionDef, at: int, values: dict[str, list[ast.AST]]):
+    def __init__(self, function: ast.FunctionDef, at: int, scope: ast.stmt):
         body = function.body
-        self.inputs, self.values = inputs_of(function), values
+        self.inputs, self.values = inputs_of(function), values_of(scope)
         self.removed, self.dropout, self.module = [body[at]], "", ""
-        self.scale, self.is_masked, self.sources, self.elsewhere = "", False, set(), set()
+        self.scale, self.is_masked, self.masks = "", False, {}
         self.weights = body[at].targets[0].id
         name, first = self.peel(softmax_of(body[at])), at
         for first in range(at - 1, -1, -1):
@@ -112,7 +113,7 @@ class Attention:
         self.gone = {each.targets[0].id for each in self.removed if isinstance(each, ast.Assign)}
         self.last = self.weighing(after)
         self.check_between(body[first : body.index(self.last_statement)])
-        self.of_keys = self.origins_of_keys(function) if self.is_masked else set()
+        self.adds_keys, self.of_keys = self.more_keys(function, scope) if self.is_masked else ("", set())
 
     def peel(self, node: ast.expr) -> str:
         """Take scale and mask off the scores, down to their product, or to the name returned, which an
@@ -126,9 +127,8 @@ class Attention:
             self.query, self.key = ast.unparse(query), ast.unparse(key)
             return ""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FILLS:
-            self.elsewhere |= check_mask(node, self.inputs, self.values)
+            self.masks |= masks_of_fill(node, self.inputs, self.values)
             self.is_masked = True
-            self.sources |= sources_of(node.args[0], self.values)
             return self.peel(node.func.value)
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)) and not self.scale:
             is_product = isinstance(node.op, ast.Mult)
@@ -162,16 +162,20 @@ class Attention:
             if is_removed and any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement)):
                 raise NotPlainError
 
-    def origins_of_keys(self, function: ast.FunctionDef) -> set[str]:
-        """Inputs and attributes of self that make keys or values, and no queries; and what else may make more
-        of them."""
-        assigned, values = assignments_of(function), ast.unparse(operands_of(self.last)[1])
-        of_queries = {ast.unparse(part) for part in origins(self.query, assigned)}
-        parts = origins(self.key, assigned) + origins(values, assigned)
-        names = {ast.unparse(part) for part in parts if not isinstance(part, ast.Call)} - of_queries
-        given = given_to(function)
-        names = {name for name in names if name in given or name.startswith("self.")}
-        return names | {ast.unparse(getattr(part, "func", part)) for part in parts if adds_keys(part)}
+    def more_keys(self, function: ast.FunctionDef, scope: ast.stmt) -> tuple[str, set[str]]:
+        """By which input or function there may be more keys than queries; and what else makes keys or values,
+        and no queries, which only the model can tell: attributes of self, and names of the file."""
+        methods = {f"self.{each.name}": each for each in ast.walk(scope) if isinstance(each, ast.FunctionDef)}
+        local, given = values_in(function), given_to(function)
+        queries, keys, values = (
+            origins(ast.parse(text), local, methods)
+            for text in (self.query, self.key, ast.unparse(operands_of(self.last)[1]))
+        )
+        joins = {ast.unparse(part.func) for part in keys + values if adds_keys(part)}
+        names = {ast.unparse(part) for part in keys + values if not isinstance(part, ast.Call)}
+        own = names - {ast.unparse(part) for part in queries}
+        caches = {name for name in names & given if any(word in name.lower() for word in CACHES)}
+        return min(joins | caches | own & given, default=""), own - {*local} - {*methods}
 
     def fused(self, text: str, name: str, functional: str, scales_query: bool) -> Fused:
         query, scale = self.query, self.scale or "1.0"
@@ -184,8 +188,20 @@ class Attention:
         call = f"{functional}.scaled_dot_product_attention({', '.join(words)})"
         edited, statement = replaced(text, self.removed, self.last_statement, self.last, call)
         lines, rows = numbered([*self.removed, self.last_statement])
-        made_of = map(frozenset, (self.sources, self.elsewhere, self.of_keys))
-        return Fused(edited, name, rows, lines, statement, self.module, bool(self.scale), *made_of)
+        return Fused(
+            edited,
+            name,
+            rows,
+            lines,
+            statement,
+            self.module,
+            bool(self.scale),
+            self.query,
+            self.key,
+            self.masks,
+            self.adds_keys,
+            frozenset(self.of_keys),
+        )
 
 
 def replaced(
@@ -236,27 +252,60 @@ def parts_of(node: ast.AST, context: type | tuple[type, ...]) -> set[str]:
     return {ast.unparse(part) for part in parts if isinstance(part.ctx, context)}
 
 
-def origins(text: str, assigned: dict[str, list[ast.AST]]) -> list[ast.AST]:
-    """The names, attributes and calls that an expression is made of, by the assignments of its function."""
-    parts, queue, names = [], [ast.parse(text)], set()
+def values_in(function: ast.FunctionDef) -> dict[str, list[ast.AST]]:
+    """What each local name of a function is made of; of what it is given, nothing."""
+    values = {name: [] for name in given_to(function)}
+    for target, value in assignments_of(function):
+        for name in names_assigned(target):
+            values.setdefault(name, []).append(value)
+    return values
+
+
+def names_assigned(target: ast.AST) -> set[str]:
+    """The local names that an assignment to this target changes: of `a[i] = b`, a."""
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    if isinstance(target, (ast.Tuple, ast.List, ast.Starred)):
+        return {name for part in ast.iter_child_nodes(target) for name in names_assigned(part)}
+    return {target.id} if isinstance(target, ast.Name) else set()
+
+
+def origins(
+    node: ast.AST, local: dict[str, list[ast.AST]], methods: dict[str, ast.FunctionDef]
+) -> list[ast.AST]:
+    """What an expression is made of: calls, names, and attributes of self and of the file as a whole, also
+    those of local names, and of the methods that it calls."""
+    parts, queue, seen = [], [node], set()
     while queue:
-        for part in ast.walk(queue.pop()):
-            if isinstance(part, (ast.Name, ast.Attribute, ast.Call)):
-                parts.append(part)
-            if isinstance(part, ast.Name) and part.id not in names:
-                names.add(part.id)
-                queue += assigned.get(part.id, [])
+        part = queue.pop()
+        base = part
+        while isinstance(base, ast.Attribute):
+            base = base.value
+        if not isinstance(base, ast.Name):  # of `x.view(B)(y)`, the call and what is in it
+            parts += [part] if isinstance(part, ast.Call) else []
+            queue += ast.iter_child_nodes(part)
+            continue
+        text = base.id if base.id in local else ast.unparse(part)
+        if text not in seen:
+            seen.add(text)
+            parts.append(base if base.id in local else part)
+            queue += local.get(text, [])
+            if text in methods:
+                inner = values_in(methods[text])
+                parts += [each for each in origins(methods[text], inner, {}) if not is_local(each, inner)]
     return parts
 
 
+def is_local(part: ast.AST, local: dict[str, list[ast.AST]]) -> bool:
+    return isinstance(part, ast.Name) and (part.id in local or part.id == "self")
+
+
 def adds_keys(part: ast.AST) -> bool:
-    """Whether it is called as a cache is, or joins tensors along another dimension than their last."""
-    if isinstance(part, ast.Call):
-        words = [*part.args[1:2], *(each.value for each in part.keywords if each.arg in ("dim", "axis"))]
-        is_join = ast.unparse(part.func).rpartition(".")[2] in JOINS
-        return is_join and ast.unparse(words[0] if words else ast.Constant(0)) not in OF_WIDTH
-    name = part.id if isinstance(part, ast.Name) else part.attr
-    return any(word in name.lower() for word in CACHES)
+    """Whether a call joins tensors along another dimension than their last."""
+    if not (isinstance(part, ast.Call) and ast.unparse(part.func).rpartition(".")[2] in JOINS):
+        return False
+    words = [*part.args[1:2], *(each.value for each in part.keywords if each.arg in ("dim", "axis"))]
+    return ast.unparse(words[0] if words else ast.Constant(0)) not in OF_WIDTH
 
 
 def value_of(statement: ast.stmt, name: str) -> ast.expr:

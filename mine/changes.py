@@ -10,7 +10,7 @@ from common.text import Skip, one_line
 from ladder.rows import AMP, COMPILE, FP8, SDPA
 from mine.attention import advice_on_attention, kernels_before, switch_of
 from mine.batch import copied, described
-from mine.blocks import blocks_of, check_compilable
+from mine.blocks import blocks_of, check_compilable, parts_of
 from mine.file import ModelArguments, called
 from mine.program import (
     PRECISION,
@@ -102,22 +102,38 @@ def compile_blocks(program: Program) -> None:
 
 
 def drawn_generators(program: Program) -> list[str]:
-    """The generators of Python's `random` that a step draws from: attributes of modules, and names of the
-    file."""
+    """The generators of Python's `random` that a step draws from where it is compiled: in the blocks, or in
+    the whole model without any, and in the loss around it."""
     args = program.args
-    if not generators_of(program.model, args):
+    states = [(each, each.getstate()) for _, each in generators_of(program.model, args)]
+    if not states:
         return []
-    model = args.model()  # its buffers may change
-    states = [(name, each, each.getstate()) for name, each in generators_of(model, args)]
+    model, drawn = args.model(), []  # another one, whose buffers may change
+    generators = generators_of(model, args)
+    last = [each.getstate() for _, each in generators]
+
+    def look(is_compiled: bool) -> None:
+        for k, (name, each) in enumerate(generators):
+            if (state := each.getstate()) != last[k]:
+                last[k] = state
+                drawn.extend([name] if is_compiled else [])
+
+    for part in parts_of(blocks_of(model, args.blocks) or [model]):
+        part.register_forward_pre_hook(lambda part, _: look(part is model))
+        part.register_forward_hook(lambda *_: look(True))
+    if args.blocks:
+        model.register_forward_pre_hook(lambda *_: look(True))
+        model.register_forward_hook(lambda *_: look(False))
     with torch.compiler.set_stance("force_eager"):
         args.loss(model, copied(args.drawn[0], args.device))
-    drawn = [name for name, each, state in states if each.getstate() != state]
-    for _, each, state in states:
+    look(True)
+    for each, state in states:  # a step draws from those of the file as if nothing was drawn here
         each.setstate(state)
     return [*dict.fromkeys(drawn)]
 
 
 def generators_of(model: torch.nn.Module, args: ModelArguments) -> list[tuple[str, random.Random]]:
+    """Those that modules and the file hold, with their names."""
     places = [("", f" of {args.path.name}", args.file)]
     places += [("self.", f" of {type(part).__name__}", part) for part in model.modules()]
     return [

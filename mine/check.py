@@ -45,10 +45,12 @@ def check(args: ModelArguments) -> Workload:
     see_start(args, model)
     args.remarks = [f"{work.model}: {size}", *args.remarks]
     if COMPILE not in args.rows_in_file:
-        with contextlib.suppress(Skip):  # its row says why
+        with_loss = bool(compiled_loss_lines(model, args.loss_module))
+        try:
             check_compilable(model, args.blocks)
-            with_loss = bool(compiled_loss_lines(model, args.loss_module))
             args.remarks.append(f"Row {COMPILE}: {say_blocks(model, args.blocks, with_loss)}")
+        except Skip:  # its row says why
+            pass
     if (count := len(args.drawn)) <= work.steps:
         args.remarks.append(f"batches() ends after {count}: in {work.steps} training steps they come again")
     args.draw_again()

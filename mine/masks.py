@@ -32,13 +32,12 @@ class NotPlainError(Exception):
 # --- how a mask is made ---------------------------------------------------------------------------
 
 
-def check_mask(call: ast.Call, given: set[str], values: dict[str, list[ast.AST]]) -> set[str]:
-    """The names of masks that are made elsewhere, of which a masked_fill takes its own. Raises NotPlainError
-    unless it hides a triangle that no input decides. `given` are the names that inputs decide, `values` as
-    `values_of` gives them."""
+def masks_of_fill(call: ast.Call, given: set[str], values: dict[str, list[ast.AST]]) -> dict[str, bool]:
+    """The names that the mask of a masked_fill is made of, and whether each has a value here. Raises
+    NotPlainError unless the fill hides a triangle that no input decides. `given` are the names that inputs
+    decide, `values` as `values_of` gives them."""
     if len(call.args) != 2 or call.keywords or numbers_of(call.args[0]) & given:
         raise NotPlainError
-    elsewhere = names_elsewhere(call.args[0], dict(values))
     filled = ast.unparse(call.args[1]).lower()
     is_infinite = filled[0] == "-" and filled[1:] in INFINITE
     is_infinite |= filled in ("float('-inf')", "float('-infinity')")
@@ -46,25 +45,25 @@ def check_mask(call: ast.Call, given: set[str], values: dict[str, list[ast.AST]]
     is_large = is_number(call.args[1]) and ast.literal_eval(call.args[1]) <= -LARGE
     if not (is_infinite or is_least or is_large):
         raise NotPlainError
-    return elsewhere
+    names: dict[str, bool] = {}
+    follow_mask(call.args[0], values, names)
+    return names
 
 
-def names_elsewhere(node: ast.AST, values: dict[str, list[ast.AST] | None]) -> set[str]:
-    """The names in a mask that have no value here. Raises NotPlainError unless it is a triangle, of ones or
-    by comparing positions, from the first row and key on."""
+def follow_mask(node: ast.AST, values: dict[str, list[ast.AST]], names: dict[str, bool]) -> None:
+    """Add the names that a mask is made of to `names`. Raises NotPlainError unless it is a triangle, of ones
+    or by comparing positions, from the first row and key on."""
     if isinstance(node, (ast.Name, ast.Attribute)):
-        name = ast.unparse(node)
-        if name in values and values[name] is None:  # it was looked at
-            return set()
-        made, values[name] = values.get(name), None
-        return of_all(made, values) if made else {name}
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return of_all(masks_in_call(node), values)
-    return set() if isinstance(node, ast.Constant) else of_all(operands_of(node), values)
-
-
-def of_all(nodes: list[ast.AST], values: dict[str, list[ast.AST] | None]) -> set[str]:
-    return set().union(*(names_elsewhere(node, values) for node in nodes))
+        if (name := ast.unparse(node)) in names:
+            return
+        parts = values.get(name, [])
+        names[name] = bool(parts)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        parts = masks_of_call(node)
+    else:
+        parts = [] if isinstance(node, ast.Constant) else operands_of(node)
+    for part in parts:
+        follow_mask(part, values, names)
 
 
 def operands_of(node: ast.AST) -> list[ast.expr]:
@@ -84,7 +83,7 @@ def operands_of(node: ast.AST) -> list[ast.expr]:
     raise NotPlainError
 
 
-def masks_in_call(call: ast.Call) -> list[ast.AST]:
+def masks_of_call(call: ast.Call) -> list[ast.AST]:
     """What a call makes a mask of: of torch's functions or a tensor's methods, one that makes or keeps a
     triangle. Raises NotPlainError for any other."""
     name, is_function = call.func.attr, ast.unparse(call.func.value) in ("torch", "nn", "torch.nn")
@@ -120,19 +119,6 @@ def is_number(node: ast.AST) -> bool:
         return False
 
 
-def sources_of(node: ast.AST, values: dict[str, list[ast.AST]]) -> set[str]:
-    """The names and attributes of self that a mask is made of, as they are written."""
-    sources, values = set(), dict(values)
-    queue = [node]
-    while queue:
-        for each in ast.walk(queue.pop()):
-            if isinstance(each, (ast.Name, ast.Attribute)):
-                name = ast.unparse(each)
-                sources.add(name)
-                queue += values.pop(name, [])
-    return sources
-
-
 def is_triangle(tensor: torch.Tensor) -> bool:
     """Whether a tensor marks the keys behind each row, or those up to it, and nothing else, in all its rows:
     a batch may take the first ones."""
@@ -164,12 +150,12 @@ def values_of(scope: ast.AST) -> dict[str, list[ast.AST]]:
 
 def inputs_of(function: ast.FunctionDef) -> set[str]:
     """The names whose numbers come from what a function is given, self aside: not those of shapes."""
-    inputs, before = given_to(function), set()
+    assigned, inputs, before = assignments_of(function), given_to(function), set()
     while inputs != before:
         before = set(inputs)
-        for name, values in assignments_of(function).items():
-            if any(numbers_of(value) & inputs for value in values):
-                inputs.add(name)
+        for target, value in assigned:
+            if numbers_of(value) & inputs:
+                inputs |= names_of(target)
     return inputs
 
 
@@ -177,16 +163,15 @@ def given_to(function: ast.FunctionDef) -> set[str]:
     return {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)} - {"self"}
 
 
-def assignments_of(function: ast.FunctionDef) -> dict[str, list[ast.AST]]:
-    """What the names in a function are made of: the right sides of assignments, and what loops run over."""
-    assigned = defaultdict(list)
+def assignments_of(function: ast.FunctionDef) -> list[tuple[ast.AST, ast.AST]]:
+    """What a function assigns to, and what it is made of: of a loop, what it runs over."""
+    pairs = []
     for node in ast.walk(function):
         value = getattr(node, "iter", None) or getattr(node, "value", None)
         targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
         if value is not None and targets != [None]:
-            for name in {name for target in targets for name in names_of(target)}:
-                assigned[name].append(value)
-    return assigned
+            pairs += [(target, value) for target in targets]
+    return pairs
 
 
 def numbers_of(node: ast.AST) -> set[str]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from mine.attention import needs_mask, switch_of
 from mine.batch import copied, tensors_of
-from mine.blocks import blocks_of, callable_parts, is_transformer_engine
+from mine.blocks import blocks_of, callable_parts, is_transformer_engine, parts_of
 from mine.file import ModelArguments, called
 from mine.optimizers import Optimizers
 
@@ -231,7 +231,7 @@ def compile_lines(model: nn.Module, lists: list[str]) -> list[str]:
         name: [block for block in blocks_of(model, [name]) if not is_transformer_engine(block)]
         for name in lists
     }
-    parts = [part for blocks in of_lists.values() for block in blocks for part in callable_parts(block)]
+    parts = [part for blocks in of_lists.values() for part in parts_of(blocks)]
     if not lists:
         return [COPY_BEFORE] * is_of_torch(model) + compile_part("model", model)
     lines = []

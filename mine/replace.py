@@ -1,7 +1,8 @@
 """Training a file with its attention by hand as one call of PyTorch's, where both give the same losses."""
 
+import builtins
 from collections.abc import Iterator
-from operator import attrgetter
+from types import ModuleType, NoneType
 
 import torch
 
@@ -75,7 +76,7 @@ def plain_attention(args: ModelArguments) -> by_hand.Fused | None:
     with torch.compiler.set_stance("force_eager"), scores:
         for batch in args.drawn[:FEW_BATCHES]:
             args.loss(model, copied(batch, args.device))
-    scores.faults += [*faults_of_keys(model, edit), *faults_of_masks(model, edit, args)]
+    scores.faults += [*faults_of_keys(model, edit, args), *faults_of_masks(model, edit, args)]
     if scores.faults:
         raise Skip(f"{name_of(edit, args)} {scores.faults[0]}")
     return by_hand.fuse(text, scales_query=True) if edit.is_scaled and scores.has_tensor_scale else edit
@@ -90,47 +91,70 @@ def owners_of(model: torch.nn.Module, edit: by_hand.Fused) -> list[torch.nn.Modu
 def check_dropout(model: torch.nn.Module, edit: by_hand.Fused, args: ModelArguments) -> None:
     """Raises Skip for a dropout of the weights that is another module than nn.Dropout, or has hooks, which
     would not be called."""
-    for dropout in [getattr(each, edit.dropout, None) for each in owners_of(model, edit) if edit.dropout]:
-        which = "" if type(dropout) is torch.nn.Dropout else "that is no nn.Dropout"
-        if not which and (dropout._forward_hooks or dropout._forward_pre_hooks):
+    for part in owners_of(model, edit) if edit.dropout else []:
+        dropout, which = getattr(part, edit.dropout, None), ""
+        if type(dropout) is not torch.nn.Dropout:
+            which = "that is no nn.Dropout"
+        elif dropout._forward_hooks or dropout._forward_pre_hooks:
             which = "with hooks"
         if which:
             cannot = "which F.scaled_dot_product_attention cannot apply"
             raise Skip(f"{name_of(edit, args)} has a self.{edit.dropout} {which}, {cannot}")
 
 
-def faults_of_keys(model: torch.nn.Module, edit: by_hand.Fused) -> Iterator[str]:
-    """That there may be more keys than queries, as with a cache, where is_causal=True shows the first keys
-    alone."""
-    known = (bool, int, float, str, torch.nn.Module, torch.nn.Parameter)
+def faults_of_keys(model: torch.nn.Module, edit: by_hand.Fused, args: ModelArguments) -> Iterator[str]:
+    """By what keys may outnumber queries, as with a cache: is_causal=True would then show a query the first
+    keys alone."""
+    names = [edit.adds_keys] if edit.adds_keys else []
     for name in sorted(edit.of_keys):
-        of_self = name.startswith("self.") and not any(map(by_hand.adds_keys, by_hand.origins(name, {})))
-        values = [resolve(each, name) for each in owners_of(model, edit)] if of_self else [None]
-        if not all(isinstance(value, known) for value in values):
-            rule = "pass is_causal=q.size(-2) == k.size(-2) to F.scaled_dot_product_attention"
-            yield f"may have more keys than queries, by {name}: {rule}"
+        places = [args.file if hasattr(args.file, name.partition(".")[0]) else builtins]
+        if name.startswith("self."):
+            places = owners_of(model, edit)
+        names += [] if all(keeps_length(values_along(place, name)) for place in places) else [name]
+    for name in names[:1]:
+        rule = f"is_causal={edit.query}.size(-2) == {edit.key}.size(-2)"
+        yield (
+            f"may have more keys than queries, by {name}: pass {rule} to F.scaled_dot_product_attention, "
+            "and a mask where a prompt continues a cache"
+        )
+
+
+def keeps_length(values: list[object]) -> bool:
+    """Whether what makes keys leaves their number alone, by the values along its name: a size, a layer, a
+    function, a weight, and no other tensor or list."""
+    value, owner = values[-1], getattr(values[-1], "__self__", None)
+    is_function = callable(value) and isinstance(owner, (NoneType, ModuleType))
+    known = (bool, int, float, str, torch.nn.Module, ModuleType)
+    known += (torch.dtype, torch.device, torch.memory_format)
+    parts = value if isinstance(value, tuple) else [value]
+    is_weight = any(isinstance(each, torch.nn.Parameter) for each in values)
+    return is_weight or is_function or all(isinstance(part, known) for part in parts)
 
 
 def faults_of_masks(model: torch.nn.Module, edit: by_hand.Fused, args: ModelArguments) -> Iterator[str]:
-    """That one of the tensors is no triangle that the mask is taken from, or was not found: attributes of its
-    module, such as buffers, and what the file defines."""
-    for name in sorted(edit.sources):
-        places = owners_of(model, edit) if name.startswith("self.") else [args.file]
-        tensors = [tensor for place in places for tensor in tensors_in(resolve(place, name))]
-        if name in edit.elsewhere and not tensors:
+    """Why the mask is not the causal one: a tensor that it is made of is no triangle, or is not found, among
+    attributes of its module and what the file defines."""
+    for name, is_made_here in edit.masks.items():
+        of_self = name.startswith("self.")
+        if is_made_here and not of_self:  # a local name
+            continue
+        places = owners_of(model, edit) if of_self else [args.file]
+        tensors = [tensor for place in places for tensor in tensors_in(values_along(place, name)[-1])]
+        if not (tensors or is_made_here):
             yield f"has a mask that is made elsewhere ({name}): make it beside its attention"
         for tensor in tensors:
-            is_square = tensor.dim() > 1 and min(tensor.shape[-2:]) > 1  # and no positions, (1, T)
-            if is_square and not is_triangle(tensor):
+            has_rows = tensor.dim() > 1 and min(tensor.shape[-2:]) > 1  # and no positions, (1, T)
+            if has_rows and not is_triangle(tensor):
                 yield "is not causal in longer batches, by its whole mask"
 
 
-def resolve(place: object, name: str) -> object:
-    """What a dotted name is, of self or of the file; None if there is none."""
-    try:
-        return attrgetter(name.removeprefix("self."))(place)
-    except AttributeError:
-        return None
+def values_along(place: object, name: str) -> list[object]:
+    """The values of a dotted name from its first part to the whole, in a module or in a file; of what is
+    missing, None."""
+    values = []
+    for part in name.removeprefix("self.").split("."):
+        values.append(place := getattr(place, part, None))
+    return values
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
@@ -139,11 +163,8 @@ def tensors_in(value: object) -> list[torch.Tensor]:
         return [*value.parameters(), *value.buffers()]
     if isinstance(value, dict):
         value = [*value.values()]
-    return [
-        each
-        for each in (value if isinstance(value, (list, tuple)) else [value])
-        if isinstance(each, torch.Tensor)
-    ]
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    return [each for each in parts if isinstance(each, torch.Tensor)]
 
 
 def name_of(edit: by_hand.Fused, args: ModelArguments) -> str:

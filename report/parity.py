@@ -237,7 +237,7 @@ def tables(study: Study) -> dict[str, list[dict]]:
     )
     pairs = [(label, other) for label, other in compared_with(study).items() if other]
     if any(on_two_cards(study, *pair) for pair in pairs):
-        title += f". A {MARK} behind the seconds alone: for some seed the two rows ran on different cards"
+        title += f". Where only the seconds have a {MARK}, the two rows ran on different cards for some seed"
     return {f"{title}:": difference_rows(study)}
 
 

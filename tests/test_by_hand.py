@@ -408,26 +408,67 @@ HALVES = """
 """
 
 
+STORED = """
+        # causal
+        k, v = extended(more, k, v)
+        self.held = (k, v)
+"""
+STORE = ("def forward(self, x):", "held = None\n    def forward(self, x, more=None):")
+PROJECTED = "        q, k, v = (each + 0 for each in extended(past, q, k, v))\n"
+PROJECT = (STORE[0], STORE[1].replace("more", "past"))
+OF_FILE = "CACHE = [None]\ndef extended(more, *given):\n    return given\n\nclass Attention"
+JOINED = (
+    "    def forward(self, x):",
+    "    def extended(self, k, v):\n        return torch.cat((k, k), 2)[:, :, :8], v\n"
+    "    def forward(self, x):",
+)
+KNOWN = (
+    "self.norm = nn",
+    "self.w, self.shape = nn.Parameter(torch.eye(8)), (2, 8)\n"
+    "        self.register_buffer('cos_cached', torch.ones(8))\n"
+    "        self.repeated, self.past_scale, self.use_cache = (lambda k: k), 1.0, False\n"
+    "        self.norm = nn",
+)
+KEYS = (
+    "k @ self.w.T",
+    "k @ self.w.t()",
+    "k.to(self.qkv.weight.dtype)",
+    "k * self.past_scale",
+    "k if self.use_cache else k[..., : self.shape[1]]",
+    "self.repeated(k)",
+    "k.to(memory_format=torch.contiguous_format)[..., : min(8, len(k) + 8)]",
+)
+
+
 @pytest.mark.parametrize(
     ("lines", "change", "by"),
     [
         (ADDED, PAST, "past"),
         (ADDED.replace("past", "more"), (PAST[0], PAST[1].replace("past", "more")), "more"),
-        (CACHED, KEPT, "self.kept"),
+        (CACHED, KEPT, "self.kept.update"),
+        (STORED, STORE, "more"),
+        (STORED.replace("more", "self.held"), STORE, "self.held"),
+        (STORED.replace("more", "CACHE[0]"), STORE, "CACHE"),
+        (PROJECTED, PROJECT, "past"),
+        ("        k, v = self.extended(k, v)\n", JOINED, "torch.cat"),
         ("        k = torch.cat((k,), 2)\n", ("", ""), "torch.cat"),
         ("        k = torch.cat((k,))\n", ("", ""), "torch.cat"),
         ("        k = self.window[:8, :1] * 0 + k\n", ("", ""), "self.window"),
         (HALVES, ("", ""), ""),
+        *((f"        k = {k}\n", KNOWN, "") for k in KEYS),
+        ("        q, k = q * self.cos_cached, k * self.cos_cached\n", KNOWN, ""),
     ],
 )
 def test_a_call_is_causal_only_where_no_cache_adds_keys(lines, change, by, arguments_of):
     """A single query with the keys before it would see the first one alone; training does not show it."""
-    args = arguments_of(NANOGPT.replace("        # causal\n", lines.lstrip("\n")), change)
+    body = IN_PLACE.replace("MASK", "(torch.ones(T, T, device=self.qkv.weight.device).triu(1) > 0)")
+    body = body.replace("        # causal\n", lines.lstrip("\n"))
+    args = arguments_of(body, change, ("class Attention", OF_FILE))
     if not by:
         model_row.build(["2_sdpa"], before(), args)
         assert args.attention
         return
-    with pytest.raises(Skip, match=f"may have more keys than queries, by {by}: pass is_causal=q.size"):
+    with pytest.raises(Skip, match=rf"more keys than queries, by {by}: pass is_causal=q\.size.-2. == k\."):
         model_row.build(["2_sdpa"], before(), args)
 
 

@@ -720,13 +720,16 @@ def test_what_keeps_blocks_from_being_compiled_is_said_and_not_that_they_are(old
         ("0", "RANDOM", "RANDOM of my_model.py"),
         ("0", "random", ""),
         ("random.Random(0)", "", None),
+        ("0", "LAYERS", None),
     ],
 )
 def test_what_the_compiler_would_draw_once_is_not_compiled(generator, drawn_from, name, arguments_of):
     """A random.Random, which it reads while it traces, and never again."""
     text = "import random\nRANDOM = random.Random(0)\n" + EQUAL_BLOCKS
     text = text.replace("        self.a,", f"        self.own = {generator}\n        self.a,")
-    if name is not None:
+    if drawn_from == "LAYERS":  # in the model, around its blocks
+        text = text.replace("            x = block(x)", "            x = block(x + RANDOM.random())")
+    elif name is not None:
         text = text.replace("return x +", f"return x if {drawn_from}.random() < 0 else x +")
     args = arguments_of(text + BATCHES + SUM)
     model_check.check(args)

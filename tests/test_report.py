@@ -647,7 +647,7 @@ def test_seconds_of_two_cards_are_marked():
     first, second = parity.difference_rows(study)
     (title,) = parity.tables(study)
     assert title.endswith(
-        ". A ? behind the seconds alone: for some seed the two rows ran on different cards:"
+        ". Where only the seconds have a ?, the two rows ran on different cards for some seed:"
     )
     assert (first["more seconds"], second["more seconds"][-1]) == ("-", "?") and "?" not in second[
         "more steps"

@@ -169,21 +169,26 @@ def test_a_table_of_several_cards_says_so(tmp_path, monkeypatch):
     assert tables.several_cards("of/a", other_card="1") == ""
 
 
-def test_a_table_says_why_a_figure_of_its_own_rows_bears_a_mark(tmp_path):
+def test_a_table_says_why_figures_of_its_own_rows_bear_a_mark(tmp_path):
     steady, drifting = [10.0] * 40, [10.0] * 20 + [11.0] * 20
-    for name, of_last in (("a", drifting), ("b", steady)):
-        rows = [runs.row(step, step_ms=times) for step, times in (("0_x", steady), ("1_y", of_last))]
-        runs.write(tmp_path / "m" / name, runs.run(*rows))
-    why = "1_y: the second half of the steps took over 5% more time."
-    assert tables.ladder("m/a").count("\n\n? ") == 1 and f"|\n\n? {why}" in tables.ladder("m/a")
-    assert "?" not in tables.ladder("m/b")
-    assert f"|\n\n? m/a, {why}" in tables.gains("m/a", "m/b")
-    study = {
-        name: runs.run(runs.row("0_x", step_ms=times)) for name, times in (("x", drifting), ("y", steady))
-    }
-    runs.write(tmp_path / "m" / "x", runs.study("ablations", {"0_x": runs.run(runs.row("0_x"))} | study))
-    (row,) = tables.ablations("m/x", "y").splitlines()[2:]
-    assert "?" not in row and tables.ablations("m/x", "x").endswith("5% more time (x).")
+
+    def written(place, **times):
+        rows = [runs.row(step, step_ms=of_row) for step, of_row in times.items()]
+        runs.write(tmp_path / "m" / place, runs.run(*rows))
+
+    written("a", s0=steady, s1=drifting)
+    written("b", s0=steady, s1=steady)
+    written("c", s0=drifting, s1=drifting, s2=drifting)
+    why = "? the second half of the steps took over 5% more time"
+    assert tables.ladder("m/a").count(f"|\n\n{why} (s1).") == 1 and "?" not in tables.ladder("m/b")
+    assert f"|\n\n{why} (s0; s1; s2)." in tables.ladder("m/c")
+    assert f"|\n\n{why} (m/a, s1)." in tables.gains("m/a", "m/b")
+    assert f"|\n\n{why} (m/a, s1)." in tables.cards("m/a", "m/b")
+    named = {"0_x": drifting, "bf16-head": steady, "fast-accumulation": drifting}
+    variants = {name: runs.run(runs.row("0_x", step_ms=times)) for name, times in named.items()}
+    runs.write(tmp_path / "m" / "x", runs.study("ablations", variants))
+    assert tables.ablations("m/x", "bf16-head").endswith(f"|\n\n{why} (0_x).")
+    assert tables.ablations("m/x", "fast-accumulation").endswith(f"{why} (0_x; fast-accumulation).")
 
 
 def test_a_lag_is_of_all_seeds_and_grows_seed_by_seed(tmp_path):
