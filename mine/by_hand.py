@@ -9,25 +9,13 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mine.masks import (
-    FILLS,
-    NotPlainError,
-    assignments_of,
-    given_to,
-    inputs_of,
-    masks_of_fill,
-    names_in,
-    names_of,
-    values_of,
-)
+from mine.keys import more_keys
+from mine.masks import FILLS, NotPlainError, given_to, inputs_of, masks_of_fill, names_in, names_of, values_of
 
 CASTS = ("float", "to", "type_as")  # methods that only cast, which the fused kernel does itself
 TRANSPOSED = ("transpose(-2, -1)", "transpose(-1, -2)", "transpose(2, 3)", "transpose(3, 2)", "mT")
 FUNCTIONS = ("F", "functional", "torch", "nn.functional", "torch.nn.functional")
 ATOMS = (ast.Name, ast.Constant, ast.Attribute, ast.Call)  # need no brackets
-JOINS = ("cat", "concat", "concatenate")  # functions that can add keys
-OF_WIDTH = ("-1", "3")  # the dimension along which they add none
-CACHES = ("cache", "past")  # parts of names of inputs
 WIDTH = 100  # of a line
 
 
@@ -42,8 +30,7 @@ class Fused(NamedTuple):
     query: str
     key: str
     masks: dict[str, bool]  # the names that its mask is made of, and whether each has a value in its class
-    adds_keys: str  # an input or a function by which there may be more keys than queries; empty without one
-    of_keys: frozenset[str]  # attributes of self, and names of the file, that make keys and no queries
+    more_keys: tuple[str, set[str]]  # see mine/keys.py
 
 
 def fuse(text: str, scales_query: bool = False) -> Fused | None:
@@ -113,7 +100,8 @@ class Attention:
         self.gone = {each.targets[0].id for each in self.removed if isinstance(each, ast.Assign)}
         self.last = self.weighing(after)
         self.check_between(body[first : body.index(self.last_statement)])
-        self.adds_keys, self.of_keys = self.more_keys(function, scope) if self.is_masked else ("", set())
+        texts = self.query, self.key, ast.unparse(operands_of(self.last)[1])
+        self.more_keys = more_keys(function, scope, *texts) if self.is_masked else ("", set())
 
     def peel(self, node: ast.expr) -> str:
         """Take scale and mask off the scores, down to their product, or to the name returned, which an
@@ -162,21 +150,6 @@ class Attention:
             if is_removed and any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement)):
                 raise NotPlainError
 
-    def more_keys(self, function: ast.FunctionDef, scope: ast.stmt) -> tuple[str, set[str]]:
-        """By which input or function there may be more keys than queries; and what else makes keys or values,
-        and no queries, which only the model can tell: attributes of self, and names of the file."""
-        methods = {f"self.{each.name}": each for each in ast.walk(scope) if isinstance(each, ast.FunctionDef)}
-        local, given = values_in(function), given_to(function)
-        queries, keys, values = (
-            origins(ast.parse(text), local, methods)
-            for text in (self.query, self.key, ast.unparse(operands_of(self.last)[1]))
-        )
-        joins = {ast.unparse(part.func) for part in keys + values if adds_keys(part)}
-        names = {ast.unparse(part) for part in keys + values if not isinstance(part, ast.Call)}
-        own = names - {ast.unparse(part) for part in queries}
-        caches = {name for name in names & given if any(word in name.lower() for word in CACHES)}
-        return min(joins | caches | own & given, default=""), own - {*local} - {*methods}
-
     def fused(self, text: str, name: str, functional: str, scales_query: bool) -> Fused:
         query, scale = self.query, self.scale or "1.0"
         if scales_query:
@@ -199,8 +172,7 @@ class Attention:
             self.query,
             self.key,
             self.masks,
-            self.adds_keys,
-            frozenset(self.of_keys),
+            self.more_keys,
         )
 
 
@@ -250,62 +222,6 @@ def parts_of(node: ast.AST, context: type | tuple[type, ...]) -> set[str]:
     """The names and attributes that a statement reads or assigns, as they are written."""
     parts = (part for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute)))
     return {ast.unparse(part) for part in parts if isinstance(part.ctx, context)}
-
-
-def values_in(function: ast.FunctionDef) -> dict[str, list[ast.AST]]:
-    """What each local name of a function is made of; of what it is given, nothing."""
-    values = {name: [] for name in given_to(function)}
-    for target, value in assignments_of(function):
-        for name in names_assigned(target):
-            values.setdefault(name, []).append(value)
-    return values
-
-
-def names_assigned(target: ast.AST) -> set[str]:
-    """The local names that an assignment to this target changes: of `a[i] = b`, a."""
-    while isinstance(target, ast.Subscript):
-        target = target.value
-    if isinstance(target, (ast.Tuple, ast.List, ast.Starred)):
-        return {name for part in ast.iter_child_nodes(target) for name in names_assigned(part)}
-    return {target.id} if isinstance(target, ast.Name) else set()
-
-
-def origins(
-    node: ast.AST, local: dict[str, list[ast.AST]], methods: dict[str, ast.FunctionDef]
-) -> list[ast.AST]:
-    """What an expression is made of: calls, names, and attributes of self and of the file as a whole, also
-    those of local names, and of the methods that it calls."""
-    parts, queue, seen = [], [node], set()
-    while queue:
-        part = queue.pop()
-        base = part
-        while isinstance(base, ast.Attribute):
-            base = base.value
-        if not isinstance(base, ast.Name):  # of `x.view(B)(y)`, the call and what is in it
-            parts += [part] if isinstance(part, ast.Call) else []
-            queue += ast.iter_child_nodes(part)
-            continue
-        text = base.id if base.id in local else ast.unparse(part)
-        if text not in seen:
-            seen.add(text)
-            parts.append(base if base.id in local else part)
-            queue += local.get(text, [])
-            if text in methods:
-                inner = values_in(methods[text])
-                parts += [each for each in origins(methods[text], inner, {}) if not is_local(each, inner)]
-    return parts
-
-
-def is_local(part: ast.AST, local: dict[str, list[ast.AST]]) -> bool:
-    return isinstance(part, ast.Name) and (part.id in local or part.id == "self")
-
-
-def adds_keys(part: ast.AST) -> bool:
-    """Whether a call joins tensors along another dimension than their last."""
-    if not (isinstance(part, ast.Call) and ast.unparse(part.func).rpartition(".")[2] in JOINS):
-        return False
-    words = [*part.args[1:2], *(each.value for each in part.keywords if each.arg in ("dim", "axis"))]
-    return ast.unparse(words[0] if words else ast.Constant(0)) not in OF_WIDTH
 
 
 def value_of(statement: ast.stmt, name: str) -> ast.expr:

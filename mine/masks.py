@@ -6,7 +6,9 @@ mask, and a cache of keys, which needs the last rows of a mask, is of generation
 
 import ast
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -125,6 +127,42 @@ def is_triangle(tensor: torch.Tensor) -> bool:
     rows, keys = tensor.shape[-2:]
     above = torch.ones(rows, keys, dtype=torch.bool, device=tensor.device).triu(1)
     return rows == keys and any(bool((tensor.bool() == each).all()) for each in (above, ~above))
+
+
+def faults_of_masks(masks: dict[str, bool], owners: list[torch.nn.Module], file: ModuleType) -> Iterator[str]:
+    """Why a mask that is made of these names is not the causal one: a tensor is no triangle, or is not found,
+    among attributes of the modules with this attention, `owners`, and what the file defines."""
+    for name, is_made_here in masks.items():
+        of_self = name.startswith("self.")
+        if is_made_here and not of_self:  # a local name
+            continue
+        places = owners if of_self else [file]
+        tensors = [tensor for place in places for tensor in tensors_in(values_along(place, name)[-1])]
+        if not (tensors or is_made_here):
+            yield f"has a mask that is made elsewhere ({name}): make it beside its attention"
+        for tensor in tensors:
+            has_rows = tensor.dim() > 1 and min(tensor.shape[-2:]) > 1  # and no positions, (1, T)
+            if has_rows and not is_triangle(tensor):
+                yield "is not causal in longer batches, by its whole mask"
+
+
+def values_along(place: object, name: str) -> list[object]:
+    """The values of a dotted name from its first part to the whole, in a module or in a file; of what is
+    missing, None."""
+    values = []
+    for part in name.removeprefix("self.").split("."):
+        values.append(place := getattr(place, part, None))
+    return values
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """A tensor, or those of a list, a dict or a module."""
+    if isinstance(value, torch.nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    if isinstance(value, dict):
+        value = [*value.values()]
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    return [each for each in parts if isinstance(each, torch.Tensor)]
 
 
 def values_of(scope: ast.AST) -> dict[str, list[ast.AST]]:

@@ -1,9 +1,5 @@
 """Training a file with its attention by hand as one call of PyTorch's, where both give the same losses."""
 
-import builtins
-from collections.abc import Iterator
-from types import ModuleType, NoneType
-
 import torch
 
 from common.text import Skip, one_line
@@ -13,7 +9,8 @@ from mine import file as model_file
 from mine.attention import BY_HAND, has_switch, kernels_before
 from mine.batch import copied
 from mine.file import ModelArguments
-from mine.masks import Scores, is_triangle
+from mine.keys import name_of_more
+from mine.masks import Scores, faults_of_masks
 
 FEW_BATCHES = 8
 
@@ -76,7 +73,12 @@ def plain_attention(args: ModelArguments) -> by_hand.Fused | None:
     with torch.compiler.set_stance("force_eager"), scores:
         for batch in args.drawn[:FEW_BATCHES]:
             args.loss(model, copied(batch, args.device))
-    scores.faults += [*faults_of_keys(model, edit, args), *faults_of_masks(model, edit, args)]
+    owners = owners_of(model, edit)
+    if name := name_of_more(edit.more_keys, owners, args.file):
+        rule = f"is_causal={edit.query}.size(-2) == {edit.key}.size(-2)"
+        how = f"pass {rule} to F.scaled_dot_product_attention, and a mask where a prompt continues a cache"
+        scores.faults.append(f"may have more keys than queries, by {name}: {how}")
+    scores.faults += faults_of_masks(edit.masks, owners, args.file)
     if scores.faults:
         raise Skip(f"{name_of(edit, args)} {scores.faults[0]}")
     return by_hand.fuse(text, scales_query=True) if edit.is_scaled and scores.has_tensor_scale else edit
@@ -100,71 +102,6 @@ def check_dropout(model: torch.nn.Module, edit: by_hand.Fused, args: ModelArgume
         if which:
             cannot = "which F.scaled_dot_product_attention cannot apply"
             raise Skip(f"{name_of(edit, args)} has a self.{edit.dropout} {which}, {cannot}")
-
-
-def faults_of_keys(model: torch.nn.Module, edit: by_hand.Fused, args: ModelArguments) -> Iterator[str]:
-    """By what keys may outnumber queries, as with a cache: is_causal=True would then show a query the first
-    keys alone."""
-    names = [edit.adds_keys] if edit.adds_keys else []
-    for name in sorted(edit.of_keys):
-        places = [args.file if hasattr(args.file, name.partition(".")[0]) else builtins]
-        if name.startswith("self."):
-            places = owners_of(model, edit)
-        names += [] if all(keeps_length(values_along(place, name)) for place in places) else [name]
-    for name in names[:1]:
-        rule = f"is_causal={edit.query}.size(-2) == {edit.key}.size(-2)"
-        yield (
-            f"may have more keys than queries, by {name}: pass {rule} to F.scaled_dot_product_attention, "
-            "and a mask where a prompt continues a cache"
-        )
-
-
-def keeps_length(values: list[object]) -> bool:
-    """Whether what makes keys leaves their number alone, by the values along its name: a size, a layer, a
-    function, a weight, and no other tensor or list."""
-    value, owner = values[-1], getattr(values[-1], "__self__", None)
-    is_function = callable(value) and isinstance(owner, (NoneType, ModuleType))
-    known = (bool, int, float, str, torch.nn.Module, ModuleType)
-    known += (torch.dtype, torch.device, torch.memory_format)
-    parts = value if isinstance(value, tuple) else [value]
-    is_weight = any(isinstance(each, torch.nn.Parameter) for each in values)
-    return is_weight or is_function or all(isinstance(part, known) for part in parts)
-
-
-def faults_of_masks(model: torch.nn.Module, edit: by_hand.Fused, args: ModelArguments) -> Iterator[str]:
-    """Why the mask is not the causal one: a tensor that it is made of is no triangle, or is not found, among
-    attributes of its module and what the file defines."""
-    for name, is_made_here in edit.masks.items():
-        of_self = name.startswith("self.")
-        if is_made_here and not of_self:  # a local name
-            continue
-        places = owners_of(model, edit) if of_self else [args.file]
-        tensors = [tensor for place in places for tensor in tensors_in(values_along(place, name)[-1])]
-        if not (tensors or is_made_here):
-            yield f"has a mask that is made elsewhere ({name}): make it beside its attention"
-        for tensor in tensors:
-            has_rows = tensor.dim() > 1 and min(tensor.shape[-2:]) > 1  # and no positions, (1, T)
-            if has_rows and not is_triangle(tensor):
-                yield "is not causal in longer batches, by its whole mask"
-
-
-def values_along(place: object, name: str) -> list[object]:
-    """The values of a dotted name from its first part to the whole, in a module or in a file; of what is
-    missing, None."""
-    values = []
-    for part in name.removeprefix("self.").split("."):
-        values.append(place := getattr(place, part, None))
-    return values
-
-
-def tensors_in(value: object) -> list[torch.Tensor]:
-    """A tensor, or those of a list, a dict or a module."""
-    if isinstance(value, torch.nn.Module):
-        return [*value.parameters(), *value.buffers()]
-    if isinstance(value, dict):
-        value = [*value.values()]
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    return [each for each in parts if isinstance(each, torch.Tensor)]
 
 
 def name_of(edit: by_hand.Fused, args: ModelArguments) -> str:
