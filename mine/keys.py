@@ -1,7 +1,7 @@
 """Whether attention by hand may have more keys than queries, as with a cache: by what its keys are made of.
 
-Training shows nothing of a cache, whose single query sees all keys. With is_causal=True it would see the first
-one alone.
+Training shows nothing of a cache, whose single query sees all keys. With is_causal=True it would see the
+first one alone.
 """
 
 import ast
