@@ -92,11 +92,13 @@ def _settings(operators: set[str], of_model: list[tuple], model: torch.nn.Module
         if name in MATRIX_OPERATORS or name in ATTENTION_OPERATORS:
             multiplied |= {DTYPES.get(dtype) for dtype in event.dtypes()}
     recipes = {name: recipe for name, module in model.named_modules() if (recipe := _fp8_recipe(module))}
+    regions = any(name.startswith(("Torch-Compiled Region", COMPILED_GRAPH)) for name in operators)
+    skipped = _skipped_forwards(model)
     settings = Settings(
         amp_dtype=next((name for name in DTYPES.values() if name in multiplied), None),
         float32_matmul_precision=torch.get_float32_matmul_precision(),
         attention_kernel=_attention_kernel(scores, parts),
-        compiled=any(name.startswith(("Torch-Compiled Region", COMPILED_GRAPH)) for name in operators),
+        compiled=regions and (not skipped or len(skipped) < len(_compiled_classes(model))),
         optimizer=_optimizer(operators),
     )
     if recipes:
@@ -124,7 +126,10 @@ def _symptoms(of_model: list[tuple], model: torch.nn.Module) -> Symptoms:
         synchronizations=_synchronizations([name for name, _ in of_model]),
         compiled_modules=_compiled_modules(model),
         compiled_calls=sum(name.startswith("Torch-Compiled Region") for name, _ in of_model),
-        graph_breaks=_graph_breaks(model),
+        graph_breaks=[
+            *_graph_breaks(model),
+            *(f"{name}: the compiler skips it" for name in _skipped_forwards(model)),
+        ],
     )
 
 
@@ -153,6 +158,19 @@ def _compiled_modules(model: torch.nn.Module) -> int:
         if not inside and (module._compiled_call_impl or is_compiled(module.forward)):
             names.append(name)
     return len(names)
+
+
+def _compiled_classes(model: torch.nn.Module) -> set[type]:
+    """The classes of modules whose compile() was called."""
+    return {type(part) for part in model.modules() if part._compiled_call_impl}
+
+
+def _skipped_forwards(model: torch.nn.Module) -> list[str]:
+    """The forward() of those classes that the compiler holds no code of: what it cannot trace from the start
+    it leaves as it is, without a word."""
+    functions = {torch._dynamo.eval_frame.innermost_fn(each.forward) for each in _compiled_classes(model)}
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list
+    return sorted(each.__qualname__ for each in functions if not entries(each.__code__))
 
 
 def is_compiled(function: Callable) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from common.text import Skip
 
@@ -35,11 +36,20 @@ def mapped(function: Callable, *batches):
     if isinstance(first, (tuple, list)):
         parts = [mapped(function, *at_place) for at_place in zip(*batches, strict=True)]
         if isinstance(first, tuple):
-            return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)  # a namedtuple
+            return tuple_like(first, parts)
         like_first = copy.copy(first)
         like_first[:] = parts
         return like_first
     return first
+
+
+def tuple_like(first: tuple, parts: list) -> tuple:
+    """These parts as a tuple or a namedtuple, as the first one; the lengths of a packed sequence stay on the
+    CPU."""
+    if isinstance(first, PackedSequence):
+        new = dict(zip(first._fields, parts, strict=True))
+        return first._replace(**new | {"batch_sizes": first.batch_sizes.clone()})
+    return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
 
 
 def copied(batch, device: torch.device | None):
@@ -101,10 +111,17 @@ def sha256_of(batch) -> str:
 def check_parts(batch) -> None:
     """Raises Skip for an object of another class that holds tensors: they would not be copied, or seen."""
     for part in parts_of(batch):
-        held = getattr(part, "__dict__", {}).values()
-        if not isinstance(part, torch.Tensor) and any(isinstance(value, torch.Tensor) for value in held):
+        if holds_tensors(part):
             what = "tensors, or a tuple, list, dict or dataclass of these"
             raise Skip(f"batches() yields a {type(part).__name__} that holds tensors: let it yield {what}")
+
+
+def holds_tensors(part: object, depth: int = 3) -> bool:
+    """Whether an object has tensors in its attributes, or in theirs."""
+    held = [] if isinstance(part, torch.Tensor) else [*getattr(part, "__dict__", {}).values()]
+    held += [value for each in held if isinstance(each, Mapping) for value in each.values()]
+    inner = [each for each in held if depth and not isinstance(each, type)]
+    return any(isinstance(each, torch.Tensor) or holds_tensors(each, depth - 1) for each in inner)
 
 
 def units_of(batch) -> tuple[str, int]:

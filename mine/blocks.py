@@ -28,8 +28,11 @@ def list_blocks(model: nn.Module, flops: dict[str, int], work: int) -> list[str]
 
 @contextlib.contextmanager
 def count_blocks(model: nn.Module, count: Callable[[], int]) -> Iterator[dict[str, int]]:
-    """By how much `count()` grew inside of the context while members of each list of blocks were called."""
-    grown, began, handles = {}, {}, []
+    """By how much `count()` grew inside of the context while members of each list of blocks were called, by
+    the model's own call: a loss that calls a part of it alone, as model.encode(x), is compiled with it."""
+    grown, began, handles, calls = {}, {}, [], []
+    handles.append(model.register_forward_pre_hook(lambda *_: calls.append(model)))
+    handles.append(model.register_forward_hook(lambda *_: calls.clear()))
     for name, blocks in outermost_lists(model):
         grown[name] = 0
 
@@ -37,7 +40,7 @@ def count_blocks(model: nn.Module, count: Callable[[], int]) -> Iterator[dict[st
             began[part] = count()
 
         def end(part, *_, name=name):
-            grown[name] += count() - began[part]
+            grown[name] += count() - began[part] if calls else 0
 
         for part in parts_of(blocks.children()):
             handles += [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
@@ -92,7 +95,7 @@ def check_compilable(model: nn.Module, lists: list[str]) -> None:
     if torch._dynamo.config.suppress_errors:
         raise Skip("torch._dynamo.config.suppress_errors hides what is not compiled: do not set it")
     for part in parts_of(blocks_of(model, lists) or [model]):
-        name = type(part).__name__
+        name = type(getattr(part, "_orig_mod", part)).__name__
         if isinstance(part, torch.jit.ScriptModule):
             raise Skip(f"{part.original_name} is TorchScript, which it does not compile: leave torch.jit out")
         if getattr(part.compile, "__func__", None) is not nn.Module.compile:
@@ -110,14 +113,11 @@ def count_weights(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
 
-def say_blocks(model: nn.Module, lists: list[str], with_loss: bool) -> str:
-    """What is compiled, and its share of the weights, in a clause; `with_loss`: the loss too, by itself."""
+def say_blocks(model: nn.Module, lists: list[str], loss: str) -> str:
+    """What is compiled, and its share of the weights, in a clause; `loss` says whether the loss is, too."""
     if not lists:
-        why = "no list of equal modules has most of its weights and, called as block(x), most of the work"
+        why = "no list of equal modules has most of its weights and, as block(x) in model(x), of its work"
         return f"the whole model is compiled: {why}"
     share = sum(count_weights(model.get_submodule(name)) for name in lists) / count_weights(model)
     names = f"{len(blocks_of(model, lists))} modules of {' and '.join(lists)}"
-    loss = "and the loss"
-    if not with_loss:
-        loss = "and not the loss, which forward() computes: as loss(model, batch) of the file it would be"
     return f"compiled are the {names}, {share:.0%} of the weights, {loss}"

@@ -1,17 +1,15 @@
 """The changes of the rows of `./run_all.sh --model FILE`: each adds its lines to a program, or says why it
 cannot."""
 
-import random
-
 import torch
 
 from common import hardware
 from common.text import Skip, one_line
 from ladder.rows import AMP, COMPILE, FP8, SDPA
 from mine.attention import advice_on_attention, kernels_before, switch_of
-from mine.batch import copied, described
-from mine.blocks import blocks_of, check_compilable, parts_of
-from mine.file import ModelArguments, called
+from mine.batch import described
+from mine.blocks import blocks_of, check_compilable
+from mine.file import called
 from mine.program import (
     PRECISION,
     Program,
@@ -93,52 +91,10 @@ def compile_blocks(program: Program) -> None:
     not train the same."""
     model, args = program.model, program.args
     check_compilable(model, args.blocks)
-    if names := drawn_generators(program):
-        why = f"draws from {' and '.join(names)} once, and repeats the number"
-        raise Skip(f"the compiler {why}: draw by the functions of `random`, not from a random.Random")
+    if args.drawn_at:
+        how = "draw by the functions of `random`, not from a random.Random of your own"
+        raise Skip(f"the compiler draws a number once, and repeats it ({args.drawn_at}): {how}")
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    program.run(compile_lines(model, args.blocks))
+    if args.is_called:
+        program.run(compile_lines(model, args.blocks))
     program.run(compiled_loss_lines(model, args.loss_module))
-
-
-def drawn_generators(program: Program) -> list[str]:
-    """The generators of Python's `random` that a step draws from where it is compiled: in the blocks, or in
-    the whole model without any, and in the loss around it."""
-    args = program.args
-    states = [(each, each.getstate()) for _, each in generators_of(program.model, args)]
-    if not states:
-        return []
-    model, drawn = args.model(), []  # another one, whose buffers may change
-    generators = generators_of(model, args)
-    last = [each.getstate() for _, each in generators]
-
-    def look(is_compiled: bool) -> None:
-        for k, (name, each) in enumerate(generators):
-            if (state := each.getstate()) != last[k]:
-                last[k] = state
-                drawn.extend([name] if is_compiled else [])
-
-    for part in parts_of(blocks_of(model, args.blocks) or [model]):
-        part.register_forward_pre_hook(lambda part, _: look(part is model))
-        part.register_forward_hook(lambda *_: look(True))
-    if args.blocks:
-        model.register_forward_pre_hook(lambda *_: look(True))
-        model.register_forward_hook(lambda *_: look(False))
-    with torch.compiler.set_stance("force_eager"):
-        args.loss(model, copied(args.drawn[0], args.device))
-    look(True)
-    for each, state in states:  # a step draws from those of the file as if nothing was drawn here
-        each.setstate(state)
-    return [*dict.fromkeys(drawn)]
-
-
-def generators_of(model: torch.nn.Module, args: ModelArguments) -> list[tuple[str, random.Random]]:
-    """Those that modules and the file hold, with their names."""
-    places = [("", f" of {args.path.name}", args.file)]
-    places += [("self.", f" of {type(part).__name__}", part) for part in model.modules()]
-    return [
-        (f"{before}{name}{behind}", value)
-        for before, behind, place in places
-        for name, value in vars(place).items()
-        if type(value) is random.Random
-    ]

@@ -25,6 +25,7 @@ from ladder.rows import AMP, AS_IT_IS, COMPILE, FROM, MODEL_ROWS, SDPA
 from mine.attention import calling_line, switch_of
 from mine.batch import copied, sha256_of, units_of
 from mine.blocks import check_compilable, count_blocks, count_weights, list_blocks, say_blocks
+from mine.draws import watch_draws
 from mine.file import SEEN, ModelArguments, called, in_a_process_of_its_own, parse, weights_sha256
 from mine.program import Program, compiled_loss_lines
 
@@ -45,10 +46,9 @@ def check(args: ModelArguments) -> Workload:
     see_start(args, model)
     args.remarks = [f"{work.model}: {size}", *args.remarks]
     if COMPILE not in args.rows_in_file:
-        with_loss = bool(compiled_loss_lines(model, args.loss_module))
         try:
             check_compilable(model, args.blocks)
-            args.remarks.append(f"Row {COMPILE}: {say_blocks(model, args.blocks, with_loss)}")
+            args.remarks.append(f"Row {COMPILE}: {say_compiled(args, model)}")
         except Skip:  # its row says why
             pass
     if (count := len(args.drawn)) <= work.steps:
@@ -57,6 +57,18 @@ def check(args: ModelArguments) -> Workload:
     if work.text_sha256 != args.work_sha256():
         raise Skip(f"batches() of {args.path.name} yields other numbers each time: seed its generator")
     return work
+
+
+def say_compiled(args: ModelArguments, model: torch.nn.Module) -> str:
+    """What row 3_compile compiles, in a clause."""
+    if not args.is_called:
+        return "compiled is the loss, with what it calls of the model: it calls no model(x)"
+    loss = "and the loss"
+    if not compiled_loss_lines(model, args.loss_module):
+        loss = "and not the loss, which forward() computes: as loss(model, batch) of the file it would be"
+        if hasattr(args.file, "loss"):
+            loss = "and not the loss, which torch.compiler.disable keeps out"
+    return say_blocks(model, args.blocks, loss)
 
 
 def first_loss(args: ModelArguments, model: torch.nn.Module) -> torch.Tensor:
@@ -150,9 +162,27 @@ def step_flops(args: ModelArguments, model: torch.nn.Module) -> int:
     flops, of_blocks, forward = count_flops(args, model, fits)
     model.zero_grad()
     args.blocks = list_blocks(model, of_blocks, forward)
+    if fits:
+        look_into_loss(args, model)
     if not flops and not args.remarks:
         args.remarks.append("FLOPs are not counted: PyTorch's counter cannot follow this model")
     return flops
+
+
+def look_into_loss(args: ModelArguments, model: torch.nn.Module) -> None:
+    """See whether the loss calls the model itself, and the first line that draws what a compiler would draw
+    once."""
+    calls = []
+    with (
+        contextlib.suppress(Exception),  # of a loss that fails when it is called again, or of TorchScript
+        watch_draws(model, args.blocks) as lines,
+        torch.compiler.set_stance("force_eager"),
+        torch.no_grad(),
+    ):
+        handle = model.register_forward_pre_hook(lambda *_: calls.append(model))
+        args.loss(model, copied(args.drawn[0], args.device))
+        handle.remove()
+        args.is_called, args.drawn_at = bool(calls), next(iter(lines), "")
 
 
 def count_flops(

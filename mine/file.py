@@ -79,7 +79,18 @@ NAMES_OF_PROGRAMS = (
     "fp8_context",
 )
 # What the check saw, for the rows.
-SEEN = ("beside", "is_masked", "softmax_at", "blocks", "loss_text", "first", "rows_in_file", "weights_sha256")
+SEEN = (
+    "beside",
+    "is_masked",
+    "is_called",
+    "softmax_at",
+    "drawn_at",
+    "blocks",
+    "loss_text",
+    "first",
+    "rows_in_file",
+)
+SEEN += ("weights_sha256",)
 LR = 1e-4  # of the AdamW that a file without an optimizer gets
 
 
@@ -100,7 +111,9 @@ class ModelArguments(options.Measurement):
     # whether attention got a mask of its own.
     beside: list[str] = field(default_factory=list)
     is_masked: bool = True
+    is_called: bool = True  # the model itself, by the loss
     softmax_at: str = ""  # where the largest softmax is: `attend, net.py line 31`
+    drawn_at: str = ""  # the line that draws a number which a compiler would draw once, see mine/draws.py
     blocks: list[str] = field(default_factory=list)  # names of the lists of blocks, see mine/blocks.py
     loss_text: str = ""  # an expression of the loss of `{batch}`, by the first pass, which trains
     first: str = FP32  # the name of the first row, the file unchanged
@@ -136,8 +149,9 @@ class ModelArguments(options.Measurement):
 
     @property
     def loss_module(self) -> str | None:
-        """That name where the file has a loss(), which can be compiled by itself; otherwise None."""
-        return self.module_name if hasattr(self.file, "loss") else None
+        """That name where the file has a loss() that can be compiled by itself; otherwise None."""
+        is_disabled = getattr(getattr(self.file, "loss", None), "_torchdynamo_disable", False)
+        return self.module_name if hasattr(self.file, "loss") and not is_disabled else None
 
     def about(self) -> list[str]:
         return [*hardware.about(self.device), f"model of {self.path.name}"]

@@ -6,11 +6,14 @@ first one alone.
 
 import ast
 import builtins
+import inspect
+import textwrap
+from collections.abc import Callable
 from types import ModuleType, NoneType
 
 import torch
 
-from mine.masks import assignments_of, given_to, values_along
+from mine.masks import DESCRIPTIONS, assignments_of, given_to, values_along
 
 JOINS = ("cat", "concat", "concatenate")  # functions that can add keys
 OF_WIDTH = ("-1", "3")  # the dimension along which they add none
@@ -29,7 +32,8 @@ def more_keys(
     )
     parts = of_keys + of_values
     joins = {ast.unparse(part.func) for part in parts if adds_keys(part)}
-    names = {ast.unparse(part) for part in parts if not isinstance(part, ast.Call)}
+    joins |= {ast.unparse(part) for part in of_queries if takes_last(part)} - {*map(ast.unparse, parts)}
+    names = {ast.unparse(part) for part in parts if isinstance(part, (ast.Name, ast.Attribute))}
     own = names - {ast.unparse(part) for part in of_queries}
     caches = {name for name in names & given if any(word in name.lower() for word in CACHES)}
     return min(joins | caches | own & given, default=""), own - {*local} - {*methods}
@@ -56,16 +60,18 @@ def names_assigned(target: ast.AST) -> set[str]:
 def origins(
     node: ast.AST, local: dict[str, list[ast.AST]], methods: dict[str, ast.FunctionDef]
 ) -> list[ast.AST]:
-    """What an expression is made of: calls, names, and attributes of self and of the file as a whole, also
-    those of local names, and of the methods that it calls."""
+    """What an expression is made of: calls, indices, names, and attributes of self and of the file as a
+    whole, also those of local names, and of the methods that it calls."""
     parts, queue, seen = [], [node], set()
     while queue:
         part = queue.pop()
+        if isinstance(part, ast.Attribute) and part.attr in DESCRIPTIONS:
+            continue
         base = part
         while isinstance(base, ast.Attribute):
             base = base.value
         if not isinstance(base, ast.Name):  # of `x.view(B)(y)`, the call and what is in it
-            parts += [part] if isinstance(part, ast.Call) else []
+            parts += [part] if isinstance(part, (ast.Call, ast.Subscript)) else []
             queue += ast.iter_child_nodes(part)
             continue
         text = base.id if base.id in local else ast.unparse(part)
@@ -91,6 +97,16 @@ def adds_keys(part: ast.AST) -> bool:
     return ast.unparse(words[0] if words else ast.Constant(0)) not in OF_WIDTH
 
 
+def takes_last(part: ast.AST) -> bool:
+    """Whether an index takes the last ones along another dimension than a tensor's last."""
+    if not (isinstance(part, ast.Subscript) and isinstance(part.slice, ast.Tuple)):
+        return False
+    places = part.slice.elts
+    has_dots = any(isinstance(place, ast.Constant) and place.value is ... for place in places)
+    places = places[:-1] if has_dots else places[:3]
+    return any(isinstance(place, ast.Slice) and isinstance(place.lower, ast.UnaryOp) for place in places)
+
+
 def name_of_more(more: tuple[str, set[str]], owners: list[torch.nn.Module], file: ModuleType) -> str:
     """By what a model has more keys than queries, of what `more_keys` told of its file; empty if by nothing.
     `owners` are the modules with this attention."""
@@ -105,12 +121,27 @@ def name_of_more(more: tuple[str, set[str]], owners: list[torch.nn.Module], file
 
 
 def keeps_length(values: list[object]) -> bool:
-    """Whether what makes keys leaves their number alone, by the values along its name: a size, a layer, a
-    function, a weight, and no other tensor or list."""
+    """Whether what makes keys leaves their number alone, by the values along its name: a size, a scale, a
+    weight, a layer or a function that joins nothing, and no other tensor or list."""
     value, owner = values[-1], getattr(values[-1], "__self__", None)
-    is_function = callable(value) and isinstance(owner, (NoneType, ModuleType))
-    known = (bool, int, float, str, torch.nn.Module, ModuleType)
-    known += (torch.dtype, torch.device, torch.memory_format)
-    parts = value if isinstance(value, tuple) else [value]
-    is_weight = any(isinstance(each, torch.nn.Parameter) for each in values)
-    return is_weight or is_function or all(isinstance(part, known) for part in parts)
+    if any(isinstance(each, torch.nn.Parameter) for each in values):
+        return True
+    if isinstance(value, torch.nn.Module):
+        return not joins_keys(value.forward)
+    if callable(value) and isinstance(owner, (NoneType, ModuleType)):
+        return not joins_keys(value)
+    if isinstance(value, torch.Tensor) and value.numel():
+        return value.dim() < 2 or value.shape[-2] == 1
+    known = (bool, int, float, str, ModuleType, torch.dtype, torch.device, torch.memory_format)
+    return all(isinstance(part, known) for part in (value if isinstance(value, tuple) else [value]))
+
+
+def joins_keys(function: Callable) -> bool:
+    """Whether a function of the user's joins tensors as a cache does."""
+    if getattr(function, "__module__", None) is None or function.__module__.startswith("torch."):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # of a builtin, or a lambda
+        return False
+    return any(map(adds_keys, ast.walk(tree)))

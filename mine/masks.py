@@ -48,24 +48,26 @@ def masks_of_fill(call: ast.Call, given: set[str], values: dict[str, list[ast.AS
     if not (is_infinite or is_least or is_large):
         raise NotPlainError
     names: dict[str, bool] = {}
-    follow_mask(call.args[0], values, names)
+    if follow_mask(call.args[0], values, names) > 1:  # two triangles leave a window
+        raise NotPlainError
     return names
 
 
-def follow_mask(node: ast.AST, values: dict[str, list[ast.AST]], names: dict[str, bool]) -> None:
-    """Add the names that a mask is made of to `names`. Raises NotPlainError unless it is a triangle, of ones
-    or by comparing positions, from the first row and key on."""
+def follow_mask(node: ast.AST, values: dict[str, list[ast.AST]], names: dict[str, bool]) -> int:
+    """Add the names that a mask is made of to `names`, and return how many triangles. Raises NotPlainError
+    unless it is made of ones or by comparing positions, from the first row and key on."""
+    triangles = 0
     if isinstance(node, (ast.Name, ast.Attribute)):
         if (name := ast.unparse(node)) in names:
-            return
+            return 0
         parts = values.get(name, [])
         names[name] = bool(parts)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        parts = masks_of_call(node)
+        parts, triangles = masks_of_call(node), int(node.func.attr in TRIANGLES)
     else:
         parts = [] if isinstance(node, ast.Constant) else operands_of(node)
-    for part in parts:
-        follow_mask(part, values, names)
+        triangles = int(isinstance(node, ast.Compare) and not any(map(is_number, node.comparators)))
+    return triangles + sum(follow_mask(part, values, names) for part in parts)
 
 
 def operands_of(node: ast.AST) -> list[ast.expr]:
@@ -75,9 +77,7 @@ def operands_of(node: ast.AST) -> list[ast.expr]:
         if all(map(is_from_the_start, places)):
             return [node.value]
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        (other,) = node.comparators
-        if is_number(other) or not has_triangle(node):  # two triangles leave a window
-            return [node.left, other]
+        return [node.left, *node.comparators]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Invert, ast.Not)):
         return [node.operand]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and is_number(node.left):
@@ -94,17 +94,13 @@ def masks_of_call(call: ast.Call) -> list[ast.AST]:
         raise NotPlainError
     inner, rest = (call.args[0], call.args[1:]) if wraps else (call.func.value, call.args)
     words = [each.value for each in call.keywords if each.arg not in ("device", "dtype", "requires_grad")]
-    if name in TRIANGLES and (has_triangle(inner) or not all(map(is_number, [*rest, *words]))):
-        raise NotPlainError  # a window, or a diagonal that depends on the length, as with a cache
+    if name in TRIANGLES and not all(map(is_number, [*rest, *words])):
+        raise NotPlainError  # a diagonal that depends on the length, as with a cache
     if name in ("eq", "ne") and not all(map(is_number, rest)):
         raise NotPlainError
     if name == "arange" and (rest[1:] or words):
         raise NotPlainError
     return [inner] if wraps or not is_function else []
-
-
-def has_triangle(node: ast.AST) -> bool:
-    return any(isinstance(each, ast.Attribute) and each.attr in TRIANGLES for each in ast.walk(node))
 
 
 def is_from_the_start(place: ast.expr) -> bool:
@@ -137,6 +133,9 @@ def faults_of_masks(masks: dict[str, bool], owners: list[torch.nn.Module], file:
         if is_made_here and not of_self:  # a local name
             continue
         places = owners if of_self else [file]
+        own = name.removeprefix("self.").partition(".")[0]
+        if any(isinstance(getattr(type(place), own, None), property) for place in places):
+            yield f"has a mask that a property makes ({name}): make it in __init__()"
         tensors = [tensor for place in places for tensor in tensors_in(values_along(place, name)[-1])]
         if not (tensors or is_made_here):
             yield f"has a mask that is made elsewhere ({name}): make it beside its attention"
@@ -181,8 +180,11 @@ def values_of(scope: ast.AST) -> dict[str, list[ast.AST]]:
             if node.func.attr == "register_buffer":
                 name, value = [*node.args, *(each.value for each in node.keywords)][:2]
                 values[f"self.{getattr(name, 'value', '')}"].append(value)
-            elif node.func.attr.endswith("_"):  # in place
-                values[ast.unparse(node.func.value)].append(ast.Pass())
+            elif node.func.attr.endswith("_"):  # in place, perhaps of a part
+                changed = node.func.value
+                while isinstance(changed, ast.Subscript):
+                    changed = changed.value
+                values[ast.unparse(changed)].append(ast.Pass())
     return values
 
 

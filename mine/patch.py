@@ -49,9 +49,9 @@ def patched(text: str, names: list[str], model: nn.Module, lists: list[str], arg
         setup += program.fp8_lines(model, lists)
     if COMPILE in names and ("loss" in functions or not hasattr(args.file, "loss")):
         placed.append(COMPILE)
-        setup += program.compile_lines(model, lists)
+        setup += program.compile_lines(model, lists) if args.is_called else []
         if "loss" in functions:
-            decorators.append("@torch.compile")
+            decorators += ["@torch.compile"] if args.loss_module else []
         else:
             setup += program.compiled_loss_lines(model)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

@@ -25,13 +25,14 @@ def replace_attention(names: list[str], before: dict[str, dict], args: ModelArgu
     if has_switch(args.model(), args.path.name, args.softmax_at) or not (edit := plain_attention(args)):
         return
     try:
+        import_anew(args, patch.read(args.path))
         expected = noisy_losses(args)
     except Exception:  # its loss fails in evaluation: the row says what to do
+        args.file = unchanged
         return
     ran_in_half = runs_in_half(args)
     try:
-        model_file.set_seeds(args.seed)  # as before the file was imported
-        args.file = model_file.imported(args.path, args.file.__name__, edit.text)
+        import_anew(args, edit.text)
         losses = noisy_losses(args)
     except Exception as error:
         args.file = unchanged
@@ -45,7 +46,14 @@ def replace_attention(names: list[str], before: dict[str, dict], args: ModelArgu
         args.file = unchanged
         how = "give query, key and value one dtype, as q.to(v.dtype)"
         raise Skip(f"{name_of(edit, args)} runs with a model in BF16, and PyTorch's call would not: {how}")
+    import_anew(args, edit.text)
     args.attention = edit
+
+
+def import_anew(args: ModelArguments, text: str) -> None:
+    """Import a text as the file: whatever its loss counts or draws begins again."""
+    model_file.set_seeds(args.seed)
+    args.file = model_file.imported(args.path, args.file.__name__, text)
 
 
 def runs_in_half(args: ModelArguments) -> bool:

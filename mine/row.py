@@ -26,7 +26,7 @@ from mine.attention import has_switch
 from mine.file import ModelArguments
 from mine.optimizers import each_of
 from mine.program import Program
-from mine.replace import plain_attention, replace_attention
+from mine.replace import import_anew, plain_attention, replace_attention
 from mine.state import ModelState, capture, check_states
 
 USABLE = 0.92  # of a GPU's memory, by a step
@@ -153,8 +153,7 @@ def patch_file(names: list[str], args: ModelArguments) -> list[str]:
     if not placed:
         raise Skip(f"none of the changes can be placed in {args.path.name}")
     args.code = patch.difference(args.path.name, text, patched)
-    model_file.set_seeds(args.seed)  # as before the file was imported
-    args.file = model_file.imported(args.path, args.file.__name__, patched)
+    import_anew(args, patched)
     return [name for name in names if name not in placed]
 
 

@@ -33,7 +33,7 @@ def contradiction(
     if NO_BF16 in (row.note or "") and AMP in missing:
         missing.remove(AMP)  # which the note tells
     if missing:
-        causes = [cause_of_missing(change, row.settings, variables) for change in missing]
+        causes = [cause_of_missing(change, row, variables) for change in missing]
         return f"its name is not what ran: {' and '.join(missing)} did not run{''.join(causes)}"
     added = [change for change in denied if row.settings.has_run(change)]
     is_fp32 = row.step == "0_baseline" or (not is_of_ladder and AMP not in promised)
@@ -46,11 +46,14 @@ def contradiction(
     return f"its name is not what ran: {' and '.join(added)} ran too{causes}" if added else ""
 
 
-def cause_of_missing(change: str, settings: Settings, variables: dict[str, str]) -> str:
+def cause_of_missing(change: str, row: Row, variables: dict[str, str]) -> str:
     """Why a change did not run, in brackets; empty where that is not known."""
     switches = [name for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE") if name in variables]
     if change == COMPILE and switches:
         return f" ({switches[0]}={variables[switches[0]]} switches the compiler off)"
-    if change == SDPA and settings.attention_kernel:
-        return f" (attention ran as {settings.attention_kernel}, whatever was asked)"
+    breaks = row.symptoms.graph_breaks if row.symptoms else []
+    if change == COMPILE and breaks:
+        return f" ({breaks[-1]}; TORCH_LOGS=graph_breaks says why)"
+    if change == SDPA and row.settings.attention_kernel:
+        return f" (attention ran as {row.settings.attention_kernel}, whatever was asked)"
     return ""

@@ -197,6 +197,21 @@ PLAIN = {
     ),
     "one minus a triangle": (made("(1 - torch.ones(T, T).tril()).bool()"), "(q, k, v, is_causal=True"),
     "a mask that a method makes": (made("self.masks(T)"), None),
+    "a window of two names": (
+        made("torch.ones(T, T).triu(1)\n        hidden = torch.tril(hidden, 7).bool()"),
+        None,
+    ),
+    "a window of two comparisons": (
+        made(
+            "0\n        i = torch.arange(T)\n        a, b = i[:, None] < i, i[:, None] < i"
+            "\n        hidden = a > b"
+        ),
+        None,
+    ),
+    "a prefix that is filled in": (
+        made("torch.ones(T, T).triu(1).bool()\n        hidden[:, :0].fill_(False)"),
+        None,
+    ),
     "another number than infinity": (NANOGPT.replace('float("-inf")', "0.0"), None),
     "a dropout inside another module": (NANOGPT.replace("self.drop(att)", "self.drops.attn(att)"), None),
     "a dropout that is conditional": (
@@ -350,6 +365,16 @@ def test_a_copy_that_fails_leaves_the_file(arguments_of, monkeypatch):
     assert args.file is unchanged
 
 
+def test_the_losses_that_are_compared_begin_where_training_does(arguments_of):
+    """A loss that counts its steps, as to anneal a weight."""
+    counted = "STEP = 0\ndef loss(model, batch):\n    global STEP\n    STEP += 1\n"
+    counted += "    return model(batch).square().mean() * (1 + STEP)\n"
+    own = "def loss(model, batch):\n    return model(batch).square().mean()\n"
+    args = arguments_of(NANOGPT, (own, counted))
+    model_row.build(["2_sdpa"], before(), args)
+    assert args.attention and args.file.STEP == 0
+
+
 def test_a_call_that_would_refuse_a_model_in_bf16_is_not_made(arguments_of, tmp_path):
     """Rotary embeddings in FP32, for example: training in FP32 or with autocast shows nothing."""
     body = NANOGPT.replace("        # causal", "        q, k = q * torch.ones(8), k * torch.ones(8)")
@@ -416,7 +441,16 @@ STORED = """
 STORE = ("def forward(self, x):", "held = None\n    def forward(self, x, more=None):")
 PROJECTED = "        q, k, v = (each + 0 for each in extended(past, q, k, v))\n"
 PROJECT = (STORE[0], STORE[1].replace("more", "past"))
-OF_FILE = "CACHE = [None]\ndef extended(more, *given):\n    return given\n\nclass Attention"
+CACHE = ("self.norm = nn", "self.store = Store()\n        self.norm = nn")
+JOINS = """def joined(k, v):
+    return torch.cat((k, k), dim=2)[:, :, :8], v
+
+class Store(nn.Module):
+    def forward(self, k, v):
+        return torch.cat((k, k), dim=-2)[:, :, :8], v
+
+"""
+OF_FILE = JOINS + "CACHE = [None]\ndef extended(more, *given):\n    return given\n\nclass Attention"
 JOINED = (
     "    def forward(self, x):",
     "    def extended(self, k, v):\n        return torch.cat((k, k), 2)[:, :, :8], v\n"
@@ -426,6 +460,7 @@ KNOWN = (
     "self.norm = nn",
     "self.w, self.shape = nn.Parameter(torch.eye(8)), (2, 8)\n"
     "        self.register_buffer('cos_cached', torch.ones(8))\n"
+    "        self.register_buffer('key_scale', torch.ones(2, 1, 1))\n"
     "        self.repeated, self.past_scale, self.use_cache = (lambda k: k), 1.0, False\n"
     "        self.norm = nn",
 )
@@ -436,6 +471,7 @@ KEYS = (
     "k * self.past_scale",
     "k if self.use_cache else k[..., : self.shape[1]]",
     "self.repeated(k)",
+    "k * self.key_scale",
     "k.to(memory_format=torch.contiguous_format)[..., : min(8, len(k) + 8)]",
 )
 
@@ -454,6 +490,12 @@ KEYS = (
         ("        k = torch.cat((k,), 2)\n", ("", ""), "torch.cat"),
         ("        k = torch.cat((k,))\n", ("", ""), "torch.cat"),
         ("        k = self.window[:8, :1] * 0 + k\n", ("", ""), "self.window"),
+        ("        k, v = self.store(k, v)\n", CACHE, "self.store"),
+        ("        k, v = joined(k, v)\n", CACHE, "joined"),
+        ("        q = q[:, :, -8:]\n", ("", ""), r"q\[:, :, -8:\]"),
+        ("        q = q[:, :, -8:]\n        T = q.shape[2]\n", ("", ""), r"q\[:, :, -8:\]"),
+        ("        q = q[..., -8:, :]\n", ("", ""), r"q\[\.\.\., -8:, :\]"),
+        ("        q, k = q[..., -8:], k[:, :, -8:]\n", ("", ""), ""),
         (HALVES, ("", ""), ""),
         *((f"        k = {k}\n", KNOWN, "") for k in KEYS),
         ("        q, k = q * self.cos_cached, k * self.cos_cached\n", KNOWN, ""),
@@ -472,6 +514,10 @@ def test_a_call_is_causal_only_where_no_cache_adds_keys(lines, change, by, argum
         model_row.build(["2_sdpa"], before(), args)
 
 
+MADE = (
+    "    def forward(self, x):",
+    "    made = property(lambda self: torch.ones(8, 8).triu(1).bool())\n    def forward(self, x):",
+)
 HOOKED = ("net.mask = CHANGED", "net.drop.register_forward_hook(lambda *_: None)")
 
 
@@ -480,6 +526,7 @@ HOOKED = ("net.mask = CHANGED", "net.drop.register_forward_hook(lambda *_: None)
     [
         (NANOGPT, ("nn.Dropout(0.0)", "nn.AlphaDropout(0.0)"), "no nn.Dropout"),
         (NANOGPT, (OUTSIDE[0], OUTSIDE[1].replace(*HOOKED)), "a self.drop with hooks"),
+        (IN_PLACE.replace("MASK", "self.made"), MADE, r"that a property makes \(self\.made\)"),
         (
             IN_PLACE.replace("MASK", "[self][0].mask[:T, :T]"),
             ("", ""),

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import random
 import re
 import sys
 import sysconfig
@@ -23,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common import benchmark, profile
 from common import proof as sampling
-from common.record import Profile, Proof, Settings, write_json
+from common.record import Profile, Proof, Row, Settings, write_json
 from common.text import Skip, explain
 from ladder import rows as planned
 from ladder import running
@@ -33,12 +34,14 @@ from mine import blocks as model_blocks
 from mine import changes
 from mine import check as model_check
 from mine import file as model_file
+from mine import patch as model_patch
 from mine import program as model_program
 from mine import row as model_row
 from mine import state as model_state
 from mine.program import Program
 from report import proof, sections, sentences, table
 from report.derive import derive
+from report.promises import contradiction
 
 BATCHES = "def batches():\n    while True:\n        yield torch.randn(4, 16)\n"
 SUM = "def loss(model, batch):\n    return model(batch).square().mean()\n"
@@ -283,6 +286,13 @@ def test_tokens_are_integers_of_two_dimensions():
     tokens, picture = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(3, 4, 4)
     assert model_batch.units_of({"x": torch.zeros(2), "y": [tokens]}) == ("tokens", 10)
     assert model_batch.units_of({"x": picture, "y": [tokens]}) == ("samples", 3), "labels of pictures"
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    moved = model_batch.copied(packed, torch.device("meta"))
+    assert moved.data.is_meta and not moved.batch_sizes.is_meta and type(moved) is type(packed)
+    inside = SimpleNamespace(store=SimpleNamespace(mapping={"x": picture}))
+    with pytest.raises(Skip, match="SimpleNamespace that holds tensors"):
+        model_batch.check_parts((inside, tokens))
+    model_batch.check_parts((SimpleNamespace(note=["a"]), tokens, torch.long))
     assert model_batch.units_of({"labels": tokens[:, :1], "input_ids": tokens}) == ("tokens", 10)
     assert model_batch.units_of((picture, torch.zeros(3, dtype=torch.int64))) == ("samples", 3)
     assert model_batch.units_of(torch.zeros(())) == ("samples", 1)
@@ -593,8 +603,7 @@ def test_blocks_are_equal_modules_that_hold_most_of_the_weights_and_of_the_work(
     assert model_blocks.list_blocks(model, flops, work) == ["blocks"]
     assert model_blocks.blocks_of(model, ["blocks"]) == [*model.blocks.children()]
     said = "compiled are the 3 modules of blocks, 75% of the weights, and the loss"
-    assert model_blocks.say_blocks(model, ["blocks"], with_loss=True) == said
-    assert "and not the loss" in model_blocks.say_blocks(model, ["blocks"], with_loss=False)
+    assert model_blocks.say_blocks(model, ["blocks"], "and the loss") == said
     assert model_blocks.list_blocks(Layers(embeddings=999), flops, work) == [], "most weights do no work"
     assert model_blocks.list_blocks(model, {}, 0) == ["blocks"], "not counted"
     assert model_blocks.list_blocks(nn.Linear(2, 2), {}, 0) == []
@@ -713,32 +722,88 @@ def test_what_keeps_blocks_from_being_compiled_is_said_and_not_that_they_are(old
             built(["3_compile"], args)
 
 
+DRAWN = """
+import random
+from types import SimpleNamespace
+RANDOM, STEP = random.Random(0), random.Random
+CONFIG = SimpleNamespace(held={"one": RANDOM})
+"""
+
+
 @pytest.mark.parametrize(
-    ("generator", "drawn_from", "name"),
+    ("draw", "is_drawn_once"),
     [
-        ("random.Random(0)", "self.own", "self.own of Block"),
-        ("0", "RANDOM", "RANDOM of my_model.py"),
-        ("0", "random", ""),
-        ("random.Random(0)", "", None),
-        ("0", "LAYERS", None),
+        ("RANDOM.random()", True),
+        ("self.own.choice([1, 2])", True),
+        ("CONFIG.held['one'].gauss()", True),
+        ("STEP(3).uniform(0, 1)", True),
+        ("random.random() + random.choice([1, 2])", False),
+        ("random.SystemRandom().random()", False),
+        ("1", False),
     ],
 )
-def test_what_the_compiler_would_draw_once_is_not_compiled(generator, drawn_from, name, arguments_of):
-    """A random.Random, which it reads while it traces, and never again."""
-    text = "import random\nRANDOM = random.Random(0)\n" + EQUAL_BLOCKS
-    text = text.replace("        self.a,", f"        self.own = {generator}\n        self.a,")
-    if drawn_from == "LAYERS":  # in the model, around its blocks
-        text = text.replace("            x = block(x)", "            x = block(x + RANDOM.random())")
-    elif name is not None:
-        text = text.replace("return x +", f"return x if {drawn_from}.random() < 0 else x +")
+def test_what_the_compiler_would_draw_once_is_not_compiled(draw, is_drawn_once, arguments_of):
+    """A number of a random.Random, which it reads while it traces, and never again."""
+    text = DRAWN + EQUAL_BLOCKS.replace(
+        "        self.a,", "        self.own = random.Random(0)\n        self.a,"
+    )
+    text = text.replace("return x +", f"return x * ({draw}) +")
     args = arguments_of(text + BATCHES + SUM)
     model_check.check(args)
-    program, state = Program(args.model(), args), args.file.RANDOM.getstate()
-    assert changes.drawn_generators(program) == ([name] if name else [])
-    assert args.file.RANDOM.getstate() == state
-    if name:
-        with pytest.raises(Skip, match=f"draws from {name} once, and repeats"):
+    line = text.split("\n").index(f"        return x * ({draw}) + self.b(self.a(x))") + 2  # and an import
+    assert args.drawn_at == (f"my_model.py line {line}" if is_drawn_once else "")
+    assert not {"random", "getrandbits"} & {*vars(random.Random)}
+    if is_drawn_once:
+        with pytest.raises(Skip, match=rf"repeats it \(my_model.py line {line}\): draw by the functions"):
             built(["3_compile"], args)
+
+
+def test_a_draw_outside_of_what_is_compiled_is_drawn_each_time(arguments_of):
+    layers = EQUAL_BLOCKS.replace("            x = block(x)", "            x = block(x) * RANDOM.random()")
+    loss = SUM.replace("model(batch)", "model(batch * RANDOM.random())")
+    for text, is_drawn_once in ((layers + BATCHES + SUM, False), (EQUAL_BLOCKS + BATCHES + loss, True)):
+        args = arguments_of(DRAWN + text)
+        model_check.check(args)
+        assert bool(args.drawn_at) is is_drawn_once
+        args.blocks = []
+        model_check.look_into_loss(args, args.model())
+        assert args.drawn_at and args.is_called
+
+
+@pytest.mark.slow
+def test_a_block_that_the_compiler_skips_is_not_compiled(arguments_of):
+    """It does so without a word where it cannot trace a recurrent layer, or a print within `try`."""
+    recurrent = EQUAL_BLOCKS.replace("torch.nn.LayerNorm(16)", "torch.nn.LSTM(16, 16)")
+    recurrent = recurrent.replace("self.b(self.a(x))", "self.b(self.a(x))[0]")
+    for text, is_compiled in ((EQUAL_BLOCKS, True), (recurrent, False)):
+        args = arguments_of(text + BATCHES + SUM)
+        model_check.check(args)
+        torch._dynamo.reset()
+        train_step, model, *_ = built(["3_compile"], args)
+        for batch in args.drawn[:2]:
+            train_step(batch)
+        settings, symptoms = profile.observe(partial(train_step, args.drawn[0]), model, args.device)
+        assert settings.compiled is is_compiled
+        assert symptoms.graph_breaks[-1:] == ([] if is_compiled else ["Block.forward: the compiler skips it"])
+    row = Row("3_compile", settings=settings, symptoms=symptoms, changes=["compile"])
+    assert "did not run (Block.forward: the compiler skips it; TORCH" in contradiction(row, False, {})
+
+
+def test_blocks_of_a_model_that_the_loss_does_not_call_are_compiled_with_it(arguments_of):
+    parts = EQUAL_BLOCKS.replace("def forward(self, x):\n        for", "def encode(self, x):\n        for")
+    args = arguments_of(parts + BATCHES + SUM.replace("model(batch)", "model.encode(batch)"))
+    model_check.check(args)
+    assert args.blocks == [] and "compiled is the loss, with what it calls" in args.remarks[-1]
+    *_, model, _ = built(["3_compile"], args)
+    assert not any(part._compiled_call_impl for part in model.modules())
+
+
+def test_a_loss_that_is_kept_from_the_compiler_stays_eager(arguments_of):
+    args = arguments_of(EQUAL_BLOCKS + BATCHES + "@torch.compiler.disable\n" + SUM)
+    args.planned = model_check.check(args)
+    assert args.loss_module is None and args.remarks[-1].endswith("torch.compiler.disable keeps out")
+    text, placed = model_patch.patched(args.path.read_text(), ["3_compile"], args.model(), args.blocks, args)
+    assert placed == ["3_compile"] and "@torch.compile\n" not in text and "block.compile()" in text
 
 
 @pytest.mark.slow
