@@ -760,7 +760,7 @@ def test_what_the_compiler_would_draw_once_is_not_compiled(draw, is_drawn_once, 
 
 def test_a_draw_outside_of_what_is_compiled_is_drawn_each_time(arguments_of):
     layers = EQUAL_BLOCKS.replace("            x = block(x)", "            x = block(x) * RANDOM.random()")
-    loss = SUM.replace("model(batch)", "model(batch * RANDOM.random())")
+    loss = SUM.replace("model(batch)", "model(batch * RANDOM.uniform(0, 1))")  # of another length, for .pyc
     for text, is_drawn_once in ((layers + BATCHES + SUM, False), (EQUAL_BLOCKS + BATCHES + loss, True)):
         args = arguments_of(DRAWN + text)
         model_check.check(args)
