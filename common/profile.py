@@ -4,6 +4,7 @@ Steps run under torch.profiler after the timed ones. common/kernels.py tells wha
 """
 
 import contextlib
+import inspect
 import math
 import re
 import sys
@@ -168,8 +169,10 @@ def _compiled_classes(model: torch.nn.Module) -> set[type]:
 def _skipped_forwards(model: torch.nn.Module) -> list[str]:
     """The forward() of those classes that the compiler holds no code of: what it cannot trace from the start
     it leaves as it is, without a word."""
-    functions = {torch._dynamo.eval_frame.innermost_fn(each.forward) for each in _compiled_classes(model)}
-    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list
+    dynamo = torch._dynamo.eval_frame
+    functions = {dynamo.innermost_fn(each.forward) for each in _compiled_classes(model)}
+    functions = {each for each in functions if inspect.isfunction(each)}
+    entries = dynamo._debug_get_cache_entry_list
     return sorted(each.__qualname__ for each in functions if not entries(each.__code__))
 
 

@@ -89,8 +89,8 @@ SEEN = (
     "loss_text",
     "first",
     "rows_in_file",
+    "weights_sha256",
 )
-SEEN += ("weights_sha256",)
 LR = 1e-4  # of the AdamW that a file without an optimizer gets
 
 

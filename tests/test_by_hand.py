@@ -456,6 +456,7 @@ JOINED = (
     "    def extended(self, k, v):\n        return torch.cat((k, k), 2)[:, :, :8], v\n"
     "    def forward(self, x):",
 )
+CALLED = (JOINED[0], JOINED[1].replace("torch.cat((k, k), 2)[:, :, :8], v", "joined(k, v)"))
 KNOWN = (
     "self.norm = nn",
     "self.w, self.shape = nn.Parameter(torch.eye(8)), (2, 8)\n"
@@ -487,6 +488,8 @@ KEYS = (
         (STORED.replace("more", "CACHE[0]"), STORE, "CACHE"),
         (PROJECTED, PROJECT, "past"),
         ("        k, v = self.extended(k, v)\n", JOINED, "torch.cat"),
+        ("        k, v = self.extended(k, v)\n", CALLED, "joined"),
+        ("        q, k = q[:, :, :, -8:], k[..., :8]\n", ("", ""), ""),
         ("        k = torch.cat((k,), 2)\n", ("", ""), "torch.cat"),
         ("        k = torch.cat((k,))\n", ("", ""), "torch.cat"),
         ("        k = self.window[:8, :1] * 0 + k\n", ("", ""), "self.window"),
