@@ -94,12 +94,12 @@ def _settings(operators: set[str], of_model: list[tuple], model: torch.nn.Module
             multiplied |= {DTYPES.get(dtype) for dtype in event.dtypes()}
     recipes = {name: recipe for name, module in model.named_modules() if (recipe := _fp8_recipe(module))}
     regions = any(name.startswith(("Torch-Compiled Region", COMPILED_GRAPH)) for name in operators)
-    skipped = _skipped_forwards(model)
+    forwards = _compiled_forwards(model)
     settings = Settings(
         amp_dtype=next((name for name in DTYPES.values() if name in multiplied), None),
         float32_matmul_precision=torch.get_float32_matmul_precision(),
         attention_kernel=_attention_kernel(scores, parts),
-        compiled=regions and (not skipped or len(skipped) < len(_compiled_classes(model))),
+        compiled=regions and (any(forwards.values()) or not forwards),
         optimizer=_optimizer(operators),
     )
     if recipes:
@@ -119,6 +119,7 @@ def _symptoms(of_model: list[tuple], model: torch.nn.Module) -> Symptoms:
         if dtype in HALF_FORMATS and sizes & odd:
             unaligned += flops
             multiplied |= sizes & odd
+    skipped = sorted(name for name, is_held in _compiled_forwards(model).items() if not is_held)
     return Symptoms(
         fp32_share=in_fp32 / whole if whole else None,
         unaligned_share=unaligned / whole if whole else None,
@@ -127,10 +128,7 @@ def _symptoms(of_model: list[tuple], model: torch.nn.Module) -> Symptoms:
         synchronizations=_synchronizations([name for name, _ in of_model]),
         compiled_modules=_compiled_modules(model),
         compiled_calls=sum(name.startswith("Torch-Compiled Region") for name, _ in of_model),
-        graph_breaks=[
-            *_graph_breaks(model),
-            *(f"{name}: the compiler skips it" for name in _skipped_forwards(model)),
-        ],
+        graph_breaks=[*_graph_breaks(model), *(f"{name}: the compiler skips it" for name in skipped)],
     )
 
 
@@ -161,19 +159,17 @@ def _compiled_modules(model: torch.nn.Module) -> int:
     return len(names)
 
 
-def _compiled_classes(model: torch.nn.Module) -> set[type]:
-    """The classes of modules whose compile() was called."""
-    return {type(part) for part in model.modules() if part._compiled_call_impl}
-
-
-def _skipped_forwards(model: torch.nn.Module) -> list[str]:
-    """The forward() of those classes that the compiler holds no code of: what it cannot trace from the start
-    it leaves as it is, without a word."""
+def _compiled_forwards(model: torch.nn.Module) -> dict[str, bool]:
+    """The forward() of each class of which modules compile(), and whether the compiler holds code of it: what
+    it cannot trace from the start it leaves as it is, without a word."""
     dynamo = torch._dynamo.eval_frame
-    functions = {dynamo.innermost_fn(each.forward) for each in _compiled_classes(model)}
-    functions = {each for each in functions if inspect.isfunction(each)}
-    entries = dynamo._debug_get_cache_entry_list
-    return sorted(each.__qualname__ for each in functions if not entries(each.__code__))
+    classes = {type(part) for part in model.modules() if part._compiled_call_impl}
+    functions = [dynamo.innermost_fn(each.forward) for each in classes]
+    return {
+        each.__qualname__: bool(dynamo._debug_get_cache_entry_list(each.__code__))
+        for each in functions
+        if inspect.isfunction(each)
+    }
 
 
 def is_compiled(function: Callable) -> bool:

@@ -168,11 +168,11 @@ class Attention:
             lines,
             statement,
             self.module,
-            bool(self.scale),
-            self.query,
-            self.key,
-            self.masks,
-            self.more_keys,
+            is_scaled=bool(self.scale),
+            query=self.query,
+            key=self.key,
+            masks=self.masks,
+            more_keys=self.more_keys,
         )
 
 

@@ -685,17 +685,7 @@ class Block(torch.nn.Module):
         self.a, self.b = torch.nn.Linear(16, 16), torch.nn.LayerNorm(16)
     def forward(self, x):
         return x + self.b(self.a(x))
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-def model():
-    return Net()
-"""
+""" + BLOCKS.replace("torch.nn.Sequential(torch.nn.Linear(16, 16))", "Block()")
 
 
 @pytest.mark.parametrize(
