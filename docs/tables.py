@@ -428,9 +428,8 @@ def milliseconds(steps: list[str], *of: str) -> str:
     """Milliseconds of these steps, by workload."""
     rows = []
     for place in of:
-        times = {step: line(place, step) for step in steps}
-        shown_times = {step: cells.milliseconds(each.ms) + each.mark for step, each in times.items()}
-        rows.append({"workload": place} | shown_times)
+        times = {step: cells.time_or_status(line(place, step)) for step in steps}
+        rows.append({"workload": place} | times)
     return shown(rows, *of)
 
 

@@ -8,9 +8,10 @@ from statistics import median
 from typing import NamedTuple
 
 from common.model import GPTConfig
-from common.record import Roofs, Row, Run, Workload
+from common.record import Roofs, Run, Workload
 from predict.__main__ import predict
 from predict.step_kernels import STEPS
+from report.derive import derive
 
 
 class Predicted(NamedTuple):
@@ -21,19 +22,15 @@ class Predicted(NamedTuple):
     predicted: float
 
 
-def measured_ms(row: Row) -> float:
-    return median(median(each.step_ms) for each in row.passes or [row])
-
-
 def predicted_steps(run: Run, roofs: Roofs) -> list[Predicted | None]:
     """The steps of a run in order; None stands for one without a time or a prediction."""
     work, steps = run.workload, []
-    for row in run.rows:
+    for line in derive(run).steps:
         steps.append(None)
-        if row.status == "ok" and row.step_ms and row.step in STEPS:
+        if line.ms and line.name in STEPS:
             shape = GPTConfig(**{name: getattr(work, name) for name in GPTConfig.__dataclass_fields__})
-            predicted = predict(row.step, shape, work.batch_size, roofs).ms
-            steps[-1] = Predicted(row.step, measured_ms(row), predicted)
+            predicted = predict(line.name, shape, work.batch_size, roofs).ms
+            steps[-1] = Predicted(line.name, line.ms, predicted)
     return steps
 
 

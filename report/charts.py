@@ -73,7 +73,7 @@ def svg(drawn: Figure) -> str:
     return re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", text)
 
 
-def plain_numbers(axis: matplotlib.axis.Axis, marks: tuple[int, ...] = (1,)) -> None:
+def plain_numbers(axis: matplotlib.axis.Axis, marks: tuple[int, ...]) -> None:
     """Label a logarithmic axis with plain numbers in place of powers of ten."""
     axis.set_major_locator(LogLocator(subs=marks, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))

@@ -18,7 +18,7 @@ from common.text import one_line
 from report import proof
 
 DIFFER = "rows differ in"  # how a problem begins that is about every row
-SAME_IN_ALL_ROWS = ("device", "gpu_uuid", "commit")  # and all versions
+SAME_IN_ALL_ROWS = ("device", "gpu_uuid")  # and all versions
 CANNOT = "its record cannot be used"
 NO_TIME = ("not run", "interrupted")  # statuses of a row that the same command finishes
 
@@ -145,15 +145,17 @@ def load(folder: Path) -> Run | Study:
         raise RecordError(f"{schema.PLAN} names no rows, or is not of schema version {schema.SCHEMA_VERSION}")
     runs = {name: _merge(folder, plan, rows) for name, rows in _planned_runs(plan).items()}
     first = next(iter(runs.values()))
-    first.roofs = _optional(folder / schema.ROOFS, schema.Roofs, first)
+    roofs = folder / schema.ROOFS
+    try:
+        first.roofs = convert(read_json(roofs), schema.Roofs, roofs.name) if roofs.exists() else None
+    except RecordError as error:
+        first.problems.append(f"left out: {error}")
     if (folder / f"{schema.LARGER}.json").exists() and plan.kind == "ladder":
         first.larger = _read_planned(folder, Planned("", f"{schema.LARGER}.json"), schema.LARGER)
         if (reason := first.larger.rows[0].reason or "").startswith(CANNOT):
             first.problems.append(f"left out: the larger batch: {reason}")
     if plan.kind == "ladder":
         return first
-    if any(run.workload and not run.workload.has_shape() for run in runs.values()):
-        raise RecordError(f"{schema.PLAN} names a run that is no part of a study")
     if plan.kind == "ablations":
         _prove_variants(folder, plan, runs)
     # Runs of other studies may be of several cards.
@@ -199,16 +201,6 @@ def _prove_variants(folder: Path, plan: Plan, runs: dict[str, Run]) -> None:
         if name != script and script in runs:
             proof.prove([(runs[script].rows[0], samples[script]), (run.rows[0], samples[name])])
             run.problems += _differences([(script, runs[script]), (name, run)])
-
-
-def _optional(path: Path, kind: Any, run: Run) -> Any:
-    """The content of a file that may be absent; None also where it cannot be read, which is then a problem of
-    `run`."""
-    try:
-        return convert(read_json(path), kind, path.name) if path.exists() else None
-    except RecordError as error:
-        run.problems.append(f"left out: {error}")
-        return None
 
 
 def _merge(folder: Path, plan: Plan, planned: dict[str, list[Planned]]) -> Run:
@@ -306,8 +298,6 @@ def _differences(
         if not record.environment or record.rows[0].status != "ok":
             continue
         facts = {name: getattr(record.environment, name) for name in same_in_all}
-        if record.rows[0].code_sha256:
-            facts.pop("commit", None)  # of the same code, a later commit measures the same
         facts |= {name: record.environment.variables.get(name, "not set") for name in variables}
         for name, value in (facts | record.environment.versions).items():
             same = names.setdefault(name, {}).setdefault(one_line(value, 40), [])

@@ -8,15 +8,12 @@ summed in FP32. Figures with sparsity are halved. A card that is not here, such 
 
 import re
 
-HOPPER = {"fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp8": 1978.9}  # TFLOP/s of the SXM form
-HOPPER_NVL = {"fp32": 60, "tf32": 417.5, "bf16": 835.5, "fp8": 1670.5}
-PEAKS = {  # by how a device's name goes on behind NVIDIA; the first that matches
-    r"B300": {"fp32": 75, "tf32": 1125, "bf16": 2250, "fp8": 4500},
-    r"B200": {"fp32": 75, "tf32": 1125, "bf16": 2250, "fp8": 4500},
+PEAKS = {  # TFLOP/s by how a device's name goes on behind NVIDIA; the first that matches
+    r"B[23]00": {"fp32": 75, "tf32": 1125, "bf16": 2250, "fp8": 4500},
     r"GB[23]00": {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp8": 5000},
-    r"H[12]00 NVL": HOPPER_NVL,
+    r"H[12]00 NVL": {"fp32": 60, "tf32": 417.5, "bf16": 835.5, "fp8": 1670.5},
     r"H100 PCIe": {"fp32": 51, "tf32": 378, "bf16": 756, "fp8": 1513},
-    r"G?H[12]00": HOPPER,
+    r"G?H[12]00": {"fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp8": 1978.9},  # the SXM form
     r"A100": {"fp32": 19.5, "tf32": 156, "bf16": 312},
     r"A10\b": {"fp32": 31.2, "tf32": 62.5, "bf16": 125},
     r"L40S": {"fp32": 91.6, "tf32": 183, "bf16": 362.05, "fp8": 733},

@@ -42,9 +42,7 @@ def headline(figures: Figures) -> str:
         return f"No verdict: {best.name} has the shortest time, and {MARK}: {best.doubts[0]}"
     if objection := _objection_to_work(best):
         return f"No verdict: {best.name} has the shortest time, and {objection}"
-    others = [line for line in (figures.plain, figures.first) if line and line is not best]
-    if len(others) == 2 and others[0] is others[1]:
-        others.pop()
+    others = dict.fromkeys(line for line in (figures.plain, figures.first) if line and line is not best)
     timed = [line for line in timed if not _objection_to_work(line)]
     sure = [line for line in others if line in timed and not line.doubts]
     if not sure:

@@ -79,7 +79,6 @@ def test_the_first_table_of_an_experiment_is_shown(tmp_path, monkeypatch):
 
 
 def test_a_machine_s_records_are_of_one_kind_of_card(tmp_path, monkeypatch, capsys):
-    tables.record.cache_clear()
     runs.write(tmp_path / "h200" / "gpt2", runs.run(runs.row("x"), device="NVIDIA H200"))
     assert tables.of_another_device("h200", "NVIDIA H200") == tables.of_another_device("new", "T4") == 0
     assert tables.of_another_device("h200", "NVIDIA H100") == 1
@@ -93,7 +92,6 @@ def row_of(step, source, measured_by=fingerprint.ROOTS, **fields):
 
 
 def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path, monkeypatch):
-    tables.record.cache_clear()
     present = {"peer": ("", "nanogpt"), "patch": ("cold-scales", runs.STEPS[4])}
     for kind, (variant, step) in present.items():
         script = f"{step}.py" if variant else f"peers/{step}.py"
@@ -123,7 +121,6 @@ def test_a_record_is_stale_when_a_step_a_peer_or_a_patch_has_other_code(tmp_path
 
 
 def test_the_command_names_the_records_that_are_stale_and_what_it_takes(tmp_path, monkeypatch, capsys):
-    tables.record.cache_clear()
     runs.write(tmp_path / "of" / "old", runs.run(runs.row("x", code_sha256="0123")))
     source = (runs.ROOT / "2_sdpa.py").read_text()
     runs.write(tmp_path / "of" / "new", runs.run(row_of("2_sdpa", source)))
@@ -160,7 +157,6 @@ def test_no_text_of_a_record_is_a_marker_of_cog(tmp_path):
 
 
 def test_a_table_of_several_cards_says_so(tmp_path, monkeypatch):
-    tables.record.cache_clear()
     for name, uuid in (("a", "1"), ("b", "2"), ("c", None)):
         runs.write(tmp_path / "of" / name, runs.run(runs.row("x"), gpu_uuid=uuid))
     assert tables.several_cards("of/a", "of/b", "of/c") == "\n\nRecorded on 2 cards."
