@@ -91,7 +91,7 @@ def shown(
         raise ValueError(f"{', '.join(of)}: {'; '.join(sorted(differing | mixed))}")
     names = {name for row in rows for pair in row.items() for name in pair}
     text = explained(printers.pipe(rows, n_left), names, *of) + several_cards(*of, other_card=other_card)
-    return f"{text}\n\nIts lines are of several states of the code." if mixed else text
+    return f"{text}\n\nThe rows are of several versions of the code." if mixed else text
 
 
 def several_cards(*of: str, other_card: str | None = None) -> str:

@@ -35,7 +35,7 @@ def test_tables_of_documents_hold_one_state_of_the_code(tmp_path, monkeypatch):
     for make in (tables.ladder, tables.categories, tables.limits, tables.roofs):
         assert make("m/a").startswith("| ")
     assert tables.gains("m/a", "m/b").splitlines()[-1].split(" | ")[-2].strip() == "4.00"
-    mixed = "Its lines are of several states of the code."
+    mixed = "The rows are of several versions of the code."
     assert tables.gains("m/a", "m/c").endswith(f"\n\n{mixed}") and mixed not in tables.gains("m/a", "m/b")
     with pytest.raises(ValueError, match=r"m/a, m/c: 0_baseline is of several states of the code"):
         tables.milliseconds([runs.STEPS[0]], "m/a", "m/c")
