@@ -75,8 +75,8 @@ def row_sha256(source: str, root: Path, measured_by: tuple[str, ...] = ROOTS) ->
 def read_modules(root: Path) -> dict[str, Module]:
     """The modules whose definitions a row may run through, by their names: common/, the steps, which peers
     import, and what lies beside them."""
-    paths = {f"common.{path.stem}": path for path in root.glob("common/*.py")}
-    paths |= {path.stem: path for path in root.glob("*.py")}
+    paths = {f"common.{path.stem}": path for path in root.glob("common/[!.]*.py")}
+    paths |= {path.stem: path for path in root.glob("[!.]*.py")}  # .#x.py is an editor's lock
     modules = {}
     for name, path in sorted(paths.items()):
         with contextlib.suppress(SyntaxError, ValueError):  # of a step that is being written: its row says so

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sys
+import tempfile
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from common import data, flops, hardware
 from common.data import Text
 from common.model import PRESETS, GPTConfig
-from common.record import Workload, read_object, write_bytes
+from common.record import Workload, read_object
 from common.text import OneLineParser, Skip, portable_command, positive_int
 
 # Steps that are launched kernel by kernel before one may be captured as a CUDA graph. In its first 10 steps
@@ -347,8 +348,8 @@ def check_output(output: Path) -> None:
         raise ValueError(f"--output {output} exists and is no record: it stays as it is")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(output.with_name(f"{output.name}.trial"), b"")
-        output.with_name(f"{output.name}.trial").unlink()
+        with tempfile.NamedTemporaryFile(prefix=f".{output.name}.", dir=output.parent):
+            pass
     except OSError as error:
         raise ValueError(f"cannot write {output}: {error.strerror or error}") from None
 

@@ -338,5 +338,10 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write a file by temporary file and rename: a reader sees the old file or the new, never half of one,
     and a link or a pipe is replaced. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)  # of a full disk
+        error.filename, error.filename2 = str(path), None
+        raise

@@ -1,7 +1,6 @@
 """Text for a terminal: one line of an error, tables, progress, and a parser whose errors are one line."""
 
 import argparse
-import contextlib
 import difflib
 import importlib
 import os
@@ -27,8 +26,13 @@ MISSING = {  # what libraries say of what is not installed or too old, and what 
     ),
     "python.h": "torch.compile lacks the headers of Python: install them (Debian, Ubuntu: python3-dev)",
     "c++ compiler": "torch.compile lacks a C++ compiler: install one (Debian, Ubuntu: g++)",
+    "cannot find -l": "torch.compile fails where the path of Python or of its packages has a space",
+    "same as output file": "torch.compile fails where TMPDIR or TORCHINDUCTOR_CACHE_DIR has a space",
     "c compiler": "torch.compile lacks a C compiler: install one (Debian, Ubuntu: gcc)",
 }
+
+
+UNWRITTEN: list[OSError] = []  # of output, as on a full disk: see `say`
 
 
 class Skip(Exception):
@@ -140,10 +144,16 @@ def _portable_word(word: str) -> str:
 
 
 def say(text: str, stream=None, end: str = "\n") -> None:
-    """Print to a reader who may have left (`| head`), or whose terminal lacks a letter: nothing here ends the
-    run."""
-    with contextlib.suppress(OSError, ValueError):  # closed, or without the letter
-        print(text, file=stream or sys.stdout, end=end, flush=True)
+    """Print to a reader who may have left (`| head`), to a terminal that lacks a letter, or to a full disk:
+    nothing here ends the run. `run_command` says at the end what could not be written."""
+    stream = stream or sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, end=end, flush=True)
+    except (BrokenPipeError, ValueError):  # the reader left, or closed it
+        pass
+    except OSError as error:
+        UNWRITTEN.append(error)
 
 
 def progress(doing: str) -> None:
@@ -157,6 +167,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.register("type", Path, lambda text: Path(os.path.expanduser(text)))  # a shell leaves --output=~
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {one_line(message + self._meant(message), 1000)}\n")
@@ -195,6 +206,9 @@ def run_command(main: Callable[[], int | None], name: str) -> None:
         code = 1
     except OSError as error:
         say(f"{name}: error: {one_line(error)}", sys.stderr)
+        code = 1
+    if UNWRITTEN and not code:
+        say(f"{name}: error: cannot write its output: {UNWRITTEN[0].strerror}", sys.stderr)
         code = 1
     is_watched = sys.gettrace() or sys.getprofile() or "coverage" in sys.modules
     if is_watched or "CUDA_INJECTION64_PATH" in os.environ:  # a profiler writes its results at the end

@@ -94,7 +94,7 @@ def with_absolute_files(argv: list[str]) -> list[str]:
     for word in argv:
         option, equals, value = word.partition("=")
         if option in FILES and equals:
-            words += [option, str(Path(value).absolute())]
+            words += [option, str(Path(os.path.expanduser(value)).absolute())]
         elif words[-1:] and words[-1] in FILES:
             words.append(str(Path(word).absolute()))
         else:

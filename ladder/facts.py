@@ -64,7 +64,7 @@ def needed_bytes(args: Arguments) -> dict[str, int]:
     """An estimate of the peak memory of all processes of a row in FP32, by script."""
     needed = {}
     for script in scripts():
-        by_hand = "scaled_dot_product_attention" not in (ROOT / script).read_text()
+        by_hand = b"scaled_dot_product_attention" not in (ROOT / script).read_bytes()
         needed[script] = peak_bytes(args.config, args.batch_size, by_hand) * args.processes
     return needed
 

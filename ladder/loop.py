@@ -112,6 +112,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1] in state_names():
+    if len(sys.argv) == 4 and sys.argv[1] in state_names():
         sys.exit(run_state(sys.argv[1], Path(sys.argv[3])))
     run_command(main, COMMAND)

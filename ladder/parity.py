@@ -38,8 +38,8 @@ def rows_of(names: list[str], seeds: list[int], arguments: list[str]) -> list[ro
     for name in names:
         if name not in known:
             raise Skip(f"--rows {one_line(name)}: not one of {', '.join(known)}")
-    for seed in seeds:
-        for name in names:
+    for seed in dict.fromkeys(seeds):
+        for name in dict.fromkeys(names):
             row = known[name]
             label = row.patch or Path(row.script).stem
             words = [*DEFAULTS, *arguments, "--seed", str(seed)]

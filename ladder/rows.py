@@ -78,7 +78,7 @@ def peers() -> list[str]:
 
 def captures(script: str) -> bool:
     """Whether a step can be captured as a CUDA graph: it defines `capture`."""
-    return re.search(r"(?m)^    def capture\(", (ROOT / script).read_text()) is not None
+    return re.search(rb"(?m)^    def capture\(", (ROOT / script).read_bytes()) is not None
 
 
 def check(

@@ -65,13 +65,16 @@ class Running:
     def __init__(self, folder: Path, job: Job, stop: process.Stop):
         self.folder, self.plan, self.facts, self.stop = folder, job.plan, job.facts, stop
 
-    def recorded(self, row: rows.Planned) -> dict:
-        """The row that a script left; empty where there is none, or one of another version or other code."""
+    def read_row(self, row: rows.Planned) -> dict:
+        """The row that a script left; empty where there is none, or one of another version."""
         record = schema.read_object(self.folder / row.output)
         content = (record.get("rows") or [{}])[0] if isinstance(record.get("rows"), list) else {}
-        if record.get("schema_version") != schema.SCHEMA_VERSION or not isinstance(content, dict):
-            return {}
-        code = self.plan.get("code", {}).get(label(row))
+        is_known = record.get("schema_version") == schema.SCHEMA_VERSION and isinstance(content, dict)
+        return content if is_known else {}
+
+    def recorded(self, row: rows.Planned) -> dict:
+        """The row that a script left; empty also where it is of other code than the plan's."""
+        content, code = self.read_row(row), self.plan.get("code", {}).get(label(row))
         is_changed = row.script != rows.LOOP_SCRIPT and content.get("code_sha256") not in (None, code)
         return {} if is_changed else content
 
@@ -106,7 +109,7 @@ class Running:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         ended = self.too_large(row) or self.run_script(row, path, f"{place}: {name}")
-        recorded = self.recorded(row)
+        recorded = self.read_row(row)  # also of a script that was edited meanwhile: the report says so
         # Of several processes one ran out of memory, and the record is of another, which lost contact with
         # it.
         lost_contact = recorded.get("status") == "failed" and ended and ended[0] == "oom"

@@ -202,7 +202,7 @@ def with_nearest_preset(words: list[str]) -> list[str]:
     """Arguments for another machine than this one: fields left out are the nearest preset's."""
     if any(word.partition("=")[0] == "--preset" for word in words):
         return words
-    n_embd = build_parser("", None).parse_known_args(words)[0].n_embd or 768
+    n_embd = build_parser("python -m predict", None).parse_known_args(words)[0].n_embd or 768
     return [
         *words,
         "--preset",

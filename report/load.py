@@ -18,7 +18,7 @@ from common.text import one_line
 from report import proof
 
 DIFFER = "rows differ in"  # how a problem begins that is about every row
-SAME_IN_ALL_ROWS = ("device", "gpu_uuid")  # and all versions
+SAME_IN_ALL_ROWS = ("device", "gpu_uuid", "cpu_threads")  # and all versions
 CANNOT = "its record cannot be used"
 NO_TIME = ("not run", "interrupted")  # statuses of a row that the same command finishes
 

@@ -184,6 +184,13 @@ def test_a_ptxas_that_is_too_old_is_told_with_what_to_do():
     assert reason.endswith("(ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name')")
 
 
+def test_a_path_with_a_space_is_told_where_the_compiler_fails_at_it():
+    said = "C++ compile error\n\n/usr/bin/ld: cannot find -ltorch: No such file or directory\n"
+    assert "path of Python or of its packages has a space" in explain(RuntimeError(said))[1]
+    said = "C++ compile error\n\ng++: fatal error: input file '/tmp/a' is the same as output file\n"
+    assert "TMPDIR or TORCHINDUCTOR_CACHE_DIR has a space (g++: fatal error" in explain(RuntimeError(said))[1]
+
+
 @pytest.mark.parametrize("folder", ["lib/site-packages/torch", "torchinductor_me/ab"])
 def test_an_error_has_the_line_that_is_no_packages(folder, tmp_path):
     scope = {}

@@ -39,6 +39,9 @@ BODIES = {
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "grandchild": "import subprocess; child = subprocess.Popen(['sleep', '600']); "
     "open('pid', 'w').write(str(child.pid)); raise SystemExit(3)",
+    "edited": OK.replace("row.note", "row.code_sha256, row.note").replace(
+        "= os.environ", "= 'x', os.environ"
+    ),
     "silent": "import time; time.sleep(12)\n" + OK,
 }
 BODIES["vanishes"] = (
@@ -159,6 +162,13 @@ def test_rows_that_break_stay_rows_and_leave_no_process(project):
     )
     assert "signal 9" in rows["4_x"]["reason"] and rows["0_x"]["note"] == "passive"
     assert wait_until(lambda: not is_alive(int((checkout.folder / "pid").read_text())), 10)
+
+
+def test_a_row_whose_script_was_edited_meanwhile_keeps_its_time_and_the_report_says_so(project):
+    checkout = project({"0_x": "ok", "1_x": "edited"})
+    ran = checkout.run()
+    assert checkout.statuses() == ["ok", "ok"] and "1_x: 2.0 ms a step" in ran.stdout
+    assert "1_x changed after the run began" in ran.stdout
 
 
 def test_repeat_runs_all_rows_again_and_the_same_command_only_what_is_missing(project):
@@ -304,6 +314,8 @@ def test_the_steps_are_the_files_whose_names_begin_with_a_number(tmp_path, monke
         (tmp_path / name).write_text("")
     (tmp_path / "5_folder.py").mkdir()
     assert rows.scripts() == ["2_a.py", "2_b.py", "10_late.py"] and rows.scripts("10,4") == ["10_late.py"]
+    (tmp_path / "2_a.py").write_text('"""für"""\n    def capture(', encoding="latin-1")
+    assert rows.captures("2_a.py") and not rows.captures("2_b.py")
 
 
 def test_runs_are_lists_of_rows():
@@ -549,10 +561,12 @@ def test_a_full_disk_is_a_line_and_no_traceback(project):
         pytest.skip("needs the right to mount a small disk")
     try:
         ran = checkout.run()
+        names = [path.name for path in checkout.results.rglob("*")]
     finally:
         subprocess.run(["umount", "-l", str(checkout.results)], check=True)
     assert ran.returncode == 1 and "Traceback" not in ran.stderr
-    assert "No space left on device" in ran.stdout + ran.stderr
+    said = re.search(r"No space left on device: '\S+/([^/]+)'", ran.stderr)
+    assert said and not [name for name in names if name.startswith(f".{said[1]}")], "no half of a file stays"
 
 
 @pytest.mark.slow

@@ -173,6 +173,13 @@ def test_a_row_whose_script_changed_after_the_run_began_says_so(tmp_path):
     assert load(folder).problems == ["rows differ in code: 1_b changed after the run began"]
 
 
+def test_rows_of_other_numbers_of_threads_are_told(tmp_path):
+    folder = runs.plan(tmp_path, "0_a", "1_b")
+    runs.put(folder, runs.row("0_a"), cpu_threads=2)
+    runs.put(folder, runs.row("1_b"), cpu_threads=1)
+    assert load(folder).problems == ["rows differ in cpu_threads: 2 in 0_a; 1 in 1_b"]
+
+
 def test_a_later_commit_of_the_same_code_may_add_rows(tmp_path):
     folder = runs.plan(tmp_path, "0_a", "1_b")
     for step, commit in (("0_a", "a"), ("1_b", "b")):

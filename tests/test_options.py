@@ -19,6 +19,7 @@ from common import data, flops, hardware, options
 from common.model import PRESETS
 from common.record import write_json
 from common.text import Skip, portable_command
+from ladder import __main__ as command
 from ladder import facts
 
 
@@ -51,6 +52,14 @@ def test_bad_input_is_one_line_and_takes_no_time(words, said, refused):
     began = time.process_time()
     assert said in refused(parse, *words.split())
     assert time.process_time() - began < 10
+
+
+def test_the_home_of_a_user_is_found_and_a_file_beside_the_record_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "r.json.trial").write_text("mine")
+    assert parse("--output=~/r.json").output == tmp_path / "r.json"
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json.trial"]
+    assert command.with_absolute_files(["--data=~/book.txt"]) == ["--data", str(tmp_path / "book.txt")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

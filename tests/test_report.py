@@ -4,6 +4,8 @@ from the head."""
 import math
 import os
 import re
+import subprocess
+import sys
 import time
 from dataclasses import asdict, replace
 
@@ -205,6 +207,8 @@ def test_what_the_losses_are_is_told_of_every_kind_of_row():
     for steps, said in ((3, True), (9, True), (10, False)):
         told = rule(plain, runs.row("4_x", rehearsed=steps, settings=fp8, **some))
         assert ("may be too few" in told) is said
+    windows = rule(runs.row("3_x", loss=[4.0, 3.0, 2.0], loss_every=4))
+    assert "training steps 1 to 10," in windows, "the third window of four steps is of two"
     assert (
         "its loss lags" in rule(plain, runs.row("4_x", settings=fp8, **some))
         and rule(runs.row("x", loss=[])) == ""
@@ -855,6 +859,18 @@ def test_a_notebook_s_backend_and_a_broken_matplotlibrc_cost_no_report(tmp_path)
     folder = runs.write(tmp_path / "run", runs.ladder(300, 100))
     ran = run_python("-m", "report", folder, env=env)
     assert ran.returncode == 0 and (folder / "steps.svg").exists(), ran.stderr
+
+
+def test_output_that_cannot_be_written_is_no_success_and_a_letter_that_is_missing_no_loss(tmp_path):
+    folder = runs.write(tmp_path / "für", runs.ladder(300, 100))
+    command = [sys.executable, "-m", "report", str(folder)]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, cwd=runs.ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 1
+    assert ran.stderr == "python -m report: error: cannot write its output: No space left on device\n"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run(command, cwd=runs.ROOT, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0 and "1_cublas" in ran.stdout and "f\\xfcr" in ran.stdout
 
 
 def test_a_profile_may_differ_from_the_timed_steps_by_a_third():

@@ -6,6 +6,7 @@ import math
 import re
 import runpy
 import statistics
+import subprocess
 import sys
 
 import pytest
@@ -131,6 +132,19 @@ def test_a_study_trains_every_row_with_every_seed_continues_and_is_reported(tmp_
     with pytest.raises(SystemExit, match="2"):
         study(ablations, "--only", "captured", "--output", str(tmp_path))
     assert (tmp_path / "mine").read_text() == "mine" and "files that are of no run" in capfd.readouterr().err
+
+
+def test_a_row_and_a_seed_that_are_named_twice_are_one():
+    planned = parity.rows_of(["0", "3", "0"], [1, 1, 2], [])
+    assert [row.output.partition("/")[0] for row in planned] == [
+        f"{name}, seed {seed}" for seed in (1, 2) for name in ("0_baseline", "3_compile")
+    ]
+
+
+def test_a_state_of_the_loop_is_no_argument_of_its_command():
+    command = [sys.executable, "-m", "ladder.loop", loop.state_names()[0]]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "unrecognized arguments" in ran.stderr
 
 
 def test_rows_of_a_folder_s_plan_that_are_not_mine_are_kept_and_not_run(tmp_path, study):
