@@ -8,10 +8,9 @@ from statistics import median
 from typing import NamedTuple
 
 from common.model import GPTConfig
-from common.record import Roofs, Run, Workload
+from common.record import Roofs, Row, Run, Workload
 from predict.__main__ import predict
 from predict.step_kernels import STEPS
-from report.derive import derive
 
 
 class Predicted(NamedTuple):
@@ -22,15 +21,19 @@ class Predicted(NamedTuple):
     predicted: float
 
 
+def measured_ms(row: Row) -> float:
+    return median(median(each.step_ms) for each in row.passes or [row])
+
+
 def predicted_steps(run: Run, roofs: Roofs) -> list[Predicted | None]:
     """The steps of a run in order; None stands for one without a time or a prediction."""
     work, steps = run.workload, []
-    for line in derive(run).steps:
+    for row in run.rows:
         steps.append(None)
-        if line.ms and line.name in STEPS:
+        if row.status == "ok" and row.step_ms and row.step in STEPS:
             shape = GPTConfig(**{name: getattr(work, name) for name in GPTConfig.__dataclass_fields__})
-            predicted = predict(line.name, shape, work.batch_size, roofs).ms
-            steps[-1] = Predicted(line.name, line.ms, predicted)
+            predicted = predict(row.step, shape, work.batch_size, roofs).ms
+            steps[-1] = Predicted(row.step, measured_ms(row), predicted)
     return steps
 
 

@@ -234,6 +234,9 @@ def test_recorded_roofs_predict_the_recorded_steps(place):
     assert predicted == pytest.approx([line.ms for line in derive(run).steps], rel=0.12)
     cells = errors.error_cells([run], roofs, [run])
     assert cells["predicted times"] == "5" and cells["largest error of the nearest shape's gains"] == "0 %"
+    assert [step.measured for step in errors.predicted_steps(run, roofs)] == [
+        row.ms for row in derive(run).steps
+    ]
 
 
 def test_the_nearest_shape_differs_by_the_least_factors():
