@@ -6,6 +6,7 @@ processes, losses are means, times those of the slowest, memory is of the larges
 first one's GPU.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -342,6 +343,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)  # of a full disk
+        with contextlib.suppress(OSError):  # a full disk left a part of it
+            temporary.unlink()
         error.filename, error.filename2 = str(path), None
         raise

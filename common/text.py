@@ -30,8 +30,6 @@ MISSING = {  # what libraries say of what is not installed or too old, and what 
     "same as output file": "torch.compile fails where TMPDIR or TORCHINDUCTOR_CACHE_DIR has a space",
     "c compiler": "torch.compile lacks a C compiler: install one (Debian, Ubuntu: gcc)",
 }
-
-
 UNWRITTEN: list[OSError] = []  # of output, as on a full disk: see `say`
 
 

@@ -183,7 +183,9 @@ def loss_rule(figures: Figures) -> str:
     if not rows:
         return ""
     every, last = max((row.loss_every, len(row.loss)) for row in rows)
-    trained = min(last * every, figures.run.workload.steps)  # the last window may be a part of one
+    trained, work = last * every, figures.run.workload
+    if work:  # the last window may be a part of one
+        trained = min(trained, work.steps)
     steps = from_to(max(0, last - LOSS_WINDOW) * every + 1, trained)
     unit = ", in nats" if figures.run.is_of_ladder else ""
     words = f"Loss: mean of training steps {steps}{unit}"

@@ -209,6 +209,8 @@ def test_what_the_losses_are_is_told_of_every_kind_of_row():
         assert ("may be too few" in told) is said
     windows = rule(runs.row("3_x", loss=[4.0, 3.0, 2.0], loss_every=4))
     assert "training steps 1 to 10," in windows, "the third window of four steps is of two"
+    unknown = derive(replace(runs.run(plain), workload=None))
+    assert "training steps 4 to 8" in sentences.loss_rule(unknown)
     assert (
         "its loss lags" in rule(plain, runs.row("4_x", settings=fp8, **some))
         and rule(runs.row("x", loss=[])) == ""
