@@ -71,7 +71,7 @@ def build_parser() -> OneLineParser:
     )
     text = "a model of yours instead of the steps: a file with model() and batches(), as examples/gpt2.py"
     add("--model", metavar="FILE", help=text)
-    text = "of --model: what the file does already (default: what one of its steps shows)"
+    text = "of --model: what the file does already, each with those before it (default: what its steps show)"
     add("--from", dest="start", choices=[*rows.FROM], help=text)
     text = "each row on 1, 2, 4, ... GPUs, up to --gpus or all (on a CPU: 1 and 2 processes)"
     add("--scaling", action="store_true", help=text)

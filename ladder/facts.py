@@ -17,7 +17,7 @@ from common.record import Workload, write_json
 from common.text import progress, run_command
 from ladder import roofs
 from ladder.process import ROOT
-from ladder.rows import scripts
+from ladder.rows import LIMIT_S, scripts
 
 LONG_S = 60  # a step
 
@@ -32,7 +32,8 @@ def main() -> None:
         row_s = (args.warmup + args.steps) * step_s
         messages.append(
             f"In FP32 a training step of this shape takes at least {step_s / 60:.1f} minutes here, and a row "
-            f"{row_s / 60:,.0f} minutes. A row ends after --step-timeout. A smaller shape shows the same"
+            f"{row_s / 60:,.0f} minutes. A row ends after --step-timeout ({LIMIT_S} s). A smaller shape "
+            "shows the same"
         )
     if "--roofs" in sys.argv and args.device.type == "cuda":
         more["roofs"] = asdict(roofs.measure(args))

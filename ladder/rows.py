@@ -98,6 +98,8 @@ def check(
     if gpus > 1:  # as torchrun tells the last of the processes
         last = {"RANK": gpus - 1, "WORLD_SIZE": gpus, "LOCAL_RANK": gpus - 1}
         variables |= {name: str(value) for name, value in last.items()} | {"TORCHELASTIC_RUN_ID": "check"}
+    if model:
+        say(f"Loading {Path(model).name}, and watching its first training steps")
     module = ["mine.check", model] if model else ["ladder.facts"]
     if roofs:
         module.append("--roofs")

@@ -317,7 +317,7 @@ def check_start(start: str | None, seen: list[str], name: str) -> None:
     """Raises Skip where --from says that a file does what its step did not show, or less."""
     missing = [MODEL_ROWS[row] for row in FROM[start or "fp32"] if row not in seen]
     if missing:
-        raise Skip(f"--from {start}: a step of {name} showed no {' and no '.join(missing)}")
+        raise Skip(f"--from {start}: a step of {name} showed no {' and no '.join(missing)}. Leave --from out")
     more = [row for row in seen if row in (AMP, COMPILE) and row not in FROM.get(start, seen)]
     if more:
         words = " and ".join(MODEL_ROWS[row] for row in more)

@@ -1454,7 +1454,7 @@ def test_what_excludes_a_model(refused):
         ("with torch.autocast('cpu', torch.bfloat16):", None, "0_as_it_is", ["1_amp"]),
         ("with torch.autocast('cpu', torch.bfloat16):", "amp", "0_as_it_is", ["1_amp"]),
         ("with torch.autocast('cpu', torch.bfloat16):", "fp32", None, "showed AMP, too. Leave --from out"),
-        ("", "sdpa", None, "a step of my_model.py showed no AMP and no fused attention"),
+        ("", "sdpa", None, "a step of my_model.py showed no AMP and no fused attention. Leave"),
         ("torch.set_float32_matmul_precision('high')\n    if True:", None, "0_as_it_is", []),
     ],
 )
