@@ -26,7 +26,7 @@ MISSING = {  # what libraries say of what is not installed or too old, and what 
     ),
     "python.h": "torch.compile lacks the headers of Python: install them (Debian, Ubuntu: python3-dev)",
     "c++ compiler": "torch.compile lacks a C++ compiler: install one (Debian, Ubuntu: g++)",
-    "cannot find -l": "torch.compile fails where the path of Python or of its packages has a space",
+    "cannot find -ltorch": "torch.compile fails where the path of Python or of its packages has a space",
     "same as output file": "torch.compile fails where TMPDIR or TORCHINDUCTOR_CACHE_DIR has a space",
     "c compiler": "torch.compile lacks a C compiler: install one (Debian, Ubuntu: gcc)",
 }

@@ -187,6 +187,7 @@ def test_a_ptxas_that_is_too_old_is_told_with_what_to_do():
 def test_a_path_with_a_space_is_told_where_the_compiler_fails_at_it():
     said = "C++ compile error\n\n/usr/bin/ld: cannot find -ltorch: No such file or directory\n"
     assert "path of Python or of its packages has a space" in explain(RuntimeError(said))[1]
+    assert explain(RuntimeError("ld: cannot find -lcuda")) == ("failed", "ld: cannot find -lcuda")
     said = "C++ compile error\n\ng++: fatal error: input file '/tmp/a' is the same as output file\n"
     assert "TMPDIR or TORCHINDUCTOR_CACHE_DIR has a space (g++: fatal error" in explain(RuntimeError(said))[1]
 
