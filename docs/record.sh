@@ -36,10 +36,14 @@ if [ "$machine" = --confirm ]; then
   machine="${2:-}" failed=0
   [[ $# == 2 && -d docs/results/$machine/gpt2 ]] || fail "--confirm takes one MACHINE that has records, for example: h200"
   told="$("$python" docs/tables.py --device "$machine")" || fail "$told"
-  for name in gpt3-6.7b-slice gpt2; do
-    to="docs/results/$machine/$name-confirmation" at="results/$machine-$name-confirmation"
-    [ -d "docs/results/$machine/$name" ] || continue
+  names=()
+  for name in gpt3-6.7b-slice gpt2; do [ ! -d "docs/results/$machine/$name" ] || names+=("$name"); done
+  for name in "${names[@]}"; do # all runs before any is stored: interrupted, the same command goes on
+    at="results/$machine-$name-confirmation"
     ladder --preset "$name" --no-roofs --peers
+  done
+  for name in "${names[@]}"; do
+    to="docs/results/$machine/$name-confirmation" at="results/$machine-$name-confirmation"
     rm -rf "$to" # it told of another run
     if "$python" -m report --compare "docs/results/$machine/$name" "$at" --bound 0.03; then keep "$at" "$to"; else failed=1 && rm -rf "$at"; fi
   done
