@@ -1,7 +1,9 @@
 """Attention that a file writes by hand, as one call of PyTorch's: only where its lines are plain.
 
-Plain is, in the statements of one function: `a = q @ k.transpose(-2, -1)`, scaled, perhaps masked with minus
-infinity above the diagonal, `a = softmax(a, dim=-1)`, perhaps with dropout, and `a @ v` at the end.
+Plain is, in the statements of one function: `a = q @ k.transpose(-2, -1)`, scaled, perhaps filled with minus
+infinity where a mask says so, `a = softmax(a, dim=-1)`, perhaps with dropout, and `a @ v` at the end. That a
+mask is causal is observed (mine/replace.py), at the lengths that are trained. So where there is a mask, the
+call stands under a condition, and the file's own lines run at other lengths, as with a cache of keys.
 """
 
 import ast
@@ -9,14 +11,19 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mine.keys import more_keys
-from mine.masks import FILLS, NotPlainError, given_to, inputs_of, masks_of_fill, names_in, names_of, values_of
-
+FILLS = ("masked_fill", "masked_fill_")  # methods
+INFINITE = ("float('inf')", "float('infinity')", "math.inf", "torch.inf", "np.inf")
+LARGE = 1e4  # to subtract as much hides a score, too
+DESCRIPTIONS = ("shape", "size", "device", "dtype")  # of a tensor, which say nothing of its numbers
 CASTS = ("float", "to", "type_as")  # methods that only cast, which the fused kernel does itself
 TRANSPOSED = ("transpose(-2, -1)", "transpose(-1, -2)", "transpose(2, 3)", "transpose(3, 2)", "mT")
 FUNCTIONS = ("F", "functional", "torch", "nn.functional", "torch.nn.functional")
 ATOMS = (ast.Name, ast.Constant, ast.Attribute, ast.Call)  # need no brackets
-WIDTH = 100  # of a line
+WIDTH = 96  # of a line
+
+
+class NotPlainError(Exception):
+    """Something else than the pattern."""
 
 
 class Fused(NamedTuple):
@@ -27,35 +34,32 @@ class Fused(NamedTuple):
     call: str  # the statement that makes it
     dropout: str  # the attribute of its class that is the dropout; empty without one
     is_scaled: bool  # its scores, by more than the product
-    query: str
-    key: str
-    masks: dict[str, bool]  # the names that its mask is made of, and whether each has a value in its class
-    more_keys: tuple[str, set[str]]  # see mine/keys.py
+    is_masked: bool
 
 
-def fuse(text: str, scales_query: bool = False) -> Fused | None:
+def fuse(text: str, scales_query: bool = False, longest: int = 0) -> Fused | None:
     """The file with its attention as one call; None where it has none that is plain, or more than one. A
-    scale that is a tensor has to scale the query: PyTorch's call takes a number."""
+    scale that is a tensor has to scale the query: PyTorch's call takes a number. Up to the `longest` sequence
+    a mask is known to be causal."""
     tree = ast.parse(text)
     functional, edits = functional_of(tree), []
-    for name, function, scope in functions_of(tree) if functional else ():
+    for name, function in functions_of(tree) if functional else ():
         own = given_to(function) | parts_of(function, ast.Store)
         for at, statement in enumerate(function.body):
             if softmax_of(statement) and functional.partition(".")[0] not in own:
                 try:
-                    attention = Attention(function, at, scope)
-                    edits.append(attention.fused(text, name, functional, scales_query))
+                    edits.append(Attention(function, at).fused(text, name, functional, scales_query, longest))
                 except NotPlainError:
                     continue
     return edits[0] if len(edits) == 1 else None
 
 
-def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef, ast.stmt]]:
-    """All functions and methods, with their names, and what they stand in: a class or themselves."""
+def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """All functions and methods, with their names."""
     for node in tree.body:
         for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
             if isinstance(inner, ast.FunctionDef):
-                yield inner.name if inner is node else f"{node.name}.{inner.name}", inner, node
+                yield inner.name if inner is node else f"{node.name}.{inner.name}", inner
 
 
 def functional_of(tree: ast.Module) -> str:
@@ -77,11 +81,11 @@ def functional_of(tree: ast.Module) -> str:
 class Attention:
     """The pattern in the statements of a function, whose softmax is the one `at`. Raises NotPlainError."""
 
-    def __init__(self, function: ast.FunctionDef, at: int, scope: ast.stmt):
+    def __init__(self, function: ast.FunctionDef, at: int):
         body = function.body
-        self.inputs, self.values = inputs_of(function), values_of(scope)
+        self.inputs = inputs_of(function)
         self.removed, self.dropout, self.module = [body[at]], "", ""
-        self.scale, self.is_masked, self.masks = "", False, {}
+        self.scale, self.is_masked = "", False
         self.weights = body[at].targets[0].id
         name, first = self.peel(softmax_of(body[at])), at
         for first in range(at - 1, -1, -1):
@@ -100,8 +104,6 @@ class Attention:
         self.gone = {each.targets[0].id for each in self.removed if isinstance(each, ast.Assign)}
         self.last = self.weighing(after)
         self.check_between(body[first : body.index(self.last_statement)])
-        texts = self.query, self.key, ast.unparse(operands_of(self.last)[1])
-        self.more_keys = more_keys(function, scope, *texts) if self.is_masked else ("", set())
 
     def peel(self, node: ast.expr) -> str:
         """Take scale and mask off the scores, down to their product, or to the name returned, which an
@@ -115,7 +117,7 @@ class Attention:
             self.query, self.key = ast.unparse(query), ast.unparse(key)
             return ""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FILLS:
-            self.masks |= masks_of_fill(node, self.inputs, self.values)
+            check_fill(node, self.inputs)
             self.is_masked = True
             return self.peel(node.func.value)
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)) and not self.scale:
@@ -150,7 +152,7 @@ class Attention:
             if is_removed and any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement)):
                 raise NotPlainError
 
-    def fused(self, text: str, name: str, functional: str, scales_query: bool) -> Fused:
+    def fused(self, text: str, name: str, functional: str, scales_query: bool, longest: int) -> Fused:
         query, scale = self.query, self.scale or "1.0"
         if scales_query:
             query, scale = f"{bracketed(query)} * {bracketed(scale)}", "1.0"
@@ -159,34 +161,43 @@ class Attention:
         words += [f"dropout_p={self.dropout}"] if self.dropout else []
         words.append(f"scale={scale}")
         call = f"{functional}.scaled_dot_product_attention({', '.join(words)})"
-        edited, statement = replaced(text, self.removed, self.last_statement, self.last, call)
+        condition = ""
+        if self.is_masked:
+            condition = f"{bracketed(self.query)}.size(-2) == {bracketed(self.key)}.size(-2) <= {longest}"
+        edited, statement = replaced(text, self.removed, self.last_statement, self.last, call, condition)
         lines, rows = numbered([*self.removed, self.last_statement])
-        return Fused(
-            edited,
-            name,
-            rows,
-            lines,
-            statement,
-            self.module,
-            is_scaled=bool(self.scale),
-            query=self.query,
-            key=self.key,
-            masks=self.masks,
-            more_keys=self.more_keys,
-        )
+        return Fused(edited, name, rows, lines, statement, self.module, bool(self.scale), self.is_masked)
 
 
 def replaced(
-    text: str, removed: list[ast.stmt], last: ast.stmt, node: ast.expr, call: str
+    text: str, removed: list[ast.stmt], last: ast.stmt, node: ast.expr, call: str, condition: str
 ) -> tuple[str, str]:
     """The text without the statements `removed` and with the call in place of an expression of the `last`
-    one, and that one's new lines. Raises NotPlainError where a line holds more than its statement."""
+    one, and the new lines. With a condition the old lines stay, for where it does not hold. Raises
+    NotPlainError where a line holds more than its statement."""
     rows = text.split("\n")
     for statement in removed:
         behind = rows[statement.end_lineno - 1].encode()[statement.end_col_offset :].decode().strip()
         before = rows[statement.lineno - 1].encode()[: statement.col_offset]
         if before.strip() or (behind and behind[0] != "#"):
             raise NotPlainError
+    statement = with_call(rows, last, node, call)
+    first = min(each.lineno for each in [*removed, last]) - 1
+    gone = {row for each in removed for row in range(each.lineno, each.end_lineno + 1)}
+    between = [rows[at - 1] for at in range(first + 1, last.lineno) if at not in gone]
+    if not condition:
+        rows[first : last.end_lineno] = [*between, *statement]
+        return "\n".join(rows), textwrap.dedent("\n".join(statement))
+    indent = statement[0][: len(statement[0]) - len(statement[0].lstrip())]
+    code = [row for row in between if row.strip() and row.lstrip()[0] != "#"]
+    new = [f"{indent}if {condition}:", *deeper([*code, *statement], indent), f"{indent}else:"]
+    shown = [*new, *deeper([f"{indent}...  # these lines"], indent)]
+    rows[first : last.end_lineno] = new + deeper(rows[first : last.end_lineno], indent)
+    return "\n".join(rows), textwrap.dedent("\n".join(shown))
+
+
+def with_call(rows: list[str], last: ast.stmt, node: ast.expr, call: str) -> list[str]:
+    """The lines of the `last` statement with the call in place of its expression `node`."""
     before = rows[node.lineno - 1].encode()[: node.col_offset].decode()
     behind = rows[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
     if before.endswith(("= (", "return (")) and behind.startswith(")"):  # (a @ v).transpose(1, 2)
@@ -195,12 +206,14 @@ def replaced(
         indent = before[: len(before) - len(before.lstrip())]
         head, words = call.removesuffix(")").split("(", 1)
         call = f"{head}(\n{indent}    {words}\n{indent})"
-    around = rows[last.lineno - 1 : node.lineno - 1], rows[node.end_lineno : last.end_lineno]
-    statement = "\n".join([*around[0], before + call + behind, *around[1]])
-    rows[last.lineno - 1 : last.end_lineno] = [statement]
-    for each in sorted(removed, key=lambda each: -each.lineno):
-        del rows[each.lineno - 1 : each.end_lineno]
-    return "\n".join(rows), textwrap.dedent(statement)
+    lines = (before + call + behind).split("\n")
+    return [*rows[last.lineno - 1 : node.lineno - 1], *lines, *rows[node.end_lineno : last.end_lineno]]
+
+
+def deeper(rows: list[str], indent: str) -> list[str]:
+    """Lines of a block that is indented so, one level deeper."""
+    level = indent + ("\t" if "\t" in indent else "    ")
+    return [level + row.removeprefix(indent) if row.strip() else row for row in rows]
 
 
 def numbered(statements: list[ast.stmt]) -> tuple[str, frozenset[int]]:
@@ -216,6 +229,71 @@ def numbered(statements: list[ast.stmt]) -> tuple[str, frozenset[int]]:
 
 
 # --- parts of the pattern -------------------------------------------------------------------------
+
+
+def check_fill(call: ast.Call, given: set[str]) -> None:
+    """Raises NotPlainError unless a masked_fill hides scores, by a mask that no input decides: one of a later
+    batch may be another. `given` are the names that inputs decide."""
+    if len(call.args) != 2 or call.keywords or numbers_of(call.args[0]) & given:
+        raise NotPlainError
+    filled = ast.unparse(call.args[1]).lower()
+    is_infinite = filled[0] == "-" and filled[1:] in INFINITE
+    is_infinite |= filled in ("float('-inf')", "float('-infinity')")
+    is_least = filled.endswith(".min") and "finfo" in filled
+    if not (is_infinite or is_least or is_large(call.args[1])):
+        raise NotPlainError
+
+
+def is_large(node: ast.AST) -> bool:
+    try:
+        return ast.literal_eval(node) <= -LARGE
+    except (ValueError, TypeError):  # no number
+        return False
+
+
+def inputs_of(function: ast.FunctionDef) -> set[str]:
+    """The names whose numbers come from what a function is given, self aside: not those of shapes."""
+    assigned, inputs, before = assignments_of(function), given_to(function), set()
+    while inputs != before:
+        before = set(inputs)
+        for target, value in assigned:
+            if numbers_of(value) & inputs:
+                inputs |= names_of(target)
+    return inputs
+
+
+def given_to(function: ast.FunctionDef) -> set[str]:
+    return {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)} - {"self"}
+
+
+def assignments_of(function: ast.FunctionDef) -> list[tuple[ast.AST, ast.AST]]:
+    """What a function assigns to, or changes in place, and what it is made of: of a loop, what it runs
+    over."""
+    pairs = []
+    for node in ast.walk(function):
+        value = getattr(node, "iter", None) or getattr(node, "value", None)
+        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr[-1] == "_":
+            value, targets = node, [node.func.value]
+        if value is not None and targets != [None]:
+            pairs += [(target, value) for target in targets]
+    return pairs
+
+
+def numbers_of(node: ast.AST) -> set[str]:
+    """The names in an expression, but for those of which it takes the shape or the device."""
+    if isinstance(node, ast.Attribute) and node.attr in DESCRIPTIONS:
+        return set()
+    names = {node.id} if isinstance(node, ast.Name) else set()
+    return names.union(*map(numbers_of, ast.iter_child_nodes(node)))
+
+
+def names_in(node: ast.AST) -> list[ast.Name]:
+    return [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+
+
+def names_of(node: ast.AST) -> set[str]:
+    return {name.id for name in names_in(node)}
 
 
 def parts_of(node: ast.AST, context: type | tuple[type, ...]) -> set[str]:

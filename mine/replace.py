@@ -1,18 +1,21 @@
-"""Training a file with its attention by hand as one call of PyTorch's, where both give the same losses."""
+"""Training a file with its attention by hand as one call of PyTorch's, where both do the same: the mask of
+every batch that is trained is causal, and the losses are the same."""
+
+from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.text import Skip, one_line
 from ladder.rows import SDPA
 from mine import by_hand, patch
 from mine import file as model_file
-from mine.attention import BY_HAND, has_switch, kernels_before
+from mine.attention import BY_HAND, calling_frame, has_switch, kernels_before
 from mine.batch import copied
 from mine.file import ModelArguments
-from mine.keys import name_of_more
-from mine.masks import Scores, faults_of_masks
 
 FEW_BATCHES = 8
+DIMENSIONS = 4  # of the scores that a fused kernel takes
 
 
 def replace_attention(names: list[str], before: dict[str, dict], args: ModelArguments) -> None:
@@ -21,33 +24,30 @@ def replace_attention(names: list[str], before: dict[str, dict], args: ModelArgu
     the copy fails."""
     if SDPA not in names or args.attention or kernels_before(before)[-1:] != [BY_HAND]:
         return
-    unchanged = args.file
     if has_switch(args.model(), args.path.name, args.softmax_at) or not (edit := plain_attention(args)):
         return
+    unchanged, name = args.file, name_of(edit, args)
     try:
         import_anew(args, patch.read(args.path))
-        expected = noisy_losses(args)
-    except Exception:  # its loss fails in evaluation: the row says what to do
-        args.file = unchanged
-        return
-    ran_in_half = runs_in_half(args)
-    try:
+        expected, ran_in_half = noisy_losses(args), runs_in_half(args)
+        try:
+            import_anew(args, edit.text)
+            losses = noisy_losses(args)
+        except Exception as error:
+            raise Skip(f"{name} cannot be one call of PyTorch's: {one_line(error, 100)}") from error
+        if not all(map(args.is_same_loss, losses, expected)):
+            apart = max(
+                abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, expected, strict=True)
+            )
+            raise Skip(f"{name} has another loss with PyTorch's call, by up to {apart:.2%}")
+        if ran_in_half and not runs_in_half(args):
+            how = "give query, key and value one dtype, as q.to(v.dtype)"
+            raise Skip(f"{name} runs with a model in BF16, and PyTorch's call would not: {how}")
         import_anew(args, edit.text)
-        losses = noisy_losses(args)
-    except Exception as error:
-        args.file = unchanged
-        reason = f"cannot be one call of PyTorch's: {one_line(error, 100)}"
-        raise Skip(f"{name_of(edit, args)} {reason}") from error
-    if not all(map(args.is_same_loss, losses, expected)):
-        args.file = unchanged
-        apart = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, expected, strict=True))
-        raise Skip(f"{name_of(edit, args)} has another loss with PyTorch's call, by up to {apart:.2%}")
-    if ran_in_half and not runs_in_half(args):
-        args.file = unchanged
-        how = "give query, key and value one dtype, as q.to(v.dtype)"
-        raise Skip(f"{name_of(edit, args)} runs with a model in BF16, and PyTorch's call would not: {how}")
-    import_anew(args, edit.text)
-    args.attention = edit
+        args.attention = edit
+    finally:
+        if args.attention is None:
+            args.file = unchanged
 
 
 def import_anew(args: ModelArguments, text: str) -> None:
@@ -66,8 +66,9 @@ def runs_in_half(args: ModelArguments) -> bool:
 
 
 def plain_attention(args: ModelArguments) -> by_hand.Fused | None:
-    """The file with its largest attention as one call, by what it does in a few batches of training; None
-    where that is not plain. Raises Skip where plain lines do what no call does."""
+    """The file with its largest attention as one call, by what it does with all batches in training, and with
+    some in evaluation; None where that is not plain, or evaluation fails. Raises Skip where plain lines do
+    what no call does."""
     try:
         text = patch.read(args.path)
     except Skip:
@@ -79,17 +80,60 @@ def plain_attention(args: ModelArguments) -> by_hand.Fused | None:
     model, scores = args.model(), Scores(args.path, edit.rows)
     check_dropout(model, edit, args)
     with torch.compiler.set_stance("force_eager"), scores:
-        for batch in args.drawn[:FEW_BATCHES]:
+        for batch in args.drawn:
             args.loss(model, copied(batch, args.device))
-    owners = owners_of(model, edit)
-    if name := name_of_more(edit.more_keys, owners, args.file):
-        rule = f"is_causal={edit.query}.size(-2) == {edit.key}.size(-2)"
-        how = f"pass {rule} to F.scaled_dot_product_attention, and a mask where a prompt continues a cache"
-        scores.faults.append(f"may have more keys than queries, by {name}: {how}")
-    scores.faults += faults_of_masks(edit.masks, owners, args.file)
+        try:
+            noisy_losses(args)
+        except Exception:  # the row says what to do
+            return None
+    if edit.is_masked and not scores.longest:
+        scores.faults.append("has a mask, and never as many queries as keys: pass attn_mask")
     if scores.faults:
         raise Skip(f"{name_of(edit, args)} {scores.faults[0]}")
-    return by_hand.fuse(text, scales_query=True) if edit.is_scaled and scores.has_tensor_scale else edit
+    return by_hand.fuse(text, edit.is_scaled and scores.has_tensor_scale, scores.longest)
+
+
+class Scores(TorchDispatchMode):
+    """What these lines of a file do to attention's scores inside the context: `faults`, which PyTorch's call
+    does not have, whether a tensor scales them, and the longest sequence whose mask was causal."""
+
+    def __init__(self, path: Path, lines: frozenset[int]):
+        super().__init__()
+        self.path, self.lines = str(path), lines
+        self.faults: list[str] = []
+        self.has_tensor_scale, self.longest = False, 0
+        self.are_scores = self.are_weights = False  # what was computed last: before the softmax, behind it
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._overloadpacket.__name__
+        frame = calling_frame() if name in ("bmm", "_softmax", "mul", "div", *by_hand.FILLS) else None
+        if frame and frame.f_code.co_filename == self.path and frame.f_lineno in self.lines:
+            self.look(name, *args[:2])
+        return function(*args, **(kwargs or {}))
+
+    def look(self, name: str, scores: torch.Tensor, other: object) -> None:
+        if name == "bmm":  # of queries and keys, then of weights and values
+            self.are_scores, self.are_weights = not self.are_weights, False
+        elif not self.are_scores:  # such as dropout of the weights, or a norm of the queries
+            return
+        elif name == "_softmax":
+            self.are_scores, self.are_weights = False, True
+            if scores.dim() != DIMENSIONS:
+                kernels = "fused kernels take (batch, heads, length, width)"
+                self.faults.append(f"has scores of {scores.dim()} dimensions: {kernels}")
+        elif name in by_hand.FILLS:
+            rows, keys = scores.shape[-2:]
+            if rows == keys:  # at other lengths the file's own lines run
+                self.longest = max(self.longest, rows)
+                causal = torch.ones(rows, keys, dtype=torch.bool, device=other.device).triu(1)
+                if not (other == causal).all():
+                    self.faults.append("is not causal: pass its mask to F.scaled_dot_product_attention")
+        elif isinstance(other, torch.Tensor):
+            self.has_tensor_scale = True
+            if other.shape[-2:].numel() > 1:
+                self.faults.append(
+                    "scales its scores one by one, which F.scaled_dot_product_attention cannot"
+                )
 
 
 def owners_of(model: torch.nn.Module, edit: by_hand.Fused) -> list[torch.nn.Module]:
