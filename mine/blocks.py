@@ -114,10 +114,10 @@ def count_weights(module: nn.Module) -> int:
 
 
 def say_blocks(model: nn.Module, lists: list[str], loss: str) -> str:
-    """What is compiled, and its share of the weights, in a clause; `loss` says whether the loss is, too."""
+    """What a row compiles, and its share of the weights, in a clause; `loss` says whether the loss, too."""
     if not lists:
         why = "no list of equal modules has most of its weights and, as block(x) in model(x), of its work"
-        return f"the whole model is compiled: {why}"
+        return f"compiles the whole model: {why}"
     share = sum(count_weights(model.get_submodule(name)) for name in lists) / count_weights(model)
     names = f"{len(blocks_of(model, lists))} modules of {' and '.join(lists)}"
-    return f"compiled are the {names}, {share:.0%} of the weights, {loss}"
+    return f"compiles the {names} ({share:.0%} of the weights){loss}"

@@ -48,7 +48,7 @@ def check(args: ModelArguments) -> Workload:
     if COMPILE not in args.rows_in_file:
         try:
             check_compilable(model, args.blocks)
-            args.remarks.append(f"Row {COMPILE}: {say_compiled(args, model)}")
+            args.remarks.append(f"Row {COMPILE} {say_compiled(args, model)}")
         except Skip:  # its row says why
             pass
     if (count := len(args.drawn)) <= work.steps:
@@ -60,14 +60,14 @@ def check(args: ModelArguments) -> Workload:
 
 
 def say_compiled(args: ModelArguments, model: torch.nn.Module) -> str:
-    """What row 3_compile compiles, in a clause."""
+    """What row 3_compile does, in a clause."""
     if not args.is_called:
-        return "compiled is the loss, with what it calls of the model: it calls no model(x)"
-    loss = "and the loss"
+        return "compiles the loss and what it calls of the model: it makes no call model(x)"
+    loss = " and the loss"
     if not compiled_loss_lines(model, args.loss_module):
-        loss = "and not the loss, which forward() computes: as loss(model, batch) of the file it would be"
+        loss = ", but not the loss, which forward() computes: move it to loss(model, batch) of the file"
         if hasattr(args.file, "loss"):
-            loss = "and not the loss, which torch.compiler.disable keeps out"
+            loss = ", but not the loss, which torch.compiler.disable keeps out"
     return say_blocks(model, args.blocks, loss)
 
 
@@ -265,7 +265,7 @@ def see_start(args: ModelArguments, model: torch.nn.Module) -> None:
         args.first = AS_IT_IS
         has = [f"matmuls in {half}" if row == AMP else MODEL_ROWS[row] for row in args.rows_in_file]
         has += [f"{part} in a part" for part in parts]
-        line = f"Row {AS_IT_IS}: the file unchanged, which has {', '.join(has) or 'TF32'}"
+        line = f"Row {AS_IT_IS} is the unchanged file, with {' and '.join(has) or 'TF32'}"
         args.remarks.append(f"{line}: no row {', '.join(args.rows_in_file)}" if args.rows_in_file else line)
 
 

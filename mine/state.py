@@ -83,7 +83,7 @@ class ModelState(InitialState):
             self.model.train()
             passes = [self.sample_pass(train_step, batch, 0)]
             self.notes.append(
-                f"its gradients are of training mode: evaluation fails ({one_line(error, 100)})"
+                f"compared by gradients in training mode, because evaluation fails ({one_line(error, 100)})"
             )
         again, other = (self.sample_pass(train_step, batch, k) for k in (0, 1))
         passes.append(other)

@@ -192,9 +192,9 @@ def _loss(figures: Figures) -> Section:
     if not any(line.row.loss for line in figures.timed):
         return Section()
     text = (
-        "Of every training step, on the same batches in every row; below, less that of the first row. So few "
+        "The loss of every training step, on the same batches in every row. Below: its difference from the "
+        "first row. So few steps do not show whether a row learns as well."
     )
-    text += "steps do not show whether a row learns as well."
     return Section("Loss", text, curves=charts.svg(charts.loss_figure(figures)))
 
 

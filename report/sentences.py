@@ -18,11 +18,11 @@ from report.table import VERSIONS
 
 CPU_SHOWS = "A CPU shows how each step works, and not what it gains on a GPU"
 ENOUGH_FOR_FP8 = 10  # rehearsed steps
-CONVENTION = "TFLOP/s count the model's FLOPs, and of attention half of the (T, T) square"
-CONVENTION_OF_LOOP = "TFLOP/s count of attention the whole (T, T) square"
+CONVENTION = "TFLOP/s count the model's FLOPs, with half of attention's (T, T) square"
+CONVENTION_OF_LOOP = "TFLOP/s count the whole (T, T) square of attention"
 CONVENTION_OF_MODEL = (
-    "TFLOP/s count the FLOPs of PyTorch's counter, of attention the whole (T, T) square. Loading of batches "
-    "is not timed"
+    "TFLOP/s are by PyTorch's counter, with the whole (T, T) square of attention. Loading of batches is not "
+    "timed"
 )
 UNCOUNTED = "PyTorch's counter does not know all FLOPs of this model. Loading of batches is not timed"
 
@@ -193,9 +193,9 @@ def loss_rule(figures: Figures) -> str:
     in_fp8 = [row.rehearsed for row in rows if row.settings.fp8_recipe]
     if any(rehearsed):
         counts = from_to(min(rehearsed), max(rehearsed))
-        words += f". {counts} rehearsed steps came before, whose weights were put back"
+        words += f", after a rehearsal of {counts} steps, which was undone"
     if any(in_fp8):
-        words += "; FP8 keeps the scales that it learnt there"
+        words += "; FP8 keeps the scales that it found there"
     if any(0 < steps < ENOUGH_FOR_FP8 for steps in in_fp8):
         words += f", though fewer than {ENOUGH_FOR_FP8} may be too few for it"
     if 0 in in_fp8:

@@ -602,8 +602,8 @@ def test_blocks_are_equal_modules_that_hold_most_of_the_weights_and_of_the_work(
     )
     assert model_blocks.list_blocks(model, flops, work) == ["blocks"]
     assert model_blocks.blocks_of(model, ["blocks"]) == [*model.blocks.children()]
-    said = "compiled are the 3 modules of blocks, 75% of the weights, and the loss"
-    assert model_blocks.say_blocks(model, ["blocks"], "and the loss") == said
+    said = "compiles the 3 modules of blocks (75% of the weights) and the loss"
+    assert model_blocks.say_blocks(model, ["blocks"], " and the loss") == said
     assert model_blocks.list_blocks(Layers(embeddings=999), flops, work) == [], "most weights do no work"
     assert model_blocks.list_blocks(model, {}, 0) == ["blocks"], "not counted"
     assert model_blocks.list_blocks(nn.Linear(2, 2), {}, 0) == []
@@ -707,7 +707,7 @@ def test_what_keeps_blocks_from_being_compiled_is_said_and_not_that_they_are(old
         assert args.blocks == ["blocks"] and any("3 modules of blocks" in line for line in args.remarks)
         args = arguments_of(EQUAL_BLOCKS.replace(old, new) + BATCHES + SUM)
         model_check.check(args)
-        assert not any("compiled are" in line for line in args.remarks)
+        assert not any("compiles" in line for line in args.remarks)
         with pytest.raises(Skip, match=said):
             built(["3_compile"], args)
 
@@ -783,7 +783,7 @@ def test_blocks_of_a_model_that_the_loss_does_not_call_are_compiled_with_it(argu
     parts = EQUAL_BLOCKS.replace("def forward(self, x):\n        for", "def encode(self, x):\n        for")
     args = arguments_of(parts + BATCHES + SUM.replace("model(batch)", "model.encode(batch)"))
     model_check.check(args)
-    assert args.blocks == [] and "compiled is the loss, with what it calls" in args.remarks[-1]
+    assert args.blocks == [] and "compiles the loss and what it calls" in args.remarks[-1]
     *_, model, _ = built(["3_compile"], args)
     assert not any(part._compiled_call_impl for part in model.modules())
 
@@ -1514,7 +1514,7 @@ def test_batches_that_come_again_are_told(count, said, arguments_of):
     ("own", "said", "given"),
     [
         ("    with torch.autocast('cpu', torch.float16):\n", "matmuls in float16: no row 1_amp", ["1_amp"]),
-        ("    torch.compile(lambda x: x + 1)(batch)\n    if True:\n", "has compile in a part", []),
+        ("    torch.compile(lambda x: x + 1)(batch)\n    if True:\n", "with compile in a part", []),
         (
             "    with torch.autocast('cpu', torch.bfloat16):\n        batch[:1] @ batch[:1].T\n    if 1:\n",
             "AMP in a part",

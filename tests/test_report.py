@@ -200,9 +200,9 @@ def test_what_the_losses_are_is_told_of_every_kind_of_row():
     fp8, some = runs.SETTINGS["4_transformer_engine"], {"loss": [4.0] * 8}
     plain = runs.row("3_x", rehearsed=10, **some)
     rule = lambda *rows: sentences.loss_rule(derive(runs.run(*rows)))  # noqa: E731
-    assert rule(plain).endswith("in nats. 10 rehearsed steps came before, whose weights were put back")
+    assert rule(plain).endswith("in nats, after a rehearsal of 10 steps, which was undone")
     assert rule(plain, runs.row("4_x", rehearsed=10, settings=fp8, **some)).endswith(
-        "FP8 keeps the scales that it learnt there"
+        "FP8 keeps the scales that it found there"
     )
     for steps, said in ((3, True), (9, True), (10, False)):
         told = rule(plain, runs.row("4_x", rehearsed=steps, settings=fp8, **some))
