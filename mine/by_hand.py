@@ -73,9 +73,14 @@ def functional_of(tree: ast.Module) -> str:
             continue
         if names and names[0]:
             return names[0]
+    return "torch.nn.functional" if imports_torch(tree) else ""
+
+
+def imports_torch(tree: ast.Module) -> bool:
+    """Whether the name `torch` is torch."""
     imported = [alias for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
-    has_torch = any(alias.name.partition(".")[0] == "torch" and not alias.asname for alias in imported)
-    return "torch.nn.functional" if has_torch else ""
+    as_itself = any(alias.asname is None and alias.name.partition(".")[0] == "torch" for alias in imported)
+    return as_itself and not any(alias.asname == "torch" for alias in imported)
 
 
 class Attention:

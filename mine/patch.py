@@ -12,6 +12,7 @@ from common.text import Skip, one_line
 from ladder.rows import AMP, COMPILE, FP8, SDPA
 from mine import program
 from mine.attention import switch_of
+from mine.by_hand import imports_torch
 
 
 def read(path: Path) -> str:
@@ -74,13 +75,6 @@ def only_return(function: ast.FunctionDef) -> ast.Return | None:
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             nodes += ast.iter_child_nodes(node)
     return own[0] if own == [function.body[-1]] else None
-
-
-def imports_torch(tree: ast.Module) -> bool:
-    """Whether the name `torch` is torch."""
-    imported = [alias for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
-    as_itself = any(alias.asname is None and alias.name.partition(".")[0] == "torch" for alias in imported)
-    return as_itself and not any(alias.asname == "torch" for alias in imported)
 
 
 def before_return(
