@@ -113,7 +113,6 @@ def measure_row(
     progress("building the model")
     parallel.start(args)
     train_step, model, optimizer, *capture = main(args)
-    model.train()
     *batches, spare = args.batches()
     training = Training(train_step, batches)
 

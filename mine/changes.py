@@ -6,10 +6,10 @@ import torch
 from common import hardware
 from common.text import Skip, one_line
 from ladder.rows import AMP, COMPILE, FP8, SDPA
-from mine.attention import advice_on_attention, kernels_before, switch_of
+from mine.attention import advice_on_attention, kernels_before, needs_mask, switch_of
 from mine.batch import described
 from mine.blocks import blocks_of, check_compilable
-from mine.file import called
+from mine.file import ModelArguments, called
 from mine.program import (
     PRECISION,
     Program,
@@ -52,8 +52,10 @@ def fuse_attention(program: Program, before: dict[str, dict]) -> None:
     if any(getattr(config, "attn_logit_softcapping", None) for config in configs):
         raise Skip(f"{name} caps its attention scores, which SDPA leaves out")
     try:
-        program.run(attention_lines(model, args))
+        program.run(switch_lines(model, args))
     except (ValueError, NotImplementedError) as error:  # its class has no such switch
+        if kernels_before(before)[-1:] == [None]:
+            raise Skip(advice_on_attention(None)) from error
         raise Skip(f"{name} has no such switch: {one_line(error, 150)}") from error
     if not switch.config._attn_implementation.startswith("sdpa"):
         raise Skip(f"{name} has attention of its own, which no switch changes")
@@ -96,5 +98,34 @@ def compile_blocks(program: Program) -> None:
         raise Skip(f"the compiler draws a number once, and repeats it ({args.drawn_at}): {how}")
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     if args.is_called:
-        program.run(compile_lines(model, args.blocks))
-    program.run(compiled_loss_lines(model, args.loss_module))
+        program.run(block_lines(model, args))
+    program.run(loss_lines(model, args))
+
+
+# --- lines with what to know about them -----------------------------------------------------------
+
+
+def switch_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:
+    """`attention_lines`, and where their attention without a mask does not fit."""
+    lines = attention_lines(model, args)
+    if needs_mask(switch_of(model), args.is_masked):
+        return lines
+    comments = [line for line in lines if line[0] == "#"]
+    return [*comments, "# So do a static cache and assisted generation.", *lines[len(comments) :]]
+
+
+def block_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:
+    """`compile_lines`, and what comes before training with them."""
+    note = "# Train a step before the first generate(), whose many lengths exhaust the compiler's attempts."
+    lines = compile_lines(model, args.blocks)
+    return [note, *lines] if hasattr(model, "generate") else lines
+
+
+def loss_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:
+    """Compile the loss where it is computed: the file's loss(), or the loss_function that a Hugging Face
+    model calls. None where neither is."""
+    if args.loss_module:
+        return compiled_loss_lines(model, args.loss_module)
+    note = "# torch.save(model) cannot pickle this: save its state_dict(), or use save_pretrained()."
+    lines = compiled_loss_lines(model) if args.calls_loss_function else []
+    return [note, *lines] if lines else []

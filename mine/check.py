@@ -22,9 +22,10 @@ from common.record import Settings, Workload
 from common.text import Skip, explain, one_line, run_command, say
 from ladder import facts
 from ladder.rows import AMP, AS_IT_IS, COMPILE, FROM, MODEL_ROWS, SDPA
-from mine.attention import calling_line, switch_of
+from mine.attention import calling_line, needs_mask, switch_of
 from mine.batch import copied, sha256_of, units_of
 from mine.blocks import check_compilable, count_blocks, count_weights, list_blocks, say_blocks
+from mine.changes import loss_lines
 from mine.draws import watch_draws
 from mine.file import SEEN, ModelArguments, called, in_a_process_of_its_own, parse, weights_sha256
 from mine.program import Program, compiled_loss_lines
@@ -64,9 +65,10 @@ def say_compiled(args: ModelArguments, model: torch.nn.Module) -> str:
     if not args.is_called:
         return "compiles the loss and what it calls of the model: it makes no call model(x)"
     loss = " and the loss"
-    if not compiled_loss_lines(model, args.loss_module):
-        loss = ", but not the loss, which forward() computes: move it to loss(model, batch) of the file"
-        if hasattr(args.file, "loss"):
+    if not loss_lines(model, args):
+        how = "compute it in loss(model, batch) of the file, from what the model gives"
+        loss = f", but not the loss, which forward() computes: {how}"
+        if hasattr(args.file, "loss") and args.computes_loss:
             loss = ", but not the loss, which torch.compiler.disable keeps out"
     return say_blocks(model, args.blocks, loss)
 
@@ -78,7 +80,8 @@ def first_loss(args: ModelArguments, model: torch.nn.Module) -> torch.Tensor:
     numbers = sha256_of(batch)
     loss = called(lambda: args.loss(model, batch), args.path)
     if sha256_of(batch) != numbers:
-        raise Skip(f"a step of {name} changes its batch in place: let it change a clone")
+        how = "let it begin with batch = dict(batch)" if isinstance(batch, dict) else "let it change a clone"
+        raise Skip(f"a step of {name} changes its batch, which comes again: {how}")
     if any(weight.grad is not None for weight in model.parameters()):
         raise Skip(f"loss() of {name} calls backward(): let it return the loss alone")
     if not isinstance(loss, torch.Tensor):
@@ -170,19 +173,67 @@ def step_flops(args: ModelArguments, model: torch.nn.Module) -> int:
 
 
 def look_into_loss(args: ModelArguments, model: torch.nn.Module) -> None:
-    """See whether the loss calls the model itself, and the first line that draws what a compiler would draw
-    once."""
-    calls = []
+    """See whether the loss calls the model itself, what computes it, and the first line that draws what a
+    compiler would draw once."""
     with (
         contextlib.suppress(Exception),  # of a loss that fails when it is called again, or of TorchScript
         watch_draws(model, args.blocks) as lines,
         torch.compiler.set_stance("force_eager"),
         torch.no_grad(),
+        watch_loss_function(model) as loss_calls,
+        Outside(model) as outside,
     ):
-        handle = model.register_forward_pre_hook(lambda *_: calls.append(model))
         args.loss(model, copied(args.drawn[0], args.device))
-        handle.remove()
-        args.is_called, args.drawn_at = bool(calls), next(iter(lines), "")
+        args.is_called, args.drawn_at = outside.has_called, next(iter(lines), "")
+        args.computes_loss, args.calls_loss_function = outside.has_computed, bool(loss_calls)
+
+
+@contextlib.contextmanager
+def watch_loss_function(model: torch.nn.Module) -> Iterator[list]:
+    """The calls of a Hugging Face model's loss_function inside the context: other models compute their loss
+    without it, and one that wraps a model only hands it on."""
+    calls: list = []
+    if not compiled_loss_lines(model):  # it has none that can be set
+        yield calls
+        return
+    function = model.loss_function
+
+    def counted(*args, **kwargs):
+        calls.append(function)
+        return function(*args, **kwargs)
+
+    model.loss_function = counted
+    try:
+        yield calls
+    finally:
+        model.loss_function = function
+
+
+class Outside(TorchDispatchMode):
+    """Whether `model` is called inside the context, and whether numbers are computed from what it gave last:
+    to read the loss off its output computes nothing."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.depth, self.has_called, self.has_computed = 0, False, False
+        self.hooks = [model.register_forward_pre_hook(self.enter), model.register_forward_hook(self.leave)]
+
+    def enter(self, *_) -> None:
+        self.depth, self.has_called, self.has_computed = self.depth + 1, True, False
+
+    def leave(self, *_) -> None:
+        self.depth -= 1
+
+    def __exit__(self, *error) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        numbers = [each for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()]
+        if not self.depth and any(each.numel() > 1 for each in numbers):
+            self.has_computed = True
+        return function(*args, **(kwargs or {}))
 
 
 def count_flops(
@@ -257,7 +308,8 @@ def see_start(args: ModelArguments, model: torch.nn.Module) -> None:
     seen = [row for row in ran_in_part if ran_in_part[row] and in_most.get(row, True)]
     check_start(args.start, seen, args.path.name)
     # Hugging Face's switch can do more than its default: without a mask, a graph has a faster kernel.
-    if args.start is None and SDPA in seen and switch_of(model):
+    switch = switch_of(model) if args.start is None and SDPA in seen else None
+    if switch and not needs_mask(switch, args.is_masked):
         seen.remove(SDPA)
     args.rows_in_file = [row for row in seen if args.start != "fp32"]
     parts = [MODEL_ROWS[row] for row in in_most if ran_in_part[row] and row not in seen]

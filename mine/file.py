@@ -83,6 +83,8 @@ SEEN = (
     "beside",
     "is_masked",
     "is_called",
+    "computes_loss",
+    "calls_loss_function",
     "softmax_at",
     "drawn_at",
     "blocks",
@@ -112,6 +114,8 @@ class ModelArguments(options.Measurement):
     beside: list[str] = field(default_factory=list)
     is_masked: bool = True
     is_called: bool = True  # the model itself, by the loss
+    computes_loss: bool = True  # the file's loss(), from what the model gives
+    calls_loss_function: bool = True  # the model, its loss_function, as some of Hugging Face do
     softmax_at: str = ""  # where the largest softmax is: `attend, net.py line 31`
     drawn_at: str = ""  # the line that draws a number which a compiler would draw once, see mine/draws.py
     blocks: list[str] = field(default_factory=list)  # names of the lists of blocks, see mine/blocks.py
@@ -151,7 +155,8 @@ class ModelArguments(options.Measurement):
     def loss_module(self) -> str | None:
         """That name where the file has a loss() that can be compiled by itself; otherwise None."""
         is_disabled = getattr(getattr(self.file, "loss", None), "_torchdynamo_disable", False)
-        return self.module_name if hasattr(self.file, "loss") and not is_disabled else None
+        computes = hasattr(self.file, "loss") and self.computes_loss
+        return self.module_name if computes and not is_disabled else None
 
     def about(self) -> list[str]:
         return [*hardware.about(self.device), f"model of {self.path.name}"]
@@ -197,8 +202,11 @@ class ModelArguments(options.Measurement):
                 raise Skip(f"{name} is complex, which neither BF16 nor FP8 multiplies: {halves}")
             if weight.dtype != torch.float32:
                 dtype = str(weight.dtype).removeprefix("torch.")
-                raise Skip(f"{name} is {dtype}: model() must give FP32 weights; AMP casts them where it pays")
-        return model.to(self.device).train()
+                how = "model.float() makes them FP32, and AMP casts them where it pays"
+                raise Skip(f"{name} is {dtype}: model() must give FP32 weights; {how}")
+        if not model.training:  # as from_pretrained() gives it; parts of another may be so on purpose
+            model.train()
+        return model.to(self.device)
 
     def loss(self, model: torch.nn.Module, batch) -> torch.Tensor:
         """The scalar loss of a batch: by the file's `loss`, or the model's output."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from common.text import Skip, one_line
 from ladder.rows import AMP, COMPILE, FP8, SDPA
-from mine import program
+from mine import changes, program
 from mine.attention import switch_of
 from mine.by_hand import imports_torch
 
@@ -44,17 +44,17 @@ def patched(text: str, names: list[str], model: nn.Module, lists: list[str], arg
         decorators.append(f'@torch.autocast("{args.device.type}", torch.bfloat16)')
     if SDPA in names and switch_of(model):
         placed.append(SDPA)
-        setup += program.attention_lines(model, args)
+        setup += changes.switch_lines(model, args)
     if FP8 in names and not hasattr(args.file, "fp8"):
         placed.append(FP8)
         setup += program.fp8_lines(model, lists)
     if COMPILE in names and ("loss" in functions or not hasattr(args.file, "loss")):
         placed.append(COMPILE)
-        setup += program.compile_lines(model, lists) if args.is_called else []
-        if "loss" in functions:
-            decorators += ["@torch.compile"] if args.loss_module else []
+        setup += changes.block_lines(model, args) if args.is_called else []
+        if args.loss_module:
+            decorators.append("@torch.compile")
         else:
-            setup += program.compiled_loss_lines(model)
+            setup += changes.loss_lines(model, args)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     own = before_return(returns, rows, indent, setup, used)
     edits = [(returns.lineno - 1, returns.end_lineno, own)] if setup else []

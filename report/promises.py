@@ -55,5 +55,8 @@ def cause_of_missing(change: str, row: Row, variables: dict[str, str]) -> str:
     if change == COMPILE and breaks:
         return f" ({breaks[-1]}; TORCH_LOGS=graph_breaks says why)"
     if change == SDPA and row.settings.attention_kernel:
-        return f" (attention ran as {row.settings.attention_kernel}, whatever was asked)"
+        kernel, why = row.settings.attention_kernel, "whatever was asked"
+        if kernel == "math":
+            why = "perhaps because of dropout or a mask"
+        return f" (attention ran as {kernel}, {why})"
     return ""

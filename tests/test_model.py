@@ -136,7 +136,7 @@ def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, argume
     [
         (
             "def model():\n    return torch.nn.Linear(16, 16).bfloat16()\n" + BATCHES + SUM,
-            "weight is bfloat16",
+            "weight is bfloat16: model() must give FP32 weights; model.float() makes them FP32",
         ),
         ("def model():\n    return 3\n" + BATCHES, "returns no torch.nn.Module"),
         (
@@ -158,7 +158,12 @@ def test_a_path_that_is_no_python_file_and_a_rate_gets_one_line(tmp_path, argume
         ),
         (
             LINEAR + BATCHES + "def loss(m, b):\n    return m(b.mul_(0.5)).sum()\n",
-            "changes its batch in place",
+            "changes its batch, which comes again: let it change a clone",
+        ),
+        (
+            LINEAR + "def batches():\n    yield {'x': torch.randn(4, 16), 'y': torch.ones(4)}\n"
+            "def loss(m, b):\n    return m(b.pop('x')).sum()\n",
+            "changes its batch, which comes again: let it begin with batch = dict(batch)",
         ),
         (
             LINEAR + BATCHES + "class E(BaseException): pass\ndef loss(m, b):\n    raise E(3)\n",
@@ -796,6 +801,60 @@ def test_a_loss_that_is_kept_from_the_compiler_stays_eager(arguments_of):
     assert placed == ["3_compile"] and "@torch.compile\n" not in text and "block.compile()" in text
 
 
+WITH_LOSS = EQUAL_BLOCKS.replace(
+    "    def forward(self, x):\n        for",
+    "    loss_function = property(lambda self: self.own, lambda self, it: setattr(self, 'own', it))\n"
+    "    own = staticmethod(lambda x: x.square().mean())\n    def forward(self, x):\n        for",
+)
+OF_MODEL = WITH_LOSS.replace("        return x\ndef", "        return self.loss_function(x)\ndef")
+OF_LIBRARY = WITH_LOSS.replace("        return x\ndef", "        return x.square().mean()\ndef")
+WRAPPED = (
+    OF_MODEL
+    + """class Wrapper(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.blocks = (inner := Net()), inner.blocks
+        self.loss_function = inner.loss_function
+    def forward(self, x):
+        return self.inner(x)
+def model():
+    return Wrapper()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "loss", "compiled"),
+    [
+        (WITH_LOSS, SUM, "my_model.loss = torch.compile(my_model.loss)"),
+        (OF_MODEL, "", "model.loss_function = torch.compile(model.loss_function)"),
+        (OF_LIBRARY, "", ""),
+        (WRAPPED, "", ""),
+        (OF_MODEL, "def loss(model, batch):\n    return model(batch * 2)\n", "model.loss_function = "),
+        (OF_LIBRARY, "def loss(model, batch):\n    return model(batch * 2)\n", ""),
+    ],
+)
+def test_the_loss_is_compiled_where_it_is_computed(text, loss, compiled, arguments_of):
+    args = arguments_of(text + BATCHES + loss)
+    args.planned = model_check.check(args)
+    said = "(100% of the weights) and the loss" if compiled else "not the loss, which forward() computes"
+    assert said in args.remarks[-1]
+    lines = changes.loss_lines(args.model(), args)
+    assert compiled in lines[-1] if compiled else not lines
+    patched, _ = model_patch.patched(args.path.read_text(), ["3_compile"], args.model(), args.blocks, args)
+    assert ("@torch.compile" in patched) == ("my_model.loss" in compiled)
+    assert ("loss_function = torch.compile" in patched) == ("model.loss_function" in compiled)
+
+
+def test_parts_in_evaluation_stay_so_and_a_whole_model_trains(arguments_of):
+    """A frozen BatchNorm, for example; from_pretrained() gives a whole model in evaluation."""
+    layers = "torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout())"
+    for part, expected in (("net[1]", [True, True, False]), ("net", [True, True, True])):
+        text = f"def model():\n    net = {layers}\n    {part}.eval()\n    return net\n"
+        model = arguments_of(text + BATCHES + SUM).model()
+        assert [each.training for each in model.modules()] == expected
+
+
 @pytest.mark.slow
 def test_what_a_file_keeps_from_the_compiler_inside_a_block_breaks_its_graph(arguments_of):
     text = EQUAL_BLOCKS.replace("self.a(x)", "self.part(x)").replace(
@@ -945,6 +1004,27 @@ def choose(part, name):
 def test_a_model_whose_attention_no_switch_changes_is_told(switch, config, said):
     with pytest.raises(Skip, match=said):
         changes.fuse_attention(program_of(Switched(switch, **config)), {})
+
+
+def test_a_model_without_attention_is_told_so_and_not_of_its_switch():
+    seen = {"0_fp32": {"settings": {"attention_kernel": None}}}
+    with pytest.raises(Skip, match="no attention was seen, so there is nothing to fuse"):
+        changes.fuse_attention(program_of(Switched(refuse)), seen)
+
+
+@pytest.mark.parametrize(("call", "rows"), [("model(batch)", []), ("model(batch, batch)", ["2_sdpa"])])
+def test_a_fused_model_gets_the_switch_only_where_no_mask_is_needed(call, rows, arguments_of):
+    fused = MASKED.replace("class Base", "class BaseForCausalLM").replace("Base()", "BaseForCausalLM()")
+    fused = fused.replace(
+        "return self.layer(x)", "q = self.layer(x)[None, None]\n        return ATTEND(q, q, q)"
+    )
+    fused = fused.replace("ATTEND", "torch.nn.functional.scaled_dot_product_attention")
+    fused = fused.replace("    set_attn_implementation = print\n", "", 2).replace(
+        "    def __init__", "    config = None\n    set_attn_implementation = print\n    def __init__", 1
+    )
+    args = arguments_of(f"{fused}{BATCHES}def loss(model, batch):\n    return {call}.sum()\n")
+    model_check.check(args)
+    assert args.rows_in_file == rows and args.is_masked is bool(rows)
 
 
 def test_a_switch_reaches_parts_with_a_configuration_of_their_own():

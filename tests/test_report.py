@@ -287,6 +287,11 @@ def test_a_contradiction_names_its_cause():
             {"attention_kernel": "by hand"},
             "fused attention did not run (attention ran as by hand, whatever was asked)",
         ),
+        (
+            "2_sdpa",
+            {"attention_kernel": "math"},
+            "fused attention did not run (attention ran as math, perhaps because of dropout or a mask)",
+        ),
         ("3_compile", {"compiled": False}, "compile did not run"),
         ("4_transformer_engine", {"fp8_recipe": None}, "FP8 did not run"),
         ("2_sdpa", {"attention_kernel": None, "amp_dtype": None}, ""),  # not observed
