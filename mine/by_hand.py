@@ -11,10 +11,11 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from mine.masks import given_to, may_differ
+
 FILLS = ("masked_fill", "masked_fill_")  # methods
 INFINITE = ("float('inf')", "float('infinity')", "math.inf", "torch.inf", "np.inf")
 LARGE = 1e4  # to subtract as much hides a score, too
-DESCRIPTIONS = ("shape", "size", "device", "dtype")  # of a tensor, which say nothing of its numbers
 CASTS = ("float", "to", "type_as")  # methods that only cast, which the fused kernel does itself
 TRANSPOSED = ("transpose(-2, -1)", "transpose(-1, -2)", "transpose(2, 3)", "transpose(3, 2)", "mT")
 FUNCTIONS = ("F", "functional", "torch", "nn.functional", "torch.nn.functional")
@@ -37,10 +38,10 @@ class Fused(NamedTuple):
     is_masked: bool
 
 
-def fuse(text: str, scales_query: bool = False, longest: int = 0) -> Fused | None:
+def fuse(text: str, scales_query: bool = False, lengths: tuple[int, ...] = ()) -> Fused | None:
     """The file with its attention as one call; None where it has none that is plain, or more than one. A
-    scale that is a tensor has to scale the query: PyTorch's call takes a number. Up to the `longest` sequence
-    a mask is known to be causal."""
+    scale that is a tensor has to scale the query: PyTorch's call takes a number. A mask is known to be causal
+    at these `lengths` of a sequence."""
     tree = ast.parse(text)
     functional, edits = functional_of(tree), []
     for name, function in functions_of(tree) if functional else ():
@@ -48,7 +49,8 @@ def fuse(text: str, scales_query: bool = False, longest: int = 0) -> Fused | Non
         for at, statement in enumerate(function.body):
             if softmax_of(statement) and functional.partition(".")[0] not in own:
                 try:
-                    edits.append(Attention(function, at).fused(text, name, functional, scales_query, longest))
+                    attention = Attention(function, at, tree)
+                    edits.append(attention.fused(text, name, functional, scales_query, lengths))
                 except NotPlainError:
                     continue
     return edits[0] if len(edits) == 1 else None
@@ -86,11 +88,10 @@ def imports_torch(tree: ast.Module) -> bool:
 class Attention:
     """The pattern in the statements of a function, whose softmax is the one `at`. Raises NotPlainError."""
 
-    def __init__(self, function: ast.FunctionDef, at: int):
+    def __init__(self, function: ast.FunctionDef, at: int, tree: ast.Module):
         body = function.body
-        self.inputs = inputs_of(function)
         self.removed, self.dropout, self.module = [body[at]], "", ""
-        self.scale, self.is_masked = "", False
+        self.scale, self.masks = "", []
         self.weights = body[at].targets[0].id
         name, first = self.peel(softmax_of(body[at])), at
         for first in range(at - 1, -1, -1):
@@ -109,6 +110,9 @@ class Attention:
         self.gone = {each.targets[0].id for each in self.removed if isinstance(each, ast.Assign)}
         self.last = self.weighing(after)
         self.check_between(body[first : body.index(self.last_statement)])
+        pattern = [*self.removed, self.last_statement]
+        if any(may_differ(mask, function, tree, pattern) for mask in self.masks):
+            raise NotPlainError
 
     def peel(self, node: ast.expr) -> str:
         """Take scale and mask off the scores, down to their product, or to the name returned, which an
@@ -122,8 +126,8 @@ class Attention:
             self.query, self.key = ast.unparse(query), ast.unparse(key)
             return ""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FILLS:
-            check_fill(node, self.inputs)
-            self.is_masked = True
+            check_fill(node)
+            self.masks.append(node.args[0])
             return self.peel(node.func.value)
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)) and not self.scale:
             is_product = isinstance(node.op, ast.Mult)
@@ -150,28 +154,32 @@ class Attention:
         for statement in statements:
             is_removed = statement in self.removed
             assigned = parts_of(statement, (ast.Store, ast.Del))
-            if isinstance(statement, ast.Expr):  # it may change what it names in place
-                assigned = names_of(statement)
+            for node in ast.walk(statement):  # a part of it, or in place whatever it names
+                is_part = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+                assigned |= names_of(node) if is_part or isinstance(node, ast.Expr) else set()
+                if isinstance(getattr(node, "value", None), str) and node.lineno < node.end_lineno:
+                    raise NotPlainError  # its lines would move
             if not is_removed and (read & assigned or self.gone & names_of(statement)):
                 raise NotPlainError
             if is_removed and any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement)):
                 raise NotPlainError
 
-    def fused(self, text: str, name: str, functional: str, scales_query: bool, longest: int) -> Fused:
+    def fused(self, text: str, name: str, functional: str, scales_query: bool, lengths: tuple) -> Fused:
         query, scale = self.query, self.scale or "1.0"
         if scales_query:
             query, scale = f"{bracketed(query)} * {bracketed(scale)}", "1.0"
         words = [query, self.key, ast.unparse(operands_of(self.last)[1])]
-        words += ["is_causal=True"] if self.is_masked else []
+        words += ["is_causal=True"] if self.masks else []
         words += [f"dropout_p={self.dropout}"] if self.dropout else []
         words.append(f"scale={scale}")
         call = f"{functional}.scaled_dot_product_attention({', '.join(words)})"
         condition = ""
-        if self.is_masked:
-            condition = f"{bracketed(self.query)}.size(-2) == {bracketed(self.key)}.size(-2) <= {longest}"
+        if self.masks:
+            condition = f"{named(self.query)}.size(-2) == {named(self.key)}.size(-2) "
+            condition += f"== {lengths[0]}" if len(lengths) == 1 else f"in {lengths}"
         edited, statement = replaced(text, self.removed, self.last_statement, self.last, call, condition)
         lines, rows = numbered([*self.removed, self.last_statement])
-        return Fused(edited, name, rows, lines, statement, self.module, bool(self.scale), self.is_masked)
+        return Fused(edited, name, rows, lines, statement, self.module, bool(self.scale), bool(self.masks))
 
 
 def replaced(
@@ -236,10 +244,9 @@ def numbered(statements: list[ast.stmt]) -> tuple[str, frozenset[int]]:
 # --- parts of the pattern -------------------------------------------------------------------------
 
 
-def check_fill(call: ast.Call, given: set[str]) -> None:
-    """Raises NotPlainError unless a masked_fill hides scores, by a mask that no input decides: one of a later
-    batch may be another. `given` are the names that inputs decide."""
-    if len(call.args) != 2 or call.keywords or numbers_of(call.args[0]) & given:
+def check_fill(call: ast.Call) -> None:
+    """Raises NotPlainError unless a masked_fill hides scores."""
+    if len(call.args) != 2 or call.keywords:
         raise NotPlainError
     filled = ast.unparse(call.args[1]).lower()
     is_infinite = filled[0] == "-" and filled[1:] in INFINITE
@@ -254,43 +261,6 @@ def is_large(node: ast.AST) -> bool:
         return ast.literal_eval(node) <= -LARGE
     except (ValueError, TypeError):  # no number
         return False
-
-
-def inputs_of(function: ast.FunctionDef) -> set[str]:
-    """The names whose numbers come from what a function is given, self aside: not those of shapes."""
-    assigned, inputs, before = assignments_of(function), given_to(function), set()
-    while inputs != before:
-        before = set(inputs)
-        for target, value in assigned:
-            if numbers_of(value) & inputs:
-                inputs |= names_of(target)
-    return inputs
-
-
-def given_to(function: ast.FunctionDef) -> set[str]:
-    return {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)} - {"self"}
-
-
-def assignments_of(function: ast.FunctionDef) -> list[tuple[ast.AST, ast.AST]]:
-    """What a function assigns to, or changes in place, and what it is made of: of a loop, what it runs
-    over."""
-    pairs = []
-    for node in ast.walk(function):
-        value = getattr(node, "iter", None) or getattr(node, "value", None)
-        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr[-1] == "_":
-            value, targets = node, [node.func.value]
-        if value is not None and targets != [None]:
-            pairs += [(target, value) for target in targets]
-    return pairs
-
-
-def numbers_of(node: ast.AST) -> set[str]:
-    """The names in an expression, but for those of which it takes the shape or the device."""
-    if isinstance(node, ast.Attribute) and node.attr in DESCRIPTIONS:
-        return set()
-    names = {node.id} if isinstance(node, ast.Name) else set()
-    return names.union(*map(numbers_of, ast.iter_child_nodes(node)))
 
 
 def names_in(node: ast.AST) -> list[ast.Name]:
@@ -358,6 +328,16 @@ def operands_of(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.matmul" and len(node.args) == 2:
         return node.args[0], node.args[1]
     return None
+
+
+def named(tensor: str) -> str:
+    """A name with the length of a query or a key: another expression would be computed twice."""
+    node = ast.parse(tensor, mode="eval").body
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):  # scaled
+        node = node.left if isinstance(node.left, ast.Name) else node.right
+    if not isinstance(node, (ast.Name, ast.Attribute)):
+        raise NotPlainError
+    return ast.unparse(node)
 
 
 def bracketed(node: ast.expr | str) -> str:

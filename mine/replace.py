@@ -11,7 +11,7 @@ from ladder.rows import SDPA
 from mine import by_hand, patch
 from mine import file as model_file
 from mine.attention import BY_HAND, calling_frame, has_switch, kernels_before
-from mine.batch import copied
+from mine.batch import copied, mapped
 from mine.file import ModelArguments
 
 FEW_BATCHES = 8
@@ -33,6 +33,7 @@ def replace_attention(names: list[str], before: dict[str, dict], args: ModelArgu
         try:
             import_anew(args, edit.text)
             losses = noisy_losses(args)
+            args.loss(args.model(), copied(args.drawn[0], args.device)).backward()
         except Exception as error:
             raise Skip(f"{name} cannot be one call of PyTorch's: {one_line(error, 100)}") from error
         if not all(map(args.is_same_loss, losses, expected)):
@@ -58,11 +59,17 @@ def import_anew(args: ModelArguments, text: str) -> None:
 
 def runs_in_half(args: ModelArguments) -> bool:
     """Whether a model whose weights are BF16, as for inference, takes a batch."""
+    batch = mapped(in_half, copied(args.drawn[0], args.device))
     try:
-        args.loss(args.noisy_model().bfloat16(), copied(args.drawn[0], args.device))
-    except Exception:  # such as a batch of FP32
+        args.loss(args.noisy_model().bfloat16(), batch)
+    except Exception:  # it is made for FP32
         return False
     return True
+
+
+def in_half(part: object) -> object:
+    is_float = isinstance(part, torch.Tensor) and part.is_floating_point()
+    return part.bfloat16() if is_float else part
 
 
 def plain_attention(args: ModelArguments) -> by_hand.Fused | None:
@@ -86,22 +93,22 @@ def plain_attention(args: ModelArguments) -> by_hand.Fused | None:
             noisy_losses(args)
         except Exception:  # the row says what to do
             return None
-    if edit.is_masked and not scores.longest:
+    if edit.is_masked and not scores.lengths:
         scores.faults.append("has a mask, and never as many queries as keys: pass attn_mask")
     if scores.faults:
         raise Skip(f"{name_of(edit, args)} {scores.faults[0]}")
-    return by_hand.fuse(text, edit.is_scaled and scores.has_tensor_scale, scores.longest)
+    return by_hand.fuse(text, edit.is_scaled and scores.has_tensor_scale, tuple(sorted(scores.lengths)))
 
 
 class Scores(TorchDispatchMode):
     """What these lines of a file do to attention's scores inside the context: `faults`, which PyTorch's call
-    does not have, whether a tensor scales them, and the longest sequence whose mask was causal."""
+    does not have, whether a tensor scales them, and the lengths of sequences with a causal mask."""
 
     def __init__(self, path: Path, lines: frozenset[int]):
         super().__init__()
         self.path, self.lines = str(path), lines
         self.faults: list[str] = []
-        self.has_tensor_scale, self.longest = False, 0
+        self.has_tensor_scale, self.lengths = False, set()
         self.are_scores = self.are_weights = False  # what was computed last: before the softmax, behind it
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -124,10 +131,10 @@ class Scores(TorchDispatchMode):
         elif name in by_hand.FILLS:
             rows, keys = scores.shape[-2:]
             if rows == keys:  # at other lengths the file's own lines run
-                self.longest = max(self.longest, rows)
-                causal = torch.ones(rows, keys, dtype=torch.bool, device=other.device).triu(1)
-                if not (other == causal).all():
-                    self.faults.append("is not causal: pass its mask to F.scaled_dot_product_attention")
+                self.lengths.add(rows)
+            causal = torch.ones(rows, keys, dtype=torch.bool, device=other.device).triu(1 + keys - rows)
+            if not (other == causal).all():
+                self.faults.append("is not causal: pass its mask to F.scaled_dot_product_attention")
         elif isinstance(other, torch.Tensor):
             self.has_tensor_scale = True
             if other.shape[-2:].numel() > 1:

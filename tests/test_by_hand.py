@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from textwrap import indent
 
 import pytest
 import torch
@@ -157,6 +158,7 @@ PLAIN = {
         ),
         "(q * self.norm(q), k, v.masked_fill(v > 9, 0.0), is_causal=True",
     ),
+    "a query that is made where it is multiplied": (NANOGPT.replace("(q @", "(self.norm(q) @"), None),
     "another kind of division": (
         NANOGPT.replace("k.transpose(-2, -1)", "k.transpose(3, 2)").replace("* (1.0", "/ (1.0"),
         "scale=1 / (1.0 / math.sqrt(k.size(-1))))",
@@ -280,7 +282,7 @@ def test_the_lines_shown_are_the_whole_statement():
     begin = NANOGPT.partition("        y = att @ v")[0]
     edit = by_hand.fuse(FILE.replace("BODY", (begin + LONG.lstrip("\n")).strip("\n")))
     (shown,) = ast.parse(edit.call).body
-    assert ast.unparse(shown.test) == "q.size(-2) == k.size(-2) <= 0" and ast.unparse(shown.orelse) == "..."
+    assert ast.unparse(shown.test) == "q.size(-2) == k.size(-2) in ()" and ast.unparse(shown.orelse) == "..."
     assert ast.unparse(shown.body).endswith(".transpose(1, 2).reshape(B, T, C)")
 
 
@@ -326,7 +328,7 @@ def test_the_patch_of_a_file_has_the_call_and_its_comments_stay(arguments_of):
     args = arguments_of(NANOGPT)
     rest = model_row.patch_file(["2_sdpa"], args)
     assert rest == [] and "+            y = F.scaled_dot_product_attention(" in args.code
-    assert "+        if q.size(-2) == k.size(-2) <= 8:" in args.code and "+        else:" in args.code
+    assert "+        if q.size(-2) == k.size(-2) == 8:" in args.code and "+        else:" in args.code
     assert "+            att = F.softmax(att, dim=-1)" in args.code and "-        # causal" not in args.code
     assert args.code.count("# (B, H, T, D)") == 3, "one goes, and each branch has it"
 
@@ -363,10 +365,11 @@ def test_a_call_that_would_refuse_a_model_in_bf16_is_not_made(arguments_of, tmp_
     """Rotary embeddings in FP32, for example: training in FP32 or with autocast shows nothing."""
     body = NANOGPT.replace("        # causal", "        q, k = q * torch.ones(8), k * torch.ones(8)")
     body = body.replace("dim=-1)\n", "dim=-1).to(v.dtype)\n")
-    args = arguments_of(body, *TOKENS)
-    with pytest.raises(Skip, match=r"one dtype, as q\.to"):
-        model_row.build(["2_sdpa"], before(), args)
-    assert args.attention is None
+    for batches in (TOKENS, []):  # or floats
+        args = arguments_of(body, *batches)
+        with pytest.raises(Skip, match=r"one dtype, as q\.to"):
+            model_row.build(["2_sdpa"], before(), args)
+        assert args.attention is None
 
 
 NARROW = ("view(B, T, 3, 2, 8).permute(2, 0, 3, 1, 4)", "view(B, T, 3, 16).permute(2, 0, 1, 3)")
@@ -394,6 +397,65 @@ WINDOW = """
         # a window as long as a batch
         hidden = torch.ones(T, T).triu(1) + torch.ones(T, T).tril(-8) > 0
 """
+HIDDEN = "hidden = torch.zeros(T, T).bool()"
+MASK = "hidden = self.mask[:T, :T]"
+PADS = """
+    def set_pad(self, pad):
+        self.pad = pad
+    def forward(self, x, more=None):
+"""
+
+
+def fused_with(lines):
+    """Of a file with these lines, which make the mask `hidden`; others set self.pad and globals."""
+    body = NANOGPT.replace("self.mask[:T, :T]", "hidden").replace("        # causal", indent(lines, " " * 8))
+    text = FILE.replace("BODY", body.strip("\n")).replace("    def forward(self, x):\n", PADS.lstrip("\n"))
+    return by_hand.fuse(f"{text}def train(pad):\n    global PAD\n    PAD = PADS['now'] = pad\n")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        f"{HIDDEN}\nif more:\n    {MASK}",
+        f"{MASK}.clone()\nif more:\n    hidden[:, :more] = False",
+        f"{MASK}.clone()\nfor row, n in enumerate(more):\n    hidden[row, n:] = True",
+        f"{MASK}.clone()\nhidden.T[more] = True",
+        f"{MASK}.clone()\nself.add_padding(hidden, more)",
+        f"{MASK}.clone()\ntorch.logical_or(hidden, more, out=hidden)",
+        f"{MASK}.clone()\nrows = hidden[:, 0]\nrows |= more",
+        "masks = [self.mask[:T, :T]]\nif more is not None:\n    masks.append(more)\nhidden = sum(masks)",
+        f"self.set_pad(more)\n{MASK} | self.window",
+        f"{MASK}\nif more.any():\n    hidden = self.window",
+        "hidden = self.build(T, more)",
+        f"{MASK} | self.pad",
+        f"{MASK} | PADS['now']",
+        f"{MASK} | PAD",
+        f"self.step += 1\n{MASK} if self.step < 500 else self.window",
+        f"{MASK} | (torch.rand(()) < 0.1)",
+        f"{MASK} if torch.is_grad_enabled() else self.window",
+    ],
+)
+def test_a_mask_that_a_later_batch_may_decide_is_not_plain(lines):
+    assert fused_with(lines) is None
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        MASK,
+        f"if not hasattr(self, 'made'):\n    self.made = self.mask\n{MASK.replace('mask', 'made')}",
+        f"self.last = q\nself.store.update(k, v)\n{MASK}",
+        "hidden = x.new_ones(T, T).triu(1).bool()",
+        "hidden = torch.ones_like(x[0] @ x[0].T).triu(1) > 0",
+        f"if more is not None:\n    k = torch.cat((more, k), 2)\nS = k.size(2)\n{MASK}",
+        f"assert x.dim() == 3\nwith torch.no_grad():\n    {MASK}",
+        f"try:\n    {MASK}\nexcept IndexError:\n    {HIDDEN}",
+    ],
+)
+def test_a_mask_that_lengths_alone_decide_is_plain(lines):
+    assert fused_with(lines).is_masked
+
+
 PAST = ("def forward(self, x):", "def forward(self, x, past=None):")
 
 
@@ -425,6 +487,20 @@ def test_a_file_with_tabs_stays_one(arguments_of):
     assert "\n\t\tif q.size" in args.attention.text and "\n\t\t\tatt = F.softmax" in args.attention.text
 
 
+CROSS = """
+        # causal, but not where they look at other tokens
+        if self.training:
+            k, v = k[:, :, :5], v[:, :, :5]
+        S = k.size(2)
+        hidden = self.mask[:T, :S] if S == T else torch.zeros(T, S).bool()
+"""
+CROSS = NANOGPT.replace("self.mask[:T, :T]", "hidden").replace("        # causal\n", CROSS.lstrip("\n"))
+PENALTY = """
+    batch = batch.requires_grad_()
+    out = model(batch).square().mean()
+    (slope,) = torch.autograd.grad(out, batch, create_graph=True)
+    return out + slope.square().mean()
+"""
 FEWER = made("torch.ones(7, 8).triu(2) > 0\n        q = q[:, :, 1:]").replace("(B, T, C)", "(B, 7, C)")
 HOOKED = ("net.mask = CHANGED", "net.drop.register_forward_hook(lambda *_: None)")
 
@@ -438,6 +514,8 @@ HOOKED = ("net.mask = CHANGED", "net.drop.register_forward_hook(lambda *_: None)
         (NANOGPT, (OUTSIDE[0], OUTSIDE[1].replace("net.mask = CHANGED", TRAINED)), "is not causal"),
         (NANOGPT.replace("(1.0 / math.sqrt(k.size(-1)))", "torch.ones(8, 8)"), ("", ""), "one by one"),
         (FEWER, ("", ""), "never as many queries as keys"),
+        (CROSS, ("", ""), "is not causal"),
+        (NANOGPT, ("    return model(batch).square().mean()\n", PENALTY.lstrip("\n")), "cannot be one call"),
         (NANOGPT.replace("transpose(1, 2)", "movedim(3, 1)"), WIDE, "scores of 5 dimensions"),
         (NANOGPT.replace("transpose(1, 2)", "contiguous()"), NARROW, "scores of 3 dimensions"),
     ],
@@ -501,7 +579,7 @@ def test_plain_attention_that_is_not_the_largest_is_not_replaced(arguments_of):
 
 
 def test_a_mask_that_a_later_batch_sets_elsewhere_is_seen(arguments_of):
-    later = "    model.mask = model.mask | (batch[0, 0, 0] > 1e6)\n    return model(batch)"
+    later = "    setattr(model, 'mask', model.mask | (batch[0, 0, 0] > 1e6))\n    return model(batch)"
     args = arguments_of(NANOGPT, ("    return model(batch)", later))
     assert by_hand.fuse(args.path.read_text())
     args.drawn[3][..., 0] = 1e7
