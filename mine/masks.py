@@ -14,11 +14,11 @@ ANY_OF_SELF = "self.*"  # what a method of its own may change
 
 
 class Change(NamedTuple):
-    """What a statement may change, and what decides it: names, `self.mask` of an attribute, and `.mask`."""
+    """What a statement may change, by names: `self.mask` and `.mask` for an attribute."""
 
     changed: set[str]
-    numbers: set[str]
-    seen: set[str]  # what it may only show a part of, as `rows = hidden[0]` does
+    numbers: set[str]  # what decides how
+    source: str = ""  # of `rows = hidden[0]`, hidden, which a change of rows changes
 
 
 def may_differ(mask: ast.expr, function: ast.FunctionDef, tree: ast.Module, pattern: list[ast.stmt]) -> bool:
@@ -44,7 +44,7 @@ def backward(change: Change, known: set[str]) -> set[str]:
     """What decides known names."""
     if overlap(change.changed, known):
         return change.numbers
-    return change.changed if change.seen & known else set()
+    return change.changed if change.source in known else set()
 
 
 def overlap(names: set[str], others: set[str]) -> bool:
@@ -69,7 +69,7 @@ def changes_of(
         inside = {id(part) for body in bodies for part in body}
         head = [part for part in ast.iter_child_nodes(statement) if id(part) not in inside]
         decides = around.union(*map(numbers_of, head))
-        yield Change({name for part in head for name in stored(part)}, {*decides}, set())
+        yield Change({name for part in head for name in stored(part)}, {*decides})
         for body in bodies:
             yield from changes_of(body, pattern, decides)
 
@@ -84,9 +84,8 @@ def change_of(statement: ast.stmt, around: frozenset[str]) -> Change:
             changed |= {name for name in numbers_of(call) if name[0] != "." and name not in LIBRARIES}
             if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "self":
                 changed.add(ANY_OF_SELF)
-    value = getattr(statement, "value", None)
-    seen = {root} if isinstance(statement, ast.Assign) and (root := root_of(value)) else set()
-    return Change(changed, numbers_of(statement) | around, seen)
+    source = root_of(statement.value) if isinstance(statement, ast.Assign) else ""
+    return Change(changed, numbers_of(statement) | around, source)
 
 
 def stored(node: ast.AST) -> Iterator[str]:
@@ -96,7 +95,7 @@ def stored(node: ast.AST) -> Iterator[str]:
             yield root
 
 
-def root_of(node: ast.AST | None) -> str:
+def root_of(node: ast.AST) -> str:
     """The name, or the attribute of self, that an expression is a part or a view of: empty without one."""
     last = ""
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call, ast.Starred)):
