@@ -29,10 +29,17 @@ def list_blocks(model: nn.Module, flops: dict[str, int], work: int) -> list[str]
 @contextlib.contextmanager
 def count_blocks(model: nn.Module, count: Callable[[], int]) -> Iterator[dict[str, int]]:
     """By how much `count()` grew inside of the context while members of each list of blocks were called, by
-    the model's own call: a loss that calls a part of it alone, as model.encode(x), is compiled with it."""
-    grown, began, handles, calls = {}, {}, [], []
-    handles.append(model.register_forward_pre_hook(lambda *_: calls.append(model)))
-    handles.append(model.register_forward_hook(lambda *_: calls.clear()))
+    the model's own call, and by `""` in that call as a whole: a loss that calls a part of it alone, as
+    model.encode(x), is compiled with it."""
+    grown, began, handles, calls = {"": 0}, {}, [], []
+
+    def enter(*_):
+        calls.append(count())
+
+    def leave(*_):
+        grown[""] += count() - calls.pop()
+
+    handles += [model.register_forward_pre_hook(enter), model.register_forward_hook(leave)]
     for name, blocks in outermost_lists(model):
         grown[name] = 0
 

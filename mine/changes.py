@@ -49,6 +49,10 @@ def fuse_attention(program: Program, before: dict[str, dict]) -> None:
     if switch is None:
         raise Skip(advice_on_attention(observed[-1], args.softmax_at))
     name, configs = type(switch).__name__, [getattr(part, "config", None) for part in switch.modules()]
+    wanted = "sdpa" if needs_mask(switch, args.is_masked) else "sdpa_without_mask"
+    has_it = all(getattr(config, "_attn_implementation", wanted) == wanted for config in configs if config)
+    if has_it and args.attention is None and kernels_before(before):
+        raise Skip(advice_on_attention(kernels_before(before)[-1]))
     if any(getattr(config, "attn_logit_softcapping", None) for config in configs):
         raise Skip(f"{name} caps its attention scores, which SDPA leaves out")
     try:
@@ -57,7 +61,7 @@ def fuse_attention(program: Program, before: dict[str, dict]) -> None:
         if kernels_before(before)[-1:] == [None]:
             raise Skip(advice_on_attention(None)) from error
         raise Skip(f"{name} has no such switch: {one_line(error, 150)}") from error
-    if not switch.config._attn_implementation.startswith("sdpa"):
+    if switch.config._attn_implementation != wanted:
         raise Skip(f"{name} has attention of its own, which no switch changes")
 
 
@@ -97,9 +101,10 @@ def compile_blocks(program: Program) -> None:
         how = "draw by the functions of `random`, not from a random.Random of your own"
         raise Skip(f"the compiler draws a number once, and repeats it ({args.drawn_at}): {how}")
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    if args.is_called:
-        program.run(block_lines(model, args))
-    program.run(loss_lines(model, args))
+    lines = (block_lines(model, args) if args.is_called else []) + loss_lines(model, args)
+    if not lines:
+        raise Skip("torch.compiler.disable keeps the loss from being compiled, and it calls no model(x)")
+    program.run(lines)
 
 
 # --- lines with what to know about them -----------------------------------------------------------
@@ -124,8 +129,13 @@ def block_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:
 def loss_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:
     """Compile the loss where it is computed: the file's loss(), or the loss_function that a Hugging Face
     model calls. None where neither is."""
-    if args.loss_module:
-        return compiled_loss_lines(model, args.loss_module)
+    lines = compiled_loss_lines(model, args.loss_module) if args.loss_module else []
+    return lines + own_loss_lines(model, args)
+
+
+def own_loss_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:
+    """The second of these."""
     note = "# torch.save(model) cannot pickle this: save its state_dict(), or use save_pretrained()."
-    lines = compiled_loss_lines(model) if args.calls_loss_function else []
+    is_apart = args.calls_loss_function and args.is_called
+    lines = compiled_loss_lines(model) if is_apart else []
     return [note, *lines] if lines else []

@@ -23,7 +23,7 @@ from common.text import Skip, explain, one_line, run_command, say
 from ladder import facts
 from ladder.rows import AMP, AS_IT_IS, COMPILE, FROM, MODEL_ROWS, SDPA
 from mine.attention import calling_line, needs_mask, switch_of
-from mine.batch import copied, sha256_of, units_of
+from mine.batch import copied, sha256_of, tensors_of, units_of
 from mine.blocks import check_compilable, count_blocks, count_weights, list_blocks, say_blocks
 from mine.changes import loss_lines
 from mine.draws import watch_draws
@@ -49,7 +49,8 @@ def check(args: ModelArguments) -> Workload:
     if COMPILE not in args.rows_in_file:
         try:
             check_compilable(model, args.blocks)
-            args.remarks.append(f"Row {COMPILE} {say_compiled(args, model)}")
+            if args.is_called or loss_lines(model, args):
+                args.remarks.append(f"Row {COMPILE} {say_compiled(args, model)}")
         except Skip:  # its row says why
             pass
     if (count := len(args.drawn)) <= work.steps:
@@ -179,13 +180,13 @@ def look_into_loss(args: ModelArguments, model: torch.nn.Module) -> None:
         contextlib.suppress(Exception),  # of a loss that fails when it is called again, or of TorchScript
         watch_draws(model, args.blocks) as lines,
         torch.compiler.set_stance("force_eager"),
-        torch.no_grad(),
         watch_loss_function(model) as loss_calls,
-        Outside(model) as outside,
+        watch_outputs(model) as outputs,
     ):
-        args.loss(model, copied(args.drawn[0], args.device))
-        args.is_called, args.drawn_at = outside.has_called, next(iter(lines), "")
-        args.computes_loss, args.calls_loss_function = outside.has_computed, bool(loss_calls)
+        loss = args.loss(model, copied(args.drawn[0], args.device))
+        args.is_called, args.drawn_at = bool(outputs), next(iter(lines), "")
+        args.computes_loss = not outputs or is_computed_from(loss, [*map(tensors_of, outputs)])
+        args.calls_loss_function = bool(loss_calls)
 
 
 @contextlib.contextmanager
@@ -193,53 +194,53 @@ def watch_loss_function(model: torch.nn.Module) -> Iterator[list]:
     """The calls of a Hugging Face model's loss_function inside the context: other models compute their loss
     without it, and one that wraps a model only hands it on."""
     calls: list = []
-    if not compiled_loss_lines(model):  # it has none that can be set
-        yield calls
-        return
-    function = model.loss_function
+    function = model.loss_function if compiled_loss_lines(model) else None
 
     def counted(*args, **kwargs):
         calls.append(function)
         return function(*args, **kwargs)
 
-    model.loss_function = counted
-    try:
+    with contextlib.ExitStack() as undo:
+        if isinstance(function, torch.nn.Module):
+            undo.callback(function.register_forward_pre_hook(lambda *_: calls.append(function)).remove)
+        elif function:
+            model.loss_function = counted
+            undo.callback(setattr, model, "loss_function", function)
         yield calls
+
+
+@contextlib.contextmanager
+def watch_outputs(model: torch.nn.Module) -> Iterator[list]:
+    """What each call of the model gave inside the context."""
+    outputs: list = []
+    handle = model.register_forward_hook(lambda *given: outputs.append(given[-1]))
+    try:
+        yield outputs
     finally:
-        model.loss_function = function
+        handle.remove()
 
 
-class Outside(TorchDispatchMode):
-    """Whether `model` is called inside the context, and whether numbers are computed from what it gave last:
-    to read the loss off its output computes nothing."""
-
-    def __init__(self, model: torch.nn.Module):
-        super().__init__()
-        self.depth, self.has_called, self.has_computed = 0, False, False
-        self.hooks = [model.register_forward_pre_hook(self.enter), model.register_forward_hook(self.leave)]
-
-    def enter(self, *_) -> None:
-        self.depth, self.has_called, self.has_computed = self.depth + 1, True, False
-
-    def leave(self, *_) -> None:
-        self.depth -= 1
-
-    def __exit__(self, *error) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        super().__exit__(*error)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        numbers = [each for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()]
-        if not self.depth and any(each.numel() > 1 for each in numbers):
-            self.has_computed = True
-        return function(*args, **(kwargs or {}))
+def is_computed_from(loss: torch.Tensor, outputs: list) -> bool:
+    """Whether gradients flow from a loss to the model's outputs other than by a loss that is among them: a
+    scalar, or one number of each example."""
+    tensors = [tensor for output in outputs for tensor in output if tensor.grad_fn]
+    losses = {tensor.grad_fn for tensor in tensors if tensor.dim() < 2}
+    others = {tensor.grad_fn for tensor in tensors} - losses
+    queue, known = [loss.grad_fn], set(losses)
+    while queue:
+        node = queue.pop()
+        if node in others:
+            return True
+        if node is not None and node not in known:
+            known.add(node)
+            queue += [before for before, _ in node.next_functions]
+    return False
 
 
 def count_flops(
     args: ModelArguments, model: torch.nn.Module, backward: bool
 ) -> tuple[int, dict[str, int], int]:
-    """FLOPs of a step; those of the blocks in its forward pass, by their lists; and of that whole pass. All
+    """FLOPs of a step; those of the blocks in the model's forward pass, by their lists; and of that pass. All
     are 0 where the counter fails, and for a model with a recurrent layer. Without `backward`, which may
     not fit the memory, a step counts as three forward passes. Attention counts the full (T, T) square. On a
     CPU it counts as two products, because the counter does not know the fused kernel."""
@@ -263,7 +264,8 @@ def count_flops(
     except Exception as error:  # the counter's, or of a loss that fails when it is called again
         args.remarks.append(f"FLOPs are not counted: under PyTorch's counter, {one_line(error, 100)}")
         return 0, {}, 0
-    return counter.get_total_flops() * (1 if backward else 3), of_blocks, forward
+    own = of_blocks.pop("")  # without what the loss does beside it, such as a teacher
+    return counter.get_total_flops() * (1 if backward else 3), of_blocks, own or forward
 
 
 class Operators(TorchDispatchMode):

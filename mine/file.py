@@ -204,7 +204,7 @@ class ModelArguments(options.Measurement):
                 dtype = str(weight.dtype).removeprefix("torch.")
                 how = "model.float() makes them FP32, and AMP casts them where it pays"
                 raise Skip(f"{name} is {dtype}: model() must give FP32 weights; {how}")
-        if not model.training:  # as from_pretrained() gives it; parts of another may be so on purpose
+        if not any(part.training for part in model.modules()):  # as from_pretrained() gives it
             model.train()
         return model.to(self.device)
 

@@ -51,10 +51,8 @@ def patched(text: str, names: list[str], model: nn.Module, lists: list[str], arg
     if COMPILE in names and ("loss" in functions or not hasattr(args.file, "loss")):
         placed.append(COMPILE)
         setup += changes.block_lines(model, args) if args.is_called else []
-        if args.loss_module:
-            decorators.append("@torch.compile")
-        else:
-            setup += changes.loss_lines(model, args)
+        setup += changes.own_loss_lines(model, args)
+        decorators += ["@torch.compile"] if args.loss_module else []
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     own = before_return(returns, rows, indent, setup, used)
     edits = [(returns.lineno - 1, returns.end_lineno, own)] if setup else []

@@ -76,11 +76,13 @@ class ModelState(InitialState):
     def sample_passes(self, train_step: Callable, batch: tuple) -> dict:
         """Of several passes, each with random numbers of its own, the same in every row that draws as the
         first one does: PASSES where two of them differ. Dropout is off, where the model can be evaluated."""
+        modes = [(part, part.training) for part in self.model.modules()]
         try:
             self.model.eval()
             passes = [self.sample_pass(train_step, batch, 0)]
         except Exception as error:
-            self.model.train()
+            for part, mode in modes:
+                part.training = mode
             passes = [self.sample_pass(train_step, batch, 0)]
             self.notes.append(
                 f"compared by gradients in training mode, because evaluation fails ({one_line(error, 100)})"

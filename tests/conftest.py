@@ -56,6 +56,7 @@ def pytest_collection_modifyitems(items):
 def program_of(model, optimizer=None, loss="model({batch})") -> Program:
     """The program of a model without a file."""
     args = SimpleNamespace(path=Path("net.py"), module_name="net", file=None, loss_text=loss, is_masked=True)
+    args.attention = None
     program = Program(model, args)
     program.scope["optimizer"] = optimizer
     return program

@@ -602,9 +602,9 @@ def test_blocks_are_equal_modules_that_hold_most_of_the_weights_and_of_the_work(
         model(torch.ones(2, 32))
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
     work = counter.get_total_flops()
-    assert flops == {"blocks": 3 * 2 * 2 * 2 * 32 * 32} and work > flops["blocks"], (
-        "not those of layers alone"
-    )
+    assert (
+        flops.pop("") == work and flops == {"blocks": 3 * 2 * 2 * 2 * 32 * 32} and work > flops["blocks"]
+    ), "not those of layers alone"
     assert model_blocks.list_blocks(model, flops, work) == ["blocks"]
     assert model_blocks.blocks_of(model, ["blocks"]) == [*model.blocks.children()]
     said = "compiles the 3 modules of blocks (75% of the weights) and the loss"
@@ -793,6 +793,16 @@ def test_blocks_of_a_model_that_the_loss_does_not_call_are_compiled_with_it(argu
     assert not any(part._compiled_call_impl for part in model.modules())
 
 
+def test_a_loss_that_is_kept_from_the_compiler_and_calls_no_model_leaves_nothing_to_compile(arguments_of):
+    parts = EQUAL_BLOCKS.replace("def forward(self, x):\n        for", "def encode(self, x):\n        for")
+    own = SUM.replace("model(batch)", "model.encode(batch)")
+    args = arguments_of(f"{parts}{BATCHES}@torch.compiler.disable\n{own}")
+    model_check.check(args)
+    assert len(args.remarks) == 1
+    with pytest.raises(Skip, match=r"torch.compiler.disable keeps the loss .* no model\(x\)"):
+        built(["3_compile"], args)
+
+
 def test_a_loss_that_is_kept_from_the_compiler_stays_eager(arguments_of):
     args = arguments_of(EQUAL_BLOCKS + BATCHES + "@torch.compiler.disable\n" + SUM)
     args.planned = model_check.check(args)
@@ -823,6 +833,23 @@ def model():
 )
 
 
+LOSS = """def loss(model, batch):
+    x = batch * torch.ones(16, requires_grad=True)
+    out = model(x)
+    return {}
+"""
+BOTH = "def loss(model, batch):\n    out, loss = model(batch)\n    return loss + 0.1 * out.mean()\n"
+HOLDS_A_LOSS = """class Holder(Net):
+    def __init__(self):
+        super(Net, self).__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.add_module("criterion", torch.nn.MSELoss())
+    loss_function = property(lambda self: self.criterion, lambda self, it: setattr(self, "criterion", it))
+def model():
+    return Holder()
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "loss", "compiled"),
     [
@@ -832,6 +859,18 @@ def model():
         (WRAPPED, "", ""),
         (OF_MODEL, "def loss(model, batch):\n    return model(batch * 2)\n", "model.loss_function = "),
         (OF_LIBRARY, "def loss(model, batch):\n    return model(batch * 2)\n", ""),
+        (OF_LIBRARY, LOSS.format("(out + out.detach()).mean()"), ""),
+        (OF_LIBRARY, LOSS.format("out + model.blocks[0].a.weight.square().sum()"), ""),
+        (OF_LIBRARY.replace("square().mean()", "square().mean(-1)"), LOSS.format("out.mean()"), ""),
+        (WITH_LOSS, LOSS.format("out.square().mean() + model(x.detach()).mean().detach()"), "my_model"),
+        (OF_LIBRARY, LOSS.format("out + torch.autograd.grad(out, x, create_graph=True)[0].sum()"), ""),
+        (OF_LIBRARY + HOLDS_A_LOSS, "", ""),
+        (OF_MODEL, LOSS.format("out + x.square().mean()"), "model.loss_function = "),
+        (
+            WITH_LOSS.replace("return x\ndef", "return x, self.loss_function(x)\ndef"),
+            BOTH,
+            "model.loss_function = ",
+        ),
     ],
 )
 def test_the_loss_is_compiled_where_it_is_computed(text, loss, compiled, arguments_of):
@@ -842,15 +881,16 @@ def test_the_loss_is_compiled_where_it_is_computed(text, loss, compiled, argumen
     lines = changes.loss_lines(args.model(), args)
     assert compiled in lines[-1] if compiled else not lines
     patched, _ = model_patch.patched(args.path.read_text(), ["3_compile"], args.model(), args.blocks, args)
-    assert ("@torch.compile" in patched) == ("my_model.loss" in compiled)
+    assert ("@torch.compile" in patched) == ("my_model" in compiled or loss is BOTH)
     assert ("loss_function = torch.compile" in patched) == ("model.loss_function" in compiled)
 
 
 def test_parts_in_evaluation_stay_so_and_a_whole_model_trains(arguments_of):
     """A frozen BatchNorm, for example; from_pretrained() gives a whole model in evaluation."""
     layers = "torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout())"
-    for part, expected in (("net[1]", [True, True, False]), ("net", [True, True, True])):
-        text = f"def model():\n    net = {layers}\n    {part}.eval()\n    return net\n"
+    cases = (("net[1].eval()", [True, True, False]), ("net.eval()", [True, True, True]))
+    for line, expected in (*cases, ("net.eval()[1].train()", [False, False, True])):
+        text = f"def model():\n    net = {layers}\n    {line}\n    return net\n"
         model = arguments_of(text + BATCHES + SUM).model()
         assert [each.training for each in model.modules()] == expected
 
@@ -1004,6 +1044,20 @@ def choose(part, name):
 def test_a_model_whose_attention_no_switch_changes_is_told(switch, config, said):
     with pytest.raises(Skip, match=said):
         changes.fuse_attention(program_of(Switched(switch, **config)), {})
+
+
+def test_a_switch_that_is_on_already_or_does_not_turn_is_told():
+    seen = {"0_fp32": {"settings": {"attention_kernel": "math"}}}
+    on = Switched(choose)
+    on.config._attn_implementation = "sdpa"
+    with pytest.raises(Skip, match="not fused here"):
+        changes.fuse_attention(program_of(on), seen)
+    stuck = type("StuckForCausalLM", (Switched,), {})(lambda part, name: None)
+    stuck.config._attn_implementation = "sdpa"
+    (program := program_of(stuck)).args.is_masked = False
+    program.run = lambda lines: None
+    with pytest.raises(Skip, match="attention of its own, which no switch changes"):
+        changes.fuse_attention(program, seen)
 
 
 def test_a_model_without_attention_is_told_so_and_not_of_its_switch():
