@@ -144,6 +144,7 @@ ATTENTION = {
     if "_scaled_dot_product" in str(packet)
 }
 FORMULAS = flop_registry | ATTENTION
+AVERAGES = ("Mean", "Sum", "Add", "Mul", "Div", "Neg")  # operators in backward
 
 
 def step_flops(args: ModelArguments, model: torch.nn.Module) -> int:
@@ -221,20 +222,19 @@ def watch_outputs(model: torch.nn.Module) -> Iterator[list]:
 
 
 def is_computed_from(loss: torch.Tensor, outputs: list) -> bool:
-    """Whether gradients flow from a loss to the model's outputs other than by a loss that is among them: a
-    scalar, or one number of each example."""
-    tensors = [tensor for output in outputs for tensor in output if tensor.grad_fn]
-    losses = {tensor.grad_fn for tensor in tensors if tensor.dim() < 2}
-    others = {tensor.grad_fn for tensor in tensors} - losses
-    queue, known = [loss.grad_fn], set(losses)
+    """Whether a loss is computed from the model's outputs, as its gradients flow: not where it only adds to
+    a scalar among them, or averages one number of each example."""
+    dimensions = {tensor.grad_fn: tensor.dim() for output in outputs for tensor in output if tensor.grad_fn}
+    queue, between, reached = [loss.grad_fn], set(), set()
     while queue:
         node = queue.pop()
-        if node in others:
-            return True
-        if node is not None and node not in known:
-            known.add(node)
+        if node in dimensions:
+            reached.add(dimensions[node])
+        elif node is not None and node not in between:
+            between.add(node)
             queue += [before for before, _ in node.next_functions]
-    return False
+    averages = all(node.name().startswith(AVERAGES) for node in between)
+    return max(reached, default=0) > (1 if averages else 0)
 
 
 def count_flops(

@@ -864,6 +864,11 @@ def model():
         (OF_LIBRARY.replace("square().mean()", "square().mean(-1)"), LOSS.format("out.mean()"), ""),
         (WITH_LOSS, LOSS.format("out.square().mean() + model(x.detach()).mean().detach()"), "my_model"),
         (OF_LIBRARY, LOSS.format("out + torch.autograd.grad(out, x, create_graph=True)[0].sum()"), ""),
+        (
+            WITH_LOSS.replace("return x\ndef", "return x.mean(-1)\ndef"),
+            LOSS.format("out.square().mean()"),
+            "my_model",
+        ),
         (OF_LIBRARY + HOLDS_A_LOSS, "", ""),
         (OF_MODEL, LOSS.format("out + x.square().mean()"), "model.loss_function = "),
         (
