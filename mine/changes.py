@@ -134,7 +134,7 @@ def loss_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:
 
 
 def own_loss_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:
-    """Compile the loss_function that a Hugging Face model calls, outside of a loss() that is compiled whole."""
+    """Compile the loss_function that a Hugging Face model calls; a loss() that calls no model(x) has it."""
     note = "# torch.save(model) cannot pickle this: save its state_dict(), or use save_pretrained()."
     is_apart = args.calls_loss_function and args.is_called
     lines = compiled_loss_lines(model) if is_apart else []

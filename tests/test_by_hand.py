@@ -255,7 +255,6 @@ def test_plain_attention_becomes_one_call_that_trains_the_same(kind, arguments_o
             model_row.build(["2_sdpa"], before(), args)
         assert args.file is unchanged and args.attention is None
         return
-    assert call in re.sub(r"\(\s+", "(", re.sub(r"\s+\)", ")", edit.call))
     assert edit.place == "Attention.forward" and edit.text.count("softmax") == edit.is_masked
     train_step, *_ = model_row.build([], {}, args)
     expected = [train_step(*batch).item() for batch in args.batches()[:3]]
@@ -266,6 +265,7 @@ def test_plain_attention_becomes_one_call_that_trains_the_same(kind, arguments_o
     lines = args.path.read_text().splitlines()
     assert re.search("@ k|matmul", lines[int(first) - 1]) and " v" in lines[int(last) - 1]
     assert f"# in Attention.forward of net.py, in place of lines {edit.lines}\n# " in args.code
+    assert call in re.sub(r"\(\s+", "(", re.sub(r"\s+\)", ")", args.attention.call))
 
 
 LONG = """
