@@ -240,6 +240,14 @@ def test_what_a_user_is_told_before_the_first_row(monkeypatch):
     assert needed[0][f"{STEPS[2]}.py"] < needed[0][f"{STEPS[1]}.py"], "it keeps no scores"
 
 
+@pytest.mark.parametrize("name, batch_size", [("gpt2", 32), ("gpt3-6.7b-slice", 8)])
+def test_the_needed_memory_is_not_less_than_what_was_recorded_and_at_most_half_more(name, batch_size):
+    rows = json.loads((ROOT / "docs" / "results" / "h200" / name / "results.json").read_text())["rows"]
+    recorded = {row["step"]: row["peak_bytes"] for row in rows}
+    for step, by_hand in ((STEPS[0], True), (STEPS[2], False)):
+        assert 1 <= facts.peak_bytes(PRESETS[name][0], batch_size, by_hand) / recorded[step] <= 1.5
+
+
 @pytest.mark.parametrize("name", hardware.VARIABLES)
 def test_a_variable_that_changes_what_runs_is_told_at_the_first_line(name, monkeypatch):
     harmless, effect = hardware.VARIABLES[name]
