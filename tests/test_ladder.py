@@ -42,7 +42,7 @@ BODIES = {
     "edited": OK.replace("row.note", "row.code_sha256, row.note").replace(
         "= os.environ", "= 'x', os.environ"
     ),
-    "silent": "import time; time.sleep(12)\n" + OK,
+    "silent": "import time; time.sleep(3)\n" + OK,
 }
 BODIES["vanishes"] = (
     "import sys, pathlib; output = pathlib.Path(sys.argv[sys.argv.index('--output') + 1])\n"
@@ -585,7 +585,7 @@ def test_on_a_terminal_no_ten_seconds_are_silent(project):
                 said += os.read(ours, 4096)
             now = time.monotonic()
             last, longest = now, max(longest, now - last)
-    assert longest < 10 and re.search(rb"0_x: running, 1\d s", said)
+    assert longest < 10 and len(set(re.findall(rb"0_x: running, \d s", said))) > 2
 
 
 def test_help_needs_no_torch_and_a_venv_that_is_not_ours_stays(project, tmp_path):
