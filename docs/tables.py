@@ -306,7 +306,7 @@ def lag(place: str, first: int, last: int, label: str = "4_transformer_engine") 
     """How many more training steps a row of a parity study needs than step 3 between two training steps.
     Raises ValueError where some seeds have none: their rows are ahead, so the others would bias it."""
     study = record(place)
-    found = parity.paired(study, label, "3_compile", partial(parity.lag, first=first, last=last))
+    found = parity.pair_by_seed(study, label, "3_compile", partial(parity.lag, first=first, last=last))
     if 0 < found.seeds < len(parity.labels(study)[label]):
         raise ValueError(f"{place}: {label} has a lag at {last} for {found.seeds} seeds alone")
     return parity.with_interval(found, "+.1%")
@@ -343,7 +343,7 @@ def heldout(place: str, step: int, label: str) -> str:
     def apart(row: Row, other: Row) -> float:
         return dict(row.heldout)[step] - dict(other.heldout)[step]
 
-    return parity.with_interval(parity.paired(record(place), label, "3_compile", apart), "+.2f")
+    return parity.with_interval(parity.pair_by_seed(record(place), label, "3_compile", apart), "+.2f")
 
 
 def trainer_settings() -> str:

@@ -163,7 +163,7 @@ def prepare(request: Request) -> running.Job:
     facts = rows.check(arguments, request.processes, options.model, limit_s, roofs=roofs)
     check_gpus(request, facts)
     rule = "a step is called NUMBER_name.py, with letters, digits and _ in its name"
-    told = [f"{name} is left out: {rule}" for name in rows.misnamed()]
+    told = [f"{name} is left out: {rule}" for name in rows.misnamed_scripts()]
     facts |= {"messages": [*facts["messages"], *told]}
     pinned = dict(facts["pinned"])
     if kind == "sweep":
@@ -197,7 +197,7 @@ def most_gpus(request: Request, facts: dict) -> int:
 def rows_of(request: Request, arguments: list[str], facts: dict) -> list[rows.Planned]:
     if request.kind == "model":
         planned = rows.of_model(request.options.model, arguments, request.options.only, facts["seen"])
-        return rows.repeated(planned, request.options.repeat)
+        return rows.repeat(planned, request.options.repeat)
     planned = rows.ladder(arguments, rows.scripts(request.options.only), request.processes)
     if request.kind == "scaling":
         most = most_gpus(request, facts)
@@ -206,7 +206,7 @@ def rows_of(request: Request, arguments: list[str], facts: dict) -> list[rows.Pl
         return rows.sweep(planned, facts["device_type"])
     if request.options.peers:
         planned += rows.ladder(arguments, rows.peers())
-    return rows.repeated(planned, request.options.repeat)
+    return rows.repeat(planned, request.options.repeat)
 
 
 def main(argv: list[str]) -> int:

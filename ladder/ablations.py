@@ -25,7 +25,7 @@ def rows_of(keys: list[str], arguments: list[str]) -> list[Planned]:
     return list(planned.values())
 
 
-def chosen(words: list[str] | None) -> list[str]:
+def choose(words: list[str] | None) -> list[str]:
     """The variants whose name or script contains one of the words, or all. A whole name means this variant
     alone. Raises Skip for a word of none."""
     names = {key: f"{key} {head['Script']}" for key, head in variants().items()}
@@ -50,7 +50,7 @@ def main() -> int:
         known = variants()
         parser.description = f"{__doc__ or ''}\nVariants: {', '.join(known)}"
         options, arguments = parser.parse_known_args()
-        keys, predicted = chosen(options.only), "predicted for the slice on an H200"
+        keys, predicted = choose(options.only), "predicted for the slice on an H200"
         say(aligned([{"variant": key, predicted: known[key]["Predicted"]} for key in keys], n_left=2) + "\n")
         return running.run_study("ablations", rows_of(keys, arguments), arguments, options)
     except Skip as error:

@@ -62,7 +62,7 @@ def scripts(only: str | None = None) -> list[str]:
     return sorted(names, key=lambda name: (number_of(name), name))
 
 
-def misnamed() -> list[str]:
+def misnamed_scripts() -> list[str]:
     """Files that begin as a step does, and are none."""
     return sorted(path.name for path in ROOT.glob("[0-9]*.py") if not STEP.fullmatch(path.name))
 
@@ -150,7 +150,7 @@ def of_model(model: str, arguments: list[str], only: str | None, seen: dict) -> 
     return [Planned(MODEL_SCRIPT, [name, model, *arguments], f"{name}.json") for name in names]
 
 
-def repeated(rows: list[Planned], times: int) -> list[Planned]:
+def repeat(rows: list[Planned], times: int) -> list[Planned]:
     """The rows again and again: all in one pass before the next begins."""
     return rows + [row._replace(output=f"pass-{k}/{row.output}") for k in range(2, times + 1) for row in rows]
 

@@ -161,14 +161,14 @@ def call_text(batch) -> str:
     return "model(*batch)" if isinstance(batch, (tuple, list)) else "model(batch)"
 
 
-def described(output) -> str:
+def describe(output) -> str:
     """What a model returned, for a person."""
     if isinstance(output, torch.Tensor):
         return f"a tensor of shape {tuple(output.shape)}"
     if isinstance(output, Mapping):
         return f"a dict of {', '.join(map(str, output)) or 'nothing'}"
     if isinstance(output, (tuple, list)):
-        return f"({', '.join(map(described, output))})"
+        return f"({', '.join(map(describe, output))})"
     return f"a {type(output).__name__}"
 
 

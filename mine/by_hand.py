@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mine.masks import given_to, may_differ
+from mine.masks import may_differ, parameters_of
 
 FILLS = ("masked_fill", "masked_fill_")  # methods
 INFINITE = ("float('inf')", "float('infinity')", "math.inf", "torch.inf", "np.inf")
@@ -45,7 +45,7 @@ def fuse(text: str, scales_query: bool = False, lengths: tuple[int, ...] = ()) -
     tree = ast.parse(text)
     functional, edits = functional_of(tree), []
     for name, function in functions_of(tree) if functional else ():
-        own = given_to(function) | parts_of(function, ast.Store)
+        own = parameters_of(function) | parts_of(function, ast.Store)
         for at, statement in enumerate(function.body):
             if softmax_of(statement) and functional.partition(".")[0] not in own:
                 try:
@@ -122,7 +122,7 @@ class Attention:
             return node.id
         if product := operands_of(node):
             query, key = map(uncast, product)
-            key = uncast(ast.parse(transposed(ast.unparse(key)), mode="eval").body)
+            key = uncast(ast.parse(transpose(ast.unparse(key)), mode="eval").body)
             self.query, self.key = ast.unparse(query), ast.unparse(key)
             return ""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FILLS:
@@ -131,7 +131,7 @@ class Attention:
             return self.peel(node.func.value)
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)) and not self.scale:
             is_product = isinstance(node.op, ast.Mult)
-            self.scale = ast.unparse(node.right) if is_product else f"1 / {bracketed(node.right)}"
+            self.scale = ast.unparse(node.right) if is_product else f"1 / {bracket(node.right)}"
             return self.peel(node.left)
         raise NotPlainError
 
@@ -167,7 +167,7 @@ class Attention:
     def fused(self, text: str, name: str, functional: str, scales_query: bool, lengths: tuple) -> Fused:
         query, scale = self.query, self.scale or "1.0"
         if scales_query:
-            query, scale = f"{bracketed(query)} * {bracketed(scale)}", "1.0"
+            query, scale = f"{bracket(query)} * {bracket(scale)}", "1.0"
         words = [query, self.key, ast.unparse(operands_of(self.last)[1])]
         words += ["is_causal=True"] if self.masks else []
         words += [f"dropout_p={self.dropout}"] if self.dropout else []
@@ -175,14 +175,14 @@ class Attention:
         call = f"{functional}.scaled_dot_product_attention({', '.join(words)})"
         condition = ""
         if self.masks:
-            condition = f"{named(self.query)}.size(-2) == {named(self.key)}.size(-2) "
+            condition = f"{require_name(self.query)}.size(-2) == {require_name(self.key)}.size(-2) "
             condition += f"== {lengths[0]}" if len(lengths) == 1 else f"in {lengths}"
-        edited, statement = replaced(text, self.removed, self.last_statement, self.last, call, condition)
-        lines, rows = numbered([*self.removed, self.last_statement])
+        edited, statement = replace_lines(text, self.removed, self.last_statement, self.last, call, condition)
+        lines, rows = line_numbers([*self.removed, self.last_statement])
         return Fused(edited, name, rows, lines, statement, self.module, bool(self.scale), bool(self.masks))
 
 
-def replaced(
+def replace_lines(
     text: str, removed: list[ast.stmt], last: ast.stmt, node: ast.expr, call: str, condition: str
 ) -> tuple[str, str]:
     """The text without the statements `removed` and with the call in place of an expression of the `last`
@@ -229,7 +229,7 @@ def deeper(rows: list[str], indent: str) -> list[str]:
     return [level + row.removeprefix(indent) if row.strip() else row for row in rows]
 
 
-def numbered(statements: list[ast.stmt]) -> tuple[str, frozenset[int]]:
+def line_numbers(statements: list[ast.stmt]) -> tuple[str, frozenset[int]]:
     """The lines of statements: `31 to 33, 35`, and their numbers."""
     spans = []
     for each in sorted(statements, key=lambda each: each.lineno):
@@ -313,7 +313,7 @@ def softmax_of(statement: ast.stmt) -> ast.expr | None:
     return scores if scores and [*map(ast.unparse, dims)] == ["-1"] else None
 
 
-def transposed(key: str) -> str:
+def transpose(key: str) -> str:
     """The key of its transpose."""
     for ending in TRANSPOSED:
         if key.endswith(f".{ending}"):
@@ -330,7 +330,7 @@ def operands_of(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
     return None
 
 
-def named(tensor: str) -> str:
+def require_name(tensor: str) -> str:
     """A name with the length of a query or a key: another expression would be computed twice."""
     node = ast.parse(tensor, mode="eval").body
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):  # scaled
@@ -340,7 +340,7 @@ def named(tensor: str) -> str:
     return ast.unparse(node)
 
 
-def bracketed(node: ast.expr | str) -> str:
+def bracket(node: ast.expr | str) -> str:
     node = ast.parse(node, mode="eval").body if isinstance(node, str) else node
     return ast.unparse(node) if isinstance(node, ATOMS) else f"({ast.unparse(node)})"
 
@@ -355,5 +355,5 @@ def dropout_of(call: ast.expr, weights: str) -> tuple[str, str]:
         return f"{function}.p if {function}.training else 0.0", attribute
     is_function = function.removesuffix(".dropout") in set(FUNCTIONS) - {"torch"}
     if is_function and "p" in words and "training" in words and len(words) == 2:
-        return f"{bracketed(words['p'])} if {bracketed(words['training'])} else 0.0", ""
+        return f"{bracket(words['p'])} if {bracket(words['training'])} else 0.0", ""
     raise NotPlainError

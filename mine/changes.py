@@ -7,7 +7,7 @@ from common import hardware
 from common.text import Skip, one_line
 from ladder.rows import AMP, COMPILE, FP8, SDPA
 from mine.attention import advice_on_attention, kernels_before, needs_mask, switch_of
-from mine.batch import described
+from mine.batch import describe
 from mine.blocks import blocks_of, check_compilable
 from mine.file import ModelArguments, called
 from mine.program import (
@@ -77,7 +77,7 @@ def convert_to_fp8(program: Program) -> None:
         is_made = hasattr(context, "__enter__") and not isinstance(context, type)
         if is_made or not callable(context) or isinstance(context, torch.nn.Module):
             what = "what makes the context of a step, as te.autocast without brackets, or nothing"
-            raise Skip(f"fp8() of {args.path.name} returns {described(context)}: let it return {what}")
+            raise Skip(f"fp8() of {args.path.name} returns {describe(context)}: let it return {what}")
         program.contexts.append("fp8_context()")
         return
     blocks = blocks_of(model, args.blocks) or [model]

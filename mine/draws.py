@@ -26,7 +26,7 @@ def watch_draws(model: nn.Module, lists: list[str]) -> Iterator[list[str]]:
     def leave(*_) -> None:
         compiles.pop()
 
-    def watched(draw: Callable) -> Callable:
+    def watch(draw: Callable) -> Callable:
         def drawn(generator: random.Random, *arguments: int) -> float:
             if type(generator) is random.Random and generator is not random._inst and compiles[-1]:
                 lines.append(drawing_line())
@@ -40,7 +40,7 @@ def watch_draws(model: nn.Module, lists: list[str]) -> Iterator[list[str]]:
             undo.callback(part.register_forward_pre_hook(enter(is_compiled)).remove)
             undo.callback(part.register_forward_hook(leave).remove)
         for name in DRAWS:
-            setattr(random.Random, name, watched(getattr(random.Random, name)))
+            setattr(random.Random, name, watch(getattr(random.Random, name)))
             undo.callback(delattr, random.Random, name)
         yield lines
 

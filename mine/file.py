@@ -37,7 +37,7 @@ from mine.batch import (
     call_text,
     check_parts,
     copied,
-    described,
+    describe,
     joined,
     loss_for,
     output_of,
@@ -225,7 +225,7 @@ class ModelArguments(options.Measurement):
             self.loss_text = call_text(batch).replace("batch", "{batch}") + ("" if is_loss else ".loss")
         if loss is None or loss.dim():
             raise Skip(
-                f"the model returns {described(output)}: write in {self.path.name} {loss_for(output, batch)}"
+                f"the model returns {describe(output)}: write in {self.path.name} {loss_for(output, batch)}"
             )
         return loss
 
@@ -270,7 +270,7 @@ class ModelArguments(options.Measurement):
         return abs(loss - expected) <= limit * abs(expected)
 
     @torch.no_grad()
-    def losses_joined(self) -> tuple[float, float]:
+    def join_losses(self) -> tuple[float, float]:
         """The mean loss of two batches, and the loss of both as one."""
         model, pair = self.noisy_model(), [self.drawn[0], self.drawn[1 % len(self.drawn)]]
         losses = [self.loss(model, copied(batch, self.device)).item() for batch in [*pair, joined(pair)]]
@@ -283,7 +283,7 @@ class ModelArguments(options.Measurement):
         first = self.drawn[0]
         arrays = [part for part in parts_of(first) if isinstance(part, (torch.Tensor, np.ndarray))]
         lengths = {part.shape[:1] for part in arrays}
-        mean, of_both = self.losses_joined() if len(lengths) == 1 and () not in lengths else (0.0, 1.0)
+        mean, of_both = self.join_losses() if len(lengths) == 1 and () not in lengths else (0.0, 1.0)
         if not self.is_same_loss(of_both, mean):
             raise Skip(f"batches of {self.path.name} cannot be joined: their first dimension is not examples")
         cycle = itertools.cycle(self.drawn)

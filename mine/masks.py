@@ -25,7 +25,7 @@ def may_differ(mask: ast.expr, function: ast.FunctionDef, tree: ast.Module, patt
     """Whether the numbers of a mask in a function of a file may be others in a later batch. `pattern` are the
     statements that use it."""
     changes = [*changes_of(function.body, pattern)]
-    inputs, deciding = given_to(function) - {"self"}, numbers_of(mask)
+    inputs, deciding = parameters_of(function) - {"self"}, numbers_of(mask)
     for known, follows in ((inputs, forward), (deciding, backward)):
         before = None
         while before != known:
@@ -69,13 +69,13 @@ def changes_of(
         inside = {id(part) for body in bodies for part in body}
         head = [part for part in ast.iter_child_nodes(statement) if id(part) not in inside]
         decides = around.union(*map(numbers_of, head))
-        yield Change({name for part in head for name in stored(part)}, {*decides})
+        yield Change({name for part in head for name in stored_names(part)}, {*decides})
         for body in bodies:
             yield from changes_of(body, pattern, decides)
 
 
 def change_of(statement: ast.stmt, around: frozenset[str]) -> Change:
-    changed = {*stored(statement)}
+    changed = {*stored_names(statement)}
     for call in ast.walk(statement):
         in_place = isinstance(statement, ast.Expr) or any(
             word.arg == "out" for word in getattr(call, "keywords", ())
@@ -88,7 +88,7 @@ def change_of(statement: ast.stmt, around: frozenset[str]) -> Change:
     return Change(changed, numbers_of(statement) | around, source)
 
 
-def stored(node: ast.AST) -> Iterator[str]:
+def stored_names(node: ast.AST) -> Iterator[str]:
     """The names that an assignment changes, also of a part."""
     for part in ast.walk(node):
         if isinstance(getattr(part, "ctx", None), (ast.Store, ast.Del)) and (root := root_of(part)):
@@ -120,7 +120,7 @@ def numbers_of(node: ast.AST) -> set[str]:
     return names.union(*map(numbers_of, ast.iter_child_nodes(node)))
 
 
-def given_to(function: ast.FunctionDef) -> set[str]:
+def parameters_of(function: ast.FunctionDef) -> set[str]:
     return {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
 
 

@@ -27,7 +27,7 @@ def read(path: Path) -> str:
     return text
 
 
-def patched(text: str, names: list[str], model: nn.Module, lists: list[str], args) -> tuple[str, list[str]]:
+def edit(text: str, names: list[str], model: nn.Module, lists: list[str], args) -> tuple[str, list[str]]:
     """The text of a file with the changes of these rows that can be placed, and which rows these are."""
     tree, rows = ast.parse(text), text.split("\n")
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}

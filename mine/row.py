@@ -148,7 +148,7 @@ def patch_file(names: list[str], args: ModelArguments) -> list[str]:
     is_own = not has_switch(model, args.path.name, args.softmax_at)
     attention = plain_attention(args) if SDPA in names and is_own else None
     begun = attention.text if attention else text
-    patched, placed = patch.patched(begun, names, model, args.blocks, args)
+    patched, placed = patch.edit(begun, names, model, args.blocks, args)
     placed += [SDPA] if attention else []
     if not placed:
         raise Skip(f"none of the changes can be placed in {args.path.name}")

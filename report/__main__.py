@@ -27,10 +27,10 @@ def render(folder: Path, record: Run | Study) -> tuple[str, dict[str, bytes]]:
         figures = derive(record)
         files["report.html"] = printers.html(report).encode()
         files["steps.svg"] = bars.picture(figures).encode()
-        if patch := applied.offered_patch(figures):
+        if patch := applied.patch_to_offer(figures):
             files[applied.patch_name(record)] = patch.encode()
         if table.fits_cards(figures):
-            row = " | ".join(map(printers.escaped, table.card_row(figures).values()))
+            row = " | ".join(map(printers.escape, table.card_row(figures).values()))
             end = ["This GPU as a row of docs/cards.md:", f"| {row} |"]
     shown = [name for name in files if name == "report.html" or isinstance(record, Study)]
     end.insert(0, f"Report: {' and '.join(str(folder / name) for name in shown)}")
@@ -63,13 +63,13 @@ def main() -> int:
     except load.RecordError as error:
         parser.error(str(error))
     if args.recommended:
-        line = applied.recommended(derive(record))
+        line = applied.recommended_line(derive(record))
         say(line.name if line else "")
         return 0
     text, files = render(args.folder, record)
     say(text)  # first: the folder may be read-only
     if (args.folder / PLAN).exists():
-        if lost := load.rows_lost(args.folder / MERGED, record):
+        if lost := load.lost_rows(args.folder / MERGED, record):
             say(f"{MERGED} stays as it is: it has {', '.join(lost)}, whose records are gone", sys.stderr)
         else:
             write_json(args.folder / MERGED, record)

@@ -13,7 +13,7 @@ from report.sentences import taken_of
 AS_FAST = 0.97  # times as fast as the row that it follows: a patched file
 
 
-def recommended(figures: Figures) -> Line | None:
+def recommended_line(figures: Figures) -> Line | None:
     """The row with all changes that a model should take; None where nothing is recommended."""
     timed = figures.timed_steps
     if figures.run.is_of_ladder or figures.environment.device_type == "cpu" or not timed:
@@ -25,7 +25,7 @@ def recommended(figures: Figures) -> Line | None:
 def patch_note(figures: Figures) -> str:
     """What came of the patch of a user's file, in a sentence; empty where none was made."""
     row = next((row for row in figures.run.rows if row.step == PATCHED), None)
-    wanted = recommended(figures)
+    wanted = recommended_line(figures)
     if row is None or wanted is None:
         return ""
     line = figures.patched
@@ -47,9 +47,9 @@ def patch_name(run: Run) -> str:
     return f"{PurePath(run.workload.model).stem}.patch"
 
 
-def offered_patch(figures: Figures) -> str:
+def patch_to_offer(figures: Figures) -> str:
     """The patch of a user's file, if it has the time and the work of the row that it follows."""
-    line, wanted = figures.patched, recommended(figures)
+    line, wanted = figures.patched, recommended_line(figures)
     return (line.row.code or "") if line and wanted and not objection_to_patch(line, wanted) else ""
 
 
@@ -71,7 +71,7 @@ def objection_to_patch(line: Line, wanted: Line) -> str:
 def larger_batch(figures: Figures) -> str:
     """What a batch gives that needs the memory which the changes free, in a sentence; empty where none was
     tried."""
-    trial, wanted, first = figures.run.larger, recommended(figures), figures.first
+    trial, wanted, first = figures.run.larger, recommended_line(figures), figures.first
     row = next(iter(trial.rows), None) if trial else None
     if row is None or wanted is None or row.changes != wanted.row.changes:
         return ""

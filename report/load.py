@@ -169,7 +169,7 @@ def statuses(recording: Run | Study) -> dict[str, str | None]:
     return {f"{name} {row.step}".strip(): row.status for name, run in runs for row in [*run.rows, *run.peers]}
 
 
-def rows_lost(merged: Path, record: Run | Study) -> list[str]:
+def lost_rows(merged: Path, record: Run | Study) -> list[str]:
     """The rows with a time in an earlier merge that have no record now."""
     try:
         before, now = statuses(read(merged)) if merged.exists() else {}, statuses(record)

@@ -110,7 +110,7 @@ def interval(differences: list[float]) -> tuple[float, float]:
     return fmean(differences), t_quantile(0.975, n - 1) * stdev(differences) / math.sqrt(n)
 
 
-def paired(
+def pair_by_seed(
     study: Study, label: str, other: str | None, apart: Callable[[Row, Row], float | None]
 ) -> Difference:
     """What `apart` says of a label and another one, seed by seed. It has no interval, and so no verdict,
@@ -118,12 +118,12 @@ def paired(
     own, others = labels(study)[label], labels(study).get(other, {})
     pairs = [apart(row, others[seed]) for seed, row in own.items() if seed in others]
     values = [value for value in pairs if value is not None]
-    if len(values) < max(FEWEST_SEEDS, len(pairs) + seeds_failed(study, label, other)):
+    if len(values) < max(FEWEST_SEEDS, len(pairs) + count_failed_seeds(study, label, other)):
         return Difference(len(values), fmean(values) if values else None)
     return Difference(len(values), *interval(values))
 
 
-def seeds_failed(study: Study, *of_labels: str | None) -> int:
+def count_failed_seeds(study: Study, *of_labels: str | None) -> int:
     """How many runs of these labels broke, as where a loss is not finite."""
     broken = (
         name.partition(", seed ")[0] for name, run in study.runs.items() if run.rows[0].status in BROKEN
@@ -186,11 +186,11 @@ def difference_rows(study: Study) -> list[dict]:
         of_label = labels(study)[label].values()
         ms = milliseconds(fmean(median(each.step_ms) for each in of_label))
         row = {"row": label, "ms": ms + marks[label]}
-        steps = paired(study, label, other, more_steps)
+        steps = pair_by_seed(study, label, other, more_steps)
         row |= {"compared with": other or "-", "seeds": str(steps.seeds) if other else "-"}
         row |= {"more steps": with_interval(steps, "+.1%"), "verdict": steps.verdict if other else "-"}
         row["more seconds"] = more(study, label, other, more_seconds)
-        row["nats"] = with_interval(paired(study, label, other, more_nats), "+.4f")
+        row["nats"] = with_interval(pair_by_seed(study, label, other, more_nats), "+.4f")
         rows.append(row)
     return rows
 
@@ -215,7 +215,7 @@ def on_two_cards(study: Study, label: str, other: str) -> bool:
 def more(study: Study, label: str, other: str | None, apart: Callable[[Row, Row], float | None]) -> str:
     """What a label needs more than another one, as a share with its interval; seconds with MARK where they
     may be wrong."""
-    text = with_interval(paired(study, label, other, apart), "+.1%")
+    text = with_interval(pair_by_seed(study, label, other, apart), "+.1%")
     if apart is not more_seconds or other is None:
         return text
     marks = marks_of(study)

@@ -20,7 +20,7 @@ def terminal(report: Report, end: list[str]) -> str:
     parts = [report.title] if report.title else []
     for section in report.sections:
         if section.shown == TERMINAL:
-            rows = _fitted(section.short_rows or section.rows)
+            rows = _fit_terminal(section.short_rows or section.rows)
             heading = f"{section.heading}:" if section.heading else section.text
             code = "\n".join(f"{sign} {line}" for sign, line in section.code)
             note = section.note if code else ""  # that of a table stands behind the remarks
@@ -32,7 +32,7 @@ def terminal(report: Report, end: list[str]) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _fitted(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+def _fit_terminal(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     """Rows with short names, and without the columns that a terminal has no room for."""
     first = next(iter(rows[0])) if rows else ""
     rows = [row | {first: one_line(row[first], LONGEST_NAME)} for row in rows]
@@ -47,10 +47,10 @@ def _fitted(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def markdown(report: Report) -> str:
     """report.md: short enough for a comment on a pull request."""
-    parts = [f"# {escaped(report.title)}", escaped(report.about)]
+    parts = [f"# {escape(report.title)}", escape(report.about)]
     for section in report.sections:
         parts += _markdown_of(section)
-    parts.append("\n".join(f"- {escaped(remark)}" for remark in report.remarks))
+    parts.append("\n".join(f"- {escape(remark)}" for remark in report.remarks))
     parts += ["Run it again:", "    " + report.command.replace(" && ", "\n    ")]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -59,24 +59,24 @@ def _markdown_of(section: Section) -> list[str]:
     if section.shown == PAGE:
         return []
     parts = []
-    heading = escaped(f"{section.heading}:" if section.heading else section.text)
+    heading = escape(f"{section.heading}:" if section.heading else section.text)
     if section.code:
         code = "\n".join(f"{sign} {line}".replace("`", "'") for sign, line in section.code)
-        parts = [heading, f"```diff\n{code}\n```", escaped(section.note)]
+        parts = [heading, f"```diff\n{code}\n```", escape(section.note)]
     if section.lines:
-        parts = [heading, "\n".join(f"- {escaped(line)}" for line in section.lines)]
+        parts = [heading, "\n".join(f"- {escape(line)}" for line in section.lines)]
     if section.rows:
-        parts = [heading, pipe(section.rows), escaped(section.note)]
+        parts = [heading, pipe(section.rows), escape(section.note)]
     return parts + [text for part in section.parts for text in _markdown_of(part)]
 
 
 def pipe(rows: list[dict], n_left: int = 1) -> str:
     """A table of Markdown whose cells and headers may be a record's words."""
-    cells = [{escaped(name): escaped(cell) for name, cell in row.items()} for row in rows]
+    cells = [{escape(name): escape(cell) for name, cell in row.items()} for row in rows]
     return aligned(cells, "pipe", n_left)
 
 
-def escaped(text: object) -> str:
+def escape(text: object) -> str:
     """A line of Markdown in which nothing that a record says is markup, a link, the end of a cell, or a
     marker of cog, which would be run."""
     line = one_line(text, 1500).replace("&", "&amp;").replace("<", "&lt;").replace("`", "'")

@@ -90,7 +90,7 @@ def compare(first: Row, ours: Samples, other: Row, theirs: Samples) -> Proof:
             partners[theirs[name][0].tobytes()].append(name)
     whole = [name for name in ours if PART not in name and not name.startswith(PASS)]
     in_fp8 = bool(first.settings.fp8_recipe or other.settings.fp8_recipe)
-    least = level(in_fp8, is_of_ladder=repeated(ours) is None)
+    least = level(in_fp8, is_of_ladder=repeatability(ours) is None)
     cosines: dict[str, tuple[float, float]] = {}  # and its limit
     largest = [max(map(length, samples.values()), default=0.0) for samples in (ours, theirs)]
     for name in [*whole]:
@@ -102,7 +102,7 @@ def compare(first: Row, ours: Samples, other: Row, theirs: Samples) -> Proof:
             tolerance = ROUNDINGS * (COARSER if in_fp8 else 1.0) * rounding_distance(ours, name)
             cosines[partner] = agreement(passes_of(ours, name), passes_of(theirs, partner), least - tolerance)
     sharp = {name: pair for name, pair in cosines.items() if pair[1] >= BLUNT}
-    proof = Proof(first.step, in_fp8, len(sharp) / max(1, len(whole)), repeated=repeated(ours))
+    proof = Proof(first.step, in_fp8, len(sharp) / max(1, len(whole)), repeated=repeatability(ours))
     if proof.paired >= PAIRED:
         proof.weight = min(sharp, key=lambda name: sharp[name][0] - sharp[name][1])
         proof.cosine, proof.limit = (round(number, 6) for number in sharp[proof.weight])
@@ -147,7 +147,7 @@ def agreement(ours: list[np.ndarray], theirs: list[np.ndarray], least: float) ->
     return cosine(np.mean(ours, axis=0), np.mean(theirs, axis=0)), least - SPREADS * expected
 
 
-def repeated(samples: Samples) -> float | None:
+def repeatability(samples: Samples) -> float | None:
     """The least cosine between the gradients of two passes of one row; None where there was one pass."""
     others = {name: f"{PASS}1 {name}" for name in samples if f"{PASS}1 {name}" in samples}
     cosines = [cosine(samples[name][1], samples[other][1]) for name, other in others.items()]

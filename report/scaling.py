@@ -76,10 +76,10 @@ def _compare(row: Scaled, alone: list[Scaled]) -> None:
     row.alone = (alike or alone)[0].line
     row.efficiency = line.tokens_per_s / row.gpus / row.alone.tokens_per_s
     if row.gpus > 1 and line.category_ms and row.alone.category_ms:
-        row.lost = _lost(line, row.alone.category_ms, row.efficiency)
+        row.lost = _split_missing(line, row.alone.category_ms, row.efficiency)
 
 
-def _lost(line: Line, alone_ms: dict[str, float], efficiency: float) -> dict[str, float] | None:
+def _split_missing(line: Line, alone_ms: dict[str, float], efficiency: float) -> dict[str, float] | None:
     """By kind of kernel, what a step has more than alone, as shares of it; None where they explain too
     little.
 

@@ -115,7 +115,7 @@ def of_run(figures: Figures) -> Report:
 
 def _lines(figures: Figures) -> Section:
     """The change to a user's own code: what the recommended row has that the first one has not."""
-    line = applied.recommended(figures)
+    line = applied.recommended_line(figures)
     if line is None or not line.row.code:
         return Section()
     code = [pair for pair in code_diff(figures.first.row, line.row, around=99) if pair[0] != "@"]

@@ -330,9 +330,7 @@ def test_runs_are_lists_of_rows():
     assert outputs[f"1-launched/{b}.json"].arguments[-1] == "--no-capture"
     by_ddp = [row.output.partition("/")[0] for row in rows.scaling(planned, 2, "ddp", "cuda")]
     assert set(by_ddp) == {"1", "2-ddp"}
-    assert [row.output for row in rows.repeated(planned, 2)][3:] == [
-        f"pass-2/{row.output}" for row in planned
-    ]
+    assert [row.output for row in rows.repeat(planned, 2)][3:] == [f"pass-2/{row.output}" for row in planned]
     swept = rows.sweep(planned, "cuda")
     assert len(swept) == 3 * 9 and swept[-1].arguments[-1] == "1"
     shapes = [row.output.partition("/")[0] for row in swept[::3]]

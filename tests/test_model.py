@@ -807,7 +807,7 @@ def test_a_loss_that_is_kept_from_the_compiler_stays_eager(arguments_of):
     args = arguments_of(EQUAL_BLOCKS + BATCHES + "@torch.compiler.disable\n" + SUM)
     args.planned = model_check.check(args)
     assert args.loss_module is None and args.remarks[-1].endswith("torch.compiler.disable keeps out")
-    text, placed = model_patch.patched(args.path.read_text(), ["3_compile"], args.model(), args.blocks, args)
+    text, placed = model_patch.edit(args.path.read_text(), ["3_compile"], args.model(), args.blocks, args)
     assert placed == ["3_compile"] and "@torch.compile\n" not in text and "block.compile()" in text
 
 
@@ -885,7 +885,7 @@ def test_the_loss_is_compiled_where_it_is_computed(text, loss, compiled, argumen
     assert said in args.remarks[-1]
     lines = changes.loss_lines(args.model(), args)
     assert compiled in lines[-1] if compiled else not lines
-    patched, _ = model_patch.patched(args.path.read_text(), ["3_compile"], args.model(), args.blocks, args)
+    patched, _ = model_patch.edit(args.path.read_text(), ["3_compile"], args.model(), args.blocks, args)
     assert ("@torch.compile" in patched) == ("my_model" in compiled or loss is BOTH)
     assert ("loss_function = torch.compile" in patched) == ("model.loss_function" in compiled)
 
@@ -1580,7 +1580,7 @@ def test_what_excludes_a_model(refused):
         ["1_amp", "m.py", "--steps", "3"],
         ["3_compile", "m.py", "--steps", "3"],
     ]
-    assert [row.output for row in planned.repeated(rows, 2)][2:] == [
+    assert [row.output for row in planned.repeat(rows, 2)][2:] == [
         "pass-2/1_amp.json",
         "pass-2/3_compile.json",
     ]

@@ -415,7 +415,7 @@ def test_a_patch_applies_and_the_patched_file_trains_as_the_row(kind, checked, t
     (tmp_path / "net.patch").write_text(args.code)
     for command in (["git", "apply", "--check", "net.patch"], ["git", "apply", "net.patch"]):
         subprocess.run(command, cwd=tmp_path, check=True)
-    patched, _ = patch.patched(MODEL + KINDS[kind], [AMP, COMPILE], args.model(), args.blocks, args)
+    patched, _ = patch.edit(MODEL + KINDS[kind], [AMP, COMPILE], args.model(), args.blocks, args)
     assert (tmp_path / "net.py").read_text() == patched
 
 
@@ -447,7 +447,7 @@ def test_a_patch_fits_the_file_as_it_is_written_or_is_none(old, new, said, check
     text = MODEL + KINDS["a tuple"]
     args, text = checked(text), text.replace(old, new, 1)
     assert new in text
-    patched, placed = patch.patched(text, [COMPILE], args.model(), args.blocks, args)
+    patched, placed = patch.edit(text, [COMPILE], args.model(), args.blocks, args)
     assert bool(placed) is (said is not None)
     compile(patched, "net.py", "exec")
     (tmp_path / "net.py").write_text(text)
@@ -490,7 +490,7 @@ def test_the_name_of_a_patch_leads_to_no_other_folder():
 def test_a_patch_is_offered_only_with_the_time_and_the_work_of_its_row():
     run = goldens.patched()
     row = run.rows[-1]
-    assert applied.offered_patch(derive(run)) == row.code
+    assert applied.patch_to_offer(derive(run)) == row.code
     for change, said in (
         ({"step_ms": [120.0] * 3}, "it is slower (120.0 ms)"),
         ({"proof": None}, "its work is not proven"),
@@ -501,7 +501,7 @@ def test_a_patch_is_offered_only_with_the_time_and_the_work_of_its_row():
         ({"status": "skipped", "reason": "no place"}, "No patch is offered: no place."),
     ):
         run.rows[-1] = replace(row, **change)
-        assert not applied.offered_patch(derive(run)) and said in applied.patch_note(derive(run)), said
+        assert not applied.patch_to_offer(derive(run)) and said in applied.patch_note(derive(run)), said
 
 
 def larger(run, times=4, **fields):
@@ -685,7 +685,7 @@ def test_what_has_no_place_in_a_file_is_no_patch(checked):
         text.replace("import torch\n", "import torch as t\n", 1),
         text.replace("def model", "def make"),
     ):
-        assert patch.patched(other, [AMP, COMPILE], args.model(), args.blocks, args) == (other, [])
+        assert patch.edit(other, [AMP, COMPILE], args.model(), args.blocks, args) == (other, [])
     with pytest.raises(Skip, match="none of the changes can be placed"):
         model_row.patch_file([AMP], args)
 
@@ -693,7 +693,7 @@ def test_what_has_no_place_in_a_file_is_no_patch(checked):
 def test_a_patch_of_attention_alone_leaves_what_model_returns(checked):
     args = checked(MODEL + KINDS["a dict"])
     text = args.path.read_text()
-    assert patch.patched(text, [AMP, SDPA], args.model(), args.blocks, args) == (text, [])
+    assert patch.edit(text, [AMP, SDPA], args.model(), args.blocks, args) == (text, [])
 
 
 DROPOUT = """

@@ -842,8 +842,8 @@ def test_a_machine_that_is_busy_around_one_variant_marks_its_difference():
 
 
 def test_words_of_a_record_are_no_emphasis():
-    assert printers.escaped("M.__init__() of *a*") == r"M.\_\_init\_\_() of \*a\*"
-    assert printers.escaped("n_embd") == "n_embd", "within a word it is none"
+    assert printers.escape("M.__init__() of *a*") == r"M.\_\_init\_\_() of \*a\*"
+    assert printers.escape("n_embd") == "n_embd", "within a word it is none"
 
 
 def test_a_table_of_markdown_has_one_column_to_the_left():

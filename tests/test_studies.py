@@ -199,7 +199,7 @@ def test_a_whole_name_means_one_variant():
     assert "cold-scales" in parity.known_rows()
     (row,) = parity.rows_of(["0"], [7], ["--lr", "1"])
     assert row.arguments == [*parity.DEFAULTS, "--lr", "1", "--seed", "7"]
-    assert ablations.chosen(["dead-mlp"]) == ["dead-mlp"] and len(ablations.chosen(["dead"])) == 2
+    assert ablations.choose(["dead-mlp"]) == ["dead-mlp"] and len(ablations.choose(["dead"])) == 2
     names = [(row.output, row.patch) for row in ablations.rows_of(["dead-mlp"], [])]
     assert names == [("2_sdpa/2_sdpa.json", None), ("dead-mlp/2_sdpa.json", "dead-mlp")]
 
