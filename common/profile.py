@@ -50,13 +50,14 @@ def observe(
     """Run `step` once, launched, under torch.profiler: what its operators show. Raises what the profiler
     raises."""
     operators, of_model = _operators_of(step, device)
-    settings = _settings(operators, of_model, model)
+    forwards = _compiled_forwards(step, model)
+    settings = _settings(operators, of_model, model, forwards)
     if settings.compiled and settings.attention_kernel is None:  # a compiler makes a softmax by hand its own
         with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"):
             names, eager = _operators_of(step, device)
             if not any("_safe_softmax" in name or "flex_attention" in name for name in names):
-                settings.attention_kernel = _settings(names, eager, model).attention_kernel
-    return settings, _symptoms(of_model, model)
+                settings.attention_kernel = _settings(names, eager, model, forwards).attention_kernel
+    return settings, _symptoms(of_model, model, forwards)
 
 
 def _operators_of(step: Callable[[], object], device: torch.device) -> tuple[set[str], list[tuple]]:
@@ -80,7 +81,9 @@ def _operators_of(step: Callable[[], object], device: torch.device) -> tuple[set
     return operators, of_model
 
 
-def _settings(operators: set[str], of_model: list[tuple], model: torch.nn.Module) -> Settings:
+def _settings(
+    operators: set[str], of_model: list[tuple], model: torch.nn.Module, forwards: dict[str, bool]
+) -> Settings:
     """What ran, by the names of all operators of a step, and the events of the model's own."""
     multiplied, parts = set(), []  # the dtypes that were multiplied, parts of attention
     scores: Counter[str] = Counter()  # of fused attention, by the family of its kernel
@@ -94,7 +97,6 @@ def _settings(operators: set[str], of_model: list[tuple], model: torch.nn.Module
             multiplied |= {DTYPES.get(dtype) for dtype in event.dtypes()}
     recipes = {name: recipe for name, module in model.named_modules() if (recipe := _fp8_recipe(module))}
     regions = any(name.startswith(("Torch-Compiled Region", COMPILED_GRAPH)) for name in operators)
-    forwards = _compiled_forwards(model)
     settings = Settings(
         amp_dtype=next((name for name in DTYPES.values() if name in multiplied), None),
         float32_matmul_precision=torch.get_float32_matmul_precision(),
@@ -108,7 +110,7 @@ def _settings(operators: set[str], of_model: list[tuple], model: torch.nn.Module
     return settings
 
 
-def _symptoms(of_model: list[tuple], model: torch.nn.Module) -> Symptoms:
+def _symptoms(of_model: list[tuple], model: torch.nn.Module, forwards: dict[str, bool]) -> Symptoms:
     """What costs time without an error, by the events of a model's operators."""
     odd = {size for weight in model.parameters() for size in weight.shape if size % ALIGNED and size > 1}
     whole = in_fp32 = unaligned = 0
@@ -119,7 +121,7 @@ def _symptoms(of_model: list[tuple], model: torch.nn.Module) -> Symptoms:
         if dtype in HALF_FORMATS and sizes & odd:
             unaligned += flops
             multiplied |= sizes & odd
-    skipped = sorted(name for name, is_held in _compiled_forwards(model).items() if not is_held)
+    skipped = sorted(name for name, is_held in forwards.items() if not is_held)
     return Symptoms(
         fp32_share=in_fp32 / whole if whole else None,
         unaligned_share=unaligned / whole if whole else None,
@@ -159,17 +161,22 @@ def _compiled_modules(model: torch.nn.Module) -> int:
     return len(names)
 
 
-def _compiled_forwards(model: torch.nn.Module) -> dict[str, bool]:
+def _compiled_forwards(step: Callable[[], object], model: torch.nn.Module) -> dict[str, bool]:
     """The forward() of each class of which modules compile(), and whether the compiler holds code of it: what
-    it cannot trace from the start it leaves as it is, without a word."""
+    it cannot trace from the start it leaves as it is, without a word. Of a model that is compiled with its
+    loss it holds none either, so where it holds none, one more step shows whether Python runs it."""
     dynamo = torch._dynamo.eval_frame
     classes = {type(part) for part in model.modules() if part._compiled_call_impl}
-    functions = [dynamo.innermost_fn(each.forward) for each in classes]
-    return {
-        each.__qualname__: bool(dynamo._debug_get_cache_entry_list(each.__code__))
-        for each in functions
-        if inspect.isfunction(each)
-    }
+    functions = [*filter(inspect.isfunction, (dynamo.innermost_fn(each.forward) for each in classes))]
+    loose = {each.__code__ for each in functions if not dynamo._debug_get_cache_entry_list(each.__code__)}
+    run = set()
+    if loose:
+        sys.setprofile(lambda frame, event, _: run.add(frame.f_code))
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+    return {each.__qualname__: each.__code__ not in loose & run for each in functions}
 
 
 def is_compiled(function: Callable) -> bool:

@@ -23,6 +23,7 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp8")  # of matrix products
 # Names in the file of the proof: `fc1.weight part 1/2`, of a further pass `pass 1 fc1.weight`, and of one
 # with weights rounded to BF16 `pass rounded fc1.weight`.
 PART, PASS, ROUNDED = " part ", "pass ", "rounded"
+IN_TRAINING = "compared by gradients in training mode"  # in the note of a row that cannot be evaluated
 LOSSES_IN_ONE = 5  # of a long training: the quarter of 1,500 steps that a verdict goes by has whole ones
 HALF_FORMATS = ("bfloat16", "float16")  # of mixed precision
 UNFUSED = ("by hand", "math")  # what a row with fused attention must not run

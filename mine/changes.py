@@ -11,6 +11,7 @@ from mine.batch import describe
 from mine.blocks import blocks_of, check_compilable
 from mine.file import ModelArguments, called
 from mine.program import (
+    COPY_BEFORE,
     PRECISION,
     Program,
     attention_lines,
@@ -121,9 +122,15 @@ def switch_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:
 
 def block_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:
     """`compile_lines`, and what comes before training with them."""
-    note = "# Train a step before the first generate(), whose many lengths exhaust the compiler's attempts."
-    lines = compile_lines(model, args.blocks)
-    return [note, *lines] if hasattr(model, "generate") else lines
+    lines, notes = compile_lines(model, args.blocks), []
+    if hasattr(model, "generate"):
+        notes.append(
+            "# Train a step before the first generate(), whose many lengths exhaust the compiler's attempts."
+        )
+    if any(".forward = torch.compile(" in line for line in lines) and COPY_BEFORE not in lines:
+        notes.append("# A deepcopy, as for an EMA, would call these blocks: del block.forward in the copy.")
+        notes.append("# torch.save(model) cannot pickle them: save its state_dict().")
+    return notes + lines
 
 
 def loss_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:

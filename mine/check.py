@@ -186,7 +186,7 @@ def look_into_loss(args: ModelArguments, model: torch.nn.Module) -> None:
     ):
         loss = args.loss(model, copied(args.drawn[0], args.device))
         args.is_called, args.drawn_at = bool(outputs), next(iter(lines), "")
-        args.computes_loss = not outputs or is_computed_from(loss, [*map(tensors_of, outputs)])
+        args.computes_loss = not outputs or is_computed_from(loss, outputs)
         args.calls_loss_function = bool(loss_calls)
 
 
@@ -212,9 +212,13 @@ def watch_loss_function(model: torch.nn.Module) -> Iterator[list]:
 
 @contextlib.contextmanager
 def watch_outputs(model: torch.nn.Module) -> Iterator[list]:
-    """What each call of the model gave inside the context."""
+    """The tensors that each call of the model gave inside the context, and one made right after it."""
     outputs: list = []
-    handle = model.register_forward_hook(lambda *given: outputs.append(given[-1]))
+
+    def keep(*given) -> None:
+        outputs.append(([*tensors_of(given[-1])], torch.zeros(1, requires_grad=True) + 1))
+
+    handle = model.register_forward_hook(keep)
     try:
         yield outputs
     finally:
@@ -222,9 +226,13 @@ def watch_outputs(model: torch.nn.Module) -> Iterator[list]:
 
 
 def is_computed_from(loss: torch.Tensor, outputs: list) -> bool:
-    """Whether a loss is computed from the model's outputs, as its gradients flow: not where it only adds to
-    a scalar among them, or averages one number of each example."""
-    dimensions = {tensor.grad_fn: tensor.dim() for output in outputs for tensor in output if tensor.grad_fn}
+    """Whether a loss is computed from the model's `outputs`, as its gradients flow: not where it is made
+    before the model returns, only adds to a scalar among them, or averages one number of each example."""
+    if loss.grad_fn._sequence_nr() < outputs[-1][1].grad_fn._sequence_nr():
+        return False
+    dimensions = {
+        tensor.grad_fn: tensor.dim() for output, _ in outputs for tensor in output if tensor.grad_fn
+    }
     queue, between, reached = [loss.grad_fn], set(), set()
     while queue:
         node = queue.pop()
@@ -311,7 +319,7 @@ def see_start(args: ModelArguments, model: torch.nn.Module) -> None:
     check_start(args.start, seen, args.path.name)
     # Hugging Face's switch can do more than its default: without a mask, a graph has a faster kernel.
     switch = switch_of(model) if args.start is None and SDPA in seen else None
-    if switch and not needs_mask(switch, args.is_masked):
+    if switch is not None and not needs_mask(switch, args.is_masked):
         seen.remove(SDPA)
     args.rows_in_file = [row for row in seen if args.start != "fp32"]
     parts = [MODEL_ROWS[row] for row in in_most if ran_in_part[row] and row not in seen]

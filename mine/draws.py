@@ -4,6 +4,7 @@ never again. It knows the functions of `random` itself, and breaks its graph at 
 import contextlib
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def watch_draws(model: nn.Module, lists: list[str]) -> Iterator[list[str]]:
     def watch(draw: Callable) -> Callable:
         def drawn(generator: random.Random, *arguments: int) -> float:
             if type(generator) is random.Random and generator is not random._inst and compiles[-1]:
-                lines.append(drawing_line())
+                lines.extend(drawing_lines())
             return draw(generator, *arguments)
 
         return drawn
@@ -45,9 +46,10 @@ def watch_draws(model: nn.Module, lists: list[str]) -> Iterator[list[str]]:
         yield lines
 
 
-def drawing_line() -> str:
-    """The line that called a method of a generator."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_filename == random.__file__:
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name} line {frame.f_lineno}"
+def drawing_lines() -> list[str]:
+    """The line that called a method of a generator; none while a module is imported, which happens once."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(2))]
+    if any(file.startswith("<frozen importlib") for file, _ in places):
+        return []
+    file, line = next(place for place in places if place[0] != random.__file__)
+    return [f"{Path(file).name} line {line}"]

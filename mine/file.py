@@ -283,9 +283,12 @@ class ModelArguments(options.Measurement):
         first = self.drawn[0]
         arrays = [part for part in parts_of(first) if isinstance(part, (torch.Tensor, np.ndarray))]
         lengths = {part.shape[:1] for part in arrays}
-        mean, of_both = self.join_losses() if len(lengths) == 1 and () not in lengths else (0.0, 1.0)
+        if len(lengths) != 1 or () in lengths:
+            raise Skip(f"batches of {self.path.name} cannot be joined: they have no one first dimension")
+        mean, of_both = self.join_losses()
         if not self.is_same_loss(of_both, mean):
-            raise Skip(f"batches of {self.path.name} cannot be joined: their first dimension is not examples")
+            why = "the loss of two as one is not the mean of theirs"
+            raise Skip(f"batches of {self.path.name} cannot be joined: {why}")
         cycle = itertools.cycle(self.drawn)
         self.drawn = [joined([*itertools.islice(cycle, count)]) for _ in range(3)]  # one is untimed
         work = self.planned

@@ -42,7 +42,7 @@ def edit(text: str, names: list[str], model: nn.Module, lists: list[str], args) 
         placed.append(AMP)
         setup.append(program.PRECISION)
         decorators.append(f'@torch.autocast("{args.device.type}", torch.bfloat16)')
-    if SDPA in names and switch_of(model):
+    if SDPA in names and switch_of(model) is not None:
         placed.append(SDPA)
         setup += changes.switch_lines(model, args)
     if FP8 in names and not hasattr(args.file, "fp8"):

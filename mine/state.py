@@ -12,7 +12,7 @@ import torch
 
 from common import proof
 from common.benchmark import InitialState, on_host, own_part
-from common.record import ROUNDED
+from common.record import IN_TRAINING, ROUNDED
 from common.text import Skip, one_line
 from mine.batch import copied
 from mine.file import ModelArguments, set_seeds
@@ -84,9 +84,7 @@ class ModelState(InitialState):
             for part, mode in modes:
                 part.training = mode
             passes = [self.sample_pass(train_step, batch, 0)]
-            self.notes.append(
-                f"compared by gradients in training mode, because evaluation fails ({one_line(error, 100)})"
-            )
+            self.notes.append(f"{IN_TRAINING}, because evaluation fails ({one_line(error, 100)})")
         again, other = (self.sample_pass(train_step, batch, k) for k in (0, 1))
         passes.append(other)
         noise = proof.distance(passes[0], again)  # of kernels that add in any order

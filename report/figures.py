@@ -222,7 +222,8 @@ class Line:
             return f"differs in its work: gradient of {proof.weight}, {cosine}"
         if self.same_work == "not proven" and not self.is_peer:  # peers may begin with weights of their own
             if proof.cosine is None:
-                return f"its work is not proven: it has {proof.paired:.0%} of the weights of {proof.against}"
+                of = f"{proof.paired:.0%} of the weights of {proof.against}"
+                return f"its work is not proven: gradients of {of} can be compared"
             return f"its work is not proven: random numbers alone turn gradients of {proof.against}"
         return ""
 

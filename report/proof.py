@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 
-from common.record import NUMBERS, PART, PASS, ROUNDED, Proof, Row, sketches_of
+from common.record import IN_TRAINING, NUMBERS, PART, PASS, ROUNDED, Proof, Row, sketches_of
 from common.text import one_line
 
 PAIRED = 0.9  # of the weights, at least: with fewer nothing is proven
@@ -83,13 +83,16 @@ def prove(rows: list[tuple[Row, Samples]]) -> None:
 def compare(first: Row, ours: Samples, other: Row, theirs: Samples) -> Proof:
     """The cosine between the gradients of two rows, of that weight of the first one that lies nearest to its
     limit or furthest below it. A weight whose gradient random numbers or rounding turn too far is not
-    paired."""
+    paired. Gradients of zero show nothing: where they are most, as where a model begins with matrices of
+    zeros, they are not left out. Nothing is paired where one row alone was compared in training mode."""
     partners: dict[bytes, list[str]] = defaultdict(list)  # names by the numbers of the weight
     for name in sorted(theirs, key=lambda name: PART in name):  # whole matrices before parts
         if not name.startswith(PASS):
             partners[theirs[name][0].tobytes()].append(name)
     whole = [name for name in ours if PART not in name and not name.startswith(PASS)]
-    in_fp8 = bool(first.settings.fp8_recipe or other.settings.fp8_recipe)
+    total, in_fp8 = len(whole), bool(first.settings.fp8_recipe or other.settings.fp8_recipe)
+    if (IN_TRAINING in (first.note or "")) != (IN_TRAINING in (other.note or "")):
+        return Proof(first.step, in_fp8, 0.0, repeated=repeatability(ours))
     least = level(in_fp8, is_of_ladder=repeatability(ours) is None)
     cosines: dict[str, tuple[float, float]] = {}  # and its limit
     largest = [max(map(length, samples.values()), default=0.0) for samples in (ours, theirs)]
@@ -101,8 +104,9 @@ def compare(first: Row, ours: Samples, other: Row, theirs: Samples) -> Proof:
                 continue
             tolerance = ROUNDINGS * (COARSER if in_fp8 else 1.0) * rounding_distance(ours, name)
             cosines[partner] = agreement(passes_of(ours, name), passes_of(theirs, partner), least - tolerance)
-    sharp = {name: pair for name, pair in cosines.items() if pair[1] >= BLUNT}
-    proof = Proof(first.step, in_fp8, len(sharp) / max(1, len(whole)), repeated=repeatability(ours))
+    sharp, zeros = {name: pair for name, pair in cosines.items() if pair[1] >= BLUNT}, total - len(whole)
+    weights = total if zeros > len(whole) else len(whole)
+    proof = Proof(first.step, in_fp8, len(sharp) / max(1, weights), repeated=repeatability(ours))
     if proof.paired >= PAIRED:
         proof.weight = min(sharp, key=lambda name: sharp[name][0] - sharp[name][1])
         proof.cosine, proof.limit = (round(number, 6) for number in sharp[proof.weight])

@@ -753,6 +753,15 @@ def test_what_the_compiler_would_draw_once_is_not_compiled(draw, is_drawn_once, 
             built(["3_compile"], args)
 
 
+def test_a_module_that_draws_while_it_is_imported_draws_nothing_in_a_step(arguments_of, tmp_path):
+    """sympy does, which PyTorch imports when it first compiles."""
+    (tmp_path / "drawing.py").write_text("import random\nONE = random.Random(0).randint(1, 1)\n")
+    text = EQUAL_BLOCKS.replace("return x +", "return x * importlib.reload(drawing).ONE +")
+    args = arguments_of("import importlib, drawing\n" + text + BATCHES + SUM)
+    model_check.check(args)
+    assert args.drawn_at == ""
+
+
 def test_a_draw_outside_of_what_is_compiled_is_drawn_each_time(arguments_of):
     layers = EQUAL_BLOCKS.replace("            x = block(x)", "            x = block(x) * RANDOM.random()")
     loss = SUM.replace("model(batch)", "model(batch * RANDOM.uniform(0, 1))")  # of another length, for .pyc
@@ -784,6 +793,22 @@ def test_a_block_that_the_compiler_skips_is_not_compiled(arguments_of):
     assert "did not run (Block.forward: the compiler skips it; TORCH" in contradiction(row, False, {})
 
 
+@pytest.mark.slow
+def test_a_model_that_is_compiled_in_the_graph_of_its_loss_is_compiled(arguments_of):
+    """The compiler holds no code of its forward(), which is part of the loss's."""
+    args = arguments_of(EQUAL_BLOCKS + BATCHES + SUM)
+    model_check.check(args)
+    args.blocks = []
+    train_step, model, *_ = built(["3_compile"], args)
+    for batch in args.drawn[:2]:
+        train_step(batch)
+    settings, symptoms = profile.observe(partial(train_step, args.drawn[0]), model, args.device)
+    assert settings.compiled and symptoms.graph_breaks == []
+    with torch.compiler.set_stance("force_eager"):
+        _, symptoms = profile.observe(partial(train_step, args.drawn[0]), model, args.device)
+    assert symptoms.graph_breaks == ["Net.forward: the compiler skips it"]
+
+
 def test_blocks_of_a_model_that_the_loss_does_not_call_are_compiled_with_it(arguments_of):
     parts = EQUAL_BLOCKS.replace("def forward(self, x):\n        for", "def encode(self, x):\n        for")
     args = arguments_of(parts + BATCHES + SUM.replace("model(batch)", "model.encode(batch)"))
@@ -809,6 +834,15 @@ def test_a_loss_that_is_kept_from_the_compiler_stays_eager(arguments_of):
     assert args.loss_module is None and args.remarks[-1].endswith("torch.compiler.disable keeps out")
     text, placed = model_patch.edit(args.path.read_text(), ["3_compile"], args.model(), args.blocks, args)
     assert placed == ["3_compile"] and "@torch.compile\n" not in text and "block.compile()" in text
+
+
+def test_a_loss_that_forward_computes_and_keeps_is_not_computed_by_loss(arguments_of):
+    text = EQUAL_BLOCKS.replace(
+        "        return x\ndef", "        self.last = x.square().mean()\n        return x\ndef"
+    )
+    args = arguments_of(f"{text}{BATCHES}def loss(model, batch):\n    model(batch)\n    return model.last\n")
+    model_check.check(args)
+    assert not args.computes_loss and "but not the loss, which forward() computes" in args.remarks[-1]
 
 
 WITH_LOSS = EQUAL_BLOCKS.replace(
@@ -985,6 +1019,21 @@ def test_contexts_are_entered_again_and_again(arguments_of, monkeypatch):
     for batch in args.batches()[:2]:
         train_step(*batch)
     assert len(stand_ins.ENTERED) == 2 and "with fp8_context():" in args.code
+
+
+def test_a_compiled_model_of_hugging_face_is_looked_at(arguments_of):
+    """It has no len(), and so no truth."""
+    pytest.importorskip("transformers")
+    shape = "n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32, use_cache=False"
+    args = arguments_of(
+        "from transformers import GPT2Config, GPT2LMHeadModel\n"
+        f"def model():\n    return torch.compile(GPT2LMHeadModel(GPT2Config({shape})))\n"
+        "def batches():\n    while True:\n        ids = torch.randint(64, (2, 8))\n"
+        "        yield {'input_ids': ids, 'labels': ids}\n"
+    )
+    args.planned = model_check.check(args)
+    assert "3_compile" in args.rows_in_file
+    assert model_patch.edit(args.path.read_text(), ["2_sdpa"], args.model(), [], args)[1] == ["2_sdpa"]
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])

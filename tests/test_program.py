@@ -331,6 +331,21 @@ def test_parts_are_named_as_python_writes_them():
     assert loop == "for block in model.get_submodule('my-blocks').children():", "one of them is None"
 
 
+def test_a_copy_of_compiled_blocks_of_pytorch_s_own_is_told_how_to_be_a_model_of_its_own():
+    model = Own()
+    model.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    added = changes.block_lines(model, SimpleNamespace(blocks=["layers"]))
+    assert "del block.forward in the copy" in added[0] and "state_dict" in added[1]
+    exec("\n".join(added[:-2]), {"torch": torch, "model": model})  # all but what changes the class
+    other, x = copy.deepcopy(model), torch.ones(1, 2)
+    with torch.no_grad():
+        other.layers[0].weight.zero_()
+    before = torch.equal(other.layers[0](x), model.layers[0](x))
+    for block in other.layers:
+        del block.forward
+    assert before and not torch.equal(other.layers[0](x), model.layers[0](x))
+
+
 def test_a_batch_of_another_kind_is_copied_by_functions_to_write():
     tensor = torch.ones(2)
     for batch, kind in (

@@ -14,7 +14,7 @@ from conftest import ROOT, STEPS, arguments, built, load_script, load_step
 
 from common import benchmark
 from common import proof as sampling
-from common.record import Row, Settings
+from common.record import IN_TRAINING, Row, Settings
 from ladder import patches
 from report import ablations, doubts, proof, table
 from report.derive import derive
@@ -210,6 +210,22 @@ def test_where_rounding_alone_turns_a_gradient_the_limit_is_lower(rounded, in_fp
     apart = turned_by(0.2 if in_fp8 else 0.05)
     theirs = {"gate": np.stack([weight, apart]), "pass 1 gate": np.stack([weight, apart])}
     assert proof.verdict(proof.compare(Row("0_fp32"), ours, other, theirs)) == said
+
+
+@pytest.mark.parametrize(("zeros", "said"), [(1, "agrees"), (2, "not proven")])
+def test_gradients_of_zero_prove_nothing_where_they_are_most(zeros, said):
+    """As of a DiT, whose blocks begin with a gate of zero."""
+    weight = np.ones(sampling.NUMBERS, np.float32)
+    ours = {f"gate{k}": np.stack([(k + 2) * weight, 0 * GRADIENT]) for k in range(zeros)}
+    ours["head"] = np.stack([weight, GRADIENT])
+    assert proof.verdict(compared(ours, ours)) == said
+
+
+def test_a_row_in_training_mode_is_not_compared_with_one_in_evaluation_mode():
+    ours = {"w": np.stack([np.ones(sampling.NUMBERS, np.float32), GRADIENT])}
+    rows = [Row("0_fp32"), Row("3_compile", note=f"{IN_TRAINING}, because evaluation fails (x)")]
+    verdicts = [proof.verdict(proof.compare(a, ours, b, ours)) for a in rows for b in rows]
+    assert verdicts == ["agrees", "not proven", "not proven", "agrees"]
 
 
 def test_a_matrix_is_paired_with_a_whole_one_before_a_part_of_another():
