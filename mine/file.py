@@ -284,10 +284,11 @@ class ModelArguments(options.Measurement):
         arrays = [part for part in parts_of(first) if isinstance(part, (torch.Tensor, np.ndarray))]
         lengths = {part.shape[:1] for part in arrays}
         if len(lengths) != 1 or () in lengths:
-            raise Skip(f"batches of {self.path.name} cannot be joined: they have no one first dimension")
-        mean, of_both = self.join_losses()
-        if not self.is_same_loss(of_both, mean):
-            why = "the loss of two as one is not the mean of theirs"
+            why = "their tensors do not share a first dimension"
+        else:
+            mean, of_both = self.join_losses()
+            why = "" if self.is_same_loss(of_both, mean) else "the loss of two as one is not their mean"
+        if why:
             raise Skip(f"batches of {self.path.name} cannot be joined: {why}")
         cycle = itertools.cycle(self.drawn)
         self.drawn = [joined([*itertools.islice(cycle, count)]) for _ in range(3)]  # one is untimed
