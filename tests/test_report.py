@@ -411,13 +411,13 @@ def test_a_record_that_leaves_out_defaults_is_the_same_work(tmp_path):
     assert of_settings.rows[0]["compiled"] == "True" and of_settings.rows[0]["captured"] == "-"
 
 
-def test_a_million_losses_are_drawn_in_seconds(tmp_path):
-    rows = [runs.row(step, loss=[3.0 - k / 1e6 for k in range(10**6)]) for step in runs.STEPS[:2]]
+def test_many_losses_are_drawn_in_seconds(tmp_path):
+    rows = [runs.row(step, loss=[3.0 - k / 1e6 for k in range(2 * 10**5)]) for step in runs.STEPS[:2]]
     folder, began = runs.write(tmp_path, runs.run(*rows)), time.process_time()
     above, _ = charts.loss_figure(derive(load(folder))).axes
-    assert time.process_time() - began < 40, "of which most is reading"
+    assert time.process_time() - began < 10, "of which most is reading"
     assert [len(line.get_xdata()) for line in above.lines] == [2000, 2000]
-    assert above.lines[1].get_xdata()[-1] == 999_501 and above.lines[1].get_ydata()[-1] == 3.0 - 0.9995
+    assert above.lines[1].get_xdata()[-1] == 199_901 and above.lines[1].get_ydata()[-1] == 3.0 - 0.1999
 
 
 @pytest.mark.parametrize(
