@@ -212,27 +212,32 @@ def watch_loss_function(model: torch.nn.Module) -> Iterator[list]:
 
 @contextlib.contextmanager
 def watch_outputs(model: torch.nn.Module) -> Iterator[list]:
-    """The tensors that each call of the model gave inside the context, and one made right after it."""
-    outputs: list = []
+    """Of each call of the model inside the context: the tensors that it gave, and the numbers that autograd
+    counts its operators by, before and behind it."""
+    outputs: list[tuple[list[torch.Tensor], int, int]] = []
+    begins: list[int] = []
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def count() -> int:
+        return (torch.zeros(1, requires_grad=True) + 1).grad_fn._sequence_nr()
 
     def keep(*given) -> None:
-        outputs.append(([*tensors_of(given[-1])], torch.zeros(1, requires_grad=True) + 1))
+        outputs.append(([*tensors_of(given[-1])], begins.pop(), count()))
 
-    handle = model.register_forward_hook(keep)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(model.register_forward_pre_hook(lambda *_: begins.append(count())).remove)
+        undo.callback(model.register_forward_hook(keep).remove)
         yield outputs
-    finally:
-        handle.remove()
 
 
 def is_computed_from(loss: torch.Tensor, outputs: list) -> bool:
     """Whether a loss is computed from the model's `outputs`, as its gradients flow: not where it is made
-    before the model returns, only adds to a scalar among them, or averages one number of each example."""
-    if loss.grad_fn._sequence_nr() < outputs[-1][1].grad_fn._sequence_nr():
+    inside a call, only adds to a scalar among them, or averages one number of each example."""
+    if any(begin < loss.grad_fn._sequence_nr() < end for _, begin, end in outputs):
         return False
-    dimensions = {
-        tensor.grad_fn: tensor.dim() for output, _ in outputs for tensor in output if tensor.grad_fn
-    }
+    given = [tensor for tensors, *_ in outputs for tensor in tensors if tensor.grad_fn]
+    dimensions = {tensor.grad_fn: tensor.dim() for tensor in given}
     queue, between, reached = [loss.grad_fn], set(), set()
     while queue:
         node = queue.pop()

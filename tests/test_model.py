@@ -845,6 +845,19 @@ def test_a_loss_that_forward_computes_and_keeps_is_not_computed_by_loss(argument
     assert not args.computes_loss and "but not the loss, which forward() computes" in args.remarks[-1]
 
 
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+@pytest.mark.parametrize("line", ["value = model(batch).square().mean()", "model(batch); value = model.last"])
+def test_a_loss_is_made_where_it_is_made_whatever_is_called_without_gradients(mode, line, arguments_of):
+    text, by_model = EQUAL_BLOCKS, line.endswith("model.last")
+    if by_model:
+        kept = "        self.last = x.square().mean()\n        return x\ndef"
+        text = text.replace("        return x\ndef", kept)
+    metric = f"    with torch.{mode}():\n        model(batch)\n    return value\n"
+    args = arguments_of(f"{text}{BATCHES}def loss(model, batch):\n    {line}\n{metric}")
+    model_check.check(args)
+    assert args.computes_loss is not by_model and ("but not the loss" in args.remarks[-1]) is by_model
+
+
 WITH_LOSS = EQUAL_BLOCKS.replace(
     "    def forward(self, x):\n        for",
     "    loss_function = property(lambda self: self.own, lambda self, it: setattr(self, 'own', it))\n"
