@@ -8,6 +8,7 @@ import inspect
 import math
 import re
 import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -47,8 +48,7 @@ SHORTEST_MS = 0.01  # of a CPU's operator in the timeline of a block
 def observe(
     step: Callable[[], object], model: torch.nn.Module, device: torch.device
 ) -> tuple[Settings, Symptoms]:
-    """Run `step` once, launched, under torch.profiler: what its operators show. Raises what the profiler
-    raises."""
+    """Run `step`, launched, under torch.profiler: what its operators show. Raises what that raises."""
     operators, of_model = _operators_of(step, device)
     forwards = _compiled_forwards(step, model)
     settings = _settings(operators, of_model, model, forwards)
@@ -163,20 +163,27 @@ def _compiled_modules(model: torch.nn.Module) -> int:
 
 def _compiled_forwards(step: Callable[[], object], model: torch.nn.Module) -> dict[str, bool]:
     """The forward() of each class of which modules compile(), and whether the compiler holds code of it: what
-    it cannot trace from the start it leaves as it is, without a word. Of a model that is compiled with its
-    loss it holds none either, so where it holds none, one more step shows whether Python runs it."""
+    it cannot trace from the start it leaves as it is, without a word. Code of a model that is compiled with
+    its loss is the loss's: such a forward() runs in an eager step alone."""
     dynamo = torch._dynamo.eval_frame
     classes = {type(part) for part in model.modules() if part._compiled_call_impl}
     functions = [*filter(inspect.isfunction, (dynamo.innermost_fn(each.forward) for each in classes))]
-    loose = {each.__code__ for each in functions if not dynamo._debug_get_cache_entry_list(each.__code__)}
-    run = set()
-    if loose:
-        sys.setprofile(lambda frame, event, _: run.add(frame.f_code))
-        try:
-            step()
-        finally:
-            sys.setprofile(None)
-    return {each.__qualname__: each.__code__ not in loose & run for each in functions}
+    held = {each.__code__ for each in functions if dynamo._debug_get_cache_entry_list(each.__code__)}
+    if len(held) < len(functions):
+        run = _code_run_by(step)
+        with torch.compiler.set_stance("force_eager"):
+            held |= _code_run_by(step) - run
+    return {each.__qualname__: each.__code__ in held for each in functions}
+
+
+def _code_run_by(step: Callable[[], object]) -> set[types.CodeType]:
+    code, before = set(), sys.getprofile()
+    sys.setprofile(lambda frame, event, _: code.add(frame.f_code))
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return code
 
 
 def is_compiled(function: Callable) -> bool:

@@ -122,7 +122,7 @@ class Proof:
 
     against: str  # name of the first row that has samples
     in_fp8: bool  # whether one of the two rows multiplied FP8
-    paired: float  # share of the first row's weights that both rows have
+    paired: float  # share of the first row's weights whose gradients can be compared
     cosine: float | None = None  # the least, over these weights; null where too few are paired
     weight: str | None = None  # whose it is
     # The same of two passes of the first row: below 1 where its model draws random numbers. --model alone.

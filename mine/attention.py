@@ -15,9 +15,10 @@ MULTI_HEAD = "multi_head_attention_forward"  # PyTorch's, of nn.MultiheadAttenti
 
 
 def switch_of(model: nn.Module) -> nn.Module | None:
-    """The outermost module with Hugging Face's switch of attention; None without one."""
+    """The outermost module with Hugging Face's switch of attention, not what torch.compile wraps around it;
+    None without one."""
     modules = (module for module in model.modules() if hasattr(module, "set_attn_implementation"))
-    return next(modules, None)
+    return next((module for module in modules if not hasattr(module, "_orig_mod")), None)
 
 
 def has_switch(model: nn.Module, file: str, softmax_at: str) -> bool:

@@ -127,8 +127,11 @@ def block_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:
         notes.append(
             "# Train a step before the first generate(), whose many lengths exhaust the compiler's attempts."
         )
-    if any(".forward = torch.compile(" in line for line in lines) and COPY_BEFORE not in lines:
-        notes.append("# A deepcopy, as for an EMA, would call these blocks: del block.forward in the copy.")
+    if any(".forward = torch.compile(" in line for line in lines):
+        if COPY_BEFORE not in lines:
+            notes.append(
+                "# A deepcopy, as for an EMA, would call these: in the copy, del the .forward of each."
+            )
         notes.append("# torch.save(model) cannot pickle them: save its state_dict().")
     return notes + lines
 

@@ -232,18 +232,20 @@ def watch_outputs(model: torch.nn.Module) -> Iterator[list]:
 
 
 def is_computed_from(loss: torch.Tensor, outputs: list) -> bool:
-    """Whether a loss is computed from the model's `outputs`, as its gradients flow: not where it is made
-    inside a call, only adds to a scalar among them, or averages one number of each example."""
-    if any(begin < loss.grad_fn._sequence_nr() < end for _, begin, end in outputs):
-        return False
+    """Whether a loss is computed from the model's `outputs`, as its gradients flow: not where the model
+    computes it, and it only adds to a scalar, or averages one number of each example."""
     given = [tensor for tensors, *_ in outputs for tensor in tensors if tensor.grad_fn]
     dimensions = {tensor.grad_fn: tensor.dim() for tensor in given}
+
+    def is_inside(node: torch.autograd.graph.Node) -> bool:
+        return any(begin < node._sequence_nr() < end for _, begin, end in outputs)
+
     queue, between, reached = [loss.grad_fn], set(), set()
     while queue:
         node = queue.pop()
         if node in dimensions:
             reached.add(dimensions[node])
-        elif node is not None and node not in between:
+        elif node and node not in between and not is_inside(node):
             between.add(node)
             queue += [before for before, _ in node.next_functions]
     averages = all(node.name().startswith(AVERAGES) for node in between)

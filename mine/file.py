@@ -270,7 +270,7 @@ class ModelArguments(options.Measurement):
         return abs(loss - expected) <= limit * abs(expected)
 
     @torch.no_grad()
-    def join_losses(self) -> tuple[float, float]:
+    def losses_apart_and_joined(self) -> tuple[float, float]:
         """The mean loss of two batches, and the loss of both as one."""
         model, pair = self.noisy_model(), [self.drawn[0], self.drawn[1 % len(self.drawn)]]
         losses = [self.loss(model, copied(batch, self.device)).item() for batch in [*pair, joined(pair)]]
@@ -286,7 +286,7 @@ class ModelArguments(options.Measurement):
         if len(lengths) != 1 or () in lengths:
             why = "their tensors do not share a first dimension"
         else:
-            mean, of_both = self.join_losses()
+            mean, of_both = self.losses_apart_and_joined()
             why = "" if self.is_same_loss(of_both, mean) else "the loss of two as one is not their mean"
         if why:
             raise Skip(f"batches of {self.path.name} cannot be joined: {why}")

@@ -83,7 +83,7 @@ def prove(rows: list[tuple[Row, Samples]]) -> None:
 def compare(first: Row, ours: Samples, other: Row, theirs: Samples) -> Proof:
     """The cosine between the gradients of two rows, of that weight of the first one that lies nearest to its
     limit or furthest below it. A weight whose gradient random numbers or rounding turn too far is not
-    paired. Gradients of zero show nothing: where they are most, as where a model begins with matrices of
+    paired. Gradients of zero show nothing: where most are zero, as of a model that begins with matrices of
     zeros, they are not left out. Nothing is paired where one row alone was compared in training mode."""
     partners: dict[bytes, list[str]] = defaultdict(list)  # names by the numbers of the weight
     for name in sorted(theirs, key=lambda name: PART in name):  # whole matrices before parts

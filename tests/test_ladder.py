@@ -568,7 +568,7 @@ def test_a_full_disk_is_a_line_and_no_traceback(project):
 
 
 @pytest.mark.slow
-def test_on_a_terminal_no_ten_seconds_are_silent(project):
+def test_a_terminal_is_told_each_second_that_a_row_runs(project):
     checkout = project({"0_x": "silent"})
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", STUB, str(checkout.folder), json.dumps(FACTS), "--no-roofs"]

@@ -213,7 +213,7 @@ def test_where_rounding_alone_turns_a_gradient_the_limit_is_lower(rounded, in_fp
 
 
 @pytest.mark.parametrize(("zeros", "said"), [(1, "agrees"), (2, "not proven")])
-def test_gradients_of_zero_prove_nothing_where_they_are_most(zeros, said):
+def test_nothing_is_proven_where_most_gradients_are_zero(zeros, said):
     """As of a DiT, whose blocks begin with a gate of zero."""
     weight = np.ones(sampling.NUMBERS, np.float32)
     ours = {f"gate{k}": np.stack([(k + 2) * weight, 0 * GRADIENT]) for k in range(zeros)}
