@@ -122,18 +122,19 @@ def switch_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:
 
 def block_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:
     """`compile_lines`, and what comes before training with them."""
-    lines, notes = compile_lines(model, args.blocks), []
-    if hasattr(model, "generate"):
-        notes.append(
-            "# Train a step before the first generate(), whose many lengths exhaust the compiler's attempts."
-        )
-    if any(".forward = torch.compile(" in line for line in lines):
-        if COPY_BEFORE not in lines:
-            notes.append(
-                "# A deepcopy, as for an EMA, would call these: in the copy, del the .forward of each."
-            )
-        notes.append("# torch.save(model) cannot pickle them: save its state_dict().")
-    return notes + lines
+    generate = (
+        "# Train a step before the first generate(), whose many lengths exhaust the compiler's attempts."
+    )
+    copy = "# A deepcopy, as for an EMA, would call these: in the copy, del the .forward of each."
+    pickle = "# torch.save(model) cannot pickle them: save its state_dict()."
+    lines = compile_lines(model, args.blocks)
+    of_torch = any(".forward = torch.compile(" in line for line in lines)
+    notes = {
+        generate: hasattr(model, "generate"),
+        copy: of_torch and COPY_BEFORE not in lines,
+        pickle: of_torch,
+    }
+    return [*(note for note, fits in notes.items() if fits), *lines]
 
 
 def loss_lines(model: torch.nn.Module, args: ModelArguments) -> list[str]:
