@@ -8,7 +8,6 @@ import inspect
 import math
 import re
 import sys
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -42,6 +41,7 @@ SYNCHRONIZING = ("_local_scalar_dense", "nonzero")  # .item(), float(), `if tens
 PROFILED_STEPS, LONG_STEP_MS, KERNELS_KEPT = 3, 1000, 40
 WARM_MS, MOST_WARM = 500, 50  # of steps before those that are profiled
 MOST_FP8_UNIT = 32  # by which a number of tokens divides, see common/hardware.py
+BIASES = 2  # products between the scores and their softmax, as of relative positions
 SHORTEST_MS = 0.01  # of a CPU's operator in the timeline of a block
 
 
@@ -168,17 +168,18 @@ def _compiled_forwards(step: Callable[[], object], model: torch.nn.Module) -> di
     dynamo = torch._dynamo.eval_frame
     classes = {type(part) for part in model.modules() if part._compiled_call_impl}
     functions = [*filter(inspect.isfunction, (dynamo.innermost_fn(each.forward) for each in classes))]
-    held = {each.__code__ for each in functions if dynamo._debug_get_cache_entry_list(each.__code__)}
+    held = {id(each.__code__) for each in functions if dynamo._debug_get_cache_entry_list(each.__code__)}
     if len(held) < len(functions):
         run = _code_run_by(step)
         with torch.compiler.set_stance("force_eager"):
             held |= _code_run_by(step) - run
-    return {each.__qualname__: each.__code__ in held for each in functions}
+    return {each.__qualname__: id(each.__code__) in held for each in functions}
 
 
-def _code_run_by(step: Callable[[], object]) -> set[types.CodeType]:
+def _code_run_by(step: Callable[[], object]) -> set[int]:
+    """The identities of the code that Python runs: some of the compiler's has no hash."""
     code, before = set(), sys.getprofile()
-    sys.setprofile(lambda frame, event, _: code.add(frame.f_code))
+    sys.setprofile(lambda frame, event, _: code.add(id(frame.f_code)))
     try:
         step()
     finally:
@@ -234,13 +235,15 @@ def _count_scores(shapes: list) -> int:
 
 def _attention_kernel(fused: Counter[str], parts: list[tuple[str, list]]) -> str | None:
     """The family of kernel that most scores of attention go through. Attention is "by hand" where a softmax
-    lies between two products of its heads: scores (..., T, S) are what the first one gives, and what the
-    second one multiplies. PyTorch's math kernel does so too."""
+    lies between two products of its heads: scores (..., T, S) are what one before gives, and what the next
+    one multiplies. PyTorch's math kernel does so too."""
     by_hand = 0
-    for (first, a), (softmax, scores), (second, b) in zip(parts, parts[1:], parts[2:], strict=False):
-        is_between = softmax == "_softmax" and "_softmax" not in (first, second)
-        if is_between and [a[0][-2], a[1][-1]] == scores[0][-2:] == b[0][-2:]:
-            by_hand += math.prod(scores[0])
+    for k, (name, shapes) in enumerate(parts):
+        if name == "_softmax":
+            before, after = parts[max(0, k - BIASES - 1) : k], parts[k + 1 : k + 2]
+            gives = any(other != name and [a[0][-2], a[1][-1]] == shapes[0][-2:] for other, a in before)
+            takes = any(other != name and b[0][-2:] == shapes[0][-2:] for other, b in after)
+            by_hand += math.prod(shapes[0]) if gives and takes else 0
     if by_hand > fused.total():
         return "by hand"
     return max(fused, key=fused.get, default=None)

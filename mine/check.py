@@ -11,8 +11,10 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -182,12 +184,21 @@ def look_into_loss(args: ModelArguments, model: torch.nn.Module) -> None:
         watch_draws(model, args.blocks) as lines,
         torch.compiler.set_stance("force_eager"),
         watch_loss_function(model) as loss_calls,
-        watch_outputs(model) as outputs,
+        watch_calls(model) as calls,
     ):
         loss = args.loss(model, copied(args.drawn[0], args.device))
-        args.is_called, args.drawn_at = bool(outputs), next(iter(lines), "")
-        args.computes_loss = not outputs or is_computed_from(loss, outputs)
+        args.is_called, args.drawn_at = bool(calls), next(iter(lines), "")
+        args.computes_loss = not calls or is_computed_outside(loss, calls)
         args.calls_loss_function = bool(loss_calls)
+
+
+class Call(NamedTuple):
+    """A call of a model: the numbers that autograd counts its operators by, before and behind it, and the
+    operators that gave its tensors."""
+
+    begin: int
+    end: int
+    ends: set[Node]
 
 
 @contextlib.contextmanager
@@ -211,10 +222,9 @@ def watch_loss_function(model: torch.nn.Module) -> Iterator[list]:
 
 
 @contextlib.contextmanager
-def watch_outputs(model: torch.nn.Module) -> Iterator[list]:
-    """Of each call of the model inside the context: the tensors that it gave, and the numbers that autograd
-    counts its operators by, before and behind it."""
-    outputs: list[tuple[list[torch.Tensor], int, int]] = []
+def watch_calls(model: torch.nn.Module) -> Iterator[list[Call]]:
+    """The calls of the model inside the context."""
+    calls: list[Call] = []
     begins: list[int] = []
 
     @torch.inference_mode(False)
@@ -223,33 +233,33 @@ def watch_outputs(model: torch.nn.Module) -> Iterator[list]:
         return (torch.zeros(1, requires_grad=True) + 1).grad_fn._sequence_nr()
 
     def keep(*given) -> None:
-        outputs.append(([*tensors_of(given[-1])], begins.pop(), count()))
+        ends = {tensor.grad_fn for tensor in tensors_of(given[-1])} - {None}
+        calls.append(Call(begins.pop(), count(), ends))
 
     with contextlib.ExitStack() as undo:
         undo.callback(model.register_forward_pre_hook(lambda *_: begins.append(count())).remove)
         undo.callback(model.register_forward_hook(keep).remove)
-        yield outputs
+        yield calls
 
 
-def is_computed_from(loss: torch.Tensor, outputs: list) -> bool:
-    """Whether a loss is computed from the model's `outputs`, as its gradients flow: not where the model
-    computes it, and it only adds to a scalar, or averages one number of each example."""
-    given = [tensor for tensors, *_ in outputs for tensor in tensors if tensor.grad_fn]
-    dimensions = {tensor.grad_fn: tensor.dim() for tensor in given}
+def is_computed_outside(loss: torch.Tensor, calls: list[Call]) -> bool:
+    """Whether a loss is computed from what the model gives, as its gradients flow: not where a call of the
+    model computes it, and it only adds to a scalar, or averages one number of each example."""
+    ends = set().union(*(call.ends for call in calls))  # none where the model gives an object of its own
 
-    def is_inside(node: torch.autograd.graph.Node) -> bool:
-        return any(begin < node._sequence_nr() < end for _, begin, end in outputs)
+    def is_inside(node: Node) -> bool:
+        return any(call.begin < node._sequence_nr() < call.end for call in calls)
 
-    queue, between, reached = [loss.grad_fn], set(), set()
+    queue, between, dimensions = [loss.grad_fn], set(), {0}
     while queue:
         node = queue.pop()
-        if node in dimensions:
-            reached.add(dimensions[node])
+        if node in ends or (node and not ends and is_inside(node)):
+            dimensions |= {len(tensor.shape) for tensor in node._input_metadata}
         elif node and node not in between and not is_inside(node):
             between.add(node)
             queue += [before for before, _ in node.next_functions]
     averages = all(node.name().startswith(AVERAGES) for node in between)
-    return max(reached, default=0) > (1 if averages else 0)
+    return max(dimensions) > (1 if averages else 0)
 
 
 def count_flops(

@@ -269,26 +269,29 @@ class ModelArguments(options.Measurement):
         limit = SAME_LOSS if self.first == FP32 else SAME_ROUNDED
         return abs(loss - expected) <= limit * abs(expected)
 
-    @torch.no_grad()
-    def losses_apart_and_joined(self) -> tuple[float, float]:
-        """The mean loss of two batches, and the loss of both as one."""
+    def why_not_joined(self) -> str:
+        """Why two batches are not one of twice the examples, each of which counts the same in the loss; empty
+        where they are."""
+        arrays = [part for part in parts_of(self.drawn[0]) if isinstance(part, (torch.Tensor, np.ndarray))]
+        lengths = {part.shape[:1] for part in arrays}
+        if len(lengths) != 1 or () in lengths:
+            return "their tensors do not share a first dimension"
         model, pair = self.noisy_model(), [self.drawn[0], self.drawn[1 % len(self.drawn)]]
-        losses = [self.loss(model, copied(batch, self.device)).item() for batch in [*pair, joined(pair)]]
-        return sum(losses[:2]) / 2, losses[2]
+        batches = [pair[0], *pair, joined(pair)]
+        again, first, second, both = (self.loss(model, copied(each, self.device)).item() for each in batches)
+        if not self.is_same_loss(again, first):
+            return "their loss draws random numbers, so whether it is a mean of examples cannot be seen"
+        return (
+            ""
+            if self.is_same_loss(both, (first + second) / 2)
+            else "the loss of two as one is not their mean"
+        )
 
     def join_batches(self, count: int) -> None:
         """Let each step train on so many of the file's batches at once. Raises Skip for tensors whose first
         dimension does not count examples: they have several lengths, or the loss of two batches is not the
         mean of theirs."""
-        first = self.drawn[0]
-        arrays = [part for part in parts_of(first) if isinstance(part, (torch.Tensor, np.ndarray))]
-        lengths = {part.shape[:1] for part in arrays}
-        if len(lengths) != 1 or () in lengths:
-            why = "their tensors do not share a first dimension"
-        else:
-            mean, of_both = self.losses_apart_and_joined()
-            why = "" if self.is_same_loss(of_both, mean) else "the loss of two as one is not their mean"
-        if why:
+        if why := self.why_not_joined():
             raise Skip(f"batches of {self.path.name} cannot be joined: {why}")
         cycle = itertools.cycle(self.drawn)
         self.drawn = [joined([*itertools.islice(cycle, count)]) for _ in range(3)]  # one is untimed

@@ -24,6 +24,7 @@ BEGIN_AT_ZERO = ("Adadelta", "Adafactor", "Adam", "AdamW", "Adamax", "Muon", "RM
 # By which losses of a replay may differ from those of launched steps: FP8 has other scales each time.
 REPLAY_OFF, REPLAY_OFF_IN_FP8 = 0.002, 0.02
 RANDOM = 1e-4  # distance of two passes from which, and from ten times rounding, random numbers are at work
+OWN_GENERATOR = 0.01  # distance of two passes of one seed from which no kernel's order is the cause
 PASSES = 8  # whose spread shows how far random numbers alone turn the gradients
 
 
@@ -94,6 +95,10 @@ class ModelState(InitialState):
                 torch._inductor.config.fallback_random = True
                 passes = [self.sample_pass(train_step, batch, k) for k in range(2)]
             passes += [self.sample_pass(train_step, batch, k) for k in range(2, PASSES)]
+        if noise > OWN_GENERATOR:
+            self.notes.append(
+                "passes of one seed differ: draw by torch or numpy.random, not a generator of your own"
+            )
         if sparse := [name for name, part in self.model.named_modules() if getattr(part, "sparse", False)]:
             self.notes.append(f"not in the proof: {', '.join(sparse[:3])}, whose gradients are sparse")
         samples = passes[0] | proof.renamed(self.sample_rounded(train_step, batch), ROUNDED)

@@ -7,7 +7,7 @@ import re
 import sys
 import sysconfig
 import time
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -793,6 +793,37 @@ def test_a_block_that_the_compiler_skips_is_not_compiled(arguments_of):
     assert "did not run (Block.forward: the compiler skips it; TORCH" in contradiction(row, False, {})
 
 
+@pytest.mark.parametrize("draw", ["torch.randn(4, 16, generator=OWN)", "torch.randn(4, 16)"])
+def test_a_generator_that_no_seed_sets_is_named(draw, arguments_of):
+    own = "OWN = torch.Generator().manual_seed(0)\n"
+    args = arguments_of(own + LINEAR + BATCHES + SUM.replace("model(batch)", f"model(batch + {draw})"))
+    train_step, model, optimizer, *_ = built([], args)
+    state = model_state.ModelState(model, optimizer)
+    state.sample(train_step, args.batches()[0])
+    assert any("passes of one seed differ" in note for note in state.notes) is ("OWN" in draw)
+
+
+def test_code_that_has_no_hash_is_seen_too():
+    """The compiler's has dicts among its constants, where it calls torch.func.vmap."""
+
+    def step():
+        return 1
+
+    step.__code__ = step.__code__.replace(co_consts=(*step.__code__.co_consts, {}))
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(step.__code__)
+    assert id(step.__code__) in profile._code_run_by(step)
+
+
+@pytest.mark.parametrize(("biases", "kernel"), [(0, "by hand"), (2, "by hand"), (3, None)])
+def test_products_may_lie_between_scores_and_their_softmax(biases, kernel):
+    """As those of relative positions, in Segment Anything's encoder."""
+    scores, bias = ("bmm", [[8, 6, 16], [8, 16, 6]]), ("bmm", [[6, 8, 16], [6, 16, 3]])
+    parts = [scores, *[bias] * biases, ("_softmax", [[8, 6, 6], []]), ("bmm", [[8, 6, 6], [8, 6, 16]])]
+    assert profile._attention_kernel(Counter(), parts) == kernel
+    assert profile._attention_kernel(Counter(), parts[:-1]) is None
+
+
 @pytest.mark.slow
 def test_a_model_that_is_compiled_in_the_graph_of_its_loss_is_compiled(arguments_of):
     """The compiler holds no code of its forward(), which is part of the loss's."""
@@ -934,6 +965,11 @@ def model():
             WITH_LOSS.replace("return x\ndef", "return x, self.loss_function(x)\ndef"),
             BOTH,
             "model.loss_function = ",
+        ),
+        (
+            WITH_LOSS.replace("return x\ndef", "return type('Given', (), {'y': x})\ndef"),
+            LOSS.format("out.y.square().mean()"),
+            "my_model",
         ),
     ],
 )

@@ -649,8 +649,24 @@ def test_batches_whose_first_dimension_is_not_examples_are_not_joined(loss, chec
         args.join_batches(2)
     for odd in ((torch.ones(4, 2), torch.ones(3)), (torch.ones(4, 2), torch.tensor(4))):
         args.drawn = [odd]
-        with pytest.raises(Skip, match="cannot be joined"):
+        with pytest.raises(Skip, match="cannot be joined: their tensors do not share a first dimension"):
             args.join_batches(2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        ("x.requires_grad_(); return torch.autograd.grad(model(x).sum(), x)[0].square().mean()", ""),
+        ("return model(x + torch.randn_like(x)).mean()", "draws random numbers"),
+        ("return model(x).sum()", "the loss of two as one is not their mean"),
+    ],
+)
+def test_why_batches_are_not_joined_is_said(loss, why, checked):
+    args = checked(MODEL + KINDS["a tuple"])
+    args.drawn, args.file.model = [torch.randn(4, 16)], lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    exec(f"def loss(model, x):\n    {loss}\n", vars(args.file))
+    told = args.why_not_joined()
+    assert why in told and bool(told) is bool(why)
 
 
 TIME_FIRST = """
