@@ -288,9 +288,8 @@ class ModelArguments(options.Measurement):
         )
 
     def join_batches(self, count: int) -> None:
-        """Let each step train on so many of the file's batches at once. Raises Skip for tensors whose first
-        dimension does not count examples: they have several lengths, or the loss of two batches is not the
-        mean of theirs."""
+        """Let each step train on so many of the file's batches at once. Raises Skip where that is another
+        work."""
         if why := self.why_not_joined():
             raise Skip(f"batches of {self.path.name} cannot be joined: {why}")
         cycle = itertools.cycle(self.drawn)

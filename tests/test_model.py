@@ -1083,7 +1083,7 @@ def test_contexts_are_entered_again_and_again(arguments_of, monkeypatch):
 
 
 def test_a_compiled_model_of_hugging_face_is_looked_at(arguments_of):
-    """It has no len(), and so no truth."""
+    """The wrapper has no len(), and so no truth; the switch of attention is the wrapped model's."""
     pytest.importorskip("transformers")
     shape = "n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32, use_cache=False, "
     shape += "attn_pdrop=0, embd_pdrop=0, resid_pdrop=0"
