@@ -281,11 +281,8 @@ class ModelArguments(options.Measurement):
         again, first, second, both = (self.loss(model, copied(each, self.device)).item() for each in batches)
         if not self.is_same_loss(again, first):
             return "their loss draws random numbers, so whether it is a mean of examples cannot be seen"
-        return (
-            ""
-            if self.is_same_loss(both, (first + second) / 2)
-            else "the loss of two as one is not their mean"
-        )
+        is_mean = self.is_same_loss(both, (first + second) / 2)
+        return "" if is_mean else "the loss of two as one is not their mean"
 
     def join_batches(self, count: int) -> None:
         """Let each step train on so many of the file's batches at once. Raises Skip where that is another
