@@ -119,7 +119,8 @@ class Running:
             recorded = vars(failed)
         outcome = f"{recorded['status']}: {recorded['reason']}"
         if recorded["status"] == "ok":
-            outcome = f"{statistics.median(recorded['step_ms']):,.1f} ms a step"
+            ms = statistics.median(recorded["step_ms"])
+            outcome = f"{ms:,.{1 if ms >= 1 else 3}f} ms a step"
         say(f"{name}: {outcome}")
 
     def too_large(self, row: rows.Planned) -> tuple[str, str] | None:

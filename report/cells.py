@@ -25,8 +25,10 @@ def number(value: float | None, digits: str = ",.1f") -> str:
 
 
 def milliseconds(ms: float | None) -> str:
-    """`159.0`, `9.87`."""
-    return number(ms, ",.1f" if ms is None or ms >= 10 else ".2f")
+    """`159.0`, `9.87`, `0.041`."""
+    if ms is None or ms >= 10:
+        return number(ms)
+    return number(ms, ".2f" if ms == 0 or abs(ms) >= 0.1 else ".3f")
 
 
 def three_digits(value: float | None) -> str:
