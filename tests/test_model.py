@@ -1360,6 +1360,17 @@ def test_fp8_is_the_files_or_torchaos(arguments_of, monkeypatch):
             converted([], f"def fp8(model):\n    return {wrong}\n")
 
 
+def test_a_size_that_fp8_cannot_multiply_skips_its_row_alone():
+    def train_step(batch):
+        a, b = (torch.empty(size, 8, device="meta").to(torch.float8_e4m3fn) for size in (16, 32))
+        torch._scaled_mm(a, b.t(), *[torch.empty((), device="meta")] * 2, out_dtype=torch.bfloat16)
+
+    with pytest.raises(Skip, match=r"inputs \(batch x length\) does not divide by 16"):
+        model_row.skip_refused(train_step, ["5_fp8"])(None)
+    with pytest.raises(RuntimeError, match="divisible by 16"):
+        model_row.skip_refused(train_step, ["3_compile"])(None)
+
+
 # --- a captured step ------------------------------------------------------------------------------
 
 
