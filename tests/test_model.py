@@ -406,11 +406,14 @@ def test_fewer_batches_than_steps_and_the_same_numbers_each_time(arguments_of):
 
 
 def test_a_module_beside_the_file_is_part_of_its_work(arguments_of, tmp_path):
-    (tmp_path / "net_beside.py").write_text("import torch\nSIZE = 16\n")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    for folder in (tmp_path, elsewhere):
+        (folder / "net_beside.py").write_text("import torch\nSIZE = 16\n")
+    sys.path.insert(0, str(elsewhere))
     late = "def loss(model, batch):\n    import net_beside\n    return model(batch).sum()\n"
     args = arguments_of(LINEAR + BATCHES + late)
     model_check.check(args)
-    assert args.beside == [str(tmp_path / "net_beside.py")], "imported late"
+    assert args.beside == [str(tmp_path / "net_beside.py")], "imported late, and first of its name"
     own = {"common.text", "ladder.rows", "net_beside"}
     assert model_check.modules_beside(ROOT / "x.py", own) == [], "the project's are not the user's"
     python = Path(sysconfig.get_path("stdlib")).parent.parent / "x.py"
