@@ -18,7 +18,7 @@ from conftest import ROOT, STEPS
 from common import data, flops, hardware, options
 from common.model import PRESETS
 from common.record import write_json
-from common.text import Skip, portable_command
+from common.text import Skip, portable_command, run_command
 from ladder import __main__ as command
 from ladder import facts
 
@@ -119,6 +119,27 @@ def test_what_a_launcher_left_behind_is_one_line_and_never_a_wait(left, monkeypa
     for name, value in left.items():
         monkeypatch.setenv(name, value)
     assert "torchrun did not start this: unset RANK WORLD_SIZE LOCAL_RANK" in refused(parse)
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        (ImportError("No module named 'x'"), "step: error: No module named 'x': ./run_all.sh --setup ", 1),
+        (PermissionError(13, "Permission denied", "a.txt"), "step: error: ", 1),
+        (KeyboardInterrupt(), "step: interrupted", 130),
+        (SystemExit("step: error: no such file"), "step: error: no such file", 1),
+    ],
+)
+def test_what_ends_a_command_is_one_line_and_its_exit_code(error, said, code, monkeypatch, capsys):
+    monkeypatch.setattr("os._exit", sys.exit)
+
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(main, "step")
+    err = capsys.readouterr().err
+    assert ended.value.code == code and err.startswith(said) and err.count("\n") == 1
 
 
 def test_of_several_processes_each_has_its_share_of_the_batch(monkeypatch):
