@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import benchmark, hardware
 from common.record import AS_IT_IS, LARGER, PATCHED, PLAN, WORTH, Workload, middle_half, read_object
-from common.text import Skip, run_command
+from common.text import Skip, one_line, run_command
 from ladder.rows import AMP, FP8, FP32, GRAPH, SDPA
 from ladder.rows import MODEL_ROWS as ROWS
 from mine import changes, patch
@@ -109,13 +109,13 @@ def build(names: list[str], before: dict[str, dict], args: ModelArguments) -> tu
         for each in each_of(optimizer):
             check_states(each)
     model_file.set_seeds(args.seed)  # whatever a row drew until here: its losses may draw, too
-    train_step = skip_refused(program.train_step(), names)
+    train_step = skip_unsupported(program.train_step(), names)
     if GRAPH not in names:
         return train_step, model, optimizer
     return train_step, model, optimizer, partial(capture, program, train_step, optimizer, FP8 in names, args)
 
 
-def skip_refused(train_step: Callable, names: list[str]) -> Callable:
+def skip_unsupported(train_step: Callable, names: list[str]) -> Callable:
     """A step is skipped whose compiler gives up, because past its limit it would run the blocks as they are,
     and one with a product that FP8 cannot have. PyTorch and Transformer Engine then say "divisible by"."""
 
@@ -130,8 +130,8 @@ def skip_refused(train_step: Callable, names: list[str]) -> Callable:
         except (RuntimeError, AssertionError) as error:
             if FP8 not in names or "divisible by" not in str(error):
                 raise
-            what = "an FP8 layer whose number of inputs (batch x length) does not divide by 16"
-            raise Skip(f"the step has {what}: change it, or leave such layers out in fp8(model)") from error
+            needs = f"FP8 needs sizes that divide by 16, batch x length too ({one_line(error, 150)})"
+            raise Skip(f"{needs}: change them, or leave such layers out in fp8(model)") from error
 
     return step
 

@@ -125,7 +125,11 @@ def test_what_a_launcher_left_behind_is_one_line_and_never_a_wait(left, monkeypa
     ("error", "said", "code"),
     [
         (ImportError("No module named 'x'"), "step: error: No module named 'x': ./run_all.sh --setup ", 1),
-        (PermissionError(13, "Permission denied", "a.txt"), "step: error: ", 1),
+        (
+            PermissionError(13, "Permission denied", "a.txt"),
+            "step: error: [Errno 13] Permission denied: 'a.txt'",
+            1,
+        ),
         (KeyboardInterrupt(), "step: interrupted", 130),
         (SystemExit("step: error: no such file"), "step: error: no such file", 1),
     ],
